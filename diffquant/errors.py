@@ -1,0 +1,55 @@
+"""What can go wrong, as exceptions whose message says what happened, where, and what to do."""
+
+
+class DiffQuantError(Exception):
+    """Base of every error a user can cause. `exit_code` is what the command line returns."""
+
+    exit_code = 1
+
+
+class UsageError(DiffQuantError):
+    """An option, a scheme's text or a recipe is malformed."""
+
+    exit_code = 2
+
+
+class CheckpointError(DiffQuantError):
+    """A checkpoint is incomplete, damaged or of a kind that is not read."""
+
+
+class UnknownModelTypeError(CheckpointError):
+    """No adapter reads this `model_type`."""
+
+
+class GroupSizeError(CheckpointError):
+    """A group size does not divide the width of a tensor."""
+
+
+class NonFiniteError(CheckpointError):
+    """A tensor holds NaN or infinity."""
+
+
+class OutputExistsError(DiffQuantError):
+    """The destination is already there and `--overwrite` was not given."""
+
+
+class NotFiredError(DiffQuantError):
+    """A layer that should have quantized its logits did not."""
+
+
+class FailedCellsError(DiffQuantError):
+    """A sweep finished, some of its cells did not."""
+
+    exit_code = 3
+
+
+class ToleranceError(DiffQuantError):
+    """Two computations that must agree differ by more than the tolerance."""
+
+    exit_code = 4
+
+
+class MissingDependencyError(DiffQuantError):
+    """A package that this operation needs is not installed."""
+
+    exit_code = 5

@@ -1,0 +1,25 @@
+"""Pure tensor functions: absmax quantization and dense packing of its codes."""
+
+from diffquant.numerics.absmax import (
+    absmax_scale,
+    check_finite,
+    dequantize,
+    fake_quantize,
+    max_code,
+    quantize,
+    sharing_view,
+)
+from diffquant.numerics.packing import pack, packed_words, unpack
+
+__all__ = [
+    "absmax_scale",
+    "check_finite",
+    "dequantize",
+    "fake_quantize",
+    "max_code",
+    "pack",
+    "packed_words",
+    "quantize",
+    "sharing_view",
+    "unpack",
+]

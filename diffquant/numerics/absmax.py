@@ -1,0 +1,117 @@
+"""Symmetric absmax quantization: the largest magnitude becomes the largest code, zero stays zero."""
+
+import torch
+from torch import Tensor
+
+from diffquant.errors import NonFiniteError, UsageError
+
+Axes = int | tuple[int, ...]
+
+
+def max_code(bits: int) -> int:
+    """Largest code of a symmetric `bits`-bit integer; the smallest is its negative."""
+    if not 2 <= bits <= 8:
+        raise UsageError(f"bits must be 2 to 8, got {bits}; 16 means not quantized and has no codes")
+    return 2 ** (bits - 1) - 1
+
+
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """float32 for half types, the tensor's own dtype otherwise."""
+    return torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype
+
+
+def absmax_scale(x: Tensor, bits: int, dim: Axes) -> Tensor:
+    """Scale that maps the largest magnitude along `dim` to the largest code.
+
+    Args:
+        x: [...] finite floats.
+        bits: 2 to 8; codes run from -(2^(bits-1) - 1) to 2^(bits-1) - 1.
+        dim: axes that share one scale; kept with size 1.
+
+    Returns:
+        float32 (float64 for float64), `x`'s shape with `dim` reduced to 1. Where all of x is zero,
+        or so small that the scale would be, it is 1.
+
+    Source: dynamic absmax quantization, arXiv 2410.05258, section 3.7.
+    """
+    scale = x.abs().amax(dim, keepdim=True).to(compute_dtype(x)) / max_code(bits)
+    return torch.where(scale == 0, 1.0, scale)
+
+
+def quantize(x: Tensor, scale: Tensor, bits: int) -> Tensor:
+    """Codes of x: round-half-even(x / scale), clamped.
+
+    Args:
+        x: [...] finite floats.
+        scale: broadcastable to x, positive.
+        bits: 2 to 8.
+
+    Returns:
+        int8, x's shape.
+    """
+    largest = max_code(bits)
+    ratio = x.to(compute_dtype(x)) / scale
+    return ratio.round_().clamp_(-largest, largest).to(torch.int8)
+
+
+def dequantize(codes: Tensor, scale: Tensor) -> Tensor:
+    """codes * scale, in the scale's dtype: what a reader of the checkpoint computes."""
+    return codes.to(scale.dtype) * scale
+
+
+def fake_quantize(x: Tensor, bits: int, granularity: str, size: int | None = None) -> Tensor:
+    """x after quantize and dequantize, in its own dtype and shape.
+
+    Args:
+        x: [..., rows, columns] finite floats.
+        bits: 2 to 8.
+        granularity, size: which entries share one scale, see `sharing_view`.
+    """
+    view, dim = sharing_view(x, granularity, size)
+    scale = absmax_scale(view, bits, dim)
+    return dequantize(quantize(view, scale, bits), scale).to(x.dtype).reshape(x.shape)
+
+
+def sharing_view(x: Tensor, granularity: str, size: int | None = None) -> tuple[Tensor, Axes]:
+    """x seen so that all entries along the returned axes share one scale.
+
+    Args:
+        x: [..., rows, columns].
+        granularity: "tensor" (all of x), "head" (one matrix), "row", "group" (`size` neighbours
+            along the columns), "column" (`size` neighbours along the rows, all rows without it).
+        size: entries that share a scale, for "group" and "column".
+
+    Raises:
+        UsageError: the granularity is unknown, or `size` does not divide the axis.
+    """
+    if granularity == "tensor":
+        return x, tuple(range(x.dim()))
+    if granularity == "head":
+        return x, (-2, -1)
+    if granularity == "row":
+        return x, -1
+    if granularity == "group":
+        return _split(x, -1, size), -1
+    if granularity == "column":
+        return (x, -2) if size is None else (_split(x, -2, size), -2)
+    raise UsageError(f"granularity {granularity!r} does not name entries of one tensor")
+
+
+def _split(x: Tensor, axis: int, size: int | None) -> Tensor:
+    length = x.shape[axis]
+    if not size or length % size:
+        raise UsageError(f"{size} does not divide axis {axis} of a tensor of shape {list(x.shape)}")
+    return x.unflatten(axis, (length // size, size))
+
+
+def check_finite(x: Tensor, name: str) -> None:
+    """Raise NonFiniteError, naming the tensor and its first offending index, unless all of x is finite."""
+    if torch.isfinite(x.sum(dtype=torch.float64)):
+        return
+    offenders = (~torch.isfinite(x)).nonzero()
+    if len(offenders):
+        at = offenders[0].tolist()
+        raise NonFiniteError(
+            f"{name} {list(x.shape)} holds {len(offenders)} NaN or infinite values, the first ({x[tuple(at)].item()}) "
+            f"at {at}; repair the checkpoint, absmax scales are not defined for it"
+        )

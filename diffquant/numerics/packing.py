@@ -1,0 +1,66 @@
+"""Dense packing of b-bit codes: element i of a row lies at bit i*b, 32 codes fill b words of 32 bits.
+
+The stored value is code + 2^(b-1). This is the layout of compressed-tensors' pack-quantized format.
+Eight codes are held as the eight bytes of one int64 and squeezed together in three doubling steps,
+so that packing costs a dozen integer operations for every eight codes, whatever b is.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+
+def packed_words(length: int, bits: int) -> int:
+    """32-bit words that hold `length` codes of `bits` bits."""
+    return -(-length * bits // 32)
+
+
+def pack(codes: Tensor, bits: int) -> Tensor:
+    """Pack codes along the last axis.
+
+    Args:
+        codes: [..., n] int8, from -(2^(bits-1)) to 2^(bits-1) - 1.
+        bits: 1 to 8.
+
+    Returns:
+        int32 [..., packed_words(n, bits)]; unused bits are zero.
+    """
+    length = codes.shape[-1]
+    unsigned = codes.view(torch.uint8) + (1 << (bits - 1))
+    if length % 32:
+        unsigned = pad(unsigned, (0, -length % 32))
+    lanes = unsigned.contiguous().view(torch.int64)
+    for width, shift, mask in _steps(bits):
+        lanes = (lanes & mask) | (((lanes >> width) & mask) << shift)
+    low_bytes = lanes.unsqueeze(-1).view(torch.uint8)[..., :bits]
+    return low_bytes.flatten(-2).view(torch.int32)[..., : packed_words(length, bits)].contiguous()
+
+
+def unpack(words: Tensor, bits: int, length: int) -> Tensor:
+    """Inverse of `pack`.
+
+    Args:
+        words: int32 [..., packed_words(length, bits)].
+        bits: 1 to 8.
+        length: codes in a row.
+
+    Returns:
+        int8 [..., length].
+    """
+    padded = -(-length // 32) * 32
+    words = pad(words, (0, packed_words(padded, bits) - words.shape[-1])).contiguous()
+    low_bytes = words.view(torch.uint8).unflatten(-1, (padded // 8, bits))
+    lanes = pad(low_bytes, (0, 8 - bits)).contiguous().view(torch.int64).squeeze(-1)
+    for width, shift, mask in reversed(list(_steps(bits))):
+        lanes = (lanes & mask) | (((lanes >> shift) & mask) << width)
+    unsigned = lanes.unsqueeze(-1).view(torch.uint8).flatten(-2)[..., :length]
+    return (unsigned - (1 << (bits - 1))).view(torch.int8)
+
+
+def _steps(bits: int) -> Iterator[tuple[int, int, int]]:
+    """Lane width before each doubling, bits it holds, and the mask of those bits in every other lane."""
+    for step, every_other in enumerate((0x0001000100010001, 0x0000000100000001, 1)):
+        held = bits << step
+        yield 8 << step, held, every_other * ((1 << held) - 1)

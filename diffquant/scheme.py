@@ -1,0 +1,232 @@
+"""What to quantize and how: a `Scheme` for one kind of tensor, a `Recipe` for a model. No torch here."""
+
+import difflib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from diffquant.errors import UsageError
+
+GRANULARITIES = ("tensor", "head", "pair", "row", "column", "group", "block")
+_SIZED = {"g": "group", "c": "column", "b": "block"}
+_LETTERS = {name: letter for letter, name in _SIZED.items()}
+_GRAMMAR = "BITS[:GRANULARITY][:shift], such as 4:g32, 6:row, 8:head, 4:tensor:shift or 16"
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """Bits, and which entries share one scale.
+
+    Attributes:
+        bits: 2 to 8, or 16 for not quantized.
+        granularity: one of `GRANULARITIES`; "" at 16 bits. A "row" is a token or an output channel,
+            a "group" `size` neighbours along the contracted axis, a "column" a channel over `size`
+            tokens (or all), a "block" a `size` x `size` tile of logits, a "pair" both maps of a head.
+        size: for "group", "column" and "block".
+        shift: logits only: subtract the row maximum first, all 2^bits levels then serve one side.
+    """
+
+    bits: int
+    granularity: str = ""
+    size: int | None = None
+    shift: bool = False
+
+    def __post_init__(self) -> None:
+        if self.bits == 16:
+            if self.granularity or self.size or self.shift:
+                raise UsageError("16 bits means not quantized and takes no granularity")
+            return
+        if not 2 <= self.bits <= 8:
+            raise UsageError(f"bits must be 2 to 8, or 16 for not quantized; got {self.bits}")
+        if self.granularity not in GRANULARITIES:
+            raise UsageError(f"unknown granularity {self.granularity!r}{_nearest(self.granularity, GRANULARITIES)}")
+        if self.granularity in ("group", "block") and not self.size:
+            raise UsageError(f"granularity {self.granularity} needs a size, such as {_LETTERS[self.granularity]}32")
+        if self.size is not None and (self.granularity not in _LETTERS or self.size < 1):
+            raise UsageError(f"granularity {self.granularity} takes no size {self.size}")
+
+    @classmethod
+    def parse(cls, text: str | int, default: str = "row") -> "Scheme":
+        """Read the text form; `default` is the granularity where the text names none.
+
+        Raises:
+            UsageError: the text is not BITS[:GRANULARITY][:shift].
+        """
+        bits, *rest = str(text).strip().lower().split(":")
+        if not bits.isdecimal():
+            raise UsageError(f"cannot read scheme {text!r}: expected {_GRAMMAR}")
+        shift = "shift" in rest
+        names = [part for part in rest if part != "shift"]
+        if len(names) > 1 or len(rest) - len(names) > 1:
+            raise UsageError(f"cannot read scheme {text!r}: expected {_GRAMMAR}")
+        if int(bits) == 16:
+            return cls(16, *names, shift=shift)
+        granularity, size = _parse_granularity(names[0] if names else default, str(text))
+        return cls(int(bits), granularity, size, shift)
+
+    @property
+    def quantizes(self) -> bool:
+        return self.bits < 16
+
+    @property
+    def granularity_text(self) -> str:
+        name = f"{_LETTERS[self.granularity]}{self.size}" if self.size else self.granularity
+        return f"{name}:shift" if self.shift else name
+
+    def __str__(self) -> str:
+        return f"{self.bits}:{self.granularity_text}" if self.quantizes else "16"
+
+
+FULL = Scheme(16)
+
+_ALLOWED = {
+    "weights": ("tensor", "row", "group"),
+    "k": ("row", "group", "column"),
+    "v": ("row", "group"),
+    "logits": ("tensor", "head", "pair", "row", "block"),
+}
+DEFAULT_GRANULARITY = {"weights": "g128", "k": "row", "v": "row", "logits": "row"}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What is quantized in a model. Every target defaults to 16 bits.
+
+    Attributes:
+        weights: the linear layers' weights.
+        k, v: the KV cache.
+        logits: Q·Kᵀ·scale of each map, before softmax (simulated).
+        residual: newest tokens of the cache that stay 16-bit.
+        overrides: weight schemes by module name pattern (shell wildcards); the first match wins.
+    """
+
+    weights: Scheme = FULL
+    k: Scheme = FULL
+    v: Scheme = FULL
+    logits: Scheme = FULL
+    residual: int = 0
+    overrides: Mapping[str, Scheme] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for target in _ALLOWED:
+            _check_allowed(target, getattr(self, target))
+        for pattern, scheme in self.overrides.items():
+            _check_allowed("weights", scheme, f"override {pattern!r}")
+        if self.residual < 0:
+            raise UsageError(f"residual must be 0 or more tokens, got {self.residual}")
+
+    @classmethod
+    def of(
+        cls,
+        weights: str | int = 16,
+        kv: str | int = 16,
+        k: str | int | None = None,
+        v: str | int | None = None,
+        logits: str | int = 16,
+        residual: int = 0,
+        overrides: Mapping[str, str] | None = None,
+    ) -> "Recipe":
+        """A recipe from scheme texts; `kv` serves whichever of `k` and `v` is not given."""
+        return cls(
+            weights=_parse_for("weights", weights),
+            k=_parse_for("k", kv if k is None else k),
+            v=_parse_for("v", kv if v is None else v),
+            logits=_parse_for("logits", logits),
+            residual=residual,
+            overrides={pattern: _parse_for("weights", text) for pattern, text in (overrides or {}).items()},
+        )
+
+    @classmethod
+    def from_dict(cls, entries: Mapping[str, Any]) -> "Recipe":
+        """Inverse of `to_dict`.
+
+        Raises:
+            UsageError: an unknown key (the nearest known one is named) or a malformed scheme.
+        """
+        known = [f.name for f in fields(cls)]
+        unknown = [key for key in entries if key not in known]
+        if unknown:
+            raise UsageError("; ".join(f"unknown recipe key {key!r}{_nearest(str(key), known)}" for key in unknown))
+        overrides = entries.get("overrides") or {}
+        residual = entries.get("residual", 0)
+        if not isinstance(overrides, Mapping):
+            raise UsageError(f"overrides must map name patterns to schemes, got {overrides!r}")
+        if not isinstance(residual, int):
+            raise UsageError(f"residual must be a number of tokens, got {residual!r}")
+        schemes = {target: _parse_for(target, entries[target]) for target in _ALLOWED if target in entries}
+        return cls(**schemes, residual=residual, overrides={p: _parse_for("weights", s) for p, s in overrides.items()})
+
+    @classmethod
+    def read(cls, path: Path) -> "Recipe":
+        """Read a recipe from a YAML file."""
+        try:
+            entries = yaml.safe_load(path.read_text())
+        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+            raise UsageError(f"cannot read recipe {path}: {error}") from error
+        if not isinstance(entries, dict):
+            raise UsageError(f"recipe {path} must be a mapping of {', '.join(f.name for f in fields(cls))}")
+        try:
+            return cls.from_dict(entries)
+        except UsageError as error:
+            raise UsageError(f"recipe {path}: {error}") from error
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data: scheme texts, the residual and the overrides."""
+        return {target: str(getattr(self, target)) for target in _ALLOWED} | {
+            "residual": self.residual,
+            "overrides": {pattern: str(scheme) for pattern, scheme in self.overrides.items()},
+        }
+
+    def to_yaml(self) -> str:
+        return yaml.safe_dump(self.to_dict(), sort_keys=False)
+
+    def weight_scheme(self, module: str, by_default: bool = True) -> Scheme:
+        """Scheme of a module's weight.
+
+        Args:
+            module: full name without ".weight".
+            by_default: whether `weights` applies to it when no override does (embeddings, λ
+                projections and the head stay 16-bit unless an override names them).
+        """
+        for pattern, scheme in self.overrides.items():
+            if fnmatchcase(module, pattern):
+                return scheme
+        return self.weights if by_default else FULL
+
+    def with_weights_of(self, other: "Recipe") -> "Recipe":
+        """This recipe's cache and logits with the other's weights."""
+        return replace(self, weights=other.weights, overrides=other.overrides)
+
+
+def _parse_granularity(name: str, text: str) -> tuple[str, int | None]:
+    if name == "channel":
+        return "row", None
+    sized = re.fullmatch(r"([gcb])(\d+)", name)
+    if sized:
+        return _SIZED[sized[1]], int(sized[2])
+    if name not in GRANULARITIES:
+        choices = ("tensor", "head", "pair", "row", "column", "channel", "g32", "c64", "b64")
+        raise UsageError(f"cannot read scheme {text!r}: unknown granularity {name!r}{_nearest(name, choices)}")
+    return name, None
+
+
+def _parse_for(target: str, text: str | int) -> Scheme:
+    return Scheme.parse(text, DEFAULT_GRANULARITY[target])
+
+
+def _check_allowed(target: str, scheme: Scheme, what: str | None = None) -> None:
+    what = what or target
+    if scheme.quantizes and scheme.granularity not in _ALLOWED[target]:
+        raise UsageError(f"{what} cannot be quantized per {scheme.granularity}; use {', '.join(_ALLOWED[target])}")
+    if scheme.shift and target != "logits":
+        raise UsageError(f"{what}: shift is for logits, which softmax sees only up to a constant a row")
+
+
+def _nearest(name: str, known: "list[str] | tuple[str, ...]") -> str:
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
+    return f"; did you mean {close[0]!r}?" if close else f"; known are {', '.join(known)}"
