@@ -8,8 +8,6 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from diffquant.errors import UsageError
 
 GRANULARITIES = ("tensor", "head", "pair", "row", "column", "group", "block")
@@ -164,6 +162,8 @@ class Recipe:
     @classmethod
     def read(cls, path: Path) -> "Recipe":
         """Read a recipe from a YAML file."""
+        import yaml
+
         try:
             entries = yaml.safe_load(path.read_text())
         except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
@@ -183,6 +183,8 @@ class Recipe:
         }
 
     def to_yaml(self) -> str:
+        import yaml
+
         return yaml.safe_dump(self.to_dict(), sort_keys=False)
 
     def weight_scheme(self, module: str, by_default: bool = True) -> Scheme:

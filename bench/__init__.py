@@ -1,0 +1,1 @@
+"""Measurements: speed and memory, side by side in one run."""

@@ -1,0 +1,83 @@
+"""Which member of the differential-attention family a model is."""
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from diffquant.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class DiffSpec:
+    """The shape and rules of one kind of (differential) attention.
+
+    Attributes:
+        pairs: h, query pairs; plain attention has heads of one map.
+        kv_pairs: h_kv, key and value pairs; divides `pairs`.
+        head_dim: d, width of a query or key.
+        value_dim: dv, width of a value: 2d in V1, d in V2 and plain.
+        maps: 2, or 1 for a plain Transformer.
+        shared_k: both maps read the same keys (V2).
+        head_order: how a projection's output lays out heads: "adjacent" (a pair's two side by side) or
+            "halves" (all first maps, then all second maps; V likewise).
+        lam: "exp" (V1, one scalar a layer), "sigmoid" (V2, a token and pair) or "none".
+        lam_init_offset: added to the 0-based layer index in λ_init.
+        post_norm: RMSNorm over a pair's output: "none", "plain" (no weight) or "affine".
+        post_norm_eps: its epsilon.
+        scale_by_init: multiply the output by (1 - λ_init).
+        rope: "half", "interleaved" or "none".
+
+    Sources: arXiv 2410.05258, section 2; microsoft/unilm, Diff-Transformer and Diff-Transformer-V2.
+    """
+
+    pairs: int
+    kv_pairs: int
+    head_dim: int
+    value_dim: int
+    maps: Literal[1, 2] = 2
+    shared_k: bool = False
+    head_order: Literal["adjacent", "halves"] = "adjacent"
+    lam: Literal["none", "exp", "sigmoid"] = "none"
+    lam_init_offset: int = 0
+    post_norm: Literal["none", "plain", "affine"] = "none"
+    post_norm_eps: float = 1e-5
+    scale_by_init: bool = False
+    rope: Literal["half", "interleaved", "none"] = "half"
+
+    def __post_init__(self) -> None:
+        if min(self.pairs, self.kv_pairs, self.head_dim) < 1 or self.pairs % self.kv_pairs:
+            raise CheckpointError(
+                f"{self.kv_pairs} KV pairs do not divide {self.pairs} query pairs; check num_attention_heads and "
+                "num_key_value_heads in config.json"
+            )
+        if self.rope != "none" and self.head_dim % 2:
+            raise CheckpointError(f"rotary embedding needs an even head width, got {self.head_dim}")
+        if self.maps == 2 and self.lam == "none":
+            raise CheckpointError("two maps need a λ: lam must be 'exp' or 'sigmoid'")
+
+    @property
+    def query_heads(self) -> int:
+        return self.maps * self.pairs
+
+    @property
+    def key_heads(self) -> int:
+        return self.kv_pairs if self.shared_k else self.maps * self.kv_pairs
+
+    @property
+    def scale(self) -> float:
+        """What multiplies Q·Kᵀ: 1/√d."""
+        return self.head_dim**-0.5
+
+    @property
+    def generation(self) -> str:
+        """What people call it."""
+        if self.maps == 1:
+            return "Transformer"
+        return "DIFF V2" if self.shared_k else "DIFF V1"
+
+    def lam_init(self, layer: int) -> float:
+        """λ_init of a 0-based layer: 0.8 - 0.6·exp(-0.3·layer) (arXiv 2410.05258, equation 3)."""
+        return 0.8 - 0.6 * math.exp(-0.3 * (layer + self.lam_init_offset))
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)

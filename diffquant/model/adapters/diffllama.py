@@ -1,0 +1,25 @@
+"""Hugging Face `diffllama`: DIFF V1, heads in halves, per-pair norm without a weight."""
+
+from typing import Any
+
+from transformers import DiffLlamaConfig
+
+from diffquant.attention.spec import DiffSpec
+from diffquant.model.adapters.base import Adapter, build_config, paired, read_sizes
+
+
+def read_diffllama(config: dict[str, Any]) -> Adapter:
+    """Source: transformers/models/diffllama."""
+    sizes = read_sizes(config, DiffLlamaConfig)
+    spec = DiffSpec(
+        pairs=paired(sizes["num_attention_heads"], "num_attention_heads"),
+        kv_pairs=paired(sizes["num_key_value_heads"], "num_key_value_heads"),
+        head_dim=sizes["head_dim"],
+        value_dim=2 * sizes["head_dim"],
+        head_order="halves",
+        lam="exp",
+        post_norm="plain",
+        post_norm_eps=sizes["rms_norm_eps"],
+        scale_by_init=True,
+    )
+    return Adapter(build_config(sizes, spec))

@@ -1,0 +1,78 @@
+"""microsoft/unilm's DIFF V1 and V2 attention inside Llama's layer.
+
+unilm publishes attention modules, not whole checkpoints: the config.json is Llama's with model_type
+diff_v1 or diff_v2. `num_attention_heads` counts query heads (two a pair), `num_key_value_heads` key
+heads (V1: two a pair; V2: one a group). Without `head_dim`, V2's is hidden_size / pairs, as in unilm. Two keys are our own: `rope_style` ("interleaved", as unilm
+rotates, or "half") and, for V1, `gqa_pairing` ("flash", or "plain" for checkpoints trained with
+unilm's plain attention file, which pairs K heads after repeating them).
+"""
+
+from typing import Any
+
+from transformers import DiffLlamaConfig
+
+from diffquant.attention.spec import DiffSpec
+from diffquant.errors import CheckpointError
+from diffquant.model.adapters.base import Adapter, build_config, paired, read_sizes
+
+_SUBLN_EPS = 1e-5
+
+
+def read_unilm_v1(config: dict[str, Any]) -> Adapter:
+    """Source: microsoft/unilm, Diff-Transformer/multihead_diffattn.py and multihead_flashdiff_1.py."""
+    sizes = read_sizes(config, DiffLlamaConfig)
+    pairs = paired(sizes["num_attention_heads"], "num_attention_heads")
+    source_kv_pairs = paired(sizes["num_key_value_heads"], "num_key_value_heads")
+    plain = _choice(config, "gqa_pairing", ("flash", "plain")) == "plain"
+    width = sizes["head_dim"]
+    spec = DiffSpec(
+        pairs=pairs,
+        kv_pairs=pairs if plain else source_kv_pairs,
+        head_dim=width,
+        value_dim=2 * width,
+        lam="exp",
+        post_norm="affine",
+        post_norm_eps=_SUBLN_EPS,
+        scale_by_init=True,
+        rope=_rope_style(config),
+    )
+    repeated = {
+        ".k_proj.": (width, 2 * source_kv_pairs, 2 * pairs),
+        ".v_proj.": (2 * width, source_kv_pairs, pairs),
+    }
+    if plain:
+        sizes["num_key_value_heads"] = 2 * pairs
+    return Adapter(
+        build_config(sizes, spec),
+        renames={".self_attn.o_proj.": ".self_attn.out_proj."},
+        repeated_rows=repeated if plain and source_kv_pairs != pairs else {},
+    )
+
+
+def read_unilm_v2(config: dict[str, Any]) -> Adapter:
+    """Source: microsoft/unilm, Diff-Transformer/Diff-Transformer-V2."""
+    sizes = read_sizes(config, DiffLlamaConfig)
+    pairs = paired(sizes["num_attention_heads"], "num_attention_heads")
+    if config.get("head_dim") is None:
+        sizes["head_dim"] = sizes["hidden_size"] // pairs
+    spec = DiffSpec(
+        pairs=pairs,
+        kv_pairs=sizes["num_key_value_heads"],
+        head_dim=sizes["head_dim"],
+        value_dim=sizes["head_dim"],
+        shared_k=True,
+        lam="sigmoid",
+        rope=_rope_style(config),
+    )
+    return Adapter(build_config(sizes, spec))
+
+
+def _rope_style(config: dict[str, Any]) -> Any:
+    return _choice(config, "rope_style", ("interleaved", "half"))
+
+
+def _choice(config: dict[str, Any], key: str, choices: tuple[str, ...]) -> str:
+    value = config.get(key, choices[0])
+    if value not in choices:
+        raise CheckpointError(f"config.json: {key} is {value!r}; it must be {' or '.join(choices)}")
+    return value

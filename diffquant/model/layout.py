@@ -1,0 +1,72 @@
+"""Names and shapes of a DiffTransformer's parameters, without building one."""
+
+from diffquant.attention.spec import DiffSpec
+from diffquant.model.config import DiffTransformerConfig
+
+Shape = tuple[int, ...]
+
+LAMBDA_VECTORS = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")
+
+
+def linear_shapes(config: DiffTransformerConfig) -> dict[str, Shape]:
+    """Weights of the linear layers that a recipe's `weights` applies to, [out, in] by full name."""
+    return {
+        f"model.layers.{layer}.{name}.weight": shape
+        for layer in range(config.num_hidden_layers)
+        for name, shape in (_attention_linears(config) | _mlp_linears(config)).items()
+    }
+
+
+def parameter_shapes(config: DiffTransformerConfig) -> dict[str, Shape]:
+    """Every parameter by full name; a tied head is not one."""
+    width = config.hidden_size
+    shapes: dict[str, Shape] = {"model.embed_tokens.weight": (config.vocab_size, width)}
+    for layer in range(config.num_hidden_layers):
+        for name, shape in _layer_parameters(config).items():
+            shapes[f"model.layers.{layer}.{name}"] = shape
+    shapes["model.norm.weight"] = (width,)
+    if not config.tie_word_embeddings:
+        shapes["lm_head.weight"] = (config.vocab_size, width)
+    return shapes
+
+
+def _layer_parameters(config: DiffTransformerConfig) -> dict[str, Shape]:
+    shapes: dict[str, Shape] = {}
+    for linears, biased in (
+        (_attention_linears(config), config.attention_bias),
+        (_mlp_linears(config), config.mlp_bias),
+    ):
+        for name, (out, width) in linears.items():
+            shapes[f"{name}.weight"] = (out, width)
+            if biased:
+                shapes[f"{name}.bias"] = (out,)
+    shapes |= {f"self_attn.{name}": shape for name, shape in _lambda_and_norm(config).items()}
+    shapes["input_layernorm.weight"] = shapes["post_attention_layernorm.weight"] = (config.hidden_size,)
+    return shapes
+
+
+def _attention_linears(config: DiffTransformerConfig) -> dict[str, Shape]:
+    spec, width = config.diff_spec, config.hidden_size
+    return {
+        "self_attn.q_proj": (spec.query_heads * spec.head_dim, width),
+        "self_attn.k_proj": (spec.key_heads * spec.head_dim, width),
+        "self_attn.v_proj": (spec.kv_pairs * spec.value_dim, width),
+        "self_attn.o_proj": (width, spec.pairs * spec.value_dim),
+    }
+
+
+def _mlp_linears(config: DiffTransformerConfig) -> dict[str, Shape]:
+    width, inner = config.hidden_size, config.intermediate_size
+    return {"mlp.gate_proj": (inner, width), "mlp.up_proj": (inner, width), "mlp.down_proj": (width, inner)}
+
+
+def _lambda_and_norm(config: DiffTransformerConfig) -> dict[str, Shape]:
+    spec: DiffSpec = config.diff_spec
+    shapes: dict[str, Shape] = {}
+    if spec.lam == "exp":
+        shapes |= dict.fromkeys(LAMBDA_VECTORS, (spec.head_dim,))
+    if spec.lam == "sigmoid":
+        shapes["lambda_proj.weight"] = (spec.pairs, config.hidden_size)
+    if spec.post_norm == "affine":
+        shapes["subln.weight"] = (spec.value_dim,)
+    return shapes
