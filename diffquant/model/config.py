@@ -47,7 +47,9 @@ class DiffTransformerConfig(PreTrainedConfig):
             CheckpointError: the config has none, or one that contradicts itself.
         """
         if not self.spec:
-            raise CheckpointError("config.json has no `spec`: a diff_transformer checkpoint must describe its attention")
+            raise CheckpointError(
+                "config.json has no `spec`: a diff_transformer checkpoint must describe its attention"
+            )
         try:
             return DiffSpec(**self.spec)
         except TypeError as error:

@@ -56,7 +56,9 @@ class Adapter:
 
     def source_shapes(self) -> dict[str, Shape]:
         """Every tensor the checkpoint must hold, by its own name."""
-        return {self.source_name(name): self._source_shape(name, s) for name, s in parameter_shapes(self.config).items()}
+        return {
+            self.source_name(name): self._source_shape(name, s) for name, s in parameter_shapes(self.config).items()
+        }
 
     def source_linears(self) -> dict[str, Shape]:
         """The linear layers' weights [out, in], by the checkpoint's own names."""
@@ -91,7 +93,9 @@ def read_sizes(config: dict[str, Any], library_config: Callable[..., PreTrainedC
     try:
         full = library_config(**{key: value for key, value in config.items() if key != "quantization_config"})
     except (TypeError, ValueError, KeyError, StrictDataclassError) as error:
-        raise CheckpointError(f"config.json is not a valid {config.get('model_type')} configuration: {error}") from error
+        raise CheckpointError(
+            f"config.json is not a valid {config.get('model_type')} configuration: {error}"
+        ) from error
     rope_type = full.rope_parameters["rope_type"]
     if rope_type not in ("default", *ROPE_INIT_FUNCTIONS):
         raise CheckpointError(f"config.json: rope_type {rope_type!r} is not one of {', '.join(ROPE_INIT_FUNCTIONS)}")
