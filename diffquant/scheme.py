@@ -225,6 +225,8 @@ def _check_allowed(target: str, scheme: Scheme, what: str | None = None) -> None
     what = what or target
     if scheme.quantizes and scheme.granularity not in _ALLOWED[target]:
         raise UsageError(f"{what} cannot be quantized per {scheme.granularity}; use {', '.join(_ALLOWED[target])}")
+    if target == "k" and scheme.granularity == "column" and not scheme.size:
+        raise UsageError("k per column needs a block of tokens that share scales, such as 4:c64")
     if scheme.shift and target != "logits":
         raise UsageError(f"{what}: shift is for logits, which softmax sees only up to a constant a row")
 

@@ -1,0 +1,122 @@
+"""Simulated low-bit logits: absmax-quantize Q·Kᵀ·scale of each map before its softmax.
+
+The paper (arXiv 2410.05258, section 3.7, Figure 8) quantizes attention logits and does not say which
+entries share a scale, so every choice is here. Scales span visible entries only and never two
+sequences: neither padding nor batching changes a result.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from diffquant.numerics import max_code
+from diffquant.scheme import Scheme
+
+# exp(-12) is 6e-6: what lies further below the row maximum weighs nothing, and finer steps above pay.
+SHIFT_RANGE = 12.0
+
+
+@dataclass
+class LogitMeter:
+    """What a layer's quantizer did since the last reset.
+
+    Attributes:
+        calls: attention calls it quantized.
+        entries: visible logits it rounded, over both maps.
+        clipped: how many of them lay outside the codes' range (only `shift` clips).
+        step_sum, step_count, step_max: the scales it used.
+    """
+
+    calls: int = 0
+    entries: int = 0
+    clipped: int = 0
+    step_sum: float = 0.0
+    step_count: int = 0
+    step_max: float = 0.0
+
+    def record_steps(self, steps: Tensor, largest: Tensor) -> None:
+        """Count the scales of entries that were not all zero or hidden."""
+        steps = steps.detach()[largest > 0]
+        if not steps.numel():
+            return
+        self.step_sum += float(steps.sum(dtype=torch.float64))
+        self.step_count += steps.numel()
+        self.step_max = max(self.step_max, float(steps.max()))
+
+    def report(self) -> dict[str, float]:
+        """calls, entries, clipped, and the mean and largest step."""
+        return {
+            "calls": self.calls,
+            "entries": self.entries,
+            "clipped": self.clipped,
+            "step_mean": self.step_sum / self.step_count if self.step_count else 0.0,
+            "step_max": self.step_max,
+        }
+
+
+def prepare(logits: Tensor, visible: Tensor | None, shift: bool) -> Tensor:
+    """Logits with hidden entries at 0 and, with `shift`, each row's visible maximum subtracted. In place."""
+    if visible is None:
+        return logits.sub_(logits.amax(-1, keepdim=True)) if shift else logits
+    if shift:
+        largest = logits.masked_fill(~visible, -torch.inf).amax(-1, keepdim=True)
+        # A row that sees nothing has no maximum; all of it is hidden, so any finite value serves.
+        logits.sub_(torch.where(torch.isfinite(largest), largest, 0.0))
+    return logits.masked_fill_(~visible, 0.0)
+
+
+def magnitudes(prepared: Sequence[Tensor], scheme: Scheme) -> list[Tensor]:
+    """Largest |logit| of the entries that share a scale, for each map.
+
+    Args:
+        prepared: one [B, h, T, S] a map, from `prepare`.
+
+    Returns:
+        One tensor a map, broadcastable to it: [B,1,1,1] for tensor, [B,h,1,1] for head and pair,
+        [B,h,T,1] for row, [B,h,T,S] for block (each tile's value repeated over it).
+    """
+    rows = [logits.abs().amax(-1, keepdim=True) for logits in prepared] if scheme.granularity != "block" else []
+    if scheme.granularity == "row":
+        return rows
+    if scheme.granularity == "block":
+        return [_tile_magnitude(logits, scheme.size or 1) for logits in prepared]
+    heads = [row.amax(-2, keepdim=True) for row in rows]
+    if scheme.granularity == "head":
+        return heads
+    pairs = torch.stack(heads).amax(0)
+    shared = pairs if scheme.granularity == "pair" else pairs.amax(1, keepdim=True)
+    return [shared] * len(prepared)
+
+
+def step_of(magnitude: Tensor, scheme: Scheme) -> Tensor:
+    """Scale for a largest magnitude; 1 where it is 0."""
+    if scheme.shift:
+        step = magnitude.clamp(max=SHIFT_RANGE) / (2**scheme.bits - 1)
+    else:
+        step = magnitude / max_code(scheme.bits)
+    return torch.where(step == 0, 1.0, step)
+
+
+def round_to(prepared: Tensor, step: Tensor, scheme: Scheme) -> Tensor:
+    """Prepared logits rounded to their codes, in place. Absmax codes cannot overflow; shifted ones clip below."""
+    codes = prepared.div_(step).round_()
+    if scheme.shift:
+        codes.clamp_(min=-(2**scheme.bits - 1))
+    return codes.mul_(step)
+
+
+def count_clipped(prepared: Tensor, step: Tensor, scheme: Scheme) -> int:
+    """Prepared logits that lie more than half a step below the smallest code."""
+    if not scheme.shift:
+        return 0
+    return int((prepared < -(2**scheme.bits - 0.5) * step).sum())
+
+
+def _tile_magnitude(logits: Tensor, size: int) -> Tensor:
+    rows, columns = logits.shape[-2:]
+    padded = torch.nn.functional.pad(logits.abs(), (0, -columns % size, 0, -rows % size))
+    tiles = padded.unflatten(-1, (-1, size)).unflatten(-3, (-1, size))
+    spread = tiles.amax((-1, -3), keepdim=True).expand_as(tiles).flatten(-4, -3).flatten(-2)
+    return spread[..., :rows, :columns]

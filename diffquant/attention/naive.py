@@ -1,0 +1,59 @@
+"""The plain form: full T x S maps, good to float64. Every fast path is held to it."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from diffquant.attention.logits import magnitudes, prepare, round_to, step_of
+from diffquant.attention.mask import Mask
+from diffquant.numerics.absmax import compute_dtype
+from diffquant.scheme import FULL, Scheme
+
+
+def naive(
+    q: Sequence[Tensor],
+    k: Sequence[Tensor],
+    v: Tensor,
+    lam: Tensor | None,
+    scale: float,
+    mask: Mask,
+    logits: Scheme = FULL,
+) -> Tensor:
+    """(softmax(Q1·K1ᵀ·scale) - λ·softmax(Q2·K2ᵀ·scale))·V.
+
+    Args:
+        q: one [B, h, T, d] a map, one or two maps.
+        k: one [B, h_kv, S, d] a map; h_kv divides h.
+        v: [B, h_kv, S, dv].
+        lam: λ, broadcastable to [B, h, T, 1]; None with one map.
+        scale: what multiplies Q·Kᵀ.
+        mask: which keys a query sees; a query that sees none gives 0.
+        logits: simulated quantization of both maps' logits.
+
+    Returns:
+        [B, h, T, dv] in v's dtype.
+
+    Source: arXiv 2410.05258, equation 1.
+    """
+    dtype = compute_dtype(v)
+    repeats = q[0].shape[1] // v.shape[1]
+    visible = mask.dense(q[0].shape[2], v.shape[2], v.device)
+    raw = [
+        (queries.to(dtype) @ keys.to(dtype).repeat_interleave(repeats, 1).mT) * scale
+        for queries, keys in zip(q, k, strict=True)
+    ]
+    if logits.quantizes:
+        raw = [prepare(each, visible, logits.shift) for each in raw]
+        steps = [step_of(largest, logits) for largest in magnitudes(raw, logits)]
+        raw = [round_to(each, step, logits) for each, step in zip(raw, steps, strict=True)]
+    maps = [masked_softmax(each, visible) for each in raw]
+    weights = maps[0] if lam is None else maps[0] - lam.to(dtype) * maps[1]
+    return (weights @ v.to(dtype).repeat_interleave(repeats, 1)).to(v.dtype)
+
+
+def masked_softmax(logits: Tensor, visible: Tensor | None) -> Tensor:
+    """Softmax over the visible keys; all zero where none is."""
+    if visible is None:
+        return logits.softmax(-1)
+    return logits.masked_fill(~visible, -torch.inf).softmax(-1).nan_to_num(0.0)

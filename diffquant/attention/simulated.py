@@ -1,0 +1,107 @@
+"""Simulated low-bit logits by blocks of queries: memory linear in S where `naive` needs T x S."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from diffquant.attention.logits import LogitMeter, count_clipped, magnitudes, prepare, round_to, step_of
+from diffquant.attention.mask import Mask
+from diffquant.attention.naive import masked_softmax
+from diffquant.numerics.absmax import compute_dtype
+from diffquant.scheme import Scheme
+
+# Logits held at once, over maps and heads: large enough for full matrix products, a few tens of MB.
+_BLOCK_ENTRIES = 1 << 21
+
+
+def simulated(
+    q: Sequence[Tensor],
+    k: Sequence[Tensor],
+    v: Tensor,
+    lam: Tensor | None,
+    scale: float,
+    mask: Mask,
+    logits: Scheme,
+    meter: LogitMeter | None = None,
+) -> Tensor:
+    """`naive` with quantized logits, in memory linear in S.
+
+    Where a scale spans rows (tensor, head, pair) the logits are computed twice: once for their
+    largest magnitude, once to be rounded.
+
+    Args and returns: as `naive`; `meter` counts what was rounded.
+    """
+    dtype = compute_dtype(v)
+    blocks = _Blocks([x.to(dtype) for x in q], [x.to(dtype) for x in k], scale, mask, logits)
+    spans_rows = logits.granularity in ("tensor", "head", "pair")
+    shared = _largest_over_rows(blocks, logits) if spans_rows else None
+    values = v.to(dtype)
+    out = torch.empty(*q[0].shape[:3], v.shape[-1], dtype=v.dtype, device=v.device)
+    for rows, prepared, visible in blocks:
+        largest = shared or magnitudes(prepared, logits)
+        if meter is not None:
+            _record(meter, prepared, largest, visible, logits)
+        rounded = [round_to(each, step_of(top, logits), logits) for each, top in zip(prepared, largest, strict=True)]
+        maps = [masked_softmax(each, visible) for each in rounded]
+        weights = maps[0] if lam is None else maps[0].sub_(_rows_of(lam, rows).to(dtype) * maps[1])
+        out[:, :, rows] = _grouped_product(weights, values)
+    if meter is not None:
+        meter.calls += 1
+    return out
+
+
+@dataclass
+class _Blocks:
+    """Iterates over (rows, prepared logits of each map, what the rows see)."""
+
+    q: Sequence[Tensor]
+    k: Sequence[Tensor]
+    scale: float
+    mask: Mask
+    logits: Scheme
+
+    def __iter__(self) -> Iterator[tuple[slice, list[Tensor], Tensor | None]]:
+        batch, heads, length, _ = self.q[0].shape
+        keys = self.k[0].shape[2]
+        tile = (self.logits.size or 1) if self.logits.granularity == "block" else 1
+        fitting = _BLOCK_ENTRIES // (batch * heads * len(self.q) * keys)
+        size = max(fitting // tile, 1) * tile
+        for start in range(0, length, size):
+            rows = slice(start, min(start + size, length))
+            visible = self.mask.visible(rows, length, keys, self.q[0].device)
+            raw = [
+                _grouped_product(queries[:, :, rows], each.mT).mul_(self.scale)
+                for queries, each in zip(self.q, self.k, strict=True)
+            ]
+            yield rows, [prepare(each, visible, self.logits.shift) for each in raw], visible
+
+
+def _largest_over_rows(blocks: _Blocks, logits: Scheme) -> list[Tensor]:
+    of_blocks = [magnitudes(prepared, logits) for _, prepared, _ in blocks]
+    return [torch.stack(of_map).amax(0) for of_map in zip(*of_blocks, strict=True)]
+
+
+def _grouped_product(x: Tensor, y: Tensor) -> Tensor:
+    """[B, h, T, n] @ [B, h_kv, n, m] without repeating y: the queries of a group become rows of one product."""
+    batch, heads, length, width = x.shape
+    groups = y.shape[1]
+    product = x.reshape(batch, groups, heads // groups * length, width) @ y
+    return product.view(batch, heads, length, y.shape[-1])
+
+
+def _rows_of(lam: Tensor, rows: slice) -> Tensor:
+    return lam[..., rows, :] if lam.dim() == 4 and lam.shape[-2] > 1 else lam
+
+
+def _record(
+    meter: LogitMeter, prepared: list[Tensor], largest: list[Tensor], visible: Tensor | None, logits: Scheme
+) -> None:
+    batch, heads, length, keys = prepared[0].shape
+    seen = batch * length * keys if visible is None else int(visible.sum()) * (batch // visible.shape[0])
+    meter.entries += seen * heads * len(prepared)
+    for each, top in zip(prepared, largest, strict=True):
+        step = step_of(top, logits)
+        meter.clipped += count_clipped(each, step, logits)
+        meter.record_steps(step, top)

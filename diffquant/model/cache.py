@@ -1,0 +1,202 @@
+"""A KV cache that stores packed codes.
+
+Attention reads what is stored: a token beyond the `residual` newest is read back quantized, also by
+the call that brought it. With scales per token and no residual a result therefore does not depend on
+how the tokens were batched or chunked. A token is quantized once and never again.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from diffquant.errors import UsageError
+from diffquant.numerics import absmax_scale, dequantize, pack, quantize, unpack
+from diffquant.numerics.absmax import sharing_view
+from diffquant.scheme import Recipe, Scheme
+
+
+class PackedStates:
+    """Keys or values of one layer: packed codes of the older tokens, 16-bit states of the newest.
+
+    Scales have the dtype of the states. Per column, `scheme.size` tokens share the scales of their
+    channels and wait unquantized until their block is full.
+    """
+
+    def __init__(self, scheme: Scheme, residual: int) -> None:
+        self.scheme = scheme
+        self.residual = residual
+        self.recent: Tensor | None = None
+        self.words: Tensor | None = None
+        self.scales: Tensor | None = None
+        self.block_lengths: list[int] = []
+
+    @property
+    def length(self) -> int:
+        """Tokens stored."""
+        return sum(0 if x is None else x.shape[2] for x in (self.words, self.recent))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the storages behind the tensors."""
+        return sum(x.untyped_storage().nbytes() for x in (self.recent, self.words, self.scales) if x is not None)
+
+    def append(self, states: Tensor) -> None:
+        """Store [B, H, T, d] new tokens."""
+        recent = states if self.recent is None else torch.cat([self.recent, states], 2)
+        spilled = self._spilled(recent.shape[2])
+        if spilled:
+            self._quantize(recent[:, :, :spilled])
+        # A slice would keep the storage of what was spilled alive.
+        self.recent = recent[:, :, spilled:].clone() if spilled else recent
+
+    def read(self) -> Tensor:
+        """All tokens, [B, H, S, d] in the dtype of the states."""
+        if self.recent is None:
+            raise UsageError("the cache is empty: nothing has been stored in it yet")
+        return self.recent if self.words is None else torch.cat([self._dequantize(), self.recent], 2)
+
+    def crop(self, tokens: int) -> None:
+        """Forget the newest `tokens` tokens."""
+        if self.recent is None:
+            return
+        from_recent = min(tokens, self.recent.shape[2])
+        self.recent = self.recent[:, :, : self.recent.shape[2] - from_recent].clone()
+        if tokens > from_recent:
+            self._crop_packed(tokens - from_recent)
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> None:
+        """Replace every stored tensor, all of which have the batch first."""
+        self.recent, self.words, self.scales = (
+            None if x is None else change(x) for x in (self.recent, self.words, self.scales)
+        )
+
+    def _spilled(self, recent: int) -> int:
+        if not self.scheme.quantizes:
+            return 0
+        block = self.scheme.size or 1 if self.scheme.granularity == "column" else 1
+        return max(recent - self.residual, 0) // block * block
+
+    def _quantize(self, states: Tensor) -> None:
+        scheme = self.scheme
+        view, dim = sharing_view(states, scheme.granularity, scheme.size)
+        scale = absmax_scale(view, scheme.bits, dim).to(states.dtype)
+        # A half-precision scale can underflow where the float32 one did not.
+        scale = torch.where(scale == 0, 1.0, scale)
+        words = pack(quantize(view, scale, scheme.bits).reshape(states.shape), scheme.bits)
+        scale = scale.squeeze(dim)
+        if scheme.granularity == "column":
+            self.block_lengths += [scheme.size or 1] * scale.shape[2]
+        self.words = words if self.words is None else torch.cat([self.words, words], 2)
+        self.scales = scale if self.scales is None else torch.cat([self.scales, scale], 2)
+
+    def _dequantize(self) -> Tensor:
+        if self.words is None or self.scales is None or self.recent is None:
+            raise UsageError("the cache holds no packed tokens")
+        width = self.recent.shape[-1]
+        codes = unpack(self.words, self.scheme.bits, width)
+        if self.scheme.granularity == "group":
+            view, dim = sharing_view(codes, "group", self.scheme.size)
+            return dequantize(view, self.scales.unsqueeze(dim)).flatten(-2)
+        if self.scheme.granularity == "row":
+            return dequantize(codes, self.scales.unsqueeze(-1))
+        lengths = torch.tensor(self.block_lengths, device=codes.device)
+        return dequantize(codes, self.scales.repeat_interleave(lengths, 2))
+
+    def _crop_packed(self, tokens: int) -> None:
+        if self.words is None or self.scales is None:
+            return
+        kept = max(self.words.shape[2] - tokens, 0)
+        self.words = self.words[:, :, :kept].clone()
+        if self.scheme.granularity == "column":
+            tokens = sum(self.block_lengths) - kept
+            while tokens:
+                last = self.block_lengths.pop()
+                if last > tokens:
+                    self.block_lengths.append(last - tokens)
+                tokens -= min(last, tokens)
+            kept = len(self.block_lengths)
+        self.scales = self.scales[:, :, :kept].clone()
+
+
+class PackedLayer(CacheLayerMixin):
+    """One layer of a `PackedCache`."""
+
+    is_croppable = True
+    is_sliding = False
+
+    def __init__(self, recipe: Recipe) -> None:
+        super().__init__()
+        self.recipe = recipe
+        self.reset()
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.is_initialized = True
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        """Store [B, H, T, d] keys and [B, H', T, dv] values; return all of both as they read back."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        self.stored_keys.append(key_states)
+        self.stored_values.append(value_states)
+        return self.stored_keys.read(), self.stored_values.read()
+
+    @property
+    def nbytes(self) -> int:
+        return self.stored_keys.nbytes + self.stored_values.nbytes
+
+    def get_seq_length(self) -> int:
+        return self.stored_keys.length
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.get_seq_length() + query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def reset(self) -> None:
+        self.stored_keys = PackedStates(self.recipe.k, self.recipe.residual)
+        self.stored_values = PackedStates(self.recipe.v, self.recipe.residual)
+        self.is_initialized = False
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the newest tokens; the count is negative, as transformers passes it."""
+        if tokens_to_remove > 0:
+            raise UsageError(f"crop takes minus the number of tokens to forget, got {tokens_to_remove}")
+        self.stored_keys.crop(-tokens_to_remove)
+        self.stored_values.crop(-tokens_to_remove)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self._each(lambda x: x.index_select(0, beam_idx.to(x.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._each(lambda x: x.repeat_interleave(repeats, 0))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self._each(lambda x: x[indices])
+
+    def offload(self) -> None:
+        self._each(lambda x: x.to("cpu", non_blocking=True))
+
+    def prefetch(self) -> None:
+        self._each(lambda x: x.to(self.device, non_blocking=True))
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> None:
+        self.stored_keys.each(change)
+        self.stored_values.each(change)
+
+
+class PackedCache(Cache):
+    """KV cache with the recipe's `k`, `v` and `residual`, for `generate(past_key_values=...)`."""
+
+    def __init__(self, recipe: Recipe, layers: int) -> None:
+        super().__init__(layers=[PackedLayer(recipe) for _ in range(layers)])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all storages, scales and the 16-bit window included."""
+        return sum(layer.nbytes for layer in self.layers)

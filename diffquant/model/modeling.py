@@ -1,0 +1,305 @@
+"""DiffTransformer: one model for the whole family, plain Transformer included.
+
+Llama's decoder layer around attention that a `DiffSpec` describes. Parameters keep the row order of
+the checkpoint they came from; the spec's `head_order` says how to see heads in it.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.cache_utils import Cache, DynamicCache
+from transformers.generation import GenerationMixin
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding
+
+from diffquant.attention import LogitMeter, Mask, attend
+from diffquant.errors import NotFiredError, UsageError
+from diffquant.model.cache import PackedCache
+from diffquant.model.config import DiffTransformerConfig
+from diffquant.model.layout import LAMBDA_VECTORS
+from diffquant.scheme import FULL, Recipe
+
+_LAMBDA_STD = 0.1
+
+
+class DiffAttention(nn.Module):
+    """Q, K and V projections, λ, the attention itself, the per-pair norm, the output projection."""
+
+    def __init__(self, config: DiffTransformerConfig, layer: int) -> None:
+        super().__init__()
+        self.spec = spec = config.diff_spec
+        self.layer = layer
+        self.backend = "auto"
+        self.logits = FULL
+        self.meter = LogitMeter()
+        width, bias = config.hidden_size, config.attention_bias
+        self.q_proj = nn.Linear(width, spec.query_heads * spec.head_dim, bias=bias)
+        self.k_proj = nn.Linear(width, spec.key_heads * spec.head_dim, bias=bias)
+        self.v_proj = nn.Linear(width, spec.kv_pairs * spec.value_dim, bias=bias)
+        self.o_proj = nn.Linear(spec.pairs * spec.value_dim, width, bias=bias)
+        if spec.lam == "exp":
+            for name in LAMBDA_VECTORS:
+                self.register_parameter(name, nn.Parameter(torch.empty(spec.head_dim)))
+        if spec.lam == "sigmoid":
+            self.lambda_proj = nn.Linear(width, spec.pairs, bias=False)
+        if spec.post_norm == "affine":
+            self.subln = LlamaRMSNorm(spec.value_dim, spec.post_norm_eps)
+
+    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], mask: Mask, cache: Cache | None) -> Tensor:
+        """x [B, T, D] -> [B, T, D]; `rotary` is cos and sin, [B or 1, T, d]."""
+        spec = self.spec
+        q = rotate(self._heads(self.q_proj(x), spec.pairs, spec.maps), rotary, spec.rope)
+        k = rotate(self._heads(self.k_proj(x), spec.kv_pairs, spec.key_heads // spec.kv_pairs), rotary, spec.rope)
+        v = self._values(self.v_proj(x))
+        if cache is not None:
+            if mask.keys is not None:
+                # A token block's absmax must not see padding.
+                k = k.masked_fill(~mask.keys[:, None, -x.shape[1] :, None], 0.0)
+            k, v = cache.update(k, v, self.layer)
+        keys = (k, k) if spec.shared_k else k.chunk(spec.maps, 1)
+        y = attend(
+            q.chunk(spec.maps, 1),
+            keys,
+            v,
+            self.lam(x),
+            scale=spec.scale,
+            mask=mask,
+            logits=self.logits,
+            meter=self.meter,
+            backend=self.backend,
+        )
+        return self.o_proj(self._post(y).transpose(1, 2).flatten(2))
+
+    def lam(self, x: Tensor) -> Tensor | None:
+        """λ in float32: a scalar (V1), [B, h, T, 1] (V2), None for a plain Transformer."""
+        if self.spec.lam == "exp":
+            q1, k1, q2, k2 = (getattr(self, name).float() for name in LAMBDA_VECTORS)
+            return (q1 @ k1).exp() - (q2 @ k2).exp() + self.spec.lam_init(self.layer)
+        if self.spec.lam == "sigmoid":
+            return linear(x.float(), self.lambda_proj.weight.float()).sigmoid().transpose(1, 2).unsqueeze(-1)
+        return None
+
+    def _heads(self, projected: Tensor, pairs: int, maps: int) -> Tensor:
+        """[B, T, maps·pairs·d] -> [B, maps·pairs, T, d], all first maps before all second maps."""
+        batch, length, _ = projected.shape
+        if self.spec.head_order == "halves" or maps == 1:
+            return projected.view(batch, length, maps * pairs, -1).transpose(1, 2)
+        return projected.view(batch, length, pairs, maps, -1).permute(0, 3, 2, 1, 4).flatten(1, 2)
+
+    def _values(self, projected: Tensor) -> Tensor:
+        """[B, T, h_kv·dv] -> [B, h_kv, T, dv]."""
+        spec = self.spec
+        if spec.head_order == "halves":
+            halves = projected.unflatten(-1, (2, spec.kv_pairs, spec.head_dim))
+            return halves.permute(0, 3, 1, 2, 4).flatten(-2)
+        return projected.unflatten(-1, (spec.kv_pairs, spec.value_dim)).transpose(1, 2)
+
+    def _post(self, y: Tensor) -> Tensor:
+        """Per-pair RMSNorm and (1 - λ_init) over [B, h, T, dv]."""
+        spec = self.spec
+        if spec.post_norm == "plain":
+            wide = y.float()
+            y = (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + spec.post_norm_eps)).to(y.dtype)
+        if spec.post_norm == "affine":
+            y = self.subln(y)
+        return y * (1 - spec.lam_init(self.layer)) if spec.scale_by_init else y
+
+
+def rotate(x: Tensor, rotary: tuple[Tensor, Tensor], style: str) -> Tensor:
+    """Rotary position embedding of [B, H, T, d]: channel pairs (i, i + d/2), or (2i, 2i + 1) when interleaved."""
+    if style == "none":
+        return x
+    half = x.shape[-1] // 2
+    cos, sin = (table[:, None, :, :half] for table in rotary)
+    if style == "half":
+        a, b = x[..., :half], x[..., half:]
+        return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+    a, b = x[..., 0::2], x[..., 1::2]
+    return torch.stack([a * cos - b * sin, b * cos + a * sin], -1).flatten(-2)
+
+
+class DiffLayer(nn.Module):
+    """Attention and a SwiGLU network, each behind its norm and added to the residual."""
+
+    def __init__(self, config: DiffTransformerConfig, layer: int) -> None:
+        super().__init__()
+        self.self_attn = DiffAttention(config, layer)
+        self.mlp = LlamaMLP(config)
+        self.input_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], mask: Mask, cache: Cache | None) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), rotary, mask, cache)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class DiffPreTrainedModel(PreTrainedModel):
+    config_class = DiffTransformerConfig
+    config: DiffTransformerConfig
+    base_model_prefix = "model"
+    _no_split_modules = ["DiffLayer"]  # noqa: RUF012
+    _supports_sdpa = True
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if isinstance(module, DiffAttention) and module.spec.lam == "exp":
+            for name in LAMBDA_VECTORS:
+                nn.init.normal_(getattr(module, name), 0.0, _LAMBDA_STD)
+
+
+class DiffTransformerModel(DiffPreTrainedModel):
+    """Embedding, layers, final norm."""
+
+    def __init__(self, config: DiffTransformerConfig) -> None:
+        super().__init__(config)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
+        self.layers = nn.ModuleList(DiffLayer(config, layer) for layer in range(config.num_hidden_layers))
+        self.norm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.rotary_emb = LlamaRotaryEmbedding(config)
+        self.recipe = Recipe()
+        self.post_init()
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        **kwargs: Any,
+    ) -> BaseModelOutputWithPast:
+        """Final-normed hidden states.
+
+        Args:
+            input_ids: [B, T].
+            attention_mask: [B, S] over cached and new tokens, 0 where padding; None without padding.
+            position_ids: [B, T]; counted over what is not padding by default.
+            past_key_values: cache to read and extend.
+        """
+        if (input_ids is None) == (inputs_embeds is None):
+            raise UsageError("pass either input_ids or inputs_embeds")
+        x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        if use_cache and past_key_values is None:
+            past_key_values = self.new_cache()
+        # Attention reads K and V as a quantized cache stores them, also where the caller keeps none.
+        cache = self.new_cache() if past_key_values is None and self.has_quantized_cache else past_key_values
+        past = past_key_values.get_seq_length() if past_key_values is not None else 0
+        length = x.shape[1]
+        valid = _valid_keys(attention_mask, past + length)
+        if position_ids is None:
+            position_ids = _positions(valid, past, length, x.device)
+        rotary = self.rotary_emb(x, position_ids=position_ids)
+        mask = Mask(causal=True, keys=valid)
+        for layer in self.layers:
+            x = layer(x, rotary, mask, cache)
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(x), past_key_values=past_key_values)
+
+    @property
+    def has_quantized_cache(self) -> bool:
+        return self.recipe.k.quantizes or self.recipe.v.quantizes
+
+    def new_cache(self) -> Cache:
+        """An empty KV cache as the recipe wants it."""
+        return PackedCache(self.recipe, len(self.layers)) if self.has_quantized_cache else DynamicCache()
+
+
+class DiffTransformer(DiffPreTrainedModel, GenerationMixin):
+    """A decoder-only language model with differential (or plain) attention.
+
+    `apply_recipe` switches the simulated precision of logits and KV cache; weights are quantized
+    when they are loaded.
+    """
+
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
+
+    def __init__(self, config: DiffTransformerConfig) -> None:
+        super().__init__(config)
+        self.model = DiffTransformerModel(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast:
+        """Vocabulary logits [B, T, V]; with `logits_to_keep` n only the last n positions, or those indexed."""
+        out = self.model(input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache)
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(out.last_hidden_state[:, kept])
+        loss = None if labels is None else self.loss_function(logits, labels, self.config.vocab_size, **kwargs)
+        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=out.past_key_values)
+
+    @torch.no_grad()
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """transformers' `generate`, with the recipe's KV cache unless one is passed."""
+        if self.model.has_quantized_cache and kwargs.get("use_cache") is not False:
+            kwargs.setdefault("past_key_values", self.new_cache())
+        return super().generate(*args, **kwargs)
+
+    @property
+    def recipe(self) -> Recipe:
+        return self.model.recipe
+
+    def apply_recipe(self, recipe: Recipe) -> None:
+        """Simulate the recipe's logits and KV cache from now on, and start new logit reports."""
+        self.model.recipe = recipe
+        for layer in self.model.layers:
+            layer.self_attn.logits = recipe.logits
+        self.reset_logit_report()
+
+    def new_cache(self) -> Cache:
+        """An empty KV cache as the recipe wants it."""
+        return self.model.new_cache()
+
+    def logit_report(self) -> list[dict[str, float]]:
+        """What each layer's logit quantizer did: layer, calls, entries, clipped, step_mean, step_max."""
+        return [{"layer": i} | layer.self_attn.meter.report() for i, layer in enumerate(self.model.layers)]
+
+    def reset_logit_report(self) -> None:
+        for layer in self.model.layers:
+            layer.self_attn.meter = LogitMeter()
+
+    def require_fired(self) -> None:
+        """Check that every layer's logit quantizer ran since the last reset.
+
+        Raises:
+            NotFiredError: the layers where it did not.
+        """
+        idle = [str(row["layer"]) for row in self.logit_report() if not row["calls"]]
+        if self.recipe.logits.quantizes and idle:
+            raise NotFiredError(
+                f"logits are to be quantized to {self.recipe.logits}, but layers {', '.join(idle)} did not"
+            )
+
+
+def _valid_keys(attention_mask: Tensor | None, keys: int) -> Tensor | None:
+    if attention_mask is None or attention_mask.all():
+        return None
+    if attention_mask.dim() != 2 or attention_mask.shape[1] != keys:
+        raise UsageError(
+            f"attention_mask must be [batch, {keys}] over cached and new tokens, got {list(attention_mask.shape)}"
+        )
+    return attention_mask.bool()
+
+
+def _positions(valid: Tensor | None, past: int, length: int, device: torch.device) -> Tensor:
+    if valid is None:
+        return torch.arange(past, past + length, device=device)[None]
+    return (valid.long().cumsum(1) - 1).clamp_(min=0)[:, past:]
+
+
+AutoConfig.register("diff_transformer", DiffTransformerConfig)
+AutoModelForCausalLM.register(DiffTransformerConfig, DiffTransformer)
