@@ -63,7 +63,7 @@ class Scheme:
         if len(names) > 1 or len(rest) - len(names) > 1:
             raise UsageError(f"cannot read scheme {text!r}: expected {_GRAMMAR}")
         if int(bits) == 16:
-            return cls(16, *names, shift=shift)
+            return cls(16, "".join(names), shift=shift)
         granularity, size = _parse_granularity(names[0] if names else default, str(text))
         return cls(int(bits), granularity, size, shift)
 

@@ -97,8 +97,8 @@ class PackedStates:
         width = self.recent.shape[-1]
         codes = unpack(self.words, self.scheme.bits, width)
         if self.scheme.granularity == "group":
-            view, dim = sharing_view(codes, "group", self.scheme.size)
-            return dequantize(view, self.scales.unsqueeze(dim)).flatten(-2)
+            view, _ = sharing_view(codes, "group", self.scheme.size)
+            return dequantize(view, self.scales.unsqueeze(-1)).flatten(-2)
         if self.scheme.granularity == "row":
             return dequantize(codes, self.scales.unsqueeze(-1))
         lengths = torch.tensor(self.block_lengths, device=codes.device)

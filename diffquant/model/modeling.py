@@ -4,7 +4,7 @@ Llama's decoder layer around attention that a `DiffSpec` describes. Parameters k
 the checkpoint they came from; the spec's `head_order` says how to see heads in it.
 """
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -256,9 +256,14 @@ class DiffTransformer(DiffPreTrainedModel, GenerationMixin):
     def apply_recipe(self, recipe: Recipe) -> None:
         """Simulate the recipe's logits and KV cache from now on, and start new logit reports."""
         self.model.recipe = recipe
-        for layer in self.model.layers:
-            layer.self_attn.logits = recipe.logits
+        for attention in self.attentions:
+            attention.logits = recipe.logits
         self.reset_logit_report()
+
+    @property
+    def attentions(self) -> list[DiffAttention]:
+        """Every layer's attention, in order."""
+        return [cast(DiffLayer, layer).self_attn for layer in self.model.layers]
 
     def new_cache(self) -> Cache:
         """An empty KV cache as the recipe wants it."""
@@ -266,11 +271,11 @@ class DiffTransformer(DiffPreTrainedModel, GenerationMixin):
 
     def logit_report(self) -> list[dict[str, float]]:
         """What each layer's logit quantizer did: layer, calls, entries, clipped, step_mean, step_max."""
-        return [{"layer": i} | layer.self_attn.meter.report() for i, layer in enumerate(self.model.layers)]
+        return [{"layer": attention.layer} | attention.meter.report() for attention in self.attentions]
 
     def reset_logit_report(self) -> None:
-        for layer in self.model.layers:
-            layer.self_attn.meter = LogitMeter()
+        for attention in self.attentions:
+            attention.meter = LogitMeter()
 
     def require_fired(self) -> None:
         """Check that every layer's logit quantizer ran since the last reset.

@@ -2,9 +2,10 @@
 
 unilm publishes attention modules, not whole checkpoints: the config.json is Llama's with model_type
 diff_v1 or diff_v2. `num_attention_heads` counts query heads (two a pair), `num_key_value_heads` key
-heads (V1: two a pair; V2: one a group). Without `head_dim`, V2's is hidden_size / pairs, as in unilm. Two keys are our own: `rope_style` ("interleaved", as unilm
-rotates, or "half") and, for V1, `gqa_pairing` ("flash", or "plain" for checkpoints trained with
-unilm's plain attention file, which pairs K heads after repeating them).
+heads (V1: two a pair; V2: one a group). Without `head_dim`, V2's is hidden_size / pairs, as in
+unilm. Two keys are our own: `rope_style` ("interleaved", as unilm rotates, or "half") and, for V1,
+`gqa_pairing` ("flash", or "plain" for checkpoints trained with unilm's plain attention file, which
+pairs K heads after repeating them).
 """
 
 from typing import Any
