@@ -1,0 +1,251 @@
+"""compressed-tensors' pack-quantized format: weights as packed codes and scales, and what config.json says of them.
+
+A Linear at prefix P is stored as P.weight_packed (int32 [out, packed_words(in, bits)]),
+P.weight_scale ([out, in/g], [out, 1] or [1], in the source's dtype) and P.weight_shape (int64 [2]).
+Codes are computed against the scale as stored, after its rounding to a half type.
+
+Source: compressed-tensors 0.20, compressors/pack_quantized.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from diffquant.errors import CheckpointError
+from diffquant.numerics import absmax_scale, dequantize, max_code, pack, packed_words, quantize, sharing_view, unpack
+from diffquant.scheme import Scheme
+
+PACKED, SCALE, SHAPE = ".weight_packed", ".weight_scale", ".weight_shape"
+FORMAT = "pack-quantized"
+
+# The version whose layout this is; from 0.17 on 6-bit codes are dense.
+_LAYOUT_VERSION = "0.20.0"
+_STRATEGIES = {"group": "group", "channel": "row", "tensor": "tensor"}
+_STRATEGY_OF = {ours: theirs for theirs, ours in _STRATEGIES.items()}
+
+
+def encode(weight: Tensor, scheme: Scheme) -> dict[str, Tensor]:
+    """Packed form of a weight.
+
+    Args:
+        weight: [out, in] finite, float16, bfloat16 or float32.
+        scheme: granularity tensor, row or group.
+
+    Returns:
+        "weight_packed", "weight_scale" and "weight_shape", as in the module's docstring.
+    """
+    scale = weight_scale(weight, scheme)
+    return {
+        "weight_packed": pack(codes(weight, scale, scheme), scheme.bits),
+        "weight_scale": scale,
+        "weight_shape": torch.tensor(weight.shape, dtype=torch.int64),
+    }
+
+
+def decode(packed: Tensor, scale: Tensor, shape: Tensor, scheme: Scheme) -> Tensor:
+    """Inverse of `encode`: codes * scale, [out, in] in the scale's dtype."""
+    out, width = shape.tolist()
+    return decode_codes(unpack(packed, scheme.bits, width), scale, scheme).reshape(out, width)
+
+
+def weight_scale(weight: Tensor, scheme: Scheme) -> Tensor:
+    """Scale as stored: [out, in/g], [out, 1] or [1], in the weight's dtype.
+
+    Args:
+        weight: [out, in] finite floats.
+    """
+    view, dim = sharing_view(weight, scheme.granularity, scheme.size)
+    scale = stored(absmax_scale(view, scheme.bits, dim), scheme.bits, weight.dtype)
+    return scale.reshape(1) if scheme.granularity == "tensor" else scale.reshape(len(weight), -1)
+
+
+def stored(scale: Tensor, bits: int, dtype: torch.dtype) -> Tensor:
+    """A positive scale rounded to `dtype`, still positive, its largest code still finite."""
+    rounded = scale.to(dtype)
+    rounded = torch.where(rounded == 0, 1.0, rounded)
+    too_large = torch.isinf(rounded * max_code(bits))
+    if not too_large.any():
+        return rounded
+    # The next number down: halves have no nextafter of their own on every device.
+    bits_below = rounded.view(torch.int16 if dtype.itemsize == 2 else torch.int32) - 1
+    return torch.where(too_large, bits_below.view(dtype), rounded)
+
+
+def codes(weight: Tensor, scale: Tensor, scheme: Scheme) -> Tensor:
+    """Codes of a weight (or of some of its rows) against its stored scale: int8 [out, in]."""
+    view, _ = sharing_view(weight, scheme.granularity, scheme.size)
+    return quantize(view, _spread(scale, scheme), scheme.bits).reshape(weight.shape)
+
+
+def decode_codes(codes: Tensor, scale: Tensor, scheme: Scheme) -> Tensor:
+    """What a reader computes from codes [out, in] and the stored scale."""
+    view, _ = sharing_view(codes, scheme.granularity, scheme.size)
+    return dequantize(view, _spread(scale, scheme)).reshape(codes.shape)
+
+
+def packed_shapes(shape: tuple[int, ...], scheme: Scheme) -> dict[str, tuple[int, ...]]:
+    """Shapes of the three tensors of a packed weight [out, in], by the suffix of their names."""
+    out, width = shape
+    per_row = {"group": (out, width // (scheme.size or width)), "row": (out, 1), "tensor": (1,)}
+    return {PACKED: (out, packed_words(width, scheme.bits)), SCALE: per_row[scheme.granularity], SHAPE: (2,)}
+
+
+def quantization_config(schemes: Mapping[str, Scheme], linears: Iterable[str]) -> dict[str, Any]:
+    """The `quantization_config` of config.json.
+
+    Args:
+        schemes: scheme of each packed module by name.
+        linears: every Linear of the model by module name, packed or not.
+    """
+    kept = [name for name in linears if name not in schemes]
+    groups: dict[Scheme, list[str]] = {}
+    for name, scheme in schemes.items():
+        groups.setdefault(scheme, []).append(name)
+    plain = len(groups) == 1 and set(schemes) <= set(linears)
+    return {
+        "quant_method": "compressed-tensors",
+        "format": FORMAT,
+        "quantization_status": "compressed",
+        "config_groups": {
+            f"group_{i}": {"targets": ["Linear"] if plain else name_patterns(names), "weights": _arguments(scheme)}
+            for i, (scheme, names) in enumerate(groups.items())
+        },
+        "ignore": name_patterns(kept),
+        "version": _LAYOUT_VERSION,
+    }
+
+
+def packed_modules(tensors: Iterable[str]) -> list[str]:
+    """Modules whose weight is stored packed."""
+    return [name.removesuffix(PACKED) for name in tensors if name.endswith(PACKED)]
+
+
+def read_schemes(config: Mapping[str, Any], modules: Iterable[str]) -> dict[str, Scheme]:
+    """Scheme of each packed module, from config.json: the inverse of `quantization_config`.
+
+    Args:
+        config: config.json; without `quantization_config` nothing is packed.
+        modules: names of the packed modules.
+
+    Raises:
+        CheckpointError: another quantization method or format, one we do not read (asymmetric,
+            floating-point, quantized activations), or modules that no group covers.
+    """
+    modules = list(modules)
+    entry = config.get("quantization_config")
+    if entry is None:
+        if modules:
+            raise CheckpointError(
+                f"config.json has no quantization_config, yet the weights of {', '.join(modules)} are packed"
+            )
+        return {}
+    groups = _checked_groups(entry)
+    found = {module: _scheme_of(module, groups) for module in modules}
+    lost = [module for module, scheme in found.items() if scheme is None]
+    if lost:
+        raise CheckpointError(f"no group of quantization_config covers the packed weights of {', '.join(lost)}")
+    return {module: scheme for module, scheme in found.items() if scheme is not None}
+
+
+def name_patterns(names: Iterable[str]) -> list[str]:
+    """Names as compressed-tensors targets, the layers' alike ones as one regular expression each."""
+    layers: dict[tuple[str, str], list[str]] = {}
+    for name in names:
+        match = re.fullmatch(r"(.*\.layers)\.(\d+)\.(.+)", name)
+        key = (match[1], match[3]) if match else (name, "")
+        layers.setdefault(key, []).append(match[2] if match else "")
+    return [
+        f"re:{re.escape(stem)}\\.{_alternatives(numbers)}\\.{re.escape(tail)}$" if tail else stem
+        for (stem, tail), numbers in layers.items()
+    ]
+
+
+def _alternatives(numbers: list[str]) -> str:
+    return numbers[0] if len(numbers) == 1 else f"({'|'.join(numbers)})"
+
+
+def _spread(scale: Tensor, scheme: Scheme) -> Tensor:
+    """The stored scale, broadcastable to the sharing view."""
+    return scale.unsqueeze(-1) if scheme.granularity == "group" else scale
+
+
+def _arguments(scheme: Scheme) -> dict[str, Any]:
+    return {
+        "num_bits": scheme.bits,
+        "type": "int",
+        "symmetric": True,
+        "strategy": _STRATEGY_OF[scheme.granularity],
+        "group_size": scheme.size,
+        "dynamic": False,
+    }
+
+
+def _checked_groups(entry: Any) -> dict[str, Scheme]:
+    """Scheme of each target.
+
+    Raises:
+        CheckpointError: everything in the entry that is not read.
+    """
+    if not isinstance(entry, Mapping) or entry.get("quant_method") != "compressed-tensors":
+        method = entry.get("quant_method") if isinstance(entry, Mapping) else entry
+        raise CheckpointError(
+            f"this checkpoint is quantized by {method!r}; read are 16-bit checkpoints and compressed-tensors {FORMAT}"
+        )
+    problems = [f"its format is {entry.get('format')!r}"] if entry.get("format") != FORMAT else []
+    if entry.get("kv_cache_scheme"):
+        problems.append("it has a kv_cache_scheme")
+    targets: dict[str, Scheme] = {}
+    for name, group in (entry.get("config_groups") or {}).items():
+        group_problems = _unread(group)
+        problems += [f"{name} {problem}" for problem in group_problems]
+        if not group_problems:
+            targets |= dict.fromkeys(group.get("targets", []), _scheme(group["weights"]))
+    if problems:
+        raise CheckpointError(
+            f"this checkpoint's quantization_config is not read: {'; '.join(problems)}; read is compressed-tensors "
+            f"{FORMAT} with symmetric integer weights of 2 to 8 bits per tensor, channel or group"
+        )
+    return targets
+
+
+def _unread(group: Any) -> list[str]:
+    """What a config group asks for that is not read."""
+    weights = group.get("weights") if isinstance(group, Mapping) else None
+    if not isinstance(weights, Mapping):
+        return ["does not quantize weights"]
+    problems = []
+    if weights.get("type", "int") != "int":
+        problems.append(f"has {weights['type']} codes")
+    if not weights.get("symmetric", True):
+        problems.append("is asymmetric")
+    if weights.get("strategy") not in _STRATEGIES:
+        problems.append(f"has strategy {weights.get('strategy')!r}")
+    if weights.get("num_bits") not in range(2, 9):
+        problems.append(f"has {weights.get('num_bits')} bits")
+    if weights.get("strategy") == "group" and not weights.get("group_size"):
+        problems.append("has no group_size")
+    if weights.get("actorder") == "group":
+        problems.append("reorders columns (actorder)")
+    if group.get("input_activations") or group.get("output_activations"):
+        problems.append("quantizes activations")
+    if group.get("format") not in (None, FORMAT):
+        problems.append(f"has format {group['format']!r}")
+    return problems
+
+
+def _scheme(weights: Mapping[str, Any]) -> Scheme:
+    granularity = _STRATEGIES[weights["strategy"]]
+    return Scheme(weights["num_bits"], granularity, weights["group_size"] if granularity == "group" else None)
+
+
+def _scheme_of(module: str, targets: Mapping[str, Scheme]) -> Scheme | None:
+    """As compressed-tensors picks: an exact name, else a regular expression, else the class."""
+    if module in targets:
+        return targets[module]
+    for target, scheme in targets.items():
+        if target.startswith("re:") and re.match(target.removeprefix("re:"), module):
+            return scheme
+    return targets.get("Linear")
