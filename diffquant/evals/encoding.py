@@ -1,0 +1,92 @@
+"""Text to tokens, split between context and continuation exactly where lm-eval splits it."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from diffquant.errors import DiffQuantError
+
+DEFAULT_MAX_LENGTH = 2048
+_UNSET_LENGTH = int(1e30)  # what transformers' tokenizers say when nobody told them
+
+
+@dataclass(frozen=True)
+class Request:
+    """A continuation to score after a context, as token ids; neither is empty."""
+
+    context: tuple[int, ...]
+    continuation: tuple[int, ...]
+
+
+class PairEncoder:
+    """Encodes (context, continuation) pairs as lm-eval's HFLM does.
+
+    Args:
+        tokenizer: a Hugging Face tokenizer.
+        max_length: tokens the model sees at once; longer pairs lose tokens on the left.
+
+    Source: lm-eval 0.4.13, `TemplateLM._encode_pair`, `HFLM.tok_encode` and `_loglikelihood_tokens`.
+    """
+
+    def __init__(self, tokenizer: Any, max_length: int) -> None:
+        self.tokenizer = tokenizer
+        self.max_length = max_length
+        self.prefix_token = prefix_token(tokenizer)
+        self._prefix_text: str = tokenizer.decode(self.prefix_token)
+
+    def encode(self, text: str) -> list[int]:
+        """Tokens of `text`, with the special tokens its tokenizer adds unless the text begins with one."""
+        return self.tokenizer.encode(text, add_special_tokens=not text.startswith(self._prefix_text))
+
+    def request(self, context: str, continuation: str) -> Request:
+        """One pair; spaces that end the context move to the continuation.
+
+        Raises:
+            DiffQuantError: the continuation has no tokens of its own, or more than the model can see.
+        """
+        before, after = self._split(context, continuation)
+        if not after:
+            raise DiffQuantError(f"continuation {continuation!r} has no tokens after context {context[-40:]!r}")
+        if len(after) > self.max_length:
+            raise DiffQuantError(
+                f"continuation {continuation[:40]!r}... has {len(after)} tokens, "
+                f"more than the {self.max_length} the model can see"
+            )
+        # The last token is predicted, never read, so one more than max_length fits.
+        kept = (before + after)[-(self.max_length + 1) :]
+        return Request(tuple(kept[: -len(after)]), tuple(after))
+
+    def requests(self, pairs: Iterable[tuple[str, str]]) -> list[Request]:
+        return [self.request(context, continuation) for context, continuation in pairs]
+
+    def _split(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+        if not context:
+            after = self.tokenizer.encode(continuation, add_special_tokens=False)
+            if after[:1] == [self.prefix_token]:
+                return after[:1], after[1:]
+            return [self.prefix_token], after
+        stem = context.rstrip()
+        whole = self.encode(context + continuation)
+        before = self.encode(stem)
+        return before, whole[len(before) :]
+
+
+def prefix_token(tokenizer: Any) -> int:
+    """The token that stands before a text without context: BOS, or EOS where there is none.
+
+    Raises:
+        DiffQuantError: the tokenizer has neither.
+    """
+    token = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+    if token is None:
+        raise DiffQuantError("the tokenizer has neither a BOS nor an EOS token; set one in tokenizer_config.json")
+    return int(token)
+
+
+def max_length(config: Any, tokenizer: Any) -> int:
+    """Tokens a model sees at once: its config's word, else its tokenizer's, else 2048."""
+    for name in ("n_positions", "max_position_embeddings", "n_ctx"):
+        if getattr(config, name, None) is not None:
+            return int(getattr(config, name))
+    length = getattr(tokenizer, "model_max_length", None)
+    return DEFAULT_MAX_LENGTH if length is None or length >= _UNSET_LENGTH else int(length)

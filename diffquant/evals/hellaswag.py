@@ -1,0 +1,166 @@
+"""HellaSwag: which of four endings a model finds likeliest, with lm-eval's text and scoring.
+
+Source: Zellers et al., arXiv 1905.07830; lm-eval 0.4.13, tasks/hellaswag.
+"""
+
+import gzip
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from diffquant import data
+from diffquant.errors import UsageError
+from diffquant.evals.encoding import PairEncoder, max_length
+from diffquant.evals.scoring import BATCH_TOKENS, score
+from diffquant.progress import Progress, silent
+
+_NAMED_ERRORS = 5
+
+
+@dataclass(frozen=True)
+class Item:
+    """A context, its candidate endings as they are scored (a space goes before each), the right one's index."""
+
+    query: str
+    endings: tuple[str, ...]
+    label: int
+
+    @property
+    def identity(self) -> str:
+        """16 hex digits that change with anything a score depends on."""
+        text = json.dumps([self.query, self.endings, self.label])
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Scores of N items: log-probabilities of their endings and which ending each rule picks.
+
+    Attributes:
+        logprobs: summed, per item and ending.
+        choices: index of the largest log-probability (acc).
+        choices_norm: index of the largest log-probability per character (acc_norm).
+        labels: index of the right ending.
+    """
+
+    logprobs: list[list[float]]
+    choices: list[int]
+    choices_norm: list[int]
+    labels: list[int]
+
+    @property
+    def correct(self) -> list[bool]:
+        return [choice == label for choice, label in zip(self.choices, self.labels, strict=True)]
+
+    @property
+    def correct_norm(self) -> list[bool]:
+        return [choice == label for choice, label in zip(self.choices_norm, self.labels, strict=True)]
+
+
+def evaluate(
+    model: Any,
+    tokenizer: Any,
+    items: Sequence[Item],
+    batch_tokens: int = BATCH_TOKENS,
+    progress: Progress = silent,
+) -> Outcome:
+    """Score every item zero-shot."""
+    encoder = PairEncoder(tokenizer, max_length(model.config, tokenizer))
+    requests = encoder.requests((item.query, f" {ending}") for item in items for ending in item.endings)
+    scores = iter(score(model, requests, batch_tokens, progress))
+    logprobs = [[next(scores).logprob for _ in item.endings] for item in items]
+    return Outcome(
+        logprobs=logprobs,
+        choices=[_largest(row) for row in logprobs],
+        choices_norm=[
+            _largest([p / len(e) for p, e in zip(row, item.endings, strict=True)])
+            for row, item in zip(logprobs, items, strict=True)
+        ],
+        labels=[item.label for item in items],
+    )
+
+
+def load_items(path: Path | None = None, limit: int | None = None) -> list[Item]:
+    """The first `limit` items of a JSONL file (gzip or not), or of the 1,000 that ship.
+
+    A line is an original HellaSwag item (activity_label, ctx_a, ctx_b, endings, label) or a prepared one
+    (query, endings, label).
+
+    Raises:
+        UsageError: the file cannot be read, is empty, or has lines that are no items (all are counted).
+    """
+    lines = data.hellaswag_lines() if path is None else _read_lines(path)
+    numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()][:limit]
+    items, faults = [], []
+    for number, line in numbered:
+        try:
+            items.append(parse_item(json.loads(line)))
+        except (ValueError, UsageError) as error:
+            faults.append(f"line {number}: {error}")
+    if faults:
+        more = f"; and {len(faults) - _NAMED_ERRORS} more" if len(faults) > _NAMED_ERRORS else ""
+        raise UsageError(f"{len(faults)} lines of {path} are no items: {'; '.join(faults[:_NAMED_ERRORS])}{more}")
+    if not items:
+        raise UsageError(f"{path or 'the items'}: nothing to score; each line must be one HellaSwag item in JSON")
+    return items
+
+
+def parse_item(entry: Any) -> Item:
+    """One item from its JSON object.
+
+    Raises:
+        UsageError: fields are missing or of the wrong kind.
+    """
+    if not isinstance(entry, dict):
+        raise UsageError(f"expected a JSON object, got {type(entry).__name__}")
+    texts = ["query"] if "query" in entry else ["activity_label", "ctx_a", "ctx_b"]
+    missing = [name for name in texts if not isinstance(entry.get(name), str)]
+    if missing:
+        raise UsageError(f"needs text in {', '.join(missing)}")
+    endings = entry.get("endings")
+    if not isinstance(endings, list) or len(endings) < 2 or not all(isinstance(e, str) and e.strip() for e in endings):
+        raise UsageError("endings must be a list of two or more texts")
+    return Item(_query(entry), tuple(preprocess(e) for e in endings), _label(entry.get("label"), len(endings)))
+
+
+def preprocess(text: str) -> str:
+    """What the harness strips from WikiHow's half of the data."""
+    text = text.strip().replace(" [title]", ". ")
+    return re.sub(r"\[.*?\]", "", text).replace("  ", " ")
+
+
+def identity(items: Iterable[Item]) -> str:
+    """One digest for a list of items in order."""
+    return hashlib.sha256(" ".join(item.identity for item in items).encode()).hexdigest()[:16]
+
+
+def _query(entry: dict[str, Any]) -> str:
+    if "query" in entry:
+        return entry["query"]
+    return preprocess(f"{entry['activity_label']}: {entry['ctx_a']} {entry['ctx_b'].capitalize()}")
+
+
+def _label(label: Any, endings: int) -> int:
+    try:
+        number = int(label)
+    except (TypeError, ValueError):
+        raise UsageError(f"label must be a number, got {label!r}") from None
+    if not 0 <= number < endings:
+        raise UsageError(f"label {number} is not one of {endings} endings")
+    return number
+
+
+def _largest(values: Sequence[float]) -> int:
+    return max(range(len(values)), key=values.__getitem__)
+
+
+def _read_lines(path: Path) -> list[str]:
+    try:
+        raw = path.read_bytes()
+        return (gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw).decode().splitlines()
+    except (OSError, EOFError, UnicodeDecodeError) as error:
+        raise UsageError(f"cannot read items from {path}: {error}") from error

@@ -1,0 +1,227 @@
+"""Log-probabilities of continuations: a context runs once and every continuation of it reuses its cache.
+
+Contexts are left-padded, so that they end together; continuations are right-padded. Where a scale of the
+recipe spans rows of one sequence, a shared prefix would change it: such recipes run whole sequences, in
+batches of one length, so that there is no padding either.
+"""
+
+import copy
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import Cache, DynamicCache
+
+from diffquant.evals.batching import split
+from diffquant.evals.encoding import Request
+from diffquant.progress import Progress, silent
+from diffquant.scheme import Recipe
+
+BATCH_TOKENS = 4096
+# Entries of vocabulary logits held at once: 64 MiB in float32.
+LOGITS_ENTRIES = 1 << 24
+
+
+class Score(NamedTuple):
+    """Summed log-probability of a continuation, and whether greedy decoding would produce it."""
+
+    logprob: float
+    greedy: bool
+
+
+@torch.inference_mode()
+def score(
+    model: Any, requests: Sequence[Request], batch_tokens: int = BATCH_TOKENS, progress: Progress = silent
+) -> list[Score]:
+    """Score every request, in the order given.
+
+    Args:
+        model: a `DiffTransformer`, or another causal model with Hugging Face's calls, in eval mode.
+        batch_tokens: most tokens of one pass, padding included; bounds the cache and hidden states.
+
+    Source: the numbers are those of lm-eval's HFLM (`_loglikelihood_tokens`).
+    """
+    totals = _Totals(len(requests), progress)
+    run = _score_shared if shares_prefixes(recipe_of(model)) else _score_whole
+    run(model, requests, batch_tokens, totals)
+    return totals.scores()
+
+
+def shares_prefixes(recipe: Recipe) -> bool:
+    """Whether a prefix computed once serves every continuation: no scale may span rows of a sequence."""
+    rows_only = recipe.logits.granularity in ("", "row")
+    tokens_only = {recipe.k.granularity, recipe.v.granularity} <= {"", "row", "group"}
+    # The newest tokens of a context are old ones once a continuation follows.
+    ages = bool(recipe.residual) and (recipe.k.quantizes or recipe.v.quantizes)
+    return rows_only and tokens_only and not ages
+
+
+def recipe_of(model: Any) -> Recipe:
+    """The model's recipe; a model without one is not quantized."""
+    return getattr(model, "recipe", None) or Recipe()
+
+
+def new_cache(model: Any) -> Cache:
+    """An empty cache of the kind the model's recipe asks for."""
+    return model.new_cache() if hasattr(model, "new_cache") else DynamicCache()
+
+
+def token_scores(model: Any, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Log-probabilities of targets under the next-token distribution at each position.
+
+    Args:
+        hidden: [N, D] the model's last hidden states.
+        targets: [N, M] token ids.
+
+    Returns:
+        float32 [N, M] natural log-probabilities, and bool [N, M]: the target is the likeliest token.
+    """
+    logprobs, greedy = [], []
+    rows = max(1, LOGITS_ENTRIES // model.config.vocab_size)
+    for part, wanted in zip(hidden.split(rows), targets.split(rows), strict=True):
+        logits = model.lm_head(part)
+        logprobs.append(logits.gather(1, wanted).float() - logits.float().logsumexp(1, keepdim=True))
+        greedy.append(logits.argmax(1, keepdim=True) == wanted)
+    return torch.cat(logprobs), torch.cat(greedy)
+
+
+class _Totals:
+    """Sums over each request's tokens as they come in."""
+
+    def __init__(self, count: int, progress: Progress) -> None:
+        self.logprob = torch.zeros(count, dtype=torch.float64)
+        self.greedy = torch.ones(count, dtype=torch.bool)
+        self.count = count
+        self.done = 0
+        self.progress = progress
+
+    def add(self, owners: list[int], logprobs: Tensor, greedy: Tensor) -> None:
+        """One entry a token: its request, its log-probability, whether it was the likeliest."""
+        index = torch.tensor(owners, dtype=torch.long)
+        self.logprob.index_add_(0, index, logprobs.double().cpu())
+        self.greedy[index[~greedy.cpu()]] = False
+
+    def finish(self, requests: int) -> None:
+        self.done += requests
+        self.progress(self.done, self.count, "scoring")
+
+    def scores(self) -> list[Score]:
+        return [Score(p, g) for p, g in zip(self.logprob.tolist(), self.greedy.tolist(), strict=True)]
+
+
+def _score_shared(model: Any, requests: Sequence[Request], batch_tokens: int, totals: _Totals) -> None:
+    continuations: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    for index, request in enumerate(requests):
+        continuations[request.context].append(index)
+    contexts = sorted(continuations, key=len, reverse=True)
+    for run in split([len(context) for context in contexts], batch_tokens):
+        batch = [contexts[i] for i in run]
+        owners = [continuations[context] for context in batch]
+        cache, mask, hidden = _prefill(model, batch)
+        _add_first_tokens(model, hidden, requests, owners, totals)
+        _add_further_tokens(model, cache, mask, requests, owners, batch_tokens, totals)
+        totals.finish(sum(map(len, owners)))
+
+
+def _prefill(model: Any, contexts: list[tuple[int, ...]]) -> tuple[Cache, Tensor, Tensor]:
+    """Run contexts [B, S], left-padded: the cache, the mask [B, S], the last hidden states [B, D]."""
+    width = max(map(len, contexts))
+    ids = torch.tensor([[0] * (width - len(c)) + list(c) for c in contexts], device=model.device)
+    mask = torch.tensor([[0] * (width - len(c)) + [1] * len(c) for c in contexts], device=model.device)
+    cache = new_cache(model)
+    hidden = _forward(model, ids, mask, cache)
+    return cache, mask, hidden[:, -1]
+
+
+def _add_first_tokens(
+    model: Any, hidden: Tensor, requests: Sequence[Request], owners: list[list[int]], totals: _Totals
+) -> None:
+    """The context's last state predicts the first token of each of its continuations."""
+    most = max(map(len, owners))
+    first = [[requests[i].continuation[0] for i in group] for group in owners]
+    targets = torch.tensor([row + [0] * (most - len(row)) for row in first], device=hidden.device)
+    real = torch.tensor([[column < len(row) for column in range(most)] for row in first])
+    logprobs, greedy = token_scores(model, hidden, targets)
+    totals.add([i for group in owners for i in group], logprobs.cpu()[real], greedy.cpu()[real])
+
+
+def _add_further_tokens(
+    model: Any,
+    cache: Cache,
+    mask: Tensor,
+    requests: Sequence[Request],
+    owners: list[list[int]],
+    batch_tokens: int,
+    totals: _Totals,
+) -> None:
+    rows = [(b, i) for b, group in enumerate(owners) for i in group if len(requests[i].continuation) > 1]
+    rows.sort(key=lambda row: len(requests[row[1]].continuation), reverse=True)
+    lengths = [len(requests[i].continuation) - 1 for _, i in rows]
+    for run in split(lengths, _within_cache_budget(lengths, mask.shape[1], batch_tokens)):
+        picked = [rows[k] for k in run]
+        branch = cache if run.stop == len(rows) else copy.deepcopy(cache)
+        _add_continuations(model, branch, mask, [b for b, _ in picked], [i for _, i in picked], requests, totals)
+
+
+def _within_cache_budget(lengths: list[int], context: int, batch_tokens: int) -> int:
+    """Tokens of a pass such that its rows, contexts included, hold about `batch_tokens` of cache each way.
+
+    A branch repeats its context once a row, so long contexts leave room for fewer rows.
+    """
+    longest = max(lengths, default=1)
+    return max(longest, 2 * batch_tokens * longest // (context + longest))
+
+
+def _add_continuations(
+    model: Any,
+    cache: Cache,
+    mask: Tensor,
+    contexts: list[int],
+    owners: list[int],
+    requests: Sequence[Request],
+    totals: _Totals,
+) -> None:
+    """Run continuations [R, T], right-padded, each after the cached context of its row."""
+    tokens = [requests[i].continuation for i in owners]
+    width = max(map(len, tokens)) - 1
+    device = mask.device
+    chosen = torch.tensor(contexts, device=device)
+    padded = torch.tensor([list(t) + [0] * (width + 1 - len(t)) for t in tokens], device=device)
+    real = torch.tensor([[column < len(t) - 1 for column in range(width)] for t in tokens], device=device)
+    cache.batch_select_indices(chosen)
+    hidden = _forward(model, padded[:, :-1], torch.cat([mask[chosen], real.to(mask.dtype)], 1), cache)
+    logprobs, greedy = token_scores(model, hidden[real], padded[:, 1:][real].unsqueeze(1))
+    owner_of = [i for i, t in zip(owners, tokens, strict=True) for _ in t[1:]]
+    totals.add(owner_of, logprobs.flatten(), greedy.flatten())
+
+
+def _score_whole(model: Any, requests: Sequence[Request], batch_tokens: int, totals: _Totals) -> None:
+    by_length: dict[int, list[int]] = defaultdict(list)
+    for index, request in enumerate(requests):
+        by_length[len(request.context) + len(request.continuation) - 1].append(index)
+    for length in sorted(by_length, reverse=True):
+        rows = max(1, batch_tokens // length)
+        for start in range(0, len(by_length[length]), rows):
+            owners = by_length[length][start : start + rows]
+            _add_sequences(model, [requests[i] for i in owners], owners, totals)
+            totals.finish(len(owners))
+
+
+def _add_sequences(model: Any, requests: list[Request], owners: list[int], totals: _Totals) -> None:
+    """Run sequences [R, T] of one length; only the continuations' tokens are scored."""
+    tokens = torch.tensor([r.context + r.continuation for r in requests], device=model.device)
+    hidden = _forward(model, tokens[:, :-1], None, None)
+    columns = torch.arange(1, tokens.shape[1], device=tokens.device)
+    starts = torch.tensor([len(r.context) for r in requests], device=tokens.device)
+    scored = columns >= starts.unsqueeze(1)
+    logprobs, greedy = token_scores(model, hidden[scored], tokens[:, 1:][scored].unsqueeze(1))
+    owner_of = [i for i, r in zip(owners, requests, strict=True) for _ in r.continuation]
+    totals.add(owner_of, logprobs.flatten(), greedy.flatten())
+
+
+def _forward(model: Any, ids: Tensor, mask: Tensor | None, cache: Cache | None) -> Tensor:
+    """Last hidden states [B, T, D]; a `DiffTransformer` counts positions over what the mask keeps."""
+    out = model.model(input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=cache is not None)
+    return out.last_hidden_state
