@@ -81,9 +81,7 @@ class PackedStates:
     def _quantize(self, states: Tensor) -> None:
         scheme = self.scheme
         view, dim = sharing_view(states, scheme.granularity, scheme.size)
-        scale = absmax_scale(view, scheme.bits, dim).to(states.dtype)
-        # A half-precision scale can underflow where the float32 one did not.
-        scale = torch.where(scale == 0, 1.0, scale)
+        scale = absmax_scale(view, scheme.bits, dim, states.dtype)
         words = pack(quantize(view, scale, scheme.bits).reshape(states.shape), scheme.bits)
         scale = scale.squeeze(dim)
         if scheme.granularity == "column":

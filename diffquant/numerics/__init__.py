@@ -8,6 +8,7 @@ from diffquant.numerics.absmax import (
     max_code,
     quantize,
     sharing_view,
+    storable_scale,
 )
 from diffquant.numerics.packing import pack, packed_words, unpack
 
@@ -21,5 +22,6 @@ __all__ = [
     "packed_words",
     "quantize",
     "sharing_view",
+    "storable_scale",
     "unpack",
 ]

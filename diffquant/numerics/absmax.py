@@ -20,22 +20,31 @@ def compute_dtype(x: Tensor) -> torch.dtype:
     return torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype
 
 
-def absmax_scale(x: Tensor, bits: int, dim: Axes) -> Tensor:
+def absmax_scale(x: Tensor, bits: int, dim: Axes, dtype: torch.dtype | None = None) -> Tensor:
     """Scale that maps the largest magnitude along `dim` to the largest code.
 
     Args:
         x: [...] finite floats.
         bits: 2 to 8; codes run from -(2^(bits-1) - 1) to 2^(bits-1) - 1.
         dim: axes that share one scale; kept with size 1.
+        dtype: in which the scale will be stored; float32 (float64 for float64) by default.
 
     Returns:
-        float32 (float64 for float64), `x`'s shape with `dim` reduced to 1. Where all of x is zero,
-        or so small that the scale would be, it is 1.
+        `x`'s shape with `dim` reduced to 1. Where all of x is zero, or so small that the scale would
+        be, it is 1.
 
     Source: dynamic absmax quantization, arXiv 2410.05258, section 3.7.
     """
-    scale = x.abs().amax(dim, keepdim=True).to(compute_dtype(x)) / max_code(bits)
-    return torch.where(scale == 0, 1.0, scale)
+    largest = x.abs().amax(dim, keepdim=True).to(compute_dtype(x))
+    return storable_scale(largest / max_code(bits), bits, dtype or largest.dtype)
+
+
+def storable_scale(scale: Tensor, bits: int, dtype: torch.dtype) -> Tensor:
+    """A scale rounded to `dtype`: 1 where that gives zero, and no larger than what its codes can multiply."""
+    rounded = scale.to(dtype)
+    # The quotient is rounded first: its product with the largest code may lie just beyond the largest number.
+    limit = torch.finfo(dtype).max / max_code(bits) * (1 - torch.finfo(dtype).eps)
+    return torch.where(rounded == 0, 1.0, rounded.clamp(max=limit))
 
 
 def quantize(x: Tensor, scale: Tensor, bits: int) -> Tensor:

@@ -22,7 +22,7 @@ def pack(codes: Tensor, bits: int) -> Tensor:
 
     Args:
         codes: [..., n] int8, from -(2^(bits-1)) to 2^(bits-1) - 1.
-        bits: 1 to 8.
+        bits: 2 to 8.
 
     Returns:
         int32 [..., packed_words(n, bits)]; unused bits are zero.
@@ -43,7 +43,7 @@ def unpack(words: Tensor, bits: int, length: int) -> Tensor:
 
     Args:
         words: int32 [..., packed_words(length, bits)].
-        bits: 1 to 8.
+        bits: 2 to 8.
         length: codes in a row.
 
     Returns:

@@ -1,0 +1,81 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from diffquant.errors import UsageError
+from diffquant.scheme import FULL, Recipe, Scheme
+
+NAMES = st.sampled_from(["tensor", "head", "pair", "row", "column", "g32", "g128", "c64", "b64"])
+
+
+@given(st.integers(2, 8), NAMES, st.booleans())
+def test_text_form_makes_the_round_trip(bits, granularity, shift):
+    text = f"{bits}:{granularity}" + (":shift" if shift else "")
+    assert str(Scheme.parse(text)) == text
+    assert Scheme.parse(str(Scheme.parse(text))) == Scheme.parse(text)
+
+
+def test_sixteen_means_not_quantized():
+    assert Scheme.parse("16") == FULL
+    assert not FULL.quantizes
+
+
+def test_a_text_without_granularity_takes_the_targets_default():
+    recipe = Recipe.of(weights=4, kv=8, logits=6)
+    assert (str(recipe.weights), str(recipe.k), str(recipe.logits)) == ("4:g128", "8:row", "6:row")
+
+
+@pytest.mark.parametrize(
+    "text", ["", "x", "4:", "4:gg", "4:g0", "9", "1", "16:row", "4:row:row", "4:row:shift:shift", "-4"]
+)
+def test_malformed_text_is_refused(text):
+    with pytest.raises(UsageError):
+        Scheme.parse(text)
+
+
+def test_an_unknown_key_names_the_nearest_known_one():
+    with pytest.raises(UsageError, match=r"unknown recipe key 'wieghts'; did you mean 'weights'"):
+        Recipe.from_dict({"wieghts": "4:g32"})
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [
+        {"weights": "4:head"},
+        {"k": "4:pair"},
+        {"v": "4:c64"},
+        {"logits": "4:g32"},
+        {"k": "4:column"},
+        {"v": "4:row:shift"},
+    ],
+    ids=str,
+)
+def test_a_granularity_a_target_cannot_have_is_refused(entries):
+    with pytest.raises(UsageError):
+        Recipe.from_dict(entries)
+
+
+def test_a_recipe_makes_the_round_trip_through_yaml(tmp_path):
+    recipe = Recipe.of(
+        weights="4:g32", k="4:c64", v="6", logits="6:pair:shift", residual=64, overrides={"*.mlp.*": "8:row"}
+    )
+    path = tmp_path / "recipe.yaml"
+    path.write_text(recipe.to_yaml())
+    assert Recipe.read(path) == recipe
+
+
+@pytest.mark.parametrize("text", ["- 4", "weights: [", "residual: many", "overrides: 4", "residual: -1"])
+def test_a_malformed_recipe_file_is_refused_by_name(tmp_path, text):
+    path = tmp_path / "broken.yaml"
+    path.write_text(text)
+    with pytest.raises(UsageError):
+        Recipe.read(path)
+
+
+def test_the_first_matching_override_wins_and_only_overrides_reach_the_head():
+    recipe = Recipe.of(weights="4:g32", overrides={"*.q_proj": "8:row", "*.self_attn.*": "6:row", "lm_head": "8:row"})
+    assert str(recipe.weight_scheme("model.layers.0.self_attn.q_proj")) == "8:row"
+    assert str(recipe.weight_scheme("model.layers.0.self_attn.v_proj")) == "6:row"
+    assert str(recipe.weight_scheme("model.layers.0.mlp.up_proj")) == "4:g32"
+    assert str(recipe.weight_scheme("lm_head", by_default=False)) == "8:row"
+    assert recipe.weight_scheme("model.embed_tokens", by_default=False) == FULL
