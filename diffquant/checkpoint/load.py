@@ -1,0 +1,117 @@
+"""From a checkpoint, plain or quantized, to a model that runs."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from diffquant.checkpoint.check import check_tensors
+from diffquant.checkpoint.codec import PACKED, SCALE, SHAPE, codes, decode, decode_codes, weight_scale
+from diffquant.checkpoint.reader import Checkpoint, open_checkpoint
+from diffquant.checkpoint.targets import weight_schemes
+from diffquant.errors import CheckpointError, UsageError
+from diffquant.model.adapters import Adapter, adapter_for
+from diffquant.model.layout import parameter_shapes
+from diffquant.model.modeling import DiffTransformer
+from diffquant.numerics import check_finite
+from diffquant.scheme import Recipe, Scheme
+
+
+def load(
+    path: Path | str, recipe: Recipe | None = None, dtype: torch.dtype | None = None, device: str = "cpu"
+) -> DiffTransformer:
+    """The runnable model of a checkpoint, a recipe applied.
+
+    Args:
+        path: a folder (diffllama, diff_v1, diff_v2, diff_transformer or llama; plain or quantized) or
+            a .gguf file of a llama.
+        recipe: what to simulate; a quantized checkpoint's own by default. Weights of a plain
+            checkpoint come out as `quantize` would have stored them.
+        dtype: of the model; the checkpoint's by default.
+        device: of the model.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged, incomplete or of a kind that is not read.
+        UsageError: the recipe quantizes weights that already are.
+    """
+    checkpoint = open_checkpoint(Path(path))
+    adapter = adapter_for(checkpoint.config)
+    packed = check_tensors(checkpoint, adapter)
+    if recipe is None:
+        recipe = stored_recipe(checkpoint.config)
+    elif packed and (recipe.weights.quantizes or recipe.overrides):
+        raise UsageError(
+            f"{path} holds quantized weights already; give a recipe without weights, or its 16-bit original"
+        )
+    schemes = {} if packed else weight_schemes(adapter, recipe)
+    model = _empty_model(adapter)
+    dtype = dtype or checkpoint.tensors[adapter.source_name("model.embed_tokens.weight")].dtype
+    state = {
+        name: _parameter(checkpoint, adapter, name, packed, schemes).to(device, dtype)
+        for name in parameter_shapes(adapter.config)
+    }
+    if adapter.config.tie_word_embeddings:
+        state["lm_head.weight"] = state["model.embed_tokens.weight"]
+    model.load_state_dict(state, assign=True)
+    model.tie_weights()
+    model.to(device).eval().requires_grad_(False)
+    model.apply_recipe(recipe)
+    return model
+
+
+def load_tokenizer(path: Path | str) -> Any:
+    """The checkpoint's tokenizer, from its own files alone.
+
+    Raises:
+        CheckpointError: there is none, or it cannot be read.
+    """
+    from transformers import AutoTokenizer
+
+    path = Path(path)
+    try:
+        if path.suffix == ".gguf":
+            return AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, local_files_only=True)
+        return AutoTokenizer.from_pretrained(path, local_files_only=True)
+    except Exception as error:  # tokenizers raise anything, bare Exception included
+        raise CheckpointError(f"cannot read a tokenizer from {path}: {error}") from error
+
+
+def stored_recipe(config: dict[str, Any]) -> Recipe:
+    """The recipe a quantized checkpoint was made with; 16 bits for any other.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    entry = config.get("diffquant_config", {})
+    try:
+        return Recipe.from_dict(entry.get("recipe", {}))
+    except (UsageError, AttributeError) as error:
+        raise CheckpointError(f"config.json: diffquant_config is malformed: {error}") from error
+
+
+def _empty_model(adapter: Adapter) -> DiffTransformer:
+    """The model without storage, but for the rotary tables, which no checkpoint holds."""
+    with torch.device("meta"):
+        model = DiffTransformer(adapter.config)
+    model.model.rotary_emb = LlamaRotaryEmbedding(adapter.config)
+    return model
+
+
+def _parameter(
+    checkpoint: Checkpoint, adapter: Adapter, name: str, packed: dict[str, Scheme], schemes: dict[str, Scheme]
+) -> Tensor:
+    source = adapter.source_name(name)
+    module = source.removesuffix(".weight")
+    if module in packed:
+        parts = [checkpoint.read(module + suffix) for suffix in (PACKED, SCALE, SHAPE)]
+        weight = decode(*parts, packed[module])
+    else:
+        weight = checkpoint.read(source)
+        check_finite(weight, source)
+    if module in schemes:
+        scale = weight_scale(weight, schemes[module])
+        weight = decode_codes(codes(weight, scale, schemes[module]), scale, schemes[module])
+    order = adapter.row_order(name)
+    return weight if order is None else weight[order]
