@@ -1,0 +1,52 @@
+import pytest
+import torch
+from helpers import SIZES
+
+from diffquant.errors import CheckpointError, UnknownModelTypeError
+from diffquant.model.adapters import READERS, adapter_for
+from diffquant.model.layout import linear_shapes, parameter_shapes
+from diffquant.model.modeling import DiffTransformer
+
+CASES = [
+    {"model_type": "diffllama", "num_key_value_heads": 4},
+    {"model_type": "diff_v1", "num_key_value_heads": 4},
+    {"model_type": "diff_v1", "num_key_value_heads": 4, "gqa_pairing": "plain"},
+    {"model_type": "diff_v2", "num_key_value_heads": 2},
+    {"model_type": "llama", "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(str(x) for x in case.values()))
+def test_shapes_without_a_model_equal_the_models(case):
+    config = adapter_for(SIZES | case).config
+    with torch.device("meta"):
+        model = DiffTransformer(config)
+    assert parameter_shapes(config) == {name: tuple(p.shape) for name, p in model.named_parameters()}
+    linears = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+    assert set(linear_shapes(config)) == {n for n in linears if "lambda_proj" not in n and "lm_head" not in n}
+
+
+def test_an_unknown_model_type_lists_what_is_read():
+    with pytest.raises(UnknownModelTypeError, match=f"'mamba' is not read; supported are {', '.join(READERS)}"):
+        adapter_for(SIZES | {"model_type": "mamba"})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_attention_heads": 7, "head_dim": 8}, "num_attention_heads is 7.*even"),
+        ({"num_key_value_heads": 1}, "num_key_value_heads is 1.*even"),
+        ({"num_key_value_heads": 6}, "3 KV pairs do not divide 4 query pairs"),
+        ({"hidden_size": None}, "lacks a positive hidden_size"),
+        ({"vocab_size": -3, "num_hidden_layers": "two"}, "vocab_size, num_hidden_layers"),
+        ({"rope_scaling": {"type": "spiral"}}, "rope_type 'spiral'"),
+    ],
+)
+def test_a_config_that_contradicts_itself_is_refused(change, message):
+    with pytest.raises(CheckpointError, match=message):
+        adapter_for(SIZES | {"model_type": "diffllama"} | change)
+
+
+def test_an_unknown_gqa_pairing_is_refused():
+    with pytest.raises(CheckpointError, match="gqa_pairing is 'loose'; it must be flash or plain"):
+        adapter_for(SIZES | {"model_type": "diff_v1", "gqa_pairing": "loose"})

@@ -1,0 +1,192 @@
+"""The packed cache against fake-quantized attention, and by its own rules."""
+
+import pytest
+import torch
+from helpers import ours, random_diffllama, random_ids, random_llama
+
+from diffquant.errors import NotFiredError, UsageError
+from diffquant.model.cache import PackedCache, PackedStates
+from diffquant.numerics import fake_quantize
+from diffquant.scheme import Recipe, Scheme
+
+
+def states(tokens, batch=2, heads=3, width=16, seed=0, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(batch, heads, tokens, width, generator=generator).to(dtype)
+
+
+def stored(scheme, residual, *chunks):
+    held = PackedStates(Scheme.parse(scheme), residual)
+    for chunk in chunks:
+        held.append(chunk)
+    return held
+
+
+class FakeQuantizedCache:
+    """The naive oracle: keeps all states in full and fake-quantizes them whenever they are read."""
+
+    def __init__(self, recipe):
+        self.recipe, self.states = recipe, {}
+
+    def get_seq_length(self):
+        return self.states[0][0].shape[2] if self.states else 0
+
+    def update(self, k, v, layer):
+        past = self.states.get(layer)
+        self.states[layer] = (k, v) if past is None else tuple(torch.cat(x, 2) for x in zip(past, (k, v), strict=True))
+        schemes = (self.recipe.k, self.recipe.v)
+        return tuple(self.read(x, scheme) for x, scheme in zip(self.states[layer], schemes, strict=True))
+
+    def read(self, x, scheme):
+        block = (scheme.size or 1) if scheme.granularity == "column" else 1
+        old = max(x.shape[2] - self.recipe.residual, 0) // block * block
+        if not scheme.quantizes or not old:
+            return x
+        return torch.cat([fake_quantize(x[:, :, :old], scheme.bits, scheme.granularity, scheme.size), x[:, :, old:]], 2)
+
+
+RECIPES = [
+    Recipe.of(kv=8),
+    Recipe.of(kv="4:g4", residual=5),
+    Recipe.of(k="4:c8", v="6", residual=8),
+    Recipe.of(k=16, v=4),
+    Recipe.of(k="6:c4", v=16, residual=3),
+]
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: f"k{r.k}-v{r.v}-r{r.residual}")
+@pytest.mark.parametrize("build", [random_diffllama, random_llama], ids=["diff-v1", "llama"])
+def test_logits_equal_naive_fake_quantized_attention(build, recipe):
+    model = ours(build(num_key_value_heads=4))
+    model.apply_recipe(recipe)
+    ids = random_ids(length=40)
+    packed, naive = model.new_cache(), FakeQuantizedCache(recipe)
+    for chunk in (ids[:, :21], ids[:, 21:22], ids[:, 22:31], ids[:, 31:]):
+        out = model(chunk, past_key_values=packed).logits
+        torch.testing.assert_close(out, model(chunk, past_key_values=naive).logits, rtol=0, atol=1e-5)
+
+
+def test_per_token_scales_do_not_depend_on_chunking():
+    model = ours(random_diffllama())
+    model.apply_recipe(Recipe.of(kv="4:row"))
+    ids = random_ids()
+    cache = model.new_cache()
+    stepwise = torch.cat([model(ids[:, i : i + 1], past_key_values=cache).logits for i in range(ids.shape[1])], 1)
+    torch.testing.assert_close(stepwise, model(ids).logits, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("scheme", ["4:row", "6:g8", "8:c8"])
+def test_a_token_is_quantized_once(scheme):
+    held = stored(scheme, 4, states(40))
+    before = held.words.clone()
+    for seed in range(1, 20):
+        held.append(states(1, seed=seed))
+    assert torch.equal(held.words[:, :, : before.shape[2]], before)
+
+
+@pytest.mark.parametrize("scheme", ["4:row", "6:g8", "8:c8", "16"])
+@pytest.mark.parametrize("cropped", [1, 5, 13, 30])
+def test_crop_forgets_the_newest_and_keeps_the_rest(scheme, cropped):
+    held = stored(scheme, 6, states(37))
+    before = held.read()
+    packed = 0 if held.words is None else held.words.shape[2]
+    held.crop(cropped)
+    assert torch.equal(held.read(), before[:, :, : 37 - cropped])
+    held.append(states(9, seed=1))
+    assert held.length == 37 - cropped + 9
+    kept = min(packed, 37 - cropped)
+    assert torch.equal(held.read()[:, :, :kept], before[:, :, :kept])
+
+
+@pytest.mark.parametrize("scheme", ["4:row", "6:g8", "8:c8"])
+def test_batch_operations_move_whole_sequences(scheme):
+    recipe = Recipe.of(k=scheme, v="4:row", residual=3)
+    cache = PackedCache(recipe, layers=1)
+    keys, values = cache.update(states(20), states(20, seed=1), 0)
+    cache.reorder_cache(torch.tensor([1, 0]))
+    assert torch.equal(cache.layers[0].stored_keys.read(), keys[[1, 0]])
+    cache.batch_repeat_interleave(2)
+    assert torch.equal(cache.layers[0].stored_values.read(), values[[1, 1, 0, 0]])
+    cache.batch_select_indices(torch.tensor([3]))
+    assert torch.equal(cache.layers[0].stored_keys.read(), keys[:1])
+    cache.reset()
+    assert cache.get_seq_length() == 0
+
+
+@pytest.mark.parametrize("beams", [1, 4])
+def test_generate_uses_the_recipes_cache(beams):
+    model = ours(random_diffllama())
+    model.apply_recipe(Recipe.of(kv="8:row", residual=4))
+    ids = random_ids(length=9)
+    settings = {"max_new_tokens": 12, "do_sample": False, "num_beams": beams, "pad_token_id": 0, "eos_token_id": None}
+    out = model.generate(ids, return_dict_in_generate=True, **settings)
+    assert isinstance(out.past_key_values, PackedCache)
+    uncached = model.generate(ids, use_cache=False, **settings)
+    assert out.sequences.shape == uncached.shape == (2, 21)
+
+
+def test_padding_does_not_enter_a_blocks_scales():
+    model = ours(random_diffllama())
+    model.apply_recipe(Recipe.of(k="4:c8", v="4:row"))
+    ids = random_ids(length=24)
+    mask = torch.ones_like(ids)
+    mask[:, :8] = 0
+    changed = ids.clone()
+    changed[:, :8] = 0
+    outs = [model(each, attention_mask=mask).logits[:, 8:] for each in (ids, changed)]
+    torch.testing.assert_close(*outs, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("width", [64, 128])
+def test_four_bits_store_at_most_0_30_of_16_bits_at_4k_tokens(width):
+    recipe = Recipe.of(k="4:c64", v="4:row", residual=64)
+    cache = PackedCache(recipe, layers=2)
+    full = 0
+    for layer in range(2):
+        for chunk in (states(4000, width=width, dtype=torch.float16), states(96, width=width, dtype=torch.float16)):
+            cache.update(chunk, chunk, layer)
+            full += 2 * chunk.nbytes
+    assert cache.nbytes <= 0.30 * full
+    assert cache.nbytes >= 4 / 16 * full
+
+
+def test_bits_that_are_stored_are_those_of_the_recipe():
+    eight, four = (stored(f"{bits}:row", 0, states(256, dtype=torch.float16)).nbytes for bits in (8, 4))
+    tokens = 2 * 3 * 256
+    assert (eight, four) == (tokens * (16 + 2), tokens * (8 + 2))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_tiny_and_huge_half_states_stay_finite(dtype):
+    huge, tiny = torch.finfo(dtype).max, torch.finfo(dtype).smallest_normal / 8
+    x = states(4, dtype=dtype) * 0 + torch.tensor([huge, -huge] * 8, dtype=dtype)
+    assert torch.isfinite(stored("8:row", 0, x).read()).all()
+    assert torch.isfinite(stored("4:row", 0, x * 0 + tiny).read()).all()
+
+
+def test_crop_takes_a_negative_count():
+    cache = PackedCache(Recipe.of(kv=8), layers=1)
+    cache.update(states(5), states(5), 0)
+    with pytest.raises(UsageError, match="minus the number of tokens"):
+        cache.crop(2)
+    cache.crop(-2)
+    assert cache.get_seq_length() == 3
+
+
+def test_a_layer_whose_logit_quantizer_did_not_fire_is_named():
+    model = ours(random_diffllama())
+    model.apply_recipe(Recipe.of(logits="4:row"))
+    model.attentions[1].logits = Scheme.parse("16")
+    model(random_ids())
+    with pytest.raises(NotFiredError, match="layers 1 did not"):
+        model.require_fired()
+    model.apply_recipe(Recipe.of(logits="4:row"))
+    model(random_ids())
+    model.require_fired()
+    assert all(row["calls"] == 1 and row["step_max"] > 0 for row in model.logit_report())
+
+
+def test_an_attention_mask_of_the_wrong_length_is_refused():
+    model = ours(random_diffllama())
+    with pytest.raises(UsageError, match=r"attention_mask must be \[batch, 37\].*got \[2, 30\]"):
+        model(random_ids(), attention_mask=torch.zeros(2, 30))

@@ -1,0 +1,133 @@
+"""unilm's attention, from its equations in float64."""
+
+import math
+
+import pytest
+import torch
+
+from diffquant.attention import Mask
+from diffquant.model.adapters import adapter_for
+from diffquant.model.modeling import DiffTransformer
+
+WIDTH, HEAD = 48, 8
+BASE = {
+    "vocab_size": 11,
+    "hidden_size": WIDTH,
+    "intermediate_size": 16,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 12,
+    "head_dim": HEAD,
+    "rms_norm_eps": 1e-6,
+}
+
+
+def rotated(x):
+    """Interleaved rotary embedding of [T, H, d] as a complex rotation, base 10000."""
+    length, _, width = x.shape
+    frequency = 10000.0 ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)
+    turn = torch.polar(torch.ones(length, width // 2, dtype=torch.float64), torch.arange(length)[:, None] * frequency)
+    return torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous()) * turn[:, None]).flatten(-2)
+
+
+def causal_softmax(q, k):
+    """[T, d] x [T, d] -> [T, T]."""
+    logits = q @ k.T / math.sqrt(q.shape[-1])
+    return logits.masked_fill(torch.ones_like(logits).triu(1).bool(), -torch.inf).softmax(-1)
+
+
+def unilm_v1(x, weights, layer, pairs, kv_pairs, pairing):
+    q = rotated((x @ weights["q_proj"].T).unflatten(-1, (2 * pairs, HEAD)))
+    k = rotated((x @ weights["k_proj"].T).unflatten(-1, (2 * kv_pairs, HEAD)))
+    v = (x @ weights["v_proj"].T).unflatten(-1, (kv_pairs, 2 * HEAD))
+    repeats = pairs // kv_pairs
+    start = 0.8 - 0.6 * math.exp(-0.3 * layer)
+    lam = (
+        (weights["lambda_q1"] @ weights["lambda_k1"]).exp()
+        - (weights["lambda_q2"] @ weights["lambda_k2"]).exp()
+        + start
+    )
+    heads = []
+    for j in range(pairs):
+        keys = (
+            [2 * (j // repeats), 2 * (j // repeats) + 1]
+            if pairing == "flash"
+            else [2 * j // repeats, (2 * j + 1) // repeats]
+        )
+        first, second = (causal_softmax(q[:, 2 * j + m], k[:, keys[m]]) for m in range(2))
+        y = (first - lam * second) @ v[:, j // repeats]
+        y = y / (y.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weights["subln"]
+        heads.append(y * (1 - start))
+    return torch.cat(heads, -1) @ weights["out_proj"].T
+
+
+def unilm_v2(x, weights, pairs, kv_pairs):
+    q = rotated((x @ weights["q_proj"].T).unflatten(-1, (2 * pairs, HEAD)))
+    k = rotated((x @ weights["k_proj"].T).unflatten(-1, (kv_pairs, HEAD)))
+    v = (x @ weights["v_proj"].T).unflatten(-1, (kv_pairs, HEAD))
+    lam = (x @ weights["lambda_proj"].T).sigmoid()
+    heads = []
+    for j in range(pairs):
+        group = 2 * j // (2 * pairs // kv_pairs)
+        first, second = (causal_softmax(q[:, 2 * j + m], k[:, group]) @ v[:, group] for m in range(2))
+        heads.append(first - lam[:, j : j + 1] * second)
+    return torch.cat(heads, -1) @ weights["o_proj"].T
+
+
+def attention_and_weights(config, layer):
+    """Our attention of one layer in float64 with random weights, and those weights by unilm's names."""
+    adapter = adapter_for(BASE | config)
+    torch.manual_seed(0)
+    model = DiffTransformer(adapter.config).double()
+    prefix = f"model.layers.{layer}.self_attn."
+    weights, state = {}, {}
+    for name, parameter in model.named_parameters():
+        if name.startswith(prefix):
+            source = adapter.source_name(name)
+            weight = torch.randn(adapter.source_shapes()[source], dtype=torch.float64) * 0.3
+            weights[source.removeprefix(prefix).removesuffix(".weight")] = weight
+            order = adapter.row_order(name)
+            state[name] = weight if order is None else weight[order]
+            assert state[name].shape == parameter.shape
+    model.load_state_dict(state, strict=False)
+    return model, model.attentions[layer], weights
+
+
+def run(model, attention, x):
+    rotary = model.model.rotary_emb(x[None], torch.arange(len(x))[None])
+    return attention(x[None], rotary, Mask(), None)[0]
+
+
+@pytest.mark.parametrize("pairing", ["flash", "plain"])
+@pytest.mark.parametrize("kv_heads", [12, 6, 4, 2])
+def test_v1_equals_its_equations(kv_heads, pairing):
+    config = {"model_type": "diff_v1", "num_key_value_heads": kv_heads, "gqa_pairing": pairing}
+    model, attention, weights = attention_and_weights(config, layer=2)
+    x = torch.randn(19, WIDTH, dtype=torch.float64)
+    expected = unilm_v1(x, weights, 2, pairs=6, kv_pairs=kv_heads // 2, pairing=pairing)
+    torch.testing.assert_close(run(model, attention, x), expected, rtol=0, atol=2e-5)
+
+
+def test_v1_pairings_differ_under_grouped_heads():
+    x = torch.randn(19, WIDTH, dtype=torch.float64)
+    outs = []
+    for pairing in ("flash", "plain"):
+        config = {"model_type": "diff_v1", "num_key_value_heads": 4, "gqa_pairing": pairing}
+        model, attention, _ = attention_and_weights(config, layer=0)
+        outs.append(run(model, attention, x))
+    assert (outs[0] - outs[1]).abs().max() > 0.01
+
+
+@pytest.mark.parametrize("kv_heads", [6, 3, 2, 1])
+def test_v2_equals_its_equations(kv_heads):
+    config = {"model_type": "diff_v2", "num_key_value_heads": kv_heads}
+    model, attention, weights = attention_and_weights(config, layer=1)
+    x = torch.randn(19, WIDTH, dtype=torch.float64)
+    expected = unilm_v2(x, weights, pairs=6, kv_pairs=kv_heads)
+    torch.testing.assert_close(run(model, attention, x), expected, rtol=0, atol=2e-5)
+
+
+def test_lambda_is_float32_in_a_bfloat16_model():
+    for model_type in ("diff_v1", "diff_v2"):
+        model, attention, _ = attention_and_weights({"model_type": model_type, "num_key_value_heads": 6}, layer=1)
+        model.bfloat16()
+        assert attention.lam(torch.randn(1, 5, WIDTH, dtype=torch.bfloat16)).dtype == torch.float32
