@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from diffquant.errors import CheckpointError
-from diffquant.numerics import absmax_scale, dequantize, max_code, pack, packed_words, quantize, sharing_view, unpack
+from diffquant.numerics import absmax_scale, dequantize, pack, packed_words, quantize, sharing_view, unpack
 from diffquant.scheme import Scheme
 
 PACKED, SCALE, SHAPE = ".weight_packed", ".weight_scale", ".weight_shape"
@@ -37,9 +37,10 @@ def encode(weight: Tensor, scheme: Scheme) -> dict[str, Tensor]:
     Returns:
         "weight_packed", "weight_scale" and "weight_shape", as in the module's docstring.
     """
-    scale = weight_scale(weight, scheme)
+    values = weight.float()
+    scale = weight_scale(values, scheme, weight.dtype)
     return {
-        "weight_packed": pack(codes(weight, scale, scheme), scheme.bits),
+        "weight_packed": pack(codes(values, scale, scheme), scheme.bits),
         "weight_scale": scale,
         "weight_shape": torch.tensor(weight.shape, dtype=torch.int64),
     }
@@ -51,37 +52,34 @@ def decode(packed: Tensor, scale: Tensor, shape: Tensor, scheme: Scheme) -> Tens
     return decode_codes(unpack(packed, scheme.bits, width), scale, scheme).reshape(out, width)
 
 
-def weight_scale(weight: Tensor, scheme: Scheme) -> Tensor:
-    """Scale as stored: [out, in/g], [out, 1] or [1], in the weight's dtype.
+def weight_scale(values: Tensor, scheme: Scheme, dtype: torch.dtype | None = None) -> Tensor:
+    """Scale as stored: [out, in/g], [out, 1] or [1].
 
     Args:
-        weight: [out, in] finite floats.
+        values: [out, in] finite floats.
+        scheme: granularity tensor, row or group.
+        dtype: of the source's weight, which the scale takes over; that of `values` by default.
     """
-    view, dim = sharing_view(weight, scheme.granularity, scheme.size)
-    scale = stored(absmax_scale(view, scheme.bits, dim), scheme.bits, weight.dtype)
-    return scale.reshape(1) if scheme.granularity == "tensor" else scale.reshape(len(weight), -1)
+    view, dim = sharing_view(values, scheme.granularity, scheme.size)
+    scale = absmax_scale(view, scheme.bits, dim, dtype or values.dtype)
+    return scale.reshape(1) if scheme.granularity == "tensor" else scale.reshape(len(values), -1)
 
 
-def stored(scale: Tensor, bits: int, dtype: torch.dtype) -> Tensor:
-    """A positive scale rounded to `dtype`, still positive, its largest code still finite."""
-    rounded = scale.to(dtype)
-    rounded = torch.where(rounded == 0, 1.0, rounded)
-    too_large = torch.isinf(rounded * max_code(bits))
-    if not too_large.any():
-        return rounded
-    # The next number down: halves have no nextafter of their own on every device.
-    bits_below = rounded.view(torch.int16 if dtype.itemsize == 2 else torch.int32) - 1
-    return torch.where(too_large, bits_below.view(dtype), rounded)
+def codes(values: Tensor, scale: Tensor, scheme: Scheme) -> Tensor:
+    """Codes int8 [rows, in] of some rows against their stored scale.
 
-
-def codes(weight: Tensor, scale: Tensor, scheme: Scheme) -> Tensor:
-    """Codes of a weight (or of some of its rows) against its stored scale: int8 [out, in]."""
-    view, _ = sharing_view(weight, scheme.granularity, scheme.size)
-    return quantize(view, _spread(scale, scheme), scheme.bits).reshape(weight.shape)
+    Args:
+        values: [rows, in]; float32 is fastest.
+        scale: as `weight_scale` gives it for these rows.
+    """
+    view, _ = sharing_view(values, scheme.granularity, scheme.size)
+    return quantize(
+        view, _spread(scale.to(torch.promote_types(values.dtype, torch.float32)), scheme), scheme.bits
+    ).reshape(values.shape)
 
 
 def decode_codes(codes: Tensor, scale: Tensor, scheme: Scheme) -> Tensor:
-    """What a reader computes from codes [out, in] and the stored scale."""
+    """What a reader computes from codes [rows, in] and the stored scale."""
     view, _ = sharing_view(codes, scheme.granularity, scheme.size)
     return dequantize(view, _spread(scale, scheme)).reshape(codes.shape)
 

@@ -1,0 +1,108 @@
+"""Random DiffLlama checkpoints of any size, to measure what depends on size and not on weights.
+
+    python -m diffquant.bench.synthetic /tmp/diffllama-6gb --gigabytes 6
+"""
+
+import argparse
+import json
+import zlib
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from diffquant.checkpoint.staging import staged, write_atomically
+from diffquant.checkpoint.stream import Block, Job, Shard, write_shards
+from diffquant.checkpoint.writer import OutputTensor
+from diffquant.model.adapters import adapter_for
+from diffquant.model.layout import Shape
+from diffquant.progress import Progress, progress_for, silent
+
+_LAYER: dict[str, Any] = {
+    "model_type": "diffllama",
+    "architectures": ["DiffLlamaForCausalLM"],
+    "dtype": "bfloat16",
+    "vocab_size": 32000,
+    "hidden_size": 2048,
+    "intermediate_size": 5504,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 16,
+    "head_dim": 64,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "hidden_act": "silu",
+}
+
+
+def synthesize(folder: Path, gigabytes: float = 6.0, shards: int = 4, progress: Progress = silent) -> dict[str, Any]:
+    """Write a random bfloat16 DiffLlama checkpoint of about a size.
+
+    Args:
+        folder: to make.
+        gigabytes: of tensors, 10^9 bytes each; the number of layers follows from it.
+        shards: files to spread them over.
+
+    Returns:
+        Its config.
+    """
+    config = _LAYER | {"num_hidden_layers": _layers_for(gigabytes * 1e9)}
+    shapes = adapter_for(config).source_shapes()
+    outputs = [OutputTensor(name, torch.bfloat16, shape) for name, shape in shapes.items()]
+    total = sum(output.nbytes for output in outputs)
+    jobs = [random_job(output) for output in outputs]
+    with staged(folder, {"verb": "synthesize", "config": config, "shards": shards}, total, overwrite=False) as staging:
+        write_shards(_spread(jobs, shards, total), staging, total, progress)
+        write_atomically(staging.folder / "config.json", json.dumps(config, indent=2) + "\n")
+    return config
+
+
+def random_job(output: OutputTensor) -> Job:
+    """Norms of one, anything else normal with a deviation of 0.02; the same for the same name every time."""
+    rows = output.shape[0]
+    width = output.nbytes // output.dtype.itemsize // rows
+
+    def make(first: int, last: int) -> Block:
+        if "norm" in output.name:
+            return Block({output.name: (first, torch.ones(last - first, dtype=output.dtype))})
+        generator = torch.Generator().manual_seed(zlib.crc32(f"{output.name} {first}".encode()))
+        values = torch.randn((last - first, *output.shape[1:]), generator=generator) * 0.02
+        return Block({output.name: (first, values.to(output.dtype))})
+
+    return Job(output.name, rows, width, (output,), make)
+
+
+def _layers_for(nbytes: float) -> int:
+    def size(layers: int) -> int:
+        return 2 * sum(map(_elements, adapter_for(_LAYER | {"num_hidden_layers": layers}).source_shapes().values()))
+
+    layer = size(2) - size(1)
+    return max(1, round((nbytes - size(1)) / layer) + 1)
+
+
+def _elements(shape: Shape) -> int:
+    return torch.Size(shape).numel()
+
+
+def _spread(jobs: list[Job], shards: int, total: int) -> list[Shard]:
+    """The jobs in order, cut into files of about equal size."""
+    filled: list[list[Job]] = [[] for _ in range(shards)]
+    before = 0
+    for job in jobs:
+        filled[min(shards - 1, before * shards // total)].append(job)
+        before += job.outputs[0].nbytes
+    return [Shard(None, tuple(part)) for part in filled if part]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--gigabytes", type=float, default=6.0)
+    parser.add_argument("--shards", type=int, default=4)
+    options = parser.parse_args()
+    synthesize(options.folder, options.gigabytes, options.shards, progress_for("synthesize"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""Write a safetensors file whose data arrives in any order: the header is known before the first byte of it."""
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+import torch
+from torch import Tensor
+
+_DTYPE_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+@dataclass(frozen=True)
+class OutputTensor:
+    """Name, dtype and shape of a tensor to be written."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+    @property
+    def row_nbytes(self) -> int:
+        return self.nbytes // max(1, self.shape[0]) if self.shape else self.nbytes
+
+
+class ShardFile:
+    """One safetensors file under construction; threads may write to it at once.
+
+    Source: the safetensors format, https://huggingface.co/docs/safetensors.
+    """
+
+    def __init__(self, path: Path, tensors: Sequence[OutputTensor]) -> None:
+        header, offsets = shard_header(tensors)
+        self._starts = {name: len(header) + offset for name, offset in offsets.items()}
+        self._tensors = {tensor.name: tensor for tensor in tensors}
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
+        try:
+            self._put(memoryview(header), 0)
+            os.ftruncate(self._descriptor, len(header) + sum(tensor.nbytes for tensor in tensors))
+        except OSError:
+            os.close(self._descriptor)
+            raise
+
+    def write(self, name: str, data: Tensor, first_row: int = 0) -> None:
+        """Put consecutive rows of a tensor in their place."""
+        self._put(_bytes_of(data), self._starts[name] + first_row * self._tensors[name].row_nbytes)
+
+    def __enter__(self) -> "ShardFile":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        os.close(self._descriptor)
+
+    def _put(self, data: memoryview, offset: int) -> None:
+        while data:
+            written = os.pwrite(self._descriptor, data, offset)
+            data, offset = data[written:], offset + written
+
+
+def shard_header(tensors: Sequence[OutputTensor]) -> tuple[bytes, dict[str, int]]:
+    """The header of a safetensors file, and where each tensor's data starts behind it."""
+    offsets: dict[str, int] = {}
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    # Wide types first: every tensor is then aligned to its own type, as mapped reading needs.
+    for tensor in sorted(tensors, key=lambda t: -t.dtype.itemsize):
+        offsets[tensor.name] = end
+        end += tensor.nbytes
+        entries[tensor.name] = {
+            "dtype": _DTYPE_NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [offsets[tensor.name], end],
+        }
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text, offsets
+
+
+def _bytes_of(data: Tensor) -> memoryview:
+    flat = data.contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
