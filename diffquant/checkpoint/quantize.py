@@ -1,6 +1,5 @@
 """Quantize a checkpoint's weights by absmax, streaming: no model is built, memory is a few blocks."""
 
-import importlib.metadata
 import json
 import math
 import threading
@@ -27,6 +26,7 @@ from diffquant.checkpoint.plan import Plan, PlannedTensor, make_plan, megabytes
 from diffquant.checkpoint.reader import Checkpoint, open_checkpoint
 from diffquant.checkpoint.staging import check_apart, staged, write_atomically
 from diffquant.checkpoint.stream import Block, Job, Shard, check_rows, copy_job, fingerprint, write_shards
+from diffquant.checkpoint.versions import versions
 from diffquant.model.adapters import adapter_for
 from diffquant.numerics import absmax_scale, pack
 from diffquant.progress import Progress, silent
@@ -118,11 +118,6 @@ def quantize(
         staging.resumed,
         tuple(sorted(errors.values(), key=lambda e: -e.error)),
     )
-
-
-def versions() -> dict[str, str]:
-    """Of what determines the output."""
-    return {"diffquant": importlib.metadata.version("diffquant"), "torch": torch.__version__}
 
 
 def pack_job(checkpoint: Checkpoint, tensor: PlannedTensor) -> Job:

@@ -1,0 +1,157 @@
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from sources import edit_json, write_diffllama, write_random
+
+from diffquant.checkpoint.check import check_tensors
+from diffquant.checkpoint.reader import INDEX, open_checkpoint
+from diffquant.errors import CheckpointError, UnknownModelTypeError
+from diffquant.model.adapters import adapter_for
+
+
+@pytest.fixture
+def sharded(tmp_path):
+    return write_diffllama(tmp_path / "model", shard_size="150KB")
+
+
+def shards_of(folder):
+    return sorted(file.name for file in folder.glob("*.safetensors"))
+
+
+def rewrite(folder, shard, change):
+    tensors = load_file(folder / shard)
+    change(tensors)
+    save_file(tensors, folder / shard, metadata={"format": "pt"})
+
+
+def check(folder):
+    checkpoint = open_checkpoint(folder)
+    return check_tensors(checkpoint, adapter_for(checkpoint.config))
+
+
+def test_every_tensor_of_a_sharded_checkpoint_reads_as_it_was_written(sharded):
+    checkpoint = open_checkpoint(sharded)
+    written = {name: t for shard in shards_of(sharded) for name, t in load_file(sharded / shard).items()}
+    assert len(shards_of(sharded)) > 2
+    assert set(checkpoint.tensors) == set(written)
+    assert all(torch.equal(checkpoint.read(name), tensor) for name, tensor in written.items())
+    assert check(sharded) == {}
+
+
+def test_missing_and_truncated_shards_are_all_named(sharded):
+    missing, truncated, *_ = shards_of(sharded)
+    (sharded / missing).unlink()
+    (sharded / truncated).write_bytes((sharded / truncated).read_bytes()[:-1])
+    with pytest.raises(CheckpointError, match=rf"{missing} is missing.*{truncated} \(\d+ bytes\) is truncated"):
+        open_checkpoint(sharded)
+
+
+@pytest.mark.parametrize("place", ["../outside.safetensors", "/tmp/outside.safetensors", "link.safetensors"])
+def test_a_shard_outside_the_folder_is_refused(sharded, tmp_path, place):
+    shutil.copy(sharded / shards_of(sharded)[0], tmp_path / "outside.safetensors")
+    (sharded / "link.safetensors").symlink_to(tmp_path / "outside.safetensors")
+    index = json.loads((sharded / INDEX).read_text())
+    name = next(iter(index["weight_map"]))
+    edit_json(sharded / INDEX, weight_map=index["weight_map"] | {name: place})
+    with pytest.raises(CheckpointError, match="lies outside the folder"):
+        open_checkpoint(sharded)
+
+
+def test_a_download_cache_of_links_is_read(sharded, tmp_path):
+    blobs, snapshot = tmp_path / "cache/blobs", tmp_path / "cache/snapshots/main"
+    snapshot.mkdir(parents=True)
+    shutil.move(sharded, blobs)
+    for file in blobs.iterdir():
+        (snapshot / file.name).symlink_to(f"../../blobs/{file.name}")
+    assert check(snapshot) == {}
+
+
+def test_a_tensor_that_its_shard_lacks_is_named(sharded):
+    shard = shards_of(sharded)[0]
+    lost = next(iter(load_file(sharded / shard)))
+    rewrite(sharded, shard, lambda tensors: tensors.pop(lost))
+    with pytest.raises(CheckpointError, match=f"{shard} lacks {lost}"):
+        open_checkpoint(sharded)
+
+
+def test_missing_lambda_wrong_shape_wrong_type_and_surplus_are_named_together(tmp_path):
+    folder = write_diffllama(tmp_path / "model")
+
+    def damage(tensors):
+        del tensors["model.layers.1.self_attn.lambda_q1"]
+        tensors["model.layers.0.mlp.up_proj.weight"] = torch.zeros(160, 63)
+        tensors["model.norm.weight"] = torch.zeros(64, dtype=torch.int8)
+        tensors["model.layers.0.self_attn.q_proj.bias"] = torch.zeros(64)
+
+    rewrite(folder, "model.safetensors", damage)
+    with pytest.raises(CheckpointError) as caught:
+        check(folder)
+    for part in (
+        "missing model.layers.1.self_attn.lambda_q1 [16]",
+        "up_proj.weight is [160, 63], not [160, 64]",
+        "model.norm.weight is torch.int8",
+        "not part of the model: model.layers.0.self_attn.q_proj.bias",
+    ):
+        assert part in str(caught.value)
+
+
+def test_old_buffers_and_a_tied_head_are_tolerated(tmp_path):
+    folder = write_diffllama(tmp_path / "model", tie_word_embeddings=True)
+    surplus = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8), "lm_head.weight": torch.ones(90, 64)}
+    rewrite(folder, "model.safetensors", lambda tensors: tensors.update(surplus))
+    assert check(folder) == {}
+
+
+def test_pickles_are_not_opened(tmp_path):
+    write_diffllama(tmp_path / "model")
+    (tmp_path / "model/model.safetensors").rename(tmp_path / "model/pytorch_model.bin")
+    with pytest.raises(CheckpointError, match=r"pytorch_model\.bin are pickles"):
+        open_checkpoint(tmp_path / "model")
+
+
+def test_what_is_no_checkpoint_is_refused_clearly(tmp_path):
+    with pytest.raises(CheckpointError, match="neither a checkpoint folder nor"):
+        open_checkpoint(tmp_path / "nothing")
+    with pytest.raises(CheckpointError, match=r"has no config\.json"):
+        open_checkpoint(tmp_path)
+    (tmp_path / "config.json").write_text("[1, 2")
+    with pytest.raises(CheckpointError, match="cannot read"):
+        open_checkpoint(tmp_path)
+    (tmp_path / "broken.gguf").write_bytes(b"GGUF but no more")
+    with pytest.raises(CheckpointError, match=r"transformers cannot read .*broken\.gguf"):
+        open_checkpoint(tmp_path / "broken.gguf")
+
+
+def test_an_index_without_a_map_is_refused(sharded):
+    edit_json(sharded / INDEX, weight_map={"model.norm.weight": 3})
+    with pytest.raises(CheckpointError, match="no weight_map"):
+        open_checkpoint(sharded)
+
+
+def test_an_unknown_model_type_is_refused(tmp_path):
+    folder = write_diffllama(tmp_path / "model")
+    edit_json(folder / "config.json", model_type="mamba")
+    with pytest.raises(UnknownModelTypeError, match="'mamba' is not read; supported are diffllama"):
+        check(folder)
+
+
+def test_unilm_names_are_checked_as_unilm_spells_them(tmp_path):
+    config = {
+        "model_type": "diff_v1",
+        "vocab_size": 20,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+    }
+    write_random(tmp_path / "model", config)
+    assert check(tmp_path / "model") == {}
+    rewrite(
+        tmp_path / "model", "model.safetensors", lambda tensors: tensors.pop("model.layers.0.self_attn.subln.weight")
+    )
+    with pytest.raises(CheckpointError, match=r"missing model\.layers\.0\.self_attn\.subln\.weight \[16\]"):
+        check(tmp_path / "model")
