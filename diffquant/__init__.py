@@ -1,0 +1,38 @@
+"""Low-bit quantization, evaluation and export of Differential Transformer language models.
+
+    import diffquant
+    diffquant.quantize("checkpoint", "checkpoint-4bit", diffquant.Recipe.of(weights="4:g32", kv=8))
+    model = diffquant.load("checkpoint-4bit")
+
+Names are resolved when first used, so that importing the package does not import torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from diffquant.checkpoint.convert import convert
+    from diffquant.checkpoint.load import load, load_tokenizer
+    from diffquant.checkpoint.quantize import quantize
+    from diffquant.errors import DiffQuantError
+    from diffquant.scheme import Recipe, Scheme
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "convert": "diffquant.checkpoint.convert",
+    "load": "diffquant.checkpoint.load",
+    "load_tokenizer": "diffquant.checkpoint.load",
+    "quantize": "diffquant.checkpoint.quantize",
+    "DiffQuantError": "diffquant.errors",
+    "Recipe": "diffquant.scheme",
+    "Scheme": "diffquant.scheme",
+}
+
+__all__ = ["DiffQuantError", "Recipe", "Scheme", "__version__", "convert", "load", "load_tokenizer", "quantize"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'diffquant' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)

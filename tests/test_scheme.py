@@ -22,7 +22,7 @@ def test_sixteen_means_not_quantized():
 
 def test_a_text_without_granularity_takes_the_targets_default():
     recipe = Recipe.of(weights=4, kv=8, logits=6)
-    assert (str(recipe.weights), str(recipe.k), str(recipe.logits)) == ("4:g128", "8:row", "6:row")
+    assert (str(recipe.weights), str(recipe.k), str(recipe.logits)) == ("4:g32", "8:row", "6:row")
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,7 @@ def attend(
         if backend == "naive":
             return naive(q, k, v, lam, scale, mask, logits)
         return simulated(q, k, v, lam, scale, mask, logits, meter)
-    name = fastest(q, v, mask) if backend == "auto" else backend
+    name = fastest(q, mask) if backend == "auto" else backend
     if name not in BACKENDS:
         raise UsageError(f"unknown attention backend {name!r}; known are auto, {', '.join(BACKENDS)}")
     if name == "flash_attn":
@@ -62,13 +62,13 @@ def attend(
     return BACKENDS[name](q, k, v, lam, scale, mask)
 
 
-def fastest(q: Sequence[Tensor], v: Tensor, mask: Mask) -> str:
+def fastest(q: Sequence[Tensor], mask: Mask) -> str:
     """Name of the fastest backend that serves these tensors, by measurement."""
     if find_spec("flash_attn") and refused_by_flash_attn(q, mask) is None:
         return "flash_attn"
-    # SDPA's flash kernels want values as wide as keys; with wider ones it falls back to full maps. A
-    # single query has no map to speak of, and reading V once is then the better half.
-    return "flashdiff2" if v.shape[-1] > q[0].shape[-1] and q[0].shape[2] > 1 else "flashdiff1"
+    # SDPA's flash kernels want values as wide as keys and fall back to full maps for wider ones, so V's
+    # halves go in calls of their own; with values as wide as keys there is one half and nothing lost.
+    return "flashdiff2"
 
 
 def refused_by_flash_attn(q: Sequence[Tensor], mask: Mask) -> str | None:

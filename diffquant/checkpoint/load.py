@@ -105,8 +105,8 @@ def _parameter(
     source = adapter.source_name(name)
     module = source.removesuffix(".weight")
     if module in packed:
-        parts = [checkpoint.read(module + suffix) for suffix in (PACKED, SCALE, SHAPE)]
-        weight = decode(*parts, packed[module])
+        words, scale, shape = (checkpoint.read(module + suffix) for suffix in (PACKED, SCALE, SHAPE))
+        weight = decode(words, scale, shape, packed[module])
     else:
         weight = checkpoint.read(source)
         check_finite(weight, source)

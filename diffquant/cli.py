@@ -1,0 +1,235 @@
+"""The command line. Every body imports what it needs when it is called, so `--help` stays instant."""
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from diffquant.errors import DiffQuantError, UsageError
+from diffquant.progress import progress_for
+from diffquant.scheme import Recipe
+
+if TYPE_CHECKING:
+    from diffquant.model.modeling import DiffTransformer
+
+app = typer.Typer(
+    name="diffquant",
+    help="Quantize, evaluate and run Differential Transformer language models in low bits.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+Model = Annotated[Path, typer.Argument(help="Checkpoint folder (safetensors) or .gguf file.")]
+Destination = Annotated[Path, typer.Option("--output", "-o", help="Folder to create.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the folder if it exists.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
+Weights = Annotated[str, typer.Option(help="Weights, as BITS[:GRANULARITY]: 4:g32, 6:row, 8:tensor, 16.")]
+Kv = Annotated[str, typer.Option("--kv", help="KV cache: 8, 4:g32, 16.")]
+K = Annotated[str | None, typer.Option("--k", help="Keys, where they differ from --kv: 4:c64 is per channel.")]
+V = Annotated[str | None, typer.Option("--v", help="Values, where they differ from --kv.")]
+Logits = Annotated[str, typer.Option(help="Attention logits (simulated): 6:row, 4:tensor, 4:row:shift, 16.")]
+Residual = Annotated[int, typer.Option(help="Newest tokens of the KV cache that stay 16-bit.")]
+Override = Annotated[
+    list[str] | None,
+    typer.Option(help="PATTERN=SCHEME for some weights, such as '*.mlp.*=6:row'; the first match wins."),
+]
+RecipeFile = Annotated[Path | None, typer.Option("--recipe", help="All of this from a YAML file instead.")]
+
+
+@app.command()
+def quantize(
+    source: Model,
+    output: Destination,
+    weights: Weights = "16",
+    kv: Kv = "16",
+    k: K = None,
+    v: V = None,
+    logits: Logits = "16",
+    residual: Residual = 0,
+    override: Override = None,
+    recipe: RecipeFile = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be done and stop.")] = False,
+    overwrite: Overwrite = False,
+    as_json: AsJson = False,
+) -> None:
+    """Quantize a checkpoint into compressed-tensors' format, streaming."""
+    from diffquant.checkpoint.quantize import quantize as run
+
+    wanted = _Options(weights, kv, k, v, logits, residual, override, recipe).required()
+    if dry_run:
+        from diffquant.checkpoint.plan import make_plan
+        from diffquant.checkpoint.reader import open_checkpoint
+        from diffquant.model.adapters import adapter_for
+
+        checkpoint = open_checkpoint(source)
+        typer.echo(make_plan(checkpoint, adapter_for(checkpoint.config), wanted).table())
+        return
+    report = run(source, output, wanted, overwrite=overwrite, progress=progress_for("quantize"))
+    typer.echo(_json(report) if as_json else report.summary())
+
+
+@app.command()
+def convert(
+    source: Model,
+    output: Destination,
+    to: Annotated[
+        Literal["diffllama", "diff-v2"], typer.Option(help="diffllama from unilm's V1, diff-v2 from llama; both exact.")
+    ],
+    overwrite: Overwrite = False,
+) -> None:
+    """Rewrite a checkpoint in another format, computing the same function."""
+    from diffquant.checkpoint.convert import convert as run
+
+    seconds = run(source, output, to, overwrite=overwrite, progress=progress_for("convert"))
+    typer.echo(f"wrote {output} ({to}) in {seconds:.1f} s")
+
+
+@app.command()
+def inspect(model: Model, as_json: AsJson = False) -> None:
+    """Say what a checkpoint is: family member, pairs, λ of each layer, size at each width."""
+    from diffquant.checkpoint.inspection import inspect_checkpoint
+
+    found = inspect_checkpoint(model)
+    typer.echo(json.dumps(found.to_dict(), indent=2) if as_json else str(found))
+
+
+@app.command()
+def generate(
+    model: Model,
+    prompt: Annotated[str, typer.Option(help="Text to continue; - reads standard input.")],
+    weights: Weights = "16",
+    kv: Kv = "16",
+    k: K = None,
+    v: V = None,
+    logits: Logits = "16",
+    residual: Residual = 0,
+    override: Override = None,
+    recipe: RecipeFile = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1)] = 64,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 decodes greedily.")] = 0.0,
+    seed: int = 0,
+    chat: Annotated[bool, typer.Option("--chat", help="Wrap the prompt in the checkpoint's chat template.")] = False,
+    dtype: Annotated[
+        str | None, typer.Option(help="float32, bfloat16 or float16; the checkpoint's by default.")
+    ] = None,
+    device: str = "cpu",
+) -> None:
+    """Continue a prompt, token by token."""
+    import transformers
+
+    from diffquant.generation import stream
+
+    transformers.set_seed(seed)
+    wanted = _Options(weights, kv, k, v, logits, residual, override, recipe).given()
+    text = sys.stdin.read() if prompt == "-" else prompt
+    loaded, tokenizer = _load(model, wanted, dtype, device)
+    for piece in stream(loaded, tokenizer, text, max_new_tokens, temperature, chat):
+        typer.echo(piece, nl=False)
+    typer.echo()
+
+
+@app.command()
+def doctor(as_json: AsJson = False) -> None:
+    """Say what is installed and what each missing extra would add."""
+    from diffquant.doctor import diagnose
+    from diffquant.errors import MissingDependencyError
+
+    found = diagnose()
+    typer.echo(json.dumps(found.to_dict(), indent=2) if as_json else str(found))
+    if not found.complete:
+        raise MissingDependencyError("a required package is missing: pip install diffquant")
+
+
+@dataclass(frozen=True)
+class _Options:
+    """The recipe options that several commands share."""
+
+    weights: str
+    kv: str
+    k: str | None
+    v: str | None
+    logits: str
+    residual: int
+    override: list[str] | None
+    recipe: Path | None
+
+    def given(self) -> Recipe | None:
+        """The recipe they make; None where none was given.
+
+        Raises:
+            UsageError: a scheme is malformed, or a file is given along with other options.
+        """
+        options = (self.weights, self.kv, self.k, self.v, self.logits, self.residual, self.override)
+        if options == ("16", "16", None, None, "16", 0, None):
+            return None if self.recipe is None else Recipe.read(self.recipe)
+        if self.recipe is not None:
+            raise UsageError("--recipe replaces the other recipe options; give one or the other")
+        overrides = dict(_split_override(text) for text in self.override or ())
+        return Recipe.of(self.weights, self.kv, self.k, self.v, self.logits, self.residual, overrides)
+
+    def required(self) -> Recipe:
+        """As `given`.
+
+        Raises:
+            UsageError: nothing would be quantized.
+        """
+        recipe = self.given()
+        if recipe is None or recipe == Recipe():
+            raise UsageError("nothing to quantize: give --weights, --kv, --logits or --recipe, such as --weights 4:g32")
+        return recipe
+
+
+def _split_override(text: str) -> tuple[str, str]:
+    pattern, separator, scheme = text.partition("=")
+    if not separator or not pattern:
+        raise UsageError(f"cannot read override {text!r}: expected PATTERN=SCHEME, such as '*.mlp.*=6:row'")
+    return pattern, scheme
+
+
+def _load(path: Path, recipe: Recipe | None, dtype: str | None, device: str) -> "tuple[DiffTransformer, Any]":
+    from diffquant.checkpoint.load import load, load_tokenizer
+    from diffquant.generation import dtype_of
+
+    torch_dtype = dtype_of(dtype)
+    tokenizer = load_tokenizer(path)
+    return load(path, recipe, torch_dtype, device), tokenizer
+
+
+def _json(report: Any) -> str:
+    from dataclasses import asdict
+
+    return json.dumps(asdict(report), indent=2, default=str)
+
+
+def main() -> None:
+    """Run the command line; every error a user can cause becomes one line and an exit code."""
+    try:
+        app()
+    except DiffQuantError as error:
+        _fail(f"error: {error}", error.exit_code)
+    except KeyboardInterrupt:
+        _interrupted()
+    except SystemExit as stop:
+        if stop.code == 130:
+            _interrupted()
+        raise
+    except OSError as error:
+        _fail(f"error: {error}", 1)
+
+
+def _interrupted() -> None:
+    _fail("interrupted: nothing is half-written; the same quantize or sweep command goes on where it stopped", 130)
+
+
+def _fail(message: str, code: int) -> None:
+    sys.stderr.write(f"\n{message}\n" if code == 130 else f"{message}\n")
+    raise SystemExit(code)
+
+
+if __name__ == "__main__":
+    main()

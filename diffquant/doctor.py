@@ -1,0 +1,89 @@
+"""What is installed, and what each missing extra would add."""
+
+import os
+import platform
+from dataclasses import asdict, dataclass
+from importlib import metadata
+
+REQUIRED = ("torch", "transformers", "safetensors", "gguf", "numpy", "pyyaml", "typer", "matplotlib")
+_NOT_YET = "nothing in this version"
+EXTRAS = {
+    "onnx": (("onnx", "onnxscript", "onnxruntime"), _NOT_YET),
+    "onnx-gpu": (("onnx", "onnxscript", "onnxruntime-gpu"), _NOT_YET),
+    "gpu": (("triton", "flash-attn"), "the flash_attn attention backend on CUDA"),
+    "bnb": (("bitsandbytes",), _NOT_YET),
+    "peers": (("lm-eval", "compressed-tensors"), "lm-eval's tasks, and quantized checkpoints in stock transformers"),
+}
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """A machine as diffquant sees it; versions are None where a package is missing."""
+
+    diffquant: str
+    python: str
+    cores: int
+    device: str
+    bfloat16: bool
+    required: dict[str, str | None]
+    extras: dict[str, dict[str, str | None]]
+
+    @property
+    def complete(self) -> bool:
+        return None not in self.required.values()
+
+    def to_dict(self) -> dict[str, object]:
+        return asdict(self)
+
+    def __str__(self) -> str:
+        lines = [
+            f"diffquant {self.diffquant}, Python {self.python}, {self.cores} cores",
+            f"device: {self.device}; bfloat16 arithmetic: {'native' if self.bfloat16 else 'emulated, slow'}",
+            "required: " + ", ".join(f"{name} {version or 'MISSING'}" for name, version in self.required.items()),
+        ]
+        for extra, versions in self.extras.items():
+            missing = [name for name, version in versions.items() if version is None]
+            held = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
+            state = f"lacks {', '.join(missing)}: pip install 'diffquant[{extra}]' adds {EXTRAS[extra][1]}"
+            lines.append(f"extra {extra}: {held + '; ' if held and missing else held}{state if missing else ''}")
+        return "\n".join(lines)
+
+
+def diagnose() -> Diagnosis:
+    """Look at the packages and the device."""
+    from diffquant import __version__
+
+    required = {name: _version(name) for name in REQUIRED}
+    device, bfloat16 = _device() if required["torch"] else ("unknown without torch", False)
+    return Diagnosis(
+        diffquant=__version__,
+        python=platform.python_version(),
+        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        device=device,
+        bfloat16=bfloat16,
+        required=required,
+        extras={extra: {name: _version(name) for name in names} for extra, (names, _) in EXTRAS.items()},
+    )
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _device() -> tuple[str, bool]:
+    import torch
+
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name(), torch.cuda.is_bf16_supported()
+    capability = torch.backends.cpu.get_cpu_capability()
+    return f"CPU ({capability})", native_bfloat16()
+
+
+def native_bfloat16() -> bool:
+    """Whether the CPU multiplies bfloat16 itself."""
+    import torch
+
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())

@@ -1,0 +1,108 @@
+"""The command line as a user meets it: output, exit codes, one clear line for what went wrong."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from transformers import DiffLlamaConfig, DiffLlamaForCausalLM
+
+from diffquant.cli import main
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    torch.manual_seed(0)
+    config = DiffLlamaConfig(
+        vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, head_dim=16
+    )
+    folder = tmp_path_factory.mktemp("tiny") / "diffllama"
+    DiffLlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def run(capsys, monkeypatch):
+    """Run a command line: exit code, stdout, stderr."""
+
+    def call(*arguments):
+        monkeypatch.setattr(sys, "argv", ["diffquant", *map(str, arguments)])
+        with pytest.raises(SystemExit) as stop:
+            main()
+        out = capsys.readouterr()
+        return stop.value.code or 0, out.out, out.err
+
+    return call
+
+
+def test_quantize_then_inspect_tells_what_was_made(run, checkpoint, tmp_path):
+    code, out, err = run(
+        "quantize", checkpoint, "-o", tmp_path / "low", "--weights", "4:g32", "--kv", "8", "--logits", "6"
+    )
+    assert (code, err) == (0, "")
+    code, out, _ = run("inspect", tmp_path / "low", "--json")
+    found = json.loads(out)
+    assert code == 0
+    assert (found["generation"], found["packed"]) == ("DIFF V1", 14)
+    assert found["recipe"]["weights"] == "4:g32"
+    assert found["recipe"]["logits"] == "6:row"
+    assert len(found["lam"]) == 2
+
+
+def test_dry_run_prints_the_table_and_writes_nothing(run, checkpoint, tmp_path):
+    code, out, _ = run("quantize", checkpoint, "-o", tmp_path / "low", "--weights", "6", "--dry-run")
+    assert code == 0
+    assert "6:g32" in out
+    assert "total" in out
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["quantize", "SRC", "-o", "OUT"], 2, "nothing to quantize"),
+        (["quantize", "SRC", "-o", "OUT", "--weights", "4:gg"], 2, "did you mean 'g32'"),
+        (["quantize", "SRC", "-o", "OUT", "--weights", "4:g48"], 1, "group size 48 does not divide"),
+        (["quantize", "SRC", "-o", "SRC", "--weights", "4"], 2, "overlaps the input"),
+        (["quantize", "nowhere", "-o", "OUT", "--weights", "4"], 1, "nowhere is neither"),
+        (["quantize", "SRC", "-o", "OUT", "--weights", "4", "--override", "q_proj"], 2, "expected PATTERN=SCHEME"),
+        (["quantize", "SRC", "-o", "OUT", "--weights", "4", "--recipe", "r.yaml"], 2, "one or the other"),
+        (["quantize", "SRC", "-o", "OUT", "--recipe", "absent.yaml"], 2, "cannot read recipe absent.yaml"),
+        (["quantize", "--colour"], 2, "No such option"),
+        (["generate", "SRC", "--prompt", "hello"], 1, "cannot read a tokenizer"),
+        (["generate", "SRC", "--prompt", "hello", "--dtype", "int3"], 2, "unknown dtype 'int3'"),
+    ],
+    ids=lambda value: "-".join(value[-2:]) if isinstance(value, list) else None,
+)
+def test_bad_input_gives_one_clear_error_and_its_exit_code(run, checkpoint, tmp_path, arguments, code, message):
+    places = {"SRC": checkpoint, "OUT": tmp_path / "out"}
+    before = sorted(checkpoint.iterdir())
+    got, out, err = run(*[places.get(argument, argument) for argument in arguments])
+    assert got == code
+    assert message in err
+    assert "Traceback" not in err
+    assert out == ""
+    assert not (tmp_path / "out").exists()
+    assert sorted(checkpoint.iterdir()) == before
+
+
+def test_doctor_names_every_extra(run):
+    code, out, _ = run("doctor")
+    assert code == 0
+    assert all(f"extra {extra}:" in out for extra in ("onnx", "gpu", "bnb", "peers"))
+
+
+def test_ctrl_c_exits_with_130(checkpoint, tmp_path):
+    code = f"""
+import signal, sys, os
+import diffquant.checkpoint.quantize as verb
+verb.make_plan = lambda *_: os.kill(os.getpid(), signal.SIGINT)
+from diffquant.cli import main
+sys.argv = ["diffquant", "quantize", {str(checkpoint)!r}, "-o", {str(tmp_path / "out")!r}, "--weights", "4"]
+main()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 130
+    assert "interrupted" in done.stderr
+    assert not (tmp_path / "out").exists()
