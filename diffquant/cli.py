@@ -85,8 +85,7 @@ def convert(
     """Rewrite a checkpoint in another format, computing the same function."""
     from diffquant.checkpoint.convert import convert as run
 
-    seconds = run(source, output, to, overwrite=overwrite, progress=progress_for("convert"))
-    typer.echo(f"wrote {output} ({to}) in {seconds:.1f} s")
+    typer.echo(run(source, output, to, overwrite=overwrite, progress=progress_for("convert")).summary())
 
 
 @app.command()
