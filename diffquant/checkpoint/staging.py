@@ -20,7 +20,8 @@ from diffquant.errors import DiffQuantError, OutputExistsError, UsageError
 
 _JOURNAL = "journal.json"
 _LOCK = ".lock"
-_MARGIN = 64 * 2**20
+# For the tokenizer and what describes the weights.
+_MARGIN = 16 * 2**20
 
 
 class Staging:
@@ -51,6 +52,8 @@ class Staging:
 
     def finish(self, shard: str, record: Mapping[str, Any]) -> dict[str, Any]:
         """Record a shard as done, with its digest."""
+        # Here it overlaps with the next shard's work, at the end nothing would.
+        _sync(self.folder / shard)
         entry = {"sha256": file_digest(self.folder / shard), **record}
         with self._guard:
             self._records[shard] = entry
@@ -61,9 +64,11 @@ class Staging:
         return len(self._records)
 
     def seal(self) -> None:
-        """Leave only the output itself."""
-        for name in (_JOURNAL, _LOCK):
+        """Leave only the output itself, and all of it on the disk."""
+        for name in (_JOURNAL, _JOURNAL + ".tmp", _LOCK):
             (self.folder / name).unlink(missing_ok=True)
+        for file in (*self.folder.iterdir(), self.folder):
+            _sync(file)
 
     def _read_journal(self) -> dict[str, Any]:
         try:
@@ -160,6 +165,15 @@ def file_digest(file: Path) -> str:
     """SHA-256 of a file."""
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _sync(path: Path) -> None:
+    """Wait until a file's or folder's content is on the disk: a rename may otherwise outrun it."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def write_atomically(file: Path, text: str) -> None:
