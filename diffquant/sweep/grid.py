@@ -111,7 +111,7 @@ def _points_of(model: Path, widths: list[int], options: SweepOptions) -> Iterato
 
 
 def _recipe(target: str, bits: int, granularity: str) -> Recipe:
-    return Recipe.from_dict({field: f"{bits}:{granularity}" for field in TARGETS[target]})
+    return Recipe.from_dict(dict.fromkeys(TARGETS[target], f"{bits}:{granularity}"))
 
 
 def _granularities_of(target: str, options: SweepOptions) -> list[str]:

@@ -1,6 +1,5 @@
 """The engine: every missing cell, each written as soon as it is measured."""
 
-import json
 import traceback
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
