@@ -17,7 +17,8 @@ from diffquant.sweep.table import Row, rows
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 _STYLES = ("-", "--", ":", "-.")
 _MARKERS = ("o", "s", "^", "D")
-_SPREAD = 0.05
+_SPREAD = 0.06
+_TITLES = {"logits": "attention logits", "kv": "KV cache", "k": "keys", "v": "values"}
 
 
 @dataclass(frozen=True)
@@ -35,8 +36,7 @@ def plot(sweep: SweepResult, path: Path) -> None:
     Raises:
         UsageError: the sweep has nothing to draw.
     """
-    figure = _figure(sweep)
-    figure.savefig(path, dpi=200)
+    _figure(sweep).savefig(path, dpi=200)
 
 
 def svg(sweep: SweepResult) -> str:
@@ -75,46 +75,62 @@ def _figure(sweep: SweepResult) -> Any:
     if not targets:
         raise UsageError("nothing to plot: no quantized cell was measured")
     panels = {target: lines(sweep, target) for target in targets}
-    models = list(dict.fromkeys(line.model for panel in panels.values() for line in panel))
-    figure = Figure(figsize=(1.4 + 4.6 * len(targets), 4.4), layout="constrained")
+    every = [line for panel in panels.values() for line in panel]
+    look = _Look(
+        list(dict.fromkeys(line.model for line in every)), list(dict.fromkeys(line.granularity for line in every))
+    )
+    figure = Figure(figsize=(2.4 + 4.4 * len(targets), 4.6), layout="constrained")
     axes = figure.subplots(1, len(targets), sharey=True, squeeze=False)[0]
+    legend: dict[str, Any] = {}
     for axis, target in zip(axes, targets, strict=True):
-        _draw(axis, target, panels[target], models)
+        legend |= _draw(axis, target, panels[target], look)
     axes[0].set_ylabel(_what(sweep))
-    most = max(map(len, panels.values()))
-    widest = max(panels.values(), key=len)
-    handles, names = axes[list(panels.values()).index(widest)].get_legend_handles_labels()
-    figure.legend(handles, names, loc="outside lower center", ncols=2 if most > 1 else 1, frameon=False, fontsize=9)
+    columns = 1 if len(targets) == 1 and max(map(len, legend)) > 32 else 2
+    figure.legend(legend.values(), legend.keys(), loc="outside lower center", ncols=columns, frameon=False, fontsize=9)
     return figure
 
 
-def _draw(axis: Any, target: str, panel: Sequence[Line], models: list[str]) -> None:
+@dataclass(frozen=True)
+class _Look:
+    """A colour a model, a dash and marker a granularity, the same in every panel."""
+
+    models: list[str]
+    granularities: list[str]
+
+    def of(self, line: Line) -> dict[str, Any]:
+        style = self.granularities.index(line.granularity)
+        return {
+            "color": _COLOURS[self.models.index(line.model) % len(_COLOURS)],
+            "linestyle": _STYLES[style % len(_STYLES)],
+            "marker": _MARKERS[style % len(_MARKERS)],
+        }
+
+
+def _draw(axis: Any, target: str, panel: Sequence[Line], look: _Look) -> dict[str, Any]:
+    """One panel; returns what the legend shows of each line."""
     widths = sorted({bits for line in panel for bits, _, _ in line.points}, reverse=True)
-    granularities = list(dict.fromkeys(line.granularity for line in panel))
+    drawn = {}
     for number, line in enumerate(panel):
         # Side by side, so that error bars at one width stay readable.
         shift = _SPREAD * (number - (len(panel) - 1) / 2)
-        style = granularities.index(line.granularity)
-        axis.errorbar(
+        drawn[f"{line.model}, per {line.granularity}"] = axis.errorbar(
             [widths.index(bits) + shift for bits, _, _ in line.points],
             [value for _, value, _ in line.points],
             yerr=[error for _, _, error in line.points],
-            color=_COLOURS[models.index(line.model) % len(_COLOURS)],
-            linestyle=_STYLES[style % len(_STYLES)],
-            marker=_MARKERS[style % len(_MARKERS)],
+            **look.of(line),
             markersize=5,
             linewidth=1.6,
             elinewidth=1,
             capsize=2.5,
-            label=f"{line.model}, per {line.granularity}",
         )
     axis.set_xticks(range(len(widths)), [str(bits) for bits in widths])
     axis.set_xlabel("bits")
-    axis.set_title(target, fontsize=11)
+    axis.set_title(_TITLES.get(target, target), fontsize=11)
     axis.grid(axis="y", color="#dddddd", linewidth=0.7)
     axis.set_axisbelow(True)
     for side in ("top", "right"):
         axis.spines[side].set_visible(False)
+    return drawn
 
 
 def _value(row: Row) -> tuple[float, float] | None:
@@ -129,4 +145,4 @@ def _what(sweep: SweepResult) -> str:
     first = next((row.accuracies[0] for row in rows(sweep) if row.accuracies and row.accuracies[0]), None)
     if first is None:
         return "perplexity"
-    return f"{first.task} {first.metric}, % (n = {first.score.n}, ± 1 standard error)"
+    return f"{first.task} {first.metric}, %\n({first.score.n} items, ± 1 standard error)"

@@ -2,6 +2,7 @@
 
 import csv
 import io
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,7 @@ from diffquant.sweep.grid import Point
 from diffquant.sweep.result import SweepResult, model_names
 
 _MISSING = "-"
+_FAILED = "failed"
 
 
 @dataclass(frozen=True)
@@ -120,19 +122,23 @@ def _accuracy(sweep: SweepResult, point: Point, task: str) -> Accuracy | None:
     result = sweep.result_of(point, task)
     if result is None:
         return None
-    score = estimate(result["values"])
     baseline = None if point.is_baseline else sweep.result_of(sweep.baseline(point), task)
     if baseline is None:
-        return Accuracy(task, result["metric"], score, None, None, None)
-    before = estimate(baseline["values"])
+        return Accuracy(task, result["metric"], _score(result), None, None, None)
+    paired = result["values"] is not None and baseline["values"] is not None
     return Accuracy(
         task,
         result["metric"],
-        score,
-        paired_difference(result["values"], baseline["values"]),
+        _score(result),
+        paired_difference(result["values"], baseline["values"]) if paired else None,
         _flips(result, baseline),
-        recovery(score.mean, before.mean),
+        recovery(result["score"], baseline["score"]),
     )
+
+
+def _score(result: dict[str, Any]) -> Estimate:
+    """A task that is not scored item by item (a perplexity over documents) has no standard error here."""
+    return estimate(result["values"]) if result["values"] else Estimate(result["score"], math.nan, result["n"])
 
 
 def _flips(result: dict[str, Any], baseline: dict[str, Any]) -> Flips | None:
@@ -167,16 +173,16 @@ def _texts(row: Row, sweep: SweepResult) -> list[str]:
     for accuracy in row.accuracies:
         texts += _accuracy_texts(accuracy)
     if "perplexity" in sweep.tasks:
-        texts += [_number(row.perplexity, ".4g"), _number(row.kl, ".2g")]
+        texts += [_FAILED if row.perplexity is None else f"{row.perplexity:.4g}", _number(row.kl, ".2g")]
     return [*texts, _stored(row)]
 
 
 def _accuracy_texts(accuracy: Accuracy | None) -> list[str]:
     if accuracy is None:
-        return ["failed", _MISSING, _MISSING, _MISSING]
+        return [_FAILED, _MISSING, _MISSING, _MISSING]
     score, change, turned = accuracy.score, accuracy.difference, accuracy.flips
     return [
-        f"{score.mean:.1%} ± {score.se:.1%}",
+        f"{score.mean:.4g}" if math.isnan(score.se) else f"{score.mean:.1%} ± {score.se:.1%}",
         f"{100 * change.mean:+.1f} [{100 * change.low:+.1f}, {100 * change.high:+.1f}]" if change else _MISSING,
         f"+{turned.gained} -{turned.lost}" if turned else _MISSING,
         _number(accuracy.recovery, ".1%"),

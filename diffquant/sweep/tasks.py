@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from diffquant.errors import UsageError
-from diffquant.evals import hellaswag, perplexity
+from diffquant.evals import harness, hellaswag, perplexity
 from diffquant.evals.hellaswag import Item
 from diffquant.evals.perplexity import Reference
 from diffquant.evals.stats import estimate
@@ -46,6 +46,7 @@ class HellaSwag:
         acc, acc_norm = estimate(outcome.correct), estimate(outcome.correct_norm)
         return {
             "metric": "acc_norm",
+            "score": acc_norm.mean,
             "n": acc.n,
             "acc": acc.mean,
             "acc_se": acc.se,
@@ -110,19 +111,11 @@ class Harness:
         return HARNESS_PREFIX + self.task
 
     def identity(self) -> dict[str, Any]:
-        from diffquant.evals.harness import lm_eval_version
-
-        return {
-            "name": self.name,
-            "limit": self.limit,
-            "lm_eval": lm_eval_version(),
-            "batch_tokens": self.batch_tokens,
-        }
+        settings = {"name": self.name, "limit": self.limit, "batch_tokens": self.batch_tokens}
+        return settings | harness.task_identity(self.task)
 
     def run(self, model: Any, tokenizer: Any, reference: Reference | None, progress: Progress) -> dict[str, Any]:
-        from diffquant.evals.harness import run_task
-
-        return run_task(model, tokenizer, self.task, self.limit, self.batch_tokens, progress)
+        return harness.run_task(model, tokenizer, self.task, self.limit, self.batch_tokens, progress)
 
 
 def make_tasks(options: SweepOptions) -> list[Task]:
@@ -151,8 +144,6 @@ def _make_task(name: str, options: SweepOptions) -> Task:
         text = perplexity.load_text(options.text, options.characters)
         return Perplexity(text, options.window, options.stride, options.batch_tokens)
     if name.startswith(HARNESS_PREFIX) and name != HARNESS_PREFIX:
-        from diffquant.evals.harness import require_lm_eval
-
-        require_lm_eval()
+        harness.require_lm_eval()
         return Harness(name.removeprefix(HARNESS_PREFIX), options.limit, options.batch_tokens)
     raise UsageError(f"unknown task {name!r}; known are hellaswag, perplexity and lm-eval:NAME")
