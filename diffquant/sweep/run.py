@@ -21,6 +21,9 @@ from diffquant.sweep.result import Measured, SweepResult
 from diffquant.sweep.session import Session
 from diffquant.sweep.tasks import Task, make_tasks
 
+# Changes with what a result holds, so that cells of an older form are measured again.
+RESULT_FORMAT = 1
+
 
 def run_sweep(models: Sequence[Path], options: SweepOptions, output: Path, progress: Progress = silent) -> SweepResult:
     """Measure every cell that `output` does not hold yet.
@@ -82,6 +85,7 @@ class _Sweep:
     def key(self, point: Point, task: Task) -> dict[str, Any]:
         """All that a cell's result depends on."""
         return {
+            "format": RESULT_FORMAT,
             "model": self.fingerprints[point.model],
             "recipe": point.recipe.to_dict(),
             "task": self._identities[task.name],

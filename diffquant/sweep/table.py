@@ -132,7 +132,7 @@ def _accuracy(sweep: SweepResult, point: Point, task: str) -> Accuracy | None:
         _score(result),
         paired_difference(result["values"], baseline["values"]) if paired else None,
         _flips(result, baseline),
-        recovery(result["score"], baseline["score"]),
+        recovery(_score(result).mean, _score(baseline).mean),
     )
 
 
