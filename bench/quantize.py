@@ -9,6 +9,7 @@ watched, then again with a kill in the middle and a second start, and compares t
 import argparse
 import hashlib
 import json
+import resource
 import signal
 import subprocess
 import sys
@@ -44,6 +45,8 @@ class Run:
     Attributes:
         seconds: of `quantize` alone; None where the process was killed.
         process_seconds: from start to exit, imports included.
+        cpu_seconds: of all its cores, imports included; unlike the others it does not depend on what
+            else the machine was doing.
         peak_resident: largest resident set, mapped files included (VmHWM).
         peak_anonymous: largest resident set without mapped files (RssAnon).
         resumed: shards taken over from an earlier run.
@@ -51,6 +54,7 @@ class Run:
 
     seconds: float | None
     process_seconds: float
+    cpu_seconds: float
     peak_resident: int
     peak_anonymous: int
     resumed: int
@@ -104,7 +108,7 @@ def quantize_once(source: Path, destination: Path, weights: str, kill_at: int | 
     Raises:
         DiffQuantError: it failed, or ended before it could be killed.
     """
-    started = time.monotonic()
+    started, cpu_before = time.monotonic(), _children_cpu()
     command = [sys.executable, "-c", _WORKER, str(source), str(destination), weights]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         resident, anonymous = _watch(process, partial_folder(destination), kill_at)
@@ -113,7 +117,7 @@ def quantize_once(source: Path, destination: Path, weights: str, kill_at: int | 
     if process.returncode != expected:
         raise DiffQuantError(f"the quantizing process ended with status {process.returncode}, not {expected}")
     seconds, resumed = (float(output[0]), int(output[1])) if output else (None, 0)
-    return Run(seconds, time.monotonic() - started, resident, anonymous, resumed)
+    return Run(seconds, time.monotonic() - started, _children_cpu() - cpu_before, resident, anonymous, resumed)
 
 
 def idle_memory() -> int:
@@ -137,7 +141,8 @@ def summary(result: dict[str, Any]) -> str:
     return "\n".join(
         [
             f"{result['source_bytes'] / 1e9:.2f} GB in {result['source_files']} files at {result['weights']}: "
-            f"{whole['seconds']:.1f} s, {result['gigabytes_per_second']:.2f} GB/s "
+            f"{whole['seconds']:.1f} s, {result['gigabytes_per_second']:.2f} GB/s, "
+            f"{whole['cpu_seconds']:.1f} s of processor time with imports "
             f"({result['environment']['cores']} cores, {result['environment']['cpu']})",
             f"peak memory beyond mapped files {whole['peak_anonymous'] / 1e6:.0f} MB, "
             f"{result['anonymous_bytes_of_imports'] / 1e6:.0f} MB of it imports; "
@@ -168,6 +173,12 @@ def _watch(process: "subprocess.Popen[str]", folder: Path, kill_at: int | None) 
             process.wait()
         time.sleep(_POLL_SECONDS)
     return resident, anonymous
+
+
+def _children_cpu() -> float:
+    """Processor seconds of all processes started here that have ended."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
 
 
 def _field(status: str, name: str) -> int:

@@ -18,7 +18,7 @@ from diffquant.checkpoint.card import converted_card
 from diffquant.checkpoint.check import check_tensors
 from diffquant.checkpoint.plan import megabytes
 from diffquant.checkpoint.reader import Checkpoint, open_checkpoint
-from diffquant.checkpoint.staging import check_apart, staged, write_atomically
+from diffquant.checkpoint.staging import check_output, staged, write_atomically
 from diffquant.checkpoint.stream import Block, Job, Shard, check_rows, fingerprint, write_shards
 from diffquant.checkpoint.versions import versions
 from diffquant.checkpoint.writer import OutputTensor
@@ -82,7 +82,7 @@ def convert(
     """
     started = time.monotonic()
     source, destination = Path(source), Path(destination)
-    check_apart(source, destination)
+    check_output(source, destination, overwrite)
     checkpoint = open_checkpoint(source)
     adapter = adapter_for(checkpoint.config)
     source_type, config = checkpoint.config["model_type"], _target_config(checkpoint, adapter, to)

@@ -5,7 +5,7 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from sources import contents, edit_json, write_diffllama, write_random
+from sources import SIZES, contents, edit_json, write_diffllama, write_random
 from transformers import AutoModelForCausalLM
 
 from diffquant.checkpoint import staging, stream
@@ -149,6 +149,26 @@ def test_recipe_errors_sizes_and_digests_are_recorded(tmp_path, source):
     assert "relative RMS error" in report.summary()
 
 
+FAMILY = {
+    "diff_v1": {"num_key_value_heads": 2},
+    "diff_v2": {"num_key_value_heads": 1, "head_dim": 16},
+    "llama": {"num_key_value_heads": 2},
+}
+
+
+@pytest.mark.parametrize("model_type", FAMILY)
+def test_every_member_of_the_family_is_packed_under_its_own_names(tmp_path, model_type):
+    config = SIZES | {"model_type": model_type} | FAMILY[model_type]
+    write_random(tmp_path / "source", config, torch.float16)
+    overrides = {"*.1.self_attn.lambda_proj": "8:row"} if model_type == "diff_v2" else {}
+    quantize(tmp_path / "source", tmp_path / "out", Recipe.of(weights="4:g16", overrides=overrides))
+    out = open_checkpoint(tmp_path / "out")
+    adapter = adapter_for(out.config)
+    schemes = check_tensors(out, adapter)
+    packed = {name.removesuffix(".weight") for name in adapter.source_linears()}
+    assert set(schemes) == packed | ({"model.layers.1.self_attn.lambda_proj"} if overrides else set())
+
+
 def test_a_recipe_without_weights_copies_them(tmp_path, source):
     quantize(source, tmp_path / "out", Recipe.of(kv=4, logits=6))
     config = json.loads((tmp_path / "out/config.json").read_text())
@@ -185,6 +205,7 @@ def test_group_misfits_are_all_named(source):
         plan_of(source, Recipe.of(weights="4:g128"))
     assert "group size 128 does not divide the input width of 21 tensors" in str(caught.value)
     assert "model.layers.2.mlp.down_proj.weight [64, 160]" in str(caught.value)
+    assert "use g32 or row" in str(caught.value)
 
 
 def test_an_override_that_matches_nothing_names_the_nearest(source):

@@ -95,7 +95,7 @@ def test_a_foreign_folder_of_the_partial_name_is_not_touched(killed, tmp_path):
 
 def test_an_old_output_returns_if_the_run_died_while_replacing_it(killed, tmp_path):
     quantize(killed / "source", tmp_path / "out", RECIPE)
-    (tmp_path / "out").rename(tmp_path / "out.replaced")
+    (tmp_path / "out").rename(tmp_path / ".out.diffquant-replaced")
     with pytest.raises(OutputExistsError):
         quantize(killed / "source", tmp_path / "out", RECIPE)
     assert contents(tmp_path / "out") == contents(killed / "expected")
