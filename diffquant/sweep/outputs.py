@@ -1,6 +1,5 @@
-"""A sweep's files: table, plot and report beside the cells."""
+"""What a sweep leaves in its folder beside its cells."""
 
-import json
 from pathlib import Path
 
 from diffquant.checkpoint.staging import write_atomically
@@ -8,30 +7,16 @@ from diffquant.errors import UsageError
 from diffquant.sweep.plot import plot
 from diffquant.sweep.report import write_report
 from diffquant.sweep.result import SweepResult
-from diffquant.sweep.table import csv_table, json_rows, text_table
+from diffquant.sweep.table import csv_table
 
 
-def write_outputs(sweep: SweepResult, folder: Path) -> list[str]:
-    """Write table.txt, table.csv, table.json, plot.png, plot.svg and report.html.
-
-    Returns:
-        Lines to print: the table, then the files.
-    """
-    table = text_table(sweep)
-    write_atomically(folder / "table.txt", table + "\n")
-    write_atomically(folder / "table.csv", csv_table(sweep))
-    write_atomically(folder / "table.json", json.dumps(json_rows(sweep), indent=1) + "\n")
-    files = [folder / "table.csv", folder / "table.json", *_plots(sweep, folder), folder / "report.html"]
-    write_report(sweep, folder / "report.html")
-    return [*table.split("\n"), "", "written: " + ", ".join(map(str, files))]
-
-
-def _plots(sweep: SweepResult, folder: Path) -> list[Path]:
-    """Nothing to draw is no failure: a sweep of 16 bits alone has no line."""
-    files = [folder / "plot.png", folder / "plot.svg"]
+def write_outputs(sweep: SweepResult, folder: Path) -> list[Path]:
+    """Write table.csv, plot.png and report.html; the plot is left out where there is nothing to draw."""
+    table, picture, report = (folder / name for name in ("table.csv", "plot.png", "report.html"))
+    write_atomically(table, csv_table(sweep))
+    write_report(sweep, report)
     try:
-        for file in files:
-            plot(sweep, file)
+        plot(sweep, picture)
     except UsageError:
-        return []
-    return files
+        return [table, report]
+    return [table, picture, report]
