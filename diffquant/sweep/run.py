@@ -114,10 +114,13 @@ class _Counter:
     done: int = 0
 
     def inside(self, what: str) -> Progress:
+        furthest = 0.0
+
         def tell(done: float, total: float, doing: str) -> None:
-            # A cell counts as done when it is written, not when its last item is scored.
-            share = min(done / total, 0.999) if total else 0.0
-            self.progress(self.done + share, self.total, f"{what}: {doing}")
+            nonlocal furthest
+            # A cell counts as done when it is written; one that reads its reference first does not go back.
+            furthest = max(furthest, min(done / total, 0.999) if total else 0.0)
+            self.progress(self.done + furthest, self.total, f"{what}: {doing}")
 
         return tell
 

@@ -54,7 +54,9 @@ def test_every_bad_line_is_named(tmp_path):
         assert part in str(error.value)
 
 
-@pytest.mark.parametrize("content", [b"", b"\n \n", b"\xff\xfe", b"\x1f\x8bbroken"], ids="empty blank bytes gzip".split())
+@pytest.mark.parametrize(
+    "content", [b"", b"\n \n", b"\xff\xfe", b"\x1f\x8bbroken"], ids=["empty", "blank", "bytes", "gzip"]
+)
 def test_an_unreadable_or_empty_file_is_one_clear_error(tmp_path, content):
     path = tmp_path / "items.jsonl"
     path.write_bytes(content)

@@ -28,8 +28,10 @@ def test_a_text_within_one_window_has_its_plain_perplexity():
     assert score.bits_per_byte == pytest.approx(nll / math.log(2) / len(TEXT.encode()), rel=1e-5)
 
 
-@pytest.mark.parametrize(("window", "stride"), [(64, 64), (64, 17), (50, 1)], ids="disjoint overlapping sliding".split())
-@pytest.mark.parametrize("batch_tokens", [1, 1000], ids="one many".split())
+@pytest.mark.parametrize(
+    ("window", "stride"), [(64, 64), (64, 17), (50, 1)], ids=["disjoint", "overlapping", "sliding"]
+)
+@pytest.mark.parametrize("batch_tokens", [1, 1000], ids=["one", "many"])
 def test_strided_windows_predict_every_token_once_with_their_context(window, stride, batch_tokens):
     model, tokenizer = tiny_lm.llama(), tiny_lm.tokenizer()
     tokens = [0, *tokenizer.encode(TEXT[:400])]

@@ -47,7 +47,7 @@ def assert_alike(ours, theirs):
     assert [s.greedy for s in ours] == [g for _, g in theirs]
 
 
-@pytest.mark.parametrize("adds_bos", [False, True], ids="plain bos".split())
+@pytest.mark.parametrize("adds_bos", [False, True], ids=["plain", "bos"])
 def test_real_items_score_as_hflm_scores_them(adds_bos):
     model, tokenizer = tiny_lm.llama(), tiny_lm.tokenizer(adds_bos)
     items = hellaswag.load_items(limit=20)
@@ -60,8 +60,8 @@ def test_real_items_score_as_hflm_scores_them(adds_bos):
     assert len(set(outcome.choices)) > 1
 
 
-@pytest.mark.parametrize("adds_bos", [False, True], ids="plain bos".split())
-@pytest.mark.parametrize("length", [512, 24], ids="fits truncated".split())
+@pytest.mark.parametrize("adds_bos", [False, True], ids=["plain", "bos"])
+@pytest.mark.parametrize("length", [512, 24], ids=["fits", "truncated"])
 def test_awkward_pairs_score_as_hflm_scores_them(adds_bos, length):
     model, tokenizer = tiny_lm.llama(length), tiny_lm.tokenizer(adds_bos)
     pairs = [pair for pair in AWKWARD if len(tokenizer.encode(pair[1])) <= length]
