@@ -5,7 +5,7 @@ import platform
 from dataclasses import asdict, dataclass
 from importlib import metadata
 
-REQUIRED = ("torch", "transformers", "safetensors", "gguf", "numpy", "pyyaml", "typer", "matplotlib")
+REQUIRED = ("torch", "transformers", "safetensors", "gguf", "accelerate", "numpy", "pyyaml", "typer", "matplotlib")
 _NOT_YET = "nothing in this version"
 EXTRAS = {
     "onnx": (("onnx", "onnxscript", "onnxruntime"), _NOT_YET),
