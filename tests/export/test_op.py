@@ -4,9 +4,6 @@ import re
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("onnx")
-
 from onnx.defs import OpSchema
 
 from diffquant.errors import UsageError
