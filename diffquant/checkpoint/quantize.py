@@ -24,8 +24,17 @@ from diffquant.checkpoint.codec import (
 )
 from diffquant.checkpoint.plan import Plan, PlannedTensor, make_plan, megabytes
 from diffquant.checkpoint.reader import Checkpoint, open_checkpoint
-from diffquant.checkpoint.staging import check_apart, staged, write_atomically
-from diffquant.checkpoint.stream import Block, Job, Shard, check_rows, copy_job, fingerprint, write_shards
+from diffquant.checkpoint.staging import check_output, staged, write_atomically
+from diffquant.checkpoint.stream import (
+    BLOCK_ELEMENTS,
+    Block,
+    Job,
+    Shard,
+    check_rows,
+    copy_job,
+    fingerprint,
+    write_shards,
+)
 from diffquant.checkpoint.versions import versions
 from diffquant.model.adapters import adapter_for
 from diffquant.numerics import absmax_scale, pack
@@ -100,7 +109,7 @@ def quantize(
     """
     started = time.monotonic()
     source, destination = Path(source), Path(destination)
-    check_apart(source, destination)
+    check_output(source, destination, overwrite)
     checkpoint = open_checkpoint(source)
     plan = make_plan(checkpoint, adapter_for(checkpoint.config), recipe)
     key = {"verb": "quantize", "source": fingerprint(checkpoint), "recipe": recipe.to_dict(), "versions": versions()}
@@ -158,7 +167,7 @@ class _WholeScale:
     def get(self) -> Tensor:
         with self._guard:
             if self._scale is None:
-                parts = self._weight.split(max(1, (1 << 18) // self._weight.shape[1]))
+                parts = self._weight.split(max(1, BLOCK_ELEMENTS // self._weight.shape[1]))
                 largest = torch.stack([part.abs().amax() for part in parts])
                 self._scale = absmax_scale(largest, self._scheme.bits, 0)
             return self._scale

@@ -20,7 +20,8 @@ from diffquant.errors import DiffQuantError, OutputExistsError, UsageError
 
 _JOURNAL = "journal.json"
 _LOCK = ".lock"
-_MARGIN = 64 * 2**20
+# For the tokenizer and what describes the weights.
+_MARGIN = 16 * 2**20
 
 
 class Staging:
@@ -51,6 +52,8 @@ class Staging:
 
     def finish(self, shard: str, record: Mapping[str, Any]) -> dict[str, Any]:
         """Record a shard as done, with its digest."""
+        # Here it overlaps with the next shard's work, at the end nothing would.
+        _sync(self.folder / shard)
         entry = {"sha256": file_digest(self.folder / shard), **record}
         with self._guard:
             self._records[shard] = entry
@@ -61,9 +64,11 @@ class Staging:
         return len(self._records)
 
     def seal(self) -> None:
-        """Leave only the output itself."""
-        for name in (_JOURNAL, _LOCK):
+        """Leave only the output itself, and all of it on the disk."""
+        for name in (_JOURNAL, _JOURNAL + ".tmp", _LOCK):
             (self.folder / name).unlink(missing_ok=True)
+        for file in (*self.folder.iterdir(), self.folder):
+            _sync(file)
 
     def _read_journal(self) -> dict[str, Any]:
         try:
@@ -94,15 +99,15 @@ def staged(destination: Path, key: Mapping[str, Any], nbytes: int, overwrite: bo
         KeyboardInterrupt: interrupted; the message says how to resume.
     """
     partial = partial_folder(destination)
-    check_destination(destination, overwrite)
-    check_space(destination, nbytes)
+    _check_destination(destination, overwrite)
+    _check_space(destination, nbytes)
     try:
         partial.mkdir(parents=True, exist_ok=True)
         if not (partial / _LOCK).exists() and any(partial.iterdir()):
             raise OutputExistsError(f"{partial} is needed for unfinished output and holds other files; move them away")
         with _locked(partial):
             staging = Staging(partial, key)
-            yield from _guarded(staging, destination, nbytes)
+            yield from _guarded(staging)
             staging.seal()
             _put_in_place(partial, destination)
     except OSError as error:
@@ -110,15 +115,36 @@ def staged(destination: Path, key: Mapping[str, Any], nbytes: int, overwrite: bo
 
 
 def partial_folder(destination: Path) -> Path:
-    return destination.with_name(destination.name + ".partial")
+    place = Path(os.path.abspath(destination))
+    return place.with_name(place.name + ".partial")
 
 
-def check_destination(destination: Path, overwrite: bool) -> None:
-    """Refuse a destination that would destroy something.
+def check_output(source: Path, destination: Path, overwrite: bool) -> None:
+    """Refuse an output that would destroy something; before any work, and before opening the source.
 
     Raises:
-        OutputExistsError: it exists and `overwrite` is false, or it is no checkpoint.
+        UsageError: source and destination overlap.
+        OutputExistsError: the destination exists and `overwrite` is false, or it is no checkpoint.
     """
+    here, there = source.resolve(), destination.resolve()
+    if here == there or there in here.parents or here in there.parents:
+        raise UsageError(f"the output {destination} overlaps the input {source}; choose a folder apart from it")
+    _check_destination(destination, overwrite)
+
+
+def file_digest(file: Path) -> str:
+    """SHA-256 of a file."""
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def write_atomically(file: Path, text: str) -> None:
+    temporary = file.with_name(file.name + ".tmp")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, file)
+
+
+def _check_destination(destination: Path, overwrite: bool) -> None:
     _restore(destination)
     if not os.path.lexists(destination):
         return
@@ -129,18 +155,7 @@ def check_destination(destination: Path, overwrite: bool) -> None:
         raise OutputExistsError(f"{destination} exists and is no checkpoint folder: it will not be overwritten")
 
 
-def check_apart(source: Path, destination: Path) -> None:
-    """Refuse to write over, into or around the input.
-
-    Raises:
-        UsageError: source and destination overlap.
-    """
-    here, there = source.resolve(), destination.resolve()
-    if here == there or there in here.parents or here in there.parents:
-        raise UsageError(f"the output {destination} overlaps the input {source}; choose a folder apart from it")
-
-
-def check_space(destination: Path, nbytes: int) -> None:
+def _check_space(destination: Path, nbytes: int) -> None:
     """Refuse to start what the disk cannot hold.
 
     Raises:
@@ -156,19 +171,7 @@ def check_space(destination: Path, nbytes: int) -> None:
         )
 
 
-def file_digest(file: Path) -> str:
-    """SHA-256 of a file."""
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-def write_atomically(file: Path, text: str) -> None:
-    temporary = file.with_name(file.name + ".tmp")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, file)
-
-
-def _guarded(staging: Staging, destination: Path, nbytes: int) -> Iterator[Staging]:
+def _guarded(staging: Staging) -> Iterator[Staging]:
     """Hand out the staging; an error in the input removes it, an interruption keeps it."""
     try:
         yield staging
@@ -213,7 +216,8 @@ def _restore(destination: Path) -> None:
 
 
 def _replaced_folder(destination: Path) -> Path:
-    return destination.with_name(destination.name + ".replaced")
+    place = Path(os.path.abspath(destination))
+    return place.with_name(f".{place.name}.diffquant-replaced")
 
 
 def _free(destination: Path) -> int:
@@ -231,3 +235,12 @@ def _write_error(error: OSError, destination: Path, nbytes: int) -> DiffQuantErr
             f"finished shards are kept in {partial}: make room and run the same command again to go on from there"
         )
     return DiffQuantError(f"writing {destination} failed: {error}; finished shards, if any, are kept in {partial}")
+
+
+def _sync(path: Path) -> None:
+    """Wait until a file's or folder's content is on the disk: a rename may otherwise outrun it."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

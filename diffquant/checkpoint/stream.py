@@ -6,10 +6,11 @@ results go straight to their place in the file.
 
 import json
 import os
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -68,7 +69,7 @@ class Shard:
     """One output file: its source file, if one, and the jobs that fill it."""
 
     source: Path | None
-    jobs: Sequence[Job] = field(default_factory=list)
+    jobs: Sequence[Job]
 
     @property
     def outputs(self) -> list[OutputTensor]:
@@ -151,19 +152,19 @@ def _write_shard(
     done = 0.0
     with ShardFile(path, shard.outputs) as file:
 
-        def work(job: Job, first: int, last: int) -> tuple[Job, float, Block]:
+        def work(job: Job, first: int, last: int) -> tuple[str, int, float, float]:
             block = job.make(first, last)
             for name, (row, data) in block.pieces.items():
                 file.write(name, data, row)
             written = sum(data.nbytes for _, data in block.pieces.values())
-            return job, written, Block({}, block.lost, block.total)
+            return job.name, written, block.lost, block.total
 
         tasks = ((job, first, last) for job in shard.jobs for first, last in job.blocks())
-        for job, written, block in _in_order(pool, work, tasks):
-            lost, total = sums.setdefault(job.name, [0.0, 0.0])
-            sums[job.name] = [lost + block.lost, total + block.total]
+        for name, written, lost, total in _in_order(pool, work, tasks):
+            before = sums.get(name, [0.0, 0.0])
+            sums[name] = [before[0] + lost, before[1] + total]
             done += written
-            progress(done, job.name)
+            progress(done, name)
     return {name: pair for name, pair in sums.items() if pair[1]}
 
 
@@ -171,11 +172,12 @@ def _in_order(
     pool: ThreadPoolExecutor, work: Callable[..., Any], tasks: Iterator[tuple[Any, ...]], ahead: int = 64
 ) -> Iterator[Any]:
     """Results of `work` in the order of `tasks`, with few tasks under way; on an error the rest is dropped."""
-    futures: list[Future[Any]] = [pool.submit(work, *task) for task in islice(tasks, ahead)]
+    futures = deque(pool.submit(work, *task) for task in islice(tasks, ahead))
     try:
         while futures:
             result = futures[0].result()
-            futures = futures[1:] + [pool.submit(work, *task) for task in islice(tasks, 1)]
+            futures.popleft()
+            futures.extend(pool.submit(work, *task) for task in islice(tasks, 1))
             yield result
     finally:
         for future in futures:

@@ -18,6 +18,7 @@ SIZES = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 64,
+    "initializer_range": 0.2,
 }
 
 

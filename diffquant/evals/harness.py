@@ -1,0 +1,118 @@
+"""Any lm-eval task, scored by our scorer."""
+
+import hashlib
+import importlib.metadata
+import importlib.util
+import re
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from diffquant.errors import MissingDependencyError, UsageError
+from diffquant.evals.scoring import BATCH_TOKENS
+from diffquant.progress import Progress, silent
+
+# The metric a table shows, where a task has several.
+_PREFERRED = ("acc_norm", "acc", "exact_match", "f1", "word_perplexity")
+
+
+def require_lm_eval() -> None:
+    """
+    Raises:
+        MissingDependencyError: lm-eval is not installed.
+    """
+    if importlib.util.find_spec("lm_eval") is None:
+        raise MissingDependencyError("lm-eval tasks need the lm-eval package: pip install 'diffquant[peers]'")
+
+
+def task_identity(task: str) -> dict[str, str]:
+    """What a task is, as far as lm-eval tells: its version, and the digest of a task's own YAML file."""
+    identity = {"lm_eval": importlib.metadata.version("lm_eval")}
+    if _is_file(task):
+        identity["yaml"] = hashlib.sha256(Path(task).read_bytes()).hexdigest()[:16]
+    return identity
+
+
+def run_task(
+    model: Any,
+    tokenizer: Any,
+    task: str,
+    limit: int | None = None,
+    batch_tokens: int = BATCH_TOKENS,
+    progress: Progress = silent,
+) -> dict[str, Any]:
+    """A task's metrics, and the first preferred one item by item.
+
+    Args:
+        task: a name lm-eval knows, or a path to a task's YAML file.
+        limit: items of each subtask.
+
+    Returns:
+        metric, score, se and n; `values`, one number an item, where the task gives such; `metrics`, all.
+
+    Raises:
+        MissingDependencyError: lm-eval is not installed.
+        UsageError: lm-eval knows no such task, or it has no metric.
+    """
+    require_lm_eval()
+    from lm_eval import simple_evaluate
+
+    from diffquant.evals.harness_model import HarnessModel
+
+    name, manager = _resolve(task)
+    adapter = HarnessModel(model, tokenizer, batch_tokens, progress)
+    try:
+        output = simple_evaluate(
+            model=adapter, tasks=[name], limit=limit, task_manager=manager, bootstrap_iters=0, log_samples=True
+        )
+    except KeyError as error:
+        raise UsageError(f"lm-eval could not run task {task!r}: {error}") from error
+    return _summary(task, output)
+
+
+def _summary(task: str, output: dict[str, Any]) -> dict[str, Any]:
+    results, samples = output["results"], output["samples"]
+    metrics = {f"{name}/{key}": value for name, row in results.items() for key, value in row.items()}
+    leaves = sorted(samples)
+    names = {key.split(",")[0] for leaf in leaves for key, v in results[leaf].items() if isinstance(v, int | float)}
+    metric = next((name for name in _PREFERRED if name in names), None)
+    if metric is None:
+        raise UsageError(f"lm-eval task {task!r} has none of the metrics {', '.join(_PREFERRED)}; it has {names}")
+    values = [document[metric] for leaf in leaves for document in samples[leaf] if metric in document]
+    per_item = [float(value) for value in values if isinstance(value, int | float)]
+    whole = len(per_item) == len(values) and bool(values)
+    return {
+        "metric": metric,
+        "score": sum(per_item) / len(per_item) if whole else _reported(results, leaves, metric),
+        "n": sum(len(samples[leaf]) for leaf in leaves),
+        "values": per_item if whole else None,
+        "metrics": {key: value for key, value in metrics.items() if isinstance(value, int | float)},
+    }
+
+
+def _reported(results: dict[str, dict[str, Any]], leaves: list[str], metric: str) -> float:
+    scores = [v for leaf in leaves for key, v in results[leaf].items() if key.split(",")[0] == metric]
+    return float(sum(scores) / len(scores))
+
+
+def _resolve(task: str) -> tuple[str, Any]:
+    if not _is_file(task):
+        return task, _all_tasks()
+    from lm_eval.tasks import TaskManager
+
+    found = re.search(r"^task:\s*(\S+)\s*$", Path(task).read_text(encoding="utf-8"), re.MULTILINE)
+    if found is None:
+        raise UsageError(f"{task} names no task: it needs a line 'task: NAME'")
+    # lm-eval's own tasks take it many seconds to index; a file of one's own does not need them.
+    return found[1].strip("'\""), TaskManager(include_path=str(Path(task).parent), include_defaults=False)
+
+
+@cache
+def _all_tasks() -> Any:
+    from lm_eval.tasks import TaskManager
+
+    return TaskManager()
+
+
+def _is_file(task: str) -> bool:
+    return task.endswith((".yaml", ".yml")) and Path(task).is_file()

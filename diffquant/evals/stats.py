@@ -1,0 +1,88 @@
+"""Accuracies with their uncertainty, and two configurations compared on the same items. No torch here."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+_Z95 = 1.959963984540054
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean over n items and its standard error."""
+
+    mean: float
+    se: float
+    n: int
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A mean difference over paired items and its 95 % interval."""
+
+    mean: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Flips:
+    """Items on which two configurations disagree.
+
+    Attributes:
+        gained, lost: items that became right, and wrong.
+        choices: items where another ending was chosen, right or not.
+    """
+
+    gained: int
+    lost: int
+    choices: int
+
+
+def estimate(values: Sequence[float]) -> Estimate:
+    """Mean and standard error, s/√n with the sample's s, as lm-eval reports it; n is at least 1."""
+    n = len(values)
+    mean = sum(values) / n
+    variance = sum((value - mean) ** 2 for value in values) / (n - 1) if n > 1 else math.nan
+    return Estimate(mean, math.sqrt(variance / n), n)
+
+
+def paired_difference(values: Sequence[float], baseline: Sequence[float]) -> Difference:
+    """Mean of values - baseline over the same items, with a 95 % interval.
+
+    Where all values are 0 or 1 the interval is Bonett and Price's adjusted Wald: one item is added to each
+    kind of disagreement, so that few or no flips do not pretend to certainty. Otherwise it is the normal
+    interval of the mean of the differences.
+
+    Source: Bonett and Price, "Adjusted Wald Confidence Interval for a Difference of Binomial Proportions
+    Based on Paired Data", Journal of Educational and Behavioral Statistics 37 (2012).
+    """
+    differences = [a - b for a, b in zip(values, baseline, strict=True)]
+    if {*values, *baseline} <= {0.0, 1.0}:
+        return _bonett_price(differences.count(1), differences.count(-1), len(differences))
+    of_mean = estimate(differences)
+    return Difference(of_mean.mean, of_mean.mean - _Z95 * of_mean.se, of_mean.mean + _Z95 * of_mean.se)
+
+
+def flips(
+    correct: Sequence[bool], baseline: Sequence[bool], choices: Sequence[int], baseline_choices: Sequence[int]
+) -> Flips:
+    """Count disagreements over the same items."""
+    pairs = list(zip(correct, baseline, strict=True))
+    return Flips(
+        gained=sum(now and not before for now, before in pairs),
+        lost=sum(before and not now for now, before in pairs),
+        choices=sum(a != b for a, b in zip(choices, baseline_choices, strict=True)),
+    )
+
+
+def recovery(score: float, baseline: float) -> float:
+    """Quantized score over the 16-bit one; NaN where that is 0."""
+    return score / baseline if baseline else math.nan
+
+
+def _bonett_price(gained: int, lost: int, n: int) -> Difference:
+    up, down = (gained + 1) / (n + 2), (lost + 1) / (n + 2)
+    centre = up - down
+    half = _Z95 * math.sqrt((up + down - centre**2) / (n + 2))
+    return Difference((gained - lost) / n, max(-1.0, centre - half), min(1.0, centre + half))

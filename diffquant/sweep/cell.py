@@ -1,0 +1,66 @@
+"""One measurement on disk, addressed by everything that determines it."""
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from diffquant.checkpoint.reader import open_checkpoint, side_files
+from diffquant.checkpoint.staging import file_digest, write_atomically
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A result's place: `key` is plain data and says all that the result depends on."""
+
+    folder: Path
+    key: dict[str, Any]
+
+    @property
+    def address(self) -> str:
+        """SHA-256 of the key."""
+        return hashlib.sha256(json.dumps(self.key, sort_keys=True).encode()).hexdigest()
+
+    @property
+    def path(self) -> Path:
+        return self.folder / f"{self.address[:32]}.json"
+
+    @property
+    def failure_path(self) -> Path:
+        return self.path.with_suffix(".failed.json")
+
+    def read(self) -> dict[str, Any] | None:
+        """The result, or None where there is none that can be read."""
+        try:
+            entry = json.loads(self.path.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return None
+        whole = isinstance(entry, dict) and entry.get("key") == self.key
+        return entry["result"] if whole and isinstance(entry.get("result"), dict) else None
+
+    def write(self, result: dict[str, Any]) -> None:
+        write_atomically(self.path, json.dumps({"key": self.key, "result": result}, indent=1) + "\n")
+        self.failure_path.unlink(missing_ok=True)
+
+    def write_failure(self, error: str, trace: str) -> None:
+        entry = {"key": self.key, "error": error, "trace": trace.splitlines()}
+        write_atomically(self.failure_path, json.dumps(entry, indent=1) + "\n")
+
+    def read_failure(self) -> str:
+        """One line that says what went wrong the last time."""
+        return json.loads(self.failure_path.read_text(encoding="utf-8"))["error"]
+
+
+def model_fingerprint(path: Path) -> str:
+    """SHA-256 over the contents of a checkpoint's weights, config and tokenizer, wherever they lie.
+
+    Raises:
+        CheckpointError: the checkpoint cannot be opened.
+    """
+    if path.is_file():
+        files = [path]
+    else:
+        files = [*open_checkpoint(path).weight_files(), path / "config.json", *side_files(path)]
+    digests = {file.name: file_digest(file) for file in files}
+    return hashlib.sha256(json.dumps(digests, sort_keys=True).encode()).hexdigest()

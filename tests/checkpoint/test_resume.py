@@ -1,0 +1,101 @@
+import signal
+import subprocess
+import sys
+
+import pytest
+from sources import contents, write_diffllama
+
+from diffquant.checkpoint.quantize import quantize
+from diffquant.errors import DiffQuantError, OutputExistsError
+from diffquant.scheme import Recipe
+
+KILLED_AT = 0.6
+RECIPE = Recipe.of(weights="4:g32", kv=8)
+KILLING_RUN = f"""
+import os, signal, sys
+from pathlib import Path
+from diffquant.checkpoint.quantize import quantize
+from diffquant.scheme import Recipe
+
+def kill(done, total, what):
+    if done > {KILLED_AT} * total:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+quantize(Path(sys.argv[1]), Path(sys.argv[2]), Recipe.of(weights="4:g32", kv=8), progress=kill)
+"""
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory):
+    """A source, what quantizing it gives, and the folder a killed run left."""
+    folder = tmp_path_factory.mktemp("killed")
+    source = write_diffllama(folder / "source", shard_size="80KB")
+    quantize(source, folder / "expected", RECIPE)
+    run = subprocess.run([sys.executable, "-c", KILLING_RUN, source, folder / "out"], check=False)
+    assert run.returncode == -signal.SIGKILL
+    assert not (folder / "out").exists()
+    return folder
+
+
+@pytest.fixture
+def left(killed, tmp_path):
+    """The killed run's folder, in a place of its own for each test."""
+    import shutil
+
+    shutil.copytree(killed / "out.partial", tmp_path / "out.partial")
+    return tmp_path / "out.partial"
+
+
+def test_a_killed_run_goes_on_to_the_same_bytes(killed, left):
+    report = quantize(killed / "source", left.parent / "out", RECIPE)
+    assert report.resumed > 1
+    assert contents(left.parent / "out") == contents(killed / "expected")
+    assert not left.exists()
+
+
+def test_a_damaged_finished_shard_is_made_again(killed, left):
+    first = sorted(left.glob("*.safetensors"))[0]
+    content = bytearray(first.read_bytes())
+    content[-1] ^= 1
+    first.write_bytes(content)
+    quantize(killed / "source", left.parent / "out", RECIPE)
+    assert contents(left.parent / "out") == contents(killed / "expected")
+
+
+def test_another_recipe_starts_over(killed, left):
+    other = Recipe.of(weights="8:row")
+    assert quantize(killed / "source", left.parent / "out", other).resumed == 0
+    quantize(killed / "source", left.parent / "fresh", other)
+    assert contents(left.parent / "out") == contents(left.parent / "fresh")
+
+
+def test_an_unreadable_journal_starts_over(killed, left):
+    (left / "journal.json").write_text('{"key": ')
+    assert quantize(killed / "source", left.parent / "out", RECIPE).resumed == 0
+    assert contents(left.parent / "out") == contents(killed / "expected")
+
+
+def test_two_runs_do_not_share_a_folder(killed, left):
+    import fcntl
+
+    with (left / ".lock").open("w") as stream:
+        fcntl.flock(stream, fcntl.LOCK_EX)
+        with pytest.raises(DiffQuantError, match="another run is writing"):
+            quantize(killed / "source", left.parent / "out", RECIPE)
+    assert left.exists()
+
+
+def test_a_foreign_folder_of_the_partial_name_is_not_touched(killed, tmp_path):
+    (tmp_path / "out.partial").mkdir()
+    (tmp_path / "out.partial/mine.txt").write_text("mine")
+    with pytest.raises(OutputExistsError, match="holds other files"):
+        quantize(killed / "source", tmp_path / "out", RECIPE)
+    assert (tmp_path / "out.partial/mine.txt").read_text() == "mine"
+
+
+def test_an_old_output_returns_if_the_run_died_while_replacing_it(killed, tmp_path):
+    quantize(killed / "source", tmp_path / "out", RECIPE)
+    (tmp_path / "out").rename(tmp_path / ".out.diffquant-replaced")
+    with pytest.raises(OutputExistsError):
+        quantize(killed / "source", tmp_path / "out", RECIPE)
+    assert contents(tmp_path / "out") == contents(killed / "expected")

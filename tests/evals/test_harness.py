@@ -1,0 +1,96 @@
+import importlib.util
+import json
+
+import pytest
+import tiny_lm
+from lm_eval import simple_evaluate
+from lm_eval.api.instance import Instance
+from lm_eval.models.huggingface import HFLM
+from lm_eval.tasks import TaskManager
+
+from diffquant.errors import MissingDependencyError, UsageError
+from diffquant.evals import harness, hellaswag
+from diffquant.evals.harness_model import HarnessModel
+from diffquant.progress import silent
+
+TASK = """
+task: local_quiz
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {data}}}}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{{{query}}}}"
+doc_to_choice: endings
+doc_to_target: label
+metric_list:
+  - metric: acc
+  - metric: acc_norm
+"""
+
+
+@pytest.fixture
+def task_file(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    entries = [{"query": i.query, "endings": list(i.endings), "label": i.label} for i in hellaswag.load_items(limit=12)]
+    (tmp_path / "quiz.jsonl").write_text("\n".join(map(json.dumps, entries)))
+    path = tmp_path / "quiz.yaml"
+    path.write_text(TASK.format(data=tmp_path / "quiz.jsonl"))
+    return path
+
+
+def instances(kind, arguments):
+    return [Instance(kind, {}, each, i) for i, each in enumerate(arguments)]
+
+
+def ours_and_theirs(max_length=512):
+    model, tokenizer = tiny_lm.llama(max_length), tiny_lm.tokenizer()
+    return HarnessModel(model, tokenizer, 4096, silent), HFLM(pretrained=model, tokenizer=tokenizer)
+
+
+def test_a_local_task_scores_as_hflm_scores_it(task_file):
+    ours, theirs = ours_and_theirs()
+    result = harness.run_task(ours.model, ours.tokenizer, str(task_file), limit=9)
+    manager = TaskManager(include_path=str(task_file.parent), include_defaults=False)
+    expected = simple_evaluate(model=theirs, tasks=["local_quiz"], limit=9, task_manager=manager, bootstrap_iters=0)
+    assert result["metric"] == "acc_norm"
+    assert result["n"] == len(result["values"]) == 9
+    assert result["score"] == pytest.approx(expected["results"]["local_quiz"]["acc_norm,none"])
+    by_document = {sample["doc_id"]: sample["acc_norm"] for sample in expected["samples"]["local_quiz"]}
+    assert result["values"] == [by_document[i] for i in range(9)]
+
+
+def test_rolling_likelihoods_are_hflms():
+    ours, theirs = ours_and_theirs(max_length=40)
+    texts = [("",), ("Short.",), ("A text that is longer than the model can see at once. " * 6,)]
+    expected = theirs.loglikelihood_rolling(instances("loglikelihood_rolling", texts[1:]), disable_tqdm=True)
+    assert ours.loglikelihood_rolling(instances("loglikelihood_rolling", texts)) == pytest.approx(
+        [0, *expected], abs=1e-3
+    )
+
+
+@pytest.mark.parametrize("until", [["e"], [".", "\n"], []], ids=["letter", "sentence", "none"])
+def test_generation_stops_where_hflms_does(until):
+    ours, theirs = ours_and_theirs()
+    asked = [("He took the", {"until": until, "max_gen_toks": 12}), ("The", {"until": until, "max_gen_toks": 12})]
+    expected = theirs.generate_until(instances("generate_until", asked), disable_tqdm=True)
+    assert ours.generate_until(instances("generate_until", asked)) == expected
+
+
+def test_a_changed_task_file_is_another_task(task_file):
+    before = harness.task_identity(str(task_file))
+    task_file.write_text(task_file.read_text() + "num_fewshot: 1\n")
+    assert harness.task_identity(str(task_file)) != before
+
+
+def test_a_file_that_names_no_task_is_refused(tmp_path):
+    path = tmp_path / "empty.yaml"
+    path.write_text("dataset_path: json\n")
+    with pytest.raises(UsageError, match="names no task"):
+        harness.run_task(tiny_lm.llama(), tiny_lm.tokenizer(), str(path))
+
+
+def test_without_lm_eval_it_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(MissingDependencyError, match="pip install"):
+        harness.run_task(tiny_lm.llama(), tiny_lm.tokenizer(), "arc_easy")

@@ -1,0 +1,70 @@
+import gzip
+import json
+
+import datasets
+import pytest
+from lm_eval.tasks.hellaswag.utils import process_docs
+
+from diffquant import data
+from diffquant.errors import UsageError
+from diffquant.evals import hellaswag
+from diffquant.evals.hellaswag import Outcome, load_items
+
+
+def test_text_is_the_harness_text_on_every_item_that_ships():
+    raw = [json.loads(line) for line in data.hellaswag_lines()]
+    items = load_items()
+    assert len(items) == 1000
+    harness = process_docs(datasets.Dataset.from_list(raw))
+    assert [item.query for item in items] == harness["query"][:]
+    assert [list(item.endings) for item in items] == harness["choices"][:]
+    assert [item.label for item in items] == harness["gold"][:]
+
+
+def test_a_prepared_file_gives_its_queries_as_they_are(tmp_path):
+    entry = {"query": "A  cook: He [step] stirs", "endings": [" the pot. ", "a [x]car"], "label": "1"}
+    path = tmp_path / "items.jsonl.gz"
+    path.write_bytes(gzip.compress(json.dumps(entry).encode()))
+    (item,) = load_items(path)
+    assert (item.query, item.endings, item.label) == (entry["query"], ("the pot.", "a car"), 1)
+
+
+def test_limit_takes_the_first_items_and_the_identity_follows_them():
+    first, all_items = load_items(limit=7), load_items()
+    assert first == all_items[:7]
+    assert hellaswag.identity(first) != hellaswag.identity(all_items[1:8])
+    assert hellaswag.identity(first) != hellaswag.identity(first[::-1])
+
+
+def test_every_bad_line_is_named(tmp_path):
+    good = {"query": "q", "endings": ["a", "b"], "label": 0}
+    lines = [
+        json.dumps(good),
+        "{",
+        json.dumps(good | {"label": 2}),
+        json.dumps(good | {"endings": ["a", " "]}),
+        json.dumps({"ctx_a": "x", "endings": ["a", "b"], "label": 0}),
+        json.dumps([1]),
+    ]
+    path = tmp_path / "items.jsonl"
+    path.write_text("\n".join(lines))
+    with pytest.raises(UsageError) as error:
+        load_items(path)
+    for part in ("5 lines", "line 2", "line 3: label 2", "line 4: endings", "activity_label, ctx_b", "line 6"):
+        assert part in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"\n \n", b"\xff\xfe", b"\x1f\x8bbroken"], ids=["empty", "blank", "bytes", "gzip"]
+)
+def test_an_unreadable_or_empty_file_is_one_clear_error(tmp_path, content):
+    path = tmp_path / "items.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(UsageError, match=r"items\.jsonl"):
+        load_items(path)
+
+
+def test_acc_counts_sums_and_acc_norm_divides_by_characters():
+    outcome = Outcome(logprobs=[[-4.0, -5.0]], choices=[0], choices_norm=[1], labels=[1])
+    assert outcome.correct == [False]
+    assert outcome.correct_norm == [True]

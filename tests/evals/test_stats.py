@@ -1,0 +1,66 @@
+import math
+
+import numpy as np
+import pytest
+from scipy import stats as scipy_stats
+
+from diffquant.evals.stats import estimate, flips, paired_difference, recovery
+
+
+def paired_bits(n, p_gain, p_lose, rng):
+    kind = rng.choice(3, size=n, p=[p_gain, p_lose, 1 - p_gain - p_lose])
+    before = np.where(kind == 2, rng.random(n) < 0.4, kind == 1)
+    return np.where(kind == 0, True, np.where(kind == 1, False, before)).astype(int), before.astype(int)
+
+
+def test_estimate_is_the_mean_and_scipys_standard_error():
+    values = [1, 0, 0, 1, 1, 0, 1]
+    measured = estimate(values)
+    assert (measured.mean, measured.n) == (pytest.approx(4 / 7), 7)
+    assert measured.se == pytest.approx(scipy_stats.sem(values))
+    assert math.isnan(estimate([1]).se)
+
+
+def test_the_paired_interval_agrees_with_scipys_bootstrap():
+    now, before = paired_bits(500, 0.05, 0.09, np.random.default_rng(1))
+    ours = paired_difference(now.tolist(), before.tolist())
+    theirs = scipy_stats.bootstrap((now - before,), np.mean, n_resamples=4000, rng=np.random.default_rng(2))
+    assert ours.mean == pytest.approx((now - before).mean())
+    assert (ours.low, ours.high) == pytest.approx(tuple(theirs.confidence_interval), abs=0.004)
+
+
+@pytest.mark.parametrize(("p_gain", "p_lose"), [(0.0, 0.0), (0.01, 0.01), (0.02, 0.1), (0.15, 0.15)])
+@pytest.mark.parametrize("n", [50, 500])
+def test_the_paired_interval_covers_the_truth_about_as_often_as_it_says(n, p_gain, p_lose):
+    rng = np.random.default_rng(n)
+    covered = 0
+    for _ in range(400):
+        now, before = paired_bits(n, p_gain, p_lose, rng)
+        interval = paired_difference(now.tolist(), before.tolist())
+        covered += interval.low <= p_gain - p_lose <= interval.high
+    assert covered / 400 >= 0.92
+
+
+def test_no_flips_are_not_certainty():
+    same = [0, 1] * 10
+    interval = paired_difference(same, same)
+    assert interval.mean == 0
+    assert interval.low < -0.05 < 0.05 < interval.high
+
+
+def test_values_that_are_not_right_or_wrong_get_the_normal_interval():
+    a, b = [0.5, 1.5, 2.0, 7.0], [0.0, 1.0, 2.5, 3.0]
+    differences = np.subtract(a, b)
+    interval = paired_difference(a, b)
+    expected = scipy_stats.norm.interval(0.95, differences.mean(), scipy_stats.sem(differences))
+    assert (interval.low, interval.high) == pytest.approx(expected)
+
+
+def test_flips_count_each_way_and_choices_that_stayed_wrong():
+    counted = flips([1, 0, 0, 1], [0, 1, 0, 1], [2, 0, 3, 1], [1, 2, 0, 1])
+    assert (counted.gained, counted.lost, counted.choices) == (1, 1, 3)
+
+
+def test_recovery_is_a_ratio_and_undefined_from_nothing():
+    assert recovery(0.3, 0.4) == pytest.approx(0.75)
+    assert math.isnan(recovery(0.3, 0.0))

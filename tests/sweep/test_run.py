@@ -1,0 +1,200 @@
+import json
+import shutil
+from dataclasses import replace
+
+import pytest
+import tiny_lm
+import torch
+
+from diffquant.checkpoint.load import load, load_tokenizer
+from diffquant.checkpoint.quantize import quantize
+from diffquant.errors import CheckpointError, FailedCellsError, NotFiredError, UsageError
+from diffquant.evals import hellaswag, perplexity
+from diffquant.model.modeling import DiffTransformer
+from diffquant.scheme import Recipe
+from diffquant.sweep import SweepOptions, run_sweep, session
+from diffquant.sweep.cell import model_fingerprint
+from diffquant.sweep.table import rows
+
+OPTIONS = SweepOptions(
+    tasks=("hellaswag", "perplexity"),
+    bits=(16, 4),
+    targets=("logits", "weights"),
+    granularities=("row", "tensor"),
+    limit=6,
+    characters=600,
+    window=64,
+    stride=32,
+    dtype="float32",
+)
+CELLS = 2 * 5
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return tiny_lm.write_diff_v2(tmp_path_factory.mktemp("models") / "diff-v2")
+
+
+@pytest.fixture(scope="module")
+def output(model, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sweep")
+    run_sweep([model], OPTIONS, folder)
+    return folder
+
+
+@pytest.fixture
+def copy_of(output, tmp_path):
+    return shutil.copytree(output, tmp_path / "sweep")
+
+
+@pytest.fixture
+def loads(monkeypatch):
+    """What was loaded, as weight schemes."""
+    seen = []
+
+    def counted(path, recipe, dtype, device):
+        seen.append(str(recipe.weights))
+        return load(path, recipe, dtype, device)
+
+    monkeypatch.setattr(session, "load", counted)
+    return seen
+
+
+def test_a_cell_holds_what_evaluating_its_recipe_gives(model, output):
+    result = run_sweep([model], OPTIONS, output)
+    assert len(result.cells) == CELLS
+    assert not result.failed
+    plain, quantized = load(model), load(model, Recipe.of(weights="4:row"))
+    tokenizer, text = load_tokenizer(model), perplexity.load_text(characters=600)
+    point = next(p for p in result.points if p.label == "weights 4:row")
+    outcome = hellaswag.evaluate(quantized, tokenizer, hellaswag.load_items(limit=6))
+    assert result.result_of(point, "hellaswag")["choices"] == outcome.choices_norm
+    reference = perplexity.reference_of(plain, tokenizer, text, 64, 32)
+    score = perplexity.evaluate(quantized, tokenizer, text, 64, 32, reference=reference)
+    measured = result.result_of(point, "perplexity")
+    assert measured["perplexity"] == pytest.approx(score.perplexity)
+    assert measured["kl"] == pytest.approx(score.kl)
+
+
+def test_a_cell_stores_what_quantize_writes(model, output, tmp_path):
+    result = run_sweep([model], OPTIONS, output)
+    point = next(p for p in result.points if p.label == "weights 4:row")
+    report = quantize(model, tmp_path / "low", Recipe.of(weights="4:row"))
+    assert result.result_of(point, "hellaswag")["stored"]["weights"] == report.bytes_after
+
+
+def test_cells_that_are_there_are_not_measured_again(model, copy_of, loads):
+    before = {file.name: file.stat().st_mtime_ns for file in (copy_of / "cells").iterdir()}
+    run_sweep([model], OPTIONS, copy_of)
+    assert loads == []
+    assert {file.name: file.stat().st_mtime_ns for file in (copy_of / "cells").iterdir()} == before
+
+
+def test_a_model_is_loaded_once_for_each_set_of_weights(model, tmp_path, loads):
+    run_sweep([model], OPTIONS, tmp_path)
+    assert loads == ["16", "4:row", "4:tensor"]
+
+
+def test_a_damaged_cell_is_measured_again_and_comes_out_the_same(model, copy_of):
+    file = sorted((copy_of / "cells").iterdir())[3]
+    content = json.loads(file.read_text())
+    file.write_text(file.read_text()[:-40])
+    run_sweep([model], OPTIONS, copy_of)
+    again = json.loads(file.read_text())
+    assert again["key"] == content["key"]
+    for result in (content["result"], again["result"]):
+        del result["seconds"]
+    assert again["result"] == content["result"]
+
+
+def test_a_cell_follows_the_models_contents_not_its_place(model, tmp_path):
+    moved = shutil.copytree(model, tmp_path / "moved")
+    assert model_fingerprint(moved) == model_fingerprint(model)
+    config = json.loads((moved / "config.json").read_text())
+    (moved / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-3}))
+    assert model_fingerprint(moved) != model_fingerprint(model)
+
+
+@pytest.mark.parametrize("change", [{"limit": 5}, {"characters": 500}, {"stride": 16}, {"batch_tokens": 100}])
+def test_what_a_result_depends_on_is_in_its_address(model, output, tmp_path, change):
+    names = {file.name for file in (output / "cells").iterdir()}
+    changed = replace(OPTIONS, bits=(16,), **change)
+    run_sweep([model], changed, tmp_path)
+    assert {file.name for file in (tmp_path / "cells").iterdir()} - names
+
+
+def test_an_interrupted_sweep_keeps_its_cells_and_goes_on(model, tmp_path, monkeypatch):
+    measure, calls = session.Session.measure, []
+
+    def interrupted(self, task, recipe, progress):
+        calls.append(task.name)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        return measure(self, task, recipe, progress)
+
+    monkeypatch.setattr(session.Session, "measure", interrupted)
+    with pytest.raises(KeyboardInterrupt, match=rf"3 of {CELLS} cells are done.*same command again"):
+        run_sweep([model], OPTIONS, tmp_path)
+    assert len(list((tmp_path / "cells").iterdir())) == 3
+    run_sweep([model], OPTIONS, tmp_path)
+    assert len(calls) == 4 + CELLS - 3
+    assert len(list((tmp_path / "cells").iterdir())) == CELLS
+
+
+def test_a_failed_cell_is_recorded_the_rest_goes_on_and_it_is_retried(model, tmp_path, monkeypatch):
+    with monkeypatch.context() as broken:
+        broken.setattr(
+            DiffTransformer, "require_fired", lambda self: (_ for _ in ()).throw(NotFiredError("layer 1 did not"))
+        )
+        result = run_sweep([model], OPTIONS, tmp_path)
+    assert {cell.point.target for cell in result.failed} == {"logits"}
+    assert len(result.failed) == 4
+    assert all(cell.error == "layer 1 did not" for cell in result.failed)
+    with pytest.raises(FailedCellsError, match="4 of 10 cells failed") as error:
+        result.require_complete()
+    assert error.value.exit_code == 3
+    assert len(list((tmp_path / "cells").glob("*.failed.json"))) == 4
+    run_sweep([model], OPTIONS, tmp_path).require_complete()
+    assert not list((tmp_path / "cells").glob("*.failed.json"))
+
+
+def test_every_logits_cell_reports_every_layer(model, output):
+    result = run_sweep([model], OPTIONS, output)
+    reports = [cell.result.get("logit_report") for cell in result.cells if cell.point.target == "logits"]
+    assert [[layer["layer"] for layer in report] for report in reports] == [[0, 1]] * 4
+    assert all(layer["calls"] and layer["step_max"] > 0 for report in reports for layer in report)
+    assert not any("logit_report" in cell.result for cell in result.cells if cell.point.target != "logits")
+
+
+def test_progress_ends_at_all_and_never_goes_back(model, tmp_path):
+    told = []
+    run_sweep([model], OPTIONS, tmp_path, lambda done, total, what: told.append((done, total)))
+    assert [done for done, _ in told] == sorted(done for done, _ in told)
+    assert told[-1] == (CELLS, CELLS)
+    assert all(done < CELLS for done, _ in told[:-1])
+
+
+def test_two_models_with_one_name_are_told_apart(model, tmp_path):
+    twin = shutil.copytree(model, tmp_path / "elsewhere" / model.name)
+    options = SweepOptions(bits=(16,), limit=2, dtype="float32")
+    result = run_sweep([model, twin], options, tmp_path / "out")
+    assert {row.model for row in rows(result)} == {f"{model.parent.name}/diff-v2", "elsewhere/diff-v2"}
+
+
+def test_bad_input_is_refused_before_any_cell(model, tmp_path):
+    with pytest.raises(CheckpointError):
+        run_sweep([model, tmp_path / "absent"], OPTIONS, tmp_path / "out")
+    with pytest.raises(UsageError, match=r"unknown task 'arc'.*absent"):
+        run_sweep([model], SweepOptions(tasks=("arc", "perplexity"), text=tmp_path / "absent"), tmp_path / "out")
+    with pytest.raises(UsageError, match="dtype"):
+        run_sweep([model], SweepOptions(dtype="int8"), tmp_path / "out")
+    assert not list(tmp_path.glob("out/cells/*"))
+
+
+def test_16_bit_kv_costs_what_its_shapes_say_and_4_bit_less_than_a_third(model, tmp_path):
+    result = run_sweep([model], SweepOptions(bits=(4,), targets=("kv",), limit=2), tmp_path)
+    full, low = (cell.result["stored"]["kv_per_token"] for cell in result.cells)
+    config = load(model, dtype=torch.float32).config
+    spec = config.diff_spec
+    assert full == 2 * config.num_hidden_layers * spec.kv_pairs * (spec.head_dim + spec.value_dim)
+    assert low == config.num_hidden_layers * spec.kv_pairs * (2 * 4 + 2 * 2)

@@ -1,0 +1,65 @@
+"""Tiny language models with a tokenizer, on disk."""
+
+from functools import cache
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from diffquant import data
+from diffquant.checkpoint.convert import convert
+
+WORDS = 400
+
+
+@cache
+def tokenizer(adds_bos: bool = False) -> PreTrainedTokenizerFast:
+    """Byte-level BPE over the prose that ships; any text encodes."""
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=WORDS,
+        special_tokens=["<s>", "</s>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    bpe.train_from_iterator([data.books_text()[:30000]], trainer)
+    if adds_bos:
+        bpe.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token="<s>", eos_token="</s>")
+
+
+def llama(max_length: int = 512, seed: int = 0) -> LlamaForCausalLM:
+    """Random weights, large enough that its choices differ."""
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=WORDS,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=max_length,
+        initializer_range=0.3,
+        tie_word_embeddings=True,
+        bos_token_id=0,
+        eos_token_id=1,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+def write_llama(folder: Path, seed: int = 0) -> Path:
+    """A Llama checkpoint with its tokenizer."""
+    llama(seed=seed).save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    return folder
+
+
+def write_diff_v2(folder: Path, seed: int = 0) -> Path:
+    """The same Llama as DIFF V2."""
+    source = write_llama(folder.with_name(folder.name + "-source"), seed)
+    convert(source, folder, "diff-v2")
+    return folder
