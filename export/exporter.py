@@ -14,7 +14,7 @@ from diffquant.checkpoint.check import check_tensors
 from diffquant.checkpoint.load import stored_recipe
 from diffquant.checkpoint.plan import megabytes
 from diffquant.checkpoint.reader import Checkpoint, open_checkpoint
-from diffquant.checkpoint.staging import check_apart, check_destination, file_digest, staged, write_atomically
+from diffquant.checkpoint.staging import check_output, file_digest, staged, write_atomically
 from diffquant.checkpoint.stream import fingerprint
 from diffquant.checkpoint.versions import versions
 from diffquant.errors import UsageError
@@ -84,8 +84,7 @@ def export(
     started = time.monotonic()
     source, destination = Path(source), Path(destination)
     options = options or ExportOptions()
-    check_apart(source, destination)
-    check_destination(destination, overwrite)
+    check_output(source, destination, overwrite)
     check_runtime(options)
     opened = _open(source, options)
     if options.kv_bits < 16 and calibration is None:

@@ -41,12 +41,19 @@ class OnnxModel:
         dtype: of logits.
     """
 
-    def __init__(self, folder: Path, threads: int = 0, extra_outputs: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        threads: int = 0,
+        extra_outputs: tuple[str, ...] = (),
+        accuracy_level: int | None = None,
+    ) -> None:
         """Open a folder.
 
         Args:
             threads: of one node's work; 0 takes all cores.
             extra_outputs: values inside the graph to return as well.
+            accuracy_level: of every product with codes; the model's own by default.
 
         Raises:
             CheckpointError: the folder is damaged, or the runtime refuses the model.
@@ -57,7 +64,11 @@ class OnnxModel:
         logits = next(value for value in graph.graph.output if value.name == "logits")
         self.vocabulary = logits.type.tensor_type.shape.dim[2].dim_value
         self.dtype = helper.tensor_dtype_to_np_dtype(logits.type.tensor_type.elem_type)
-        self.session = _open(folder, graph, threads, extra_outputs)
+        changed = bool(extra_outputs) or accuracy_level is not None
+        _add_outputs(graph, extra_outputs)
+        if accuracy_level is not None:
+            _set_accuracy(graph, accuracy_level)
+        self.session = _open(folder, threads, graph if changed else None)
 
     def empty_cache(self, batch: int, rows: int = 0) -> list[np.ndarray]:
         """Caches of no token in the order of `cache.inputs`; `rows` is the room they have."""
@@ -124,18 +135,28 @@ def session_options(threads: int = 0) -> ort.SessionOptions:
     return options
 
 
-def _open(folder: Path, graph: onnx.ModelProto, threads: int, extra_outputs: tuple[str, ...]) -> ort.InferenceSession:
+def _add_outputs(graph: onnx.ModelProto, names: tuple[str, ...]) -> None:
+    kind = next(v.type.tensor_type.elem_type for v in graph.graph.output if v.name == "logits")
+    graph.graph.output.extend(helper.make_tensor_value_info(name, kind, None) for name in names)
+
+
+def _set_accuracy(graph: onnx.ModelProto, level: int) -> None:
+    for node in graph.graph.node:
+        for attribute in node.attribute:
+            if attribute.name == "accuracy_level":
+                attribute.i = level
+
+
+def _open(folder: Path, threads: int, changed: onnx.ModelProto | None) -> ort.InferenceSession:
+    """A session on the folder's model, or on a changed copy of it that has the same data."""
     options = session_options(threads)
     providers = ["CPUExecutionProvider"]
     try:
-        if not extra_outputs:
+        if changed is None:
             return ort.InferenceSession(str(folder / MODEL_FILE), options, providers=providers)
-        kind = next(v.type.tensor_type.elem_type for v in graph.graph.output if v.name == "logits")
-        for name in extra_outputs:
-            graph.graph.output.append(helper.make_tensor_value_info(name, kind, None))
         # A model from memory has no folder of its own to look for its data in.
         options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder.resolve()))
-        return ort.InferenceSession(graph.SerializeToString(), options, providers=providers)
+        return ort.InferenceSession(changed.SerializeToString(), options, providers=providers)
     except Exception as error:  # the runtime's own exception types differ between its versions
         raise CheckpointError(f"ONNX Runtime {ort.__version__} cannot open {folder / MODEL_FILE}: {error}") from error
 
