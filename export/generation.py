@@ -60,9 +60,18 @@ class Generator:
         Raises:
             CheckpointError: it is damaged, has no cache, or no tokenizer.
         """
-        self.model = OnnxModel(Path(folder), threads)
-        self.tokenizer = load_tokenizer(folder)
-        config = read_json(Path(folder) / "config.json")
+        self._take(OnnxModel(Path(folder), threads), load_tokenizer(folder))
+
+    @classmethod
+    def of(cls, model: OnnxModel, tokenizer: Any) -> "Generator":
+        """A generator on a model that is open already."""
+        generator = cls.__new__(cls)
+        generator._take(model, tokenizer)
+        return generator
+
+    def _take(self, model: OnnxModel, tokenizer: Any) -> None:
+        self.model, self.tokenizer = model, tokenizer
+        config = read_json(model.folder / "config.json")
         end = config.get("eos_token_id")
         self._ends = set(end) if isinstance(end, list) else {end}
         self._context: int = config.get("max_position_embeddings", 2048)

@@ -11,6 +11,7 @@ from onnx import helper
 
 from diffquant.errors import CheckpointError
 from diffquant.export.external import MODEL_FILE, load_graph
+from diffquant.export.native import library_path
 
 _PAST = "past_key_values."
 _PRESENT = "present."
@@ -128,10 +129,13 @@ class InPlace:
 
 
 def session_options(threads: int = 0) -> ort.SessionOptions:
-    """Quiet, on this many threads."""
+    """Quiet, on this many threads, with the op's native kernel where its library is built."""
     options = ort.SessionOptions()
     options.log_severity_level = 3
     options.intra_op_num_threads = threads
+    library = library_path()
+    if library is not None:
+        options.register_custom_ops_library(str(library))
     return options
 
 
