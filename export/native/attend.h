@@ -13,12 +13,12 @@
 namespace diffquant {
 namespace {
 
-// Keys, and values, that are converted at once where a cache does not hold floats.
-constexpr int64_t kKeyBlock = 48;
-constexpr int64_t kValueBlock = 128;
+// Keys or values that are read at once: few enough to stay in a level-1 cache, and whole tiles of every kernel.
+constexpr int64_t kReadRows = 48;
 // Bytes of logits a block may hold before it is made of fewer rows; about half of a level-2 cache.
 constexpr int64_t kLogitBytes = 512 << 10;
 constexpr int64_t kMostRows = 64;
+constexpr int64_t kAhead = 4;  // rows
 
 struct KeyRange {
   int64_t first, end;
@@ -40,7 +40,7 @@ class BlockAttention {
         key_stride_(tall_ ? rows_ : 1),
         logits_of_map_(tall_ ? keys_ * rows_ : rows_ * row_stride_) {
     const int64_t widest = larger(problem.keys.width, problem.values.width);
-    const int64_t buffer = larger(kKeyBlock * problem.keys.width, kValueBlock * problem.values.width);
+    const int64_t buffer = kReadRows * widest;
     Scratch& scratch = Scratch::of_this_thread();
     scratch.reset(2 * logits_of_map_ + 2 * problem.width * rows_ + problem.values.width * rows_ + buffer + widest +
                       2 * problem.width + rows_,
@@ -83,9 +83,17 @@ class BlockAttention {
   int64_t pair(int64_t row) const {
     return block_.kv_pair * problem_.group() + (block_.first_row + row) % problem_.group();
   }
+  // Where a row's query, λ and output are, counted in pairs.
+  int64_t index(int64_t row) const {
+    return (block_.sequence * problem_.tokens + token(row)) * problem_.pairs + pair(row);
+  }
   KeyRange seen_by(int64_t row) const {
     const int64_t end = problem_.start[block_.sequence] + token(row) + 1;
     return {larger<int64_t>(end - problem_.window, 0), end};
+  }
+
+  const uint8_t* query(int64_t row) const {
+    return row_at(problem_.query, problem_.activations, index(row), 2 * problem_.width);
   }
 
   // The logits as runs: a vector of rows each in a tall panel, a row each in a flat one.
@@ -112,8 +120,9 @@ class BlockAttention {
     Rotation<V> rotation(problem_, angles_);
     for (int64_t row = 0; row < rows_; ++row) {
       if (row < block_.rows) {
-        const int64_t index = (block_.sequence * problem_.tokens + token(row)) * problem_.pairs + pair(row);
-        decode<V>(problem_.activations, row_at(problem_.query, problem_.activations, index, 2 * width), 2 * width, row_);
+        // Neighbouring rows of a block lie a page apart, where no processor looks ahead by itself.
+        if (row + kAhead < block_.rows) prefetch(query(row + kAhead), 2 * width * sizeof(float));
+        decode<V>(problem_.activations, query(row), 2 * width, row_);
         rotation.move_to(problem_.start[block_.sequence] + token(row));
         for (int64_t c = 0; c < 2 * width; c += problem_.keys.width) rotation.turn(row_ + c);
       } else {
@@ -132,8 +141,8 @@ class BlockAttention {
   void multiply_keys() {
     gather_queries();
     const int64_t width = problem_.width, stride = problem_.keys.width;
-    for (int64_t first = 0; first < keys_; first += kKeyBlock) {
-      const int64_t count = smaller(kKeyBlock, keys_ - first);
+    for (int64_t first = 0; first < keys_; first += kReadRows) {
+      const int64_t count = smaller(kReadRows, keys_ - first);
       const float* keys =
           read_rows<V>(problem_.keys, block_.sequence, block_.kv_pair, first_key_ + first, count, buffer_);
       for (int map = 0; map < 2; ++map) {
@@ -194,15 +203,14 @@ class BlockAttention {
 
   void gather_lambdas() {
     for (int64_t row = 0; row < rows_; ++row) {
-      const int64_t index = (block_.sequence * problem_.tokens + token(row)) * problem_.pairs + pair(row);
-      of_rows_[row] = problem_.lambda[problem_.lambda_per_pair && row < block_.rows ? index : 0];
+      of_rows_[row] = problem_.lambda[problem_.lambda_per_pair && row < block_.rows ? index(row) : 0];
     }
   }
 
   void multiply_values() {
     for (int64_t i = 0; i < rows_ * problem_.values.width; ++i) sums_[i] = 0;
-    for (int64_t first = 0; first < keys_; first += kValueBlock) {
-      const int64_t count = smaller(kValueBlock, keys_ - first);
+    for (int64_t first = 0; first < keys_; first += kReadRows) {
+      const int64_t count = smaller(kReadRows, keys_ - first);
       const float* values =
           read_rows<V>(problem_.values, block_.sequence, block_.kv_pair, first_key_ + first, count, buffer_);
       int64_t row = 0;
@@ -231,9 +239,8 @@ class BlockAttention {
     for (int64_t row = 0; row < block_.rows; ++row) {
       float* sums = sums_ + row * width;
       for (int64_t c = 0; scale && c < width; ++c) sums[c] *= scale[c];
-      const int64_t index = (block_.sequence * problem_.tokens + token(row)) * problem_.pairs + pair(row);
       write_activations<V>(problem_.activations, sums, width,
-                           row_at(problem_.output, problem_.activations, index, width));
+                           row_at(problem_.output, problem_.activations, index(row), width));
     }
   }
 
@@ -265,22 +272,25 @@ int64_t block_rows(const Problem& problem) {
 }
 
 template <class V>
-void append(const Problem& problem, int64_t sequence, int64_t kv_pair) {
+void append(const Problem& problem, int64_t sequence, int64_t first_token, int64_t tokens) {
   const Cache &keys = problem.keys, &values = problem.values;
   Scratch& scratch = Scratch::of_this_thread();
   scratch.reset(2 * keys.width + values.width, 3);
   float* key = scratch.take(keys.width);
   float* value = scratch.take(values.width);
   Rotation<V> rotation(problem, scratch.take(keys.width));
-  for (int64_t token = 0; token < problem.new_tokens(sequence); ++token) {
+  for (int64_t token = first_token; token < first_token + tokens; ++token) {
     const int64_t position = problem.start[sequence] + token;
-    const int64_t index = (sequence * problem.tokens + token) * problem.kv_pairs + kv_pair;
-    decode<V>(problem.activations, row_at(problem.key, problem.activations, index, keys.width), keys.width, key);
-    decode<V>(problem.activations, row_at(problem.value, problem.activations, index, values.width), values.width, value);
     rotation.move_to(position);
-    rotation.turn(key);
-    write_row<V>(keys, kv_pair, key, keys.row(sequence, kv_pair, position));
-    write_row<V>(values, kv_pair, value, values.row(sequence, kv_pair, position));
+    for (int64_t pair = 0; pair < problem.kv_pairs; ++pair) {
+      const int64_t index = (sequence * problem.tokens + token) * problem.kv_pairs + pair;
+      decode<V>(problem.activations, row_at(problem.key, problem.activations, index, keys.width), keys.width, key);
+      rotation.turn(key);
+      write_row<V>(keys, pair, key, keys.row(sequence, pair, position));
+      decode<V>(problem.activations, row_at(problem.value, problem.activations, index, values.width), values.width,
+                value);
+      write_row<V>(values, pair, value, values.row(sequence, pair, position));
+    }
   }
 }
 

@@ -111,10 +111,8 @@ class Call {
   void compute() {
     clear_padding();
     const Kernel& best = kernel();
-    parallel(problem_.batch * problem_.kv_pairs, [&](int64_t i) {
-      copy_past(i);
-      best.append(problem_, i / problem_.kv_pairs, i % problem_.kv_pairs);
-    });
+    copy_past();
+    append(best);
     const std::vector<Block> blocks = make_blocks(best.block_rows(problem_));
     std::vector<float> largest;
     if (problem_.logits.bits && problem_.logits.granularity != Granularity::kRow) largest = measure(best, blocks);
@@ -231,14 +229,25 @@ class Call {
   }
 
   // Rows before the new ones, unless past and present are one buffer.
-  void copy_past(int64_t pair_of_batch) {
+  void copy_past() {
     if (!past_rows_) return;
-    for (const auto& [cache, past] : {std::pair(&problem_.keys, kPastKey), std::pair(&problem_.values, kPastValue)}) {
-      const uint8_t* from = static_cast<const uint8_t*>(data(past));
-      if (from == cache->data) continue;
-      const int64_t bytes = past_rows_ * cache->row_bytes();
-      std::copy_n(from + pair_of_batch * bytes, bytes, cache->row(0, 0, pair_of_batch * cache->rows));
-    }
+    parallel(problem_.batch * problem_.kv_pairs, [this](int64_t i) {
+      for (const auto& [cache, past] : {std::pair(&problem_.keys, kPastKey), std::pair(&problem_.values, kPastValue)}) {
+        const int64_t bytes = past_rows_ * cache->row_bytes();
+        const uint8_t* from = static_cast<const uint8_t*>(data(past));
+        if (from == cache->data) continue;
+        std::copy_n(from + i * bytes, bytes, cache->row(0, 0, i * cache->rows));
+      }
+    });
+  }
+
+  void append(const Kernel& best) {
+    constexpr int64_t kTokens = 32;
+    const int64_t chunks = (problem_.tokens + kTokens - 1) / kTokens;
+    parallel(problem_.batch * chunks, [&](int64_t i) {
+      const int64_t sequence = i / chunks, first = i % chunks * kTokens;
+      best.append(problem_, sequence, first, std::min(kTokens, problem_.new_tokens(sequence) - first));
+    });
   }
 
   // Rows of the output that belong to no token.

@@ -77,8 +77,8 @@ struct Block {
 // The kernel for one instruction set.
 struct Kernel {
   const char* name;
-  // Writes the new keys and values of one sequence and KV pair into the caches.
-  void (*append)(const Problem&, int64_t sequence, int64_t kv_pair);
+  // Writes the keys and values of some new tokens into the caches.
+  void (*append)(const Problem&, int64_t sequence, int64_t first_token, int64_t tokens);
   // How many rows a block should have.
   int64_t (*block_rows)(const Problem&);
   // Largest |logit| of each row and map of a block, into [2][rows].
