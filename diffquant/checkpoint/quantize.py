@@ -169,7 +169,7 @@ class _WholeScale:
             if self._scale is None:
                 parts = self._weight.split(max(1, BLOCK_ELEMENTS // self._weight.shape[1]))
                 largest = torch.stack([part.abs().amax() for part in parts])
-                self._scale = absmax_scale(largest, self._scheme.bits, 0)
+                self._scale = absmax_scale(largest, self._scheme.bits, 0, self._weight.dtype)
             return self._scale
 
 
