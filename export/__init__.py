@@ -35,9 +35,7 @@ def require() -> None:
     """
     missing = [name for name in ("onnx", "onnxruntime") if find_spec(name) is None]
     if missing:
-        raise MissingDependencyError(
-            f"ONNX models need {', '.join(missing)}: pip install 'diffquant[onnx]'"
-        )
+        raise MissingDependencyError(f"ONNX models need {', '.join(missing)}: pip install 'diffquant[onnx]'")
 
 
 def __getattr__(name: str) -> Any:

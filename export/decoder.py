@@ -212,11 +212,12 @@ class _Decoder:
         attended = f"layers.{layer}.attention"
         outputs = [attended, *present]
         if self.spec.maps == 1:
-            inputs = [q, k, v, *past, *lengths, *tables, *(["", "", ""] if scales else []), *scales]
+            inputs = [q, k, v, *past, *lengths, *tables, "", "", "", *scales]
             self.graph.add_all("GroupQueryAttention", _trimmed(inputs), outputs, CONTRIB, **self._plain_attributes())
         else:
-            inputs = [q, k, v, self._lam(x, layer), *past, *lengths, *tables, *scales]
-            self.graph.add_all(NAME, _trimmed(inputs), outputs, DOMAIN, **self._attributes().to_dict())
+            # onnx's reference evaluator wants a function's absent inputs named, as "", to the last one.
+            inputs = [q, k, v, self._lam(x, layer), *past, *lengths, *tables, *(scales or ["", ""])]
+            self.graph.add_all(NAME, inputs, outputs, DOMAIN, **self._attributes().to_dict())
         if self.options.cache:
             for name in present:
                 self.graph.output(name, self.cache_kind, self._cache_shape("present"))
