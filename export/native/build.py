@@ -15,7 +15,7 @@ SOURCES = Path(__file__).parent
 _COMPILERS = ("c++", "g++", "clang++")
 _FLAGS = ["-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra"]
 # g++ takes AVX-512's own headers for readers of uninitialized registers.
-_FLAGS += ["-Wno-maybe-uninitialized", "-Wno-uninitialized"]
+_FLAGS += ["-Wno-unknown-warning-option", "-Wno-maybe-uninitialized"]
 _AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 # What a processor must have is checked when the library runs, so each file may use all of it.
 _OF_PROCESSOR = {

@@ -12,10 +12,12 @@ namespace {
 
 using Shape = std::vector<int64_t>;
 
-enum Input { kQuery, kKey, kValue, kLambda, kPastKey, kPastValue, kSeqlens, kTotal, kCos, kSin, kKeyScale, kValueScale };
-constexpr const char* kInputNames[] = {"query",     "key",       "value",     "lambda",
+enum Input {
+  kQuery, kKey, kValue, kLambda, kPastKey, kPastValue, kSeqlens, kTotal, kCos, kSin, kKeyScale, kValueScale
+};
+constexpr const char* kInputNames[] = {"query",     "key",        "value",     "lambda",
                                        "past_key",  "past_value", "seqlens_k", "total_sequence_length",
-                                       "cos_cache", "sin_cache", "k_scale",   "v_scale"};
+                                       "cos_cache", "sin_cache",  "k_scale",   "v_scale"};
 
 std::string text(const Shape& shape) {
   std::string out = "[";
@@ -31,14 +33,13 @@ void require_shape(Input input, const Shape& shape, const Shape& wanted) {
   require(shape == wanted, std::string(kInputNames[input]) + " is " + text(shape) + ", expected " + text(wanted));
 }
 
-void check(ort::Api api, ort::Status* status) {
-  if (!status) return;
-  ort::kReleaseStatus(api)(status);
-  throw std::runtime_error("ONNX Runtime refused a request of this kernel");
+void check(ort::Status* status) {
+  if (status) throw RefusedByRuntime{status};
 }
 
 template <class T>
-T attribute(ort::Api api, const ort::KernelInfo* info, const char* name, ort::Slot<ort::Status* (*)(const ort::KernelInfo*, const char*, T*)> slot) {
+T attribute(ort::Api api, const ort::KernelInfo* info, const char* name,
+            ort::Slot<ort::Status* (*)(const ort::KernelInfo*, const char*, T*)> slot) {
   T value{};
   ort::Status* status = slot(api)(info, name, &value);
   if (status) ort::kReleaseStatus(api)(status);
@@ -89,8 +90,8 @@ Node::Node(ort::Api api, const ort::KernelInfo* info, Element activations, Eleme
   logits_ = {integer(api, info, "logit_bits"), granularity(api, info), integer(api, info, "logit_shift") != 0};
   activations_ = activations == Element::kHalf ? Storage::kHalf : Storage::kFloat;
   cache_ = cache_storage(integer(api, info, "kv_bit_width"), cache, activations_);
-  require(pairs_ > 0 && kv_pairs_ > 0 && pairs_ % kv_pairs_ == 0,
-          "attribute num_kv_pairs " + std::to_string(kv_pairs_) + " does not divide num_pairs " + std::to_string(pairs_));
+  const std::string counts = std::to_string(kv_pairs_) + " does not divide num_pairs " + std::to_string(pairs_);
+  require(pairs_ > 0 && kv_pairs_ > 0 && pairs_ % kv_pairs_ == 0, "attribute num_kv_pairs " + counts);
   require(generation_ == 1 || generation_ == 2, "attribute generation must be 1 or 2");
   require(generation_ == 2 || !rotary_ || interleaved_, "generation 1 rotates interleaved channels only");
   require(window_ == -1 || window_ > 0, "attribute local_window_size must be -1 or at least 1");
@@ -116,7 +117,8 @@ class Call {
     const std::vector<Block> blocks = make_blocks(best.block_rows(problem_));
     std::vector<float> largest;
     if (problem_.logits.bits && problem_.logits.granularity != Granularity::kRow) largest = measure(best, blocks);
-    parallel(blocks.size(), [&](int64_t i) { best.attend(problem_, blocks[i], largest.empty() ? nullptr : largest.data()); });
+    const float* shared = largest.empty() ? nullptr : largest.data();
+    parallel(blocks.size(), [&](int64_t i) { best.attend(problem_, blocks[i], shared); });
   }
 
  private:
@@ -131,8 +133,7 @@ class Call {
     require_shape(kKey, key, {batch, tokens, kv_pairs * row});
     require_shape(kValue, value, {batch, tokens, kv_pairs * row});
     problem_.lambda_per_pair = lambda.size() == 3;
-    if (problem_.lambda_per_pair) require_shape(kLambda, lambda, {batch, tokens, pairs});
-    else require_shape(kLambda, lambda, {1});
+    require_shape(kLambda, lambda, problem_.lambda_per_pair ? Shape{batch, tokens, pairs} : Shape{1});
     require(row * storage_bits(node_.cache_) % 8 == 0,
             "kv_bit_width " + std::to_string(storage_bits(node_.cache_)) + " does not fill bytes in rows of " +
                 std::to_string(row));
@@ -214,12 +215,12 @@ class Call {
     cache.storage = node_.cache_;
     cache.kv_pairs = problem_.kv_pairs;
     cache.rows = std::max(past_rows_, total_);
-    const int64_t stored =
-        storage_bits(cache.storage) < 8 ? cache.row_bytes() : cache.width;
+    const int64_t stored = storage_bits(cache.storage) < 8 ? cache.row_bytes() : cache.width;
     if (present(past)) require_shape(past, shape(past), {problem_.batch, problem_.kv_pairs, past_rows_, stored});
     const bool quantized = storage_bits(cache.storage) <= 8;
     require(present(scale) == quantized,
-            std::string(kInputNames[scale]) + (quantized ? " is absent and the cache is quantized" : " is given and kv_bit_width is 0"));
+            kInputNames[scale] + std::string(quantized ? " is absent and the cache is quantized"
+                                                       : " is given and kv_bit_width is 0"));
     cache.scale = nullptr;
     if (quantized) {
       require_shape(scale, shape(scale), {1, problem_.kv_pairs, 1, cache.width});
@@ -270,7 +271,8 @@ class Call {
         }
       }
     }
-    std::stable_sort(blocks.begin(), blocks.end(), [this](const Block& a, const Block& b) { return cost(a) > cost(b); });
+    const auto dearer = [this](const Block& a, const Block& b) { return cost(a) > cost(b); };
+    std::stable_sort(blocks.begin(), blocks.end(), dearer);
     return blocks;
   }
 
@@ -319,39 +321,39 @@ class Call {
       }
     };
     if (count == 1) one(&shared, 0);
-    if (count > 1) check(api_, ort::kParallelFor(api_)(context_, one, count, 0, &shared));
+    if (count > 1) check(ort::kParallelFor(api_)(context_, one, count, 0, &shared));
     if (shared.failed) throw std::bad_alloc();
   }
 
   const ort::Value* value(Input input) const {
     const ort::Value* out = nullptr;
-    check(api_, ort::kGetInput(api_)(context_, input, &out));
+    check(ort::kGetInput(api_)(context_, input, &out));
     return out;
   }
   bool present(Input input) const { return value(input) != nullptr; }
 
   const void* data(Input input) const {
     void* out = nullptr;
-    check(api_, ort::kGetTensorData(api_)(value(input), &out));
+    check(ort::kGetTensorData(api_)(value(input), &out));
     return out;
   }
 
   Shape shape(Input input) const {
     ort::TensorInfo* info = nullptr;
-    check(api_, ort::kGetTensorTypeAndShape(api_)(value(input), &info));
+    check(ort::kGetTensorTypeAndShape(api_)(value(input), &info));
     size_t count = 0;
-    check(api_, ort::kGetDimensionsCount(api_)(info, &count));
+    check(ort::kGetDimensionsCount(api_)(info, &count));
     Shape out(count);
-    check(api_, ort::kGetDimensions(api_)(info, out.data(), count));
+    check(ort::kGetDimensions(api_)(info, out.data(), count));
     ort::kReleaseTensorInfo(api_)(info);
     return out;
   }
 
   void* output(size_t index, const Shape& shape) {
     ort::Value* out = nullptr;
-    check(api_, ort::kGetOutput(api_)(context_, index, shape.data(), shape.size(), &out));
+    check(ort::kGetOutput(api_)(context_, index, shape.data(), shape.size(), &out));
     void* data = nullptr;
-    check(api_, ort::kGetTensorData(api_)(out, &data));
+    check(ort::kGetTensorData(api_)(out, &data));
     return data;
   }
 

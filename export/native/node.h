@@ -17,6 +17,11 @@ struct InvalidArgument : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
+// What ONNX Runtime answered to a request; goes back to it as it is.
+struct RefusedByRuntime {
+  ort::Status* status;
+};
+
 class Node {
  public:
   Node(ort::Api, const ort::KernelInfo*, Element activations, Element cache);

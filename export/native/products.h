@@ -101,7 +101,8 @@ struct Weights {
   int64_t row_stride, key_stride;
 };
 
-// out[row][column] += weights[row][key] · values[key][column] for `row_count` rows and `column_vectors` · kLanes columns.
+// out[row][column] += weights[row][key] · values[key][column], of `row_count` rows and `column_vectors` vectors of
+// columns.
 template <class V, int row_count, int column_vectors>
 inline void weighed_tile(const Weights& weights, int64_t keys, const float* values, int64_t value_stride, float* out,
                          int64_t out_stride) {

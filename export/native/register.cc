@@ -51,6 +51,8 @@ ort::Status* guarded(ort::Api api, const Body& body) {
   try {
     body();
     return nullptr;
+  } catch (const RefusedByRuntime& refused) {
+    return refused.status;
   } catch (const InvalidArgument& error) {
     return failure(api, ort::kInvalidArgument, error.what());
   } catch (const std::bad_alloc&) {

@@ -1,5 +1,6 @@
 """The native kernel against `diffquant.attention.naive` in float64, for every instruction set of this machine."""
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import numpy as np
@@ -150,6 +151,19 @@ def test_float16_stays_within_its_rounding(kernel, generation, bits):
         assert wrong.mean() < (0.02 if bits else 1e-9)
 
 
+@pytest.mark.parametrize("lam", [-(2.0**-11), -3 * 2.0**-11, 0.25])
+def test_float16_output_rounds_ties_to_even_over_its_whole_range(kernel, lam):
+    # With one key both maps are 1, and the output is v·(1 - λ) exactly before it is rounded.
+    case = Case(pairs=1, kv_pairs=1, width=6, rope="")
+    inputs = {n: v.astype("f2") for n, v in inputs_of(case, 1, 1).items()} | {"lambda": np.array([lam], "f4")}
+    values = [1, 1.5, 3, 2.0**-14, 2.0**-15, 3 * 2.0**-24, 2.0**-24, 65504, -1, -65504, 0, 1000.5]
+    inputs["value"] = np.array(values, "f2").reshape(1, 1, 12)
+    output = native(kernel, case, dtype="f2")(feed(inputs, slice(0, 1), past_of(case, 1, 0, "f2")))[0]
+    with np.errstate(over="ignore"):
+        wanted = (inputs["value"].astype("f4") * np.float32(1 - lam)).astype("f2")
+    np.testing.assert_array_equal(output, wanted)
+
+
 def on_a_lattice(case, length):
     """Inputs whose logits are exact in float32, so that no rounding of them depends on the order of sums."""
     rng = np.random.default_rng(3)
@@ -210,6 +224,16 @@ def test_threads_do_not_change_a_bit(library):
     one, two = (native(library, case, threads)(feed(inputs, slice(0, 130), past_of(case, 2, 0))) for threads in (1, 2))
     for alone, together in zip(one, two, strict=True):
         np.testing.assert_array_equal(alone, together)
+
+
+def test_one_session_serves_several_callers_at_once(library):
+    case = Case(width=64)
+    call = native(library, case)
+    feeds = [feed(inputs_of(case, 1, n), slice(0, n), past_of(case, 1, 0)) for n in (1, 30, 100, 120)] * 5
+    with ThreadPoolExecutor(4) as pool:
+        together = list(pool.map(call, feeds))
+    for one, inputs in zip(together, feeds, strict=True):
+        np.testing.assert_array_equal(one[0], call(inputs)[0])
 
 
 @pytest.mark.parametrize("bits", [0, 8, 6])
