@@ -13,12 +13,12 @@ from diffquant.attention.spec import DiffSpec
 from diffquant.checkpoint.reader import Checkpoint
 from diffquant.errors import CheckpointError
 from diffquant.export.body import body
-from diffquant.export.external import Streamed, place
 from diffquant.export.linears import Linears, check_blocks
 from diffquant.export.matrix import Matrix, read_matrix, read_vector
 from diffquant.export.nodes import CONTRIB, Graph
 from diffquant.export.op import DOMAIN, NAME, OpAttributes
 from diffquant.export.options import IR_VERSION, ExportOptions
+from diffquant.export.streaming import Streamed, place
 from diffquant.model.adapters import Adapter
 from diffquant.model.layout import LAMBDA_VECTORS, linear_shapes
 from diffquant.scheme import Scheme

@@ -20,12 +20,13 @@ from diffquant.checkpoint.versions import versions
 from diffquant.errors import UsageError
 from diffquant.export.calibration import calibration_windows, static_scales
 from diffquant.export.decoder import Scales, Source, build, check_source
-from diffquant.export.external import DATA_FILE, MODEL_FILE, Streamed, place, write
+from diffquant.export.external import DATA_FILE, MODEL_FILE
 from diffquant.export.genai import write_genai_config
 from diffquant.export.linears import container_bits
 from diffquant.export.manifest import write_manifest
 from diffquant.export.options import ExportOptions, check_runtime, runtime_floor
 from diffquant.export.session import OnnxModel
+from diffquant.export.streaming import Streamed, place, write
 from diffquant.model.adapters import adapter_for
 from diffquant.progress import Progress, silent
 

@@ -1,5 +1,6 @@
 """Text out of an exported folder, token by token, with what it took."""
 
+import json
 import resource
 import sys
 import time
@@ -9,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tokenizers import Tokenizer
 
-from diffquant.checkpoint.load import load_tokenizer
-from diffquant.checkpoint.reader import read_json
-from diffquant.errors import UsageError
+from diffquant.errors import CheckpointError, UsageError
 from diffquant.export.session import InPlace, OnnxModel
 
 _PREFILL_CHUNK = 512
@@ -48,30 +48,21 @@ class Speed:
 
 
 class Generator:
-    """An exported folder ready to continue prompts.
+    """An exported folder ready to continue prompts. torch is not imported for it.
 
     Attributes:
         speed: of the last run.
     """
 
-    def __init__(self, folder: Path, threads: int = 0) -> None:
-        """Open a folder.
+    def __init__(self, folder: Path, threads: int = 0, model: OnnxModel | None = None) -> None:
+        """Open a folder, or take a model of it that is open already.
 
         Raises:
             CheckpointError: it is damaged, has no cache, or no tokenizer.
         """
-        self._take(OnnxModel(Path(folder), threads), load_tokenizer(folder))
-
-    @classmethod
-    def of(cls, model: OnnxModel, tokenizer: Any) -> "Generator":
-        """A generator on a model that is open already."""
-        generator = cls.__new__(cls)
-        generator._take(model, tokenizer)
-        return generator
-
-    def _take(self, model: OnnxModel, tokenizer: Any) -> None:
-        self.model, self.tokenizer = model, tokenizer
-        config = read_json(model.folder / "config.json")
+        self.model = model or OnnxModel(Path(folder), threads)
+        self.text = Text(Path(folder))
+        config = json.loads((Path(folder) / "config.json").read_text())
         end = config.get("eos_token_id")
         self._ends = set(end) if isinstance(end, list) else {end}
         self._context: int = config.get("max_position_embeddings", 2048)
@@ -92,58 +83,96 @@ class Generator:
         Raises:
             UsageError: the prompt is empty, longer than the model's context, or there is no chat template.
         """
-        ids = encode(self.tokenizer, prompt, chat)
-        if len(ids) >= self._context:
-            raise UsageError(f"the prompt has {len(ids)} tokens; the model's context ends at {self._context}")
+        ids = self.text.encode_chat(prompt) if chat else self.text.encode(prompt)
         pick = _greedy if temperature == 0 else _sampler(temperature, seed)
         shown = ""
         tokens: list[int] = []
-        for token in self.tokens(ids, min(max_new_tokens, self._context - len(ids)), pick):
+        for token in self.tokens(ids, max_new_tokens, pick):
             tokens.append(token)
-            text = self.tokenizer.decode(tokens, skip_special_tokens=True)
+            text = self.text.decode(tokens)
             # A character of several tokens is decoded as a replacement until it is whole.
             if not text.endswith("\ufffd"):
                 yield text[len(shown) :]
                 shown = text
 
     def tokens(
-        self, ids: list[int], max_new_tokens: int, pick: "Callable[[np.ndarray], int] | None" = None
+        self, ids: list[int], max_new_tokens: int, pick: Callable[[np.ndarray], int] | None = None
     ) -> Iterator[int]:
-        """Continue token ids, greedily by default, until a token that ends the text."""
+        """Continue token ids, greedily by default, until a token that ends the text or the context's end.
+
+        Raises:
+            UsageError: the ids fill the model's context.
+        """
+        if len(ids) >= self._context:
+            raise UsageError(f"the prompt has {len(ids)} tokens; the model's context ends at {self._context}")
         pick = pick or _greedy
+        room = min(max_new_tokens, self._context - len(ids))
         started = time.perf_counter()
-        state = InPlace(self.model, 1, len(ids) + max_new_tokens)
+        state = InPlace(self.model, 1, len(ids) + room)
         logits = np.empty(0)
         for first in range(0, len(ids), _PREFILL_CHUNK):
             logits = state.step(np.array([ids[first : first + _PREFILL_CHUNK]]))[0, -1]
         self.speed = Speed(len(ids), 0, time.perf_counter() - started, cache_bytes=state.nbytes)
-        for count in range(max_new_tokens):
+        for count in range(room):
             token = pick(logits)
             if token in self._ends:
                 return
             self.speed.new_tokens += 1
             self.speed.peak_bytes = peak_bytes()
             yield token
-            if count + 1 < max_new_tokens:
+            if count + 1 < room:
                 before = time.perf_counter()
                 logits = state.step(np.array([[token]]))[0, -1]
                 self.speed.decode_seconds += time.perf_counter() - before
 
 
-def encode(tokenizer: Any, prompt: str, chat: bool) -> list[int]:
-    """Token ids of a prompt.
+class Text:
+    """A folder's tokenizer: its tokenizer.json, or through transformers where it has another kind."""
 
-    Raises:
-        UsageError: it is empty, or the tokenizer has no chat template.
-    """
-    if not prompt.strip():
-        raise UsageError("the prompt is empty")
-    if not chat:
-        return list(tokenizer(prompt)["input_ids"])
-    if not getattr(tokenizer, "chat_template", None):
-        raise UsageError("the tokenizer has no chat template; leave out --chat")
-    message = [{"role": "user", "content": prompt}]
-    return list(tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=True)["input_ids"])
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._fast: Tokenizer | None = None
+        self._slow: Any = None
+        file = folder / "tokenizer.json"
+        if file.is_file():
+            try:
+                self._fast = Tokenizer.from_file(str(file))
+            except Exception as error:  # the library raises bare Exception
+                raise CheckpointError(f"cannot read {file}: {error}") from error
+        else:
+            self._slow = self._through_transformers()
+
+    def encode(self, prompt: str) -> list[int]:
+        """Token ids of a prompt.
+
+        Raises:
+            UsageError: it is empty.
+        """
+        if not prompt.strip():
+            raise UsageError("the prompt is empty")
+        return list(self._fast.encode(prompt).ids if self._fast else self._slow(prompt)["input_ids"])
+
+    def encode_chat(self, prompt: str) -> list[int]:
+        """Token ids of a user's message in the chat template.
+
+        Raises:
+            UsageError: the tokenizer has none.
+        """
+        self._slow = self._slow or self._through_transformers()
+        if not getattr(self._slow, "chat_template", None):
+            raise UsageError("--chat: the model's tokenizer has no chat template")
+        message = [{"role": "user", "content": prompt}]
+        return list(self._slow.apply_chat_template(message, add_generation_prompt=True, return_dict=True)["input_ids"])
+
+    def decode(self, ids: list[int]) -> str:
+        """Text of token ids, special ones left out."""
+        decode = self._fast.decode if self._fast else self._slow.decode
+        return str(decode(ids, skip_special_tokens=True))
+
+    def _through_transformers(self) -> Any:
+        from diffquant.checkpoint.load import load_tokenizer
+
+        return load_tokenizer(self._folder)
 
 
 def peak_bytes() -> int:

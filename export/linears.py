@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from diffquant.errors import GroupSizeError
-from diffquant.export.external import Rows, Streamed
 from diffquant.export.matrix import Matrix, checked_cast
 from diffquant.export.nodes import CONTRIB, Graph
 from diffquant.export.options import ExportOptions
+from diffquant.export.streaming import Rows, Streamed
 from diffquant.numerics import pack
 from diffquant.scheme import Scheme
 

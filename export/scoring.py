@@ -118,7 +118,7 @@ class OnnxLanguageModel:
             raise UsageError("an exported model generates greedily in lm-eval; choose a task that does not sample")
         ids = prompt[0].tolist()
         made: list[int] = []
-        for token in Generator.of(self.runtime, tokenizer).tokens(ids, max_new_tokens):
+        for token in Generator(self.runtime.folder, model=self.runtime).tokens(ids, max_new_tokens):
             made.append(token)
             if any(stop in tokenizer.decode(made) for stop in stop_strings):
                 break

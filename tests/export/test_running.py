@@ -65,7 +65,7 @@ def by_whole_sequences(folder, ids, new):
 
 def test_tokens_are_those_of_whole_sequences_and_the_cache_stays_in_place(folder):
     generator = Generator(folder, 1)
-    ids = generator.tokenizer(PROMPT)["input_ids"]
+    ids = generator.text.encode(PROMPT)
     made = list(generator.tokens(ids, 20))
     wanted = by_whole_sequences(folder, ids, 20)[len(ids) :]
     assert made == [token for token in wanted if token != 1]
@@ -75,9 +75,20 @@ def test_tokens_are_those_of_whole_sequences_and_the_cache_stays_in_place(folder
 
 def test_tokens_are_those_of_torch(source, plain):
     generator = Generator(plain, 1)
-    ids = generator.tokenizer(PROMPT)["input_ids"]
+    ids = generator.text.encode(PROMPT)
     oracle = diffquant.load(source).generate(torch.tensor([ids]), max_new_tokens=20, do_sample=False)[0].tolist()
     assert ids + list(generator.tokens(ids, 20)) == [token for token in oracle if token != 1]
+
+
+def test_running_does_not_import_torch(plain):
+    code = f"""
+import sys
+from diffquant.export.generation import Generator
+list(Generator({str(plain)!r}).stream({PROMPT!r}, 2))
+print("torch" in sys.modules, "transformers" in sys.modules)
+"""
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert found.stdout.split() == ["False", "False"], found.stderr
 
 
 def test_steps_write_into_the_same_buffers(folder):
