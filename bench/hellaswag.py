@@ -185,9 +185,10 @@ def _agreeing(result: dict[str, Any]) -> int:
 
 
 def _require(result: dict[str, Any]) -> None:
-    """
+    """Check that the scorers agree.
+
     Raises:
-        ToleranceError: in float32 the scorers disagree.
+        ToleranceError: in float32 they choose differently.
     """
     if _agreeing(result) < result["items"]:
         raise ToleranceError(f"the scorers choose differently on {result['items'] - _agreeing(result)} items")

@@ -1,9 +1,15 @@
 """One torch thread a test process: tests run side by side, and tiny tensors gain nothing from more."""
 
+import os
+
 import pytest
 import torch
+from hypothesis import settings
 
 torch.set_num_threads(1)
+# A busy machine is no failure, and CI tries the same examples every time.
+settings.register_profile("diffquant", deadline=None, derandomize="CI" in os.environ)
+settings.load_profile("diffquant")
 
 
 @pytest.fixture(autouse=True)

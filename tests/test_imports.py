@@ -20,7 +20,7 @@ ORDER = [
     "checkpoint",
     "generation",
 ]
-ORDER += ["doctor", "evals", "sweep", "demo", "cli"]
+ORDER += ["evals", "doctor", "sweep", "demo", "cli"]
 ROOMS = {"export", "calib", "bench"}
 
 

@@ -60,7 +60,14 @@ class ShardFile:
             raise
 
     def write(self, name: str, data: Tensor, first_row: int = 0) -> None:
-        """Put consecutive rows of a tensor in their place."""
+        """Put consecutive rows of a tensor in their place.
+
+        Raises:
+            TypeError: they are not of the dtype that was announced, and would run into what lies behind.
+        """
+        announced = self._tensors[name].dtype
+        if data.dtype != announced:
+            raise TypeError(f"{name} was announced as {announced} and is written as {data.dtype}")
         self._put(_bytes_of(data), self._starts[name] + first_row * self._tensors[name].row_nbytes)
 
     def __enter__(self) -> "ShardFile":

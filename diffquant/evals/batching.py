@@ -4,15 +4,16 @@ from collections.abc import Sequence
 
 # What one forward pass costs beyond its tokens, in tokens: measured on two CPU cores with a model of
 # 135 M parameters. It only trades padding against passes; results do not depend on it.
-PASS_COST = 32
+PASS_COST = 48
 
 
-def split(lengths: Sequence[int], budget: int, pass_cost: int = PASS_COST) -> list[range]:
+def split(lengths: Sequence[int], budget: int, held: int = 0, pass_cost: int = PASS_COST) -> list[range]:
     """Cut a descending list into runs so that padded tokens plus `pass_cost` a run are fewest.
 
     Args:
         lengths: tokens of each sequence, longest first.
-        budget: most padded tokens in a run; a sequence longer than that runs alone.
+        budget: most tokens in a run, padding and what is held included; a sequence beyond it runs alone.
+        held: tokens that each sequence has in a cache before it runs.
 
     Returns:
         Consecutive ranges that cover every index.
@@ -22,7 +23,7 @@ def split(lengths: Sequence[int], budget: int, pass_cost: int = PASS_COST) -> li
     for end in range(1, len(lengths) + 1):
         for start in range(end - 1, -1, -1):
             padded = (end - start) * lengths[start]
-            if padded > budget and end - start > 1:
+            if padded + (end - start) * held > budget and end - start > 1:
                 break
             if cheapest[start] + padded + pass_cost < cheapest[end]:
                 cheapest[end] = cheapest[start] + padded + pass_cost

@@ -17,9 +17,10 @@ _PREFERRED = ("acc_norm", "acc", "exact_match", "f1", "word_perplexity")
 
 
 def require_lm_eval() -> None:
-    """
+    """Check that lm-eval can be imported, without importing it.
+
     Raises:
-        MissingDependencyError: lm-eval is not installed.
+        MissingDependencyError: it is not installed.
     """
     if importlib.util.find_spec("lm_eval") is None:
         raise MissingDependencyError("lm-eval tasks need the lm-eval package: pip install 'diffquant[peers]'")

@@ -159,7 +159,8 @@ def next_token_kl(p_logits: Tensor, q_logits: Tensor) -> Tensor:
 
 
 def check_windows(window: int, stride: int) -> None:
-    """
+    """Check that windows cover the text.
+
     Raises:
         UsageError: the stride would skip tokens, or nothing would be read.
     """

@@ -41,7 +41,7 @@ def score(
 
     Args:
         model: a `DiffTransformer`, or another causal model with Hugging Face's calls, in eval mode.
-        batch_tokens: most tokens of one pass, padding included; bounds the cache and hidden states.
+        batch_tokens: most tokens of one pass, cached context and padding included; bounds memory.
 
     Raises:
         NonFiniteError: the model's logits are not finite.
@@ -88,9 +88,12 @@ def token_scores(model: Any, hidden: Tensor, targets: Tensor) -> tuple[Tensor, T
     logprobs, greedy = [], []
     rows = max(1, LOGITS_ENTRIES // model.config.vocab_size)
     for part, wanted in zip(hidden.split(rows), targets.split(rows), strict=True):
-        logits = model.lm_head(part)
-        logprobs.append(logits.log_softmax(1, dtype=torch.float32).gather(1, wanted))
-        greedy.append(logits.max(1, keepdim=True).indices == wanted)
+        logits = model.lm_head(part).float()
+        largest, likeliest = logits.max(1, keepdim=True)
+        picked = logits.gather(1, wanted) - largest
+        # In place: a log_softmax would write all of the vocabulary again, and took five times as long.
+        logprobs.append(picked - logits.sub_(largest).exp_().sum(1, keepdim=True).log())
+        greedy.append(likeliest == wanted)
     return torch.cat(logprobs), torch.cat(greedy)
 
 
@@ -166,19 +169,10 @@ def _add_further_tokens(
     rows = [(b, i) for b, group in enumerate(owners) for i in group if len(requests[i].continuation) > 1]
     rows.sort(key=lambda row: len(requests[row[1]].continuation), reverse=True)
     lengths = [len(requests[i].continuation) - 1 for _, i in rows]
-    for run in split(lengths, _within_cache_budget(lengths, mask.shape[1], batch_tokens)):
+    for run in split(lengths, batch_tokens, held=mask.shape[1]):
         picked = [rows[k] for k in run]
         branch = cache if run.stop == len(rows) else copy.deepcopy(cache)
         _add_continuations(model, branch, mask, [b for b, _ in picked], [i for _, i in picked], requests, totals)
-
-
-def _within_cache_budget(lengths: list[int], context: int, batch_tokens: int) -> int:
-    """Tokens of a pass such that its rows, contexts included, hold about `batch_tokens` of cache each way.
-
-    A branch repeats its context once a row, so long contexts leave room for fewer rows.
-    """
-    longest = max(lengths, default=1)
-    return max(longest, 2 * batch_tokens * longest // (context + longest))
 
 
 def _add_continuations(

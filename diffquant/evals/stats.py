@@ -9,10 +9,10 @@ _Z95 = 1.959963984540054
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean over n items and its standard error."""
+    """A mean over n items and its standard error, which one item alone does not have."""
 
     mean: float
-    se: float
+    se: float | None
     n: int
 
 
@@ -43,8 +43,9 @@ def estimate(values: Sequence[float]) -> Estimate:
     """Mean and standard error, s/√n with the sample's s, as lm-eval reports it; n is at least 1."""
     n = len(values)
     mean = sum(values) / n
-    variance = sum((value - mean) ** 2 for value in values) / (n - 1) if n > 1 else math.nan
-    return Estimate(mean, math.sqrt(variance / n), n)
+    if n == 1:
+        return Estimate(mean, None, 1)
+    return Estimate(mean, math.sqrt(sum((value - mean) ** 2 for value in values) / (n - 1) / n), n)
 
 
 def paired_difference(values: Sequence[float], baseline: Sequence[float]) -> Difference:
@@ -61,7 +62,8 @@ def paired_difference(values: Sequence[float], baseline: Sequence[float]) -> Dif
     if {*values, *baseline} <= {0.0, 1.0}:
         return _bonett_price(differences.count(1), differences.count(-1), len(differences))
     of_mean = estimate(differences)
-    return Difference(of_mean.mean, of_mean.mean - _Z95 * of_mean.se, of_mean.mean + _Z95 * of_mean.se)
+    half = math.inf if of_mean.se is None else _Z95 * of_mean.se
+    return Difference(of_mean.mean, of_mean.mean - half, of_mean.mean + half)
 
 
 def flips(
@@ -76,9 +78,9 @@ def flips(
     )
 
 
-def recovery(score: float, baseline: float) -> float:
-    """Quantized score over the 16-bit one; NaN where that is 0."""
-    return score / baseline if baseline else math.nan
+def recovery(score: float, baseline: float) -> float | None:
+    """Quantized score over the 16-bit one; None where that is 0."""
+    return score / baseline if baseline else None
 
 
 def _bonett_price(gained: int, lost: int, n: int) -> Difference:

@@ -31,11 +31,13 @@ def pack(codes: Tensor, bits: int) -> Tensor:
     unsigned = codes.view(torch.uint8) + (1 << (bits - 1))
     if length % 32:
         unsigned = pad(unsigned, (0, -length % 32))
-    lanes = unsigned.contiguous().view(torch.int64)
+    # One axis: views of another width ask for strides that axes of size 1 need not have.
+    lanes = unsigned.reshape(-1).view(torch.int64)
     for width, shift, mask in _steps(bits):
         lanes = (lanes & mask) | (((lanes >> width) & mask) << shift)
-    low_bytes = lanes.unsqueeze(-1).view(torch.uint8)[..., :bits]
-    return low_bytes.flatten(-2).view(torch.int32)[..., : packed_words(length, bits)].contiguous()
+    words = lanes.view(torch.uint8).view(-1, 8)[:, :bits].reshape(-1).view(torch.int32)
+    words = words.view(*codes.shape[:-1], packed_words(unsigned.shape[-1], bits))
+    return words[..., : packed_words(length, bits)].contiguous()
 
 
 def unpack(words: Tensor, bits: int, length: int) -> Tensor:
@@ -50,12 +52,12 @@ def unpack(words: Tensor, bits: int, length: int) -> Tensor:
         int8 [..., length].
     """
     padded = -(-length // 32) * 32
-    words = pad(words, (0, packed_words(padded, bits) - words.shape[-1])).contiguous()
-    low_bytes = words.view(torch.uint8).unflatten(-1, (padded // 8, bits))
-    lanes = pad(low_bytes, (0, 8 - bits)).contiguous().view(torch.int64).squeeze(-1)
+    filled = pad(words, (0, packed_words(padded, bits) - words.shape[-1]))
+    low_bytes = filled.reshape(-1).view(torch.uint8).view(-1, bits)
+    lanes = pad(low_bytes, (0, 8 - bits)).view(torch.int64).view(-1)
     for width, shift, mask in reversed(list(_steps(bits))):
         lanes = (lanes & mask) | (((lanes >> shift) & mask) << width)
-    unsigned = lanes.unsqueeze(-1).view(torch.uint8).flatten(-2)[..., :length]
+    unsigned = lanes.view(torch.uint8).view(*words.shape[:-1], padded)[..., :length]
     return (unsigned - (1 << (bits - 1))).view(torch.int8)
 
 

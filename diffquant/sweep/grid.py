@@ -20,7 +20,7 @@ class SweepOptions:
         bits: widths; 16, the baseline, is measured whether named or not.
         targets: names in `TARGETS`, each swept alone.
         granularities: as in a scheme's text ("row", "tensor", "row:shift"); each serves the targets that
-            know it. None: every target's own default.
+            know it. Empty: every target's own default.
         limit: items of each accuracy task; all by default.
         items: JSONL of HellaSwag items; those that ship by default.
         text: file for perplexity; the prose that ships by default.

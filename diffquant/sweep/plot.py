@@ -137,7 +137,7 @@ def _value(row: Row) -> tuple[float, float] | None:
     """What is drawn of a row: the first task's score in percent and its standard error, or the perplexity."""
     if row.accuracies:
         first = row.accuracies[0]
-        return None if first is None else (100 * first.score.mean, 100 * first.score.se)
+        return None if first is None else (100 * first.score.mean, 100 * (first.score.se or 0.0))
     return None if row.perplexity is None else (row.perplexity, 0.0)
 
 

@@ -46,7 +46,8 @@ class SweepResult:
         return next(p for p in self.points if p.model == point.model and p.is_baseline)
 
     def require_complete(self) -> None:
-        """
+        """Check that every cell has a result.
+
         Raises:
             FailedCellsError: cells failed; each is named with its error.
         """

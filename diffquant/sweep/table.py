@@ -2,7 +2,6 @@
 
 import csv
 import io
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -138,7 +137,7 @@ def _accuracy(sweep: SweepResult, point: Point, task: str) -> Accuracy | None:
 
 def _score(result: dict[str, Any]) -> Estimate:
     """A task that is not scored item by item (a perplexity over documents) has no standard error here."""
-    return estimate(result["values"]) if result["values"] else Estimate(result["score"], math.nan, result["n"])
+    return estimate(result["values"]) if result["values"] else Estimate(result["score"], None, result["n"])
 
 
 def _flips(result: dict[str, Any], baseline: dict[str, Any]) -> Flips | None:
@@ -182,7 +181,7 @@ def _accuracy_texts(accuracy: Accuracy | None) -> list[str]:
         return [_FAILED, _MISSING, _MISSING, _MISSING]
     score, change, turned = accuracy.score, accuracy.difference, accuracy.flips
     return [
-        f"{score.mean:.4g}" if math.isnan(score.se) else f"{score.mean:.1%} ± {score.se:.1%}",
+        f"{score.mean:.4g}" if score.se is None else f"{score.mean:.1%} ± {score.se:.1%}",
         f"{100 * change.mean:+.1f} [{100 * change.low:+.1f}, {100 * change.high:+.1f}]" if change else _MISSING,
         f"+{turned.gained} -{turned.lost}" if turned else _MISSING,
         _number(accuracy.recovery, ".1%"),

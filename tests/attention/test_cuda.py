@@ -7,7 +7,8 @@ from diffquant.attention import Mask, attend
 from diffquant.attention.naive import naive
 from diffquant.scheme import Scheme
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA device", allow_module_level=True)
 
 LIMITS = {torch.float16: 2e-3, torch.bfloat16: 1e-2}
 
