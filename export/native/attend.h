@@ -13,8 +13,10 @@
 namespace diffquant {
 namespace {
 
-// Keys or values that are read at once: few enough to stay in a level-1 cache, and whole tiles of every kernel.
-constexpr int64_t kReadRows = 48;
+// Keys or values that are read at once, so that what is converted stays in a level-1 cache: whole tiles of every
+// kernel for a tall panel, which uses them often; fewer for a flat one, which uses them once a row.
+constexpr int64_t kTallRead = 48;
+constexpr int64_t kFlatRead = 2048;  // floats
 // Bytes of logits a block may hold before it is made of fewer rows; about half of a level-2 cache.
 constexpr int64_t kLogitBytes = 512 << 10;
 constexpr int64_t kMostRows = 64;
@@ -38,9 +40,10 @@ class BlockAttention {
         keys_(seen_by(block.rows - 1).end - first_key_),
         row_stride_(tall_ ? 1 : round_up(keys_, V::kLanes)),
         key_stride_(tall_ ? rows_ : 1),
-        logits_of_map_(tall_ ? keys_ * rows_ : rows_ * row_stride_) {
+        logits_of_map_(tall_ ? keys_ * rows_ : rows_ * row_stride_),
+        read_rows_(tall_ ? kTallRead : round_up(kFlatRead / problem.keys.width, V::kLanes)) {
     const int64_t widest = larger(problem.keys.width, problem.values.width);
-    const int64_t buffer = kReadRows * widest;
+    const int64_t buffer = read_rows_ * widest;
     Scratch& scratch = Scratch::of_this_thread();
     scratch.reset(2 * logits_of_map_ + 2 * problem.width * rows_ + problem.values.width * rows_ + buffer + widest +
                       2 * problem.width + rows_,
@@ -141,8 +144,8 @@ class BlockAttention {
   void multiply_keys() {
     gather_queries();
     const int64_t width = problem_.width, stride = problem_.keys.width;
-    for (int64_t first = 0; first < keys_; first += kReadRows) {
-      const int64_t count = smaller(kReadRows, keys_ - first);
+    for (int64_t first = 0; first < keys_; first += read_rows_) {
+      const int64_t count = smaller(read_rows_, keys_ - first);
       const float* keys =
           read_rows<V>(problem_.keys, block_.sequence, block_.kv_pair, first_key_ + first, count, buffer_);
       for (int map = 0; map < 2; ++map) {
@@ -209,8 +212,8 @@ class BlockAttention {
 
   void multiply_values() {
     for (int64_t i = 0; i < rows_ * problem_.values.width; ++i) sums_[i] = 0;
-    for (int64_t first = 0; first < keys_; first += kReadRows) {
-      const int64_t count = smaller(kReadRows, keys_ - first);
+    for (int64_t first = 0; first < keys_; first += read_rows_) {
+      const int64_t count = smaller(read_rows_, keys_ - first);
       const float* values =
           read_rows<V>(problem_.values, block_.sequence, block_.kv_pair, first_key_ + first, count, buffer_);
       int64_t row = 0;
@@ -250,6 +253,7 @@ class BlockAttention {
   const int64_t rows_;  // of the panel: whole vectors where it is tall
   const int64_t first_key_, keys_;
   const int64_t row_stride_, key_stride_, logits_of_map_;
+  const int64_t read_rows_;
   float *logits_, *queries_, *sums_, *buffer_, *angles_, *row_, *of_rows_;
 };
 

@@ -68,9 +68,10 @@ struct Avx2 {
   // kLanes codes of `bits` bits that begin at a byte: each lane takes the two bytes its code lies in.
   template <int bits>
   static Vec load_packed(const uint8_t* from) {
-    int64_t word = 0;
-    std::memcpy(&word, from, bits);
-    const __m256i bytes = _mm256_shuffle_epi8(_mm256_set1_epi64x(word), pairs<bits>());
+    static_assert(bits == 4 || bits == 6, "loads are of 4 and 6 bytes");
+    uint64_t word = load_as<uint32_t>(from);
+    if constexpr (bits == 6) word |= uint64_t{load_as<uint16_t>(from + 4)} << 32;
+    const __m256i bytes = _mm256_shuffle_epi8(_mm256_set1_epi64x(static_cast<int64_t>(word)), pairs<bits>());
     const __m256i shifts = _mm256_setr_epi32(0, bits % 8, 2 * bits % 8, 3 * bits % 8, 4 * bits % 8, 5 * bits % 8,
                                              6 * bits % 8, 7 * bits % 8);
     const __m256i codes = _mm256_and_si256(_mm256_srlv_epi32(bytes, shifts), _mm256_set1_epi32((1 << bits) - 1));
@@ -80,6 +81,12 @@ struct Avx2 {
  private:
   static __m256i first(int64_t count) {
     return _mm256_cmpgt_epi32(_mm256_set1_epi32(static_cast<int>(count)), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+  }
+  template <class T>
+  static T load_as(const uint8_t* from) {
+    T out;
+    std::memcpy(&out, from, sizeof out);
+    return out;
   }
   // In each half: the sums of that half of a, b, c and d.
   static Vec sum_quarters(Vec a, Vec b, Vec c, Vec d) {

@@ -61,7 +61,9 @@ struct Avx512 {
   // kLanes codes of `bits` bits that begin at a byte: each lane takes the two bytes its code lies in.
   template <int bits>
   static Vec load_packed(const uint8_t* from) {
-    const __m128i row = _mm_maskz_loadu_epi8((1 << (2 * bits)) - 1, from);
+    static_assert(bits == 4 || bits == 6, "loads are of 8 and 12 bytes");
+    __m128i row = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(from));
+    if constexpr (bits == 6) row = _mm_insert_epi32(row, load_int32(from + 8), 2);
     const __m512i bytes = _mm512_shuffle_epi8(_mm512_broadcast_i32x4(row), pairs<bits>());
     const __m512i shifts = _mm512_and_si512(
         _mm512_mullo_epi32(_mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15),
@@ -73,6 +75,11 @@ struct Avx512 {
 
  private:
   static __mmask16 first(int64_t count) { return static_cast<__mmask16>((1u << count) - 1); }
+  static int load_int32(const uint8_t* from) {
+    int out;
+    std::memcpy(&out, from, sizeof out);
+    return out;
+  }
   // In each quarter: the sums of that quarter of a, b, c and d.
   static Vec sum_quarters(Vec a, Vec b, Vec c, Vec d) {
     const __m512d ab = _mm512_castps_pd(_mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b)));
