@@ -184,7 +184,7 @@ class Linears:
         if part not in held:
             held[part] = matrix.module + suffix
             row_bytes = itemsize if whole_row else itemsize * shape[1]
-            self.streamed.append(Streamed(held[part], kind, shape, row_bytes, make))
+            self.streamed.append(Streamed(held[part], kind, shape, row_bytes, matrix.shape[1], make))
         return held[part]
 
 
