@@ -70,13 +70,24 @@ def test_dry_run_prints_the_table_and_writes_nothing(run, checkpoint, tmp_path):
         (["quantize", "SRC", "-o", "OUT", "--weights", "4", "--recipe", "r.yaml"], 2, "one or the other"),
         (["quantize", "SRC", "-o", "OUT", "--recipe", "absent.yaml"], 2, "cannot read recipe absent.yaml"),
         (["quantize", "--colour"], 2, "No such option"),
+        (["sweep", "SRC", "-o", "OUT", "--task", "chess"], 2, "unknown task 'chess'"),
+        (["sweep", "SRC", "-o", "OUT", "--target", "norms"], 2, "unknown target 'norms'"),
+        (["sweep", "SRC", "-o", "OUT", "--bits", "16,x"], 2, "x is no number"),
+        (["sweep", "SRC", "-o", "OUT", "--bits", "9"], 2, "bits must be 2 to 8"),
+        (["sweep", "nowhere", "-o", "OUT"], 1, "nowhere is neither"),
+        (["eval", "SRC", "--task", "perplexity", "--text", "absent.txt"], 2, "cannot read text from absent.txt"),
+        (["eval", "SRC", "--task", "perplexity", "--text", "EMPTY"], 2, "is empty"),
+        (["eval", "SRC", "--items", "EMPTY"], 2, "nothing to score"),
+        (["eval", "SRC"], 1, "cannot read a tokenizer"),
+        (["convert", "SRC", "-o", "OUT", "--to", "diff-v2"], 2, "cannot convert diffllama to diff-v2 exactly"),
         (["generate", "SRC", "--prompt", "hello"], 1, "cannot read a tokenizer"),
         (["generate", "SRC", "--prompt", "hello", "--dtype", "int3"], 2, "unknown dtype 'int3'"),
     ],
     ids=lambda value: "-".join(value[-2:]) if isinstance(value, list) else None,
 )
 def test_bad_input_gives_one_clear_error_and_its_exit_code(run, checkpoint, tmp_path, arguments, code, message):
-    places = {"SRC": checkpoint, "OUT": tmp_path / "out"}
+    places = {"SRC": checkpoint, "OUT": tmp_path / "out", "EMPTY": tmp_path / "empty"}
+    places["EMPTY"].write_text("")
     before = sorted(checkpoint.iterdir())
     got, out, err = run(*[places.get(argument, argument) for argument in arguments])
     assert got == code
