@@ -21,6 +21,7 @@ from diffquant.export import ExportOptions, Generator, export
 from diffquant.export.native import library_path
 from diffquant.export.scoring import OnnxLanguageModel, evaluate_exported
 from diffquant.export.session import InPlace, OnnxModel
+from diffquant.progress import silent
 from diffquant.sweep.grid import SweepOptions
 
 PROMPT = "It was a dark and stormy night, and the"
@@ -189,3 +190,18 @@ def test_sessions_load_the_native_kernel_where_it_is_built(plain, monkeypatch):
     calls = kernel_calls()
     OnnxModel(plain, 1).run(ids, np.ones_like(ids), OnnxModel(plain, 1).empty_cache(1))
     assert kernel_calls() == calls
+
+
+def test_lm_eval_scores_and_generates_with_it(source, plain):
+    from lm_eval.api.instance import Instance
+
+    from diffquant.evals.harness_model import HarnessModel
+
+    tokenizer = tiny_lm.tokenizer()
+    models = [OnnxLanguageModel(OnnxModel(plain, 1)), diffquant.load(source, dtype=torch.float32)]
+    adapters = [HarnessModel(model, tokenizer, 256, silent) for model in models]
+    pairs = [Instance("loglikelihood", {}, (PROMPT, text), i) for i, text in enumerate((" moon", " sea was"))]
+    ours, oracle = (adapter.loglikelihood(pairs) for adapter in adapters)
+    assert [p for p, _ in ours] == pytest.approx([p for p, _ in oracle], abs=1e-3)
+    asked = Instance("generate_until", {}, (PROMPT, {"until": ["\n\n"], "max_gen_toks": 12}), 0)
+    assert adapters[0].generate_until([asked]) == adapters[1].generate_until([asked])
