@@ -24,7 +24,7 @@ template <class V>
 typename V::Vec exponential(typename V::Vec x) {
   using Vec = typename V::Vec;
   const Vec lowest = V::broadcast(-87.0f);
-  const Vec bounded = V::max(x, lowest);
+  const Vec bounded = V::max(lowest, x);
   const Vec power = V::round(V::mul(bounded, V::broadcast(1.44269504f)));
   // ln 2 in two parts, so that the remainder loses nothing.
   Vec rest = V::fma(power, V::broadcast(-0.693359375f), bounded);
@@ -35,8 +35,8 @@ typename V::Vec exponential(typename V::Vec x) {
     sum = V::fma(sum, rest, V::broadcast(coefficient));
   }
   sum = V::fma(sum, V::mul(rest, rest), V::add(rest, V::broadcast(1.0f)));
-  // Hidden logits must weigh exactly nothing.
-  return V::where_above(x, lowest, V::scale_by_power(sum, power));
+  // Hidden logits must weigh exactly nothing; NaN stays what it is.
+  return V::unless_at_most(x, lowest, V::scale_by_power(sum, power));
 }
 
 template <class V>
@@ -102,7 +102,7 @@ void round_to_steps(const Run& run, typename V::Vec step, float lowest) {
   const typename V::Vec bound = V::broadcast(lowest);
   for (int64_t i = 0; i < run.count; ++i) {
     float* at = run.data + i * run.stride;
-    V::store(at, V::mul(V::round(V::max(V::div(V::load(at), step), bound)), step));
+    V::store(at, V::mul(V::round(V::max(bound, V::div(V::load(at), step))), step));
   }
 }
 

@@ -28,16 +28,19 @@ struct Avx2 {
   static Vec sub(Vec a, Vec b) { return _mm256_sub_ps(a, b); }
   static Vec mul(Vec a, Vec b) { return _mm256_mul_ps(a, b); }
   static Vec div(Vec a, Vec b) { return _mm256_div_ps(a, b); }
+  // b where one is NaN.
   static Vec max(Vec a, Vec b) { return _mm256_max_ps(a, b); }
   static Vec abs(Vec a) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), a); }
   static Vec round(Vec a) { return _mm256_round_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
-  // x·2^n for whole n of at least -126.
+  // x·2^n for whole n of -126 to 0.
   static Vec scale_by_power(Vec x, Vec n) {
     const __m256i exponent = _mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127));
     return _mm256_mul_ps(x, _mm256_castsi256_ps(_mm256_slli_epi32(exponent, 23)));
   }
-  // x where `a` is above `bound`, else 0.
-  static Vec where_above(Vec a, Vec bound, Vec x) { return _mm256_and_ps(_mm256_cmp_ps(a, bound, _CMP_GT_OQ), x); }
+  // x, but 0 where `a` is at most `bound`.
+  static Vec unless_at_most(Vec a, Vec bound, Vec x) {
+    return _mm256_andnot_ps(_mm256_cmp_ps(a, bound, _CMP_LE_OQ), x);
+  }
 
   static float largest(Vec a) {
     __m128 half = _mm_max_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));

@@ -28,14 +28,15 @@ struct Avx512 {
   static Vec sub(Vec a, Vec b) { return _mm512_sub_ps(a, b); }
   static Vec mul(Vec a, Vec b) { return _mm512_mul_ps(a, b); }
   static Vec div(Vec a, Vec b) { return _mm512_div_ps(a, b); }
+  // b where one is NaN.
   static Vec max(Vec a, Vec b) { return _mm512_max_ps(a, b); }
   static Vec abs(Vec a) { return _mm512_abs_ps(a); }
   static Vec round(Vec a) { return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
-  // x·2^n for whole n.
+  // x·2^n for whole n of -126 to 0.
   static Vec scale_by_power(Vec x, Vec n) { return _mm512_scalef_ps(x, n); }
-  // x where `a` is above `bound`, else 0.
-  static Vec where_above(Vec a, Vec bound, Vec x) {
-    return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(a, bound, _CMP_GT_OQ), x);
+  // x, but 0 where `a` is at most `bound`.
+  static Vec unless_at_most(Vec a, Vec bound, Vec x) {
+    return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(a, bound, _CMP_NLE_UQ), x);
   }
 
   static float largest(Vec a) { return _mm512_reduce_max_ps(a); }

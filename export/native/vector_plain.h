@@ -56,6 +56,7 @@ struct Plain {
   static Vec div(const Vec& a, const Vec& b) {
     return map([&](int i) { return a.lane[i] / b.lane[i]; });
   }
+  // b where one is NaN.
   static Vec max(const Vec& a, const Vec& b) {
     return map([&](int i) { return a.lane[i] > b.lane[i] ? a.lane[i] : b.lane[i]; });
   }
@@ -65,13 +66,14 @@ struct Plain {
   static Vec round(const Vec& a) {
     return map([&](int i) { return round_half_even(a.lane[i]); });
   }
-  // x·2^n for whole n of at least -126.
+  // x·2^n for whole n of -126 to 0.
   static Vec scale_by_power(const Vec& x, const Vec& n) {
-    return map([&](int i) { return x.lane[i] * power_of_two(static_cast<int32_t>(n.lane[i])); });
+    // The comparison is false for NaN, which has no whole number.
+    return map([&](int i) { return x.lane[i] * power_of_two(n.lane[i] < 0 ? static_cast<int32_t>(n.lane[i]) : 0); });
   }
-  // x where `a` is above `bound`, else 0.
-  static Vec where_above(const Vec& a, const Vec& bound, const Vec& x) {
-    return map([&](int i) { return a.lane[i] > bound.lane[i] ? x.lane[i] : 0.0f; });
+  // x, but 0 where `a` is at most `bound`.
+  static Vec unless_at_most(const Vec& a, const Vec& bound, const Vec& x) {
+    return map([&](int i) { return a.lane[i] <= bound.lane[i] ? 0.0f : x.lane[i]; });
   }
 
   static float largest(const Vec& a) {

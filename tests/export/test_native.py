@@ -218,6 +218,18 @@ def test_logits_far_apart_neither_overflow_nor_turn_into_nan(kernel):
     assert_close(output, expected(case, inputs, slice(0, 40)), atol=1e-3)
 
 
+@pytest.mark.parametrize("length", [3, 40])
+def test_nan_in_a_key_reaches_the_queries_that_see_it_and_no_other(kernel, length):
+    case = Case(pairs=2, kv_pairs=2, rope="")
+    inputs = inputs_of(case, 1, length)
+    inputs["key"][0, length - 2, 5] = np.nan
+    output = native(kernel, case)(feed(inputs, slice(0, length), past_of(case, 1, 0)))[0][0]
+    first_pair = output[:, : case.row]
+    assert not np.isnan(first_pair[: length - 2]).any()
+    assert np.isnan(first_pair[length - 2 :]).all()
+    assert not np.isnan(output[:, case.row :]).any()
+
+
 def test_threads_do_not_change_a_bit(library):
     case = Case(pairs=6, kv_pairs=3, width=64)
     inputs = inputs_of(case, 2, 130)
