@@ -9,8 +9,8 @@ from diffquant.attention.spec import DiffSpec
 from diffquant.checkpoint.load import load_tokenizer
 from diffquant.data import books_text
 from diffquant.errors import CheckpointError, UsageError
-from diffquant.export.decoder import Scales
 from diffquant.export.session import OnnxModel
+from diffquant.export.source import Scales
 from diffquant.numerics import max_code
 from diffquant.progress import Progress
 

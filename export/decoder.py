@@ -1,27 +1,19 @@
 """The decoder as an ONNX graph: Llama's layers around the op, one node an attention."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 from onnx import ModelProto, TensorProto
-from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from diffquant.attention.spec import DiffSpec
-from diffquant.checkpoint.reader import Checkpoint
-from diffquant.errors import CheckpointError
 from diffquant.export.body import body
-from diffquant.export.linears import Linears, check_blocks
-from diffquant.export.matrix import Matrix, read_matrix, read_vector
+from diffquant.export.linears import Linears
 from diffquant.export.nodes import CONTRIB, Graph
 from diffquant.export.op import DOMAIN, NAME, OpAttributes
-from diffquant.export.options import IR_VERSION, ExportOptions
+from diffquant.export.options import IR_VERSION
+from diffquant.export.source import EMBEDDING, HEAD, Scales, Source, key_width
 from diffquant.export.streaming import Streamed, place
-from diffquant.model.adapters import Adapter
-from diffquant.model.layout import LAMBDA_VECTORS, linear_shapes
-from diffquant.scheme import Scheme
+from diffquant.model.layout import LAMBDA_VECTORS
 
 PAST = "past_key_values.{layer}.{part}"
 PRESENT = "present.{layer}.{part}"
@@ -29,93 +21,6 @@ LAYER_OUTPUT = "layers.{layer}.output"
 
 _KINDS = {"float32": TensorProto.FLOAT, "float16": TensorProto.FLOAT16}
 _CACHE_KINDS = {8: TensorProto.INT8, 4: TensorProto.UINT8}
-_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
-# Their tables depend on the length of the sequence.
-_MOVING_ROPE = ("dynamic", "longrope")
-
-# k_scale and v_scale of a layer, float32 [1, h_kv, 1, dk] and [1, h_kv, 1, dv].
-Scales = tuple[np.ndarray, np.ndarray]
-
-
-@dataclass(frozen=True)
-class Source:
-    """A checkpoint to export, and what is to become of its weights."""
-
-    checkpoint: Checkpoint
-    adapter: Adapter
-    packed: dict[str, Scheme]
-    options: ExportOptions
-
-    @property
-    def spec(self) -> DiffSpec:
-        return self.adapter.config.diff_spec
-
-    def linear(self, name: str) -> Matrix:
-        return read_matrix(self.checkpoint, self.adapter, name, self.packed, self.options.weights)
-
-    def embedding(self, name: str) -> Matrix:
-        """The embedding or the head: 8-bit where asked for, whatever the linears are."""
-        matrix = read_matrix(self.checkpoint, self.adapter, name, self.packed)
-        if self.options.embed_bits == 16 or matrix.scheme.quantizes:
-            return matrix
-        size = next((block for block in (128, 64, 32, 16) if matrix.shape[1] % block == 0), None)
-        scheme = Scheme(8, "group", size) if size else Scheme(8, "row")
-        return read_matrix(self.checkpoint, self.adapter, name, self.packed, scheme)
-
-    def whole(self, name: str) -> Tensor:
-        """A small matrix in float32."""
-        matrix = read_matrix(self.checkpoint, self.adapter, name, self.packed)
-        rows = matrix.shape[0]
-        return matrix.dequantized(0, rows) if matrix.scheme.quantizes else matrix.values(0, rows).float()
-
-    def vector(self, name: str) -> Tensor:
-        return read_vector(self.checkpoint, self.adapter, name)
-
-    def matrices(self) -> list[Matrix]:
-        """Every matrix of the graph, in no particular order."""
-        ends = [_EMBEDDING] if self.adapter.config.tie_word_embeddings else [_EMBEDDING, _HEAD]
-        return [self.linear(n) for n in linear_shapes(self.adapter.config)] + [self.embedding(n) for n in ends]
-
-    def attributes(self) -> OpAttributes:
-        """Of every attention node."""
-        spec, options = self.spec, self.options
-        return OpAttributes(
-            num_pairs=spec.pairs,
-            num_kv_pairs=spec.kv_pairs,
-            generation=2 if spec.shared_k else 1,
-            scale=spec.scale,
-            do_rotary=int(spec.rope != "none"),
-            # The rows of V1's projections are reordered so that its channels are neighbours.
-            rotary_interleaved=int(spec.rope != "none" and (spec.rope == "interleaved" or not spec.shared_k)),
-            kv_bit_width=0 if options.kv_bits == 16 else options.kv_bits,
-            logit_bits=options.logits.bits if options.logits.quantizes else 0,
-            logit_granularity=options.logits.granularity or "row",
-            logit_shift=int(options.logits.shift),
-        )
-
-
-def check_source(source: Source) -> None:
-    """Refuse what the graph cannot express.
-
-    Raises:
-        CheckpointError: everything about the model that has no form here.
-        GroupSizeError: group sizes that no kernel has.
-    """
-    config, options = source.adapter.config, source.options
-    problems = []
-    if config.hidden_act not in ("silu", "swish"):
-        problems.append(f"its activation {config.hidden_act!r} is not silu")
-    if config.rope_parameters and config.rope_parameters.get("rope_type") in _MOVING_ROPE:
-        problems.append(f"its rope_type {config.rope_parameters['rope_type']!r} changes with the sequence's length")
-    if source.spec.scale_by_init and source.spec.post_norm == "none":
-        problems.append("it scales attention by 1 - λ_init without a norm")
-    if source.spec.value_dim != key_width(source.spec):
-        problems.append(f"its values are {source.spec.value_dim} wide, its keys {key_width(source.spec)}")
-    if source.spec.maps == 1 and (options.pure or options.logits.quantizes):
-        problems.append("a Transformer's attention is ONNX Runtime's own: leave out --pure-onnx and --logits")
-    if problems:
-        raise CheckpointError(f"{source.checkpoint.path} cannot be exported: {'; '.join(problems)}")
-    check_blocks(source.matrices(), options.pure)
 
 
 def build(source: Source, scales: Mapping[int, Scales] | None) -> tuple[ModelProto, list[Streamed]]:
@@ -149,14 +54,14 @@ class _Decoder:
         ids = graph.input("input_ids", TensorProto.INT64, ["batch", "sequence"])
         mask = graph.input("attention_mask", TensorProto.INT64, ["batch", "total"])
         lengths = self._lengths(mask)
-        embedding = self.source.embedding(_EMBEDDING)
+        embedding = self.source.embedding(EMBEDDING)
         x = self.linears.lookup(ids, embedding)
         for layer in range(self.config.num_hidden_layers):
             with graph.module(f"layers.{layer}"):
                 x = self._layer(x, layer, lengths)
         x = self._norm(x, "model.norm.weight", self.config.rms_norm_eps)
         tied = self.config.tie_word_embeddings
-        logits = self.linears.product(x, embedding if tied else self.source.embedding(_HEAD))
+        logits = self.linears.product(x, embedding if tied else self.source.embedding(HEAD))
         graph.add("Identity", logits, name="logits")
         graph.output("logits", graph.kind, ["batch", "sequence", self.config.vocab_size])
         # Readers of such models expect the logits first.
@@ -174,8 +79,21 @@ class _Decoder:
         return model
 
     def _attributes(self) -> OpAttributes:
-        made = self.source.attributes()
-        return made if self.scales is not None else replace(made, kv_bit_width=0)
+        """Of every attention node."""
+        spec, options = self.spec, self.options
+        return OpAttributes(
+            num_pairs=spec.pairs,
+            num_kv_pairs=spec.kv_pairs,
+            generation=2 if spec.shared_k else 1,
+            scale=spec.scale,
+            do_rotary=int(spec.rope != "none"),
+            # The rows of V1's projections are reordered so that its channels are neighbours.
+            rotary_interleaved=int(spec.rope != "none" and (spec.rope == "interleaved" or not spec.shared_k)),
+            kv_bit_width=0 if self.scales is None else options.kv_bits,
+            logit_bits=options.logits.bits if options.logits.quantizes else 0,
+            logit_granularity=options.logits.granularity or "row",
+            logit_shift=int(options.logits.shift),
+        )
 
     def _lengths(self, mask: str) -> tuple[str, str]:
         """seqlens_k [B] and total_sequence_length of the mask [B, S]."""
@@ -295,11 +213,6 @@ class _Decoder:
             return []
         names = (f"layers.{layer}.k_scale", f"layers.{layer}.v_scale")
         return [self.graph.constant(n, value) for n, value in zip(names, self.scales[layer], strict=True)]
-
-
-def key_width(spec: DiffSpec) -> int:
-    """dk, which is dv: width of a cached row."""
-    return spec.head_dim if spec.maps == 1 or spec.shared_k else 2 * spec.head_dim
 
 
 def _trimmed(inputs: list[str]) -> list[str]:

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from diffquant.checkpoint.staging import write_atomically
-from diffquant.export.decoder import key_width
 from diffquant.export.external import MODEL_FILE
+from diffquant.export.source import key_width
 from diffquant.model.config import DiffTransformerConfig
 
 FILE = "genai_config.json"
