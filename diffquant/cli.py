@@ -47,6 +47,7 @@ Tasks = Annotated[str, typer.Option(help="hellaswag, perplexity, lm-eval:NAME; s
 Limit = Annotated[int | None, typer.Option(min=2, help="Items of each task; all by default.")]
 Items = Annotated[Path | None, typer.Option(help="HellaSwag items as JSONL; 1,000 ship.")]
 TextFile = Annotated[Path | None, typer.Option("--text", help="Text for perplexity; some prose ships.")]
+Characters = Annotated[int, typer.Option(min=0, help="Characters of the text that are read; 0 for all.")]
 Window = Annotated[int, typer.Option(help="Tokens the model sees at once, for perplexity.")]
 Stride = Annotated[int, typer.Option(help="Tokens from one window to the next.")]
 EvalDtype = Annotated[str, typer.Option(help="auto (bfloat16 where native), float32, bfloat16 or float16.")]
@@ -156,6 +157,7 @@ def sweep(
     limit: Limit = None,
     items: Items = None,
     text: TextFile = None,
+    characters: Characters = 65536,
     window: Window = 1024,
     stride: Stride = 512,
     dtype: EvalDtype = "auto",
@@ -173,6 +175,7 @@ def sweep(
         limit=limit,
         items=items,
         text=text,
+        characters=characters or None,
         window=window,
         stride=stride,
         dtype=dtype,
@@ -204,6 +207,7 @@ def eval_(
     limit: Limit = None,
     items: Items = None,
     text: TextFile = None,
+    characters: Characters = 65536,
     window: Window = 1024,
     stride: Stride = 512,
     dtype: EvalDtype = "auto",
@@ -219,6 +223,7 @@ def eval_(
         limit=limit,
         items=items,
         text=text,
+        characters=characters or None,
         window=window,
         stride=stride,
         dtype=dtype,

@@ -12,7 +12,8 @@ class Mask:
 
     Attributes:
         causal: a query sees keys up to its own position. Queries are the last T of the S positions.
-        keys: [B, S] bool, False where a key is padding; None where there is none.
+        keys: [B, S] bool, False where a position is padding; None where there is none. A query that is
+            padding itself sees nothing, so that it enters no scale.
     """
 
     causal: bool = True
@@ -36,6 +37,9 @@ class Mask:
         if self.keys is not None:
             valid = self.keys[:, None, None, :]
             seen = valid.expand(-1, 1, queries.stop - queries.start, -1) if seen is None else seen & valid
+            if self.causal:
+                before = keys - length
+                seen = seen & self.keys[:, None, before + queries.start : before + queries.stop, None]
         return seen
 
     def dense(self, length: int, keys: int, device: torch.device) -> Tensor | None:

@@ -64,3 +64,8 @@ def model_fingerprint(path: Path) -> str:
         files = [*open_checkpoint(path).weight_files(), path / "config.json", *side_files(path)]
     digests = {file.name: file_digest(file) for file in files}
     return hashlib.sha256(json.dumps(digests, sort_keys=True).encode()).hexdigest()
+
+
+def is_quantized(path: Path) -> bool:
+    """Whether a checkpoint's weights are packed already, or a GGUF's, which are as a rule."""
+    return path.is_file() or "quantization_config" in open_checkpoint(path).config

@@ -15,7 +15,7 @@ from diffquant.checkpoint.staging import write_atomically
 from diffquant.checkpoint.versions import versions
 from diffquant.evals.dtype import resolve
 from diffquant.progress import Progress, silent
-from diffquant.sweep.cell import Cell, model_fingerprint
+from diffquant.sweep.cell import Cell, is_quantized, model_fingerprint
 from diffquant.sweep.grid import Point, SweepOptions, points
 from diffquant.sweep.result import Measured, SweepResult
 from diffquant.sweep.session import Session
@@ -99,6 +99,7 @@ class _Sweep:
             "options": {name: _plain(value) for name, value in asdict(self.options).items()},
             "tasks": list(self._identities.values()),
             "models": {str(path): digest for path, digest in self.fingerprints.items()},
+            "quantized": [str(path) for path in self.fingerprints if is_quantized(path)],
             "dtype": str(self.dtype).removeprefix("torch."),
             "versions": _versions(),
             "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),

@@ -97,8 +97,11 @@ def notes(sweep: SweepResult) -> list[str]:
     if "perplexity" in sweep.tasks:
         said.append("KL is the mean of KL(16 bits || quantized) over next-token distributions, in nats.")
     said.append("stored is the checkpoint (weights) or the cache a token (kv), scales included; logits store nothing.")
-    if any(path.endswith(".gguf") for path in sweep.settings["models"]) and "weights" in _targets(sweep):
-        said.append("A GGUF's weights were quantized before: its 16 bits are not the model as it was trained.")
+    quantized = ", ".join(sweep.settings["quantized"])
+    if quantized:
+        said.append(
+            f"The weights of {quantized} were quantized before: its 16 bits are not the model as it was trained."
+        )
     return said
 
 
@@ -148,10 +151,6 @@ def _flips(result: dict[str, Any], baseline: dict[str, Any]) -> Flips | None:
 
 def _accuracy_tasks(sweep: SweepResult) -> list[str]:
     return [task for task in sweep.tasks if task != "perplexity"]
-
-
-def _targets(sweep: SweepResult) -> set[str]:
-    return {point.target for point in sweep.points}
 
 
 def _columns(sweep: SweepResult) -> list[str]:

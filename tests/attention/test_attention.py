@@ -140,6 +140,22 @@ def test_padding_and_batching_do_not_change_a_sequence(granularity):
     torch.testing.assert_close(together[1:, :, 4:], alone, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("granularity", ["tensor", "head", "pair", "row"])
+def test_queries_that_are_padding_enter_no_scale(granularity):
+    q, k, v, lam = random_inputs("v2", 12, 12)
+    scheme, valid = Scheme.parse(f"4:{granularity}"), torch.ones(2, 12, dtype=torch.bool)
+    valid[0, 7:] = False
+    q = [x.clone() for x in q]
+    for x in q:
+        x[0, :, 7:] *= 100
+    meter = LogitMeter()
+    padded = attend(q, k, v, lam, scale=0.3, mask=Mask(keys=valid), logits=scheme, meter=meter)
+    first = [[x[:1, :, :7] for x in xs] for xs in (q, k)]
+    alone = attend(*first, v[:1, :, :7], lam[:1, :, :7], scale=0.3, mask=Mask(), logits=scheme)
+    torch.testing.assert_close(padded[:1, :, :7], alone, rtol=0, atol=1e-12)
+    assert meter.entries == 2 * 6 * (7 * 8 // 2 + 12 * 13 // 2)
+
+
 def test_shift_keeps_more_of_a_one_sided_row_than_plain_absmax():
     torch.manual_seed(0)
     q, k = torch.randn(1, 4, 64, 16), torch.randn(1, 4, 64, 16)

@@ -43,6 +43,7 @@ def sweep():
         "options": {"bits": [8, 4, 3]},
         "tasks": [{"name": "hellaswag", "n": 10}],
         "models": {"transformer": "ab" * 32},
+        "quantized": [],
         "versions": {"torch": "2"},
         "dtype": "float32",
     }
