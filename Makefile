@@ -47,4 +47,4 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) build demo-output *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build $(NATIVE) demo-output *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

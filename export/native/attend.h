@@ -16,7 +16,7 @@ namespace {
 // Keys or values that are read at once, so that what is converted stays in a level-1 cache: whole tiles of every
 // kernel for a tall panel, which uses them often; fewer for a flat one, which uses them once a row.
 constexpr int64_t kTallRead = 48;
-constexpr int64_t kFlatRead = 2048;  // floats
+constexpr int64_t kFlatRead = 2000;  // floats, about
 // Bytes of logits a block may hold before it is made of fewer rows; about half of a level-2 cache.
 constexpr int64_t kLogitBytes = 512 << 10;
 constexpr int64_t kMostRows = 64;
@@ -41,7 +41,7 @@ class BlockAttention {
         row_stride_(tall_ ? 1 : round_up(keys_, V::kLanes)),
         key_stride_(tall_ ? rows_ : 1),
         logits_of_map_(tall_ ? keys_ * rows_ : rows_ * row_stride_),
-        read_rows_(tall_ ? kTallRead : round_up(kFlatRead / problem.keys.width, V::kLanes)) {
+        read_rows_(tall_ ? kTallRead : round_up(kFlatRead / problem.keys.width + 1, V::kLanes)) {
     const int64_t widest = larger(problem.keys.width, problem.values.width);
     const int64_t buffer = read_rows_ * widest;
     Scratch& scratch = Scratch::of_this_thread();

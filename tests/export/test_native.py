@@ -65,6 +65,16 @@ def test_other_rotations_equal_naive(kernel, generation, rope):
     assert_close(output, expected(case, inputs, slice(30, 33)))
 
 
+def test_heads_wider_than_what_is_read_at_once(kernel):
+    case = Case(pairs=1, kv_pairs=1, width=1100, rope="", kv_bits=8)
+    inputs = inputs_of(case, 1, 30)
+    inputs["query"] /= 8
+    output, *past = native(kernel, case)(feed(inputs, slice(0, 29), past_of(case, 1, 0)))
+    assert_close(output, expected(case, inputs, slice(0, 29)), atol=1e-4)
+    output = native(kernel, case)(feed(inputs, slice(29, 30), past))[0]
+    assert_close(output, expected(case, inputs, slice(29, 30)), atol=1e-4)
+
+
 @pytest.mark.parametrize("generation", [1, 2])
 def test_without_a_past_the_call_stands_alone(kernel, generation):
     case = Case(generation)
