@@ -18,6 +18,7 @@ from diffquant.numerics import pack
 from diffquant.scheme import Scheme
 
 _BLOCKS = (256, 128, 64, 32, 16)
+_SIGNED_KINDS = {4: TensorProto.INT4, 8: TensorProto.INT8}
 _FLOAT_KINDS = {torch.float32: TensorProto.FLOAT, torch.float16: TensorProto.FLOAT16}
 # Where no block divides the width, the last one is padded; short ones waste least.
 _PADDED_BLOCK = 32
@@ -31,7 +32,8 @@ def container_bits(scheme: Scheme) -> int:
 def block_size(scheme: Scheme, width: int, pure: bool) -> int | None:
     """Columns that share a scale in the exported file; None where no kernel has such blocks."""
     if pure:
-        return scheme.size or width
+        # Rows of halves of bytes follow one another without a gap.
+        return None if width % 2 and container_bits(scheme) == 4 else scheme.size or width
     shared = scheme.size or width
     fitting = next((block for block in _BLOCKS if shared % block == 0), None)
     return fitting if fitting or scheme.size else _PADDED_BLOCK
@@ -46,9 +48,10 @@ def check_blocks(matrices: list[Matrix], pure: bool) -> None:
     bad = [m for m in matrices if m.scheme.quantizes and block_size(m.scheme, m.shape[1], pure) is None]
     if bad:
         raise GroupSizeError(
-            "ONNX Runtime's kernels share a scale over 16, 32, 64, 128 or 256 columns, which does not fit "
+            "no kernel reads "
             + ", ".join(f"{m.name} {list(m.shape)} {m.scheme}" for m in bad)
-            + "; quantize with g32, or use --pure-onnx"
+            + ": ONNX Runtime's share a scale over 16, 32, 64, 128 or 256 columns, and standard 4-bit rows have an even "
+            "width; quantize with g32"
         )
 
 
@@ -63,7 +66,7 @@ class Linears:
         self.graph = graph
         self.options = options
         self.streamed: list[Streamed] = []
-        self._names: dict[str, dict[str, str]] = {}
+        self._held: set[str] = set()
 
     def product(self, x: str, matrix: Matrix, bias: Tensor | None = None) -> str:
         """x [B, T, in] times the matrix, transposed: [B, T, out]."""
@@ -139,7 +142,8 @@ class Linears:
         def make(first: int, last: int) -> Tensor:
             return checked_cast(matrix.values(first, last), dtype, matrix.source)
 
-        return self._stream(matrix, "values", ".weight", _FLOAT_KINDS[dtype], matrix.shape, dtype.itemsize, make)
+        row = matrix.shape[1] * dtype.itemsize
+        return self._stream(matrix, ".weight", _FLOAT_KINDS[dtype], matrix.shape, row, make)
 
     def _codes(self, matrix: Matrix) -> dict[str, str]:
         """Names of the initializers of a quantized matrix: "codes" and "scales"."""
@@ -148,7 +152,7 @@ class Linears:
         block = block_size(matrix.scheme, width, pure) or width
         blocks = -(-width // block)
         # Signed types need no zero point in DequantizeLinear.
-        kind = {True: {4: TensorProto.INT4, 8: TensorProto.INT8}[bits], False: TensorProto.UINT8}[pure]
+        kind = _SIGNED_KINDS[bits] if pure else TensorProto.UINT8
         shape = matrix.shape if pure else (out, blocks, block * bits // 8)
         dtype = self.options.torch_dtype
 
@@ -160,32 +164,22 @@ class Linears:
             scales = checked_cast(matrix.scales(first, last), dtype, matrix.source)
             return scales.repeat_interleave(blocks // scales.shape[1], 1)
 
-        row = blocks * block * bits // 8
+        row, scale_row = blocks * block * bits // 8, blocks * dtype.itemsize
+        scale_kind = _FLOAT_KINDS[dtype]
         return {
-            "codes": self._stream(matrix, "codes", ".weight_codes", kind, shape, row, make_codes, whole_row=True),
-            "scales": self._stream(
-                matrix, "scales", ".weight_scale", _FLOAT_KINDS[dtype], (out, blocks), dtype.itemsize, make_scales
-            ),
+            "codes": self._stream(matrix, ".weight_codes", kind, shape, row, make_codes),
+            "scales": self._stream(matrix, ".weight_scale", scale_kind, (out, blocks), scale_row, make_scales),
         }
 
     def _stream(
-        self,
-        matrix: Matrix,
-        part: str,
-        suffix: str,
-        kind: int,
-        shape: tuple[int, ...],
-        itemsize: int,
-        make: Rows,
-        whole_row: bool = False,
+        self, matrix: Matrix, suffix: str, kind: int, shape: tuple[int, ...], row_bytes: int, make: Rows
     ) -> str:
         """The initializer's name; a matrix met twice (a tied head) is stored once."""
-        held = self._names.setdefault(matrix.name, {})
-        if part not in held:
-            held[part] = matrix.module + suffix
-            row_bytes = itemsize if whole_row else itemsize * shape[1]
-            self.streamed.append(Streamed(held[part], kind, shape, row_bytes, matrix.shape[1], make))
-        return held[part]
+        name = matrix.module + suffix
+        if name not in self._held:
+            self._held.add(name)
+            self.streamed.append(Streamed(name, kind, shape, row_bytes, matrix.shape[1], make))
+        return name
 
 
 def stored_bytes(codes: Tensor, bits: int, signed: bool) -> Tensor:

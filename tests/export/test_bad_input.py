@@ -71,6 +71,12 @@ def test_groups_that_no_kernel_has_are_named(tmp_path):
         export(source, tmp_path / "out", ExportOptions.parse(weights="4:g24"))
 
 
+def test_standard_4_bit_rows_of_odd_width_are_refused(tmp_path):
+    source = write_checkpoint(tmp_path / "source", "diffllama", intermediate_size=149)
+    with pytest.raises(GroupSizeError, match=r"down_proj.weight \[64, 149\] 4:row.*even width"):
+        export(source, tmp_path / "out", ExportOptions.parse(weights="4:row", pure=True))
+
+
 def test_what_the_graph_cannot_express_is_refused(tmp_path):
     config = {"hidden_act": "gelu", "rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}
     source = write_checkpoint(tmp_path / "source", "llama", **config)

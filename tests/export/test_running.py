@@ -172,6 +172,8 @@ def test_the_command_line_exports_verifies_and_runs(source, tmp_path):
     assert json.loads(exported.stdout)["floor"] == "1.27"
     verified = run(cli.app, ["verify", str(out), str(source)])
     assert "all values close" in verified.stdout, verified.output
+    missed = run(cli.app, ["verify", str(out), str(source), "--tolerance", "1e-9"])
+    assert missed.exception.exit_code == 4
     continued = run(cli.app, ["run", str(out), "--prompt", PROMPT, "--max-new-tokens", "4", "--threads", "1"])
     assert continued.exit_code == 0
     assert "tokens/s" in continued.stderr
