@@ -50,7 +50,7 @@ def check_blocks(matrices: list[Matrix], pure: bool) -> None:
         raise GroupSizeError(
             "no kernel reads "
             + ", ".join(f"{m.name} {list(m.shape)} {m.scheme}" for m in bad)
-            + ": ONNX Runtime's share a scale over 16, 32, 64, 128 or 256 columns, and standard 4-bit rows have an even "
+            + ": ONNX Runtime's share a scale over 16, 32, 64, 128 or 256 columns, and standard 4-bit rows are of even "
             "width; quantize with g32"
         )
 
