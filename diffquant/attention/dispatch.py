@@ -11,6 +11,7 @@ from diffquant.attention.composed import flash_attn, flashdiff1, flashdiff2
 from diffquant.attention.logits import LogitMeter
 from diffquant.attention.mask import Mask
 from diffquant.attention.naive import naive
+from diffquant.attention.op import as_op
 from diffquant.attention.simulated import simulated
 from diffquant.errors import MissingDependencyError, UsageError
 from diffquant.scheme import FULL, Scheme
@@ -22,6 +23,7 @@ BACKENDS: dict[str, Backend] = {
     "flashdiff1": flashdiff1,
     "flashdiff2": flashdiff2,
     "flash_attn": flash_attn,
+    "op": as_op,
 }
 
 

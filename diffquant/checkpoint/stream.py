@@ -114,7 +114,7 @@ def write_shards(
     names = shard_names(len(shards))
     records: dict[str, dict[str, Any]] = {}
     done = 0.0
-    with _workers() as pool:
+    with workers() as pool:
         finishing: list[tuple[str, Future[dict[str, Any]]]] = []
         for name, shard in zip(names, shards, strict=True):
             size = sum(output.nbytes for output in shard.outputs)
@@ -160,7 +160,7 @@ def _write_shard(
             return job.name, written, block.lost, block.total
 
         tasks = ((job, first, last) for job in shard.jobs for first, last in job.blocks())
-        for name, written, lost, total in _in_order(pool, work, tasks):
+        for name, written, lost, total in in_order(pool, work, tasks):
             before = sums.get(name, [0.0, 0.0])
             sums[name] = [before[0] + lost, before[1] + total]
             done += written
@@ -168,7 +168,7 @@ def _write_shard(
     return {name: pair for name, pair in sums.items() if pair[1]}
 
 
-def _in_order(
+def in_order(
     pool: ThreadPoolExecutor, work: Callable[..., Any], tasks: Iterator[tuple[Any, ...]], ahead: int = 64
 ) -> Iterator[Any]:
     """Results of `work` in the order of `tasks`, with few tasks under way; on an error the rest is dropped."""
@@ -203,7 +203,7 @@ def _offset(progress: Progress, before: float, total: float) -> Callable[[float,
 
 
 @contextmanager
-def _workers() -> Iterator[ThreadPoolExecutor]:
+def workers() -> Iterator[ThreadPoolExecutor]:
     """A thread a core, each with torch at one thread: blocks are too small to be worth splitting further.
 
     A new thread takes over the number of threads torch is set to when it starts.

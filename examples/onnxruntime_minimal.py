@@ -1,0 +1,26 @@
+"""Greedy generation from an exported folder with onnxruntime and numpy alone.
+
+diffquant export MODEL -o model --weights 4:g32
+python onnxruntime_minimal.py model "The capital of France is"
+"""
+
+import sys
+
+import numpy as np
+import onnxruntime as ort
+from tokenizers import Tokenizer
+
+folder, prompt = sys.argv[1], sys.argv[2]
+tokenizer = Tokenizer.from_file(f"{folder}/tokenizer.json")
+session = ort.InferenceSession(f"{folder}/model.onnx")
+cache = [i for i in session.get_inputs() if i.name.startswith("past_key_values.")]
+kinds = {"tensor(float)": np.float32, "tensor(float16)": np.float16, "tensor(int8)": np.int8, "tensor(uint8)": np.uint8}
+feeds = {i.name: np.zeros((1, i.shape[1], 0, i.shape[3]), kinds[i.type]) for i in cache}
+ids = tokenizer.encode(prompt).ids
+for step in range(32):
+    feeds["input_ids"] = np.array([ids if step == 0 else ids[-1:]], np.int64)
+    feeds["attention_mask"] = np.ones((1, len(ids)), np.int64)
+    logits, *present = session.run(None, feeds)
+    feeds.update(zip((i.name for i in cache), present, strict=True))
+    ids.append(int(logits[0, -1].argmax()))
+print(tokenizer.decode(ids))

@@ -1,0 +1,44 @@
+"""ONNX: the differential-attention op, the exporter, and running and proving what it wrote.
+
+Nothing is imported until a name is used; `require` says what of the `onnx` extra is missing.
+"""
+
+from importlib import import_module
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+from diffquant.errors import MissingDependencyError
+
+if TYPE_CHECKING:
+    from diffquant.export.exporter import export
+    from diffquant.export.generation import Generator
+    from diffquant.export.native import library_path
+    from diffquant.export.options import ExportOptions
+    from diffquant.export.verification import verify
+
+_HOMES = {
+    "export": "diffquant.export.exporter",
+    "ExportOptions": "diffquant.export.options",
+    "Generator": "diffquant.export.generation",
+    "library_path": "diffquant.export.native",
+    "verify": "diffquant.export.verification",
+}
+
+__all__ = ["ExportOptions", "Generator", "export", "library_path", "require", "verify"]
+
+
+def require() -> None:
+    """Check that the packages of the `onnx` extra are there.
+
+    Raises:
+        MissingDependencyError: naming those that are not.
+    """
+    missing = [name for name in ("onnx", "onnxruntime") if find_spec(name) is None]
+    if missing:
+        raise MissingDependencyError(f"ONNX models need {', '.join(missing)}: pip install 'diffquant[onnx]'")
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'diffquant.export' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)

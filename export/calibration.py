@@ -1,0 +1,76 @@
+"""Static scales of a quantized KV cache, from a short run of the exported model itself over text."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from diffquant.attention.spec import DiffSpec
+from diffquant.checkpoint.load import load_tokenizer
+from diffquant.data import books_text
+from diffquant.errors import CheckpointError, UsageError
+from diffquant.export.session import OnnxModel
+from diffquant.export.source import Scales
+from diffquant.numerics import max_code
+from diffquant.progress import Progress
+
+_WINDOWS, _WINDOW = 4, 512
+
+
+def static_scales(
+    model: OnnxModel, spec: DiffSpec, bits: int, windows: Sequence[Sequence[int]], progress: Progress
+) -> dict[int, Scales]:
+    """Scales a channel of each layer's keys and values.
+
+    Rotation turns a pair of key channels, by more the later the token: the pair's length is what no
+    position exceeds, while its channels' own largest values on short text underestimate.
+
+    Args:
+        model: with a cache in the activations' type.
+        bits: of the cache to come.
+        windows: token ids of the calibration text.
+    """
+    largest: list[np.ndarray] = []
+    for done, window in enumerate(windows):
+        ids = np.array([window], np.int64)
+        _, cache = model.run(ids, np.ones_like(ids), model.empty_cache(1))
+        rows = [np.abs(_envelope(part.astype(np.float32), spec, is_key=not i % 2)) for i, part in enumerate(cache)]
+        found = [part.max((0, 2), keepdims=True) for part in rows]
+        largest = found if not largest else [np.maximum(a, b) for a, b in zip(largest, found, strict=True)]
+        progress(done + 1, len(windows), "calibrating the KV cache")
+    scales = [np.where(top == 0, 1.0, top / max_code(bits)).astype(np.float32) for top in largest]
+    return {layer: (scales[2 * layer], scales[2 * layer + 1]) for layer in range(len(scales) // 2)}
+
+
+def calibration_windows(source: Path, positions: int, vocabulary: int) -> list[list[int]]:
+    """Token ids of the built-in prose.
+
+    Raises:
+        UsageError: the checkpoint has no tokenizer, or one of another vocabulary.
+    """
+    try:
+        tokenizer = load_tokenizer(source)
+    except CheckpointError as error:
+        raise UsageError(
+            f"a quantized KV cache is calibrated on text: {error}; put the tokenizer's files beside the weights"
+        ) from error
+    length = min(_WINDOW, positions)
+    text = books_text()
+    part = len(text) // _WINDOWS
+    # Six characters a token and more is rare: each window reads no more of the text than it needs.
+    pieces = [text[i * part : i * part + 8 * length] for i in range(_WINDOWS)]
+    windows = [tokenizer(piece)["input_ids"][:length] for piece in pieces]
+    top = max(max(window) for window in windows)
+    if top >= vocabulary:
+        raise UsageError(f"the tokenizer beside {source} gives token {top}; the model knows {vocabulary}")
+    return windows
+
+
+def _envelope(part: np.ndarray, spec: DiffSpec, is_key: bool) -> np.ndarray:
+    """Values [B, h_kv, S, dk], of a rotated key each replaced by the length of its channel pair."""
+    if not is_key or spec.rope == "none":
+        return part
+    if spec.rope == "half" and (spec.maps == 1 or spec.shared_k):
+        half = part.shape[-1] // 2
+        return np.tile(np.hypot(part[..., :half], part[..., half:]), 2)
+    return np.repeat(np.hypot(part[..., 0::2], part[..., 1::2]), 2, -1)

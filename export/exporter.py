@@ -1,0 +1,187 @@
+"""The verb: a checkpoint, plain or quantized, becomes a folder that ONNX Runtime opens."""
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import onnx
+import torch
+
+from diffquant.checkpoint.check import check_tensors
+from diffquant.checkpoint.load import stored_recipe
+from diffquant.checkpoint.plan import megabytes
+from diffquant.checkpoint.reader import Checkpoint, open_checkpoint
+from diffquant.checkpoint.staging import check_output, file_digest, staged, write_atomically
+from diffquant.checkpoint.stream import fingerprint
+from diffquant.checkpoint.versions import versions
+from diffquant.errors import UsageError
+from diffquant.export.calibration import calibration_windows, static_scales
+from diffquant.export.decoder import build
+from diffquant.export.external import DATA_FILE, MODEL_FILE
+from diffquant.export.genai import write_genai_config
+from diffquant.export.linears import container_bits
+from diffquant.export.manifest import write_manifest
+from diffquant.export.options import ExportOptions, check_runtime, runtime_floor
+from diffquant.export.session import OnnxModel
+from diffquant.export.source import Scales, Source, check_source
+from diffquant.export.streaming import Streamed, place, write
+from diffquant.model.adapters import adapter_for
+from diffquant.progress import Progress, silent
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a run of `export` did.
+
+    Attributes:
+        bytes_before: of the checkpoint's tensors.
+        bytes_after: of the model's two files.
+        seconds: of the run.
+        floor: oldest ONNX Runtime that opens the model.
+        notes: what a reader should know.
+    """
+
+    destination: Path
+    bytes_before: int
+    bytes_after: int
+    seconds: float
+    floor: str
+    notes: tuple[str, ...]
+
+    def summary(self) -> str:
+        """A few lines for people."""
+        share = self.bytes_after / max(1, self.bytes_before)
+        first = (
+            f"{self.destination}: {megabytes(self.bytes_before)} -> {megabytes(self.bytes_after)} ({share:.1%}) "
+            f"in {self.seconds:.1f} s, for ONNX Runtime {self.floor} and later"
+        )
+        return "\n".join([first, *(f"  {note}" for note in self.notes)])
+
+
+def export(
+    source: Path,
+    destination: Path,
+    options: ExportOptions | None = None,
+    *,
+    calibration: Sequence[Sequence[int]] | None = None,
+    overwrite: bool = False,
+    progress: Progress = silent,
+) -> Report:
+    """Write a checkpoint as an ONNX model.
+
+    Args:
+        source: a folder of safetensors, plain or quantized by `quantize`, or a .gguf file.
+        destination: the folder to make; it appears whole or not at all.
+        options: float32 with a cache by default.
+        calibration: token ids to find a quantized cache's scales on; the built-in prose by default.
+        overwrite: replace an existing folder there, at the end.
+        progress: called with bytes written, then with calibration windows.
+
+    Raises:
+        DiffQuantError: anything wrong with the source, the options or the destination; nothing is left then.
+    """
+    started = time.monotonic()
+    source, destination = Path(source), Path(destination)
+    options = options or ExportOptions()
+    check_output(source, destination, overwrite)
+    check_runtime(options)
+    opened = _open(source, options)
+    if options.kv_bits < 16 and calibration is None:
+        config = opened.adapter.config
+        calibration = calibration_windows(source, config.max_position_embeddings, config.vocab_size)
+    model, streamed = build(opened, None)
+    _, nbytes = place(streamed)
+    key = {"verb": "export", "source": fingerprint(opened.checkpoint), "options": options.to_dict()} | versions()
+    with staged(destination, key, nbytes, overwrite) as staging:
+        folder = staging.folder
+        opened.checkpoint.write_side_files(folder)
+        write(folder / DATA_FILE, streamed, progress)
+        onnx.save(model, folder / MODEL_FILE)
+        if options.kv_bits < 16 and calibration is not None:
+            onnx.save(build(opened, _calibrate(opened, folder, calibration, progress))[0], folder / MODEL_FILE)
+        _describe(opened, folder)
+        bytes_after = sum((folder / name).stat().st_size for name in (MODEL_FILE, DATA_FILE))
+    return Report(
+        destination,
+        opened.checkpoint.nbytes,
+        bytes_after,
+        time.monotonic() - started,
+        runtime_floor(options),
+        tuple(_notes(opened, streamed)),
+    )
+
+
+def _open(path: Path, options: ExportOptions) -> Source:
+    checkpoint = open_checkpoint(path)
+    adapter = adapter_for(checkpoint.config)
+    packed = check_tensors(checkpoint, adapter)
+    if packed and options.weights.quantizes:
+        raise UsageError(f"{path} holds quantized weights already: they are exported as they are; leave out --weights")
+    source = Source(checkpoint, adapter, packed, options)
+    check_source(source)
+    return source
+
+
+def _calibrate(source: Source, folder: Path, windows: Sequence[Sequence[int]], progress: Progress) -> dict[int, Scales]:
+    """The cache's scales, from the model with a cache in the activations' type that lies in `folder`."""
+    model = OnnxModel(folder, torch.get_num_threads())
+    return static_scales(model, source.spec, source.options.kv_bits, windows, progress)
+
+
+def _describe(source: Source, folder: Path) -> None:
+    """config.json, genai_config.json and diffquant.json."""
+    config = source.adapter.config
+    write_atomically(folder / "config.json", json.dumps(source.checkpoint.config, indent=2) + "\n")
+    if source.options.cache:
+        write_genai_config(folder, config)
+    write_manifest(folder, source.options, _identity(source.checkpoint), _quantized(source))
+
+
+def _identity(checkpoint: Checkpoint) -> dict[str, Any]:
+    return {
+        "name": checkpoint.name,
+        "model_type": checkpoint.config.get("model_type"),
+        "bytes": checkpoint.nbytes,
+        "sha256": {file.name: file_digest(file) for file in checkpoint.weight_files()},
+    }
+
+
+def _quantized(source: Source) -> dict[str, Any]:
+    return {
+        matrix.name: {
+            "bits": matrix.scheme.bits,
+            "stored_bits": container_bits(matrix.scheme),
+            "granularity": matrix.scheme.granularity_text,
+        }
+        for matrix in source.matrices()
+        if matrix.scheme.quantizes
+    }
+
+
+def _notes(source: Source, streamed: Sequence[Streamed]) -> list[str]:
+    options, notes = source.options, []
+    schemes = {matrix.scheme for matrix in source.matrices() if matrix.scheme.quantizes}
+    for scheme in sorted(schemes, key=str):
+        stored = container_bits(scheme)
+        size = sum(
+            tensor.nbytes
+            for matrix in source.matrices()
+            for tensor in streamed
+            if matrix.scheme == scheme and tensor.name.startswith(f"{matrix.module}.weight_")
+        )
+        fitted = "" if stored == scheme.bits else f" in {stored}-bit containers, which hold them exactly"
+        notes.append(f"weights {scheme}: {megabytes(size)}, scales included{fitted}")
+    recipe = stored_recipe(source.checkpoint.config)
+    if recipe.k.quantizes or recipe.v.quantizes or recipe.logits.quantizes:
+        notes.append(
+            f"the checkpoint's recipe (k {recipe.k}, v {recipe.v}, logits {recipe.logits}) is simulated by "
+            "DiffTransformer; the exported cache and logits follow the options of this export alone"
+        )
+    if options.kv_bits == 4:
+        notes.append("KV cache of 4 bits: experimental; compare its quality with --kv 8 before relying on it")
+    if options.logits.quantizes:
+        notes.append(f"logits {options.logits} are rounded by the graph's body in standard ops, which holds whole maps")
+    return notes

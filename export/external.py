@@ -1,0 +1,56 @@
+"""An exported model's files: their names, and the graph with its external data checked but not read."""
+
+from pathlib import Path, PurePosixPath
+
+import onnx
+from onnx import ModelProto, TensorProto
+
+from diffquant.errors import CheckpointError
+
+MODEL_FILE, DATA_FILE = "model.onnx", "model.onnx.data"
+
+
+def check_external(model: ModelProto, folder: Path) -> None:
+    """Check that every external tensor lies inside the folder and inside its file.
+
+    Raises:
+        CheckpointError: everything that does not.
+    """
+    problems: dict[str, None] = {}
+    for tensor in model.graph.initializer:
+        if tensor.data_location == TensorProto.EXTERNAL:
+            problems |= dict.fromkeys(_wrong_with(tensor, folder))
+    if problems:
+        raise CheckpointError(f"{folder / MODEL_FILE}: {'; '.join(problems)}; export the model again")
+
+
+def load_graph(folder: Path) -> ModelProto:
+    """An exported model without its external data, which is checked.
+
+    Raises:
+        CheckpointError: it is missing, damaged, or refers to data that is.
+    """
+    path = folder / MODEL_FILE
+    if not path.is_file():
+        raise CheckpointError(f"{folder} has no {MODEL_FILE}; `diffquant export` makes such a folder")
+    try:
+        model = onnx.load(path, load_external_data=False)
+    except Exception as error:  # protobuf's own exception type is no part of its interface
+        raise CheckpointError(f"{path} is damaged ({error}); export the model again") from error
+    check_external(model, folder)
+    return model
+
+
+def _wrong_with(tensor: TensorProto, folder: Path) -> list[str]:
+    entries = {entry.key: entry.value for entry in tensor.external_data}
+    location = entries.get("location", "")
+    name = PurePosixPath(location)
+    if not location or name.is_absolute() or ".." in name.parts:
+        return [f"{tensor.name} lies outside the folder, at {location!r}"]
+    file = folder / location
+    if not file.is_file() or not file.resolve().is_relative_to(folder.resolve()):
+        return [f"{location} is missing or leads out of the folder"]
+    end = int(entries.get("offset", 0)) + int(entries.get("length", 0))
+    if end > file.stat().st_size:
+        return [f"{location} is truncated: it has {file.stat().st_size} bytes, and {tensor.name} ends at {end}"]
+    return []

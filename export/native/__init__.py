@@ -1,0 +1,69 @@
+"""The op's native kernel for the CPU: where its library is and what it runs on this machine.
+
+A wheel carries the library where a compiler was there to build it; `python -m diffquant.export.native`
+builds it in place. Without it a model's function body runs instead: the same numbers, slower.
+"""
+
+import ctypes
+import os
+from pathlib import Path
+
+from diffquant.errors import UsageError
+from diffquant.export.native.build import LIBRARY
+
+_OVERRIDE = "DIFFQUANT_NATIVE_LIBRARY"
+
+
+def library_path() -> Path | None:
+    """The library to give to `SessionOptions.register_custom_ops_library`, or None where it was not built.
+
+    The environment's DIFFQUANT_NATIVE_LIBRARY names another; empty, it stands for none.
+
+    Raises:
+        UsageError: DIFFQUANT_NATIVE_LIBRARY names no file.
+    """
+    override = os.environ.get(_OVERRIDE)
+    if override is None:
+        built = Path(__file__).with_name(LIBRARY)
+        return built if built.is_file() else None
+    if not override:
+        return None
+    if not Path(override).is_file():
+        raise UsageError(f"{_OVERRIDE} is {override}, which is no file; unset it or build one there")
+    return Path(override)
+
+
+def kernel_name() -> str | None:
+    """The instruction set the library uses here: avx512, avx2 or plain; None without a library."""
+    library = _loaded()
+    if library is None:
+        return None
+    library.diffquant_kernel_name.restype = ctypes.c_char_p
+    return library.diffquant_kernel_name().decode()
+
+
+def use_kernel(name: str) -> bool:
+    """Use another instruction set in this process from now on, to test or compare it.
+
+    Args:
+        name: avx512, avx2 or plain.
+
+    Returns:
+        Whether there is a library and this processor has it.
+    """
+    library = _loaded()
+    return library is not None and bool(library.diffquant_use_kernel(name.encode()))
+
+
+def kernel_calls() -> int:
+    """How often the library's kernel has run in this process; 0 without a library."""
+    library = _loaded()
+    if library is None:
+        return 0
+    library.diffquant_kernel_calls.restype = ctypes.c_int64
+    return library.diffquant_kernel_calls()
+
+
+def _loaded() -> ctypes.CDLL | None:
+    path = library_path()
+    return None if path is None else ctypes.CDLL(str(path))

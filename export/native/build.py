@@ -1,0 +1,76 @@
+"""Compiles the native kernel. Standard library alone: the wheel's build runs this file by itself."""
+
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+LIBRARY = "libdiffquant_onnx.dylib" if sys.platform == "darwin" else "libdiffquant_onnx.so"
+SOURCES = Path(__file__).parent
+
+_COMPILERS = ("c++", "g++", "clang++")
+_FLAGS = ["-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra"]
+# g++ takes AVX-512's own headers for readers of uninitialized registers.
+_FLAGS += ["-Wno-unknown-warning-option", "-Wno-maybe-uninitialized"]
+_AVX2 = ["-mavx2", "-mfma", "-mf16c"]
+# What a processor must have is checked when the library runs, so each file may use all of it.
+_OF_PROCESSOR = {
+    "kernel_avx2": _AVX2,
+    "kernel_avx512": [*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"],
+}
+_SANITIZE = ["-O1", "-g", "-fno-omit-frame-pointer", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"]
+
+
+def find_compiler() -> str | None:
+    """The C++ compiler: $CXX, or the first one on the path."""
+    return os.environ.get("CXX") or next(filter(None, map(shutil.which, _COMPILERS)), None)
+
+
+def up_to_date(library: Path) -> bool:
+    """Whether a library is there and no source is newer."""
+    sources = [*SOURCES.glob("*.cc"), *SOURCES.glob("*.h"), Path(__file__)]
+    return library.is_file() and library.stat().st_mtime >= max(source.stat().st_mtime for source in sources)
+
+
+def build(library: Path, compiler: str, sanitize: bool = False) -> None:
+    """Compile and link the library; it appears whole or not at all.
+
+    Args:
+        library: file to write.
+        compiler: g++ or clang++.
+        sanitize: with address and undefined-behaviour checks, for tests.
+
+    Raises:
+        subprocess.CalledProcessError: the compiler failed; it has said why on stderr.
+    """
+    flags = _FLAGS + (_SANITIZE if sanitize else [])
+    library.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=library.parent, prefix=".build-") as folder:
+        commands = {
+            Path(folder) / f"{source.stem}.o": [
+                compiler,
+                *flags,
+                *_OF_PROCESSOR.get(source.stem, []),
+                "-c",
+                str(source),
+            ]
+            for source in _sources()
+        }
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            list(pool.map(_run, [[*command, "-o", str(made)] for made, command in commands.items()]))
+        linked = Path(folder) / library.name
+        _run([compiler, *flags, "-shared", "-o", str(linked), *map(str, commands)])
+        os.replace(linked, library)
+
+
+def _sources() -> list[Path]:
+    intel = platform.machine().lower() in ("x86_64", "amd64")
+    return [source for source in sorted(SOURCES.glob("*.cc")) if intel or source.stem not in _OF_PROCESSOR]
+
+
+def _run(command: list[str]) -> None:
+    subprocess.run(command, check=True)

@@ -1,0 +1,370 @@
+#include "node.h"
+
+#include <algorithm>
+#include <atomic>
+#include <limits>
+#include <vector>
+
+#include "dispatch.h"
+
+namespace diffquant {
+namespace {
+
+using Shape = std::vector<int64_t>;
+
+enum Input {
+  kQuery, kKey, kValue, kLambda, kPastKey, kPastValue, kSeqlens, kTotal, kCos, kSin, kKeyScale, kValueScale
+};
+constexpr const char* kInputNames[] = {"query",     "key",        "value",     "lambda",
+                                       "past_key",  "past_value", "seqlens_k", "total_sequence_length",
+                                       "cos_cache", "sin_cache",  "k_scale",   "v_scale"};
+
+std::string text(const Shape& shape) {
+  std::string out = "[";
+  for (size_t i = 0; i < shape.size(); ++i) out += (i ? ", " : "") + std::to_string(shape[i]);
+  return out + "]";
+}
+
+void require(bool condition, const std::string& otherwise) {
+  if (!condition) throw InvalidArgument(otherwise);
+}
+
+void require_shape(Input input, const Shape& shape, const Shape& wanted) {
+  require(shape == wanted, std::string(kInputNames[input]) + " is " + text(shape) + ", expected " + text(wanted));
+}
+
+void check(ort::Status* status) {
+  if (status) throw RefusedByRuntime{status};
+}
+
+template <class T>
+T attribute(ort::Api api, const ort::KernelInfo* info, const char* name,
+            ort::Slot<ort::Status* (*)(const ort::KernelInfo*, const char*, T*)> slot) {
+  T value{};
+  ort::Status* status = slot(api)(info, name, &value);
+  if (status) ort::kReleaseStatus(api)(status);
+  require(!status, std::string("attribute ") + name + " is missing; every node carries all of them");
+  return value;
+}
+
+int64_t integer(ort::Api api, const ort::KernelInfo* info, const char* name) {
+  return attribute<int64_t>(api, info, name, ort::kGetAttributeInt);
+}
+
+Granularity granularity(ort::Api api, const ort::KernelInfo* info) {
+  char name[16] = {};
+  size_t size = sizeof name;
+  ort::Status* status = ort::kGetAttributeString(api)(info, "logit_granularity", name, &size);
+  if (status) ort::kReleaseStatus(api)(status);
+  const std::string given = status ? "" : name;
+  if (given == "row") return Granularity::kRow;
+  if (given == "head") return Granularity::kHead;
+  if (given == "pair") return Granularity::kPair;
+  if (given == "tensor") return Granularity::kTensor;
+  throw InvalidArgument("attribute logit_granularity must be row, head, pair or tensor");
+}
+
+Storage cache_storage(int64_t bits, Element element, Storage activations) {
+  const std::string given = "attribute kv_bit_width " + std::to_string(bits);
+  switch (bits) {
+    case 0:
+      require(element == Element::kFloat || element == Element::kHalf, given + " is for a cache of the input's type");
+      return activations;
+    case 8: require(element == Element::kInt8, given + " needs an int8 cache"); return Storage::kInt8;
+    case 6: require(element == Element::kUint8, given + " needs a uint8 cache"); return Storage::kPacked6;
+    case 4: require(element == Element::kUint8, given + " needs a uint8 cache"); return Storage::kPacked4;
+  }
+  throw InvalidArgument(given + " must be 0, 4, 6 or 8");
+}
+
+}  // namespace
+
+Node::Node(ort::Api api, const ort::KernelInfo* info, Element activations, Element cache) : api_(api) {
+  pairs_ = integer(api, info, "num_pairs");
+  kv_pairs_ = integer(api, info, "num_kv_pairs");
+  generation_ = integer(api, info, "generation");
+  scale_ = attribute<float>(api, info, "scale", ort::kGetAttributeFloat);
+  rotary_ = integer(api, info, "do_rotary");
+  interleaved_ = integer(api, info, "rotary_interleaved");
+  window_ = integer(api, info, "local_window_size");
+  logits_ = {integer(api, info, "logit_bits"), granularity(api, info), integer(api, info, "logit_shift") != 0};
+  activations_ = activations == Element::kHalf ? Storage::kHalf : Storage::kFloat;
+  cache_ = cache_storage(integer(api, info, "kv_bit_width"), cache, activations_);
+  const std::string counts = std::to_string(kv_pairs_) + " does not divide num_pairs " + std::to_string(pairs_);
+  require(pairs_ > 0 && kv_pairs_ > 0 && pairs_ % kv_pairs_ == 0, "attribute num_kv_pairs " + counts);
+  require(generation_ == 1 || generation_ == 2, "attribute generation must be 1 or 2");
+  require(generation_ == 2 || !rotary_ || interleaved_, "generation 1 rotates interleaved channels only");
+  require(window_ == -1 || window_ > 0, "attribute local_window_size must be -1 or at least 1");
+  require(logits_.bits == 0 || (logits_.bits >= 2 && logits_.bits <= 8), "attribute logit_bits must be 0 or 2 to 8");
+}
+
+// Inputs and outputs of one call, and its computation.
+class Call {
+ public:
+  Call(const Node& node, ort::KernelContext* context) : node_(node), api_(node.api_), context_(context) {
+    read_sizes();
+    read_lengths();
+    make_caches();
+    read_rotation();
+    problem_.output = output(0, {problem_.batch, problem_.tokens, problem_.pairs * problem_.values.width});
+  }
+
+  void compute() {
+    clear_padding();
+    const Kernel& best = kernel();
+    copy_past();
+    append(best);
+    const std::vector<Block> blocks = make_blocks(best.block_rows(problem_));
+    std::vector<float> largest;
+    if (problem_.logits.bits && problem_.logits.granularity != Granularity::kRow) largest = measure(best, blocks);
+    const float* shared = largest.empty() ? nullptr : largest.data();
+    parallel(blocks.size(), [&](int64_t i) { best.attend(problem_, blocks[i], shared); });
+  }
+
+ private:
+  void read_sizes() {
+    const Shape query = shape(kQuery), key = shape(kKey), value = shape(kValue), lambda = shape(kLambda);
+    require(query.size() == 3, "query is " + text(query) + ", expected [B, T, 2·h·d]");
+    const int64_t batch = query[0], tokens = query[1], pairs = node_.pairs_, kv_pairs = node_.kv_pairs_;
+    const int64_t width = query[2] / (2 * pairs);
+    require(width > 0 && query[2] == 2 * pairs * width,
+            "query is " + text(query) + ": its last axis is no multiple of 2·num_pairs = " + std::to_string(2 * pairs));
+    const int64_t row = node_.generation_ == 1 ? 2 * width : width;
+    require_shape(kKey, key, {batch, tokens, kv_pairs * row});
+    require_shape(kValue, value, {batch, tokens, kv_pairs * row});
+    problem_.lambda_per_pair = lambda.size() == 3;
+    require_shape(kLambda, lambda, problem_.lambda_per_pair ? Shape{batch, tokens, pairs} : Shape{1});
+    require(row * storage_bits(node_.cache_) % 8 == 0,
+            "kv_bit_width " + std::to_string(storage_bits(node_.cache_)) + " does not fill bytes in rows of " +
+                std::to_string(row));
+    problem_.batch = batch;
+    problem_.tokens = tokens;
+    problem_.pairs = pairs;
+    problem_.kv_pairs = kv_pairs;
+    problem_.width = width;
+    problem_.shared_keys = node_.generation_ == 2;
+    problem_.activations = node_.activations_;
+    problem_.query = data(kQuery);
+    problem_.key = data(kKey);
+    problem_.value = data(kValue);
+    problem_.lambda = static_cast<const float*>(data(kLambda));
+    problem_.scale = node_.scale_;
+    problem_.window = node_.window_ < 0 ? std::numeric_limits<int64_t>::max() / 2 : node_.window_;
+    problem_.logits = node_.logits_;
+    problem_.keys.width = problem_.values.width = row;
+  }
+
+  void read_lengths() {
+    require_shape(kSeqlens, shape(kSeqlens), {problem_.batch});
+    const Shape total_shape = shape(kTotal);
+    require(total_shape.empty() || total_shape == Shape{1},
+            "total_sequence_length is " + text(total_shape) + ", expected a scalar");
+    total_ = *static_cast<const int32_t*>(data(kTotal));
+    require(total_ >= problem_.tokens, "total_sequence_length " + std::to_string(total_) + " is less than the " +
+                                           std::to_string(problem_.tokens) + " new tokens of query");
+    const int32_t* given = static_cast<const int32_t*>(data(kSeqlens));
+    const bool first_call = total_ == problem_.tokens;
+    for (int64_t i = 0; i < problem_.batch; ++i) {
+      const int64_t length = int64_t{given[i]} + 1;
+      const int64_t start = first_call ? 0 : length - problem_.tokens;
+      require(start >= 0 && length >= 0 && length <= total_,
+              "seqlens_k[" + std::to_string(i) + "] is " + std::to_string(given[i]) + " with " +
+                  std::to_string(problem_.tokens) + " new tokens and total_sequence_length " + std::to_string(total_));
+      start_.push_back(start);
+      length_.push_back(length);
+    }
+    problem_.start = start_.data();
+    problem_.length = length_.data();
+  }
+
+  void read_rotation() {
+    problem_.interleaved = node_.interleaved_ != 0;
+    problem_.cos = problem_.sin = nullptr;
+    if (!node_.rotary_) return;
+    const int64_t half = problem_.keys.width / 2;
+    require(problem_.width % 2 == 0, "do_rotary needs an even width, query's is " + std::to_string(problem_.width));
+    for (const Input input : {kCos, kSin}) {
+      require(present(input), std::string(kInputNames[input]) + " is absent and do_rotary is 1");
+      const Shape given = shape(input);
+      require(given.size() == 2 && given[0] >= total_ && given[1] == half,
+              std::string(kInputNames[input]) + " is " + text(given) + ", expected at least " +
+                  text({total_, half}));
+    }
+    problem_.cos = data(kCos);
+    problem_.sin = data(kSin);
+  }
+
+  void make_caches() {
+    const bool past = present(kPastKey);
+    require(past == present(kPastValue), "past_key and past_value must both be given or both be absent");
+    past_rows_ = 0;
+    if (past) {
+      const Shape given = shape(kPastKey);
+      require(given.size() == 4, "past_key is " + text(given) + ", expected [B, h_kv, P, width]");
+      past_rows_ = given[2];
+    }
+    const int64_t longest_start = start_.empty() ? 0 : *std::max_element(start_.begin(), start_.end());
+    require(longest_start <= past_rows_, "past_key holds " + std::to_string(past_rows_) + " rows, seqlens_k and " +
+                                             std::to_string(problem_.tokens) + " new tokens imply " +
+                                             std::to_string(longest_start));
+    make_cache(problem_.keys, kPastKey, kKeyScale, 1);
+    make_cache(problem_.values, kPastValue, kValueScale, 2);
+  }
+
+  void make_cache(Cache& cache, Input past, Input scale, size_t index) {
+    cache.storage = node_.cache_;
+    cache.kv_pairs = problem_.kv_pairs;
+    cache.rows = std::max(past_rows_, total_);
+    const int64_t stored = storage_bits(cache.storage) < 8 ? cache.row_bytes() : cache.width;
+    if (present(past)) require_shape(past, shape(past), {problem_.batch, problem_.kv_pairs, past_rows_, stored});
+    const bool quantized = storage_bits(cache.storage) <= 8;
+    require(present(scale) == quantized,
+            kInputNames[scale] + std::string(quantized ? " is absent and the cache is quantized"
+                                                       : " is given and kv_bit_width is 0"));
+    cache.scale = nullptr;
+    if (quantized) {
+      require_shape(scale, shape(scale), {1, problem_.kv_pairs, 1, cache.width});
+      cache.scale = static_cast<const float*>(data(scale));
+    }
+    cache.data = static_cast<uint8_t*>(output(index, {problem_.batch, problem_.kv_pairs, cache.rows, stored}));
+  }
+
+  // Rows before the new ones, unless past and present are one buffer.
+  void copy_past() {
+    if (!past_rows_) return;
+    parallel(problem_.batch * problem_.kv_pairs, [this](int64_t i) {
+      for (const auto& [cache, past] : {std::pair(&problem_.keys, kPastKey), std::pair(&problem_.values, kPastValue)}) {
+        const int64_t bytes = past_rows_ * cache->row_bytes();
+        const uint8_t* from = static_cast<const uint8_t*>(data(past));
+        if (from == cache->data) continue;
+        std::copy_n(from + i * bytes, bytes, cache->row(0, 0, i * cache->rows));
+      }
+    });
+  }
+
+  void append(const Kernel& best) {
+    constexpr int64_t kTokens = 32;
+    const int64_t chunks = (problem_.tokens + kTokens - 1) / kTokens;
+    parallel(problem_.batch * chunks, [&](int64_t i) {
+      const int64_t sequence = i / chunks, first = i % chunks * kTokens;
+      best.append(problem_, sequence, first, std::min(kTokens, problem_.new_tokens(sequence) - first));
+    });
+  }
+
+  // Rows of the output that belong to no token.
+  void clear_padding() {
+    const int64_t bytes = problem_.pairs * problem_.values.width * storage_bits(problem_.activations) / 8;
+    for (int64_t i = 0; i < problem_.batch; ++i) {
+      uint8_t* rows = static_cast<uint8_t*>(problem_.output) + i * problem_.tokens * bytes;
+      std::fill(rows + problem_.new_tokens(i) * bytes, rows + problem_.tokens * bytes, uint8_t{0});
+    }
+  }
+
+  // The longest blocks come first, so that no thread is left with one at the end.
+  std::vector<Block> make_blocks(int64_t rows) const {
+    std::vector<Block> blocks;
+    for (int64_t sequence = 0; sequence < problem_.batch; ++sequence) {
+      const int64_t of_pair = problem_.new_tokens(sequence) * problem_.group();
+      for (int64_t kv_pair = 0; kv_pair < problem_.kv_pairs; ++kv_pair) {
+        for (int64_t row = 0; row < of_pair; row += rows) {
+          blocks.push_back({sequence, kv_pair, row, std::min(rows, of_pair - row)});
+        }
+      }
+    }
+    const auto dearer = [this](const Block& a, const Block& b) { return cost(a) > cost(b); };
+    std::stable_sort(blocks.begin(), blocks.end(), dearer);
+    return blocks;
+  }
+
+  int64_t cost(const Block& block) const {
+    return block.rows * (problem_.start[block.sequence] + (block.first_row + block.rows) / problem_.group());
+  }
+
+  // Magnitudes that rows share, [B, h, 2].
+  std::vector<float> measure(const Kernel& best, const std::vector<Block>& blocks) {
+    std::vector<std::vector<float>> of_blocks(blocks.size());
+    parallel(blocks.size(), [&](int64_t i) {
+      of_blocks[i].resize(2 * blocks[i].rows);
+      best.measure(problem_, blocks[i], of_blocks[i].data());
+    });
+    std::vector<float> largest(problem_.batch * problem_.pairs * 2, 0.0f);
+    for (size_t i = 0; i < blocks.size(); ++i) {
+      const Block& block = blocks[i];
+      for (int64_t row = 0; row < block.rows; ++row) {
+        const int64_t pair = block.kv_pair * problem_.group() + (block.first_row + row) % problem_.group();
+        float* of_pair = &largest[(block.sequence * problem_.pairs + pair) * 2];
+        for (int map = 0; map < 2; ++map) of_pair[map] = std::max(of_pair[map], of_blocks[i][map * block.rows + row]);
+      }
+    }
+    const int64_t together = problem_.logits.granularity == Granularity::kHead   ? 1
+                             : problem_.logits.granularity == Granularity::kPair ? 2
+                                                                                 : 2 * problem_.pairs;
+    for (auto each = largest.begin(); each != largest.end(); each += together) {
+      std::fill(each, each + together, *std::max_element(each, each + together));
+    }
+    return largest;
+  }
+
+  // Calls task(0) to task(count - 1) on the session's threads.
+  template <class Task>
+  void parallel(int64_t count, const Task& task) {
+    struct Shared {
+      const Task& task;
+      std::atomic<bool> failed{false};
+    } shared{task};
+    const auto one = [](void* data, size_t i) {
+      Shared& shared = *static_cast<Shared*>(data);
+      try {
+        shared.task(static_cast<int64_t>(i));
+      } catch (...) {
+        shared.failed = true;  // nothing may be thrown into ONNX Runtime
+      }
+    };
+    if (count == 1) one(&shared, 0);
+    if (count > 1) check(ort::kParallelFor(api_)(context_, one, count, 0, &shared));
+    if (shared.failed) throw std::bad_alloc();
+  }
+
+  const ort::Value* value(Input input) const {
+    const ort::Value* out = nullptr;
+    check(ort::kGetInput(api_)(context_, input, &out));
+    return out;
+  }
+  bool present(Input input) const { return value(input) != nullptr; }
+
+  const void* data(Input input) const {
+    void* out = nullptr;
+    check(ort::kGetTensorData(api_)(value(input), &out));
+    return out;
+  }
+
+  Shape shape(Input input) const {
+    ort::TensorInfo* info = nullptr;
+    check(ort::kGetTensorTypeAndShape(api_)(value(input), &info));
+    size_t count = 0;
+    check(ort::kGetDimensionsCount(api_)(info, &count));
+    Shape out(count);
+    check(ort::kGetDimensions(api_)(info, out.data(), count));
+    ort::kReleaseTensorInfo(api_)(info);
+    return out;
+  }
+
+  void* output(size_t index, const Shape& shape) {
+    ort::Value* out = nullptr;
+    check(ort::kGetOutput(api_)(context_, index, shape.data(), shape.size(), &out));
+    void* data = nullptr;
+    check(ort::kGetTensorData(api_)(out, &data));
+    return data;
+  }
+
+  const Node& node_;
+  const ort::Api api_;
+  ort::KernelContext* const context_;
+  Problem problem_;
+  int64_t total_, past_rows_;
+  std::vector<int64_t> start_, length_;
+};
+
+void Node::compute(ort::KernelContext* context) const { Call(*this, context).compute(); }
+
+}  // namespace diffquant

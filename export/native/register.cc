@@ -1,0 +1,147 @@
+// What ONNX Runtime finds in the library: the op, once for each pair of activation and cache types.
+#include <atomic>
+#include <mutex>
+#include <new>
+#include <string>
+
+#include "dispatch.h"
+#include "node.h"
+
+#define DIFFQUANT_EXPORT extern "C" __attribute__((visibility("default")))
+
+namespace diffquant {
+namespace {
+
+constexpr size_t kInputs = 12, kOutputs = 3;
+constexpr int kRequired = 0, kOptional = 1;
+constexpr int kDefaultMemory = 0;
+constexpr int kOpVersion = 1;
+
+std::atomic<int64_t> calls{0};
+
+struct Op : ort::CustomOp {
+  Element activations, cache;
+
+  Element input_element(size_t i) const {
+    switch (i) {
+      case 3: case 10: case 11: return Element::kFloat;  // lambda and scales
+      case 4: case 5: return cache;
+      case 6: case 7: return Element::kInt32;  // lengths
+      default: return activations;
+    }
+  }
+};
+
+// A kernel of ONNX Runtime, which hands only itself to its calls.
+struct Instance {
+  ort::Api api;
+  Node node;
+};
+
+const Op& as_op(const ort::CustomOp* op) { return *static_cast<const Op*>(op); }
+
+ort::Status* failure(ort::Api api, int code, const char* what) {
+  const std::string message = std::string("diffquant::DifferentialAttention: ") + what;
+  return ort::kCreateStatus(api)(code, message.c_str());
+}
+
+// Runs `body`; what it throws becomes a status, since nothing may be thrown into ONNX Runtime.
+template <class Body>
+ort::Status* guarded(ort::Api api, const Body& body) {
+  try {
+    body();
+    return nullptr;
+  } catch (const RefusedByRuntime& refused) {
+    return refused.status;
+  } catch (const InvalidArgument& error) {
+    return failure(api, ort::kInvalidArgument, error.what());
+  } catch (const std::bad_alloc&) {
+    return failure(api, ort::kFail, "out of memory");
+  } catch (const std::exception& error) {
+    return failure(api, ort::kFail, error.what());
+  }
+}
+
+ort::Status* create_kernel(const ort::CustomOp* op, ort::Api api, const ort::KernelInfo* info, void** kernel) {
+  return guarded(api, [&] {
+    *kernel = new Instance{api, Node(api, info, as_op(op).activations, as_op(op).cache)};
+  });
+}
+
+ort::Status* compute(void* kernel, ort::KernelContext* context) {
+  ++calls;
+  const Instance& instance = *static_cast<Instance*>(kernel);
+  return guarded(instance.api, [&] { instance.node.compute(context); });
+}
+
+Op make_op(Element activations, Element cache) {
+  Op op{};
+  op.activations = activations;
+  op.cache = cache;
+  op.version = ort::kApiVersion;
+  op.name = [](const ort::CustomOp*) { return "DifferentialAttention"; };
+  op.execution_provider = [](const ort::CustomOp*) { return "CPUExecutionProvider"; };
+  op.input_count = [](const ort::CustomOp*) { return kInputs; };
+  op.output_count = [](const ort::CustomOp*) { return kOutputs; };
+  op.input_type = [](const ort::CustomOp* op, size_t i) { return static_cast<int>(as_op(op).input_element(i)); };
+  op.output_type = [](const ort::CustomOp* op, size_t i) {
+    return static_cast<int>(i == 0 ? as_op(op).activations : as_op(op).cache);
+  };
+  op.input_characteristic = [](const ort::CustomOp*, size_t i) {
+    return i == 4 || i == 5 || i >= 8 ? kOptional : kRequired;
+  };
+  op.output_characteristic = [](const ort::CustomOp*, size_t) { return kRequired; };
+  op.input_memory_type = [](const ort::CustomOp*, size_t) { return kDefaultMemory; };
+  op.variadic_input_min_arity = op.variadic_output_min_arity = [](const ort::CustomOp*) { return 1; };
+  op.variadic_input_homogeneity = op.variadic_output_homogeneity = [](const ort::CustomOp*) { return 1; };
+  op.start_version = op.end_version = [](const ort::CustomOp*) { return kOpVersion; };
+  op.create_kernel_v2 = create_kernel;
+  op.compute_v2 = compute;
+  op.destroy_kernel = [](void* kernel) { delete static_cast<Instance*>(kernel); };
+  return op;
+}
+
+const Op kOps[] = {
+    make_op(Element::kFloat, Element::kFloat), make_op(Element::kFloat, Element::kInt8),
+    make_op(Element::kFloat, Element::kUint8), make_op(Element::kHalf, Element::kHalf),
+    make_op(Element::kHalf, Element::kInt8),   make_op(Element::kHalf, Element::kUint8),
+};
+
+ort::Status* make_domain(ort::Api api, ort::CustomOpDomain** domain) {
+  if (ort::Status* status = ort::kCreateCustomOpDomain(api)("diffquant", domain)) return status;
+  for (const Op& op : kOps) {
+    if (ort::Status* status = ort::kCustomOpDomainAdd(api)(*domain, &op)) return status;
+  }
+  return nullptr;
+}
+
+}  // namespace
+}  // namespace diffquant
+
+// Called by ONNX Runtime when the library is registered with a session's options.
+DIFFQUANT_EXPORT ort::Status* RegisterCustomOps(ort::SessionOptions* options, const ort::ApiBase* base) {
+  const ort::Api api = base->get_api(ort::kApiVersion);
+  if (!api) {
+    // Too old for this library. An error needs an API too: version 1 is always served.
+    return ort::kCreateStatus(base->get_api(1))(ort::kFail, "diffquant's library needs ONNX Runtime 1.17 or newer");
+  }
+  // One domain serves every session of the process, and outlives them all.
+  static std::mutex mutex;
+  static ort::CustomOpDomain* domain = nullptr;
+  const std::lock_guard<std::mutex> lock(mutex);
+  if (!domain) {
+    ort::CustomOpDomain* made = nullptr;
+    if (ort::Status* status = diffquant::make_domain(api, &made)) return status;
+    domain = made;
+  }
+  return ort::kAddCustomOpDomain(api)(options, domain);
+}
+
+// The instruction set in use: plain, avx2 or avx512.
+DIFFQUANT_EXPORT const char* diffquant_kernel_name() { return diffquant::kernel().name; }
+
+// Uses another instruction set from now on, for tests; returns 0 where this processor lacks it.
+DIFFQUANT_EXPORT int diffquant_use_kernel(const char* name) { return diffquant::use_kernel(name); }
+
+// How often the kernel has run in this process: tells a test, or doctor, that the body did not run instead.
+DIFFQUANT_EXPORT int64_t diffquant_kernel_calls() { return diffquant::calls; }

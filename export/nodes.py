@@ -1,0 +1,93 @@
+"""A graph under construction: nodes in order, each named after its module, and small constants."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import onnx
+from onnx import NodeProto, TensorProto, ValueInfoProto, helper, numpy_helper
+from torch import Tensor
+
+from diffquant.errors import DiffQuantError
+
+CONTRIB = "com.microsoft"
+
+
+class Graph:
+    """Nodes, constants, inputs and outputs of a model.
+
+    Attributes:
+        kind: TensorProto data type of activations.
+    """
+
+    def __init__(self, kind: int) -> None:
+        self.kind = kind
+        self.nodes: list[NodeProto] = []
+        self.inputs: list[ValueInfoProto] = []
+        self.outputs: list[ValueInfoProto] = []
+        self.constants: dict[str, TensorProto] = {}
+        self._module = ""
+        self._taken: dict[str, int] = {}
+
+    @contextmanager
+    def module(self, name: str) -> Iterator[None]:
+        """Nodes added inside are named after this module."""
+        outer, self._module = self._module, f"{self._module}{name}."
+        try:
+            yield
+        finally:
+            self._module = outer
+
+    def add(self, op: str, *inputs: str, name: str | None = None, domain: str = "", **attributes: Any) -> str:
+        """Add a node of one output; its name."""
+        output = name or self._fresh(op)
+        self.add_all(op, inputs, [output], domain, **attributes)
+        return output
+
+    def add_all(
+        self, op: str, inputs: Sequence[str], outputs: Sequence[str], domain: str = "", **attributes: Any
+    ) -> None:
+        """Add a node with named outputs."""
+        self.nodes.append(helper.make_node(op, inputs, outputs, name=outputs[0], domain=domain, **attributes))
+
+    def input(self, name: str, kind: int, shape: Sequence[str | int]) -> str:
+        self.inputs.append(helper.make_tensor_value_info(name, kind, shape))
+        return name
+
+    def output(self, name: str, kind: int, shape: Sequence[str | int]) -> None:
+        self.outputs.append(helper.make_tensor_value_info(name, kind, shape))
+
+    def constant(self, name: str, value: np.ndarray) -> str:
+        """A small tensor kept in model.onnx itself; the same name is the same value."""
+        self.constants.setdefault(name, numpy_helper.from_array(np.ascontiguousarray(value), name))
+        return name
+
+    def typed(self, name: str, value: Tensor) -> str:
+        """A constant in the activations' type.
+
+        Raises:
+            DiffQuantError: it holds values beyond that type's range.
+        """
+        with np.errstate(over="ignore"):
+            cast = value.numpy().astype(helper.tensor_dtype_to_np_dtype(self.kind))
+        if not np.isfinite(cast).all():
+            raise DiffQuantError(f"{name} holds values beyond {cast.dtype}'s range; export with --dtype float32")
+        return self.constant(name, cast)
+
+    def int64(self, name: str, values: Sequence[int]) -> str:
+        return self.constant(name, np.array(values, np.int64))
+
+    def model(
+        self, initializers: dict[str, TensorProto], opset: int, domains: Sequence[str], ir: int
+    ) -> onnx.ModelProto:
+        """The model; `initializers` are those outside of it."""
+        everything = [*self.constants.values(), *initializers.values()]
+        graph = helper.make_graph(self.nodes, "decoder", self.inputs, self.outputs, everything)
+        imports = [helper.make_opsetid("", opset), *(helper.make_opsetid(domain, 1) for domain in domains)]
+        return helper.make_model(graph, opset_imports=imports, ir_version=ir, producer_name="diffquant")
+
+    def _fresh(self, op: str) -> str:
+        stem = f"{self._module}{op}"
+        count = self._taken[stem] = self._taken.get(stem, 0) + 1
+        return stem if count == 1 else f"{stem}_{count}"

@@ -1,0 +1,121 @@
+"""The op `diffquant::DifferentialAttention`, version 1: its schema and its attributes.
+
+docs/differential-attention-op.md is the specification; a test keeps its tables and this schema alike.
+"""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from onnx.defs import OpSchema
+
+from diffquant.errors import UsageError
+
+DOMAIN = "diffquant"
+NAME = "DifferentialAttention"
+VERSION = 1
+
+LOGIT_GRANULARITIES = ("row", "head", "pair", "tensor")
+KV_BITS = (0, 4, 6, 8)
+
+
+@dataclass(frozen=True)
+class OpAttributes:
+    """The attributes of one node; all are written on every node, since a kernel does not see a default.
+
+    Attributes:
+        num_pairs: h.
+        num_kv_pairs: h_kv; divides h.
+        generation: 1 where the maps have keys of their own (V1), 2 where they share them (V2).
+        scale: what multiplies Q·Kᵀ.
+        do_rotary: 1 rotates Q and K by cos_cache and sin_cache first.
+        rotary_interleaved: 1 rotates channels (2i, 2i + 1); 0 rotates (i, i + d/2), generation 2 only.
+        local_window_size: newest keys a query sees, its own included; -1 for all.
+        kv_bit_width: bits of the caches' codes; 0 where they hold the input's type.
+        logit_bits: of the simulated logits; 0 leaves them alone.
+        logit_granularity: which logits share a scale.
+        logit_shift: 1 subtracts each row's maximum before rounding.
+    """
+
+    num_pairs: int
+    num_kv_pairs: int
+    generation: int
+    scale: float
+    do_rotary: int = 0
+    rotary_interleaved: int = 0
+    local_window_size: int = -1
+    kv_bit_width: int = 0
+    logit_bits: int = 0
+    logit_granularity: str = "row"
+    logit_shift: int = 0
+
+    def __post_init__(self) -> None:
+        problems = list(self._problems())
+        if problems:
+            raise UsageError(f"{DOMAIN}::{NAME}: {'; '.join(problems)}")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Attributes by the op's names."""
+        return asdict(self)
+
+    def _problems(self) -> Any:
+        if min(self.num_pairs, self.num_kv_pairs) < 1 or self.num_pairs % self.num_kv_pairs:
+            yield f"num_kv_pairs {self.num_kv_pairs} does not divide num_pairs {self.num_pairs}"
+        if self.generation not in (1, 2):
+            yield f"generation is {self.generation}; it must be 1 or 2"
+        if self.generation == 1 and self.do_rotary and not self.rotary_interleaved:
+            yield "generation 1 rotates interleaved channels; reorder the rows of the q and k projections"
+        if self.local_window_size != -1 and self.local_window_size < 1:
+            yield f"local_window_size is {self.local_window_size}; it must be -1 or at least 1"
+        if self.kv_bit_width not in KV_BITS:
+            yield f"kv_bit_width is {self.kv_bit_width}; it must be one of {', '.join(map(str, KV_BITS))}"
+        if self.logit_bits and not 2 <= self.logit_bits <= 8:
+            yield f"logit_bits is {self.logit_bits}; it must be 0 or 2 to 8"
+        if self.logit_granularity not in LOGIT_GRANULARITIES:
+            yield f"logit_granularity is {self.logit_granularity!r}; it must be {', '.join(LOGIT_GRANULARITIES)}"
+
+
+def schema() -> OpSchema:
+    """The op as onnx describes ops."""
+    return OpSchema(
+        NAME,
+        DOMAIN,
+        VERSION,
+        doc="softmax(Q1·K1ᵀ·scale)·V - λ·softmax(Q2·K2ᵀ·scale)·V, causal, over a KV cache that it extends.",
+        inputs=[
+            _parameter("query", "T", "[B, T, 2·h·d]"),
+            _parameter("key", "T", "[B, T, h_kv·dk]"),
+            _parameter("value", "T", "[B, T, h_kv·dv]"),
+            _parameter("lambda", "TL", "[1] or [B, T, h]"),
+            _parameter("past_key", "TC", "[B, h_kv, P, dk·c]", optional=True),
+            _parameter("past_value", "TC", "[B, h_kv, P, dv·c]", optional=True),
+            _parameter("seqlens_k", "TI", "[B]"),
+            _parameter("total_sequence_length", "TI", "scalar"),
+            _parameter("cos_cache", "T", "[positions, dk/2]", optional=True),
+            _parameter("sin_cache", "T", "[positions, dk/2]", optional=True),
+            _parameter("k_scale", "TL", "[1, h_kv, 1, dk]", optional=True),
+            _parameter("v_scale", "TL", "[1, h_kv, 1, dv]", optional=True),
+        ],
+        outputs=[
+            _parameter("output", "T", "[B, T, h·dv]"),
+            _parameter("present_key", "TC", "[B, h_kv, max(P, total_sequence_length), dk·c]"),
+            _parameter("present_value", "TC", "[B, h_kv, max(P, total_sequence_length), dv·c]"),
+        ],
+        type_constraints=[
+            ("T", ["tensor(float)", "tensor(float16)"], "Activations."),
+            ("TC", ["tensor(float)", "tensor(float16)", "tensor(int8)", "tensor(uint8)"], "KV cache."),
+            ("TL", ["tensor(float)"], "λ and scales."),
+            ("TI", ["tensor(int32)"], "Lengths."),
+        ],
+        attributes=[OpSchema.Attribute(name, kind, "", required=True) for name, kind in attribute_types().items()],
+    )
+
+
+def attribute_types() -> dict[str, OpSchema.AttrType]:
+    """Type of each attribute by name, in order."""
+    kinds = {int: OpSchema.AttrType.INT, float: OpSchema.AttrType.FLOAT, str: OpSchema.AttrType.STRING}
+    return {name: kinds[kind] for name, kind in OpAttributes.__annotations__.items()}
+
+
+def _parameter(name: str, kind: str, shape: str, optional: bool = False) -> OpSchema.FormalParameter:
+    option = OpSchema.FormalParameterOption.Optional if optional else OpSchema.FormalParameterOption.Single
+    return OpSchema.FormalParameter(name, kind, shape, param_option=option)

@@ -1,0 +1,128 @@
+"""What an export is asked for; every contradiction in it is named at once."""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import onnxruntime
+import torch
+
+from diffquant.errors import UsageError
+from diffquant.export.op import LOGIT_GRANULARITIES
+from diffquant.scheme import FULL, Scheme
+
+# RMSNormalization became standard in opset 23, which ONNX Runtime takes from 1.23 on.
+OLDEST_OPSET, NEWEST_OPSET = 23, 26
+IR_VERSION = 10
+DTYPES = {"float32": torch.float32, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class ExportOptions:
+    """How a checkpoint becomes an ONNX model.
+
+    Attributes:
+        weights: of the layers' linears of a plain checkpoint; a quantized one keeps its own.
+        kv_bits: of the KV cache: 16 (the activations' type), 8 or 4, with static scales a channel.
+        logits: simulated precision of the attention logits.
+        dtype: of activations, 16-bit weights and an unquantized cache.
+        embed_bits: 8 stores embedding and head as 8-bit codes.
+        cache: whether the model takes and returns a KV cache.
+        opset: of the standard domain.
+        pure: standard ONNX ops alone.
+        accuracy_level: of ONNX Runtime's 4-bit products: 4 multiplies int8 activations, 1 float32 ones.
+    """
+
+    weights: Scheme = FULL
+    kv_bits: int = 16
+    logits: Scheme = FULL
+    dtype: str = "float32"
+    embed_bits: int = 16
+    cache: bool = True
+    opset: int = OLDEST_OPSET
+    pure: bool = False
+    accuracy_level: int = 4
+
+    def __post_init__(self) -> None:
+        problems = list(self._problems())
+        if problems:
+            raise UsageError(f"cannot export: {'; '.join(problems)}")
+
+    @classmethod
+    def parse(cls, weights: str = "16", logits: str = "16", **others: Any) -> "ExportOptions":
+        """Options with schemes in their text form."""
+        return cls(weights=Scheme.parse(weights, "g32"), logits=Scheme.parse(logits, "row"), **others)
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return DTYPES[self.dtype]
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self) | {"weights": str(self.weights), "logits": str(self.logits)}
+
+    @classmethod
+    def from_dict(cls, entries: dict[str, Any]) -> "ExportOptions":
+        """Inverse of `to_dict`."""
+        return cls.parse(**entries)
+
+    def _problems(self) -> Any:
+        if self.kv_bits not in (16, 8, 4):
+            yield f"no kernel reads a {self.kv_bits}-bit KV cache; --kv takes 16, 8 or 4"
+        if self.embed_bits not in (16, 8):
+            yield f"no kernel gathers {self.embed_bits}-bit embeddings; --embed takes 16 or 8"
+        if self.dtype not in DTYPES:
+            yield f"unknown dtype {self.dtype!r}; known are {', '.join(DTYPES)}"
+        if self.accuracy_level not in (1, 4):
+            yield f"accuracy level {self.accuracy_level} is not 1 (float32 activations) or 4 (int8 activations)"
+        if not OLDEST_OPSET <= self.opset <= NEWEST_OPSET:
+            yield f"opset {self.opset} is not within {OLDEST_OPSET} to {NEWEST_OPSET}"
+        if self.weights.quantizes and self.weights.granularity not in ("tensor", "row", "group"):
+            yield f"weights cannot be quantized per {self.weights.granularity}; use tensor, row or group"
+        if self.logits.quantizes and self.logits.granularity not in LOGIT_GRANULARITIES:
+            yield f"logits per {self.logits.granularity} cannot be exported; use {', '.join(LOGIT_GRANULARITIES)}"
+        if not self.cache and self.kv_bits < 16:
+            yield f"--kv {self.kv_bits} and --no-cache contradict each other"
+
+
+def check_runtime(options: ExportOptions) -> None:
+    """Refuse what the installed ONNX Runtime cannot load.
+
+    Raises:
+        UsageError: with the version that can.
+    """
+    problems = []
+    newest = _newest_opset()
+    if options.opset > newest:
+        problems.append(f"takes opset {newest} at most, not {options.opset}")
+    if options.kv_bits < 16 and _runtime_version() < (1, 27) and not options.pure:
+        problems.append(f"has no {options.kv_bits}-bit KV cache; 1.27 has")
+    if problems:
+        raise UsageError(f"the installed ONNX Runtime {onnxruntime.__version__} {' and '.join(problems)}")
+
+
+def runtime_floor(options: ExportOptions) -> str:
+    """Oldest ONNX Runtime that loads the model."""
+    return "1.27" if options.kv_bits < 16 and not options.pure else "1.23"
+
+
+def _newest_opset() -> int:
+    """Largest opset of the standard domain that the installed runtime loads, found by asking it."""
+    from onnx import TensorProto, helper
+
+    value = helper.make_tensor_value_info("x", TensorProto.FLOAT, [1])
+    result = helper.make_tensor_value_info("y", TensorProto.FLOAT, [1])
+    graph = helper.make_graph([helper.make_node("Identity", ["x"], ["y"])], "probe", [value], [result])
+    quiet = onnxruntime.SessionOptions()
+    quiet.log_severity_level = 4
+    for opset in range(NEWEST_OPSET, OLDEST_OPSET - 1, -1):
+        model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=IR_VERSION)
+        try:
+            onnxruntime.InferenceSession(model.SerializeToString(), quiet, providers=["CPUExecutionProvider"])
+        except Exception:  # the runtime's own exception types differ between its versions
+            continue
+        return opset
+    return OLDEST_OPSET - 1
+
+
+def _runtime_version() -> tuple[int, int]:
+    major, minor, *_ = onnxruntime.__version__.split(".")
+    return int(major), int(minor)

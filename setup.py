@@ -1,0 +1,46 @@
+"""Compiles the native kernel into the wheel where there is a compiler; everything else is in pyproject.toml."""
+
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+from setuptools import Distribution, setup
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_py import build_py
+
+native = runpy.run_path("export/native/build.py")
+NATIVE = "diffquant/export/native"
+
+
+class BuildWithKernel(build_py):
+    def run(self) -> None:
+        super().run()
+        compiler = native["find_compiler"]()
+        folder = Path("export/native") if self.editable_mode else Path(self.build_lib, NATIVE)
+        library = folder / native["LIBRARY"]
+        if compiler is None:
+            print("no C++ compiler: the native kernel is left out, exported models run their function body")
+        elif not native["up_to_date"](library):
+            try:
+                native["build"](library, compiler)
+            except (OSError, subprocess.CalledProcessError) as error:
+                print(f"the native kernel is left out: {error}", file=sys.stderr)
+
+
+class PlatformWheel(bdist_wheel):
+    """The library is code of one platform and of no Python version."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        return ("py3", "none", super().get_tag()[2])
+
+
+class KernelDistribution(Distribution):
+    def has_ext_modules(self) -> bool:
+        return native["find_compiler"]() is not None
+
+
+setup(
+    cmdclass={"build_py": BuildWithKernel, "bdist_wheel": PlatformWheel},
+    distclass=KernelDistribution,
+)

@@ -1,0 +1,185 @@
+"""One call of the op as data, its expected result by `diffquant.attention.naive`, and models of one node."""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import onnx
+import torch
+from onnx import TensorProto, helper
+
+from diffquant.attention import Mask
+from diffquant.attention.naive import naive
+from diffquant.export.body import CONTRIB, body
+from diffquant.export.op import DOMAIN, NAME, VERSION, OpAttributes, schema
+from diffquant.model.modeling import rotate
+from diffquant.scheme import FULL, Scheme
+
+OPSET, IR = 23, 10
+
+Inputs = dict[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class Case:
+    """Shapes and attributes; `rope` is "", "half" or "interleaved"."""
+
+    generation: int = 1
+    pairs: int = 4
+    kv_pairs: int = 2
+    width: int = 16
+    rope: str = "interleaved"
+    window: int = -1
+    kv_bits: int = 0
+    logits: Scheme = FULL
+
+    @property
+    def row(self) -> int:
+        return self.width * (2 if self.generation == 1 else 1)
+
+    @property
+    def attributes(self) -> OpAttributes:
+        return OpAttributes(
+            num_pairs=self.pairs,
+            num_kv_pairs=self.kv_pairs,
+            generation=self.generation,
+            scale=self.width**-0.5,
+            do_rotary=int(bool(self.rope)),
+            rotary_interleaved=int(self.rope == "interleaved"),
+            local_window_size=self.window,
+            kv_bit_width=self.kv_bits,
+            logit_bits=self.logits.bits if self.logits.quantizes else 0,
+            logit_granularity=self.logits.granularity or "row",
+            logit_shift=int(self.logits.shift),
+        )
+
+    def plain(self) -> "Case":
+        return replace(self, kv_bits=0)
+
+
+def random_inputs(case: Case, batch: int, length: int, seed: int = 0) -> Inputs:
+    """query, key, value and lambda of a whole sequence, and the tables and scales."""
+    rng = np.random.default_rng(seed)
+    normal = lambda *shape: rng.standard_normal(shape, dtype=np.float32)  # noqa: E731
+    made = {
+        "query": normal(batch, length, 2 * case.pairs * case.width) * 2,
+        "key": normal(batch, length, case.kv_pairs * case.row),
+        "value": normal(batch, length, case.kv_pairs * case.row),
+        "lambda": normal(1) if case.generation == 1 else rng.random((batch, length, case.pairs), dtype=np.float32),
+    }
+    if case.rope:
+        angles = np.arange(128)[:, None] / 100.0 ** (np.arange(0, case.width, 2) / case.width)
+        tables = np.tile(angles, (1, case.row // case.width))
+        made |= {"cos_cache": np.cos(tables).astype("f4"), "sin_cache": np.sin(tables).astype("f4")}
+    if case.kv_bits:
+        top = 3.0 / (2 ** (case.kv_bits - 1) - 1)
+        for name in ("k_scale", "v_scale"):
+            made[name] = (top * (0.5 + rng.random((1, case.kv_pairs, 1, case.row)))).astype("f4")
+    return made
+
+
+def expected(
+    case: Case, inputs: dict[str, np.ndarray], tokens: slice, dtype: torch.dtype = torch.float64
+) -> np.ndarray:
+    """What the op gives for `tokens` of the sequence, whose keys up to their end are there: [B, T, h·dv]."""
+    end = tokens.stop
+    x = {name: torch.from_numpy(value).double() for name, value in inputs.items()}
+    heads = lambda t, n: t.unflatten(-1, (n, -1)).transpose(1, 2)  # noqa: E731
+    q = heads(x["query"][:, :end], 2 * case.pairs)
+    k = heads(x["key"][:, :end], case.kv_pairs * case.row // case.width)
+    v = heads(x["value"][:, :end], case.kv_pairs)
+    if case.rope:
+        tables = tuple(x[name][None, :end, : case.width // 2] for name in ("cos_cache", "sin_cache"))
+        q, k = (rotate(t, tables, case.rope) for t in (q, k))
+    if case.kv_bits:
+        k = stored(k.transpose(1, 2).flatten(2), x["k_scale"], case).unflatten(-1, (-1, case.width)).transpose(1, 2)
+        v = stored(v.transpose(1, 2).flatten(2), x["v_scale"], case).unflatten(-1, (-1, case.row)).transpose(1, 2)
+    lam = x["lambda"] if case.generation == 1 else x["lambda"][:, tokens].transpose(1, 2)[..., None]
+    queries = [q[:, i::2, tokens] for i in (0, 1)]
+    keys = [k[:, i::2] for i in (0, 1)] if case.generation == 1 else [k, k]
+    if case.window > 0:
+        return _windowed(case, queries, keys, v, lam, tokens)
+    y = naive(queries, keys, v, lam, case.width**-0.5, Mask(), case.logits)
+    return y.transpose(1, 2).flatten(2).float().numpy()
+
+
+def stored(rows: torch.Tensor, scale: torch.Tensor, case: Case) -> torch.Tensor:
+    """[B, S, h_kv·dk] after its codes."""
+    scale = scale.flatten()
+    limit = 2 ** (case.kv_bits - 1)
+    return (rows / scale).round().clamp(-limit, limit - 1) * scale
+
+
+def _windowed(case, queries, keys, v, lam, tokens):
+    """One query at a time over the keys in its window."""
+    rows = []
+    for t in range(tokens.start, tokens.stop):
+        near = slice(max(t + 1 - case.window, 0), t + 1)
+        at = t - tokens.start
+        here = lam if case.generation == 1 else lam[:, :, at : at + 1]
+        args = ([q[:, :, at : at + 1] for q in queries], [k[:, :, near] for k in keys], v[:, :, near], here)
+        rows.append(naive(*args, case.width**-0.5, Mask()))
+    return torch.cat(rows, 2).transpose(1, 2).flatten(2).float().numpy()
+
+
+def one_node(case: Case, kind: str | None, float_type: int = TensorProto.FLOAT, cached: bool = True) -> onnx.ModelProto:
+    """A model of one node; `kind` of its body, None for none."""
+    cache_type = {0: float_type, 8: TensorProto.INT8, 6: TensorProto.UINT8, 4: TensorProto.UINT8}[case.kv_bits]
+    stored_width = case.row * (case.kv_bits or 8) // 8 if case.kv_bits in (4, 6) else case.row
+    absent = set() if case.rope else {"cos_cache", "sin_cache"}
+    absent |= set() if case.kv_bits else {"k_scale", "v_scale"}
+    absent |= set() if cached else {"past_key", "past_value"}
+    past = ["B", case.kv_pairs, "P", stored_width]
+    kv = ["B", "T", case.kv_pairs * case.row]
+    values = {
+        "query": (float_type, ["B", "T", 2 * case.pairs * case.width]),
+        "key": (float_type, kv),
+        "value": (float_type, kv),
+        "lambda": (TensorProto.FLOAT, [1] if case.generation == 1 else ["B", "T", case.pairs]),
+        "past_key": (cache_type, past),
+        "past_value": (cache_type, past),
+        "seqlens_k": (TensorProto.INT32, ["B"]),
+        "total_sequence_length": (TensorProto.INT32, []),
+        "cos_cache": (float_type, ["M", case.row // 2]),
+        "sin_cache": (float_type, ["M", case.row // 2]),
+        "k_scale": (TensorProto.FLOAT, [1, case.kv_pairs, 1, case.row]),
+        "v_scale": (TensorProto.FLOAT, [1, case.kv_pairs, 1, case.row]),
+    }
+    inputs = [helper.make_tensor_value_info(n, *v) for n, v in values.items() if n not in absent]
+    present = (cache_type, ["B", case.kv_pairs, "S", stored_width])
+    outputs = [
+        helper.make_tensor_value_info("output", float_type, ["B", "T", case.pairs * case.row]),
+        helper.make_tensor_value_info("present_key", *present),
+        helper.make_tensor_value_info("present_value", *present),
+    ]
+    names = ["" if p.name in absent else p.name for p in schema().inputs]
+    node = helper.make_node(NAME, names, [o.name for o in outputs], domain=DOMAIN, **case.attributes.to_dict())
+    functions = [body(kind, case.attributes, case.width, OPSET, cached)] if kind else []
+    domains = [helper.make_opsetid("", OPSET), helper.make_opsetid(DOMAIN, VERSION)]
+    domains += [helper.make_opsetid(CONTRIB, 1)] if kind == "contrib" else []
+    graph = helper.make_graph([node], "one_node", inputs, outputs)
+    return helper.make_model(graph, opset_imports=domains, functions=functions, ir_version=IR)
+
+
+def feed(
+    inputs: dict[str, np.ndarray],
+    tokens: slice,
+    past: tuple[np.ndarray, np.ndarray] | None,
+    ends: list[int] | None = None,
+) -> dict[str, np.ndarray]:
+    """Inputs of one call; `ends` are the sequences' lengths after it where they differ."""
+    per_token = ("query", "key", "value")
+    call = {n: np.ascontiguousarray(v[:, tokens]) if n in per_token else v for n, v in inputs.items()}
+    if inputs["lambda"].ndim == 3:
+        call["lambda"] = np.ascontiguousarray(inputs["lambda"][:, tokens])
+    batch = inputs["query"].shape[0]
+    call["seqlens_k"] = np.array(ends or [tokens.stop] * batch, "i4") - 1
+    call["total_sequence_length"] = np.array(tokens.stop, "i4")
+    if past is not None:
+        call |= {"past_key": past[0], "past_value": past[1]}
+    return call
+
+
+def empty_past(case: Case, batch: int, rows: int = 0, dtype: str = "f4") -> tuple[np.ndarray, np.ndarray]:
+    width = case.row // 2 if case.kv_bits == 4 else case.row
+    kind = {0: dtype, 8: "i1", 4: "u1"}[case.kv_bits]
+    return tuple(np.zeros((batch, case.kv_pairs, rows, width), kind) for _ in range(2))

@@ -1,0 +1,187 @@
+"""What an export, a verification or a run refuses, and that nothing half-written stays."""
+
+import json
+
+import onnx
+import pytest
+import torch
+from checkpoints import random_ids, write_checkpoint
+from safetensors.torch import load_file, save_file
+
+import diffquant
+from diffquant.errors import (
+    CheckpointError,
+    GroupSizeError,
+    NonFiniteError,
+    OutputExistsError,
+    ToleranceError,
+    UsageError,
+)
+from diffquant.export import ExportOptions, Generator, export, options, verify
+from diffquant.export.external import DATA_FILE, MODEL_FILE
+from diffquant.export.session import OnnxModel
+
+WINDOWS = random_ids(1, 32).tolist()
+
+
+@pytest.fixture
+def source(tmp_path):
+    return write_checkpoint(tmp_path / "source", "diffllama")
+
+
+@pytest.fixture
+def folder(source, tmp_path):
+    export(source, tmp_path / "out")
+    return tmp_path / "out"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"kv_bits": 6}, "no kernel reads a 6-bit KV cache"),
+        ({"embed_bits": 4}, "no kernel gathers 4-bit"),
+        ({"dtype": "bfloat16"}, "unknown dtype"),
+        ({"opset": 21}, "opset 21 is not within 23 to"),
+        ({"accuracy_level": 2}, "accuracy level 2"),
+        ({"logits": "4:b16"}, "logits per block"),
+        ({"kv_bits": 8, "cache": False}, "contradict"),
+        ({"kv_bits": 5, "embed_bits": 5}, "5-bit KV cache.*5-bit embeddings"),
+    ],
+)
+def test_options_that_no_runtime_has_are_refused(wrong, message):
+    with pytest.raises(UsageError, match=message):
+        ExportOptions.parse(**wrong)
+
+
+def test_an_opset_or_cache_the_installed_runtime_lacks_is_refused(source, tmp_path, monkeypatch):
+    monkeypatch.setattr(options, "_newest_opset", lambda: 23)
+    monkeypatch.setattr(options, "_runtime_version", lambda: (1, 24))
+    with pytest.raises(UsageError, match=r"takes opset 23 at most, not 25 and has no 8-bit KV cache; 1\.27 has"):
+        export(source, tmp_path / "out", ExportOptions(opset=25, kv_bits=8))
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_newest_opset_is_what_the_runtime_loads():
+    assert options._newest_opset() >= 23
+
+
+def test_groups_that_no_kernel_has_are_named(tmp_path):
+    source = write_checkpoint(tmp_path / "source", "diffllama", hidden_size=72, intermediate_size=144, head_dim=18)
+    with pytest.raises(GroupSizeError, match=r"q_proj.weight \[72, 72\] 4:g24.*down_proj.weight \[72, 144\] 4:g24"):
+        export(source, tmp_path / "out", ExportOptions.parse(weights="4:g24"))
+
+
+def test_standard_4_bit_rows_of_odd_width_are_refused(tmp_path):
+    source = write_checkpoint(tmp_path / "source", "diffllama", intermediate_size=149)
+    with pytest.raises(GroupSizeError, match=r"down_proj.weight \[64, 149\] 4:row.*even width"):
+        export(source, tmp_path / "out", ExportOptions.parse(weights="4:row", pure=True))
+
+
+def test_what_the_graph_cannot_express_is_refused(tmp_path):
+    config = {"hidden_act": "gelu", "rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}
+    source = write_checkpoint(tmp_path / "source", "llama", **config)
+    with pytest.raises(CheckpointError, match=r"'gelu' is not silu.*'dynamic' changes.*leave out --pure-onnx"):
+        export(source, tmp_path / "out", ExportOptions(pure=True))
+
+
+def test_an_unknown_source_is_refused(tmp_path):
+    (tmp_path / "source").mkdir()
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        export(tmp_path / "source", tmp_path / "out")
+
+
+def test_calibration_needs_a_tokenizer(source, tmp_path):
+    with pytest.raises(UsageError, match="calibrated on text"):
+        export(source, tmp_path / "out", ExportOptions(kv_bits=8))
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["source"]
+
+
+def test_an_existing_folder_is_kept_unless_told_otherwise(source, folder):
+    before = (folder / MODEL_FILE).read_bytes()
+    with pytest.raises(OutputExistsError, match="--overwrite"):
+        export(source, folder)
+    assert (folder / MODEL_FILE).read_bytes() == before
+    export(source, folder, ExportOptions(cache=False), overwrite=True)
+    assert OnnxModel(folder, 1).cache is None
+    assert not (folder / "genai_config.json").exists()
+
+
+@pytest.mark.parametrize("name", ["model.layers.1.mlp.up_proj.weight", "model.norm.weight"])
+def test_a_checkpoint_with_nan_leaves_nothing_behind(source, tmp_path, name):
+    tensors = load_file(source / "model.safetensors")
+    tensors[name].view(-1)[5] = float("nan")
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(NonFiniteError, match=name):
+        export(source, tmp_path / "out")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["source"]
+
+
+def test_values_beyond_float16_are_named(source, tmp_path):
+    tensors = load_file(source / "model.safetensors")
+    tensors["model.layers.0.mlp.up_proj.weight"][3, 3] = 1e6
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(diffquant.DiffQuantError, match=r"layers\.0\.mlp\.up_proj.*--dtype float32"):
+        export(source, tmp_path / "out", ExportOptions(dtype="float16"))
+
+
+def test_a_truncated_data_file_is_refused(folder):
+    data = (folder / DATA_FILE).read_bytes()
+    (folder / DATA_FILE).write_bytes(data[: len(data) // 2])
+    with pytest.raises(CheckpointError, match="truncated"):
+        OnnxModel(folder)
+
+
+def test_data_that_leaves_the_folder_is_refused(folder, tmp_path):
+    for location, message in (("../elsewhere", "lies outside"), ("gone.data", "missing or leads out")):
+        model = onnx.load(folder / MODEL_FILE, load_external_data=False)
+        tensor = next(t for t in model.graph.initializer if t.external_data)
+        next(entry for entry in tensor.external_data if entry.key == "location").value = location
+        onnx.save(model, folder / MODEL_FILE)
+        with pytest.raises(CheckpointError, match=message):
+            OnnxModel(folder)
+
+
+def test_every_written_location_is_the_data_file_itself(folder):
+    model = onnx.load(folder / MODEL_FILE, load_external_data=False)
+    entries = [entry for t in model.graph.initializer for entry in t.external_data if entry.key == "location"]
+    assert {entry.value for entry in entries} == {DATA_FILE}
+
+
+@pytest.mark.parametrize("name", [MODEL_FILE, DATA_FILE])
+def test_a_model_edited_after_export_is_not_verified(source, folder, name):
+    content = bytearray((folder / name).read_bytes())
+    content[-9] ^= 1
+    (folder / name).write_bytes(content)
+    with pytest.raises(CheckpointError, match=f"{name} changed since export"):
+        verify(folder, source)
+
+
+def test_another_checkpoint_is_not_verified(folder, tmp_path):
+    other = write_checkpoint(tmp_path / "other", "diffllama", vocab_size=91)
+    with pytest.raises(CheckpointError, match="exported from source"):
+        verify(folder, other)
+
+
+def test_a_missed_tolerance_says_where(source, tmp_path):
+    export(source, tmp_path / "out", ExportOptions.parse(weights="4:g32"))
+    with pytest.raises(ToleranceError, match="diverges first in layer 0") as caught:
+        verify(tmp_path / "out", source, tolerance=1e-6)
+    assert caught.value.exit_code == 4
+
+
+def test_a_folder_that_is_no_export_is_refused(source, tmp_path):
+    for call in (lambda: verify(source, source), lambda: Generator(source)):
+        with pytest.raises(CheckpointError, match="diffquant export"):
+            call()
+
+
+def test_a_record_that_was_not_written_by_export_is_refused(source, folder):
+    (folder / "diffquant.json").write_text(json.dumps({"options": {"colour": "red"}}))
+    with pytest.raises(CheckpointError, match="not an export's record"):
+        verify(folder, source)
+
+
+def test_bfloat16_checkpoints_export(tmp_path):
+    source = write_checkpoint(tmp_path / "source", "unilm-v2", torch.bfloat16)
+    export(source, tmp_path / "out", ExportOptions.parse(kv_bits=8, weights="4:g32"), calibration=WINDOWS)
+    assert verify(tmp_path / "out", source).passed

@@ -1,0 +1,164 @@
+"""Both bodies of the op against `diffquant.attention.naive` in float64."""
+
+import re
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+from attention_cases import Case, empty_past, expected, feed, one_node, random_inputs
+from onnx import TensorProto, inliner
+from onnx.reference import ReferenceEvaluator
+
+from diffquant.errors import UsageError
+from diffquant.export.body import body
+from diffquant.scheme import Scheme
+
+CASES = {
+    "v1": Case(),
+    "v1-mha": Case(pairs=3, kv_pairs=3, width=8, rope=""),
+    "v1-mqa": Case(pairs=4, kv_pairs=1),
+    "v2": Case(generation=2),
+    "v2-half": Case(generation=2, pairs=6, kv_pairs=2, rope="half"),
+}
+
+
+def reference(model):
+    evaluator = ReferenceEvaluator(model)
+    return lambda inputs: evaluator.run(None, inputs)
+
+
+def runtime(model):
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = 1
+    options.log_severity_level = 4
+    session = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    return lambda inputs: session.run(None, inputs)
+
+
+RUNNERS = {
+    "contrib": ("contrib", runtime),
+    "pure": ("pure", runtime),
+    "reference": ("pure", reference),
+}
+
+
+@pytest.fixture(params=RUNNERS)
+def run(request):
+    kind, start = RUNNERS[request.param]
+    return lambda case, **options: start(one_node(case, kind, **options))
+
+
+@pytest.mark.parametrize("rows", [0, 40], ids=["growing cache", "shared buffer"])
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_prefill_chunked_prefill_and_decode_equal_naive(run, case, rows):
+    inputs = random_inputs(case, batch=1, length=23)
+    call = run(case)
+    past = empty_past(case, 1, rows)
+    for tokens in (slice(0, 9), slice(9, 20), *(slice(i, i + 1) for i in range(20, 23))):
+        output, *past = call(feed(inputs, tokens, past))
+        assert past[0].shape[2] == max(rows, tokens.stop)
+        np.testing.assert_allclose(output, expected(case, inputs, tokens), rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("case", [CASES["v1"], CASES["v2-half"]], ids=["v1", "v2"])
+def test_a_ragged_batch_equals_its_sequences_one_by_one(run, case):
+    lengths, width = [11, 4, 7], 11
+    inputs = random_inputs(case, batch=3, length=width + 1)
+    call = run(case)
+    output, *past = call(feed(inputs, slice(0, width), empty_past(case, 3), lengths))
+    token = {n: v[:, -1:] if n in ("query", "key", "value") or v.ndim == 3 else v for n, v in inputs.items()}
+    after = [length + 1 for length in lengths]
+    last = feed(token, slice(0, 1), past, after) | {"total_sequence_length": np.array(width + 1, "i4")}
+    decoded = call(last)[0]
+    for i, length in enumerate(lengths):
+        alone = {
+            n: v[i : i + 1] if n not in ("cos_cache", "sin_cache") and len(v) == 3 else v for n, v in inputs.items()
+        }
+        np.testing.assert_allclose(
+            output[i : i + 1, :length], expected(case, alone, slice(0, length)), rtol=0, atol=2e-5
+        )
+        per_token = [n for n, v in alone.items() if v.ndim == 3]
+        joined = alone | {n: np.concatenate([alone[n][:, :length], alone[n][:, -1:]], 1) for n in per_token}
+        np.testing.assert_allclose(
+            decoded[i : i + 1], expected(case, joined, slice(length, length + 1)), rtol=0, atol=2e-5
+        )
+
+
+@pytest.mark.parametrize("generation", [1, 2])
+def test_a_window_hides_older_keys(run, generation):
+    case = Case(generation=generation, window=5)
+    inputs = random_inputs(case, batch=1, length=14)
+    call = run(case)
+    past = empty_past(case, 1)
+    for tokens in (slice(0, 12), slice(12, 13), slice(13, 14)):
+        output, *past = call(feed(inputs, tokens, past))
+        np.testing.assert_allclose(output, expected(case, inputs, tokens), rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("generation", [1, 2])
+def test_quantized_caches_hold_the_codes_and_attention_reads_them(run, generation, bits):
+    case = Case(generation=generation, kv_bits=bits)
+    inputs = random_inputs(case, batch=1, length=19)
+    call = run(case)
+    past = empty_past(case, 1)
+    for tokens in (slice(0, 16), slice(16, 17), slice(17, 19)):
+        output, *past = call(feed(inputs, tokens, past))
+        np.testing.assert_allclose(output, expected(case, inputs, tokens), rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("generation", [1, 2])
+def test_without_a_past_the_call_stands_alone(run, generation):
+    case = Case(generation=generation)
+    inputs = random_inputs(case, batch=2, length=9)
+    output = run(case, cached=False)(feed(inputs, slice(0, 9), None))[0]
+    np.testing.assert_allclose(output, expected(case, inputs, slice(0, 9)), rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("kind", ["contrib", "pure"])
+def test_float16_stays_within_its_rounding(kind):
+    case = Case()
+    inputs = random_inputs(case, batch=1, length=12)
+    half = {n: v.astype("f2") if n not in ("lambda",) else v for n, v in inputs.items()}
+    call = runtime(one_node(case, kind, TensorProto.FLOAT16))
+    output = call(feed(half, slice(0, 12), empty_past(case, 1, dtype="f2")))[0]
+    assert output.dtype == np.float16
+    wide = {n: v.astype("f4") for n, v in half.items()}
+    np.testing.assert_allclose(output, expected(case, wide, slice(0, 12)), rtol=0, atol=5e-3)
+
+
+@pytest.mark.parametrize("shift", ["", ":shift"])
+@pytest.mark.parametrize("text", ["4:row", "6:head", "5:pair", "4:tensor"])
+@pytest.mark.parametrize("generation", [1, 2])
+def test_simulated_logits_of_the_pure_body_equal_naive(generation, text, shift):
+    case = Case(generation=generation, logits=Scheme.parse(text + shift))
+    inputs = random_inputs(case, batch=1, length=17)
+    for start in (runtime, reference):
+        output = start(one_node(case, "pure"))(feed(inputs, slice(0, 17), empty_past(case, 1)))[0]
+        # A logit on the border between two codes may fall either way in float32.
+        wrong = np.abs(output - expected(case, inputs, slice(0, 17))).max(-1) > 1e-4
+        assert wrong.mean() < 0.1
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_the_pure_body_is_standard_onnx(case):
+    model = one_node(case, "pure")
+    onnx.checker.check_model(model, full_check=True)
+    inlined = inliner.inline_local_functions(model)
+    assert {node.domain for node in inlined.graph.node} == {""}
+    onnx.checker.check_model(inlined, full_check=True)
+
+
+def test_the_contrib_body_is_one_attention():
+    for case in CASES.values():
+        ops = [node.op_type for node in body("contrib", case.attributes, case.width, 23).node]
+        assert ops.count("GroupQueryAttention") == 1
+        assert not [op for op in ops if re.search("MatMul|Softmax|Attention$", op) and op != "GroupQueryAttention"]
+
+
+def test_what_a_body_cannot_compute_is_refused():
+    with pytest.raises(UsageError, match=r"cannot quantize them.*not 6"):
+        body("contrib", Case(logits=Scheme(4, "row"), kv_bits=6).attributes, 16, 23)
+    with pytest.raises(UsageError, match="not 6"):
+        body("pure", Case(kv_bits=6).attributes, 16, 23)

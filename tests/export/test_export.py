@@ -1,0 +1,208 @@
+"""Exported models against torch: every source, every precision, codes bit for bit."""
+
+import json
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from checkpoints import SOURCES, random_ids, write_checkpoint
+from onnx import TensorProto, numpy_helper
+from onnx.reference import ReferenceEvaluator
+from transformers import DiffLlamaForCausalLM
+
+import diffquant
+from diffquant.checkpoint.codec import encode
+from diffquant.checkpoint.reader import open_checkpoint
+from diffquant.export import ExportOptions, export, verify
+from diffquant.export.external import DATA_FILE, MODEL_FILE
+from diffquant.export.manifest import read_manifest
+from diffquant.export.matrix import row_order
+from diffquant.export.session import OnnxModel
+from diffquant.model.adapters import adapter_for
+from diffquant.numerics import unpack
+from diffquant.scheme import Scheme
+
+PRECISIONS = {
+    "int4": {"weights": "4:g32"},
+    "int4-exact": {"weights": "4:g32", "accuracy_level": 1},
+    "int6": {"weights": "6:row"},
+    "int8-tensor": {"weights": "8:tensor"},
+    "int3": {"weights": "3:g16", "accuracy_level": 1},
+    "embed8": {"embed_bits": 8},
+    "float16": {"dtype": "float16"},
+    "kv8": {"kv_bits": 8},
+    "kv4": {"kv_bits": 4},
+    "all": {"weights": "4:g32", "kv_bits": 8, "embed_bits": 8},
+    "logits": {"logits": "4:row"},
+    "logits-tensor-shift": {"logits": "5:tensor:shift"},
+    "pure": {"pure": True},
+    "pure-all": {"pure": True, "weights": "4:g32", "kv_bits": 4, "embed_bits": 8},
+    "no-cache": {"cache": False},
+    "opset25": {"opset": 25},
+}
+WINDOWS = random_ids(2, 64).tolist()
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    root = tmp_path_factory.mktemp("checkpoints")
+    made = {}
+
+    def make(source):
+        if source not in made:
+            made[source] = write_checkpoint(root / source, source)
+        return made[source]
+
+    return make
+
+
+def exported(source, folder, **options):
+    export(source, folder, ExportOptions.parse(**options), calibration=WINDOWS)
+    return folder
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_every_source_computes_what_torch_does(checkpoint, tmp_path, source):
+    found = verify(exported(checkpoint(source), tmp_path / "out"), checkpoint(source), tolerance=1e-5)
+    assert {route.name for route in found.routes} == {
+        "prefill",
+        "padded batch",
+        "chunked prefill",
+        "decode",
+        "batch decode",
+    }
+    assert found.agreement == 1.0
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("source", ["unilm-v1", "unilm-v2-half"])
+def test_every_precision_computes_what_its_simulation_does(checkpoint, tmp_path, source, precision):
+    folder = exported(checkpoint(source), tmp_path / "out", **PRECISIONS[precision])
+    found = verify(folder, checkpoint(source))
+    exact = [route for route in found.routes if route.name == "float32 products"] or found.routes
+    limit = 1e-2 if precision == "float16" else 2e-3 if PRECISIONS[precision].get("kv_bits") else 1e-5
+    assert max(route.error for route in exact) < limit
+
+
+@pytest.mark.parametrize("precision", ["int4", "kv8", "all", "no-cache"])
+def test_the_plain_transformer_takes_the_same_options(checkpoint, tmp_path, precision):
+    folder = exported(checkpoint("llama"), tmp_path / "out", **PRECISIONS[precision])
+    assert verify(folder, checkpoint("llama")).passed
+
+
+def test_logits_equal_stock_transformers(checkpoint, tmp_path):
+    ids = random_ids(2, 33)
+    model = OnnxModel(exported(checkpoint("diffllama"), tmp_path / "out"), 1)
+    (logits,), _ = model.run(ids, np.ones_like(ids), model.empty_cache(2))
+    oracle = DiffLlamaForCausalLM.from_pretrained(checkpoint("diffllama")).eval()(torch.from_numpy(ids)).logits
+    np.testing.assert_allclose(logits, oracle.numpy(), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("weights", ["4:g32", "6:g32", "8:row", "4:tensor"])
+def test_a_quantized_checkpoint_keeps_its_codes_and_scales(tmp_path, weights, dtype):
+    plain = write_checkpoint(tmp_path / "plain", "diffllama", dtype)
+    quantized = tmp_path / "quantized"
+    diffquant.quantize(plain, quantized, diffquant.Recipe.of(weights=weights))
+    folder = exported(quantized, tmp_path / "out")
+    source = open_checkpoint(plain)
+    adapter = adapter_for(source.config)
+    held = initializers(folder)
+    scheme = Scheme.parse(weights)
+    for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.down_proj"):
+        module = f"model.layers.1.{name}"
+        packed = encode(source.read(module + ".weight"), scheme)
+        width = int(packed["weight_shape"][1])
+        codes, scale = unpack(packed["weight_packed"], scheme.bits, width), packed["weight_scale"].float()
+        order = row_order(adapter, module + ".weight")
+        rows = slice(None) if order is None else order
+        stored = from_container(held[module + ".weight_codes"], 4 if scheme.bits <= 4 else 8)[:, :width]
+        np.testing.assert_array_equal(stored, codes[rows].numpy())
+        blocks = held[module + ".weight_scale"]
+        wanted = (scale.expand(len(codes), 1) if scale.numel() == 1 else scale)[rows].numpy()
+        np.testing.assert_array_equal(blocks, np.repeat(wanted, blocks.shape[1] // wanted.shape[1], 1))
+    assert verify(folder, quantized).passed
+
+
+def test_a_quantized_checkpoint_is_not_quantized_again(tmp_path):
+    plain = write_checkpoint(tmp_path / "plain", "diffllama")
+    diffquant.quantize(plain, tmp_path / "quantized", diffquant.Recipe.of(weights="4:g32", kv=8))
+    with pytest.raises(diffquant.DiffQuantError, match="quantized weights already"):
+        exported(tmp_path / "quantized", tmp_path / "out", weights="4:g32")
+    report = export(tmp_path / "quantized", tmp_path / "out")
+    assert any("recipe (k 8:row" in note for note in report.notes)
+
+
+def test_widths_that_no_block_divides_are_padded(tmp_path):
+    source = write_checkpoint(tmp_path / "plain", "diffllama", intermediate_size=150)
+    folder = exported(source, tmp_path / "out", weights="4:row")
+    assert verify(folder, source).routes[-1].error < 1e-5
+
+
+@pytest.mark.parametrize(("source", "kv_bits"), [("diffllama", 8), ("unilm-v2", 16)])
+def test_a_pure_model_is_standard_onnx_and_runs_in_the_reference_evaluator(checkpoint, tmp_path, source, kv_bits):
+    folder = exported(checkpoint(source), tmp_path / "out", pure=True, weights="4:g32", kv_bits=kv_bits)
+    onnx.checker.check_model(str(folder / MODEL_FILE), full_check=True)
+    model = onnx.load(folder / MODEL_FILE)
+    domains = {node.domain for node in model.graph.node} | {n.domain for f in model.functions for n in f.node}
+    assert domains == {"", "diffquant"}
+    runtime = OnnxModel(folder, 1)
+    ids = random_ids(1, 9)
+    (logits,), cache = runtime.run(ids, np.ones_like(ids), runtime.empty_cache(1))
+    feeds = {"input_ids": ids, "attention_mask": np.ones_like(ids)}
+    feeds |= dict(zip(runtime.cache.inputs, runtime.empty_cache(1), strict=True))
+    found = ReferenceEvaluator(model).run(["logits", *runtime.cache.outputs], feeds)
+    np.testing.assert_allclose(found[0], logits, rtol=0, atol=1e-4)
+    for mine, theirs in zip(found[1:], cache, strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=0, atol=1 if kv_bits == 8 else 1e-4)
+
+
+def test_attention_is_one_node_a_layer_and_every_attribute_is_written(checkpoint, tmp_path):
+    model = onnx.load(exported(checkpoint("unilm-v1"), tmp_path / "out") / MODEL_FILE, load_external_data=False)
+    attention = [node for node in model.graph.node if node.domain == "diffquant"]
+    assert [node.op_type for node in attention] == ["DifferentialAttention"] * 2
+    assert {len(node.attribute) for node in attention} == {11}
+    assert model.ir_version == 10
+
+
+def test_the_record_names_options_source_and_stored_bits(checkpoint, tmp_path):
+    folder = exported(checkpoint("unilm-v1"), tmp_path / "out", weights="6:g32")
+    manifest = read_manifest(folder)
+    assert manifest.options == ExportOptions.parse(weights="6:g32")
+    assert manifest.tensors["model.layers.0.mlp.up_proj.weight"] == {
+        "bits": 6,
+        "stored_bits": 8,
+        "granularity": "g32",
+    }
+    assert set(manifest.sha256) == {MODEL_FILE, DATA_FILE}
+    assert json.loads((folder / "genai_config.json").read_text())["model"]["decoder"]["head_size"] == 32
+
+
+def test_the_same_checkpoint_gives_the_same_bytes(checkpoint, tmp_path):
+    folders = [exported(checkpoint("unilm-v2"), tmp_path / name, weights="4:g32", kv_bits=8) for name in "ab"]
+    for name in (MODEL_FILE, DATA_FILE):
+        assert (folders[0] / name).read_bytes() == (folders[1] / name).read_bytes()
+
+
+def test_tied_weights_are_stored_once(tmp_path):
+    source = write_checkpoint(tmp_path / "plain", "unilm-v1", vocab_size=4000)
+    for options in ({}, {"embed_bits": 8}):
+        folder = exported(source, tmp_path / f"out{len(options)}", **options)
+        names = [t.name for t in onnx.load(folder / MODEL_FILE, load_external_data=False).graph.initializer]
+        assert not [name for name in names if "lm_head" in name]
+        assert verify(folder, source).passed
+
+
+def initializers(folder):
+    model = onnx.load(folder / MODEL_FILE)
+    kept = (TensorProto.UINT8, TensorProto.FLOAT)
+    return {t.name: numpy_helper.to_array(t) for t in model.graph.initializer if t.data_type in kept}
+
+
+def from_container(stored, bits):
+    """Codes int [out, in] of a MatMulNBits weight [out, blocks, bytes]."""
+    rows = stored.reshape(len(stored), -1).astype(int)
+    if bits == 8:
+        return rows - 128
+    return np.stack([rows & 15, rows >> 4], -1).reshape(len(rows), -1) - 8

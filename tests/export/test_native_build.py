@@ -1,0 +1,58 @@
+"""Where the library is looked for, and how it is built."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from diffquant.errors import UsageError
+from diffquant.export.native import kernel_name, library_path
+from diffquant.export.native.build import LIBRARY, SOURCES, find_compiler, up_to_date
+
+
+def build(*arguments, **environment):
+    command = [sys.executable, "-m", "diffquant.export.native", *map(str, arguments)]
+    return subprocess.run(command, env=os.environ | environment, capture_output=True, text=True)
+
+
+def test_an_override_names_another_library_or_none(monkeypatch, tmp_path):
+    other = tmp_path / "other.so"
+    other.touch()
+    monkeypatch.setenv("DIFFQUANT_NATIVE_LIBRARY", str(other))
+    assert library_path() == other
+    monkeypatch.setenv("DIFFQUANT_NATIVE_LIBRARY", "")
+    assert library_path() is None
+    assert kernel_name() is None
+    monkeypatch.setenv("DIFFQUANT_NATIVE_LIBRARY", str(tmp_path / "none.so"))
+    with pytest.raises(UsageError, match=r"none\.so, which is no file"):
+        library_path()
+
+
+def test_without_a_compiler_the_build_says_what_to_install(tmp_path):
+    ran = build("-o", tmp_path / LIBRARY, PATH=str(tmp_path))
+    assert ran.returncode == 5
+    assert "no C++ compiler found; install g++ or clang++" in ran.stderr
+
+
+def test_a_failed_build_leaves_nothing(tmp_path):
+    ran = build("-o", tmp_path / LIBRARY, CXX="false")
+    assert ran.returncode == 1
+    assert "false did not build" in ran.stderr
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")
+def test_a_library_older_than_a_source_is_not_up_to_date(tmp_path):
+    library = tmp_path / LIBRARY
+    assert not up_to_date(library)
+    library.touch()
+    assert up_to_date(library)
+    os.utime(library, (0, 0))
+    assert not up_to_date(library)
+
+
+def test_every_header_and_source_is_shipped():
+    patterns = {"*.cc", "*.h"}
+    shipped = (SOURCES.parents[1] / "pyproject.toml").read_text()
+    assert all(f'"{pattern}"' in shipped for pattern in patterns)

@@ -1,0 +1,209 @@
+"""Exported folders at work: our generation, onnxruntime-genai, the example, the evaluations, the command line."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiny_lm
+import torch
+from checkpoints import write_checkpoint
+from typer.testing import CliRunner
+
+import diffquant
+from diffquant import cli
+from diffquant.evals.encoding import Request
+from diffquant.evals.scoring import score
+from diffquant.export import ExportOptions, Generator, export
+from diffquant.export.native import library_path
+from diffquant.export.scoring import OnnxLanguageModel, evaluate_exported
+from diffquant.export.session import InPlace, OnnxModel
+from diffquant.progress import silent
+from diffquant.sweep.grid import SweepOptions
+
+PROMPT = "It was a dark and stormy night, and the"
+EXAMPLE = Path(__file__).parents[2] / "examples" / "onnxruntime_minimal.py"
+
+
+@pytest.fixture(scope="module", params=["diffllama", "unilm-v2"])
+def source(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("source") / "model"
+    sizes = {"vocab_size": tiny_lm.WORDS, "max_position_embeddings": 256, "eos_token_id": 1}
+    write_checkpoint(folder, request.param, **sizes)
+    tiny_lm.tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module", params=[{}, {"kv_bits": 8, "weights": "4:g32", "accuracy_level": 1}], ids=["", "low"])
+def folder(request, source, tmp_path_factory):
+    out = tmp_path_factory.mktemp("exported") / "out"
+    export(source, out, ExportOptions.parse(**request.param))
+    return out
+
+
+@pytest.fixture(scope="module")
+def plain(source, tmp_path_factory):
+    out = tmp_path_factory.mktemp("plain") / "out"
+    export(source, out)
+    return out
+
+
+def by_whole_sequences(folder, ids, new):
+    """Greedy continuation without a cache, the whole sequence each time."""
+    model = OnnxModel(folder, 1)
+    ids = list(ids)
+    for _ in range(new):
+        array = np.array([ids])
+        (logits,), _ = model.run(array, np.ones_like(array), model.empty_cache(1))
+        ids.append(int(logits[0, -1].argmax()))
+        if ids[-1] == 1:
+            break
+    return ids
+
+
+def test_tokens_are_those_of_whole_sequences_and_the_cache_stays_in_place(folder):
+    generator = Generator(folder, 1)
+    ids = generator.text.encode(PROMPT)
+    made = list(generator.tokens(ids, 20))
+    wanted = by_whole_sequences(folder, ids, 20)[len(ids) :]
+    assert made == [token for token in wanted if token != 1]
+    assert generator.speed.new_tokens == len(made)
+    assert generator.speed.cache_bytes == generator.model.cache.row_bytes * (len(ids) + 20)
+
+
+def test_tokens_are_those_of_torch(source, plain):
+    generator = Generator(plain, 1)
+    ids = generator.text.encode(PROMPT)
+    oracle = diffquant.load(source).generate(torch.tensor([ids]), max_new_tokens=20, do_sample=False)[0].tolist()
+    assert ids + list(generator.tokens(ids, 20)) == [token for token in oracle if token != 1]
+
+
+def test_running_does_not_import_torch(plain):
+    code = f"""
+import sys
+from diffquant.export.generation import Generator
+list(Generator({str(plain)!r}).stream({PROMPT!r}, 2))
+print("torch" in sys.modules, "transformers" in sys.modules)
+"""
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert found.stdout.split() == ["False", "False"], found.stderr
+
+
+def test_steps_write_into_the_same_buffers(folder):
+    model = OnnxModel(folder, 1)
+    state = InPlace(model, 1, 32)
+    before = [buffer.data_ptr() for buffer in state._buffers]
+    ids = np.arange(2, 12)[None]
+    stepped = np.concatenate([state.step(ids[:, :7]), *(state.step(ids[:, i : i + 1]) for i in range(7, 10))], 1)
+    (whole,), cache = model.run(ids, np.ones_like(ids), model.empty_cache(1))
+    assert before == [buffer.data_ptr() for buffer in state._buffers]
+    np.testing.assert_allclose(stepped, whole, rtol=0, atol=2e-4)
+    for buffer, grown in zip(state._buffers, cache, strict=True):
+        assert np.abs(buffer.numpy()[:, :, :10].astype(float) - grown).max() <= (1 if grown.dtype == np.int8 else 1e-4)
+
+
+def test_sampling_follows_its_seed(folder):
+    generator = Generator(folder, 1)
+    texts = ["".join(generator.stream(PROMPT, 12, temperature=0.8, seed=seed)) for seed in (1, 1, 2)]
+    assert texts[0] == texts[1] != texts[2]
+    with pytest.raises(diffquant.DiffQuantError, match="prompt is empty"):
+        list(generator.stream(" "))
+    with pytest.raises(diffquant.DiffQuantError, match="context ends at 256"):
+        list(generator.stream(PROMPT * 60))
+
+
+def test_genai_runs_the_folder_as_it_is(folder):
+    genai = pytest.importorskip("onnxruntime_genai")
+    ids = tiny_lm.tokenizer()(PROMPT)["input_ids"]
+    wanted = by_whole_sequences(folder, ids, 16)
+    parameters = genai.GeneratorParams(genai.Model(str(folder)))
+    parameters.set_search_options(max_length=len(ids) + 16, do_sample=False)
+    generator = genai.Generator(genai.Model(str(folder)), parameters)
+    generator.append_tokens(np.array([ids], np.int32))
+    while not generator.is_done():
+        generator.generate_next_token()
+    assert list(generator.get_sequence(0))[: len(wanted)] == wanted
+
+
+def test_the_example_needs_onnxruntime_alone(folder):
+    found = subprocess.run([sys.executable, EXAMPLE, folder, PROMPT], capture_output=True, text=True)
+    assert found.returncode == 0, found.stderr
+    ids = tiny_lm.tokenizer()(PROMPT)["input_ids"]
+    wanted = by_whole_sequences(folder, ids, 32)
+    assert found.stdout.strip().startswith(tiny_lm.tokenizer().decode(wanted, skip_special_tokens=True).strip()[:60])
+
+
+def test_scores_are_those_of_torch(source, plain):
+    rng = np.random.default_rng(3)
+    draw = lambda n: tuple(rng.integers(2, tiny_lm.WORDS, n).tolist())  # noqa: E731
+    contexts = [draw(9), draw(4)]
+    requests = [Request(context, draw(n)) for context in contexts for n in (1, 5, 3)]
+    model = diffquant.load(source)
+    ours = score(OnnxLanguageModel(OnnxModel(plain, 1)), requests)
+    for mine, oracle in zip(ours, score(model, requests), strict=True):
+        assert mine.logprob == pytest.approx(oracle.logprob, abs=1e-3)
+        assert mine.greedy == oracle.greedy
+
+
+def test_tasks_run_on_an_exported_folder(source, plain):
+    from diffquant.sweep.evaluate import evaluate
+
+    options = SweepOptions(tasks=("hellaswag", "perplexity"), limit=3, characters=1500, window=64, stride=32)
+    ours = evaluate_exported(plain, None, options)
+    oracle = evaluate(source, None, replace(options, dtype="float32"))
+    assert ours["hellaswag"]["choices"] == oracle["hellaswag"]["choices"]
+    assert ours["perplexity"]["perplexity"] == pytest.approx(oracle["perplexity"]["perplexity"], rel=1e-4)
+
+
+def test_an_export_is_measured_as_it_is(plain):
+    with pytest.raises(diffquant.DiffQuantError, match="as it is"):
+        evaluate_exported(plain, diffquant.Recipe.of(kv=8), SweepOptions())
+
+
+def test_the_command_line_exports_verifies_and_runs(source, tmp_path):
+    out = tmp_path / "out"
+    run = CliRunner().invoke
+    arguments = ["export", str(source), "-o", str(out), "--weights", "4:g32", "--kv", "8", "--embed", "8", "--json"]
+    exported = run(cli.app, arguments)
+    assert exported.exit_code == 0, exported.output
+    assert json.loads(exported.stdout)["floor"] == "1.27"
+    verified = run(cli.app, ["verify", str(out), str(source)])
+    assert "all values close" in verified.stdout, verified.output
+    missed = run(cli.app, ["verify", str(out), str(source), "--tolerance", "1e-9"])
+    assert missed.exception.exit_code == 4
+    continued = run(cli.app, ["run", str(out), "--prompt", PROMPT, "--max-new-tokens", "4", "--threads", "1"])
+    assert continued.exit_code == 0
+    assert "tokens/s" in continued.stderr
+
+
+def test_sessions_load_the_native_kernel_where_it_is_built(plain, monkeypatch):
+    from diffquant.export.native import kernel_calls
+
+    if library_path() is None:
+        pytest.skip("the native kernel is not built")
+    calls = kernel_calls()
+    ids = np.arange(2, 8)[None]
+    OnnxModel(plain, 1).run(ids, np.ones_like(ids), OnnxModel(plain, 1).empty_cache(1))
+    assert kernel_calls() > calls
+    monkeypatch.setenv("DIFFQUANT_NATIVE_LIBRARY", "")
+    calls = kernel_calls()
+    OnnxModel(plain, 1).run(ids, np.ones_like(ids), OnnxModel(plain, 1).empty_cache(1))
+    assert kernel_calls() == calls
+
+
+def test_lm_eval_scores_and_generates_with_it(source, plain):
+    from lm_eval.api.instance import Instance
+
+    from diffquant.evals.harness_model import HarnessModel
+
+    tokenizer = tiny_lm.tokenizer()
+    models = [OnnxLanguageModel(OnnxModel(plain, 1)), diffquant.load(source, dtype=torch.float32)]
+    adapters = [HarnessModel(model, tokenizer, 256, silent) for model in models]
+    pairs = [Instance("loglikelihood", {}, (PROMPT, text), i) for i, text in enumerate((" moon", " sea was"))]
+    ours, oracle = (adapter.loglikelihood(pairs) for adapter in adapters)
+    assert [p for p, _ in ours] == pytest.approx([p for p, _ in oracle], abs=1e-3)
+    asked = Instance("generate_until", {}, (PROMPT, {"until": ["\n\n"], "max_gen_toks": 12}), 0)
+    assert adapters[0].generate_until([asked]) == adapters[1].generate_until([asked])
