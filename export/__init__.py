@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 from diffquant.errors import MissingDependencyError
 
 if TYPE_CHECKING:
-    from diffquant.export.exporter import export
-    from diffquant.export.generation import Generator
-    from diffquant.export.native import library_path
-    from diffquant.export.options import ExportOptions
-    from diffquant.export.verification import verify
+    from .exporter import export
+    from .generation import Generator
+    from .native import library_path
+    from .options import ExportOptions
+    from .verification import verify
 
 _HOMES = {
     "export": "diffquant.export.exporter",

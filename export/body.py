@@ -3,14 +3,15 @@
 A body is written for one set of attributes and one head width; `export.pure` holds the one in standard ops.
 """
 
-from typing import Literal
+from typing import Any, Literal
 
 import onnx
 from onnx import FunctionProto, ModelProto, parser
 
 from diffquant.errors import UsageError
-from diffquant.export.op import DOMAIN, NAME, OpAttributes, schema
-from diffquant.export.pure import pure_text
+
+from .op import DOMAIN, NAME, OpAttributes, schema
+from .pure import pure_text
 
 CONTRIB = "com.microsoft"
 BodyKind = Literal["contrib", "pure"]
@@ -48,7 +49,7 @@ def contrib_text(attributes: OpAttributes, width: int) -> str:
     """
     pairs = attributes.num_pairs
     value_width = 2 * width if attributes.generation == 1 else width
-    options = {
+    options: dict[str, str | float] = {
         "num_heads": 2 * pairs,
         "kv_num_heads": attributes.num_kv_pairs,
         "scale": float(attributes.scale),
@@ -59,8 +60,8 @@ def contrib_text(attributes: OpAttributes, width: int) -> str:
     inputs = "key, value, past_key, past_value, seqlens_k, total_sequence_length, cos_cache, sin_cache"
     if attributes.kv_bit_width:
         # Written only where they are used: ONNX Runtime before 1.27 does not know them.
-        quantized = {"kv_cache_bit_width": attributes.kv_bit_width}
-        options |= quantized | {"k_quant_type": '"PER_CHANNEL"', "v_quant_type": '"PER_CHANNEL"'}
+        options["kv_cache_bit_width"] = attributes.kv_bit_width
+        options["k_quant_type"] = options["v_quant_type"] = '"PER_CHANNEL"'
         inputs += ", , , , k_scale, v_scale"
     queries = _masked_queries(pairs, width) if attributes.generation == 1 else "   heads = Identity (query)"
     listed = ", ".join(f"{name} = {value}" for name, value in options.items())
@@ -124,8 +125,11 @@ def add_body(model: ModelProto, kind: BodyKind) -> None:
 
 
 def _attributes_of(node: onnx.NodeProto) -> OpAttributes:
-    values = {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}
-    return OpAttributes(**{name: v.decode() if isinstance(v, bytes) else v for name, v in values.items()})
+    values: dict[str, Any] = {}
+    for attribute in node.attribute:
+        value = onnx.helper.get_attribute_value(attribute)
+        values[attribute.name] = value.decode() if isinstance(value, bytes) else value
+    return OpAttributes(**values)
 
 
 def _query_width(model: ModelProto, node: onnx.NodeProto) -> int:

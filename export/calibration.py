@@ -9,10 +9,11 @@ from diffquant.attention.spec import DiffSpec
 from diffquant.checkpoint.load import load_tokenizer
 from diffquant.data import books_text
 from diffquant.errors import CheckpointError, UsageError
-from diffquant.export.session import OnnxModel
-from diffquant.export.source import Scales
 from diffquant.numerics import max_code
 from diffquant.progress import Progress
+
+from .session import OnnxModel
+from .source import Scales
 
 _WINDOWS, _WINDOW = 4, 512
 

@@ -6,14 +6,15 @@ import torch
 from onnx import ModelProto, TensorProto
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from diffquant.export.body import body
-from diffquant.export.linears import Linears
-from diffquant.export.nodes import CONTRIB, Graph
-from diffquant.export.op import DOMAIN, NAME, OpAttributes
-from diffquant.export.options import IR_VERSION
-from diffquant.export.source import EMBEDDING, HEAD, Scales, Source, key_width
-from diffquant.export.streaming import Streamed, place
 from diffquant.model.layout import LAMBDA_VECTORS
+
+from .body import BodyKind, body
+from .linears import Linears
+from .nodes import CONTRIB, Graph
+from .op import DOMAIN, NAME, OpAttributes
+from .options import IR_VERSION
+from .source import EMBEDDING, HEAD, Scales, Source, key_width
+from .streaming import Streamed, place
 
 PAST = "past_key_values.{layer}.{part}"
 PRESENT = "present.{layer}.{part}"
@@ -73,7 +74,7 @@ class _Decoder:
             return self.graph.model(initializers, self.options.opset, domains, IR_VERSION)
         model = self.graph.model(initializers, self.options.opset, [*domains, DOMAIN], IR_VERSION)
         # GroupQueryAttention keeps its logits to itself; where they are rounded, the body spells them out.
-        kind = "pure" if self.options.pure or self.options.logits.quantizes else "contrib"
+        kind: BodyKind = "pure" if self.options.pure or self.options.logits.quantizes else "contrib"
         attributes = self._attributes()
         model.functions.append(body(kind, attributes, self.spec.head_dim, self.options.opset, self.options.cache))
         return model

@@ -18,18 +18,19 @@ from diffquant.checkpoint.staging import check_output, file_digest, staged, writ
 from diffquant.checkpoint.stream import fingerprint
 from diffquant.checkpoint.versions import versions
 from diffquant.errors import UsageError
-from diffquant.export.calibration import calibration_windows, static_scales
-from diffquant.export.decoder import build
-from diffquant.export.external import DATA_FILE, MODEL_FILE
-from diffquant.export.genai import write_genai_config
-from diffquant.export.linears import container_bits
-from diffquant.export.manifest import write_manifest
-from diffquant.export.options import ExportOptions, check_runtime, runtime_floor
-from diffquant.export.session import OnnxModel
-from diffquant.export.source import Scales, Source, check_source
-from diffquant.export.streaming import Streamed, place, write
 from diffquant.model.adapters import adapter_for
 from diffquant.progress import Progress, silent
+
+from .calibration import calibration_windows, static_scales
+from .decoder import build
+from .external import DATA_FILE, MODEL_FILE
+from .genai import write_genai_config
+from .linears import container_bits
+from .manifest import write_manifest
+from .options import ExportOptions, check_runtime, runtime_floor
+from .session import OnnxModel
+from .source import Scales, Source, check_source
+from .streaming import Streamed, place, write
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,10 @@ from pathlib import Path
 from typing import Any
 
 from diffquant.checkpoint.staging import write_atomically
-from diffquant.export.external import MODEL_FILE
-from diffquant.export.source import key_width
 from diffquant.model.config import DiffTransformerConfig
+
+from .external import MODEL_FILE
+from .source import key_width
 
 FILE = "genai_config.json"
 

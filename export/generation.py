@@ -13,7 +13,8 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from diffquant.errors import CheckpointError, UsageError
-from diffquant.export.session import InPlace, OnnxModel
+
+from .session import InPlace, OnnxModel
 
 _PREFILL_CHUNK = 512
 

@@ -10,12 +10,13 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from diffquant.errors import GroupSizeError
-from diffquant.export.matrix import Matrix, checked_cast
-from diffquant.export.nodes import CONTRIB, Graph
-from diffquant.export.options import ExportOptions
-from diffquant.export.streaming import Rows, Streamed
 from diffquant.numerics import pack
 from diffquant.scheme import Scheme
+
+from .matrix import Matrix, checked_cast
+from .nodes import CONTRIB, Graph
+from .options import ExportOptions
+from .streaming import Rows, Streamed
 
 _BLOCKS = (256, 128, 64, 32, 16)
 _SIGNED_KINDS = {4: TensorProto.INT4, 8: TensorProto.INT8}

@@ -10,8 +10,9 @@ from diffquant.checkpoint.reader import read_json
 from diffquant.checkpoint.staging import file_digest, write_atomically
 from diffquant.checkpoint.versions import versions
 from diffquant.errors import CheckpointError, UsageError
-from diffquant.export.external import DATA_FILE, MODEL_FILE
-from diffquant.export.options import ExportOptions, runtime_floor
+
+from .external import DATA_FILE, MODEL_FILE
+from .options import ExportOptions, runtime_floor
 
 FILE = "diffquant.json"
 FORMAT = "onnx"

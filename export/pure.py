@@ -5,8 +5,9 @@ Inside, logits are [B, h_kv, map, g, T, S] with g = h/h_kv, in float32.
 
 from diffquant.attention.logits import SHIFT_RANGE
 from diffquant.errors import UsageError
-from diffquant.export.op import OpAttributes
 from diffquant.numerics import max_code
+
+from .op import OpAttributes
 
 _FLOAT, _INT8, _UINT8, _INT64 = 1, 3, 2, 7
 

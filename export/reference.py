@@ -15,12 +15,13 @@ from transformers import DynamicCache
 from diffquant.checkpoint.check import check_tensors
 from diffquant.checkpoint.load import load
 from diffquant.checkpoint.reader import open_checkpoint
-from diffquant.export.matrix import row_order
-from diffquant.export.options import ExportOptions
-from diffquant.export.source import Scales, Source
 from diffquant.model.adapters import adapter_for
 from diffquant.model.modeling import DiffAttention, DiffTransformer
 from diffquant.scheme import Recipe
+
+from .matrix import row_order
+from .options import ExportOptions
+from .source import Scales, Source
 
 
 class Reference:

@@ -17,13 +17,14 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from diffquant.checkpoint.load import load_tokenizer
 from diffquant.checkpoint.reader import read_json
 from diffquant.errors import UsageError
-from diffquant.export.generation import Generator
-from diffquant.export.session import OnnxModel
 from diffquant.model.adapters import adapter_for
 from diffquant.progress import Progress, silent
 from diffquant.scheme import Recipe
 from diffquant.sweep.grid import SweepOptions
 from diffquant.sweep.tasks import make_tasks
+
+from .generation import Generator
+from .session import OnnxModel
 
 # Logits of every token of a pass are held at once: 1,024 tokens of a vocabulary of 50,000 take 200 MB.
 _BATCH_TOKENS = 1024

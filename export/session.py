@@ -10,8 +10,9 @@ import onnxruntime as ort
 from onnx import helper
 
 from diffquant.errors import CheckpointError
-from diffquant.export.external import MODEL_FILE, load_graph
-from diffquant.export.native import library_path
+
+from .external import MODEL_FILE, load_graph
+from .native import library_path
 
 _PAST = "past_key_values."
 _PRESENT = "present."

@@ -8,12 +8,13 @@ from torch import Tensor
 from diffquant.attention.spec import DiffSpec
 from diffquant.checkpoint.reader import Checkpoint
 from diffquant.errors import CheckpointError
-from diffquant.export.linears import check_blocks
-from diffquant.export.matrix import Matrix, read_matrix, read_vector
-from diffquant.export.options import ExportOptions
 from diffquant.model.adapters import Adapter
 from diffquant.model.layout import linear_shapes
 from diffquant.scheme import Scheme
+
+from .linears import check_blocks
+from .matrix import Matrix, read_matrix, read_vector
+from .options import ExportOptions
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # Their tables depend on the length of the sequence.

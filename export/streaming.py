@@ -10,8 +10,9 @@ from onnx import TensorProto
 from torch import Tensor
 
 from diffquant.checkpoint.stream import BLOCK_ELEMENTS, in_order, workers
-from diffquant.export.external import DATA_FILE
 from diffquant.progress import Progress
+
+from .external import DATA_FILE
 
 # Mapped files are read in pages: a tensor that starts on one is used where it lies.
 _PAGE = 4096

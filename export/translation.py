@@ -14,7 +14,8 @@ from onnxscript import opset23
 from onnxscript.values import Op, Opset
 
 import diffquant.attention.op  # noqa: F401  registers the operator
-from diffquant.export.op import DOMAIN, NAME, VERSION, schema
+
+from .op import DOMAIN, NAME, VERSION, schema
 
 _NODE = Op(Opset(DOMAIN, VERSION), NAME, schema())
 

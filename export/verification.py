@@ -12,12 +12,13 @@ from diffquant.checkpoint.reader import open_checkpoint
 from diffquant.checkpoint.staging import file_digest
 from diffquant.data import books_text
 from diffquant.errors import CheckpointError, ToleranceError
-from diffquant.export.decoder import LAYER_OUTPUT
-from diffquant.export.external import load_graph
-from diffquant.export.manifest import Manifest, check_unchanged, read_manifest
-from diffquant.export.options import ExportOptions
-from diffquant.export.reference import Reference, cache_scales
-from diffquant.export.session import OnnxModel
+
+from .decoder import LAYER_OUTPUT
+from .external import load_graph
+from .manifest import Manifest, check_unchanged, read_manifest
+from .options import ExportOptions
+from .reference import Reference, cache_scales
+from .session import OnnxModel
 
 _LENGTH, _DECODED = 64, 8
 # Relative RMS error allowed of the logits. Two float32 programs differ by rounding alone; a rounded cache or

@@ -3,6 +3,7 @@
 import csv
 import io
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from diffquant.evals.stats import Difference, Estimate, Flips, estimate, flips, paired_difference, recovery
@@ -97,7 +98,7 @@ def notes(sweep: SweepResult) -> list[str]:
     if "perplexity" in sweep.tasks:
         said.append("KL is the mean of KL(16 bits || quantized) over next-token distributions, in nats.")
     said.append("stored is the checkpoint (weights) or the cache a token (kv), scales included; logits store nothing.")
-    quantized = ", ".join(sweep.settings["quantized"])
+    quantized = ", ".join(Path(path).name for path in sweep.settings["quantized"])
     if quantized:
         said.append(
             f"The weights of {quantized} were quantized before: its 16 bits are not the model as it was trained."

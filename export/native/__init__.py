@@ -9,7 +9,8 @@ import os
 from pathlib import Path
 
 from diffquant.errors import UsageError
-from diffquant.export.native.build import LIBRARY
+
+from .build import LIBRARY
 
 _OVERRIDE = "DIFFQUANT_NATIVE_LIBRARY"
 

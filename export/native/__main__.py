@@ -6,7 +6,8 @@ import sys
 from pathlib import Path
 
 from diffquant.errors import DiffQuantError, MissingDependencyError
-from diffquant.export.native.build import LIBRARY, SOURCES, build, find_compiler
+
+from .build import LIBRARY, SOURCES, build, find_compiler
 
 
 def main() -> int:
