@@ -342,8 +342,9 @@ def doctor(as_json: AsJson = False) -> None:
     """Say what is installed and what each missing extra would add."""
     from diffquant.doctor import diagnose
     from diffquant.errors import MissingDependencyError
+    from diffquant.export.native import kernel_name
 
-    found = diagnose()
+    found = diagnose(kernel_name())
     typer.echo(json.dumps(found.to_dict(), indent=2) if as_json else str(found))
     if not found.complete:
         raise MissingDependencyError("a required package is missing: pip install diffquant")

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from importlib import metadata
 
 REQUIRED = ("torch", "transformers", "safetensors", "gguf", "accelerate", "numpy", "pyyaml", "typer", "matplotlib")
+_BUILD = "python -m diffquant.export.native builds it"
 _NOT_YET = "nothing in this version"
 EXTRAS = {
     "onnx": (("onnx", "onnxscript", "onnxruntime"), "the export, verify and run commands, and eval of exported models"),
@@ -18,13 +19,19 @@ EXTRAS = {
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """A machine as diffquant sees it; versions are None where a package is missing."""
+    """A machine as diffquant sees it.
+
+    Attributes:
+        native_kernel: instruction set of the ONNX op's kernel; None where its library was not built.
+        required, extras: versions, None where a package is missing.
+    """
 
     diffquant: str
     python: str
     cores: int
     device: str
     bfloat16: bool
+    native_kernel: str | None
     required: dict[str, str | None]
     extras: dict[str, dict[str, str | None]]
 
@@ -39,6 +46,7 @@ class Diagnosis:
         lines = [
             f"diffquant {self.diffquant}, Python {self.python}, {self.cores} cores",
             f"device: {self.device}; bfloat16 arithmetic: {'native' if self.bfloat16 else 'emulated, slow'}",
+            f"ONNX kernel: {self.native_kernel or 'not built, models run their function body; ' + _BUILD}",
             "required: " + ", ".join(f"{name} {version or 'MISSING'}" for name, version in self.required.items()),
         ]
         for extra, versions in self.extras.items():
@@ -49,8 +57,8 @@ class Diagnosis:
         return "\n".join(lines)
 
 
-def diagnose() -> Diagnosis:
-    """Look at the packages and the device."""
+def diagnose(native_kernel: str | None) -> Diagnosis:
+    """Look at the packages and the device; the kernel is known to whoever asks."""
     from diffquant import __version__
 
     required = {name: _version(name) for name in REQUIRED}
@@ -61,6 +69,7 @@ def diagnose() -> Diagnosis:
         cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         device=device,
         bfloat16=bfloat16,
+        native_kernel=native_kernel,
         required=required,
         extras={extra: {name: _version(name) for name in names} for extra, (names, _) in EXTRAS.items()},
     )
