@@ -171,6 +171,8 @@ class DiffTransformerModel(DiffPreTrainedModel):
         past_key_values: Cache | None = None,
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        output_attentions: bool | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
         """Final-normed hidden states.
@@ -180,7 +182,14 @@ class DiffTransformerModel(DiffPreTrainedModel):
             attention_mask: [B, S] over cached and new tokens, 0 where padding; None without padding.
             position_ids: [B, T]; counted over what is not padding by default.
             past_key_values: cache to read and extend.
+            output_hidden_states: also return the embeddings and each layer's output, the last one normed.
+            kwargs: what transformers passes to every model; none of it changes the result.
+
+        Raises:
+            UsageError: inputs contradict each other, or attention maps are asked for, which are never whole.
         """
+        if output_attentions:
+            raise UsageError("output_attentions is not supported: attention maps are not kept")
         if (input_ids is None) == (inputs_embeds is None):
             raise UsageError("pass either input_ids or inputs_embeds")
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
@@ -195,9 +204,16 @@ class DiffTransformerModel(DiffPreTrainedModel):
             position_ids = _positions(valid, past, length, x.device)
         rotary = self.rotary_emb(x, position_ids=position_ids)
         mask = Mask(causal=True, keys=valid)
+        states = []
         for layer in self.layers:
+            states.append(x)
             x = layer(x, rotary, mask, cache)
-        return BaseModelOutputWithPast(last_hidden_state=self.norm(x), past_key_values=past_key_values)
+        x = self.norm(x)
+        return BaseModelOutputWithPast(
+            last_hidden_state=x,
+            past_key_values=past_key_values,
+            hidden_states=(*states, x) if output_hidden_states else None,
+        )
 
     @property
     def has_quantized_cache(self) -> bool:
@@ -233,14 +249,30 @@ class DiffTransformer(DiffPreTrainedModel, GenerationMixin):
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
+        output_hidden_states: bool | None = None,
+        output_attentions: bool | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
-        """Vocabulary logits [B, T, V]; with `logits_to_keep` n only the last n positions, or those indexed."""
-        out = self.model(input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache)
+        """Vocabulary logits [B, T, V]; with `logits_to_keep` n only the last n positions, or those indexed.
+
+        Other arguments: as `DiffTransformerModel.forward`.
+        """
+        out = self.model(
+            input_ids,
+            attention_mask,
+            position_ids,
+            past_key_values,
+            inputs_embeds,
+            use_cache,
+            output_hidden_states,
+            output_attentions,
+        )
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(out.last_hidden_state[:, kept])
         loss = None if labels is None else self.loss_function(logits, labels, self.config.vocab_size, **kwargs)
-        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=out.past_key_values)
+        return CausalLMOutputWithPast(
+            loss=loss, logits=logits, past_key_values=out.past_key_values, hidden_states=out.hidden_states
+        )
 
     @torch.no_grad()
     def generate(self, *args: Any, **kwargs: Any) -> Any:

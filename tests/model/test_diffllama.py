@@ -102,6 +102,16 @@ def test_logits_to_keep_and_loss_follow_transformers():
     torch.testing.assert_close(model(ids, labels=ids).loss, oracle(ids, labels=ids).loss)
 
 
+def test_hidden_states_follow_transformers():
+    oracle = random_diffllama()
+    ids = random_ids()
+    found = ours(oracle)(ids, output_hidden_states=True).hidden_states
+    expected = oracle(ids, output_hidden_states=True).hidden_states
+    assert len(found) == len(expected)
+    for ours_, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours_, theirs, rtol=0, atol=1e-4)
+
+
 def test_its_own_checkpoint_comes_back_through_transformers(tmp_path):
     from transformers import AutoModelForCausalLM
 
