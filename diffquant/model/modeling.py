@@ -206,7 +206,8 @@ class DiffTransformerModel(DiffPreTrainedModel):
         mask = Mask(causal=True, keys=valid)
         states = []
         for layer in self.layers:
-            states.append(x)
+            if output_hidden_states:
+                states.append(x)
             x = layer(x, rotary, mask, cache)
         x = self.norm(x)
         return BaseModelOutputWithPast(
