@@ -409,9 +409,9 @@ def _split_override(text: str) -> tuple[str, str]:
 
 def _load(path: Path, recipe: Recipe | None, dtype: str | None, device: str) -> "tuple[DiffTransformer, Any]":
     from diffquant.checkpoint.load import load, load_tokenizer
-    from diffquant.generation import dtype_of
+    from diffquant.evals.dtype import resolve
 
-    torch_dtype = dtype_of(dtype)
+    torch_dtype = resolve(dtype, device) if dtype else None
     tokenizer = load_tokenizer(path)
     return load(path, recipe, torch_dtype, device), tokenizer
 

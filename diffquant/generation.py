@@ -1,29 +1,14 @@
 """Text out of a model, piece by piece."""
 
 from collections.abc import Iterator
-from threading import Thread
+from threading import Event, Thread
 from typing import Any
 
 import torch
-from transformers import TextIteratorStreamer
+from transformers import StoppingCriteria, StoppingCriteriaList, TextIteratorStreamer
 
 from diffquant.errors import UsageError
 from diffquant.model.modeling import DiffTransformer
-
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-def dtype_of(name: str | None) -> torch.dtype | None:
-    """A torch dtype by name; None stays None.
-
-    Raises:
-        UsageError: the name is not known.
-    """
-    if name is None:
-        return None
-    if name not in _DTYPES:
-        raise UsageError(f"unknown dtype {name!r}; known are {', '.join(_DTYPES)}")
-    return _DTYPES[name]
 
 
 def stream(
@@ -52,20 +37,43 @@ def stream(
     pieces = TextIteratorStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
     sampling = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
     failures: list[BaseException] = []
+    abandoned = Event()
+    stopping = StoppingCriteriaList([_WhenSet(abandoned)])
 
     def run() -> None:
         try:
-            model.generate(**inputs, **sampling, max_new_tokens=max_new_tokens, streamer=pieces, pad_token_id=0)
+            model.generate(
+                **inputs,
+                **sampling,
+                max_new_tokens=max_new_tokens,
+                streamer=pieces,
+                pad_token_id=0,
+                stopping_criteria=stopping,
+            )
         except BaseException as failure:
             failures.append(failure)
             pieces.end()
 
-    worker = Thread(target=run, daemon=True)
+    worker = Thread(target=run)
     worker.start()
-    yield from pieces
-    worker.join()
+    try:
+        yield from pieces
+    finally:
+        # Interpreters that end while torch computes in a thread abort.
+        abandoned.set()
+        worker.join()
     if failures:
         raise failures[0]
+
+
+class _WhenSet(StoppingCriteria):
+    """Ends generation once an event is set."""
+
+    def __init__(self, event: Event) -> None:
+        self.event = event
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        return torch.full((len(input_ids),), self.event.is_set(), device=input_ids.device)
 
 
 def _encode(tokenizer: Any, prompt: str, chat: bool) -> dict[str, torch.Tensor]:

@@ -2,7 +2,8 @@
 
 The paper (arXiv 2410.05258, section 3.7, Figure 8) quantizes attention logits and does not say which
 entries share a scale, so every choice is here. Scales span visible entries only and never two
-sequences: neither padding nor batching changes a result.
+sequences: neither padding nor batching changes a result. The one exception is "block" under left
+padding, since tiles are counted from the first position, padded or not.
 """
 
 from collections.abc import Sequence

@@ -101,6 +101,18 @@ def convert(
     return Conversion(destination, source_type, config["model_type"], total, time.monotonic() - started)
 
 
+# Where a config.json leaves these out, source and target have different defaults.
+_RESOLVED = (
+    "rms_norm_eps",
+    "hidden_act",
+    "max_position_embeddings",
+    "initializer_range",
+    "tie_word_embeddings",
+    "attention_bias",
+    "rope_parameters",
+)
+
+
 def _target_config(checkpoint: Checkpoint, adapter: Adapter, to: str) -> dict[str, Any]:
     """The target's config.json.
 
@@ -127,8 +139,8 @@ def _diffllama_config(checkpoint: Checkpoint, adapter: Adapter) -> dict[str, Any
         problems.append("mlp_bias is true, and diffllama's MLP has none")
     if problems:
         raise CheckpointError(f"no diffllama computes what {checkpoint.path} does: {'; '.join(problems)}")
-    dropped = ("rope_style", "gqa_pairing", "attention_dropout", "auto_map")
-    return {key: value for key, value in checkpoint.config.items() if key not in dropped} | {
+    dropped = ("rope_style", "gqa_pairing", "attention_dropout", "auto_map", "rope_theta", "rope_scaling")
+    return _carried(checkpoint, adapter, dropped) | {
         "model_type": "diffllama",
         "architectures": ["DiffLlamaForCausalLM"],
         "num_attention_heads": spec.query_heads,
@@ -138,16 +150,20 @@ def _diffllama_config(checkpoint: Checkpoint, adapter: Adapter) -> dict[str, Any
 
 
 def _diff_v2_config(checkpoint: Checkpoint, adapter: Adapter) -> dict[str, Any]:
-    ours, spec = adapter.config, adapter.config.diff_spec
-    dropped = ("architectures", "auto_map", "rope_theta", "rope_scaling")
-    return {key: value for key, value in checkpoint.config.items() if key not in dropped} | {
+    spec = adapter.config.diff_spec
+    return _carried(checkpoint, adapter, ("architectures", "auto_map", "rope_theta", "rope_scaling")) | {
         "model_type": "diff_v2",
         "num_attention_heads": 2 * spec.pairs,
         "num_key_value_heads": spec.kv_pairs,
         "head_dim": spec.head_dim,
         "rope_style": "half",
-        "rope_parameters": ours.rope_parameters,
     }
+
+
+def _carried(checkpoint: Checkpoint, adapter: Adapter, dropped: tuple[str, ...]) -> dict[str, Any]:
+    """The source's config without what does not apply, what it left to defaults spelled out."""
+    kept = {key: value for key, value in checkpoint.config.items() if key not in dropped}
+    return kept | {key: getattr(adapter.config, key) for key in _RESOLVED}
 
 
 def _origins(checkpoint: Checkpoint, adapter: Adapter, config: dict[str, Any], to: str) -> dict[str, Origin]:

@@ -12,7 +12,7 @@ from diffquant.checkpoint.check import check_tensors
 from diffquant.checkpoint.load import stored_recipe
 from diffquant.checkpoint.plan import make_plan, megabytes
 from diffquant.checkpoint.reader import Checkpoint, open_checkpoint
-from diffquant.errors import GroupSizeError
+from diffquant.errors import CheckpointError
 from diffquant.model.adapters import Adapter, adapter_for
 from diffquant.model.layout import LAMBDA_VECTORS
 from diffquant.scheme import Recipe
@@ -26,7 +26,7 @@ class Inspection:
 
     Attributes:
         lam: V1: λ of each layer; V2: root mean square of each layer's λ projection (0 gives λ ½ everywhere).
-        sizes: bytes of all tensors, as stored and with weights at each scheme; None where a group does not divide.
+        sizes: bytes of all tensors, as stored and with weights at each scheme; None where that does not fit them.
     """
 
     path: str
@@ -58,7 +58,7 @@ class Inspection:
             projections = " ".join(f"{value:.3g}" for value in self.lam)
             lines.append(f"λ per token and pair, sigmoid of a projection; its rms by layer: {projections}")
         for scheme, size in self.sizes.items():
-            lines.append(f"{scheme:>9}: {megabytes(size) if size else 'the group does not divide some widths'}")
+            lines.append(f"{scheme:>9}: {megabytes(size) if size else 'does not fit these weights'}")
         return "\n".join(lines)
 
 
@@ -107,7 +107,7 @@ def _sizes(checkpoint: Checkpoint, adapter: Adapter, schemes: Iterable[str]) -> 
     for scheme in schemes:
         try:
             sizes[scheme] = make_plan(checkpoint, adapter, Recipe.of(weights=scheme)).bytes_after
-        except GroupSizeError:
+        except CheckpointError:
             sizes[scheme] = None
     return sizes
 

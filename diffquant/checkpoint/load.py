@@ -1,5 +1,6 @@
 """From a checkpoint, plain or quantized, to a model that runs."""
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,9 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from diffquant.checkpoint.check import check_tensors
 from diffquant.checkpoint.codec import PACKED, SCALE, SHAPE, codes, decode, decode_codes, weight_scale
+from diffquant.checkpoint.plan import checked_schemes
 from diffquant.checkpoint.reader import Checkpoint, open_checkpoint
-from diffquant.checkpoint.targets import weight_schemes
+from diffquant.checkpoint.versions import CONFIG_VERSION
 from diffquant.errors import CheckpointError, UsageError
 from diffquant.model.adapters import Adapter, adapter_for
 from diffquant.model.layout import parameter_shapes
@@ -34,18 +36,15 @@ def load(
 
     Raises:
         CheckpointError: the checkpoint is damaged, incomplete or of a kind that is not read.
-        UsageError: the recipe quantizes weights that already are.
+        UsageError: the recipe quantizes weights that already are, or does not fit the checkpoint, or
+            there is no such device.
     """
+    check_device(device)
     checkpoint = open_checkpoint(Path(path))
     adapter = adapter_for(checkpoint.config)
     packed = check_tensors(checkpoint, adapter)
-    if recipe is None:
-        recipe = stored_recipe(checkpoint.config)
-    elif packed and (recipe.weights.quantizes or recipe.overrides):
-        raise UsageError(
-            f"{path} holds quantized weights already; give a recipe without weights, or its 16-bit original"
-        )
-    schemes = {} if packed else weight_schemes(adapter, recipe)
+    schemes = _simulated_schemes(checkpoint, adapter, packed, recipe)
+    recipe = recipe or stored_recipe(checkpoint.config)
     model = _empty_model(adapter)
     dtype = dtype or checkpoint.tensors[adapter.source_name("model.embed_tokens.weight")].dtype
     state = {
@@ -59,6 +58,33 @@ def load(
     model.to(device).eval().requires_grad_(False)
     model.apply_recipe(recipe)
     return model
+
+
+def check_loadable(path: Path, recipes: Iterable[Recipe]) -> None:
+    """Check that a checkpoint, its tokenizer and recipes for it are what `load` takes, without loading.
+
+    Raises:
+        DiffQuantError: as `load` and `load_tokenizer`.
+    """
+    checkpoint = open_checkpoint(path)
+    adapter = adapter_for(checkpoint.config)
+    packed = check_tensors(checkpoint, adapter)
+    for recipe in recipes:
+        _simulated_schemes(checkpoint, adapter, packed, recipe)
+    load_tokenizer(path)
+
+
+def check_device(device: str) -> None:
+    """
+    Raises:
+        UsageError: the name is none of torch's, or the device is not there.
+    """
+    try:
+        kind = torch.device(device).type
+    except RuntimeError as error:
+        raise UsageError(f"unknown device {device!r}: use cpu, cuda or cuda:N") from error
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise UsageError("device 'cuda' is not there: torch finds no CUDA device; use --device cpu")
 
 
 def load_tokenizer(path: Path | str) -> Any:
@@ -88,13 +114,33 @@ def stored_recipe(config: dict[str, Any]) -> Recipe:
     """The recipe a quantized checkpoint was made with; 16 bits for any other.
 
     Raises:
-        CheckpointError: it cannot be read.
+        CheckpointError: it cannot be read, or a newer diffquant wrote it.
     """
     entry = config.get("diffquant_config", {})
     try:
+        if entry.get("version", CONFIG_VERSION) > CONFIG_VERSION:
+            raise CheckpointError(
+                f"config.json: diffquant_config has version {entry['version']}, this diffquant reads "
+                f"{CONFIG_VERSION}; install a newer one"
+            )
         return Recipe.from_dict(entry.get("recipe", {}))
-    except (UsageError, AttributeError) as error:
+    except (UsageError, AttributeError, TypeError) as error:
         raise CheckpointError(f"config.json: diffquant_config is malformed: {error}") from error
+
+
+def _simulated_schemes(
+    checkpoint: Checkpoint, adapter: Adapter, packed: dict[str, Scheme], recipe: Recipe | None
+) -> dict[str, Scheme]:
+    """Scheme of each weight that is rounded while it is loaded; none under a checkpoint's own recipe."""
+    if recipe is None:
+        return {}
+    if not packed:
+        return checked_schemes(checkpoint, adapter, recipe)
+    if recipe.weights.quantizes or recipe.overrides:
+        raise UsageError(
+            f"{checkpoint.path} holds quantized weights already; give a recipe without weights, or its 16-bit original"
+        )
+    return {}
 
 
 def _empty_model(adapter: Adapter) -> DiffTransformer:

@@ -117,18 +117,29 @@ def make_plan(checkpoint: Checkpoint, adapter: Adapter, recipe: Recipe) -> Plan:
     _refuse_quantized(checkpoint)
     check_tensors(checkpoint, adapter)
     tied = adapter.config.tie_word_embeddings
-    modules = weight_modules(adapter)
-    schemes = weight_schemes(adapter, recipe)
-    _check_overrides(recipe, modules, tied)
-    _check_packable(checkpoint, schemes)
+    schemes = checked_schemes(checkpoint, adapter, recipe)
     tensors = tuple(
         _planned(name, info, schemes.get(name.removesuffix(".weight"), FULL))
         for name, info in checkpoint.tensors.items()
         if not is_surplus(name, tied)
     )
     # A tied head has no weight of its own, yet a reader meets its module.
-    linears = dict.fromkeys([*modules, "lm_head"])
+    linears = dict.fromkeys([*weight_modules(adapter), "lm_head"])
     return Plan(checkpoint, recipe, tensors, tuple(name for name in linears if name != _EMBEDDING))
+
+
+def checked_schemes(checkpoint: Checkpoint, adapter: Adapter, recipe: Recipe) -> dict[str, Scheme]:
+    """Scheme of each module that a recipe packs in a 16-bit checkpoint, by the checkpoint's own names.
+
+    Raises:
+        CheckpointError: a weight is of a type that is not quantized.
+        GroupSizeError: a group size does not divide the width of some tensors; all are named.
+        UsageError: an override matches nothing, or names what stock readers cannot load packed.
+    """
+    schemes = weight_schemes(adapter, recipe)
+    _check_overrides(recipe, weight_modules(adapter), adapter.config.tie_word_embeddings)
+    _check_packable(checkpoint, schemes)
+    return schemes
 
 
 def megabytes(size: float) -> str:
@@ -137,8 +148,8 @@ def megabytes(size: float) -> str:
 
 def _refuse_quantized(checkpoint: Checkpoint) -> None:
     entry = checkpoint.config.get("quantization_config")
-    if entry is not None or "diffquant_config" in checkpoint.config:
-        method = entry.get("quant_method") if isinstance(entry, Mapping) else "diffquant"
+    if entry is not None:
+        method = entry.get("quant_method") if isinstance(entry, Mapping) else entry
         raise CheckpointError(
             f"{checkpoint.path} is quantized already ({method}): rounding twice only adds error; "
             "start from the 16-bit checkpoint"

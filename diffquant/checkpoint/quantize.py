@@ -35,14 +35,11 @@ from diffquant.checkpoint.stream import (
     fingerprint,
     write_shards,
 )
-from diffquant.checkpoint.versions import versions
+from diffquant.checkpoint.versions import CONFIG_VERSION, versions
 from diffquant.model.adapters import adapter_for
 from diffquant.numerics import absmax_scale, pack
 from diffquant.progress import Progress, silent
 from diffquant.scheme import Recipe, Scheme
-
-# Of the `diffquant_config` entry; a reader refuses what is newer than it knows.
-CONFIG_VERSION = 1
 
 
 @dataclass(frozen=True)

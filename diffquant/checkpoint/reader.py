@@ -179,7 +179,7 @@ def _open_all(folder: Path, files: Mapping[str, Path]) -> tuple[dict[str, Any], 
     problems: list[str] = []
     for shard, file in files.items():
         if not _is_inside(folder, shard):
-            problems.append(f"{shard!r} lies outside the folder")
+            problems.append(f"{shard!r} lies outside the folder or deeper in it")
             continue
         try:
             handles[shard] = safe_open(file, "pt")
@@ -192,13 +192,13 @@ def _open_all(folder: Path, files: Mapping[str, Path]) -> tuple[dict[str, Any], 
 
 
 def _is_inside(folder: Path, shard: str) -> bool:
-    """Whether a shard's name is a plain path below the folder.
+    """Whether a shard's name is a plain name in the folder.
 
     Download caches keep a folder of links to content elsewhere, so a link that is named plainly is
     followed only to a file of a cache laid out so: its own "blobs" folder, two levels up.
     """
     name = PurePosixPath(shard)
-    if name.is_absolute() or ".." in name.parts:
+    if name.is_absolute() or len(name.parts) != 1 or name.parts == ("..",):
         return False
     root, target = folder.resolve(), (folder / shard).resolve()
     return target.is_relative_to(root) or target.parent == root.parent.parent / "blobs"

@@ -122,7 +122,11 @@ def parse_item(entry: Any) -> Item:
     if missing:
         raise UsageError(f"needs text in {', '.join(missing)}")
     endings = entry.get("endings")
-    if not isinstance(endings, list) or len(endings) < 2 or not all(isinstance(e, str) and e.strip() for e in endings):
+    if (
+        not isinstance(endings, list)
+        or len(endings) < 2
+        or not all(isinstance(e, str) and preprocess(e) for e in endings)
+    ):
         raise UsageError("endings must be a list of two or more texts")
     return Item(_query(entry), tuple(preprocess(e) for e in endings), _label(entry.get("label"), len(endings)))
 

@@ -21,7 +21,8 @@ class PackedStates:
     """Keys or values of one layer: packed codes of the older tokens, 16-bit states of the newest.
 
     Scales have the dtype of the states. Per column, `scheme.size` tokens share the scales of their
-    channels and wait unquantized until their block is full.
+    channels and wait unquantized until their block is full; blocks are counted from the first
+    position, so left padding moves their borders.
     """
 
     def __init__(self, scheme: Scheme, residual: int) -> None:

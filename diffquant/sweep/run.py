@@ -11,10 +11,12 @@ from typing import Any
 import torch
 import transformers
 
+from diffquant.checkpoint.load import check_device, check_loadable
 from diffquant.checkpoint.staging import write_atomically
 from diffquant.checkpoint.versions import versions
 from diffquant.evals.dtype import resolve
 from diffquant.progress import Progress, silent
+from diffquant.scheme import Recipe
 from diffquant.sweep.cell import Cell, is_quantized, model_fingerprint
 from diffquant.sweep.grid import Point, SweepOptions, points
 from diffquant.sweep.result import Measured, SweepResult
@@ -36,7 +38,11 @@ def run_sweep(models: Sequence[Path], options: SweepOptions, output: Path, progr
         KeyboardInterrupt: with a message that says how to go on.
     """
     grid = points([Path(model) for model in models], options)
-    sweep = _Sweep(options, make_tasks(options), {point.model: model_fingerprint(point.model) for point in grid})
+    tasks = make_tasks(options)
+    check_device(options.device)
+    for model in dict.fromkeys(point.model for point in grid):
+        _check_model(model, [point.recipe for point in grid if point.model == model])
+    sweep = _Sweep(options, tasks, {point.model: model_fingerprint(point.model) for point in grid})
     folder = output / "cells"
     folder.mkdir(parents=True, exist_ok=True)
     jobs = [_Job(point, task, Cell(folder, sweep.key(point, task))) for point in grid for task in sweep.tasks]
@@ -55,6 +61,12 @@ def run_sweep(models: Sequence[Path], options: SweepOptions, output: Path, progr
     result = SweepResult([job.measured() for job in jobs], sweep.settings())
     write_atomically(output / "sweep.json", result.to_json())
     return result
+
+
+def _check_model(model: Path, recipes: list[Recipe]) -> None:
+    """As `check_loadable`; a GGUF takes many seconds to open and is opened for weights to be rounded alone."""
+    if model.suffix != ".gguf" or any(recipe.weights.quantizes for recipe in recipes):
+        check_loadable(model, recipes)
 
 
 @dataclass(frozen=True)

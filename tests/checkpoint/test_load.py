@@ -1,15 +1,17 @@
 """`diffquant.load` against stock transformers, and against what `quantize` and `convert` write."""
 
+import json
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
-from sources import write_diffllama, write_llama, write_random
+from sources import edit_json, write_diffllama, write_llama, write_random
 from transformers import AutoModelForCausalLM
 
 from diffquant import Recipe, convert, load, load_tokenizer, quantize
-from diffquant.errors import CheckpointError, NonFiniteError, UsageError
+from diffquant.checkpoint.inspection import inspect_checkpoint
+from diffquant.errors import CheckpointError, GroupSizeError, NonFiniteError, UsageError
 
 UNILM = {
     "vocab_size": 90,
@@ -62,6 +64,46 @@ def test_the_stored_recipe_is_applied_and_can_be_replaced_but_for_weights(source
     assert load(tmp_path / "low", Recipe.of(logits=8)).recipe == Recipe.of(logits=8)
     with pytest.raises(UsageError, match="holds quantized weights already"):
         load(tmp_path / "low", Recipe.of(weights=8))
+
+
+def test_a_recipe_that_does_not_fit_is_refused_as_quantize_does(source):
+    with pytest.raises(UsageError, match=r"override 'typo\.\*' matches no weight"):
+        load(source, Recipe.of(overrides={"typo.*": "4:g32"}))
+    with pytest.raises(UsageError, match="cannot load a packed embedding"):
+        load(source, Recipe.of(overrides={"model.embed_tokens": "4:row"}))
+    with pytest.raises(GroupSizeError, match=r"group size 48 does not divide the input width of 21 tensors"):
+        load(source, Recipe.of(weights="4:g48"))
+
+
+def test_a_checkpoint_with_a_quantized_cache_alone_is_as_good_as_plain(source, tmp_path):
+    quantize(source, tmp_path / "cache", Recipe.of(kv=8))
+    assert load(tmp_path / "cache").recipe == Recipe.of(kv=8)
+    assert load(tmp_path / "cache", Recipe.of(weights=4)).recipe == Recipe.of(weights=4)
+    assert inspect_checkpoint(tmp_path / "cache").sizes == inspect_checkpoint(source).sizes
+
+
+def test_a_newer_diffquants_checkpoint_is_refused(source, tmp_path):
+    quantize(source, tmp_path / "low", Recipe.of(weights=8))
+    entry = json.loads((tmp_path / "low" / "config.json").read_text())["diffquant_config"]
+    edit_json(tmp_path / "low" / "config.json", diffquant_config=entry | {"version": 99})
+    with pytest.raises(CheckpointError, match="version 99"):
+        load(tmp_path / "low")
+
+
+@pytest.mark.parametrize("device", ["abacus", "cuda"])
+def test_a_device_that_is_not_there_is_refused(source, device):
+    if device == "cuda" and torch.cuda.is_available():
+        pytest.skip("there is one")
+    with pytest.raises(UsageError, match=device):
+        load(source, device=device)
+
+
+def test_a_norm_epsilon_left_to_the_default_survives_conversion(tmp_path):
+    source = write_llama(tmp_path / "llama")
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({k: v for k, v in config.items() if k != "rms_norm_eps"}))
+    convert(source, tmp_path / "v2", "diff-v2")
+    assert load(tmp_path / "v2").config.rms_norm_eps == load(source).config.rms_norm_eps == 1e-6
 
 
 def test_dtype_can_be_chosen(source):

@@ -42,7 +42,7 @@ def test_every_bad_line_is_named(tmp_path):
         json.dumps(good),
         "{",
         json.dumps(good | {"label": 2}),
-        json.dumps(good | {"endings": ["a", " "]}),
+        json.dumps(good | {"endings": ["a", " [step] "]}),
         json.dumps({"ctx_a": "x", "endings": ["a", "b"], "label": 0}),
         json.dumps([1]),
     ]

@@ -1,0 +1,39 @@
+"""Streaming: what comes, and that nothing goes on once nobody reads."""
+
+import threading
+
+import pytest
+import tiny_lm
+
+from diffquant import load, load_tokenizer
+from diffquant.errors import UsageError
+from diffquant.generation import stream
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tiny_lm.write_diff_v2(tmp_path_factory.mktemp("stream") / "v2")
+    return load(folder), load_tokenizer(folder)
+
+
+def test_pieces_add_up_to_what_generate_continues_with(model):
+    language_model, tokenizer = model
+    prompt = tokenizer("It was a dark night", return_tensors="pt")
+    ids = language_model.generate(**prompt, max_new_tokens=12, do_sample=False, pad_token_id=0)
+    continuation = tokenizer.decode(ids[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True)
+    assert "".join(stream(*model, "It was a dark night", max_new_tokens=12)) == continuation
+
+
+def test_generation_ends_when_its_reader_leaves(model):
+    before = threading.active_count()
+    pieces = stream(*model, "It was a dark night", max_new_tokens=400)
+    next(pieces)
+    pieces.close()
+    assert threading.active_count() == before
+
+
+def test_an_empty_prompt_and_a_missing_chat_template_are_refused(model):
+    with pytest.raises(UsageError, match="the prompt is empty"):
+        next(stream(*model, "  ", max_new_tokens=4))
+    with pytest.raises(UsageError, match="no chat template"):
+        next(stream(*model, "hello", max_new_tokens=4, chat=True))
