@@ -12,6 +12,7 @@ import argparse
 import importlib
 import json
 import os
+import re
 import sys
 import tempfile
 import time
@@ -229,7 +230,7 @@ def measure(model: Path, place: Path, options: argparse.Namespace) -> dict[str, 
         except Exception as error:  # whatever a peer fails with, the table says it
             if not contestant.peer:
                 raise
-            found[name] = {"missing": reason(error, model)}
+            found[name] = {"missing": reason(error)}
     prompt, long_prompt = random_tokens(model, options.prompt), random_tokens(model, options.prefill)
     for _ in range(options.repeats):
         for name, pool in pools.items():
@@ -277,10 +278,11 @@ def random_tokens(model: Path, count: int) -> np.ndarray:
     return np.random.default_rng(0).integers(0, open_checkpoint(model).config["vocab_size"], (1, count))
 
 
-def reason(error: Exception, model: Path) -> str:
-    """An error's type and first sentence, without the model's place."""
-    text = str(error).replace(f"{model.parent}/", "").strip().split("\n")[0].split(". ")[0]
-    return f"{type(error).__name__}: {text}"
+def reason(error: Exception) -> str:
+    """An error's type and first sentence; of its paths the last parts."""
+    text = str(error).strip().split("\n")[0].split(". ")[0]
+    places = r"(?<![\w.])/[\w./-]*/"
+    return f"{type(error).__name__}: {re.sub(places, '', text)}"
 
 
 def table(model: str, found: dict[str, Any]) -> str:
