@@ -21,6 +21,8 @@ from onnx import TensorProto, helper
 
 from diffquant.errors import MissingDependencyError
 
+from .environment import environment
+
 OPSET, IR = 23, 10
 
 
@@ -128,6 +130,7 @@ def compare(name: str, workload: Workload, library: Path, threads: int, repeats:
 
 def report(results: list[Result], kernel: str, threads: int) -> dict[str, Any]:
     return {
+        "environment": environment(),
         "onnxruntime": ort.__version__,
         "kernel": kernel,
         "threads": threads,
