@@ -1,6 +1,6 @@
 """Random DiffLlama checkpoints of any size, to measure what depends on size and not on weights.
 
-python -m diffquant.bench.synthetic /tmp/diffllama-6gb --gigabytes 6
+python -m diffquant.bench.synthetic diffllama-6gb --gigabytes 6
 """
 
 import argparse
