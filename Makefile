@@ -23,7 +23,7 @@ lint: $(VENV)/.ready
 # On a machine with a CUDA device: what only it can show. Takes the python at hand, which needs torch,
 # numpy and pytest; nothing is installed.
 gpu:
-	PYTHONPATH=. $(PYTHON) -m pytest tests/attention/test_cuda.py -p no:cacheprovider
+	PYTHONPATH=. $(PYTHON) -m pytest tests/attention/test_cuda.py --noconftest -p no:cacheprovider
 
 # Installing builds the native kernel; this builds it again when a source changed. Without a compiler
 # exported models run their function body and the kernel's tests are skipped.
