@@ -51,11 +51,6 @@ def write_manifest(folder: Path, options: ExportOptions, source: Mapping[str, An
     write_atomically(folder / FILE, json.dumps(entry, indent=2) + "\n")
 
 
-def is_exported(path: Path) -> bool:
-    """Whether a folder is one that `export` wrote."""
-    return (path / MODEL_FILE).is_file()
-
-
 def read_manifest(folder: Path) -> Manifest:
     """An exported folder's record.
 

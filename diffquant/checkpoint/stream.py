@@ -24,7 +24,7 @@ from diffquant.checkpoint.writer import OutputTensor, ShardFile
 from diffquant.numerics import check_finite
 from diffquant.progress import Progress
 
-# Float32 intermediates of a block stay within a core's cache: ten times the speed of larger ones.
+# Float32 intermediates of a block stay within a core's cache; larger blocks are much slower.
 BLOCK_ELEMENTS = 1 << 18
 
 

@@ -30,12 +30,6 @@ def find_compiler() -> str | None:
     return os.environ.get("CXX") or next(filter(None, map(shutil.which, _COMPILERS)), None)
 
 
-def up_to_date(library: Path) -> bool:
-    """Whether a library is there and no source is newer."""
-    sources = [*SOURCES.glob("*.cc"), *SOURCES.glob("*.h"), Path(__file__)]
-    return library.is_file() and library.stat().st_mtime >= max(source.stat().st_mtime for source in sources)
-
-
 def build(library: Path, compiler: str, sanitize: bool = False) -> None:
     """Compile and link the library; it appears whole or not at all.
 

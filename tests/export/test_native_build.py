@@ -8,7 +8,7 @@ import pytest
 
 from diffquant.errors import UsageError
 from diffquant.export.native import kernel_name, library_path
-from diffquant.export.native.build import LIBRARY, SOURCES, find_compiler, up_to_date
+from diffquant.export.native.build import LIBRARY, SOURCES
 
 
 def build(*arguments, **environment):
@@ -40,16 +40,6 @@ def test_a_failed_build_leaves_nothing(tmp_path):
     assert ran.returncode == 1
     assert "false did not build" in ran.stderr
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")
-def test_a_library_older_than_a_source_is_not_up_to_date(tmp_path):
-    library = tmp_path / LIBRARY
-    assert not up_to_date(library)
-    library.touch()
-    assert up_to_date(library)
-    os.utime(library, (0, 0))
-    assert not up_to_date(library)
 
 
 def test_every_header_and_source_is_shipped():
