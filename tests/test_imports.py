@@ -1,4 +1,4 @@
-"""Imports run one way: numerics, scheme, attention, model, checkpoint, evals, sweep, cli; rooms beside them."""
+"""Imports run one way: scheme, numerics, kernels, attention, model, checkpoint, evals, sweep, cli."""
 
 import ast
 import subprocess
@@ -14,8 +14,8 @@ ORDER = [
     "data",
     "scheme",
     "numerics",
-    "attention",
     "kernels",
+    "attention",
     "model",
     "checkpoint",
     "generation",

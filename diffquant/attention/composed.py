@@ -48,9 +48,10 @@ def flash_attn(
 def sdpa_call(q: Tensor, v: Tensor, scale: float, mask: Mask) -> Call:
     """torch's scaled_dot_product_attention under a mask; a query that sees nothing gives 0."""
     length, keys = q.shape[2], v.shape[2]
-    plainly_causal = mask.causal and mask.keys is None and length == keys
+    plainly_causal = mask.causal and mask.keys is None and mask.window is None and length == keys
     visible = None if plainly_causal else mask.dense(length, keys, q.device)
-    blind = None if mask.keys is None or visible is None else ~visible.any(-1, keepdim=True)
+    may_be_blind = mask.keys is not None or length > keys
+    blind = ~visible.any(-1, keepdim=True) if may_be_blind and visible is not None else None
 
     def call(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         out = scaled_dot_product_attention(

@@ -86,8 +86,8 @@ def refused_by_flash_attn(q: Sequence[Tensor], mask: Mask) -> str | None:
         return "flash-attn runs on CUDA only"
     if q[0].dtype not in (torch.float16, torch.bfloat16):
         return f"flash-attn takes float16 and bfloat16, not {q[0].dtype}"
-    if mask.keys is not None:
-        return "flash-attn is called without padding masks here"
+    if mask.keys is not None or mask.window is not None:
+        return "flash-attn is called without padding masks and windows here"
     return None
 
 

@@ -4,6 +4,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
+
+from diffquant.errors import UsageError
 
 
 @dataclass(frozen=True)
@@ -14,10 +17,16 @@ class Mask:
         causal: a query sees keys up to its own position. Queries are the last T of the S positions.
         keys: [B, S] bool, False where a position is padding; None where there is none. A query that is
             padding itself sees nothing, so that it enters no scale.
+        window: with `causal`, how many keys a query sees at most, its own included; None for all.
     """
 
     causal: bool = True
     keys: Tensor | None = None
+    window: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.window is not None and (self.window < 1 or not self.causal):
+            raise UsageError(f"a sliding window needs causal order and at least 1 key, got {self.window}")
 
     def visible(self, queries: slice, length: int, keys: int, device: torch.device) -> Tensor | None:
         """What a range of the queries sees.
@@ -31,15 +40,18 @@ class Mask:
             bool [B or 1, 1, rows, S], or None where all is visible.
         """
         seen = None
-        if self.causal and length > 1:
-            position = torch.arange(queries.start, queries.stop, device=device) + (keys - length)
-            seen = (torch.arange(keys, device=device) <= position[:, None])[None, None]
+        if self.causal and (length > 1 or self.window is not None):
+            position = (torch.arange(queries.start, queries.stop, device=device) + (keys - length))[:, None]
+            key = torch.arange(keys, device=device)
+            order = key <= position if self.window is None else (key <= position) & (key > position - self.window)
+            seen = order[None, None]
         if self.keys is not None:
             valid = self.keys[:, None, None, :]
             seen = valid.expand(-1, 1, queries.stop - queries.start, -1) if seen is None else seen & valid
             if self.causal:
-                before = keys - length
-                seen = seen & self.keys[:, None, before + queries.start : before + queries.stop, None]
+                # More queries than keys: the first ones have no position, which is as padding.
+                own = pad(self.keys, (max(length - keys, 0), 0))[:, -length:]
+                seen = seen & own[:, None, queries, None]
         return seen
 
     def dense(self, length: int, keys: int, device: torch.device) -> Tensor | None:

@@ -9,7 +9,7 @@ from diffquant.numerics import fake_quantize
 from diffquant.scheme import Scheme
 
 GENERATIONS = ["plain", "v1", "v2"]
-SHAPES = [(17, 29), (29, 29), (1, 29), (1, 1)]
+SHAPES = [(17, 29), (29, 29), (1, 29), (1, 1), (13, 5)]
 GRANULARITIES = ["tensor", "head", "pair", "row", "b8", "tensor:shift", "head:shift", "row:shift", "b8:shift"]
 
 
@@ -31,11 +31,12 @@ def left_padding(batch, keys):
     return valid
 
 
-def equation_1(q, k, v, lam, scale, valid, quantize=lambda logits, seen: logits):
+def equation_1(q, k, v, lam, scale, valid, quantize=lambda logits, seen: logits, window=None):
     """The paper's equation, one sequence, pair and query at a time. `quantize` sees a sequence's [maps, h, T, S]."""
     batch, pairs, length, _ = q[0].shape
     keys, per_group = v.shape[2], pairs // v.shape[1]
-    seen = torch.arange(keys)[None] <= torch.arange(length)[:, None] + keys - length
+    distance = torch.arange(length)[:, None] + keys - length - torch.arange(keys)[None]
+    seen = (distance >= 0) & (distance < (window or keys + 1))
     out = torch.zeros(batch, pairs, length, v.shape[-1], dtype=v.dtype)
     for b in range(batch):
         visible = seen & valid[b]
@@ -63,6 +64,15 @@ def test_backends_equal_the_equation(backend, generation, length, keys, padded):
     valid = left_padding(2, keys) if padded else torch.ones(2, keys, dtype=torch.bool)
     out = attend(q, k, v, lam, scale=0.3, mask=Mask(keys=valid if padded else None), backend=backend)
     torch.testing.assert_close(out, equation_1(q, k, v, lam, 0.3, valid), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("length", [1, 29])
+@pytest.mark.parametrize("backend", ["naive", "flashdiff1", "auto"])
+def test_a_sliding_window_hides_older_keys(backend, length):
+    q, k, v, lam = random_inputs("v1", length, 29)
+    valid = left_padding(2, 29)
+    out = attend(q, k, v, lam, scale=0.3, mask=Mask(keys=valid, window=7), backend=backend)
+    torch.testing.assert_close(out, equation_1(q, k, v, lam, 0.3, valid, window=7), rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("backend", ["naive", "flashdiff2"])

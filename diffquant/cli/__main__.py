@@ -1,0 +1,3 @@
+from diffquant.cli import main
+
+main()

@@ -1,0 +1,131 @@
+"""quantize, convert, inspect, generate."""
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from diffquant.cli.app import app
+from diffquant.cli.options import (
+    AsJson,
+    Destination,
+    K,
+    Kv,
+    Logits,
+    Model,
+    Override,
+    Overwrite,
+    RecipeFile,
+    RecipeOptions,
+    Residual,
+    V,
+    Weights,
+    to_json,
+)
+from diffquant.progress import progress_for
+from diffquant.scheme import Recipe
+
+if TYPE_CHECKING:
+    from diffquant.model.modeling import DiffTransformer
+
+
+@app.command()
+def quantize(
+    source: Model,
+    output: Destination,
+    weights: Weights = "16",
+    kv: Kv = "16",
+    k: K = None,
+    v: V = None,
+    logits: Logits = "16",
+    residual: Residual = 0,
+    override: Override = None,
+    recipe: RecipeFile = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be done and stop.")] = False,
+    overwrite: Overwrite = False,
+    as_json: AsJson = False,
+) -> None:
+    """Quantize a checkpoint into compressed-tensors' format, streaming."""
+    from diffquant.checkpoint.quantize import quantize as run
+
+    wanted = RecipeOptions(weights, kv, k, v, logits, residual, override, recipe).required()
+    if dry_run:
+        from diffquant.checkpoint.plan import make_plan
+        from diffquant.checkpoint.reader import open_checkpoint
+        from diffquant.model.adapters import adapter_for
+
+        checkpoint = open_checkpoint(source)
+        typer.echo(make_plan(checkpoint, adapter_for(checkpoint.config), wanted).table())
+        return
+    report = run(source, output, wanted, overwrite=overwrite, progress=progress_for("quantize"))
+    typer.echo(to_json(report) if as_json else report.summary())
+
+
+@app.command()
+def convert(
+    source: Model,
+    output: Destination,
+    to: Annotated[
+        Literal["diffllama", "diff-v2"], typer.Option(help="diffllama from unilm's V1, diff-v2 from llama; both exact.")
+    ],
+    overwrite: Overwrite = False,
+) -> None:
+    """Rewrite a checkpoint in another format, computing the same function."""
+    from diffquant.checkpoint.convert import convert as run
+
+    typer.echo(run(source, output, to, overwrite=overwrite, progress=progress_for("convert")).summary())
+
+
+@app.command()
+def inspect(model: Model, as_json: AsJson = False) -> None:
+    """Say what a checkpoint is: family member, pairs, λ of each layer, size at each width."""
+    from diffquant.checkpoint.inspection import inspect_checkpoint
+
+    found = inspect_checkpoint(model)
+    typer.echo(json.dumps(found.to_dict(), indent=2) if as_json else str(found))
+
+
+@app.command()
+def generate(
+    model: Model,
+    prompt: Annotated[str, typer.Option(help="Text to continue; - reads standard input.")],
+    weights: Weights = "16",
+    kv: Kv = "16",
+    k: K = None,
+    v: V = None,
+    logits: Logits = "16",
+    residual: Residual = 0,
+    override: Override = None,
+    recipe: RecipeFile = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1)] = 64,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 decodes greedily.")] = 0.0,
+    seed: int = 0,
+    chat: Annotated[bool, typer.Option("--chat", help="Wrap the prompt in the checkpoint's chat template.")] = False,
+    dtype: Annotated[
+        str | None, typer.Option(help="float32, bfloat16 or float16; the checkpoint's by default.")
+    ] = None,
+    device: str = "cpu",
+) -> None:
+    """Continue a prompt, token by token."""
+    import transformers
+
+    from diffquant.generation import stream
+
+    transformers.set_seed(seed)
+    wanted = RecipeOptions(weights, kv, k, v, logits, residual, override, recipe).given()
+    text = sys.stdin.read() if prompt == "-" else prompt
+    loaded, tokenizer = _load(model, wanted, dtype, device)
+    for piece in stream(loaded, tokenizer, text, max_new_tokens, temperature, chat):
+        typer.echo(piece, nl=False)
+    typer.echo()
+
+
+def _load(path: Path, recipe: Recipe | None, dtype: str | None, device: str) -> "tuple[DiffTransformer, Any]":
+    from diffquant.checkpoint.load import load, load_tokenizer
+    from diffquant.evals.dtype import resolve
+
+    torch_dtype = resolve(dtype, device) if dtype else None
+    tokenizer = load_tokenizer(path)
+    return load(path, recipe, torch_dtype, device), tokenizer

@@ -1,0 +1,132 @@
+"""sweep, eval."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from diffquant.cli.app import app
+from diffquant.cli.options import (
+    AsJson,
+    Characters,
+    EvalDtype,
+    Items,
+    K,
+    Kv,
+    Limit,
+    Logits,
+    Model,
+    Override,
+    RecipeFile,
+    RecipeOptions,
+    Residual,
+    Stride,
+    Tasks,
+    TextFile,
+    V,
+    Weights,
+    Window,
+    listed,
+    widths,
+)
+from diffquant.progress import progress_for
+
+
+@app.command()
+def sweep(
+    models: Annotated[list[Path], typer.Argument(help="Checkpoints, a Transformer beside its DIFF for instance.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder for cells, table, plot and report.")],
+    task: Tasks = "hellaswag",
+    bits: Annotated[str, typer.Option(help="Widths, 2 to 8; 16 is always measured.")] = "16,8,6,4",
+    target: Annotated[str, typer.Option(help="What to quantize, each alone: logits, weights, kv, k, v.")] = "logits",
+    granularity: Annotated[
+        str, typer.Option(help="Such as row,tensor,row:shift; each serves the targets that know it.")
+    ] = "",
+    limit: Limit = None,
+    items: Items = None,
+    text: TextFile = None,
+    characters: Characters = 65536,
+    window: Window = 1024,
+    stride: Stride = 512,
+    dtype: EvalDtype = "auto",
+    device: str = "cpu",
+    as_json: AsJson = False,
+) -> None:
+    """Measure what each bit width costs. Cells that are there already are not measured again."""
+    from diffquant.sweep.grid import SweepOptions
+
+    options = SweepOptions(
+        tasks=listed(task),
+        bits=widths(bits),
+        targets=listed(target),
+        granularities=listed(granularity),
+        limit=limit,
+        items=items,
+        text=text,
+        characters=characters or None,
+        window=window,
+        stride=stride,
+        dtype=dtype,
+        device=device,
+    )
+    from diffquant.sweep.outputs import write_outputs
+    from diffquant.sweep.run import run_sweep
+    from diffquant.sweep.table import text_table
+
+    result = run_sweep(models, options, output, progress_for("sweep"))
+    written = write_outputs(result, output)
+    typer.echo(result.to_json() if as_json else text_table(result))
+    typer.echo(f"wrote {', '.join(map(str, written))}", err=as_json)
+    result.require_complete()
+
+
+@app.command("eval")
+def eval_(
+    model: Model,
+    task: Tasks = "hellaswag",
+    weights: Weights = "16",
+    kv: Kv = "16",
+    k: K = None,
+    v: V = None,
+    logits: Logits = "16",
+    residual: Residual = 0,
+    override: Override = None,
+    recipe: RecipeFile = None,
+    limit: Limit = None,
+    items: Items = None,
+    text: TextFile = None,
+    characters: Characters = 65536,
+    window: Window = 1024,
+    stride: Stride = 512,
+    dtype: EvalDtype = "auto",
+    device: str = "cpu",
+    as_json: AsJson = False,
+) -> None:
+    """Measure one configuration; a quantized checkpoint's own recipe by default."""
+    from diffquant.sweep.grid import SweepOptions
+
+    wanted = RecipeOptions(weights, kv, k, v, logits, residual, override, recipe).given()
+    options = SweepOptions(
+        tasks=listed(task),
+        limit=limit,
+        items=items,
+        text=text,
+        characters=characters or None,
+        window=window,
+        stride=stride,
+        dtype=dtype,
+        device=device,
+    )
+    from diffquant.sweep.evaluate import evaluate, summary
+
+    if (model / "model.onnx").is_file():
+        from diffquant.export import require
+
+        require()
+        from diffquant.export.scoring import evaluate_exported
+
+        results = evaluate_exported(model, wanted, options, progress_for("eval"))
+    else:
+        results = evaluate(model, wanted, options, progress_for("eval"))
+    typer.echo(json.dumps(results) if as_json else summary(results))

@@ -1,0 +1,92 @@
+"""export, verify, run."""
+
+import sys
+from typing import Annotated
+
+import typer
+
+from diffquant.cli.app import app
+from diffquant.cli.options import AsJson, Destination, Exported, Logits, Model, Overwrite, Threads, to_json
+from diffquant.progress import progress_for
+
+
+@app.command()
+def export(
+    model: Model,
+    output: Destination,
+    weights: Annotated[str, typer.Option(help="Weights of a plain checkpoint: 4:g32, 6:row, 8, 16.")] = "16",
+    kv: Annotated[int, typer.Option("--kv", help="Bits of the KV cache: 16, 8, or 4 (experimental).")] = 16,
+    logits: Logits = "16",
+    dtype: Annotated[str, typer.Option(help="float32 or float16.")] = "float32",
+    embed: Annotated[int, typer.Option(help="Bits of embedding and head: 16 or 8.")] = 16,
+    no_cache: Annotated[bool, typer.Option("--no-cache", help="A model without a KV cache.")] = False,
+    opset: Annotated[int, typer.Option(help="Of the standard domain.")] = 23,
+    pure_onnx: Annotated[bool, typer.Option("--pure-onnx", help="Standard ONNX ops alone.")] = False,
+    accuracy_level: Annotated[
+        int, typer.Option(help="4-bit products: 4 rounds activations to int8, 1 keeps float32 and is slower.")
+    ] = 4,
+    overwrite: Overwrite = False,
+    as_json: AsJson = False,
+) -> None:
+    """Write a checkpoint, plain or quantized, as an ONNX model for ONNX Runtime."""
+    from diffquant.export import require
+
+    require()
+    from diffquant.export.exporter import export as run
+    from diffquant.export.options import ExportOptions
+
+    options = ExportOptions.parse(
+        weights,
+        logits,
+        kv_bits=kv,
+        dtype=dtype,
+        embed_bits=embed,
+        cache=not no_cache,
+        opset=opset,
+        pure=pure_onnx,
+        accuracy_level=accuracy_level,
+    )
+    report = run(model, output, options, overwrite=overwrite, progress=progress_for("export"))
+    typer.echo(to_json(report) if as_json else report.summary())
+
+
+@app.command()
+def verify(
+    folder: Exported,
+    model: Model,
+    tolerance: Annotated[float | None, typer.Option(help="Relative RMS error of logits; by precision.")] = None,
+    threads: Threads = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Prove that an exported folder computes what its checkpoint does; exit 4 where it does not."""
+    from diffquant.export import require
+
+    require()
+    from diffquant.export.verification import verify as run
+
+    found = run(folder, model, tolerance, threads)
+    typer.echo(to_json(found) if as_json else str(found))
+
+
+@app.command()
+def run(
+    folder: Exported,
+    prompt: Annotated[str, typer.Option(help="Text to continue; - reads standard input.")],
+    max_new_tokens: Annotated[int, typer.Option(min=1)] = 64,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 decodes greedily.")] = 0.0,
+    seed: int = 0,
+    chat: Annotated[bool, typer.Option("--chat", help="Wrap the prompt in the model's chat template.")] = False,
+    threads: Threads = 0,
+) -> None:
+    """Continue a prompt in ONNX Runtime; speed and memory go to stderr."""
+    from diffquant.export import require
+
+    require()
+    from diffquant.export.generation import Generator
+
+    generator = Generator(folder, threads)
+    text = sys.stdin.read() if prompt == "-" else prompt
+    for piece in generator.stream(text, max_new_tokens, temperature, seed, chat):
+        typer.echo(piece, nl=False)
+    typer.echo()
+    typer.echo(str(generator.speed), err=True)

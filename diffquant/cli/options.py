@@ -1,0 +1,102 @@
+"""Arguments and options that several commands share."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from diffquant.errors import UsageError
+from diffquant.scheme import Recipe
+
+Model = Annotated[Path, typer.Argument(help="Checkpoint folder (safetensors) or .gguf file.")]
+Destination = Annotated[Path, typer.Option("--output", "-o", help="Folder to create.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the folder if it exists.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
+Weights = Annotated[str, typer.Option(help="Weights, as BITS[:GRANULARITY]: 4:g32, 6:row, 8:tensor, 16.")]
+Kv = Annotated[str, typer.Option("--kv", help="KV cache: 8, 4:g32, 16.")]
+K = Annotated[str | None, typer.Option("--k", help="Keys, where they differ from --kv: 4:c64 is per channel.")]
+V = Annotated[str | None, typer.Option("--v", help="Values, where they differ from --kv.")]
+Logits = Annotated[str, typer.Option(help="Attention logits (simulated): 6:row, 4:tensor, 4:row:shift, 16.")]
+Residual = Annotated[int, typer.Option(help="Newest tokens of the KV cache that stay 16-bit.")]
+Override = Annotated[
+    list[str] | None,
+    typer.Option(help="PATTERN=SCHEME for some weights, such as '*.mlp.*=6:row'; the first match wins."),
+]
+RecipeFile = Annotated[Path | None, typer.Option("--recipe", help="All of this from a YAML file instead.")]
+
+Exported = Annotated[Path, typer.Argument(help="Folder that `diffquant export` wrote.")]
+Threads = Annotated[int, typer.Option(min=0, help="Of ONNX Runtime; 0 takes all cores.")]
+
+Tasks = Annotated[str, typer.Option(help="hellaswag, perplexity, lm-eval:NAME; several with commas.")]
+Limit = Annotated[int | None, typer.Option(min=2, help="Items of each task; all by default.")]
+Items = Annotated[Path | None, typer.Option(help="HellaSwag items as JSONL; 1,000 ship.")]
+TextFile = Annotated[Path | None, typer.Option("--text", help="Text for perplexity; some prose ships.")]
+Characters = Annotated[int, typer.Option(min=0, help="Characters of the text that are read; 0 for all.")]
+Window = Annotated[int, typer.Option(help="Tokens the model sees at once, for perplexity.")]
+Stride = Annotated[int, typer.Option(help="Tokens from one window to the next.")]
+EvalDtype = Annotated[str, typer.Option(help="auto (bfloat16 where native), float32, bfloat16 or float16.")]
+
+
+@dataclass(frozen=True)
+class RecipeOptions:
+    """The recipe options that several commands share."""
+
+    weights: str
+    kv: str
+    k: str | None
+    v: str | None
+    logits: str
+    residual: int
+    override: list[str] | None
+    recipe: Path | None
+
+    def given(self) -> Recipe | None:
+        """The recipe they make; None where none was given.
+
+        Raises:
+            UsageError: a scheme is malformed, or a file is given along with other options.
+        """
+        options = (self.weights, self.kv, self.k, self.v, self.logits, self.residual, self.override)
+        if options == ("16", "16", None, None, "16", 0, None):
+            return None if self.recipe is None else Recipe.read(self.recipe)
+        if self.recipe is not None:
+            raise UsageError("--recipe replaces the other recipe options; give one or the other")
+        overrides = dict(_split_override(text) for text in self.override or ())
+        return Recipe.of(self.weights, self.kv, self.k, self.v, self.logits, self.residual, overrides)
+
+    def required(self) -> Recipe:
+        """As `given`.
+
+        Raises:
+            UsageError: nothing would be quantized.
+        """
+        recipe = self.given()
+        if recipe is None or recipe == Recipe():
+            raise UsageError("nothing to quantize: give --weights, --kv, --logits or --recipe, such as --weights 4:g32")
+        return recipe
+
+
+def listed(text: str) -> tuple[str, ...]:
+    return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+def widths(text: str) -> tuple[int, ...]:
+    unread = [part for part in listed(text) if not part.isdecimal()]
+    if unread:
+        raise UsageError(f"cannot read --bits {text!r}: {', '.join(unread)} is no number; expected such as 16,8,6,4")
+    return tuple(int(part) for part in listed(text))
+
+
+def _split_override(text: str) -> tuple[str, str]:
+    pattern, separator, scheme = text.partition("=")
+    if not separator or not pattern:
+        raise UsageError(f"cannot read override {text!r}: expected PATTERN=SCHEME, such as '*.mlp.*=6:row'")
+    return pattern, scheme
+
+
+def to_json(report: Any) -> str:
+    from dataclasses import asdict
+
+    return json.dumps(asdict(report), indent=2, default=str)

