@@ -321,9 +321,11 @@ def _through(
 def _values(v8, at, row, n, padded, DESCRIBED: tl.constexpr, DH: tl.constexpr, BN: tl.constexpr):
     """e4m3 codes of V [BN, DH]."""
     if DESCRIBED:
-        return v8.load([row, n]).T
-    channel, key = tl.arange(0, DH), n + tl.arange(0, BN)
-    return tl.load(v8 + at + channel[None, :] * padded + key[:, None])
+        values = v8.load([row, n]).T
+    else:
+        channel, key = tl.arange(0, DH), n + tl.arange(0, BN)
+        values = tl.load(v8 + at + channel[None, :] * padded + key[:, None])
+    return values
 
 
 @triton.jit

@@ -108,7 +108,7 @@ def quantize_qkv(
         q[0].stride()[:3], k[0].stride()[:3], v.stride()[:3],
         heads, kv_heads, length, keys, rows, padded, chunks, scale * math.log2(math.e), *counts,
         N=own_keys, PACK=packed, D=width, DV=value_width, ROWS=_ROWS, BLOCK=block, CAUSAL=seen.causal,
-        num_warps=4, num_stages=2, enable_fp_fusion=True,
+        num_warps=8, num_stages=2, enable_fp_fusion=True,
     )  # fmt: skip
     return QuantizedKV(q8, q_scale, k8, k_scale, v8, v_scale)
 
