@@ -4,6 +4,7 @@ A tile holds some rows (queries); its keys stand from position 0, the sequence's
 A row at position p sees keys 0 to p (causal), or the last `window` of them, or all.
 """
 
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 import triton
 import triton.language as tl
 
@@ -52,13 +53,13 @@ def load_rows(
 ):
     """[STEP, WIDTH] from row `first` on; rows from `bound` on are 0. `source` is a descriptor or a pointer."""
     if DESCRIBED:
-        return source.load([first, 0])
-    row = tl.arange(0, STEP)
-    column = tl.arange(0, WIDTH)
-    pointers = source + tl.cast(first, tl.int64) * stride + (row[:, None] * stride + column[None, :])
-    if EDGE:
-        return tl.load(pointers, mask=(first + row < bound)[:, None], other=0.0)
-    return tl.load(pointers)
+        rows = source.load([first, 0])
+    else:
+        row = tl.arange(0, STEP)
+        column = tl.arange(0, WIDTH)
+        pointers = source + tl.cast(first, tl.int64) * stride + (row[:, None] * stride + column[None, :])
+        rows = tl.load(pointers, mask=(first + row < bound)[:, None], other=0.0) if EDGE else tl.load(pointers)
+    return rows
 
 
 @triton.jit

@@ -4,6 +4,7 @@ One map runs to its end and is parked in the output, then the other follows and 
 accumulators of a tile would not fit in registers at d = 128, and V is twice as wide as K.
 """
 
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 import triton
 import triton.language as tl
 
@@ -45,29 +46,25 @@ def prefill_v1(
     places = Out + out_base + (tl.arange(0, ROWS)[:, None] * out_strides[2] + column[None, :])
     inside = (row < queries)[:, None]
 
-    k1 = K1 + k_base
-    k2 = K2 + k_base
     values = V + v_base
     if DESCRIBED:
-        k1 = tl.make_tensor_descriptor(k1, [valid, WIDTH], [k_strides[2], 1], [STEP, WIDTH])
-        k2 = tl.make_tensor_descriptor(k2, [valid, WIDTH], [k_strides[2], 1], [STEP, WIDTH])
         values = tl.make_tensor_descriptor(values, [valid, VALUE_WIDTH], [v_strides[2], 1], [STEP, VALUE_WIDTH])
-
-    q = load_rows(Q2 + q_base, 0, queries - top, q_strides[2], ROWS, WIDTH, False, True)
-    noise = attend_tile(
-        q, k2, values, k_strides[2], v_strides[2], top + offset, last, position, valid, window, scale,
-        CAUSAL, WINDOW, DESCRIBED, STEP, WIDTH, VALUE_WIDTH,
-    )  # fmt: skip
-    tl.store(places, (noise * lam[:, None]).to(Out.dtype.element_ty), mask=inside)
-    # A thread may read back what another one parked.
-    tl.debug_barrier()
-
-    q = load_rows(Q1 + q_base, 0, queries - top, q_strides[2], ROWS, WIDTH, False, True)
-    signal = attend_tile(
-        q, k1, values, k_strides[2], v_strides[2], top + offset, last, position, valid, window, scale,
-        CAUSAL, WINDOW, DESCRIBED, STEP, WIDTH, VALUE_WIDTH,
-    )  # fmt: skip
-    out = signal - tl.load(places, mask=inside, other=0.0)
-    if NORM:
-        out = pair_norm(out, Weight, eps, factor, VALUE_WIDTH)
-    tl.store(places, out.to(Out.dtype.element_ty), mask=inside)
+    for is_signal in tl.range(0, 2, num_stages=1):
+        k = (K1 if is_signal else K2) + k_base
+        if DESCRIBED:
+            k = tl.make_tensor_descriptor(k, [valid, WIDTH], [k_strides[2], 1], [STEP, WIDTH])
+        q = (Q1 if is_signal else Q2) + q_base
+        q = load_rows(q, 0, queries - top, q_strides[2], ROWS, WIDTH, False, True)
+        out = attend_tile(
+            q, k, values, k_strides[2], v_strides[2], top + offset, last, position, valid, window, scale,
+            CAUSAL, WINDOW, DESCRIBED, STEP, WIDTH, VALUE_WIDTH,
+        )  # fmt: skip
+        if is_signal:
+            # A thread may read back what another one parked.
+            tl.debug_barrier()
+            out -= tl.load(places, mask=inside, other=0.0)
+            if NORM:
+                out = pair_norm(out, Weight, eps, factor, VALUE_WIDTH)
+        else:
+            out *= lam[:, None]
+        tl.store(places, out.to(Out.dtype.element_ty), mask=inside)
