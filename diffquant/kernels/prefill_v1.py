@@ -17,12 +17,13 @@ def prefill_v1(
     q_strides, k_strides, v_strides, lam_strides, out_strides,
     pairs, group, queries, keys, window, scale, eps, factor,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, NORM: tl.constexpr, DESCRIBED: tl.constexpr,
-    ROWS: tl.constexpr, STEP: tl.constexpr, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
+    ROWS: tl.constexpr, STEP: tl.constexpr, WIDTH: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Out [B, h, T, dv] of q [B, h, T, d], k [B, h_kv, S, d], v [B, h_kv, S, dv], λ [B, h, T], a tile a program.
 
     Strides are in elements, of batch, head and position; `scale` is times log2(e).
     """
+    VALUE_WIDTH: tl.constexpr = PART * PARTS
     tiles = tl.cdiv(queries, ROWS)
     # The last tiles see most keys and start first.
     top = (tiles - 1 - tl.program_id(0) % tiles) * ROWS
@@ -48,16 +49,16 @@ def prefill_v1(
 
     values = V + v_base
     if DESCRIBED:
-        values = tl.make_tensor_descriptor(values, [valid, VALUE_WIDTH], [v_strides[2], 1], [STEP, VALUE_WIDTH])
+        values = tl.make_tensor_descriptor(values, [valid, VALUE_WIDTH], [v_strides[2], 1], [STEP, PART])
     for is_signal in tl.range(0, 2, num_stages=1):
         k = (K1 if is_signal else K2) + k_base
         if DESCRIBED:
             k = tl.make_tensor_descriptor(k, [valid, WIDTH], [k_strides[2], 1], [STEP, WIDTH])
         q = (Q1 if is_signal else Q2) + q_base
-        q = load_rows(q, 0, queries - top, q_strides[2], ROWS, WIDTH, False, True)
+        q = load_rows(q, 0, 0, queries - top, q_strides[2], ROWS, WIDTH, False, True)
         out = attend_tile(
             q, k, values, k_strides[2], v_strides[2], top + offset, last, position, valid, window, scale,
-            CAUSAL, WINDOW, DESCRIBED, STEP, WIDTH, VALUE_WIDTH,
+            CAUSAL, WINDOW, DESCRIBED, STEP, WIDTH, PART, PARTS,
         )  # fmt: skip
         if is_signal:
             # A thread may read back what another one parked.

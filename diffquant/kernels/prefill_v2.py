@@ -17,10 +17,11 @@ def prefill_v2(
     q_strides, k_strides, v_strides, lam_strides, out_strides,
     pairs, group, queries, keys, window, scale, eps, factor,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, NORM: tl.constexpr, DESCRIBED: tl.constexpr,
-    ROWS: tl.constexpr, STEP: tl.constexpr, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
+    ROWS: tl.constexpr, STEP: tl.constexpr, WIDTH: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """As `prefill_v1` with one K [B, h_kv, S, d]; a tile of ROWS rows holds ROWS / 2 queries."""
     held: tl.constexpr = ROWS // 2
+    VALUE_WIDTH: tl.constexpr = PART * PARTS
     tiles = tl.cdiv(queries, held)
     # The last tiles see most keys and start first.
     top = (tiles - 1 - tl.program_id(0) % tiles) * held
@@ -48,10 +49,10 @@ def prefill_v2(
     values = V + v_base
     if DESCRIBED:
         k = tl.make_tensor_descriptor(k, [valid, WIDTH], [k_strides[2], 1], [STEP, WIDTH])
-        values = tl.make_tensor_descriptor(values, [valid, VALUE_WIDTH], [v_strides[2], 1], [STEP, VALUE_WIDTH])
+        values = tl.make_tensor_descriptor(values, [valid, VALUE_WIDTH], [v_strides[2], 1], [STEP, PART])
     both = attend_tile(
         q, k, values, k_strides[2], v_strides[2], top + offset, last, row + offset, valid, window, scale,
-        CAUSAL, WINDOW, DESCRIBED, STEP, WIDTH, VALUE_WIDTH,
+        CAUSAL, WINDOW, DESCRIBED, STEP, WIDTH, PART, PARTS,
     )  # fmt: skip
 
     both = both.reshape(ROWS // 16, 2, 8, VALUE_WIDTH).permute(0, 2, 3, 1)
