@@ -5,6 +5,7 @@ the first map's result waits in the output's own memory. V2's maps share keys, s
 neighbours in one tile and are subtracted at the end.
 """
 
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 from collections.abc import Sequence
 
 import torch
@@ -26,14 +27,15 @@ from diffquant.kernels.configs import AttentionTile, capability, choose, device_
 from diffquant.kernels.descriptors import describable
 from diffquant.kernels.quantize_qkv import QuantizedKV, quantize_qkv, swizzled
 from diffquant.kernels.strides import same_strides
-from diffquant.kernels.tiles import key_blocks, seen_by, valid_range
+from diffquant.kernels.online import load_rows, pair_norm, valid_range
+from diffquant.kernels.tiles import key_blocks, seen_by
 
 # 128 keys a step halve the rescaling of 64, and softmax is what 8-bit attention spends most on.
 TILES = {
-    "prefill_int8/sm_90/fp8": AttentionTile(128, 128, 8, 2),
-    "prefill_int8/sm_90/fp16": AttentionTile(128, 128, 8, 2),
-    "prefill_int8/sm_80/fp8": AttentionTile(128, 64, 8, 2),
-    "prefill_int8/sm_80/fp16": AttentionTile(128, 64, 8, 2),
+    "prefill_int8/sm_90/64": AttentionTile(128, 128, 8, 2),
+    "prefill_int8/sm_90/128": AttentionTile(128, 128, 8, 2),
+    "prefill_int8/sm_80/64": AttentionTile(128, 64, 8, 2),
+    "prefill_int8/sm_80/128": AttentionTile(128, 64, 8, 2),
 }
 PV_TYPES = ("fp16", "fp8")
 
@@ -126,7 +128,7 @@ def _op(
     if keys == 0:
         return out.zero_()
     here = device_class(v.device)
-    tile = choose(TILES, f"prefill_int8/{here}/{pv}")
+    tile = choose(TILES, f"prefill_int8/{here}/{width}")
     q = same_strides(q1) if q2 is None else same_strides(q1, q2)
     k = same_strides(k1) if k2 is None else same_strides(k1, k2)
     (v,) = same_strides(v)
@@ -135,7 +137,9 @@ def _op(
     seen = Visibility(causal, window, starts, ends)
     with torch.cuda.device_of(v):
         codes = quantize_qkv(q, k, v, seen, scale, tile_rows=tile.queries, block=tile.keys, values=pv == "fp8")
-        described = here == "sm_90" and (pv == "fp8" or describable(v))
+        described = here == "sm_90"
+        if described and not describable(v):
+            v = v.clone(memory_format=torch.contiguous_format)
         operands = _described(codes, v, tile) if described else (codes.q, codes.k, v if codes.v is None else codes.v)
         _attend[(triton.cdiv(length * packed, tile.queries), batch * heads)](
             *operands, codes.q_scale, codes.k_scale, codes.v_scale, lam, starts, ends, weight, out, out.view(torch.float16),
@@ -182,17 +186,21 @@ def _attend(
     pair = tl.program_id(1)
     sequence, head = (pair // heads).to(tl.int64), pair % heads
     kv = pair // heads * (heads // group) + head // group
-    start, end = valid_range(starts, ends, sequence, S)
-    first, last = seen_by((tile * BM + tl.arange(0, BM)) // PACK, start, end, window, T, S, CAUSAL)
+    start, valid = valid_range(starts, ends, sequence, S)
+    first, last = seen_by((tile * BM + tl.arange(0, BM)) // PACK, start, start + valid, window, T, S, CAUSAL)
     begin, inner, outer, stop = key_blocks(first, last, S, BN)
-    # Two halves of a wide V: e4m3 products are added to the accumulator outside the tensor cores, whose own
-    # additions keep about 14 bits, and only one half's products at a time fit in registers.
-    HALVES: tl.constexpr = 2 if DV == 256 and FP8 else 1
+    # A wide V in two halves. e4m3 products are added to the accumulator outside the tensor cores, whose own
+    # additions keep about 14 bits, and only one half's products at a time fit in registers. On Ampere products
+    # wider than a tile has rows would spread warps over columns.
+    HALVES: tl.constexpr = 2 if DV == 256 and (FP8 or not DESCRIBED) else 1
     DH: tl.constexpr = DV // HALVES
-    query, value = tile * (BM // PACK) + tl.arange(0, BM // PACK), tl.arange(0, DH)
+    query, value = tile * (BM // PACK) + tl.arange(0, BM // PACK), tl.arange(0, DV)
     at = sequence * out_strides[0] + head.to(tl.int64) * out_strides[1]
     at += query.to(tl.int64)[:, None] * out_strides[2] + value[None, :]
     stored = (query < T)[:, None]
+    lam_at = query
+    if lam is not None:
+        lam_at = sequence * lam_strides[0] + head.to(tl.int64) * lam_strides[1] + query.to(tl.int64) * lam_strides[2]
     if not FP8:
         v_at = sequence * v_strides[0] + (head // group).to(tl.int64) * v_strides[1]
     else:
@@ -226,47 +234,28 @@ def _attend(
             first, last, S, group, heads, padded, True, D, DV, DH, HALVES, FP8, DESCRIBED, PINNED, BM, BN,
         )  # fmt: skip
         part = tl.where(last > 0, 1 / total, 0.0)
+        y = tl.join(low, high).permute(0, 2, 1).reshape([BM, DV]) if HALVES == 2 else low
         if PACK == 2:
             # Rows alternate between the maps: the second's are taken off the first's.
-            weights = tl.reshape(part, [BM // 2, 2])
-            second = tl.load(lam + _lam_at(lam_strides, sequence, head, query), mask=query < T, other=0.0)
-            weights *= tl.where(tl.arange(0, 2)[None, :] == 0, 1.0, -second[:, None])
-            low = tl.sum(tl.reshape(low, [BM // 2, 2, DH]) * weights[:, :, None], 1)
+            second = tl.load(lam + lam_at, mask=query < T, other=0.0)
+            weights = tl.where(tl.arange(0, 2)[None, :] == 0, 1.0, -second[:, None]) * part.reshape([BM // 2, 2])
+            y = tl.sum(y.reshape([BM // 2, 2, DV]) * weights[:, :, None], 1)
         else:
-            low *= part[:, None]
-            if HALVES == 2:
-                high *= part[:, None]
+            y *= part[:, None]
         if own + 1 < MAPS:
-            # In fp16 whatever the output's type; in units of e4m3 codes it cannot overflow.
-            tl.store(parked + at, _to_fp16(low), mask=stored)
-            if HALVES == 2:
-                tl.store(parked + at + DH, _to_fp16(high), mask=stored)
+            # In fp16 whatever the output's type; in units of e4m3 codes nothing overflows.
+            tl.store(parked + at, tl.minimum(tl.maximum(y, -_FP16_MAX), _FP16_MAX).to(tl.float16), mask=stored)
+            # A thread may read back what another one parked.
             tl.debug_barrier()
         else:
             if MAPS == 2:
-                second = tl.load(lam + _lam_at(lam_strides, sequence, head, query), mask=query < T, other=0.0)
-                low = tl.load(parked + at, mask=stored, other=0.0).to(tl.float32) - second[:, None] * low
-                if HALVES == 2:
-                    high = tl.load(parked + at + DH, mask=stored, other=0.0).to(tl.float32) - second[:, None] * high
+                second = tl.load(lam + lam_at, mask=query < T, other=0.0)
+                y = tl.load(parked + at, mask=stored, other=0.0).to(tl.float32) - second[:, None] * y
             if FP8:
-                low *= tl.load(v_scale + kv * DV + value)[None, :]
-                if HALVES == 2:
-                    high *= tl.load(v_scale + kv * DV + DH + value)[None, :]
+                y *= tl.load(v_scale + kv * DV + value)[None, :]
             if NORM:
-                squares = tl.sum(low * low, 1)
-                if HALVES == 2:
-                    squares += tl.sum(high * high, 1)
-                normed = (factor * tl.rsqrt(squares / DV + eps))[:, None]
-                low *= normed
-                if HALVES == 2:
-                    high *= normed
-                if weight is not None:
-                    low *= tl.load(weight + value).to(tl.float32)[None, :]
-                    if HALVES == 2:
-                        high *= tl.load(weight + DH + value).to(tl.float32)[None, :]
-            tl.store(out + at, low.to(out.dtype.element_ty), mask=stored)
-            if HALVES == 2:
-                tl.store(out + at + DH, high.to(out.dtype.element_ty), mask=stored)
+                y = pair_norm(y, weight, eps, factor, DV)
+            tl.store(out + at, y.to(out.dtype.element_ty), mask=stored)
 
 
 @triton.jit
@@ -306,14 +295,16 @@ def _through(
                 upper = _values(v, v_at + DH * padded, kv * DV + DH, n, padded, DESCRIBED, DH, BN)
                 high = high * shrunk[:, None] + tl.dot(codes, upper)
         else:
+            weights = p.to(v.dtype if DESCRIBED else v.dtype.element_ty)
             if DESCRIBED:
                 kv_heads = heads // group
-                values = v.load([kv // kv_heads, kv % kv_heads, n, 0]).reshape([BN, DV])
+                values = v.load([kv // kv_heads, kv % kv_heads, n, 0]).reshape([BN, DH])
             else:
-                key = n + tl.arange(0, BN)
-                at = v_at + key.to(tl.int64)[:, None] * v_strides[2] + tl.arange(0, DV)[None, :]
-                values = tl.load(v + at, mask=(key < S)[:, None], other=0.0)
-            low = tl.dot(p.to(values.dtype), values, low * shrunk[:, None])
+                values = load_rows(v + v_at, n, 0, S, v_strides[2], BN, DH, False, MASKED)
+            low = tl.dot(weights, values, low * shrunk[:, None])
+            if HALVES == 2:
+                values = load_rows(v + v_at, n, DH, S, v_strides[2], BN, DH, False, MASKED)
+                high = tl.dot(weights, values, high * shrunk[:, None])
     return low, high, top, total
 
 
@@ -332,13 +323,3 @@ def _values(v8, at, row, n, padded, DESCRIBED: tl.constexpr, DH: tl.constexpr, B
 def _pinned(x):
     """x, computed here and not later: else the second half's products wait beside the first's, and spill."""
     return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=False, pack=1)
-
-
-@triton.jit
-def _to_fp16(x):
-    return tl.minimum(tl.maximum(x, -_FP16_MAX), _FP16_MAX).to(tl.float16)
-
-
-@triton.jit
-def _lam_at(strides, sequence, head, query):
-    return sequence * strides[0] + head.to(tl.int64) * strides[1] + query.to(tl.int64) * strides[2]

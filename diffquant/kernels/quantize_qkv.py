@@ -7,6 +7,7 @@ mean and no scale.
 Sources: SageAttention (arXiv 2410.02367) for smoothing, SageAttention2 (arXiv 2411.10958) for V in e4m3.
 """
 
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from diffquant.kernels.arguments import Visibility
-from diffquant.kernels.tiles import valid_range
+from diffquant.kernels.online import valid_range
 
 # Rows of Q or keys of V that one program quantizes, and keys whose statistics it gathers at once.
 _ROWS = 64
@@ -133,8 +134,8 @@ def _statistics(
     """Of one chunk of keys: the sum of each channel of K, the largest magnitude of each channel of V."""
     part, head = tl.program_id(0), tl.program_id(1)
     sequence, kv_head = (head // kv_heads).to(tl.int64), head % kv_heads
-    start, end = valid_range(starts, ends, sequence, S)
-    lo, hi = tl.maximum(part * chunk, start), tl.minimum((part + 1) * chunk, end)
+    start, valid = valid_range(starts, ends, sequence, S)
+    lo, hi = tl.maximum(part * chunk, start), tl.minimum((part + 1) * chunk, start + valid)
     channel, value = tl.arange(0, D), tl.arange(0, DV)
     for own in tl.static_range(N):
         k = (k0 if own == 0 else k1) + sequence * k_strides[0] + kv_head * k_strides[1]
@@ -170,9 +171,9 @@ def _quantize(
         which = program // blocks % (N * PACK)
         sequence = (head // heads).to(tl.int64)
         q = (q0 if which == 0 else q1) + sequence * q_strides[0] + head % heads * q_strides[1]
-        start, end = valid_range(starts, ends, sequence, S)
+        start, valid = valid_range(starts, ends, sequence, S)
         _query_block(
-            q, q_strides[2], q8, q_scale, head, which, block, start, end, T, S, rows, logit_scale, N, PACK, D, ROWS, CAUSAL,
+            q, q_strides[2], q8, q_scale, head, which, block, start, start + valid, T, S, rows, logit_scale, N, PACK, D, ROWS, CAUSAL,
         )  # fmt: skip
     elif program < query_programs + key_programs:
         program -= query_programs
@@ -181,17 +182,17 @@ def _quantize(
         which = program // blocks % N
         sequence = (head // kv_heads).to(tl.int64)
         k = (k0 if which == 0 else k1) + sequence * k_strides[0] + head % kv_heads * k_strides[1]
-        start, end = valid_range(starts, ends, sequence, S)
-        _key_block(k, k_strides[2], k8, k_scale, k_sum, head * N + which, block, start, end, padded, chunks, D, BLOCK)
+        start, valid = valid_range(starts, ends, sequence, S)
+        _key_block(k, k_strides[2], k8, k_scale, k_sum, head * N + which, block, start, start + valid, padded, chunks, D, BLOCK)
     elif v8 is not None:
         program -= query_programs + key_programs
         blocks = padded // ROWS
         head, block = program // blocks, program % blocks
         sequence = (head // kv_heads).to(tl.int64)
-        start, end = valid_range(starts, ends, sequence, S)
+        start, valid = valid_range(starts, ends, sequence, S)
         _value_block(
             v + sequence * v_strides[0] + head % kv_heads * v_strides[1], v_strides[2], v8, v_scale, v_max, head, block,
-            start, end, padded, chunks, DV, ROWS,
+            start, start + valid, padded, chunks, DV, ROWS,
         )  # fmt: skip
 
 

@@ -1,19 +1,8 @@
 """Triton functions that attention kernels share: what a tile's rows see."""
 
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 import triton
 import triton.language as tl
-
-
-@triton.jit
-def valid_range(starts, ends, sequence, S):
-    """A sequence's valid positions; `starts` and `ends` may be None."""
-    start = 0
-    end = S
-    if starts is not None:
-        start = tl.maximum(tl.load(starts + sequence), 0)
-    if ends is not None:
-        end = tl.minimum(tl.load(ends + sequence), S)
-    return start, end
 
 
 @triton.jit
