@@ -233,7 +233,7 @@ def _attend(
             q, row_scale, k8, k_row, scales, v, v_at, kv, v_strides, low, high, top, total, outer, stop,
             first, last, S, group, heads, padded, True, D, DV, DH, HALVES, FP8, DESCRIBED, PINNED, BM, BN,
         )  # fmt: skip
-        part = tl.where(last > 0, 1 / total, 0.0)
+        part = tl.where(last > 0, 1 / tl.where(total == 0, 1.0, total), 0.0)
         y = tl.join(low, high).permute(0, 2, 1).reshape([BM, DV]) if HALVES == 2 else low
         if PACK == 2:
             # Rows alternate between the maps: the second's are taken off the first's.
