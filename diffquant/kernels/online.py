@@ -13,6 +13,16 @@ LOWEST = tl.constexpr(-1.0e30)
 
 
 @triton.jit
+def at(strides, sequence, head, position):
+    """Offset of a sequence's, a head's and a position's first element, safe beyond 2³¹ elements."""
+    return (
+        tl.cast(sequence, tl.int64) * strides[0]
+        + tl.cast(head, tl.int64) * strides[1]
+        + tl.cast(position, tl.int64) * strides[2]
+    )
+
+
+@triton.jit
 def valid_range(Starts, Ends, sequence, length):
     """First valid position of a sequence and how many follow, held inside the tensor whatever the limits say."""
     start = 0
@@ -137,9 +147,9 @@ def attend_tile(
     if CAUSAL:
         # A query beyond the valid range is padding itself.
         blind |= position >= keys
-    share = tl.where(blind, 0.0, 1.0 / tl.where(blind, 1.0, total))[:, None]
     out = tl.join(left, right).permute(0, 2, 1).reshape(rows, PART * PARTS) if PARTS == 2 else left
-    return out * share
+    # What padding holds may be NaN, so a factor of 0 would not do.
+    return tl.where(blind[:, None], 0.0, out * (1.0 / tl.where(blind, 1.0, total))[:, None])
 
 
 @triton.jit

@@ -122,7 +122,7 @@ def _op(
     tile = choose(TILES, f"{name}/{here if described else 'sm_80'}/{width}")
     if described:
         allow_descriptors()
-    part = min(value_width, tile.queries)
+    part = min(value_width, 128)
     per_tile = tile.queries if k2 is not None else tile.queries // 2
     with torch.cuda.device_of(v):
         kernel[(-(-queries // per_tile) * pairs * batch,)](

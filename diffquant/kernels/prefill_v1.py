@@ -8,10 +8,11 @@ accumulators of a tile would not fit in registers at d = 128, and V is twice as 
 import triton
 import triton.language as tl
 
-from diffquant.kernels.online import attend_tile, load_rows, pair_norm, valid_range
+from diffquant.kernels.online import at, attend_tile, load_rows, pair_norm, valid_range
 
 
-@triton.jit
+# Lengths change from call to call: a kernel for each that is or is not a multiple of 16 would gain nothing.
+@triton.jit(do_not_specialize=["queries", "keys", "window", "lam_strides"])
 def prefill_v1(
     Q1, Q2, K1, K2, V, Lam, Out, Starts, Ends, Weight,
     q_strides, k_strides, v_strides, lam_strides, out_strides,
@@ -30,31 +31,25 @@ def prefill_v1(
     pair = tl.program_id(0) // tiles % pairs
     sequence = tl.program_id(0) // tiles // pairs
     start, valid = valid_range(Starts, Ends, sequence, keys)
-    sequence = sequence.to(tl.int64)
     offset = keys - queries - start
     row = top + tl.arange(0, ROWS)
     position = row + offset
     last = tl.minimum(top + ROWS, queries) - 1 + offset
 
-    q_base = sequence * q_strides[0] + pair * q_strides[1] + tl.cast(top, tl.int64) * q_strides[2]
-    k_base = sequence * k_strides[0] + pair // group * k_strides[1] + tl.cast(start, tl.int64) * k_strides[2]
-    v_base = sequence * v_strides[0] + pair // group * v_strides[1] + tl.cast(start, tl.int64) * v_strides[2]
-    lam = tl.load(
-        Lam + sequence * lam_strides[0] + pair * lam_strides[1] + row * lam_strides[2], mask=row < queries, other=0.0
-    )
-    column = tl.arange(0, VALUE_WIDTH)
-    out_base = sequence * out_strides[0] + pair * out_strides[1] + tl.cast(top, tl.int64) * out_strides[2]
-    places = Out + out_base + (tl.arange(0, ROWS)[:, None] * out_strides[2] + column[None, :])
+    kv_pair = pair // group
+    lam = tl.load(Lam + at(lam_strides, sequence, pair, row), mask=row < queries, other=0.0)
+    places = Out + at(out_strides, sequence, pair, top)
+    places += tl.arange(0, ROWS)[:, None] * out_strides[2] + tl.arange(0, VALUE_WIDTH)[None, :]
     inside = (row < queries)[:, None]
 
-    values = V + v_base
+    values = V + at(v_strides, sequence, kv_pair, start)
     if DESCRIBED:
         values = tl.make_tensor_descriptor(values, [valid, VALUE_WIDTH], [v_strides[2], 1], [STEP, PART])
     for is_signal in tl.range(0, 2, num_stages=1):
-        k = (K1 if is_signal else K2) + k_base
+        k = (K1 if is_signal else K2) + at(k_strides, sequence, kv_pair, start)
         if DESCRIBED:
             k = tl.make_tensor_descriptor(k, [valid, WIDTH], [k_strides[2], 1], [STEP, WIDTH])
-        q = (Q1 if is_signal else Q2) + q_base
+        q = (Q1 if is_signal else Q2) + at(q_strides, sequence, pair, top)
         q = load_rows(q, 0, 0, queries - top, q_strides[2], ROWS, WIDTH, False, True)
         out = attend_tile(
             q, k, values, k_strides[2], v_strides[2], top + offset, last, position, valid, window, scale,
