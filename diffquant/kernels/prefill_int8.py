@@ -15,6 +15,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from diffquant.errors import UsageError
+from diffquant.kernels import configs
 from diffquant.kernels.arguments import (
     PairNorm,
     Visibility,
@@ -23,11 +24,11 @@ from diffquant.kernels.arguments import (
     refused_device,
     refused_widths,
 )
-from diffquant.kernels.configs import AttentionTile, capability, choose, device_class
-from diffquant.kernels.descriptors import describable
+from diffquant.kernels.configs import AttentionTile, choose, device_class
+from diffquant.kernels.descriptors import allow_descriptors, describable
+from diffquant.kernels.online import load_rows, pair_norm, valid_range
 from diffquant.kernels.quantize_qkv import QuantizedKV, quantize_qkv, swizzled
 from diffquant.kernels.strides import same_strides
-from diffquant.kernels.online import load_rows, pair_norm, valid_range
 from diffquant.kernels.tiles import key_blocks, seen_by
 
 # 128 keys a step halve the rescaling of 64, and softmax is what 8-bit attention spends most on.
@@ -75,7 +76,7 @@ def prefill_int8(
         UsageError: arguments disagree, or the device cannot do what is asked.
     """
     attention_shape(q, k, v, lam, seen, post)
-    reason = refused(q, k, v, pv=pv)
+    reason = _unsupported(q, v, pv)
     if reason:
         raise UsageError(f"prefill_int8: {reason}")
     if torch.is_grad_enabled() and any(x.requires_grad for x in (*q, *k, v)):
@@ -87,16 +88,16 @@ def prefill_int8(
     )  # fmt: skip
 
 
-def refused(q: Sequence[Tensor], k: Sequence[Tensor], v: Tensor, *, pv: str = "fp16") -> str | None:
-    """Why the kernel cannot serve these tensors, or None."""
+def refused(q: Sequence[Tensor], v: Tensor, *, pv: str = "fp16") -> str | None:
+    """Why `prefill_int8` cannot serve these tensors, or None."""
+    return refused_device(v.device) or _unsupported(q, v, pv)
+
+
+def _unsupported(q: Sequence[Tensor], v: Tensor, pv: str) -> str | None:
     if pv not in PV_TYPES:
         return f"P·V in {pv!r} is unknown; known are {', '.join(PV_TYPES)}"
-    if not triton.knobs.runtime.interpret:
-        reason = refused_device(q[0].device)
-        if reason:
-            return reason
-        if pv == "fp8" and capability(q[0].device) < (8, 9):
-            return "P·V in fp8 needs compute capability 8.9 (Ada, Hopper) or newer; use pv='fp16'"
+    if pv == "fp8" and configs.capability(v.device) < (8, 9):
+        return "P·V in fp8 needs compute capability 8.9 (Ada, Hopper) or newer; use pv='fp16'"
     return refused_widths(q[0], v)
 
 
@@ -141,9 +142,11 @@ def _op(
         if described and not describable(v):
             v = v.clone(memory_format=torch.contiguous_format)
         operands = _described(codes, v, tile) if described else (codes.q, codes.k, v if codes.v is None else codes.v)
+        if described and codes.v is None:
+            allow_descriptors()
         _attend[(triton.cdiv(length * packed, tile.queries), batch * heads)](
-            *operands, codes.q_scale, codes.k_scale, codes.v_scale, lam, starts, ends, weight, out, out.view(torch.float16),
-            v.stride()[:3], None if lam is None else lam.stride()[:3], out.stride()[:3],
+            *operands, codes.q_scale, codes.k_scale, codes.v_scale, lam, starts, ends, weight,
+            out, out.view(torch.float16), v.stride()[:3], None if lam is None else lam.stride()[:3], out.stride()[:3],
             heads, heads // kv_heads, length, keys, codes.q.shape[3], codes.k.shape[3], window, eps, factor,
             CAUSAL=causal, NORM=normed, MAPS=len(k), PACK=packed, D=width, DV=value_width, FP8=pv == "fp8",
             DESCRIBED=described, PINNED=described and not triton.knobs.runtime.interpret,
@@ -158,18 +161,14 @@ def _(q1: Tensor, q2: Tensor | None, k1: Tensor, k2: Tensor | None, v: Tensor, *
     return empty_output(q1, v.shape[-1])
 
 
-def _described(codes: QuantizedKV, v: Tensor, tile: AttentionTile) -> tuple[TensorDescriptor, ...]:
-    """Q, K and V as tensor descriptors: rows of codes as one matrix each, 16-bit V as it is."""
+def _described(codes: QuantizedKV, v: Tensor, tile: AttentionTile) -> tuple[TensorDescriptor | Tensor, ...]:
+    """Descriptors of the codes, each tensor as one matrix; 16-bit V as it is."""
     width = codes.q.shape[-1]
+    q = TensorDescriptor.from_tensor(codes.q.flatten(0, 3), [tile.queries, width])
+    k = TensorDescriptor.from_tensor(codes.k.flatten(0, 3), [tile.keys, width])
     if codes.v is None:
-        values = TensorDescriptor.from_tensor(v, [1, 1, tile.keys, v.shape[-1]])
-    else:
-        values = TensorDescriptor.from_tensor(codes.v.flatten(0, 2), [min(v.shape[-1], 128), tile.keys])
-    return (
-        TensorDescriptor.from_tensor(codes.q.flatten(0, 3), [tile.queries, width]),
-        TensorDescriptor.from_tensor(codes.k.flatten(0, 3), [tile.keys, width]),
-        values,
-    )
+        return q, k, v
+    return q, k, TensorDescriptor.from_tensor(codes.v.flatten(0, 2), [min(v.shape[-1], 128), tile.keys])
 
 
 @triton.jit
@@ -187,8 +186,8 @@ def _attend(
     sequence, head = (pair // heads).to(tl.int64), pair % heads
     kv = pair // heads * (heads // group) + head // group
     start, valid = valid_range(starts, ends, sequence, S)
-    first, last = seen_by((tile * BM + tl.arange(0, BM)) // PACK, start, start + valid, window, T, S, CAUSAL)
-    begin, inner, outer, stop = key_blocks(first, last, S, BN)
+    first, last = seen_by((tile * BM + tl.arange(0, BM)) // PACK, T, S - T - start, valid, window, CAUSAL)
+    begin, inner, outer, stop = key_blocks(first, last, valid, BN)
     # A wide V in two halves. e4m3 products are added to the accumulator outside the tensor cores, whose own
     # additions keep about 14 bits, and only one half's products at a time fit in registers. On Ampere products
     # wider than a tile has rows would spread warps over columns.
@@ -201,10 +200,13 @@ def _attend(
     lam_at = query
     if lam is not None:
         lam_at = sequence * lam_strides[0] + head.to(tl.int64) * lam_strides[1] + query.to(tl.int64) * lam_strides[2]
-    if not FP8:
-        v_at = sequence * v_strides[0] + (head // group).to(tl.int64) * v_strides[1]
-    else:
+    if FP8:
         v_at = kv.to(tl.int64) * DV * padded
+    else:
+        v_at = tl.cast(start, tl.int64) * v_strides[2]
+        v += sequence * v_strides[0] + (head // group).to(tl.int64) * v_strides[1] + v_at
+        if DESCRIBED:
+            v = tl.make_tensor_descriptor(v, [valid, DV], [v_strides[2], 1], [BN, DH])
 
     for own in tl.range(0, MAPS, num_stages=1):
         q_row = (pair * MAPS + own).to(tl.int64) * rows + tile * BM
@@ -220,18 +222,18 @@ def _attend(
         total = tl.zeros([BM], tl.float32)
         low = tl.zeros([BM, DH], tl.float32)
         high = tl.zeros([BM, DH], tl.float32)
-        if starts is not None or window is not None:
+        if window is not None:
             low, high, top, total = _through(
-                q, row_scale, k8, k_row, scales, v, v_at, kv, v_strides, low, high, top, total, begin, inner,
-                first, last, S, group, heads, padded, True, D, DV, DH, HALVES, FP8, DESCRIBED, PINNED, BM, BN,
+                q, row_scale, k8, k_row, scales, v, v_at, kv * DV, v_strides[2], low, high, top, total, begin, inner,
+                first, last, valid, padded, True, D, DV, DH, HALVES, FP8, DESCRIBED, PINNED, BM, BN,
             )  # fmt: skip
         low, high, top, total = _through(
-            q, row_scale, k8, k_row, scales, v, v_at, kv, v_strides, low, high, top, total, inner, outer,
-            first, last, S, group, heads, padded, False, D, DV, DH, HALVES, FP8, DESCRIBED, PINNED, BM, BN,
+            q, row_scale, k8, k_row, scales, v, v_at, kv * DV, v_strides[2], low, high, top, total, inner, outer,
+            first, last, valid, padded, False, D, DV, DH, HALVES, FP8, DESCRIBED, PINNED, BM, BN,
         )  # fmt: skip
         low, high, top, total = _through(
-            q, row_scale, k8, k_row, scales, v, v_at, kv, v_strides, low, high, top, total, outer, stop,
-            first, last, S, group, heads, padded, True, D, DV, DH, HALVES, FP8, DESCRIBED, PINNED, BM, BN,
+            q, row_scale, k8, k_row, scales, v, v_at, kv * DV, v_strides[2], low, high, top, total, outer, stop,
+            first, last, valid, padded, True, D, DV, DH, HALVES, FP8, DESCRIBED, PINNED, BM, BN,
         )  # fmt: skip
         part = tl.where(last > 0, 1 / tl.where(total == 0, 1.0, total), 0.0)
         y = tl.join(low, high).permute(0, 2, 1).reshape([BM, DV]) if HALVES == 2 else low
@@ -260,8 +262,8 @@ def _attend(
 
 @triton.jit
 def _through(
-    q, row_scale, k8, k_row, scales, v, v_at, kv, v_strides, low, high, top, total, begin, stop,
-    first, last, S, group, heads, padded, MASKED: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DH: tl.constexpr,
+    q, row_scale, k8, k_row, scales, v, v_at, v_row, v_stride, low, high, top, total, begin, stop,
+    first, last, valid, padded, MASKED: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DH: tl.constexpr,
     HALVES: tl.constexpr, FP8: tl.constexpr, DESCRIBED: tl.constexpr, PINNED: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
@@ -288,22 +290,18 @@ def _through(
         top = risen
         if FP8:
             codes = swizzled(p.to(tl.float8e4nv), BM, BN)
-            low = low * shrunk[:, None] + tl.dot(codes, _values(v, v_at, kv * DV, n, padded, DESCRIBED, DH, BN))
+            low = low * shrunk[:, None] + tl.dot(codes, _values(v, v_at, v_row, n, padded, DESCRIBED, DH, BN))
             if HALVES == 2:
                 if PINNED:
                     low = _pinned(low)
-                upper = _values(v, v_at + DH * padded, kv * DV + DH, n, padded, DESCRIBED, DH, BN)
+                upper = _values(v, v_at + DH * padded, v_row + DH, n, padded, DESCRIBED, DH, BN)
                 high = high * shrunk[:, None] + tl.dot(codes, upper)
         else:
-            weights = p.to(v.dtype if DESCRIBED else v.dtype.element_ty)
-            if DESCRIBED:
-                kv_heads = heads // group
-                values = v.load([kv // kv_heads, kv % kv_heads, n, 0]).reshape([BN, DH])
-            else:
-                values = load_rows(v + v_at, n, 0, S, v_strides[2], BN, DH, False, MASKED)
+            values = load_rows(v, n, 0, valid, v_stride, BN, DH, DESCRIBED, MASKED)
+            weights = p.to(values.dtype)
             low = tl.dot(weights, values, low * shrunk[:, None])
             if HALVES == 2:
-                values = load_rows(v + v_at, n, DH, S, v_strides[2], BN, DH, False, MASKED)
+                values = load_rows(v, n, DH, valid, v_stride, BN, DH, DESCRIBED, MASKED)
                 high = tl.dot(weights, values, high * shrunk[:, None])
     return low, high, top, total
 

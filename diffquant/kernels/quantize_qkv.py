@@ -2,7 +2,7 @@
 
 K is smoothed: its mean over a sequence's valid tokens is subtracted, which softmax does not see, so that a
 constant offset of a channel does not use up the codes. Positions outside a sequence's valid range enter no
-mean and no scale.
+mean and no scale, and blocks of keys count from its first one: padding changes no result.
 
 Sources: SageAttention (arXiv 2410.02367) for smoothing, SageAttention2 (arXiv 2411.10958) for V in e4m3.
 """
@@ -37,9 +37,10 @@ class QuantizedKV:
         q: int8 [B, h, n, rows, d]: n 2 where each map has its keys (V1), else 1; `rows` is T, or 2·T where a
             query's two maps are neighbours (V2), rounded up to a whole tile. Rows beyond T hold anything.
         q_scale: float32 [B, h, n, rows]; the logits' scale and log2(e) are in it.
-        k: int8 [B, h_kv, n, keys, d], `keys` S rounded up to whole blocks; zero beyond S.
+        k: int8 [B, h_kv, n, keys, d] from each sequence's first valid key on, `keys` S rounded up to whole blocks;
+            zero beyond the valid ones.
         k_scale: float32 [B, h_kv, n, keys / block].
-        v: e4m3 [B, h_kv, dv, keys], zero beyond S, each 16 keys in the order `swizzled` gives; or None.
+        v: e4m3 [B, h_kv, dv, keys], likewise, each 16 keys in the order `swizzled` gives; or None.
         v_scale: float32 [B, h_kv, dv]; or None.
     """
 
@@ -135,23 +136,25 @@ def _statistics(
     part, head = tl.program_id(0), tl.program_id(1)
     sequence, kv_head = (head // kv_heads).to(tl.int64), head % kv_heads
     start, valid = valid_range(starts, ends, sequence, S)
-    lo, hi = tl.maximum(part * chunk, start), tl.minimum((part + 1) * chunk, start + valid)
+    lo, hi = part * chunk, tl.minimum((part + 1) * chunk, valid)
     channel, value = tl.arange(0, D), tl.arange(0, DV)
     for own in tl.static_range(N):
         k = (k0 if own == 0 else k1) + sequence * k_strides[0] + kv_head * k_strides[1]
+        k += tl.cast(start, tl.int64) * k_strides[2]
         total = tl.zeros([D], tl.float32)
         for n in range(lo, hi, ROWS):
             key = n + tl.arange(0, ROWS)
-            x = tl.load(k + key.to(tl.int64)[:, None] * k_strides[2] + channel[None, :], mask=key[:, None] < hi, other=0.0)
-            total += tl.sum(x.to(tl.float32), 0)
+            x = k + key.to(tl.int64)[:, None] * k_strides[2] + channel[None, :]
+            total += tl.sum(tl.load(x, mask=key[:, None] < hi, other=0.0).to(tl.float32), 0)
         tl.store(k_sum + ((head * N + own) * tl.num_programs(0) + part) * D + channel, total)
     if v_max is not None:
-        v += sequence * v_strides[0] + kv_head * v_strides[1]
+        v += sequence * v_strides[0] + kv_head * v_strides[1] + tl.cast(start, tl.int64) * v_strides[2]
         largest = tl.zeros([DV], tl.float32)
         for n in range(lo, hi, ROWS):
             key = n + tl.arange(0, ROWS)
-            x = tl.load(v + key.to(tl.int64)[:, None] * v_strides[2] + value[None, :], mask=key[:, None] < hi, other=0.0)
-            largest = tl.maximum(largest, tl.max(tl.abs(x.to(tl.float32)), 0))
+            x = v + key.to(tl.int64)[:, None] * v_strides[2] + value[None, :]
+            x = tl.load(x, mask=key[:, None] < hi, other=0.0).to(tl.float32)
+            largest = tl.maximum(largest, tl.max(tl.abs(x), 0))
         tl.store(v_max + (head * tl.num_programs(0) + part) * DV + value, largest)
 
 
@@ -173,7 +176,8 @@ def _quantize(
         q = (q0 if which == 0 else q1) + sequence * q_strides[0] + head % heads * q_strides[1]
         start, valid = valid_range(starts, ends, sequence, S)
         _query_block(
-            q, q_strides[2], q8, q_scale, head, which, block, start, start + valid, T, S, rows, logit_scale, N, PACK, D, ROWS, CAUSAL,
+            q, q_strides[2], q8, q_scale, head, which, block, S - T - start, valid, T, rows, logit_scale,
+            N, PACK, D, ROWS, CAUSAL,
         )  # fmt: skip
     elif program < query_programs + key_programs:
         program -= query_programs
@@ -181,32 +185,33 @@ def _quantize(
         head, block = program // blocks // N, program % blocks
         which = program // blocks % N
         sequence = (head // kv_heads).to(tl.int64)
-        k = (k0 if which == 0 else k1) + sequence * k_strides[0] + head % kv_heads * k_strides[1]
         start, valid = valid_range(starts, ends, sequence, S)
-        _key_block(k, k_strides[2], k8, k_scale, k_sum, head * N + which, block, start, start + valid, padded, chunks, D, BLOCK)
+        k = (k0 if which == 0 else k1) + sequence * k_strides[0] + head % kv_heads * k_strides[1]
+        k += tl.cast(start, tl.int64) * k_strides[2]
+        _key_block(k, k_strides[2], k8, k_scale, k_sum, head * N + which, block, valid, padded, chunks, D, BLOCK)
     elif v8 is not None:
         program -= query_programs + key_programs
         blocks = padded // ROWS
         head, block = program // blocks, program % blocks
         sequence = (head // kv_heads).to(tl.int64)
         start, valid = valid_range(starts, ends, sequence, S)
+        v += sequence * v_strides[0] + head % kv_heads * v_strides[1] + tl.cast(start, tl.int64) * v_strides[2]
         _value_block(
-            v + sequence * v_strides[0] + head % kv_heads * v_strides[1], v_strides[2], v8, v_scale, v_max, head, block,
-            start, start + valid, padded, chunks, DV, ROWS,
+            v, v_strides[2], v8, v_scale, v_max, head, block, valid, padded, chunks, DV, ROWS,
         )  # fmt: skip
 
 
 @triton.jit
 def _query_block(
-    q, q_t, q8, q_scale, head, which, block, start, end, T, S, rows, logit_scale,
+    q, q_t, q8, q_scale, head, which, block, offset, valid, T, rows, logit_scale,
     N: tl.constexpr, PACK: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
     query, channel = block * ROWS + tl.arange(0, ROWS), tl.arange(0, D)
-    valid = query < T
+    kept = query < T
     if CAUSAL:
-        position = query + (S - T)
-        valid = valid & (position >= start) & (position < end)
-    x = tl.load(q + query.to(tl.int64)[:, None] * q_t + channel[None, :], mask=valid[:, None], other=0.0)
+        position = query + offset
+        kept = kept & (position >= 0) & (position < valid)
+    x = tl.load(q + query.to(tl.int64)[:, None] * q_t + channel[None, :], mask=kept[:, None], other=0.0)
     codes, scale = _to_codes(x.to(tl.float32) * logit_scale, 1)
     # Where maps share keys their rows are neighbours, else each map has rows of its own.
     row = query * PACK + which if PACK == 2 else query
@@ -216,17 +221,15 @@ def _query_block(
 
 
 @triton.jit
-def _key_block(
-    k, k_s, k8, k_scale, k_sum, head, block, start, end, padded, chunks, D: tl.constexpr, BLOCK: tl.constexpr
-):
+def _key_block(k, k_s, k8, k_scale, k_sum, head, block, valid, padded, chunks, D: tl.constexpr, BLOCK: tl.constexpr):
     key, channel = block * BLOCK + tl.arange(0, BLOCK), tl.arange(0, D)
     total = tl.zeros([D], tl.float32)
     for part in range(0, chunks):
         total += tl.load(k_sum + (head * chunks + part) * D + channel)
-    mean = total / tl.maximum(end - start, 1).to(tl.float32)
-    valid = ((key >= start) & (key < end))[:, None]
-    x = tl.load(k + key.to(tl.int64)[:, None] * k_s + channel[None, :], mask=valid, other=0.0).to(tl.float32)
-    x = tl.where(valid, x - mean[None, :], 0.0)
+    mean = total / tl.maximum(valid, 1)
+    kept = (key < valid)[:, None]
+    x = tl.load(k + key.to(tl.int64)[:, None] * k_s + channel[None, :], mask=kept, other=0.0).to(tl.float32)
+    x = tl.where(kept, x - mean[None, :], 0.0)
     largest = tl.max(tl.max(tl.abs(x), 1), 0)
     scale = tl.where(largest == 0, 1.0, largest / 127)
     codes = ((x / scale + _ROUND) - _ROUND).to(tl.int8)
@@ -236,16 +239,14 @@ def _key_block(
 
 
 @triton.jit
-def _value_block(
-    v, v_s, v8, v_scale, v_max, head, block, start, end, padded, chunks, DV: tl.constexpr, ROWS: tl.constexpr
-):
+def _value_block(v, v_s, v8, v_scale, v_max, head, block, valid, padded, chunks, DV: tl.constexpr, ROWS: tl.constexpr):
     key, value = block * ROWS + tl.arange(0, ROWS), tl.arange(0, DV)
     largest = tl.zeros([DV], tl.float32)
     for part in range(0, chunks):
         largest = tl.maximum(largest, tl.load(v_max + (head * chunks + part) * DV + value))
     scale = tl.where(largest == 0, 1.0, largest / _E4M3_MAX)
-    valid = ((key >= start) & (key < end))[:, None]
-    x = tl.load(v + key.to(tl.int64)[:, None] * v_s + value[None, :], mask=valid, other=0.0).to(tl.float32)
+    kept = (key < valid)[:, None]
+    x = tl.load(v + key.to(tl.int64)[:, None] * v_s + value[None, :], mask=kept, other=0.0).to(tl.float32)
     codes = swizzled(tl.trans((x / scale[None, :]).to(tl.float8e4nv)), DV, ROWS)
     row = value + head.to(tl.int64) * DV
     tl.store(v8 + row[:, None] * padded + key[None, :], codes)

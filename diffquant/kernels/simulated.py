@@ -88,7 +88,7 @@ def simulated(
         UsageError: arguments disagree, or the kernel cannot do what is asked.
     """
     shape = attention_shape(q, k, v, lam, seen, post)
-    reason = refused(q, v, scheme)
+    reason = _unsupported(q, v, scheme)
     if reason:
         raise UsageError(f"simulated logits: {reason}")
     if torch.is_grad_enabled() and any(x.requires_grad for x in (*q, *k, v)):
@@ -109,14 +109,14 @@ def simulated(
 
 def refused(q: Sequence[Tensor], v: Tensor, scheme: Scheme) -> str | None:
     """Why the kernel cannot serve these tensors or this scheme, or None."""
+    return refused_device(v.device) or _unsupported(q, v, scheme)
+
+
+def _unsupported(q: Sequence[Tensor], v: Tensor, scheme: Scheme) -> str | None:
     if not scheme.quantizes:
         return "16 bits are not quantized; use a kernel without simulation"
     if scheme.granularity not in GRANULARITIES:
         return f"one scale a {scheme.granularity} is not served; the kernel takes {', '.join(GRANULARITIES)}"
-    if not triton.knobs.runtime.interpret:
-        reason = refused_device(v.device)
-        if reason:
-            return reason
     return refused_widths(q[0], v)
 
 
@@ -168,7 +168,7 @@ def _op(
     scheme = Scheme(bits, granularity, shift=shift)
     tiles = triton.cdiv(length, tile.queries)
     # Nothing is contracted behind the formula's back: a product rounded to float32 decides codes at their borders.
-    options = dict(num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False)
+    options = {"num_warps": tile.warps, "num_stages": tile.stages, "enable_fp_fusion": False}
     lengths = (heads, heads // kv_heads, length, keys, window)
     with torch.cuda.device_of(v):
         if described:
@@ -190,7 +190,7 @@ def _op(
             None if lam is None else lam.stride()[:3], out.stride()[:3], *lengths, scale, log2(e),
             2**bits - 1, eps, factor,
             MAPS=maps, CAUSAL=causal, SHIFT=shift, NORM=normed, DESCRIBED=described, D=width, DV=value_width,
-            HALVES=2 if value_width > tile.queries else 1, BM=tile.queries, BN=tile.keys, **options,
+            HALVES=2 if value_width > tile.queries and not described else 1, BM=tile.queries, BN=tile.keys, **options,
         )  # fmt: skip
     return out, largest, clipped
 
@@ -216,9 +216,10 @@ def _visible(seen: Visibility, queries: int, keys: int, beside: Tensor) -> Tenso
     """How many (query, key) there are that see each other, over the batch; on the device of `beside`."""
     batch = beside.shape[0]
     position = torch.arange(keys - queries, keys, device=beside.device)
-    start = torch.zeros(batch, 1, dtype=torch.long, device=beside.device) if seen.starts is None else seen.starts[:, None]
-    end = torch.full((batch, 1), keys, device=beside.device) if seen.ends is None else seen.ends[:, None]
-    start, end = start.clamp(0, keys), end.clamp(0, keys)
+    start, end = (
+        torch.full((batch, 1), otherwise, device=beside.device) if given is None else given[:, None].clamp(0, keys)
+        for given, otherwise in ((seen.starts, 0), (seen.ends, keys))
+    )
     if not seen.causal:
         return (end - start).clamp(min=0).sum() * queries
     first = start if seen.window is None else torch.maximum(start, position - seen.window + 1)
@@ -245,24 +246,25 @@ def _extremes(
     sequence, head = (pair // heads).to(tl.int64), (pair % heads).to(tl.int64)
     start, valid = valid_range(starts, ends, sequence, S)
     query = tile * BM + tl.arange(0, BM)
-    first, last = seen_by(query, start, start + valid, window, T, S, CAUSAL)
-    begin, inner, outer, stop = key_blocks(first, last, S, BN)
+    first, last = seen_by(query, T, S - T - start, valid, window, CAUSAL)
+    begin, inner, outer, stop = key_blocks(first, last, valid, BN)
     q = (q1 if own == 0 else q2) + sequence * q_strides[0] + head * q_strides[1]
     q = load_rows(q, tile * BM, 0, T, q_strides[2], BM, D, False, True)
     k = (k1 if own == 0 else k2) + sequence * k_strides[0] + head // group * k_strides[1]
+    k += tl.cast(start, tl.int64) * k_strides[2]
     if DESCRIBED:
-        k = tl.make_tensor_descriptor(k, [S, D], [k_strides[2], 1], [BN, D])
+        k = tl.make_tensor_descriptor(k, [valid, D], [k_strides[2], 1], [BN, D])
     high = tl.full([BM], -float("inf"), tl.float32)
     low = tl.full([BM], float("inf"), tl.float32)
-    if starts is not None or window is not None:
+    if window is not None:
         high, low = _extremes_among(
-            high, low, q, k, k_strides[2], begin, inner, first, last, S, scale, True, DESCRIBED, D, BN
+            high, low, q, k, k_strides[2], begin, inner, first, last, valid, scale, True, DESCRIBED, D, BN
         )
     high, low = _extremes_among(
-        high, low, q, k, k_strides[2], inner, outer, first, last, S, scale, False, DESCRIBED, D, BN
+        high, low, q, k, k_strides[2], inner, outer, first, last, valid, scale, False, DESCRIBED, D, BN
     )
     high, low = _extremes_among(
-        high, low, q, k, k_strides[2], outer, stop, first, last, S, scale, True, DESCRIBED, D, BN
+        high, low, q, k, k_strides[2], outer, stop, first, last, valid, scale, True, DESCRIBED, D, BN
     )
     row = tl.program_id(1).to(tl.int64) * T + query
     tl.store(top + row, tl.where(first < last, high, 0.0), mask=query < T)
@@ -271,11 +273,11 @@ def _extremes(
 
 @triton.jit
 def _extremes_among(
-    high, low, q, k, k_stride, begin, stop, first, last, S, scale,
+    high, low, q, k, k_stride, begin, stop, first, last, valid, scale,
     MASKED: tl.constexpr, DESCRIBED: tl.constexpr, D: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     for n in tl.range(begin, stop, BN):
-        rows = load_rows(k, n, 0, S, k_stride, BN, D, DESCRIBED, MASKED)
+        rows = load_rows(k, n, 0, valid, k_stride, BN, D, DESCRIBED, MASKED)
         logits = tl.dot(q, rows.T) * scale
         if MASKED:
             key = (n + tl.arange(0, BN))[None, :]
@@ -303,20 +305,21 @@ def _attend(
     sequence, head = (pair // heads).to(tl.int64), (pair % heads).to(tl.int64)
     start, valid = valid_range(starts, ends, sequence, S)
     query, value = tile * BM + tl.arange(0, BM), tl.arange(0, DV)
-    first, last = seen_by(query, start, start + valid, window, T, S, CAUSAL)
-    begin, inner, outer, stop = key_blocks(first, last, S, BN)
+    first, last = seen_by(query, T, S - T - start, valid, window, CAUSAL)
+    begin, inner, outer, stop = key_blocks(first, last, valid, BN)
     at = sequence * out_strides[0] + head * out_strides[1]
     at += query.to(tl.int64)[:, None] * out_strides[2] + value[None, :]
     stored = (query < T)[:, None]
-    values = v + sequence * v_strides[0] + head // group * v_strides[1]
+    values = v + sequence * v_strides[0] + head // group * v_strides[1] + tl.cast(start, tl.int64) * v_strides[2]
     if DESCRIBED:
-        values = tl.make_tensor_descriptor(values, [S, DV], [v_strides[2], 1], [BN, DH])
+        values = tl.make_tensor_descriptor(values, [valid, DV], [v_strides[2], 1], [BN, DH])
     for own in tl.range(0, MAPS, num_stages=1):
         q = (q1 if own == 0 else q2) + sequence * q_strides[0] + head * q_strides[1]
         q = load_rows(q, tile * BM, 0, T, q_strides[2], BM, D, False, True)
         k = (k1 if own == 0 else k2) + sequence * k_strides[0] + head // group * k_strides[1]
+        k += tl.cast(start, tl.int64) * k_strides[2]
         if DESCRIBED:
-            k = tl.make_tensor_descriptor(k, [S, D], [k_strides[2], 1], [BN, D])
+            k = tl.make_tensor_descriptor(k, [valid, D], [k_strides[2], 1], [BN, D])
         row = (pair * MAPS + own).to(tl.int64) * T + query
         largest = tl.load(top + row, mask=query < T, other=0.0)
         step = sequence * step_strides[0] + head * step_strides[1] + own * step_strides[2] + query * step_strides[3]
@@ -328,18 +331,18 @@ def _attend(
         right = tl.zeros([BM, DH], tl.float32)
         total = tl.zeros([BM], tl.float32)
         below = tl.zeros([BM], tl.int32)
-        if starts is not None or window is not None:
+        if window is not None:
             left, right, total, below = _attend_among(
-                left, right, total, below, q, k, values, k_strides[2], v_strides[2], begin, inner, first, last, S, scale,
-                largest, step, inverse, code, log2e, levels, True, SHIFT, DESCRIBED, D, DH, HALVES, BN,
+                left, right, total, below, q, k, values, k_strides[2], v_strides[2], begin, inner, first, last, valid,
+                scale, largest, step, inverse, code, log2e, levels, True, SHIFT, DESCRIBED, D, DH, HALVES, BN,
             )  # fmt: skip
         left, right, total, below = _attend_among(
-            left, right, total, below, q, k, values, k_strides[2], v_strides[2], inner, outer, first, last, S, scale,
-            largest, step, inverse, code, log2e, levels, False, SHIFT, DESCRIBED, D, DH, HALVES, BN,
+            left, right, total, below, q, k, values, k_strides[2], v_strides[2], inner, outer, first, last, valid,
+            scale, largest, step, inverse, code, log2e, levels, False, SHIFT, DESCRIBED, D, DH, HALVES, BN,
         )  # fmt: skip
         left, right, total, below = _attend_among(
-            left, right, total, below, q, k, values, k_strides[2], v_strides[2], outer, stop, first, last, S, scale,
-            largest, step, inverse, code, log2e, levels, True, SHIFT, DESCRIBED, D, DH, HALVES, BN,
+            left, right, total, below, q, k, values, k_strides[2], v_strides[2], outer, stop, first, last, valid,
+            scale, largest, step, inverse, code, log2e, levels, True, SHIFT, DESCRIBED, D, DH, HALVES, BN,
         )  # fmt: skip
         if SHIFT:
             tl.store(clipped + row, below, mask=query < T)
@@ -362,7 +365,7 @@ def _attend(
 
 @triton.jit
 def _attend_among(
-    left, right, total, below, q, k, values, k_stride, v_stride, begin, stop, first, last, S, scale,
+    left, right, total, below, q, k, values, k_stride, v_stride, begin, stop, first, last, valid, scale,
     largest, step, inverse, code, log2e, levels,
     MASKED: tl.constexpr, SHIFT: tl.constexpr, DESCRIBED: tl.constexpr,
     D: tl.constexpr, DH: tl.constexpr, HALVES: tl.constexpr, BN: tl.constexpr,
@@ -370,7 +373,7 @@ def _attend_among(
     unit = (step * log2e)[:, None]
     floor = (-(levels + 0.5) * step)[:, None]
     for n in tl.range(begin, stop, BN):
-        rows = load_rows(k, n, 0, S, k_stride, BN, D, DESCRIBED, MASKED)
+        rows = load_rows(k, n, 0, valid, k_stride, BN, D, DESCRIBED, MASKED)
         logits = tl.dot(q, rows.T) * scale
         if SHIFT:
             logits -= largest[:, None]
@@ -390,7 +393,7 @@ def _attend_among(
             below += tl.sum(under.to(tl.int32), 1)
         total += tl.sum(p, 1)
         p = p.to(q.dtype)
-        left = tl.dot(p, load_rows(values, n, 0, S, v_stride, BN, DH, DESCRIBED, MASKED), left)
+        left = tl.dot(p, load_rows(values, n, 0, valid, v_stride, BN, DH, DESCRIBED, MASKED), left)
         if HALVES == 2:
-            right = tl.dot(p, load_rows(values, n, DH, S, v_stride, BN, DH, DESCRIBED, MASKED), right)
+            right = tl.dot(p, load_rows(values, n, DH, valid, v_stride, BN, DH, DESCRIBED, MASKED), right)
     return left, right, total, below
