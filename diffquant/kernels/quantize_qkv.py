@@ -103,13 +103,15 @@ def quantize_qkv(
         num_warps=4, num_stages=2, enable_fp_fusion=True,
     )  # fmt: skip
     query_blocks, key_blocks = triton.cdiv(length, _ROWS), padded // block
-    value_blocks = padded // _ROWS if values else 0
+    value_rows = min(_ROWS, block)
+    value_blocks = padded // value_rows if values else 0
     counts = (query_blocks * batch * heads * len(q), key_blocks * batch * kv_heads * own_keys)
     _quantize[(sum(counts) + value_blocks * batch * kv_heads,)](
         q[0], q[-1], k[0], k[-1], v, q8, q_scale, k8, k_scale, v8, v_scale, k_sum, v_max, seen.starts, seen.ends,
         q[0].stride()[:3], k[0].stride()[:3], v.stride()[:3],
         heads, kv_heads, length, keys, rows, padded, chunks, scale * math.log2(math.e), *counts,
-        N=own_keys, PACK=packed, D=width, DV=value_width, ROWS=_ROWS, BLOCK=block, CAUSAL=seen.causal,
+        N=own_keys, PACK=packed, D=width, DV=value_width, ROWS=_ROWS, BLOCK=block, VALUE_ROWS=value_rows,
+        CAUSAL=seen.causal,
         num_warps=8, num_stages=2, enable_fp_fusion=True,
     )  # fmt: skip
     return QuantizedKV(q8, q_scale, k8, k_scale, v8, v_scale)
@@ -164,7 +166,7 @@ def _quantize(
     q_strides, k_strides, v_strides,
     heads, kv_heads, T, S, rows, padded, chunks, logit_scale, query_programs, key_programs,
     N: tl.constexpr, PACK: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, CAUSAL: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, VALUE_ROWS: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
     """One block of Q, of K or of V, as the program's number says."""
     program = tl.program_id(0)
@@ -191,13 +193,13 @@ def _quantize(
         _key_block(k, k_strides[2], k8, k_scale, k_sum, head * N + which, block, valid, padded, chunks, D, BLOCK)
     elif v8 is not None:
         program -= query_programs + key_programs
-        blocks = padded // ROWS
+        blocks = padded // VALUE_ROWS
         head, block = program // blocks, program % blocks
         sequence = (head // kv_heads).to(tl.int64)
         start, valid = valid_range(starts, ends, sequence, S)
         v += sequence * v_strides[0] + head % kv_heads * v_strides[1] + tl.cast(start, tl.int64) * v_strides[2]
         _value_block(
-            v, v_strides[2], v8, v_scale, v_max, head, block, valid, padded, chunks, DV, ROWS,
+            v, v_strides[2], v8, v_scale, v_max, head, block, valid, padded, chunks, DV, VALUE_ROWS,
         )  # fmt: skip
 
 
