@@ -197,13 +197,25 @@ def _op(
 
 @_op.register_fake
 def _(
-    q1: Tensor, q2: Tensor | None, k1: Tensor, k2: Tensor | None, v: Tensor, *rest: object
+    q1: Tensor,
+    q2: Tensor | None,
+    k1: Tensor,
+    k2: Tensor | None,
+    v: Tensor,
+    lam: Tensor | None,
+    starts: Tensor | None,
+    ends: Tensor | None,
+    weight: Tensor | None,
+    scale: float,
+    causal: bool,
+    window: int | None,
+    bits: int,
+    granularity: str,
+    *rest: object,
 ) -> tuple[Tensor, Tensor, Tensor]:
     batch, heads, length, _ = q1.shape
-    maps = 1 if q2 is None else 2
-    granularity = rest[9]
-    rows = q1.new_empty(batch, heads, maps, length, dtype=torch.float32)
-    return empty_output(q1, v.shape[-1]), _shared(rows, str(granularity)), rows.to(torch.int32)
+    rows = q1.new_empty(batch, heads, 1 if q2 is None else 2, length, dtype=torch.float32)
+    return empty_output(q1, v.shape[-1]), _shared(rows, granularity), rows.to(torch.int32)
 
 
 def _shared(rows: Tensor, granularity: str) -> Tensor:

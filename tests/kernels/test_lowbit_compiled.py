@@ -26,19 +26,13 @@ def named(cases):
 
 
 def launches():
-    import diffquant.kernels.prefill_int8 as int8
-    from diffquant.kernels import simulated
+    from diffquant.kernels.prefill_int8 import prefill_int8
+    from diffquant.kernels.simulated import simulated
 
-    # There is no device whose capability could be asked.
-    int8.refused = simulated.refused = lambda *_, **__: None
     for (generation, capability, width, how), name in zip(INT8 + SIMULATED, named(INT8 + SIMULATED), strict=True):
         q, k, v, lam = random_call(generation, 256, 256, width=width, dtype=torch.bfloat16)
         post = PairNorm(1e-5, torch.ones(v.shape[-1]), 0.8)
-        call = (
-            partial(int8.prefill_int8, pv=how)
-            if how.startswith("fp")
-            else partial(simulated.simulated, scheme=Scheme.parse(how))
-        )
+        call = partial(prefill_int8, pv=how) if how.startswith("fp") else partial(simulated, scheme=Scheme.parse(how))
         yield name, capability, partial(call, q, k, v, lam, scale=0.125, seen=Visibility(), post=post)
 
 
@@ -48,7 +42,36 @@ def binaries():
 
 
 @pytest.mark.parametrize("name", named(INT8 + SIMULATED))
-def test_a_shipped_configuration_fits(name, binaries):
+def test_a_shipped_configuration_fits_and_does_not_spill(name, binaries):
     for binary in binaries[name]:
         assert binary.shared <= SHARED_LIMIT[binary.capability]
         assert not binary.spills_in_a_main_loop()
+
+
+@pytest.mark.parametrize(("case", "name"), zip(INT8, named(INT8), strict=True), ids=named(INT8))
+def test_eight_bit_products_run_on_eight_bit_tensor_cores(case, name, binaries):
+    _, capability, _, pv = case
+    *quantizing, attend = binaries[name]
+    assert all(not binary.main_loops for binary in quantizing)
+    wanted = {"IMMA", "HMMA"} if capability == 80 else {"IGMMA", "QGMMA" if pv == "fp8" else "HGMMA"}
+    for loop in attend.main_loops:
+        assert {opcode for opcode in loop if "MMA" in opcode} == wanted
+
+
+@pytest.mark.parametrize("name", [name for name in named(INT8) if name.endswith("fp8")])
+def test_probabilities_in_e4m3_stay_in_their_registers(name, binaries):
+    inner, edge = sorted(binaries[name][-1].main_loops, key=lambda loop: sum(loop.values()))
+    # Only row maxima and sums cross lanes: two rows of a thread, two exchanges each.
+    assert inner["SHFL"] == edge["SHFL"] == 8
+    assert "FSEL" not in inner
+
+
+@pytest.mark.parametrize("name", named(SIMULATED))
+def test_simulated_logits_use_the_tensor_cores_and_no_contraction(name, binaries):
+    products = "HGMMA" if "sm_90" in name else "HMMA"
+    extremes, attend = binaries[name]
+    for loop in extremes.main_loops + attend.main_loops:
+        assert loop.get(products)
+    # One fused operation for each of the two the quotient asks for: none was made of a product and a sum.
+    for loop in attend.main_loops:
+        assert loop["FFMA"] == 2 * loop["MUFU"]
