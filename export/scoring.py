@@ -79,7 +79,7 @@ class OnnxRuntime:
                 "onnxruntime": onnxruntime.__version__,
                 "kernel": kernel_name(),
             },
-            sources=tuple(frozenset(manifest.source[name].values()) for name in ("sha256", "origin_sha256")),
+            sources=tuple(frozenset(manifest.source.get(name, {}).values()) for name in ("sha256", "origin_sha256")),
             weight_bytes=sum((folder / name).stat().st_size for name in manifest.sha256),
             kv_bytes=cache.row_bytes if cache else 0,
         )
