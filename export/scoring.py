@@ -44,8 +44,10 @@ def evaluate_exported(
     Raises:
         UsageError: options ask for another precision or device than the model was exported with.
     """
-    if recipe is not None or options.dtype != "auto" or options.device != "cpu":
-        raise UsageError("an exported model is measured as it is: leave out the recipe options, --dtype and --device")
+    if recipe is not None or (options.dtype, options.attention, options.device) != ("auto", "auto", "cpu"):
+        raise UsageError(
+            "an exported model is measured as it is: leave out the recipe options, --dtype, --attention and --device"
+        )
     runtime = OnnxRuntime()
     return {task.name: runtime.run(folder, task, None, progress) for task in make_tasks(options)}
 

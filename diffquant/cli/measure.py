@@ -9,6 +9,7 @@ import typer
 from diffquant.cli.app import app
 from diffquant.cli.options import (
     AsJson,
+    Attention,
     Characters,
     EvalDtype,
     Items,
@@ -55,6 +56,7 @@ def sweep(
     window: Window = 1024,
     stride: Stride = 512,
     dtype: EvalDtype = "auto",
+    attention: Attention = "auto",
     device: str = "cpu",
     as_json: AsJson = False,
 ) -> None:
@@ -73,6 +75,7 @@ def sweep(
         window=window,
         stride=stride,
         dtype=dtype,
+        attention=attention,
         device=device,
     )
     from diffquant.sweep.outputs import write_outputs
@@ -105,6 +108,7 @@ def eval_(
     window: Window = 1024,
     stride: Stride = 512,
     dtype: EvalDtype = "auto",
+    attention: Attention = "auto",
     device: str = "cpu",
     as_json: AsJson = False,
 ) -> None:
@@ -121,6 +125,7 @@ def eval_(
         window=window,
         stride=stride,
         dtype=dtype,
+        attention=attention,
         device=device,
     )
     from diffquant.sweep.evaluate import evaluate, summary

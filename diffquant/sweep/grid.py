@@ -31,6 +31,7 @@ class SweepOptions:
         window, stride: of perplexity, in tokens.
         dtype: "auto", "bfloat16", "float16" or "float32".
         batch_tokens: most tokens of one pass.
+        attention: backend of `diffquant.attention.BACKENDS`, or "auto".
         device: where models run.
     """
 
@@ -46,6 +47,7 @@ class SweepOptions:
     stride: int = 512
     dtype: str = "auto"
     batch_tokens: int = 4096
+    attention: str = "auto"
     device: str = "cpu"
 
     def __post_init__(self) -> None:

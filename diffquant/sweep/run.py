@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import transformers
 
+from diffquant.attention import check_backend
 from diffquant.checkpoint.load import check_device, check_loadable
 from diffquant.checkpoint.staging import write_atomically
 from diffquant.checkpoint.versions import versions
@@ -55,6 +56,7 @@ def run_sweep(
     grid = points(checkpoints, options) if checkpoints or not exported else []
     tasks = make_tasks(options)
     check_device(options.device)
+    check_backend(options.attention)
     for model in checkpoints:
         _check_model(model, [point.recipe for point in grid if point.model == model])
     grid += exported_points(exported, checkpoints)
@@ -82,7 +84,7 @@ def run_sweep(
 
 def _session(sweep: "_Sweep", point: Point, runtime: Runtime | None) -> Session | ExportedSession:
     def of_checkpoint(path: Path) -> Session:
-        return Session(path, sweep.dtype, sweep.options.device)
+        return Session(path, sweep.dtype, sweep.options.device, sweep.options.attention)
 
     if runtime is None or point.model not in sweep.exported:
         return of_checkpoint(point.model)
@@ -141,7 +143,7 @@ class _Sweep:
             "dtype": str(self.dtype).removeprefix("torch."),
             "device": torch.device(self.options.device).type,
             "versions": _versions(),
-        }
+        } | ({} if self.options.attention == "auto" else {"attention": self.options.attention})
 
     def settings(self) -> dict[str, Any]:
         return {

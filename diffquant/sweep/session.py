@@ -25,6 +25,7 @@ class Session:
     path: Path
     dtype: torch.dtype
     device: str
+    attention: str = "auto"
     _loaded: DiffTransformer | None = None
     _reference: Reference | None = None
     _weight_bytes: dict[str, int] = field(default_factory=dict)
@@ -56,6 +57,7 @@ class Session:
             self._loaded = None
             gc.collect()
             self._loaded = load(self.path, recipe, self.dtype, self.device)
+            self._loaded.use_attention(self.attention)
         self._loaded.apply_recipe(recipe)
         return self._loaded
 
