@@ -25,7 +25,7 @@ def refused_by_fused(call: Call) -> str | None:
         return refusal
     from diffquant.kernels.prefill import refused
 
-    return refused(call.q, call.k, call.v, call.lam)
+    return refused(call.q, call.v)
 
 
 def fused_int8(call: Call) -> Tensor:
@@ -87,7 +87,7 @@ def _refused_by_prefill_int8(call: Call, pv: str) -> str | None:
         return refusal
     from diffquant.kernels.prefill_int8 import refused
 
-    return refused(call.q, call.k, call.v, call.lam, pv)
+    return refused(call.q, call.k, call.v, pv=pv)
 
 
 def _refused_by_all(call: Call) -> str | None:
