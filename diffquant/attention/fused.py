@@ -2,6 +2,7 @@
 
 from functools import cache
 from importlib.util import find_spec
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -16,7 +17,8 @@ def fused(call: Call) -> Tensor:
     """Both maps, λ and the pair norm in one kernel."""
     from diffquant.kernels.prefill import prefill
 
-    return prefill(call.q, call.k, call.v, call.lam, scale=call.scale, seen=_visibility(call), post=call.post)
+    lam = cast(Tensor, call.lam)  # one map is refused
+    return prefill(call.q, call.k, call.v, lam, scale=call.scale, seen=_visibility(call), post=call.post)
 
 
 def refused_by_fused(call: Call) -> str | None:
