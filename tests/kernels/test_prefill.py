@@ -22,7 +22,7 @@ SEEN = {
     "window": (100, 129, Visibility(window=23)),
     "window of one": (17, 17, Visibility(window=1)),
     "left padding": (100, 100, Visibility(starts=limits([0, 41]))),
-    "ragged": (100, 129, Visibility(window=64, starts=limits([7, 0]), ends=limits([129, 77]))),
+    "ragged": (100, 129, Visibility(window=100, starts=limits([7, 0]), ends=limits([129, 77]))),
     "full, ragged": (17, 64, Visibility(causal=False, starts=limits([3, 20]), ends=limits([50, 20]))),
 }
 
