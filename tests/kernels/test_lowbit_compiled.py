@@ -13,10 +13,9 @@ from diffquant.scheme import Scheme
 INT8 = [
     ("v1", 90, 128, "fp8"),
     ("v1", 90, 128, "fp16"),
-    ("v2", 90, 128, "fp8"),
-    ("v1", 90, 64, "fp8"),
+    ("v2", 90, 64, "fp8"),
     ("v1", 80, 128, "fp16"),
-    ("v1", 80, 64, "fp16"),
+    ("v2", 80, 64, "fp16"),
 ]
 SIMULATED = [("v1", capability, width, "8:row:shift") for capability in (80, 90) for width in (64, 128)]
 
