@@ -18,24 +18,10 @@ from diffquant.kernels.arguments import (
     refused_device,
     refused_widths,
 )
-from diffquant.kernels.configs import AttentionTile, choose, device_class
+from diffquant.kernels.configs import PREFILL, choose, device_class
 from diffquant.kernels.descriptors import allow_descriptors, describable
 from diffquant.kernels.prefill_v1 import prefill_v1
 from diffquant.kernels.prefill_v2 import prefill_v2
-
-# Rows are as many as one accumulator of a tile leaves registers for; steps on Hopper as long as shared
-# memory holds, since each rescales the accumulator. Ampere's stay below the 99 KiB of its smaller devices.
-TILES = {
-    "prefill_v1/sm_90/64": AttentionTile(128, 128, 8, 3),
-    "prefill_v1/sm_90/128": AttentionTile(128, 128, 8, 2),
-    "prefill_v1/sm_80/64": AttentionTile(128, 64, 8, 3),
-    "prefill_v1/sm_80/128": AttentionTile(128, 64, 8, 2),
-    "prefill_v2/sm_90/64": AttentionTile(128, 128, 8, 3),
-    "prefill_v2/sm_90/128": AttentionTile(128, 128, 8, 2),
-    "prefill_v2/sm_80/64": AttentionTile(128, 64, 4, 3),
-    "prefill_v2/sm_80/128": AttentionTile(128, 64, 8, 3),
-}
-
 
 # Wider products spread their warps over columns on Ampere: see `attend_tile`. Hopper's do not.
 _AMPERE_COLUMNS = 128
@@ -123,7 +109,7 @@ def _op(
     kernel, name = (prefill_v1, "prefill_v1") if k2 is not None else (prefill_v2, "prefill_v2")
     here = device_class(v.device)
     described = here == "sm_90" and describable(k1, v) and (k2 is None or describable(k2))
-    tile = choose(TILES, f"{name}/{here if described else 'sm_80'}/{width}")
+    tile = choose(PREFILL, f"{name}/{here if described else 'sm_80'}/{width}")
     if described:
         allow_descriptors()
     part = value_width if described else min(value_width, _AMPERE_COLUMNS)

@@ -8,10 +8,10 @@ from diffquant.errors import UsageError
 from diffquant.kernels import configs
 from diffquant.kernels import prefill as module
 from diffquant.kernels.arguments import PairNorm, Visibility, empty_output
-from diffquant.kernels.prefill import TILES, prefill, refused
+from diffquant.kernels.prefill import prefill, refused
 
 LIMIT = 2e-3
-SMALL = {key: {"queries": 32, "keys": 32} for key in TILES}
+SMALL = {key: {"queries": 32, "keys": 32} for key in configs.PREFILL}
 
 SEEN = {
     "causal": (129, 129, Visibility()),
