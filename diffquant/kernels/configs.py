@@ -51,12 +51,6 @@ def device_class(device: torch.device) -> str:
     return "sm_90" if capability(device)[0] == 9 else "sm_80"
 
 
-@cache
-def processors(device: torch.device) -> int:
-    """Multiprocessors of a device; the interpreter counts as 8."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
-
-
 def choose(table: Mapping[str, Config], key: str) -> Config:
     """The configuration under `key`: as tuned, else as shipped."""
     tuned = _tuned().get(key)
@@ -102,29 +96,3 @@ def _changed(shipped: Config, key: str, tuned: dict[str, int]) -> Config:
             f"kernel configuration {key}: unknown {', '.join(unknown)}; known are {', '.join(sorted(known))}"
         )
     return replace(shipped, **tuned)  # type: ignore[type-var]
-
-
-@dataclass(frozen=True)
-class GemvTile:
-    """Warps of a block that share K, and chunks of weights each has under way at most."""
-
-    warps: int
-    unroll: int
-
-
-@dataclass(frozen=True)
-class GemmTile:
-    """Rows and tokens of a tile, warps, and steps loaded ahead."""
-
-    rows: int
-    tokens: int
-    warps: int
-    stages: int
-
-
-# Bytes under way hide the memory's latency: 8 warps with 4 chunks of 512 bytes, 3 to 4 blocks a processor.
-GEMV = {f"gemv/{device}/{bits}": GemvTile(8, 4) for device in ("sm_80", "sm_90") for bits in (4, 6, 8)}
-# 128 rows keep one warpgroup's products in order on Hopper; up to 64 tokens two blocks share a processor.
-GEMM = {
-    f"gemm/{device}/{tokens}": GemmTile(128, tokens, 4, 3) for device in ("sm_80", "sm_90") for tokens in (32, 64, 128)
-}

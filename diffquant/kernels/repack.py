@@ -27,7 +27,7 @@ class PackedWeight:
 
     Attributes:
         low: int16 [N/16, chunks, 256], rounded up.
-        high: uint8 [N/16, chunks, 256], the high 2 bits of 6-bit codes; None for others.
+        high: int16 [N/16, chunks, 128], the high 2 bits of 6-bit codes, a byte a word of `low`; None for others.
         scales: [K/group, N/16, 16], rows of a block as 0, 8, 1, 9, ..., relative to `row_scale`; None without groups.
         row_scale: float32 [N], or [1] for all rows; with groups a power of two that keeps `scales` near 1, so
             that float16 holds them whatever the weights' size.
@@ -87,15 +87,15 @@ def repack(words: Tensor, scale: Tensor, bits: int, width: int, dtype: torch.dty
     held = container(bits)
     blocks, chunks = -(-rows // FRAGMENT), -(-width // (FRAGMENT * fields(held)))
     low = torch.empty(blocks, chunks, 256, dtype=torch.int16, device=words.device)
-    high = torch.empty(blocks, chunks, 256, dtype=torch.uint8, device=words.device) if held == 6 else None
+    high = torch.empty(blocks, chunks, 128, dtype=torch.int16, device=words.device) if held == 6 else None
     step = max(1, _SLAB // (FRAGMENT * width))
     for first in range(0, blocks, step):
         part = slice(first, first + step)
         codes = unpack(words[first * FRAGMENT : (first + step) * FRAGMENT].contiguous(), bits, width)
-        low_part, high_part = _planes(_fragments(codes, held), held)
-        low[part] = low_part
+        stored = _fragments(codes, held)
+        low[part] = _low(stored, held)
         if high is not None:
-            high[part] = high_part
+            high[part] = _high(stored)
     if groups <= 1:
         return PackedWeight(low, high, None, scale.float().flatten(), held, 0, (rows, width))
     largest = scale.float().abs().max().clamp(min=torch.finfo(torch.float32).tiny)
@@ -106,7 +106,7 @@ def repack(words: Tensor, scale: Tensor, bits: int, width: int, dtype: torch.dty
 
 def dequantize(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
     """[N, K] in `dtype`: what the checkpoint's reader computes, rounded once."""
-    rows, width = weight.shape
+    rows = weight.shape[0]
     values = _codes(weight).float()
     if weight.scales is not None:
         scale = weight.scales.float().unflatten(2, (8, 2)).permute(1, 3, 2, 0).flatten(0, 2)[:rows]
@@ -125,7 +125,9 @@ def _checked(words: Tensor, scale: Tensor, bits: int, width: int) -> tuple[int, 
     if scale.numel() == 1:
         return len(words), 0
     if scale.dim() != 2 or len(scale) != len(words) or width % scale.shape[1]:
-        raise UsageError(f"scale {list(scale.shape)} is none of [1], [N, 1] and [N, groups] for W {[len(words), width]}")
+        raise UsageError(
+            f"scale {list(scale.shape)} is none of [1], [N, 1] and [N, groups] for W {[len(words), width]}"
+        )
     reason = refused_group(width // scale.shape[1]) if scale.shape[1] > 1 else None
     if reason:
         raise UsageError(f"cannot repack a weight {[len(words), width]}: {reason}")
@@ -136,23 +138,20 @@ def _fragments(codes: Tensor, bits: int) -> Tensor:
     """int8 [n, K] -> stored values uint8 [row blocks, chunks, 256, fields]; what is padded means zero."""
     rows, width = codes.shape
     count, middle = fields(bits), 1 << (bits - 1)
-    stored = pad(
-        codes.view(torch.uint8) + middle, (0, -width % (FRAGMENT * count), 0, -rows % FRAGMENT), value=middle
-    )
+    stored = pad(codes.view(torch.uint8) + middle, (0, -width % (FRAGMENT * count), 0, -rows % FRAGMENT), value=middle)
     # Rows are (half h, g), columns (chunk, field, half o, t, pair p); a thread's eight values are (o, h, p).
     split = stored.unflatten(0, (-1, 2, 8)).unflatten(3, (-1, count, 2, 4, 2))
     return split.permute(0, 3, 2, 6, 5, 1, 7, 4).flatten(2, 6)
 
 
-def _planes(stored: Tensor, bits: int) -> tuple[Tensor, Tensor | None]:
-    if bits == 8:
-        return stored.contiguous().view(torch.int16).squeeze(-1), None
-    nibbles = stored & 15
-    low = (nibbles[..., 0::2] | nibbles[..., 1::2] << 4).contiguous().view(torch.int16).squeeze(-1)
-    if bits == 4:
-        return low, None
+def _low(stored: Tensor, bits: int) -> Tensor:
+    octets = stored if bits == 8 else stored[..., 0::2] & 15 | (stored[..., 1::2] & 15) << 4
+    return octets.contiguous().view(torch.int16).squeeze(-1)
+
+
+def _high(stored: Tensor) -> Tensor:
     a, b, c, d = (stored >> 4).unbind(-1)
-    return low, a | b << 2 | c << 4 | d << 6
+    return (a | b << 2 | c << 4 | d << 6).view(torch.int16)
 
 
 def _codes(weight: PackedWeight) -> Tensor:
@@ -161,7 +160,7 @@ def _codes(weight: PackedWeight) -> Tensor:
     stored = octets if weight.bits == 8 else torch.stack([octets & 15, octets >> 4], -1).flatten(-2)
     if weight.high is not None:
         shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8, device=weight.high.device)
-        stored = stored | ((weight.high[..., None] >> shifts) & 3) << 4
+        stored = stored | ((weight.high.view(torch.uint8)[..., None] >> shifts) & 3) << 4
     codes = (stored - (1 << (weight.bits - 1))).view(torch.int8)
     # Back from (block, chunk, g, t, o, h, p, field) to rows (block, h, g) and columns (chunk, field, o, t, p).
     split = codes.unflatten(2, (8, 4, 2, 2, 2)).permute(0, 5, 2, 1, 7, 4, 3, 6)
