@@ -72,14 +72,11 @@ def _gemv(
     chunk_width: tl.constexpr = 16 * FIELDS
     warp = tl.arange(0, WARPS)
     word = tl.arange(0, 256)
-    # x's elements of a field are [token tile, half o, warp, token of 8, (t, pair)].
-    pair = tl.arange(0, 8)
-    k = (
-        tl.arange(0, 2)[None, :, None, None, None] * 8
-        + warp[None, None, :, None, None] * chunk_width
-        + (pair // 2 * 2 * one + pair % 2)[None, None, None, None, :]
-    )
-    token = (tl.arange(0, TILES)[:, None] * 8 + tl.arange(0, 8)[None, :])[:, None, None, :, None]
+    # x's elements of a field are [(token tile, half o, warp, token of 8), (t, pair)].
+    place = tl.arange(0, TILES * 2 * WARPS * 8)[:, None]
+    pair = tl.arange(0, 8)[None, :]
+    k = place // (WARPS * 8) % 2 * 8 + place // 8 % WARPS * chunk_width + (pair // 2 * 2 * one + pair % 2)
+    token = place // (WARPS * 16) * 8 + place % 8
     x_at = x + token * x_stride + k
     # Scales are [warp, (g, t, half h)]: the four threads t of a row read the same.
     lane = tl.arange(0, 64)
@@ -103,7 +100,7 @@ def _gemv(
                 column = start + field * 16
                 mask = token < M if EVEN else (token < M) & (column + k < K)
                 b = tl.load(x_at + column, mask=mask, other=0.0)
-                b = b.permute(2, 1, 4, 0, 3).reshape(WARPS, 16, TILES * 8)
+                b = b.reshape(TILES, 2, WARPS, 8, 8).permute(2, 1, 4, 0, 3).reshape(WARPS, 16, TILES * 8)
                 if GROUP == 0:
                     sums = tl.dot(a, b, sums)
                 else:
