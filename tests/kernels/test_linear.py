@@ -133,13 +133,13 @@ def test_what_cannot_be_is_refused():
     x = random_activations(2, 96)
     with pytest.raises(UsageError, match=r"weight \[24, 96\]: x is \[2, 95\], not \[\.\.\., 96\]"):
         linear(x[:, 1:], packed)
-    with pytest.raises(UsageError, match="x is torch.float32 and the weight's scales are torch.float16; bias is"):
+    with pytest.raises(UsageError, match=r"x is torch\.float32 and the weight's scales are torch\.float16; bias is"):
         linear(x.float(), packed, x[0])
     with pytest.raises(UsageError, match="unknown backend 'cutlass'; known are auto, triton, dequantize"):
         linear(x, packed, backend="cutlass")
-    with pytest.raises(UsageError, match="linear backend 'triton': .*; use auto"):
+    with pytest.raises(UsageError, match=r"linear backend 'triton': .*; use auto"):
         linear(x.cpu(), packed, backend="triton")
-    with pytest.raises(UsageError, match="linear backend 'triton': x is torch.float32"):
+    with pytest.raises(UsageError, match=r"linear backend 'triton': x is torch\.float32"):
         linear(x.float(), random_case(24, 96, 4, 32, torch.float32)[0], backend="triton")
 
 
