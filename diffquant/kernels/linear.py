@@ -27,10 +27,11 @@ def linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None, backend:
     _check(x, weight, bias, backend)
     if backend == "triton" and (reason := refused(x)):
         raise UsageError(f"linear backend 'triton': {reason}; use auto")
-    rows = weight.shape[0]
-    return packed_linear(
-        x, weight.low, weight.high, weight.scales, weight.row_scale, bias, weight.bits, weight.group, rows, backend
-    )
+    if not torch.compiler.is_compiling():
+        # The op's bookkeeping takes longer than a launch; only a trace needs it.
+        return _apply(x, weight, bias, backend)
+    parts = weight.low, weight.high, weight.scales, weight.row_scale
+    return packed_linear(x, *parts, bias, weight.bits, weight.group, weight.shape[0], backend)
 
 
 def refused(x: Tensor) -> str | None:
@@ -54,14 +55,8 @@ def packed_linear(
     backend: str,
 ) -> Tensor:
     """`linear` on the parts of a `PackedWeight`."""
-    width = x.shape[-1]
-    weight = PackedWeight(low, high, scales, row_scale, bits, group, (rows, width))
-    flat = x.reshape(-1, width)
-    unserved = backend == "dequantize" or refused(x) is not None
-    if unserved or (backend == "auto" and len(flat) > _MOST_TOKENS):
-        w = dequantize(weight, x.dtype) if unserved else _expanded(weight, x.dtype)
-        return torch.nn.functional.linear(x, w, bias)
-    return launch(flat, weight, bias).view(*x.shape[:-1], rows)
+    weight = PackedWeight(low, high, scales, row_scale, bits, group, (rows, x.shape[-1]))
+    return _apply(x, weight, bias, backend)
 
 
 @packed_linear.register_fake
@@ -78,6 +73,16 @@ def _(
     backend: str,
 ) -> Tensor:
     return x.new_empty(*x.shape[:-1], rows)
+
+
+def _apply(x: Tensor, weight: PackedWeight, bias: Tensor | None, backend: str) -> Tensor:
+    rows, width = weight.shape
+    if backend == "dequantize" or refused(x) is not None:
+        return torch.nn.functional.linear(x, dequantize(weight, x.dtype), bias)
+    flat = x.reshape(-1, width)
+    if backend == "auto" and len(flat) > _MOST_TOKENS:
+        return torch.nn.functional.linear(x, _expanded(weight, x.dtype), bias)
+    return launch(flat, weight, bias).view(*x.shape[:-1], rows)
 
 
 def launch(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:

@@ -103,3 +103,19 @@ def test_another_dtype_scales_alike(tmp_path):
     w = dequantize(layer.packed, torch.float32)
     error = (x @ w.T - x @ exact.weight.T).norm() / (x @ exact.weight.T).norm()
     assert error < 5e-4
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_cuda_weights_stay_packed_by_default(tmp_path):
+    source = write_diffllama(tmp_path / "source", dtype=torch.bfloat16, hidden_size=512, intermediate_size=1024)
+    quantize(source, tmp_path / "low", Recipe.of(weights="4:g64"))
+    before = torch.cuda.memory_allocated()
+    packed = load(tmp_path / "low", device="cuda")
+    taken = torch.cuda.memory_allocated() - before
+    expanded = load(tmp_path / "low", device="cuda", packed=False)
+    assert packed_layers(packed)
+    assert not packed_layers(expanded)
+    assert not packed_layers(load(tmp_path / "low", dtype=torch.float32, device="cuda"))
+    assert taken < 0.4 * (torch.cuda.memory_allocated() - before - taken)
+    logits, expected = (model(ids().cuda()).logits.double() for model in (packed, expanded))
+    assert (logits - expected).norm() / expected.norm() < 2e-2
