@@ -39,3 +39,14 @@ def random_activations(tokens, width, dtype=torch.float16, device="cpu", seed=2)
 
 def relative_error(y, expected):
     return float((y.double() - expected).norm() / expected.norm())
+
+
+def poison(monkeypatch):
+    """Floating-point tensors made by `new_empty` are NaN until they are written."""
+    empty = torch.Tensor.new_empty
+
+    def poisoned(*args, **kwargs):
+        made = empty(*args, **kwargs)
+        return made.fill_(torch.nan) if made.is_floating_point() else made
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", poisoned)

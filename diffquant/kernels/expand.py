@@ -18,7 +18,7 @@ def launch_expand(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
     """W [N, K] in `dtype`, float16 or bfloat16."""
     rows, width = weight.shape
     blocks, chunks, _ = weight.low.shape
-    w = torch.empty(rows, width, dtype=dtype, device=weight.low.device)
+    w = weight.low.new_empty(rows, width, dtype=dtype)
     _expand[(chunks, triton.cdiv(blocks, _ROW_BLOCKS))](
         weight.low, weight.high, weight.scales, weight.row_scale, w,
         rows, width, blocks, chunks, int(len(weight.row_scale) > 1),

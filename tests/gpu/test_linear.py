@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from packed_weights import random_activations, random_case, relative_error
+from packed_weights import poison, random_activations, random_case, relative_error
 
 from diffquant.kernels.expand import launch_expand
 from diffquant.kernels.linear import linear, packed_linear
@@ -13,6 +13,12 @@ DEVICE = "cuda"
 
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
+
+
+@pytest.fixture(autouse=True)
+def _poisoned_outputs(monkeypatch):
+    poison(monkeypatch)
+
 
 LIMITS = {torch.float16: 2e-3, torch.bfloat16: 1e-2}
 SHAPES = [

@@ -2,7 +2,15 @@
 
 import pytest
 import torch
-from packed_weights import exact_weight, random_activations, random_case, random_scale, random_words, relative_error
+from packed_weights import (
+    exact_weight,
+    poison,
+    random_activations,
+    random_case,
+    random_scale,
+    random_words,
+    relative_error,
+)
 
 from diffquant.errors import UsageError
 from diffquant.kernels import gemm
@@ -13,6 +21,12 @@ from diffquant.kernels.repack import dequantize, repack
 from diffquant.model.quantized_linear import QuantizedLinear
 
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are not interpreted where a GPU is")
+
+
+@pytest.fixture(autouse=True)
+def _poisoned_outputs(monkeypatch):
+    poison(monkeypatch)
+
 
 CASES = [
     # tokens, rows, columns, bits, group
