@@ -27,7 +27,7 @@ def refused_by_fused(call: Call) -> str | None:
         return refusal
     from diffquant.kernels.prefill import refused
 
-    return refused(call.q, call.v)
+    return refused(call.q, call.k, call.v, call.lam)
 
 
 def fused_int8(call: Call) -> Tensor:
