@@ -11,8 +11,8 @@ from typing import Any
 _PACKAGES = ("diffquant", "torch", "transformers", "safetensors", "compressed-tensors")
 
 
-def environment() -> dict[str, Any]:
-    """Device, versions, date and commit, as plain data."""
+def environment(*packages: str) -> dict[str, Any]:
+    """Device, versions (of further packages, too), date and commit, as plain data."""
     return {
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "commit": _commit(),
@@ -21,7 +21,7 @@ def environment() -> dict[str, Any]:
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "load_average": round(os.getloadavg()[0], 2),
         "python": platform.python_version(),
-        "versions": {package: _version(package) for package in _PACKAGES},
+        "versions": {package: _version(package) for package in (*_PACKAGES, *packages)},
     }
 
 

@@ -124,9 +124,11 @@ class InPlace:
         self.length += ids.shape[1]
         self._binding.bind_cpu_input("input_ids", np.ascontiguousarray(ids, np.int64))
         self._binding.bind_cpu_input("attention_mask", np.ones((self.batch, self.length), np.int64))
-        self._binding.bind_output("logits", "cpu")
+        # Bound to an array of ours: the runtime's own output would be copied into one.
+        logits = np.empty((*ids.shape, self.model.vocabulary), self.model.dtype)
+        self._binding.bind_ortvalue_output("logits", ort.OrtValue.ortvalue_from_numpy(logits))
         self.model.session.run_with_iobinding(self._binding)
-        return self._binding.get_outputs()[-1].numpy()
+        return logits
 
 
 def session_options(threads: int = 0) -> ort.SessionOptions:
