@@ -7,6 +7,9 @@ import torch
 from hypothesis import settings
 
 torch.set_num_threads(1)
+# Triton reads this where a kernel is declared: without a GPU kernels run interpreted, on CPU tensors.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 # A busy machine is no failure, and CI tries the same examples every time.
 settings.register_profile("diffquant", deadline=None, derandomize="CI" in os.environ)
 settings.load_profile("diffquant")

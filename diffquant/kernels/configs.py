@@ -1,0 +1,98 @@
+"""How each kernel cuts its work: one table of fixed configurations a kernel, and tuned ones that replace them.
+
+A key is "kernel/device class/case", as in "prefill_v1/sm_90/128". `DIFFQUANT_KERNEL_CONFIGS` may name a
+JSON file of tuned entries: {key: {field: value}}, where fields left out keep the shipped value.
+"""
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
+from functools import cache
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from diffquant.errors import UsageError
+
+VARIABLE = "DIFFQUANT_KERNEL_CONFIGS"
+
+Config = TypeVar("Config")
+Entries = dict[str, dict[str, int]]
+
+
+@dataclass(frozen=True)
+class AttentionTile:
+    """A tile of an attention kernel: rows of queries, keys a step, warps, and steps loaded ahead."""
+
+    queries: int
+    keys: int
+    warps: int
+    stages: int
+
+
+def capability(device: torch.device) -> tuple[int, int]:
+    """Compute capability of a device; the interpreter runs as 8.0.
+
+    Raises:
+        UsageError: a device that runs no Triton kernel.
+    """
+    if device.type == "cuda":
+        return torch.cuda.get_device_capability(device)
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return (8, 0)
+    raise UsageError(f"Triton kernels run on CUDA devices, not on {device.type}")
+
+
+def device_class(device: torch.device) -> str:
+    """ "sm_90" (Hopper) or "sm_80" (every other device from Ampere on)."""
+    return "sm_90" if capability(device)[0] == 9 else "sm_80"
+
+
+def choose(table: Mapping[str, Config], key: str) -> Config:
+    """The configuration under `key`: as tuned, else as shipped."""
+    tuned = _tuned().get(key)
+    return table[key] if tuned is None else _changed(table[key], key, tuned)
+
+
+@contextmanager
+def trying(entries: Entries) -> Iterator[None]:
+    """Use these entries, in the file's form, for as long as the context is open. For tuners and tests."""
+    tuned = _tuned()
+    before = dict(tuned)
+    tuned.update(entries)
+    try:
+        yield
+    finally:
+        tuned.clear()
+        tuned.update(before)
+
+
+@cache
+def _tuned() -> Entries:
+    name = os.environ.get(VARIABLE)
+    if not name:
+        return {}
+    try:
+        entries = json.loads(Path(name).read_text())
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{VARIABLE}: cannot read {name}: {error}") from error
+    if not isinstance(entries, dict) or not all(_is_entry(entry) for entry in entries.values()):
+        raise UsageError(f'{VARIABLE}: {name} is not {{"kernel/device/case": {{"field": integer}}}}')
+    return entries
+
+
+def _is_entry(entry: object) -> bool:
+    return isinstance(entry, dict) and all(type(value) is int for value in entry.values())
+
+
+def _changed(shipped: Config, key: str, tuned: dict[str, int]) -> Config:
+    known = {field.name for field in fields(shipped)}  # type: ignore[arg-type]
+    unknown = sorted(tuned.keys() - known)
+    if unknown:
+        raise UsageError(
+            f"kernel configuration {key}: unknown {', '.join(unknown)}; known are {', '.join(sorted(known))}"
+        )
+    return replace(shipped, **tuned)  # type: ignore[type-var]
