@@ -112,7 +112,7 @@ def write_all(model: Path, place: Path, names: list[str]) -> dict[str, dict[str,
     found: dict[str, dict[str, Any]] = {}
     for name in names:
         folder = folder_of(name, place)
-        note = folder.with_suffix(".json")
+        note = folder.with_name(f"{folder.name}.json")
         if not note.is_file():
             note.write_text(json.dumps(_attempt(name, model, folder)))
         found[name] = json.loads(note.read_text())
