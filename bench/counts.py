@@ -51,6 +51,14 @@ def eager(work: Workload) -> Count:
     return Count(operations, _bytes(work, 1, 1, 1) + (2 * 4 + 2) * entries * _element(work))
 
 
+def eager_halves(work: Workload) -> Count:
+    """Whole maps twice, for each half of V, as transformers' DiffLlama computes them."""
+    model, entries = work.model, work.queries * work.keys * work.batch * work.model.pairs
+    operations = 2 * entries * (4 * model.width + 2 * model.value_width)
+    # Each of four maps: out of QK, in and out of softmax, into PV.
+    return Count(operations, _bytes(work, 2, 2, 2 + 2 + 1) + 4 * 4 * entries * _element(work))
+
+
 def transformer(work: Workload) -> Count:
     """2h heads of d, fused."""
     model = work.model

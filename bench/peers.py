@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from diffquant.attention.composed import flashdiff1, flashdiff2
 from diffquant.attention.naive import naive
 from diffquant.scheme import FULL, Scheme
 
-from . import counts
+from . import counts, diffllama
 from .counts import Count
 from .workloads import Workload, differential, transformer
 
@@ -161,6 +162,12 @@ PEERS: dict[str, Peer] = {
     "FlashDiffAttn_2, flash-attn": Peer(
         _ours("flash_attn"), differential, counts.four_calls, missing=_refused("flash_attn")
     ),
+    **{
+        f"transformers' DiffLlama, {how}": Peer(
+            diffllama.attention, partial(diffllama.made, how), count, missing=diffllama.missing
+        )
+        for how, count in (("eager", counts.eager_halves), ("sdpa", counts.four_calls))
+    },
     "DIFF, ONNX operator in torch": Peer(_ours("op"), differential, counts.four_calls, missing=_refused("op")),
     "DIFF, fused": Peer(_ours("triton"), differential, counts.fused, missing=_refused("triton")),
     "DIFF, fused, int8 QK": Peer(
@@ -216,6 +223,7 @@ def _naive(call: Call, rows: slice, keys: int, logits: Scheme) -> Tensor:
         scale=call.scale,
         mask=call.mask,
         logits=logits,
+        post=call.post,
         backend="naive",
     )
 

@@ -90,7 +90,8 @@ def _figure(cells: Sequence[Cell], label: str, value: Any) -> Any:
         axis.set_yscale("log")
         axis.set_xticks(lengths, [_short(length) for length in lengths])
         axis.xaxis.set_minor_locator(NullLocator())
-        axis.set_xlabel("tokens")
+        axis.yaxis.set_major_formatter("{x:g}")
+        axis.set_xlabel("tokens of context")
         axis.set_title(title, fontsize=10)
         axis.grid(color="#dddddd", linewidth=0.7)
         axis.set_axisbelow(True)
@@ -111,7 +112,7 @@ def _line(axis: Any, points: Sequence[tuple[int, tuple[float, float, float]]], n
         middle,
         yerr=[[value[0] - value[1] for _, value in points], [value[2] - value[0] for _, value in points]],
         color=_COLOURS[number % len(_COLOURS)],
-        linestyle=_STYLES[number // len(_COLOURS) % len(_STYLES)],
+        linestyle=_STYLES[number % len(_STYLES)],
         marker=_MARKERS[number % len(_MARKERS)],
         markersize=5,
         linewidth=1.4,

@@ -135,7 +135,7 @@ def _texts(cell: Cell, result: Result) -> list[str]:
         "-" if ratio is None else f"{ratio:.2f}",
         "-" if share is None else f"{share:.0%}",
         "-" if cell.peak_bytes is None else f"{cell.peak_bytes / 1e6:.1f}",
-        "-" if cell.operations is None else f"{cell.operations / 1e9:.2f}",
+        "-" if cell.operations is None else f"{cell.operations / 1e9:.3g}",
         "-" if cell.bytes is None else f"{cell.bytes / 1e6:.1f}",
         "-" if cell.error is None else f"{cell.error:.0e}",
     ]
