@@ -2,6 +2,7 @@
 
 from functools import cache
 from importlib.util import find_spec
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -16,7 +17,8 @@ def fused(call: Call) -> Tensor:
     """Both maps, λ and the pair norm in one kernel."""
     from diffquant.kernels.prefill import prefill
 
-    return prefill(call.q, call.k, call.v, call.lam, scale=call.scale, seen=_visibility(call), post=call.post)
+    lam = cast(Tensor, call.lam)  # one map is refused
+    return prefill(call.q, call.k, call.v, lam, scale=call.scale, seen=_visibility(call), post=call.post)
 
 
 def refused_by_fused(call: Call) -> str | None:
@@ -25,7 +27,7 @@ def refused_by_fused(call: Call) -> str | None:
         return refusal
     from diffquant.kernels.prefill import refused
 
-    return refused(call.q, call.k, call.v, call.lam)
+    return refused(call.q, call.v)
 
 
 def fused_int8(call: Call) -> Tensor:
@@ -87,7 +89,7 @@ def _refused_by_prefill_int8(call: Call, pv: str) -> str | None:
         return refusal
     from diffquant.kernels.prefill_int8 import refused
 
-    return refused(call.q, call.k, call.v, call.lam, pv)
+    return refused(call.q, call.k, call.v, pv=pv)
 
 
 def _refused_by_all(call: Call) -> str | None:

@@ -1,0 +1,65 @@
+"""Random calls of the attention kernels, and what they must give by the plain form in float64."""
+
+import torch
+
+from diffquant.attention import Mask
+from diffquant.attention.naive import naive
+from diffquant.kernels.arguments import PairNorm, Visibility
+
+
+def random_call(
+    generation, queries, keys, *, width=64, pairs=2, kv_pairs=1, batch=1, dtype=torch.float16, device="cpu"
+):
+    """q, k, v and λ of a "plain", "v1" or "v2" call, heads beside tokens in memory as projections leave them."""
+    generator = torch.Generator(device).manual_seed(0)
+
+    def heads(count, length, wide):
+        rows = torch.randn(batch, length, count, wide, generator=generator, device=device)
+        return rows.to(dtype).transpose(1, 2)
+
+    maps = 1 if generation == "plain" else 2
+    q = list(heads(maps * pairs, queries, width).unflatten(1, (pairs, maps)).unbind(2))
+    if generation == "v2":
+        k = [heads(kv_pairs, keys, width)] * 2
+    else:
+        k = list(heads(maps * kv_pairs, keys, width).unflatten(1, (kv_pairs, maps)).unbind(2))
+    v = heads(kv_pairs, keys, 2 * width if generation == "v1" else width)
+    lam = {
+        "plain": None,
+        "v1": torch.tensor(0.37, device=device),
+        "v2": torch.rand(batch, pairs, queries, 1, generator=generator, device=device),
+    }
+    return q, k, v, lam[generation]
+
+
+def limits(values, device="cpu"):
+    """int32 positions, as `Visibility.starts` and `.ends` want them."""
+    return torch.tensor(values, dtype=torch.int32, device=device)
+
+
+def expected(q, k, v, lam, *, scale, seen, post=None):
+    """[B, h, T, dv] float64."""
+    wide = [x.double() for x in q], [x.double() for x in k], v.double(), None if lam is None else lam.double()
+    out = naive(*wide, scale, mask_of(seen, v.shape[2], v.device))
+    return out if post is None else normed(out, post)
+
+
+def mask_of(seen: Visibility, keys, device):
+    if seen.starts is None and seen.ends is None:
+        return Mask(causal=seen.causal, window=seen.window)
+    column = torch.arange(keys, device=device)
+    first = 0 if seen.starts is None else seen.starts[:, None]
+    end = keys if seen.ends is None else seen.ends[:, None]
+    return Mask(causal=seen.causal, window=seen.window, keys=(column >= first) & (column < end))
+
+
+def normed(out, post: PairNorm):
+    out = out * torch.rsqrt(out.square().mean(-1, keepdim=True) + post.eps) * post.factor
+    return out if post.weight is None else out * post.weight.to(out.dtype)
+
+
+def relative_error(out, wanted):
+    """Frobenius norm of the difference over that of what is wanted; infinite where anything is not finite."""
+    if not out.isfinite().all():
+        return float("inf")
+    return float((out.double() - wanted).norm() / wanted.norm())
