@@ -48,7 +48,7 @@ def packed_weight(weight: Tensor, bits: int, group: int) -> Any:
 
 
 def packed_product(x: Tensor, weight: Any) -> Tensor:
-    """x [M, K], M up to 16, times a packed weight, transposed."""
-    from diffquant.kernels.gemv import launch_gemv
+    """x [M, K] times a packed weight, transposed."""
+    from diffquant.kernels.linear import linear
 
-    return launch_gemv(x, weight, None)
+    return linear(x, weight)
