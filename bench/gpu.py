@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from .environment import environment
+from .peers import failure
 
 _TURNS = 5
 _RUNS = 2
@@ -157,7 +158,7 @@ def run(group: Group) -> dict[str, Any]:
         for _ in range(_RUNS):
             runs.append(pool.submit(group.measure, *group.arguments).result(_SECONDS_A_GROUP))
     except Exception as error:  # the other groups go on
-        problem = f"{type(error).__name__}: {error}"
+        problem = failure(error)
         for process in list(pool._processes.values()):
             process.kill()
     pool.shutdown(wait=False, cancel_futures=True)

@@ -229,6 +229,6 @@ def _naive(call: Call, rows: slice, keys: int, logits: Scheme) -> Tensor:
 
 
 def failure(error: Exception) -> str:
-    """An error's type and first line."""
-    text = str(error).strip()
-    return f"{type(error).__name__}: {text.splitlines()[0] if text else ''}"
+    """An error's type and the beginning of its first line."""
+    first = str(error).strip().split("\n")[0]
+    return f"{type(error).__name__}: {first if len(first) < 160 else first[:157] + '...'}"

@@ -1,6 +1,7 @@
 """Sections that run whole programs: generating, quantizing, exporting and scoring, as cells."""
 
 import argparse
+import importlib
 import tempfile
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -14,6 +15,7 @@ from . import generate, hellaswag, quantize
 from .cells import Cell
 from .synthetic import synthesize
 
+_BODY, _KERNEL = "function body", "native kernel"
 _SHORT = "left out of the full report for its time; `diffquant bench generate` runs it"
 
 
@@ -98,6 +100,26 @@ def exporting(gigabytes: float, progress: Progress = silent) -> list[Cell]:
         )
         for name, row in found.items()
     ]
+
+
+def native_kernel(repeats: int, threads: int, progress: Progress = silent) -> list[Cell]:
+    """The op's native kernel beside its function body in ONNX Runtime."""
+    from . import native_op
+
+    shape = "v1 8/8"
+    cells = []
+    for work in native_op.WORKLOADS:
+        progress(0, 1, f"export: native kernel, {work.tokens} of {work.context} tokens")
+        cache = f"cache of {work.kv_bits} bits" if work.kv_bits else "cache as it is"
+        name = f"op {shape}, {work.tokens} of {work.context}, {cache}, {work.dtype}"
+        library = importlib.import_module("diffquant.export.native").library_path()
+        if library is None:
+            cells.append(Cell("export", name, _KERNEL, missing="not built: python -m diffquant.export.native"))
+            continue
+        found = native_op.compare(shape, work, library, threads, repeats)
+        for path, times in ((_BODY, found.body), (_KERNEL, found.native)):
+            cells.append(Cell("export", name, path, values=tuple(times), baseline=_BODY))
+    return cells
 
 
 def scoring(models: Sequence[Path], items: int, repeats: int, progress: Progress = silent) -> list[Cell]:

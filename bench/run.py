@@ -162,6 +162,13 @@ def _generate(options: BenchOptions, dtype: str, progress: Progress) -> list[Cel
     )
 
 
+def _export(options: BenchOptions, dtype: str, progress: Progress) -> list[Cell]:
+    if find_spec("onnxruntime") is None:
+        return [Cell("export", "ONNX", "diffquant export", missing="onnxruntime is not installed")]
+    native = programs.native_kernel(options.repeats, os.cpu_count() or 1, progress)
+    return [*programs.exporting(0.3, progress), *native]
+
+
 def _sweep(options: BenchOptions, dtype: str, progress: Progress) -> list[Cell]:
     return _with_checkpoint("sweep", options, lambda: programs.scoring(options.checkpoints[:1], 20, 1, progress))
 
@@ -179,7 +186,7 @@ _RUN: dict[str, Callable[[BenchOptions, str, Progress], list[Cell]]] = {
     "throughput": _throughput,
     "generate": _generate,
     "quantize": lambda options, dtype, progress: programs.quantizing(0.5, "4:g32", progress),
-    "export": lambda options, dtype, progress: programs.exporting(0.3, progress),
+    "export": _export,
     "sweep": _sweep,
 }
 
