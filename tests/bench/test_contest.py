@@ -22,7 +22,17 @@ WORKS = {
 def test_the_registry_holds_the_papers_sizes_and_the_peers_of_the_field():
     assert {"830M", "1.4B", "2.8B", "3B", "6.8B", "13.1B"} <= set(MODELS)
     everyone = " ".join(peers.PEERS)
-    for name in ("SDPA flash", "cuDNN", "flash-attn", "eager", "FlashDiffAttn_1", "FlashDiffAttn_2", "fused", "Flex", "DiffLlama"):
+    for name in (
+        "SDPA flash",
+        "cuDNN",
+        "flash-attn",
+        "eager",
+        "FlashDiffAttn_1",
+        "FlashDiffAttn_2",
+        "fused",
+        "Flex",
+        "DiffLlama",
+    ):
         assert name in everyone
     assert {"bitsandbytes, NF4", "torchao, int4"} <= set(linears.PATHS)
     assert {f"DIFF, fused, {bits}-bit cache" for bits in (16, 8, 6, 4)} <= set(decode.DECODE_PEERS)

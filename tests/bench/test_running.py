@@ -2,12 +2,14 @@
 
 import json
 import time
+from argparse import Namespace
 
 import numpy as np
 import pytest
+import tiny_lm
 from typer.testing import CliRunner
 
-from diffquant.bench import generate, gpu, memory, timing, tune
+from diffquant.bench import generate, gpu, memory, programs, timing, tune
 from diffquant.bench.run import SECTIONS, BenchOptions
 from diffquant.cli import app
 from diffquant.errors import UsageError
@@ -182,3 +184,20 @@ def test_tuning_takes_the_fastest_neighbour_that_is_right(monkeypatch):
     assert (before, changed) == (2.0, {"keys": 128, "stages": 3})
     assert now == pytest.approx(0.25 * 1.0)
     assert tune.improve("k/sm_90/128", shipped, lambda: None, lambda: False)[2] == {}
+
+
+def test_generation_gives_the_same_tokens_in_torch_and_in_the_float32_export(tmp_path):
+    pytest.importorskip("onnxruntime")
+    model = tiny_lm.write_diff_v2(tmp_path / "diff-v2")
+    counts = {"repeats": 1, "prompt": 5, "new": 4, "prefill": 8, "threads": 1}
+    names = [generate.TORCH, generate.FLOAT, "llama.cpp Q4_0"]
+    found = generate.measure(model, tmp_path, Namespace(**counts, contestants=names))
+    assert found[generate.FLOAT]["same_tokens"] == 4
+    assert found[generate.FLOAT]["folder_bytes"] > 0
+    assert found[generate.FLOAT]["write_seconds"] > 0
+    assert "missing" in found["llama.cpp Q4_0"]
+    generate.compare_with_export(found)
+    assert "llama.cpp Q4_0: none, " in generate.table("diff-v2", found)
+    cells = [cell for name, row in found.items() for cell in programs._of_generation("diff-v2", name, row)]
+    assert {cell.path for cell in cells if cell.missing} == {"llama.cpp Q4_0"}
+    assert all(cell.unit == "tokens/s" for cell in cells)
