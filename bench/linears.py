@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from diffquant.errors import MissingDependencyError, UsageError
+from diffquant.errors import MissingDependencyError
 from diffquant.progress import Progress, silent
 
 from . import kernels
@@ -19,7 +19,7 @@ from .workloads import Model
 
 SECTION = "linear"
 DENSE = "dense"
-GROUP = 128
+_GROUPS = (128, 64, 32, 16)
 # Weights are taken in turns, so that none is still in a cache when its turn comes again.
 _COLD_BYTES = {"cpu": 1 << 25, "cuda": 1 << 28}
 _TOLERANCE = {16: 5e-3, 8: 2e-2, 6: 5e-2, 4: 0.2}
@@ -34,9 +34,7 @@ def _dense(weights: list[Tensor]) -> tuple[Callable[[Tensor, int], Tensor], int]
 
 def _ours(bits: int) -> Make:
     def make(weights: list[Tensor]) -> tuple[Callable[[Tensor, int], Tensor], int]:
-        if not weights[0].is_cuda:
-            raise UsageError("Triton kernels run on CUDA devices, not on cpu")
-        packed = [kernels.packed_weight(weight, bits, GROUP) for weight in weights]
+        packed = [kernels.packed_weight(weight, bits, _group(weight.shape[1])) for weight in weights]
         return lambda x, i: kernels.packed_product(x, packed[i]), packed[0].nbytes
 
     return make
@@ -62,9 +60,14 @@ def _torchao(weights: list[Tensor]) -> tuple[Callable[[Tensor, int], Tensor], in
     for weight in weights:
         layer = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False, device=weight.device, dtype=weight.dtype)
         layer.weight = torch.nn.Parameter(weight, requires_grad=False)
-        quantize_(layer, Int4WeightOnlyConfig(group_size=GROUP))
+        quantize_(layer, Int4WeightOnlyConfig(group_size=_group(weight.shape[1])))
         held.append(layer)
     return lambda x, i: held[i](x), weights[0].numel() // 2
+
+
+def _group(width: int) -> int:
+    """The largest group that divides a width; where none does, the kernels say so."""
+    return next((size for size in _GROUPS if width % size == 0), _GROUPS[0])
 
 
 def _require(package: str) -> None:

@@ -132,7 +132,11 @@ def test_linears_name_what_is_missing_and_check_the_rest(monkeypatch):
     monkeypatch.setitem(linears._COLD_BYTES, "cpu", 1 << 18)
     cells = {cell.path: cell for cell in linears.run([V1], [1], "float32", "cpu", 1)}
     assert cells["dense"].values
-    assert "CUDA" in cells["packed, 4 bits"].missing
+    assert "not installed" in cells["torchao, int4"].missing
+    for bits in (8, 6, 4):
+        cell = cells[f"packed, {bits} bits"]
+        assert 0 < cell.error <= cell.tolerance
+        assert cell.facts["stored bytes"] < cells["dense"].facts["stored bytes"] * (bits + 1) / 32
     assert cells["dense"].operations == 2 * V1.hidden * V1.inner
 
 
