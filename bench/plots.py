@@ -11,7 +11,7 @@ from .cells import Cell, Result
 # Okabe and Ito's colours, which people with any common colour blindness can tell apart.
 _COLOURS = ("#000000", "#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 _STYLES = ("-", "--", ":", "-.")
-_MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+_MARKERS = ("o", "s", "^", "D", "v")
 _PANELS_A_ROW = 2
 
 
