@@ -136,7 +136,7 @@ def _statistics(
 ):  # fmt: skip
     """Of one chunk of keys: the sum of each channel of K, the largest magnitude of each channel of V."""
     part, head = tl.program_id(0), tl.program_id(1)
-    sequence, kv_head = (head // kv_heads).to(tl.int64), head % kv_heads
+    sequence, kv_head = (head // kv_heads).to(tl.int64), (head % kv_heads).to(tl.int64)
     start, valid = valid_range(starts, ends, sequence, S)
     lo, hi = part * chunk, tl.minimum((part + 1) * chunk, valid)
     channel, value = tl.arange(0, D), tl.arange(0, DV)
@@ -175,7 +175,7 @@ def _quantize(
         head, block = program // blocks // (N * PACK), program % blocks
         which = program // blocks % (N * PACK)
         sequence = (head // heads).to(tl.int64)
-        q = (q0 if which == 0 else q1) + sequence * q_strides[0] + head % heads * q_strides[1]
+        q = (q0 if which == 0 else q1) + sequence * q_strides[0] + (head % heads).to(tl.int64) * q_strides[1]
         start, valid = valid_range(starts, ends, sequence, S)
         _query_block(
             q, q_strides[2], q8, q_scale, head, which, block, S - T - start, valid, T, rows, logit_scale,
@@ -188,7 +188,7 @@ def _quantize(
         which = program // blocks % N
         sequence = (head // kv_heads).to(tl.int64)
         start, valid = valid_range(starts, ends, sequence, S)
-        k = (k0 if which == 0 else k1) + sequence * k_strides[0] + head % kv_heads * k_strides[1]
+        k = (k0 if which == 0 else k1) + sequence * k_strides[0] + (head % kv_heads).to(tl.int64) * k_strides[1]
         k += tl.cast(start, tl.int64) * k_strides[2]
         _key_block(k, k_strides[2], k8, k_scale, k_sum, head * N + which, block, valid, padded, chunks, D, BLOCK)
     elif v8 is not None:
@@ -197,7 +197,11 @@ def _quantize(
         head, block = program // blocks, program % blocks
         sequence = (head // kv_heads).to(tl.int64)
         start, valid = valid_range(starts, ends, sequence, S)
-        v += sequence * v_strides[0] + head % kv_heads * v_strides[1] + tl.cast(start, tl.int64) * v_strides[2]
+        v += (
+            sequence * v_strides[0]
+            + (head % kv_heads).to(tl.int64) * v_strides[1]
+            + tl.cast(start, tl.int64) * v_strides[2]
+        )
         _value_block(
             v, v_strides[2], v8, v_scale, v_max, head, block, valid, padded, chunks, DV, VALUE_ROWS,
         )  # fmt: skip
@@ -214,7 +218,8 @@ def _query_block(
         position = query + offset
         kept = kept & (position >= 0) & (position < valid)
     x = tl.load(q + query.to(tl.int64)[:, None] * q_t + channel[None, :], mask=kept[:, None], other=0.0)
-    codes, scale = _to_codes(x.to(tl.float32) * logit_scale, 1)
+    x = x.to(tl.float32) * logit_scale
+    codes, scale = _to_codes(x, tl.max(tl.abs(x), 1, keep_dims=True))
     # Where maps share keys their rows are neighbours, else each map has rows of its own.
     row = query * PACK + which if PACK == 2 else query
     row = row + (head * N + (0 if PACK == 2 else which)).to(tl.int64) * rows
@@ -232,9 +237,7 @@ def _key_block(k, k_s, k8, k_scale, k_sum, head, block, valid, padded, chunks, D
     kept = (key < valid)[:, None]
     x = tl.load(k + key.to(tl.int64)[:, None] * k_s + channel[None, :], mask=kept, other=0.0).to(tl.float32)
     x = tl.where(kept, x - mean[None, :], 0.0)
-    largest = tl.max(tl.max(tl.abs(x), 1), 0)
-    scale = tl.where(largest == 0, 1.0, largest / 127)
-    codes = ((x / scale + _ROUND) - _ROUND).to(tl.int8)
+    codes, scale = _to_codes(x, tl.max(tl.max(tl.abs(x), 1), 0))
     row = key + head.to(tl.int64) * padded
     tl.store(k8 + row[:, None] * D + channel[None, :], codes)
     tl.store(k_scale + head * (padded // BLOCK) + block, scale)
@@ -257,7 +260,6 @@ def _value_block(v, v_s, v8, v_scale, v_max, head, block, valid, padded, chunks,
 
 
 @triton.jit
-def _to_codes(x, axis: tl.constexpr):
-    largest = tl.max(tl.abs(x), axis, keep_dims=True)
+def _to_codes(x, largest):
     scale = tl.where(largest == 0, 1.0, largest / 127)
     return ((x / scale + _ROUND) - _ROUND).to(tl.int8), scale

@@ -48,7 +48,9 @@ class Binary:
         kinds = ("HGMMA", "IGMMA", "QGMMA")
         products = (sum(loop.get(kind, 0) for kind in kinds) for loop in self.main_loops)
         # An arrival and a wait go with a group of products, or with each.
-        return any(loop.get("WARPGROUP", 0) >= count > 1 for loop, count in zip(self.main_loops, products, strict=True))
+        return any(
+            loop.get("WARPGROUP", 0) >= 2 * count > 2 for loop, count in zip(self.main_loops, products, strict=True)
+        )
 
 
 def compiled(module_file: str) -> dict[str, list[Binary]]:
