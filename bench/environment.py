@@ -5,23 +5,25 @@ import importlib.metadata
 import os
 import platform
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
-_PACKAGES = ("diffquant", "torch", "transformers", "safetensors", "compressed-tensors")
+_PACKAGES = ("diffquant", "torch", "triton", "numpy", "transformers", "safetensors", "compressed-tensors")
 
 
-def environment() -> dict[str, Any]:
-    """Device, versions, date and commit, as plain data."""
+def environment(*packages: str) -> dict[str, Any]:
+    """Device, versions (of further packages, too), date and commit, as plain data."""
     return {
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "commit": _commit(),
+        "device": _gpu_name() or _cpu_name(),
         "cpu": _cpu_name(),
         "cores": len(os.sched_getaffinity(0)),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "load_average": round(os.getloadavg()[0], 2),
         "python": platform.python_version(),
-        "versions": {package: _version(package) for package in _PACKAGES},
+        "versions": {package: _version(package) for package in (*_PACKAGES, *packages)},
     }
 
 
@@ -34,6 +36,14 @@ def _commit() -> str | None:
     except (OSError, subprocess.CalledProcessError):
         return None
     return head.stdout.strip() + ("+changes" if changed else "")
+
+
+def _gpu_name() -> str | None:
+    """Of the CUDA device of a program that uses one; torch is not imported for it."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_available():
+        return None
+    return f"{torch.cuda.get_device_name()}, CUDA {torch.version.cuda}"
 
 
 def _cpu_name() -> str:

@@ -24,6 +24,7 @@ from diffquant.errors import DiffQuantError, ToleranceError
 from diffquant.progress import progress_for
 
 from .environment import environment
+from .memory import field, resident
 from .synthetic import synthesize
 
 MEMORY_LIMIT = 10**9
@@ -111,20 +112,20 @@ def quantize_once(source: Path, destination: Path, weights: str, kill_at: int | 
     started, cpu_before = time.monotonic(), _children_cpu()
     command = [sys.executable, "-c", _WORKER, str(source), str(destination), weights]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        resident, anonymous = _watch(process, partial_folder(destination), kill_at)
+        peak, anonymous = _watch(process, partial_folder(destination), kill_at)
         output = process.communicate()[0].split()
     expected = 0 if kill_at is None else -signal.SIGKILL
     if process.returncode != expected:
         raise DiffQuantError(f"the quantizing process ended with status {process.returncode}, not {expected}")
     seconds, resumed = (float(output[0]), int(output[1])) if output else (None, 0)
-    return Run(seconds, time.monotonic() - started, _children_cpu() - cpu_before, resident, anonymous, resumed)
+    return Run(seconds, time.monotonic() - started, _children_cpu() - cpu_before, peak, anonymous, resumed)
 
 
 def idle_memory() -> int:
     """Anonymous memory of a process that has imported everything and done nothing."""
     script = "import diffquant.checkpoint.quantize; print(open('/proc/self/status').read())"
     status = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
-    return _field(status, "RssAnon")
+    return field(status, "RssAnon")
 
 
 def digests(folder: Path) -> dict[str, str]:
@@ -160,31 +161,25 @@ def allocated(folder: Path) -> int:
 
 def _watch(process: "subprocess.Popen[str]", folder: Path, kill_at: int | None) -> tuple[int, int]:
     """Largest resident and anonymous memory until the process ends."""
-    resident = anonymous = 0
+    peak = anonymous = 0
     while process.poll() is None:
         try:
-            status = Path(f"/proc/{process.pid}/status").read_text()
+            now = resident(process.pid)
         except OSError:
             break
-        resident = max(resident, _field(status, "VmHWM"))
-        anonymous = max(anonymous, _field(status, "RssAnon"))
+        peak = max(peak, now.peak)
+        anonymous = max(anonymous, now.anonymous)
         if kill_at is not None and allocated(folder) > kill_at:
             process.kill()
             process.wait()
         time.sleep(_POLL_SECONDS)
-    return resident, anonymous
+    return peak, anonymous
 
 
 def _children_cpu() -> float:
     """Processor seconds of all processes started here that have ended."""
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime
-
-
-def _field(status: str, name: str) -> int:
-    """Bytes of a field of /proc/PID/status; 0 once the process has let go of its memory."""
-    values = (line.split()[1] for line in status.splitlines() if line.startswith(name + ":"))
-    return 1024 * int(next(values, "0"))
 
 
 def _require(result: dict[str, Any]) -> None:

@@ -34,7 +34,7 @@ def static_scales(
     largest: list[np.ndarray] = []
     for done, window in enumerate(windows):
         ids = np.array([window], np.int64)
-        _, cache = model.run(ids, np.ones_like(ids), model.empty_cache(1))
+        _, cache = model.run(ids, np.ones_like(ids), model.empty_cache(1), outputs=())
         rows = [np.abs(_envelope(part.astype(np.float32), spec, is_key=not i % 2)) for i, part in enumerate(cache)]
         found = [part.max((0, 2), keepdims=True) for part in rows]
         largest = found if not largest else [np.maximum(a, b) for a, b in zip(largest, found, strict=True)]

@@ -100,9 +100,11 @@ def export(
         folder = staging.folder
         opened.checkpoint.write_side_files(folder)
         write(folder / DATA_FILE, streamed, progress)
-        onnx.save(model, folder / MODEL_FILE)
         if options.kv_bits < 16 and calibration is not None:
-            onnx.save(build(opened, _calibrate(opened, folder, calibration, progress))[0], folder / MODEL_FILE)
+            _without_logits(model)
+            onnx.save(model, folder / MODEL_FILE)
+            model, _ = build(opened, _calibrate(opened, folder, calibration, progress))
+        onnx.save(model, folder / MODEL_FILE)
         _describe(opened, folder)
         bytes_after = sum((folder / name).stat().st_size for name in (MODEL_FILE, DATA_FILE))
     return Report(
@@ -124,6 +126,18 @@ def _open(path: Path, options: ExportOptions) -> Source:
     source = Source(checkpoint, adapter, packed, options)
     check_source(source)
     return source
+
+
+def _without_logits(model: onnx.ModelProto) -> None:
+    """Leave the caches alone as outputs, and no node that only the logits needed: the head may be a quarter of all."""
+    graph = model.graph
+    graph.output.remove(next(value for value in graph.output if value.name == "logits"))
+    needed = {value.name for value in graph.output}
+    for node in reversed(list(graph.node)):
+        if needed.isdisjoint(node.output):
+            graph.node.remove(node)
+        else:
+            needed.update(node.input)
 
 
 def _calibrate(source: Source, folder: Path, windows: Sequence[Sequence[int]], progress: Progress) -> dict[int, Scales]:

@@ -82,19 +82,22 @@ class Linears:
         if self.options.pure:
             return self._pure_lookup(ids, matrix)
         stored = self._codes(matrix)
-        # The head reads the same codes in blocks.
-        flat = self.graph.add("Reshape", stored["codes"], self.graph.int64(f"{matrix.module}.shape", matrix.shape))
-        return self.graph.add(
+        out, width = matrix.shape
+        block = block_size(matrix.scheme, width, pure=False) or width
+        # In blocks, as the head reads them: codes in another shape would be a second copy in memory.
+        scale_shape = self.graph.int64(f"{matrix.module}.scale_shape", (out, -1, 1))
+        rows = self.graph.add(
             "GatherBlockQuantized",
-            flat,
+            stored["codes"],
             ids,
-            stored["scales"],
+            self.graph.add("Reshape", stored["scales"], scale_shape),
             domain=CONTRIB,
             bits=container_bits(matrix.scheme),
-            block_size=block_size(matrix.scheme, matrix.shape[1], pure=False),
+            block_size=block,
             gather_axis=0,
-            quantize_axis=1,
+            quantize_axis=2,
         )
+        return self.graph.add("Reshape", rows, self.graph.int64(f"{matrix.module}.row", (0, 0, width)))
 
     def _value_product(self, x: str, matrix: Matrix) -> str:
         values = self._values(matrix)

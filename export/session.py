@@ -39,7 +39,7 @@ class OnnxModel:
 
     Attributes:
         cache: None for a model exported without one.
-        vocabulary: tokens.
+        vocabulary: tokens; 0 for a model without logits.
         dtype: of logits.
     """
 
@@ -63,11 +63,13 @@ class OnnxModel:
         graph = load_graph(folder)
         self.folder = folder
         self.cache = _cache_shape(graph)
-        logits = next(value for value in graph.graph.output if value.name == "logits")
-        self.vocabulary = logits.type.tensor_type.shape.dim[2].dim_value
-        self.dtype = helper.tensor_dtype_to_np_dtype(logits.type.tensor_type.elem_type)
+        # A model that is only calibrated has no logits.
+        logits = next((value.type.tensor_type for value in graph.graph.output if value.name == "logits"), None)
+        self.vocabulary = logits.shape.dim[2].dim_value if logits else 0
+        self.dtype = helper.tensor_dtype_to_np_dtype(logits.elem_type) if logits else np.dtype(np.float32)
         changed = bool(extra_outputs) or accuracy_level is not None
-        _add_outputs(graph, extra_outputs)
+        if extra_outputs:
+            _add_outputs(graph, extra_outputs)
         if accuracy_level is not None:
             _set_accuracy(graph, accuracy_level)
         self.session = _open(folder, threads, graph if changed else None)
@@ -124,9 +126,11 @@ class InPlace:
         self.length += ids.shape[1]
         self._binding.bind_cpu_input("input_ids", np.ascontiguousarray(ids, np.int64))
         self._binding.bind_cpu_input("attention_mask", np.ones((self.batch, self.length), np.int64))
-        self._binding.bind_output("logits", "cpu")
+        # Bound to an array of ours: the runtime's own output would be copied into one.
+        logits = np.empty((*ids.shape, self.model.vocabulary), self.model.dtype)
+        self._binding.bind_ortvalue_output("logits", ort.OrtValue.ortvalue_from_numpy(logits))
         self.model.session.run_with_iobinding(self._binding)
-        return self._binding.get_outputs()[-1].numpy()
+        return logits
 
 
 def session_options(threads: int = 0) -> ort.SessionOptions:

@@ -1,0 +1,143 @@
+"""Cells of a report: what was measured, by whom, and what it means beside the others."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from diffquant.errors import UsageError
+
+from .timing import Spread, spread
+
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One path on one workload.
+
+    Attributes:
+        section: "attention", "decode", ...
+        workload: what was run; cells of one workload are compared with each other.
+        path: who ran it.
+        unit: of `values`: "ms" and "s" fall as things get better, "tokens/s" and "items/s" rise.
+        values: one a repeat; none where the path is missing.
+        baseline: the path of the same workload that its ratio is to.
+        missing: why it was not measured.
+        error, tolerance: against `naive` on the same shapes, and what was allowed.
+        operations, bytes: of one call, counted.
+        peak_bytes: memory at most, beyond what was held before (for whole programs: all of it).
+        length: for plots against length; None where that means nothing.
+        facts: further numbers of this cell by name.
+    """
+
+    section: str
+    workload: str
+    path: str
+    unit: str = "ms"
+    values: tuple[float, ...] = ()
+    baseline: str | None = None
+    missing: str | None = None
+    error: float | None = None
+    tolerance: float | None = None
+    operations: int | None = None
+    bytes: int | None = None
+    peak_bytes: int | None = None
+    length: int | None = None
+    facts: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def spread(self) -> Spread | None:
+        return spread(list(self.values)) if self.values else None
+
+    @property
+    def falls(self) -> bool:
+        """Whether less is better."""
+        return self.unit in ("ms", "s", "MB")
+
+    @property
+    def key(self) -> tuple[str, str, str, str]:
+        return self.section, self.workload, self.path, self.unit
+
+
+@dataclass(frozen=True)
+class Result:
+    """A run of the bench.
+
+    Attributes:
+        environment: device, versions, date, commit.
+        machine: measured: "copy" in bytes a second, "matmul" in operations a second by dtype.
+        settings: what was asked for.
+    """
+
+    environment: dict[str, Any]
+    machine: dict[str, dict[str, float]]
+    settings: dict[str, Any]
+    cells: tuple[Cell, ...]
+
+    def ratio(self, cell: Cell) -> float | None:
+        """How many times better than its baseline a cell is, by medians."""
+        base = next((c for c in self.cells if c.key == (cell.section, cell.workload, cell.baseline, cell.unit)), None)
+        if base is None or base.spread is None or cell.spread is None:
+            return None
+        better, worse = (cell, base) if cell.falls else (base, cell)
+        top, bottom = worse.spread, better.spread
+        return top.median / bottom.median if top and bottom and bottom.median else None
+
+    def of_roofline(self, cell: Cell) -> float | None:
+        """Share of the speed that the machine's measured copy and matmul allow; None without counts."""
+        if cell.spread is None or cell.unit != "ms" or cell.operations is None or cell.bytes is None:
+            return None
+        dtype = next((name for name in self.machine.get("matmul", {}) if name in cell.workload), None)
+        if dtype is None or "copy" not in self.machine:
+            return None
+        seconds = max(
+            cell.operations / self.machine["matmul"][dtype], cell.bytes / self.machine["copy"]["bytes a second"]
+        )
+        return seconds * 1e3 / cell.spread.median
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data; ratios and shares are added to each cell for other programs to read."""
+        cells = []
+        for cell in self.cells:
+            entry = {name: value for name, value in asdict(cell).items() if value not in (None, {}, ())}
+            derived = {"ratio": self.ratio(cell), "of_roofline": self.of_roofline(cell)}
+            if cell.spread:
+                derived["median"] = cell.spread.median
+            cells.append(entry | {name: value for name, value in derived.items() if value is not None})
+        parts = {"environment": self.environment, "machine": self.machine, "settings": self.settings}
+        return {"format": FORMAT, **parts, "cells": cells}
+
+    def merged(self, cells: Sequence[Cell]) -> "Result":
+        """With further cells; one measured again replaces its former self."""
+        fresh = {cell.key: cell for cell in cells}
+        kept = [fresh.pop(cell.key, cell) for cell in self.cells]
+        return replace(self, cells=(*kept, *fresh.values()))
+
+
+def read(path: Path) -> Result:
+    """A result that was written as JSON.
+
+    Raises:
+        UsageError: the file is none.
+    """
+    try:
+        data = json.loads(path.read_text())
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise UsageError(f"cannot read {path}: it is no JSON ({error})") from error
+    if not isinstance(data, dict) or data.get("format") != FORMAT or not isinstance(data.get("cells"), list):
+        raise UsageError(f"cannot read {path}: it is no result of `diffquant bench` in format {FORMAT}")
+    try:
+        cells = tuple(_cell(entry) for entry in data["cells"])
+        return Result(data["environment"], data["machine"], data["settings"], cells)
+    except (KeyError, TypeError, ValueError) as error:
+        raise UsageError(f"cannot read {path}: a cell is damaged ({error})") from error
+
+
+def _cell(entry: dict[str, Any]) -> Cell:
+    names = set(Cell.__dataclass_fields__)
+    known = {name: value for name, value in entry.items() if name in names}
+    return Cell(**known | {"values": tuple(float(value) for value in known.get("values", ()))})

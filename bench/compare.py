@@ -1,0 +1,61 @@
+"""What moved between two results, beyond noise."""
+
+from dataclasses import dataclass
+
+from .cells import Cell, Result
+
+# Even where no repeat overlaps, a machine drifts by a few percent from run to run.
+SMALLEST_CHANGE = 0.05
+
+
+@dataclass(frozen=True)
+class Change:
+    """A cell of both results; `times` is how many times better the new one is, by medians."""
+
+    old: Cell
+    new: Cell
+    times: float
+
+    def __str__(self) -> str:
+        what = "better" if self.times > 1 else "worse"
+        was, now = self.old.spread, self.new.spread
+        medians = f"{was.median:.4g} -> {now.median:.4g} {self.new.unit}" if was and now else ""
+        times = self.times if self.times > 1 else 1 / self.times
+        return f"{times:.2f}x {what}: {self.new.section}, {self.new.workload}, {self.new.path}: {medians}"
+
+
+def moved(old: Result, new: Result) -> list[Change]:
+    """Cells whose repeats do not overlap and whose medians differ by more than 5 %, worst first."""
+    before = {cell.key: cell for cell in old.cells if cell.values}
+    pairs = [(before[cell.key], cell) for cell in new.cells if cell.values and cell.key in before]
+    changes = [Change(a, b, _times_better(a, b)) for a, b in pairs if _beyond_noise(a, b)]
+    return sorted(changes, key=lambda change: change.times)
+
+
+def summary(old: Result, new: Result) -> str:
+    """What moved, what is new and what is gone, a line each."""
+    lines = [str(change) for change in moved(old, new)] or ["nothing moved beyond noise"]
+    keys = [{cell.key: cell for cell in result.cells if cell.values} for result in (old, new)]
+    gone, added = (keys[0].keys() - keys[1].keys()), (keys[1].keys() - keys[0].keys())
+    lines += [f"no longer measured: {', '.join(key[:3])}" for key in sorted(gone)]
+    lines += [f"measured for the first time: {', '.join(key[:3])}" for key in sorted(added)]
+    devices = [result.environment.get("device") for result in (old, new)]
+    if devices[0] != devices[1]:
+        lines.insert(0, f"different devices: {devices[0]}, {devices[1]}; times say nothing about the code")
+    return "\n".join(lines)
+
+
+def _beyond_noise(old: Cell, new: Cell) -> bool:
+    a, b = old.spread, new.spread
+    if a is None or b is None:
+        return False
+    apart = a.high < b.low or b.high < a.low
+    times = _times_better(old, new)
+    return apart and max(times, 1 / times) > 1 + SMALLEST_CHANGE
+
+
+def _times_better(old: Cell, new: Cell) -> float:
+    a, b = old.spread, new.spread
+    if a is None or b is None or not a.median or not b.median:
+        return 1.0
+    return a.median / b.median if new.falls else b.median / a.median

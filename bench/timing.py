@@ -1,0 +1,110 @@
+"""Times of calls that take turns: A B A B, so that what else the machine does falls on all of them."""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import ceil
+from statistics import median
+from typing import Any
+
+from diffquant.errors import UsageError
+
+# A turn lasts at least this long, so that clocks and launches do not weigh.
+_TURN_MS = {"cpu": 20.0, "cuda": 5.0}
+_WARM_UPS = 2
+
+Work = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Spread:
+    """What is kept of repeats."""
+
+    median: float
+    low: float
+    high: float
+
+
+def spread(values: list[float]) -> Spread:
+    """Median, smallest and largest."""
+    return Spread(median(values), min(values), max(values))
+
+
+@dataclass(frozen=True)
+class Timed:
+    """A warm call: `turn` runs it `count` times and gives milliseconds a call."""
+
+    run: Callable[[int], float]
+    count: int
+
+    def turn(self) -> float:
+        return self.run(self.count) / self.count
+
+
+def prepare(work: Work, device: str = "cpu", *, graph: bool = False) -> Timed:
+    """Warm a call up and find how often a turn must run it.
+
+    Args:
+        device: "cpu" or "cuda"; on CUDA the device's own clock counts.
+        graph: replay it as a CUDA graph, without the host's time for launches.
+
+    Raises:
+        UsageError: a graph on the CPU.
+    """
+    if graph and device != "cuda":
+        raise UsageError("only CUDA devices have graphs")
+    for _ in range(_WARM_UPS):
+        work()
+    run = _cuda_run(_captured(work) if graph else work) if device == "cuda" else _host_run(work)
+    once = max(run(1), 1e-4)
+    return Timed(run, max(1, ceil(_TURN_MS[device] / once)))
+
+
+def interleaved(calls: Mapping[str, Timed], repeats: int) -> dict[str, list[float]]:
+    """Milliseconds of every call's turns, one turn of each after the other, `repeats` times."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(repeats):
+        for name, call in calls.items():
+            times[name].append(call.turn())
+    return times
+
+
+def _host_run(work: Work) -> Callable[[int], float]:
+    def run(count: int) -> float:
+        started = time.perf_counter()
+        for _ in range(count):
+            work()
+        return (time.perf_counter() - started) * 1e3
+
+    return run
+
+
+def _cuda_run(work: Work) -> Callable[[int], float]:
+    import torch
+
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+
+    def run(count: int) -> float:
+        torch.cuda.synchronize()
+        start.record()
+        for _ in range(count):
+            work()
+        end.record()
+        end.synchronize()
+        return float(start.elapsed_time(end))
+
+    return run
+
+
+def _captured(work: Work) -> Work:
+    import torch
+
+    stream: Any = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        work()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    return graph.replay

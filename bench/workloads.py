@@ -1,0 +1,173 @@
+"""What is measured: the shapes of the paper's models and of the demo's, and random calls of their attention."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from diffquant.attention import Mask
+from diffquant.attention.call import Call
+from diffquant.errors import UsageError
+
+# λ of a middle layer; speed does not depend on it.
+LAM = 0.37
+LARGEST = 1 << 24
+
+
+@dataclass(frozen=True)
+class Model:
+    """Sizes of a DIFF model; its matched Transformer has twice the heads, d wide in Q, K and V.
+
+    Attributes:
+        pairs, kv_pairs: h and h_kv.
+        width, value_width: d and dv.
+        inner: of the feed-forward network.
+        vocabulary: 0 where it does not matter.
+    """
+
+    name: str
+    hidden: int
+    layers: int
+    pairs: int
+    kv_pairs: int
+    width: int
+    value_width: int
+    inner: int
+    vocabulary: int = 100288
+
+    @property
+    def shares_keys(self) -> bool:
+        """V2: both maps read the same keys."""
+        return self.value_width == self.width
+
+    @property
+    def parameters(self) -> int:
+        """Of the matched Transformer, its embedding tied."""
+        attention = self.hidden * self.width * 2 * (2 * self.pairs + 2 * self.kv_pairs)
+        return self.layers * (attention + 3 * self.hidden * self.inner) + self.vocabulary * self.hidden
+
+
+def _paper(name: str, hidden: int, layers: int, pairs: int, inner: int | None = None) -> Model:
+    width = hidden // (2 * pairs)
+    return Model(name, hidden, layers, pairs, pairs, width, 2 * width, inner or hidden * 8 // 3)
+
+
+# Source: arXiv 2410.05258, the 3B model of section 3.1 and the scaled sizes of section 3.2 (its appendix's tables).
+MODELS = {
+    model.name: model
+    for model in (
+        _paper("830M", 1536, 24, 8),
+        _paper("1.4B", 2048, 24, 8),
+        _paper("2.8B", 2560, 32, 10),
+        _paper("3B", 3072, 28, 12, 8192),
+        _paper("6.8B", 4096, 32, 16),
+        _paper("13.1B", 5120, 40, 20),
+        Model("smollm2-135m-diff-v2", 576, 30, 9, 3, 64, 64, 1536, 49152),
+        Model("diffllama-1b", 2048, 19, 16, 8, 64, 128, 5504, 32000),
+    )
+}
+
+
+def model_named(name: str) -> Model:
+    """A model of the registry.
+
+    Raises:
+        UsageError: there is none of that name.
+    """
+    if name not in MODELS:
+        raise UsageError(f"unknown workload {name!r}; known are {', '.join(MODELS)}")
+    return MODELS[name]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """`queries` tokens at the end of a context of `keys`, in a batch."""
+
+    model: Model
+    queries: int
+    keys: int
+    batch: int
+    dtype: str
+
+    @property
+    def name(self) -> str:
+        what = f"{self.queries}" if self.queries == self.keys else f"{self.queries} of {self.keys}"
+        return f"{self.model.name}, {what} tokens, batch {self.batch}, {self.dtype}"
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        dtype = getattr(torch, self.dtype, None)
+        if dtype not in (torch.float32, torch.float16, torch.bfloat16):
+            raise UsageError(f"unknown dtype {self.dtype!r}; known are float32, float16, bfloat16")
+        return dtype
+
+
+def differential(work: Workload, device: str) -> Call:
+    """A random causal call, heads beside tokens in memory as projections leave them."""
+    generator = torch.Generator(device).manual_seed(0)
+    model = work.model
+
+    def heads(count: int, length: int, width: int) -> Tensor:
+        rows = torch.randn(work.batch, length, count, width, generator=generator, device=device)
+        return rows.to(work.torch_dtype).transpose(1, 2)
+
+    q = heads(2 * model.pairs, work.queries, model.width).unflatten(1, (model.pairs, 2)).unbind(2)
+    if model.shares_keys:
+        k = [heads(model.kv_pairs, work.keys, model.width)] * 2
+        lam = torch.rand(work.batch, model.pairs, work.queries, 1, generator=generator, device=device)
+    else:
+        k = list(heads(2 * model.kv_pairs, work.keys, model.width).unflatten(1, (model.kv_pairs, 2)).unbind(2))
+        lam = torch.tensor(LAM, device=device)
+    v = heads(model.kv_pairs, work.keys, model.value_width)
+    return Call(list(q), k, v, lam, model.width**-0.5, Mask())
+
+
+def transformer(work: Workload, device: str) -> Call:
+    """The matched Transformer's call: 2h heads of d, as many numbers in K and V as the DIFF model has."""
+    generator = torch.Generator(device).manual_seed(0)
+    model = work.model
+    kv_heads = model.kv_pairs if model.shares_keys else 2 * model.kv_pairs
+
+    def heads(count: int, length: int) -> Tensor:
+        rows = torch.randn(work.batch, length, count, model.width, generator=generator, device=device)
+        return rows.to(work.torch_dtype).transpose(1, 2)
+
+    q, k, v = heads(2 * model.pairs, work.queries), heads(kv_heads, work.keys), heads(kv_heads, work.keys)
+    return Call([q], [k], v, None, model.width**-0.5, Mask())
+
+
+def lengths(text: str) -> list[int]:
+    """Lengths from a list and ranges by doubling: "512,1024" or "1K-16K".
+
+    Raises:
+        UsageError: it cannot be read.
+    """
+    found: list[int] = []
+    for part in text.split(","):
+        ends = [_length(end, text) for end in part.strip().split("-")]
+        if len(ends) > 2 or ends[0] > ends[-1]:
+            raise UsageError(f"cannot read {text!r}: a range is FIRST-LAST, such as 1K-16K")
+        length = ends[0]
+        while length <= ends[-1]:
+            found.append(length)
+            length *= 2
+    return list(dict.fromkeys(found))
+
+
+def _length(text: str, whole: str) -> int:
+    digits, factor = (text[:-1], 1024) if text[-1:] in ("K", "k") else (text, 1)
+    if not digits.isdecimal() or not 1 <= int(digits) * factor <= LARGEST:
+        raise UsageError(f"cannot read {whole!r}: {text!r} is no count; expected such as 512,1K or 1K-16K")
+    return int(digits) * factor
+
+
+def seen_entries(queries: int, keys: int) -> int:
+    """Logits a causal mask leaves visible, in one map of one head; queries are the last of the keys."""
+    hidden = keys - queries
+    return queries * hidden + queries * (queries + 1) // 2
+
+
+def total(tensors: Sequence[Tensor]) -> int:
+    """Bytes, each tensor once."""
+    return sum(x.numel() * x.element_size() for x in {id(x): x for x in tensors}.values())

@@ -1,0 +1,78 @@
+"""bench."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from diffquant.cli.app import app
+from diffquant.cli.options import AsJson, listed
+from diffquant.progress import progress_for
+
+Sections = Annotated[
+    list[str] | None,
+    typer.Argument(help="attention, decode, linear, throughput, generate, quantize, export, sweep; all by default."),
+]
+
+
+@app.command()
+def bench(
+    sections: Sections = None,
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder for tables, plots and report.")] = Path(
+        "bench-output"
+    ),
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    shapes: Annotated[
+        str,
+        typer.Option(help="Of 830M, 1.4B, 2.8B, 3B, 6.8B, 13.1B, smollm2-135m-diff-v2, diffllama-1b; some by default."),
+    ] = "",
+    lengths: Annotated[str, typer.Option(help="Lists and ranges by doubling, such as 512,1K or 1K-16K.")] = "",
+    batches: Annotated[str, typer.Option(help="As --lengths.")] = "1",
+    dtype: Annotated[str, typer.Option(help="float32 on cpu and bfloat16 on cuda by default; float16.")] = "",
+    peers: Annotated[str, typer.Option(help="Of attention and decode, with semicolons; all by default.")] = "",
+    checkpoint: Annotated[list[Path] | None, typer.Option(help="Folder or .gguf file for generate and sweep.")] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Turns of each path.")] = 5,
+    threads: Annotated[int, typer.Option(min=0, help="Of torch; 0 leaves it as it is.")] = 0,
+    graph: Annotated[bool, typer.Option("--graph", help="Replay CUDA graphs.")] = False,
+    compare: Annotated[Path | None, typer.Option(help="A former bench.json: say what moved beyond noise.")] = None,
+    tune: Annotated[
+        Path | None,
+        typer.Option(help="Try neighbouring kernel configurations and write the best ones to this file; nothing else."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure speed and memory beside the peers, every path checked before it is timed."""
+    import torch
+
+    from diffquant.bench import cells, run
+    from diffquant.bench.compare import summary
+    from diffquant.bench.report import markdown
+    from diffquant.bench.workloads import lengths as counts
+
+    if threads:
+        torch.set_num_threads(threads)
+    if tune is not None:
+        from diffquant.bench.tune import tune as find
+
+        typer.echo(find(tune, device, progress_for("tune")))
+        return
+    former = cells.read(compare) if compare else None
+    options = run.BenchOptions(
+        sections=tuple(sections or run.SECTIONS),
+        device=device,
+        models=listed(shapes),
+        lengths=tuple(counts(lengths)) if lengths else (),
+        batches=tuple(counts(batches)),
+        dtype=dtype,
+        repeats=repeats,
+        peers=tuple(name.strip() for name in peers.split(";") if name.strip()),
+        checkpoints=tuple(checkpoint or run.demo_checkpoints()),
+        graph=graph,
+    )
+    result = run.run(options, progress_for("bench"))
+    written = run.write_outputs(result, output)
+    typer.echo(json.dumps(result.to_dict(), indent=1) if as_json else markdown(result))
+    if former:
+        typer.echo(summary(former, result), err=as_json)
+    typer.echo(f"wrote {', '.join(map(str, written))}", err=as_json)

@@ -1,0 +1,156 @@
+"""The peers: who is there, that each computes what it says, and that one which does not is never timed."""
+
+import math
+
+import pytest
+import torch
+
+from diffquant.bench import contest, decode, linears, peers, throughput
+from diffquant.bench.contest import Contest
+from diffquant.bench.workloads import MODELS, Model, Workload, lengths, model_named
+from diffquant.errors import UsageError
+
+V1 = Model("v1", 128, 1, 2, 2, 64, 128, 192, 211)
+V2 = Model("v2", 128, 1, 4, 2, 64, 64, 192, 211)
+WORKS = {
+    "v1": Workload(V1, 24, 24, 2, "float32"),
+    "v2": Workload(V2, 24, 24, 2, "float32"),
+    "v1 bf16": Workload(V1, 24, 24, 1, "bfloat16"),
+}
+
+
+def test_the_registry_holds_the_papers_sizes_and_the_peers_of_the_field():
+    assert {"830M", "1.4B", "2.8B", "3B", "6.8B", "13.1B"} <= set(MODELS)
+    everyone = " ".join(peers.PEERS)
+    for name in (
+        "SDPA flash",
+        "cuDNN",
+        "flash-attn",
+        "eager",
+        "FlashDiffAttn_1",
+        "FlashDiffAttn_2",
+        "fused",
+        "Flex",
+        "DiffLlama",
+    ):
+        assert name in everyone
+    assert {"bitsandbytes, NF4", "torchao, int4"} <= set(linears.PATHS)
+    assert {f"DIFF, fused, {bits}-bit cache" for bits in (16, 8, 6, 4)} <= set(decode.DECODE_PEERS)
+
+
+@pytest.mark.parametrize("work", WORKS.values(), ids=WORKS)
+@pytest.mark.parametrize("section", contest.SECTIONS)
+def test_every_peer_agrees_with_naive_or_says_why_it_cannot_run(section, work):
+    if section == "decode":
+        work = Workload(work.model, 1, 150, work.batch, work.dtype)
+    cells = Contest(section, "cpu", 1)._times(work)
+    assert [cell.path for cell in cells] == list(contest.peers_of(section))
+    for cell in cells:
+        if cell.values:
+            assert cell.error <= cell.tolerance
+        else:
+            assert "CUDA" in cell.missing or "not installed" in cell.missing or "no DIFF V2" in cell.missing
+
+
+def test_a_peer_that_is_wrong_is_named_and_not_timed(monkeypatch):
+    right = peers.PEERS["FlashDiffAttn_1"]
+    ran = []
+
+    def swapped(call):
+        ran.append(call)
+        return right.attention(call).flip(1)
+
+    monkeypatch.setitem(peers.PEERS, "FlashDiffAttn_1", peers.Peer(swapped, right.make, right.count))
+    (cell,) = [c for c in Contest("attention", "cpu", 2)._times(WORKS["v1"]) if c.path == "FlashDiffAttn_1"]
+    assert cell.missing.startswith("wrong: ")
+    assert not cell.values
+    assert len(ran) == 1
+
+
+@pytest.mark.parametrize("broken", [lambda y: y * math.nan, lambda y: y[:, :1]], ids=["nan", "shape"])
+def test_values_that_are_not_finite_or_of_another_shape_are_infinitely_wrong(broken):
+    right = peers.PEERS["FlashDiffAttn_2"]
+    peer = peers.Peer(lambda call: broken(right.attention(call)), right.make, right.count)
+    assert peers.relative_error(peer, right.make(WORKS["v1"], "cpu")) == math.inf
+
+
+def test_an_error_in_the_last_rows_alone_is_seen(monkeypatch):
+    monkeypatch.setattr(peers, "_CHECKED_ROWS", 4)
+    right = peers.PEERS["FlashDiffAttn_2"]
+
+    def late(call):
+        y = right.attention(call).clone()
+        y[:, :, -1] += 1
+        return y
+
+    peer = peers.Peer(late, right.make, right.count)
+    assert peers.relative_error(peer, right.make(WORKS["v1"], "cpu")) > 0.01
+
+
+def test_a_peer_that_raises_is_named_with_its_error(monkeypatch):
+    def fails(call):
+        raise RuntimeError("no kernel for this\nand a long story")
+
+    right = peers.PEERS["FlashDiffAttn_1"]
+    monkeypatch.setitem(peers.PEERS, "FlashDiffAttn_1", peers.Peer(fails, right.make, right.count))
+    (cell,) = [c for c in Contest("attention", "cpu", 1)._times(WORKS["v1"]) if c.path == "FlashDiffAttn_1"]
+    assert cell.missing == "RuntimeError: no kernel for this"
+
+
+def test_memory_is_measured_in_another_process():
+    cells = Contest("attention", "cpu", 1, ("DIFF, eager",)).run([Workload(V1, 512, 512, 2, "float32")])
+    eager = next(cell for cell in cells if cell.path == "DIFF, eager")
+    # At least one whole map of every pair and sequence: 2 · 2 · 512 · 512 floats.
+    assert eager.peak_bytes > 4 * 1024 * 1024 * 0.9
+
+
+def test_the_baseline_is_always_among_the_entrants():
+    assert list(Contest("attention", "cpu", 1, ("DIFF, eager",)).entrants()) == [peers.BASELINE, "DIFF, eager"]
+
+
+def test_unknown_peers_and_workloads_are_refused_with_those_known():
+    with pytest.raises(UsageError, match=r"unknown peer 'flush'; attention knows Transformer, SDPA flash"):
+        Contest("attention", "cpu", 1, ("flush",))
+    with pytest.raises(UsageError, match=r"unknown workload '7B'; known are 830M"):
+        model_named("7B")
+    with pytest.raises(UsageError, match="unknown dtype 'float8'"):
+        _ = Workload(V1, 1, 1, 1, "float8").torch_dtype
+
+
+def test_lengths_are_lists_and_ranges_by_doubling():
+    assert lengths("512,1K") == [512, 1024]
+    assert lengths("1K-8K,100") == [1024, 2048, 4096, 8192, 100]
+
+
+@pytest.mark.parametrize("text", ["", "0", "4K-1K", "1-2-3", "many", "512,", "-5", "9999999999K"])
+def test_lengths_that_cannot_be_read_are_refused(text):
+    with pytest.raises(UsageError, match="cannot read"):
+        lengths(text)
+
+
+def test_linears_name_what_is_missing_and_check_the_rest(monkeypatch):
+    monkeypatch.setitem(linears._COLD_BYTES, "cpu", 1 << 18)
+    cells = {cell.path: cell for cell in linears.run([V1], [1], "float32", "cpu", 1)}
+    assert cells["dense"].values
+    assert "not installed" in cells["torchao, int4"].missing
+    for bits in (8, 6, 4):
+        cell = cells[f"packed, {bits} bits"]
+        assert 0 < cell.error <= cell.tolerance
+        assert cell.facts["stored bytes"] < cells["dense"].facts["stored bytes"] * (bits + 1) / 32
+    assert cells["dense"].operations == 2 * V1.hidden * V1.inner
+
+
+def test_throughput_compares_models_of_nearly_equal_size():
+    cells = throughput.run([V1], [16], 1, "float32", "cpu", 1)
+    sizes = [cell.facts["parameters"] for cell in cells]
+    assert [cell.path for cell in cells] == [throughput.TRANSFORMER, throughput.V1, throughput.V2]
+    # V1 adds λ alone; V2's queries are doubled.
+    assert sizes[1] - sizes[0] == 4 * V1.width
+    assert sizes[2] > sizes[0]
+    assert throughput.table7(cells).count("\n") == 2
+
+
+def test_random_calls_are_the_same_every_time_and_nowhere_zero():
+    first, second = (peers.differential(WORKS["v1"], "cpu") for _ in range(2))
+    torch.testing.assert_close(first.q[1], second.q[1], rtol=0, atol=0)
+    assert bool((first.v != 0).all())

@@ -1,0 +1,119 @@
+"""Results: ratios, rooflines, what counts as moved, files that cannot be read, and the outputs."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from diffquant.bench.cells import Cell, Result, read
+from diffquant.bench.compare import moved, summary
+from diffquant.bench.plots import plots
+from diffquant.bench.report import csv_table, markdown, report
+from diffquant.errors import UsageError
+
+
+def cell(path, values, **more):
+    return Cell("attention", "3B, 512 tokens, batch 1, float32", path, values=tuple(values), baseline="base", **more)
+
+
+def result(*cells, device="a CPU"):
+    machine = {"copy": {"bytes a second": 1e9}, "matmul": {"float32": 1e12}}
+    environment = {"date": "2026-01-01", "device": device, "cores": 2, "versions": {"torch": "2", "nncf": None}}
+    return Result(environment, machine, {"threads": 2}, cells)
+
+
+def test_ratios_are_times_better_whichever_way_the_unit_runs():
+    slow, fast = cell("base", [4.0, 4.0]), cell("fast", [1.0, 2.0, 3.0])
+    assert result(slow, fast).ratio(fast) == 2.0
+    slow, fast = (replace(each, unit="tokens/s") for each in (cell("base", [10.0]), cell("fast", [30.0])))
+    assert result(slow, fast).ratio(fast) == 3.0
+    alone = cell("alone", [1.0])
+    assert result(alone).ratio(alone) is None
+
+
+def test_the_roofline_is_what_the_slower_of_arithmetic_and_memory_allows():
+    bound_by_memory = cell("a", [4.0], operations=10**6, bytes=2 * 10**6)
+    bound_by_arithmetic = cell("b", [4.0], operations=10**9, bytes=1)
+    assert result().of_roofline(bound_by_memory) == pytest.approx(0.5)
+    assert result().of_roofline(bound_by_arithmetic) == pytest.approx(0.25)
+    assert result().of_roofline(cell("c", [4.0])) is None
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "times"),
+    [
+        ([1.0, 1.1, 1.2], [0.5, 0.55, 0.6], 2.0),
+        ([1.0, 1.1, 1.2], [2.2, 2.2, 2.2], 0.5),
+        ([1.0, 1.1, 1.2], [1.15, 1.5, 2.0], None),  # repeats overlap
+        ([1.00, 1.01, 1.01], [1.02, 1.03, 1.04], None),  # apart, but by less than machines drift
+    ],
+    ids=["faster", "slower", "overlapping", "drift"],
+)
+def test_only_what_lies_beyond_noise_has_moved(old, new, times):
+    changes = moved(result(cell("x", old)), result(cell("x", new)))
+    assert [round(change.times, 6) for change in changes] == ([] if times is None else [times])
+
+
+def test_speeds_that_rise_are_better():
+    before, after = (replace(cell("x", [v]), unit="tokens/s") for v in (10.0, 20.0))
+    assert moved(result(before), result(after))[0].times == 2.0
+
+
+def test_a_comparison_names_what_is_new_gone_and_from_another_device():
+    text = summary(result(cell("old", [1.0])), result(cell("new", [1.0]), device="a GPU"))
+    assert text.splitlines()[0].startswith("different devices: a CPU, a GPU")
+    assert "no longer measured: attention, 3B, 512 tokens, batch 1, float32, old" in text
+    assert "measured for the first time: attention, 3B, 512 tokens, batch 1, float32, new" in text
+    same = result(cell("x", [1.0]))
+    assert summary(same, same) == "nothing moved beyond noise"
+
+
+def test_a_result_survives_its_file(tmp_path):
+    cells = (cell("base", [1.0, 2.0], facts={"cache bytes": 3.0}, length=512), replace(cell("x", []), missing="why"))
+    path = tmp_path / "bench.json"
+    path.write_text(json.dumps(result(*cells).to_dict()))
+    assert read(path).cells == cells
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (None, "No such file"),
+        ("{", "it is no JSON"),
+        ("[]", "no result of `diffquant bench`"),
+        ('{"format": 99, "cells": []}', "no result of `diffquant bench`"),
+        ('{"format": 1, "cells": [{"path": "x"}], "environment": {}, "machine": {}, "settings": {}}', "damaged"),
+        ('{"format": 1, "cells": []}', "damaged"),
+    ],
+    ids=["absent", "no json", "list", "format", "cell", "no environment"],
+)
+def test_files_that_are_no_result_are_refused(tmp_path, text, reason):
+    path = tmp_path / "old.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(UsageError, match=reason):
+        read(path)
+
+
+def test_reports_say_what_is_missing_and_load_nothing():
+    found = result(
+        cell("base", [4.0, 5.0], length=512, peak_bytes=10**6),
+        cell("<fast>", [1.0], length=512, peak_bytes=0, error=1e-7),
+        replace(cell("gone", []), missing="it runs on CUDA alone", length=512),
+    )
+    page = report(found)
+    assert page.count("<svg") == 2
+    assert "&lt;fast&gt;" in page
+    assert "gone: none, it runs on CUDA alone" in page
+    assert "src=" not in page
+    assert 'href="http' not in page
+    text = markdown(found)
+    assert "| <fast> | 1 ms |" in text
+    assert "- gone: none, it runs on CUDA alone" in text
+    assert len(csv_table(found).splitlines()) == 4
+
+
+def test_plots_are_only_of_what_has_lengths(tmp_path):
+    assert plots(result(cell("base", [1.0]))) == []
+    (drawn,) = plots(result(cell("base", [1.0], length=512), cell("base", [2.0], length=1024)))
+    assert drawn.save(tmp_path).stat().st_size > 1000

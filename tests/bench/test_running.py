@@ -1,0 +1,203 @@
+"""The command line, timing in turns, memory, generation's bookkeeping and the GPU table's verdicts."""
+
+import json
+import time
+from argparse import Namespace
+
+import numpy as np
+import pytest
+import tiny_lm
+from typer.testing import CliRunner
+
+from diffquant.bench import generate, gpu, memory, programs, timing, tune
+from diffquant.bench.run import SECTIONS, BenchOptions
+from diffquant.cli import app
+from diffquant.errors import UsageError
+from diffquant.kernels.configs import AttentionTile
+
+
+def test_calls_take_turns():
+    order = []
+    calls = {name: timing.Timed(lambda count, name=name: order.append(name) or count * 2.0, 3) for name in "ab"}
+    assert timing.interleaved(calls, 2) == {"a": [2.0, 2.0], "b": [2.0, 2.0]}
+    assert order == ["a", "b", "a", "b"]
+
+
+def test_a_short_call_runs_often_enough_to_be_timed():
+    ran = []
+    timed = timing.prepare(lambda: ran.append(1))
+    assert timed.count > 100
+    assert timed.turn() > 0
+
+
+def test_graphs_are_for_cuda():
+    with pytest.raises(UsageError, match="only CUDA devices have graphs"):
+        timing.prepare(lambda: None, graph=True)
+
+
+def test_memory_counts_what_was_touched():
+    with memory.AnonymousPeak() as watched:
+        held = np.ones(40_000_000 // 8)
+        time.sleep(0.1)
+        del held
+    assert watched.peak - watched.before > 20_000_000
+    before = memory.restart_peak()
+    held = np.ones(80_000_000 // 8)
+    assert memory.resident().peak - before > 70_000_000
+    del held
+
+
+def test_bench_writes_tables_plots_and_a_report_and_compares(tmp_path):
+    arguments = ["bench", "attention", "--shapes", "smollm2-135m-diff-v2", "--lengths", "16-32", "--repeats", "1"]
+    arguments += ["--peers", "FlashDiffAttn_2;DIFF, fused", "-o", str(tmp_path / "a")]
+    first = CliRunner().invoke(app, arguments)
+    assert first.exit_code == 0, first.output
+    assert "Triton kernels run on CUDA devices, not on cpu" in first.output
+    names = {file.name for file in (tmp_path / "a").iterdir()}
+    assert names >= {"bench.json", "bench.md", "bench.csv", "report.html", "attention-time.png"}
+    data = json.loads((tmp_path / "a" / "bench.json").read_text())
+    assert data["machine"]["copy"]["bytes a second"] > 0
+    assert {cell["workload"].split(", ")[1] for cell in data["cells"]} == {"16 tokens", "32 tokens"}
+    again = CliRunner().invoke(app, [*arguments[:-1], str(tmp_path / "b"), "--compare", str(tmp_path / "a/bench.json")])
+    assert again.exit_code == 0, again.output
+    assert "moved beyond noise" in again.output or "x better" in again.output or "x worse" in again.output
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["speed"], "unknown section 'speed'; known are attention"),
+        (["attention", "--shapes", "7B"], "unknown workload '7B'"),
+        (["attention", "--peers", "flush"], "unknown peer 'flush'"),
+        (["attention", "--lengths", "4K-1K"], "cannot read '4K-1K'"),
+        (["attention", "--device", "cuda"], "torch finds no CUDA device"),
+        (["attention", "--device", "tpu"], "unknown device 'tpu'"),
+        (["attention", "--graph"], "only CUDA devices have graphs"),
+        (["attention", "--dtype", "float8"], "unknown dtype 'float8'"),
+        (["generate", "--checkpoint", "nowhere"], "no such checkpoint: nowhere"),
+        (["attention", "--compare", "nowhere.json"], "cannot read nowhere.json"),
+        (["--tune", "configs.json"], "tries kernels on a CUDA device"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_bad_input_is_refused_before_anything_runs(tmp_path, options, message):
+    ran = CliRunner().invoke(app, ["bench", *options, "-o", str(tmp_path / "out")])
+    assert isinstance(ran.exception, UsageError)
+    assert message in str(ran.exception)
+    assert not (tmp_path / "out").exists()
+
+
+def test_peers_of_one_section_do_not_stop_another():
+    options = BenchOptions(sections=("attention", "decode"), peers=("DIFF, fused", "DIFF, fused, 4-bit cache"))
+    assert options.peers_of("attention") == ("DIFF, fused",)
+    assert options.peers_of("decode") == ("DIFF, fused, 4-bit cache",)
+    with pytest.raises(UsageError, match="unknown peer 'flush'"):
+        BenchOptions(sections=("attention", "decode"), peers=("flush",))
+    assert set(SECTIONS) >= {"attention", "decode", "generate", "quantize", "export", "sweep"}
+
+
+def test_shares_are_of_the_float32_export_and_of_torch():
+    torch = {"decode": [10.0, 20.0, 30.0], "prefill": [100.0], "peak_bytes": 1000, "tokens": [1, 2, 3]}
+    low = {"decode": [80.0], "prefill": [50.0], "peak_bytes": 250, "folder_bytes": 20, "tokens": [1, 2, 4]}
+    found = {generate.TORCH: torch, generate.FLOAT: {"folder_bytes": 100, "peak_bytes": 500}, "low": low}
+    generate.compare(low, torch)
+    generate.compare_with_export(found)
+    assert low["decode_of_torch"] == 4.0
+    assert low["prefill_of_torch"] == 0.5
+    assert low["same_tokens"] == 2
+    assert (low["folder_of_export"], low["peak_of_export"]) == (0.2, 0.5)
+
+
+def test_a_peer_that_cannot_write_is_a_reason_and_its_folder_is_not_tried_again(tmp_path):
+    found = generate.write_all(tmp_path / "no-gguf", tmp_path, ["llama.cpp Q4_0"])
+    assert "missing" in found["llama.cpp Q4_0"]
+    assert generate.write_all(tmp_path / "no-gguf", tmp_path, ["llama.cpp Q4_0"]) == found
+
+
+def test_errors_lose_their_paths():
+    assert generate.reason(OSError("no file /a/b/c.gguf. More")) == "OSError: no file c.gguf"
+
+
+def cells(**medians):
+    return [{"path": name, "median": value} for name, value in medians.items()]
+
+
+def test_an_aim_is_reached_only_if_every_run_reaches_it():
+    aim = gpu.Aim("fast", "slow", 2.0)
+    assert gpu.verdict(aim, [cells(fast=1.0, slow=2.5), cells(fast=1.0, slow=2.0)])["state"] == "reached"
+    assert gpu.verdict(aim, [cells(fast=1.0, slow=2.5), cells(fast=1.0, slow=1.9)])["state"] == "missed"
+    absent = gpu.verdict(aim, [[{"path": "fast", "missing": "no kernel"}, *cells(slow=1.0)]])
+    assert absent["state"] == "not measured"
+    assert absent["reasons"] == ["fast: no kernel"]
+    assert gpu.verdict(aim, [])["state"] == "not measured"
+
+
+def fails():
+    raise RuntimeError("illegal memory access")
+
+
+def test_a_group_that_fails_is_reported_and_ends():
+    found = gpu.run(gpu.Group("broken", (gpu.Aim("a", "b", 1.0),), fails, ()))
+    assert found["problem"] == "RuntimeError: illegal memory access"
+    assert found["aims"][0]["state"] == "not measured"
+    assert "FAILED" in gpu.line(found)
+
+
+def test_every_aim_of_the_gpu_table_names_peers_that_exist():
+    from diffquant.bench import linears
+    from diffquant.bench.contest import peers_of
+
+    known = {*peers_of("attention"), *peers_of("decode"), *linears.PATHS, "4-bit state", "16-bit state"}
+    for group in gpu.groups():
+        for aim in group.aims:
+            assert {aim.path, aim.other} <= known
+        if group.measure is gpu.attention_cells:
+            assert {name for aim in group.aims for name in (aim.path, aim.other)} <= set(group.arguments[-1])
+
+
+def test_tuning_takes_the_fastest_neighbour_that_is_right(monkeypatch):
+    times = {"keys": {128: 1.0, 32: 3.0}, "stages": {3: 0.5}}
+    current = {}
+
+    def milliseconds(work):
+        entry = current["entry"]
+        if entry.get("warps") == 16:
+            raise RuntimeError("out of resources")
+        return 2.0 / np.prod([2.0 / times.get(name, {}).get(value, 2.0) for name, value in entry.items()])
+
+    def trying(entries):
+        current["entry"] = {k: v for k, v in next(iter(entries.values())).items() if v != getattr(shipped, k)}
+        return memory_of()
+
+    class memory_of:
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *raised):
+            current["entry"] = {}
+
+    shipped = AttentionTile(128, 64, 8, 2)
+    current["entry"] = {}
+    monkeypatch.setattr(tune, "_milliseconds", milliseconds)
+    monkeypatch.setattr(tune, "trying", trying)
+    before, now, changed = tune.improve("k/sm_90/128", shipped, lambda: None, lambda: True)
+    assert (before, changed) == (2.0, {"keys": 128, "stages": 3})
+    assert now == pytest.approx(0.25 * 1.0)
+    assert tune.improve("k/sm_90/128", shipped, lambda: None, lambda: False)[2] == {}
+
+
+def test_generation_gives_the_same_tokens_in_torch_and_in_the_float32_export(tmp_path):
+    pytest.importorskip("onnxruntime")
+    model = tiny_lm.write_diff_v2(tmp_path / "diff-v2")
+    counts = {"repeats": 1, "prompt": 5, "new": 4, "prefill": 8, "threads": 1}
+    names = [generate.TORCH, generate.FLOAT, "llama.cpp Q4_0"]
+    found = generate.measure(model, tmp_path, Namespace(**counts, contestants=names))
+    assert found[generate.FLOAT]["same_tokens"] == 4
+    assert found[generate.FLOAT]["folder_bytes"] > 0
+    assert found[generate.FLOAT]["write_seconds"] > 0
+    assert "missing" in found["llama.cpp Q4_0"]
+    generate.compare_with_export(found)
+    assert "llama.cpp Q4_0: none, " in generate.table("diff-v2", found)
+    cells = [cell for name, row in found.items() for cell in programs._of_generation("diff-v2", name, row)]
+    assert {cell.path for cell in cells if cell.missing} == {"llama.cpp Q4_0"}
+    assert all(cell.unit == "tokens/s" for cell in cells)
