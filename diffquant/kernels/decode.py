@@ -1,0 +1,219 @@
+"""Attention of a few new queries over a `KVStore`, both maps at once, V read once.
+
+The keys are split into shares whose number depends on the capacity alone; each reads the length on the
+device, so a captured CUDA graph stays valid while the store fills. A second kernel combines the shares,
+subtracts the maps and, if asked, normalizes. Its plain form is `diffquant.attention.naive` over `store.read()`.
+"""
+
+from collections.abc import Sequence
+from math import e, log2
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from diffquant.errors import UsageError
+from diffquant.kernels.arguments import PairNorm, Visibility, attention_shape, empty_output, refused_device
+from diffquant.kernels.configs import AttentionTile, choose, device_class
+from diffquant.kernels.decode_share import decode_share
+from diffquant.kernels.kv_store import KVStore, refused_store
+from diffquant.kernels.online import LOWEST, pair_norm
+from diffquant.scheme import Recipe
+
+# By the values' width, which is what fills the registers. Few warps: all of them hold the same queries.
+TILES = {
+    "decode/sm_90/64": AttentionTile(16, 64, 2, 3),
+    "decode/sm_90/128": AttentionTile(16, 64, 2, 3),
+    "decode/sm_90/256": AttentionTile(16, 64, 4, 3),
+    "decode/sm_80/64": AttentionTile(16, 64, 2, 3),
+    "decode/sm_80/128": AttentionTile(16, 64, 2, 3),
+    "decode/sm_80/256": AttentionTile(16, 64, 4, 3),
+}
+MAX_QUERIES = 16
+_PROGRAMS_A_PROCESSOR = 4
+
+
+def decode(
+    q: Sequence[Tensor],
+    store: KVStore,
+    lam: Tensor | None,
+    *,
+    scale: float,
+    window: int | None = None,
+    starts: Tensor | None = None,
+    post: PairNorm | None = None,
+) -> Tensor:
+    """Causal attention of the newest tokens of a store.
+
+    Args:
+        q: one [B, h, T, d] a map, one or two maps, T up to 16; the last T tokens stored are theirs.
+        store: one layer's keys and values; keys of both maps (V1) or of one that both read.
+        lam: λ, broadcastable to [B, h, T, 1]; None with one map.
+        scale: what multiplies Q·Kᵀ.
+        window: how many keys a query sees at most, its own included; None for all.
+        starts: int32 [B], each sequence's first valid position (left padding); a query before it gives 0.
+        post: the norm over a pair's output.
+
+    Returns:
+        [B, h, T, dv], in memory [B, T, h, dv].
+
+    Raises:
+        UsageError: arguments disagree, or are none that the kernels take.
+    """
+    shared = _check(q, store, lam, Visibility(True, window, starts), post)
+    if torch.is_grad_enabled() and any(x.requires_grad for x in q):
+        raise UsageError("decode has no backward pass; call it under torch.no_grad()")
+    keys, values = store.keys, store.values
+    norm = post or PairNorm(0.0)
+    return _op(
+        list(q), keys.tensors, values.tensors, store.progress, lam, starts, norm.weight,
+        keys.scheme.bits, keys.block, values.scheme.bits, max(keys.residual, values.residual), shared, scale, window,
+        post is not None, norm.eps, norm.factor,
+    )  # fmt: skip
+
+
+def refused(recipe: Recipe, q: Sequence[Tensor], k: Tensor, v: Tensor) -> str | None:
+    """Why these queries cannot be served from a store of such keys and values, or None."""
+    queries = q[0].shape[2]
+    if queries > MAX_QUERIES:
+        return f"decode takes up to {MAX_QUERIES} new tokens, not {queries}"
+    return refused_device(v.device) or refused_store(recipe, k, v)
+
+
+def _check(q: Sequence[Tensor], store: KVStore, lam: Tensor | None, seen: Visibility, post: PairNorm | None) -> bool:
+    """Whether two maps share keys, if all arguments agree."""
+    k, v = store.keys, store.values
+    batch, k_heads, capacity = k.codes.shape[:3]
+    v_heads = v.codes.shape[1]
+    shared = len(q) == 2 and k_heads == v_heads
+    if not shared and k_heads != len(q) * v_heads:
+        raise UsageError(f"decode: {len(q)} maps cannot read {k_heads} key heads beside {v_heads} value heads")
+    # Stand-ins of the store's shapes.
+    some_k = k.recent.new_empty(()).expand(batch, v_heads, capacity, k.width)
+    some_v = v.recent.new_empty(()).expand(batch, v_heads, capacity, v.width)
+    shape = attention_shape(q, [some_k] * len(q), some_v, lam, seen, post)
+    if not 0 < shape.queries <= MAX_QUERIES:
+        raise UsageError(f"decode takes 1 to {MAX_QUERIES} new tokens, got {shape.queries}; longer ones are a prefill")
+    return shared
+
+
+@torch.library.custom_op("diffquant::decode", mutates_args=())
+def _op(
+    q: list[Tensor],
+    keys: list[Tensor],
+    values: list[Tensor],
+    progress: Tensor,
+    lam: Tensor | None,
+    starts: Tensor | None,
+    weight: Tensor | None,
+    k_bits: int,
+    k_block: int,
+    v_bits: int,
+    residual: int,
+    shared_k: bool,
+    scale: float,
+    window: int | None,
+    normed: bool,
+    eps: float,
+    factor: float,
+) -> Tensor:
+    """`decode` without its data classes; `keys` and `values` are `StoredSide.tensors`."""
+    batch, pairs, queries, width = q[0].shape
+    k_heads, v_heads = keys[0].shape[1], values[0].shape[1]
+    value_width = _value_width(values, v_bits)
+    out = empty_output(q[0], value_width)
+    if out.numel() == 0:
+        return out
+    if any(x.stride(-1) != 1 or x.stride() != q[0].stride() for x in q):
+        q = [x.contiguous() for x in q]
+    here = choose(TILES, f"decode/{device_class(out.device)}/{value_width}")
+    # One row of scales serves a step.
+    step = min(here.keys, k_block) if k_block > 1 else here.keys
+    group = pairs // v_heads
+    tiles = triton.cdiv(len(q) * group * queries, here.queries)
+    shares = _shares(batch * v_heads * tiles, keys[0].shape[2] // step, out.device)
+    partial = (batch * v_heads * tiles, shares, here.queries)
+    largest, total, acc = (
+        out.new_empty(shape, dtype=torch.float32) for shape in (partial, partial, (*partial, value_width))
+    )
+    ptx = not triton.knobs.runtime.interpret and out.dtype != torch.float32
+    with torch.cuda.device_of(out):
+        decode_share[(shares, batch * v_heads, tiles)](
+            q[0], q[1] if len(q) == 2 else None, q[0].stride()[:3], *keys, *values, progress, starts,
+            largest, total, acc, scale * log2(e), keys[0].shape[2], group, queries, window or 0, k_heads, v_heads,
+            RESIDUAL=residual, WINDOW=window is not None, WIDTH=width, VALUE_WIDTH=value_width,
+            K_BITS=k_bits, K_BLOCK=k_block, K_RING=keys[3].shape[2], V_BITS=v_bits, V_RING=values[3].shape[2],
+            SHARED_K=shared_k, ROWS=here.queries, STEP=step, STAGES=here.stages, PTX=ptx, num_warps=here.warps,
+        )  # fmt: skip
+        lam = None if lam is None else lam.float().expand(batch, pairs, queries, 1)
+        _combine[(batch * pairs * queries,)](
+            largest, total, acc, lam, weight, out, lam.stride()[:3] if lam is not None else (0, 0, 0), out.stride()[:3],
+            pairs, group, queries, shares, tiles, eps, factor,
+            NORM=normed, ROWS=here.queries, SHARES=triton.next_power_of_2(shares), VALUE_WIDTH=value_width, num_warps=4,
+        )  # fmt: skip
+    return out
+
+
+@_op.register_fake
+def _(q: list[Tensor], keys: list[Tensor], values: list[Tensor], *rest: object) -> Tensor:
+    v_bits = rest[6]
+    return empty_output(q[0], _value_width(values, v_bits))
+
+
+def _value_width(values: list[Tensor], bits: object) -> int:
+    return values[0].shape[-1] * (2 if bits in (4, 6) else 1)
+
+
+def _shares(others: int, steps: int, device: torch.device) -> int:
+    """Into how many shares the keys are split, so that with `others` programs a share the device is full."""
+    processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+    return max(min(triton.cdiv(_PROGRAMS_A_PROCESSOR * processors, others), steps), 1)
+
+
+@triton.jit
+def _combine(
+    Largest, Total, Acc, Lam, Weight, Out, lam_stride, out_stride, pairs, group, queries, shares, tiles, eps, factor,
+    NORM: tl.constexpr, ROWS: tl.constexpr, SHARES: tl.constexpr, VALUE_WIDTH: tl.constexpr,
+):  # fmt: skip
+    """One query of one pair."""
+    query = tl.program_id(0) % queries
+    pair = tl.program_id(0) // queries % pairs
+    sequence = (tl.program_id(0) // queries // pairs).to(tl.int64)
+    first_tile = (sequence * (pairs // group) + pair // group) * tiles
+    row = pair % group * queries + query
+    out = _whole(Largest, Total, Acc, first_tile, row, shares, ROWS, SHARES, VALUE_WIDTH)
+    if Lam is not None:
+        lam = tl.load(Lam + sequence * lam_stride[0] + pair * lam_stride[1] + query * lam_stride[2])
+        row += group * queries
+        out -= lam * _whole(Largest, Total, Acc, first_tile, row, shares, ROWS, SHARES, VALUE_WIDTH)
+    if NORM:
+        out = pair_norm(out, Weight, eps, factor, VALUE_WIDTH)
+    column = tl.arange(0, VALUE_WIDTH)[None, :]
+    at = Out + sequence * out_stride[0] + pair * out_stride[1] + query * out_stride[2]
+    tl.store(at + column, out.to(Out.dtype.element_ty))
+
+
+@triton.jit
+def _whole(
+    Largest, Total, Acc, first_tile, row, shares,
+    ROWS: tl.constexpr, SHARES: tl.constexpr, VALUE_WIDTH: tl.constexpr,
+):  # fmt: skip
+    """softmax(Q·Kᵀ·scale)·V of one row, [1, VALUE_WIDTH]; 0 where it saw nothing."""
+    first = (first_tile + row // ROWS) * shares * ROWS + row % ROWS
+    share = tl.arange(0, SHARES)
+    of_all = tl.load(Largest + first + share * ROWS, mask=share < shares, other=LOWEST)
+    largest = tl.max(of_all, 0)
+    total = tl.sum(tl.load(Total + first + share * ROWS, mask=share < shares, other=0.0) * tl.exp2(of_all - largest), 0)
+    STEP: tl.constexpr = 16 if SHARES > 16 else SHARES
+    out = tl.zeros([VALUE_WIDTH], tl.float32)
+    for begin in range(0, shares, STEP):
+        share = begin + tl.arange(0, STEP)
+        at = first + share * ROWS
+        weight = tl.exp2(tl.load(Largest + at, mask=share < shares, other=LOWEST) - largest)
+        # A share that saw nothing weighs nothing: its values need not be read.
+        read = (share < shares) & (weight > 0)
+        column = tl.arange(0, VALUE_WIDTH)[None, :]
+        values = tl.load(Acc + at[:, None] * VALUE_WIDTH + column, mask=read[:, None], other=0.0)
+        out += tl.sum(values * weight[:, None], 0)
+    return (out * tl.where(total == 0, 0.0, 1.0 / tl.where(total == 0, 1.0, total)))[None, :]

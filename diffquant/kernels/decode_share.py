@@ -1,0 +1,245 @@
+"""One share of the keys of a `KVStore`: partial sums of attention that `decode` combines.
+
+A tile holds the rows of one KV head: both maps of every query pair that reads it. So V is read once, and
+where the maps have keys of their own each row is zero for the other's. K's scales multiply q (per channel)
+or the logits (per token). V's scales enter the running maximum as log2(scale): weights are the products
+probability times scale and fill float16's range however small V is.
+"""
+
+import triton
+import triton.language as tl
+
+from diffquant.kernels.kv_layout import packed_tokens, parts_of, tile
+from diffquant.kernels.online import LOWEST
+
+
+@triton.jit
+def decode_share(
+    Q1, Q2, q_stride, KCodes, KTop, KScales, KRecent, VCodes, VTop, VScales, VRecent, Progress, Starts,
+    Largest, Total, Acc, scale, capacity, group, queries, window, k_heads, v_heads,
+    RESIDUAL: tl.constexpr, WINDOW: tl.constexpr, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
+    K_BITS: tl.constexpr, K_BLOCK: tl.constexpr, K_RING: tl.constexpr, V_BITS: tl.constexpr, V_RING: tl.constexpr,
+    SHARED_K: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """Program (share, sequence and KV head, rows): its rows' maxima, sums and weighted values over its keys.
+
+    Rows are ordered map, query pair of the group, query. `scale` includes log2(e).
+    """
+    K_PARTS: tl.constexpr = parts_of(K_BITS)
+    V_PARTS: tl.constexpr = parts_of(V_BITS)
+    sequence = (tl.program_id(1) // v_heads).to(tl.int64)
+    head = tl.program_id(1) % v_heads
+    row = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
+    of_map = group * queries
+    query = row % queries
+    pair = head * group + row % of_map // queries
+    at = sequence * q_stride[0] + pair * q_stride[1] + query * q_stride[2]
+    noise = row >= of_map
+    q1 = _queries(Q1 + at[:, None], ~noise, WIDTH // K_PARTS, K_PARTS)
+    q2 = q1
+    if Q2 is not None:
+        q2 = _queries(Q2 + at[:, None], noise & (row < 2 * of_map), WIDTH // K_PARTS, K_PARTS)
+        if SHARED_K:
+            q1 = _sum(q1, q2, K_PARTS)
+
+    length = tl.load(Progress)
+    position = length - queries + query
+    first = tl.zeros([ROWS], tl.int32)
+    begin = 0
+    if WINDOW:
+        first = tl.maximum(position - window + 1, 0)
+        begin = tl.maximum(length - queries - window + 1, 0)
+    if Starts is not None:
+        start = tl.minimum(tl.maximum(tl.load(Starts + sequence), 0), length)
+        first = tl.maximum(first, start)
+        begin = tl.maximum(begin, start)
+    begin = begin // STEP * STEP
+    share = tl.cdiv(tl.cdiv(length - begin, STEP), tl.num_programs(0)) * STEP
+    begin += tl.program_id(0) * share
+    end = tl.minimum(begin + share, length)
+    k_packed = packed_tokens(length, tl.load(Progress + 1), K_BITS, K_BLOCK, RESIDUAL)
+    v_packed = packed_tokens(length, tl.load(Progress + 2), V_BITS, 1, RESIDUAL)
+
+    # K of the first map stands before K of the second.
+    k_head = sequence * k_heads + head
+    k1 = _head(KCodes, KTop, KScales, k_head, capacity, K_BITS, K_BLOCK, WIDTH)
+    k2 = _head(KCodes, KTop, KScales, k_head + v_heads, capacity, K_BITS, K_BLOCK, WIDTH)
+    v_head = sequence * v_heads + head
+    v = _head(VCodes, VTop, VScales, v_head, capacity, V_BITS, 1, VALUE_WIDTH)
+    TWO_K: tl.constexpr = Q2 is not None and not SHARED_K
+    sums = tl.full([ROWS], LOWEST, tl.float32), tl.zeros([ROWS], tl.float32), _zeros(ROWS, VALUE_WIDTH, V_PARTS)
+    sums = _span(
+        sums, q1, q2, noise, first, position, begin, tl.minimum(end, tl.minimum(k_packed, v_packed)), k1, k2, v, scale,
+        K_BITS, K_BLOCK, 0, K_PARTS, V_BITS, 0, V_PARTS, WIDTH, VALUE_WIDTH, TWO_K, STEP, STAGES, PTX,
+    )  # fmt: skip
+    if K_RING:
+        k1 = _waiting(KRecent + k_head * (K_RING * WIDTH))
+        k2 = _waiting(KRecent + (k_head + v_heads) * (K_RING * WIDTH))
+        # Blocks leave K's window whole: V may be packed, or have no window, where K waits.
+        sums = _span(
+            sums, q1, q2, noise, first, position, tl.maximum(begin, k_packed), tl.minimum(end, v_packed), k1, k2, v, scale,
+            16, 1, K_RING, K_PARTS, V_BITS, 0, V_PARTS, WIDTH, VALUE_WIDTH, TWO_K, STEP, 1, PTX,
+        )  # fmt: skip
+    if V_RING:
+        v = _waiting(VRecent + v_head * (V_RING * VALUE_WIDTH))
+        sums = _span(
+            sums, q1, q2, noise, first, position, tl.maximum(begin, v_packed), end, k1, k2, v, scale,
+            16, 1, K_RING, K_PARTS, 16, V_RING, V_PARTS, WIDTH, VALUE_WIDTH, TWO_K, STEP, 1, PTX,
+        )  # fmt: skip
+
+    largest, total, acc = sums
+    tile_index = tl.program_id(1).to(tl.int64) * tl.num_programs(2) + tl.program_id(2)
+    out = (tile_index * tl.num_programs(0) + tl.program_id(0)) * ROWS + tl.arange(0, ROWS)
+    tl.store(Largest + out, largest)
+    tl.store(Total + out, total)
+    PART: tl.constexpr = VALUE_WIDTH // V_PARTS
+    for part in tl.static_range(V_PARTS):
+        column = part * PART + tl.arange(0, PART)
+        tl.store(Acc + out[:, None] * VALUE_WIDTH + column[None, :], acc[part])
+
+
+@triton.jit
+def _span(
+    sums, q1, q2, noise, first, last, begin, end, k1, k2, v, scale,
+    K_BITS: tl.constexpr, K_BLOCK: tl.constexpr, K_RING: tl.constexpr, K_PARTS: tl.constexpr,
+    V_BITS: tl.constexpr, V_RING: tl.constexpr, V_PARTS: tl.constexpr, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
+    TWO_K: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """The sums after keys begin to end more, of which a row sees those from `first` to `last`."""
+    STATES: tl.constexpr = q1[0].dtype
+    CODES: tl.constexpr = tl.float32 if STATES == tl.float32 else tl.float16
+    K_DTYPE: tl.constexpr = STATES if K_BITS == 16 else CODES
+    V_DTYPE: tl.constexpr = STATES if V_BITS == 16 else CODES
+    PER_CHANNEL: tl.constexpr = K_BITS < 16 and K_BLOCK > 1
+    PER_TOKEN: tl.constexpr = K_BITS < 16 and K_BLOCK == 1
+    largest, total, acc = sums
+    first = tl.maximum(first, begin)[:, None]
+    last = tl.minimum(last, end - 1)[:, None]
+    for step in tl.range(begin // STEP * STEP, end, STEP, num_stages=STAGES):
+        token = step + tl.arange(0, STEP)
+        k_at = token % K_RING if K_RING else token
+        block = step // K_BLOCK * WIDTH
+        k = tile(k1[0], k1[1], k_at, K_BITS, WIDTH, K_PARTS, K_DTYPE, PTX)
+        logits = tl.zeros([largest.shape[0], STEP], tl.float32)
+        logits = _logits(logits, q1, k, k1[2] + block, WIDTH // K_PARTS, K_PARTS, PER_CHANNEL, K_DTYPE)
+        if TWO_K:
+            k = tile(k2[0], k2[1], k_at, K_BITS, WIDTH, K_PARTS, K_DTYPE, PTX)
+            logits = _logits(logits, q2, k, k2[2] + block, WIDTH // K_PARTS, K_PARTS, PER_CHANNEL, K_DTYPE)
+        if PER_TOKEN:
+            of_tokens = tl.load(k1[2] + token).to(tl.float32)[None, :]
+            if TWO_K:
+                of_tokens = tl.where(noise[:, None], tl.load(k2[2] + token).to(tl.float32)[None, :], of_tokens)
+            logits *= of_tokens
+        seen = (token[None, :] >= first) & (token[None, :] <= last)
+        logits = tl.where(seen, logits * scale, -float("inf"))
+        if V_BITS < 16:
+            # Behind the newest token scales may be 0.
+            of_values = tl.where(token < end, tl.load(v[2] + token).to(tl.float32), 1.0)
+            of_values = _log2(of_values, PTX)
+            logits += of_values[None, :]
+        raised = tl.maximum(largest, tl.max(logits, 1))
+        shrink = tl.exp2(largest - raised)
+        largest = raised
+        weights = tl.exp2(logits - raised[:, None])
+        probabilities = weights * tl.exp2(-of_values)[None, :] if V_BITS < 16 else weights
+        total = total * shrink + tl.sum(probabilities, 1)
+        values = tile(v[0], v[1], token % V_RING if V_RING else token, V_BITS, VALUE_WIDTH, V_PARTS, V_DTYPE, PTX)
+        acc = _weighed(acc, shrink[:, None], weights.to(V_DTYPE), values, V_PARTS)
+    return largest, total, acc
+
+
+@triton.jit
+def _logits(
+    logits, q, k, Scales, PART: tl.constexpr, PARTS: tl.constexpr, PER_CHANNEL: tl.constexpr, DTYPE: tl.constexpr
+):
+    """logits + q·kᵀ, q multiplied by its channels' scales where they have their own."""
+    for part in tl.static_range(PARTS):
+        queries = q[part]
+        if PER_CHANNEL:
+            of_channels = tl.load(Scales + part * PART + tl.arange(0, PART)).to(tl.float32)
+            queries = queries.to(tl.float32) * of_channels[None, :]
+        logits = tl.dot(queries.to(DTYPE), tl.trans(k[part]), logits, input_precision="ieee")
+    return logits
+
+
+@triton.jit
+def _weighed(acc, shrink, weights, v, PARTS: tl.constexpr):
+    """acc·shrink + weights·v."""
+    if PARTS == 1:
+        return (_product(acc[0], shrink, weights, v[0]),)
+    elif PARTS == 2:
+        return _product(acc[0], shrink, weights, v[0]), _product(acc[1], shrink, weights, v[1])
+    else:
+        return (
+            _product(acc[0], shrink, weights, v[0]),
+            _product(acc[1], shrink, weights, v[1]),
+            _product(acc[2], shrink, weights, v[2]),
+            _product(acc[3], shrink, weights, v[3]),
+        )
+
+
+@triton.jit
+def _product(acc, shrink, weights, v):
+    return tl.dot(weights, v, acc * shrink, input_precision="ieee")
+
+
+@triton.jit
+def _log2(x, PTX: tl.constexpr):
+    if PTX:
+        # tl.log2 is a polynomial of a dozen instructions.
+        return tl.inline_asm_elementwise("lg2.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+    else:
+        return tl.log2(x)
+
+
+@triton.jit
+def _queries(rows, mask, PART: tl.constexpr, PARTS: tl.constexpr):
+    """PARTS tiles [rows, PART], zero where masked."""
+    q = rows + tl.arange(0, PART)[None, :]
+    mask = mask[:, None]
+    if PARTS == 1:
+        return (tl.load(q, mask, 0.0),)
+    elif PARTS == 2:
+        return tl.load(q, mask, 0.0), tl.load(q + PART, mask, 0.0)
+    else:
+        return (
+            tl.load(q, mask, 0.0),
+            tl.load(q + PART, mask, 0.0),
+            tl.load(q + 2 * PART, mask, 0.0),
+            tl.load(q + 3 * PART, mask, 0.0),
+        )
+
+
+@triton.jit
+def _sum(a, b, PARTS: tl.constexpr):
+    if PARTS == 1:
+        return (a[0] + b[0],)
+    elif PARTS == 2:
+        return a[0] + b[0], a[1] + b[1]
+    else:
+        return a[0] + b[0], a[1] + b[1], a[2] + b[2], a[3] + b[3]
+
+
+@triton.jit
+def _zeros(ROWS: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr):
+    zeros = tl.zeros([ROWS, WIDTH // PARTS], tl.float32)
+    if PARTS == 1:
+        return (zeros,)
+    elif PARTS == 2:
+        return zeros, zeros
+    else:
+        return zeros, zeros, zeros, zeros
+
+
+@triton.jit
+def _head(Codes, Top, Scales, head, capacity, BITS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
+    """A head's codes, second plane and scales."""
+    scales = capacity // BLOCK * WIDTH if BLOCK > 1 else capacity
+    stored: tl.constexpr = WIDTH // 2 if BITS < 8 else WIDTH
+    return Codes + head * capacity * stored, Top + head * capacity * (WIDTH // 4), Scales + head * scales
+
+
+@triton.jit
+def _waiting(recent):
+    """As `_head`, of states not yet quantized."""
+    return recent, recent, recent
