@@ -11,8 +11,8 @@ import triton.language as tl
 from torch import Tensor
 
 from diffquant.errors import UsageError
-from diffquant.kernels.kv_layout import packed_tokens, parts_of
-from diffquant.kernels.kv_store import TOKENS_A_STEP, KVStore, StoredSide
+from diffquant.kernels.kv_layout import packed_tokens, parts_of, stored_head
+from diffquant.kernels.kv_store import TOKENS_A_STEP, KVStore
 from diffquant.numerics import storable_scale
 
 
@@ -159,14 +159,12 @@ def _store_step(
     step = tl.where(leaves, packed // STEP + index, kept // STEP - RING // STEP + index - leaving)
     begin = step * STEP
     packs = (begin + STEP > packed) & (begin < packing)
-    if PACKS:
-        if leaves & packs:
-            _pack_step(
-                New, token_stride, channel_stride, Codes + head * capacity * (WIDTH if BITS > 6 else WIDTH // 2),
-                Top + head * capacity * (WIDTH // 4), Scales + head * (capacity // BLOCK) * (WIDTH if BLOCK > 1 else 1),
-                Recent + head * RING * WIDTH, begin, packed, packing, length,
-                BITS, BLOCK, RING, WIDTH, LIMIT, STEP,
-            )  # fmt: skip
+    if PACKS and leaves & packs:
+        codes, top, scales = stored_head(Codes, Top, Scales, head, capacity, BITS, BLOCK, WIDTH)
+        _pack_step(
+            New, token_stride, channel_stride, codes, top, scales, Recent + head * RING * WIDTH,
+            begin, packed, packing, length, BITS, BLOCK, RING, WIDTH, LIMIT, STEP,
+        )  # fmt: skip
     if KEEPS and RING:
         # A packed step's slots are free only now, and their owner alone writes to them.
         tl.debug_barrier()
@@ -232,16 +230,17 @@ def _states(
 ):  # fmt: skip
     """PARTS float32 tiles of new and waiting tokens."""
     if PARTS == 1:
-        return (_state(new, is_new, old, is_old, RING),)
+        out = (_state(new, is_new, old, is_old, RING),)
     elif PARTS == 2:
-        return _state(new, is_new, old, is_old, RING), _state(new + new_part, is_new, old + old_part, is_old, RING)
+        out = _state(new, is_new, old, is_old, RING), _state(new + new_part, is_new, old + old_part, is_old, RING)
     else:
-        return (
+        out = (
             _state(new, is_new, old, is_old, RING),
             _state(new + new_part, is_new, old + old_part, is_old, RING),
             _state(new + 2 * new_part, is_new, old + 2 * old_part, is_old, RING),
             _state(new + 3 * new_part, is_new, old + 3 * old_part, is_old, RING),
         )
+    return out
 
 
 @triton.jit

@@ -73,12 +73,11 @@ def decode(
     )  # fmt: skip
 
 
-def refused(recipe: Recipe, q: Sequence[Tensor], k: Tensor, v: Tensor) -> str | None:
-    """Why these queries cannot be served from a store of such keys and values, or None."""
-    queries = q[0].shape[2]
-    if queries > MAX_QUERIES:
-        return f"decode takes up to {MAX_QUERIES} new tokens, not {queries}"
-    return refused_device(v.device) or refused_store(recipe, k, v)
+def refused(recipe: Recipe, q: Sequence[Tensor], v: Tensor) -> str | None:
+    """Why `decode` cannot serve these queries from a store of such values, or None."""
+    if q[0].shape[2] > MAX_QUERIES:
+        return f"decode takes up to {MAX_QUERIES} new tokens, not {q[0].shape[2]}"
+    return refused_device(v.device) or refused_store(recipe, q[0].shape[-1], v.shape[-1], v.dtype)
 
 
 def _check(q: Sequence[Tensor], store: KVStore, lam: Tensor | None, seen: Visibility, post: PairNorm | None) -> bool:

@@ -9,7 +9,7 @@ probability times scale and fill float16's range however small V is.
 import triton
 import triton.language as tl
 
-from diffquant.kernels.kv_layout import packed_tokens, parts_of, tile
+from diffquant.kernels.kv_layout import packed_tokens, parts_of, stored_head, tile
 from diffquant.kernels.online import LOWEST
 
 
@@ -62,10 +62,10 @@ def decode_share(
 
     # K of the first map stands before K of the second.
     k_head = sequence * k_heads + head
-    k1 = _head(KCodes, KTop, KScales, k_head, capacity, K_BITS, K_BLOCK, WIDTH)
-    k2 = _head(KCodes, KTop, KScales, k_head + v_heads, capacity, K_BITS, K_BLOCK, WIDTH)
+    k1 = stored_head(KCodes, KTop, KScales, k_head, capacity, K_BITS, K_BLOCK, WIDTH)
+    k2 = stored_head(KCodes, KTop, KScales, k_head + v_heads, capacity, K_BITS, K_BLOCK, WIDTH)
     v_head = sequence * v_heads + head
-    v = _head(VCodes, VTop, VScales, v_head, capacity, V_BITS, 1, VALUE_WIDTH)
+    v = stored_head(VCodes, VTop, VScales, v_head, capacity, V_BITS, 1, VALUE_WIDTH)
     TWO_K: tl.constexpr = Q2 is not None and not SHARED_K
     sums = tl.full([ROWS], LOWEST, tl.float32), tl.zeros([ROWS], tl.float32), _zeros(ROWS, VALUE_WIDTH, V_PARTS)
     sums = _span(
@@ -77,7 +77,8 @@ def decode_share(
         k2 = _waiting(KRecent + (k_head + v_heads) * (K_RING * WIDTH))
         # Blocks leave K's window whole: V may be packed, or have no window, where K waits.
         sums = _span(
-            sums, q1, q2, noise, first, position, tl.maximum(begin, k_packed), tl.minimum(end, v_packed), k1, k2, v, scale,
+            sums, q1, q2, noise, first, position, tl.maximum(begin, k_packed), tl.minimum(end, v_packed),
+            k1, k2, v, scale,
             16, 1, K_RING, K_PARTS, V_BITS, 0, V_PARTS, WIDTH, VALUE_WIDTH, TWO_K, STEP, 1, PTX,
         )  # fmt: skip
     if V_RING:
@@ -107,7 +108,7 @@ def _span(
 ):  # fmt: skip
     """The sums after keys begin to end more, of which a row sees those from `first` to `last`."""
     STATES: tl.constexpr = q1[0].dtype
-    CODES: tl.constexpr = tl.float32 if STATES == tl.float32 else tl.float16
+    CODES: tl.constexpr = tl.float32 if tl.float32 == STATES else tl.float16
     K_DTYPE: tl.constexpr = STATES if K_BITS == 16 else CODES
     V_DTYPE: tl.constexpr = STATES if V_BITS == 16 else CODES
     PER_CHANNEL: tl.constexpr = K_BITS < 16 and K_BLOCK > 1
@@ -166,16 +167,17 @@ def _logits(
 def _weighed(acc, shrink, weights, v, PARTS: tl.constexpr):
     """acc·shrink + weights·v."""
     if PARTS == 1:
-        return (_product(acc[0], shrink, weights, v[0]),)
+        out = (_product(acc[0], shrink, weights, v[0]),)
     elif PARTS == 2:
-        return _product(acc[0], shrink, weights, v[0]), _product(acc[1], shrink, weights, v[1])
+        out = _product(acc[0], shrink, weights, v[0]), _product(acc[1], shrink, weights, v[1])
     else:
-        return (
+        out = (
             _product(acc[0], shrink, weights, v[0]),
             _product(acc[1], shrink, weights, v[1]),
             _product(acc[2], shrink, weights, v[2]),
             _product(acc[3], shrink, weights, v[3]),
         )
+    return out
 
 
 @triton.jit
@@ -187,9 +189,10 @@ def _product(acc, shrink, weights, v):
 def _log2(x, PTX: tl.constexpr):
     if PTX:
         # tl.log2 is a polynomial of a dozen instructions.
-        return tl.inline_asm_elementwise("lg2.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+        out = tl.inline_asm_elementwise("lg2.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
     else:
-        return tl.log2(x)
+        out = tl.log2(x)
+    return out
 
 
 @triton.jit
@@ -198,48 +201,43 @@ def _queries(rows, mask, PART: tl.constexpr, PARTS: tl.constexpr):
     q = rows + tl.arange(0, PART)[None, :]
     mask = mask[:, None]
     if PARTS == 1:
-        return (tl.load(q, mask, 0.0),)
+        out = (tl.load(q, mask, 0.0),)
     elif PARTS == 2:
-        return tl.load(q, mask, 0.0), tl.load(q + PART, mask, 0.0)
+        out = tl.load(q, mask, 0.0), tl.load(q + PART, mask, 0.0)
     else:
-        return (
+        out = (
             tl.load(q, mask, 0.0),
             tl.load(q + PART, mask, 0.0),
             tl.load(q + 2 * PART, mask, 0.0),
             tl.load(q + 3 * PART, mask, 0.0),
         )
+    return out
 
 
 @triton.jit
 def _sum(a, b, PARTS: tl.constexpr):
     if PARTS == 1:
-        return (a[0] + b[0],)
+        out = (a[0] + b[0],)
     elif PARTS == 2:
-        return a[0] + b[0], a[1] + b[1]
+        out = a[0] + b[0], a[1] + b[1]
     else:
-        return a[0] + b[0], a[1] + b[1], a[2] + b[2], a[3] + b[3]
+        out = a[0] + b[0], a[1] + b[1], a[2] + b[2], a[3] + b[3]
+    return out
 
 
 @triton.jit
 def _zeros(ROWS: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr):
     zeros = tl.zeros([ROWS, WIDTH // PARTS], tl.float32)
     if PARTS == 1:
-        return (zeros,)
+        out = (zeros,)
     elif PARTS == 2:
-        return zeros, zeros
+        out = zeros, zeros
     else:
-        return zeros, zeros, zeros, zeros
-
-
-@triton.jit
-def _head(Codes, Top, Scales, head, capacity, BITS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
-    """A head's codes, second plane and scales."""
-    scales = capacity // BLOCK * WIDTH if BLOCK > 1 else capacity
-    stored: tl.constexpr = WIDTH // 2 if BITS < 8 else WIDTH
-    return Codes + head * capacity * stored, Top + head * capacity * (WIDTH // 4), Scales + head * scales
+        out = zeros, zeros, zeros, zeros
+    return out
 
 
 @triton.jit
 def _waiting(recent):
-    """As `_head`, of states not yet quantized."""
+    """As `stored_head`, of states not yet quantized."""
     return recent, recent, recent

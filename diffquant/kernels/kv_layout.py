@@ -31,18 +31,20 @@ _SIX_3 = _widening(
 
 @triton.jit
 def _floats(stored, ZERO: tl.constexpr, DTYPE: tl.constexpr):
-    if DTYPE == tl.float16:
-        return (stored.to(tl.uint16) | 0x6400).to(tl.float16, bitcast=True) - (1024.0 + ZERO)
+    if tl.float16 == DTYPE:
+        out = (stored.to(tl.uint16) | 0x6400).to(tl.float16, bitcast=True) - (1024.0 + ZERO)
     else:
-        return stored.to(tl.float32) - ZERO
+        out = stored.to(tl.float32) - ZERO
+    return out
 
 
 @triton.jit
 def _from_bytes(x, DTYPE: tl.constexpr, PTX: tl.constexpr):
     if PTX:
-        return tl.inline_asm_elementwise(_BYTES, "=&r,=&r,r", [x], dtype=tl.float16, is_pure=True, pack=4)
+        out = tl.inline_asm_elementwise(_BYTES, "=&r,=&r,r", [x], dtype=tl.float16, is_pure=True, pack=4)
     else:
-        return _floats(x, 128, DTYPE)
+        out = _floats(x, 128, DTYPE)
+    return out
 
 
 @triton.jit
@@ -50,9 +52,10 @@ def _from_nibbles(x, DTYPE: tl.constexpr, PTX: tl.constexpr):
     if PTX:
         low = tl.inline_asm_elementwise(_LOW_NIBBLES, "=&r,=&r,r", [x], dtype=tl.float16, is_pure=True, pack=4)
         high = tl.inline_asm_elementwise(_HIGH_NIBBLES, "=&r,=&r,r", [x], dtype=tl.float16, is_pure=True, pack=4)
-        return low, high
+        out = low, high
     else:
-        return _floats(x & 15, 8, DTYPE), _floats(x >> 4, 8, DTYPE)
+        out = _floats(x & 15, 8, DTYPE), _floats(x >> 4, 8, DTYPE)
+    return out
 
 
 @triton.jit
@@ -63,55 +66,56 @@ def _from_six(first, second, top, DTYPE: tl.constexpr, PTX: tl.constexpr):
         b = tl.inline_asm_elementwise(_SIX_1, "=&r,=&r,r,r", [second, top], dtype=tl.float16, is_pure=True, pack=4)
         c = tl.inline_asm_elementwise(_SIX_2, "=&r,=&r,r,r", [first, top], dtype=tl.float16, is_pure=True, pack=4)
         d = tl.inline_asm_elementwise(_SIX_3, "=&r,=&r,r,r", [second, top], dtype=tl.float16, is_pure=True, pack=4)
-        return a, b, c, d
+        out = a, b, c, d
     else:
-        return (
+        out = (
             _floats((first & 15) | ((top & 3) << 4), 32, DTYPE),
             _floats((second & 15) | ((top & 12) << 2), 32, DTYPE),
             _floats((first >> 4) | (top & 48), 32, DTYPE),
             _floats((second >> 4) | ((top >> 6) << 4), 32, DTYPE),
         )
+    return out
 
 
 @triton.jit
 def tile(
-    codes,
-    top,
-    at,
-    BITS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    PARTS: tl.constexpr,
-    DTYPE: tl.constexpr,
-    PTX: tl.constexpr,
-):
+    codes, top, at,
+    BITS: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr, DTYPE: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
     """Tokens `at` [N] of one head as PARTS tiles [N, WIDTH / PARTS], codes not yet multiplied by their scales."""
     PART: tl.constexpr = WIDTH // PARTS
     column = tl.arange(0, PART)[None, :]
     if BITS == 4:
-        return _from_nibbles(tl.load(codes + at[:, None] * (WIDTH // 2) + column), DTYPE, PTX)
+        out = _from_nibbles(tl.load(codes + at[:, None] * (WIDTH // 2) + column), DTYPE, PTX)
     elif BITS == 6:
         row = codes + at[:, None] * (WIDTH // 2) + column
         two = tl.load(top + at[:, None] * (WIDTH // 4) + column)
-        return _from_six(tl.load(row), tl.load(row + PART), two, DTYPE, PTX)
+        out = _from_six(tl.load(row), tl.load(row + PART), two, DTYPE, PTX)
     elif BITS == 8:
-        return (_from_bytes(tl.load(codes + at[:, None] * WIDTH + column), DTYPE, PTX),)
+        out = (_from_bytes(tl.load(codes + at[:, None] * WIDTH + column), DTYPE, PTX),)
     else:
         row = codes + at[:, None] * WIDTH + column
         if PARTS == 1:
-            return (tl.load(row),)
+            out = (tl.load(row),)
         elif PARTS == 2:
-            return tl.load(row), tl.load(row + PART)
+            out = tl.load(row), tl.load(row + PART)
         else:
-            return tl.load(row), tl.load(row + PART), tl.load(row + 2 * PART), tl.load(row + 3 * PART)
+            out = tl.load(row), tl.load(row + PART), tl.load(row + 2 * PART), tl.load(row + 3 * PART)
+    return out
 
 
 @triton.jit
 def packed_tokens(length, floor, BITS: tl.constexpr, BLOCK: tl.constexpr, RESIDUAL: tl.constexpr):
     """`StoredSide.packed`."""
-    if BITS == 16:
-        return length
-    else:
-        return tl.maximum(floor, (length - RESIDUAL) // BLOCK * BLOCK)
+    return length if BITS == 16 else tl.maximum(floor, (length - RESIDUAL) // BLOCK * BLOCK)
+
+
+@triton.jit
+def stored_head(Codes, Top, Scales, head, capacity, BITS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
+    """A head's codes, second plane and scales; heads stand one after another, `capacity` tokens each."""
+    scales = capacity // BLOCK * WIDTH if BLOCK > 1 else capacity
+    stored: tl.constexpr = WIDTH // 2 if BITS < 8 else WIDTH
+    return Codes + head * capacity * stored, Top + head * capacity * (WIDTH // 4), Scales + head * scales
 
 
 @triton.constexpr_function

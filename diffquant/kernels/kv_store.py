@@ -138,7 +138,7 @@ class KVStore:
         Raises:
             UsageError: the kernels cannot store this.
         """
-        reason = refused_store(recipe, k, v)
+        reason = refused_store(recipe, k.shape[-1], v.shape[-1], k.dtype)
         if reason:
             raise UsageError(f"KV store: {reason}")
         capacity = _rounded(capacity)
@@ -214,11 +214,10 @@ def ring_length(scheme: Scheme, residual: int) -> int:
     return -(-waiting // step) * step if scheme.quantizes else 0
 
 
-def refused_store(recipe: Recipe, k: Tensor, v: Tensor) -> str | None:
-    """Why a `KVStore` cannot hold such keys [B, H, T, d] and values [B, h_kv, T, dv], or None."""
-    if k.dtype not in STATE_TYPES or v.dtype != k.dtype:
-        return f"keys are {k.dtype} and values {v.dtype}; both must be one of {', '.join(map(str, STATE_TYPES))}"
-    width, value_width = k.shape[-1], v.shape[-1]
+def refused_store(recipe: Recipe, width: int, value_width: int, dtype: torch.dtype) -> str | None:
+    """Why a `KVStore` cannot hold keys and values of these widths, or None."""
+    if dtype not in STATE_TYPES:
+        return f"keys and values are {dtype}; the kernels take {', '.join(map(str, STATE_TYPES))}"
     if width not in (64, 128) or value_width not in (width, 2 * width):
         return (
             f"keys are {width} and values {value_width} wide; keys must be 64 or 128, values as wide or twice as wide"
