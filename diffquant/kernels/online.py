@@ -4,11 +4,22 @@ A tile holds some rows (queries); its keys stand from position 0, the sequence's
 A row at position p sees keys 0 to p (causal), or the last `window` of them, or all.
 """
 
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 import triton
 import triton.language as tl
 
 # A finite floor for row maxima: -inf less -inf would be NaN where a row sees nothing yet.
 LOWEST = tl.constexpr(-1.0e30)
+
+
+@triton.jit
+def at(strides, sequence, head, position):
+    """Offset of a sequence's, a head's and a position's first element, safe beyond 2³¹ elements."""
+    return (
+        tl.cast(sequence, tl.int64) * strides[0]
+        + tl.cast(head, tl.int64) * strides[1]
+        + tl.cast(position, tl.int64) * strides[2]
+    )
 
 
 @triton.jit
@@ -48,34 +59,36 @@ def key_spans(first, last, keys, window, CAUSAL: tl.constexpr, WINDOW: tl.conste
 
 @triton.jit
 def load_rows(
-    source, first, bound, stride, STEP: tl.constexpr, WIDTH: tl.constexpr, DESCRIBED: tl.constexpr, EDGE: tl.constexpr
-):
-    """[STEP, WIDTH] from row `first` on; rows from `bound` on are 0. `source` is a descriptor or a pointer."""
+    source, first, column, bound, stride,
+    STEP: tl.constexpr, WIDTH: tl.constexpr, DESCRIBED: tl.constexpr, EDGE: tl.constexpr,
+):  # fmt: skip
+    """[STEP, WIDTH] from a row and a column on; rows from `bound` on are 0. `source` is a descriptor or a pointer."""
     if DESCRIBED:
-        return source.load([first, 0])
-    row = tl.arange(0, STEP)
-    column = tl.arange(0, WIDTH)
-    pointers = source + tl.cast(first, tl.int64) * stride + (row[:, None] * stride + column[None, :])
-    if EDGE:
-        return tl.load(pointers, mask=(first + row < bound)[:, None], other=0.0)
-    return tl.load(pointers)
+        rows = source.load([first, column])
+    else:
+        row = tl.arange(0, STEP)
+        places = source + column + tl.cast(first, tl.int64) * stride
+        places += row[:, None] * stride + tl.arange(0, WIDTH)[None, :]
+        rows = tl.load(places, mask=(first + row < bound)[:, None], other=0.0) if EDGE else tl.load(places)
+    return rows
 
 
 @triton.jit
 def attend_keys(
-    acc, largest, total, q, K, V, k_stride, v_stride, begin, end, position, keys, window, scale,
+    left, right, largest, total, q, K, V, k_stride, v_stride, begin, end, position, keys, window, scale,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, EDGE: tl.constexpr, DESCRIBED: tl.constexpr,
-    STEP: tl.constexpr, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
+    STEP: tl.constexpr, WIDTH: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """The state of an online softmax after keys begin to end more.
 
     Args:
-        acc: [rows, VALUE_WIDTH] weighted values; `largest` [rows] row maxima; `total` [rows] sums of weights.
+        left, right: [rows, PART] weighted values; `right` is idle where PARTS is 1.
+        largest: [rows] row maxima; `total` [rows] sums of weights.
         q: [rows, WIDTH]; `position` [rows].
         scale: what multiplies Q·Kᵀ, times log2(e).
     """
     for first in tl.range(begin, end, STEP):
-        k = load_rows(K, first, keys, k_stride, STEP, WIDTH, DESCRIBED, EDGE)
+        k = load_rows(K, first, 0, keys, k_stride, STEP, WIDTH, DESCRIBED, EDGE)
         logits = tl.dot(q, k.T)
         if EDGE:
             column = first + tl.arange(0, STEP)
@@ -90,42 +103,53 @@ def attend_keys(
         shrink = tl.exp2(largest - raised)
         total = total * shrink + tl.sum(weights, 1)
         largest = raised
-        v = load_rows(V, first, keys, v_stride, STEP, VALUE_WIDTH, DESCRIBED, EDGE)
-        acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None])
-    return acc, largest, total
+        weights = weights.to(q.dtype)
+        v = load_rows(V, first, 0, keys, v_stride, STEP, PART, DESCRIBED, EDGE)
+        left = tl.dot(weights, v, left * shrink[:, None])
+        if PARTS == 2:
+            v = load_rows(V, first, PART, keys, v_stride, STEP, PART, DESCRIBED, EDGE)
+            right = tl.dot(weights, v, right * shrink[:, None])
+    return left, right, largest, total
 
 
 @triton.jit
 def attend_tile(
     q, K, V, k_stride, v_stride, first, last, position, keys, window, scale,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, DESCRIBED: tl.constexpr,
-    STEP: tl.constexpr, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
+    STEP: tl.constexpr, WIDTH: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """softmax(q·Kᵀ·scale)·V of one tile: float32 [rows, VALUE_WIDTH]; rows that see nothing give 0."""
+    """softmax(q·Kᵀ·scale)·V of one tile: float32 [rows, PART · PARTS]; rows that see nothing give 0.
+
+    Values wider than a tile has rows come in two parts: Triton would else spread the warps of Ampere's
+    products over columns, and exchange every row maximum and weight between them.
+    """
     rows: tl.constexpr = q.shape[0]
-    acc = tl.zeros([rows, VALUE_WIDTH], tl.float32)
+    left = tl.zeros([rows, PART], tl.float32)
+    right = tl.zeros([rows, PART], tl.float32)
     largest = tl.full([rows], LOWEST, tl.float32)
     total = tl.zeros([rows], tl.float32)
     begin, inner_begin, inner_end, end = key_spans(first, last, keys, window, CAUSAL, WINDOW, STEP)
     if WINDOW:
-        acc, largest, total = attend_keys(
-            acc, largest, total, q, K, V, k_stride, v_stride, begin, tl.minimum(inner_begin, end), position, keys,
-            window, scale, CAUSAL, WINDOW, True, DESCRIBED, STEP, WIDTH, VALUE_WIDTH,
+        left, right, largest, total = attend_keys(
+            left, right, largest, total, q, K, V, k_stride, v_stride, begin, tl.minimum(inner_begin, end), position,
+            keys, window, scale, CAUSAL, WINDOW, True, DESCRIBED, STEP, WIDTH, PART, PARTS,
         )  # fmt: skip
     # Most keys lie here, and masking them would cost a third more instructions.
-    acc, largest, total = attend_keys(
-        acc, largest, total, q, K, V, k_stride, v_stride, inner_begin, inner_end, position, keys, window, scale,
-        CAUSAL, WINDOW, False, DESCRIBED, STEP, WIDTH, VALUE_WIDTH,
+    left, right, largest, total = attend_keys(
+        left, right, largest, total, q, K, V, k_stride, v_stride, inner_begin, inner_end, position,
+        keys, window, scale, CAUSAL, WINDOW, False, DESCRIBED, STEP, WIDTH, PART, PARTS,
     )  # fmt: skip
-    acc, largest, total = attend_keys(
-        acc, largest, total, q, K, V, k_stride, v_stride, inner_end, end, position, keys, window, scale,
-        CAUSAL, WINDOW, True, DESCRIBED, STEP, WIDTH, VALUE_WIDTH,
+    left, right, largest, total = attend_keys(
+        left, right, largest, total, q, K, V, k_stride, v_stride, inner_end, end, position,
+        keys, window, scale, CAUSAL, WINDOW, True, DESCRIBED, STEP, WIDTH, PART, PARTS,
     )  # fmt: skip
     blind = total == 0
     if CAUSAL:
         # A query beyond the valid range is padding itself.
         blind |= position >= keys
-    return acc * tl.where(blind, 0.0, 1.0 / tl.where(blind, 1.0, total))[:, None]
+    out = tl.join(left, right).permute(0, 2, 1).reshape(rows, PART * PARTS) if PARTS == 2 else left
+    # What padding holds may be NaN, so a factor of 0 would not do.
+    return tl.where(blind[:, None], 0.0, out * (1.0 / tl.where(blind, 1.0, total))[:, None])
 
 
 @triton.jit

@@ -23,15 +23,17 @@ from diffquant.kernels.descriptors import allow_descriptors, describable
 from diffquant.kernels.prefill_v1 import prefill_v1
 from diffquant.kernels.prefill_v2 import prefill_v2
 
+# Rows are as many as one accumulator of a tile leaves registers for; steps on Hopper as long as shared
+# memory holds, since each rescales the accumulator. Ampere's stay below the 99 KiB of its smaller devices.
 TILES = {
-    "prefill_v1/sm_90/64": AttentionTile(128, 128, 8, 2),
-    "prefill_v1/sm_90/128": AttentionTile(128, 64, 8, 2),
-    "prefill_v1/sm_80/64": AttentionTile(128, 64, 8, 2),
-    "prefill_v1/sm_80/128": AttentionTile(128, 32, 8, 2),
+    "prefill_v1/sm_90/64": AttentionTile(128, 128, 8, 3),
+    "prefill_v1/sm_90/128": AttentionTile(128, 128, 8, 2),
+    "prefill_v1/sm_80/64": AttentionTile(128, 64, 8, 3),
+    "prefill_v1/sm_80/128": AttentionTile(128, 64, 8, 2),
     "prefill_v2/sm_90/64": AttentionTile(128, 128, 8, 3),
     "prefill_v2/sm_90/128": AttentionTile(128, 128, 8, 2),
     "prefill_v2/sm_80/64": AttentionTile(128, 64, 4, 3),
-    "prefill_v2/sm_80/128": AttentionTile(128, 64, 8, 2),
+    "prefill_v2/sm_80/128": AttentionTile(128, 64, 8, 3),
 }
 
 
@@ -120,6 +122,7 @@ def _op(
     tile = choose(TILES, f"{name}/{here if described else 'sm_80'}/{width}")
     if described:
         allow_descriptors()
+    part = min(value_width, 128)
     per_tile = tile.queries if k2 is not None else tile.queries // 2
     with torch.cuda.device_of(v):
         kernel[(-(-queries // per_tile) * pairs * batch,)](
@@ -127,7 +130,7 @@ def _op(
             q1.stride()[:3], k1.stride()[:3], v.stride()[:3], lam.stride()[:3], out.stride()[:3],
             pairs, pairs // kv_pairs, queries, keys, window or 0, scale * log2(e), eps, factor,
             CAUSAL=causal, WINDOW=window is not None, NORM=normed, DESCRIBED=described,
-            ROWS=tile.queries, STEP=tile.keys, WIDTH=width, VALUE_WIDTH=value_width,
+            ROWS=tile.queries, STEP=tile.keys, WIDTH=width, PART=part, PARTS=value_width // part,
             num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
     return out

@@ -4,29 +4,31 @@ A pair's two queries are two rows of one tile, so K and V are read once for both
 Transformer with twice the queries; λ weighs the rows' difference at the end.
 """
 
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 import triton
 import triton.language as tl
 
-from diffquant.kernels.online import attend_tile, pair_norm, valid_range
+from diffquant.kernels.online import at, attend_tile, pair_norm, valid_range
 
 
-@triton.jit
+# Lengths change from call to call: a kernel for each that is or is not a multiple of 16 would gain nothing.
+@triton.jit(do_not_specialize=["queries", "keys", "window", "lam_strides"])
 def prefill_v2(
     Q1, Q2, K, V, Lam, Out, Starts, Ends, Weight,
     q_strides, k_strides, v_strides, lam_strides, out_strides,
     pairs, group, queries, keys, window, scale, eps, factor,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, NORM: tl.constexpr, DESCRIBED: tl.constexpr,
-    ROWS: tl.constexpr, STEP: tl.constexpr, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
+    ROWS: tl.constexpr, STEP: tl.constexpr, WIDTH: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """As `prefill_v1` with one K [B, h_kv, S, d]; a tile of ROWS rows holds ROWS / 2 queries."""
     held: tl.constexpr = ROWS // 2
+    VALUE_WIDTH: tl.constexpr = PART * PARTS
     tiles = tl.cdiv(queries, held)
     # The last tiles see most keys and start first.
     top = (tiles - 1 - tl.program_id(0) % tiles) * held
     pair = tl.program_id(0) // tiles % pairs
     sequence = tl.program_id(0) // tiles // pairs
     start, valid = valid_range(Starts, Ends, sequence, keys)
-    sequence = sequence.to(tl.int64)
     offset = keys - queries - start
     last = tl.minimum(top + held, queries) - 1 + offset
 
@@ -37,20 +39,18 @@ def prefill_v2(
     is_noise = slot // 8 % 2 == 1
     row = top + query
 
-    q_base = sequence * q_strides[0] + pair * q_strides[1] + tl.cast(top, tl.int64) * q_strides[2]
-    k_base = sequence * k_strides[0] + pair // group * k_strides[1] + tl.cast(start, tl.int64) * k_strides[2]
-    v_base = sequence * v_strides[0] + pair // group * v_strides[1] + tl.cast(start, tl.int64) * v_strides[2]
-    q_row = tl.where(is_noise, Q2 + q_base, Q1 + q_base) + query * q_strides[2]
+    kv_pair = pair // group
+    q_row = tl.where(is_noise, Q2, Q1) + at(q_strides, sequence, pair, row)
     q = tl.load(q_row[:, None] + tl.arange(0, WIDTH)[None, :], mask=(row < queries)[:, None], other=0.0)
 
-    k = K + k_base
-    values = V + v_base
+    k = K + at(k_strides, sequence, kv_pair, start)
+    values = V + at(v_strides, sequence, kv_pair, start)
     if DESCRIBED:
         k = tl.make_tensor_descriptor(k, [valid, WIDTH], [k_strides[2], 1], [STEP, WIDTH])
-        values = tl.make_tensor_descriptor(values, [valid, VALUE_WIDTH], [v_strides[2], 1], [STEP, VALUE_WIDTH])
+        values = tl.make_tensor_descriptor(values, [valid, VALUE_WIDTH], [v_strides[2], 1], [STEP, PART])
     both = attend_tile(
         q, k, values, k_strides[2], v_strides[2], top + offset, last, row + offset, valid, window, scale,
-        CAUSAL, WINDOW, DESCRIBED, STEP, WIDTH, VALUE_WIDTH,
+        CAUSAL, WINDOW, DESCRIBED, STEP, WIDTH, PART, PARTS,
     )  # fmt: skip
 
     both = both.reshape(ROWS // 16, 2, 8, VALUE_WIDTH).permute(0, 2, 3, 1)
@@ -58,13 +58,10 @@ def prefill_v2(
     signal = signal.reshape(held, VALUE_WIDTH)
     noise = noise.reshape(held, VALUE_WIDTH)
     row = top + tl.arange(0, held)
-    lam = tl.load(
-        Lam + sequence * lam_strides[0] + pair * lam_strides[1] + row * lam_strides[2], mask=row < queries, other=0.0
-    )
+    lam = tl.load(Lam + at(lam_strides, sequence, pair, row), mask=row < queries, other=0.0)
     out = signal - lam[:, None] * noise
     if NORM:
         out = pair_norm(out, Weight, eps, factor, VALUE_WIDTH)
-    out_base = sequence * out_strides[0] + pair * out_strides[1] + tl.cast(top, tl.int64) * out_strides[2]
-    column = tl.arange(0, VALUE_WIDTH)
-    places = Out + out_base + (tl.arange(0, held)[:, None] * out_strides[2] + column[None, :])
+    places = Out + at(out_strides, sequence, pair, top)
+    places += tl.arange(0, held)[:, None] * out_strides[2] + tl.arange(0, VALUE_WIDTH)[None, :]
     tl.store(places, out.to(Out.dtype.element_ty), mask=(row < queries)[:, None])

@@ -46,8 +46,9 @@ class Binary:
 
 def compiled(module_file: str) -> dict[str, list[Binary]]:
     """The kernels each of a test module's `launches()` launched, by launch name."""
-    root = Path(__file__).parents[2]
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)}
+    tests = Path(__file__).parents[1]
+    path = os.pathsep.join([str(tests.parent), str(tests)])
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     done = subprocess.run(
         [sys.executable, __file__, Path(module_file).stem], env=environment, capture_output=True, text=True, check=False
     )
