@@ -5,6 +5,7 @@ spelled in PTX, four codes at a time, since the compiler would widen each byte a
 no PTX.
 """
 
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 import triton
 import triton.language as tl
 
