@@ -13,7 +13,15 @@ import triton
 from torch import Tensor
 
 from diffquant.errors import UsageError
-from diffquant.kernels.arguments import PairNorm, Visibility, attention_shape, empty_output, refused_device
+from diffquant.kernels.arguments import (
+    HALF_TYPES,
+    PairNorm,
+    Visibility,
+    attention_shape,
+    empty_output,
+    refused_device,
+    refused_widths,
+)
 from diffquant.kernels.configs import AttentionTile, choose, device_class
 from diffquant.kernels.decode_combine import decode_combine
 from diffquant.kernels.decode_share import decode_share
@@ -76,7 +84,11 @@ def refused(recipe: Recipe, q: Sequence[Tensor], v: Tensor) -> str | None:
     """Why `decode` cannot serve these queries from a store of such values, or None."""
     if q[0].shape[2] > MAX_QUERIES:
         return f"decode takes up to {MAX_QUERIES} new tokens, not {q[0].shape[2]}"
-    return refused_device(v.device) or refused_store(recipe, q[0].shape[-1], v.shape[-1], v.dtype)
+    return (
+        refused_device(v.device)
+        or refused_widths(q[0], v)
+        or refused_store(recipe, q[0].shape[-1], v.shape[-1], v.dtype)
+    )
 
 
 def _check(q: Sequence[Tensor], store: KVStore, lam: Tensor | None, seen: Visibility, post: PairNorm | None) -> bool:
@@ -91,6 +103,8 @@ def _check(q: Sequence[Tensor], store: KVStore, lam: Tensor | None, seen: Visibi
     some_k = k.recent.new_empty(()).expand(batch, v_heads, capacity, k.width)
     some_v = v.recent.new_empty(()).expand(batch, v_heads, capacity, v.width)
     shape = attention_shape(q, [some_k] * len(q), some_v, lam, seen, post)
+    if q[0].is_cuda and q[0].dtype not in HALF_TYPES:
+        raise UsageError(f"decode takes float16 and bfloat16 on CUDA, got {q[0].dtype}")
     if not 0 < shape.queries <= MAX_QUERIES:
         raise UsageError(f"decode takes 1 to {MAX_QUERIES} new tokens, got {shape.queries}; longer ones are a prefill")
     return shared

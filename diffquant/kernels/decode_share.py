@@ -10,7 +10,7 @@ probability times scale and fill float16's range however small V is.
 import triton
 import triton.language as tl
 
-from diffquant.kernels.kv_layout import packed_tokens, parts_of, stored_head, tile
+from diffquant.kernels.kv_layout import packed_tokens, parts, parts_of, stored_head, whole
 from diffquant.kernels.online import LOWEST
 
 
@@ -26,7 +26,6 @@ def decode_share(
 
     Rows are ordered map, query pair of the group, query. `scale` includes log2(e).
     """
-    K_PARTS: tl.constexpr = parts_of(K_BITS)
     V_PARTS: tl.constexpr = parts_of(V_BITS)
     sequence = (tl.program_id(1) // v_heads).to(tl.int64)
     head = tl.program_id(1) % v_heads
@@ -36,12 +35,13 @@ def decode_share(
     pair = head * group + row % of_map // queries
     at = sequence * q_stride[0] + pair * q_stride[1] + query * q_stride[2]
     noise = row >= of_map
-    q1 = _queries(Q1 + at[:, None], ~noise, WIDTH // K_PARTS, K_PARTS)
+    column = tl.arange(0, WIDTH)[None, :]
+    q1 = tl.load(Q1 + at[:, None] + column, mask=(row < of_map)[:, None], other=0.0)
     q2 = q1
     if Q2 is not None:
-        q2 = _queries(Q2 + at[:, None], noise & (row < 2 * of_map), WIDTH // K_PARTS, K_PARTS)
+        q2 = tl.load(Q2 + at[:, None] + column, mask=(noise & (row < 2 * of_map))[:, None], other=0.0)
         if SHARED_K:
-            q1 = _sum(q1, q2, K_PARTS)
+            q1 += q2
 
     length = tl.load(Progress)
     position = length - queries + query
@@ -71,7 +71,7 @@ def decode_share(
     sums = tl.full([ROWS], LOWEST, tl.float32), tl.zeros([ROWS], tl.float32), _zeros(ROWS, VALUE_WIDTH, V_PARTS)
     sums = _span(
         sums, q1, q2, noise, first, position, begin, tl.minimum(end, tl.minimum(k_packed, v_packed)), k1, k2, v, scale,
-        K_BITS, K_BLOCK, 0, K_PARTS, V_BITS, 0, V_PARTS, WIDTH, VALUE_WIDTH, TWO_K, STEP, STAGES, PTX,
+        K_BITS, K_BLOCK, 0, V_BITS, 0, V_PARTS, WIDTH, VALUE_WIDTH, TWO_K, STEP, STAGES, PTX,
     )  # fmt: skip
     if K_RING:
         k1 = _waiting(KRecent + k_head * (K_RING * WIDTH))
@@ -80,13 +80,13 @@ def decode_share(
         sums = _span(
             sums, q1, q2, noise, first, position, tl.maximum(begin, k_packed), tl.minimum(end, v_packed),
             k1, k2, v, scale,
-            16, 1, K_RING, K_PARTS, V_BITS, 0, V_PARTS, WIDTH, VALUE_WIDTH, TWO_K, STEP, 1, PTX,
+            16, 1, K_RING, V_BITS, 0, V_PARTS, WIDTH, VALUE_WIDTH, TWO_K, STEP, 1, PTX,
         )  # fmt: skip
     if V_RING:
         v = _waiting(VRecent + v_head * (V_RING * VALUE_WIDTH))
         sums = _span(
             sums, q1, q2, noise, first, position, tl.maximum(begin, v_packed), end, k1, k2, v, scale,
-            16, 1, K_RING, K_PARTS, 16, V_RING, V_PARTS, WIDTH, VALUE_WIDTH, TWO_K, STEP, 1, PTX,
+            16, 1, K_RING, 16, V_RING, V_PARTS, WIDTH, VALUE_WIDTH, TWO_K, STEP, 1, PTX,
         )  # fmt: skip
 
     largest, total, acc = sums
@@ -103,12 +103,12 @@ def decode_share(
 @triton.jit
 def _span(
     sums, q1, q2, noise, first, last, begin, end, k1, k2, v, scale,
-    K_BITS: tl.constexpr, K_BLOCK: tl.constexpr, K_RING: tl.constexpr, K_PARTS: tl.constexpr,
+    K_BITS: tl.constexpr, K_BLOCK: tl.constexpr, K_RING: tl.constexpr,
     V_BITS: tl.constexpr, V_RING: tl.constexpr, V_PARTS: tl.constexpr, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
     TWO_K: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """The sums after keys begin to end more, of which a row sees those from `first` to `last`."""
-    STATES: tl.constexpr = q1[0].dtype
+    STATES: tl.constexpr = q1.dtype
     CODES: tl.constexpr = tl.float32 if tl.float32 == STATES else tl.float16
     K_DTYPE: tl.constexpr = STATES if K_BITS == 16 else CODES
     V_DTYPE: tl.constexpr = STATES if V_BITS == 16 else CODES
@@ -120,13 +120,13 @@ def _span(
     for step in tl.range(begin // STEP * STEP, end, STEP, num_stages=STAGES):
         token = step + tl.arange(0, STEP)
         k_at = token % K_RING if K_RING else token
-        block = step // K_BLOCK * WIDTH
-        k = tile(k1[0], k1[1], k_at, K_BITS, WIDTH, K_PARTS, K_DTYPE, PTX)
-        logits = tl.zeros([largest.shape[0], STEP], tl.float32)
-        logits = _logits(logits, q1, k, k1[2] + block, WIDTH // K_PARTS, K_PARTS, PER_CHANNEL, K_DTYPE)
+        scales = k1[2] + step // K_BLOCK * WIDTH
+        k = whole(k1[0], k1[1], k_at, K_BITS, WIDTH, K_DTYPE, PTX)
+        logits = tl.dot(_scaled(q1, scales, PER_CHANNEL, K_DTYPE), tl.trans(k), input_precision="ieee")
         if TWO_K:
-            k = tile(k2[0], k2[1], k_at, K_BITS, WIDTH, K_PARTS, K_DTYPE, PTX)
-            logits = _logits(logits, q2, k, k2[2] + block, WIDTH // K_PARTS, K_PARTS, PER_CHANNEL, K_DTYPE)
+            scales = k2[2] + step // K_BLOCK * WIDTH
+            k = whole(k2[0], k2[1], k_at, K_BITS, WIDTH, K_DTYPE, PTX)
+            logits = tl.dot(_scaled(q2, scales, PER_CHANNEL, K_DTYPE), tl.trans(k), logits, input_precision="ieee")
         if PER_TOKEN:
             of_tokens = tl.load(k1[2] + token).to(tl.float32)[None, :]
             if TWO_K:
@@ -145,23 +145,17 @@ def _span(
         weights = tl.exp2(logits - raised[:, None])
         probabilities = weights * tl.exp2(-of_values)[None, :] if V_BITS < 16 else weights
         total = total * shrink + tl.sum(probabilities, 1)
-        values = tile(v[0], v[1], token % V_RING if V_RING else token, V_BITS, VALUE_WIDTH, V_PARTS, V_DTYPE, PTX)
+        values = parts(v[0], v[1], token % V_RING if V_RING else token, V_BITS, VALUE_WIDTH, V_PARTS, V_DTYPE, PTX)
         acc = _weighed(acc, shrink[:, None], weights.to(V_DTYPE), values, V_PARTS)
     return largest, total, acc
 
 
 @triton.jit
-def _logits(
-    logits, q, k, Scales, PART: tl.constexpr, PARTS: tl.constexpr, PER_CHANNEL: tl.constexpr, DTYPE: tl.constexpr
-):
-    """logits + q·kᵀ, q multiplied by its channels' scales where they have their own."""
-    for part in tl.static_range(PARTS):
-        queries = q[part]
-        if PER_CHANNEL:
-            of_channels = tl.load(Scales + part * PART + tl.arange(0, PART)).to(tl.float32)
-            queries = queries.to(tl.float32) * of_channels[None, :]
-        logits = tl.dot(queries.to(DTYPE), tl.trans(k[part]), logits, input_precision="ieee")
-    return logits
+def _scaled(q, Scales, PER_CHANNEL: tl.constexpr, DTYPE: tl.constexpr):
+    """Queries times their channels' scales where they have their own."""
+    if PER_CHANNEL:
+        q = q.to(tl.float32) * tl.load(Scales + tl.arange(0, q.shape[1])).to(tl.float32)[None, :]
+    return q.to(DTYPE)
 
 
 @triton.jit
@@ -193,36 +187,6 @@ def _log2(x, PTX: tl.constexpr):
         out = tl.inline_asm_elementwise("lg2.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
     else:
         out = tl.log2(x)
-    return out
-
-
-@triton.jit
-def _queries(rows, mask, PART: tl.constexpr, PARTS: tl.constexpr):
-    """PARTS tiles [rows, PART], zero where masked."""
-    q = rows + tl.arange(0, PART)[None, :]
-    mask = mask[:, None]
-    if PARTS == 1:
-        out = (tl.load(q, mask, 0.0),)
-    elif PARTS == 2:
-        out = tl.load(q, mask, 0.0), tl.load(q + PART, mask, 0.0)
-    else:
-        out = (
-            tl.load(q, mask, 0.0),
-            tl.load(q + PART, mask, 0.0),
-            tl.load(q + 2 * PART, mask, 0.0),
-            tl.load(q + 3 * PART, mask, 0.0),
-        )
-    return out
-
-
-@triton.jit
-def _sum(a, b, PARTS: tl.constexpr):
-    if PARTS == 1:
-        out = (a[0] + b[0],)
-    elif PARTS == 2:
-        out = a[0] + b[0], a[1] + b[1]
-    else:
-        out = a[0] + b[0], a[1] + b[1], a[2] + b[2], a[3] + b[3]
     return out
 
 

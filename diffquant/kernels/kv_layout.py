@@ -79,29 +79,43 @@ def _from_six(first, second, top, DTYPE: tl.constexpr, PTX: tl.constexpr):
 
 
 @triton.jit
-def tile(
-    codes, top, at,
+def parts(
+    Codes, Top, token,
     BITS: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr, DTYPE: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """Tokens `at` [N] of one head as PARTS tiles [N, WIDTH / PARTS], codes not yet multiplied by their scales."""
+    """Tokens [N] of one head as PARTS tiles [N, WIDTH / PARTS], codes not yet multiplied by their scales."""
     PART: tl.constexpr = WIDTH // PARTS
     column = tl.arange(0, PART)[None, :]
     if BITS == 4:
-        out = _from_nibbles(tl.load(codes + at[:, None] * (WIDTH // 2) + column), DTYPE, PTX)
+        out = _from_nibbles(tl.load(Codes + token[:, None] * PART + column), DTYPE, PTX)
     elif BITS == 6:
-        row = codes + at[:, None] * (WIDTH // 2) + column
-        two = tl.load(top + at[:, None] * (WIDTH // 4) + column)
-        out = _from_six(tl.load(row), tl.load(row + PART), two, DTYPE, PTX)
+        row = Codes + token[:, None] * (WIDTH // 2) + column
+        top = tl.load(Top + token[:, None] * PART + column)
+        out = _from_six(tl.load(row), tl.load(row + PART), top, DTYPE, PTX)
     elif BITS == 8:
-        out = (_from_bytes(tl.load(codes + at[:, None] * WIDTH + column), DTYPE, PTX),)
+        out = (_from_bytes(tl.load(Codes + token[:, None] * WIDTH + column), DTYPE, PTX),)
     else:
-        row = codes + at[:, None] * WIDTH + column
+        row = Codes + token[:, None] * WIDTH + column
         if PARTS == 1:
             out = (tl.load(row),)
         elif PARTS == 2:
             out = tl.load(row), tl.load(row + PART)
         else:
             out = tl.load(row), tl.load(row + PART), tl.load(row + 2 * PART), tl.load(row + 3 * PART)
+    return out
+
+
+@triton.jit
+def whole(Codes, Top, token, BITS: tl.constexpr, WIDTH: tl.constexpr, DTYPE: tl.constexpr, PTX: tl.constexpr):
+    """`parts` side by side, [N, WIDTH]."""
+    x = parts(Codes, Top, token, BITS, WIDTH, parts_of(BITS), DTYPE, PTX)
+    if BITS == 4:
+        out = tl.reshape(tl.permute(tl.join(x[0], x[1]), (0, 2, 1)), (token.shape[0], WIDTH))
+    elif BITS == 6:
+        quarters = tl.join(tl.join(x[0], x[2]), tl.join(x[1], x[3]))
+        out = tl.reshape(tl.permute(quarters, (0, 2, 3, 1)), (token.shape[0], WIDTH))
+    else:
+        out = x[0]
     return out
 
 

@@ -215,7 +215,7 @@ def ring_length(scheme: Scheme, residual: int) -> int:
 
 
 def refused_store(recipe: Recipe, width: int, value_width: int, dtype: torch.dtype) -> str | None:
-    """Why a `KVStore` cannot hold keys and values of these widths, or None."""
+    """Why a `KVStore` cannot hold keys and values of these widths, or None; float32 is for the interpreter."""
     if dtype not in STATE_TYPES:
         return f"keys and values are {dtype}; the kernels take {', '.join(map(str, STATE_TYPES))}"
     if width not in (64, 128) or value_width not in (width, 2 * width):

@@ -13,7 +13,7 @@ from transformers.cache_utils import Cache
 
 from diffquant.attention import DiffSpec, Mask
 from diffquant.errors import UsageError
-from diffquant.kernels.arguments import refused_device
+from diffquant.kernels.arguments import HALF_TYPES, refused_device
 from diffquant.kernels.configs import capability
 from diffquant.kernels.kv_store import KVStore, refused_store
 from diffquant.model.cache import PackedLayer
@@ -139,4 +139,6 @@ class FusedCache(Cache):
 
 def refused(recipe: Recipe, spec: DiffSpec, dtype: torch.dtype, device: torch.device) -> str | None:
     """Why a model with this attention cannot decode through a `FusedCache`, or None."""
+    if dtype not in HALF_TYPES:
+        return f"the decode kernel takes float16 and bfloat16, not {dtype}"
     return refused_device(device) or refused_store(recipe, spec.head_dim, spec.value_dim, dtype)

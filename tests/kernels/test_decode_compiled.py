@@ -1,0 +1,74 @@
+"""What the shipped decode configurations use of a GPU, read from their machine code."""
+
+from functools import partial
+
+import pytest
+import torch
+from kernel_inputs import random_call
+from offline import SHARED_LIMIT, compiled
+
+from diffquant.kernels.kv_store import KVStore
+from diffquant.scheme import Recipe
+
+INT4 = Recipe.of(k="4:c64", v=4, residual=64)
+INT6 = Recipe.of(kv=6)
+INT8 = Recipe.of(k="8:c64", v=8)
+# Recipe, and how many instructions a thread may spend on an element of K or V, all of attention included.
+CASES = {
+    "v1-d64-int4-sm_90": ("v1", 64, INT4, 90, 4.7),
+    "v1-d128-int4-sm_80": ("v1", 128, INT4, 80, 4.7),
+    "v2-d128-int4-sm_90": ("v2", 128, INT4, 90, 4.7),
+    "v2-d64-int8-sm_80": ("v2", 64, INT8, 80, 5.7),
+    "v1-d128-int8-sm_90": ("v1", 128, INT8, 90, 4.9),
+    "v1-d128-int6-sm_90": ("v1", 128, INT6, 90, 5.7),
+    "v1-d128-16-sm_90": ("v1", 128, Recipe.of(), 90, 2.3),
+}
+STEP, WARPS = 64, {64: 2, 128: 2, 256: 4}
+
+
+def both(generation, k):
+    return torch.cat(k, 1) if generation == "v1" else k[0]
+
+
+def launches():
+    from diffquant.kernels.append import append
+    from diffquant.kernels.decode import decode
+
+    for name, (generation, width, recipe, capability, _) in CASES.items():
+        q, k, v, lam = random_call(generation, 1, 1, width=width, dtype=torch.bfloat16, pairs=8, kv_pairs=2)
+        store = KVStore(recipe, both(generation, k), v, 4096)
+        yield name, capability, partial(decode, q, store, lam, scale=0.125)
+        if name in APPENDED:
+            yield f"append-{name}", capability, partial(append, store, both(generation, k), v)
+
+
+APPENDED = ("v1-d128-int4-sm_80", "v1-d128-int6-sm_90")
+
+
+@pytest.fixture(scope="module")
+def binaries():
+    return compiled(__file__)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_shipped_configuration_fits_and_unpacks_cheaply(name, binaries):
+    share, combine = binaries[name]
+    generation, width, _, capability, most = CASES[name]
+    assert (share.kernel, combine.kernel) == ("decode_share", "decode_combine")
+    assert share.shared <= SHARED_LIMIT[capability]
+    assert not share.spills_in_a_main_loop()
+    packed = max(share.main_loops, key=lambda loop: sum(loop.values()))
+    assert packed["HMMA"]
+    values = 2 * width if generation == "v1" else width
+    elements = STEP * (values + (2 * width if generation == "v1" else width))
+    assert sum(packed.values()) * 32 * WARPS[values] / elements <= most
+    # No code is converted by itself.
+    assert "I2F" not in packed
+    assert combine.stack == 0
+
+
+@pytest.mark.parametrize("name", APPENDED)
+def test_appending_fits_registers(name, binaries):
+    (kernel,) = binaries[f"append-{name}"]
+    assert kernel.stack == 0
+    assert kernel.shared <= SHARED_LIMIT[kernel.capability]
