@@ -5,6 +5,8 @@ correctly, halves to even. The length is read and advanced on the device, so the
 a CUDA graph.
 """
 
+from functools import cache
+
 import torch
 import triton
 from torch import Tensor
@@ -98,6 +100,7 @@ def _kept(tokens: int, ring: int, block: int) -> int:
     return triton.cdiv(min(tokens, ring), _step(block)) + 1 if ring else 0
 
 
+@cache
 def _limit(bits: int, dtype: torch.dtype) -> float:
     """The largest scale."""
     return 1.0 if bits == 16 else float(storable_scale(torch.tensor(torch.inf), bits, dtype))
