@@ -13,7 +13,7 @@ import torch
 from diffquant.checkpoint.check import check_tensors
 from diffquant.checkpoint.load import stored_recipe
 from diffquant.checkpoint.plan import megabytes
-from diffquant.checkpoint.reader import Checkpoint, open_checkpoint
+from diffquant.checkpoint.reader import Checkpoint, open_checkpoint, read_json
 from diffquant.checkpoint.staging import check_output, file_digest, staged, write_atomically
 from diffquant.checkpoint.stream import fingerprint
 from diffquant.checkpoint.versions import versions
@@ -147,7 +147,14 @@ def _identity(checkpoint: Checkpoint) -> dict[str, Any]:
         "model_type": checkpoint.config.get("model_type"),
         "bytes": checkpoint.nbytes,
         "sha256": {file.name: file_digest(file) for file in checkpoint.weight_files()},
+        "origin_sha256": _origin(checkpoint),
     }
+
+
+def _origin(checkpoint: Checkpoint) -> dict[str, str]:
+    """Digests of what `quantize` made a checkpoint from; none where it did not write it."""
+    record = checkpoint.path / "diffquant.json"
+    return read_json(record).get("source", {}).get("sha256", {}) if record.is_file() else {}
 
 
 def _quantized(source: Source) -> dict[str, Any]:

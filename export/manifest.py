@@ -25,7 +25,8 @@ class Manifest:
     Attributes:
         options: what was asked for.
         floor: oldest ONNX Runtime that opens the model.
-        source: "name", "model_type" and "sha256" of the checkpoint's weight files.
+        source: "name", "model_type" and "sha256" of the checkpoint's weight files; "origin_sha256" of those a
+            quantized checkpoint was made from.
         tensors: of each quantized weight: bits, container bits, granularity, stored bytes.
         sha256: of the model's files.
     """

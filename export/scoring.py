@@ -4,26 +4,32 @@ What the tasks call hidden states are its logits, and the head passes them on. E
 itself: GroupQueryAttention takes a chunk after a past for one sequence only, and so no padding is read.
 """
 
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnxruntime
 import torch
 from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from diffquant.checkpoint.load import load_tokenizer
-from diffquant.checkpoint.reader import read_json
+from diffquant.checkpoint.reader import read_json, side_files
+from diffquant.checkpoint.staging import file_digest
 from diffquant.errors import UsageError
+from diffquant.evals.perplexity import Reference
 from diffquant.model.adapters import adapter_for
 from diffquant.progress import Progress, silent
-from diffquant.scheme import Recipe
+from diffquant.scheme import Recipe, Scheme
+from diffquant.sweep.exported import ExportedModel
 from diffquant.sweep.grid import SweepOptions
-from diffquant.sweep.tasks import make_tasks
+from diffquant.sweep.tasks import Task, make_tasks
 
 from .generation import Generator
+from .manifest import check_unchanged, read_manifest
+from .native import kernel_name
 from .session import OnnxModel
 
 # Logits of every token of a pass are held at once: 1,024 tokens of a vocabulary of 50,000 take 200 MB.
@@ -38,12 +44,55 @@ def evaluate_exported(
     Raises:
         UsageError: options ask for another precision or device than the model was exported with.
     """
-    if recipe is not None or options.dtype != "auto" or options.device != "cpu":
-        raise UsageError("an exported model is measured as it is: leave out the recipe options, --dtype and --device")
-    tasks = make_tasks(_smaller(options))
-    tokenizer = load_tokenizer(folder)
-    model = OnnxLanguageModel(OnnxModel(folder))
-    return {task.name: task.run(model, tokenizer, None, progress) for task in tasks}
+    if recipe is not None or (options.dtype, options.attention, options.device) != ("auto", "auto", "cpu"):
+        raise UsageError(
+            "an exported model is measured as it is: leave out the recipe options, --dtype, --attention and --device"
+        )
+    runtime = OnnxRuntime()
+    return {task.name: runtime.run(folder, task, None, progress) for task in make_tasks(options)}
+
+
+class OnnxRuntime:
+    """What `diffquant.sweep` runs exported folders with; keeps the last one open."""
+
+    def __init__(self) -> None:
+        self._open: tuple[Path, OnnxLanguageModel, Any] | None = None
+
+    def describe(self, folder: Path) -> ExportedModel:
+        """What a sweep must know of a folder.
+
+        Raises:
+            CheckpointError: the folder is damaged, or changed since it was exported.
+        """
+        manifest = read_manifest(folder)
+        check_unchanged(folder, manifest)
+        widths = Counter(f"{tensor['bits']}:{tensor['granularity']}" for tensor in manifest.tensors.values())
+        weights = widths.most_common(1)[0][0] if widths else "16"
+        options = manifest.options
+        extras = {"kv": options.kv_bits, "logits": options.logits, "embed": options.embed_bits}
+        scheme = " ".join([weights, *(f"{name} {value}" for name, value in extras.items() if str(value) != "16")])
+        cache = OnnxModel(folder).cache
+        return ExportedModel(
+            bits=Scheme.parse(weights).bits,
+            scheme=scheme,
+            identity={
+                "sha256": dict(manifest.sha256),
+                "tokenizer": [file_digest(file) for file in side_files(folder)],
+                "onnxruntime": onnxruntime.__version__,
+                "kernel": kernel_name(),
+            },
+            sources=tuple(frozenset(manifest.source.get(name, {}).values()) for name in ("sha256", "origin_sha256")),
+            weight_bytes=sum((folder / name).stat().st_size for name in manifest.sha256),
+            kv_bytes=cache.row_bytes if cache else 0,
+        )
+
+    def run(self, folder: Path, task: Task, reference: Reference | None, progress: Progress) -> dict[str, Any]:
+        """A task's result; one sequence at a time, so the task's batches only bound memory."""
+        if self._open is None or self._open[0] != folder:
+            self._open = None
+            self._open = folder, OnnxLanguageModel(OnnxModel(folder)), load_tokenizer(folder)
+        _, model, tokenizer = self._open
+        return task.in_batches_of(_BATCH_TOKENS).run(model, tokenizer, reference, progress)
 
 
 class OnnxCache:
@@ -73,7 +122,8 @@ class OnnxLanguageModel:
         self.runtime = runtime
         self.config = adapter_for(read_json(runtime.folder / "config.json")).config
         self.device = torch.device("cpu")
-        self.lm_head: Callable[[Tensor], Tensor] = torch.nn.Identity()
+        # A copy, as any head gives one: scoring turns logits into exponentials in place.
+        self.lm_head: Callable[[Tensor], Tensor] = torch.clone
 
     def new_cache(self) -> OnnxCache:
         return OnnxCache()
@@ -133,7 +183,3 @@ class OnnxLanguageModel:
         mask = np.ones((1, seen + len(ids)), np.int64)
         (logits,), cache = self.runtime.run(ids[None].numpy(), mask, past)
         return torch.from_numpy(logits[0].astype(np.float32)), cache
-
-
-def _smaller(options: SweepOptions) -> SweepOptions:
-    return replace(options, batch_tokens=min(options.batch_tokens, _BATCH_TOKENS))

@@ -3,9 +3,10 @@
 Needs torch and numpy alone.
 """
 
-from diffquant.attention.dispatch import BACKENDS, attend
+from diffquant.attention.backends import BACKENDS, check_backend
+from diffquant.attention.dispatch import attend
 from diffquant.attention.logits import LogitMeter
 from diffquant.attention.mask import Mask
 from diffquant.attention.spec import DiffSpec
 
-__all__ = ["BACKENDS", "DiffSpec", "LogitMeter", "Mask", "attend"]
+__all__ = ["BACKENDS", "DiffSpec", "LogitMeter", "Mask", "attend", "check_backend"]

@@ -1,30 +1,26 @@
 """Who computes an attention: the fastest backend that can, or the one asked for."""
 
-from collections.abc import Callable, Sequence
+import logging
+import warnings
+from collections.abc import Sequence
 from functools import cache
-from importlib.util import find_spec
 
-import torch
 from torch import Tensor
 
-from diffquant.attention.composed import flash_attn, flashdiff1, flashdiff2
+from diffquant.attention.backends import BACKENDS, check_backend
+from diffquant.attention.call import Call
+from diffquant.attention.fused import fused_simulated, refused_by_simulated
 from diffquant.attention.logits import LogitMeter
 from diffquant.attention.mask import Mask
 from diffquant.attention.naive import naive
-from diffquant.attention.op import as_op
+from diffquant.attention.norm import pair_norm
 from diffquant.attention.simulated import simulated
-from diffquant.errors import MissingDependencyError, UsageError
+from diffquant.errors import UsageError
+from diffquant.kernels.arguments import PairNorm
 from diffquant.scheme import FULL, Scheme
 
-Backend = Callable[[Sequence[Tensor], Sequence[Tensor], Tensor, Tensor | None, float, Mask], Tensor]
-
-BACKENDS: dict[str, Backend] = {
-    "naive": naive,
-    "flashdiff1": flashdiff1,
-    "flashdiff2": flashdiff2,
-    "flash_attn": flash_attn,
-    "op": as_op,
-}
+# Below this many queries a fused prefill leaves most of its tile empty.
+_FEW_QUERIES = 16
 
 
 def attend(
@@ -37,83 +33,58 @@ def attend(
     mask: Mask,
     logits: Scheme = FULL,
     meter: LogitMeter | None = None,
+    post: PairNorm | None = None,
     backend: str = "auto",
 ) -> Tensor:
     """Differential attention (or plain, with one map), see `naive` for the arguments.
 
     Args:
         meter: counts what a logit quantizer did.
-        backend: a name in `BACKENDS`, or "auto".
+        post: norm over a pair's output; none by default.
+        backend: a name in `BACKENDS`, or "auto". With quantized logits "naive" or "auto".
 
     Raises:
         UsageError: arguments disagree in shape, dtype or device, or the backend is unknown or cannot
             do what is asked.
-        MissingDependencyError: the backend's package is not installed.
     """
-    _check_arguments(q, k, v, lam)
+    call = Call(q, k, v, lam, scale, mask, post)
+    check_backend(backend)
     if logits.quantizes:
-        if backend not in ("auto", "naive"):
-            raise UsageError(f"attention backend {backend!r} keeps logits inside its kernel and cannot quantize them")
-        if backend == "naive":
-            return naive(q, k, v, lam, scale, mask, logits)
-        return simulated(q, k, v, lam, scale, mask, logits, meter)
-    name = fastest(q, mask) if backend == "auto" else backend
-    if name not in BACKENDS:
-        raise UsageError(f"unknown attention backend {name!r}; known are auto, {', '.join(BACKENDS)}")
-    if name == "flash_attn":
-        _require_flash_attn(q, mask)
-    return BACKENDS[name](q, k, v, lam, scale, mask)
+        return _attend_quantized(call, logits, meter, backend)
+    name = fastest(call) if backend == "auto" else backend
+    if backend != "auto" and (refusal := BACKENDS[name].refused(call)):
+        raise UsageError(f"attention backend {name!r}: {refusal}; use auto")
+    return BACKENDS[name].compute(call)
 
 
-def fastest(q: Sequence[Tensor], mask: Mask) -> str:
-    """Name of the fastest backend that serves these tensors, by measurement."""
-    if has_flash_attn() and refused_by_flash_attn(q, mask) is None:
-        return "flash_attn"
+def fastest(call: Call) -> str:
+    """Name of the fastest backend that serves a call; why a faster one does not is logged once, at level INFO."""
+    # Two maps in one kernel read V once. A plain Transformer has nothing to fuse.
+    preferred = ["triton"] if call.lam is not None and call.length > _FEW_QUERIES else []
+    for name in (*preferred, "flash_attn"):
+        refusal = BACKENDS[name].refused(call)
+        if refusal is None:
+            return name
+        _log_once(name, refusal)
     # SDPA's flash kernels want values as wide as keys and fall back to full maps for wider ones, so V's
     # halves go in calls of their own; with values as wide as keys there is one half and nothing lost.
     return "flashdiff2"
 
 
+def _attend_quantized(call: Call, logits: Scheme, meter: LogitMeter | None, backend: str) -> Tensor:
+    if backend not in ("auto", "naive"):
+        raise UsageError(f"attention backend {backend!r} keeps logits inside its kernel and cannot quantize them")
+    arguments = (call.q, call.k, call.v, call.lam, call.scale, call.mask, logits)
+    if backend == "naive":
+        return pair_norm(naive(*arguments), call.post)
+    refusal = refused_by_simulated(call, logits)
+    if refusal is None:
+        return fused_simulated(call, logits, meter)
+    if call.v.is_cuda:
+        warnings.warn(f"logits are quantized in PyTorch, many times slower than in a kernel: {refusal}", stacklevel=2)
+    return pair_norm(simulated(*arguments, meter), call.post)
+
+
 @cache
-def has_flash_attn() -> bool:
-    """Whether the flash-attn package is installed; looked up once, since every layer of every step asks."""
-    return find_spec("flash_attn") is not None
-
-
-def refused_by_flash_attn(q: Sequence[Tensor], mask: Mask) -> str | None:
-    """Why the flash-attn package cannot serve these tensors, or None."""
-    if not q[0].is_cuda:
-        return "flash-attn runs on CUDA only"
-    if q[0].dtype not in (torch.float16, torch.bfloat16):
-        return f"flash-attn takes float16 and bfloat16, not {q[0].dtype}"
-    if mask.keys is not None or mask.window is not None:
-        return "flash-attn is called without padding masks and windows here"
-    return None
-
-
-def _require_flash_attn(q: Sequence[Tensor], mask: Mask) -> None:
-    reason = refused_by_flash_attn(q, mask)
-    if reason:
-        raise UsageError(f"attention backend 'flash_attn': {reason}; use auto")
-    if not has_flash_attn():
-        raise MissingDependencyError(
-            "attention backend 'flash_attn' needs the flash-attn package: pip install flash-attn"
-        )
-
-
-def _check_arguments(q: Sequence[Tensor], k: Sequence[Tensor], v: Tensor, lam: Tensor | None) -> None:
-    maps = len(q)
-    if maps not in (1, 2) or len(k) != maps or (lam is None) != (maps == 1):
-        raise UsageError(
-            f"attention takes one map without λ or two with it; got {maps} Q, {len(k)} K, λ {lam is not None}"
-        )
-    if len({(x.dtype, x.device) for x in (*q, *k, v)}) > 1:
-        raise UsageError(f"attention: q, k and v mix {sorted({f'{x.dtype} on {x.device}' for x in (*q, *k, v)})}")
-    batch, heads, _, width = q[0].shape
-    kv_shape = (batch, v.shape[1], v.shape[2], width)
-    wrong = [f"q {list(x.shape)}" for x in q if x.shape != q[0].shape]
-    wrong += [f"k {list(x.shape)}" for x in k if x.shape != kv_shape]
-    if wrong or v.shape[0] != batch or heads % v.shape[1]:
-        raise UsageError(
-            f"attention: shapes disagree: q {list(q[0].shape)}, v {list(v.shape)}" + "".join(f", {w}" for w in wrong)
-        )
+def _log_once(backend: str, refusal: str) -> None:
+    logging.getLogger(__name__).info("attention backend %s is not used: %s", backend, refusal)

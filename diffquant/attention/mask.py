@@ -1,6 +1,7 @@
 """Which keys a query sees."""
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -27,6 +28,21 @@ class Mask:
     def __post_init__(self) -> None:
         if self.window is not None and (self.window < 1 or not self.causal):
             raise UsageError(f"a sliding window needs causal order and at least 1 key, got {self.window}")
+
+    @cached_property
+    def ranges(self) -> tuple[Tensor, Tensor] | None:
+        """Each sequence's first valid position and one past its last, int32 [B]; None without padding, or with holes.
+
+        Looked up once a mask, since the answer has to come from the device.
+        """
+        if self.keys is None:
+            return None
+        keys = self.keys.shape[1]
+        starts = self.keys.int().argmax(1)
+        ends = starts + self.keys.sum(1)
+        position = torch.arange(keys, device=self.keys.device)
+        whole = (position >= starts[:, None]) & (position < ends[:, None])
+        return (starts.int(), ends.int()) if torch.equal(whole, self.keys) else None
 
     def visible(self, queries: slice, length: int, keys: int, device: torch.device) -> Tensor | None:
         """What a range of the queries sees.

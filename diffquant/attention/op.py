@@ -110,6 +110,7 @@ def as_op(q: Sequence[Tensor], k: Sequence[Tensor], v: Tensor, lam: Tensor | Non
         v.shape[1],
         2 if shared else 1,
         scale,
+        local_window_size=mask.window or -1,
     )
     return output.unflatten(-1, (heads, -1)).transpose(1, 2)
 

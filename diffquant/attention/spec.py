@@ -52,6 +52,8 @@ class DiffSpec:
             )
         if self.rope != "none" and self.head_dim % 2:
             raise CheckpointError(f"rotary embedding needs an even head width, got {self.head_dim}")
+        if self.scale_by_init and self.post_norm == "none":
+            raise CheckpointError("the factor 1 - λ_init follows a norm: post_norm must not be 'none'")
         if self.maps == 2 and self.lam == "none":
             raise CheckpointError("two maps need a λ: lam must be 'exp' or 'sigmoid'")
 

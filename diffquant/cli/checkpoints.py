@@ -10,6 +10,7 @@ import typer
 from diffquant.cli.app import app
 from diffquant.cli.options import (
     AsJson,
+    Attention,
     Destination,
     K,
     Kv,
@@ -106,17 +107,21 @@ def generate(
     dtype: Annotated[
         str | None, typer.Option(help="float32, bfloat16 or float16; the checkpoint's by default.")
     ] = None,
+    attention: Attention = "auto",
     device: str = "cpu",
 ) -> None:
     """Continue a prompt, token by token."""
     import transformers
 
+    from diffquant.attention import check_backend
     from diffquant.generation import stream
 
+    check_backend(attention)
     transformers.set_seed(seed)
     wanted = RecipeOptions(weights, kv, k, v, logits, residual, override, recipe).given()
     text = sys.stdin.read() if prompt == "-" else prompt
     loaded, tokenizer = _load(model, wanted, dtype, device)
+    loaded.use_attention(attention)
     for piece in stream(loaded, tokenizer, text, max_new_tokens, temperature, chat):
         typer.echo(piece, nl=False)
     typer.echo()

@@ -2,13 +2,14 @@
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from diffquant.cli.app import app
 from diffquant.cli.options import (
     AsJson,
+    Attention,
     Characters,
     EvalDtype,
     Items,
@@ -32,10 +33,15 @@ from diffquant.cli.options import (
 )
 from diffquant.progress import progress_for
 
+if TYPE_CHECKING:
+    from diffquant.sweep.exported import Runtime
+
 
 @app.command()
 def sweep(
-    models: Annotated[list[Path], typer.Argument(help="Checkpoints, a Transformer beside its DIFF for instance.")],
+    models: Annotated[
+        list[Path], typer.Argument(help="Checkpoints, a Transformer beside its DIFF for instance; exported folders.")
+    ],
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder for cells, table, plot and report.")],
     task: Tasks = "hellaswag",
     bits: Annotated[str, typer.Option(help="Widths, 2 to 8; 16 is always measured.")] = "16,8,6,4",
@@ -50,6 +56,7 @@ def sweep(
     window: Window = 1024,
     stride: Stride = 512,
     dtype: EvalDtype = "auto",
+    attention: Attention = "auto",
     device: str = "cpu",
     as_json: AsJson = False,
 ) -> None:
@@ -68,13 +75,14 @@ def sweep(
         window=window,
         stride=stride,
         dtype=dtype,
+        attention=attention,
         device=device,
     )
     from diffquant.sweep.outputs import write_outputs
     from diffquant.sweep.run import run_sweep
     from diffquant.sweep.table import text_table
 
-    result = run_sweep(models, options, output, progress_for("sweep"))
+    result = run_sweep(models, options, output, progress_for("sweep"), _runtime(models))
     written = write_outputs(result, output)
     typer.echo(result.to_json() if as_json else text_table(result))
     typer.echo(f"wrote {', '.join(map(str, written))}", err=as_json)
@@ -100,6 +108,7 @@ def eval_(
     window: Window = 1024,
     stride: Stride = 512,
     dtype: EvalDtype = "auto",
+    attention: Attention = "auto",
     device: str = "cpu",
     as_json: AsJson = False,
 ) -> None:
@@ -116,11 +125,13 @@ def eval_(
         window=window,
         stride=stride,
         dtype=dtype,
+        attention=attention,
         device=device,
     )
     from diffquant.sweep.evaluate import evaluate, summary
+    from diffquant.sweep.exported import is_exported
 
-    if (model / "model.onnx").is_file():
+    if is_exported(model):
         from diffquant.export import require
 
         require()
@@ -130,3 +141,17 @@ def eval_(
     else:
         results = evaluate(model, wanted, options, progress_for("eval"))
     typer.echo(json.dumps(results) if as_json else summary(results))
+
+
+def _runtime(models: list[Path]) -> "Runtime | None":
+    """What runs the exported folders among the models, where there are any."""
+    from diffquant.sweep.exported import is_exported
+
+    if not any(map(is_exported, models)):
+        return None
+    from diffquant.export import require
+
+    require()
+    from diffquant.export.scoring import OnnxRuntime
+
+    return OnnxRuntime()

@@ -36,6 +36,9 @@ TextFile = Annotated[Path | None, typer.Option("--text", help="Text for perplexi
 Characters = Annotated[int, typer.Option(min=0, help="Characters of the text that are read; 0 for all.")]
 Window = Annotated[int, typer.Option(help="Tokens the model sees at once, for perplexity.")]
 Stride = Annotated[int, typer.Option(help="Tokens from one window to the next.")]
+Attention = Annotated[
+    str, typer.Option(help="Attention backend: auto, naive, flashdiff1, flashdiff2, triton, triton-int8, ...")
+]
 EvalDtype = Annotated[str, typer.Option(help="auto (bfloat16 where native), float32, bfloat16 or float16.")]
 
 

@@ -57,11 +57,11 @@ class Reference:
 
     Attributes:
         hidden: [N, D] last hidden states at every predicted token, in order.
-        head: [V, D] the head's weight.
+        head: [V, D] the head's weight; None where the states are logits.
     """
 
     hidden: Tensor
-    head: Tensor
+    head: Tensor | None
 
 
 @torch.inference_mode()
@@ -87,7 +87,7 @@ def evaluate(
         logprobs, _ = token_scores(model, hidden, targets.unsqueeze(1))
         nll -= float(logprobs.sum(dtype=torch.float64))
         if reference is not None:
-            kl += _kl_sum(reference.hidden[done : done + len(hidden)], reference.head, hidden, model.lm_head.weight)
+            kl += _kl_sum(reference.hidden[done : done + len(hidden)], reference.head, hidden, _head(model))
         done += len(hidden)
         progress(done, len(tokens) - 1, "reading")
     if not math.isfinite(nll):
@@ -115,7 +115,7 @@ def reference_of(
     for hidden, _ in _predictions(model, tokens, window, stride, batch_tokens):
         states.append(hidden)
         progress(sum(map(len, states)), len(tokens) - 1, "reading with the 16-bit model")
-    return Reference(torch.cat(states), model.lm_head.weight)
+    return Reference(torch.cat(states), _head(model))
 
 
 def load_text(path: Path | None = None, characters: int | None = None) -> str:
@@ -195,17 +195,24 @@ def _spans(count: int, window: int, stride: int) -> Iterator[tuple[int, int]]:
         yield end, step
 
 
-def _kl_sum(p_hidden: Tensor, p_head: Tensor, q_hidden: Tensor, q_head: Tensor) -> float:
+def _head(model: Any) -> Tensor | None:
+    """The head's weight; None for a model whose head passes logits on."""
+    return getattr(model.lm_head, "weight", None)
+
+
+def _kl_sum(p_hidden: Tensor, p_head: Tensor | None, q_hidden: Tensor, q_head: Tensor | None) -> float:
     """Summed over positions. Logits are float32 whatever the models are: half types would round them as
     coarsely as 8-bit quantization moves them."""
     total = 0.0
-    rows = max(1, _KL_ENTRIES // len(p_head))
+    rows = max(1, _KL_ENTRIES // (p_hidden.shape[-1] if p_head is None else len(p_head)))
     for p, q in zip(p_hidden.split(rows), q_hidden.split(rows), strict=True):
         total += float(next_token_kl(_wide_logits(p, p_head), _wide_logits(q, q_head)).sum(dtype=torch.float64))
     return total
 
 
-def _wide_logits(hidden: Tensor, head: Tensor) -> Tensor:
+def _wide_logits(hidden: Tensor, head: Tensor | None) -> Tensor:
     """float32 [N, V], the head widened a part at a time."""
+    if head is None:
+        return hidden.float()
     part = max(1, _KL_ENTRIES // head.shape[1])
     return torch.cat([linear(hidden.float(), rows.float()) for rows in head.split(part)], -1)

@@ -38,6 +38,7 @@ TILES = {
     "decode/sm_80/256": AttentionTile(16, 64, 4, 3),
 }
 MAX_QUERIES = 16
+_CAUSAL = Visibility()
 _PROGRAMS_A_PROCESSOR = 4
 
 
@@ -47,8 +48,7 @@ def decode(
     lam: Tensor | None,
     *,
     scale: float,
-    window: int | None = None,
-    starts: Tensor | None = None,
+    seen: Visibility = _CAUSAL,
     post: PairNorm | None = None,
 ) -> Tensor:
     """Causal attention of the newest tokens of a store.
@@ -58,8 +58,7 @@ def decode(
         store: one layer's keys and values; keys of both maps (V1) or of one that both read.
         lam: λ, broadcastable to [B, h, T, 1]; None with one map.
         scale: what multiplies Q·Kᵀ.
-        window: how many keys a query sees at most, its own included; None for all.
-        starts: int32 [B], each sequence's first valid position (left padding); a query before it gives 0.
+        seen: which keys a query sees, in causal order.
         post: the norm over a pair's output.
 
     Returns:
@@ -68,15 +67,15 @@ def decode(
     Raises:
         UsageError: arguments disagree, or are none that the kernels take.
     """
-    shared = _check(q, store, lam, Visibility(True, window, starts), post)
+    shared = _check(q, store, lam, seen, post)
     if torch.is_grad_enabled() and any(x.requires_grad for x in q):
         raise UsageError("decode has no backward pass; call it under torch.no_grad()")
     keys, values = store.keys, store.values
     norm = post or PairNorm(0.0)
     return _op(
-        list(q), keys.tensors, values.tensors, store.progress, lam, starts, norm.weight,
-        keys.scheme.bits, keys.block, values.scheme.bits, max(keys.residual, values.residual), shared, scale, window,
-        post is not None, norm.eps, norm.factor,
+        list(q), keys.tensors, values.tensors, store.progress, lam, seen.starts, seen.ends, norm.weight,
+        keys.scheme.bits, keys.block, values.scheme.bits, max(keys.residual, values.residual), shared,
+        scale, seen.window, post is not None, norm.eps, norm.factor,
     )  # fmt: skip
 
 
@@ -105,6 +104,8 @@ def _check(q: Sequence[Tensor], store: KVStore, lam: Tensor | None, seen: Visibi
     shape = attention_shape(q, [some_k] * len(q), some_v, lam, seen, post)
     if q[0].is_cuda and q[0].dtype not in HALF_TYPES:
         raise UsageError(f"decode takes float16 and bfloat16 on CUDA, got {q[0].dtype}")
+    if not seen.causal:
+        raise UsageError("decode is causal: the queries are the newest tokens stored")
     if not 0 < shape.queries <= MAX_QUERIES:
         raise UsageError(f"decode takes 1 to {MAX_QUERIES} new tokens, got {shape.queries}; longer ones are a prefill")
     return shared
@@ -118,6 +119,7 @@ def _op(
     progress: Tensor,
     lam: Tensor | None,
     starts: Tensor | None,
+    ends: Tensor | None,
     weight: Tensor | None,
     k_bits: int,
     k_block: int,
@@ -152,7 +154,7 @@ def _op(
     ptx = not triton.knobs.runtime.interpret and out.dtype != torch.float32
     with torch.cuda.device_of(out):
         decode_share[(shares, batch * v_heads, tiles)](
-            q[0], q[1] if len(q) == 2 else None, q[0].stride()[:3], *keys, *values, progress, starts,
+            q[0], q[1] if len(q) == 2 else None, q[0].stride()[:3], *keys, *values, progress, starts, ends,
             largest, total, acc, scale * log2(e), keys[0].shape[2], group, queries, window or 0, k_heads, v_heads,
             RESIDUAL=residual, WINDOW=window is not None, WIDTH=width, VALUE_WIDTH=value_width,
             K_BITS=k_bits, K_BLOCK=k_block, K_RING=keys[3].shape[2], V_BITS=v_bits, V_RING=values[3].shape[2],
@@ -169,7 +171,7 @@ def _op(
 
 @_op.register_fake
 def _(q: list[Tensor], keys: list[Tensor], values: list[Tensor], *rest: object) -> Tensor:
-    v_bits = rest[6]
+    v_bits = rest[7]
     return empty_output(q[0], _value_width(values, v_bits))
 
 

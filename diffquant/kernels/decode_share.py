@@ -16,7 +16,7 @@ from diffquant.kernels.online import LOWEST
 
 @triton.jit
 def decode_share(
-    Q1, Q2, q_stride, KCodes, KTop, KScales, KRecent, VCodes, VTop, VScales, VRecent, Progress, Starts,
+    Q1, Q2, q_stride, KCodes, KTop, KScales, KRecent, VCodes, VTop, VScales, VRecent, Progress, Starts, Ends,
     Largest, Total, Acc, scale, capacity, group, queries, window, k_heads, v_heads,
     RESIDUAL: tl.constexpr, WINDOW: tl.constexpr, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
     K_BITS: tl.constexpr, K_BLOCK: tl.constexpr, K_RING: tl.constexpr, V_BITS: tl.constexpr, V_RING: tl.constexpr,
@@ -54,6 +54,9 @@ def decode_share(
         start = tl.minimum(tl.maximum(tl.load(Starts + sequence), 0), length)
         first = tl.maximum(first, start)
         begin = tl.maximum(begin, start)
+    if Ends is not None:
+        # A query beyond the valid range is padding itself; no other sees so far.
+        first = tl.where(position < tl.load(Ends + sequence), first, length)
     begin = begin // STEP * STEP
     share = tl.cdiv(tl.cdiv(length - begin, STEP), tl.num_programs(0)) * STEP
     begin += tl.program_id(0) * share

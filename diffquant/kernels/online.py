@@ -120,8 +120,9 @@ def attend_tile(
 ):  # fmt: skip
     """softmax(q·Kᵀ·scale)·V of one tile: float32 [rows, PART · PARTS]; rows that see nothing give 0.
 
-    Values wider than a tile has rows come in two parts: Triton would else spread the warps of Ampere's
-    products over columns, and exchange every row maximum and weight between them.
+    Values may come in two parts. Where they are wider than a tile has rows, Triton spreads the warps of
+    Ampere's products over columns, which then exchange row maxima and weights through shared memory; on
+    Hopper, products in two parts wait for one another.
     """
     rows: tl.constexpr = q.shape[0]
     left = tl.zeros([rows, PART], tl.float32)

@@ -37,6 +37,10 @@ TILES = {
 }
 
 
+# Wider products spread their warps over columns on Ampere: see `attend_tile`. Hopper's do not.
+_AMPERE_COLUMNS = 128
+
+
 def prefill(
     q: Sequence[Tensor],
     k: Sequence[Tensor],
@@ -122,7 +126,7 @@ def _op(
     tile = choose(TILES, f"{name}/{here if described else 'sm_80'}/{width}")
     if described:
         allow_descriptors()
-    part = min(value_width, 128)
+    part = value_width if described else min(value_width, _AMPERE_COLUMNS)
     per_tile = tile.queries if k2 is not None else tile.queries // 2
     with torch.cuda.device_of(v):
         kernel[(-(-queries // per_tile) * pairs * batch,)](

@@ -40,8 +40,10 @@ def prefill_v2(
     row = top + query
 
     kv_pair = pair // group
-    q_row = tl.where(is_noise, Q2, Q1) + at(q_strides, sequence, pair, row)
-    q = tl.load(q_row[:, None] + tl.arange(0, WIDTH)[None, :], mask=(row < queries)[:, None], other=0.0)
+    spot = at(q_strides, sequence, pair, row)[:, None] + tl.arange(0, WIDTH)[None, :]
+    noise = tl.load(Q2 + spot, mask=((row < queries) & is_noise)[:, None], other=0.0)
+    # Arithmetic between load and product would keep q in registers, where the accumulator needs the room.
+    q = tl.load(Q1 + spot, mask=((row < queries) & ~is_noise)[:, None], other=noise)
 
     k = K + at(k_strides, sequence, kv_pair, start)
     values = V + at(v_strides, sequence, kv_pair, start)

@@ -13,7 +13,7 @@ from transformers.cache_utils import Cache
 
 from diffquant.attention import DiffSpec, Mask
 from diffquant.errors import UsageError
-from diffquant.kernels.arguments import HALF_TYPES, refused_device
+from diffquant.kernels.arguments import HALF_TYPES, PairNorm, Visibility, refused_device
 from diffquant.kernels.configs import capability
 from diffquant.kernels.kv_store import KVStore, refused_store
 from diffquant.model.cache import PackedLayer
@@ -89,8 +89,6 @@ class FusedCache(Cache):
     def __init__(self, recipe: Recipe, layers: int, capacity: int | None = None) -> None:
         """A cache for `capacity` tokens, or one that grows."""
         super().__init__(layers=[FusedLayer(recipe, capacity) for _ in range(layers)])
-        self._valid: Tensor | None = None
-        self._padding: tuple[bool, Tensor | None] = True, None
 
     @property
     def nbytes(self) -> int:
@@ -107,6 +105,7 @@ class FusedCache(Cache):
         *,
         scale: float,
         mask: Mask,
+        post: PairNorm | None = None,
     ) -> Tensor | None:
         """Store new tokens and attend to all, without expanding what is stored.
 
@@ -115,26 +114,19 @@ class FusedCache(Cache):
             k: [B, H, T, d] new keys, all first maps before all second maps.
             v: [B, h_kv, T, dv] new values.
             lam, scale, mask: as in `diffquant.attention.naive`.
+            post: the norm over a pair's output.
 
         Returns:
             [B, h, T, dv], or None, with nothing stored, where decoding is not for these tokens: too many of
-            them (a prompt), or a mask other than causal order with left padding.
+            them (a prompt), or a mask other than causal order with one range of keys a sequence.
         """
         from diffquant.kernels.decode import MAX_QUERIES, decode
 
-        padded_left, starts = self._starts_of(mask.keys)
-        if q[0].shape[2] > MAX_QUERIES or not mask.causal or not padded_left:
+        if q[0].shape[2] > MAX_QUERIES or not mask.causal or (mask.keys is not None and mask.ranges is None):
             return None
-        return decode(q, self.layers[layer].append(k, v), lam, scale=scale, window=mask.window, starts=starts)
-
-    def _starts_of(self, valid: Tensor | None) -> tuple[bool, Tensor | None]:
-        """Whether `valid` [B, S] is left padding, and where each sequence starts; kept for a step's other layers."""
-        if valid is not self._valid:
-            self._valid, self._padding = valid, (True, None)
-            if valid is not None:
-                starts = valid.int().argmax(1).int()
-                self._padding = bool((valid.sum(1) + starts == valid.shape[1]).all()), starts
-        return self._padding
+        starts, ends = mask.ranges or (None, None)
+        seen = Visibility(True, mask.window, starts, ends)
+        return decode(q, self.layers[layer].append(k, v), lam, scale=scale, seen=seen, post=post)
 
 
 def refused(recipe: Recipe, spec: DiffSpec, dtype: torch.dtype, device: torch.device) -> str | None:

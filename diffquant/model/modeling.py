@@ -15,8 +15,9 @@ from transformers.generation import GenerationMixin
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding
 
-from diffquant.attention import LogitMeter, Mask, attend
+from diffquant.attention import LogitMeter, Mask, attend, check_backend
 from diffquant.errors import NotFiredError, UsageError
+from diffquant.kernels.arguments import PairNorm
 from diffquant.model.cache import PackedCache
 from diffquant.model.config import DiffTransformerConfig
 from diffquant.model.fused_cache import FusedCache
@@ -61,7 +62,7 @@ class DiffAttention(nn.Module):
             k = k.masked_fill(~mask.keys[:, None, -x.shape[1] :, None], 0.0)
         y = None
         if isinstance(cache, FusedCache) and self.backend == "auto" and not self.logits.quantizes:
-            y = cache.attend(self.layer, queries, k, v, lam, scale=spec.scale, mask=mask)
+            y = cache.attend(self.layer, queries, k, v, lam, scale=spec.scale, mask=mask, post=self._post())
         if y is None:
             if cache is not None:
                 k, v = cache.update(k, v, self.layer)
@@ -74,9 +75,10 @@ class DiffAttention(nn.Module):
                 mask=mask,
                 logits=self.logits,
                 meter=self.meter,
+                post=self._post(),
                 backend=self.backend,
             )
-        return self.o_proj(self._post(y).transpose(1, 2).flatten(2))
+        return self.o_proj(y.transpose(1, 2).flatten(2))
 
     def lam(self, x: Tensor) -> Tensor | None:
         """λ in float32: a scalar (V1), [B, h, T, 1] (V2), None for a plain Transformer."""
@@ -102,15 +104,13 @@ class DiffAttention(nn.Module):
             return halves.permute(0, 3, 1, 2, 4).flatten(-2)
         return projected.unflatten(-1, (spec.kv_pairs, spec.value_dim)).transpose(1, 2)
 
-    def _post(self, y: Tensor) -> Tensor:
-        """Per-pair RMSNorm and (1 - λ_init) over [B, h, T, dv]."""
+    def _post(self) -> PairNorm | None:
+        """The norm over a pair's output, with its factor 1 - λ_init."""
         spec = self.spec
-        if spec.post_norm == "plain":
-            wide = y.float()
-            y = (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + spec.post_norm_eps)).to(y.dtype)
-        if spec.post_norm == "affine":
-            y = self.subln(y)
-        return y * (1 - spec.lam_init(self.layer)) if spec.scale_by_init else y
+        if spec.post_norm == "none":
+            return None
+        weight = self.subln.weight if spec.post_norm == "affine" else None
+        return PairNorm(spec.post_norm_eps, weight, 1 - spec.lam_init(self.layer) if spec.scale_by_init else 1.0)
 
 
 def rotate(x: Tensor, rotary: tuple[Tensor, Tensor], style: str) -> Tensor:
@@ -297,6 +297,16 @@ class DiffTransformer(DiffPreTrainedModel, GenerationMixin):
         for attention in self.attentions:
             attention.logits = recipe.logits
         self.reset_logit_report()
+
+    def use_attention(self, backend: str) -> None:
+        """Compute attention with one backend of `diffquant.attention.BACKENDS`, or "auto", the fastest that can.
+
+        Raises:
+            UsageError: an unknown backend. One that cannot serve the model's tensors says so when it runs.
+        """
+        check_backend(backend)
+        for attention in self.attentions:
+            attention.backend = backend
 
     @property
     def attentions(self) -> list[DiffAttention]:

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+from diffquant.attention import check_backend
 from diffquant.checkpoint.load import load, load_tokenizer
 from diffquant.evals.dtype import resolve
 from diffquant.progress import Progress, silent
@@ -24,9 +25,11 @@ def evaluate(
         DiffQuantError: the checkpoint, the tasks or their data cannot be read; all before the first item.
         NotFiredError: a layer did not quantize its logits.
     """
+    check_backend(options.attention)
     tasks = make_tasks(options)
     tokenizer = load_tokenizer(path)
     model = load(path, recipe, resolve(options.dtype, options.device), options.device)
+    model.use_attention(options.attention)
     results = {task.name: task.run(model, tokenizer, None, progress) for task in tasks}
     model.require_fired()
     return results

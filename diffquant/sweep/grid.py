@@ -7,6 +7,9 @@ from pathlib import Path
 from diffquant.errors import UsageError
 from diffquant.scheme import DEFAULT_GRANULARITY, Recipe
 
+# The target of an exported folder, which is measured as it is.
+EXPORTED = "onnx"
+
 # The recipe's fields that each target sets.
 TARGETS = {"weights": ("weights",), "kv": ("k", "v"), "k": ("k",), "v": ("v",), "logits": ("logits",)}
 
@@ -28,6 +31,7 @@ class SweepOptions:
         window, stride: of perplexity, in tokens.
         dtype: "auto", "bfloat16", "float16" or "float32".
         batch_tokens: most tokens of one pass.
+        attention: backend of `diffquant.attention.BACKENDS`, or "auto".
         device: where models run.
     """
 
@@ -43,6 +47,7 @@ class SweepOptions:
     stride: int = 512
     dtype: str = "auto"
     batch_tokens: int = 4096
+    attention: str = "auto"
     device: str = "cpu"
 
     def __post_init__(self) -> None:
@@ -62,11 +67,12 @@ class Point:
     """One configuration of one model.
 
     Attributes:
-        model: the checkpoint.
+        model: the checkpoint, or an exported folder.
         target: what is quantized; "" at 16 bits.
         bits: its width.
-        granularity: as a scheme's text has it; "" at 16 bits.
-        recipe: all of it.
+        granularity: as a scheme's text has it, or the exported folder's whole precision; "" at 16 bits.
+        recipe: all of it; of an exported folder, none.
+        compared_with: the model whose 16 bits it is compared with; None where there is none.
     """
 
     model: Path
@@ -74,19 +80,27 @@ class Point:
     bits: int
     granularity: str
     recipe: Recipe
+    compared_with: Path | None
 
     @property
     def is_baseline(self) -> bool:
         return not self.target
 
     @property
+    def scheme(self) -> str:
+        """Such as "4:row", or "16"."""
+        if self.target == EXPORTED:
+            return self.granularity
+        return f"{self.bits}:{self.granularity}" if self.granularity else str(self.bits)
+
+    @property
     def label(self) -> str:
         """Such as "logits 4:row"."""
-        return f"{self.target} {self.bits}:{self.granularity}" if self.target else "16 bits"
+        return f"{self.target} {self.scheme}" if self.target else "16 bits"
 
 
 def points(models: Sequence[Path], options: SweepOptions) -> list[Point]:
-    """Every configuration, a model's 16-bit one first, wide before narrow.
+    """Every configuration of checkpoints, a model's 16-bit one first, wide before narrow.
 
     Raises:
         UsageError: no model, a model twice, or a target, width or granularity that cannot be.
@@ -103,11 +117,11 @@ def points(models: Sequence[Path], options: SweepOptions) -> list[Point]:
 
 
 def _points_of(model: Path, widths: list[int], options: SweepOptions) -> Iterator[Point]:
-    yield Point(model, "", 16, "", Recipe())
+    yield Point(model, "", 16, "", Recipe(), model)
     for target in dict.fromkeys(options.targets):
         for granularity in _granularities_of(target, options):
             for bits in widths:
-                yield Point(model, target, bits, granularity, _recipe(target, bits, granularity))
+                yield Point(model, target, bits, granularity, _recipe(target, bits, granularity), model)
 
 
 def _recipe(target: str, bits: int, granularity: str) -> Recipe:

@@ -41,9 +41,9 @@ class SweepResult:
     def result_of(self, point: Point, task: str) -> dict[str, Any] | None:
         return next((c.result for c in self.cells if c.point is point and c.task == task), None)
 
-    def baseline(self, point: Point) -> Point:
-        """The same model at 16 bits."""
-        return next(p for p in self.points if p.model == point.model and p.is_baseline)
+    def baseline(self, point: Point) -> Point | None:
+        """The 16 bits that a configuration is compared with."""
+        return next((p for p in self.points if p.model == point.compared_with and p.is_baseline), None)
 
     def require_complete(self) -> None:
         """Check that every cell has a result.

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import transformers
 
+from diffquant.attention import check_backend
 from diffquant.checkpoint.load import check_device, check_loadable
 from diffquant.checkpoint.staging import write_atomically
 from diffquant.checkpoint.versions import versions
@@ -18,6 +19,7 @@ from diffquant.evals.dtype import resolve
 from diffquant.progress import Progress, silent
 from diffquant.scheme import Recipe
 from diffquant.sweep.cell import Cell, is_quantized, model_fingerprint
+from diffquant.sweep.exported import ExportedModel, ExportedSession, Runtime, describe, exported_points
 from diffquant.sweep.grid import Point, SweepOptions, points
 from diffquant.sweep.result import Measured, SweepResult
 from diffquant.sweep.session import Session
@@ -27,8 +29,19 @@ from diffquant.sweep.tasks import Task, make_tasks
 RESULT_FORMAT = 1
 
 
-def run_sweep(models: Sequence[Path], options: SweepOptions, output: Path, progress: Progress = silent) -> SweepResult:
+def run_sweep(
+    models: Sequence[Path],
+    options: SweepOptions,
+    output: Path,
+    progress: Progress = silent,
+    runtime: Runtime | None = None,
+) -> SweepResult:
     """Measure every cell that `output` does not hold yet.
+
+    Args:
+        models: checkpoints, and exported folders, each of which is one row, compared with the checkpoint
+            it was made from where that is swept too.
+        runtime: runs exported folders.
 
     A cell that fails is recorded and the rest goes on; `SweepResult.require_complete` tells. Interrupted,
     it loses the cell under way, and the same call goes on from there.
@@ -37,12 +50,17 @@ def run_sweep(models: Sequence[Path], options: SweepOptions, output: Path, progr
         UsageError, CheckpointError, MissingDependencyError: what can be known before the first cell.
         KeyboardInterrupt: with a message that says how to go on.
     """
-    grid = points([Path(model) for model in models], options)
+    paths = [Path(model) for model in models]
+    exported = describe(paths, runtime)
+    checkpoints = [path for path in paths if path not in exported]
+    grid = points(checkpoints, options) if checkpoints or not exported else []
     tasks = make_tasks(options)
     check_device(options.device)
-    for model in dict.fromkeys(point.model for point in grid):
+    check_backend(options.attention)
+    for model in checkpoints:
         _check_model(model, [point.recipe for point in grid if point.model == model])
-    sweep = _Sweep(options, tasks, {point.model: model_fingerprint(point.model) for point in grid})
+    grid += exported_points(exported, checkpoints)
+    sweep = _Sweep(options, tasks, {model: model_fingerprint(model) for model in checkpoints}, exported)
     folder = output / "cells"
     folder.mkdir(parents=True, exist_ok=True)
     jobs = [_Job(point, task, Cell(folder, sweep.key(point, task))) for point in grid for task in sweep.tasks]
@@ -50,8 +68,9 @@ def run_sweep(models: Sequence[Path], options: SweepOptions, output: Path, progr
     counter = _Counter(len(pending), progress)
     try:
         for model in dict.fromkeys(job.point.model for job in pending):
-            session = Session(model, sweep.dtype, options.device)
-            for job in _by_weights([job for job in pending if job.point.model == model]):
+            of_model = _by_weights([job for job in pending if job.point.model == model])
+            session = _session(sweep, of_model[0].point, runtime)
+            for job in of_model:
                 _measure(job, session, counter)
     except KeyboardInterrupt:
         raise KeyboardInterrupt(
@@ -61,6 +80,16 @@ def run_sweep(models: Sequence[Path], options: SweepOptions, output: Path, progr
     result = SweepResult([job.measured() for job in jobs], sweep.settings())
     write_atomically(output / "sweep.json", result.to_json())
     return result
+
+
+def _session(sweep: "_Sweep", point: Point, runtime: Runtime | None) -> Session | ExportedSession:
+    def of_checkpoint(path: Path) -> Session:
+        return Session(path, sweep.dtype, sweep.options.device, sweep.options.attention)
+
+    if runtime is None or point.model not in sweep.exported:
+        return of_checkpoint(point.model)
+    full = of_checkpoint(point.compared_with) if point.compared_with else None
+    return ExportedSession(point.model, sweep.exported[point.model], runtime, full)
 
 
 def _check_model(model: Path, recipes: list[Recipe]) -> None:
@@ -85,6 +114,7 @@ class _Sweep:
     options: SweepOptions
     tasks: list[Task]
     fingerprints: dict[Path, str]
+    exported: dict[Path, ExportedModel]
 
     @cached_property
     def dtype(self) -> torch.dtype:
@@ -96,6 +126,15 @@ class _Sweep:
 
     def key(self, point: Point, task: Task) -> dict[str, Any]:
         """All that a cell's result depends on."""
+        if point.model in self.exported:
+            return {
+                "format": RESULT_FORMAT,
+                "model": self.exported[point.model].identity,
+                "compared_with": self.fingerprints[point.compared_with] if point.compared_with else None,
+                "task": self._identities[task.name],
+                "dtype": str(self.dtype).removeprefix("torch."),
+                "versions": _versions(),
+            }
         return {
             "format": RESULT_FORMAT,
             "model": self.fingerprints[point.model],
@@ -104,7 +143,7 @@ class _Sweep:
             "dtype": str(self.dtype).removeprefix("torch."),
             "device": torch.device(self.options.device).type,
             "versions": _versions(),
-        }
+        } | ({} if self.options.attention == "auto" else {"attention": self.options.attention})
 
     def settings(self) -> dict[str, Any]:
         return {
@@ -142,7 +181,7 @@ class _Counter:
         self.progress(self.done, self.total, what)
 
 
-def _measure(job: _Job, session: Session, counter: _Counter) -> None:
+def _measure(job: _Job, session: Session | ExportedSession, counter: _Counter) -> None:
     what = f"{job.point.model.name}, {job.point.label}, {job.task.name}"
     try:
         job.cell.write(session.measure(job.task, job.point.recipe, counter.inside(what)))

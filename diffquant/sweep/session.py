@@ -25,6 +25,7 @@ class Session:
     path: Path
     dtype: torch.dtype
     device: str
+    attention: str = "auto"
     _loaded: DiffTransformer | None = None
     _reference: Reference | None = None
     _weight_bytes: dict[str, int] = field(default_factory=dict)
@@ -39,7 +40,7 @@ class Session:
         Raises:
             NotFiredError: a layer did not quantize its logits.
         """
-        reference = self._reference_for(task, recipe, progress)
+        reference = None if recipe == Recipe() else self.reference(task, progress)
         model = self.model(recipe)
         started = time.monotonic()
         result = task.run(model, self.tokenizer, reference, progress)
@@ -56,11 +57,13 @@ class Session:
             self._loaded = None
             gc.collect()
             self._loaded = load(self.path, recipe, self.dtype, self.device)
+            self._loaded.use_attention(self.attention)
         self._loaded.apply_recipe(recipe)
         return self._loaded
 
-    def _reference_for(self, task: Task, recipe: Recipe, progress: Progress) -> Reference | None:
-        if not isinstance(task, Perplexity) or recipe == Recipe():
+    def reference(self, task: Task, progress: Progress) -> Reference | None:
+        """What the model computes at 16 bits, where the task compares with that."""
+        if not isinstance(task, Perplexity):
             return None
         if self._reference is None:
             self._reference = task.reference_of(self.model(Recipe()), self.tokenizer, progress)

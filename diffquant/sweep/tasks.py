@@ -1,8 +1,8 @@
 """What is measured in a cell: each task says what determines its result, and gives it as plain data."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, Self, cast
 
 from diffquant.errors import UsageError
 from diffquant.evals import harness, hellaswag, perplexity
@@ -22,12 +22,22 @@ class Task(Protocol):
     def identity(self) -> dict[str, Any]:
         """All that the result depends on beside model and recipe, as plain data."""
 
+    def in_batches_of(self, tokens: int) -> "Task":
+        """The same task in passes of at most this many tokens."""
+
     def run(self, model: Any, tokenizer: Any, reference: Reference | None, progress: Progress) -> dict[str, Any]:
         """The result as plain data; `reference` is the 16-bit model's reading of the text, where KL is wanted."""
 
 
+class _Batched:
+    batch_tokens: int
+
+    def in_batches_of(self, tokens: int) -> Self:
+        return replace(cast(Any, self), batch_tokens=min(self.batch_tokens, tokens))
+
+
 @dataclass(frozen=True)
-class HellaSwag:
+class HellaSwag(_Batched):
     items: Sequence[Item]
     batch_tokens: int
     name: str = "hellaswag"
@@ -61,7 +71,7 @@ class HellaSwag:
 
 
 @dataclass(frozen=True)
-class Perplexity:
+class Perplexity(_Batched):
     text: str
     window: int
     stride: int
@@ -99,7 +109,7 @@ class Perplexity:
 
 
 @dataclass(frozen=True)
-class Harness:
+class Harness(_Batched):
     """A task of lm-eval, scored by our scorer."""
 
     task: str

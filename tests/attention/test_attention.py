@@ -2,9 +2,12 @@
 
 import pytest
 import torch
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from diffquant.attention import LogitMeter, Mask, attend, simulated
+from diffquant.attention.norm import pair_norm
 from diffquant.errors import UsageError
+from diffquant.kernels.arguments import PairNorm
 from diffquant.numerics import fake_quantize
 from diffquant.scheme import Scheme
 
@@ -73,6 +76,31 @@ def test_a_sliding_window_hides_older_keys(backend, length):
     valid = left_padding(2, 29)
     out = attend(q, k, v, lam, scale=0.3, mask=Mask(keys=valid, window=7), backend=backend)
     torch.testing.assert_close(out, equation_1(q, k, v, lam, 0.3, valid, window=7), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("valid", "ranges"),
+    [
+        ([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]], ([2, 0], [5, 5])),
+        ([[0, 1, 1, 0, 0], [1, 1, 1, 1, 0]], ([1, 0], [3, 4])),
+        ([[0, 0, 0, 0, 0], [1, 1, 1, 1, 1]], ([0, 0], [0, 5])),
+        ([[1, 0, 1, 1, 1], [1, 1, 1, 1, 1]], None),
+    ],
+    ids=["left", "both sides", "nothing", "hole"],
+)
+def test_padding_is_a_range_where_it_has_no_holes(valid, ranges):
+    found = Mask(keys=torch.tensor(valid, dtype=torch.bool)).ranges
+    assert (found and tuple(each.tolist() for each in found)) == ranges
+
+
+@pytest.mark.parametrize("weight", [None, torch.rand(16)], ids=["plain", "affine"])
+def test_the_pair_norm_is_transformers_rms_norm(weight):
+    y = torch.randn(2, 3, 5, 16).half()
+    oracle = LlamaRMSNorm(16, 1e-5).half()
+    if weight is not None:
+        oracle.weight.data = weight.half()
+    expected = oracle(y) * 0.7
+    assert torch.equal(pair_norm(y, PairNorm(1e-5, None if weight is None else weight.half(), 0.7)), expected)
 
 
 @pytest.mark.parametrize("backend", ["naive", "flashdiff2"])
@@ -223,5 +251,7 @@ def test_a_backend_that_cannot_serve_says_why():
         attend(*inputs, scale=0.3, mask=Mask(), backend="flash_attn")
     with pytest.raises(UsageError, match="unknown attention backend 'fast'"):
         attend(*inputs, scale=0.3, mask=Mask(), backend="fast")
+    with pytest.raises(UsageError, match=r"'triton': Triton kernels run on CUDA devices, not on cpu; use auto"):
+        attend(*inputs, scale=0.3, mask=Mask(), backend="triton")
     with pytest.raises(UsageError, match="cannot quantize them"):
         attend(*inputs, scale=0.3, mask=Mask(), logits=Scheme.parse("4:row"), backend="flashdiff1")

@@ -1,6 +1,7 @@
 """Exported folders at work: our generation, onnxruntime-genai, the example, the evaluations, the command line."""
 
 import json
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -19,10 +20,12 @@ from diffquant.evals.encoding import Request
 from diffquant.evals.scoring import score
 from diffquant.export import ExportOptions, Generator, export
 from diffquant.export.native import library_path
-from diffquant.export.scoring import OnnxLanguageModel, evaluate_exported
+from diffquant.export.scoring import OnnxLanguageModel, OnnxRuntime, evaluate_exported
 from diffquant.export.session import InPlace, OnnxModel
 from diffquant.progress import silent
 from diffquant.sweep.grid import SweepOptions
+from diffquant.sweep.run import run_sweep
+from diffquant.sweep.table import rows, text_table
 
 PROMPT = "It was a dark and stormy night, and the"
 EXAMPLE = Path(__file__).parents[2] / "examples" / "onnxruntime_minimal.py"
@@ -207,3 +210,35 @@ def test_lm_eval_scores_and_generates_with_it(source, plain):
     assert [p for p, _ in ours] == pytest.approx([p for p, _ in oracle], abs=1e-3)
     asked = Instance("generate_until", {}, (PROMPT, {"until": ["\n\n"], "max_gen_toks": 12}), 0)
     assert adapters[0].generate_until([asked]) == adapters[1].generate_until([asked])
+
+
+def test_an_export_is_a_row_of_the_sweep_compared_with_its_source(source, plain, tmp_path):
+    options = SweepOptions(tasks=("hellaswag", "perplexity"), bits=(8,), limit=4, characters=1500, window=64, stride=32)
+    result = run_sweep([plain, source], replace(options, dtype="float32"), tmp_path / "sweep", runtime=OnnxRuntime())
+    full, _, exported = rows(result)
+    assert exported.point.compared_with == source
+    assert exported.accuracies[0].difference.mean == 0
+    assert exported.perplexity == pytest.approx(full.perplexity, rel=1e-4)
+    assert exported.kl == pytest.approx(0, abs=1e-6)
+    assert exported.weight_bytes == sum((plain / name).stat().st_size for name in ("model.onnx", "model.onnx.data"))
+    assert "onnx" in text_table(result)
+    again = run_sweep([plain], options, tmp_path / "alone", runtime=OnnxRuntime())
+    assert rows(again)[0].accuracies[0].difference is None
+
+
+def test_an_export_of_a_quantized_checkpoint_is_compared_with_what_was_quantized(source, tmp_path):
+    quantized, folder = tmp_path / "quantized", tmp_path / "onnx"
+    diffquant.quantize(source, quantized, diffquant.Recipe.of(weights="4:g32"))
+    export(quantized, folder, ExportOptions(kv_bits=8))
+    result = run_sweep([source, folder], SweepOptions(bits=(), limit=2), tmp_path / "sweep", runtime=OnnxRuntime())
+    _, exported = rows(result)
+    assert (exported.point.compared_with, exported.point.scheme) == (source, "4:g32 kv 8")
+
+
+def test_a_sweep_refuses_an_export_that_changed(plain, tmp_path):
+    folder = tmp_path / "edited"
+    shutil.copytree(plain, folder)
+    with (folder / "model.onnx.data").open("r+b") as data:
+        data.write(b"\1\2\3")
+    with pytest.raises(diffquant.DiffQuantError, match=r"model\.onnx\.data changed since export"):
+        run_sweep([folder], SweepOptions(), tmp_path / "sweep", runtime=OnnxRuntime())

@@ -99,17 +99,18 @@ def test_equals_the_plain_form(generation, recipe, dtype, width):
         (16, 1000, Visibility()),
         (16, 1000, Visibility(window=200)),
         (5, 3, Visibility()),
-        (4, 300, Visibility(starts=limits([0, 141], DEVICE) if torch.cuda.is_available() else None)),
-        (2, 300, Visibility(window=50, starts=limits([299, 300], DEVICE) if torch.cuda.is_available() else None)),
+        (4, 300, Visibility(starts=limits([0, 141], DEVICE))),
+        (2, 300, Visibility(window=50, starts=limits([299, 300], DEVICE))),
+        (9, 300, Visibility(starts=limits([7, 0], DEVICE), ends=limits([300, 295], DEVICE))),
     ],
-    ids=["one key", "chunk", "16", "window", "more queries than keys", "left padding", "padded queries"],
+    ids=["one key", "chunk", "16", "window", "more queries than keys", "left padding", "padded queries", "ragged"],
 )
 @pytest.mark.parametrize("dtype", LIMITS, ids=str)
 @pytest.mark.parametrize("generation", ["plain", "v1", "v2"])
 def test_what_a_query_sees(generation, dtype, queries, keys, seen):
     q, k, v, lam = random_call(generation, queries, keys, pairs=8, kv_pairs=2, batch=2, dtype=dtype, device=DEVICE)
     store = stored(Recipe.of(k="4:c64", v=4, residual=20), k, v)
-    out = decode(q, store, lam, scale=0.125, window=seen.window, starts=seen.starts)
+    out = decode(q, store, lam, scale=0.125, seen=seen)
     assert relative_error(out, wanted(q, store, k, lam, scale=0.125, seen=seen)) <= LIMITS[dtype]
 
 

@@ -43,6 +43,13 @@ class Binary:
     def spills_in_a_main_loop(self) -> bool:
         return any(loop.get("LDL", 0) + loop.get("STL", 0) for loop in self.main_loops)
 
+    def waits_for_each_product(self) -> bool:
+        """Whether the assembler, short of registers, gave up running Hopper's products asynchronously."""
+        kinds = ("HGMMA", "IGMMA", "QGMMA")
+        products = (sum(loop.get(kind, 0) for kind in kinds) for loop in self.main_loops)
+        # An arrival and a wait go with a group of products, or with each.
+        return any(loop.get("WARPGROUP", 0) >= count > 1 for loop, count in zip(self.main_loops, products, strict=True))
+
 
 def compiled(module_file: str) -> dict[str, list[Binary]]:
     """The kernels each of a test module's `launches()` launched, by launch name."""

@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis.strategies import data, integers, lists, permutations, sampled_from
 from torch.library import opcheck
 
 from diffquant.errors import UsageError
@@ -9,7 +11,7 @@ from diffquant.kernels import append as append_module
 from diffquant.kernels.append import append
 from diffquant.kernels.kv_store import KVStore
 from diffquant.model.cache import PackedStates
-from diffquant.numerics import unpack
+from diffquant.numerics import absmax_scale, dequantize, quantize, sharing_view, unpack
 from diffquant.scheme import Recipe
 
 
@@ -67,6 +69,35 @@ def test_float32_states_and_any_strides():
     assert v.stride(-1) != 1
     store, twins = appended(Recipe.of(k="6:c16", v="4", residual=2), k, v, (23, 17))
     assert_same(store, twins)
+
+
+@settings(max_examples=6)
+@given(data())
+def test_any_recipe_strides_and_chunks(draw):
+    """Codes are what quantizing all packed tokens at once gives: chunks, window and layout leave no trace."""
+    bits, v_bits, block = (draw.draw(sampled_from(x)) for x in ((4, 6, 8), (4, 6, 8, 16), (1, 16)))
+    recipe = Recipe.of(k=f"{bits}:c16" if block > 1 else bits, v=v_bits, residual=draw.draw(integers(0, 20)))
+    chunks = draw.draw(lists(integers(1, 22), min_size=1, max_size=3))
+    order = draw.draw(permutations(range(4)))
+    store = None
+    k = v = None
+    for seed, tokens in enumerate(chunks):
+        shape = torch.empty(1, 1, tokens, 64).permute(order).shape
+        back = [order.index(axis) for axis in range(4)]
+        generator = torch.Generator().manual_seed(seed)
+        new_k, new_v = (torch.randn(shape, generator=generator).half().permute(back) for _ in range(2))
+        store = store or KVStore(recipe, new_k, new_v, 128)
+        append(store, new_k, new_v)
+        k, v = (new if old is None else torch.cat([old, new], 2) for old, new in ((k, new_k), (v, new_v)))
+    for read, states, side in zip(store.read(), (k, v), (store.keys, store.values), strict=True):
+        packed = side.packed(store.length, 0)
+        if side.scheme.quantizes and packed:
+            scheme = side.scheme
+            view, dim = sharing_view(states[:, :, :packed], scheme.granularity, scheme.size)
+            scale = absmax_scale(view, scheme.bits, dim, states.dtype)
+            old = dequantize(quantize(view, scale, scheme.bits), scale).reshape(states[:, :, :packed].shape)
+            states = torch.cat([old, states[:, :, packed:]], 2)
+        assert torch.equal(read, states)
 
 
 def test_sequences_and_heads_stand_apart():

@@ -41,7 +41,7 @@ def check(recipe, call, *, seen=None, post=None, limit=LIMIT):
     q, k, v, lam = call
     seen = seen or Visibility()
     store = stored(recipe, k, v)
-    out = decode(q, store, lam, scale=0.125, window=seen.window, starts=seen.starts, post=post)
+    out = decode(q, store, lam, scale=0.125, seen=seen, post=post)
     wanted = expected(q, *read_back(store, k), lam, scale=0.125, seen=seen, post=post)
     assert out.shape == wanted.shape
     assert relative_error(out, wanted) <= limit
@@ -69,8 +69,18 @@ def test_equals_the_plain_form(generation, recipe):
         (100, 2, Visibility(starts=limits([0, 41]))),
         (64, 5, Visibility(window=30, starts=limits([60, 62]))),
         (17, 1, Visibility(window=1, starts=limits([17, 3]))),
+        (40, 6, Visibility(starts=limits([3, 0]), ends=limits([40, 37]))),
     ],
-    ids=["chunk", "one key", "more queries than keys", "window", "left padding", "padded queries", "nothing to see"],
+    ids=[
+        "chunk",
+        "one key",
+        "more queries than keys",
+        "window",
+        "left padding",
+        "padded queries",
+        "nothing to see",
+        "ragged",
+    ],
 )
 def test_what_a_query_sees(keys, queries, seen):
     batch = 1 if seen.starts is None else 2
@@ -134,5 +144,5 @@ def test_the_operator_has_a_fake():
     q, k, v, lam = random_call("v2", 1, 20)
     store = stored(Recipe.of(kv=4, residual=1), k, v)
     sides = store.keys.tensors, store.values.tensors
-    arguments = (q, *sides, store.progress, lam, None, None, 4, 1, 4, 1, True, 0.125, None, False, 0.0, 1.0)
+    arguments = (q, *sides, store.progress, lam, None, None, None, 4, 1, 4, 1, True, 0.125, None, False, 0.0, 1.0)
     opcheck(module._op, arguments)

@@ -33,6 +33,7 @@ def test_a_shipped_configuration_fits_and_uses_the_tensor_cores(name, binaries):
     assert binary.shared <= SHARED_LIMIT[binary.capability]
     assert binary.main_loops
     assert not binary.spills_in_a_main_loop()
+    assert not binary.waits_for_each_product()
     products = "HGMMA" if binary.capability == 90 else "HMMA"
     assert all(loop.get(products) for loop in binary.main_loops)
 

@@ -4,7 +4,6 @@ import pytest
 import torch
 from helpers import SIZES, ours, random_diffllama, random_ids, random_llama
 
-from diffquant.attention import Mask
 from diffquant.errors import UsageError
 from diffquant.model.adapters import adapter_for
 from diffquant.model.cache import PackedCache
@@ -71,7 +70,7 @@ def test_beams_move_whole_sequences():
     assert torch.equal(generated(model, FusedCache(recipe, 1), ids, None, num_beams=2), wanted)
 
 
-def test_masks_that_are_not_left_padding_go_the_other_way():
+def test_masks_with_holes_go_the_other_way():
     model, recipe, ids = small_model("v1"), Recipe.of(kv=8), random_ids(batch=1, length=9)
     mask = torch.ones_like(ids)
     mask[0, 4] = 0
@@ -108,13 +107,3 @@ def test_a_cache_grows_unless_its_capacity_is_given(recipe):
 def test_what_decodes_is_asked_of_the_attention_not_of_tensors():
     spec = small_model("v1").attentions[0].spec
     assert "run on CUDA devices" in refused(Recipe.of(kv=4), spec, torch.float16, torch.device("cpu"))
-
-
-def test_padding_is_read_once_a_step():
-    cache, valid = FusedCache(Recipe.of(), 1), torch.tensor([[False, True, True], [True, True, True]])
-    mask = Mask(keys=valid)
-    left, starts = cache._starts_of(mask.keys)
-    assert (left, starts.tolist()) == (True, [1, 0])
-    assert cache._starts_of(valid)[1] is starts
-    assert cache._starts_of(valid.flip(1))[0] is False
-    assert cache._starts_of(None) == (True, None)

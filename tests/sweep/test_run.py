@@ -188,6 +188,8 @@ def test_bad_input_is_refused_before_any_cell(model, tmp_path):
         run_sweep([model], SweepOptions(tasks=("arc", "perplexity"), text=tmp_path / "absent"), tmp_path / "out")
     with pytest.raises(UsageError, match="dtype"):
         run_sweep([model], SweepOptions(dtype="int8"), tmp_path / "out")
+    with pytest.raises(UsageError, match="unknown attention backend 'fast'"):
+        run_sweep([model], SweepOptions(attention="fast"), tmp_path / "out")
     assert not list(tmp_path.glob("out/cells/*"))
 
 

@@ -46,8 +46,10 @@ def in_float64(q, k, v, lam):
 @pytest.mark.parametrize("width", [64, 128])
 @pytest.mark.parametrize("dtype", LIMITS, ids=str)
 @pytest.mark.parametrize("generation", ["plain", "v1", "v2"])
-@pytest.mark.parametrize("backend", ["naive", "flashdiff1", "flashdiff2", "auto"])
+@pytest.mark.parametrize("backend", ["naive", "flashdiff1", "flashdiff2", "triton", "auto"])
 def test_backends_equal_float64(backend, generation, dtype, width, length, keys, padded):
+    if (backend, generation) == ("triton", "plain"):
+        pytest.skip("one map has nothing to fuse")
     inputs = random_inputs(generation, length, keys, width, dtype)
     valid = torch.ones(2, keys, dtype=torch.bool, device="cuda")
     valid[1, : keys // 3] = not padded
