@@ -42,21 +42,18 @@ def assert_same(store, twins):
             assert torch.equal(side.scales[:, :, : twin.scales.shape[2]], twin.scales)
 
 
-CASES = [
-    (Recipe.of(kv=8), (21, 1, 1)),
-    (Recipe.of(kv=4, residual=5), (3, 1, 1, 1, 21)),
-    (Recipe.of(k="6:c16", v=6), (15, 1, 1, 20)),
-    (Recipe.of(k="4:c16", v=8, residual=17), (1, 35, 1, 11)),
-    (Recipe.of(k=16, v=6, residual=3), (5, 1, 19)),
-    (Recipe.of(k="8:c32", v=16, residual=1), (33, 31, 1)),
-    (Recipe.of(), (7, 1)),
-]
-
-
 @pytest.mark.parametrize(
     ("recipe", "chunks"),
-    CASES,
-    ids=lambda x: f"{x.k}-{x.v}-{x.residual}" if x is not CASES and isinstance(x, Recipe) else "",
+    [
+        (Recipe.of(kv=8), (21, 1, 1)),
+        (Recipe.of(kv=4, residual=5), (3, 1, 1, 1, 21)),
+        (Recipe.of(k="6:c16", v=6), (15, 1, 1, 20)),
+        (Recipe.of(k="4:c16", v=8, residual=17), (1, 35, 1, 11)),
+        (Recipe.of(k=16, v=6, residual=3), (5, 1, 19)),
+        (Recipe.of(k="8:c32", v=16, residual=1), (33, 31, 1)),
+        (Recipe.of(), (7, 1)),
+    ],
+    ids=lambda x: f"{x.k}-{x.v}-{x.residual}" if isinstance(x, Recipe) else "",
 )
 def test_codes_and_scales_are_those_of_packed_states(recipe, chunks):
     tokens = sum(chunks)

@@ -7,23 +7,23 @@ import torch
 from kernel_inputs import random_call
 from offline import SHARED_LIMIT, compiled
 
+from diffquant.kernels.append import append
+from diffquant.kernels.decode import TILES, decode
 from diffquant.kernels.kv_store import KVStore
 from diffquant.scheme import Recipe
 
-INT4 = Recipe.of(k="4:c64", v=4, residual=64)
-INT6 = Recipe.of(kv=6)
-INT8 = Recipe.of(k="8:c64", v=8)
-# Recipe, and how many instructions a thread may spend on an element of K or V, all of attention included.
+# Generation, width, recipe, capability, and how many instructions a thread may spend on an element of K
+# or V, all of attention included.
 CASES = {
-    "v1-d64-int4-sm_90": ("v1", 64, INT4, 90, 4.7),
-    "v1-d128-int4-sm_80": ("v1", 128, INT4, 80, 4.7),
-    "v2-d128-int4-sm_90": ("v2", 128, INT4, 90, 4.7),
-    "v2-d64-int8-sm_80": ("v2", 64, INT8, 80, 5.7),
-    "v1-d128-int8-sm_90": ("v1", 128, INT8, 90, 4.9),
-    "v1-d128-int6-sm_90": ("v1", 128, INT6, 90, 5.7),
+    "v1-d64-int4-sm_90": ("v1", 64, Recipe.of(k="4:c64", v=4, residual=64), 90, 4.7),
+    "v1-d128-int4-sm_80": ("v1", 128, Recipe.of(kv=4), 80, 4.7),
+    "v2-d64-int4-sm_90": ("v2", 64, Recipe.of(k="4:c64", v=4), 90, 5.6),
+    "v1-d128-int8-sm_90": ("v1", 128, Recipe.of(k="8:c64", v=8), 90, 4.9),
+    "v2-d64-int8-sm_80": ("v2", 64, Recipe.of(kv=8), 80, 5.7),
+    "v2-d128-int6-sm_80": ("v2", 128, Recipe.of(kv=6), 80, 6.6),
     "v1-d128-16-sm_90": ("v1", 128, Recipe.of(), 90, 2.3),
 }
-STEP, WARPS = 64, {64: 2, 128: 2, 256: 4}
+APPENDED = ("v1-d64-int4-sm_90", "v2-d128-int6-sm_80")
 
 
 def both(generation, k):
@@ -31,18 +31,12 @@ def both(generation, k):
 
 
 def launches():
-    from diffquant.kernels.append import append
-    from diffquant.kernels.decode import decode
-
     for name, (generation, width, recipe, capability, _) in CASES.items():
         q, k, v, lam = random_call(generation, 1, 1, width=width, dtype=torch.bfloat16, pairs=8, kv_pairs=2)
         store = KVStore(recipe, both(generation, k), v, 4096)
         yield name, capability, partial(decode, q, store, lam, scale=0.125)
         if name in APPENDED:
             yield f"append-{name}", capability, partial(append, store, both(generation, k), v)
-
-
-APPENDED = ("v1-d128-int4-sm_80", "v1-d128-int6-sm_90")
 
 
 @pytest.fixture(scope="module")
@@ -60,8 +54,9 @@ def test_a_shipped_configuration_fits_and_unpacks_cheaply(name, binaries):
     packed = max(share.main_loops, key=lambda loop: sum(loop.values()))
     assert packed["HMMA"]
     values = 2 * width if generation == "v1" else width
-    elements = STEP * (values + (2 * width if generation == "v1" else width))
-    assert sum(packed.values()) * 32 * WARPS[values] / elements <= most
+    tile = TILES[f"decode/sm_{capability}/{values}"]
+    elements = tile.keys * (values + (2 * width if generation == "v1" else width))
+    assert sum(packed.values()) * 32 * tile.warps / elements <= most
     # No code is converted by itself.
     assert "I2F" not in packed
     assert combine.stack == 0

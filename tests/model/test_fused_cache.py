@@ -11,6 +11,8 @@ from diffquant.model.fused_cache import FusedCache, refused
 from diffquant.model.modeling import DiffTransformer
 from diffquant.scheme import Recipe
 
+pytest.importorskip("triton")
+
 SMALL = {"num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 64}
 
 
