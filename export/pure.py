@@ -3,9 +3,9 @@
 Inside, logits are [B, h_kv, map, g, T, S] with g = h/h_kv, in float32.
 """
 
-from diffquant.attention.logits import SHIFT_RANGE
 from diffquant.errors import UsageError
 from diffquant.numerics import max_code
+from diffquant.numerics.logit_steps import SHIFT_RANGE
 
 from .op import OpAttributes
 

@@ -27,7 +27,7 @@ def refused_by_fused(call: Call) -> str | None:
         return refusal
     from diffquant.kernels.prefill import refused
 
-    return refused(call.q, call.v)
+    return refused(call.q, call.k, call.v, call.lam)
 
 
 def fused_int8(call: Call) -> Tensor:
@@ -73,7 +73,7 @@ def refused_by_simulated(call: Call, logits: Scheme) -> str | None:
         return refusal
     from diffquant.kernels.simulated import refused
 
-    return refused(call.q, call.k, call.v, call.lam, logits)
+    return refused(call.q, call.v, logits)
 
 
 def _prefill_int8(call: Call, pv: str) -> Tensor:
@@ -89,7 +89,7 @@ def _refused_by_prefill_int8(call: Call, pv: str) -> str | None:
         return refusal
     from diffquant.kernels.prefill_int8 import refused
 
-    return refused(call.q, call.k, call.v, pv=pv)
+    return refused(call.q, call.v, pv=pv)
 
 
 def _refused_by_all(call: Call) -> str | None:

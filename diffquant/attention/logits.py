@@ -12,16 +12,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from diffquant.numerics import max_code
 from diffquant.scheme import Scheme
-
-# exp(-12) is 6e-6: what lies further below the row maximum weighs nothing, and finer steps above pay.
-SHIFT_RANGE = 12.0
 
 
 @dataclass
 class LogitMeter:
     """What a layer's quantizer did since the last reset.
+
+    Counts stay on the device that made them, where fetching each would wait for it; `report` fetches them.
 
     Attributes:
         calls: attention calls it quantized.
@@ -31,29 +29,36 @@ class LogitMeter:
     """
 
     calls: int = 0
-    entries: int = 0
-    clipped: int = 0
-    step_sum: float = 0.0
-    step_count: int = 0
-    step_max: float = 0.0
+    entries: int | Tensor = 0
+    clipped: int | Tensor = 0
+    step_sum: float | Tensor = 0.0
+    step_count: int | Tensor = 0
+    step_max: float | Tensor = 0.0
+
+    def count(self, entries: int | Tensor, clipped: int | Tensor) -> None:
+        """Count rounded entries, and how many of them were clipped."""
+        self.entries = self.entries + entries
+        self.clipped = self.clipped + clipped
 
     def record_steps(self, steps: Tensor, largest: Tensor) -> None:
         """Count the scales of entries that were not all zero or hidden."""
-        steps = steps.detach()[largest > 0]
         if not steps.numel():
             return
-        self.step_sum += float(steps.sum(dtype=torch.float64))
-        self.step_count += steps.numel()
-        self.step_max = max(self.step_max, float(steps.max()))
+        used = largest > 0
+        steps = torch.where(used, steps.detach(), 0.0)
+        self.step_sum = self.step_sum + steps.sum(dtype=torch.float64)
+        self.step_count = self.step_count + used.sum()
+        self.step_max = steps.amax().clamp(min=self.step_max)
 
     def report(self) -> dict[str, float]:
         """calls, entries, clipped, and the mean and largest step."""
+        count = int(self.step_count)
         return {
             "calls": self.calls,
-            "entries": self.entries,
-            "clipped": self.clipped,
-            "step_mean": self.step_sum / self.step_count if self.step_count else 0.0,
-            "step_max": self.step_max,
+            "entries": int(self.entries),
+            "clipped": int(self.clipped),
+            "step_mean": float(self.step_sum) / count if count else 0.0,
+            "step_max": float(self.step_max),
         }
 
 
@@ -91,15 +96,6 @@ def magnitudes(prepared: Sequence[Tensor], scheme: Scheme) -> list[Tensor]:
     return [shared] * len(prepared)
 
 
-def step_of(magnitude: Tensor, scheme: Scheme) -> Tensor:
-    """Scale for a largest magnitude; 1 where it is 0."""
-    if scheme.shift:
-        step = magnitude.clamp(max=SHIFT_RANGE) / (2**scheme.bits - 1)
-    else:
-        step = magnitude / max_code(scheme.bits)
-    return torch.where(step == 0, 1.0, step)
-
-
 def round_to(prepared: Tensor, step: Tensor, scheme: Scheme) -> Tensor:
     """Prepared logits rounded to their codes, in place. Absmax codes cannot overflow; shifted ones clip below."""
     codes = prepared.div_(step).round_()
@@ -108,11 +104,11 @@ def round_to(prepared: Tensor, step: Tensor, scheme: Scheme) -> Tensor:
     return codes.mul_(step)
 
 
-def count_clipped(prepared: Tensor, step: Tensor, scheme: Scheme) -> int:
-    """Prepared logits that lie more than half a step below the smallest code."""
+def count_clipped(prepared: Tensor, step: Tensor, scheme: Scheme) -> int | Tensor:
+    """How many prepared logits lie more than half a step below the smallest code; on their device."""
     if not scheme.shift:
         return 0
-    return int((prepared < -(2**scheme.bits - 0.5) * step).sum())
+    return (prepared < -(2**scheme.bits - 0.5) * step).sum()
 
 
 def _tile_magnitude(logits: Tensor, size: int) -> Tensor:

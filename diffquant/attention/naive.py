@@ -5,9 +5,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from diffquant.attention.logits import magnitudes, prepare, round_to, step_of
+from diffquant.attention.logits import magnitudes, prepare, round_to
 from diffquant.attention.mask import Mask
 from diffquant.numerics.absmax import compute_dtype
+from diffquant.numerics.logit_steps import step_of
 from diffquant.scheme import FULL, Scheme
 
 

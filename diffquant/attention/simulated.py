@@ -6,10 +6,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from diffquant.attention.logits import LogitMeter, count_clipped, magnitudes, prepare, round_to, step_of
+from diffquant.attention.logits import LogitMeter, count_clipped, magnitudes, prepare, round_to
 from diffquant.attention.mask import Mask
 from diffquant.attention.naive import masked_softmax
 from diffquant.numerics.absmax import compute_dtype
+from diffquant.numerics.logit_steps import step_of
 from diffquant.scheme import Scheme
 
 # Logits held at once, over maps and heads: large enough for full matrix products, a few tens of MB.
@@ -99,9 +100,9 @@ def _record(
     meter: LogitMeter, prepared: list[Tensor], largest: list[Tensor], visible: Tensor | None, logits: Scheme
 ) -> None:
     batch, heads, length, keys = prepared[0].shape
-    seen = batch * length * keys if visible is None else int(visible.sum()) * (batch // visible.shape[0])
-    meter.entries += seen * heads * len(prepared)
+    seen = batch * length * keys if visible is None else visible.sum() * (batch // visible.shape[0])
+    meter.count(seen * heads * len(prepared), 0)
     for each, top in zip(prepared, largest, strict=True):
         step = step_of(top, logits)
-        meter.clipped += count_clipped(each, step, logits)
+        meter.count(0, count_clipped(each, step, logits))
         meter.record_steps(step, top)

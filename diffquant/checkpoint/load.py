@@ -2,10 +2,10 @@
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from diffquant.checkpoint.check import check_tensors
@@ -14,15 +14,22 @@ from diffquant.checkpoint.plan import checked_schemes
 from diffquant.checkpoint.reader import Checkpoint, open_checkpoint
 from diffquant.checkpoint.versions import CONFIG_VERSION
 from diffquant.errors import CheckpointError, UsageError
+from diffquant.kernels.arguments import HALF_TYPES
+from diffquant.kernels.repack import PackedWeight, refused_group, repack
 from diffquant.model.adapters import Adapter, adapter_for
-from diffquant.model.layout import parameter_shapes
+from diffquant.model.layout import linear_shapes, parameter_shapes
 from diffquant.model.modeling import DiffTransformer
+from diffquant.model.quantized_linear import QuantizedLinear
 from diffquant.numerics import check_finite
 from diffquant.scheme import Recipe, Scheme
 
 
 def load(
-    path: Path | str, recipe: Recipe | None = None, dtype: torch.dtype | None = None, device: str = "cpu"
+    path: Path | str,
+    recipe: Recipe | None = None,
+    dtype: torch.dtype | None = None,
+    device: str = "cpu",
+    packed: bool | None = None,
 ) -> DiffTransformer:
     """The runnable model of a checkpoint, a recipe applied.
 
@@ -33,6 +40,9 @@ def load(
             checkpoint come out as `quantize` would have stored them.
         dtype: of the model; the checkpoint's by default.
         device: of the model.
+        packed: whether the layers' packed weights stay packed, or are expanded to `dtype`; by default they
+            stay packed where kernels read them, in half precision on CUDA. Weights whose groups the kernels do
+            not know (no multiple of 16) are expanded in any case.
 
     Raises:
         CheckpointError: the checkpoint is damaged, incomplete or of a kind that is not read.
@@ -42,15 +52,21 @@ def load(
     check_device(device)
     checkpoint = open_checkpoint(Path(path))
     adapter = adapter_for(checkpoint.config)
-    packed = check_tensors(checkpoint, adapter)
-    schemes = _simulated_schemes(checkpoint, adapter, packed, recipe)
+    stored = check_tensors(checkpoint, adapter)
+    schemes = _simulated_schemes(checkpoint, adapter, stored, recipe)
     recipe = recipe or stored_recipe(checkpoint.config)
     model = _empty_model(adapter)
     dtype = dtype or checkpoint.tensors[adapter.source_name("model.embed_tokens.weight")].dtype
-    state = {
-        name: _parameter(checkpoint, adapter, name, packed, schemes).to(device, dtype)
-        for name in parameter_shapes(adapter.config)
-    }
+    if packed is None:
+        packed = torch.device(device).type == "cuda" and dtype in HALF_TYPES
+    kept = _kept_packed(adapter, stored) if packed else {}
+    state: dict[str, Tensor] = {}
+    for name in parameter_shapes(adapter.config):
+        if name in kept:
+            weight = _packed_weight(checkpoint, adapter, name, kept[name], dtype, device)
+            state |= _install(model, name.removesuffix(".weight"), weight)
+        else:
+            state[name] = _parameter(checkpoint, adapter, name, stored, schemes).to(device, dtype)
     if adapter.config.tie_word_embeddings:
         state["lm_head.weight"] = state["model.embed_tokens.weight"]
     model.load_state_dict(state, assign=True)
@@ -149,6 +165,32 @@ def _empty_model(adapter: Adapter) -> DiffTransformer:
         model = DiffTransformer(adapter.config)
     model.model.rotary_emb = LlamaRotaryEmbedding(adapter.config)
     return model
+
+
+def _kept_packed(adapter: Adapter, stored: dict[str, Scheme]) -> dict[str, Scheme]:
+    """Scheme of each of the layers' weights that can stay packed, by canonical name."""
+    found = {
+        name: stored.get(adapter.source_name(name).removesuffix(".weight")) for name in linear_shapes(adapter.config)
+    }
+    return {name: scheme for name, scheme in found.items() if scheme and not refused_group(scheme.size or 0)}
+
+
+def _packed_weight(
+    checkpoint: Checkpoint, adapter: Adapter, name: str, scheme: Scheme, dtype: torch.dtype, device: str
+) -> PackedWeight:
+    module = adapter.source_name(name).removesuffix(".weight")
+    words, scale, shape = (checkpoint.read(module + suffix) for suffix in (PACKED, SCALE, SHAPE))
+    order = adapter.row_order(name)
+    if order is not None:
+        words, scale = words[order], scale if scale.numel() == 1 else scale[order]
+    return repack(words.to(device), scale.to(device), scheme.bits, int(shape[1]), dtype)
+
+
+def _install(model: DiffTransformer, name: str, weight: PackedWeight) -> dict[str, Tensor]:
+    """Put a packed layer where a model has a Linear; its buffers by full name."""
+    layer = QuantizedLinear(weight, cast(nn.Linear, model.get_submodule(name)).bias)
+    model.set_submodule(name, layer)
+    return {f"{name}.{part}": buffer for part, buffer in layer.named_buffers()}
 
 
 def _parameter(

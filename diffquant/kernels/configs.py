@@ -33,6 +33,20 @@ class AttentionTile:
     stages: int
 
 
+# The longest steps whose loops, read from machine code, neither spill nor wait for single products: each step
+# rescales the accumulator. Those of sm_80 fit the 99 KiB of Ampere's and Ada's smaller devices.
+PREFILL = {
+    "prefill_v1/sm_90/64": AttentionTile(128, 128, 8, 3),
+    "prefill_v1/sm_90/128": AttentionTile(128, 128, 8, 2),
+    "prefill_v1/sm_80/64": AttentionTile(128, 64, 8, 3),
+    "prefill_v1/sm_80/128": AttentionTile(128, 64, 8, 2),
+    "prefill_v2/sm_90/64": AttentionTile(128, 128, 8, 3),
+    "prefill_v2/sm_90/128": AttentionTile(128, 128, 8, 2),
+    "prefill_v2/sm_80/64": AttentionTile(128, 64, 4, 3),
+    "prefill_v2/sm_80/128": AttentionTile(128, 64, 8, 3),
+}
+
+
 def capability(device: torch.device) -> tuple[int, int]:
     """Compute capability of a device; the interpreter runs as 8.0.
 

@@ -10,7 +10,11 @@ def describable(*tensors: Tensor) -> bool:
     return all(
         x.stride(-1) == 1
         and x.data_ptr() % 16 == 0
-        and all(stride * x.element_size() % 16 == 0 for stride in x.stride()[:-1])
+        and all(
+            stride * x.element_size() % 16 == 0
+            for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True)
+            if size > 1
+        )
         for x in tensors
     )
 

@@ -18,24 +18,10 @@ from diffquant.kernels.arguments import (
     refused_device,
     refused_widths,
 )
-from diffquant.kernels.configs import AttentionTile, choose, device_class
+from diffquant.kernels.configs import PREFILL, choose, device_class
 from diffquant.kernels.descriptors import allow_descriptors, describable
 from diffquant.kernels.prefill_v1 import prefill_v1
 from diffquant.kernels.prefill_v2 import prefill_v2
-
-# Rows are as many as one accumulator of a tile leaves registers for; steps on Hopper as long as shared
-# memory holds, since each rescales the accumulator. Ampere's stay below the 99 KiB of its smaller devices.
-TILES = {
-    "prefill_v1/sm_90/64": AttentionTile(128, 128, 8, 3),
-    "prefill_v1/sm_90/128": AttentionTile(128, 128, 8, 2),
-    "prefill_v1/sm_80/64": AttentionTile(128, 64, 8, 3),
-    "prefill_v1/sm_80/128": AttentionTile(128, 64, 8, 2),
-    "prefill_v2/sm_90/64": AttentionTile(128, 128, 8, 3),
-    "prefill_v2/sm_90/128": AttentionTile(128, 128, 8, 2),
-    "prefill_v2/sm_80/64": AttentionTile(128, 64, 4, 3),
-    "prefill_v2/sm_80/128": AttentionTile(128, 64, 8, 3),
-}
-
 
 # Wider products spread their warps over columns on Ampere: see `attend_tile`. Hopper's do not.
 _AMPERE_COLUMNS = 128
@@ -45,7 +31,7 @@ def prefill(
     q: Sequence[Tensor],
     k: Sequence[Tensor],
     v: Tensor,
-    lam: Tensor,
+    lam: Tensor | None,
     *,
     scale: float,
     seen: Visibility,
@@ -57,7 +43,7 @@ def prefill(
         q: two [B, h, T, d], any strides.
         k: two [B, h_kv, S, d]; the same tensor twice in V2. h_kv divides h.
         v: [B, h_kv, S, dv], dv = d or 2d.
-        lam: λ, broadcastable to [B, h, T, 1].
+        lam: λ, broadcastable to [B, h, T, 1]; None, one map, is refused.
         scale: what multiplies Q·Kᵀ; positive.
         seen: which keys a query sees.
         post: the norm over a pair's output.
@@ -68,16 +54,12 @@ def prefill(
     Raises:
         UsageError: arguments disagree, or are none that the kernels take.
     """
-    shape = attention_shape(q, k, v, lam, seen, post)
-    if shape.maps != 2:
-        raise UsageError("prefill takes two maps; one map is scaled_dot_product_attention")
+    attention_shape(q, k, v, lam, seen, post)
     if scale <= 0:
         raise UsageError(f"prefill takes a positive scale, got {scale}")
-    reason = refused_widths(q[0], v)
+    reason = _unsupported(q, k, v, lam)
     if reason:
         raise UsageError(f"prefill: {reason}")
-    if torch.is_grad_enabled() and any(x.requires_grad for x in (*q, *k, v, lam)):
-        raise UsageError("prefill has no backward pass; call it under torch.no_grad()")
     norm = post or PairNorm(0.0)
     return _op(
         q[0], q[1], k[0], None if k[1] is k[0] else k[1], v, lam, seen.starts, seen.ends, norm.weight,
@@ -85,11 +67,17 @@ def prefill(
     )  # fmt: skip
 
 
-def refused(q: Sequence[Tensor], v: Tensor) -> str | None:
+def refused(q: Sequence[Tensor], k: Sequence[Tensor], v: Tensor, lam: Tensor | None) -> str | None:
     """Why `prefill` cannot serve these tensors, or None."""
-    if len(q) != 2:
-        return "prefill takes two maps"
-    return refused_device(v.device) or refused_widths(q[0], v)
+    return refused_device(v.device) or _unsupported(q, k, v, lam)
+
+
+def _unsupported(q: Sequence[Tensor], k: Sequence[Tensor], v: Tensor, lam: Tensor | None) -> str | None:
+    if lam is None:
+        return "the kernel takes two maps; one is scaled_dot_product_attention"
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (*q, *k, v, lam)):
+        return "the kernel has no backward pass; call it under torch.no_grad()"
+    return refused_widths(q[0], v)
 
 
 @torch.library.custom_op("diffquant::prefill", mutates_args=())
@@ -123,7 +111,7 @@ def _op(
     kernel, name = (prefill_v1, "prefill_v1") if k2 is not None else (prefill_v2, "prefill_v2")
     here = device_class(v.device)
     described = here == "sm_90" and describable(k1, v) and (k2 is None or describable(k2))
-    tile = choose(TILES, f"{name}/{here if described else 'sm_80'}/{width}")
+    tile = choose(PREFILL, f"{name}/{here if described else 'sm_80'}/{width}")
     if described:
         allow_descriptors()
     part = value_width if described else min(value_width, _AMPERE_COLUMNS)

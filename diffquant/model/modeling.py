@@ -22,6 +22,7 @@ from diffquant.model.cache import PackedCache
 from diffquant.model.config import DiffTransformerConfig
 from diffquant.model.fused_cache import FusedCache
 from diffquant.model.layout import LAMBDA_VECTORS
+from diffquant.model.quantized_linear import QuantizedLinear
 from diffquant.scheme import FULL, Recipe
 
 _LAMBDA_STD = 0.1
@@ -286,6 +287,20 @@ class DiffTransformer(DiffPreTrainedModel, GenerationMixin):
         if self.model.has_quantized_cache and kwargs.get("use_cache") is not False:
             kwargs.setdefault("past_key_values", self.new_cache())
         return super().generate(*args, **kwargs)
+
+    def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
+        """transformers' `save_pretrained`.
+
+        Raises:
+            UsageError: weights are packed, in the kernels' layout, which is no checkpoint's.
+        """
+        packed = sum(isinstance(module, QuantizedLinear) for module in self.modules())
+        if packed:
+            raise UsageError(
+                f"{packed} weights of this model are packed for its kernels, which no checkpoint holds; the checkpoint "
+                "it was loaded from has them, or load it with packed=False"
+            )
+        super().save_pretrained(*args, **kwargs)
 
     @property
     def recipe(self) -> Recipe:

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from diffquant.attention import LogitMeter, Mask, attend, simulated
@@ -218,6 +219,19 @@ def test_the_meter_counts_visible_entries_steps_and_clipping():
     assert meter.calls == 2
     assert meter.clipped > 0
     assert meter.step_max <= 12 / 15
+
+
+def test_metering_never_waits_for_a_device():
+    # A fake tensor has no values: fetching one raises.
+    with FakeTensorMode() as mode:
+        q, k, v, lam = (mode.from_tensor(torch.randn(2, 2, 9, 8)) for _ in range(4))
+        meter = LogitMeter()
+        for _ in range(2):
+            scheme = Scheme.parse("4:row:shift")
+            attend([q, q], [k, k], v, lam[..., :1], scale=0.3, mask=Mask(), logits=scheme, meter=meter)
+    assert meter.calls == 2
+    with pytest.raises(DataDependentOutputException):
+        meter.report()
 
 
 def test_memory_of_simulated_logits_is_linear_in_the_keys(monkeypatch):

@@ -46,7 +46,7 @@ def test_equals_the_plain_form(generation, dtype, width, name):
     inputs = random_call(
         generation, queries, keys, width=width, pairs=6, kv_pairs=3, batch=2, dtype=dtype, device=DEVICE
     )
-    assert refused(inputs[0], inputs[2]) is None
+    assert refused(*inputs) is None
     out = prefill(*inputs, scale=width**-0.5, seen=seen)
     assert relative_error(out, expected(*inputs, scale=width**-0.5, seen=seen)) <= LIMITS[dtype]
 

@@ -1,0 +1,40 @@
+"""A Linear whose weight stays packed."""
+
+from torch import Tensor, nn
+
+from diffquant.kernels.linear import linear
+from diffquant.kernels.repack import PackedWeight
+
+
+class QuantizedLinear(nn.Module):
+    """x [..., K] -> x · Wᵀ + bias [..., N]; the packed weight's parts are buffers.
+
+    Its `state_dict` holds the kernels' layout, for a model that is packed alike; checkpoints hold `numerics.pack`'s.
+    """
+
+    low: Tensor
+    high: Tensor | None
+    scales: Tensor | None
+    row_scale: Tensor
+    bias: nn.Parameter | None
+
+    def __init__(self, weight: PackedWeight, bias: nn.Parameter | None = None) -> None:
+        super().__init__()
+        self.backend = "auto"
+        self.bits, self.group = weight.bits, weight.group
+        self.out_features, self.in_features = weight.shape
+        for name in ("low", "high", "scales", "row_scale"):
+            self.register_buffer(name, getattr(weight, name))
+        self.register_parameter("bias", bias)
+
+    @property
+    def packed(self) -> PackedWeight:
+        shape = self.out_features, self.in_features
+        return PackedWeight(self.low, self.high, self.scales, self.row_scale, self.bits, self.group, shape)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.packed, self.bias, self.backend)
+
+    def extra_repr(self) -> str:
+        groups = f", group={self.group}" if self.group else ""
+        return f"{self.in_features}, {self.out_features}, bits={self.bits}{groups}"

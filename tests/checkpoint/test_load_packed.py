@@ -1,0 +1,121 @@
+"""Checkpoints loaded with their weights packed, against the same expanded."""
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from sources import write_diffllama, write_llama, write_random
+
+from diffquant import Recipe, load, quantize
+from diffquant.errors import UsageError
+from diffquant.kernels.repack import dequantize
+from diffquant.model.quantized_linear import QuantizedLinear
+
+UNILM = {
+    "vocab_size": 90,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "head_dim": 16,
+    "rms_norm_eps": 1e-5,
+}
+
+
+def ids(length=23):
+    return torch.randint(0, 90, (2, length), generator=torch.Generator().manual_seed(0))
+
+
+def packed_layers(model):
+    return {name: module for name, module in model.named_modules() if isinstance(module, QuantizedLinear)}
+
+
+@pytest.mark.parametrize("weights", ["4:g32", "3:g16", "5:row", "6:g32", "7:tensor", "8:row"])
+def test_packed_weights_compute_as_expanded_ones(tmp_path, weights):
+    overrides = {"*.mlp.up_proj": "8:g32", "lm_head": "8:row"}
+    source = write_diffllama(tmp_path / "source", attention_bias=True)
+    quantize(source, tmp_path / "low", Recipe.of(weights=weights, overrides=overrides))
+    packed = load(tmp_path / "low", packed=True)
+    assert len(packed_layers(packed)) == 3 * 7
+    assert torch.equal(packed(ids()).logits, load(tmp_path / "low")(ids()).logits)
+
+
+def test_packed_layers_hold_what_the_reader_decodes(tmp_path):
+    source = write_llama(tmp_path / "source", dtype=torch.float16)
+    quantize(source, tmp_path / "low", Recipe.of(weights="6:g32"))
+    expanded = load(tmp_path / "low")
+    for name, layer in packed_layers(load(tmp_path / "low", packed=True)).items():
+        identity = torch.eye(layer.in_features, dtype=torch.float16)
+        assert torch.equal(layer(identity).T, expanded.get_submodule(name).weight), name
+
+
+def test_repeated_kv_rows_load_packed(tmp_path):
+    config = UNILM | {"model_type": "diff_v1", "num_key_value_heads": 4, "gqa_pairing": "plain"}
+    write_random(tmp_path / "unilm", config, torch.float32)
+    quantize(tmp_path / "unilm", tmp_path / "low", Recipe.of(weights="4:g32"))
+    packed = load(tmp_path / "low", packed=True)
+    assert packed_layers(packed)
+    assert torch.equal(packed(ids()).logits, load(tmp_path / "low")(ids()).logits)
+
+
+def test_what_no_kernel_reads_is_expanded(tmp_path):
+    source = write_diffllama(tmp_path / "source")
+    quantize(source, tmp_path / "low", Recipe.of(weights="4:g8", overrides={"*.o_proj": "8:row"}))
+    packed = load(tmp_path / "low", packed=True)
+    assert {name.rsplit(".", 1)[-1] for name in packed_layers(packed)} == {"o_proj"}
+    assert not packed_layers(load(tmp_path / "low"))
+    assert not packed_layers(load(source, packed=True))
+
+
+def test_stored_bytes_are_those_of_codes_and_scales(tmp_path):
+    source = write_diffllama(tmp_path / "source", dtype=torch.float16, hidden_size=128, intermediate_size=256)
+    for weights, bits in (("4:g32", 4.5), ("6:g64", 6.25), ("8:g64", 8.25)):
+        quantize(source, tmp_path / "low", Recipe.of(weights=weights), overwrite=True)
+        for name, layer in packed_layers(load(tmp_path / "low", packed=True)).items():
+            unit = layer.row_scale.nbytes
+            assert 8 * (layer.packed.nbytes - unit) == bits * layer.in_features * layer.out_features, name
+
+
+def test_a_packed_model_keeps_its_state_and_is_not_saved(tmp_path):
+    source = write_diffllama(tmp_path / "source")
+    quantize(source, tmp_path / "low", Recipe.of(weights="6:g32"))
+    model, other = load(tmp_path / "low", packed=True), load(tmp_path / "low", packed=True)
+    expected = model(ids()).logits
+    for layer in packed_layers(other).values():
+        layer.low.zero_()
+    assert not torch.equal(other(ids()).logits, expected)
+    other.load_state_dict(model.state_dict())
+    assert torch.equal(other(ids()).logits, expected)
+    with pytest.raises(UsageError, match="21 weights of this model are packed for its kernels"):
+        model.save_pretrained(tmp_path / "saved")
+    assert not (tmp_path / "saved").exists()
+
+
+def test_another_dtype_scales_alike(tmp_path):
+    config = UNILM | {"model_type": "diff_v2", "num_key_value_heads": 2}
+    tensors = write_random(tmp_path / "v2", config, torch.float32)
+    # Weights whose scales float16 would hold with few bits, had they no common unit.
+    tensors["model.layers.0.mlp.down_proj.weight"] *= 1e-5
+    save_file(tensors, tmp_path / "v2" / "model.safetensors", metadata={"format": "pt"})
+    quantize(tmp_path / "v2", tmp_path / "low", Recipe.of(weights="8:g32"))
+    layer = load(tmp_path / "low", dtype=torch.float16, packed=True).model.layers[0].mlp.down_proj
+    exact = load(tmp_path / "low").model.layers[0].mlp.down_proj
+    x = torch.randn(5, 96, generator=torch.Generator().manual_seed(1))
+    w = dequantize(layer.packed, torch.float32)
+    error = (x @ w.T - x @ exact.weight.T).norm() / (x @ exact.weight.T).norm()
+    assert error < 5e-4
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_cuda_weights_stay_packed_by_default(tmp_path):
+    source = write_diffllama(tmp_path / "source", dtype=torch.bfloat16, hidden_size=512, intermediate_size=1024)
+    quantize(source, tmp_path / "low", Recipe.of(weights="4:g64"))
+    before = torch.cuda.memory_allocated()
+    packed = load(tmp_path / "low", device="cuda")
+    taken = torch.cuda.memory_allocated() - before
+    expanded = load(tmp_path / "low", device="cuda", packed=False)
+    assert packed_layers(packed)
+    assert not packed_layers(expanded)
+    assert not packed_layers(load(tmp_path / "low", dtype=torch.float32, device="cuda"))
+    assert taken < 0.4 * (torch.cuda.memory_allocated() - before - taken)
+    logits, expected = (model(ids().cuda()).logits.double() for model in (packed, expanded))
+    assert (logits - expected).norm() / expected.norm() < 2e-2

@@ -1,0 +1,155 @@
+"""8-bit attention on a CUDA device, against the plain form in float64."""
+
+import pytest
+import torch
+from kernel_inputs import expected, limits, random_call, relative_error
+
+from diffquant.kernels import prefill_int8 as module
+from diffquant.kernels.arguments import PairNorm, Visibility, empty_output
+from diffquant.kernels.prefill_int8 import prefill_int8, refused
+
+DEVICE = "cuda"
+LIMITS = {"fp16": 2e-2, "fp8": 8e-2}
+LONG = 65_536
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA device", allow_module_level=True)
+
+
+@pytest.fixture(autouse=True)
+def _poisoned_outputs(monkeypatch):
+    monkeypatch.setattr(module, "empty_output", lambda q, width: empty_output(q, width).fill_(torch.nan))
+
+
+@pytest.fixture(params=LIMITS)
+def pv(request):
+    if request.param == "fp8" and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("no e4m3 tensor cores")
+    return request.param
+
+
+# (queries, keys, what two sequences see)
+SEEN = {
+    "causal": (129, 129, Visibility()),
+    "causal, in whole tiles": (512, 512, Visibility()),
+    "full": (100, 257, Visibility(causal=False)),
+    "later part": (17, 1000, Visibility()),
+    "more queries than keys": (300, 129, Visibility()),
+    "one query": (1, 100, Visibility()),
+    "window": (700, 1000, Visibility(window=200)),
+    "window of one": (129, 129, Visibility(window=1)),
+    "left padding": (300, 300, Visibility(starts=limits([0, 141], DEVICE))),
+    "ragged": (500, 500, Visibility(window=300, starts=limits([7, 0], DEVICE), ends=limits([500, 77], DEVICE))),
+    "full, ragged": (64, 99, Visibility(causal=False, starts=limits([3, 20], DEVICE), ends=limits([90, 20], DEVICE))),
+}
+
+
+def cosine(out, wanted):
+    return float(torch.cosine_similarity(out.double().flatten(), wanted.flatten(), 0))
+
+
+@pytest.mark.parametrize("name", SEEN)
+@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("generation", ["plain", "v1", "v2"])
+def test_close_to_the_plain_form(generation, dtype, width, name, pv):
+    queries, keys, seen = SEEN[name]
+    inputs = random_call(
+        generation, queries, keys, width=width, pairs=6, kv_pairs=3, batch=2, dtype=dtype, device=DEVICE
+    )
+    assert refused(inputs[0], inputs[2], pv=pv) is None
+    out = prefill_int8(*inputs, scale=width**-0.5, seen=seen, pv=pv)
+    wanted = expected(*inputs, scale=width**-0.5, seen=seen)
+    assert relative_error(out, wanted) <= LIMITS[pv]
+    assert cosine(out, wanted) >= 1 - LIMITS[pv] ** 2
+
+
+@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize("generation", ["v1", "v2"])
+def test_a_constant_offset_of_keys_costs_nothing(generation, width, pv):
+    q, k, v, lam = random_call(generation, 700, 700, width=width, device=DEVICE)
+    offset = 20 * torch.randn(width, device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(1))
+    moved = {id(x): (x + offset).half() for x in k}
+    k = [moved[id(x)] for x in k]
+    out = prefill_int8(q, k, v, lam, scale=width**-0.5, seen=Visibility(), pv=pv)
+    assert relative_error(out, expected(q, k, v, lam, scale=width**-0.5, seen=Visibility())) <= LIMITS[pv]
+
+
+@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize("generation", ["v1", "v2"])
+def test_the_pair_norm_is_part_of_the_kernel(generation, width, pv):
+    inputs = random_call(generation, 300, 300, width=width, dtype=torch.bfloat16, device=DEVICE)
+    post = PairNorm(1e-5, torch.linspace(0.5, 2, inputs[2].shape[-1], device=DEVICE).bfloat16(), 0.64)
+    out = prefill_int8(*inputs, scale=width**-0.5, seen=Visibility(), post=post, pv=pv)
+    assert relative_error(out, expected(*inputs, scale=width**-0.5, seen=Visibility(), post=post)) <= LIMITS[pv]
+
+
+def test_rows_no_descriptor_can_read_are_served(pv):
+    q, k, v, lam = random_call("v1", 300, 300, width=128, device=DEVICE)
+    v = torch.cat([v.new_zeros(*v.shape[:-1], 1), v], -1)[..., 1:]
+    out = prefill_int8(q, k, v, lam, scale=128**-0.5, seen=Visibility(), pv=pv)
+    assert relative_error(out, expected(q, k, v, lam, scale=128**-0.5, seen=Visibility())) <= LIMITS[pv]
+
+
+def test_what_padding_holds_does_not_matter(pv):
+    q, k, v, lam = random_call("v1", 300, 300, device=DEVICE)
+    seen = Visibility(starts=limits([9], DEVICE), ends=limits([250], DEVICE))
+    wanted = expected(q, k, v, lam, scale=0.125, seen=seen)
+    for x in (*q, *k, v):
+        x[:, :, :9] = torch.nan
+        x[:, :, 250:] = torch.inf
+    assert relative_error(prefill_int8(q, k, v, lam, scale=0.125, seen=seen, pv=pv), wanted) <= LIMITS[pv]
+
+
+@pytest.mark.parametrize("generation", ["v1", "v2"])
+def test_long_contexts_take_memory_for_the_codes_and_the_output(generation, pv):
+    q, k, v, lam = random_call(generation, LONG, LONG, width=128, dtype=torch.bfloat16, device=DEVICE)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    out = prefill_int8(q, k, v, lam, scale=128**-0.5, seen=Visibility(), pv=pv)
+    codes = sum(x.numel() for x in {id(x): x for x in (*q, *k, v)}.values())
+    # Scales and partial statistics take a few percent of the codes.
+    allowed = out.numel() * out.element_size() + codes * 1.1 + (1 << 20)
+    assert torch.cuda.max_memory_allocated() - before <= allowed
+    some = [x[:, :, -64:] for x in q], k, v, lam if lam.dim() == 0 else lam[:, :, -64:]
+    wanted = expected(*some, scale=128**-0.5, seen=Visibility())
+    assert relative_error(out[:, :, -64:], wanted) <= LIMITS[pv]
+
+
+@pytest.mark.parametrize("width", [64, 128])
+def test_long_sums_keep_their_precision(width, pv):
+    """Equal weights of equal values: every product is exact, so an accumulator that drops bits is all that errs."""
+    q, k, v, lam = random_call("v1", 128, LONG, width=width, device=DEVICE)
+    out = prefill_int8([x * 0 for x in q], k, torch.ones_like(v), lam, scale=0.1, seen=Visibility(False), pv=pv)
+    torch.testing.assert_close(out, torch.full_like(out, 1 - 0.37), rtol=2e-3, atol=0)
+
+
+@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize("generation", ["v1", "v2"])
+def test_the_same_inputs_give_the_same_bits(generation, width, pv):
+    inputs = random_call(generation, 2000, 2000, width=width, pairs=8, kv_pairs=8, dtype=torch.bfloat16, device=DEVICE)
+    first = prefill_int8(*inputs, scale=width**-0.5, seen=Visibility(), pv=pv)
+    for _ in range(9):
+        assert torch.equal(prefill_int8(*inputs, scale=width**-0.5, seen=Visibility(), pv=pv), first)
+
+
+def test_a_captured_launch_follows_its_inputs(pv):
+    q, k, v, lam = random_call("v1", 257, 257, device=DEVICE)
+    prefill_int8(q, k, v, lam, scale=0.125, seen=Visibility(), pv=pv)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = prefill_int8(q, k, v, lam, scale=0.125, seen=Visibility(), pv=pv)
+    v.mul_(-3)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert relative_error(out, expected(q, k, v, lam, scale=0.125, seen=Visibility())) <= LIMITS[pv]
+
+
+def test_a_compiled_model_gives_the_same(pv):
+    inputs = random_call("v1", 129, 129, device=DEVICE)
+
+    def model(q, k, v, lam):
+        return prefill_int8(q, k, v, lam, scale=0.125, seen=Visibility(window=50), pv=pv) * 2
+
+    assert torch.equal(torch.compile(model, fullgraph=True)(*inputs), model(*inputs))

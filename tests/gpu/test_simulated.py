@@ -1,0 +1,149 @@
+"""Simulated logits on a CUDA device: the codes of the plain form, at their borders too."""
+
+import pytest
+import torch
+from kernel_inputs import limits, mask_of, normed, random_call, relative_error
+
+from diffquant.attention import LogitMeter
+from diffquant.attention.naive import naive
+from diffquant.attention.simulated import simulated as blocked
+from diffquant.kernels import simulated as module
+from diffquant.kernels.arguments import PairNorm, Visibility, empty_output
+from diffquant.kernels.simulated import refused, simulated
+from diffquant.scheme import Scheme
+
+DEVICE = "cuda"
+LIMITS = {torch.float16: 2e-3, torch.bfloat16: 1e-2}
+LONG = 65_536
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA device", allow_module_level=True)
+
+
+@pytest.fixture(autouse=True)
+def _poisoned_outputs(monkeypatch):
+    monkeypatch.setattr(module, "empty_output", lambda q, width: empty_output(q, width).fill_(torch.nan))
+
+
+@pytest.fixture(autouse=True)
+def _whole_float32_products():
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = False
+    yield
+    torch.backends.cuda.matmul.allow_tf32 = before
+
+
+SEEN = {
+    "causal": (129, 129, Visibility()),
+    "causal, in whole tiles": (512, 512, Visibility()),
+    "full": (100, 257, Visibility(causal=False)),
+    "more queries than keys": (300, 129, Visibility()),
+    "one query": (1, 100, Visibility()),
+    "ragged window": (500, 500, Visibility(window=300, starts=limits([7, 0], DEVICE), ends=limits([500, 77], DEVICE))),
+    "full, ragged": (64, 99, Visibility(causal=False, starts=limits([3, 20], DEVICE), ends=limits([90, 20], DEVICE))),
+}
+
+
+def whole_numbers(generation, queries, keys, **shape):
+    """Inputs whose dot products float32 holds exactly, in any order of summation."""
+    q, k, v, lam = random_call(generation, queries, keys, device=DEVICE, **shape)
+    rounded = {id(x): x.mul(2).round() for x in k}
+    return [x.mul(2).round() for x in q], [rounded[id(x)] for x in k], v, lam
+
+
+def plain(q, k, v, lam, scale, seen, scheme):
+    """The plain form, its values in float64 and its logits in float32."""
+    return naive(q, k, v, lam, scale, mask_of(seen, v.shape[2], v.device), scheme).double()
+
+
+@pytest.mark.parametrize("name", SEEN)
+@pytest.mark.parametrize("text", ["4:row", "6:tensor:shift", "3:pair", "8:head:shift"])
+@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize("dtype", LIMITS, ids=str)
+@pytest.mark.parametrize("generation", ["plain", "v1", "v2"])
+def test_equals_the_plain_form_at_every_border(generation, dtype, width, text, name):
+    queries, keys, seen = SEEN[name]
+    inputs = whole_numbers(generation, queries, keys, width=width, pairs=6, kv_pairs=3, batch=2, dtype=dtype)
+    scheme = Scheme.parse(text)
+    assert refused(inputs[0], inputs[2], scheme) is None
+    out = simulated(*inputs, scale=width**-0.5, seen=seen, scheme=scheme)
+    assert relative_error(out, plain(*inputs, width**-0.5, seen, scheme)) <= LIMITS[dtype]
+
+
+@pytest.mark.parametrize("bits", range(2, 9))
+@pytest.mark.parametrize("granularity", ["tensor", "head", "pair", "row"])
+@pytest.mark.parametrize("shift", [False, True], ids=["absmax", "shift"])
+def test_the_meter_counts_as_the_blocked_form(shift, granularity, bits):
+    inputs = whole_numbers("v1", 300, 300, batch=2)
+    seen, scheme = Visibility(starts=limits([0, 41], DEVICE)), Scheme(bits, granularity, shift=shift)
+    ours, theirs = LogitMeter(), LogitMeter()
+    simulated(*inputs, scale=0.5, seen=seen, scheme=scheme, meter=ours)
+    blocked(*inputs, 0.5, mask_of(seen, 300, inputs[2].device), scheme, theirs)
+    assert ours.report() == pytest.approx(theirs.report(), rel=1e-6)
+
+
+def test_nothing_waits_for_the_device():
+    inputs = whole_numbers("v1", 300, 300)
+    scheme, meter = Scheme.parse("4:row:shift"), LogitMeter()
+    call = {"scale": 0.125, "seen": Visibility(), "scheme": scheme, "meter": meter}
+    simulated(*inputs, **call)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        simulated(*inputs, **call)
+        blocked(*inputs, 0.125, mask_of(Visibility(), 300, inputs[2].device), scheme, meter)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert meter.report()["calls"] == 3
+
+
+@pytest.mark.parametrize("dtype", LIMITS, ids=str)
+@pytest.mark.parametrize("generation", ["plain", "v1", "v2"])
+def test_any_numbers_stay_close(generation, dtype):
+    inputs = random_call(generation, 700, 700, width=128, dtype=dtype, device=DEVICE)
+    scheme = Scheme.parse("8:row")
+    out = simulated(*inputs, scale=128**-0.5, seen=Visibility(), scheme=scheme)
+    # Sums in another order may cross a border between codes.
+    assert relative_error(out, plain(*inputs, 128**-0.5, Visibility(), scheme)) <= 1e-2
+
+
+@pytest.mark.parametrize("width", [64, 128])
+def test_the_pair_norm_is_part_of_the_kernel(width):
+    inputs = whole_numbers("v1", 300, 300, width=width)
+    post = PairNorm(1e-5, torch.linspace(0.5, 2, 2 * width, device=DEVICE).half(), 0.64)
+    scheme = Scheme.parse("6:head")
+    out = simulated(*inputs, scale=width**-0.5, seen=Visibility(), scheme=scheme, post=post)
+    wanted = normed(plain(*inputs, width**-0.5, Visibility(), scheme), post)
+    assert relative_error(out, wanted) <= LIMITS[torch.float16]
+
+
+def test_rows_no_descriptor_can_read_are_served():
+    q, k, v, lam = whole_numbers("v1", 300, 300)
+    v = torch.cat([v.new_zeros(*v.shape[:-1], 1), v], -1)[..., 1:]
+    out = simulated(q, k, v, lam, scale=0.125, seen=Visibility(), scheme=Scheme.parse("4:row"))
+    wanted = plain(q, k, v, lam, 0.125, Visibility(), Scheme.parse("4:row"))
+    assert relative_error(out, wanted) <= LIMITS[torch.float16]
+
+
+@pytest.mark.parametrize("generation", ["v1", "v2"])
+def test_long_contexts_take_memory_for_the_output_and_a_few_numbers_a_row(generation):
+    q, k, v, lam = random_call(generation, LONG, LONG, width=128, dtype=torch.bfloat16, device=DEVICE)
+    scheme = Scheme.parse("8:row")
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    out = simulated(q, k, v, lam, scale=128**-0.5, seen=Visibility(), scheme=scheme)
+    rows = out.shape[1] * LONG * 2
+    allowed = out.numel() * out.element_size() + 64 * rows + (1 << 21)
+    assert torch.cuda.max_memory_allocated() - before <= allowed
+    some = [x[:, :, -64:] for x in q], k, v, lam if lam.dim() == 0 else lam[:, :, -64:]
+    wanted = plain(*some, 128**-0.5, Visibility(), scheme)
+    assert relative_error(out[:, :, -64:], wanted) <= LIMITS[torch.bfloat16]
+
+
+@pytest.mark.parametrize("width", [64, 128])
+def test_the_same_inputs_give_the_same_bits(width):
+    inputs = random_call("v1", 2000, 2000, width=width, pairs=8, kv_pairs=8, dtype=torch.bfloat16, device=DEVICE)
+    call = {"scale": width**-0.5, "seen": Visibility(), "scheme": Scheme.parse("4:pair:shift")}
+    first = simulated(*inputs, **call)
+    for _ in range(9):
+        assert torch.equal(simulated(*inputs, **call), first)

@@ -1,0 +1,166 @@
+"""Weight-only linear kernels, interpreted, against float64."""
+
+import pytest
+import torch
+from packed_weights import (
+    exact_weight,
+    poison,
+    random_activations,
+    random_case,
+    random_scale,
+    random_words,
+    relative_error,
+)
+
+from diffquant.errors import UsageError
+from diffquant.kernels import gemm
+from diffquant.kernels.configs import trying
+from diffquant.kernels.expand import launch_expand
+from diffquant.kernels.linear import launch, linear, packed_linear
+from diffquant.kernels.repack import dequantize, repack
+from diffquant.model.quantized_linear import QuantizedLinear
+
+interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are not interpreted where a GPU is")
+
+
+@pytest.fixture(autouse=True)
+def _poisoned_outputs(monkeypatch):
+    poison(monkeypatch)
+
+
+CASES = [
+    # tokens, rows, columns, bits, group
+    (1, 33, 576, 4, 32),
+    (1, 16, 1344, 8, 64),
+    (3, 17, 2048, 4, 128),
+    (3, 48, 576, 6, 64),
+    (9, 31, 96, 4, 48),
+    (16, 20, 192, 6, 32),
+    (16, 40, 1024, 8, "row"),
+    (2, 50, 70, 6, "tensor"),
+    (17, 33, 576, 4, 32),
+    (17, 48, 192, 6, 64),
+    (33, 130, 96, 8, 32),
+    (100, 47, 320, 4, 16),
+    (100, 33, 256, 4, 128),
+    (65, 20, 70, 8, "tensor"),
+    (40, 16, 576, 6, "row"),
+]
+
+
+@interpreted
+@pytest.mark.parametrize("biased", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize(("tokens", "rows", "width", "bits", "group"), CASES)
+def test_kernels_equal_float64(tokens, rows, width, bits, group, biased):
+    packed, exact = random_case(rows, width, bits, group)
+    x = random_activations(tokens, width)
+    bias = random_activations(1, rows, seed=3)[0] if biased else None
+    expected = x.double() @ exact.T + (bias.double() if biased else 0)
+    assert relative_error(launch(x, packed, bias), expected) < 6e-4
+
+
+@interpreted
+def test_hoppers_order_of_products(monkeypatch):
+    monkeypatch.setattr(gemm, "device_class", lambda _: "sm_90")
+    for bits, group in ((4, 32), (6, 16), (8, 48)):
+        packed, exact = random_case(40, 480, bits, group)
+        x = random_activations(20, 480)
+        assert relative_error(launch(x, packed, None), x.double() @ exact.T) < 6e-4
+
+
+@interpreted
+def test_splits_of_k_add_up_in_order(monkeypatch):
+    packed, exact = random_case(30, 1100, 4, "row")
+    x = random_activations(18, 1100)
+    several = launch(x, packed, None)
+    monkeypatch.setattr(gemm, "_processors", lambda _: 1)
+    assert relative_error(launch(x, packed, None), x.double() @ exact.T) < 6e-4
+    assert relative_error(several, x.double() @ exact.T) < 6e-4
+
+
+@interpreted
+@pytest.mark.parametrize("tokens", [2, 20])
+def test_activations_of_any_strides(tokens):
+    packed, exact = random_case(20, 192, 4, 32)
+    wide = random_activations(tokens, 2 * 192)
+    for x in (wide[:, ::2], wide[:, 5:197], wide.T[:192, :].contiguous().T):
+        assert relative_error(launch(x, packed, None), x.double() @ exact.T) < 6e-4
+
+
+@interpreted
+def test_padding_reads_nothing_beyond_the_weight():
+    """What lies behind every tensor is NaN, or as integers all ones."""
+
+    def cornered(x):
+        if x is None:
+            return None
+        room = torch.full((2 * x.numel(),), torch.nan if x.is_floating_point() else -1, dtype=x.dtype)
+        room[: x.numel()] = x.flatten()
+        return room[: x.numel()].view(x.shape)
+
+    for tokens in (3, 20):
+        for bits in (4, 6, 8):
+            packed, exact = random_case(35, 96, bits, 32)
+            x = cornered(random_activations(tokens, 96))
+            held = QuantizedLinear(packed)
+            for name in ("low", "high", "scales", "row_scale"):
+                setattr(held, name, cornered(getattr(packed, name)))
+            assert relative_error(launch(x, held.packed, None), x.double() @ exact.T) < 6e-4
+
+
+@interpreted
+@pytest.mark.parametrize(("bits", "group"), [(4, 32), (4, 48), (6, "row"), (8, 16), (3, "tensor"), (5, 64)])
+def test_expanded_weights_are_the_checkpoints(bits, group):
+    width = 192 if group != 48 else 144
+    packed, _ = random_case(37, width, bits, group)
+    assert torch.equal(launch_expand(packed, torch.float16), dequantize(packed, torch.float16))
+
+
+@pytest.mark.parametrize("bits", range(2, 9))
+def test_linear_is_the_readers_weight_in_a_matmul_elsewhere(bits):
+    words, scale = random_words(24, 96, bits), random_scale(24, 96, 32, torch.float32)
+    packed, bias = repack(words, scale, bits, 96), torch.randn(24)
+    x = torch.randn(2, 3, 96)
+    expected = torch.nn.functional.linear(x.double(), exact_weight(words, scale, bits, 96), bias.double())
+    torch.testing.assert_close(linear(x, packed, bias).double(), expected, rtol=1e-5, atol=1e-5)
+    assert linear(x[0, 0], packed).shape == (24,)
+    assert linear(x[:0], packed).shape == (0, 3, 24)
+
+
+def test_the_op_passes_opcheck():
+    for bits, group in ((4, 32), (6, "row")):
+        p, _ = random_case(24, 96, bits, group, torch.float32)
+        arguments = (torch.randn(2, 3, 96), p.low, p.high, p.scales, p.row_scale, torch.randn(24), p.bits, p.group, 24)
+        torch.library.opcheck(packed_linear, (*arguments, "auto"))
+
+
+def test_a_compiled_model_has_no_graph_break():
+    layer = QuantizedLinear(random_case(24, 96, 4, 32, torch.float32)[0])
+    x = torch.randn(3, 96)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=True)
+    assert torch.equal(compiled(x), layer(x))
+    assert torch.equal(compiled(x[:2]), layer(x[:2]))
+
+
+def test_what_cannot_be_is_refused():
+    packed, _ = random_case(24, 96, 4, 32)
+    x = random_activations(2, 96)
+    with pytest.raises(UsageError, match=r"weight \[24, 96\]: x is \[2, 95\], not \[\.\.\., 96\]"):
+        linear(x[:, 1:], packed)
+    with pytest.raises(UsageError, match=r"x is torch\.float32 and the weight's scales are torch\.float16; bias is"):
+        linear(x.float(), packed, x[0])
+    with pytest.raises(UsageError, match="unknown backend 'cutlass'; known are auto, triton, dequantize"):
+        linear(x, packed, backend="cutlass")
+    with pytest.raises(UsageError, match=r"linear backend 'triton': .*; use auto"):
+        linear(x.cpu(), packed, backend="triton")
+    with pytest.raises(UsageError, match=r"linear backend 'triton': x is torch\.float32"):
+        linear(x.float(), random_case(24, 96, 4, 32, torch.float32)[0], backend="triton")
+
+
+@interpreted
+def test_tuned_tiles_are_used():
+    packed, exact = random_case(70, 192, 4, 32)
+    x = random_activations(20, 192)
+    with trying({"gemm/sm_80/32": {"rows": 32, "tokens": 16}, "gemv/sm_80/4": {"warps": 2, "unroll": 1}}):
+        assert relative_error(launch(x, packed, None), x.double() @ exact.T) < 6e-4
+        assert relative_error(launch(x[:4], packed, None), x[:4].double() @ exact.T) < 6e-4

@@ -1,0 +1,75 @@
+"""What the shipped linear kernels use of a GPU, compiled without one."""
+
+from functools import partial
+
+import pytest
+import torch
+from offline import SHARED_LIMIT, compiled
+
+from diffquant.kernels.repack import repack
+from diffquant.numerics import packed_words
+
+# Instructions a weight of a thread's, all of the loop's. At the pace of an H200's memory (4.8 TB/s, 132
+# processors at 1.75 GHz, 128 instructions a cycle) there is time for 3.1, 4.1 and 6.2, which 6 bits just miss;
+# an A100's leaves more.
+MOST_INSTRUCTIONS = {(90, 4): 2.8, (90, 6): 4.2, (90, 8): 4.5, (80, 4): 3.0, (80, 6): 4.6, (80, 8): 4.5}
+# Hopper's table is compiled in one half type, Ampere's in the other, which has more to do for 8 bits.
+DTYPES = {90: torch.float16, 80: torch.bfloat16}
+GEMM_CASES = [(4, 32), (4, 64), (4, 128), (6, 128), (8, 128)]
+
+
+def zeros(rows, width, bits, group, dtype):
+    words = torch.zeros(rows, packed_words(width, bits), dtype=torch.int32)
+    return repack(words, torch.ones(rows, width // group, dtype=dtype), bits, width)
+
+
+def launches():
+    from diffquant.kernels.expand import launch_expand
+    from diffquant.kernels.linear import launch
+
+    for capability, dtype in DTYPES.items():
+        for bits in (4, 6, 8):
+            packed, x = zeros(64, 3072, bits, 128, dtype), torch.zeros(1, 3072, dtype=dtype)
+            yield f"gemv {capability} {bits}", capability, partial(launch, x, packed, None)
+        for bits, tokens in GEMM_CASES:
+            packed, x = zeros(1024, 3072, bits, 32, dtype), torch.zeros(tokens, 3072, dtype=dtype)
+            yield f"gemm {capability} {bits} {tokens}", capability, partial(launch, x, packed, None)
+    packed, x = zeros(64, 3072, 4, 32, torch.bfloat16), torch.zeros(16, 3072, dtype=torch.bfloat16)
+    yield "gemv 16 tokens", 90, partial(launch, x, packed, x[0, :64])
+    yield "expand", 90, partial(launch_expand, packed, torch.bfloat16)
+    packed, x = zeros(48, 576, 4, 32, torch.float16), torch.zeros(1, 576, dtype=torch.float16)
+    yield "gemv odd", 90, partial(launch, x, packed, None)
+
+
+@pytest.fixture(scope="module")
+def binaries():
+    return compiled(__file__)
+
+
+def test_nothing_spills_and_everything_fits(binaries):
+    assert {len(each) for each in binaries.values()} <= {1, 2}
+    for name, each in binaries.items():
+        for binary in each:
+            assert binary.stack == 0, name
+            assert binary.shared <= SHARED_LIMIT[binary.capability], name
+
+
+@pytest.mark.parametrize("bits", [4, 6, 8])
+@pytest.mark.parametrize("capability", DTYPES)
+def test_unpacking_keeps_up_with_memory(binaries, capability, bits):
+    (binary,) = binaries[f"gemv {capability} {bits}"]
+    (loop,) = binary.main_loops
+    # A product of 16 rows by 8 tokens takes 16 columns: 8 weights a thread.
+    weights = 8 * loop["HMMA"]
+    assert sum(loop.values()) <= MOST_INSTRUCTIONS[capability, bits] * weights
+    assert not {"BAR", "LDS", "STS", "SHFL", "LDL", "STL", "I2F", "F2F"} & loop.keys()
+
+
+@pytest.mark.parametrize(("bits", "tokens"), GEMM_CASES)
+@pytest.mark.parametrize("capability", DTYPES)
+def test_products_are_the_tensor_cores_and_take_weights_from_registers(binaries, capability, bits, tokens):
+    (loop,) = binaries[f"gemm {capability} {bits} {tokens}"][0].main_loops
+    assert loop["HGMMA" if capability == 90 else "HMMA"]
+    # An arrival and a wait go with the products of two fragments; were they one by one, with each.
+    assert loop.get("WARPGROUP", 0) <= loop.get("HGMMA", 0)
+    assert not {"STS", "SHFL", "LDL", "STL", "I2F", "F2F"} & loop.keys()
