@@ -26,6 +26,7 @@ from diffquant.kernels.configs import AttentionTile, choose, device_class
 from diffquant.kernels.decode_combine import decode_combine
 from diffquant.kernels.decode_share import decode_share
 from diffquant.kernels.kv_store import KVStore, refused_store
+from diffquant.kernels.strides import same_strides
 from diffquant.scheme import Recipe
 
 # By the values' width, which is what fills the registers. Few warps: all of them hold the same queries.
@@ -139,8 +140,7 @@ def _op(
     out = empty_output(q[0], value_width)
     if out.numel() == 0:
         return out
-    if any(x.stride(-1) != 1 or x.stride() != q[0].stride() for x in q):
-        q = [x.contiguous() for x in q]
+    q = same_strides(*q)
     here = choose(TILES, f"decode/{device_class(out.device)}/{value_width}")
     # One row of scales serves a step.
     step = min(here.keys, k_block) if k_block > 1 else here.keys
