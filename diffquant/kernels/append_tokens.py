@@ -9,6 +9,9 @@ import triton
 import triton.language as tl
 
 from diffquant.kernels.kv_layout import packed_tokens, parts_of, stored_head
+from diffquant.kernels.kv_store import TOKENS_A_STEP
+
+_TOKENS_A_STEP = tl.constexpr(TOKENS_A_STEP)
 
 
 @triton.jit
@@ -56,7 +59,7 @@ def _store_step(
     LIMIT: tl.constexpr, PACKS: tl.constexpr, KEEPS: tl.constexpr,
 ):  # fmt: skip
     """Pack a step of tokens and put new ones into the slots of the window that held them."""
-    STEP: tl.constexpr = BLOCK if BLOCK > 1 else 16
+    STEP: tl.constexpr = BLOCK if BLOCK > 1 else _TOKENS_A_STEP
     packed = packed_tokens(length, floor, BITS, BLOCK, RESIDUAL)
     packing = packed_tokens(total, floor, BITS, BLOCK, RESIDUAL)
     kept = tl.maximum(length, packing)

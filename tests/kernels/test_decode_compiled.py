@@ -2,7 +2,6 @@
 
 from functools import partial
 
-import pytest
 import torch
 from kernel_inputs import random_call
 from offline import SHARED_LIMIT, compiled
@@ -39,31 +38,24 @@ def launches():
             yield f"append-{name}", capability, partial(append, store, both(generation, k), v)
 
 
-@pytest.fixture(scope="module")
-def binaries():
-    return compiled(__file__)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_a_shipped_configuration_fits_and_unpacks_cheaply(name, binaries):
-    share, combine = binaries[name]
-    generation, width, _, capability, most = CASES[name]
-    assert (share.kernel, combine.kernel) == ("decode_share", "decode_combine")
-    assert share.shared <= SHARED_LIMIT[capability]
-    assert not share.spills_in_a_main_loop()
-    packed = max(share.main_loops, key=lambda loop: sum(loop.values()))
-    assert packed["HMMA"]
-    values = 2 * width if generation == "v1" else width
-    tile = TILES[f"decode/sm_{capability}/{values}"]
-    elements = tile.keys * (values + (2 * width if generation == "v1" else width))
-    assert sum(packed.values()) * 32 * tile.warps / elements <= most
-    # No code is converted by itself.
-    assert "I2F" not in packed
-    assert combine.stack == 0
-
-
-@pytest.mark.parametrize("name", APPENDED)
-def test_appending_fits_registers(name, binaries):
-    (kernel,) = binaries[f"append-{name}"]
-    assert kernel.stack == 0
-    assert kernel.shared <= SHARED_LIMIT[kernel.capability]
+# One test, so that workers side by side do not each compile all of it.
+def test_shipped_configurations_fit_and_unpack_cheaply():
+    binaries = compiled(__file__)
+    for name, (generation, width, _, capability, most) in CASES.items():
+        share, combine = binaries[name]
+        assert (share.kernel, combine.kernel) == ("decode_share", "decode_combine"), name
+        assert share.shared <= SHARED_LIMIT[capability], name
+        assert not share.spills_in_a_main_loop(), name
+        assert combine.stack == 0, name
+        packed = max(share.main_loops, key=lambda loop: sum(loop.values()))
+        assert packed["HMMA"], name
+        # No code is converted by itself.
+        assert "I2F" not in packed, name
+        values = 2 * width if generation == "v1" else width
+        tile = TILES[f"decode/sm_{capability}/{values}"]
+        elements = tile.keys * (values + (2 * width if generation == "v1" else width))
+        assert sum(packed.values()) * 32 * tile.warps / elements <= most, name
+    for name in APPENDED:
+        (kernel,) = binaries[f"append-{name}"]
+        assert kernel.stack == 0, name
+        assert kernel.shared <= SHARED_LIMIT[kernel.capability], name
