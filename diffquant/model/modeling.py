@@ -20,6 +20,7 @@ from diffquant.errors import NotFiredError, UsageError
 from diffquant.kernels.arguments import PairNorm
 from diffquant.model.cache import PackedCache
 from diffquant.model.config import DiffTransformerConfig
+from diffquant.model.fused_cache import FusedCache
 from diffquant.model.layout import LAMBDA_VECTORS
 from diffquant.model.quantized_linear import QuantizedLinear
 from diffquant.scheme import FULL, Recipe
@@ -56,24 +57,28 @@ class DiffAttention(nn.Module):
         q = rotate(self._heads(self.q_proj(x), spec.pairs, spec.maps), rotary, spec.rope)
         k = rotate(self._heads(self.k_proj(x), spec.kv_pairs, spec.key_heads // spec.kv_pairs), rotary, spec.rope)
         v = self._values(self.v_proj(x))
-        if cache is not None:
-            if mask.keys is not None:
-                # A token block's absmax must not see padding.
-                k = k.masked_fill(~mask.keys[:, None, -x.shape[1] :, None], 0.0)
-            k, v = cache.update(k, v, self.layer)
-        keys = (k, k) if spec.shared_k else k.chunk(spec.maps, 1)
-        y = attend(
-            q.chunk(spec.maps, 1),
-            keys,
-            v,
-            self.lam(x),
-            scale=spec.scale,
-            mask=mask,
-            logits=self.logits,
-            meter=self.meter,
-            post=self._post(),
-            backend=self.backend,
-        )
+        queries, lam = q.chunk(spec.maps, 1), self.lam(x)
+        if cache is not None and mask.keys is not None:
+            # A token block's absmax must not see padding.
+            k = k.masked_fill(~mask.keys[:, None, -x.shape[1] :, None], 0.0)
+        y = None
+        if isinstance(cache, FusedCache) and self.backend == "auto" and not self.logits.quantizes:
+            y = cache.attend(self.layer, queries, k, v, lam, scale=spec.scale, mask=mask, post=self._post())
+        if y is None:
+            if cache is not None:
+                k, v = cache.update(k, v, self.layer)
+            y = attend(
+                queries,
+                (k, k) if spec.shared_k else k.chunk(spec.maps, 1),
+                v,
+                lam,
+                scale=spec.scale,
+                mask=mask,
+                logits=self.logits,
+                meter=self.meter,
+                post=self._post(),
+                backend=self.backend,
+            )
         return self.o_proj(y.transpose(1, 2).flatten(2))
 
     def lam(self, x: Tensor) -> Tensor | None:

@@ -1,0 +1,136 @@
+"""A KV cache whose attention reads the stored codes: `PackedCache`'s meaning, `diffquant.kernels`' speed.
+
+A few new tokens are appended and attended to in two operations, K and V never expanded. More of them (a
+prompt) are stored, and attention gets K and V as they read back. Also for 16-bit recipes: storage is
+allocated ahead, so a new token copies nothing.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache
+
+from diffquant.attention import DiffSpec, Mask
+from diffquant.errors import UsageError
+from diffquant.kernels.arguments import HALF_TYPES, PairNorm, Visibility, refused_device
+from diffquant.kernels.configs import capability
+from diffquant.kernels.kv_store import KVStore, refused_store
+from diffquant.model.cache import PackedLayer
+from diffquant.scheme import Recipe
+
+
+class FusedLayer(PackedLayer):
+    """One layer of a `FusedCache`."""
+
+    store: KVStore | None
+
+    def __init__(self, recipe: Recipe, capacity: int | None) -> None:
+        self.capacity = capacity
+        super().__init__(recipe)
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        """Store [B, H, T, d] keys and [B, H', T, dv] values; return all of both as they read back."""
+        return self.append(key_states, value_states).read()
+
+    def append(self, k: Tensor, v: Tensor) -> KVStore:
+        """The store with [B, H, T, d] keys and [B, H', T, dv] values added, grown if need be.
+
+        Raises:
+            UsageError: the given capacity does not suffice.
+        """
+        from diffquant.kernels.append import append
+
+        tokens = k.shape[2]
+        if self.store is None:
+            capability(k.device)
+            self.store = KVStore(self.recipe, k, v, self.capacity or tokens + 1)
+            self.lazy_initialization(k, v)
+        needed = self.store.length + tokens
+        if needed > (self.capacity or needed):
+            raise UsageError(f"the cache was made for {self.capacity} tokens and would hold {needed}; give it more")
+        if needed > self.store.capacity:
+            self.store.grow(needed + needed // 2)
+        append(self.store, k, v)
+        return self.store
+
+    @property
+    def nbytes(self) -> int:
+        return self.store.nbytes if self.store else 0
+
+    def get_seq_length(self) -> int:
+        return self.store.length if self.store else 0
+
+    def reset(self) -> None:
+        self.store = None
+        self.is_initialized = False
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the newest tokens; the count is negative, as transformers passes it.
+
+        Raises:
+            UsageError: the count is positive, or would split a packed block whose tokens share scales.
+        """
+        if tokens_to_remove > 0:
+            raise UsageError(f"crop takes minus the number of tokens to forget, got {tokens_to_remove}")
+        if self.store:
+            self.store.crop(-tokens_to_remove)
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> None:
+        if self.store:
+            self.store.each(change)
+
+
+class FusedCache(Cache):
+    """KV cache with the recipe's `k`, `v` and `residual` for CUDA devices, for `generate(past_key_values=...)`."""
+
+    def __init__(self, recipe: Recipe, layers: int, capacity: int | None = None) -> None:
+        """A cache for `capacity` tokens, or one that grows."""
+        super().__init__(layers=[FusedLayer(recipe, capacity) for _ in range(layers)])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all storages, with the room for tokens to come."""
+        return sum(layer.nbytes for layer in self.layers)
+
+    def attend(
+        self,
+        layer: int,
+        q: Sequence[Tensor],
+        k: Tensor,
+        v: Tensor,
+        lam: Tensor | None,
+        *,
+        scale: float,
+        mask: Mask,
+        post: PairNorm | None = None,
+    ) -> Tensor | None:
+        """Store new tokens and attend to all, without expanding what is stored.
+
+        Args:
+            q: one [B, h, T, d] a map.
+            k: [B, H, T, d] new keys, all first maps before all second maps.
+            v: [B, h_kv, T, dv] new values.
+            lam, scale, mask: as in `diffquant.attention.naive`.
+            post: the norm over a pair's output.
+
+        Returns:
+            [B, h, T, dv], or None, with nothing stored, where decoding is not for these tokens: too many of
+            them (a prompt), or a mask other than causal order with one range of keys a sequence.
+        """
+        from diffquant.kernels.decode import MAX_QUERIES, decode
+
+        if q[0].shape[2] > MAX_QUERIES or not mask.causal or (mask.keys is not None and mask.ranges is None):
+            return None
+        starts, ends = mask.ranges or (None, None)
+        seen = Visibility(True, mask.window, starts, ends)
+        return decode(q, self.layers[layer].append(k, v), lam, scale=scale, seen=seen, post=post)
+
+
+def refused(recipe: Recipe, spec: DiffSpec, dtype: torch.dtype, device: torch.device) -> str | None:
+    """Why a model with this attention cannot decode through a `FusedCache`, or None."""
+    if dtype not in HALF_TYPES:
+        return f"the decode kernel takes float16 and bfloat16, not {dtype}"
+    return refused_device(device) or refused_store(recipe, spec.head_dim, spec.value_dim, dtype)

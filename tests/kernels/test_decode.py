@@ -1,0 +1,148 @@
+"""Decoding from a store, interpreted, against the plain form in float64 over what the store reads back."""
+
+import pytest
+import torch
+from kernel_inputs import expected, limits, random_call, relative_error
+from torch.library import opcheck
+
+from diffquant.errors import UsageError
+from diffquant.kernels import decode as module
+from diffquant.kernels.append import append
+from diffquant.kernels.arguments import PairNorm, Visibility, empty_output
+from diffquant.kernels.decode import decode, refused
+from diffquant.kernels.kv_store import KVStore
+from diffquant.scheme import Recipe
+
+LIMIT = 2e-3
+K4V4 = Recipe.of(k="4:c32", v=4, residual=20)
+
+
+@pytest.fixture(autouse=True)
+def _poisoned_outputs(monkeypatch):
+    monkeypatch.setattr(module, "empty_output", lambda q, width: empty_output(q, width).fill_(torch.nan))
+
+
+def stored(recipe, k, v):
+    """A store that holds these, filled by a prompt and one token."""
+    both = k[0] if k[0] is k[-1] else torch.cat(list(k), 1)
+    store = KVStore(recipe, both, v, both.shape[2])
+    last = max(both.shape[2] - 1, 1)
+    for part in (slice(0, last), slice(last, None)):
+        append(store, both[:, :, part], v[:, :, part])
+    return store
+
+
+def read_back(store, k):
+    both, v = store.read()
+    return list(both.chunk(2, 1)) if k[0] is not k[-1] else [both] * len(k), v
+
+
+def check(recipe, call, *, seen=None, post=None, limit=LIMIT):
+    q, k, v, lam = call
+    seen = seen or Visibility()
+    store = stored(recipe, k, v)
+    out = decode(q, store, lam, scale=0.125, seen=seen, post=post)
+    wanted = expected(q, *read_back(store, k), lam, scale=0.125, seen=seen, post=post)
+    assert out.shape == wanted.shape
+    assert relative_error(out, wanted) <= limit
+    return out
+
+
+@pytest.mark.parametrize("generation", ["plain", "v1", "v2"])
+@pytest.mark.parametrize(
+    "recipe",
+    [Recipe.of(), Recipe.of(kv=8), K4V4, Recipe.of(k=6, v="6", residual=5), Recipe.of(k=16, v=4, residual=33),
+     Recipe.of(k="8:c16", v=16)],
+    ids=lambda r: f"{r.k}-{r.v}-{r.residual}",
+)  # fmt: skip
+def test_equals_the_plain_form(generation, recipe):
+    check(recipe, random_call(generation, 1, 129))
+
+
+@pytest.mark.parametrize(
+    ("keys", "queries", "seen"),
+    [
+        (100, 3, Visibility()),
+        (1, 1, Visibility()),
+        (5, 9, Visibility()),
+        (129, 16, Visibility(window=23)),
+        (100, 2, Visibility(starts=limits([0, 41]))),
+        (64, 5, Visibility(window=30, starts=limits([60, 62]))),
+        (17, 1, Visibility(window=1, starts=limits([17, 3]))),
+        (40, 6, Visibility(starts=limits([3, 0]), ends=limits([40, 37]))),
+    ],
+    ids=[
+        "chunk",
+        "one key",
+        "more queries than keys",
+        "window",
+        "left padding",
+        "padded queries",
+        "nothing to see",
+        "ragged",
+    ],
+)
+def test_what_a_query_sees(keys, queries, seen):
+    batch = 1 if seen.starts is None else 2
+    check(K4V4, random_call("v1", queries, keys, batch=batch), seen=seen)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_wide_heads_many_rows_and_mixed_bits(dtype):
+    call = random_call("v1", 3, 70, width=128, pairs=6, kv_pairs=2, dtype=dtype)
+    check(Recipe.of(k="6:c64", v=8, residual=2), call, limit=LIMIT if dtype == torch.float16 else 1e-5)
+
+
+@pytest.mark.parametrize("weighted", [False, True], ids=["plain", "affine"])
+def test_the_pair_norm_is_part_of_the_kernel(weighted):
+    post = PairNorm(1e-5, torch.linspace(0.5, 2, 128).half() if weighted else None, 0.64)
+    check(Recipe.of(kv=8), random_call("v1", 1, 40), post=post)
+
+
+@pytest.mark.parametrize("size", [1e-4, 200.0])
+def test_small_and_large_values_keep_their_precision(size):
+    q, k, v, lam = random_call("v2", 1, 100)
+    check(Recipe.of(kv=4), (q, k, (v.float() * size).half(), lam))
+
+
+def test_tokens_decoded_one_by_one_equal_a_chunk():
+    q, k, v, lam = random_call("v2", 4, 60)
+    store = KVStore(Recipe.of(kv=6), k[0], v, 60)
+    append(store, k[0][:, :, :56], v[:, :, :56])
+    steps = []
+    for token in range(56, 60):
+        append(store, k[0][:, :, token : token + 1], v[:, :, token : token + 1])
+        step = slice(token - 56, token - 55)
+        steps.append(decode([x[:, :, step] for x in q], store, lam[:, :, step], scale=0.125))
+    chunk = decode(q, store, lam, scale=0.125)
+    torch.testing.assert_close(torch.cat(steps, 2), chunk, rtol=0, atol=2e-3)
+
+
+def test_after_the_newest_tokens_were_forgotten():
+    q, k, v, lam = random_call("v1", 1, 80)
+    store = stored(Recipe.of(k="4:c32", v=4, residual=4), k, v)
+    store.crop(16)
+    out = decode(q, store, lam, scale=0.125)
+    assert relative_error(out, expected(q, *read_back(store, k), lam, scale=0.125, seen=Visibility())) <= LIMIT
+
+
+def test_what_does_not_fit_is_named():
+    q, k, v, lam = random_call("v1", 17, 20)
+    store = stored(K4V4, k, v)
+    with pytest.raises(UsageError, match="decode takes 1 to 16 new tokens, got 17"):
+        decode(q, store, lam, scale=0.125)
+    one = [x[:, :, :1] for x in q]
+    with pytest.raises(UsageError, match="decode: 1 maps cannot read 2 key heads beside 1 value heads"):
+        decode(one[:1], store, None, scale=0.125)
+    with pytest.raises(UsageError, match=r"q1 is float32"):
+        decode([x.float() for x in one], store, lam, scale=0.125)
+    assert refused(K4V4, one, v) == "Triton kernels run on CUDA devices, not on cpu"
+    assert refused(K4V4, q, v) == "decode takes up to 16 new tokens, not 17"
+
+
+def test_the_operator_has_a_fake():
+    q, k, v, lam = random_call("v2", 1, 20)
+    store = stored(Recipe.of(kv=4, residual=1), k, v)
+    sides = store.keys.tensors, store.values.tensors
+    arguments = (q, *sides, store.progress, lam, None, None, None, 4, 1, 4, 1, True, 0.125, None, False, 0.0, 1.0)
+    opcheck(module._op, arguments)

@@ -1,0 +1,111 @@
+"""The cache whose attention reads codes, against the packed one that expands them."""
+
+import pytest
+import torch
+from helpers import SIZES, ours, random_diffllama, random_ids, random_llama
+
+from diffquant.errors import UsageError
+from diffquant.model.adapters import adapter_for
+from diffquant.model.cache import PackedCache
+from diffquant.model.fused_cache import FusedCache, refused
+from diffquant.model.modeling import DiffTransformer
+from diffquant.scheme import Recipe
+
+pytest.importorskip("triton")
+
+SMALL = {"num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 64}
+
+
+def small_model(generation):
+    if generation == "v2":
+        torch.manual_seed(0)
+        return DiffTransformer(adapter_for(SIZES | SMALL | {"model_type": "diff_v2"}).config).eval()
+    return ours(random_diffllama(**SMALL | {"num_key_value_heads": 2}) if generation == "v1" else random_llama(**SMALL))
+
+
+def generated(model, cache, ids, mask, **settings):
+    return model.generate(
+        ids,
+        attention_mask=mask,
+        past_key_values=cache,
+        max_new_tokens=5,
+        do_sample=False,
+        pad_token_id=0,
+        eos_token_id=None,
+        **settings,
+    )
+
+
+@pytest.mark.parametrize(
+    ("generation", "recipe"),
+    [
+        ("v1", Recipe.of(k="4:c16", v=4, residual=5)),
+        ("v1", Recipe.of(kv=6)),
+        ("v2", Recipe.of(kv=8, residual=3)),
+        ("plain", Recipe.of(k="6:c16", v=16)),
+        ("plain", Recipe.of()),
+    ],
+    ids=lambda x: x if isinstance(x, str) else f"{x.k}-{x.v}-{x.residual}",
+)
+def test_the_same_tokens_as_with_the_packed_cache(generation, recipe):
+    model = small_model(generation)
+    ids = random_ids(length=27)
+    mask = torch.ones_like(ids)
+    mask[1, :9] = 0
+    fused = FusedCache(recipe, layers=1)
+    wanted = generated(model, PackedCache(recipe, layers=1), ids, mask)
+    assert torch.equal(generated(model, fused, ids, mask), wanted)
+    assert fused.get_seq_length() == 31
+
+
+def test_logits_of_chunks_are_those_of_the_packed_cache():
+    model, recipe, ids = small_model("v1"), Recipe.of(k="4:c16", v=6, residual=4), random_ids(batch=1, length=40)
+    packed, fused = PackedCache(recipe, 1), FusedCache(recipe, 1)
+    for chunk in ids.split((3, 19, 13, 5), 1):
+        out = model(chunk, past_key_values=fused).logits
+        torch.testing.assert_close(out, model(chunk, past_key_values=packed).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_beams_move_whole_sequences():
+    model, recipe, ids = small_model("plain"), Recipe.of(kv=8, residual=2), random_ids(batch=1, length=9)
+    wanted = generated(model, PackedCache(recipe, 1), ids, None, num_beams=2)
+    assert torch.equal(generated(model, FusedCache(recipe, 1), ids, None, num_beams=2), wanted)
+
+
+def test_masks_with_holes_go_the_other_way():
+    model, recipe, ids = small_model("v1"), Recipe.of(kv=8), random_ids(batch=1, length=9)
+    mask = torch.ones_like(ids)
+    mask[0, 4] = 0
+    outs = [
+        model(ids, attention_mask=mask, past_key_values=cache(recipe, 1)).logits for cache in (PackedCache, FusedCache)
+    ]
+    assert torch.equal(*outs)
+
+
+def states(tokens, seed):
+    return torch.randn(2, 1, tokens, 64, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("recipe", [Recipe.of(), Recipe.of(k="4:c16", v=8, residual=3)], ids=["16", "c16"])
+def test_a_cache_grows_unless_its_capacity_is_given(recipe):
+    k, v = states(130, 0), states(130, 1)
+    growing, fixed = FusedCache(recipe, 1), FusedCache(recipe, 1, capacity=128)
+    for cache in (growing, fixed):
+        cache.update(k[:, :, :100], v[:, :, :100], 0)
+    before = growing.nbytes
+    read = growing.update(k[:, :, 100:], v[:, :, 100:], 0)
+    packed = PackedCache(recipe, 1)
+    packed.update(k[:, :, :100], v[:, :, :100], 0)
+    assert all(torch.equal(a, b) for a, b in zip(read, packed.update(k[:, :, 100:], v[:, :, 100:], 0), strict=True))
+    assert growing.nbytes > before
+    with pytest.raises(UsageError, match="made for 128 tokens and would hold 130"):
+        fixed.update(k[:, :, 100:], v[:, :, 100:], 0)
+    fixed.crop(-2)
+    assert fixed.get_seq_length() == 98
+    fixed.reset()
+    assert (fixed.get_seq_length(), fixed.nbytes) == (0, 0)
+
+
+def test_what_decodes_is_asked_of_the_attention_not_of_tensors():
+    spec = small_model("v1").attentions[0].spec
+    assert "run on CUDA devices" in refused(Recipe.of(kv=4), spec, torch.float16, torch.device("cpu"))
