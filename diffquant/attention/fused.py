@@ -1,7 +1,5 @@
 """The Triton kernels behind an attention's call. Triton is not imported before one of them is asked for."""
 
-from functools import cache
-from importlib.util import find_spec
 from typing import cast
 
 import torch
@@ -95,19 +93,11 @@ def _refused_by_prefill_int8(call: Call, pv: str) -> str | None:
 def _refused_by_all(call: Call) -> str | None:
     if refusal := refused_device(call.v.device):
         return refusal
-    if not _has_triton():
-        return "Triton is not installed"
     if torch.is_grad_enabled() and any(x.requires_grad for x in (*call.q, *call.k, call.v)):
         return "the kernels have no backward pass"
     if call.mask.keys is not None and call.mask.ranges is None:
         return "the padding mask has holes; the kernels take one range of keys a sequence"
     return None
-
-
-@cache
-def _has_triton() -> bool:
-    """Looked up once, since every layer of every step asks."""
-    return find_spec("triton") is not None
 
 
 def _visibility(call: Call) -> Visibility:

@@ -5,6 +5,8 @@ Shapes: B batch, T queries, S keys, h pairs, h_kv KV pairs, d query and key widt
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
@@ -131,9 +133,17 @@ def refused_device(device: torch.device) -> str | None:
     """Why no Triton kernel runs on a device, or None."""
     if device.type != "cuda":
         return f"Triton kernels run on CUDA devices, not on {device.type}"
+    if not _has_triton():
+        return "Triton is not installed"
     if torch.cuda.get_device_capability(device) < (8, 0):
         return "Triton kernels need compute capability 8.0 (Ampere) or newer"
     return None
+
+
+@cache
+def _has_triton() -> bool:
+    """Looked up once, since every layer of every step asks."""
+    return find_spec("triton") is not None
 
 
 def refused_widths(q: Tensor, v: Tensor, dtypes: Collection[torch.dtype] = HALF_TYPES) -> str | None:

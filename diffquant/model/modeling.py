@@ -20,7 +20,7 @@ from diffquant.errors import NotFiredError, UsageError
 from diffquant.kernels.arguments import PairNorm
 from diffquant.model.cache import PackedCache
 from diffquant.model.config import DiffTransformerConfig
-from diffquant.model.fused_cache import FusedCache
+from diffquant.model.fused_cache import FusedCache, refused
 from diffquant.model.layout import LAMBDA_VECTORS
 from diffquant.model.quantized_linear import QuantizedLinear
 from diffquant.scheme import FULL, Recipe
@@ -226,8 +226,15 @@ class DiffTransformerModel(DiffPreTrainedModel):
     def has_quantized_cache(self) -> bool:
         return self.recipe.k.quantizes or self.recipe.v.quantizes
 
+    @property
+    def has_fused_cache(self) -> bool:
+        """Whether decoding runs on the kernels that read the cache as it is stored."""
+        return refused(self.recipe, self.config.diff_spec, self.dtype, self.device) is None
+
     def new_cache(self) -> Cache:
-        """An empty KV cache as the recipe wants it."""
+        """An empty KV cache as the recipe wants it, and the fastest that the device has for that."""
+        if self.has_fused_cache:
+            return FusedCache(self.recipe, len(self.layers))
         return PackedCache(self.recipe, len(self.layers)) if self.has_quantized_cache else DynamicCache()
 
 
@@ -284,7 +291,10 @@ class DiffTransformer(DiffPreTrainedModel, GenerationMixin):
     @torch.no_grad()
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """transformers' `generate`, with the recipe's KV cache unless one is passed."""
-        if self.model.has_quantized_cache and kwargs.get("use_cache") is not False:
+        ours = self.model.has_quantized_cache or (
+            self.model.has_fused_cache and kwargs.get("cache_implementation") is None
+        )
+        if ours and kwargs.get("use_cache") is not False:
             kwargs.setdefault("past_key_values", self.new_cache())
         return super().generate(*args, **kwargs)
 
