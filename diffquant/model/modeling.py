@@ -51,9 +51,7 @@ class DiffAttention(nn.Module):
     def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], mask: Mask, cache: Cache | None) -> Tensor:
         """x [B, T, D] -> [B, T, D]; `rotary` is cos and sin, [B or 1, T, d]."""
         spec = self.spec
-        q = rotate(self._heads(self.q_proj(x), spec.pairs, spec.maps), rotary, spec.rope)
-        k = rotate(self._heads(self.k_proj(x), spec.kv_pairs, spec.key_heads // spec.kv_pairs), rotary, spec.rope)
-        v = self._values(self.v_proj(x))
+        q, k, v = self.project(x, rotary)
         if cache is not None:
             if mask.keys is not None:
                 # A token block's absmax must not see padding.
@@ -72,6 +70,13 @@ class DiffAttention(nn.Module):
             backend=self.backend,
         )
         return self.o_proj(self._post(y).transpose(1, 2).flatten(2))
+
+    def project(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """Rotated queries and keys and the values, [B, heads, T, width] each, first maps before second ones."""
+        spec = self.spec
+        q = rotate(self._heads(self.q_proj(x), spec.pairs, spec.maps), rotary, spec.rope)
+        k = rotate(self._heads(self.k_proj(x), spec.kv_pairs, spec.key_heads // spec.kv_pairs), rotary, spec.rope)
+        return q, k, self._values(self.v_proj(x))
 
     def lam(self, x: Tensor) -> Tensor | None:
         """λ in float32: a scalar (V1), [B, h, T, 1] (V2), None for a plain Transformer."""

@@ -11,13 +11,14 @@ from typing import Any
 import torch
 import transformers
 
+from diffquant.checkpoint.identity import model_fingerprint
 from diffquant.checkpoint.load import check_device, check_loadable
 from diffquant.checkpoint.staging import write_atomically
 from diffquant.checkpoint.versions import versions
 from diffquant.evals.dtype import resolve
 from diffquant.progress import Progress, silent
 from diffquant.scheme import Recipe
-from diffquant.sweep.cell import Cell, is_quantized, model_fingerprint
+from diffquant.sweep.cell import Cell, is_quantized
 from diffquant.sweep.grid import Point, SweepOptions, points
 from diffquant.sweep.result import Measured, SweepResult
 from diffquant.sweep.session import Session
