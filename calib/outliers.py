@@ -99,7 +99,7 @@ def find_outliers(models: Sequence[Path], options: OutlierOptions, progress: Pro
         raise UsageError(f"named twice: {', '.join(twice)}")
     check_device(options.device)
     text = load_text(options.text)
-    found = [_of_model(Path(model), options, progress) for model in models]
+    found = [_of_model(Path(model), text, options, progress) for model in models]
     settings = {
         "text": identity(text),
         "window": options.window,
@@ -110,9 +110,9 @@ def find_outliers(models: Sequence[Path], options: OutlierOptions, progress: Pro
     return Outliers(found, settings)
 
 
-def _of_model(path: Path, options: OutlierOptions, progress: Progress) -> ModelOutliers:
+def _of_model(path: Path, text: str, options: OutlierOptions, progress: Progress) -> ModelOutliers:
     model = load(path, None, resolve(options.dtype, options.device), options.device)
-    ids = token_windows(model, load_tokenizer(path), options.text, options.window, options.tokens)
+    ids = token_windows(model, load_tokenizer(path), text, options.window, options.tokens)
     layers, overall = observe(model, ids, options.batch_tokens, progress)
     return ModelOutliers(
         path.name, model.config.diff_spec.generation, model_fingerprint(path), ids.numel(), layers, overall

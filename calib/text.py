@@ -1,20 +1,18 @@
 """A text as windows of tokens."""
 
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from diffquant.errors import UsageError
 from diffquant.evals.encoding import max_length
-from diffquant.evals.perplexity import encode, load_text
+from diffquant.evals.perplexity import encode
 
 
-def token_windows(model: Any, tokenizer: Any, text: Path | None, window: int, tokens: int | None = None) -> Tensor:
+def token_windows(model: Any, tokenizer: Any, text: str, window: int, tokens: int | None = None) -> Tensor:
     """The text in windows that do not overlap, as perplexity encodes it; what fills no window is left out.
 
     Args:
-        text: a UTF-8 file; the prose that ships by default.
         window: tokens of each, at most the model's context.
         tokens: of the text, at most; all by default.
 
@@ -30,7 +28,7 @@ def token_windows(model: Any, tokenizer: Any, text: Path | None, window: int, to
         )
     if tokens is not None and tokens < window:
         raise UsageError(f"{tokens} tokens hold no window of {window}; raise --tokens or lower --window")
-    ids = encode(model, tokenizer, load_text(text))[:tokens]
+    ids = encode(model, tokenizer, text)[:tokens]
     count = len(ids) // window
     if not count:
         raise UsageError(f"the text has {len(ids)} tokens, fewer than one window of {window}; lower --window")

@@ -136,7 +136,7 @@ def _simulated_schemes(
         return {}
     if not packed:
         return checked_schemes(checkpoint, adapter, recipe)
-    if recipe.weights.quantizes or recipe.overrides:
+    if recipe.weights.quantizes or recipe.weight_overrides:
         raise UsageError(
             f"{checkpoint.path} holds quantized weights already; give a recipe without weights, or its 16-bit original"
         )

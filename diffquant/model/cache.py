@@ -193,7 +193,7 @@ class PackedCache(Cache):
     """KV cache with the recipe's `k`, `v` and `residual`, for `generate(past_key_values=...)`."""
 
     def __init__(self, recipe: Recipe, layers: int) -> None:
-        super().__init__(layers=[PackedLayer(recipe) for _ in range(layers)])
+        super().__init__(layers=[PackedLayer(recipe.at_layer(layer)) for layer in range(layers)])
 
     @property
     def nbytes(self) -> int:

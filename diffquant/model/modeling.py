@@ -223,7 +223,7 @@ class DiffTransformerModel(DiffPreTrainedModel):
 
     @property
     def has_quantized_cache(self) -> bool:
-        return self.recipe.k.quantizes or self.recipe.v.quantizes
+        return any(scheme.quantizes for target in ("k", "v") for scheme in self.recipe.schemes_of(target))
 
     def new_cache(self) -> Cache:
         """An empty KV cache as the recipe wants it."""
@@ -292,10 +292,15 @@ class DiffTransformer(DiffPreTrainedModel, GenerationMixin):
         return self.model.recipe
 
     def apply_recipe(self, recipe: Recipe) -> None:
-        """Simulate the recipe's logits and KV cache from now on, and start new logit reports."""
+        """Simulate the recipe's logits and KV cache from now on, and start new logit reports.
+
+        Raises:
+            UsageError: an override is about a layer that is not there.
+        """
+        recipe.check_layers(len(self.model.layers))
         self.model.recipe = recipe
         for attention in self.attentions:
-            attention.logits = recipe.logits
+            attention.logits = recipe.at_layer(attention.layer).logits
         self.reset_logit_report()
 
     @property
@@ -321,11 +326,10 @@ class DiffTransformer(DiffPreTrainedModel, GenerationMixin):
         Raises:
             NotFiredError: the layers where it did not.
         """
-        idle = [str(row["layer"]) for row in self.logit_report() if not row["calls"]]
-        if self.recipe.logits.quantizes and idle:
-            raise NotFiredError(
-                f"logits are to be quantized to {self.recipe.logits}, but layers {', '.join(idle)} did not"
-            )
+        silent = [attention.layer for attention in self.attentions if not attention.meter.calls]
+        idle = [str(layer) for layer in silent if self.recipe.at_layer(layer).logits.quantizes]
+        if idle:
+            raise NotFiredError(f"logits are to be quantized, but layers {', '.join(idle)} did not")
 
 
 def _valid_keys(attention_mask: Tensor | None, keys: int) -> Tensor | None:

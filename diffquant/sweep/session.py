@@ -44,7 +44,7 @@ class Session:
         started = time.monotonic()
         result = task.run(model, self.tokenizer, reference, progress)
         result["seconds"] = round(time.monotonic() - started, 2)
-        if recipe.logits.quantizes:
+        if any(scheme.quantizes for scheme in recipe.schemes_of("logits")):
             model.require_fired()
             result["logit_report"] = model.logit_report()
         result["stored"] = {"weights": self._stored_weights(recipe), "kv_per_token": kv_bytes_per_token(model)}

@@ -28,7 +28,9 @@ def kv_bytes_per_token(model: DiffTransformer) -> float:
     spec, cache = model.config.diff_spec, model.new_cache()
     keys = torch.zeros(1, spec.key_heads, _KV_TOKENS, spec.head_dim, dtype=torch.bfloat16)
     values = torch.zeros(1, spec.kv_pairs, _KV_TOKENS, spec.value_dim, dtype=torch.bfloat16)
-    cache.update(keys, values, 0)
-    layer = cache.layers[0]
-    held = layer.nbytes if hasattr(layer, "nbytes") else layer.keys.nbytes + layer.values.nbytes
-    return held * model.config.num_hidden_layers / _KV_TOKENS
+    held = 0
+    for number in range(model.config.num_hidden_layers):
+        cache.update(keys, values, number)
+        layer = cache.layers[number]
+        held += layer.nbytes if hasattr(layer, "nbytes") else layer.keys.nbytes + layer.values.nbytes
+    return held / _KV_TOKENS
