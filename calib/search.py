@@ -48,7 +48,7 @@ class SearchOptions:
     text: Path | None = None
     windows: int = 8
     window: int = 256
-    check_characters: int = 32768
+    check_characters: int = 16384
     dtype: str = "float32"
     device: str = "cpu"
 

@@ -12,8 +12,8 @@ from diffquant.model.modeling import DiffLayer, DiffTransformer
 from .units import Unit, quantized
 from .walk import Walk
 
-# Log-probabilities of the 16-bit model that are kept, in entries: 256 MB.
-_KEPT_ENTRIES = 1 << 26
+# Log-probabilities of the 16-bit model that are kept, in entries: 32 MB.
+_KEPT_ENTRIES = 1 << 23
 
 
 @dataclass(frozen=True)

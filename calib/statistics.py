@@ -5,9 +5,12 @@ import math
 import torch
 from torch import Tensor
 
+from diffquant.errors import NonFiniteError
+
 # A float32 without its lower 16 bits: 128 bins an octave.
 _DROPPED_BITS = 16
-_BINS = 1 << (31 - _DROPPED_BITS)
+# The bin that infinity would fall into, and so the number of those below.
+_INFINITY = 0x7F800000 >> _DROPPED_BITS
 # Half a bin at the bottom of an octave, where bins are widest against their values.
 QUANTILE_ERROR = 2.0**-8
 
@@ -39,25 +42,37 @@ class Magnitudes:
     """A histogram of |x| whose bins are float32's exponent and the first seven bits of its fraction."""
 
     def __init__(self) -> None:
-        self._counts = torch.zeros(_BINS, dtype=torch.int64)
+        self.counts = torch.zeros(_INFINITY, dtype=torch.int64)
 
     @property
     def count(self) -> int:
-        return int(self._counts.sum())
+        return int(self.counts.sum())
 
     def add(self, magnitudes: Tensor, zeros_to_ignore: int = 0) -> None:
-        """magnitudes: any shape, contiguous float32, none negative; so many of its zeros do not count."""
-        bins = (magnitudes.reshape(-1).view(torch.int32) >> _DROPPED_BITS).bincount(minlength=_BINS)
+        """
+        Args:
+            magnitudes: any shape, contiguous float32, none negative.
+            zeros_to_ignore: how many of its zeros do not count.
+
+        Raises:
+            NonFiniteError: NaN or infinity is among them.
+        """
+        bins = (magnitudes.reshape(-1).view(torch.int32) >> _DROPPED_BITS).bincount(minlength=_INFINITY)
+        if len(bins) > _INFINITY:
+            raise NonFiniteError("the model computes NaN or infinity; use --dtype float32")
         bins[0] -= zeros_to_ignore
-        self._counts += bins.cpu()
+        self.counts += bins.cpu()
 
     def merge(self, other: "Magnitudes") -> None:
-        self._counts += other._counts
+        self.counts += other.counts
+
+    @staticmethod
+    def values() -> Tensor:
+        """The middle of each bin, float32, ascending; the first holds 0 and what underflows."""
+        edges = (torch.arange(_INFINITY + 1, dtype=torch.int32) << _DROPPED_BITS).view(torch.float32)
+        return torch.cat([torch.zeros(1), (edges[1:-1] + edges[2:]) / 2])
 
     def quantile(self, share: float) -> float:
         """The smallest magnitude that `share` of all do not exceed, its relative error at most `QUANTILE_ERROR`."""
         rank = max(1, math.ceil(share * self.count))
-        index = int((self._counts.cumsum(0) < rank).sum())
-        edges = torch.tensor([index, index + 1], dtype=torch.int32) << _DROPPED_BITS
-        low, high = edges.view(torch.float32).tolist()
-        return 0.0 if index == 0 else (low + high) / 2
+        return float(self.values()[int((self.counts.cumsum(0) < rank).sum())])

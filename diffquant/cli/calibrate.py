@@ -1,5 +1,6 @@
 """outliers, calibrate, search."""
 
+import json
 from pathlib import Path
 from typing import Annotated
 
@@ -68,3 +69,37 @@ def search(
     written = write_outputs(found, output)
     typer.echo(found.to_json().rstrip() if as_json else summary(found))
     typer.echo(f"wrote {', '.join(map(str, written))}", err=as_json)
+
+
+@app.command()
+def calibrate(
+    model: Model,
+    output: Annotated[Path, typer.Option("--output", "-o", help="File to write, such as scales.safetensors.")],
+    observer: Annotated[str, typer.Option(help="absmax, percentile or mse.")] = "mse",
+    percentile: Annotated[float, typer.Option(help="Of magnitudes that are not clipped, for percentile.")] = 99.99,
+    bits: Annotated[int, typer.Option(help="Width that mse clips for and the report is about.")] = 8,
+    target: Annotated[str, typer.Option(help="k, v, logits, hidden; several with commas.")] = "k,v,logits,hidden",
+    text: Text = None,
+    tokens: Tokens = 16384,
+    window: Annotated[int, typer.Option(help="Tokens the model sees at once.")] = 512,
+    dtype: EvalDtype = "float32",
+    device: str = "cpu",
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file if it exists.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Find static ranges of K, V, logits and hidden states on half of a text; report on the other half."""
+    from dataclasses import asdict
+
+    from diffquant.calib.calibration import CalibrationOptions
+    from diffquant.calib.calibration import calibrate as run
+    from diffquant.calib.fit import fit_table
+    from diffquant.calib.observers import Observer
+    from diffquant.checkpoint.ranges import check_output, write_ranges
+
+    check_output(output, overwrite)
+    rule = Observer(observer, percentile, bits)
+    options = CalibrationOptions(listed(target), rule, text, tokens, window, dtype, device)
+    ranges, fits = run(model, options, progress_for("calibrate"))
+    write_ranges(output, ranges)
+    typer.echo(json.dumps([asdict(fit) for fit in fits]) if as_json else fit_table(fits, bits))
+    typer.echo(f"wrote {output}", err=as_json)
