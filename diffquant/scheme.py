@@ -10,7 +10,7 @@ from typing import Any
 
 from diffquant.errors import UsageError
 
-GRANULARITIES = ("tensor", "head", "pair", "row", "column", "group", "block")
+GRANULARITIES = ("tensor", "head", "pair", "row", "column", "group", "block", "static")
 _SIZED = {"g": "group", "c": "column", "b": "block"}
 _LETTERS = {name: letter for letter, name in _SIZED.items()}
 _GRAMMAR = "BITS[:GRANULARITY][:shift], such as 4:g32, 6:row, 8:head, 4:tensor:shift or 16"
@@ -24,7 +24,8 @@ class Scheme:
         bits: 2 to 8, or 16 for not quantized.
         granularity: one of `GRANULARITIES`; "" at 16 bits. A "row" is a token or an output channel,
             a "group" `size` neighbours along the contracted axis, a "column" a channel over `size`
-            tokens (or all), a "block" a `size` x `size` tile of logits, a "pair" both maps of a head.
+            tokens (or all), a "block" a `size` x `size` tile of logits, a "pair" both maps of a head; "static"
+            is a calibrated scale a channel of the cache or a head of the logits.
         size: for "group", "column" and "block".
         shift: logits only: subtract the row maximum first, all 2^bits levels then serve one side.
     """
@@ -84,9 +85,9 @@ FULL = Scheme(16)
 
 _ALLOWED = {
     "weights": ("tensor", "row", "group"),
-    "k": ("row", "group", "column"),
-    "v": ("row", "group"),
-    "logits": ("tensor", "head", "pair", "row", "block"),
+    "k": ("row", "group", "column", "static"),
+    "v": ("row", "group", "static"),
+    "logits": ("tensor", "head", "pair", "row", "block", "static"),
 }
 LAYER_TARGETS = ("k", "v", "logits")
 # Groups of 128 are the custom, but do not divide every width in use (576 in SmolLM2-135M); 32 do, and
@@ -218,6 +219,10 @@ class Recipe:
         """Every scheme that some layer may have for "k", "v" or "logits"."""
         return {getattr(self, target)} | {s for pattern, s in self.overrides.items() if target_of(pattern) == target}
 
+    def is_static(self, target: str) -> bool:
+        """Whether some layer's "k", "v" or "logits" takes calibrated scales."""
+        return any(scheme.granularity == "static" for scheme in self.schemes_of(target))
+
     def check_layers(self, layers: int) -> None:
         """Check that every override of a cache or of logits is about some layer.
 
@@ -282,6 +287,8 @@ def _check_allowed(target: str, scheme: Scheme, what: str | None = None) -> None
         raise UsageError("k per column needs a block of tokens that share scales, such as 4:c64")
     if scheme.shift and target != "logits":
         raise UsageError(f"{what}: shift is for logits, which softmax sees only up to a constant a row")
+    if scheme.shift and scheme.granularity == "static":
+        raise UsageError(f"{what}: static scales are of logits as they are; leave out shift")
 
 
 def _nearest(name: str, known: "list[str] | tuple[str, ...]") -> str:

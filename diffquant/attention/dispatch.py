@@ -37,12 +37,14 @@ def attend(
     mask: Mask,
     logits: Scheme = FULL,
     meter: LogitMeter | None = None,
+    ranges: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
     """Differential attention (or plain, with one map), see `naive` for the arguments.
 
     Args:
         meter: counts what a logit quantizer did.
+        ranges: [maps·h] of a static logit scheme.
         backend: a name in `BACKENDS`, or "auto".
 
     Raises:
@@ -51,12 +53,14 @@ def attend(
         MissingDependencyError: the backend's package is not installed.
     """
     _check_arguments(q, k, v, lam)
+    if logits.granularity == "static" and (ranges is None or ranges.numel() != len(q) * q[0].shape[1]):
+        raise UsageError(f"logits at {logits} need {len(q) * q[0].shape[1]} calibrated ranges, one a head of each map")
     if logits.quantizes:
         if backend not in ("auto", "naive"):
             raise UsageError(f"attention backend {backend!r} keeps logits inside its kernel and cannot quantize them")
         if backend == "naive":
-            return naive(q, k, v, lam, scale, mask, logits)
-        return simulated(q, k, v, lam, scale, mask, logits, meter)
+            return naive(q, k, v, lam, scale, mask, logits, ranges)
+        return simulated(q, k, v, lam, scale, mask, logits, meter, ranges)
     name = fastest(q, mask) if backend == "auto" else backend
     if name not in BACKENDS:
         raise UsageError(f"unknown attention backend {name!r}; known are auto, {', '.join(BACKENDS)}")

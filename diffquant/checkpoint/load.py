@@ -11,6 +11,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from diffquant.checkpoint.check import check_tensors
 from diffquant.checkpoint.codec import PACKED, SCALE, SHAPE, codes, decode, decode_codes, weight_scale
 from diffquant.checkpoint.plan import checked_schemes
+from diffquant.checkpoint.ranges import read_ranges
 from diffquant.checkpoint.reader import Checkpoint, open_checkpoint
 from diffquant.checkpoint.versions import CONFIG_VERSION
 from diffquant.errors import CheckpointError, UsageError
@@ -22,7 +23,11 @@ from diffquant.scheme import Recipe, Scheme
 
 
 def load(
-    path: Path | str, recipe: Recipe | None = None, dtype: torch.dtype | None = None, device: str = "cpu"
+    path: Path | str,
+    recipe: Recipe | None = None,
+    dtype: torch.dtype | None = None,
+    device: str = "cpu",
+    scales: Path | str | None = None,
 ) -> DiffTransformer:
     """The runnable model of a checkpoint, a recipe applied.
 
@@ -33,6 +38,7 @@ def load(
             checkpoint come out as `quantize` would have stored them.
         dtype: of the model; the checkpoint's by default.
         device: of the model.
+        scales: calibrated on this checkpoint, for static schemes.
 
     Raises:
         CheckpointError: the checkpoint is damaged, incomplete or of a kind that is not read.
@@ -45,6 +51,9 @@ def load(
     packed = check_tensors(checkpoint, adapter)
     schemes = _simulated_schemes(checkpoint, adapter, packed, recipe)
     recipe = recipe or stored_recipe(checkpoint.config)
+    ranges = read_ranges(Path(scales), Path(path)) if scales else None
+    if ranges is not None:
+        ranges.check(recipe)
     model = _empty_model(adapter)
     dtype = dtype or checkpoint.tensors[adapter.source_name("model.embed_tokens.weight")].dtype
     state = {
@@ -56,6 +65,8 @@ def load(
     model.load_state_dict(state, assign=True)
     model.tie_weights()
     model.to(device).eval().requires_grad_(False)
+    if ranges is not None:
+        model.model.ranges = {name: tensor.to(device) for name, tensor in ranges.tensors.items()}
     model.apply_recipe(recipe)
     return model
 

@@ -59,8 +59,8 @@ def score(
 def shares_prefixes(recipe: Recipe) -> bool:
     """Whether a prefix computed once serves every continuation: no scale may span rows of a sequence."""
     cached = recipe.schemes_of("k") | recipe.schemes_of("v")
-    rows_only = {scheme.granularity for scheme in recipe.schemes_of("logits")} <= {"", "row"}
-    tokens_only = {scheme.granularity for scheme in cached} <= {"", "row", "group"}
+    rows_only = {scheme.granularity for scheme in recipe.schemes_of("logits")} <= {"", "row", "static"}
+    tokens_only = {scheme.granularity for scheme in cached} <= {"", "row", "group", "static"}
     # The newest tokens of a context are old ones once a continuation follows.
     ages = bool(recipe.residual) and any(scheme.quantizes for scheme in cached)
     return rows_only and tokens_only and not ages

@@ -4,6 +4,7 @@ Llama's decoder layer around attention that a `DiffSpec` describes. Parameters k
 the checkpoint they came from; the spec's `head_order` says how to see heads in it.
 """
 
+from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
@@ -20,7 +21,7 @@ from diffquant.errors import NotFiredError, UsageError
 from diffquant.model.cache import PackedCache
 from diffquant.model.config import DiffTransformerConfig
 from diffquant.model.layout import LAMBDA_VECTORS
-from diffquant.scheme import FULL, Recipe
+from diffquant.scheme import FULL, LAYER_TARGETS, Recipe
 
 _LAMBDA_STD = 0.1
 
@@ -34,6 +35,7 @@ class DiffAttention(nn.Module):
         self.layer = layer
         self.backend = "auto"
         self.logits = FULL
+        self.logit_ranges: Tensor | None = None
         self.meter = LogitMeter()
         width, bias = config.hidden_size, config.attention_bias
         self.q_proj = nn.Linear(width, spec.query_heads * spec.head_dim, bias=bias)
@@ -67,6 +69,7 @@ class DiffAttention(nn.Module):
             mask=mask,
             logits=self.logits,
             meter=self.meter,
+            ranges=self.logit_ranges,
             backend=self.backend,
         )
         return self.o_proj(self._post(y).transpose(1, 2).flatten(2))
@@ -166,6 +169,7 @@ class DiffTransformerModel(DiffPreTrainedModel):
         self.norm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.rotary_emb = LlamaRotaryEmbedding(config)
         self.recipe = Recipe()
+        self.ranges: Mapping[str, Tensor] = {}
         self.post_init()
 
     def forward(
@@ -227,7 +231,7 @@ class DiffTransformerModel(DiffPreTrainedModel):
 
     def new_cache(self) -> Cache:
         """An empty KV cache as the recipe wants it."""
-        return PackedCache(self.recipe, len(self.layers)) if self.has_quantized_cache else DynamicCache()
+        return PackedCache(self.recipe, len(self.layers), self.ranges) if self.has_quantized_cache else DynamicCache()
 
 
 class DiffTransformer(DiffPreTrainedModel, GenerationMixin):
@@ -295,12 +299,18 @@ class DiffTransformer(DiffPreTrainedModel, GenerationMixin):
         """Simulate the recipe's logits and KV cache from now on, and start new logit reports.
 
         Raises:
-            UsageError: an override is about a layer that is not there.
+            UsageError: an override is about a layer that is not there, or a scheme is static and its ranges are not.
         """
         recipe.check_layers(len(self.model.layers))
+        bare = [t for t in LAYER_TARGETS if recipe.is_static(t) and f"layers.0.{t}" not in self.model.ranges]
+        if bare:
+            raise UsageError(
+                f"static {', '.join(bare)} need calibrated scales: pass --scales with diffquant calibrate's file"
+            )
         self.model.recipe = recipe
         for attention in self.attentions:
             attention.logits = recipe.at_layer(attention.layer).logits
+            attention.logit_ranges = self.model.ranges.get(f"layers.{attention.layer}.logits")
         self.reset_logit_report()
 
     @property
