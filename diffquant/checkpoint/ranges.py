@@ -87,6 +87,20 @@ def read_ranges(path: Path, model: Path) -> Ranges:
     Raises:
         CheckpointError: the file cannot be read, or belongs to another model.
     """
+    found = read_any_ranges(path)
+    if found.model != model_fingerprint(model):
+        raise CheckpointError(
+            f"{path} was calibrated on another model than {model}; run diffquant calibrate on this checkpoint"
+        )
+    return found
+
+
+def read_any_ranges(path: Path) -> Ranges:
+    """The ranges in a file, whatever model they are of.
+
+    Raises:
+        CheckpointError: the file cannot be read.
+    """
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
@@ -95,8 +109,4 @@ def read_ranges(path: Path, model: Path) -> Ranges:
         raise CheckpointError(f"cannot read scales from {path}: {error}") from error
     if metadata.get("diffquant") != _VERSION:
         raise CheckpointError(f"{path} holds no scales that this diffquant reads; make them with diffquant calibrate")
-    if metadata["model"] != model_fingerprint(model):
-        raise CheckpointError(
-            f"{path} was calibrated on another model than {model}; run diffquant calibrate on this checkpoint"
-        )
     return Ranges(metadata["model"], json.loads(metadata["settings"]), json.loads(metadata["bits"]), tensors)

@@ -7,6 +7,8 @@ from pathlib import Path
 from diffquant.errors import UsageError
 from diffquant.scheme import DEFAULT_GRANULARITY, Recipe
 
+# Target of a point whose recipe comes from a file.
+RECIPE = "recipe"
 # The recipe's fields that each target sets.
 TARGETS = {"weights": ("weights",), "kv": ("k", "v"), "k": ("k",), "v": ("v",), "logits": ("logits",)}
 
@@ -19,6 +21,8 @@ class SweepOptions:
         tasks: "hellaswag", "perplexity" (with KL) or "lm-eval:NAME".
         bits: widths; 16, the baseline, is measured whether named or not.
         targets: names in `TARGETS`, each swept alone.
+        recipes: YAML files, each measured as it is beside the grid.
+        scales: calibrated ones for static schemes, each of one of the models.
         granularities: as in a scheme's text ("row", "tensor", "row:shift"); each serves the targets that
             know it. Empty: every target's own default.
         limit: items of each accuracy task; all by default.
@@ -34,6 +38,8 @@ class SweepOptions:
     tasks: tuple[str, ...] = ("hellaswag",)
     bits: tuple[int, ...] = (16, 8, 6, 4)
     targets: tuple[str, ...] = ("logits",)
+    recipes: tuple[Path, ...] = ()
+    scales: tuple[Path, ...] = ()
     granularities: tuple[str, ...] = ()
     limit: int | None = None
     items: Path | None = None
@@ -63,9 +69,9 @@ class Point:
 
     Attributes:
         model: the checkpoint.
-        target: what is quantized; "" at 16 bits.
-        bits: its width.
-        granularity: as a scheme's text has it; "" at 16 bits.
+        target: what is quantized; "" at 16 bits, `RECIPE` where a file says it.
+        bits: its width; 0 for a recipe.
+        granularity: as a scheme's text has it, or a recipe's name; "" at 16 bits.
         recipe: all of it.
     """
 
@@ -82,7 +88,14 @@ class Point:
     @property
     def label(self) -> str:
         """Such as "logits 4:row"."""
-        return f"{self.target} {self.bits}:{self.granularity}" if self.target else "16 bits"
+        return f"{self.target} {self.scheme}" if self.target else "16 bits"
+
+    @property
+    def scheme(self) -> str:
+        """Such as "4:row", or a recipe's name."""
+        if not self.target:
+            return "16"
+        return self.granularity if self.target == RECIPE else f"{self.bits}:{self.granularity}"
 
 
 def points(models: Sequence[Path], options: SweepOptions) -> list[Point]:
@@ -108,6 +121,8 @@ def _points_of(model: Path, widths: list[int], options: SweepOptions) -> Iterato
         for granularity in _granularities_of(target, options):
             for bits in widths:
                 yield Point(model, target, bits, granularity, _recipe(target, bits, granularity))
+    for path in options.recipes:
+        yield Point(model, RECIPE, 0, path.stem, Recipe.read(path))
 
 
 def _recipe(target: str, bits: int, granularity: str) -> Recipe:

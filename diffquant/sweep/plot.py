@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from diffquant.errors import UsageError
+from diffquant.sweep.grid import RECIPE
 from diffquant.sweep.result import SweepResult
 from diffquant.sweep.table import Row, rows
 
@@ -71,7 +72,9 @@ def lines(sweep: SweepResult, target: str) -> list[Line]:
 def _figure(sweep: SweepResult) -> Any:
     from matplotlib.figure import Figure
 
-    targets = [t for t in dict.fromkeys(point.target for point in sweep.points) if t and lines(sweep, t)]
+    targets = [
+        t for t in dict.fromkeys(point.target for point in sweep.points) if t not in ("", RECIPE) and lines(sweep, t)
+    ]
     if not targets:
         raise UsageError("nothing to plot: no quantized cell was measured")
     panels = {target: lines(sweep, target) for target in targets}

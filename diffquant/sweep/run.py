@@ -1,7 +1,7 @@
 """The engine: every missing cell, each written as soon as it is measured."""
 
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from functools import cached_property
@@ -13,11 +13,13 @@ import transformers
 
 from diffquant.checkpoint.identity import model_fingerprint
 from diffquant.checkpoint.load import check_device, check_loadable
-from diffquant.checkpoint.staging import write_atomically
+from diffquant.checkpoint.ranges import read_any_ranges
+from diffquant.checkpoint.staging import file_digest, write_atomically
 from diffquant.checkpoint.versions import versions
+from diffquant.errors import CheckpointError, UsageError
 from diffquant.evals.dtype import resolve
 from diffquant.progress import Progress, silent
-from diffquant.scheme import Recipe
+from diffquant.scheme import LAYER_TARGETS, Recipe
 from diffquant.sweep.cell import Cell, is_quantized
 from diffquant.sweep.grid import Point, SweepOptions, points
 from diffquant.sweep.result import Measured, SweepResult
@@ -43,7 +45,10 @@ def run_sweep(models: Sequence[Path], options: SweepOptions, output: Path, progr
     check_device(options.device)
     for model in dict.fromkeys(point.model for point in grid):
         _check_model(model, [point.recipe for point in grid if point.model == model])
-    sweep = _Sweep(options, tasks, {point.model: model_fingerprint(point.model) for point in grid})
+    fingerprints = {point.model: model_fingerprint(point.model) for point in grid}
+    sweep = _Sweep(options, tasks, fingerprints, _scales_by_model(fingerprints, options.scales))
+    for point in grid:
+        _check_scales(point, sweep.scales.get(point.model))
     folder = output / "cells"
     folder.mkdir(parents=True, exist_ok=True)
     jobs = [_Job(point, task, Cell(folder, sweep.key(point, task))) for point in grid for task in sweep.tasks]
@@ -51,7 +56,7 @@ def run_sweep(models: Sequence[Path], options: SweepOptions, output: Path, progr
     counter = _Counter(len(pending), progress)
     try:
         for model in dict.fromkeys(job.point.model for job in pending):
-            session = Session(model, sweep.dtype, options.device)
+            session = Session(model, sweep.dtype, options.device, sweep.scales.get(model))
             for job in _by_weights([job for job in pending if job.point.model == model]):
                 _measure(job, session, counter)
     except KeyboardInterrupt:
@@ -70,6 +75,30 @@ def _check_model(model: Path, recipes: list[Recipe]) -> None:
         check_loadable(model, recipes)
 
 
+def _scales_by_model(fingerprints: Mapping[Path, str], files: Sequence[Path]) -> dict[Path, Path]:
+    """The file of each model that has one.
+
+    Raises:
+        CheckpointError: a file belongs to none of the models.
+    """
+    owners = {fingerprint: model for model, fingerprint in fingerprints.items()}
+    found = {}
+    for file in files:
+        owner = owners.get(read_any_ranges(file).model)
+        if owner is None:
+            raise CheckpointError(f"{file} was calibrated on none of {', '.join(map(str, fingerprints))}")
+        found[owner] = file
+    return found
+
+
+def _check_scales(point: Point, scales: Path | None) -> None:
+    static = [target for target in LAYER_TARGETS if point.recipe.is_static(target)]
+    if static and scales is None:
+        raise UsageError(f"{point.label} needs scales calibrated on {point.model}: pass --scales")
+    if static and scales is not None:
+        read_any_ranges(scales).check(point.recipe)
+
+
 @dataclass(frozen=True)
 class _Job:
     point: Point
@@ -86,6 +115,7 @@ class _Sweep:
     options: SweepOptions
     tasks: list[Task]
     fingerprints: dict[Path, str]
+    scales: dict[Path, Path]
 
     @cached_property
     def dtype(self) -> torch.dtype:
@@ -97,7 +127,9 @@ class _Sweep:
 
     def key(self, point: Point, task: Task) -> dict[str, Any]:
         """All that a cell's result depends on."""
-        return {
+        is_static = any(point.recipe.is_static(target) for target in LAYER_TARGETS)
+        scales = {"scales": file_digest(self.scales[point.model])} if is_static else {}
+        return scales | {
             "format": RESULT_FORMAT,
             "model": self.fingerprints[point.model],
             "recipe": point.recipe.to_dict(),
@@ -164,4 +196,6 @@ def _versions() -> dict[str, str]:
 
 
 def _plain(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [_plain(each) for each in value]
     return str(value) if isinstance(value, Path) else value

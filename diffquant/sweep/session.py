@@ -25,6 +25,7 @@ class Session:
     path: Path
     dtype: torch.dtype
     device: str
+    scales: Path | None = None
     _loaded: DiffTransformer | None = None
     _reference: Reference | None = None
     _weight_bytes: dict[str, int] = field(default_factory=dict)
@@ -55,7 +56,7 @@ class Session:
         if self._loaded is None or _weights(self._loaded.recipe) != _weights(recipe):
             self._loaded = None
             gc.collect()
-            self._loaded = load(self.path, recipe, self.dtype, self.device)
+            self._loaded = load(self.path, recipe, self.dtype, self.device, self.scales)
         self._loaded.apply_recipe(recipe)
         return self._loaded
 

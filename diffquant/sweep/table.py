@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from diffquant.evals.stats import Difference, Estimate, Flips, estimate, flips, paired_difference, recovery
-from diffquant.sweep.grid import Point
+from diffquant.sweep.grid import RECIPE, Point
 from diffquant.sweep.result import SweepResult, model_names
 
 _MISSING = "-"
@@ -168,7 +168,7 @@ def _columns(sweep: SweepResult) -> list[str]:
 
 def _texts(row: Row, sweep: SweepResult) -> list[str]:
     point = row.point
-    texts = [row.model, point.target or _MISSING, f"{point.bits}:{point.granularity}" if point.target else "16"]
+    texts = [row.model, point.target or _MISSING, point.scheme]
     for accuracy in row.accuracies:
         texts += _accuracy_texts(accuracy)
     if "perplexity" in sweep.tasks:
@@ -191,7 +191,7 @@ def _accuracy_texts(accuracy: Accuracy | None) -> list[str]:
 def _stored(row: Row) -> str:
     weights = f"{row.weight_bytes / 1e6:.1f} MB" if row.weight_bytes is not None else _MISSING
     cache = f"{row.kv_bytes / 1e3:.2f} kB/token" if row.kv_bytes is not None else _MISSING
-    if row.point.is_baseline:
+    if row.point.is_baseline or row.point.target == RECIPE:
         return f"{weights}, {cache}"
     return {"weights": weights, "logits": _MISSING}.get(row.point.target, cache)
 

@@ -8,6 +8,8 @@ import torch
 
 pytest.importorskip("onnxruntime")
 
+from checkpoints import SOURCES, random_ids, write_checkpoint
+
 from diffquant.calib.calibration import CalibrationOptions, observe
 from diffquant.calib.observers import Observer
 from diffquant.checkpoint.identity import model_fingerprint
@@ -19,7 +21,6 @@ from diffquant.export.external import load_graph
 from diffquant.export.options import ExportOptions
 from diffquant.export.reference import cache_scales
 from diffquant.export.verification import verify
-from tests.export.checkpoints import SOURCES, random_ids, write_checkpoint
 
 IDS = random_ids(3, 40)
 
