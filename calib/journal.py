@@ -15,9 +15,9 @@ class Journal:
         digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:12]
         self.path = folder / f"measured-{digest}.jsonl"
         self._results: dict[str, Any] = {}
+        self._key = key
         if not self.path.is_file():
-            folder.mkdir(parents=True, exist_ok=True)
-            write_atomically(self.path, json.dumps({"key": key}) + "\n")
+            return
         # A run that was killed may have left half a line: it is dropped.
         whole = self.path.read_text(encoding="utf-8").rpartition("\n")[0]
         write_atomically(self.path, whole + "\n")
@@ -31,6 +31,9 @@ class Journal:
 
     def add(self, name: str, result: Any) -> None:
         self._results[name] = result
+        if not self.path.is_file():
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(self.path, json.dumps({"key": self._key}) + "\n")
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"name": name, "result": result}) + "\n")
 
