@@ -6,7 +6,7 @@ from typing import Any
 from diffquant.checkpoint.staging import write_atomically
 
 from .outliers import HIDDEN, LOGITS, RANKS, Magnitude, ModelOutliers, Outliers
-from .plots import COLOURS, new_figure, tidy
+from .plots import COLOURS, new_figure, plain_log_scale, tidy
 
 _TITLES = {LOGITS: "attention logits, |q·k|/√d", HIDDEN: "hidden states, |layer output|"}
 
@@ -48,7 +48,7 @@ def plot(found: Outliers, path: Path) -> None:
     for axis, kind in zip(panels, (LOGITS, HIDDEN), strict=True):
         for number, model in enumerate(found.models):
             _draw(axis, model, kind, number)
-        axis.set_yscale("log")
+        plain_log_scale(axis)
         axis.set_title(_TITLES[kind], fontsize=11)
         axis.set_xlabel("layer")
         tidy(axis)

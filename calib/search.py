@@ -48,7 +48,7 @@ class SearchOptions:
     text: Path | None = None
     windows: int = 8
     window: int = 256
-    check_characters: int = 16384
+    check_characters: int = 8192
     dtype: str = "float32"
     device: str = "cpu"
 
@@ -136,10 +136,8 @@ class Search:
             "model": model_fingerprint(path),
             "dtype": str(self._dtype).removeprefix("torch."),
             "text": identity(self._text),
-            "held_out": identity(self._held_out),
             "windows": options.windows,
             "window": options.window,
-            "check_window": _CHECK_WINDOW,
             "versions": versions(),
         }
         self.journal = Journal(output, self._key)
@@ -189,8 +187,9 @@ class Search:
             )
             for u, by in costs.items()
         ]
+        settings = self._key | {"held_out": identity(self._held_out), "check_window": _CHECK_WINDOW}
         return Found(
-            self.path.name, str(self.budget), perplexity, candidates, measurements, to_recipe(chosen), self._key
+            self.path.name, str(self.budget), perplexity, candidates, measurements, to_recipe(chosen), settings
         )
 
     def _sensitivity(self) -> Sensitivity:
@@ -234,7 +233,8 @@ class Search:
 
     def _held_out_scores(self, recipes: dict[str, Recipe], progress: Progress) -> dict[str, dict[str, Any]]:
         entries = {"16 bits": Recipe()} | recipes
-        names = {name: f"held out: {json.dumps(recipe.to_dict())}" for name, recipe in entries.items()}
+        place = f"held out {identity(self._held_out)} in windows of {_CHECK_WINDOW}"
+        names = {name: f"{place}: {json.dumps(recipe.to_dict())}" for name, recipe in entries.items()}
         missing = {name for name in entries if self.journal.get(names[name]) is None}
         reference = None
         if missing:

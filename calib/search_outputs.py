@@ -90,7 +90,7 @@ def heat_map(found: Found, path: Path) -> None:
             va="center",
             fontsize=8,
             fontweight="bold" if measurement.chosen > narrowest else "normal",
-            color="black" if shade > 0.55 else "white",
+            color="black" if shade > 0.5 else "white",
         )
     axis.set_yticks(range(len(kinds)), [kind.removeprefix("self_attn.").removeprefix("mlp.") for kind in kinds])
     axis.set_xticks(range(layers), [str(n) if n % 5 == 0 or layers <= 12 else "" for n in range(layers)])
