@@ -24,7 +24,7 @@ def text_table(found: Outliers) -> str:
         "  ".join(c.ljust(w) if i < 2 else c.rjust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True)))
         for line in lines
     ]
-    tokens = ", ".join(f"{model.tokens:,}" for model in found.models)
+    tokens = ", ".join(dict.fromkeys(f"{model.tokens:,}" for model in found.models))
     note = (
         f"{tokens} tokens in windows of {found.settings['window']}; largest magnitudes are exact, "
         f"medians within {found.settings['median_error']:.1%}"

@@ -1,7 +1,7 @@
 """The verb: measure what each unit's width costs, allocate widths under a budget, compare on text held out."""
 
 import json
-import time
+import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from diffquant.sweep.storage import weight_bytes
 
 from .allocation import Allocation, Budget, allocate, average_bits, require_scipy, spread_evenly
 from .journal import Journal
+from .search_result import Candidate, Found, Measurement
 from .sensitivity import Cost, Sensitivity
 from .text import token_windows
 from .units import Unit, find_units, to_recipe
@@ -48,68 +49,13 @@ class SearchOptions:
     text: Path | None = None
     windows: int = 8
     window: int = 256
-    check_characters: int = 8192
+    check_characters: int = 16384
     dtype: str = "float32"
     device: str = "cpu"
 
     def __post_init__(self) -> None:
         if len(set(self.widths)) < 2 or not all(2 <= bits <= 8 for bits in self.widths):
             raise UsageError(f"--bits needs two or more widths between 2 and 8, got {', '.join(map(str, self.widths))}")
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A recipe on the text held out.
-
-    Attributes:
-        name: "searched", "spread evenly" or "uniform 4".
-        bits: mean bits by target.
-        nbytes: of the checkpoint that `quantize` would write.
-        predicted: the sum of its units' costs; None where a width was not measured.
-        kl, perplexity: as measured.
-    """
-
-    name: str
-    bits: dict[str, float]
-    nbytes: int
-    predicted: float | None
-    kl: float
-    perplexity: float
-
-
-@dataclass(frozen=True)
-class Measurement:
-    """A unit's cost at each width, and the width it got."""
-
-    name: str
-    target: str
-    layer: int
-    kind: str
-    elements: int
-    kl: dict[int, float]
-    attention: dict[int, float | None]
-    chosen: int
-
-
-@dataclass(frozen=True)
-class Found:
-    """What a search found.
-
-    Attributes:
-        perplexity: of the 16-bit model on the text held out.
-        candidates: the searched recipe first.
-    """
-
-    model: str
-    budget: str
-    perplexity: float
-    candidates: list[Candidate]
-    measurements: list[Measurement]
-    recipe: Recipe
-    settings: dict[str, Any]
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self) | {"recipe": self.recipe.to_dict()}, indent=1) + "\n"
 
 
 class Search:
@@ -149,10 +95,9 @@ class Search:
 
     def estimate(self) -> str:
         """How long the rest will take, from one pass over the model."""
-        started = time.monotonic()
         sensitivity = self._sensitivity()
-        share = (time.monotonic() - started) / (len(sensitivity.model.model.layers) + 1)
         layers = len(sensitivity.model.model.layers)
+        share = sensitivity.seconds / (layers + 1)
         seconds = sum(share * (layers - unit.layer + 1) for unit, _ in self.missing)
         return (
             f"{len(self.units)} units at {len(self.widths)} widths: {len(self.missing)} of "
@@ -212,7 +157,7 @@ class Search:
         """The 16-bit perplexity, and each candidate, on the text held out."""
         rivals = {"searched": chosen, "spread evenly": spread_evenly(self.units, self.widths, self.budget)}
         means = [average_bits(chosen, target) for target in self.options.targets]
-        for bits in range(int(min(means)), min(8, -int(-max(means) // 1)) + 1):
+        for bits in range(math.floor(min(means)), math.ceil(max(means)) + 1):
             rivals[f"uniform {bits}"] = dict.fromkeys(self.units, bits)
         measured = self._held_out_scores({name: to_recipe(rival) for name, rival in rivals.items()}, progress)
         candidates = []

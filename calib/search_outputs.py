@@ -8,7 +8,7 @@ from diffquant.checkpoint.plan import megabytes
 from diffquant.checkpoint.staging import write_atomically
 
 from .plots import new_figure
-from .search import Candidate, Found, Measurement
+from .search_result import Candidate, Found, Measurement
 
 
 def summary(found: Found) -> str:

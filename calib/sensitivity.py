@@ -1,5 +1,6 @@
 """What each unit's width costs: at its attention's output, after the subtraction and the norm, and at the model's."""
 
+import time
 from dataclasses import dataclass
 
 import torch
@@ -33,6 +34,9 @@ class Sensitivity:
     """A model's reading of some windows, kept so that a change in a layer runs only what comes after it.
 
     Holds every layer's input, [N, T, D] each, and log-probabilities at evenly spread positions.
+
+    Attributes:
+        seconds: that one pass over the model took.
     """
 
     def __init__(self, model: DiffTransformer, ids: Tensor) -> None:
@@ -43,6 +47,7 @@ class Sensitivity:
         Raises:
             NonFiniteError: the model computes NaN or infinity.
         """
+        started = time.monotonic()
         self.model = model
         self.positions = torch.arange(0, ids.numel(), -(-ids.numel() * model.config.vocab_size // _KEPT_ENTRIES))
         self._walk = Walk.over(model, ids.shape[1])
@@ -54,6 +59,7 @@ class Sensitivity:
             x, attention = self._run_watched(layer, x)
             self._attention.append(attention)
         self._expected = self._log_probabilities(x)
+        self.seconds = time.monotonic() - started
         if not torch.isfinite(self._expected).all():
             raise NonFiniteError("the model computes NaN or infinity; use --dtype float32")
 

@@ -48,6 +48,7 @@ def search(
     text: Text = None,
     windows: Annotated[int, typer.Option(min=1, help="Windows of the text's first half to measure on.")] = 8,
     window: Annotated[int, typer.Option(help="Tokens of each.")] = 256,
+    check_characters: Annotated[int, typer.Option(min=1, help="Of the text's second half to compare on.")] = 16384,
     dtype: EvalDtype = "float32",
     device: str = "cpu",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say how long it would take and stop.")] = False,
@@ -59,7 +60,7 @@ def search(
     from diffquant.calib.search_outputs import summary, write_outputs
 
     options = SearchOptions(
-        listed(target), widths(bits), granularity, text, windows, window, dtype=dtype, device=device
+        listed(target), widths(bits), granularity, text, windows, window, check_characters, dtype, device
     )
     run = Search(model, Budget.parse(budget), options, output)
     if dry_run:
