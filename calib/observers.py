@@ -28,7 +28,7 @@ class Observer:
         bits: whose rounding "mse" weighs against clipping.
     """
 
-    kind: Kind = "mse"
+    kind: Kind = "absmax"
     percentile: float = 99.99
     bits: int = 8
 

@@ -116,7 +116,6 @@ def quantize(
     check_output(source, destination, overwrite)
     checkpoint = open_checkpoint(source)
     plan = make_plan(checkpoint, adapter_for(checkpoint.config), recipe)
-    rounding.check(plan.schemes)
     rounded = {"name": rounding.name, **rounding.identity}
     key = {
         "verb": "quantize",
@@ -125,6 +124,7 @@ def quantize(
         "rounding": rounded,
         "versions": versions(),
     }
+    rounding.check(plan.schemes)
     with staged(destination, key, plan.bytes_after, overwrite) as staging:
         checkpoint.write_side_files(staging.folder)
         records = write_shards(_shards(plan, rounding), staging, plan.bytes_after, progress)

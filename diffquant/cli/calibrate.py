@@ -76,7 +76,7 @@ def search(
 def calibrate(
     model: Model,
     output: Annotated[Path, typer.Option("--output", "-o", help="File to write, such as scales.safetensors.")],
-    observer: Annotated[str, typer.Option(help="absmax, percentile or mse.")] = "mse",
+    observer: Annotated[str, typer.Option(help="absmax, percentile or mse.")] = "absmax",
     percentile: Annotated[float, typer.Option(help="Of magnitudes that are not clipped, for percentile.")] = 99.99,
     bits: Annotated[int, typer.Option(help="Width that mse clips for and the report is about.")] = 8,
     target: Annotated[str, typer.Option(help="k, v, logits, hidden; several with commas.")] = "k,v,logits,hidden",
