@@ -6,11 +6,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
 
-from diffquant.checkpoint.codec import codes, decode_codes, weight_scale
+from diffquant.checkpoint.codec import decode_codes
 from diffquant.checkpoint.plan import make_plan
 from diffquant.checkpoint.reader import Checkpoint
+from diffquant.checkpoint.rounding import nearest
 from diffquant.errors import UsageError
 from diffquant.model.adapters import Adapter
 from diffquant.model.layout import linear_shapes
@@ -104,7 +104,8 @@ def quantized(model: DiffTransformer, unit: Unit, bits: int) -> Iterator[None]:
     if unit.target == "weights":
         parameter = model.get_parameter(unit.parameter)
         whole = parameter.data
-        parameter.data = rounded(whole, unit.scheme(bits), unit.dtype)
+        scheme = unit.scheme(bits)
+        parameter.data = decode_codes(*nearest(unit.name, whole, scheme, unit.dtype), scheme).to(whole.dtype)
         try:
             yield
         finally:
@@ -116,12 +117,6 @@ def quantized(model: DiffTransformer, unit: Unit, bits: int) -> Iterator[None]:
         yield
     finally:
         model.apply_recipe(before)
-
-
-def rounded(weight: Tensor, scheme: Scheme, dtype: torch.dtype) -> Tensor:
-    """A weight as it reads back from a checkpoint that stores its scales in `dtype`."""
-    scale = weight_scale(weight, scheme, dtype)
-    return decode_codes(codes(weight, scale, scheme), scale, scheme).to(weight.dtype)
 
 
 def _commonest(schemes: list[Scheme]) -> Scheme:
