@@ -29,7 +29,7 @@ def verdict(found: Found) -> str:
     """Whether the searched recipe beats uniform bits of the same size, by the KL measured."""
     searched = found.candidates[0]
     uniform = uniform_kl(found)
-    against = "" if uniform is None else f"{uniform:.4g} of uniform bits of the same average, "
+    against = "" if uniform is None else f"{uniform:.4g} of uniform bits of the same average (interpolated), "
     even = next(c for c in found.candidates if c.name == "spread evenly")
     return (
         f"budget {found.budget}: KL {searched.kl:.4g} on text held out, against {against}{even.kl:.4g} of the same "
