@@ -37,7 +37,7 @@ def unpacked(bits: int) -> Peer:
         from diffquant.model.cache import PackedLayer
 
         call = differential(work, device)
-        layer = PackedLayer(RECIPES[bits])
+        layer = PackedLayer(RECIPES[bits], {})
         layer.update(kernels.key_heads(call), call.v)
         return _cached(call, layer, layer.stored_keys.read(), layer.stored_values.read())
 

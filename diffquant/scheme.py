@@ -10,7 +10,7 @@ from typing import Any
 
 from diffquant.errors import UsageError
 
-GRANULARITIES = ("tensor", "head", "pair", "row", "column", "group", "block")
+GRANULARITIES = ("tensor", "head", "pair", "row", "column", "group", "block", "static")
 _SIZED = {"g": "group", "c": "column", "b": "block"}
 _LETTERS = {name: letter for letter, name in _SIZED.items()}
 _GRAMMAR = "BITS[:GRANULARITY][:shift], such as 4:g32, 6:row, 8:head, 4:tensor:shift or 16"
@@ -24,7 +24,8 @@ class Scheme:
         bits: 2 to 8, or 16 for not quantized.
         granularity: one of `GRANULARITIES`; "" at 16 bits. A "row" is a token or an output channel,
             a "group" `size` neighbours along the contracted axis, a "column" a channel over `size`
-            tokens (or all), a "block" a `size` x `size` tile of logits, a "pair" both maps of a head.
+            tokens (or all), a "block" a `size` x `size` tile of logits, a "pair" both maps of a head; "static"
+            is a calibrated scale a channel of the cache or a head of the logits.
         size: for "group", "column" and "block".
         shift: logits only: subtract the row maximum first, all 2^bits levels then serve one side.
     """
@@ -84,10 +85,11 @@ FULL = Scheme(16)
 
 _ALLOWED = {
     "weights": ("tensor", "row", "group"),
-    "k": ("row", "group", "column"),
-    "v": ("row", "group"),
-    "logits": ("tensor", "head", "pair", "row", "block"),
+    "k": ("row", "group", "column", "static"),
+    "v": ("row", "group", "static"),
+    "logits": ("tensor", "head", "pair", "row", "block", "static"),
 }
+LAYER_TARGETS = ("k", "v", "logits")
 # Groups of 128 are the custom, but do not divide every width in use (576 in SmolLM2-135M); 32 do, and
 # gain more at 4 bits than their half bit of scales costs.
 DEFAULT_GRANULARITY = {"weights": "g32", "k": "row", "v": "row", "logits": "row"}
@@ -102,7 +104,9 @@ class Recipe:
         k, v: the KV cache.
         logits: Q·Kᵀ·scale of each map, before softmax (simulated).
         residual: newest tokens of the cache that stay 16-bit.
-        overrides: weight schemes by module name pattern (shell wildcards); the first match wins.
+        overrides: schemes by name pattern (shell wildcards); the first match wins. A pattern names modules whose
+            weight it is about, or where it ends in ".k", ".v" or ".logits" the cache or logits of a layer:
+            "model.layers.3.self_attn.k".
     """
 
     weights: Scheme = FULL
@@ -116,7 +120,7 @@ class Recipe:
         for target in _ALLOWED:
             _check_allowed(target, getattr(self, target))
         for pattern, scheme in self.overrides.items():
-            _check_allowed("weights", scheme, f"override {pattern!r}")
+            _check_allowed(target_of(pattern), scheme, f"override {pattern!r}")
         if self.residual < 0:
             raise UsageError(f"residual must be 0 or more tokens, got {self.residual}")
 
@@ -138,7 +142,7 @@ class Recipe:
             v=_parse_for("v", kv if v is None else v),
             logits=_parse_for("logits", logits),
             residual=residual,
-            overrides={pattern: _parse_for("weights", text) for pattern, text in (overrides or {}).items()},
+            overrides=_parse_overrides(overrides or {}),
         )
 
     @classmethod
@@ -159,7 +163,7 @@ class Recipe:
         if not isinstance(residual, int):
             raise UsageError(f"residual must be a number of tokens, got {residual!r}")
         schemes = {target: _parse_for(target, entries[target]) for target in _ALLOWED if target in entries}
-        return cls(**schemes, residual=residual, overrides={p: _parse_for("weights", s) for p, s in overrides.items()})
+        return cls(**schemes, residual=residual, overrides=_parse_overrides(overrides))
 
     @classmethod
     def read(cls, path: Path) -> "Recipe":
@@ -197,14 +201,66 @@ class Recipe:
             by_default: whether `weights` applies to it when no override does (embeddings, λ
                 projections and the head stay 16-bit unless an override names them).
         """
-        for pattern, scheme in self.overrides.items():
+        for pattern, scheme in self.weight_overrides.items():
             if fnmatchcase(module, pattern):
                 return scheme
         return self.weights if by_default else FULL
 
+    @property
+    def weight_overrides(self) -> dict[str, Scheme]:
+        return {pattern: scheme for pattern, scheme in self.overrides.items() if target_of(pattern) == "weights"}
+
+    def at_layer(self, layer: int) -> "Recipe":
+        """This recipe with the `k`, `v` and `logits` of one layer."""
+        k, v, logits = (self._scheme_at(target, layer) for target in LAYER_TARGETS)
+        return replace(self, k=k, v=v, logits=logits, overrides=self.weight_overrides)
+
+    def schemes_of(self, target: str) -> set[Scheme]:
+        """Every scheme that some layer may have for "k", "v" or "logits"."""
+        return {getattr(self, target)} | {s for pattern, s in self.overrides.items() if target_of(pattern) == target}
+
+    def is_static(self, target: str) -> bool:
+        """Whether some layer's "k", "v" or "logits" takes calibrated scales."""
+        return any(scheme.granularity == "static" for scheme in self.schemes_of(target))
+
+    def check_layers(self, layers: int) -> None:
+        """Check that every override of a cache or of logits is about some layer.
+
+        Raises:
+            UsageError: with those that are not.
+        """
+        names = [_layer_name(target, layer) for target in LAYER_TARGETS for layer in range(layers)]
+        patterns = [pattern for pattern in self.overrides if target_of(pattern) != "weights"]
+        lost = [pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in names)]
+        if lost:
+            raise UsageError(
+                f"overrides {', '.join(map(repr, lost))} match no layer; the model's are {names[0]} to "
+                f"model.layers.{layers - 1}"
+            )
+
+    def _scheme_at(self, target: str, layer: int) -> Scheme:
+        name = _layer_name(target, layer)
+        matches = (s for p, s in self.overrides.items() if target_of(p) == target and fnmatchcase(name, p))
+        return next(matches, getattr(self, target))
+
     def with_weights_of(self, other: "Recipe") -> "Recipe":
         """This recipe's cache and logits with the other's weights."""
-        return replace(self, weights=other.weights, overrides=other.overrides)
+        own = {pattern: s for pattern, s in self.overrides.items() if target_of(pattern) != "weights"}
+        return replace(self, weights=other.weights, overrides=own | other.weight_overrides)
+
+
+def target_of(pattern: str) -> str:
+    """What an override is about: "k", "v" or "logits" where its last part says so, else "weights"."""
+    last = pattern.rsplit(".", 1)[-1]
+    return last if last in LAYER_TARGETS else "weights"
+
+
+def _layer_name(target: str, layer: int) -> str:
+    return f"model.layers.{layer}.self_attn.{target}"
+
+
+def _parse_overrides(overrides: Mapping[str, str]) -> dict[str, Scheme]:
+    return {pattern: _parse_for(target_of(pattern), text) for pattern, text in overrides.items()}
 
 
 def _parse_granularity(name: str, text: str) -> tuple[str, int | None]:
@@ -231,6 +287,8 @@ def _check_allowed(target: str, scheme: Scheme, what: str | None = None) -> None
         raise UsageError("k per column needs a block of tokens that share scales, such as 4:c64")
     if scheme.shift and target != "logits":
         raise UsageError(f"{what}: shift is for logits, which softmax sees only up to a constant a row")
+    if scheme.shift and scheme.granularity == "static":
+        raise UsageError(f"{what}: static scales are of logits as they are; leave out shift")
 
 
 def _nearest(name: str, known: "list[str] | tuple[str, ...]") -> str:

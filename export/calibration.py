@@ -1,19 +1,26 @@
-"""Static scales of a quantized KV cache, from a short run of the exported model itself over text."""
+"""Static scales of a quantized KV cache: calibrated ones, or from a short run of the exported model over text."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from diffquant.attention.spec import DiffSpec
 from diffquant.checkpoint.load import load_tokenizer
+from diffquant.checkpoint.ranges import Ranges
 from diffquant.data import books_text
 from diffquant.errors import CheckpointError, UsageError
+from diffquant.model.modeling import DiffAttention
 from diffquant.numerics import max_code
 from diffquant.progress import Progress
+from diffquant.scheme import Recipe
 
+from .matrix import row_order
 from .session import OnnxModel
-from .source import Scales
+from .source import Scales, Source
 
 _WINDOWS, _WINDOW = 4, 512
 
@@ -41,6 +48,42 @@ def static_scales(
         progress(done + 1, len(windows), "calibrating the KV cache")
     scales = [np.where(top == 0, 1.0, top / max_code(bits)).astype(np.float32) for top in largest]
     return {layer: (scales[2 * layer], scales[2 * layer + 1]) for layer in range(len(scales) // 2)}
+
+
+def calibrated_scales(source: Source, ranges: Ranges) -> dict[int, Scales]:
+    """Scales from the file that `diffquant calibrate` wrote.
+
+    Raises:
+        UsageError: it holds no keys or values, or those of another width.
+    """
+    bits = source.options.kv_bits
+    ranges.check(Recipe.of(kv=f"{bits}:static"))
+    order = state_order(source)
+    spec = source.spec
+    scales = {}
+    for layer in range(source.adapter.config.num_hidden_layers):
+        pair = []
+        for target, places, heads in zip(("k", "v"), order, (spec.kv_pairs,) * 2, strict=True):
+            flat = np.empty(places.numel(), np.float32)
+            flat[places.flatten().numpy()] = ranges.tensors[f"layers.{layer}.{target}"].flatten().numpy()
+            pair.append((flat / max_code(bits)).reshape(1, heads, 1, -1))
+        scales[layer] = (pair[0], pair[1])
+    return scales
+
+
+def state_order(source: Source) -> tuple[Tensor, Tensor]:
+    """Where DiffTransformer's keys [key heads, d] and values [h_kv, dv] lie in an exported layer's flat cache."""
+    adapter = replace(source.adapter, repeated_rows={})
+    with torch.device("meta"):
+        attention = DiffAttention(adapter.config, 0)
+    spec, places = source.spec, []
+    for name, width in (("k_proj", spec.key_heads * spec.head_dim), ("v_proj", spec.kv_pairs * spec.value_dim)):
+        order = row_order(adapter, f"model.layers.0.self_attn.{name}.weight")
+        exported = torch.arange(width)
+        projected = exported if order is None else torch.empty_like(exported).index_copy_(0, order, exported)
+        places.append(projected[None, None])
+    keys = attention._heads(places[0], spec.kv_pairs, spec.key_heads // spec.kv_pairs)
+    return keys[0, :, 0], attention._values(places[1])[0, :, 0]
 
 
 def calibration_windows(source: Path, positions: int, vocabulary: int) -> list[list[int]]:

@@ -13,6 +13,7 @@ import torch
 from diffquant.checkpoint.check import check_tensors
 from diffquant.checkpoint.load import stored_recipe
 from diffquant.checkpoint.plan import megabytes
+from diffquant.checkpoint.ranges import read_ranges
 from diffquant.checkpoint.reader import Checkpoint, open_checkpoint, read_json
 from diffquant.checkpoint.staging import check_output, file_digest, staged, write_atomically
 from diffquant.checkpoint.stream import fingerprint
@@ -21,7 +22,7 @@ from diffquant.errors import UsageError
 from diffquant.model.adapters import adapter_for
 from diffquant.progress import Progress, silent
 
-from .calibration import calibration_windows, static_scales
+from .calibration import calibrated_scales, calibration_windows, static_scales
 from .decoder import build
 from .external import DATA_FILE, MODEL_FILE
 from .genai import write_genai_config
@@ -68,6 +69,7 @@ def export(
     options: ExportOptions | None = None,
     *,
     calibration: Sequence[Sequence[int]] | None = None,
+    scales: Path | None = None,
     overwrite: bool = False,
     progress: Progress = silent,
 ) -> Report:
@@ -78,6 +80,7 @@ def export(
         destination: the folder to make; it appears whole or not at all.
         options: float32 with a cache by default.
         calibration: token ids to find a quantized cache's scales on; the built-in prose by default.
+        scales: of a quantized cache, from `diffquant calibrate` on this checkpoint; nothing is run to find them then.
         overwrite: replace an existing folder there, at the end.
         progress: called with bytes written, then with calibration windows.
 
@@ -89,18 +92,26 @@ def export(
     options = options or ExportOptions()
     check_output(source, destination, overwrite)
     check_runtime(options)
+    if scales is not None and options.kv_bits == 16:
+        raise UsageError("--scales are of a quantized KV cache: give --kv 8 or --kv 4 with them")
     opened = _open(source, options)
-    if options.kv_bits < 16 and calibration is None:
+    found = calibrated_scales(opened, read_ranges(scales, source)) if scales is not None else None
+    if options.kv_bits < 16 and found is None and calibration is None:
         config = opened.adapter.config
         calibration = calibration_windows(source, config.max_position_embeddings, config.vocab_size)
-    model, streamed = build(opened, None)
+    model, streamed = build(opened, found)
     _, nbytes = place(streamed)
-    key = {"verb": "export", "source": fingerprint(opened.checkpoint), "options": options.to_dict()} | versions()
+    key = {
+        "verb": "export",
+        "source": fingerprint(opened.checkpoint),
+        "options": options.to_dict(),
+        "scales": file_digest(scales) if scales is not None else None,
+    } | versions()
     with staged(destination, key, nbytes, overwrite) as staging:
         folder = staging.folder
         opened.checkpoint.write_side_files(folder)
         write(folder / DATA_FILE, streamed, progress)
-        if options.kv_bits < 16 and calibration is not None:
+        if options.kv_bits < 16 and found is None and calibration is not None:
             _without_logits(model)
             onnx.save(model, folder / MODEL_FILE)
             model, _ = build(opened, _calibrate(opened, folder, calibration, progress))

@@ -16,10 +16,10 @@ from diffquant.checkpoint.check import check_tensors
 from diffquant.checkpoint.load import load
 from diffquant.checkpoint.reader import open_checkpoint
 from diffquant.model.adapters import adapter_for
-from diffquant.model.modeling import DiffAttention, DiffTransformer
+from diffquant.model.modeling import DiffTransformer
 from diffquant.scheme import Recipe
 
-from .matrix import row_order
+from .calibration import state_order
 from .options import ExportOptions
 from .source import Scales, Source
 
@@ -36,7 +36,8 @@ class Reference:
         adapter = adapter_for(checkpoint.config)
         self._source = Source(checkpoint, adapter, check_tensors(checkpoint, adapter), options)
         self._bits = options.kv_bits
-        self._scales = {layer: self._in_model_order(layer, pair) for layer, pair in scales.items()}
+        order = state_order(self._source)
+        self._scales = {layer: _in_model_order(pair, order) for layer, pair in scales.items()}
         self.model: DiffTransformer = load(source, Recipe(logits=options.logits), torch.float32)
         self._take_codes()
 
@@ -66,20 +67,11 @@ class Reference:
                 parameters[matrix.name].data = ours.dequantized(0, matrix.shape[0])
         self.model.tie_weights()
 
-    def _in_model_order(self, layer: int, scales: Scales) -> tuple[Tensor, Tensor]:
-        """k_scale as [1, key heads, 1, d] and v_scale as [1, h_kv, 1, dv] of DiffTransformer."""
-        prefix = f"model.layers.{layer}.self_attn."
-        spec, config = self._source.spec, self._source.adapter.config
-        with torch.device("meta"):
-            attention = DiffAttention(config, layer)
-        rows = []
-        for name, scale in zip(("k_proj", "v_proj"), scales, strict=True):
-            flat = torch.from_numpy(scale.flatten())
-            order = row_order(replace(self._source.adapter, repeated_rows={}), f"{prefix}{name}.weight")
-            projected = flat if order is None else torch.empty_like(flat).index_copy_(0, order, flat)
-            rows.append(projected[None, None])
-        keys = attention._heads(rows[0], spec.kv_pairs, spec.key_heads // spec.kv_pairs)
-        return keys, attention._values(rows[1])
+
+def _in_model_order(scales: Scales, order: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """k_scale as [1, key heads, 1, d] and v_scale as [1, h_kv, 1, dv] of DiffTransformer."""
+    keys, values = (torch.from_numpy(s.flatten())[at][None, :, None] for s, at in zip(scales, order, strict=True))
+    return keys, values
 
 
 class _StaticCache(DynamicCache):

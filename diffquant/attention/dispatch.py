@@ -34,6 +34,7 @@ def attend(
     logits: Scheme = FULL,
     meter: LogitMeter | None = None,
     post: PairNorm | None = None,
+    ranges: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
     """Differential attention (or plain, with one map), see `naive` for the arguments.
@@ -41,6 +42,7 @@ def attend(
     Args:
         meter: counts what a logit quantizer did.
         post: norm over a pair's output; none by default.
+        ranges: [maps·h] of a static logit scheme.
         backend: a name in `BACKENDS`, or "auto". With quantized logits "naive" or "auto".
 
     Raises:
@@ -50,7 +52,7 @@ def attend(
     call = Call(q, k, v, lam, scale, mask, post)
     check_backend(backend)
     if logits.quantizes:
-        return _attend_quantized(call, logits, meter, backend)
+        return _attend_quantized(call, logits, meter, ranges, backend)
     name = fastest(call) if backend == "auto" else backend
     if backend != "auto" and (refusal := BACKENDS[name].refused(call)):
         raise UsageError(f"attention backend {name!r}: {refusal}; use auto")
@@ -71,18 +73,23 @@ def fastest(call: Call) -> str:
     return "flashdiff2"
 
 
-def _attend_quantized(call: Call, logits: Scheme, meter: LogitMeter | None, backend: str) -> Tensor:
+def _attend_quantized(
+    call: Call, logits: Scheme, meter: LogitMeter | None, ranges: Tensor | None, backend: str
+) -> Tensor:
+    heads = len(call.q) * call.q[0].shape[1]
+    if logits.granularity == "static" and (ranges is None or ranges.numel() != heads):
+        raise UsageError(f"logits at {logits} need {heads} calibrated ranges, one a head of each map")
     if backend not in ("auto", "naive"):
         raise UsageError(f"attention backend {backend!r} keeps logits inside its kernel and cannot quantize them")
     arguments = (call.q, call.k, call.v, call.lam, call.scale, call.mask, logits)
     if backend == "naive":
-        return pair_norm(naive(*arguments), call.post)
+        return pair_norm(naive(*arguments, ranges), call.post)
     refusal = refused_by_simulated(call, logits)
     if refusal is None:
         return fused_simulated(call, logits, meter)
     if call.v.is_cuda:
         warnings.warn(f"logits are quantized in PyTorch, many times slower than in a kernel: {refusal}", stacklevel=2)
-    return pair_norm(simulated(*arguments, meter), call.post)
+    return pair_norm(simulated(*arguments, meter, ranges), call.post)
 
 
 @cache

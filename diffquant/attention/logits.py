@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from diffquant.numerics import max_code
 from diffquant.scheme import Scheme
 
 
@@ -24,7 +25,7 @@ class LogitMeter:
     Attributes:
         calls: attention calls it quantized.
         entries: visible logits it rounded, over both maps.
-        clipped: how many of them lay outside the codes' range (only `shift` clips).
+        clipped: how many of them lay outside the codes' range (only `shift` and static scales clip).
         step_sum, step_count, step_max: the scales it used.
     """
 
@@ -73,16 +74,19 @@ def prepare(logits: Tensor, visible: Tensor | None, shift: bool) -> Tensor:
     return logits.masked_fill_(~visible, 0.0)
 
 
-def magnitudes(prepared: Sequence[Tensor], scheme: Scheme) -> list[Tensor]:
+def magnitudes(prepared: Sequence[Tensor], scheme: Scheme, ranges: Tensor | None = None) -> list[Tensor]:
     """Largest |logit| of the entries that share a scale, for each map.
 
     Args:
         prepared: one [B, h, T, S] a map, from `prepare`.
+        ranges: [maps·h], first maps before second ones: what a static scheme takes for the largest.
 
     Returns:
-        One tensor a map, broadcastable to it: [B,1,1,1] for tensor, [B,h,1,1] for head and pair,
+        One tensor a map, broadcastable to it: [B,1,1,1] for tensor, [B,h,1,1] for head and pair, [1,h,1,1] for static,
         [B,h,T,1] for row, [B,h,T,S] for block (each tile's value repeated over it).
     """
+    if ranges is not None and scheme.granularity == "static":
+        return [of_map.view(1, -1, 1, 1).to(prepared[0]) for of_map in ranges.chunk(len(prepared))]
     rows = [logits.abs().amax(-1, keepdim=True) for logits in prepared] if scheme.granularity != "block" else []
     if scheme.granularity == "row":
         return rows
@@ -97,15 +101,19 @@ def magnitudes(prepared: Sequence[Tensor], scheme: Scheme) -> list[Tensor]:
 
 
 def round_to(prepared: Tensor, step: Tensor, scheme: Scheme) -> Tensor:
-    """Prepared logits rounded to their codes, in place. Absmax codes cannot overflow; shifted ones clip below."""
+    """Prepared logits rounded to their codes, in place. Shifted ones clip below, static ones on both sides."""
     codes = prepared.div_(step).round_()
     if scheme.shift:
         codes.clamp_(min=-(2**scheme.bits - 1))
+    if scheme.granularity == "static":
+        codes.clamp_(-max_code(scheme.bits), max_code(scheme.bits))
     return codes.mul_(step)
 
 
 def count_clipped(prepared: Tensor, step: Tensor, scheme: Scheme) -> int | Tensor:
-    """How many prepared logits lie more than half a step below the smallest code; on their device."""
+    """How many prepared logits lie more than half a step beyond the codes; on their device."""
+    if scheme.granularity == "static":
+        return (prepared.abs() > (max_code(scheme.bits) + 0.5) * step).sum()
     if not scheme.shift:
         return 0
     return (prepared < -(2**scheme.bits - 0.5) * step).sum()

@@ -20,6 +20,7 @@ def naive(
     scale: float,
     mask: Mask,
     logits: Scheme = FULL,
+    ranges: Tensor | None = None,
 ) -> Tensor:
     """(softmax(Q1·K1ᵀ·scale) - λ·softmax(Q2·K2ᵀ·scale))·V.
 
@@ -31,6 +32,7 @@ def naive(
         scale: what multiplies Q·Kᵀ.
         mask: which keys a query sees; a query that sees none gives 0.
         logits: simulated quantization of both maps' logits.
+        ranges: [maps·h] of a static scheme.
 
     Returns:
         [B, h, T, dv] in v's dtype.
@@ -46,7 +48,7 @@ def naive(
     ]
     if logits.quantizes:
         raw = [prepare(each, visible, logits.shift) for each in raw]
-        steps = [step_of(largest, logits) for largest in magnitudes(raw, logits)]
+        steps = [step_of(largest, logits) for largest in magnitudes(raw, logits, ranges)]
         raw = [round_to(each, step, logits) for each, step in zip(raw, steps, strict=True)]
     maps = [masked_softmax(each, visible) for each in raw]
     weights = maps[0] if lam is None else maps[0] - lam.to(dtype) * maps[1]

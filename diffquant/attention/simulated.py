@@ -26,6 +26,7 @@ def simulated(
     mask: Mask,
     logits: Scheme,
     meter: LogitMeter | None = None,
+    ranges: Tensor | None = None,
 ) -> Tensor:
     """`naive` with quantized logits, in memory linear in S.
 
@@ -41,7 +42,7 @@ def simulated(
     values = v.to(dtype)
     out = torch.empty(*q[0].shape[:3], v.shape[-1], dtype=v.dtype, device=v.device)
     for rows, prepared, visible in blocks:
-        largest = shared or magnitudes(prepared, logits)
+        largest = shared or magnitudes(prepared, logits, ranges)
         if meter is not None:
             _record(meter, prepared, largest, visible, logits)
         rounded = [round_to(each, step_of(top, logits), logits) for each, top in zip(prepared, largest, strict=True)]

@@ -11,6 +11,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from diffquant.checkpoint.check import check_tensors
 from diffquant.checkpoint.codec import PACKED, SCALE, SHAPE, codes, decode, decode_codes, weight_scale
 from diffquant.checkpoint.plan import checked_schemes
+from diffquant.checkpoint.ranges import read_ranges
 from diffquant.checkpoint.reader import Checkpoint, open_checkpoint
 from diffquant.checkpoint.versions import CONFIG_VERSION
 from diffquant.errors import CheckpointError, UsageError
@@ -30,6 +31,7 @@ def load(
     dtype: torch.dtype | None = None,
     device: str = "cpu",
     packed: bool | None = None,
+    scales: Path | str | None = None,
 ) -> DiffTransformer:
     """The runnable model of a checkpoint, a recipe applied.
 
@@ -43,6 +45,7 @@ def load(
         packed: whether the layers' packed weights stay packed, or are expanded to `dtype`; by default they
             stay packed where kernels read them, in half precision on CUDA. Weights whose groups the kernels do
             not know (no multiple of 16) are expanded in any case.
+        scales: calibrated on this checkpoint, for static schemes.
 
     Raises:
         CheckpointError: the checkpoint is damaged, incomplete or of a kind that is not read.
@@ -55,6 +58,9 @@ def load(
     stored = check_tensors(checkpoint, adapter)
     schemes = _simulated_schemes(checkpoint, adapter, stored, recipe)
     recipe = recipe or stored_recipe(checkpoint.config)
+    ranges = read_ranges(Path(scales), Path(path)) if scales else None
+    if ranges is not None:
+        ranges.check(recipe)
     model = _empty_model(adapter)
     dtype = dtype or checkpoint.tensors[adapter.source_name("model.embed_tokens.weight")].dtype
     if packed is None:
@@ -72,6 +78,8 @@ def load(
     model.load_state_dict(state, assign=True)
     model.tie_weights()
     model.to(device).eval().requires_grad_(False)
+    if ranges is not None:
+        model.model.ranges = {name: tensor.to(device) for name, tensor in ranges.tensors.items()}
     model.apply_recipe(recipe)
     return model
 
@@ -152,7 +160,7 @@ def _simulated_schemes(
         return {}
     if not packed:
         return checked_schemes(checkpoint, adapter, recipe)
-    if recipe.weights.quantizes or recipe.overrides:
+    if recipe.weights.quantizes or recipe.weight_overrides:
         raise UsageError(
             f"{checkpoint.path} holds quantized weights already; give a recipe without weights, or its 16-bit original"
         )

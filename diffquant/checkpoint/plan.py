@@ -138,6 +138,7 @@ def checked_schemes(checkpoint: Checkpoint, adapter: Adapter, recipe: Recipe) ->
     """
     schemes = weight_schemes(adapter, recipe)
     _check_overrides(recipe, weight_modules(adapter), adapter.config.tie_word_embeddings)
+    recipe.check_layers(adapter.config.num_hidden_layers)
     _check_packable(checkpoint, schemes)
     return schemes
 
@@ -159,7 +160,7 @@ def _refuse_quantized(checkpoint: Checkpoint) -> None:
 def _check_overrides(recipe: Recipe, modules: list[str], tied: bool) -> None:
     problems = [
         _matches_nothing(pattern, modules, tied)
-        for pattern in recipe.overrides
+        for pattern in recipe.weight_overrides
         if not any(fnmatchcase(module, pattern) for module in modules)
     ]
     if problems:

@@ -20,10 +20,10 @@ from diffquant.checkpoint.codec import (
     codes,
     decode_codes,
     quantization_config,
-    weight_scale,
 )
 from diffquant.checkpoint.plan import Plan, PlannedTensor, make_plan, megabytes
 from diffquant.checkpoint.reader import Checkpoint, open_checkpoint
+from diffquant.checkpoint.rounding import NEAREST, Rounding
 from diffquant.checkpoint.staging import check_output, staged, write_atomically
 from diffquant.checkpoint.stream import (
     BLOCK_ELEMENTS,
@@ -89,7 +89,13 @@ class Report:
 
 
 def quantize(
-    source: Path, destination: Path, recipe: Recipe, *, overwrite: bool = False, progress: Progress = silent
+    source: Path,
+    destination: Path,
+    recipe: Recipe,
+    *,
+    rounding: Rounding = NEAREST,
+    overwrite: bool = False,
+    progress: Progress = silent,
 ) -> Report:
     """Write a quantized copy of a checkpoint.
 
@@ -97,6 +103,7 @@ def quantize(
         source: a folder of safetensors, or a .gguf file.
         destination: the folder to make; it appears whole or not at all.
         recipe: what is quantized; cache and logits are only recorded, in `diffquant_config`.
+        rounding: how codes and scales are found.
         overwrite: replace an existing checkpoint there, at the end.
         progress: called with output bytes.
 
@@ -109,12 +116,20 @@ def quantize(
     check_output(source, destination, overwrite)
     checkpoint = open_checkpoint(source)
     plan = make_plan(checkpoint, adapter_for(checkpoint.config), recipe)
-    key = {"verb": "quantize", "source": fingerprint(checkpoint), "recipe": recipe.to_dict(), "versions": versions()}
+    rounded = {"name": rounding.name, **rounding.identity}
+    key = {
+        "verb": "quantize",
+        "source": fingerprint(checkpoint),
+        "recipe": recipe.to_dict(),
+        "rounding": rounded,
+        "versions": versions(),
+    }
+    rounding.check(plan.schemes)
     with staged(destination, key, plan.bytes_after, overwrite) as staging:
         checkpoint.write_side_files(staging.folder)
-        records = write_shards(_shards(plan), staging, plan.bytes_after, progress)
+        records = write_shards(_shards(plan, rounding), staging, plan.bytes_after, progress)
         errors = _errors(plan, records)
-        _write_descriptions(plan, records, errors, staging.folder)
+        _write_descriptions(plan, rounded, records, errors, staging.folder)
     return Report(
         destination,
         plan.bytes_before,
@@ -126,7 +141,7 @@ def quantize(
     )
 
 
-def pack_job(checkpoint: Checkpoint, tensor: PlannedTensor) -> Job:
+def pack_job(checkpoint: Checkpoint, tensor: PlannedTensor, rounding: Rounding) -> Job:
     """Make a weight's codes and scales, some rows at a time."""
     weight = checkpoint.read(tensor.name)
     scheme, module = tensor.scheme, tensor.module
@@ -138,8 +153,11 @@ def pack_job(checkpoint: Checkpoint, tensor: PlannedTensor) -> Job:
         total = _sum_of_squares(values)
         if not math.isfinite(total):
             check_rows(rows, tensor.name, first)
-        scale = whole.get() if whole else weight_scale(values, scheme, rows.dtype)
-        rounded = codes(values, scale, scheme)
+        if whole:
+            scale = whole.get()
+            rounded = codes(values, scale, scheme)
+        else:
+            rounded, scale = rounding.round(tensor.name, values, scheme, rows.dtype)
         pieces = {module + PACKED: (first, pack(rounded, scheme.bits))}
         if not whole:
             pieces[module + SCALE] = (first, scale)
@@ -176,12 +194,13 @@ def _sum_of_squares(values: Tensor) -> float:
     return total if math.isfinite(total) else float(values.double().square().sum())
 
 
-def _shards(plan: Plan) -> list[Shard]:
+def _shards(plan: Plan, rounding: Rounding) -> list[Shard]:
     """Output files as the source's, each tensor in its place."""
     jobs: dict[str, list[Job]] = {file.name: [] for file in plan.checkpoint.weight_files()}
     for tensor in plan.tensors:
-        make = pack_job(plan.checkpoint, tensor) if tensor.scheme.quantizes else copy_job(plan.checkpoint, tensor.name)
-        jobs[tensor.info.shard].append(make)
+        packs = tensor.scheme.quantizes
+        job = pack_job(plan.checkpoint, tensor, rounding) if packs else copy_job(plan.checkpoint, tensor.name)
+        jobs[tensor.info.shard].append(job)
     return [Shard(file, jobs[file.name]) for file in plan.checkpoint.weight_files()]
 
 
@@ -199,7 +218,11 @@ def _relative(lost: float, total: float) -> float:
 
 
 def _write_descriptions(
-    plan: Plan, records: Mapping[str, Mapping[str, Any]], errors: Mapping[str, TensorError], folder: Path
+    plan: Plan,
+    rounding: Mapping[str, Any],
+    records: Mapping[str, Mapping[str, Any]],
+    errors: Mapping[str, TensorError],
+    folder: Path,
 ) -> None:
     """config.json, recipe.yaml, diffquant.json and the model card."""
     config = plan.checkpoint.config | {"diffquant_config": {"version": CONFIG_VERSION, "recipe": plan.recipe.to_dict()}}
@@ -207,7 +230,9 @@ def _write_descriptions(
         config["quantization_config"] = quantization_config(plan.schemes, plan.linears)
     write_atomically(folder / "config.json", json.dumps(config, indent=2) + "\n")
     write_atomically(folder / "recipe.yaml", plan.recipe.to_yaml())
-    write_atomically(folder / "diffquant.json", json.dumps(_account(plan, records, errors), indent=2) + "\n")
+    write_atomically(
+        folder / "diffquant.json", json.dumps(_account(plan, records, errors) | {"rounding": rounding}, indent=2) + "\n"
+    )
     write_atomically(folder / "README.md", quantized_card(plan, errors={e.name: e.error for e in errors.values()}))
 
 

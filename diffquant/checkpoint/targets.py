@@ -26,7 +26,7 @@ def weight_modules(adapter: Adapter) -> list[str]:
 def _scheme_of(module: str, recipe: Recipe, linears: Collection[str]) -> Scheme:
     if module in linears:
         return recipe.weight_scheme(module)
-    naming = (scheme for pattern, scheme in recipe.overrides.items() if _names(pattern, module, linears))
+    naming = (scheme for pattern, scheme in recipe.weight_overrides.items() if _names(pattern, module, linears))
     return next(naming, FULL)
 
 

@@ -21,6 +21,7 @@ from diffquant.cli.options import (
     RecipeFile,
     RecipeOptions,
     Residual,
+    Scales,
     V,
     Weights,
     to_json,
@@ -29,6 +30,7 @@ from diffquant.progress import progress_for
 from diffquant.scheme import Recipe
 
 if TYPE_CHECKING:
+    from diffquant.checkpoint.rounding import Rounding
     from diffquant.model.modeling import DiffTransformer
 
 
@@ -44,6 +46,11 @@ def quantize(
     residual: Residual = 0,
     override: Override = None,
     recipe: RecipeFile = None,
+    rounding: Annotated[
+        Literal["nearest", "mse", "gptq"],
+        typer.Option(help="nearest: absmax; mse: clipped where that errs less; gptq: and compensated over a text."),
+    ] = "nearest",
+    text: Annotated[Path | None, typer.Option("--text", help="Text for gptq; some prose ships.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be done and stop.")] = False,
     overwrite: Overwrite = False,
     as_json: AsJson = False,
@@ -60,7 +67,8 @@ def quantize(
         checkpoint = open_checkpoint(source)
         typer.echo(make_plan(checkpoint, adapter_for(checkpoint.config), wanted).table())
         return
-    report = run(source, output, wanted, overwrite=overwrite, progress=progress_for("quantize"))
+    rule = _rounding(rounding, source, text)
+    report = run(source, output, wanted, rounding=rule, overwrite=overwrite, progress=progress_for("quantize"))
     typer.echo(to_json(report) if as_json else report.summary())
 
 
@@ -100,6 +108,7 @@ def generate(
     residual: Residual = 0,
     override: Override = None,
     recipe: RecipeFile = None,
+    scales: Scales = None,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 64,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 decodes greedily.")] = 0.0,
     seed: int = 0,
@@ -120,17 +129,29 @@ def generate(
     transformers.set_seed(seed)
     wanted = RecipeOptions(weights, kv, k, v, logits, residual, override, recipe).given()
     text = sys.stdin.read() if prompt == "-" else prompt
-    loaded, tokenizer = _load(model, wanted, dtype, device)
+    loaded, tokenizer = _load(model, wanted, dtype, device, scales)
     loaded.use_attention(attention)
     for piece in stream(loaded, tokenizer, text, max_new_tokens, temperature, chat):
         typer.echo(piece, nl=False)
     typer.echo()
 
 
-def _load(path: Path, recipe: Recipe | None, dtype: str | None, device: str) -> "tuple[DiffTransformer, Any]":
+def _rounding(name: str, source: Path, text: Path | None) -> "Rounding":
+    from diffquant.checkpoint.rounding import CLIPPED, NEAREST
+
+    if name == "gptq":
+        from diffquant.calib.gptq import gptq
+
+        return gptq(source, text, progress=progress_for("reading"))
+    return CLIPPED if name == "mse" else NEAREST
+
+
+def _load(
+    path: Path, recipe: Recipe | None, dtype: str | None, device: str, scales: Path | None
+) -> "tuple[DiffTransformer, Any]":
     from diffquant.checkpoint.load import load, load_tokenizer
     from diffquant.evals.dtype import resolve
 
     torch_dtype = resolve(dtype, device) if dtype else None
     tokenizer = load_tokenizer(path)
-    return load(path, recipe, torch_dtype, device), tokenizer
+    return load(path, recipe, torch_dtype, device, scales=scales), tokenizer

@@ -22,6 +22,7 @@ from diffquant.cli.options import (
     RecipeFile,
     RecipeOptions,
     Residual,
+    Scales,
     Stride,
     Tasks,
     TextFile,
@@ -49,6 +50,12 @@ def sweep(
     granularity: Annotated[
         str, typer.Option(help="Such as row,tensor,row:shift; each serves the targets that know it.")
     ] = "",
+    recipe: Annotated[
+        list[Path] | None, typer.Option(help="A recipe's YAML file to measure beside the grid; may be repeated.")
+    ] = None,
+    scales: Annotated[
+        list[Path] | None, typer.Option(help="A model's file from diffquant calibrate, for static; may be repeated.")
+    ] = None,
     limit: Limit = None,
     items: Items = None,
     text: TextFile = None,
@@ -68,6 +75,8 @@ def sweep(
         bits=widths(bits),
         targets=listed(target),
         granularities=listed(granularity),
+        recipes=tuple(recipe or ()),
+        scales=tuple(scales or ()),
         limit=limit,
         items=items,
         text=text,
@@ -101,6 +110,7 @@ def eval_(
     residual: Residual = 0,
     override: Override = None,
     recipe: RecipeFile = None,
+    scales: Scales = None,
     limit: Limit = None,
     items: Items = None,
     text: TextFile = None,
@@ -118,6 +128,7 @@ def eval_(
     wanted = RecipeOptions(weights, kv, k, v, logits, residual, override, recipe).given()
     options = SweepOptions(
         tasks=listed(task),
+        scales=() if scales is None else (scales,),
         limit=limit,
         items=items,
         text=text,

@@ -1,6 +1,7 @@
 """export, verify, run."""
 
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -16,6 +17,9 @@ def export(
     output: Destination,
     weights: Annotated[str, typer.Option(help="Weights of a plain checkpoint: 4:g32, 6:row, 8, 16.")] = "16",
     kv: Annotated[int, typer.Option("--kv", help="Bits of the KV cache: 16, 8, or 4 (experimental).")] = 16,
+    scales: Annotated[
+        Path | None, typer.Option(help="Of the KV cache, from diffquant calibrate; found by a short run otherwise.")
+    ] = None,
     logits: Logits = "16",
     dtype: Annotated[str, typer.Option(help="float32 or float16.")] = "float32",
     embed: Annotated[int, typer.Option(help="Bits of embedding and head: 16 or 8.")] = 16,
@@ -46,7 +50,7 @@ def export(
         pure=pure_onnx,
         accuracy_level=accuracy_level,
     )
-    report = run(model, output, options, overwrite=overwrite, progress=progress_for("export"))
+    report = run(model, output, options, scales=scales, overwrite=overwrite, progress=progress_for("export"))
     typer.echo(to_json(report) if as_json else report.summary())
 
 

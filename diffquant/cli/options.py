@@ -25,6 +25,9 @@ Override = Annotated[
     typer.Option(help="PATTERN=SCHEME for some weights, such as '*.mlp.*=6:row'; the first match wins."),
 ]
 RecipeFile = Annotated[Path | None, typer.Option("--recipe", help="All of this from a YAML file instead.")]
+Scales = Annotated[
+    Path | None, typer.Option(help="From diffquant calibrate, for static schemes such as --kv 8:static.")
+]
 
 Exported = Annotated[Path, typer.Argument(help="Folder that `diffquant export` wrote.")]
 Threads = Annotated[int, typer.Option(min=0, help="Of ONNX Runtime; 0 takes all cores.")]

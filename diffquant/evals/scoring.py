@@ -58,10 +58,11 @@ def score(
 
 def shares_prefixes(recipe: Recipe) -> bool:
     """Whether a prefix computed once serves every continuation: no scale may span rows of a sequence."""
-    rows_only = recipe.logits.granularity in ("", "row")
-    tokens_only = {recipe.k.granularity, recipe.v.granularity} <= {"", "row", "group"}
+    cached = recipe.schemes_of("k") | recipe.schemes_of("v")
+    rows_only = {scheme.granularity for scheme in recipe.schemes_of("logits")} <= {"", "row", "static"}
+    tokens_only = {scheme.granularity for scheme in cached} <= {"", "row", "group", "static"}
     # The newest tokens of a context are old ones once a continuation follows.
-    ages = bool(recipe.residual) and (recipe.k.quantizes or recipe.v.quantizes)
+    ages = bool(recipe.residual) and any(scheme.quantizes for scheme in cached)
     return rows_only and tokens_only and not ages
 
 

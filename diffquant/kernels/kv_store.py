@@ -225,6 +225,8 @@ def refused_store(recipe: Recipe, width: int, value_width: int, dtype: torch.dty
     for name, scheme in (("k", recipe.k), ("v", recipe.v)):
         if scheme.bits not in (4, 6, 8, 16):
             return f"{name} has {scheme.bits} bits; the kernels unpack 4, 6 and 8, and take 16"
+        if scheme.granularity == "static":
+            return f"{name} has calibrated scales; the kernels compute theirs"
         if scheme.granularity == "group":
             return f"{name} has scales per group of channels; the kernels take one a token (row) or, for k, c64"
         if scheme.granularity == "column" and scheme.size not in (16, 32, 64, 128):

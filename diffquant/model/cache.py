@@ -5,14 +5,14 @@ the call that brought it. With scales per token and no residual a result therefo
 how the tokens were batched or chunked. A token is quantized once and never again.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from diffquant.errors import UsageError
-from diffquant.numerics import absmax_scale, dequantize, pack, quantize, unpack
+from diffquant.numerics import absmax_scale, dequantize, max_code, pack, quantize, unpack
 from diffquant.numerics.absmax import sharing_view
 from diffquant.scheme import Recipe, Scheme
 
@@ -25,8 +25,13 @@ class PackedStates:
     position, so left padding moves their borders.
     """
 
-    def __init__(self, scheme: Scheme, residual: int) -> None:
+    def __init__(self, scheme: Scheme, residual: int, ranges: Tensor | None = None) -> None:
+        """
+        Args:
+            ranges: [H, d] what the largest code stands for, where the scheme is static.
+        """
         self.scheme = scheme
+        self.ranges = ranges
         self.residual = residual
         self.recent: Tensor | None = None
         self.words: Tensor | None = None
@@ -81,6 +86,10 @@ class PackedStates:
 
     def _quantize(self, states: Tensor) -> None:
         scheme = self.scheme
+        if scheme.granularity == "static":
+            words = pack(quantize(states, self._static_scale(states), scheme.bits), scheme.bits)
+            self.words = words if self.words is None else torch.cat([self.words, words], 2)
+            return
         view, dim = sharing_view(states, scheme.granularity, scheme.size)
         scale = absmax_scale(view, scheme.bits, dim, states.dtype)
         words = pack(quantize(view, scale, scheme.bits).reshape(states.shape), scheme.bits)
@@ -90,11 +99,19 @@ class PackedStates:
         self.words = words if self.words is None else torch.cat([self.words, words], 2)
         self.scales = scale if self.scales is None else torch.cat([self.scales, scale], 2)
 
+    def _static_scale(self, states: Tensor) -> Tensor:
+        """[1, H, 1, d] in the dtype and on the device of the states."""
+        if self.ranges is None:
+            raise UsageError(f"a cache at {self.scheme} needs calibrated ranges")
+        return (self.ranges / max_code(self.scheme.bits))[None, :, None].to(states)
+
     def _dequantize(self) -> Tensor:
-        if self.words is None or self.scales is None or self.recent is None:
+        if self.words is None or self.recent is None:
             raise UsageError("the cache holds no packed tokens")
         width = self.recent.shape[-1]
         codes = unpack(self.words, self.scheme.bits, width)
+        if self.scales is None:
+            return dequantize(codes, self._static_scale(self.recent))
         if self.scheme.granularity == "group":
             view, _ = sharing_view(codes, "group", self.scheme.size)
             return dequantize(view, self.scales.unsqueeze(-1)).flatten(-2)
@@ -104,10 +121,12 @@ class PackedStates:
         return dequantize(codes, self.scales.repeat_interleave(lengths, 2))
 
     def _crop_packed(self, tokens: int) -> None:
-        if self.words is None or self.scales is None:
+        if self.words is None:
             return
         kept = max(self.words.shape[2] - tokens, 0)
         self.words = self.words[:, :, :kept].clone()
+        if self.scales is None:
+            return
         if self.scheme.granularity == "column":
             tokens = sum(self.block_lengths) - kept
             while tokens:
@@ -125,9 +144,14 @@ class PackedLayer(CacheLayerMixin):
     is_croppable = True
     is_sliding = False
 
-    def __init__(self, recipe: Recipe) -> None:
+    def __init__(self, recipe: Recipe, ranges: Mapping[str, Tensor]) -> None:
+        """
+        Args:
+            ranges: "k" and "v" where the recipe's schemes are static.
+        """
         super().__init__()
         self.recipe = recipe
+        self.ranges = ranges
         self.reset()
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -158,8 +182,8 @@ class PackedLayer(CacheLayerMixin):
         return -1
 
     def reset(self) -> None:
-        self.stored_keys = PackedStates(self.recipe.k, self.recipe.residual)
-        self.stored_values = PackedStates(self.recipe.v, self.recipe.residual)
+        self.stored_keys = PackedStates(self.recipe.k, self.recipe.residual, self.ranges.get("k"))
+        self.stored_values = PackedStates(self.recipe.v, self.recipe.residual, self.ranges.get("v"))
         self.is_initialized = False
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -192,8 +216,14 @@ class PackedLayer(CacheLayerMixin):
 class PackedCache(Cache):
     """KV cache with the recipe's `k`, `v` and `residual`, for `generate(past_key_values=...)`."""
 
-    def __init__(self, recipe: Recipe, layers: int) -> None:
-        super().__init__(layers=[PackedLayer(recipe) for _ in range(layers)])
+    def __init__(self, recipe: Recipe, layers: int, ranges: Mapping[str, Tensor] | None = None) -> None:
+        """
+        Args:
+            ranges: "layers.N.k" and "layers.N.v" where the recipe's schemes are static.
+        """
+        held = ranges or {}
+        of_layers = [{t: held[n] for t in ("k", "v") if (n := f"layers.{i}.{t}") in held} for i in range(layers)]
+        super().__init__(layers=[PackedLayer(recipe.at_layer(i), each) for i, each in enumerate(of_layers)])
 
     @property
     def nbytes(self) -> int:

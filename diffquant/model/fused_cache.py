@@ -6,6 +6,7 @@ allocated ahead, so a new token copies nothing.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -27,7 +28,7 @@ class FusedLayer(PackedLayer):
 
     def __init__(self, recipe: Recipe, capacity: int | None) -> None:
         self.capacity = capacity
-        super().__init__(recipe)
+        super().__init__(recipe, {})
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
@@ -88,7 +89,7 @@ class FusedCache(Cache):
 
     def __init__(self, recipe: Recipe, layers: int, capacity: int | None = None) -> None:
         """A cache for `capacity` tokens, or one that grows."""
-        super().__init__(layers=[FusedLayer(recipe, capacity) for _ in range(layers)])
+        super().__init__(layers=[FusedLayer(recipe.at_layer(layer), capacity) for layer in range(layers)])
 
     @property
     def nbytes(self) -> int:
@@ -133,4 +134,8 @@ def refused(recipe: Recipe, spec: DiffSpec, dtype: torch.dtype, device: torch.de
     """Why a model with this attention cannot decode through a `FusedCache`, or None."""
     if dtype not in HALF_TYPES:
         return f"the decode kernel takes float16 and bfloat16, not {dtype}"
-    return refused_device(device) or refused_store(recipe, spec.head_dim, spec.value_dim, dtype)
+    if reason := refused_device(device):
+        return reason
+    anywhere = (replace(recipe, k=k, v=v) for k in recipe.schemes_of("k") for v in recipe.schemes_of("v"))
+    refusals = (refused_store(each, spec.head_dim, spec.value_dim, dtype) for each in anywhere)
+    return next((reason for reason in refusals if reason), None)

@@ -4,6 +4,7 @@ Llama's decoder layer around attention that a `DiffSpec` describes. Parameters k
 the checkpoint they came from; the spec's `head_order` says how to see heads in it.
 """
 
+from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
@@ -23,7 +24,7 @@ from diffquant.model.config import DiffTransformerConfig
 from diffquant.model.fused_cache import FusedCache, refused
 from diffquant.model.layout import LAMBDA_VECTORS
 from diffquant.model.quantized_linear import QuantizedLinear
-from diffquant.scheme import FULL, Recipe
+from diffquant.scheme import FULL, LAYER_TARGETS, Recipe
 
 _LAMBDA_STD = 0.1
 
@@ -37,6 +38,7 @@ class DiffAttention(nn.Module):
         self.layer = layer
         self.backend = "auto"
         self.logits = FULL
+        self.logit_ranges: Tensor | None = None
         self.meter = LogitMeter()
         width, bias = config.hidden_size, config.attention_bias
         self.q_proj = nn.Linear(width, spec.query_heads * spec.head_dim, bias=bias)
@@ -54,9 +56,7 @@ class DiffAttention(nn.Module):
     def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], mask: Mask, cache: Cache | None) -> Tensor:
         """x [B, T, D] -> [B, T, D]; `rotary` is cos and sin, [B or 1, T, d]."""
         spec = self.spec
-        q = rotate(self._heads(self.q_proj(x), spec.pairs, spec.maps), rotary, spec.rope)
-        k = rotate(self._heads(self.k_proj(x), spec.kv_pairs, spec.key_heads // spec.kv_pairs), rotary, spec.rope)
-        v = self._values(self.v_proj(x))
+        q, k, v = self.project(x, rotary)
         queries, lam = q.chunk(spec.maps, 1), self.lam(x)
         if cache is not None and mask.keys is not None:
             # A token block's absmax must not see padding.
@@ -77,9 +77,17 @@ class DiffAttention(nn.Module):
                 logits=self.logits,
                 meter=self.meter,
                 post=self._post(),
+                ranges=self.logit_ranges,
                 backend=self.backend,
             )
         return self.o_proj(y.transpose(1, 2).flatten(2))
+
+    def project(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """Rotated queries and keys and the values, [B, heads, T, width] each, first maps before second ones."""
+        spec = self.spec
+        q = rotate(self._heads(self.q_proj(x), spec.pairs, spec.maps), rotary, spec.rope)
+        k = rotate(self._heads(self.k_proj(x), spec.kv_pairs, spec.key_heads // spec.kv_pairs), rotary, spec.rope)
+        return q, k, self._values(self.v_proj(x))
 
     def lam(self, x: Tensor) -> Tensor | None:
         """λ in float32: a scalar (V1), [B, h, T, 1] (V2), None for a plain Transformer."""
@@ -167,6 +175,7 @@ class DiffTransformerModel(DiffPreTrainedModel):
         self.norm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.rotary_emb = LlamaRotaryEmbedding(config)
         self.recipe = Recipe()
+        self.ranges: Mapping[str, Tensor] = {}
         self.post_init()
 
     def forward(
@@ -224,7 +233,7 @@ class DiffTransformerModel(DiffPreTrainedModel):
 
     @property
     def has_quantized_cache(self) -> bool:
-        return self.recipe.k.quantizes or self.recipe.v.quantizes
+        return any(scheme.quantizes for target in ("k", "v") for scheme in self.recipe.schemes_of(target))
 
     @property
     def has_fused_cache(self) -> bool:
@@ -235,7 +244,7 @@ class DiffTransformerModel(DiffPreTrainedModel):
         """An empty KV cache as the recipe wants it, and the fastest that the device has for that."""
         if self.has_fused_cache:
             return FusedCache(self.recipe, len(self.layers))
-        return PackedCache(self.recipe, len(self.layers)) if self.has_quantized_cache else DynamicCache()
+        return PackedCache(self.recipe, len(self.layers), self.ranges) if self.has_quantized_cache else DynamicCache()
 
 
 class DiffTransformer(DiffPreTrainedModel, GenerationMixin):
@@ -317,10 +326,21 @@ class DiffTransformer(DiffPreTrainedModel, GenerationMixin):
         return self.model.recipe
 
     def apply_recipe(self, recipe: Recipe) -> None:
-        """Simulate the recipe's logits and KV cache from now on, and start new logit reports."""
+        """Simulate the recipe's logits and KV cache from now on, and start new logit reports.
+
+        Raises:
+            UsageError: an override is about a layer that is not there, or a scheme is static and its ranges are not.
+        """
+        recipe.check_layers(len(self.model.layers))
+        bare = [t for t in LAYER_TARGETS if recipe.is_static(t) and f"layers.0.{t}" not in self.model.ranges]
+        if bare:
+            raise UsageError(
+                f"static {', '.join(bare)} need calibrated scales: pass --scales with diffquant calibrate's file"
+            )
         self.model.recipe = recipe
         for attention in self.attentions:
-            attention.logits = recipe.logits
+            attention.logits = recipe.at_layer(attention.layer).logits
+            attention.logit_ranges = self.model.ranges.get(f"layers.{attention.layer}.logits")
         self.reset_logit_report()
 
     def use_attention(self, backend: str) -> None:
@@ -356,11 +376,10 @@ class DiffTransformer(DiffPreTrainedModel, GenerationMixin):
         Raises:
             NotFiredError: the layers where it did not.
         """
-        idle = [str(row["layer"]) for row in self.logit_report() if not row["calls"]]
-        if self.recipe.logits.quantizes and idle:
-            raise NotFiredError(
-                f"logits are to be quantized to {self.recipe.logits}, but layers {', '.join(idle)} did not"
-            )
+        silent = [attention.layer for attention in self.attentions if not attention.meter.calls]
+        idle = [str(layer) for layer in silent if self.recipe.at_layer(layer).logits.quantizes]
+        if idle:
+            raise NotFiredError(f"logits are to be quantized, but layers {', '.join(idle)} did not")
 
 
 def _valid_keys(attention_mask: Tensor | None, keys: int) -> Tensor | None:

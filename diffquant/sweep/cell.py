@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from diffquant.checkpoint.reader import open_checkpoint, side_files
-from diffquant.checkpoint.staging import file_digest, write_atomically
+from diffquant.checkpoint.reader import open_checkpoint
+from diffquant.checkpoint.staging import write_atomically
 
 
 @dataclass(frozen=True)
@@ -50,20 +50,6 @@ class Cell:
     def read_failure(self) -> str:
         """One line that says what went wrong the last time."""
         return json.loads(self.failure_path.read_text(encoding="utf-8"))["error"]
-
-
-def model_fingerprint(path: Path) -> str:
-    """SHA-256 over the contents of a checkpoint's weights, config and tokenizer, wherever they lie.
-
-    Raises:
-        CheckpointError: the checkpoint cannot be opened.
-    """
-    if path.is_file():
-        files = [path]
-    else:
-        files = [*open_checkpoint(path).weight_files(), path / "config.json", *side_files(path)]
-    digests = {file.name: file_digest(file) for file in files}
-    return hashlib.sha256(json.dumps(digests, sort_keys=True).encode()).hexdigest()
 
 
 def is_quantized(path: Path) -> bool:

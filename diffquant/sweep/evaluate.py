@@ -19,7 +19,7 @@ def evaluate(
 
     Args:
         recipe: what to simulate; a quantized checkpoint's own by default.
-        options: tasks, items, text, dtype and device; what concerns a grid is not looked at.
+        options: tasks, items, text, dtype, device and scales; what concerns a grid is not looked at.
 
     Raises:
         DiffQuantError: the checkpoint, the tasks or their data cannot be read; all before the first item.
@@ -28,7 +28,8 @@ def evaluate(
     check_backend(options.attention)
     tasks = make_tasks(options)
     tokenizer = load_tokenizer(path)
-    model = load(path, recipe, resolve(options.dtype, options.device), options.device)
+    scales = next(iter(options.scales), None)
+    model = load(path, recipe, resolve(options.dtype, options.device), options.device, scales=scales)
     model.use_attention(options.attention)
     results = {task.name: task.run(model, tokenizer, None, progress) for task in tasks}
     model.require_fired()

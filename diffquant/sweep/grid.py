@@ -7,8 +7,8 @@ from pathlib import Path
 from diffquant.errors import UsageError
 from diffquant.scheme import DEFAULT_GRANULARITY, Recipe
 
-# The target of an exported folder, which is measured as it is.
-EXPORTED = "onnx"
+# The target of an exported folder, which is measured as it is, and of a point whose recipe comes from a file.
+EXPORTED, RECIPE = "onnx", "recipe"
 
 # The recipe's fields that each target sets.
 TARGETS = {"weights": ("weights",), "kv": ("k", "v"), "k": ("k",), "v": ("v",), "logits": ("logits",)}
@@ -22,6 +22,8 @@ class SweepOptions:
         tasks: "hellaswag", "perplexity" (with KL) or "lm-eval:NAME".
         bits: widths; 16, the baseline, is measured whether named or not.
         targets: names in `TARGETS`, each swept alone.
+        recipes: YAML files, each measured as it is beside the grid.
+        scales: calibrated ones for static schemes, each of one of the models.
         granularities: as in a scheme's text ("row", "tensor", "row:shift"); each serves the targets that
             know it. Empty: every target's own default.
         limit: items of each accuracy task; all by default.
@@ -38,6 +40,8 @@ class SweepOptions:
     tasks: tuple[str, ...] = ("hellaswag",)
     bits: tuple[int, ...] = (16, 8, 6, 4)
     targets: tuple[str, ...] = ("logits",)
+    recipes: tuple[Path, ...] = ()
+    scales: tuple[Path, ...] = ()
     granularities: tuple[str, ...] = ()
     limit: int | None = None
     items: Path | None = None
@@ -68,9 +72,10 @@ class Point:
 
     Attributes:
         model: the checkpoint, or an exported folder.
-        target: what is quantized; "" at 16 bits.
-        bits: its width.
-        granularity: as a scheme's text has it, or the exported folder's whole precision; "" at 16 bits.
+        target: what is quantized; "" at 16 bits, `RECIPE` where a file says it, `EXPORTED` of a folder.
+        bits: its width; 0 for a recipe.
+        granularity: as a scheme's text has it, a recipe's name, or the exported folder's whole precision; "" at
+            16 bits.
         recipe: all of it; of an exported folder, none.
         compared_with: the model whose 16 bits it is compared with; None where there is none.
     """
@@ -88,8 +93,8 @@ class Point:
 
     @property
     def scheme(self) -> str:
-        """Such as "4:row", or "16"."""
-        if self.target == EXPORTED:
+        """Such as "4:row", "16", or a recipe's name."""
+        if self.target in (EXPORTED, RECIPE):
             return self.granularity
         return f"{self.bits}:{self.granularity}" if self.granularity else str(self.bits)
 
@@ -122,6 +127,8 @@ def _points_of(model: Path, widths: list[int], options: SweepOptions) -> Iterato
         for granularity in _granularities_of(target, options):
             for bits in widths:
                 yield Point(model, target, bits, granularity, _recipe(target, bits, granularity), model)
+    for path in options.recipes:
+        yield Point(model, RECIPE, 0, path.stem, Recipe.read(path), model)
 
 
 def _recipe(target: str, bits: int, granularity: str) -> Recipe:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from diffquant.errors import UsageError
-from diffquant.sweep.grid import EXPORTED
+from diffquant.sweep.grid import EXPORTED, RECIPE
 from diffquant.sweep.result import SweepResult
 from diffquant.sweep.table import Row, rows
 
@@ -72,7 +72,7 @@ def lines(sweep: SweepResult, target: str) -> list[Line]:
 def _figure(sweep: SweepResult) -> Any:
     from matplotlib.figure import Figure
 
-    swept = [t for t in dict.fromkeys(point.target for point in sweep.points) if t not in ("", EXPORTED)]
+    swept = [t for t in dict.fromkeys(point.target for point in sweep.points) if t not in ("", EXPORTED, RECIPE)]
     targets = [t for t in swept if lines(sweep, t)]
     if not targets:
         raise UsageError("nothing to plot: no quantized cell was measured")

@@ -1,7 +1,7 @@
 """The engine: every missing cell, each written as soon as it is measured."""
 
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from functools import cached_property
@@ -12,13 +12,16 @@ import torch
 import transformers
 
 from diffquant.attention import check_backend
+from diffquant.checkpoint.identity import model_fingerprint
 from diffquant.checkpoint.load import check_device, check_loadable
-from diffquant.checkpoint.staging import write_atomically
+from diffquant.checkpoint.ranges import read_any_ranges
+from diffquant.checkpoint.staging import file_digest, write_atomically
 from diffquant.checkpoint.versions import versions
+from diffquant.errors import CheckpointError, UsageError
 from diffquant.evals.dtype import resolve
 from diffquant.progress import Progress, silent
-from diffquant.scheme import Recipe
-from diffquant.sweep.cell import Cell, is_quantized, model_fingerprint
+from diffquant.scheme import LAYER_TARGETS, Recipe
+from diffquant.sweep.cell import Cell, is_quantized
 from diffquant.sweep.exported import ExportedModel, ExportedSession, Runtime, describe, exported_points
 from diffquant.sweep.grid import Point, SweepOptions, points
 from diffquant.sweep.result import Measured, SweepResult
@@ -59,8 +62,11 @@ def run_sweep(
     check_backend(options.attention)
     for model in checkpoints:
         _check_model(model, [point.recipe for point in grid if point.model == model])
+    fingerprints = {model: model_fingerprint(model) for model in checkpoints}
+    sweep = _Sweep(options, tasks, fingerprints, _scales_by_model(fingerprints, options.scales), exported)
+    for point in grid:
+        _check_scales(point, sweep.scales.get(point.model))
     grid += exported_points(exported, checkpoints)
-    sweep = _Sweep(options, tasks, {model: model_fingerprint(model) for model in checkpoints}, exported)
     folder = output / "cells"
     folder.mkdir(parents=True, exist_ok=True)
     jobs = [_Job(point, task, Cell(folder, sweep.key(point, task))) for point in grid for task in sweep.tasks]
@@ -84,7 +90,7 @@ def run_sweep(
 
 def _session(sweep: "_Sweep", point: Point, runtime: Runtime | None) -> Session | ExportedSession:
     def of_checkpoint(path: Path) -> Session:
-        return Session(path, sweep.dtype, sweep.options.device, sweep.options.attention)
+        return Session(path, sweep.dtype, sweep.options.device, sweep.scales.get(path), sweep.options.attention)
 
     if runtime is None or point.model not in sweep.exported:
         return of_checkpoint(point.model)
@@ -96,6 +102,30 @@ def _check_model(model: Path, recipes: list[Recipe]) -> None:
     """As `check_loadable`; a GGUF takes many seconds to open and is opened for weights to be rounded alone."""
     if model.suffix != ".gguf" or any(recipe.weights.quantizes for recipe in recipes):
         check_loadable(model, recipes)
+
+
+def _scales_by_model(fingerprints: Mapping[Path, str], files: Sequence[Path]) -> dict[Path, Path]:
+    """The file of each model that has one.
+
+    Raises:
+        CheckpointError: a file belongs to none of the models.
+    """
+    owners = {fingerprint: model for model, fingerprint in fingerprints.items()}
+    found = {}
+    for file in files:
+        owner = owners.get(read_any_ranges(file).model)
+        if owner is None:
+            raise CheckpointError(f"{file} was calibrated on none of {', '.join(map(str, fingerprints))}")
+        found[owner] = file
+    return found
+
+
+def _check_scales(point: Point, scales: Path | None) -> None:
+    static = [target for target in LAYER_TARGETS if point.recipe.is_static(target)]
+    if static and scales is None:
+        raise UsageError(f"{point.label} needs scales calibrated on {point.model}: pass --scales")
+    if static and scales is not None:
+        read_any_ranges(scales).check(point.recipe)
 
 
 @dataclass(frozen=True)
@@ -114,6 +144,7 @@ class _Sweep:
     options: SweepOptions
     tasks: list[Task]
     fingerprints: dict[Path, str]
+    scales: dict[Path, Path]
     exported: dict[Path, ExportedModel]
 
     @cached_property
@@ -135,15 +166,21 @@ class _Sweep:
                 "dtype": str(self.dtype).removeprefix("torch."),
                 "versions": _versions(),
             }
-        return {
-            "format": RESULT_FORMAT,
-            "model": self.fingerprints[point.model],
-            "recipe": point.recipe.to_dict(),
-            "task": self._identities[task.name],
-            "dtype": str(self.dtype).removeprefix("torch."),
-            "device": torch.device(self.options.device).type,
-            "versions": _versions(),
-        } | ({} if self.options.attention == "auto" else {"attention": self.options.attention})
+        is_static = any(point.recipe.is_static(target) for target in LAYER_TARGETS)
+        scales = {"scales": file_digest(self.scales[point.model])} if is_static else {}
+        return (
+            scales
+            | {
+                "format": RESULT_FORMAT,
+                "model": self.fingerprints[point.model],
+                "recipe": point.recipe.to_dict(),
+                "task": self._identities[task.name],
+                "dtype": str(self.dtype).removeprefix("torch."),
+                "device": torch.device(self.options.device).type,
+                "versions": _versions(),
+            }
+            | ({} if self.options.attention == "auto" else {"attention": self.options.attention})
+        )
 
     def settings(self) -> dict[str, Any]:
         return {
@@ -202,4 +239,6 @@ def _versions() -> dict[str, str]:
 
 
 def _plain(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [_plain(each) for each in value]
     return str(value) if isinstance(value, Path) else value

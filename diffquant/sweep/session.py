@@ -25,6 +25,7 @@ class Session:
     path: Path
     dtype: torch.dtype
     device: str
+    scales: Path | None = None
     attention: str = "auto"
     _loaded: DiffTransformer | None = None
     _reference: Reference | None = None
@@ -45,7 +46,7 @@ class Session:
         started = time.monotonic()
         result = task.run(model, self.tokenizer, reference, progress)
         result["seconds"] = round(time.monotonic() - started, 2)
-        if recipe.logits.quantizes:
+        if any(scheme.quantizes for scheme in recipe.schemes_of("logits")):
             model.require_fired()
             result["logit_report"] = model.logit_report()
         result["stored"] = {"weights": self._stored_weights(recipe), "kv_per_token": kv_bytes_per_token(model)}
@@ -56,7 +57,7 @@ class Session:
         if self._loaded is None or _weights(self._loaded.recipe) != _weights(recipe):
             self._loaded = None
             gc.collect()
-            self._loaded = load(self.path, recipe, self.dtype, self.device)
+            self._loaded = load(self.path, recipe, self.dtype, self.device, scales=self.scales)
             self._loaded.use_attention(self.attention)
         self._loaded.apply_recipe(recipe)
         return self._loaded

@@ -8,6 +8,7 @@ from diffquant.checkpoint.check import check_tensors
 from diffquant.checkpoint.plan import make_plan
 from diffquant.checkpoint.reader import open_checkpoint
 from diffquant.model.adapters import adapter_for
+from diffquant.model.cache import PackedCache
 from diffquant.model.modeling import DiffTransformer
 from diffquant.scheme import Recipe
 
@@ -25,10 +26,15 @@ def weight_bytes(path: Path, recipe: Recipe) -> int:
 
 def kv_bytes_per_token(model: DiffTransformer) -> float:
     """Bytes that the recipe's cache holds for a token of one sequence, over 1,024 tokens of 16-bit states."""
-    spec, cache = model.config.diff_spec, model.new_cache()
+    spec, layers = model.config.diff_spec, model.config.num_hidden_layers
+    # Not the model's own kind of cache: on CUDA that one has room for tokens to come.
+    cache = PackedCache(model.recipe, layers, model.model.ranges)
     keys = torch.zeros(1, spec.key_heads, _KV_TOKENS, spec.head_dim, dtype=torch.bfloat16)
     values = torch.zeros(1, spec.kv_pairs, _KV_TOKENS, spec.value_dim, dtype=torch.bfloat16)
-    cache.update(keys, values, 0)
-    layer = cache.layers[0]
-    held = layer.nbytes if hasattr(layer, "nbytes") else layer.keys.nbytes + layer.values.nbytes
-    return held * model.config.num_hidden_layers / _KV_TOKENS
+    held = 0
+    for layer in range(layers):
+        # One layer's states at a time, so that a 16-bit cache of many layers is never held whole.
+        cache.update(keys, values, layer)
+        held += cache.layers[layer].nbytes
+        cache.layers[layer].reset()
+    return held / _KV_TOKENS

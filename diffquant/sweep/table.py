@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from diffquant.evals.stats import Difference, Estimate, Flips, estimate, flips, paired_difference, recovery
-from diffquant.sweep.grid import EXPORTED, Point
+from diffquant.sweep.grid import EXPORTED, RECIPE, Point
 from diffquant.sweep.result import SweepResult, model_names
 
 _MISSING = "-"
@@ -192,7 +192,7 @@ def _accuracy_texts(accuracy: Accuracy | None) -> list[str]:
 def _stored(row: Row) -> str:
     weights = f"{row.weight_bytes / 1e6:.1f} MB" if row.weight_bytes is not None else _MISSING
     cache = f"{row.kv_bytes / 1e3:.2f} kB/token" if row.kv_bytes is not None else _MISSING
-    if row.point.target in ("", EXPORTED):
+    if row.point.target in ("", EXPORTED, RECIPE):
         return f"{weights}, {cache}"
     return {"weights": weights, "logits": _MISSING}.get(row.point.target, cache)
 

@@ -6,6 +6,7 @@ import pytest
 import tiny_lm
 import torch
 
+from diffquant.checkpoint.identity import model_fingerprint
 from diffquant.checkpoint.load import load, load_tokenizer
 from diffquant.checkpoint.quantize import quantize
 from diffquant.errors import CheckpointError, FailedCellsError, NotFiredError, UsageError
@@ -13,7 +14,6 @@ from diffquant.evals import hellaswag, perplexity
 from diffquant.model.modeling import DiffTransformer
 from diffquant.scheme import Recipe
 from diffquant.sweep import SweepOptions, run_sweep, session
-from diffquant.sweep.cell import model_fingerprint
 from diffquant.sweep.table import rows
 
 OPTIONS = SweepOptions(
@@ -52,9 +52,9 @@ def loads(monkeypatch):
     """What was loaded, as weight schemes."""
     seen = []
 
-    def counted(path, recipe, dtype, device):
+    def counted(path, recipe, *others):
         seen.append(str(recipe.weights))
-        return load(path, recipe, dtype, device)
+        return load(path, recipe, *others)
 
     monkeypatch.setattr(session, "load", counted)
     return seen

@@ -1,0 +1,123 @@
+"""How large a magnitude the codes should reach: all of them, all but a share, or where the squared error is least."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from diffquant.attention import DiffSpec
+from diffquant.errors import UsageError
+from diffquant.numerics import max_code
+
+Kind = Literal["absmax", "percentile", "mse"]
+# The search for the least squared error goes down from the largest magnitude by this factor a step, to a
+# thousandth of it, and then looks around the best by a sixth of a step.
+_FACTOR, _STEPS, _PARTS = 1.2, 38, 6
+
+
+@dataclass(frozen=True)
+class Observer:
+    """A rule from magnitudes to ranges.
+
+    Attributes:
+        kind: "absmax", "percentile" or "mse".
+        percentile: of magnitudes that are not clipped, for "percentile".
+        bits: whose rounding "mse" weighs against clipping.
+    """
+
+    kind: Kind = "absmax"
+    percentile: float = 99.99
+    bits: int = 8
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("absmax", "percentile", "mse"):
+            raise UsageError(f"unknown observer {self.kind!r}; known are absmax, percentile, mse")
+        if not 50 <= self.percentile <= 100:
+            raise UsageError(f"--percentile must be between 50 and 100, got {self.percentile:g}")
+        max_code(self.bits)
+
+    def ranges(self, magnitudes: Tensor, lengths: Tensor | None = None) -> Tensor:
+        """A range for each channel.
+
+        Args:
+            magnitudes: [N, C], none negative.
+            lengths: [N, C] what bounds each magnitude at any position, such as a rotated pair's length; the
+                magnitudes themselves by default.
+
+        Returns:
+            float32 [C]; 1 where all are zero.
+        """
+        bounds = magnitudes if lengths is None else lengths
+        if self.kind == "percentile":
+            rank = max(1, math.ceil(self.percentile / 100 * len(bounds)))
+            found = bounds.kthvalue(rank, 0).values
+        else:
+            found = bounds.amax(0)
+        if self.kind == "mse":
+            found = self._least_error(found, lambda tops: _squared_error(magnitudes, tops, self.bits).sum(0))
+        return torch.where(found == 0, 1.0, found).float()
+
+    def ranges_of_counts(self, counts: Tensor, values: Tensor, largest: Tensor) -> Tensor:
+        """A range for each head, from histograms.
+
+        Args:
+            counts: [H, bins].
+            values: [bins] ascending, the magnitude of each bin.
+            largest: [H] exact.
+        """
+        found = largest
+        if self.kind == "percentile":
+            ranks = (self.percentile / 100 * counts.sum(1, keepdim=True)).ceil()
+            found = values[(counts.cumsum(1) < ranks).sum(1)].minimum(largest)
+        if self.kind == "mse":
+            # The bins that nobody fills reach to float32's end, where squares overflow.
+            used = counts.any(0)
+            weights, kept = counts[:, used].double(), values[used]
+            found = self._least_error(
+                largest, lambda tops: (weights * _squared_error(kept, tops[:, None], self.bits)).sum(1)
+            )
+        return torch.where(found == 0, 1.0, found).float()
+
+    def _least_error(self, largest: Tensor, error: Callable[[Tensor], Tensor]) -> Tensor:
+        """The shares of `largest` [C] with the least error."""
+        best, least = largest, error(largest)
+        coarse = [largest * _FACTOR**-step for step in range(1, _STEPS + 1)]
+        for tops in coarse:
+            found = error(tops)
+            best, least = torch.where(found < least, tops, best), found.minimum(least)
+        around = [best * _FACTOR ** (part / _PARTS) for part in range(1 - _PARTS, _PARTS) if part]
+        for tops in around:
+            found = error(tops.minimum(largest))
+            best, least = torch.where(found < least, tops.minimum(largest), best), found.minimum(least)
+        return best
+
+
+def pair_partner(keys: Tensor, spec: DiffSpec) -> Tensor:
+    """The other channel of each rotated pair: keys [..., d] with pairs exchanged."""
+    if spec.rope == "half":
+        return keys.roll(keys.shape[-1] // 2, -1)
+    return keys.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+
+
+def key_ranges(observer: Observer, keys: Tensor, spec: DiffSpec) -> Tensor:
+    """Ranges [C] of rotated keys [N, H, d], C = H·d.
+
+    Rotation turns a pair of channels, by more the later the token: both share a range, and what no position
+    exceeds is the pair's length, while its channels' own largest values on short text underestimate.
+    """
+    if spec.rope == "none":
+        return observer.ranges(keys.abs().flatten(1))
+    other = pair_partner(keys, spec)
+    both = torch.cat([keys, other]).abs().flatten(1)
+    lengths = keys.hypot(other).flatten(1)
+    return observer.ranges(both, lengths)
+
+
+def _squared_error(magnitudes: Tensor, tops: Tensor, bits: int) -> Tensor:
+    """Of rounding to codes that end at `tops`, broadcastable to the magnitudes."""
+    step = torch.where(tops == 0, 1.0, tops / max_code(bits))
+    codes = (magnitudes / step).round_().clamp_(max=max_code(bits))
+    return (codes * step - magnitudes).square_()

@@ -1,0 +1,83 @@
+"""A model layer by layer, with what lies between: each layer's input, its rotated queries and keys, its values."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from diffquant.attention import DiffSpec, Mask
+from diffquant.model.modeling import DiffLayer, DiffTransformer
+
+# Logits computed at once; the blocks of a long sequence stay in a CPU's cache.
+_BLOCK_ENTRIES = 1 << 21
+CAUSAL = Mask()
+
+
+@dataclass(frozen=True)
+class Walk:
+    """A model's layers over sequences [B, T] of one length without padding."""
+
+    model: DiffTransformer
+    rotary: tuple[Tensor, Tensor]
+
+    @classmethod
+    def over(cls, model: DiffTransformer, length: int) -> "Walk":
+        positions = torch.arange(length, device=model.device)[None]
+        like = torch.empty(0, dtype=model.dtype, device=model.device)
+        return cls(model, model.model.rotary_emb(like, position_ids=positions))
+
+    @property
+    def layers(self) -> list[DiffLayer]:
+        return [cast(DiffLayer, layer) for layer in self.model.model.layers]
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """The first layer's input [B, T, D]."""
+        return self.model.model.embed_tokens(ids)
+
+    def run(self, layer: DiffLayer, x: Tensor) -> Tensor:
+        """A layer's output [B, T, D] under the model's recipe."""
+        cache = self.model.new_cache() if self.model.model.has_quantized_cache else None
+        return layer(x, self.rotary, CAUSAL, cache)
+
+    def project(self, layer: DiffLayer, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """A layer's rotated queries and keys and its values, as `DiffAttention.project` gives them."""
+        return layer.self_attn.project(layer.input_layernorm(x), self.rotary)
+
+
+def causal_logits(q: Tensor, k: Tensor, spec: DiffSpec) -> Iterator[tuple[int, Tensor]]:
+    """Q·Kᵀ·scale of both maps in float32, by blocks of queries.
+
+    Args:
+        q: [B, maps·h, T, d], first maps before second ones.
+        k: [B, key heads, T, d].
+
+    Yields:
+        The position n of a block's first query, and its logits [B, maps·h, R, S] against the S = n + R first
+        keys: the entry of query r and key s is hidden where s > n + r.
+    """
+    batch, heads, length, _ = q.shape
+    keys = _keys_of_maps(k, spec)
+    rows = max(1, min(128, _BLOCK_ENTRIES // (batch * heads * length)))
+    for first in range(0, length, rows):
+        last = min(first + rows, length)
+        products = q[:, :, first:last].float() @ keys[:, :, :last].float().mT
+        yield first, products.mul_(spec.scale)
+
+
+def visible_entries(heads: int, rows: int, keys: int) -> int:
+    """Logits that a block of the last `rows` of `keys` positions sees, over heads."""
+    hidden = rows * (rows - 1) // 2
+    return heads * (rows * keys - hidden)
+
+
+def batches(ids: Tensor, tokens: int) -> Sequence[Tensor]:
+    """Windows [N, T] in batches of at most `tokens` tokens, one window at least."""
+    return ids.split(max(1, tokens // ids.shape[1]))
+
+
+def _keys_of_maps(k: Tensor, spec: DiffSpec) -> Tensor:
+    """k [B, key heads, S, d] with a head for each of the maps·h query heads."""
+    keys = (k,) * spec.maps if spec.shared_k else k.chunk(spec.maps, 1)
+    return torch.cat([each.repeat_interleave(spec.pairs // spec.kv_pairs, 1) for each in keys], 1)

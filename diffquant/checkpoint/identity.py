@@ -1,0 +1,22 @@
+"""Which checkpoint it is, wherever it lies."""
+
+import hashlib
+import json
+from pathlib import Path
+
+from diffquant.checkpoint.reader import open_checkpoint, side_files
+from diffquant.checkpoint.staging import file_digest
+
+
+def model_fingerprint(path: Path) -> str:
+    """SHA-256 over the contents of a checkpoint's weights, config and tokenizer, wherever they lie.
+
+    Raises:
+        CheckpointError: the checkpoint cannot be opened.
+    """
+    if path.is_file():
+        files = [path]
+    else:
+        files = [*open_checkpoint(path).weight_files(), path / "config.json", *side_files(path)]
+    digests = {file.name: file_digest(file) for file in files}
+    return hashlib.sha256(json.dumps(digests, sort_keys=True).encode()).hexdigest()

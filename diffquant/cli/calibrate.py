@@ -1,0 +1,106 @@
+"""outliers, calibrate, search."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from diffquant.cli.app import app
+from diffquant.cli.options import AsJson, EvalDtype, Model, listed, widths
+from diffquant.progress import progress_for
+
+Text = Annotated[Path | None, typer.Option("--text", help="UTF-8 text to read; some prose ships.")]
+Tokens = Annotated[int, typer.Option(min=2, help="Tokens of the text that are read, at most.")]
+
+
+@app.command()
+def outliers(
+    models: Annotated[list[Path], typer.Argument(help="Checkpoints, a Transformer beside its DIFF for instance.")],
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Folder for outliers.json and its plot.")
+    ] = None,
+    text: Text = None,
+    tokens: Tokens = 400_000,
+    window: Annotated[int, typer.Option(help="Tokens the model sees at once.")] = 1024,
+    dtype: EvalDtype = "auto",
+    device: str = "cpu",
+    as_json: AsJson = False,
+) -> None:
+    """Largest magnitudes and medians of attention logits and hidden states, layer by layer."""
+    from diffquant.calib.outlier_outputs import text_table, write_outputs
+    from diffquant.calib.outliers import OutlierOptions, find_outliers
+
+    found = find_outliers(models, OutlierOptions(text, tokens, window, dtype, device), progress_for("outliers"))
+    typer.echo(found.to_json().rstrip() if as_json else text_table(found))
+    if output is not None:
+        typer.echo(f"wrote {', '.join(map(str, write_outputs(found, output)))}", err=as_json)
+
+
+@app.command()
+def search(
+    model: Model,
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder for the recipe, measurements and plot.")],
+    budget: Annotated[str, typer.Option(help="Average bits of each target, such as 4.5, or bytes of weights: 90MB.")],
+    target: Annotated[str, typer.Option(help="weights, k, v, logits; several with commas.")] = "weights",
+    bits: Annotated[str, typer.Option(help="Widths to choose among.")] = "8,6,4",
+    granularity: Annotated[str, typer.Option(help="What shares one scale of a weight: g32, g128, row.")] = "g32",
+    text: Text = None,
+    windows: Annotated[int, typer.Option(min=1, help="Windows of the text's first half to measure on.")] = 8,
+    window: Annotated[int, typer.Option(help="Tokens of each.")] = 256,
+    check_characters: Annotated[int, typer.Option(min=1, help="Of the text's second half to compare on.")] = 16384,
+    dtype: EvalDtype = "float32",
+    device: str = "cpu",
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say how long it would take and stop.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Find the widths that cost least under a budget, and write them as a recipe."""
+    from diffquant.calib.allocation import Budget
+    from diffquant.calib.search import Search, SearchOptions
+    from diffquant.calib.search_outputs import summary, write_outputs
+
+    options = SearchOptions(
+        listed(target), widths(bits), granularity, text, windows, window, check_characters, dtype, device
+    )
+    run = Search(model, Budget.parse(budget), options, output)
+    if dry_run:
+        typer.echo(run.estimate())
+        return
+    found = run.run(progress_for("search"))
+    written = write_outputs(found, output)
+    typer.echo(found.to_json().rstrip() if as_json else summary(found))
+    typer.echo(f"wrote {', '.join(map(str, written))}", err=as_json)
+
+
+@app.command()
+def calibrate(
+    model: Model,
+    output: Annotated[Path, typer.Option("--output", "-o", help="File to write, such as scales.safetensors.")],
+    observer: Annotated[str, typer.Option(help="absmax, percentile or mse.")] = "absmax",
+    percentile: Annotated[float, typer.Option(help="Of magnitudes that are not clipped, for percentile.")] = 99.99,
+    bits: Annotated[int, typer.Option(help="Width that mse clips for and the report is about.")] = 8,
+    target: Annotated[str, typer.Option(help="k, v, logits, hidden; several with commas.")] = "k,v,logits,hidden",
+    text: Text = None,
+    tokens: Tokens = 16384,
+    window: Annotated[int, typer.Option(help="Tokens the model sees at once.")] = 512,
+    dtype: EvalDtype = "float32",
+    device: str = "cpu",
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file if it exists.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Find static ranges of K, V, logits and hidden states on half of a text; report on the other half."""
+    from dataclasses import asdict
+
+    from diffquant.calib.calibration import CalibrationOptions
+    from diffquant.calib.calibration import calibrate as run
+    from diffquant.calib.fit import fit_table
+    from diffquant.calib.observers import Observer
+    from diffquant.checkpoint.ranges import check_output, write_ranges
+
+    check_output(output, overwrite)
+    rule = Observer(observer, percentile, bits)
+    options = CalibrationOptions(listed(target), rule, text, tokens, window, dtype, device)
+    ranges, fits = run(model, options, progress_for("calibrate"))
+    write_ranges(output, ranges)
+    typer.echo(json.dumps([asdict(fit) for fit in fits]) if as_json else fit_table(fits, bits))
+    typer.echo(f"wrote {output}", err=as_json)

@@ -1,0 +1,123 @@
+"""outliers, calibrate and search as a user meets them: output, files, exit codes, one clear line."""
+
+import json
+import sys
+
+import pytest
+import tiny_lm
+from safetensors import safe_open
+
+from diffquant.cli import main
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tiny")
+    return tiny_lm.write_llama(folder / "llama"), tiny_lm.write_diff_v2(folder / "diff-v2")
+
+
+@pytest.fixture
+def run(capsys, monkeypatch):
+    """Run a command line: exit code, stdout, stderr."""
+
+    def call(*arguments):
+        monkeypatch.setattr(sys, "argv", ["diffquant", *map(str, arguments)])
+        with pytest.raises(SystemExit) as stop:
+            main()
+        out = capsys.readouterr()
+        return stop.value.code or 0, out.out, out.err
+
+    return call
+
+
+def test_outliers_stand_side_by_side_and_a_conversion_changes_none(run, models, tmp_path):
+    code, out, err = run("outliers", *models, "-o", tmp_path / "o", "--tokens", 300, "--window", 64, "--json")
+    assert code == 0, err
+    found = json.loads(out)
+    assert json.loads((tmp_path / "o" / "outliers.json").read_text()) == found
+    plain, diff = found["models"]
+    assert (plain["generation"], diff["generation"]) == ("Transformer", "DIFF V2")
+    assert plain["tokens"] == diff["tokens"] == 256
+    assert len(plain["layers"]) == 2
+    for kind in ("logits", "hidden"):
+        assert diff["overall"][kind]["top"]["1"] == pytest.approx(plain["overall"][kind]["top"]["1"], rel=1e-4)
+        assert diff["overall"][kind]["median"] == pytest.approx(plain["overall"][kind]["median"], rel=0.01)
+    assert (tmp_path / "o" / "outliers.png").read_bytes().startswith(b"\x89PNG")
+    code, out, _ = run("outliers", models[0], "--tokens", 128, "--window", 64)
+    assert (code, out.splitlines()[0].split()[:4]) == (0, ["model", "activation", "top", "1"])
+
+
+def test_calibrated_scales_are_used_by_eval_and_sweep(run, models, tmp_path):
+    file = tmp_path / "scales.safetensors"
+    code, out, err = run("calibrate", models[1], "-o", file, "--tokens", 512, "--window", 64, "--observer", "absmax")
+    assert code == 0, err
+    assert [line.split()[0] for line in out.splitlines()[1:5]] == ["k", "v", "logits", "hidden"]
+    with safe_open(file, framework="pt") as held:
+        assert held.get_tensor("layers.1.k").shape == (2, 8)
+        assert held.get_tensor("layers.1.logits").shape == (8,)
+    text = ("--task", "perplexity", "--characters", 1500, "--window", 64, "--stride", 64)
+    code, out, err = run(
+        "eval", models[1], *text, "--kv", "8:static", "--logits", "8:static", "--scales", file, "--json"
+    )
+    assert code == 0, err
+    sweep = ("sweep", *models, "-o", tmp_path / "s", *text, "--bits", 8, "--target", "kv", "--granularity", "static")
+    assert run(*sweep, "--scales", file)[0] == 2
+    code, out, err = run("sweep", models[1], *sweep[3:], "--scales", file)
+    assert code == 0, err
+    assert "8:static" in out
+    assert run("calibrate", models[1], "-o", file)[::2] == (
+        1,
+        f"error: {file} exists; choose another output or pass --overwrite\n",
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (("outliers", "MODEL", "--text", "EMPTY"), 2, "is empty"),
+        (("outliers", "MODEL", "--text", "SHORT", "--window", "64"), 2, "fewer than one window of 64"),
+        (("outliers", "MODEL", "--window", "100000"), 2, "must be between 2 and the model's context"),
+        (("outliers", "MODEL", "--device", "cuda:77"), 2, "device"),
+        (("outliers", "MODEL", "MODEL"), 2, "named twice"),
+        (("outliers", "NOWHERE"), 1, "NOWHERE"),
+        (("calibrate", "MODEL", "-o", "OUT", "--text", "SHORT", "--window", "16"), 2, "two are needed"),
+        (("calibrate", "MODEL", "-o", "OUT", "--observer", "minmax"), 2, "unknown observer"),
+        (("calibrate", "MODEL", "-o", "OUT", "--target", "q"), 2, "unknown target 'q'"),
+        (("calibrate", "MODEL", "-o", "NO/WHERE"), 2, "no folder"),
+        (("calibrate", "MODEL", "-o", "OUT", "--device", "nowhere"), 2, "unknown device"),
+        (("search", "MODEL", "-o", "OUT", "--budget", "3", "--granularity", "g16"), 2, "below the narrowest width"),
+        (("search", "MODEL", "-o", "OUT", "--budget", "few", "--granularity", "g16"), 2, "cannot read budget"),
+        (("search", "MODEL", "-o", "OUT", "--budget", "4.5", "--bits", "4"), 2, "two or more widths"),
+        (("eval", "MODEL", "--kv", "8:static"), 2, "need calibrated scales"),
+        (("eval", "MODEL", "--kv", "8:static", "--scales", "SHORT"), 1, "cannot read scales"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_line(run, models, tmp_path, arguments, code, message):
+    (tmp_path / "EMPTY").write_text(" \n")
+    (tmp_path / "SHORT").write_text("One short line of words.")
+    places = {
+        "MODEL": models[1],
+        **{name: tmp_path / name for name in ("EMPTY", "SHORT", "OUT", "NO/WHERE", "NOWHERE")},
+    }
+    got, out, err = run(*(places.get(argument, argument) for argument in arguments))
+    assert (got, out) == (code, ""), err
+    assert err.startswith("error: ")
+    assert message in err
+    assert err.count("\n") == 1
+    assert not (tmp_path / "OUT").exists()
+
+
+def test_scales_of_another_model_are_refused(run, models, tmp_path):
+    file = tmp_path / "scales.safetensors"
+    assert run("calibrate", models[0], "-o", file, "--tokens", 256, "--window", 64, "--target", "k,v")[0] == 0
+    code, _, err = run("eval", models[1], "--kv", "8:static", "--scales", file)
+    assert code == 1
+    assert "calibrated on another model" in err
+
+
+def test_a_dry_run_says_how_long_and_measures_nothing(run, models, tmp_path):
+    arguments = ("search", models[1], "-o", tmp_path / "s", "--budget", "4.5", "--granularity", "g16", "--windows", 2)
+    code, out, err = run(*arguments, "--window", 48, "--dry-run")
+    assert code == 0, err
+    assert "42 of 42 measurements to do, about" in out
+    assert not (tmp_path / "s").exists()

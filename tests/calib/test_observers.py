@@ -1,0 +1,156 @@
+"""Observers against numpy percentiles and a search in float64; static schemes against their formula."""
+
+import numpy as np
+import pytest
+import torch
+from helpers import ours, random_diffllama, random_ids, random_llama
+
+from diffquant.attention import Mask
+from diffquant.attention.naive import naive
+from diffquant.attention.simulated import simulated
+from diffquant.calib.calibration import CalibrationOptions, observe
+from diffquant.calib.observers import Observer, key_ranges
+from diffquant.calib.statistics import Magnitudes
+from diffquant.calib.walk import Walk
+from diffquant.checkpoint.ranges import Ranges
+from diffquant.errors import UsageError
+from diffquant.model.cache import PackedStates
+from diffquant.scheme import Recipe, Scheme
+
+
+def heavy_tails(*shape, seed=0):
+    torch.manual_seed(seed)
+    return torch.distributions.StudentT(2.5).sample(shape)
+
+
+@pytest.mark.parametrize("percentile", [50, 97.3, 99.99, 100])
+def test_percentiles_are_numpys(percentile):
+    x = heavy_tails(1003, 5).abs()
+    found = Observer("percentile", percentile).ranges(x)
+    expected = np.percentile(x.numpy(), percentile, axis=0, method="inverted_cdf")
+    np.testing.assert_array_equal(found.numpy(), expected)
+
+
+def squared_error(x, top, bits):
+    largest = 2 ** (bits - 1) - 1
+    step = top / largest
+    return np.square(np.clip(np.rint(x / step), -largest, largest) * step - x).sum()
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_mse_clips_where_a_search_in_float64_finds_the_least_error(bits):
+    x = heavy_tails(4000, 3).abs()
+    found = Observer("mse", bits=bits).ranges(x).double().numpy()
+    for channel, top in zip(x.double().numpy().T, found, strict=True):
+        fine = min(squared_error(channel, share * channel.max(), bits) for share in np.geomspace(0.01, 1, 1601))
+        assert squared_error(channel, top, bits) <= 1.03 * fine
+        assert squared_error(channel, top, bits) <= squared_error(channel, channel.max(), bits)
+    assert bits == 8 or (found < 0.8 * x.amax(0).numpy()).all()
+
+
+@pytest.mark.parametrize(
+    "observer", [Observer("absmax"), Observer("percentile", 99.0), Observer("mse", bits=4)], ids=str
+)
+def test_ranges_of_counts_are_those_of_the_values(observer):
+    x = heavy_tails(20000, 2).abs()
+    heads = [Magnitudes() for _ in range(2)]
+    for head, values in zip(heads, x.T, strict=True):
+        head.add(values.contiguous())
+    counts = torch.stack([head.counts for head in heads])
+    found = observer.ranges_of_counts(counts, Magnitudes.values(), x.amax(0))
+    torch.testing.assert_close(found, observer.ranges(x), rtol=0.04, atol=0)
+
+
+@pytest.mark.parametrize("kind", ["absmax", "percentile", "mse"])
+def test_a_channel_of_zeros_gets_a_range_that_divides(kind):
+    assert Observer(kind).ranges(torch.zeros(9, 2)).tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("make", [random_llama, random_diffllama], ids=["llama", "diffllama"])
+def test_no_position_exceeds_the_range_of_a_rotated_key(make):
+    model = ours(make(num_key_value_heads=4))
+    ids = random_ids(2, 16)
+    spec = model.config.diff_spec
+
+    def keys(offset):
+        walk = Walk.over(model, 16 + offset)
+        rotary = tuple(table[:, offset:] for table in walk.rotary)
+        _, k, _ = Walk(model, rotary).project(walk.layers[0], walk.embed(ids))
+        return k.transpose(1, 2).flatten(0, 1)
+
+    ranges = key_ranges(Observer("absmax"), keys(0), spec).view(-1, spec.head_dim)
+    own = keys(0).abs().amax(0)
+    far = torch.stack([keys(offset).abs().amax(0) for offset in range(0, 100, 7)]).amax(0)
+    assert (far <= ranges * 1.0001).all()
+    assert (far > own * 1.001).any()
+
+
+def test_a_static_cache_reads_back_what_the_formula_says():
+    states, ranges = heavy_tails(2, 3, 11, 8), torch.rand(3, 8) + 0.5
+    cache = PackedStates(Scheme.parse("4:static"), residual=2, ranges=ranges)
+    for part in states.split(4, 2):
+        cache.append(part)
+    step = ranges[:, None] / 7
+    expected = (states / step).round().clamp(-7, 7) * step
+    torch.testing.assert_close(cache.read()[:, :, :9], expected[:, :, :9])
+    assert torch.equal(cache.read()[:, :, 9:], states[:, :, 9:])
+    assert cache.nbytes == 2 * 3 * 9 * 4 + 2 * 3 * 2 * 8 * 4
+    cache.crop(5)
+    torch.testing.assert_close(cache.read(), expected[:, :, :6])
+
+
+@pytest.mark.parametrize("maps", [1, 2])
+def test_static_logits_are_the_same_by_blocks_and_whole(maps):
+    q = [heavy_tails(2, 4, 9, 8, seed=i) for i in range(maps)]
+    k = [heavy_tails(2, 2, 9, 8, seed=i + 5) for i in range(maps)]
+    v, lam = heavy_tails(2, 2, 9, 8, seed=9), torch.tensor(0.4) if maps == 2 else None
+    ranges = torch.arange(1.0, 4 * maps + 1)
+    arguments = (q, k, v, lam, 8**-0.5, Mask(), Scheme.parse("4:static"))
+    whole = naive(*arguments, ranges)
+    torch.testing.assert_close(simulated(*arguments, None, ranges), whole)
+    wide = [x.double() * 8**-0.5 @ y.double().repeat_interleave(2, 1).mT for x, y in zip(q, k, strict=True)]
+    steps = [part.view(1, -1, 1, 1).double() / 7 for part in ranges.chunk(maps)]
+    rounded = [(x / s).round().clamp(-7, 7) * s for x, s in zip(wide, steps, strict=True)]
+    hidden = torch.ones(9, 9, dtype=torch.bool).triu(1)
+    weights = [x.masked_fill(hidden, -torch.inf).softmax(-1) for x in rounded]
+    mixed = weights[0] if lam is None else weights[0] - 0.4 * weights[1]
+    torch.testing.assert_close(whole.double(), mixed @ v.double().repeat_interleave(2, 1), rtol=1e-4, atol=1e-5)
+
+
+def test_calibrated_ranges_serve_a_model_of_their_recipe():
+    model = ours(random_diffllama(num_key_value_heads=4))
+    ids = random_ids(4, 31)
+    tensors, fits = observe(model, ids[:2], ids[2:], CalibrationOptions(observer=Observer("absmax")))
+    recipe = Recipe.of(k="8:static", v="8:static", logits="8:static")
+    with pytest.raises(UsageError, match="static k, v, logits need calibrated scales"):
+        model.apply_recipe(recipe)
+    exact = model(ids).logits
+    model.model.ranges = tensors
+    model.apply_recipe(recipe)
+    rounded = model(ids).logits
+    model.require_fired()
+    assert 0 < float((rounded - exact).square().mean() / exact.square().mean()) ** 0.5 < 0.1
+    assert all(fit.sqnr > 15 and fit.clipped < 0.03 for fit in fits), fits
+
+
+def test_the_fit_is_that_of_the_values_held_out():
+    model = ours(random_llama())
+    ids = random_ids(4, 31)
+    options = CalibrationOptions(targets=("hidden",), observer=Observer("percentile", 99.0, bits=6))
+    tensors, fits = observe(model, ids[:2], ids[2:], options)
+    walk = Walk.over(model, 31)
+    held = walk.run(walk.layers[0], walk.embed(ids[2:])).double().numpy()
+    top = float(tensors["layers.0.hidden"])
+    read_back = np.clip(np.rint(held / (top / 31)), -31, 31) * top / 31
+    assert fits[0].clipped == pytest.approx((np.abs(held) > top).mean(), abs=1e-9)
+    sqnr = 10 * np.log10(np.square(held).sum() / np.square(held - read_back).sum())
+    assert fits[0].sqnr == pytest.approx(sqnr, abs=0.05)
+
+
+def test_ranges_of_another_width_or_target_are_refused():
+    ranges = Ranges("", {}, 8, {"layers.0.k": torch.ones(1, 4)})
+    ranges.check(Recipe.of(k="8:static"))
+    with pytest.raises(UsageError, match="clipped for 8 bits"):
+        ranges.check(Recipe.of(k="4:static"))
+    with pytest.raises(UsageError, match="hold none of v"):
+        ranges.check(Recipe.of(v="8:static"))

@@ -1,0 +1,222 @@
+"""The search: costs as the whole model shows them, allocations as brute force finds them, recipes that load."""
+
+import itertools
+import json
+import math
+
+import pytest
+import tiny_lm
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+pytest.importorskip("scipy")
+
+from diffquant.calib.allocation import Budget, allocate, average_bits, spread_evenly
+from diffquant.calib.journal import Journal
+from diffquant.calib.search import Search, SearchOptions
+from diffquant.calib.search_outputs import summary, uniform_kl, write_outputs
+from diffquant.calib.sensitivity import Sensitivity
+from diffquant.calib.text import token_windows
+from diffquant.calib.units import Unit, find_units, to_recipe
+from diffquant.checkpoint.load import load, load_tokenizer
+from diffquant.checkpoint.plan import make_plan
+from diffquant.checkpoint.quantize import quantize
+from diffquant.checkpoint.reader import open_checkpoint
+from diffquant.errors import GroupSizeError, UsageError
+from diffquant.evals.perplexity import load_text, next_token_kl
+from diffquant.model.adapters import adapter_for
+from diffquant.scheme import Recipe
+
+WIDTHS = (8, 6, 4)
+OPTIONS = SearchOptions(("weights", "k", "v", "logits"), granularity="g16", windows=2, window=48, check_characters=600)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return tiny_lm.write_diff_v2(tmp_path_factory.mktemp("tiny") / "diff-v2")
+
+
+def toy(sizes, target="weights"):
+    return [
+        Unit(target, f"u{i}", i, "x", "row", size, {b: size * b // 8 + 3 for b in WIDTHS})
+        for i, size in enumerate(sizes)
+    ]
+
+
+@given(st.integers(0, 10**6), st.sampled_from([4.0, 4.5, 5.3, 6.0, 8.0]))
+def test_the_allocation_is_what_brute_force_finds(seed, budget):
+    generator = torch.Generator().manual_seed(seed)
+    sizes = torch.randint(1, 9, (5,), generator=generator).mul(64).tolist()
+    units = toy(sizes[:3]) + toy(sizes[3:], "k")
+    drops = torch.rand(5, generator=generator).mul(-12).exp().tolist()
+    costs = {u: {4: d, 6: d / 20, 8: d / 400} for u, d in zip(units, drops, strict=True)}
+    found = allocate(costs, Budget(bits=budget))
+
+    def fits(choice):
+        return all(average_bits(dict(zip(units, choice, strict=True)), t) <= budget + 1e-9 for t in ("weights", "k"))
+
+    best = min(
+        sum(costs[u][b] for u, b in zip(units, choice, strict=True))
+        for choice in itertools.product(WIDTHS, repeat=5)
+        if fits(choice)
+    )
+    assert fits([found[unit] for unit in units])
+    assert sum(costs[u][b] for u, b in found.items()) == pytest.approx(best, rel=1e-6)
+
+
+def test_a_budget_in_bytes_counts_what_is_stored():
+    units = toy([64, 640, 128])
+    costs = {u: {4: 1.0, 6: 0.1, 8: 0.0} for u in units}
+    limit = sum(u.stored[4] for u in units) + 33
+    found = allocate(costs, Budget(nbytes=limit))
+    assert sum(u.stored[b] for u, b in found.items()) <= limit
+    choices = [dict(zip(units, choice, strict=True)) for choice in itertools.product(WIDTHS, repeat=3)]
+    fitting = [choice for choice in choices if sum(u.stored[b] for u, b in choice.items()) <= limit]
+    assert sum(costs[u][found[u]] for u in units) == min(sum(costs[u][c[u]] for u in units) for c in fitting)
+
+
+@pytest.mark.parametrize(
+    ("text", "bits", "nbytes"), [("4.5", 4.5, None), ("90MB", None, 90_000_000), ("1.5 gb", None, 1_500_000_000)]
+)
+def test_budgets_are_read(text, bits, nbytes):
+    assert Budget.parse(text) == Budget(bits, nbytes)
+
+
+@pytest.mark.parametrize("budget", [4.0, 4.5, 5.5, 7.1, 8.0])
+def test_an_even_spread_keeps_to_the_budget_and_uses_it(budget):
+    units = toy([64] * 40)
+    spread = spread_evenly(units, WIDTHS, Budget(bits=budget))
+    assert budget - 0.06 < average_bits(spread, "weights") <= budget
+    assert len(set(spread.values())) <= 2
+
+
+def units_of(path, targets, granularity="g16"):
+    source = open_checkpoint(path)
+    return find_units(source, adapter_for(source.config), targets, WIDTHS, granularity)
+
+
+@pytest.mark.parametrize("target", ["weights", "k", "v", "logits"])
+def test_a_cost_is_what_the_whole_model_under_that_recipe_shows(checkpoint, target):
+    model = load(checkpoint, dtype=torch.float32)
+    ids = token_windows(model, load_tokenizer(checkpoint), load_text(), 48, 144)
+    exact = model(ids).logits.flatten(0, 1)
+    sensitivity = Sensitivity(model, ids)
+    for unit in units_of(checkpoint, (target,))[:: 5 if target == "weights" else 1]:
+        cost = sensitivity.measure(unit, 4)
+        recipe = Recipe.from_dict({"overrides": {unit.name: str(unit.scheme(4))}})
+        changed = load(checkpoint, recipe, torch.float32)(ids).logits.flatten(0, 1)
+        expected = float(next_token_kl(exact, changed).double().mean())
+        assert cost.kl == pytest.approx(expected, rel=1e-3, abs=1e-7)
+        assert (cost.attention is None) == (
+            unit.kind in ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", "self_attn.o_proj")
+        )
+        assert cost.attention is None or 0 < cost.attention < 1
+    torch.testing.assert_close(model(ids).logits.flatten(0, 1), exact)
+    assert model.recipe == Recipe()
+
+
+def test_both_maps_of_a_pair_lie_in_one_unit(checkpoint):
+    units = units_of(checkpoint, ("weights", "k", "v", "logits"))
+    spec = adapter_for(open_checkpoint(checkpoint).config).config.diff_spec
+    q = next(u for u in units if u.kind == "self_attn.q_proj")
+    assert q.elements == spec.query_heads * spec.head_dim * 32
+    assert len(units) == 2 * (7 + 3)
+
+
+def test_a_search_beats_an_even_spread_resumes_and_its_recipe_quantizes(checkpoint, tmp_path):
+    search = Search(checkpoint, Budget.parse("4.6"), OPTIONS, tmp_path / "out")
+    assert len(search.missing) == 20 * 3
+    calls = []
+    found = search.run(lambda done, total, what: calls.append((done, total)))
+    assert (60, 60) in calls
+    by_name = {c.name: c for c in found.candidates}
+    assert by_name["searched"].kl < by_name["spread evenly"].kl
+    assert by_name["searched"].kl < uniform_kl_or(found, by_name)
+    assert all(bits <= 4.6 + 1e-9 for bits in found.candidates[0].bits.values())
+    assert not Search(checkpoint, Budget.parse("4.6"), OPTIONS, tmp_path / "out").missing
+    recipe_file, data, picture = write_outputs(found, tmp_path / "out")
+    assert Recipe.read(recipe_file) == found.recipe
+    assert json.loads(data.read_text())["candidates"][0]["name"] == "searched"
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert "spread evenly" in summary(found)
+    quantize(checkpoint, tmp_path / "low", Recipe.read(recipe_file))
+    model = load(tmp_path / "low")
+    assert model.recipe.at_layer(0).k == found.recipe.at_layer(0).k
+    model(torch.arange(20)[None])
+    model.require_fired()
+
+
+def uniform_kl_or(found, by_name):
+    return uniform_kl(found) or by_name["uniform 4"].kl
+
+
+def test_the_stored_size_of_a_candidate_is_that_of_its_checkpoint(checkpoint, tmp_path):
+    units = units_of(checkpoint, ("weights",))
+    recipe = to_recipe({u: WIDTHS[i % 3] for i, u in enumerate(units)})
+    source = open_checkpoint(checkpoint)
+    plan = make_plan(source, adapter_for(source.config), recipe)
+    assert sum(t.stored_bytes for t in plan.tensors if t.scheme.quantizes) == sum(
+        u.stored[WIDTHS[i % 3]] for i, u in enumerate(units)
+    )
+
+
+def test_a_killed_run_keeps_every_whole_line(tmp_path):
+    journal = Journal(tmp_path, {"a": 1})
+    journal.add("x", {"kl": 0.5})
+    with journal.path.open("a") as file:
+        file.write('{"name": "y", "resu')
+    again = Journal(tmp_path, {"a": 1})
+    assert again.get("x") == {"kl": 0.5}
+    assert again.get("y") is None
+    again.add("y", 2)
+    assert Journal(tmp_path, {"a": 1}).get("y") == 2
+    assert Journal(tmp_path, {"a": 2}).get("x") is None
+
+
+def test_an_interrupted_search_says_what_it_keeps(checkpoint, tmp_path):
+    def interrupt(done, total, what):
+        if done == 7:
+            raise KeyboardInterrupt
+
+    search = Search(checkpoint, Budget.parse("5"), OPTIONS, tmp_path)
+    with pytest.raises(KeyboardInterrupt, match=r"7 measurements are kept.*run the same command"):
+        search.run(interrupt)
+    assert len(Search(checkpoint, Budget.parse("5"), OPTIONS, tmp_path).missing) == 60 - 7
+
+
+@pytest.mark.parametrize(
+    ("budget", "changes", "error", "message"),
+    [
+        ("3.9", {}, UsageError, "below the narrowest width: weights at 4 bits"),
+        ("1kB", {"targets": ("weights",)}, UsageError, "below the narrowest width"),
+        ("90MB", {}, UsageError, "bytes is for weights"),
+        ("4.5", {"granularity": "g32"}, GroupSizeError, "group size 32 does not divide"),
+        ("4.5", {"targets": ("weight",)}, UsageError, "unknown target 'weight'"),
+        ("4.5", {"device": "cuda:99"}, UsageError, "device"),
+        ("4.5", {"window": 4096}, UsageError, "window 4096 must be between"),
+    ],
+)
+def test_what_cannot_be_searched_is_refused(checkpoint, tmp_path, budget, changes, error, message):
+    options = SearchOptions(**(vars(OPTIONS) | changes))
+    with pytest.raises(error, match=message):
+        Search(checkpoint, Budget.parse(budget), options, tmp_path / "out").run()
+
+
+def test_fewer_than_two_widths_are_refused():
+    with pytest.raises(UsageError, match="two or more widths"):
+        SearchOptions(widths=(4,))
+
+
+def test_layer_overrides_leave_weights_alone(checkpoint):
+    recipe = Recipe.of(k=8, overrides={"*.layers.1.self_attn.k": "4", "*.layers.0.self_attn.logits": "6"})
+    model = load(checkpoint, recipe)
+    assert torch.equal(
+        model.model.layers[1].self_attn.k_proj.weight, load(checkpoint).model.layers[1].self_attn.k_proj.weight
+    )
+    assert [recipe.at_layer(i).k.bits for i in (0, 1)] == [8, 4]
+    assert [a.logits.bits for a in model.attentions] == [6, 16]
+    assert [layer.recipe.k.bits for layer in model.new_cache().layers] == [8, 4]
+    with pytest.raises(UsageError, match="match no layer"):
+        load(checkpoint, Recipe.of(overrides={"model.layers.7.self_attn.k": "4"}))
+    assert math.isfinite(float(model(torch.arange(30)[None]).logits.sum()))
