@@ -52,9 +52,9 @@ def loads(monkeypatch):
     """What was loaded, as weight schemes."""
     seen = []
 
-    def counted(path, recipe, *others):
+    def counted(path, recipe, *others, **named):
         seen.append(str(recipe.weights))
-        return load(path, recipe, *others)
+        return load(path, recipe, *others, **named)
 
     monkeypatch.setattr(session, "load", counted)
     return seen
