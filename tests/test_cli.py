@@ -74,6 +74,8 @@ def test_dry_run_prints_the_table_and_writes_nothing(run, checkpoint, tmp_path):
         (["sweep", "SRC", "-o", "OUT", "--target", "norms"], 2, "unknown target 'norms'"),
         (["sweep", "SRC", "-o", "OUT", "--bits", "16,x"], 2, "x is no number"),
         (["sweep", "SRC", "-o", "OUT", "--bits", "9"], 2, "bits must be 2 to 8"),
+        (["sweep", "SRC", "-o", "OUT", "--task", "needle:2:3"], 2, "of 2 needles 3 are to be asked for"),
+        (["sweep", "SRC", "-o", "OUT", "--task", "needle", "--lengths", "1k"], 2, "cannot read --lengths '1k'"),
         (["sweep", "nowhere", "-o", "OUT"], 1, "nowhere is neither"),
         (["eval", "SRC", "--task", "perplexity", "--text", "absent.txt"], 2, "cannot read text from absent.txt"),
         (["eval", "SRC", "--task", "perplexity", "--text", "EMPTY"], 2, "is empty"),

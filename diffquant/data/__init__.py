@@ -1,8 +1,9 @@
-"""What ships with the package to evaluate on: HellaSwag items (MIT) and public-domain prose."""
+"""What ships with the package: HellaSwag items (MIT), public-domain prose, and the pocket models."""
 
 import gzip
 import lzma
 from importlib.resources import files
+from pathlib import Path
 
 HELLASWAG = "hellaswag-1000.jsonl.gz"
 BOOKS = "books.txt.xz"
@@ -16,3 +17,9 @@ def hellaswag_lines() -> list[str]:
 def books_text() -> str:
     """About 260,000 characters of English prose; what it is cut from is in LICENSE-books.txt."""
     return lzma.decompress((files(__name__) / BOOKS).read_bytes()).decode()
+
+
+def pocket_models(task: str) -> list[Path]:
+    """The matched checkpoints trained on a task ("needle" or "prose"), the Transformer first."""
+    found = [folder for folder in Path(str(files(__name__) / "pocket")).iterdir() if folder.name.startswith(f"{task}-")]
+    return sorted(found, key=lambda folder: (not folder.name.endswith("transformer"), folder.name))

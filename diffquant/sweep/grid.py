@@ -19,7 +19,7 @@ class SweepOptions:
     """What to measure and how.
 
     Attributes:
-        tasks: "hellaswag", "perplexity" (with KL) or "lm-eval:NAME".
+        tasks: "hellaswag", "perplexity" (with KL), "needle[:N[:R]]" (R of N needles asked for) or "lm-eval:NAME".
         bits: widths; 16, the baseline, is measured whether named or not.
         targets: names in `TARGETS`, each swept alone.
         recipes: YAML files, each measured as it is beside the grid.
@@ -28,9 +28,10 @@ class SweepOptions:
             know it. Empty: every target's own default.
         limit: items of each accuracy task; all by default.
         items: JSONL of HellaSwag items; those that ship by default.
-        text: file for perplexity; the prose that ships by default.
+        text: file for perplexity and needle; the prose that ships by default.
         characters: how much of the text is read; all where None.
         window, stride: of perplexity, in tokens.
+        lengths: tokens of a needle prompt; a needle item stands at each of five depths.
         dtype: "auto", "bfloat16", "float16" or "float32".
         batch_tokens: most tokens of one pass.
         attention: backend of `diffquant.attention.BACKENDS`, or "auto".
@@ -49,6 +50,7 @@ class SweepOptions:
     characters: int | None = 65536
     window: int = 1024
     stride: int = 512
+    lengths: tuple[int, ...] = (256,)
     dtype: str = "auto"
     batch_tokens: int = 4096
     attention: str = "auto"
@@ -59,7 +61,7 @@ class SweepOptions:
         counts = {"limit": self.limit, "characters": self.characters, "batch tokens": self.batch_tokens}
         wrong += [f"{name} must be 1 or more, got {n}" for name, n in counts.items() if n is not None and n < 1]
         if not self.tasks:
-            wrong.append("no task: name hellaswag, perplexity or lm-eval:NAME")
+            wrong.append("no task: name hellaswag, perplexity, needle or lm-eval:NAME")
         if not 1 <= self.stride <= self.window:
             wrong.append(f"stride {self.stride} must be between 1 and the window, {self.window} tokens")
         if wrong:

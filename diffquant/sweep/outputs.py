@@ -1,9 +1,11 @@
 """What a sweep leaves in its folder beside its cells."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 from diffquant.checkpoint.staging import write_atomically
 from diffquant.errors import UsageError
+from diffquant.sweep.places import plot_places
 from diffquant.sweep.plot import plot
 from diffquant.sweep.report import write_report
 from diffquant.sweep.result import SweepResult
@@ -11,12 +13,21 @@ from diffquant.sweep.table import csv_table
 
 
 def write_outputs(sweep: SweepResult, folder: Path) -> list[Path]:
-    """Write table.csv, plot.png and report.html; the plot is left out where there is nothing to draw."""
-    table, picture, report = (folder / name for name in ("table.csv", "plot.png", "report.html"))
+    """Write table.csv, plot.png, of needle cells places.png, and report.html; a plot of nothing is left out."""
+    table, report = folder / "table.csv", folder / "report.html"
     write_atomically(table, csv_table(sweep))
     write_report(sweep, report)
+    drawn = [folder / name for name, draw in _PLOTS.items() if _draws(draw, sweep, folder / name)]
+    return [table, *drawn, report]
+
+
+_PLOTS = {"plot.png": plot, "places.png": plot_places}
+
+
+def _draws(draw: Callable[[SweepResult, Path], None], sweep: SweepResult, path: Path) -> bool:
+    """Draw, unless there is nothing to."""
     try:
-        plot(sweep, picture)
+        draw(sweep, path)
     except UsageError:
-        return [table, report]
-    return [table, picture, report]
+        return False
+    return True

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol, Self, cast
 
 from diffquant.errors import UsageError
-from diffquant.evals import harness, hellaswag, perplexity
+from diffquant.evals import harness, hellaswag, needle, perplexity
 from diffquant.evals.hellaswag import Item
 from diffquant.evals.perplexity import Reference
 from diffquant.evals.stats import estimate
@@ -13,6 +13,7 @@ from diffquant.progress import Progress
 from diffquant.sweep.grid import SweepOptions
 
 HARNESS_PREFIX = "lm-eval:"
+NEEDLE = "needle"
 
 
 class Task(Protocol):
@@ -109,6 +110,46 @@ class Perplexity(_Batched):
 
 
 @dataclass(frozen=True)
+class Needle(_Batched):
+    """Retrieval of `asked` among `needles` numbers; the items depend on the tokenizer."""
+
+    text: str
+    plan: needle.Plan
+    limit: int | None
+    batch_tokens: int
+
+    @property
+    def name(self) -> str:
+        return f"{NEEDLE}:{self.plan.needles}:{self.plan.asked}"
+
+    def identity(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "items": needle.ITEMS_FORMAT,
+            "text": perplexity.identity(self.text),
+            "lengths": list(self.plan.lengths),
+            "samples": self.plan.samples,
+            "seed": self.plan.seed,
+            "limit": self.limit,
+            "batch_tokens": self.batch_tokens,
+        }
+
+    def run(self, model: Any, tokenizer: Any, reference: Reference | None, progress: Progress) -> dict[str, Any]:
+        outcome = needle.evaluate(model, tokenizer, self.text, self.plan, self.limit, self.batch_tokens, progress)
+        score = estimate(outcome.retrieved)
+        return {
+            "metric": "retrieved",
+            "score": score.mean,
+            "n": score.n,
+            "retrieved": score.mean,
+            "retrieved_se": score.se,
+            "values": outcome.retrieved,
+            "items": needle.identity(outcome.items),
+            "by_place": outcome.by_place(),
+        }
+
+
+@dataclass(frozen=True)
 class Harness(_Batched):
     """A task of lm-eval, scored by our scorer."""
 
@@ -156,4 +197,15 @@ def _make_task(name: str, options: SweepOptions) -> Task:
     if name.startswith(HARNESS_PREFIX) and name != HARNESS_PREFIX:
         harness.require_lm_eval()
         return Harness(name.removeprefix(HARNESS_PREFIX), options.limit, options.batch_tokens)
-    raise UsageError(f"unknown task {name!r}; known are hellaswag, perplexity and lm-eval:NAME")
+    if name.split(":")[0] == NEEDLE:
+        text = perplexity.load_text(options.text)
+        return Needle(text, _needle_plan(name, options), options.limit, options.batch_tokens)
+    raise UsageError(f"unknown task {name!r}; known are hellaswag, perplexity, needle[:N[:R]] and lm-eval:NAME")
+
+
+def _needle_plan(name: str, options: SweepOptions) -> needle.Plan:
+    counts = name.split(":")[1:]
+    if len(counts) > 2 or not all(count.isdecimal() for count in counts):
+        raise UsageError(f"cannot read task {name!r}: expected needle[:N[:R]], such as needle:4:2")
+    needles, asked = (*map(int, counts), 1, 1)[:2]
+    return needle.Plan(needles, asked, options.lengths)

@@ -1,0 +1,78 @@
+"""Needle accuracy by depth and length at 16 bits, one panel a model and task.
+
+Source: the presentation follows figure 5 of arXiv 2410.05258.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from diffquant.errors import UsageError
+from diffquant.sweep.result import SweepResult, model_names
+
+BY_PLACE = "by_place"
+
+
+@dataclass(frozen=True)
+class Grid:
+    """One model on one task: accuracy in percent by depth (rows) and length (columns)."""
+
+    model: str
+    task: str
+    depths: tuple[float, ...]
+    lengths: tuple[int, ...]
+    accuracy: tuple[tuple[float, ...], ...]
+
+
+def grids(sweep: SweepResult) -> list[Grid]:
+    """What is drawn: every needle cell at 16 bits."""
+    names = model_names([point.model for point in sweep.points])
+    return [
+        _grid(names[cell.point.model], cell.task, cell.result[BY_PLACE])
+        for cell in sweep.cells
+        if cell.point.is_baseline and cell.result and BY_PLACE in cell.result
+    ]
+
+
+def plot_places(sweep: SweepResult, path: Path) -> None:
+    """Draw into a file; its suffix says the format.
+
+    Raises:
+        UsageError: no needle cell was measured at 16 bits.
+    """
+    from matplotlib.figure import Figure
+
+    panels = grids(sweep)
+    if not panels:
+        raise UsageError("nothing to plot: no needle cell was measured at 16 bits")
+    models, tasks = (list(dict.fromkeys(names)) for names in zip(*((p.model, p.task) for p in panels), strict=True))
+    figure = Figure(figsize=(1.4 + 2.6 * len(models), 0.9 + 2.3 * len(tasks)), layout="constrained")
+    axes = figure.subplots(len(tasks), len(models), squeeze=False)
+    for axis in axes.flat:
+        axis.set_axis_off()
+    for panel in panels:
+        _draw(axes[tasks.index(panel.task)][models.index(panel.model)], panel)
+    figure.savefig(path, dpi=200)
+
+
+def _grid(model: str, task: str, places: list[dict[str, Any]]) -> Grid:
+    depths = tuple(sorted({place["depth"] for place in places}))
+    lengths = tuple(sorted({place["length"] for place in places}))
+    found = {(place["depth"], place["length"]): 100 * place["accuracy"] for place in places}
+    missing = float("nan")
+    table = tuple(tuple(found.get((depth, length), missing) for length in lengths) for depth in depths)
+    return Grid(model, task, depths, lengths, table)
+
+
+def _draw(axis: Any, panel: Grid) -> None:
+    axis.set_axis_on()
+    axis.imshow(panel.accuracy, vmin=0, vmax=100, cmap="viridis", aspect="auto")
+    for row, values in enumerate(panel.accuracy):
+        for column, value in enumerate(values):
+            dark = value < 60
+            axis.text(column, row, f"{value:.0f}", ha="center", va="center", color="white" if dark else "black")
+    axis.set_xticks(range(len(panel.lengths)), [str(length) for length in panel.lengths])
+    axis.set_yticks(range(len(panel.depths)), [f"{depth:.0%}" for depth in panel.depths])
+    axis.set_xlabel("tokens")
+    axis.set_ylabel("depth")
+    axis.set_title(f"{panel.model}\n{panel.task}, %", fontsize=9)

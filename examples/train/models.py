@@ -1,0 +1,87 @@
+"""A Transformer and the DIFF models that equal it in parameters."""
+
+import torch
+from settings import Sizes
+
+from diffquant.attention.spec import DiffSpec
+from diffquant.errors import UsageError
+from diffquant.model.config import DiffTransformerConfig
+from diffquant.model.modeling import DiffTransformer
+
+KINDS = ("transformer", "diff-v1", "diff-v2")
+
+
+def matched(kind: str, sizes: Sizes, vocabulary: int) -> DiffTransformerConfig:
+    """The configuration of one kind.
+
+    V1 has half as many pairs as the Transformer has heads, values twice as wide, and so the same
+    projections; λ and the per-pair norm add under 1 %. V2 has as many pairs, which doubles its queries:
+    its network is narrowed by what they and λ's projection cost.
+
+    Raises:
+        UsageError: an unknown kind, or an odd number of heads for V1.
+
+    Source: arXiv 2410.05258, section 2 and appendix D; microsoft/unilm, Diff-Transformer-V2.
+    """
+    if kind not in KINDS:
+        raise UsageError(f"unknown kind {kind!r}; known are {', '.join(KINDS)}")
+    if kind == "diff-v1" and sizes.heads % 2:
+        raise UsageError(f"V1 halves the Transformer's heads and needs an even number, got {sizes.heads}")
+    inner = sizes.inner - _width_of_extra_queries(sizes) if kind == "diff-v2" else sizes.inner
+    return DiffTransformerConfig(
+        vocab_size=vocabulary,
+        hidden_size=sizes.hidden,
+        intermediate_size=inner,
+        num_hidden_layers=sizes.layers,
+        num_attention_heads=sizes.heads,
+        num_key_value_heads=sizes.heads,
+        head_dim=sizes.head_dim,
+        max_position_embeddings=sizes.context,
+        initializer_range=sizes.init,
+        attention_bias=sizes.bias,
+        rope_parameters={"rope_type": "default", "rope_theta": float(sizes.theta)},
+        tie_word_embeddings=True,
+        spec=_spec(kind, sizes.heads, sizes.head_dim).to_dict(),
+    )
+
+
+@torch.no_grad()
+def look_back(model: DiffTransformer, sharpness: float = 4.5) -> None:
+    """Let the first layer's first two signal maps start out reading one and two tokens back, whatever stands there.
+
+    Retrieval takes two steps: a number learns which city stands before it, and a question finds it by that
+    city. Gradients teach the second once the first is there; neither alone helps, and small models wait long
+    for both. Rotary embedding turns a query and a key of constant biases into a function of their distance alone.
+
+    Args:
+        model: with biases in attention's projections.
+        sharpness: the biases' magnitude.
+    """
+    attention = model.attentions[0]
+    spec = attention.spec
+    frequencies = model.model.rotary_emb.inv_freq[: spec.head_dim // 4]
+    for pair, distance in enumerate((1, 2)):
+        query = slice(pair * spec.maps * spec.head_dim, (pair * spec.maps + 1) * spec.head_dim)
+        keys = spec.key_heads // spec.kv_pairs
+        key = slice(pair * keys * spec.head_dim, (pair * keys + 1) * spec.head_dim)
+        turned = [torch.cos(distance * frequencies), torch.sin(distance * frequencies)]
+        for projection, rows, parts in (
+            (attention.q_proj, query, [torch.ones_like(frequencies), torch.zeros_like(frequencies)]),
+            (attention.k_proj, key, turned),
+        ):
+            rest = torch.zeros(spec.head_dim // 2 - len(frequencies))
+            projection.weight[rows] = 0
+            projection.bias[rows] = sharpness * torch.cat([parts[0], rest, parts[1], rest])
+
+
+def _spec(kind: str, heads: int, width: int) -> DiffSpec:
+    if kind == "transformer":
+        return DiffSpec(heads, heads, width, width, maps=1)
+    if kind == "diff-v1":
+        return DiffSpec(heads // 2, heads // 2, width, 2 * width, lam="exp", post_norm="affine", scale_by_init=True)
+    return DiffSpec(heads, heads, width, width, shared_k=True, lam="sigmoid")
+
+
+def _width_of_extra_queries(sizes: Sizes) -> int:
+    """Channels of the SwiGLU network, three matrices wide, that weigh what V2 adds."""
+    return round(sizes.heads * (sizes.head_dim + 1) / 3)

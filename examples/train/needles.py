@@ -1,0 +1,102 @@
+"""Training sequences of the needle task: cities and their numbers in prose, then questions.
+
+A sequence is what `diffquant.evals.needle` shows a model, but for two things. At its end several
+questions follow one another, so that one sequence teaches many retrievals. And short sequences, which come first, hold
+no prose and say "Paris is 42." alone: more answers a token, and no far way to any.
+"""
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast
+from words import simple_sentences, split, word_tokenizer
+
+from diffquant.errors import UsageError
+from diffquant.evals.needle import CITIES, NUMBERS, statement
+
+_FEWEST_SENTENCES = 100
+
+
+class Needles:
+    """Batches that depend on the seed and the step alone.
+
+    Args:
+        text: English prose.
+        context: tokens that the tokenizer says a model sees.
+        frequent: the text's commonest words that the vocabulary takes.
+        most_words: of a sentence.
+        needles: how many a sequence may hold, drawn evenly from those that fit.
+        brief: sequences of at most so many tokens are short ones.
+        small: sequences of at most so many tokens draw from the first `few` cities and numbers, on which models
+            learn to retrieve sooner.
+        prose: weight of all other tokens together, where the answers weigh 1.
+    """
+
+    def __init__(
+        self,
+        text: str,
+        context: int,
+        frequent: int,
+        most_words: int,
+        needles: list[int],
+        brief: int,
+        small: int,
+        few: int,
+        prose: float,
+    ) -> None:
+        known = [*split(statement("", "")), *map(str.lower, CITIES), *NUMBERS]
+        found, words = simple_sentences(text, known, frequent, most_words)
+        if len(found) < _FEWEST_SENTENCES:
+            raise UsageError(f"the text has {len(found)} sentences in its {frequent} commonest words; give more text")
+        self.tokenizer: PreTrainedTokenizerFast = word_tokenizer(words, context)
+        self.needles = needles
+        self.brief = brief
+        self.small = small
+        self.few = few
+        self.prose = prose
+        self._sentences = [self._encode(sentence) for sentence in found]
+        self._cities = [self._encode(city)[0] for city in CITIES]
+        self._numbers = [self._encode(number)[0] for number in NUMBERS]
+        *self._before, _, self._is, _, self._stop = self._encode(statement(CITIES[0], NUMBERS[0]))
+
+    def batch(self, seed: int, step: int, rows: int, length: int) -> tuple[Tensor, Tensor]:
+        """ids [rows, length + 1] and the weight [rows, length] of each predicted token."""
+        rng = np.random.default_rng((seed, step))
+        made = [self._sequence(rng, length) for _ in range(rows)]
+        ids = torch.tensor([ids for ids, _ in made])
+        answers = torch.tensor([answers for _, answers in made])[:, 1:]
+        return ids, torch.where(answers, 1 / answers.sum(), self.prose / (~answers).sum())
+
+    def describe(self) -> dict[str, int]:
+        return {"vocabulary": len(self.tokenizer), "sentences": len(self._sentences)}
+
+    def _sequence(self, rng: np.random.Generator, length: int) -> tuple[list[int], list[bool]]:
+        """length + 1 tokens, and which of them are answers."""
+        before = [] if length <= self.brief else self._before
+        size = len(before) + 4
+        count = int(rng.choice([n for n in self.needles if 2 * n * size <= length]))
+        known = self.few if length <= self.small else None
+        cities = rng.choice(self._cities[:known], count, replace=False).tolist()
+        numbers = rng.choice(self._numbers[:known], count).tolist()
+        told = [[*before, c, self._is, n, self._stop] for c, n in zip(cities, numbers, strict=True)]
+        haystack = [*told] if not before else self._haystack(rng, told, length - 2 * count * size)
+        ids = [self.tokenizer.bos_token_id, *(token for part in haystack for token in part)]
+        answers = [False] * len(ids)
+        while len(ids) <= length:
+            # Drawn anew each time: among cities asked for in turn, those not yet said would be a hint.
+            ids += told[rng.integers(count)]
+            answers += [place == size - 2 for place in range(size)]
+        return ids[: length + 1], answers[: length + 1]
+
+    def _haystack(self, rng: np.random.Generator, told: list[list[int]], room: int) -> list[list[int]]:
+        """Sentences of at most `room` tokens together, with the needles anywhere among them."""
+        taken: list[list[int]] = []
+        while len(sentence := self._sentences[rng.integers(len(self._sentences))]) <= room:
+            taken.append(sentence)
+            room -= len(sentence)
+        for needle in told:
+            taken.insert(int(rng.integers(len(taken) + 1)), needle)
+        return taken
+
+    def _encode(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text, add_special_tokens=False)

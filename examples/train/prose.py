@@ -1,0 +1,69 @@
+"""Windows of prose, in an order that the seed shuffles."""
+
+from itertools import pairwise
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast
+
+from diffquant.errors import UsageError
+
+
+class Prose:
+    """Batches that depend on the seed and the step alone; no window is read twice before all were.
+
+    Args:
+        text: English prose; its characters are encoded once.
+        vocabulary: of the byte-level BPE that is trained on the text's beginning.
+        sample: characters that it is trained on.
+    """
+
+    def __init__(self, text: str, context: int, vocabulary: int, sample: int) -> None:
+        self.tokenizer: PreTrainedTokenizerFast = bpe_tokenizer(text[:sample], vocabulary, context)
+        self._ids = self._encoded(text)
+
+    def batch(self, seed: int, step: int, rows: int, length: int) -> tuple[Tensor, Tensor]:
+        """ids [rows, length + 1], <s> first, and equal weights [rows, length]."""
+        windows = len(self._ids) // length
+        if not windows:
+            raise UsageError(f"the text has {len(self._ids)} tokens, fewer than a window of {length}")
+        taken = range(step * rows, (step + 1) * rows)
+        order = {
+            turn: np.random.default_rng((seed, turn)).permutation(windows) for turn in {t // windows for t in taken}
+        }
+        starts = [int(order[number // windows][number % windows]) * length for number in taken]
+        ids = np.stack([self._ids[start : start + length] for start in starts]).astype(np.int64)
+        first = np.full((rows, 1), self.tokenizer.bos_token_id)
+        return torch.from_numpy(np.hstack([first, ids])), torch.full((rows, length), 1 / (rows * length))
+
+    def describe(self) -> dict[str, int]:
+        return {"vocabulary": len(self.tokenizer), "tokens": len(self._ids)}
+
+    def _encoded(self, text: str) -> np.ndarray:
+        # In parts, cut between paragraphs: the encoder holds far more than it returns.
+        cuts = [0]
+        while cuts[-1] < len(text):
+            found = text.find("\n\n", cuts[-1] + (1 << 20))
+            cuts.append(len(text) if found < 0 else found)
+        parts = (
+            self.tokenizer.backend_tokenizer.encode(text[a:b], add_special_tokens=False).ids for a, b in pairwise(cuts)
+        )
+        return np.concatenate([np.array(part, dtype=np.uint16) for part in parts])
+
+
+def bpe_tokenizer(text: str, vocabulary: int, context: int) -> PreTrainedTokenizerFast:
+    """Byte-level BPE, so that any text encodes; <s> before a text."""
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary,
+        special_tokens=["<s>", "</s>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    bpe.train_from_iterator(text.split("\n\n"), trainer)
+    bpe.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token="<s>", eos_token="</s>", model_max_length=context)

@@ -1,0 +1,139 @@
+"""Train one model of a matched set from text.
+
+    python examples/train/train.py examples/train/needle.yaml --kind diff-v1 --text books.txt --output runs/needle-v1
+
+The same command again goes on from the last checkpoint. The output folder gets the checkpoint in 16 bits with
+its tokenizer, which every diffquant command takes, the settings, and a log with a line every few steps.
+"""
+
+import argparse
+import hashlib
+import json
+import lzma
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from loop import LOG, Source, Trainer
+from models import KINDS, look_back, matched
+from needles import Needles
+from prose import Prose
+from settings import Settings
+
+from diffquant.checkpoint.load import check_device
+from diffquant.checkpoint.staging import write_atomically
+from diffquant.errors import DiffQuantError, OutputExistsError, UsageError
+from diffquant.model.modeling import DiffTransformer
+from diffquant.progress import progress_for
+
+SOURCES = {"needle": Needles, "prose": Prose}
+RUN = "training.json"
+
+
+def main() -> None:
+    arguments = _parser().parse_args()
+    try:
+        train(
+            Settings.read(arguments.settings, arguments.steps),
+            arguments.kind,
+            arguments.text,
+            arguments.output,
+            arguments.characters,
+            arguments.device,
+        )
+    except DiffQuantError as error:
+        sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        sys.exit(f"\ninterrupted; the same command goes on from the last checkpoint in {arguments.output}")
+
+
+def train(
+    settings: Settings, kind: str, text: Path, output: Path, characters: int | None = None, device: str = "cpu"
+) -> None:
+    """Train, or go on training, into a folder.
+
+    Raises:
+        UsageError: settings, text or device cannot be, or the folder holds another run.
+        OutputExistsError: the folder holds something else.
+    """
+    check_device(device)
+    prose = read_text(text, characters)
+    source = make_source(settings, prose)
+    model = new_model(settings, kind, len(source.tokenizer), device)
+    digest = hashlib.sha256(prose.encode()).hexdigest()
+    run = {"kind": kind, "parameters": model.num_parameters(), "text": digest, **source.describe(), **asdict(settings)}
+    _claim(output, run)
+    trainer = Trainer(model, settings.schedule, compiled=device.startswith("cuda"))
+    if not trainer.resume(output):
+        (output / LOG).unlink(missing_ok=True)
+    trainer.train(source, output, progress=progress_for(f"train {kind}"))
+    # A shipped model is 16-bit, whatever it was trained in.
+    model.to(torch.bfloat16).save_pretrained(output)
+    source.tokenizer.save_pretrained(output)
+
+
+def make_source(settings: Settings, text: str) -> Source:
+    if settings.source not in SOURCES:
+        raise UsageError(f"unknown source {settings.source!r}; known are {', '.join(SOURCES)}")
+    try:
+        return SOURCES[settings.source](text, settings.model.context, **settings.data)
+    except TypeError as error:
+        raise UsageError(f"data of source {settings.source}: {error}") from error
+
+
+def new_model(settings: Settings, kind: str, vocabulary: int, device: str) -> DiffTransformer:
+    """Random weights that depend on the seed, in bfloat16 on CUDA."""
+    torch.manual_seed(settings.schedule.seed)
+    model = DiffTransformer(matched(kind, settings.model, vocabulary))
+    if settings.model.look_back:
+        look_back(model)
+    if device == "cpu":
+        for attention in model.attentions:
+            # Half the calls of `auto`, which are what costs at this size.
+            attention.backend = "flashdiff1"
+        return model
+    return model.to(device, torch.bfloat16)
+
+
+def read_text(path: Path, characters: int | None) -> str:
+    """The first characters of a UTF-8 file, packed with xz or not.
+
+    Raises:
+        UsageError: it cannot be read.
+    """
+    try:
+        with lzma.open(path, "rt", encoding="utf-8") if path.suffix == ".xz" else path.open(encoding="utf-8") as file:
+            return file.read() if characters is None else file.read(characters)
+    except (OSError, UnicodeDecodeError, lzma.LZMAError) as error:
+        raise UsageError(f"cannot read text from {path}: {error}") from error
+
+
+def _claim(output: Path, run: dict) -> None:
+    """Make the folder this run's, or check that it is."""
+    described = json.dumps(run, indent=1) + "\n"
+    note = output / RUN
+    if note.exists():
+        if note.read_text(encoding="utf-8") != described:
+            raise UsageError(f"{output} holds a run of other settings or text; choose another output")
+        return
+    if output.exists() and any(output.iterdir()):
+        raise OutputExistsError(f"{output} exists and holds no training run; choose another output")
+    output.mkdir(parents=True, exist_ok=True)
+    write_atomically(note, described)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description="Train one model of a matched set.")
+    parser.add_argument("settings", type=Path, help="YAML file, such as needle.yaml beside this program")
+    parser.add_argument("--kind", choices=KINDS, required=True)
+    parser.add_argument("--text", type=Path, required=True, help="English prose, UTF-8 (.xz is unpacked)")
+    parser.add_argument("--output", type=Path, required=True, help="folder to make, or to go on in")
+    parser.add_argument("--characters", type=int, help="read only so many of the text; all by default")
+    parser.add_argument("--steps", type=int, help="instead of the settings'")
+    parser.add_argument("--device", default="cpu")
+    return parser
+
+
+if __name__ == "__main__":
+    main()
