@@ -240,22 +240,24 @@ def main() -> None:
             print(json.dumps({model.name: found}, indent=1))
         return
     packages = ("onnx", "onnxruntime", "onnxscript", "nncf", "llama_cpp_python")
-    settings = {name: getattr(options, name) for name in ("threads", *COUNTS)}
     result: dict[str, Any] = {"environment": environment(*packages), "models": {}}
+    # With each row, since a merged file has rows of several runs.
+    settings = {name: getattr(options, name) for name in ("threads", *COUNTS)}
+    settings["commit"] = result["environment"]["commit"]
     if options.merge and options.file and options.file.is_file():
         result = json.loads(options.file.read_text()) | {"environment": result["environment"]}
     for model in options.models:
         with tempfile.TemporaryDirectory() as place:
             found = measure(model, _place(options.exports or Path(place), model), options)
-        for name, row in found.items():
-            found[name] = row if "missing" in row else row | settings
+        for row in found.values():
+            row["settings"] = settings
         everyone = result["models"].setdefault(model.name, {})
         # The first torch stays: a later one ran beside fewer.
         everyone |= {name: row for name, row in found.items() if name != TORCH or name not in everyone}
         compare_with_export(everyone)
-        print(table(model.name, everyone), flush=True)
         if options.file:
             options.file.write_text(json.dumps(result, indent=1) + "\n")
+        print(table(model.name, everyone), flush=True)
 
 
 def _place(exports: Path, model: Path) -> Path:
