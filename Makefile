@@ -21,10 +21,13 @@ lint: $(VENV)/.ready
 	$(BIN)/mypy
 
 # On a machine with a CUDA device: what only it can show, in under 10 minutes. Takes the python at hand, which
-# needs torch, triton, numpy and pytest; nothing is installed. The benches run also where a test failed.
+# needs torch, triton, numpy and pytest; nothing is installed. Tests compile kernels for most of their time, so
+# their files run side by side. The benches run also where a test failed.
 gpu:
 	status=0; \
-	PYTHONPATH=. $(PYTHON) -m pytest tests/gpu --noconftest -p no:cacheprovider || status=$$?; \
+	ls tests/gpu/test_*.py | PYTHONPATH=. xargs -P 8 -n 1 sh -c \
+		'found=$$($(PYTHON) -m pytest "$$0" --noconftest -p no:cacheprovider 2>&1); failed=$$?; echo "$$found"; exit $$failed' \
+		|| status=$$?; \
 	PYTHONPATH=. $(PYTHON) -m bench.gpu --json bench/results/gpu.json || status=$$?; \
 	exit $$status
 

@@ -72,7 +72,7 @@ def fused(bits: int) -> Peer:
 
 def _cached(call: Call, cache: Any, keys: Tensor, values: Tensor) -> CachedCall:
     shared = call.k[0] is call.k[1]
-    k = [keys] * 2 if shared else list(keys.unflatten(1, (-1, 2)).unbind(2))
+    k = [keys] * 2 if shared else list(keys.chunk(2, 1))
     return CachedCall(call.q, k, values, call.lam, call.scale, call.mask, cache=cache)
 
 

@@ -16,8 +16,8 @@ def can_decode() -> bool:
 
 
 def key_heads(call: Call) -> Tensor:
-    """Keys [B, H, S, d] as a cache holds them: V1's pairs side by side, V2's once."""
-    return call.k[0] if call.k[0] is call.k[-1] else torch.stack(tuple(call.k), 2).flatten(1, 2)
+    """Keys [B, H, S, d] as a cache holds them: V1's first maps before all second ones, V2's once."""
+    return call.k[0] if call.k[0] is call.k[-1] else torch.cat(tuple(call.k), 1)
 
 
 def stored(call: Call, recipe: Recipe) -> Any:

@@ -14,7 +14,8 @@ from diffquant.kernels.kv_store import TOKENS_A_STEP
 _TOKENS_A_STEP = tl.constexpr(TOKENS_A_STEP)
 
 
-@triton.jit
+# Lengths change from call to call: a kernel for each that is or is not a multiple of 16 would gain nothing.
+@triton.jit(do_not_specialize=["tokens"])
 def append_tokens(
     K, k_stride, KCodes, KTop, KScales, KRecent, V, v_stride, VCodes, VTop, VScales, VRecent,
     Progress, tokens, capacity, k_heads, v_heads,

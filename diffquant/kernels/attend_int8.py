@@ -19,7 +19,8 @@ _E4M3_TOP = tl.constexpr(8.807354922057604)
 _FP16_MAX = tl.constexpr(65504.0)
 
 
-@triton.jit
+# Lengths change from call to call: a kernel for each that is or is not a multiple of 16 would gain nothing.
+@triton.jit(do_not_specialize=["T", "S", "window"])
 def attend_int8(
     q8, k8, v, q_scale, k_scale, v_scale, lam, starts, ends, weight, out, parked, v_strides, lam_strides, out_strides,
     heads, group, T, S, rows, padded, window, eps, factor,

@@ -19,7 +19,8 @@ def _quotient(x, step, inverse):
     return tl.fma(tl.fma(-guess, step, x), inverse, guess)
 
 
-@triton.jit
+# Lengths change from call to call: a kernel for each that is or is not a multiple of 16 would gain nothing.
+@triton.jit(do_not_specialize=["T", "S", "window"])
 def extremes(
     q1, q2, k1, k2, starts, ends, top, bottom, q_strides, k_strides, heads, group, T, S, window, scale,
     MAPS: tl.constexpr, CAUSAL: tl.constexpr, DESCRIBED: tl.constexpr, D: tl.constexpr,
@@ -75,10 +76,10 @@ def _extremes_among(
     return high, low
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "S", "window"])
 def attend_rounded(
     q1, q2, k1, k2, v, lam, starts, ends, weight, top, steps, out, parked, clipped,
-    q_strides, k_strides, v_strides, step_strides, lam_strides, out_strides,
+    q_strides, k_strides, v_strides, lam_strides, out_strides,
     heads, group, T, S, window, scale, log2e, levels, eps, factor,
     MAPS: tl.constexpr, CAUSAL: tl.constexpr, SHIFT: tl.constexpr, NORM: tl.constexpr, DESCRIBED: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, HALVES: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
@@ -107,8 +108,7 @@ def attend_rounded(
             k = tl.make_tensor_descriptor(k, [valid, D], [k_strides[2], 1], [BN, D])
         row = (pair * MAPS + own).to(tl.int64) * T + query
         largest = tl.load(top + row, mask=query < T, other=0.0)
-        step = sequence * step_strides[0] + head * step_strides[1] + own * step_strides[2] + query * step_strides[3]
-        step = tl.load(steps + step, mask=query < T, other=1.0)
+        step = tl.load(steps + row, mask=query < T, other=1.0)
         inverse = tl.div_rn(1.0, step)
         # Shifted logits are at most 0. Others reach the code of their row's largest.
         code = tl.zeros([BM], tl.float32) if SHIFT else (_quotient(largest, step, inverse) + _ROUND) - _ROUND

@@ -7,7 +7,8 @@ import triton.language as tl
 from diffquant.kernels.online import LOWEST, pair_norm
 
 
-@triton.jit
+# Lengths change from call to call: a kernel for each that is or is not a multiple of 16 would gain nothing.
+@triton.jit(do_not_specialize=["queries", "shares", "tiles"])
 def decode_combine(
     Largest, Total, Acc, Lam, Weight, Out, lam_stride, out_stride, pairs, group, queries, shares, tiles, eps, factor,
     NORM: tl.constexpr, ROWS: tl.constexpr, SHARES: tl.constexpr, VALUE_WIDTH: tl.constexpr,

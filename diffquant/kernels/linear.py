@@ -93,13 +93,16 @@ def launch(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
     if len(x) == 0:
         return x.new_empty(0, weight.shape[0])
     x = x if x.stride(1) == 1 else x.contiguous()
-    return (launch_gemv if len(x) <= MOST_TOKENS else launch_gemm)(x, weight, bias)
+    # Of several devices, Triton would launch on the current one.
+    with torch.cuda.device_of(x):
+        return (launch_gemv if len(x) <= MOST_TOKENS else launch_gemm)(x, weight, bias)
 
 
 def _expanded(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
     from diffquant.kernels.expand import launch_expand
 
-    return launch_expand(weight, dtype)
+    with torch.cuda.device_of(weight.low):
+        return launch_expand(weight, dtype)
 
 
 def _check(x: Tensor, weight: PackedWeight, bias: Tensor | None, backend: str) -> None:

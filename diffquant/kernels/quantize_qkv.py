@@ -128,7 +128,8 @@ def swizzled(x, ROWS: tl.constexpr, KEYS: tl.constexpr):
     return split.permute(0, 1, 3, 2, 4).reshape([ROWS, KEYS])
 
 
-@triton.jit
+# Lengths change from call to call: a kernel for each that is or is not a multiple of 16 would gain nothing.
+@triton.jit(do_not_specialize=["S", "chunk"])
 def _statistics(
     k0, k1, v, k_sum, v_max, starts, ends,
     k_strides, v_strides, kv_heads, S, chunk,
@@ -160,7 +161,7 @@ def _statistics(
         tl.store(v_max + (head * tl.num_programs(0) + part) * DV + value, largest)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "S", "chunks", "query_programs", "key_programs"])
 def _quantize(
     q0, q1, k0, k1, v, q8, q_scale, k8, k_scale, v8, v_scale, k_sum, v_max, starts, ends,
     q_strides, k_strides, v_strides,

@@ -173,13 +173,13 @@ def _op(
         )  # fmt: skip
         top, bottom = ranges
         largest = _shared(top - bottom if shift else torch.maximum(top.abs(), bottom.abs()), granularity)
-        steps = step_of(largest, scheme).expand(batch, heads, maps, length)
+        steps = step_of(largest, scheme).expand(batch, heads, maps, length).contiguous()
         if described:
             allow_descriptors()
         attend_rounded[(tiles, batch * heads)](
             q[0], q[-1], k[0], k[-1], v, lam, starts, ends, weight, top, steps, out,
             out.view(torch.float16), clipped,
-            q[0].stride()[:3], k[0].stride()[:3], v.stride()[:3], steps.stride(),
+            q[0].stride()[:3], k[0].stride()[:3], v.stride()[:3],
             None if lam is None else lam.stride()[:3], out.stride()[:3], *lengths, scale, log2(e),
             2**bits - 1, eps, factor,
             MAPS=maps, CAUSAL=causal, SHIFT=shift, NORM=normed, DESCRIBED=described, D=width, DV=value_width,

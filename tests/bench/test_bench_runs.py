@@ -155,6 +155,12 @@ def test_every_aim_of_the_gpu_table_names_peers_that_exist():
             assert {name for aim in group.aims for name in (aim.path, aim.other)} <= set(group.arguments[-1])
 
 
+def test_every_kernel_with_configurations_is_tuned():
+    pytest.importorskip("triton")
+    kernels = {"prefill_v1", "prefill_v2", "prefill_int8", "simulated", "decode", "gemv", "gemm"}
+    assert {key.split("/")[0] for key in tune.shipped()} == kernels
+
+
 def test_tuning_takes_the_fastest_neighbour_that_is_right(monkeypatch):
     times = {"keys": {128: 1.0, 32: 3.0}, "stages": {3: 0.5}}
     current = {}

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from diffquant.bench import contest, decode, linears, peers, throughput
+from diffquant.bench import contest, decode, kernels, linears, peers, throughput
 from diffquant.bench.contest import Contest
 from diffquant.bench.workloads import MODELS, Model, Workload, lengths, model_named
 from diffquant.errors import UsageError
@@ -50,6 +50,16 @@ def test_every_peer_agrees_with_naive_or_says_why_it_cannot_run(section, work):
             assert cell.error <= cell.tolerance
         else:
             assert "CUDA" in cell.missing or "not installed" in cell.missing or "no DIFF V2" in cell.missing
+
+
+@pytest.mark.parametrize("bits", decode.RECIPES)
+@pytest.mark.parametrize("generation", ["v1", "v2"])
+def test_the_decode_kernel_reads_what_is_stored_for_it(generation, bits):
+    pytest.importorskip("triton")
+    call = peers.differential(Workload(WORKS[generation].model, 1, 150, 2, "float32"), "cpu")
+    store = kernels.stored(call, decode.RECIPES[bits])
+    peer = peers.Peer(lambda held: kernels.decode(held, store), peers.differential, peers.counts.fused)
+    assert peers.relative_error(peer, decode._cached(call, store, *store.read())) <= 1e-4
 
 
 def test_a_peer_that_is_wrong_is_named_and_not_timed(monkeypatch):

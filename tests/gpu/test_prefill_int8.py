@@ -10,6 +10,8 @@ from diffquant.kernels.prefill_int8 import prefill_int8, refused
 
 DEVICE = "cuda"
 LIMITS = {"fp16": 2e-2, "fp8": 8e-2}
+# Every kernel is compiled anew for each, at a second or more.
+WIDTHS = [(128, torch.float16), (64, torch.bfloat16)]
 LONG = 65_536
 
 if not torch.cuda.is_available():
@@ -49,8 +51,7 @@ def cosine(out, wanted):
 
 
 @pytest.mark.parametrize("name", SEEN)
-@pytest.mark.parametrize("width", [64, 128])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("width", "dtype"), WIDTHS, ids=str)
 @pytest.mark.parametrize("generation", ["plain", "v1", "v2"])
 def test_close_to_the_plain_form(generation, dtype, width, name, pv):
     queries, keys, seen = SEEN[name]
