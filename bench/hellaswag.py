@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from diffquant.checkpoint.load import load, load_tokenizer
-from diffquant.errors import MissingDependencyError, ToleranceError
+from diffquant.errors import MissingDependencyError, ToleranceError, UsageError
 from diffquant.evals.dtype import resolve
 from diffquant.evals.harness import require_lm_eval
 from diffquant.evals.hellaswag import Item, evaluate, load_items
@@ -171,7 +171,10 @@ def _transformers_llama(path: Path, dtype: torch.dtype) -> Any:
     from transformers.utils.quantization_config import GgufConfig
 
     if path.suffix != ".gguf":
-        return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True).eval()
+        try:
+            return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True).eval()
+        except ValueError as error:
+            raise UsageError(f"HFLM cannot load {path.name}, which transformers does not know") from error
     # Packed GGUF products would be slower still; both sides get dense weights.
     return AutoModelForCausalLM.from_pretrained(
         path.parent, gguf_file=path.name, dtype=dtype, quantization_config=GgufConfig(dequantize=True)

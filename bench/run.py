@@ -17,6 +17,7 @@ from . import linears, programs, roofline, throughput
 from .cells import Cell, Result
 from .contest import Contest
 from .environment import environment
+from .peers import failure
 from .workloads import Workload, model_named
 
 SECTIONS = ("attention", "decode", "linear", "throughput", "generate", "quantize", "export", "sweep")
@@ -92,12 +93,15 @@ class BenchOptions:
 
 
 def run(options: BenchOptions, progress: Progress = silent) -> Result:
-    """All sections, one after the other."""
+    """All sections, one after the other; one that fails is a cell that says so, and the others go on."""
     dtype = options.dtype or _DEFAULT_DTYPES[options.device]
     machine = roofline.measure(options.device, [dtype])
     cells: list[Cell] = []
     for section in options.sections:
-        cells += _RUN[section](options, dtype, progress)
+        try:
+            cells += _RUN[section](options, dtype, progress)
+        except Exception as error:  # whatever it is, it must not take the other sections' results along
+            cells.append(Cell(section, "the whole section", "diffquant", missing=failure(error)))
     settings = {
         "sections": list(options.sections),
         "device": options.device,

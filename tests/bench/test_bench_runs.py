@@ -9,7 +9,8 @@ import pytest
 import tiny_lm
 from typer.testing import CliRunner
 
-from diffquant.bench import generate, gpu, memory, programs, timing, tune
+from diffquant.bench import generate, gpu, memory, programs, run, timing, tune
+from diffquant.bench.cells import Cell
 from diffquant.bench.run import SECTIONS, BenchOptions
 from diffquant.cli import app
 from diffquant.errors import UsageError
@@ -94,6 +95,24 @@ def test_peers_of_one_section_do_not_stop_another():
     with pytest.raises(UsageError, match="unknown peer 'flush'"):
         BenchOptions(sections=("attention", "decode"), peers=("flush",))
     assert set(SECTIONS) >= {"attention", "decode", "generate", "quantize", "export", "sweep"}
+
+
+def test_a_section_that_fails_is_named_and_the_others_go_on(monkeypatch):
+    def broken(*arguments):
+        raise RuntimeError("no such thing")
+
+    monkeypatch.setitem(run._RUN, "quantize", broken)
+    monkeypatch.setitem(run._RUN, "linear", lambda *arguments: [Cell("linear", "1 x 1", "dense", values=(1.0,))])
+    monkeypatch.setattr(run.roofline, "measure", lambda *arguments: {})
+    failed, measured = run.run(BenchOptions(sections=("quantize", "linear"))).cells
+    assert (failed.section, failed.missing) == ("quantize", "RuntimeError: no such thing")
+    assert measured.values == (1.0,)
+
+
+def test_a_model_that_transformers_does_not_know_has_no_hflm_beside_it(tmp_path):
+    model = tiny_lm.write_diff_v2(tmp_path / "model")
+    (cell,) = programs.scoring([model], items=2, repeats=1)
+    assert "which transformers does not know" in cell.missing
 
 
 def test_shares_are_of_the_float32_export_and_of_torch():
