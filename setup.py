@@ -21,7 +21,7 @@ class BuildWithKernel(build_py):
         library = folder / native["LIBRARY"]
         if compiler is None:
             print("no C++ compiler: the native kernel is left out, exported models run their function body")
-        elif not native["up_to_date"](library):
+        else:
             try:
                 native["build"](library, compiler)
             except (OSError, subprocess.CalledProcessError) as error:

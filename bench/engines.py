@@ -83,6 +83,7 @@ def write_export(options: dict[str, Any], model: Path, folder: Path) -> None:
     """diffquant's export; a model without a tokenizer is calibrated on random tokens."""
     # Rooms do not import each other: the exporter is looked up when this runs as a program.
     export = importlib.import_module("diffquant.export")
+    export.require()
     has_text = model.is_file() or (model / "tokenizer.json").is_file()
     calibration = None if has_text else random_tokens(model, 64).tolist()
     export.export(model, folder, export.ExportOptions.parse(**options), calibration=calibration)

@@ -30,7 +30,7 @@ from typing import Any
 
 import numpy as np
 
-from diffquant.errors import UsageError
+from diffquant.errors import MissingDependencyError, UsageError
 
 from .engines import (
     Engine,
@@ -125,10 +125,15 @@ def _attempt(name: str, model: Path, folder: Path) -> dict[str, Any]:
         with ProcessPoolExecutor(1, get_context("spawn")) as writer:
             took = writer.submit(write, name, model, folder).result()
     except Exception as error:  # whatever a peer fails with, the table says it
-        if not CONTESTANTS[name].peer:
+        if not may_be_missing(name, error):
             raise
         return {"missing": reason(error)}
     return took | {"folder_bytes": sum(file.stat().st_size for file in folder.glob("*")) or None}
+
+
+def may_be_missing(name: str, error: Exception) -> bool:
+    """Whether the others run where a contestant failed: it is a peer, or packages are not installed."""
+    return CONTESTANTS[name].peer or isinstance(error, MissingDependencyError)
 
 
 def folder_of(name: str, place: Path) -> Path:
@@ -145,7 +150,7 @@ def measure(model: Path, place: Path, options: argparse.Namespace) -> dict[str, 
         try:
             pools[name] = admit(name, model, place, options)
         except Exception as error:  # as above
-            if not CONTESTANTS[name].peer:
+            if not may_be_missing(name, error):
                 raise
             found[name] = {"missing": reason(error)}
             continue

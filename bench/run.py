@@ -1,5 +1,6 @@
 """The bench as a whole: which sections run on which device, and the files they leave."""
 
+import importlib
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ import torch
 
 from diffquant.checkpoint.load import check_device
 from diffquant.checkpoint.staging import write_atomically
-from diffquant.errors import UsageError
+from diffquant.errors import MissingDependencyError, UsageError
 from diffquant.progress import Progress, silent
 
 from . import linears, programs, roofline, throughput
@@ -167,8 +168,10 @@ def _generate(options: BenchOptions, dtype: str, progress: Progress) -> list[Cel
 
 
 def _export(options: BenchOptions, dtype: str, progress: Progress) -> list[Cell]:
-    if find_spec("onnxruntime") is None:
-        return [Cell("export", "ONNX", "diffquant export", missing="onnxruntime is not installed")]
+    try:
+        importlib.import_module("diffquant.export").require()
+    except MissingDependencyError as error:
+        return [Cell("export", "ONNX", "diffquant export", missing=str(error))]
     native = programs.native_kernel(options.repeats, os.cpu_count() or 1, progress)
     return [*programs.exporting(0.3, progress), *native]
 

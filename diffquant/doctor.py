@@ -11,8 +11,9 @@ _NOT_YET = "nothing in this version"
 EXTRAS = {
     "onnx": (("onnx", "onnxscript", "onnxruntime"), "the export, verify and run commands, and eval of exported models"),
     "onnx-gpu": (("onnx", "onnxscript", "onnxruntime-gpu"), _NOT_YET),
-    "gpu": (("triton", "flash-attn"), "the flash_attn attention backend on CUDA"),
-    "bnb": (("bitsandbytes",), _NOT_YET),
+    "gpu": (("triton", "flash-attn"), "the CUDA kernels, and the flash_attn attention backend"),
+    "bnb": (("bitsandbytes",), "a peer of the bench's linear layers on CUDA"),
+    "search": (("scipy",), "the search command"),
     "peers": (("lm-eval", "compressed-tensors"), "lm-eval's tasks, and quantized checkpoints in stock transformers"),
 }
 

@@ -59,14 +59,13 @@ def calibrated_scales(source: Source, ranges: Ranges) -> dict[int, Scales]:
     bits = source.options.kv_bits
     ranges.check(Recipe.of(kv=f"{bits}:static"))
     order = state_order(source)
-    spec = source.spec
     scales = {}
     for layer in range(source.adapter.config.num_hidden_layers):
         pair = []
-        for target, places, heads in zip(("k", "v"), order, (spec.kv_pairs,) * 2, strict=True):
+        for target, places in zip(("k", "v"), order, strict=True):
             flat = np.empty(places.numel(), np.float32)
             flat[places.flatten().numpy()] = ranges.tensors[f"layers.{layer}.{target}"].flatten().numpy()
-            pair.append((flat / max_code(bits)).reshape(1, heads, 1, -1))
+            pair.append((flat / max_code(bits)).reshape(1, source.spec.kv_pairs, 1, -1))
         scales[layer] = (pair[0], pair[1])
     return scales
 

@@ -21,6 +21,7 @@ from diffquant.checkpoint.versions import versions
 from diffquant.errors import UsageError
 from diffquant.model.adapters import adapter_for
 from diffquant.progress import Progress, silent
+from diffquant.scheme import LAYER_TARGETS
 
 from .calibration import calibrated_scales, calibration_windows, static_scales
 from .decoder import build
@@ -208,10 +209,12 @@ def _notes(source: Source, streamed: Sequence[Streamed]) -> list[str]:
         fitted = "" if stored == scheme.bits else f" in {stored}-bit containers, which hold them exactly"
         notes.append(f"weights {scheme}: {megabytes(size)}, scales included{fitted}")
     recipe = stored_recipe(source.checkpoint.config)
-    if recipe.k.quantizes or recipe.v.quantizes or recipe.logits.quantizes:
+    simulated = {target: sorted(map(str, recipe.schemes_of(target))) for target in LAYER_TARGETS}
+    if any(schemes != ["16"] for schemes in simulated.values()):
+        said = ", ".join(f"{target} {' or '.join(schemes)}" for target, schemes in simulated.items())
         notes.append(
-            f"the checkpoint's recipe (k {recipe.k}, v {recipe.v}, logits {recipe.logits}) is simulated by "
-            "DiffTransformer; the exported cache and logits follow the options of this export alone"
+            f"the checkpoint's recipe ({said}) is simulated by DiffTransformer; the exported cache and logits follow "
+            "the options of this export alone"
         )
     if options.kv_bits == 4:
         notes.append("KV cache of 4 bits: experimental; compare its quality with --kv 8 before relying on it")

@@ -44,9 +44,11 @@ def evaluate_exported(
     Raises:
         UsageError: options ask for another precision or device than the model was exported with.
     """
-    if recipe is not None or (options.dtype, options.attention, options.device) != ("auto", "auto", "cpu"):
+    asked = (options.dtype, options.attention, options.device, options.scales)
+    if recipe is not None or asked != ("auto", "auto", "cpu", ()):
         raise UsageError(
-            "an exported model is measured as it is: leave out the recipe options, --dtype, --attention and --device"
+            "an exported model is measured as it is: leave out the recipe options, --scales, --dtype, --attention and "
+            "--device"
         )
     runtime = OnnxRuntime()
     return {task.name: runtime.run(folder, task, None, progress) for task in make_tasks(options)}

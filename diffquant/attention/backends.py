@@ -1,6 +1,6 @@
 """Who can compute an attention, and why one cannot."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
@@ -15,6 +15,7 @@ from diffquant.attention.naive import naive
 from diffquant.attention.norm import pair_norm
 from diffquant.attention.op import as_op
 from diffquant.errors import UsageError
+from diffquant.scheme import Scheme
 
 
 @dataclass(frozen=True)
@@ -64,11 +65,15 @@ BACKENDS: dict[str, Backend] = {
 }
 
 
-def check_backend(name: str) -> None:
-    """Check a name that a user gave.
+def check_backend(name: str, logits: Iterable[Scheme] = ()) -> None:
+    """Check a name that a user gave, for attention with logits at any of some schemes.
 
     Raises:
-        UsageError: it is neither "auto" nor a backend.
+        UsageError: it is neither "auto" nor a backend, or one that cannot quantize logits and is to.
     """
     if name not in ("auto", *BACKENDS):
         raise UsageError(f"unknown attention backend {name!r}; known are auto, {', '.join(BACKENDS)}")
+    if name not in ("auto", "naive") and any(scheme.quantizes for scheme in logits):
+        raise UsageError(
+            f"attention backend {name!r} keeps logits inside its kernel and cannot quantize them; use auto or naive"
+        )

@@ -50,7 +50,7 @@ def attend(
             do what is asked.
     """
     call = Call(q, k, v, lam, scale, mask, post)
-    check_backend(backend)
+    check_backend(backend, [logits])
     if logits.quantizes:
         return _attend_quantized(call, logits, meter, ranges, backend)
     name = fastest(call) if backend == "auto" else backend
@@ -79,8 +79,6 @@ def _attend_quantized(
     heads = len(call.q) * call.q[0].shape[1]
     if logits.granularity == "static" and (ranges is None or ranges.numel() != heads):
         raise UsageError(f"logits at {logits} need {heads} calibrated ranges, one a head of each map")
-    if backend not in ("auto", "naive"):
-        raise UsageError(f"attention backend {backend!r} keeps logits inside its kernel and cannot quantize them")
     arguments = (call.q, call.k, call.v, call.lam, call.scale, call.mask, logits)
     if backend == "naive":
         return pair_norm(naive(*arguments, ranges), call.post)

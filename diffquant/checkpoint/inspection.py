@@ -15,7 +15,7 @@ from diffquant.checkpoint.reader import Checkpoint, open_checkpoint
 from diffquant.errors import CheckpointError
 from diffquant.model.adapters import Adapter, adapter_for
 from diffquant.model.layout import LAMBDA_VECTORS
-from diffquant.scheme import Recipe
+from diffquant.scheme import LAYER_TARGETS, Recipe
 
 WIDTHS = ("8:g32", "6:g32", "4:g32", "4:g128")
 
@@ -50,7 +50,7 @@ class Inspection:
             f"{self.layers} layers, hidden {self.hidden_size}, {_heads(spec)}",
             f"RoPE {spec.rope}, post-norm {spec.post_norm}",
         ]
-        if self.packed:
+        if self.packed or self.recipe != Recipe():
             lines.append(f"{self.packed} weights are packed; recipe: {_schemes(self.recipe)}")
         if spec.lam == "exp":
             lines.append("λ by layer: " + " ".join(f"{value:.3f}" for value in self.lam))
@@ -118,4 +118,5 @@ def _heads(spec: DiffSpec) -> str:
 
 
 def _schemes(recipe: Recipe) -> str:
-    return ", ".join(f"{name} {getattr(recipe, name)}" for name in ("weights", "k", "v", "logits"))
+    schemes = [f"{name} {getattr(recipe, name)}" for name in ("weights", *LAYER_TARGETS)]
+    return ", ".join([*schemes, f"overrides {len(recipe.overrides)}"] if recipe.overrides else schemes)

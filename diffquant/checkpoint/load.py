@@ -164,6 +164,7 @@ def _simulated_schemes(
         raise UsageError(
             f"{checkpoint.path} holds quantized weights already; give a recipe without weights, or its 16-bit original"
         )
+    recipe.check_layers(adapter.config.num_hidden_layers)
     return {}
 
 

@@ -233,7 +233,8 @@ def _write_descriptions(
     write_atomically(
         folder / "diffquant.json", json.dumps(_account(plan, records, errors) | {"rounding": rounding}, indent=2) + "\n"
     )
-    write_atomically(folder / "README.md", quantized_card(plan, errors={e.name: e.error for e in errors.values()}))
+    card = quantized_card(plan, rounding["name"], {e.name: e.error for e in errors.values()})
+    write_atomically(folder / "README.md", card)
 
 
 def _account(plan: Plan, records: Mapping[str, Mapping[str, Any]], errors: Mapping[str, TensorError]) -> dict[str, Any]:

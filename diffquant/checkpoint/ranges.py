@@ -6,7 +6,7 @@ A safetensors file: `layers.N.k` [key heads, d], `layers.N.v` [h_kv, dv], `layer
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,6 +54,15 @@ class Ranges:
                     f"{target} {wrong[0]}: these scales were clipped for {self.bits} bits; calibrate with "
                     f"--bits {wrong[0].bits}, or with an observer that serves every width"
                 )
+
+
+def check_taken(scales: Path | str | None, recipes: Iterable[Recipe]) -> None:
+    """
+    Raises:
+        UsageError: scales are given, and no recipe has a static scheme.
+    """
+    if scales is not None and not any(recipe.is_static(target) for recipe in recipes for target in LAYER_TARGETS):
+        raise UsageError(f"nothing takes the scales in {scales}: give a static scheme, such as --kv 8:static")
 
 
 def check_output(path: Path, overwrite: bool) -> None:

@@ -26,6 +26,7 @@ from diffquant.cli.options import (
     Weights,
     to_json,
 )
+from diffquant.errors import UsageError
 from diffquant.progress import progress_for
 from diffquant.scheme import Recipe
 
@@ -59,6 +60,8 @@ def quantize(
     from diffquant.checkpoint.quantize import quantize as run
 
     wanted = RecipeOptions(weights, kv, k, v, logits, residual, override, recipe).required()
+    if text is not None and rounding != "gptq":
+        raise UsageError("--text is what --rounding gptq reads; give both or neither")
     if dry_run:
         from diffquant.checkpoint.plan import make_plan
         from diffquant.checkpoint.reader import open_checkpoint
@@ -150,8 +153,11 @@ def _load(
     path: Path, recipe: Recipe | None, dtype: str | None, device: str, scales: Path | None
 ) -> "tuple[DiffTransformer, Any]":
     from diffquant.checkpoint.load import load, load_tokenizer
+    from diffquant.checkpoint.ranges import check_taken
     from diffquant.evals.dtype import resolve
 
     torch_dtype = resolve(dtype, device) if dtype else None
     tokenizer = load_tokenizer(path)
-    return load(path, recipe, torch_dtype, device, scales=scales), tokenizer
+    model = load(path, recipe, torch_dtype, device, scales=scales)
+    check_taken(scales, [model.recipe])
+    return model, tokenizer

@@ -22,7 +22,10 @@ Logits = Annotated[str, typer.Option(help="Attention logits (simulated): 6:row, 
 Residual = Annotated[int, typer.Option(help="Newest tokens of the KV cache that stay 16-bit.")]
 Override = Annotated[
     list[str] | None,
-    typer.Option(help="PATTERN=SCHEME for some weights, such as '*.mlp.*=6:row'; the first match wins."),
+    typer.Option(
+        help="PATTERN=SCHEME for some weights, or layers' .k, .v and .logits: '*.mlp.*=6:row', '*.layers.3.*.k=8'; "
+        "the first match wins."
+    ),
 ]
 RecipeFile = Annotated[Path | None, typer.Option("--recipe", help="All of this from a YAML file instead.")]
 Scales = Annotated[

@@ -5,6 +5,7 @@ from typing import Any
 
 from diffquant.attention import check_backend
 from diffquant.checkpoint.load import load, load_tokenizer
+from diffquant.checkpoint.ranges import check_taken
 from diffquant.evals.dtype import resolve
 from diffquant.progress import Progress, silent
 from diffquant.scheme import Recipe
@@ -30,6 +31,7 @@ def evaluate(
     tokenizer = load_tokenizer(path)
     scales = next(iter(options.scales), None)
     model = load(path, recipe, resolve(options.dtype, options.device), options.device, scales=scales)
+    check_taken(scales, [model.recipe])
     model.use_attention(options.attention)
     results = {task.name: task.run(model, tokenizer, None, progress) for task in tasks}
     model.require_fired()

@@ -29,7 +29,7 @@ class SweepOptions:
         limit: items of each accuracy task; all by default.
         items: JSONL of HellaSwag items; those that ship by default.
         text: file for perplexity and needle; the prose that ships by default.
-        characters: how much of the text is read; all where None.
+        characters: how much of the text perplexity reads; all where None.
         window, stride: of perplexity, in tokens.
         lengths: tokens of a needle prompt; a needle item stands at each of five depths.
         dtype: "auto", "bfloat16", "float16" or "float32".
@@ -118,6 +118,10 @@ def points(models: Sequence[Path], options: SweepOptions) -> list[Point]:
     twice = sorted({str(name) for name in names if names.count(name) > 1})
     if twice:
         raise UsageError(f"named twice: {', '.join(twice)}")
+    stems = [recipe.stem for recipe in options.recipes]
+    alike = sorted({stem for stem in stems if stems.count(stem) > 1})
+    if alike:
+        raise UsageError(f"recipes are told apart by their files' names; rename all but one {', '.join(alike)}")
     _check_granularities(options)
     widths = sorted({bits for bits in options.bits if bits != 16}, reverse=True)
     return [point for model in models for point in _points_of(model, widths, options)]

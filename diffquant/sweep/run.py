@@ -14,7 +14,7 @@ import transformers
 from diffquant.attention import check_backend
 from diffquant.checkpoint.identity import model_fingerprint
 from diffquant.checkpoint.load import check_device, check_loadable
-from diffquant.checkpoint.ranges import read_any_ranges
+from diffquant.checkpoint.ranges import check_taken, read_any_ranges
 from diffquant.checkpoint.staging import file_digest, write_atomically
 from diffquant.checkpoint.versions import versions
 from diffquant.errors import CheckpointError, UsageError
@@ -59,13 +59,15 @@ def run_sweep(
     grid = points(checkpoints, options) if checkpoints or not exported else []
     tasks = make_tasks(options)
     check_device(options.device)
-    check_backend(options.attention)
+    check_backend(options.attention, (scheme for point in grid for scheme in point.recipe.schemes_of("logits")))
     for model in checkpoints:
         _check_model(model, [point.recipe for point in grid if point.model == model])
     fingerprints = {model: model_fingerprint(model) for model in checkpoints}
     sweep = _Sweep(options, tasks, fingerprints, _scales_by_model(fingerprints, options.scales), exported)
     for point in grid:
         _check_scales(point, sweep.scales.get(point.model))
+    for model, file in sweep.scales.items():
+        check_taken(file, [point.recipe for point in grid if point.model == model])
     grid += exported_points(exported, checkpoints)
     folder = output / "cells"
     folder.mkdir(parents=True, exist_ok=True)
@@ -99,8 +101,8 @@ def _session(sweep: "_Sweep", point: Point, runtime: Runtime | None) -> Session 
 
 
 def _check_model(model: Path, recipes: list[Recipe]) -> None:
-    """As `check_loadable`; a GGUF takes many seconds to open and is opened for weights to be rounded alone."""
-    if model.suffix != ".gguf" or any(recipe.weights.quantizes for recipe in recipes):
+    """As `check_loadable`; a GGUF takes many seconds to open and is opened for weights or layers that are named."""
+    if model.suffix != ".gguf" or any(recipe.weights.quantizes or recipe.overrides for recipe in recipes):
         check_loadable(model, recipes)
 
 
@@ -157,7 +159,9 @@ class _Sweep:
 
     def key(self, point: Point, task: Task) -> dict[str, Any]:
         """All that a cell's result depends on."""
+        attention = {} if self.options.attention == "auto" else {"attention": self.options.attention}
         if point.model in self.exported:
+            reference = {"device": torch.device(self.options.device).type} | attention
             return {
                 "format": RESULT_FORMAT,
                 "model": self.exported[point.model].identity,
@@ -165,7 +169,7 @@ class _Sweep:
                 "task": self._identities[task.name],
                 "dtype": str(self.dtype).removeprefix("torch."),
                 "versions": _versions(),
-            }
+            } | (reference if point.compared_with else {})
         is_static = any(point.recipe.is_static(target) for target in LAYER_TARGETS)
         scales = {"scales": file_digest(self.scales[point.model])} if is_static else {}
         return (
@@ -179,7 +183,7 @@ class _Sweep:
                 "device": torch.device(self.options.device).type,
                 "versions": _versions(),
             }
-            | ({} if self.options.attention == "auto" else {"attention": self.options.attention})
+            | attention
         )
 
     def settings(self) -> dict[str, Any]:

@@ -94,6 +94,7 @@ def test_every_rounding_writes_the_same_layout(checkpoint, tmp_path):
         layouts[name] = {key: (tensor.dtype, tensor.shape) for key, tensor in tensors.items()}
         errors[name] = sum(e.error for e in report.errors)
         assert json.loads((tmp_path / name / "diffquant.json").read_text())["rounding"]["name"] == name
+        assert f"rounding: {name}" in (tmp_path / name / "README.md").read_text()
         assert load(tmp_path / name, dtype=torch.float32)(ids).logits.isfinite().all()
     assert layouts["nearest"] == layouts["mse"] == layouts["gptq"]
     assert errors["mse"] < errors["nearest"]

@@ -164,6 +164,8 @@ def test_tasks_run_on_an_exported_folder(source, plain):
 def test_an_export_is_measured_as_it_is(plain):
     with pytest.raises(diffquant.DiffQuantError, match="as it is"):
         evaluate_exported(plain, diffquant.Recipe.of(kv=8), SweepOptions())
+    with pytest.raises(diffquant.DiffQuantError, match=r"leave out .* --scales"):
+        evaluate_exported(plain, None, SweepOptions(scales=(Path("scales.safetensors"),)))
 
 
 def test_the_command_line_exports_verifies_and_runs(source, tmp_path):
@@ -228,8 +230,10 @@ def test_an_export_is_a_row_of_the_sweep_compared_with_its_source(source, plain,
 
 def test_an_export_of_a_quantized_checkpoint_is_compared_with_what_was_quantized(source, tmp_path):
     quantized, folder = tmp_path / "quantized", tmp_path / "onnx"
-    diffquant.quantize(source, quantized, diffquant.Recipe.of(weights="4:g32"))
-    export(quantized, folder, ExportOptions(kv_bits=8))
+    recipe = diffquant.Recipe.of(weights="4:g32", overrides={"model.layers.1.self_attn.logits": "6:row"})
+    diffquant.quantize(source, quantized, recipe)
+    report = export(quantized, folder, ExportOptions(kv_bits=8))
+    assert any("logits 16 or 6:row) is simulated by DiffTransformer" in note for note in report.notes)
     result = run_sweep([source, folder], SweepOptions(bits=(), limit=2), tmp_path / "sweep", runtime=OnnxRuntime())
     _, exported = rows(result)
     assert (exported.point.compared_with, exported.point.scheme) == (source, "4:g32 kv 8")

@@ -1,6 +1,7 @@
 import json
 import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import tiny_lm
@@ -190,6 +191,17 @@ def test_bad_input_is_refused_before_any_cell(model, tmp_path):
         run_sweep([model], SweepOptions(dtype="int8"), tmp_path / "out")
     with pytest.raises(UsageError, match="unknown attention backend 'fast'"):
         run_sweep([model], SweepOptions(attention="fast"), tmp_path / "out")
+    with pytest.raises(UsageError, match="'flashdiff1' keeps logits inside its kernel"):
+        run_sweep([model], SweepOptions(attention="flashdiff1"), tmp_path / "out")
+    quantize(model, tmp_path / "packed", Recipe.of(weights="8:row"))
+    nowhere = tmp_path / "nowhere.yaml"
+    nowhere.write_text("overrides: {model.layers.77.self_attn.k: 8}")
+    with pytest.raises(UsageError, match=r"layers\.77\.self_attn\.k' match no layer"):
+        run_sweep([tmp_path / "packed"], SweepOptions(recipes=(nowhere,)), tmp_path / "out")
+    (tmp_path / "other").mkdir()
+    twin = shutil.copy(nowhere, tmp_path / "other")
+    with pytest.raises(UsageError, match="rename all but one nowhere"):
+        run_sweep([model], SweepOptions(recipes=(nowhere, Path(twin))), tmp_path / "out")
     assert not list(tmp_path.glob("out/cells/*"))
 
 
