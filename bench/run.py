@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -11,7 +12,7 @@ import torch
 
 from diffquant.checkpoint.load import check_device
 from diffquant.checkpoint.staging import write_atomically
-from diffquant.errors import MissingDependencyError, UsageError
+from diffquant.errors import FailedCellsError, MissingDependencyError, UsageError
 from diffquant.progress import Progress, silent
 
 from . import linears, programs, roofline, throughput
@@ -98,11 +99,14 @@ def run(options: BenchOptions, progress: Progress = silent) -> Result:
     dtype = options.dtype or _DEFAULT_DTYPES[options.device]
     machine = roofline.measure(options.device, [dtype])
     cells: list[Cell] = []
+    failed: list[str] = []
+    started = time.monotonic()
     for section in options.sections:
         try:
             cells += _RUN[section](options, dtype, progress)
         except Exception as error:  # whatever it is, it must not take the other sections' results along
             cells.append(Cell(section, "the whole section", "diffquant", missing=failure(error)))
+            failed.append(section)
     settings = {
         "sections": list(options.sections),
         "device": options.device,
@@ -114,8 +118,22 @@ def run(options: BenchOptions, progress: Progress = silent) -> Result:
         "threads": torch.get_num_threads(),
         "checkpoints": [path.name for path in options.checkpoints],
         "graph": options.graph,
+        "seconds": round(time.monotonic() - started, 1),
+        "failed_sections": failed,
     }
     return Result(environment(*_PACKAGES), machine, settings, tuple(cells))
+
+
+def require_complete(result: Result) -> None:
+    """Check that every section could be measured.
+
+    Raises:
+        FailedCellsError: naming those that could not, and why.
+    """
+    failed = result.settings["failed_sections"]
+    reasons = [f"{cell.section}: {cell.missing}" for cell in result.cells if cell.section in failed and cell.missing]
+    if failed:
+        raise FailedCellsError(f"{len(failed)} sections failed:\n" + "\n".join(reasons))
 
 
 def write_outputs(result: Result, folder: Path) -> list[Path]:

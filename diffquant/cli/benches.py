@@ -76,3 +76,4 @@ def bench(
     if former:
         typer.echo(summary(former, result), err=as_json)
     typer.echo(f"wrote {', '.join(map(str, written))}", err=as_json)
+    run.require_complete(result)

@@ -242,7 +242,8 @@ class DiffTransformerModel(DiffPreTrainedModel):
 
     def new_cache(self) -> Cache:
         """An empty KV cache as the recipe wants it, and the fastest that the device has for that."""
-        if self.has_fused_cache:
+        # The kernels have no backward pass.
+        if self.has_fused_cache and not torch.is_grad_enabled():
             return FusedCache(self.recipe, len(self.layers))
         return PackedCache(self.recipe, len(self.layers), self.ranges) if self.has_quantized_cache else DynamicCache()
 

@@ -1,5 +1,6 @@
 """The engine: every missing cell, each written as soon as it is measured."""
 
+import importlib.metadata
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -168,7 +169,7 @@ class _Sweep:
                 "compared_with": self.fingerprints[point.compared_with] if point.compared_with else None,
                 "task": self._identities[task.name],
                 "dtype": str(self.dtype).removeprefix("torch."),
-                "versions": _versions(),
+                "versions": _versions(self.options.device),
             } | (reference if point.compared_with else {})
         is_static = any(point.recipe.is_static(target) for target in LAYER_TARGETS)
         scales = {"scales": file_digest(self.scales[point.model])} if is_static else {}
@@ -181,7 +182,7 @@ class _Sweep:
                 "task": self._identities[task.name],
                 "dtype": str(self.dtype).removeprefix("torch."),
                 "device": torch.device(self.options.device).type,
-                "versions": _versions(),
+                "versions": _versions(self.options.device),
             }
             | attention
         )
@@ -193,7 +194,7 @@ class _Sweep:
             "models": {str(path): digest for path, digest in self.fingerprints.items()},
             "quantized": [str(path) for path in self.fingerprints if is_quantized(path)],
             "dtype": str(self.dtype).removeprefix("torch."),
-            "versions": _versions(),
+            "versions": _versions(self.options.device),
             "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         }
 
@@ -238,8 +239,16 @@ def _by_weights(jobs: list[_Job]) -> list[_Job]:
     return sorted(jobs, key=lambda job: order.index(str(job.point.recipe.weights)))
 
 
-def _versions() -> dict[str, str]:
-    return versions() | {"transformers": transformers.__version__}
+def _versions(device: str) -> dict[str, str]:
+    of_kernels = ("triton", "flash-attn") if torch.device(device).type == "cuda" else ()
+    return versions() | {"transformers": transformers.__version__} | {name: _version(name) for name in of_kernels}
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
 
 
 def _plain(value: Any) -> Any:

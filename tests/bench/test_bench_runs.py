@@ -13,7 +13,7 @@ from diffquant.bench import generate, gpu, memory, programs, run, timing, tune
 from diffquant.bench.cells import Cell
 from diffquant.bench.run import SECTIONS, BenchOptions
 from diffquant.cli import app
-from diffquant.errors import UsageError
+from diffquant.errors import FailedCellsError, UsageError
 from diffquant.kernels.configs import AttentionTile
 
 
@@ -104,9 +104,12 @@ def test_a_section_that_fails_is_named_and_the_others_go_on(monkeypatch):
     monkeypatch.setitem(run._RUN, "quantize", broken)
     monkeypatch.setitem(run._RUN, "linear", lambda *arguments: [Cell("linear", "1 x 1", "dense", values=(1.0,))])
     monkeypatch.setattr(run.roofline, "measure", lambda *arguments: {})
-    failed, measured = run.run(BenchOptions(sections=("quantize", "linear"))).cells
+    result = run.run(BenchOptions(sections=("quantize", "linear")))
+    failed, measured = result.cells
     assert (failed.section, failed.missing) == ("quantize", "RuntimeError: no such thing")
     assert measured.values == (1.0,)
+    with pytest.raises(FailedCellsError, match="quantize: RuntimeError"):
+        run.require_complete(result)
 
 
 def test_a_model_that_transformers_does_not_know_has_no_hflm_beside_it(tmp_path):
