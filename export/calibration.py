@@ -13,7 +13,7 @@ from diffquant.checkpoint.load import load_tokenizer
 from diffquant.checkpoint.ranges import Ranges
 from diffquant.data import books_text
 from diffquant.errors import CheckpointError, UsageError
-from diffquant.model.modeling import DiffAttention
+from diffquant.model.attention import DiffAttention
 from diffquant.numerics import max_code
 from diffquant.progress import Progress
 from diffquant.scheme import Recipe

@@ -11,7 +11,7 @@ from diffquant.attention import Mask
 from diffquant.attention.naive import naive
 from diffquant.export.body import CONTRIB, body
 from diffquant.export.op import DOMAIN, NAME, VERSION, OpAttributes, schema
-from diffquant.model.modeling import rotate
+from diffquant.model.attention import rotate
 from diffquant.scheme import FULL, Scheme
 
 OPSET, IR = 23, 10

@@ -17,7 +17,7 @@ import diffquant
 from diffquant import data
 from diffquant.errors import NonFiniteError, OutputExistsError, UsageError
 from diffquant.evals import needle
-from diffquant.model.modeling import rotate
+from diffquant.model.attention import rotate
 
 RECIPES = Path(program.__file__).parent
 SIZES = Sizes(hidden=32, layers=2, heads=4, head_dim=8, inner=80, context=128, init=0.1, bias=True, theta=10000.0)
