@@ -6,10 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from diffquant.sweep.plot import COLOURS
+
 from .cells import Cell, Result
 
-# Okabe and Ito's colours, which people with any common colour blindness can tell apart.
-_COLOURS = ("#000000", "#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+# Black first: a baseline comes first.
+_COLOURS = (COLOURS[-1], *COLOURS[:-1])
 _STYLES = ("-", "--", ":", "-.")
 _MARKERS = ("o", "s", "^", "D", "v")
 _PANELS_A_ROW = 2

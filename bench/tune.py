@@ -66,10 +66,7 @@ def shipped() -> dict[str, Any]:
     """Every configuration of the kernels' tables by key, as tuned already."""
     found: dict[str, Any] = {key: choose(PREFILL, key) for key in PREFILL}
     for name in MODULES:
-        try:
-            table: Mapping[str, Any] = import_module(f"diffquant.kernels.{name}").TILES
-        except (ImportError, AttributeError):
-            continue
+        table: Mapping[str, Any] = import_module(f"diffquant.kernels.{name}").TILES
         found |= {key: choose(table, key) for key in table}
     return found
 

@@ -4,9 +4,10 @@ from pathlib import Path
 from typing import Any
 
 from diffquant.checkpoint.staging import write_atomically
+from diffquant.sweep.plot import COLOURS
 
 from .outliers import HIDDEN, LOGITS, RANKS, Magnitude, ModelOutliers, Outliers
-from .plots import COLOURS, new_figure, plain_log_scale, tidy
+from .plots import new_figure, plain_log_scale, tidy
 
 _TITLES = {LOGITS: "attention logits, |q·k|/√d", HIDDEN: "hidden states, |layer output|"}
 

@@ -2,9 +2,6 @@
 
 from typing import Any
 
-# Okabe and Ito's colours, which people with any common colour blindness can tell apart.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-
 
 def new_figure(width: float, height: float) -> Any:
     """A figure in inches whose parts make room for each other."""

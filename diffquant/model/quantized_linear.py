@@ -20,7 +20,6 @@ class QuantizedLinear(nn.Module):
 
     def __init__(self, weight: PackedWeight, bias: nn.Parameter | None = None) -> None:
         super().__init__()
-        self.backend = "auto"
         self.bits, self.group = weight.bits, weight.group
         self.out_features, self.in_features = weight.shape
         for name in ("low", "high", "scales", "row_scale"):
@@ -33,7 +32,7 @@ class QuantizedLinear(nn.Module):
         return PackedWeight(self.low, self.high, self.scales, self.row_scale, self.bits, self.group, shape)
 
     def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.packed, self.bias, self.backend)
+        return linear(x, self.packed, self.bias)
 
     def extra_repr(self) -> str:
         groups = f", group={self.group}" if self.group else ""

@@ -15,7 +15,7 @@ from diffquant.sweep.result import SweepResult
 from diffquant.sweep.table import Row, rows
 
 # Okabe and Ito's colours, which people with any common colour blindness can tell apart.
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 _STYLES = ("-", "--", ":", "-.")
 _MARKERS = ("o", "s", "^", "D")
 _SPREAD = 0.06
@@ -102,7 +102,7 @@ class _Look:
     def of(self, line: Line) -> dict[str, Any]:
         style = self.granularities.index(line.granularity)
         return {
-            "color": _COLOURS[self.models.index(line.model) % len(_COLOURS)],
+            "color": COLOURS[self.models.index(line.model) % len(COLOURS)],
             "linestyle": _STYLES[style % len(_STYLES)],
             "marker": _MARKERS[style % len(_MARKERS)],
         }
