@@ -249,9 +249,9 @@ def test_memory_of_simulated_logits_is_linear_in_the_keys(monkeypatch):
     [
         (lambda q, k, v, lam: (q, k, v, None), "one map without λ or two with it"),
         (lambda q, k, v, lam: (q[:1], k, v, lam), "one map without λ or two with it"),
-        (lambda q, k, v, lam: (q, k, v.float(), lam), "mix"),
-        (lambda q, k, v, lam: (q, [k[0], k[1][:, :, 1:]], v, lam), "shapes disagree"),
-        (lambda q, k, v, lam: ([x[:, :5] for x in q], k, v, lam), "shapes disagree"),
+        (lambda q, k, v, lam: (q, k, v.float(), lam), "v is float32; use one"),
+        (lambda q, k, v, lam: (q, [k[0], k[1][:, :, 1:]], v, lam), r"k2 \[2, 2, 6, 8\], not \[2, 2, 7, 8\]"),
+        (lambda q, k, v, lam: ([x[:, :5] for x in q], k, v, lam), "2 KV pairs do not divide 5 query pairs"),
     ],
 )
 def test_arguments_that_disagree_are_refused(change, message):
