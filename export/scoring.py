@@ -23,7 +23,7 @@ from diffquant.evals.perplexity import Reference
 from diffquant.model.adapters import adapter_for
 from diffquant.progress import Progress, silent
 from diffquant.scheme import Recipe, Scheme
-from diffquant.sweep.exported import ExportedModel
+from diffquant.sweep.exported import ExportedModel, check_as_it_is
 from diffquant.sweep.grid import SweepOptions
 from diffquant.sweep.tasks import Task, make_tasks
 
@@ -44,12 +44,7 @@ def evaluate_exported(
     Raises:
         UsageError: options ask for another precision or device than the model was exported with.
     """
-    asked = (options.dtype, options.attention, options.device, options.scales)
-    if recipe is not None or asked != ("auto", "auto", "cpu", ()):
-        raise UsageError(
-            "an exported model is measured as it is: leave out the recipe options, --scales, --dtype, --attention and "
-            "--device"
-        )
+    check_as_it_is(options, recipe)
     runtime = OnnxRuntime()
     return {task.name: runtime.run(folder, task, None, progress) for task in make_tasks(options)}
 

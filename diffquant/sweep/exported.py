@@ -12,7 +12,7 @@ from diffquant.errors import UsageError
 from diffquant.evals.perplexity import Reference
 from diffquant.progress import Progress
 from diffquant.scheme import Recipe
-from diffquant.sweep.grid import EXPORTED, Point
+from diffquant.sweep.grid import EXPORTED, Point, SweepOptions
 from diffquant.sweep.session import Session
 from diffquant.sweep.tasks import Task
 
@@ -68,6 +68,20 @@ class ExportedSession:
 def is_exported(path: Path) -> bool:
     """Whether a path is a folder with an ONNX model."""
     return (path / "model.onnx").is_file()
+
+
+def check_as_it_is(options: SweepOptions, recipe: Recipe | None = None) -> None:
+    """Check that nothing asks for another precision or place than an exported model has.
+
+    Raises:
+        UsageError: something does.
+    """
+    asked = (options.dtype, options.attention, options.device, options.scales)
+    if recipe is not None or asked != ("auto", "auto", "cpu", ()):
+        raise UsageError(
+            "an exported model is measured as it is: leave out the recipe options, --scales, --dtype, --attention and "
+            "--device"
+        )
 
 
 def describe(paths: Sequence[Path], runtime: Runtime | None) -> dict[Path, ExportedModel]:

@@ -23,7 +23,7 @@ from diffquant.evals.dtype import resolve
 from diffquant.progress import Progress, silent
 from diffquant.scheme import LAYER_TARGETS, Recipe
 from diffquant.sweep.cell import Cell, is_quantized
-from diffquant.sweep.exported import ExportedModel, ExportedSession, Runtime, describe, exported_points
+from diffquant.sweep.exported import ExportedModel, ExportedSession, Runtime, check_as_it_is, describe, exported_points
 from diffquant.sweep.grid import Point, SweepOptions, points
 from diffquant.sweep.result import Measured, SweepResult
 from diffquant.sweep.session import Session
@@ -57,6 +57,8 @@ def run_sweep(
     paths = [Path(model) for model in models]
     exported = describe(paths, runtime)
     checkpoints = [path for path in paths if path not in exported]
+    if not checkpoints and exported:
+        check_as_it_is(options)
     grid = points(checkpoints, options) if checkpoints or not exported else []
     tasks = make_tasks(options)
     check_device(options.device)

@@ -239,6 +239,11 @@ def test_an_export_of_a_quantized_checkpoint_is_compared_with_what_was_quantized
     assert (exported.point.compared_with, exported.point.scheme) == (source, "4:g32 kv 8")
 
 
+def test_a_sweep_of_exports_alone_takes_no_options_for_checkpoints(plain, tmp_path):
+    with pytest.raises(diffquant.DiffQuantError, match="as it is: leave out the recipe options"):
+        run_sweep([plain], SweepOptions(dtype="float32"), tmp_path / "sweep", runtime=OnnxRuntime())
+
+
 def test_a_sweep_refuses_an_export_that_changed(plain, tmp_path):
     folder = tmp_path / "edited"
     shutil.copytree(plain, folder)
