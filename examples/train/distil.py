@@ -28,7 +28,7 @@ class Objective:
 
     def __init__(self, model: DiffTransformer, teacher: DiffTransformer, compiled: bool) -> None:
         compiler: Callable[..., Callable[..., Tensor]] = torch.compile if compiled else lambda function: function
-        self.device = model.device
+        self._parameters, self.device = list(model.parameters()), model.device
         self._heads = model.lm_head.weight, teacher.lm_head.weight
         self._model, self._teacher = compiler(model.model), compiler(teacher.model)
         self._text_loss, self._distance = compiler(_text_loss), compiler(_distance)
@@ -61,7 +61,7 @@ class Objective:
         return float(total)
 
     def seconds(self, source: Source, schedule: Schedule, distil: bool) -> float:
-        """Time of a step's gradients, measured after what compiles."""
+        """Time of a step's gradients, measured after what compiles; none are left."""
         length = schedule.longest
         ids, weights = source.batch(schedule.seed, 0, max(1, schedule.tokens // length), length)
         ids, weights = ids.to(self.device), weights.to(self.device)
@@ -69,7 +69,10 @@ class Objective:
         started = time.monotonic()
         for _ in range(_TIMED):
             self.differentiate(ids, weights, distil)
-        return schedule.accumulate * (time.monotonic() - started) / _TIMED
+        taken = time.monotonic() - started
+        for parameter in self._parameters:
+            parameter.grad = None
+        return schedule.accumulate * taken / _TIMED
 
     def _states(self, model: Callable[..., Tensor], ids: Tensor) -> Tensor:
         """[B·T, D]"""

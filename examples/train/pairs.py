@@ -28,6 +28,7 @@ from tokens import TokenWindows, check_length
 from train import claim, read_text
 
 from diffquant.checkpoint.identity import model_fingerprint
+from diffquant.checkpoint.inspection import inspect_checkpoint
 from diffquant.checkpoint.load import check_device, load, load_tokenizer
 from diffquant.checkpoint.staging import check_output, staged, write_atomically
 from diffquant.demo import smollm2
@@ -50,6 +51,7 @@ def main() -> None:
     try:
         if arguments.verb == "apply":
             apply(arguments.delta, arguments.base, arguments.output)
+            print(inspect_checkpoint(arguments.output))
             return
         settings = PairsSettings.read(arguments.settings)
         base = arguments.base or smollm2()

@@ -4,12 +4,12 @@ A DIFF head takes over a Transformer's head as both of its maps. Heads are not j
 two heads weigh values apart, which one pair's values cannot, and nine heads do not pair.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad
 
 from diffquant.attention.spec import DiffSpec
 from diffquant.model.config import DiffTransformerConfig
@@ -18,6 +18,8 @@ from diffquant.model.modeling import DiffTransformer
 
 # Standard deviation of V1's λ vectors (arXiv 2410.05258, section 2.1).
 _LAMBDA_STD = 0.1
+# Of both at the start: V2's where its projection is 0.
+_LAMBDA = 0.5
 # V1's constant channels, in root mean squares of the values beside them.
 _CONSTANT = 3.0
 
@@ -31,7 +33,7 @@ class Level:
 
     Attributes:
         constant: [h_kv] what the second half of each KV pair's values starts as.
-        gain: [h] by which the norm shrinks each pair's output, for the output projection to undo.
+        gain: [h] by which the norm shrinks each pair's output, to be multiplied back.
     """
 
     constant: Tensor
@@ -65,22 +67,20 @@ def new_model(
         kind: "transformer" (a copy), "diff-v1" or "diff-v2".
         base: the Transformer, in float32.
         levels: of its layers, for V1.
-        perturbation: noise on the second maps' queries, in standard deviations of the query weights. V1's is
-            scaled by (1 - λ) / λ, so that it moves the difference of the maps as far as V2's, whose λ is ½.
-        seed: of the noise and of V1's λ.
+        perturbation: noise on the second maps' queries, in standard deviations of the query weights.
+        seed: of the noise and of V1's λ vectors.
     """
     model = DiffTransformer(config_of(kind, base.config))
     state = {name: tensor for name, tensor in base.state_dict().items() if ".self_attn." not in name}
     draw = torch.Generator().manual_seed(seed)
+    heads, width = base.config.diff_spec.pairs, base.config.diff_spec.head_dim
     for layer, attention in enumerate(attention_of(base)):
         level = levels[layer] if kind == "diff-v1" else None
         tensors = take_over(kind, attention, base.config.diff_spec, level)
-        lam = 0.5
-        if level is not None:
-            lam = model.config.diff_spec.lam_init(layer)
-            tensors |= _balanced_lambda(base.config.diff_spec.head_dim, draw)
+        if kind == "diff-v1":
+            tensors |= _lambda_of_half(model.config.diff_spec.lam_init(layer), width, draw)
         if kind != "transformer":
-            _perturb(tensors["q_proj.weight"], base.config.diff_spec.pairs, perturbation * (1 - lam) / lam, draw)
+            _perturb(tensors["q_proj.weight"], heads, perturbation, draw)
         state |= {f"model.layers.{layer}.self_attn.{name}": tensor for name, tensor in tensors.items()}
     model.load_state_dict(state)
     return model.eval().requires_grad_(False)
@@ -99,9 +99,10 @@ def attention_of(model: DiffTransformer) -> list[Attention]:
 def take_over(kind: str, attention: Mapping[str, Tensor], spec: DiffSpec, level: Level | None) -> Attention:
     """A layer's attention as `kind` has it, noise and V1's λ vectors apart: the same numbers wherever it is computed.
 
-    Every query head stands twice. V2's λ is ½ everywhere, so its output is doubled. V1's keys stand twice
-    too; its values are twice as wide, and their second half is constant: that keeps the per-pair norm from
-    taking the size of a head's output away, and what the norm divides by is nearly the constant alone.
+    Every query head stands twice, and λ is ½ everywhere, so V2's output is doubled. V1's keys stand twice too.
+    Its values are twice as wide, and their second half is constant: that keeps the per-pair norm from taking the
+    size of a head's output away, since what the norm divides by is nearly the constant alone. The norm's weight
+    hides the constant; what the output projection would make of it is the next head's, for training to find.
 
     Args:
         attention: the Transformer's, by name within the layer.
@@ -125,9 +126,12 @@ def take_over(kind: str, attention: Mapping[str, Tensor], spec: DiffSpec, level:
         values = new[f"v_proj.{part}"].unflatten(0, (kv_heads, spec.head_dim))
         new[f"v_proj.{part}"] = torch.cat([values, torch.zeros_like(values)], 1).flatten(0, 1)
     new["v_proj.bias"].view(kv_heads, 2, -1)[:, 1] = level.constant[:, None]
-    columns = weight.unflatten(1, (heads, spec.head_dim)) * level.gain[:, None]
-    new["o_proj.weight"] = pad(columns, (0, spec.head_dim)).flatten(1)
-    return new | {"subln.weight": weight.new_ones(2 * spec.head_dim)}
+    # Shown to the output projection, the constant would be a bias with the learning rate of hundreds of weights.
+    common = level.gain.mean()
+    columns = weight.unflatten(1, (heads, spec.head_dim))
+    new["o_proj.weight"] = torch.cat([columns * (level.gain / common)[:, None], columns.roll(1, 1)], 2).flatten(1)
+    norm = torch.cat([common.expand(spec.head_dim), torch.zeros(spec.head_dim)])
+    return new | {"subln.weight": norm}
 
 
 @torch.no_grad()
@@ -168,10 +172,9 @@ class _Squares:
 
 def _level(squares: _Squares, spec: DiffSpec, layer: int) -> Level:
     constant = _CONSTANT * squares.values.sqrt()
-    left = 1 - spec.lam_init(layer)
     halves = constant.square().repeat_interleave(spec.pairs // spec.kv_pairs) + squares.output
-    normed_by = (left**2 * halves / 2 + spec.post_norm_eps).sqrt()
-    return Level(constant, normed_by / (left * left))
+    normed_by = ((1 - _LAMBDA) ** 2 * halves / 2 + spec.post_norm_eps).sqrt()
+    return Level(constant, normed_by / (1 - _LAMBDA) / (1 - spec.lam_init(layer)))
 
 
 def _doubled(x: Tensor, heads: int) -> Tensor:
@@ -184,7 +187,11 @@ def _perturb(queries: Tensor, heads: int, share: float, draw: torch.Generator) -
     second += share * queries.std() * torch.randn(second.shape, generator=draw)
 
 
-def _balanced_lambda(width: int, draw: torch.Generator) -> Attention:
-    """Random vectors whose two exponentials cancel, so that λ starts as λ_init: beyond 1 the output changes sign."""
-    q, k = (_LAMBDA_STD * torch.randn(width, generator=draw) for _ in range(2))
-    return dict(zip(LAMBDA_VECTORS, (q, k, q.clone(), k.clone()), strict=True))
+def _lambda_of_half(lam_init: float, width: int, draw: torch.Generator) -> Attention:
+    """Random vectors of which λ is ½: equal maps under V1's own λ_init, up to 0.8, would nearly cancel."""
+    exponent = math.asinh((_LAMBDA - lam_init) / 2)
+    vectors = []
+    for product in (exponent, -exponent):
+        q, k = (_LAMBDA_STD * torch.randn(width, generator=draw) for _ in range(2))
+        vectors += [q, k + (product - q @ k) * q / (q @ q)]
+    return dict(zip(LAMBDA_VECTORS, vectors, strict=True))
