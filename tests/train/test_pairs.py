@@ -283,6 +283,8 @@ def test_a_folder_of_another_run_and_bad_inputs_are_refused_before_any_work(run,
         start(output=base)
     with pytest.raises(UsageError, match="cannot read text"):
         start(text=tmp_path / "absent.txt")
+    with pytest.raises(UsageError, match="unknown kinds v1"):
+        start(replace(SETTINGS, distil={"v1": 0.1}))
     with pytest.raises(UsageError, match="fewer than a window of 32"):
         start(replace(SETTINGS, heldout=19990))
     with pytest.raises(GroupSizeError, match=r"diff-v1: .*q_proj.weight \[64, 32\]"):
