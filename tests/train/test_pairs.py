@@ -10,6 +10,7 @@ import pytest
 import starts
 import tiny_lm
 import torch
+import trio
 from distil import Continuation, Objective
 from loop import CHECKPOINT, LOG
 from models import KINDS, place
@@ -24,7 +25,7 @@ from diffquant.evals.perplexity import next_token_kl
 
 SCHEDULE = Schedule(steps=8, warmup=2, tokens=96, lengths=((0.0, 32),), rate=1e-2, accumulate=2, decay=0.0)
 SETTINGS = PairsSettings(SCHEDULE, 0.05, {"diff-v1": 0.3}, "4:g32", heldout=1500, calibration=128, every=3)
-LIMIT = program.Limit(minutes=5)
+LIMIT = trio.Limit(minutes=5)
 
 
 @pytest.fixture(autouse=True)
@@ -148,13 +149,13 @@ def test_gradients_are_those_of_whole_logits(original, ids, distil, monkeypatch)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_continuation_interrupted_and_resumed_ends_bit_identical(original, ids, text, kind, tmp_path):
     source = TokenWindows(tmp_path, text.read_text(), tiny_lm.tokenizer())
-    trio = program.Trio(original, starts.levels_of(original, ids), SETTINGS, "cpu")
-    again = program.Trio(original, starts.levels_of(original, ids), SETTINGS, "cpu")
+    three = trio.Trio(original, starts.levels_of(original, ids), SETTINGS, "cpu")
+    again = trio.Trio(original, starts.levels_of(original, ids), SETTINGS, "cpu")
 
     def continuation(of):
         return Continuation(of.models[kind], SCHEDULE, of.objectives[kind], 0.3)
 
-    whole = continuation(trio)
+    whole = continuation(three)
     whole.train(source, tmp_path)
     (tmp_path / "parts").mkdir()
     continuation(again).train(source, tmp_path / "parts", until=1, every=1)
@@ -185,7 +186,7 @@ def test_a_run_killed_in_the_second_model_goes_on_to_the_same_deltas(run, base, 
     assert program.train(SETTINGS, base, text, tmp_path / "run", LIMIT) == results
     assert (tmp_path / "run" / TOKENS).stat().st_mtime_ns == tokens.st_mtime_ns
     for kind in KINDS:
-        a, b = (deltas.read_delta(place / kind / program.DELTA) for place in (folder, tmp_path / "run"))
+        a, b = (deltas.read_delta(place / kind / trio.DELTA) for place in (folder, tmp_path / "run"))
         assert all(torch.equal(a.tensors[name], b.tensors[name]) for name in a.tensors)
 
 
@@ -229,9 +230,9 @@ def test_a_delta_makes_the_trained_model_within_half_a_step(original, ids, kind,
 def test_apply_writes_a_checkpoint_that_computes_what_was_measured(run, base, tmp_path):
     folder, _ = run
     for kind in KINDS:
-        program.apply(folder / kind / program.DELTA, base, tmp_path / kind)
+        program.apply(folder / kind / trio.DELTA, base, tmp_path / kind)
         model = diffquant.load(tmp_path / kind)
-        delta = deltas.read_delta(folder / kind / program.DELTA)
+        delta = deltas.read_delta(folder / kind / trio.DELTA)
         wanted = deltas.applied(delta, program.load_original(base))
         for (name, a), b in zip(model.named_parameters(), wanted.parameters(), strict=True):
             assert torch.equal(a, b), name
@@ -239,20 +240,20 @@ def test_apply_writes_a_checkpoint_that_computes_what_was_measured(run, base, tm
         assert diffquant.load_tokenizer(tmp_path / kind).encode("It was.") == tiny_lm.tokenizer().encode("It was.")
         diffquant.quantize(tmp_path / kind, tmp_path / f"{kind}-4bit", diffquant.Recipe.of(weights="4:g16"))
     with pytest.raises(OutputExistsError):
-        program.apply(folder / kind / program.DELTA, base, tmp_path / kind)
+        program.apply(folder / kind / trio.DELTA, base, tmp_path / kind)
 
 
 def test_apply_refuses_another_base_and_what_is_no_delta(run, base, tmp_path):
     folder, _ = run
     other = tiny_lm.write_llama(tmp_path / "other", seed=1)
     with pytest.raises(CheckpointError, match="trained on another base"):
-        program.apply(folder / "diff-v2" / program.DELTA, other, tmp_path / "out")
+        program.apply(folder / "diff-v2" / trio.DELTA, other, tmp_path / "out")
     with pytest.raises(CheckpointError, match="holds no delta"):
         program.apply(base / "model.safetensors", base, tmp_path / "out")
     (tmp_path / "broken").write_text("no")
     with pytest.raises(CheckpointError, match="cannot read a delta"):
         program.apply(tmp_path / "broken", base, tmp_path / "out")
-    delta = deltas.read_delta(folder / "diff-v2" / program.DELTA)
+    delta = deltas.read_delta(folder / "diff-v2" / trio.DELTA)
     less = {name: tensor for name, tensor in delta.tensors.items() if "layers.1.self_attn.lambda" not in name}
     with pytest.raises(CheckpointError, match=r"layers\.1\.self_attn\.lambda_proj\.weight"):
         deltas.applied(replace(delta, tensors=less), program.load_original(base))
@@ -261,7 +262,7 @@ def test_apply_refuses_another_base_and_what_is_no_delta(run, base, tmp_path):
 
 def test_the_command_line_applies_and_says_what_is_wrong(run, base, tmp_path, monkeypatch, capsys):
     folder, _ = run
-    arguments = ["pairs.py", "apply", str(folder / "diff-v1" / program.DELTA), str(base), str(tmp_path / "v1")]
+    arguments = ["pairs.py", "apply", str(folder / "diff-v1" / trio.DELTA), str(base), str(tmp_path / "v1")]
     monkeypatch.setattr("sys.argv", arguments)
     program.main()
     assert "DIFF V1" in capsys.readouterr().out
@@ -299,23 +300,23 @@ def test_a_folder_of_another_run_and_bad_inputs_are_refused_before_any_work(run,
 def test_the_minutes_decide_the_steps_once(original, ids, text, tmp_path, monkeypatch):
     settings = replace(SETTINGS, schedule=replace(SCHEDULE, steps=0))
     source = TokenWindows(tmp_path, text.read_text(), tiny_lm.tokenizer())
-    trio = program.Trio(original, starts.levels_of(original, ids), settings, "cpu")
-    monkeypatch.setattr(trio, "seconds_a_step", lambda source: dict.fromkeys(KINDS, 2.0))
+    three = trio.Trio(original, starts.levels_of(original, ids), settings, "cpu")
+    monkeypatch.setattr(three, "seconds_a_step", lambda source: dict.fromkeys(KINDS, 2.0))
     began = program.time.monotonic()
     with pytest.raises(UsageError, match="--minutes more"):
-        program.planned_steps(tmp_path, trio, source, program.Limit(0.05), began)
+        trio.planned_steps(tmp_path, three, source, trio.Limit(0.05), began)
     # A tenth is spared, and three models take six seconds a step.
-    assert program.planned_steps(tmp_path, trio, source, program.Limit(1.01), began) == 9
-    assert program.planned_steps(tmp_path, trio, source, program.Limit(60), began) == 9
-    assert program.planned_steps(tmp_path, trio, source, program.Limit(60, steps=5), began) == 5
+    assert trio.planned_steps(tmp_path, three, source, trio.Limit(1.01), began) == 9
+    assert trio.planned_steps(tmp_path, three, source, trio.Limit(60), began) == 9
+    assert trio.planned_steps(tmp_path, three, source, trio.Limit(60, steps=5), began) == 5
 
 
 def test_steps_are_timed_without_training(original, ids, text, tmp_path):
     source = TokenWindows(tmp_path, text.read_text(), tiny_lm.tokenizer())
-    trio = program.Trio(original, starts.levels_of(original, ids), SETTINGS, "cpu")
-    before = {kind: [p.clone() for p in model.parameters()] for kind, model in trio.models.items()}
-    assert min(trio.seconds_a_step(source).values()) > 0
-    for kind, model in trio.models.items():
+    three = trio.Trio(original, starts.levels_of(original, ids), SETTINGS, "cpu")
+    before = {kind: [p.clone() for p in model.parameters()] for kind, model in three.models.items()}
+    assert min(three.seconds_a_step(source).values()) > 0
+    for kind, model in three.models.items():
         assert all(torch.equal(a, b) for a, b in zip(before[kind], model.parameters(), strict=True))
         assert all(p.grad is None for p in model.parameters())
 
