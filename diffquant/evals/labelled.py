@@ -192,7 +192,9 @@ def _clinc(text: str, split: str) -> Iterator[Entry]:
 
 
 def _line(value: object, what: str) -> str:
-    words = value.split() if isinstance(value, str) else []
+    if value is not None and not isinstance(value, str):
+        raise UsageError(f"{what} must be words, got {value!r}")
+    words = (value or "").split()
     if not words:
         raise UsageError(f"no {what}")
     return " ".join(words)
