@@ -43,7 +43,7 @@ def choose(
     Raises:
         NonFiniteError: the model's logits are not finite.
     """
-    start: _Rows = (_Cached if shares_prefixes(recipe_of(model)) else _Whole).of(model, prefix)
+    start: _Rows = (_Cached if shares_prefixes(recipe_of(model)) else _Whole)(model, prefix)
     chosen = [0] * len(queries)
     done = 0
     for batch in _of_one_length(queries, len(prefix) + max(map(len, labels)), batch_tokens):
@@ -58,9 +58,6 @@ def choose(
 class _Rows(Protocol):
     """Token sequences that grow; at first one, the prefix."""
 
-    @classmethod
-    def of(cls, model: Any, prefix: Tokens) -> Self: ...
-
     def branch(self) -> Self:
         """The same again, to be extended apart."""
 
@@ -71,22 +68,19 @@ class _Rows(Protocol):
 class _Cached:
     """Rows whose keys and values are kept."""
 
-    def __init__(self, model: Any, cache: Cache, count: int) -> None:
+    def __init__(self, model: Any, prefix: Tokens) -> None:
         self.model = model
-        self.cache = cache
-        self.count = count
-
-    @classmethod
-    def of(cls, model: Any, prefix: Tokens) -> Self:
-        cache = new_cache(model)
-        model.model(input_ids=torch.tensor([prefix], device=model.device), past_key_values=cache, use_cache=True)
-        return cls(model, cache, 1)
+        self.cache = new_cache(model)
+        self.count = 1
+        model.model(input_ids=torch.tensor([prefix], device=model.device), past_key_values=self.cache, use_cache=True)
 
     def branch(self) -> Self:
-        return type(self)(self.model, copy.deepcopy(self.cache), self.count)
+        other = copy.copy(self)
+        other.cache = copy.deepcopy(self.cache)
+        return other
 
     def extend(self, rows: list[int], tokens: Sequence[Tokens]) -> Tensor:
-        # A long prefix fills much of the memory; a copy is made only where rows change.
+        # A long prefix fills much of the memory; it is copied only where rows change.
         if rows != list(range(self.count)):
             self.cache.batch_select_indices(torch.tensor(rows, device=self.model.device))
             self.count = len(rows)
@@ -96,16 +90,12 @@ class _Cached:
 class _Whole:
     """Rows that run from their first token each time."""
 
-    def __init__(self, model: Any, sequences: list[list[int]]) -> None:
+    def __init__(self, model: Any, prefix: Tokens) -> None:
         self.model = model
-        self.sequences = sequences
-
-    @classmethod
-    def of(cls, model: Any, prefix: Tokens) -> Self:
-        return cls(model, [list(prefix)])
+        self.sequences = [list(prefix)]
 
     def branch(self) -> Self:
-        return type(self)(self.model, self.sequences)
+        return copy.copy(self)
 
     def extend(self, rows: list[int], tokens: Sequence[Tokens]) -> Tensor:
         self.sequences = [self.sequences[row] + list(new) for row, new in zip(rows, tokens, strict=True)]

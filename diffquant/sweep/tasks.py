@@ -180,15 +180,16 @@ class ManyShot(_Batched):
     def run(self, model: Any, tokenizer: Any, reference: Reference | None, progress: Progress) -> dict[str, Any]:
         outcome = manyshot.evaluate(model, tokenizer, self.data, self.plan, self.limit, self.batch_tokens, progress)
         score = estimate(outcome.correct)
-        # Flips are of one answer an item.
-        once = {"choices": outcome.choices[0]} if self.plan.draws == 1 else {"choices_by_draw": outcome.choices}
-        return once | {
+        # An item flips where it has one answer.
+        answers: dict[str, Any] = {"values": outcome.correct, "choices_by_draw": outcome.choices}
+        if self.plan.draws == 1:
+            answers = {"values": [int(right) for right in outcome.correct], "choices": outcome.choices[0]}
+        return answers | {
             "metric": "acc",
             "score": score.mean,
             "n": score.n,
             "acc": score.mean,
             "acc_se": score.se,
-            "values": outcome.correct,
             "labels": outcome.right,
             "classes": list(outcome.labels),
             "shots": outcome.shots,

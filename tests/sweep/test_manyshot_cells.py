@@ -54,6 +54,8 @@ def test_a_sweep_pairs_cells_and_draws_accuracy_against_shots(files, model, tmp_
     assert low["many-shot:3:1 gained"] - low["many-shot:3:1 lost"] == pytest.approx(
         20 * low["many-shot:3:1 difference"]
     )
+    assert f"+{low['many-shot:3:1 gained']} -{low['many-shot:3:1 lost']} " in text_table(result)
+    assert isinstance(low["many-shot:3:1 gained"], int)
     # Of several answers a text none is the one that flipped.
     assert low["many-shot:all:2 gained"] is None
     most = result.cells[2].result["shots"]
