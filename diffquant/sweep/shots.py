@@ -58,11 +58,12 @@ def plot_shots(sweep: SweepResult, path: Path) -> None:
 
 def _line(sweep: SweepResult, point: Point) -> Line:
     found = [cell.result for cell in sweep.cells if cell.point is point and cell.result and SHOTS in cell.result]
-    scores = sorted((result[SHOTS], estimate(result["values"])) for result in found)
+    # Of two tasks with as many shots, such as 6 and 6:5, the one named later.
+    scores = {result[SHOTS]: estimate(result["values"]) for result in found}
     return Line(
         model_names([each.model for each in sweep.points])[point.model],
         point.scheme,
-        tuple((shots, 100 * score.mean, 100 * (score.se or 0.0)) for shots, score in scores),
+        tuple((shots, 100 * score.mean, 100 * (score.se or 0.0)) for shots, score in sorted(scores.items())),
     )
 
 

@@ -42,12 +42,12 @@ def options(files, *shots, **changes):
 
 
 def test_a_sweep_pairs_cells_and_draws_accuracy_against_shots(files, model, tmp_path):
-    result = run_sweep([model], options(files, 3, 6, "all:2"), tmp_path / "out")
+    result = run_sweep([model], options(files, 3, "3:2", "all:2"), tmp_path / "out")
     result.require_complete()
     written = write_outputs(result, tmp_path / "out")
     assert {path.name for path in written} == {"table.csv", "plot.png", "report.html", "shots.png"}
     full, low = json_rows(result)
-    for task in ("many-shot:3:1", "many-shot:6:1", "many-shot:all:2"):
+    for task in ("many-shot:3:1", "many-shot:3:2", "many-shot:all:2"):
         assert full[f"{task} n"] == 20
         assert low[f"{task} difference"] == pytest.approx(low[f"{task} score"] - full[f"{task} score"])
         assert f"{task} acc" in text_table(result)
@@ -59,16 +59,16 @@ def test_a_sweep_pairs_cells_and_draws_accuracy_against_shots(files, model, tmp_
     # Of several answers a text none is the one that flipped.
     assert low["many-shot:all:2 gained"] is None
     most = result.cells[2].result["shots"]
-    assert 6 < most <= 30
-    assert f"20 items, after 3 to {most} demonstrations" in text_table(result)
+    assert 3 < most <= 30
+    assert f"20 items, many-shot after 3, {most} demonstrations" in text_table(result)
     drawn = panels(result)
     assert list(drawn) == ["attention logits, per row"]
     at_16, at_3 = drawn["attention logits, per row"]
     assert (at_16.scheme, at_3.scheme) == ("16", "3:row")
-    assert [shots for shots, _, _ in at_3.points] == [3, 6, most]
+    assert [shots for shots, _, _ in at_3.points] == [3, most]
     assert at_16.points[1][1:] == (
-        pytest.approx(100 * full["many-shot:6:1 score"]),
-        pytest.approx(100 * full["many-shot:6:1 se"]),
+        pytest.approx(100 * full["many-shot:all:2 score"]),
+        pytest.approx(100 * full["many-shot:all:2 se"]),
     )
 
 
