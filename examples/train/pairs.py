@@ -32,7 +32,6 @@ from diffquant.checkpoint.staging import check_output, staged, write_atomically
 from diffquant.demo import smollm2
 from diffquant.errors import CheckpointError, DiffQuantError, UsageError
 from diffquant.model.modeling import DiffTransformer
-from diffquant.scheme import Scheme
 from diffquant.texttable import aligned
 
 RESULTS = "results.json"
@@ -69,13 +68,14 @@ def train(settings: PairsSettings, base: Path, text: Path, output: Path, limit: 
     check_device(device)
     if unknown := set(settings.distil) - set(KINDS):
         raise UsageError(f"distil: unknown kinds {', '.join(sorted(unknown))}; known are {', '.join(KINDS)}")
+    scheme = settings.scheme
     prose = read_text(text, None)
     cut = max(0, len(prose) - settings.heldout)
     read, heldout = prose[:cut], prose[cut:]
     tokenizer = load_tokenizer(base)
     check_length(read, tokenizer, settings.schedule.longest)
     original = load_original(base)
-    check_groups(original.config, Scheme.parse(settings.delta))
+    check_groups(original.config, scheme)
     digest = hashlib.sha256(prose.encode()).hexdigest()
     run = {"base": model_fingerprint(base), "text": digest, **asdict(limit), **asdict(settings)}
     claim(output, run)

@@ -7,6 +7,7 @@ from typing import Any
 import yaml
 
 from diffquant.errors import UsageError
+from diffquant.scheme import Recipe, Scheme
 
 
 @dataclass(frozen=True)
@@ -127,6 +128,17 @@ class PairsSettings:
     heldout: int
     calibration: int
     every: int
+
+    @property
+    def scheme(self) -> Scheme:
+        """
+        Raises:
+            UsageError: `delta` is none that packs weights.
+        """
+        scheme = Recipe.of(weights=self.delta).weights
+        if not scheme.quantizes:
+            raise UsageError(f"delta {self.delta}: differences are stored in 2 to 8 bits, such as 4:g32")
+        return scheme
 
     @classmethod
     def read(cls, path: Path) -> "PairsSettings":

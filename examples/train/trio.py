@@ -20,7 +20,6 @@ from diffquant.errors import UsageError
 from diffquant.evals.perplexity import Reference, evaluate, reference_of
 from diffquant.model.modeling import DiffTransformer
 from diffquant.progress import progress_for
-from diffquant.scheme import Scheme
 
 PLAN, DELTA = "plan.json", "delta.safetensors"
 # Share of the time that checkpoints and the trained models' evaluation take.
@@ -127,8 +126,7 @@ def continue_one(
     if not trainer.resume(folder):
         (folder / LOG).unlink(missing_ok=True)
     trainer.train(source, folder, every=settings.every, progress=progress_for(f"train {kind}"))
-    scheme = Scheme.parse(settings.delta)
-    delta = difference(kind, run["base"], scheme, run, trio.levels, trainer.trained, trio.original)
+    delta = difference(kind, run["base"], settings.scheme, run, trio.levels, trainer.trained, trio.original)
     write_delta(folder / DELTA, delta)
     kept = trio.placed(applied(delta, trio.original))
     return {

@@ -288,6 +288,9 @@ def test_a_folder_of_another_run_and_bad_inputs_are_refused_before_any_work(run,
         start(replace(SETTINGS, distil={"v1": 0.1}))
     with pytest.raises(UsageError, match="fewer than a window of 32"):
         start(replace(SETTINGS, heldout=19990))
+    for delta in ("16", "4:c8"):
+        with pytest.raises(UsageError, match=r"delta 16|column|c8"):
+            start(replace(SETTINGS, delta=delta))
     with pytest.raises(GroupSizeError, match=r"diff-v1: .*q_proj.weight \[64, 32\]"):
         start(replace(SETTINGS, delta="4:g48"))
     with pytest.raises(UsageError, match="give a Transformer"):
