@@ -27,8 +27,8 @@ class Needles:
         most_words: of a sentence.
         needles: how many a sequence may hold, drawn evenly from those that fit.
         brief: sequences of at most so many tokens are short ones.
-        small: sequences of at most so many tokens draw from the first `few` cities and numbers, on which models
-            learn to retrieve sooner.
+        few: such as [[32, 4], [40, 12]]: sequences of at most so many tokens draw from the first so many cities and
+            numbers, on which models learn to retrieve sooner.
         prose: weight of all other tokens together, where the answers weigh 1.
     """
 
@@ -40,8 +40,7 @@ class Needles:
         most_words: int,
         needles: list[int],
         brief: int,
-        small: int,
-        few: int,
+        few: list[list[int]],
         prose: float,
     ) -> None:
         known = [*split(statement("", "")), *map(str.lower, CITIES), *NUMBERS]
@@ -51,8 +50,7 @@ class Needles:
         self.tokenizer: PreTrainedTokenizerFast = word_tokenizer(words, context)
         self.needles = needles
         self.brief = brief
-        self.small = small
-        self.few = few
+        self.few = sorted(few)
         self.prose = prose
         self._sentences = [self._encode(sentence) for sentence in found]
         self._cities = [self._encode(city)[0] for city in CITIES]
@@ -75,7 +73,7 @@ class Needles:
         before = [] if length <= self.brief else self._before
         size = len(before) + 4
         count = int(rng.choice([n for n in self.needles if 2 * n * size <= length]))
-        known = self.few if length <= self.small else None
+        known = next((known for tokens, known in self.few if length <= tokens), None)
         cities = rng.choice(self._cities[:known], count, replace=False).tolist()
         numbers = rng.choice(self._numbers[:known], count).tolist()
         told = [[*before, c, self._is, n, self._stop] for c, n in zip(cities, numbers, strict=True)]

@@ -161,6 +161,11 @@ def needle_source():
     return Needles(data.books_text(), SIZES.context, **(recipe | {"frequent": 1500}))
 
 
+def test_the_seed_given_is_the_runs():
+    assert Settings.read(RECIPES / "needle.yaml").schedule.seed == 0
+    assert Settings.read(RECIPES / "needle.yaml", seed=1).schedule.seed == 1
+
+
 def test_a_needle_sequence_answers_what_it_told_in_the_evaluations_words():
     source = needle_source()
     ids, weights = source.batch(0, 10**6, 16, 128)
@@ -173,6 +178,15 @@ def test_a_needle_sequence_answers_what_it_told_in_the_evaluations_words():
             assert said.count(f"the magic number for {city} is {number}") >= 2
     item = needle.make_items(source.tokenizer, data.books_text(), needle.Plan(lengths=(128,), samples=1))[0]
     assert source.tokenizer.unk_token_id not in source.tokenizer.encode("".join(item.requests()[0]))
+
+
+@pytest.mark.parametrize(("length", "most"), [(32, 4), (40, 12), (64, 71)])
+def test_the_shortest_needle_sequences_name_few_cities(length, most):
+    source = needle_source()
+    ids, _ = source.batch(0, 0, 400, length)
+    known = {source.tokenizer.convert_tokens_to_ids(city.lower()) for city in needle.CITIES[:most]}
+    every = {source.tokenizer.convert_tokens_to_ids(city.lower()) for city in needle.CITIES}
+    assert every.intersection(ids.flatten().tolist()) == known
 
 
 def test_the_program_trains_resumes_and_writes_a_checkpoint_that_loads(text, tmp_path):
