@@ -180,12 +180,14 @@ def test_a_needle_sequence_answers_what_it_told_in_the_evaluations_words():
     assert source.tokenizer.unk_token_id not in source.tokenizer.encode("".join(item.requests()[0]))
 
 
-@pytest.mark.parametrize(("length", "most"), [(32, 4), (40, 12), (64, 71)])
-def test_the_shortest_needle_sequences_name_few_cities(length, most):
+@pytest.mark.parametrize(("step", "most"), [(0, 4), (599, 4), (1300, 38), (2000, 71), (5000, 71)])
+def test_the_cities_of_needle_sequences_grow_from_four_to_all(step, most):
     source = needle_source()
-    ids, _ = source.batch(0, 0, 400, length)
-    known = {source.tokenizer.convert_tokens_to_ids(city.lower()) for city in needle.CITIES[:most]}
-    every = {source.tokenizer.convert_tokens_to_ids(city.lower()) for city in needle.CITIES}
+    ids, _ = source.batch(0, step, 400, 32)
+    known, every = (
+        {source.tokenizer.convert_tokens_to_ids(city.lower()) for city in cities}
+        for cities in (needle.CITIES[:most], needle.CITIES)
+    )
     assert every.intersection(ids.flatten().tolist()) == known
 
 
