@@ -1,6 +1,6 @@
 """Where attention goes when a model is to say a number it has read: Table 3 of the paper for any model.
 
-Measured at the position that predicts the answer's first token, over the weights that the values get:
+Measured at the position that predicts the number's first token, over the weights that the values get:
 map 1 - λ·map 2, or a Transformer's only map.
 
 Source: arXiv 2410.05258, section 3.4, Table 3. Scores are means over heads and layers, as the authors say in
@@ -61,7 +61,7 @@ class Place:
     """The mean over the items of one length and depth.
 
     Attributes:
-        right: share of items where the answer's first token is the likeliest.
+        right: share of items where the number's first token is the likeliest.
         overall: mean of the layers.
         layers: means over heads.
     """
@@ -145,7 +145,7 @@ def _of_model(path: Path, text: str, options: AttentionMapOptions, progress: Pro
 
 @torch.inference_mode()
 def observe(model: DiffTransformer, prompt: Prompt) -> tuple[Tensor, bool]:
-    """What the last position attends to, and whether it predicts the answer's first token.
+    """What the last position attends to, and whether it predicts the number's first token.
 
     Returns:
         float64 [layers, kinds, parts]: kinds are `SHARE`, `SIGNED` and the model's `MAPS`, parts `PARTS`.
@@ -177,4 +177,5 @@ def _place(length: int, depth: float, observed: list[tuple[Tensor, bool]]) -> Pl
 
 def _named(weights: Tensor) -> Weights:
     kinds = (SHARE, SIGNED, *MAPS)[: len(weights)]
-    return {kind: dict(zip(PARTS, row, strict=True)) for kind, row in zip(kinds, weights.tolist(), strict=True)}
+    rows = [[round(weight, 6) for weight in row] for row in weights.tolist()]
+    return {kind: dict(zip(PARTS, row, strict=True)) for kind, row in zip(kinds, rows, strict=True)}

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from diffquant.errors import UsageError
-from diffquant.evals.encoding import PairEncoder
 from diffquant.evals.needle import Item, statement
 
 # The number asked for, the rest of its sentence, the sentences of other needles, prose, the question, and the
@@ -18,7 +17,7 @@ _STATEMENT = re.compile(statement(r"\w+", r"(\d+)"))
 
 @dataclass(frozen=True)
 class Prompt:
-    """Tokens [T], the index into `PARTS` of each, and the first token of the right answer."""
+    """Tokens [T] up to the right number, the index into `PARTS` of each, and the number's first token."""
 
     ids: list[int]
     parts: list[int]
@@ -34,12 +33,14 @@ def make_prompt(tokenizer: Any, item: Item) -> Prompt:
     if not tokenizer.is_fast:
         raise UsageError("the tokenizer does not say where its tokens stand; the folder needs a tokenizer.json")
     prompt, answer = item.requests()[0]
-    encoded = tokenizer(prompt, return_offsets_mapping=True)
-    ids = encoded["input_ids"]
-    characters = _parts_of_characters(item, len(prompt))
-    parts = [min(characters[first:last], default=_QUESTION) for first, last in encoded["offset_mapping"]]
-    expected = PairEncoder(tokenizer, len(ids) + item.length).request(prompt, answer).continuation[0]
-    return Prompt(ids, [_FIRST, *parts[1:]], expected)
+    encoded = tokenizer(prompt + answer, return_offsets_mapping=True)
+    ids, places = encoded["input_ids"], encoded["offset_mapping"]
+    # Where a space is a token of its own, what has to be found comes after it.
+    start = len(prompt) + len(answer) - len(answer.lstrip())
+    length = next(at for at, (_, last) in enumerate(places) if last > start)
+    characters = _parts_of_characters(item, start)
+    parts = [min(characters[first:last], default=_QUESTION) for first, last in places[:length]]
+    return Prompt(ids[:length], [_FIRST, *parts[1:]], ids[length])
 
 
 def _parts_of_characters(item: Item, length: int) -> list[int]:
