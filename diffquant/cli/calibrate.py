@@ -57,7 +57,7 @@ def attention_map(
     needles: Annotated[int, typer.Option(help="Numbers hidden in a context, one of which is asked for.")] = 1,
     lengths: Lengths = "256",
     samples: Annotated[int, typer.Option(help="Contexts of each depth and length.")] = 50,
-    text: Annotated[Path | None, typer.Option("--text", help="UTF-8 text to hide them in; some prose ships.")] = None,
+    text: Text = None,
     logits: Logits = "16",
     recipe: RecipeFile = None,
     dtype: EvalDtype = "auto",
