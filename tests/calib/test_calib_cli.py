@@ -75,7 +75,7 @@ def test_calibrated_scales_are_used_by_eval_and_sweep(run, models, tmp_path):
     file = tmp_path / "scales.safetensors"
     code, out, err = run("calibrate", models[1], "-o", file, "--tokens", 512, "--window", 64, "--observer", "absmax")
     assert code == 0, err
-    assert [line.split()[0] for line in out.splitlines()[1:5]] == ["k", "v", "logits", "hidden"]
+    assert [line.split()[0] for line in out.splitlines()[2:6]] == ["k", "v", "logits", "hidden"]
     with safe_open(file, framework="pt") as held:
         assert held.get_tensor("layers.1.k").shape == (2, 8)
         assert held.get_tensor("layers.1.logits").shape == (8,)
