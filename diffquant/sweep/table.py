@@ -90,8 +90,10 @@ def notes(sweep: SweepResult) -> list[str]:
     counts = {a.score.n for row in rows(sweep) for a in row.accuracies if a}
     if counts:
         items = ", ".join(str(n) for n in sorted(counts))
+        shots = sorted({cell.result["shots"] for cell in sweep.cells if cell.result and "shots" in cell.result})
+        shown = f"many-shot after {', '.join(map(str, shots))} demonstrations" if shots else "zero-shot"
         said.append(
-            f"{items} items, zero-shot; ± is one standard error. The difference from 16 bits is paired over the same "
+            f"{items} items, {shown}; ± is one standard error. The difference from 16 bits is paired over the same "
             "items, with its 95 % interval; flips are items that became right (+) and wrong (-)."
         )
     if "perplexity" in sweep.tasks:
