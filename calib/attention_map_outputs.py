@@ -32,7 +32,7 @@ _STACK = {
 
 def text_table(found: AttentionMaps) -> str:
     """A line a model, length and depth."""
-    head = ["model", "tokens", "depth", *_TITLES.values(), "answer, signed", "prose, signed", "right"]
+    head = ["model", "tokens", "depth", *_TITLES.values(), "needle, signed", "prose, signed", "right"]
     lines = [
         [model.name if place is model.places[0] else "", *_cells(place)]
         for model in found.models
@@ -101,7 +101,7 @@ def _cells(place: Place) -> list[str]:
         f"{place.length:,}",
         f"{place.depth:.0%}",
         *(f"{share[part]:.1%}" for part in PARTS),
-        f"{signed['answer']:+.3f}",
+        f"{signed['answer'] + signed['sentence']:+.3f}",
         f"{signed['prose']:+.3f}",
         f"{place.right:.0%}",
     ]
