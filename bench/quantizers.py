@@ -15,6 +15,8 @@ from diffquant.checkpoint.codec import decode_codes
 from diffquant.checkpoint.rounding import CLIPPED, NEAREST, Rounding
 from diffquant.scheme import Scheme
 
+from .peers import failure
+
 PACKAGES = ("bitsandbytes", "torchao", "hqq")
 TIERS = ("4.5 bits", "4.125 bits", "6.125 bits")
 _SCALE = torch.float16
@@ -57,6 +59,13 @@ class Method:
 def group_size(width: int, least: int) -> int:
     """The smallest divisor of a weight's width that is no smaller than `least`; the width itself where that is less."""
     return next(size for size in range(min(least, width), width + 1) if width % size == 0)
+
+
+def reason(error: Exception, method: Method) -> str:
+    """Why a library's method gave nothing."""
+    if isinstance(error, ModuleNotFoundError):
+        return f"{error.name} is not installed: pip install {method.package}"
+    return failure(error)
 
 
 def _ours(rule: str, bits: int, least: int) -> Quantize:

@@ -21,8 +21,7 @@ from diffquant.model.adapters import adapter_for
 from diffquant.model.layout import linear_shapes
 from diffquant.scheme import Recipe
 
-from .peers import failure
-from .quantizers import Method
+from .quantizers import Method, reason
 
 
 @dataclass(frozen=True)
@@ -91,12 +90,10 @@ class Subject:
         try:
             with self._quantized(method) as facts:
                 return facts | self._scores(former, reference)
-        except ModuleNotFoundError as error:
-            return {"missing": f"{error.name} is not installed: pip install {method.package or error.name}"}
         except Exception as error:  # a library's own failure is its row, and the others go on
             if method.package is None:
                 raise
-            return {"missing": failure(error)}
+            return {"missing": reason(error, method)}
 
     @contextmanager
     def _quantized(self, method: Method) -> Iterator[dict[str, Any]]:
