@@ -161,6 +161,9 @@ def test_a_run_resumes_and_adds_what_is_asked_for(checkpoint, tmp_path, monkeypa
     assert f"| {row['kl']:.4f} |" in lines[3]
     assert "%" in lines[3]
     assert "%" not in lines[4]
+    beside = rounding.table(third, rounding.read(file)).splitlines()
+    assert [line.count(" | ") for line in beside[:1] + beside[2:]] == [7] * 4
+    assert "llama: perplexity | KL, nats | HellaSwag | llama: perplexity" in beside[0]
 
 
 def test_another_runs_file_is_refused(checkpoint, tmp_path):
@@ -224,14 +227,19 @@ def test_layers_rank_as_theory_says(checkpoint):
     assert rounding_layers.table(result).count("\n") == len(ours) + 1
 
 
-def test_a_converted_model_has_the_same_weights_and_scores(checkpoint, tmp_path):
-    """Its two maps are equal: rows are rounded alike, by gptq as well."""
+def test_a_converted_model_is_quantized_alike_in_both_maps(checkpoint, tmp_path):
     converted = tiny_lm.write_diff_v2(tmp_path / "diff-v2")
-    methods = rounding.chosen("nearest 4:g32; mse 4:g32; gptq 4:g32")
-    options = Options(**{**vars(OPTIONS), "items": 0})
-    one, two = (
-        rounding.measure(path, options, methods, tmp_path / f"{path.name}.json")["results"]
-        for path in (checkpoint, converted)
-    )
-    for method in methods:
-        assert two[method.name]["kl"] == pytest.approx(one[method.name]["kl"], rel=1e-3, abs=1e-5)
+    options = Options(characters=600, window=64, tokens=256, items=0)
+    plain, doubled = (Subject(path, options) for path in (checkpoint, converted))
+    for method in rounding.chosen("nearest 4:g32; mse 4:g32; gptq 4:g32"):
+        with plain._quantized(method), doubled._quantized(method):
+            one, two = (
+                each._model.get_parameter("model.layers.1.self_attn.q_proj.weight") for each in (plain, doubled)
+            )
+            maps = two.view(4, 2, 8, 32)
+            assert torch.equal(maps[:, 0], maps[:, 1])
+            if method.name != "gptq 4:g32":
+                assert torch.equal(maps[:, 0], one.view(4, 8, 32))
+    # Its inputs differ in their last bits.
+    first, second = (each.measured(method, {}) for each in (plain, doubled))
+    assert first["kl"] == pytest.approx(second["kl"], rel=1e-3)
