@@ -31,7 +31,7 @@ class Options:
     Attributes:
         text: of two halves; the prose that ships by default.
         characters: of the second half that are scored.
-        window: tokens the model sees at once.
+        window: tokens the model sees at once, scored and read.
         tokens: of the first half that gptq reads.
         items: of HellaSwag; 0 for none.
     """
@@ -141,4 +141,4 @@ class Subject:
     def _compensated(self) -> Rounding:
         # A room imports no other room by itself.
         gptq: Callable[..., Rounding] = import_module("diffquant.calib.gptq").gptq
-        return gptq(self.path, self.options.text, self.options.tokens)
+        return gptq(self.path, self.options.text, self.options.tokens, self.options.window)
