@@ -54,9 +54,7 @@ def quantize(
         ),
     ] = "nearest",
     text: Annotated[Path | None, typer.Option("--text", help="Text for gptq; some prose ships.")] = None,
-    tokens: Annotated[
-        int | None, typer.Option("--tokens", help="Of the text that gptq reads; 16384 by default.")
-    ] = None,
+    tokens: Annotated[int | None, typer.Option(min=2, help="Of the text that gptq reads; 16384 by default.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be done and stop.")] = False,
     overwrite: Overwrite = False,
     as_json: AsJson = False,
