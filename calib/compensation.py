@@ -18,7 +18,7 @@ from diffquant.scheme import Scheme
 _DAMPING = 0.01
 # Columns after which what they moved is put on all later ones at once.
 _BLOCK = 128
-# Passes of coordinate descent; a third gains a fifth of what the first two do.
+# Passes of coordinate descent; more gain little.
 _PASSES = 2
 
 
