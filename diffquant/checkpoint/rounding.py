@@ -57,7 +57,7 @@ def clipped(name: str, values: Tensor, scheme: Scheme, dtype: torch.dtype) -> tu
     """The scales with the least squared error; every weight goes to the nearest code."""
     view, _ = sharing_view(values, scheme.granularity, scheme.size)
     scale = fitted_scale(view, scheme.bits, dtype)
-    return all_codes(view, scale, scheme.bits).view(values.shape), scale.view(len(values), -1)
+    return all_codes(view, scale, scheme.bits).reshape(values.shape), scale.reshape(len(values), -1)
 
 
 def fitted_scale(values: Tensor, bits: int, dtype: torch.dtype, weights: Tensor | None = None) -> Tensor:
