@@ -20,8 +20,8 @@ class OneDnnProducts(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         if func is linear and not kwargs and not torch.is_grad_enabled() and all(map(_taken, args)):
-            x, weight, *bias = (each if each is None else each.to_mkldnn() for each in args)
-            return linear(x, weight, *bias).to_dense()
+            args = [each if each is None else each.to_mkldnn() for each in args]
+            return func(*args).to_dense()
         return func(*args, **(kwargs or {}))
 
 
