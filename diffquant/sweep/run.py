@@ -112,6 +112,7 @@ def _scales_by_model(fingerprints: Mapping[Path, str], files: Sequence[Path]) ->
 
     Raises:
         CheckpointError: a file belongs to none of the models.
+        UsageError: two files belong to one.
     """
     owners = {fingerprint: model for model, fingerprint in fingerprints.items()}
     found = {}
@@ -119,6 +120,8 @@ def _scales_by_model(fingerprints: Mapping[Path, str], files: Sequence[Path]) ->
         owner = owners.get(read_any_ranges(file).model)
         if owner is None:
             raise CheckpointError(f"{file} was calibrated on none of {', '.join(map(str, fingerprints))}")
+        if owner in found:
+            raise UsageError(f"{found[owner]} and {file} are both of {owner}; sweep them into two folders")
         found[owner] = file
     return found
 
