@@ -93,10 +93,11 @@ class Sensitivity:
         return linear(hidden, self.model.lm_head.weight).float()
 
     def _kl(self, logits: Tensor) -> float:
-        total = 0.0
-        for p, q in zip(self._expected.split(_ROWS), logits.split(_ROWS), strict=True):
-            total += float((p.exp() * (p - q.log_softmax(-1))).sum(-1).sum(dtype=torch.float64))
-        return total / len(logits)
+        rows = [
+            (p.exp() * (p - q.log_softmax(-1))).sum(-1)
+            for p, q in zip(self._expected.split(_ROWS), logits.split(_ROWS), strict=True)
+        ]
+        return float(torch.cat(rows).double().mean())
 
 
 def relative_rms(got: Tensor, wanted: Tensor) -> float:
