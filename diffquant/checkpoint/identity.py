@@ -2,11 +2,13 @@
 
 import hashlib
 import json
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 
 from diffquant.checkpoint.reader import open_checkpoint, side_files
 from diffquant.checkpoint.staging import file_digest
+from diffquant.errors import UsageError
 
 
 def model_fingerprint(path: Path) -> str:
@@ -21,6 +23,17 @@ def model_fingerprint(path: Path) -> str:
         files = [*open_checkpoint(path).weight_files(), path / "config.json", *side_files(path)]
     digests = {file.name: _digest_once(file.resolve(), _state(file)) for file in files}
     return hashlib.sha256(json.dumps(digests, sort_keys=True).encode()).hexdigest()
+
+
+def check_distinct(models: Sequence[Path]) -> None:
+    """
+    Raises:
+        UsageError: with the models that are named more than once.
+    """
+    names = [model.resolve() for model in models]
+    twice = sorted({str(name) for name in names if names.count(name) > 1})
+    if twice:
+        raise UsageError(f"named twice: {', '.join(twice)}")
 
 
 @lru_cache(maxsize=1024)
