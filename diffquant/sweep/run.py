@@ -115,7 +115,7 @@ def _scales_by_model(fingerprints: Mapping[Path, str], files: Sequence[Path]) ->
         UsageError: two files belong to one.
     """
     owners = {fingerprint: model for model, fingerprint in fingerprints.items()}
-    found = {}
+    found: dict[Path, Path] = {}
     for file in files:
         owner = owners.get(read_any_ranges(file).model)
         if owner is None:
