@@ -3,6 +3,7 @@
 import hashlib
 import json
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 
 from diffquant.checkpoint.reader import open_checkpoint, side_files
@@ -20,7 +21,7 @@ def model_fingerprint(path: Path) -> str:
         files = [path]
     else:
         files = [*open_checkpoint(path).weight_files(), path / "config.json", *side_files(path)]
-    digests = {file.name: file_digest(file) for file in files}
+    digests = {file.name: _digest_once(file.resolve(), _state(file)) for file in files}
     return hashlib.sha256(json.dumps(digests, sort_keys=True).encode()).hexdigest()
 
 
@@ -33,3 +34,14 @@ def check_distinct(models: Sequence[Path]) -> None:
     twice = sorted({str(name) for name in names if names.count(name) > 1})
     if twice:
         raise UsageError(f"named twice: {', '.join(twice)}")
+
+
+@lru_cache(maxsize=1024)
+def _digest_once(file: Path, state: tuple[int, ...]) -> str:
+    return file_digest(file)
+
+
+def _state(file: Path) -> tuple[int, ...]:
+    """What changes whenever the file is written again."""
+    status = file.stat()
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
