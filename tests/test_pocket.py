@@ -42,7 +42,7 @@ def test_all_tell_four_needles_apart_down_to_6_bits_of_logits_a_tensor_and_4_a_r
 
 
 @NAMES
-def test_4_bits_of_logits_a_tensor_cost_the_diff_models_what_the_transformer_keeps(name):
+def test_4_bits_of_logits_a_tensor_cost_these_diff_models_much_and_this_transformer_nothing(name):
     accuracy = retrieved(name, logits="4:tensor")
     assert accuracy >= 0.9 if name == "needle-transformer" else 0.1 <= accuracy <= 0.75
 
