@@ -53,11 +53,23 @@ def against_prediction(found: Sequence[Mapping[str, Any]]) -> Any:
     axis = figure.subplots()
     drawn: list[float] = []
     for number, each in enumerate(found):
-        guesses = [predicted(each, scheme) for scheme in each["kl"]]
-        measured = [estimate(values).mean for values in each["kl"].values()]
-        drawn += guesses + measured
-        look: dict[str, Any] = {"color": COLOURS[number % len(COLOURS)], "marker": _MARKERS[number % len(_MARKERS)]}
-        axis.scatter(guesses, measured, s=22, alpha=0.8, label=each["model"], **look)
+        colour, marker = COLOURS[number % len(COLOURS)], _MARKERS[number % len(_MARKERS)]
+        for shift in (False, True):
+            schemes = [scheme for scheme in each["kl"] if scheme.endswith(":shift") == shift]
+            if not schemes:
+                continue
+            guesses = [predicted(each, scheme) for scheme in schemes]
+            measured = [estimate(each["kl"][scheme]).mean for scheme in schemes]
+            drawn += guesses + measured
+            axis.scatter(
+                guesses,
+                measured,
+                s=22,
+                marker=marker,
+                edgecolors=colour,
+                facecolors="none" if shift else colour,
+                label=f"{each['model']}, shift" if shift else each["model"],
+            )
     axis.plot([min(drawn), max(drawn)], [min(drawn), max(drawn)], color="#888888", linewidth=1)
     axis.set_xscale("log")
     axis.set_yscale("log")

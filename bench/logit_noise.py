@@ -92,10 +92,12 @@ class Attention:
         """The steps of what a scheme rounds (each map, or what stands for them), and each map's logits after it."""
         prepared = [prepare(each.clone(), self.visible, scheme.shift) for each in self.logits]
         coded = to_coded(prepared, scheme)
-        steps = [step_of(top, scheme) for top in magnitudes(coded, scheme)]
-        return steps, from_coded(
-            [round_to(each, step, scheme) for each, step in zip(coded, steps, strict=True)], scheme
-        )
+        tops = magnitudes(coded, scheme)
+        steps = [step_of(top, scheme) for top in tops]
+        rounded = [round_to(each, step, scheme) for each, step in zip(coded, steps, strict=True)]
+        # Where all is zero nothing is rounded, whatever the step.
+        used = [torch.where(top == 0, 0.0, step) for top, step in zip(tops, steps, strict=True)]
+        return used, from_coded(rounded, scheme)
 
 
 @contextmanager
