@@ -101,8 +101,10 @@ class Attention:
 
 
 @contextmanager
-def observed(model: DiffTransformer, see: Callable[[Attention], Tensor | None]) -> Iterator[None]:
-    """While open, every layer shows its attention; what `see` returns stands for the pairs' outputs [B, h, T, dv]."""
+def observed(
+    model: DiffTransformer, see: Callable[[Attention], Tensor | None], layers: slice = slice(None)
+) -> Iterator[None]:
+    """While open, layers show their attention; what `see` returns stands for the pairs' outputs [B, h, T, dv]."""
 
     def hook(module: Any, arguments: Any, output: Tensor) -> Tensor | None:
         x, rotary, mask, _ = arguments
@@ -112,7 +114,7 @@ def observed(model: DiffTransformer, see: Callable[[Attention], Tensor | None]) 
             return None
         return module.o_proj(pair_norm(pairs, attention.post).transpose(1, 2).flatten(2))
 
-    handles = [module.register_forward_hook(hook) for module in model.attentions]
+    handles = [module.register_forward_hook(hook) for module in model.attentions[layers]]
     try:
         yield
     finally:
@@ -223,15 +225,13 @@ def sensitivity(
     """
     generator = torch.Generator().manual_seed(layer)
 
-    def see(attention: Attention) -> Tensor | None:
-        if attention.layer != layer:
-            return None
+    def see(attention: Attention) -> Tensor:
         noise = SIGMA * torch.randn(attention.logits[0].shape, generator=generator)
         # One map has the first share.
         logits = [each + share * noise for each, share in zip(attention.logits, shares, strict=False)]
         return difference(attention.terms(logits))
 
-    with observed(model, see):
+    with observed(model, see, slice(layer, layer + 1)):
         found = divergences(exact, predictions_of(model, readings))
     return sum(found) / len(found) / SIGMA**2
 
