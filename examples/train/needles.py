@@ -27,8 +27,8 @@ class Needles:
         most_words: of a sentence.
         needles: how many a sequence may hold, drawn evenly from those that fit.
         brief: sequences of at most so many tokens are short ones.
-        small: sequences of at most so many tokens draw from the first `few` cities and numbers, on which models
-            learn to retrieve sooner.
+        growth: such as [4, 600, 2000]: the first 600 batches draw from 4 cities and 4 numbers, on which models
+            learn to retrieve sooner; the next ones from evenly more, and those from 2000 on from all.
         prose: weight of all other tokens together, where the answers weigh 1.
     """
 
@@ -40,8 +40,7 @@ class Needles:
         most_words: int,
         needles: list[int],
         brief: int,
-        small: int,
-        few: int,
+        growth: tuple[int, int, int],
         prose: float,
     ) -> None:
         known = [*split(statement("", "")), *map(str.lower, CITIES), *NUMBERS]
@@ -51,8 +50,7 @@ class Needles:
         self.tokenizer: PreTrainedTokenizerFast = word_tokenizer(words, context)
         self.needles = needles
         self.brief = brief
-        self.small = small
-        self.few = few
+        self.growth = growth
         self.prose = prose
         self._sentences = [self._encode(sentence) for sentence in found]
         self._cities = [self._encode(city)[0] for city in CITIES]
@@ -62,7 +60,7 @@ class Needles:
     def batch(self, seed: int, step: int, rows: int, length: int) -> tuple[Tensor, Tensor]:
         """ids [rows, length + 1] and the weight [rows, length] of each predicted token."""
         rng = np.random.default_rng((seed, step))
-        made = [self._sequence(rng, length) for _ in range(rows)]
+        made = [self._sequence(rng, step, length) for _ in range(rows)]
         ids = torch.tensor([ids for ids, _ in made])
         answers = torch.tensor([answers for _, answers in made])[:, 1:]
         return ids, torch.where(answers, 1 / answers.sum(), self.prose / (~answers).sum())
@@ -70,14 +68,14 @@ class Needles:
     def describe(self) -> dict[str, int]:
         return {"vocabulary": len(self.tokenizer), "sentences": len(self._sentences)}
 
-    def _sequence(self, rng: np.random.Generator, length: int) -> tuple[list[int], list[bool]]:
+    def _sequence(self, rng: np.random.Generator, step: int, length: int) -> tuple[list[int], list[bool]]:
         """length + 1 tokens, and which of them are answers."""
         before = [] if length <= self.brief else self._before
         size = len(before) + 4
-        count = int(rng.choice([n for n in self.needles if 2 * n * size <= length]))
-        known = self.few if length <= self.small else None
-        cities = rng.choice(self._cities[:known], count, replace=False).tolist()
-        numbers = rng.choice(self._numbers[:known], count).tolist()
+        known = self._known(self._cities, step)
+        count = int(rng.choice([n for n in self.needles if 2 * n * size <= length and n <= len(known)]))
+        cities = rng.choice(known, count, replace=False).tolist()
+        numbers = rng.choice(self._known(self._numbers, step), count).tolist()
         told = [[*before, c, self._is, n, self._stop] for c, n in zip(cities, numbers, strict=True)]
         haystack = [*told] if not before else self._haystack(rng, told, length - 2 * count * size)
         ids = [self.tokenizer.bos_token_id, *(token for part in haystack for token in part)]
@@ -87,6 +85,12 @@ class Needles:
             ids += told[rng.integers(count)]
             answers += [place == size - 2 for place in range(size)]
         return ids[: length + 1], answers[: length + 1]
+
+    def _known(self, words: list[int], step: int) -> list[int]:
+        """Those that a batch draws from."""
+        few, start, end = self.growth
+        grown = min(max(0.0, (step - start) / max(1, end - start)), 1.0)
+        return words[: few + round(grown * (len(words) - few))]
 
     def _haystack(self, rng: np.random.Generator, told: list[list[int]], room: int) -> list[list[int]]:
         """Sentences of at most `room` tokens together, with the needles anywhere among them."""

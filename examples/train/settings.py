@@ -84,8 +84,11 @@ class Settings:
     data: dict[str, Any]
 
     @classmethod
-    def read(cls, path: Path, steps: int | None = None) -> "Settings":
+    def read(cls, path: Path, steps: int | None = None, seed: int | None = None) -> "Settings":
         """
+        Args:
+            steps: instead of the file's, as is `seed`.
+
         Raises:
             UsageError: the file cannot be read, or a key is unknown or missing.
         """
@@ -95,7 +98,8 @@ class Settings:
             raise UsageError(f"cannot read settings {path}: {error}") from error
         if not isinstance(entries, dict) or set(entries) != {"source", "model", "schedule", "data"}:
             raise UsageError(f"{path} must hold source, model, schedule and data, nothing else")
-        schedule = entries["schedule"] | ({} if steps is None else {"steps": steps})
+        given = {"steps": steps, "seed": seed}
+        schedule = entries["schedule"] | {key: value for key, value in given.items() if value is not None}
         return cls(
             entries["source"],
             _build(Sizes, entries["model"], path),

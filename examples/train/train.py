@@ -35,7 +35,7 @@ def main() -> None:
     arguments = _parser().parse_args()
     try:
         train(
-            Settings.read(arguments.settings, arguments.steps),
+            Settings.read(arguments.settings, arguments.steps, arguments.seed),
             arguments.kind,
             arguments.text,
             arguments.output,
@@ -131,6 +131,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--output", type=Path, required=True, help="folder to make, or to go on in")
     parser.add_argument("--characters", type=int, help="read only so many of the text; all by default")
     parser.add_argument("--steps", type=int, help="instead of the settings'")
+    parser.add_argument("--seed", type=int, help="of weights and data, instead of the settings'")
     parser.add_argument("--device", default="cpu")
     return parser
 

@@ -161,6 +161,11 @@ def needle_source():
     return Needles(data.books_text(), SIZES.context, **(recipe | {"frequent": 1500}))
 
 
+def test_the_seed_given_is_the_runs():
+    assert Settings.read(RECIPES / "needle.yaml").schedule.seed == 0
+    assert Settings.read(RECIPES / "needle.yaml", seed=1).schedule.seed == 1
+
+
 def test_a_needle_sequence_answers_what_it_told_in_the_evaluations_words():
     source = needle_source()
     ids, weights = source.batch(0, 10**6, 16, 128)
@@ -173,6 +178,17 @@ def test_a_needle_sequence_answers_what_it_told_in_the_evaluations_words():
             assert said.count(f"the magic number for {city} is {number}") >= 2
     item = needle.make_items(source.tokenizer, data.books_text(), needle.Plan(lengths=(128,), samples=1))[0]
     assert source.tokenizer.unk_token_id not in source.tokenizer.encode("".join(item.requests()[0]))
+
+
+@pytest.mark.parametrize(("step", "most"), [(0, 4), (599, 4), (1300, 38), (2000, 71), (5000, 71)])
+def test_the_cities_of_needle_sequences_grow_from_four_to_all(step, most):
+    source = needle_source()
+    ids, _ = source.batch(0, step, 400, 32)
+    known, every = (
+        {source.tokenizer.convert_tokens_to_ids(city.lower()) for city in cities}
+        for cities in (needle.CITIES[:most], needle.CITIES)
+    )
+    assert every.intersection(ids.flatten().tolist()) == known
 
 
 def test_the_program_trains_resumes_and_writes_a_checkpoint_that_loads(text, tmp_path):
