@@ -5,6 +5,7 @@ import sys
 
 import pytest
 import torch
+from tiny_lm import tokenizer
 
 from diffquant.attention import DiffSpec
 from diffquant.bench import figure8, figure8_plots
@@ -20,7 +21,6 @@ from diffquant.bench.logit_noise import (
 from diffquant.model.config import DiffTransformerConfig
 from diffquant.model.modeling import DiffTransformer
 from diffquant.scheme import Recipe, Scheme
-from tests.tiny_lm import tokenizer
 
 SPECS = {
     "plain": DiffSpec(4, 2, 8, 8, maps=1),
