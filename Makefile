@@ -7,7 +7,7 @@ NATIVE := export/native/libdiffquant_onnx.so
 SANITIZED := build/sanitized/libdiffquant_onnx.so
 PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
-.PHONY: demo test lint gpu sanitize clean
+.PHONY: demo test lint gpu pairs sanitize clean
 
 demo: $(VENV)/.ready
 	$(BIN)/diffquant demo --output demo-output --overwrite
@@ -30,6 +30,10 @@ gpu:
 		|| status=$$?; \
 	PYTHONPATH=. $(PYTHON) -m bench.gpu --json bench/results/gpu.json || status=$$?; \
 	exit $$status
+
+# SmolLM2 continued on equal tokens as a Transformer, DIFF V1 and DIFF V2, on a CUDA device: make pairs TEXT=books.txt
+pairs: $(VENV)/.ready
+	$(BIN)/python examples/train/pairs.py train --text $(TEXT) --output runs/pairs --minutes 24 --device cuda
 
 # Installing builds the native kernel; this builds it again when a source changed. Without a compiler
 # exported models run their function body and the kernel's tests are skipped.

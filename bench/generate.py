@@ -31,6 +31,7 @@ from typing import Any
 import numpy as np
 
 from diffquant.errors import MissingDependencyError, UsageError
+from diffquant.texttable import aligned
 
 from .engines import (
     Engine,
@@ -211,7 +212,8 @@ def reason(error: Exception) -> str:
 def table(model: str, found: dict[str, Any]) -> str:
     """A line a contestant: medians (spread), and each as a share."""
     columns = ["decode tokens/s", "of torch", "prefill tokens/s", "of torch", "folder MB", "of f32", "peak MB"]
-    rows = [[model, *columns, "of torch", "of f32", "same tokens", "written in s", "with MB"]]
+    head = [model, *columns, "of torch", "of f32", "same tokens", "written in s", "with MB"]
+    rows = []
     for name, row in found.items():
         if "missing" in row:
             continue
@@ -224,10 +226,8 @@ def table(model: str, found: dict[str, Any]) -> str:
         peak += [_text(row, what, 1, ".2f") for what in ("peak_of_torch", "peak_of_export")]
         written = [_text(row, "write_seconds", 1, ".1f"), _text(row, "write_anonymous_bytes", 1e-6, ".0f")]
         rows.append([name, *speeds, *folder, *peak, str(row["same_tokens"]), *written])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
-    lines += [f"{name}: none, {row['missing']}" for name, row in found.items() if "missing" in row]
-    return "\n".join(lines)
+    missing = [f"{name}: none, {row['missing']}" for name, row in found.items() if "missing" in row]
+    return "\n".join([*aligned(head, rows), *missing])
 
 
 def _text(row: dict[str, Any], what: str, factor: float, spec: str) -> str:

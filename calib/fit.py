@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from diffquant.numerics import max_code
+from diffquant.texttable import aligned
 
 
 @dataclass(frozen=True)
@@ -50,14 +51,12 @@ class Loss:
 
 def fit_table(fits: Sequence[Fit], bits: int) -> str:
     """One line a target: mean and worst over its layers."""
-    lines = [
-        f"{'target':8}  {'clipped':>8}  {'at most':>8}  {'SQNR':>8}  {'at least':>8}  at {bits} bits, text held out"
-    ]
+    head = ["target", "clipped", "at most", "SQNR", "at least", "worst in"]
+    lines = []
     for target in dict.fromkeys(fit.target for fit in fits):
         of = [fit for fit in fits if fit.target == target]
         worst, most = min(of, key=lambda fit: fit.sqnr), max(of, key=lambda fit: fit.clipped)
-        lines.append(
-            f"{target:8}  {sum(f.clipped for f in of) / len(of):8.4%}  {most.clipped:8.4%}  "
-            f"{sum(f.sqnr for f in of) / len(of):5.1f} dB  {worst.sqnr:5.1f} dB  worst in layer {worst.layer}"
-        )
-    return "\n".join(lines)
+        clipped = [sum(f.clipped for f in of) / len(of), most.clipped]
+        sqnr = [sum(f.sqnr for f in of) / len(of), worst.sqnr]
+        lines.append([target, *(f"{c:.4%}" for c in clipped), *(f"{s:.1f} dB" for s in sqnr), f"layer {worst.layer}"])
+    return "\n".join([*aligned(head, lines), "", f"at {bits} bits, on the text held out"])

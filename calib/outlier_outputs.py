@@ -5,6 +5,7 @@ from typing import Any
 
 from diffquant.checkpoint.staging import write_atomically
 from diffquant.sweep.plot import COLOURS
+from diffquant.texttable import aligned
 
 from .outliers import HIDDEN, LOGITS, RANKS, Magnitude, ModelOutliers, Outliers
 from .plots import new_figure, plain_log_scale, tidy
@@ -15,22 +16,17 @@ _TITLES = {LOGITS: "attention logits, |q·k|/√d", HIDDEN: "hidden states, |lay
 def text_table(found: Outliers) -> str:
     """Every model over all layers, as the paper's Table 5 has it."""
     head = ["model", "activation", *(f"top {rank}" for rank in RANKS), "median", "top 1 / median", "values"]
-    lines = [head] + [
+    lines = [
         [model.name if kind == LOGITS else "", kind, *_cells(model.overall[kind])]
         for model in found.models
         for kind in (LOGITS, HIDDEN)
-    ]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
-    rows = [
-        "  ".join(c.ljust(w) if i < 2 else c.rjust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True)))
-        for line in lines
     ]
     tokens = ", ".join(dict.fromkeys(f"{model.tokens:,}" for model in found.models))
     note = (
         f"{tokens} tokens in windows of {found.settings['window']}; largest magnitudes are exact, "
         f"medians within {found.settings['median_error']:.1%}"
     )
-    return "\n".join([rows[0].rstrip(), "  ".join("-" * w for w in widths), *rows[1:], "", note])
+    return "\n".join([*aligned(head, lines, names=2), "", note])
 
 
 def write_outputs(found: Outliers, folder: Path) -> list[Path]:

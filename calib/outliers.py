@@ -12,10 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diffquant.checkpoint.identity import model_fingerprint
+from diffquant.checkpoint.identity import check_distinct, model_fingerprint
 from diffquant.checkpoint.load import check_device, load, load_tokenizer
 from diffquant.checkpoint.versions import versions
-from diffquant.errors import UsageError
 from diffquant.evals.dtype import resolve
 from diffquant.evals.perplexity import identity, load_text
 from diffquant.model.modeling import DiffTransformer
@@ -94,9 +93,7 @@ def find_outliers(models: Sequence[Path], options: OutlierOptions, progress: Pro
         UsageError: a model named twice, a text shorter than a window, or a device that is not there.
         NonFiniteError: a model computes NaN or infinity.
     """
-    twice = sorted({str(m) for m in models if [n.resolve() for n in models].count(m.resolve()) > 1})
-    if twice:
-        raise UsageError(f"named twice: {', '.join(twice)}")
+    check_distinct(models)
     check_device(options.device)
     text = load_text(options.text)
     found = [_of_model(Path(model), text, options, progress) for model in models]

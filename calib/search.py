@@ -6,10 +6,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from diffquant.checkpoint.identity import model_fingerprint
 from diffquant.checkpoint.load import check_device, load, load_tokenizer
 from diffquant.checkpoint.reader import open_checkpoint
-from diffquant.checkpoint.versions import versions
+from diffquant.checkpoint.versions import versions_of_run
 from diffquant.errors import UsageError
 from diffquant.evals.dtype import resolve
 from diffquant.evals.perplexity import evaluate, identity, load_text, reference_of
@@ -20,10 +22,14 @@ from diffquant.sweep.storage import weight_bytes
 
 from .allocation import Allocation, Budget, allocate, average_bits, require_scipy, spread_evenly
 from .journal import Journal
+from .products import OneDnnProducts
 from .search_result import Candidate, Found, Measurement
 from .sensitivity import Cost, Sensitivity
 from .text import token_windows
 from .units import Unit, find_units, to_recipe
+
+# Changes with how a cost is measured, so that journals of another way are not taken for this one's.
+MEASUREMENT_FORMAT = 2
 
 # Tokens that a model sees at once while recipes are compared.
 _CHECK_WINDOW = 512
@@ -79,12 +85,14 @@ class Search:
         self._dtype = resolve(options.dtype, options.device)
         self._tokenizer = load_tokenizer(path)
         self._key = {
+            "format": MEASUREMENT_FORMAT,
             "model": model_fingerprint(path),
             "dtype": str(self._dtype).removeprefix("torch."),
             "text": identity(self._text),
             "windows": options.windows,
             "window": options.window,
-            "versions": versions(),
+            "device": torch.device(options.device).type,
+            "versions": versions_of_run(options.device),
         }
         self.journal = Journal(output, self._key)
 
@@ -184,11 +192,15 @@ class Search:
         reference = None
         if missing:
             model = load(self.path, Recipe(), self._dtype, self.options.device)
-            reference = reference_of(model, self._tokenizer, self._held_out, _CHECK_WINDOW, _CHECK_WINDOW)
+            with OneDnnProducts():
+                reference = reference_of(model, self._tokenizer, self._held_out, _CHECK_WINDOW, _CHECK_WINDOW)
         for done, name in enumerate(name for name in entries if name in missing):
             progress(done, len(missing), f"comparing {name}")
             model = load(self.path, entries[name], self._dtype, self.options.device)
-            score = evaluate(model, self._tokenizer, self._held_out, _CHECK_WINDOW, _CHECK_WINDOW, reference=reference)
+            with OneDnnProducts():
+                score = evaluate(
+                    model, self._tokenizer, self._held_out, _CHECK_WINDOW, _CHECK_WINDOW, reference=reference
+                )
             self.journal.add(
                 names[name],
                 {"kl": score.kl, "perplexity": score.perplexity, "nbytes": weight_bytes(self.path, entries[name])},

@@ -6,6 +6,7 @@ from typing import Any
 
 from diffquant.checkpoint.plan import megabytes
 from diffquant.checkpoint.staging import write_atomically
+from diffquant.texttable import aligned
 
 from .plots import new_figure
 from .search_result import Candidate, Found, Measurement
@@ -14,15 +15,8 @@ from .search_result import Candidate, Found, Measurement
 def summary(found: Found) -> str:
     """The candidates on the text held out, and how the search compares with uniform bits of its size."""
     head = ["recipe", "bits", "checkpoint", "perplexity", "KL", "predicted KL"]
-    lines = [head, ["16 bits", "16", "", f"{found.perplexity:.3f}", "", ""]] + [_row(c) for c in found.candidates]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
-    rows = [
-        "  ".join(
-            c.ljust(w) if i < 2 else c.rjust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in lines
-    ]
-    return "\n".join([rows[0], "  ".join("-" * w for w in widths), *rows[1:], "", verdict(found)])
+    lines = [["16 bits", "16", "", f"{found.perplexity:.3f}", "", ""], *map(_row, found.candidates)]
+    return "\n".join([*aligned(head, lines, names=2), "", verdict(found)])
 
 
 def verdict(found: Found) -> str:

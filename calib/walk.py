@@ -46,12 +46,13 @@ class Walk:
         return layer.self_attn.project(layer.input_layernorm(x), self.rotary)
 
 
-def causal_logits(q: Tensor, k: Tensor, spec: DiffSpec) -> Iterator[tuple[int, Tensor]]:
+def causal_logits(q: Tensor, k: Tensor, spec: DiffSpec, start: int = 0) -> Iterator[tuple[int, Tensor]]:
     """Q·Kᵀ·scale of both maps in float32, by blocks of queries.
 
     Args:
         q: [B, maps·h, T, d], first maps before second ones.
         k: [B, key heads, T, d].
+        start: the first query to yield.
 
     Yields:
         The position n of a block's first query, and its logits [B, maps·h, R, S] against the S = n + R first
@@ -60,7 +61,7 @@ def causal_logits(q: Tensor, k: Tensor, spec: DiffSpec) -> Iterator[tuple[int, T
     batch, heads, length, _ = q.shape
     keys = _keys_of_maps(k, spec)
     rows = max(1, min(128, _BLOCK_ENTRIES // (batch * heads * length)))
-    for first in range(0, length, rows):
+    for first in range(start, length, rows):
         last = min(first + rows, length)
         products = q[:, :, first:last].float() @ keys[:, :, :last].float().mT
         yield first, products.mul_(spec.scale)

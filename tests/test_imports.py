@@ -11,6 +11,7 @@ ROOT = Path(__file__).parents[1]
 ORDER = [
     "errors",
     "progress",
+    "texttable",
     "data",
     "scheme",
     "numerics",

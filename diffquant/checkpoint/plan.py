@@ -17,6 +17,7 @@ from diffquant.checkpoint.writer import OutputTensor
 from diffquant.errors import CheckpointError, GroupSizeError, UsageError
 from diffquant.model.adapters import Adapter
 from diffquant.scheme import FULL, Recipe, Scheme
+from diffquant.texttable import aligned
 
 _QUANTIZED_TYPES = (torch.float32, torch.float16, torch.bfloat16)
 _EMBEDDING = "model.embed_tokens"
@@ -84,14 +85,13 @@ class Plan:
 
     def table(self) -> str:
         """Tensors with layers' alike ones on one line, and the final size."""
-        lines = [("tensor", "count", "shape", "scheme", "bits stored", "size")]
+        lines = []
         for (name, shape, scheme), alike in self._alike().items():
             size = sum(tensor.stored_bytes for tensor in alike)
             lines.append(
                 (name, str(len(alike)), str(list(shape)), str(scheme), f"{alike[0].stored_bits:.2f}", megabytes(size))
             )
-        widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
-        rows = [_row(line, widths) for line in lines]
+        rows = aligned(("tensor", "count", "shape", "scheme", "bits stored", "size"), lines)
         total = f"{megabytes(self.bytes_before)} -> {megabytes(self.bytes_after)}"
         share = self.bytes_after / max(1, self.bytes_before)
         packed = f", packed weights {self.bits_per_weight:.2f} bits each, scales included" if self.schemes else ""
@@ -212,10 +212,3 @@ def _planned(name: str, info: TensorInfo, scheme: Scheme) -> PlannedTensor:
     shapes = packed_shapes(info.shape, scheme)
     outputs = tuple(OutputTensor(module + s, types.get(s, torch.int32), shape) for s, shape in shapes.items())
     return PlannedTensor(name, info, scheme, outputs)
-
-
-def _row(cells: tuple[str, ...], widths: list[int]) -> str:
-    name, *rest = (
-        cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(cells, widths, strict=True))
-    )
-    return "  ".join([name, *rest])

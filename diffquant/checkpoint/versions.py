@@ -10,3 +10,16 @@ CONFIG_VERSION = 1
 
 def versions() -> dict[str, str]:
     return {"diffquant": importlib.metadata.version("diffquant"), "torch": torch.__version__}
+
+
+def versions_of_run(device: str) -> dict[str, str]:
+    """Of all that computes a model's output on a device."""
+    kernels = ("triton", "flash-attn") if torch.device(device).type == "cuda" else ()
+    return versions() | {name: _installed(name) for name in ("transformers", *kernels)}
+
+
+def _installed(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"

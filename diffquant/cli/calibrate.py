@@ -1,4 +1,4 @@
-"""outliers, calibrate, search."""
+"""outliers, attention-map, calibrate, search."""
 
 import json
 from pathlib import Path
@@ -7,7 +7,18 @@ from typing import Annotated
 import typer
 
 from diffquant.cli.app import app
-from diffquant.cli.options import AsJson, EvalDtype, Model, listed, widths
+from diffquant.cli.options import (
+    AsJson,
+    EvalDtype,
+    Lengths,
+    Logits,
+    Model,
+    RecipeFile,
+    RecipeOptions,
+    lengths_of,
+    listed,
+    widths,
+)
 from diffquant.progress import progress_for
 
 Text = Annotated[Path | None, typer.Option("--text", help="UTF-8 text to read; some prose ships.")]
@@ -32,6 +43,36 @@ def outliers(
     from diffquant.calib.outliers import OutlierOptions, find_outliers
 
     found = find_outliers(models, OutlierOptions(text, tokens, window, dtype, device), progress_for("outliers"))
+    typer.echo(found.to_json().rstrip() if as_json else text_table(found))
+    if output is not None:
+        typer.echo(f"wrote {', '.join(map(str, write_outputs(found, output)))}", err=as_json)
+
+
+@app.command("attention-map")
+def attention_map(
+    models: Annotated[list[Path], typer.Argument(help="Checkpoints, a Transformer beside its DIFF for instance.")],
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Folder for attention-map.json and its plot.")
+    ] = None,
+    needles: Annotated[int, typer.Option(help="Numbers hidden in a context, one of which is asked for.")] = 1,
+    lengths: Lengths = "256",
+    samples: Annotated[int, typer.Option(help="Contexts of each depth and length.")] = 50,
+    text: Text = None,
+    logits: Logits = "16",
+    recipe: RecipeFile = None,
+    dtype: EvalDtype = "auto",
+    device: str = "cpu",
+    as_json: AsJson = False,
+) -> None:
+    """How much attention goes to the answer and to noise when a number is retrieved, by its depth in the context."""
+    from diffquant.calib.attention_map import AttentionMapOptions, map_attention
+    from diffquant.calib.attention_map_outputs import text_table, write_outputs
+    from diffquant.evals.needle import Plan
+
+    wanted = RecipeOptions("16", "16", None, None, logits, 0, None, recipe).given()
+    plan = Plan(needles, 1, lengths_of(lengths), samples)
+    options = AttentionMapOptions(plan, text, wanted, dtype, device)
+    found = map_attention(models, options, progress_for("attention"))
     typer.echo(found.to_json().rstrip() if as_json else text_table(found))
     if output is not None:
         typer.echo(f"wrote {', '.join(map(str, write_outputs(found, output)))}", err=as_json)

@@ -35,7 +35,12 @@ Scales = Annotated[
 Exported = Annotated[Path, typer.Argument(help="Folder that `diffquant export` wrote.")]
 Threads = Annotated[int, typer.Option(min=0, help="Of ONNX Runtime; 0 takes all cores.")]
 
-Tasks = Annotated[str, typer.Option(help="hellaswag, perplexity, needle[:N[:R]], lm-eval:NAME; several with commas.")]
+Tasks = Annotated[
+    str,
+    typer.Option(
+        help="hellaswag, perplexity, needle[:N[:R]], many-shot:SHOTS[:DRAWS], lm-eval:NAME; several with commas."
+    ),
+]
 Limit = Annotated[int | None, typer.Option(min=2, help="Items of each task; all by default.")]
 Items = Annotated[Path | None, typer.Option(help="HellaSwag items as JSONL; 1,000 ship.")]
 TextFile = Annotated[Path | None, typer.Option("--text", help="Text for perplexity and needle; some prose ships.")]
@@ -43,6 +48,9 @@ Characters = Annotated[int, typer.Option(min=0, help="Characters of the text tha
 Window = Annotated[int, typer.Option(help="Tokens the model sees at once, for perplexity.")]
 Stride = Annotated[int, typer.Option(help="Tokens from one window to the next.")]
 Lengths = Annotated[str, typer.Option(help="Tokens of needle prompts, such as 1024,4096.")]
+Train = Annotated[Path | None, typer.Option(help="Labelled texts for many-shot: .jsonl, .csv, .tsv, .label, .json.")]
+Test = Annotated[Path | None, typer.Option(help="The texts many-shot asks for; Clinc150's one file has both.")]
+Fine = Annotated[bool, typer.Option("--fine", help="TREC's fine labels in place of its coarse ones.")]
 Attention = Annotated[
     str, typer.Option(help="Attention backend: auto, naive, flashdiff1, flashdiff2, triton, triton-int8, ...")
 ]

@@ -127,16 +127,25 @@ def evaluate(
     Raises:
         UsageError: the model cannot see a length, the text is too poor, or the needles do not fit.
     """
-    seen = max_length(model.config, tokenizer)
-    if max(plan.lengths) > seen:
-        raise UsageError(f"needle: the model sees {seen} tokens, fewer than {max(plan.lengths)}; give --lengths")
-    items = make_items(tokenizer, text, plan)[:limit]
-    encoder = PairEncoder(tokenizer, seen)
+    items = items_for(model, tokenizer, text, plan)[:limit]
+    encoder = PairEncoder(tokenizer, max_length(model.config, tokenizer))
     requests = encoder.requests(pair for item in items for pair in item.requests())
     scores = iter(score(model, requests, batch_tokens, progress))
     # Greedy decoding gives a whole answer where each of its tokens is the likeliest after those before it.
     retrieved = [sum(next(scores).greedy for _ in item.asked) / len(item.asked) for item in items]
     return Outcome(items, retrieved)
+
+
+def items_for(model: Any, tokenizer: Any, text: str, plan: Plan) -> list[Item]:
+    """`make_items` where a model can see them.
+
+    Raises:
+        UsageError: the model cannot see a length, the text is too poor, or the needles do not fit.
+    """
+    seen = max_length(model.config, tokenizer)
+    if max(plan.lengths) > seen:
+        raise UsageError(f"needle: the model sees {seen} tokens, fewer than {max(plan.lengths)}; give --lengths")
+    return make_items(tokenizer, text, plan)
 
 
 def make_items(tokenizer: Any, text: str, plan: Plan) -> list[Item]:

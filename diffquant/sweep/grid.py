@@ -19,7 +19,8 @@ class SweepOptions:
     """What to measure and how.
 
     Attributes:
-        tasks: "hellaswag", "perplexity" (with KL), "needle[:N[:R]]" (R of N needles asked for) or "lm-eval:NAME".
+        tasks: "hellaswag", "perplexity" (with KL), "needle[:N[:R]]" (R of N needles asked for),
+            "many-shot:SHOTS[:DRAWS]" (or "all" the shots that fit) or "lm-eval:NAME".
         bits: widths; 16, the baseline, is measured whether named or not.
         targets: names in `TARGETS`, each swept alone.
         recipes: YAML files, each measured as it is beside the grid.
@@ -32,6 +33,8 @@ class SweepOptions:
         characters: how much of the text perplexity reads; all where None.
         window, stride: of perplexity, in tokens.
         lengths: tokens of a needle prompt; a needle item stands at each of five depths.
+        train, test: labelled texts for many-shot, to show and to ask for; Clinc150's one file is both.
+        fine: TREC's fine labels.
         dtype: "auto", "bfloat16", "float16" or "float32".
         batch_tokens: most tokens of one pass.
         attention: backend of `diffquant.attention.BACKENDS`, or "auto".
@@ -51,6 +54,9 @@ class SweepOptions:
     window: int = 1024
     stride: int = 512
     lengths: tuple[int, ...] = (256,)
+    train: Path | None = None
+    test: Path | None = None
+    fine: bool = False
     dtype: str = "auto"
     batch_tokens: int = 4096
     attention: str = "auto"
@@ -61,7 +67,7 @@ class SweepOptions:
         counts = {"limit": self.limit, "characters": self.characters, "batch tokens": self.batch_tokens}
         wrong += [f"{name} must be 1 or more, got {n}" for name, n in counts.items() if n is not None and n < 1]
         if not self.tasks:
-            wrong.append("no task: name hellaswag, perplexity, needle or lm-eval:NAME")
+            wrong.append("no task: name hellaswag, perplexity, needle, many-shot:SHOTS or lm-eval:NAME")
         if not 1 <= self.stride <= self.window:
             wrong.append(f"stride {self.stride} must be between 1 and the window, {self.window} tokens")
         if wrong:

@@ -16,11 +16,11 @@ from diffquant.sweep.table import Row, rows
 
 # Okabe and Ito's colours, which people with any common colour blindness can tell apart.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-_STYLES = ("-", "--", ":", "-.")
-_MARKERS = ("o", "s", "^", "D")
+STYLES = ("-", "--", ":", "-.")
+MARKERS = ("o", "s", "^", "D")
 # Between two lines at one width, and between the outermost ones, in steps of the axis.
 _SPREAD, _SPREAD_OF_ALL = 0.06, 0.6
-_TITLES = {"logits": "attention logits", "kv": "KV cache", "k": "keys", "v": "values"}
+TITLES = {"logits": "attention logits", "kv": "KV cache", "k": "keys", "v": "values"}
 
 
 @dataclass(frozen=True)
@@ -105,8 +105,8 @@ class _Look:
         style = self.granularities.index(line.granularity)
         return {
             "color": COLOURS[self.models.index(line.model) % len(COLOURS)],
-            "linestyle": _STYLES[style % len(_STYLES)],
-            "marker": _MARKERS[style % len(_MARKERS)],
+            "linestyle": STYLES[style % len(STYLES)],
+            "marker": MARKERS[style % len(MARKERS)],
         }
 
 
@@ -129,7 +129,7 @@ def _draw(axis: Any, target: str, panel: Sequence[Line], look: _Look) -> dict[st
         )
     axis.set_xticks(range(len(widths)), [str(bits) for bits in widths])
     axis.set_xlabel("bits")
-    axis.set_title(_TITLES.get(target, target), fontsize=11)
+    axis.set_title(TITLES.get(target, target), fontsize=11)
     axis.grid(axis="y", color="#dddddd", linewidth=0.7)
     axis.set_axisbelow(True)
     for side in ("top", "right"):

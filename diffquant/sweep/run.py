@@ -1,6 +1,5 @@
 """The engine: every missing cell, each written as soon as it is measured."""
 
-import importlib.metadata
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -10,14 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 
 from diffquant.attention import check_backend
 from diffquant.checkpoint.identity import model_fingerprint
 from diffquant.checkpoint.load import check_device, check_loadable
 from diffquant.checkpoint.ranges import check_taken, read_any_ranges
 from diffquant.checkpoint.staging import file_digest, write_atomically
-from diffquant.checkpoint.versions import versions
+from diffquant.checkpoint.versions import versions_of_run
 from diffquant.errors import CheckpointError, UsageError
 from diffquant.evals.dtype import resolve
 from diffquant.progress import Progress, silent
@@ -114,13 +112,16 @@ def _scales_by_model(fingerprints: Mapping[Path, str], files: Sequence[Path]) ->
 
     Raises:
         CheckpointError: a file belongs to none of the models.
+        UsageError: two files belong to one.
     """
     owners = {fingerprint: model for model, fingerprint in fingerprints.items()}
-    found = {}
+    found: dict[Path, Path] = {}
     for file in files:
         owner = owners.get(read_any_ranges(file).model)
         if owner is None:
             raise CheckpointError(f"{file} was calibrated on none of {', '.join(map(str, fingerprints))}")
+        if owner in found:
+            raise UsageError(f"{found[owner]} and {file} are both of {owner}; sweep them into two folders")
         found[owner] = file
     return found
 
@@ -171,7 +172,7 @@ class _Sweep:
                 "compared_with": self.fingerprints[point.compared_with] if point.compared_with else None,
                 "task": self._identities[task.name],
                 "dtype": str(self.dtype).removeprefix("torch."),
-                "versions": _versions(self.options.device),
+                "versions": versions_of_run(self.options.device),
             } | (reference if point.compared_with else {})
         is_static = any(point.recipe.is_static(target) for target in LAYER_TARGETS)
         scales = {"scales": file_digest(self.scales[point.model])} if is_static else {}
@@ -184,7 +185,7 @@ class _Sweep:
                 "task": self._identities[task.name],
                 "dtype": str(self.dtype).removeprefix("torch."),
                 "device": torch.device(self.options.device).type,
-                "versions": _versions(self.options.device),
+                "versions": versions_of_run(self.options.device),
             }
             | attention
         )
@@ -196,7 +197,7 @@ class _Sweep:
             "models": {str(path): digest for path, digest in self.fingerprints.items()},
             "quantized": [str(path) for path in self.fingerprints if is_quantized(path)],
             "dtype": str(self.dtype).removeprefix("torch."),
-            "versions": _versions(self.options.device),
+            "versions": versions_of_run(self.options.device),
             "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         }
 
@@ -239,18 +240,6 @@ def _by_weights(jobs: list[_Job]) -> list[_Job]:
     """The same jobs, all of one set of weights together."""
     order = list(dict.fromkeys(str(job.point.recipe.weights) for job in jobs))
     return sorted(jobs, key=lambda job: order.index(str(job.point.recipe.weights)))
-
-
-def _versions(device: str) -> dict[str, str]:
-    of_kernels = ("triton", "flash-attn") if torch.device(device).type == "cuda" else ()
-    return versions() | {"transformers": transformers.__version__} | {name: _version(name) for name in of_kernels}
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"
 
 
 def _plain(value: Any) -> Any:

@@ -9,6 +9,7 @@ from typing import Any
 from diffquant.evals.stats import Difference, Estimate, Flips, estimate, flips, paired_difference, recovery
 from diffquant.sweep.grid import EXPORTED, RECIPE, Point
 from diffquant.sweep.result import SweepResult, model_names
+from diffquant.texttable import aligned
 
 _MISSING = "-"
 _FAILED = "failed"
@@ -60,9 +61,7 @@ def rows(sweep: SweepResult) -> list[Row]:
 def text_table(sweep: SweepResult) -> str:
     """Aligned columns, and below them what the numbers are."""
     heads, lines = _columns(sweep), [_texts(row, sweep) for row in rows(sweep)]
-    widths = [max(map(len, column)) for column in zip(heads, *lines, strict=True)]
-    aligned = [_aligned(line, widths) for line in (heads, *lines)]
-    return "\n".join([aligned[0], "  ".join("-" * width for width in widths), *aligned[1:], "", *notes(sweep)])
+    return "\n".join([*aligned(heads, lines, names=3), "", *notes(sweep)])
 
 
 def csv_table(sweep: SweepResult) -> str:
@@ -91,8 +90,10 @@ def notes(sweep: SweepResult) -> list[str]:
     counts = {a.score.n for row in rows(sweep) for a in row.accuracies if a}
     if counts:
         items = ", ".join(str(n) for n in sorted(counts))
+        shots = sorted({cell.result["shots"] for cell in sweep.cells if cell.result and "shots" in cell.result})
+        shown = f"many-shot after {', '.join(map(str, shots))} demonstrations" if shots else "zero-shot"
         said.append(
-            f"{items} items, zero-shot; ± is one standard error. The difference from 16 bits is paired over the same "
+            f"{items} items, {shown}; ± is one standard error. The difference from 16 bits is paired over the same "
             "items, with its 95 % interval; flips are items that became right (+) and wrong (-)."
         )
     if "perplexity" in sweep.tasks:
@@ -237,11 +238,3 @@ def _accuracy_record(accuracy: Accuracy | None) -> dict[str, Any]:
 
 def _number(value: float | None, spec: str) -> str:
     return _MISSING if value is None else format(value, spec)
-
-
-def _aligned(texts: list[str], widths: list[int]) -> str:
-    # Names to the left, numbers to the right.
-    return "  ".join(
-        text.ljust(width) if column < 3 else text.rjust(width)
-        for column, (text, width) in enumerate(zip(texts, widths, strict=True))
-    ).rstrip()

@@ -1,11 +1,12 @@
 """What is measured in a cell: each task says what determines its result, and gives it as plain data."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, Self, cast
 
 from diffquant.errors import UsageError
-from diffquant.evals import harness, hellaswag, needle, perplexity
+from diffquant.evals import harness, hellaswag, labelled, manyshot, needle, perplexity
 from diffquant.evals.hellaswag import Item
 from diffquant.evals.perplexity import Reference
 from diffquant.evals.stats import estimate
@@ -14,6 +15,8 @@ from diffquant.sweep.grid import SweepOptions
 
 HARNESS_PREFIX = "lm-eval:"
 NEEDLE = "needle"
+MANY_SHOT = "many-shot"
+_MANY_SHOT_NAME = re.compile(rf"{MANY_SHOT}:(all|\d+)(?::(\d+))?")
 
 
 class Task(Protocol):
@@ -150,6 +153,52 @@ class Needle(_Batched):
 
 
 @dataclass(frozen=True)
+class ManyShot(_Batched):
+    """In-context classification after `plan.shots` demonstrations; where that is all that fit, they depend on
+    the tokenizer."""
+
+    data: labelled.Dataset
+    plan: manyshot.Plan
+    limit: int | None
+    batch_tokens: int
+
+    @property
+    def name(self) -> str:
+        return f"{MANY_SHOT}:{self.plan.shots or 'all'}:{self.plan.draws}"
+
+    def identity(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "prompts": manyshot.PROMPT_FORMAT,
+            "train": labelled.identity(self.data.train),
+            "test": labelled.identity(self.data.test),
+            "seed": self.plan.seed,
+            "limit": self.limit,
+            "batch_tokens": self.batch_tokens,
+        }
+
+    def run(self, model: Any, tokenizer: Any, reference: Reference | None, progress: Progress) -> dict[str, Any]:
+        outcome = manyshot.evaluate(model, tokenizer, self.data, self.plan, self.limit, self.batch_tokens, progress)
+        score = estimate(outcome.correct)
+        # An item flips where it has one answer.
+        answers: dict[str, Any] = {"values": outcome.correct, "choices_by_draw": outcome.choices}
+        if self.plan.draws == 1:
+            answers = {"values": [int(right) for right in outcome.correct], "choices": outcome.choices[0]}
+        return answers | {
+            "metric": "acc",
+            "score": score.mean,
+            "n": score.n,
+            "acc": score.mean,
+            "acc_se": score.se,
+            "labels": outcome.right,
+            "classes": list(outcome.labels),
+            "shots": outcome.shots,
+            "tokens": outcome.tokens,
+            "by_draw": outcome.by_draw,
+        }
+
+
+@dataclass(frozen=True)
 class Harness(_Batched):
     """A task of lm-eval, scored by our scorer."""
 
@@ -184,7 +233,7 @@ def make_tasks(options: SweepOptions) -> list[Task]:
         except UsageError as error:
             faults.append(str(error))
     if faults:
-        raise UsageError("; ".join(faults))
+        raise UsageError("; ".join(dict.fromkeys(faults)))
     return tasks
 
 
@@ -200,7 +249,12 @@ def _make_task(name: str, options: SweepOptions) -> Task:
     if name.split(":")[0] == NEEDLE:
         text = perplexity.load_text(options.text)
         return Needle(text, _needle_plan(name, options), options.limit, options.batch_tokens)
-    raise UsageError(f"unknown task {name!r}; known are hellaswag, perplexity, needle[:N[:R]] and lm-eval:NAME")
+    if name.split(":")[0] == MANY_SHOT:
+        return _many_shot(name, options)
+    raise UsageError(
+        f"unknown task {name!r}; known are hellaswag, perplexity, needle[:N[:R]], many-shot:SHOTS[:DRAWS] and "
+        "lm-eval:NAME"
+    )
 
 
 def _needle_plan(name: str, options: SweepOptions) -> needle.Plan:
@@ -209,3 +263,16 @@ def _needle_plan(name: str, options: SweepOptions) -> needle.Plan:
         raise UsageError(f"cannot read task {name!r}: expected needle[:N[:R]], such as needle:4:2")
     needles, asked = (*map(int, counts), 1, 1)[:2]
     return needle.Plan(needles, asked, options.lengths)
+
+
+def _many_shot(name: str, options: SweepOptions) -> ManyShot:
+    found = _MANY_SHOT_NAME.fullmatch(name)
+    if found is None:
+        raise UsageError(f"cannot read task {name!r}: expected many-shot:SHOTS[:DRAWS], such as many-shot:48 or :all:5")
+    shots, draws = found.groups(default="1")
+    plan = manyshot.Plan(None if shots == "all" else int(shots), int(draws))
+    if options.train is None:
+        raise UsageError(f"{name} needs labelled texts: give --train FILE and --test FILE")
+    data = labelled.load(options.train, options.test, options.fine)
+    plan.check(data)
+    return ManyShot(data, plan, options.limit, options.batch_tokens)

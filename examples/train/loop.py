@@ -116,14 +116,20 @@ class Trainer:
         return loss, plan.accumulate * rows * length
 
     def _backward(self, ids: Tensor, weights: Tensor) -> float:
-        logits = self._forward(ids[:, :-1], use_cache=False).logits
-        losses = cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
-        loss = (losses * weights.flatten()).sum() / self.schedule.accumulate
-        loss.backward()
+        """Add a micro-batch's gradients to the masters'; its loss."""
+        loss = self._differentiate(ids, weights / self.schedule.accumulate)
         for master, live in zip(self._masters, self._live, strict=True):
             gradient = live.grad.float()
             master.grad = gradient if master.grad is None else master.grad + gradient
             live.grad = None
+        return loss
+
+    def _differentiate(self, ids: Tensor, weights: Tensor) -> float:
+        """Leave a micro-batch's gradients in the model; its loss."""
+        logits = self._forward(ids[:, :-1], use_cache=False).logits
+        losses = cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
+        loss = (losses * weights.flatten()).sum()
+        loss.backward()
         return loss.item()
 
     @torch.no_grad()

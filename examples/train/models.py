@@ -74,6 +74,13 @@ def look_back(model: DiffTransformer, sharpness: float = 4.5) -> None:
             projection.bias[rows] = sharpness * torch.cat([parts[0], rest, parts[1], rest])
 
 
+def place(model: DiffTransformer, device: str, dtype: torch.dtype) -> DiffTransformer:
+    """Move a model, its parameters in `dtype`; rotary frequencies stay float32, as a checkpoint's reader has them."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return model.to(device)
+
+
 def _spec(kind: str, heads: int, width: int) -> DiffSpec:
     if kind == "transformer":
         return DiffSpec(heads, heads, width, width, maps=1)

@@ -1,5 +1,6 @@
 """Windows of prose, in an order that the seed shuffles."""
 
+from collections.abc import Iterator
 from itertools import pairwise
 
 import numpy as np
@@ -26,31 +27,45 @@ class Prose:
 
     def batch(self, seed: int, step: int, rows: int, length: int) -> tuple[Tensor, Tensor]:
         """ids [rows, length + 1], <s> first, and equal weights [rows, length]."""
-        windows = len(self._ids) // length
-        if not windows:
-            raise UsageError(f"the text has {len(self._ids)} tokens, fewer than a window of {length}")
-        taken = range(step * rows, (step + 1) * rows)
-        order = {
-            turn: np.random.default_rng((seed, turn)).permutation(windows) for turn in {t // windows for t in taken}
-        }
-        starts = [int(order[number // windows][number % windows]) * length for number in taken]
-        ids = np.stack([self._ids[start : start + length] for start in starts]).astype(np.int64)
-        first = np.full((rows, 1), self.tokenizer.bos_token_id)
-        return torch.from_numpy(np.hstack([first, ids])), torch.full((rows, length), 1 / (rows * length))
+        return shuffled_windows(self._ids, self.tokenizer.bos_token_id, seed, step, rows, length)
 
     def describe(self) -> dict[str, int]:
         return {"vocabulary": len(self.tokenizer), "tokens": len(self._ids)}
 
     def _encoded(self, text: str) -> np.ndarray:
-        # In parts, cut between paragraphs: the encoder holds far more than it returns.
-        cuts = [0]
-        while cuts[-1] < len(text):
-            found = text.find("\n\n", cuts[-1] + (1 << 20))
-            cuts.append(len(text) if found < 0 else found)
-        parts = (
-            self.tokenizer.backend_tokenizer.encode(text[a:b], add_special_tokens=False).ids for a, b in pairwise(cuts)
-        )
-        return np.concatenate([np.array(part, dtype=np.uint16) for part in parts])
+        encode = self.tokenizer.backend_tokenizer.encode
+        encoded = (encode(part, add_special_tokens=False).ids for part in parts(text))
+        return np.concatenate([np.array(ids, dtype=np.uint16) for ids in encoded])
+
+
+def shuffled_windows(
+    ids: np.ndarray, first: int, seed: int, step: int, rows: int, length: int
+) -> tuple[Tensor, Tensor]:
+    """ids [rows, length + 1] of windows of a text, each behind the token `first`, and equal weights [rows, length].
+
+    Which windows depends on the seed and the step alone; none is read twice before all were.
+
+    Raises:
+        UsageError: the text is shorter than a window.
+    """
+    windows = len(ids) // length
+    if not windows:
+        raise UsageError(f"the text has {len(ids)} tokens, fewer than a window of {length}")
+    taken = range(step * rows, (step + 1) * rows)
+    order = {turn: np.random.default_rng((seed, turn)).permutation(windows) for turn in {t // windows for t in taken}}
+    starts = [int(order[number // windows][number % windows]) * length for number in taken]
+    rest = np.stack([ids[start : start + length] for start in starts]).astype(np.int64)
+    windowed = torch.from_numpy(np.hstack([np.full((rows, 1), first), rest]))
+    return windowed, torch.full((rows, length), 1 / (rows * length))
+
+
+def parts(text: str) -> Iterator[str]:
+    """A text cut between paragraphs: an encoder holds far more than it returns."""
+    cuts = [0]
+    while cuts[-1] < len(text):
+        found = text.find("\n\n", cuts[-1] + (1 << 20))
+        cuts.append(len(text) if found < 0 else found)
+    return (text[a:b] for a, b in pairwise(cuts))
 
 
 def bpe_tokenizer(text: str, vocabulary: int, context: int) -> PreTrainedTokenizerFast:

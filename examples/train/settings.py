@@ -7,6 +7,7 @@ from typing import Any
 import yaml
 
 from diffquant.errors import UsageError
+from diffquant.scheme import Recipe, Scheme
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,11 @@ class Schedule:
     clip: float = 1.0
     seed: int = 0
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence."""
+        return max(length for _, length in self.lengths)
+
     def length(self, step: int) -> int:
         """Tokens of a sequence at a step."""
         return max((start, length) for start, length in self.lengths if start <= step / self.steps)[1]
@@ -92,10 +98,7 @@ class Settings:
         Raises:
             UsageError: the file cannot be read, or a key is unknown or missing.
         """
-        try:
-            entries = yaml.safe_load(path.read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-            raise UsageError(f"cannot read settings {path}: {error}") from error
+        entries = _entries(path)
         if not isinstance(entries, dict) or set(entries) != {"source", "model", "schedule", "data"}:
             raise UsageError(f"{path} must hold source, model, schedule and data, nothing else")
         given = {"steps": steps, "seed": seed}
@@ -106,6 +109,58 @@ class Settings:
             _build(Schedule, schedule, path),
             entries["data"] or {},
         )
+
+
+@dataclass(frozen=True)
+class PairsSettings:
+    """What pairs.yaml says.
+
+    Attributes:
+        schedule: of every model; 0 steps stand for as many as there is time for.
+        perturbation: noise on the second maps' queries, in standard deviations of the query weights.
+        distil: by kind, share of the steps whose loss is KL from the base.
+        delta: scheme of the stored differences.
+        heldout: characters at the text's end that are measured and never trained on.
+        calibration: tokens of the text on which V1's start is balanced.
+        every: steps between checkpoints, and between lines of the log.
+    """
+
+    schedule: Schedule
+    perturbation: float
+    distil: dict[str, float]
+    delta: str
+    heldout: int
+    calibration: int
+    every: int
+
+    @property
+    def scheme(self) -> Scheme:
+        """
+        Raises:
+            UsageError: `delta` is none that packs weights.
+        """
+        scheme = Recipe.of(weights=self.delta).weights
+        if not scheme.quantizes:
+            raise UsageError(f"delta {self.delta}: differences are stored in 2 to 8 bits, such as 4:g32")
+        return scheme
+
+    @classmethod
+    def read(cls, path: Path) -> "PairsSettings":
+        """
+        Raises:
+            UsageError: the file cannot be read, or a key is unknown or missing.
+        """
+        entries = _entries(path)
+        if not isinstance(entries, dict) or not isinstance(entries.get("schedule"), dict):
+            raise UsageError(f"{path} must hold settings by name, a schedule among them")
+        return _build(cls, entries | {"schedule": _build(Schedule, {"steps": 0} | entries["schedule"], path)}, path)
+
+
+def _entries(path: Path) -> Any:
+    try:
+        return yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise UsageError(f"cannot read settings {path}: {error}") from error
 
 
 def _build(kind: type, entries: dict[str, Any], path: Path) -> Any:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 from loop import LOG, Source, Trainer
-from models import KINDS, look_back, matched
+from models import KINDS, look_back, matched, place
 from needles import Needles
 from prose import Prose
 from settings import Settings
@@ -63,7 +63,7 @@ def train(
     model = new_model(settings, kind, len(source.tokenizer), device)
     digest = hashlib.sha256(prose.encode()).hexdigest()
     run = {"kind": kind, "parameters": model.num_parameters(), "text": digest, **source.describe(), **asdict(settings)}
-    _claim(output, run)
+    claim(output, run)
     trainer = Trainer(model, settings.schedule, compiled=device.startswith("cuda"))
     if not trainer.resume(output):
         (output / LOG).unlink(missing_ok=True)
@@ -93,7 +93,7 @@ def new_model(settings: Settings, kind: str, vocabulary: int, device: str) -> Di
             # Half the calls of `auto`, which are what costs at this size.
             attention.backend = "flashdiff1"
         return model
-    return model.to(device, torch.bfloat16)
+    return place(model, device, torch.bfloat16)
 
 
 def read_text(path: Path, characters: int | None) -> str:
@@ -109,8 +109,13 @@ def read_text(path: Path, characters: int | None) -> str:
         raise UsageError(f"cannot read text from {path}: {error}") from error
 
 
-def _claim(output: Path, run: dict) -> None:
-    """Make the folder this run's, or check that it is."""
+def claim(output: Path, run: dict) -> None:
+    """Make the folder this run's, or check that it is.
+
+    Raises:
+        UsageError: it holds another run.
+        OutputExistsError: it holds something else.
+    """
     described = json.dumps(run, indent=1) + "\n"
     note = output / RUN
     if note.exists():

@@ -1,4 +1,4 @@
-"""outliers, calibrate and search as a user meets them: output, files, exit codes, one clear line."""
+"""outliers, attention-map, calibrate and search as a user meets them: output, files, exit codes, one clear line."""
 
 import json
 import sys
@@ -7,6 +7,7 @@ import pytest
 import tiny_lm
 from safetensors import safe_open
 
+from diffquant import data
 from diffquant.cli import main
 
 
@@ -47,11 +48,34 @@ def test_outliers_stand_side_by_side_and_a_conversion_changes_none(run, models, 
     assert (code, out.splitlines()[0].split()[:4]) == (0, ["model", "activation", "top", "1"])
 
 
+def test_attention_of_the_models_that_ship_by_depth(run, tmp_path):
+    pocket = data.pocket_models("needle")
+    arguments = ("attention-map", *pocket, "--needles", 2, "--samples", 1, "--lengths", "96,128")
+    code, out, err = run(*arguments, "-o", tmp_path / "o", "--json")
+    assert code == 0, err
+    assert json.loads((tmp_path / "o" / "attention-map.json").read_text()) == json.loads(out)
+    assert (tmp_path / "o" / "attention-map.png").read_bytes().startswith(b"\x89PNG")
+    found = json.loads(out)["models"]
+    assert sorted(model["generation"] for model in found) == ["DIFF V1", "DIFF V2", "Transformer"]
+    for model in found:
+        assert [(p["length"], p["depth"]) for p in model["places"]] == [
+            (length, depth) for length in (96, 128) for depth in (0, 0.25, 0.5, 0.75, 1)
+        ]
+        for place in model["places"]:
+            for weights in (place["overall"], *place["layers"]):
+                for kind in weights.keys() - {"signed"}:
+                    assert sum(weights[kind].values()) == pytest.approx(1, abs=1e-5)
+    code, out, err = run(*arguments, "--logits", "4:row:shift")
+    assert code == 0, err
+    assert out.splitlines()[0].split()[:4] == ["model", "tokens", "depth", "answer"]
+    assert len(out.splitlines()) == 2 + 3 * 2 * 5 + 2
+
+
 def test_calibrated_scales_are_used_by_eval_and_sweep(run, models, tmp_path):
     file = tmp_path / "scales.safetensors"
     code, out, err = run("calibrate", models[1], "-o", file, "--tokens", 512, "--window", 64, "--observer", "absmax")
     assert code == 0, err
-    assert [line.split()[0] for line in out.splitlines()[1:5]] == ["k", "v", "logits", "hidden"]
+    assert [line.split()[0] for line in out.splitlines()[2:6]] == ["k", "v", "logits", "hidden"]
     with safe_open(file, framework="pt") as held:
         assert held.get_tensor("layers.1.k").shape == (2, 8)
         assert held.get_tensor("layers.1.logits").shape == (8,)
@@ -65,6 +89,8 @@ def test_calibrated_scales_are_used_by_eval_and_sweep(run, models, tmp_path):
     code, out, err = run("sweep", models[1], *sweep[3:], "--scales", file)
     assert code == 0, err
     assert "8:static" in out
+    code, _, err = run("sweep", models[1], *sweep[3:], "--scales", file, "--scales", file)
+    assert (code, "are both of" in err) == (2, True), err
     for bare in (("eval", models[1], "--limit", 2), ("sweep", models[1], "-o", tmp_path / "bare")):
         code, _, err = run(*bare, "--scales", file)
         assert (code, "nothing takes the scales" in err) == (2, True), err
@@ -83,6 +109,14 @@ def test_calibrated_scales_are_used_by_eval_and_sweep(run, models, tmp_path):
         (("outliers", "MODEL", "--device", "cuda:77"), 2, "device"),
         (("outliers", "MODEL", "MODEL"), 2, "named twice"),
         (("outliers", "NOWHERE"), 1, "NOWHERE"),
+        (("attention-map", "MODEL", "-o", "OUT", "--lengths", "600"), 2, "the model sees 512 tokens, fewer than 600"),
+        (("attention-map", "MODEL", "--needles", "6", "--lengths", "40"), 2, "6 needles do not fit into 40 tokens"),
+        (("attention-map", "MODEL", "--needles", "0"), 2, "0 needles"),
+        (("attention-map", "MODEL", "--samples", "0"), 2, "samples 0"),
+        (("attention-map", "MODEL", "--text", "SHORT"), 2, "can spell 1 of the text's 1 sentences"),
+        (("attention-map", "MODEL", "MODEL"), 2, "named twice"),
+        (("attention-map", "MODEL", "--logits", "1:row"), 2, "bits must be 2 to 8"),
+        (("attention-map", "MODEL", "--logits", "8:static"), 2, "use another granularity"),
         (("calibrate", "MODEL", "-o", "OUT", "--text", "SHORT", "--window", "16"), 2, "two are needed"),
         (("calibrate", "MODEL", "-o", "OUT", "--observer", "minmax"), 2, "unknown observer"),
         (("calibrate", "MODEL", "-o", "OUT", "--target", "q"), 2, "unknown target 'q'"),

@@ -1,19 +1,23 @@
 """The search: costs as the whole model shows them, allocations as brute force finds them, recipes that load."""
 
+import importlib.metadata
 import itertools
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import tiny_lm
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.nn.functional import linear
 
 pytest.importorskip("scipy")
 
 from diffquant.calib.allocation import Budget, allocate, average_bits, spread_evenly
 from diffquant.calib.journal import Journal
+from diffquant.calib.products import OneDnnProducts
 from diffquant.calib.search import Search, SearchOptions
 from diffquant.calib.search_outputs import summary, uniform_kl, write_outputs
 from diffquant.calib.sensitivity import Sensitivity
@@ -172,6 +176,35 @@ def test_a_killed_run_keeps_every_whole_line(tmp_path):
     again.add("y", 2)
     assert Journal(tmp_path, {"a": 1}).get("y") == 2
     assert Journal(tmp_path, {"a": 2}).get("x") is None
+
+
+def test_a_journal_of_another_device_or_transformers_is_not_taken(checkpoint, tmp_path, monkeypatch):
+    def search(device="cpu"):
+        return Search(checkpoint, Budget.parse("5"), replace(OPTIONS, device=device), tmp_path)
+
+    first = search()
+    first.journal.add(f"{first.units[0].name} {first.units[0].scheme(4)}", {"kl": 0.5, "attention": None})
+    assert len(search().missing) == 60 - 1
+    # "meta" stands for any other device: nothing runs.
+    assert len(search("meta").missing) == 60
+    installed = importlib.metadata.version
+    others = {"transformers": "0.1"}
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: others.get(name) or installed(name))
+    assert len(search().missing) == 60
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_onednn_products_are_linear_to_float32(bias):
+    generator = torch.Generator().manual_seed(0)
+    x, weight, offset = (torch.randn(shape, generator=generator) for shape in ((3, 37, 51), (29, 51), (29,)))
+    offset = offset if bias else None
+    exact = linear(x.double(), weight.double(), None if offset is None else offset.double())
+    with torch.inference_mode(), OneDnnProducts():
+        torch.testing.assert_close(linear(x, weight, offset).double(), exact, rtol=0, atol=1e-4)
+        assert linear(x.double(), weight.double()).dtype == torch.float64
+        assert linear(x[:0], weight).shape == (0, 37, 29)
+    with torch.enable_grad(), OneDnnProducts():
+        assert linear(x, weight.clone().requires_grad_()).requires_grad
 
 
 def test_an_interrupted_search_says_what_it_keeps(checkpoint, tmp_path):

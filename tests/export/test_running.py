@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 import diffquant
 from diffquant import cli
+from diffquant.evals.constrained import choose
 from diffquant.evals.encoding import Request
 from diffquant.evals.scoring import score
 from diffquant.export import ExportOptions, Generator, export
@@ -149,6 +150,8 @@ def test_scores_are_those_of_torch(source, plain):
     for mine, oracle in zip(ours, score(model, requests), strict=True):
         assert mine.logprob == pytest.approx(oracle.logprob, abs=1e-3)
         assert mine.greedy == oracle.greedy
+    asked = draw(30), [draw(n) for n in (5, 5, 5, 3)], [draw(2), draw(3), draw(3)]
+    assert choose(OnnxLanguageModel(OnnxModel(plain, 1)), *asked) == choose(model, *asked)
 
 
 def test_tasks_run_on_an_exported_folder(source, plain):

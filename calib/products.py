@@ -1,0 +1,31 @@
+"""Float32 products by oneDNN, which on AMD's CPUs computes twice as many a second as MKL."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+from torch.overrides import TorchFunctionMode
+
+
+class OneDnnProducts(TorchFunctionMode):
+    """Inside, `linear` of float32 on a CPU without gradients is oneDNN's: the same sums in another order."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func is linear and not kwargs and not torch.is_grad_enabled() and all(map(_taken, args)):
+            args = [each if each is None else each.to_mkldnn() for each in args]
+            return func(*args).to_dense()
+        return func(*args, **(kwargs or {}))
+
+
+def _taken(x: Tensor | None) -> bool:
+    return x is None or (
+        x.device.type == "cpu" and x.dtype == torch.float32 and x.layout == torch.strided and x.numel() > 0
+    )

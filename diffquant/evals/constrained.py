@@ -1,0 +1,149 @@
+"""Greedy decoding that can spell nothing but given labels, after one prefix that all queries share.
+
+Each token is the likeliest of those that some label has next, until one label is left. The prefix runs once
+and every query reuses its cache. Where a scale of the recipe spans rows of one sequence, a shared prefix would
+change it: such recipes run every sequence from its start at every token. Queries of one length run together,
+so nothing is padded.
+
+Source: Ratner et al., arXiv 2212.10947, whose restricted decoding arXiv 2410.05258, section 3.5, uses.
+"""
+
+import copy
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol, Self
+
+import torch
+from torch import Tensor
+from transformers import Cache
+
+from diffquant.errors import NonFiniteError
+from diffquant.evals.scoring import BATCH_TOKENS, new_cache, recipe_of, shares_prefixes
+from diffquant.progress import Progress, silent
+
+Tokens = Sequence[int]
+
+
+@torch.inference_mode()
+def choose(
+    model: Any,
+    prefix: Tokens,
+    queries: Sequence[Tokens],
+    labels: Sequence[Tokens],
+    batch_tokens: int = BATCH_TOKENS,
+    progress: Progress = silent,
+) -> list[int]:
+    """The index of the label that greedy decoding spells after the prefix and each query.
+
+    Args:
+        model: a `DiffTransformer`, or another causal model with Hugging Face's calls, in eval mode.
+        prefix, queries, labels: token ids, none empty; no label begins another.
+        batch_tokens: most tokens of one pass, the prefix included; bounds memory.
+
+    Raises:
+        NonFiniteError: the model's logits are not finite.
+    """
+    start: _Rows = (_Cached if shares_prefixes(recipe_of(model)) else _Whole)(model, prefix)
+    chosen = [0] * len(queries)
+    done = 0
+    for batch in _of_one_length(queries, len(prefix) + max(map(len, labels)), batch_tokens):
+        spelled = _spell(start.branch(), [queries[i] for i in batch], labels)
+        for index, label in zip(batch, spelled, strict=True):
+            chosen[index] = label
+        done += len(batch)
+        progress(done, len(queries), "classifying")
+    return chosen
+
+
+class _Rows(Protocol):
+    """Token sequences that grow; at first one, the prefix."""
+
+    def branch(self) -> Self:
+        """The same again, to be extended apart."""
+
+    def extend(self, rows: list[int], tokens: Sequence[Tokens]) -> Tensor:
+        """Keep these rows, in this order, and append tokens [R, T]: logits [R, V] of what follows."""
+
+
+class _Cached:
+    """Rows whose keys and values are kept."""
+
+    def __init__(self, model: Any, prefix: Tokens) -> None:
+        self.model = model
+        self.cache = new_cache(model)
+        self.count = 1
+        model.model(input_ids=torch.tensor([prefix], device=model.device), past_key_values=self.cache, use_cache=True)
+
+    def branch(self) -> Self:
+        other = copy.copy(self)
+        other.cache = copy.deepcopy(self.cache)
+        return other
+
+    def extend(self, rows: list[int], tokens: Sequence[Tokens]) -> Tensor:
+        # A long prefix fills much of the memory; it is copied only where rows change.
+        if rows != list(range(self.count)):
+            self.cache.batch_select_indices(torch.tensor(rows, device=self.model.device))
+            self.count = len(rows)
+        return _next_logits(self.model, tokens, self.cache)
+
+
+class _Whole:
+    """Rows that run from their first token each time."""
+
+    def __init__(self, model: Any, prefix: Tokens) -> None:
+        self.model = model
+        self.sequences = [list(prefix)]
+
+    def branch(self) -> Self:
+        return copy.copy(self)
+
+    def extend(self, rows: list[int], tokens: Sequence[Tokens]) -> Tensor:
+        self.sequences = [self.sequences[row] + list(new) for row, new in zip(rows, tokens, strict=True)]
+        return _next_logits(self.model, self.sequences, None)
+
+
+def _spell(sequences: _Rows, queries: Sequence[Tokens], labels: Sequence[Tokens]) -> list[int]:
+    """The label of each query; all of one length."""
+    possible = [list(range(len(labels))) for _ in queries]
+    undecided = list(range(len(queries)))
+    logits = sequences.extend([0] * len(queries), queries)
+    depth = 0
+    while True:
+        allowed = [sorted({labels[label][depth] for label in possible[query]}) for query in undecided]
+        tokens = _likeliest(logits, allowed)
+        for query, token in zip(undecided, tokens, strict=True):
+            possible[query] = [label for label in possible[query] if labels[label][depth] == token]
+        rows = [row for row, query in enumerate(undecided) if len(possible[query]) > 1]
+        if not rows:
+            return [label for (label,) in possible]
+        undecided = [undecided[row] for row in rows]
+        logits = sequences.extend(rows, [[tokens[row]] for row in rows])
+        depth += 1
+
+
+def _likeliest(logits: Tensor, allowed: list[list[int]]) -> list[int]:
+    """Of each row of logits [R, V] the token with the largest among those allowed; of equal ones the smaller id."""
+    most = max(map(len, allowed))
+    # Padded with the first, which then wins no sooner.
+    tokens = torch.tensor([ids + ids[:1] * (most - len(ids)) for ids in allowed], device=logits.device)
+    return tokens.gather(1, logits.gather(1, tokens).argmax(1, keepdim=True)).flatten().tolist()
+
+
+def _next_logits(model: Any, tokens: Sequence[Tokens], cache: Cache | None) -> Tensor:
+    ids = torch.tensor([list(row) for row in tokens], device=model.device)
+    out = model.model(input_ids=ids, past_key_values=cache, use_cache=cache is not None)
+    logits = model.lm_head(out.last_hidden_state[:, -1]).float()
+    if not logits.isfinite().all():
+        raise NonFiniteError("the model computes NaN or infinity; use --dtype float32, or wider bits")
+    return logits
+
+
+def _of_one_length(queries: Sequence[Tokens], held: int, batch_tokens: int) -> Iterator[list[int]]:
+    """Indices of queries of one length, longest first, as many as a pass may have."""
+    by_length: dict[int, list[int]] = defaultdict(list)
+    for index, query in enumerate(queries):
+        by_length[len(query)].append(index)
+    for length in sorted(by_length, reverse=True):
+        rows = max(1, batch_tokens // (held + length))
+        for first in range(0, len(by_length[length]), rows):
+            yield by_length[length][first : first + rows]

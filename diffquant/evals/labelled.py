@@ -1,0 +1,205 @@
+"""Texts with labels, as classification tasks are published; a file's suffix says how it is read.
+
+.jsonl       an object a line with `text` and `label`
+.csv, .tsv   a header with `text` and `label`, or `category` (Banking-77)
+.label       TREC's lines, `DESC:manner How did serfdom develop ?`
+.json        Clinc150: {"train": [[text, label], ...], "test": ...}
+"""
+
+import csv
+import hashlib
+import io
+import json
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+from diffquant.errors import UsageError
+
+TREC = ".label"
+CLINC = ".json"
+_LABEL_COLUMNS = ("label", "category")
+_TREC_LINE = re.compile(r"([A-Z]+)(?::(\w+))?\s+(\S.*)")
+# TREC abbreviates its classes; a model is asked for words.
+_TREC_WORDS = {
+    "ABBR": "abbreviation",
+    "DESC": "description",
+    "ENTY": "entity",
+    "HUM": "human",
+    "LOC": "location",
+    "NUM": "numeric",
+    "abb": "abbreviation",
+    "cremat": "creation",
+    "def": "definition",
+    "desc": "description",
+    "dismed": "disease",
+    "dist": "distance",
+    "exp": "expansion",
+    "gr": "group",
+    "ind": "individual",
+    "instru": "instrument",
+    "lang": "language",
+    "mount": "mountain",
+    "ord": "order",
+    "perc": "percent",
+    "techmeth": "technique",
+    "temp": "temperature",
+    "termeq": "term",
+    "veh": "vehicle",
+    "volsize": "size",
+}
+_NAMED_ERRORS = 5
+
+
+class Example(NamedTuple):
+    """A text and its label, on one line each; the label in words."""
+
+    text: str
+    label: str
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """Examples to show and examples to ask for."""
+
+    train: tuple[Example, ...]
+    test: tuple[Example, ...]
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """Every class, in alphabetical order."""
+        return tuple(sorted({example.label for example in self.train}))
+
+
+# Where in the file, and what stands there for text and label; None where nothing does.
+Entry = tuple[str, object, object]
+
+
+def load(train: Path, test: Path | None = None, fine: bool = False) -> Dataset:
+    """Read a dataset; without `test` its examples come from Clinc150's one file.
+
+    Args:
+        fine: TREC's 50 fine classes in place of its 6 coarse ones.
+
+    Raises:
+        UsageError: a file cannot be read, or has lines that are no examples (all are counted); fewer than two
+            classes, or labels in `test` that `train` does not have.
+    """
+    if test is None and train.suffix != CLINC:
+        raise UsageError(f"{train} has no test examples: give --test FILE")
+    if fine and {train.suffix, (test or train).suffix} != {TREC}:
+        raise UsageError(f"--fine chooses among TREC's labels, in {TREC} files; {train} has one kind of label")
+    dataset = Dataset(_read(train, "train", fine), _read(test or train, "test", fine))
+    if len(dataset.labels) < 2:
+        raise UsageError(f"{train}: every example is {dataset.labels[0]!r}; two classes or more are needed")
+    unknown = sorted({example.label for example in dataset.test} - set(dataset.labels))
+    if unknown:
+        raise UsageError(f"{test or train}: labels that {train} does not have: {_some(list(map(repr, unknown)))}")
+    return dataset
+
+
+def identity(examples: tuple[Example, ...]) -> str:
+    """One digest for examples in order."""
+    return hashlib.sha256(json.dumps(examples).encode()).hexdigest()[:16]
+
+
+def _read(path: Path, split: str, fine: bool) -> tuple[Example, ...]:
+    readers: dict[str, Callable[[str], Iterator[Entry]]] = {
+        ".jsonl": _jsonl,
+        ".csv": partial(_table, dialect=csv.excel),
+        ".tsv": partial(_table, dialect=_Tabs),
+        TREC: partial(_trec, fine=fine),
+        CLINC: partial(_clinc, split=split),
+    }
+    if path.suffix not in readers:
+        raise UsageError(f"cannot tell the format of {path} by its suffix; known are {', '.join(readers)}")
+    examples, faults = [], []
+    try:
+        for place, text, label in readers[path.suffix](_text_of(path)):
+            try:
+                examples.append(Example(_line(text, "text"), _line(label, "label").replace("_", " ")))
+            except UsageError as error:
+                faults.append(f"{place}: {error}")
+    except (ValueError, csv.Error) as error:
+        raise UsageError(f"cannot read {path}: {error}") from error
+    if faults:
+        raise UsageError(f"{len(faults)} lines of {path} are no examples: {_some(faults)}")
+    if not examples:
+        raise UsageError(f"{path} is empty: it needs texts with labels")
+    return tuple(examples)
+
+
+def _text_of(path: Path) -> str:
+    try:
+        raw = path.read_bytes()
+        # TREC's training file has this one byte that is not UTF-8, where a space belongs.
+        return (raw.replace(b"\xf0", b" ") if path.suffix == TREC else raw).decode("utf-8-sig")
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error}") from error
+    except UnicodeDecodeError as error:
+        raise UsageError(
+            f"cannot read {path}: it is not UTF-8 ({error}); convert it, with iconv for instance"
+        ) from error
+
+
+def _jsonl(text: str) -> Iterator[Entry]:
+    for number, line in enumerate(text.split("\n"), 1):
+        if line.strip():
+            try:
+                entry = json.loads(line)
+            except ValueError as error:
+                raise ValueError(f"line {number}: {error}") from error
+            found = entry if isinstance(entry, dict) else {}
+            yield f"line {number}", found.get("text"), found.get("label")
+
+
+class _Tabs(csv.excel_tab):
+    """Quotes stand for themselves, as a rule, in what tabs separate."""
+
+    quoting = csv.QUOTE_NONE
+
+
+def _table(text: str, dialect: type[csv.Dialect]) -> Iterator[Entry]:
+    rows = csv.DictReader(io.StringIO(text, newline=""), dialect=dialect)
+    heads = rows.fieldnames or []
+    column = next((name for name in _LABEL_COLUMNS if name in heads), None)
+    if heads and ("text" not in heads or column is None):
+        raise ValueError(f"its header is {', '.join(heads)}; columns text and {' or '.join(_LABEL_COLUMNS)} are needed")
+    for row in rows:
+        yield f"line {rows.line_num}", row["text"], row[column]
+
+
+def _trec(text: str, fine: bool) -> Iterator[Entry]:
+    for number, line in enumerate(text.split("\n"), 1):
+        if line.strip():
+            found = _TREC_LINE.fullmatch(line.strip())
+            coarse, kind, question = found.groups() if found else (None, None, None)
+            codes = (coarse, kind) if fine else (coarse,)
+            label = None if None in codes else " ".join(_TREC_WORDS.get(code, code) for code in codes if code)
+            yield f"line {number}", question, label
+
+
+def _clinc(text: str, split: str) -> Iterator[Entry]:
+    splits = json.loads(text)
+    if not isinstance(splits, dict) or not isinstance(splits.get(split), list):
+        raise ValueError(f'expected {{"{split}": [[text, label], ...]}}, as in Clinc150\'s data_full.json')
+    for number, pair in enumerate(splits[split], 1):
+        written, label = pair if isinstance(pair, list) and len(pair) == 2 else (None, None)
+        yield f"{split} {number}", written, label
+
+
+def _line(value: object, what: str) -> str:
+    if value is not None and not isinstance(value, str):
+        raise UsageError(f"{what} must be words, got {value!r}")
+    words = (value or "").split()
+    if not words:
+        raise UsageError(f"no {what}")
+    return " ".join(words)
+
+
+def _some(faults: list[str]) -> str:
+    more = f"; and {len(faults) - _NAMED_ERRORS} more" if len(faults) > _NAMED_ERRORS else ""
+    return "; ".join(faults[:_NAMED_ERRORS]) + more

@@ -1,0 +1,215 @@
+"""Many-shot in-context classification: labelled texts as demonstrations, then a text whose label is asked for.
+
+Demonstrations are balanced over the classes, in random order, and the same for all texts. The answer is
+decoded greedily among the labels.
+
+Source: arXiv 2410.05258, section 3.5 (figure 6); the protocol is that of Bertsch et al., arXiv 2405.00200.
+"""
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise, takewhile
+from typing import Any
+
+from diffquant.errors import UsageError
+from diffquant.evals.constrained import choose
+from diffquant.evals.encoding import PairEncoder, max_length
+from diffquant.evals.labelled import Dataset, Example
+from diffquant.evals.scoring import BATCH_TOKENS
+from diffquant.progress import Progress, silent
+
+QUERY = "Question: {text}\nType:"
+DEMONSTRATION = QUERY + " {label}"
+BETWEEN = "\n\n"
+# Changes with how prompts are made, so that results of other prompts are not taken for these.
+PROMPT_FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which prompts are made.
+
+    Attributes:
+        shots: demonstrations in a prompt; None for as many as the model's context holds.
+        draws: how often demonstrations are drawn anew; every text is asked for after each.
+        seed: of everything drawn.
+    """
+
+    shots: int | None
+    draws: int = 1
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.draws < 1 or (self.shots is not None and self.shots < 1):
+            raise UsageError(f"many-shot: {self.shots} demonstrations, {self.draws} draws; both must be 1 or more")
+
+    def check(self, data: Dataset) -> None:
+        """Check that there are enough examples.
+
+        Raises:
+            UsageError: there are not.
+        """
+        if self.shots is not None and self.shots > len(data.train):
+            raise UsageError(
+                f"many-shot: {self.shots} demonstrations are asked for and --train has {len(data.train)}; "
+                "ask for fewer, or for many-shot:all"
+            )
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a model answered.
+
+    Attributes:
+        shots: demonstrations in a prompt.
+        tokens: of the longest prompt, the question and its label included.
+        labels: every class.
+        right: of each text, the index of its label.
+        choices: of each draw and text, the index of the label decoded.
+    """
+
+    shots: int
+    tokens: int
+    labels: tuple[str, ...]
+    right: list[int]
+    choices: list[list[int]]
+
+    @property
+    def correct(self) -> list[float]:
+        """Of each text the share of draws with the right answer."""
+        return [
+            sum(choice == label for choice in found) / len(found)
+            for label, *found in zip(self.right, *self.choices, strict=True)
+        ]
+
+    @property
+    def by_draw(self) -> list[float]:
+        """Accuracy after each draw of demonstrations."""
+        return [
+            sum(choice == label for choice, label in zip(found, self.right, strict=True)) / len(self.right)
+            for found in self.choices
+        ]
+
+
+def evaluate(
+    model: Any,
+    tokenizer: Any,
+    data: Dataset,
+    plan: Plan,
+    limit: int | None = None,
+    batch_tokens: int = BATCH_TOKENS,
+    progress: Progress = silent,
+) -> Outcome:
+    """Ask for the label of the first `limit` test texts, in an order drawn once.
+
+    Raises:
+        UsageError: the prompts do not fit the model's context, or its tokenizer cannot tell labels apart.
+    """
+    encoder = PairEncoder(tokenizer, max_length(model.config, tokenizer))
+    asked = question_order(data.test, plan.seed)[:limit]
+    labels = label_tokens(encoder, data.labels)
+    queries = query_tokens(encoder, [example.text for example in asked], data.train[0])
+    drawn = [demonstrations(data.train, plan.seed, draw) for draw in range(plan.draws)]
+    after = max(map(len, queries)) + max(map(len, labels))
+    room = encoder.max_length - after
+    shots = _fitting(encoder, drawn, plan.seed, room) if plan.shots is None else plan.shots
+    prompts = [encoder.encode(prompt(each, shots, plan.seed)) for each in drawn]
+    longest = max(map(len, prompts))
+    if longest > room:
+        raise UsageError(
+            f"many-shot: {shots} demonstrations and the longest question with its label take {longest + after} tokens, "
+            f"and the model sees {encoder.max_length}; ask for fewer, or for many-shot:all"
+        )
+
+    def choices_of(draw: int) -> list[int]:
+        def tell(done: float, total: float, what: str) -> None:
+            progress(draw * total + done, plan.draws * total, what)
+
+        return choose(model, prompts[draw], queries, labels, batch_tokens, tell)
+
+    return Outcome(
+        shots=shots,
+        tokens=longest + after,
+        labels=data.labels,
+        right=[data.labels.index(example.label) for example in asked],
+        choices=[choices_of(draw) for draw in range(plan.draws)],
+    )
+
+
+def demonstrations(train: Sequence[Example], seed: int, draw: int) -> list[Example]:
+    """Every example once, in rounds of one of each class: any first part is as balanced as the classes allow."""
+    rng = random.Random(f"{seed} {draw}")
+    classes: dict[str, list[Example]] = {}
+    for example in train:
+        classes.setdefault(example.label, []).append(example)
+    for examples in classes.values():
+        rng.shuffle(examples)
+    drawn: list[Example] = []
+    while classes:
+        drawn += [classes[label].pop() for label in rng.sample(sorted(classes), len(classes))]
+        classes = {label: examples for label, examples in classes.items() if examples}
+    return drawn
+
+
+def prompt(drawn: Sequence[Example], shots: int, seed: int) -> str:
+    """The first demonstrations of a draw, in random order."""
+    shown = random.Random(f"{seed} {shots}").sample(drawn[:shots], shots)
+    return BETWEEN.join(map(demonstration, shown))
+
+
+def demonstration(example: Example) -> str:
+    return DEMONSTRATION.format(text=example.text, label=example.label)
+
+
+def question_order(test: Sequence[Example], seed: int) -> list[Example]:
+    """The test examples in random order: published files are sorted by class, and any first part must not be."""
+    return random.Random(f"{seed} test").sample(test, len(test))
+
+
+def query_tokens(encoder: PairEncoder, texts: Sequence[str], shown: Example) -> list[tuple[int, ...]]:
+    """Tokens of each question as they follow a demonstration; which one it is does not matter."""
+    pairs = ((demonstration(shown), BETWEEN + QUERY.format(text=text)) for text in texts)
+    return [request.continuation for request in encoder.requests(pairs)]
+
+
+def label_tokens(encoder: PairEncoder, labels: Sequence[str]) -> list[tuple[int, ...]]:
+    """Tokens of each label as they follow a question, and the one after them, so that no label begins another.
+
+    Raises:
+        UsageError: labels that have the same tokens, as unknown words do.
+    """
+    before = QUERY.format(text="?")
+    tokens = []
+    for label in labels:
+        bare = encoder.request(before, f" {label}").continuation
+        tokens.append(encoder.request(before, f" {label}{BETWEEN}{QUERY}").continuation[: len(bare) + 1])
+    for (a, one), (b, other) in pairwise(sorted(zip(tokens, labels, strict=True))):
+        if b[: len(a)] == a:
+            raise UsageError(f"many-shot: labels {one!r} and {other!r} are the same to the tokenizer; rename one")
+    return tokens
+
+
+def _fitting(encoder: PairEncoder, drawn: Sequence[Sequence[Example]], seed: int, room: int) -> int:
+    """How many demonstrations of every draw have room.
+
+    Raises:
+        UsageError: not one.
+    """
+    fitting = (takewhile(lambda total: total <= room, accumulate(_lengths(encoder, each))) for each in drawn)
+    shots = min(sum(1 for _ in totals) for totals in fitting)
+    # Rarely: tokens can differ where demonstrations meet.
+    while shots and max(len(encoder.encode(prompt(each, shots, seed))) for each in drawn) > room:
+        shots -= 1
+    if not shots:
+        raise UsageError(f"many-shot: the model sees {encoder.max_length} tokens, which one demonstration does not fit")
+    return shots
+
+
+def _lengths(encoder: PairEncoder, drawn: Sequence[Example]) -> Iterator[int]:
+    """Tokens of each demonstration where it follows another."""
+    first = demonstration(drawn[0])
+    alone = len(encoder.encode(first))
+    yield alone
+    for example in drawn[1:]:
+        yield len(encoder.encode(first + BETWEEN + demonstration(example))) - alone

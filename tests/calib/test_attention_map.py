@@ -1,0 +1,252 @@
+"""Where attention goes, against transformers' eager maps, the attention's own output and masses known by hand."""
+
+import re
+
+import pytest
+import tiny_lm
+import torch
+from helpers import SIZES, ours, random_diffllama, random_ids, random_llama
+
+from diffquant import data
+from diffquant.attention import DiffSpec, Mask
+from diffquant.attention.naive import naive
+from diffquant.calib.attention_map import AttentionMapOptions, map_attention, observe
+from diffquant.calib.last_row import last_row, weights_of
+from diffquant.calib.needle_parts import PARTS, Prompt, make_prompt
+from diffquant.calib.walk import Walk
+from diffquant.checkpoint.load import load, load_tokenizer
+from diffquant.errors import NonFiniteError, UsageError
+from diffquant.evals import needle
+from diffquant.evals.encoding import PairEncoder
+from diffquant.evals.needle import DEPTHS, Plan, make_items
+from diffquant.model.adapters import adapter_for
+from diffquant.model.config import DiffTransformerConfig
+from diffquant.model.modeling import DiffTransformer
+from diffquant.scheme import Recipe, Scheme
+
+LENGTH = 37
+LAMBDAS = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")
+
+
+def random_diff_v2():
+    torch.manual_seed(0)
+    return DiffTransformer(adapter_for(SIZES | {"model_type": "diff_v2", "num_key_value_heads": 2}).config).eval()
+
+
+def random_prompt(length=LENGTH):
+    parts = torch.randint(0, len(PARTS), (length,), generator=torch.Generator().manual_seed(1)).tolist()
+    return Prompt(random_ids(1, length)[0].tolist(), parts, answer=0)
+
+
+def by_part(row, parts):
+    """Sums of [..., S] over the positions of each part."""
+    return torch.stack([row[..., torch.tensor(parts) == part].sum(-1) for part in range(len(PARTS))], -1)
+
+
+def eager_row(oracle, ids):
+    """Each layer's softmax at the last query, [layers, heads, S], as transformers returns it."""
+    oracle.set_attn_implementation("eager")
+    return torch.stack([layer[0, :, -1] for layer in oracle(ids, output_attentions=True).attentions])
+
+
+@pytest.mark.parametrize("kv_heads", [8, 4])
+def test_a_transformers_attention_is_its_eager_map(kv_heads):
+    oracle, prompt = random_llama(num_key_value_heads=kv_heads), random_prompt()
+    expected = by_part(eager_row(oracle, torch.tensor([prompt.ids])).mean(1), prompt.parts)
+    found, _ = observe(ours(oracle), prompt)
+    assert found.shape == (3, 3, len(PARTS))
+    for kind in range(3):
+        torch.testing.assert_close(found[:, kind].float(), expected, rtol=0, atol=1e-5)
+
+
+def test_diffllamas_attention_is_the_difference_of_its_eager_maps():
+    oracle, prompt = random_diffllama(num_key_value_heads=4), random_prompt()
+    first, second = eager_row(oracle, torch.tensor([prompt.ids])).chunk(2, 1)
+    lams = []
+    for layer in oracle.model.layers:
+        q1, k1, q2, k2 = (getattr(layer.self_attn, name) for name in LAMBDAS)
+        lams.append((q1 @ k1).exp() - (q2 @ k2).exp() + layer.self_attn.lambda_init)
+    signed = first - torch.stack(lams)[:, None, None] * second
+    share = signed.abs() / signed.abs().sum(-1, keepdim=True)
+    found, _ = observe(ours(oracle), prompt)
+    for kind, rows in enumerate((share, signed, first, second)):
+        torch.testing.assert_close(found[:, kind].float(), by_part(rows.mean(1), prompt.parts), rtol=0, atol=1e-5)
+
+
+RECIPES = [{}, {"kv": "4:row"}, {"k": "4:c8", "v": "4:row"}, {"kv": "4:row", "residual": 9}]
+RECIPES += [{"logits": "3:tensor"}, {"logits": "3:tensor:shift"}, {"logits": "4:b16", "kv": "6:row"}]
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=str)
+@pytest.mark.parametrize("make", [random_diff_v2, lambda: ours(random_llama())], ids=["diff-v2", "transformer"])
+def test_the_weights_give_the_models_own_output(make, recipe):
+    model, ids = make(), random_ids(1, LENGTH)
+    model.apply_recipe(Recipe.of(**recipe))
+    walk = Walk.over(model, LENGTH)
+    x = walk.embed(ids)
+    layer = walk.layers[0]
+    attended = []
+    layer.self_attn.o_proj.register_forward_pre_hook(lambda _, inputs: attended.append(inputs[0][0, -1]))
+    cache = model.new_cache()
+    layer(x, walk.rotary, Mask(), cache)
+    _, weights = weights_of(walk, layer, x)
+    stored = cache.layers[0]
+    values = stored.stored_values.read() if hasattr(stored, "stored_values") else stored.values
+    repeats = weights.shape[0] // values.shape[1]
+    expected = weights[:, None] @ values[0].repeat_interleave(repeats, 0)
+    torch.testing.assert_close(attended[0], expected.flatten(), rtol=1e-4, atol=1e-5)
+
+
+LOGITS = ["16", "3:tensor", "4:tensor:shift", "3:head", "4:pair", "3:pair:shift", "4:row", "3:row:shift"]
+LOGITS += ["4:b16", "3:b5:shift", "4:static"]
+
+
+@pytest.mark.parametrize("scheme", LOGITS)
+@pytest.mark.parametrize("shared_k", [False, True])
+def test_the_last_row_is_that_of_whole_maps(scheme, shared_k, monkeypatch):
+    # Blocks of three queries, so that what shares a scale lies in several of them.
+    monkeypatch.setattr("diffquant.calib.walk._BLOCK_ENTRIES", 3 * 8 * LENGTH)
+    scheme = Scheme.parse(scheme)
+    spec = DiffSpec(pairs=4, kv_pairs=2, head_dim=8, value_dim=8, shared_k=shared_k, lam="sigmoid")
+    generator = torch.Generator().manual_seed(0)
+    q = 3 * torch.randn(1, spec.query_heads, LENGTH, 8, generator=generator)
+    k = 3 * torch.randn(1, spec.key_heads, LENGTH, 8, generator=generator)
+    ranges = torch.rand(spec.query_heads, generator=generator) * 20 + 5
+    maps = q.chunk(2, 1)
+    keys = (k, k) if shared_k else k.chunk(2, 1)
+    eye = torch.eye(LENGTH).expand(1, spec.kv_pairs, LENGTH, LENGTH)
+    whole = torch.tensor(0.25)
+    both = naive(maps, keys, eye, whole, spec.scale, Mask(), scheme, ranges)[0, :, -1]
+    found = last_row(q, k, spec, scheme, ranges)
+    torch.testing.assert_close(found[0] - 0.25 * found[1], both, rtol=0, atol=1e-5)
+    torch.testing.assert_close(found.sum(-1), torch.ones(2, spec.pairs))
+
+
+def hand_made(lam):
+    """One pair whose map 1 sees only token 1 and whose map 2 sees every token alike."""
+    spec = {"pairs": 1, "kv_pairs": 1, "head_dim": 2, "value_dim": 2, "shared_k": True, "lam": "sigmoid"}
+    config = DiffTransformerConfig(
+        vocab_size=2,
+        hidden_size=2,
+        intermediate_size=4,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        head_dim=2,
+        rms_norm_eps=1e-12,
+        spec=spec | {"rope": "none"},
+    )
+    model = DiffTransformer(config).eval()
+    attention = model.attentions[0]
+    model.model.embed_tokens.weight.copy_(torch.eye(2))
+    # The norm makes √2 of each 1; token 1's key has a component that the query of map 1 looks for.
+    attention.q_proj.weight.copy_(torch.tensor([[40.0, 40.0], [0, 0], [0, 0], [0, 0]]))
+    attention.k_proj.weight.copy_(torch.tensor([[0.0, 1.0], [0, 0]]))
+    attention.lambda_proj.weight.fill_(torch.logit(torch.tensor(lam)) / 2**0.5)
+    return model
+
+
+def test_masses_of_a_model_made_by_hand_are_those_it_was_made_for():
+    answer, prose, question, first = (PARTS.index(part) for part in ("answer", "prose", "question", "first"))
+    prompt = Prompt([0, 0, 0, 1, 0, 0, 0, 0], [first, *[prose] * 2, answer, *[prose] * 2, *[question] * 2], answer=1)
+    weights, _ = observe(hand_made(lam=0.4), prompt)
+    share, signed, signal, noise = weights[0]
+    counts = {answer: 1, prose: 4, question: 2, first: 1}
+    for part, count in counts.items():
+        assert float(signal[part]) == pytest.approx(float(part == answer), abs=1e-6)
+        assert float(noise[part]) == pytest.approx(count / 8)
+        assert float(signed[part]) == pytest.approx((part == answer) - 0.4 * count / 8, abs=1e-6)
+        # 0.95 at the answer, -0.05 at each of 7 others.
+        assert float(share[part]) == pytest.approx((0.95 if part == answer else 0.05 * count) / 1.3, abs=1e-6)
+
+
+def test_a_model_that_computes_nan_is_named():
+    model = ours(random_llama())
+    model.model.embed_tokens.weight.fill_(torch.nan)
+    with pytest.raises(NonFiniteError, match="NaN or infinity"):
+        observe(model, random_prompt())
+
+
+@pytest.mark.parametrize("adds_bos", [False, True], ids=["plain", "bos"])
+def test_every_token_of_a_prompt_belongs_to_its_part(adds_bos):
+    tokenizer = tiny_lm.tokenizer(adds_bos)
+    encoder = PairEncoder(tokenizer, 512)
+    for item in make_items(tokenizer, data.books_text()[:20000], Plan(3, lengths=(220,), samples=2)):
+        prompt = make_prompt(tokenizer, item)
+        request = encoder.request(*item.requests()[0])
+        whole = request.context + request.continuation
+        assert (*prompt.ids, prompt.answer) == whole[: len(prompt.ids) + 1]
+        text = {
+            name: tokenizer.decode([i for i, p in zip(prompt.ids, prompt.parts, strict=True) if p == part])
+            for part, name in enumerate(PARTS)
+        }
+        ((city, number),) = item.asked
+        assert text["answer"].strip() == number
+        assert tokenizer.decode(whole[len(prompt.ids) :]).strip() == number
+        assert tokenizer.decode([prompt.answer]).strip() != ""
+        # The tokenizer makes the space before a number a token.
+        sentence = f"The magic number for {city} is ."
+        # The first token is apart; at depth 0 it may be the sentence's.
+        assert sentence.endswith(text["sentence"].strip())
+        assert len(text["sentence"]) >= len(sentence) - len("The")
+        assert text["question"] == f" The magic number for {city} is "
+        assert len(re.findall(r"magic number for \w+ is \d\d\.", text["others"])) == 2
+        assert "magic" not in text["prose"]
+        assert prompt.parts.count(PARTS.index("first")) == 1
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    file = tmp_path_factory.mktemp("text") / "prose.txt"
+    file.write_text(data.books_text()[:20000])
+    return file
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tiny")
+    return tiny_lm.write_llama(folder / "llama"), tiny_lm.write_diff_v2(folder / "diff-v2")
+
+
+def test_a_conversion_shares_its_attention_as_its_source_and_halves_it(models, text):
+    plan = Plan(2, lengths=(120, 160), samples=2)
+    found = map_attention(models, AttentionMapOptions(plan, text, dtype="float32"))
+    plain, diff = found.models
+    assert plain.items == diff.items
+    places = [(length, depth) for length in plan.lengths for depth in DEPTHS]
+    assert [(p.length, p.depth) for p in plain.places] == [(p.length, p.depth) for p in diff.places] == places
+    for one, other in zip(plain.places, diff.places, strict=True):
+        assert (one.items, one.right) == (other.items, other.right) == (2, one.right)
+        assert list(other.overall) == [*one.overall, "noise"]
+        for source, made in zip([one.overall, *one.layers], [other.overall, *other.layers], strict=True):
+            assert sum(source["share"].values()) == pytest.approx(1, abs=1e-5)
+            assert source["share"] == pytest.approx(source["signed"], abs=1e-5)
+            assert made["share"] == pytest.approx(source["share"], abs=1e-5)
+            assert made["signed"] == pytest.approx({k: v / 2 for k, v in source["signal"].items()}, abs=1e-5)
+
+
+def test_right_is_what_greedy_decoding_says_first(models, text):
+    model, tokenizer = load(models[0], dtype=torch.float32), load_tokenizer(models[0])
+    item = make_items(tokenizer, text.read_text(), Plan(lengths=(120,), samples=1))[0]
+    prompt = make_prompt(tokenizer, item)
+    likeliest = int(model(torch.tensor([prompt.ids])).logits[0, -1].argmax())
+    for answer in (likeliest, likeliest + 1):
+        assert observe(model, Prompt(prompt.ids, prompt.parts, answer))[1] == (answer == likeliest)
+
+
+def test_a_recipe_rounds_what_is_measured(models, text):
+    plan = Plan(lengths=(120,), samples=1)
+    full, low = (
+        map_attention(models[:1], AttentionMapOptions(plan, text, recipe, dtype="float32")).models[0]
+        for recipe in (None, Recipe.of(logits="2:tensor"))
+    )
+    assert low.recipe["logits"] == "2:tensor"
+    assert low.places[0].overall["share"] != pytest.approx(full.places[0].overall["share"], abs=1e-3)
+
+
+def test_what_cannot_be_measured_is_said(models):
+    with pytest.raises(UsageError, match="one answer at a time; 2 needles"):
+        map_attention(models, AttentionMapOptions(Plan(2, 2)))
+    with pytest.raises(UsageError, match="a model's own"):
+        map_attention(models, AttentionMapOptions(recipe=Recipe.of(kv="8:static")))
+    with pytest.raises(UsageError, match="does not say where its tokens stand"):
+        make_prompt(type("Slow", (), {"is_fast": False})(), needle.Item("", (("Paris", "42"),), 0.0, 9))

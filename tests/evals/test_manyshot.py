@@ -1,0 +1,306 @@
+"""Many-shot classification: what is shown, what is asked, and that decoding among labels is exact."""
+
+import json
+from collections import Counter
+from functools import cache
+from types import SimpleNamespace
+
+import pytest
+import tiny_lm
+import torch
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from diffquant import data
+from diffquant.checkpoint.load import load
+from diffquant.errors import NonFiniteError, UsageError
+from diffquant.evals import manyshot, needle
+from diffquant.evals.constrained import choose
+from diffquant.evals.encoding import PairEncoder
+from diffquant.evals.labelled import Dataset, Example
+from diffquant.evals.manyshot import Plan, demonstrations, evaluate, prompt
+from diffquant.evals.scoring import Request, score
+from diffquant.scheme import Recipe
+
+# One label begins another; some have several tokens in common.
+LABELS = ("time", "time zone", "timer", "card arrival", "card not working", "weather")
+
+
+@cache
+def examples(count=60):
+    texts = [s for s in needle.sentences(data.books_text()) if 12 < len(s) < 40][: count + 20]
+    made = [Example(text, LABELS[i % len(LABELS)]) for i, text in enumerate(texts)]
+    return Dataset(tuple(made[:count]), tuple(made[count:]))
+
+
+@cache
+def llama_tokenizer():
+    """As Llama 2 has it: a space before the text, words not split beforehand, other characters as bytes."""
+    learned = Tokenizer(models.BPE())
+    learned.pre_tokenizer = pre_tokenizers.Metaspace()
+    special = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    trainer = trainers.BpeTrainer(vocab_size=650, special_tokens=special, show_progress=False)
+    learned.train_from_iterator([data.books_text()[:30000].replace("\n", " ")], trainer)
+    kept = json.loads(learned.to_str())["model"]
+    bpe = Tokenizer(
+        models.BPE(
+            kept["vocab"], [tuple(m) for m in kept["merges"]], unk_token="<unk>", byte_fallback=True, fuse_unk=True
+        )
+    )
+    bpe.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    bpe.decoder = decoders.ByteFallback()
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+
+
+TOKENIZERS = {
+    "plain": tiny_lm.tokenizer,
+    "bos": lambda: tiny_lm.tokenizer(adds_bos=True),
+    "llama": llama_tokenizer,
+}
+
+
+def whole_text(shown, text):
+    return f"{shown}\n\nQuestion: {text}\nType:"
+
+
+def label_paths(tokenizer, before, labels=LABELS):
+    """Tokens of each label and the one after it, read off the whole prompt's tokens."""
+    stem = tokenizer.encode(before)
+    paths = []
+    for label in labels:
+        end = len(tokenizer.encode(f"{before} {label}")) + 1
+        paths.append(tokenizer.encode(f"{before} {label}\n\nQuestion:")[len(stem) : end])
+    return paths
+
+
+@pytest.mark.parametrize("draw", [0, 1])
+def test_demonstrations_are_each_example_once_and_balanced_in_every_first_part(draw):
+    train = examples().train[:50]
+    drawn = demonstrations(train, 0, draw)
+    assert Counter(drawn) == Counter(train)
+    total = Counter(example.label for example in train)
+    for shots in range(1, len(train)):
+        shown = Counter(example.label for example in drawn[:shots])
+        most = max(shown.values())
+        assert all(shown[label] >= min(most - 1, total[label]) for label in total)
+
+
+def test_prompts_are_the_same_again_and_differ_by_draw_and_seed():
+    train = examples().train
+    made = {(seed, draw): prompt(demonstrations(train, seed, draw), 12, seed) for seed in (0, 1) for draw in (0, 1)}
+    assert len(set(made.values())) == 4
+    assert made[1, 1] == prompt(demonstrations(train, 1, 1), 12, 1)
+
+
+def test_a_prompt_reads_as_documented_and_more_shots_add_to_fewer():
+    train = (Example("How far?", "distance"), Example("Who {was} it?", "person"))
+    drawn = demonstrations(train, 0, 0)
+    parts = prompt(drawn, 2, 0).split("\n\n")
+    assert sorted(parts) == ["Question: How far?\nType: distance", "Question: Who {was} it?\nType: person"]
+    many = demonstrations(examples().train, 0, 0)
+    few, more = (set(prompt(many, shots, 0).split("\n\n")) for shots in (6, 24))
+    assert few < more
+
+
+def test_demonstrations_are_in_random_order_not_in_rounds_of_the_classes():
+    drawn = demonstrations(examples().train, 0, 0)
+    labels = [part.rpartition("Type: ")[2] for part in prompt(drawn, 60, 0).split("\n\n")]
+    rounds = [set(labels[i : i + 6]) for i in range(0, 60, 6)]
+    assert any(len(each) < 6 for each in rounds)
+
+
+def test_texts_asked_for_are_no_first_part_of_a_sorted_file():
+    test = [Example(f"text {i}", LABELS[i // 50]) for i in range(300)]
+    asked = manyshot.question_order(test, 0)
+    assert sorted(asked) == sorted(test)
+    assert set(Counter(example.label for example in asked[:60])) == set(LABELS)
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_tokens_are_those_of_the_whole_prompt(name):
+    tokenizer = TOKENIZERS[name]()
+    encoder = PairEncoder(tokenizer, 4096)
+    dataset = examples()
+    texts = [example.text for example in dataset.test]
+    shown = prompt(demonstrations(dataset.train, 0, 0), 9, 0)
+    queries = manyshot.query_tokens(encoder, texts, dataset.train[0])
+    labels = manyshot.label_tokens(encoder, LABELS)
+    for text, query in zip(texts, queries, strict=True):
+        assert [*encoder.encode(shown), *query] == tokenizer.encode(whole_text(shown, text))
+    assert [list(tokens) for tokens in labels] == label_paths(tokenizer, whole_text(shown, texts[0]))
+
+
+@pytest.mark.parametrize("adds_bos", [False, True], ids=["plain", "bos"])
+def test_choices_are_those_of_transformers_constrained_generation(adds_bos):
+    model, tokenizer = tiny_lm.llama(1024), tiny_lm.tokenizer(adds_bos)
+    dataset = examples()
+    outcome = evaluate(model, tokenizer, dataset, Plan(shots=12), batch_tokens=1024)
+    shown = prompt(demonstrations(dataset.train, 0, 0), 12, 0)
+    chosen = []
+    for text, _ in manyshot.question_order(dataset.test, 0):
+        before = whole_text(shown, text)
+        paths = label_paths(tokenizer, before)
+        ids = tokenizer(before, return_tensors="pt").input_ids
+        start = ids.shape[1]
+
+        def allowed(_, said, start=start, paths=paths):
+            so_far = said[start:].tolist()
+            going_on = {p[len(so_far)] for p in paths if p[: len(so_far)] == so_far and len(p) > len(so_far)}
+            return sorted(going_on) or [1]
+
+        said = model.generate(
+            ids, prefix_allowed_tokens_fn=allowed, do_sample=False, max_new_tokens=max(map(len, paths)), pad_token_id=1
+        )[0, start:].tolist()
+        (found,) = [i for i, path in enumerate(paths) if said[: len(path)] == path]
+        chosen.append(outcome.labels.index(LABELS[found]))
+    assert outcome.choices == [chosen]
+    assert len(set(chosen)) > 2
+
+
+RECIPES = {
+    "16 bits": Recipe(),
+    "row shift": Recipe.of(logits="4:row:shift"),
+    "kv row": Recipe.of(kv="4:row", logits="4:row"),
+    "tensor": Recipe.of(logits="4:tensor"),
+    "pair": Recipe.of(logits="4:pair"),
+    "k column": Recipe.of(k="4:c16", v="4:row"),
+    "residual": Recipe.of(kv="4:row", residual=9),
+}
+
+
+@pytest.fixture(scope="module")
+def diff_v2(tmp_path_factory):
+    return tiny_lm.write_diff_v2(tmp_path_factory.mktemp("models") / "diff-v2")
+
+
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES.keys())
+def test_choices_are_those_of_full_passes_over_each_sequence_alone(diff_v2, recipe):
+    model, tokenizer = load(diff_v2, recipe, dtype=torch.float64), tiny_lm.tokenizer()
+    dataset = examples()
+    shown = prompt(demonstrations(dataset.train, 0, 0), 6, 0)
+    asked = manyshot.question_order(dataset.test, 0)[:6]
+    chosen = []
+    for text, _ in asked:
+        before = whole_text(shown, text)
+        ids = tokenizer.encode(before)
+        left = dict(zip(LABELS, label_paths(tokenizer, before), strict=True))
+        depth = 0
+        while len(left) > 1:
+            logits = model(torch.tensor([ids])).logits[0, -1]
+            token = max({path[depth] for path in left.values()}, key=lambda token, logits=logits: float(logits[token]))
+            left = {label: path for label, path in left.items() if path[depth] == token}
+            ids, depth = [*ids, token], depth + 1
+        chosen.append(sorted(LABELS).index(*left))
+    for batch_tokens in (60, 4096):
+        outcome = evaluate(model, tokenizer, dataset, Plan(shots=6), limit=6, batch_tokens=batch_tokens)
+        assert outcome.choices == [chosen]
+    assert len(set(chosen)) > 1
+
+
+def test_labels_of_one_token_are_chosen_by_likelihood():
+    model, tokenizer = tiny_lm.llama(), tiny_lm.tokenizer()
+    prefix = tokenizer.encode("He took the road to the town. " * 5)
+    queries = [tokenizer.encode(" " + text) for text, _ in examples().test]
+    labels = [[token] for token in (260, 300, 301, 350, 399)]
+    chosen = choose(model, prefix, queries, labels)
+    requests = [Request((*prefix, *query), tuple(label)) for query in queries for label in labels]
+    likelihoods = torch.tensor([s.logprob for s in score(model, requests)]).view(len(queries), -1)
+    assert chosen == likelihoods.argmax(1).tolist()
+    assert len(set(chosen)) > 1
+
+
+def test_the_prefix_runs_once_and_batches_change_nothing():
+    model, tokenizer = tiny_lm.llama(), tiny_lm.tokenizer()
+    prefix = tokenizer.encode("He took the road to the town. " * 5)
+    queries = [tokenizer.encode(" " + text) for text, _ in examples().test]
+    labels = manyshot.label_tokens(PairEncoder(tokenizer, 512), LABELS)
+    read = []
+    model.model.register_forward_pre_hook(
+        lambda _, args, kwargs: read.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
+    )
+    chosen = choose(model, prefix, queries, labels, batch_tokens=4096)
+    assert [shape for shape in read if shape[1] == len(prefix)] == [(1, len(prefix))]
+    # After the prefix and the queries come single tokens, and no label needs all of its own.
+    further = sum(rows for rows, width in read if width == 1)
+    assert further < sum(len(labels[label]) for label in chosen)
+    assert choose(model, prefix, queries, labels, batch_tokens=1) == chosen
+
+
+def test_of_one_label_that_begins_another_either_can_be_chosen():
+    """A model that always goes on with one token, where it may."""
+
+    def favouring(token):
+        logits = torch.zeros(500)
+        logits[token] = 1.0
+        model = SimpleNamespace(device=torch.device("cpu"), lm_head=lambda hidden: logits.expand(len(hidden), -1))
+        model.model = lambda input_ids, **_: SimpleNamespace(last_hidden_state=torch.zeros(*input_ids.shape, 1))
+        return model
+
+    class NoCache:
+        def batch_select_indices(self, indices):
+            pass
+
+    labels = [(7, 9), (7, 8, 9), (5, 9)]
+    for token, label in ((9, 0), (8, 1)):
+        model = favouring(token)
+        model.new_cache = NoCache
+        logits = model.lm_head
+        # The first token is that of the two labels, whatever else is favoured.
+        model.lm_head = lambda hidden, logits=logits: logits(hidden) + 0.5 * torch.eye(500)[7]
+        assert choose(model, [1], [[2], [3, 4]], labels) == [label, label]
+
+
+def test_all_is_as_many_as_fit_and_no_more():
+    model, tokenizer = tiny_lm.llama(400), tiny_lm.tokenizer()
+    dataset = examples()
+    outcome = evaluate(model, tokenizer, dataset, Plan(shots=None, draws=2))
+    longest_label = max(len(path) for path in label_paths(tokenizer, "Type:"))
+
+    def tokens(shots):
+        prompts = [prompt(demonstrations(dataset.train, 0, draw), shots, 0) for draw in range(2)]
+        return (
+            max(len(tokenizer.encode(whole_text(p, text))) for p in prompts for text, _ in dataset.test) + longest_label
+        )
+
+    assert tokens(outcome.shots) == outcome.tokens <= 400 < tokens(outcome.shots + 1)
+
+
+def test_draws_are_averaged_over_each_text():
+    model, tokenizer = tiny_lm.llama(), tiny_lm.tokenizer()
+    outcome = evaluate(model, tokenizer, examples(), Plan(shots=3, draws=3), limit=15)
+    first = evaluate(model, tokenizer, examples(), Plan(shots=3), limit=15)
+    assert outcome.choices[0] == first.choices[0]
+    right = torch.tensor(outcome.choices) == torch.tensor(outcome.right)
+    torch.testing.assert_close(torch.tensor(outcome.correct), right.float().mean(0))
+    torch.testing.assert_close(torch.tensor(outcome.by_draw), right.float().mean(1))
+    assert len({tuple(choices) for choices in outcome.choices}) > 1
+
+
+def test_what_does_not_fit_or_cannot_be_told_apart_is_refused():
+    tokenizer, dataset = tiny_lm.tokenizer(), examples()
+    with pytest.raises(UsageError, match=r"40 demonstrations .* take \d+ tokens, and the model sees 300"):
+        evaluate(tiny_lm.llama(300), tokenizer, dataset, Plan(shots=40))
+    with pytest.raises(UsageError, match="which one demonstration does not fit"):
+        evaluate(tiny_lm.llama(40), tokenizer, dataset, Plan(shots=None))
+    with pytest.raises(UsageError, match=r"61 demonstrations are asked for and --train has 60"):
+        Plan(shots=61).check(dataset)
+
+    class Words:
+        bos_token_id, eos_token_id = 0, 1
+        known = ("Question:", "Type:", "?", "entity")
+
+        def encode(self, text, add_special_tokens=True):
+            return [2 + self.known.index(word) if word in self.known else 99 for word in text.split()]
+
+        def decode(self, token):
+            return "<s>"
+
+    with pytest.raises(UsageError, match="labels 'human' and 'location' are the same to the tokenizer"):
+        manyshot.label_tokens(PairEncoder(Words(), 100), ("entity", "human", "location"))
+
+
+def test_a_model_that_computes_nan_is_refused():
+    model = tiny_lm.llama()
+    model.model.norm.weight.data[0] = torch.nan
+    with pytest.raises(NonFiniteError, match="float32"):
+        choose(model, [3, 4], [[5]], [(6,), (7,)])
