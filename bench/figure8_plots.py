@@ -5,9 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from diffquant.evals.stats import estimate
-from diffquant.sweep.plot import COLOURS
+from diffquant.sweep.plot import COLOURS, MARKERS
 
-_MARKERS = ("o", "s", "^", "D", "v")
 _COLUMNS = 3
 
 
@@ -53,7 +52,7 @@ def against_prediction(found: Sequence[Mapping[str, Any]]) -> Any:
     axis = figure.subplots()
     drawn: list[float] = []
     for number, each in enumerate(found):
-        colour, marker = COLOURS[number % len(COLOURS)], _MARKERS[number % len(_MARKERS)]
+        colour, marker = COLOURS[number % len(COLOURS)], MARKERS[number % len(MARKERS)]
         for shift in (False, True):
             schemes = [scheme for scheme in each["kl"] if scheme.endswith(":shift") == shift]
             if not schemes:
@@ -89,7 +88,7 @@ def _line(axis: Any, found: Mapping[str, Any], granularity: str, number: int) ->
         yerr=[1.96 * (each.se or 0.0) for each in kl],
         label=found["model"],
         color=COLOURS[number % len(COLOURS)],
-        marker=_MARKERS[number % len(_MARKERS)],
+        marker=MARKERS[number % len(MARKERS)],
         markersize=4,
         linewidth=1.4,
         capsize=2,
