@@ -48,6 +48,7 @@ def plot(found: Outliers, path: Path) -> None:
         plain_log_scale(axis)
         axis.set_title(_TITLES[kind], fontsize=11)
         axis.set_xlabel("layer")
+        axis.xaxis.get_major_locator().set_params(integer=True)
         tidy(axis)
     panels[0].set_ylabel("magnitude")
     handles, labels = panels[0].get_legend_handles_labels()

@@ -13,7 +13,8 @@ from diffquant.errors import UsageError
 GRANULARITIES = ("tensor", "head", "pair", "row", "column", "group", "block", "static")
 _SIZED = {"g": "group", "c": "column", "b": "block"}
 _LETTERS = {name: letter for letter, name in _SIZED.items()}
-_GRAMMAR = "BITS[:GRANULARITY][:shift], such as 4:g32, 6:row, 8:head, 4:tensor:shift or 16"
+_FLAGS = ("shift", "alike")
+_GRAMMAR = "BITS[:GRANULARITY][:shift or :alike], such as 4:g32, 6:row, 8:head, 4:tensor:shift or 16"
 
 
 @dataclass(frozen=True)
@@ -28,16 +29,19 @@ class Scheme:
             is a calibrated scale a channel of the cache or a head of the logits.
         size: for "group", "column" and "block".
         shift: logits only: subtract the row maximum first, all 2^bits levels then serve one side.
+        alike: logits only: round the mean of both maps and half their difference, so that the mean's rounding
+            error is in both maps alike; one map has none to share it with and is rounded as without.
     """
 
     bits: int
     granularity: str = ""
     size: int | None = None
     shift: bool = False
+    alike: bool = False
 
     def __post_init__(self) -> None:
         if self.bits == 16:
-            if self.granularity or self.size or self.shift:
+            if self.granularity or self.size or self.shift or self.alike:
                 raise UsageError("16 bits means not quantized and takes no granularity")
             return
         if not 2 <= self.bits <= 8:
@@ -46,6 +50,10 @@ class Scheme:
             raise UsageError(f"unknown granularity {self.granularity!r}{_nearest(self.granularity, GRANULARITIES)}")
         if self.granularity in ("group", "block") and not self.size:
             raise UsageError(f"granularity {self.granularity} needs a size, such as {_LETTERS[self.granularity]}32")
+        if self.alike and self.shift:
+            raise UsageError("shift and alike do not combine; leave out one")
+        if self.alike and self.granularity not in ("tensor", "head", "row"):
+            raise UsageError(f"alike cannot be per {self.granularity}; use tensor, head or row")
         if self.size is not None and (self.granularity not in _LETTERS or self.size < 1):
             raise UsageError(f"granularity {self.granularity} takes no size {self.size}")
 
@@ -54,19 +62,19 @@ class Scheme:
         """Read the text form; `default` is the granularity where the text names none.
 
         Raises:
-            UsageError: the text is not BITS[:GRANULARITY][:shift].
+            UsageError: the text is not BITS[:GRANULARITY][:shift or :alike].
         """
         bits, *rest = str(text).strip().lower().split(":")
         if not bits.isdecimal():
             raise UsageError(f"cannot read scheme {text!r}: expected {_GRAMMAR}")
-        shift = "shift" in rest
-        names = [part for part in rest if part != "shift"]
-        if len(names) > 1 or len(rest) - len(names) > 1:
+        flags = {flag: flag in rest for flag in _FLAGS}
+        names = [part for part in rest if part not in _FLAGS]
+        if len(names) > 1 or len(rest) - len(names) > sum(flags.values()):
             raise UsageError(f"cannot read scheme {text!r}: expected {_GRAMMAR}")
         if int(bits) == 16:
-            return cls(16, "".join(names), shift=shift)
+            return cls(16, "".join(names), **flags)
         granularity, size = _parse_granularity(names[0] if names else default, str(text))
-        return cls(int(bits), granularity, size, shift)
+        return cls(int(bits), granularity, size, **flags)
 
     @property
     def quantizes(self) -> bool:
@@ -75,7 +83,7 @@ class Scheme:
     @property
     def granularity_text(self) -> str:
         name = f"{_LETTERS[self.granularity]}{self.size}" if self.size else self.granularity
-        return f"{name}:shift" if self.shift else name
+        return ":".join([name, *(flag for flag in _FLAGS if getattr(self, flag))])
 
     def __str__(self) -> str:
         return f"{self.bits}:{self.granularity_text}" if self.quantizes else "16"
@@ -287,6 +295,8 @@ def _check_allowed(target: str, scheme: Scheme, what: str | None = None) -> None
         raise UsageError("k per column needs a block of tokens that share scales, such as 4:c64")
     if scheme.shift and target != "logits":
         raise UsageError(f"{what}: shift is for logits, which softmax sees only up to a constant a row")
+    if scheme.alike and target != "logits":
+        raise UsageError(f"{what}: alike is for logits, of which there are two maps")
     if scheme.shift and scheme.granularity == "static":
         raise UsageError(f"{what}: static scales are of logits as they are; leave out shift")
 

@@ -80,6 +80,8 @@ class ExportOptions:
             yield f"weights cannot be quantized per {self.weights.granularity}; use tensor, row or group"
         if self.logits.quantizes and self.logits.granularity not in LOGIT_GRANULARITIES:
             yield f"logits per {self.logits.granularity} cannot be exported; use {', '.join(LOGIT_GRANULARITIES)}"
+        if self.logits.alike:
+            yield "the operator rounds each map by itself; leave out alike"
         if not self.cache and self.kv_bits < 16:
             yield f"--kv {self.kv_bits} and --no-cache contradict each other"
 

@@ -5,12 +5,13 @@ from hypothesis import strategies as st
 from diffquant.errors import UsageError
 from diffquant.scheme import FULL, Recipe, Scheme
 
-NAMES = st.sampled_from(["tensor", "head", "pair", "row", "column", "g32", "g128", "c64", "b64"])
+NAMES = ["tensor", "head", "pair", "row", "column", "g32", "g128", "c64", "b64"]
+GRANULARITIES = [*NAMES, *(f"{name}:shift" for name in NAMES), "tensor:alike", "head:alike", "row:alike"]
 
 
-@given(st.integers(2, 8), NAMES, st.booleans())
-def test_text_form_makes_the_round_trip(bits, granularity, shift):
-    text = f"{bits}:{granularity}" + (":shift" if shift else "")
+@given(st.integers(2, 8), st.sampled_from(GRANULARITIES))
+def test_text_form_makes_the_round_trip(bits, granularity):
+    text = f"{bits}:{granularity}"
     assert str(Scheme.parse(text)) == text
     assert Scheme.parse(str(Scheme.parse(text))) == Scheme.parse(text)
 
@@ -26,7 +27,23 @@ def test_a_text_without_granularity_takes_the_targets_default():
 
 
 @pytest.mark.parametrize(
-    "text", ["", "x", "4:", "4:gg", "4:g0", "9", "1", "16:row", "4:row:row", "4:row:shift:shift", "-4"]
+    "text",
+    [
+        "",
+        "x",
+        "4:",
+        "4:gg",
+        "4:g0",
+        "9",
+        "1",
+        "16:row",
+        "4:row:row",
+        "4:row:shift:shift",
+        "4:row:alike:alike",
+        "4:row:alike:shift",
+        "4:pair:alike",
+        "-4",
+    ],
 )
 def test_malformed_text_is_refused(text):
     with pytest.raises(UsageError):
@@ -47,6 +64,7 @@ def test_an_unknown_key_names_the_nearest_known_one():
         {"logits": "4:g32"},
         {"k": "4:column"},
         {"v": "4:row:shift"},
+        {"k": "4:row:alike"},
     ],
     ids=str,
 )

@@ -74,11 +74,28 @@ def prepare(logits: Tensor, visible: Tensor | None, shift: bool) -> Tensor:
     return logits.masked_fill_(~visible, 0.0)
 
 
+def to_coded(prepared: Sequence[Tensor], scheme: Scheme) -> list[Tensor]:
+    """What is rounded, in place: each map's logits, or with `alike` the mean of both and half their difference."""
+    if not scheme.alike or len(prepared) == 1:
+        return list(prepared)
+    first, second = prepared
+    half = second.sub_(first).div_(2)
+    return [first.add_(half), half]
+
+
+def from_coded(rounded: Sequence[Tensor], scheme: Scheme) -> list[Tensor]:
+    """Each map's logits, from what `to_coded` gave."""
+    if not scheme.alike or len(rounded) == 1:
+        return list(rounded)
+    mean, half = rounded
+    return [mean - half, mean + half]
+
+
 def magnitudes(prepared: Sequence[Tensor], scheme: Scheme, ranges: Tensor | None = None) -> list[Tensor]:
     """Largest |logit| of the entries that share a scale, for each map.
 
     Args:
-        prepared: one [B, h, T, S] a map, from `prepare`.
+        prepared: one [B, h, T, S] a map, from `prepare` and `to_coded`.
         ranges: [maps·h], first maps before second ones: what a static scheme takes for the largest.
 
     Returns:
@@ -95,6 +112,9 @@ def magnitudes(prepared: Sequence[Tensor], scheme: Scheme, ranges: Tensor | None
     heads = [row.amax(-2, keepdim=True) for row in rows]
     if scheme.granularity == "head":
         return heads
+    if scheme.alike:
+        # The mean and half the difference have ranges of their own.
+        return [head.amax(1, keepdim=True) for head in heads]
     pairs = torch.stack(heads).amax(0)
     shared = pairs if scheme.granularity == "pair" else pairs.amax(1, keepdim=True)
     return [shared] * len(prepared)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from diffquant.attention.logits import magnitudes, prepare, round_to
+from diffquant.attention.logits import from_coded, magnitudes, prepare, round_to, to_coded
 from diffquant.attention.mask import Mask
 from diffquant.numerics.absmax import compute_dtype
 from diffquant.numerics.logit_steps import step_of
@@ -47,9 +47,9 @@ def naive(
         for queries, keys in zip(q, k, strict=True)
     ]
     if logits.quantizes:
-        raw = [prepare(each, visible, logits.shift) for each in raw]
-        steps = [step_of(largest, logits) for largest in magnitudes(raw, logits, ranges)]
-        raw = [round_to(each, step, logits) for each, step in zip(raw, steps, strict=True)]
+        coded = to_coded([prepare(each, visible, logits.shift) for each in raw], logits)
+        steps = [step_of(largest, logits) for largest in magnitudes(coded, logits, ranges)]
+        raw = from_coded([round_to(each, step, logits) for each, step in zip(coded, steps, strict=True)], logits)
     maps = [masked_softmax(each, visible) for each in raw]
     weights = maps[0] if lam is None else maps[0] - lam.to(dtype) * maps[1]
     return (weights @ v.to(dtype).repeat_interleave(repeats, 1)).to(v.dtype)

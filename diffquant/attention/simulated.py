@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from diffquant.attention.logits import LogitMeter, count_clipped, magnitudes, prepare, round_to
+from diffquant.attention.logits import LogitMeter, count_clipped, from_coded, magnitudes, prepare, round_to, to_coded
 from diffquant.attention.mask import Mask
 from diffquant.attention.naive import masked_softmax
 from diffquant.numerics.absmax import compute_dtype
@@ -46,7 +46,7 @@ def simulated(
         if meter is not None:
             _record(meter, prepared, largest, visible, logits)
         rounded = [round_to(each, step_of(top, logits), logits) for each, top in zip(prepared, largest, strict=True)]
-        maps = [masked_softmax(each, visible) for each in rounded]
+        maps = [masked_softmax(each, visible) for each in from_coded(rounded, logits)]
         weights = maps[0] if lam is None else maps[0].sub_(_rows_of(lam, rows).to(dtype) * maps[1])
         out[:, :, rows] = _grouped_product(weights, values)
     if meter is not None:
@@ -56,7 +56,7 @@ def simulated(
 
 @dataclass
 class _Blocks:
-    """Iterates over (rows, prepared logits of each map, what the rows see)."""
+    """Iterates over (rows, what is rounded of their logits, what the rows see)."""
 
     q: Sequence[Tensor]
     k: Sequence[Tensor]
@@ -77,7 +77,7 @@ class _Blocks:
                 _grouped_product(queries[:, :, rows], each.mT).mul_(self.scale)
                 for queries, each in zip(self.q, self.k, strict=True)
             ]
-            yield rows, [prepare(each, visible, self.logits.shift) for each in raw], visible
+            yield rows, to_coded([prepare(each, visible, self.logits.shift) for each in raw], self.logits), visible
 
 
 def _largest_over_rows(blocks: _Blocks, logits: Scheme) -> list[Tensor]:

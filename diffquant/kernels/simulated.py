@@ -110,6 +110,8 @@ def _unsupported(q: Sequence[Tensor], v: Tensor, scheme: Scheme) -> str | None:
         return "16 bits are not quantized; use a kernel without simulation"
     if scheme.granularity not in GRANULARITIES:
         return f"one scale a {scheme.granularity} is not served; the kernel takes {', '.join(GRANULARITIES)}"
+    if scheme.alike and len(q) == 2:
+        return "logits rounded alike are not served; the kernel rounds each map by itself"
     return refused_widths(q[0], v)
 
 

@@ -51,7 +51,7 @@ class DiffAttention(nn.Module):
             k = k.masked_fill(~mask.keys[:, None, -x.shape[1] :, None], 0.0)
         y = None
         if isinstance(cache, FusedCache) and self.backend == "auto" and not self.logits.quantizes:
-            y = cache.attend(self.layer, queries, k, v, lam, scale=spec.scale, mask=mask, post=self._post())
+            y = cache.attend(self.layer, queries, k, v, lam, scale=spec.scale, mask=mask, post=self.post())
         if y is None:
             if cache is not None:
                 k, v = cache.update(k, v, self.layer)
@@ -64,7 +64,7 @@ class DiffAttention(nn.Module):
                 mask=mask,
                 logits=self.logits,
                 meter=self.meter,
-                post=self._post(),
+                post=self.post(),
                 ranges=self.logit_ranges,
                 backend=self.backend,
             )
@@ -101,7 +101,7 @@ class DiffAttention(nn.Module):
             return halves.permute(0, 3, 1, 2, 4).flatten(-2)
         return projected.unflatten(-1, (spec.kv_pairs, spec.value_dim)).transpose(1, 2)
 
-    def _post(self) -> PairNorm | None:
+    def post(self) -> PairNorm | None:
         """The norm over a pair's output, with its factor 1 - λ_init."""
         spec = self.spec
         if spec.post_norm == "none":

@@ -18,7 +18,8 @@ from diffquant.sweep.table import Row, rows
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 STYLES = ("-", "--", ":", "-.")
 MARKERS = ("o", "s", "^", "D")
-_SPREAD = 0.06
+# Between two lines at one width, and between the outermost ones, in steps of the axis.
+_SPREAD, _SPREAD_OF_ALL = 0.06, 0.6
 TITLES = {"logits": "attention logits", "kv": "KV cache", "k": "keys", "v": "values"}
 
 
@@ -89,6 +90,7 @@ def _figure(sweep: SweepResult) -> Any:
     axes[0].set_ylabel(_what(sweep))
     columns = 1 if len(targets) == 1 and max(map(len, legend)) > 32 else 2
     figure.legend(legend.values(), legend.keys(), loc="outside lower center", ncols=columns, frameon=False, fontsize=9)
+    figure.set_figheight(4.2 + 0.2 * -(-len(legend) // columns))
     return figure
 
 
@@ -114,7 +116,7 @@ def _draw(axis: Any, target: str, panel: Sequence[Line], look: _Look) -> dict[st
     drawn = {}
     for number, line in enumerate(panel):
         # Side by side, so that error bars at one width stay readable.
-        shift = _SPREAD * (number - (len(panel) - 1) / 2)
+        shift = min(_SPREAD, _SPREAD_OF_ALL / len(panel)) * (number - (len(panel) - 1) / 2)
         drawn[f"{line.model}, per {line.granularity}"] = axis.errorbar(
             [widths.index(bits) + shift for bits, _, _ in line.points],
             [value for _, value, _ in line.points],

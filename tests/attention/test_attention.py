@@ -15,6 +15,7 @@ from diffquant.scheme import Scheme
 GENERATIONS = ["plain", "v1", "v2"]
 SHAPES = [(17, 29), (29, 29), (1, 29), (1, 1), (13, 5)]
 GRANULARITIES = ["tensor", "head", "pair", "row", "b8", "tensor:shift", "head:shift", "row:shift", "b8:shift"]
+ALIKE = ["tensor:alike", "head:alike", "row:alike"]
 
 
 def random_inputs(generation, length, keys, dtype=torch.float64, batch=2, pairs=6, groups=2, width=8):
@@ -156,8 +157,43 @@ def test_quantized_logits_equal_fake_quantized_visible_entries(granularity, gene
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("generation", ["v1", "v2"])
+@pytest.mark.parametrize("granularity", ["tensor", "head", "row"])
+def test_alike_rounds_the_mean_of_both_maps_and_half_their_difference(granularity, generation):
+    def quantize(logits, seen):
+        mean, half = logits.mean(0, keepdim=True), (logits[1:] - logits[:1]) / 2
+        mean, half = (quantized_by(granularity, 4)(each, seen) for each in (mean, half))
+        return torch.cat([mean - half, mean + half])
+
+    q, k, v, lam = random_inputs(generation, 11, 17)
+    valid = left_padding(2, 17)
+    expected = equation_1(q, k, v, lam, 0.3, valid, quantize)
+    scheme = Scheme.parse(f"4:{granularity}:alike")
+    out = attend(q, k, v, lam, scale=0.3, mask=Mask(keys=valid), logits=scheme)
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("backend", ["naive", "auto"])
+def test_alike_means_nothing_to_a_plain_transformer(backend):
+    q, k, v, lam = random_inputs("plain", 9, 9)
+    alike, without = (
+        attend(q, k, v, lam, scale=0.3, mask=Mask(), logits=Scheme.parse(text), backend=backend)
+        for text in ("4:tensor:alike", "4:tensor")
+    )
+    assert torch.equal(alike, without)
+
+
+def test_equal_maps_rounded_alike_stay_equal():
+    q, k, v, _ = random_inputs("v2", 9, 9)
+    meter = LogitMeter()
+    scheme = Scheme.parse("3:row:alike")
+    out = attend([q[0], q[0]], k, v, torch.tensor(1.0), scale=0.3, mask=Mask(), logits=scheme, meter=meter)
+    assert out.abs().max() == 0
+    assert meter.entries == 2 * 2 * 6 * 45
+
+
 @pytest.mark.parametrize("bits", [3, 4, 6, 8])
-@pytest.mark.parametrize("granularity", GRANULARITIES)
+@pytest.mark.parametrize("granularity", GRANULARITIES + ALIKE)
 @pytest.mark.parametrize("generation", GENERATIONS)
 def test_blocks_of_queries_equal_full_maps(generation, granularity, bits, monkeypatch):
     monkeypatch.setattr(simulated, "_BLOCK_ENTRIES", 2000)

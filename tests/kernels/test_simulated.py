@@ -185,6 +185,7 @@ def test_the_operator_is_well_formed(generation):
     [
         (Scheme.parse("4:b8"), "one scale a block is not served; the kernel takes tensor, head, pair, row"),
         (FULL, "16 bits are not quantized"),
+        (Scheme.parse("4:row:alike"), "logits rounded alike are not served"),
     ],
 )
 def test_schemes_that_are_not_served_are_refused(scheme, message):
