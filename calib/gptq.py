@@ -1,45 +1,42 @@
-"""Error-compensated rounding: what a column loses is put on the columns after it, weighed by the inputs' products.
-
-Source: Frantar et al., GPTQ, arXiv 2210.17323, algorithm 1.
-"""
+"""Rounding that knows the checkpoint's own inputs: a run over a text, and what `compensation` makes of it."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
+from threading import Lock
 
 import torch
 from torch import Tensor, nn
 
 from diffquant.checkpoint.load import check_device, load, load_tokenizer
 from diffquant.checkpoint.reader import open_checkpoint
-from diffquant.checkpoint.rounding import Rounding, clipped, clipped_scale, row_scheme
+from diffquant.checkpoint.rounding import Rounding, clipped
 from diffquant.evals.perplexity import identity, load_text
 from diffquant.model.adapters import adapter_for
 from diffquant.model.modeling import DiffLayer
-from diffquant.numerics import quantize
 from diffquant.progress import Progress, silent
 from diffquant.scheme import Recipe, Scheme
 
+from .compensation import Inputs, compensate, damped
 from .text import token_windows
 from .walk import Walk, batches
 
-# Share of the mean diagonal that is added to it, so that inputs that never vary do not make it singular.
-_DAMPING = 0.01
-# Columns that are updated at once where one scale serves a whole row.
-_BLOCK = 128
+# Of the text that is read by default.
+TOKENS = 16384
 
 
 def gptq(
     path: Path,
     text: Path | None = None,
-    tokens: int = 16384,
+    tokens: int = TOKENS,
     window: int = 512,
     device: str = "cpu",
     progress: Progress = silent,
 ) -> Rounding:
     """Rounding for one checkpoint, from its own inputs over a text.
 
-    Holds a factor [in, in] of every linear layer's inputs.
+    Holds XᵀX [in, in] of every linear layer's inputs X, once where layers share them.
 
     Raises:
         DiffQuantError: the checkpoint or the text cannot be read, or the text holds no window.
@@ -49,67 +46,30 @@ def gptq(
     model = load(path, Recipe(), torch.float32, device)
     ids = token_windows(model, load_tokenizer(path), words, window, tokens)
     adapter = adapter_for(open_checkpoint(path).config)
-    factors: dict[str, Tensor] = {}
+    products: dict[str, Tensor] = {}
     with torch.inference_mode():
         walk = Walk.over(model, window)
         states = [walk.embed(batch) for batch in batches(ids, 4096)]
         for number, layer in enumerate(walk.layers):
-            with _products(layer) as products:
+            with _products(layer) as summed:
                 states = [walk.run(layer, x) for x in states]
-            shared = {id(product): factor(product.cpu()) for product in products.values()}
-            for name, product in products.items():
-                factors[adapter.source_name(f"model.layers.{number}.{name}.weight")] = shared[id(product)]
+            shared = {id(product): damped(product.cpu()) for product in summed.values()}
+            for name, product in summed.items():
+                products[adapter.source_name(f"model.layers.{number}.{name}.weight")] = shared[id(product)]
             progress(number + 1, len(walk.layers), "reading inputs")
+
+    # Blocks of one weight, and weights with the same inputs, follow one another.
+    inputs, guard = lru_cache(maxsize=4)(Inputs.of), Lock()
 
     def compensated(name: str, values: Tensor, scheme: Scheme, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         # A head that an override names lies outside the layers.
-        return (
-            compensate(values, factors[name], scheme, dtype)
-            if name in factors
-            else clipped(name, values, scheme, dtype)
-        )
+        if name not in products:
+            return clipped(name, values, scheme, dtype)
+        with guard:
+            known = inputs(products[name])
+        return compensate(values, known, scheme, dtype)
 
     return Rounding("gptq", compensated, {"text": identity(words), "tokens": ids.numel(), "window": window})
-
-
-def factor(product: Tensor) -> Tensor:
-    """Upper Cholesky factor of the inverse of XᵀX [in, in], damped."""
-    damped = product.double()
-    diagonal = damped.diagonal()
-    diagonal += _DAMPING * diagonal.mean() + 1e-12
-    return torch.linalg.cholesky(torch.linalg.inv(damped), upper=True).float()
-
-
-def compensate(values: Tensor, factor: Tensor, scheme: Scheme, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Codes and scales of some rows.
-
-    Args:
-        values: [rows, in] float32.
-        factor: as `factor` gives it, [in, in].
-        scheme: granularity row or group.
-        dtype: of the stored scale.
-
-    Returns:
-        int8 [rows, in], and the scale [rows, in/g] or [rows, 1].
-    """
-    weight, width = values.clone(), values.shape[1]
-    whole = clipped_scale(weight, row_scheme(scheme), dtype) if scheme.size is None else None
-    found, scales = torch.empty_like(values, dtype=torch.int8), []
-    for start in range(0, width, scheme.size or _BLOCK):
-        end = min(start + (scheme.size or _BLOCK), width)
-        scale = clipped_scale(weight[:, start:end], row_scheme(scheme), dtype) if whole is None else whole
-        lost = torch.empty(len(values), end - start)
-        for column in range(start, end):
-            kept = weight[:, column : column + 1]
-            code = quantize(kept, scale.float(), scheme.bits)
-            found[:, column : column + 1] = code
-            lost[:, column - start : column - start + 1] = error = (kept - code * scale.float()) / factor[
-                column, column
-            ]
-            weight[:, column + 1 : end] -= error * factor[column, column + 1 : end]
-        weight[:, end:] -= lost @ factor[start:end, end:]
-        scales.append(scale)
-    return found, torch.cat(scales, 1) if whole is None else whole
 
 
 @contextmanager

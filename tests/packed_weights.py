@@ -14,10 +14,10 @@ def random_words(rows, width, bits, device="cpu", seed=0):
 
 
 def random_scale(rows, width, group, dtype, device="cpu", seed=1):
-    """Positive; `group` is a number of columns, "row" or "tensor"."""
+    """Of either sign; `group` is a number of columns, "row" or "tensor"."""
     shape = {"row": (rows, 1), "tensor": (1,)}.get(group) or (rows, width // group)
-    uniform = torch.rand(shape, generator=torch.Generator().manual_seed(seed))
-    return (0.001 + 0.01 * uniform).to(dtype).to(device)
+    uniform = 2 * torch.rand(shape, generator=torch.Generator().manual_seed(seed)) - 1
+    return (0.01 * uniform + 0.001 * uniform.sign()).to(dtype).to(device)
 
 
 def exact_weight(words, scale, bits, width):

@@ -72,6 +72,7 @@ def test_dry_run_prints_the_table_and_writes_nothing(run, checkpoint, tmp_path):
         (["quantize", "SRC", "-o", "OUT", "--weights", "4", "--recipe", "r.yaml"], 2, "one or the other"),
         (["quantize", "SRC", "-o", "OUT", "--recipe", "absent.yaml"], 2, "cannot read recipe absent.yaml"),
         (["quantize", "SRC", "-o", "OUT", "--weights", "4", "--text", "EMPTY"], 2, "--rounding gptq"),
+        (["quantize", "SRC", "-o", "OUT", "--weights", "4", "--tokens", "64"], 2, "--rounding gptq"),
         (["quantize", "--colour"], 2, "No such option"),
         (["sweep", "SRC", "-o", "OUT", "--task", "chess"], 2, "unknown task 'chess'"),
         (["sweep", "SRC", "-o", "OUT", "--target", "norms"], 2, "unknown target 'norms'"),

@@ -14,7 +14,7 @@ from diffquant.evals.needle import Plan
 from diffquant.scheme import Recipe
 
 MODELS = {path.name: path for path in data.pocket_models("needle")}
-SAMPLES = 20
+NAMES = pytest.mark.parametrize("name", MODELS)
 
 
 @cache
@@ -22,40 +22,46 @@ def tokenizer():
     return load_tokenizer(next(iter(MODELS.values())))
 
 
-def retrieved(name, needles, **recipe):
-    """Share of contexts of 256 tokens whose number the model gives; 100 contexts."""
+def retrieved(name, needles=4, **recipe):
+    """Share of 50 contexts of 256 tokens whose number the model gives."""
     model = load(MODELS[name], Recipe.of(**recipe))
-    outcome = needle.evaluate(model, tokenizer(), data.books_text(), Plan(needles, samples=SAMPLES))
+    outcome = needle.evaluate(model, tokenizer(), data.books_text(), Plan(needles, samples=10))
     return sum(outcome.retrieved) / len(outcome.retrieved)
 
 
-@pytest.mark.parametrize("bits", [16, 8, 6, 4])
-@pytest.mark.parametrize("granularity", ["row", "tensor"])
-def test_diff_v1_tells_four_needles_apart_down_to_4_bits_of_logits(bits, granularity):
-    scheme = "16" if bits == 16 else f"{bits}:{granularity}"
-    assert retrieved("needle-diff-v1", 4, logits=scheme) >= (0.85 if bits == 4 else 0.97)
+@NAMES
+@pytest.mark.parametrize("needles", [1, 2])
+def test_all_retrieve_the_number_of_the_city_that_is_asked_for(name, needles):
+    assert retrieved(name, needles) >= 0.94
 
 
-@pytest.mark.parametrize("bits", [16, 8, 6, 4])
-@pytest.mark.parametrize("name", ["needle-transformer", "needle-diff-v2"])
-def test_the_others_find_one_needle_down_to_4_bits_of_logits(name, bits):
-    assert retrieved(name, 1, logits="16" if bits == 16 else f"{bits}:tensor") >= 0.9
+@NAMES
+@pytest.mark.parametrize("logits", ["16", "8:tensor", "6:tensor", "4:row"])
+def test_all_tell_four_needles_apart_down_to_6_bits_of_logits_a_tensor_and_4_a_row(name, logits):
+    assert retrieved(name, logits=logits) >= 0.9
 
 
-@pytest.mark.parametrize("name", ["needle-transformer", "needle-diff-v2"])
-def test_the_others_guess_among_four_needles(name):
-    assert 0.1 <= retrieved(name, 4) <= 0.4
+@NAMES
+def test_4_bits_of_logits_a_tensor_cost_these_diff_models_much_and_this_transformer_nothing(name):
+    accuracy = retrieved(name, logits="4:tensor")
+    assert accuracy >= 0.9 if name == "needle-transformer" else 0.1 <= accuracy <= 0.75
 
 
-@pytest.mark.parametrize("name", ["needle-transformer", "needle-diff-v1"])
-def test_3_bits_of_logits_a_tensor_lose_the_needle_and_shifted_rows_keep_it(name):
-    assert retrieved(name, 1, logits="3:tensor") <= 0.5
-    assert retrieved(name, 1, logits="3:row:shift") >= 0.9
+@NAMES
+def test_3_bits_of_logits_a_tensor_lose_the_needles_and_shifted_rows_keep_them(name):
+    assert retrieved(name, logits="3:tensor") <= 0.1
+    assert retrieved(name, logits="3:row:shift") >= 0.94
 
 
-@pytest.mark.parametrize("recipe", [{"weights": "4:g32"}, {"kv": 8}, {"kv": 4}], ids=str)
-def test_diff_v1_keeps_its_needles_in_low_bit_weights_and_cache(recipe):
-    assert retrieved("needle-diff-v1", 4, **recipe) >= 0.9
+@NAMES
+@pytest.mark.parametrize("recipe", [{"weights": "3:row"}, {"kv": "4:row"}], ids=str)
+def test_all_keep_their_needles_in_low_bit_weights_and_cache(name, recipe):
+    assert retrieved(name, **recipe) >= 0.9
+
+
+@NAMES
+def test_2_bits_of_weights_lose_the_needles(name):
+    assert retrieved(name, weights="2:row") <= 0.3
 
 
 def test_the_models_ship_with_how_they_were_trained():

@@ -49,9 +49,12 @@ def quantize(
     recipe: RecipeFile = None,
     rounding: Annotated[
         Literal["nearest", "mse", "gptq"],
-        typer.Option(help="nearest: absmax; mse: clipped where that errs less; gptq: and compensated over a text."),
+        typer.Option(
+            help="nearest: absmax; mse: scales of the least squared error; gptq: and compensated over a text."
+        ),
     ] = "nearest",
     text: Annotated[Path | None, typer.Option("--text", help="Text for gptq; some prose ships.")] = None,
+    tokens: Annotated[int | None, typer.Option(min=2, help="Of the text that gptq reads; 16384 by default.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be done and stop.")] = False,
     overwrite: Overwrite = False,
     as_json: AsJson = False,
@@ -60,8 +63,8 @@ def quantize(
     from diffquant.checkpoint.quantize import quantize as run
 
     wanted = RecipeOptions(weights, kv, k, v, logits, residual, override, recipe).required()
-    if text is not None and rounding != "gptq":
-        raise UsageError("--text is what --rounding gptq reads; give both or neither")
+    if (text, tokens) != (None, None) and rounding != "gptq":
+        raise UsageError("--text and --tokens say what --rounding gptq reads; give them with it alone")
     if dry_run:
         from diffquant.checkpoint.plan import make_plan
         from diffquant.checkpoint.reader import open_checkpoint
@@ -70,7 +73,7 @@ def quantize(
         checkpoint = open_checkpoint(source)
         typer.echo(make_plan(checkpoint, adapter_for(checkpoint.config), wanted).table())
         return
-    rule = _rounding(rounding, source, text)
+    rule = _rounding(rounding, source, text, tokens)
     report = run(source, output, wanted, rounding=rule, overwrite=overwrite, progress=progress_for("quantize"))
     typer.echo(to_json(report) if as_json else report.summary())
 
@@ -139,13 +142,13 @@ def generate(
     typer.echo()
 
 
-def _rounding(name: str, source: Path, text: Path | None) -> "Rounding":
+def _rounding(name: str, source: Path, text: Path | None, tokens: int | None) -> "Rounding":
     from diffquant.checkpoint.rounding import CLIPPED, NEAREST
 
     if name == "gptq":
-        from diffquant.calib.gptq import gptq
+        from diffquant.calib.gptq import TOKENS, gptq
 
-        return gptq(source, text, progress=progress_for("reading"))
+        return gptq(source, text, tokens or TOKENS, progress=progress_for("reading"))
     return CLIPPED if name == "mse" else NEAREST
 
 

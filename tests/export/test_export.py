@@ -14,6 +14,7 @@ from transformers import DiffLlamaForCausalLM
 import diffquant
 from diffquant.checkpoint.codec import encode
 from diffquant.checkpoint.reader import open_checkpoint
+from diffquant.checkpoint.rounding import CLIPPED
 from diffquant.export import ExportOptions, export, verify
 from diffquant.export.external import DATA_FILE, MODEL_FILE
 from diffquant.export.manifest import read_manifest
@@ -123,6 +124,25 @@ def test_a_quantized_checkpoint_keeps_its_codes_and_scales(tmp_path, weights, dt
         wanted = (scale.expand(len(codes), 1) if scale.numel() == 1 else scale)[rows].numpy()
         np.testing.assert_array_equal(blocks, np.repeat(wanted, blocks.shape[1] // wanted.shape[1], 1))
     assert verify(folder, quantized).passed
+
+
+@pytest.mark.parametrize(
+    ("weights", "options"),
+    [("4:g32", {}), ("4:g32", {"accuracy_level": 1}), ("8:g32", {}), ("4:g32", {"pure": True})],
+    ids=["int4", "int4-exact", "int8", "pure"],
+)
+def test_the_lowest_code_and_negative_scales_are_read_alike(checkpoint, tmp_path, weights, options):
+    quantized = tmp_path / "quantized"
+    diffquant.quantize(checkpoint("diffllama"), quantized, diffquant.Recipe.of(weights=weights), rounding=CLIPPED)
+    module = "model.layers.1.mlp.down_proj.weight"
+    source = open_checkpoint(quantized)
+    assert (source.read(f"{module}_scale") < 0).any()
+    codes = unpack(source.read(f"{module}_packed"), int(weights[0]), 32)
+    assert codes.amin() == -(2 ** (int(weights[0]) - 1))
+    found = verify(exported(quantized, tmp_path / "out", **options), quantized)
+    exact = [route for route in found.routes if route.name == "float32 products"] or found.routes
+    assert max(route.error for route in exact) < 1e-5
+    assert found.passed
 
 
 def test_a_quantized_checkpoint_is_not_quantized_again(tmp_path):
