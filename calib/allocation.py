@@ -59,10 +59,10 @@ class Budget:
         return float(unit.stored[bits] if self.nbytes is not None else unit.elements * bits)
 
     def check(self, units: Sequence[Unit], widths: Sequence[int]) -> None:
-        """Check that the narrowest widths fit.
+        """Check that the narrowest widths fit, and not all of the widest.
 
         Raises:
-            UsageError: they do not, or bytes are asked of what is not stored.
+            UsageError: they do not, there is nothing to choose, or bytes are asked of what is not stored.
         """
         if self.nbytes is not None and any(unit.target != "weights" for unit in units):
             raise UsageError("a budget in bytes is for weights; give average bits for k, v and logits")
@@ -74,6 +74,10 @@ class Budget:
                     f"the budget of {self} is below the narrowest width: {group[0].target} at {min(widths)} bits take "
                     f"{needed}; raise --budget or add a narrower width to --bits"
                 )
+        if all(sum(self.size(unit, max(widths)) for unit in group) < limit for group, limit in self.limits(units)):
+            raise UsageError(
+                f"the budget of {self} holds everything at {max(widths)} bits, the widest; there is nothing to search"
+            )
 
 
 def require_scipy() -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from diffquant.checkpoint.load import check_device, load, load_tokenizer
 from diffquant.checkpoint.reader import open_checkpoint
 from diffquant.checkpoint.rounding import Rounding, clipped
+from diffquant.evals.encoding import max_length
 from diffquant.evals.perplexity import identity, load_text
 from diffquant.model.adapters import adapter_for
 from diffquant.model.modeling import DiffLayer
@@ -38,13 +39,18 @@ def gptq(
 
     Holds XᵀX [in, in] of every linear layer's inputs X, once where layers share them.
 
+    Args:
+        window: tokens the model sees at once; its context, where that is shorter.
+
     Raises:
         DiffQuantError: the checkpoint or the text cannot be read, or the text holds no window.
     """
     check_device(device)
     words = load_text(text)
     model = load(path, Recipe(), torch.float32, device)
-    ids = token_windows(model, load_tokenizer(path), words, window, tokens)
+    tokenizer = load_tokenizer(path)
+    window = min(window, tokens, max_length(model.config, tokenizer))
+    ids = token_windows(model, tokenizer, words, window, tokens)
     adapter = adapter_for(open_checkpoint(path).config)
     products: dict[str, Tensor] = {}
     with torch.inference_mode():

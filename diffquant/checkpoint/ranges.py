@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
 from diffquant.checkpoint.identity import model_fingerprint
+from diffquant.checkpoint.staging import check_writable
 from diffquant.errors import CheckpointError, OutputExistsError, UsageError
 from diffquant.scheme import LAYER_TARGETS, Recipe
 
@@ -69,12 +70,16 @@ def check_output(path: Path, overwrite: bool) -> None:
     """
     Raises:
         OutputExistsError: the file is there and `overwrite` is false.
-        UsageError: its folder is not there.
+        UsageError: it is a folder, or nothing can be written beside it.
     """
+    if path.is_dir():
+        raise UsageError(f"{path} is a folder; name a file to write, such as {path / 'scales.safetensors'}")
     if path.exists() and not overwrite:
         raise OutputExistsError(f"{path} exists; choose another output or pass --overwrite")
-    if not path.absolute().parent.is_dir():
-        raise UsageError(f"there is no folder {path.absolute().parent} to write {path.name} into")
+    folder = path.absolute().parent
+    if not folder.is_dir():
+        raise UsageError(f"there is no folder {folder} to write {path.name} into")
+    check_writable(folder)
 
 
 def write_ranges(path: Path, ranges: Ranges) -> None:
@@ -86,8 +91,11 @@ def write_ranges(path: Path, ranges: Ranges) -> None:
         "bits": json.dumps(ranges.bits),
     }
     temporary = path.with_name(path.name + ".tmp")
-    save_file({name: tensor.contiguous() for name, tensor in ranges.tensors.items()}, temporary, metadata)
-    os.replace(temporary, path)
+    try:
+        temporary.write_bytes(save({name: tensor.contiguous() for name, tensor in ranges.tensors.items()}, metadata))
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def read_ranges(path: Path, model: Path) -> Ranges:

@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import shutil
+import tempfile
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -130,6 +131,19 @@ def check_output(source: Path, destination: Path, overwrite: bool) -> None:
     if here == there or there in here.parents or here in there.parents:
         raise UsageError(f"the output {destination} overlaps the input {source}; choose a folder apart from it")
     _check_destination(destination, overwrite)
+
+
+def check_writable(folder: Path) -> None:
+    """Check, before the work, that files can be written into a folder, or the folder made; nothing is left.
+
+    Raises:
+        UsageError: they cannot.
+    """
+    there = next(place for place in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(place))
+    try:
+        tempfile.TemporaryFile(dir=there).close()
+    except OSError as error:
+        raise UsageError(f"cannot write into {folder}: {error.strerror}; choose another output") from error
 
 
 def file_digest(file: Path) -> str:

@@ -41,7 +41,10 @@ def outliers(
     """Largest magnitudes and medians of attention logits and hidden states, layer by layer."""
     from diffquant.calib.outlier_outputs import text_table, write_outputs
     from diffquant.calib.outliers import OutlierOptions, find_outliers
+    from diffquant.checkpoint.staging import check_writable
 
+    if output is not None:
+        check_writable(output)
     found = find_outliers(models, OutlierOptions(text, tokens, window, dtype, device), progress_for("outliers"))
     typer.echo(found.to_json().rstrip() if as_json else text_table(found))
     if output is not None:
@@ -67,8 +70,11 @@ def attention_map(
     """How much attention goes to the answer and to noise when a number is retrieved, by its depth in the context."""
     from diffquant.calib.attention_map import AttentionMapOptions, map_attention
     from diffquant.calib.attention_map_outputs import text_table, write_outputs
+    from diffquant.checkpoint.staging import check_writable
     from diffquant.evals.needle import Plan
 
+    if output is not None:
+        check_writable(output)
     wanted = RecipeOptions("16", "16", None, None, logits, 0, None, recipe).given()
     plan = Plan(needles, 1, lengths_of(lengths), samples)
     options = AttentionMapOptions(plan, text, wanted, dtype, device)
@@ -99,6 +105,7 @@ def search(
     from diffquant.calib.allocation import Budget
     from diffquant.calib.search import Search, SearchOptions
     from diffquant.calib.search_outputs import summary, write_outputs
+    from diffquant.checkpoint.staging import check_writable
 
     options = SearchOptions(
         listed(target), widths(bits), granularity, text, windows, window, check_characters, dtype, device
@@ -107,6 +114,7 @@ def search(
     if dry_run:
         typer.echo(run.estimate())
         return
+    check_writable(output)
     found = run.run(progress_for("search"))
     written = write_outputs(found, output)
     typer.echo(found.to_json().rstrip() if as_json else summary(found))

@@ -60,18 +60,21 @@ def quantize(
     as_json: AsJson = False,
 ) -> None:
     """Quantize a checkpoint into compressed-tensors' format, streaming."""
+    from diffquant.checkpoint.plan import make_plan
     from diffquant.checkpoint.quantize import quantize as run
+    from diffquant.checkpoint.reader import open_checkpoint
+    from diffquant.checkpoint.staging import check_output
+    from diffquant.model.adapters import adapter_for
 
     wanted = RecipeOptions(weights, kv, k, v, logits, residual, override, recipe).required()
     if (text, tokens) != (None, None) and rounding != "gptq":
         raise UsageError("--text and --tokens say what --rounding gptq reads; give them with it alone")
+    if not dry_run:
+        check_output(source, output, overwrite)
+    checkpoint = open_checkpoint(source)
+    plan = make_plan(checkpoint, adapter_for(checkpoint.config), wanted)
     if dry_run:
-        from diffquant.checkpoint.plan import make_plan
-        from diffquant.checkpoint.reader import open_checkpoint
-        from diffquant.model.adapters import adapter_for
-
-        checkpoint = open_checkpoint(source)
-        typer.echo(make_plan(checkpoint, adapter_for(checkpoint.config), wanted).table())
+        typer.echo(plan.table())
         return
     rule = _rounding(rounding, source, text, tokens)
     report = run(source, output, wanted, rounding=rule, overwrite=overwrite, progress=progress_for("quantize"))

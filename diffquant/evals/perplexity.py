@@ -131,7 +131,7 @@ def load_text(path: Path | None = None, characters: int | None = None) -> str:
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"cannot read text from {path}: {error}") from error
     if not text.strip():
-        raise UsageError(f"{path} is empty: perplexity needs a text")
+        raise UsageError(f"{path} is empty; give a text with prose in it")
     return text
 
 
@@ -146,7 +146,8 @@ def encode(model: Any, tokenizer: Any, text: str) -> Tensor:
     Raises:
         UsageError: the text has no two tokens.
     """
-    ids = tokenizer.encode(text, add_special_tokens=False)
+    # Quiet about a text longer than the context, which no pass sees whole.
+    ids = tokenizer.encode(text, add_special_tokens=False, verbose=False)
     if len(ids) < 2:
         raise UsageError(f"the text has {len(ids)} tokens; perplexity needs two or more")
     return torch.tensor([prefix_token(tokenizer), *ids], device=model.device)

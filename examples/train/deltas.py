@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from models import KINDS, place
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from starts import Level, attention_parameters, config_of, new_model
 from torch import Tensor
 
@@ -131,8 +131,12 @@ def write_delta(path: Path, delta: Delta) -> None:
         f"levels.{i}.{name}": tensor for i, level in enumerate(delta.levels) for name, tensor in vars(level).items()
     }
     temporary = path.with_name(path.name + ".tmp")
-    save_file({name: tensor.contiguous() for name, tensor in {**delta.tensors, **levels}.items()}, temporary, metadata)
-    os.replace(temporary, path)
+    try:
+        stored = {name: tensor.contiguous() for name, tensor in {**delta.tensors, **levels}.items()}
+        temporary.write_bytes(save(stored, metadata))
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def read_delta(path: Path) -> Delta:

@@ -48,9 +48,9 @@ def main() -> None:
         base = arguments.base or smollm2()
         limit = Limit(arguments.minutes, arguments.steps)
         print(table(train(settings, base, arguments.text, arguments.output, limit, arguments.device)))
-    except DiffQuantError as error:
+    except (DiffQuantError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
-        sys.exit(error.exit_code)
+        sys.exit(getattr(error, "exit_code", 1))
     except KeyboardInterrupt:
         print(
             f"\ninterrupted; the same command goes on from the last checkpoint in {arguments.output}", file=sys.stderr

@@ -101,6 +101,8 @@ class Settings:
         entries = _entries(path)
         if not isinstance(entries, dict) or set(entries) != {"source", "model", "schedule", "data"}:
             raise UsageError(f"{path} must hold source, model, schedule and data, nothing else")
+        if steps is not None and steps < 1:
+            raise UsageError(f"{steps} steps train nothing; give 1 or more")
         given = {"steps": steps, "seed": seed}
         schedule = entries["schedule"] | {key: value for key, value in given.items() if value is not None}
         return cls(

@@ -42,10 +42,14 @@ def main() -> None:
             arguments.characters,
             arguments.device,
         )
-    except DiffQuantError as error:
-        sys.exit(f"error: {error}")
+    except (DiffQuantError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(getattr(error, "exit_code", 1))
     except KeyboardInterrupt:
-        sys.exit(f"\ninterrupted; the same command goes on from the last checkpoint in {arguments.output}")
+        print(
+            f"\ninterrupted; the same command goes on from the last checkpoint in {arguments.output}", file=sys.stderr
+        )
+        sys.exit(130)
 
 
 def train(
@@ -60,6 +64,8 @@ def train(
     check_device(device)
     prose = read_text(text, characters)
     source = make_source(settings, prose)
+    # Raises where the text is too short, before the folder is this run's.
+    source.batch(settings.schedule.seed, 0, 1, settings.schedule.longest)
     model = new_model(settings, kind, len(source.tokenizer), device)
     digest = hashlib.sha256(prose.encode()).hexdigest()
     run = {"kind": kind, "parameters": model.num_parameters(), "text": digest, **source.describe(), **asdict(settings)}
@@ -100,13 +106,16 @@ def read_text(path: Path, characters: int | None) -> str:
     """The first characters of a UTF-8 file, packed with xz or not.
 
     Raises:
-        UsageError: it cannot be read.
+        UsageError: it cannot be read or holds no text.
     """
     try:
         with lzma.open(path, "rt", encoding="utf-8") if path.suffix == ".xz" else path.open(encoding="utf-8") as file:
-            return file.read() if characters is None else file.read(characters)
+            text = file.read() if characters is None else file.read(characters)
     except (OSError, UnicodeDecodeError, lzma.LZMAError) as error:
         raise UsageError(f"cannot read text from {path}: {error}") from error
+    if not text.strip():
+        raise UsageError(f"{path} is empty; give a text with prose in it")
+    return text
 
 
 def claim(output: Path, run: dict) -> None:

@@ -158,3 +158,18 @@ def test_a_dry_run_says_how_long_and_measures_nothing(run, models, tmp_path):
     assert code == 0, err
     assert "42 of 42 measurements to do, about" in out
     assert not (tmp_path / "s").exists()
+
+
+def test_an_output_that_cannot_be_written_is_refused_before_the_work(run, models, tmp_path):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").write_text("")
+    for arguments, message in [
+        (("calibrate", models[1], "-o", tmp_path / "folder", "--overwrite"), "is a folder; name a file"),
+        (("calibrate", models[1], "-o", "/proc/scales.safetensors"), "cannot write into /proc"),
+        (("outliers", models[1], "-o", tmp_path / "file"), "cannot write into"),
+        (("attention-map", models[1], "-o", tmp_path / "file" / "below"), "cannot write into"),
+    ]:
+        code, out, err = run(*arguments)
+        assert (code, out) == (2, "")
+        assert message in err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "folder"]

@@ -223,6 +223,7 @@ def test_an_interrupted_search_says_what_it_keeps(checkpoint, tmp_path):
     [
         ("3.9", {}, UsageError, "below the narrowest width: weights at 4 bits"),
         ("1kB", {"targets": ("weights",)}, UsageError, "below the narrowest width"),
+        ("9", {}, UsageError, "holds everything at 8 bits, the widest"),
         ("90MB", {}, UsageError, "bytes is for weights"),
         ("4.5", {"granularity": "g32"}, GroupSizeError, "group size 32 does not divide"),
         ("4.5", {"targets": ("weight",)}, UsageError, "unknown target 'weight'"),

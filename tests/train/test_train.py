@@ -232,3 +232,19 @@ def test_bad_settings_are_one_clear_error(tmp_path, content, message):
     (tmp_path / "bad.yaml").write_text(content)
     with pytest.raises(UsageError, match=message):
         Settings.read(tmp_path / "bad.yaml")
+
+
+@pytest.mark.parametrize(
+    ("content", "options", "message"),
+    [("", [], "is empty"), ("Too short.", [], "fewer than a window"), ("Too short.", ["--steps", "0"], "0 steps")],
+)
+def test_a_run_that_cannot_be_leaves_no_folder(content, options, message, tmp_path, monkeypatch, capsys):
+    book, output = tmp_path / "text.txt", tmp_path / "out"
+    book.write_text(content)
+    command = [RECIPES / "prose.yaml", "--kind", "diff-v2", "--text", book, "--output", output, *options]
+    monkeypatch.setattr("sys.argv", ["train.py", *map(str, command)])
+    with pytest.raises(SystemExit) as stop:
+        program.main()
+    assert stop.value.code == 2
+    assert message in capsys.readouterr().err
+    assert not output.exists()
