@@ -113,9 +113,9 @@ def test_doctor_names_every_extra(run):
 
 def test_ctrl_c_exits_with_130(checkpoint, tmp_path):
     code = f"""
-import signal, sys, os
+import signal, sys
 import diffquant.checkpoint.quantize as verb
-verb.make_plan = lambda *_: os.kill(os.getpid(), signal.SIGINT)
+verb.make_plan = lambda *_: signal.raise_signal(signal.SIGINT)
 from diffquant.cli import main
 sys.argv = ["diffquant", "quantize", {str(checkpoint)!r}, "-o", {str(tmp_path / "out")!r}, "--weights", "4"]
 main()
