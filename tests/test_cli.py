@@ -115,6 +115,8 @@ def test_ctrl_c_exits_with_130(checkpoint, tmp_path):
     code = f"""
 import signal, sys
 import diffquant.checkpoint.quantize as verb
+# A process in a shell's background starts with the signal ignored.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 verb.make_plan = lambda *_: signal.raise_signal(signal.SIGINT)
 from diffquant.cli import main
 sys.argv = ["diffquant", "quantize", {str(checkpoint)!r}, "-o", {str(tmp_path / "out")!r}, "--weights", "4"]
