@@ -5,7 +5,6 @@ A safetensors file: `layers.N.k` [key heads, d], `layers.N.v` [h_kv, dv], `layer
 """
 
 import json
-import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from diffquant.checkpoint.identity import model_fingerprint
-from diffquant.checkpoint.staging import check_writable
+from diffquant.checkpoint.staging import check_writable, write_atomically
 from diffquant.errors import CheckpointError, OutputExistsError, UsageError
 from diffquant.scheme import LAYER_TARGETS, Recipe
 
@@ -90,12 +89,7 @@ def write_ranges(path: Path, ranges: Ranges) -> None:
         "settings": json.dumps(ranges.settings),
         "bits": json.dumps(ranges.bits),
     }
-    temporary = path.with_name(path.name + ".tmp")
-    try:
-        temporary.write_bytes(save({name: tensor.contiguous() for name, tensor in ranges.tensors.items()}, metadata))
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    write_atomically(path, save({name: tensor.contiguous() for name, tensor in ranges.tensors.items()}, metadata))
 
 
 def read_ranges(path: Path, model: Path) -> Ranges:

@@ -69,13 +69,14 @@ def quantize(
     wanted = RecipeOptions(weights, kv, k, v, logits, residual, override, recipe).required()
     if (text, tokens) != (None, None) and rounding != "gptq":
         raise UsageError("--text and --tokens say what --rounding gptq reads; give them with it alone")
-    if not dry_run:
+    if dry_run or rounding == "gptq":
+        # What is wrong with the plan or the output is said before gptq runs the model.
+        checkpoint = open_checkpoint(source)
+        plan = make_plan(checkpoint, adapter_for(checkpoint.config), wanted)
+        if dry_run:
+            typer.echo(plan.table())
+            return
         check_output(source, output, overwrite)
-    checkpoint = open_checkpoint(source)
-    plan = make_plan(checkpoint, adapter_for(checkpoint.config), wanted)
-    if dry_run:
-        typer.echo(plan.table())
-        return
     rule = _rounding(rounding, source, text, tokens)
     report = run(source, output, wanted, rounding=rule, overwrite=overwrite, progress=progress_for("quantize"))
     typer.echo(to_json(report) if as_json else report.summary())

@@ -5,7 +5,6 @@ biases are few and stored whole, in float32.
 """
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from starts import Level, attention_parameters, config_of, new_model
 from torch import Tensor
 
 from diffquant.checkpoint.codec import PACKED, SCALE, SHAPE, decode, encode, packed_modules
+from diffquant.checkpoint.staging import write_atomically
 from diffquant.errors import CheckpointError, GroupSizeError
 from diffquant.model.config import DiffTransformerConfig
 from diffquant.model.layout import linear_shapes
@@ -130,13 +130,8 @@ def write_delta(path: Path, delta: Delta) -> None:
     levels = {
         f"levels.{i}.{name}": tensor for i, level in enumerate(delta.levels) for name, tensor in vars(level).items()
     }
-    temporary = path.with_name(path.name + ".tmp")
-    try:
-        stored = {name: tensor.contiguous() for name, tensor in {**delta.tensors, **levels}.items()}
-        temporary.write_bytes(save(stored, metadata))
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    stored = {name: tensor.contiguous() for name, tensor in {**delta.tensors, **levels}.items()}
+    write_atomically(path, save(stored, metadata))
 
 
 def read_delta(path: Path) -> Delta:
