@@ -28,7 +28,7 @@ gpu:
 	ls tests/gpu/test_*.py | PYTHONPATH=. xargs -P 8 -n 1 sh -c \
 		'found=$$($(PYTHON) -m pytest "$$0" --noconftest -p no:cacheprovider 2>&1); failed=$$?; echo "$$found"; exit $$failed' \
 		|| status=$$?; \
-	PYTHONPATH=. $(PYTHON) -m bench.gpu --json bench/results/gpu.json || status=$$?; \
+	PYTHONPATH=. $(PYTHON) -m diffquant.bench.gpu --json bench/results/gpu.json || status=$$?; \
 	exit $$status
 
 # SmolLM2 continued on equal tokens as a Transformer, DIFF V1 and DIFF V2, on a CUDA device: make pairs TEXT=books.txt

@@ -9,7 +9,7 @@ from setuptools import Distribution, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 
-native = runpy.run_path("export/native/build.py")
+native = runpy.run_path("diffquant/export/native/build.py")
 NATIVE = "diffquant/export/native"
 
 
@@ -17,7 +17,7 @@ class BuildWithKernel(build_py):
     def run(self) -> None:
         super().run()
         compiler = native["find_compiler"]()
-        folder = Path("export/native") if self.editable_mode else Path(self.build_lib, NATIVE)
+        folder = Path(NATIVE) if self.editable_mode else Path(self.build_lib, NATIVE)
         library = folder / native["LIBRARY"]
         if compiler is None:
             print("no C++ compiler: the native kernel is left out, exported models run their function body")

@@ -6,9 +6,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from diffquant.bench.timing import Spread, spread
 from diffquant.errors import UsageError
-
-from .timing import Spread, spread
 
 FORMAT = 1
 

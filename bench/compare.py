@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from .cells import Cell, Result
+from diffquant.bench.cells import Cell, Result
 
 # Even where no repeat overlaps, a machine drifts by a few percent from run to run.
 SMALLEST_CHANGE = 0.05

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from diffquant.sweep.plot import COLOURS
-
-from .cells import Cell, Result
+from diffquant.bench.cells import Cell, Result
+from diffquant.report.plots import COLOURS
 
 # Black first: a baseline comes first.
 _COLOURS = (COLOURS[-1], *COLOURS[:-1])

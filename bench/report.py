@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
-from .cells import Cell, Result
-from .plots import plots
-from .throughput import SECTION as THROUGHPUT
-from .throughput import table7
+from diffquant.bench.cells import Cell, Result
+from diffquant.bench.contest.throughput import SECTION as THROUGHPUT
+from diffquant.bench.contest.throughput import table7
+from diffquant.bench.plots import plots
 
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #1a1a1a; max-width: 76rem; margin: 2rem auto; padding: 0 1rem; }

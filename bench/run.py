@@ -10,17 +10,17 @@ from pathlib import Path
 
 import torch
 
-from diffquant.checkpoint.load import check_device
-from diffquant.checkpoint.staging import write_atomically
+from diffquant.bench.cells import Cell, Result
+from diffquant.bench.contest import linears, roofline, throughput
+from diffquant.bench.contest.contest import Contest
+from diffquant.bench.contest.peers import failure
+from diffquant.bench.contest.workloads import Workload, model_named
+from diffquant.bench.environment import environment
+from diffquant.bench.programs import programs
 from diffquant.errors import FailedCellsError, MissingDependencyError, UsageError
-from diffquant.progress import Progress, silent
-
-from . import linears, programs, roofline, throughput
-from .cells import Cell, Result
-from .contest import Contest
-from .environment import environment
-from .peers import failure
-from .workloads import Workload, model_named
+from diffquant.support.devices import check_device
+from diffquant.support.files import write_atomically
+from diffquant.support.progress import Progress, silent
 
 SECTIONS = ("attention", "decode", "linear", "throughput", "generate", "quantize", "export", "sweep")
 _DEFAULT_DTYPES = {"cpu": "float32", "cuda": "bfloat16"}
@@ -86,7 +86,7 @@ class BenchOptions:
 
     def peers_of(self, section: str) -> tuple[str, ...]:
         """Those a section knows, where several sections run; all that were named, where one does."""
-        from .contest import peers_of
+        from diffquant.bench.contest.contest import peers_of
 
         if len({"attention", "decode"} & set(self.sections)) == 1:
             return self.peers
@@ -140,8 +140,8 @@ def write_outputs(result: Result, folder: Path) -> list[Path]:
     """bench.json, bench.md, bench.csv, the plots and report.html."""
     import json
 
-    from .plots import plots
-    from .report import csv_table, markdown, report
+    from diffquant.bench.plots import plots
+    from diffquant.bench.report import csv_table, markdown, report
 
     folder.mkdir(parents=True, exist_ok=True)
     texts = {

@@ -11,12 +11,13 @@ from typing import Any
 
 import torch
 
-from diffquant.checkpoint.staging import staged, write_atomically
-from diffquant.checkpoint.stream import Block, Job, Shard, write_shards
-from diffquant.checkpoint.writer import OutputTensor
+from diffquant.formats.atomic_folder import staged
+from diffquant.formats.row_stream import Block, Job, Shard, write_shards
+from diffquant.formats.writer import OutputTensor
 from diffquant.model.adapters import adapter_for
 from diffquant.model.layout import Shape
-from diffquant.progress import Progress, progress_for, silent
+from diffquant.support.files import write_atomically
+from diffquant.support.progress import Progress, progress_for, silent
 
 _LAYER: dict[str, Any] = {
     "model_type": "diffllama",

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from diffquant.checkpoint.rounding import all_codes, fitted_scale, lowest_code, storable
 from diffquant.numerics import max_code
+from diffquant.quantization.rounding import all_codes, fitted_scale, lowest_code, storable
 from diffquant.scheme import Scheme
 
 # Share of the mean diagonal that is added to it, so that inputs that never vary do not make it singular.

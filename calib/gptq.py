@@ -9,19 +9,19 @@ from threading import Lock
 import torch
 from torch import Tensor, nn
 
-from diffquant.checkpoint.load import check_device, load, load_tokenizer
-from diffquant.checkpoint.reader import open_checkpoint
-from diffquant.checkpoint.rounding import Rounding, clipped
-from diffquant.evals.encoding import max_length
-from diffquant.evals.perplexity import identity, load_text
+from diffquant.calib.compensation import Inputs, compensate, damped
+from diffquant.formats.reader import open_checkpoint
+from diffquant.loading import load
 from diffquant.model.adapters import adapter_for
 from diffquant.model.modeling import DiffLayer
-from diffquant.progress import Progress, silent
+from diffquant.model.walk import Walk, batches
+from diffquant.quantization.rounding import Rounding, clipped
 from diffquant.scheme import Recipe, Scheme
-
-from .compensation import Inputs, compensate, damped
-from .text import token_windows
-from .walk import Walk, batches
+from diffquant.source.tokenizer import load_tokenizer
+from diffquant.support.devices import check_device
+from diffquant.support.progress import Progress, silent
+from diffquant.text.corpus import identity, load_text
+from diffquant.text.tokens import max_length, token_windows
 
 # Of the text that is read by default.
 TOKENS = 16384

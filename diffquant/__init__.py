@@ -11,19 +11,20 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from diffquant.checkpoint.convert import convert
-    from diffquant.checkpoint.load import load, load_tokenizer
-    from diffquant.checkpoint.quantize import quantize
+    from diffquant.conversion import convert
     from diffquant.errors import DiffQuantError
+    from diffquant.loading import load
+    from diffquant.quantization.quantize import quantize
     from diffquant.scheme import Recipe, Scheme
+    from diffquant.source.tokenizer import load_tokenizer
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "convert": "diffquant.checkpoint.convert",
-    "load": "diffquant.checkpoint.load",
-    "load_tokenizer": "diffquant.checkpoint.load",
-    "quantize": "diffquant.checkpoint.quantize",
+    "convert": "diffquant.conversion",
+    "load": "diffquant.loading",
+    "load_tokenizer": "diffquant.loading",
+    "quantize": "diffquant.quantization.quantize",
     "DiffQuantError": "diffquant.errors",
     "Recipe": "diffquant.scheme",
     "Scheme": "diffquant.scheme",

@@ -5,14 +5,15 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from diffquant import data
-from diffquant.checkpoint.convert import convert
-from diffquant.checkpoint.inspection import inspect_checkpoint
-from diffquant.checkpoint.load import load, load_tokenizer
-from diffquant.checkpoint.quantize import quantize
+from diffquant.conversion import convert
 from diffquant.errors import MissingDependencyError, OutputExistsError
 from diffquant.generation import stream
-from diffquant.progress import progress_for
+from diffquant.inspection import inspect_checkpoint
+from diffquant.loading import load
+from diffquant.quantization.quantize import quantize
 from diffquant.scheme import Recipe
+from diffquant.source.tokenizer import load_tokenizer
+from diffquant.support.progress import progress_for
 from diffquant.sweep.grid import SweepOptions
 from diffquant.sweep.outputs import write_outputs
 from diffquant.sweep.run import run_sweep

@@ -86,7 +86,7 @@ def _version(package: str) -> str | None:
 def _device() -> tuple[str, bool]:
     import torch
 
-    from diffquant.evals.dtype import is_bfloat16_native
+    from diffquant.support.devices import is_bfloat16_native
 
     if torch.cuda.is_available():
         return torch.cuda.get_device_name(), is_bfloat16_native("cuda")

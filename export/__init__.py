@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING, Any
 from diffquant.errors import MissingDependencyError
 
 if TYPE_CHECKING:
-    from .exporter import export
-    from .generation import Generator
-    from .native import library_path
-    from .options import ExportOptions
-    from .verification import verify
+    from diffquant.export.exporter import export
+    from diffquant.export.native import library_path
+    from diffquant.export.options import ExportOptions
+    from diffquant.export.runtime.generation import Generator
+    from diffquant.export.verification.verify import verify
 
 _HOMES = {
     "export": "diffquant.export.exporter",
     "ExportOptions": "diffquant.export.options",
-    "Generator": "diffquant.export.generation",
+    "Generator": "diffquant.export.runtime.generation",
     "library_path": "diffquant.export.native",
-    "verify": "diffquant.export.verification",
+    "verify": "diffquant.export.verification.verify",
 }
 
 __all__ = ["ExportOptions", "Generator", "export", "library_path", "require", "verify"]

@@ -8,19 +8,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from diffquant.attention.spec import DiffSpec
-from diffquant.checkpoint.load import load_tokenizer
-from diffquant.checkpoint.ranges import Ranges
 from diffquant.data import books_text
 from diffquant.errors import CheckpointError, UsageError
+from diffquant.export.graph.matrix import row_order
+from diffquant.export.graph.source import Scales, Source
+from diffquant.export.runtime.session import OnnxModel
+from diffquant.family.spec import DiffSpec
 from diffquant.model.attention import DiffAttention
 from diffquant.numerics import max_code
-from diffquant.progress import Progress
 from diffquant.scheme import Recipe
-
-from .matrix import row_order
-from .session import OnnxModel
-from .source import Scales, Source
+from diffquant.source.ranges import Ranges
+from diffquant.source.tokenizer import load_tokenizer
+from diffquant.support.progress import Progress
 
 _WINDOWS, _WINDOW = 4, 512
 

@@ -10,29 +10,29 @@ from typing import Any
 import onnx
 import torch
 
-from diffquant.checkpoint.check import check_tensors
-from diffquant.checkpoint.load import stored_recipe
-from diffquant.checkpoint.plan import megabytes
-from diffquant.checkpoint.ranges import read_ranges
-from diffquant.checkpoint.reader import Checkpoint, open_checkpoint, read_json
-from diffquant.checkpoint.staging import check_output, file_digest, staged, write_atomically
-from diffquant.checkpoint.stream import fingerprint
-from diffquant.checkpoint.versions import versions
 from diffquant.errors import UsageError
+from diffquant.export.calibration import calibrated_scales, calibration_windows, static_scales
+from diffquant.export.graph.decoder import build
+from diffquant.export.graph.external import DATA_FILE, MODEL_FILE
+from diffquant.export.graph.linears import container_bits
+from diffquant.export.graph.source import Scales, Source, check_source
+from diffquant.export.graph.streaming import Streamed, place, write
+from diffquant.export.manifest import write_manifest
+from diffquant.export.options import ExportOptions, check_runtime, runtime_floor
+from diffquant.export.runtime.genai import write_genai_config
+from diffquant.export.runtime.session import OnnxModel
+from diffquant.formats.atomic_folder import check_output, staged
+from diffquant.formats.reader import Checkpoint, open_checkpoint, read_json
+from diffquant.formats.row_stream import fingerprint
+from diffquant.loading import stored_recipe
 from diffquant.model.adapters import adapter_for
-from diffquant.progress import Progress, silent
+from diffquant.report.tables import megabytes
 from diffquant.scheme import LAYER_TARGETS
-
-from .calibration import calibrated_scales, calibration_windows, static_scales
-from .decoder import build
-from .external import DATA_FILE, MODEL_FILE
-from .genai import write_genai_config
-from .linears import container_bits
-from .manifest import write_manifest
-from .options import ExportOptions, check_runtime, runtime_floor
-from .session import OnnxModel
-from .source import Scales, Source, check_source
-from .streaming import Streamed, place, write
+from diffquant.source.check import check_tensors
+from diffquant.source.ranges import read_ranges
+from diffquant.support.files import file_digest, write_atomically
+from diffquant.support.progress import Progress, silent
+from diffquant.support.versions import versions
 
 
 @dataclass(frozen=True)

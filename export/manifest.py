@@ -6,13 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from diffquant.checkpoint.reader import read_json
-from diffquant.checkpoint.staging import file_digest, write_atomically
-from diffquant.checkpoint.versions import versions
 from diffquant.errors import CheckpointError, UsageError
-
-from .external import DATA_FILE, MODEL_FILE
-from .options import ExportOptions, runtime_floor
+from diffquant.export.graph.external import DATA_FILE, MODEL_FILE
+from diffquant.export.options import ExportOptions, runtime_floor
+from diffquant.formats.reader import read_json
+from diffquant.support.files import file_digest, write_atomically
+from diffquant.support.versions import versions
 
 FILE = "diffquant.json"
 FORMAT = "onnx"

@@ -7,9 +7,8 @@ import onnxruntime
 import torch
 
 from diffquant.errors import UsageError
+from diffquant.export.graph.op import LOGIT_GRANULARITIES
 from diffquant.scheme import FULL, Scheme
-
-from .op import LOGIT_GRANULARITIES
 
 # RMSNormalization became standard in opset 23, which ONNX Runtime takes from 1.23 on.
 OLDEST_OPSET, NEWEST_OPSET = 23, 26

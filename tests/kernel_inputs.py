@@ -4,7 +4,8 @@ import torch
 
 from diffquant.attention import Mask
 from diffquant.attention.naive import naive
-from diffquant.kernels.arguments import PairNorm, Visibility
+from diffquant.family.norm import PairNorm
+from diffquant.kernels.arguments import Visibility
 
 
 def random_call(

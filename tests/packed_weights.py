@@ -2,7 +2,7 @@
 
 import torch
 
-from diffquant.kernels.repack import repack
+from diffquant.kernels.linear.repack import repack
 from diffquant.numerics import pack, unpack
 
 

@@ -114,7 +114,7 @@ def test_doctor_names_every_extra(run):
 def test_ctrl_c_exits_with_130(checkpoint, tmp_path):
     code = f"""
 import signal, sys
-import diffquant.checkpoint.quantize as verb
+import diffquant.quantization.quantize as verb
 # A process in a shell's background starts with the signal ignored.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 verb.make_plan = lambda *_: signal.raise_signal(signal.SIGINT)

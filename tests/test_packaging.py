@@ -24,7 +24,7 @@ def test_a_build_holds_every_module_and_the_data_also_where_the_compiler_fails(t
     assert "the native kernel is left out" in done.stderr
     built = tmp_path / "lib" / "diffquant"
     rooms = {"export", "calib", "bench"}
-    sources = [file.relative_to(ROOT / "diffquant") for file in (ROOT / "diffquant").rglob("*.py")]
+    sources = [Path("py.typed"), *(file.relative_to(ROOT / "diffquant") for file in (ROOT / "diffquant").rglob("*.py"))]
     sources += [file.relative_to(ROOT) for room in rooms for file in (ROOT / room).rglob("*.py")]
     data = [file.relative_to(ROOT / "diffquant") for file in (ROOT / "diffquant" / "data").rglob("*") if file.is_file()]
     missing = [

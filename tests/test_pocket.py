@@ -6,12 +6,13 @@ from functools import cache
 import pytest
 
 from diffquant import data
-from diffquant.checkpoint.load import load, load_tokenizer
 from diffquant.demo import pocket_demo
 from diffquant.errors import OutputExistsError
 from diffquant.evals import needle
 from diffquant.evals.needle import Plan
+from diffquant.loading import load
 from diffquant.scheme import Recipe
+from diffquant.source.tokenizer import load_tokenizer
 
 MODELS = {path.name: path for path in data.pocket_models("needle")}
 NAMES = pytest.mark.parametrize("name", MODELS)

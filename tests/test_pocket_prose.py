@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from diffquant import data
-from diffquant.checkpoint.load import load, load_tokenizer
 from diffquant.evals import perplexity
+from diffquant.loading import load
 from diffquant.scheme import Recipe
+from diffquant.source.tokenizer import load_tokenizer
 
 MODELS = {path.name: path for path in data.pocket_models("prose")}
 KINDS = ["prose-transformer", "prose-diff-v1", "prose-diff-v2"]

@@ -1,4 +1,4 @@
-from diffquant.texttable import aligned
+from diffquant.report.tables import aligned
 
 
 def test_names_stand_left_and_numbers_right():

@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from diffquant import data
-from diffquant.checkpoint.convert import convert
+from diffquant.conversion import convert
 
 WORDS = 400
 

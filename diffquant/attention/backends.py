@@ -12,9 +12,9 @@ from diffquant.attention.call import Call
 from diffquant.attention.composed import flash_attn, flashdiff1, flashdiff2
 from diffquant.attention.fused import fused, fused_fp8, fused_int8, refused_by_fp8, refused_by_fused, refused_by_int8
 from diffquant.attention.naive import naive
-from diffquant.attention.norm import pair_norm
 from diffquant.attention.op import as_op
 from diffquant.errors import UsageError
+from diffquant.family.norm import pair_norm
 from diffquant.scheme import Scheme
 
 

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from diffquant.attention.mask import Mask
-from diffquant.kernels.arguments import PairNorm, Visibility, attention_shape
+from diffquant.family.mask import Mask
+from diffquant.family.norm import PairNorm
+from diffquant.kernels.arguments import Visibility, attention_shape
 
 
 @dataclass(frozen=True)

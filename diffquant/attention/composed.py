@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from diffquant.attention.mask import Mask
+from diffquant.family.mask import Mask
 
 # (q [B, H, T, d], k [B, H_kv, S, d], v [B, H_kv, S, dv]) -> [B, H, T, dv]
 Call = Callable[[Tensor, Tensor, Tensor], Tensor]

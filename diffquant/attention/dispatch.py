@@ -11,12 +11,11 @@ from diffquant.attention.backends import BACKENDS, check_backend
 from diffquant.attention.call import Call
 from diffquant.attention.fused import fused_simulated, refused_by_simulated
 from diffquant.attention.logits import LogitMeter
-from diffquant.attention.mask import Mask
 from diffquant.attention.naive import naive
-from diffquant.attention.norm import pair_norm
 from diffquant.attention.simulated import simulated
 from diffquant.errors import UsageError
-from diffquant.kernels.arguments import PairNorm
+from diffquant.family.mask import Mask
+from diffquant.family.norm import PairNorm, pair_norm
 from diffquant.scheme import FULL, Scheme
 
 # Below this many queries a fused prefill leaves most of its tile empty.

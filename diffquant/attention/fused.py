@@ -13,7 +13,7 @@ from diffquant.scheme import Scheme
 
 def fused(call: Call) -> Tensor:
     """Both maps, λ and the pair norm in one kernel."""
-    from diffquant.kernels.prefill import prefill
+    from diffquant.kernels.attention.prefill import prefill
 
     lam = cast(Tensor, call.lam)  # one map is refused
     return prefill(call.q, call.k, call.v, lam, scale=call.scale, seen=_visibility(call), post=call.post)
@@ -23,7 +23,7 @@ def refused_by_fused(call: Call) -> str | None:
     """Why `fused` cannot serve a call, or None."""
     if refusal := _refused_by_all(call):
         return refusal
-    from diffquant.kernels.prefill import refused
+    from diffquant.kernels.attention.prefill import refused
 
     return refused(call.q, call.k, call.v, call.lam)
 
@@ -50,7 +50,7 @@ def refused_by_fp8(call: Call) -> str | None:
 
 def fused_simulated(call: Call, logits: Scheme, meter: LogitMeter | None = None) -> Tensor:
     """`simulated` in two passes of a kernel, no map in memory."""
-    from diffquant.kernels.simulated import simulated
+    from diffquant.kernels.attention.simulated import simulated
 
     return simulated(
         call.q,
@@ -69,13 +69,13 @@ def refused_by_simulated(call: Call, logits: Scheme) -> str | None:
     """Why `fused_simulated` cannot serve a call, or None."""
     if refusal := _refused_by_all(call):
         return refusal
-    from diffquant.kernels.simulated import refused
+    from diffquant.kernels.attention.simulated import refused
 
     return refused(call.q, call.v, logits)
 
 
 def _prefill_int8(call: Call, pv: str) -> Tensor:
-    from diffquant.kernels.prefill_int8 import prefill_int8
+    from diffquant.kernels.attention.prefill_int8 import prefill_int8
 
     return prefill_int8(
         call.q, call.k, call.v, call.lam, scale=call.scale, seen=_visibility(call), post=call.post, pv=pv
@@ -85,7 +85,7 @@ def _prefill_int8(call: Call, pv: str) -> Tensor:
 def _refused_by_prefill_int8(call: Call, pv: str) -> str | None:
     if refusal := _refused_by_all(call):
         return refusal
-    from diffquant.kernels.prefill_int8 import refused
+    from diffquant.kernels.attention.prefill_int8 import refused
 
     return refused(call.q, call.v, pv=pv)
 

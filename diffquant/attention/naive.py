@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from diffquant.attention.logits import from_coded, magnitudes, prepare, round_to, to_coded
-from diffquant.attention.mask import Mask
+from diffquant.family.mask import Mask
 from diffquant.numerics.absmax import compute_dtype
 from diffquant.numerics.logit_steps import step_of
 from diffquant.scheme import FULL, Scheme

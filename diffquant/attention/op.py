@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from diffquant.attention.composed import flashdiff2
-from diffquant.attention.mask import Mask
 from diffquant.attention.naive import naive
 from diffquant.errors import UsageError
+from diffquant.family.mask import Mask
 from diffquant.scheme import FULL, Scheme
 
 

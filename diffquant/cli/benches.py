@@ -8,7 +8,7 @@ import typer
 
 from diffquant.cli.app import app
 from diffquant.cli.options import AsJson, listed
-from diffquant.progress import progress_for
+from diffquant.support.progress import progress_for
 
 Sections = Annotated[
     list[str] | None,
@@ -47,13 +47,13 @@ def bench(
 
     from diffquant.bench import cells, run
     from diffquant.bench.compare import summary
+    from diffquant.bench.contest.workloads import lengths as counts
     from diffquant.bench.report import markdown
-    from diffquant.bench.workloads import lengths as counts
 
     if threads:
         torch.set_num_threads(threads)
     if tune is not None:
-        from diffquant.bench.tune import tune as find
+        from diffquant.bench.gpu.tune import tune as find
 
         typer.echo(find(tune, device, progress_for("tune")))
         return

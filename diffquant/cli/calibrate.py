@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -19,7 +19,7 @@ from diffquant.cli.options import (
     listed,
     widths,
 )
-from diffquant.progress import progress_for
+from diffquant.support.progress import progress_for
 
 Text = Annotated[Path | None, typer.Option("--text", help="UTF-8 text to read; some prose ships.")]
 Tokens = Annotated[int, typer.Option(min=2, help="Tokens of the text that are read, at most.")]
@@ -39,9 +39,9 @@ def outliers(
     as_json: AsJson = False,
 ) -> None:
     """Largest magnitudes and medians of attention logits and hidden states, layer by layer."""
-    from diffquant.calib.outlier_outputs import text_table, write_outputs
-    from diffquant.calib.outliers import OutlierOptions, find_outliers
-    from diffquant.checkpoint.staging import check_writable
+    from diffquant.calib.analysis.outlier_outputs import text_table, write_outputs
+    from diffquant.calib.analysis.outliers import OutlierOptions, find_outliers
+    from diffquant.support.files import check_writable
 
     if output is not None:
         check_writable(output)
@@ -68,10 +68,10 @@ def attention_map(
     as_json: AsJson = False,
 ) -> None:
     """How much attention goes to the answer and to noise when a number is retrieved, by its depth in the context."""
-    from diffquant.calib.attention_map import AttentionMapOptions, map_attention
-    from diffquant.calib.attention_map_outputs import text_table, write_outputs
-    from diffquant.checkpoint.staging import check_writable
+    from diffquant.calib.analysis.attention_map import AttentionMapOptions, map_attention
+    from diffquant.calib.analysis.attention_map_outputs import text_table, write_outputs
     from diffquant.evals.needle import Plan
+    from diffquant.support.files import check_writable
 
     if output is not None:
         check_writable(output)
@@ -102,10 +102,10 @@ def search(
     as_json: AsJson = False,
 ) -> None:
     """Find the widths that cost least under a budget, and write them as a recipe."""
-    from diffquant.calib.allocation import Budget
-    from diffquant.calib.search import Search, SearchOptions
-    from diffquant.calib.search_outputs import summary, write_outputs
-    from diffquant.checkpoint.staging import check_writable
+    from diffquant.calib.search.allocation import Budget
+    from diffquant.calib.search.outputs import summary, write_outputs
+    from diffquant.calib.search.search import Search, SearchOptions
+    from diffquant.support.files import check_writable
 
     options = SearchOptions(
         listed(target), widths(bits), granularity, text, windows, window, check_characters, dtype, device
@@ -125,7 +125,9 @@ def search(
 def calibrate(
     model: Model,
     output: Annotated[Path, typer.Option("--output", "-o", help="File to write, such as scales.safetensors.")],
-    observer: Annotated[str, typer.Option(help="absmax, percentile or mse.")] = "absmax",
+    observer: Annotated[
+        Literal["absmax", "percentile", "mse"], typer.Option(help="Which magnitude the codes reach.")
+    ] = "absmax",
     percentile: Annotated[float, typer.Option(help="Of magnitudes that are not clipped, for percentile.")] = 99.99,
     bits: Annotated[int, typer.Option(help="Width that mse clips for and the report is about.")] = 8,
     target: Annotated[str, typer.Option(help="k, v, logits, hidden; several with commas.")] = "k,v,logits,hidden",
@@ -140,11 +142,11 @@ def calibrate(
     """Find static ranges of K, V, logits and hidden states on half of a text; report on the other half."""
     from dataclasses import asdict
 
-    from diffquant.calib.calibration import CalibrationOptions
-    from diffquant.calib.calibration import calibrate as run
-    from diffquant.calib.fit import fit_table
-    from diffquant.calib.observers import Observer
-    from diffquant.checkpoint.ranges import check_output, write_ranges
+    from diffquant.calib.calibration.calibrate import CalibrationOptions
+    from diffquant.calib.calibration.calibrate import calibrate as run
+    from diffquant.calib.calibration.fit import fit_table
+    from diffquant.calib.calibration.observers import Observer
+    from diffquant.source.ranges import check_output, write_ranges
 
     check_output(output, overwrite)
     rule = Observer(observer, percentile, bits)

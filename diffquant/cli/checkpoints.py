@@ -27,12 +27,12 @@ from diffquant.cli.options import (
     to_json,
 )
 from diffquant.errors import UsageError
-from diffquant.progress import progress_for
 from diffquant.scheme import Recipe
+from diffquant.support.progress import progress_for
 
 if TYPE_CHECKING:
-    from diffquant.checkpoint.rounding import Rounding
     from diffquant.model.modeling import DiffTransformer
+    from diffquant.quantization.rounding import Rounding
 
 
 @app.command()
@@ -60,11 +60,11 @@ def quantize(
     as_json: AsJson = False,
 ) -> None:
     """Quantize a checkpoint into compressed-tensors' format, streaming."""
-    from diffquant.checkpoint.plan import make_plan
-    from diffquant.checkpoint.quantize import quantize as run
-    from diffquant.checkpoint.reader import open_checkpoint
-    from diffquant.checkpoint.staging import check_output
+    from diffquant.formats.atomic_folder import check_output
+    from diffquant.formats.reader import open_checkpoint
     from diffquant.model.adapters import adapter_for
+    from diffquant.quantization.plan import make_plan
+    from diffquant.quantization.quantize import quantize as run
 
     wanted = RecipeOptions(weights, kv, k, v, logits, residual, override, recipe).required()
     if (text, tokens) != (None, None) and rounding != "gptq":
@@ -92,7 +92,7 @@ def convert(
     overwrite: Overwrite = False,
 ) -> None:
     """Rewrite a checkpoint in another format, computing the same function."""
-    from diffquant.checkpoint.convert import convert as run
+    from diffquant.conversion import convert as run
 
     typer.echo(run(source, output, to, overwrite=overwrite, progress=progress_for("convert")).summary())
 
@@ -100,7 +100,7 @@ def convert(
 @app.command()
 def inspect(model: Model, as_json: AsJson = False) -> None:
     """Say what a checkpoint is: family member, pairs, λ of each layer, size at each width."""
-    from diffquant.checkpoint.inspection import inspect_checkpoint
+    from diffquant.inspection import inspect_checkpoint
 
     found = inspect_checkpoint(model)
     typer.echo(json.dumps(found.to_dict(), indent=2) if as_json else str(found))
@@ -147,7 +147,7 @@ def generate(
 
 
 def _rounding(name: str, source: Path, text: Path | None, tokens: int | None) -> "Rounding":
-    from diffquant.checkpoint.rounding import CLIPPED, NEAREST
+    from diffquant.quantization.rounding import CLIPPED, NEAREST
 
     if name == "gptq":
         from diffquant.calib.gptq import TOKENS, gptq
@@ -159,9 +159,10 @@ def _rounding(name: str, source: Path, text: Path | None, tokens: int | None) ->
 def _load(
     path: Path, recipe: Recipe | None, dtype: str | None, device: str, scales: Path | None
 ) -> "tuple[DiffTransformer, Any]":
-    from diffquant.checkpoint.load import load, load_tokenizer
-    from diffquant.checkpoint.ranges import check_taken
-    from diffquant.evals.dtype import resolve
+    from diffquant.loading import load
+    from diffquant.source.ranges import check_taken
+    from diffquant.source.tokenizer import load_tokenizer
+    from diffquant.support.devices import resolve
 
     torch_dtype = resolve(dtype, device) if dtype else None
     tokenizer = load_tokenizer(path)

@@ -37,7 +37,7 @@ from diffquant.cli.options import (
     listed,
     widths,
 )
-from diffquant.progress import progress_for
+from diffquant.support.progress import progress_for
 
 if TYPE_CHECKING:
     from diffquant.sweep.exported import Runtime
@@ -167,7 +167,7 @@ def eval_(
         from diffquant.export import require
 
         require()
-        from diffquant.export.scoring import evaluate_exported
+        from diffquant.export.runtime.scoring import evaluate_exported
 
         results = evaluate_exported(model, wanted, options, progress_for("eval"))
     else:
@@ -184,6 +184,6 @@ def _runtime(models: list[Path]) -> "Runtime | None":
     from diffquant.export import require
 
     require()
-    from diffquant.export.scoring import OnnxRuntime
+    from diffquant.export.runtime.scoring import OnnxRuntime
 
     return OnnxRuntime()

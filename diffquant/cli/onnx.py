@@ -8,7 +8,7 @@ import typer
 
 from diffquant.cli.app import app
 from diffquant.cli.options import AsJson, Destination, Exported, Logits, Model, Overwrite, Threads, to_json
-from diffquant.progress import progress_for
+from diffquant.support.progress import progress_for
 
 
 @app.command()
@@ -66,7 +66,7 @@ def verify(
     from diffquant.export import require
 
     require()
-    from diffquant.export.verification import verify as run
+    from diffquant.export.verification.verify import verify as run
 
     found = run(folder, model, tolerance, threads)
     typer.echo(to_json(found) if as_json else str(found))
@@ -86,7 +86,7 @@ def run(
     from diffquant.export import require
 
     require()
-    from diffquant.export.generation import Generator
+    from diffquant.export.runtime.generation import Generator
 
     generator = Generator(folder, threads)
     text = sys.stdin.read() if prompt == "-" else prompt

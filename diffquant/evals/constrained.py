@@ -19,7 +19,7 @@ from transformers import Cache
 
 from diffquant.errors import NonFiniteError
 from diffquant.evals.scoring import BATCH_TOKENS, new_cache, recipe_of, shares_prefixes
-from diffquant.progress import Progress, silent
+from diffquant.support.progress import Progress, silent
 
 Tokens = Sequence[int]
 

@@ -5,9 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from diffquant.errors import DiffQuantError
-
-DEFAULT_MAX_LENGTH = 2048
-_UNSET_LENGTH = int(1e30)  # what transformers' tokenizers say when nobody told them
+from diffquant.text.tokens import prefix_token
 
 
 @dataclass(frozen=True)
@@ -69,24 +67,3 @@ class PairEncoder:
         whole = self.encode(context + continuation)
         before = self.encode(stem)
         return before, whole[len(before) :]
-
-
-def prefix_token(tokenizer: Any) -> int:
-    """The token that stands before a text without context: BOS, or EOS where there is none.
-
-    Raises:
-        DiffQuantError: the tokenizer has neither.
-    """
-    token = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
-    if token is None:
-        raise DiffQuantError("the tokenizer has neither a BOS nor an EOS token; set one in tokenizer_config.json")
-    return int(token)
-
-
-def max_length(config: Any, tokenizer: Any) -> int:
-    """Tokens a model sees at once: its config's word, else its tokenizer's, else 2048."""
-    for name in ("n_positions", "max_position_embeddings", "n_ctx"):
-        if getattr(config, name, None) is not None:
-            return int(getattr(config, name))
-    length = getattr(tokenizer, "model_max_length", None)
-    return DEFAULT_MAX_LENGTH if length is None or length >= _UNSET_LENGTH else int(length)

@@ -10,7 +10,7 @@ from typing import Any
 
 from diffquant.errors import MissingDependencyError, UsageError
 from diffquant.evals.scoring import BATCH_TOKENS
-from diffquant.progress import Progress, silent
+from diffquant.support.progress import Progress, silent
 
 # The metric a table shows, where a task has several.
 _PREFERRED = ("acc_norm", "acc", "exact_match", "f1", "word_perplexity")

@@ -8,9 +8,10 @@ from lm_eval.api.model import LM
 from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from diffquant.evals.encoding import PairEncoder, Request, max_length
+from diffquant.evals.encoding import PairEncoder, Request
 from diffquant.evals.scoring import score
-from diffquant.progress import Progress
+from diffquant.support.progress import Progress
+from diffquant.text.tokens import max_length
 
 _MAX_GENERATED = 256
 

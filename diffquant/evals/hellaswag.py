@@ -14,9 +14,10 @@ from typing import Any
 
 from diffquant import data
 from diffquant.errors import UsageError
-from diffquant.evals.encoding import PairEncoder, max_length
+from diffquant.evals.encoding import PairEncoder
 from diffquant.evals.scoring import BATCH_TOKENS, score
-from diffquant.progress import Progress, silent
+from diffquant.support.progress import Progress, silent
+from diffquant.text.tokens import max_length
 
 _NAMED_ERRORS = 5
 

@@ -14,10 +14,11 @@ from typing import Any
 
 from diffquant.errors import UsageError
 from diffquant.evals.constrained import choose
-from diffquant.evals.encoding import PairEncoder, max_length
+from diffquant.evals.encoding import PairEncoder
 from diffquant.evals.labelled import Dataset, Example
 from diffquant.evals.scoring import BATCH_TOKENS
-from diffquant.progress import Progress, silent
+from diffquant.support.progress import Progress, silent
+from diffquant.text.tokens import max_length
 
 QUERY = "Question: {text}\nType:"
 DEMONSTRATION = QUERY + " {label}"

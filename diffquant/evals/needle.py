@@ -17,9 +17,10 @@ from itertools import accumulate, cycle
 from typing import Any
 
 from diffquant.errors import UsageError
-from diffquant.evals.encoding import PairEncoder, max_length
+from diffquant.evals.encoding import PairEncoder
 from diffquant.evals.scoring import BATCH_TOKENS, score
-from diffquant.progress import Progress, silent
+from diffquant.support.progress import Progress, silent
+from diffquant.text.tokens import max_length
 
 _CITIES = (
     "Amsterdam Athens Baghdad Bangkok Barcelona Beijing Belgrade Berlin Bogota Boston Brussels Bucharest Budapest "

@@ -4,22 +4,19 @@ The text follows one BOS (or EOS) token, and every one of its tokens is predicte
 length, so they batch without padding; each but the first predicts its last `stride` tokens.
 """
 
-import hashlib
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from diffquant import data
 from diffquant.errors import NonFiniteError, UsageError
-from diffquant.evals.encoding import max_length, prefix_token
 from diffquant.evals.scoring import BATCH_TOKENS, token_scores
-from diffquant.progress import Progress, silent
+from diffquant.support.progress import Progress, silent
+from diffquant.text.tokens import encode, max_length
 
 WINDOW = 1024
 STRIDE = 512
@@ -116,41 +113,6 @@ def reference_of(
         states.append(hidden)
         progress(sum(map(len, states)), len(tokens) - 1, "reading with the 16-bit model")
     return Reference(torch.cat(states), _head(model))
-
-
-def load_text(path: Path | None = None, characters: int | None = None) -> str:
-    """The first `characters` of a UTF-8 text file, or of the prose that ships.
-
-    Raises:
-        UsageError: the file cannot be read or holds no text.
-    """
-    if path is None:
-        return data.books_text()[:characters]
-    try:
-        text = path.read_text(encoding="utf-8")[:characters]
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"cannot read text from {path}: {error}") from error
-    if not text.strip():
-        raise UsageError(f"{path} is empty; give a text with prose in it")
-    return text
-
-
-def identity(text: str) -> str:
-    """16 hex digits of the text's SHA-256."""
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def encode(model: Any, tokenizer: Any, text: str) -> Tensor:
-    """Token ids [N + 1]: the prefix token, then the N of the text.
-
-    Raises:
-        UsageError: the text has no two tokens.
-    """
-    # Quiet about a text longer than the context, which no pass sees whole.
-    ids = tokenizer.encode(text, add_special_tokens=False, verbose=False)
-    if len(ids) < 2:
-        raise UsageError(f"the text has {len(ids)} tokens; perplexity needs two or more")
-    return torch.tensor([prefix_token(tokenizer), *ids], device=model.device)
 
 
 def next_token_kl(p_logits: Tensor, q_logits: Tensor) -> Tensor:

@@ -17,8 +17,8 @@ from transformers import Cache, DynamicCache
 from diffquant.errors import NonFiniteError
 from diffquant.evals.batching import split
 from diffquant.evals.encoding import Request
-from diffquant.progress import Progress, silent
 from diffquant.scheme import Recipe
+from diffquant.support.progress import Progress, silent
 
 BATCH_TOKENS = 4096
 # Entries of vocabulary logits held at once: 16 MiB in float32 stay in a CPU's cache, where the softmax over

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from diffquant.errors import UsageError
+from diffquant.family.norm import PairNorm
 
 HALF_TYPES = (torch.float16, torch.bfloat16)
 
@@ -38,21 +39,6 @@ class Visibility:
     def __post_init__(self) -> None:
         if self.window is not None and (self.window < 1 or not self.causal):
             raise UsageError(f"a sliding window needs causal order and at least 1 key, got {self.window}")
-
-
-@dataclass(frozen=True)
-class PairNorm:
-    """What a kernel does to a pair's output before storing it: RMSNorm over dv, then a factor.
-
-    Attributes:
-        eps: the norm's epsilon.
-        weight: [dv], or None for a norm without weights.
-        factor: multiplies the normed output: 1 - λ_init.
-    """
-
-    eps: float
-    weight: Tensor | None = None
-    factor: float = 1.0
 
 
 @dataclass(frozen=True)

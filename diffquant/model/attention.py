@@ -10,7 +10,7 @@ from transformers.cache_utils import Cache
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from diffquant.attention import LogitMeter, Mask, attend
-from diffquant.kernels.arguments import PairNorm
+from diffquant.family.norm import PairNorm
 from diffquant.model.config import DiffTransformerConfig
 from diffquant.model.fused_cache import FusedCache
 from diffquant.model.layout import LAMBDA_VECTORS

@@ -4,8 +4,8 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from diffquant.attention.spec import DiffSpec
 from diffquant.errors import CheckpointError
+from diffquant.family.spec import DiffSpec
 
 
 class DiffTransformerConfig(PreTrainedConfig):

@@ -14,9 +14,10 @@ from transformers.cache_utils import Cache
 
 from diffquant.attention import DiffSpec, Mask
 from diffquant.errors import UsageError
-from diffquant.kernels.arguments import HALF_TYPES, PairNorm, Visibility, refused_device
+from diffquant.family.norm import PairNorm
+from diffquant.kernels.arguments import HALF_TYPES, Visibility, refused_device
+from diffquant.kernels.cache.kv_store import KVStore, refused_store
 from diffquant.kernels.configs import capability
-from diffquant.kernels.kv_store import KVStore, refused_store
 from diffquant.model.cache import PackedLayer
 from diffquant.scheme import Recipe
 
@@ -42,7 +43,7 @@ class FusedLayer(PackedLayer):
         Raises:
             UsageError: the given capacity does not suffice.
         """
-        from diffquant.kernels.append import append
+        from diffquant.kernels.cache.append import append
 
         tokens = k.shape[2]
         if self.store is None:
@@ -121,7 +122,7 @@ class FusedCache(Cache):
             [B, h, T, dv], or None, with nothing stored, where decoding is not for these tokens: too many of
             them (a prompt), or a mask other than causal order with one range of keys a sequence.
         """
-        from diffquant.kernels.decode import MAX_QUERIES, decode
+        from diffquant.kernels.cache.decode import MAX_QUERIES, decode
 
         if q[0].shape[2] > MAX_QUERIES or not mask.causal or (mask.keys is not None and mask.ranges is None):
             return None

@@ -1,6 +1,6 @@
 """Names and shapes of a DiffTransformer's parameters, without building one."""
 
-from diffquant.attention.spec import DiffSpec
+from diffquant.family.spec import DiffSpec
 from diffquant.model.config import DiffTransformerConfig
 
 Shape = tuple[int, ...]

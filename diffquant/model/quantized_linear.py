@@ -2,8 +2,8 @@
 
 from torch import Tensor, nn
 
-from diffquant.kernels.linear import linear
-from diffquant.kernels.repack import PackedWeight
+from diffquant.kernels.linear.linear import linear
+from diffquant.kernels.linear.repack import PackedWeight
 
 
 class QuantizedLinear(nn.Module):

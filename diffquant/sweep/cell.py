@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from diffquant.checkpoint.reader import open_checkpoint
-from diffquant.checkpoint.staging import write_atomically
+from diffquant.formats.reader import open_checkpoint
+from diffquant.support.files import write_atomically
 
 
 @dataclass(frozen=True)

@@ -4,11 +4,12 @@ from pathlib import Path
 from typing import Any
 
 from diffquant.attention import check_backend
-from diffquant.checkpoint.load import load, load_tokenizer
-from diffquant.checkpoint.ranges import check_taken
-from diffquant.evals.dtype import resolve
-from diffquant.progress import Progress, silent
+from diffquant.loading import load
 from diffquant.scheme import Recipe
+from diffquant.source.ranges import check_taken
+from diffquant.source.tokenizer import load_tokenizer
+from diffquant.support.devices import resolve
+from diffquant.support.progress import Progress, silent
 from diffquant.sweep.grid import SweepOptions
 from diffquant.sweep.tasks import make_tasks
 

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from diffquant.checkpoint.reader import open_checkpoint
-from diffquant.checkpoint.staging import file_digest
 from diffquant.errors import UsageError
 from diffquant.evals.perplexity import Reference
-from diffquant.progress import Progress
+from diffquant.formats.reader import open_checkpoint
 from diffquant.scheme import Recipe
+from diffquant.support.files import file_digest
+from diffquant.support.progress import Progress
 from diffquant.sweep.grid import EXPORTED, Point, SweepOptions
 from diffquant.sweep.session import Session
 from diffquant.sweep.tasks import Task

@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from diffquant.checkpoint.staging import write_atomically
 from diffquant.errors import UsageError
+from diffquant.support.files import write_atomically
 from diffquant.sweep.places import plot_places
 from diffquant.sweep.plot import plot
 from diffquant.sweep.report import write_report

@@ -10,14 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from diffquant.errors import UsageError
+from diffquant.report.plots import COLOURS, MARKERS, STYLES
 from diffquant.sweep.grid import EXPORTED, RECIPE
 from diffquant.sweep.result import SweepResult
 from diffquant.sweep.table import Row, rows
 
-# Okabe and Ito's colours, which people with any common colour blindness can tell apart.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-STYLES = ("-", "--", ":", "-.")
-MARKERS = ("o", "s", "^", "D")
 # Between two lines at one width, and between the outermost ones, in steps of the axis.
 _SPREAD, _SPREAD_OF_ALL = 0.06, 0.6
 TITLES = {"logits": "attention logits", "kv": "KV cache", "k": "keys", "v": "values"}

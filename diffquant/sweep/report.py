@@ -4,8 +4,8 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from diffquant.checkpoint.staging import write_atomically
 from diffquant.errors import UsageError
+from diffquant.support.files import write_atomically
 from diffquant.sweep.plot import svg
 from diffquant.sweep.result import Measured, SweepResult, model_names
 from diffquant.sweep.table import cells_of, notes

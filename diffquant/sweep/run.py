@@ -11,15 +11,15 @@ from typing import Any
 import torch
 
 from diffquant.attention import check_backend
-from diffquant.checkpoint.identity import model_fingerprint
-from diffquant.checkpoint.load import check_device, check_loadable
-from diffquant.checkpoint.ranges import check_taken, read_any_ranges
-from diffquant.checkpoint.staging import file_digest, write_atomically
-from diffquant.checkpoint.versions import versions_of_run
 from diffquant.errors import CheckpointError, UsageError
-from diffquant.evals.dtype import resolve
-from diffquant.progress import Progress, silent
+from diffquant.loading import check_loadable
 from diffquant.scheme import LAYER_TARGETS, Recipe
+from diffquant.source.identity import model_fingerprint
+from diffquant.source.ranges import check_taken, read_any_ranges
+from diffquant.support.devices import check_device, resolve
+from diffquant.support.files import file_digest, write_atomically
+from diffquant.support.progress import Progress, silent
+from diffquant.support.versions import versions_of_run
 from diffquant.sweep.cell import Cell, is_quantized
 from diffquant.sweep.exported import ExportedModel, ExportedSession, Runtime, check_as_it_is, describe, exported_points
 from diffquant.sweep.grid import Point, SweepOptions, points

@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 
-from diffquant.checkpoint.load import load, load_tokenizer
 from diffquant.evals.perplexity import Reference
+from diffquant.loading import load
 from diffquant.model.modeling import DiffTransformer
-from diffquant.progress import Progress
 from diffquant.scheme import Recipe
+from diffquant.source.tokenizer import load_tokenizer
+from diffquant.support.progress import Progress
 from diffquant.sweep.storage import kv_bytes_per_token, weight_bytes
 from diffquant.sweep.tasks import Perplexity, Task
 

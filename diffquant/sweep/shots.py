@@ -9,8 +9,9 @@ from typing import Any
 
 from diffquant.errors import UsageError
 from diffquant.evals.stats import estimate
+from diffquant.report.plots import COLOURS, MARKERS, STYLES
 from diffquant.sweep.grid import EXPORTED, RECIPE, Point
-from diffquant.sweep.plot import COLOURS, MARKERS, STYLES, TITLES
+from diffquant.sweep.plot import TITLES
 from diffquant.sweep.result import SweepResult, model_names
 
 SHOTS = "shots"

@@ -4,13 +4,13 @@ from pathlib import Path
 
 import torch
 
-from diffquant.checkpoint.check import check_tensors
-from diffquant.checkpoint.plan import make_plan
-from diffquant.checkpoint.reader import open_checkpoint
+from diffquant.formats.reader import open_checkpoint
 from diffquant.model.adapters import adapter_for
 from diffquant.model.cache import PackedCache
 from diffquant.model.modeling import DiffTransformer
+from diffquant.quantization.plan import make_plan
 from diffquant.scheme import Recipe
+from diffquant.source.check import check_tensors
 
 _KV_TOKENS = 1024
 

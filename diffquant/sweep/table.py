@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from diffquant.evals.stats import Difference, Estimate, Flips, estimate, flips, paired_difference, recovery
+from diffquant.report.tables import aligned
 from diffquant.sweep.grid import EXPORTED, RECIPE, Point
 from diffquant.sweep.result import SweepResult, model_names
-from diffquant.texttable import aligned
 
 _MISSING = "-"
 _FAILED = "failed"

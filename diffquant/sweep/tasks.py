@@ -10,8 +10,9 @@ from diffquant.evals import harness, hellaswag, labelled, manyshot, needle, perp
 from diffquant.evals.hellaswag import Item
 from diffquant.evals.perplexity import Reference
 from diffquant.evals.stats import estimate
-from diffquant.progress import Progress
+from diffquant.support.progress import Progress
 from diffquant.sweep.grid import SweepOptions
+from diffquant.text import corpus
 
 HARNESS_PREFIX = "lm-eval:"
 NEEDLE = "needle"
@@ -85,7 +86,7 @@ class Perplexity(_Batched):
     def identity(self) -> dict[str, Any]:
         return {
             "name": self.name,
-            "text": perplexity.identity(self.text),
+            "text": corpus.identity(self.text),
             "characters": len(self.text),
             "window": self.window,
             "stride": self.stride,
@@ -129,7 +130,7 @@ class Needle(_Batched):
         return {
             "name": self.name,
             "items": needle.ITEMS_FORMAT,
-            "text": perplexity.identity(self.text),
+            "text": corpus.identity(self.text),
             "lengths": list(self.plan.lengths),
             "samples": self.plan.samples,
             "seed": self.plan.seed,
@@ -241,13 +242,13 @@ def _make_task(name: str, options: SweepOptions) -> Task:
     if name == "hellaswag":
         return HellaSwag(hellaswag.load_items(options.items, options.limit), options.batch_tokens)
     if name == "perplexity":
-        text = perplexity.load_text(options.text, options.characters)
+        text = corpus.load_text(options.text, options.characters)
         return Perplexity(text, options.window, options.stride, options.batch_tokens)
     if name.startswith(HARNESS_PREFIX) and name != HARNESS_PREFIX:
         harness.require_lm_eval()
         return Harness(name.removeprefix(HARNESS_PREFIX), options.limit, options.batch_tokens)
     if name.split(":")[0] == NEEDLE:
-        text = perplexity.load_text(options.text)
+        text = corpus.load_text(options.text)
         return Needle(text, _needle_plan(name, options), options.limit, options.batch_tokens)
     if name.split(":")[0] == MANY_SHOT:
         return _many_shot(name, options)

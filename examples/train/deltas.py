@@ -17,13 +17,13 @@ from safetensors.torch import save
 from starts import Level, attention_parameters, config_of, new_model
 from torch import Tensor
 
-from diffquant.checkpoint.codec import PACKED, SCALE, SHAPE, decode, encode, packed_modules
-from diffquant.checkpoint.staging import write_atomically
 from diffquant.errors import CheckpointError, GroupSizeError
+from diffquant.formats.compressed_tensors import PACKED, SCALE, SHAPE, decode, encode, packed_modules
 from diffquant.model.config import DiffTransformerConfig
 from diffquant.model.layout import linear_shapes
 from diffquant.model.modeling import DiffTransformer
 from diffquant.scheme import Scheme
+from diffquant.support.files import write_atomically
 
 _VERSION = "1"
 

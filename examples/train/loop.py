@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy
 
 from diffquant.errors import NonFiniteError, UsageError
 from diffquant.model.modeling import DiffTransformer
-from diffquant.progress import Progress, silent
+from diffquant.support.progress import Progress, silent
 
 CHECKPOINT = "checkpoint.pt"
 LOG = "log.jsonl"

@@ -3,8 +3,8 @@
 import torch
 from settings import Sizes
 
-from diffquant.attention.spec import DiffSpec
 from diffquant.errors import UsageError
+from diffquant.family.spec import DiffSpec
 from diffquant.model.config import DiffTransformerConfig
 from diffquant.model.modeling import DiffTransformer
 

@@ -25,14 +25,17 @@ from tokens import TokenWindows, check_length
 from train import claim, read_text
 from trio import Exam, Limit, Results, Trio, continue_one, planned_steps
 
-from diffquant.checkpoint.identity import model_fingerprint
-from diffquant.checkpoint.inspection import inspect_checkpoint
-from diffquant.checkpoint.load import check_device, load, load_tokenizer
-from diffquant.checkpoint.staging import check_output, staged, write_atomically
 from diffquant.demo import smollm2
 from diffquant.errors import CheckpointError, DiffQuantError, UsageError
+from diffquant.formats.atomic_folder import check_output, staged
+from diffquant.inspection import inspect_checkpoint
+from diffquant.loading import load
 from diffquant.model.modeling import DiffTransformer
-from diffquant.texttable import aligned
+from diffquant.report.tables import aligned
+from diffquant.source.identity import model_fingerprint
+from diffquant.source.tokenizer import load_tokenizer
+from diffquant.support.devices import check_device
+from diffquant.support.files import write_atomically
 
 RESULTS = "results.json"
 

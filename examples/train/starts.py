@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from diffquant.attention.spec import DiffSpec
+from diffquant.family.spec import DiffSpec
 from diffquant.model.config import DiffTransformerConfig
 from diffquant.model.layout import LAMBDA_VECTORS
 from diffquant.model.modeling import DiffTransformer

@@ -9,7 +9,7 @@ from prose import parts, shuffled_windows
 from torch import Tensor
 
 from diffquant.errors import UsageError
-from diffquant.evals.encoding import prefix_token
+from diffquant.text.tokens import prefix_token
 
 TOKENS = "tokens.bin"
 # Parts of a text that are encoded side by side.

@@ -21,11 +21,11 @@ from needles import Needles
 from prose import Prose
 from settings import Settings
 
-from diffquant.checkpoint.load import check_device
-from diffquant.checkpoint.staging import write_atomically
 from diffquant.errors import DiffQuantError, OutputExistsError, UsageError
 from diffquant.model.modeling import DiffTransformer
-from diffquant.progress import progress_for
+from diffquant.support.devices import check_device
+from diffquant.support.files import write_atomically
+from diffquant.support.progress import progress_for
 
 SOURCES = {"needle": Needles, "prose": Prose}
 RUN = "training.json"

@@ -15,11 +15,11 @@ from models import KINDS, place
 from settings import PairsSettings, Schedule
 from starts import Level, attention_parameters, new_model
 
-from diffquant.checkpoint.staging import write_atomically
 from diffquant.errors import UsageError
 from diffquant.evals.perplexity import Reference, evaluate, reference_of
 from diffquant.model.modeling import DiffTransformer
-from diffquant.progress import progress_for
+from diffquant.support.files import write_atomically
+from diffquant.support.progress import progress_for
 
 PLAN, DELTA = "plan.json", "delta.safetensors"
 # Share of the time that checkpoints and the trained models' evaluation take.

@@ -9,8 +9,7 @@ import os
 from pathlib import Path
 
 from diffquant.errors import UsageError
-
-from .build import LIBRARY
+from diffquant.export.native.build import LIBRARY
 
 _OVERRIDE = "DIFFQUANT_NATIVE_LIBRARY"
 

@@ -6,8 +6,7 @@ import sys
 from pathlib import Path
 
 from diffquant.errors import DiffQuantError, MissingDependencyError
-
-from .build import LIBRARY, SOURCES, build, find_compiler
+from diffquant.export.native.build import LIBRARY, SOURCES, build, find_compiler
 
 
 def main() -> int:

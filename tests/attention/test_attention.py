@@ -6,9 +6,8 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from diffquant.attention import LogitMeter, Mask, attend, simulated
-from diffquant.attention.norm import pair_norm
 from diffquant.errors import UsageError
-from diffquant.kernels.arguments import PairNorm
+from diffquant.family.norm import PairNorm, pair_norm
 from diffquant.numerics import fake_quantize
 from diffquant.scheme import Scheme
 

@@ -12,8 +12,8 @@ from kernel_inputs import random_call, relative_error
 from diffquant.attention import LogitMeter, Mask, attend, dispatch
 from diffquant.attention.call import Call
 from diffquant.errors import UsageError
-from diffquant.kernels import prefill, prefill_int8, simulated
-from diffquant.kernels.arguments import PairNorm
+from diffquant.family.norm import PairNorm
+from diffquant.kernels.attention import prefill, prefill_int8, simulated
 from diffquant.scheme import Scheme
 
 POST = PairNorm(1e-5, torch.rand(128), 0.7)

@@ -9,8 +9,11 @@ import pytest
 import tiny_lm
 from typer.testing import CliRunner
 
-from diffquant.bench import generate, gpu, memory, programs, run, timing, tune
+from diffquant.bench import memory, run, timing
 from diffquant.bench.cells import Cell
+from diffquant.bench.gpu import ratios as gpu
+from diffquant.bench.gpu import tune
+from diffquant.bench.programs import generate, programs
 from diffquant.bench.run import SECTIONS, BenchOptions
 from diffquant.cli import app
 from diffquant.errors import FailedCellsError, UsageError
@@ -166,8 +169,8 @@ def test_a_group_that_fails_is_reported_and_ends():
 
 
 def test_every_aim_of_the_gpu_table_names_peers_that_exist():
-    from diffquant.bench import linears
-    from diffquant.bench.contest import peers_of
+    from diffquant.bench.contest import linears
+    from diffquant.bench.contest.contest import peers_of
 
     known = {*peers_of("attention"), *peers_of("decode"), *linears.PATHS, "4-bit state", "16-bit state"}
     for group in gpu.groups():

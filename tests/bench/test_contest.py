@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
-from diffquant.bench import contest, decode, kernels, linears, peers, throughput
-from diffquant.bench.contest import Contest
-from diffquant.bench.workloads import MODELS, Model, Workload, lengths, model_named
+from diffquant.bench.contest import contest, decode, kernels, linears, peers, throughput
+from diffquant.bench.contest.contest import Contest
+from diffquant.bench.contest.workloads import MODELS, Model, Workload, lengths, model_named
 from diffquant.errors import UsageError
 
 V1 = Model("v1", 128, 1, 2, 2, 64, 128, 192, 211)

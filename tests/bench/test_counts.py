@@ -5,8 +5,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from diffquant.attention.naive import naive
-from diffquant.bench import counts
-from diffquant.bench.workloads import MODELS, Model, Workload, differential, seen_entries
+from diffquant.bench.contest import counts
+from diffquant.bench.contest.workloads import MODELS, Model, Workload, differential, seen_entries
 
 V1 = Model("v1", 64, 2, 3, 3, 8, 16, 96)
 V2 = Model("v2", 64, 2, 4, 2, 8, 8, 96)

@@ -8,19 +8,11 @@ import torch
 from tiny_lm import tokenizer
 
 from diffquant.attention import DiffSpec
-from diffquant.bench import figure8, figure8_plots
-from diffquant.bench.logit_noise import (
-    Reading,
-    difference,
-    divergences,
-    layers_of,
-    observed,
-    predictions_of,
-    sensitivity,
-)
 from diffquant.model.config import DiffTransformerConfig
 from diffquant.model.modeling import DiffTransformer
 from diffquant.scheme import Recipe, Scheme
+from studies import figure8, figure8_plots
+from studies.logit_noise import Reading, difference, divergences, layers_of, observed, predictions_of, sensitivity
 
 SPECS = {
     "plain": DiffSpec(4, 2, 8, 8, maps=1),

@@ -7,14 +7,14 @@ import pytest
 import tiny_lm
 import torch
 
-from diffquant.bench import quantizers, rounding, rounding_layers
-from diffquant.bench.quantizers import METHODS, TIERS, Method, Quantized, group_size
-from diffquant.bench.rounded_model import Options, Subject
-from diffquant.checkpoint.load import load
-from diffquant.checkpoint.quantize import quantize
-from diffquant.checkpoint.rounding import CLIPPED
 from diffquant.errors import UsageError
+from diffquant.loading import load
+from diffquant.quantization.quantize import quantize
+from diffquant.quantization.rounding import CLIPPED
 from diffquant.scheme import Recipe
+from studies import quantizers, rounding, rounding_layers
+from studies.quantizers import METHODS, TIERS, Method, Quantized, group_size
+from studies.rounded_model import Options, Subject
 
 OPTIONS = Options(characters=1500, window=64, tokens=512, items=4)
 NAMED = {method.name: method for method in METHODS}

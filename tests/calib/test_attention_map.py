@@ -10,19 +10,20 @@ from helpers import SIZES, ours, random_diffllama, random_ids, random_llama
 from diffquant import data
 from diffquant.attention import DiffSpec, Mask
 from diffquant.attention.naive import naive
-from diffquant.calib.attention_map import AttentionMapOptions, map_attention, observe
-from diffquant.calib.last_row import last_row, weights_of
-from diffquant.calib.needle_parts import PARTS, Prompt, make_prompt
-from diffquant.calib.walk import Walk
-from diffquant.checkpoint.load import load, load_tokenizer
+from diffquant.calib.analysis.attention_map import AttentionMapOptions, map_attention, observe
+from diffquant.calib.analysis.last_row import last_row, weights_of
+from diffquant.calib.analysis.needle_parts import PARTS, Prompt, make_prompt
 from diffquant.errors import NonFiniteError, UsageError
 from diffquant.evals import needle
 from diffquant.evals.encoding import PairEncoder
 from diffquant.evals.needle import DEPTHS, Plan, make_items
+from diffquant.loading import load
 from diffquant.model.adapters import adapter_for
 from diffquant.model.config import DiffTransformerConfig
 from diffquant.model.modeling import DiffTransformer
+from diffquant.model.walk import Walk
 from diffquant.scheme import Recipe, Scheme
+from diffquant.source.tokenizer import load_tokenizer
 
 LENGTH = 37
 LAMBDAS = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")
@@ -105,7 +106,7 @@ LOGITS += ["4:b16", "3:b5:shift", "4:static"]
 @pytest.mark.parametrize("shared_k", [False, True])
 def test_the_last_row_is_that_of_whole_maps(scheme, shared_k, monkeypatch):
     # Blocks of three queries, so that what shares a scale lies in several of them.
-    monkeypatch.setattr("diffquant.calib.walk._BLOCK_ENTRIES", 3 * 8 * LENGTH)
+    monkeypatch.setattr("diffquant.model.walk._BLOCK_ENTRIES", 3 * 8 * LENGTH)
     scheme = Scheme.parse(scheme)
     spec = DiffSpec(pairs=4, kv_pairs=2, head_dim=8, value_dim=8, shared_k=shared_k, lam="sigmoid")
     generator = torch.Generator().manual_seed(0)

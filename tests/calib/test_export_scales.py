@@ -10,17 +10,17 @@ pytest.importorskip("onnxruntime")
 
 from checkpoints import SOURCES, random_ids, write_checkpoint
 
-from diffquant.calib.calibration import CalibrationOptions, observe
-from diffquant.calib.observers import Observer
-from diffquant.checkpoint.identity import model_fingerprint
-from diffquant.checkpoint.load import load
-from diffquant.checkpoint.ranges import Ranges, write_ranges
+from diffquant.calib.calibration.calibrate import CalibrationOptions, observe
+from diffquant.calib.calibration.observers import Observer
 from diffquant.errors import CheckpointError, UsageError
 from diffquant.export.exporter import export
-from diffquant.export.external import load_graph
+from diffquant.export.graph.external import load_graph
 from diffquant.export.options import ExportOptions
-from diffquant.export.reference import cache_scales
-from diffquant.export.verification import verify
+from diffquant.export.verification.reference import cache_scales
+from diffquant.export.verification.verify import verify
+from diffquant.loading import load
+from diffquant.source.identity import model_fingerprint
+from diffquant.source.ranges import Ranges, write_ranges
 
 IDS = random_ids(3, 40)
 

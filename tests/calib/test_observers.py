@@ -8,14 +8,14 @@ from helpers import ours, random_diffllama, random_ids, random_llama
 from diffquant.attention import Mask
 from diffquant.attention.naive import naive
 from diffquant.attention.simulated import simulated
-from diffquant.calib.calibration import CalibrationOptions, observe
-from diffquant.calib.observers import Observer, key_ranges
+from diffquant.calib.calibration.calibrate import CalibrationOptions, observe
+from diffquant.calib.calibration.observers import Observer, key_ranges
 from diffquant.calib.statistics import Magnitudes
-from diffquant.calib.walk import Walk
-from diffquant.checkpoint.ranges import Ranges
 from diffquant.errors import UsageError
 from diffquant.model.cache import PackedStates
+from diffquant.model.walk import Walk
 from diffquant.scheme import Recipe, Scheme
+from diffquant.source.ranges import Ranges
 
 
 def heavy_tails(*shape, seed=0):

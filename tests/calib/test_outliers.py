@@ -5,7 +5,7 @@ import torch
 from helpers import ours, random_diffllama, random_ids, random_llama
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from diffquant.calib.outliers import HIDDEN, LOGITS, RANKS, observe
+from diffquant.calib.analysis.outliers import HIDDEN, LOGITS, RANKS, observe
 from diffquant.calib.statistics import QUANTILE_ERROR
 
 

@@ -11,12 +11,12 @@ from safetensors.torch import load_file
 from diffquant.calib import compensation
 from diffquant.calib.compensation import Inputs, compensate, damped, in_one_pass
 from diffquant.calib.gptq import gptq
-from diffquant.checkpoint.codec import decode_codes
-from diffquant.checkpoint.load import load
-from diffquant.checkpoint.quantize import quantize
-from diffquant.checkpoint.rounding import CLIPPED, NEAREST, clipped, fitted_scale, nearest
 from diffquant.errors import UsageError
+from diffquant.formats.compressed_tensors import decode_codes
+from diffquant.loading import load
 from diffquant.numerics import absmax_scale
+from diffquant.quantization.quantize import quantize
+from diffquant.quantization.rounding import CLIPPED, NEAREST, clipped, fitted_scale, nearest
 from diffquant.scheme import Recipe, Scheme
 
 SCHEMES = ["4:g16", "4:row", "6:g16", "3:g16"]

@@ -15,22 +15,24 @@ from torch.nn.functional import linear
 
 pytest.importorskip("scipy")
 
-from diffquant.calib.allocation import Budget, allocate, average_bits, spread_evenly
-from diffquant.calib.journal import Journal
-from diffquant.calib.products import OneDnnProducts
-from diffquant.calib.search import Search, SearchOptions
-from diffquant.calib.search_outputs import summary, uniform_kl, write_outputs
-from diffquant.calib.sensitivity import Sensitivity
-from diffquant.calib.text import token_windows
-from diffquant.calib.units import Unit, find_units, to_recipe
-from diffquant.checkpoint.load import load, load_tokenizer
-from diffquant.checkpoint.plan import make_plan
-from diffquant.checkpoint.quantize import quantize
-from diffquant.checkpoint.reader import open_checkpoint
+from diffquant.calib.search.allocation import Budget, allocate, average_bits, spread_evenly
+from diffquant.calib.search.journal import Journal
+from diffquant.calib.search.outputs import summary, uniform_kl, write_outputs
+from diffquant.calib.search.products import OneDnnProducts
+from diffquant.calib.search.search import Search, SearchOptions
+from diffquant.calib.search.sensitivity import Sensitivity
+from diffquant.calib.search.units import Unit, find_units, to_recipe
 from diffquant.errors import GroupSizeError, UsageError
-from diffquant.evals.perplexity import load_text, next_token_kl
+from diffquant.evals.perplexity import next_token_kl
+from diffquant.formats.reader import open_checkpoint
+from diffquant.loading import load
 from diffquant.model.adapters import adapter_for
+from diffquant.quantization.plan import make_plan
+from diffquant.quantization.quantize import quantize
 from diffquant.scheme import Recipe
+from diffquant.source.tokenizer import load_tokenizer
+from diffquant.text.corpus import load_text
+from diffquant.text.tokens import token_windows
 
 WIDTHS = (8, 6, 4)
 OPTIONS = SearchOptions(("weights", "k", "v", "logits"), granularity="g16", windows=2, window=48, check_characters=600)

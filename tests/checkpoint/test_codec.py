@@ -5,7 +5,8 @@ from compressed_tensors.quantization import QuantizationConfig
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diffquant.checkpoint.codec import (
+from diffquant.errors import CheckpointError
+from diffquant.formats.compressed_tensors import (
     codes,
     decode,
     encode,
@@ -15,7 +16,6 @@ from diffquant.checkpoint.codec import (
     read_schemes,
     weight_scale,
 )
-from diffquant.errors import CheckpointError
 from diffquant.numerics import max_code
 from diffquant.scheme import Scheme
 

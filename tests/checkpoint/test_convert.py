@@ -9,13 +9,13 @@ from safetensors.torch import load_file, save_file
 from sources import contents, write_diffllama, write_llama, write_random
 from transformers import AutoModelForCausalLM
 
-from diffquant.checkpoint.check import check_tensors
-from diffquant.checkpoint.convert import convert
-from diffquant.checkpoint.quantize import quantize
-from diffquant.checkpoint.reader import open_checkpoint
+from diffquant.conversion import convert
 from diffquant.errors import CheckpointError, NonFiniteError, UsageError
+from diffquant.formats.reader import open_checkpoint
 from diffquant.model.adapters import adapter_for
+from diffquant.quantization.quantize import quantize
 from diffquant.scheme import Recipe
+from diffquant.source.check import check_tensors
 
 HEAD = 8
 UNILM_V1 = {

@@ -10,8 +10,8 @@ from sources import edit_json, write_diffllama, write_llama, write_random
 from transformers import AutoModelForCausalLM
 
 from diffquant import Recipe, convert, load, load_tokenizer, quantize
-from diffquant.checkpoint.inspection import inspect_checkpoint
 from diffquant.errors import CheckpointError, GroupSizeError, NonFiniteError, UsageError
+from diffquant.inspection import inspect_checkpoint
 
 UNILM = {
     "vocab_size": 90,

@@ -7,7 +7,7 @@ from sources import write_diffllama, write_llama, write_random
 
 from diffquant import Recipe, load, quantize
 from diffquant.errors import UsageError
-from diffquant.kernels.repack import dequantize
+from diffquant.kernels.linear.repack import dequantize
 from diffquant.model.quantized_linear import QuantizedLinear
 
 UNILM = {

@@ -1,4 +1,4 @@
-from diffquant.bench.quantize import idle_memory, quantize_once
+from diffquant.bench.programs.quantize import idle_memory, quantize_once
 from diffquant.bench.synthetic import synthesize
 
 

@@ -8,12 +8,6 @@ from safetensors.torch import load_file, save_file
 from sources import SIZES, contents, edit_json, write_diffllama, write_random
 from transformers import AutoModelForCausalLM
 
-from diffquant.checkpoint import staging, stream
-from diffquant.checkpoint.check import check_tensors
-from diffquant.checkpoint.codec import PACKED, SCALE, SHAPE, decode
-from diffquant.checkpoint.plan import make_plan
-from diffquant.checkpoint.quantize import quantize
-from diffquant.checkpoint.reader import open_checkpoint
 from diffquant.errors import (
     CheckpointError,
     DiffQuantError,
@@ -22,8 +16,15 @@ from diffquant.errors import (
     OutputExistsError,
     UsageError,
 )
+from diffquant.formats import atomic_folder as staging
+from diffquant.formats import row_stream as stream
+from diffquant.formats.compressed_tensors import PACKED, SCALE, SHAPE, decode
+from diffquant.formats.reader import open_checkpoint
 from diffquant.model.adapters import adapter_for
+from diffquant.quantization.plan import make_plan
+from diffquant.quantization.quantize import quantize
 from diffquant.scheme import Recipe
+from diffquant.source.check import check_tensors
 
 
 @pytest.fixture

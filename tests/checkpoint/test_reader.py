@@ -6,10 +6,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from sources import edit_json, write_diffllama, write_random
 
-from diffquant.checkpoint.check import check_tensors
-from diffquant.checkpoint.reader import INDEX, open_checkpoint
 from diffquant.errors import CheckpointError, UnknownModelTypeError
+from diffquant.formats.reader import INDEX, open_checkpoint
 from diffquant.model.adapters import adapter_for
+from diffquant.source.check import check_tensors
 
 
 @pytest.fixture

@@ -5,8 +5,8 @@ import sys
 import pytest
 from sources import contents, write_diffllama
 
-from diffquant.checkpoint.quantize import quantize
 from diffquant.errors import DiffQuantError, OutputExistsError
+from diffquant.quantization.quantize import quantize
 from diffquant.scheme import Recipe
 
 KILLED_AT = 0.6

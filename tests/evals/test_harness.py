@@ -11,7 +11,7 @@ from lm_eval.tasks import TaskManager
 from diffquant.errors import MissingDependencyError, UsageError
 from diffquant.evals import harness, hellaswag
 from diffquant.evals.harness_model import HarnessModel
-from diffquant.progress import silent
+from diffquant.support.progress import silent
 
 TASK = """
 task: local_quiz

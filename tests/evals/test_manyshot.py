@@ -12,7 +12,6 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import PreTrainedTokenizerFast
 
 from diffquant import data
-from diffquant.checkpoint.load import load
 from diffquant.errors import NonFiniteError, UsageError
 from diffquant.evals import manyshot, needle
 from diffquant.evals.constrained import choose
@@ -20,6 +19,7 @@ from diffquant.evals.encoding import PairEncoder
 from diffquant.evals.labelled import Dataset, Example
 from diffquant.evals.manyshot import Plan, demonstrations, evaluate, prompt
 from diffquant.evals.scoring import Request, score
+from diffquant.loading import load
 from diffquant.scheme import Recipe
 
 # One label begins another; some have several tokens in common.

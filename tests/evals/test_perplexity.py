@@ -8,7 +8,8 @@ from torch.nn.functional import cross_entropy, kl_div
 from diffquant import data
 from diffquant.errors import NonFiniteError, UsageError
 from diffquant.evals import perplexity
-from diffquant.evals.perplexity import evaluate, load_text, next_token_kl, reference_of
+from diffquant.evals.perplexity import evaluate, next_token_kl, reference_of
+from diffquant.text.corpus import load_text
 
 TEXT = data.books_text()[5000:6500]
 

@@ -4,12 +4,13 @@ import torch
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 
-from diffquant.checkpoint.load import load
 from diffquant.errors import DiffQuantError, NonFiniteError
 from diffquant.evals import hellaswag, scoring
-from diffquant.evals.encoding import PairEncoder, max_length
+from diffquant.evals.encoding import PairEncoder
 from diffquant.evals.scoring import score, shares_prefixes
+from diffquant.loading import load
 from diffquant.scheme import Recipe
+from diffquant.text.tokens import max_length
 
 AWKWARD = [
     ("", "alone"),

@@ -9,8 +9,8 @@ from onnx import TensorProto, helper
 
 from diffquant.attention import Mask
 from diffquant.attention.naive import naive
-from diffquant.export.body import CONTRIB, body
-from diffquant.export.op import DOMAIN, NAME, VERSION, OpAttributes, schema
+from diffquant.export.graph.body import CONTRIB, body
+from diffquant.export.graph.op import DOMAIN, NAME, VERSION, OpAttributes, schema
 from diffquant.model.attention import rotate
 from diffquant.scheme import FULL, Scheme
 

@@ -18,8 +18,8 @@ from diffquant.errors import (
     UsageError,
 )
 from diffquant.export import ExportOptions, Generator, export, options, verify
-from diffquant.export.external import DATA_FILE, MODEL_FILE
-from diffquant.export.session import OnnxModel
+from diffquant.export.graph.external import DATA_FILE, MODEL_FILE
+from diffquant.export.runtime.session import OnnxModel
 
 WINDOWS = random_ids(1, 32).tolist()
 

@@ -11,7 +11,7 @@ from onnx import TensorProto, inliner
 from onnx.reference import ReferenceEvaluator
 
 from diffquant.errors import UsageError
-from diffquant.export.body import body
+from diffquant.export.graph.body import body
 from diffquant.scheme import Scheme
 
 CASES = {

@@ -12,16 +12,16 @@ from onnx.reference import ReferenceEvaluator
 from transformers import DiffLlamaForCausalLM
 
 import diffquant
-from diffquant.checkpoint.codec import encode
-from diffquant.checkpoint.reader import open_checkpoint
-from diffquant.checkpoint.rounding import CLIPPED
 from diffquant.export import ExportOptions, export, verify
-from diffquant.export.external import DATA_FILE, MODEL_FILE
+from diffquant.export.graph.external import DATA_FILE, MODEL_FILE
+from diffquant.export.graph.matrix import row_order
 from diffquant.export.manifest import read_manifest
-from diffquant.export.matrix import row_order
-from diffquant.export.session import OnnxModel
+from diffquant.export.runtime.session import OnnxModel
+from diffquant.formats.compressed_tensors import encode
+from diffquant.formats.reader import open_checkpoint
 from diffquant.model.adapters import adapter_for
 from diffquant.numerics import unpack
+from diffquant.quantization.rounding import CLIPPED
 from diffquant.scheme import Scheme
 
 PRECISIONS = {

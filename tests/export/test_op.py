@@ -7,7 +7,7 @@ import pytest
 from onnx.defs import OpSchema
 
 from diffquant.errors import UsageError
-from diffquant.export.op import OpAttributes, schema
+from diffquant.export.graph.op import OpAttributes, schema
 
 PAGE = (Path(__file__).parents[2] / "docs" / "differential-attention-op.md").read_text()
 

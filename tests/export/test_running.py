@@ -21,9 +21,9 @@ from diffquant.evals.encoding import Request
 from diffquant.evals.scoring import score
 from diffquant.export import ExportOptions, Generator, export
 from diffquant.export.native import library_path
-from diffquant.export.scoring import OnnxLanguageModel, OnnxRuntime, evaluate_exported
-from diffquant.export.session import InPlace, OnnxModel
-from diffquant.progress import silent
+from diffquant.export.runtime.scoring import OnnxLanguageModel, OnnxRuntime, evaluate_exported
+from diffquant.export.runtime.session import InPlace, OnnxModel
+from diffquant.support.progress import silent
 from diffquant.sweep.grid import SweepOptions
 from diffquant.sweep.run import run_sweep
 from diffquant.sweep.table import rows, text_table

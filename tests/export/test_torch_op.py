@@ -9,8 +9,8 @@ from checkpoints import random_ids, write_checkpoint
 
 import diffquant
 from diffquant.errors import UsageError
-from diffquant.export.body import add_body
-from diffquant.export.translation import TRANSLATIONS
+from diffquant.export.graph.body import add_body
+from diffquant.export.graph.translation import TRANSLATIONS
 from diffquant.scheme import Scheme
 
 CASES = {

@@ -4,11 +4,12 @@ import pytest
 import torch
 from kernel_inputs import expected, limits, random_call, relative_error
 
-from diffquant.kernels import decode as module
-from diffquant.kernels.append import append
-from diffquant.kernels.arguments import PairNorm, Visibility, empty_output
-from diffquant.kernels.decode import decode, refused
-from diffquant.kernels.kv_store import KVStore, tokens_a_scale
+from diffquant.family.norm import PairNorm
+from diffquant.kernels.arguments import Visibility, empty_output
+from diffquant.kernels.cache import decode as module
+from diffquant.kernels.cache.append import append
+from diffquant.kernels.cache.decode import decode, refused
+from diffquant.kernels.cache.kv_store import KVStore, tokens_a_scale
 from diffquant.numerics import absmax_scale, dequantize, quantize, sharing_view
 from diffquant.scheme import Recipe
 

@@ -4,9 +4,10 @@ import pytest
 import torch
 from kernel_inputs import expected, limits, random_call, relative_error
 
-from diffquant.kernels import prefill as module
-from diffquant.kernels.arguments import PairNorm, Visibility, empty_output
-from diffquant.kernels.prefill import prefill, refused
+from diffquant.family.norm import PairNorm
+from diffquant.kernels.arguments import Visibility, empty_output
+from diffquant.kernels.attention import prefill as module
+from diffquant.kernels.attention.prefill import prefill, refused
 
 DEVICE = "cuda"
 LIMITS = {torch.float16: 2e-3, torch.bfloat16: 1e-2}

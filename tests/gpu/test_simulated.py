@@ -7,9 +7,10 @@ from kernel_inputs import limits, mask_of, normed, random_call, relative_error
 from diffquant.attention import LogitMeter
 from diffquant.attention.naive import naive
 from diffquant.attention.simulated import simulated as blocked
-from diffquant.kernels import simulated as module
-from diffquant.kernels.arguments import PairNorm, Visibility, empty_output
-from diffquant.kernels.simulated import refused, simulated
+from diffquant.family.norm import PairNorm
+from diffquant.kernels.arguments import Visibility, empty_output
+from diffquant.kernels.attention import simulated as module
+from diffquant.kernels.attention.simulated import refused, simulated
 from diffquant.scheme import Scheme
 
 DEVICE = "cuda"

@@ -7,9 +7,9 @@ from hypothesis.strategies import data, integers, lists, permutations, sampled_f
 from torch.library import opcheck
 
 from diffquant.errors import UsageError
-from diffquant.kernels import append as append_module
-from diffquant.kernels.append import append
-from diffquant.kernels.kv_store import KVStore
+from diffquant.kernels.cache import append as append_module
+from diffquant.kernels.cache.append import append
+from diffquant.kernels.cache.kv_store import KVStore
 from diffquant.model.cache import PackedStates
 from diffquant.numerics import absmax_scale, dequantize, quantize, sharing_view, unpack
 from diffquant.scheme import Recipe

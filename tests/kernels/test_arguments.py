@@ -6,15 +6,9 @@ import pytest
 import torch
 
 from diffquant.errors import UsageError
+from diffquant.family.norm import PairNorm
 from diffquant.kernels import configs
-from diffquant.kernels.arguments import (
-    PairNorm,
-    Visibility,
-    attention_shape,
-    empty_output,
-    refused_device,
-    refused_widths,
-)
+from diffquant.kernels.arguments import Visibility, attention_shape, empty_output, refused_device, refused_widths
 from diffquant.kernels.configs import AttentionTile, choose, device_class, trying
 
 

@@ -6,11 +6,12 @@ from kernel_inputs import expected, limits, random_call, relative_error
 from torch.library import opcheck
 
 from diffquant.errors import UsageError
-from diffquant.kernels import decode as module
-from diffquant.kernels.append import append
-from diffquant.kernels.arguments import PairNorm, Visibility, empty_output
-from diffquant.kernels.decode import decode, refused
-from diffquant.kernels.kv_store import KVStore
+from diffquant.family.norm import PairNorm
+from diffquant.kernels.arguments import Visibility, empty_output
+from diffquant.kernels.cache import decode as module
+from diffquant.kernels.cache.append import append
+from diffquant.kernels.cache.decode import decode, refused
+from diffquant.kernels.cache.kv_store import KVStore
 from diffquant.scheme import Recipe
 
 LIMIT = 2e-3

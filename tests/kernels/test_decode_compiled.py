@@ -6,9 +6,9 @@ import torch
 from kernel_inputs import random_call
 from offline import SHARED_LIMIT, compiled
 
-from diffquant.kernels.append import append
-from diffquant.kernels.decode import TILES, decode
-from diffquant.kernels.kv_store import KVStore
+from diffquant.kernels.cache.append import append
+from diffquant.kernels.cache.decode import TILES, decode
+from diffquant.kernels.cache.kv_store import KVStore
 from diffquant.scheme import Recipe
 
 # Generation, width, recipe, capability, and how many instructions a thread may spend on an element of K

@@ -13,11 +13,11 @@ from packed_weights import (
 )
 
 from diffquant.errors import UsageError
-from diffquant.kernels import gemm
 from diffquant.kernels.configs import trying
-from diffquant.kernels.expand import launch_expand
-from diffquant.kernels.linear import launch, linear, packed_linear
-from diffquant.kernels.repack import dequantize, repack
+from diffquant.kernels.linear import gemm
+from diffquant.kernels.linear.expand import launch_expand
+from diffquant.kernels.linear.linear import launch, linear, packed_linear
+from diffquant.kernels.linear.repack import dequantize, repack
 from diffquant.model.quantized_linear import QuantizedLinear
 
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are not interpreted where a GPU is")

@@ -6,7 +6,7 @@ import pytest
 import torch
 from offline import SHARED_LIMIT, compiled
 
-from diffquant.kernels.repack import repack
+from diffquant.kernels.linear.repack import repack
 from diffquant.numerics import packed_words
 
 # Instructions a weight of a thread's, all of the loop's. At the pace of an H200's memory (4.8 TB/s, 132
@@ -24,8 +24,8 @@ def zeros(rows, width, bits, group, dtype):
 
 
 def launches():
-    from diffquant.kernels.expand import launch_expand
-    from diffquant.kernels.linear import launch
+    from diffquant.kernels.linear.expand import launch_expand
+    from diffquant.kernels.linear.linear import launch
 
     for capability, dtype in DTYPES.items():
         for bits in (4, 6, 8):

@@ -7,7 +7,8 @@ import torch
 from kernel_inputs import random_call
 from offline import SHARED_LIMIT, compiled
 
-from diffquant.kernels.arguments import PairNorm, Visibility
+from diffquant.family.norm import PairNorm
+from diffquant.kernels.arguments import Visibility
 from diffquant.scheme import Scheme
 
 INT8 = [
@@ -25,8 +26,8 @@ def named(cases):
 
 
 def launches():
-    from diffquant.kernels.prefill_int8 import prefill_int8
-    from diffquant.kernels.simulated import simulated
+    from diffquant.kernels.attention.prefill_int8 import prefill_int8
+    from diffquant.kernels.attention.simulated import simulated
 
     for (generation, capability, width, how), name in zip(INT8 + SIMULATED, named(INT8 + SIMULATED), strict=True):
         q, k, v, lam = random_call(generation, 256, 256, width=width, dtype=torch.bfloat16)

@@ -5,10 +5,11 @@ import torch
 from kernel_inputs import expected, limits, random_call, relative_error
 
 from diffquant.errors import UsageError
+from diffquant.family.norm import PairNorm
 from diffquant.kernels import configs
-from diffquant.kernels import prefill as module
-from diffquant.kernels.arguments import PairNorm, Visibility, empty_output
-from diffquant.kernels.prefill import prefill, refused
+from diffquant.kernels.arguments import Visibility, empty_output
+from diffquant.kernels.attention import prefill as module
+from diffquant.kernels.attention.prefill import prefill, refused
 
 LIMIT = 2e-3
 SMALL = {key: {"queries": 32, "keys": 32} for key in configs.PREFILL}

@@ -6,14 +6,15 @@ import torch
 from kernel_inputs import random_call
 from offline import SHARED_LIMIT, compiled
 
-from diffquant.kernels.arguments import PairNorm, Visibility
+from diffquant.family.norm import PairNorm
+from diffquant.kernels.arguments import Visibility
 
 CASES = [(g, capability, width) for g in ("v1", "v2") for capability in (80, 90) for width in (64, 128)]
 NAMES = [f"{g}-sm_{capability}-d{width}" for g, capability, width in CASES]
 
 
 def launches():
-    from diffquant.kernels.prefill import prefill
+    from diffquant.kernels.attention.prefill import prefill
 
     for name, (generation, capability, width) in zip(NAMES, CASES, strict=True):
         q, k, v, lam = random_call(generation, 256, 256, width=width, dtype=torch.bfloat16)

@@ -8,10 +8,11 @@ import triton.runtime.interpreter as interpreter
 from kernel_inputs import expected, limits, random_call, relative_error
 
 from diffquant.errors import UsageError
+from diffquant.family.norm import PairNorm
 from diffquant.kernels import configs
-from diffquant.kernels import prefill_int8 as module
-from diffquant.kernels.arguments import PairNorm, Visibility, empty_output
-from diffquant.kernels.prefill_int8 import TILES, prefill_int8, refused
+from diffquant.kernels.arguments import Visibility, empty_output
+from diffquant.kernels.attention import prefill_int8 as module
+from diffquant.kernels.attention.prefill_int8 import TILES, prefill_int8, refused
 
 LIMITS = {"fp16": 2e-2, "fp8": 8e-2}
 SMALL = {key: {"queries": 64, "keys": 32} for key in TILES}

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from packed_weights import exact_weight, random_case, random_scale, random_words
 
 from diffquant.errors import UsageError
-from diffquant.kernels import repack as module
-from diffquant.kernels.repack import dequantize, repack
+from diffquant.kernels.linear import repack as module
+from diffquant.kernels.linear.repack import dequantize, repack
 
 
 @settings(max_examples=50)

@@ -11,10 +11,11 @@ from diffquant.attention import LogitMeter
 from diffquant.attention.naive import naive
 from diffquant.attention.simulated import simulated as blocked
 from diffquant.errors import UsageError
+from diffquant.family.norm import PairNorm
 from diffquant.kernels import configs
-from diffquant.kernels import simulated as module
-from diffquant.kernels.arguments import PairNorm, Visibility, empty_output
-from diffquant.kernels.simulated import TILES, refused, simulated
+from diffquant.kernels.arguments import Visibility, empty_output
+from diffquant.kernels.attention import simulated as module
+from diffquant.kernels.attention.simulated import TILES, refused, simulated
 from diffquant.scheme import FULL, Scheme
 
 LIMIT = 2e-3

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from diffquant.kernels.unpacking import product_program, unpack_program
+from diffquant.kernels.linear.unpacking import product_program, unpack_program
 
 PLAIN = {
     "mov": lambda a: a,

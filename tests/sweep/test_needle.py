@@ -7,10 +7,11 @@ import tiny_lm
 import torch
 
 from diffquant import data
-from diffquant.checkpoint.load import load, load_tokenizer
 from diffquant.errors import UsageError
 from diffquant.evals import needle
 from diffquant.evals.needle import DEPTHS, Haystack, Plan, make_items
+from diffquant.loading import load
+from diffquant.source.tokenizer import load_tokenizer
 from diffquant.sweep import SweepOptions, run_sweep, write_outputs
 from diffquant.sweep.places import grids
 from diffquant.sweep.table import json_rows, text_table

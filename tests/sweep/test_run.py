@@ -7,15 +7,17 @@ import pytest
 import tiny_lm
 import torch
 
-from diffquant.checkpoint.identity import model_fingerprint
-from diffquant.checkpoint.load import load, load_tokenizer
-from diffquant.checkpoint.quantize import quantize
 from diffquant.errors import CheckpointError, FailedCellsError, NotFiredError, UsageError
 from diffquant.evals import hellaswag, perplexity
+from diffquant.loading import load
 from diffquant.model.modeling import DiffTransformer
+from diffquant.quantization.quantize import quantize
 from diffquant.scheme import Recipe
+from diffquant.source.identity import model_fingerprint
+from diffquant.source.tokenizer import load_tokenizer
 from diffquant.sweep import SweepOptions, run_sweep, session
 from diffquant.sweep.table import rows
+from diffquant.text.corpus import load_text
 
 OPTIONS = SweepOptions(
     tasks=("hellaswag", "perplexity"),
@@ -66,7 +68,7 @@ def test_a_cell_holds_what_evaluating_its_recipe_gives(model, output):
     assert len(result.cells) == CELLS
     assert not result.failed
     plain, quantized = load(model), load(model, Recipe.of(weights="4:row"))
-    tokenizer, text = load_tokenizer(model), perplexity.load_text(characters=600)
+    tokenizer, text = load_tokenizer(model), load_text(characters=600)
     point = next(p for p in result.points if p.label == "weights 4:row")
     outcome = hellaswag.evaluate(quantized, tokenizer, hellaswag.load_items(limit=6))
     assert result.result_of(point, "hellaswag")["choices"] == outcome.choices_norm

@@ -19,7 +19,7 @@ from tokens import TOKENS, TokenWindows
 
 import diffquant
 from diffquant import data
-from diffquant.checkpoint.convert import convert
+from diffquant.conversion import convert
 from diffquant.errors import CheckpointError, GroupSizeError, OutputExistsError, UsageError
 from diffquant.evals.perplexity import next_token_kl
 

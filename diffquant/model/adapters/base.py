@@ -10,8 +10,8 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from diffquant.attention.spec import DiffSpec
 from diffquant.errors import CheckpointError
+from diffquant.family.spec import DiffSpec
 from diffquant.model.config import DiffTransformerConfig
 from diffquant.model.layout import Shape, linear_shapes, parameter_shapes
 

@@ -4,7 +4,7 @@ from typing import Any
 
 from transformers import LlamaConfig
 
-from diffquant.attention.spec import DiffSpec
+from diffquant.family.spec import DiffSpec
 from diffquant.model.adapters.base import Adapter, build_config, read_sizes
 
 

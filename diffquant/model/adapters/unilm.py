@@ -12,8 +12,8 @@ from typing import Any
 
 from transformers import DiffLlamaConfig
 
-from diffquant.attention.spec import DiffSpec
 from diffquant.errors import CheckpointError
+from diffquant.family.spec import DiffSpec
 from diffquant.model.adapters.base import Adapter, build_config, paired, read_sizes
 
 _SUBLN_EPS = 1e-5

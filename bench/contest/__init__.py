@@ -1,0 +1,1 @@
+"""Attention and linear layers beside their peers, each checked before it is timed."""

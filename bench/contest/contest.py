@@ -1,0 +1,148 @@
+"""Peers on the same shapes: each is checked against `naive`, then timed in turns with the others."""
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from importlib import import_module
+from multiprocessing import get_context
+from typing import Any
+
+import torch
+
+from diffquant.attention.call import Call
+from diffquant.bench.cells import Cell
+from diffquant.bench.contest.peers import BASELINE, Peer, failure, relative_error, tolerance
+from diffquant.bench.contest.workloads import Workload
+from diffquant.bench.memory import cuda_peak, resident, restart_peak
+from diffquant.bench.timing import Timed, interleaved, prepare
+from diffquant.errors import UsageError
+from diffquant.support.progress import Progress, silent
+
+# Each section's module has its peers by name.
+SECTIONS = {"attention": "peers", "decode": "decode"}
+
+
+def peers_of(section: str) -> Mapping[str, Peer]:
+    module = import_module(f".{SECTIONS[section]}", __package__)
+    return module.PEERS if section == "attention" else module.DECODE_PEERS
+
+
+@dataclass(frozen=True)
+class Contest:
+    """Who runs, and how.
+
+    Attributes:
+        peers: names; all of the section by default. The baseline is always among them.
+        graph: replay CUDA graphs.
+    """
+
+    section: str
+    device: str
+    repeats: int
+    peers: tuple[str, ...] = ()
+    graph: bool = False
+
+    def __post_init__(self) -> None:
+        known = peers_of(self.section)
+        unknown = [name for name in self.peers if name not in known]
+        if unknown:
+            raise UsageError(f"unknown peer {', '.join(map(repr, unknown))}; {self.section} knows {', '.join(known)}")
+
+    def entrants(self) -> dict[str, Peer]:
+        known = peers_of(self.section)
+        return {name: peer for name, peer in known.items() if not self.peers or name in {BASELINE, *self.peers}}
+
+    def run(self, workloads: Sequence[Workload], progress: Progress = silent) -> list[Cell]:
+        """A cell a peer and workload.
+
+        A peer that cannot run a workload is there with the reason; one that disagrees with `naive` is not timed.
+        """
+        cells: list[Cell] = []
+        for done, work in enumerate(workloads):
+            progress(done, len(workloads), f"{self.section}: {work.name}")
+            cells += self._times(work)
+        return self._with_memory(cells, workloads)
+
+    @torch.inference_mode()
+    def _times(self, work: Workload) -> list[Cell]:
+        cells: dict[str, Cell] = {}
+        calls: dict[str, Timed] = {}
+        for name, peer in self.entrants().items():
+            try:
+                call = peer.make(work, self.device)
+                cells[name] = self._admitted(work, name, peer, call)
+                if cells[name].missing is None:
+                    calls[name] = prepare(_bound(peer, call), self.device, graph=self.graph)
+            except Exception as error:  # whatever a peer fails with, the table says it
+                cells[name] = replace(self._cell(work, name, peer), missing=failure(error))
+        times = interleaved(calls, self.repeats)
+        return [replace(cell, values=tuple(times.get(name, ()))) for name, cell in cells.items()]
+
+    def _admitted(self, work: Workload, name: str, peer: Peer, call: Call) -> Cell:
+        """A peer's cell with its counts; `missing` says why it must not be timed."""
+        allowed = tolerance(peer, work.torch_dtype)
+        cell = replace(self._cell(work, name, peer), facts=peer.facts(call))
+        reason = peer.missing(call)
+        if reason:
+            return replace(cell, missing=reason)
+        error = relative_error(peer, call)
+        if not error <= allowed:
+            return replace(
+                cell, error=error, missing=f"wrong: {error:.1e} from naive, {allowed:.0e} allowed; not timed"
+            )
+        return replace(cell, error=error)
+
+    def _cell(self, work: Workload, name: str, peer: Peer) -> Cell:
+        count = peer.count(work)
+        return Cell(
+            self.section,
+            work.name,
+            name,
+            baseline=BASELINE,
+            operations=count.operations,
+            bytes=count.bytes,
+            length=work.keys,
+            tolerance=tolerance(peer, work.torch_dtype),
+        )
+
+    def _with_memory(self, cells: list[Cell], workloads: Sequence[Workload]) -> list[Cell]:
+        """Cells with the memory each took at most beyond its inputs; on the CPU in a process of its own a path."""
+        by_name = {work.name: work for work in workloads}
+        jobs: dict[str, list[Workload]] = {}
+        for cell in cells:
+            if cell.values:
+                jobs.setdefault(cell.path, []).append(by_name[cell.workload])
+        peaks: dict[tuple[str, str], int] = {}
+        for name, works in jobs.items():
+            found = self._peaks(name, works)
+            peaks |= {(name, work.name): peak for work, peak in zip(works, found, strict=True)}
+        return [replace(cell, peak_bytes=peaks.get((cell.path, cell.workload))) for cell in cells]
+
+    def _peaks(self, name: str, works: list[Workload]) -> list[int]:
+        if self.device == "cuda":
+            peer = self.entrants()[name]
+            with torch.inference_mode():
+                return [cuda_peak(_bound(peer, peer.make(work, self.device))) for work in works]
+        with ProcessPoolExecutor(1, get_context("spawn")) as fresh:
+            return fresh.submit(resident_peaks, self.section, name, works, torch.get_num_threads()).result()
+
+
+@torch.inference_mode()
+def resident_peaks(section: str, name: str, works: list[Workload], threads: int) -> list[int]:
+    """Memory of this process during each call, beyond what it had before."""
+    torch.set_num_threads(threads)
+    peer = peers_of(section)[name]
+    peaks = []
+    for work in works:
+        # Libraries and thread pools are no part of a call's memory.
+        few = replace(work, queries=min(16, work.queries), keys=16)
+        _bound(peer, peer.make(few, "cpu"))()
+        call = peer.make(work, "cpu")
+        before = restart_peak()
+        peer.attention(call)
+        peaks.append(max(0, resident().peak - before))
+    return peaks
+
+
+def _bound(peer: Peer, call: Call) -> Callable[[], Any]:
+    return lambda: peer.attention(call)

@@ -1,0 +1,112 @@
+"""One new token over a long cache: 16-bit caches, packed ones, and the matched Transformer's."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from diffquant.attention import BACKENDS
+from diffquant.attention.call import Call
+from diffquant.bench.contest import counts, kernels
+from diffquant.bench.contest.counts import Count
+from diffquant.bench.contest.peers import BASELINE, PEERS, Peer
+from diffquant.bench.contest.workloads import Workload, differential
+from diffquant.errors import UsageError
+from diffquant.scheme import Recipe
+
+RECIPES = {
+    16: Recipe(),
+    8: Recipe.of(kv="8:row"),
+    6: Recipe.of(kv="6:row"),
+    4: Recipe.of(k="4:c64", v="4:row"),
+}
+
+
+@dataclass(frozen=True)
+class CachedCall(Call):
+    """A call whose keys and values are what a cache gives back."""
+
+    cache: Any = None
+
+
+def unpacked(bits: int) -> Peer:
+    """Our torch cache: codes are expanded for every token, then FlashDiffAttn_2."""
+
+    def make(work: Workload, device: str) -> Call:
+        from diffquant.model.cache import PackedLayer
+
+        call = differential(work, device)
+        layer = PackedLayer(RECIPES[bits], {})
+        layer.update(kernels.key_heads(call), call.v)
+        return _cached(call, layer, layer.stored_keys.read(), layer.stored_values.read())
+
+    def attention(call: Call) -> Tensor:
+        layer = _cache_of(call)
+        now = _cached(call, None, layer.stored_keys.read(), layer.stored_values.read())
+        return BACKENDS["flashdiff2"].compute(now)
+
+    return Peer(attention, make, lambda work: _count(work, bits), facts=_facts)
+
+
+def fused(bits: int) -> Peer:
+    """The decode kernel over its own store."""
+
+    def make(work: Workload, device: str) -> Call:
+        call = differential(work, device)
+        if device == "cpu" or not kernels.can_decode():
+            return call
+        store = kernels.stored(call, RECIPES[bits])
+        return _cached(call, store, *store.read())
+
+    def missing(call: Call) -> str | None:
+        if not call.v.is_cuda:
+            return "Triton kernels run on CUDA devices, not on cpu"
+        return None if isinstance(call, CachedCall) else "the decode kernel is not there"
+
+    def attention(call: Call) -> Tensor:
+        return kernels.decode(call, _cache_of(call))
+
+    return Peer(attention, make, lambda work: _count(work, bits), missing=missing, facts=_facts)
+
+
+def _cached(call: Call, cache: Any, keys: Tensor, values: Tensor) -> CachedCall:
+    shared = call.k[0] is call.k[1]
+    k = [keys] * 2 if shared else list(keys.chunk(2, 1))
+    return CachedCall(call.q, k, values, call.lam, call.scale, call.mask, cache=cache)
+
+
+def _cache_of(call: Call) -> Any:
+    if not isinstance(call, CachedCall):
+        raise UsageError("this peer reads a cache; make its call with its own `make`")
+    return call.cache
+
+
+def _facts(call: Call) -> dict[str, float]:
+    return {"cache bytes": float(call.cache.nbytes)} if isinstance(call, CachedCall) else {}
+
+
+def _count(work: Workload, bits: int) -> Count:
+    """What attention must read of a cache of so many bits; a scale has 16."""
+    if bits == 16:
+        return counts.fused(work)
+    per_token = {"key": 16 / (64 if bits == 4 else work.model.width), "value": 16 / work.model.value_width}
+    return counts.fused(work, key_bytes=(bits + per_token["key"]) / 8, value_bytes=(bits + per_token["value"]) / 8)
+
+
+DECODE_PEERS: dict[str, Peer] = {
+    name: PEERS[name]
+    for name in (
+        BASELINE,
+        "Transformer, SDPA cuDNN",
+        "Transformer, flash-attn",
+        "DIFF, eager",
+        "FlashDiffAttn_1",
+        "FlashDiffAttn_1, SDPA flash, keys padded",
+        "FlashDiffAttn_2",
+        "FlashDiffAttn_2, SDPA flash",
+        "FlashDiffAttn_2, flash-attn",
+    )
+} | {
+    **{f"DIFF, {bits}-bit cache, unpacked": unpacked(bits) for bits in (8, 6, 4)},
+    **{f"DIFF, fused, {bits}-bit cache": fused(bits) for bits in (16, 8, 6, 4)},
+}

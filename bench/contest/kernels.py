@@ -1,0 +1,54 @@
+"""The kernels that only a GPU runs, each looked up when it is first called."""
+
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from diffquant.attention.call import Call
+from diffquant.numerics import absmax_scale, pack, quantize
+from diffquant.scheme import Recipe
+
+
+def can_decode() -> bool:
+    return find_spec("diffquant.kernels.cache.decode") is not None
+
+
+def key_heads(call: Call) -> Tensor:
+    """Keys [B, H, S, d] as a cache holds them: V1's first maps before all second ones, V2's once."""
+    return call.k[0] if call.k[0] is call.k[-1] else torch.cat(tuple(call.k), 1)
+
+
+def stored(call: Call, recipe: Recipe) -> Any:
+    """A kernel's KV store filled with a call's keys and values."""
+    from diffquant.kernels.cache.append import append
+    from diffquant.kernels.cache.kv_store import KVStore
+
+    keys = key_heads(call)
+    store = KVStore(recipe, keys, call.v, call.v.shape[2])
+    append(store, keys, call.v)
+    return store
+
+
+def decode(call: Call, store: Any) -> Tensor:
+    from diffquant.kernels.cache.decode import decode as run
+
+    return run(call.q, store, call.lam, scale=call.scale)
+
+
+def packed_weight(weight: Tensor, bits: int, group: int) -> Any:
+    """A weight [N, K] as the linear kernels read it."""
+    from diffquant.kernels.linear.repack import repack
+
+    groups = weight.float().unflatten(-1, (-1, group))
+    scale = absmax_scale(groups, bits, -1, torch.float32)
+    words = pack(quantize(groups, scale, bits).flatten(-2), bits)
+    return repack(words, scale.squeeze(-1), bits, weight.shape[1], weight.dtype)
+
+
+def packed_product(x: Tensor, weight: Any) -> Tensor:
+    """x [M, K] times a packed weight, transposed."""
+    from diffquant.kernels.linear.linear import linear
+
+    return linear(x, weight)

@@ -1,0 +1,141 @@
+"""Products with packed weights, at one token and at many: ours, bitsandbytes and torchao beside dense ones."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from diffquant.bench.cells import Cell
+from diffquant.bench.contest import kernels
+from diffquant.bench.contest.workloads import Model
+from diffquant.bench.timing import interleaved, prepare
+from diffquant.errors import MissingDependencyError
+from diffquant.support.progress import Progress, silent
+
+SECTION = "linear"
+DENSE = "dense"
+_GROUPS = (128, 64, 32, 16)
+# Weights are taken in turns, so that none is still in a cache when its turn comes again.
+_COLD_BYTES = {"cpu": 1 << 25, "cuda": 1 << 28}
+_TOLERANCE = {16: 5e-3, 8: 2e-2, 6: 5e-2, 4: 0.2}
+
+# From weights [N, K] to a product with each of them, and what one stores.
+Make = Callable[[list[Tensor]], tuple[Callable[[Tensor, int], Tensor], int]]
+
+
+def _dense(weights: list[Tensor]) -> tuple[Callable[[Tensor, int], Tensor], int]:
+    return lambda x, i: linear(x, weights[i]), weights[0].nbytes
+
+
+def _ours(bits: int) -> Make:
+    def make(weights: list[Tensor]) -> tuple[Callable[[Tensor, int], Tensor], int]:
+        packed = [kernels.packed_weight(weight, bits, _group(weight.shape[1])) for weight in weights]
+        return lambda x, i: kernels.packed_product(x, packed[i]), packed[0].nbytes
+
+    return make
+
+
+def _bitsandbytes(weights: list[Tensor]) -> tuple[Callable[[Tensor, int], Tensor], int]:
+    _require("bitsandbytes")
+    import bitsandbytes as bnb
+
+    held = []
+    for weight in weights:
+        layer = bnb.nn.Linear4bit(weight.shape[1], weight.shape[0], bias=False, compute_dtype=weight.dtype)
+        layer.weight = bnb.nn.Params4bit(weight.cpu(), requires_grad=False, quant_type="nf4")
+        held.append(layer.to(weight.device))
+    return lambda x, i: held[i](x), weights[0].numel() // 2
+
+
+def _torchao(weights: list[Tensor]) -> tuple[Callable[[Tensor, int], Tensor], int]:
+    _require("torchao")
+    from torchao.quantization import Int4WeightOnlyConfig, quantize_
+
+    held = []
+    for weight in weights:
+        layer = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False, device=weight.device, dtype=weight.dtype)
+        layer.weight = torch.nn.Parameter(weight, requires_grad=False)
+        quantize_(layer, Int4WeightOnlyConfig(group_size=_group(weight.shape[1])))
+        held.append(layer)
+    return lambda x, i: held[i](x), weights[0].numel() // 2
+
+
+def _group(width: int) -> int:
+    """The largest group that divides a width; where none does, the kernels say so."""
+    return next((size for size in _GROUPS if width % size == 0), _GROUPS[0])
+
+
+def _require(package: str) -> None:
+    if find_spec(package) is None:
+        raise MissingDependencyError(f"{package} is not installed")
+
+
+PATHS: dict[str, tuple[Make, int]] = {
+    DENSE: (_dense, 16),
+    **{f"packed, {bits} bits": (_ours(bits), bits) for bits in (8, 6, 4)},
+    "bitsandbytes, NF4": (_bitsandbytes, 4),
+    "torchao, int4": (_torchao, 4),
+}
+
+
+@torch.inference_mode()
+def run(
+    models: Sequence[Model], tokens: Sequence[int], dtype: str, device: str, repeats: int, *,
+    graph: bool = False, progress: Progress = silent,
+) -> list[Cell]:  # fmt: skip
+    """Every path through the first feed-forward matrix of each model."""
+    cells = []
+    for done, model in enumerate(models):
+        progress(done, len(models), f"linear: {model.name}")
+        for count in tokens:
+            cells += _measure(model, count, dtype, device, repeats, graph)
+    return cells
+
+
+def _measure(model: Model, tokens: int, dtype: str, device: str, repeats: int, graph: bool) -> list[Cell]:
+    generator = torch.Generator(device).manual_seed(0)
+    kind = getattr(torch, dtype)
+    bytes_of_one = model.inner * model.hidden * kind.itemsize
+    # Packed to 4 bits, all of them together must still exceed the caches.
+    copies = max(1, -(-_COLD_BYTES[device] * kind.itemsize * 2 // bytes_of_one))
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, device=device).to(kind)
+
+    weights = [normal(model.inner, model.hidden) * 0.02 for _ in range(copies)]
+    x = normal(tokens, model.hidden)
+    workload = f"{model.hidden} -> {model.inner}, {tokens} tokens, {dtype}"
+    cells: dict[str, Cell] = {}
+    calls = {}
+    for name, (make, bits) in PATHS.items():
+        cell = Cell(SECTION, workload, name, baseline=DENSE, operations=2 * tokens * model.inner * model.hidden)
+        try:
+            product, nbytes = make(weights)
+            cell = _checked(cell, product(x, 0), linear(x, weights[0]), bits)
+            moved = nbytes + x.nbytes + tokens * model.inner * kind.itemsize
+            cells[name] = replace(cell, bytes=moved, facts={"stored bytes": float(nbytes)})
+            if cell.missing is None:
+                calls[name] = prepare(_all_of(product, x, copies), device, graph=graph)
+        except Exception as error:  # a peer may fail with anything; the table says it
+            cells[name] = replace(cell, missing=f"{type(error).__name__}: {error}".splitlines()[0])
+    times = interleaved(calls, repeats)
+    return [replace(cell, values=tuple(ms / copies for ms in times.get(name, ()))) for name, cell in cells.items()]
+
+
+def _all_of(product: Callable[[Tensor, int], Any], x: Tensor, copies: int) -> Callable[[], None]:
+    def call() -> None:
+        for i in range(copies):
+            product(x, i)
+
+    return call
+
+
+def _checked(cell: Cell, y: Tensor, wanted: Tensor, bits: int) -> Cell:
+    error = float((y.float() - wanted.float()).norm() / wanted.float().norm())
+    allowed = _TOLERANCE[bits]
+    reason = None if error <= allowed else f"wrong: {error:.1e} from the dense product, {allowed:.0e} allowed"
+    return replace(cell, error=error, tolerance=allowed, missing=reason)

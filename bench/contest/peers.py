@@ -1,0 +1,233 @@
+"""Ways to compute an attention, each with its call, its counts, and what it must agree with before it is timed."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import pad
+
+from diffquant.attention import BACKENDS, attend
+from diffquant.attention.call import Call
+from diffquant.attention.composed import flashdiff1, flashdiff2
+from diffquant.attention.naive import naive
+from diffquant.bench.contest import counts, diffllama
+from diffquant.bench.contest.counts import Count
+from diffquant.bench.contest.workloads import Workload, differential, transformer
+from diffquant.scheme import FULL, Scheme
+
+BASELINE = "Transformer, SDPA flash"
+ROW_8 = Scheme.parse("8", "row")
+Attention = Callable[[Call], Tensor]
+
+
+@dataclass(frozen=True)
+class Peer:
+    """One way.
+
+    Attributes:
+        attention: what is timed.
+        make: the call it gets on a device.
+        count: its operations and bytes.
+        logits: the rounding `naive` must do for a fair comparison.
+        tolerance: relative error against `naive` in place of the dtype's own, where rounding is meant.
+        missing: why it cannot run a call, or None.
+        facts: further numbers of a call.
+    """
+
+    attention: Attention
+    make: Callable[[Workload, str], Call]
+    count: Callable[[Workload], Count]
+    logits: Scheme = FULL
+    tolerance: float | None = None
+    missing: Callable[[Call], str | None] = lambda call: None
+    facts: Callable[[Call], dict[str, float]] = lambda call: {}
+
+
+def _sdpa(backend: SDPBackend) -> Attention:
+    def attention(call: Call) -> Tensor:
+        with sdpa_kernel(backend):
+            return flashdiff1(call.q, call.k, call.v, call.lam, call.scale, call.mask)
+
+    return attention
+
+
+def _four(backend: SDPBackend) -> Attention:
+    def attention(call: Call) -> Tensor:
+        with sdpa_kernel(backend):
+            return flashdiff2(call.q, call.k, call.v, call.lam, call.scale, call.mask)
+
+    return attention
+
+
+def _ours(name: str) -> Attention:
+    return lambda call: BACKENDS[name].compute(call)
+
+
+def _refused(name: str) -> Callable[[Call], str | None]:
+    def missing(call: Call) -> str | None:
+        try:
+            return BACKENDS[name].refused(call)
+        except ImportError as error:
+            return f"the kernel cannot be imported: {error}"
+
+    return missing
+
+
+def _simulated(scheme: Scheme) -> Attention:
+    return lambda call: attend(
+        call.q, call.k, call.v, call.lam, scale=call.scale, mask=call.mask, logits=scheme, post=call.post
+    )
+
+
+def _rounded_eagerly(call: Call) -> Tensor:
+    return naive(call.q, call.k, call.v, call.lam, call.scale, call.mask, ROW_8)
+
+
+def _padded(work: Workload, device: str) -> Call:
+    """Keys as wide as values, so that a flash kernel takes a map in one call; padded beforehand."""
+    call = differential(work, device)
+    missing = (0, work.model.value_width - work.model.width)
+    k = [pad(x, missing) for x in call.k]
+    return replace(call, q=[pad(x, missing) for x in call.q], k=[k[0]] * 2 if call.k[0] is call.k[1] else k)
+
+
+def _only_cuda(call: Call) -> str | None:
+    return None if call.v.is_cuda else "it runs on CUDA alone"
+
+
+def _flash_widths(call: Call) -> str | None:
+    return None if call.v.dtype != torch.float32 or not call.v.is_cuda else "flash attention on CUDA takes half types"
+
+
+def _flex(call: Call) -> Tensor:
+    """FlexAttention, compiled; two calls, since it takes dv other than d."""
+    y = [
+        _compiled_flex()(q, k, call.v, block_mask=_causal_block(call), enable_gqa=q.shape[1] != k.shape[1])
+        for q, k in zip(call.q, call.k, strict=True)
+    ]
+    return y[0] if call.lam is None else y[0] - call.lam.to(y[0].dtype) * y[1]
+
+
+_flex_kept: dict[Any, Any] = {}
+
+
+def _compiled_flex() -> Any:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    if "compiled" not in _flex_kept:
+        _flex_kept["compiled"] = torch.compile(flex_attention)
+    return _flex_kept["compiled"]
+
+
+def _causal_block(call: Call) -> Any:
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    queries, keys = call.length, call.v.shape[2]
+    if (queries, keys) not in _flex_kept:
+        _flex_kept[queries, keys] = create_block_mask(
+            lambda b, h, i, j: j <= i + (keys - queries), None, None, queries, keys, device=str(call.v.device)
+        )
+    return _flex_kept[queries, keys]
+
+
+PEERS: dict[str, Peer] = {
+    BASELINE: Peer(_sdpa(SDPBackend.FLASH_ATTENTION), transformer, counts.transformer, missing=_flash_widths),
+    "Transformer, SDPA cuDNN": Peer(
+        _sdpa(SDPBackend.CUDNN_ATTENTION), transformer, counts.transformer, missing=_only_cuda
+    ),
+    "Transformer, flash-attn": Peer(
+        _ours("flash_attn"), transformer, counts.transformer, missing=_refused("flash_attn")
+    ),
+    "DIFF, eager": Peer(_ours("naive"), differential, counts.eager),
+    "FlashDiffAttn_1": Peer(_ours("flashdiff1"), differential, counts.two_calls),
+    "FlashDiffAttn_1, SDPA mem-efficient": Peer(
+        _sdpa(SDPBackend.EFFICIENT_ATTENTION), differential, counts.two_calls, missing=_only_cuda
+    ),
+    "FlashDiffAttn_1, SDPA flash, keys padded": Peer(
+        _sdpa(SDPBackend.FLASH_ATTENTION), _padded, counts.two_calls, missing=_flash_widths
+    ),
+    "FlashDiffAttn_1, FlexAttention": Peer(_flex, differential, counts.two_calls, missing=_only_cuda),
+    "FlashDiffAttn_2": Peer(_ours("flashdiff2"), differential, counts.four_calls),
+    "FlashDiffAttn_2, SDPA flash": Peer(
+        _four(SDPBackend.FLASH_ATTENTION), differential, counts.four_calls, missing=_flash_widths
+    ),
+    "FlashDiffAttn_2, SDPA cuDNN": Peer(
+        _four(SDPBackend.CUDNN_ATTENTION), differential, counts.four_calls, missing=_only_cuda
+    ),
+    "FlashDiffAttn_2, flash-attn": Peer(
+        _ours("flash_attn"), differential, counts.four_calls, missing=_refused("flash_attn")
+    ),
+    **{
+        f"transformers' DiffLlama, {how}": Peer(
+            diffllama.attention, partial(diffllama.made, how), count, missing=diffllama.missing
+        )
+        for how, count in (("eager", counts.eager_halves), ("sdpa", counts.four_calls))
+    },
+    "DIFF, ONNX operator in torch": Peer(_ours("op"), differential, counts.four_calls, missing=_refused("op")),
+    "DIFF, fused": Peer(_ours("triton"), differential, counts.fused, missing=_refused("triton")),
+    "DIFF, fused, int8 QK": Peer(
+        _ours("triton-int8"), differential, counts.fused, tolerance=0.05, missing=_refused("triton-int8")
+    ),
+    "DIFF, fused, int8 QK, fp8 PV": Peer(
+        _ours("triton-fp8"), differential, counts.fused, tolerance=0.1, missing=_refused("triton-fp8")
+    ),
+    "DIFF, simulated logits 8:row, eager": Peer(_rounded_eagerly, differential, counts.eager, logits=ROW_8),
+    "DIFF, simulated logits 8:row": Peer(_simulated(ROW_8), differential, counts.simulated, logits=ROW_8),
+}
+# Rounding differs where two ways disagree in the last bit before it.
+_SIMULATED_SLACK = 5e-3
+_TOLERANCES = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 2e-2}
+_CHECKED_ROWS = 128
+
+
+def tolerance(peer: Peer, dtype: torch.dtype) -> float:
+    """Largest relative error against `naive` at which a peer is timed."""
+    return peer.tolerance or _TOLERANCES[dtype] + (_SIMULATED_SLACK if peer.logits.quantizes else 0.0)
+
+
+def relative_error(peer: Peer, call: Call) -> float:
+    """||peer - naive|| / ||naive|| over a call's first and last rows, which need no whole map; infinite if not finite.
+
+    Rows of the logits have their own scales here, so that rows of one call can be computed alone.
+    """
+    out = peer.attention(call)
+    if out.shape != (*call.q[0].shape[:3], call.v.shape[-1]) or not bool(out.isfinite().all()):
+        return float("inf")
+    length, keys = call.length, call.v.shape[2]
+    rows = min(_CHECKED_ROWS, length)
+    past = keys - length
+    wrong = norm = 0.0
+    for first, seen in {(0, past + rows), (length - rows, keys)}:
+        part = slice(first, first + rows)
+        wanted = _naive(call, part, seen, peer.logits).double()
+        wrong += float((out[:, :, part].double() - wanted).square().sum())
+        norm += float(wanted.square().sum())
+    return (wrong / norm) ** 0.5
+
+
+def _naive(call: Call, rows: slice, keys: int, logits: Scheme) -> Tensor:
+    """`naive` in float32 on some rows, which are the last of the keys they see."""
+    lam = call.lam if call.lam is None or call.lam.dim() < 4 else call.lam[:, :, rows]
+    k = [x[:, :, :keys].float() for x in call.k]
+    shared = len(k) == 2 and call.k[0] is call.k[1]
+    return attend(
+        [x[:, :, rows].float() for x in call.q],
+        [k[0], k[0]] if shared else k,
+        call.v[:, :, :keys].float(),
+        lam,
+        scale=call.scale,
+        mask=call.mask,
+        logits=logits,
+        post=call.post,
+        backend="naive",
+    )
+
+
+def failure(error: Exception) -> str:
+    """An error's type and the beginning of its first line."""
+    first = str(error).strip().split("\n")[0]
+    return f"{type(error).__name__}: {first if len(first) < 160 else first[:157] + '...'}"

@@ -1,0 +1,114 @@
+"""Tokens a second of whole models, forward: a Transformer and its DIFF models side by side.
+
+In form the paper's Table 7 (arXiv 2410.05258, forward columns), at sizes that this machine can do.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from diffquant.bench.cells import Cell
+from diffquant.bench.contest.workloads import Model
+from diffquant.bench.timing import interleaved, prepare
+from diffquant.support.progress import Progress, silent
+
+SECTION = "throughput"
+TRANSFORMER, V1, V2 = "Transformer", "DIFF V1", "DIFF V2"
+
+
+def run(
+    models: Sequence[Model], lengths: Sequence[int], batch: int, dtype: str, device: str, repeats: int,
+    progress: Progress = silent,
+) -> list[Cell]:  # fmt: skip
+    """Tokens a second of each model's three forms, random weights, at each length."""
+    cells = []
+    for done, model in enumerate(models):
+        forms = {name: _random_model(model, name, max(lengths), dtype, device) for name in (TRANSFORMER, V1, V2)}
+        for length in lengths:
+            progress(done, len(models), f"throughput: {model.name}, {length} tokens")
+            cells += _measure(model, forms, length, batch, dtype, device, repeats)
+    return cells
+
+
+def smaller(model: Model, layers: int, vocabulary: int) -> Model:
+    """A model's first layers, with a small vocabulary: one layer's time is what scales."""
+    return replace(model, name=f"{model.name} of {layers} layers", layers=layers, vocabulary=vocabulary)
+
+
+@torch.inference_mode()
+def _measure(
+    model: Model, forms: dict[str, Any], length: int, batch: int, dtype: str, device: str, repeats: int
+) -> list[Cell]:
+    generator = torch.Generator(device).manual_seed(0)
+    ids = torch.randint(model.vocabulary, (batch, length), generator=generator, device=device)
+    calls = {name: prepare(partial(form, ids, use_cache=False), device) for name, form in forms.items()}
+    workload = f"{model.name}, {length} tokens, batch {batch}, {dtype}"
+    return [
+        Cell(
+            SECTION,
+            workload,
+            name,
+            unit="tokens/s",
+            values=tuple(1e3 * batch * length / ms for ms in times),
+            baseline=TRANSFORMER,
+            length=length,
+            facts={"parameters": float(sum(p.numel() for p in forms[name].parameters()))},
+        )
+        for name, times in interleaved(calls, repeats).items()
+    ]
+
+
+def _random_model(model: Model, form: str, context: int, dtype: str, device: str) -> Any:
+    from diffquant.model.config import DiffTransformerConfig
+    from diffquant.model.modeling import DiffTransformer
+
+    torch.manual_seed(0)
+    config = DiffTransformerConfig(
+        vocab_size=model.vocabulary,
+        hidden_size=model.hidden,
+        intermediate_size=model.inner,
+        num_hidden_layers=model.layers,
+        num_attention_heads=2 * model.pairs,
+        max_position_embeddings=context,
+        tie_word_embeddings=True,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        spec=_spec(model, form),
+    )
+    return DiffTransformer(config).to(device, getattr(torch, dtype)).eval()
+
+
+def _spec(model: Model, form: str) -> dict[str, Any]:
+    """The Transformer has 2h heads; V1 pairs them; V2 keeps its KV heads and doubles its queries."""
+    from diffquant.attention import DiffSpec
+
+    heads, width = 2 * model.pairs, model.width
+    if form == TRANSFORMER:
+        spec = DiffSpec(heads, heads, width, width, maps=1)
+    elif form == V1:
+        spec = DiffSpec(model.pairs, model.pairs, width, 2 * width, lam="exp", post_norm="plain", scale_by_init=True)
+    else:
+        spec = DiffSpec(heads, heads, width, width, shared_k=True, lam="sigmoid")
+    return spec.to_dict()
+
+
+def table7(cells: Sequence[Cell]) -> str:
+    """The cells as the paper prints them: Transformer, then DIFF with its change in percent."""
+    rows = ["| model | length | Transformer, tokens/s | DIFF V1 | DIFF V2 |", "|---|---|---|---|---|"]
+    for workload in dict.fromkeys(cell.workload for cell in cells):
+        found = {cell.path: cell for cell in cells if cell.workload == workload and cell.spread}
+        base = found[TRANSFORMER].spread if TRANSFORMER in found else None
+        if base is None:
+            continue
+        texts = []
+        for form in (V1, V2):
+            now = found[form].spread if form in found else None
+            texts.append(f"{now.median:.0f} ({now.median / base.median - 1:+.0%})" if now else "-")
+        rows.append(
+            f"| {workload.split(',')[0]} | {found[TRANSFORMER].length} | {base.median:.0f} | "
+            + " | ".join(texts)
+            + " |"
+        )
+    return "\n".join(rows)

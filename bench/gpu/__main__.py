@@ -1,0 +1,3 @@
+from diffquant.bench.gpu.ratios import main
+
+raise SystemExit(main())

@@ -1,0 +1,151 @@
+"""Tries neighbours of the kernels' shipped configurations, and writes those that are faster to a file.
+
+The file is what `DIFFQUANT_KERNEL_CONFIGS` names: {"kernel/device class/case": {field: value}}.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, fields
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from diffquant.bench.contest import linears
+from diffquant.bench.contest.contest import peers_of
+from diffquant.bench.contest.peers import relative_error, tolerance
+from diffquant.bench.contest.workloads import MODELS, Model, Workload
+from diffquant.bench.timing import interleaved, prepare, spread
+from diffquant.errors import UsageError
+from diffquant.kernels.configs import PREFILL, choose, device_class, trying
+from diffquant.support.files import write_atomically
+from diffquant.support.progress import Progress, silent
+
+# Modules with a table TILES; one that is not there is left out.
+MODULES = ("prefill_int8", "simulated", "decode", "gemv", "gemm")
+# A new configuration must be faster by more than timers scatter.
+GAIN = 1.03
+_TURNS = 5
+_KEYS = {"decode": 16384}
+_LENGTH = 8192
+
+Check = Callable[[], bool]
+
+
+def tune(path: Path, device: str, progress: Progress = silent) -> str:
+    """Improve every entry of this device in turn, one field after the other, and write what changed.
+
+    Raises:
+        UsageError: there is no CUDA device.
+    """
+    if device != "cuda" or not torch.cuda.is_available():
+        raise UsageError("--tune tries kernels on a CUDA device: give --device cuda on a machine that has one")
+    tables = shipped()
+    here = f"/{device_class(torch.device('cuda'))}/"
+    keys = [key for key in tables if here in key]
+    tuned: dict[str, dict[str, int]] = {}
+    lines = []
+    for done, key in enumerate(keys):
+        progress(done, len(keys), key)
+        try:
+            work, is_right = probe(key)
+            before, now, changed = improve(key, tables[key], work, is_right)
+        except Exception as error:  # one kernel that cannot run keeps none of the others from being tuned
+            lines.append(f"{key}: left alone, {type(error).__name__}: {error}".splitlines()[0])
+            continue
+        if changed:
+            tuned[key] = changed
+        lines.append(f"{key}: {before:.3f} -> {now:.3f} ms" + (f" with {changed}" if changed else ", as shipped"))
+    write_atomically(path, json.dumps(tuned, indent=1) + "\n")
+    return "\n".join([*lines, f"wrote {len(tuned)} of {len(keys)} entries to {path}"])
+
+
+def shipped() -> dict[str, Any]:
+    """Every configuration of the kernels' tables by key, as tuned already."""
+    found: dict[str, Any] = {key: choose(PREFILL, key) for key in PREFILL}
+    for name in MODULES:
+        table: Mapping[str, Any] = import_module(f"diffquant.kernels.{name}").TILES
+        found |= {key: choose(table, key) for key in table}
+    return found
+
+
+def neighbours(config: Any, field: str) -> Iterator[int]:
+    """Values of a field beside its own: stages one less and more, everything else half and double."""
+    value = getattr(config, field)
+    if field == "stages":
+        yield from (other for other in (value - 1, value + 1) if other >= 1)
+    else:
+        yield from (other for other in (value // 2, value * 2) if other >= 1)
+
+
+def improve(key: str, config: Any, work: Callable[[], object], is_right: Check) -> tuple[float, float, dict[str, int]]:
+    """Milliseconds before and after, and the fields that changed; a value that fails or is wrong is passed over."""
+    changed: dict[str, int] = {}
+    before = now = _milliseconds(work)
+    for field in (each.name for each in fields(config)):
+        start = changed.get(field, getattr(config, field))
+        for value in neighbours(config, field):
+            entry = changed | {field: value}
+            with trying({key: asdict(config) | entry}):
+                try:
+                    found = _milliseconds(work) if is_right() else float("inf")
+                except Exception:  # too many registers, too little shared memory, a shape no kernel takes
+                    continue
+            if found * GAIN < now and value != start:
+                now, changed = found, entry
+    return before, now, changed
+
+
+def probe(key: str) -> tuple[Callable[[], object], Check]:
+    """Work that uses an entry, and whether its result is right.
+
+    Raises:
+        UsageError: no workload here reaches it.
+    """
+    kernel, _, case = key.split("/")
+    if kernel in ("gemv", "gemm"):
+        return _linear_probe(kernel, int(case))
+    section, name, model = _attention_of(kernel, int(case))
+    keys = _KEYS.get(kernel, _LENGTH)
+    work = Workload(model, 1 if section == "decode" else keys, keys, 8 if section == "decode" else 1, "float16")
+    peer = peers_of(section)[name]
+    call = peer.make(work, "cuda")
+    allowed = tolerance(peer, work.torch_dtype)
+    return lambda: peer.attention(call), lambda: relative_error(peer, call) <= allowed
+
+
+def _attention_of(kernel: str, width: int) -> tuple[str, str, Model]:
+    """Section, peer and model whose call chooses this entry; decode's cases are value widths."""
+    names = {
+        "prefill_v1": "DIFF, fused",
+        "prefill_v2": "DIFF, fused",
+        "prefill_int8": "DIFF, fused, int8 QK, fp8 PV",
+        "simulated": "DIFF, simulated logits 8:row",
+    }
+    v1 = {64: MODELS["diffllama-1b"], 128: MODELS["3B"]}
+    v2 = {64: MODELS["smollm2-135m-diff-v2"], 128: Model("V2, d 128", 3072, 1, 24, 24, 128, 128, 8192)}
+    if kernel == "decode":
+        model = next((m for m in (*v2.values(), *v1.values()) if m.value_width == width), None)
+        section, name = "decode", "DIFF, fused, 4-bit cache"
+    else:
+        model = (v2 if kernel == "prefill_v2" else v1).get(width)
+        section, name = "attention", names.get(kernel, "")
+    if model is None or not name:
+        raise UsageError("no workload of the bench reaches this entry")
+    return section, name, model
+
+
+def _linear_probe(kernel: str, case: int) -> tuple[Callable[[], object], Check]:
+    """gemv's cases are bits, gemm's are tokens."""
+    bits, tokens = (case, 1) if kernel == "gemv" else (4, case)
+    model = MODELS["3B"]
+    weight = torch.randn(model.inner, model.hidden, device="cuda", dtype=torch.float16) * 0.02
+    x = torch.randn(tokens, model.hidden, device="cuda", dtype=torch.float16)
+    product, _ = linears.PATHS[f"packed, {bits} bits"][0]([weight])
+    wanted = product(x, 0).float()
+    return lambda: product(x, 0), lambda: bool(((product(x, 0).float() - wanted).norm() / wanted.norm()) < 1e-2)
+
+
+def _milliseconds(work: Callable[[], object]) -> float:
+    return spread(interleaved({"": prepare(work, "cuda")}, _TURNS)[""]).median

@@ -1,0 +1,1 @@
+"""Whole programs beside their peers: generating, quantizing, scoring."""

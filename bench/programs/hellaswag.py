@@ -1,0 +1,201 @@
+"""HellaSwag's items a second: our scorer beside lm-eval's HFLM, on the same model, items and cores.
+
+    python -m diffquant.bench.programs.hellaswag --items 100 MODEL.gguf --json bench/results/hellaswag-speed.json
+
+Contestants take turns (A B A B), so that what else the machine does falls on all of them; CPU seconds
+are given too, which depend on it less. HFLM gets transformers' own Llama with dense weights. In float32
+both must choose the same ending of every item.
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from diffquant.bench.environment import environment
+from diffquant.errors import MissingDependencyError, ToleranceError, UsageError
+from diffquant.evals.harness import require_lm_eval
+from diffquant.evals.hellaswag import Item, evaluate, load_items
+from diffquant.loading import load
+from diffquant.source.tokenizer import load_tokenizer
+from diffquant.support.devices import resolve
+
+# HFLM's own default, and the size at which it was fastest on the machine this was written on.
+_BATCH_SIZES = (1, 8)
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """One scorer in one dtype; `score` gives the chosen ending (by summed log-probability) of each item."""
+
+    name: str
+    dtype: str
+    batch_size: int | None
+    score: Callable[[Sequence[Item]], list[int]]
+
+
+@dataclass
+class Timing:
+    """A contestant's runs: wall and CPU seconds of each, and its choices."""
+
+    name: str
+    dtype: str
+    batch_size: int | None
+    seconds: list[float]
+    cpu_seconds: list[float]
+    choices: list[int]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("model", type=Path, help="a Llama: a .gguf file or a folder")
+    parser.add_argument("--items", type=int, default=100)
+    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--json", type=Path, dest="file", help="where to write the numbers")
+    options = parser.parse_args()
+    result = measure(options.model, options.items, options.repeats)
+    if options.file:
+        options.file.write_text(json.dumps(result, indent=1) + "\n")
+    print(summary(result))
+    _require(result)
+
+
+def measure(path: Path, items: int, repeats: int) -> dict[str, Any]:
+    """Time every contestant `repeats` times, in turns.
+
+    Raises:
+        MissingDependencyError: lm-eval's HFLM cannot be imported.
+    """
+    questions = load_items(limit=items)
+    entrants = contestants(path)
+    timings = [Timing(c.name, c.dtype, c.batch_size, [], [], []) for c in entrants]
+    for entrant in entrants:
+        entrant.score(questions[:2])
+    for _ in range(repeats):
+        for entrant, timing in zip(entrants, timings, strict=True):
+            wall, cpu = time.monotonic(), time.process_time()
+            timing.choices = entrant.score(questions)
+            timing.seconds.append(time.monotonic() - wall)
+            timing.cpu_seconds.append(time.process_time() - cpu)
+    return {
+        "environment": environment() | {"threads": torch.get_num_threads(), "lm_eval": version("lm_eval")},
+        "model": path.name,
+        "items": items,
+        "default_dtype": {"diffquant": str(resolve()).removeprefix("torch."), "HFLM": "float32"},
+        "timings": [asdict(timing) for timing in timings],
+    }
+
+
+def contestants(path: Path) -> list[Contestant]:
+    """Ours and HFLM at its batch sizes, in float32 and bfloat16."""
+    tokenizer = load_tokenizer(path)
+    entrants = []
+    for dtype in (torch.float32, torch.bfloat16):
+        name = str(dtype).removeprefix("torch.")
+        entrants.append(Contestant("diffquant", name, None, _ours(load(path, dtype=dtype), tokenizer)))
+        oracle = _transformers_llama(path, dtype)
+        entrants += [Contestant("HFLM", name, n, _hflm(oracle, tokenizer, n)) for n in _BATCH_SIZES]
+    return entrants
+
+
+def summary(result: dict[str, Any]) -> str:
+    """A line a contestant, the ratios, and whether the choices agree."""
+    items = result["items"]
+    lines = [f"{'scorer':<22}{'dtype':<10}{'items/s':>9}{'CPU s/item':>12}"]
+    for timing in result["timings"]:
+        name = timing["name"] + (f", batch {timing['batch_size']}" if timing["batch_size"] else "")
+        rate, cpu = items / min(timing["seconds"]), min(timing["cpu_seconds"]) / items
+        lines.append(f"{name:<22}{timing['dtype']:<10}{rate:>9.2f}{cpu:>12.3f}")
+    lines += [
+        f"{what}: {wall:.2f} times HFLM's items per second, {cpu:.2f} times per CPU second"
+        for what, (wall, cpu) in ratios(result).items()
+    ]
+    lines.append(f"float32: the same choice on {_agreeing(result)} of {items} items")
+    return "\n".join(lines)
+
+
+def ratios(result: dict[str, Any]) -> dict[str, tuple[float, float]]:
+    """How many times HFLM's speed ours is, by wall clock and by CPU time, from each one's best run."""
+    best = {
+        (t["name"], t["dtype"], t["batch_size"]): (min(t["seconds"]), min(t["cpu_seconds"])) for t in result["timings"]
+    }
+    ours, theirs = result["default_dtype"]["diffquant"], result["default_dtype"]["HFLM"]
+    pairs = {
+        f"{dtype}, HFLM at batch {n}": (("HFLM", dtype, n), ("diffquant", dtype, None))
+        for dtype in ("float32", "bfloat16")
+        for n in _BATCH_SIZES
+    } | {"each one's defaults": (("HFLM", theirs, 1), ("diffquant", ours, None))}
+    return {
+        what: (best[slow][0] / best[fast][0], best[slow][1] / best[fast][1]) for what, (slow, fast) in pairs.items()
+    }
+
+
+def _ours(model: Any, tokenizer: Any) -> Callable[[Sequence[Item]], list[int]]:
+    return lambda items: evaluate(model, tokenizer, items).choices
+
+
+def _hflm(model: Any, tokenizer: Any, batch_size: int) -> Callable[[Sequence[Item]], list[int]]:
+    from lm_eval.api.instance import Instance
+
+    scorer = _hflm_class()(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
+
+    def score(items: Sequence[Item]) -> list[int]:
+        pairs = [(item.query, f" {ending}") for item in items for ending in item.endings]
+        asked = [Instance("loglikelihood", {}, pair, i) for i, pair in enumerate(pairs)]
+        answers = iter(scorer.loglikelihood(asked, disable_tqdm=True))
+        logprobs = [[next(answers)[0] for _ in item.endings] for item in items]
+        return [max(range(len(row)), key=row.__getitem__) for row in logprobs]
+
+    return score
+
+
+def _hflm_class() -> Any:
+    require_lm_eval()
+    try:
+        from lm_eval.models.huggingface import HFLM
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"lm-eval's HFLM cannot be imported ({error}): pip install 'lm-eval[hf]'"
+        ) from error
+    return HFLM
+
+
+def _transformers_llama(path: Path, dtype: torch.dtype) -> Any:
+    from transformers import AutoModelForCausalLM
+    from transformers.utils.quantization_config import GgufConfig
+
+    if path.suffix != ".gguf":
+        try:
+            return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True).eval()
+        except ValueError as error:
+            raise UsageError(f"HFLM cannot load {path.name}, which transformers does not know") from error
+    # Packed GGUF products would be slower still; both sides get dense weights.
+    return AutoModelForCausalLM.from_pretrained(
+        path.parent, gguf_file=path.name, dtype=dtype, quantization_config=GgufConfig(dequantize=True)
+    ).eval()
+
+
+def _agreeing(result: dict[str, Any]) -> int:
+    """Items on which every float32 contestant chose the same ending."""
+    choices = [timing["choices"] for timing in result["timings"] if timing["dtype"] == "float32"]
+    return sum(len(set(chosen)) == 1 for chosen in zip(*choices, strict=True))
+
+
+def _require(result: dict[str, Any]) -> None:
+    """Check that the scorers agree.
+
+    Raises:
+        ToleranceError: in float32 they choose differently.
+    """
+    if _agreeing(result) < result["items"]:
+        raise ToleranceError(f"the scorers choose differently on {result['items'] - _agreeing(result)} items")
+
+
+if __name__ == "__main__":
+    main()

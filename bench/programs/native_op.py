@@ -1,0 +1,252 @@
+"""The native kernel against the op's function body in ONNX Runtime: decode, prefill, float and quantized caches.
+
+`python -m diffquant.bench.programs.native_op --json` prints medians and best times of interleaved repeats, and
+their ratios.
+"""
+
+import argparse
+import importlib
+import json
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+from onnx import TensorProto, helper
+
+from diffquant.bench.environment import environment
+from diffquant.errors import MissingDependencyError
+
+OPSET, IR = 23, 10
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One layer's attention: generation, pairs, KV pairs, and the width of one map's head."""
+
+    generation: int
+    pairs: int
+    kv_pairs: int
+    width: int
+
+    @property
+    def row(self) -> int:
+        return self.width * (2 if self.generation == 1 else 1)
+
+
+@dataclass(frozen=True)
+class Workload:
+    """`tokens` new ones at the end of a `context`, over a cache of `kv_bits` (0 for the dtype) used in place."""
+
+    context: int
+    tokens: int
+    kv_bits: int
+    dtype: str = "float32"
+
+
+@dataclass(frozen=True)
+class Result:
+    """Milliseconds of each call of both."""
+
+    shape: str
+    workload: Workload
+    body: list[float]
+    native: list[float]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Medians, best times, and how many times faster the native kernel is by each."""
+        return {
+            "shape": self.shape,
+            **asdict(self.workload),
+            "body_ms": median(self.body),
+            "native_ms": median(self.native),
+            "ratio": median(self.body) / median(self.native),
+            "body_best_ms": min(self.body),
+            "native_best_ms": min(self.native),
+            "ratio_of_best": min(self.body) / min(self.native),
+        }
+
+
+SHAPES = {
+    "v1 8/8": Shape(1, 8, 8, 64),
+    "v1 16/4": Shape(1, 16, 4, 64),
+    "v1 8/8 d128": Shape(1, 8, 8, 128),
+    "v2 9/3": Shape(2, 9, 3, 64),
+    "v2 16/4 d128": Shape(2, 16, 4, 128),
+}
+WORKLOADS = [
+    Workload(4096, 1, 0),
+    Workload(1024, 1024, 0),
+    Workload(4096, 1, 8),
+    Workload(1024, 1024, 8),
+    Workload(4096, 1, 4),
+    Workload(4096, 1, 0, "float16"),
+    Workload(1024, 1024, 0, "float16"),
+]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m diffquant.bench.programs.native_op", description=__doc__)
+    parser.add_argument("--json", action="store_true", help="machine-readable output")
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--repeats", type=int, default=21)
+    parser.add_argument("--shapes", nargs="*", choices=list(SHAPES), default=list(SHAPES))
+    options = parser.parse_args()
+    # Rooms do not import each other: the op and its kernel are looked up when this runs as a program.
+    native = importlib.import_module("diffquant.export.native")
+    library = native.library_path()
+    if library is None:
+        raise MissingDependencyError("the native kernel is not built: python -m diffquant.export.native")
+    results = [
+        compare(name, workload, library, options.threads, options.repeats)
+        for name in options.shapes
+        for workload in WORKLOADS
+    ]
+    if options.json:
+        print(json.dumps(report(results, native.kernel_name(), options.threads), indent=2))
+    else:
+        print("\n".join(line(result) for result in results))
+
+
+def compare(name: str, workload: Workload, library: Path, threads: int, repeats: int) -> Result:
+    """Times of both, run in turn so that neither meets another machine than the other."""
+    shape = SHAPES[name]
+    calls = [prepared_call(shape, workload, each, threads) for each in (None, library)]
+    times: list[list[float]] = [[], []]
+    for _ in range(repeats):
+        for call, spent in zip(calls, times, strict=True):
+            call()  # brings its own caches and tables back into the processor's
+            start = time.perf_counter()
+            call()
+            spent.append((time.perf_counter() - start) * 1e3)
+    return Result(name, workload, *times)
+
+
+def report(results: list[Result], kernel: str, threads: int) -> dict[str, Any]:
+    return {
+        "environment": environment(),
+        "onnxruntime": ort.__version__,
+        "kernel": kernel,
+        "threads": threads,
+        "results": [result.to_dict() for result in results],
+    }
+
+
+def line(result: Result) -> str:
+    work = result.workload
+    what = f"{work.tokens} of {work.context} tokens, {work.dtype}, cache {work.kv_bits or 'as is'}"
+    found = result.to_dict()
+    times = f"body {found['body_ms']:8.3f} ms  native {found['native_ms']:8.3f} ms"
+    return f"{result.shape:13} {what:42} {times}  {found['ratio']:5.2f}x  best {found['ratio_of_best']:5.2f}x"
+
+
+def prepared_call(shape: Shape, workload: Workload, library: Path | None, threads: int) -> Callable[[], None]:
+    """One call of the op on random inputs, everything bound beforehand and the cache extended in place."""
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.log_severity_level = 3
+    # Waiting threads of one session must not take the other's processors.
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    if library is not None:
+        options.register_custom_ops_library(str(library))
+    model = one_node(shape, workload)
+    session = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    binding = session.io_binding()
+    rng = np.random.default_rng(0)
+    for value in model.graph.input:
+        binding.bind_ortvalue_input(value.name, _input(value, shape, workload, rng))
+    binding.bind_output("output", "cpu")
+    for name in ("key", "value"):
+        cache = _random_cache(shape, workload, rng)
+        binding.bind_ortvalue_input(f"past_{name}", cache)
+        binding.bind_ortvalue_output(f"present_{name}", cache)
+    return lambda: session.run_with_iobinding(binding)
+
+
+def one_node(shape: Shape, workload: Workload) -> onnx.ModelProto:
+    """A model of one node with its body."""
+    op = importlib.import_module("diffquant.export.graph.op")
+    body = importlib.import_module("diffquant.export.graph.body")
+    attributes = op.OpAttributes(
+        num_pairs=shape.pairs,
+        num_kv_pairs=shape.kv_pairs,
+        generation=shape.generation,
+        scale=shape.width**-0.5,
+        do_rotary=1,
+        rotary_interleaved=1,
+        kv_bit_width=workload.kv_bits,
+    )
+    kind = TensorProto.FLOAT if workload.dtype == "float32" else TensorProto.FLOAT16
+    cache = {0: kind, 8: TensorProto.INT8, 4: TensorProto.UINT8}[workload.kv_bits]
+    past = [1, shape.kv_pairs, workload.context, _stored(shape, workload)]
+    kv = [1, workload.tokens, shape.kv_pairs * shape.row]
+    inputs = {
+        "query": (kind, [1, workload.tokens, 2 * shape.pairs * shape.width]),
+        "key": (kind, kv),
+        "value": (kind, kv),
+        "lambda": (TensorProto.FLOAT, [1] if shape.generation == 1 else [1, workload.tokens, shape.pairs]),
+        "past_key": (cache, past),
+        "past_value": (cache, past),
+        "seqlens_k": (TensorProto.INT32, [1]),
+        "total_sequence_length": (TensorProto.INT32, []),
+        "cos_cache": (kind, [workload.context, shape.row // 2]),
+        "sin_cache": (kind, [workload.context, shape.row // 2]),
+    }
+    if workload.kv_bits:
+        inputs |= {name: (TensorProto.FLOAT, [1, shape.kv_pairs, 1, shape.row]) for name in ("k_scale", "v_scale")}
+    outputs = {
+        "output": (kind, [1, workload.tokens, shape.pairs * shape.row]),
+        "present_key": (cache, past),
+        "present_value": (cache, past),
+    }
+    node = helper.make_node(op.NAME, list(inputs), list(outputs), domain=op.DOMAIN, **attributes.to_dict())
+    graph = helper.make_graph([node], "attention", _declared(inputs), _declared(outputs))
+    domains = [("", OPSET), (op.DOMAIN, op.VERSION), (body.CONTRIB, 1)]
+    function = body.body("contrib", attributes, shape.width, OPSET)
+    opsets = [helper.make_opsetid(*domain) for domain in domains]
+    return helper.make_model(graph, opset_imports=opsets, functions=[function], ir_version=IR)
+
+
+def _declared(values: Mapping[str, tuple[int, Sequence[int]]]) -> list[onnx.ValueInfoProto]:
+    return [helper.make_tensor_value_info(name, *value) for name, value in values.items()]
+
+
+def _stored(shape: Shape, workload: Workload) -> int:
+    return shape.row // 2 if workload.kv_bits == 4 else shape.row
+
+
+def _input(value: onnx.ValueInfoProto, shape: Shape, workload: Workload, rng: np.random.Generator) -> ort.OrtValue:
+    tensor = value.type.tensor_type
+    dims = [dim.dim_value for dim in tensor.shape.dim]
+    if value.name == "seqlens_k":
+        made = np.array([workload.context - 1], "i4")
+    elif value.name == "total_sequence_length":
+        made = np.array(workload.context, "i4")
+    elif value.name in ("k_scale", "v_scale"):
+        made = np.full(dims, 3.0 / (2 ** (workload.kv_bits - 1) - 1), "f4")
+    elif value.name in ("past_key", "past_value"):
+        return _random_cache(shape, workload, rng)
+    elif value.name == "lambda":
+        made = rng.random(dims, dtype="f4")
+    else:
+        made = rng.standard_normal(dims, dtype="f4").astype(workload.dtype)
+    return ort.OrtValue.ortvalue_from_numpy(made)
+
+
+def _random_cache(shape: Shape, workload: Workload, rng: np.random.Generator) -> ort.OrtValue:
+    dims = (1, shape.kv_pairs, workload.context, _stored(shape, workload))
+    if workload.kv_bits:
+        made = rng.integers(0, 256, dims, dtype="u1").view("i1" if workload.kv_bits == 8 else "u1")
+    else:
+        made = rng.standard_normal(dims, dtype="f4").astype(workload.dtype)
+    return ort.OrtValue.ortvalue_from_numpy(made)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,152 @@
+"""Sections that run whole programs: generating, quantizing, exporting and scoring, as cells."""
+
+import argparse
+import importlib
+import tempfile
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from diffquant.bench.cells import Cell
+from diffquant.bench.programs import generate, hellaswag, quantize
+from diffquant.bench.synthetic import synthesize
+from diffquant.errors import DiffQuantError
+from diffquant.support.progress import Progress, silent
+
+_BODY, _KERNEL = "function body", "native kernel"
+_SHORT = "left out of the full report for its time; `diffquant bench generate` runs it"
+
+
+def generation(
+    models: Sequence[Path], threads: int, repeats: int, peers: bool, progress: Progress = silent
+) -> list[Cell]:
+    """Decode and prefill of every contestant.
+
+    Args:
+        peers: whether transformers' exports, which take minutes to make, are among them.
+    """
+    cells = []
+    names = [name for name in generate.CONTESTANTS if peers or not name.startswith("transformers")]
+    for done, model in enumerate(models):
+        progress(done, len(models), f"generate: {model.name}")
+        options = argparse.Namespace(**generate.COUNTS | {"threads": threads, "repeats": repeats, "contestants": names})
+        with tempfile.TemporaryDirectory() as place:
+            found = generate.measure(model, Path(place), options)
+        generate.compare_with_export(found)
+        left_out = [name for name in generate.CONTESTANTS if name not in names]
+        found |= {name: {"missing": _SHORT} for name in left_out}
+        cells += [cell for name, row in found.items() for cell in _of_generation(model.name, name, row)]
+    return cells
+
+
+def _of_generation(model: str, name: str, row: dict[str, Any]) -> list[Cell]:
+    facts = {what: row[what] for what in ("folder_bytes", "folder_of_export", "peak_of_export") if row.get(what)}
+    return [
+        Cell(
+            "generate",
+            f"{model}, {what} of {generate.COUNTS['new' if what == 'decode' else 'prefill']} tokens",
+            name,
+            unit="tokens/s",
+            values=tuple(row.get(what, ())),
+            baseline=generate.TORCH,
+            missing=row.get("missing"),
+            peak_bytes=row.get("peak_bytes"),
+            facts=facts,
+        )
+        for what in ("decode", "prefill")
+    ]
+
+
+def quantizing(gigabytes: float, weights: str, progress: Progress = silent) -> list[Cell]:
+    """A random checkpoint quantized whole, then killed in the middle and resumed."""
+    progress(0, 1, f"quantize: {gigabytes} GB")
+    with tempfile.TemporaryDirectory() as place:
+        source = Path(place) / "source"
+        synthesize(source, gigabytes)
+        found = quantize.measure(source, Path(place), weights)
+    facts = {"GB a second": found["gigabytes_per_second"], "resumed output identical": float(found["byte_identical"])}
+    return [
+        Cell(
+            "quantize",
+            f"{found['source_bytes'] / 1e9:.2f} GB to {weights}",
+            "diffquant quantize",
+            unit="s",
+            values=(found["whole"]["seconds"],),
+            peak_bytes=found["whole"]["peak_anonymous"],
+            facts=facts,
+        )
+    ]
+
+
+def exporting(gigabytes: float, progress: Progress = silent) -> list[Cell]:
+    """A random checkpoint exported in float32 and in low bits; memory is what comes on top of mapped files."""
+    names = [generate.FLOAT, *[name for name in generate.CONTESTANTS if name.startswith("export 4")]]
+    progress(0, 1, f"export: {gigabytes} GB")
+    with tempfile.TemporaryDirectory() as place:
+        source = Path(place) / "source"
+        synthesize(source, gigabytes)
+        found = generate.write_all(source, Path(place), names)
+    return [
+        Cell(
+            "export",
+            f"a DiffLlama of {gigabytes} GB",
+            name.replace("export", "diffquant export"),
+            unit="s",
+            values=(row["write_seconds"],),
+            peak_bytes=row["write_anonymous_bytes"],
+            facts={"folder_bytes": float(row["folder_bytes"])},
+        )
+        for name, row in found.items()
+    ]
+
+
+def native_kernel(repeats: int, threads: int, progress: Progress = silent) -> list[Cell]:
+    """The op's native kernel beside its function body in ONNX Runtime."""
+    from diffquant.bench.programs import native_op
+
+    shape = "v1 8/8"
+    cells = []
+    for work in native_op.WORKLOADS:
+        progress(0, 1, f"export: native kernel, {work.tokens} of {work.context} tokens")
+        cache = f"cache of {work.kv_bits} bits" if work.kv_bits else "cache as it is"
+        name = f"op {shape}, {work.tokens} of {work.context}, {cache}, {work.dtype}"
+        library = importlib.import_module("diffquant.export.native").library_path()
+        if library is None:
+            cells.append(Cell("export", name, _KERNEL, missing="not built: python -m diffquant.export.native"))
+            continue
+        found = native_op.compare(shape, work, library, threads, repeats)
+        for path, times in ((_BODY, found.body), (_KERNEL, found.native)):
+            cells.append(Cell("export", name, path, values=tuple(times), baseline=_BODY))
+    return cells
+
+
+def scoring(models: Sequence[Path], items: int, repeats: int, progress: Progress = silent) -> list[Cell]:
+    """HellaSwag items a second, beside lm-eval's HFLM."""
+    cells = []
+    for done, model in enumerate(models):
+        progress(done, len(models), f"sweep: {model.name}")
+        workload = f"{model.name}, {items} HellaSwag items"
+        if find_spec("lm_eval") is None:
+            cells.append(Cell("sweep", workload, "HFLM", unit="items/s", missing="lm-eval is not installed"))
+            continue
+        try:
+            timings = hellaswag.measure(model, items, repeats)["timings"]
+        except DiffQuantError as error:
+            cells.append(Cell("sweep", workload, "HFLM", unit="items/s", missing=str(error)))
+            continue
+        for timing in timings:
+            batch = f", batch {timing['batch_size']}" if timing["batch_size"] else ""
+            values = tuple(items / seconds for seconds in timing["seconds"])
+            kind = timing["dtype"]
+            cells.append(
+                Cell(
+                    "sweep",
+                    f"{workload}, {kind}",
+                    f"{timing['name']}{batch}",
+                    unit="items/s",
+                    values=values,
+                    baseline=f"HFLM, batch {min(t['batch_size'] for t in timings if t['batch_size'])}",
+                )
+            )
+    return cells

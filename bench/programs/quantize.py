@@ -1,0 +1,194 @@
+"""Time and memory of quantizing a large checkpoint, and its survival of `kill -9`.
+
+    python -m diffquant.bench.programs.quantize --gigabytes 6 --json bench/results/quantize-6gb.json
+
+Makes a random checkpoint (or takes one), quantizes it in a process of its own whose memory is
+watched, then again with a kill in the middle and a second start, and compares the two outputs.
+"""
+
+import argparse
+import hashlib
+import json
+import resource
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from diffquant.bench.environment import environment
+from diffquant.bench.memory import field, resident
+from diffquant.bench.synthetic import synthesize
+from diffquant.errors import DiffQuantError, ToleranceError
+from diffquant.formats.atomic_folder import partial_folder
+from diffquant.support.progress import progress_for
+
+MEMORY_LIMIT = 10**9
+_POLL_SECONDS = 0.01
+_WORKER = """
+import sys
+from pathlib import Path
+from diffquant.checkpoint.quantize import quantize
+from diffquant.scheme import Recipe
+report = quantize(Path(sys.argv[1]), Path(sys.argv[2]), Recipe.of(weights=sys.argv[3]))
+print(report.seconds, report.resumed)
+"""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One process: its time and its memory in bytes.
+
+    Attributes:
+        seconds: of `quantize` alone; None where the process was killed.
+        process_seconds: from start to exit, imports included.
+        cpu_seconds: of all its cores, imports included; unlike the others it does not depend on what
+            else the machine was doing.
+        peak_resident: largest resident set, mapped files included (VmHWM).
+        peak_anonymous: largest resident set without mapped files (RssAnon).
+        resumed: shards taken over from an earlier run.
+    """
+
+    seconds: float | None
+    process_seconds: float
+    cpu_seconds: float
+    peak_resident: int
+    peak_anonymous: int
+    resumed: int
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--source", type=Path, help="a checkpoint to use instead of a random one")
+    parser.add_argument("--gigabytes", type=float, default=6.0)
+    parser.add_argument("--shards", type=int, default=4)
+    parser.add_argument("--weights", default="4:g32")
+    parser.add_argument("--workplace", type=Path, help="folder with room for twice the checkpoint")
+    parser.add_argument("--json", type=Path, dest="file", help="where to write the numbers")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=options.workplace) as place:
+        source = options.source or Path(place) / "source"
+        if not options.source:
+            synthesize(source, options.gigabytes, options.shards, progress_for("synthesize"))
+        result = measure(source, Path(place), options.weights)
+    if options.file:
+        options.file.write_text(json.dumps(result, indent=2) + "\n")
+    print(summary(result))
+    _require(result)
+
+
+def measure(source: Path, place: Path, weights: str) -> dict[str, Any]:
+    """Quantize a checkpoint whole, then killed and resumed, and compare."""
+    whole = quantize_once(source, place / "whole", weights)
+    output_bytes = allocated(place / "whole")
+    killed = quantize_once(source, place / "resumed", weights, kill_at=output_bytes * 6 // 10)
+    resumed = quantize_once(source, place / "resumed", weights)
+    source_bytes = sum(file.stat().st_size for file in source.glob("*.safetensors"))
+    return {
+        "environment": environment(),
+        "weights": weights,
+        "source_bytes": source_bytes,
+        "source_files": len(list(source.glob("*.safetensors"))),
+        "output_bytes": output_bytes,
+        "anonymous_bytes_of_imports": idle_memory(),
+        "gigabytes_per_second": round(source_bytes / 1e9 / (whole.seconds or float("inf")), 3),
+        "whole": asdict(whole),
+        "killed": asdict(killed),
+        "resumed": asdict(resumed),
+        "byte_identical": digests(place / "whole") == digests(place / "resumed"),
+    }
+
+
+def quantize_once(source: Path, destination: Path, weights: str, kill_at: int | None = None) -> Run:
+    """Quantize in a process of its own, watched and, once it has written so many bytes, killed.
+
+    Raises:
+        DiffQuantError: it failed, or ended before it could be killed.
+    """
+    started, cpu_before = time.monotonic(), _children_cpu()
+    command = [sys.executable, "-c", _WORKER, str(source), str(destination), weights]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        peak, anonymous = _watch(process, partial_folder(destination), kill_at)
+        output = process.communicate()[0].split()
+    expected = 0 if kill_at is None else -signal.SIGKILL
+    if process.returncode != expected:
+        raise DiffQuantError(f"the quantizing process ended with status {process.returncode}, not {expected}")
+    seconds, resumed = (float(output[0]), int(output[1])) if output else (None, 0)
+    return Run(seconds, time.monotonic() - started, _children_cpu() - cpu_before, peak, anonymous, resumed)
+
+
+def idle_memory() -> int:
+    """Anonymous memory of a process that has imported everything and done nothing."""
+    script = "import diffquant.quantization.quantize; print(open('/proc/self/status').read())"
+    status = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
+    return field(status, "RssAnon")
+
+
+def digests(folder: Path) -> dict[str, str]:
+    """SHA-256 of every file in a folder."""
+    found = {}
+    for file in folder.iterdir():
+        with file.open("rb") as stream:
+            found[file.name] = hashlib.file_digest(stream, "sha256").hexdigest()
+    return found
+
+
+def summary(result: dict[str, Any]) -> str:
+    whole, resumed = result["whole"], result["resumed"]
+    return "\n".join(
+        [
+            f"{result['source_bytes'] / 1e9:.2f} GB in {result['source_files']} files at {result['weights']}: "
+            f"{whole['seconds']:.1f} s, {result['gigabytes_per_second']:.2f} GB/s, "
+            f"{whole['cpu_seconds']:.1f} s of processor time with imports "
+            f"({result['environment']['cores']} cores, {result['environment']['cpu']})",
+            f"peak memory beyond mapped files {whole['peak_anonymous'] / 1e6:.0f} MB, "
+            f"{result['anonymous_bytes_of_imports'] / 1e6:.0f} MB of it imports; "
+            f"with the mapped files {whole['peak_resident'] / 1e9:.2f} GB",
+            f"killed after {result['killed']['process_seconds']:.1f} s, resumed with {resumed['resumed']} finished "
+            f"shards in {resumed['seconds']:.1f} s, outputs {'identical' if result['byte_identical'] else 'DIFFER'}",
+        ]
+    )
+
+
+def allocated(folder: Path) -> int:
+    """Bytes on the disk of a folder's files; what a sparse file has yet to hold does not count."""
+    return sum(file.stat().st_blocks * 512 for file in folder.glob("*.safetensors"))
+
+
+def _watch(process: "subprocess.Popen[str]", folder: Path, kill_at: int | None) -> tuple[int, int]:
+    """Largest resident and anonymous memory until the process ends."""
+    peak = anonymous = 0
+    while process.poll() is None:
+        try:
+            now = resident(process.pid)
+        except OSError:
+            break
+        peak = max(peak, now.peak)
+        anonymous = max(anonymous, now.anonymous)
+        if kill_at is not None and allocated(folder) > kill_at:
+            process.kill()
+            process.wait()
+        time.sleep(_POLL_SECONDS)
+    return peak, anonymous
+
+
+def _children_cpu() -> float:
+    """Processor seconds of all processes started here that have ended."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+
+
+def _require(result: dict[str, Any]) -> None:
+    """Raise ToleranceError unless memory stayed in its limit and the resumed output is the same."""
+    peak = max(result[run]["peak_anonymous"] for run in ("whole", "killed", "resumed"))
+    if peak > MEMORY_LIMIT:
+        raise ToleranceError(f"peak memory beyond mapped files was {peak} bytes; the limit is {MEMORY_LIMIT}")
+    if not result["byte_identical"]:
+        raise ToleranceError("the output of the killed and resumed run differs from that of the whole run")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,178 @@
+"""Outliers of attention logits and hidden states, layer by layer: Table 5 of the paper for any model.
+
+Source: arXiv 2410.05258, section 3.7, Table 5: the largest magnitudes and the median over 0.4 M tokens.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from diffquant.calib.statistics import QUANTILE_ERROR, Largest, Magnitudes
+from diffquant.loading import load
+from diffquant.model.modeling import DiffTransformer
+from diffquant.model.walk import Walk, batches, causal_logits, visible_entries
+from diffquant.source.identity import check_distinct, model_fingerprint
+from diffquant.source.tokenizer import load_tokenizer
+from diffquant.support.devices import check_device, resolve
+from diffquant.support.progress import Progress, silent
+from diffquant.support.versions import versions
+from diffquant.text.corpus import identity, load_text
+from diffquant.text.tokens import token_windows
+
+RANKS = (1, 2, 3, 10, 100)
+LOGITS, HIDDEN = "logits", "hidden"
+
+
+@dataclass(frozen=True)
+class OutlierOptions:
+    """What is read.
+
+    Attributes:
+        text: a file; the prose that ships by default.
+        tokens: of it, at most.
+        window: tokens that a model sees at once.
+        dtype, device: of the run; logits are multiplied in float32.
+        batch_tokens: most tokens of one pass.
+    """
+
+    text: Path | None = None
+    tokens: int = 400_000
+    window: int = 1024
+    dtype: str = "auto"
+    device: str = "cpu"
+    batch_tokens: int = 4096
+
+
+@dataclass(frozen=True)
+class Magnitude:
+    """Magnitudes of one kind of activation.
+
+    Attributes:
+        count: how many there were.
+        top: the rank-th largest by rank, exact; ranks beyond the count are left out.
+        median: within `QUANTILE_ERROR`.
+    """
+
+    count: int
+    top: dict[int, float]
+    median: float
+
+
+@dataclass(frozen=True)
+class ModelOutliers:
+    """One model's magnitudes by kind ("logits", "hidden"): of each layer, and of all layers together."""
+
+    name: str
+    generation: str
+    fingerprint: str
+    tokens: int
+    layers: list[dict[str, Magnitude]]
+    overall: dict[str, Magnitude]
+
+
+@dataclass(frozen=True)
+class Outliers:
+    """Several models over one text."""
+
+    models: list[ModelOutliers]
+    settings: dict[str, Any]
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=1) + "\n"
+
+
+def find_outliers(models: Sequence[Path], options: OutlierOptions, progress: Progress = silent) -> Outliers:
+    """Measure every model, one after the other.
+
+    Raises:
+        UsageError: a model named twice, a text shorter than a window, or a device that is not there.
+        NonFiniteError: a model computes NaN or infinity.
+    """
+    check_distinct(models)
+    check_device(options.device)
+    text = load_text(options.text)
+    found = [_of_model(Path(model), text, options, progress) for model in models]
+    settings = {
+        "text": identity(text),
+        "window": options.window,
+        "dtype": str(resolve(options.dtype, options.device)).removeprefix("torch."),
+        "median_error": QUANTILE_ERROR,
+        "versions": versions(),
+    }
+    return Outliers(found, settings)
+
+
+def _of_model(path: Path, text: str, options: OutlierOptions, progress: Progress) -> ModelOutliers:
+    model = load(path, None, resolve(options.dtype, options.device), options.device)
+    ids = token_windows(model, load_tokenizer(path), text, options.window, options.tokens)
+    layers, overall = observe(model, ids, options.batch_tokens, progress)
+    return ModelOutliers(
+        path.name, model.config.diff_spec.generation, model_fingerprint(path), ids.numel(), layers, overall
+    )
+
+
+@torch.inference_mode()
+def observe(
+    model: DiffTransformer, ids: Tensor, batch_tokens: int = 4096, progress: Progress = silent
+) -> tuple[list[dict[str, Magnitude]], dict[str, Magnitude]]:
+    """Magnitudes of each layer, and of all of them together.
+
+    Args:
+        ids: [N, T] windows without padding.
+
+    Raises:
+        NonFiniteError: the model computes NaN or infinity.
+    """
+    walk = Walk.over(model, ids.shape[1])
+    tallies = [{LOGITS: _Tally(), HIDDEN: _Tally()} for _ in walk.layers]
+    done = 0
+    for batch in batches(ids, batch_tokens):
+        x = walk.embed(batch)
+        for layer, tally in zip(walk.layers, tallies, strict=True):
+            q, k, _ = walk.project(layer, x)
+            for first, logits in causal_logits(q, k, model.config.diff_spec):
+                tally[LOGITS].add_causal(logits, first)
+            x = walk.run(layer, x)
+            tally[HIDDEN].add(x.float().abs())
+        done += batch.numel()
+        progress(done, ids.numel(), "reading")
+    overall = {kind: _Tally() for kind in (LOGITS, HIDDEN)}
+    for tally in tallies:
+        for kind, total in overall.items():
+            total.merge(tally[kind])
+    return [{kind: t.summary() for kind, t in tally.items()} for tally in tallies], {
+        kind: t.summary() for kind, t in overall.items()
+    }
+
+
+class _Tally:
+    """Largest magnitudes and their histogram."""
+
+    def __init__(self) -> None:
+        self.largest = Largest(max(RANKS))
+        self.magnitudes = Magnitudes()
+
+    def add(self, magnitudes: Tensor) -> None:
+        self.largest.add(magnitudes)
+        self.magnitudes.add(magnitudes)
+
+    def add_causal(self, logits: Tensor, first: int) -> None:
+        """A block of `causal_logits`; hidden entries become zeros that do not count."""
+        seen = logits.abs_().tril_(first)
+        batch, heads, rows, keys = logits.shape
+        self.largest.add(seen)
+        self.magnitudes.add(seen, seen.numel() - visible_entries(batch * heads, rows, keys))
+
+    def merge(self, other: "_Tally") -> None:
+        self.largest.add(other.largest.values)
+        self.magnitudes.merge(other.magnitudes)
+
+    def summary(self) -> Magnitude:
+        count = self.magnitudes.count
+        top = {rank: float(self.largest.values[rank - 1]) for rank in RANKS if rank <= count}
+        return Magnitude(count, top, self.magnitudes.quantile(0.5))

@@ -1,0 +1,1 @@
+"""Static ranges of K, V and logits, found on a text."""

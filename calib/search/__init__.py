@@ -1,0 +1,1 @@
+"""A search for the bit widths that cost least under a budget."""

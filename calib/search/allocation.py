@@ -1,0 +1,152 @@
+"""The best widths under a budget: one width a unit, the least sum of costs, an integer programme."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from diffquant.calib.search.units import Unit
+from diffquant.errors import DiffQuantError, MissingDependencyError, UsageError
+
+# Cost of each unit at each width, and a width for each unit.
+Costs = Mapping[Unit, Mapping[int, float]]
+Allocation = dict[Unit, int]
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Average bits of a code, which each target keeps to by itself, or bytes of the packed weights.
+
+    Attributes:
+        bits: mean over the elements of a target; scales are not counted.
+        nbytes: of all packed weights, scales included.
+    """
+
+    bits: float | None = None
+    nbytes: int | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> "Budget":
+        """Read "4.5" as average bits and "90MB" as bytes.
+
+        Raises:
+            UsageError: it is neither.
+        """
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(kB|MB|GB)?", text.strip(), re.IGNORECASE)
+        if not match:
+            raise UsageError(f"cannot read budget {text!r}: expected average bits, such as 4.5, or bytes, such as 90MB")
+        number = float(match[1])
+        if match[2] is None:
+            return cls(bits=number)
+        return cls(nbytes=int(number * {"k": 1e3, "m": 1e6, "g": 1e9}[match[2][0].lower()]))
+
+    def __str__(self) -> str:
+        return f"{self.bits:g} bits" if self.bits is not None else f"{(self.nbytes or 0) / 1e6:g} MB"
+
+    def limits(self, units: Sequence[Unit]) -> list[tuple[list[Unit], float]]:
+        """Units that share a limit, and the limit in the unit of `size`."""
+        if self.nbytes is not None:
+            return [(list(units), float(self.nbytes))]
+        groups: dict[str, list[Unit]] = {}
+        for unit in units:
+            groups.setdefault(unit.target, []).append(unit)
+        return [(group, (self.bits or 0.0) * sum(u.elements for u in group)) for group in groups.values()]
+
+    def size(self, unit: Unit, bits: int) -> float:
+        """What a unit takes of the budget at a width."""
+        return float(unit.stored[bits] if self.nbytes is not None else unit.elements * bits)
+
+    def check(self, units: Sequence[Unit], widths: Sequence[int]) -> None:
+        """Check that the narrowest widths fit, and not all of the widest.
+
+        Raises:
+            UsageError: they do not, there is nothing to choose, or bytes are asked of what is not stored.
+        """
+        if self.nbytes is not None and any(unit.target != "weights" for unit in units):
+            raise UsageError("a budget in bytes is for weights; give average bits for k, v and logits")
+        for group, limit in self.limits(units):
+            least = sum(self.size(unit, min(widths)) for unit in group)
+            if least > limit * (1 + 1e-9):
+                needed = f"{least / 1e6:.1f} MB" if self.nbytes is not None else f"{min(widths)} bits"
+                raise UsageError(
+                    f"the budget of {self} is below the narrowest width: {group[0].target} at {min(widths)} bits take "
+                    f"{needed}; raise --budget or add a narrower width to --bits"
+                )
+        if all(sum(self.size(unit, max(widths)) for unit in group) < limit for group, limit in self.limits(units)):
+            raise UsageError(
+                f"the budget of {self} holds everything at {max(widths)} bits, the widest; there is nothing to search"
+            )
+
+
+def require_scipy() -> None:
+    """
+    Raises:
+        MissingDependencyError: scipy is not installed.
+    """
+    try:
+        import scipy.optimize  # noqa: F401
+    except ImportError as error:
+        raise MissingDependencyError(
+            "the search needs scipy's integer programmes: pip install 'diffquant[search]'"
+        ) from error
+
+
+def allocate(costs: Costs, budget: Budget) -> Allocation:
+    """The widths with the least total cost that keep to the budget.
+
+    Args:
+        costs: of every unit at the same widths, 0 or more.
+
+    Raises:
+        DiffQuantError: the solver found nothing.
+    """
+    from scipy.optimize import Bounds, LinearConstraint, milp
+
+    units, widths = list(costs), sorted(next(iter(costs.values())))
+    objective = np.array([costs[unit][bits] for unit in units for bits in widths])
+    one_each = np.kron(np.eye(len(units)), np.ones(len(widths)))
+    limits = budget.limits(units)
+    sizes = np.zeros((len(limits), objective.size))
+    for row, (group, _) in enumerate(limits):
+        members = set(group)
+        sizes[row] = [budget.size(unit, bits) * (unit in members) for unit in units for bits in widths]
+    # Costs and sizes differ by many powers of ten, and the solver's tolerances are absolute.
+    found = milp(
+        objective / max(objective.max(), 1e-300),
+        integrality=np.ones(objective.size),
+        bounds=Bounds(0, 1),
+        constraints=[
+            LinearConstraint(one_each, 1, 1),
+            LinearConstraint(sizes / np.array([[limit] for _, limit in limits]), ub=1 + 1e-12),
+        ],
+        options={"mip_rel_gap": 0.0, "time_limit": 60},
+    )
+    if found.x is None:
+        raise DiffQuantError(f"the integer programme has no solution: {found.message}")
+    picked = found.x.reshape(len(units), len(widths)).argmax(1)
+    return {unit: widths[index] for unit, index in zip(units, picked, strict=True)}
+
+
+def spread_evenly(units: Sequence[Unit], widths: Sequence[int], budget: Budget) -> Allocation:
+    """As much as the budget allows without measuring: two neighbouring widths in turn, in the model's order."""
+    chosen: Allocation = {}
+    for group, limit in budget.limits(units):
+        totals = {bits: sum(budget.size(unit, bits) for unit in group) for bits in widths}
+        low = max(bits for bits in widths if totals[bits] <= limit * (1 + 1e-9))
+        high = min((bits for bits in widths if bits > low), default=low)
+        share = (limit - totals[low]) / max(totals[high] - totals[low], 1e-9)
+        allowed = spent = 0.0
+        for unit in group:
+            more = budget.size(unit, high) - budget.size(unit, low)
+            allowed += share * more
+            widen = high > low and spent + more <= allowed * (1 + 1e-9)
+            spent += more if widen else 0.0
+            chosen[unit] = high if widen else low
+    return chosen
+
+
+def average_bits(allocation: Allocation, target: str) -> float:
+    """Mean bits over a target's elements."""
+    units = [unit for unit in allocation if unit.target == target]
+    return sum(unit.elements * allocation[unit] for unit in units) / sum(unit.elements for unit in units)

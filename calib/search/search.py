@@ -1,0 +1,213 @@
+"""The verb: measure what each unit's width costs, allocate widths under a budget, compare on text held out."""
+
+import json
+import math
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from diffquant.calib.search.allocation import Allocation, Budget, allocate, average_bits, require_scipy, spread_evenly
+from diffquant.calib.search.journal import Journal
+from diffquant.calib.search.products import OneDnnProducts
+from diffquant.calib.search.result import Candidate, Found, Measurement
+from diffquant.calib.search.sensitivity import Cost, Sensitivity
+from diffquant.calib.search.units import Unit, find_units, to_recipe
+from diffquant.errors import UsageError
+from diffquant.evals.perplexity import evaluate, reference_of
+from diffquant.formats.reader import open_checkpoint
+from diffquant.loading import load
+from diffquant.model.adapters import adapter_for
+from diffquant.scheme import DEFAULT_GRANULARITY, Recipe
+from diffquant.source.identity import model_fingerprint
+from diffquant.source.tokenizer import load_tokenizer
+from diffquant.support.devices import check_device, resolve
+from diffquant.support.progress import Progress, silent
+from diffquant.support.versions import versions_of_run
+from diffquant.sweep.storage import weight_bytes
+from diffquant.text.corpus import identity, load_text
+from diffquant.text.tokens import token_windows
+
+# Changes with how a cost is measured, so that journals of another way are not taken for this one's.
+MEASUREMENT_FORMAT = 2
+
+# Tokens that a model sees at once while recipes are compared.
+_CHECK_WINDOW = 512
+
+
+@dataclass(frozen=True)
+class SearchOptions:
+    """What to search and on what.
+
+    Attributes:
+        targets: "weights", "k", "v" or "logits".
+        widths: to choose among.
+        granularity: of the weights.
+        text: its first half is measured on, its second compared on; the prose that ships by default.
+        windows, window: how many tokens are measured on.
+        check_characters: of the second half.
+        dtype, device: of the runs.
+    """
+
+    targets: tuple[str, ...] = ("weights",)
+    widths: tuple[int, ...] = (8, 6, 4)
+    granularity: str = DEFAULT_GRANULARITY["weights"]
+    text: Path | None = None
+    windows: int = 8
+    window: int = 256
+    check_characters: int = 16384
+    dtype: str = "float32"
+    device: str = "cpu"
+
+    def __post_init__(self) -> None:
+        if len(set(self.widths)) < 2 or not all(2 <= bits <= 8 for bits in self.widths):
+            raise UsageError(f"--bits needs two or more widths between 2 and 8, got {', '.join(map(str, self.widths))}")
+
+
+class Search:
+    """A search over one model, everything that can be wrong with it found when it is made."""
+
+    def __init__(self, path: Path, budget: Budget, options: SearchOptions, output: Path) -> None:
+        """
+        Raises:
+            DiffQuantError: the checkpoint, the text, the targets, the widths or the budget do not fit.
+        """
+        require_scipy()
+        check_device(options.device)
+        self.path, self.budget, self.options = path, budget, options
+        self.widths = sorted(set(options.widths), reverse=True)
+        checkpoint = open_checkpoint(path)
+        adapter = adapter_for(checkpoint.config)
+        self.units = find_units(checkpoint, adapter, options.targets, self.widths, options.granularity)
+        budget.check(self.units, self.widths)
+        text = load_text(options.text)
+        self._text, self._held_out = text[: len(text) // 2], text[len(text) // 2 :][: options.check_characters]
+        self._dtype = resolve(options.dtype, options.device)
+        self._tokenizer = load_tokenizer(path)
+        self._key = {
+            "format": MEASUREMENT_FORMAT,
+            "model": model_fingerprint(path),
+            "dtype": str(self._dtype).removeprefix("torch."),
+            "text": identity(self._text),
+            "windows": options.windows,
+            "window": options.window,
+            "device": torch.device(options.device).type,
+            "versions": versions_of_run(options.device),
+        }
+        self.journal = Journal(output, self._key)
+
+    @property
+    def missing(self) -> list[tuple[Unit, int]]:
+        """Units and widths that are not measured yet."""
+        return [(u, bits) for u in self.units for bits in self.widths if self.journal.get(_name(u, bits)) is None]
+
+    def estimate(self) -> str:
+        """How long the rest will take, from one pass over the model."""
+        sensitivity = self._sensitivity()
+        layers = len(sensitivity.model.model.layers)
+        share = sensitivity.seconds / (layers + 1)
+        seconds = sum(share * (layers - unit.layer + 1) for unit, _ in self.missing)
+        return (
+            f"{len(self.units)} units at {len(self.widths)} widths: {len(self.missing)} of "
+            f"{len(self.units) * len(self.widths)} measurements to do, about {seconds / 60:.1f} minutes"
+        )
+
+    def run(self, progress: Progress = silent) -> Found:
+        """Measure what is missing, allocate, compare.
+
+        Raises:
+            KeyboardInterrupt: with a message that says how to go on.
+        """
+        try:
+            costs = self._costs(progress)
+            chosen = allocate({u: {b: cost.kl for b, cost in by.items()} for u, by in costs.items()}, self.budget)
+            perplexity, candidates = self._compare(chosen, costs, progress)
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt(
+                f"interrupted: {len(self.journal)} measurements are kept in {self.journal.path}; run the same command "
+                "again to go on"
+            ) from None
+        measurements = [
+            Measurement(
+                u.name,
+                u.target,
+                u.layer,
+                u.kind,
+                u.elements,
+                {b: cost.kl for b, cost in by.items()},
+                {b: cost.attention for b, cost in by.items()},
+                chosen[u],
+            )
+            for u, by in costs.items()
+        ]
+        settings = self._key | {"held_out": identity(self._held_out), "check_window": _CHECK_WINDOW}
+        return Found(
+            self.path.name, str(self.budget), perplexity, candidates, measurements, to_recipe(chosen), settings
+        )
+
+    def _sensitivity(self) -> Sensitivity:
+        model = load(self.path, Recipe(), self._dtype, self.options.device)
+        tokens = self.options.windows * self.options.window
+        return Sensitivity(model, token_windows(model, self._tokenizer, self._text, self.options.window, tokens))
+
+    def _costs(self, progress: Progress) -> dict[Unit, dict[int, Cost]]:
+        missing = self.missing
+        sensitivity = self._sensitivity() if missing else None
+        for done, (unit, bits) in enumerate(missing):
+            if sensitivity is not None:
+                self.journal.add(_name(unit, bits), asdict(sensitivity.measure(unit, bits)))
+            progress(done + 1, len(missing), f"{unit.name} at {bits} bits")
+        return {u: {bits: Cost(**self.journal.get(_name(u, bits))) for bits in self.widths} for u in self.units}
+
+    def _compare(
+        self, chosen: Allocation, costs: dict[Unit, dict[int, Cost]], progress: Progress
+    ) -> tuple[float, list[Candidate]]:
+        """The 16-bit perplexity, and each candidate, on the text held out."""
+        rivals = {"searched": chosen, "spread evenly": spread_evenly(self.units, self.widths, self.budget)}
+        means = [average_bits(chosen, target) for target in self.options.targets]
+        for bits in range(math.floor(min(means)), math.ceil(max(means)) + 1):
+            rivals[f"uniform {bits}"] = dict.fromkeys(self.units, bits)
+        measured = self._held_out_scores({name: to_recipe(rival) for name, rival in rivals.items()}, progress)
+        candidates = []
+        for name, rival in rivals.items():
+            score = measured[name]
+            known = all(bits in costs[unit] for unit, bits in rival.items())
+            candidates.append(
+                Candidate(
+                    name,
+                    {target: average_bits(rival, target) for target in self.options.targets},
+                    score["nbytes"],
+                    sum(costs[unit][bits].kl for unit, bits in rival.items()) if known else None,
+                    score["kl"],
+                    score["perplexity"],
+                )
+            )
+        return measured["16 bits"]["perplexity"], candidates
+
+    def _held_out_scores(self, recipes: dict[str, Recipe], progress: Progress) -> dict[str, dict[str, Any]]:
+        entries = {"16 bits": Recipe()} | recipes
+        place = f"held out {identity(self._held_out)} in windows of {_CHECK_WINDOW}"
+        names = {name: f"{place}: {json.dumps(recipe.to_dict())}" for name, recipe in entries.items()}
+        missing = {name for name in entries if self.journal.get(names[name]) is None}
+        reference = None
+        if missing:
+            model = load(self.path, Recipe(), self._dtype, self.options.device)
+            with OneDnnProducts():
+                reference = reference_of(model, self._tokenizer, self._held_out, _CHECK_WINDOW, _CHECK_WINDOW)
+        for done, name in enumerate(name for name in entries if name in missing):
+            progress(done, len(missing), f"comparing {name}")
+            model = load(self.path, entries[name], self._dtype, self.options.device)
+            with OneDnnProducts():
+                score = evaluate(
+                    model, self._tokenizer, self._held_out, _CHECK_WINDOW, _CHECK_WINDOW, reference=reference
+                )
+            self.journal.add(
+                names[name],
+                {"kl": score.kl, "perplexity": score.perplexity, "nbytes": weight_bytes(self.path, entries[name])},
+            )
+        return {name: self.journal.get(names[name]) for name in entries}
+
+
+def _name(unit: Unit, bits: int) -> str:
+    return f"{unit.name} {unit.scheme(bits)}"

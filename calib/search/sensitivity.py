@@ -1,0 +1,105 @@
+"""What each unit's width costs: at its attention's output, after the subtraction and the norm, and at the model's."""
+
+import time
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from diffquant.calib.search.products import OneDnnProducts
+from diffquant.calib.search.units import Unit, quantized
+from diffquant.errors import NonFiniteError
+from diffquant.model.modeling import DiffLayer, DiffTransformer
+from diffquant.model.walk import Walk
+
+# Log-probabilities of the 16-bit model that are kept, in entries: 128 MB.
+_KEPT_ENTRIES = 1 << 25
+# Positions compared at once: few enough for a CPU's cache.
+_ROWS = 16
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one unit at one width changes.
+
+    Attributes:
+        kl: mean KL(16 bits || this) of the next-token distributions, in nats.
+        attention: relative RMS error of the output projection's input; None where the unit comes after it.
+    """
+
+    kl: float
+    attention: float | None
+
+
+class Sensitivity:
+    """A model's reading of some windows, kept so that a change in a layer runs only what comes after it.
+
+    Holds every layer's input, [N, T, D] each, and log-probabilities at evenly spread positions.
+
+    Attributes:
+        seconds: that one pass over the model took.
+    """
+
+    def __init__(self, model: DiffTransformer, ids: Tensor) -> None:
+        """
+        Args:
+            ids: [N, T] windows.
+
+        Raises:
+            NonFiniteError: the model computes NaN or infinity.
+        """
+        started = time.monotonic()
+        self.model = model
+        self.positions = torch.arange(0, ids.numel(), -(-ids.numel() * model.config.vocab_size // _KEPT_ENTRIES))
+        self._walk = Walk.over(model, ids.shape[1])
+        self._inputs: list[Tensor] = []
+        self._attention: list[Tensor] = []
+        with torch.inference_mode(), OneDnnProducts():
+            x = self._walk.embed(ids)
+            for layer in self._walk.layers:
+                self._inputs.append(x)
+                x, attention = self._run_watched(layer, x)
+                self._attention.append(attention)
+            self._expected = self._logits(x).log_softmax(-1)
+        self.seconds = time.monotonic() - started
+        if not torch.isfinite(self._expected).all():
+            raise NonFiniteError("the model computes NaN or infinity; use --dtype float32")
+
+    @torch.inference_mode()
+    def measure(self, unit: Unit, bits: int) -> Cost:
+        """Run the model from the unit's layer on, with the unit at a width."""
+        with OneDnnProducts():
+            with quantized(self.model, unit, bits):
+                x, attention = self._run_watched(self._walk.layers[unit.layer], self._inputs[unit.layer])
+            for layer in self._walk.layers[unit.layer + 1 :]:
+                x = self._walk.run(layer, x)
+            found = self._logits(x)
+        error = relative_rms(attention, self._attention[unit.layer]) if unit.in_attention else None
+        return Cost(max(self._kl(found), 0.0), error)
+
+    def _run_watched(self, layer: DiffLayer, x: Tensor) -> tuple[Tensor, Tensor]:
+        """A layer's output, and what its attention's output projection was given."""
+        seen: list[Tensor] = []
+        hook = layer.self_attn.o_proj.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+        try:
+            return self._walk.run(layer, x), seen[0]
+        finally:
+            hook.remove()
+
+    def _logits(self, x: Tensor) -> Tensor:
+        hidden = self.model.model.norm(x).flatten(0, 1)[self.positions]
+        return linear(hidden, self.model.lm_head.weight).float()
+
+    def _kl(self, logits: Tensor) -> float:
+        rows = [
+            (p.exp() * (p - q.log_softmax(-1))).sum(-1)
+            for p, q in zip(self._expected.split(_ROWS), logits.split(_ROWS), strict=True)
+        ]
+        return float(torch.cat(rows).double().mean())
+
+
+def relative_rms(got: Tensor, wanted: Tensor) -> float:
+    """The difference's root mean square over that of `wanted`."""
+    lost = (got.double() - wanted.double()).square().sum()
+    return float((lost / wanted.double().square().sum().clamp(min=1e-300)).sqrt())

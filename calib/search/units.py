@@ -1,0 +1,147 @@
+"""What gets a width of its own: a weight, or a layer's K cache, V cache or logits."""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+
+from diffquant.errors import UsageError
+from diffquant.formats.compressed_tensors import decode_codes
+from diffquant.formats.reader import Checkpoint
+from diffquant.model.adapters import Adapter
+from diffquant.model.layout import linear_shapes
+from diffquant.model.modeling import DiffTransformer
+from diffquant.quantization.plan import make_plan
+from diffquant.quantization.rounding import nearest
+from diffquant.scheme import DEFAULT_GRANULARITY, FULL, LAYER_TARGETS, Recipe, Scheme
+
+TARGETS = ("weights", *LAYER_TARGETS)
+
+
+@dataclass(frozen=True, eq=False)
+class Unit:
+    """A tensor whose width is chosen. Both maps of a pair lie in one: they never differ in bits.
+
+    Attributes:
+        target: "weights", "k", "v" or "logits".
+        name: the weight's module as the checkpoint has it, or the layer's attention and the target.
+        layer: its layer.
+        kind: its name inside a layer, such as "mlp.up_proj" or "logits".
+        granularity: what shares one scale.
+        elements: entries of the weight, or entries a token of the cache; 1 for logits.
+        stored: bytes at each width as `quantize` stores them; empty where nothing is stored.
+        parameter: of the model, for weights.
+        dtype: in which the weight's scales are stored.
+    """
+
+    target: str
+    name: str
+    layer: int
+    kind: str
+    granularity: str
+    elements: int
+    stored: Mapping[int, int]
+    parameter: str = ""
+    dtype: torch.dtype = torch.float32
+
+    def scheme(self, bits: int) -> Scheme:
+        return Scheme.parse(f"{bits}:{self.granularity}")
+
+    @property
+    def in_attention(self) -> bool:
+        """Whether its error reaches the output projection's input."""
+        return not self.kind.startswith(("mlp", "self_attn.o_proj"))
+
+
+def find_units(
+    checkpoint: Checkpoint, adapter: Adapter, targets: Sequence[str], widths: Sequence[int], granularity: str
+) -> list[Unit]:
+    """Every unit of the targets, layer by layer.
+
+    Args:
+        granularity: of the weights; the others have their targets' defaults.
+
+    Raises:
+        UsageError: an unknown target, or none.
+        DiffQuantError: weights are asked for that cannot be quantized at these widths.
+    """
+    unknown = [target for target in targets if target not in TARGETS]
+    if unknown or not targets:
+        raise UsageError(f"unknown target {', '.join(map(repr, unknown))}; known are {', '.join(TARGETS)}")
+    found = _weights(checkpoint, adapter, widths, granularity) if "weights" in targets else []
+    spec = adapter.config.diff_spec
+    sizes = {"k": spec.key_heads * spec.head_dim, "v": spec.kv_pairs * spec.value_dim, "logits": 1}
+    for target in LAYER_TARGETS:
+        if target in targets:
+            found += [
+                Unit(
+                    target,
+                    f"model.layers.{layer}.self_attn.{target}",
+                    layer,
+                    target,
+                    DEFAULT_GRANULARITY[target],
+                    sizes[target],
+                    {},
+                )
+                for layer in range(adapter.config.num_hidden_layers)
+            ]
+    return sorted(found, key=lambda unit: unit.layer)
+
+
+def to_recipe(bits: Mapping[Unit, int]) -> Recipe:
+    """The recipe of an allocation: each target's commonest width, and an override for whatever differs."""
+    schemes = {unit: unit.scheme(width) for unit, width in bits.items()}
+    common = {target: _commonest([s for unit, s in schemes.items() if unit.target == target]) for target in TARGETS}
+    overrides = {unit.name: scheme for unit, scheme in schemes.items() if scheme != common[unit.target]}
+    return Recipe(common["weights"], common["k"], common["v"], common["logits"], overrides=overrides)
+
+
+@contextmanager
+def quantized(model: DiffTransformer, unit: Unit, bits: int) -> Iterator[None]:
+    """The model with one unit at a width, and as it was afterwards."""
+    if unit.target == "weights":
+        parameter = model.get_parameter(unit.parameter)
+        whole = parameter.data
+        scheme = unit.scheme(bits)
+        parameter.data = decode_codes(*nearest(unit.name, whole, scheme, unit.dtype), scheme).to(whole.dtype)
+        try:
+            yield
+        finally:
+            parameter.data = whole
+        return
+    before = model.recipe
+    model.apply_recipe(replace(before, overrides={unit.name: unit.scheme(bits)}))
+    try:
+        yield
+    finally:
+        model.apply_recipe(before)
+
+
+def _commonest(schemes: list[Scheme]) -> Scheme:
+    return Counter(schemes).most_common(1)[0][0] if schemes else FULL
+
+
+def _weights(checkpoint: Checkpoint, adapter: Adapter, widths: Sequence[int], granularity: str) -> list[Unit]:
+    plans = {bits: make_plan(checkpoint, adapter, Recipe.of(weights=f"{bits}:{granularity}")) for bits in widths}
+    stored = {bits: {tensor.name: tensor.stored_bytes for tensor in plan.tensors} for bits, plan in plans.items()}
+    found = []
+    for parameter in linear_shapes(adapter.config):
+        source = adapter.source_name(parameter)
+        info = checkpoint.tensors[source]
+        _, _, layer, kind = parameter.removesuffix(".weight").split(".", 3)
+        found.append(
+            Unit(
+                "weights",
+                source.removesuffix(".weight"),
+                int(layer),
+                kind,
+                granularity,
+                torch.Size(info.shape).numel(),
+                {bits: sizes[source] for bits, sizes in stored.items()},
+                parameter,
+                info.dtype,
+            )
+        )
+    return found

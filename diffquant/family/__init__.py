@@ -1,0 +1,1 @@
+"""What differential attention is: its specification, masks and per-pair norm. Needs torch alone."""

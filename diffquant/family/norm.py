@@ -1,0 +1,35 @@
+"""What follows a pair's attention."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class PairNorm:
+    """What a kernel does to a pair's output before storing it: RMSNorm over dv, then a factor.
+
+    Attributes:
+        eps: the norm's epsilon.
+        weight: [dv], or None for a norm without weights.
+        factor: multiplies the normed output: 1 - λ_init.
+    """
+
+    eps: float
+    weight: Tensor | None = None
+    factor: float = 1.0
+
+
+def pair_norm(y: Tensor, post: PairNorm | None) -> Tensor:
+    """RMSNorm over a pair's output [B, h, T, dv] in float32, times the factor; `y` itself without `post`.
+
+    Source: arXiv 2410.05258, equation 2; transformers' DiffLlama and microsoft/unilm's subln.
+    """
+    if post is None:
+        return y
+    wide = y.float()
+    normed = (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + post.eps)).to(y.dtype)
+    if post.weight is not None:
+        normed = post.weight * normed
+    return normed * post.factor

@@ -1,0 +1,1 @@
+"""Bytes on disk: safetensors and GGUF, packed weights, files written by rows, folders that appear whole."""

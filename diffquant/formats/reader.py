@@ -1,0 +1,226 @@
+"""Open a checkpoint without loading it: its config, its tensors' shapes, and their data when asked for.
+
+Only safetensors and GGUF are read; a pickle is never opened, since opening one runs its code.
+"""
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from shutil import copyfile
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from diffquant.errors import CheckpointError
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+
+# Everything else that makes a checkpoint usable; what holds weights, in any format, is not copied.
+_SIDE_SUFFIXES = {".json", ".jinja", ".txt", ".model", ".tiktoken", ".vocab"}
+_OWN_NAMES = {"config.json", "diffquant.json", "recipe.yaml", "README.md"}
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """What a header says of a tensor; `shard` is the file that holds it."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    shard: str
+
+    @property
+    def nbytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+class Checkpoint(ABC):
+    """A checkpoint's config and tensors.
+
+    Attributes:
+        path: the folder, or the GGUF file.
+        config: config.json as plain data.
+        tensors: every tensor's dtype, shape and shard by name.
+    """
+
+    path: Path
+    config: dict[str, Any]
+    tensors: Mapping[str, TensorInfo]
+
+    @abstractmethod
+    def read(self, name: str) -> Tensor:
+        """A tensor's data, to be read only: of a folder it is the mapped file itself."""
+
+    @abstractmethod
+    def weight_files(self) -> list[Path]:
+        """The files that hold tensors, in order."""
+
+    @abstractmethod
+    def write_side_files(self, folder: Path) -> None:
+        """Put tokenizer, generation settings and chat template into `folder`."""
+
+    @property
+    def name(self) -> str:
+        return self.path.resolve().stem if self.path.is_file() else self.path.resolve().name
+
+    @property
+    def nbytes(self) -> int:
+        return sum(info.nbytes for info in self.tensors.values())
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """Open a folder of safetensors, or a .gguf file.
+
+    Raises:
+        CheckpointError: the path holds neither, or files are missing, truncated or outside the
+            folder; every offending file and tensor is named.
+    """
+    path = Path(path)
+    if path.suffix == ".gguf":
+        from diffquant.formats.gguf import GgufCheckpoint
+
+        return GgufCheckpoint(path)
+    if not path.is_dir():
+        raise CheckpointError(f"{path} is neither a checkpoint folder nor a .gguf file")
+    return FolderCheckpoint(path)
+
+
+class FolderCheckpoint(Checkpoint):
+    """A folder with config.json and model.safetensors, or shards and their index."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config = read_json(path / "config.json")
+        index = _read_index(path)
+        shards = sorted(set(index.values())) if index else [SINGLE]
+        self._files = {shard: path / shard for shard in shards}
+        self._handles, problems = _open_all(path, self._files)
+        self.tensors, unlisted = _list_tensors(self._handles, index)
+        problems += unlisted
+        if problems:
+            raise CheckpointError(f"checkpoint {path} is not complete: {'; '.join(problems)}; download it again")
+
+    def read(self, name: str) -> Tensor:
+        return self._handles[self.tensors[name].shard].get_tensor(name)
+
+    def weight_files(self) -> list[Path]:
+        return list(self._files.values())
+
+    def write_side_files(self, folder: Path) -> None:
+        for file in side_files(self.path):
+            copyfile(file, folder / file.name)
+
+
+def side_files(folder: Path) -> list[Path]:
+    """Files beside the weights that a reader needs: tokenizer, generation settings, chat template, licence."""
+    return sorted(
+        file
+        for file in folder.iterdir()
+        if file.is_file()
+        and (file.suffix in _SIDE_SUFFIXES or file.name.upper().startswith(("LICENSE", "NOTICE")))
+        and file.name not in _OWN_NAMES
+        and not file.name.endswith(".index.json")
+    )
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file.
+
+    Raises:
+        CheckpointError: it is absent, or is not a JSON object.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"{path.parent} has no {path.name}; a checkpoint folder needs one") from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"cannot read {path}: {error}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} must hold a JSON object, not {type(content).__name__}")
+    return content
+
+
+def _read_index(folder: Path) -> dict[str, str] | None:
+    """Shard of each tensor; None where one file holds them all."""
+    if not (folder / INDEX).is_file():
+        if (folder / SINGLE).is_file():
+            return None
+        pickles = sorted(file.name for file in folder.glob("*.bin")) + sorted(file.name for file in folder.glob("*.pt"))
+        hint = f"; {', '.join(pickles)} are pickles, which run code when opened: convert them" if pickles else ""
+        raise CheckpointError(f"{folder} has neither {SINGLE} nor {INDEX}{hint}")
+    weight_map = read_json(folder / INDEX).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
+        raise CheckpointError(f"{folder / INDEX} has no weight_map from tensor to file")
+    return weight_map
+
+
+def _open_all(folder: Path, files: Mapping[str, Path]) -> tuple[dict[str, Any], list[str]]:
+    """A mapped handle for each shard, and what is wrong with those that have none."""
+    handles: dict[str, Any] = {}
+    problems: list[str] = []
+    for shard, file in files.items():
+        if not _is_inside(folder, shard):
+            problems.append(f"{shard!r} lies outside the folder or deeper in it")
+            continue
+        try:
+            handles[shard] = safe_open(file, "pt")
+        except FileNotFoundError:
+            problems.append(f"{shard} is missing")
+        except (SafetensorError, OSError) as error:
+            size = file.stat().st_size
+            problems.append(f"{shard} ({size} bytes) is truncated or damaged ({error})")
+    return handles, problems
+
+
+def _is_inside(folder: Path, shard: str) -> bool:
+    """Whether a shard's name is a plain name in the folder.
+
+    Download caches keep a folder of links to content elsewhere, so a link that is named plainly is
+    followed only to a file of a cache laid out so: its own "blobs" folder, two levels up.
+    """
+    name = PurePosixPath(shard)
+    if name.is_absolute() or len(name.parts) != 1 or name.parts == ("..",):
+        return False
+    root, target = folder.resolve(), (folder / shard).resolve()
+    return target.is_relative_to(root) or target.parent == root.parent.parent / "blobs"
+
+
+def _list_tensors(
+    handles: Mapping[str, Any], index: Mapping[str, str] | None
+) -> tuple[dict[str, TensorInfo], list[str]]:
+    """Tensors of all shards by name, and those that the index places in a shard without them."""
+    tensors: dict[str, TensorInfo] = {}
+    problems: list[str] = []
+    for shard, handle in handles.items():
+        held = set(handle.keys())
+        listed = {name for name, place in index.items() if place == shard} if index else held
+        absent = sorted(listed - held)
+        if absent:
+            problems.append(f"{shard} lacks {', '.join(absent)}, which the index places there")
+        for name in sorted(listed & held):
+            header = handle.get_slice(name)
+            dtype = _DTYPES.get(header.get_dtype())
+            if dtype is None:
+                problems.append(f"{name} has data type {header.get_dtype()}, which is not read")
+            else:
+                tensors[name] = TensorInfo(dtype, tuple(header.get_shape()), shard)
+    return tensors, problems

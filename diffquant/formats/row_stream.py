@@ -1,0 +1,225 @@
+"""The engine of every verb that writes a checkpoint: blocks of rows through a pool of single-threaded workers.
+
+Memory is a few blocks a worker, whatever a tensor's or a checkpoint's size: sources are mapped,
+results go straight to their place in the file.
+"""
+
+import json
+import os
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from diffquant.formats.atomic_folder import Staging
+from diffquant.formats.reader import INDEX, SINGLE, Checkpoint
+from diffquant.formats.writer import OutputTensor, ShardFile
+from diffquant.numerics import check_finite
+from diffquant.support.files import file_digest, write_atomically
+from diffquant.support.progress import Progress
+
+# Float32 intermediates of a block stay within a core's cache; larger blocks are much slower.
+BLOCK_ELEMENTS = 1 << 18
+
+
+@dataclass(frozen=True)
+class Block:
+    """Rows of one or more output tensors, and what was lost in making them.
+
+    Attributes:
+        pieces: by output tensor, its first row here and the rows.
+        lost, total: sums of squares of the rounding error and of the source's values.
+    """
+
+    pieces: Mapping[str, tuple[int, Tensor]]
+    lost: float = 0.0
+    total: float = 0.0
+
+
+@dataclass(frozen=True)
+class Job:
+    """How to make the output that comes of one source tensor, any rows at a time.
+
+    Attributes:
+        name: the source tensor, or what the output is called where none is.
+        rows, width: rows to go through, and source elements in each.
+        outputs: the tensors to write.
+        make: from first and last (exclusive) row to their block.
+    """
+
+    name: str
+    rows: int
+    width: int
+    outputs: tuple[OutputTensor, ...]
+    make: Callable[[int, int], Block]
+
+    def blocks(self) -> Iterator[tuple[int, int]]:
+        step = max(1, BLOCK_ELEMENTS // max(1, self.width))
+        return ((first, min(first + step, self.rows)) for first in range(0, self.rows, step))
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One output file: its source file, if one, and the jobs that fill it."""
+
+    source: Path | None
+    jobs: Sequence[Job]
+
+    @property
+    def outputs(self) -> list[OutputTensor]:
+        return [output for job in self.jobs for output in job.outputs]
+
+
+def copy_job(checkpoint: Checkpoint, name: str) -> Job:
+    """Take a tensor over as it is, refusing NaN and infinity."""
+    info = checkpoint.tensors[name]
+    shape = info.shape or (1,)
+    source = checkpoint.read(name).reshape(shape)
+
+    def make(first: int, last: int) -> Block:
+        rows = source[first:last]
+        if rows.is_floating_point():
+            check_rows(rows, name, first)
+        return Block({name: (first, rows)})
+
+    return Job(name, shape[0], max(1, source[0:1].numel()), (OutputTensor(name, info.dtype, info.shape),), make)
+
+
+def check_rows(rows: Tensor, name: str, first: int) -> None:
+    """Raise NonFiniteError, naming the tensor and where in it, unless all rows are finite."""
+    check_finite(rows, f"{name}, rows {first} to {first + len(rows) - 1},")
+
+
+def write_shards(
+    shards: Sequence[Shard], staging: Staging, total_bytes: int, progress: Progress
+) -> dict[str, dict[str, Any]]:
+    """Write the shards that are not there yet, and the index where there are several.
+
+    Args:
+        shards: the output files in order.
+        staging: where, and which are finished.
+        total_bytes: of the output, for the index and the progress.
+        progress: called with output bytes.
+
+    Returns:
+        Of each file by name: "sha256", "source_sha256" and "sums", the rounding error's and the
+        values' sums of squares by source tensor.
+    """
+    names = shard_names(len(shards))
+    records: dict[str, dict[str, Any]] = {}
+    done = 0.0
+    with workers() as pool:
+        finishing: list[tuple[str, Future[dict[str, Any]]]] = []
+        for name, shard in zip(names, shards, strict=True):
+            size = sum(output.nbytes for output in shard.outputs)
+            found = staging.finished(name)
+            if found is not None:
+                records[name] = found
+            else:
+                digest = pool.submit(_digest_of, shard.source)
+                sums = _write_shard(shard, staging.folder / name, pool, _offset(progress, done, total_bytes))
+                # Hashing this file overlaps with the next one's work.
+                finishing.append((name, pool.submit(_finish, staging, name, digest, sums)))
+            done += size
+        records |= {name: future.result() for name, future in finishing}
+    progress(total_bytes, total_bytes, "done")
+    if len(shards) > 1:
+        _write_index(staging.folder, names, shards, total_bytes)
+    return {name: records[name] for name in names}
+
+
+def shard_names(count: int) -> list[str]:
+    return [SINGLE] if count == 1 else [f"model-{k:05}-of-{count:05}.safetensors" for k in range(1, count + 1)]
+
+
+def fingerprint(checkpoint: Checkpoint) -> dict[str, Any]:
+    """What identifies a source without reading all of it: its config, and its files' names, sizes and dates."""
+    files = {file.name: [file.stat().st_size, file.stat().st_mtime_ns] for file in checkpoint.weight_files()}
+    return {"path": str(checkpoint.path.resolve()), "config": checkpoint.config, "files": files}
+
+
+def _write_shard(
+    shard: Shard, path: Path, pool: ThreadPoolExecutor, progress: Callable[[float, str], None]
+) -> dict[str, list[float]]:
+    """Fill one file; sums of squares by job, added up in row order so that they never depend on timing."""
+    sums: dict[str, list[float]] = {}
+    done = 0.0
+    with ShardFile(path, shard.outputs) as file:
+
+        def work(job: Job, first: int, last: int) -> tuple[str, int, float, float]:
+            block = job.make(first, last)
+            for name, (row, data) in block.pieces.items():
+                file.write(name, data, row)
+            written = sum(data.nbytes for _, data in block.pieces.values())
+            return job.name, written, block.lost, block.total
+
+        tasks = ((job, first, last) for job in shard.jobs for first, last in job.blocks())
+        for name, written, lost, total in in_order(pool, work, tasks):
+            before = sums.get(name, [0.0, 0.0])
+            sums[name] = [before[0] + lost, before[1] + total]
+            done += written
+            progress(done, name)
+    return {name: pair for name, pair in sums.items() if pair[1]}
+
+
+def in_order(
+    pool: ThreadPoolExecutor, work: Callable[..., Any], tasks: Iterator[tuple[Any, ...]], ahead: int = 64
+) -> Iterator[Any]:
+    """Results of `work` in the order of `tasks`, with few tasks under way; on an error the rest is dropped."""
+    futures = deque(pool.submit(work, *task) for task in islice(tasks, ahead))
+    try:
+        while futures:
+            result = futures[0].result()
+            futures.popleft()
+            futures.extend(pool.submit(work, *task) for task in islice(tasks, 1))
+            yield result
+    finally:
+        for future in futures:
+            future.cancel()
+        # A worker may still be writing to the file that is about to be closed.
+        for future in futures:
+            if not future.cancelled():
+                future.exception()
+
+
+def _finish(
+    staging: Staging, name: str, digest: "Future[str | None]", sums: Mapping[str, list[float]]
+) -> dict[str, Any]:
+    return staging.finish(name, {"source_sha256": digest.result(), "sums": dict(sums)})
+
+
+def _digest_of(source: Path | None) -> str | None:
+    return None if source is None else file_digest(source)
+
+
+def _offset(progress: Progress, before: float, total: float) -> Callable[[float, str], None]:
+    return lambda done, what: progress(before + done, total, what)
+
+
+@contextmanager
+def workers() -> Iterator[ThreadPoolExecutor]:
+    """A thread a core, each with torch at one thread: blocks are too small to be worth splitting further.
+
+    A new thread takes over the number of threads torch is set to when it starts.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    pool = ThreadPoolExecutor(len(os.sched_getaffinity(0)), thread_name_prefix="diffquant")
+    try:
+        yield pool
+    finally:
+        pool.shutdown(cancel_futures=True)
+        torch.set_num_threads(threads)
+
+
+def _write_index(folder: Path, names: Sequence[str], shards: Sequence[Shard], total_bytes: int) -> None:
+    weight_map = {o.name: name for name, shard in zip(names, shards, strict=True) for o in shard.outputs}
+    index = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(weight_map.items()))}
+    write_atomically(folder / INDEX, json.dumps(index, indent=2) + "\n")

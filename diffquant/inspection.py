@@ -1,0 +1,123 @@
+"""What a checkpoint is, read from its headers and λ parameters alone."""
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from diffquant.errors import CheckpointError
+from diffquant.family.spec import DiffSpec
+from diffquant.formats.reader import Checkpoint, open_checkpoint
+from diffquant.loading import stored_recipe
+from diffquant.model.adapters import Adapter, adapter_for
+from diffquant.model.layout import LAMBDA_VECTORS
+from diffquant.quantization.plan import make_plan
+from diffquant.report.tables import megabytes
+from diffquant.scheme import LAYER_TARGETS, Recipe
+from diffquant.source.check import check_tensors
+
+WIDTHS = ("8:g32", "6:g32", "4:g32", "4:g128")
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """A checkpoint at a glance.
+
+    Attributes:
+        lam: V1: λ of each layer; V2: root mean square of each layer's λ projection (0 gives λ ½ everywhere).
+        sizes: bytes of all tensors, as stored and with weights at each scheme; None where that does not fit them.
+    """
+
+    path: str
+    model_type: str
+    spec: DiffSpec
+    layers: int
+    hidden_size: int
+    parameters: int
+    recipe: Recipe
+    packed: int
+    lam: list[float]
+    sizes: dict[str, int | None]
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self) | {"recipe": self.recipe.to_dict(), "generation": self.spec.generation}
+
+    def __str__(self) -> str:
+        spec = self.spec
+        lines = [
+            f"{self.path}: {spec.generation} ({self.model_type}), {self.parameters / 1e6:.1f} M parameters",
+            f"{self.layers} layers, hidden {self.hidden_size}, {_heads(spec)}",
+            f"RoPE {spec.rope}, post-norm {spec.post_norm}",
+        ]
+        if self.packed or self.recipe != Recipe():
+            lines.append(f"{self.packed} weights are packed; recipe: {_schemes(self.recipe)}")
+        if spec.lam == "exp":
+            lines.append("λ by layer: " + " ".join(f"{value:.3f}" for value in self.lam))
+        if spec.lam == "sigmoid":
+            projections = " ".join(f"{value:.3g}" for value in self.lam)
+            lines.append(f"λ per token and pair, sigmoid of a projection; its rms by layer: {projections}")
+        for scheme, size in self.sizes.items():
+            lines.append(f"{scheme:>9}: {megabytes(size) if size else 'does not fit these weights'}")
+        return "\n".join(lines)
+
+
+def inspect_checkpoint(path: Path) -> Inspection:
+    """Look at a checkpoint without loading its weights.
+
+    Raises:
+        CheckpointError: it is damaged, incomplete or of a kind that is not read.
+    """
+    checkpoint = open_checkpoint(path)
+    adapter = adapter_for(checkpoint.config)
+    packed = check_tensors(checkpoint, adapter)
+    shapes = adapter.source_shapes().values()
+    return Inspection(
+        path=str(path),
+        model_type=checkpoint.config["model_type"],
+        spec=adapter.config.diff_spec,
+        layers=adapter.config.num_hidden_layers,
+        hidden_size=adapter.config.hidden_size,
+        parameters=sum(shape[0] * (shape[1] if len(shape) == 2 else 1) for shape in shapes),
+        recipe=stored_recipe(checkpoint.config),
+        packed=len(packed),
+        lam=_lambdas(checkpoint, adapter),
+        sizes=_sizes(checkpoint, adapter, () if packed else WIDTHS),
+    )
+
+
+def _lambdas(checkpoint: Checkpoint, adapter: Adapter) -> list[float]:
+    spec = adapter.config.diff_spec
+
+    def read(layer: int, name: str) -> Tensor:
+        return checkpoint.read(adapter.source_name(f"model.layers.{layer}.self_attn.{name}")).float()
+
+    layers = range(adapter.config.num_hidden_layers)
+    if spec.lam == "exp":
+        vectors = ([read(layer, name) for name in LAMBDA_VECTORS] for layer in layers)
+        signal_minus_noise = [float((q1 @ k1).exp() - (q2 @ k2).exp()) for q1, k1, q2, k2 in vectors]
+        return [value + spec.lam_init(layer) for layer, value in zip(layers, signal_minus_noise, strict=True)]
+    if spec.lam == "sigmoid":
+        return [float(read(layer, "lambda_proj.weight").square().mean().sqrt()) for layer in layers]
+    return []
+
+
+def _sizes(checkpoint: Checkpoint, adapter: Adapter, schemes: Iterable[str]) -> dict[str, int | None]:
+    sizes: dict[str, int | None] = {"as it is": checkpoint.nbytes}
+    for scheme in schemes:
+        try:
+            sizes[scheme] = make_plan(checkpoint, adapter, Recipe.of(weights=scheme)).bytes_after
+        except CheckpointError:
+            sizes[scheme] = None
+    return sizes
+
+
+def _heads(spec: DiffSpec) -> str:
+    what = "pairs" if spec.maps == 2 else "heads"
+    return f"{spec.pairs} {what} over {spec.kv_pairs} KV {what}, width {spec.head_dim}, values {spec.value_dim}"
+
+
+def _schemes(recipe: Recipe) -> str:
+    schemes = [f"{name} {getattr(recipe, name)}" for name in ("weights", *LAYER_TARGETS)]
+    return ", ".join([*schemes, f"overrides {len(recipe.overrides)}"] if recipe.overrides else schemes)

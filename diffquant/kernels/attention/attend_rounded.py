@@ -1,0 +1,184 @@
+"""Attention whose logits are rounded to codes, in two kernels: rows' extremes, then softmax of rounded logits."""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+import triton
+import triton.language as tl
+
+from diffquant.kernels.attention.online import load_rows, pair_norm, valid_range
+from diffquant.kernels.attention.tiles import key_blocks, seen_by
+
+# Adding and subtracting 1.5·2^23 rounds a float32 to an integer, half to even.
+_ROUND = tl.constexpr(12582912.0)
+_FP16_MAX = tl.constexpr(65504.0)
+
+
+@triton.jit
+def _quotient(x, step, inverse):
+    """x / step as IEEE division rounds it, where `inverse` is 1 / step so rounded."""
+    guess = x * inverse
+    return tl.fma(tl.fma(-guess, step, x), inverse, guess)
+
+
+# Lengths change from call to call: a kernel for each that is or is not a multiple of 16 would gain nothing.
+@triton.jit(do_not_specialize=["T", "S", "window"])
+def extremes(
+    q1, q2, k1, k2, starts, ends, top, bottom, q_strides, k_strides, heads, group, T, S, window, scale,
+    MAPS: tl.constexpr, CAUSAL: tl.constexpr, DESCRIBED: tl.constexpr, D: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """Largest and smallest visible logit of each row of a tile; 0 and 0 where it sees none."""
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    pair, own = tl.program_id(1) // MAPS, tl.program_id(1) % MAPS
+    sequence, head = (pair // heads).to(tl.int64), (pair % heads).to(tl.int64)
+    start, valid = valid_range(starts, ends, sequence, S)
+    query = tile * BM + tl.arange(0, BM)
+    first, last = seen_by(query, T, S - T - start, valid, window, CAUSAL)
+    begin, inner, outer, stop = key_blocks(first, last, valid, BN)
+    q = (q1 if own == 0 else q2) + sequence * q_strides[0] + head * q_strides[1]
+    q = load_rows(q, tile * BM, 0, T, q_strides[2], BM, D, False, True)
+    k = (k1 if own == 0 else k2) + sequence * k_strides[0] + head // group * k_strides[1]
+    k += tl.cast(start, tl.int64) * k_strides[2]
+    if DESCRIBED:
+        k = tl.make_tensor_descriptor(k, [valid, D], [k_strides[2], 1], [BN, D])
+    high = tl.full([BM], -float("inf"), tl.float32)
+    low = tl.full([BM], float("inf"), tl.float32)
+    if window is not None:
+        high, low = _extremes_among(
+            high, low, q, k, k_strides[2], begin, inner, first, last, valid, scale, True, DESCRIBED, D, BN
+        )
+    high, low = _extremes_among(
+        high, low, q, k, k_strides[2], inner, outer, first, last, valid, scale, False, DESCRIBED, D, BN
+    )
+    high, low = _extremes_among(
+        high, low, q, k, k_strides[2], outer, stop, first, last, valid, scale, True, DESCRIBED, D, BN
+    )
+    row = tl.program_id(1).to(tl.int64) * T + query
+    tl.store(top + row, tl.where(first < last, high, 0.0), mask=query < T)
+    tl.store(bottom + row, tl.where(first < last, low, 0.0), mask=query < T)
+
+
+@triton.jit
+def _extremes_among(
+    high, low, q, k, k_stride, begin, stop, first, last, valid, scale,
+    MASKED: tl.constexpr, DESCRIBED: tl.constexpr, D: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    for n in tl.range(begin, stop, BN):
+        rows = load_rows(k, n, 0, valid, k_stride, BN, D, DESCRIBED, MASKED)
+        logits = tl.dot(q, rows.T) * scale
+        if MASKED:
+            key = (n + tl.arange(0, BN))[None, :]
+            seen = (key >= first[:, None]) & (key < last[:, None])
+            high = tl.maximum(high, tl.max(tl.where(seen, logits, -float("inf")), 1))
+            low = tl.minimum(low, tl.min(tl.where(seen, logits, float("inf")), 1))
+        else:
+            high = tl.maximum(high, tl.max(logits, 1))
+            low = tl.minimum(low, tl.min(logits, 1))
+    return high, low
+
+
+@triton.jit(do_not_specialize=["T", "S", "window"])
+def attend_rounded(
+    q1, q2, k1, k2, v, lam, starts, ends, weight, top, steps, out, parked, clipped,
+    q_strides, k_strides, v_strides, lam_strides, out_strides,
+    heads, group, T, S, window, scale, log2e, levels, eps, factor,
+    MAPS: tl.constexpr, CAUSAL: tl.constexpr, SHIFT: tl.constexpr, NORM: tl.constexpr, DESCRIBED: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, HALVES: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """One tile of BM queries of one pair, a map after the other."""
+    DH: tl.constexpr = DV // HALVES
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    pair = tl.program_id(1)
+    sequence, head = (pair // heads).to(tl.int64), (pair % heads).to(tl.int64)
+    start, valid = valid_range(starts, ends, sequence, S)
+    query, value = tile * BM + tl.arange(0, BM), tl.arange(0, DV)
+    first, last = seen_by(query, T, S - T - start, valid, window, CAUSAL)
+    begin, inner, outer, stop = key_blocks(first, last, valid, BN)
+    at = sequence * out_strides[0] + head * out_strides[1]
+    at += query.to(tl.int64)[:, None] * out_strides[2] + value[None, :]
+    stored = (query < T)[:, None]
+    values = v + sequence * v_strides[0] + head // group * v_strides[1] + tl.cast(start, tl.int64) * v_strides[2]
+    if DESCRIBED:
+        values = tl.make_tensor_descriptor(values, [valid, DV], [v_strides[2], 1], [BN, DH])
+    for own in tl.range(0, MAPS, num_stages=1):
+        q = (q1 if own == 0 else q2) + sequence * q_strides[0] + head * q_strides[1]
+        q = load_rows(q, tile * BM, 0, T, q_strides[2], BM, D, False, True)
+        k = (k1 if own == 0 else k2) + sequence * k_strides[0] + head // group * k_strides[1]
+        k += tl.cast(start, tl.int64) * k_strides[2]
+        if DESCRIBED:
+            k = tl.make_tensor_descriptor(k, [valid, D], [k_strides[2], 1], [BN, D])
+        row = (pair * MAPS + own).to(tl.int64) * T + query
+        largest = tl.load(top + row, mask=query < T, other=0.0)
+        step = tl.load(steps + row, mask=query < T, other=1.0)
+        inverse = tl.div_rn(1.0, step)
+        # Shifted logits are at most 0. Others reach the code of their row's largest.
+        code = tl.zeros([BM], tl.float32) if SHIFT else (_quotient(largest, step, inverse) + _ROUND) - _ROUND
+        left = tl.zeros([BM, DH], tl.float32)
+        right = tl.zeros([BM, DH], tl.float32)
+        total = tl.zeros([BM], tl.float32)
+        below = tl.zeros([BM], tl.int32)
+        if window is not None:
+            left, right, total, below = _attend_among(
+                left, right, total, below, q, k, values, k_strides[2], v_strides[2], begin, inner, first, last, valid,
+                scale, largest, step, inverse, code, log2e, levels, True, SHIFT, DESCRIBED, D, DH, HALVES, BN,
+            )  # fmt: skip
+        left, right, total, below = _attend_among(
+            left, right, total, below, q, k, values, k_strides[2], v_strides[2], inner, outer, first, last, valid,
+            scale, largest, step, inverse, code, log2e, levels, False, SHIFT, DESCRIBED, D, DH, HALVES, BN,
+        )  # fmt: skip
+        left, right, total, below = _attend_among(
+            left, right, total, below, q, k, values, k_strides[2], v_strides[2], outer, stop, first, last, valid,
+            scale, largest, step, inverse, code, log2e, levels, True, SHIFT, DESCRIBED, D, DH, HALVES, BN,
+        )  # fmt: skip
+        if SHIFT:
+            tl.store(clipped + row, below, mask=query < T)
+        y = tl.join(left, right).permute(0, 2, 1).reshape([BM, DV]) if HALVES == 2 else left
+        y *= tl.where(last > 0, 1 / tl.where(total == 0, 1.0, total), 0.0)[:, None]
+        if own + 1 < MAPS:
+            # In fp16 whatever the output's type: bfloat16 would lose what the difference keeps.
+            tl.store(parked + at, tl.minimum(tl.maximum(y, -_FP16_MAX), _FP16_MAX).to(tl.float16), mask=stored)
+            # A thread may read back what another one parked.
+            tl.debug_barrier()
+        else:
+            if MAPS == 2:
+                second = sequence * lam_strides[0] + head * lam_strides[1] + query.to(tl.int64) * lam_strides[2]
+                second = tl.load(lam + second, mask=query < T, other=0.0)
+                y = tl.load(parked + at, mask=stored, other=0.0).to(tl.float32) - second[:, None] * y
+            if NORM:
+                y = pair_norm(y, weight, eps, factor, DV)
+            tl.store(out + at, y.to(out.dtype.element_ty), mask=stored)
+
+
+@triton.jit
+def _attend_among(
+    left, right, total, below, q, k, values, k_stride, v_stride, begin, stop, first, last, valid, scale,
+    largest, step, inverse, code, log2e, levels,
+    MASKED: tl.constexpr, SHIFT: tl.constexpr, DESCRIBED: tl.constexpr,
+    D: tl.constexpr, DH: tl.constexpr, HALVES: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    unit = (step * log2e)[:, None]
+    floor = (-(levels + 0.5) * step)[:, None]
+    for n in tl.range(begin, stop, BN):
+        rows = load_rows(k, n, 0, valid, k_stride, BN, D, DESCRIBED, MASKED)
+        logits = tl.dot(q, rows.T) * scale
+        if SHIFT:
+            logits -= largest[:, None]
+        codes = _quotient(logits, step[:, None], inverse[:, None]) + _ROUND
+        if SHIFT:
+            codes = tl.maximum(codes - _ROUND, -1.0 * levels)
+        else:
+            codes -= (code + _ROUND)[:, None]
+        p = tl.exp2(codes * unit)
+        under = logits < floor
+        if MASKED:
+            key = (n + tl.arange(0, BN))[None, :]
+            seen = (key >= first[:, None]) & (key < last[:, None])
+            p = tl.where(seen, p, 0.0)
+            under = under & seen
+        if SHIFT:
+            below += tl.sum(under.to(tl.int32), 1)
+        total += tl.sum(p, 1)
+        p = p.to(q.dtype)
+        left = tl.dot(p, load_rows(values, n, 0, valid, v_stride, BN, DH, DESCRIBED, MASKED), left)
+        if HALVES == 2:
+            right = tl.dot(p, load_rows(values, n, DH, valid, v_stride, BN, DH, DESCRIBED, MASKED), right)
+    return left, right, total, below

@@ -1,0 +1,228 @@
+"""Simulated low-bit logits inside attention: the maps are never stored, and every logit gets the code that the
+plain form gives it.
+
+One launch finds each row's largest and smallest logit; torch makes the scales of them; a second launch computes
+the logits again, rounds them and attends. Rounding keeps order, so a row's largest code is known beforehand and
+softmax needs no running maximum.
+"""
+
+from collections.abc import Sequence
+from math import e, log2
+from typing import Protocol
+
+import torch
+import triton
+from torch import Tensor
+
+from diffquant.errors import UsageError
+from diffquant.family.norm import PairNorm
+from diffquant.kernels.arguments import Visibility, attention_shape, empty_output, refused_device, refused_widths
+from diffquant.kernels.attention.attend_rounded import attend_rounded, extremes
+from diffquant.kernels.configs import AttentionTile, choose, device_class
+from diffquant.kernels.descriptors import allow_descriptors, describable
+from diffquant.kernels.strides import same_strides
+from diffquant.numerics.logit_steps import step_of
+from diffquant.scheme import Scheme
+
+TILES = {
+    "simulated/sm_90/64": AttentionTile(128, 128, 8, 2),
+    "simulated/sm_90/128": AttentionTile(128, 64, 8, 2),
+    "simulated/sm_80/64": AttentionTile(128, 64, 8, 2),
+    "simulated/sm_80/128": AttentionTile(128, 32, 8, 2),
+}
+GRANULARITIES = ("tensor", "head", "pair", "row")
+
+
+class Meter(Protocol):
+    """What counts the work of a logit quantizer; `diffquant.attention.LogitMeter` does."""
+
+    calls: int
+
+    def count(self, entries: int | Tensor, clipped: int | Tensor) -> None: ...
+
+    def record_steps(self, steps: Tensor, largest: Tensor) -> None: ...
+
+
+def simulated(
+    q: Sequence[Tensor],
+    k: Sequence[Tensor],
+    v: Tensor,
+    lam: Tensor | None,
+    *,
+    scale: float,
+    seen: Visibility,
+    scheme: Scheme,
+    post: PairNorm | None = None,
+    meter: Meter | None = None,
+) -> Tensor:
+    """(softmax(r(Q1·K1ᵀ·scale)) - λ·softmax(r(Q2·K2ᵀ·scale)))·V, where r rounds logits to the scheme's codes.
+
+    Args:
+        q: one [B, h, T, d] a map, one or two maps, float16 or bfloat16.
+        k: one [B, h_kv, S, d] a map; the same tensor twice where the maps share keys (V2).
+        v: [B, h_kv, S, dv].
+        lam: λ, broadcastable to [B, h, T, 1]; None with one map.
+        scale: what multiplies Q·Kᵀ.
+        seen: which keys a query sees; what none sees enters no scale.
+        scheme: 2 to 8 bits per tensor, head, pair or row.
+        post: the per-pair norm; None for none.
+        meter: counts what was rounded, on the device.
+
+    Returns:
+        [B, h, T, dv] in v's dtype, its memory [B, T, h, dv].
+
+    Raises:
+        UsageError: arguments disagree, or the kernel cannot do what is asked.
+    """
+    shape = attention_shape(q, k, v, lam, seen, post)
+    reason = _unsupported(q, v, scheme)
+    if reason:
+        raise UsageError(f"simulated logits: {reason}")
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (*q, *k, v)):
+        raise UsageError("simulated logits have no backward pass here; call it under torch.no_grad()")
+    norm = post or PairNorm(0.0)
+    out, largest, clipped = _op(
+        q[0], q[1] if len(q) == 2 else None, k[0], k[1] if len(k) == 2 else None, v, lam, seen.starts, seen.ends,
+        norm.weight, scale, seen.causal, seen.window, scheme.bits, scheme.granularity, scheme.shift,
+        post is not None, norm.eps, norm.factor,
+    )  # fmt: skip
+    if meter is not None:
+        meter.calls += 1
+        meter.count(_visible(seen, shape.queries, shape.keys, v) * shape.pairs * shape.maps, clipped.sum())
+        for each in largest.expand(-1, -1, shape.maps, -1).unbind(2):
+            meter.record_steps(step_of(each, scheme), each)
+    return out
+
+
+def refused(q: Sequence[Tensor], v: Tensor, scheme: Scheme) -> str | None:
+    """Why the kernel cannot serve these tensors or this scheme, or None."""
+    return refused_device(v.device) or _unsupported(q, v, scheme)
+
+
+def _unsupported(q: Sequence[Tensor], v: Tensor, scheme: Scheme) -> str | None:
+    if not scheme.quantizes:
+        return "16 bits are not quantized; use a kernel without simulation"
+    if scheme.granularity not in GRANULARITIES:
+        return f"one scale a {scheme.granularity} is not served; the kernel takes {', '.join(GRANULARITIES)}"
+    if scheme.alike and len(q) == 2:
+        return "logits rounded alike are not served; the kernel rounds each map by itself"
+    return refused_widths(q[0], v)
+
+
+@torch.library.custom_op("diffquant::simulated_logits", mutates_args=())
+def _op(
+    q1: Tensor,
+    q2: Tensor | None,
+    k1: Tensor,
+    k2: Tensor | None,
+    v: Tensor,
+    lam: Tensor | None,
+    starts: Tensor | None,
+    ends: Tensor | None,
+    weight: Tensor | None,
+    scale: float,
+    causal: bool,
+    window: int | None,
+    bits: int,
+    granularity: str,
+    shift: bool,
+    normed: bool,
+    eps: float,
+    factor: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`simulated` without its data classes.
+
+    Returns:
+        The output; the largest magnitudes that share a scale, [B, h, maps, T] with axes that share it of size 1;
+        and how many logits of each row were clipped, int32 [B, h, maps, T].
+    """
+    batch, heads, length, width = q1.shape
+    kv_heads, keys, value_width = v.shape[1:]
+    maps = 1 if q2 is None else 2
+    out = empty_output(q1, value_width)
+    clipped = torch.zeros(batch, heads, maps, length, dtype=torch.int32, device=v.device)
+    ranges = torch.zeros(2, batch, heads, maps, length, device=v.device)
+    if out.numel() == 0 or keys == 0:
+        return out.zero_(), _shared(ranges[0], granularity), clipped
+    q = same_strides(q1) if q2 is None else same_strides(q1, q2)
+    k = same_strides(k1) if k2 is None else same_strides(k1, k2)
+    (v,) = same_strides(v)
+    here = device_class(v.device)
+    described = here == "sm_90"
+    if described:
+        k = k if describable(*k) else [x.clone(memory_format=torch.contiguous_format) for x in k]
+        v = v if describable(v) else v.clone(memory_format=torch.contiguous_format)
+    tile = choose(TILES, f"simulated/{here}/{width}")
+    lam = None if lam is None else lam.float().expand(batch, heads, length, 1)
+    scheme = Scheme(bits, granularity, shift=shift)
+    tiles = triton.cdiv(length, tile.queries)
+    # Nothing is contracted behind the formula's back: a product rounded to float32 decides codes at their borders.
+    options = {"num_warps": tile.warps, "num_stages": tile.stages, "enable_fp_fusion": False}
+    lengths = (heads, heads // kv_heads, length, keys, window)
+    with torch.cuda.device_of(v):
+        if described:
+            allow_descriptors()
+        extremes[(tiles, batch * heads * maps)](
+            q[0], q[-1], k[0], k[-1], starts, ends, ranges[0], ranges[1],
+            q[0].stride()[:3], k[0].stride()[:3], *lengths, scale,
+            MAPS=maps, CAUSAL=causal, DESCRIBED=described, D=width, BM=tile.queries, BN=tile.keys, **options,
+        )  # fmt: skip
+        top, bottom = ranges
+        largest = _shared(top - bottom if shift else torch.maximum(top.abs(), bottom.abs()), granularity)
+        steps = step_of(largest, scheme).expand(batch, heads, maps, length).contiguous()
+        if described:
+            allow_descriptors()
+        attend_rounded[(tiles, batch * heads)](
+            q[0], q[-1], k[0], k[-1], v, lam, starts, ends, weight, top, steps, out,
+            out.view(torch.float16), clipped,
+            q[0].stride()[:3], k[0].stride()[:3], v.stride()[:3],
+            None if lam is None else lam.stride()[:3], out.stride()[:3], *lengths, scale, log2(e),
+            2**bits - 1, eps, factor,
+            MAPS=maps, CAUSAL=causal, SHIFT=shift, NORM=normed, DESCRIBED=described, D=width, DV=value_width,
+            HALVES=2 if value_width > tile.queries and not described else 1, BM=tile.queries, BN=tile.keys, **options,
+        )  # fmt: skip
+    return out, largest, clipped
+
+
+@_op.register_fake
+def _(
+    q1: Tensor,
+    q2: Tensor | None,
+    k1: Tensor,
+    k2: Tensor | None,
+    v: Tensor,
+    lam: Tensor | None,
+    starts: Tensor | None,
+    ends: Tensor | None,
+    weight: Tensor | None,
+    scale: float,
+    causal: bool,
+    window: int | None,
+    bits: int,
+    granularity: str,
+    *rest: object,
+) -> tuple[Tensor, Tensor, Tensor]:
+    batch, heads, length, _ = q1.shape
+    rows = q1.new_empty(batch, heads, 1 if q2 is None else 2, length, dtype=torch.float32)
+    return empty_output(q1, v.shape[-1]), _shared(rows, granularity), rows.to(torch.int32)
+
+
+def _shared(rows: Tensor, granularity: str) -> Tensor:
+    """Largest of the rows [B, h, maps, T] that share a scale."""
+    axes = {"row": (), "head": (3,), "pair": (2, 3), "tensor": (1, 2, 3)}[granularity]
+    return rows.amax(axes, keepdim=True) if axes else rows.clone()
+
+
+def _visible(seen: Visibility, queries: int, keys: int, beside: Tensor) -> Tensor:
+    """How many (query, key) there are that see each other, over the batch; on the device of `beside`."""
+    batch = beside.shape[0]
+    position = torch.arange(keys - queries, keys, device=beside.device)
+    start, end = (
+        torch.full((batch, 1), otherwise, device=beside.device) if given is None else given[:, None].clamp(0, keys)
+        for given, otherwise in ((seen.starts, 0), (seen.ends, keys))
+    )
+    if not seen.causal:
+        return (end - start).clamp(min=0).sum() * queries
+    first = start if seen.window is None else torch.maximum(start, position - seen.window + 1)
+    inside = (position >= start) & (position < end)
+    return torch.where(inside, position + 1 - first, 0).sum()

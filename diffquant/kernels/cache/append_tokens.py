@@ -1,0 +1,191 @@
+"""The kernel of `append`: which tokens leave the window, their codes and scales, and the ring.
+
+A program has one step of tokens of one head. It packs those that leave, and then puts the new ones that
+stay into the same slots of the ring, so no program writes what another still reads.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, disable-error-code="assignment"
+import triton
+import triton.language as tl
+
+from diffquant.kernels.cache.kv_layout import packed_tokens, parts_of, stored_head
+from diffquant.kernels.cache.kv_store import TOKENS_A_STEP
+
+_TOKENS_A_STEP = tl.constexpr(TOKENS_A_STEP)
+
+
+# Lengths change from call to call: a kernel for each that is or is not a multiple of 16 would gain nothing.
+@triton.jit(do_not_specialize=["tokens"])
+def append_tokens(
+    K, k_stride, KCodes, KTop, KScales, KRecent, V, v_stride, VCodes, VTop, VScales, VRecent,
+    Progress, tokens, capacity, k_heads, v_heads,
+    WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, K_BITS: tl.constexpr, K_BLOCK: tl.constexpr, K_RING: tl.constexpr,
+    V_BITS: tl.constexpr, V_RING: tl.constexpr, RESIDUAL: tl.constexpr, K_LIMIT: tl.constexpr, V_LIMIT: tl.constexpr,
+    PACKS: tl.constexpr, KEEPS: tl.constexpr,
+):  # fmt: skip
+    """One step of tokens of one head; heads of K come before those of V."""
+    length = tl.load(Progress)
+    k_floor = tl.load(Progress + 1)
+    v_floor = tl.load(Progress + 2)
+    sequence = (tl.program_id(1) // (k_heads + v_heads)).to(tl.int64)
+    head = tl.program_id(1) % (k_heads + v_heads)
+    # A replayed graph may go on beyond the capacity; what does not fit is dropped.
+    total = tl.minimum(length + tokens, capacity)
+    if head < k_heads:
+        _store_step(
+            K + sequence * k_stride[0] + head * k_stride[1], k_stride[2], k_stride[3],
+            KCodes, KTop, KScales, KRecent, sequence * k_heads + head, length, total, tokens, k_floor, capacity,
+            K_BITS, K_BLOCK, K_RING, RESIDUAL, WIDTH, K_LIMIT, PACKS, KEEPS,
+        )  # fmt: skip
+    else:
+        head -= k_heads
+        _store_step(
+            V + sequence * v_stride[0] + head * v_stride[1], v_stride[2], v_stride[3],
+            VCodes, VTop, VScales, VRecent, sequence * v_heads + head, length, total, tokens, v_floor, capacity,
+            V_BITS, 1, V_RING, RESIDUAL, VALUE_WIDTH, V_LIMIT, PACKS, KEEPS,
+        )  # fmt: skip
+    if KEEPS:
+        # All have read the old length by the time the last one arrives.
+        tl.debug_barrier()
+        arrived = tl.atomic_add(Progress + 3, 1)
+        if arrived == tl.num_programs(0) * tl.num_programs(1) - 1:
+            tl.store(Progress, total)
+            tl.store(Progress + 3, 0)
+
+
+@triton.jit
+def _store_step(
+    New, token_stride, channel_stride, Codes, Top, Scales, Recent, head, length, total, tokens, floor, capacity,
+    BITS: tl.constexpr, BLOCK: tl.constexpr, RING: tl.constexpr, RESIDUAL: tl.constexpr, WIDTH: tl.constexpr,
+    LIMIT: tl.constexpr, PACKS: tl.constexpr, KEEPS: tl.constexpr,
+):  # fmt: skip
+    """Pack a step of tokens and put new ones into the slots of the window that held them."""
+    STEP: tl.constexpr = BLOCK if BLOCK > 1 else _TOKENS_A_STEP
+    packed = packed_tokens(length, floor, BITS, BLOCK, RESIDUAL)
+    packing = packed_tokens(total, floor, BITS, BLOCK, RESIDUAL)
+    kept = tl.maximum(length, packing)
+    leaving = tl.cdiv(tokens + BLOCK - 1, STEP) + 1
+    index = tl.program_id(0)
+    leaves = index < leaving
+    step = tl.where(leaves, packed // STEP + index, kept // STEP - RING // STEP + index - leaving)
+    begin = step * STEP
+    packs = (begin + STEP > packed) & (begin < packing)
+    if PACKS and leaves & packs:
+        codes, top, scales = stored_head(Codes, Top, Scales, head, capacity, BITS, BLOCK, WIDTH)
+        _pack_step(
+            New, token_stride, channel_stride, codes, top, scales, Recent + head * RING * WIDTH,
+            begin, packed, packing, length, BITS, BLOCK, RING, WIDTH, LIMIT, STEP,
+        )  # fmt: skip
+    if KEEPS and RING:
+        # A packed step's slots are free only now, and their owner alone writes to them.
+        tl.debug_barrier()
+        owned = (leaves == packs) if PACKS else index >= leaving
+        if owned:
+            token = begin + RING + tl.arange(0, STEP)
+            column = tl.arange(0, WIDTH)[None, :]
+            new = ((token >= kept) & (token < total))[:, None]
+            source = New + (token - length).to(tl.int64)[:, None] * token_stride + column * channel_stride
+            slot = Recent + head * RING * WIDTH + (token % RING)[:, None] * WIDTH + column
+            tl.store(slot, tl.load(source, mask=new), mask=new)
+
+
+@triton.jit
+def _pack_step(
+    New, token_stride, channel_stride, Codes, Top, Scales, Recent, begin, packed, packing, length,
+    BITS: tl.constexpr, BLOCK: tl.constexpr, RING: tl.constexpr, WIDTH: tl.constexpr, LIMIT: tl.constexpr,
+    STEP: tl.constexpr,
+):  # fmt: skip
+    """Quantize tokens begin to begin + STEP of one head, those of them in [packed, packing)."""
+    PARTS: tl.constexpr = parts_of(BITS)
+    PART: tl.constexpr = WIDTH // PARTS
+    token = begin + tl.arange(0, STEP)
+    column = tl.arange(0, PART)[None, :]
+    inside = ((token >= packed) & (token < packing))[:, None]
+    new = New + (token - length).to(tl.int64)[:, None] * token_stride + column * channel_stride
+    is_new = inside & (token >= length)[:, None]
+    if BITS == 16:
+        tl.store(Codes + token[:, None] * WIDTH + column, tl.load(new, mask=is_new), mask=inside)
+    else:
+        old = Recent + (token % RING if RING else token)[:, None] * WIDTH + column
+        is_old = inside & (token < length)[:, None]
+        x = _states(new, is_new, PART * channel_stride, old, is_old, PART, PARTS, RING)
+        of_tokens = tl.full([STEP], 1.0, tl.float32)
+        if BLOCK == 1:
+            largest = tl.max(tl.abs(x[0]), 1)
+            for part in tl.static_range(1, PARTS):
+                largest = tl.maximum(largest, tl.max(tl.abs(x[part]), 1))
+            of_tokens = _scale(largest, BITS, LIMIT, New.dtype.element_ty)
+            tl.store(Scales + token, of_tokens, mask=(token >= packed) & (token < packing))
+        Scales += begin // BLOCK * WIDTH if BLOCK > 1 else 0
+        a = _stored(x, 0, of_tokens, Scales, BITS, BLOCK, LIMIT, PART, New.dtype.element_ty)
+        if BITS == 8:
+            tl.store(Codes + token[:, None] * WIDTH + column, a, mask=inside)
+        else:
+            b = _stored(x, 1, of_tokens, Scales, BITS, BLOCK, LIMIT, PART, New.dtype.element_ty)
+            row = Codes + token[:, None] * (WIDTH // 2) + column
+            if BITS == 4:
+                tl.store(row, a | (b << 4), mask=inside)
+            else:
+                c = _stored(x, 2, of_tokens, Scales, BITS, BLOCK, LIMIT, PART, New.dtype.element_ty)
+                d = _stored(x, 3, of_tokens, Scales, BITS, BLOCK, LIMIT, PART, New.dtype.element_ty)
+                tl.store(row, (a & 15) | (c << 4), mask=inside)
+                tl.store(row + PART, (b & 15) | (d << 4), mask=inside)
+                top = (a >> 4) | ((b >> 4) << 2) | ((c >> 4) << 4) | ((d >> 4) << 6)
+                tl.store(Top + token[:, None] * PART + column, top, mask=inside)
+
+
+@triton.jit
+def _states(
+    new, is_new, new_part, old, is_old, old_part,
+    PARTS: tl.constexpr, RING: tl.constexpr,
+):  # fmt: skip
+    """PARTS float32 tiles of new and waiting tokens."""
+    if PARTS == 1:
+        out = (_state(new, is_new, old, is_old, RING),)
+    elif PARTS == 2:
+        out = _state(new, is_new, old, is_old, RING), _state(new + new_part, is_new, old + old_part, is_old, RING)
+    else:
+        out = (
+            _state(new, is_new, old, is_old, RING),
+            _state(new + new_part, is_new, old + old_part, is_old, RING),
+            _state(new + 2 * new_part, is_new, old + 2 * old_part, is_old, RING),
+            _state(new + 3 * new_part, is_new, old + 3 * old_part, is_old, RING),
+        )
+    return out
+
+
+@triton.jit
+def _state(new, is_new, old, is_old, RING: tl.constexpr):
+    x = tl.load(new, mask=is_new, other=0.0)
+    if RING:
+        x = tl.where(is_old, tl.load(old, mask=is_old, other=0.0), x)
+    return x.to(tl.float32)
+
+
+@triton.jit
+def _scale(largest, BITS: tl.constexpr, LIMIT: tl.constexpr, DTYPE: tl.constexpr):
+    """`numerics.absmax_scale` of a largest magnitude."""
+    LARGEST: tl.constexpr = 2 ** (BITS - 1) - 1
+    scale = tl.div_rn(largest, tl.full(largest.shape, LARGEST, tl.float32)).to(DTYPE).to(tl.float32)
+    return tl.where(scale == 0.0, 1.0, tl.minimum(scale, LIMIT))
+
+
+@triton.jit
+def _stored(
+    x, part: tl.constexpr, of_tokens, Scales,
+    BITS: tl.constexpr, BLOCK: tl.constexpr, LIMIT: tl.constexpr, PART: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
+    """`numerics.quantize` of one part, plus what makes it unsigned; scales per channel are stored as well."""
+    LARGEST: tl.constexpr = 2 ** (BITS - 1) - 1
+    states = x[part]
+    if BLOCK > 1:
+        scale = _scale(tl.max(tl.abs(states), 0), BITS, LIMIT, DTYPE)
+        tl.store(Scales + part * PART + tl.arange(0, PART), scale)
+        scale = scale[None, :]
+    else:
+        scale = of_tokens[:, None]
+    ratio = tl.div_rn(states, tl.broadcast_to(scale, states.shape))
+    # Adding 1.5·2^23 leaves no room for a fraction: rounding to even, which has no portable instruction.
+    code = (ratio + 12582912.0) - 12582912.0
+    code = tl.minimum(tl.maximum(code, -LARGEST), LARGEST)
+    return (code + (LARGEST + 1)).to(tl.uint8)

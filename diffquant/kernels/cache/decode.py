@@ -1,0 +1,185 @@
+"""Attention of a few new queries over a `KVStore`, both maps at once, V read once.
+
+The keys are split into shares whose number depends on the capacity alone; each reads the length on the
+device, so a captured CUDA graph stays valid while the store fills. A second kernel combines the shares,
+subtracts the maps and, if asked, normalizes. Its plain form is `diffquant.attention.naive` over `store.read()`.
+"""
+
+from collections.abc import Sequence
+from math import e, log2
+
+import torch
+import triton
+from torch import Tensor
+
+from diffquant.errors import UsageError
+from diffquant.family.norm import PairNorm
+from diffquant.kernels.arguments import (
+    HALF_TYPES,
+    Visibility,
+    attention_shape,
+    empty_output,
+    refused_device,
+    refused_widths,
+)
+from diffquant.kernels.cache.decode_combine import decode_combine
+from diffquant.kernels.cache.decode_share import decode_share
+from diffquant.kernels.cache.kv_store import KVStore, refused_store
+from diffquant.kernels.configs import AttentionTile, choose, device_class
+from diffquant.kernels.strides import same_strides
+from diffquant.scheme import Recipe
+
+# By the values' width, which is what fills the registers. Few warps: all of them hold the same queries.
+TILES = {
+    "decode/sm_90/64": AttentionTile(16, 64, 2, 3),
+    "decode/sm_90/128": AttentionTile(16, 64, 2, 3),
+    "decode/sm_90/256": AttentionTile(16, 64, 4, 3),
+    "decode/sm_80/64": AttentionTile(16, 64, 2, 3),
+    "decode/sm_80/128": AttentionTile(16, 64, 2, 3),
+    "decode/sm_80/256": AttentionTile(16, 64, 4, 3),
+}
+MAX_QUERIES = 16
+_CAUSAL = Visibility()
+_PROGRAMS_A_PROCESSOR = 4
+
+
+def decode(
+    q: Sequence[Tensor],
+    store: KVStore,
+    lam: Tensor | None,
+    *,
+    scale: float,
+    seen: Visibility = _CAUSAL,
+    post: PairNorm | None = None,
+) -> Tensor:
+    """Causal attention of the newest tokens of a store.
+
+    Args:
+        q: one [B, h, T, d] a map, one or two maps, T up to 16; the last T tokens stored are theirs.
+        store: one layer's keys and values; keys of both maps (V1) or of one that both read.
+        lam: λ, broadcastable to [B, h, T, 1]; None with one map.
+        scale: what multiplies Q·Kᵀ.
+        seen: which keys a query sees, in causal order.
+        post: the norm over a pair's output.
+
+    Returns:
+        [B, h, T, dv], in memory [B, T, h, dv].
+
+    Raises:
+        UsageError: arguments disagree, or are none that the kernels take.
+    """
+    shared = _check(q, store, lam, seen, post)
+    if torch.is_grad_enabled() and any(x.requires_grad for x in q):
+        raise UsageError("decode has no backward pass; call it under torch.no_grad()")
+    keys, values = store.keys, store.values
+    norm = post or PairNorm(0.0)
+    return _op(
+        list(q), keys.tensors, values.tensors, store.progress, lam, seen.starts, seen.ends, norm.weight,
+        keys.scheme.bits, keys.block, values.scheme.bits, max(keys.residual, values.residual), shared,
+        scale, seen.window, post is not None, norm.eps, norm.factor,
+    )  # fmt: skip
+
+
+def refused(recipe: Recipe, q: Sequence[Tensor], v: Tensor) -> str | None:
+    """Why `decode` cannot serve these queries from a store of such values, or None."""
+    if q[0].shape[2] > MAX_QUERIES:
+        return f"decode takes up to {MAX_QUERIES} new tokens, not {q[0].shape[2]}"
+    return (
+        refused_device(v.device)
+        or refused_widths(q[0], v)
+        or refused_store(recipe, q[0].shape[-1], v.shape[-1], v.dtype)
+    )
+
+
+def _check(q: Sequence[Tensor], store: KVStore, lam: Tensor | None, seen: Visibility, post: PairNorm | None) -> bool:
+    """Whether two maps share keys, if all arguments agree."""
+    k, v = store.keys, store.values
+    batch, k_heads, capacity = k.codes.shape[:3]
+    v_heads = v.codes.shape[1]
+    shared = len(q) == 2 and k_heads == v_heads
+    if not shared and k_heads != len(q) * v_heads:
+        raise UsageError(f"decode: {len(q)} maps cannot read {k_heads} key heads beside {v_heads} value heads")
+    # Stand-ins of the store's shapes.
+    some_k = k.recent.new_empty(()).expand(batch, v_heads, capacity, k.width)
+    some_v = v.recent.new_empty(()).expand(batch, v_heads, capacity, v.width)
+    shape = attention_shape(q, [some_k] * len(q), some_v, lam, seen, post)
+    if q[0].is_cuda and q[0].dtype not in HALF_TYPES:
+        raise UsageError(f"decode takes float16 and bfloat16 on CUDA, got {q[0].dtype}")
+    if not seen.causal:
+        raise UsageError("decode is causal: the queries are the newest tokens stored")
+    if not 0 < shape.queries <= MAX_QUERIES:
+        raise UsageError(f"decode takes 1 to {MAX_QUERIES} new tokens, got {shape.queries}; longer ones are a prefill")
+    return shared
+
+
+@torch.library.custom_op("diffquant::decode", mutates_args=())
+def _op(
+    q: list[Tensor],
+    keys: list[Tensor],
+    values: list[Tensor],
+    progress: Tensor,
+    lam: Tensor | None,
+    starts: Tensor | None,
+    ends: Tensor | None,
+    weight: Tensor | None,
+    k_bits: int,
+    k_block: int,
+    v_bits: int,
+    residual: int,
+    shared_k: bool,
+    scale: float,
+    window: int | None,
+    normed: bool,
+    eps: float,
+    factor: float,
+) -> Tensor:
+    """`decode` without its data classes; `keys` and `values` are `StoredSide.tensors`."""
+    batch, pairs, queries, width = q[0].shape
+    k_heads, v_heads = keys[0].shape[1], values[0].shape[1]
+    value_width = _value_width(values, v_bits)
+    out = empty_output(q[0], value_width)
+    if out.numel() == 0:
+        return out
+    q = same_strides(*q)
+    here = choose(TILES, f"decode/{device_class(out.device)}/{value_width}")
+    # One row of scales serves a step.
+    step = min(here.keys, k_block) if k_block > 1 else here.keys
+    group = pairs // v_heads
+    tiles = triton.cdiv(len(q) * group * queries, here.queries)
+    shares = _shares(batch * v_heads * tiles, keys[0].shape[2] // step, out.device)
+    partial = (batch * v_heads * tiles, shares, here.queries)
+    largest, total, acc = (
+        out.new_empty(shape, dtype=torch.float32) for shape in (partial, partial, (*partial, value_width))
+    )
+    ptx = not triton.knobs.runtime.interpret and out.dtype != torch.float32
+    with torch.cuda.device_of(out):
+        decode_share[(shares, batch * v_heads, tiles)](
+            q[0], q[1] if len(q) == 2 else None, q[0].stride()[:3], *keys, *values, progress, starts, ends,
+            largest, total, acc, scale * log2(e), keys[0].shape[2], group, queries, window or 0, k_heads, v_heads,
+            RESIDUAL=residual, WINDOW=window is not None, WIDTH=width, VALUE_WIDTH=value_width,
+            K_BITS=k_bits, K_BLOCK=k_block, K_RING=keys[3].shape[2], V_BITS=v_bits, V_RING=values[3].shape[2],
+            SHARED_K=shared_k, ROWS=here.queries, STEP=step, STAGES=here.stages, PTX=ptx, num_warps=here.warps,
+        )  # fmt: skip
+        lam = None if lam is None else lam.float().expand(batch, pairs, queries, 1)
+        decode_combine[(batch * pairs * queries,)](
+            largest, total, acc, lam, weight, out, lam.stride()[:3] if lam is not None else (0, 0, 0), out.stride()[:3],
+            pairs, group, queries, shares, tiles, eps, factor,
+            NORM=normed, ROWS=here.queries, SHARES=triton.next_power_of_2(shares), VALUE_WIDTH=value_width, num_warps=4,
+        )  # fmt: skip
+    return out
+
+
+@_op.register_fake
+def _(q: list[Tensor], keys: list[Tensor], values: list[Tensor], *rest: object) -> Tensor:
+    v_bits = rest[7]
+    return empty_output(q[0], _value_width(values, v_bits))
+
+
+def _value_width(values: list[Tensor], bits: object) -> int:
+    return values[0].shape[-1] * (2 if bits in (4, 6) else 1)
+
+
+def _shares(others: int, steps: int, device: torch.device) -> int:
+    """Into how many shares the keys are split, so that with `others` programs a share the device is full."""
+    processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+    return max(min(triton.cdiv(_PROGRAMS_A_PROCESSOR * processors, others), steps), 1)

@@ -1,0 +1,121 @@
+"""y = x · Wᵀ for a few tokens: weights stream once, unpacked for the tensor cores (Triton).
+
+A block computes 16 outputs; its warps share K, and their sums meet in shared memory, in a fixed order. A warp
+loads words and x straight into the registers of the threads whose fragments they belong to, so that its loop has
+neither shared memory nor barriers. Codes are exact in the products; group scales multiply float32 sums.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+from dataclasses import dataclass
+from math import gcd
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from diffquant.kernels.configs import choose, device_class
+from diffquant.kernels.linear.repack import FRAGMENT, PackedWeight, fields
+from diffquant.kernels.linear.unpacking import load_high, unpack_field
+
+MOST_TOKENS = 16
+
+
+@dataclass(frozen=True)
+class GemvTile:
+    """Warps of a block, and chunks of 512 bytes that each has under way at most."""
+
+    warps: int
+    unroll: int
+
+
+# 8 warps with 4 chunks are 16 KB a block, of which a processor holds 2 to 4: what memory's latency asks for.
+TILES = {f"gemv/{device}/{bits}": GemvTile(8, 4) for device in ("sm_80", "sm_90") for bits in (4, 6, 8)}
+
+
+def launch_gemv(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
+    """x [M, K] with contiguous rows, M up to 16 -> [M, N]."""
+    tokens, width = x.shape
+    rows = weight.shape[0]
+    blocks, chunks, _ = weight.low.shape
+    tile = choose(TILES, f"gemv/{device_class(x.device)}/{weight.bits}")
+    unroll = _unroll(chunks, tile)
+    y = x.new_empty(tokens, rows)
+    _gemv[(blocks, 1)](
+        x, weight.low, weight.high, weight.scales, weight.row_scale, bias, y,
+        tokens, rows, width, blocks, chunks, x.stride(0), int(len(weight.row_scale) > 1),
+        BITS=weight.bits, FIELDS=fields(weight.bits), GROUP=weight.group,
+        SPAN=gcd(weight.group // FRAGMENT, fields(weight.bits)),
+        TILES=triton.cdiv(tokens, 8), WARPS=tile.warps, UNROLL=unroll,
+        EVEN=chunks % (tile.warps * unroll) == 0 and width == chunks * FRAGMENT * fields(weight.bits),
+        num_warps=tile.warps, num_stages=1,
+    )  # fmt: skip
+    return y
+
+
+def _unroll(chunks: int, tile: GemvTile) -> int:
+    """Chunks under way: the most that leave no remainder, which would need masks."""
+    even = [n for n in range(1, tile.unroll + 1) if chunks % (tile.warps * n) == 0]
+    return max(even, default=min(tile.unroll, triton.cdiv(chunks, tile.warps)))
+
+
+@triton.jit(do_not_specialize=["M", "row_scale_stride"])
+def _gemv(
+    x, low, high, scales, row_scale, bias, y,
+    M, N, K, blocks, chunks, x_stride, row_scale_stride,
+    BITS: tl.constexpr, FIELDS: tl.constexpr, GROUP: tl.constexpr, SPAN: tl.constexpr,
+    TILES: tl.constexpr, WARPS: tl.constexpr, UNROLL: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """A block of 16 columns of y [M, N]; tokens are TILES times 8, rounded up."""
+    block = tl.program_id(0)
+    # Always 1. Were it known to be, a thread would load more at once than its fragment takes.
+    one = tl.num_programs(1)
+    chunk_width: tl.constexpr = 16 * FIELDS
+    warp = tl.arange(0, WARPS)
+    word = tl.arange(0, 256)
+    # x's elements of a field are [(token tile, half o, warp, token of 8), (t, pair)].
+    place = tl.arange(0, TILES * 2 * WARPS * 8)[:, None]
+    pair = tl.arange(0, 8)[None, :]
+    k = place // (WARPS * 8) % 2 * 8 + place // 8 % WARPS * chunk_width + (pair // 2 * 2 * one + pair % 2)
+    token = place // (WARPS * 16) * 8 + place % 8
+    x_at = x + token * x_stride + k
+    # Scales are [warp, (g, t, half h)]: the four threads t of a row read the same.
+    lane = tl.arange(0, 64)
+    lane_row = (lane // 8 * 2 + lane % 2)[None, :]
+    sums = tl.zeros([WARPS, 16, TILES * 8], tl.float32)
+    for first in range(0, chunks, WARPS * UNROLL):
+        for u in tl.static_range(UNROLL):
+            chunk = first + u * WARPS + warp
+            # What is not loaded may be any code: x is 0 there.
+            live = None if EVEN else (chunk < chunks)[:, None]
+            at = (block * chunks + chunk)[:, None]
+            words = tl.load(low + at * 256 + word[None, :], mask=live)
+            tops = words
+            if BITS == 6:
+                tops = load_high(high + at * 128, live, one, WARPS)
+            start = (first + u * WARPS) * chunk_width
+            part = tl.zeros_like(sums)
+            for field in tl.static_range(FIELDS):
+                a = unpack_field(words, tops, x.dtype.element_ty, field, BITS)
+                a = a.reshape(WARPS, 8, 4, 2, 2, 2).permute(0, 4, 1, 3, 2, 5).reshape(WARPS, 16, 16)
+                column = start + field * 16
+                mask = token < M if EVEN else (token < M) & (column + k < K)
+                b = tl.load(x_at + column, mask=mask, other=0.0)
+                b = b.reshape(TILES, 2, WARPS, 8, 8).permute(2, 1, 4, 0, 3).reshape(WARPS, 16, TILES * 8)
+                if GROUP == 0:
+                    sums = tl.dot(a, b, sums)
+                else:
+                    part = tl.dot(a, b, part)
+                    if (field + 1) % SPAN == 0:
+                        # Beyond K any scale will do, too.
+                        group = tl.minimum(chunk * chunk_width + field * 16, K - 1) // GROUP
+                        scale = tl.load(scales + (group * blocks + block)[:, None] * 16 + lane_row).to(tl.float32)
+                        scale = scale.reshape(WARPS, 8, 4, 2).permute(0, 3, 1, 2)[:, :, :, None, :, None]
+                        scale = scale.broadcast_to(WARPS, 2, 8, TILES, 4, 2).reshape(WARPS, 16, TILES * 8)
+                        sums += part * scale
+                        part = tl.zeros_like(sums)
+    n = block * 16 + tl.arange(0, 16)
+    m = tl.arange(0, TILES * 8)
+    total = tl.sum(sums, 0) * tl.load(row_scale + n * row_scale_stride, mask=n < N, other=0.0).to(tl.float32)[:, None]
+    if bias is not None:
+        total += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
+    tl.store(y + m[None, :] * N + n[:, None], total.to(y.dtype.element_ty), mask=(m < M)[None, :] & (n < N)[:, None])

@@ -1,0 +1,210 @@
+"""What quantizing a checkpoint will do, tensor by tensor; everything that can be wrong with it is wrong here."""
+
+import difflib
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+import torch
+
+from diffquant.errors import CheckpointError, GroupSizeError, UsageError
+from diffquant.formats.compressed_tensors import SCALE, SHAPE, packed_shapes
+from diffquant.formats.reader import Checkpoint, TensorInfo
+from diffquant.formats.writer import OutputTensor
+from diffquant.model.adapters import Adapter
+from diffquant.quantization.targets import weight_modules, weight_schemes
+from diffquant.report.tables import aligned, megabytes
+from diffquant.scheme import FULL, Recipe, Scheme
+from diffquant.source.check import check_tensors, is_surplus
+
+_QUANTIZED_TYPES = (torch.float32, torch.float16, torch.bfloat16)
+_EMBEDDING = "model.embed_tokens"
+
+
+@dataclass(frozen=True)
+class PlannedTensor:
+    """A source tensor and what becomes of it."""
+
+    name: str
+    info: TensorInfo
+    scheme: Scheme
+    outputs: tuple[OutputTensor, ...]
+
+    @property
+    def module(self) -> str:
+        return self.name.removesuffix(".weight")
+
+    @property
+    def elements(self) -> int:
+        return torch.Size(self.info.shape).numel()
+
+    @property
+    def stored_bytes(self) -> int:
+        return sum(output.nbytes for output in self.outputs)
+
+    @property
+    def stored_bits(self) -> float:
+        """Bits a weight takes, its share of the scales included."""
+        return 8 * self.stored_bytes / max(1, self.elements)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Every tensor's fate, in the checkpoint's order.
+
+    Attributes:
+        tensors: what is kept or packed.
+        linears: every module that a reader will see as a Linear, packed or not.
+    """
+
+    checkpoint: Checkpoint
+    recipe: Recipe
+    tensors: tuple[PlannedTensor, ...]
+    linears: tuple[str, ...]
+
+    @property
+    def schemes(self) -> dict[str, Scheme]:
+        """Scheme of each packed module."""
+        return {tensor.module: tensor.scheme for tensor in self.tensors if tensor.scheme.quantizes}
+
+    @property
+    def bytes_before(self) -> int:
+        return self.checkpoint.nbytes
+
+    @property
+    def bytes_after(self) -> int:
+        return sum(tensor.stored_bytes for tensor in self.tensors)
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Mean stored bits of the packed weights, scales included; 16 or 32 where none is packed."""
+        packed = [tensor for tensor in self.tensors if tensor.scheme.quantizes] or self.tensors
+        return 8 * sum(t.stored_bytes for t in packed) / max(1, sum(t.elements for t in packed))
+
+    def table(self) -> str:
+        """Tensors with layers' alike ones on one line, and the final size."""
+        lines = []
+        for (name, shape, scheme), alike in self._alike().items():
+            size = sum(tensor.stored_bytes for tensor in alike)
+            lines.append(
+                (name, str(len(alike)), str(list(shape)), str(scheme), f"{alike[0].stored_bits:.2f}", megabytes(size))
+            )
+        rows = aligned(("tensor", "count", "shape", "scheme", "bits stored", "size"), lines)
+        total = f"{megabytes(self.bytes_before)} -> {megabytes(self.bytes_after)}"
+        share = self.bytes_after / max(1, self.bytes_before)
+        packed = f", packed weights {self.bits_per_weight:.2f} bits each, scales included" if self.schemes else ""
+        return "\n".join([*rows, f"total {total} ({share:.1%}){packed}"])
+
+    def _alike(self) -> dict[tuple[str, tuple[int, ...], Scheme], list[PlannedTensor]]:
+        groups: dict[tuple[str, tuple[int, ...], Scheme], list[PlannedTensor]] = {}
+        for tensor in self.tensors:
+            name = re.sub(r"\.layers\.\d+\.", ".layers.*.", tensor.name)
+            groups.setdefault((name, tensor.info.shape, tensor.scheme), []).append(tensor)
+        return groups
+
+
+def make_plan(checkpoint: Checkpoint, adapter: Adapter, recipe: Recipe) -> Plan:
+    """Decide what becomes of each tensor.
+
+    Raises:
+        CheckpointError: tensors are missing, misshapen or of a type that is not quantized, or the
+            checkpoint is quantized already.
+        GroupSizeError: a group size does not divide the width of some tensors.
+        UsageError: an override matches nothing, or names what stock readers cannot load packed.
+    """
+    _refuse_quantized(checkpoint)
+    check_tensors(checkpoint, adapter)
+    tied = adapter.config.tie_word_embeddings
+    schemes = checked_schemes(checkpoint, adapter, recipe)
+    tensors = tuple(
+        _planned(name, info, schemes.get(name.removesuffix(".weight"), FULL))
+        for name, info in checkpoint.tensors.items()
+        if not is_surplus(name, tied)
+    )
+    # A tied head has no weight of its own, yet a reader meets its module.
+    linears = dict.fromkeys([*weight_modules(adapter), "lm_head"])
+    return Plan(checkpoint, recipe, tensors, tuple(name for name in linears if name != _EMBEDDING))
+
+
+def checked_schemes(checkpoint: Checkpoint, adapter: Adapter, recipe: Recipe) -> dict[str, Scheme]:
+    """Scheme of each module that a recipe packs in a 16-bit checkpoint, by the checkpoint's own names.
+
+    Raises:
+        CheckpointError: a weight is of a type that is not quantized.
+        GroupSizeError: a group size does not divide the width of some tensors; all are named.
+        UsageError: an override matches nothing, or names what stock readers cannot load packed.
+    """
+    schemes = weight_schemes(adapter, recipe)
+    _check_overrides(recipe, weight_modules(adapter), adapter.config.tie_word_embeddings)
+    recipe.check_layers(adapter.config.num_hidden_layers)
+    _check_packable(checkpoint, schemes)
+    return schemes
+
+
+def _refuse_quantized(checkpoint: Checkpoint) -> None:
+    entry = checkpoint.config.get("quantization_config")
+    if entry is not None:
+        method = entry.get("quant_method") if isinstance(entry, Mapping) else entry
+        raise CheckpointError(
+            f"{checkpoint.path} is quantized already ({method}): rounding twice only adds error; "
+            "start from the 16-bit checkpoint"
+        )
+
+
+def _check_overrides(recipe: Recipe, modules: list[str], tied: bool) -> None:
+    problems = [
+        _matches_nothing(pattern, modules, tied)
+        for pattern in recipe.weight_overrides
+        if not any(fnmatchcase(module, pattern) for module in modules)
+    ]
+    if problems:
+        raise UsageError("; ".join(problems))
+
+
+def _matches_nothing(pattern: str, modules: list[str], tied: bool) -> str:
+    if tied and fnmatchcase("lm_head", pattern):
+        return f"override {pattern!r}: this model's head is its embedding (tie_word_embeddings), which stays 16-bit"
+    nearest = difflib.get_close_matches(pattern.replace("*", ""), modules, n=1, cutoff=0.0)
+    return f"override {pattern!r} matches no weight; the nearest is {nearest[0]!r}"
+
+
+def _check_packable(checkpoint: Checkpoint, schemes: Mapping[str, Scheme]) -> None:
+    if _EMBEDDING in schemes:
+        raise UsageError(
+            f"an override quantizes {_EMBEDDING}, and compressed-tensors' readers cannot load a packed embedding; "
+            "leave it at 16 bits"
+        )
+    infos = {f"{module}.weight": checkpoint.tensors[f"{module}.weight"] for module in schemes}
+    mistyped = [f"{name} is {info.dtype}" for name, info in infos.items() if info.dtype not in _QUANTIZED_TYPES]
+    if mistyped:
+        raise CheckpointError(
+            f"weights must be float16, bfloat16 or float32 to be quantized: {', '.join(mistyped)}; convert them first"
+        )
+    misfits: dict[int, dict[str, tuple[int, ...]]] = {}
+    for name, info in infos.items():
+        size = schemes[name.removesuffix(".weight")].size
+        if size and info.shape[1] % size:
+            misfits.setdefault(size, {})[name] = info.shape
+    if misfits:
+        raise GroupSizeError("; ".join(_misfit(size, shapes) for size, shapes in misfits.items()))
+
+
+def _misfit(size: int, shapes: Mapping[str, tuple[int, ...]]) -> str:
+    fitting = math.gcd(size, *(shape[1] for shape in shapes.values()))
+    return (
+        f"group size {size} does not divide the input width of {len(shapes)} tensors: "
+        + ", ".join(f"{name} {list(shape)}" for name, shape in shapes.items())
+        + f"; use g{fitting} or row for them, or keep them at 16 bits with an override"
+    )
+
+
+def _planned(name: str, info: TensorInfo, scheme: Scheme) -> PlannedTensor:
+    if not scheme.quantizes:
+        return PlannedTensor(name, info, scheme, (OutputTensor(name, info.dtype, info.shape),))
+    module = name.removesuffix(".weight")
+    types = {SCALE: info.dtype, SHAPE: torch.int64}
+    shapes = packed_shapes(info.shape, scheme)
+    outputs = tuple(OutputTensor(module + s, types.get(s, torch.int32), shape) for s, shape in shapes.items())
+    return PlannedTensor(name, info, scheme, outputs)

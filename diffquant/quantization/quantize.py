@@ -1,0 +1,258 @@
+"""Quantize a checkpoint's weights by absmax, streaming: no model is built, memory is a few blocks."""
+
+import json
+import math
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from diffquant.formats.atomic_folder import check_output, staged
+from diffquant.formats.compressed_tensors import PACKED, SCALE, SHAPE, codes, decode_codes, quantization_config
+from diffquant.formats.reader import Checkpoint, open_checkpoint
+from diffquant.formats.row_stream import (
+    BLOCK_ELEMENTS,
+    Block,
+    Job,
+    Shard,
+    check_rows,
+    copy_job,
+    fingerprint,
+    write_shards,
+)
+from diffquant.model.adapters import adapter_for
+from diffquant.numerics import absmax_scale, pack
+from diffquant.quantization.card import quantized_card
+from diffquant.quantization.plan import Plan, PlannedTensor, make_plan
+from diffquant.quantization.rounding import NEAREST, Rounding
+from diffquant.report.tables import megabytes
+from diffquant.scheme import Recipe, Scheme
+from diffquant.support.files import write_atomically
+from diffquant.support.progress import Progress, silent
+from diffquant.support.versions import CONFIG_VERSION, versions
+
+
+@dataclass(frozen=True)
+class TensorError:
+    """Relative RMS error of a packed weight: the error's root mean square over the weight's."""
+
+    name: str
+    scheme: Scheme
+    error: float
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a run of `quantize` did.
+
+    Attributes:
+        bytes_before, bytes_after: of all tensors.
+        bits_per_weight: stored bits of a packed weight, scales included.
+        seconds: of this run.
+        resumed: shards taken over from an interrupted run.
+        errors: every packed weight's error, the worst first.
+    """
+
+    destination: Path
+    bytes_before: int
+    bytes_after: int
+    bits_per_weight: float
+    seconds: float
+    resumed: int
+    errors: tuple[TensorError, ...]
+
+    def summary(self, worst: int = 3) -> str:
+        """A few lines for people."""
+        lines = [
+            f"{self.destination}: {megabytes(self.bytes_before)} -> {megabytes(self.bytes_after)} "
+            f"({self.bytes_after / max(1, self.bytes_before):.1%}) in {self.seconds:.1f} s"
+            + (f", {self.resumed} shards taken over from an interrupted run" if self.resumed else "")
+        ]
+        if self.errors:
+            mean = sum(e.error for e in self.errors) / len(self.errors)
+            lines.append(
+                f"{len(self.errors)} weights packed at {self.bits_per_weight:.2f} stored bits each, "
+                f"relative RMS error {mean:.2%} on average; the largest:"
+            )
+            lines += [f"  {e.error:.2%}  {e.name}  {e.scheme}" for e in self.errors[:worst]]
+        return "\n".join(lines)
+
+
+def quantize(
+    source: Path,
+    destination: Path,
+    recipe: Recipe,
+    *,
+    rounding: Rounding = NEAREST,
+    overwrite: bool = False,
+    progress: Progress = silent,
+) -> Report:
+    """Write a quantized copy of a checkpoint.
+
+    Args:
+        source: a folder of safetensors, or a .gguf file.
+        destination: the folder to make; it appears whole or not at all.
+        recipe: what is quantized; cache and logits are only recorded, in `diffquant_config`.
+        rounding: how codes and scales are found.
+        overwrite: replace an existing checkpoint there, at the end.
+        progress: called with output bytes.
+
+    Raises:
+        DiffQuantError: anything wrong with the source, the recipe or the destination; nothing is left then.
+        KeyboardInterrupt: finished shards are kept, and the message says how to go on.
+    """
+    started = time.monotonic()
+    source, destination = Path(source), Path(destination)
+    check_output(source, destination, overwrite)
+    checkpoint = open_checkpoint(source)
+    plan = make_plan(checkpoint, adapter_for(checkpoint.config), recipe)
+    rounded = {"name": rounding.name, **rounding.identity}
+    key = {
+        "verb": "quantize",
+        "source": fingerprint(checkpoint),
+        "recipe": recipe.to_dict(),
+        "rounding": rounded,
+        "versions": versions(),
+    }
+    rounding.check(plan.schemes)
+    with staged(destination, key, plan.bytes_after, overwrite) as staging:
+        checkpoint.write_side_files(staging.folder)
+        records = write_shards(_shards(plan, rounding), staging, plan.bytes_after, progress)
+        errors = _errors(plan, records)
+        _write_descriptions(plan, rounded, records, errors, staging.folder)
+    return Report(
+        destination,
+        plan.bytes_before,
+        plan.bytes_after,
+        plan.bits_per_weight,
+        time.monotonic() - started,
+        staging.resumed,
+        tuple(sorted(errors.values(), key=lambda e: -e.error)),
+    )
+
+
+def pack_job(checkpoint: Checkpoint, tensor: PlannedTensor, rounding: Rounding) -> Job:
+    """Make a weight's codes and scales, some rows at a time."""
+    weight = checkpoint.read(tensor.name)
+    scheme, module = tensor.scheme, tensor.module
+    whole = _WholeScale(weight, scheme) if scheme.granularity == "tensor" else None
+
+    def make(first: int, last: int) -> Block:
+        rows = weight[first:last]
+        values = rows.float()
+        total = _sum_of_squares(values)
+        if not math.isfinite(total):
+            check_rows(rows, tensor.name, first)
+        if whole:
+            scale = whole.get()
+            rounded = codes(values, scale, scheme)
+        else:
+            rounded, scale = rounding.round(tensor.name, values, scheme, rows.dtype)
+        pieces = {module + PACKED: (first, pack(rounded, scheme.bits))}
+        if not whole:
+            pieces[module + SCALE] = (first, scale)
+        if first == 0:
+            pieces[module + SHAPE] = (0, torch.tensor(weight.shape, dtype=torch.int64))
+            pieces |= {module + SCALE: (0, scale)} if whole else {}
+        lost = _sum_of_squares(values.sub_(decode_codes(rounded, scale, scheme)))
+        return Block(pieces, lost, total)
+
+    rows, width = tensor.info.shape
+    return Job(tensor.name, rows, width, tensor.outputs, make)
+
+
+class _WholeScale:
+    """The one scale of a tensor, found by whichever worker needs it first."""
+
+    def __init__(self, weight: Tensor, scheme: Scheme) -> None:
+        self._weight, self._scheme = weight, scheme
+        self._guard = threading.Lock()
+        self._scale: Tensor | None = None
+
+    def get(self) -> Tensor:
+        with self._guard:
+            if self._scale is None:
+                parts = self._weight.split(max(1, BLOCK_ELEMENTS // self._weight.shape[1]))
+                largest = torch.stack([part.abs().amax() for part in parts])
+                self._scale = absmax_scale(largest, self._scheme.bits, 0, self._weight.dtype)
+            return self._scale
+
+
+def _sum_of_squares(values: Tensor) -> float:
+    """In float32, or where that overflows in float64."""
+    total = float(values.square().sum())
+    return total if math.isfinite(total) else float(values.double().square().sum())
+
+
+def _shards(plan: Plan, rounding: Rounding) -> list[Shard]:
+    """Output files as the source's, each tensor in its place."""
+    jobs: dict[str, list[Job]] = {file.name: [] for file in plan.checkpoint.weight_files()}
+    for tensor in plan.tensors:
+        packs = tensor.scheme.quantizes
+        job = pack_job(plan.checkpoint, tensor, rounding) if packs else copy_job(plan.checkpoint, tensor.name)
+        jobs[tensor.info.shard].append(job)
+    return [Shard(file, jobs[file.name]) for file in plan.checkpoint.weight_files()]
+
+
+def _errors(plan: Plan, records: Mapping[str, Mapping[str, Any]]) -> dict[str, TensorError]:
+    sums = {name: pair for record in records.values() for name, pair in record["sums"].items()}
+    return {
+        tensor.name: TensorError(tensor.name, tensor.scheme, _relative(*sums.get(tensor.name, (0.0, 0.0))))
+        for tensor in plan.tensors
+        if tensor.scheme.quantizes
+    }
+
+
+def _relative(lost: float, total: float) -> float:
+    return math.sqrt(lost / total) if total else 0.0
+
+
+def _write_descriptions(
+    plan: Plan,
+    rounding: Mapping[str, Any],
+    records: Mapping[str, Mapping[str, Any]],
+    errors: Mapping[str, TensorError],
+    folder: Path,
+) -> None:
+    """config.json, recipe.yaml, diffquant.json and the model card."""
+    config = plan.checkpoint.config | {"diffquant_config": {"version": CONFIG_VERSION, "recipe": plan.recipe.to_dict()}}
+    if plan.schemes:
+        config["quantization_config"] = quantization_config(plan.schemes, plan.linears)
+    write_atomically(folder / "config.json", json.dumps(config, indent=2) + "\n")
+    write_atomically(folder / "recipe.yaml", plan.recipe.to_yaml())
+    write_atomically(
+        folder / "diffquant.json", json.dumps(_account(plan, records, errors) | {"rounding": rounding}, indent=2) + "\n"
+    )
+    card = quantized_card(plan, rounding["name"], {e.name: e.error for e in errors.values()})
+    write_atomically(folder / "README.md", card)
+
+
+def _account(plan: Plan, records: Mapping[str, Mapping[str, Any]], errors: Mapping[str, TensorError]) -> dict[str, Any]:
+    """Per tensor and per file: what can be checked later."""
+    files = plan.checkpoint.weight_files()
+    return {
+        "versions": versions(),
+        "recipe": plan.recipe.to_dict(),
+        "bytes": plan.bytes_after,
+        "source": {
+            "bytes": plan.bytes_before,
+            "sha256": {file.name: r["source_sha256"] for file, r in zip(files, records.values(), strict=True)},
+        },
+        "sha256": {name: record["sha256"] for name, record in records.items()},
+        "tensors": {
+            tensor.name: {
+                "bits": tensor.scheme.bits,
+                "granularity": tensor.scheme.granularity_text,
+                "stored_bytes": tensor.stored_bytes,
+                "stored_bits": round(tensor.stored_bits, 4),
+                "relative_rms_error": errors[tensor.name].error,
+            }
+            for tensor in plan.tensors
+            if tensor.scheme.quantizes
+        },
+    }

@@ -1,0 +1,1 @@
+"""Tables, plots and pages that sweeps, calibration and the bench share."""

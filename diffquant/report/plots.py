@@ -1,0 +1,38 @@
+"""What the room's plots share."""
+
+from typing import Any
+
+
+def new_figure(width: float, height: float) -> Any:
+    """A figure in inches whose parts make room for each other."""
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def plain_log_scale(axis: Any) -> None:
+    """A logarithmic y axis whose ticks are written out, closer ones where it spans little."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+
+    axis.set_yscale("log")
+    low, high = axis.get_ylim()
+    axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high / low < 500 else (1,)))
+    axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+    axis.yaxis.set_minor_locator(NullLocator())
+
+
+def tidy(axis: Any) -> None:
+    axis.grid(axis="y", color="#dddddd", linewidth=0.7)
+    axis.set_axisbelow(True)
+    for side in ("top", "right"):
+        axis.spines[side].set_visible(False)
+
+
+# Okabe and Ito's colours, which people with any common colour blindness can tell apart.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+
+
+STYLES = ("-", "--", ":", "-.")
+
+
+MARKERS = ("o", "s", "^", "D")

@@ -1,0 +1,26 @@
+"""Tables in plain text, for terminals."""
+
+from collections.abc import Sequence
+
+
+def aligned(head: Sequence[str], lines: Sequence[Sequence[str]], names: int = 1) -> list[str]:
+    """The head, a rule and the lines, in columns as wide as their longest text.
+
+    Args:
+        names: how many of the first columns are names, set to the left; the others are numbers, to the right.
+    """
+    widths = [max(map(len, column)) for column in zip(head, *lines, strict=True)]
+    rule = "  ".join("-" * width for width in widths)
+    first, *rest = (_line(texts, widths, names) for texts in (head, *lines))
+    return [first, rule, *rest]
+
+
+def _line(texts: Sequence[str], widths: Sequence[int], names: int) -> str:
+    return "  ".join(
+        text.ljust(width) if column < names else text.rjust(width)
+        for column, (text, width) in enumerate(zip(texts, widths, strict=True))
+    ).rstrip()
+
+
+def megabytes(size: float) -> str:
+    return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"

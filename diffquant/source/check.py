@@ -1,0 +1,84 @@
+"""Hold a checkpoint's tensors against what its adapter expects."""
+
+from collections.abc import Iterable
+
+import torch
+
+from diffquant.errors import CheckpointError
+from diffquant.formats.compressed_tensors import PACKED, SHAPE, packed_modules, packed_shapes, read_schemes
+from diffquant.formats.reader import Checkpoint, TensorInfo
+from diffquant.model.adapters import Adapter
+from diffquant.model.layout import Shape
+from diffquant.scheme import Scheme
+
+_HEAD = "lm_head.weight"
+
+
+def check_tensors(checkpoint: Checkpoint, adapter: Adapter) -> dict[str, Scheme]:
+    """Check that a checkpoint holds exactly its model's tensors, plain or packed.
+
+    Returns:
+        Scheme of each packed module by name; empty for a 16-bit checkpoint.
+
+    Raises:
+        CheckpointError: every tensor that is missing, has another shape or is no part of the model.
+    """
+    schemes = read_schemes(checkpoint.config, packed_modules(checkpoint.tensors))
+    expected = stored_shapes(adapter.source_shapes(), schemes)
+    problems = _differences(expected, checkpoint, tied=adapter.config.tie_word_embeddings)
+    if problems:
+        raise CheckpointError(
+            f"{checkpoint.path} does not hold the {checkpoint.config.get('model_type')} model of its config.json: "
+            + "; ".join(problems)
+        )
+    return schemes
+
+
+def stored_shapes(plain: dict[str, Shape], schemes: dict[str, Scheme]) -> dict[str, Shape]:
+    """Shapes of a model's tensors with the weights of `schemes` packed."""
+    shapes: dict[str, Shape] = {}
+    for name, shape in plain.items():
+        module = name.removesuffix(".weight")
+        if module in schemes and len(shape) == 2:
+            shapes |= {module + suffix: s for suffix, s in packed_shapes(shape, schemes[module]).items()}
+        else:
+            shapes[name] = shape
+    return shapes
+
+
+def is_surplus(name: str, tied: bool) -> bool:
+    """Whether a tensor is tolerated though no model needs it: older exports wrote buffers and tied heads."""
+    return name.endswith("rotary_emb.inv_freq") or (tied and name == _HEAD)
+
+
+def _differences(expected: dict[str, Shape], checkpoint: Checkpoint, tied: bool) -> list[str]:
+    held = checkpoint.tensors
+    missing = [f"{name} {list(shape)}" for name, shape in expected.items() if name not in held]
+    unexpected = [name for name in held if name not in expected and not is_surplus(name, tied)]
+    reshaped = [
+        f"{name} is {list(held[name].shape)}, not {list(shape)}"
+        for name, shape in expected.items()
+        if name in held and held[name].shape != shape
+    ]
+    retyped = [
+        f"{name} is {held[name].dtype}" for name in expected if name in held and not _has_right_type(name, held[name])
+    ]
+    return (
+        _listed("missing ", missing)
+        + _listed("wrong shape: ", reshaped)
+        + _listed("wrong type: ", retyped)
+        + _listed("not part of the model: ", unexpected)
+    )
+
+
+def _listed(what: str, names: Iterable[str]) -> list[str]:
+    text = ", ".join(names)
+    return [what + text] if text else []
+
+
+def _has_right_type(name: str, info: TensorInfo) -> bool:
+    if name.endswith(PACKED):
+        return info.dtype == torch.int32
+    if name.endswith(SHAPE):
+        return not info.dtype.is_floating_point
+    return info.dtype.is_floating_point and info.dtype.itemsize > 1

@@ -1,0 +1,47 @@
+"""Which checkpoint it is, wherever it lies."""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+
+from diffquant.errors import UsageError
+from diffquant.formats.reader import open_checkpoint, side_files
+from diffquant.support.files import file_digest
+
+
+def model_fingerprint(path: Path) -> str:
+    """SHA-256 over the contents of a checkpoint's weights, config and tokenizer, wherever they lie.
+
+    Raises:
+        CheckpointError: the checkpoint cannot be opened.
+    """
+    if path.is_file():
+        files = [path]
+    else:
+        files = [*open_checkpoint(path).weight_files(), path / "config.json", *side_files(path)]
+    digests = {file.name: _digest_once(file.resolve(), _state(file)) for file in files}
+    return hashlib.sha256(json.dumps(digests, sort_keys=True).encode()).hexdigest()
+
+
+def check_distinct(models: Sequence[Path]) -> None:
+    """
+    Raises:
+        UsageError: with the models that are named more than once.
+    """
+    names = [model.resolve() for model in models]
+    twice = sorted({str(name) for name in names if names.count(name) > 1})
+    if twice:
+        raise UsageError(f"named twice: {', '.join(twice)}")
+
+
+@lru_cache(maxsize=1024)
+def _digest_once(file: Path, state: tuple[int, ...]) -> str:
+    return file_digest(file)
+
+
+def _state(file: Path) -> tuple[int, ...]:
+    """What changes whenever the file is written again."""
+    status = file.stat()
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns

@@ -1,0 +1,123 @@
+"""Calibrated ranges: what the largest code stands for where a scheme is static, as `diffquant calibrate` finds them.
+
+A safetensors file: `layers.N.k` [key heads, d], `layers.N.v` [h_kv, dv], `layers.N.logits` [maps·h] and
+`layers.N.hidden` [1], heads as DiffTransformer orders them, with what they were found on as metadata.
+"""
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from diffquant.errors import CheckpointError, OutputExistsError, UsageError
+from diffquant.scheme import LAYER_TARGETS, Recipe
+from diffquant.source.identity import model_fingerprint
+from diffquant.support.files import check_writable, write_atomically
+
+_VERSION = "1"
+
+
+@dataclass(frozen=True)
+class Ranges:
+    """Ranges of one model's activations.
+
+    Attributes:
+        model: fingerprint of the checkpoint they were found on.
+        settings: text, observer, tokens.
+        bits: the width they are best at; None where they serve every width.
+        tensors: by name, float32.
+    """
+
+    model: str
+    settings: Mapping[str, Any]
+    bits: int | None
+    tensors: Mapping[str, Tensor]
+
+    def check(self, recipe: Recipe) -> None:
+        """Check that a recipe's static schemes find their ranges here.
+
+        Raises:
+            UsageError: a target was not calibrated, or was for another width.
+        """
+        for target in LAYER_TARGETS:
+            static = [scheme for scheme in recipe.schemes_of(target) if scheme.granularity == "static"]
+            if static and f"layers.0.{target}" not in self.tensors:
+                raise UsageError(f"{target} {static[0]}: these scales hold none of {target}; calibrate it too")
+            wrong = [scheme for scheme in static if self.bits not in (None, scheme.bits)]
+            if wrong:
+                raise UsageError(
+                    f"{target} {wrong[0]}: these scales were clipped for {self.bits} bits; calibrate with "
+                    f"--bits {wrong[0].bits}, or with an observer that serves every width"
+                )
+
+
+def check_taken(scales: Path | str | None, recipes: Iterable[Recipe]) -> None:
+    """
+    Raises:
+        UsageError: scales are given, and no recipe has a static scheme.
+    """
+    if scales is not None and not any(recipe.is_static(target) for recipe in recipes for target in LAYER_TARGETS):
+        raise UsageError(f"nothing takes the scales in {scales}: give a static scheme, such as --kv 8:static")
+
+
+def check_output(path: Path, overwrite: bool) -> None:
+    """
+    Raises:
+        OutputExistsError: the file is there and `overwrite` is false.
+        UsageError: it is a folder, or nothing can be written beside it.
+    """
+    if path.is_dir():
+        raise UsageError(f"{path} is a folder; name a file to write, such as {path / 'scales.safetensors'}")
+    if path.exists() and not overwrite:
+        raise OutputExistsError(f"{path} exists; choose another output or pass --overwrite")
+    folder = path.absolute().parent
+    if not folder.is_dir():
+        raise UsageError(f"there is no folder {folder} to write {path.name} into")
+    check_writable(folder)
+
+
+def write_ranges(path: Path, ranges: Ranges) -> None:
+    """Write atomically."""
+    metadata = {
+        "diffquant": _VERSION,
+        "model": ranges.model,
+        "settings": json.dumps(ranges.settings),
+        "bits": json.dumps(ranges.bits),
+    }
+    write_atomically(path, save({name: tensor.contiguous() for name, tensor in ranges.tensors.items()}, metadata))
+
+
+def read_ranges(path: Path, model: Path) -> Ranges:
+    """The ranges in a file, which must have been found on this very checkpoint.
+
+    Raises:
+        CheckpointError: the file cannot be read, or belongs to another model.
+    """
+    found = read_any_ranges(path)
+    if found.model != model_fingerprint(model):
+        raise CheckpointError(
+            f"{path} was calibrated on another model than {model}; run diffquant calibrate on this checkpoint"
+        )
+    return found
+
+
+def read_any_ranges(path: Path) -> Ranges:
+    """The ranges in a file, whatever model they are of.
+
+    Raises:
+        CheckpointError: the file cannot be read.
+    """
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"cannot read scales from {path}: {error}") from error
+    if metadata.get("diffquant") != _VERSION:
+        raise CheckpointError(f"{path} holds no scales that this diffquant reads; make them with diffquant calibrate")
+    return Ranges(metadata["model"], json.loads(metadata["settings"]), json.loads(metadata["bits"]), tensors)

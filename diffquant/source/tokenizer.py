@@ -1,0 +1,29 @@
+"""A checkpoint's tokenizer."""
+
+from pathlib import Path
+from typing import Any
+
+from diffquant.errors import CheckpointError
+
+
+def load_tokenizer(path: Path | str) -> Any:
+    """The checkpoint's tokenizer, from its own files alone.
+
+    Raises:
+        CheckpointError: there is none, or it cannot be read.
+    """
+    from transformers import AutoTokenizer
+    from transformers.utils import logging
+
+    path = Path(path)
+    verbosity = logging.get_verbosity()
+    # It would warn of model types that are not its own, which a tokenizer does not depend on.
+    logging.set_verbosity_error()
+    try:
+        if path.suffix == ".gguf":
+            return AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, local_files_only=True)
+        return AutoTokenizer.from_pretrained(path, local_files_only=True)
+    except Exception as error:  # tokenizers raise anything, bare Exception included
+        raise CheckpointError(f"cannot read a tokenizer from {path}: {error}") from error
+    finally:
+        logging.set_verbosity(verbosity)

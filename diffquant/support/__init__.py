@@ -1,0 +1,1 @@
+"""What every room needs and none owns: files, devices, versions, progress."""

@@ -1,0 +1,37 @@
+"""Files: written whole or not at all, and told apart by their digests."""
+
+import hashlib
+import os
+import tempfile
+from pathlib import Path
+
+from diffquant.errors import UsageError
+
+
+def check_writable(folder: Path) -> None:
+    """Check, before the work, that files can be written into a folder, or the folder made; nothing is left.
+
+    Raises:
+        UsageError: they cannot.
+    """
+    there = next(place for place in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(place))
+    try:
+        tempfile.TemporaryFile(dir=there).close()
+    except OSError as error:
+        raise UsageError(f"cannot write into {folder}: {error.strerror}; choose another output") from error
+
+
+def file_digest(file: Path) -> str:
+    """SHA-256 of a file."""
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def write_atomically(file: Path, content: str | bytes) -> None:
+    """The whole file or nothing; text as UTF-8."""
+    temporary = file.with_name(file.name + ".tmp")
+    try:
+        temporary.write_bytes(content.encode() if isinstance(content, str) else content)
+        os.replace(temporary, file)
+    finally:
+        temporary.unlink(missing_ok=True)

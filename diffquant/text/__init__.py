@@ -1,0 +1,1 @@
+"""Text that models read, and its tokens."""

@@ -1,0 +1,29 @@
+"""Texts that models read: from a file, or the prose that ships."""
+
+import hashlib
+from pathlib import Path
+
+from diffquant import data
+from diffquant.errors import UsageError
+
+
+def load_text(path: Path | None = None, characters: int | None = None) -> str:
+    """The first `characters` of a UTF-8 text file, or of the prose that ships.
+
+    Raises:
+        UsageError: the file cannot be read or holds no text.
+    """
+    if path is None:
+        return data.books_text()[:characters]
+    try:
+        text = path.read_text(encoding="utf-8")[:characters]
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"cannot read text from {path}: {error}") from error
+    if not text.strip():
+        raise UsageError(f"{path} is empty; give a text with prose in it")
+    return text
+
+
+def identity(text: str) -> str:
+    """16 hex digits of the text's SHA-256."""
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

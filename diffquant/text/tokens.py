@@ -1,0 +1,79 @@
+"""A text as windows of tokens."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from diffquant.errors import DiffQuantError, UsageError
+
+
+def token_windows(model: Any, tokenizer: Any, text: str, window: int, tokens: int | None = None) -> Tensor:
+    """The text in windows that do not overlap, as perplexity encodes it; what fills no window is left out.
+
+    Args:
+        window: tokens of each, at most the model's context.
+        tokens: of the text, at most; all by default.
+
+    Returns:
+        ids [N, window].
+
+    Raises:
+        UsageError: the window does not fit the model, or the text holds no whole one.
+    """
+    if not 2 <= window <= max_length(model.config, tokenizer):
+        raise UsageError(
+            f"window {window} must be between 2 and the model's context, {max_length(model.config, tokenizer)} tokens; "
+            "give --window"
+        )
+    if tokens is not None and tokens < window:
+        raise UsageError(f"{tokens} tokens hold no window of {window}; read more tokens, or in shorter windows")
+    ids = encode(model, tokenizer, text)[:tokens]
+    count = len(ids) // window
+    if not count:
+        raise UsageError(
+            f"the text has {len(ids)} tokens, fewer than one window of {window}; give a longer text, or shorter windows"
+        )
+    if int(ids.max()) >= model.config.vocab_size:
+        raise UsageError(f"the tokenizer gives token {int(ids.max())}; the model knows {model.config.vocab_size}")
+    return ids[: count * window].view(count, window)
+
+
+DEFAULT_MAX_LENGTH = 2048
+
+
+_UNSET_LENGTH = int(1e30)  # what transformers' tokenizers say when nobody told them
+
+
+def prefix_token(tokenizer: Any) -> int:
+    """The token that stands before a text without context: BOS, or EOS where there is none.
+
+    Raises:
+        DiffQuantError: the tokenizer has neither.
+    """
+    token = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+    if token is None:
+        raise DiffQuantError("the tokenizer has neither a BOS nor an EOS token; set one in tokenizer_config.json")
+    return int(token)
+
+
+def max_length(config: Any, tokenizer: Any) -> int:
+    """Tokens a model sees at once: its config's word, else its tokenizer's, else 2048."""
+    for name in ("n_positions", "max_position_embeddings", "n_ctx"):
+        if getattr(config, name, None) is not None:
+            return int(getattr(config, name))
+    length = getattr(tokenizer, "model_max_length", None)
+    return DEFAULT_MAX_LENGTH if length is None or length >= _UNSET_LENGTH else int(length)
+
+
+def encode(model: Any, tokenizer: Any, text: str) -> Tensor:
+    """Token ids [N + 1]: the prefix token, then the N of the text.
+
+    Raises:
+        UsageError: the text has no two tokens.
+    """
+    # Quiet about a text longer than the context, which no pass sees whole.
+    ids = tokenizer.encode(text, add_special_tokens=False, verbose=False)
+    if len(ids) < 2:
+        raise UsageError(f"the text has {len(ids)} tokens; perplexity needs two or more")
+    return torch.tensor([prefix_token(tokenizer), *ids], device=model.device)

@@ -1,0 +1,1 @@
+"""The ONNX graph: the op, its function bodies, the decoder around it, weights beside it."""

@@ -1,0 +1,139 @@
+"""Function bodies of the op: what computes it where no native kernel is loaded.
+
+A body is written for one set of attributes and one head width; `export.pure` holds the one in standard ops.
+"""
+
+from typing import Any, Literal
+
+import onnx
+from onnx import FunctionProto, ModelProto, parser
+
+from diffquant.errors import UsageError
+from diffquant.export.graph.op import DOMAIN, NAME, OpAttributes, schema
+from diffquant.export.graph.pure import pure_text
+
+CONTRIB = "com.microsoft"
+BodyKind = Literal["contrib", "pure"]
+
+
+def body(kind: BodyKind, attributes: OpAttributes, width: int, opset: int, cached: bool = True) -> FunctionProto:
+    """The op as a function.
+
+    Args:
+        kind: "contrib" (one GroupQueryAttention of ONNX Runtime) or "pure" (standard ops alone).
+        attributes: of every node that will use it.
+        width: d.
+        opset: of the standard domain; 18 or later, and that of the model.
+        cached: whether nodes have a past.
+
+    Raises:
+        UsageError: the kind cannot compute these attributes.
+    """
+    if kind == "contrib":
+        _check_contrib(attributes)
+    text = contrib_text(attributes, width) if kind == "contrib" else pure_text(attributes, width, cached)
+    domains = [f'"" : {opset}'] + ([f'"{CONTRIB}" : 1'] if kind == "contrib" else [])
+    inputs = ", ".join(p.name for p in schema().inputs)
+    outputs = ", ".join(p.name for p in schema().outputs)
+    return parser.parse_function(
+        f'<opset_import: [{", ".join(domains)}], domain: "{DOMAIN}">\n'
+        f"{NAME} <{', '.join(attributes.to_dict())}> ({inputs}) => ({outputs})\n{{\n{text}\n}}"
+    )
+
+
+def contrib_text(attributes: OpAttributes, width: int) -> str:
+    """Nodes of the contrib body.
+
+    Generation 1 as one attention over key rows k1|k2: queries [q1|0] and [0|q2], each meets its own half.
+    """
+    pairs = attributes.num_pairs
+    value_width = 2 * width if attributes.generation == 1 else width
+    options: dict[str, str | float] = {
+        "num_heads": 2 * pairs,
+        "kv_num_heads": attributes.num_kv_pairs,
+        "scale": float(attributes.scale),
+        "do_rotary": attributes.do_rotary,
+        "rotary_interleaved": attributes.rotary_interleaved,
+        "local_window_size": attributes.local_window_size,
+    }
+    inputs = "key, value, past_key, past_value, seqlens_k, total_sequence_length, cos_cache, sin_cache"
+    if attributes.kv_bit_width:
+        # Written only where they are used: ONNX Runtime before 1.27 does not know them.
+        options["kv_cache_bit_width"] = attributes.kv_bit_width
+        options["k_quant_type"] = options["v_quant_type"] = '"PER_CHANNEL"'
+        inputs += ", , , , k_scale, v_scale"
+    queries = _masked_queries(pairs, width) if attributes.generation == 1 else "   heads = Identity (query)"
+    listed = ", ".join(f"{name} = {value}" for name, value in options.items())
+    return f"""{queries}
+   both, present_key, present_value = {CONTRIB}.GroupQueryAttention <{listed}> (heads, {inputs})
+   by_pair = Constant <value = int64[5] {{0, 0, {pairs}, 2, {value_width}}}> ()
+   by_row = Constant <value = int64[3] {{0, 0, {pairs * value_width}}}> ()
+   last_two = Constant <value = int64[2] {{-2, -1}}> ()
+   maps = Reshape (both, by_pair)
+   signal, noise = Split <axis = 3, num_outputs = 2> (maps)
+   lam = CastLike (lambda, query)
+   lam_spread = Unsqueeze (lam, last_two)
+   subtracted = Mul (noise, lam_spread)
+   difference = Sub (signal, subtracted)
+   output = Reshape (difference, by_row)"""
+
+
+def _masked_queries(pairs: int, width: int) -> str:
+    ones, zeros = ["1"] * width, ["0"] * width
+    mask = ", ".join(ones + zeros + zeros + ones)
+    return f"""   one_each = Constant <value = int64[5] {{0, 0, {pairs}, 1, {2 * width}}}> ()
+   flat = Constant <value = int64[3] {{0, 0, {4 * pairs * width}}}> ()
+   own_half = Constant <value = float[2, {2 * width}] {{{mask}}}> ()
+   own_half_typed = CastLike (own_half, query)
+   rows = Reshape (query, one_each)
+   halves = Mul (rows, own_half_typed)
+   heads = Reshape (halves, flat)"""
+
+
+def _check_contrib(attributes: OpAttributes) -> None:
+    problems = []
+    if attributes.logit_bits:
+        problems.append("it keeps logits inside its kernel and cannot quantize them")
+    if attributes.kv_bit_width == 6:
+        problems.append("it has 8- and 4-bit caches, not 6")
+    if problems:
+        raise UsageError(f"ONNX Runtime's GroupQueryAttention: {'; '.join(problems)}; use the pure body")
+
+
+def add_body(model: ModelProto, kind: BodyKind) -> None:
+    """Give a model that holds the op's nodes their body.
+
+    Raises:
+        UsageError: nodes differ in their attributes or widths, or there is none.
+    """
+    nodes = [node for node in model.graph.node if (node.domain, node.op_type) == (DOMAIN, NAME)]
+    found = {_attributes_of(node) for node in nodes}
+    widths = {_query_width(model, node) for node in nodes}
+    if len(found) != 1 or len(widths) != 1:
+        raise UsageError(f"the model's {len(nodes)} {NAME} nodes have {len(found)} sets of attributes, not one")
+    attributes, query_width = found.pop(), widths.pop()
+    opset = next(entry.version for entry in model.opset_import if entry.domain == "")
+    cached = any(len(node.input) > 4 and node.input[4] for node in nodes)
+    model.functions.append(body(kind, attributes, query_width // (2 * attributes.num_pairs), opset, cached))
+    known = {entry.domain for entry in model.opset_import}
+    model.opset_import.extend(
+        onnx.helper.make_opsetid(domain, 1)
+        for domain in ((DOMAIN, CONTRIB) if kind == "contrib" else (DOMAIN,))
+        if domain not in known
+    )
+
+
+def _attributes_of(node: onnx.NodeProto) -> OpAttributes:
+    values: dict[str, Any] = {}
+    for attribute in node.attribute:
+        value = onnx.helper.get_attribute_value(attribute)
+        values[attribute.name] = value.decode() if isinstance(value, bytes) else value
+    return OpAttributes(**values)
+
+
+def _query_width(model: ModelProto, node: onnx.NodeProto) -> int:
+    known = [*model.graph.value_info, *model.graph.input]
+    shapes = {value.name: value.type.tensor_type.shape.dim for value in known}
+    if node.input[0] not in shapes:
+        raise UsageError(f"the width of {node.input[0]}, a query of {NAME}, is not in the model's value_info")
+    return shapes[node.input[0]][2].dim_value

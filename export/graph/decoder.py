@@ -1,0 +1,222 @@
+"""The decoder as an ONNX graph: Llama's layers around the op, one node an attention."""
+
+from collections.abc import Mapping
+
+import torch
+from onnx import ModelProto, TensorProto
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from diffquant.export.graph.body import BodyKind, body
+from diffquant.export.graph.linears import Linears
+from diffquant.export.graph.nodes import CONTRIB, Graph
+from diffquant.export.graph.op import DOMAIN, NAME, OpAttributes
+from diffquant.export.graph.source import EMBEDDING, HEAD, Scales, Source, key_width
+from diffquant.export.graph.streaming import Streamed, place
+from diffquant.export.options import IR_VERSION
+from diffquant.model.layout import LAMBDA_VECTORS
+
+PAST = "past_key_values.{layer}.{part}"
+PRESENT = "present.{layer}.{part}"
+LAYER_OUTPUT = "layers.{layer}.output"
+
+_KINDS = {"float32": TensorProto.FLOAT, "float16": TensorProto.FLOAT16}
+_CACHE_KINDS = {8: TensorProto.INT8, 4: TensorProto.UINT8}
+
+
+def build(source: Source, scales: Mapping[int, Scales] | None) -> tuple[ModelProto, list[Streamed]]:
+    """The model, and the tensors of its data file in order.
+
+    Args:
+        source: checked by `check_source`.
+        scales: of the quantized cache by layer; None for a cache in the activations' type.
+    """
+    decoder = _Decoder(source, scales)
+    decoder.emit()
+    initializers, _ = place(decoder.linears.streamed)
+    return decoder.model(initializers), decoder.linears.streamed
+
+
+class _Decoder:
+    """Emits the graph from input ids to logits."""
+
+    def __init__(self, source: Source, scales: Mapping[int, Scales] | None) -> None:
+        self.source = source
+        self.spec = source.spec
+        self.config = source.adapter.config
+        self.options = source.options
+        self.scales = scales
+        self.graph = Graph(_KINDS[source.options.dtype])
+        self.linears = Linears(self.graph, source.options)
+        self.cache_kind = self.graph.kind if scales is None else _CACHE_KINDS[source.options.kv_bits]
+
+    def emit(self) -> None:
+        graph = self.graph
+        ids = graph.input("input_ids", TensorProto.INT64, ["batch", "sequence"])
+        mask = graph.input("attention_mask", TensorProto.INT64, ["batch", "total"])
+        lengths = self._lengths(mask)
+        embedding = self.source.embedding(EMBEDDING)
+        x = self.linears.lookup(ids, embedding)
+        for layer in range(self.config.num_hidden_layers):
+            with graph.module(f"layers.{layer}"):
+                x = self._layer(x, layer, lengths)
+        x = self._norm(x, "model.norm.weight", self.config.rms_norm_eps)
+        tied = self.config.tie_word_embeddings
+        logits = self.linears.product(x, embedding if tied else self.source.embedding(HEAD))
+        graph.add("Identity", logits, name="logits")
+        graph.output("logits", graph.kind, ["batch", "sequence", self.config.vocab_size])
+        # Readers of such models expect the logits first.
+        graph.outputs.insert(0, graph.outputs.pop())
+
+    def model(self, initializers: dict[str, TensorProto]) -> ModelProto:
+        domains = [] if self.options.pure else [CONTRIB]
+        if self.spec.maps == 1:
+            return self.graph.model(initializers, self.options.opset, domains, IR_VERSION)
+        model = self.graph.model(initializers, self.options.opset, [*domains, DOMAIN], IR_VERSION)
+        # GroupQueryAttention keeps its logits to itself; where they are rounded, the body spells them out.
+        kind: BodyKind = "pure" if self.options.pure or self.options.logits.quantizes else "contrib"
+        attributes = self._attributes()
+        model.functions.append(body(kind, attributes, self.spec.head_dim, self.options.opset, self.options.cache))
+        return model
+
+    def _attributes(self) -> OpAttributes:
+        """Of every attention node."""
+        spec, options = self.spec, self.options
+        return OpAttributes(
+            num_pairs=spec.pairs,
+            num_kv_pairs=spec.kv_pairs,
+            generation=2 if spec.shared_k else 1,
+            scale=spec.scale,
+            do_rotary=int(spec.rope != "none"),
+            # The rows of V1's projections are reordered so that its channels are neighbours.
+            rotary_interleaved=int(spec.rope != "none" and (spec.rope == "interleaved" or not spec.shared_k)),
+            kv_bit_width=0 if self.scales is None else options.kv_bits,
+            logit_bits=options.logits.bits if options.logits.quantizes else 0,
+            logit_granularity=options.logits.granularity or "row",
+            logit_shift=int(options.logits.shift),
+        )
+
+    def _lengths(self, mask: str) -> tuple[str, str]:
+        """seqlens_k [B] and total_sequence_length of the mask [B, S]."""
+        graph = self.graph
+        tokens = graph.add("ReduceSum", mask, graph.int64("mask_axis", (1,)), keepdims=0)
+        last = graph.add("Sub", tokens, graph.int64("one", (1,)))
+        total = graph.add("Squeeze", graph.add("Shape", mask, start=1, end=2))
+        return (
+            graph.add("Cast", last, name="seqlens_k", to=TensorProto.INT32),
+            graph.add("Cast", total, name="total_sequence_length", to=TensorProto.INT32),
+        )
+
+    def _layer(self, x: str, layer: int, lengths: tuple[str, str]) -> str:
+        prefix = f"model.layers.{layer}."
+        eps = self.config.rms_norm_eps
+        attended = self._attention(self._norm(x, prefix + "input_layernorm.weight", eps), layer, lengths)
+        x = self.graph.add("Add", x, attended)
+        expanded = self._mlp(self._norm(x, prefix + "post_attention_layernorm.weight", eps), prefix + "mlp.")
+        return self.graph.add("Add", x, expanded, name=LAYER_OUTPUT.format(layer=layer))
+
+    def _mlp(self, x: str, prefix: str) -> str:
+        gate, up = (self._linear(x, prefix + name, self.config.mlp_bias) for name in ("gate_proj", "up_proj"))
+        active = self.graph.add("Mul", gate, self.graph.add("Sigmoid", gate))
+        return self._linear(self.graph.add("Mul", active, up), prefix + "down_proj", self.config.mlp_bias)
+
+    def _attention(self, x: str, layer: int, lengths: tuple[str, str]) -> str:
+        prefix = f"model.layers.{layer}.self_attn."
+        biased = self.config.attention_bias
+        q, k, v = (self._linear(x, f"{prefix}{name}_proj", biased) for name in "qkv")
+        past = [self._cache_input(layer, part) for part in ("key", "value")] if self.options.cache else ["", ""]
+        present = [PRESENT.format(layer=layer, part=part) for part in ("key", "value")]
+        tables = list(self._tables()) if self.spec.rope != "none" else ["", ""]
+        scales = self._cache_scales(layer)
+        attended = f"layers.{layer}.attention"
+        outputs = [attended, *present]
+        if self.spec.maps == 1:
+            inputs = [q, k, v, *past, *lengths, *tables, "", "", "", *scales]
+            self.graph.add_all("GroupQueryAttention", _trimmed(inputs), outputs, CONTRIB, **self._plain_attributes())
+        else:
+            # onnx's reference evaluator wants a function's absent inputs named, as "", to the last one.
+            inputs = [q, k, v, self._lam(x, layer), *past, *lengths, *tables, *(scales or ["", ""])]
+            self.graph.add_all(NAME, inputs, outputs, DOMAIN, **self._attributes().to_dict())
+        if self.options.cache:
+            for name in present:
+                self.graph.output(name, self.cache_kind, self._cache_shape("present"))
+        return self._linear(self._post(attended, layer), prefix + "o_proj", biased)
+
+    def _plain_attributes(self) -> dict[str, float | int | str]:
+        """Of GroupQueryAttention as a plain Transformer's attention."""
+        spec = self.spec
+        plain: dict[str, float | int | str] = {
+            "num_heads": spec.pairs,
+            "kv_num_heads": spec.kv_pairs,
+            "scale": spec.scale,
+            "do_rotary": int(spec.rope != "none"),
+            "rotary_interleaved": int(spec.rope == "interleaved"),
+        }
+        if self.scales is not None:
+            plain |= {"kv_cache_bit_width": self.options.kv_bits}
+            plain |= {"k_quant_type": "PER_CHANNEL", "v_quant_type": "PER_CHANNEL"}
+        return plain
+
+    def _lam(self, x: str, layer: int) -> str:
+        """λ in float32: [1] (V1), or [B, T, h] (V2)."""
+        prefix = f"model.layers.{layer}.self_attn."
+        if self.spec.lam == "exp":
+            q1, k1, q2, k2 = (self.source.vector(prefix + name) for name in LAMBDA_VECTORS)
+            lam = (q1 @ k1).exp() - (q2 @ k2).exp() + self.spec.lam_init(layer)
+            return self.graph.constant(f"layers.{layer}.lambda", lam.reshape(1).numpy())
+        weight = self.source.whole(prefix + "lambda_proj.weight").T.numpy()
+        wide = self.graph.add("Cast", x, to=TensorProto.FLOAT)
+        product = self.graph.add("MatMul", wide, self.graph.constant(f"layers.{layer}.lambda_proj", weight))
+        return self.graph.add("Sigmoid", product)
+
+    def _post(self, attended: str, layer: int) -> str:
+        """Per-pair norm and (1 - λ_init), which becomes part of the norm's weight."""
+        spec, graph = self.spec, self.graph
+        factor = 1 - spec.lam_init(layer) if spec.scale_by_init else 1.0
+        if spec.post_norm == "none":
+            return attended
+        weight = torch.ones(spec.value_dim)
+        if spec.post_norm == "affine":
+            weight = self.source.vector(f"model.layers.{layer}.self_attn.subln.weight")
+        by_pair = graph.int64("by_pair", (0, 0, spec.pairs, spec.value_dim))
+        rows = graph.add("Reshape", attended, by_pair)
+        scaled = graph.typed(f"layers.{layer}.post_norm", weight * factor)
+        normed = graph.add("RMSNormalization", rows, scaled, axis=-1, epsilon=spec.post_norm_eps)
+        return graph.add("Reshape", normed, graph.int64("by_token", (0, 0, spec.pairs * spec.value_dim)))
+
+    def _norm(self, x: str, name: str, eps: float) -> str:
+        weight = self.graph.typed(name, self.source.vector(name))
+        return self.graph.add("RMSNormalization", x, weight, axis=-1, epsilon=eps)
+
+    def _linear(self, x: str, module: str, biased: bool) -> str:
+        bias = self.source.vector(module + ".bias") if biased else None
+        return self.linears.product(x, self.source.linear(module + ".weight"), bias)
+
+    def _tables(self) -> tuple[str, str]:
+        """cos and sin, a column for each channel pair of a key row."""
+        if "cos_cache" not in self.graph.constants:
+            positions = torch.arange(self.config.max_position_embeddings)[None]
+            both = LlamaRotaryEmbedding(self.config)(torch.zeros(1), position_ids=positions)
+            maps = 2 if self.spec.maps == 2 and not self.spec.shared_k else 1
+            for name, table in zip(("cos_cache", "sin_cache"), both, strict=True):
+                self.graph.typed(name, table[0, :, : self.spec.head_dim // 2].repeat(1, maps))
+        return "cos_cache", "sin_cache"
+
+    def _cache_input(self, layer: int, part: str) -> str:
+        return self.graph.input(PAST.format(layer=layer, part=part), self.cache_kind, self._cache_shape("past"))
+
+    def _cache_shape(self, rows: str) -> list[str | int]:
+        width = key_width(self.spec)
+        return ["batch", self.spec.kv_pairs, rows, width // 2 if self.cache_kind == TensorProto.UINT8 else width]
+
+    def _cache_scales(self, layer: int) -> list[str]:
+        if self.scales is None:
+            return []
+        names = (f"layers.{layer}.k_scale", f"layers.{layer}.v_scale")
+        return [self.graph.constant(n, value) for n, value in zip(names, self.scales[layer], strict=True)]
+
+
+def _trimmed(inputs: list[str]) -> list[str]:
+    """Without absent inputs at the end."""
+    while inputs and not inputs[-1]:
+        inputs = inputs[:-1]
+    return inputs

@@ -1,0 +1,193 @@
+"""Linear layers and the embedding in a graph: as values, or as codes in the container a kernel reads.
+
+ONNX Runtime multiplies codes of 4 and 8 bits (`MatMulNBits`); narrower ones fit the next container
+exactly. Stored values are code + 2^(b-1), which is what compressed-tensors stores, too.
+"""
+
+import torch
+from onnx import TensorProto
+from torch import Tensor
+from torch.nn.functional import pad
+
+from diffquant.errors import GroupSizeError
+from diffquant.export.graph.matrix import Matrix, checked_cast
+from diffquant.export.graph.nodes import CONTRIB, Graph
+from diffquant.export.graph.streaming import Rows, Streamed
+from diffquant.export.options import ExportOptions
+from diffquant.numerics import pack
+from diffquant.scheme import Scheme
+
+_BLOCKS = (256, 128, 64, 32, 16)
+_SIGNED_KINDS = {4: TensorProto.INT4, 8: TensorProto.INT8}
+_FLOAT_KINDS = {torch.float32: TensorProto.FLOAT, torch.float16: TensorProto.FLOAT16}
+# Where no block divides the width, the last one is padded; short ones waste least.
+_PADDED_BLOCK = 32
+
+
+def container_bits(scheme: Scheme) -> int:
+    """Bits a code takes in the exported file."""
+    return 4 if scheme.bits <= 4 else 8
+
+
+def block_size(scheme: Scheme, width: int, pure: bool) -> int | None:
+    """Columns that share a scale in the exported file; None where no kernel has such blocks."""
+    if pure:
+        # Rows of halves of bytes follow one another without a gap.
+        return None if width % 2 and container_bits(scheme) == 4 else scheme.size or width
+    shared = scheme.size or width
+    fitting = next((block for block in _BLOCKS if shared % block == 0), None)
+    return fitting if fitting or scheme.size else _PADDED_BLOCK
+
+
+def check_blocks(matrices: list[Matrix], pure: bool) -> None:
+    """Refuse group sizes that no kernel has.
+
+    Raises:
+        GroupSizeError: naming every weight.
+    """
+    bad = [m for m in matrices if m.scheme.quantizes and block_size(m.scheme, m.shape[1], pure) is None]
+    if bad:
+        raise GroupSizeError(
+            "no kernel reads "
+            + ", ".join(f"{m.name} {list(m.shape)} {m.scheme}" for m in bad)
+            + ": ONNX Runtime's share a scale over 16, 32, 64, 128 or 256 columns, and standard 4-bit rows are of even "
+            "width; quantize with g32"
+        )
+
+
+class Linears:
+    """Adds linear layers and the embedding to a graph, and collects what is to be streamed.
+
+    Attributes:
+        streamed: tensors of the data file, in order.
+    """
+
+    def __init__(self, graph: Graph, options: ExportOptions) -> None:
+        self.graph = graph
+        self.options = options
+        self.streamed: list[Streamed] = []
+        self._held: set[str] = set()
+
+    def product(self, x: str, matrix: Matrix, bias: Tensor | None = None) -> str:
+        """x [B, T, in] times the matrix, transposed: [B, T, out]."""
+        multiply = self._code_product if matrix.scheme.quantizes else self._value_product
+        y = multiply(x, matrix)
+        return y if bias is None else self.graph.add("Add", y, self.graph.typed(f"{matrix.module}.bias", bias))
+
+    def lookup(self, ids: str, matrix: Matrix) -> str:
+        """Rows of the embedding: [B, T, D]."""
+        if not matrix.scheme.quantizes:
+            return self.graph.add("Gather", self._values(matrix), ids)
+        if self.options.pure:
+            return self._pure_lookup(ids, matrix)
+        stored = self._codes(matrix)
+        out, width = matrix.shape
+        block = block_size(matrix.scheme, width, pure=False) or width
+        # In blocks, as the head reads them: codes in another shape would be a second copy in memory.
+        scale_shape = self.graph.int64(f"{matrix.module}.scale_shape", (out, -1, 1))
+        rows = self.graph.add(
+            "GatherBlockQuantized",
+            stored["codes"],
+            ids,
+            self.graph.add("Reshape", stored["scales"], scale_shape),
+            domain=CONTRIB,
+            bits=container_bits(matrix.scheme),
+            block_size=block,
+            gather_axis=0,
+            quantize_axis=2,
+        )
+        return self.graph.add("Reshape", rows, self.graph.int64(f"{matrix.module}.row", (0, 0, width)))
+
+    def _value_product(self, x: str, matrix: Matrix) -> str:
+        values = self._values(matrix)
+        if self.options.pure:
+            return self.graph.add("MatMul", x, self.graph.add("Transpose", values, perm=[1, 0]))
+        # As fast as MatMul on a transposed copy; rows stream as stored, and a tied head shares them.
+        return self.graph.add("FusedMatMul", x, values, domain=CONTRIB, transB=1)
+
+    def _code_product(self, x: str, matrix: Matrix) -> str:
+        stored = self._codes(matrix)
+        out, width = matrix.shape
+        block = block_size(matrix.scheme, width, self.options.pure)
+        if self.options.pure:
+            weight = self.graph.add("DequantizeLinear", stored["codes"], stored["scales"], axis=1, block_size=block)
+            return self.graph.add("MatMul", x, self.graph.add("Transpose", weight, perm=[1, 0]))
+        bits = container_bits(matrix.scheme)
+        # At 8 bits the float32 path is a hundred times slower and hardly more exact.
+        level = 4 if bits == 8 else self.options.accuracy_level
+        return self.graph.add(
+            "MatMulNBits",
+            x,
+            stored["codes"],
+            stored["scales"],
+            domain=CONTRIB,
+            K=width,
+            N=out,
+            bits=bits,
+            block_size=block,
+            accuracy_level=level,
+        )
+
+    def _pure_lookup(self, ids: str, matrix: Matrix) -> str:
+        graph, (_, width) = self.graph, matrix.shape
+        stored = self._codes(matrix)
+        block = block_size(matrix.scheme, width, pure=True) or width
+        codes = graph.add("Cast", graph.add("Gather", stored["codes"], ids), to=graph.kind)
+        grouped = graph.add("Reshape", codes, graph.int64(f"{matrix.module}.groups", (0, 0, width // block, block)))
+        axis = graph.int64("last_axis", (-1,))
+        scales = graph.add("Unsqueeze", graph.add("Gather", stored["scales"], ids), axis)
+        values = graph.add("Mul", grouped, scales)
+        return graph.add("Reshape", values, graph.int64(f"{matrix.module}.row", (0, 0, width)))
+
+    def _values(self, matrix: Matrix) -> str:
+        dtype = self.options.torch_dtype
+
+        def make(first: int, last: int) -> Tensor:
+            return checked_cast(matrix.values(first, last), dtype, matrix.source)
+
+        row = matrix.shape[1] * dtype.itemsize
+        return self._stream(matrix, ".weight", _FLOAT_KINDS[dtype], matrix.shape, row, make)
+
+    def _codes(self, matrix: Matrix) -> dict[str, str]:
+        """Names of the initializers of a quantized matrix: "codes" and "scales"."""
+        out, width = matrix.shape
+        bits, pure = container_bits(matrix.scheme), self.options.pure
+        block = block_size(matrix.scheme, width, pure) or width
+        blocks = -(-width // block)
+        # Signed types need no zero point in DequantizeLinear.
+        kind = _SIGNED_KINDS[bits] if pure else TensorProto.UINT8
+        shape = matrix.shape if pure else (out, blocks, block * bits // 8)
+        dtype = self.options.torch_dtype
+
+        def make_codes(first: int, last: int) -> Tensor:
+            codes = pad(matrix.codes(first, last), (0, blocks * block - width))
+            return stored_bytes(codes, bits, signed=pure)
+
+        def make_scales(first: int, last: int) -> Tensor:
+            scales = checked_cast(matrix.scales(first, last), dtype, matrix.source)
+            return scales.repeat_interleave(blocks // scales.shape[1], 1)
+
+        row, scale_row = blocks * block * bits // 8, blocks * dtype.itemsize
+        scale_kind = _FLOAT_KINDS[dtype]
+        return {
+            "codes": self._stream(matrix, ".weight_codes", kind, shape, row, make_codes),
+            "scales": self._stream(matrix, ".weight_scale", scale_kind, (out, blocks), scale_row, make_scales),
+        }
+
+    def _stream(
+        self, matrix: Matrix, suffix: str, kind: int, shape: tuple[int, ...], row_bytes: int, make: Rows
+    ) -> str:
+        """The initializer's name; a matrix met twice (a tied head) is stored once."""
+        name = matrix.module + suffix
+        if name not in self._held:
+            self._held.add(name)
+            self.streamed.append(Streamed(name, kind, shape, row_bytes, matrix.shape[1], make))
+        return name
+
+
+def stored_bytes(codes: Tensor, bits: int, signed: bool) -> Tensor:
+    """Bytes of codes int8 [rows, n]: code + 2^(bits-1), or two's complement; low half of a byte first."""
+    if bits == 8:
+        return codes if signed else codes.view(torch.uint8) + 128
+    packed = pack(codes, 4).view(torch.uint8)[:, : codes.shape[1] // 2]
+    return packed ^ 0x88 if signed else packed

@@ -1,0 +1,170 @@
+"""A checkpoint's weight as an exported graph wants it: rows in the op's order, codes carried over as they are.
+
+Reordering is by rows alone, which every packed format allows: scales and codes run along a row.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from diffquant.errors import DiffQuantError
+from diffquant.family.spec import DiffSpec
+from diffquant.formats.compressed_tensors import PACKED, SCALE, codes, decode_codes, weight_scale
+from diffquant.formats.reader import Checkpoint
+from diffquant.model.adapters import Adapter
+from diffquant.numerics import check_finite, unpack
+from diffquant.scheme import FULL, Scheme
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A weight [out, in], read some rows at a time.
+
+    Attributes:
+        name: of the DiffTransformer parameter.
+        shape: (out, in) after reordering.
+        stored: scheme it is packed with in the checkpoint; 16 bits where it is not.
+        wanted: scheme to quantize a plain one to.
+        order: source row of each row; None where they are the same.
+    """
+
+    checkpoint: Checkpoint
+    source: str
+    name: str
+    shape: tuple[int, int]
+    stored: Scheme
+    wanted: Scheme
+    order: Tensor | None
+
+    @property
+    def module(self) -> str:
+        return self.name.removesuffix(".weight")
+
+    @property
+    def scheme(self) -> Scheme:
+        """Scheme of the exported codes; 16 bits where values are exported."""
+        return self.stored if self.stored.quantizes else self.wanted
+
+    def values(self, first: int, last: int) -> Tensor:
+        """Rows of a matrix that is not quantized, as stored."""
+        rows = self._rows(self.checkpoint.read(self.source), first, last)
+        check_finite(rows, f"{self.source}, rows {first} to {last - 1},")
+        return rows
+
+    def codes(self, first: int, last: int) -> Tensor:
+        """int8 [rows, in] codes."""
+        if self.stored.quantizes:
+            words = self._rows(self.checkpoint.read(self._sibling(PACKED)), first, last)
+            return unpack(words, self.stored.bits, self.shape[1])
+        values = self.values(first, last)
+        return codes(values.float(), self._scale_of(values), self.wanted)
+
+    def scales(self, first: int, last: int) -> Tensor:
+        """[rows, groups] scales, one group where a row or the matrix shares one."""
+        if self.stored.quantizes:
+            stored = self.checkpoint.read(self._sibling(SCALE))
+            scale = stored if stored.numel() == 1 else self._rows(stored, first, last)
+        else:
+            scale = self._scale_of(self.values(first, last))
+        return scale.expand(last - first, 1) if scale.numel() == 1 else scale
+
+    def dequantized(self, first: int, last: int) -> Tensor:
+        """codes · scale as the exported model computes it, in float32."""
+        scale = self.scales(first, last).float()
+        flat = scale.flatten()[:1] if self.scheme.granularity == "tensor" else scale
+        return decode_codes(self.codes(first, last), flat, self.scheme)
+
+    @cached_property
+    def _whole_scale(self) -> Tensor:
+        return weight_scale(self.checkpoint.read(self.source), self.wanted)
+
+    def _scale_of(self, rows: Tensor) -> Tensor:
+        return self._whole_scale if self.wanted.granularity == "tensor" else weight_scale(rows, self.wanted)
+
+    def _rows(self, tensor: Tensor, first: int, last: int) -> Tensor:
+        return tensor[first:last] if self.order is None else tensor[self.order[first:last]]
+
+    def _sibling(self, suffix: str) -> str:
+        return self.source.removesuffix(".weight") + suffix
+
+
+def read_matrix(
+    checkpoint: Checkpoint, adapter: Adapter, name: str, packed: dict[str, Scheme], wanted: Scheme = FULL
+) -> Matrix:
+    """A linear's, the embedding's or a λ projection's weight by DiffTransformer's name."""
+    source = adapter.source_name(name)
+    stored = packed.get(source.removesuffix(".weight"), FULL)
+    held = source if not stored.quantizes else source.removesuffix(".weight") + PACKED
+    order = row_order(adapter, name)
+    rows = checkpoint.tensors[held].shape[0] if order is None else len(order)
+    width = adapter.source_shapes()[source][1]
+    return Matrix(checkpoint, source, name, (rows, width), stored, FULL if stored.quantizes else wanted, order)
+
+
+def read_vector(checkpoint: Checkpoint, adapter: Adapter, name: str) -> Tensor:
+    """A norm's weight, a bias or a λ vector, reordered as its matrix; float32.
+
+    Raises:
+        NonFiniteError: it holds NaN or infinity.
+    """
+    source = adapter.source_name(name)
+    vector = checkpoint.read(source)
+    check_finite(vector, source)
+    order = row_order(adapter, name)
+    return (vector if order is None else vector[order]).float()
+
+
+def row_order(adapter: Adapter, name: str) -> Tensor | None:
+    """Source row of each exported row of a parameter; None where they are the same."""
+    spec = adapter.config.diff_spec
+    repeated = adapter.row_order(name)
+    ours = _head_order(spec, name)
+    if ours is None or repeated is None:
+        return repeated if ours is None else ours
+    return repeated[ours]
+
+
+def _head_order(spec: DiffSpec, name: str) -> Tensor | None:
+    """The op's row order: a pair's maps side by side, and in V1 rotated channels side by side."""
+    if spec.maps == 1:
+        return None
+    if ".q_proj." in name:
+        return _mapped_rows(spec, spec.pairs)
+    if ".k_proj." in name:
+        return None if spec.shared_k else _mapped_rows(spec, spec.kv_pairs)
+    if ".v_proj." in name and spec.head_order == "halves":
+        heads = torch.arange(2 * spec.kv_pairs).view(2, spec.kv_pairs).T
+        return _channels(heads, torch.arange(spec.head_dim))
+    return None
+
+
+def _mapped_rows(spec: DiffSpec, pairs: int) -> Tensor:
+    heads = torch.arange(2 * pairs)
+    by_pair = heads.view(2, pairs).T if spec.head_order == "halves" else heads.view(pairs, 2)
+    return _rotated(by_pair, spec)
+
+
+def _rotated(heads: Tensor, spec: DiffSpec) -> Tensor:
+    """Rows of heads in this order; half-rotated channels (i, i + d/2) of V1 become neighbours."""
+    channels = torch.arange(spec.head_dim)
+    if spec.rope == "half" and not spec.shared_k:
+        channels = channels.view(2, -1).T.flatten()
+    return _channels(heads, channels)
+
+
+def _channels(heads: Tensor, channels: Tensor) -> Tensor:
+    return (heads.flatten()[:, None] * len(channels) + channels).flatten()
+
+
+def checked_cast(values: Tensor, dtype: torch.dtype, name: str) -> Tensor:
+    """Values in the exported type.
+
+    Raises:
+        DiffQuantError: some are too large for it.
+    """
+    cast = values.to(dtype)
+    if not torch.isfinite(cast.sum(dtype=torch.float64)) and not torch.isfinite(cast).all():
+        raise DiffQuantError(f"{name} holds values beyond {dtype}'s range; export with --dtype float32")
+    return cast

@@ -1,0 +1,273 @@
+"""The op's body in standard ONNX ops: full maps, any ONNX runtime, onnx's reference evaluator included.
+
+Inside, logits are [B, h_kv, map, g, T, S] with g = h/h_kv, in float32.
+"""
+
+from diffquant.errors import UsageError
+from diffquant.export.graph.op import OpAttributes
+from diffquant.numerics import max_code
+from diffquant.numerics.logit_steps import SHIFT_RANGE
+
+_FLOAT, _INT8, _UINT8, _INT64 = 1, 3, 2, 7
+
+
+def pure_text(attributes: OpAttributes, width: int, cached: bool = True) -> str:
+    """Nodes of the body; arguments as `export.body.body`."""
+    if attributes.kv_bit_width == 6:
+        raise UsageError("the pure body has 8- and 4-bit caches, not 6")
+    key_width = (2 if attributes.generation == 1 else 1) * width
+    rows = attributes.num_pairs if attributes.generation == 1 else 2 * attributes.num_pairs
+    kv_pairs = attributes.num_kv_pairs
+    parts = [_CONSTANTS, _positions("past_key" if cached else None)]
+    parts.append(_rows("query", rows, key_width, attributes))
+    parts.append(_rows("key", kv_pairs, key_width, attributes))
+    parts.append(f"""   value_shape = Constant <value = int64[4] {{0, 0, {kv_pairs}, {key_width}}}> ()
+   value_rows = Reshape (value, value_shape)
+   value_turned = Identity (value_rows)""")
+    for name in ("key", "value"):
+        parts.append(_stored(name, kv_pairs, key_width, attributes, cached))
+    parts.append(_logits(attributes, width))
+    parts.append(_simulated(attributes) if attributes.logit_bits else "   scores = Identity (logits)")
+    parts.append(_output(attributes, key_width))
+    return "\n".join(parts)
+
+
+_CONSTANTS = f"""   c0 = Constant <value = int64[1] {{0}}> ()
+   c1 = Constant <value = int64[1] {{1}}> ()
+   c2 = Constant <value = int64[1] {{2}}> ()
+   s0 = Constant <value = int64 {{0}}> ()
+   s1 = Constant <value = int64 {{1}}> ()
+   hidden = Constant <value = float {{-3.0e38}}> ()
+   zero = Constant <value = float {{0.0}}> ()
+   one = Constant <value = float {{1.0}}> ()
+   batch = Shape <start = 0, end = 1> (query)
+   length = Shape <start = 1, end = 2> (query)
+   length_s = Squeeze (length)
+   total_wide = Cast <to = {_INT64}> (total_sequence_length)
+   total = Reshape (total_wide, c1)"""
+
+
+def _positions(past: str | None) -> str:
+    """start [B], position [B, T] of the queries, column [S] of the keys, visible and real rows."""
+    rows = f"Shape <start = 2, end = 3> ({past})" if past else "Identity (c0)"
+    return f"""   past_rows = {rows}
+   keys = Max (past_rows, total)
+   keys_s = Squeeze (keys)
+   last = Cast <to = {_INT64}> (seqlens_k)
+   tokens = Add (last, c1)
+   before = Sub (tokens, length)
+   is_first = Equal (length, total)
+   start = Where (is_first, c0, before)
+   start_column = Unsqueeze (start, c1)
+   steps = Range (s0, length_s, s1)
+   position = Add (start_column, steps)
+   column = Range (s0, keys_s, s1)
+   tokens_column = Unsqueeze (tokens, c1)
+   real = Less (position, tokens_column)"""
+
+
+def _rows(name: str, rows: int, width: int, attributes: OpAttributes) -> str:
+    """{name}_turned [B, T, rows, dk], rotated."""
+    shape = f"""   {name}_shape = Constant <value = int64[4] {{0, 0, {rows}, {width}}}> ()
+   {name}_rows = Reshape ({name}, {name}_shape)"""
+    if not attributes.do_rotary:
+        return f"{shape}\n   {name}_turned = Identity ({name}_rows)"
+    half = width // 2
+    interleaved = attributes.rotary_interleaved
+    # [.., dk/2, 2] puts the two channels of a pair in the last axis; [.., 2, dk/2] in the one before.
+    pairing, axis, spread = (f"{half}, 2", 4, "2, 4") if interleaved else (f"2, {half}", 3, "2, 3")
+    return f"""{shape}
+   {name}_pairing = Constant <value = int64[5] {{0, 0, {rows}, {pairing}}}> ()
+   {name}_spread = Constant <value = int64[2] {{{spread}}}> ()
+   {name}_channels = Reshape ({name}_rows, {name}_pairing)
+   {name}_a, {name}_b = Split <axis = {axis}, num_outputs = 2> ({name}_channels)
+   {name}_cos_rows = Gather (cos_cache, position)
+   {name}_sin_rows = Gather (sin_cache, position)
+   {name}_cos = Unsqueeze ({name}_cos_rows, {name}_spread)
+   {name}_sin = Unsqueeze ({name}_sin_rows, {name}_spread)
+   {name}_ac = Mul ({name}_a, {name}_cos)
+   {name}_bs = Mul ({name}_b, {name}_sin)
+   {name}_as = Mul ({name}_a, {name}_sin)
+   {name}_bc = Mul ({name}_b, {name}_cos)
+   {name}_first = Sub ({name}_ac, {name}_bs)
+   {name}_second = Add ({name}_as, {name}_bc)
+   {name}_pairs = Concat <axis = {axis}> ({name}_first, {name}_second)
+   {name}_turned = Reshape ({name}_pairs, {name}_shape)"""
+
+
+def _stored(name: str, kv_pairs: int, width: int, attributes: OpAttributes, cached: bool) -> str:
+    """present_{name}, and {name}_read [B, h_kv, S, width] in float32 as attention sees it."""
+    bits = attributes.kv_bit_width
+    scale = f"{name[0]}_scale"
+    stored_width = width // 2 if bits == 4 else width
+    new = f"   {name}_new = Transpose <perm = [0, 2, 1, 3]> ({name}_turned)"
+    encode = _encode(name, scale, width, bits) if bits else f"   {name}_codes = Identity ({name}_new)"
+    decode = _decode(name, scale, width, bits) if bits else f"   {name}_read = Cast <to = {_FLOAT}> (present_{name})"
+    keep = _merged(name, kv_pairs, stored_width) if cached else f"   present_{name} = Identity ({name}_codes)"
+    return "\n".join([new, encode, keep, decode])
+
+
+def _merged(name: str, kv_pairs: int, width: int) -> str:
+    """The past with the new rows from `start` on: each row of the present picked from past ++ new."""
+    return f"""   {name}_all = Concat <axis = 2> (past_{name}, {name}_codes)
+   {name}_since = Sub (column, start_column)
+   {name}_not_before = GreaterOrEqual ({name}_since, c0)
+   {name}_not_after = Less ({name}_since, length)
+   {name}_is_new = And ({name}_not_before, {name}_not_after)
+   {name}_from_new = Add ({name}_since, past_rows)
+   {name}_rows_all = Shape <start = 2, end = 3> ({name}_all)
+   {name}_last_row = Sub ({name}_rows_all, c1)
+   {name}_from_past = Min (column, {name}_last_row)
+   {name}_pick = Where ({name}_is_new, {name}_from_new, {name}_from_past)
+   {name}_axes = Constant <value = int64[2] {{1, 3}}> ()
+   {name}_pick_spread = Unsqueeze ({name}_pick, {name}_axes)
+   {name}_repeats = Constant <value = int64[4] {{1, {kv_pairs}, 1, {width}}}> ()
+   {name}_index = Expand ({name}_pick_spread, {name}_repeats)
+   present_{name} = GatherElements <axis = 2> ({name}_all, {name}_index)"""
+
+
+def _encode(name: str, scale: str, width: int, bits: int) -> str:
+    low, high = -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
+    rounded = f"""   {name}_wide = Cast <to = {_FLOAT}> ({name}_new)
+   {name}_ratio = Div ({name}_wide, {scale})
+   {name}_nearest = Round ({name}_ratio)
+   {name}_low = Constant <value = float {{{low}.0}}> ()
+   {name}_high = Constant <value = float {{{high}.0}}> ()
+   {name}_clamped = Clip ({name}_nearest, {name}_low, {name}_high)"""
+    if bits == 8:
+        return f"{rounded}\n   {name}_codes = Cast <to = {_INT8}> ({name}_clamped)"
+    return f"""{rounded}
+   {name}_unsigned = Sub ({name}_clamped, {name}_low)
+   {name}_by_byte = Constant <value = int64[5] {{0, 0, 0, {width // 2}, 2}}> ()
+   {name}_nibbles = Reshape ({name}_unsigned, {name}_by_byte)
+   {name}_places = Constant <value = float[2] {{1.0, 16.0}}> ()
+   {name}_placed = Mul ({name}_nibbles, {name}_places)
+   {name}_last_axis = Constant <value = int64[1] {{-1}}> ()
+   {name}_byte = ReduceSum <keepdims = 0> ({name}_placed, {name}_last_axis)
+   {name}_codes = Cast <to = {_UINT8}> ({name}_byte)"""
+
+
+def _decode(name: str, scale: str, width: int, bits: int) -> str:
+    stored = f"   {name}_stored = Cast <to = {_FLOAT}> (present_{name})"
+    if bits == 8:
+        return f"{stored}\n   {name}_read = Mul ({name}_stored, {scale})"
+    return f"""{stored}
+   {name}_sixteen = Constant <value = float {{16.0}}> ()
+   {name}_shifted = Div ({name}_stored, {name}_sixteen)
+   {name}_upper = Floor ({name}_shifted)
+   {name}_upper_placed = Mul ({name}_upper, {name}_sixteen)
+   {name}_lower = Sub ({name}_stored, {name}_upper_placed)
+   {name}_byte_axis = Constant <value = int64[1] {{4}}> ()
+   {name}_lower_column = Unsqueeze ({name}_lower, {name}_byte_axis)
+   {name}_upper_column = Unsqueeze ({name}_upper, {name}_byte_axis)
+   {name}_both = Concat <axis = 4> ({name}_lower_column, {name}_upper_column)
+   {name}_row_shape = Constant <value = int64[4] {{0, 0, 0, {width}}}> ()
+   {name}_row = Reshape ({name}_both, {name}_row_shape)
+   {name}_signed = Add ({name}_row, {name}_low)
+   {name}_read = Mul ({name}_signed, {scale})"""
+
+
+def _logits(attributes: OpAttributes, width: int) -> str:
+    """logits [B, h_kv, 2, g, T, S] and visible [B, 1, 1, 1, T, S]."""
+    kv_pairs, group = attributes.num_kv_pairs, attributes.num_pairs // attributes.num_kv_pairs
+    if attributes.generation == 1:
+        keys = f"""   by_map = Constant <value = int64[5] {{0, 0, 0, 2, {width}}}> ()
+   key_maps = Reshape (key_read, by_map)
+   key_columns = Transpose <perm = [0, 1, 3, 4, 2]> (key_maps)
+   group_axis = Constant <value = int64[1] {{3}}> ()"""
+    else:
+        keys = """   key_columns = Transpose <perm = [0, 1, 3, 2]> (key_read)
+   group_axis = Constant <value = int64[2] {2, 3}> ()"""
+    window = attributes.local_window_size
+    seen = (
+        f"""   window = Constant <value = int64[1] {{{window}}}> ()
+   oldest = Sub (position_column, window)
+   inside = Greater (column, oldest)
+   seen = And (causal, inside)"""
+        if window > 0
+        else "   seen = Identity (causal)"
+    )
+    return f"""{keys}
+   keys_spread = Unsqueeze (key_columns, group_axis)
+   by_group = Constant <value = int64[6] {{0, 0, {kv_pairs}, {group}, 2, {width}}}> ()
+   query_wide = Cast <to = {_FLOAT}> (query_turned)
+   query_groups = Reshape (query_wide, by_group)
+   queries = Transpose <perm = [0, 2, 4, 3, 1, 5]> (query_groups)
+   products = MatMul (queries, keys_spread)
+   scale_of_logits = Constant <value_float = {float(attributes.scale)!r}> ()
+   logits = Mul (products, scale_of_logits)
+   position_column = Unsqueeze (position, c2)
+   causal = LessOrEqual (column, position_column)
+{seen}
+   map_axes = Constant <value = int64[3] {{1, 2, 3}}> ()
+   visible = Unsqueeze (seen, map_axes)"""
+
+
+_SHARING = {"row": "5", "head": "4, 5", "pair": "2, 4, 5", "tensor": "1, 2, 3, 4, 5"}
+
+
+def _simulated(attributes: OpAttributes) -> str:
+    """scores: logits rounded as `diffquant.attention.logits` rounds them."""
+    bits = attributes.logit_bits
+    axes = _SHARING[attributes.logit_granularity]
+    levels = 2**bits - 1 if attributes.logit_shift else max_code(bits)
+    shifted = (
+        """   seen_logits = Where (visible, logits, hidden)
+   key_axis = Constant <value = int64[1] {5}> ()
+   largest_of_row = ReduceMax (seen_logits, key_axis)
+   unmasked = Sub (logits, largest_of_row)"""
+        if attributes.logit_shift
+        else "   unmasked = Identity (logits)"
+    )
+    ranged = (
+        f"   shift_range = Constant <value_float = {SHIFT_RANGE!r}> ()\n   range = Min (largest, shift_range)"
+        if attributes.logit_shift
+        else "   range = Identity (largest)"
+    )
+    clamped = (
+        f"   lowest = Constant <value_float = {float(-levels)!r}> ()\n   logit_codes = Max (nearest, lowest)"
+        if attributes.logit_shift
+        else "   logit_codes = Identity (nearest)"
+    )
+    return f"""{shifted}
+   prepared = Where (visible, unmasked, zero)
+   size = Abs (prepared)
+   real_axes = Constant <value = int64[4] {{1, 2, 3, 5}}> ()
+   real_rows = Unsqueeze (real, real_axes)
+   counted = Where (real_rows, size, zero)
+   sharing = Constant <value = int64[{axes.count(",") + 1}] {{{axes}}}> ()
+   largest = ReduceMax (counted, sharing)
+{ranged}
+   levels = Constant <value_float = {float(levels)!r}> ()
+   step_or_zero = Div (range, levels)
+   no_step = Equal (step_or_zero, zero)
+   step = Where (no_step, one, step_or_zero)
+   steps_away = Div (prepared, step)
+   nearest = Round (steps_away)
+{clamped}
+   scores = Mul (logit_codes, step)"""
+
+
+def _output(attributes: OpAttributes, value_width: int) -> str:
+    pairs, kv_pairs = attributes.num_pairs, attributes.num_kv_pairs
+    return f"""   masked = Where (visible, scores, hidden)
+   weights = Softmax <axis = -1> (masked)
+   shared_axes = Constant <value = int64[2] {{2, 3}}> ()
+   values = Unsqueeze (value_read, shared_axes)
+   both = MatMul (weights, values)
+   signal, noise = Split <axis = 2, num_outputs = 2> (both)
+   pair_count = Constant <value = int64[1] {{{pairs}}}> ()
+   lam_shape = Concat <axis = 0> (batch, length, pair_count)
+   lam_each = Expand (lambda, lam_shape)
+   lam_by_group = Constant <value = int64[4] {{0, 0, {kv_pairs}, {pairs // kv_pairs}}}> ()
+   lam_groups = Reshape (lam_each, lam_by_group)
+   lam_turned = Transpose <perm = [0, 2, 3, 1]> (lam_groups)
+   lam_axes = Constant <value = int64[2] {{2, 5}}> ()
+   lam = Unsqueeze (lam_turned, lam_axes)
+   subtracted = Mul (lam, noise)
+   difference = Sub (signal, subtracted)
+   without_map = Squeeze (difference, c2)
+   by_token = Transpose <perm = [0, 3, 1, 2, 4]> (without_map)
+   row_shape = Constant <value = int64[3] {{0, 0, {pairs * value_width}}}> ()
+   rows_out = Reshape (by_token, row_shape)
+   output = CastLike (rows_out, query)"""

@@ -1,0 +1,100 @@
+"""External data: tensors beside model.onnx in one file, written some rows at a time."""
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from onnx import TensorProto
+from torch import Tensor
+
+from diffquant.export.graph.external import DATA_FILE
+from diffquant.formats.row_stream import BLOCK_ELEMENTS, in_order, workers
+from diffquant.support.progress import Progress
+
+# Mapped files are read in pages: a tensor that starts on one is used where it lies.
+_PAGE = 4096
+
+# From first and last (exclusive) row to their data.
+Rows = Callable[[int, int], Tensor]
+
+
+@dataclass(frozen=True)
+class Streamed:
+    """A tensor whose data is made when it is written.
+
+    Attributes:
+        name: of the initializer.
+        kind: its TensorProto data type.
+        shape: rows first.
+        row_bytes: stored bytes of a row.
+        width: source elements of a row.
+        make: from first and last (exclusive) row to their data, whose bytes are what is stored.
+    """
+
+    name: str
+    kind: int
+    shape: tuple[int, ...]
+    row_bytes: int
+    width: int
+    make: Rows
+
+    @property
+    def nbytes(self) -> int:
+        return self.shape[0] * self.row_bytes
+
+    def blocks(self) -> Iterator[tuple[int, int]]:
+        """First and last (exclusive) rows to make at a time."""
+        step = max(1, BLOCK_ELEMENTS // max(1, self.width))
+        return ((first, min(first + step, self.shape[0])) for first in range(0, self.shape[0], step))
+
+
+def place(tensors: Sequence[Streamed]) -> tuple[dict[str, TensorProto], int]:
+    """Where each tensor's data will lie: the initializers by name, and the file's size."""
+    placed: dict[str, TensorProto] = {}
+    end = 0
+    for tensor in tensors:
+        offset = -(-end // _PAGE) * _PAGE
+        end = offset + tensor.nbytes
+        placed[tensor.name] = _reference(tensor, offset)
+    return placed, end
+
+
+def write(path: Path, tensors: Sequence[Streamed], progress: Progress) -> None:
+    """Write the data file; memory is a few blocks of rows a core."""
+    placed, size = place(tensors)
+    total = sum(tensor.nbytes for tensor in tensors)
+    done = 0
+    with path.open("wb") as stream, workers() as pool:
+        os.ftruncate(stream.fileno(), size)
+
+        def work(tensor: Streamed, first: int, last: int) -> tuple[str, int]:
+            data = tensor.make(first, last).contiguous().view(torch.uint8).numpy()
+            _put(stream.fileno(), data.data.cast("B"), offsets[tensor.name] + first * tensor.row_bytes)
+            return tensor.name, data.nbytes
+
+        offsets = {name: _offset_of(proto) for name, proto in placed.items()}
+        tasks = ((tensor, first, last) for tensor in tensors for first, last in tensor.blocks())
+        for name, written in in_order(pool, work, tasks):
+            done += written
+            progress(done, total, name)
+        os.fsync(stream.fileno())
+
+
+def _reference(tensor: Streamed, offset: int) -> TensorProto:
+    proto = TensorProto(name=tensor.name, data_type=tensor.kind, dims=tensor.shape)
+    proto.data_location = TensorProto.EXTERNAL
+    for key, value in (("location", DATA_FILE), ("offset", offset), ("length", tensor.nbytes)):
+        proto.external_data.add(key=key, value=str(value))
+    return proto
+
+
+def _offset_of(proto: TensorProto) -> int:
+    return next(int(entry.value) for entry in proto.external_data if entry.key == "offset")
+
+
+def _put(descriptor: int, data: memoryview, offset: int) -> None:
+    while data:
+        written = os.pwrite(descriptor, data, offset)
+        data, offset = data[written:], offset + written

@@ -1,0 +1,1 @@
+"""Exported folders in ONNX Runtime: sessions, generation, evaluation."""

@@ -1,0 +1,66 @@
+"""genai_config.json: what onnxruntime-genai needs to run an exported folder as it is."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from diffquant.export.graph.external import MODEL_FILE
+from diffquant.export.graph.source import key_width
+from diffquant.model.config import DiffTransformerConfig
+from diffquant.support.files import write_atomically
+
+FILE = "genai_config.json"
+
+
+def write_genai_config(folder: Path, config: DiffTransformerConfig) -> None:
+    """Describe the model as onnxruntime-genai's "decoder": names, sizes, special tokens."""
+    write_atomically(folder / FILE, json.dumps(_entry(config), indent=2) + "\n")
+
+
+def _entry(config: DiffTransformerConfig) -> dict[str, Any]:
+    spec = config.diff_spec
+    end = config.eos_token_id
+    ends = end if isinstance(end, list) else [end] if end is not None else []
+    context = config.max_position_embeddings
+    decoder = {
+        "session_options": {"log_id": "onnxruntime-genai", "provider_options": []},
+        "filename": MODEL_FILE,
+        "head_size": key_width(spec),
+        "hidden_size": config.hidden_size,
+        "num_attention_heads": spec.query_heads,
+        "num_key_value_heads": spec.kv_pairs,
+        "num_hidden_layers": config.num_hidden_layers,
+        "inputs": {
+            "input_ids": "input_ids",
+            "attention_mask": "attention_mask",
+            "past_key_names": "past_key_values.%d.key",
+            "past_value_names": "past_key_values.%d.value",
+        },
+        "outputs": {
+            "logits": "logits",
+            "present_key_names": "present.%d.key",
+            "present_value_names": "present.%d.value",
+        },
+    }
+    model: dict[str, Any] = {
+        "type": "decoder",
+        "vocab_size": config.vocab_size,
+        "context_length": context,
+        "bos_token_id": config.bos_token_id if config.bos_token_id is not None else 0,
+        # Without a special token nothing stops generation but its length; no vocabulary has token -1.
+        "eos_token_id": ends or [-1],
+        "pad_token_id": config.pad_token_id if config.pad_token_id is not None else (ends or [0])[0],
+        "decoder": decoder,
+    }
+    search = {
+        "do_sample": False,
+        "max_length": context,
+        "min_length": 0,
+        "num_beams": 1,
+        "past_present_share_buffer": True,
+        "repetition_penalty": 1.0,
+        "temperature": 1.0,
+        "top_k": 1,
+        "top_p": 1.0,
+    }
+    return {"model": model, "search": search}

@@ -1,0 +1,195 @@
+"""Text out of an exported folder, token by token, with what it took."""
+
+import json
+import resource
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from diffquant.errors import CheckpointError, UsageError
+from diffquant.export.runtime.session import InPlace, OnnxModel
+
+_PREFILL_CHUNK = 512
+
+
+@dataclass
+class Speed:
+    """What a run took; filled in as it goes.
+
+    Attributes:
+        prompt_tokens, new_tokens: counts.
+        prompt_seconds: until the first new token.
+        decode_seconds: for the further ones.
+        cache_bytes: of the KV cache.
+        peak_bytes: of the process, the model included.
+    """
+
+    prompt_tokens: int = 0
+    new_tokens: int = 0
+    prompt_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    cache_bytes: int = 0
+    peak_bytes: int = 0
+
+    def __str__(self) -> str:
+        decoded = max(self.new_tokens - 1, 0)
+        return (
+            f"{self.prompt_tokens} prompt tokens in {self.prompt_seconds:.2f} s "
+            f"({self.prompt_tokens / max(self.prompt_seconds, 1e-9):.1f} tokens/s), {self.new_tokens} new ones, "
+            f"{decoded / max(self.decode_seconds, 1e-9):.1f} tokens/s; KV cache {self.cache_bytes / 1e6:.1f} MB, "
+            f"process peak {self.peak_bytes / 1e6:.0f} MB"
+        )
+
+
+class Generator:
+    """An exported folder ready to continue prompts. torch is not imported for it.
+
+    Attributes:
+        speed: of the last run.
+    """
+
+    def __init__(self, folder: Path, threads: int = 0, model: OnnxModel | None = None) -> None:
+        """Open a folder, or take a model of it that is open already.
+
+        Raises:
+            CheckpointError: it is damaged, has no cache, or no tokenizer.
+        """
+        self.model = model or OnnxModel(Path(folder), threads)
+        self.text = Text(Path(folder))
+        config = json.loads((Path(folder) / "config.json").read_text())
+        end = config.get("eos_token_id")
+        self._ends = set(end) if isinstance(end, list) else {end}
+        self._context: int = config.get("max_position_embeddings", 2048)
+        self.speed = Speed()
+
+    def stream(
+        self, prompt: str, max_new_tokens: int = 64, temperature: float = 0.0, seed: int = 0, chat: bool = False
+    ) -> Iterator[str]:
+        """Continue a prompt.
+
+        Args:
+            temperature: 0 decodes greedily.
+            chat: wrap the prompt in the tokenizer's chat template, as a user's message.
+
+        Yields:
+            Decoded pieces of the continuation as they come.
+
+        Raises:
+            UsageError: the prompt is empty, longer than the model's context, or there is no chat template.
+        """
+        ids = self.text.encode_chat(prompt) if chat else self.text.encode(prompt)
+        pick = _greedy if temperature == 0 else _sampler(temperature, seed)
+        shown = ""
+        tokens: list[int] = []
+        for token in self.tokens(ids, max_new_tokens, pick):
+            tokens.append(token)
+            text = self.text.decode(tokens)
+            # A character of several tokens is decoded as a replacement until it is whole.
+            if not text.endswith("\ufffd"):
+                yield text[len(shown) :]
+                shown = text
+
+    def tokens(
+        self, ids: list[int], max_new_tokens: int, pick: Callable[[np.ndarray], int] | None = None
+    ) -> Iterator[int]:
+        """Continue token ids, greedily by default, until a token that ends the text or the context's end.
+
+        Raises:
+            UsageError: the ids fill the model's context.
+        """
+        if len(ids) >= self._context:
+            raise UsageError(f"the prompt has {len(ids)} tokens; the model's context ends at {self._context}")
+        pick = pick or _greedy
+        room = min(max_new_tokens, self._context - len(ids))
+        started = time.perf_counter()
+        state = InPlace(self.model, 1, len(ids) + room)
+        logits = np.empty(0)
+        for first in range(0, len(ids), _PREFILL_CHUNK):
+            logits = state.step(np.array([ids[first : first + _PREFILL_CHUNK]]))[0, -1]
+        self.speed = Speed(len(ids), 0, time.perf_counter() - started, cache_bytes=state.nbytes)
+        for count in range(room):
+            token = pick(logits)
+            if token in self._ends:
+                return
+            self.speed.new_tokens += 1
+            self.speed.peak_bytes = peak_bytes()
+            yield token
+            if count + 1 < room:
+                before = time.perf_counter()
+                logits = state.step(np.array([[token]]))[0, -1]
+                self.speed.decode_seconds += time.perf_counter() - before
+
+
+class Text:
+    """A folder's tokenizer: its tokenizer.json, or through transformers where it has another kind."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._fast: Tokenizer | None = None
+        self._slow: Any = None
+        file = folder / "tokenizer.json"
+        if file.is_file():
+            try:
+                self._fast = Tokenizer.from_file(str(file))
+            except Exception as error:  # the library raises bare Exception
+                raise CheckpointError(f"cannot read {file}: {error}") from error
+        else:
+            self._slow = self._through_transformers()
+
+    def encode(self, prompt: str) -> list[int]:
+        """Token ids of a prompt.
+
+        Raises:
+            UsageError: it is empty.
+        """
+        if not prompt.strip():
+            raise UsageError("the prompt is empty")
+        return list(self._fast.encode(prompt).ids if self._fast else self._slow(prompt)["input_ids"])
+
+    def encode_chat(self, prompt: str) -> list[int]:
+        """Token ids of a user's message in the chat template.
+
+        Raises:
+            UsageError: the tokenizer has none.
+        """
+        self._slow = self._slow or self._through_transformers()
+        if not getattr(self._slow, "chat_template", None):
+            raise UsageError("--chat: the model's tokenizer has no chat template")
+        message = [{"role": "user", "content": prompt}]
+        return list(self._slow.apply_chat_template(message, add_generation_prompt=True, return_dict=True)["input_ids"])
+
+    def decode(self, ids: list[int]) -> str:
+        """Text of token ids, special ones left out."""
+        decode = self._fast.decode if self._fast else self._slow.decode
+        return str(decode(ids, skip_special_tokens=True))
+
+    def _through_transformers(self) -> Any:
+        from diffquant.source.tokenizer import load_tokenizer
+
+        return load_tokenizer(self._folder)
+
+
+def peak_bytes() -> int:
+    """Largest resident size of this process so far."""
+    largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return largest if sys.platform == "darwin" else largest * 1024
+
+
+def _greedy(logits: np.ndarray) -> int:
+    return int(logits.argmax())
+
+
+def _sampler(temperature: float, seed: int) -> Callable[[np.ndarray], int]:
+    rng = np.random.default_rng(seed)
+
+    def pick(logits: np.ndarray) -> int:
+        # The maximum of logits plus Gumbel noise is a sample of their softmax.
+        return int((logits.astype(np.float64) / temperature + rng.gumbel(size=logits.shape)).argmax())
+
+    return pick

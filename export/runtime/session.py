@@ -1,0 +1,184 @@
+"""An exported folder in ONNX Runtime: open it, feed it, keep its cache in place."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+from onnx import helper
+
+from diffquant.errors import CheckpointError
+from diffquant.export.graph.external import MODEL_FILE, load_graph
+from diffquant.export.native import library_path
+
+_PAST = "past_key_values."
+_PRESENT = "present."
+
+
+@dataclass(frozen=True)
+class CacheShape:
+    """What the model's cache looks like; the names of its inputs and outputs by layer and part."""
+
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    kv_pairs: int
+    width: int
+    dtype: np.dtype
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one token of one sequence in all layers."""
+        return len(self.inputs) * self.kv_pairs * self.width * self.dtype.itemsize
+
+
+class OnnxModel:
+    """A model in a session.
+
+    Attributes:
+        cache: None for a model exported without one.
+        vocabulary: tokens; 0 for a model without logits.
+        dtype: of logits.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        threads: int = 0,
+        extra_outputs: tuple[str, ...] = (),
+        accuracy_level: int | None = None,
+    ) -> None:
+        """Open a folder.
+
+        Args:
+            threads: of one node's work; 0 takes all cores.
+            extra_outputs: values inside the graph to return as well.
+            accuracy_level: of every product with codes; the model's own by default.
+
+        Raises:
+            CheckpointError: the folder is damaged, or the runtime refuses the model.
+        """
+        graph = load_graph(folder)
+        self.folder = folder
+        self.cache = _cache_shape(graph)
+        # A model that is only calibrated has no logits.
+        logits = next((value.type.tensor_type for value in graph.graph.output if value.name == "logits"), None)
+        self.vocabulary = logits.shape.dim[2].dim_value if logits else 0
+        self.dtype = helper.tensor_dtype_to_np_dtype(logits.elem_type) if logits else np.dtype(np.float32)
+        changed = bool(extra_outputs) or accuracy_level is not None
+        if extra_outputs:
+            _add_outputs(graph, extra_outputs)
+        if accuracy_level is not None:
+            _set_accuracy(graph, accuracy_level)
+        self.session = _open(folder, threads, graph if changed else None)
+
+    def empty_cache(self, batch: int, rows: int = 0) -> list[np.ndarray]:
+        """Caches of no token in the order of `cache.inputs`; `rows` is the room they have."""
+        if self.cache is None:
+            return []
+        shape = (batch, self.cache.kv_pairs, rows, self.cache.width)
+        return [np.zeros(shape, self.cache.dtype) for _ in self.cache.inputs]
+
+    def run(
+        self, ids: np.ndarray, mask: np.ndarray, past: list[np.ndarray], outputs: tuple[str, ...] = ("logits",)
+    ) -> tuple[list[np.ndarray], list[np.ndarray]]:
+        """One call with growing caches: the named outputs, and the cache after it.
+
+        Args:
+            ids: int64 [B, T].
+            mask: int64 [B, S] over cached and new tokens, 0 only to the right of a sequence.
+            past: as `empty_cache` gives it, or the last call gave.
+        """
+        feeds = {"input_ids": ids, "attention_mask": mask}
+        kept: tuple[str, ...] = ()
+        if self.cache is not None:
+            feeds |= dict(zip(self.cache.inputs, past, strict=True))
+            kept = self.cache.outputs
+        found = self.session.run([*outputs, *kept], feeds)
+        return found[: len(outputs)], found[len(outputs) :]
+
+
+class InPlace:
+    """Decoding of one batch with caches that stay where they are: nothing is copied from step to step."""
+
+    def __init__(self, model: OnnxModel, batch: int, rows: int) -> None:
+        if model.cache is None:
+            raise CheckpointError(f"{model.folder} was exported without a cache; export it again without --no-cache")
+        self.model = model
+        self.batch = batch
+        self.rows = rows
+        self.length = 0
+        self._binding = model.session.io_binding()
+        self._buffers = [ort.OrtValue.ortvalue_from_numpy(array) for array in model.empty_cache(batch, rows)]
+        for past, present, buffer in zip(model.cache.inputs, model.cache.outputs, self._buffers, strict=True):
+            self._binding.bind_ortvalue_input(past, buffer)
+            self._binding.bind_ortvalue_output(present, buffer)
+
+    @property
+    def nbytes(self) -> int:
+        """Of the caches."""
+        return 0 if self.model.cache is None else self.model.cache.row_bytes * self.batch * self.rows
+
+    def step(self, ids: np.ndarray) -> np.ndarray:
+        """Append tokens [B, T]; their logits [B, T, V]."""
+        self.length += ids.shape[1]
+        self._binding.bind_cpu_input("input_ids", np.ascontiguousarray(ids, np.int64))
+        self._binding.bind_cpu_input("attention_mask", np.ones((self.batch, self.length), np.int64))
+        # Bound to an array of ours: the runtime's own output would be copied into one.
+        logits = np.empty((*ids.shape, self.model.vocabulary), self.model.dtype)
+        self._binding.bind_ortvalue_output("logits", ort.OrtValue.ortvalue_from_numpy(logits))
+        self.model.session.run_with_iobinding(self._binding)
+        return logits
+
+
+def session_options(threads: int = 0) -> ort.SessionOptions:
+    """Quiet, on this many threads, with the op's native kernel where its library is built."""
+    options = ort.SessionOptions()
+    options.log_severity_level = 3
+    options.intra_op_num_threads = threads
+    library = library_path()
+    if library is not None:
+        options.register_custom_ops_library(str(library))
+    return options
+
+
+def _add_outputs(graph: onnx.ModelProto, names: tuple[str, ...]) -> None:
+    kind = next(v.type.tensor_type.elem_type for v in graph.graph.output if v.name == "logits")
+    graph.graph.output.extend(helper.make_tensor_value_info(name, kind, None) for name in names)
+
+
+def _set_accuracy(graph: onnx.ModelProto, level: int) -> None:
+    for node in graph.graph.node:
+        for attribute in node.attribute:
+            if attribute.name == "accuracy_level":
+                attribute.i = level
+
+
+def _open(folder: Path, threads: int, changed: onnx.ModelProto | None) -> ort.InferenceSession:
+    """A session on the folder's model, or on a changed copy of it that has the same data."""
+    options = session_options(threads)
+    providers = ["CPUExecutionProvider"]
+    try:
+        if changed is None:
+            return ort.InferenceSession(str(folder / MODEL_FILE), options, providers=providers)
+        # A model from memory has no folder of its own to look for its data in.
+        options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder.resolve()))
+        return ort.InferenceSession(changed.SerializeToString(), options, providers=providers)
+    except Exception as error:  # the runtime's own exception types differ between its versions
+        raise CheckpointError(f"ONNX Runtime {ort.__version__} cannot open {folder / MODEL_FILE}: {error}") from error
+
+
+def _cache_shape(graph: onnx.ModelProto) -> CacheShape | None:
+    inputs = [value for value in graph.graph.input if value.name.startswith(_PAST)]
+    if not inputs:
+        return None
+    kind: Any = inputs[0].type.tensor_type
+    _, kv_pairs, _, width = (dim.dim_value for dim in kind.shape.dim)
+    return CacheShape(
+        tuple(value.name for value in inputs),
+        tuple(value.name for value in graph.graph.output if value.name.startswith(_PRESENT)),
+        kv_pairs,
+        width,
+        helper.tensor_dtype_to_np_dtype(kind.elem_type),
+    )

@@ -1,0 +1,1 @@
+"""Proof that an exported folder computes what its checkpoint does."""

@@ -1,0 +1,102 @@
+"""What an exported model should compute: DiffTransformer with the export's own codes and scales."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import torch
+from onnx import numpy_helper
+from torch import Tensor
+from transformers import DynamicCache
+
+from diffquant.export.calibration import state_order
+from diffquant.export.graph.source import Scales, Source
+from diffquant.export.options import ExportOptions
+from diffquant.formats.reader import open_checkpoint
+from diffquant.loading import load
+from diffquant.model.adapters import adapter_for
+from diffquant.model.modeling import DiffTransformer
+from diffquant.scheme import Recipe
+from diffquant.source.check import check_tensors
+
+
+class Reference:
+    """The torch twin of an exported folder, in float32.
+
+    Attributes:
+        model: with the exported weights' values.
+    """
+
+    def __init__(self, source: Path, options: ExportOptions, scales: Mapping[int, Scales]) -> None:
+        checkpoint = open_checkpoint(source)
+        adapter = adapter_for(checkpoint.config)
+        self._source = Source(checkpoint, adapter, check_tensors(checkpoint, adapter), options)
+        self._bits = options.kv_bits
+        order = state_order(self._source)
+        self._scales = {layer: _in_model_order(pair, order) for layer, pair in scales.items()}
+        self.model: DiffTransformer = load(source, Recipe(logits=options.logits), torch.float32)
+        self._take_codes()
+
+    @torch.no_grad()
+    def run(self, ids: np.ndarray) -> tuple[np.ndarray, list[np.ndarray]]:
+        """Logits [B, T, V] of sequences of one length, and every layer's output [B, T, D]."""
+        outputs: list[np.ndarray] = []
+        hooks = [
+            layer.register_forward_hook(lambda module, args, output: outputs.append(output.numpy()))
+            for layer in self.model.model.layers
+        ]
+        try:
+            cache = _StaticCache(self._scales, self._bits) if self._scales else None
+            logits = self.model(torch.from_numpy(ids), past_key_values=cache).logits
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return logits.numpy(), outputs
+
+    def _take_codes(self) -> None:
+        """Replace quantized weights by codes · scale in float32, as the runtime multiplies them."""
+        adapter = self._source.adapter
+        parameters = dict(self.model.named_parameters())
+        for matrix in self._source.matrices():
+            if matrix.scheme.quantizes:
+                ours = replace(matrix, order=adapter.row_order(matrix.name))
+                parameters[matrix.name].data = ours.dequantized(0, matrix.shape[0])
+        self.model.tie_weights()
+
+
+def _in_model_order(scales: Scales, order: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """k_scale as [1, key heads, 1, d] and v_scale as [1, h_kv, 1, dv] of DiffTransformer."""
+    keys, values = (torch.from_numpy(s.flatten())[at][None, :, None] for s, at in zip(scales, order, strict=True))
+    return keys, values
+
+
+class _StaticCache(DynamicCache):
+    """A cache that returns keys and values as their codes read back."""
+
+    def __init__(self, scales: Mapping[int, tuple[Tensor, Tensor]], bits: int) -> None:
+        super().__init__()
+        self.scales = scales
+        self.limit = 2 ** (bits - 1)
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        k, v = (
+            (states / scale).round().clamp(-self.limit, self.limit - 1) * scale
+            for states, scale in zip((key_states, value_states), self.scales[layer_idx], strict=True)
+        )
+        return super().update(k, v, layer_idx, *args, **kwargs)
+
+
+def cache_scales(graph: onnx.ModelProto) -> dict[int, Scales]:
+    """Static scales of the cache by layer, as the model holds them; empty for an unquantized cache."""
+    held = {tensor.name: tensor for tensor in graph.graph.initializer if tensor.name.endswith(("k_scale", "v_scale"))}
+    layers = {int(name.split(".")[1]) for name in held}
+    return {
+        layer: (
+            numpy_helper.to_array(held[f"layers.{layer}.k_scale"]),
+            numpy_helper.to_array(held[f"layers.{layer}.v_scale"]),
+        )
+        for layer in sorted(layers)
+    }

@@ -1,0 +1,210 @@
+"""When does DIFF attention bear low-bit logits better than a Transformer? The paper's Figure 8, taken apart.
+
+    python -m studies.figure8 MODEL... -o FOLDER                      # KL over prose
+    python -m studies.figure8 MODEL... -o FOLDER --needles 1          # KL of a needle's number
+
+Of every model and scheme: KL from the model's own 16-bit logits, measured, and what a simple model predicts: for every
+layer the mean square of a uniform error of the step's size times the KL that noise on that layer's logits costs. The
+first is a matter of the logits' range, the second of how a model uses its maps, λ and norm; the DIFF that wins has a
+product of both that is smaller. A file a model; those that are there are not measured again.
+
+Source: arXiv 2410.05258, section 3.7.
+"""
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from diffquant.bench.environment import environment
+from diffquant.errors import DiffQuantError
+from diffquant.evals import needle
+from diffquant.evals.encoding import PairEncoder
+from diffquant.evals.stats import Estimate, estimate, paired_difference
+from diffquant.loading import load
+from diffquant.model.modeling import DiffTransformer
+from diffquant.scheme import Recipe, Scheme
+from diffquant.source.identity import model_fingerprint
+from diffquant.source.tokenizer import load_tokenizer
+from diffquant.support.files import write_atomically
+from diffquant.support.progress import Progress, progress_for, silent
+from diffquant.text import corpus
+from diffquant.text import tokens as token_ids
+from diffquant.text.tokens import max_length
+from studies.logit_noise import NOISES, Reading, divergences, layers_of, predictions_of, sensitivity
+
+GRANULARITIES = "tensor,head,pair,row,tensor:alike,head:alike,row:alike,tensor:shift,row:shift"
+WIDTHS = "8,6,4,3"
+_BATCH = 16
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("models", nargs="+", type=Path)
+    parser.add_argument("-o", "--output", type=Path, required=True, help="folder of a file a model, and plots")
+    parser.add_argument("--text", type=Path, help="some prose ships")
+    parser.add_argument("--characters", type=int, default=16384, help="of the text that are read as prose")
+    parser.add_argument("--window", type=int, default=256, help="tokens of a sequence")
+    parser.add_argument("--needles", type=int, help="needles in a context, instead of prose")
+    parser.add_argument("--samples", type=int, default=10, help="needle contexts of each depth")
+    parser.add_argument("--bits", default=WIDTHS)
+    parser.add_argument("--granularity", default=GRANULARITIES)
+    options = parser.parse_args()
+    try:
+        found = [_found(model, options) for model in options.models]
+    except DiffQuantError as error:
+        sys.exit(f"error: {error}")
+    print(summary(found))
+    from studies.figure8_plots import write_plots
+
+    write_plots(found, options.output)
+
+
+def _found(model: Path, options: argparse.Namespace) -> dict[str, Any]:
+    file = options.output / f"{model.name}.json"
+    if not file.exists():
+        options.output.mkdir(parents=True, exist_ok=True)
+        measured = measure(model, options, progress_for(model.name))
+        write_atomically(file, json.dumps(measured, indent=1) + "\n")
+    return json.loads(file.read_text(encoding="utf-8"))
+
+
+def measure(path: Path, options: argparse.Namespace, progress: Progress = silent) -> dict[str, Any]:
+    """One model's file."""
+    model, tokenizer = load(path, dtype=torch.float32), load_tokenizer(path)
+    text = corpus.load_text(options.text)
+    if options.needles:
+        plan = needle.Plan(options.needles, 1, (options.window,), options.samples)
+        readings = needle_readings(model, tokenizer, text, plan)
+        about: dict[str, Any] = {"needles": options.needles, "samples": options.samples}
+    else:
+        text = text[: options.characters]
+        readings = prose_readings(model, tokenizer, text, options.window)
+        about = {"characters": len(text)}
+    schemes = [
+        Scheme.parse(f"{bits}:{granularity}")
+        for granularity in options.granularity.split(",")
+        for bits in options.bits.split(",")
+    ]
+    return {
+        "model": path.name,
+        "generation": model.config.diff_spec.generation,
+        "parameters": model.num_parameters(),
+        "fingerprint": model_fingerprint(path),
+        "reading": about | {"text": corpus.identity(text), "window": options.window},
+        "environment": environment(),
+    } | analyse(model, readings, schemes, progress)
+
+
+def prose_readings(model: DiffTransformer, tokenizer: Any, text: str, window: int) -> list[Reading]:
+    """Windows that do not overlap; all tokens but each window's first are predicted."""
+    ids = token_ids.encode(model, tokenizer, text)
+    windows = ids[: len(ids) // (window + 1) * (window + 1)].view(-1, window + 1)
+    return [Reading(batch, window) for batch in windows.split(_BATCH)]
+
+
+def needle_readings(model: DiffTransformer, tokenizer: Any, text: str, plan: needle.Plan) -> list[Reading]:
+    """A needle's context and question; its number is predicted."""
+    encoder = PairEncoder(tokenizer, max_length(model.config, tokenizer))
+    items = needle.make_items(tokenizer, text, plan)
+    requests = encoder.requests(pair for item in items for pair in item.requests())
+    return [Reading(torch.tensor([r.context + r.continuation]), len(r.continuation)) for r in requests]
+
+
+@torch.inference_mode()
+def analyse(
+    model: DiffTransformer, readings: Sequence[Reading], schemes: Sequence[Scheme], progress: Progress = silent
+) -> dict[str, Any]:
+    """What the logits of every layer are like, what noise on them costs, and every scheme's KL by sequence."""
+    model.apply_recipe(Recipe())
+    exact = predictions_of(model, readings)
+    nll = [float(x) for each, logits in zip(readings, exact, strict=True) for x in each.nll(logits)]
+    layers = layers_of(model, readings, schemes)
+    noises = list(NOISES.items())[: 1 if model.config.diff_spec.maps == 1 else None]
+    for number, layer in enumerate(layers):
+        layer["sensitivity"] = {name: sensitivity(model, readings, exact, number, shares) for name, shares in noises}
+        progress(number + 1, len(layers) + len(schemes), "noise")
+    kl = {}
+    for number, scheme in enumerate(schemes):
+        model.apply_recipe(Recipe(logits=scheme))
+        kl[str(scheme)] = divergences(exact, predictions_of(model, readings))
+        progress(len(layers) + number + 1, len(layers) + len(schemes), str(scheme))
+    model.apply_recipe(Recipe())
+    return {"nll": nll, "layers": layers, "kl": kl}
+
+
+def predicted(found: Mapping[str, Any], scheme: str) -> float:
+    """KL by the simple model, in nats."""
+    return sum(
+        cost * size
+        for layer in found["layers"]
+        for cost, size in zip(costs(layer["sensitivity"], scheme), layer["errors"][scheme]["variance"], strict=True)
+    )
+
+
+def costs(sensitivity: Mapping[str, float], scheme: str) -> list[float]:
+    """KL a unit of variance of each thing a scheme rounds: the map, both maps, or their mean and half their difference.
+
+    KL is a quadratic form in the noise of both maps, which noise on each and on both determines: noise of
+    opposite signs costs twice the sum of each less what the same noise on both does.
+    """
+    if len(sensitivity) == 1:
+        return [sensitivity["first"]]
+    apart = [sensitivity["first"], sensitivity["second"]]
+    return [sensitivity["both"], 2 * sum(apart) - sensitivity["both"]] if scheme.endswith("alike") else apart
+
+
+def advantage(diff: float, transformer: float) -> float:
+    """Bits that DIFF may do with less: one bit fewer is a step twice as large and four times the KL."""
+    return math.log2(transformer / diff) / 2
+
+
+def parts(found: Mapping[str, Any], scheme: str) -> tuple[float, float]:
+    """The simple model's product: mean square of the error, as it weighs, and KL a unit of its variance."""
+    cost = sum(sum(costs(layer["sensitivity"], scheme)) for layer in found["layers"])
+    return predicted(found, scheme) / cost, cost
+
+
+def mean_kl(found: Mapping[str, Any], scheme: str) -> Estimate:
+    return estimate(found["kl"][scheme])
+
+
+def summary(found: Sequence[Mapping[str, Any]]) -> str:
+    """Every scheme's KL, measured and predicted, and each DIFF against the Transformer, if one is there."""
+    lines = []
+    for each in found:
+        lines.append(
+            f"{each['model']} ({each['generation']}), {estimate(each['nll']).mean:.3f} nats a token at 16 bits"
+        )
+        for scheme in each["kl"]:
+            kl = mean_kl(each, scheme)
+            lines.append(f"  {scheme:<15} {kl.mean:.2g} ± {kl.se or 0:.1g}  predicted {predicted(each, scheme):.2g}")
+    plain = next((each for each in found if each["generation"] == "Transformer"), None)
+    for each in found:
+        if plain is not None and each is not plain:
+            lines += [f"{each['model']} against {plain['model']}, bits it may do with less:", *_against(each, plain)]
+    return "\n".join(lines)
+
+
+def _against(diff: Mapping[str, Any], plain: Mapping[str, Any]) -> list[str]:
+    lines = []
+    for scheme in diff["kl"]:
+        change = paired_difference(diff["kl"][scheme], plain["kl"][scheme])
+        (size, cost), (plain_size, plain_cost) = parts(diff, scheme), parts(plain, scheme)
+        measured = advantage(mean_kl(diff, scheme).mean, mean_kl(plain, scheme).mean)
+        guess = advantage(predicted(diff, scheme), predicted(plain, scheme))
+        lines.append(
+            f"  {scheme:<15} {measured:+.2f}  predicted {guess:+.2f}"
+            f" = range {advantage(size, plain_size):+.2f} and sensitivity {advantage(cost, plain_cost):+.2f};"
+            f" KL {change.mean:+.2g} [{change.low:+.2g}, {change.high:+.2g}]"
+        )
+    return lines
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,102 @@
+"""KL against bits by granularity, and measured KL against predicted."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from diffquant.evals.stats import estimate
+from diffquant.report.plots import COLOURS, MARKERS
+
+_COLUMNS = 3
+
+
+def write_plots(found: Sequence[Mapping[str, Any]], folder: Path) -> None:
+    """kl.png and prediction.png."""
+    by_bits(found).savefig(folder / "kl.png", dpi=150)
+    against_prediction(found).savefig(folder / "prediction.png", dpi=150)
+
+
+def by_bits(found: Sequence[Mapping[str, Any]]) -> Any:
+    """A panel a granularity, a line a model; bars are 95 % intervals over sequences."""
+    from matplotlib.figure import Figure
+
+    granularities = list(dict.fromkeys(scheme.split(":", 1)[1] for scheme in found[0]["kl"]))
+    rows = -(-len(granularities) // _COLUMNS)
+    figure = Figure(figsize=(3.4 * _COLUMNS, 0.6 + 2.6 * rows), layout="constrained")
+    axes = figure.subplots(rows, _COLUMNS, sharex=True, sharey=True, squeeze=False)
+    for axis, granularity in zip(axes.flat, granularities, strict=False):
+        for number, each in enumerate(found):
+            _line(axis, each, granularity, number)
+        axis.set_yscale("log")
+        axis.invert_xaxis()
+        axis.set_title(granularity, fontsize=10)
+        _tidy(axis)
+    for axis in axes.flat[len(granularities) :]:
+        axis.set_visible(False)
+    for axis in axes[-1]:
+        axis.set_xlabel("bits of logits")
+    for row in axes:
+        row[0].set_ylabel("KL from 16 bits, nats")
+    handles, labels = axes[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False, fontsize=9)
+    return figure
+
+
+def against_prediction(found: Sequence[Mapping[str, Any]]) -> Any:
+    """A point a scheme of every model."""
+    from matplotlib.figure import Figure
+
+    from studies.figure8 import predicted
+
+    figure = Figure(figsize=(5.4, 5.0), layout="constrained")
+    axis = figure.subplots()
+    drawn: list[float] = []
+    for number, each in enumerate(found):
+        colour, marker = COLOURS[number % len(COLOURS)], MARKERS[number % len(MARKERS)]
+        for shift in (False, True):
+            schemes = [scheme for scheme in each["kl"] if scheme.endswith(":shift") == shift]
+            if not schemes:
+                continue
+            guesses = [predicted(each, scheme) for scheme in schemes]
+            measured = [estimate(each["kl"][scheme]).mean for scheme in schemes]
+            drawn += guesses + measured
+            axis.scatter(
+                guesses,
+                measured,
+                s=22,
+                marker=marker,
+                edgecolors=colour,
+                facecolors="none" if shift else colour,
+                label=f"{each['model']}, shift" if shift else each["model"],
+            )
+    axis.plot([min(drawn), max(drawn)], [min(drawn), max(drawn)], color="#888888", linewidth=1)
+    axis.set_xscale("log")
+    axis.set_yscale("log")
+    axis.set_xlabel("predicted KL, nats")
+    axis.set_ylabel("measured KL, nats")
+    axis.legend(frameon=False, fontsize=9)
+    _tidy(axis)
+    return figure
+
+
+def _line(axis: Any, found: Mapping[str, Any], granularity: str, number: int) -> None:
+    schemes = [scheme for scheme in found["kl"] if scheme.split(":", 1)[1] == granularity]
+    kl = [estimate(found["kl"][scheme]) for scheme in schemes]
+    axis.errorbar(
+        [int(scheme.split(":")[0]) for scheme in schemes],
+        [each.mean for each in kl],
+        yerr=[1.96 * (each.se or 0.0) for each in kl],
+        label=found["model"],
+        color=COLOURS[number % len(COLOURS)],
+        marker=MARKERS[number % len(MARKERS)],
+        markersize=4,
+        linewidth=1.4,
+        capsize=2,
+    )
+
+
+def _tidy(axis: Any) -> None:
+    axis.grid(color="#dddddd", linewidth=0.7)
+    axis.set_axisbelow(True)
+    for side in ("top", "right"):
+        axis.spines[side].set_visible(False)

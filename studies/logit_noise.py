@@ -1,0 +1,243 @@
+"""Attention taken apart while a model reads: its logits, how far their rounding moves its output, and noise put in.
+
+The rounding error of a pair's two maps is weighed by how much noise on the first, on the second and on both alike
+moves the predictions: KL from the exact model is quadratic in small noise.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from diffquant.attention import Mask
+from diffquant.attention.logits import from_coded, magnitudes, prepare, round_to, to_coded
+from diffquant.attention.naive import masked_softmax
+from diffquant.evals.perplexity import next_token_kl
+from diffquant.family.norm import PairNorm, pair_norm
+from diffquant.model.attention import DiffAttention
+from diffquant.model.modeling import DiffTransformer
+from diffquant.numerics.logit_steps import step_of
+from diffquant.scheme import Scheme
+
+# Small enough that KL is quadratic in it, large enough to stand far above float32's own noise.
+SIGMA = 0.1
+# How much of the same noise goes into each map's logits.
+NOISES = {"first": (1.0, 0.0), "second": (0.0, 1.0), "both": (1.0, 1.0)}
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Sequences of one length, and how many of their last tokens are predicted.
+
+    Attributes:
+        ids: [B, T + 1]; each token but the first may be predicted from those before it.
+        scored: 1 to T.
+    """
+
+    ids: Tensor
+    scored: int
+
+    def predictions(self, model: DiffTransformer) -> Tensor:
+        """float32 vocabulary logits [B, scored, V]."""
+        hidden = model.model(input_ids=self.ids[:, :-1], use_cache=False).last_hidden_state
+        return model.lm_head(hidden[:, -self.scored :]).float()
+
+    def nll(self, predictions: Tensor) -> Tensor:
+        """[B], in nats a token."""
+        targets = self.ids[:, -self.scored :]
+        return cross_entropy(predictions.mT, targets, reduction="none").mean(1)
+
+
+@dataclass(frozen=True)
+class Attention:
+    """One layer's attention over some sequences.
+
+    Attributes:
+        logits: one [B, h, T, S] a map.
+        values: [B, h, S, dv].
+        lam, post: as in `DiffAttention`.
+    """
+
+    layer: int
+    logits: list[Tensor]
+    visible: Tensor | None
+    values: Tensor
+    lam: Tensor | None
+    post: PairNorm | None
+
+    @classmethod
+    def of(cls, module: DiffAttention, x: Tensor, rotary: tuple[Tensor, Tensor], mask: Mask) -> "Attention":
+        spec = module.spec
+        q, k, v = module.project(x, rotary)
+        keys = (k,) * spec.maps if spec.shared_k else k.chunk(spec.maps, 1)
+        repeats = spec.pairs // spec.kv_pairs
+        logits = [
+            queries @ each.repeat_interleave(repeats, 1).mT * spec.scale
+            for queries, each in zip(q.chunk(spec.maps, 1), keys, strict=True)
+        ]
+        visible = mask.dense(q.shape[2], k.shape[2], q.device)
+        return cls(module.layer, logits, visible, v.repeat_interleave(repeats, 1), module.lam(x), module.post())
+
+    def terms(self, logits: Sequence[Tensor]) -> list[Tensor]:
+        """A1·V and, of a pair, λ·A2·V of some logits: [B, h, T, dv] each."""
+        weighed = [masked_softmax(each, self.visible) @ self.values for each in logits]
+        return weighed if self.lam is None else [weighed[0], self.lam * weighed[1]]
+
+    def rounded(self, scheme: Scheme) -> tuple[list[Tensor], list[Tensor]]:
+        """The steps of what a scheme rounds (each map, or what stands for them), and each map's logits after it."""
+        prepared = [prepare(each.clone(), self.visible, scheme.shift) for each in self.logits]
+        coded = to_coded(prepared, scheme)
+        tops = magnitudes(coded, scheme)
+        steps = [step_of(top, scheme) for top in tops]
+        rounded = [round_to(each, step, scheme) for each, step in zip(coded, steps, strict=True)]
+        # Where all is zero nothing is rounded, whatever the step.
+        used = [torch.where(top == 0, 0.0, step) for top, step in zip(tops, steps, strict=True)]
+        return used, from_coded(rounded, scheme)
+
+
+@contextmanager
+def observed(
+    model: DiffTransformer, see: Callable[[Attention], Tensor | None], layers: slice = slice(None)
+) -> Iterator[None]:
+    """While open, layers show their attention; what `see` returns stands for the pairs' outputs [B, h, T, dv]."""
+
+    def hook(module: Any, arguments: Any, output: Tensor) -> Tensor | None:
+        x, rotary, mask, _ = arguments
+        attention = Attention.of(module, x, rotary, mask)
+        pairs = see(attention)
+        if pairs is None:
+            return None
+        return module.o_proj(pair_norm(pairs, attention.post).transpose(1, 2).flatten(2))
+
+    handles = [module.register_forward_hook(hook) for module in model.attentions[layers]]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class Error:
+    """What rounding under one scheme does to one layer's output, summed as it is seen."""
+
+    def __init__(self, scheme: Scheme) -> None:
+        self.scheme = scheme
+        self.squares = torch.zeros(4, dtype=torch.float64)
+        self.variances: list[list[float]] = []
+
+    def add(self, seen: Attention, exact: Tensor) -> None:
+        """`exact` is the pairs' output of the logits as they are."""
+        steps, logits = seen.rounded(self.scheme)
+        self.variances.append([float(step.square().mean()) / 12 for step in steps])
+        moved = difference(seen.terms(logits))
+        pairs = [(moved, exact), (pair_norm(moved, seen.post), pair_norm(exact, seen.post))]
+        self.squares += torch.stack([x for a, b in pairs for x in (_squares(a - b), _squares(b))])
+
+    def summary(self) -> dict[str, Any]:
+        """Variance of a uniform error as wide as the step, of each thing that is rounded; root mean square error of
+        the pairs' outputs over theirs, before and after the norm."""
+        before, exact, after, normed = self.squares.tolist()
+        return {
+            "variance": _means(self.variances),
+            "before_norm": (before / exact) ** 0.5,
+            "after_norm": (after / normed) ** 0.5,
+        }
+
+
+def difference(terms: Sequence[Tensor]) -> Tensor:
+    """A1·V - λ·A2·V, or A·V."""
+    return terms[0] if len(terms) == 1 else terms[0] - terms[1]
+
+
+def layers_of(model: DiffTransformer, readings: Sequence[Reading], schemes: Sequence[Scheme]) -> list[dict[str, Any]]:
+    """Of every layer: largest logits, mean row's spread, λ, cancellation, and what each scheme's rounding does."""
+    seen_by = [_Layer(schemes) for _ in model.attentions]
+
+    def see(attention: Attention) -> None:
+        seen_by[attention.layer].add(attention)
+
+    with observed(model, see):
+        for reading in readings:
+            reading.predictions(model)
+    return [layer.summary() for layer in seen_by]
+
+
+class _Layer:
+    def __init__(self, schemes: Sequence[Scheme]) -> None:
+        self.errors = {str(scheme): Error(scheme) for scheme in schemes}
+        self.top: list[list[float]] = []
+        self.spread: list[list[float]] = []
+        self.lams: list[Tensor] = []
+        self.squares = torch.zeros(2, dtype=torch.float64)
+
+    def add(self, seen: Attention) -> None:
+        terms = seen.terms(seen.logits)
+        exact = difference(terms)
+        hidden = [prepare(each.clone(), seen.visible, False) for each in seen.logits]
+        below = [prepare(each.clone(), seen.visible, True) for each in seen.logits]
+        self.top.append([float(each.abs().max()) for each in hidden])
+        self.spread.append([float(-each.amin(-1).mean()) for each in below])
+        if seen.lam is not None:
+            self.lams.append(seen.lam.flatten())
+        self.squares += torch.stack([torch.stack([_squares(term) for term in terms]).sum(), _squares(exact)])
+        for error in self.errors.values():
+            error.add(seen, exact)
+
+    def summary(self) -> dict[str, Any]:
+        terms, exact = self.squares.tolist()
+        lam = torch.cat(self.lams) if self.lams else None
+        return {
+            "largest": [max(of_map) for of_map in zip(*self.top, strict=True)],
+            "mean_spread_of_rows": _means(self.spread),
+            "lam": None
+            if lam is None
+            else {"mean": float(lam.mean()), "min": float(lam.min()), "max": float(lam.max())},
+            "cancellation": (terms / exact) ** 0.5,
+            "errors": {name: error.summary() for name, error in self.errors.items()},
+        }
+
+
+def predictions_of(model: DiffTransformer, readings: Sequence[Reading]) -> list[Tensor]:
+    return [reading.predictions(model) for reading in readings]
+
+
+def divergences(exact: Sequence[Tensor], moved: Sequence[Tensor]) -> list[float]:
+    """Mean KL(exact ‖ moved) in nats of every sequence."""
+    return [
+        float(kl)
+        for p, q in zip(exact, moved, strict=True)
+        for kl in next_token_kl(p.flatten(0, 1), q.flatten(0, 1)).view(len(p), -1).mean(1)
+    ]
+
+
+def sensitivity(
+    model: DiffTransformer, readings: Sequence[Reading], exact: Sequence[Tensor], layer: int, shares: Sequence[float]
+) -> float:
+    """KL a unit of variance of normal noise, independent between entries, on one layer's logits.
+
+    Args:
+        shares: of the noise in each map's logits; it is the same noise.
+    """
+    generator = torch.Generator().manual_seed(layer)
+
+    def see(attention: Attention) -> Tensor:
+        noise = SIGMA * torch.randn(attention.logits[0].shape, generator=generator)
+        # One map has the first share.
+        logits = [each + share * noise for each, share in zip(attention.logits, shares, strict=False)]
+        return difference(attention.terms(logits))
+
+    with observed(model, see, slice(layer, layer + 1)):
+        found = divergences(exact, predictions_of(model, readings))
+    return sum(found) / len(found) / SIGMA**2
+
+
+def _squares(x: Tensor) -> Tensor:
+    return x.square().sum(dtype=torch.float64)
+
+
+def _means(rows: Sequence[Sequence[float]]) -> list[float]:
+    return [sum(column) / len(column) for column in zip(*rows, strict=True)]

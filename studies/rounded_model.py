@@ -1,0 +1,145 @@
+"""A model whose weights a method quantizes, and what that costs its outputs."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from diffquant.errors import UsageError
+from diffquant.evals import hellaswag
+from diffquant.evals.perplexity import Reference, evaluate, reference_of
+from diffquant.formats.reader import open_checkpoint
+from diffquant.loading import load
+from diffquant.model.adapters import adapter_for
+from diffquant.model.layout import linear_shapes
+from diffquant.quantization.rounding import Rounding
+from diffquant.scheme import Recipe
+from diffquant.source.identity import model_fingerprint
+from diffquant.source.tokenizer import load_tokenizer
+from diffquant.text.corpus import identity, load_text
+from studies.quantizers import Method, reason
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is measured.
+
+    Attributes:
+        text: of two halves; the prose that ships by default.
+        characters: of the second half that are scored.
+        window: tokens the model sees at once, scored and read.
+        tokens: of the first half that gptq reads.
+        items: of HellaSwag; 0 for none.
+    """
+
+    text: Path | None = None
+    characters: int = 16384
+    window: int = 512
+    tokens: int = 16384
+    items: int = 200
+
+
+class Subject:
+    """A model, its weights in float16, and what its outputs are compared with."""
+
+    def __init__(self, path: Path, options: Options) -> None:
+        self.path, self.options = path, options
+        text = load_text(options.text)
+        self._read, self._scored = text[: len(text) // 2], text[len(text) // 2 :][: options.characters]
+        self._spans = (options.window, options.window)
+        self._tokenizer = load_tokenizer(path)
+        have = len(self._tokenizer.encode(self._read, add_special_tokens=False))
+        if have < options.tokens:
+            raise UsageError(f"the first half of the text has {have} tokens, fewer than --tokens {options.tokens}")
+        self._model = load(path, Recipe(), torch.float32)
+        adapter = adapter_for(open_checkpoint(path).config)
+        self._weights = {
+            name: (adapter.source_name(name), self._model.get_parameter(name).data.half())
+            for name in linear_shapes(adapter.config)
+        }
+        for name, (_, weight) in self._weights.items():
+            self._model.get_parameter(name).data = weight.float()
+        self._items = hellaswag.load_items(limit=options.items) if options.items else []
+
+    def settings(self) -> dict[str, Any]:
+        """All that a result depends on but the number of items."""
+        return {
+            "model": self.path.name,
+            "fingerprint": model_fingerprint(self.path),
+            "text": identity(self._scored),
+            "read": identity(self._read),
+            "characters": len(self._scored),
+            "window": self.options.window,
+            "tokens": self.options.tokens,
+        }
+
+    def lacking(self, former: Mapping[str, Any]) -> bool:
+        """Whether a former result lacks something that is asked for."""
+        return "kl" not in former or former.get("items", 0) < len(self._items)
+
+    def measured(self, method: Method | None, former: Mapping[str, Any]) -> dict[str, Any]:
+        """A method's numbers, or why there are none; None is the model as it is."""
+        # Of the weights as they are, which it sees only now.
+        reference = self._reference if "kl" not in former else None
+        if method is None:
+            return {"bits": 16.0} | self._scores(former, reference)
+        try:
+            with self._quantized(method) as facts:
+                return facts | self._scores(former, reference)
+        except Exception as error:  # a library's own failure is its row, and the others go on
+            if method.package is None:
+                raise
+            return {"missing": reason(error, method)}
+
+    @contextmanager
+    def _quantized(self, method: Method) -> Iterator[dict[str, Any]]:
+        """The model with a method's weights, and as it was afterwards; yields what it stores and loses."""
+        bits = held = elements = 0
+        errors: list[float] = []
+        try:
+            for name, (source, weight) in self._weights.items():
+                made = method.quantize(source, weight, lambda: self._compensated)
+                exact = weight.float()
+                errors.append(float((made.values - exact).norm() / exact.norm()))
+                self._model.get_parameter(name).data = made.values
+                bits, held, elements = bits + made.bits, held + made.held, elements + weight.numel()
+            yield {
+                "tier": method.tier,
+                "bits": bits / elements,
+                "held_bits": held / elements,
+                "mean_relative_rms_error": sum(errors) / len(errors),
+            }
+        finally:
+            for name, (_, weight) in self._weights.items():
+                self._model.get_parameter(name).data = weight.float()
+
+    def _scores(self, former: Mapping[str, Any], reference: Reference | None) -> dict[str, Any]:
+        if reference is None:
+            found = {key: former[key] for key in ("perplexity", "kl")}
+        else:
+            score = evaluate(self._model, self._tokenizer, self._scored, *self._spans, reference=reference)
+            found = {"perplexity": score.perplexity, "kl": score.kl}
+        if former.get("items", 0) >= len(self._items):
+            return found | {key: former[key] for key in ("items", "acc_norm", "correct") if key in former}
+        outcome = hellaswag.evaluate(self._model, self._tokenizer, self._items)
+        right = outcome.correct_norm
+        return found | {
+            "items": len(right),
+            "acc_norm": sum(right) / len(right),
+            "correct": "".join("01"[int(each)] for each in right),
+        }
+
+    @cached_property
+    def _reference(self) -> Reference:
+        return reference_of(self._model, self._tokenizer, self._scored, *self._spans)
+
+    @cached_property
+    def _compensated(self) -> Rounding:
+        # A room imports no other room by itself.
+        gptq: Callable[..., Rounding] = import_module("diffquant.calib.gptq").gptq
+        return gptq(self.path, self.options.text, self.options.tokens, self.options.window)

@@ -1,0 +1,174 @@
+"""What quantized weights cost a model: our roundings beside bitsandbytes, torchao and HQQ at equal bits.
+
+    python -m studies.rounding MODEL --json bench/results/rounding/MODEL.json
+    python -m studies.rounding --show bench/results/rounding/*.json
+
+Every method quantizes the weights of the same linear layers, rounded to float16 first, and the model runs in
+float32 on what it gives back; embedding, head, norms and λ stay as they are. The text's first half is what gptq
+reads, its second what is scored. Each result is on the disk before the next is measured: started again, the
+program measures what is missing.
+"""
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from diffquant.bench.environment import environment
+from diffquant.errors import UsageError
+from diffquant.evals.stats import estimate
+from diffquant.support.files import write_atomically
+from diffquant.support.progress import Progress, progress_for, silent
+from studies.quantizers import METHODS, PACKAGES, Method
+from studies.rounded_model import Options, Subject
+
+FORMAT = 1
+FULL = "16 bits"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("model", type=Path, nargs="?", help="a checkpoint folder or a .gguf file")
+    parser.add_argument("--text", type=Path, help="in place of the prose that ships")
+    parser.add_argument("--characters", type=int, default=Options.characters)
+    parser.add_argument("--window", type=int, default=Options.window)
+    parser.add_argument("--tokens", type=int, default=Options.tokens, help="that gptq reads")
+    parser.add_argument("--items", type=int, default=Options.items, help="of HellaSwag; 0 for none")
+    parser.add_argument("--only", default="", help="parts of methods' names, with semicolons; all by default")
+    parser.add_argument("--json", type=Path, dest="file", help="where the numbers are and go")
+    parser.add_argument("--show", type=Path, nargs="+", help="only print such files side by side")
+    given = parser.parse_args()
+    if given.show:
+        print(table(*map(read, given.show)))
+        return
+    if given.model is None or given.file is None:
+        parser.error("give a model and --json, or --show")
+    options = Options(given.text, given.characters, given.window, given.tokens, given.items)
+    result = measure(given.model, options, chosen(given.only), given.file, progress_for("rounding"))
+    print(table(result))
+
+
+def chosen(parts: str) -> list[Method]:
+    """Methods whose names contain one of the parts.
+
+    Raises:
+        UsageError: a part that no name contains.
+    """
+    wanted = [part.strip() for part in parts.split(";") if part.strip()]
+    unknown = [part for part in wanted if not any(part in method.name for method in METHODS)]
+    if unknown:
+        known = "; ".join(method.name for method in METHODS)
+        raise UsageError(f"no method is called {', '.join(map(repr, unknown))}; known are {known}")
+    return [method for method in METHODS if not wanted or any(part in method.name for part in wanted)]
+
+
+def measure(
+    path: Path, options: Options, methods: Sequence[Method], file: Path, progress: Progress = silent
+) -> dict[str, Any]:
+    """Measure every method, writing the file after each.
+
+    Raises:
+        UsageError: the file is another run's, or the text's first half is too short for gptq.
+    """
+    subject = Subject(path, options)
+    result = _begun(file, subject.settings())
+    todo = [None, *methods]
+    for number, method in enumerate(todo):
+        name = method.name if method else FULL
+        former = result["results"].get(name, {})
+        if subject.lacking(former):
+            progress(number, len(todo), name)
+            result["results"][name] = subject.measured(method, former) | {"made_by": _maker(method)}
+            write_atomically(file, json.dumps(result, indent=1) + "\n")
+    progress(len(todo), len(todo), "done")
+    return result
+
+
+def _begun(file: Path, settings: dict[str, Any]) -> dict[str, Any]:
+    """What the file holds already, or the beginning of a result.
+
+    Raises:
+        UsageError: it holds something else.
+    """
+    fresh = {"format": FORMAT, "environment": environment(*PACKAGES), "settings": settings, "results": {}}
+    if not file.exists():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        return fresh
+    former = read(file)
+    if former["settings"] != settings:
+        raise UsageError(f"{file} holds results of another model, text or setting; name another file with --json")
+    return fresh | {"results": former["results"]}
+
+
+def read(file: Path) -> dict[str, Any]:
+    """A result that was written.
+
+    Raises:
+        UsageError: the file is none.
+    """
+    try:
+        result = json.loads(file.read_text())
+        known = result["format"] == FORMAT and {"settings", "results"} <= result.keys()
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"cannot read {file}: it is no result of this program ({error!r})") from error
+    if not known:
+        raise UsageError(f"cannot read {file}: it is no result of this program in format {FORMAT}")
+    return result
+
+
+def _maker(method: Method | None) -> str:
+    """The library and its version, or our commit: a file may be the work of several days."""
+    now = environment(*PACKAGES)
+    if method is None or method.package is None:
+        return f"diffquant {now['commit']}"
+    return f"{method.package} {now['versions'][method.package]}"
+
+
+def table(*results: dict[str, Any]) -> str:
+    """Markdown: a row a method, tier by tier; columns of each model, the bits those of the first."""
+    order = [FULL, *(method.name for method in METHODS)]
+    names = [name for name in order if any(name in result["results"] for result in results)]
+    heads = [head for result in results for head in _heads(result, len(results) > 1)]
+    rows = [f"| method | bits | {' | '.join(heads)} |", "|---" * (len(heads) + 2) + "|"]
+    for name in names:
+        cells = [cell for result in results for cell in _cells(result, name)]
+        bits = next(_bits(result["results"][name]) for result in results if name in result["results"])
+        rows.append(f"| {name} | {bits} | {' | '.join(cells)} |")
+    return "\n".join(rows)
+
+
+def _heads(result: dict[str, Any], named: bool) -> list[str]:
+    prefix = f"{result['settings']['model']}: " if named else ""
+    return [f"{prefix}perplexity", "KL, nats", *(["HellaSwag"] if _has_items(result) else [])]
+
+
+def _cells(result: dict[str, Any], name: str) -> list[str]:
+    row = result["results"].get(name, {})
+    if "kl" not in row:
+        cells = [f"not measured: {row['missing']}" if "missing" in row else "-", "-"]
+    else:
+        cells = [f"{row['perplexity']:.3f}", f"{row['kl']:.4f}"]
+    return [*cells, _accuracy(row)] if _has_items(result) else cells
+
+
+def _bits(row: dict[str, Any]) -> str:
+    if "bits" not in row:
+        return "-"
+    bits = f"{row['bits']:.3f}".rstrip("0").rstrip(".")
+    return bits if row.get("held_bits", row["bits"]) == row["bits"] else f"{bits}, held in {row['held_bits']:.3f}"
+
+
+def _accuracy(row: dict[str, Any]) -> str:
+    if not row.get("items"):
+        return "-"
+    found = estimate([float(each) for each in row["correct"]])
+    return f"{found.mean:.1%}" + (f" ± {found.se:.1%}" if found.se is not None else "")
+
+
+def _has_items(result: dict[str, Any]) -> bool:
+    return any(row.get("items") for row in result["results"].values())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,211 @@
+"""What quantized weights cost a layer's output: signal over noise on a model's own inputs, by kind of weight.
+
+    python -m studies.rounding_layers MODEL --json bench/results/rounding/layers.json
+
+A model's weights say little about others': those of a GGUF file lie on a 4-bit grid already. Here the inputs are
+the model's own, over the second half of a text (gptq reads others, over the first), and the weights are its own
+or random: normal, heavy-tailed, with columns or rows ten times as large.
+"""
+
+import argparse
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from diffquant.bench.environment import environment
+from diffquant.loading import load
+from diffquant.model.modeling import DiffTransformer
+from diffquant.quantization.rounding import Rounding
+from diffquant.scheme import Recipe
+from diffquant.source.tokenizer import load_tokenizer
+from diffquant.support.files import write_atomically
+from diffquant.support.progress import Progress, progress_for, silent
+from diffquant.text.corpus import load_text
+from diffquant.text.tokens import encode
+from studies.quantizers import METHODS, PACKAGES, Method, reason
+
+_LINEARS = ("self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj")
+_WINDOW = 512
+_OUTLIERS, _FACTOR = 0.01, 10.0
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is measured.
+
+    Attributes:
+        layers: whose inputs are taken.
+        rows: of each weight.
+        read: tokens that gptq reads.
+        scored: tokens over which outputs are compared.
+    """
+
+    layers: tuple[int, ...]
+    rows: int = 128
+    read: int = 4096
+    scored: int = 1024
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A linear layer: its inputs [N, in] over either half, and rows of its weight [rows, in]."""
+
+    read: Tensor
+    scored: Tensor
+    weight: Tensor
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("model", type=Path, help="a checkpoint folder or a .gguf file")
+    parser.add_argument("--layers", default="0,11,29")
+    parser.add_argument("--json", type=Path, dest="file", required=True, help="where to write the numbers")
+    given = parser.parse_args()
+    options = Options(tuple(int(layer) for layer in given.layers.split(",")))
+    result = measure(given.model, options, METHODS, progress_for("layers"))
+    given.file.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(given.file, json.dumps(result, indent=1) + "\n")
+    print(table(result))
+
+
+def measure(path: Path, options: Options, methods: Sequence[Method], progress: Progress = silent) -> dict[str, Any]:
+    """Signal over noise of each method on each kind of weight, in decibels."""
+    found = layers(path, options)
+    rows: dict[str, dict[str, Any]] = {}
+    for number, method in enumerate(methods):
+        progress(number, len(methods), method.name)
+        try:
+            rows[method.name] = _of_method(method, found)
+        except Exception as error:
+            if method.package is None:
+                raise
+            rows[method.name] = {"missing": reason(error, method)}
+    progress(len(methods), len(methods), "done")
+    return {
+        "environment": environment(*PACKAGES),
+        "settings": {
+            "model": path.name,
+            "layers": list(options.layers),
+            "linears": list(_LINEARS),
+            "rows": options.rows,
+            "read": options.read,
+            "scored": options.scored,
+        },
+        "results": rows,
+    }
+
+
+def layers(path: Path, options: Options) -> dict[str, Layer]:
+    """The layers by name."""
+    model, tokenizer, text = load(path, Recipe(), torch.float32), load_tokenizer(path), load_text()
+    names = [f"model.layers.{layer}.{linear}" for layer in options.layers for linear in _LINEARS]
+    halves = text[: len(text) // 2], text[len(text) // 2 :]
+    read, scored = (
+        _inputs(model, encode(model, tokenizer, half)[:count], names)
+        for half, count in zip(halves, (options.read, options.scored), strict=True)
+    )
+    return {
+        name: Layer(read[name], scored[name], model.get_parameter(f"{name}.weight")[: options.rows].half().float())
+        for name in names
+    }
+
+
+@torch.inference_mode()
+def _inputs(model: DiffTransformer, ids: Tensor, names: Sequence[str]) -> dict[str, Tensor]:
+    """What each linear layer is given [N, in]."""
+    seen: dict[str, list[Tensor]] = {name: [] for name in names}
+    hooks = [
+        model.get_submodule(name).register_forward_pre_hook(
+            lambda _, args, name=name: seen[name].append(args[0].flatten(0, -2))
+        )
+        for name in names
+    ]
+    for window in ids.split(_WINDOW):
+        model.model(input_ids=window[None], use_cache=False)
+    for hook in hooks:
+        hook.remove()
+    return {name: torch.cat(parts) for name, parts in seen.items()}
+
+
+def _of_method(method: Method, found: dict[str, Layer]) -> dict[str, Any]:
+    """Bits a weight, and decibels by kind of weight, the mean over layers."""
+    bits = elements = 0
+    decibels: dict[str, list[float]] = {kind: [] for kind in KINDS}
+    for name, layer in found.items():
+        known = _known(layer)
+        for kind, make in KINDS.items():
+            weight = make(layer.weight, torch.Generator().manual_seed(0)).half()
+            made = method.quantize(name, weight, known)
+            output = layer.scored @ weight.float().T
+            lost = output - layer.scored @ made.values.T
+            decibels[kind].append(10 * math.log10(float(output.square().sum() / lost.square().sum())))
+            bits, elements = bits + made.bits, elements + weight.numel()
+    return {"bits": bits / elements, "decibels": {kind: sum(each) / len(each) for kind, each in decibels.items()}}
+
+
+def _known(layer: Layer) -> Callable[[], Rounding]:
+    """gptq for one layer, from the inputs it may read."""
+
+    @cache
+    def compensated() -> Rounding:
+        # A room imports no other room by itself.
+        compensation = import_module("diffquant.calib.compensation")
+        inputs = compensation.Inputs.of(compensation.damped(layer.read.T @ layer.read))
+        return Rounding("gptq", lambda _, values, *of: compensation.compensate(values, inputs, *of))
+
+    return compensated
+
+
+def _normal(weight: Tensor, generator: torch.Generator) -> Tensor:
+    return torch.randn(weight.shape, generator=generator) * weight.std()
+
+
+def _student(weight: Tensor, generator: torch.Generator) -> Tensor:
+    """Student's t with five degrees of freedom."""
+    spread = torch.randn(5, *weight.shape, generator=generator).square().mean(0).sqrt()
+    return _normal(weight, generator) / spread
+
+
+def _with_large(dim: int) -> Callable[[Tensor, torch.Generator], Tensor]:
+    def make(weight: Tensor, generator: torch.Generator) -> Tensor:
+        count = weight.shape[dim]
+        large = torch.randperm(count, generator=generator)[: max(1, round(_OUTLIERS * count))]
+        return _normal(weight, generator).index_copy(
+            dim, large, _FACTOR * _normal(weight, generator).index_select(dim, large)
+        )
+
+    return make
+
+
+KINDS: dict[str, Callable[[Tensor, torch.Generator], Tensor]] = {
+    "the model's own": lambda weight, generator: weight,
+    "normal": _normal,
+    "Student's t, 5": _student,
+    "normal, large columns": _with_large(1),
+    "normal, large rows": _with_large(0),
+}
+
+
+def table(result: dict[str, Any]) -> str:
+    """Markdown: a row a method, a column a kind of weight."""
+    rows = [f"| method | bits | {' | '.join(KINDS)} |", "|---" * (len(KINDS) + 2) + "|"]
+    for name, row in result["results"].items():
+        numbers = (
+            [f"not measured: {row['missing']}", *["-"] * len(KINDS)]
+            if "missing" in row
+            else [f"{row['bits']:.3f}", *(f"{row['decibels'][kind]:.2f}" for kind in KINDS)]
+        )
+        rows.append(f"| {name} | {' | '.join(numbers)} |")
+    return "\n".join(rows)
+
+
+if __name__ == "__main__":
+    main()
