@@ -31,7 +31,7 @@ _POLL_SECONDS = 0.01
 _WORKER = """
 import sys
 from pathlib import Path
-from diffquant.checkpoint.quantize import quantize
+from diffquant.quantization.quantize import quantize
 from diffquant.scheme import Recipe
 report = quantize(Path(sys.argv[1]), Path(sys.argv[2]), Recipe.of(weights=sys.argv[3]))
 print(report.seconds, report.resumed)

@@ -14,7 +14,7 @@ RECIPE = Recipe.of(weights="4:g32", kv=8)
 KILLING_RUN = f"""
 import os, signal, sys
 from pathlib import Path
-from diffquant.checkpoint.quantize import quantize
+from diffquant.quantization.quantize import quantize
 from diffquant.scheme import Recipe
 
 def kill(done, total, what):

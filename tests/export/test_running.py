@@ -88,7 +88,7 @@ def test_tokens_are_those_of_torch(source, plain):
 def test_running_does_not_import_torch(plain):
     code = f"""
 import sys
-from diffquant.export.generation import Generator
+from diffquant.export.runtime.generation import Generator
 list(Generator({str(plain)!r}).stream({PROMPT!r}, 2))
 print("torch" in sys.modules, "transformers" in sys.modules)
 """
