@@ -10,14 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from diffquant.calib.compensation import Inputs, compensate, damped
-from diffquant.formats.reader import open_checkpoint
 from diffquant.loading import load
-from diffquant.model.adapters import adapter_for
 from diffquant.model.modeling import DiffLayer
 from diffquant.model.walk import Walk, batches
 from diffquant.quantization.rounding import Rounding, clipped
 from diffquant.scheme import Recipe, Scheme
-from diffquant.source.tokenizer import load_tokenizer
+from diffquant.source.source import Source, open_source
 from diffquant.support.devices import check_device
 from diffquant.support.progress import Progress, silent
 from diffquant.text.corpus import identity, load_text
@@ -28,7 +26,7 @@ TOKENS = 16384
 
 
 def gptq(
-    path: Path,
+    path: Path | Source,
     text: Path | None = None,
     tokens: int = TOKENS,
     window: int = 512,
@@ -47,11 +45,12 @@ def gptq(
     """
     check_device(device)
     words = load_text(text)
-    model = load(path, Recipe(), torch.float32, device)
-    tokenizer = load_tokenizer(path)
+    source = open_source(path)
+    model = load(source, Recipe(), torch.float32, device)
+    tokenizer = source.tokenizer
     window = min(window, tokens, max_length(model.config, tokenizer))
     ids = token_windows(model, tokenizer, words, window, tokens)
-    adapter = adapter_for(open_checkpoint(path).config)
+    adapter = source.adapter
     products: dict[str, Tensor] = {}
     with torch.inference_mode():
         walk = Walk.over(model, window)

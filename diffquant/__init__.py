@@ -23,7 +23,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "convert": "diffquant.conversion",
     "load": "diffquant.loading",
-    "load_tokenizer": "diffquant.loading",
+    "load_tokenizer": "diffquant.source.tokenizer",
     "quantize": "diffquant.quantization.quantize",
     "DiffQuantError": "diffquant.errors",
     "Recipe": "diffquant.scheme",

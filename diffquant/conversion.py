@@ -16,14 +16,14 @@ from torch import Tensor
 
 from diffquant.errors import CheckpointError, UsageError
 from diffquant.formats.atomic_folder import check_output, staged
-from diffquant.formats.reader import Checkpoint, open_checkpoint
+from diffquant.formats.reader import Checkpoint
 from diffquant.formats.row_stream import Block, Job, Shard, check_rows, fingerprint, write_shards
 from diffquant.formats.writer import OutputTensor
 from diffquant.model.adapters import Adapter, adapter_for
 from diffquant.model.layout import Shape
 from diffquant.quantization.card import converted_card
 from diffquant.report.tables import megabytes
-from diffquant.source.check import check_tensors
+from diffquant.source.source import Source, open_source
 from diffquant.support.files import write_atomically
 from diffquant.support.progress import Progress, silent
 from diffquant.support.versions import versions
@@ -67,7 +67,12 @@ class Origin:
 
 
 def convert(
-    source: Path, destination: Path, to: str, *, overwrite: bool = False, progress: Progress = silent
+    source: Path | str | Source,
+    destination: Path | str,
+    to: str,
+    *,
+    overwrite: bool = False,
+    progress: Progress = silent,
 ) -> Conversion:
     """Write a checkpoint as another member of the family, the same function of its input.
 
@@ -82,15 +87,16 @@ def convert(
         DiffQuantError: anything wrong with the source or the destination, or no exact way leads there.
     """
     started = time.monotonic()
-    source, destination = Path(source), Path(destination)
-    check_output(source, destination, overwrite)
-    checkpoint = open_checkpoint(source)
-    adapter = adapter_for(checkpoint.config)
-    source_type, config = checkpoint.config["model_type"], _target_config(checkpoint, adapter, to)
-    if check_tensors(checkpoint, adapter):
-        raise CheckpointError(f"{source} is quantized; convert its 16-bit original, then quantize the result")
-    origins = _origins(checkpoint, adapter, config, to)
-    shards = _shards(checkpoint, adapter_for(config), origins)
+    destination = Path(destination)
+    check_output(source.path if isinstance(source, Source) else Path(source), destination, overwrite)
+    opened = open_source(source)
+    checkpoint, source_type = opened.checkpoint, opened.model_type
+    config = _target_config(checkpoint, opened.adapter, to)
+    if opened.packed:
+        raise CheckpointError(f"{opened.path} is quantized; convert its 16-bit original, then quantize the result")
+    target = adapter_for(config)
+    origins = _origins(checkpoint, opened.adapter, target, to)
+    shards = _shards(checkpoint, target, origins)
     total = sum(output.nbytes for shard in shards for output in shard.outputs)
     key = {"verb": "convert", "to": to, "source": fingerprint(checkpoint), "versions": versions()}
     with staged(destination, key, total, overwrite) as staging:
@@ -167,10 +173,10 @@ def _carried(checkpoint: Checkpoint, adapter: Adapter, dropped: tuple[str, ...])
     return kept | {key: getattr(adapter.config, key) for key in _RESOLVED}
 
 
-def _origins(checkpoint: Checkpoint, adapter: Adapter, config: dict[str, Any], to: str) -> dict[str, Origin]:
+def _origins(checkpoint: Checkpoint, adapter: Adapter, target: Adapter, to: str) -> dict[str, Origin]:
     """Origin of each tensor of the target."""
     origin = _diffllama_origin if to == "diffllama" else _diff_v2_origin
-    return {name: origin(checkpoint, adapter, name) for name in adapter_for(config).source_shapes()}
+    return {name: origin(checkpoint, adapter, name) for name in target.source_shapes()}
 
 
 def _diffllama_origin(checkpoint: Checkpoint, adapter: Adapter, name: str) -> Origin:

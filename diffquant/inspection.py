@@ -9,14 +9,11 @@ from torch import Tensor
 
 from diffquant.errors import CheckpointError
 from diffquant.family.spec import DiffSpec
-from diffquant.formats.reader import Checkpoint, open_checkpoint
-from diffquant.loading import stored_recipe
-from diffquant.model.adapters import Adapter, adapter_for
 from diffquant.model.layout import LAMBDA_VECTORS
 from diffquant.quantization.plan import make_plan
 from diffquant.report.tables import megabytes
 from diffquant.scheme import LAYER_TARGETS, Recipe
-from diffquant.source.check import check_tensors
+from diffquant.source.source import Source, open_source
 
 WIDTHS = ("8:g32", "6:g32", "4:g32", "4:g128")
 
@@ -63,37 +60,35 @@ class Inspection:
         return "\n".join(lines)
 
 
-def inspect_checkpoint(path: Path) -> Inspection:
+def inspect_checkpoint(path: Path | str | Source) -> Inspection:
     """Look at a checkpoint without loading its weights.
 
     Raises:
         CheckpointError: it is damaged, incomplete or of a kind that is not read.
     """
-    checkpoint = open_checkpoint(path)
-    adapter = adapter_for(checkpoint.config)
-    packed = check_tensors(checkpoint, adapter)
-    shapes = adapter.source_shapes().values()
+    source = open_source(path)
+    shapes = source.adapter.source_shapes().values()
     return Inspection(
-        path=str(path),
-        model_type=checkpoint.config["model_type"],
-        spec=adapter.config.diff_spec,
-        layers=adapter.config.num_hidden_layers,
-        hidden_size=adapter.config.hidden_size,
+        path=str(source.path),
+        model_type=source.model_type,
+        spec=source.spec,
+        layers=source.layers,
+        hidden_size=source.adapter.config.hidden_size,
         parameters=sum(shape[0] * (shape[1] if len(shape) == 2 else 1) for shape in shapes),
-        recipe=stored_recipe(checkpoint.config),
-        packed=len(packed),
-        lam=_lambdas(checkpoint, adapter),
-        sizes=_sizes(checkpoint, adapter, () if packed else WIDTHS),
+        recipe=source.recipe,
+        packed=len(source.packed),
+        lam=_lambdas(source),
+        sizes=_sizes(source, () if source.packed else WIDTHS),
     )
 
 
-def _lambdas(checkpoint: Checkpoint, adapter: Adapter) -> list[float]:
-    spec = adapter.config.diff_spec
+def _lambdas(source: Source) -> list[float]:
+    spec = source.spec
 
     def read(layer: int, name: str) -> Tensor:
-        return checkpoint.read(adapter.source_name(f"model.layers.{layer}.self_attn.{name}")).float()
+        return source.read(f"model.layers.{layer}.self_attn.{name}").float()
 
-    layers = range(adapter.config.num_hidden_layers)
+    layers = range(source.layers)
     if spec.lam == "exp":
         vectors = ([read(layer, name) for name in LAMBDA_VECTORS] for layer in layers)
         signal_minus_noise = [float((q1 @ k1).exp() - (q2 @ k2).exp()) for q1, k1, q2, k2 in vectors]
@@ -103,11 +98,11 @@ def _lambdas(checkpoint: Checkpoint, adapter: Adapter) -> list[float]:
     return []
 
 
-def _sizes(checkpoint: Checkpoint, adapter: Adapter, schemes: Iterable[str]) -> dict[str, int | None]:
-    sizes: dict[str, int | None] = {"as it is": checkpoint.nbytes}
+def _sizes(source: Source, schemes: Iterable[str]) -> dict[str, int | None]:
+    sizes: dict[str, int | None] = {"as it is": source.checkpoint.nbytes}
     for scheme in schemes:
         try:
-            sizes[scheme] = make_plan(checkpoint, adapter, Recipe.of(weights=scheme)).bytes_after
+            sizes[scheme] = make_plan(source, Recipe.of(weights=scheme)).bytes_after
         except CheckpointError:
             sizes[scheme] = None
     return sizes

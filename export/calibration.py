@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -11,14 +10,14 @@ from torch import Tensor
 from diffquant.data import books_text
 from diffquant.errors import CheckpointError, UsageError
 from diffquant.export.graph.matrix import row_order
-from diffquant.export.graph.source import Scales, Source
+from diffquant.export.graph.source import ExportSource, Scales
 from diffquant.export.runtime.session import OnnxModel
 from diffquant.family.spec import DiffSpec
 from diffquant.model.attention import DiffAttention
 from diffquant.numerics import max_code
 from diffquant.scheme import Recipe
 from diffquant.source.ranges import Ranges
-from diffquant.source.tokenizer import load_tokenizer
+from diffquant.source.source import Source
 from diffquant.support.progress import Progress
 
 _WINDOWS, _WINDOW = 4, 512
@@ -49,7 +48,7 @@ def static_scales(
     return {layer: (scales[2 * layer], scales[2 * layer + 1]) for layer in range(len(scales) // 2)}
 
 
-def calibrated_scales(source: Source, ranges: Ranges) -> dict[int, Scales]:
+def calibrated_scales(source: ExportSource, ranges: Ranges) -> dict[int, Scales]:
     """Scales from the file that `diffquant calibrate` wrote.
 
     Raises:
@@ -69,7 +68,7 @@ def calibrated_scales(source: Source, ranges: Ranges) -> dict[int, Scales]:
     return scales
 
 
-def state_order(source: Source) -> tuple[Tensor, Tensor]:
+def state_order(source: ExportSource) -> tuple[Tensor, Tensor]:
     """Where DiffTransformer's keys [key heads, d] and values [h_kv, dv] lie in an exported layer's flat cache."""
     adapter = replace(source.adapter, repeated_rows={})
     with torch.device("meta"):
@@ -84,14 +83,14 @@ def state_order(source: Source) -> tuple[Tensor, Tensor]:
     return keys[0, :, 0], attention._values(places[1])[0, :, 0]
 
 
-def calibration_windows(source: Path, positions: int, vocabulary: int) -> list[list[int]]:
+def calibration_windows(source: Source, positions: int, vocabulary: int) -> list[list[int]]:
     """Token ids of the built-in prose.
 
     Raises:
         UsageError: the checkpoint has no tokenizer, or one of another vocabulary.
     """
     try:
-        tokenizer = load_tokenizer(source)
+        tokenizer = source.tokenizer
     except CheckpointError as error:
         raise UsageError(
             f"a quantized KV cache is calibrated on text: {error}; put the tokenizer's files beside the weights"
@@ -104,7 +103,7 @@ def calibration_windows(source: Path, positions: int, vocabulary: int) -> list[l
     windows = [tokenizer(piece)["input_ids"][:length] for piece in pieces]
     top = max(max(window) for window in windows)
     if top >= vocabulary:
-        raise UsageError(f"the tokenizer beside {source} gives token {top}; the model knows {vocabulary}")
+        raise UsageError(f"the tokenizer beside {source.path} gives token {top}; the model knows {vocabulary}")
     return windows
 
 

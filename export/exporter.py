@@ -15,21 +15,19 @@ from diffquant.export.calibration import calibrated_scales, calibration_windows,
 from diffquant.export.graph.decoder import build
 from diffquant.export.graph.external import DATA_FILE, MODEL_FILE
 from diffquant.export.graph.linears import container_bits
-from diffquant.export.graph.source import Scales, Source, check_source
+from diffquant.export.graph.source import ExportSource, Scales, check_source
 from diffquant.export.graph.streaming import Streamed, place, write
 from diffquant.export.manifest import write_manifest
 from diffquant.export.options import ExportOptions, check_runtime, runtime_floor
 from diffquant.export.runtime.genai import write_genai_config
 from diffquant.export.runtime.session import OnnxModel
 from diffquant.formats.atomic_folder import check_output, staged
-from diffquant.formats.reader import Checkpoint, open_checkpoint, read_json
+from diffquant.formats.reader import Checkpoint, read_json
 from diffquant.formats.row_stream import fingerprint
-from diffquant.loading import stored_recipe
-from diffquant.model.adapters import adapter_for
 from diffquant.report.tables import megabytes
 from diffquant.scheme import LAYER_TARGETS
-from diffquant.source.check import check_tensors
 from diffquant.source.ranges import read_ranges
+from diffquant.source.source import Source, open_source
 from diffquant.support.files import file_digest, write_atomically
 from diffquant.support.progress import Progress, silent
 from diffquant.support.versions import versions
@@ -65,8 +63,8 @@ class Report:
 
 
 def export(
-    source: Path,
-    destination: Path,
+    source: Path | str | Source,
+    destination: Path | str,
     options: ExportOptions | None = None,
     *,
     calibration: Sequence[Sequence[int]] | None = None,
@@ -89,28 +87,28 @@ def export(
         DiffQuantError: anything wrong with the source, the options or the destination; nothing is left then.
     """
     started = time.monotonic()
-    source, destination = Path(source), Path(destination)
+    destination = Path(destination)
     options = options or ExportOptions()
-    check_output(source, destination, overwrite)
+    check_output(source.path if isinstance(source, Source) else Path(source), destination, overwrite)
     check_runtime(options)
     if scales is not None and options.kv_bits == 16:
         raise UsageError("--scales are of a quantized KV cache: give --kv 8 or --kv 4 with them")
     opened = _open(source, options)
-    found = calibrated_scales(opened, read_ranges(scales, source)) if scales is not None else None
+    found = calibrated_scales(opened, read_ranges(scales, opened.source)) if scales is not None else None
     if options.kv_bits < 16 and found is None and calibration is None:
         config = opened.adapter.config
-        calibration = calibration_windows(source, config.max_position_embeddings, config.vocab_size)
+        calibration = calibration_windows(opened.source, config.max_position_embeddings, config.vocab_size)
     model, streamed = build(opened, found)
     _, nbytes = place(streamed)
     key = {
         "verb": "export",
-        "source": fingerprint(opened.checkpoint),
+        "source": fingerprint(opened.source.checkpoint),
         "options": options.to_dict(),
         "scales": file_digest(scales) if scales is not None else None,
     } | versions()
     with staged(destination, key, nbytes, overwrite) as staging:
         folder = staging.folder
-        opened.checkpoint.write_side_files(folder)
+        opened.source.checkpoint.write_side_files(folder)
         write(folder / DATA_FILE, streamed, progress)
         if options.kv_bits < 16 and found is None and calibration is not None:
             _without_logits(model)
@@ -121,7 +119,7 @@ def export(
         bytes_after = sum((folder / name).stat().st_size for name in (MODEL_FILE, DATA_FILE))
     return Report(
         destination,
-        opened.checkpoint.nbytes,
+        opened.source.checkpoint.nbytes,
         bytes_after,
         time.monotonic() - started,
         runtime_floor(options),
@@ -129,13 +127,13 @@ def export(
     )
 
 
-def _open(path: Path, options: ExportOptions) -> Source:
-    checkpoint = open_checkpoint(path)
-    adapter = adapter_for(checkpoint.config)
-    packed = check_tensors(checkpoint, adapter)
-    if packed and options.weights.quantizes:
-        raise UsageError(f"{path} holds quantized weights already: they are exported as they are; leave out --weights")
-    source = Source(checkpoint, adapter, packed, options)
+def _open(path: Path | str | Source, options: ExportOptions) -> ExportSource:
+    opened = open_source(path)
+    if opened.packed and options.weights.quantizes:
+        raise UsageError(
+            f"{opened.path} holds quantized weights already: they are exported as they are; leave out --weights"
+        )
+    source = ExportSource(opened, options)
     check_source(source)
     return source
 
@@ -152,19 +150,21 @@ def _without_logits(model: onnx.ModelProto) -> None:
             needed.update(node.input)
 
 
-def _calibrate(source: Source, folder: Path, windows: Sequence[Sequence[int]], progress: Progress) -> dict[int, Scales]:
+def _calibrate(
+    source: ExportSource, folder: Path, windows: Sequence[Sequence[int]], progress: Progress
+) -> dict[int, Scales]:
     """The cache's scales, from the model with a cache in the activations' type that lies in `folder`."""
     model = OnnxModel(folder, torch.get_num_threads())
     return static_scales(model, source.spec, source.options.kv_bits, windows, progress)
 
 
-def _describe(source: Source, folder: Path) -> None:
+def _describe(source: ExportSource, folder: Path) -> None:
     """config.json, genai_config.json and diffquant.json."""
     config = source.adapter.config
-    write_atomically(folder / "config.json", json.dumps(source.checkpoint.config, indent=2) + "\n")
+    write_atomically(folder / "config.json", json.dumps(source.source.checkpoint.config, indent=2) + "\n")
     if source.options.cache:
         write_genai_config(folder, config)
-    write_manifest(folder, source.options, _identity(source.checkpoint), _quantized(source))
+    write_manifest(folder, source.options, _identity(source.source.checkpoint), _quantized(source))
 
 
 def _identity(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -183,7 +183,7 @@ def _origin(checkpoint: Checkpoint) -> dict[str, str]:
     return read_json(record).get("source", {}).get("sha256", {}) if record.is_file() else {}
 
 
-def _quantized(source: Source) -> dict[str, Any]:
+def _quantized(source: ExportSource) -> dict[str, Any]:
     return {
         matrix.name: {
             "bits": matrix.scheme.bits,
@@ -195,7 +195,7 @@ def _quantized(source: Source) -> dict[str, Any]:
     }
 
 
-def _notes(source: Source, streamed: Sequence[Streamed]) -> list[str]:
+def _notes(source: ExportSource, streamed: Sequence[Streamed]) -> list[str]:
     options, notes = source.options, []
     schemes = {matrix.scheme for matrix in source.matrices() if matrix.scheme.quantizes}
     for scheme in sorted(schemes, key=str):
@@ -208,7 +208,7 @@ def _notes(source: Source, streamed: Sequence[Streamed]) -> list[str]:
         )
         fitted = "" if stored == scheme.bits else f" in {stored}-bit containers, which hold them exactly"
         notes.append(f"weights {scheme}: {megabytes(size)}, scales included{fitted}")
-    recipe = stored_recipe(source.checkpoint.config)
+    recipe = source.source.recipe
     simulated = {target: sorted(map(str, recipe.schemes_of(target))) for target in LAYER_TARGETS}
     if any(schemes != ["16"] for schemes in simulated.values()):
         said = ", ".join(f"{target} {' or '.join(schemes)}" for target, schemes in simulated.items())

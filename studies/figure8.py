@@ -29,8 +29,7 @@ from diffquant.evals.stats import Estimate, estimate, paired_difference
 from diffquant.loading import load
 from diffquant.model.modeling import DiffTransformer
 from diffquant.scheme import Recipe, Scheme
-from diffquant.source.identity import model_fingerprint
-from diffquant.source.tokenizer import load_tokenizer
+from diffquant.source.source import open_source
 from diffquant.support.files import write_atomically
 from diffquant.support.progress import Progress, progress_for, silent
 from diffquant.text import corpus
@@ -76,7 +75,8 @@ def _found(model: Path, options: argparse.Namespace) -> dict[str, Any]:
 
 def measure(path: Path, options: argparse.Namespace, progress: Progress = silent) -> dict[str, Any]:
     """One model's file."""
-    model, tokenizer = load(path, dtype=torch.float32), load_tokenizer(path)
+    source = open_source(path)
+    model, tokenizer = load(source, dtype=torch.float32), source.tokenizer
     text = corpus.load_text(options.text)
     if options.needles:
         plan = needle.Plan(options.needles, 1, (options.window,), options.samples)
@@ -95,7 +95,7 @@ def measure(path: Path, options: argparse.Namespace, progress: Progress = silent
         "model": path.name,
         "generation": model.config.diff_spec.generation,
         "parameters": model.num_parameters(),
-        "fingerprint": model_fingerprint(path),
+        "fingerprint": source.fingerprint,
         "reading": about | {"text": corpus.identity(text), "window": options.window},
         "environment": environment(),
     } | analyse(model, readings, schemes, progress)

@@ -13,14 +13,11 @@ import torch
 from diffquant.errors import UsageError
 from diffquant.evals import hellaswag
 from diffquant.evals.perplexity import Reference, evaluate, reference_of
-from diffquant.formats.reader import open_checkpoint
 from diffquant.loading import load
-from diffquant.model.adapters import adapter_for
 from diffquant.model.layout import linear_shapes
 from diffquant.quantization.rounding import Rounding
 from diffquant.scheme import Recipe
-from diffquant.source.identity import model_fingerprint
-from diffquant.source.tokenizer import load_tokenizer
+from diffquant.source.source import open_source
 from diffquant.text.corpus import identity, load_text
 from studies.quantizers import Method, reason
 
@@ -52,12 +49,13 @@ class Subject:
         text = load_text(options.text)
         self._read, self._scored = text[: len(text) // 2], text[len(text) // 2 :][: options.characters]
         self._spans = (options.window, options.window)
-        self._tokenizer = load_tokenizer(path)
+        self._source = open_source(path)
+        self._tokenizer = self._source.tokenizer
         have = len(self._tokenizer.encode(self._read, add_special_tokens=False))
         if have < options.tokens:
             raise UsageError(f"the first half of the text has {have} tokens, fewer than --tokens {options.tokens}")
-        self._model = load(path, Recipe(), torch.float32)
-        adapter = adapter_for(open_checkpoint(path).config)
+        self._model = load(self._source, Recipe(), torch.float32)
+        adapter = self._source.adapter
         self._weights = {
             name: (adapter.source_name(name), self._model.get_parameter(name).data.half())
             for name in linear_shapes(adapter.config)
@@ -70,7 +68,7 @@ class Subject:
         """All that a result depends on but the number of items."""
         return {
             "model": self.path.name,
-            "fingerprint": model_fingerprint(self.path),
+            "fingerprint": self._source.fingerprint,
             "text": identity(self._scored),
             "read": identity(self._read),
             "characters": len(self._scored),

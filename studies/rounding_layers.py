@@ -25,7 +25,7 @@ from diffquant.loading import load
 from diffquant.model.modeling import DiffTransformer
 from diffquant.quantization.rounding import Rounding
 from diffquant.scheme import Recipe
-from diffquant.source.tokenizer import load_tokenizer
+from diffquant.source.source import open_source
 from diffquant.support.files import write_atomically
 from diffquant.support.progress import Progress, progress_for, silent
 from diffquant.text.corpus import load_text
@@ -105,7 +105,8 @@ def measure(path: Path, options: Options, methods: Sequence[Method], progress: P
 
 def layers(path: Path, options: Options) -> dict[str, Layer]:
     """The layers by name."""
-    model, tokenizer, text = load(path, Recipe(), torch.float32), load_tokenizer(path), load_text()
+    source, text = open_source(path), load_text()
+    model, tokenizer = load(source, Recipe(), torch.float32), source.tokenizer
     names = [f"model.layers.{layer}.{linear}" for layer in options.layers for linear in _LINEARS]
     halves = text[: len(text) // 2], text[len(text) // 2 :]
     read, scored = (

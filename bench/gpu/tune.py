@@ -23,7 +23,7 @@ from diffquant.support.files import write_atomically
 from diffquant.support.progress import Progress, silent
 
 # Modules with a table TILES; one that is not there is left out.
-MODULES = ("prefill_int8", "simulated", "decode", "gemv", "gemm")
+MODULES = ("attention.prefill_int8", "attention.simulated", "cache.decode", "linear.gemv", "linear.gemm")
 # A new configuration must be faster by more than timers scatter.
 GAIN = 1.03
 _TURNS = 5

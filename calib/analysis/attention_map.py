@@ -25,8 +25,8 @@ from diffquant.loading import load
 from diffquant.model.modeling import DiffTransformer
 from diffquant.model.walk import Walk
 from diffquant.scheme import LAYER_TARGETS, Recipe
-from diffquant.source.identity import check_distinct, model_fingerprint
-from diffquant.source.tokenizer import load_tokenizer
+from diffquant.source.identity import check_distinct
+from diffquant.source.source import open_source
 from diffquant.support.devices import check_device, resolve
 from diffquant.support.progress import Progress, silent
 from diffquant.support.versions import versions
@@ -124,8 +124,9 @@ def map_attention(models: Sequence[Path], options: AttentionMapOptions, progress
 
 
 def _of_model(path: Path, text: str, options: AttentionMapOptions, progress: Progress) -> ModelAttention:
-    model = load(path, options.recipe, resolve(options.dtype, options.device), options.device)
-    tokenizer = load_tokenizer(path)
+    source = open_source(path)
+    model = load(source, options.recipe, resolve(options.dtype, options.device), options.device)
+    tokenizer = source.tokenizer
     items = needle.items_for(model, tokenizer, text, options.plan)
     cells: dict[tuple[int, float], list[tuple[Tensor, bool]]] = {}
     for number, item in enumerate(items, 1):
@@ -136,7 +137,7 @@ def _of_model(path: Path, text: str, options: AttentionMapOptions, progress: Pro
     return ModelAttention(
         path.name,
         model.config.diff_spec.generation,
-        model_fingerprint(path),
+        source.fingerprint,
         model.recipe.to_dict(),
         needle.identity(items),
         places,

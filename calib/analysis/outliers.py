@@ -16,8 +16,8 @@ from diffquant.calib.statistics import QUANTILE_ERROR, Largest, Magnitudes
 from diffquant.loading import load
 from diffquant.model.modeling import DiffTransformer
 from diffquant.model.walk import Walk, batches, causal_logits, visible_entries
-from diffquant.source.identity import check_distinct, model_fingerprint
-from diffquant.source.tokenizer import load_tokenizer
+from diffquant.source.identity import check_distinct
+from diffquant.source.source import open_source
 from diffquant.support.devices import check_device, resolve
 from diffquant.support.progress import Progress, silent
 from diffquant.support.versions import versions
@@ -108,12 +108,11 @@ def find_outliers(models: Sequence[Path], options: OutlierOptions, progress: Pro
 
 
 def _of_model(path: Path, text: str, options: OutlierOptions, progress: Progress) -> ModelOutliers:
-    model = load(path, None, resolve(options.dtype, options.device), options.device)
-    ids = token_windows(model, load_tokenizer(path), text, options.window, options.tokens)
+    source = open_source(path)
+    model = load(source, None, resolve(options.dtype, options.device), options.device)
+    ids = token_windows(model, source.tokenizer, text, options.window, options.tokens)
     layers, overall = observe(model, ids, options.batch_tokens, progress)
-    return ModelOutliers(
-        path.name, model.config.diff_spec.generation, model_fingerprint(path), ids.numel(), layers, overall
-    )
+    return ModelOutliers(path.name, model.config.diff_spec.generation, source.fingerprint, ids.numel(), layers, overall)
 
 
 @torch.inference_mode()

@@ -15,9 +15,8 @@ from diffquant.loading import load
 from diffquant.model.modeling import DiffLayer, DiffTransformer
 from diffquant.model.walk import Walk, batches, causal_logits, visible_entries
 from diffquant.scheme import Recipe
-from diffquant.source.identity import model_fingerprint
 from diffquant.source.ranges import Ranges
-from diffquant.source.tokenizer import load_tokenizer
+from diffquant.source.source import Source, open_source
 from diffquant.support.devices import check_device, resolve
 from diffquant.support.progress import Progress, silent
 from diffquant.support.versions import versions
@@ -56,7 +55,9 @@ class CalibrationOptions:
             raise UsageError(f"unknown target {', '.join(map(repr, unknown))}; known are {', '.join(TARGETS)}")
 
 
-def calibrate(path: Path, options: CalibrationOptions, progress: Progress = silent) -> tuple[Ranges, list[Fit]]:
+def calibrate(
+    path: Path | Source, options: CalibrationOptions, progress: Progress = silent
+) -> tuple[Ranges, list[Fit]]:
     """Ranges found on the first half of the text's windows, and how they fit the second.
 
     Raises:
@@ -65,8 +66,9 @@ def calibrate(path: Path, options: CalibrationOptions, progress: Progress = sile
     """
     check_device(options.device)
     text = load_text(options.text)
-    tokenizer = load_tokenizer(path)
-    model = load(path, Recipe(), resolve(options.dtype, options.device), options.device)
+    source = open_source(path)
+    tokenizer = source.tokenizer
+    model = load(source, Recipe(), resolve(options.dtype, options.device), options.device)
     ids = token_windows(model, tokenizer, text, options.window, options.tokens)
     if len(ids) < 2:
         raise UsageError(
@@ -84,7 +86,7 @@ def calibrate(path: Path, options: CalibrationOptions, progress: Progress = sile
         "versions": versions(),
     }
     bits = observer.bits if observer.kind == "mse" else None
-    return Ranges(model_fingerprint(path), settings, bits, tensors), fits
+    return Ranges(source.fingerprint, settings, bits, tensors), fits
 
 
 @torch.inference_mode()

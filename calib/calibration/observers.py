@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -12,7 +11,7 @@ from diffquant.attention import DiffSpec
 from diffquant.errors import UsageError
 from diffquant.numerics import max_code
 
-Kind = Literal["absmax", "percentile", "mse"]
+KINDS = ("absmax", "percentile", "mse")
 # The search for the least squared error goes down from the largest magnitude by this factor a step, to a
 # thousandth of it, and then looks around the best by a sixth of a step.
 _FACTOR, _STEPS, _PARTS = 1.2, 38, 6
@@ -28,13 +27,13 @@ class Observer:
         bits: whose rounding "mse" weighs against clipping.
     """
 
-    kind: Kind = "absmax"
+    kind: str = "absmax"
     percentile: float = 99.99
     bits: int = 8
 
     def __post_init__(self) -> None:
-        if self.kind not in ("absmax", "percentile", "mse"):
-            raise UsageError(f"unknown observer {self.kind!r}; known are absmax, percentile, mse")
+        if self.kind not in KINDS:
+            raise UsageError(f"unknown observer {self.kind!r}; known are {', '.join(KINDS)}")
         if not 50 <= self.percentile <= 100:
             raise UsageError(f"--percentile must be between 50 and 100, got {self.percentile:g}")
         max_code(self.bits)

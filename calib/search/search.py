@@ -16,12 +16,9 @@ from diffquant.calib.search.sensitivity import Cost, Sensitivity
 from diffquant.calib.search.units import Unit, find_units, to_recipe
 from diffquant.errors import UsageError
 from diffquant.evals.perplexity import evaluate, reference_of
-from diffquant.formats.reader import open_checkpoint
 from diffquant.loading import load
-from diffquant.model.adapters import adapter_for
 from diffquant.scheme import DEFAULT_GRANULARITY, Recipe
-from diffquant.source.identity import model_fingerprint
-from diffquant.source.tokenizer import load_tokenizer
+from diffquant.source.source import Source, open_source
 from diffquant.support.devices import check_device, resolve
 from diffquant.support.progress import Progress, silent
 from diffquant.support.versions import versions_of_run
@@ -68,26 +65,25 @@ class SearchOptions:
 class Search:
     """A search over one model, everything that can be wrong with it found when it is made."""
 
-    def __init__(self, path: Path, budget: Budget, options: SearchOptions, output: Path) -> None:
+    def __init__(self, path: Path | Source, budget: Budget, options: SearchOptions, output: Path) -> None:
         """
         Raises:
             DiffQuantError: the checkpoint, the text, the targets, the widths or the budget do not fit.
         """
         require_scipy()
         check_device(options.device)
-        self.path, self.budget, self.options = path, budget, options
+        self.budget, self.options = budget, options
         self.widths = sorted(set(options.widths), reverse=True)
-        checkpoint = open_checkpoint(path)
-        adapter = adapter_for(checkpoint.config)
-        self.units = find_units(checkpoint, adapter, options.targets, self.widths, options.granularity)
+        self.source = open_source(path)
+        self.units = find_units(self.source, options.targets, self.widths, options.granularity)
         budget.check(self.units, self.widths)
         text = load_text(options.text)
         self._text, self._held_out = text[: len(text) // 2], text[len(text) // 2 :][: options.check_characters]
         self._dtype = resolve(options.dtype, options.device)
-        self._tokenizer = load_tokenizer(path)
+        self._tokenizer = self.source.tokenizer
         self._key = {
             "format": MEASUREMENT_FORMAT,
-            "model": model_fingerprint(path),
+            "model": self.source.fingerprint,
             "dtype": str(self._dtype).removeprefix("torch."),
             "text": identity(self._text),
             "windows": options.windows,
@@ -143,11 +139,11 @@ class Search:
         ]
         settings = self._key | {"held_out": identity(self._held_out), "check_window": _CHECK_WINDOW}
         return Found(
-            self.path.name, str(self.budget), perplexity, candidates, measurements, to_recipe(chosen), settings
+            self.source.path.name, str(self.budget), perplexity, candidates, measurements, to_recipe(chosen), settings
         )
 
     def _sensitivity(self) -> Sensitivity:
-        model = load(self.path, Recipe(), self._dtype, self.options.device)
+        model = load(self.source, Recipe(), self._dtype, self.options.device)
         tokens = self.options.windows * self.options.window
         return Sensitivity(model, token_windows(model, self._tokenizer, self._text, self.options.window, tokens))
 
@@ -192,19 +188,19 @@ class Search:
         missing = {name for name in entries if self.journal.get(names[name]) is None}
         reference = None
         if missing:
-            model = load(self.path, Recipe(), self._dtype, self.options.device)
+            model = load(self.source, Recipe(), self._dtype, self.options.device)
             with OneDnnProducts():
                 reference = reference_of(model, self._tokenizer, self._held_out, _CHECK_WINDOW, _CHECK_WINDOW)
         for done, name in enumerate(name for name in entries if name in missing):
             progress(done, len(missing), f"comparing {name}")
-            model = load(self.path, entries[name], self._dtype, self.options.device)
+            model = load(self.source, entries[name], self._dtype, self.options.device)
             with OneDnnProducts():
                 score = evaluate(
                     model, self._tokenizer, self._held_out, _CHECK_WINDOW, _CHECK_WINDOW, reference=reference
                 )
             self.journal.add(
                 names[name],
-                {"kl": score.kl, "perplexity": score.perplexity, "nbytes": weight_bytes(self.path, entries[name])},
+                {"kl": score.kl, "perplexity": score.perplexity, "nbytes": weight_bytes(self.source, entries[name])},
             )
         return {name: self.journal.get(names[name]) for name in entries}
 

@@ -9,13 +9,12 @@ import torch
 
 from diffquant.errors import UsageError
 from diffquant.formats.compressed_tensors import decode_codes
-from diffquant.formats.reader import Checkpoint
-from diffquant.model.adapters import Adapter
 from diffquant.model.layout import linear_shapes
 from diffquant.model.modeling import DiffTransformer
 from diffquant.quantization.plan import make_plan
 from diffquant.quantization.rounding import nearest
 from diffquant.scheme import DEFAULT_GRANULARITY, FULL, LAYER_TARGETS, Recipe, Scheme
+from diffquant.source.source import Source
 
 TARGETS = ("weights", *LAYER_TARGETS)
 
@@ -55,9 +54,7 @@ class Unit:
         return not self.kind.startswith(("mlp", "self_attn.o_proj"))
 
 
-def find_units(
-    checkpoint: Checkpoint, adapter: Adapter, targets: Sequence[str], widths: Sequence[int], granularity: str
-) -> list[Unit]:
+def find_units(source: Source, targets: Sequence[str], widths: Sequence[int], granularity: str) -> list[Unit]:
     """Every unit of the targets, layer by layer.
 
     Args:
@@ -70,8 +67,8 @@ def find_units(
     unknown = [target for target in targets if target not in TARGETS]
     if unknown or not targets:
         raise UsageError(f"unknown target {', '.join(map(repr, unknown))}; known are {', '.join(TARGETS)}")
-    found = _weights(checkpoint, adapter, widths, granularity) if "weights" in targets else []
-    spec = adapter.config.diff_spec
+    found = _weights(source, widths, granularity) if "weights" in targets else []
+    spec = source.spec
     sizes = {"k": spec.key_heads * spec.head_dim, "v": spec.kv_pairs * spec.value_dim, "logits": 1}
     for target in LAYER_TARGETS:
         if target in targets:
@@ -85,7 +82,7 @@ def find_units(
                     sizes[target],
                     {},
                 )
-                for layer in range(adapter.config.num_hidden_layers)
+                for layer in range(source.layers)
             ]
     return sorted(found, key=lambda unit: unit.layer)
 
@@ -123,23 +120,23 @@ def _commonest(schemes: list[Scheme]) -> Scheme:
     return Counter(schemes).most_common(1)[0][0] if schemes else FULL
 
 
-def _weights(checkpoint: Checkpoint, adapter: Adapter, widths: Sequence[int], granularity: str) -> list[Unit]:
-    plans = {bits: make_plan(checkpoint, adapter, Recipe.of(weights=f"{bits}:{granularity}")) for bits in widths}
+def _weights(source: Source, widths: Sequence[int], granularity: str) -> list[Unit]:
+    plans = {bits: make_plan(source, Recipe.of(weights=f"{bits}:{granularity}")) for bits in widths}
     stored = {bits: {tensor.name: tensor.stored_bytes for tensor in plan.tensors} for bits, plan in plans.items()}
     found = []
-    for parameter in linear_shapes(adapter.config):
-        source = adapter.source_name(parameter)
-        info = checkpoint.tensors[source]
+    for parameter in linear_shapes(source.adapter.config):
+        stored_name = source.adapter.source_name(parameter)
+        info = source.checkpoint.tensors[stored_name]
         _, _, layer, kind = parameter.removesuffix(".weight").split(".", 3)
         found.append(
             Unit(
                 "weights",
-                source.removesuffix(".weight"),
+                stored_name.removesuffix(".weight"),
                 int(layer),
                 kind,
                 granularity,
                 torch.Size(info.shape).numel(),
-                {bits: sizes[source] for bits, sizes in stored.items()},
+                {bits: sizes[stored_name] for bits, sizes in stored.items()},
                 parameter,
                 info.dtype,
             )

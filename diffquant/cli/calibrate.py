@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
@@ -125,9 +125,7 @@ def search(
 def calibrate(
     model: Model,
     output: Annotated[Path, typer.Option("--output", "-o", help="File to write, such as scales.safetensors.")],
-    observer: Annotated[
-        Literal["absmax", "percentile", "mse"], typer.Option(help="Which magnitude the codes reach.")
-    ] = "absmax",
+    observer: Annotated[str, typer.Option(help="absmax, percentile or mse.")] = "absmax",
     percentile: Annotated[float, typer.Option(help="Of magnitudes that are not clipped, for percentile.")] = 99.99,
     bits: Annotated[int, typer.Option(help="Width that mse clips for and the report is about.")] = 8,
     target: Annotated[str, typer.Option(help="k, v, logits, hidden; several with commas.")] = "k,v,logits,hidden",

@@ -33,6 +33,7 @@ from diffquant.support.progress import progress_for
 if TYPE_CHECKING:
     from diffquant.model.modeling import DiffTransformer
     from diffquant.quantization.rounding import Rounding
+    from diffquant.source.source import Source
 
 
 @app.command()
@@ -61,24 +62,23 @@ def quantize(
 ) -> None:
     """Quantize a checkpoint into compressed-tensors' format, streaming."""
     from diffquant.formats.atomic_folder import check_output
-    from diffquant.formats.reader import open_checkpoint
-    from diffquant.model.adapters import adapter_for
     from diffquant.quantization.plan import make_plan
     from diffquant.quantization.quantize import quantize as run
+    from diffquant.source.source import open_source
 
     wanted = RecipeOptions(weights, kv, k, v, logits, residual, override, recipe).required()
     if (text, tokens) != (None, None) and rounding != "gptq":
         raise UsageError("--text and --tokens say what --rounding gptq reads; give them with it alone")
+    opened = open_source(source)
     if dry_run or rounding == "gptq":
         # What is wrong with the plan or the output is said before gptq runs the model.
-        checkpoint = open_checkpoint(source)
-        plan = make_plan(checkpoint, adapter_for(checkpoint.config), wanted)
+        plan = make_plan(opened, wanted)
         if dry_run:
             typer.echo(plan.table())
             return
         check_output(source, output, overwrite)
-    rule = _rounding(rounding, source, text, tokens)
-    report = run(source, output, wanted, rounding=rule, overwrite=overwrite, progress=progress_for("quantize"))
+    rule = _rounding(rounding, opened, text, tokens)
+    report = run(opened, output, wanted, rounding=rule, overwrite=overwrite, progress=progress_for("quantize"))
     typer.echo(to_json(report) if as_json else report.summary())
 
 
@@ -146,7 +146,7 @@ def generate(
     typer.echo()
 
 
-def _rounding(name: str, source: Path, text: Path | None, tokens: int | None) -> "Rounding":
+def _rounding(name: str, source: "Source", text: Path | None, tokens: int | None) -> "Rounding":
     from diffquant.quantization.rounding import CLIPPED, NEAREST
 
     if name == "gptq":
@@ -161,11 +161,12 @@ def _load(
 ) -> "tuple[DiffTransformer, Any]":
     from diffquant.loading import load
     from diffquant.source.ranges import check_taken
-    from diffquant.source.tokenizer import load_tokenizer
+    from diffquant.source.source import open_source
     from diffquant.support.devices import resolve
 
     torch_dtype = resolve(dtype, device) if dtype else None
-    tokenizer = load_tokenizer(path)
-    model = load(path, recipe, torch_dtype, device, scales=scales)
+    source = open_source(path)
+    tokenizer = source.tokenizer
+    model = load(source, recipe, torch_dtype, device, scales=scales)
     check_taken(scales, [model.recipe])
     return model, tokenizer

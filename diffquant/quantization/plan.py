@@ -13,11 +13,11 @@ from diffquant.errors import CheckpointError, GroupSizeError, UsageError
 from diffquant.formats.compressed_tensors import SCALE, SHAPE, packed_shapes
 from diffquant.formats.reader import Checkpoint, TensorInfo
 from diffquant.formats.writer import OutputTensor
-from diffquant.model.adapters import Adapter
 from diffquant.quantization.targets import weight_modules, weight_schemes
 from diffquant.report.tables import aligned, megabytes
 from diffquant.scheme import FULL, Recipe, Scheme
-from diffquant.source.check import check_tensors, is_surplus
+from diffquant.source.check import is_surplus
+from diffquant.source.source import Source
 
 _QUANTIZED_TYPES = (torch.float32, torch.float16, torch.bfloat16)
 _EMBEDDING = "model.embed_tokens"
@@ -105,30 +105,28 @@ class Plan:
         return groups
 
 
-def make_plan(checkpoint: Checkpoint, adapter: Adapter, recipe: Recipe) -> Plan:
+def make_plan(source: Source, recipe: Recipe) -> Plan:
     """Decide what becomes of each tensor.
 
     Raises:
-        CheckpointError: tensors are missing, misshapen or of a type that is not quantized, or the
-            checkpoint is quantized already.
+        CheckpointError: tensors are of a type that is not quantized, or the checkpoint is quantized already.
         GroupSizeError: a group size does not divide the width of some tensors.
         UsageError: an override matches nothing, or names what stock readers cannot load packed.
     """
-    _refuse_quantized(checkpoint)
-    check_tensors(checkpoint, adapter)
-    tied = adapter.config.tie_word_embeddings
-    schemes = checked_schemes(checkpoint, adapter, recipe)
+    _refuse_quantized(source)
+    tied = source.adapter.config.tie_word_embeddings
+    schemes = checked_schemes(source, recipe)
     tensors = tuple(
         _planned(name, info, schemes.get(name.removesuffix(".weight"), FULL))
-        for name, info in checkpoint.tensors.items()
+        for name, info in source.checkpoint.tensors.items()
         if not is_surplus(name, tied)
     )
     # A tied head has no weight of its own, yet a reader meets its module.
-    linears = dict.fromkeys([*weight_modules(adapter), "lm_head"])
-    return Plan(checkpoint, recipe, tensors, tuple(name for name in linears if name != _EMBEDDING))
+    linears = dict.fromkeys([*weight_modules(source.adapter), "lm_head"])
+    return Plan(source.checkpoint, recipe, tensors, tuple(name for name in linears if name != _EMBEDDING))
 
 
-def checked_schemes(checkpoint: Checkpoint, adapter: Adapter, recipe: Recipe) -> dict[str, Scheme]:
+def checked_schemes(source: Source, recipe: Recipe) -> dict[str, Scheme]:
     """Scheme of each module that a recipe packs in a 16-bit checkpoint, by the checkpoint's own names.
 
     Raises:
@@ -136,19 +134,19 @@ def checked_schemes(checkpoint: Checkpoint, adapter: Adapter, recipe: Recipe) ->
         GroupSizeError: a group size does not divide the width of some tensors; all are named.
         UsageError: an override matches nothing, or names what stock readers cannot load packed.
     """
-    schemes = weight_schemes(adapter, recipe)
-    _check_overrides(recipe, weight_modules(adapter), adapter.config.tie_word_embeddings)
-    recipe.check_layers(adapter.config.num_hidden_layers)
-    _check_packable(checkpoint, schemes)
+    schemes = weight_schemes(source.adapter, recipe)
+    _check_overrides(recipe, weight_modules(source.adapter), source.adapter.config.tie_word_embeddings)
+    recipe.check_layers(source.layers)
+    _check_packable(source.checkpoint, schemes)
     return schemes
 
 
-def _refuse_quantized(checkpoint: Checkpoint) -> None:
-    entry = checkpoint.config.get("quantization_config")
+def _refuse_quantized(source: Source) -> None:
+    entry = source.checkpoint.config.get("quantization_config")
     if entry is not None:
         method = entry.get("quant_method") if isinstance(entry, Mapping) else entry
         raise CheckpointError(
-            f"{checkpoint.path} is quantized already ({method}): rounding twice only adds error; "
+            f"{source.path} is quantized already ({method}): rounding twice only adds error; "
             "start from the 16-bit checkpoint"
         )
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from diffquant.formats.atomic_folder import check_output, staged
 from diffquant.formats.compressed_tensors import PACKED, SCALE, SHAPE, codes, decode_codes, quantization_config
-from diffquant.formats.reader import Checkpoint, open_checkpoint
+from diffquant.formats.reader import Checkpoint
 from diffquant.formats.row_stream import (
     BLOCK_ELEMENTS,
     Block,
@@ -25,13 +25,13 @@ from diffquant.formats.row_stream import (
     fingerprint,
     write_shards,
 )
-from diffquant.model.adapters import adapter_for
 from diffquant.numerics import absmax_scale, pack
 from diffquant.quantization.card import quantized_card
 from diffquant.quantization.plan import Plan, PlannedTensor, make_plan
 from diffquant.quantization.rounding import NEAREST, Rounding
 from diffquant.report.tables import megabytes
 from diffquant.scheme import Recipe, Scheme
+from diffquant.source.source import Source, open_source
 from diffquant.support.files import write_atomically
 from diffquant.support.progress import Progress, silent
 from diffquant.support.versions import CONFIG_VERSION, versions
@@ -84,8 +84,8 @@ class Report:
 
 
 def quantize(
-    source: Path,
-    destination: Path,
+    source: Path | str | Source,
+    destination: Path | str,
     recipe: Recipe,
     *,
     rounding: Rounding = NEAREST,
@@ -95,7 +95,7 @@ def quantize(
     """Write a quantized copy of a checkpoint.
 
     Args:
-        source: a folder of safetensors, or a .gguf file.
+        source: a folder of safetensors, a .gguf file, or either as an open `Source`.
         destination: the folder to make; it appears whole or not at all.
         recipe: what is quantized; cache and logits are only recorded, in `diffquant_config`.
         rounding: how codes and scales are found.
@@ -107,21 +107,21 @@ def quantize(
         KeyboardInterrupt: finished shards are kept, and the message says how to go on.
     """
     started = time.monotonic()
-    source, destination = Path(source), Path(destination)
-    check_output(source, destination, overwrite)
-    checkpoint = open_checkpoint(source)
-    plan = make_plan(checkpoint, adapter_for(checkpoint.config), recipe)
+    destination = Path(destination)
+    check_output(source.path if isinstance(source, Source) else Path(source), destination, overwrite)
+    opened = open_source(source)
+    plan = make_plan(opened, recipe)
     rounded = {"name": rounding.name, **rounding.identity}
     key = {
         "verb": "quantize",
-        "source": fingerprint(checkpoint),
+        "source": fingerprint(opened.checkpoint),
         "recipe": recipe.to_dict(),
         "rounding": rounded,
         "versions": versions(),
     }
     rounding.check(plan.schemes)
     with staged(destination, key, plan.bytes_after, overwrite) as staging:
-        checkpoint.write_side_files(staging.folder)
+        opened.checkpoint.write_side_files(staging.folder)
         records = write_shards(_shards(plan, rounding), staging, plan.bytes_after, progress)
         errors = _errors(plan, records)
         _write_descriptions(plan, rounded, records, errors, staging.folder)

@@ -7,20 +7,15 @@ from functools import lru_cache
 from pathlib import Path
 
 from diffquant.errors import UsageError
-from diffquant.formats.reader import open_checkpoint, side_files
+from diffquant.formats.reader import Checkpoint, side_files
 from diffquant.support.files import file_digest
 
 
-def model_fingerprint(path: Path) -> str:
-    """SHA-256 over the contents of a checkpoint's weights, config and tokenizer, wherever they lie.
-
-    Raises:
-        CheckpointError: the checkpoint cannot be opened.
-    """
-    if path.is_file():
-        files = [path]
-    else:
-        files = [*open_checkpoint(path).weight_files(), path / "config.json", *side_files(path)]
+def checkpoint_fingerprint(checkpoint: Checkpoint) -> str:
+    """SHA-256 over the contents of a checkpoint's weights, config and tokenizer, wherever they lie."""
+    files = checkpoint.weight_files()
+    if checkpoint.path.is_dir():
+        files += [checkpoint.path / "config.json", *side_files(checkpoint.path)]
     digests = {file.name: _digest_once(file.resolve(), _state(file)) for file in files}
     return hashlib.sha256(json.dumps(digests, sort_keys=True).encode()).hexdigest()
 

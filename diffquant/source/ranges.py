@@ -16,7 +16,7 @@ from torch import Tensor
 
 from diffquant.errors import CheckpointError, OutputExistsError, UsageError
 from diffquant.scheme import LAYER_TARGETS, Recipe
-from diffquant.source.identity import model_fingerprint
+from diffquant.source.source import Source
 from diffquant.support.files import check_writable, write_atomically
 
 _VERSION = "1"
@@ -92,16 +92,16 @@ def write_ranges(path: Path, ranges: Ranges) -> None:
     write_atomically(path, save({name: tensor.contiguous() for name, tensor in ranges.tensors.items()}, metadata))
 
 
-def read_ranges(path: Path, model: Path) -> Ranges:
+def read_ranges(path: Path, source: Source) -> Ranges:
     """The ranges in a file, which must have been found on this very checkpoint.
 
     Raises:
         CheckpointError: the file cannot be read, or belongs to another model.
     """
     found = read_any_ranges(path)
-    if found.model != model_fingerprint(model):
+    if found.model != source.fingerprint:
         raise CheckpointError(
-            f"{path} was calibrated on another model than {model}; run diffquant calibrate on this checkpoint"
+            f"{path} was calibrated on another model than {source.path}; run diffquant calibrate on this checkpoint"
         )
     return found
 

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from diffquant.formats.reader import open_checkpoint
 from diffquant.support.files import write_atomically
 
 
@@ -50,8 +49,3 @@ class Cell:
     def read_failure(self) -> str:
         """One line that says what went wrong the last time."""
         return json.loads(self.failure_path.read_text(encoding="utf-8"))["error"]
-
-
-def is_quantized(path: Path) -> bool:
-    """Whether a checkpoint's weights are packed already, or a GGUF's, which are as a rule."""
-    return path.is_file() or "quantization_config" in open_checkpoint(path).config

@@ -7,7 +7,7 @@ from diffquant.attention import check_backend
 from diffquant.loading import load
 from diffquant.scheme import Recipe
 from diffquant.source.ranges import check_taken
-from diffquant.source.tokenizer import load_tokenizer
+from diffquant.source.source import open_source
 from diffquant.support.devices import resolve
 from diffquant.support.progress import Progress, silent
 from diffquant.sweep.grid import SweepOptions
@@ -29,9 +29,10 @@ def evaluate(
     """
     check_backend(options.attention)
     tasks = make_tasks(options)
-    tokenizer = load_tokenizer(path)
+    source = open_source(path)
+    tokenizer = source.tokenizer
     scales = next(iter(options.scales), None)
-    model = load(path, recipe, resolve(options.dtype, options.device), options.device, scales=scales)
+    model = load(source, recipe, resolve(options.dtype, options.device), options.device, scales=scales)
     check_taken(scales, [model.recipe])
     model.use_attention(options.attention)
     results = {task.name: task.run(model, tokenizer, None, progress) for task in tasks}

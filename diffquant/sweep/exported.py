@@ -8,8 +8,8 @@ from typing import Any, Protocol
 
 from diffquant.errors import UsageError
 from diffquant.evals.perplexity import Reference
-from diffquant.formats.reader import open_checkpoint
 from diffquant.scheme import Recipe
+from diffquant.source.source import Source
 from diffquant.support.files import file_digest
 from diffquant.support.progress import Progress
 from diffquant.sweep.grid import EXPORTED, Point, SweepOptions
@@ -97,11 +97,11 @@ def describe(paths: Sequence[Path], runtime: Runtime | None) -> dict[Path, Expor
     return {folder: runtime.describe(folder) for folder in folders} if runtime else {}
 
 
-def exported_points(exported: Mapping[Path, ExportedModel], checkpoints: Sequence[Path]) -> list[Point]:
+def exported_points(exported: Mapping[Path, ExportedModel], sources: Mapping[Path, Source]) -> list[Point]:
     """One point a folder, compared with the checkpoint among these that it was made from, quantized or not."""
     if not exported:
         return []
-    held = {path: frozenset(map(file_digest, _weight_files(path))) for path in checkpoints}
+    held = {path: frozenset(map(file_digest, source.checkpoint.weight_files())) for path, source in sources.items()}
 
     def source_of(model: ExportedModel) -> Path | None:
         return next((path for path, digests in held.items() if digests in model.sources), None)
@@ -110,7 +110,3 @@ def exported_points(exported: Mapping[Path, ExportedModel], checkpoints: Sequenc
         Point(folder, EXPORTED, model.bits, model.scheme, Recipe(), source_of(model))
         for folder, model in exported.items()
     ]
-
-
-def _weight_files(path: Path) -> list[Path]:
-    return [path] if path.is_file() else open_checkpoint(path).weight_files()

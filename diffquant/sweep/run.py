@@ -13,14 +13,14 @@ import torch
 from diffquant.attention import check_backend
 from diffquant.errors import CheckpointError, UsageError
 from diffquant.loading import check_loadable
-from diffquant.scheme import LAYER_TARGETS, Recipe
-from diffquant.source.identity import model_fingerprint
+from diffquant.scheme import LAYER_TARGETS
 from diffquant.source.ranges import check_taken, read_any_ranges
+from diffquant.source.source import Source, open_source
 from diffquant.support.devices import check_device, resolve
 from diffquant.support.files import file_digest, write_atomically
 from diffquant.support.progress import Progress, silent
 from diffquant.support.versions import versions_of_run
-from diffquant.sweep.cell import Cell, is_quantized
+from diffquant.sweep.cell import Cell
 from diffquant.sweep.exported import ExportedModel, ExportedSession, Runtime, check_as_it_is, describe, exported_points
 from diffquant.sweep.grid import Point, SweepOptions, points
 from diffquant.sweep.result import Measured, SweepResult
@@ -61,15 +61,15 @@ def run_sweep(
     tasks = make_tasks(options)
     check_device(options.device)
     check_backend(options.attention, (scheme for point in grid for scheme in point.recipe.schemes_of("logits")))
-    for model in checkpoints:
-        _check_model(model, [point.recipe for point in grid if point.model == model])
-    fingerprints = {model: model_fingerprint(model) for model in checkpoints}
-    sweep = _Sweep(options, tasks, fingerprints, _scales_by_model(fingerprints, options.scales), exported)
+    sources = {model: open_source(model) for model in checkpoints}
+    for model, source in sources.items():
+        check_loadable(source, [point.recipe for point in grid if point.model == model])
+    sweep = _Sweep(options, tasks, sources, _scales_by_model(sources, options.scales), exported)
     for point in grid:
         _check_scales(point, sweep.scales.get(point.model))
     for model, file in sweep.scales.items():
         check_taken(file, [point.recipe for point in grid if point.model == model])
-    grid += exported_points(exported, checkpoints)
+    grid += exported_points(exported, sources)
     folder = output / "cells"
     folder.mkdir(parents=True, exist_ok=True)
     jobs = [_Job(point, task, Cell(folder, sweep.key(point, task))) for point in grid for task in sweep.tasks]
@@ -93,7 +93,9 @@ def run_sweep(
 
 def _session(sweep: "_Sweep", point: Point, runtime: Runtime | None) -> Session | ExportedSession:
     def of_checkpoint(path: Path) -> Session:
-        return Session(path, sweep.dtype, sweep.options.device, sweep.scales.get(path), sweep.options.attention)
+        return Session(
+            sweep.sources[path], sweep.dtype, sweep.options.device, sweep.scales.get(path), sweep.options.attention
+        )
 
     if runtime is None or point.model not in sweep.exported:
         return of_checkpoint(point.model)
@@ -101,25 +103,19 @@ def _session(sweep: "_Sweep", point: Point, runtime: Runtime | None) -> Session 
     return ExportedSession(point.model, sweep.exported[point.model], runtime, full)
 
 
-def _check_model(model: Path, recipes: list[Recipe]) -> None:
-    """As `check_loadable`; a GGUF takes many seconds to open and is opened for weights or layers that are named."""
-    if model.suffix != ".gguf" or any(recipe.weights.quantizes or recipe.overrides for recipe in recipes):
-        check_loadable(model, recipes)
-
-
-def _scales_by_model(fingerprints: Mapping[Path, str], files: Sequence[Path]) -> dict[Path, Path]:
+def _scales_by_model(sources: Mapping[Path, Source], files: Sequence[Path]) -> dict[Path, Path]:
     """The file of each model that has one.
 
     Raises:
         CheckpointError: a file belongs to none of the models.
         UsageError: two files belong to one.
     """
-    owners = {fingerprint: model for model, fingerprint in fingerprints.items()}
+    owners = {source.fingerprint: model for model, source in sources.items()}
     found: dict[Path, Path] = {}
     for file in files:
         owner = owners.get(read_any_ranges(file).model)
         if owner is None:
-            raise CheckpointError(f"{file} was calibrated on none of {', '.join(map(str, fingerprints))}")
+            raise CheckpointError(f"{file} was calibrated on none of {', '.join(map(str, sources))}")
         if owner in found:
             raise UsageError(f"{found[owner]} and {file} are both of {owner}; sweep them into two folders")
         found[owner] = file
@@ -149,7 +145,7 @@ class _Job:
 class _Sweep:
     options: SweepOptions
     tasks: list[Task]
-    fingerprints: dict[Path, str]
+    sources: dict[Path, Source]
     scales: dict[Path, Path]
     exported: dict[Path, ExportedModel]
 
@@ -169,7 +165,7 @@ class _Sweep:
             return {
                 "format": RESULT_FORMAT,
                 "model": self.exported[point.model].identity,
-                "compared_with": self.fingerprints[point.compared_with] if point.compared_with else None,
+                "compared_with": self.sources[point.compared_with].fingerprint if point.compared_with else None,
                 "task": self._identities[task.name],
                 "dtype": str(self.dtype).removeprefix("torch."),
                 "versions": versions_of_run(self.options.device),
@@ -180,7 +176,7 @@ class _Sweep:
             scales
             | {
                 "format": RESULT_FORMAT,
-                "model": self.fingerprints[point.model],
+                "model": self.sources[point.model].fingerprint,
                 "recipe": point.recipe.to_dict(),
                 "task": self._identities[task.name],
                 "dtype": str(self.dtype).removeprefix("torch."),
@@ -194,8 +190,8 @@ class _Sweep:
         return {
             "options": {name: _plain(value) for name, value in asdict(self.options).items()},
             "tasks": list(self._identities.values()),
-            "models": {str(path): digest for path, digest in self.fingerprints.items()},
-            "quantized": [str(path) for path in self.fingerprints if is_quantized(path)],
+            "models": {str(path): source.fingerprint for path, source in self.sources.items()},
+            "quantized": [str(path) for path, source in self.sources.items() if source.packed or path.is_file()],
             "dtype": str(self.dtype).removeprefix("torch."),
             "versions": versions_of_run(self.options.device),
             "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),

@@ -1,9 +1,8 @@
-"""One model under measurement: loaded once for each set of weights, with its tokenizer and 16-bit reference."""
+"""One model under measurement: loaded once for each set of weights, with its 16-bit reference."""
 
 import gc
 import time
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from diffquant.evals.perplexity import Reference
 from diffquant.loading import load
 from diffquant.model.modeling import DiffTransformer
 from diffquant.scheme import Recipe
-from diffquant.source.tokenizer import load_tokenizer
+from diffquant.source.source import Source
 from diffquant.support.progress import Progress
 from diffquant.sweep.storage import kv_bytes_per_token, weight_bytes
 from diffquant.sweep.tasks import Perplexity, Task
@@ -23,7 +22,7 @@ from diffquant.sweep.tasks import Perplexity, Task
 class Session:
     """Holds one loaded model at a time; the one before is let go first."""
 
-    path: Path
+    source: Source
     dtype: torch.dtype
     device: str
     scales: Path | None = None
@@ -31,10 +30,6 @@ class Session:
     _loaded: DiffTransformer | None = None
     _reference: Reference | None = None
     _weight_bytes: dict[str, int] = field(default_factory=dict)
-
-    @cached_property
-    def tokenizer(self) -> Any:
-        return load_tokenizer(self.path)
 
     def measure(self, task: Task, recipe: Recipe, progress: Progress) -> dict[str, Any]:
         """A task's result under a recipe, with the time it took, what it stores and what its logits did.
@@ -45,7 +40,7 @@ class Session:
         reference = None if recipe == Recipe() else self.reference(task, progress)
         model = self.model(recipe)
         started = time.monotonic()
-        result = task.run(model, self.tokenizer, reference, progress)
+        result = task.run(model, self.source.tokenizer, reference, progress)
         result["seconds"] = round(time.monotonic() - started, 2)
         if any(scheme.quantizes for scheme in recipe.schemes_of("logits")):
             model.require_fired()
@@ -58,7 +53,7 @@ class Session:
         if self._loaded is None or _weights(self._loaded.recipe) != _weights(recipe):
             self._loaded = None
             gc.collect()
-            self._loaded = load(self.path, recipe, self.dtype, self.device, scales=self.scales)
+            self._loaded = load(self.source, recipe, self.dtype, self.device, scales=self.scales)
             self._loaded.use_attention(self.attention)
         self._loaded.apply_recipe(recipe)
         return self._loaded
@@ -68,13 +63,13 @@ class Session:
         if not isinstance(task, Perplexity):
             return None
         if self._reference is None:
-            self._reference = task.reference_of(self.model(Recipe()), self.tokenizer, progress)
+            self._reference = task.reference_of(self.model(Recipe()), self.source.tokenizer, progress)
         return self._reference
 
     def _stored_weights(self, recipe: Recipe) -> int:
         weights = _weights(recipe)
         if weights not in self._weight_bytes:
-            self._weight_bytes[weights] = weight_bytes(self.path, recipe)
+            self._weight_bytes[weights] = weight_bytes(self.source, recipe)
         return self._weight_bytes[weights]
 
 

@@ -1,27 +1,19 @@
 """What a recipe stores: bytes of the checkpoint that `quantize` would write, bytes of KV cache a token."""
 
-from pathlib import Path
-
 import torch
 
-from diffquant.formats.reader import open_checkpoint
-from diffquant.model.adapters import adapter_for
 from diffquant.model.cache import PackedCache
 from diffquant.model.modeling import DiffTransformer
 from diffquant.quantization.plan import make_plan
 from diffquant.scheme import Recipe
-from diffquant.source.check import check_tensors
+from diffquant.source.source import Source
 
 _KV_TOKENS = 1024
 
 
-def weight_bytes(path: Path, recipe: Recipe) -> int:
+def weight_bytes(source: Source, recipe: Recipe) -> int:
     """Bytes of all tensors with the recipe's weights packed, scales included."""
-    checkpoint = open_checkpoint(path)
-    adapter = adapter_for(checkpoint.config)
-    if check_tensors(checkpoint, adapter):
-        return checkpoint.nbytes
-    return make_plan(checkpoint, adapter, recipe).bytes_after
+    return source.checkpoint.nbytes if source.packed else make_plan(source, recipe).bytes_after
 
 
 def kv_bytes_per_token(model: DiffTransformer) -> float:

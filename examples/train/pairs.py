@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 from deltas import applied, check_groups, read_delta
-from loop import Source
+from loop import Source as Batches
 from models import KINDS
 from settings import PairsSettings
 from starts import levels_of
@@ -32,8 +32,7 @@ from diffquant.inspection import inspect_checkpoint
 from diffquant.loading import load
 from diffquant.model.modeling import DiffTransformer
 from diffquant.report.tables import aligned
-from diffquant.source.identity import model_fingerprint
-from diffquant.source.tokenizer import load_tokenizer
+from diffquant.source.source import Source, open_source
 from diffquant.support.devices import check_device
 from diffquant.support.files import write_atomically
 
@@ -75,12 +74,13 @@ def train(settings: PairsSettings, base: Path, text: Path, output: Path, limit: 
     prose = read_text(text, None)
     cut = max(0, len(prose) - settings.heldout)
     read, heldout = prose[:cut], prose[cut:]
-    tokenizer = load_tokenizer(base)
+    opened = open_source(base)
+    tokenizer = opened.tokenizer
     check_length(read, tokenizer, settings.schedule.longest)
-    original = load_original(base)
+    original = load_original(opened)
     check_groups(original.config, scheme)
     digest = hashlib.sha256(prose.encode()).hexdigest()
-    run = {"base": model_fingerprint(base), "text": digest, **asdict(limit), **asdict(settings)}
+    run = {"base": opened.fingerprint, "text": digest, **asdict(limit), **asdict(settings)}
     claim(output, run)
     if not (output / RESULTS).exists():
         source = TokenWindows(output, read, tokenizer)
@@ -110,15 +110,16 @@ def apply(delta_file: Path, base: Path, output: Path) -> None:
     """
     check_output(base, output, overwrite=False)
     delta = read_delta(delta_file)
-    if delta.base != model_fingerprint(base):
+    opened = open_source(base)
+    if delta.base != opened.fingerprint:
         raise CheckpointError(f"{delta_file} was trained on another base than {base}; give the one it was trained on")
-    model = applied(delta, load_original(base))
+    model = applied(delta, load_original(opened))
     with staged(output, {"verb": "apply"}, 2 * model.num_parameters(), overwrite=False) as staging:
         model.save_pretrained(staging.folder)
-        load_tokenizer(base).save_pretrained(staging.folder)
+        opened.tokenizer.save_pretrained(staging.folder)
 
 
-def load_original(base: Path) -> DiffTransformer:
+def load_original(base: Source) -> DiffTransformer:
     """The Transformer that all starts from, in float32.
 
     Raises:
@@ -127,7 +128,9 @@ def load_original(base: Path) -> DiffTransformer:
     """
     original = load(base, dtype=torch.float32)
     if original.config.diff_spec.maps != 1:
-        raise UsageError(f"{base} is {original.config.diff_spec.generation}; give a Transformer, a Llama checkpoint")
+        raise UsageError(
+            f"{base.path} is {original.config.diff_spec.generation}; give a Transformer, a Llama checkpoint"
+        )
     original.use_attention("flashdiff1")
     return original
 
@@ -147,7 +150,7 @@ def table(results: Results) -> str:
     return "\n".join([title, *aligned(head, lines)])
 
 
-def _calibration(source: Source, settings: PairsSettings) -> torch.Tensor:
+def _calibration(source: Batches, settings: PairsSettings) -> torch.Tensor:
     length = settings.schedule.longest
     ids, _ = source.batch(settings.schedule.seed, 0, max(1, settings.calibration // length), length)
     return ids[:, :-1]

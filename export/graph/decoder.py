@@ -10,7 +10,7 @@ from diffquant.export.graph.body import BodyKind, body
 from diffquant.export.graph.linears import Linears
 from diffquant.export.graph.nodes import CONTRIB, Graph
 from diffquant.export.graph.op import DOMAIN, NAME, OpAttributes
-from diffquant.export.graph.source import EMBEDDING, HEAD, Scales, Source, key_width
+from diffquant.export.graph.source import EMBEDDING, HEAD, ExportSource, Scales, key_width
 from diffquant.export.graph.streaming import Streamed, place
 from diffquant.export.options import IR_VERSION
 from diffquant.model.layout import LAMBDA_VECTORS
@@ -23,7 +23,7 @@ _KINDS = {"float32": TensorProto.FLOAT, "float16": TensorProto.FLOAT16}
 _CACHE_KINDS = {8: TensorProto.INT8, 4: TensorProto.UINT8}
 
 
-def build(source: Source, scales: Mapping[int, Scales] | None) -> tuple[ModelProto, list[Streamed]]:
+def build(source: ExportSource, scales: Mapping[int, Scales] | None) -> tuple[ModelProto, list[Streamed]]:
     """The model, and the tensors of its data file in order.
 
     Args:
@@ -39,7 +39,7 @@ def build(source: Source, scales: Mapping[int, Scales] | None) -> tuple[ModelPro
 class _Decoder:
     """Emits the graph from input ids to logits."""
 
-    def __init__(self, source: Source, scales: Mapping[int, Scales] | None) -> None:
+    def __init__(self, source: ExportSource, scales: Mapping[int, Scales] | None) -> None:
         self.source = source
         self.spec = source.spec
         self.config = source.adapter.config

@@ -16,6 +16,7 @@ from diffquant.formats.reader import Checkpoint
 from diffquant.model.adapters import Adapter
 from diffquant.numerics import check_finite, unpack
 from diffquant.scheme import FULL, Scheme
+from diffquant.source.source import Source
 
 
 @dataclass(frozen=True)
@@ -90,12 +91,11 @@ class Matrix:
         return self.source.removesuffix(".weight") + suffix
 
 
-def read_matrix(
-    checkpoint: Checkpoint, adapter: Adapter, name: str, packed: dict[str, Scheme], wanted: Scheme = FULL
-) -> Matrix:
+def read_matrix(opened: Source, name: str, wanted: Scheme = FULL) -> Matrix:
     """A linear's, the embedding's or a λ projection's weight by DiffTransformer's name."""
+    checkpoint, adapter = opened.checkpoint, opened.adapter
     source = adapter.source_name(name)
-    stored = packed.get(source.removesuffix(".weight"), FULL)
+    stored = opened.packed.get(source.removesuffix(".weight"), FULL)
     held = source if not stored.quantizes else source.removesuffix(".weight") + PACKED
     order = row_order(adapter, name)
     rows = checkpoint.tensors[held].shape[0] if order is None else len(order)
@@ -103,16 +103,15 @@ def read_matrix(
     return Matrix(checkpoint, source, name, (rows, width), stored, FULL if stored.quantizes else wanted, order)
 
 
-def read_vector(checkpoint: Checkpoint, adapter: Adapter, name: str) -> Tensor:
+def read_vector(opened: Source, name: str) -> Tensor:
     """A norm's weight, a bias or a λ vector, reordered as its matrix; float32.
 
     Raises:
         NonFiniteError: it holds NaN or infinity.
     """
-    source = adapter.source_name(name)
-    vector = checkpoint.read(source)
-    check_finite(vector, source)
-    order = row_order(adapter, name)
+    vector = opened.read(name)
+    check_finite(vector, opened.adapter.source_name(name))
+    order = row_order(opened.adapter, name)
     return (vector if order is None else vector[order]).float()
 
 

@@ -10,10 +10,10 @@ from diffquant.export.graph.linears import check_blocks
 from diffquant.export.graph.matrix import Matrix, read_matrix, read_vector
 from diffquant.export.options import ExportOptions
 from diffquant.family.spec import DiffSpec
-from diffquant.formats.reader import Checkpoint
 from diffquant.model.adapters import Adapter
 from diffquant.model.layout import linear_shapes
 from diffquant.scheme import Scheme
+from diffquant.source.source import Source
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # Their tables depend on the length of the sequence.
@@ -24,38 +24,40 @@ Scales = tuple[np.ndarray, np.ndarray]
 
 
 @dataclass(frozen=True)
-class Source:
+class ExportSource:
     """A checkpoint to export, and what is to become of its weights."""
 
-    checkpoint: Checkpoint
-    adapter: Adapter
-    packed: dict[str, Scheme]
+    source: Source
     options: ExportOptions
 
     @property
+    def adapter(self) -> Adapter:
+        return self.source.adapter
+
+    @property
     def spec(self) -> DiffSpec:
-        return self.adapter.config.diff_spec
+        return self.source.spec
 
     def linear(self, name: str) -> Matrix:
-        return read_matrix(self.checkpoint, self.adapter, name, self.packed, self.options.weights)
+        return read_matrix(self.source, name, self.options.weights)
 
     def embedding(self, name: str) -> Matrix:
         """The embedding or the head: 8-bit where asked for, whatever the linears are."""
-        matrix = read_matrix(self.checkpoint, self.adapter, name, self.packed)
+        matrix = read_matrix(self.source, name)
         if self.options.embed_bits == 16 or matrix.scheme.quantizes:
             return matrix
         size = next((block for block in (128, 64, 32, 16) if matrix.shape[1] % block == 0), None)
         scheme = Scheme(8, "group", size) if size else Scheme(8, "row")
-        return read_matrix(self.checkpoint, self.adapter, name, self.packed, scheme)
+        return read_matrix(self.source, name, scheme)
 
     def whole(self, name: str) -> Tensor:
         """A small matrix in float32."""
-        matrix = read_matrix(self.checkpoint, self.adapter, name, self.packed)
+        matrix = read_matrix(self.source, name)
         rows = matrix.shape[0]
         return matrix.dequantized(0, rows) if matrix.scheme.quantizes else matrix.values(0, rows).float()
 
     def vector(self, name: str) -> Tensor:
-        return read_vector(self.checkpoint, self.adapter, name)
+        return read_vector(self.source, name)
 
     def matrices(self) -> list[Matrix]:
         """Every matrix of the graph, in no particular order."""
@@ -63,7 +65,7 @@ class Source:
         return [self.linear(n) for n in linear_shapes(self.adapter.config)] + [self.embedding(n) for n in ends]
 
 
-def check_source(source: Source) -> None:
+def check_source(source: ExportSource) -> None:
     """Refuse what the graph cannot express.
 
     Raises:
@@ -83,7 +85,7 @@ def check_source(source: Source) -> None:
     if source.spec.maps == 1 and (options.pure or options.logits.quantizes):
         problems.append("a Transformer's attention is ONNX Runtime's own: leave out --pure-onnx and --logits")
     if problems:
-        raise CheckpointError(f"{source.checkpoint.path} cannot be exported: {'; '.join(problems)}")
+        raise CheckpointError(f"{source.source.path} cannot be exported: {'; '.join(problems)}")
     check_blocks(source.matrices(), options.pure)
 
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,14 +12,12 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from diffquant.export.calibration import state_order
-from diffquant.export.graph.source import Scales, Source
+from diffquant.export.graph.source import ExportSource, Scales
 from diffquant.export.options import ExportOptions
-from diffquant.formats.reader import open_checkpoint
 from diffquant.loading import load
-from diffquant.model.adapters import adapter_for
 from diffquant.model.modeling import DiffTransformer
 from diffquant.scheme import Recipe
-from diffquant.source.check import check_tensors
+from diffquant.source.source import Source
 
 
 class Reference:
@@ -30,10 +27,8 @@ class Reference:
         model: with the exported weights' values.
     """
 
-    def __init__(self, source: Path, options: ExportOptions, scales: Mapping[int, Scales]) -> None:
-        checkpoint = open_checkpoint(source)
-        adapter = adapter_for(checkpoint.config)
-        self._source = Source(checkpoint, adapter, check_tensors(checkpoint, adapter), options)
+    def __init__(self, source: Source, options: ExportOptions, scales: Mapping[int, Scales]) -> None:
+        self._source = ExportSource(source, options)
         self._bits = options.kv_bits
         order = state_order(self._source)
         self._scales = {layer: _in_model_order(pair, order) for layer, pair in scales.items()}

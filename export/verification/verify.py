@@ -15,8 +15,7 @@ from diffquant.export.manifest import Manifest, check_unchanged, read_manifest
 from diffquant.export.options import ExportOptions
 from diffquant.export.runtime.session import OnnxModel
 from diffquant.export.verification.reference import Reference, cache_scales
-from diffquant.formats.reader import open_checkpoint
-from diffquant.source.tokenizer import load_tokenizer
+from diffquant.source.source import Source, open_source
 from diffquant.support.files import file_digest
 
 _LENGTH, _DECODED = 64, 8
@@ -92,7 +91,7 @@ class Verification:
         return f"every layer's output is close in prefill; these logits are not: {wrong}"
 
 
-def verify(folder: Path, source: Path, tolerance: float | None = None, threads: int = 0) -> Verification:
+def verify(folder: Path, source: Path | str | Source, tolerance: float | None = None, threads: int = 0) -> Verification:
     """Compare an exported folder with the checkpoint it was made from.
 
     Args:
@@ -103,14 +102,14 @@ def verify(folder: Path, source: Path, tolerance: float | None = None, threads: 
         CheckpointError: the folder was edited after export, or made from another checkpoint.
         ToleranceError: a route differs by more than the tolerance.
     """
-    folder, source = Path(folder), Path(source)
+    folder, source = Path(folder), open_source(source)
     manifest = read_manifest(folder)
     check_unchanged(folder, manifest)
     _check_source(manifest, source)
     reference = Reference(source, manifest.options, cache_scales(load_graph(folder)))
     found = _compare(folder, reference, manifest, sequences(source, reference), tolerance, threads)
     if not found.passed:
-        raise ToleranceError(f"{folder} does not compute what {source} does:\n{found}")
+        raise ToleranceError(f"{folder} does not compute what {source.path} does:\n{found}")
     return found
 
 
@@ -121,13 +120,13 @@ def default_tolerance(options: ExportOptions) -> float:
     return _ROUNDED if options.kv_bits < 16 or options.logits.quantizes else _FLOAT
 
 
-def sequences(source: Path, reference: Reference) -> list[np.ndarray]:
+def sequences(source: Source, reference: Reference) -> list[np.ndarray]:
     """Three sequences of token ids of different length: prose where there is a tokenizer, else random."""
     config = reference.model.config
     longest = min(_LENGTH, config.max_position_embeddings - 1)
     lengths = [longest, max(1, longest // 2), max(1, longest // 5)]
     try:
-        text = load_tokenizer(source)(books_text()[: 20 * longest])["input_ids"]
+        text = source.tokenizer(books_text()[: 20 * longest])["input_ids"]
     except CheckpointError:
         text = []
     if len(text) < 2 * longest or max(text) >= config.vocab_size:
@@ -258,11 +257,11 @@ def _advice(options: ExportOptions, routes: list[Route]) -> str:
     return f"{cost}; where that matters, export 4-bit weights with --accuracy-level 1, which is slower"
 
 
-def _check_source(manifest: Manifest, source: Path) -> None:
+def _check_source(manifest: Manifest, source: Source) -> None:
     held: dict[str, Any] = dict(manifest.source["sha256"])
-    found = {file.name: file_digest(file) for file in open_checkpoint(source).weight_files()}
+    found = {file.name: file_digest(file) for file in source.checkpoint.weight_files()}
     if list(held.values()) != list(found.values()):
         raise CheckpointError(
-            f"the folder was exported from {manifest.source['name']}, whose weights are not those of {source}; "
+            f"the folder was exported from {manifest.source['name']}, whose weights are not those of {source.path}; "
             "verify it against its own checkpoint"
         )

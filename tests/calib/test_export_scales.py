@@ -19,8 +19,8 @@ from diffquant.export.options import ExportOptions
 from diffquant.export.verification.reference import cache_scales
 from diffquant.export.verification.verify import verify
 from diffquant.loading import load
-from diffquant.source.identity import model_fingerprint
 from diffquant.source.ranges import Ranges, write_ranges
+from diffquant.source.source import open_source
 
 IDS = random_ids(3, 40)
 
@@ -29,7 +29,7 @@ def calibrated(source: Path, file: Path, observer: Observer, targets=("k", "v"))
     options = CalibrationOptions(targets=targets, observer=observer)
     tensors, _ = observe(load(source, dtype=torch.float32), torch.tensor(IDS), torch.tensor(IDS), options)
     bits = observer.bits if observer.kind == "mse" else None
-    write_ranges(file, Ranges(model_fingerprint(source), {}, bits, tensors))
+    write_ranges(file, Ranges(open_source(source).fingerprint, {}, bits, tensors))
     return file
 
 

@@ -30,6 +30,7 @@ from diffquant.model.adapters import adapter_for
 from diffquant.quantization.plan import make_plan
 from diffquant.quantization.quantize import quantize
 from diffquant.scheme import Recipe
+from diffquant.source.source import open_source
 from diffquant.source.tokenizer import load_tokenizer
 from diffquant.text.corpus import load_text
 from diffquant.text.tokens import token_windows
@@ -98,8 +99,7 @@ def test_an_even_spread_keeps_to_the_budget_and_uses_it(budget):
 
 
 def units_of(path, targets, granularity="g16"):
-    source = open_checkpoint(path)
-    return find_units(source, adapter_for(source.config), targets, WIDTHS, granularity)
+    return find_units(open_source(path), targets, WIDTHS, granularity)
 
 
 @pytest.mark.parametrize("target", ["weights", "k", "v", "logits"])
@@ -160,8 +160,7 @@ def uniform_kl_or(found, by_name):
 def test_the_stored_size_of_a_candidate_is_that_of_its_checkpoint(checkpoint, tmp_path):
     units = units_of(checkpoint, ("weights",))
     recipe = to_recipe({u: WIDTHS[i % 3] for i, u in enumerate(units)})
-    source = open_checkpoint(checkpoint)
-    plan = make_plan(source, adapter_for(source.config), recipe)
+    plan = make_plan(open_source(checkpoint), recipe)
     assert sum(t.stored_bytes for t in plan.tensors if t.scheme.quantizes) == sum(
         u.stored[WIDTHS[i % 3]] for i, u in enumerate(units)
     )

@@ -15,7 +15,7 @@ from diffquant.formats.reader import open_checkpoint
 from diffquant.model.adapters import adapter_for
 from diffquant.quantization.quantize import quantize
 from diffquant.scheme import Recipe
-from diffquant.source.check import check_tensors
+from diffquant.source.source import open_source
 
 HEAD = 8
 UNILM_V1 = {
@@ -94,8 +94,7 @@ def test_all_but_attention_is_carried_over(tmp_path):
     tensors = write_random(tmp_path / "unilm", UNILM_V1 | {"num_key_value_heads": 4, "rope_theta": 5e5})
     (tmp_path / "unilm/tokenizer.json").write_text("{}")
     convert(tmp_path / "unilm", tmp_path / "out", "diffllama")
-    converted = open_checkpoint(tmp_path / "out")
-    check_tensors(converted, adapter_for(converted.config))
+    converted = open_source(tmp_path / "out").checkpoint
     same = [name for name in tensors if "self_attn" not in name or "lambda" in name]
     assert all(torch.equal(converted.read(name), tensors[name]) for name in same)
     assert adapter_for(converted.config).config.rope_parameters["rope_theta"] == 5e5
@@ -114,9 +113,7 @@ def test_a_llama_becomes_a_diff_v2_whose_maps_start_equal(tmp_path, kv_heads, bi
     source = write_llama(tmp_path / "llama", num_key_value_heads=kv_heads, attention_bias=bias, shard_size="100KB")
     convert(source, tmp_path / "out", "diff-v2")
     before, after = open_checkpoint(source), open_checkpoint(tmp_path / "out")
-    adapter = adapter_for(after.config)
-    check_tensors(after, adapter)
-    spec = adapter.config.diff_spec
+    spec = open_source(tmp_path / "out").spec
     assert (spec.pairs, spec.kv_pairs, spec.rope, spec.generation) == (4, kv_heads, "half", "DIFF V2")
     for name in after.tensors:
         made = after.read(name)
@@ -246,7 +243,7 @@ def test_a_gguf_file_converts_with_its_tokenizer(tmp_path):
     write_gguf(tmp_path / "tiny.gguf", source, sizes)
     convert(tmp_path / "tiny.gguf", tmp_path / "out", "diff-v2")
     before, after = open_checkpoint(source), open_checkpoint(tmp_path / "out")
-    assert check_tensors(after, adapter_for(after.config)) == {}
+    assert open_source(tmp_path / "out").packed == {}
     assert (tmp_path / "out/tokenizer.json").exists()
     down, q = "model.layers.1.mlp.down_proj.weight", "model.layers.1.self_attn.q_proj.weight"
     # Q8_0 keeps 8 bits of each 32 weights.

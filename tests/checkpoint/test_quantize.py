@@ -20,11 +20,10 @@ from diffquant.formats import atomic_folder as staging
 from diffquant.formats import row_stream as stream
 from diffquant.formats.compressed_tensors import PACKED, SCALE, SHAPE, decode
 from diffquant.formats.reader import open_checkpoint
-from diffquant.model.adapters import adapter_for
 from diffquant.quantization.plan import make_plan
 from diffquant.quantization.quantize import quantize
 from diffquant.scheme import Recipe
-from diffquant.source.check import check_tensors
+from diffquant.source.source import open_source
 
 
 @pytest.fixture
@@ -33,14 +32,13 @@ def source(tmp_path):
 
 
 def plan_of(folder, recipe):
-    checkpoint = open_checkpoint(folder)
-    return make_plan(checkpoint, adapter_for(checkpoint.config), recipe)
+    return make_plan(open_source(folder), recipe)
 
 
 def write_decoded(folder, destination):
     """The checkpoint in `folder` with every packed weight decoded by ours."""
-    checkpoint = open_checkpoint(folder)
-    schemes = check_tensors(checkpoint, adapter_for(checkpoint.config))
+    opened = open_source(folder)
+    checkpoint, schemes = opened.checkpoint, opened.packed
     packed = tuple(module + suffix for module in schemes for suffix in (PACKED, SCALE, SHAPE))
     tensors = {name: checkpoint.read(name).clone() for name in checkpoint.tensors if name not in packed}
     for module, scheme in schemes.items():
@@ -163,11 +161,9 @@ def test_every_member_of_the_family_is_packed_under_its_own_names(tmp_path, mode
     write_random(tmp_path / "source", config, torch.float16)
     overrides = {"*.1.self_attn.lambda_proj": "8:row"} if model_type == "diff_v2" else {}
     quantize(tmp_path / "source", tmp_path / "out", Recipe.of(weights="4:g16", overrides=overrides))
-    out = open_checkpoint(tmp_path / "out")
-    adapter = adapter_for(out.config)
-    schemes = check_tensors(out, adapter)
-    packed = {name.removesuffix(".weight") for name in adapter.source_linears()}
-    assert set(schemes) == packed | ({"model.layers.1.self_attn.lambda_proj"} if overrides else set())
+    out = open_source(tmp_path / "out")
+    packed = {name.removesuffix(".weight") for name in out.adapter.source_linears()}
+    assert set(out.packed) == packed | ({"model.layers.1.self_attn.lambda_proj"} if overrides else set())
 
 
 def test_a_recipe_without_weights_copies_them(tmp_path, source):

@@ -8,8 +8,7 @@ from sources import edit_json, write_diffllama, write_random
 
 from diffquant.errors import CheckpointError, UnknownModelTypeError
 from diffquant.formats.reader import INDEX, open_checkpoint
-from diffquant.model.adapters import adapter_for
-from diffquant.source.check import check_tensors
+from diffquant.source.source import open_source
 
 
 @pytest.fixture
@@ -28,8 +27,7 @@ def rewrite(folder, shard, change):
 
 
 def check(folder):
-    checkpoint = open_checkpoint(folder)
-    return check_tensors(checkpoint, adapter_for(checkpoint.config))
+    return open_source(folder).packed
 
 
 def test_every_tensor_of_a_sharded_checkpoint_reads_as_it_was_written(sharded):

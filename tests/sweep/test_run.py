@@ -13,7 +13,7 @@ from diffquant.loading import load
 from diffquant.model.modeling import DiffTransformer
 from diffquant.quantization.quantize import quantize
 from diffquant.scheme import Recipe
-from diffquant.source.identity import model_fingerprint
+from diffquant.source.source import open_source
 from diffquant.source.tokenizer import load_tokenizer
 from diffquant.sweep import SweepOptions, run_sweep, session
 from diffquant.sweep.table import rows
@@ -112,10 +112,10 @@ def test_a_damaged_cell_is_measured_again_and_comes_out_the_same(model, copy_of)
 
 def test_a_cell_follows_the_models_contents_not_its_place(model, tmp_path):
     moved = shutil.copytree(model, tmp_path / "moved")
-    assert model_fingerprint(moved) == model_fingerprint(model)
+    assert open_source(moved).fingerprint == open_source(model).fingerprint
     config = json.loads((moved / "config.json").read_text())
     (moved / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-3}))
-    assert model_fingerprint(moved) != model_fingerprint(model)
+    assert open_source(moved).fingerprint != open_source(model).fingerprint
 
 
 @pytest.mark.parametrize("change", [{"limit": 5}, {"characters": 500}, {"stride": 16}, {"batch_tokens": 100}])

@@ -1,0 +1,94 @@
+"""An opened checkpoint: opened and checked once, then passed from verb to verb."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from diffquant.family.spec import DiffSpec
+from diffquant.formats.reader import Checkpoint, open_checkpoint
+from diffquant.model.adapters import Adapter, adapter_for
+from diffquant.scheme import Recipe, Scheme
+from diffquant.source.check import check_tensors
+from diffquant.source.identity import checkpoint_fingerprint
+from diffquant.source.stored_recipe import stored_recipe
+from diffquant.source.tokenizer import load_tokenizer
+
+
+@dataclass(frozen=True, eq=False)
+class Source:
+    """A checkpoint whose config and tensors are known to fit each other.
+
+    Attributes:
+        checkpoint: reader of its config and tensors.
+        adapter: translation of its names and head layout into DiffTransformer's.
+        packed: scheme of each module whose weight is stored packed, by the checkpoint's own names; empty for a
+            16-bit checkpoint.
+    """
+
+    checkpoint: Checkpoint
+    adapter: Adapter
+    packed: Mapping[str, Scheme]
+
+    @property
+    def path(self) -> Path:
+        return self.checkpoint.path
+
+    @property
+    def model_type(self) -> str:
+        """`model_type` of config.json."""
+        return self.checkpoint.config["model_type"]
+
+    @property
+    def spec(self) -> DiffSpec:
+        return self.adapter.config.diff_spec
+
+    @property
+    def layers(self) -> int:
+        return self.adapter.config.num_hidden_layers
+
+    @cached_property
+    def recipe(self) -> Recipe:
+        """The recipe that `quantize` recorded in it; 16 bits for any other checkpoint.
+
+        Raises:
+            CheckpointError: it cannot be read, or a newer diffquant wrote it.
+        """
+        return stored_recipe(self.checkpoint.config)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 over the contents of its weights, config and tokenizer, wherever they lie."""
+        return checkpoint_fingerprint(self.checkpoint)
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """Its tokenizer.
+
+        Raises:
+            CheckpointError: there is none, or it cannot be read.
+        """
+        return load_tokenizer(self.path)
+
+    def read(self, parameter: str) -> Tensor:
+        """A DiffTransformer parameter's data as the checkpoint stores it."""
+        return self.checkpoint.read(self.adapter.source_name(parameter))
+
+
+def open_source(path: Path | str | Source) -> Source:
+    """Open a folder of safetensors or a .gguf file, and check its tensors against its config.
+
+    A source that is open already is handed back, so that every verb takes either.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged, incomplete or of a kind that is not read; every offending file
+            and tensor is named.
+    """
+    if isinstance(path, Source):
+        return path
+    checkpoint = open_checkpoint(Path(path))
+    adapter = adapter_for(checkpoint.config)
+    return Source(checkpoint, adapter, check_tensors(checkpoint, adapter))
