@@ -1,1 +1,1 @@
-"""What only a CUDA device can show. A package, so that `tests/` is importable without its conftest."""
+"""Tests; a package, so that `tests.support` is one name for what they share, also where no conftest is read."""

@@ -4,11 +4,11 @@ import json
 import sys
 
 import pytest
-import tiny_lm
 from safetensors import safe_open
 
 from diffquant import data
 from diffquant.cli import main
+from tests.support import tiny_lm
 
 
 @pytest.fixture(scope="module")

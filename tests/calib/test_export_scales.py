@@ -8,8 +8,6 @@ import torch
 
 pytest.importorskip("onnxruntime")
 
-from checkpoints import SOURCES, random_ids, write_checkpoint
-
 from diffquant.calib.calibration.calibrate import CalibrationOptions, observe
 from diffquant.calib.calibration.observers import Observer
 from diffquant.errors import CheckpointError, UsageError
@@ -21,8 +19,10 @@ from diffquant.export.verification.verify import verify
 from diffquant.loading import load
 from diffquant.source.ranges import Ranges, write_ranges
 from diffquant.source.source import open_source
+from tests.support.checkpoints import SOURCES, write_checkpoint
+from tests.support.models import random_ids
 
-IDS = random_ids(3, 40)
+IDS = random_ids(3, 40).numpy()
 
 
 def calibrated(source: Path, file: Path, observer: Observer, targets=("k", "v")) -> Path:

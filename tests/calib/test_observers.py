@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 import torch
-from helpers import ours, random_diffllama, random_ids, random_llama
 
 from diffquant.attention import Mask
 from diffquant.attention.naive import naive
@@ -16,6 +15,7 @@ from diffquant.model.cache import PackedStates
 from diffquant.model.walk import Walk
 from diffquant.scheme import Recipe, Scheme
 from diffquant.source.ranges import Ranges
+from tests.support.models import ours, random_diffllama, random_ids, random_llama
 
 
 def heavy_tails(*shape, seed=0):

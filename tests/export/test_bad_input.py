@@ -5,7 +5,6 @@ import json
 import onnx
 import pytest
 import torch
-from checkpoints import random_ids, write_checkpoint
 from safetensors.torch import load_file, save_file
 
 import diffquant
@@ -20,6 +19,8 @@ from diffquant.errors import (
 from diffquant.export import ExportOptions, Generator, export, options, verify
 from diffquant.export.graph.external import DATA_FILE, MODEL_FILE
 from diffquant.export.runtime.session import OnnxModel
+from tests.support.checkpoints import write_checkpoint
+from tests.support.models import random_ids
 
 WINDOWS = random_ids(1, 32).tolist()
 

@@ -6,7 +6,6 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from checkpoints import SOURCES, random_ids, write_checkpoint
 from onnx import TensorProto, numpy_helper
 from onnx.reference import ReferenceEvaluator
 from transformers import DiffLlamaForCausalLM
@@ -23,6 +22,8 @@ from diffquant.model.adapters import adapter_for
 from diffquant.numerics import unpack
 from diffquant.quantization.rounding import CLIPPED
 from diffquant.scheme import Scheme
+from tests.support.checkpoints import SOURCES, write_checkpoint
+from tests.support.models import random_ids
 
 PRECISIONS = {
     "int4": {"weights": "4:g32"},
@@ -93,7 +94,7 @@ def test_the_plain_transformer_takes_the_same_options(checkpoint, tmp_path, prec
 
 
 def test_logits_equal_stock_transformers(checkpoint, tmp_path):
-    ids = random_ids(2, 33)
+    ids = random_ids(2, 33).numpy()
     model = OnnxModel(exported(checkpoint("diffllama"), tmp_path / "out"), 1)
     (logits,), _ = model.run(ids, np.ones_like(ids), model.empty_cache(2))
     oracle = DiffLlamaForCausalLM.from_pretrained(checkpoint("diffllama")).eval()(torch.from_numpy(ids)).logits
@@ -168,7 +169,7 @@ def test_a_pure_model_is_standard_onnx_and_runs_in_the_reference_evaluator(check
     domains = {node.domain for node in model.graph.node} | {n.domain for f in model.functions for n in f.node}
     assert domains == {"", "diffquant"}
     runtime = OnnxModel(folder, 1)
-    ids = random_ids(1, 9)
+    ids = random_ids(1, 9).numpy()
     (logits,), cache = runtime.run(ids, np.ones_like(ids), runtime.empty_cache(1))
     feeds = {"input_ids": ids, "attention_mask": np.ones_like(ids)}
     feeds |= dict(zip(runtime.cache.inputs, runtime.empty_cache(1), strict=True))

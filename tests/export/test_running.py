@@ -9,9 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import tiny_lm
 import torch
-from checkpoints import write_checkpoint
 from typer.testing import CliRunner
 
 import diffquant
@@ -27,6 +25,8 @@ from diffquant.support.progress import silent
 from diffquant.sweep.grid import SweepOptions
 from diffquant.sweep.run import run_sweep
 from diffquant.sweep.table import rows, text_table
+from tests.support import tiny_lm
+from tests.support.checkpoints import write_checkpoint
 
 PROMPT = "It was a dark and stormy night, and the"
 EXAMPLE = Path(__file__).parents[2] / "examples" / "onnxruntime_minimal.py"

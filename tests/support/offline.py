@@ -55,11 +55,11 @@ class Binary:
 
 def compiled(module_file: str) -> dict[str, list[Binary]]:
     """The kernels each of a test module's `launches()` launched, by launch name."""
-    tests = Path(__file__).parents[1]
-    path = os.pathsep.join([str(tests.parent), str(tests)])
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    root = Path(__file__).parents[2]
+    module = ".".join(Path(module_file).relative_to(root).with_suffix("").parts)
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)}
     done = subprocess.run(
-        [sys.executable, __file__, Path(module_file).stem], env=environment, capture_output=True, text=True, check=False
+        [sys.executable, "-m", __name__, module], env=environment, capture_output=True, text=True, check=False
     )
     if done.returncode:
         raise RuntimeError(done.stderr[-4000:])
