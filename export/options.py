@@ -7,12 +7,12 @@ import onnxruntime
 import torch
 
 from diffquant.errors import UsageError
-from diffquant.export.graph.op import LOGIT_GRANULARITIES
 from diffquant.scheme import FULL, Scheme
 
 # RMSNormalization became standard in opset 23, which ONNX Runtime takes from 1.23 on.
 OLDEST_OPSET, NEWEST_OPSET = 23, 26
 IR_VERSION = 10
+LOGIT_GRANULARITIES = ("row", "head", "pair", "tensor")
 DTYPES = {"float32": torch.float32, "float16": torch.float16}
 
 
