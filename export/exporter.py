@@ -11,11 +11,11 @@ import onnx
 import torch
 
 from diffquant.errors import UsageError
-from diffquant.export.calibration import calibrated_scales, calibration_windows, static_scales
+from diffquant.export.graph.cache_scales import calibrated_scales, calibration_windows, static_scales
 from diffquant.export.graph.decoder import build
 from diffquant.export.graph.external import DATA_FILE, MODEL_FILE
 from diffquant.export.graph.linears import container_bits
-from diffquant.export.graph.source import ExportSource, Scales, check_source
+from diffquant.export.graph.plan import ExportSource, Scales, check_source
 from diffquant.export.graph.streaming import Streamed, place, write
 from diffquant.export.manifest import write_manifest
 from diffquant.export.options import ExportOptions, check_runtime, runtime_floor

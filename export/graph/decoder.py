@@ -10,7 +10,7 @@ from diffquant.export.graph.body import BodyKind, body
 from diffquant.export.graph.linears import Linears
 from diffquant.export.graph.nodes import CONTRIB, Graph
 from diffquant.export.graph.op import DOMAIN, NAME, OpAttributes
-from diffquant.export.graph.source import EMBEDDING, HEAD, ExportSource, Scales, key_width
+from diffquant.export.graph.plan import EMBEDDING, HEAD, ExportSource, Scales, key_width
 from diffquant.export.graph.streaming import Streamed, place
 from diffquant.export.options import IR_VERSION
 from diffquant.model.layout import LAMBDA_VECTORS

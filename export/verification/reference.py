@@ -11,8 +11,8 @@ from onnx import numpy_helper
 from torch import Tensor
 from transformers import DynamicCache
 
-from diffquant.export.calibration import state_order
-from diffquant.export.graph.source import ExportSource, Scales
+from diffquant.export.graph.cache_scales import state_order
+from diffquant.export.graph.plan import ExportSource, Scales
 from diffquant.export.options import ExportOptions
 from diffquant.loading import load
 from diffquant.model.modeling import DiffTransformer

@@ -10,7 +10,7 @@ from torch import Tensor
 from diffquant.data import books_text
 from diffquant.errors import CheckpointError, UsageError
 from diffquant.export.graph.matrix import row_order
-from diffquant.export.graph.source import ExportSource, Scales
+from diffquant.export.graph.plan import ExportSource, Scales
 from diffquant.export.runtime.session import OnnxModel
 from diffquant.family.spec import DiffSpec
 from diffquant.model.attention import DiffAttention
