@@ -128,7 +128,7 @@ def calibrate(
     observer: Annotated[str, typer.Option(help="absmax, percentile or mse.")] = "absmax",
     percentile: Annotated[float, typer.Option(help="Of magnitudes that are not clipped, for percentile.")] = 99.99,
     bits: Annotated[int, typer.Option(help="Width that mse clips for and the report is about.")] = 8,
-    target: Annotated[str, typer.Option(help="k, v, logits, hidden; several with commas.")] = "k,v,logits,hidden",
+    target: Annotated[str, typer.Option(help="k, v, logits; several with commas.")] = "k,v,logits",
     text: Text = None,
     tokens: Tokens = 16384,
     window: Annotated[int, typer.Option(help="Tokens the model sees at once.")] = 512,
@@ -137,7 +137,7 @@ def calibrate(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file if it exists.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Find static ranges of K, V, logits and hidden states on half of a text; report on the other half."""
+    """Find static ranges of K, V and logits on half of a text; report on the other half."""
     from dataclasses import asdict
 
     from diffquant.calib.calibration.calibrate import CalibrationOptions
