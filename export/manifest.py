@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from diffquant.errors import CheckpointError, UsageError
-from diffquant.export.graph.external import DATA_FILE, MODEL_FILE
+from diffquant.export.files import DATA_FILE, MODEL_FILE
 from diffquant.export.options import ExportOptions, runtime_floor
 from diffquant.formats.reader import read_json
 from diffquant.support.files import file_digest, write_atomically

@@ -9,7 +9,7 @@ import torch
 from onnx import TensorProto
 from torch import Tensor
 
-from diffquant.export.graph.external import DATA_FILE
+from diffquant.export.files import DATA_FILE
 from diffquant.formats.row_stream import BLOCK_ELEMENTS, in_order, workers
 from diffquant.support.progress import Progress
 

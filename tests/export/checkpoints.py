@@ -9,7 +9,11 @@ import torch
 from safetensors.torch import save_file
 from transformers import DiffLlamaConfig, DiffLlamaForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from diffquant.calib.calibration.kv_cache import calibrate_cache
+from diffquant.export import ExportOptions
 from diffquant.model.adapters import adapter_for
+from diffquant.scheme import Recipe
+from diffquant.source.ranges import Ranges
 
 SIZES: dict[str, Any] = {
     "vocab_size": 90,
@@ -51,6 +55,13 @@ def write_checkpoint(folder: Path, source: str, dtype: torch.dtype = torch.float
 
 def random_ids(batch: int, length: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, SIZES["vocab_size"], (batch, length))
+
+
+def cache_ranges(source: Path, options: ExportOptions) -> Ranges | None:
+    """Ranges of an export's quantized cache, found on random tokens; None for one in the activations' type."""
+    if options.kv_bits == 16:
+        return None
+    return calibrate_cache(source, Recipe(weights=options.weights), torch.from_numpy(random_ids(2, 64)))
 
 
 def _write_random(folder: Path, config: dict[str, Any], dtype: torch.dtype) -> None:
