@@ -22,12 +22,12 @@ class Manifest:
     """An export's record.
 
     Attributes:
-        options: what was asked for.
+        options: options of the export.
         floor: oldest ONNX Runtime that opens the model.
         source: "name", "model_type" and "sha256" of the checkpoint's weight files; "origin_sha256" of those a
             quantized checkpoint was made from.
-        tensors: of each quantized weight: bits, container bits, granularity, stored bytes.
-        sha256: of the model's files.
+        tensors: bits, container bits and granularity of each quantized weight.
+        sha256: digests of the model's files by name.
     """
 
     options: ExportOptions

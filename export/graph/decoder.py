@@ -54,14 +54,13 @@ class _Decoder:
         ids = graph.input("input_ids", TensorProto.INT64, ["batch", "sequence"])
         mask = graph.input("attention_mask", TensorProto.INT64, ["batch", "total"])
         lengths = self._lengths(mask)
-        embedding = self.plan.matrices[EMBEDDING]
-        x = self.linears.lookup(ids, embedding)
+        x = self.linears.lookup(ids, self.plan.matrices[EMBEDDING])
         for layer in range(self.config.num_hidden_layers):
             with graph.module(f"layers.{layer}"):
                 x = self._layer(x, layer, lengths)
         x = self._norm(x, "model.norm.weight", self.config.rms_norm_eps)
-        tied = self.config.tie_word_embeddings
-        logits = self.linears.product(x, embedding if tied else self.plan.matrices[HEAD])
+        head = EMBEDDING if self.config.tie_word_embeddings else HEAD
+        logits = self.linears.product(x, self.plan.matrices[head])
         graph.add("Identity", logits, name="logits")
         graph.output("logits", graph.kind, ["batch", "sequence", self.config.vocab_size])
         # Readers of such models expect the logits first.
@@ -79,7 +78,7 @@ class _Decoder:
         return model
 
     def _attributes(self) -> OpAttributes:
-        """Of every attention node."""
+        """Attributes of every attention node."""
         spec, options = self.spec, self.options
         return OpAttributes(
             num_pairs=spec.pairs,
@@ -142,7 +141,7 @@ class _Decoder:
         return self._linear(self._post(attended, layer), prefix + "o_proj", biased)
 
     def _plain_attributes(self) -> dict[str, float | int | str]:
-        """Of GroupQueryAttention as a plain Transformer's attention."""
+        """Attributes of GroupQueryAttention as a plain Transformer's attention."""
         spec = self.spec
         plain: dict[str, float | int | str] = {
             "num_heads": spec.pairs,
@@ -216,7 +215,7 @@ class _Decoder:
 
 
 def _trimmed(inputs: list[str]) -> list[str]:
-    """Without absent inputs at the end."""
+    """Inputs without the absent ones at the end."""
     while inputs and not inputs[-1]:
         inputs = inputs[:-1]
     return inputs
