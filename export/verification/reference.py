@@ -85,12 +85,14 @@ class _StaticCache(DynamicCache):
 
 def cache_scales(graph: onnx.ModelProto) -> dict[int, Scales]:
     """Static scales of the cache by layer, as the model holds them; empty for an unquantized cache."""
-    held = {tensor.name: tensor for tensor in graph.graph.initializer if tensor.name.endswith(("k_scale", "v_scale"))}
-    layers = {int(name.split(".")[1]) for name in held}
+    tensors = {
+        tensor.name: tensor for tensor in graph.graph.initializer if tensor.name.endswith(("k_scale", "v_scale"))
+    }
+    layers = {int(name.split(".")[1]) for name in tensors}
     return {
         layer: (
-            numpy_helper.to_array(held[f"layers.{layer}.k_scale"]),
-            numpy_helper.to_array(held[f"layers.{layer}.v_scale"]),
+            numpy_helper.to_array(tensors[f"layers.{layer}.k_scale"]),
+            numpy_helper.to_array(tensors[f"layers.{layer}.v_scale"]),
         )
         for layer in sorted(layers)
     }
