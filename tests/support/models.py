@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import DiffLlamaConfig, DiffLlamaForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import DiffLlamaConfig, DiffLlamaForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from diffquant.model.adapters import adapter_for
 from diffquant.model.modeling import DiffTransformer
@@ -30,7 +30,7 @@ def random_llama(seed: int = 0, **changes: Any) -> LlamaForCausalLM:
     return _random(LlamaForCausalLM, LlamaConfig(**(SIZES | changes)), seed)
 
 
-def ours(oracle: nn.Module) -> DiffTransformer:
+def ours(oracle: PreTrainedModel) -> DiffTransformer:
     """The same model as a DiffTransformer."""
     adapter = adapter_for(oracle.config.to_dict())
     model = DiffTransformer(adapter.config).eval()
