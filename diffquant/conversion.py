@@ -249,14 +249,14 @@ def _shards(checkpoint: Checkpoint, target: Adapter, origins: dict[str, Origin])
 
 
 def _job(checkpoint: Checkpoint, name: str, shape: Shape, origin: Origin) -> Job:
-    source = None if origin.source is None else checkpoint.read(origin.source)
-    dtype = checkpoint.tensors["model.embed_tokens.weight"].dtype if source is None else source.dtype
+    dtype = checkpoint.tensors[origin.source or "model.embed_tokens.weight"].dtype
 
     def make(first: int, last: int) -> Block:
-        if source is None:
+        if origin.source is None:
             return Block({name: (first, torch.zeros(last - first, *shape[1:], dtype=dtype))})
-        rows = source[first:last] if origin.rows is None else source[origin.rows[first:last]]
-        check_rows(rows, str(origin.source), first)
+        wanted = slice(first, last) if origin.rows is None else origin.rows[first:last]
+        rows = checkpoint.read_rows(origin.source, wanted)
+        check_rows(rows, origin.source, first)
         return Block({name: (first, rows if origin.change is None else origin.change(rows))})
 
     return Job(name, shape[0], torch.Size(shape[1:]).numel(), (OutputTensor(name, dtype, shape),), make)
