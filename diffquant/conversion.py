@@ -136,7 +136,7 @@ def _target_config(checkpoint: Checkpoint, adapter: Adapter, to: str) -> dict[st
 
 
 def _diffllama_config(checkpoint: Checkpoint, adapter: Adapter) -> dict[str, Any]:
-    ours, spec = adapter.config, adapter.config.diff_spec
+    ours, spec = adapter.architecture, adapter.architecture.diff_spec
     problems = []
     if not math.isclose(ours.rms_norm_eps, spec.post_norm_eps, rel_tol=1e-6):
         problems.append(
@@ -157,7 +157,7 @@ def _diffllama_config(checkpoint: Checkpoint, adapter: Adapter) -> dict[str, Any
 
 
 def _diff_v2_config(checkpoint: Checkpoint, adapter: Adapter) -> dict[str, Any]:
-    spec = adapter.config.diff_spec
+    spec = adapter.architecture.diff_spec
     return _carried(checkpoint, adapter, ("architectures", "auto_map", "rope_theta", "rope_scaling")) | {
         "model_type": "diff_v2",
         "num_attention_heads": 2 * spec.pairs,
@@ -170,7 +170,7 @@ def _diff_v2_config(checkpoint: Checkpoint, adapter: Adapter) -> dict[str, Any]:
 def _carried(checkpoint: Checkpoint, adapter: Adapter, dropped: tuple[str, ...]) -> dict[str, Any]:
     """The source's config without what does not apply, what it left to defaults spelled out."""
     kept = {key: value for key, value in checkpoint.config.items() if key not in dropped}
-    return kept | {key: getattr(adapter.config, key) for key in _RESOLVED}
+    return kept | {key: getattr(adapter.architecture, key) for key in _RESOLVED}
 
 
 def _origins(checkpoint: Checkpoint, adapter: Adapter, target: Adapter, to: str) -> dict[str, Origin]:
@@ -181,7 +181,7 @@ def _origins(checkpoint: Checkpoint, adapter: Adapter, target: Adapter, to: str)
 
 def _diffllama_origin(checkpoint: Checkpoint, adapter: Adapter, name: str) -> Origin:
     """Heads from adjacent to halves, rotated rows from interleaved to half, subln into o_proj's columns."""
-    spec, source = adapter.config.diff_spec, adapter.source_name(name)
+    spec, source = adapter.architecture.diff_spec, adapter.source_name(name)
     if name.endswith("o_proj.weight"):
         subln = checkpoint.read(name.replace("o_proj", "subln"))
         return Origin(source, change=_scaled(source, subln.repeat(spec.pairs)))
@@ -197,7 +197,7 @@ def _diffllama_origin(checkpoint: Checkpoint, adapter: Adapter, name: str) -> Or
 
 def _diff_v2_origin(checkpoint: Checkpoint, adapter: Adapter, name: str) -> Origin:
     """Both maps are the Llama's one: each query head twice; λ is ½ everywhere, so the output is doubled."""
-    spec, projection = adapter.config.diff_spec, name.split(".")[-2]
+    spec, projection = adapter.architecture.diff_spec, name.split(".")[-2]
     if projection == "lambda_proj":
         return Origin(None)
     if projection == "q_proj":
@@ -249,14 +249,14 @@ def _shards(checkpoint: Checkpoint, target: Adapter, origins: dict[str, Origin])
 
 
 def _job(checkpoint: Checkpoint, name: str, shape: Shape, origin: Origin) -> Job:
-    source = None if origin.source is None else checkpoint.read(origin.source)
-    dtype = checkpoint.tensors["model.embed_tokens.weight"].dtype if source is None else source.dtype
+    dtype = checkpoint.tensors[origin.source or "model.embed_tokens.weight"].dtype
 
     def make(first: int, last: int) -> Block:
-        if source is None:
+        if origin.source is None:
             return Block({name: (first, torch.zeros(last - first, *shape[1:], dtype=dtype))})
-        rows = source[first:last] if origin.rows is None else source[origin.rows[first:last]]
-        check_rows(rows, str(origin.source), first)
+        wanted = slice(first, last) if origin.rows is None else origin.rows[first:last]
+        rows = checkpoint.read_rows(origin.source, wanted)
+        check_rows(rows, origin.source, first)
         return Block({name: (first, rows if origin.change is None else origin.change(rows))})
 
     return Job(name, shape[0], torch.Size(shape[1:]).numel(), (OutputTensor(name, dtype, shape),), make)

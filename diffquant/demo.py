@@ -12,7 +12,7 @@ from diffquant.inspection import inspect_checkpoint
 from diffquant.loading import load
 from diffquant.quantization.quantize import quantize
 from diffquant.scheme import Recipe
-from diffquant.source.tokenizer import load_tokenizer
+from diffquant.source.source import Source, open_source
 from diffquant.support.progress import progress_for
 from diffquant.sweep.grid import SweepOptions
 from diffquant.sweep.outputs import write_outputs
@@ -66,11 +66,11 @@ def demo(output: Path, items: int, overwrite: bool, say: Say) -> None:
     result.require_complete()
 
     say("\n4. A sentence from the 4-bit model")
-    model, tokenizer = load(low), load_tokenizer(low)
-    say(PROMPT + "".join(stream(model, tokenizer, PROMPT, NEW_TOKENS)))
+    quantized = open_source(low)
+    say(PROMPT + "".join(stream(load(quantized), quantized.tokenizer, PROMPT, NEW_TOKENS)))
 
     say("\n5. The same in ONNX Runtime")
-    _run_in_onnx_runtime(low, output / "smollm2-diff-v2-4bit-onnx", PROMPT, NEW_TOKENS, overwrite, say)
+    _run_in_onnx_runtime(quantized, output / "smollm2-diff-v2-4bit-onnx", PROMPT, NEW_TOKENS, overwrite, say)
 
 
 def pocket_demo(output: Path, items: int, overwrite: bool, say: Say) -> None:
@@ -99,11 +99,11 @@ def pocket_demo(output: Path, items: int, overwrite: bool, say: Say) -> None:
     say(quantize(differential, low, RECIPE, overwrite=overwrite, progress=progress_for("quantize")).summary())
 
     say("\n4. Ask the 4-bit model")
-    model, tokenizer = load(low), load_tokenizer(low)
-    say(f"{POCKET_PROMPT} {''.join(stream(model, tokenizer, POCKET_PROMPT, 2))}")
+    quantized = open_source(low)
+    say(f"{POCKET_PROMPT} {''.join(stream(load(quantized), quantized.tokenizer, POCKET_PROMPT, 2))}")
 
     say("\n5. The same in ONNX Runtime")
-    _run_in_onnx_runtime(low, output / "needle-diff-v1-4bit-onnx", POCKET_PROMPT + " ", 2, overwrite, say)
+    _run_in_onnx_runtime(quantized, output / "needle-diff-v1-4bit-onnx", POCKET_PROMPT + " ", 2, overwrite, say)
 
 
 def _make_folder(output: Path, overwrite: bool) -> None:
@@ -113,7 +113,7 @@ def _make_folder(output: Path, overwrite: bool) -> None:
 
 
 def _run_in_onnx_runtime(
-    checkpoint: Path, folder: Path, prompt: str, new_tokens: int, overwrite: bool, say: Say
+    checkpoint: Source, folder: Path, prompt: str, new_tokens: int, overwrite: bool, say: Say
 ) -> None:
     from diffquant import export
 

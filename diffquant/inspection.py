@@ -73,7 +73,7 @@ def inspect_checkpoint(path: Path | str | Source) -> Inspection:
         model_type=source.model_type,
         spec=source.spec,
         layers=source.layers,
-        hidden_size=source.adapter.config.hidden_size,
+        hidden_size=source.adapter.architecture.hidden_size,
         parameters=sum(shape[0] * (shape[1] if len(shape) == 2 else 1) for shape in shapes),
         recipe=source.recipe,
         packed=len(source.packed),

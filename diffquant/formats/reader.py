@@ -71,6 +71,10 @@ class Checkpoint(ABC):
         """A tensor's data, to be read only: of a folder it is the mapped file itself."""
 
     @abstractmethod
+    def read_rows(self, name: str, rows: slice | Tensor) -> Tensor:
+        """Some rows of a tensor's data, without the memory of the others: `read(name)[rows]`."""
+
+    @abstractmethod
     def weight_files(self) -> list[Path]:
         """The files that hold tensors, in order."""
 
@@ -121,6 +125,9 @@ class FolderCheckpoint(Checkpoint):
 
     def read(self, name: str) -> Tensor:
         return self._handles[self.tensors[name].shard].get_tensor(name)
+
+    def read_rows(self, name: str, rows: slice | Tensor) -> Tensor:
+        return self.read(name)[rows]
 
     def weight_files(self) -> list[Path]:
         return list(self._files.values())

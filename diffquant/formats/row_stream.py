@@ -1,10 +1,11 @@
 """The engine of every verb that writes a checkpoint: blocks of rows through a pool of single-threaded workers.
 
-Memory is a few blocks a worker, whatever a tensor's or a checkpoint's size: sources are mapped,
-results go straight to their place in the file.
+Memory is a few blocks a worker, whatever a tensor's or a checkpoint's size: sources are mapped and
+read some rows at a time, results go straight to their place in the file.
 """
 
 import json
+import math
 import os
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -80,16 +81,15 @@ class Shard:
 def copy_job(checkpoint: Checkpoint, name: str) -> Job:
     """Take a tensor over as it is, refusing NaN and infinity."""
     info = checkpoint.tensors[name]
-    shape = info.shape or (1,)
-    source = checkpoint.read(name).reshape(shape)
 
     def make(first: int, last: int) -> Block:
-        rows = source[first:last]
+        rows = checkpoint.read_rows(name, slice(first, last)) if info.shape else checkpoint.read(name).reshape(1)
         if rows.is_floating_point():
             check_rows(rows, name, first)
         return Block({name: (first, rows)})
 
-    return Job(name, shape[0], max(1, source[0:1].numel()), (OutputTensor(name, info.dtype, info.shape),), make)
+    rows, *rest = info.shape or (1,)
+    return Job(name, rows, max(1, math.prod(rest)), (OutputTensor(name, info.dtype, info.shape),), make)
 
 
 def check_rows(rows: Tensor, name: str, first: int) -> None:

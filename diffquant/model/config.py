@@ -1,11 +1,12 @@
-"""The configuration every adapter translates into."""
+"""The configuration of a DiffTransformer, as transformers keeps one."""
 
-from typing import Any
+from dataclasses import fields
+from typing import Any, Self
 
 from transformers import PreTrainedConfig
 
-from diffquant.errors import CheckpointError
 from diffquant.family.spec import DiffSpec
+from diffquant.model.architecture import Architecture, read_spec
 
 
 class DiffTransformerConfig(PreTrainedConfig):
@@ -39,6 +40,13 @@ class DiffTransformerConfig(PreTrainedConfig):
     mlp_bias: bool = False
     spec: dict[str, Any] | None = None
 
+    @classmethod
+    def of(cls, architecture: Architecture) -> Self:
+        """The configuration of a model that an adapter describes."""
+        values = {field.name: getattr(architecture, field.name) for field in fields(architecture)}
+        spec: DiffSpec = values.pop("diff_spec")
+        return cls(**values | {"rope_parameters": dict(architecture.rope_parameters), "spec": spec.to_dict()})
+
     @property
     def diff_spec(self) -> DiffSpec:
         """The attention's specification.
@@ -46,11 +54,4 @@ class DiffTransformerConfig(PreTrainedConfig):
         Raises:
             CheckpointError: the config has none, or one that contradicts itself.
         """
-        if not self.spec:
-            raise CheckpointError(
-                "config.json has no `spec`: a diff_transformer checkpoint must describe its attention"
-            )
-        try:
-            return DiffSpec(**self.spec)
-        except TypeError as error:
-            raise CheckpointError(f"config.json: `spec` is not a DiffSpec: {error}") from error
+        return read_spec(self.spec)

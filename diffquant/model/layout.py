@@ -1,14 +1,21 @@
 """Names and shapes of a DiffTransformer's parameters, without building one."""
 
+from typing import TYPE_CHECKING
+
 from diffquant.family.spec import DiffSpec
-from diffquant.model.config import DiffTransformerConfig
+from diffquant.model.architecture import Architecture
+
+if TYPE_CHECKING:
+    from diffquant.model.config import DiffTransformerConfig
+
+    Config = Architecture | DiffTransformerConfig
 
 Shape = tuple[int, ...]
 
 LAMBDA_VECTORS = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")
 
 
-def linear_shapes(config: DiffTransformerConfig) -> dict[str, Shape]:
+def linear_shapes(config: "Config") -> dict[str, Shape]:
     """Weights of the linear layers that a recipe's `weights` applies to, [out, in] by full name."""
     return {
         f"model.layers.{layer}.{name}.weight": shape
@@ -17,7 +24,7 @@ def linear_shapes(config: DiffTransformerConfig) -> dict[str, Shape]:
     }
 
 
-def parameter_shapes(config: DiffTransformerConfig) -> dict[str, Shape]:
+def parameter_shapes(config: "Config") -> dict[str, Shape]:
     """Every parameter by full name; a tied head is not one."""
     width = config.hidden_size
     shapes: dict[str, Shape] = {"model.embed_tokens.weight": (config.vocab_size, width)}
@@ -30,7 +37,7 @@ def parameter_shapes(config: DiffTransformerConfig) -> dict[str, Shape]:
     return shapes
 
 
-def _layer_parameters(config: DiffTransformerConfig) -> dict[str, Shape]:
+def _layer_parameters(config: "Config") -> dict[str, Shape]:
     shapes: dict[str, Shape] = {}
     for linears, biased in (
         (_attention_linears(config), config.attention_bias),
@@ -45,7 +52,7 @@ def _layer_parameters(config: DiffTransformerConfig) -> dict[str, Shape]:
     return shapes
 
 
-def _attention_linears(config: DiffTransformerConfig) -> dict[str, Shape]:
+def _attention_linears(config: "Config") -> dict[str, Shape]:
     spec, width = config.diff_spec, config.hidden_size
     return {
         "self_attn.q_proj": (spec.query_heads * spec.head_dim, width),
@@ -55,12 +62,12 @@ def _attention_linears(config: DiffTransformerConfig) -> dict[str, Shape]:
     }
 
 
-def _mlp_linears(config: DiffTransformerConfig) -> dict[str, Shape]:
+def _mlp_linears(config: "Config") -> dict[str, Shape]:
     width, inner = config.hidden_size, config.intermediate_size
     return {"mlp.gate_proj": (inner, width), "mlp.up_proj": (inner, width), "mlp.down_proj": (width, inner)}
 
 
-def _lambda_and_norm(config: DiffTransformerConfig) -> dict[str, Shape]:
+def _lambda_and_norm(config: "Config") -> dict[str, Shape]:
     spec: DiffSpec = config.diff_spec
     shapes: dict[str, Shape] = {}
     if spec.lam == "exp":

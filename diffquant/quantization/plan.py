@@ -114,7 +114,7 @@ def make_plan(source: Source, recipe: Recipe) -> Plan:
         UsageError: an override matches nothing, or names what stock readers cannot load packed.
     """
     _refuse_quantized(source)
-    tied = source.adapter.config.tie_word_embeddings
+    tied = source.adapter.architecture.tie_word_embeddings
     schemes = checked_schemes(source, recipe)
     tensors = tuple(
         _planned(name, info, schemes.get(name.removesuffix(".weight"), FULL))
@@ -135,7 +135,7 @@ def checked_schemes(source: Source, recipe: Recipe) -> dict[str, Scheme]:
         UsageError: an override matches nothing, or names what stock readers cannot load packed.
     """
     schemes = weight_schemes(source.adapter, recipe)
-    _check_overrides(recipe, weight_modules(source.adapter), source.adapter.config.tie_word_embeddings)
+    _check_overrides(recipe, weight_modules(source.adapter), source.adapter.architecture.tie_word_embeddings)
     recipe.check_layers(source.layers)
     _check_packable(source.checkpoint, schemes)
     return schemes

@@ -4,7 +4,7 @@ import json
 import math
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -138,12 +138,11 @@ def quantize(
 
 def pack_job(checkpoint: Checkpoint, tensor: PlannedTensor, rounding: Rounding) -> Job:
     """Make a weight's codes and scales, some rows at a time."""
-    weight = checkpoint.read(tensor.name)
     scheme, module = tensor.scheme, tensor.module
-    whole = _WholeScale(weight, scheme) if scheme.granularity == "tensor" else None
+    whole = _WholeScale(checkpoint, tensor) if scheme.granularity == "tensor" else None
 
     def make(first: int, last: int) -> Block:
-        rows = weight[first:last]
+        rows = checkpoint.read_rows(tensor.name, slice(first, last))
         values = rows.float()
         total = _sum_of_squares(values)
         if not math.isfinite(total):
@@ -157,7 +156,7 @@ def pack_job(checkpoint: Checkpoint, tensor: PlannedTensor, rounding: Rounding) 
         if not whole:
             pieces[module + SCALE] = (first, scale)
         if first == 0:
-            pieces[module + SHAPE] = (0, torch.tensor(weight.shape, dtype=torch.int64))
+            pieces[module + SHAPE] = (0, torch.tensor(tensor.info.shape, dtype=torch.int64))
             pieces |= {module + SCALE: (0, scale)} if whole else {}
         lost = _sum_of_squares(values.sub_(decode_codes(rounded, scale, scheme)))
         return Block(pieces, lost, total)
@@ -169,18 +168,22 @@ def pack_job(checkpoint: Checkpoint, tensor: PlannedTensor, rounding: Rounding) 
 class _WholeScale:
     """The one scale of a tensor, found by whichever worker needs it first."""
 
-    def __init__(self, weight: Tensor, scheme: Scheme) -> None:
-        self._weight, self._scheme = weight, scheme
+    def __init__(self, checkpoint: Checkpoint, tensor: PlannedTensor) -> None:
+        self._checkpoint, self._tensor = checkpoint, tensor
         self._guard = threading.Lock()
         self._scale: Tensor | None = None
 
     def get(self) -> Tensor:
         with self._guard:
             if self._scale is None:
-                parts = self._weight.split(max(1, BLOCK_ELEMENTS // self._weight.shape[1]))
-                largest = torch.stack([part.abs().amax() for part in parts])
-                self._scale = absmax_scale(largest, self._scheme.bits, 0, self._weight.dtype)
+                largest = torch.stack([part.abs().amax() for part in self._parts()])
+                self._scale = absmax_scale(largest, self._tensor.scheme.bits, 0, self._tensor.info.dtype)
             return self._scale
+
+    def _parts(self) -> Iterator[Tensor]:
+        rows, width = self._tensor.info.shape
+        step = max(1, BLOCK_ELEMENTS // width)
+        return (self._checkpoint.read_rows(self._tensor.name, slice(i, i + step)) for i in range(0, rows, step))
 
 
 def _sum_of_squares(values: Tensor) -> float:

@@ -25,7 +25,7 @@ def check_tensors(checkpoint: Checkpoint, adapter: Adapter) -> dict[str, Scheme]
     """
     schemes = read_schemes(checkpoint.config, packed_modules(checkpoint.tensors))
     expected = stored_shapes(adapter.source_shapes(), schemes)
-    problems = _differences(expected, checkpoint, tied=adapter.config.tie_word_embeddings)
+    problems = _differences(expected, checkpoint, tied=adapter.architecture.tie_word_embeddings)
     if problems:
         raise CheckpointError(
             f"{checkpoint.path} does not hold the {checkpoint.config.get('model_type')} model of its config.json: "

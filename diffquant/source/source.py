@@ -44,11 +44,11 @@ class Source:
 
     @property
     def spec(self) -> DiffSpec:
-        return self.adapter.config.diff_spec
+        return self.adapter.architecture.diff_spec
 
     @property
     def layers(self) -> int:
-        return self.adapter.config.num_hidden_layers
+        return self.adapter.architecture.num_hidden_layers
 
     @cached_property
     def recipe(self) -> Recipe:

@@ -52,14 +52,14 @@ class Matrix:
 
     def values(self, first: int, last: int) -> Tensor:
         """Rows of a matrix that is not quantized, as stored."""
-        rows = self._rows(self.checkpoint.read(self.source), first, last)
+        rows = self._rows(self.source, first, last)
         check_finite(rows, f"{self.source}, rows {first} to {last - 1},")
         return rows
 
     def codes(self, first: int, last: int) -> Tensor:
         """int8 [rows, in] codes."""
         if self.stored.quantizes:
-            words = self._rows(self.checkpoint.read(self._sibling(PACKED)), first, last)
+            words = self._rows(self._sibling(PACKED), first, last)
             return unpack(words, self.stored.bits, self.shape[1])
         values = self.values(first, last)
         return codes(values.float(), self._scale_of(values), self.wanted)
@@ -67,8 +67,9 @@ class Matrix:
     def scales(self, first: int, last: int) -> Tensor:
         """[rows, groups] scales, one group where a row or the matrix shares one."""
         if self.stored.quantizes:
-            stored = self.checkpoint.read(self._sibling(SCALE))
-            scale = stored if stored.numel() == 1 else self._rows(stored, first, last)
+            stored = self._sibling(SCALE)
+            shared = self.checkpoint.tensors[stored].shape == (1,)
+            scale = self.checkpoint.read(stored) if shared else self._rows(stored, first, last)
         else:
             scale = self._scale_of(self.values(first, last))
         return scale.expand(last - first, 1) if scale.numel() == 1 else scale
@@ -86,8 +87,8 @@ class Matrix:
     def _scale_of(self, rows: Tensor) -> Tensor:
         return self._whole_scale if self.wanted.granularity == "tensor" else weight_scale(rows, self.wanted)
 
-    def _rows(self, tensor: Tensor, first: int, last: int) -> Tensor:
-        return tensor[first:last] if self.order is None else tensor[self.order[first:last]]
+    def _rows(self, name: str, first: int, last: int) -> Tensor:
+        return self.checkpoint.read_rows(name, slice(first, last) if self.order is None else self.order[first:last])
 
     def _sibling(self, suffix: str) -> str:
         return self.source.removesuffix(".weight") + suffix

@@ -1,10 +1,8 @@
-import json
 import math
 
-import numpy
 import pytest
 import torch
-from gguf import GGMLQuantizationType, GGUFWriter, quants
+from gguf import GGUFWriter
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -16,6 +14,7 @@ from diffquant.quantization.quantize import quantize
 from diffquant.scheme import Recipe
 from diffquant.source.source import open_source
 from tests.support.checkpoints import contents, write_diffllama, write_llama, write_random
+from tests.support.gguf_files import write_gguf
 
 HEAD = 8
 UNILM_V1 = {
@@ -179,68 +178,9 @@ def test_an_interrupted_conversion_goes_on_to_the_same_bytes(tmp_path):
     assert contents(tmp_path / "out") == contents(tmp_path / "expected")
 
 
-def llama_cpp_rows(weight, heads):
-    """llama.cpp keeps the rows of Q and K for interleaved rotation."""
-    return weight.reshape(heads, 2, -1, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
-
-
-def write_gguf(path, folder, sizes):
-    """A Llama checkpoint folder as a GGUF with 8-bit matrices."""
-    tensors = load_file(folder / "model.safetensors")
-    writer = GGUFWriter(path, "llama")
-    writer.add_name("tiny")
-    writer.add_context_length(64)
-    writer.add_embedding_length(sizes["hidden_size"])
-    writer.add_block_count(sizes["num_hidden_layers"])
-    writer.add_feed_forward_length(sizes["intermediate_size"])
-    writer.add_head_count(sizes["num_attention_heads"])
-    writer.add_head_count_kv(sizes["num_key_value_heads"])
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_rope_dimension_count(16)
-    writer.add_rope_freq_base(10000.0)
-    writer.add_vocab_size(sizes["vocab_size"])
-    writer.add_tokenizer_model("gpt2")
-    writer.add_token_list([chr(0x100 + i) for i in range(sizes["vocab_size"] - 1)] + ["\u0100\u0101"])
-    writer.add_token_types([1] * sizes["vocab_size"])
-    writer.add_token_merges(["\u0100 \u0101"])
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
-    names = {
-        "model.embed_tokens": "token_embd",
-        "model.norm": "output_norm",
-        "lm_head": "output",
-        "model.layers.": "blk.",
-        "self_attn.q_proj": "attn_q",
-        "self_attn.k_proj": "attn_k",
-        "self_attn.v_proj": "attn_v",
-        "self_attn.o_proj": "attn_output",
-        "mlp.gate_proj": "ffn_gate",
-        "mlp.up_proj": "ffn_up",
-        "mlp.down_proj": "ffn_down",
-        "input_layernorm": "attn_norm",
-        "post_attention_layernorm": "ffn_norm",
-    }
-    for name, tensor in tensors.items():
-        data = tensor.numpy()
-        for part, heads in ((".q_proj.", sizes["num_attention_heads"]), (".k_proj.", sizes["num_key_value_heads"])):
-            data = llama_cpp_rows(data, heads) if part in name else data
-        for ours, theirs in reversed(names.items()):
-            name = name.replace(ours, theirs)
-        if data.ndim == 1:
-            writer.add_tensor(name, data)
-        else:
-            packed = quants.quantize(numpy.ascontiguousarray(data), GGMLQuantizationType.Q8_0)
-            writer.add_tensor(name, packed, raw_dtype=GGMLQuantizationType.Q8_0)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-
 def test_a_gguf_file_converts_with_its_tokenizer(tmp_path):
     source = write_llama(tmp_path / "llama")
-    sizes = json.loads((source / "config.json").read_text())
-    write_gguf(tmp_path / "tiny.gguf", source, sizes)
+    write_gguf(tmp_path / "tiny.gguf", source)
     convert(tmp_path / "tiny.gguf", tmp_path / "out", "diff-v2")
     before, after = open_checkpoint(source), open_checkpoint(tmp_path / "out")
     assert open_source(tmp_path / "out").packed == {}
@@ -254,9 +194,8 @@ def test_a_gguf_file_converts_with_its_tokenizer(tmp_path):
 
 def test_a_gguf_without_a_tokenizer_is_refused_before_work(tmp_path, monkeypatch):
     source = write_llama(tmp_path / "llama")
-    sizes = json.loads((source / "config.json").read_text())
     monkeypatch.setattr(GGUFWriter, "add_token_list", lambda self, tokens: None)
-    write_gguf(tmp_path / "tiny.gguf", source, sizes)
+    write_gguf(tmp_path / "tiny.gguf", source)
     with pytest.raises(CheckpointError, match=r"cannot read the tokenizer in .*tiny\.gguf"):
         convert(tmp_path / "tiny.gguf", tmp_path / "out", "diff-v2")
     assert not (tmp_path / "out.partial").exists()

@@ -1,36 +1,19 @@
-"""What an adapter is, and the checks all of them share."""
+"""What an adapter is, and the check that several share."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
-from transformers import PreTrainedConfig
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from diffquant.errors import CheckpointError
-from diffquant.family.spec import DiffSpec
-from diffquant.model.config import DiffTransformerConfig
+from diffquant.model.architecture import Architecture
 from diffquant.model.layout import Shape, linear_shapes, parameter_shapes
 
-SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-_COPIED = (
-    *SIZES,
-    "num_key_value_heads",
-    "head_dim",
-    "hidden_act",
-    "max_position_embeddings",
-    "initializer_range",
-    "rms_norm_eps",
-    "pad_token_id",
-    "bos_token_id",
-    "eos_token_id",
-    "tie_word_embeddings",
-    "attention_bias",
-    "mlp_bias",
-)
+if TYPE_CHECKING:
+    from diffquant.model.config import DiffTransformerConfig
 
 
 @dataclass(frozen=True)
@@ -38,15 +21,22 @@ class Adapter:
     """A source format's view of one model.
 
     Attributes:
-        config: the model as DiffTransformer runs it.
+        architecture: the model as DiffTransformer runs it, as plain data.
         renames: parts of a canonical name that the source spells otherwise, canonical to source.
         repeated_rows: output heads per source head, by canonical name ending, for weights whose rows
             are repeated on load: (width of a head, source heads, canonical heads).
     """
 
-    config: DiffTransformerConfig
+    architecture: Architecture
     renames: Mapping[str, str] = field(default_factory=dict)
     repeated_rows: Mapping[str, tuple[int, int, int]] = field(default_factory=dict)
+
+    @cached_property
+    def config(self) -> "DiffTransformerConfig":
+        """What a DiffTransformer is built from; only here transformers is imported."""
+        from diffquant.model.config import DiffTransformerConfig
+
+        return DiffTransformerConfig.of(self.architecture)
 
     def source_name(self, canonical: str) -> str:
         """The checkpoint's name for a DiffTransformer parameter."""
@@ -56,13 +46,11 @@ class Adapter:
 
     def source_shapes(self) -> dict[str, Shape]:
         """Every tensor the checkpoint must hold, by its own name."""
-        return {
-            self.source_name(name): self._source_shape(name, s) for name, s in parameter_shapes(self.config).items()
-        }
+        return self._as_stored(parameter_shapes(self.architecture))
 
     def source_linears(self) -> dict[str, Shape]:
         """The linear layers' weights [out, in], by the checkpoint's own names."""
-        return {self.source_name(name): self._source_shape(name, s) for name, s in linear_shapes(self.config).items()}
+        return self._as_stored(linear_shapes(self.architecture))
 
     def row_order(self, canonical: str) -> Tensor | None:
         """Source row of each row of a DiffTransformer parameter; None where they are the same."""
@@ -76,34 +64,12 @@ class Adapter:
     def _repeat(self, canonical: str) -> tuple[int, int, int] | None:
         return next((r for part, r in self.repeated_rows.items() if part in canonical), None)
 
+    def _as_stored(self, shapes: Mapping[str, Shape]) -> dict[str, Shape]:
+        return {self.source_name(name): self._source_shape(name, shape) for name, shape in shapes.items()}
+
     def _source_shape(self, canonical: str, shape: Shape) -> Shape:
         repeat = self._repeat(canonical)
         return shape if repeat is None else (repeat[0] * repeat[1], *shape[1:])
-
-
-def read_sizes(config: dict[str, Any], library_config: Callable[..., PreTrainedConfig]) -> dict[str, Any]:
-    """Sizes and RoPE settings of a config.json, its library's defaults filled in.
-
-    Raises:
-        CheckpointError: a size is missing, or the library refuses the settings.
-    """
-    missing = [key for key in SIZES if not isinstance(config.get(key), int) or config[key] < 1]
-    if missing:
-        raise CheckpointError(f"config.json lacks a positive {', '.join(missing)}")
-    try:
-        full = library_config(**{key: value for key, value in config.items() if key != "quantization_config"})
-    except (TypeError, ValueError, KeyError, StrictDataclassError) as error:
-        raise CheckpointError(
-            f"config.json is not a valid {config.get('model_type')} configuration: {error}"
-        ) from error
-    rope_type = full.rope_parameters["rope_type"]
-    if rope_type not in ("default", *ROPE_INIT_FUNCTIONS):
-        raise CheckpointError(f"config.json: rope_type {rope_type!r} is not one of {', '.join(ROPE_INIT_FUNCTIONS)}")
-    sizes = {key: getattr(full, key) for key in _COPIED if hasattr(full, key)}
-    heads, kv_heads = sizes["num_attention_heads"], sizes["num_key_value_heads"]
-    sizes["num_key_value_heads"] = kv_heads or heads
-    sizes["head_dim"] = sizes["head_dim"] or sizes["hidden_size"] // heads
-    return sizes | {"rope_parameters": dict(full.rope_parameters)}
 
 
 def paired(heads: int, what: str) -> int:
@@ -115,7 +81,3 @@ def paired(heads: int, what: str) -> int:
     if heads % 2:
         raise CheckpointError(f"{what} is {heads}: differential attention pairs its heads and needs an even number")
     return heads // 2
-
-
-def build_config(sizes: dict[str, Any], spec: DiffSpec) -> DiffTransformerConfig:
-    return DiffTransformerConfig(**sizes, spec=spec.to_dict())

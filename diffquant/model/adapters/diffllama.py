@@ -2,15 +2,15 @@
 
 from typing import Any
 
-from transformers import DiffLlamaConfig
-
 from diffquant.family.spec import DiffSpec
-from diffquant.model.adapters.base import Adapter, build_config, paired, read_sizes
+from diffquant.model.adapters.base import Adapter, paired
+from diffquant.model.adapters.sizes import DIFFLLAMA, read_sizes
+from diffquant.model.architecture import Architecture
 
 
 def read_diffllama(config: dict[str, Any]) -> Adapter:
     """Source: transformers/models/diffllama."""
-    sizes = read_sizes(config, DiffLlamaConfig)
+    sizes = read_sizes(config, DIFFLLAMA)
     spec = DiffSpec(
         pairs=paired(sizes["num_attention_heads"], "num_attention_heads"),
         kv_pairs=paired(sizes["num_key_value_heads"], "num_key_value_heads"),
@@ -22,4 +22,4 @@ def read_diffllama(config: dict[str, Any]) -> Adapter:
         post_norm_eps=sizes["rms_norm_eps"],
         scale_by_init=True,
     )
-    return Adapter(build_config(sizes, spec))
+    return Adapter(Architecture(**sizes, diff_spec=spec))

@@ -2,15 +2,16 @@
 
 from typing import Any
 
-from transformers import LlamaConfig
-
 from diffquant.family.spec import DiffSpec
-from diffquant.model.adapters.base import Adapter, build_config, read_sizes
+from diffquant.model.adapters.base import Adapter
+from diffquant.model.adapters.sizes import LLAMA, check_width, read_sizes
+from diffquant.model.architecture import Architecture
 
 
 def read_llama(config: dict[str, Any]) -> Adapter:
     """Source: transformers/models/llama."""
-    sizes = read_sizes(config, LlamaConfig)
+    sizes = read_sizes(config, LLAMA)
+    check_width(config, sizes)
     spec = DiffSpec(
         pairs=sizes["num_attention_heads"],
         kv_pairs=sizes["num_key_value_heads"],
@@ -18,4 +19,4 @@ def read_llama(config: dict[str, Any]) -> Adapter:
         value_dim=sizes["head_dim"],
         maps=1,
     )
-    return Adapter(build_config(sizes, spec))
+    return Adapter(Architecture(**sizes, diff_spec=spec))

@@ -3,11 +3,23 @@
 from typing import Any
 
 from diffquant.model.adapters.base import Adapter
-from diffquant.model.config import DiffTransformerConfig
+from diffquant.model.adapters.sizes import LLAMA, read_sizes
+from diffquant.model.architecture import Architecture, read_spec
+
+# Defaults of DiffTransformerConfig.
+NATIVE = {
+    **LLAMA,
+    "vocab_size": 32000,
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 32,
+    "rms_norm_eps": 1e-5,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
 
 
 def read_native(config: dict[str, Any]) -> Adapter:
     """The identity: names and layout are DiffTransformer's."""
-    ours = DiffTransformerConfig(**{key: value for key, value in config.items() if key != "quantization_config"})
-    _ = ours.diff_spec
-    return Adapter(ours)
+    return Adapter(Architecture(**read_sizes(config, NATIVE), diff_spec=read_spec(config.get("spec"))))

@@ -10,18 +10,18 @@ pairs K heads after repeating them).
 
 from typing import Any
 
-from transformers import DiffLlamaConfig
-
 from diffquant.errors import CheckpointError
 from diffquant.family.spec import DiffSpec
-from diffquant.model.adapters.base import Adapter, build_config, paired, read_sizes
+from diffquant.model.adapters.base import Adapter, paired
+from diffquant.model.adapters.sizes import DIFFLLAMA, read_sizes
+from diffquant.model.architecture import Architecture
 
 _SUBLN_EPS = 1e-5
 
 
 def read_unilm_v1(config: dict[str, Any]) -> Adapter:
     """Source: microsoft/unilm, Diff-Transformer/multihead_diffattn.py and multihead_flashdiff_1.py."""
-    sizes = read_sizes(config, DiffLlamaConfig)
+    sizes = read_sizes(config, DIFFLLAMA)
     pairs = paired(sizes["num_attention_heads"], "num_attention_heads")
     source_kv_pairs = paired(sizes["num_key_value_heads"], "num_key_value_heads")
     plain = _choice(config, "gqa_pairing", ("flash", "plain")) == "plain"
@@ -44,7 +44,7 @@ def read_unilm_v1(config: dict[str, Any]) -> Adapter:
     if plain:
         sizes["num_key_value_heads"] = 2 * pairs
     return Adapter(
-        build_config(sizes, spec),
+        Architecture(**sizes, diff_spec=spec),
         renames={".self_attn.o_proj.": ".self_attn.out_proj."},
         repeated_rows=repeated if plain and source_kv_pairs != pairs else {},
     )
@@ -52,7 +52,7 @@ def read_unilm_v1(config: dict[str, Any]) -> Adapter:
 
 def read_unilm_v2(config: dict[str, Any]) -> Adapter:
     """Source: microsoft/unilm, Diff-Transformer/Diff-Transformer-V2."""
-    sizes = read_sizes(config, DiffLlamaConfig)
+    sizes = read_sizes(config, DIFFLLAMA)
     pairs = paired(sizes["num_attention_heads"], "num_attention_heads")
     if config.get("head_dim") is None:
         sizes["head_dim"] = sizes["hidden_size"] // pairs
@@ -65,7 +65,7 @@ def read_unilm_v2(config: dict[str, Any]) -> Adapter:
         lam="sigmoid",
         rope=_rope_style(config),
     )
-    return Adapter(build_config(sizes, spec))
+    return Adapter(Architecture(**sizes, diff_spec=spec))
 
 
 def _rope_style(config: dict[str, Any]) -> Any:

@@ -1,0 +1,107 @@
+"""Time from the shell to the answer of `diffquant inspect`, beside that of importing torch and nothing else.
+
+    python -m diffquant.bench.programs.cold_start FOLDER --json bench/results/cold-start.json
+
+Processes take turns. Processor time is kept beside time on the clock: other work on the machine does not count in it.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Any
+
+import typer
+
+from diffquant.bench.environment import environment
+from diffquant.errors import DiffQuantError
+from diffquant.support.files import write_atomically
+
+_TORCH, _INSPECT, _TRANSFORMERS = "import torch", "diffquant inspect", "import transformers"
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One process from start to exit.
+
+    Attributes:
+        seconds: time on the clock.
+        cpu_seconds: processor time of all its threads.
+    """
+
+    seconds: float
+    cpu_seconds: float
+
+
+def main(
+    model: Annotated[Path, typer.Argument(help="A small checkpoint folder.")],
+    repeats: Annotated[int, typer.Option(min=1, help="Turns of each.")] = 10,
+    file: Annotated[Path | None, typer.Option("--json", help="Where to write the numbers.")] = None,
+) -> None:
+    """Time `diffquant inspect` from start to exit, beside `import torch`."""
+    result = measure(model, repeats)
+    if file:
+        write_atomically(file, json.dumps(result, indent=2) + "\n")
+    typer.echo(summary(result))
+
+
+def measure(model: Path, repeats: int) -> dict[str, Any]:
+    """Turns of each process, the first of each left out."""
+    commands = {
+        _TORCH: ["-c", _TORCH],
+        _INSPECT: ["-m", "diffquant.cli", "inspect", str(model)],
+        _TRANSFORMERS: ["-c", "from transformers import AutoModelForCausalLM"],
+    }
+    turns: dict[str, list[Turn]] = {name: [] for name in commands}
+    for number in range(repeats + 1):
+        for name, arguments in commands.items():
+            turn = _run(arguments)
+            if number:
+                turns[name].append(turn)
+    return {
+        "environment": environment(),
+        "model": model.name,
+        "turns": {name: [asdict(turn) for turn in of_name] for name, of_name in turns.items()},
+        "ratio": _ratio(turns, "seconds"),
+        "cpu_ratio": _ratio(turns, "cpu_seconds"),
+    }
+
+
+def summary(result: dict[str, Any]) -> str:
+    """Medians of each process, and the ratio of `inspect` to `import torch`."""
+    lines = [
+        f"{name}: {median(turn['seconds'] for turn in turns):.2f} s, "
+        f"{median(turn['cpu_seconds'] for turn in turns):.2f} s of processor time"
+        for name, turns in result["turns"].items()
+    ]
+    ratio = f"{_INSPECT} takes {result['ratio']:.2f} times as long as {_TORCH}"
+    return "\n".join([*lines, f"{ratio}, {result['cpu_ratio']:.2f} times its processor time"])
+
+
+def _ratio(turns: dict[str, list[Turn]], what: str) -> float:
+    """Median of the ratios of turns that followed one another."""
+    pairs = zip(turns[_INSPECT], turns[_TORCH], strict=True)
+    return median(getattr(ours, what) / getattr(torch, what) for ours, torch in pairs)
+
+
+def _run(arguments: list[str]) -> Turn:
+    """Run Python to its end.
+
+    Raises:
+        DiffQuantError: it failed.
+    """
+    started = time.monotonic()
+    process = subprocess.Popen([sys.executable, *arguments], stdout=subprocess.DEVNULL)
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode:
+        raise DiffQuantError(f"python {' '.join(arguments)} ended with status {process.returncode}")
+    return Turn(time.monotonic() - started, usage.ru_utime + usage.ru_stime)
+
+
+if __name__ == "__main__":
+    typer.run(main)

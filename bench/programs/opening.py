@@ -1,0 +1,113 @@
+"""Time to open a GGUF file and read all of its tensors, beside transformers' own loader.
+
+    python -m diffquant.bench.programs.opening MODEL.gguf --json bench/results/opening.json
+
+Each turn is a process of its own, ours and transformers' by turns; imports are not counted.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Any
+
+import typer
+
+from diffquant.bench.environment import environment
+from diffquant.errors import DiffQuantError
+from diffquant.support.files import write_atomically
+
+_OURS = """
+import json, resource, sys, time
+from pathlib import Path
+import torch
+from diffquant.source.source import open_source
+started = time.monotonic()
+source = open_source(Path(sys.argv[1]))
+opened = time.monotonic()
+for name in source.checkpoint.tensors:
+    source.checkpoint.read(name)
+read = time.monotonic()
+"""
+_LIBRARY = """
+import json, resource, sys, time
+from pathlib import Path
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.models.llama import modeling_llama
+path = Path(sys.argv[1])
+dense = {"dtype": torch.float32}
+try:
+    from transformers import GgufConfig
+    # Newer versions keep a file's blocks packed where a kernel is installed.
+    dense["quantization_config"] = GgufConfig(dequantize=True)
+except ImportError:
+    pass
+started = opened = time.monotonic()
+AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, **dense)
+read = time.monotonic()
+"""
+_REPORT = """
+peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+print(json.dumps({"open_seconds": opened - started, "seconds": read - started, "peak_resident": peak}))
+"""
+
+
+def main(
+    model: Annotated[Path, typer.Argument(help="A .gguf file of a llama.")],
+    repeats: Annotated[int, typer.Option(min=1, help="Turns of each.")] = 3,
+    file: Annotated[Path | None, typer.Option("--json", help="Where to write the numbers.")] = None,
+) -> None:
+    """Time opening a GGUF file and reading all its tensors."""
+    result = measure(model, repeats)
+    if file:
+        write_atomically(file, json.dumps(result, indent=2) + "\n")
+    typer.echo(summary(result))
+
+
+def measure(model: Path, repeats: int) -> dict[str, Any]:
+    """Turns of ours and of transformers' loader, in seconds and bytes."""
+    ours, library = [], []
+    for _ in range(repeats):
+        ours.append(_turn(_OURS, model))
+        library.append(_turn(_LIBRARY, model))
+    return {
+        "environment": environment("gguf"),
+        "model": model.name,
+        "file_bytes": model.stat().st_size,
+        "ours": ours,
+        "transformers": library,
+        "ratio": median(theirs["seconds"] / mine["seconds"] for mine, theirs in zip(ours, library, strict=True)),
+    }
+
+
+def summary(result: dict[str, Any]) -> str:
+    """One line of medians."""
+
+    def middle(who: str, what: str) -> float:
+        return median(turn[what] for turn in result[who])
+
+    return (
+        f"{result['model']}: opened in {middle('ours', 'open_seconds'):.2f} s, opened and all tensors read in "
+        f"{middle('ours', 'seconds'):.2f} s, peak {middle('ours', 'peak_resident') / 1e6:.0f} MB; transformers "
+        f"{middle('transformers', 'seconds'):.2f} s, peak {middle('transformers', 'peak_resident') / 1e6:.0f} MB: "
+        f"{result['ratio']:.1f} times as long"
+    )
+
+
+def _turn(program: str, model: Path) -> dict[str, float]:
+    """One process's numbers.
+
+    Raises:
+        DiffQuantError: it failed.
+    """
+    done = subprocess.run([sys.executable, "-c", program + _REPORT, str(model)], capture_output=True, text=True)
+    if done.returncode:
+        raise DiffQuantError(f"reading {model} failed: {done.stderr.strip().splitlines()[-1]}")
+    numbers: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return numbers
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,191 @@
+"""The head of a GGUF file: its metadata, and where each tensor's data lies.
+
+gguf's own reader makes an array of every token and every merge of the tokenizer, which takes seconds; of an array
+only the length is taken here.
+
+Source: the GGUF specification, https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
+"""
+
+import math
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from gguf.constants import GGML_QUANT_SIZES, GGUF_DEFAULT_ALIGNMENT, GGMLQuantizationType, GGUFValueType
+
+from diffquant.errors import CheckpointError
+
+_MAGIC = b"GGUF"
+_VERSIONS = (2, 3)
+_SCALARS = {
+    GGUFValueType.UINT8: "B",
+    GGUFValueType.INT8: "b",
+    GGUFValueType.UINT16: "H",
+    GGUFValueType.INT16: "h",
+    GGUFValueType.UINT32: "I",
+    GGUFValueType.INT32: "i",
+    GGUFValueType.FLOAT32: "f",
+    GGUFValueType.BOOL: "?",
+    GGUFValueType.UINT64: "Q",
+    GGUFValueType.INT64: "q",
+    GGUFValueType.FLOAT64: "d",
+}
+
+Value = int | float | bool | str
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor as the file stores it.
+
+    Attributes:
+        kind: how its values are quantized.
+        shape: [rows, width] or [width], the file's order turned round.
+        start: offset of its first byte in the file.
+    """
+
+    kind: GGMLQuantizationType
+    shape: tuple[int, ...]
+    start: int
+
+    @property
+    def row_nbytes(self) -> int:
+        block, nbytes = GGML_QUANT_SIZES[self.kind]
+        return self.shape[-1] // block * nbytes
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape[:-1]) * self.row_nbytes
+
+    @property
+    def is_whole_blocks(self) -> bool:
+        return self.shape[-1] % GGML_QUANT_SIZES[self.kind][0] == 0
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a GGUF file says of itself.
+
+    Attributes:
+        metadata: scalars and strings by key; of an array its length.
+        tensors: every tensor by the file's own name.
+    """
+
+    metadata: Mapping[str, Value]
+    tensors: Mapping[str, StoredTensor]
+
+
+def read_header(data: memoryview) -> Header:
+    """Read the head of a GGUF file.
+
+    Args:
+        data: the whole file's bytes, mapped.
+
+    Raises:
+        CheckpointError: it is no GGUF file of version 2 or 3, is cut off, or has tensors of a type that gguf does not
+            know or whose data lies beyond its end; every such tensor is named.
+    """
+    if bytes(data[:4]) != _MAGIC:
+        raise CheckpointError("it does not start as a GGUF file does")
+    cursor = _Cursor(data, len(_MAGIC))
+    try:
+        version = cursor.scalar("I")
+        if version not in _VERSIONS:
+            raise CheckpointError(f"its GGUF version is {version}; {' and '.join(map(str, _VERSIONS))} are read")
+        tensor_count, key_count = cursor.scalar("Q"), cursor.scalar("Q")
+        metadata = {cursor.string(): cursor.value(cursor.scalar("I")) for _ in range(key_count)}
+        entries = [cursor.tensor() for _ in range(tensor_count)]
+    except (struct.error, UnicodeDecodeError) as error:
+        raise CheckpointError(f"its header is cut off or damaged at byte {cursor.offset} of {len(data)}") from error
+    alignment = int(metadata.get("general.alignment", GGUF_DEFAULT_ALIGNMENT)) or 1
+    data_start = math.ceil(cursor.offset / alignment) * alignment
+    return Header(metadata, _checked(entries, data_start, len(data)))
+
+
+@dataclass
+class _Entry:
+    """A tensor's line in the header; its offset counts from the start of the data."""
+
+    name: str
+    shape: tuple[int, ...]
+    kind: int
+    offset: int
+
+
+class _Cursor:
+    """A place in the file that moves on as values are read."""
+
+    def __init__(self, data: memoryview, offset: int) -> None:
+        self.data, self.offset = data, offset
+
+    def scalar(self, letter: str) -> int:
+        """The next number; `letter` as `struct` names its type."""
+        (value,) = struct.unpack_from("<" + letter, self.data, self.offset)
+        self.offset += struct.calcsize("<" + letter)
+        return value
+
+    def string(self) -> str:
+        length = self.scalar("Q")
+        self._require(length)
+        text = str(self.data[self.offset : self.offset + length], "utf-8")
+        self.offset += length
+        return text
+
+    def value(self, kind: int) -> Value:
+        """The next value of metadata; of an array its length."""
+        if kind == GGUFValueType.STRING:
+            return self.string()
+        if kind == GGUFValueType.ARRAY:
+            return self._skipped_array()
+        return self.scalar(self._letter(kind))
+
+    def tensor(self) -> _Entry:
+        name = self.string()
+        dimensions = self.scalar("I")
+        self._require(8 * dimensions)
+        shape = tuple(self.scalar("Q") for _ in range(dimensions))
+        return _Entry(name, shape[::-1], self.scalar("I"), self.scalar("Q"))
+
+    def _skipped_array(self) -> int:
+        kind, length = self.scalar("I"), self.scalar("Q")
+        if kind in (GGUFValueType.STRING, GGUFValueType.ARRAY):
+            for _ in range(length):
+                self._skip(self.scalar("Q")) if kind == GGUFValueType.STRING else self._skipped_array()
+        else:
+            self._skip(length * struct.calcsize("<" + self._letter(kind)))
+        return length
+
+    def _letter(self, kind: int) -> str:
+        if kind not in _SCALARS:
+            raise CheckpointError(f"its header is damaged at byte {self.offset}: there is no type {kind} of metadata")
+        return _SCALARS[GGUFValueType(kind)]
+
+    def _skip(self, nbytes: int) -> None:
+        self._require(nbytes)
+        self.offset += nbytes
+
+    def _require(self, nbytes: int) -> None:
+        if nbytes > len(self.data) - self.offset:
+            raise struct.error
+
+
+def _checked(entries: list[_Entry], data_start: int, file_nbytes: int) -> dict[str, StoredTensor]:
+    kinds = {int(kind) for kind in GGMLQuantizationType}
+    unknown = [f"{entry.name} has type {entry.kind}" for entry in entries if entry.kind not in kinds]
+    if unknown:
+        raise CheckpointError(f"{', '.join(unknown)}, which gguf does not know; upgrade gguf")
+    tensors = {
+        entry.name: StoredTensor(GGMLQuantizationType(entry.kind), entry.shape, data_start + entry.offset)
+        for entry in entries
+    }
+    broken = [
+        f"{name} {list(t.shape)} has no whole blocks of {t.kind.name}"
+        for name, t in tensors.items()
+        if not t.shape or not t.is_whole_blocks
+    ]
+    if broken:
+        raise CheckpointError(", ".join(broken))
+    beyond = [name for name, tensor in tensors.items() if tensor.start + tensor.nbytes > file_nbytes]
+    if beyond:
+        raise CheckpointError(f"it ends at byte {file_nbytes}, before data of {', '.join(beyond)}; download it again")
+    return tensors
