@@ -33,7 +33,9 @@ _HOMES = {
 __all__ = ["DiffQuantError", "Recipe", "Scheme", "__version__", "convert", "load", "load_tokenizer", "quantize"]
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'diffquant' has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+if not TYPE_CHECKING:  # A type checker that saw it would take any name for one of ours.
+
+    def __getattr__(name: str) -> Any:
+        if name not in _HOMES:
+            raise AttributeError(f"module 'diffquant' has no attribute {name!r}")
+        return getattr(import_module(_HOMES[name]), name)

@@ -38,7 +38,9 @@ def require() -> None:
         raise MissingDependencyError(f"ONNX models need {', '.join(missing)}: pip install 'diffquant[onnx]'")
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'diffquant.export' has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+if not TYPE_CHECKING:  # A type checker that saw it would take any name for one of ours.
+
+    def __getattr__(name: str) -> Any:
+        if name not in _HOMES:
+            raise AttributeError(f"module 'diffquant.export' has no attribute {name!r}")
+        return getattr(import_module(_HOMES[name]), name)
