@@ -8,11 +8,12 @@ from dataclasses import dataclass, replace
 import torch
 
 from diffquant.errors import UsageError
-from diffquant.formats.compressed_tensors import decode_codes
 from diffquant.model.layout import linear_shapes
 from diffquant.model.modeling import DiffTransformer
 from diffquant.quantization.plan import make_plan
-from diffquant.quantization.rounding import nearest
+from diffquant.quantization.rounded_weight import as_stored
+from diffquant.quantization.roundings import Rounder
+from diffquant.quantization.roundings.nearest import nearest
 from diffquant.scheme import DEFAULT_GRANULARITY, FULL, LAYER_TARGETS, Recipe, Scheme
 from diffquant.source.source import Source
 
@@ -102,7 +103,7 @@ def quantized(model: DiffTransformer, unit: Unit, bits: int) -> Iterator[None]:
         parameter = model.get_parameter(unit.parameter)
         whole = parameter.data
         scheme = unit.scheme(bits)
-        parameter.data = decode_codes(*nearest(unit.name, whole, scheme, unit.dtype), scheme).to(whole.dtype)
+        parameter.data = as_stored(Rounder(nearest), unit.name, whole, scheme, unit.dtype).to(whole.dtype)
         try:
             yield
         finally:

@@ -1,80 +1,67 @@
-"""Rounding that knows the checkpoint's own inputs: a run over a text, and what `compensation` makes of it."""
+"""The inputs of a checkpoint's linear layers, as their products XᵀX, from a run of the 16-bit model over a text."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import lru_cache
-from pathlib import Path
-from threading import Lock
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from diffquant.calib.compensation import Inputs, compensate, damped
-from diffquant.loading import load
 from diffquant.model.modeling import DiffLayer
 from diffquant.model.walk import Walk, batches
-from diffquant.quantization.rounding import Rounding, clipped
-from diffquant.scheme import Recipe, Scheme
-from diffquant.source.source import Source, open_source
-from diffquant.support.devices import check_device
-from diffquant.support.progress import Progress, silent
-from diffquant.text.corpus import identity, load_text
+from diffquant.quantization.roundings.gptq.compensation import damped
+from diffquant.source.building import build_model
+from diffquant.source.source import Source
+from diffquant.support.progress import Progress
 from diffquant.text.tokens import max_length, token_windows
 
-# Of the text that is read by default.
-TOKENS = 16384
+_BATCH_TOKENS = 4096
 
 
-def gptq(
-    path: Path | Source,
-    text: Path | None = None,
-    tokens: int = TOKENS,
-    window: int = 512,
-    device: str = "cpu",
-    progress: Progress = silent,
-) -> Rounding:
-    """Rounding for one checkpoint, from its own inputs over a text.
+@dataclass(frozen=True, eq=False)
+class LayerProducts:
+    """What a run over a text told about the linear layers' inputs X.
 
-    Holds XᵀX [in, in] of every linear layer's inputs X, once where layers share them.
+    Attributes:
+        products: damped XᵀX [in, in] of each weight's inputs, by the checkpoint's own names; one tensor where
+            layers share their inputs.
+        tokens: number of tokens that were read.
+        window: number of tokens that the model saw at once.
+    """
+
+    products: Mapping[str, Tensor]
+    tokens: int
+    window: int
+
+
+def layer_products(source: Source, text: str, tokens: int, window: int, progress: Progress) -> LayerProducts:
+    """Run the 16-bit model over a text, in float32 and layer by layer.
+
+    It runs on the CPU whatever the model is loaded on later, so that every reader of a recipe gets the same codes.
 
     Args:
-        window: tokens the model sees at once; its context, where that is shorter.
+        tokens: number of tokens of the text that are read, at most.
+        window: number of tokens that the model sees at once; its context, where that is shorter.
 
     Raises:
-        DiffQuantError: the checkpoint or the text cannot be read, or the text holds no window.
+        DiffQuantError: the checkpoint or its tokenizer cannot be read, or the text holds no window.
     """
-    check_device(device)
-    words = load_text(text)
-    source = open_source(path)
-    model = load(source, Recipe(), torch.float32, device)
-    tokenizer = source.tokenizer
+    adapter, tokenizer = source.adapter, source.tokenizer
+    model = build_model(source, torch.float32)
     window = min(window, tokens, max_length(model.config, tokenizer))
-    ids = token_windows(model, tokenizer, words, window, tokens)
-    adapter = source.adapter
+    ids = token_windows(model, tokenizer, text, window, tokens)
     products: dict[str, Tensor] = {}
     with torch.inference_mode():
         walk = Walk.over(model, window)
-        states = [walk.embed(batch) for batch in batches(ids, 4096)]
+        states = [walk.embed(batch) for batch in batches(ids, _BATCH_TOKENS)]
         for number, layer in enumerate(walk.layers):
             with _products(layer) as summed:
                 states = [walk.run(layer, x) for x in states]
-            shared = {id(product): damped(product.cpu()) for product in summed.values()}
+            shared = {id(product): damped(product) for product in summed.values()}
             for name, product in summed.items():
                 products[adapter.source_name(f"model.layers.{number}.{name}.weight")] = shared[id(product)]
             progress(number + 1, len(walk.layers), "reading inputs")
-
-    # Blocks of one weight, and weights with the same inputs, follow one another.
-    inputs, guard = lru_cache(maxsize=4)(Inputs.of), Lock()
-
-    def compensated(name: str, values: Tensor, scheme: Scheme, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        # A head that an override names lies outside the layers.
-        if name not in products:
-            return clipped(name, values, scheme, dtype)
-        with guard:
-            known = inputs(products[name])
-        return compensate(values, known, scheme, dtype)
-
-    return Rounding("gptq", compensated, {"text": identity(words), "tokens": ids.numel(), "window": window})
+    return LayerProducts(products, ids.numel(), window)
 
 
 @contextmanager
