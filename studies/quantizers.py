@@ -31,8 +31,8 @@ class Quantized:
 
     Attributes:
         values: [out, in] float32.
-        bits: of the codes at their own width, with scales and zeros.
-        held: bits of the tensors that the library holds, where its codes lie in wider containers; `bits` otherwise.
+        bits: number of bits of the codes at their own width, with scales and zeros.
+        held: number of bits of the tensors that the library holds, where codes lie in wider containers; else `bits`.
     """
 
     values: Tensor
@@ -49,8 +49,8 @@ class Method:
     """A way to quantize a weight.
 
     Attributes:
-        tier: of `TIERS`; methods of one are compared.
-        package: that it needs.
+        tier: one of `TIERS`; methods of one tier are compared.
+        package: package that it needs.
     """
 
     name: str

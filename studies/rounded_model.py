@@ -27,11 +27,11 @@ class Options:
     """What is measured.
 
     Attributes:
-        text: of two halves; the prose that ships by default.
-        characters: of the second half that are scored.
-        window: tokens the model sees at once, scored and read.
-        tokens: of the first half that gptq reads.
-        items: of HellaSwag; 0 for none.
+        text: file with a text of two halves; the prose that ships by default.
+        characters: number of characters of the second half that are scored.
+        window: number of tokens the model sees at once, scored and read.
+        tokens: number of tokens of the first half that gptq reads.
+        items: number of HellaSwag items; 0 for none.
     """
 
     text: Path | None = None

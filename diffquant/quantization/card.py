@@ -19,7 +19,7 @@ def quantized_card(plan: Plan, errors: Mapping[str, float]) -> str:
     """What was quantized, how, and how to load it.
 
     Args:
-        errors: relative RMS error of each packed weight.
+        errors: relative RMS error of each packed weight, by name.
     """
     name = plan.checkpoint.name
     recipe = plan.recipe

@@ -42,11 +42,11 @@ class Report:
     """What a run of `quantize` did.
 
     Attributes:
-        bytes_before, bytes_after: of all tensors.
+        bytes_before, bytes_after: bytes of all tensors of the source and of the destination.
         bits_per_weight: stored bits of a packed weight, scales included.
-        seconds: of this run.
-        resumed: shards taken over from an interrupted run.
-        errors: every packed weight's error, the worst first.
+        seconds: seconds that this run took.
+        resumed: number of shards taken over from an interrupted run.
+        errors: error of every packed weight, the worst first.
     """
 
     destination: Path
@@ -151,7 +151,7 @@ def pack_job(checkpoint: Checkpoint, tensor: PlannedTensor, rounder: Rounder) ->
 
 
 def _sum_of_squares(values: Tensor) -> float:
-    """In float32, or where that overflows in float64."""
+    """The sum of squares in float32, or where that overflows in float64."""
     total = float(values.square().sum())
     return total if math.isfinite(total) else float(values.double().square().sum())
 
@@ -167,7 +167,7 @@ def _shards(plan: Plan, rounder: Rounder) -> list[Shard]:
 
 
 def _errors(plan: Plan, records: Mapping[str, Mapping[str, Any]]) -> dict[str, TensorError]:
-    sums = {name: pair for record in records.values() for name, pair in record["sums"].items()}
+    sums = {name: squares for record in records.values() for name, squares in record["sums"].items()}
     return {
         tensor.name: TensorError(tensor.name, tensor.scheme, _relative(*sums.get(tensor.name, (0.0, 0.0))))
         for tensor in plan.tensors

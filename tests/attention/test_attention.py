@@ -2,13 +2,13 @@
 
 import pytest
 import torch
+from fake_quantizer import fake_quantize
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from diffquant.attention import LogitMeter, Mask, attend, simulated
 from diffquant.errors import UsageError
 from diffquant.family.norm import PairNorm, pair_norm
-from diffquant.numerics import fake_quantize
 from diffquant.scheme import Scheme
 
 GENERATIONS = ["plain", "v1", "v2"]

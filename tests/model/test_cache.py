@@ -2,11 +2,11 @@
 
 import pytest
 import torch
+from fake_quantizer import fake_quantize
 from helpers import ours, random_diffllama, random_ids, random_llama
 
 from diffquant.errors import NotFiredError, UsageError
 from diffquant.model.cache import PackedCache, PackedStates
-from diffquant.numerics import fake_quantize
 from diffquant.scheme import Recipe, Scheme
 
 
