@@ -1,27 +1,22 @@
-"""From a checkpoint, plain or quantized, to a model that runs."""
+"""From a checkpoint, plain or quantized, to a model that runs under a recipe."""
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import cast
 
 import torch
-from torch import Tensor, nn
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from torch import Tensor
 
 from diffquant.errors import UsageError
-from diffquant.formats.compressed_tensors import PACKED, SCALE, SHAPE, codes, decode, decode_codes, weight_scale
-from diffquant.kernels.arguments import HALF_TYPES
-from diffquant.kernels.linear.repack import PackedWeight, refused_group, repack
-from diffquant.model.adapters import Adapter
-from diffquant.model.layout import linear_shapes, parameter_shapes
 from diffquant.model.modeling import DiffTransformer
-from diffquant.model.quantized_linear import QuantizedLinear
-from diffquant.numerics import check_finite
 from diffquant.quantization.plan import checked_schemes
+from diffquant.quantization.rounded_weight import as_stored
+from diffquant.quantization.roundings import rounding_named
 from diffquant.scheme import Recipe, Scheme
+from diffquant.source.building import Rewrite, as_it_is, build_model
 from diffquant.source.ranges import read_ranges
 from diffquant.source.source import Source, open_source
 from diffquant.support.devices import check_device
+from diffquant.support.progress import silent
 
 
 def load(
@@ -37,49 +32,43 @@ def load(
     Args:
         path: a folder (diffllama, diff_v1, diff_v2, diff_transformer or llama; plain or quantized), a .gguf file
             of a llama, or either as an open `Source`.
-        recipe: what to simulate; a quantized checkpoint's own by default. Weights of a plain
-            checkpoint come out as `quantize` would have stored them.
-        dtype: of the model; the checkpoint's by default.
-        device: of the model.
+        recipe: what to simulate; a quantized checkpoint's own by default. Weights of a plain checkpoint come out as
+            `quantize` stores them, whatever the recipe's rounding; one that reads a text does so at each load.
+        dtype: dtype of the model; the checkpoint's by default.
+        device: device of the model.
         packed: whether the layers' packed weights stay packed, or are expanded to `dtype`; by default they
             stay packed where kernels read them, in half precision on CUDA. Weights whose groups the kernels do
             not know (no multiple of 16) are expanded in any case.
-        scales: calibrated on this checkpoint, for static schemes.
+        scales: file of ranges calibrated on this checkpoint, for static schemes.
 
     Raises:
         CheckpointError: the checkpoint is damaged, incomplete or of a kind that is not read.
-        UsageError: the recipe quantizes weights that already are, or does not fit the checkpoint, or
-            there is no such device.
+        UsageError: the recipe quantizes weights that already are, does not fit the checkpoint or names an unknown
+            rounding, or there is no such device.
     """
     check_device(device)
     source = open_source(path)
-    adapter = source.adapter
     schemes = _simulated_schemes(source, recipe)
     recipe = recipe or source.recipe
     ranges = read_ranges(Path(scales), source) if scales else None
     if ranges is not None:
         ranges.check(recipe)
-    model = _empty_model(adapter)
-    dtype = dtype or source.checkpoint.tensors[adapter.source_name("model.embed_tokens.weight")].dtype
-    if packed is None:
-        packed = torch.device(device).type == "cuda" and dtype in HALF_TYPES
-    kept = _kept_packed(source) if packed else {}
-    state: dict[str, Tensor] = {}
-    for name in parameter_shapes(adapter.config):
-        if name in kept:
-            weight = _packed_weight(source, name, kept[name], dtype, device)
-            state |= _install(model, name.removesuffix(".weight"), weight)
-        else:
-            state[name] = _parameter(source, name, schemes).to(device, dtype)
-    if adapter.config.tie_word_embeddings:
-        state["lm_head.weight"] = state["model.embed_tokens.weight"]
-    model.load_state_dict(state, assign=True)
-    model.tie_weights()
-    model.to(device).eval().requires_grad_(False)
+    model = build_model(source, dtype, device, packed, _rounding(source, schemes, recipe) if schemes else as_it_is)
     if ranges is not None:
         model.model.ranges = {name: tensor.to(device) for name, tensor in ranges.tensors.items()}
     model.apply_recipe(recipe)
     return model
+
+
+def _rounding(source: Source, schemes: Mapping[str, Scheme], recipe: Recipe) -> Rewrite:
+    """Makes of each weight with a scheme what `quantize` stores of it, under the recipe's rounding."""
+    rounder = rounding_named(recipe.rounding.name).prepare(source, recipe.rounding, silent)
+
+    def rounded(name: str, data: Tensor) -> Tensor:
+        scheme = schemes.get(name.removesuffix(".weight"))
+        return data if scheme is None else as_stored(rounder, name, data, scheme)
+
+    return rounded
 
 
 def check_loadable(source: Source, recipes: Iterable[Recipe]) -> None:
@@ -105,53 +94,3 @@ def _simulated_schemes(source: Source, recipe: Recipe | None) -> dict[str, Schem
         )
     recipe.check_layers(source.layers)
     return {}
-
-
-def _empty_model(adapter: Adapter) -> DiffTransformer:
-    """The model without storage, but for the rotary tables, which no checkpoint holds."""
-    with torch.device("meta"):
-        model = DiffTransformer(adapter.config)
-    model.model.rotary_emb = LlamaRotaryEmbedding(adapter.config)
-    return model
-
-
-def _kept_packed(source: Source) -> dict[str, Scheme]:
-    """Scheme of each of the layers' weights that can stay packed, by canonical name."""
-    adapter = source.adapter
-    schemes = {
-        name: source.packed.get(adapter.source_name(name).removesuffix(".weight"))
-        for name in linear_shapes(adapter.config)
-    }
-    return {name: scheme for name, scheme in schemes.items() if scheme and not refused_group(scheme.size or 0)}
-
-
-def _packed_weight(source: Source, name: str, scheme: Scheme, dtype: torch.dtype, device: str) -> PackedWeight:
-    module = source.adapter.source_name(name).removesuffix(".weight")
-    words, scale, shape = (source.checkpoint.read(module + suffix) for suffix in (PACKED, SCALE, SHAPE))
-    order = source.adapter.row_order(name)
-    if order is not None:
-        words, scale = words[order], scale if scale.numel() == 1 else scale[order]
-    return repack(words.to(device), scale.to(device), scheme.bits, int(shape[1]), dtype)
-
-
-def _install(model: DiffTransformer, name: str, weight: PackedWeight) -> dict[str, Tensor]:
-    """Put a packed layer where a model has a Linear; its buffers by full name."""
-    layer = QuantizedLinear(weight, cast(nn.Linear, model.get_submodule(name)).bias)
-    model.set_submodule(name, layer)
-    return {f"{name}.{part}": buffer for part, buffer in layer.named_buffers()}
-
-
-def _parameter(source: Source, name: str, schemes: Mapping[str, Scheme]) -> Tensor:
-    stored_name = source.adapter.source_name(name)
-    module = stored_name.removesuffix(".weight")
-    if module in source.packed:
-        words, scale, shape = (source.checkpoint.read(module + suffix) for suffix in (PACKED, SCALE, SHAPE))
-        weight = decode(words, scale, shape, source.packed[module])
-    else:
-        weight = source.checkpoint.read(stored_name)
-        check_finite(weight, stored_name)
-    if module in schemes:
-        scale = weight_scale(weight, schemes[module])
-        weight = decode_codes(codes(weight, scale, schemes[module]), scale, schemes[module])
-    order = source.adapter.row_order(name)
-    return weight if order is None else weight[order]

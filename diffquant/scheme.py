@@ -2,7 +2,7 @@
 
 import difflib
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -47,7 +47,7 @@ class Scheme:
         if not 2 <= self.bits <= 8:
             raise UsageError(f"bits must be 2 to 8, or 16 for not quantized; got {self.bits}")
         if self.granularity not in GRANULARITIES:
-            raise UsageError(f"unknown granularity {self.granularity!r}{_nearest(self.granularity, GRANULARITIES)}")
+            raise UsageError(f"unknown granularity {self.granularity!r}{did_you_mean(self.granularity, GRANULARITIES)}")
         if self.granularity in ("group", "block") and not self.size:
             raise UsageError(f"granularity {self.granularity} needs a size, such as {_LETTERS[self.granularity]}32")
         if self.alike and self.shift:
@@ -104,6 +104,69 @@ DEFAULT_GRANULARITY = {"weights": "g32", "k": "row", "v": "row", "logits": "row"
 
 
 @dataclass(frozen=True)
+class RoundingSettings:
+    """A recipe's choice of rounding: which rule finds the weights' codes and scales, and what that rule reads.
+
+    Attributes:
+        name: name of a registered rounding, see `quantization.roundings`; known names are checked with the checkpoint.
+        text: text file that a rounding with `needs_text` reads, relative to the working directory; the prose that
+            ships by default.
+        tokens: number of tokens of the text that are read; the rule's own number by default.
+        window: number of tokens that the model sees at once while it reads; the rule's own number by default.
+    """
+
+    name: str = "nearest"
+    text: Path | None = None
+    tokens: int | None = None
+    window: int | None = None
+
+    def __post_init__(self) -> None:
+        for what, number in (("tokens", self.tokens), ("window", self.window)):
+            if number is not None and (type(number) is not int or number < 2):
+                raise UsageError(f"rounding: {what} must be a number of 2 or more, got {number!r}")
+
+    @classmethod
+    def parse(cls, entry: "str | Mapping[str, Any]") -> "RoundingSettings":
+        """Read a recipe's entry: a rounding's name, or a mapping with its name, text, tokens and window.
+
+        Raises:
+            UsageError: an unknown key (the nearest known one is named), or a value of the wrong type.
+        """
+        if isinstance(entry, str):
+            return cls(entry)
+        known = [f.name for f in fields(cls)]
+        if not isinstance(entry, Mapping) or not isinstance(entry.get("name"), str):
+            raise UsageError(f"rounding must be a name or a mapping of {', '.join(known)}, got {entry!r}")
+        unknown = [str(key) for key in entry if key not in known]
+        if unknown:
+            raise UsageError("; ".join(f"unknown rounding key {key!r}{did_you_mean(key, known)}" for key in unknown))
+        text = entry.get("text")
+        if text is not None and not isinstance(text, str):
+            raise UsageError(f"rounding: text must be the name of a file, got {text!r}")
+        return cls(entry["name"], None if text is None else Path(text), entry.get("tokens"), entry.get("window"))
+
+    @property
+    def reads(self) -> bool:
+        """Whether anything is said of a text."""
+        return (self.text, self.tokens, self.window) != (None, None, None)
+
+    def to_plain(self) -> str | dict[str, Any]:
+        """Inverse of `parse`: the name where nothing else is said."""
+        if not self.reads:
+            return self.name
+        entries = {
+            "name": self.name,
+            "text": None if self.text is None else str(self.text),
+            "tokens": self.tokens,
+            "window": self.window,
+        }
+        return {key: value for key, value in entries.items() if value is not None}
+
+
+NEAREST = RoundingSettings()
+
+
+@dataclass(frozen=True)
 class Recipe:
     """What is quantized in a model. Every target defaults to 16 bits.
 
@@ -115,6 +178,7 @@ class Recipe:
         overrides: schemes by name pattern (shell wildcards); the first match wins. A pattern names modules whose
             weight it is about, or where it ends in ".k", ".v" or ".logits" the cache or logits of a layer:
             "model.layers.3.self_attn.k".
+        rounding: rule by which weights become codes and scales.
     """
 
     weights: Scheme = FULL
@@ -123,6 +187,7 @@ class Recipe:
     logits: Scheme = FULL
     residual: int = 0
     overrides: Mapping[str, Scheme] = field(default_factory=dict)
+    rounding: RoundingSettings = NEAREST
 
     def __post_init__(self) -> None:
         for target in _ALLOWED:
@@ -142,8 +207,13 @@ class Recipe:
         logits: str | int = 16,
         residual: int = 0,
         overrides: Mapping[str, str] | None = None,
+        rounding: str | Mapping[str, Any] = NEAREST.name,
     ) -> "Recipe":
-        """A recipe from scheme texts; `kv` serves whichever of `k` and `v` is not given."""
+        """A recipe from scheme texts; `kv` serves whichever of `k` and `v` is not given.
+
+        Args:
+            rounding: a rounding's name, or a mapping as `RoundingSettings.parse` reads it.
+        """
         return cls(
             weights=_parse_for("weights", weights),
             k=_parse_for("k", kv if k is None else k),
@@ -151,6 +221,7 @@ class Recipe:
             logits=_parse_for("logits", logits),
             residual=residual,
             overrides=_parse_overrides(overrides or {}),
+            rounding=RoundingSettings.parse(rounding),
         )
 
     @classmethod
@@ -163,7 +234,7 @@ class Recipe:
         known = [f.name for f in fields(cls)]
         unknown = [key for key in entries if key not in known]
         if unknown:
-            raise UsageError("; ".join(f"unknown recipe key {key!r}{_nearest(str(key), known)}" for key in unknown))
+            raise UsageError("; ".join(f"unknown recipe key {key!r}{did_you_mean(str(key), known)}" for key in unknown))
         overrides = entries.get("overrides") or {}
         residual = entries.get("residual", 0)
         if not isinstance(overrides, Mapping):
@@ -171,7 +242,8 @@ class Recipe:
         if not isinstance(residual, int):
             raise UsageError(f"residual must be a number of tokens, got {residual!r}")
         schemes = {target: _parse_for(target, entries[target]) for target in _ALLOWED if target in entries}
-        return cls(**schemes, residual=residual, overrides=_parse_overrides(overrides))
+        rounding = RoundingSettings.parse(entries.get("rounding", NEAREST.name))
+        return cls(**schemes, residual=residual, overrides=_parse_overrides(overrides), rounding=rounding)
 
     @classmethod
     def read(cls, path: Path) -> "Recipe":
@@ -190,10 +262,14 @@ class Recipe:
             raise UsageError(f"recipe {path}: {error}") from error
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data: scheme texts, the residual and the overrides."""
-        return {target: str(getattr(self, target)) for target in _ALLOWED} | {
+        """Plain data: scheme texts, the residual, the overrides, and the rounding where it is not to the nearest."""
+        # A recipe that rounds to the nearest code has one form, which cells and checkpoints are known by.
+        rounding = {} if self.rounding == NEAREST else {"rounding": self.rounding.to_plain()}
+        return {
+            **{target: str(getattr(self, target)) for target in _ALLOWED},
             "residual": self.residual,
             "overrides": {pattern: str(scheme) for pattern, scheme in self.overrides.items()},
+            **rounding,
         }
 
     def to_yaml(self) -> str:
@@ -252,9 +328,9 @@ class Recipe:
         return next(matches, getattr(self, target))
 
     def with_weights_of(self, other: "Recipe") -> "Recipe":
-        """This recipe's cache and logits with the other's weights."""
+        """This recipe's cache and logits with the other's weights and their rounding."""
         own = {pattern: s for pattern, s in self.overrides.items() if target_of(pattern) != "weights"}
-        return replace(self, weights=other.weights, overrides=own | other.weight_overrides)
+        return replace(self, weights=other.weights, overrides=own | other.weight_overrides, rounding=other.rounding)
 
 
 def target_of(pattern: str) -> str:
@@ -279,7 +355,7 @@ def _parse_granularity(name: str, text: str) -> tuple[str, int | None]:
         return _SIZED[sized[1]], int(sized[2])
     if name not in GRANULARITIES:
         choices = ("tensor", "head", "pair", "row", "column", "channel", "g32", "c64", "b64")
-        raise UsageError(f"cannot read scheme {text!r}: unknown granularity {name!r}{_nearest(name, choices)}")
+        raise UsageError(f"cannot read scheme {text!r}: unknown granularity {name!r}{did_you_mean(name, choices)}")
     return name, None
 
 
@@ -301,6 +377,7 @@ def _check_allowed(target: str, scheme: Scheme, what: str | None = None) -> None
         raise UsageError(f"{what}: static scales are of logits as they are; leave out shift")
 
 
-def _nearest(name: str, known: "list[str] | tuple[str, ...]") -> str:
+def did_you_mean(name: str, known: Sequence[str]) -> str:
+    """The end of an error message about an unknown name: the nearest known one, or all of them."""
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
     return f"; did you mean {close[0]!r}?" if close else f"; known are {', '.join(known)}"

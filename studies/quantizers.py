@@ -3,6 +3,7 @@
 Every library quantizes and dequantizes by itself; what it stores is counted from the tensors it holds.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
@@ -12,8 +13,11 @@ import torch
 from torch import Tensor
 
 from diffquant.bench.contest.peers import failure
-from diffquant.formats.compressed_tensors import decode_codes
-from diffquant.quantization.rounding import CLIPPED, NEAREST, Rounding
+from diffquant.formats.compressed_tensors import SCALE, packed_shapes
+from diffquant.quantization.rounded_weight import as_stored
+from diffquant.quantization.roundings import Rounder
+from diffquant.quantization.roundings.mse import clipped
+from diffquant.quantization.roundings.nearest import nearest
 from diffquant.scheme import Scheme
 
 PACKAGES = ("bitsandbytes", "torchao", "hqq")
@@ -27,8 +31,8 @@ class Quantized:
 
     Attributes:
         values: [out, in] float32.
-        bits: of the codes at their own width, with scales and zeros.
-        held: bits of the tensors that the library holds, where its codes lie in wider containers; `bits` otherwise.
+        bits: number of bits of the codes at their own width, with scales and zeros.
+        held: number of bits of the tensors that the library holds, where codes lie in wider containers; else `bits`.
     """
 
     values: Tensor
@@ -37,7 +41,7 @@ class Quantized:
 
 
 # (name, weight [out, in] float16, what compensates) -> the weight quantized.
-Quantize = Callable[[str, Tensor, Callable[[], Rounding]], Quantized]
+Quantize = Callable[[str, Tensor, Callable[[], Rounder]], Quantized]
 
 
 @dataclass(frozen=True)
@@ -45,8 +49,8 @@ class Method:
     """A way to quantize a weight.
 
     Attributes:
-        tier: of `TIERS`; methods of one are compared.
-        package: that it needs.
+        tier: one of `TIERS`; methods of one tier are compared.
+        package: package that it needs.
     """
 
     name: str
@@ -68,18 +72,18 @@ def reason(error: Exception, method: Method) -> str:
 
 
 def _ours(rule: str, bits: int, least: int) -> Quantize:
-    def quantize(name: str, weight: Tensor, compensated: Callable[[], Rounding]) -> Quantized:
-        rounding = {"nearest": NEAREST, "mse": CLIPPED}.get(rule) or compensated()
+    def quantize(name: str, weight: Tensor, compensated: Callable[[], Rounder]) -> Quantized:
+        rounder = {"nearest": Rounder(nearest), "mse": Rounder(clipped)}.get(rule) or compensated()
         scheme = Scheme(bits, "group", group_size(weight.shape[1], least))
-        codes, scale = rounding.round(name, weight.float(), scheme, _SCALE)
-        stored = codes.numel() * bits + _bits(scale)
-        return Quantized(decode_codes(codes, scale, scheme).float(), stored, stored)
+        scales = math.prod(packed_shapes((weight.shape[0], weight.shape[1]), scheme)[SCALE])
+        stored = weight.numel() * bits + scales * 8 * _SCALE.itemsize
+        return Quantized(as_stored(rounder, name, weight, scheme, _SCALE).float(), stored, stored)
 
     return quantize
 
 
 def _bitsandbytes(kind: str, nested: bool) -> Quantize:
-    def quantize(name: str, weight: Tensor, compensated: Callable[[], Rounding]) -> Quantized:
+    def quantize(name: str, weight: Tensor, compensated: Callable[[], Rounder]) -> Quantized:
         functional = import_module("bitsandbytes.functional")
         packed, state = functional.quantize_4bit(
             weight.float(), blocksize=64, compress_statistics=nested, quant_type=kind
@@ -94,7 +98,7 @@ def _bitsandbytes(kind: str, nested: bool) -> Quantize:
 def _torchao_int4(least: int) -> Quantize:
     """torchao's int4 with a bfloat16 scale and zero a group, as its tinygemm layouts have it."""
 
-    def quantize(name: str, weight: Tensor, compensated: Callable[[], Rounding]) -> Quantized:
+    def quantize(name: str, weight: Tensor, compensated: Callable[[], Rounder]) -> Quantized:
         primitives = import_module("torchao.quantization.quant_primitives")
         block = (1, group_size(weight.shape[1], least))
         kind, values = torch.bfloat16, weight.float()
@@ -115,7 +119,7 @@ def _torchao_int4(least: int) -> Quantize:
 def _torchao_intx(bits: int, least: int) -> Quantize:
     """torchao's weight-only integers of any width, asymmetric; codes lie in bytes."""
 
-    def quantize(name: str, weight: Tensor, compensated: Callable[[], Rounding]) -> Quantized:
+    def quantize(name: str, weight: Tensor, compensated: Callable[[], Rounder]) -> Quantized:
         quantization = import_module("torchao.quantization")
         granularity = import_module("torchao.quantization.granularity")
         linear = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False)
@@ -136,7 +140,7 @@ def _torchao_intx(bits: int, least: int) -> Quantize:
 def _hqq(bits: int, group: int) -> Quantize:
     """HQQ along the input axis, the one its fast kernels read; scale and zero in float16, as `HQQLinear` keeps them."""
 
-    def quantize(name: str, weight: Tensor, compensated: Callable[[], Rounding]) -> Quantized:
+    def quantize(name: str, weight: Tensor, compensated: Callable[[], Rounder]) -> Quantized:
         quantizer = import_module("hqq.core.quantize").Quantizer
         packed, meta = quantizer.quantize(
             weight.float(), nbits=bits, group_size=group, axis=1, compute_dtype=_SCALE, device="cpu"

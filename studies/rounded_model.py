@@ -1,10 +1,9 @@
 """A model whose weights a method quantizes, and what that costs its outputs."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +14,10 @@ from diffquant.evals import hellaswag
 from diffquant.evals.perplexity import Reference, evaluate, reference_of
 from diffquant.loading import load
 from diffquant.model.layout import linear_shapes
-from diffquant.quantization.rounding import Rounding
-from diffquant.scheme import Recipe
+from diffquant.quantization.roundings import Rounder, rounding_named
+from diffquant.scheme import Recipe, RoundingSettings
 from diffquant.source.source import open_source
+from diffquant.support.progress import silent
 from diffquant.text.corpus import identity, load_text
 from studies.quantizers import Method, reason
 
@@ -27,11 +27,11 @@ class Options:
     """What is measured.
 
     Attributes:
-        text: of two halves; the prose that ships by default.
-        characters: of the second half that are scored.
-        window: tokens the model sees at once, scored and read.
-        tokens: of the first half that gptq reads.
-        items: of HellaSwag; 0 for none.
+        text: file with a text of two halves; the prose that ships by default.
+        characters: number of characters of the second half that are scored.
+        window: number of tokens the model sees at once, scored and read.
+        tokens: number of tokens of the first half that gptq reads.
+        items: number of HellaSwag items; 0 for none.
     """
 
     text: Path | None = None
@@ -137,7 +137,6 @@ class Subject:
         return reference_of(self._model, self._tokenizer, self._scored, *self._spans)
 
     @cached_property
-    def _compensated(self) -> Rounding:
-        # A room imports no other room by itself.
-        gptq: Callable[..., Rounding] = import_module("diffquant.calib.gptq").gptq
-        return gptq(self.path, self.options.text, self.options.tokens, self.options.window)
+    def _compensated(self) -> Rounder:
+        settings = RoundingSettings("gptq", self.options.text, self.options.tokens, self.options.window)
+        return rounding_named("gptq").prepare(self._source, settings, silent)

@@ -13,7 +13,6 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,8 @@ from torch import Tensor
 from diffquant.bench.environment import environment
 from diffquant.loading import load
 from diffquant.model.modeling import DiffTransformer
-from diffquant.quantization.rounding import Rounding
+from diffquant.quantization.roundings import Rounder
+from diffquant.quantization.roundings.gptq.compensation import Inputs, compensate, damped
 from diffquant.scheme import Recipe
 from diffquant.source.source import open_source
 from diffquant.support.files import write_atomically
@@ -42,10 +42,10 @@ class Options:
     """What is measured.
 
     Attributes:
-        layers: whose inputs are taken.
-        rows: of each weight.
-        read: tokens that gptq reads.
-        scored: tokens over which outputs are compared.
+        layers: numbers of the layers whose inputs are taken.
+        rows: number of rows of each weight.
+        read: number of tokens that gptq reads.
+        scored: number of tokens over which outputs are compared.
     """
 
     layers: tuple[int, ...]
@@ -152,15 +152,13 @@ def _of_method(method: Method, found: dict[str, Layer]) -> dict[str, Any]:
     return {"bits": bits / elements, "decibels": {kind: sum(each) / len(each) for kind, each in decibels.items()}}
 
 
-def _known(layer: Layer) -> Callable[[], Rounding]:
+def _known(layer: Layer) -> Callable[[], Rounder]:
     """gptq for one layer, from the inputs it may read."""
 
     @cache
-    def compensated() -> Rounding:
-        # A room imports no other room by itself.
-        compensation = import_module("diffquant.calib.compensation")
-        inputs = compensation.Inputs.of(compensation.damped(layer.read.T @ layer.read))
-        return Rounding("gptq", lambda _, values, *of: compensation.compensate(values, inputs, *of))
+    def compensated() -> Rounder:
+        inputs = Inputs.of(damped(layer.read.T @ layer.read))
+        return Rounder(lambda _, values, scheme, dtype: compensate(values, inputs, scheme, dtype))
 
     return compensated
 

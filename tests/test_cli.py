@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from diffquant.cli import main
+from diffquant.quantization import plan
+from diffquant.quantization.plan import make_plan
 from tests.support.checkpoints import write_diffllama
 
 
@@ -45,6 +47,22 @@ def test_quantize_then_inspect_tells_what_was_made(run, checkpoint, tmp_path):
     assert len(found["lam"]) == 2
 
 
+@pytest.mark.parametrize(
+    ("options", "rounding"),
+    [
+        ([], {"name": "gptq", "tokens": 64}),
+        (["--tokens", "32"], {"name": "gptq", "tokens": 32}),
+        (["--rounding", "mse"], "mse"),
+    ],
+)
+def test_the_command_line_goes_before_the_recipes_rounding(run, checkpoint, tmp_path, monkeypatch, options, rounding):
+    (tmp_path / "recipe.yaml").write_text("weights: 4:g32\nrounding: {name: gptq, tokens: 64}\n")
+    seen = []
+    monkeypatch.setattr(plan, "make_plan", lambda source, recipe: seen.append(recipe) or make_plan(source, recipe))
+    run("quantize", checkpoint, "-o", tmp_path / "low", "--recipe", tmp_path / "recipe.yaml", *options, "--dry-run")
+    assert [recipe.to_dict()["rounding"] for recipe in seen] == [rounding]
+
+
 def test_dry_run_prints_the_table_and_writes_nothing(run, checkpoint, tmp_path):
     code, out, _ = run("quantize", checkpoint, "-o", tmp_path / "low", "--weights", "6", "--dry-run")
     assert code == 0
@@ -66,6 +84,8 @@ def test_dry_run_prints_the_table_and_writes_nothing(run, checkpoint, tmp_path):
         (["quantize", "SRC", "-o", "OUT", "--recipe", "absent.yaml"], 2, "cannot read recipe absent.yaml"),
         (["quantize", "SRC", "-o", "OUT", "--weights", "4", "--text", "EMPTY"], 2, "--rounding gptq"),
         (["quantize", "SRC", "-o", "OUT", "--weights", "4", "--tokens", "64"], 2, "--rounding gptq"),
+        (["quantize", "SRC", "-o", "OUT", "--weights", "4", "--rounding", "gtpq"], 2, "did you mean 'gptq'"),
+        (["quantize", "SRC", "-o", "OUT", "--rounding", "mse"], 2, "nothing to quantize"),
         (["quantize", "--colour"], 2, "No such option"),
         (["sweep", "SRC", "-o", "OUT", "--task", "chess"], 2, "unknown task 'chess'"),
         (["sweep", "SRC", "-o", "OUT", "--target", "norms"], 2, "unknown target 'norms'"),
@@ -112,6 +132,8 @@ import diffquant.quantization.quantize as verb
 signal.signal(signal.SIGINT, signal.default_int_handler)
 verb.make_plan = lambda *_: signal.raise_signal(signal.SIGINT)
 from diffquant.cli import main
+from diffquant.quantization import plan
+from diffquant.quantization.plan import make_plan
 sys.argv = ["diffquant", "quantize", {str(checkpoint)!r}, "-o", {str(tmp_path / "out")!r}, "--weights", "4"]
 main()
 """

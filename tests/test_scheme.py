@@ -97,3 +97,32 @@ def test_the_first_matching_override_wins_and_only_overrides_reach_the_head():
     assert str(recipe.weight_scheme("model.layers.0.mlp.up_proj")) == "4:g32"
     assert str(recipe.weight_scheme("lm_head", by_default=False)) == "8:row"
     assert recipe.weight_scheme("model.embed_tokens", by_default=False) == FULL
+
+
+def test_a_recipe_that_rounds_to_the_nearest_is_written_as_without_a_rounding():
+    """Cells and checkpoints that were made before recipes had one are known by this text."""
+    text = "weights: 4:g32\nk: '16'\nv: '16'\nlogits: '16'\nresidual: 0\noverrides: {}\n"
+    assert Recipe.of(weights="4:g32").to_yaml() == text
+    assert Recipe.of(weights="4:g32", rounding={"name": "nearest"}).to_yaml() == text
+
+
+def test_a_recipe_takes_over_the_rounding_with_the_weights():
+    other = Recipe.of(weights="4:g32", rounding="mse")
+    assert Recipe.of(kv=8).with_weights_of(other) == Recipe.of(weights="4:g32", kv=8, rounding="mse")
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ({"name": "gptq", "token": 64}, r"unknown rounding key 'token'; did you mean 'tokens'"),
+        ({"text": "books.txt"}, "must be a name or a mapping"),
+        ([4], "must be a name or a mapping"),
+        ({"name": "gptq", "tokens": "many"}, "tokens must be a number"),
+        ({"name": "gptq", "window": 1}, "window must be a number of 2 or more"),
+        ({"name": "gptq", "text": 4}, "text must be the name of a file"),
+    ],
+    ids=str,
+)
+def test_a_malformed_rounding_is_refused(entry, message):
+    with pytest.raises(UsageError, match=message):
+        Recipe.from_dict({"weights": "4:g32", "rounding": entry})

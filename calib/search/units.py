@@ -8,11 +8,12 @@ from dataclasses import dataclass, replace
 import torch
 
 from diffquant.errors import UsageError
-from diffquant.formats.compressed_tensors import decode_codes
 from diffquant.model.layout import linear_shapes
 from diffquant.model.modeling import DiffTransformer
 from diffquant.quantization.plan import make_plan
-from diffquant.quantization.rounding import nearest
+from diffquant.quantization.rounded_weight import as_stored
+from diffquant.quantization.roundings import Rounder
+from diffquant.quantization.roundings.nearest import nearest
 from diffquant.scheme import DEFAULT_GRANULARITY, FULL, LAYER_TARGETS, Recipe, Scheme
 from diffquant.source.source import Source
 
@@ -26,13 +27,13 @@ class Unit:
     Attributes:
         target: "weights", "k", "v" or "logits".
         name: the weight's module as the checkpoint has it, or the layer's attention and the target.
-        layer: its layer.
-        kind: its name inside a layer, such as "mlp.up_proj" or "logits".
-        granularity: what shares one scale.
+        layer: number of its layer.
+        kind: name inside a layer, such as "mlp.up_proj" or "logits".
+        granularity: granularity of its scheme, which says what shares one scale.
         elements: entries of the weight, or entries a token of the cache; 1 for logits.
         stored: bytes at each width as `quantize` stores them; empty where nothing is stored.
-        parameter: of the model, for weights.
-        dtype: in which the weight's scales are stored.
+        parameter: name of the model's parameter, for weights.
+        dtype: dtype in which the weight's scales are stored.
     """
 
     target: str
@@ -58,7 +59,7 @@ def find_units(source: Source, targets: Sequence[str], widths: Sequence[int], gr
     """Every unit of the targets, layer by layer.
 
     Args:
-        granularity: of the weights; the others have their targets' defaults.
+        granularity: granularity of the weights; the others have their targets' defaults.
 
     Raises:
         UsageError: an unknown target, or none.
@@ -67,12 +68,12 @@ def find_units(source: Source, targets: Sequence[str], widths: Sequence[int], gr
     unknown = [target for target in targets if target not in TARGETS]
     if unknown or not targets:
         raise UsageError(f"unknown target {', '.join(map(repr, unknown))}; known are {', '.join(TARGETS)}")
-    found = _weights(source, widths, granularity) if "weights" in targets else []
+    units = _weights(source, widths, granularity) if "weights" in targets else []
     spec = source.spec
     sizes = {"k": spec.key_heads * spec.head_dim, "v": spec.kv_pairs * spec.value_dim, "logits": 1}
     for target in LAYER_TARGETS:
         if target in targets:
-            found += [
+            units += [
                 Unit(
                     target,
                     f"model.layers.{layer}.self_attn.{target}",
@@ -84,7 +85,7 @@ def find_units(source: Source, targets: Sequence[str], widths: Sequence[int], gr
                 )
                 for layer in range(source.layers)
             ]
-    return sorted(found, key=lambda unit: unit.layer)
+    return sorted(units, key=lambda unit: unit.layer)
 
 
 def to_recipe(bits: Mapping[Unit, int]) -> Recipe:
@@ -102,7 +103,7 @@ def quantized(model: DiffTransformer, unit: Unit, bits: int) -> Iterator[None]:
         parameter = model.get_parameter(unit.parameter)
         whole = parameter.data
         scheme = unit.scheme(bits)
-        parameter.data = decode_codes(*nearest(unit.name, whole, scheme, unit.dtype), scheme).to(whole.dtype)
+        parameter.data = as_stored(Rounder(nearest), unit.name, whole, scheme, unit.dtype).to(whole.dtype)
         try:
             yield
         finally:
@@ -123,12 +124,12 @@ def _commonest(schemes: list[Scheme]) -> Scheme:
 def _weights(source: Source, widths: Sequence[int], granularity: str) -> list[Unit]:
     plans = {bits: make_plan(source, Recipe.of(weights=f"{bits}:{granularity}")) for bits in widths}
     stored = {bits: {tensor.name: tensor.stored_bytes for tensor in plan.tensors} for bits, plan in plans.items()}
-    found = []
+    units = []
     for parameter in linear_shapes(source.adapter.config):
         stored_name = source.adapter.source_name(parameter)
         info = source.checkpoint.tensors[stored_name]
         _, _, layer, kind = parameter.removesuffix(".weight").split(".", 3)
-        found.append(
+        units.append(
             Unit(
                 "weights",
                 stored_name.removesuffix(".weight"),
@@ -141,4 +142,4 @@ def _weights(source: Source, widths: Sequence[int], granularity: str) -> list[Un
                 info.dtype,
             )
         )
-    return found
+    return units

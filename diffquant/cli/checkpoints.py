@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -26,14 +27,11 @@ from diffquant.cli.options import (
     Weights,
     to_json,
 )
-from diffquant.errors import UsageError
-from diffquant.scheme import Recipe
+from diffquant.scheme import Recipe, RoundingSettings
 from diffquant.support.progress import progress_for
 
 if TYPE_CHECKING:
     from diffquant.model.modeling import DiffTransformer
-    from diffquant.quantization.rounding import Rounding
-    from diffquant.source.source import Source
 
 
 @app.command()
@@ -49,11 +47,12 @@ def quantize(
     override: Override = None,
     recipe: RecipeFile = None,
     rounding: Annotated[
-        Literal["nearest", "mse", "gptq"],
+        str | None,
         typer.Option(
-            help="nearest: absmax; mse: scales of the least squared error; gptq: and compensated over a text."
+            help="nearest, the default: absmax; mse: scales of the least squared error; gptq: and compensated over a "
+            "text."
         ),
-    ] = "nearest",
+    ] = None,
     text: Annotated[Path | None, typer.Option("--text", help="Text for gptq; some prose ships.")] = None,
     tokens: Annotated[int | None, typer.Option(min=2, help="Of the text that gptq reads; 16384 by default.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be done and stop.")] = False,
@@ -61,24 +60,16 @@ def quantize(
     as_json: AsJson = False,
 ) -> None:
     """Quantize a checkpoint into compressed-tensors' format, streaming."""
-    from diffquant.formats.atomic_folder import check_output
     from diffquant.quantization.plan import make_plan
     from diffquant.quantization.quantize import quantize as run
     from diffquant.source.source import open_source
 
     wanted = RecipeOptions(weights, kv, k, v, logits, residual, override, recipe).required()
-    if (text, tokens) != (None, None) and rounding != "gptq":
-        raise UsageError("--text and --tokens say what --rounding gptq reads; give them with it alone")
-    opened = open_source(source)
-    if dry_run or rounding == "gptq":
-        # What is wrong with the plan or the output is said before gptq runs the model.
-        plan = make_plan(opened, wanted)
-        if dry_run:
-            typer.echo(plan.table())
-            return
-        check_output(source, output, overwrite)
-    rule = _rounding(rounding, opened, text, tokens)
-    report = run(opened, output, wanted, rounding=rule, overwrite=overwrite, progress=progress_for("quantize"))
+    wanted = replace(wanted, rounding=_rounding(wanted.rounding, rounding, text, tokens))
+    if dry_run:
+        typer.echo(make_plan(open_source(source), wanted).table())
+        return
+    report = run(source, output, wanted, overwrite=overwrite, progress=progress_for("quantize"))
     typer.echo(to_json(report) if as_json else report.summary())
 
 
@@ -146,14 +137,11 @@ def generate(
     typer.echo()
 
 
-def _rounding(name: str, source: "Source", text: Path | None, tokens: int | None) -> "Rounding":
-    from diffquant.quantization.rounding import CLIPPED, NEAREST
-
-    if name == "gptq":
-        from diffquant.calib.gptq import TOKENS, gptq
-
-        return gptq(source, text, tokens or TOKENS, progress=progress_for("reading"))
-    return CLIPPED if name == "mse" else NEAREST
+def _rounding(settings: RoundingSettings, name: str | None, text: Path | None, tokens: int | None) -> RoundingSettings:
+    """A recipe's rounding with what the command line says of it; another rule than the recipe's starts afresh."""
+    if name is not None and name != settings.name:
+        settings = RoundingSettings(name)
+    return replace(settings, text=text or settings.text, tokens=tokens or settings.tokens)
 
 
 def _load(

@@ -1,14 +1,14 @@
 """Arguments and options that several commands share."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from diffquant.errors import UsageError
-from diffquant.scheme import Recipe
+from diffquant.scheme import NEAREST, Recipe
 
 Model = Annotated[Path, typer.Argument(help="Checkpoint folder (safetensors) or .gguf file.")]
 Destination = Annotated[Path, typer.Option("--output", "-o", help="Folder to create.")]
@@ -91,7 +91,7 @@ class RecipeOptions:
             UsageError: nothing would be quantized.
         """
         recipe = self.given()
-        if recipe is None or recipe == Recipe():
+        if recipe is None or replace(recipe, rounding=NEAREST) == Recipe():
             raise UsageError("nothing to quantize: give --weights, --kv, --logits or --recipe, such as --weights 4:g32")
         return recipe
 

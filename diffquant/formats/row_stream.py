@@ -62,8 +62,7 @@ class Job:
     make: Callable[[int, int], Block]
 
     def blocks(self) -> Iterator[tuple[int, int]]:
-        step = max(1, BLOCK_ELEMENTS // max(1, self.width))
-        return ((first, min(first + step, self.rows)) for first in range(0, self.rows, step))
+        return row_blocks(self.rows, self.width)
 
 
 @dataclass(frozen=True)
@@ -76,6 +75,12 @@ class Shard:
     @property
     def outputs(self) -> list[OutputTensor]:
         return [output for job in self.jobs for output in job.outputs]
+
+
+def row_blocks(rows: int, width: int) -> Iterator[tuple[int, int]]:
+    """First and last (exclusive) row of each block of a tensor [rows, width]."""
+    step = max(1, BLOCK_ELEMENTS // max(1, width))
+    return ((first, min(first + step, rows)) for first in range(0, rows, step))
 
 
 def copy_job(checkpoint: Checkpoint, name: str) -> Job:

@@ -68,19 +68,6 @@ def dequantize(codes: Tensor, scale: Tensor) -> Tensor:
     return codes.to(scale.dtype) * scale
 
 
-def fake_quantize(x: Tensor, bits: int, granularity: str, size: int | None = None) -> Tensor:
-    """x after quantize and dequantize, in its own dtype and shape.
-
-    Args:
-        x: [..., rows, columns] finite floats.
-        bits: 2 to 8.
-        granularity, size: which entries share one scale, see `sharing_view`.
-    """
-    view, dim = sharing_view(x, granularity, size)
-    scale = absmax_scale(view, bits, dim)
-    return dequantize(quantize(view, scale, bits), scale).to(x.dtype).reshape(x.shape)
-
-
 def sharing_view(x: Tensor, granularity: str, size: int | None = None) -> tuple[Tensor, Axes]:
     """x seen so that all entries along the returned axes share one scale.
 

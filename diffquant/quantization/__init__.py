@@ -1,1 +1,1 @@
-"""Checkpoints quantized: the verb, its plan, the model card, and how weights are rounded."""
+"""Checkpoints quantized: the verb, its plan, the model card, and the roundings."""

@@ -15,12 +15,11 @@ tags:
 """
 
 
-def quantized_card(plan: Plan, rounding: str, errors: Mapping[str, float]) -> str:
+def quantized_card(plan: Plan, errors: Mapping[str, float]) -> str:
     """What was quantized, how, and how to load it.
 
     Args:
-        rounding: the way weights were rounded, as `--rounding` has it.
-        errors: relative RMS error of each packed weight.
+        errors: relative RMS error of each packed weight, by name.
     """
     name = plan.checkpoint.name
     recipe = plan.recipe
@@ -39,7 +38,7 @@ def quantized_card(plan: Plan, rounding: str, errors: Mapping[str, float]) -> st
         f"Tensors take {megabytes(plan.bytes_after)} instead of {megabytes(plan.bytes_before)}.",
     ]
     if plan.schemes:
-        lines.append(_weights_paragraph(plan, rounding, errors))
+        lines.append(_weights_paragraph(plan, errors))
     lines.append("`diffquant.load(path)` gives the model with all of the recipe applied. diffquant.json has each")
     lines.append("tensor's bits, error and size.\n")
     return "\n".join(lines)
@@ -56,7 +55,7 @@ def converted_card(name: str, source_type: str, target_type: str, what: str) -> 
     )
 
 
-def _weights_paragraph(plan: Plan, rounding: str, errors: Mapping[str, float]) -> str:
+def _weights_paragraph(plan: Plan, errors: Mapping[str, float]) -> str:
     by_scheme: dict[Scheme, list[float]] = {}
     for tensor in plan.tensors:
         if tensor.scheme.quantizes:
@@ -64,6 +63,6 @@ def _weights_paragraph(plan: Plan, rounding: str, errors: Mapping[str, float]) -
     parts = [f"{len(e)} weights at {scheme} ({sum(e) / len(e):.2%} mean error)" for scheme, e in by_scheme.items()]
     return (
         f"Packed: {', '.join(parts)}; {plan.bits_per_weight:.2f} stored bits a weight, scales included; rounding: "
-        f"{rounding}. The format is compressed-tensors' pack-quantized, which transformers loads by itself; what that "
-        "format cannot say (cache and logits) stands in config.json under `diffquant_config`.\n"
+        f"{plan.recipe.rounding.name}. The format is compressed-tensors' pack-quantized, which transformers loads by "
+        "itself; what that format cannot say (cache and logits) stands in config.json under `diffquant_config`.\n"
     )

@@ -13,6 +13,7 @@ from diffquant.errors import CheckpointError, GroupSizeError, UsageError
 from diffquant.formats.compressed_tensors import SCALE, SHAPE, packed_shapes
 from diffquant.formats.reader import Checkpoint, TensorInfo
 from diffquant.formats.writer import OutputTensor
+from diffquant.quantization.roundings import checked_rounding
 from diffquant.quantization.targets import weight_modules, weight_schemes
 from diffquant.report.tables import aligned, megabytes
 from diffquant.scheme import FULL, Recipe, Scheme
@@ -111,7 +112,8 @@ def make_plan(source: Source, recipe: Recipe) -> Plan:
     Raises:
         CheckpointError: tensors are of a type that is not quantized, or the checkpoint is quantized already.
         GroupSizeError: a group size does not divide the width of some tensors.
-        UsageError: an override matches nothing, or names what stock readers cannot load packed.
+        UsageError: an override matches nothing, or names what stock readers cannot load packed; or the rounding is
+            unknown, or cannot do these schemes.
     """
     _refuse_quantized(source)
     tied = source.adapter.architecture.tie_word_embeddings
@@ -132,12 +134,14 @@ def checked_schemes(source: Source, recipe: Recipe) -> dict[str, Scheme]:
     Raises:
         CheckpointError: a weight is of a type that is not quantized.
         GroupSizeError: a group size does not divide the width of some tensors; all are named.
-        UsageError: an override matches nothing, or names what stock readers cannot load packed.
+        UsageError: an override matches nothing, or names what stock readers cannot load packed; or the rounding is
+            unknown, or cannot do these schemes.
     """
     schemes = weight_schemes(source.adapter, recipe)
     _check_overrides(recipe, weight_modules(source.adapter), source.adapter.architecture.tie_word_embeddings)
     recipe.check_layers(source.layers)
     _check_packable(source.checkpoint, schemes)
+    checked_rounding(recipe.rounding, schemes)
     return schemes
 
 

@@ -1,10 +1,9 @@
-"""Quantize a checkpoint's weights by absmax, streaming: no model is built, memory is a few blocks."""
+"""Quantize a checkpoint's weights, streaming: memory is a few blocks, and no model is built but by a rounding."""
 
 import json
 import math
-import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,22 +12,14 @@ import torch
 from torch import Tensor
 
 from diffquant.formats.atomic_folder import check_output, staged
-from diffquant.formats.compressed_tensors import PACKED, SCALE, SHAPE, codes, decode_codes, quantization_config
+from diffquant.formats.compressed_tensors import PACKED, SCALE, SHAPE, decode_codes, quantization_config
 from diffquant.formats.reader import Checkpoint
-from diffquant.formats.row_stream import (
-    BLOCK_ELEMENTS,
-    Block,
-    Job,
-    Shard,
-    check_rows,
-    copy_job,
-    fingerprint,
-    write_shards,
-)
-from diffquant.numerics import absmax_scale, pack
+from diffquant.formats.row_stream import Block, Job, Shard, check_rows, copy_job, fingerprint, write_shards
+from diffquant.numerics import pack
 from diffquant.quantization.card import quantized_card
 from diffquant.quantization.plan import Plan, PlannedTensor, make_plan
-from diffquant.quantization.rounding import NEAREST, Rounding
+from diffquant.quantization.rounded_weight import RoundedWeight
+from diffquant.quantization.roundings import Rounder, rounding_named
 from diffquant.report.tables import megabytes
 from diffquant.scheme import Recipe, Scheme
 from diffquant.source.source import Source, open_source
@@ -51,11 +42,11 @@ class Report:
     """What a run of `quantize` did.
 
     Attributes:
-        bytes_before, bytes_after: of all tensors.
+        bytes_before, bytes_after: bytes of all tensors of the source and of the destination.
         bits_per_weight: stored bits of a packed weight, scales included.
-        seconds: of this run.
-        resumed: shards taken over from an interrupted run.
-        errors: every packed weight's error, the worst first.
+        seconds: seconds that this run took.
+        resumed: number of shards taken over from an interrupted run.
+        errors: error of every packed weight, the worst first.
     """
 
     destination: Path
@@ -88,7 +79,6 @@ def quantize(
     destination: Path | str,
     recipe: Recipe,
     *,
-    rounding: Rounding = NEAREST,
     overwrite: bool = False,
     progress: Progress = silent,
 ) -> Report:
@@ -98,9 +88,8 @@ def quantize(
         source: a folder of safetensors, a .gguf file, or either as an open `Source`.
         destination: the folder to make; it appears whole or not at all.
         recipe: what is quantized; cache and logits are only recorded, in `diffquant_config`.
-        rounding: how codes and scales are found.
         overwrite: replace an existing checkpoint there, at the end.
-        progress: called with output bytes.
+        progress: called with layers while a rounding reads a text, then with output bytes.
 
     Raises:
         DiffQuantError: anything wrong with the source, the recipe or the destination; nothing is left then.
@@ -111,7 +100,8 @@ def quantize(
     check_output(source.path if isinstance(source, Source) else Path(source), destination, overwrite)
     opened = open_source(source)
     plan = make_plan(opened, recipe)
-    rounded = {"name": rounding.name, **rounding.identity}
+    rounder = rounding_named(recipe.rounding.name).prepare(opened, recipe.rounding, progress)
+    rounded = {"name": recipe.rounding.name, **rounder.identity}
     key = {
         "verb": "quantize",
         "source": fingerprint(opened.checkpoint),
@@ -119,10 +109,9 @@ def quantize(
         "rounding": rounded,
         "versions": versions(),
     }
-    rounding.check(plan.schemes)
     with staged(destination, key, plan.bytes_after, overwrite) as staging:
         opened.checkpoint.write_side_files(staging.folder)
-        records = write_shards(_shards(plan, rounding), staging, plan.bytes_after, progress)
+        records = write_shards(_shards(plan, rounder), staging, plan.bytes_after, progress)
         errors = _errors(plan, records)
         _write_descriptions(plan, rounded, records, errors, staging.folder)
     return Report(
@@ -136,74 +125,52 @@ def quantize(
     )
 
 
-def pack_job(checkpoint: Checkpoint, tensor: PlannedTensor, rounding: Rounding) -> Job:
+def pack_job(checkpoint: Checkpoint, tensor: PlannedTensor, rounder: Rounder) -> Job:
     """Make a weight's codes and scales, some rows at a time."""
     scheme, module = tensor.scheme, tensor.module
-    whole = _WholeScale(checkpoint, tensor) if scheme.granularity == "tensor" else None
+
+    def read(first: int, last: int) -> Tensor:
+        return checkpoint.read_rows(tensor.name, slice(first, last))
+
+    rounded = RoundedWeight(rounder, tensor.name, read, tensor.info.shape, scheme, tensor.info.dtype)
 
     def make(first: int, last: int) -> Block:
-        rows = checkpoint.read_rows(tensor.name, slice(first, last))
+        rows = read(first, last)
         values = rows.float()
         total = _sum_of_squares(values)
         if not math.isfinite(total):
             check_rows(rows, tensor.name, first)
-        if whole:
-            scale = whole.get()
-            rounded = codes(values, scale, scheme)
-        else:
-            rounded, scale = rounding.round(tensor.name, values, scheme, rows.dtype)
-        pieces = {module + PACKED: (first, pack(rounded, scheme.bits))}
-        if not whole:
-            pieces[module + SCALE] = (first, scale)
+        codes, scale = rounded.rows(values)
+        pieces = {module + PACKED: (first, pack(codes, scheme.bits))}
         if first == 0:
             pieces[module + SHAPE] = (0, torch.tensor(tensor.info.shape, dtype=torch.int64))
-            pieces |= {module + SCALE: (0, scale)} if whole else {}
-        lost = _sum_of_squares(values.sub_(decode_codes(rounded, scale, scheme)))
+        if first == 0 or scheme.granularity != "tensor":
+            pieces[module + SCALE] = (first, scale)
+        lost = _sum_of_squares(values.sub_(decode_codes(codes, scale, scheme)))
         return Block(pieces, lost, total)
 
     rows, width = tensor.info.shape
     return Job(tensor.name, rows, width, tensor.outputs, make)
 
 
-class _WholeScale:
-    """The one scale of a tensor, found by whichever worker needs it first."""
-
-    def __init__(self, checkpoint: Checkpoint, tensor: PlannedTensor) -> None:
-        self._checkpoint, self._tensor = checkpoint, tensor
-        self._guard = threading.Lock()
-        self._scale: Tensor | None = None
-
-    def get(self) -> Tensor:
-        with self._guard:
-            if self._scale is None:
-                largest = torch.stack([part.abs().amax() for part in self._parts()])
-                self._scale = absmax_scale(largest, self._tensor.scheme.bits, 0, self._tensor.info.dtype)
-            return self._scale
-
-    def _parts(self) -> Iterator[Tensor]:
-        rows, width = self._tensor.info.shape
-        step = max(1, BLOCK_ELEMENTS // width)
-        return (self._checkpoint.read_rows(self._tensor.name, slice(i, i + step)) for i in range(0, rows, step))
-
-
 def _sum_of_squares(values: Tensor) -> float:
-    """In float32, or where that overflows in float64."""
+    """The sum of squares in float32, or where that overflows in float64."""
     total = float(values.square().sum())
     return total if math.isfinite(total) else float(values.double().square().sum())
 
 
-def _shards(plan: Plan, rounding: Rounding) -> list[Shard]:
+def _shards(plan: Plan, rounder: Rounder) -> list[Shard]:
     """Output files as the source's, each tensor in its place."""
     jobs: dict[str, list[Job]] = {file.name: [] for file in plan.checkpoint.weight_files()}
     for tensor in plan.tensors:
         packs = tensor.scheme.quantizes
-        job = pack_job(plan.checkpoint, tensor, rounding) if packs else copy_job(plan.checkpoint, tensor.name)
+        job = pack_job(plan.checkpoint, tensor, rounder) if packs else copy_job(plan.checkpoint, tensor.name)
         jobs[tensor.info.shard].append(job)
     return [Shard(file, jobs[file.name]) for file in plan.checkpoint.weight_files()]
 
 
 def _errors(plan: Plan, records: Mapping[str, Mapping[str, Any]]) -> dict[str, TensorError]:
-    sums = {name: pair for record in records.values() for name, pair in record["sums"].items()}
+    sums = {name: squares for record in records.values() for name, squares in record["sums"].items()}
     return {
         tensor.name: TensorError(tensor.name, tensor.scheme, _relative(*sums.get(tensor.name, (0.0, 0.0))))
         for tensor in plan.tensors
@@ -231,7 +198,7 @@ def _write_descriptions(
     write_atomically(
         folder / "diffquant.json", json.dumps(_account(plan, records, errors) | {"rounding": rounding}, indent=2) + "\n"
     )
-    card = quantized_card(plan, rounding["name"], {e.name: e.error for e in errors.values()})
+    card = quantized_card(plan, {e.name: e.error for e in errors.values()})
     write_atomically(folder / "README.md", card)
 
 

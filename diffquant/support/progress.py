@@ -33,6 +33,9 @@ class TerminalProgress:
         self.stream.write(f"\r\x1b[K{self.label} {share:4.0%}  {timing}  {what}")
         self.stream.write("\n" if done >= total else "")
         self.stream.flush()
+        if done >= total:
+            # What is told next is other work, with a time of its own.
+            self.started = now
 
 
 def progress_for(label: str) -> Progress:

@@ -13,6 +13,7 @@ import torch
 from diffquant.attention import check_backend
 from diffquant.errors import CheckpointError, UsageError
 from diffquant.loading import check_loadable
+from diffquant.quantization.roundings import text_identity
 from diffquant.scheme import LAYER_TARGETS
 from diffquant.source.ranges import check_taken, read_any_ranges
 from diffquant.source.source import Source, open_source
@@ -172,8 +173,10 @@ class _Sweep:
             } | (reference if point.compared_with else {})
         is_static = any(point.recipe.is_static(target) for target in LAYER_TARGETS)
         scales = {"scales": file_digest(self.scales[point.model])} if is_static else {}
+        text = text_identity(point.recipe.rounding)
         return (
             scales
+            | ({"rounding_text": text} if text else {})
             | {
                 "format": RESULT_FORMAT,
                 "model": self.sources[point.model].fingerprint,

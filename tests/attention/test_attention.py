@@ -8,8 +8,8 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from diffquant.attention import LogitMeter, Mask, attend, simulated
 from diffquant.errors import UsageError
 from diffquant.family.norm import PairNorm, pair_norm
-from diffquant.numerics import fake_quantize
 from diffquant.scheme import Scheme
+from tests.support.fake_quantizer import fake_quantize
 
 GENERATIONS = ["plain", "v1", "v2"]
 SHAPES = [(17, 29), (29, 29), (1, 29), (1, 1), (13, 5)]

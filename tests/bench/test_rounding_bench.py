@@ -9,7 +9,6 @@ import torch
 from diffquant.errors import UsageError
 from diffquant.loading import load
 from diffquant.quantization.quantize import quantize
-from diffquant.quantization.rounding import CLIPPED
 from diffquant.scheme import Recipe
 from studies import quantizers, rounding, rounding_layers
 from studies.quantizers import METHODS, TIERS, Method, Quantized, group_size
@@ -117,7 +116,7 @@ def half(tmp_path_factory):
 
 
 def test_the_weights_are_those_that_quantize_stores(half, tmp_path):
-    quantize(half, tmp_path / "out", Recipe.of(weights="4:g16"), rounding=CLIPPED)
+    quantize(half, tmp_path / "out", Recipe.of(weights="4:g16", rounding="mse"))
     stored = load(tmp_path / "out", dtype=torch.float32)
     method = Method("mse", TIERS[0], quantizers._ours("mse", 4, 16))
     subject = Subject(half, OPTIONS)

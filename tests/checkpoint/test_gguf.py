@@ -170,6 +170,5 @@ def test_quantizing_reads_rows_and_never_a_whole_matrix(tiny, tmp_path, monkeypa
 
     monkeypatch.setattr(gguf_format, "_values", watched)
     monkeypatch.setattr("diffquant.formats.row_stream.BLOCK_ELEMENTS", 640)
-    monkeypatch.setattr("diffquant.quantization.quantize.BLOCK_ELEMENTS", 640)
     quantize(tiny, tmp_path / "out", Recipe.of(weights=weights))
     assert 0 < max(largest) <= 64

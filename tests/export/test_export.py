@@ -21,7 +21,6 @@ from diffquant.formats.compressed_tensors import encode
 from diffquant.formats.reader import open_checkpoint
 from diffquant.model.adapters import adapter_for
 from diffquant.numerics import unpack
-from diffquant.quantization.rounding import CLIPPED
 from diffquant.scheme import Scheme
 from tests.support.checkpoints import SOURCES, write_checkpoint
 from tests.support.exports import cache_ranges
@@ -136,7 +135,7 @@ def test_a_quantized_checkpoint_keeps_its_codes_and_scales(tmp_path, weights, dt
 )
 def test_the_lowest_code_and_negative_scales_are_read_alike(checkpoint, tmp_path, weights, options):
     quantized = tmp_path / "quantized"
-    diffquant.quantize(checkpoint("diffllama"), quantized, diffquant.Recipe.of(weights=weights), rounding=CLIPPED)
+    diffquant.quantize(checkpoint("diffllama"), quantized, diffquant.Recipe.of(weights=weights, rounding="mse"))
     module = "model.layers.1.mlp.down_proj.weight"
     source = open_checkpoint(quantized)
     assert (source.read(f"{module}_scale") < 0).any()

@@ -5,7 +5,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from diffquant.errors import NonFiniteError, UsageError
-from diffquant.numerics import absmax_scale, check_finite, dequantize, fake_quantize, max_code, quantize, sharing_view
+from diffquant.numerics import absmax_scale, check_finite, dequantize, max_code, quantize, sharing_view
+from tests.support.fake_quantizer import fake_quantize
 
 BITS = st.integers(2, 8)
 MATRICES = hnp.arrays("float32", (4, 24), elements=st.floats(-(2.0**99), 2.0**99, width=32)).map(torch.from_numpy)

@@ -1,60 +1,20 @@
-"""How a weight becomes codes and a stored scale; every way writes the same format."""
-
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+"""Scales with the least squared error, and every weight at its nearest code."""
 
 import torch
 from torch import Tensor
 
-from diffquant.errors import UsageError
-from diffquant.formats.compressed_tensors import codes, weight_scale
 from diffquant.numerics import absmax_scale, max_code, sharing_view, storable_scale
-from diffquant.scheme import Scheme
-
-# (source name, values [rows, in], scheme, dtype of the stored scale) -> codes int8 [rows, in], scale as stored.
-Round = Callable[[str, Tensor, Scheme, torch.dtype], tuple[Tensor, Tensor]]
+from diffquant.quantization.roundings.base import Rounder, Rounding
+from diffquant.scheme import RoundingSettings, Scheme
+from diffquant.source.source import Source
+from diffquant.support.progress import Progress
 
 # Scales that are tried; the fewer the bits, the more clipping gains.
 _STEPS = 20
 
 
-@dataclass(frozen=True)
-class Rounding:
-    """A way to round.
-
-    Attributes:
-        name: as `--rounding` has it.
-        round: works on any rows of a weight whose scales do not span rows.
-        identity: what else its result depends on.
-    """
-
-    name: str
-    round: Round
-    identity: Mapping[str, Any] = field(default_factory=dict)
-
-    def check(self, schemes: Mapping[str, Scheme]) -> None:
-        """Check that no scale spans rows, where that matters.
-
-        Raises:
-            UsageError: with the modules whose scale does.
-        """
-        whole = [name for name, scheme in schemes.items() if scheme.granularity == "tensor"]
-        if whole and self != NEAREST:
-            raise UsageError(
-                f"--rounding {self.name} works row by row and {', '.join(whole)} have one scale a tensor; use a group "
-                "or row granularity, or --rounding nearest"
-            )
-
-
-def nearest(name: str, values: Tensor, scheme: Scheme, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Absmax scales; every weight goes to the nearest code."""
-    scale = weight_scale(values, scheme, dtype)
-    return codes(values, scale, scheme), scale
-
-
 def clipped(name: str, values: Tensor, scheme: Scheme, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The scales with the least squared error; every weight goes to the nearest code."""
+    """Codes int8 [rows, in] of some rows under the scales with the least squared error."""
     view, _ = sharing_view(values, scheme.granularity, scheme.size)
     scale = fitted_scale(view, scheme.bits, dtype)
     return all_codes(view, scale, scheme.bits).reshape(values.shape), scale.reshape(len(values), -1)
@@ -68,8 +28,8 @@ def fitted_scale(values: Tensor, bits: int, dtype: torch.dtype, weights: Tensor 
     Args:
         values: [..., n] float32; the n share a scale.
         bits: 2 to 8.
-        dtype: of the stored scale.
-        weights: of each square, [n]; alike by default.
+        dtype: dtype of the stored scale.
+        weights: weight of each square, [n]; alike by default.
 
     Returns:
         [..., 1].
@@ -106,5 +66,10 @@ def _nearest(values: Tensor, scale: Tensor, bits: int) -> Tensor:
     return (values / scale).round_().clamp_(lowest_code(bits), max_code(bits))
 
 
-NEAREST = Rounding("nearest", nearest)
-CLIPPED = Rounding("mse", clipped)
+class Mse(Rounding):
+    """Rounding to the nearest code under the scales with the least squared error."""
+
+    name = "mse"
+
+    def prepare(self, source: Source, settings: RoundingSettings, progress: Progress) -> Rounder:
+        return Rounder(clipped)

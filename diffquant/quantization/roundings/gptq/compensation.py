@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from diffquant.numerics import max_code
-from diffquant.quantization.rounding import all_codes, fitted_scale, lowest_code, storable
+from diffquant.quantization.roundings.mse import all_codes, fitted_scale, lowest_code, storable
 from diffquant.scheme import Scheme
 
 # Share of the mean diagonal that is added to it, so that inputs that never vary do not make it singular.
@@ -24,7 +24,7 @@ _PASSES = 2
 
 @dataclass(frozen=True, eq=False)
 class Inputs:
-    """What is known of a layer's inputs X [N, in].
+    """Second moments of a layer's inputs X [N, in].
 
     Attributes:
         products: XᵀX [in, in] float32, damped.
@@ -54,9 +54,9 @@ def compensate(values: Tensor, inputs: Inputs, scheme: Scheme, dtype: torch.dtyp
 
     Args:
         values: [rows, in] float32.
-        inputs: of the layer.
+        inputs: second moments of the layer's inputs.
         scheme: granularity row or group.
-        dtype: of the stored scale.
+        dtype: dtype of the stored scale.
 
     Returns:
         int8 [rows, in], and the scale [rows, in/g] or [rows, 1].
@@ -70,7 +70,7 @@ def compensate(values: Tensor, inputs: Inputs, scheme: Scheme, dtype: torch.dtyp
 
 def in_one_pass(values: Tensor, factor: Tensor, bits: int, size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """GPTQ's pass: codes float32 [rows, in] and scales [rows, in/size]."""
-    found, scales = torch.empty_like(values), []
+    codes, scales = torch.empty_like(values), []
     # What an error in a column costs once those after it have made up for it.
     costs = factor.diagonal().square().reciprocal()
 
@@ -79,11 +79,11 @@ def in_one_pass(values: Tensor, factor: Tensor, bits: int, size: int, dtype: tor
 
     def settle(column: int, kept: Tensor) -> Tensor:
         code = all_codes(kept, scales[-1], bits).float()
-        found[:, column : column + 1] = code
+        codes[:, column : column + 1] = code
         return (kept - code * scales[-1].float()) / factor[column, column]
 
     _walk(values.clone(), factor, size, start, settle)
-    return found, torch.cat(scales, 1)
+    return codes, torch.cat(scales, 1)
 
 
 def _descended(

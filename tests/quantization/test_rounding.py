@@ -7,15 +7,15 @@ import torch
 from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
 from safetensors.torch import load_file
 
-from diffquant.calib import compensation
-from diffquant.calib.compensation import Inputs, compensate, damped, in_one_pass
-from diffquant.calib.gptq import gptq
 from diffquant.errors import UsageError
 from diffquant.formats.compressed_tensors import decode_codes
 from diffquant.loading import load
 from diffquant.numerics import absmax_scale
 from diffquant.quantization.quantize import quantize
-from diffquant.quantization.rounding import CLIPPED, NEAREST, clipped, fitted_scale, nearest
+from diffquant.quantization.roundings.gptq import compensation
+from diffquant.quantization.roundings.gptq.compensation import Inputs, compensate, damped, in_one_pass
+from diffquant.quantization.roundings.mse import clipped, fitted_scale
+from diffquant.quantization.roundings.nearest import nearest
 from diffquant.scheme import Recipe, Scheme
 from tests.support import tiny_lm
 
@@ -159,13 +159,13 @@ def checkpoint(tmp_path_factory):
 
 
 def test_every_rounding_writes_the_same_layout(checkpoint, tmp_path):
-    recipe = Recipe.of(weights="4:g16", overrides={"*.lambda_proj": "8:g16"})
-    rules = {"nearest": NEAREST, "mse": CLIPPED, "gptq": gptq(checkpoint, tokens=1024, window=128)}
+    rules = {"nearest": "nearest", "mse": "mse", "gptq": {"name": "gptq", "tokens": 1024, "window": 128}}
     errors, layouts = {}, {}
     exact = load(checkpoint, dtype=torch.float32)
     ids = torch.arange(5, 130)[None]
     for name, rule in rules.items():
-        report = quantize(checkpoint, tmp_path / name, recipe, rounding=rule)
+        recipe = Recipe.of(weights="4:g16", overrides={"*.lambda_proj": "8:g16"}, rounding=rule)
+        report = quantize(checkpoint, tmp_path / name, recipe)
         tensors = load_file(tmp_path / name / "model.safetensors")
         layouts[name] = {key: (tensor.dtype, tensor.shape) for key, tensor in tensors.items()}
         errors[name] = sum(e.error for e in report.errors)
@@ -192,5 +192,5 @@ def test_a_scale_over_all_rows_takes_nearest_alone(checkpoint, tmp_path):
     with pytest.raises(
         UsageError, match=r"rounding mse works row by row and model\.layers\.0.*have one scale a tensor"
     ):
-        quantize(checkpoint, tmp_path / "out", Recipe.of(weights="8:tensor"), rounding=CLIPPED)
+        quantize(checkpoint, tmp_path / "out", Recipe.of(weights="8:tensor", rounding="mse"))
     assert not (tmp_path / "out").exists()

@@ -1,0 +1,78 @@
+"""One weight under a rounding: its codes and scales some rows at a time, or at once what a reader makes of them."""
+
+import threading
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from diffquant.formats.compressed_tensors import codes, decode_codes
+from diffquant.formats.row_stream import in_order, row_blocks, workers
+from diffquant.numerics import absmax_scale
+from diffquant.quantization.roundings.base import Rounder
+from diffquant.scheme import Scheme
+
+# (first row, last row exclusive) -> those rows [n, in].
+ReadRows = Callable[[int, int], Tensor]
+
+
+class RoundedWeight:
+    """A weight [out, in] whose codes and scales are made as rows are asked for, by any number of threads."""
+
+    def __init__(
+        self, rounder: Rounder, name: str, read: ReadRows, shape: tuple[int, ...], scheme: Scheme, dtype: torch.dtype
+    ) -> None:
+        """
+        Args:
+            name: the weight's name in the checkpoint.
+            read: its rows from first to last (exclusive), finite floats.
+            shape: (out, in).
+            dtype: dtype of the stored scale.
+        """
+        self._rounder, self._name, self._read, self._shape = rounder, name, read, shape
+        self._scheme, self._dtype = scheme, dtype
+        self._guard = threading.Lock()
+        self._whole_scale: Tensor | None = None
+
+    def rows(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Codes int8 [rows, in] and stored scale of some of its rows, given in float32."""
+        if self._scheme.granularity != "tensor":
+            return self._rounder.round(self._name, values, self._scheme, self._dtype)
+        scale = self._scale_of_all_rows()
+        return codes(values, scale, self._scheme), scale
+
+    def _scale_of_all_rows(self) -> Tensor:
+        """The one scale [1] of the tensor, found by whichever thread needs it first."""
+        with self._guard:
+            if self._whole_scale is None:
+                blocks = row_blocks(*self._shape)
+                largest = torch.stack([self._read(first, last).abs().amax() for first, last in blocks])
+                self._whole_scale = absmax_scale(largest, self._scheme.bits, 0, self._dtype)
+            return self._whole_scale
+
+
+def as_stored(rounder: Rounder, name: str, weight: Tensor, scheme: Scheme, dtype: torch.dtype | None = None) -> Tensor:
+    """A weight as it is read back from the checkpoint that `quantize` writes, bit for bit.
+
+    Args:
+        rounder: rounding made ready for the checkpoint.
+        name: the weight's name in the checkpoint.
+        weight: [out, in] finite floats, with the checkpoint's own rows.
+        scheme: granularity tensor, row or group.
+        dtype: dtype of the stored scale; the weight's by default.
+
+    Returns:
+        codes * scale [out, in] in the scale's dtype.
+    """
+
+    def read(first: int, last: int) -> Tensor:
+        return weight[first:last]
+
+    rounded = RoundedWeight(rounder, name, read, tuple(weight.shape), scheme, dtype or weight.dtype)
+
+    def read_back(first: int, last: int) -> Tensor:
+        return decode_codes(*rounded.rows(weight[first:last].float()), scheme)
+
+    # Products of matrices depend, in their last bits, on the number of rows and of threads: both are `quantize`'s own.
+    with workers() as pool:
+        return torch.cat(list(in_order(pool, read_back, row_blocks(*weight.shape))))

@@ -1,0 +1,73 @@
+"""The roundings by name: every rule by which weights can become codes and scales, one file each."""
+
+from collections.abc import Mapping
+
+from diffquant.errors import UsageError
+from diffquant.quantization.roundings.base import Round, Rounder, Rounding
+from diffquant.quantization.roundings.gptq.rule import Gptq
+from diffquant.quantization.roundings.mse import Mse
+from diffquant.quantization.roundings.nearest import Nearest
+from diffquant.scheme import RoundingSettings, Scheme, did_you_mean
+from diffquant.text.corpus import identity, load_text
+
+__all__ = ["Round", "Rounder", "Rounding", "checked_rounding", "register", "rounding_named", "text_identity"]
+
+_ROUNDINGS: dict[str, Rounding] = {}
+
+
+def register(rounding: Rounding) -> None:
+    """Let recipes name a rounding.
+
+    Raises:
+        UsageError: another one has its name.
+    """
+    if rounding.name in _ROUNDINGS:
+        raise UsageError(f"there is a rounding {rounding.name!r} already; give the new one another name")
+    _ROUNDINGS[rounding.name] = rounding
+
+
+for _rounding in (Nearest(), Mse(), Gptq()):
+    register(_rounding)
+
+
+def rounding_named(name: str) -> Rounding:
+    """The rounding of a name.
+
+    Raises:
+        UsageError: there is none; the nearest name is given.
+    """
+    if name not in _ROUNDINGS:
+        raise UsageError(f"unknown rounding {name!r}{did_you_mean(name, list(_ROUNDINGS))}")
+    return _ROUNDINGS[name]
+
+
+def checked_rounding(settings: RoundingSettings, schemes: Mapping[str, Scheme]) -> Rounding:
+    """The rounding that a recipe's settings name, which can do what they and the schemes ask of it.
+
+    Args:
+        schemes: scheme of each module whose weight is quantized.
+
+    Raises:
+        UsageError: there is no such rounding, it is given a text and reads none, or it works row by row and scales
+            span rows; every such module is named.
+    """
+    rounding = rounding_named(settings.name)
+    if settings.reads and not rounding.needs_text:
+        readers = " or ".join(name for name, each in _ROUNDINGS.items() if each.needs_text)
+        raise UsageError(f"--text and --tokens say what --rounding {readers} reads; give them with it alone")
+    spanning = [module for module, scheme in schemes.items() if scheme.granularity == "tensor"]
+    if spanning and rounding.row_by_row:
+        raise UsageError(
+            f"--rounding {rounding.name} works row by row and {', '.join(spanning)} have one scale a tensor; use a "
+            "group or row granularity, or --rounding nearest"
+        )
+    return rounding
+
+
+def text_identity(settings: RoundingSettings) -> str | None:
+    """16 hex digits of the text that a rounding reads, without reading it through a model; None where it reads none.
+
+    Raises:
+        UsageError: there is no such rounding, or the text cannot be read.
+    """
+    return identity(load_text(settings.text)) if rounding_named(settings.name).needs_text else None

@@ -1,0 +1,58 @@
+"""What a rounding is: the rule, and the rule made ready for one checkpoint."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from diffquant.scheme import RoundingSettings, Scheme
+from diffquant.source.source import Source
+from diffquant.support.progress import Progress
+
+# (source name, values [rows, in], scheme, dtype of the stored scale) -> codes int8 [rows, in], scale as stored.
+Round = Callable[[str, Tensor, Scheme, torch.dtype], tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class Rounder:
+    """A rounding made ready for one checkpoint.
+
+    Attributes:
+        round: function of any rows of one of the checkpoint's weights, in float32, whose scales do not span rows;
+            called from several threads.
+        identity: plain data on which its result depends beside the checkpoint, the scheme and the rounding's name.
+    """
+
+    round: Round
+    identity: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Rounding(ABC):
+    """A rule by which weights become codes and stored scales; whatever the rule, the format is the same.
+
+    Attributes:
+        name: name that recipes and `--rounding` give it.
+        needs_text: whether it reads a text, which the recipe's settings then name.
+        row_by_row: whether it works on rows alone, so that no scale can span rows. A rule that does not leaves a scale
+            of the whole tensor to absmax, with every weight at its nearest code.
+    """
+
+    name: ClassVar[str]
+    needs_text: ClassVar[bool] = False
+    row_by_row: ClassVar[bool] = True
+
+    @abstractmethod
+    def prepare(self, source: Source, settings: RoundingSettings, progress: Progress) -> Rounder:
+        """Make the rule ready for a checkpoint, once before the first of its weights.
+
+        Args:
+            source: a 16-bit checkpoint.
+            settings: text, tokens and window that a rule with `needs_text` reads; unset for any other.
+            progress: called while a text is read.
+
+        Raises:
+            DiffQuantError: the checkpoint or the text cannot be read.
+        """

@@ -1,0 +1,26 @@
+"""Absmax scales, and every weight at its nearest code."""
+
+import torch
+from torch import Tensor
+
+from diffquant.formats.compressed_tensors import codes, weight_scale
+from diffquant.quantization.roundings.base import Rounder, Rounding
+from diffquant.scheme import RoundingSettings, Scheme
+from diffquant.source.source import Source
+from diffquant.support.progress import Progress
+
+
+def nearest(name: str, values: Tensor, scheme: Scheme, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Codes int8 [rows, in] and absmax scales of some rows, or of a whole weight whose rows share one scale."""
+    scale = weight_scale(values, scheme, dtype)
+    return codes(values, scale, scheme), scale
+
+
+class Nearest(Rounding):
+    """Rounding to the nearest code under absmax scales."""
+
+    name = "nearest"
+    row_by_row = False
+
+    def prepare(self, source: Source, settings: RoundingSettings, progress: Progress) -> Rounder:
+        return Rounder(nearest)

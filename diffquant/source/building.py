@@ -1,0 +1,112 @@
+"""A runnable model from an opened checkpoint: its tensors under the model's names, packed weights kept or expanded."""
+
+from collections.abc import Callable
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from diffquant.formats.compressed_tensors import PACKED, SCALE, SHAPE, decode
+from diffquant.kernels.arguments import HALF_TYPES
+from diffquant.kernels.linear.repack import PackedWeight, refused_group, repack
+from diffquant.model.adapters import Adapter
+from diffquant.model.layout import linear_shapes, parameter_shapes
+from diffquant.model.modeling import DiffTransformer
+from diffquant.model.quantized_linear import QuantizedLinear
+from diffquant.numerics import check_finite
+from diffquant.scheme import Scheme
+from diffquant.source.source import Source
+
+# (a 16-bit parameter's name in the checkpoint, its data with the checkpoint's own rows) -> the data in the model.
+Rewrite = Callable[[str, Tensor], Tensor]
+
+
+def as_it_is(name: str, data: Tensor) -> Tensor:
+    """The parameter as the checkpoint holds it."""
+    return data
+
+
+def build_model(
+    source: Source,
+    dtype: torch.dtype | None = None,
+    device: str = "cpu",
+    packed: bool | None = None,
+    rewrite: Rewrite = as_it_is,
+) -> DiffTransformer:
+    """The model of a checkpoint, with its cache and logits at 16 bits.
+
+    Args:
+        dtype, device, packed: as `diffquant.load` takes them.
+        rewrite: what the model gets in place of a parameter.
+
+    Raises:
+        NonFiniteError: a parameter holds NaN or infinity.
+    """
+    adapter = source.adapter
+    model = _empty_model(adapter)
+    dtype = dtype or source.checkpoint.tensors[adapter.source_name("model.embed_tokens.weight")].dtype
+    if packed is None:
+        packed = torch.device(device).type == "cuda" and dtype in HALF_TYPES
+    kept = _kept_packed(source) if packed else {}
+    state: dict[str, Tensor] = {}
+    for name in parameter_shapes(adapter.config):
+        if name in kept:
+            weight = _packed_weight(source, name, kept[name], dtype, device)
+            state |= _install(model, name.removesuffix(".weight"), weight)
+        else:
+            state[name] = _parameter(source, name, rewrite).to(device, dtype)
+    if adapter.config.tie_word_embeddings:
+        state["lm_head.weight"] = state["model.embed_tokens.weight"]
+    model.load_state_dict(state, assign=True)
+    model.tie_weights()
+    model.to(device).eval().requires_grad_(False)
+    return model
+
+
+def _empty_model(adapter: Adapter) -> DiffTransformer:
+    """The model without storage, but for the rotary tables, which no checkpoint holds."""
+    with torch.device("meta"):
+        model = DiffTransformer(adapter.config)
+    model.model.rotary_emb = LlamaRotaryEmbedding(adapter.config)
+    return model
+
+
+def _kept_packed(source: Source) -> dict[str, Scheme]:
+    """Scheme of each of the layers' weights that can stay packed, by canonical name."""
+    adapter = source.adapter
+    schemes = {
+        name: source.packed.get(adapter.source_name(name).removesuffix(".weight"))
+        for name in linear_shapes(adapter.config)
+    }
+    return {name: scheme for name, scheme in schemes.items() if scheme and not refused_group(scheme.size or 0)}
+
+
+def _packed_weight(source: Source, name: str, scheme: Scheme, dtype: torch.dtype, device: str) -> PackedWeight:
+    module = source.adapter.source_name(name).removesuffix(".weight")
+    words, scale, shape = (source.checkpoint.read(module + suffix) for suffix in (PACKED, SCALE, SHAPE))
+    order = source.adapter.row_order(name)
+    if order is not None:
+        words, scale = words[order], scale if scale.numel() == 1 else scale[order]
+    return repack(words.to(device), scale.to(device), scheme.bits, int(shape[1]), dtype)
+
+
+def _install(model: DiffTransformer, name: str, weight: PackedWeight) -> dict[str, Tensor]:
+    """Put a packed layer where a model has a Linear; its buffers by full name."""
+    layer = QuantizedLinear(weight, cast(nn.Linear, model.get_submodule(name)).bias)
+    model.set_submodule(name, layer)
+    return {f"{name}.{part}": buffer for part, buffer in layer.named_buffers()}
+
+
+def _parameter(source: Source, name: str, rewrite: Rewrite) -> Tensor:
+    stored_name = source.adapter.source_name(name)
+    module = stored_name.removesuffix(".weight")
+    if module in source.packed:
+        words, scale, shape = (source.checkpoint.read(module + suffix) for suffix in (PACKED, SCALE, SHAPE))
+        data = decode(words, scale, shape, source.packed[module])
+    else:
+        data = source.checkpoint.read(stored_name)
+        check_finite(data, stored_name)
+        data = rewrite(stored_name, data)
+    order = source.adapter.row_order(name)
+    return data if order is None else data[order]
