@@ -5,7 +5,20 @@ import platform
 from dataclasses import asdict, dataclass
 from importlib import metadata
 
-REQUIRED = ("torch", "transformers", "safetensors", "gguf", "accelerate", "numpy", "pyyaml", "typer", "matplotlib")
+REQUIRED = (
+    "torch",
+    "transformers",
+    "safetensors",
+    "gguf",
+    "accelerate",
+    "numpy",
+    "pyyaml",
+    "typer",
+    "matplotlib",
+    "jinja2",
+    "tqdm",
+    "filelock",
+)
 _BUILD = "python -m diffquant.export.native builds it"
 _NOT_YET = "nothing in this version"
 EXTRAS = {

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from diffquant.evals.stats import estimate
-from diffquant.report.plots import COLOURS, MARKERS
+from diffquant.report.plots import COLOURS, MARKERS, new_figure, tidy
 
 _COLUMNS = 3
 
@@ -18,11 +18,9 @@ def write_plots(found: Sequence[Mapping[str, Any]], folder: Path) -> None:
 
 def by_bits(found: Sequence[Mapping[str, Any]]) -> Any:
     """A panel a granularity, a line a model; bars are 95 % intervals over sequences."""
-    from matplotlib.figure import Figure
-
     granularities = list(dict.fromkeys(scheme.split(":", 1)[1] for scheme in found[0]["kl"]))
     rows = -(-len(granularities) // _COLUMNS)
-    figure = Figure(figsize=(3.4 * _COLUMNS, 0.6 + 2.6 * rows), layout="constrained")
+    figure = new_figure(3.4 * _COLUMNS, 0.6 + 2.6 * rows)
     axes = figure.subplots(rows, _COLUMNS, sharex=True, sharey=True, squeeze=False)
     for axis, granularity in zip(axes.flat, granularities, strict=False):
         for number, each in enumerate(found):
@@ -30,7 +28,7 @@ def by_bits(found: Sequence[Mapping[str, Any]]) -> Any:
         axis.set_yscale("log")
         axis.invert_xaxis()
         axis.set_title(granularity, fontsize=10)
-        _tidy(axis)
+        tidy(axis, "both")
     for axis in axes.flat[len(granularities) :]:
         axis.set_visible(False)
     for axis in axes[-1]:
@@ -44,11 +42,9 @@ def by_bits(found: Sequence[Mapping[str, Any]]) -> Any:
 
 def against_prediction(found: Sequence[Mapping[str, Any]]) -> Any:
     """A point a scheme of every model."""
-    from matplotlib.figure import Figure
-
     from studies.figure8 import predicted
 
-    figure = Figure(figsize=(5.4, 5.0), layout="constrained")
+    figure = new_figure(5.4, 5.0)
     axis = figure.subplots()
     drawn: list[float] = []
     for number, each in enumerate(found):
@@ -75,7 +71,7 @@ def against_prediction(found: Sequence[Mapping[str, Any]]) -> Any:
     axis.set_xlabel("predicted KL, nats")
     axis.set_ylabel("measured KL, nats")
     axis.legend(frameon=False, fontsize=9)
-    _tidy(axis)
+    tidy(axis, "both")
     return figure
 
 
@@ -93,10 +89,3 @@ def _line(axis: Any, found: Mapping[str, Any], granularity: str, number: int) ->
         linewidth=1.4,
         capsize=2,
     )
-
-
-def _tidy(axis: Any) -> None:
-    axis.grid(color="#dddddd", linewidth=0.7)
-    axis.set_axisbelow(True)
-    for side in ("top", "right"):
-        axis.spines[side].set_visible(False)

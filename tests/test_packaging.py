@@ -27,6 +27,7 @@ def test_a_build_holds_every_module_and_the_data_also_where_the_compiler_fails(t
     sources = [Path("py.typed"), *(file.relative_to(ROOT / "diffquant") for file in (ROOT / "diffquant").rglob("*.py"))]
     sources += [file.relative_to(ROOT) for room in rooms for file in (ROOT / room).rglob("*.py")]
     data = [file.relative_to(ROOT / "diffquant") for file in (ROOT / "diffquant" / "data").rglob("*") if file.is_file()]
+    data += [Path("report", "template.html.j2")]
     missing = [
         str(file) for file in (*sources, *data) if "__pycache__" not in file.parts and not (built / file).is_file()
     ]
