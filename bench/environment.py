@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from diffquant.support.machine import cores
+
 _PACKAGES = ("diffquant", "torch", "triton", "numpy", "transformers", "safetensors", "compressed-tensors")
 
 
@@ -19,7 +21,7 @@ def environment(*packages: str) -> dict[str, Any]:
         "commit": _commit(),
         "device": _gpu_name() or _cpu_name(),
         "cpu": _cpu_name(),
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": cores(),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "load_average": round(os.getloadavg()[0], 2),
         "python": platform.python_version(),

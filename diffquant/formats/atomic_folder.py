@@ -5,7 +5,6 @@ of everything that determines the output; a later run with the same key verifies
 """
 
 import errno
-import fcntl
 import json
 import os
 import shutil
@@ -14,6 +13,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from filelock import FileLock, Timeout
 
 from diffquant.errors import DiffQuantError, OutputExistsError, UsageError
 from diffquant.support.files import file_digest, write_atomically
@@ -176,12 +177,16 @@ def _guarded(staging: Staging) -> Iterator[Staging]:
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
     """Hold the folder against a second run; the lock ends with the process, however it ends."""
-    with (folder / _LOCK).open("w") as stream:
-        try:
-            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise DiffQuantError(f"another run is writing {folder}; wait for it or choose another output") from None
+    # Not the soft lock that filelock falls back to: a file that a killed run leaves would block all later ones.
+    lock = FileLock(folder / _LOCK, blocking=False, fallback_to_soft=False)
+    try:
+        lock.acquire()
+    except Timeout:
+        raise DiffQuantError(f"another run is writing {folder}; wait for it or choose another output") from None
+    try:
         yield
+    finally:
+        lock.release()
 
 
 def _put_in_place(partial: Path, destination: Path) -> None:
