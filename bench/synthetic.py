@@ -3,13 +3,13 @@
 python -m diffquant.bench.synthetic diffllama-6gb --gigabytes 6
 """
 
-import argparse
 import json
 import zlib
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+import typer
 
 from diffquant.formats.atomic_folder import staged
 from diffquant.formats.row_stream import Block, Job, Shard, write_shards
@@ -96,14 +96,16 @@ def _spread(jobs: list[Job], shards: int, total: int) -> list[Shard]:
     return [Shard(None, tuple(part)) for part in filled if part]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--gigabytes", type=float, default=6.0)
-    parser.add_argument("--shards", type=int, default=4)
-    options = parser.parse_args()
-    synthesize(options.folder, options.gigabytes, options.shards, progress_for("synthesize"))
+def main(
+    folder: Annotated[Path, typer.Argument(help="Folder to make.")],
+    gigabytes: Annotated[float, typer.Option(help="Size of its tensors, about.")] = 6.0,
+    shards: Annotated[int, typer.Option(min=1, help="Files to spread them over.")] = 4,
+) -> None:
+    """Write a random DiffLlama checkpoint."""
+    synthesize(folder, gigabytes, shards, progress_for("synthesize"))
 
 
 if __name__ == "__main__":
-    main()
+    from diffquant.cli.app import run_program
+
+    run_program(main)

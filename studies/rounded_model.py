@@ -1,15 +1,15 @@
 """A model whose weights a method quantizes, and what that costs its outputs."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from diffquant.calib.gptq import gptq
 from diffquant.errors import UsageError
 from diffquant.evals import hellaswag
 from diffquant.evals.perplexity import Reference, evaluate, reference_of
@@ -138,6 +138,4 @@ class Subject:
 
     @cached_property
     def _compensated(self) -> Rounding:
-        # A room imports no other room by itself.
-        gptq: Callable[..., Rounding] = import_module("diffquant.calib.gptq").gptq
-        return gptq(self.path, self.options.text, self.options.tokens, self.options.window)
+        return gptq(self._source, self.options.text, self.options.tokens, self.options.window)

@@ -7,20 +7,20 @@ the model's own, over the second half of a text (gptq reads others, over the fir
 or random: normal, heavy-tailed, with columns or rows ten times as large.
 """
 
-import argparse
 import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+import typer
 from torch import Tensor
 
 from diffquant.bench.environment import environment
+from diffquant.calib.compensation import Inputs, compensate, damped
 from diffquant.loading import load
 from diffquant.model.modeling import DiffTransformer
 from diffquant.quantization.rounding import Rounding
@@ -63,27 +63,27 @@ class Layer:
     weight: Tensor
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("model", type=Path, help="a checkpoint folder or a .gguf file")
-    parser.add_argument("--layers", default="0,11,29")
-    parser.add_argument("--json", type=Path, dest="file", required=True, help="where to write the numbers")
-    given = parser.parse_args()
-    options = Options(tuple(int(layer) for layer in given.layers.split(",")))
-    result = measure(given.model, options, METHODS, progress_for("layers"))
-    given.file.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(given.file, json.dumps(result, indent=1) + "\n")
+def main(
+    model: Annotated[Path, typer.Argument(help="A checkpoint folder or a .gguf file.")],
+    file: Annotated[Path, typer.Option("--json", help="Where to write the numbers.")],
+    layers: Annotated[str, typer.Option(help="Layers whose inputs are taken, with commas.")] = "0,11,29",
+) -> None:
+    """Measure what quantized weights cost a layer's output on a model's own inputs."""
+    options = Options(tuple(int(layer) for layer in layers.split(",")))
+    result = measure(model, options, METHODS, progress_for("layers"))
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(file, json.dumps(result, indent=1) + "\n")
     print(table(result))
 
 
 def measure(path: Path, options: Options, methods: Sequence[Method], progress: Progress = silent) -> dict[str, Any]:
     """Signal over noise of each method on each kind of weight, in decibels."""
-    found = layers(path, options)
+    layers_by_name = linear_layers(path, options)
     rows: dict[str, dict[str, Any]] = {}
     for number, method in enumerate(methods):
         progress(number, len(methods), method.name)
         try:
-            rows[method.name] = _of_method(method, found)
+            rows[method.name] = _of_method(method, layers_by_name)
         except Exception as error:
             if method.package is None:
                 raise
@@ -103,7 +103,7 @@ def measure(path: Path, options: Options, methods: Sequence[Method], progress: P
     }
 
 
-def layers(path: Path, options: Options) -> dict[str, Layer]:
+def linear_layers(path: Path, options: Options) -> dict[str, Layer]:
     """The layers by name."""
     source, text = open_source(path), load_text()
     model, tokenizer = load(source, Recipe(), torch.float32), source.tokenizer
@@ -136,11 +136,11 @@ def _inputs(model: DiffTransformer, ids: Tensor, names: Sequence[str]) -> dict[s
     return {name: torch.cat(parts) for name, parts in seen.items()}
 
 
-def _of_method(method: Method, found: dict[str, Layer]) -> dict[str, Any]:
+def _of_method(method: Method, layers_by_name: dict[str, Layer]) -> dict[str, Any]:
     """Bits a weight, and decibels by kind of weight, the mean over layers."""
     bits = elements = 0
     decibels: dict[str, list[float]] = {kind: [] for kind in KINDS}
-    for name, layer in found.items():
+    for name, layer in layers_by_name.items():
         known = _known(layer)
         for kind, make in KINDS.items():
             weight = make(layer.weight, torch.Generator().manual_seed(0)).half()
@@ -157,10 +157,8 @@ def _known(layer: Layer) -> Callable[[], Rounding]:
 
     @cache
     def compensated() -> Rounding:
-        # A room imports no other room by itself.
-        compensation = import_module("diffquant.calib.compensation")
-        inputs = compensation.Inputs.of(compensation.damped(layer.read.T @ layer.read))
-        return Rounding("gptq", lambda _, values, *of: compensation.compensate(values, inputs, *of))
+        inputs = Inputs.of(damped(layer.read.T @ layer.read))
+        return Rounding("gptq", lambda _, values, *of: compensate(values, inputs, *of))
 
     return compensated
 
@@ -209,4 +207,6 @@ def table(result: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    from diffquant.cli.app import run_program
+
+    run_program(main)

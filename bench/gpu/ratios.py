@@ -221,6 +221,7 @@ def _plain(cell: Any) -> dict[str, Any]:
 
 
 def main() -> int:
+    # Not typer: a machine with a GPU may have torch, triton and numpy alone.
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--json", type=Path, dest="file", help="where to write everything")
     parser.add_argument("--only", default="", help="groups whose name contains this")

@@ -1,7 +1,5 @@
 """Sections that run whole programs: generating, quantizing, exporting and scoring, as cells."""
 
-import argparse
-import importlib
 import tempfile
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -12,6 +10,7 @@ from diffquant.bench.cells import Cell
 from diffquant.bench.programs import generate, hellaswag, quantize
 from diffquant.bench.synthetic import synthesize
 from diffquant.errors import DiffQuantError
+from diffquant.export.native import library_path
 from diffquant.support.progress import Progress, silent
 
 _BODY, _KERNEL = "function body", "native kernel"
@@ -30,13 +29,12 @@ def generation(
     names = [name for name in generate.CONTESTANTS if peers or not name.startswith("transformers")]
     for done, model in enumerate(models):
         progress(done, len(models), f"generate: {model.name}")
-        options = argparse.Namespace(**generate.COUNTS | {"threads": threads, "repeats": repeats, "contestants": names})
         with tempfile.TemporaryDirectory() as place:
-            found = generate.measure(model, Path(place), options)
-        generate.compare_with_export(found)
+            rows = generate.measure(model, Path(place), names, generate.Settings(threads, repeats))
+        generate.compare_with_export(rows)
         left_out = [name for name in generate.CONTESTANTS if name not in names]
-        found |= {name: {"missing": _SHORT} for name in left_out}
-        cells += [cell for name, row in found.items() for cell in _of_generation(model.name, name, row)]
+        rows |= {name: {"missing": _SHORT} for name in left_out}
+        cells += [cell for name, row in rows.items() for cell in _of_generation(model.name, name, row)]
     return cells
 
 
@@ -45,7 +43,7 @@ def _of_generation(model: str, name: str, row: dict[str, Any]) -> list[Cell]:
     return [
         Cell(
             "generate",
-            f"{model}, {what} of {generate.COUNTS['new' if what == 'decode' else 'prefill']} tokens",
+            f"{model}, {what} of {length} tokens",
             name,
             unit="tokens/s",
             values=tuple(row.get(what, ())),
@@ -54,7 +52,7 @@ def _of_generation(model: str, name: str, row: dict[str, Any]) -> list[Cell]:
             peak_bytes=row.get("peak_bytes"),
             facts=facts,
         )
-        for what in ("decode", "prefill")
+        for what, length in (("decode", generate.Settings.new), ("prefill", generate.Settings.prefill))
     ]
 
 
@@ -111,7 +109,7 @@ def native_kernel(repeats: int, threads: int, progress: Progress = silent) -> li
         progress(0, 1, f"export: native kernel, {work.tokens} of {work.context} tokens")
         cache = f"cache of {work.kv_bits} bits" if work.kv_bits else "cache as it is"
         name = f"op {shape}, {work.tokens} of {work.context}, {cache}, {work.dtype}"
-        library = importlib.import_module("diffquant.export.native").library_path()
+        library = library_path()
         if library is None:
             cells.append(Cell("export", name, _KERNEL, missing="not built: python -m diffquant.export.native"))
             continue

@@ -1,6 +1,7 @@
 """The typer app, and how its errors end."""
 
 import sys
+from collections.abc import Callable
 from typing import NoReturn
 
 import typer
@@ -18,9 +19,21 @@ app = typer.Typer(
 
 
 def main() -> None:
-    """Run the command line; every error a user can cause becomes one line and an exit code."""
+    """Run the command line."""
+    _run(app)
+
+
+def run_program(command: Callable[..., None]) -> None:
+    """Run a command that is a program of its own, such as `python -m diffquant.bench.programs.quantize`."""
+    program = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+    program.command()(command)
+    _run(program)
+
+
+def _run(program: typer.Typer) -> None:
+    """Run it; every error a user can cause becomes one line and an exit code."""
     try:
-        app()
+        program()
     except DiffQuantError as error:
         _fail(f"error: {error}", error.exit_code)
     except OSError as error:
