@@ -10,6 +10,7 @@ from diffquant.bench.cells import Cell, Result
 from diffquant.bench.contest.throughput import SECTION as THROUGHPUT
 from diffquant.bench.contest.throughput import table7
 from diffquant.bench.plots import Plot, plots
+from diffquant.report import tables
 from diffquant.report.page import Block, Drawing, Facts, Fold, Items, Note, Section, Subtitle, Table, page
 
 _HEADS = ["path", "median", "spread", "× baseline", "of roofline", "peak MB", "Gop", "MB moved", "error from naive"]
@@ -40,7 +41,7 @@ def markdown(result: Result) -> str:
     for table in _tables(result):
         lines += [f"## {table.section}: {table.workload}", ""]
         if table.rows:
-            lines += [_bars(table.heads), _bars(["---"] * len(table.heads)), *map(_bars, table.rows), ""]
+            lines += [*tables.markdown(table.heads, table.rows), ""]
         lines += [f"- {path}: none, {reason}" for path, reason in table.missing] + [""]
     seven = table7([cell for cell in result.cells if cell.section == THROUGHPUT])
     if seven.count("\n") > 1:
@@ -68,10 +69,10 @@ def csv_table(result: Result) -> str:
 
 def report(result: Result) -> str:
     """The whole document; it loads nothing."""
-    drawings, tables = plots(result), _tables(result)
+    drawings, workloads = plots(result), _tables(result)
     sections = [
-        Section(name, [*_drawn(name, drawings), *(b for t in tables if t.section == name for b in _blocks(t))])
-        for name in dict.fromkeys(table.section for table in tables)
+        Section(name, [*_drawn(name, drawings), *(b for t in workloads if t.section == name for b in _blocks(t))])
+        for name in dict.fromkeys(table.section for table in workloads)
     ]
     introduction = [Note(_machine(result)), *map(Note, NOTES)]
     return page("diffquant bench", introduction, [*sections, Section("Settings", [Facts(_settings(result))])])
@@ -94,7 +95,7 @@ def _blocks(table: _Table) -> list[Block]:
 
 def _tables(result: Result) -> list[_Table]:
     """One a workload, without the columns that are empty."""
-    tables = []
+    by_workload = []
     for section, workload in dict.fromkeys((cell.section, cell.workload) for cell in result.cells):
         cells = [cell for cell in result.cells if (cell.section, cell.workload) == (section, workload)]
         timed = [cell for cell in cells if cell.values]
@@ -102,7 +103,7 @@ def _tables(result: Result) -> list[_Table]:
         rows = [[*_texts(cell, result), *(_fact(cell, name) for name in extra)] for cell in timed]
         filled = [i for i in range(len(_HEADS) + len(extra)) if any(row[i] != "-" for row in rows)]
         heads = [*_HEADS, *(_fact_head(name) for name in extra)]
-        tables.append(
+        by_workload.append(
             _Table(
                 section,
                 workload,
@@ -112,7 +113,7 @@ def _tables(result: Result) -> list[_Table]:
                 [(cell.path, cell.missing) for cell in cells if cell.missing],
             )
         )
-    return tables
+    return by_workload
 
 
 def _texts(cell: Cell, result: Result) -> list[str]:
@@ -160,7 +161,3 @@ def _settings(result: Result) -> dict[str, str]:
 
 def _listed(value: Any) -> str:
     return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
-
-
-def _bars(texts: Sequence[str]) -> str:
-    return "| " + " | ".join(texts) + " |"

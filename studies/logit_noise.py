@@ -231,8 +231,8 @@ def sensitivity(
         return difference(attention.terms(logits))
 
     with observed(model, see, slice(layer, layer + 1)):
-        found = divergences(exact, predictions_of(model, readings))
-    return sum(found) / len(found) / SIGMA**2
+        kl_by_sequence = divergences(exact, predictions_of(model, readings))
+    return sum(kl_by_sequence) / len(kl_by_sequence) / SIGMA**2
 
 
 def _squares(x: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ import typer
 from diffquant.bench.environment import environment
 from diffquant.errors import UsageError
 from diffquant.evals.stats import estimate
+from diffquant.report.tables import markdown
 from diffquant.support.files import write_atomically
 from diffquant.support.progress import Progress, progress_for, silent
 from studies.quantizers import METHODS, PACKAGES, Method
@@ -132,12 +133,12 @@ def table(*results: dict[str, Any]) -> str:
     order = [FULL, *(method.name for method in METHODS)]
     names = [name for name in order if any(name in result["results"] for result in results)]
     heads = [head for result in results for head in _heads(result, len(results) > 1)]
-    rows = [f"| method | bits | {' | '.join(heads)} |", "|---" * (len(heads) + 2) + "|"]
+    rows = []
     for name in names:
         cells = [cell for result in results for cell in _cells(result, name)]
         bits = next(_bits(result["results"][name]) for result in results if name in result["results"])
-        rows.append(f"| {name} | {bits} | {' | '.join(cells)} |")
-    return "\n".join(rows)
+        rows.append([name, bits, *cells])
+    return "\n".join(markdown(["method", "bits", *heads], rows))
 
 
 def _heads(result: dict[str, Any], named: bool) -> list[str]:
@@ -164,8 +165,8 @@ def _bits(row: dict[str, Any]) -> str:
 def _accuracy(row: dict[str, Any]) -> str:
     if not row.get("items"):
         return "-"
-    found = estimate([float(each) for each in row["correct"]])
-    return f"{found.mean:.1%}" + (f" ± {found.se:.1%}" if found.se is not None else "")
+    accuracy = estimate([float(each) for each in row["correct"]])
+    return f"{accuracy.mean:.1%}" + (f" ± {accuracy.se:.1%}" if accuracy.se is not None else "")
 
 
 def _has_items(result: dict[str, Any]) -> bool:

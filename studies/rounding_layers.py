@@ -24,6 +24,7 @@ from diffquant.calib.compensation import Inputs, compensate, damped
 from diffquant.loading import load
 from diffquant.model.modeling import DiffTransformer
 from diffquant.quantization.rounding import Rounding
+from diffquant.report.tables import markdown
 from diffquant.scheme import Recipe
 from diffquant.source.source import open_source
 from diffquant.support.files import write_atomically
@@ -195,15 +196,15 @@ KINDS: dict[str, Callable[[Tensor, torch.Generator], Tensor]] = {
 
 def table(result: dict[str, Any]) -> str:
     """Markdown: a row a method, a column a kind of weight."""
-    rows = [f"| method | bits | {' | '.join(KINDS)} |", "|---" * (len(KINDS) + 2) + "|"]
+    rows = []
     for name, row in result["results"].items():
         numbers = (
             [f"not measured: {row['missing']}", *["-"] * len(KINDS)]
             if "missing" in row
             else [f"{row['bits']:.3f}", *(f"{row['decibels'][kind]:.2f}" for kind in KINDS)]
         )
-        rows.append(f"| {name} | {' | '.join(numbers)} |")
-    return "\n".join(rows)
+        rows.append([name, *numbers])
+    return "\n".join(markdown(["method", "bits", *KINDS], rows))
 
 
 if __name__ == "__main__":

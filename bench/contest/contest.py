@@ -109,8 +109,8 @@ class Contest:
                 jobs.setdefault(cell.path, []).append(by_name[cell.workload])
         peaks: dict[tuple[str, str], int] = {}
         for name, works in jobs.items():
-            found = self._peaks(name, works)
-            peaks |= {(name, work.name): peak for work, peak in zip(works, found, strict=True)}
+            bytes_by_work = self._peaks(name, works)
+            peaks |= {(name, work.name): peak for work, peak in zip(works, bytes_by_work, strict=True)}
         return [replace(cell, peak_bytes=peaks.get((cell.path, cell.workload))) for cell in cells]
 
     def _peaks(self, name: str, works: list[Workload]) -> list[int]:

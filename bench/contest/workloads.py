@@ -143,16 +143,16 @@ def lengths(text: str) -> list[int]:
     Raises:
         UsageError: it cannot be read.
     """
-    found: list[int] = []
+    lengths_named: list[int] = []
     for part in text.split(","):
         ends = [_length(end, text) for end in part.strip().split("-")]
         if len(ends) > 2 or ends[0] > ends[-1]:
             raise UsageError(f"cannot read {text!r}: a range is FIRST-LAST, such as 1K-16K")
         length = ends[0]
         while length <= ends[-1]:
-            found.append(length)
+            lengths_named.append(length)
             length *= 2
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(lengths_named))
 
 
 def _length(text: str, whole: str) -> int:

@@ -89,11 +89,11 @@ def improve(key: str, config: Any, work: Callable[[], object], is_right: Check) 
             entry = changed | {field: value}
             with trying({key: asdict(config) | entry}):
                 try:
-                    found = _milliseconds(work) if is_right() else float("inf")
+                    milliseconds = _milliseconds(work) if is_right() else float("inf")
                 except Exception:  # too many registers, too little shared memory, a shape no kernel takes
                     continue
-            if found * GAIN < now and value != start:
-                now, changed = found, entry
+            if milliseconds * GAIN < now and value != start:
+                now, changed = milliseconds, entry
     return before, now, changed
 
 

@@ -142,9 +142,9 @@ def report(results: list[Result], kernel: str | None, threads: int) -> dict[str,
 def line(result: Result) -> str:
     work = result.workload
     what = f"{work.tokens} of {work.context} tokens, {work.dtype}, cache {work.kv_bits or 'as is'}"
-    found = result.to_dict()
-    times = f"body {found['body_ms']:8.3f} ms  native {found['native_ms']:8.3f} ms"
-    return f"{result.shape:13} {what:42} {times}  {found['ratio']:5.2f}x  best {found['ratio_of_best']:5.2f}x"
+    numbers = result.to_dict()
+    times = f"body {numbers['body_ms']:8.3f} ms  native {numbers['native_ms']:8.3f} ms"
+    return f"{result.shape:13} {what:42} {times}  {numbers['ratio']:5.2f}x  best {numbers['ratio_of_best']:5.2f}x"
 
 
 def prepared_call(shape: Shape, workload: Workload, library: Path | None, threads: int) -> Callable[[], None]:

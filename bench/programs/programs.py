@@ -62,16 +62,19 @@ def quantizing(gigabytes: float, weights: str, progress: Progress = silent) -> l
     with tempfile.TemporaryDirectory() as place:
         source = Path(place) / "source"
         synthesize(source, gigabytes)
-        found = quantize.measure(source, Path(place), weights)
-    facts = {"GB a second": found["gigabytes_per_second"], "resumed output identical": float(found["byte_identical"])}
+        numbers = quantize.measure(source, Path(place), weights)
+    facts = {
+        "GB a second": numbers["gigabytes_per_second"],
+        "resumed output identical": float(numbers["byte_identical"]),
+    }
     return [
         Cell(
             "quantize",
-            f"{found['source_bytes'] / 1e9:.2f} GB to {weights}",
+            f"{numbers['source_bytes'] / 1e9:.2f} GB to {weights}",
             "diffquant quantize",
             unit="s",
-            values=(found["whole"]["seconds"],),
-            peak_bytes=found["whole"]["peak_anonymous"],
+            values=(numbers["whole"]["seconds"],),
+            peak_bytes=numbers["whole"]["peak_anonymous"],
             facts=facts,
         )
     ]
@@ -84,7 +87,7 @@ def exporting(gigabytes: float, progress: Progress = silent) -> list[Cell]:
     with tempfile.TemporaryDirectory() as place:
         source = Path(place) / "source"
         synthesize(source, gigabytes)
-        found = generate.write_all(source, Path(place), names)
+        rows = generate.write_all(source, Path(place), names)
     return [
         Cell(
             "export",
@@ -95,7 +98,7 @@ def exporting(gigabytes: float, progress: Progress = silent) -> list[Cell]:
             peak_bytes=row["write_anonymous_bytes"],
             facts={"folder_bytes": float(row["folder_bytes"])},
         )
-        for name, row in found.items()
+        for name, row in rows.items()
     ]
 
 
@@ -113,8 +116,8 @@ def native_kernel(repeats: int, threads: int, progress: Progress = silent) -> li
         if library is None:
             cells.append(Cell("export", name, _KERNEL, missing="not built: python -m diffquant.export.native"))
             continue
-        found = native_op.compare(shape, work, library, threads, repeats)
-        for path, times in ((_BODY, found.body), (_KERNEL, found.native)):
+        compared = native_op.compare(shape, work, library, threads, repeats)
+        for path, times in ((_BODY, compared.body), (_KERNEL, compared.native)):
             cells.append(Cell("export", name, path, values=tuple(times), baseline=_BODY))
     return cells
 

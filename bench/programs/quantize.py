@@ -130,11 +130,11 @@ def idle_memory() -> int:
 
 def digests(folder: Path) -> dict[str, str]:
     """SHA-256 of every file in a folder."""
-    found = {}
+    digest_by_name = {}
     for file in folder.iterdir():
         with file.open("rb") as stream:
-            found[file.name] = hashlib.file_digest(stream, "sha256").hexdigest()
-    return found
+            digest_by_name[file.name] = hashlib.file_digest(stream, "sha256").hexdigest()
+    return digest_by_name
 
 
 def summary(result: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""Tables in plain text, for terminals."""
+"""Tables in plain text: in aligned columns for terminals, in Markdown for documents."""
 
 from collections.abc import Sequence
 
@@ -20,6 +20,11 @@ def _line(texts: Sequence[str], widths: Sequence[int], names: int) -> str:
         text.ljust(width) if column < names else text.rjust(width)
         for column, (text, width) in enumerate(zip(texts, widths, strict=True))
     ).rstrip()
+
+
+def markdown(head: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]:
+    """The head, a rule and the lines as a Markdown table."""
+    return [f"| {' | '.join(texts)} |" for texts in (head, ["---"] * len(head), *lines)]
 
 
 def megabytes(size: float) -> str:
