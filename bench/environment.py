@@ -1,4 +1,4 @@
-"""What a measurement was made on and with; without it a number means nothing."""
+"""The environment of a measurement, without which a number means nothing: device, versions, date and commit."""
 
 import datetime
 import importlib.metadata
@@ -41,7 +41,7 @@ def _commit() -> str | None:
 
 
 def _gpu_name() -> str | None:
-    """Of the CUDA device of a program that uses one; torch is not imported for it."""
+    """Name of the CUDA device of a program that uses one; torch is not imported for it."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_available():
         return None

@@ -31,15 +31,15 @@ _DECODE_FACTOR = 4
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """What is measured.
+    """What a run of the bench measures.
 
     Attributes:
-        sections: of `SECTIONS`; all by default.
-        models: names of the registry of shapes.
-        lengths, batches: of attention; decode's contexts are four times as long.
-        peers: of attention and decode, by name; all by default.
+        sections: names in `SECTIONS`; all by default.
+        models: names in the registry of shapes; some by default.
+        lengths, batches: sizes of attention's calls; decode's contexts are four times as long.
+        peers: names of attention's and decode's peers; all by default.
         checkpoints: folders or .gguf files for the sections that run whole programs.
-        graph: replay CUDA graphs.
+        graph: whether CUDA graphs are replayed.
     """
 
     sections: tuple[str, ...] = SECTIONS

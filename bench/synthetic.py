@@ -41,9 +41,9 @@ def synthesize(folder: Path, gigabytes: float = 6.0, shards: int = 4, progress: 
     """Write a random bfloat16 DiffLlama checkpoint of about a size.
 
     Args:
-        folder: to make.
-        gigabytes: of tensors, 10^9 bytes each; the number of layers follows from it.
-        shards: files to spread them over.
+        folder: folder to make.
+        gigabytes: size of all tensors, 10^9 bytes each; the number of layers follows from it.
+        shards: number of files to spread them over.
 
     Returns:
         Its config.
@@ -60,7 +60,10 @@ def synthesize(folder: Path, gigabytes: float = 6.0, shards: int = 4, progress: 
 
 
 def random_job(output: OutputTensor) -> Job:
-    """Norms of one, anything else normal with a deviation of 0.02; the same for the same name every time."""
+    """A job that makes a tensor's rows as they are written, the same for the same name every time.
+
+    Norms are one, anything else is normal with a deviation of 0.02.
+    """
     rows = output.shape[0]
     width = output.nbytes // output.dtype.itemsize // rows
 

@@ -27,8 +27,8 @@ class Quantized:
 
     Attributes:
         values: [out, in] float32.
-        bits: of the codes at their own width, with scales and zeros.
-        held: bits of the tensors that the library holds, where its codes lie in wider containers; `bits` otherwise.
+        bits: size of the codes at their own width, with scales and zeros.
+        held: bits of the library's own tensors, where its codes lie in wider containers; `bits` otherwise.
     """
 
     values: Tensor
@@ -45,8 +45,8 @@ class Method:
     """A way to quantize a weight.
 
     Attributes:
-        tier: of `TIERS`; methods of one are compared.
-        package: that it needs.
+        tier: one of `TIERS`; methods of one are compared.
+        package: name of the package it needs.
     """
 
     name: str

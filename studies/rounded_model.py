@@ -27,11 +27,11 @@ class Options:
     """What is measured.
 
     Attributes:
-        text: of two halves; the prose that ships by default.
-        characters: of the second half that are scored.
+        text: file whose two halves are read and scored; the prose that ships by default.
+        characters: characters of the second half that are scored.
         window: tokens the model sees at once, scored and read.
-        tokens: of the first half that gptq reads.
-        items: of HellaSwag; 0 for none.
+        tokens: tokens of the first half that gptq reads.
+        items: items of HellaSwag; 0 for none.
     """
 
     text: Path | None = None

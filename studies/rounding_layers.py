@@ -43,10 +43,10 @@ class Options:
     """What is measured.
 
     Attributes:
-        layers: whose inputs are taken.
-        rows: of each weight.
-        read: tokens that gptq reads.
-        scored: tokens over which outputs are compared.
+        layers: numbers of the layers whose inputs are taken.
+        rows: rows of each weight that are quantized.
+        read: number of tokens that gptq reads.
+        scored: number of tokens over which outputs are compared.
     """
 
     layers: tuple[int, ...]

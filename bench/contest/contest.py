@@ -24,11 +24,11 @@ SECTIONS: Mapping[str, Mapping[str, Peer]] = {"attention": PEERS, "decode": DECO
 
 @dataclass(frozen=True)
 class Contest:
-    """Who runs, and how.
+    """The peers of a section, checked and timed in turns on one device.
 
     Attributes:
-        peers: names; all of the section by default. The baseline is always among them.
-        graph: replay CUDA graphs.
+        peers: names of those that run; all of the section by default. The baseline is always among them.
+        graph: whether CUDA graphs are replayed.
     """
 
     section: str

@@ -44,8 +44,8 @@ class Group:
     """Aims that share a workload.
 
     Attributes:
-        measure: from whether to use graphs to cells; runs in a process of its own.
-        arguments: of `measure`.
+        measure: function of `arguments` that gives cells, in a process of its own.
+        arguments: arguments of `measure`.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Who can continue tokens: DiffTransformer, our exports in ONNX Runtime, transformers' own exports, llama.cpp.
+"""Engines that continue tokens: DiffTransformer, our exports in ONNX Runtime, transformers' own exports, llama.cpp.
 
 torch is imported where it is used: a process that runs without it must not pay its memory.
 """

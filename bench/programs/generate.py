@@ -138,7 +138,7 @@ def write_all(model: Path, place: Path, names: Sequence[str]) -> dict[str, dict[
 
 
 def _attempt(name: str, model: Path, folder: Path) -> dict[str, Any]:
-    """In a process of its own, whose memory is its own."""
+    """Numbers of writing a contestant's folder in a process whose memory is its own."""
     try:
         with ProcessPoolExecutor(1, get_context("spawn")) as writer:
             took = writer.submit(write, name, model, folder).result()

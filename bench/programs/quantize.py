@@ -44,13 +44,13 @@ class Run:
     """One process: its time and its memory in bytes.
 
     Attributes:
-        seconds: of `quantize` alone; None where the process was killed.
-        process_seconds: from start to exit, imports included.
-        cpu_seconds: of all its cores, imports included; unlike the others it does not depend on what
+        seconds: time of `quantize` alone; None where the process was killed.
+        process_seconds: time from start to exit, imports included.
+        cpu_seconds: time of all its cores, imports included; unlike the others it does not depend on what
             else the machine was doing.
         peak_resident: largest resident set, mapped files included (VmHWM).
         peak_anonymous: largest resident set without mapped files (RssAnon).
-        resumed: shards taken over from an earlier run.
+        resumed: number of shards taken over from an earlier run.
     """
 
     seconds: float | None

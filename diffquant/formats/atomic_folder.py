@@ -21,7 +21,7 @@ from diffquant.support.files import file_digest, write_atomically
 
 _JOURNAL = "journal.json"
 _LOCK = ".lock"
-# For the tokenizer and what describes the weights.
+# Bytes for the tokenizer and what describes the weights.
 _MARGIN = 16 * 2**20
 
 
@@ -29,8 +29,8 @@ class Staging:
     """The partial folder and its journal.
 
     Attributes:
-        folder: where the output grows.
-        resumed: shards that an earlier run finished and that were verified.
+        folder: folder in which the output grows.
+        resumed: number of shards that an earlier run finished and that were verified.
     """
 
     def __init__(self, folder: Path, key: Mapping[str, Any]) -> None:

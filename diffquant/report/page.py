@@ -39,10 +39,10 @@ class Table:
     """A table of texts.
 
     Attributes:
-        heads: one text a column.
-        rows: as many texts each.
-        shaded: whether each row is one that others are compared with; none by default.
-        names: how many of the first columns are names, set to the left; the others are numbers, to the right.
+        heads: text of each column's head.
+        rows: texts of each row, as many as heads.
+        shaded: flag of each row that others are compared with; none by default.
+        names: number of first columns that hold names, set to the left; the others hold numbers, to the right.
     """
 
     heads: Sequence[str]

@@ -7,7 +7,7 @@ def aligned(head: Sequence[str], lines: Sequence[Sequence[str]], names: int = 1)
     """The head, a rule and the lines, in columns as wide as their longest text.
 
     Args:
-        names: how many of the first columns are names, set to the left; the others are numbers, to the right.
+        names: number of first columns that hold names, set to the left; the others hold numbers, to the right.
     """
     widths = [max(map(len, column)) for column in zip(head, *lines, strict=True)]
     rule = "  ".join("-" * width for width in widths)
