@@ -19,6 +19,7 @@ lint: $(VENV)/.ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
 
 # On a machine with a CUDA device: what only it can show, in under 10 minutes. Takes the python at hand, which
 # needs torch, triton, numpy and pytest; nothing is installed. Tests compile kernels for most of their time, so
@@ -57,4 +58,4 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) build $(NATIVE) demo-output *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build $(NATIVE) demo-output *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -19,7 +19,7 @@ class Largest:
     """The exact k largest values of a stream.
 
     Attributes:
-        values: those found so far, the largest first, float32.
+        values: largest values so far, in descending order, float32.
     """
 
     def __init__(self, count: int) -> None:
@@ -27,7 +27,7 @@ class Largest:
         self.values = torch.empty(0)
 
     def add(self, values: Tensor) -> None:
-        """values: any shape, floats."""
+        """Take in values: floats of any shape."""
         flat = values.reshape(-1)
         if len(self.values) == self._count:
             least = self.values[-1].to(flat.device)
@@ -39,17 +39,19 @@ class Largest:
 
 
 class Magnitudes:
-    """A histogram of |x| whose bins are float32's exponent and the first seven bits of its fraction."""
+    """A histogram of magnitudes whose bins are float32's exponent and the first seven bits of its fraction."""
 
     def __init__(self) -> None:
         self.counts = torch.zeros(_INFINITY, dtype=torch.int64)
 
     @property
     def count(self) -> int:
+        """Number of magnitudes counted."""
         return int(self.counts.sum())
 
     def add(self, magnitudes: Tensor, zeros_to_ignore: int = 0) -> None:
-        """
+        """Count magnitudes.
+
         Args:
             magnitudes: any shape, contiguous float32, none negative.
             zeros_to_ignore: how many of its zeros do not count.
@@ -64,6 +66,7 @@ class Magnitudes:
         self.counts += bins.cpu()
 
     def merge(self, other: "Magnitudes") -> None:
+        """Add another histogram's counts."""
         self.counts += other.counts
 
     @staticmethod

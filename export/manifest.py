@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from diffquant.errors import CheckpointError, UsageError
-from diffquant.export.graph.external import DATA_FILE, MODEL_FILE
+from diffquant.export.files import DATA_FILE, MODEL_FILE
 from diffquant.export.options import ExportOptions, runtime_floor
 from diffquant.formats.reader import read_json
 from diffquant.support.files import file_digest, write_atomically
@@ -22,12 +22,12 @@ class Manifest:
     """An export's record.
 
     Attributes:
-        options: what was asked for.
+        options: options of the export.
         floor: oldest ONNX Runtime that opens the model.
         source: "name", "model_type" and "sha256" of the checkpoint's weight files; "origin_sha256" of those a
             quantized checkpoint was made from.
-        tensors: of each quantized weight: bits, container bits, granularity, stored bytes.
-        sha256: of the model's files.
+        tensors: bits, container bits and granularity of each quantized weight.
+        sha256: digests of the model's files by name.
     """
 
     options: ExportOptions

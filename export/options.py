@@ -1,5 +1,6 @@
 """What an export is asked for; every contradiction in it is named at once."""
 
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -7,12 +8,12 @@ import onnxruntime
 import torch
 
 from diffquant.errors import UsageError
-from diffquant.export.graph.op import LOGIT_GRANULARITIES
 from diffquant.scheme import FULL, Scheme
 
 # RMSNormalization became standard in opset 23, which ONNX Runtime takes from 1.23 on.
 OLDEST_OPSET, NEWEST_OPSET = 23, 26
 IR_VERSION = 10
+LOGIT_GRANULARITIES = ("row", "head", "pair", "tensor")
 DTYPES = {"float32": torch.float32, "float16": torch.float16}
 
 
@@ -21,15 +22,15 @@ class ExportOptions:
     """How a checkpoint becomes an ONNX model.
 
     Attributes:
-        weights: of the layers' linears of a plain checkpoint; a quantized one keeps its own.
-        kv_bits: of the KV cache: 16 (the activations' type), 8 or 4, with static scales a channel.
-        logits: simulated precision of the attention logits.
-        dtype: of activations, 16-bit weights and an unquantized cache.
-        embed_bits: 8 stores embedding and head as 8-bit codes.
+        weights: scheme of a plain checkpoint's linears; a quantized one keeps its own.
+        kv_bits: width of the KV cache: 16 (the activations' type), 8 or 4, with static scales a channel.
+        logits: simulated scheme of the attention logits.
+        dtype: type of activations, 16-bit weights and an unquantized cache.
+        embed_bits: width of embedding and head: 16, or 8 for codes.
         cache: whether the model takes and returns a KV cache.
-        opset: of the standard domain.
-        pure: standard ONNX ops alone.
-        accuracy_level: of ONNX Runtime's 4-bit products: 4 multiplies int8 activations, 1 float32 ones.
+        opset: version of the standard domain.
+        pure: whether the graph has standard ONNX ops alone.
+        accuracy_level: precision of ONNX Runtime's 4-bit products: 4 multiplies int8 activations, 1 float32 ones.
     """
 
     weights: Scheme = FULL
@@ -64,7 +65,7 @@ class ExportOptions:
         """Inverse of `to_dict`."""
         return cls.parse(**entries)
 
-    def _problems(self) -> Any:
+    def _problems(self) -> Iterator[str]:
         if self.kv_bits not in (16, 8, 4):
             yield f"no kernel reads a {self.kv_bits}-bit KV cache; --kv takes 16, 8 or 4"
         if self.embed_bits not in (16, 8):

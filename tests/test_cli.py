@@ -7,21 +7,14 @@ import tomllib
 from pathlib import Path
 
 import pytest
-import torch
-from transformers import DiffLlamaConfig, DiffLlamaForCausalLM
 
 from diffquant.cli import main
+from tests.support.checkpoints import write_diffllama
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    torch.manual_seed(0)
-    config = DiffLlamaConfig(
-        vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, head_dim=16
-    )
-    folder = tmp_path_factory.mktemp("tiny") / "diffllama"
-    DiffLlamaForCausalLM(config).save_pretrained(folder)
-    return folder
+    return write_diffllama(tmp_path_factory.mktemp("tiny") / "diffllama", num_hidden_layers=2, num_key_value_heads=4)
 
 
 @pytest.fixture

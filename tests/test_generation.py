@@ -3,11 +3,11 @@
 import threading
 
 import pytest
-import tiny_lm
 
 from diffquant import load, load_tokenizer
 from diffquant.errors import UsageError
 from diffquant.generation import stream
+from tests.support import tiny_lm
 
 
 @pytest.fixture(scope="module")

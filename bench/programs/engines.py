@@ -81,10 +81,19 @@ class Clock:
 
 def write_export(options: dict[str, Any], model: Path, folder: Path) -> None:
     """diffquant's export; a model without a tokenizer is calibrated on random tokens."""
+    import torch
+
+    from diffquant.calib.calibration.kv_cache import calibrate_cache
+    from diffquant.scheme import Recipe
+
     export.require()
-    has_text = model.is_file() or (model / "tokenizer.json").is_file()
-    calibration = None if has_text else random_tokens(model, 64).tolist()
-    export.export(model, folder, export.ExportOptions.parse(**options), calibration=calibration)
+    parsed = export.ExportOptions.parse(**options)
+    ranges = None
+    if parsed.kv_bits < 16:
+        has_text = model.is_file() or (model / "tokenizer.json").is_file()
+        ids = None if has_text else torch.from_numpy(random_tokens(model, 64))
+        ranges = calibrate_cache(model, Recipe(weights=parsed.weights, logits=parsed.logits), ids)
+    export.export(model, folder, parsed, ranges=ranges)
 
 
 def open_export(folder: Path, threads: int) -> Engine:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from diffquant.attention import DiffSpec
 from diffquant.errors import UsageError
+from diffquant.family.spec import DiffSpec
 from diffquant.numerics import max_code
 
 KINDS = ("absmax", "percentile", "mse")
@@ -23,8 +23,8 @@ class Observer:
 
     Attributes:
         kind: "absmax", "percentile" or "mse".
-        percentile: of magnitudes that are not clipped, for "percentile".
-        bits: whose rounding "mse" weighs against clipping.
+        percentile: percentage of magnitudes that are not clipped, for "percentile".
+        bits: width of the codes whose rounding "mse" weighs against clipping.
     """
 
     kind: str = "absmax"
@@ -43,8 +43,8 @@ class Observer:
 
         Args:
             magnitudes: [N, C], none negative.
-            lengths: [N, C] what bounds each magnitude at any position, such as a rotated pair's length; the
-                magnitudes themselves by default.
+            lengths: [N, C] what bounds each magnitude at any position, such as the length of two channels that
+                rotate into each other; the magnitudes themselves by default.
 
         Returns:
             float32 [C]; 1 where all are zero.
@@ -52,50 +52,50 @@ class Observer:
         bounds = magnitudes if lengths is None else lengths
         if self.kind == "percentile":
             rank = max(1, math.ceil(self.percentile / 100 * len(bounds)))
-            found = bounds.kthvalue(rank, 0).values
+            tops = bounds.kthvalue(rank, 0).values
         else:
-            found = bounds.amax(0)
+            tops = bounds.amax(0)
         if self.kind == "mse":
-            found = self._least_error(found, lambda tops: _squared_error(magnitudes, tops, self.bits).sum(0))
-        return torch.where(found == 0, 1.0, found).float()
+            tops = self._least_error(tops, lambda tops: _squared_error(magnitudes, tops, self.bits).sum(0))
+        return torch.where(tops == 0, 1.0, tops).float()
 
     def ranges_of_counts(self, counts: Tensor, values: Tensor, largest: Tensor) -> Tensor:
         """A range for each head, from histograms.
 
         Args:
-            counts: [H, bins].
+            counts: [H, bins] magnitudes in each bin.
             values: [bins] ascending, the magnitude of each bin.
-            largest: [H] exact.
+            largest: [H] exact largest magnitudes.
         """
-        found = largest
+        tops = largest
         if self.kind == "percentile":
             ranks = (self.percentile / 100 * counts.sum(1, keepdim=True)).ceil()
-            found = values[(counts.cumsum(1) < ranks).sum(1)].minimum(largest)
+            tops = values[(counts.cumsum(1) < ranks).sum(1)].minimum(largest)
         if self.kind == "mse":
             # The bins that nobody fills reach to float32's end, where squares overflow.
             used = counts.any(0)
             weights, kept = counts[:, used].double(), values[used]
-            found = self._least_error(
+            tops = self._least_error(
                 largest, lambda tops: (weights * _squared_error(kept, tops[:, None], self.bits)).sum(1)
             )
-        return torch.where(found == 0, 1.0, found).float()
+        return torch.where(tops == 0, 1.0, tops).float()
 
-    def _least_error(self, largest: Tensor, error: Callable[[Tensor], Tensor]) -> Tensor:
+    def _least_error(self, largest: Tensor, error_of: Callable[[Tensor], Tensor]) -> Tensor:
         """The shares of `largest` [C] with the least error."""
-        best, least = largest, error(largest)
+        best, least = largest, error_of(largest)
         coarse = [largest * _FACTOR**-step for step in range(1, _STEPS + 1)]
         for tops in coarse:
-            found = error(tops)
-            best, least = torch.where(found < least, tops, best), found.minimum(least)
+            error = error_of(tops)
+            best, least = torch.where(error < least, tops, best), error.minimum(least)
         around = [best * _FACTOR ** (part / _PARTS) for part in range(1 - _PARTS, _PARTS) if part]
         for tops in around:
-            found = error(tops.minimum(largest))
-            best, least = torch.where(found < least, tops.minimum(largest), best), found.minimum(least)
+            error = error_of(tops.minimum(largest))
+            best, least = torch.where(error < least, tops.minimum(largest), best), error.minimum(least)
         return best
 
 
-def pair_partner(keys: Tensor, spec: DiffSpec) -> Tensor:
-    """The other channel of each rotated pair: keys [..., d] with pairs exchanged."""
+def rotation_partner(keys: Tensor, spec: DiffSpec) -> Tensor:
+    """Keys [..., d] with the two channels that rotate into each other exchanged."""
     if spec.rope == "half":
         return keys.roll(keys.shape[-1] // 2, -1)
     return keys.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
@@ -104,19 +104,19 @@ def pair_partner(keys: Tensor, spec: DiffSpec) -> Tensor:
 def key_ranges(observer: Observer, keys: Tensor, spec: DiffSpec) -> Tensor:
     """Ranges [C] of rotated keys [N, H, d], C = H·d.
 
-    Rotation turns a pair of channels, by more the later the token: both share a range, and what no position
-    exceeds is the pair's length, while its channels' own largest values on short text underestimate.
+    Rotation turns two channels into each other, by more the later the token: both share a range, and what no
+    position exceeds is their length as a vector, while their own largest values on short text underestimate.
     """
     if spec.rope == "none":
         return observer.ranges(keys.abs().flatten(1))
-    other = pair_partner(keys, spec)
+    other = rotation_partner(keys, spec)
     both = torch.cat([keys, other]).abs().flatten(1)
     lengths = keys.hypot(other).flatten(1)
     return observer.ranges(both, lengths)
 
 
 def _squared_error(magnitudes: Tensor, tops: Tensor, bits: int) -> Tensor:
-    """Of rounding to codes that end at `tops`, broadcastable to the magnitudes."""
-    step = torch.where(tops == 0, 1.0, tops / max_code(bits))
-    codes = (magnitudes / step).round_().clamp_(max=max_code(bits))
-    return (codes * step - magnitudes).square_()
+    """Squared error of rounding to codes that end at `tops`, broadcastable to the magnitudes."""
+    scale = torch.where(tops == 0, 1.0, tops / max_code(bits))
+    codes = (magnitudes / scale).round_().clamp_(max=max_code(bits))
+    return (codes * scale - magnitudes).square_()

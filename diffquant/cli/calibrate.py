@@ -45,10 +45,11 @@ def outliers(
 
     if output is not None:
         check_writable(output)
-    found = find_outliers(models, OutlierOptions(text, tokens, window, dtype, device), progress_for("outliers"))
-    typer.echo(found.to_json().rstrip() if as_json else text_table(found))
+    options = OutlierOptions(text, tokens, window, dtype, device)
+    outliers_by_model = find_outliers(models, options, progress_for("outliers"))
+    typer.echo(outliers_by_model.to_json().rstrip() if as_json else text_table(outliers_by_model))
     if output is not None:
-        typer.echo(f"wrote {', '.join(map(str, write_outputs(found, output)))}", err=as_json)
+        typer.echo(f"wrote {', '.join(map(str, write_outputs(outliers_by_model, output)))}", err=as_json)
 
 
 @app.command("attention-map")
@@ -78,10 +79,10 @@ def attention_map(
     wanted = RecipeOptions("16", "16", None, None, logits, 0, None, recipe).given()
     plan = Plan(needles, 1, lengths_of(lengths), samples)
     options = AttentionMapOptions(plan, text, wanted, dtype, device)
-    found = map_attention(models, options, progress_for("attention"))
-    typer.echo(found.to_json().rstrip() if as_json else text_table(found))
+    attention = map_attention(models, options, progress_for("attention"))
+    typer.echo(attention.to_json().rstrip() if as_json else text_table(attention))
     if output is not None:
-        typer.echo(f"wrote {', '.join(map(str, write_outputs(found, output)))}", err=as_json)
+        typer.echo(f"wrote {', '.join(map(str, write_outputs(attention, output)))}", err=as_json)
 
 
 @app.command()
@@ -115,9 +116,9 @@ def search(
         typer.echo(run.estimate())
         return
     check_writable(output)
-    found = run.run(progress_for("search"))
-    written = write_outputs(found, output)
-    typer.echo(found.to_json().rstrip() if as_json else summary(found))
+    result = run.run(progress_for("search"))
+    written = write_outputs(result, output)
+    typer.echo(result.to_json().rstrip() if as_json else summary(result))
     typer.echo(f"wrote {', '.join(map(str, written))}", err=as_json)
 
 
@@ -126,9 +127,11 @@ def calibrate(
     model: Model,
     output: Annotated[Path, typer.Option("--output", "-o", help="File to write, such as scales.safetensors.")],
     observer: Annotated[str, typer.Option(help="absmax, percentile or mse.")] = "absmax",
-    percentile: Annotated[float, typer.Option(help="Of magnitudes that are not clipped, for percentile.")] = 99.99,
+    percentile: Annotated[
+        float, typer.Option(help="Percentage of magnitudes that are not clipped, for percentile.")
+    ] = 99.99,
     bits: Annotated[int, typer.Option(help="Width that mse clips for and the report is about.")] = 8,
-    target: Annotated[str, typer.Option(help="k, v, logits, hidden; several with commas.")] = "k,v,logits,hidden",
+    target: Annotated[str, typer.Option(help="k, v, logits; several with commas.")] = "k,v,logits",
     text: Text = None,
     tokens: Tokens = 16384,
     window: Annotated[int, typer.Option(help="Tokens the model sees at once.")] = 512,
@@ -137,7 +140,7 @@ def calibrate(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file if it exists.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Find static ranges of K, V, logits and hidden states on half of a text; report on the other half."""
+    """Find static ranges of K, V and logits on half of a text; report on the other half."""
     from dataclasses import asdict
 
     from diffquant.calib.calibration.calibrate import CalibrationOptions

@@ -36,8 +36,11 @@ def export(
     from diffquant.export import require
 
     require()
-    from diffquant.export.exporter import export as run
+    from diffquant.calib.calibration.kv_cache import calibrate_cache
     from diffquant.export.options import ExportOptions
+    from diffquant.export.targets.onnx import ONNX
+    from diffquant.scheme import Recipe
+    from diffquant.source.ranges import Ranges
 
     options = ExportOptions.parse(
         weights,
@@ -50,7 +53,12 @@ def export(
         pure=pure_onnx,
         accuracy_level=accuracy_level,
     )
-    report = run(model, output, options, scales=scales, overwrite=overwrite, progress=progress_for("export"))
+    progress = progress_for("export")
+    source = ONNX.check(model, output, options, overwrite)
+    ranges: Ranges | Path | None = scales
+    if kv < 16 and scales is None:
+        ranges = calibrate_cache(source, Recipe(weights=options.weights, logits=options.logits), progress=progress)
+    report = ONNX.write(source, output, options, ranges, overwrite, progress)
     typer.echo(to_json(report) if as_json else report.summary())
 
 
@@ -68,8 +76,8 @@ def verify(
     require()
     from diffquant.export.verification.verify import verify as run
 
-    found = run(folder, model, tolerance, threads)
-    typer.echo(to_json(found) if as_json else str(found))
+    verification = run(folder, model, tolerance, threads)
+    typer.echo(to_json(verification) if as_json else str(verification))
 
 
 @app.command()

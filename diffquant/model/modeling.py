@@ -228,7 +228,7 @@ class DiffTransformer(DiffPreTrainedModel, GenerationMixin):
         bare = [t for t in LAYER_TARGETS if recipe.is_static(t) and f"layers.0.{t}" not in self.model.ranges]
         if bare:
             raise UsageError(
-                f"static {', '.join(bare)} need calibrated scales: pass --scales with diffquant calibrate's file"
+                f"static {', '.join(bare)} need calibrated ranges: pass --scales with diffquant calibrate's file"
             )
         self.model.recipe = recipe
         for attention in self.attentions:

@@ -1,9 +1,11 @@
-"""Calibrated ranges: what the largest code stands for where a scheme is static, as `diffquant calibrate` finds them.
+"""Calibrated ranges: the magnitudes that the largest code stands for where a scheme is static.
 
-A safetensors file: `layers.N.k` [key heads, d], `layers.N.v` [h_kv, dv], `layers.N.logits` [maps·h] and
-`layers.N.hidden` [1], heads as DiffTransformer orders them, with what they were found on as metadata.
+`diffquant calibrate` writes them as a safetensors file: `layers.N.k` [key heads, d], `layers.N.v` [h_kv, dv] and
+`layers.N.logits` [maps·h], heads as DiffTransformer orders them, with what they were found on as metadata. A
+range serves codes of every width: its scale is range / (2^(bits-1) - 1).
 """
 
+import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -28,15 +30,34 @@ class Ranges:
 
     Attributes:
         model: fingerprint of the checkpoint they were found on.
-        settings: text, observer, tokens.
-        bits: the width they are best at; None where they serve every width.
-        tensors: by name, float32.
+        settings: text, observer and tokens they were found with.
+        bits: width that they were clipped for; None where they serve every width.
+        tensors: float32 ranges by name.
     """
 
     model: str
     settings: Mapping[str, Any]
     bits: int | None
     tensors: Mapping[str, Tensor]
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 over the ranges' names, shapes and values."""
+        return hashlib.sha256(save(_contiguous(self.tensors))).hexdigest()
+
+    def check_model(self, source: Source, origin: str = "these ranges") -> None:
+        """Check that the ranges were found on this very checkpoint.
+
+        Args:
+            origin: where the ranges come from, for the message.
+
+        Raises:
+            CheckpointError: they belong to another model.
+        """
+        if self.model != source.fingerprint:
+            raise CheckpointError(
+                f"{origin}: calibrated on another model than {source.path}; run diffquant calibrate on this checkpoint"
+            )
 
     def check(self, recipe: Recipe) -> None:
         """Check that a recipe's static schemes find their ranges here.
@@ -47,26 +68,28 @@ class Ranges:
         for target in LAYER_TARGETS:
             static = [scheme for scheme in recipe.schemes_of(target) if scheme.granularity == "static"]
             if static and f"layers.0.{target}" not in self.tensors:
-                raise UsageError(f"{target} {static[0]}: these scales hold none of {target}; calibrate it too")
+                raise UsageError(f"{target} {static[0]}: these ranges hold none of {target}; calibrate it too")
             wrong = [scheme for scheme in static if self.bits not in (None, scheme.bits)]
             if wrong:
                 raise UsageError(
-                    f"{target} {wrong[0]}: these scales were clipped for {self.bits} bits; calibrate with "
+                    f"{target} {wrong[0]}: these ranges were clipped for {self.bits} bits; calibrate with "
                     f"--bits {wrong[0].bits}, or with an observer that serves every width"
                 )
 
 
-def check_taken(scales: Path | str | None, recipes: Iterable[Recipe]) -> None:
-    """
+def check_taken(file: Path | str | None, recipes: Iterable[Recipe]) -> None:
+    """Check that a file of ranges, where one is given, serves some recipe.
+
     Raises:
-        UsageError: scales are given, and no recipe has a static scheme.
+        UsageError: no recipe has a static scheme.
     """
-    if scales is not None and not any(recipe.is_static(target) for recipe in recipes for target in LAYER_TARGETS):
-        raise UsageError(f"nothing takes the scales in {scales}: give a static scheme, such as --kv 8:static")
+    if file is not None and not any(recipe.is_static(target) for recipe in recipes for target in LAYER_TARGETS):
+        raise UsageError(f"nothing takes the ranges in {file}: give a static scheme, such as --kv 8:static")
 
 
 def check_output(path: Path, overwrite: bool) -> None:
-    """
+    """Check that a file of ranges can be written at a path.
+
     Raises:
         OutputExistsError: the file is there and `overwrite` is false.
         UsageError: it is a folder, or nothing can be written beside it.
@@ -82,14 +105,14 @@ def check_output(path: Path, overwrite: bool) -> None:
 
 
 def write_ranges(path: Path, ranges: Ranges) -> None:
-    """Write atomically."""
+    """Write a file of ranges, whole or not at all."""
     metadata = {
         "diffquant": _VERSION,
         "model": ranges.model,
         "settings": json.dumps(ranges.settings),
         "bits": json.dumps(ranges.bits),
     }
-    write_atomically(path, save({name: tensor.contiguous() for name, tensor in ranges.tensors.items()}, metadata))
+    write_atomically(path, save(_contiguous(ranges.tensors), metadata))
 
 
 def read_ranges(path: Path, source: Source) -> Ranges:
@@ -98,12 +121,9 @@ def read_ranges(path: Path, source: Source) -> Ranges:
     Raises:
         CheckpointError: the file cannot be read, or belongs to another model.
     """
-    found = read_any_ranges(path)
-    if found.model != source.fingerprint:
-        raise CheckpointError(
-            f"{path} was calibrated on another model than {source.path}; run diffquant calibrate on this checkpoint"
-        )
-    return found
+    ranges = read_any_ranges(path)
+    ranges.check_model(source, str(path))
+    return ranges
 
 
 def read_any_ranges(path: Path) -> Ranges:
@@ -115,9 +135,15 @@ def read_any_ranges(path: Path) -> Ranges:
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            # Older files hold ranges of hidden states too, which no scheme takes.
+            names = [name for name in file.keys() if name.rpartition(".")[2] in LAYER_TARGETS]  # noqa: SIM118
+            tensors = {name: file.get_tensor(name) for name in names}
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"cannot read scales from {path}: {error}") from error
+        raise CheckpointError(f"cannot read ranges from {path}: {error}") from error
     if metadata.get("diffquant") != _VERSION:
-        raise CheckpointError(f"{path} holds no scales that this diffquant reads; make them with diffquant calibrate")
+        raise CheckpointError(f"{path} holds no ranges that this diffquant reads; make them with diffquant calibrate")
     return Ranges(metadata["model"], json.loads(metadata["settings"]), json.loads(metadata["bits"]), tensors)
+
+
+def _contiguous(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.contiguous() for name, tensor in tensors.items()}

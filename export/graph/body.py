@@ -21,9 +21,9 @@ def body(kind: BodyKind, attributes: OpAttributes, width: int, opset: int, cache
 
     Args:
         kind: "contrib" (one GroupQueryAttention of ONNX Runtime) or "pure" (standard ops alone).
-        attributes: of every node that will use it.
-        width: d.
-        opset: of the standard domain; 18 or later, and that of the model.
+        attributes: attributes of every node that will use it.
+        width: d, width of a query.
+        opset: version of the standard domain; 18 or later, and that of the model.
         cached: whether nodes have a past.
 
     Raises:

@@ -7,10 +7,11 @@ from onnx import ModelProto, TensorProto
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from diffquant.export.graph.body import BodyKind, body
+from diffquant.export.graph.cache_scales import Scales
 from diffquant.export.graph.linears import Linears
 from diffquant.export.graph.nodes import CONTRIB, Graph
 from diffquant.export.graph.op import DOMAIN, NAME, OpAttributes
-from diffquant.export.graph.source import EMBEDDING, HEAD, ExportSource, Scales, key_width
+from diffquant.export.graph.plan import EMBEDDING, HEAD, ExportPlan, key_width
 from diffquant.export.graph.streaming import Streamed, place
 from diffquant.export.options import IR_VERSION
 from diffquant.model.layout import LAMBDA_VECTORS
@@ -23,14 +24,13 @@ _KINDS = {"float32": TensorProto.FLOAT, "float16": TensorProto.FLOAT16}
 _CACHE_KINDS = {8: TensorProto.INT8, 4: TensorProto.UINT8}
 
 
-def build(source: ExportSource, scales: Mapping[int, Scales] | None) -> tuple[ModelProto, list[Streamed]]:
+def build(plan: ExportPlan, scales: Mapping[int, Scales]) -> tuple[ModelProto, list[Streamed]]:
     """The model, and the tensors of its data file in order.
 
     Args:
-        source: checked by `check_source`.
-        scales: of the quantized cache by layer; None for a cache in the activations' type.
+        scales: scales of the quantized cache by layer; none for a cache in the activations' type.
     """
-    decoder = _Decoder(source, scales)
+    decoder = _Decoder(plan, scales)
     decoder.emit()
     initializers, _ = place(decoder.linears.streamed)
     return decoder.model(initializers), decoder.linears.streamed
@@ -39,29 +39,28 @@ def build(source: ExportSource, scales: Mapping[int, Scales] | None) -> tuple[Mo
 class _Decoder:
     """Emits the graph from input ids to logits."""
 
-    def __init__(self, source: ExportSource, scales: Mapping[int, Scales] | None) -> None:
-        self.source = source
-        self.spec = source.spec
-        self.config = source.adapter.config
-        self.options = source.options
+    def __init__(self, plan: ExportPlan, scales: Mapping[int, Scales]) -> None:
+        self.plan = plan
+        self.spec = plan.spec
+        self.config = plan.adapter.config
+        self.options = plan.options
         self.scales = scales
-        self.graph = Graph(_KINDS[source.options.dtype])
-        self.linears = Linears(self.graph, source.options)
-        self.cache_kind = self.graph.kind if scales is None else _CACHE_KINDS[source.options.kv_bits]
+        self.graph = Graph(_KINDS[plan.options.dtype])
+        self.linears = Linears(self.graph, plan.options)
+        self.cache_kind = _CACHE_KINDS[plan.options.kv_bits] if scales else self.graph.kind
 
     def emit(self) -> None:
         graph = self.graph
         ids = graph.input("input_ids", TensorProto.INT64, ["batch", "sequence"])
         mask = graph.input("attention_mask", TensorProto.INT64, ["batch", "total"])
         lengths = self._lengths(mask)
-        embedding = self.source.embedding(EMBEDDING)
-        x = self.linears.lookup(ids, embedding)
+        x = self.linears.lookup(ids, self.plan.matrices[EMBEDDING])
         for layer in range(self.config.num_hidden_layers):
             with graph.module(f"layers.{layer}"):
                 x = self._layer(x, layer, lengths)
         x = self._norm(x, "model.norm.weight", self.config.rms_norm_eps)
-        tied = self.config.tie_word_embeddings
-        logits = self.linears.product(x, embedding if tied else self.source.embedding(HEAD))
+        head = EMBEDDING if self.config.tie_word_embeddings else HEAD
+        logits = self.linears.product(x, self.plan.matrices[head])
         graph.add("Identity", logits, name="logits")
         graph.output("logits", graph.kind, ["batch", "sequence", self.config.vocab_size])
         # Readers of such models expect the logits first.
@@ -79,7 +78,7 @@ class _Decoder:
         return model
 
     def _attributes(self) -> OpAttributes:
-        """Of every attention node."""
+        """Attributes of every attention node."""
         spec, options = self.spec, self.options
         return OpAttributes(
             num_pairs=spec.pairs,
@@ -89,7 +88,7 @@ class _Decoder:
             do_rotary=int(spec.rope != "none"),
             # The rows of V1's projections are reordered so that its channels are neighbours.
             rotary_interleaved=int(spec.rope != "none" and (spec.rope == "interleaved" or not spec.shared_k)),
-            kv_bit_width=0 if self.scales is None else options.kv_bits,
+            kv_bit_width=options.kv_bits if self.scales else 0,
             logit_bits=options.logits.bits if options.logits.quantizes else 0,
             logit_granularity=options.logits.granularity or "row",
             logit_shift=int(options.logits.shift),
@@ -142,7 +141,7 @@ class _Decoder:
         return self._linear(self._post(attended, layer), prefix + "o_proj", biased)
 
     def _plain_attributes(self) -> dict[str, float | int | str]:
-        """Of GroupQueryAttention as a plain Transformer's attention."""
+        """Attributes of GroupQueryAttention as a plain Transformer's attention."""
         spec = self.spec
         plain: dict[str, float | int | str] = {
             "num_heads": spec.pairs,
@@ -151,7 +150,7 @@ class _Decoder:
             "do_rotary": int(spec.rope != "none"),
             "rotary_interleaved": int(spec.rope == "interleaved"),
         }
-        if self.scales is not None:
+        if self.scales:
             plain |= {"kv_cache_bit_width": self.options.kv_bits}
             plain |= {"k_quant_type": "PER_CHANNEL", "v_quant_type": "PER_CHANNEL"}
         return plain
@@ -160,10 +159,10 @@ class _Decoder:
         """λ in float32: [1] (V1), or [B, T, h] (V2)."""
         prefix = f"model.layers.{layer}.self_attn."
         if self.spec.lam == "exp":
-            q1, k1, q2, k2 = (self.source.vector(prefix + name) for name in LAMBDA_VECTORS)
+            q1, k1, q2, k2 = (self.plan.vector(prefix + name) for name in LAMBDA_VECTORS)
             lam = (q1 @ k1).exp() - (q2 @ k2).exp() + self.spec.lam_init(layer)
             return self.graph.constant(f"layers.{layer}.lambda", lam.reshape(1).numpy())
-        weight = self.source.whole(prefix + "lambda_proj.weight").T.numpy()
+        weight = self.plan.whole(prefix + "lambda_proj.weight").T.numpy()
         wide = self.graph.add("Cast", x, to=TensorProto.FLOAT)
         product = self.graph.add("MatMul", wide, self.graph.constant(f"layers.{layer}.lambda_proj", weight))
         return self.graph.add("Sigmoid", product)
@@ -176,7 +175,7 @@ class _Decoder:
             return attended
         weight = torch.ones(spec.value_dim)
         if spec.post_norm == "affine":
-            weight = self.source.vector(f"model.layers.{layer}.self_attn.subln.weight")
+            weight = self.plan.vector(f"model.layers.{layer}.self_attn.subln.weight")
         by_pair = graph.int64("by_pair", (0, 0, spec.pairs, spec.value_dim))
         rows = graph.add("Reshape", attended, by_pair)
         scaled = graph.typed(f"layers.{layer}.post_norm", weight * factor)
@@ -184,12 +183,12 @@ class _Decoder:
         return graph.add("Reshape", normed, graph.int64("by_token", (0, 0, spec.pairs * spec.value_dim)))
 
     def _norm(self, x: str, name: str, eps: float) -> str:
-        weight = self.graph.typed(name, self.source.vector(name))
+        weight = self.graph.typed(name, self.plan.vector(name))
         return self.graph.add("RMSNormalization", x, weight, axis=-1, epsilon=eps)
 
     def _linear(self, x: str, module: str, biased: bool) -> str:
-        bias = self.source.vector(module + ".bias") if biased else None
-        return self.linears.product(x, self.source.linear(module + ".weight"), bias)
+        bias = self.plan.vector(module + ".bias") if biased else None
+        return self.linears.product(x, self.plan.matrices[module + ".weight"], bias)
 
     def _tables(self) -> tuple[str, str]:
         """cos and sin, a column for each channel pair of a key row."""
@@ -209,14 +208,14 @@ class _Decoder:
         return ["batch", self.spec.kv_pairs, rows, width // 2 if self.cache_kind == TensorProto.UINT8 else width]
 
     def _cache_scales(self, layer: int) -> list[str]:
-        if self.scales is None:
+        if not self.scales:
             return []
         names = (f"layers.{layer}.k_scale", f"layers.{layer}.v_scale")
         return [self.graph.constant(n, value) for n, value in zip(names, self.scales[layer], strict=True)]
 
 
 def _trimmed(inputs: list[str]) -> list[str]:
-    """Without absent inputs at the end."""
+    """Inputs without the absent ones at the end."""
     while inputs and not inputs[-1]:
         inputs = inputs[:-1]
     return inputs

@@ -1,4 +1,4 @@
-"""An exported model's files: their names, and the graph with its external data checked but not read."""
+"""An exported model's graph with its external data checked but not read."""
 
 from pathlib import Path, PurePosixPath
 
@@ -6,8 +6,7 @@ import onnx
 from onnx import ModelProto, TensorProto
 
 from diffquant.errors import CheckpointError
-
-MODEL_FILE, DATA_FILE = "model.onnx", "model.onnx.data"
+from diffquant.export.files import MODEL_FILE
 
 
 def check_external(model: ModelProto, folder: Path) -> None:

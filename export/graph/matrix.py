@@ -24,7 +24,9 @@ class Matrix:
     """A weight [out, in], read some rows at a time.
 
     Attributes:
-        name: of the DiffTransformer parameter.
+        checkpoint: reader of the weight.
+        source: name of the weight in the checkpoint.
+        name: name of the DiffTransformer parameter.
         shape: (out, in) after reordering.
         stored: scheme it is packed with in the checkpoint; 16 bits where it is not.
         wanted: scheme to quantize a plain one to.
@@ -91,16 +93,18 @@ class Matrix:
         return self.source.removesuffix(".weight") + suffix
 
 
-def read_matrix(opened: Source, name: str, wanted: Scheme = FULL) -> Matrix:
-    """A linear's, the embedding's or a λ projection's weight by DiffTransformer's name."""
-    checkpoint, adapter = opened.checkpoint, opened.adapter
-    source = adapter.source_name(name)
-    stored = opened.packed.get(source.removesuffix(".weight"), FULL)
-    held = source if not stored.quantizes else source.removesuffix(".weight") + PACKED
-    order = row_order(adapter, name)
-    rows = checkpoint.tensors[held].shape[0] if order is None else len(order)
-    width = adapter.source_shapes()[source][1]
-    return Matrix(checkpoint, source, name, (rows, width), stored, FULL if stored.quantizes else wanted, order)
+def read_matrix(opened: Source, name: str, shape: tuple[int, int], wanted: Scheme) -> Matrix:
+    """A linear's, the embedding's or a λ projection's weight.
+
+    Args:
+        name: name of the DiffTransformer parameter.
+        shape: (out, in) of the DiffTransformer parameter.
+        wanted: scheme to quantize it to where the checkpoint holds it plain.
+    """
+    stored_name = opened.adapter.source_name(name)
+    stored = opened.packed.get(stored_name.removesuffix(".weight"), FULL)
+    order = row_order(opened.adapter, name)
+    return Matrix(opened.checkpoint, stored_name, name, shape, stored, FULL if stored.quantizes else wanted, order)
 
 
 def read_vector(opened: Source, name: str) -> Tensor:

@@ -9,12 +9,12 @@ from typing import Any
 from onnx.defs import OpSchema
 
 from diffquant.errors import UsageError
+from diffquant.export.options import LOGIT_GRANULARITIES
 
 DOMAIN = "diffquant"
 NAME = "DifferentialAttention"
 VERSION = 1
 
-LOGIT_GRANULARITIES = ("row", "head", "pair", "tensor")
 KV_BITS = (0, 4, 6, 8)
 
 

@@ -9,7 +9,7 @@ import torch
 from onnx import TensorProto
 from torch import Tensor
 
-from diffquant.export.graph.external import DATA_FILE
+from diffquant.export.files import DATA_FILE
 from diffquant.formats.row_stream import BLOCK_ELEMENTS, in_order, workers
 from diffquant.support.progress import Progress
 
@@ -25,12 +25,12 @@ class Streamed:
     """A tensor whose data is made when it is written.
 
     Attributes:
-        name: of the initializer.
+        name: name of the initializer.
         kind: its TensorProto data type.
-        shape: rows first.
+        shape: its shape, rows first.
         row_bytes: stored bytes of a row.
         width: source elements of a row.
-        make: from first and last (exclusive) row to their data, whose bytes are what is stored.
+        make: function from first and last (exclusive) row to their data, whose bytes are what is stored.
     """
 
     name: str
@@ -46,8 +46,8 @@ class Streamed:
 
     def blocks(self) -> Iterator[tuple[int, int]]:
         """First and last (exclusive) rows to make at a time."""
-        step = max(1, BLOCK_ELEMENTS // max(1, self.width))
-        return ((first, min(first + step, self.shape[0])) for first in range(0, self.shape[0], step))
+        rows = max(1, BLOCK_ELEMENTS // max(1, self.width))
+        return ((first, min(first + rows, self.shape[0])) for first in range(0, self.shape[0], rows))
 
 
 def place(tensors: Sequence[Streamed]) -> tuple[dict[str, TensorProto], int]:

@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from diffquant.export.graph.external import MODEL_FILE
-from diffquant.export.graph.source import key_width
+from diffquant.export.files import MODEL_FILE
+from diffquant.export.graph.plan import key_width
 from diffquant.model.config import DiffTransformerConfig
 from diffquant.support.files import write_atomically
 

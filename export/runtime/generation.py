@@ -20,14 +20,15 @@ _PREFILL_CHUNK = 512
 
 @dataclass
 class Speed:
-    """What a run took; filled in as it goes.
+    """Time and memory of a run; filled in as it goes.
 
     Attributes:
-        prompt_tokens, new_tokens: counts.
-        prompt_seconds: until the first new token.
-        decode_seconds: for the further ones.
-        cache_bytes: of the KV cache.
-        peak_bytes: of the process, the model included.
+        prompt_tokens: number of tokens in the prompt.
+        new_tokens: number of tokens made.
+        prompt_seconds: time until the first new token.
+        decode_seconds: time for the further ones.
+        cache_bytes: size of the KV cache.
+        peak_bytes: largest resident size of the process, the model included.
     """
 
     prompt_tokens: int = 0
@@ -51,7 +52,9 @@ class Generator:
     """An exported folder ready to continue prompts. torch is not imported for it.
 
     Attributes:
-        speed: of the last run.
+        model: open model.
+        text: its tokenizer.
+        speed: time and memory of the last run.
     """
 
     def __init__(self, folder: Path, threads: int = 0, model: OnnxModel | None = None) -> None:

@@ -10,7 +10,8 @@ import onnxruntime as ort
 from onnx import helper
 
 from diffquant.errors import CheckpointError
-from diffquant.export.graph.external import MODEL_FILE, load_graph
+from diffquant.export.files import MODEL_FILE
+from diffquant.export.graph.external import load_graph
 from diffquant.export.native import library_path
 
 _PAST = "past_key_values."
@@ -37,9 +38,10 @@ class OnnxModel:
     """A model in a session.
 
     Attributes:
-        cache: None for a model exported without one.
-        vocabulary: tokens; 0 for a model without logits.
-        dtype: of logits.
+        folder: folder that holds the model.
+        cache: shape of the KV cache; None for a model exported without one.
+        vocabulary: number of tokens that have a logit.
+        dtype: dtype of the logits.
     """
 
     def __init__(
@@ -52,9 +54,9 @@ class OnnxModel:
         """Open a folder.
 
         Args:
-            threads: of one node's work; 0 takes all cores.
+            threads: number of threads that share one node's work; 0 takes all cores.
             extra_outputs: values inside the graph to return as well.
-            accuracy_level: of every product with codes; the model's own by default.
+            accuracy_level: precision of every product with codes; the model's own by default.
 
         Raises:
             CheckpointError: the folder is damaged, or the runtime refuses the model.
@@ -62,10 +64,9 @@ class OnnxModel:
         graph = load_graph(folder)
         self.folder = folder
         self.cache = _cache_shape(graph)
-        # A model that is only calibrated has no logits.
-        logits = next((value.type.tensor_type for value in graph.graph.output if value.name == "logits"), None)
-        self.vocabulary = logits.shape.dim[2].dim_value if logits else 0
-        self.dtype = helper.tensor_dtype_to_np_dtype(logits.elem_type) if logits else np.dtype(np.float32)
+        logits = _logits_type(graph)
+        self.vocabulary: int = logits.shape.dim[2].dim_value
+        self.dtype = helper.tensor_dtype_to_np_dtype(logits.elem_type)
         changed = bool(extra_outputs) or accuracy_level is not None
         if extra_outputs:
             _add_outputs(graph, extra_outputs)
@@ -95,8 +96,8 @@ class OnnxModel:
         if self.cache is not None:
             feeds |= dict(zip(self.cache.inputs, past, strict=True))
             kept = self.cache.outputs
-        found = self.session.run([*outputs, *kept], feeds)
-        return found[: len(outputs)], found[len(outputs) :]
+        results = self.session.run([*outputs, *kept], feeds)
+        return results[: len(outputs)], results[len(outputs) :]
 
 
 class InPlace:
@@ -117,7 +118,7 @@ class InPlace:
 
     @property
     def nbytes(self) -> int:
-        """Of the caches."""
+        """Size of the caches."""
         return 0 if self.model.cache is None else self.model.cache.row_bytes * self.batch * self.rows
 
     def step(self, ids: np.ndarray) -> np.ndarray:
@@ -143,8 +144,12 @@ def session_options(threads: int = 0) -> ort.SessionOptions:
     return options
 
 
+def _logits_type(graph: onnx.ModelProto) -> onnx.TypeProto.Tensor:
+    return next(value.type.tensor_type for value in graph.graph.output if value.name == "logits")
+
+
 def _add_outputs(graph: onnx.ModelProto, names: tuple[str, ...]) -> None:
-    kind = next(v.type.tensor_type.elem_type for v in graph.graph.output if v.name == "logits")
+    kind = _logits_type(graph).elem_type
     graph.graph.output.extend(helper.make_tensor_value_info(name, kind, None) for name in names)
 
 

@@ -11,8 +11,8 @@ from onnx import numpy_helper
 from torch import Tensor
 from transformers import DynamicCache
 
-from diffquant.export.calibration import state_order
-from diffquant.export.graph.source import ExportSource, Scales
+from diffquant.export.graph.cache_scales import Scales, state_order
+from diffquant.export.graph.plan import ExportPlan
 from diffquant.export.options import ExportOptions
 from diffquant.loading import load
 from diffquant.model.modeling import DiffTransformer
@@ -24,14 +24,14 @@ class Reference:
     """The torch twin of an exported folder, in float32.
 
     Attributes:
-        model: with the exported weights' values.
+        model: model with the exported weights' values.
     """
 
     def __init__(self, source: Source, options: ExportOptions, scales: Mapping[int, Scales]) -> None:
-        self._source = ExportSource(source, options)
+        self._plan = ExportPlan(source, options)
         self._bits = options.kv_bits
-        order = state_order(self._source)
-        self._scales = {layer: _in_model_order(pair, order) for layer, pair in scales.items()}
+        orders = state_order(source)
+        self._scales = {layer: _in_model_order(layer_scales, orders) for layer, layer_scales in scales.items()}
         self.model: DiffTransformer = load(source, Recipe(logits=options.logits), torch.float32)
         self._take_codes()
 
@@ -53,18 +53,17 @@ class Reference:
 
     def _take_codes(self) -> None:
         """Replace quantized weights by codes · scale in float32, as the runtime multiplies them."""
-        adapter = self._source.adapter
         parameters = dict(self.model.named_parameters())
-        for matrix in self._source.matrices():
+        for name, matrix in self._plan.matrices.items():
             if matrix.scheme.quantizes:
-                ours = replace(matrix, order=adapter.row_order(matrix.name))
-                parameters[matrix.name].data = ours.dequantized(0, matrix.shape[0])
+                in_model_order = replace(matrix, order=self._plan.adapter.row_order(name))
+                parameters[name].data = in_model_order.dequantized(0, matrix.shape[0])
         self.model.tie_weights()
 
 
-def _in_model_order(scales: Scales, order: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+def _in_model_order(scales: Scales, orders: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """k_scale as [1, key heads, 1, d] and v_scale as [1, h_kv, 1, dv] of DiffTransformer."""
-    keys, values = (torch.from_numpy(s.flatten())[at][None, :, None] for s, at in zip(scales, order, strict=True))
+    keys, values = (torch.from_numpy(s.flatten())[at][None, :, None] for s, at in zip(scales, orders, strict=True))
     return keys, values
 
 
@@ -86,12 +85,14 @@ class _StaticCache(DynamicCache):
 
 def cache_scales(graph: onnx.ModelProto) -> dict[int, Scales]:
     """Static scales of the cache by layer, as the model holds them; empty for an unquantized cache."""
-    held = {tensor.name: tensor for tensor in graph.graph.initializer if tensor.name.endswith(("k_scale", "v_scale"))}
-    layers = {int(name.split(".")[1]) for name in held}
+    tensors = {
+        tensor.name: tensor for tensor in graph.graph.initializer if tensor.name.endswith(("k_scale", "v_scale"))
+    }
+    layers = {int(name.split(".")[1]) for name in tensors}
     return {
         layer: (
-            numpy_helper.to_array(held[f"layers.{layer}.k_scale"]),
-            numpy_helper.to_array(held[f"layers.{layer}.v_scale"]),
+            numpy_helper.to_array(tensors[f"layers.{layer}.k_scale"]),
+            numpy_helper.to_array(tensors[f"layers.{layer}.v_scale"]),
         )
         for layer in sorted(layers)
     }

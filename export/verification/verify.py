@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -30,10 +29,11 @@ class Route:
     """One way of running a sequence, against torch.
 
     Attributes:
+        name: what users call the route.
         error: relative RMS error of the logits.
         largest: largest absolute difference.
         agreement: share of positions with the same likeliest token.
-        tolerance: of `error`.
+        tolerance: largest `error` allowed.
     """
 
     name: str
@@ -55,11 +55,13 @@ class Route:
 
 @dataclass(frozen=True)
 class Verification:
-    """What was compared.
+    """How an exported folder compares with its checkpoint.
 
     Attributes:
+        folder: folder that was verified.
+        routes: comparison of each way of running it.
         layers: relative RMS error of each layer's output in prefill.
-        advice: about `accuracy_level`; empty where there is nothing to choose.
+        advice: sentence about `accuracy_level`; empty where there is nothing to choose.
     """
 
     folder: Path
@@ -96,7 +98,7 @@ def verify(folder: Path, source: Path | str | Source, tolerance: float | None = 
 
     Args:
         tolerance: relative RMS error of logits; by default what the export's precision explains.
-        threads: of ONNX Runtime.
+        threads: number of ONNX Runtime's threads; 0 takes all cores.
 
     Raises:
         CheckpointError: the folder was edited after export, or made from another checkpoint.
@@ -107,10 +109,10 @@ def verify(folder: Path, source: Path | str | Source, tolerance: float | None = 
     check_unchanged(folder, manifest)
     _check_source(manifest, source)
     reference = Reference(source, manifest.options, cache_scales(load_graph(folder)))
-    found = _compare(folder, reference, manifest, sequences(source, reference), tolerance, threads)
-    if not found.passed:
-        raise ToleranceError(f"{folder} does not compute what {source.path} does:\n{found}")
-    return found
+    verification = _compare(folder, reference, manifest, sequences(source, reference), tolerance, threads)
+    if not verification.passed:
+        raise ToleranceError(f"{folder} does not compute what {source.path} does:\n{verification}")
+    return verification
 
 
 def default_tolerance(options: ExportOptions) -> float:
@@ -258,9 +260,8 @@ def _advice(options: ExportOptions, routes: list[Route]) -> str:
 
 
 def _check_source(manifest: Manifest, source: Source) -> None:
-    held: dict[str, Any] = dict(manifest.source["sha256"])
-    found = {file.name: file_digest(file) for file in source.checkpoint.weight_files()}
-    if list(held.values()) != list(found.values()):
+    exported = list(manifest.source["sha256"].values())
+    if exported != [file_digest(file) for file in source.checkpoint.weight_files()]:
         raise CheckpointError(
             f"the folder was exported from {manifest.source['name']}, whose weights are not those of {source.path}; "
             "verify it against its own checkpoint"

@@ -7,14 +7,13 @@ import torch
 
 pytest.importorskip("triton")
 
-from kernel_inputs import random_call, relative_error
-
 from diffquant.attention import LogitMeter, Mask, attend, dispatch
 from diffquant.attention.call import Call
 from diffquant.errors import UsageError
 from diffquant.family.norm import PairNorm
 from diffquant.kernels.attention import prefill, prefill_int8, simulated
 from diffquant.scheme import Scheme
+from tests.support.kernel_inputs import random_call, relative_error
 
 POST = PairNorm(1e-5, torch.rand(128), 0.7)
 

@@ -5,7 +5,6 @@ import time
 
 import numpy as np
 import pytest
-import tiny_lm
 from typer.testing import CliRunner
 
 from diffquant.bench import memory, run, timing
@@ -18,6 +17,7 @@ from diffquant.bench.run import SECTIONS, BenchOptions
 from diffquant.cli import app
 from diffquant.errors import FailedCellsError, UsageError
 from diffquant.kernels.configs import AttentionTile
+from tests.support import tiny_lm
 
 
 def test_calls_take_turns():

@@ -5,7 +5,6 @@ import sys
 
 import pytest
 import torch
-from tiny_lm import tokenizer
 
 from diffquant.attention import DiffSpec
 from diffquant.cli.app import run_program
@@ -14,6 +13,7 @@ from diffquant.model.modeling import DiffTransformer
 from diffquant.scheme import Recipe, Scheme
 from studies import figure8, figure8_plots
 from studies.logit_noise import Reading, difference, divergences, layers_of, observed, predictions_of, sensitivity
+from tests.support.tiny_lm import tokenizer
 
 SPECS = {
     "plain": DiffSpec(4, 2, 8, 8, maps=1),

@@ -4,7 +4,6 @@ import json
 from importlib.util import find_spec
 
 import pytest
-import tiny_lm
 import torch
 
 from diffquant.errors import UsageError
@@ -15,6 +14,7 @@ from diffquant.scheme import Recipe
 from studies import quantizers, rounding, rounding_layers
 from studies.quantizers import METHODS, TIERS, Method, Quantized, group_size
 from studies.rounded_model import Options, Subject
+from tests.support import tiny_lm
 
 OPTIONS = Options(characters=1500, window=64, tokens=512, items=4)
 NAMED = {method.name: method for method in METHODS}

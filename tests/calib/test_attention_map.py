@@ -3,9 +3,7 @@
 import re
 
 import pytest
-import tiny_lm
 import torch
-from helpers import SIZES, ours, random_diffllama, random_ids, random_llama
 
 from diffquant import data
 from diffquant.attention import DiffSpec, Mask
@@ -24,6 +22,8 @@ from diffquant.model.modeling import DiffTransformer
 from diffquant.model.walk import Walk
 from diffquant.scheme import Recipe, Scheme
 from diffquant.source.tokenizer import load_tokenizer
+from tests.support import tiny_lm
+from tests.support.models import SIZES, ours, random_diffllama, random_ids, random_llama
 
 LENGTH = 37
 LAMBDAS = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")

@@ -4,11 +4,11 @@ import json
 import sys
 
 import pytest
-import tiny_lm
 from safetensors import safe_open
 
 from diffquant import data
 from diffquant.cli import main
+from tests.support import tiny_lm
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +75,7 @@ def test_calibrated_scales_are_used_by_eval_and_sweep(run, models, tmp_path):
     file = tmp_path / "scales.safetensors"
     code, out, err = run("calibrate", models[1], "-o", file, "--tokens", 512, "--window", 64, "--observer", "absmax")
     assert code == 0, err
-    assert [line.split()[0] for line in out.splitlines()[2:6]] == ["k", "v", "logits", "hidden"]
+    assert [line.split()[0] for line in out.splitlines()[2:6] if line] == ["k", "v", "logits"]
     with safe_open(file, framework="pt") as held:
         assert held.get_tensor("layers.1.k").shape == (2, 8)
         assert held.get_tensor("layers.1.logits").shape == (8,)
@@ -93,7 +93,7 @@ def test_calibrated_scales_are_used_by_eval_and_sweep(run, models, tmp_path):
     assert (code, "are both of" in err) == (2, True), err
     for bare in (("eval", models[1], "--limit", 2), ("sweep", models[1], "-o", tmp_path / "bare")):
         code, _, err = run(*bare, "--scales", file)
-        assert (code, "nothing takes the scales" in err) == (2, True), err
+        assert (code, "nothing takes the ranges" in err) == (2, True), err
     assert run("calibrate", models[1], "-o", file)[::2] == (
         1,
         f"error: {file} exists; choose another output or pass --overwrite\n",
@@ -120,13 +120,14 @@ def test_calibrated_scales_are_used_by_eval_and_sweep(run, models, tmp_path):
         (("calibrate", "MODEL", "-o", "OUT", "--text", "SHORT", "--window", "16"), 2, "two are needed"),
         (("calibrate", "MODEL", "-o", "OUT", "--observer", "minmax"), 2, "unknown observer"),
         (("calibrate", "MODEL", "-o", "OUT", "--target", "q"), 2, "unknown target 'q'"),
+        (("calibrate", "MODEL", "-o", "OUT", "--target", "k,hidden"), 2, "no scheme quantizes hidden states"),
         (("calibrate", "MODEL", "-o", "NO/WHERE"), 2, "no folder"),
         (("calibrate", "MODEL", "-o", "OUT", "--device", "nowhere"), 2, "unknown device"),
         (("search", "MODEL", "-o", "OUT", "--budget", "3", "--granularity", "g16"), 2, "below the narrowest width"),
         (("search", "MODEL", "-o", "OUT", "--budget", "few", "--granularity", "g16"), 2, "cannot read budget"),
         (("search", "MODEL", "-o", "OUT", "--budget", "4.5", "--bits", "4"), 2, "two or more widths"),
-        (("eval", "MODEL", "--kv", "8:static"), 2, "need calibrated scales"),
-        (("eval", "MODEL", "--kv", "8:static", "--scales", "SHORT"), 1, "cannot read scales"),
+        (("eval", "MODEL", "--kv", "8:static"), 2, "need calibrated ranges"),
+        (("eval", "MODEL", "--kv", "8:static", "--scales", "SHORT"), 1, "cannot read ranges"),
     ],
 )
 def test_what_is_wrong_is_said_in_one_line(run, models, tmp_path, arguments, code, message):

@@ -1,4 +1,4 @@
-"""Calibrated scales in an export: the right channel of the right head, and only of the same checkpoint."""
+"""Calibrated ranges in an export: the right channel of the right head, and only of the same checkpoint."""
 
 from pathlib import Path
 
@@ -8,53 +8,73 @@ import torch
 
 pytest.importorskip("onnxruntime")
 
-from checkpoints import SOURCES, random_ids, write_checkpoint
-
-from diffquant.calib.calibration.calibrate import CalibrationOptions, observe
+from diffquant.calib.calibration.kv_cache import calibrate_cache
+from diffquant.calib.calibration.observe import observe
 from diffquant.calib.calibration.observers import Observer
 from diffquant.errors import CheckpointError, UsageError
 from diffquant.export.exporter import export
 from diffquant.export.graph.external import load_graph
 from diffquant.export.options import ExportOptions
+from diffquant.export.runtime.session import OnnxModel
 from diffquant.export.verification.reference import cache_scales
 from diffquant.export.verification.verify import verify
 from diffquant.loading import load
 from diffquant.source.ranges import Ranges, write_ranges
 from diffquant.source.source import open_source
+from tests.support.checkpoints import SOURCES, write_checkpoint
+from tests.support.models import random_ids
 
-IDS = random_ids(3, 40)
+IDS = random_ids(3, 40).numpy()
 
 
 def calibrated(source: Path, file: Path, observer: Observer, targets=("k", "v")) -> Path:
-    options = CalibrationOptions(targets=targets, observer=observer)
-    tensors, _ = observe(load(source, dtype=torch.float32), torch.tensor(IDS), torch.tensor(IDS), options)
+    tensors = observe(load(source, dtype=torch.float32), torch.tensor(IDS), targets, observer)
     bits = observer.bits if observer.kind == "mse" else None
     write_ranges(file, Ranges(open_source(source).fingerprint, {}, bits, tensors))
     return file
 
 
+def bounds_of(key: np.ndarray, spec) -> np.ndarray:
+    """What no position exceeds in exported keys [B, h_kv, S, dk]: lengths of channels that rotate into each other."""
+    if spec.rope == "half" and (spec.maps == 1 or spec.shared_k):
+        first, second = np.split(key, 2, -1)
+        return np.tile(np.hypot(first, second), 2)
+    return np.repeat(np.hypot(key[..., 0::2], key[..., 1::2]), 2, -1)
+
+
 @pytest.mark.parametrize("name", SOURCES)
-def test_absmax_ranges_give_the_scales_that_the_exported_model_finds_itself(tmp_path, name):
+def test_scales_are_those_of_the_cache_that_the_exported_model_fills_itself(tmp_path, name):
     source = write_checkpoint(tmp_path / "source", name)
-    options = ExportOptions.parse(kv_bits=8)
-    export(source, tmp_path / "run", options, calibration=IDS.tolist())
-    scales = calibrated(source, tmp_path / "s.safetensors", Observer("absmax"))
-    export(source, tmp_path / "file", options, scales=scales)
-    found, wanted = (cache_scales(load_graph(tmp_path / each)) for each in ("file", "run"))
-    assert found.keys() == wanted.keys()
-    for layer, pair in wanted.items():
-        for ours, theirs in zip(found[layer], pair, strict=True):
-            assert ours.shape == theirs.shape
-            np.testing.assert_allclose(ours, theirs, rtol=2e-4)
-    assert verify(tmp_path / "file", source).passed
+    export(source, tmp_path / "float")
+    model = OnnxModel(tmp_path / "float", 1)
+    _, cache = model.run(IDS, np.ones_like(IDS), model.empty_cache(len(IDS)), outputs=())
+    spec = open_source(source).spec
+    export(source, tmp_path / "out", ExportOptions(kv_bits=8), ranges=calibrate_cache(source, ids=torch.tensor(IDS)))
+    scales = cache_scales(load_graph(tmp_path / "out"))
+    assert scales.keys() == {0, 1}
+    for layer, (k_scale, v_scale) in scales.items():
+        key, value = cache[2 * layer], cache[2 * layer + 1]
+        np.testing.assert_allclose(k_scale, bounds_of(key, spec).max((0, 2), keepdims=True) / 127, rtol=2e-4)
+        np.testing.assert_allclose(v_scale, np.abs(value).max((0, 2), keepdims=True) / 127, rtol=2e-4)
+    assert verify(tmp_path / "out", source).passed
 
 
-def test_scales_of_another_checkpoint_are_refused_and_nothing_is_left(tmp_path):
+def test_a_file_of_ranges_gives_the_model_that_the_ranges_give(tmp_path):
+    source = write_checkpoint(tmp_path / "source", "diffllama")
+    ranges = calibrate_cache(source, ids=torch.tensor(IDS))
+    write_ranges(tmp_path / "scales.safetensors", ranges)
+    for name, given in (("object", ranges), ("file", tmp_path / "scales.safetensors")):
+        export(source, tmp_path / name, ExportOptions(kv_bits=4), ranges=given)
+    assert (tmp_path / "object" / "model.onnx").read_bytes() == (tmp_path / "file" / "model.onnx").read_bytes()
+
+
+def test_ranges_of_another_checkpoint_are_refused_and_nothing_is_left(tmp_path):
     source = write_checkpoint(tmp_path / "source", "llama")
     other = write_checkpoint(tmp_path / "other", "diffllama")
-    scales = calibrated(other, tmp_path / "s.safetensors", Observer("absmax"))
-    with pytest.raises(CheckpointError, match=r"calibrated on another model.*diffquant calibrate"):
-        export(source, tmp_path / "out", ExportOptions.parse(kv_bits=8), scales=scales)
+    file = calibrated(other, tmp_path / "s.safetensors", Observer("absmax"))
+    for given in (file, calibrate_cache(other, ids=torch.tensor(IDS))):
+        with pytest.raises(CheckpointError, match=r"calibrated on another model.*diffquant calibrate"):
+            export(source, tmp_path / "out", ExportOptions.parse(kv_bits=8), ranges=given)
     assert not (tmp_path / "out").exists()
 
 
@@ -66,8 +86,8 @@ def test_scales_of_another_checkpoint_are_refused_and_nothing_is_left(tmp_path):
         (8, Observer("absmax"), ("k",), "hold none of v"),
     ],
 )
-def test_scales_that_do_not_fit_the_options_are_refused(tmp_path, kv_bits, observer, targets, message):
+def test_ranges_that_do_not_fit_the_options_are_refused(tmp_path, kv_bits, observer, targets, message):
     source = write_checkpoint(tmp_path / "source", "llama")
-    scales = calibrated(source, tmp_path / "s.safetensors", observer, targets)
+    file = calibrated(source, tmp_path / "s.safetensors", observer, targets)
     with pytest.raises(UsageError, match=message):
-        export(source, tmp_path / "out", ExportOptions.parse(kv_bits=kv_bits), scales=scales)
+        export(source, tmp_path / "out", ExportOptions.parse(kv_bits=kv_bits), ranges=file)

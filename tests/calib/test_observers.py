@@ -3,19 +3,21 @@
 import numpy as np
 import pytest
 import torch
-from helpers import ours, random_diffllama, random_ids, random_llama
 
 from diffquant.attention import Mask
 from diffquant.attention.naive import naive
 from diffquant.attention.simulated import simulated
-from diffquant.calib.calibration.calibrate import CalibrationOptions, observe
+from diffquant.calib.calibration.fit import measure_fit
+from diffquant.calib.calibration.layers import by_token, projected_layers
+from diffquant.calib.calibration.observe import observe
 from diffquant.calib.calibration.observers import Observer, key_ranges
 from diffquant.calib.statistics import Magnitudes
 from diffquant.errors import UsageError
 from diffquant.model.cache import PackedStates
 from diffquant.model.walk import Walk
-from diffquant.scheme import Recipe, Scheme
-from diffquant.source.ranges import Ranges
+from diffquant.scheme import LAYER_TARGETS, Recipe, Scheme
+from diffquant.source.ranges import Ranges, read_any_ranges, write_ranges
+from tests.support.models import ours, random_diffllama, random_ids, random_llama
 
 
 def heavy_tails(*shape, seed=0):
@@ -120,9 +122,10 @@ def test_static_logits_are_the_same_by_blocks_and_whole(maps):
 def test_calibrated_ranges_serve_a_model_of_their_recipe():
     model = ours(random_diffllama(num_key_value_heads=4))
     ids = random_ids(4, 31)
-    tensors, fits = observe(model, ids[:2], ids[2:], CalibrationOptions(observer=Observer("absmax")))
+    tensors = observe(model, ids[:2], LAYER_TARGETS, Observer("absmax"))
+    fits = measure_fit(model, ids[2:], tensors, 8, batch_tokens=40)
     recipe = Recipe.of(k="8:static", v="8:static", logits="8:static")
-    with pytest.raises(UsageError, match="static k, v, logits need calibrated scales"):
+    with pytest.raises(UsageError, match="static k, v, logits need calibrated ranges"):
         model.apply_recipe(recipe)
     exact = model(ids).logits
     model.model.ranges = tensors
@@ -136,11 +139,11 @@ def test_calibrated_ranges_serve_a_model_of_their_recipe():
 def test_the_fit_is_that_of_the_values_held_out():
     model = ours(random_llama())
     ids = random_ids(4, 31)
-    options = CalibrationOptions(targets=("hidden",), observer=Observer("percentile", 99.0, bits=6))
-    tensors, fits = observe(model, ids[:2], ids[2:], options)
-    walk = Walk.over(model, 31)
-    held = walk.run(walk.layers[0], walk.embed(ids[2:])).double().numpy()
-    top = float(tensors["layers.0.hidden"])
+    tensors = observe(model, ids[:2], ("v",), Observer("percentile", 99.0, bits=6))
+    fits = measure_fit(model, ids[2:], tensors, 6, batch_tokens=40)
+    with torch.inference_mode():
+        held = by_token(next(projected_layers(model, ids[2:], 4096))[0][2]).double().numpy()
+    top = tensors["layers.0.v"].double().numpy()
     read_back = np.clip(np.rint(held / (top / 31)), -31, 31) * top / 31
     assert fits[0].clipped == pytest.approx((np.abs(held) > top).mean(), abs=1e-9)
     sqnr = 10 * np.log10(np.square(held).sum() / np.square(held - read_back).sum())
@@ -154,3 +157,17 @@ def test_ranges_of_another_width_or_target_are_refused():
         ranges.check(Recipe.of(k="4:static"))
     with pytest.raises(UsageError, match="hold none of v"):
         ranges.check(Recipe.of(v="8:static"))
+
+
+def test_ranges_of_hidden_states_in_an_older_file_are_left_out(tmp_path):
+    tensors = {"layers.0.k": torch.rand(1, 4), "layers.0.hidden": torch.ones(1)}
+    write_ranges(tmp_path / "scales.safetensors", Ranges("", {}, None, tensors))
+    assert read_any_ranges(tmp_path / "scales.safetensors").tensors.keys() == {"layers.0.k"}
+
+
+def test_the_digest_of_ranges_is_that_of_their_values():
+    tensors = {"layers.0.k": torch.rand(3, 4)}
+    digest = Ranges("", {}, None, tensors).digest
+    assert Ranges("elsewhere", {"tokens": 3}, 8, dict(tensors)).digest == digest
+    assert Ranges("", {}, None, {"layers.0.k": tensors["layers.0.k"] * 2}).digest != digest
+    assert Ranges("", {}, None, {"layers.0.v": tensors["layers.0.k"]}).digest != digest

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from helpers import ours, random_diffllama, random_ids, random_llama
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from diffquant.calib.analysis.outliers import HIDDEN, LOGITS, RANKS, observe
 from diffquant.calib.statistics import QUANTILE_ERROR
+from tests.support.models import ours, random_diffllama, random_ids, random_llama
 
 
 def layer_magnitudes(oracle, ids):

@@ -3,7 +3,6 @@
 import json
 
 import pytest
-import tiny_lm
 import torch
 from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
 from safetensors.torch import load_file
@@ -18,6 +17,7 @@ from diffquant.numerics import absmax_scale
 from diffquant.quantization.quantize import quantize
 from diffquant.quantization.rounding import CLIPPED, NEAREST, clipped, fitted_scale, nearest
 from diffquant.scheme import Recipe, Scheme
+from tests.support import tiny_lm
 
 SCHEMES = ["4:g16", "4:row", "6:g16", "3:g16"]
 

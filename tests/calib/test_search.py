@@ -7,11 +7,12 @@ import math
 from dataclasses import replace
 
 import pytest
-import tiny_lm
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.functional import linear
+
+from tests.support import tiny_lm
 
 pytest.importorskip("scipy")
 

@@ -6,7 +6,6 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType, GGUFWriter, quants
 from safetensors.torch import load_file, save_file
-from sources import contents, write_diffllama, write_llama, write_random
 from transformers import AutoModelForCausalLM
 
 from diffquant.conversion import convert
@@ -16,6 +15,7 @@ from diffquant.model.adapters import adapter_for
 from diffquant.quantization.quantize import quantize
 from diffquant.scheme import Recipe
 from diffquant.source.source import open_source
+from tests.support.checkpoints import contents, write_diffllama, write_llama, write_random
 
 HEAD = 8
 UNILM_V1 = {

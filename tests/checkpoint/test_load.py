@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from sources import edit_json, write_diffllama, write_llama, write_random
 from transformers import AutoModelForCausalLM
 
 from diffquant import Recipe, convert, load, load_tokenizer, quantize
 from diffquant.errors import CheckpointError, GroupSizeError, NonFiniteError, UsageError
 from diffquant.inspection import inspect_checkpoint
+from tests.support.checkpoints import edit_json, write_diffllama, write_llama, write_random
 
 UNILM = {
     "vocab_size": 90,

@@ -3,12 +3,12 @@
 import pytest
 import torch
 from safetensors.torch import save_file
-from sources import write_diffllama, write_llama, write_random
 
 from diffquant import Recipe, load, quantize
 from diffquant.errors import UsageError
 from diffquant.kernels.linear.repack import dequantize
 from diffquant.model.quantized_linear import QuantizedLinear
+from tests.support.checkpoints import write_diffllama, write_llama, write_random
 
 UNILM = {
     "vocab_size": 90,

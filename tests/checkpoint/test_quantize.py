@@ -5,7 +5,6 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from sources import SIZES, contents, edit_json, write_diffllama, write_random
 from transformers import AutoModelForCausalLM
 
 from diffquant.errors import (
@@ -24,6 +23,7 @@ from diffquant.quantization.plan import make_plan
 from diffquant.quantization.quantize import quantize
 from diffquant.scheme import Recipe
 from diffquant.source.source import open_source
+from tests.support.checkpoints import SIZES, contents, edit_json, write_diffllama, write_random
 
 
 @pytest.fixture

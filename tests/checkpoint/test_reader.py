@@ -4,11 +4,11 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from sources import edit_json, write_diffllama, write_random
 
 from diffquant.errors import CheckpointError, UnknownModelTypeError
 from diffquant.formats.reader import INDEX, open_checkpoint
 from diffquant.source.source import open_source
+from tests.support.checkpoints import edit_json, write_diffllama, write_random
 
 
 @pytest.fixture

@@ -3,11 +3,11 @@ import subprocess
 import sys
 
 import pytest
-from sources import contents, write_diffllama
 
 from diffquant.errors import DiffQuantError, OutputExistsError
 from diffquant.quantization.quantize import quantize
 from diffquant.scheme import Recipe
+from tests.support.checkpoints import contents, write_diffllama
 
 KILLED_AT = 0.6
 RECIPE = Recipe.of(weights="4:g32", kv=8)

@@ -2,7 +2,6 @@ import importlib.util
 import json
 
 import pytest
-import tiny_lm
 from lm_eval import simple_evaluate
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
@@ -12,6 +11,7 @@ from diffquant.errors import MissingDependencyError, UsageError
 from diffquant.evals import harness, hellaswag
 from diffquant.evals.harness_model import HarnessModel
 from diffquant.support.progress import silent
+from tests.support import tiny_lm
 
 TASK = """
 task: local_quiz

@@ -6,7 +6,6 @@ from functools import cache
 from types import SimpleNamespace
 
 import pytest
-import tiny_lm
 import torch
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
@@ -21,6 +20,7 @@ from diffquant.evals.manyshot import Plan, demonstrations, evaluate, prompt
 from diffquant.evals.scoring import Request, score
 from diffquant.loading import load
 from diffquant.scheme import Recipe
+from tests.support import tiny_lm
 
 # One label begins another; some have several tokens in common.
 LABELS = ("time", "time zone", "timer", "card arrival", "card not working", "weather")

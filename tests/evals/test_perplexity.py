@@ -1,7 +1,6 @@
 import math
 
 import pytest
-import tiny_lm
 import torch
 from torch.nn.functional import cross_entropy, kl_div
 
@@ -10,6 +9,7 @@ from diffquant.errors import NonFiniteError, UsageError
 from diffquant.evals import perplexity
 from diffquant.evals.perplexity import evaluate, next_token_kl, reference_of
 from diffquant.text.corpus import load_text
+from tests.support import tiny_lm
 
 TEXT = data.books_text()[5000:6500]
 

@@ -1,5 +1,4 @@
 import pytest
-import tiny_lm
 import torch
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
@@ -11,6 +10,7 @@ from diffquant.evals.scoring import score, shares_prefixes
 from diffquant.loading import load
 from diffquant.scheme import Recipe
 from diffquant.text.tokens import max_length
+from tests.support import tiny_lm
 
 AWKWARD = [
     ("", "alone"),

@@ -5,10 +5,13 @@ import json
 import onnx
 import pytest
 import torch
-from checkpoints import random_ids, write_checkpoint
 from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
 
 import diffquant
+from diffquant import cli
+from diffquant.calib.calibration import kv_cache
+from diffquant.calib.calibration.kv_cache import calibrate_cache
 from diffquant.errors import (
     CheckpointError,
     GroupSizeError,
@@ -18,10 +21,10 @@ from diffquant.errors import (
     UsageError,
 )
 from diffquant.export import ExportOptions, Generator, export, options, verify
-from diffquant.export.graph.external import DATA_FILE, MODEL_FILE
+from diffquant.export.files import DATA_FILE, MODEL_FILE
 from diffquant.export.runtime.session import OnnxModel
-
-WINDOWS = random_ids(1, 32).tolist()
+from tests.support.checkpoints import write_checkpoint
+from tests.support.exports import cache_ranges
 
 
 @pytest.fixture
@@ -91,10 +94,24 @@ def test_an_unknown_source_is_refused(tmp_path):
         export(tmp_path / "source", tmp_path / "out")
 
 
-def test_calibration_needs_a_tokenizer(source, tmp_path):
-    with pytest.raises(UsageError, match="calibrated on text"):
+def test_a_quantized_cache_needs_ranges(source, tmp_path):
+    with pytest.raises(UsageError, match=r"8-bit KV cache needs calibrated ranges: pass ranges=.*calibrate_cache"):
         export(source, tmp_path / "out", ExportOptions(kv_bits=8))
     assert sorted(p.name for p in tmp_path.iterdir()) == ["source"]
+
+
+def test_calibration_on_prose_needs_a_tokenizer(source):
+    with pytest.raises(UsageError, match=r"(?s)calibrated on text.*put the tokenizer's files beside the weights"):
+        calibrate_cache(source)
+
+
+def test_what_is_wrong_is_said_before_the_cache_is_calibrated(source, folder, monkeypatch):
+    monkeypatch.setattr(kv_cache, "calibrate_cache", lambda *_, **__: pytest.fail("calibrated first"))
+    run = CliRunner().invoke
+    again = run(cli.app, ["export", str(source), "-o", str(folder), "--kv", "8"])
+    assert isinstance(again.exception, OutputExistsError), again.output
+    unread = run(cli.app, ["export", str(source), "-o", str(folder / "new"), "--kv", "8", "--weights", "4:g24"])
+    assert isinstance(unread.exception, GroupSizeError), unread.output
 
 
 def test_an_existing_folder_is_kept_unless_told_otherwise(source, folder):
@@ -184,5 +201,6 @@ def test_a_record_that_was_not_written_by_export_is_refused(source, folder):
 
 def test_bfloat16_checkpoints_export(tmp_path):
     source = write_checkpoint(tmp_path / "source", "unilm-v2", torch.bfloat16)
-    export(source, tmp_path / "out", ExportOptions.parse(kv_bits=8, weights="4:g32"), calibration=WINDOWS)
+    options = ExportOptions.parse(kv_bits=8, weights="4:g32")
+    export(source, tmp_path / "out", options, ranges=cache_ranges(source, options))
     assert verify(tmp_path / "out", source).passed

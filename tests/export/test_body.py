@@ -6,13 +6,13 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
-from attention_cases import Case, empty_past, expected, feed, one_node, random_inputs
 from onnx import TensorProto, inliner
 from onnx.reference import ReferenceEvaluator
 
 from diffquant.errors import UsageError
 from diffquant.export.graph.body import body
 from diffquant.scheme import Scheme
+from tests.support.attention_cases import Case, empty_past, expected, feed, one_node, random_inputs
 
 CASES = {
     "v1": Case(),

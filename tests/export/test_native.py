@@ -7,13 +7,13 @@ import numpy as np
 import onnxruntime as ort
 import pytest
 import torch
-from attention_cases import Case, expected, feed, one_node
-from native_cases import inputs_of, native, past_of, session
 
 from diffquant.attention import Mask
 from diffquant.attention.naive import naive
 from diffquant.export.native import kernel_calls, kernel_name, library_path, use_kernel
 from diffquant.scheme import Scheme
+from tests.support.attention_cases import Case, expected, feed, one_node
+from tests.support.native_cases import inputs_of, native, past_of, session
 
 KERNELS = ("plain", "avx2", "avx512")
 ROPE = {1: "interleaved", 2: "half"}

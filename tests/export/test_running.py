@@ -9,13 +9,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import tiny_lm
 import torch
-from checkpoints import write_checkpoint
 from typer.testing import CliRunner
 
 import diffquant
 from diffquant import cli
+from diffquant.calib.calibration.kv_cache import calibrate_cache
 from diffquant.evals.constrained import choose
 from diffquant.evals.encoding import Request
 from diffquant.evals.scoring import score
@@ -27,6 +26,8 @@ from diffquant.support.progress import silent
 from diffquant.sweep.grid import SweepOptions
 from diffquant.sweep.run import run_sweep
 from diffquant.sweep.table import rows, text_table
+from tests.support import tiny_lm
+from tests.support.checkpoints import write_checkpoint
 
 PROMPT = "It was a dark and stormy night, and the"
 EXAMPLE = Path(__file__).parents[2] / "examples" / "onnxruntime_minimal.py"
@@ -44,7 +45,9 @@ def source(request, tmp_path_factory):
 @pytest.fixture(scope="module", params=[{}, {"kv_bits": 8, "weights": "4:g32", "accuracy_level": 1}], ids=["", "low"])
 def folder(request, source, tmp_path_factory):
     out = tmp_path_factory.mktemp("exported") / "out"
-    export(source, out, ExportOptions.parse(**request.param))
+    options = ExportOptions.parse(**request.param)
+    ranges = calibrate_cache(source, diffquant.Recipe(weights=options.weights)) if options.kv_bits < 16 else None
+    export(source, out, options, ranges=ranges)
     return out
 
 
@@ -235,7 +238,7 @@ def test_an_export_of_a_quantized_checkpoint_is_compared_with_what_was_quantized
     quantized, folder = tmp_path / "quantized", tmp_path / "onnx"
     recipe = diffquant.Recipe.of(weights="4:g32", overrides={"model.layers.1.self_attn.logits": "6:row"})
     diffquant.quantize(source, quantized, recipe)
-    report = export(quantized, folder, ExportOptions(kv_bits=8))
+    report = export(quantized, folder, ExportOptions(kv_bits=8), ranges=calibrate_cache(quantized))
     assert any("logits 16 or 6:row) is simulated by DiffTransformer" in note for note in report.notes)
     result = run_sweep([source, folder], SweepOptions(bits=(), limit=2), tmp_path / "sweep", runtime=OnnxRuntime())
     _, exported = rows(result)

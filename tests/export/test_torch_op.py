@@ -4,14 +4,15 @@ import numpy as np
 import onnxruntime as ort
 import pytest
 import torch
-from attention_cases import Case, empty_past, expected, feed, one_node, random_inputs
-from checkpoints import random_ids, write_checkpoint
 
 import diffquant
 from diffquant.errors import UsageError
 from diffquant.export.graph.body import add_body
 from diffquant.export.graph.translation import TRANSLATIONS
 from diffquant.scheme import Scheme
+from tests.support.attention_cases import Case, empty_past, expected, feed, one_node, random_inputs
+from tests.support.checkpoints import write_checkpoint
+from tests.support.models import random_ids
 
 CASES = {
     "v1": Case(),
@@ -73,7 +74,7 @@ def test_a_model_traced_by_torch_holds_one_node_a_layer(tmp_path, source):
     model = diffquant.load(write_checkpoint(tmp_path / "source", source))
     for attention in model.attentions:
         attention.backend = "op"
-    ids = torch.from_numpy(random_ids(2, 12))
+    ids = random_ids(2, 12)
     shapes = {"input_ids": {0: torch.export.Dim("batch"), 1: torch.export.Dim("length")}}
     program = torch.onnx.export(
         _Logits(model).eval(),
@@ -90,14 +91,14 @@ def test_a_model_traced_by_torch_holds_one_node_a_layer(tmp_path, source):
     assert len(nodes) == 2
     add_body(proto, "contrib")
     session = ort.InferenceSession(proto.SerializeToString())
-    other = torch.from_numpy(random_ids(3, 7, seed=1))
+    other = random_ids(3, 7, seed=1)
     (logits,) = session.run(None, {"input_ids": other.numpy()})
     np.testing.assert_allclose(logits, model(other).logits.numpy(), rtol=0, atol=1e-4)
 
 
 def test_a_compiled_model_calls_one_operator_a_layer(tmp_path):
     model = diffquant.load(write_checkpoint(tmp_path / "source", "diffllama"))
-    ids = torch.from_numpy(random_ids(1, 8))
+    ids = random_ids(1, 8)
     wanted = model(ids).logits
     for attention in model.attentions:
         attention.backend = "op"
@@ -117,7 +118,7 @@ def test_the_backend_refuses_what_the_op_does_not_mean(tmp_path):
     model = diffquant.load(write_checkpoint(tmp_path / "source", "llama"))
     model.attentions[0].backend = "op"
     with pytest.raises(UsageError, match="two maps"):
-        model(torch.from_numpy(random_ids(1, 8)))
+        model(random_ids(1, 8))
 
 
 class _Logits(torch.nn.Module):

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from kernel_inputs import expected, limits, random_call, relative_error
 
 from diffquant.family.norm import PairNorm
 from diffquant.kernels.arguments import Visibility, empty_output
@@ -12,6 +11,7 @@ from diffquant.kernels.cache.decode import decode, refused
 from diffquant.kernels.cache.kv_store import KVStore, tokens_a_scale
 from diffquant.numerics import absmax_scale, dequantize, quantize, sharing_view
 from diffquant.scheme import Recipe
+from tests.support.kernel_inputs import expected, limits, random_call, relative_error
 
 DEVICE = "cuda"
 LIMITS = {torch.float16: 2e-3, torch.bfloat16: 1e-2}

@@ -4,12 +4,12 @@ from functools import lru_cache
 
 import pytest
 import torch
-from packed_weights import poison, random_activations, random_case, relative_error
 
 from diffquant.kernels.linear.expand import launch_expand
 from diffquant.kernels.linear.linear import linear, packed_linear
 from diffquant.kernels.linear.repack import dequantize
 from diffquant.model.quantized_linear import QuantizedLinear
+from tests.support.packed_weights import poison, random_activations, random_case, relative_error
 
 DEVICE = "cuda"
 

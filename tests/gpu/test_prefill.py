@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from kernel_inputs import expected, limits, random_call, relative_error
 
 from diffquant.family.norm import PairNorm
 from diffquant.kernels.arguments import Visibility, empty_output
 from diffquant.kernels.attention import prefill as module
 from diffquant.kernels.attention.prefill import prefill, refused
+from tests.support.kernel_inputs import expected, limits, random_call, relative_error
 
 DEVICE = "cuda"
 LIMITS = {torch.float16: 2e-3, torch.bfloat16: 1e-2}

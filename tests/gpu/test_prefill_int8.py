@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from kernel_inputs import expected, limits, random_call, relative_error
 
 from diffquant.family.norm import PairNorm
 from diffquant.kernels.arguments import Visibility, empty_output
 from diffquant.kernels.attention import prefill_int8 as module
 from diffquant.kernels.attention.prefill_int8 import prefill_int8, refused
+from tests.support.kernel_inputs import expected, limits, random_call, relative_error
 
 DEVICE = "cuda"
 LIMITS = {"fp16": 2e-2, "fp8": 8e-2}

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from kernel_inputs import limits, mask_of, normed, random_call, relative_error
 
 from diffquant.attention import LogitMeter
 from diffquant.attention.naive import naive
@@ -12,6 +11,7 @@ from diffquant.kernels.arguments import Visibility, empty_output
 from diffquant.kernels.attention import simulated as module
 from diffquant.kernels.attention.simulated import refused, simulated
 from diffquant.scheme import Scheme
+from tests.support.kernel_inputs import limits, mask_of, normed, random_call, relative_error
 
 DEVICE = "cuda"
 LIMITS = {torch.float16: 2e-3, torch.bfloat16: 1e-2}

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from kernel_inputs import expected, limits, random_call, relative_error
 from torch.library import opcheck
 
 from diffquant.errors import UsageError
@@ -13,6 +12,7 @@ from diffquant.kernels.cache.append import append
 from diffquant.kernels.cache.decode import decode, refused
 from diffquant.kernels.cache.kv_store import KVStore
 from diffquant.scheme import Recipe
+from tests.support.kernel_inputs import expected, limits, random_call, relative_error
 
 LIMIT = 2e-3
 K4V4 = Recipe.of(k="4:c32", v=4, residual=20)

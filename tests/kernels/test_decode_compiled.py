@@ -3,13 +3,13 @@
 from functools import partial
 
 import torch
-from kernel_inputs import random_call
-from offline import SHARED_LIMIT, compiled
 
 from diffquant.kernels.cache.append import append
 from diffquant.kernels.cache.decode import TILES, decode
 from diffquant.kernels.cache.kv_store import KVStore
 from diffquant.scheme import Recipe
+from tests.support.kernel_inputs import random_call
+from tests.support.offline import SHARED_LIMIT, compiled
 
 # Generation, width, recipe, capability, and how many instructions a thread may spend on an element of K
 # or V, all of attention included.

@@ -2,15 +2,6 @@
 
 import pytest
 import torch
-from packed_weights import (
-    exact_weight,
-    poison,
-    random_activations,
-    random_case,
-    random_scale,
-    random_words,
-    relative_error,
-)
 
 from diffquant.errors import UsageError
 from diffquant.kernels.configs import trying
@@ -19,6 +10,15 @@ from diffquant.kernels.linear.expand import launch_expand
 from diffquant.kernels.linear.linear import launch, linear, packed_linear
 from diffquant.kernels.linear.repack import dequantize, repack
 from diffquant.model.quantized_linear import QuantizedLinear
+from tests.support.packed_weights import (
+    exact_weight,
+    poison,
+    random_activations,
+    random_case,
+    random_scale,
+    random_words,
+    relative_error,
+)
 
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are not interpreted where a GPU is")
 

@@ -4,10 +4,10 @@ from functools import partial
 
 import pytest
 import torch
-from offline import SHARED_LIMIT, compiled
 
 from diffquant.kernels.linear.repack import repack
 from diffquant.numerics import packed_words
+from tests.support.offline import SHARED_LIMIT, compiled
 
 # Instructions a weight of a thread's, all of the loop's. At the pace of an H200's memory (4.8 TB/s, 132
 # processors at 1.75 GHz, 128 instructions a cycle) there is time for 3.1, 4.1 and 6.2, which 6 bits just miss;

@@ -4,12 +4,12 @@ from functools import partial
 
 import pytest
 import torch
-from kernel_inputs import random_call
-from offline import SHARED_LIMIT, compiled
 
 from diffquant.family.norm import PairNorm
 from diffquant.kernels.arguments import Visibility
 from diffquant.scheme import Scheme
+from tests.support.kernel_inputs import random_call
+from tests.support.offline import SHARED_LIMIT, compiled
 
 INT8 = [
     ("v1", 90, 128, "fp8"),

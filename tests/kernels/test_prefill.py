@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from kernel_inputs import expected, limits, random_call, relative_error
 
 from diffquant.errors import UsageError
 from diffquant.family.norm import PairNorm
@@ -10,6 +9,7 @@ from diffquant.kernels import configs
 from diffquant.kernels.arguments import Visibility, empty_output
 from diffquant.kernels.attention import prefill as module
 from diffquant.kernels.attention.prefill import prefill, refused
+from tests.support.kernel_inputs import expected, limits, random_call, relative_error
 
 LIMIT = 2e-3
 SMALL = {key: {"queries": 32, "keys": 32} for key in configs.PREFILL}

@@ -3,11 +3,11 @@
 from functools import partial
 
 import torch
-from kernel_inputs import random_call
-from offline import SHARED_LIMIT, compiled
 
 from diffquant.family.norm import PairNorm
 from diffquant.kernels.arguments import Visibility
+from tests.support.kernel_inputs import random_call
+from tests.support.offline import SHARED_LIMIT, compiled
 
 CASES = [(g, capability, width) for g in ("v1", "v2") for capability in (80, 90) for width in (64, 128)]
 NAMES = [f"{g}-sm_{capability}-d{width}" for g, capability, width in CASES]

@@ -5,7 +5,6 @@ import pytest
 import torch
 import triton.language as tl
 import triton.runtime.interpreter as interpreter
-from kernel_inputs import expected, limits, random_call, relative_error
 
 from diffquant.errors import UsageError
 from diffquant.family.norm import PairNorm
@@ -13,6 +12,7 @@ from diffquant.kernels import configs
 from diffquant.kernels.arguments import Visibility, empty_output
 from diffquant.kernels.attention import prefill_int8 as module
 from diffquant.kernels.attention.prefill_int8 import TILES, prefill_int8, refused
+from tests.support.kernel_inputs import expected, limits, random_call, relative_error
 
 LIMITS = {"fp16": 2e-2, "fp8": 8e-2}
 SMALL = {key: {"queries": 64, "keys": 32} for key in TILES}

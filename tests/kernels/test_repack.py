@@ -4,11 +4,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from packed_weights import exact_weight, random_case, random_scale, random_words
 
 from diffquant.errors import UsageError
 from diffquant.kernels.linear import repack as module
 from diffquant.kernels.linear.repack import dequantize, repack
+from tests.support.packed_weights import exact_weight, random_case, random_scale, random_words
 
 
 @settings(max_examples=50)

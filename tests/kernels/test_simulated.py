@@ -5,7 +5,6 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
-from kernel_inputs import limits, mask_of, normed, random_call, relative_error
 
 from diffquant.attention import LogitMeter
 from diffquant.attention.naive import naive
@@ -17,6 +16,7 @@ from diffquant.kernels.arguments import Visibility, empty_output
 from diffquant.kernels.attention import simulated as module
 from diffquant.kernels.attention.simulated import TILES, refused, simulated
 from diffquant.scheme import FULL, Scheme
+from tests.support.kernel_inputs import limits, mask_of, normed, random_call, relative_error
 
 LIMIT = 2e-3
 SMALL = {key: {"queries": 64, "keys": 32} for key in TILES}

@@ -1,11 +1,11 @@
 import pytest
 import torch
-from helpers import SIZES
 
 from diffquant.errors import CheckpointError, UnknownModelTypeError
 from diffquant.model.adapters import READERS, adapter_for
 from diffquant.model.layout import linear_shapes, parameter_shapes
 from diffquant.model.modeling import DiffTransformer
+from tests.support.models import SIZES
 
 CASES = [
     {"model_type": "diffllama", "num_key_value_heads": 4},

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from helpers import ours, random_diffllama, random_ids, random_llama
 
 from diffquant.errors import NotFiredError, UsageError
 from diffquant.model.cache import PackedCache, PackedStates
 from diffquant.numerics import fake_quantize
 from diffquant.scheme import Recipe, Scheme
+from tests.support.models import ours, random_diffllama, random_ids, random_llama
 
 
 def states(tokens, batch=2, heads=3, width=16, seed=0, dtype=torch.float32):

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from helpers import ours, random_diffllama, random_ids, random_llama
+
+from tests.support.models import ours, random_diffllama, random_ids, random_llama
 
 LLAMA3 = {
     "rope_type": "llama3",

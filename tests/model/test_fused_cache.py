@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from helpers import SIZES, ours, random_diffllama, random_ids, random_llama
 
 from diffquant.errors import UsageError
 from diffquant.model.adapters import adapter_for
@@ -10,6 +9,7 @@ from diffquant.model.cache import PackedCache
 from diffquant.model.fused_cache import FusedCache, refused
 from diffquant.model.modeling import DiffTransformer
 from diffquant.scheme import Recipe
+from tests.support.models import SIZES, ours, random_diffllama, random_ids, random_llama
 
 pytest.importorskip("triton")
 

@@ -1,9 +1,8 @@
 import json
 
-import tiny_lm
-
 from diffquant.sweep import SweepOptions, run_sweep
 from diffquant.sweep.table import json_rows, text_table
+from tests.support import tiny_lm
 
 TASK = """
 task: capitals

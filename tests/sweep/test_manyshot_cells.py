@@ -4,7 +4,6 @@ import json
 import sys
 
 import pytest
-import tiny_lm
 
 from diffquant import data
 from diffquant.cli import main
@@ -16,6 +15,7 @@ from diffquant.sweep.evaluate import evaluate
 from diffquant.sweep.shots import panels
 from diffquant.sweep.table import json_rows, text_table
 from diffquant.sweep.tasks import make_tasks
+from tests.support import tiny_lm
 
 LABELS = ("DESC:def", "DESC:reason", "NUM:dist", "NUM:money", "HUM:ind")
 

@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 import pytest
-import tiny_lm
 import torch
 
 from diffquant import data
@@ -15,6 +14,7 @@ from diffquant.source.tokenizer import load_tokenizer
 from diffquant.sweep import SweepOptions, run_sweep, write_outputs
 from diffquant.sweep.places import grids
 from diffquant.sweep.table import json_rows, text_table
+from tests.support import tiny_lm
 
 PLAN = Plan(needles=4, asked=2, lengths=(160, 300), samples=3)
 

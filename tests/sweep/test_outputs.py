@@ -7,7 +7,6 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-import tiny_lm
 
 from diffquant.sweep import SweepOptions, SweepResult, run_sweep, write_outputs
 from diffquant.sweep.grid import points
@@ -15,6 +14,7 @@ from diffquant.sweep.plot import lines
 from diffquant.sweep.report import report
 from diffquant.sweep.result import Measured
 from diffquant.sweep.table import csv_table, json_rows, text_table
+from tests.support import tiny_lm
 
 MODELS = [Path("transformer"), Path("diff")]
 OPTIONS = SweepOptions(

@@ -4,7 +4,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import tiny_lm
 import torch
 
 from diffquant.errors import CheckpointError, FailedCellsError, NotFiredError, UsageError
@@ -18,6 +17,7 @@ from diffquant.source.tokenizer import load_tokenizer
 from diffquant.sweep import SweepOptions, run_sweep, session
 from diffquant.sweep.table import rows
 from diffquant.text.corpus import load_text
+from tests.support import tiny_lm
 
 OPTIONS = SweepOptions(
     tasks=("hellaswag", "perplexity"),

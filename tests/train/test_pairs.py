@@ -8,7 +8,6 @@ import deltas
 import pairs as program
 import pytest
 import starts
-import tiny_lm
 import torch
 import trio
 from distil import Continuation, Objective
@@ -22,6 +21,7 @@ from diffquant import data
 from diffquant.conversion import convert
 from diffquant.errors import CheckpointError, GroupSizeError, OutputExistsError, UsageError
 from diffquant.evals.perplexity import next_token_kl
+from tests.support import tiny_lm
 
 SCHEDULE = Schedule(steps=8, warmup=2, tokens=96, lengths=((0.0, 32),), rate=1e-2, accumulate=2, decay=0.0)
 SETTINGS = PairsSettings(SCHEDULE, 0.05, {"diff-v1": 0.3}, "4:g32", heldout=1500, calibration=128, every=3)

@@ -3,12 +3,12 @@
 from functools import cache
 from pathlib import Path
 
-import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from diffquant import data
 from diffquant.conversion import convert
+from tests.support.models import random_llama
 
 WORDS = 400
 
@@ -33,8 +33,8 @@ def tokenizer(adds_bos: bool = False) -> PreTrainedTokenizerFast:
 
 def llama(max_length: int = 512, seed: int = 0) -> LlamaForCausalLM:
     """Random weights, large enough that its choices differ."""
-    torch.manual_seed(seed)
-    config = LlamaConfig(
+    return random_llama(
+        seed,
         vocab_size=WORDS,
         hidden_size=32,
         intermediate_size=48,
@@ -48,7 +48,6 @@ def llama(max_length: int = 512, seed: int = 0) -> LlamaForCausalLM:
         bos_token_id=0,
         eos_token_id=1,
     )
-    return LlamaForCausalLM(config).eval()
 
 
 def write_llama(folder: Path, seed: int = 0) -> Path:

@@ -6,8 +6,9 @@ from pathlib import Path
 import numpy as np
 import onnx
 import onnxruntime as ort
-from attention_cases import Case, Inputs, one_node, random_inputs
 from onnx import TensorProto
+
+from tests.support.attention_cases import Case, Inputs, one_node, random_inputs
 
 Call = Callable[[Inputs], list[np.ndarray]]
 

@@ -12,8 +12,10 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 SHARED_LIMIT = {80: 166_912, 90: 232_448}
 
@@ -55,11 +57,11 @@ class Binary:
 
 def compiled(module_file: str) -> dict[str, list[Binary]]:
     """The kernels each of a test module's `launches()` launched, by launch name."""
-    tests = Path(__file__).parents[1]
-    path = os.pathsep.join([str(tests.parent), str(tests)])
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    root = Path(__file__).parents[2]
+    module = ".".join(Path(module_file).relative_to(root).with_suffix("").parts)
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)}
     done = subprocess.run(
-        [sys.executable, __file__, Path(module_file).stem], env=environment, capture_output=True, text=True, check=False
+        [sys.executable, "-m", __name__, module], env=environment, capture_output=True, text=True, check=False
     )
     if done.returncode:
         raise RuntimeError(done.stderr[-4000:])
@@ -74,40 +76,41 @@ def main(module: str) -> None:
 
     from diffquant.kernels import configs
 
-    device = _AbsentDevice()
-    device.target_of = lambda capability: GPUTarget("cuda", capability, 32)
-    driver.set_active(device)
-    configs.capability = lambda _: divmod(device.capability, 10)
-    launched = []
+    absent = _AbsentDevice(lambda capability: GPUTarget("cuda", capability, 32))
+    driver.set_active(absent)
+    configs.capability = lambda device: divmod(absent.capability, 10)
+    launched: list[Any] = []
     run = jit.JITFunction.run
     jit.JITFunction.run = lambda self, *args, grid, warmup, **options: launched.append(
         run(self, *args, grid=grid, warmup=True, **options)
     )
     binaries = {}
     with torch.no_grad():
-        for name, device.capability, call in importlib.import_module(module).launches():
+        for name, absent.capability, call in importlib.import_module(module).launches():
             launched.clear()
             call()
-            binaries[name] = [asdict(_binary(each, device.capability)) for each in launched]
+            binaries[name] = [asdict(_binary(each, absent.capability)) for each in launched]
     print(json.dumps(binaries))
 
 
 class _AbsentDevice:
     """What Triton asks of a driver before it launches; the capability is the device's number, so caches are apart."""
 
-    capability = 80
+    def __init__(self, target_of: Callable[[int], Any]) -> None:
+        self.target_of = target_of
+        self.capability = 80
 
-    def get_current_device(self):
+    def get_current_device(self) -> int:
         return self.capability
 
-    def get_current_stream(self, _):
+    def get_current_stream(self, _: int) -> int:
         return 0
 
-    def get_current_target(self):
+    def get_current_target(self) -> Any:
         return self.target_of(self.capability)
 
 
-def _binary(kernel, capability: int) -> Binary:
+def _binary(kernel: Any, capability: int) -> Binary:
     import triton
 
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
@@ -118,7 +121,7 @@ def _binary(kernel, capability: int) -> Binary:
             subprocess.run([tool, flag, file.name], capture_output=True, text=True, check=True).stdout
             for flag in ("-res-usage", "-sass")
         )
-    registers, stack = map(int, re.search(r"REG:(\d+) STACK:(\d+)", usage).groups())
+    registers, stack = map(int, re.findall(r"REG:(\d+) STACK:(\d+)", usage)[0])
     code = _instructions(sass)
     return Binary(
         kernel.metadata.name,

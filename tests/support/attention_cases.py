@@ -1,6 +1,8 @@
 """One call of the op as data, its expected result by `diffquant.attention.naive`, and models of one node."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 import onnx
@@ -17,6 +19,7 @@ from diffquant.scheme import FULL, Scheme
 OPSET, IR = 23, 10
 
 Inputs = dict[str, np.ndarray]
+Shape = Sequence[str | int | None]
 
 
 @dataclass(frozen=True)
@@ -59,8 +62,11 @@ class Case:
 def random_inputs(case: Case, batch: int, length: int, seed: int = 0) -> Inputs:
     """query, key, value and lambda of a whole sequence, and the tables and scales."""
     rng = np.random.default_rng(seed)
-    normal = lambda *shape: rng.standard_normal(shape, dtype=np.float32)  # noqa: E731
-    made = {
+
+    def normal(*shape: int) -> np.ndarray:
+        return rng.standard_normal(shape, dtype=np.float32)
+
+    made: Inputs = {
         "query": normal(batch, length, 2 * case.pairs * case.width) * 2,
         "key": normal(batch, length, case.kv_pairs * case.row),
         "value": normal(batch, length, case.kv_pairs * case.row),
@@ -88,8 +94,8 @@ def expected(
     k = heads(x["key"][:, :end], case.kv_pairs * case.row // case.width)
     v = heads(x["value"][:, :end], case.kv_pairs)
     if case.rope:
-        tables = tuple(x[name][None, :end, : case.width // 2] for name in ("cos_cache", "sin_cache"))
-        q, k = (rotate(t, tables, case.rope) for t in (q, k))
+        cos, sin = (x[name][None, :end, : case.width // 2] for name in ("cos_cache", "sin_cache"))
+        q, k = (rotate(t, (cos, sin), case.rope) for t in (q, k))
     if case.kv_bits:
         k = stored(k.transpose(1, 2).flatten(2), x["k_scale"], case).unflatten(-1, (-1, case.width)).transpose(1, 2)
         v = stored(v.transpose(1, 2).flatten(2), x["v_scale"], case).unflatten(-1, (-1, case.row)).transpose(1, 2)
@@ -109,7 +115,9 @@ def stored(rows: torch.Tensor, scale: torch.Tensor, case: Case) -> torch.Tensor:
     return (rows / scale).round().clamp(-limit, limit - 1) * scale
 
 
-def _windowed(case, queries, keys, v, lam, tokens):
+def _windowed(
+    case: Case, queries: list[torch.Tensor], keys: list[torch.Tensor], v: torch.Tensor, lam: torch.Tensor, tokens: slice
+) -> np.ndarray:
     """One query at a time over the keys in its window."""
     rows = []
     for t in range(tokens.start, tokens.stop):
@@ -121,16 +129,21 @@ def _windowed(case, queries, keys, v, lam, tokens):
     return torch.cat(rows, 2).transpose(1, 2).flatten(2).float().numpy()
 
 
-def one_node(case: Case, kind: str | None, float_type: int = TensorProto.FLOAT, cached: bool = True) -> onnx.ModelProto:
+def one_node(
+    case: Case,
+    kind: Literal["contrib", "pure"] | None,
+    float_type: int = TensorProto.FLOAT,
+    cached: bool = True,
+) -> onnx.ModelProto:
     """A model of one node; `kind` of its body, None for none."""
     cache_type = {0: float_type, 8: TensorProto.INT8, 6: TensorProto.UINT8, 4: TensorProto.UINT8}[case.kv_bits]
     stored_width = case.row * (case.kv_bits or 8) // 8 if case.kv_bits in (4, 6) else case.row
     absent = set() if case.rope else {"cos_cache", "sin_cache"}
     absent |= set() if case.kv_bits else {"k_scale", "v_scale"}
     absent |= set() if cached else {"past_key", "past_value"}
-    past = ["B", case.kv_pairs, "P", stored_width]
-    kv = ["B", "T", case.kv_pairs * case.row]
-    values = {
+    past: Shape = ["B", case.kv_pairs, "P", stored_width]
+    kv: Shape = ["B", "T", case.kv_pairs * case.row]
+    values: dict[str, tuple[int, Shape]] = {
         "query": (float_type, ["B", "T", 2 * case.pairs * case.width]),
         "key": (float_type, kv),
         "value": (float_type, kv),
@@ -145,7 +158,7 @@ def one_node(case: Case, kind: str | None, float_type: int = TensorProto.FLOAT, 
         "v_scale": (TensorProto.FLOAT, [1, case.kv_pairs, 1, case.row]),
     }
     inputs = [helper.make_tensor_value_info(n, *v) for n, v in values.items() if n not in absent]
-    present = (cache_type, ["B", case.kv_pairs, "S", stored_width])
+    present: tuple[int, Shape] = (cache_type, ["B", case.kv_pairs, "S", stored_width])
     outputs = [
         helper.make_tensor_value_info("output", float_type, ["B", "T", case.pairs * case.row]),
         helper.make_tensor_value_info("present_key", *present),
@@ -182,4 +195,5 @@ def feed(
 def empty_past(case: Case, batch: int, rows: int = 0, dtype: str = "f4") -> tuple[np.ndarray, np.ndarray]:
     width = case.row // 2 if case.kv_bits == 4 else case.row
     kind = {0: dtype, 8: "i1", 4: "u1"}[case.kv_bits]
-    return tuple(np.zeros((batch, case.kv_pairs, rows, width), kind) for _ in range(2))
+    past_key, past_value = (np.zeros((batch, case.kv_pairs, rows, width), kind) for _ in range(2))
+    return past_key, past_value

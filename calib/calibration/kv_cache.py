@@ -1,0 +1,69 @@
+"""Ranges of keys and values from a short run over the built-in prose: what an export with a quantized cache needs."""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from diffquant.calib.calibration.observe import observe, ranges_of
+from diffquant.calib.calibration.observers import Observer
+from diffquant.data import books_text
+from diffquant.errors import CheckpointError, UsageError
+from diffquant.loading import load
+from diffquant.scheme import Recipe
+from diffquant.source.ranges import Ranges
+from diffquant.source.source import Source, open_source
+from diffquant.support.progress import Progress, silent
+
+_WINDOWS, _WINDOW = 4, 512
+
+
+def calibrate_cache(
+    path: Path | str | Source, recipe: Recipe | None = None, ids: Tensor | None = None, progress: Progress = silent
+) -> Ranges:
+    """Ranges of K and V that no magnitude of the observed text exceeds, for every width of the cache.
+
+    Args:
+        path: the checkpoint, plain or quantized.
+        recipe: weights and logits of the model that will use the cache; 16 bits by default, or the weights of a
+            quantized checkpoint.
+        ids: [N, T] windows to observe; of the built-in prose by default.
+
+    Raises:
+        UsageError: the checkpoint has no tokenizer, or one of another vocabulary.
+        NonFiniteError: the model computes NaN or infinity.
+    """
+    source, text = open_source(path), ""
+    if ids is None:
+        text = books_text()
+        ids = _prose_windows(source, text)
+    model = load(source, recipe or Recipe(), torch.float32)
+    tensors = observe(model, ids, ("k", "v"), Observer("absmax"), progress=progress)
+    return ranges_of(source, model, ids, text, Observer("absmax"), tensors)
+
+
+def _prose_windows(source: Source, text: str) -> Tensor:
+    """Token ids [4, at most 512] from four places of the text, all of one length.
+
+    Raises:
+        UsageError: the checkpoint has no tokenizer, or one of another vocabulary.
+    """
+    try:
+        tokenizer = source.tokenizer
+    except CheckpointError as error:
+        raise UsageError(
+            f"a quantized KV cache is calibrated on text: {error}; put the tokenizer's files beside the weights"
+        ) from error
+    config = source.adapter.config
+    length = min(_WINDOW, config.max_position_embeddings)
+    part = len(text) // _WINDOWS
+    # Six characters a token and more is rare: each window reads no more of the text than it needs.
+    pieces = [text[i * part : i * part + 8 * length] for i in range(_WINDOWS)]
+    windows = [tokenizer(piece)["input_ids"] for piece in pieces]
+    shortest = min(length, *map(len, windows))
+    ids = torch.tensor([window[:shortest] for window in windows])
+    if int(ids.max()) >= config.vocab_size:
+        raise UsageError(
+            f"the tokenizer beside {source.path} gives token {int(ids.max())}; the model knows {config.vocab_size}"
+        )
+    return ids

@@ -1,0 +1,39 @@
+"""Windows of text on their way through a model, layer by layer."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from diffquant.errors import NonFiniteError
+from diffquant.model.modeling import DiffTransformer
+from diffquant.model.walk import Walk, batches
+
+# A layer's rotated queries and keys and its values, [B, heads, T, width] each.
+Projections = tuple[Tensor, Tensor, Tensor]
+
+
+def projected_layers(model: DiffTransformer, ids: Tensor, batch_tokens: int) -> Iterator[list[Projections]]:
+    """Each layer's queries, keys and values under the model's recipe, one entry a batch of windows.
+
+    What is held are the inputs of one layer for all windows, and that layer's projections.
+
+    Args:
+        ids: [N, T] windows.
+        batch_tokens: most tokens of one pass.
+
+    Raises:
+        NonFiniteError: the model computes NaN or infinity.
+    """
+    walk = Walk.over(model, ids.shape[1])
+    inputs = [walk.embed(batch) for batch in batches(ids, batch_tokens)]
+    for number, layer in enumerate(walk.layers):
+        yield [walk.project(layer, x) for x in inputs]
+        inputs = [walk.run(layer, x) for x in inputs]
+        if not all(torch.isfinite(x.sum(dtype=torch.float64)) for x in inputs):
+            raise NonFiniteError(f"layer {number} computes NaN or infinity; use --dtype float32")
+
+
+def by_token(states: Tensor) -> Tensor:
+    """Keys or values [B, H, T, d] as float32 [B·T, H, d]."""
+    return states.float().transpose(1, 2).flatten(0, 1)

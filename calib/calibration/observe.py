@@ -1,0 +1,116 @@
+"""Ranges of a model's keys, values and attention logits, found on windows of text."""
+
+from collections.abc import Collection
+from dataclasses import asdict
+
+import torch
+from torch import Tensor
+
+from diffquant.calib.calibration.layers import Projections, by_token, projected_layers
+from diffquant.calib.calibration.observers import Observer, key_ranges
+from diffquant.calib.statistics import Magnitudes
+from diffquant.family.spec import DiffSpec
+from diffquant.model.modeling import DiffTransformer
+from diffquant.model.walk import causal_logits, visible_entries
+from diffquant.source.ranges import Ranges
+from diffquant.source.source import Source
+from diffquant.support.progress import Progress, silent
+from diffquant.support.versions import versions
+from diffquant.text.corpus import identity
+
+# Tokens that a layer sees in one pass.
+BATCH_TOKENS = 4096
+
+
+@torch.inference_mode()
+def observe(
+    model: DiffTransformer,
+    ids: Tensor,
+    targets: Collection[str],
+    observer: Observer,
+    batch_tokens: int = BATCH_TOKENS,
+    progress: Progress = silent,
+) -> dict[str, Tensor]:
+    """Ranges by the names that a `Ranges` file gives them: "layers.N.k" and so on.
+
+    Args:
+        model: the model under the recipe whose activations are to be observed.
+        ids: [N, T] windows.
+        targets: activations to observe: "k", "v", "logits".
+
+    Raises:
+        NonFiniteError: the model computes NaN or infinity.
+    """
+    spec, layers = model.config.diff_spec, model.config.num_hidden_layers
+    tensors: dict[str, Tensor] = {}
+    for number, projections in enumerate(projected_layers(model, ids, batch_tokens)):
+        ranges = _layer_ranges(projections, targets, observer, spec)
+        tensors |= {f"layers.{number}.{target}": tensor.cpu() for target, tensor in ranges.items()}
+        progress(number + 1, layers, "calibrating")
+    return tensors
+
+
+def ranges_of(
+    source: Source, model: DiffTransformer, ids: Tensor, text: str, observer: Observer, tensors: dict[str, Tensor]
+) -> Ranges:
+    """What `observe` found on a checkpoint, with how it was found.
+
+    Args:
+        ids: [N, T] windows that were observed.
+        text: text that the windows were cut from; "" where they are no text.
+    """
+    settings = {
+        "text": identity(text),
+        "tokens": ids.numel(),
+        "window": ids.shape[1],
+        "observer": asdict(observer),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "versions": versions(),
+    }
+    return Ranges(source.fingerprint, settings, observer.bits if observer.kind == "mse" else None, tensors)
+
+
+def _layer_ranges(
+    projections: list[Projections], targets: Collection[str], observer: Observer, spec: DiffSpec
+) -> dict[str, Tensor]:
+    """k [key heads, d], v [h_kv, dv] and logits [maps·h] of one layer, those that are targets."""
+    ranges = {}
+    if "k" in targets:
+        keys = torch.cat([by_token(k) for _, k, _ in projections])
+        ranges["k"] = key_ranges(observer, keys, spec).view(keys.shape[1:])
+    if "v" in targets:
+        values = torch.cat([by_token(v) for _, _, v in projections])
+        ranges["v"] = observer.ranges(values.abs().flatten(1)).view(values.shape[1:])
+    if "logits" in targets:
+        ranges["logits"] = _logit_ranges(projections, observer, spec)
+    return ranges
+
+
+def _logit_ranges(projections: list[Projections], observer: Observer, spec: DiffSpec) -> Tensor:
+    """Ranges [maps·h] of one layer's logits."""
+    heads = [_HeadLogits() for _ in range(spec.query_heads)]
+    for q, k, _ in projections:
+        for first, block in causal_logits(q, k, spec):
+            visible = block.abs_().tril_(first)
+            for head, logits in zip(heads, visible.unbind(1), strict=True):
+                head.add(logits)
+    return observer.ranges_of_counts(
+        torch.stack([head.histogram.counts for head in heads]),
+        Magnitudes.values(),
+        torch.stack([head.largest for head in heads]),
+    )
+
+
+class _HeadLogits:
+    """Magnitudes of one head's logits so far."""
+
+    def __init__(self) -> None:
+        self.histogram = Magnitudes()
+        self.largest = torch.zeros(())
+
+    def add(self, magnitudes: Tensor) -> None:
+        """Count a block [B, R, S] of magnitudes, 0 where hidden."""
+        rows, keys = magnitudes.shape[-2:]
+        hidden = magnitudes.numel() - visible_entries(len(magnitudes), rows, keys)
+        self.histogram.add(magnitudes.contiguous(), hidden)
+        self.largest = self.largest.maximum(magnitudes.amax().cpu())

@@ -1,0 +1,62 @@
+"""Static scales of a quantized KV cache as the op wants them, from calibrated ranges."""
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from diffquant.export.graph.matrix import row_order
+from diffquant.model.attention import DiffAttention
+from diffquant.numerics import max_code
+from diffquant.scheme import Recipe
+from diffquant.source.ranges import Ranges
+from diffquant.source.source import Source
+
+# k_scale and v_scale of a layer, float32 [1, h_kv, 1, dk] and [1, h_kv, 1, dv].
+Scales = tuple[np.ndarray, np.ndarray]
+
+
+def static_scales(source: Source, bits: int, ranges: Ranges) -> dict[int, Scales]:
+    """Scales of each layer's cache.
+
+    Args:
+        bits: width of the cache's codes.
+        ranges: ranges found on this checkpoint.
+
+    Raises:
+        UsageError: the ranges hold no keys or no values, or were clipped for another width.
+    """
+    ranges.check(Recipe.of(kv=f"{bits}:static"))
+    orders = state_order(source)
+    scales = {}
+    for layer in range(source.layers):
+        k, v = (
+            _in_op_order(ranges.tensors[f"layers.{layer}.{target}"], order) / max_code(bits)
+            for target, order in zip(("k", "v"), orders, strict=True)
+        )
+        shape = (1, source.spec.kv_pairs, 1, -1)
+        scales[layer] = (k.reshape(shape), v.reshape(shape))
+    return scales
+
+
+def state_order(source: Source) -> tuple[Tensor, Tensor]:
+    """Where DiffTransformer's keys [key heads, d] and values [h_kv, dv] lie in an exported layer's flat cache."""
+    adapter = replace(source.adapter, repeated_rows={})
+    with torch.device("meta"):
+        attention = DiffAttention(adapter.config, 0)
+    spec, places = source.spec, []
+    for name, width in (("k_proj", spec.key_heads * spec.head_dim), ("v_proj", spec.kv_pairs * spec.value_dim)):
+        order = row_order(adapter, f"model.layers.0.self_attn.{name}.weight")
+        exported = torch.arange(width)
+        projected = exported if order is None else torch.empty_like(exported).index_copy_(0, order, exported)
+        places.append(projected[None, None])
+    keys = attention._heads(places[0], spec.kv_pairs, spec.key_heads // spec.kv_pairs)
+    return keys[0, :, 0], attention._values(places[1])[0, :, 0]
+
+
+def _in_op_order(ranges: Tensor, order: Tensor) -> np.ndarray:
+    """Ranges in DiffTransformer's order as one row in the exported cache's order."""
+    flat = np.empty(order.numel(), np.float32)
+    flat[order.flatten().numpy()] = ranges.flatten().numpy()
+    return flat

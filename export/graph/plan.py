@@ -1,0 +1,116 @@
+"""What an export makes of a checkpoint: each weight by name as the graph stores it, and whether a graph can be made."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from torch import Tensor
+
+from diffquant.errors import CheckpointError, UsageError
+from diffquant.export.graph.linears import check_blocks
+from diffquant.export.graph.matrix import Matrix, read_matrix, read_vector
+from diffquant.export.options import ExportOptions
+from diffquant.family.spec import DiffSpec
+from diffquant.model.adapters import Adapter
+from diffquant.model.layout import Shape, linear_shapes, parameter_shapes
+from diffquant.scheme import FULL, Scheme
+from diffquant.source.source import Source
+
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+# Their tables depend on the length of the sequence.
+_MOVING_ROPE = ("dynamic", "longrope")
+
+
+@dataclass(frozen=True, eq=False)
+class ExportPlan:
+    """A checkpoint to export, and what is to become of its weights.
+
+    Attributes:
+        source: checkpoint that is exported.
+        options: form that it takes.
+    """
+
+    source: Source
+    options: ExportOptions
+
+    @property
+    def adapter(self) -> Adapter:
+        return self.source.adapter
+
+    @property
+    def spec(self) -> DiffSpec:
+        return self.source.spec
+
+    @cached_property
+    def matrices(self) -> dict[str, Matrix]:
+        """Every linear's weight, the embedding and the head, by DiffTransformer's names."""
+        ends = [EMBEDDING] if self.adapter.config.tie_word_embeddings else [EMBEDDING, HEAD]
+        linears = {name: self._matrix(name, self.options.weights) for name in linear_shapes(self.adapter.config)}
+        return linears | {name: self._matrix(name, self._end_scheme) for name in ends}
+
+    def whole(self, name: str) -> Tensor:
+        """A small matrix in float32."""
+        matrix = self._matrix(name, FULL)
+        rows = matrix.shape[0]
+        return matrix.dequantized(0, rows) if matrix.scheme.quantizes else matrix.values(0, rows).float()
+
+    def vector(self, name: str) -> Tensor:
+        """A norm's weight, a bias or a λ vector in float32."""
+        return read_vector(self.source, name)
+
+    @cached_property
+    def _shapes(self) -> dict[str, Shape]:
+        return parameter_shapes(self.adapter.config)
+
+    @property
+    def _end_scheme(self) -> Scheme:
+        """Scheme of a plain embedding and head: 8 bits where asked for, whatever the linears are."""
+        if self.options.embed_bits == 16:
+            return FULL
+        width = self.adapter.config.hidden_size
+        size = next((block for block in (128, 64, 32, 16) if width % block == 0), None)
+        return Scheme(8, "group", size) if size else Scheme(8, "row")
+
+    def _matrix(self, name: str, wanted: Scheme) -> Matrix:
+        out, width = self._shapes[name]
+        return read_matrix(self.source, name, (out, width), wanted)
+
+
+def make_plan(source: Source, options: ExportOptions) -> ExportPlan:
+    """The plan of an export that a graph can express.
+
+    Raises:
+        CheckpointError: everything about the model that has no form here.
+        UsageError: weights are to be quantized that already are.
+        GroupSizeError: group sizes that no kernel has.
+    """
+    if source.packed and options.weights.quantizes:
+        raise UsageError(
+            f"{source.path} holds quantized weights already: they are exported as they are; leave out --weights"
+        )
+    problems = _problems(source, options)
+    if problems:
+        raise CheckpointError(f"{source.path} cannot be exported: {'; '.join(problems)}")
+    plan = ExportPlan(source, options)
+    check_blocks(list(plan.matrices.values()), options.pure)
+    return plan
+
+
+def _problems(source: Source, options: ExportOptions) -> list[str]:
+    config, spec = source.adapter.config, source.spec
+    problems = []
+    if config.hidden_act not in ("silu", "swish"):
+        problems.append(f"its activation {config.hidden_act!r} is not silu")
+    if config.rope_parameters and config.rope_parameters.get("rope_type") in _MOVING_ROPE:
+        problems.append(f"its rope_type {config.rope_parameters['rope_type']!r} changes with the sequence's length")
+    if spec.scale_by_init and spec.post_norm == "none":
+        problems.append("it scales attention by 1 - λ_init without a norm")
+    if spec.value_dim != key_width(spec):
+        problems.append(f"its values are {spec.value_dim} wide, its keys {key_width(spec)}")
+    if spec.maps == 1 and (options.pure or options.logits.quantizes):
+        problems.append("a Transformer's attention is ONNX Runtime's own: leave out --pure-onnx and --logits")
+    return problems
+
+
+def key_width(spec: DiffSpec) -> int:
+    """Width dk of a cached key row, which is also dv."""
+    return spec.head_dim if spec.maps == 1 or spec.shared_k else 2 * spec.head_dim

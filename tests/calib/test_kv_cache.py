@@ -1,0 +1,42 @@
+"""Ranges that an export's quantized cache is calibrated with where the user gives none."""
+
+import pytest
+import torch
+
+import diffquant
+from diffquant.calib.calibration.kv_cache import calibrate_cache
+from diffquant.errors import UsageError
+from diffquant.scheme import Recipe
+from diffquant.source.source import open_source
+from tests.support import tiny_lm
+from tests.support.checkpoints import write_checkpoint
+
+
+def test_four_windows_of_the_prose_are_observed(tmp_path):
+    source = tiny_lm.write_llama(tmp_path / "source")
+    steps = []
+    ranges = calibrate_cache(source, progress=lambda *step: steps.append(step))
+    assert (ranges.settings["tokens"], ranges.settings["window"]) == (4 * 512, 512)
+    assert (ranges.model, ranges.bits) == (open_source(source).fingerprint, None)
+    assert {name: tuple(tensor.shape) for name, tensor in ranges.tensors.items()} == {
+        f"layers.{layer}.{target}": (2, 8) for layer in (0, 1) for target in "kv"
+    }
+    assert steps == [(1, 2, "calibrating"), (2, 2, "calibrating")]
+
+
+def test_a_plain_checkpoint_with_rounded_weights_has_the_ranges_of_the_quantized_one(tmp_path):
+    plain, quantized = write_checkpoint(tmp_path / "plain", "unilm-v1"), tmp_path / "quantized"
+    recipe, ids = Recipe.of(weights="4:g32"), torch.randint(90, (2, 32))
+    diffquant.quantize(plain, quantized, recipe)
+    simulated, stored = calibrate_cache(plain, recipe, ids).tensors, calibrate_cache(quantized, ids=ids).tensors
+    assert simulated.keys() == stored.keys()
+    assert all(torch.equal(simulated[name], stored[name]) for name in stored)
+    exact = calibrate_cache(plain, ids=ids).tensors
+    assert not torch.equal(exact["layers.1.k"], stored["layers.1.k"])
+
+
+def test_a_tokenizer_of_another_vocabulary_is_refused(tmp_path):
+    source = write_checkpoint(tmp_path / "source", "llama")
+    tiny_lm.tokenizer().save_pretrained(source)
+    with pytest.raises(UsageError, match=r"gives token \d+; the model knows 90"):
+        calibrate_cache(source)

@@ -1,0 +1,141 @@
+"""Export targets: who knows a folder, and a toy one that is added through the registry alone."""
+
+import json
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from diffquant import cli
+from diffquant.errors import UsageError
+from diffquant.export.targets import register, registry, target_of
+from diffquant.export.targets.onnx import ONNX
+from diffquant.formats.atomic_folder import check_output, staged
+from diffquant.loading import load
+from diffquant.model.adapters import adapter_for
+from diffquant.model.modeling import DiffTransformer
+from diffquant.source.source import open_source
+from diffquant.source.tokenizer import load_tokenizer
+from diffquant.support.progress import silent
+from diffquant.sweep.evaluate import evaluate
+from diffquant.sweep.exported import ExportedModel
+from diffquant.sweep.grid import SweepOptions
+from diffquant.sweep.tasks import make_tasks
+from tests.support import tiny_lm
+
+
+@dataclass(frozen=True)
+class ArrayOptions:
+    dtype: str = "float32"
+
+
+@dataclass(frozen=True)
+class ArrayReport:
+    destination: Path
+    arrays: int
+
+    def summary(self):
+        return f"{self.destination}: {self.arrays} arrays"
+
+
+class ArrayRuntime:
+    """Runs what `ArrayTarget` wrote."""
+
+    def describe(self, folder):
+        size = (folder / "model.npz").stat().st_size
+        return ExportedModel(16, "16", {"bytes": size}, (), size, 0)
+
+    def run(self, folder, task, reference, progress):
+        model = DiffTransformer(adapter_for(json.loads((folder / "config.json").read_text())).config)
+        with np.load(folder / "model.npz") as arrays:
+            state = {name: torch.from_numpy(arrays[name]) for name in arrays.files}
+        model.load_state_dict(state)
+        return task.run(model.eval().requires_grad_(False), load_tokenizer(folder), reference, progress)
+
+
+class ArrayTarget:
+    """DiffTransformer's parameters as numpy arrays in one file."""
+
+    name = "npz"
+
+    def opens(self, folder):
+        return (folder / "model.npz").is_file()
+
+    def check(self, source, destination, options, overwrite):
+        opened = open_source(source)
+        check_output(opened.path, destination, overwrite)
+        if options.dtype not in ("float32", "float64"):
+            raise UsageError(f"arrays of {options.dtype} are not written; use float32 or float64")
+        return opened
+
+    def write(self, source, destination, options, ranges, overwrite, progress):
+        source = self.check(source, destination, options, overwrite)
+        state = load(source, dtype=torch.float32).state_dict()
+        with staged(destination, {"time": time.time()}, source.checkpoint.nbytes, overwrite) as staging:
+            source.checkpoint.write_side_files(staging.folder)
+            arrays = {name: tensor.numpy().astype(options.dtype) for name, tensor in state.items()}
+            np.savez(staging.folder / "model.npz", **arrays)
+            (staging.folder / "config.json").write_text(json.dumps(source.checkpoint.config))
+        progress(1, 1, "model.npz")
+        return ArrayReport(destination, len(arrays))
+
+    def runtime(self):
+        return ArrayRuntime()
+
+
+@pytest.fixture
+def npz(monkeypatch):
+    monkeypatch.setattr(registry, "TARGETS", dict(registry.TARGETS))
+    return register(ArrayTarget())
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    return tiny_lm.write_diff_v2(tmp_path_factory.mktemp("tiny") / "diff-v2")
+
+
+def test_a_target_is_added_through_the_registry_alone(npz, source, tmp_path):
+    folder = tmp_path / "out"
+    report = npz.write(npz.check(source, folder, ArrayOptions(), False), folder, ArrayOptions(), None, False, silent)
+    assert "arrays" in report.summary()
+    assert (target_of(folder), target_of(source)) == (npz, None)
+    options = SweepOptions(tasks=("perplexity",), characters=1500, window=64, stride=32, dtype="float32")
+    runtime = target_of(folder).runtime()
+    results = {task.name: runtime.run(folder, task, None, silent) for task in make_tasks(options)}
+    assert results["perplexity"]["perplexity"] == pytest.approx(
+        evaluate(source, None, options)["perplexity"]["perplexity"], rel=1e-6
+    )
+    assert runtime.describe(folder).weight_bytes == (folder / "model.npz").stat().st_size
+
+
+def test_a_target_refuses_before_it_writes(npz, source, tmp_path):
+    with pytest.raises(UsageError, match="arrays of int4"):
+        npz.check(source, tmp_path / "out", ArrayOptions("int4"), False)
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_command_line_exports_to_onnx_with_ranges_of_its_own(source, tmp_path):
+    arguments = ["export", str(source), "-o", str(tmp_path / "out"), "--kv", "8"]
+    assert CliRunner().invoke(cli.app, arguments).exit_code == 0
+    assert target_of(tmp_path / "out") is ONNX
+    verified = CliRunner().invoke(cli.app, ["verify", str(tmp_path / "out"), str(source)])
+    assert "all values close" in verified.stdout, verified.output
+
+
+def test_knowing_a_folder_needs_no_onnx():
+    code = """
+import sys
+from pathlib import Path
+from diffquant.export.targets import target_of
+assert target_of(Path(".")) is None
+print(*sys.modules)
+"""
+    modules = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert modules.returncode == 0, modules.stderr
+    assert not set(modules.stdout.split()) & {"onnx", "onnxruntime"}

@@ -1,0 +1,77 @@
+"""Small random checkpoints of every source, to quantize, convert, export and damage."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from diffquant.model.adapters import adapter_for
+from tests.support import models
+
+SIZES: dict[str, Any] = models.SIZES | {
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 96,
+}
+_UNILM = SIZES | {
+    "rms_norm_eps": 1e-5,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    "tie_word_embeddings": True,
+}
+UNILM: dict[str, dict[str, Any]] = {
+    "unilm-v1": _UNILM | {"model_type": "diff_v1"},
+    "unilm-v1-plain": _UNILM
+    | {"model_type": "diff_v1", "gqa_pairing": "plain", "rope_style": "half", "attention_bias": True},
+    "unilm-v2": _UNILM | {"model_type": "diff_v2", "tie_word_embeddings": False},
+    "unilm-v2-half": _UNILM | {"model_type": "diff_v2", "rope_style": "half", "mlp_bias": True},
+}
+SOURCES = ["diffllama", "llama", *UNILM]
+
+
+def write_checkpoint(folder: Path, source: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Path:
+    """A checkpoint of two layers of one of `SOURCES`, without a token that ends a text."""
+    changes = {"num_hidden_layers": 2, "eos_token_id": None} | changes
+    if source == "diffllama":
+        write_diffllama(folder, dtype, **changes)
+    elif source == "llama":
+        write_llama(folder, dtype, **changes)
+    else:
+        write_random(folder, UNILM[source] | changes, dtype)
+    return folder
+
+
+def write_diffllama(folder: Path, dtype: torch.dtype = torch.float32, shard_size: str = "5GB", **changes: Any) -> Path:
+    """A random stock DiffLlama, as its own `save_pretrained` writes it."""
+    models.random_diffllama(**(SIZES | changes)).to(dtype).save_pretrained(folder, max_shard_size=shard_size)
+    return folder
+
+
+def write_llama(folder: Path, dtype: torch.dtype = torch.float32, shard_size: str = "5GB", **changes: Any) -> Path:
+    """A random stock Llama, as its own `save_pretrained` writes it."""
+    models.random_llama(**(SIZES | changes)).to(dtype).save_pretrained(folder, max_shard_size=shard_size)
+    return folder
+
+
+def write_random(folder: Path, config: dict[str, Any], dtype: torch.dtype = torch.float64) -> dict[str, torch.Tensor]:
+    """Random tensors for a config without a stock model, in one file; the tensors."""
+    folder.mkdir()
+    generator = torch.Generator().manual_seed(1)
+    tensors = {}
+    for name, shape in adapter_for(config).source_shapes().items():
+        normal = torch.randn(shape, generator=generator, dtype=torch.float64)
+        tensors[name] = (normal * 0.3 + (1.0 if "norm" in name else 0)).to(dtype)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config))
+    return tensors
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """The bytes of each file of a folder, by name."""
+    return {file.name: file.read_bytes() for file in sorted(folder.iterdir())}
+
+
+def edit_json(file: Path, **changes: Any) -> None:
+    """Change top-level fields of a JSON file."""
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))

@@ -1,0 +1,16 @@
+"""What exports in tests are given beside their checkpoint."""
+
+from pathlib import Path
+
+from diffquant.calib.calibration.kv_cache import calibrate_cache
+from diffquant.export import ExportOptions
+from diffquant.scheme import Recipe
+from diffquant.source.ranges import Ranges
+from tests.support.models import random_ids
+
+
+def cache_ranges(source: Path, options: ExportOptions) -> Ranges | None:
+    """Ranges of an export's quantized cache, found on random tokens; None for one in the activations' type."""
+    if options.kv_bits == 16:
+        return None
+    return calibrate_cache(source, Recipe(weights=options.weights), random_ids(2, 64))
