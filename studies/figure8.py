@@ -230,6 +230,6 @@ def _against(diff: Mapping[str, Any], plain: Mapping[str, Any]) -> list[str]:
 
 
 if __name__ == "__main__":
-    from diffquant.cli.app import run_program
+    from diffquant.support.program import run_program
 
     run_program(main)

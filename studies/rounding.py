@@ -174,6 +174,6 @@ def _has_items(result: dict[str, Any]) -> bool:
 
 
 if __name__ == "__main__":
-    from diffquant.cli.app import run_program
+    from diffquant.support.program import run_program
 
     run_program(main)

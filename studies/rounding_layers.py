@@ -208,6 +208,6 @@ def table(result: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    from diffquant.cli.app import run_program
+    from diffquant.support.program import run_program
 
     run_program(main)

@@ -316,6 +316,6 @@ def _place(exports: Path, model: Path) -> Path:
 
 
 if __name__ == "__main__":
-    from diffquant.cli.app import run_program
+    from diffquant.support.program import run_program
 
     run_program(main)

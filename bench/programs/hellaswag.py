@@ -200,6 +200,6 @@ def _require(result: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    from diffquant.cli.app import run_program
+    from diffquant.support.program import run_program
 
     run_program(main)

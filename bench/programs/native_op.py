@@ -248,6 +248,6 @@ def _random_cache(shape: Shape, workload: Workload, rng: np.random.Generator) ->
 
 
 if __name__ == "__main__":
-    from diffquant.cli.app import run_program
+    from diffquant.support.program import run_program
 
     run_program(main)
