@@ -1,4 +1,4 @@
-"""Cells of a report: what was measured, by whom, and what it means beside the others."""
+"""A cell is one measured path on one workload; a result is all cells of a run, with ratios to their baselines."""
 
 import json
 from collections.abc import Sequence
@@ -14,20 +14,20 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class Cell:
-    """One path on one workload.
+    """A path's measurement on a workload: a kernel, a library or a program at one shape.
 
     Attributes:
-        section: "attention", "decode", ...
-        workload: what was run; cells of one workload are compared with each other.
-        path: who ran it.
-        unit: of `values`: "ms" and "s" fall as things get better, "tokens/s" and "items/s" rise.
-        values: one a repeat; none where the path is missing.
-        baseline: the path of the same workload that its ratio is to.
-        missing: why it was not measured.
-        error, tolerance: against `naive` on the same shapes, and what was allowed.
-        operations, bytes: of one call, counted.
+        section: part of the bench: "attention", "decode", ...
+        workload: name of what was run; cells of one workload are compared with each other.
+        path: name of who ran it.
+        unit: unit of `values`: "ms" and "s" fall as things get better, "tokens/s" and "items/s" rise.
+        values: measurements, one a repeat; none where the path is missing.
+        baseline: path of the same workload that the ratio is to.
+        missing: reason why there are no values.
+        error, tolerance: relative error against `naive` on the same shapes, and the largest allowed.
+        operations, bytes: operations and bytes moved of one call, counted.
         peak_bytes: memory at most, beyond what was held before (for whole programs: all of it).
-        length: for plots against length; None where that means nothing.
+        length: tokens of context, for plots; None where that means nothing.
         facts: further numbers of this cell by name.
     """
 
@@ -66,8 +66,8 @@ class Result:
 
     Attributes:
         environment: device, versions, date, commit.
-        machine: measured: "copy" in bytes a second, "matmul" in operations a second by dtype.
-        settings: what was asked for.
+        machine: measured speeds: "copy" in bytes a second, "matmul" in operations a second by dtype.
+        settings: options of the run.
     """
 
     environment: dict[str, Any]
@@ -109,7 +109,7 @@ class Result:
         return {"format": FORMAT, **parts, "cells": cells}
 
     def merged(self, cells: Sequence[Cell]) -> "Result":
-        """With further cells; one measured again replaces its former self."""
+        """The result with further cells; one measured again replaces its former self."""
         fresh = {cell.key: cell for cell in cells}
         kept = [fresh.pop(cell.key, cell) for cell in self.cells]
         return replace(self, cells=(*kept, *fresh.values()))

@@ -1,4 +1,4 @@
-"""What a measurement was made on and with; without it a number means nothing."""
+"""The environment of a measurement, without which a number means nothing: device, versions, date and commit."""
 
 import datetime
 import importlib.metadata
@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+
+from diffquant.support.machine import cores
 
 _PACKAGES = ("diffquant", "torch", "triton", "numpy", "transformers", "safetensors", "compressed-tensors")
 
@@ -19,7 +21,7 @@ def environment(*packages: str) -> dict[str, Any]:
         "commit": _commit(),
         "device": _gpu_name() or _cpu_name(),
         "cpu": _cpu_name(),
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": cores(),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "load_average": round(os.getloadavg()[0], 2),
         "python": platform.python_version(),
@@ -39,7 +41,7 @@ def _commit() -> str | None:
 
 
 def _gpu_name() -> str | None:
-    """Of the CUDA device of a program that uses one; torch is not imported for it."""
+    """Name of the CUDA device of a program that uses one; torch is not imported for it."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_available():
         return None

@@ -1,17 +1,15 @@
 """Latency, speed and memory against length, one panel a shape: legible in print and without colours."""
 
-import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from diffquant.bench.cells import Cell, Result
-from diffquant.report.plots import COLOURS
+from diffquant.report.plots import COLOURS, STYLES, as_svg, new_figure, tidy
 
 # Black first: a baseline comes first.
 _COLOURS = (COLOURS[-1], *COLOURS[:-1])
-_STYLES = ("-", "--", ":", "-.")
 _MARKERS = ("o", "s", "^", "D", "v")
 _PANELS_A_ROW = 2
 
@@ -31,13 +29,7 @@ class Plot:
 
     def svg(self) -> str:
         """One <svg> element that refers to nothing outside itself."""
-        import matplotlib
-
-        out = io.StringIO()
-        with matplotlib.rc_context({"svg.fonttype": "path"}):
-            self.figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None})
-        text = out.getvalue()
-        return text[text.index("<svg") :]
+        return as_svg(self.figure)
 
 
 def plots(result: Result) -> list[Plot]:
@@ -68,7 +60,6 @@ def _megabytes(cell: Cell) -> tuple[float, float, float] | None:
 
 
 def _figure(cells: Sequence[Cell], label: str, value: Any) -> Any:
-    from matplotlib.figure import Figure
     from matplotlib.ticker import NullLocator
 
     panels: dict[str, list[Cell]] = {}
@@ -78,7 +69,7 @@ def _figure(cells: Sequence[Cell], label: str, value: Any) -> Any:
     columns = min(_PANELS_A_ROW, len(panels))
     rows = -(-len(panels) // columns)
     # The legend takes a line a pair of paths below the panels.
-    figure = Figure(figsize=(1.2 + 4.6 * columns, 0.6 + 3.4 * rows + 0.12 * len(paths)), layout="constrained")
+    figure = new_figure(1.2 + 4.6 * columns, 0.6 + 3.4 * rows + 0.12 * len(paths))
     axes = figure.subplots(rows, columns, squeeze=False, sharey=True)
     legend: dict[str, Any] = {}
     for axis, (title, panel) in zip(axes.flat, panels.items(), strict=False):
@@ -94,10 +85,7 @@ def _figure(cells: Sequence[Cell], label: str, value: Any) -> Any:
         axis.yaxis.set_major_formatter("{x:g}")
         axis.set_xlabel("tokens of context")
         axis.set_title(title, fontsize=10)
-        axis.grid(color="#dddddd", linewidth=0.7)
-        axis.set_axisbelow(True)
-        for side in ("top", "right"):
-            axis.spines[side].set_visible(False)
+        tidy(axis, "both")
     for row in axes:
         row[0].set_ylabel(label)
     for axis in axes.flat[len(panels) :]:
@@ -113,7 +101,7 @@ def _line(axis: Any, points: Sequence[tuple[int, tuple[float, float, float]]], n
         middle,
         yerr=[[value[0] - value[1] for _, value in points], [value[2] - value[0] for _, value in points]],
         color=_COLOURS[number % len(_COLOURS)],
-        linestyle=_STYLES[number % len(_STYLES)],
+        linestyle=STYLES[number % len(STYLES)],
         marker=_MARKERS[number % len(_MARKERS)],
         markersize=5,
         linewidth=1.4,

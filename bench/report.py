@@ -4,27 +4,15 @@ import csv
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass
-from html import escape
 from typing import Any
 
 from diffquant.bench.cells import Cell, Result
 from diffquant.bench.contest.throughput import SECTION as THROUGHPUT
 from diffquant.bench.contest.throughput import table7
-from diffquant.bench.plots import plots
+from diffquant.bench.plots import Plot, plots
+from diffquant.report import tables
+from diffquant.report.page import Block, Drawing, Facts, Fold, Items, Note, Section, Subtitle, Table, page
 
-_STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; color: #1a1a1a; max-width: 76rem; margin: 2rem auto; padding: 0 1rem; }
-h1 { font-size: 1.5rem; } h2 { font-size: 1.2rem; margin-top: 2.2rem; } h3 { font-size: 1rem; margin: 1.4rem 0 .3rem; }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .87rem; }
-th, td { padding: .22rem .7rem; text-align: right; white-space: nowrap; border-bottom: 1px solid #e4e4e4; }
-th { border-bottom: 2px solid #999; } th:first-child, td:first-child { text-align: left; }
-tr.baseline td { background: #f3f6fa; }
-.wide { overflow-x: auto; } svg { max-width: 100%; height: auto; }
-.note { color: #555; font-size: .87rem; } .missing { color: #555; font-size: .87rem; }
-dl { display: grid; grid-template-columns: max-content auto; gap: .15rem 1.2rem; font-size: .87rem; }
-dt { color: #555; } dd { margin: 0; overflow-wrap: anywhere; }
-@media print { h2 { break-before: auto; } table, svg { break-inside: avoid; } }
-"""
 _HEADS = ["path", "median", "spread", "× baseline", "of roofline", "peak MB", "Gop", "MB moved", "error from naive"]
 NOTES = (
     "Every path ran in turns with the others of its table; medians, and the smallest and largest repeat as spread.",
@@ -53,7 +41,7 @@ def markdown(result: Result) -> str:
     for table in _tables(result):
         lines += [f"## {table.section}: {table.workload}", ""]
         if table.rows:
-            lines += [_bars(table.heads), _bars(["---"] * len(table.heads)), *map(_bars, table.rows), ""]
+            lines += [*tables.markdown(table.heads, table.rows), ""]
         lines += [f"- {path}: none, {reason}" for path, reason in table.missing] + [""]
     seven = table7([cell for cell in result.cells if cell.section == THROUGHPUT])
     if seven.count("\n") > 1:
@@ -81,29 +69,33 @@ def csv_table(result: Result) -> str:
 
 def report(result: Result) -> str:
     """The whole document; it loads nothing."""
-    parts = ["<h1>diffquant bench</h1>", f'<p class="note">{escape(_machine(result))}</p>']
-    parts += [f'<p class="note">{escape(note)}</p>' for note in NOTES]
-    drawings = plots(result)
-    tables = _tables(result)
-    for section in dict.fromkeys(table.section for table in tables):
-        parts.append(f"<h2>{escape(section)}</h2>")
-        for plot in drawings:
-            if plot.name.startswith(f"{section}-"):
-                parts += [f"<h3>{escape(plot.title)}</h3>", f'<div class="wide">{plot.svg()}</div>']
-        parts += [_html(table) for table in tables if table.section == section]
-    parts += ["<h2>Settings</h2>", _settings(result)]
-    return (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>diffquant bench</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n"
-        + "\n".join(parts)
-        + "\n</body>\n</html>\n"
-    )
+    drawings, workloads = plots(result), _tables(result)
+    sections = [
+        Section(name, [*_drawn(name, drawings), *(b for t in workloads if t.section == name for b in _blocks(t))])
+        for name in dict.fromkeys(table.section for table in workloads)
+    ]
+    introduction = [Note(_machine(result)), *map(Note, NOTES)]
+    return page("diffquant bench", introduction, [*sections, Section("Settings", [Facts(_settings(result))])])
+
+
+def _drawn(section: str, drawings: Sequence[Plot]) -> list[Block]:
+    mine = [plot for plot in drawings if plot.name.startswith(f"{section}-")]
+    return [block for plot in mine for block in (Subtitle(plot.title), Drawing(plot.svg()))]
+
+
+def _blocks(table: _Table) -> list[Block]:
+    blocks: list[Block] = [Subtitle(table.workload)]
+    if table.rows:
+        blocks.append(Table(table.heads, table.rows, table.baselines))
+    if table.missing:
+        reasons = Items([f"{path}: none, {reason}" for path, reason in table.missing])
+        blocks.append(Fold(f"{len(table.missing)} not measured", reasons))
+    return blocks
 
 
 def _tables(result: Result) -> list[_Table]:
     """One a workload, without the columns that are empty."""
-    tables = []
+    by_workload = []
     for section, workload in dict.fromkeys((cell.section, cell.workload) for cell in result.cells):
         cells = [cell for cell in result.cells if (cell.section, cell.workload) == (section, workload)]
         timed = [cell for cell in cells if cell.values]
@@ -111,7 +103,7 @@ def _tables(result: Result) -> list[_Table]:
         rows = [[*_texts(cell, result), *(_fact(cell, name) for name in extra)] for cell in timed]
         filled = [i for i in range(len(_HEADS) + len(extra)) if any(row[i] != "-" for row in rows)]
         heads = [*_HEADS, *(_fact_head(name) for name in extra)]
-        tables.append(
+        by_workload.append(
             _Table(
                 section,
                 workload,
@@ -121,7 +113,7 @@ def _tables(result: Result) -> list[_Table]:
                 [(cell.path, cell.missing) for cell in cells if cell.missing],
             )
         )
-    return tables
+    return by_workload
 
 
 def _texts(cell: Cell, result: Result) -> list[str]:
@@ -153,37 +145,19 @@ def _fact(cell: Cell, name: str) -> str:
 
 
 def _machine(result: Result) -> str:
-    found = result.environment
+    about = result.environment
     copy = result.machine["copy"]["bytes a second"] / 1e9
     matmul = ", ".join(f"{name} {rate / 1e9:.0f} Gop/s" for name, rate in result.machine["matmul"].items())
-    where = f"{found.get('device')}, {found.get('cores')} cores, {result.settings.get('threads')} threads"
-    return f"{found['date']}, {where}; measured: copy {copy:.1f} GB/s, matrix product {matmul}"
+    where = f"{about.get('device')}, {about.get('cores')} cores, {result.settings.get('threads')} threads"
+    return f"{about['date']}, {where}; measured: copy {copy:.1f} GB/s, matrix product {matmul}"
 
 
-def _html(table: _Table) -> str:
-    head = "".join(f"<th>{escape(text)}</th>" for text in table.heads)
-    body = "".join(
-        f'<tr class="{"baseline" if is_baseline else ""}">'
-        + "".join(f"<td>{escape(text)}</td>" for text in row)
-        + "</tr>\n"
-        for row, is_baseline in zip(table.rows, table.baselines, strict=True)
-    )
-    shown = f'<div class="wide"><table><thead><tr>{head}</tr></thead>\n<tbody>{body}</tbody></table></div>'
-    missing = "".join(f"<li>{escape(path)}: none, {escape(reason)}</li>" for path, reason in table.missing)
-    fold = f'<details class="missing"><summary>{len(table.missing)} not measured</summary><ul>{missing}</ul></details>'
-    return f"<h3>{escape(table.workload)}</h3>" + (shown if table.rows else "") + (fold if table.missing else "")
-
-
-def _settings(result: Result) -> str:
+def _settings(result: Result) -> dict[str, str]:
     flat: dict[str, Any] = dict(result.settings)
     flat |= {name: value for name, value in result.environment.items() if name != "versions"}
     flat |= {f"version of {name}": value or "not installed" for name, value in result.environment["versions"].items()}
-    return "<dl>" + "".join(f"<dt>{escape(k)}</dt><dd>{escape(_listed(v))}</dd>" for k, v in flat.items()) + "</dl>"
+    return {name: _listed(value) for name, value in flat.items()}
 
 
 def _listed(value: Any) -> str:
     return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
-
-
-def _bars(texts: Sequence[str]) -> str:
-    return "| " + " | ".join(texts) + " |"

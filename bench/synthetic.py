@@ -3,13 +3,13 @@
 python -m diffquant.bench.synthetic diffllama-6gb --gigabytes 6
 """
 
-import argparse
 import json
 import zlib
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+import typer
 
 from diffquant.formats.atomic_folder import staged
 from diffquant.formats.row_stream import Block, Job, Shard, write_shards
@@ -41,9 +41,9 @@ def synthesize(folder: Path, gigabytes: float = 6.0, shards: int = 4, progress: 
     """Write a random bfloat16 DiffLlama checkpoint of about a size.
 
     Args:
-        folder: to make.
-        gigabytes: of tensors, 10^9 bytes each; the number of layers follows from it.
-        shards: files to spread them over.
+        folder: folder to make.
+        gigabytes: size of all tensors, 10^9 bytes each; the number of layers follows from it.
+        shards: number of files to spread them over.
 
     Returns:
         Its config.
@@ -60,7 +60,10 @@ def synthesize(folder: Path, gigabytes: float = 6.0, shards: int = 4, progress: 
 
 
 def random_job(output: OutputTensor) -> Job:
-    """Norms of one, anything else normal with a deviation of 0.02; the same for the same name every time."""
+    """A job that makes a tensor's rows as they are written, the same for the same name every time.
+
+    Norms are one, anything else is normal with a deviation of 0.02.
+    """
     rows = output.shape[0]
     width = output.nbytes // output.dtype.itemsize // rows
 
@@ -96,14 +99,16 @@ def _spread(jobs: list[Job], shards: int, total: int) -> list[Shard]:
     return [Shard(None, tuple(part)) for part in filled if part]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--gigabytes", type=float, default=6.0)
-    parser.add_argument("--shards", type=int, default=4)
-    options = parser.parse_args()
-    synthesize(options.folder, options.gigabytes, options.shards, progress_for("synthesize"))
+def main(
+    folder: Annotated[Path, typer.Argument(help="Folder to make.")],
+    gigabytes: Annotated[float, typer.Option(help="Size of its tensors, about.")] = 6.0,
+    shards: Annotated[int, typer.Option(min=1, help="Files to spread them over.")] = 4,
+) -> None:
+    """Write a random DiffLlama checkpoint."""
+    synthesize(folder, gigabytes, shards, progress_for("synthesize"))
 
 
 if __name__ == "__main__":
-    main()
+    from diffquant.support.program import run_program
+
+    run_program(main)

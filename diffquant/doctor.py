@@ -1,11 +1,25 @@
 """What is installed, and what each missing extra would add."""
 
-import os
 import platform
 from dataclasses import asdict, dataclass
 from importlib import metadata
 
-REQUIRED = ("torch", "transformers", "safetensors", "gguf", "accelerate", "numpy", "pyyaml", "typer", "matplotlib")
+from diffquant.support.machine import cores
+
+REQUIRED = (
+    "torch",
+    "transformers",
+    "safetensors",
+    "gguf",
+    "accelerate",
+    "numpy",
+    "pyyaml",
+    "typer",
+    "matplotlib",
+    "jinja2",
+    "tqdm",
+    "filelock",
+)
 _BUILD = "python -m diffquant.export.native builds it"
 _NOT_YET = "nothing in this version"
 EXTRAS = {
@@ -67,7 +81,7 @@ def diagnose(native_kernel: str | None) -> Diagnosis:
     return Diagnosis(
         diffquant=__version__,
         python=platform.python_version(),
-        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        cores=cores(),
         device=device,
         bfloat16=bfloat16,
         native_kernel=native_kernel,

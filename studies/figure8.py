@@ -11,18 +11,17 @@ product of both that is smaller. A file a model; those that are there are not me
 Source: arXiv 2410.05258, section 3.7.
 """
 
-import argparse
 import json
 import math
-import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+import typer
 
 from diffquant.bench.environment import environment
-from diffquant.errors import DiffQuantError
 from diffquant.evals import needle
 from diffquant.evals.encoding import PairEncoder
 from diffquant.evals.stats import Estimate, estimate, paired_difference
@@ -42,63 +41,87 @@ WIDTHS = "8,6,4,3"
 _BATCH = 16
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("models", nargs="+", type=Path)
-    parser.add_argument("-o", "--output", type=Path, required=True, help="folder of a file a model, and plots")
-    parser.add_argument("--text", type=Path, help="some prose ships")
-    parser.add_argument("--characters", type=int, default=16384, help="of the text that are read as prose")
-    parser.add_argument("--window", type=int, default=256, help="tokens of a sequence")
-    parser.add_argument("--needles", type=int, help="needles in a context, instead of prose")
-    parser.add_argument("--samples", type=int, default=10, help="needle contexts of each depth")
-    parser.add_argument("--bits", default=WIDTHS)
-    parser.add_argument("--granularity", default=GRANULARITIES)
-    options = parser.parse_args()
-    try:
-        found = [_found(model, options) for model in options.models]
-    except DiffQuantError as error:
-        sys.exit(f"error: {error}")
-    print(summary(found))
+@dataclass(frozen=True)
+class Settings:
+    """What is read, and the schemes whose KL is measured.
+
+    Attributes:
+        text: file of prose; some ships.
+        characters: characters of the text that are read as prose.
+        window: tokens of a sequence.
+        needles: needles in a context, instead of prose.
+        samples: needle contexts of each depth.
+        bits, granularity: lists with commas; every width is combined with every granularity.
+    """
+
+    text: Path | None = None
+    characters: int = 16384
+    window: int = 256
+    needles: int | None = None
+    samples: int = 10
+    bits: str = WIDTHS
+    granularity: str = GRANULARITIES
+
+    @property
+    def schemes(self) -> list[Scheme]:
+        return [
+            Scheme.parse(f"{bits}:{granularity}")
+            for granularity in self.granularity.split(",")
+            for bits in self.bits.split(",")
+        ]
+
+
+def main(
+    models: Annotated[list[Path], typer.Argument(help="Checkpoint folders or .gguf files.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder of a file a model, and plots.")],
+    text: Annotated[Path | None, typer.Option(help="File of prose; some ships.")] = Settings.text,
+    characters: Annotated[
+        int, typer.Option(help="Characters of the text that are read as prose.")
+    ] = Settings.characters,
+    window: Annotated[int, typer.Option(help="Tokens of a sequence.")] = Settings.window,
+    needles: Annotated[int | None, typer.Option(help="Needles in a context, instead of prose.")] = Settings.needles,
+    samples: Annotated[int, typer.Option(help="Needle contexts of each depth.")] = Settings.samples,
+    bits: Annotated[str, typer.Option(help="Widths, with commas.")] = Settings.bits,
+    granularity: Annotated[str, typer.Option(help="Granularities, with commas.")] = Settings.granularity,
+) -> None:
+    """Take apart when DIFF attention bears low-bit logits better than a Transformer."""
+    settings = Settings(text, characters, window, needles, samples, bits, granularity)
+    results = [_result_of(model, output, settings) for model in models]
+    print(summary(results))
     from studies.figure8_plots import write_plots
 
-    write_plots(found, options.output)
+    write_plots(results, output)
 
 
-def _found(model: Path, options: argparse.Namespace) -> dict[str, Any]:
-    file = options.output / f"{model.name}.json"
+def _result_of(model: Path, output: Path, settings: Settings) -> dict[str, Any]:
+    file = output / f"{model.name}.json"
     if not file.exists():
-        options.output.mkdir(parents=True, exist_ok=True)
-        measured = measure(model, options, progress_for(model.name))
-        write_atomically(file, json.dumps(measured, indent=1) + "\n")
+        output.mkdir(parents=True, exist_ok=True)
+        write_atomically(file, json.dumps(measure(model, settings, progress_for(model.name)), indent=1) + "\n")
     return json.loads(file.read_text(encoding="utf-8"))
 
 
-def measure(path: Path, options: argparse.Namespace, progress: Progress = silent) -> dict[str, Any]:
+def measure(path: Path, settings: Settings, progress: Progress = silent) -> dict[str, Any]:
     """One model's file."""
     source = open_source(path)
     model, tokenizer = load(source, dtype=torch.float32), source.tokenizer
-    text = corpus.load_text(options.text)
-    if options.needles:
-        plan = needle.Plan(options.needles, 1, (options.window,), options.samples)
+    text = corpus.load_text(settings.text)
+    if settings.needles:
+        plan = needle.Plan(settings.needles, 1, (settings.window,), settings.samples)
         readings = needle_readings(model, tokenizer, text, plan)
-        about: dict[str, Any] = {"needles": options.needles, "samples": options.samples}
+        about: dict[str, Any] = {"needles": settings.needles, "samples": settings.samples}
     else:
-        text = text[: options.characters]
-        readings = prose_readings(model, tokenizer, text, options.window)
+        text = text[: settings.characters]
+        readings = prose_readings(model, tokenizer, text, settings.window)
         about = {"characters": len(text)}
-    schemes = [
-        Scheme.parse(f"{bits}:{granularity}")
-        for granularity in options.granularity.split(",")
-        for bits in options.bits.split(",")
-    ]
     return {
         "model": path.name,
         "generation": model.config.diff_spec.generation,
         "parameters": model.num_parameters(),
         "fingerprint": source.fingerprint,
-        "reading": about | {"text": corpus.identity(text), "window": options.window},
+        "reading": about | {"text": corpus.identity(text), "window": settings.window},
         "environment": environment(),
-    } | analyse(model, readings, schemes, progress)
+    } | analyse(model, readings, settings.schemes, progress)
 
 
 def prose_readings(model: DiffTransformer, tokenizer: Any, text: str, window: int) -> list[Reading]:
@@ -138,11 +161,11 @@ def analyse(
     return {"nll": nll, "layers": layers, "kl": kl}
 
 
-def predicted(found: Mapping[str, Any], scheme: str) -> float:
+def predicted(result: Mapping[str, Any], scheme: str) -> float:
     """KL by the simple model, in nats."""
     return sum(
         cost * size
-        for layer in found["layers"]
+        for layer in result["layers"]
         for cost, size in zip(costs(layer["sensitivity"], scheme), layer["errors"][scheme]["variance"], strict=True)
     )
 
@@ -164,28 +187,28 @@ def advantage(diff: float, transformer: float) -> float:
     return math.log2(transformer / diff) / 2
 
 
-def parts(found: Mapping[str, Any], scheme: str) -> tuple[float, float]:
+def parts(result: Mapping[str, Any], scheme: str) -> tuple[float, float]:
     """The simple model's product: mean square of the error, as it weighs, and KL a unit of its variance."""
-    cost = sum(sum(costs(layer["sensitivity"], scheme)) for layer in found["layers"])
-    return predicted(found, scheme) / cost, cost
+    cost = sum(sum(costs(layer["sensitivity"], scheme)) for layer in result["layers"])
+    return predicted(result, scheme) / cost, cost
 
 
-def mean_kl(found: Mapping[str, Any], scheme: str) -> Estimate:
-    return estimate(found["kl"][scheme])
+def mean_kl(result: Mapping[str, Any], scheme: str) -> Estimate:
+    return estimate(result["kl"][scheme])
 
 
-def summary(found: Sequence[Mapping[str, Any]]) -> str:
+def summary(results: Sequence[Mapping[str, Any]]) -> str:
     """Every scheme's KL, measured and predicted, and each DIFF against the Transformer, if one is there."""
     lines = []
-    for each in found:
+    for each in results:
         lines.append(
             f"{each['model']} ({each['generation']}), {estimate(each['nll']).mean:.3f} nats a token at 16 bits"
         )
         for scheme in each["kl"]:
             kl = mean_kl(each, scheme)
             lines.append(f"  {scheme:<15} {kl.mean:.2g} ± {kl.se or 0:.1g}  predicted {predicted(each, scheme):.2g}")
-    plain = next((each for each in found if each["generation"] == "Transformer"), None)
-    for each in found:
+    plain = next((each for each in results if each["generation"] == "Transformer"), None)
+    for each in results:
         if plain is not None and each is not plain:
             lines += [f"{each['model']} against {plain['model']}, bits it may do with less:", *_against(each, plain)]
     return "\n".join(lines)
@@ -207,4 +230,6 @@ def _against(diff: Mapping[str, Any], plain: Mapping[str, Any]) -> list[str]:
 
 
 if __name__ == "__main__":
-    main()
+    from diffquant.support.program import run_program
+
+    run_program(main)

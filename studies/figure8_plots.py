@@ -5,32 +5,30 @@ from pathlib import Path
 from typing import Any
 
 from diffquant.evals.stats import estimate
-from diffquant.report.plots import COLOURS, MARKERS
+from diffquant.report.plots import COLOURS, MARKERS, new_figure, tidy
 
 _COLUMNS = 3
 
 
-def write_plots(found: Sequence[Mapping[str, Any]], folder: Path) -> None:
+def write_plots(results: Sequence[Mapping[str, Any]], folder: Path) -> None:
     """kl.png and prediction.png."""
-    by_bits(found).savefig(folder / "kl.png", dpi=150)
-    against_prediction(found).savefig(folder / "prediction.png", dpi=150)
+    by_bits(results).savefig(folder / "kl.png", dpi=150)
+    against_prediction(results).savefig(folder / "prediction.png", dpi=150)
 
 
-def by_bits(found: Sequence[Mapping[str, Any]]) -> Any:
+def by_bits(results: Sequence[Mapping[str, Any]]) -> Any:
     """A panel a granularity, a line a model; bars are 95 % intervals over sequences."""
-    from matplotlib.figure import Figure
-
-    granularities = list(dict.fromkeys(scheme.split(":", 1)[1] for scheme in found[0]["kl"]))
+    granularities = list(dict.fromkeys(scheme.split(":", 1)[1] for scheme in results[0]["kl"]))
     rows = -(-len(granularities) // _COLUMNS)
-    figure = Figure(figsize=(3.4 * _COLUMNS, 0.6 + 2.6 * rows), layout="constrained")
+    figure = new_figure(3.4 * _COLUMNS, 0.6 + 2.6 * rows)
     axes = figure.subplots(rows, _COLUMNS, sharex=True, sharey=True, squeeze=False)
     for axis, granularity in zip(axes.flat, granularities, strict=False):
-        for number, each in enumerate(found):
+        for number, each in enumerate(results):
             _line(axis, each, granularity, number)
         axis.set_yscale("log")
         axis.invert_xaxis()
         axis.set_title(granularity, fontsize=10)
-        _tidy(axis)
+        tidy(axis, "both")
     for axis in axes.flat[len(granularities) :]:
         axis.set_visible(False)
     for axis in axes[-1]:
@@ -42,16 +40,14 @@ def by_bits(found: Sequence[Mapping[str, Any]]) -> Any:
     return figure
 
 
-def against_prediction(found: Sequence[Mapping[str, Any]]) -> Any:
+def against_prediction(results: Sequence[Mapping[str, Any]]) -> Any:
     """A point a scheme of every model."""
-    from matplotlib.figure import Figure
-
     from studies.figure8 import predicted
 
-    figure = Figure(figsize=(5.4, 5.0), layout="constrained")
+    figure = new_figure(5.4, 5.0)
     axis = figure.subplots()
     drawn: list[float] = []
-    for number, each in enumerate(found):
+    for number, each in enumerate(results):
         colour, marker = COLOURS[number % len(COLOURS)], MARKERS[number % len(MARKERS)]
         for shift in (False, True):
             schemes = [scheme for scheme in each["kl"] if scheme.endswith(":shift") == shift]
@@ -75,28 +71,21 @@ def against_prediction(found: Sequence[Mapping[str, Any]]) -> Any:
     axis.set_xlabel("predicted KL, nats")
     axis.set_ylabel("measured KL, nats")
     axis.legend(frameon=False, fontsize=9)
-    _tidy(axis)
+    tidy(axis, "both")
     return figure
 
 
-def _line(axis: Any, found: Mapping[str, Any], granularity: str, number: int) -> None:
-    schemes = [scheme for scheme in found["kl"] if scheme.split(":", 1)[1] == granularity]
-    kl = [estimate(found["kl"][scheme]) for scheme in schemes]
+def _line(axis: Any, result: Mapping[str, Any], granularity: str, number: int) -> None:
+    schemes = [scheme for scheme in result["kl"] if scheme.split(":", 1)[1] == granularity]
+    kl = [estimate(result["kl"][scheme]) for scheme in schemes]
     axis.errorbar(
         [int(scheme.split(":")[0]) for scheme in schemes],
         [each.mean for each in kl],
         yerr=[1.96 * (each.se or 0.0) for each in kl],
-        label=found["model"],
+        label=result["model"],
         color=COLOURS[number % len(COLOURS)],
         marker=MARKERS[number % len(MARKERS)],
         markersize=4,
         linewidth=1.4,
         capsize=2,
     )
-
-
-def _tidy(axis: Any) -> None:
-    axis.grid(color="#dddddd", linewidth=0.7)
-    axis.set_axisbelow(True)
-    for side in ("top", "right"):
-        axis.spines[side].set_visible(False)

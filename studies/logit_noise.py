@@ -57,9 +57,9 @@ class Attention:
     """One layer's attention over some sequences.
 
     Attributes:
-        logits: one [B, h, T, S] a map.
+        logits: logits [B, h, T, S] of each map.
         values: [B, h, S, dv].
-        lam, post: as in `DiffAttention`.
+        lam, post: λ and norm, as in `DiffAttention`.
     """
 
     layer: int
@@ -154,7 +154,7 @@ def difference(terms: Sequence[Tensor]) -> Tensor:
 
 
 def layers_of(model: DiffTransformer, readings: Sequence[Reading], schemes: Sequence[Scheme]) -> list[dict[str, Any]]:
-    """Of every layer: largest logits, mean row's spread, λ, cancellation, and what each scheme's rounding does."""
+    """Statistics of every layer: largest logits, a row's mean spread, λ, cancellation, what each rounding does."""
     seen_by = [_Layer(schemes) for _ in model.attentions]
 
     def see(attention: Attention) -> None:
@@ -220,7 +220,7 @@ def sensitivity(
     """KL a unit of variance of normal noise, independent between entries, on one layer's logits.
 
     Args:
-        shares: of the noise in each map's logits; it is the same noise.
+        shares: factor of the noise in each map's logits; it is the same noise.
     """
     generator = torch.Generator().manual_seed(layer)
 
@@ -231,8 +231,8 @@ def sensitivity(
         return difference(attention.terms(logits))
 
     with observed(model, see, slice(layer, layer + 1)):
-        found = divergences(exact, predictions_of(model, readings))
-    return sum(found) / len(found) / SIGMA**2
+        kl_by_sequence = divergences(exact, predictions_of(model, readings))
+    return sum(kl_by_sequence) / len(kl_by_sequence) / SIGMA**2
 
 
 def _squares(x: Tensor) -> Tensor:

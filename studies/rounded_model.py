@@ -118,15 +118,15 @@ class Subject:
 
     def _scores(self, former: Mapping[str, Any], reference: Reference | None) -> dict[str, Any]:
         if reference is None:
-            found = {key: former[key] for key in ("perplexity", "kl")}
+            scores = {key: former[key] for key in ("perplexity", "kl")}
         else:
             score = evaluate(self._model, self._tokenizer, self._scored, *self._spans, reference=reference)
-            found = {"perplexity": score.perplexity, "kl": score.kl}
+            scores = {"perplexity": score.perplexity, "kl": score.kl}
         if former.get("items", 0) >= len(self._items):
-            return found | {key: former[key] for key in ("items", "acc_norm", "correct") if key in former}
+            return scores | {key: former[key] for key in ("items", "acc_norm", "correct") if key in former}
         outcome = hellaswag.evaluate(self._model, self._tokenizer, self._items)
         right = outcome.correct_norm
-        return found | {
+        return scores | {
             "items": len(right),
             "acc_norm": sum(right) / len(right),
             "correct": "".join("01"[int(each)] for each in right),

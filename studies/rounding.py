@@ -9,15 +9,17 @@ reads, its second what is scored. Each result is on the disk before the next is 
 program measures what is missing.
 """
 
-import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 from diffquant.bench.environment import environment
 from diffquant.errors import UsageError
 from diffquant.evals.stats import estimate
+from diffquant.report.tables import markdown
 from diffquant.support.files import write_atomically
 from diffquant.support.progress import Progress, progress_for, silent
 from studies.quantizers import METHODS, PACKAGES, Method
@@ -27,26 +29,27 @@ FORMAT = 1
 FULL = "16 bits"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("model", type=Path, nargs="?", help="a checkpoint folder or a .gguf file")
-    parser.add_argument("--text", type=Path, help="in place of the prose that ships")
-    parser.add_argument("--characters", type=int, default=Options.characters)
-    parser.add_argument("--window", type=int, default=Options.window)
-    parser.add_argument("--tokens", type=int, default=Options.tokens, help="that gptq reads")
-    parser.add_argument("--items", type=int, default=Options.items, help="of HellaSwag; 0 for none")
-    parser.add_argument("--only", default="", help="parts of methods' names, with semicolons; all by default")
-    parser.add_argument("--json", type=Path, dest="file", help="where the numbers are and go")
-    parser.add_argument("--show", type=Path, nargs="+", help="only print such files side by side")
-    given = parser.parse_args()
-    if given.show:
-        print(table(*map(read, given.show)))
+def main(
+    paths: Annotated[list[Path], typer.Argument(help="A checkpoint folder or a .gguf file; with --show, results.")],
+    text: Annotated[Path | None, typer.Option(help="In place of the prose that ships.")] = Options.text,
+    characters: Annotated[
+        int, typer.Option(help="Characters of the second half that are scored.")
+    ] = Options.characters,
+    window: Annotated[int, typer.Option(help="Tokens the model sees at once.")] = Options.window,
+    tokens: Annotated[int, typer.Option(help="Tokens that gptq reads.")] = Options.tokens,
+    items: Annotated[int, typer.Option(help="Items of HellaSwag; 0 for none.")] = Options.items,
+    only: Annotated[str, typer.Option(help="Parts of methods' names, with semicolons; all by default.")] = "",
+    file: Annotated[Path | None, typer.Option("--json", help="Where the numbers are and go.")] = None,
+    show: Annotated[bool, typer.Option("--show", help="Only print results side by side.")] = False,
+) -> None:
+    """Compare what our roundings, bitsandbytes, torchao and HQQ cost a model at equal bits."""
+    if show:
+        print(table(*map(read, paths)))
         return
-    if given.model is None or given.file is None:
-        parser.error("give a model and --json, or --show")
-    options = Options(given.text, given.characters, given.window, given.tokens, given.items)
-    result = measure(given.model, options, chosen(given.only), given.file, progress_for("rounding"))
-    print(table(result))
+    if len(paths) != 1 or file is None:
+        raise UsageError("give one model and --json, or --show and results")
+    options = Options(text, characters, window, tokens, items)
+    print(table(measure(paths[0], options, chosen(only), file, progress_for("rounding"))))
 
 
 def chosen(parts: str) -> list[Method]:
@@ -130,12 +133,12 @@ def table(*results: dict[str, Any]) -> str:
     order = [FULL, *(method.name for method in METHODS)]
     names = [name for name in order if any(name in result["results"] for result in results)]
     heads = [head for result in results for head in _heads(result, len(results) > 1)]
-    rows = [f"| method | bits | {' | '.join(heads)} |", "|---" * (len(heads) + 2) + "|"]
+    rows = []
     for name in names:
         cells = [cell for result in results for cell in _cells(result, name)]
         bits = next(_bits(result["results"][name]) for result in results if name in result["results"])
-        rows.append(f"| {name} | {bits} | {' | '.join(cells)} |")
-    return "\n".join(rows)
+        rows.append([name, bits, *cells])
+    return "\n".join(markdown(["method", "bits", *heads], rows))
 
 
 def _heads(result: dict[str, Any], named: bool) -> list[str]:
@@ -162,8 +165,8 @@ def _bits(row: dict[str, Any]) -> str:
 def _accuracy(row: dict[str, Any]) -> str:
     if not row.get("items"):
         return "-"
-    found = estimate([float(each) for each in row["correct"]])
-    return f"{found.mean:.1%}" + (f" ± {found.se:.1%}" if found.se is not None else "")
+    accuracy = estimate([float(each) for each in row["correct"]])
+    return f"{accuracy.mean:.1%}" + (f" ± {accuracy.se:.1%}" if accuracy.se is not None else "")
 
 
 def _has_items(result: dict[str, Any]) -> bool:
@@ -171,4 +174,6 @@ def _has_items(result: dict[str, Any]) -> bool:
 
 
 if __name__ == "__main__":
-    main()
+    from diffquant.support.program import run_program
+
+    run_program(main)

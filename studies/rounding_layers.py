@@ -7,16 +7,16 @@ the model's own, over the second half of a text (gptq reads others, over the fir
 or random: normal, heavy-tailed, with columns or rows ten times as large.
 """
 
-import argparse
 import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+import typer
 from torch import Tensor
 
 from diffquant.bench.environment import environment
@@ -24,6 +24,7 @@ from diffquant.loading import load
 from diffquant.model.modeling import DiffTransformer
 from diffquant.quantization.roundings import Rounder
 from diffquant.quantization.roundings.gptq.compensation import Inputs, compensate, damped
+from diffquant.report.tables import markdown
 from diffquant.scheme import Recipe
 from diffquant.source.source import open_source
 from diffquant.support.files import write_atomically
@@ -63,27 +64,27 @@ class Layer:
     weight: Tensor
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("model", type=Path, help="a checkpoint folder or a .gguf file")
-    parser.add_argument("--layers", default="0,11,29")
-    parser.add_argument("--json", type=Path, dest="file", required=True, help="where to write the numbers")
-    given = parser.parse_args()
-    options = Options(tuple(int(layer) for layer in given.layers.split(",")))
-    result = measure(given.model, options, METHODS, progress_for("layers"))
-    given.file.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(given.file, json.dumps(result, indent=1) + "\n")
+def main(
+    model: Annotated[Path, typer.Argument(help="A checkpoint folder or a .gguf file.")],
+    file: Annotated[Path, typer.Option("--json", help="Where to write the numbers.")],
+    layers: Annotated[str, typer.Option(help="Layers whose inputs are taken, with commas.")] = "0,11,29",
+) -> None:
+    """Measure what quantized weights cost a layer's output on a model's own inputs."""
+    options = Options(tuple(int(layer) for layer in layers.split(",")))
+    result = measure(model, options, METHODS, progress_for("layers"))
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(file, json.dumps(result, indent=1) + "\n")
     print(table(result))
 
 
 def measure(path: Path, options: Options, methods: Sequence[Method], progress: Progress = silent) -> dict[str, Any]:
     """Signal over noise of each method on each kind of weight, in decibels."""
-    found = layers(path, options)
+    layers_by_name = linear_layers(path, options)
     rows: dict[str, dict[str, Any]] = {}
     for number, method in enumerate(methods):
         progress(number, len(methods), method.name)
         try:
-            rows[method.name] = _of_method(method, found)
+            rows[method.name] = _of_method(method, layers_by_name)
         except Exception as error:
             if method.package is None:
                 raise
@@ -103,7 +104,7 @@ def measure(path: Path, options: Options, methods: Sequence[Method], progress: P
     }
 
 
-def layers(path: Path, options: Options) -> dict[str, Layer]:
+def linear_layers(path: Path, options: Options) -> dict[str, Layer]:
     """The layers by name."""
     source, text = open_source(path), load_text()
     model, tokenizer = load(source, Recipe(), torch.float32), source.tokenizer
@@ -136,11 +137,11 @@ def _inputs(model: DiffTransformer, ids: Tensor, names: Sequence[str]) -> dict[s
     return {name: torch.cat(parts) for name, parts in seen.items()}
 
 
-def _of_method(method: Method, found: dict[str, Layer]) -> dict[str, Any]:
+def _of_method(method: Method, layers_by_name: dict[str, Layer]) -> dict[str, Any]:
     """Bits a weight, and decibels by kind of weight, the mean over layers."""
     bits = elements = 0
     decibels: dict[str, list[float]] = {kind: [] for kind in KINDS}
-    for name, layer in found.items():
+    for name, layer in layers_by_name.items():
         known = _known(layer)
         for kind, make in KINDS.items():
             weight = make(layer.weight, torch.Generator().manual_seed(0)).half()
@@ -195,16 +196,18 @@ KINDS: dict[str, Callable[[Tensor, torch.Generator], Tensor]] = {
 
 def table(result: dict[str, Any]) -> str:
     """Markdown: a row a method, a column a kind of weight."""
-    rows = [f"| method | bits | {' | '.join(KINDS)} |", "|---" * (len(KINDS) + 2) + "|"]
+    rows = []
     for name, row in result["results"].items():
         numbers = (
             [f"not measured: {row['missing']}", *["-"] * len(KINDS)]
             if "missing" in row
             else [f"{row['bits']:.3f}", *(f"{row['decibels'][kind]:.2f}" for kind in KINDS)]
         )
-        rows.append(f"| {name} | {' | '.join(numbers)} |")
-    return "\n".join(rows)
+        rows.append([name, *numbers])
+    return "\n".join(markdown(["method", "bits", *KINDS], rows))
 
 
 if __name__ == "__main__":
-    main()
+    from diffquant.support.program import run_program
+
+    run_program(main)

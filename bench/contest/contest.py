@@ -3,7 +3,6 @@
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
-from importlib import import_module
 from multiprocessing import get_context
 from typing import Any
 
@@ -11,29 +10,25 @@ import torch
 
 from diffquant.attention.call import Call
 from diffquant.bench.cells import Cell
-from diffquant.bench.contest.peers import BASELINE, Peer, failure, relative_error, tolerance
+from diffquant.bench.contest.decode import DECODE_PEERS
+from diffquant.bench.contest.peers import BASELINE, PEERS, Peer, failure, relative_error, tolerance
 from diffquant.bench.contest.workloads import Workload
 from diffquant.bench.memory import cuda_peak, resident, restart_peak
 from diffquant.bench.timing import Timed, interleaved, prepare
 from diffquant.errors import UsageError
 from diffquant.support.progress import Progress, silent
 
-# Each section's module has its peers by name.
-SECTIONS = {"attention": "peers", "decode": "decode"}
-
-
-def peers_of(section: str) -> Mapping[str, Peer]:
-    module = import_module(f".{SECTIONS[section]}", __package__)
-    return module.PEERS if section == "attention" else module.DECODE_PEERS
+# Each section's peers by name.
+SECTIONS: Mapping[str, Mapping[str, Peer]] = {"attention": PEERS, "decode": DECODE_PEERS}
 
 
 @dataclass(frozen=True)
 class Contest:
-    """Who runs, and how.
+    """The peers of a section, checked and timed in turns on one device.
 
     Attributes:
-        peers: names; all of the section by default. The baseline is always among them.
-        graph: replay CUDA graphs.
+        peers: names of those that run; all of the section by default. The baseline is always among them.
+        graph: whether CUDA graphs are replayed.
     """
 
     section: str
@@ -43,13 +38,13 @@ class Contest:
     graph: bool = False
 
     def __post_init__(self) -> None:
-        known = peers_of(self.section)
+        known = SECTIONS[self.section]
         unknown = [name for name in self.peers if name not in known]
         if unknown:
             raise UsageError(f"unknown peer {', '.join(map(repr, unknown))}; {self.section} knows {', '.join(known)}")
 
     def entrants(self) -> dict[str, Peer]:
-        known = peers_of(self.section)
+        known = SECTIONS[self.section]
         return {name: peer for name, peer in known.items() if not self.peers or name in {BASELINE, *self.peers}}
 
     def run(self, workloads: Sequence[Workload], progress: Progress = silent) -> list[Cell]:
@@ -114,8 +109,8 @@ class Contest:
                 jobs.setdefault(cell.path, []).append(by_name[cell.workload])
         peaks: dict[tuple[str, str], int] = {}
         for name, works in jobs.items():
-            found = self._peaks(name, works)
-            peaks |= {(name, work.name): peak for work, peak in zip(works, found, strict=True)}
+            bytes_by_work = self._peaks(name, works)
+            peaks |= {(name, work.name): peak for work, peak in zip(works, bytes_by_work, strict=True)}
         return [replace(cell, peak_bytes=peaks.get((cell.path, cell.workload))) for cell in cells]
 
     def _peaks(self, name: str, works: list[Workload]) -> list[int]:
@@ -131,7 +126,7 @@ class Contest:
 def resident_peaks(section: str, name: str, works: list[Workload], threads: int) -> list[int]:
     """Memory of this process during each call, beyond what it had before."""
     torch.set_num_threads(threads)
-    peer = peers_of(section)[name]
+    peer = SECTIONS[section][name]
     peaks = []
     for work in works:
         # Libraries and thread pools are no part of a call's memory.

@@ -1,6 +1,5 @@
 """The kernels that only a GPU runs, each looked up when it is first called."""
 
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -9,10 +8,6 @@ from torch import Tensor
 from diffquant.attention.call import Call
 from diffquant.numerics import absmax_scale, pack, quantize
 from diffquant.scheme import Recipe
-
-
-def can_decode() -> bool:
-    return find_spec("diffquant.kernels.cache.decode") is not None
 
 
 def key_heads(call: Call) -> Tensor:

@@ -26,15 +26,15 @@ Attention = Callable[[Call], Tensor]
 
 @dataclass(frozen=True)
 class Peer:
-    """One way.
+    """A way to compute an attention.
 
     Attributes:
-        attention: what is timed.
-        make: the call it gets on a device.
-        count: its operations and bytes.
-        logits: the rounding `naive` must do for a fair comparison.
+        attention: function that is timed.
+        make: maker of its call on a device.
+        count: counter of its operations and bytes.
+        logits: rounding that `naive` must do for a fair comparison.
         tolerance: relative error against `naive` in place of the dtype's own, where rounding is meant.
-        missing: why it cannot run a call, or None.
+        missing: check that gives the reason why it cannot run a call, or None.
         facts: further numbers of a call.
     """
 

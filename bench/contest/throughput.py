@@ -13,6 +13,7 @@ import torch
 from diffquant.bench.cells import Cell
 from diffquant.bench.contest.workloads import Model
 from diffquant.bench.timing import interleaved, prepare
+from diffquant.report.tables import markdown
 from diffquant.support.progress import Progress, silent
 
 SECTION = "throughput"
@@ -96,19 +97,16 @@ def _spec(model: Model, form: str) -> dict[str, Any]:
 
 def table7(cells: Sequence[Cell]) -> str:
     """The cells as the paper prints them: Transformer, then DIFF with its change in percent."""
-    rows = ["| model | length | Transformer, tokens/s | DIFF V1 | DIFF V2 |", "|---|---|---|---|---|"]
+    rows = []
     for workload in dict.fromkeys(cell.workload for cell in cells):
-        found = {cell.path: cell for cell in cells if cell.workload == workload and cell.spread}
-        base = found[TRANSFORMER].spread if TRANSFORMER in found else None
+        cell_by_path = {cell.path: cell for cell in cells if cell.workload == workload and cell.spread}
+        base = cell_by_path[TRANSFORMER].spread if TRANSFORMER in cell_by_path else None
         if base is None:
             continue
         texts = []
         for form in (V1, V2):
-            now = found[form].spread if form in found else None
+            now = cell_by_path[form].spread if form in cell_by_path else None
             texts.append(f"{now.median:.0f} ({now.median / base.median - 1:+.0%})" if now else "-")
-        rows.append(
-            f"| {workload.split(',')[0]} | {found[TRANSFORMER].length} | {base.median:.0f} | "
-            + " | ".join(texts)
-            + " |"
-        )
-    return "\n".join(rows)
+        length = str(cell_by_path[TRANSFORMER].length)
+        rows.append([workload.split(",")[0], length, f"{base.median:.0f}", *texts])
+    return "\n".join(markdown(["model", "length", "Transformer, tokens/s", V1, V2], rows))

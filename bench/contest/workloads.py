@@ -1,4 +1,4 @@
-"""What is measured: the shapes of the paper's models and of the demo's, and random calls of their attention."""
+"""Workloads: the shapes of the paper's models and of the demo's, and random calls of their attention."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,8 +22,8 @@ class Model:
     Attributes:
         pairs, kv_pairs: h and h_kv.
         width, value_width: d and dv.
-        inner: of the feed-forward network.
-        vocabulary: 0 where it does not matter.
+        inner: width of the feed-forward network.
+        vocabulary: number of tokens; 0 where it does not matter.
     """
 
     name: str
@@ -43,7 +43,7 @@ class Model:
 
     @property
     def parameters(self) -> int:
-        """Of the matched Transformer, its embedding tied."""
+        """Parameters of the matched Transformer, its embedding tied."""
         attention = self.hidden * self.width * 2 * (2 * self.pairs + 2 * self.kv_pairs)
         return self.layers * (attention + 3 * self.hidden * self.inner) + self.vocabulary * self.hidden
 
@@ -143,16 +143,16 @@ def lengths(text: str) -> list[int]:
     Raises:
         UsageError: it cannot be read.
     """
-    found: list[int] = []
+    lengths_named: list[int] = []
     for part in text.split(","):
         ends = [_length(end, text) for end in part.strip().split("-")]
         if len(ends) > 2 or ends[0] > ends[-1]:
             raise UsageError(f"cannot read {text!r}: a range is FIRST-LAST, such as 1K-16K")
         length = ends[0]
         while length <= ends[-1]:
-            found.append(length)
+            lengths_named.append(length)
             length *= 2
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(lengths_named))
 
 
 def _length(text: str, whole: str) -> int:

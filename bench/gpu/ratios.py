@@ -44,8 +44,8 @@ class Group:
     """Aims that share a workload.
 
     Attributes:
-        measure: from whether to use graphs to cells; runs in a process of its own.
-        arguments: of `measure`.
+        measure: function of `arguments` that gives cells, in a process of its own.
+        arguments: arguments of `measure`.
     """
 
     name: str
@@ -102,7 +102,7 @@ def state_cells(context: int) -> list[dict[str, Any]]:
 
 
 def groups() -> list[Group]:
-    found = [
+    planned = [
         Group(
             "prefill V1, 16K tokens, float16: 8 bits",
             (Aim(FP8, CUDNN, 1.0, 1.25), Aim(INT8, CUDNN, 1.0, 1.25)),
@@ -112,7 +112,7 @@ def groups() -> list[Group]:
     ]
     for length in (4096, 8192, 16384):
         for dtype in ("float16", "bfloat16"):
-            found.append(
+            planned.append(
                 Group(
                     f"prefill V1, {length} tokens, {dtype}",
                     (Aim(FP16, FOUR, 1.3), Aim(FP16, TWO, 2.0)),
@@ -120,7 +120,7 @@ def groups() -> list[Group]:
                     ("attention", length, length, 1, dtype, False, (FP16, FOUR, TWO, CUDNN)),
                 )
             )
-    found.append(
+    planned.append(
         Group(
             "simulated logits 8:row, V1, 8K tokens, bfloat16",
             (Aim(ROUNDED, FP16, 1 / 1.6), Aim(ROUNDED, ROUNDED_EAGERLY, 10.0)),
@@ -139,13 +139,13 @@ def groups() -> list[Group]:
         how = ", CUDA graphs" if graph else ""
         peers = (*map(cache, (16, 8, 6, 4)), FLASH_TWO, "FlashDiffAttn_2, SDPA flash", CUDNN)
         arguments = ("decode", 1, 16384, 8, "float16", graph, peers)
-        found.append(Group(f"decode V1, context 16K, batch 8, float16{how}", aims, attention_cells, arguments))
+        planned.append(Group(f"decode V1, context 16K, batch 8, float16{how}", aims, attention_cells, arguments))
     for graph in (False, True):
         how = ", CUDA graphs" if graph else ""
         linear = (Aim("packed, 4 bits", "dense", 3.0), Aim("packed, 6 bits", "dense", 2.2))
-        found.append(Group(f"linear 3072 -> 8192, 1 token, float16{how}", linear, linear_cells, (graph,)))
+        planned.append(Group(f"linear 3072 -> 8192, 1 token, float16{how}", linear, linear_cells, (graph,)))
     state = (Aim("4-bit state", "16-bit state", 1 / 0.30),)
-    return [*found, Group("attention state of the 3B model at 32K tokens (MB)", state, state_cells, (32768,))]
+    return [*planned, Group("attention state of the 3B model at 32K tokens (MB)", state, state_cells, (32768,))]
 
 
 def run(group: Group) -> dict[str, Any]:
@@ -190,23 +190,23 @@ def verdict(aim: Aim, runs: Sequence[Sequence[dict[str, Any]]]) -> dict[str, Any
     return {"ratios": ratios, "state": "reached" if min(ratios) >= aim.at_least else "missed"}
 
 
-def line(found: dict[str, Any]) -> str:
+def line(group: dict[str, Any]) -> str:
     """A group as text: each aim with its ratios, then every path's times."""
     lines = [
-        f"{found['group']}  ({found['seconds']:.0f} s)" + (f"  FAILED: {found['problem']}" if found["problem"] else "")
+        f"{group['group']}  ({group['seconds']:.0f} s)" + (f"  FAILED: {group['problem']}" if group["problem"] else "")
     ]
-    for aim in found["aims"]:
+    for aim in group["aims"]:
         ratios = ", ".join(f"{ratio:.2f}x" for ratio in aim["ratios"]) or "-"
         hoped = f" (hoped {aim['hoped']:.2f}x)" if aim["hoped"] else ""
         lines.append(
             f"  {aim['state']:12} {ratios:16} aim {aim['at_least']:.2f}x{hoped}  {aim['path']}  against  {aim['other']}"
         )
         lines += [f"               {reason}" for reason in aim.get("reasons", ())]
-    for cell in found["runs"][0] if found["runs"] else ():
+    for cell in group["runs"][0] if group["runs"] else ():
         if "median" in cell:
             medians = ", ".join(
                 f"{c['median']:.4g}"
-                for cells in found["runs"]
+                for cells in group["runs"]
                 for c in cells
                 if c["path"] == cell["path"] and "median" in c
             )
@@ -221,6 +221,7 @@ def _plain(cell: Any) -> dict[str, Any]:
 
 
 def main() -> int:
+    # Not typer: a machine with a GPU may have torch, triton and numpy alone.
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--json", type=Path, dest="file", help="where to write everything")
     parser.add_argument("--only", default="", help="groups whose name contains this")
@@ -236,7 +237,7 @@ def main() -> int:
             print(line(result["groups"][-1]), flush=True)
         if options.file:
             options.file.write_text(json.dumps(result, indent=1) + "\n")
-    states = [aim["state"] for found in result["groups"] for aim in found["aims"]]
+    states = [aim["state"] for group in result["groups"] for aim in group["aims"]]
     print({state: states.count(state) for state in sorted(set(states))})
     return 3 if "not measured" in states else 4 if "missed" in states else 0
 

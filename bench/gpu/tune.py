@@ -6,14 +6,13 @@ The file is what `DIFFQUANT_KERNEL_CONFIGS` names: {"kernel/device class/case": 
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, fields
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from diffquant.bench.contest import linears
-from diffquant.bench.contest.contest import peers_of
+from diffquant.bench.contest.contest import SECTIONS
 from diffquant.bench.contest.peers import relative_error, tolerance
 from diffquant.bench.contest.workloads import MODELS, Model, Workload
 from diffquant.bench.timing import interleaved, prepare, spread
@@ -22,8 +21,6 @@ from diffquant.kernels.configs import PREFILL, choose, device_class, trying
 from diffquant.support.files import write_atomically
 from diffquant.support.progress import Progress, silent
 
-# Modules with a table TILES; one that is not there is left out.
-MODULES = ("attention.prefill_int8", "attention.simulated", "cache.decode", "linear.gemv", "linear.gemm")
 # A new configuration must be faster by more than timers scatter.
 GAIN = 1.03
 _TURNS = 5
@@ -63,11 +60,14 @@ def tune(path: Path, device: str, progress: Progress = silent) -> str:
 
 def shipped() -> dict[str, Any]:
     """Every configuration of the kernels' tables by key, as tuned already."""
-    found: dict[str, Any] = {key: choose(PREFILL, key) for key in PREFILL}
-    for name in MODULES:
-        table: Mapping[str, Any] = import_module(f"diffquant.kernels.{name}").TILES
-        found |= {key: choose(table, key) for key in table}
-    return found
+    # Here, since they are Triton's, which a machine without a GPU may lack.
+    from diffquant.kernels.attention import prefill_int8, simulated
+    from diffquant.kernels.cache import decode
+    from diffquant.kernels.linear import gemm, gemv
+
+    tables: list[Mapping[str, Any]] = [PREFILL]
+    tables += [module.TILES for module in (prefill_int8, simulated, decode, gemv, gemm)]
+    return {key: choose(table, key) for table in tables for key in table}
 
 
 def neighbours(config: Any, field: str) -> Iterator[int]:
@@ -89,11 +89,11 @@ def improve(key: str, config: Any, work: Callable[[], object], is_right: Check) 
             entry = changed | {field: value}
             with trying({key: asdict(config) | entry}):
                 try:
-                    found = _milliseconds(work) if is_right() else float("inf")
+                    milliseconds = _milliseconds(work) if is_right() else float("inf")
                 except Exception:  # too many registers, too little shared memory, a shape no kernel takes
                     continue
-            if found * GAIN < now and value != start:
-                now, changed = found, entry
+            if milliseconds * GAIN < now and value != start:
+                now, changed = milliseconds, entry
     return before, now, changed
 
 
@@ -109,7 +109,7 @@ def probe(key: str) -> tuple[Callable[[], object], Check]:
     section, name, model = _attention_of(kernel, int(case))
     keys = _KEYS.get(kernel, _LENGTH)
     work = Workload(model, 1 if section == "decode" else keys, keys, 8 if section == "decode" else 1, "float16")
-    peer = peers_of(section)[name]
+    peer = SECTIONS[section][name]
     call = peer.make(work, "cuda")
     allowed = tolerance(peer, work.torch_dtype)
     return lambda: peer.attention(call), lambda: relative_error(peer, call) <= allowed

@@ -1,9 +1,8 @@
-"""Who can continue tokens: DiffTransformer, our exports in ONNX Runtime, transformers' own exports, llama.cpp.
+"""Engines that continue tokens: DiffTransformer, our exports in ONNX Runtime, transformers' own exports, llama.cpp.
 
 torch is imported where it is used: a process that runs without it must not pay its memory.
 """
 
-import importlib
 import sys
 import time
 from collections.abc import Callable
@@ -14,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from diffquant import export
 from diffquant.errors import CheckpointError
 
 # From tokens [1, T] to the logits of some of them, the last one's among them: [1, T or 1, V].
@@ -83,7 +83,6 @@ def write_export(options: dict[str, Any], model: Path, folder: Path) -> None:
     """diffquant's export; a model without a tokenizer is calibrated on random tokens."""
     import torch
 
-    from diffquant import export
     from diffquant.calib.calibration.kv_cache import calibrate_cache
     from diffquant.scheme import Recipe
 
@@ -98,9 +97,10 @@ def write_export(options: dict[str, Any], model: Path, folder: Path) -> None:
 
 
 def open_export(folder: Path, threads: int) -> Engine:
-    session = importlib.import_module("diffquant.export.runtime.session")
-    model = session.OnnxModel(folder, threads)
-    return stepping(lambda rows: session.InPlace(model, 1, rows).step)
+    from diffquant.export.runtime.session import InPlace, OnnxModel
+
+    model = OnnxModel(folder, threads)
+    return stepping(lambda rows: InPlace(model, 1, rows).step)
 
 
 def write_transformers(fusions: str | None, bits: int, model: Path, folder: Path) -> None:

@@ -13,22 +13,22 @@ share of torch's is always of the torch that ran in the same piece, a share of t
 the newest float32 export in the file.
 """
 
-import argparse
 import json
 import os
 import re
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+import typer
 
 from diffquant.bench.environment import environment
 from diffquant.bench.memory import AnonymousPeak, resident
@@ -56,7 +56,25 @@ class Contestant:
     peer: bool = False
 
 
-COUNTS = {"repeats": 5, "prompt": 64, "new": 64, "prefill": 1024}
+@dataclass(frozen=True)
+class Settings:
+    """How each contestant is measured.
+
+    Attributes:
+        threads: threads of each process.
+        repeats: turns of each contestant.
+        prompt: tokens before the new ones.
+        new: tokens to generate.
+        prefill: tokens of the prompt that is run alone.
+    """
+
+    threads: int
+    repeats: int = 5
+    prompt: int = 64
+    new: int = 64
+    prefill: int = 1024
+
+
 LOW_BITS = {"weights": "4:g32", "kv_bits": 8, "embed_bits": 8}
 TORCH, FLOAT = "torch float32", "export float32"
 CONTESTANTS = {
@@ -107,20 +125,20 @@ def peak_bytes() -> int:
     return resident().peak
 
 
-def write_all(model: Path, place: Path, names: list[str]) -> dict[str, dict[str, Any]]:
+def write_all(model: Path, place: Path, names: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Make the folders that are not there yet; what each took, or why there is none."""
-    found: dict[str, dict[str, Any]] = {}
+    rows: dict[str, dict[str, Any]] = {}
     for name in names:
         folder = folder_of(name, place)
         note = folder.with_name(f"{folder.name}.json")
         if not note.is_file():
             note.write_text(json.dumps(_attempt(name, model, folder)))
-        found[name] = json.loads(note.read_text())
-    return found
+        rows[name] = json.loads(note.read_text())
+    return rows
 
 
 def _attempt(name: str, model: Path, folder: Path) -> dict[str, Any]:
-    """In a process of its own, whose memory is its own."""
+    """Numbers of writing a contestant's folder in a process whose memory is its own."""
     try:
         with ProcessPoolExecutor(1, get_context("spawn")) as writer:
             took = writer.submit(write, name, model, folder).result()
@@ -140,44 +158,44 @@ def folder_of(name: str, place: Path) -> Path:
     return place / re.sub(r"[^\w.]+", "-", name)
 
 
-def measure(model: Path, place: Path, options: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """Each contestant's numbers on a model, or why it has none."""
-    found = write_all(model, place, options.contestants)
+def measure(model: Path, place: Path, names: Sequence[str], settings: Settings) -> dict[str, dict[str, Any]]:
+    """Each contestant's numbers on a model, or why it has none; torch must be among them."""
+    rows = write_all(model, place, names)
     pools = {}
-    for name, row in found.items():
+    for name, row in rows.items():
         if "missing" in row:
             continue
         try:
-            pools[name] = admit(name, model, place, options)
+            pools[name] = admit(name, model, place, settings)
         except Exception as error:  # as above
             if not may_be_missing(name, error):
                 raise
-            found[name] = {"missing": reason(error)}
+            rows[name] = {"missing": reason(error)}
             continue
         row |= {"decode": [], "prefill": []}
-    prompt, long_prompt = random_tokens(model, options.prompt), random_tokens(model, options.prefill)
-    for _ in range(options.repeats):
+    prompt, long_prompt = random_tokens(model, settings.prompt), random_tokens(model, settings.prefill)
+    for _ in range(settings.repeats):
         for name, pool in pools.items():
-            speed, found[name]["tokens"] = pool.submit(decode, prompt, options.new).result()
-            found[name]["decode"].append(speed)
+            speed, rows[name]["tokens"] = pool.submit(decode, prompt, settings.new).result()
+            rows[name]["decode"].append(speed)
     for name, pool in pools.items():
-        found[name]["peak_bytes"] = pool.submit(peak_bytes).result()
+        rows[name]["peak_bytes"] = pool.submit(peak_bytes).result()
         pool.submit(prefill, long_prompt).result()  # warms up
-    for _ in range(options.repeats):
+    for _ in range(settings.repeats):
         for name, pool in pools.items():
-            found[name]["prefill"].append(pool.submit(prefill, long_prompt).result())
+            rows[name]["prefill"].append(pool.submit(prefill, long_prompt).result())
     for name, pool in pools.items():
         pool.shutdown()
-        compare(found[name], found[TORCH])
-    return found
+        compare(rows[name], rows[TORCH])
+    return rows
 
 
-def admit(name: str, model: Path, place: Path, options: argparse.Namespace) -> ProcessPoolExecutor:
+def admit(name: str, model: Path, place: Path, settings: Settings) -> ProcessPoolExecutor:
     """A process that has the contestant's model open and warm."""
     folder = folder_of(name, place) if CONTESTANTS[name].write else model
     pool = ProcessPoolExecutor(1, get_context("spawn"))
-    pool.submit(open_engine, name, folder, options.threads).result()
-    pool.submit(decode, random_tokens(model, options.prompt), options.new).result()
+    pool.submit(open_engine, name, folder, settings.threads).result()
+    pool.submit(decode, random_tokens(model, settings.prompt), settings.new).result()
     return pool
 
 
@@ -191,10 +209,10 @@ def compare(row: dict[str, Any], torch: dict[str, Any]) -> None:
     row["same_tokens"] = [*same, False].index(False)
 
 
-def compare_with_export(found: dict[str, dict[str, Any]]) -> None:
+def compare_with_export(rows: dict[str, dict[str, Any]]) -> None:
     """Add each one's share of the float32 export's folder and memory, where that was measured."""
-    reference = found.get(FLOAT, {})
-    for row in found.values():
+    reference = rows.get(FLOAT, {})
+    for row in rows.values():
         if reference.get("folder_bytes") and row.get("folder_bytes"):
             row["folder_of_export"] = row["folder_bytes"] / reference["folder_bytes"]
         if "peak_bytes" in reference and "peak_bytes" in row:
@@ -208,12 +226,12 @@ def reason(error: Exception) -> str:
     return f"{type(error).__name__}: {re.sub(places, '', text)}"
 
 
-def table(model: str, found: dict[str, Any]) -> str:
+def table(model: str, rows: dict[str, Any]) -> str:
     """A line a contestant: medians (spread), and each as a share."""
     columns = ["decode tokens/s", "of torch", "prefill tokens/s", "of torch", "folder MB", "of f32", "peak MB"]
     head = [model, *columns, "of torch", "of f32", "same tokens", "written in s", "with MB"]
-    rows = []
-    for name, row in found.items():
+    lines = []
+    for name, row in rows.items():
         if "missing" in row:
             continue
         speeds = []
@@ -224,44 +242,71 @@ def table(model: str, found: dict[str, Any]) -> str:
         peak = [_text(row, "peak_bytes", 1e-6, ".0f")]
         peak += [_text(row, what, 1, ".2f") for what in ("peak_of_torch", "peak_of_export")]
         written = [_text(row, "write_seconds", 1, ".1f"), _text(row, "write_anonymous_bytes", 1e-6, ".0f")]
-        rows.append([name, *speeds, *folder, *peak, str(row["same_tokens"]), *written])
-    missing = [f"{name}: none, {row['missing']}" for name, row in found.items() if "missing" in row]
-    return "\n".join([*aligned(head, rows), *missing])
+        lines.append([name, *speeds, *folder, *peak, str(row["same_tokens"]), *written])
+    missing = [f"{name}: none, {row['missing']}" for name, row in rows.items() if "missing" in row]
+    return "\n".join([*aligned(head, lines), *missing])
 
 
 def _text(row: dict[str, Any], what: str, factor: float, spec: str) -> str:
     return "-" if row.get(what) is None else format(row[what] * factor, spec)
 
 
-def main() -> None:
-    options = _parser().parse_args()
-    options.contestants = [name for name in CONTESTANTS if name in {TORCH, *options.contestants}]
-    if options.write:
-        if options.exports is None:
+def main(
+    models: Annotated[list[Path], typer.Argument(help="A .gguf file or a folder, each.")],
+    threads: Annotated[int, typer.Option(min=1, help="Threads of each process; all cores by default.")] = (
+        os.cpu_count() or 1
+    ),
+    repeats: Annotated[int, typer.Option(min=1, help="Turns of each contestant.")] = Settings.repeats,
+    prompt: Annotated[int, typer.Option(min=1, help="Tokens before the new ones.")] = Settings.prompt,
+    new: Annotated[int, typer.Option(min=2, help="Tokens to generate.")] = Settings.new,
+    prefill: Annotated[int, typer.Option(min=1, help="Tokens of a prompt run alone.")] = Settings.prefill,
+    contestants: Annotated[str, typer.Option(help="Who runs beside torch, with semicolons; all by default.")] = "",
+    exports: Annotated[
+        Path | None, typer.Option(help="Keep the contestants' folders here, and take those that are.")
+    ] = None,
+    only_write: Annotated[bool, typer.Option("--write", help="Only make the folders.")] = False,
+    merge: Annotated[bool, typer.Option("--merge", help="Add to the file that is there.")] = False,
+    file: Annotated[Path | None, typer.Option("--json", help="Where to write the numbers.")] = None,
+) -> None:
+    """Measure generation in ONNX Runtime beside torch and its peers."""
+    names = chosen(contestants)
+    if only_write:
+        if exports is None:
             raise UsageError("--write needs --exports FOLDER to keep what it writes")
-        for model in options.models:
-            found = write_all(model, _place(options.exports, model), options.contestants)
-            print(json.dumps({model.name: found}, indent=1))
+        for model in models:
+            print(json.dumps({model.name: write_all(model, _place(exports, model), names)}, indent=1))
         return
+    settings = Settings(threads, repeats, prompt, new, prefill)
     packages = ("onnx", "onnxruntime", "onnxscript", "nncf", "llama_cpp_python")
     result: dict[str, Any] = {"environment": environment(*packages), "models": {}}
-    # With each row, since a merged file has rows of several runs.
-    settings = {name: getattr(options, name) for name in ("threads", *COUNTS)}
-    settings["commit"] = result["environment"]["commit"]
-    if options.merge and options.file and options.file.is_file():
-        result = json.loads(options.file.read_text()) | {"environment": result["environment"]}
-    for model in options.models:
+    if merge and file and file.is_file():
+        result = json.loads(file.read_text()) | {"environment": result["environment"]}
+    for model in models:
         with tempfile.TemporaryDirectory() as place:
-            found = measure(model, _place(options.exports or Path(place), model), options)
-        for row in found.values():
-            row["settings"] = settings
+            rows = measure(model, _place(exports or Path(place), model), names, settings)
+        for row in rows.values():
+            # With each row, since a merged file has rows of several runs.
+            row["settings"] = asdict(settings) | {"commit": result["environment"]["commit"]}
         everyone = result["models"].setdefault(model.name, {})
         # The first torch stays: a later one ran beside fewer.
-        everyone |= {name: row for name, row in found.items() if name != TORCH or name not in everyone}
+        everyone |= {name: row for name, row in rows.items() if name != TORCH or name not in everyone}
         compare_with_export(everyone)
-        if options.file:
-            options.file.write_text(json.dumps(result, indent=1) + "\n")
+        if file:
+            file.write_text(json.dumps(result, indent=1) + "\n")
         print(table(model.name, everyone), flush=True)
+
+
+def chosen(names: str) -> list[str]:
+    """Torch and those named, with semicolons between, in the contest's order; all where none is.
+
+    Raises:
+        UsageError: a name that no contestant has.
+    """
+    wanted = {name.strip() for name in names.split(";") if name.strip()}
+    if wanted - CONTESTANTS.keys():
+        unknown = ", ".join(map(repr, sorted(wanted - CONTESTANTS.keys())))
+        raise UsageError(f"no contestant is called {unknown}; known are {'; '.join(CONTESTANTS)}")
+    return [name for name in CONTESTANTS if not wanted or name in {TORCH, *wanted}]
 
 
 def _place(exports: Path, model: Path) -> Path:
@@ -270,20 +315,7 @@ def _place(exports: Path, model: Path) -> Path:
     return place
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("models", type=Path, nargs="+", help="a .gguf file or a folder, each")
-    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
-    for name, default in COUNTS.items():
-        parser.add_argument(f"--{name}", type=int, default=default)
-    names = list(CONTESTANTS)
-    parser.add_argument("--contestants", nargs="*", choices=names, default=names, help="who runs beside torch; all")
-    parser.add_argument("--exports", type=Path, help="keep the contestants' folders here, and take those that are")
-    parser.add_argument("--write", action="store_true", help="only make the folders")
-    parser.add_argument("--merge", action="store_true", help="add to the file that is there")
-    parser.add_argument("--json", type=Path, dest="file", help="where to write the numbers")
-    return parser
-
-
 if __name__ == "__main__":
-    main()
+    from diffquant.support.program import run_program
+
+    run_program(main)

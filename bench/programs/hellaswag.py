@@ -7,22 +7,23 @@ are given too, which depend on it less. HFLM gets transformers' own Llama with d
 both must choose the same ending of every item.
 """
 
-import argparse
 import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+import typer
 
 from diffquant.bench.environment import environment
 from diffquant.errors import MissingDependencyError, ToleranceError, UsageError
 from diffquant.evals.harness import require_lm_eval
 from diffquant.evals.hellaswag import Item, evaluate, load_items
 from diffquant.loading import load
+from diffquant.report.tables import aligned
 from diffquant.source.tokenizer import load_tokenizer
 from diffquant.support.devices import resolve
 
@@ -52,16 +53,16 @@ class Timing:
     choices: list[int]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("model", type=Path, help="a Llama: a .gguf file or a folder")
-    parser.add_argument("--items", type=int, default=100)
-    parser.add_argument("--repeats", type=int, default=2)
-    parser.add_argument("--json", type=Path, dest="file", help="where to write the numbers")
-    options = parser.parse_args()
-    result = measure(options.model, options.items, options.repeats)
-    if options.file:
-        options.file.write_text(json.dumps(result, indent=1) + "\n")
+def main(
+    model: Annotated[Path, typer.Argument(help="A Llama: a .gguf file or a folder.")],
+    items: Annotated[int, typer.Option(min=1, help="Items to score.")] = 100,
+    repeats: Annotated[int, typer.Option(min=1, help="Turns of each contestant.")] = 2,
+    file: Annotated[Path | None, typer.Option("--json", help="Where to write the numbers.")] = None,
+) -> None:
+    """Measure HellaSwag's items a second beside lm-eval's HFLM."""
+    result = measure(model, items, repeats)
+    if file:
+        file.write_text(json.dumps(result, indent=1) + "\n")
     print(summary(result))
     _require(result)
 
@@ -107,11 +108,12 @@ def contestants(path: Path) -> list[Contestant]:
 def summary(result: dict[str, Any]) -> str:
     """A line a contestant, the ratios, and whether the choices agree."""
     items = result["items"]
-    lines = [f"{'scorer':<22}{'dtype':<10}{'items/s':>9}{'CPU s/item':>12}"]
+    rows = []
     for timing in result["timings"]:
         name = timing["name"] + (f", batch {timing['batch_size']}" if timing["batch_size"] else "")
         rate, cpu = items / min(timing["seconds"]), min(timing["cpu_seconds"]) / items
-        lines.append(f"{name:<22}{timing['dtype']:<10}{rate:>9.2f}{cpu:>12.3f}")
+        rows.append([name, timing["dtype"], f"{rate:.2f}", f"{cpu:.3f}"])
+    lines = aligned(["scorer", "dtype", "items/s", "CPU s/item"], rows, names=2)
     lines += [
         f"{what}: {wall:.2f} times HFLM's items per second, {cpu:.2f} times per CPU second"
         for what, (wall, cpu) in ratios(result).items()
@@ -198,4 +200,6 @@ def _require(result: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    from diffquant.support.program import run_program
+
+    run_program(main)

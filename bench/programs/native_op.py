@@ -4,8 +4,6 @@
 their ratios.
 """
 
-import argparse
-import importlib
 import json
 import os
 import time
@@ -13,15 +11,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import onnx
 import onnxruntime as ort
+import typer
 from onnx import TensorProto, helper
 
 from diffquant.bench.environment import environment
-from diffquant.errors import MissingDependencyError
+from diffquant.errors import MissingDependencyError, UsageError
+from diffquant.export import native
+from diffquant.export.graph import body, op
 
 OPSET, IR = 23, 10
 
@@ -91,25 +92,25 @@ WORKLOADS = [
 ]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m diffquant.bench.programs.native_op", description=__doc__)
-    parser.add_argument("--json", action="store_true", help="machine-readable output")
-    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--repeats", type=int, default=21)
-    parser.add_argument("--shapes", nargs="*", choices=list(SHAPES), default=list(SHAPES))
-    options = parser.parse_args()
-    # Rooms do not import each other: the op and its kernel are looked up when this runs as a program.
-    native = importlib.import_module("diffquant.export.native")
+def main(
+    as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False,
+    threads: Annotated[int, typer.Option(min=1, help="Threads of ONNX Runtime; all cores by default.")] = (
+        os.cpu_count() or 1
+    ),
+    repeats: Annotated[int, typer.Option(min=1, help="Turns of each.")] = 21,
+    shapes: Annotated[str, typer.Option(help=f"Some of {', '.join(SHAPES)}; all by default.")] = "",
+) -> None:
+    """Measure the native kernel against the op's function body in ONNX Runtime."""
+    names = [name.strip() for name in shapes.split(",") if name.strip()] or list(SHAPES)
+    unknown = [name for name in names if name not in SHAPES]
+    if unknown:
+        raise UsageError(f"unknown shape {', '.join(map(repr, unknown))}; known are {', '.join(SHAPES)}")
     library = native.library_path()
     if library is None:
         raise MissingDependencyError("the native kernel is not built: python -m diffquant.export.native")
-    results = [
-        compare(name, workload, library, options.threads, options.repeats)
-        for name in options.shapes
-        for workload in WORKLOADS
-    ]
-    if options.json:
-        print(json.dumps(report(results, native.kernel_name(), options.threads), indent=2))
+    results = [compare(name, workload, library, threads, repeats) for name in names for workload in WORKLOADS]
+    if as_json:
+        print(json.dumps(report(results, native.kernel_name(), threads), indent=2))
     else:
         print("\n".join(line(result) for result in results))
 
@@ -128,7 +129,7 @@ def compare(name: str, workload: Workload, library: Path, threads: int, repeats:
     return Result(name, workload, *times)
 
 
-def report(results: list[Result], kernel: str, threads: int) -> dict[str, Any]:
+def report(results: list[Result], kernel: str | None, threads: int) -> dict[str, Any]:
     return {
         "environment": environment(),
         "onnxruntime": ort.__version__,
@@ -141,9 +142,9 @@ def report(results: list[Result], kernel: str, threads: int) -> dict[str, Any]:
 def line(result: Result) -> str:
     work = result.workload
     what = f"{work.tokens} of {work.context} tokens, {work.dtype}, cache {work.kv_bits or 'as is'}"
-    found = result.to_dict()
-    times = f"body {found['body_ms']:8.3f} ms  native {found['native_ms']:8.3f} ms"
-    return f"{result.shape:13} {what:42} {times}  {found['ratio']:5.2f}x  best {found['ratio_of_best']:5.2f}x"
+    numbers = result.to_dict()
+    times = f"body {numbers['body_ms']:8.3f} ms  native {numbers['native_ms']:8.3f} ms"
+    return f"{result.shape:13} {what:42} {times}  {numbers['ratio']:5.2f}x  best {numbers['ratio_of_best']:5.2f}x"
 
 
 def prepared_call(shape: Shape, workload: Workload, library: Path | None, threads: int) -> Callable[[], None]:
@@ -171,8 +172,6 @@ def prepared_call(shape: Shape, workload: Workload, library: Path | None, thread
 
 def one_node(shape: Shape, workload: Workload) -> onnx.ModelProto:
     """A model of one node with its body."""
-    op = importlib.import_module("diffquant.export.graph.op")
-    body = importlib.import_module("diffquant.export.graph.body")
     attributes = op.OpAttributes(
         num_pairs=shape.pairs,
         num_kv_pairs=shape.kv_pairs,
@@ -249,4 +248,6 @@ def _random_cache(shape: Shape, workload: Workload, rng: np.random.Generator) ->
 
 
 if __name__ == "__main__":
-    main()
+    from diffquant.support.program import run_program
+
+    run_program(main)

@@ -1,7 +1,5 @@
 """Sections that run whole programs: generating, quantizing, exporting and scoring, as cells."""
 
-import argparse
-import importlib
 import tempfile
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -12,6 +10,7 @@ from diffquant.bench.cells import Cell
 from diffquant.bench.programs import generate, hellaswag, quantize
 from diffquant.bench.synthetic import synthesize
 from diffquant.errors import DiffQuantError
+from diffquant.export.native import library_path
 from diffquant.support.progress import Progress, silent
 
 _BODY, _KERNEL = "function body", "native kernel"
@@ -30,13 +29,12 @@ def generation(
     names = [name for name in generate.CONTESTANTS if peers or not name.startswith("transformers")]
     for done, model in enumerate(models):
         progress(done, len(models), f"generate: {model.name}")
-        options = argparse.Namespace(**generate.COUNTS | {"threads": threads, "repeats": repeats, "contestants": names})
         with tempfile.TemporaryDirectory() as place:
-            found = generate.measure(model, Path(place), options)
-        generate.compare_with_export(found)
+            rows = generate.measure(model, Path(place), names, generate.Settings(threads, repeats))
+        generate.compare_with_export(rows)
         left_out = [name for name in generate.CONTESTANTS if name not in names]
-        found |= {name: {"missing": _SHORT} for name in left_out}
-        cells += [cell for name, row in found.items() for cell in _of_generation(model.name, name, row)]
+        rows |= {name: {"missing": _SHORT} for name in left_out}
+        cells += [cell for name, row in rows.items() for cell in _of_generation(model.name, name, row)]
     return cells
 
 
@@ -45,7 +43,7 @@ def _of_generation(model: str, name: str, row: dict[str, Any]) -> list[Cell]:
     return [
         Cell(
             "generate",
-            f"{model}, {what} of {generate.COUNTS['new' if what == 'decode' else 'prefill']} tokens",
+            f"{model}, {what} of {length} tokens",
             name,
             unit="tokens/s",
             values=tuple(row.get(what, ())),
@@ -54,7 +52,7 @@ def _of_generation(model: str, name: str, row: dict[str, Any]) -> list[Cell]:
             peak_bytes=row.get("peak_bytes"),
             facts=facts,
         )
-        for what in ("decode", "prefill")
+        for what, length in (("decode", generate.Settings.new), ("prefill", generate.Settings.prefill))
     ]
 
 
@@ -64,16 +62,19 @@ def quantizing(gigabytes: float, weights: str, progress: Progress = silent) -> l
     with tempfile.TemporaryDirectory() as place:
         source = Path(place) / "source"
         synthesize(source, gigabytes)
-        found = quantize.measure(source, Path(place), weights)
-    facts = {"GB a second": found["gigabytes_per_second"], "resumed output identical": float(found["byte_identical"])}
+        numbers = quantize.measure(source, Path(place), weights)
+    facts = {
+        "GB a second": numbers["gigabytes_per_second"],
+        "resumed output identical": float(numbers["byte_identical"]),
+    }
     return [
         Cell(
             "quantize",
-            f"{found['source_bytes'] / 1e9:.2f} GB to {weights}",
+            f"{numbers['source_bytes'] / 1e9:.2f} GB to {weights}",
             "diffquant quantize",
             unit="s",
-            values=(found["whole"]["seconds"],),
-            peak_bytes=found["whole"]["peak_anonymous"],
+            values=(numbers["whole"]["seconds"],),
+            peak_bytes=numbers["whole"]["peak_anonymous"],
             facts=facts,
         )
     ]
@@ -86,7 +87,7 @@ def exporting(gigabytes: float, progress: Progress = silent) -> list[Cell]:
     with tempfile.TemporaryDirectory() as place:
         source = Path(place) / "source"
         synthesize(source, gigabytes)
-        found = generate.write_all(source, Path(place), names)
+        rows = generate.write_all(source, Path(place), names)
     return [
         Cell(
             "export",
@@ -97,7 +98,7 @@ def exporting(gigabytes: float, progress: Progress = silent) -> list[Cell]:
             peak_bytes=row["write_anonymous_bytes"],
             facts={"folder_bytes": float(row["folder_bytes"])},
         )
-        for name, row in found.items()
+        for name, row in rows.items()
     ]
 
 
@@ -111,12 +112,12 @@ def native_kernel(repeats: int, threads: int, progress: Progress = silent) -> li
         progress(0, 1, f"export: native kernel, {work.tokens} of {work.context} tokens")
         cache = f"cache of {work.kv_bits} bits" if work.kv_bits else "cache as it is"
         name = f"op {shape}, {work.tokens} of {work.context}, {cache}, {work.dtype}"
-        library = importlib.import_module("diffquant.export.native").library_path()
+        library = library_path()
         if library is None:
             cells.append(Cell("export", name, _KERNEL, missing="not built: python -m diffquant.export.native"))
             continue
-        found = native_op.compare(shape, work, library, threads, repeats)
-        for path, times in ((_BODY, found.body), (_KERNEL, found.native)):
+        compared = native_op.compare(shape, work, library, threads, repeats)
+        for path, times in ((_BODY, compared.body), (_KERNEL, compared.native)):
             cells.append(Cell("export", name, path, values=tuple(times), baseline=_BODY))
     return cells
 

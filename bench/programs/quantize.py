@@ -6,7 +6,6 @@ Makes a random checkpoint (or takes one), quantizes it in a process of its own w
 watched, then again with a kill in the middle and a second start, and compares the two outputs.
 """
 
-import argparse
 import hashlib
 import json
 import resource
@@ -17,7 +16,9 @@ import tempfile
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 from diffquant.bench.environment import environment
 from diffquant.bench.memory import field, resident
@@ -43,13 +44,13 @@ class Run:
     """One process: its time and its memory in bytes.
 
     Attributes:
-        seconds: of `quantize` alone; None where the process was killed.
-        process_seconds: from start to exit, imports included.
-        cpu_seconds: of all its cores, imports included; unlike the others it does not depend on what
+        seconds: time of `quantize` alone; None where the process was killed.
+        process_seconds: time from start to exit, imports included.
+        cpu_seconds: time of all its cores, imports included; unlike the others it does not depend on what
             else the machine was doing.
         peak_resident: largest resident set, mapped files included (VmHWM).
         peak_anonymous: largest resident set without mapped files (RssAnon).
-        resumed: shards taken over from an earlier run.
+        resumed: number of shards taken over from an earlier run.
     """
 
     seconds: float | None
@@ -60,22 +61,22 @@ class Run:
     resumed: int
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--source", type=Path, help="a checkpoint to use instead of a random one")
-    parser.add_argument("--gigabytes", type=float, default=6.0)
-    parser.add_argument("--shards", type=int, default=4)
-    parser.add_argument("--weights", default="4:g32")
-    parser.add_argument("--workplace", type=Path, help="folder with room for twice the checkpoint")
-    parser.add_argument("--json", type=Path, dest="file", help="where to write the numbers")
-    options = parser.parse_args()
-    with tempfile.TemporaryDirectory(dir=options.workplace) as place:
-        source = options.source or Path(place) / "source"
-        if not options.source:
-            synthesize(source, options.gigabytes, options.shards, progress_for("synthesize"))
-        result = measure(source, Path(place), options.weights)
-    if options.file:
-        options.file.write_text(json.dumps(result, indent=2) + "\n")
+def main(
+    source: Annotated[Path | None, typer.Option(help="A checkpoint to use instead of a random one.")] = None,
+    gigabytes: Annotated[float, typer.Option(help="Size of the random one.")] = 6.0,
+    shards: Annotated[int, typer.Option(min=1, help="Files of the random one.")] = 4,
+    weights: Annotated[str, typer.Option(help="Scheme, such as 4:g32.")] = "4:g32",
+    workplace: Annotated[Path | None, typer.Option(help="Folder with room for twice the checkpoint.")] = None,
+    file: Annotated[Path | None, typer.Option("--json", help="Where to write the numbers.")] = None,
+) -> None:
+    """Measure time and memory of quantizing a large checkpoint, and its survival of `kill -9`."""
+    with tempfile.TemporaryDirectory(dir=workplace) as place:
+        checkpoint = source or Path(place) / "source"
+        if source is None:
+            synthesize(checkpoint, gigabytes, shards, progress_for("synthesize"))
+        result = measure(checkpoint, Path(place), weights)
+    if file:
+        file.write_text(json.dumps(result, indent=2) + "\n")
     print(summary(result))
     _require(result)
 
@@ -129,11 +130,11 @@ def idle_memory() -> int:
 
 def digests(folder: Path) -> dict[str, str]:
     """SHA-256 of every file in a folder."""
-    found = {}
+    digest_by_name = {}
     for file in folder.iterdir():
         with file.open("rb") as stream:
-            found[file.name] = hashlib.file_digest(stream, "sha256").hexdigest()
-    return found
+            digest_by_name[file.name] = hashlib.file_digest(stream, "sha256").hexdigest()
+    return digest_by_name
 
 
 def summary(result: dict[str, Any]) -> str:
@@ -191,4 +192,6 @@ def _require(result: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    from diffquant.support.program import run_program
+
+    run_program(main)

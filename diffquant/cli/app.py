@@ -1,11 +1,8 @@
-"""The typer app, and how its errors end."""
-
-import sys
-from typing import NoReturn
+"""The typer app."""
 
 import typer
 
-from diffquant.errors import DiffQuantError
+from diffquant.support.program import run_commands
 
 app = typer.Typer(
     name="diffquant",
@@ -18,27 +15,5 @@ app = typer.Typer(
 
 
 def main() -> None:
-    """Run the command line; every error a user can cause becomes one line and an exit code."""
-    try:
-        app()
-    except DiffQuantError as error:
-        _fail(f"error: {error}", error.exit_code)
-    except OSError as error:
-        _fail(f"error: {error}", 1)
-    except SystemExit as stop:
-        interrupt = _interrupt_behind(stop)
-        if interrupt is None:
-            raise
-        _fail(f"\n{interrupt}" if str(interrupt) else "\ninterrupted", 130)
-
-
-def _interrupt_behind(stop: BaseException | None) -> KeyboardInterrupt | None:
-    """The Ctrl-C that typer turned into an exit; what it interrupted may have said how to go on."""
-    while stop is not None and not isinstance(stop, KeyboardInterrupt):
-        stop = stop.__cause__ or stop.__context__
-    return stop
-
-
-def _fail(message: str, code: int) -> NoReturn:
-    sys.stderr.write(f"{message}\n")
-    raise SystemExit(code)
+    """Run the command line."""
+    run_commands(app)

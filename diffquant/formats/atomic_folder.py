@@ -5,7 +5,6 @@ of everything that determines the output; a later run with the same key verifies
 """
 
 import errno
-import fcntl
 import json
 import os
 import shutil
@@ -15,12 +14,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock, Timeout
+
 from diffquant.errors import DiffQuantError, OutputExistsError, UsageError
 from diffquant.support.files import file_digest, write_atomically
 
 _JOURNAL = "journal.json"
 _LOCK = ".lock"
-# For the tokenizer and what describes the weights.
+# Bytes for the tokenizer and what describes the weights.
 _MARGIN = 16 * 2**20
 
 
@@ -28,8 +29,8 @@ class Staging:
     """The partial folder and its journal.
 
     Attributes:
-        folder: where the output grows.
-        resumed: shards that an earlier run finished and that were verified.
+        folder: folder in which the output grows.
+        resumed: number of shards that an earlier run finished and that were verified.
     """
 
     def __init__(self, folder: Path, key: Mapping[str, Any]) -> None:
@@ -176,12 +177,16 @@ def _guarded(staging: Staging) -> Iterator[Staging]:
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
     """Hold the folder against a second run; the lock ends with the process, however it ends."""
-    with (folder / _LOCK).open("w") as stream:
-        try:
-            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise DiffQuantError(f"another run is writing {folder}; wait for it or choose another output") from None
+    # Not the soft lock that filelock falls back to: a file that a killed run leaves would block all later ones.
+    lock = FileLock(folder / _LOCK, blocking=False, fallback_to_soft=False)
+    try:
+        lock.acquire()
+    except Timeout:
+        raise DiffQuantError(f"another run is writing {folder}; wait for it or choose another output") from None
+    try:
         yield
+    finally:
+        lock.release()
 
 
 def _put_in_place(partial: Path, destination: Path) -> None:

@@ -6,7 +6,6 @@ read some rows at a time, results go straight to their place in the file.
 
 import json
 import math
-import os
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -24,6 +23,7 @@ from diffquant.formats.reader import INDEX, SINGLE, Checkpoint
 from diffquant.formats.writer import OutputTensor, ShardFile
 from diffquant.numerics import check_finite
 from diffquant.support.files import file_digest, write_atomically
+from diffquant.support.machine import cores
 from diffquant.support.progress import Progress
 
 # Float32 intermediates of a block stay within a core's cache; larger blocks are much slower.
@@ -216,7 +216,7 @@ def workers() -> Iterator[ThreadPoolExecutor]:
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    pool = ThreadPoolExecutor(len(os.sched_getaffinity(0)), thread_name_prefix="diffquant")
+    pool = ThreadPoolExecutor(cores(), thread_name_prefix="diffquant")
     try:
         yield pool
     finally:

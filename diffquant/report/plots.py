@@ -1,6 +1,7 @@
-"""What the room's plots share."""
+"""What all plots share: figures, axes, colours, and the way into a page."""
 
-from typing import Any
+import io
+from typing import Any, Literal
 
 
 def new_figure(width: float, height: float) -> Any:
@@ -21,8 +22,20 @@ def plain_log_scale(axis: Any) -> None:
     axis.yaxis.set_minor_locator(NullLocator())
 
 
-def tidy(axis: Any) -> None:
-    axis.grid(axis="y", color="#dddddd", linewidth=0.7)
+def as_svg(figure: Any) -> str:
+    """The figure as one <svg> element that refers to nothing outside itself."""
+    import matplotlib
+
+    out = io.StringIO()
+    with matplotlib.rc_context({"svg.fonttype": "path"}):
+        figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None})
+    text = out.getvalue()
+    return text[text.index("<svg") :]
+
+
+def tidy(axis: Any, grid: Literal["y", "both"] = "y") -> None:
+    """An axis with a pale grid behind what is drawn, open at the top and on the right."""
+    axis.grid(axis=grid, color="#dddddd", linewidth=0.7)
     axis.set_axisbelow(True)
     for side in ("top", "right"):
         axis.spines[side].set_visible(False)
@@ -30,9 +43,5 @@ def tidy(axis: Any) -> None:
 
 # Okabe and Ito's colours, which people with any common colour blindness can tell apart.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-
-
 STYLES = ("-", "--", ":", "-.")
-
-
 MARKERS = ("o", "s", "^", "D")

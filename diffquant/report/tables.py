@@ -1,4 +1,4 @@
-"""Tables in plain text, for terminals."""
+"""Tables in plain text: in aligned columns for terminals, in Markdown for documents."""
 
 from collections.abc import Sequence
 
@@ -7,7 +7,7 @@ def aligned(head: Sequence[str], lines: Sequence[Sequence[str]], names: int = 1)
     """The head, a rule and the lines, in columns as wide as their longest text.
 
     Args:
-        names: how many of the first columns are names, set to the left; the others are numbers, to the right.
+        names: number of first columns that hold names, set to the left; the others hold numbers, to the right.
     """
     widths = [max(map(len, column)) for column in zip(head, *lines, strict=True)]
     rule = "  ".join("-" * width for width in widths)
@@ -20,6 +20,11 @@ def _line(texts: Sequence[str], widths: Sequence[int], names: int) -> str:
         text.ljust(width) if column < names else text.rjust(width)
         for column, (text, width) in enumerate(zip(texts, widths, strict=True))
     ).rstrip()
+
+
+def markdown(head: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]:
+    """The head, a rule and the lines as a Markdown table."""
+    return [f"| {' | '.join(texts)} |" for texts in (head, ["---"] * len(head), *lines)]
 
 
 def megabytes(size: float) -> str:

@@ -1,1 +1,1 @@
-"""What every room needs and none owns: files, devices, versions, progress."""
+"""What every room needs and none owns: files, devices, the machine, versions, progress."""

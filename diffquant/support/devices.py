@@ -1,4 +1,4 @@
-"""Which dtype to evaluate in."""
+"""Devices and the dtypes to evaluate in on each."""
 
 import torch
 
@@ -34,7 +34,8 @@ def is_bfloat16_native(device: str = "cpu") -> bool:
 
 
 def check_device(device: str) -> None:
-    """
+    """Check that a device can be used.
+
     Raises:
         UsageError: the name is none of torch's, or the device is not there.
     """

@@ -1,12 +1,17 @@
 """Progress of long work, on stderr and only where someone watches."""
 
 import sys
-import time
 from collections.abc import Callable
-from typing import TextIO
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
 
 # Called with the work done, all of the work (same unit) and a few words about what is under way.
 Progress = Callable[[float, float, str], None]
+
+_UNDER_WAY = "{desc} {percentage:3.0f}%  {remaining} left{postfix}"
+_DONE = "{desc} {percentage:3.0f}%  {elapsed}{postfix}"
 
 
 def silent(done: float, total: float, what: str) -> None:
@@ -14,37 +19,47 @@ def silent(done: float, total: float, what: str) -> None:
 
 
 class TerminalProgress:
-    """One line, redrawn at most five times a second: share done, time left, what is under way."""
+    """One line, redrawn at most five times a second and cut to the terminal's width.
 
-    def __init__(self, label: str, stream: TextIO = sys.stderr) -> None:
+    It shows a label, the share done, the time left and what is under way; when all is done, the time it took.
+    """
+
+    def __init__(self, label: str) -> None:
         self.label = label
-        self.stream = stream
-        self.started = time.monotonic()
-        self.drawn = 0.0
+        self._line: tqdm[None] | None = None
 
     def __call__(self, done: float, total: float, what: str) -> None:
-        now = time.monotonic()
-        if done < total and now - self.drawn < 0.2:
-            return
-        self.drawn = now
         share = done / total if total else 1.0
-        left = (now - self.started) * (1 - share) / share if share > 0 else float("nan")
-        timing = f"{_clock(left)} left" if 0 < share < 1 else _clock(now - self.started)
-        self.stream.write(f"\r\x1b[K{self.label} {share:4.0%}  {timing}  {what}")
-        self.stream.write("\n" if done >= total else "")
-        self.stream.flush()
-        if done >= total:
-            # What is told next is other work, with a time of its own.
-            self.started = now
+        line = self._line or self._started(share, what)
+        line.set_postfix_str(what, refresh=False)
+        if share < 1:
+            line.update(share - line.n)
+            self._line = line
+            return
+        line.n, line.bar_format, line.leave = share, _DONE, True
+        line.close()
+        self._line = None
+
+    def _started(self, share: float, what: str) -> "tqdm[None]":
+        # Here, since most commands end before they have progress to show.
+        from tqdm import tqdm
+
+        # What fails or is interrupted leaves nothing: a message follows. The time left is by the mean speed so far.
+        return tqdm(
+            desc=self.label,
+            total=1.0,
+            initial=share,
+            postfix=what,
+            file=sys.stderr,
+            bar_format=_UNDER_WAY,
+            mininterval=0.2,
+            miniters=0,
+            smoothing=0,
+            leave=False,
+            dynamic_ncols=True,
+        )
 
 
 def progress_for(label: str) -> Progress:
     """A progress line on a terminal, silence elsewhere."""
     return TerminalProgress(label) if sys.stderr.isatty() else silent
-
-
-def _clock(seconds: float) -> str:
-    if seconds != seconds:
-        return "?"
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}" if minutes >= 60 else f"{minutes}:{rest:02}"

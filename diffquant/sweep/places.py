@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from diffquant.errors import UsageError
+from diffquant.report.plots import new_figure
 from diffquant.sweep.result import SweepResult, model_names
 
 BY_PLACE = "by_place"
@@ -40,13 +41,11 @@ def plot_places(sweep: SweepResult, path: Path) -> None:
     Raises:
         UsageError: no needle cell was measured at 16 bits.
     """
-    from matplotlib.figure import Figure
-
     panels = grids(sweep)
     if not panels:
         raise UsageError("nothing to plot: no needle cell was measured at 16 bits")
     models, tasks = (list(dict.fromkeys(names)) for names in zip(*((p.model, p.task) for p in panels), strict=True))
-    figure = Figure(figsize=(1.4 + 2.6 * len(models), 0.9 + 2.3 * len(tasks)), layout="constrained")
+    figure = new_figure(1.4 + 2.6 * len(models), 0.9 + 2.3 * len(tasks))
     axes = figure.subplots(len(tasks), len(models), squeeze=False)
     for axis in axes.flat:
         axis.set_axis_off()

@@ -3,14 +3,13 @@
 Source: the presentation follows figure 8 of arXiv 2410.05258.
 """
 
-import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from diffquant.errors import UsageError
-from diffquant.report.plots import COLOURS, MARKERS, STYLES
+from diffquant.report.plots import COLOURS, MARKERS, STYLES, as_svg, new_figure, tidy
 from diffquant.sweep.grid import EXPORTED, RECIPE
 from diffquant.sweep.result import SweepResult
 from diffquant.sweep.table import Row, rows
@@ -44,13 +43,7 @@ def svg(sweep: SweepResult) -> str:
     Raises:
         UsageError: the sweep has nothing to draw.
     """
-    import matplotlib
-
-    out = io.StringIO()
-    with matplotlib.rc_context({"svg.fonttype": "path"}):
-        _figure(sweep).savefig(out, format="svg", metadata={"Date": None, "Creator": None})
-    text = out.getvalue()
-    return text[text.index("<svg") :]
+    return as_svg(_figure(sweep))
 
 
 def lines(sweep: SweepResult, target: str) -> list[Line]:
@@ -68,8 +61,6 @@ def lines(sweep: SweepResult, target: str) -> list[Line]:
 
 
 def _figure(sweep: SweepResult) -> Any:
-    from matplotlib.figure import Figure
-
     swept = [t for t in dict.fromkeys(point.target for point in sweep.points) if t not in ("", EXPORTED, RECIPE)]
     targets = [t for t in swept if lines(sweep, t)]
     if not targets:
@@ -79,7 +70,7 @@ def _figure(sweep: SweepResult) -> Any:
     look = _Look(
         list(dict.fromkeys(line.model for line in every)), list(dict.fromkeys(line.granularity for line in every))
     )
-    figure = Figure(figsize=(2.4 + 4.4 * len(targets), 4.6), layout="constrained")
+    figure = new_figure(2.4 + 4.4 * len(targets), 4.6)
     axes = figure.subplots(1, len(targets), sharey=True, squeeze=False)[0]
     legend: dict[str, Any] = {}
     for axis, target in zip(axes, targets, strict=True):
@@ -127,10 +118,7 @@ def _draw(axis: Any, target: str, panel: Sequence[Line], look: _Look) -> dict[st
     axis.set_xticks(range(len(widths)), [str(bits) for bits in widths])
     axis.set_xlabel("bits")
     axis.set_title(TITLES.get(target, target), fontsize=11)
-    axis.grid(axis="y", color="#dddddd", linewidth=0.7)
-    axis.set_axisbelow(True)
-    for side in ("top", "right"):
-        axis.spines[side].set_visible(False)
+    tidy(axis)
     return drawn
 
 

@@ -1,28 +1,14 @@
 """One HTML file with everything in it: table, plot, settings, and what each layer's logit quantizer did."""
 
-from html import escape
 from pathlib import Path
 from typing import Any
 
 from diffquant.errors import UsageError
+from diffquant.report.page import Drawing, Facts, Fold, Items, Note, Section, Table, page
 from diffquant.support.files import write_atomically
 from diffquant.sweep.plot import svg
 from diffquant.sweep.result import Measured, SweepResult, model_names
 from diffquant.sweep.table import cells_of, notes
-
-_STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; color: #1a1a1a; max-width: 76rem; margin: 2rem auto; padding: 0 1rem; }
-h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin-top: 2.2rem; }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .87rem; }
-th, td { padding: .25rem .7rem; text-align: right; white-space: nowrap; border-bottom: 1px solid #e4e4e4; }
-th { border-bottom: 2px solid #999; } th:nth-child(-n+3), td:nth-child(-n+3) { text-align: left; }
-tr.baseline td { background: #f3f6fa; }
-.wide { overflow-x: auto; } svg { max-width: 100%; height: auto; }
-.note { color: #555; font-size: .87rem; } .error { color: #a40000; }
-dl { display: grid; grid-template-columns: max-content auto; gap: .15rem 1.2rem; font-size: .87rem; }
-dt { color: #555; } dd { margin: 0; overflow-wrap: anywhere; }
-details { margin: .5rem 0; } summary { cursor: pointer; }
-"""
 
 
 def write_report(sweep: SweepResult, path: Path) -> None:
@@ -32,68 +18,48 @@ def write_report(sweep: SweepResult, path: Path) -> None:
 
 def report(sweep: SweepResult) -> str:
     """The whole document; it loads nothing."""
-    parts = [
-        "<h1>diffquant sweep</h1>",
-        f'<p class="note">{escape(sweep.settings["date"])}</p>',
+    sections = [
         *_failures(sweep),
-        "<h2>Results</h2>",
-        _results(sweep),
-        *[f'<p class="note">{escape(note)}</p>' for note in notes(sweep)],
+        Section("Results", [_results(sweep), *map(Note, notes(sweep))]),
         *_plot(sweep),
         *_logits(sweep),
-        "<h2>Settings</h2>",
-        _settings(sweep.settings),
+        Section("Settings", [Facts(_settings(sweep.settings))]),
     ]
-    return (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>diffquant sweep</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n"
-        + "\n".join(parts)
-        + "\n</body>\n</html>\n"
-    )
+    return page("diffquant sweep", [Note(sweep.settings["date"])], sections)
 
 
-def _failures(sweep: SweepResult) -> list[str]:
+def _failures(sweep: SweepResult) -> list[Section]:
     if not sweep.failed:
         return []
     names = model_names([point.model for point in sweep.points])
-    items = [f"{names[c.point.model]}, {c.point.label}, {c.task}: {c.error}" for c in sweep.failed]
-    return [
-        f"<h2>{len(sweep.failed)} of {len(sweep.cells)} cells failed</h2>",
-        '<ul class="error">' + "".join(f"<li>{escape(item)}</li>" for item in items) + "</ul>",
-    ]
+    reasons = [f"{names[c.point.model]}, {c.point.label}, {c.task}: {c.error}" for c in sweep.failed]
+    return [Section(f"{len(sweep.failed)} of {len(sweep.cells)} cells failed", [Items(reasons, errors=True)])]
 
 
-def _results(sweep: SweepResult) -> str:
+def _results(sweep: SweepResult) -> Table:
     heads, lines = cells_of(sweep)
-    classes = ["baseline" if point.is_baseline else "" for point in sweep.points]
-    return _table(heads, lines, classes)
+    return Table(heads, lines, [point.is_baseline for point in sweep.points], names=3)
 
 
-def _plot(sweep: SweepResult) -> list[str]:
+def _plot(sweep: SweepResult) -> list[Section]:
     try:
-        drawing = svg(sweep)
+        return [Section("Against bits", [Drawing(svg(sweep))])]
     except UsageError:
         return []
-    return ["<h2>Against bits</h2>", f'<div class="wide">{drawing}</div>']
 
 
-def _logits(sweep: SweepResult) -> list[str]:
+def _logits(sweep: SweepResult) -> list[Section]:
     """Steps and clipping by layer, one fold a cell."""
     names = model_names([point.model for point in sweep.points])
     reported = [cell for cell in sweep.cells if cell.result and "logit_report" in cell.result]
-    folds = [
-        f"<details><summary>{escape(f'{names[c.point.model]}, {c.point.label}, {c.task}')}: {_clipping(c)}</summary>"
-        f"{_layers(c)}</details>"
-        for c in reported
-    ]
+    folds = [Fold(f"{names[c.point.model]}, {c.point.label}, {c.task}: {_clipping(c)}", _layers(c)) for c in reported]
     if not folds:
         return []
     explained = (
         "A step is the distance between two neighbouring codes, in units of the logits; an entry is clipped where it "
         "lies outside the codes. Mean and largest step are over all scales of a layer."
     )
-    return ["<h2>Logit quantizers, layer by layer</h2>", f'<p class="note">{explained}</p>', *folds]
+    return [Section("Logit quantizers, layer by layer", [Note(explained), *folds])]
 
 
 def _clipping(cell: Measured) -> str:
@@ -103,7 +69,7 @@ def _clipping(cell: Measured) -> str:
     return f"mean step {min(steps):.3g} to {max(steps):.3g}, clipped {clipped / max(1, entries):.2%}"
 
 
-def _layers(cell: Measured) -> str:
+def _layers(cell: Measured) -> Table:
     heads = ["layer", "calls", "entries", "clipped", "mean step", "largest step"]
     lines = [
         [
@@ -116,19 +82,19 @@ def _layers(cell: Measured) -> str:
         ]
         for layer in _report_of(cell)
     ]
-    return _table(heads, lines, [""] * len(lines))
+    return Table(heads, lines, names=3)
 
 
 def _report_of(cell: Measured) -> list[dict[str, Any]]:
     return cell.result["logit_report"] if cell.result else []
 
 
-def _settings(settings: dict[str, Any]) -> str:
+def _settings(settings: dict[str, Any]) -> dict[str, str]:
     flat = {f"{name} {key}": value for name in ("options", "versions") for key, value in settings[name].items()}
     flat |= {f"task {task['name']}": _listed(task) for task in settings["tasks"]}
     flat |= {f"SHA-256 of {Path(path).name}": digest for path, digest in settings["models"].items()}
     flat["dtype"] = settings["dtype"]
-    return "<dl>" + "".join(f"<dt>{escape(k)}</dt><dd>{escape(_listed(v))}</dd>" for k, v in flat.items()) + "</dl>"
+    return {name: _listed(value) for name, value in flat.items()}
 
 
 def _listed(value: Any) -> str:
@@ -137,12 +103,3 @@ def _listed(value: Any) -> str:
     if isinstance(value, list | tuple):
         return ", ".join(map(str, value))
     return "default" if value is None else str(value)
-
-
-def _table(heads: list[str], lines: list[list[str]], classes: list[str]) -> str:
-    head = "".join(f"<th>{escape(text)}</th>" for text in heads)
-    body = "".join(
-        f'<tr class="{name}">' + "".join(f"<td>{escape(text)}</td>" for text in line) + "</tr>\n"
-        for line, name in zip(lines, classes, strict=True)
-    )
-    return f'<div class="wide"><table><thead><tr>{head}</tr></thead>\n<tbody>{body}</tbody></table></div>'

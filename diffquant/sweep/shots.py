@@ -9,7 +9,7 @@ from typing import Any
 
 from diffquant.errors import UsageError
 from diffquant.evals.stats import estimate
-from diffquant.report.plots import COLOURS, MARKERS, STYLES
+from diffquant.report.plots import COLOURS, MARKERS, STYLES, new_figure, tidy
 from diffquant.sweep.grid import EXPORTED, RECIPE, Point
 from diffquant.sweep.plot import TITLES
 from diffquant.sweep.result import SweepResult, model_names
@@ -43,13 +43,11 @@ def plot_shots(sweep: SweepResult, path: Path) -> None:
     Raises:
         UsageError: nothing was measured at two numbers of demonstrations.
     """
-    from matplotlib.figure import Figure
-
     shown = panels(sweep)
     if not shown:
         raise UsageError("nothing to plot: no model was measured at two numbers of demonstrations")
     models = list(dict.fromkeys(line.model for lines in shown.values() for line in lines))
-    figure = Figure(figsize=(2.4 + 4.4 * len(shown), 4.6), layout="constrained")
+    figure = new_figure(2.4 + 4.4 * len(shown), 4.6)
     axes = figure.subplots(1, len(shown), sharey=True, squeeze=False)[0]
     for axis, (title, lines) in zip(axes, shown.items(), strict=True):
         _draw(axis, title, lines, models)
@@ -97,7 +95,5 @@ def _draw(axis: Any, title: str, lines: list[Line], models: list[str]) -> None:
     axis.set_xticks([], minor=True)
     axis.set_xlabel("demonstrations")
     axis.set_title(title, fontsize=11)
-    axis.grid(axis="y", color="#dddddd", linewidth=0.7)
     axis.legend(fontsize=8, frameon=False)
-    for side in ("top", "right"):
-        axis.spines[side].set_visible(False)
+    tidy(axis)

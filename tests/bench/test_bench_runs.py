@@ -2,7 +2,6 @@
 
 import json
 import time
-from argparse import Namespace
 
 import numpy as np
 import pytest
@@ -10,6 +9,7 @@ from typer.testing import CliRunner
 
 from diffquant.bench import memory, run, timing
 from diffquant.bench.cells import Cell
+from diffquant.bench.contest import contest
 from diffquant.bench.gpu import ratios as gpu
 from diffquant.bench.gpu import tune
 from diffquant.bench.programs import generate, programs
@@ -170,9 +170,8 @@ def test_a_group_that_fails_is_reported_and_ends():
 
 def test_every_aim_of_the_gpu_table_names_peers_that_exist():
     from diffquant.bench.contest import linears
-    from diffquant.bench.contest.contest import peers_of
 
-    known = {*peers_of("attention"), *peers_of("decode"), *linears.PATHS, "4-bit state", "16-bit state"}
+    known = {*contest.SECTIONS["attention"], *contest.SECTIONS["decode"], *linears.PATHS, "4-bit state", "16-bit state"}
     for group in gpu.groups():
         for aim in group.aims:
             assert {aim.path, aim.other} <= known
@@ -220,9 +219,9 @@ def test_tuning_takes_the_fastest_neighbour_that_is_right(monkeypatch):
 def test_generation_gives_the_same_tokens_in_torch_and_in_the_float32_export(tmp_path):
     pytest.importorskip("onnxruntime")
     model = tiny_lm.write_diff_v2(tmp_path / "diff-v2")
-    counts = {"repeats": 1, "prompt": 5, "new": 4, "prefill": 8, "threads": 1}
+    settings = generate.Settings(threads=1, repeats=1, prompt=5, new=4, prefill=8)
     names = [generate.TORCH, generate.FLOAT, "llama.cpp Q4_0"]
-    found = generate.measure(model, tmp_path, Namespace(**counts, contestants=names))
+    found = generate.measure(model, tmp_path, names, settings)
     assert found[generate.FLOAT]["same_tokens"] == 4
     assert found[generate.FLOAT]["folder_bytes"] > 0
     assert found[generate.FLOAT]["write_seconds"] > 0

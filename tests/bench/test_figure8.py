@@ -10,6 +10,7 @@ from diffquant.attention import DiffSpec
 from diffquant.model.config import DiffTransformerConfig
 from diffquant.model.modeling import DiffTransformer
 from diffquant.scheme import Recipe, Scheme
+from diffquant.support.program import run_program
 from studies import figure8, figure8_plots
 from studies.logit_noise import Reading, difference, divergences, layers_of, observed, predictions_of, sensitivity
 from tests.support.tiny_lm import tokenizer
@@ -95,6 +96,12 @@ def test_kl_is_each_sequences_own():
     assert found[0] == 0
 
 
+def run_to_its_end(command):
+    with pytest.raises(SystemExit) as end:
+        run_program(command)
+    assert end.value.code == 0
+
+
 def test_the_program_writes_a_file_a_model_and_does_not_measure_it_again(tmp_path, monkeypatch, capsys):
     for kind in ("plain", "v1"):
         random_model(kind).save_pretrained(tmp_path / kind)
@@ -103,7 +110,7 @@ def test_the_program_writes_a_file_a_model_and_does_not_measure_it_again(tmp_pat
     arguments = [str(tmp_path / "plain"), str(tmp_path / "v1"), "-o", str(out), "--characters", "400"]
     arguments += ["--window", "32", "--bits", "8,4", "--granularity", "tensor,row:shift"]
     monkeypatch.setattr(sys, "argv", ["figure8", *arguments])
-    figure8.main()
+    run_to_its_end(figure8.main)
     said = capsys.readouterr().out
     assert "v1 against plain" in said
     found = json.loads((out / "v1.json").read_text())
@@ -112,5 +119,5 @@ def test_the_program_writes_a_file_a_model_and_does_not_measure_it_again(tmp_pat
     assert (out / "prediction.png").exists()
     monkeypatch.setattr(figure8, "measure", None)
     monkeypatch.setattr(figure8_plots, "write_plots", lambda *_: None)
-    figure8.main()
+    run_to_its_end(figure8.main)
     assert capsys.readouterr().out == said

@@ -85,6 +85,25 @@ def test_two_runs_do_not_share_a_folder(killed, left):
     assert left.exists()
 
 
+def test_a_lock_ends_with_the_process_that_was_killed_holding_it(killed, left):
+    hold = """
+import sys, time
+from pathlib import Path
+from diffquant.formats.atomic_folder import staged
+with staged(Path(sys.argv[1]), {}, 1, overwrite=False):
+    print("held", flush=True)
+    time.sleep(60)
+"""
+    with subprocess.Popen([sys.executable, "-c", hold, left.parent / "out"], stdout=subprocess.PIPE) as holder:
+        assert holder.stdout.readline() == b"held\n"
+        with pytest.raises(DiffQuantError, match="another run is writing"):
+            quantize(killed / "source", left.parent / "out", RECIPE)
+        holder.kill()
+    quantize(killed / "source", left.parent / "out", RECIPE)
+    assert contents(left.parent / "out") == contents(killed / "expected")
+    assert not left.exists()
+
+
 def test_a_foreign_folder_of_the_partial_name_is_not_touched(killed, tmp_path):
     (tmp_path / "out.partial").mkdir()
     (tmp_path / "out.partial/mine.txt").write_text("mine")

@@ -2,6 +2,7 @@ import csv
 import io
 import json
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -108,6 +109,15 @@ def test_the_report_shows_failures_escaped_clipping_and_settings(sweep):
     assert "the &lt;model&gt; computes NaN" in text
     assert "clipped 7.00%" in text
     assert "ab" * 32 in text
+
+
+def test_the_report_escapes_the_names_of_models(sweep):
+    renamed = {Path("transformer"): Path("<script>alert(1)<!--"), Path("diff"): Path("diff")}
+    cells = [replace(cell, point=replace(cell.point, model=renamed[cell.point.model])) for cell in sweep.cells]
+    reader = References()
+    reader.feed(report(SweepResult(cells, sweep.settings)))
+    assert "script" not in reader.tags
+    assert "details" in reader.tags  # which stand below the tables that hold the name
 
 
 def test_outputs_of_a_real_sweep_are_written_and_listed(tmp_path):

@@ -1,4 +1,4 @@
-from diffquant.report.tables import aligned
+from diffquant.report.tables import aligned, markdown
 
 
 def test_names_stand_left_and_numbers_right():
@@ -13,3 +13,7 @@ def test_names_stand_left_and_numbers_right():
 def test_more_columns_of_names_and_no_lines():
     assert aligned(["a", "b", "c"], [["x", "y", "100"]], names=2)[0] == "a  b    c"
     assert aligned(["a", "b"], []) == ["a  b", "-  -"]
+
+
+def test_a_markdown_table_has_a_rule_below_its_head():
+    assert markdown(["a", "b"], [["x", "1"]]) == ["| a | b |", "| --- | --- |", "| x | 1 |"]

@@ -1,0 +1,110 @@
+"""What the bench needs to run, how it names what it imports, and what its programs take."""
+
+import ast
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from diffquant.bench.programs import generate
+from diffquant.errors import UsageError
+from studies import rounding
+
+ROOT = Path(__file__).parents[2]
+WITHOUT = """
+import sys
+from importlib.abc import MetaPathFinder
+
+class Absent(MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {packages!r}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+
+sys.meta_path.insert(0, Absent())
+"""
+# torch itself may take others of its own along, such as filelock and jinja2.
+NOT_ON_GPU_MACHINES = {
+    *("transformers", "safetensors", "gguf", "accelerate", "yaml", "typer", "matplotlib", "tqdm"),
+    *("onnx", "onnxruntime", "onnxscript", "lm_eval", "compressed_tensors", "bitsandbytes", "scipy", "pytest"),
+}
+PROGRAMS = [
+    "diffquant.bench.programs.generate",
+    "diffquant.bench.programs.hellaswag",
+    "diffquant.bench.programs.native_op",
+    "diffquant.bench.programs.quantize",
+    "diffquant.bench.synthetic",
+    "studies.figure8",
+    "studies.rounding",
+    "studies.rounding_layers",
+]
+
+
+def run_program(program):
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
+
+
+def test_the_gpu_table_needs_torch_triton_and_numpy_alone():
+    pytest.importorskip("triton")
+    code = """
+from diffquant.bench.contest import contest, decode, diffllama, kernels, linears, peers, roofline, workloads
+from diffquant.bench.gpu import ratios, tune
+print(len(ratios.groups()), len(tune.shipped()) > 0, *contest.SECTIONS)
+"""
+    done = run_program(WITHOUT.format(packages=NOT_ON_GPU_MACHINES) + code)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split()[1:] == ["True", "attention", "decode"]
+
+
+def test_the_bench_runs_without_onnx_and_says_what_it_leaves_out():
+    code = """
+import importlib.util, sys
+there = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *of: None if name in ("onnx", "onnxruntime") else there(name, *of)
+sys.modules["onnx"] = sys.modules["onnxruntime"] = None
+from diffquant.bench import run
+from diffquant.support.progress import silent
+print(run._export(run.BenchOptions(("export",)), "float32", silent)[0].missing)
+"""
+    done = run_program(code)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("ONNX models need onnx, onnxruntime: pip install")
+
+
+@pytest.mark.parametrize("folder", ["bench", "studies"])
+def test_the_projects_modules_are_imported_by_name_and_not_by_string(folder):
+    for file in sorted((ROOT / folder).rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+                what = ast.unparse(node.args[0])
+                assert "diffquant" not in what, f"{file}: {what}"
+                assert not what.lstrip("f'\"").startswith("."), f"{file}: {what}"
+
+
+@pytest.mark.parametrize("module", PROGRAMS)
+def test_every_program_says_what_it_does_and_what_its_options_are(module):
+    if module.endswith("native_op"):
+        pytest.importorskip("onnxruntime")
+    program = typer.Typer()
+    program.command()(import_module(module).main)
+    command = typer.main.get_command(program)
+    assert command.help.endswith(".")
+    assert all(parameter.help for parameter in command.params if parameter.name != "help")
+    assert CliRunner().invoke(program, ["--no-such-option"]).exit_code == 2
+
+
+def test_contestants_are_chosen_by_name_in_their_own_order_beside_torch():
+    assert generate.chosen("") == list(generate.CONTESTANTS)
+    assert generate.chosen(f"llama.cpp Q4_0; {generate.FLOAT}") == [generate.TORCH, generate.FLOAT, "llama.cpp Q4_0"]
+    with pytest.raises(UsageError, match="no contestant is called 'vllm'; known are torch float32;"):
+        generate.chosen("vllm")
+
+
+def test_a_rounding_contest_needs_one_model_and_a_file(tmp_path):
+    with pytest.raises(UsageError, match="one model and --json"):
+        rounding.main([tmp_path])
+    with pytest.raises(UsageError, match="one model and --json"):
+        rounding.main([tmp_path, tmp_path], file=tmp_path / "out.json")
