@@ -167,7 +167,6 @@ PEERS: dict[str, Peer] = {
         )
         for how, count in (("eager", counts.eager_halves), ("sdpa", counts.four_calls))
     },
-    "DIFF, ONNX operator in torch": Peer(_ours("op"), differential, counts.four_calls, missing=_refused("op")),
     "DIFF, fused": Peer(_ours("triton"), differential, counts.fused, missing=_refused("triton")),
     "DIFF, fused, int8 QK": Peer(
         _ours("triton-int8"), differential, counts.fused, tolerance=0.05, missing=_refused("triton-int8")

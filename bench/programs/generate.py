@@ -243,7 +243,7 @@ def main() -> None:
             found = write_all(model, _place(options.exports, model), options.contestants)
             print(json.dumps({model.name: found}, indent=1))
         return
-    packages = ("onnx", "onnxruntime", "onnxscript", "nncf", "llama_cpp_python")
+    packages = ("onnx", "onnxruntime", "nncf", "llama_cpp_python")
     result: dict[str, Any] = {"environment": environment(*packages), "models": {}}
     # With each row, since a merged file has rows of several runs.
     settings = {name: getattr(options, name) for name in ("threads", *COUNTS)}

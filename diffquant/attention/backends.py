@@ -12,7 +12,6 @@ from diffquant.attention.call import Call
 from diffquant.attention.composed import flash_attn, flashdiff1, flashdiff2
 from diffquant.attention.fused import fused, fused_fp8, fused_int8, refused_by_fp8, refused_by_fused, refused_by_int8
 from diffquant.attention.naive import naive
-from diffquant.attention.op import as_op
 from diffquant.errors import UsageError
 from diffquant.family.norm import pair_norm
 from diffquant.scheme import Scheme
@@ -47,18 +46,11 @@ def _refused_by_flash_attn(call: Call) -> str | None:
     return None if has_flash_attn() else "the flash-attn package is not installed: pip install flash-attn"
 
 
-def _refused_by_op(call: Call) -> str | None:
-    if call.lam is None or call.mask.keys is not None or not call.mask.causal:
-        return "the operator is causal, has two maps and takes no padding"
-    return None
-
-
 BACKENDS: dict[str, Backend] = {
     "naive": Backend(_then_norm(naive)),
     "flashdiff1": Backend(_then_norm(flashdiff1)),
     "flashdiff2": Backend(_then_norm(flashdiff2)),
     "flash_attn": Backend(_then_norm(flash_attn), _refused_by_flash_attn),
-    "op": Backend(_then_norm(as_op), _refused_by_op),
     "triton": Backend(fused, refused_by_fused),
     "triton-int8": Backend(fused_int8, refused_by_int8),
     "triton-fp8": Backend(fused_fp8, refused_by_fp8),
