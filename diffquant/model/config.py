@@ -44,13 +44,18 @@ class DiffTransformerConfig(PreTrainedConfig):
         """The attention's specification.
 
         Raises:
-            CheckpointError: the config has none, or one that contradicts itself.
+            CheckpointError: the config has none, one that contradicts itself, or one that is not computed.
         """
         if not self.spec:
             raise CheckpointError(
                 "config.json has no `spec`: a diff_transformer checkpoint must describe its attention"
             )
         try:
-            return DiffSpec(**self.spec)
+            spec = DiffSpec(**self.spec)
         except TypeError as error:
             raise CheckpointError(f"config.json: `spec` is not a DiffSpec: {error}") from error
+        if spec.signals_per_noise != 1:
+            raise CheckpointError(
+                f"config.json: `spec` has {spec.signals_per_noise} signal maps to a noise map; the model computes 1"
+            )
+        return spec

@@ -1,5 +1,6 @@
 """Names and shapes of a DiffTransformer's parameters, without building one."""
 
+from diffquant.family.heads import PROJECTIONS
 from diffquant.family.spec import DiffSpec
 from diffquant.model.config import DiffTransformerConfig
 
@@ -48,9 +49,7 @@ def _layer_parameters(config: DiffTransformerConfig) -> dict[str, Shape]:
 def _attention_linears(config: DiffTransformerConfig) -> dict[str, Shape]:
     spec, width = config.diff_spec, config.hidden_size
     return {
-        "self_attn.q_proj": (spec.query_heads * spec.head_dim, width),
-        "self_attn.k_proj": (spec.key_heads * spec.head_dim, width),
-        "self_attn.v_proj": (spec.kv_pairs * spec.value_dim, width),
+        **{f"self_attn.{projection}": (spec.layout.height(projection), width) for projection in PROJECTIONS},
         "self_attn.o_proj": (width, spec.pairs * spec.value_dim),
     }
 

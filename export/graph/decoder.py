@@ -13,6 +13,7 @@ from diffquant.export.graph.op import DOMAIN, NAME, OpAttributes
 from diffquant.export.graph.source import EMBEDDING, HEAD, ExportSource, Scales, key_width
 from diffquant.export.graph.streaming import Streamed, place
 from diffquant.export.options import IR_VERSION
+from diffquant.family.lam import lam_from_vectors
 from diffquant.model.layout import LAMBDA_VECTORS
 
 PAST = "past_key_values.{layer}.{part}"
@@ -160,8 +161,8 @@ class _Decoder:
         """λ in float32: [1] (V1), or [B, T, h] (V2)."""
         prefix = f"model.layers.{layer}.self_attn."
         if self.spec.lam == "exp":
-            q1, k1, q2, k2 = (self.source.vector(prefix + name) for name in LAMBDA_VECTORS)
-            lam = (q1 @ k1).exp() - (q2 @ k2).exp() + self.spec.lam_init(layer)
+            vectors = (self.source.vector(prefix + name) for name in LAMBDA_VECTORS)
+            lam = lam_from_vectors(*vectors, init=self.spec.lam_init(layer))
             return self.graph.constant(f"layers.{layer}.lambda", lam.reshape(1).numpy())
         weight = self.source.whole(prefix + "lambda_proj.weight").T.numpy()
         wide = self.graph.add("Cast", x, to=TensorProto.FLOAT)

@@ -11,6 +11,7 @@ from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from diffquant.errors import CheckpointError
+from diffquant.family.heads import PROJECTIONS, HeadLayout
 from diffquant.family.spec import DiffSpec
 from diffquant.model.config import DiffTransformerConfig
 from diffquant.model.layout import Shape, linear_shapes, parameter_shapes
@@ -72,6 +73,15 @@ class Adapter:
         width, source_heads, heads = repeat
         head = torch.arange(heads) // (heads // source_heads)
         return (head[:, None] * width + torch.arange(width)).flatten()
+
+    def rows_as(self, layout: HeadLayout, canonical: str) -> Tensor | None:
+        """Source row of each row of a parameter whose heads are laid out as `layout` has them; None for the same."""
+        repeated = self.row_order(canonical)
+        projection = next((each for each in PROJECTIONS if f".{each}." in canonical), None)
+        order = None if projection is None else self.config.diff_spec.layout.order_as(layout, projection)
+        if order is None or repeated is None:
+            return repeated if order is None else order
+        return repeated[order]
 
     def _repeat(self, canonical: str) -> tuple[int, int, int] | None:
         return next((r for part, r in self.repeated_rows.items() if part in canonical), None)
