@@ -4,8 +4,11 @@ import torch
 
 from diffquant.attention import Mask
 from diffquant.attention.naive import naive
+from diffquant.family.call import AttentionCall
 from diffquant.family.norm import PairNorm
-from diffquant.kernels.arguments import Visibility
+from diffquant.scheme import FULL
+
+CAUSAL = Mask()
 
 
 def random_call(
@@ -33,25 +36,27 @@ def random_call(
     return q, k, v, lam[generation]
 
 
-def limits(values, device="cpu"):
-    """int32 positions, as `Visibility.starts` and `.ends` want them."""
-    return torch.tensor(values, dtype=torch.int32, device=device)
+def padding(keys, starts=None, ends=None, device="cpu"):
+    """A mask whose sequences hold positions from `starts` up to `ends`."""
+    position = torch.arange(keys, device=device)
+    first, last = (None if each is None else torch.tensor(each, device=device)[:, None] for each in (starts, ends))
+    return Mask((position >= (0 if first is None else first)) & (position < (keys if last is None else last)))
 
 
-def expected(q, k, v, lam, *, scale, seen, post=None):
+def on_call(kernel):
+    """A kernel as a function of `naive`'s arguments."""
+
+    def run(q, k, v, lam, *, scale, mask=CAUSAL, post=None, scheme=FULL, meter=None, **options):
+        return kernel(AttentionCall(q, k, v, lam, scale, mask, post, scheme, meter=meter), **options)
+
+    return run
+
+
+def expected(q, k, v, lam, *, scale, mask=CAUSAL, post=None):
     """[B, h, T, dv] float64."""
     wide = [x.double() for x in q], [x.double() for x in k], v.double(), None if lam is None else lam.double()
-    out = naive(*wide, scale, mask_of(seen, v.shape[2], v.device))
+    out = naive(*wide, scale, mask)
     return out if post is None else normed(out, post)
-
-
-def mask_of(seen: Visibility, keys, device):
-    if seen.starts is None and seen.ends is None:
-        return Mask(causal=seen.causal, window=seen.window)
-    column = torch.arange(keys, device=device)
-    first = 0 if seen.starts is None else seen.starts[:, None]
-    end = keys if seen.ends is None else seen.ends[:, None]
-    return Mask(causal=seen.causal, window=seen.window, keys=(column >= first) & (column < end))
 
 
 def normed(out, post: PairNorm):
