@@ -1,4 +1,4 @@
-"""What an adapter is, and the checks all of them share."""
+"""What an adapter is, how one is registered, and the checks all of them share."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -89,6 +89,27 @@ class Adapter:
     def _source_shape(self, canonical: str, shape: Shape) -> Shape:
         repeat = self._repeat(canonical)
         return shape if repeat is None else (repeat[0] * repeat[1], *shape[1:])
+
+
+# From a config.json to its adapter.
+Reader = Callable[[dict[str, Any]], Adapter]
+READERS: dict[str, Reader] = {}
+
+
+def register(model_type: str) -> Callable[[Reader], Reader]:
+    """Make a function the reader of the config.json files of a `model_type`.
+
+    Raises:
+        ValueError: another function reads that type.
+    """
+
+    def keep(reader: Reader) -> Reader:
+        if model_type in READERS:
+            raise ValueError(f"model_type {model_type!r} has a reader already")
+        READERS[model_type] = reader
+        return reader
+
+    return keep
 
 
 def read_sizes(config: dict[str, Any], library_config: Callable[..., PreTrainedConfig]) -> dict[str, Any]:

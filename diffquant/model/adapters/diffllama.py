@@ -5,9 +5,10 @@ from typing import Any
 from transformers import DiffLlamaConfig
 
 from diffquant.family.spec import DiffSpec
-from diffquant.model.adapters.base import Adapter, build_config, paired, read_sizes
+from diffquant.model.adapters.base import Adapter, build_config, paired, read_sizes, register
 
 
+@register("diffllama")
 def read_diffllama(config: dict[str, Any]) -> Adapter:
     """Source: transformers/models/diffllama."""
     sizes = read_sizes(config, DiffLlamaConfig)

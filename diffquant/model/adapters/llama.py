@@ -5,9 +5,10 @@ from typing import Any
 from transformers import LlamaConfig
 
 from diffquant.family.spec import DiffSpec
-from diffquant.model.adapters.base import Adapter, build_config, read_sizes
+from diffquant.model.adapters.base import Adapter, build_config, read_sizes, register
 
 
+@register("llama")
 def read_llama(config: dict[str, Any]) -> Adapter:
     """Source: transformers/models/llama."""
     sizes = read_sizes(config, LlamaConfig)

@@ -14,11 +14,12 @@ from transformers import DiffLlamaConfig
 
 from diffquant.errors import CheckpointError
 from diffquant.family.spec import DiffSpec
-from diffquant.model.adapters.base import Adapter, build_config, paired, read_sizes
+from diffquant.model.adapters.base import Adapter, build_config, paired, read_sizes, register
 
 _SUBLN_EPS = 1e-5
 
 
+@register("diff_v1")
 def read_unilm_v1(config: dict[str, Any]) -> Adapter:
     """Source: microsoft/unilm, Diff-Transformer/multihead_diffattn.py and multihead_flashdiff_1.py."""
     sizes = read_sizes(config, DiffLlamaConfig)
@@ -50,6 +51,7 @@ def read_unilm_v1(config: dict[str, Any]) -> Adapter:
     )
 
 
+@register("diff_v2")
 def read_unilm_v2(config: dict[str, Any]) -> Adapter:
     """Source: microsoft/unilm, Diff-Transformer/Diff-Transformer-V2."""
     sizes = read_sizes(config, DiffLlamaConfig)
