@@ -183,9 +183,13 @@ def test_blocks_of_queries_equal_full_maps(generation, granularity, bits, monkey
     monkeypatch.setattr(simulated, "_BLOCK_ENTRIES", 2000)
     q, k, v, lam = random_inputs(generation, 37, 45)
     scheme, mask = Scheme.parse(f"{bits}:{granularity}"), Mask(keys=left_padding(2, 45))
-    blocked = attend(q, k, v, lam, scale=0.3, mask=mask, logits=scheme)
-    full = attend(q, k, v, lam, scale=0.3, mask=mask, logits=scheme, backend="naive")
+    meters = LogitMeter(), LogitMeter()
+    blocked = attend(q, k, v, lam, scale=0.3, mask=mask, logits=scheme, meter=meters[0])
+    full = attend(q, k, v, lam, scale=0.3, mask=mask, logits=scheme, meter=meters[1], backend="naive")
     torch.testing.assert_close(blocked, full, rtol=0, atol=1e-12)
+    (counted, in_full) = (meter.report() for meter in meters)
+    assert (counted["entries"], counted["clipped"]) == (in_full["entries"], in_full["clipped"])
+    assert in_full["calls"] == 1
 
 
 @pytest.mark.parametrize("granularity", ["tensor", "row", "pair", "row:shift"])

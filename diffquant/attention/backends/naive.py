@@ -10,7 +10,7 @@ from diffquant.family.norm import pair_norm
 
 def compute(call: AttentionCall) -> Tensor:
     """`naive` of a call, and its norm."""
-    y = naive(call.q, call.k, call.v, call.lam, call.scale, call.mask, call.logits, call.ranges)
+    y = naive(call.q, call.k, call.v, call.lam, call.scale, call.mask, call.logits, call.ranges, call.meter)
     return pair_norm(y, call.post)
 
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from diffquant.attention.logits import count_clipped, from_coded, magnitudes, prepare, round_to, to_coded
+from diffquant.attention.logits import from_coded, magnitudes, prepare, record, round_to, to_coded
 from diffquant.attention.naive import masked_softmax
 from diffquant.attention.registry import BACKENDS, Backend, register
-from diffquant.family.call import AttentionCall, Meter
+from diffquant.family.call import AttentionCall
 from diffquant.family.mask import Mask
 from diffquant.family.norm import pair_norm
 from diffquant.numerics.absmax import compute_dtype
@@ -39,7 +39,7 @@ def simulated(call: AttentionCall) -> Tensor:
     for rows, prepared, visible in blocks:
         largest = shared or magnitudes(prepared, logits, call.ranges)
         if meter is not None:
-            _record(meter, prepared, largest, visible, logits)
+            record(meter, prepared, largest, visible, logits)
         rounded = [round_to(each, step_of(top, logits), logits) for each, top in zip(prepared, largest, strict=True)]
         maps = [masked_softmax(each, visible) for each in from_coded(rounded, logits)]
         weights = maps[0] if lam is None else maps[0].sub_(_rows_of(lam, rows).to(dtype) * maps[1])
@@ -90,18 +90,6 @@ def _grouped_product(x: Tensor, y: Tensor) -> Tensor:
 
 def _rows_of(lam: Tensor, rows: slice) -> Tensor:
     return lam[..., rows, :] if lam.dim() == 4 and lam.shape[-2] > 1 else lam
-
-
-def _record(
-    meter: Meter, prepared: list[Tensor], largest: list[Tensor], visible: Tensor | None, logits: Scheme
-) -> None:
-    batch, heads, length, keys = prepared[0].shape
-    seen = batch * length * keys if visible is None else visible.sum() * (batch // visible.shape[0])
-    meter.count(seen * heads * len(prepared), 0)
-    for each, top in zip(prepared, largest, strict=True):
-        step = step_of(top, logits)
-        meter.count(0, count_clipped(each, step, logits))
-        meter.record_steps(step, top)
 
 
 register(Backend("simulated", simulated, logits="quantized", priority=10))

@@ -91,6 +91,7 @@ def _op(
         allow_descriptors()
     part = value_width if described else min(value_width, _AMPERE_COLUMNS)
     per_tile = tile.queries if k2 is not None else tile.queries // 2
+    # No model of the family has a window or sees later keys: the kernel's branches for both are compiled away.
     with torch.cuda.device_of(v):
         kernel[(-(-queries // per_tile) * pairs * batch,)](
             q1, q2, *((k1,) if k2 is None else (k1, k2)), v, lam, out, starts, ends, weight,

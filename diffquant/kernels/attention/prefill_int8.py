@@ -103,6 +103,7 @@ def _op(
         operands = _described(codes, v, tile) if described else (codes.q, codes.k, v if codes.v is None else codes.v)
         if described and codes.v is None:
             allow_descriptors()
+        # No model of the family has a window or sees later keys: the kernel's branches for both are compiled away.
         attend_int8[(triton.cdiv(length * packed, tile.queries), batch * heads)](
             *operands, codes.q_scale, codes.k_scale, codes.v_scale, lam, starts, ends, weight,
             out, out.view(torch.float16), v.stride()[:3], None if lam is None else lam.stride()[:3], out.stride()[:3],

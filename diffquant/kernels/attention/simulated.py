@@ -125,6 +125,7 @@ def _op(
     tiles = triton.cdiv(length, tile.queries)
     # Nothing is contracted behind the formula's back: a product rounded to float32 decides codes at their borders.
     options = {"num_warps": tile.warps, "num_stages": tile.stages, "enable_fp_fusion": False}
+    # No model of the family has a window or sees later keys: the kernel's branches for both are compiled away.
     lengths = (heads, heads // kv_heads, length, keys, None)
     with torch.cuda.device_of(v):
         if described:

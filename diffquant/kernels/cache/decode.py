@@ -148,6 +148,7 @@ def _op(
     )
     ptx = not triton.knobs.runtime.interpret and out.dtype != torch.float32
     with torch.cuda.device_of(out):
+        # No model of the family has a window: the kernel's branch for it is compiled away.
         decode_share[(shares, batch * v_heads, tiles)](
             q[0], q[1] if len(q) == 2 else None, q[0].stride()[:3], *keys, *values, progress, starts, ends,
             largest, total, acc, scale * log2(e), keys[0].shape[2], group, queries, 0, k_heads, v_heads,
