@@ -104,5 +104,9 @@ class DiffSpec:
         """λ_init of a 0-based layer: 0.8 - 0.6·exp(-0.3·layer) (arXiv 2410.05258, equation 3)."""
         return 0.8 - 0.6 * math.exp(-0.3 * (layer + self.lam_init_offset))
 
+    def post_factor(self, layer: int) -> float:
+        """Factor of a 0-based layer's normed output: 1 - λ_init, or 1 without `scale_by_init`."""
+        return 1 - self.lam_init(layer) if self.scale_by_init else 1.0
+
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

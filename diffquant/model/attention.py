@@ -94,7 +94,7 @@ class DiffAttention(nn.Module):
         if spec.post_norm == "none":
             return None
         weight = self.subln.weight if spec.post_norm == "affine" else None
-        return PairNorm(spec.post_norm_eps, weight, 1 - spec.lam_init(self.layer) if spec.scale_by_init else 1.0)
+        return PairNorm(spec.post_norm_eps, weight, spec.post_factor(self.layer))
 
 
 def rotate(x: Tensor, rotary: tuple[Tensor, Tensor], style: str) -> Tensor:

@@ -172,7 +172,7 @@ class _Decoder:
     def _post(self, attended: str, layer: int) -> str:
         """Per-pair norm and (1 - λ_init), which becomes part of the norm's weight."""
         spec, graph = self.spec, self.graph
-        factor = 1 - spec.lam_init(layer) if spec.scale_by_init else 1.0
+        factor = spec.post_factor(layer)
         if spec.post_norm == "none":
             return attended
         weight = torch.ones(spec.value_dim)

@@ -4,7 +4,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 from transformers import PreTrainedConfig
@@ -41,13 +40,13 @@ class Adapter:
     Attributes:
         config: the model as DiffTransformer runs it.
         renames: parts of a canonical name that the source spells otherwise, canonical to source.
-        repeated_rows: output heads per source head, by canonical name ending, for weights whose rows
-            are repeated on load: (width of a head, source heads, canonical heads).
+        source_rows: row of the source that each row of a parameter is, by a part of its canonical name, for those
+            that are reordered or repeated on load. Every row of the source is used.
     """
 
     config: DiffTransformerConfig
     renames: Mapping[str, str] = field(default_factory=dict)
-    repeated_rows: Mapping[str, tuple[int, int, int]] = field(default_factory=dict)
+    source_rows: Mapping[str, Tensor] = field(default_factory=dict)
 
     def source_name(self, canonical: str) -> str:
         """The checkpoint's name for a DiffTransformer parameter."""
@@ -67,12 +66,7 @@ class Adapter:
 
     def row_order(self, canonical: str) -> Tensor | None:
         """Source row of each row of a DiffTransformer parameter; None where they are the same."""
-        repeat = self._repeat(canonical)
-        if repeat is None:
-            return None
-        width, source_heads, heads = repeat
-        head = torch.arange(heads) // (heads // source_heads)
-        return (head[:, None] * width + torch.arange(width)).flatten()
+        return next((rows for part, rows in self.source_rows.items() if part in canonical), None)
 
     def rows_as(self, layout: HeadLayout, canonical: str) -> Tensor | None:
         """Source row of each row of a parameter whose heads are laid out as `layout` has them; None for the same."""
@@ -83,12 +77,9 @@ class Adapter:
             return repeated if order is None else order
         return repeated[order]
 
-    def _repeat(self, canonical: str) -> tuple[int, int, int] | None:
-        return next((r for part, r in self.repeated_rows.items() if part in canonical), None)
-
     def _source_shape(self, canonical: str, shape: Shape) -> Shape:
-        repeat = self._repeat(canonical)
-        return shape if repeat is None else (repeat[0] * repeat[1], *shape[1:])
+        rows = self.row_order(canonical)
+        return shape if rows is None else (int(rows.max()) + 1, *shape[1:])
 
 
 # From a config.json to its adapter.

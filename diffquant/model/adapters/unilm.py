@@ -10,6 +10,8 @@ pairs K heads after repeating them).
 
 from typing import Any
 
+import torch
+from torch import Tensor
 from transformers import DiffLlamaConfig
 
 from diffquant.errors import CheckpointError
@@ -39,15 +41,15 @@ def read_unilm_v1(config: dict[str, Any]) -> Adapter:
         rope=_rope_style(config),
     )
     repeated = {
-        ".k_proj.": (width, 2 * source_kv_pairs, 2 * pairs),
-        ".v_proj.": (2 * width, source_kv_pairs, pairs),
+        ".k_proj.": _repeated_heads(width, 2 * source_kv_pairs, 2 * pairs),
+        ".v_proj.": _repeated_heads(2 * width, source_kv_pairs, pairs),
     }
     if plain:
         sizes["num_key_value_heads"] = 2 * pairs
     return Adapter(
         build_config(sizes, spec),
         renames={".self_attn.o_proj.": ".self_attn.out_proj."},
-        repeated_rows=repeated if plain and source_kv_pairs != pairs else {},
+        source_rows=repeated if plain and source_kv_pairs != pairs else {},
     )
 
 
@@ -68,6 +70,12 @@ def read_unilm_v2(config: dict[str, Any]) -> Adapter:
         rope=_rope_style(config),
     )
     return Adapter(build_config(sizes, spec))
+
+
+def _repeated_heads(width: int, source_heads: int, heads: int) -> Tensor:
+    """Source row of each row where every source head of `width` rows stands heads / source_heads times."""
+    head = torch.arange(heads) // (heads // source_heads)
+    return (head[:, None] * width + torch.arange(width)).flatten()
 
 
 def _rope_style(config: dict[str, Any]) -> Any:
