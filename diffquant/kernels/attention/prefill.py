@@ -16,6 +16,7 @@ from diffquant.kernels.attention.prefill_v1 import prefill_v1
 from diffquant.kernels.attention.prefill_v2 import prefill_v2
 from diffquant.kernels.configs import PREFILL, choose, device_class
 from diffquant.kernels.descriptors import allow_descriptors, describable
+from diffquant.kernels.strides import same_strides
 
 # Wider products spread their warps over columns on Ampere: see `attend_tile`. Hopper's do not.
 _AMPERE_COLUMNS = 128
@@ -79,13 +80,13 @@ def _op(
     out = empty_output(q1, value_width)
     if out.numel() == 0:
         return out
-    q1, q2 = _alike(q1, q2)
-    k1, k2 = (_dense(k1), None) if k2 is None else _alike(k1, k2)
-    v = _dense(v)
+    q1, q2 = same_strides(q1, q2)
+    keys_of_maps = same_strides(k1) if k2 is None else same_strides(k1, k2)
+    (v,) = same_strides(v)
     lam = lam.float().expand(batch, pairs, queries, 1)
     kernel, name = (prefill_v1, "prefill_v1") if k2 is not None else (prefill_v2, "prefill_v2")
     here = device_class(v.device)
-    described = here == "sm_90" and describable(k1, v) and (k2 is None or describable(k2))
+    described = here == "sm_90" and describable(*keys_of_maps, v)
     tile = choose(PREFILL, f"{name}/{here if described else 'sm_80'}/{width}")
     if described:
         allow_descriptors()
@@ -94,8 +95,8 @@ def _op(
     # No model of the family has a window or sees later keys: the kernel's branches for both are compiled away.
     with torch.cuda.device_of(v):
         kernel[(-(-queries // per_tile) * pairs * batch,)](
-            q1, q2, *((k1,) if k2 is None else (k1, k2)), v, lam, out, starts, ends, weight,
-            q1.stride()[:3], k1.stride()[:3], v.stride()[:3], lam.stride()[:3], out.stride()[:3],
+            q1, q2, *keys_of_maps, v, lam, out, starts, ends, weight,
+            q1.stride()[:3], keys_of_maps[0].stride()[:3], v.stride()[:3], lam.stride()[:3], out.stride()[:3],
             pairs, pairs // kv_pairs, queries, keys, 0, scale * log2(e), eps, factor,
             CAUSAL=True, WINDOW=False, NORM=normed, DESCRIBED=described,
             ROWS=tile.queries, STEP=tile.keys, WIDTH=width, PART=part, PARTS=value_width // part,
@@ -107,14 +108,3 @@ def _op(
 @_op.register_fake
 def _(q1: Tensor, q2: Tensor, k1: Tensor, k2: Tensor | None, v: Tensor, *rest: object) -> Tensor:
     return empty_output(q1, v.shape[-1])
-
-
-def _dense(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def _alike(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """Two tensors whose rows are dense and whose strides are the same."""
-    if a.stride() == b.stride() and a.stride(-1) == 1:
-        return a, b
-    return a.contiguous(), b.contiguous()
