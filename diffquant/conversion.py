@@ -176,26 +176,19 @@ def _carried(checkpoint: Checkpoint, adapter: Adapter, dropped: tuple[str, ...])
 def _origins(checkpoint: Checkpoint, adapter: Adapter, target: Adapter, to: str) -> dict[str, Origin]:
     """Origin of each tensor of the target."""
     origin = _diffllama_origin if to == "diffllama" else _diff_v2_origin
-    return {name: origin(checkpoint, adapter, name) for name in target.source_shapes()}
+    return {name: origin(checkpoint, adapter, target, name) for name in target.source_shapes()}
 
 
-def _diffllama_origin(checkpoint: Checkpoint, adapter: Adapter, name: str) -> Origin:
+def _diffllama_origin(checkpoint: Checkpoint, adapter: Adapter, target: Adapter, name: str) -> Origin:
     """Heads from adjacent to halves, rotated rows from interleaved to half, subln into o_proj's columns."""
     spec, source = adapter.architecture.diff_spec, adapter.source_name(name)
     if name.endswith("o_proj.weight"):
         subln = checkpoint.read(name.replace("o_proj", "subln"))
         return Origin(source, change=_scaled(source, subln.repeat(spec.pairs)))
-    projection = name.split(".")[-2]
-    heads = {"q_proj": spec.query_heads, "k_proj": spec.key_heads, "v_proj": 2 * spec.kv_pairs}.get(projection)
-    if heads is None:
-        return Origin(source)
-    rotated = spec.rope == "interleaved" and projection != "v_proj"
-    rows = _halves(heads, spec.head_dim, rotated)
-    repeated = adapter.row_order(name)
-    return Origin(source, rows if repeated is None else repeated[rows])
+    return Origin(source, adapter.rows_as(target.architecture.diff_spec.layout, name))
 
 
-def _diff_v2_origin(checkpoint: Checkpoint, adapter: Adapter, name: str) -> Origin:
+def _diff_v2_origin(checkpoint: Checkpoint, adapter: Adapter, target: Adapter, name: str) -> Origin:
     """Both maps are the Llama's one: each query head twice; λ is ½ everywhere, so the output is doubled."""
     spec, projection = adapter.architecture.diff_spec, name.split(".")[-2]
     if projection == "lambda_proj":
@@ -206,19 +199,6 @@ def _diff_v2_origin(checkpoint: Checkpoint, adapter: Adapter, name: str) -> Orig
     if name.endswith("o_proj.weight"):
         return Origin(name, change=_scaled(name, torch.tensor(2.0)))
     return Origin(name)
-
-
-def _halves(heads: int, width: int, rotated: bool) -> Tensor:
-    """Source row of each row when adjacent heads become first maps, then second maps.
-
-    Args:
-        heads: of `width` rows each, alternately of map 1 and 2.
-        rotated: whether the rows of a head go from interleaved to half rotation.
-    """
-    order = torch.arange(heads * width).view(heads // 2, 2, width)
-    if rotated:
-        order = torch.cat([order[..., 0::2], order[..., 1::2]], dim=-1)
-    return order.transpose(0, 1).flatten()
 
 
 def _scaled(name: str, factor: Tensor) -> Change:

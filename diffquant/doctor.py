@@ -23,8 +23,8 @@ REQUIRED = (
 _BUILD = "python -m diffquant.export.native builds it"
 _NOT_YET = "nothing in this version"
 EXTRAS = {
-    "onnx": (("onnx", "onnxscript", "onnxruntime"), "the export, verify and run commands, and eval of exported models"),
-    "onnx-gpu": (("onnx", "onnxscript", "onnxruntime-gpu"), _NOT_YET),
+    "onnx": (("onnx", "onnxruntime"), "the export, verify and run commands, and eval of exported models"),
+    "onnx-gpu": (("onnx", "onnxruntime-gpu"), _NOT_YET),
     "gpu": (("triton", "flash-attn"), "the CUDA kernels, and the flash_attn attention backend"),
     "bnb": (("bitsandbytes",), "a peer of the bench's linear layers on CUDA"),
     "search": (("scipy",), "the search command"),

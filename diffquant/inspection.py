@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from diffquant.errors import CheckpointError
+from diffquant.family.lam import lam_from_vectors
 from diffquant.family.spec import DiffSpec
 from diffquant.model.layout import LAMBDA_VECTORS
 from diffquant.quantization.plan import make_plan
@@ -91,8 +92,8 @@ def _lambdas(source: Source) -> list[float]:
     layers = range(source.layers)
     if spec.lam == "exp":
         vectors = ([read(layer, name) for name in LAMBDA_VECTORS] for layer in layers)
-        signal_minus_noise = [float((q1 @ k1).exp() - (q2 @ k2).exp()) for q1, k1, q2, k2 in vectors]
-        return [value + spec.lam_init(layer) for layer, value in zip(layers, signal_minus_noise, strict=True)]
+        inits = (spec.lam_init(layer) for layer in layers)
+        return [float(lam_from_vectors(*of_layer, init=init)) for of_layer, init in zip(vectors, inits, strict=True)]
     if spec.lam == "sigmoid":
         return [float(read(layer, "lambda_proj.weight").square().mean().sqrt()) for layer in layers]
     return []

@@ -73,11 +73,11 @@ class Attention:
     def of(cls, module: DiffAttention, x: Tensor, rotary: tuple[Tensor, Tensor], mask: Mask) -> "Attention":
         spec = module.spec
         q, k, v = module.project(x, rotary)
-        keys = (k,) * spec.maps if spec.shared_k else k.chunk(spec.maps, 1)
+        layout = spec.layout
         repeats = spec.pairs // spec.kv_pairs
         logits = [
             queries @ each.repeat_interleave(repeats, 1).mT * spec.scale
-            for queries, each in zip(q.chunk(spec.maps, 1), keys, strict=True)
+            for queries, each in zip(layout.query_maps(q), layout.key_maps(k), strict=True)
         ]
         visible = mask.dense(q.shape[2], k.shape[2], q.device)
         return cls(module.layer, logits, visible, v.repeat_interleave(repeats, 1), module.lam(x), module.post())

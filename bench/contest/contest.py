@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from diffquant.attention.call import Call
 from diffquant.bench.cells import Cell
 from diffquant.bench.contest.decode import DECODE_PEERS
 from diffquant.bench.contest.peers import BASELINE, PEERS, Peer, failure, relative_error, tolerance
@@ -16,6 +15,7 @@ from diffquant.bench.contest.workloads import Workload
 from diffquant.bench.memory import cuda_peak, resident, restart_peak
 from diffquant.bench.timing import Timed, interleaved, prepare
 from diffquant.errors import UsageError
+from diffquant.family.call import AttentionCall
 from diffquant.support.progress import Progress, silent
 
 # Each section's peers by name.
@@ -73,7 +73,7 @@ class Contest:
         times = interleaved(calls, self.repeats)
         return [replace(cell, values=tuple(times.get(name, ()))) for name, cell in cells.items()]
 
-    def _admitted(self, work: Workload, name: str, peer: Peer, call: Call) -> Cell:
+    def _admitted(self, work: Workload, name: str, peer: Peer, call: AttentionCall) -> Cell:
         """A peer's cell with its counts; `missing` says why it must not be timed."""
         allowed = tolerance(peer, work.torch_dtype)
         cell = replace(self._cell(work, name, peer), facts=peer.facts(call))
@@ -139,5 +139,5 @@ def resident_peaks(section: str, name: str, works: list[Workload], threads: int)
     return peaks
 
 
-def _bound(peer: Peer, call: Call) -> Callable[[], Any]:
+def _bound(peer: Peer, call: AttentionCall) -> Callable[[], Any]:
     return lambda: peer.attention(call)

@@ -6,12 +6,12 @@ from typing import Any
 from torch import Tensor
 
 from diffquant.attention import BACKENDS
-from diffquant.attention.call import Call
 from diffquant.bench.contest import counts, kernels
 from diffquant.bench.contest.counts import Count
 from diffquant.bench.contest.peers import BASELINE, PEERS, Peer
 from diffquant.bench.contest.workloads import Workload, differential
 from diffquant.errors import UsageError
+from diffquant.family.call import AttentionCall
 from diffquant.scheme import Recipe
 
 RECIPES = {
@@ -23,7 +23,7 @@ RECIPES = {
 
 
 @dataclass(frozen=True)
-class CachedCall(Call):
+class CachedCall(AttentionCall):
     """A call whose keys and values are what a cache gives back."""
 
     cache: Any = None
@@ -32,7 +32,7 @@ class CachedCall(Call):
 def unpacked(bits: int) -> Peer:
     """Our torch cache: codes are expanded for every token, then FlashDiffAttn_2."""
 
-    def make(work: Workload, device: str) -> Call:
+    def make(work: Workload, device: str) -> AttentionCall:
         from diffquant.model.cache import PackedLayer
 
         call = differential(work, device)
@@ -40,7 +40,7 @@ def unpacked(bits: int) -> Peer:
         layer.update(kernels.key_heads(call), call.v)
         return _cached(call, layer, layer.stored_keys.read(), layer.stored_values.read())
 
-    def attention(call: Call) -> Tensor:
+    def attention(call: AttentionCall) -> Tensor:
         layer = _cache_of(call)
         now = _cached(call, None, layer.stored_keys.read(), layer.stored_values.read())
         return BACKENDS["flashdiff2"].compute(now)
@@ -51,35 +51,35 @@ def unpacked(bits: int) -> Peer:
 def fused(bits: int) -> Peer:
     """The decode kernel over its own store."""
 
-    def make(work: Workload, device: str) -> Call:
+    def make(work: Workload, device: str) -> AttentionCall:
         call = differential(work, device)
         if device == "cpu":
             return call
         store = kernels.stored(call, RECIPES[bits])
         return _cached(call, store, *store.read())
 
-    def missing(call: Call) -> str | None:
+    def missing(call: AttentionCall) -> str | None:
         return None if call.v.is_cuda else "Triton kernels run on CUDA devices, not on cpu"
 
-    def attention(call: Call) -> Tensor:
+    def attention(call: AttentionCall) -> Tensor:
         return kernels.decode(call, _cache_of(call))
 
     return Peer(attention, make, lambda work: _count(work, bits), missing=missing, facts=_facts)
 
 
-def _cached(call: Call, cache: Any, keys: Tensor, values: Tensor) -> CachedCall:
+def _cached(call: AttentionCall, cache: Any, keys: Tensor, values: Tensor) -> CachedCall:
     shared = call.k[0] is call.k[1]
     k = [keys] * 2 if shared else list(keys.chunk(2, 1))
     return CachedCall(call.q, k, values, call.lam, call.scale, call.mask, cache=cache)
 
 
-def _cache_of(call: Call) -> Any:
+def _cache_of(call: AttentionCall) -> Any:
     if not isinstance(call, CachedCall):
         raise UsageError("this peer reads a cache; make its call with its own `make`")
     return call.cache
 
 
-def _facts(call: Call) -> dict[str, float]:
+def _facts(call: AttentionCall) -> dict[str, float]:
     return {"cache bytes": float(call.cache.nbytes)} if isinstance(call, CachedCall) else {}
 
 

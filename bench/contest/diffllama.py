@@ -6,16 +6,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from diffquant.attention.call import Call
 from diffquant.bench.contest.workloads import Workload, differential
 from diffquant.errors import UsageError
+from diffquant.family.call import AttentionCall
 from diffquant.family.norm import PairNorm
 
 _EPS = 1e-5
 
 
 @dataclass(frozen=True)
-class ModuleCall(Call):
+class ModuleCall(AttentionCall):
     """A call and the module that computes it, the pair norm included."""
 
     run: Any = None
@@ -32,7 +32,7 @@ class _Given(nn.Module):
         return x if self.rows is None else self.rows
 
 
-def made(implementation: str, work: Workload, device: str) -> Call:
+def made(implementation: str, work: Workload, device: str) -> AttentionCall:
     """A V1 call whose λ and norm are those of DiffLlama's first layer."""
     call = differential(work, device)
     if work.model.shares_keys:
@@ -75,13 +75,13 @@ def made(implementation: str, work: Workload, device: str) -> Call:
     return ModuleCall(call.q, call.k, call.v, lam, call.scale, call.mask, post, run=run)
 
 
-def attention(call: Call) -> Tensor:
+def attention(call: AttentionCall) -> Tensor:
     if not isinstance(call, ModuleCall):
         raise UsageError("this peer runs a module; make its call with `made`")
     return call.run()
 
 
-def missing(call: Call) -> str | None:
+def missing(call: AttentionCall) -> str | None:
     return None if isinstance(call, ModuleCall) else "transformers knows no DIFF V2"
 
 

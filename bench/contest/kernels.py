@@ -5,17 +5,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diffquant.attention.call import Call
+from diffquant.family.call import AttentionCall
 from diffquant.numerics import absmax_scale, pack, quantize
 from diffquant.scheme import Recipe
 
 
-def key_heads(call: Call) -> Tensor:
+def key_heads(call: AttentionCall) -> Tensor:
     """Keys [B, H, S, d] as a cache holds them: V1's first maps before all second ones, V2's once."""
     return call.k[0] if call.k[0] is call.k[-1] else torch.cat(tuple(call.k), 1)
 
 
-def stored(call: Call, recipe: Recipe) -> Any:
+def stored(call: AttentionCall, recipe: Recipe) -> Any:
     """A kernel's KV store filled with a call's keys and values."""
     from diffquant.kernels.cache.append import append
     from diffquant.kernels.cache.kv_store import KVStore
@@ -26,7 +26,7 @@ def stored(call: Call, recipe: Recipe) -> Any:
     return store
 
 
-def decode(call: Call, store: Any) -> Tensor:
+def decode(call: AttentionCall, store: Any) -> Tensor:
     from diffquant.kernels.cache.decode import decode as run
 
     return run(call.q, store, call.lam, scale=call.scale)

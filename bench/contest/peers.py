@@ -11,17 +11,17 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import pad
 
 from diffquant.attention import BACKENDS, attend
-from diffquant.attention.call import Call
-from diffquant.attention.composed import flashdiff1, flashdiff2
+from diffquant.attention.backends.composed import flashdiff1, flashdiff2
 from diffquant.attention.naive import naive
 from diffquant.bench.contest import counts, diffllama
 from diffquant.bench.contest.counts import Count
 from diffquant.bench.contest.workloads import Workload, differential, transformer
+from diffquant.family.call import AttentionCall
 from diffquant.scheme import FULL, Scheme
 
 BASELINE = "Transformer, SDPA flash"
 ROW_8 = Scheme.parse("8", "row")
-Attention = Callable[[Call], Tensor]
+Attention = Callable[[AttentionCall], Tensor]
 
 
 @dataclass(frozen=True)
@@ -39,26 +39,26 @@ class Peer:
     """
 
     attention: Attention
-    make: Callable[[Workload, str], Call]
+    make: Callable[[Workload, str], AttentionCall]
     count: Callable[[Workload], Count]
     logits: Scheme = FULL
     tolerance: float | None = None
-    missing: Callable[[Call], str | None] = lambda call: None
-    facts: Callable[[Call], dict[str, float]] = lambda call: {}
+    missing: Callable[[AttentionCall], str | None] = lambda call: None
+    facts: Callable[[AttentionCall], dict[str, float]] = lambda call: {}
 
 
 def _sdpa(backend: SDPBackend) -> Attention:
-    def attention(call: Call) -> Tensor:
+    def attention(call: AttentionCall) -> Tensor:
         with sdpa_kernel(backend):
-            return flashdiff1(call.q, call.k, call.v, call.lam, call.scale, call.mask)
+            return flashdiff1(call)
 
     return attention
 
 
 def _four(backend: SDPBackend) -> Attention:
-    def attention(call: Call) -> Tensor:
+    def attention(call: AttentionCall) -> Tensor:
         with sdpa_kernel(backend):
-            return flashdiff2(call.q, call.k, call.v, call.lam, call.scale, call.mask)
+            return flashdiff2(call)
 
     return attention
 
@@ -67,10 +67,10 @@ def _ours(name: str) -> Attention:
     return lambda call: BACKENDS[name].compute(call)
 
 
-def _refused(name: str) -> Callable[[Call], str | None]:
-    def missing(call: Call) -> str | None:
+def _refused(name: str) -> Callable[[AttentionCall], str | None]:
+    def missing(call: AttentionCall) -> str | None:
         try:
-            return BACKENDS[name].refused(call)
+            return BACKENDS[name].refuses(call)
         except ImportError as error:
             return f"the kernel cannot be imported: {error}"
 
@@ -83,11 +83,11 @@ def _simulated(scheme: Scheme) -> Attention:
     )
 
 
-def _rounded_eagerly(call: Call) -> Tensor:
+def _rounded_eagerly(call: AttentionCall) -> Tensor:
     return naive(call.q, call.k, call.v, call.lam, call.scale, call.mask, ROW_8)
 
 
-def _padded(work: Workload, device: str) -> Call:
+def _padded(work: Workload, device: str) -> AttentionCall:
     """Keys as wide as values, so that a flash kernel takes a map in one call; padded beforehand."""
     call = differential(work, device)
     missing = (0, work.model.value_width - work.model.width)
@@ -95,15 +95,15 @@ def _padded(work: Workload, device: str) -> Call:
     return replace(call, q=[pad(x, missing) for x in call.q], k=[k[0]] * 2 if call.k[0] is call.k[1] else k)
 
 
-def _only_cuda(call: Call) -> str | None:
+def _only_cuda(call: AttentionCall) -> str | None:
     return None if call.v.is_cuda else "it runs on CUDA alone"
 
 
-def _flash_widths(call: Call) -> str | None:
+def _flash_widths(call: AttentionCall) -> str | None:
     return None if call.v.dtype != torch.float32 or not call.v.is_cuda else "flash attention on CUDA takes half types"
 
 
-def _flex(call: Call) -> Tensor:
+def _flex(call: AttentionCall) -> Tensor:
     """FlexAttention, compiled; two calls, since it takes dv other than d."""
     y = [
         _compiled_flex()(q, k, call.v, block_mask=_causal_block(call), enable_gqa=q.shape[1] != k.shape[1])
@@ -123,7 +123,7 @@ def _compiled_flex() -> Any:
     return _flex_kept["compiled"]
 
 
-def _causal_block(call: Call) -> Any:
+def _causal_block(call: AttentionCall) -> Any:
     from torch.nn.attention.flex_attention import create_block_mask
 
     queries, keys = call.length, call.v.shape[2]
@@ -167,7 +167,6 @@ PEERS: dict[str, Peer] = {
         )
         for how, count in (("eager", counts.eager_halves), ("sdpa", counts.four_calls))
     },
-    "DIFF, ONNX operator in torch": Peer(_ours("op"), differential, counts.four_calls, missing=_refused("op")),
     "DIFF, fused": Peer(_ours("triton"), differential, counts.fused, missing=_refused("triton")),
     "DIFF, fused, int8 QK": Peer(
         _ours("triton-int8"), differential, counts.fused, tolerance=0.05, missing=_refused("triton-int8")
@@ -189,7 +188,7 @@ def tolerance(peer: Peer, dtype: torch.dtype) -> float:
     return peer.tolerance or _TOLERANCES[dtype] + (_SIMULATED_SLACK if peer.logits.quantizes else 0.0)
 
 
-def relative_error(peer: Peer, call: Call) -> float:
+def relative_error(peer: Peer, call: AttentionCall) -> float:
     """||peer - naive|| / ||naive|| over a call's first and last rows, which need no whole map; infinite if not finite.
 
     Rows of the logits have their own scales here, so that rows of one call can be computed alone.
@@ -209,7 +208,7 @@ def relative_error(peer: Peer, call: Call) -> float:
     return (wrong / norm) ** 0.5
 
 
-def _naive(call: Call, rows: slice, keys: int, logits: Scheme) -> Tensor:
+def _naive(call: AttentionCall, rows: slice, keys: int, logits: Scheme) -> Tensor:
     """`naive` in float32 on some rows, which are the last of the keys they see."""
     lam = call.lam if call.lam is None or call.lam.dim() < 4 else call.lam[:, :, rows]
     k = [x[:, :, :keys].float() for x in call.k]

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from diffquant.attention import Mask
-from diffquant.attention.call import Call
 from diffquant.errors import UsageError
+from diffquant.family.call import AttentionCall
 
 # λ of a middle layer; speed does not depend on it.
 LAM = 0.37
@@ -103,7 +103,7 @@ class Workload:
         return dtype
 
 
-def differential(work: Workload, device: str) -> Call:
+def differential(work: Workload, device: str) -> AttentionCall:
     """A random causal call, heads beside tokens in memory as projections leave them."""
     generator = torch.Generator(device).manual_seed(0)
     model = work.model
@@ -120,10 +120,10 @@ def differential(work: Workload, device: str) -> Call:
         k = list(heads(2 * model.kv_pairs, work.keys, model.width).unflatten(1, (model.kv_pairs, 2)).unbind(2))
         lam = torch.tensor(LAM, device=device)
     v = heads(model.kv_pairs, work.keys, model.value_width)
-    return Call(list(q), k, v, lam, model.width**-0.5, Mask())
+    return AttentionCall(list(q), k, v, lam, model.width**-0.5, Mask())
 
 
-def transformer(work: Workload, device: str) -> Call:
+def transformer(work: Workload, device: str) -> AttentionCall:
     """The matched Transformer's call: 2h heads of d, as many numbers in K and V as the DIFF model has."""
     generator = torch.Generator(device).manual_seed(0)
     model = work.model
@@ -134,7 +134,7 @@ def transformer(work: Workload, device: str) -> Call:
         return rows.to(work.torch_dtype).transpose(1, 2)
 
     q, k, v = heads(2 * model.pairs, work.queries), heads(kv_heads, work.keys), heads(kv_heads, work.keys)
-    return Call([q], [k], v, None, model.width**-0.5, Mask())
+    return AttentionCall([q], [k], v, None, model.width**-0.5, Mask())
 
 
 def lengths(text: str) -> list[int]:

@@ -277,7 +277,7 @@ def main(
             print(json.dumps({model.name: write_all(model, _place(exports, model), names)}, indent=1))
         return
     settings = Settings(threads, repeats, prompt, new, prefill)
-    packages = ("onnx", "onnxruntime", "onnxscript", "nncf", "llama_cpp_python")
+    packages = ("onnx", "onnxruntime", "nncf", "llama_cpp_python")
     result: dict[str, Any] = {"environment": environment(*packages), "models": {}}
     if merge and file and file.is_file():
         result = json.loads(file.read_text()) | {"environment": result["environment"]}

@@ -1,11 +1,12 @@
-"""Differential attention: what it is (`DiffSpec`), its plain form, its composed forms, and who chooses.
+"""Differential attention: its plain form, the backends that compute it, and who chooses among them.
 
 Needs torch and numpy alone.
 """
 
-from diffquant.attention.backends import BACKENDS, check_backend
+from diffquant.attention import backends  # noqa: F401  registers them
 from diffquant.attention.dispatch import attend
 from diffquant.attention.logits import LogitMeter
+from diffquant.attention.registry import BACKENDS, check_backend
 from diffquant.family.mask import Mask
 from diffquant.family.spec import DiffSpec
 

@@ -12,7 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from diffquant.family.call import Meter
 from diffquant.numerics import max_code
+from diffquant.numerics.logit_steps import step_of
 from diffquant.scheme import Scheme
 
 
@@ -137,6 +139,25 @@ def count_clipped(prepared: Tensor, step: Tensor, scheme: Scheme) -> int | Tenso
     if not scheme.shift:
         return 0
     return (prepared < -(2**scheme.bits - 0.5) * step).sum()
+
+
+def record(
+    meter: Meter, prepared: Sequence[Tensor], largest: Sequence[Tensor], visible: Tensor | None, scheme: Scheme
+) -> None:
+    """Tell a meter what is about to be rounded.
+
+    Args:
+        prepared: one [B, h, T, S] a map, from `prepare` and `to_coded`.
+        largest: their `magnitudes`.
+        visible: bool, broadcastable to [B, h, T, S]; None where all is.
+    """
+    batch, heads, length, keys = prepared[0].shape
+    seen = batch * length * keys if visible is None else visible.sum() * (batch // visible.shape[0])
+    meter.count(seen * heads * len(prepared), 0)
+    for logits, top in zip(prepared, largest, strict=True):
+        step = step_of(top, scheme)
+        meter.count(0, count_clipped(logits, step, scheme))
+        meter.record_steps(step, top)
 
 
 def _tile_magnitude(logits: Tensor, size: int) -> Tensor:

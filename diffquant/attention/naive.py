@@ -5,7 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from diffquant.attention.logits import from_coded, magnitudes, prepare, round_to, to_coded
+from diffquant.attention.logits import from_coded, magnitudes, prepare, record, round_to, to_coded
+from diffquant.family.call import Meter
 from diffquant.family.mask import Mask
 from diffquant.numerics.absmax import compute_dtype
 from diffquant.numerics.logit_steps import step_of
@@ -21,6 +22,7 @@ def naive(
     mask: Mask,
     logits: Scheme = FULL,
     ranges: Tensor | None = None,
+    meter: Meter | None = None,
 ) -> Tensor:
     """(softmax(Q1·K1ᵀ·scale) - λ·softmax(Q2·K2ᵀ·scale))·V.
 
@@ -33,6 +35,7 @@ def naive(
         mask: which keys a query sees; a query that sees none gives 0.
         logits: simulated quantization of both maps' logits.
         ranges: [maps·h] of a static scheme.
+        meter: counter of what is rounded; None for none.
 
     Returns:
         [B, h, T, dv] in v's dtype.
@@ -48,8 +51,12 @@ def naive(
     ]
     if logits.quantizes:
         coded = to_coded([prepare(each, visible, logits.shift) for each in raw], logits)
-        steps = [step_of(largest, logits) for largest in magnitudes(coded, logits, ranges)]
-        raw = from_coded([round_to(each, step, logits) for each, step in zip(coded, steps, strict=True)], logits)
+        largest = magnitudes(coded, logits, ranges)
+        if meter is not None:
+            meter.calls += 1
+            record(meter, coded, largest, visible, logits)
+        rounded = [round_to(each, step_of(top, logits), logits) for each, top in zip(coded, largest, strict=True)]
+        raw = from_coded(rounded, logits)
     maps = [masked_softmax(each, visible) for each in raw]
     weights = maps[0] if lam is None else maps[0] - lam.to(dtype) * maps[1]
     return (weights @ v.to(dtype).repeat_interleave(repeats, 1)).to(v.dtype)

@@ -7,27 +7,19 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from diffquant.errors import UsageError
-
 
 @dataclass(frozen=True)
 class Mask:
     """Causal order and padding, without a T x S matrix.
 
+    A query sees keys up to its own position; queries are the last T of the S positions. A query that is padding
+    itself sees nothing, so that it enters no scale.
+
     Attributes:
-        causal: a query sees keys up to its own position. Queries are the last T of the S positions.
-        keys: [B, S] bool, False where a position is padding; None where there is none. A query that is
-            padding itself sees nothing, so that it enters no scale.
-        window: with `causal`, how many keys a query sees at most, its own included; None for all.
+        keys: bool [B, S], False where a position is padding; None where there is none.
     """
 
-    causal: bool = True
     keys: Tensor | None = None
-    window: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.window is not None and (self.window < 1 or not self.causal):
-            raise UsageError(f"a sliding window needs causal order and at least 1 key, got {self.window}")
 
     @cached_property
     def ranges(self) -> tuple[Tensor, Tensor] | None:
@@ -48,7 +40,7 @@ class Mask:
         """What a range of the queries sees.
 
         Args:
-            queries: which of the T queries, with start and stop.
+            queries: range of the T queries, with start and stop.
             length: T.
             keys: S.
 
@@ -56,18 +48,15 @@ class Mask:
             bool [B or 1, 1, rows, S], or None where all is visible.
         """
         seen = None
-        if self.causal and (length > 1 or self.window is not None):
+        if length > 1:
             position = (torch.arange(queries.start, queries.stop, device=device) + (keys - length))[:, None]
-            key = torch.arange(keys, device=device)
-            order = key <= position if self.window is None else (key <= position) & (key > position - self.window)
-            seen = order[None, None]
+            seen = (torch.arange(keys, device=device) <= position)[None, None]
         if self.keys is not None:
             valid = self.keys[:, None, None, :]
             seen = valid.expand(-1, 1, queries.stop - queries.start, -1) if seen is None else seen & valid
-            if self.causal:
-                # More queries than keys: the first ones have no position, which is as padding.
-                own = pad(self.keys, (max(length - keys, 0), 0))[:, -length:]
-                seen = seen & own[:, None, queries, None]
+            # More queries than keys: the first ones have no position, which is as padding.
+            own = pad(self.keys, (max(length - keys, 0), 0))[:, -length:]
+            seen = seen & own[:, None, queries, None]
         return seen
 
     def dense(self, length: int, keys: int, device: torch.device) -> Tensor | None:

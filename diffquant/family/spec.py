@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from diffquant.errors import CheckpointError
+from diffquant.family.heads import HeadLayout, HeadOrder
 
 
 @dataclass(frozen=True)
@@ -16,16 +17,16 @@ class DiffSpec:
         kv_pairs: h_kv, key and value pairs; divides `pairs`.
         head_dim: d, width of a query or key.
         value_dim: dv, width of a value: 2d in V1, d in V2 and plain.
-        maps: 2, or 1 for a plain Transformer.
-        shared_k: both maps read the same keys (V2).
-        head_order: how a projection's output lays out heads: "adjacent" (a pair's two side by side) or
-            "halves" (all first maps, then all second maps; V likewise).
-        lam: "exp" (V1, one scalar a layer), "sigmoid" (V2, a token and pair) or "none".
-        lam_init_offset: added to the 0-based layer index in λ_init.
+        maps: number of maps: 2, or 1 for a plain Transformer.
+        shared_k: whether both maps read the same keys (V2).
+        head_order: order of heads in a projection's output, as `HeadLayout` has it: "adjacent" or "halves".
+        lam: kind of λ: "exp" (V1, one scalar a layer), "sigmoid" (V2, a token and pair) or "none".
+        lam_init_offset: number added to the 0-based layer index in λ_init.
         post_norm: RMSNorm over a pair's output: "none", "plain" (no weight) or "affine".
-        post_norm_eps: its epsilon.
-        scale_by_init: multiply the output by (1 - λ_init).
-        rope: "half", "interleaved" or "none".
+        post_norm_eps: epsilon of that norm.
+        scale_by_init: whether the output is multiplied by (1 - λ_init).
+        rope: channels that rotary embedding turns together: "half", "interleaved", or "none" of them.
+        signals_per_noise: number of signal maps that one noise map is subtracted from.
 
     Sources: arXiv 2410.05258, section 2; microsoft/unilm, Diff-Transformer and Diff-Transformer-V2.
     """
@@ -36,13 +37,14 @@ class DiffSpec:
     value_dim: int
     maps: Literal[1, 2] = 2
     shared_k: bool = False
-    head_order: Literal["adjacent", "halves"] = "adjacent"
+    head_order: HeadOrder = "adjacent"
     lam: Literal["none", "exp", "sigmoid"] = "none"
     lam_init_offset: int = 0
     post_norm: Literal["none", "plain", "affine"] = "none"
     post_norm_eps: float = 1e-5
     scale_by_init: bool = False
     rope: Literal["half", "interleaved", "none"] = "half"
+    signals_per_noise: int = 1
 
     def __post_init__(self) -> None:
         if min(self.pairs, self.kv_pairs, self.head_dim) < 1 or self.pairs % self.kv_pairs:
@@ -56,14 +58,35 @@ class DiffSpec:
             raise CheckpointError("the factor 1 - λ_init follows a norm: post_norm must not be 'none'")
         if self.maps == 2 and self.lam == "none":
             raise CheckpointError("two maps need a λ: lam must be 'exp' or 'sigmoid'")
+        grouped = self.signals_per_noise
+        if grouped < 1 or (grouped > 1 and (self.maps == 1 or self.pairs % (grouped * self.kv_pairs))):
+            raise CheckpointError(
+                f"{grouped} signal maps to a noise map do not divide {self.pairs} pairs into noise maps that "
+                f"{self.kv_pairs} KV pairs divide; check the numbers of heads in config.json"
+            )
+
+    @property
+    def layout(self) -> HeadLayout:
+        """Which rows of the projections are which head."""
+        return HeadLayout(
+            pairs=self.pairs,
+            kv_pairs=self.kv_pairs,
+            head_dim=self.head_dim,
+            value_dim=self.value_dim,
+            maps=self.maps,
+            shares_keys=self.shared_k,
+            signals_per_noise=self.signals_per_noise,
+            head_order=self.head_order,
+            channel_order="interleaved" if self.rope == "interleaved" else "half",
+        )
 
     @property
     def query_heads(self) -> int:
-        return self.maps * self.pairs
+        return self.layout.query_heads
 
     @property
     def key_heads(self) -> int:
-        return self.kv_pairs if self.shared_k else self.maps * self.kv_pairs
+        return self.layout.key_heads
 
     @property
     def scale(self) -> float:
@@ -80,6 +103,10 @@ class DiffSpec:
     def lam_init(self, layer: int) -> float:
         """λ_init of a 0-based layer: 0.8 - 0.6·exp(-0.3·layer) (arXiv 2410.05258, equation 3)."""
         return 0.8 - 0.6 * math.exp(-0.3 * (layer + self.lam_init_offset))
+
+    def post_factor(self, layer: int) -> float:
+        """Factor of a 0-based layer's normed output: 1 - λ_init, or 1 without `scale_by_init`."""
+        return 1 - self.lam_init(layer) if self.scale_by_init else 1.0
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

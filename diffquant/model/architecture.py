@@ -43,11 +43,16 @@ def read_spec(spec: Mapping[str, Any] | None) -> DiffSpec:
     """The attention's specification from the plain data of a config.json.
 
     Raises:
-        CheckpointError: there is none, or one that contradicts itself.
+        CheckpointError: there is none, one that contradicts itself, or one that is not computed.
     """
     if not spec:
         raise CheckpointError("config.json has no `spec`: a diff_transformer checkpoint must describe its attention")
     try:
-        return DiffSpec(**spec)
+        diff_spec = DiffSpec(**spec)
     except TypeError as error:
         raise CheckpointError(f"config.json: `spec` is not a DiffSpec: {error}") from error
+    if diff_spec.signals_per_noise != 1:
+        raise CheckpointError(
+            f"config.json: `spec` has {diff_spec.signals_per_noise} signal maps to a noise map; the model computes 1"
+        )
+    return diff_spec

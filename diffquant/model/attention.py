@@ -1,6 +1,6 @@
 """Attention that a `DiffSpec` describes: projections seen as heads, rotary embedding, λ, cache, the norm.
 
-Parameters keep the row order of the checkpoint they came from; the spec's `head_order` says how to see heads in it.
+Parameters keep the row order of the checkpoint they came from; the spec's `layout` says how to see heads in it.
 """
 
 import torch
@@ -10,6 +10,8 @@ from transformers.cache_utils import Cache
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from diffquant.attention import LogitMeter, Mask, attend
+from diffquant.family.heads import HeadLayout
+from diffquant.family.lam import lam_from_vectors
 from diffquant.family.norm import PairNorm
 from diffquant.model.config import DiffTransformerConfig
 from diffquant.model.fused_cache import FusedCache
@@ -23,15 +25,16 @@ class DiffAttention(nn.Module):
     def __init__(self, config: DiffTransformerConfig, layer: int) -> None:
         super().__init__()
         self.spec = spec = config.diff_spec
+        self.layout: HeadLayout = spec.layout
         self.layer = layer
         self.backend = "auto"
         self.logits = FULL
         self.logit_ranges: Tensor | None = None
         self.meter = LogitMeter()
         width, bias = config.hidden_size, config.attention_bias
-        self.q_proj = nn.Linear(width, spec.query_heads * spec.head_dim, bias=bias)
-        self.k_proj = nn.Linear(width, spec.key_heads * spec.head_dim, bias=bias)
-        self.v_proj = nn.Linear(width, spec.kv_pairs * spec.value_dim, bias=bias)
+        self.q_proj = nn.Linear(width, self.layout.height("q_proj"), bias=bias)
+        self.k_proj = nn.Linear(width, self.layout.height("k_proj"), bias=bias)
+        self.v_proj = nn.Linear(width, self.layout.height("v_proj"), bias=bias)
         self.o_proj = nn.Linear(spec.pairs * spec.value_dim, width, bias=bias)
         if spec.lam == "exp":
             for name in LAMBDA_VECTORS:
@@ -45,7 +48,7 @@ class DiffAttention(nn.Module):
         """x [B, T, D] -> [B, T, D]; `rotary` is cos and sin, [B or 1, T, d]."""
         spec = self.spec
         q, k, v = self.project(x, rotary)
-        queries, lam = q.chunk(spec.maps, 1), self.lam(x)
+        queries, lam = self.layout.query_maps(q), self.lam(x)
         if cache is not None and mask.keys is not None:
             # A token block's absmax must not see padding.
             k = k.masked_fill(~mask.keys[:, None, -x.shape[1] :, None], 0.0)
@@ -57,7 +60,7 @@ class DiffAttention(nn.Module):
                 k, v = cache.update(k, v, self.layer)
             y = attend(
                 queries,
-                (k, k) if spec.shared_k else k.chunk(spec.maps, 1),
+                self.layout.key_maps(k),
                 v,
                 lam,
                 scale=spec.scale,
@@ -71,35 +74,19 @@ class DiffAttention(nn.Module):
         return self.o_proj(y.transpose(1, 2).flatten(2))
 
     def project(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """Rotated queries and keys and the values, [B, heads, T, width] each, first maps before second ones."""
-        spec = self.spec
-        q = rotate(self._heads(self.q_proj(x), spec.pairs, spec.maps), rotary, spec.rope)
-        k = rotate(self._heads(self.k_proj(x), spec.kv_pairs, spec.key_heads // spec.kv_pairs), rotary, spec.rope)
-        return q, k, self._values(self.v_proj(x))
+        """Rotated queries and keys and the values, [B, heads, T, width] each, signal heads before noise heads."""
+        q = rotate(self.layout.queries(self.q_proj(x)), rotary, self.spec.rope)
+        k = rotate(self.layout.keys(self.k_proj(x)), rotary, self.spec.rope)
+        return q, k, self.layout.values(self.v_proj(x))
 
     def lam(self, x: Tensor) -> Tensor | None:
         """λ in float32: a scalar (V1), [B, h, T, 1] (V2), None for a plain Transformer."""
         if self.spec.lam == "exp":
-            q1, k1, q2, k2 = (getattr(self, name).float() for name in LAMBDA_VECTORS)
-            return (q1 @ k1).exp() - (q2 @ k2).exp() + self.spec.lam_init(self.layer)
+            vectors = (getattr(self, name) for name in LAMBDA_VECTORS)
+            return lam_from_vectors(*vectors, init=self.spec.lam_init(self.layer))
         if self.spec.lam == "sigmoid":
             return linear(x.float(), self.lambda_proj.weight.float()).sigmoid().transpose(1, 2).unsqueeze(-1)
         return None
-
-    def _heads(self, projected: Tensor, pairs: int, maps: int) -> Tensor:
-        """[B, T, maps·pairs·d] -> [B, maps·pairs, T, d], all first maps before all second maps."""
-        batch, length, _ = projected.shape
-        if self.spec.head_order == "halves" or maps == 1:
-            return projected.view(batch, length, maps * pairs, -1).transpose(1, 2)
-        return projected.view(batch, length, pairs, maps, -1).permute(0, 3, 2, 1, 4).flatten(1, 2)
-
-    def _values(self, projected: Tensor) -> Tensor:
-        """[B, T, h_kv·dv] -> [B, h_kv, T, dv]."""
-        spec = self.spec
-        if spec.head_order == "halves":
-            halves = projected.unflatten(-1, (2, spec.kv_pairs, spec.head_dim))
-            return halves.permute(0, 3, 1, 2, 4).flatten(-2)
-        return projected.unflatten(-1, (spec.kv_pairs, spec.value_dim)).transpose(1, 2)
 
     def post(self) -> PairNorm | None:
         """The norm over a pair's output, with its factor 1 - λ_init."""
@@ -107,7 +94,7 @@ class DiffAttention(nn.Module):
         if spec.post_norm == "none":
             return None
         weight = self.subln.weight if spec.post_norm == "affine" else None
-        return PairNorm(spec.post_norm_eps, weight, 1 - spec.lam_init(self.layer) if spec.scale_by_init else 1.0)
+        return PairNorm(spec.post_norm_eps, weight, spec.post_factor(self.layer))
 
 
 def rotate(x: Tensor, rotary: tuple[Tensor, Tensor], style: str) -> Tensor:

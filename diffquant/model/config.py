@@ -52,6 +52,6 @@ class DiffTransformerConfig(PreTrainedConfig):
         """The attention's specification.
 
         Raises:
-            CheckpointError: the config has none, or one that contradicts itself.
+            CheckpointError: the config has none, one that contradicts itself, or one that is not computed.
         """
         return read_spec(self.spec)

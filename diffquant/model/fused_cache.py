@@ -15,7 +15,7 @@ from transformers.cache_utils import Cache
 from diffquant.attention import DiffSpec, Mask
 from diffquant.errors import UsageError
 from diffquant.family.norm import PairNorm
-from diffquant.kernels.arguments import HALF_TYPES, Visibility, refused_device
+from diffquant.kernels.arguments import HALF_TYPES, refused_device
 from diffquant.kernels.cache.kv_store import KVStore, refused_store
 from diffquant.kernels.configs import capability
 from diffquant.model.cache import PackedLayer
@@ -120,15 +120,13 @@ class FusedCache(Cache):
 
         Returns:
             [B, h, T, dv], or None, with nothing stored, where decoding is not for these tokens: too many of
-            them (a prompt), or a mask other than causal order with one range of keys a sequence.
+            them (a prompt), or a mask with holes.
         """
         from diffquant.kernels.cache.decode import MAX_QUERIES, decode
 
-        if q[0].shape[2] > MAX_QUERIES or not mask.causal or (mask.keys is not None and mask.ranges is None):
+        if q[0].shape[2] > MAX_QUERIES or (mask.keys is not None and mask.ranges is None):
             return None
-        starts, ends = mask.ranges or (None, None)
-        seen = Visibility(True, mask.window, starts, ends)
-        return decode(q, self.layers[layer].append(k, v), lam, scale=scale, seen=seen, post=post)
+        return decode(q, self.layers[layer].append(k, v), lam, scale=scale, mask=mask, post=post)
 
 
 def refused(recipe: Recipe, spec: DiffSpec, dtype: torch.dtype, device: torch.device) -> str | None:

@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING
 
+from diffquant.family.heads import PROJECTIONS
 from diffquant.family.spec import DiffSpec
 from diffquant.model.architecture import Architecture
 
@@ -55,9 +56,7 @@ def _layer_parameters(config: "Config") -> dict[str, Shape]:
 def _attention_linears(config: "Config") -> dict[str, Shape]:
     spec, width = config.diff_spec, config.hidden_size
     return {
-        "self_attn.q_proj": (spec.query_heads * spec.head_dim, width),
-        "self_attn.k_proj": (spec.key_heads * spec.head_dim, width),
-        "self_attn.v_proj": (spec.kv_pairs * spec.value_dim, width),
+        **{f"self_attn.{projection}": (spec.layout.height(projection), width) for projection in PROJECTIONS},
         "self_attn.o_proj": (width, spec.pairs * spec.value_dim),
     }
 

@@ -110,7 +110,7 @@ class DiffTransformerModel(DiffPreTrainedModel):
         if position_ids is None:
             position_ids = _positions(valid, past, length, x.device)
         rotary = self.rotary_emb(x, position_ids=position_ids)
-        mask = Mask(causal=True, keys=valid)
+        mask = Mask(valid)
         states = []
         for layer in self.layers:
             if output_hidden_states:

@@ -80,5 +80,5 @@ def batches(ids: Tensor, tokens: int) -> Sequence[Tensor]:
 
 def _keys_of_maps(k: Tensor, spec: DiffSpec) -> Tensor:
     """k [B, key heads, S, d] with a head for each of the maps·h query heads."""
-    keys = (k,) * spec.maps if spec.shared_k else k.chunk(spec.maps, 1)
-    return torch.cat([each.repeat_interleave(spec.pairs // spec.kv_pairs, 1) for each in keys], 1)
+    repeats = spec.pairs // spec.kv_pairs
+    return torch.cat([keys.repeat_interleave(repeats, 1) for keys in spec.layout.key_maps(k)], 1)

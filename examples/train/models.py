@@ -61,9 +61,7 @@ def look_back(model: DiffTransformer, sharpness: float = 4.5) -> None:
     spec = attention.spec
     frequencies = model.model.rotary_emb.inv_freq[: spec.head_dim // 4]
     for pair, distance in enumerate((1, 2)):
-        query = slice(pair * spec.maps * spec.head_dim, (pair * spec.maps + 1) * spec.head_dim)
-        keys = spec.key_heads // spec.kv_pairs
-        key = slice(pair * keys * spec.head_dim, (pair * keys + 1) * spec.head_dim)
+        query, key = (spec.layout.rows(projection)[pair] for projection in ("q_proj", "k_proj"))
         turned = [torch.cos(distance * frequencies), torch.sin(distance * frequencies)]
         for projection, rows, parts in (
             (attention.q_proj, query, [torch.ones_like(frequencies), torch.zeros_like(frequencies)]),

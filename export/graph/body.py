@@ -3,10 +3,9 @@
 A body is written for one set of attributes and one head width; `export.pure` holds the one in standard ops.
 """
 
-from typing import Any, Literal
+from typing import Literal
 
-import onnx
-from onnx import FunctionProto, ModelProto, parser
+from onnx import FunctionProto, parser
 
 from diffquant.errors import UsageError
 from diffquant.export.graph.op import DOMAIN, NAME, OpAttributes, schema
@@ -98,42 +97,3 @@ def _check_contrib(attributes: OpAttributes) -> None:
         problems.append("it has 8- and 4-bit caches, not 6")
     if problems:
         raise UsageError(f"ONNX Runtime's GroupQueryAttention: {'; '.join(problems)}; use the pure body")
-
-
-def add_body(model: ModelProto, kind: BodyKind) -> None:
-    """Give a model that holds the op's nodes their body.
-
-    Raises:
-        UsageError: nodes differ in their attributes or widths, or there is none.
-    """
-    nodes = [node for node in model.graph.node if (node.domain, node.op_type) == (DOMAIN, NAME)]
-    found = {_attributes_of(node) for node in nodes}
-    widths = {_query_width(model, node) for node in nodes}
-    if len(found) != 1 or len(widths) != 1:
-        raise UsageError(f"the model's {len(nodes)} {NAME} nodes have {len(found)} sets of attributes, not one")
-    attributes, query_width = found.pop(), widths.pop()
-    opset = next(entry.version for entry in model.opset_import if entry.domain == "")
-    cached = any(len(node.input) > 4 and node.input[4] for node in nodes)
-    model.functions.append(body(kind, attributes, query_width // (2 * attributes.num_pairs), opset, cached))
-    known = {entry.domain for entry in model.opset_import}
-    model.opset_import.extend(
-        onnx.helper.make_opsetid(domain, 1)
-        for domain in ((DOMAIN, CONTRIB) if kind == "contrib" else (DOMAIN,))
-        if domain not in known
-    )
-
-
-def _attributes_of(node: onnx.NodeProto) -> OpAttributes:
-    values: dict[str, Any] = {}
-    for attribute in node.attribute:
-        value = onnx.helper.get_attribute_value(attribute)
-        values[attribute.name] = value.decode() if isinstance(value, bytes) else value
-    return OpAttributes(**values)
-
-
-def _query_width(model: ModelProto, node: onnx.NodeProto) -> int:
-    known = [*model.graph.value_info, *model.graph.input]
-    shapes = {value.name: value.type.tensor_type.shape.dim for value in known}
-    if node.input[0] not in shapes:
-        raise UsageError(f"the width of {node.input[0]}, a query of {NAME}, is not in the model's value_info")
-    return shapes[node.input[0]][2].dim_value

@@ -1,13 +1,10 @@
 """Static scales of a quantized KV cache as the op wants them, from calibrated ranges."""
 
-from dataclasses import replace
-
 import numpy as np
 import torch
 from torch import Tensor
 
-from diffquant.export.graph.matrix import row_order
-from diffquant.model.attention import DiffAttention
+from diffquant.export.graph.matrix import op_layout
 from diffquant.numerics import max_code
 from diffquant.scheme import Recipe
 from diffquant.source.ranges import Ranges
@@ -42,17 +39,13 @@ def static_scales(source: Source, bits: int, ranges: Ranges) -> dict[int, Scales
 
 def state_order(source: Source) -> tuple[Tensor, Tensor]:
     """Where DiffTransformer's keys [key heads, d] and values [h_kv, dv] lie in an exported layer's flat cache."""
-    adapter = replace(source.adapter, repeated_rows={})
-    with torch.device("meta"):
-        attention = DiffAttention(adapter.config, 0)
-    spec, places = source.spec, []
-    for name, width in (("k_proj", spec.key_heads * spec.head_dim), ("v_proj", spec.kv_pairs * spec.value_dim)):
-        order = row_order(adapter, f"model.layers.0.self_attn.{name}.weight")
-        exported = torch.arange(width)
-        projected = exported if order is None else torch.empty_like(exported).index_copy_(0, order, exported)
-        places.append(projected[None, None])
-    keys = attention._heads(places[0], spec.kv_pairs, spec.key_heads // spec.kv_pairs)
-    return keys[0, :, 0], attention._values(places[1])[0, :, 0]
+    layout, exported = source.spec.layout, op_layout(source.spec)
+    places = []
+    for projection in ("k_proj", "v_proj"):
+        order = layout.order_as(exported, projection)
+        places.append(torch.arange(layout.height(projection)) if order is None else order.argsort())
+    keys, values = layout.keys(places[0][None]), layout.values(places[1][None])
+    return keys.squeeze(-2), values.squeeze(-2)
 
 
 def _in_op_order(ranges: Tensor, order: Tensor) -> np.ndarray:

@@ -14,6 +14,7 @@ from diffquant.export.graph.op import DOMAIN, NAME, OpAttributes
 from diffquant.export.graph.plan import EMBEDDING, HEAD, ExportPlan, key_width
 from diffquant.export.graph.streaming import Streamed, place
 from diffquant.export.options import IR_VERSION
+from diffquant.family.lam import lam_from_vectors
 from diffquant.model.layout import LAMBDA_VECTORS
 
 PAST = "past_key_values.{layer}.{part}"
@@ -159,8 +160,8 @@ class _Decoder:
         """λ in float32: [1] (V1), or [B, T, h] (V2)."""
         prefix = f"model.layers.{layer}.self_attn."
         if self.spec.lam == "exp":
-            q1, k1, q2, k2 = (self.plan.vector(prefix + name) for name in LAMBDA_VECTORS)
-            lam = (q1 @ k1).exp() - (q2 @ k2).exp() + self.spec.lam_init(layer)
+            vectors = (self.plan.vector(prefix + name) for name in LAMBDA_VECTORS)
+            lam = lam_from_vectors(*vectors, init=self.spec.lam_init(layer))
             return self.graph.constant(f"layers.{layer}.lambda", lam.reshape(1).numpy())
         weight = self.plan.whole(prefix + "lambda_proj.weight").T.numpy()
         wide = self.graph.add("Cast", x, to=TensorProto.FLOAT)
@@ -170,7 +171,7 @@ class _Decoder:
     def _post(self, attended: str, layer: int) -> str:
         """Per-pair norm and (1 - λ_init), which becomes part of the norm's weight."""
         spec, graph = self.spec, self.graph
-        factor = 1 - spec.lam_init(layer) if spec.scale_by_init else 1.0
+        factor = spec.post_factor(layer)
         if spec.post_norm == "none":
             return attended
         weight = torch.ones(spec.value_dim)

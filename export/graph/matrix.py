@@ -3,13 +3,14 @@
 Reordering is by rows alone, which every packed format allows: scales and codes run along a row.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from diffquant.errors import DiffQuantError
+from diffquant.family.heads import HeadLayout
 from diffquant.family.spec import DiffSpec
 from diffquant.formats.compressed_tensors import PACKED, SCALE, codes, decode_codes, weight_scale
 from diffquant.formats.reader import Checkpoint
@@ -122,44 +123,15 @@ def read_vector(opened: Source, name: str) -> Tensor:
 
 def row_order(adapter: Adapter, name: str) -> Tensor | None:
     """Source row of each exported row of a parameter; None where they are the same."""
-    spec = adapter.config.diff_spec
-    repeated = adapter.row_order(name)
-    ours = _head_order(spec, name)
-    if ours is None or repeated is None:
-        return repeated if ours is None else ours
-    return repeated[ours]
+    return adapter.rows_as(op_layout(adapter.config.diff_spec), name)
 
 
-def _head_order(spec: DiffSpec, name: str) -> Tensor | None:
-    """The op's row order: a pair's maps side by side, and in V1 rotated channels side by side."""
+def op_layout(spec: DiffSpec) -> HeadLayout:
+    """The op's head layout: a pair's maps side by side, and in V1 rotated channels side by side."""
     if spec.maps == 1:
-        return None
-    if ".q_proj." in name:
-        return _mapped_rows(spec, spec.pairs)
-    if ".k_proj." in name:
-        return None if spec.shared_k else _mapped_rows(spec, spec.kv_pairs)
-    if ".v_proj." in name and spec.head_order == "halves":
-        heads = torch.arange(2 * spec.kv_pairs).view(2, spec.kv_pairs).T
-        return _channels(heads, torch.arange(spec.head_dim))
-    return None
-
-
-def _mapped_rows(spec: DiffSpec, pairs: int) -> Tensor:
-    heads = torch.arange(2 * pairs)
-    by_pair = heads.view(2, pairs).T if spec.head_order == "halves" else heads.view(pairs, 2)
-    return _rotated(by_pair, spec)
-
-
-def _rotated(heads: Tensor, spec: DiffSpec) -> Tensor:
-    """Rows of heads in this order; half-rotated channels (i, i + d/2) of V1 become neighbours."""
-    channels = torch.arange(spec.head_dim)
-    if spec.rope == "half" and not spec.shared_k:
-        channels = channels.view(2, -1).T.flatten()
-    return _channels(heads, channels)
-
-
-def _channels(heads: Tensor, channels: Tensor) -> Tensor:
-    return (heads.flatten()[:, None] * len(channels) + channels).flatten()
+        return spec.layout
+    neighbours = spec.rope == "interleaved" or (spec.rope == "half" and not spec.shared_k)
+    return replace(spec.layout, head_order="adjacent", channel_order="interleaved" if neighbours else "half")
 
 
 def checked_cast(values: Tensor, dtype: torch.dtype, name: str) -> Tensor:

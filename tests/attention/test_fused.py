@@ -8,8 +8,9 @@ import torch
 pytest.importorskip("triton")
 
 from diffquant.attention import LogitMeter, Mask, attend, dispatch
-from diffquant.attention.call import Call
+from diffquant.attention.backends import triton
 from diffquant.errors import UsageError
+from diffquant.family.call import AttentionCall
 from diffquant.family.norm import PairNorm
 from diffquant.kernels.attention import prefill, prefill_int8, simulated
 from diffquant.scheme import Scheme
@@ -20,20 +21,19 @@ POST = PairNorm(1e-5, torch.rand(128), 0.7)
 
 @pytest.fixture(autouse=True)
 def _any_device_will_do(monkeypatch):
-    for module in (prefill, prefill_int8, simulated):
+    for module in (prefill, prefill_int8, simulated, triton):
         monkeypatch.setattr(module, "refused_device", lambda device: None)
-    monkeypatch.setattr("diffquant.attention.fused.refused_device", lambda device: None)
 
 
 def masks(keys):
     valid = torch.ones(2, keys, dtype=torch.bool)
     valid[1, : keys // 3] = False
-    return [Mask(), Mask(keys=valid), Mask(window=9)]
+    return [Mask(), Mask(keys=valid)]
 
 
 def call_of(generation, queries, keys, mask):
     q, k, v, lam = random_call(generation, queries, keys, batch=2)
-    return Call(q, k, v, lam, 0.125, mask, POST if generation == "v1" else None)
+    return AttentionCall(q, k, v, lam, 0.125, mask, POST if generation == "v1" else None)
 
 
 def compute(call, backend, **options):
@@ -42,13 +42,13 @@ def compute(call, backend, **options):
     )
 
 
-@pytest.mark.parametrize("which", range(3), ids=["causal", "left-padded", "window"])
+@pytest.mark.parametrize("which", range(2), ids=["causal", "left-padded"])
 @pytest.mark.parametrize("generation", ["v1", "v2"])
 @pytest.mark.parametrize(("backend", "limit"), [("auto", 2e-3), ("triton-int8", 2e-2)])
 def test_kernels_serve_what_the_plain_form_computes(backend, limit, generation, which):
     call = call_of(generation, 29, 40, masks(40)[which])
     if backend == "auto":
-        assert dispatch.fastest(call) == "triton"
+        assert dispatch.fastest(call).name == "triton"
     assert relative_error(compute(call, backend), compute(call, "naive").double()) <= limit
 
 
@@ -59,8 +59,8 @@ def test_simulated_logits_are_those_of_the_plain_form_and_counted_alike(generati
     logits, meter, blocked = Scheme.parse(scheme), LogitMeter(), LogitMeter()
     out = compute(call, "auto", logits=logits, meter=meter)
     assert relative_error(out, compute(call, "naive", logits=logits).double()) <= 2e-3
-    simulated_in_torch = dispatch.simulated
-    simulated_in_torch(call.q, call.k, call.v, call.lam, call.scale, call.mask, logits, blocked)
+    in_torch = compute(call, "simulated", logits=logits, meter=blocked)
+    assert relative_error(out, in_torch.double()) <= 2e-3
     counted, wanted = meter.report(), blocked.report()
     assert {name: counted[name] for name in ("calls", "entries")} == {n: wanted[n] for n in ("calls", "entries")}
     assert counted["step_mean"] == pytest.approx(wanted["step_mean"], rel=1e-3)
@@ -69,10 +69,10 @@ def test_simulated_logits_are_those_of_the_plain_form_and_counted_alike(generati
 def test_why_a_kernel_is_passed_over_is_logged(caplog):
     holes = torch.tensor([[True, False, True] * 10] * 2)
     with caplog.at_level(logging.INFO, "diffquant.attention"):
-        assert dispatch.fastest(call_of("v1", 30, 30, Mask(keys=holes))) == "flashdiff2"
+        assert dispatch.fastest(call_of("v1", 30, 30, Mask(keys=holes))).name == "flashdiff2"
     assert "triton is not used: the padding mask has holes" in caplog.text
-    assert dispatch.fastest(call_of("v1", 3, 30, Mask())) == "flashdiff2"
-    assert dispatch.fastest(call_of("plain", 30, 30, Mask())) == "flashdiff2"
+    assert dispatch.fastest(call_of("v1", 3, 30, Mask())).name == "flashdiff2"
+    assert dispatch.fastest(call_of("plain", 30, 30, Mask())).name == "flashdiff2"
 
 
 def test_an_override_that_cannot_serve_says_why():
@@ -84,4 +84,4 @@ def test_gradients_go_through_sdpa():
     call = call_of("v2", 30, 30, Mask())
     call.v.requires_grad_()
     with torch.enable_grad():
-        assert dispatch.fastest(call) == "flashdiff2"
+        assert dispatch.fastest(call).name == "flashdiff2"

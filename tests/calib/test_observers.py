@@ -5,14 +5,15 @@ import pytest
 import torch
 
 from diffquant.attention import Mask
+from diffquant.attention.backends.simulated import simulated
 from diffquant.attention.naive import naive
-from diffquant.attention.simulated import simulated
 from diffquant.calib.calibration.fit import measure_fit
 from diffquant.calib.calibration.layers import by_token, projected_layers
 from diffquant.calib.calibration.observe import observe
 from diffquant.calib.calibration.observers import Observer, key_ranges
 from diffquant.calib.statistics import Magnitudes
 from diffquant.errors import UsageError
+from diffquant.family.call import AttentionCall
 from diffquant.model.cache import PackedStates
 from diffquant.model.walk import Walk
 from diffquant.scheme import LAYER_TARGETS, Recipe, Scheme
@@ -107,9 +108,10 @@ def test_static_logits_are_the_same_by_blocks_and_whole(maps):
     k = [heavy_tails(2, 2, 9, 8, seed=i + 5) for i in range(maps)]
     v, lam = heavy_tails(2, 2, 9, 8, seed=9), torch.tensor(0.4) if maps == 2 else None
     ranges = torch.arange(1.0, 4 * maps + 1)
-    arguments = (q, k, v, lam, 8**-0.5, Mask(), Scheme.parse("4:static"))
-    whole = naive(*arguments, ranges)
-    torch.testing.assert_close(simulated(*arguments, None, ranges), whole)
+    scheme = Scheme.parse("4:static")
+    whole = naive(q, k, v, lam, 8**-0.5, Mask(), scheme, ranges)
+    in_blocks = simulated(AttentionCall(q, k, v, lam, 8**-0.5, Mask(), logits=scheme, ranges=ranges))
+    torch.testing.assert_close(in_blocks, whole)
     wide = [x.double() * 8**-0.5 @ y.double().repeat_interleave(2, 1).mT for x, y in zip(q, k, strict=True)]
     steps = [part.view(1, -1, 1, 1).double() / 7 for part in ranges.chunk(maps)]
     rounded = [(x / s).round().clamp(-7, 7) * s for x, s in zip(wide, steps, strict=True)]

@@ -3,15 +3,16 @@
 import pytest
 import torch
 
+from diffquant.attention import Mask
 from diffquant.family.norm import PairNorm
-from diffquant.kernels.arguments import Visibility, empty_output
+from diffquant.kernels.arguments import empty_output
 from diffquant.kernels.cache import decode as module
 from diffquant.kernels.cache.append import append
 from diffquant.kernels.cache.decode import decode, refused
 from diffquant.kernels.cache.kv_store import KVStore, tokens_a_scale
 from diffquant.numerics import absmax_scale, dequantize, quantize, sharing_view
 from diffquant.scheme import Recipe
-from tests.support.kernel_inputs import expected, limits, random_call, relative_error
+from tests.support.kernel_inputs import expected, padding, random_call, relative_error
 
 DEVICE = "cuda"
 LIMITS = {torch.float16: 2e-3, torch.bfloat16: 1e-2}
@@ -104,31 +105,30 @@ def test_equals_the_plain_form(generation, recipe, dtype, width):
     assert refused(recipe, q, v) is None
     store = stored(recipe, k, v)
     out = decode(q, store, lam, scale=width**-0.5)
-    reference = wanted(q, store, k, lam, scale=width**-0.5, seen=Visibility())
+    reference = wanted(q, store, k, lam, scale=width**-0.5)
     assert relative_error(out, reference) <= LIMITS[dtype]
     assert torch.cosine_similarity(out.double().flatten(), reference.flatten(), 0) > 0.9999
 
 
 @pytest.mark.parametrize(
-    ("queries", "keys", "seen"),
+    ("queries", "keys", "mask"),
     [
-        (1, 1, Visibility()),
-        (3, 129, Visibility()),
-        (16, 1000, Visibility()),
-        (16, 1000, Visibility(window=200)),
-        (5, 3, Visibility()),
-        (4, 300, Visibility(starts=limits([0, 141], DEVICE))),
-        (2, 300, Visibility(window=50, starts=limits([299, 300], DEVICE))),
-        (9, 300, Visibility(starts=limits([7, 0], DEVICE), ends=limits([300, 295], DEVICE))),
+        (1, 1, Mask()),
+        (3, 129, Mask()),
+        (16, 1000, Mask()),
+        (5, 3, Mask()),
+        (4, 300, padding(300, starts=[0, 141], device=DEVICE)),
+        (2, 300, padding(300, starts=[299, 300], device=DEVICE)),
+        (9, 300, padding(300, starts=[7, 0], ends=[300, 295], device=DEVICE)),
     ],
-    ids=["one key", "chunk", "16", "window", "more queries than keys", "left padding", "padded queries", "ragged"],
+    ids=["one key", "chunk", "16", "more queries than keys", "left padding", "padded queries", "ragged"],
 )
 @pytest.mark.parametrize("generation", ["plain", "v1", "v2"])
-def test_what_a_query_sees(generation, queries, keys, seen):
+def test_what_a_query_sees(generation, queries, keys, mask):
     q, k, v, lam = random_call(generation, queries, keys, pairs=8, kv_pairs=2, batch=2, device=DEVICE)
     store = stored(Recipe.of(k="4:c64", v=4, residual=20), k, v)
-    out = decode(q, store, lam, scale=0.125, seen=seen)
-    assert relative_error(out, wanted(q, store, k, lam, scale=0.125, seen=seen)) <= LIMITS[torch.float16]
+    out = decode(q, store, lam, scale=0.125, mask=mask)
+    assert relative_error(out, wanted(q, store, k, lam, scale=0.125, mask=mask)) <= LIMITS[torch.float16]
 
 
 @pytest.mark.parametrize("dtype", LIMITS, ids=str)
@@ -137,7 +137,7 @@ def test_the_pair_norm_is_part_of_the_kernel(dtype):
     post = PairNorm(1e-5, torch.linspace(0.5, 2, 256, device=DEVICE).to(dtype), 0.64)
     store = stored(Recipe.of(kv=8), k, v)
     out = decode(q, store, lam, scale=128**-0.5, post=post)
-    reference = wanted(q, store, k, lam, scale=128**-0.5, seen=Visibility(), post=post)
+    reference = wanted(q, store, k, lam, scale=128**-0.5, post=post)
     assert relative_error(out, reference) <= LIMITS[dtype]
 
 
@@ -146,7 +146,7 @@ def test_small_and_large_values_keep_their_precision(size):
     q, k, v, lam = random_call("v2", 1, 1000, dtype=torch.bfloat16, device=DEVICE)
     store = stored(Recipe.of(kv=4), k, (v.float() * size).bfloat16())
     out = decode(q, store, lam, scale=0.125)
-    assert relative_error(out, wanted(q, store, k, lam, scale=0.125, seen=Visibility())) <= LIMITS[torch.bfloat16]
+    assert relative_error(out, wanted(q, store, k, lam, scale=0.125)) <= LIMITS[torch.bfloat16]
 
 
 @pytest.mark.parametrize("recipe", RECIPES[1:4], ids=named)
@@ -158,7 +158,7 @@ def test_long_contexts_take_memory_for_partial_sums_alone(recipe):
     before = torch.cuda.memory_allocated()
     out = decode(q, store, lam, scale=128**-0.5)
     assert torch.cuda.max_memory_allocated() - before <= 32 << 20
-    reference = wanted(q, store, k, lam, scale=128**-0.5, seen=Visibility())
+    reference = wanted(q, store, k, lam, scale=128**-0.5)
     assert relative_error(out, reference) <= LIMITS[torch.bfloat16]
 
 

@@ -3,13 +3,16 @@
 import pytest
 import torch
 
+from diffquant.attention import Mask
+from diffquant.family.call import AttentionCall
 from diffquant.family.norm import PairNorm
-from diffquant.kernels.arguments import Visibility, empty_output
+from diffquant.kernels.arguments import empty_output
 from diffquant.kernels.attention import prefill_int8 as module
-from diffquant.kernels.attention.prefill_int8 import prefill_int8, refused
-from tests.support.kernel_inputs import expected, limits, random_call, relative_error
+from diffquant.kernels.attention.prefill_int8 import refused
+from tests.support.kernel_inputs import CAUSAL, expected, on_call, padding, random_call, relative_error
 
 DEVICE = "cuda"
+prefill_int8 = on_call(module.prefill_int8)
 LIMITS = {"fp16": 2e-2, "fp8": 8e-2}
 # Every kernel is compiled anew for each, at a second or more.
 WIDTHS = [(128, torch.float16), (64, torch.bfloat16)]
@@ -33,17 +36,14 @@ def pv(request):
 
 # (queries, keys, what two sequences see)
 SEEN = {
-    "causal": (129, 129, Visibility()),
-    "causal, in whole tiles": (512, 512, Visibility()),
-    "full": (100, 257, Visibility(causal=False)),
-    "later part": (17, 1000, Visibility()),
-    "more queries than keys": (300, 129, Visibility()),
-    "one query": (1, 100, Visibility()),
-    "window": (700, 1000, Visibility(window=200)),
-    "window of one": (129, 129, Visibility(window=1)),
-    "left padding": (300, 300, Visibility(starts=limits([0, 141], DEVICE))),
-    "ragged": (500, 500, Visibility(window=300, starts=limits([7, 0], DEVICE), ends=limits([500, 77], DEVICE))),
-    "full, ragged": (64, 99, Visibility(causal=False, starts=limits([3, 20], DEVICE), ends=limits([90, 20], DEVICE))),
+    "causal": (129, 129, Mask()),
+    "causal, in whole tiles": (512, 512, Mask()),
+    "later part": (17, 1000, Mask()),
+    "more queries than keys": (300, 129, Mask()),
+    "one query": (1, 100, Mask()),
+    "left padding": (300, 300, padding(300, starts=[0, 141], device=DEVICE)),
+    "ragged": (500, 500, padding(500, starts=[7, 0], ends=[500, 77], device=DEVICE)),
+    "ragged, one empty": (64, 99, padding(99, starts=[3, 20], ends=[90, 20], device=DEVICE)),
 }
 
 
@@ -55,13 +55,13 @@ def cosine(out, wanted):
 @pytest.mark.parametrize(("width", "dtype"), WIDTHS, ids=str)
 @pytest.mark.parametrize("generation", ["plain", "v1", "v2"])
 def test_close_to_the_plain_form(generation, dtype, width, name, pv):
-    queries, keys, seen = SEEN[name]
+    queries, keys, mask = SEEN[name]
     inputs = random_call(
         generation, queries, keys, width=width, pairs=6, kv_pairs=3, batch=2, dtype=dtype, device=DEVICE
     )
-    assert refused(inputs[0], inputs[2], pv=pv) is None
-    out = prefill_int8(*inputs, scale=width**-0.5, seen=seen, pv=pv)
-    wanted = expected(*inputs, scale=width**-0.5, seen=seen)
+    assert refused(AttentionCall(*inputs, 0.125, CAUSAL), pv) is None
+    out = prefill_int8(*inputs, scale=width**-0.5, mask=mask, pv=pv)
+    wanted = expected(*inputs, scale=width**-0.5, mask=mask)
     assert relative_error(out, wanted) <= LIMITS[pv]
     assert cosine(out, wanted) >= 1 - LIMITS[pv] ** 2
 
@@ -73,8 +73,8 @@ def test_a_constant_offset_of_keys_costs_nothing(generation, width, pv):
     offset = 20 * torch.randn(width, device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(1))
     moved = {id(x): (x + offset).half() for x in k}
     k = [moved[id(x)] for x in k]
-    out = prefill_int8(q, k, v, lam, scale=width**-0.5, seen=Visibility(), pv=pv)
-    assert relative_error(out, expected(q, k, v, lam, scale=width**-0.5, seen=Visibility())) <= LIMITS[pv]
+    out = prefill_int8(q, k, v, lam, scale=width**-0.5, pv=pv)
+    assert relative_error(out, expected(q, k, v, lam, scale=width**-0.5)) <= LIMITS[pv]
 
 
 @pytest.mark.parametrize("width", [64, 128])
@@ -82,25 +82,25 @@ def test_a_constant_offset_of_keys_costs_nothing(generation, width, pv):
 def test_the_pair_norm_is_part_of_the_kernel(generation, width, pv):
     inputs = random_call(generation, 300, 300, width=width, dtype=torch.bfloat16, device=DEVICE)
     post = PairNorm(1e-5, torch.linspace(0.5, 2, inputs[2].shape[-1], device=DEVICE).bfloat16(), 0.64)
-    out = prefill_int8(*inputs, scale=width**-0.5, seen=Visibility(), post=post, pv=pv)
-    assert relative_error(out, expected(*inputs, scale=width**-0.5, seen=Visibility(), post=post)) <= LIMITS[pv]
+    out = prefill_int8(*inputs, scale=width**-0.5, post=post, pv=pv)
+    assert relative_error(out, expected(*inputs, scale=width**-0.5, post=post)) <= LIMITS[pv]
 
 
 def test_rows_no_descriptor_can_read_are_served(pv):
     q, k, v, lam = random_call("v1", 300, 300, width=128, device=DEVICE)
     v = torch.cat([v.new_zeros(*v.shape[:-1], 1), v], -1)[..., 1:]
-    out = prefill_int8(q, k, v, lam, scale=128**-0.5, seen=Visibility(), pv=pv)
-    assert relative_error(out, expected(q, k, v, lam, scale=128**-0.5, seen=Visibility())) <= LIMITS[pv]
+    out = prefill_int8(q, k, v, lam, scale=128**-0.5, pv=pv)
+    assert relative_error(out, expected(q, k, v, lam, scale=128**-0.5)) <= LIMITS[pv]
 
 
 def test_what_padding_holds_does_not_matter(pv):
     q, k, v, lam = random_call("v1", 300, 300, device=DEVICE)
-    seen = Visibility(starts=limits([9], DEVICE), ends=limits([250], DEVICE))
-    wanted = expected(q, k, v, lam, scale=0.125, seen=seen)
+    mask = padding(300, starts=[9], ends=[250], device=DEVICE)
+    wanted = expected(q, k, v, lam, scale=0.125, mask=mask)
     for x in (*q, *k, v):
         x[:, :, :9] = torch.nan
         x[:, :, 250:] = torch.inf
-    assert relative_error(prefill_int8(q, k, v, lam, scale=0.125, seen=seen, pv=pv), wanted) <= LIMITS[pv]
+    assert relative_error(prefill_int8(q, k, v, lam, scale=0.125, mask=mask, pv=pv), wanted) <= LIMITS[pv]
 
 
 @pytest.mark.parametrize("generation", ["v1", "v2"])
@@ -108,13 +108,13 @@ def test_long_contexts_take_memory_for_the_codes_and_the_output(generation, pv):
     q, k, v, lam = random_call(generation, LONG, LONG, width=128, dtype=torch.bfloat16, device=DEVICE)
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    out = prefill_int8(q, k, v, lam, scale=128**-0.5, seen=Visibility(), pv=pv)
+    out = prefill_int8(q, k, v, lam, scale=128**-0.5, pv=pv)
     codes = sum(x.numel() for x in {id(x): x for x in (*q, *k, v)}.values())
     # Scales and partial statistics take a few percent of the codes.
     allowed = out.numel() * out.element_size() + codes * 1.1 + (1 << 20)
     assert torch.cuda.max_memory_allocated() - before <= allowed
     some = [x[:, :, -64:] for x in q], k, v, lam if lam.dim() == 0 else lam[:, :, -64:]
-    wanted = expected(*some, scale=128**-0.5, seen=Visibility())
+    wanted = expected(*some, scale=128**-0.5)
     assert relative_error(out[:, :, -64:], wanted) <= LIMITS[pv]
 
 
@@ -122,7 +122,7 @@ def test_long_contexts_take_memory_for_the_codes_and_the_output(generation, pv):
 def test_long_sums_keep_their_precision(width, pv):
     """Equal weights of equal values: every product is exact, so an accumulator that drops bits is all that errs."""
     q, k, v, lam = random_call("v1", 128, LONG, width=width, device=DEVICE)
-    out = prefill_int8([x * 0 for x in q], k, torch.ones_like(v), lam, scale=0.1, seen=Visibility(False), pv=pv)
+    out = prefill_int8([x * 0 for x in q], k, torch.ones_like(v), lam, scale=0.1, pv=pv)
     torch.testing.assert_close(out, torch.full_like(out, 1 - 0.37), rtol=2e-3, atol=0)
 
 
@@ -130,28 +130,28 @@ def test_long_sums_keep_their_precision(width, pv):
 @pytest.mark.parametrize("generation", ["v1", "v2"])
 def test_the_same_inputs_give_the_same_bits(generation, width, pv):
     inputs = random_call(generation, 2000, 2000, width=width, pairs=8, kv_pairs=8, dtype=torch.bfloat16, device=DEVICE)
-    first = prefill_int8(*inputs, scale=width**-0.5, seen=Visibility(), pv=pv)
+    first = prefill_int8(*inputs, scale=width**-0.5, pv=pv)
     for _ in range(9):
-        assert torch.equal(prefill_int8(*inputs, scale=width**-0.5, seen=Visibility(), pv=pv), first)
+        assert torch.equal(prefill_int8(*inputs, scale=width**-0.5, pv=pv), first)
 
 
 def test_a_captured_launch_follows_its_inputs(pv):
     q, k, v, lam = random_call("v1", 257, 257, device=DEVICE)
-    prefill_int8(q, k, v, lam, scale=0.125, seen=Visibility(), pv=pv)
+    prefill_int8(q, k, v, lam, scale=0.125, pv=pv)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = prefill_int8(q, k, v, lam, scale=0.125, seen=Visibility(), pv=pv)
+        out = prefill_int8(q, k, v, lam, scale=0.125, pv=pv)
     v.mul_(-3)
     graph.replay()
     torch.cuda.synchronize()
-    assert relative_error(out, expected(q, k, v, lam, scale=0.125, seen=Visibility())) <= LIMITS[pv]
+    assert relative_error(out, expected(q, k, v, lam, scale=0.125)) <= LIMITS[pv]
 
 
 def test_a_compiled_model_gives_the_same(pv):
     inputs = random_call("v1", 129, 129, device=DEVICE)
 
     def model(q, k, v, lam):
-        return prefill_int8(q, k, v, lam, scale=0.125, seen=Visibility(window=50), pv=pv) * 2
+        return prefill_int8(q, k, v, lam, scale=0.125, pv=pv) * 2
 
     assert torch.equal(torch.compile(model, fullgraph=True)(*inputs), model(*inputs))

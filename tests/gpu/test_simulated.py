@@ -3,17 +3,19 @@
 import pytest
 import torch
 
-from diffquant.attention import LogitMeter
+from diffquant.attention import LogitMeter, Mask
+from diffquant.attention.backends import simulated as in_blocks
 from diffquant.attention.naive import naive
-from diffquant.attention.simulated import simulated as blocked
+from diffquant.family.call import AttentionCall
 from diffquant.family.norm import PairNorm
-from diffquant.kernels.arguments import Visibility, empty_output
+from diffquant.kernels.arguments import empty_output
 from diffquant.kernels.attention import simulated as module
-from diffquant.kernels.attention.simulated import refused, simulated
+from diffquant.kernels.attention.simulated import refused
 from diffquant.scheme import Scheme
-from tests.support.kernel_inputs import limits, mask_of, normed, random_call, relative_error
+from tests.support.kernel_inputs import normed, on_call, padding, random_call, relative_error
 
 DEVICE = "cuda"
+simulated, blocked = on_call(module.simulated), on_call(in_blocks.simulated)
 LIMITS = {torch.float16: 2e-3, torch.bfloat16: 1e-2}
 # Every kernel is compiled anew for each, at a second or more.
 WIDTHS = [(128, torch.float16), (64, torch.bfloat16)]
@@ -37,13 +39,12 @@ def _whole_float32_products():
 
 
 SEEN = {
-    "causal": (129, 129, Visibility()),
-    "causal, in whole tiles": (512, 512, Visibility()),
-    "full": (100, 257, Visibility(causal=False)),
-    "more queries than keys": (300, 129, Visibility()),
-    "one query": (1, 100, Visibility()),
-    "ragged window": (500, 500, Visibility(window=300, starts=limits([7, 0], DEVICE), ends=limits([500, 77], DEVICE))),
-    "full, ragged": (64, 99, Visibility(causal=False, starts=limits([3, 20], DEVICE), ends=limits([90, 20], DEVICE))),
+    "causal": (129, 129, Mask()),
+    "causal, in whole tiles": (512, 512, Mask()),
+    "more queries than keys": (300, 129, Mask()),
+    "one query": (1, 100, Mask()),
+    "ragged": (500, 500, padding(500, starts=[7, 0], ends=[500, 77], device=DEVICE)),
+    "ragged, one empty": (64, 99, padding(99, starts=[3, 20], ends=[90, 20], device=DEVICE)),
 }
 
 
@@ -54,9 +55,9 @@ def whole_numbers(generation, queries, keys, **shape):
     return [x.mul(2).round() for x in q], [rounded[id(x)] for x in k], v, lam
 
 
-def plain(q, k, v, lam, scale, seen, scheme):
+def plain(q, k, v, lam, scale, mask, scheme):
     """The plain form, its values in float64 and its logits in float32."""
-    return naive(q, k, v, lam, scale, mask_of(seen, v.shape[2], v.device), scheme).double()
+    return naive(q, k, v, lam, scale, mask, scheme).double()
 
 
 @pytest.mark.parametrize("name", SEEN)
@@ -64,12 +65,12 @@ def plain(q, k, v, lam, scale, seen, scheme):
 @pytest.mark.parametrize(("width", "dtype"), WIDTHS, ids=str)
 @pytest.mark.parametrize("generation", ["plain", "v1", "v2"])
 def test_equals_the_plain_form_at_every_border(generation, dtype, width, text, name):
-    queries, keys, seen = SEEN[name]
+    queries, keys, mask = SEEN[name]
     inputs = whole_numbers(generation, queries, keys, width=width, pairs=6, kv_pairs=3, batch=2, dtype=dtype)
     scheme = Scheme.parse(text)
-    assert refused(inputs[0], inputs[2], scheme) is None
-    out = simulated(*inputs, scale=width**-0.5, seen=seen, scheme=scheme)
-    assert relative_error(out, plain(*inputs, width**-0.5, seen, scheme)) <= LIMITS[dtype]
+    assert refused(AttentionCall(*inputs, 0.125, mask, logits=scheme)) is None
+    out = simulated(*inputs, scale=width**-0.5, mask=mask, scheme=scheme)
+    assert relative_error(out, plain(*inputs, width**-0.5, mask, scheme)) <= LIMITS[dtype]
 
 
 @pytest.mark.parametrize("bits", range(2, 9))
@@ -77,23 +78,23 @@ def test_equals_the_plain_form_at_every_border(generation, dtype, width, text, n
 @pytest.mark.parametrize("shift", [False, True], ids=["absmax", "shift"])
 def test_the_meter_counts_as_the_blocked_form(shift, granularity, bits):
     inputs = whole_numbers("v1", 300, 300, batch=2)
-    seen, scheme = Visibility(starts=limits([0, 41], DEVICE)), Scheme(bits, granularity, shift=shift)
+    mask, scheme = padding(300, starts=[0, 41], device=DEVICE), Scheme(bits, granularity, shift=shift)
     ours, theirs = LogitMeter(), LogitMeter()
-    simulated(*inputs, scale=0.5, seen=seen, scheme=scheme, meter=ours)
-    blocked(*inputs, 0.5, mask_of(seen, 300, inputs[2].device), scheme, theirs)
+    simulated(*inputs, scale=0.5, mask=mask, scheme=scheme, meter=ours)
+    blocked(*inputs, scale=0.5, mask=mask, scheme=scheme, meter=theirs)
     assert ours.report() == pytest.approx(theirs.report(), rel=1e-6)
 
 
 def test_nothing_waits_for_the_device():
     inputs = whole_numbers("v1", 300, 300)
     scheme, meter = Scheme.parse("4:row:shift"), LogitMeter()
-    call = {"scale": 0.125, "seen": Visibility(), "scheme": scheme, "meter": meter}
+    call = {"scale": 0.125, "mask": Mask(), "scheme": scheme, "meter": meter}
     simulated(*inputs, **call)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
         simulated(*inputs, **call)
-        blocked(*inputs, 0.125, mask_of(Visibility(), 300, inputs[2].device), scheme, meter)
+        blocked(*inputs, **call)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert meter.report()["calls"] == 3
@@ -104,9 +105,9 @@ def test_nothing_waits_for_the_device():
 def test_any_numbers_stay_close(generation, dtype):
     inputs = random_call(generation, 700, 700, width=128, dtype=dtype, device=DEVICE)
     scheme = Scheme.parse("8:row")
-    out = simulated(*inputs, scale=128**-0.5, seen=Visibility(), scheme=scheme)
+    out = simulated(*inputs, scale=128**-0.5, scheme=scheme)
     # Sums in another order may cross a border between codes.
-    assert relative_error(out, plain(*inputs, 128**-0.5, Visibility(), scheme)) <= 1e-2
+    assert relative_error(out, plain(*inputs, 128**-0.5, Mask(), scheme)) <= 1e-2
 
 
 @pytest.mark.parametrize("width", [64, 128])
@@ -114,16 +115,16 @@ def test_the_pair_norm_is_part_of_the_kernel(width):
     inputs = whole_numbers("v1", 300, 300, width=width)
     post = PairNorm(1e-5, torch.linspace(0.5, 2, 2 * width, device=DEVICE).half(), 0.64)
     scheme = Scheme.parse("6:head")
-    out = simulated(*inputs, scale=width**-0.5, seen=Visibility(), scheme=scheme, post=post)
-    wanted = normed(plain(*inputs, width**-0.5, Visibility(), scheme), post)
+    out = simulated(*inputs, scale=width**-0.5, scheme=scheme, post=post)
+    wanted = normed(plain(*inputs, width**-0.5, Mask(), scheme), post)
     assert relative_error(out, wanted) <= LIMITS[torch.float16]
 
 
 def test_rows_no_descriptor_can_read_are_served():
     q, k, v, lam = whole_numbers("v1", 300, 300)
     v = torch.cat([v.new_zeros(*v.shape[:-1], 1), v], -1)[..., 1:]
-    out = simulated(q, k, v, lam, scale=0.125, seen=Visibility(), scheme=Scheme.parse("4:row"))
-    wanted = plain(q, k, v, lam, 0.125, Visibility(), Scheme.parse("4:row"))
+    out = simulated(q, k, v, lam, scale=0.125, scheme=Scheme.parse("4:row"))
+    wanted = plain(q, k, v, lam, 0.125, Mask(), Scheme.parse("4:row"))
     assert relative_error(out, wanted) <= LIMITS[torch.float16]
 
 
@@ -133,19 +134,19 @@ def test_long_contexts_take_memory_for_the_output_and_a_few_numbers_a_row(genera
     scheme = Scheme.parse("8:row")
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    out = simulated(q, k, v, lam, scale=128**-0.5, seen=Visibility(), scheme=scheme)
+    out = simulated(q, k, v, lam, scale=128**-0.5, scheme=scheme)
     rows = out.shape[1] * LONG * 2
     allowed = out.numel() * out.element_size() + 64 * rows + (1 << 21)
     assert torch.cuda.max_memory_allocated() - before <= allowed
     some = [x[:, :, -64:] for x in q], k, v, lam if lam.dim() == 0 else lam[:, :, -64:]
-    wanted = plain(*some, 128**-0.5, Visibility(), scheme)
+    wanted = plain(*some, 128**-0.5, Mask(), scheme)
     assert relative_error(out[:, :, -64:], wanted) <= LIMITS[torch.bfloat16]
 
 
 @pytest.mark.parametrize("width", [64, 128])
 def test_the_same_inputs_give_the_same_bits(width):
     inputs = random_call("v1", 2000, 2000, width=width, pairs=8, kv_pairs=8, dtype=torch.bfloat16, device=DEVICE)
-    call = {"scale": width**-0.5, "seen": Visibility(), "scheme": Scheme.parse("4:pair:shift")}
+    call = {"scale": width**-0.5, "mask": Mask(), "scheme": Scheme.parse("4:pair:shift")}
     first = simulated(*inputs, **call)
     for _ in range(9):
         assert torch.equal(simulated(*inputs, **call), first)

@@ -6,69 +6,23 @@ import pytest
 import torch
 
 from diffquant.errors import UsageError
-from diffquant.family.norm import PairNorm
 from diffquant.kernels import configs
-from diffquant.kernels.arguments import Visibility, attention_shape, empty_output, refused_device, refused_widths
+from diffquant.kernels.arguments import empty_output, refused_device, refused_widths
 from diffquant.kernels.configs import AttentionTile, choose, device_class, trying
 
-
-def call(**changes):
-    """Arguments of a V1 call that agree, some of them changed."""
-    q = [torch.zeros(2, 6, 5, 64, dtype=torch.float16) for _ in range(2)]
-    k = [torch.zeros(2, 3, 7, 64, dtype=torch.float16) for _ in range(2)]
-    v = torch.zeros(2, 3, 7, 128, dtype=torch.float16)
-    return {"q": q, "k": k, "v": v, "lam": torch.tensor(0.3), "seen": Visibility()} | changes
-
-
-def test_lengths_of_a_call():
-    shape = attention_shape(**call())
-    assert (shape.batch, shape.pairs, shape.kv_pairs, shape.group) == (2, 6, 3, 2)
-    assert (shape.queries, shape.keys, shape.width, shape.value_width, shape.maps) == (5, 7, 64, 128, 2)
-    one = attention_shape(**call(q=call()["q"][:1], k=call()["k"][:1], lam=None))
-    assert one.maps == 1
-
-
-Q, K, V = (call()[name] for name in "qkv")
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"q": Q[:1]}, "one map without λ or two with it"),
-        ({"lam": None}, "one map without λ or two with it"),
-        ({"q": [Q[0], Q[1][0]]}, r"q2 \[6, 5, 64\]"),
-        ({"k": [K[0], K[1][:, :, 1:]]}, r"k2 \[2, 3, 6, 64\], not \[2, 3, 7, 64\]"),
-        ({"k": [x[..., :32] for x in K]}, r"k1 .*; k2 "),
-        ({"q": [x[:, :5] for x in Q]}, "3 KV pairs do not divide 5 query pairs"),
-        ({"v": V.float()}, "v is float32; use one"),
-        ({"v": V.to("meta")}, "v is on meta"),
-        ({"lam": torch.zeros(2, 6, 5)}, r"lam \[2, 6, 5\], not one value or \[2, 6, 5, 1\]"),
-        ({"seen": Visibility(ends=torch.tensor([7, 7]))}, r"ends torch.int64 \[2\], not int32 \[2\]"),
-        ({"post": PairNorm(1e-5, torch.ones(64))}, r"norm weight \[64\], not \[128\]"),
-    ],
-)
-def test_arguments_that_disagree_are_named(changes, message):
-    with pytest.raises(UsageError, match=message):
-        attention_shape(**call(**changes))
-
-
-def test_a_window_needs_causal_order():
-    with pytest.raises(UsageError, match="at least 1 key, got 0"):
-        Visibility(window=0)
-    with pytest.raises(UsageError, match="needs causal order"):
-        Visibility(causal=False, window=4)
+Q, V = torch.zeros(2, 6, 5, 64, dtype=torch.float16), torch.zeros(2, 3, 7, 128, dtype=torch.float16)
 
 
 def test_what_no_kernel_takes_is_refused_with_a_reason():
-    assert refused_widths(Q[0], V) is None
-    assert refused_widths(Q[0].float(), V) == "q, k and v are float32; the kernel takes float16 and bfloat16"
-    assert refused_widths(Q[0][..., :32], V) == "q and k are 32 wide; the kernel takes head widths 64 and 128"
-    assert refused_widths(Q[0], V[..., :96]) == "v is 96 wide; with keys 64 wide the kernel takes 64 and 128"
+    assert refused_widths(Q, V) is None
+    assert refused_widths(Q.float(), V) == "q, k and v are float32; the kernel takes float16 and bfloat16"
+    assert refused_widths(Q[..., :32], V) == "q and k are 32 wide; the kernel takes head widths 64 and 128"
+    assert refused_widths(Q, V[..., :96]) == "v is 96 wide; with keys 64 wide the kernel takes 64 and 128"
     assert refused_device(torch.device("cpu")) == "Triton kernels run on CUDA devices, not on cpu"
 
 
 def test_heads_of_an_output_flatten_without_a_copy():
-    out = empty_output(Q[0], 128)
+    out = empty_output(Q, 128)
     assert out.shape == (2, 6, 5, 128)
     assert out.transpose(1, 2).flatten(2).data_ptr() == out.data_ptr()
 

@@ -4,15 +4,16 @@ import pytest
 import torch
 from torch.library import opcheck
 
+from diffquant.attention import Mask
 from diffquant.errors import UsageError
 from diffquant.family.norm import PairNorm
-from diffquant.kernels.arguments import Visibility, empty_output
+from diffquant.kernels.arguments import empty_output
 from diffquant.kernels.cache import decode as module
 from diffquant.kernels.cache.append import append
 from diffquant.kernels.cache.decode import decode, refused
 from diffquant.kernels.cache.kv_store import KVStore
 from diffquant.scheme import Recipe
-from tests.support.kernel_inputs import expected, limits, random_call, relative_error
+from tests.support.kernel_inputs import expected, padding, random_call, relative_error
 
 LIMIT = 2e-3
 K4V4 = Recipe.of(k="4:c32", v=4, residual=20)
@@ -38,12 +39,12 @@ def read_back(store, k):
     return list(both.chunk(2, 1)) if k[0] is not k[-1] else [both] * len(k), v
 
 
-def check(recipe, call, *, seen=None, post=None, limit=LIMIT):
+def check(recipe, call, *, mask=None, post=None, limit=LIMIT):
     q, k, v, lam = call
-    seen = seen or Visibility()
+    mask = mask or Mask()
     store = stored(recipe, k, v)
-    out = decode(q, store, lam, scale=0.125, seen=seen, post=post)
-    wanted = expected(q, *read_back(store, k), lam, scale=0.125, seen=seen, post=post)
+    out = decode(q, store, lam, scale=0.125, mask=mask, post=post)
+    wanted = expected(q, *read_back(store, k), lam, scale=0.125, mask=mask, post=post)
     assert out.shape == wanted.shape
     assert relative_error(out, wanted) <= limit
     return out
@@ -61,31 +62,29 @@ def test_equals_the_plain_form(generation, recipe):
 
 
 @pytest.mark.parametrize(
-    ("keys", "queries", "seen"),
+    ("keys", "queries", "mask"),
     [
-        (100, 3, Visibility()),
-        (1, 1, Visibility()),
-        (5, 9, Visibility()),
-        (129, 16, Visibility(window=23)),
-        (100, 2, Visibility(starts=limits([0, 41]))),
-        (64, 5, Visibility(window=30, starts=limits([60, 62]))),
-        (17, 1, Visibility(window=1, starts=limits([17, 3]))),
-        (40, 6, Visibility(starts=limits([3, 0]), ends=limits([40, 37]))),
+        (100, 3, Mask()),
+        (1, 1, Mask()),
+        (5, 9, Mask()),
+        (100, 2, padding(100, starts=[0, 41])),
+        (64, 5, padding(64, starts=[60, 62])),
+        (17, 1, padding(17, starts=[17, 3])),
+        (40, 6, padding(40, starts=[3, 0], ends=[40, 37])),
     ],
     ids=[
         "chunk",
         "one key",
         "more queries than keys",
-        "window",
         "left padding",
         "padded queries",
         "nothing to see",
         "ragged",
     ],
 )
-def test_what_a_query_sees(keys, queries, seen):
-    batch = 1 if seen.starts is None else 2
-    check(K4V4, random_call("v1", queries, keys, batch=batch), seen=seen)
+def test_what_a_query_sees(keys, queries, mask):
+    batch = 1 if mask.keys is None else 2
+    check(K4V4, random_call("v1", queries, keys, batch=batch), mask=mask)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
@@ -124,7 +123,7 @@ def test_after_the_newest_tokens_were_forgotten():
     store = stored(Recipe.of(k="4:c32", v=4, residual=4), k, v)
     store.crop(16)
     out = decode(q, store, lam, scale=0.125)
-    assert relative_error(out, expected(q, *read_back(store, k), lam, scale=0.125, seen=Visibility())) <= LIMIT
+    assert relative_error(out, expected(q, *read_back(store, k), lam, scale=0.125)) <= LIMIT
 
 
 def test_what_does_not_fit_is_named():
@@ -145,5 +144,5 @@ def test_the_operator_has_a_fake():
     q, k, v, lam = random_call("v2", 1, 20)
     store = stored(Recipe.of(kv=4, residual=1), k, v)
     sides = store.keys.tensors, store.values.tensors
-    arguments = (q, *sides, store.progress, lam, None, None, None, 4, 1, 4, 1, True, 0.125, None, False, 0.0, 1.0)
+    arguments = (q, *sides, store.progress, lam, None, None, None, 4, 1, 4, 1, True, 0.125, False, 0.0, 1.0)
     opcheck(module._op, arguments)

@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from diffquant.family.norm import PairNorm
-from diffquant.kernels.arguments import Visibility
 from diffquant.scheme import Scheme
-from tests.support.kernel_inputs import random_call
+from tests.support.kernel_inputs import on_call, random_call
 from tests.support.offline import SHARED_LIMIT, compiled
 
 INT8 = [
@@ -32,8 +31,12 @@ def launches():
     for (generation, capability, width, how), name in zip(INT8 + SIMULATED, named(INT8 + SIMULATED), strict=True):
         q, k, v, lam = random_call(generation, 256, 256, width=width, dtype=torch.bfloat16)
         post = PairNorm(1e-5, torch.ones(v.shape[-1]), 0.8)
-        call = partial(prefill_int8, pv=how) if how.startswith("fp") else partial(simulated, scheme=Scheme.parse(how))
-        yield name, capability, partial(call, q, k, v, lam, scale=0.125, seen=Visibility(), post=post)
+        call = (
+            partial(on_call(prefill_int8), pv=how)
+            if how.startswith("fp")
+            else partial(on_call(simulated), scheme=Scheme.parse(how))
+        )
+        yield name, capability, partial(call, q, k, v, lam, scale=0.125, post=post)
 
 
 @pytest.fixture(scope="module")

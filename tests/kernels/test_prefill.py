@@ -3,28 +3,28 @@
 import pytest
 import torch
 
+from diffquant.attention import Mask
 from diffquant.errors import UsageError
+from diffquant.family.call import AttentionCall
 from diffquant.family.norm import PairNorm
 from diffquant.kernels import configs
-from diffquant.kernels.arguments import Visibility, empty_output
+from diffquant.kernels.arguments import empty_output
 from diffquant.kernels.attention import prefill as module
-from diffquant.kernels.attention.prefill import prefill, refused
-from tests.support.kernel_inputs import expected, limits, random_call, relative_error
+from diffquant.kernels.attention.prefill import refused
+from tests.support.kernel_inputs import CAUSAL, expected, on_call, padding, random_call, relative_error
 
+prefill = on_call(module.prefill)
 LIMIT = 2e-3
 SMALL = {key: {"queries": 32, "keys": 32} for key in configs.PREFILL}
 
 SEEN = {
-    "causal": (129, 129, Visibility()),
-    "full": (17, 100, Visibility(causal=False)),
-    "later part": (64, 129, Visibility()),
-    "more queries than keys": (64, 17, Visibility()),
-    "one query": (1, 100, Visibility()),
-    "window": (100, 129, Visibility(window=23)),
-    "window of one": (17, 17, Visibility(window=1)),
-    "left padding": (100, 100, Visibility(starts=limits([0, 41]))),
-    "ragged": (100, 129, Visibility(window=100, starts=limits([7, 0]), ends=limits([129, 77]))),
-    "full, ragged": (17, 64, Visibility(causal=False, starts=limits([3, 20]), ends=limits([50, 20]))),
+    "causal": (129, 129, Mask()),
+    "later part": (64, 129, Mask()),
+    "more queries than keys": (64, 17, Mask()),
+    "one query": (1, 100, Mask()),
+    "left padding": (100, 100, padding(100, starts=[0, 41])),
+    "ragged": (100, 129, padding(129, starts=[7, 0], ends=[129, 77])),
+    "ragged, one empty": (17, 64, padding(64, starts=[3, 20], ends=[50, 20])),
 }
 
 
@@ -39,11 +39,11 @@ def device_class(request, monkeypatch):
 @pytest.mark.parametrize("name", SEEN)
 @pytest.mark.parametrize("generation", ["v1", "v2"])
 def test_equals_the_plain_form(generation, name):
-    queries, keys, seen = SEEN[name]
+    queries, keys, mask = SEEN[name]
     inputs = random_call(generation, queries, keys, batch=2, pairs=2)
     with configs.trying(SMALL):
-        out = prefill(*inputs, scale=0.3, seen=seen)
-    assert relative_error(out, expected(*inputs, scale=0.3, seen=seen)) <= LIMIT
+        out = prefill(*inputs, scale=0.3, mask=mask)
+    assert relative_error(out, expected(*inputs, scale=0.3, mask=mask)) <= LIMIT
 
 
 @pytest.mark.parametrize("wide", [False, True], ids=["dv=d", "dv=2d"])
@@ -52,42 +52,42 @@ def test_equals_the_plain_form(generation, name):
 def test_shipped_tiles_serve_every_width(generation, width, wide):
     q, k, _, lam = random_call(generation, 129, 129, width=width, pairs=4, kv_pairs=2)
     v = torch.randn(1, 2, 129, width * 2 if wide else width, generator=torch.Generator().manual_seed(1)).half()
-    out = prefill(q, k, v, lam, scale=width**-0.5, seen=Visibility())
-    assert relative_error(out, expected(q, k, v, lam, scale=width**-0.5, seen=Visibility())) <= LIMIT
+    out = prefill(q, k, v, lam, scale=width**-0.5)
+    assert relative_error(out, expected(q, k, v, lam, scale=width**-0.5)) <= LIMIT
 
 
 @pytest.mark.parametrize("weighted", [False, True], ids=["plain", "affine"])
 @pytest.mark.parametrize("generation", ["v1", "v2"])
 def test_the_pair_norm_is_part_of_the_kernel(generation, weighted):
     inputs = random_call(generation, 17, 33)
-    seen = Visibility(ends=limits([30]))
+    mask = padding(33, ends=[30])
     width = inputs[2].shape[-1]
     post = PairNorm(1e-5, torch.linspace(0.5, 2, width).half() if weighted else None, 0.64)
-    out = prefill(*inputs, scale=0.125, seen=seen, post=post)
-    assert relative_error(out, expected(*inputs, scale=0.125, seen=seen, post=post)) <= LIMIT
+    out = prefill(*inputs, scale=0.125, mask=mask, post=post)
+    assert relative_error(out, expected(*inputs, scale=0.125, mask=mask, post=post)) <= LIMIT
 
 
 @pytest.mark.parametrize("generation", ["v1", "v2"])
 def test_what_padding_holds_does_not_matter(generation):
     q, k, v, lam = random_call(generation, 64, 64)
-    seen = Visibility(starts=limits([9]), ends=limits([50]))
-    wanted = expected(q, k, v, lam, scale=0.125, seen=seen)
+    mask = padding(64, starts=[9], ends=[50])
+    wanted = expected(q, k, v, lam, scale=0.125, mask=mask)
     for x in {id(x): x for x in (*q, *k, v)}.values():
         x[:, :, :9] = torch.nan
         x[:, :, 50:] = torch.inf
-    assert relative_error(prefill(q, k, v, lam, scale=0.125, seen=seen), wanted) <= LIMIT
+    assert relative_error(prefill(q, k, v, lam, scale=0.125, mask=mask), wanted) <= LIMIT
 
 
 @pytest.mark.parametrize("generation", ["v1", "v2"])
 def test_any_strides_serve(generation):
     q, k, v, lam = random_call(generation, 33, 33)
-    wanted = expected(q, k, v, lam, scale=0.125, seen=Visibility())
+    wanted = expected(q, k, v, lam, scale=0.125)
     q[1] = q[1].contiguous()  # unlike q[0]
     k[0] = columns_apart(k[0])
     k[1] = k[0] if generation == "v2" else k[1]
     # Rows at odd addresses, which no descriptor can read.
     v = torch.cat([v.new_zeros(*v.shape[:-1], 1), v], -1)[..., 1:]
-    assert relative_error(prefill(q, k, v, lam, scale=0.125, seen=Visibility()), wanted) <= LIMIT
+    assert relative_error(prefill(q, k, v, lam, scale=0.125), wanted) <= LIMIT
 
 
 def columns_apart(x):
@@ -97,29 +97,42 @@ def columns_apart(x):
 def test_lam_may_be_one_value_a_head():
     q, k, v, _ = random_call("v1", 17, 17, pairs=2)
     lam = torch.tensor([0.2, 0.9], dtype=torch.float64)[:, None, None]
-    out = prefill(q, k, v, lam, scale=0.125, seen=Visibility())
-    assert relative_error(out, expected(q, k, v, lam, scale=0.125, seen=Visibility())) <= LIMIT
+    out = prefill(q, k, v, lam, scale=0.125)
+    assert relative_error(out, expected(q, k, v, lam, scale=0.125)) <= LIMIT
 
 
 def test_logits_of_any_size_stay_finite():
     q, k, v, lam = random_call("v1", 33, 33)
     inputs = [x * 200 for x in q], k, v, lam
-    out = prefill(*inputs, scale=8, seen=Visibility())
-    assert relative_error(out, expected(*inputs, scale=8, seen=Visibility())) <= LIMIT
+    out = prefill(*inputs, scale=8)
+    assert relative_error(out, expected(*inputs, scale=8)) <= LIMIT
 
 
 def test_nothing_in_gives_nothing_out():
     q, k, v, lam = random_call("v1", 0, 5)
-    assert prefill(q, k, v, lam, scale=0.125, seen=Visibility()).shape == (1, 2, 0, 128)
+    assert prefill(q, k, v, lam, scale=0.125).shape == (1, 2, 0, 128)
     q, k, v, lam = random_call("v1", 3, 0)
-    assert not prefill(q, k, v, lam, scale=0.125, seen=Visibility(causal=False)).any()
+    assert not prefill(q, k, v, lam, scale=0.125).any()
 
 
 @pytest.mark.parametrize("generation", ["v1", "v2"])
 def test_the_operator_is_well_formed(generation):
     q, k, v, lam = random_call(generation, 17, 33)
     second = None if generation == "v2" else k[1]
-    arguments = (*q, k[0], second, v, lam, None, limits([30]), torch.ones(v.shape[-1]), 0.125, True, 9, True, 1e-5, 0.8)
+    arguments = (
+        *q,
+        k[0],
+        second,
+        v,
+        lam,
+        None,
+        torch.tensor([30], dtype=torch.int32),
+        torch.ones(v.shape[-1]),
+        0.125,
+        True,
+        1e-5,
+        0.8,
+    )
     torch.library.opcheck(torch.ops.diffquant.prefill.default, arguments, test_utils=["test_schema", "test_faketensor"])
 
 
@@ -134,7 +147,7 @@ def test_a_compiled_model_keeps_the_operator(device_class):
         return graph.forward
 
     def model(q, k, v, lam):
-        return prefill(q, k, v, lam, scale=0.125, seen=Visibility(window=5)) * 2
+        return prefill(q, k, v, lam, scale=0.125) * 2
 
     out = torch.compile(model, backend=keep, fullgraph=True)(*inputs)
     assert [node.target for node in graphs[0].graph.nodes].count(torch.ops.diffquant.prefill.default) == 1
@@ -153,19 +166,22 @@ def test_a_compiled_model_keeps_the_operator(device_class):
 )
 def test_what_the_kernels_do_not_take_is_an_error(change, message):
     with pytest.raises(UsageError, match=message):
-        prefill(*change(*random_call("v1", 5, 5)), scale=0.125, seen=Visibility())
+        prefill(*change(*random_call("v1", 5, 5)), scale=0.125)
 
 
 def test_a_scale_must_be_positive():
     with pytest.raises(UsageError, match="positive scale, got -1"):
-        prefill(*random_call("v1", 5, 5), scale=-1, seen=Visibility())
+        prefill(*random_call("v1", 5, 5), scale=-1)
 
 
 def test_gradients_are_refused_not_dropped():
     q, k, v, lam = random_call("v1", 5, 5)
     with torch.enable_grad(), pytest.raises(UsageError, match="no backward pass"):
-        prefill(q, k, v.requires_grad_(), lam, scale=0.125, seen=Visibility())
+        prefill(q, k, v.requires_grad_(), lam, scale=0.125)
 
 
 def test_the_dispatcher_hears_why_not():
-    assert refused(*random_call("v1", 5, 5)) == "Triton kernels run on CUDA devices, not on cpu"
+    assert (
+        refused(AttentionCall(*random_call("v1", 5, 5), 0.125, CAUSAL))
+        == "Triton kernels run on CUDA devices, not on cpu"
+    )

@@ -5,8 +5,7 @@ from functools import partial
 import torch
 
 from diffquant.family.norm import PairNorm
-from diffquant.kernels.arguments import Visibility
-from tests.support.kernel_inputs import random_call
+from tests.support.kernel_inputs import on_call, random_call
 from tests.support.offline import SHARED_LIMIT, compiled
 
 CASES = [(g, capability, width) for g in ("v1", "v2") for capability in (80, 90) for width in (64, 128)]
@@ -19,7 +18,7 @@ def launches():
     for name, (generation, capability, width) in zip(NAMES, CASES, strict=True):
         q, k, v, lam = random_call(generation, 256, 256, width=width, dtype=torch.bfloat16)
         post = PairNorm(1e-5, torch.ones(v.shape[-1]), 0.8)
-        yield name, capability, partial(prefill, q, k, v, lam, scale=0.125, seen=Visibility(), post=post)
+        yield name, capability, partial(on_call(prefill), q, k, v, lam, scale=0.125, post=post)
 
 
 def faults(binary):

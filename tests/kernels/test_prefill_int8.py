@@ -6,26 +6,27 @@ import torch
 import triton.language as tl
 import triton.runtime.interpreter as interpreter
 
+from diffquant.attention import Mask
 from diffquant.errors import UsageError
+from diffquant.family.call import AttentionCall
 from diffquant.family.norm import PairNorm
 from diffquant.kernels import configs
-from diffquant.kernels.arguments import Visibility, empty_output
+from diffquant.kernels.arguments import empty_output
 from diffquant.kernels.attention import prefill_int8 as module
-from diffquant.kernels.attention.prefill_int8 import TILES, prefill_int8, refused
-from tests.support.kernel_inputs import expected, limits, random_call, relative_error
+from diffquant.kernels.attention.prefill_int8 import TILES, refused
+from tests.support.kernel_inputs import CAUSAL, expected, on_call, padding, random_call, relative_error
 
+prefill_int8 = on_call(module.prefill_int8)
 LIMITS = {"fp16": 2e-2, "fp8": 8e-2}
 SMALL = {key: {"queries": 64, "keys": 32} for key in TILES}
 
 SEEN = {
-    "causal": (100, 100, Visibility()),
-    "full": (17, 100, Visibility(causal=False)),
-    "later part": (17, 129, Visibility()),
-    "more queries than keys": (64, 17, Visibility()),
-    "one query": (1, 100, Visibility()),
-    "window": (64, 100, Visibility(window=23)),
-    "ragged": (64, 100, Visibility(window=50, starts=limits([7, 0]), ends=limits([100, 57]))),
-    "full, ragged": (17, 64, Visibility(causal=False, starts=limits([3, 20]), ends=limits([50, 20]))),
+    "causal": (100, 100, Mask()),
+    "later part": (17, 129, Mask()),
+    "more queries than keys": (64, 17, Mask()),
+    "one query": (1, 100, Mask()),
+    "ragged": (64, 100, padding(100, starts=[7, 0], ends=[100, 57])),
+    "ragged, one empty": (17, 64, padding(64, starts=[3, 20], ends=[50, 20])),
 }
 
 
@@ -59,48 +60,46 @@ def _either_path(request, monkeypatch, _on_hopper):
 @pytest.mark.parametrize("name", SEEN)
 @pytest.mark.parametrize(("generation", "pv"), [("v1", "fp8"), ("v2", "fp16")])
 def test_close_to_the_plain_form(generation, pv, name):
-    queries, keys, seen = SEEN[name]
-    batch = 2 if seen.starts is not None else 1
+    queries, keys, mask = SEEN[name]
+    batch = 2 if mask.keys is not None else 1
     inputs = random_call(generation, queries, keys, batch=batch, pairs=2)
     with configs.trying(SMALL):
-        out = prefill_int8(*inputs, scale=0.125, seen=seen, pv=pv)
-    assert relative_error(out, expected(*inputs, scale=0.125, seen=seen)) <= LIMITS[pv]
+        out = prefill_int8(*inputs, scale=0.125, mask=mask, pv=pv)
+    assert relative_error(out, expected(*inputs, scale=0.125, mask=mask)) <= LIMITS[pv]
 
 
 @pytest.mark.parametrize("pv", LIMITS)
 @pytest.mark.parametrize(("generation", "width"), [("plain", 64), ("v1", 64), ("v1", 128), ("v2", 128)])
 def test_shipped_tiles_serve_every_width(generation, width, pv):
     inputs = random_call(generation, 65, 130, width=width, pairs=2)
-    out = prefill_int8(*inputs, scale=width**-0.5, seen=Visibility(), pv=pv)
-    assert relative_error(out, expected(*inputs, scale=width**-0.5, seen=Visibility())) <= LIMITS[pv]
+    out = prefill_int8(*inputs, scale=width**-0.5, pv=pv)
+    assert relative_error(out, expected(*inputs, scale=width**-0.5)) <= LIMITS[pv]
 
 
 def test_a_constant_offset_of_keys_costs_nothing():
     q, k, v, lam = random_call("v1", 64, 64)
     offset = 20 * torch.randn(64, generator=torch.Generator().manual_seed(1))
     k = [(x + offset).half() for x in k]
-    out = prefill_int8(q, k, v, lam, scale=0.125, seen=Visibility())
-    assert relative_error(out, expected(q, k, v, lam, scale=0.125, seen=Visibility())) <= LIMITS["fp16"]
+    out = prefill_int8(q, k, v, lam, scale=0.125)
+    assert relative_error(out, expected(q, k, v, lam, scale=0.125)) <= LIMITS["fp16"]
 
 
 @pytest.mark.usefixtures("_either_path")
 @pytest.mark.parametrize("pv", LIMITS)
 def test_what_padding_holds_does_not_matter(pv):
     q, k, v, lam = random_call("v1", 64, 64)
-    seen = Visibility(starts=limits([9]), ends=limits([50]))
-    wanted = expected(q, k, v, lam, scale=0.125, seen=seen)
+    mask = padding(64, starts=[9], ends=[50])
+    wanted = expected(q, k, v, lam, scale=0.125, mask=mask)
     for x in (*q, *k, v):
         x[:, :, :9] = torch.nan
         x[:, :, 50:] = torch.inf
-    assert relative_error(prefill_int8(q, k, v, lam, scale=0.125, seen=seen, pv=pv), wanted) <= LIMITS[pv]
+    assert relative_error(prefill_int8(q, k, v, lam, scale=0.125, mask=mask, pv=pv), wanted) <= LIMITS[pv]
 
 
 def test_left_padding_changes_no_code():
     q, k, v, lam = random_call("v1", 60, 60)
-    alone = prefill_int8(
-        [x[:, :, 9:] for x in q], [x[:, :, 9:] for x in k], v[:, :, 9:], lam, scale=0.125, seen=Visibility()
-    )
-    padded = prefill_int8(q, k, v, lam, scale=0.125, seen=Visibility(starts=limits([9])))
+    alone = prefill_int8([x[:, :, 9:] for x in q], [x[:, :, 9:] for x in k], v[:, :, 9:], lam, scale=0.125)
+    padded = prefill_int8(q, k, v, lam, scale=0.125, mask=padding(60, starts=[9]))
     torch.testing.assert_close(padded[:, :, 9:], alone, rtol=0, atol=1e-3)
 
 
@@ -108,43 +107,44 @@ def test_left_padding_changes_no_code():
 def test_the_pair_norm_is_part_of_the_kernel(generation):
     inputs = random_call(generation, 33, 33)
     post = PairNorm(1e-5, torch.linspace(0.5, 2, inputs[2].shape[-1]).half(), 0.64)
-    out = prefill_int8(*inputs, scale=0.125, seen=Visibility(), post=post)
-    assert relative_error(out, expected(*inputs, scale=0.125, seen=Visibility(), post=post)) <= LIMITS["fp16"]
+    out = prefill_int8(*inputs, scale=0.125, post=post)
+    assert relative_error(out, expected(*inputs, scale=0.125, post=post)) <= LIMITS["fp16"]
 
 
 @pytest.mark.usefixtures("_either_path")
 def test_any_strides_serve():
     q, k, v, lam = random_call("v1", 33, 33)
-    wanted = expected(q, k, v, lam, scale=0.125, seen=Visibility())
+    wanted = expected(q, k, v, lam, scale=0.125)
     q[1] = q[1].contiguous()
     k[0] = k[0].repeat_interleave(2, -1)[..., ::2]
     # Rows at odd addresses, which no descriptor can read.
     v = torch.cat([v.new_zeros(*v.shape[:-1], 1), v], -1)[..., 1:]
-    assert relative_error(prefill_int8(q, k, v, lam, scale=0.125, seen=Visibility()), wanted) <= LIMITS["fp16"]
+    assert relative_error(prefill_int8(q, k, v, lam, scale=0.125), wanted) <= LIMITS["fp16"]
 
 
 @pytest.mark.parametrize("pv", LIMITS)
 def test_extreme_inputs_stay_finite(pv):
     q, k, v, lam = random_call("v1", 33, 33)
     huge = [x * 200 for x in q], [x * 200 for x in k], v * 1000, lam
-    assert prefill_int8(*huge, scale=8, seen=Visibility(), pv=pv).isfinite().all()
+    assert prefill_int8(*huge, scale=8, pv=pv).isfinite().all()
     nothing = [x * 0 for x in q], [x * 0 for x in k], v * 0, lam
-    assert not prefill_int8(*nothing, scale=8, seen=Visibility(), pv=pv).any()
+    assert not prefill_int8(*nothing, scale=8, pv=pv).any()
 
 
 def test_nothing_in_gives_nothing_out():
     q, k, v, lam = random_call("v1", 0, 5)
-    assert prefill_int8(q, k, v, lam, scale=0.125, seen=Visibility()).shape == (1, 2, 0, 128)
+    assert prefill_int8(q, k, v, lam, scale=0.125).shape == (1, 2, 0, 128)
     q, k, v, lam = random_call("v1", 3, 0)
-    assert not prefill_int8(q, k, v, lam, scale=0.125, seen=Visibility(causal=False)).any()
+    assert not prefill_int8(q, k, v, lam, scale=0.125).any()
 
 
 @pytest.mark.parametrize("generation", ["plain", "v1", "v2"])
 def test_the_operator_is_well_formed(generation):
     q, k, v, lam = random_call(generation, 17, 33)
+    ends = torch.tensor([30], dtype=torch.int32)
     arguments = (
-        q[0], q[1] if len(q) == 2 else None, k[0], k[1] if generation == "v1" else None, v, lam, None, limits([30]),
-        torch.ones(v.shape[-1]), 0.125, True, 9, True, 1e-5, 0.8, "fp8",
+        q[0], q[1] if len(q) == 2 else None, k[0], k[1] if generation == "v1" else None, v, lam, None, ends,
+        torch.ones(v.shape[-1]), 0.125, True, 1e-5, 0.8, "fp8",
     )  # fmt: skip
     checks = ["test_schema", "test_faketensor"]
     torch.library.opcheck(torch.ops.diffquant.prefill_int8.default, arguments, test_utils=checks)
@@ -159,7 +159,7 @@ def test_a_compiled_model_keeps_the_operator():
         return graph.forward
 
     def model(q, k, v, lam):
-        return prefill_int8(q, k, v, lam, scale=0.125, seen=Visibility(window=5)) * 2
+        return prefill_int8(q, k, v, lam, scale=0.125) * 2
 
     out = torch.compile(model, backend=keep, fullgraph=True)(*inputs)
     assert [node.target for node in graphs[0].graph.nodes].count(torch.ops.diffquant.prefill_int8.default) == 1
@@ -178,16 +178,16 @@ def test_a_compiled_model_keeps_the_operator():
 )
 def test_what_the_kernel_does_not_take_is_an_error(change, message):
     with pytest.raises(UsageError, match=message):
-        prefill_int8(*change(*random_call("v1", 5, 5)), scale=0.125, seen=Visibility())
+        prefill_int8(*change(*random_call("v1", 5, 5)), scale=0.125)
 
 
 def test_what_a_device_or_the_kernel_cannot_do_is_said(monkeypatch):
     inputs = random_call("v1", 5, 5)
     with pytest.raises(UsageError, match="P·V in 'int4' is unknown; known are fp16, fp8"):
-        prefill_int8(*inputs, scale=0.125, seen=Visibility(), pv="int4")
+        prefill_int8(*inputs, scale=0.125, pv="int4")
     monkeypatch.setattr(configs, "capability", lambda _: (8, 0))
     with pytest.raises(UsageError, match="fp8 needs compute capability 8"):
-        prefill_int8(*inputs, scale=0.125, seen=Visibility(), pv="fp8")
+        prefill_int8(*inputs, scale=0.125, pv="fp8")
     with torch.enable_grad(), pytest.raises(UsageError, match="no backward pass"):
-        prefill_int8(inputs[0], inputs[1], inputs[2].requires_grad_(), inputs[3], scale=0.125, seen=Visibility())
-    assert refused(inputs[0], inputs[2]) == "Triton kernels run on CUDA devices, not on cpu"
+        prefill_int8(inputs[0], inputs[1], inputs[2].requires_grad_(), inputs[3], scale=0.125)
+    assert refused(AttentionCall(*inputs, 0.125, CAUSAL)) == "Triton kernels run on CUDA devices, not on cpu"

@@ -6,28 +6,29 @@ import numpy as np
 import pytest
 import torch
 
-from diffquant.attention import LogitMeter
+from diffquant.attention import LogitMeter, Mask
+from diffquant.attention.backends import simulated as in_blocks
 from diffquant.attention.naive import naive
-from diffquant.attention.simulated import simulated as blocked
 from diffquant.errors import UsageError
+from diffquant.family.call import AttentionCall
 from diffquant.family.norm import PairNorm
 from diffquant.kernels import configs
-from diffquant.kernels.arguments import Visibility, empty_output
+from diffquant.kernels.arguments import empty_output
 from diffquant.kernels.attention import simulated as module
-from diffquant.kernels.attention.simulated import TILES, refused, simulated
+from diffquant.kernels.attention.simulated import TILES, refused
 from diffquant.scheme import FULL, Scheme
-from tests.support.kernel_inputs import limits, mask_of, normed, random_call, relative_error
+from tests.support.kernel_inputs import normed, on_call, padding, random_call, relative_error
 
+simulated, blocked = on_call(module.simulated), on_call(in_blocks.simulated)
 LIMIT = 2e-3
 SMALL = {key: {"queries": 64, "keys": 32} for key in TILES}
 
 SEEN = {
-    "causal": (70, 100, Visibility()),
-    "full": (17, 100, Visibility(causal=False)),
-    "more queries than keys": (64, 17, Visibility()),
-    "one query": (1, 100, Visibility()),
-    "ragged window": (64, 100, Visibility(window=23, starts=limits([7, 0]), ends=limits([100, 57]))),
-    "full, ragged": (17, 64, Visibility(causal=False, starts=limits([3, 20]), ends=limits([50, 20]))),
+    "causal": (70, 100, Mask()),
+    "more queries than keys": (64, 17, Mask()),
+    "one query": (1, 100, Mask()),
+    "ragged": (64, 100, padding(100, starts=[7, 0], ends=[100, 57])),
+    "ragged, one empty": (17, 64, padding(64, starts=[3, 20], ends=[50, 20])),
 }
 
 
@@ -50,18 +51,18 @@ def whole_numbers(generation, queries, keys, **shape):
     return [x.mul(2).round() for x in q], [rounded[id(x)] for x in k], v, lam
 
 
-def plain(q, k, v, lam, scale, seen, scheme):
-    return naive(q, k, v, lam, scale, mask_of(seen, v.shape[2], v.device), scheme).double()
+def plain(q, k, v, lam, scale, mask, scheme):
+    return naive(q, k, v, lam, scale, mask, scheme).double()
 
 
 @pytest.mark.parametrize("name", SEEN)
 @pytest.mark.parametrize(("generation", "text"), [("v1", "4:row"), ("v2", "6:tensor:shift")])
 def test_equals_the_plain_form_at_every_border(device_class, generation, text, name):
-    queries, keys, seen = SEEN[name]
-    inputs = whole_numbers(generation, queries, keys, batch=2 if seen.starts is not None else 1)
+    queries, keys, mask = SEEN[name]
+    inputs = whole_numbers(generation, queries, keys, batch=2 if mask.keys is not None else 1)
     with configs.trying(SMALL):
-        out = simulated(*inputs, scale=0.0625, seen=seen, scheme=Scheme.parse(text))
-    assert relative_error(out, plain(*inputs, 0.0625, seen, Scheme.parse(text))) <= LIMIT
+        out = simulated(*inputs, scale=0.0625, mask=mask, scheme=Scheme.parse(text))
+    assert relative_error(out, plain(*inputs, 0.0625, mask, Scheme.parse(text))) <= LIMIT
 
 
 @pytest.mark.parametrize("bits", [2, 3, 5, 8])
@@ -69,9 +70,9 @@ def test_equals_the_plain_form_at_every_border(device_class, generation, text, n
 def test_every_scheme_rounds_as_the_plain_form(granularity, bits):
     inputs = whole_numbers("plain" if granularity == "head" else "v1", 17, 40)
     scheme, meters = Scheme.parse(f"{bits}:{granularity}"), (LogitMeter(), LogitMeter())
-    out = simulated(*inputs, scale=0.125, seen=Visibility(), scheme=scheme, meter=meters[0])
-    assert relative_error(out, plain(*inputs, 0.125, Visibility(), scheme)) <= LIMIT
-    blocked(*inputs, 0.125, mask_of(Visibility(), 40, "cpu"), scheme, meters[1])
+    out = simulated(*inputs, scale=0.125, scheme=scheme, meter=meters[0])
+    assert relative_error(out, plain(*inputs, 0.125, Mask(), scheme)) <= LIMIT
+    blocked(*inputs, scale=0.125, scheme=scheme, meter=meters[1])
     assert meters[0].report() == meters[1].report()
 
 
@@ -84,8 +85,8 @@ def test_logits_between_codes_go_where_float32_division_puts_them():
     v = torch.randn(1, 1, 128, 64, generator=torch.Generator().manual_seed(0)).half()
     for bits in range(2, 9):
         call = [q], [k], v, None
-        out = simulated(*call, scale=0.3, seen=Visibility(), scheme=Scheme(bits, "row"))
-        assert relative_error(out, plain(*call, 0.3, Visibility(), Scheme(bits, "row"))) <= LIMIT
+        out = simulated(*call, scale=0.3, scheme=Scheme(bits, "row"))
+        assert relative_error(out, plain(*call, 0.3, Mask(), Scheme(bits, "row"))) <= LIMIT
 
 
 def test_the_kernels_quotient_is_ieee_division():
@@ -114,29 +115,29 @@ def rounded(exact):
 def test_shipped_tiles_serve_every_width(device_class, generation, width):
     inputs = random_call(generation, 65, 130, width=width, pairs=2)
     scheme = Scheme.parse("8:head")
-    out = simulated(*inputs, scale=width**-0.5, seen=Visibility(), scheme=scheme)
+    out = simulated(*inputs, scale=width**-0.5, scheme=scheme)
     # Sums in another order may cross a border between codes.
-    assert relative_error(out, plain(*inputs, width**-0.5, Visibility(), scheme)) <= 5 * LIMIT
+    assert relative_error(out, plain(*inputs, width**-0.5, Mask(), scheme)) <= 5 * LIMIT
 
 
 @pytest.mark.parametrize("granularity", ["tensor", "row:shift"])
 def test_what_padding_holds_does_not_matter(device_class, granularity):
     q, k, v, lam = whole_numbers("v1", 64, 64)
-    seen, scheme = Visibility(starts=limits([9]), ends=limits([50])), Scheme.parse(f"4:{granularity}")
-    wanted = plain(q, k, v, lam, 0.125, seen, scheme)
+    mask, scheme = padding(64, starts=[9], ends=[50]), Scheme.parse(f"4:{granularity}")
+    wanted = plain(q, k, v, lam, 0.125, mask, scheme)
     for x in (*q, *k, v):
         x[:, :, :9] = torch.nan
         x[:, :, 50:] = torch.inf
-    assert relative_error(simulated(q, k, v, lam, scale=0.125, seen=seen, scheme=scheme), wanted) <= LIMIT
+    assert relative_error(simulated(q, k, v, lam, scale=0.125, mask=mask, scheme=scheme), wanted) <= LIMIT
 
 
 def test_the_meter_counts_what_is_seen_and_clipped():
     inputs = whole_numbers("v1", 64, 100, batch=2)
-    seen, scheme = SEEN["ragged window"][2], Scheme.parse("4:head:shift")
+    mask, scheme = SEEN["ragged"][2], Scheme.parse("4:head:shift")
     ours, theirs = LogitMeter(), LogitMeter()
     for _ in range(2):
-        simulated(*inputs, scale=1.0, seen=seen, scheme=scheme, meter=ours)
-        blocked(*inputs, 1.0, mask_of(seen, 100, "cpu"), scheme, theirs)
+        simulated(*inputs, scale=1.0, mask=mask, scheme=scheme, meter=ours)
+        blocked(*inputs, scale=1.0, mask=mask, scheme=scheme, meter=theirs)
     assert ours.report() == theirs.report()
     assert ours.report()["clipped"] > 0
 
@@ -144,20 +145,20 @@ def test_the_meter_counts_what_is_seen_and_clipped():
 def test_the_pair_norm_is_part_of_the_kernel():
     inputs = whole_numbers("v1", 17, 33)
     post = PairNorm(1e-5, torch.linspace(0.5, 2, 128).half(), 0.64)
-    out = simulated(*inputs, scale=0.125, seen=Visibility(), scheme=Scheme.parse("8:row"), post=post)
-    wanted = naive(*inputs[:2], inputs[2].double(), inputs[3], 0.125, mask_of(Visibility(), 33, "cpu"))
+    out = simulated(*inputs, scale=0.125, scheme=Scheme.parse("8:row"), post=post)
+    wanted = naive(*inputs[:2], inputs[2].double(), inputs[3], 0.125, Mask())
     assert relative_error(out, normed(wanted, post)) <= 5e-2
-    unquantized = plain(*inputs, 0.125, Visibility(), Scheme.parse("8:row"))
+    unquantized = plain(*inputs, 0.125, Mask(), Scheme.parse("8:row"))
     assert relative_error(out, normed(unquantized, post)) <= LIMIT
 
 
 def test_any_strides_serve(device_class):
     q, k, v, lam = whole_numbers("v1", 33, 33)
-    wanted = plain(q, k, v, lam, 0.125, Visibility(), Scheme.parse("4:row"))
+    wanted = plain(q, k, v, lam, 0.125, Mask(), Scheme.parse("4:row"))
     q[1] = q[1].contiguous()
     k[0] = k[0].repeat_interleave(2, -1)[..., ::2]
     v = torch.cat([v.new_zeros(*v.shape[:-1], 1), v], -1)[..., 1:]
-    out = simulated(q, k, v, lam, scale=0.125, seen=Visibility(), scheme=Scheme.parse("4:row"))
+    out = simulated(q, k, v, lam, scale=0.125, scheme=Scheme.parse("4:row"))
     assert relative_error(out, wanted) <= LIMIT
 
 
@@ -165,8 +166,8 @@ def test_logits_of_any_size_stay_finite():
     q, k, v, lam = whole_numbers("v1", 17, 17)
     for factor in (0, 1e3):
         for text in ("4:tensor", "4:row:shift"):
-            out = simulated(q, k, v, lam, scale=factor, seen=Visibility(), scheme=Scheme.parse(text))
-            assert relative_error(out, plain(q, k, v, lam, factor, Visibility(), Scheme.parse(text))) <= LIMIT
+            out = simulated(q, k, v, lam, scale=factor, scheme=Scheme.parse(text))
+            assert relative_error(out, plain(q, k, v, lam, factor, Mask(), Scheme.parse(text))) <= LIMIT
 
 
 @pytest.mark.parametrize("generation", ["plain", "v1", "v2"])
@@ -174,7 +175,7 @@ def test_the_operator_is_well_formed(generation):
     q, k, v, lam = random_call(generation, 17, 33)
     second = (q[1], k[0], k[1]) if len(q) == 2 else (None, k[0], None)
     arguments = (
-        q[0], *second, v, lam, None, limits([30]), torch.ones(v.shape[-1]), 0.125, True, 9,
+        q[0], *second, v, lam, None, torch.tensor([30], dtype=torch.int32), torch.ones(v.shape[-1]), 0.125,
         4, "pair", True, True, 1e-5, 0.8,
     )  # fmt: skip
     checks = ["test_schema", "test_faketensor"]
@@ -192,16 +193,19 @@ def test_the_operator_is_well_formed(generation):
 def test_schemes_that_are_not_served_are_refused(scheme, message):
     q, k, v, lam = random_call("v1", 5, 5)
     with pytest.raises(UsageError, match=message):
-        simulated(q, k, v, lam, scale=0.125, seen=Visibility(), scheme=scheme)
+        simulated(q, k, v, lam, scale=0.125, scheme=scheme)
 
 
 def test_what_the_kernel_does_not_take_is_an_error():
     q, k, v, lam = random_call("v1", 5, 5)
-    call = {"scale": 0.125, "seen": Visibility(), "scheme": Scheme.parse("4:row")}
+    call = {"scale": 0.125, "mask": Mask(), "scheme": Scheme.parse("4:row")}
     with pytest.raises(UsageError, match="are float32"):
         simulated([x.float() for x in q], [x.float() for x in k], v.float(), lam, **call)
     with pytest.raises(UsageError, match="one map without λ or two with it"):
         simulated(q, k, v, None, **call)
     with torch.enable_grad(), pytest.raises(UsageError, match="no backward pass"):
         simulated(q, k, v.requires_grad_(), lam, **call)
-    assert refused(q, v, call["scheme"]) == "Triton kernels run on CUDA devices, not on cpu"
+    assert (
+        refused(AttentionCall(q, k, v, lam, 0.125, Mask(), logits=call["scheme"]))
+        == "Triton kernels run on CUDA devices, not on cpu"
+    )

@@ -50,3 +50,17 @@ def test_a_config_that_contradicts_itself_is_refused(change, message):
 def test_an_unknown_gqa_pairing_is_refused():
     with pytest.raises(CheckpointError, match="gqa_pairing is 'loose'; it must be flash or plain"):
         adapter_for(SIZES | {"model_type": "diff_v1", "gqa_pairing": "loose"})
+
+
+@pytest.mark.parametrize("model_type", ["diffllama", "llama", "diff_v1", "diff_v2", "diff_transformer"])
+def test_a_sliding_window_is_refused_never_ignored(model_type):
+    config = SIZES | {"model_type": model_type, "sliding_window": 512}
+    with pytest.raises(CheckpointError, match="sliding_window is 512; attention over a window is not computed"):
+        adapter_for(config)
+    with pytest.raises(CheckpointError, match="layer_types has sliding_attention"):
+        adapter_for(SIZES | {"model_type": model_type, "layer_types": ["full_attention", "sliding_attention"]})
+
+
+@pytest.mark.parametrize("off", [{"sliding_window": None}, {"sliding_window": 512, "use_sliding_window": False}])
+def test_a_window_that_is_switched_off_is_none(off):
+    assert adapter_for(SIZES | {"model_type": "llama"} | off).config.hidden_size == SIZES["hidden_size"]

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from diffquant.scheme import Recipe
 from tests.support.models import ours, random_diffllama, random_ids, random_llama
 
 LLAMA3 = {
@@ -121,3 +122,13 @@ def test_its_own_checkpoint_comes_back_through_transformers(tmp_path):
     again = AutoModelForCausalLM.from_pretrained(tmp_path)
     ids = random_ids()
     assert torch.equal(again(ids).logits, model(ids).logits)
+
+
+@pytest.mark.parametrize("backend", ["auto", "naive", "simulated"])
+def test_every_backend_that_quantizes_logits_fires_in_every_layer(backend):
+    model = ours(random_diffllama())
+    model.apply_recipe(Recipe.of(logits="4:row"))
+    model.use_attention(backend)
+    model(random_ids())
+    model.require_fired()
+    assert [layer["entries"] for layer in model.logit_report()] == [2 * 2 * 4 * 37 * 38 // 2] * 3

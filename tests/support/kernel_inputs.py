@@ -1,14 +1,19 @@
 """Random calls of the attention kernels, and what they must give by the plain form in float64."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from diffquant.attention import Mask
+from diffquant.attention import LogitMeter
 from diffquant.attention.naive import naive
+from diffquant.family.call import AttentionCall
+from diffquant.family.mask import Mask
 from diffquant.family.norm import PairNorm
-from diffquant.kernels.arguments import Visibility
+from diffquant.scheme import FULL, Scheme
+
+CAUSAL = Mask()
 
 
 def random_call(
@@ -45,9 +50,37 @@ def random_call(
     return q, k, v, lam[generation]
 
 
-def limits(values: list[int], device: str | torch.device = "cpu") -> Tensor:
-    """int32 positions, as `Visibility.starts` and `.ends` want them."""
-    return torch.tensor(values, dtype=torch.int32, device=device)
+def padding(
+    keys: int,
+    starts: Sequence[int] | None = None,
+    ends: Sequence[int] | None = None,
+    device: str | torch.device = "cpu",
+) -> Mask:
+    """A mask whose sequences hold positions from `starts` up to `ends`."""
+    position = torch.arange(keys, device=device)
+    first, last = (None if each is None else torch.tensor(each, device=device)[:, None] for each in (starts, ends))
+    return Mask((position >= (0 if first is None else first)) & (position < (keys if last is None else last)))
+
+
+def on_call(kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A kernel as a function of `naive`'s arguments."""
+
+    def run(
+        q: Sequence[Tensor],
+        k: Sequence[Tensor],
+        v: Tensor,
+        lam: Tensor | None,
+        *,
+        scale: float,
+        mask: Mask = CAUSAL,
+        post: PairNorm | None = None,
+        scheme: Scheme = FULL,
+        meter: LogitMeter | None = None,
+        **options: Any,
+    ) -> Tensor:
+        return kernel(AttentionCall(q, k, v, lam, scale, mask, post, scheme, meter=meter), **options)
+
+    return run
 
 
 def expected(
@@ -57,23 +90,13 @@ def expected(
     lam: Tensor | None,
     *,
     scale: float,
-    seen: Visibility,
+    mask: Mask = CAUSAL,
     post: PairNorm | None = None,
 ) -> Tensor:
     """[B, h, T, dv] float64."""
     wide = [x.double() for x in q], [x.double() for x in k], v.double(), None if lam is None else lam.double()
-    out = naive(*wide, scale, mask_of(seen, v.shape[2], v.device))
+    out = naive(*wide, scale, mask)
     return out if post is None else normed(out, post)
-
-
-def mask_of(seen: Visibility, keys: int, device: str | torch.device) -> Mask:
-    """The mask that shows what `seen` does."""
-    if seen.starts is None and seen.ends is None:
-        return Mask(causal=seen.causal, window=seen.window)
-    column = torch.arange(keys, device=device)
-    first = 0 if seen.starts is None else seen.starts[:, None]
-    end = keys if seen.ends is None else seen.ends[:, None]
-    return Mask(causal=seen.causal, window=seen.window, keys=(column >= first) & (column < end))
 
 
 def normed(out: Tensor, post: PairNorm) -> Tensor:

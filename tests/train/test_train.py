@@ -120,9 +120,8 @@ def test_first_maps_look_one_and_two_tokens_back(kind):
     model = program.new_model(settings, kind, 100, "cpu")
     attention, hidden = model.attentions[0], torch.randn(1, 20, SIZES.hidden)
     spec, rotary = attention.spec, model.model.rotary_emb(hidden, position_ids=torch.arange(20)[None])
-    q = rotate(attention._heads(attention.q_proj(hidden), spec.pairs, spec.maps), rotary, "half")
-    keys = spec.key_heads // spec.kv_pairs
-    k = rotate(attention._heads(attention.k_proj(hidden), spec.kv_pairs, keys), rotary, "half")
+    q = rotate(attention.layout.queries(attention.q_proj(hidden)), rotary, "half")
+    k = rotate(attention.layout.keys(attention.k_proj(hidden)), rotary, "half")
     for pair, distance in enumerate((1, 2)):
         weights = (q[0, pair, 19] @ k[0, pair].T * spec.scale).softmax(-1)
         assert weights.argmax() == 19 - distance

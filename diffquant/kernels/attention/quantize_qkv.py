@@ -17,7 +17,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from diffquant.kernels.arguments import Visibility
 from diffquant.kernels.attention.online import valid_range
 
 # Rows of Q or keys of V that one program quantizes, and keys whose statistics it gathers at once.
@@ -56,7 +55,8 @@ def quantize_qkv(
     q: Sequence[Tensor],
     k: Sequence[Tensor],
     v: Tensor,
-    seen: Visibility,
+    starts: Tensor | None,
+    ends: Tensor | None,
     scale: float,
     *,
     tile_rows: int,
@@ -69,7 +69,7 @@ def quantize_qkv(
         q: one [B, h, T, d] a map, of the same strides, rows contiguous.
         k: one [B, h_kv, S, d] a map, or one that two maps share; likewise.
         v: [B, h_kv, S, dv], rows contiguous.
-        seen: `starts`, `ends` and `causal` say which rows are valid.
+        starts, ends: range of valid positions of each sequence, int32 [B]; None for all.
         scale: what multiplies the logits.
         tile_rows: rows of Q are allotted in multiples of it.
         block: keys that share a scale.
@@ -97,7 +97,7 @@ def quantize_qkv(
     v_max = new(batch, kv_heads, chunks, value_width) if values else None
 
     _statistics[(chunks, batch * kv_heads)](
-        k[0], k[-1], v, k_sum, v_max, seen.starts, seen.ends,
+        k[0], k[-1], v, k_sum, v_max, starts, ends,
         k[0].stride()[:3], v.stride()[:3], kv_heads, keys, chunk,
         N=own_keys, D=width, DV=value_width, ROWS=_ROWS,
         num_warps=4, num_stages=2, enable_fp_fusion=True,
@@ -107,11 +107,11 @@ def quantize_qkv(
     value_blocks = padded // value_rows if values else 0
     counts = (query_blocks * batch * heads * len(q), key_blocks * batch * kv_heads * own_keys)
     _quantize[(sum(counts) + value_blocks * batch * kv_heads,)](
-        q[0], q[-1], k[0], k[-1], v, q8, q_scale, k8, k_scale, v8, v_scale, k_sum, v_max, seen.starts, seen.ends,
+        q[0], q[-1], k[0], k[-1], v, q8, q_scale, k8, k_scale, v8, v_scale, k_sum, v_max, starts, ends,
         q[0].stride()[:3], k[0].stride()[:3], v.stride()[:3],
         heads, kv_heads, length, keys, rows, padded, chunks, scale * math.log2(math.e), *counts,
         N=own_keys, PACK=packed, D=width, DV=value_width, ROWS=_ROWS, BLOCK=block, VALUE_ROWS=value_rows,
-        CAUSAL=seen.causal,
+        CAUSAL=True,
         num_warps=8, num_stages=2, enable_fp_fusion=True,
     )  # fmt: skip
     return QuantizedKV(q8, q_scale, k8, k_scale, v8, v_scale)

@@ -6,17 +6,16 @@ the logits again, rounds them and attends. Rounding keeps order, so a row's larg
 softmax needs no running maximum.
 """
 
-from collections.abc import Sequence
 from math import e, log2
-from typing import Protocol
 
 import torch
 import triton
 from torch import Tensor
 
 from diffquant.errors import UsageError
+from diffquant.family.call import AttentionCall
 from diffquant.family.norm import PairNorm
-from diffquant.kernels.arguments import Visibility, attention_shape, empty_output, refused_device, refused_widths
+from diffquant.kernels.arguments import empty_output, refused_call, refused_device, refused_widths
 from diffquant.kernels.attention.attend_rounded import attend_rounded, extremes
 from diffquant.kernels.configs import AttentionTile, choose, device_class
 from diffquant.kernels.descriptors import allow_descriptors, describable
@@ -33,80 +32,50 @@ TILES = {
 GRANULARITIES = ("tensor", "head", "pair", "row")
 
 
-class Meter(Protocol):
-    """What counts the work of a logit quantizer; `diffquant.attention.LogitMeter` does."""
-
-    calls: int
-
-    def count(self, entries: int | Tensor, clipped: int | Tensor) -> None: ...
-
-    def record_steps(self, steps: Tensor, largest: Tensor) -> None: ...
-
-
-def simulated(
-    q: Sequence[Tensor],
-    k: Sequence[Tensor],
-    v: Tensor,
-    lam: Tensor | None,
-    *,
-    scale: float,
-    seen: Visibility,
-    scheme: Scheme,
-    post: PairNorm | None = None,
-    meter: Meter | None = None,
-) -> Tensor:
-    """(softmax(r(Q1·K1ᵀ·scale)) - λ·softmax(r(Q2·K2ᵀ·scale)))·V, where r rounds logits to the scheme's codes.
+def simulated(call: AttentionCall) -> Tensor:
+    """Attention of a call whose logits are rounded to its scheme's codes, and counted on the device.
 
     Args:
-        q: one [B, h, T, d] a map, one or two maps, float16 or bfloat16.
-        k: one [B, h_kv, S, d] a map; the same tensor twice where the maps share keys (V2).
-        v: [B, h_kv, S, dv].
-        lam: λ, broadcastable to [B, h, T, 1]; None with one map.
-        scale: what multiplies Q·Kᵀ.
-        seen: which keys a query sees; what none sees enters no scale.
-        scheme: 2 to 8 bits per tensor, head, pair or row.
-        post: the per-pair norm; None for none.
-        meter: counts what was rounded, on the device.
+        call: one map or two of float16 or bfloat16, d 64 or 128, dv = d or 2d; logits at 2 to 8 bits per tensor,
+            head, pair or row.
 
     Returns:
         [B, h, T, dv] in v's dtype, its memory [B, T, h, dv].
 
     Raises:
-        UsageError: arguments disagree, or the kernel cannot do what is asked.
+        UsageError: the call is none that the kernel takes.
     """
-    shape = attention_shape(q, k, v, lam, seen, post)
-    reason = _unsupported(q, v, scheme)
-    if reason:
+    if reason := _unsupported(call):
         raise UsageError(f"simulated logits: {reason}")
-    if torch.is_grad_enabled() and any(x.requires_grad for x in (*q, *k, v)):
-        raise UsageError("simulated logits have no backward pass here; call it under torch.no_grad()")
-    norm = post or PairNorm(0.0)
+    norm, scheme = call.post or PairNorm(0.0), call.logits
+    starts, ends = call.mask.ranges or (None, None)
+    second_q, second_k = (call.q[1], call.k[1]) if call.maps == 2 else (None, None)
     out, largest, clipped = _op(
-        q[0], q[1] if len(q) == 2 else None, k[0], k[1] if len(k) == 2 else None, v, lam, seen.starts, seen.ends,
-        norm.weight, scale, seen.causal, seen.window, scheme.bits, scheme.granularity, scheme.shift,
-        post is not None, norm.eps, norm.factor,
+        call.q[0], second_q, call.k[0], second_k, call.v, call.lam, starts, ends, norm.weight, call.scale,
+        scheme.bits, scheme.granularity, scheme.shift, call.post is not None, norm.eps, norm.factor,
     )  # fmt: skip
-    if meter is not None:
-        meter.calls += 1
-        meter.count(_visible(seen, shape.queries, shape.keys, v) * shape.pairs * shape.maps, clipped.sum())
-        for each in largest.expand(-1, -1, shape.maps, -1).unbind(2):
-            meter.record_steps(step_of(each, scheme), each)
+    if call.meter is not None:
+        call.meter.calls += 1
+        call.meter.count(_visible_entries(call, starts, ends) * call.pairs * call.maps, clipped.sum())
+        for magnitudes in largest.expand(-1, -1, call.maps, -1).unbind(2):
+            call.meter.record_steps(step_of(magnitudes, scheme), magnitudes)
     return out
 
 
-def refused(q: Sequence[Tensor], v: Tensor, scheme: Scheme) -> str | None:
-    """Why the kernel cannot serve these tensors or this scheme, or None."""
-    return refused_device(v.device) or _unsupported(q, v, scheme)
+def refused(call: AttentionCall) -> str | None:
+    """Why the kernel cannot serve a call, or None."""
+    return refused_device(call.v.device) or _unsupported(call)
 
 
-def _unsupported(q: Sequence[Tensor], v: Tensor, scheme: Scheme) -> str | None:
+def _unsupported(call: AttentionCall) -> str | None:
+    scheme = call.logits
     if not scheme.quantizes:
         return "16 bits are not quantized; use a kernel without simulation"
     if scheme.granularity not in GRANULARITIES:
         return f"one scale a {scheme.granularity} is not served; the kernel takes {', '.join(GRANULARITIES)}"
-    if scheme.alike and len(q) == 2:
+    if scheme.alike and call.maps == 2:
         return "logits rounded alike are not served; the kernel rounds each map by itself"
-    return refused_widths(q[0], v)
+    return refused_call(call) or refused_widths(call.q[0], call.v)
 
 
 @torch.library.custom_op("diffquant::simulated_logits", mutates_args=())
@@ -121,8 +90,6 @@ def _op(
     ends: Tensor | None,
     weight: Tensor | None,
     scale: float,
-    causal: bool,
-    window: int | None,
     bits: int,
     granularity: str,
     shift: bool,
@@ -130,7 +97,7 @@ def _op(
     eps: float,
     factor: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`simulated` without its data classes.
+    """`simulated` of a call taken apart.
 
     Returns:
         The output; the largest magnitudes that share a scale, [B, h, maps, T] with axes that share it of size 1;
@@ -158,14 +125,15 @@ def _op(
     tiles = triton.cdiv(length, tile.queries)
     # Nothing is contracted behind the formula's back: a product rounded to float32 decides codes at their borders.
     options = {"num_warps": tile.warps, "num_stages": tile.stages, "enable_fp_fusion": False}
-    lengths = (heads, heads // kv_heads, length, keys, window)
+    # No model of the family has a window or sees later keys: the kernel's branches for both are compiled away.
+    lengths = (heads, heads // kv_heads, length, keys, None)
     with torch.cuda.device_of(v):
         if described:
             allow_descriptors()
         extremes[(tiles, batch * heads * maps)](
             q[0], q[-1], k[0], k[-1], starts, ends, ranges[0], ranges[1],
             q[0].stride()[:3], k[0].stride()[:3], *lengths, scale,
-            MAPS=maps, CAUSAL=causal, DESCRIBED=described, D=width, BM=tile.queries, BN=tile.keys, **options,
+            MAPS=maps, CAUSAL=True, DESCRIBED=described, D=width, BM=tile.queries, BN=tile.keys, **options,
         )  # fmt: skip
         top, bottom = ranges
         largest = _shared(top - bottom if shift else torch.maximum(top.abs(), bottom.abs()), granularity)
@@ -178,7 +146,7 @@ def _op(
             q[0].stride()[:3], k[0].stride()[:3], v.stride()[:3],
             None if lam is None else lam.stride()[:3], out.stride()[:3], *lengths, scale, log2(e),
             2**bits - 1, eps, factor,
-            MAPS=maps, CAUSAL=causal, SHIFT=shift, NORM=normed, DESCRIBED=described, D=width, DV=value_width,
+            MAPS=maps, CAUSAL=True, SHIFT=shift, NORM=normed, DESCRIBED=described, D=width, DV=value_width,
             HALVES=2 if value_width > tile.queries and not described else 1, BM=tile.queries, BN=tile.keys, **options,
         )  # fmt: skip
     return out, largest, clipped
@@ -196,8 +164,6 @@ def _(
     ends: Tensor | None,
     weight: Tensor | None,
     scale: float,
-    causal: bool,
-    window: int | None,
     bits: int,
     granularity: str,
     *rest: object,
@@ -213,16 +179,11 @@ def _shared(rows: Tensor, granularity: str) -> Tensor:
     return rows.amax(axes, keepdim=True) if axes else rows.clone()
 
 
-def _visible(seen: Visibility, queries: int, keys: int, beside: Tensor) -> Tensor:
-    """How many (query, key) there are that see each other, over the batch; on the device of `beside`."""
-    batch = beside.shape[0]
-    position = torch.arange(keys - queries, keys, device=beside.device)
-    start, end = (
-        torch.full((batch, 1), otherwise, device=beside.device) if given is None else given[:, None].clamp(0, keys)
-        for given, otherwise in ((seen.starts, 0), (seen.ends, keys))
-    )
-    if not seen.causal:
-        return (end - start).clamp(min=0).sum() * queries
-    first = start if seen.window is None else torch.maximum(start, position - seen.window + 1)
+def _visible_entries(call: AttentionCall, starts: Tensor | None, ends: Tensor | None) -> Tensor:
+    """How many (query, key) there are that see each other, over the batch; on the call's device."""
+    batch, device = call.v.shape[0], call.v.device
+    position = torch.arange(call.keys - call.length, call.keys, device=device)
+    start = torch.zeros(batch, 1, dtype=torch.long, device=device) if starts is None else starts[:, None]
+    end = torch.full_like(start, call.keys) if ends is None else ends[:, None]
     inside = (position >= start) & (position < end)
-    return torch.where(inside, position + 1 - first, 0).sum()
+    return torch.where(inside, position + 1 - start, 0).sum()

@@ -13,15 +13,10 @@ import triton
 from torch import Tensor
 
 from diffquant.errors import UsageError
+from diffquant.family.call import check_tensors
+from diffquant.family.mask import Mask
 from diffquant.family.norm import PairNorm
-from diffquant.kernels.arguments import (
-    HALF_TYPES,
-    Visibility,
-    attention_shape,
-    empty_output,
-    refused_device,
-    refused_widths,
-)
+from diffquant.kernels.arguments import HALF_TYPES, empty_output, refused_device, refused_widths
 from diffquant.kernels.cache.decode_combine import decode_combine
 from diffquant.kernels.cache.decode_share import decode_share
 from diffquant.kernels.cache.kv_store import KVStore, refused_store
@@ -39,7 +34,7 @@ TILES = {
     "decode/sm_80/256": AttentionTile(16, 64, 4, 3),
 }
 MAX_QUERIES = 16
-_CAUSAL = Visibility()
+_CAUSAL = Mask()
 _PROGRAMS_A_PROCESSOR = 4
 
 
@@ -49,7 +44,7 @@ def decode(
     lam: Tensor | None,
     *,
     scale: float,
-    seen: Visibility = _CAUSAL,
+    mask: Mask = _CAUSAL,
     post: PairNorm | None = None,
 ) -> Tensor:
     """Causal attention of the newest tokens of a store.
@@ -59,7 +54,7 @@ def decode(
         store: one layer's keys and values; keys of both maps (V1) or of one that both read.
         lam: λ, broadcastable to [B, h, T, 1]; None with one map.
         scale: what multiplies Q·Kᵀ.
-        seen: which keys a query sees, in causal order.
+        mask: which keys a query sees; its padding, where there is any, is one range of keys a sequence.
         post: the norm over a pair's output.
 
     Returns:
@@ -68,15 +63,16 @@ def decode(
     Raises:
         UsageError: arguments disagree, or are none that the kernels take.
     """
-    shared = _check(q, store, lam, seen, post)
+    shared = _check(q, store, lam, mask, post)
     if torch.is_grad_enabled() and any(x.requires_grad for x in q):
         raise UsageError("decode has no backward pass; call it under torch.no_grad()")
     keys, values = store.keys, store.values
     norm = post or PairNorm(0.0)
+    starts, ends = mask.ranges or (None, None)
     return _op(
-        list(q), keys.tensors, values.tensors, store.progress, lam, seen.starts, seen.ends, norm.weight,
+        list(q), keys.tensors, values.tensors, store.progress, lam, starts, ends, norm.weight,
         keys.scheme.bits, keys.block, values.scheme.bits, max(keys.residual, values.residual), shared,
-        scale, seen.window, post is not None, norm.eps, norm.factor,
+        scale, post is not None, norm.eps, norm.factor,
     )  # fmt: skip
 
 
@@ -91,7 +87,7 @@ def refused(recipe: Recipe, q: Sequence[Tensor], v: Tensor) -> str | None:
     )
 
 
-def _check(q: Sequence[Tensor], store: KVStore, lam: Tensor | None, seen: Visibility, post: PairNorm | None) -> bool:
+def _check(q: Sequence[Tensor], store: KVStore, lam: Tensor | None, mask: Mask, post: PairNorm | None) -> bool:
     """Whether two maps share keys, if all arguments agree."""
     k, v = store.keys, store.values
     batch, k_heads, capacity = k.codes.shape[:3]
@@ -102,13 +98,13 @@ def _check(q: Sequence[Tensor], store: KVStore, lam: Tensor | None, seen: Visibi
     # Stand-ins of the store's shapes.
     some_k = k.recent.new_empty(()).expand(batch, v_heads, capacity, k.width)
     some_v = v.recent.new_empty(()).expand(batch, v_heads, capacity, v.width)
-    shape = attention_shape(q, [some_k] * len(q), some_v, lam, seen, post)
+    check_tensors(q, [some_k] * len(q), some_v, lam, mask, post)
     if q[0].is_cuda and q[0].dtype not in HALF_TYPES:
         raise UsageError(f"decode takes float16 and bfloat16 on CUDA, got {q[0].dtype}")
-    if not seen.causal:
-        raise UsageError("decode is causal: the queries are the newest tokens stored")
-    if not 0 < shape.queries <= MAX_QUERIES:
-        raise UsageError(f"decode takes 1 to {MAX_QUERIES} new tokens, got {shape.queries}; longer ones are a prefill")
+    if mask.keys is not None and mask.ranges is None:
+        raise UsageError("decode: the padding mask has holes; the kernels take one range of keys a sequence")
+    if not 0 < q[0].shape[2] <= MAX_QUERIES:
+        raise UsageError(f"decode takes 1 to {MAX_QUERIES} new tokens, got {q[0].shape[2]}; longer ones are a prefill")
     return shared
 
 
@@ -128,12 +124,11 @@ def _op(
     residual: int,
     shared_k: bool,
     scale: float,
-    window: int | None,
     normed: bool,
     eps: float,
     factor: float,
 ) -> Tensor:
-    """`decode` without its data classes; `keys` and `values` are `StoredSide.tensors`."""
+    """`decode` of arguments taken apart; `keys` and `values` are `StoredSide.tensors`."""
     batch, pairs, queries, width = q[0].shape
     k_heads, v_heads = keys[0].shape[1], values[0].shape[1]
     value_width = _value_width(values, v_bits)
@@ -153,10 +148,11 @@ def _op(
     )
     ptx = not triton.knobs.runtime.interpret and out.dtype != torch.float32
     with torch.cuda.device_of(out):
+        # No model of the family has a window: the kernel's branch for it is compiled away.
         decode_share[(shares, batch * v_heads, tiles)](
             q[0], q[1] if len(q) == 2 else None, q[0].stride()[:3], *keys, *values, progress, starts, ends,
-            largest, total, acc, scale * log2(e), keys[0].shape[2], group, queries, window or 0, k_heads, v_heads,
-            RESIDUAL=residual, WINDOW=window is not None, WIDTH=width, VALUE_WIDTH=value_width,
+            largest, total, acc, scale * log2(e), keys[0].shape[2], group, queries, 0, k_heads, v_heads,
+            RESIDUAL=residual, WINDOW=False, WIDTH=width, VALUE_WIDTH=value_width,
             K_BITS=k_bits, K_BLOCK=k_block, K_RING=keys[3].shape[2], V_BITS=v_bits, V_RING=values[3].shape[2],
             SHARED_K=shared_k, ROWS=here.queries, STEP=step, STAGES=here.stages, PTX=ptx, num_warps=here.warps,
         )  # fmt: skip

@@ -4,25 +4,19 @@ An adapter is pure: it translates a config.json and names, and never reads a ten
 differ in how heads are ordered inside a projection; that order goes into the `DiffSpec`, so tensors
 (packed ones too) are loaded as they are. Only where KV heads must be repeated (unilm V1 with its
 plain GQA pairing) does `Adapter.row_order` pick rows.
+
+Importing this package registers every file in it.
 """
 
-from collections.abc import Callable
+from importlib import import_module
+from pkgutil import iter_modules
 from typing import Any
 
-from diffquant.errors import UnknownModelTypeError
-from diffquant.model.adapters.base import Adapter
-from diffquant.model.adapters.diffllama import read_diffllama
-from diffquant.model.adapters.llama import read_llama
-from diffquant.model.adapters.native import read_native
-from diffquant.model.adapters.unilm import read_unilm_v1, read_unilm_v2
+from diffquant.errors import CheckpointError, UnknownModelTypeError
+from diffquant.model.adapters.base import READERS, Adapter, register
 
-READERS: dict[str, Callable[[dict[str, Any]], Adapter]] = {
-    "diffllama": read_diffllama,
-    "diff_v1": read_unilm_v1,
-    "diff_v2": read_unilm_v2,
-    "diff_transformer": read_native,
-    "llama": read_llama,
-}
+for _module in iter_modules(__path__, f"{__name__}."):
+    import_module(_module.name)
 
 
 def adapter_for(config: dict[str, Any]) -> Adapter:
@@ -30,7 +24,7 @@ def adapter_for(config: dict[str, Any]) -> Adapter:
 
     Raises:
         UnknownModelTypeError: no adapter reads its `model_type`.
-        CheckpointError: a size is missing or contradicts another.
+        CheckpointError: a size is missing or contradicts another, or attention has a sliding window.
     """
     model_type = config.get("model_type")
     if model_type not in READERS:
@@ -38,7 +32,20 @@ def adapter_for(config: dict[str, Any]) -> Adapter:
             f"model_type {model_type!r} is not read; supported are {', '.join(READERS)}. A unilm checkpoint needs "
             "a config.json with model_type diff_v1 or diff_v2 and Llama's keys for the sizes"
         )
+    _refuse_windows(config)
     return READERS[model_type](config)
 
 
-__all__ = ["READERS", "Adapter", "adapter_for"]
+def _refuse_windows(config: dict[str, Any]) -> None:
+    """A window that a model was trained with and that is not computed would change its function silently."""
+    # Configurations may keep a window's size beside a switch that is off.
+    if config.get("sliding_window") is not None and config.get("use_sliding_window") is not False:
+        raise CheckpointError(
+            f"config.json: sliding_window is {config['sliding_window']}; attention over a window is not computed. If "
+            "the model was trained without one, set sliding_window to null"
+        )
+    if "sliding_attention" in (config.get("layer_types") or ()):
+        raise CheckpointError("config.json: layer_types has sliding_attention, which is not computed")
+
+
+__all__ = ["READERS", "Adapter", "adapter_for", "register"]

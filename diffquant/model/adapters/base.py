@@ -1,14 +1,14 @@
-"""What an adapter is, and the check that several share."""
+"""What an adapter is, how one is registered, and the check that several share."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from diffquant.errors import CheckpointError
+from diffquant.family.heads import PROJECTIONS, HeadLayout
 from diffquant.model.architecture import Architecture
 from diffquant.model.layout import Shape, linear_shapes, parameter_shapes
 
@@ -23,13 +23,13 @@ class Adapter:
     Attributes:
         architecture: the model as DiffTransformer runs it, as plain data.
         renames: parts of a canonical name that the source spells otherwise, canonical to source.
-        repeated_rows: output heads per source head, by canonical name ending, for weights whose rows
-            are repeated on load: (width of a head, source heads, canonical heads).
+        source_rows: row of the source that each row of a parameter is, by a part of its canonical name, for those
+            that are reordered or repeated on load. Every row of the source is used.
     """
 
     architecture: Architecture
     renames: Mapping[str, str] = field(default_factory=dict)
-    repeated_rows: Mapping[str, tuple[int, int, int]] = field(default_factory=dict)
+    source_rows: Mapping[str, Tensor] = field(default_factory=dict)
 
     @cached_property
     def config(self) -> "DiffTransformerConfig":
@@ -54,22 +54,44 @@ class Adapter:
 
     def row_order(self, canonical: str) -> Tensor | None:
         """Source row of each row of a DiffTransformer parameter; None where they are the same."""
-        repeat = self._repeat(canonical)
-        if repeat is None:
-            return None
-        width, source_heads, heads = repeat
-        head = torch.arange(heads) // (heads // source_heads)
-        return (head[:, None] * width + torch.arange(width)).flatten()
+        return next((rows for part, rows in self.source_rows.items() if part in canonical), None)
 
-    def _repeat(self, canonical: str) -> tuple[int, int, int] | None:
-        return next((r for part, r in self.repeated_rows.items() if part in canonical), None)
+    def rows_as(self, layout: HeadLayout, canonical: str) -> Tensor | None:
+        """Source row of each row of a parameter whose heads are laid out as `layout` has them; None for the same."""
+        repeated = self.row_order(canonical)
+        projection = next((each for each in PROJECTIONS if f".{each}." in canonical), None)
+        order = None if projection is None else self.architecture.diff_spec.layout.order_as(layout, projection)
+        if order is None or repeated is None:
+            return repeated if order is None else order
+        return repeated[order]
 
     def _as_stored(self, shapes: Mapping[str, Shape]) -> dict[str, Shape]:
         return {self.source_name(name): self._source_shape(name, shape) for name, shape in shapes.items()}
 
     def _source_shape(self, canonical: str, shape: Shape) -> Shape:
-        repeat = self._repeat(canonical)
-        return shape if repeat is None else (repeat[0] * repeat[1], *shape[1:])
+        rows = self.row_order(canonical)
+        return shape if rows is None else (int(rows.max()) + 1, *shape[1:])
+
+
+# From a config.json to its adapter.
+Reader = Callable[[dict[str, Any]], Adapter]
+READERS: dict[str, Reader] = {}
+
+
+def register(model_type: str) -> Callable[[Reader], Reader]:
+    """Make a function the reader of the config.json files of a `model_type`.
+
+    Raises:
+        ValueError: another function reads that type.
+    """
+
+    def keep(reader: Reader) -> Reader:
+        if model_type in READERS:
+            raise ValueError(f"model_type {model_type!r} has a reader already")
+        READERS[model_type] = reader
+        return reader
+
+    return keep
 
 
 def paired(heads: int, what: str) -> int:

@@ -3,11 +3,12 @@
 from typing import Any
 
 from diffquant.family.spec import DiffSpec
-from diffquant.model.adapters.base import Adapter, paired
+from diffquant.model.adapters.base import Adapter, paired, register
 from diffquant.model.adapters.sizes import DIFFLLAMA, read_sizes
 from diffquant.model.architecture import Architecture
 
 
+@register("diffllama")
 def read_diffllama(config: dict[str, Any]) -> Adapter:
     """Source: transformers/models/diffllama."""
     sizes = read_sizes(config, DIFFLLAMA)

@@ -3,11 +3,12 @@
 from typing import Any
 
 from diffquant.family.spec import DiffSpec
-from diffquant.model.adapters.base import Adapter
+from diffquant.model.adapters.base import Adapter, register
 from diffquant.model.adapters.sizes import LLAMA, check_width, read_sizes
 from diffquant.model.architecture import Architecture
 
 
+@register("llama")
 def read_llama(config: dict[str, Any]) -> Adapter:
     """Source: transformers/models/llama."""
     sizes = read_sizes(config, LLAMA)

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from diffquant.model.adapters.base import Adapter
+from diffquant.model.adapters.base import Adapter, register
 from diffquant.model.adapters.sizes import LLAMA, read_sizes
 from diffquant.model.architecture import Architecture, read_spec
 
@@ -20,6 +20,7 @@ NATIVE = {
 }
 
 
+@register("diff_transformer")
 def read_native(config: dict[str, Any]) -> Adapter:
     """The identity: names and layout are DiffTransformer's."""
     return Adapter(Architecture(**read_sizes(config, NATIVE), diff_spec=read_spec(config.get("spec"))))

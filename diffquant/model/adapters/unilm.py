@@ -10,15 +10,19 @@ pairs K heads after repeating them).
 
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from diffquant.errors import CheckpointError
 from diffquant.family.spec import DiffSpec
-from diffquant.model.adapters.base import Adapter, paired
+from diffquant.model.adapters.base import Adapter, paired, register
 from diffquant.model.adapters.sizes import DIFFLLAMA, read_sizes
 from diffquant.model.architecture import Architecture
 
 _SUBLN_EPS = 1e-5
 
 
+@register("diff_v1")
 def read_unilm_v1(config: dict[str, Any]) -> Adapter:
     """Source: microsoft/unilm, Diff-Transformer/multihead_diffattn.py and multihead_flashdiff_1.py."""
     sizes = read_sizes(config, DIFFLLAMA)
@@ -38,18 +42,19 @@ def read_unilm_v1(config: dict[str, Any]) -> Adapter:
         rope=_rope_style(config),
     )
     repeated = {
-        ".k_proj.": (width, 2 * source_kv_pairs, 2 * pairs),
-        ".v_proj.": (2 * width, source_kv_pairs, pairs),
+        ".k_proj.": _repeated_heads(width, 2 * source_kv_pairs, 2 * pairs),
+        ".v_proj.": _repeated_heads(2 * width, source_kv_pairs, pairs),
     }
     if plain:
         sizes["num_key_value_heads"] = 2 * pairs
     return Adapter(
         Architecture(**sizes, diff_spec=spec),
         renames={".self_attn.o_proj.": ".self_attn.out_proj."},
-        repeated_rows=repeated if plain and source_kv_pairs != pairs else {},
+        source_rows=repeated if plain and source_kv_pairs != pairs else {},
     )
 
 
+@register("diff_v2")
 def read_unilm_v2(config: dict[str, Any]) -> Adapter:
     """Source: microsoft/unilm, Diff-Transformer/Diff-Transformer-V2."""
     sizes = read_sizes(config, DIFFLLAMA)
@@ -66,6 +71,12 @@ def read_unilm_v2(config: dict[str, Any]) -> Adapter:
         rope=_rope_style(config),
     )
     return Adapter(Architecture(**sizes, diff_spec=spec))
+
+
+def _repeated_heads(width: int, source_heads: int, heads: int) -> Tensor:
+    """Source row of each row where every source head of `width` rows stands heads / source_heads times."""
+    head = torch.arange(heads) // (heads // source_heads)
+    return (head[:, None] * width + torch.arange(width)).flatten()
 
 
 def _rope_style(config: dict[str, Any]) -> Any:

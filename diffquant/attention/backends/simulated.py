@@ -1,14 +1,18 @@
-"""Simulated low-bit logits by blocks of queries: memory linear in S where `naive` needs T x S."""
+"""Simulated low-bit logits in PyTorch by blocks of queries: memory linear in S where `naive` needs T x S."""
 
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from diffquant.attention.logits import LogitMeter, count_clipped, from_coded, magnitudes, prepare, round_to, to_coded
+from diffquant.attention.logits import from_coded, magnitudes, prepare, record, round_to, to_coded
 from diffquant.attention.naive import masked_softmax
+from diffquant.attention.registry import BACKENDS, Backend, register
+from diffquant.family.call import AttentionCall
 from diffquant.family.mask import Mask
+from diffquant.family.norm import pair_norm
 from diffquant.numerics.absmax import compute_dtype
 from diffquant.numerics.logit_steps import step_of
 from diffquant.scheme import Scheme
@@ -17,41 +21,32 @@ from diffquant.scheme import Scheme
 _BLOCK_ENTRIES = 1 << 21
 
 
-def simulated(
-    q: Sequence[Tensor],
-    k: Sequence[Tensor],
-    v: Tensor,
-    lam: Tensor | None,
-    scale: float,
-    mask: Mask,
-    logits: Scheme,
-    meter: LogitMeter | None = None,
-    ranges: Tensor | None = None,
-) -> Tensor:
-    """`naive` with quantized logits, in memory linear in S.
+def simulated(call: AttentionCall) -> Tensor:
+    """`naive` with quantized logits and the norm of a call, in memory linear in S.
 
     Where a scale spans rows (tensor, head, pair) the logits are computed twice: once for their
     largest magnitude, once to be rounded.
-
-    Args and returns: as `naive`; `meter` counts what was rounded.
     """
+    if call.v.is_cuda and (refusal := BACKENDS["triton-simulated"].refuses(call)):
+        warnings.warn(f"logits are quantized in PyTorch, many times slower than in a kernel: {refusal}", stacklevel=2)
+    v, lam, logits, meter = call.v, call.lam, call.logits, call.meter
     dtype = compute_dtype(v)
-    blocks = _Blocks([x.to(dtype) for x in q], [x.to(dtype) for x in k], scale, mask, logits)
+    blocks = _Blocks([x.to(dtype) for x in call.q], [x.to(dtype) for x in call.k], call.scale, call.mask, logits)
     spans_rows = logits.granularity in ("tensor", "head", "pair")
     shared = _largest_over_rows(blocks, logits) if spans_rows else None
     values = v.to(dtype)
-    out = torch.empty(*q[0].shape[:3], v.shape[-1], dtype=v.dtype, device=v.device)
+    out = torch.empty(*call.q[0].shape[:3], v.shape[-1], dtype=v.dtype, device=v.device)
     for rows, prepared, visible in blocks:
-        largest = shared or magnitudes(prepared, logits, ranges)
+        largest = shared or magnitudes(prepared, logits, call.ranges)
         if meter is not None:
-            _record(meter, prepared, largest, visible, logits)
+            record(meter, prepared, largest, visible, logits)
         rounded = [round_to(each, step_of(top, logits), logits) for each, top in zip(prepared, largest, strict=True)]
         maps = [masked_softmax(each, visible) for each in from_coded(rounded, logits)]
         weights = maps[0] if lam is None else maps[0].sub_(_rows_of(lam, rows).to(dtype) * maps[1])
         out[:, :, rows] = _grouped_product(weights, values)
     if meter is not None:
         meter.calls += 1
-    return out
+    return pair_norm(out, call.post)
 
 
 @dataclass
@@ -97,13 +92,4 @@ def _rows_of(lam: Tensor, rows: slice) -> Tensor:
     return lam[..., rows, :] if lam.dim() == 4 and lam.shape[-2] > 1 else lam
 
 
-def _record(
-    meter: LogitMeter, prepared: list[Tensor], largest: list[Tensor], visible: Tensor | None, logits: Scheme
-) -> None:
-    batch, heads, length, keys = prepared[0].shape
-    seen = batch * length * keys if visible is None else visible.sum() * (batch // visible.shape[0])
-    meter.count(seen * heads * len(prepared), 0)
-    for each, top in zip(prepared, largest, strict=True):
-        step = step_of(top, logits)
-        meter.count(0, count_clipped(each, step, logits))
-        meter.record_steps(step, top)
+register(Backend("simulated", simulated, logits="quantized", priority=10))

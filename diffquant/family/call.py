@@ -1,0 +1,159 @@
+"""One attention: its tensors, what it is asked for, and the check that all of it agrees.
+
+Shapes: B batch, T queries, S keys, h pairs, h_kv KV pairs, d query and key width, dv value width.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from diffquant.errors import UsageError
+from diffquant.family.mask import Mask
+from diffquant.family.norm import PairNorm
+from diffquant.scheme import FULL, Scheme
+
+
+class Meter(Protocol):
+    """What counts the work of a logit quantizer; `diffquant.attention.LogitMeter` does."""
+
+    calls: int
+
+    def count(self, entries: int | Tensor, clipped: int | Tensor) -> None: ...
+
+    def record_steps(self, steps: Tensor, largest: Tensor) -> None: ...
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """(softmax(Q1·K1ᵀ·scale) - λ·softmax(Q2·K2ᵀ·scale))·V, or its first term alone, and the norm that follows.
+
+    Attributes:
+        q: queries, one [B, h, T, d] a map, one or two maps, any strides.
+        k: keys, one [B, h_kv, S, d] a map; the same tensor twice where the maps share keys (V2). h_kv divides h.
+        v: values [B, h_kv, S, dv].
+        lam: λ, broadcastable to [B, h, T, 1]; None with one map.
+        scale: factor of Q·Kᵀ.
+        mask: which keys a query sees; a query that sees none gives 0.
+        post: norm over a pair's output; None for none.
+        logits: scheme that both maps' logits are rounded to; 16 bits leave them alone.
+        ranges: [maps·h] largest logits of a static scheme; None for any other.
+        meter: counter of what is rounded; None for none.
+
+    Raises:
+        UsageError: arguments disagree in number, shape, dtype or device; all that do are named.
+    """
+
+    q: Sequence[Tensor]
+    k: Sequence[Tensor]
+    v: Tensor
+    lam: Tensor | None
+    scale: float
+    mask: Mask
+    post: PairNorm | None = None
+    logits: Scheme = FULL
+    ranges: Tensor | None = None
+    meter: Meter | None = None
+
+    def __post_init__(self) -> None:
+        check_tensors(self.q, self.k, self.v, self.lam, self.mask, self.post)
+        heads = self.maps * self.pairs
+        if self.logits.granularity == "static" and (self.ranges is None or self.ranges.numel() != heads):
+            raise UsageError(f"logits at {self.logits} need {heads} calibrated ranges, one a head of each map")
+
+    @property
+    def maps(self) -> int:
+        return len(self.q)
+
+    @property
+    def pairs(self) -> int:
+        """h, which counts heads where there is one map."""
+        return self.q[0].shape[1]
+
+    @property
+    def length(self) -> int:
+        """T."""
+        return self.q[0].shape[2]
+
+    @property
+    def keys(self) -> int:
+        """S."""
+        return self.v.shape[2]
+
+    @property
+    def shares_keys(self) -> bool:
+        """Whether two maps read the same keys (V2)."""
+        return self.maps == 2 and self.k[0] is self.k[1]
+
+    @property
+    def needs_gradient(self) -> bool:
+        """Whether a backward pass may come."""
+        tensors = (*self.q, *self.k, self.v, *(() if self.lam is None else (self.lam,)))
+        return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+
+
+def check_tensors(
+    q: Sequence[Tensor], k: Sequence[Tensor], v: Tensor, lam: Tensor | None, mask: Mask, post: PairNorm | None
+) -> None:
+    """Check that an attention's tensors, as `AttentionCall` describes them, agree.
+
+    Raises:
+        UsageError: they disagree in number, shape, dtype or device; all that do are named.
+    """
+    maps = len(q)
+    if maps not in (1, 2) or len(k) != maps or (lam is None) != (maps == 1):
+        raise UsageError(
+            f"attention takes one map without λ or two with it; got {maps} Q, {len(k)} K, λ {lam is not None}"
+        )
+    named = {**_numbered("q", q), **_numbered("k", k), "v": v}
+    flat = [f"{name} {list(x.shape)}" for name, x in named.items() if x.dim() != 4]
+    if flat:
+        raise UsageError(f"attention: tensors are [batch, heads, length, width]; got {', '.join(flat)}")
+    batch, pairs, queries, width = q[0].shape
+    kv_pairs, keys, value_width = v.shape[1:]
+    wanted = {
+        **dict.fromkeys(_numbered("q", q), (batch, pairs, queries, width)),
+        **dict.fromkeys(_numbered("k", k), (batch, kv_pairs, keys, width)),
+        "v": (batch, kv_pairs, keys, value_width),
+    }
+    wrong = [
+        f"{name} {list(x.shape)}, not {list(wanted[name])}" for name, x in named.items() if x.shape != wanted[name]
+    ]
+    if lam is not None and not _broadcasts(lam, (batch, pairs, queries, 1)):
+        wrong.append(f"lam {list(lam.shape)}, not one value or {[batch, pairs, queries, 1]}")
+    valid = mask.keys
+    # A store's keys may have room for tokens to come, which a mask does not cover.
+    if valid is not None and (valid.dtype != torch.bool or valid.dim() != 2 or valid.shape[0] != batch):
+        wrong.append(f"mask {valid.dtype} {list(valid.shape)}, not torch.bool {[batch, keys]}")
+    weight = post.weight if post else None
+    if weight is not None and weight.shape != (value_width,):
+        wrong.append(f"norm weight {list(weight.shape)}, not {[value_width]}")
+    if wrong:
+        raise UsageError(f"attention: q is {list(q[0].shape)}, v {list(v.shape)}: {'; '.join(wrong)}")
+    if kv_pairs == 0 or pairs % kv_pairs:
+        raise UsageError(f"attention: {kv_pairs} KV pairs do not divide {pairs} query pairs")
+    _require_one_place(named, {"lam": lam, "mask": valid, "norm weight": weight})
+
+
+def _numbered(name: str, maps: Sequence[Tensor]) -> dict[str, Tensor]:
+    return {name: maps[0]} if len(maps) == 1 else {f"{name}{i}": tensor for i, tensor in enumerate(maps, 1)}
+
+
+def _broadcasts(x: Tensor, shape: tuple[int, ...]) -> bool:
+    return x.dim() <= len(shape) and all(
+        size in (1, want) for size, want in zip(reversed(x.shape), reversed(shape), strict=False)
+    )
+
+
+def _require_one_place(attended: dict[str, Tensor], beside: dict[str, Tensor | None]) -> None:
+    if len({x.dtype for x in attended.values()}) > 1:
+        raise UsageError(f"attention: {', '.join(f'{n} is {_short(x.dtype)}' for n, x in attended.items())}; use one")
+    placed = attended | {name: x for name, x in beside.items() if x is not None}
+    if len({x.device for x in placed.values()}) > 1:
+        raise UsageError(f"attention: {', '.join(f'{n} is on {x.device}' for n, x in placed.items())}; use one device")
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

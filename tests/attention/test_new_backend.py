@@ -1,0 +1,101 @@
+"""A backend of one file: registered here, nothing else of diffquant changed, then chosen by name and by rank."""
+
+from typing import get_args
+
+import pytest
+import torch
+
+from diffquant.attention import BACKENDS, Mask, attend, check_backend, dispatch
+from diffquant.attention.naive import naive
+from diffquant.attention.registry import Backend, register
+from diffquant.cli.options import Attention
+from diffquant.errors import UsageError
+from diffquant.family.call import AttentionCall
+from diffquant.scheme import FULL, Scheme
+
+CALLS = []
+
+
+def compute(call):
+    CALLS.append(call)
+    return naive(call.q, call.k, call.v, call.lam, call.scale, call.mask, call.logits, call.ranges)
+
+
+@pytest.fixture
+def toy():
+    """Registers a backend; what it computed stands in CALLS."""
+    CALLS.clear()
+
+    def registered(**options):
+        register(Backend("toy", compute, **options))
+
+    yield registered
+    BACKENDS.pop("toy", None)
+
+
+def inputs(length=5):
+    torch.manual_seed(0)
+    q, k = ([torch.randn(1, heads, length, 8) for _ in range(2)] for heads in (4, 2))
+    return q, k, torch.randn(1, 2, length, 16), torch.tensor(0.4)
+
+
+def result(backend="auto", length=5, logits=FULL):
+    return attend(*inputs(length), scale=0.3, mask=Mask(), logits=logits, backend=backend)
+
+
+def test_it_is_found_by_name(toy):
+    toy()
+    assert torch.equal(result("toy"), result("naive"))
+    assert len(CALLS) == 1
+    with pytest.raises(UsageError, match=r"known are auto, .*, toy, triton"):
+        check_backend("tyo")
+
+
+def test_the_highest_rank_that_serves_a_call_computes_it(toy):
+    few = "it takes 3 queries at most"
+    toy(priority=99, logits="both", refuses=lambda call: few if call.length > 3 else None)
+    for logits in (FULL, Scheme.parse("4:row")):
+        result(length=3, logits=logits)
+        assert CALLS.pop().logits == logits
+        result(length=4, logits=logits)
+        assert not CALLS
+    with pytest.raises(UsageError, match=f"'toy': {few}; use auto"):
+        result("toy", length=4)
+
+
+def test_without_a_rank_or_where_it_does_not_pay_nobody_asks(toy):
+    toy()
+    result()
+    assert not CALLS
+    del BACKENDS["toy"]
+    toy(priority=99, pays=lambda call: call.length > 9)
+    result()
+    assert not CALLS
+
+
+def test_it_is_not_asked_for_logits_it_does_not_compute(toy):
+    toy(priority=99, logits="quantized")
+    result()
+    assert not CALLS
+    result(logits=Scheme.parse("4:row"))
+    assert len(CALLS) == 1
+    with pytest.raises(UsageError, match="'toy' computes quantized logits alone; use auto or naive"):
+        result("toy")
+
+
+def test_a_name_is_given_once(toy):
+    toy()
+    with pytest.raises(UsageError, match="'toy' is there already"):
+        toy()
+
+
+def test_where_nobody_serves_a_call_each_says_why(monkeypatch):
+    monkeypatch.setattr(dispatch, "by_priority", lambda logits: [Backend("toy", compute, lambda call: "it is a toy")])
+    with pytest.raises(UsageError, match="no attention backend serves this call: toy: it is a toy"):
+        dispatch.fastest(AttentionCall(*inputs(), 0.3, Mask()))
+
+
+def test_the_command_lines_help_names_backends_that_are_there():
+    _, option = get_args(Attention)
+    _, named = option.help.removesuffix(", ...").split(": ")
+    assert set(named.split(", ")) <= {"auto", *BACKENDS}

@@ -1,0 +1,69 @@
+"""A source format of one file: registered here, nothing else of diffquant changed, then taken through every verb."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import DiffLlamaConfig, DiffLlamaForCausalLM
+
+from diffquant import Recipe, load, quantize
+from diffquant.inspection import inspect_checkpoint
+from diffquant.model.adapters import READERS, adapter_for, register
+
+SIZES = {
+    "vocab_size": 90,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.2,
+}
+RENAMES = {".self_attn.": ".mixer.", ".mlp.gate_proj.": ".mlp.w1."}
+IDS = torch.randint(0, 90, (2, 23), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture
+def checkpoints(tmp_path):
+    """A DiffLlama, and the same one under other names and a model_type of its own."""
+
+    @register("toy_diff")
+    def read_toy(config):
+        return replace(adapter_for(config | {"model_type": "diffllama"}), renames=RENAMES)
+
+    torch.manual_seed(0)
+    DiffLlamaForCausalLM(DiffLlamaConfig(**SIZES)).save_pretrained(tmp_path / "known")
+    (tmp_path / "toy").mkdir()
+    tensors = load_file(tmp_path / "known" / "model.safetensors")
+    save_file({read_toy_name(name): x for name, x in tensors.items()}, tmp_path / "toy" / "model.safetensors")
+    config = json.loads((tmp_path / "known" / "config.json").read_text())
+    (tmp_path / "toy" / "config.json").write_text(json.dumps(config | {"model_type": "toy_diff"}))
+    yield tmp_path / "known", tmp_path / "toy"
+    del READERS["toy_diff"]
+
+
+def read_toy_name(name):
+    for ours, theirs in RENAMES.items():
+        name = name.replace(ours, theirs)
+    return name
+
+
+def test_it_is_inspected_quantized_and_loaded_as_the_format_it_renames(checkpoints, tmp_path):
+    known, toy = checkpoints
+    ours, theirs = inspect_checkpoint(toy), inspect_checkpoint(known)
+    assert (ours.model_type, ours.lam, ours.parameters) == ("toy_diff", theirs.lam, theirs.parameters)
+    assert torch.equal(load(toy)(IDS).logits, load(known)(IDS).logits)
+    for source in checkpoints:
+        quantize(source, tmp_path / f"{source.name}-low", Recipe.of(weights="4:g32"))
+    assert inspect_checkpoint(tmp_path / "toy-low").packed == 2 * 7
+    low = load(tmp_path / "toy-low")(IDS).logits
+    assert torch.equal(low, load(tmp_path / "known-low")(IDS).logits)
+    assert not torch.equal(low, load(toy)(IDS).logits)
+
+
+def test_a_model_type_has_one_reader():
+    with pytest.raises(ValueError, match="'llama' has a reader already"):
+        register("llama")(lambda config: None)
