@@ -6,11 +6,16 @@ import importlib.util
 import re
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from diffquant.errors import MissingDependencyError, UsageError
-from diffquant.evals.scoring import BATCH_TOKENS
+from diffquant.evals.defaults import BATCH_TOKENS
+from diffquant.evals.language_model import LanguageModel
 from diffquant.support.progress import Progress, silent
+
+if TYPE_CHECKING:
+    from lm_eval.tasks import TaskManager
+    from transformers import PreTrainedTokenizerBase
 
 # The metric a table shows, where a task has several.
 _PREFERRED = ("acc_norm", "acc", "exact_match", "f1", "word_perplexity")
@@ -35,8 +40,8 @@ def task_identity(task: str) -> dict[str, str]:
 
 
 def run_task(
-    model: Any,
-    tokenizer: Any,
+    model: LanguageModel,
+    tokenizer: "PreTrainedTokenizerBase",
     task: str,
     limit: int | None = None,
     batch_tokens: int = BATCH_TOKENS,
@@ -96,7 +101,7 @@ def _reported(results: dict[str, dict[str, Any]], leaves: list[str], metric: str
     return float(sum(scores) / len(scores))
 
 
-def _resolve(task: str) -> tuple[str, Any]:
+def _resolve(task: str) -> tuple[str, "TaskManager"]:
     if not _is_file(task):
         return task, _all_tasks()
     from lm_eval.tasks import TaskManager
@@ -109,7 +114,7 @@ def _resolve(task: str) -> tuple[str, Any]:
 
 
 @cache
-def _all_tasks() -> Any:
+def _all_tasks() -> "TaskManager":
     from lm_eval.tasks import TaskManager
 
     return TaskManager()

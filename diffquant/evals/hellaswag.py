@@ -10,14 +10,18 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from diffquant import data
 from diffquant.errors import UsageError
+from diffquant.evals.defaults import BATCH_TOKENS
 from diffquant.evals.encoding import PairEncoder
-from diffquant.evals.scoring import BATCH_TOKENS, score
+from diffquant.evals.language_model import LanguageModel
+from diffquant.evals.scoring import score
 from diffquant.support.progress import Progress, silent
-from diffquant.text.tokens import max_length
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _NAMED_ERRORS = 5
 
@@ -63,14 +67,14 @@ class Outcome:
 
 
 def evaluate(
-    model: Any,
-    tokenizer: Any,
+    model: LanguageModel,
+    tokenizer: "PreTrainedTokenizerBase",
     items: Sequence[Item],
     batch_tokens: int = BATCH_TOKENS,
     progress: Progress = silent,
 ) -> Outcome:
     """Score every item zero-shot."""
-    encoder = PairEncoder(tokenizer, max_length(model.config, tokenizer))
+    encoder = PairEncoder(tokenizer, model.max_length(tokenizer))
     requests = encoder.requests((item.query, f" {ending}") for item in items for ending in item.endings)
     scores = iter(score(model, requests, batch_tokens, progress))
     logprobs = [[next(scores).logprob for _ in item.endings] for item in items]

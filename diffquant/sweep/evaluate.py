@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from diffquant.attention import check_backend
+from diffquant.evals.torch_model import TorchModel
 from diffquant.loading import load
 from diffquant.scheme import Recipe
 from diffquant.source.ranges import check_taken
@@ -35,7 +36,7 @@ def evaluate(
     model = load(source, recipe, resolve(options.dtype, options.device), options.device, scales=scales)
     check_taken(scales, [model.recipe])
     model.use_attention(options.attention)
-    results = {task.name: task.run(model, tokenizer, None, progress) for task in tasks}
+    results = {task.name: task.run(TorchModel(model), tokenizer, None, progress) for task in tasks}
     model.require_fired()
     return results
 

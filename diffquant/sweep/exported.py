@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from diffquant.errors import UsageError
-from diffquant.evals.perplexity import Reference
+from diffquant.evals.language_model import States
 from diffquant.scheme import Recipe
 from diffquant.source.source import Source
 from diffquant.support.files import file_digest
@@ -43,7 +43,7 @@ class Runtime(Protocol):
 
     def describe(self, folder: Path) -> ExportedModel: ...
 
-    def run(self, folder: Path, task: Task, reference: Reference | None, progress: Progress) -> dict[str, Any]: ...
+    def run(self, folder: Path, task: Task, reference: States | None, progress: Progress) -> dict[str, Any]: ...
 
 
 @dataclass

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from diffquant.evals.perplexity import Reference
+from diffquant.evals.language_model import States
+from diffquant.evals.torch_model import TorchModel
 from diffquant.loading import load
 from diffquant.model.modeling import DiffTransformer
 from diffquant.scheme import Recipe
@@ -28,7 +29,7 @@ class Session:
     scales: Path | None = None
     attention: str = "auto"
     _loaded: DiffTransformer | None = None
-    _reference: Reference | None = None
+    _reference: States | None = None
     _weight_bytes: dict[str, int] = field(default_factory=dict)
 
     def measure(self, task: Task, recipe: Recipe, progress: Progress) -> dict[str, Any]:
@@ -40,7 +41,7 @@ class Session:
         reference = None if recipe == Recipe() else self.reference(task, progress)
         model = self.model(recipe)
         started = time.monotonic()
-        result = task.run(model, self.source.tokenizer, reference, progress)
+        result = task.run(TorchModel(model), self.source.tokenizer, reference, progress)
         result["seconds"] = round(time.monotonic() - started, 2)
         if any(scheme.quantizes for scheme in recipe.schemes_of("logits")):
             model.require_fired()
@@ -58,12 +59,12 @@ class Session:
         self._loaded.apply_recipe(recipe)
         return self._loaded
 
-    def reference(self, task: Task, progress: Progress) -> Reference | None:
+    def reference(self, task: Task, progress: Progress) -> States | None:
         """What the model computes at 16 bits, where the task compares with that."""
         if not isinstance(task, Perplexity):
             return None
         if self._reference is None:
-            self._reference = task.reference_of(self.model(Recipe()), self.source.tokenizer, progress)
+            self._reference = task.reference_of(TorchModel(self.model(Recipe())), self.source.tokenizer, progress)
         return self._reference
 
     def _stored_weights(self, recipe: Recipe) -> int:

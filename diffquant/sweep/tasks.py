@@ -8,7 +8,7 @@ from typing import Any, Protocol, Self, cast
 from diffquant.errors import UsageError
 from diffquant.evals import harness, hellaswag, labelled, manyshot, needle, perplexity
 from diffquant.evals.hellaswag import Item
-from diffquant.evals.perplexity import Reference
+from diffquant.evals.language_model import LanguageModel, States
 from diffquant.evals.stats import estimate
 from diffquant.support.progress import Progress
 from diffquant.sweep.grid import SweepOptions
@@ -30,7 +30,7 @@ class Task(Protocol):
     def in_batches_of(self, tokens: int) -> "Task":
         """The same task in passes of at most this many tokens."""
 
-    def run(self, model: Any, tokenizer: Any, reference: Reference | None, progress: Progress) -> dict[str, Any]:
+    def run(self, model: LanguageModel, tokenizer: Any, reference: States | None, progress: Progress) -> dict[str, Any]:
         """The result as plain data; `reference` is the 16-bit model's reading of the text, where KL is wanted."""
 
 
@@ -56,7 +56,7 @@ class HellaSwag(_Batched):
             "batch_tokens": self.batch_tokens,
         }
 
-    def run(self, model: Any, tokenizer: Any, reference: Reference | None, progress: Progress) -> dict[str, Any]:
+    def run(self, model: LanguageModel, tokenizer: Any, reference: States | None, progress: Progress) -> dict[str, Any]:
         outcome = hellaswag.evaluate(model, tokenizer, self.items, self.batch_tokens, progress)
         acc, acc_norm = estimate(outcome.correct), estimate(outcome.correct_norm)
         return {
@@ -93,7 +93,7 @@ class Perplexity(_Batched):
             "batch_tokens": self.batch_tokens,
         }
 
-    def run(self, model: Any, tokenizer: Any, reference: Reference | None, progress: Progress) -> dict[str, Any]:
+    def run(self, model: LanguageModel, tokenizer: Any, reference: States | None, progress: Progress) -> dict[str, Any]:
         score = perplexity.evaluate(
             model, tokenizer, self.text, self.window, self.stride, self.batch_tokens, reference, progress
         )
@@ -106,7 +106,7 @@ class Perplexity(_Batched):
             "text_bytes": score.text_bytes,
         }
 
-    def reference_of(self, model: Any, tokenizer: Any, progress: Progress) -> Reference:
+    def reference_of(self, model: LanguageModel, tokenizer: Any, progress: Progress) -> States:
         """What `run` compares quantized models with."""
         return perplexity.reference_of(
             model, tokenizer, self.text, self.window, self.stride, self.batch_tokens, progress
@@ -138,7 +138,7 @@ class Needle(_Batched):
             "batch_tokens": self.batch_tokens,
         }
 
-    def run(self, model: Any, tokenizer: Any, reference: Reference | None, progress: Progress) -> dict[str, Any]:
+    def run(self, model: LanguageModel, tokenizer: Any, reference: States | None, progress: Progress) -> dict[str, Any]:
         outcome = needle.evaluate(model, tokenizer, self.text, self.plan, self.limit, self.batch_tokens, progress)
         score = estimate(outcome.retrieved)
         return {
@@ -178,7 +178,7 @@ class ManyShot(_Batched):
             "batch_tokens": self.batch_tokens,
         }
 
-    def run(self, model: Any, tokenizer: Any, reference: Reference | None, progress: Progress) -> dict[str, Any]:
+    def run(self, model: LanguageModel, tokenizer: Any, reference: States | None, progress: Progress) -> dict[str, Any]:
         outcome = manyshot.evaluate(model, tokenizer, self.data, self.plan, self.limit, self.batch_tokens, progress)
         score = estimate(outcome.correct)
         # An item flips where it has one answer.
@@ -215,7 +215,7 @@ class Harness(_Batched):
         settings = {"name": self.name, "limit": self.limit, "batch_tokens": self.batch_tokens}
         return settings | harness.task_identity(self.task)
 
-    def run(self, model: Any, tokenizer: Any, reference: Reference | None, progress: Progress) -> dict[str, Any]:
+    def run(self, model: LanguageModel, tokenizer: Any, reference: States | None, progress: Progress) -> dict[str, Any]:
         return harness.run_task(model, tokenizer, self.task, self.limit, self.batch_tokens, progress)
 
 

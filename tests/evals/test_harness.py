@@ -11,6 +11,7 @@ from lm_eval.tasks import TaskManager
 from diffquant.errors import MissingDependencyError, UsageError
 from diffquant.evals import harness, hellaswag
 from diffquant.evals.harness_model import HarnessModel
+from diffquant.evals.torch_model import TorchModel
 from diffquant.support.progress import silent
 
 TASK = """
@@ -45,7 +46,7 @@ def instances(kind, arguments):
 
 def ours_and_theirs(max_length=512):
     model, tokenizer = tiny_lm.llama(max_length), tiny_lm.tokenizer()
-    return HarnessModel(model, tokenizer, 4096, silent), HFLM(pretrained=model, tokenizer=tokenizer)
+    return HarnessModel(TorchModel(model), tokenizer, 4096, silent), HFLM(pretrained=model, tokenizer=tokenizer)
 
 
 def test_a_local_task_scores_as_hflm_scores_it(task_file):
@@ -87,10 +88,10 @@ def test_a_file_that_names_no_task_is_refused(tmp_path):
     path = tmp_path / "empty.yaml"
     path.write_text("dataset_path: json\n")
     with pytest.raises(UsageError, match="names no task"):
-        harness.run_task(tiny_lm.llama(), tiny_lm.tokenizer(), str(path))
+        harness.run_task(TorchModel(tiny_lm.llama()), tiny_lm.tokenizer(), str(path))
 
 
 def test_without_lm_eval_it_says_what_to_install(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(MissingDependencyError, match="pip install"):
-        harness.run_task(tiny_lm.llama(), tiny_lm.tokenizer(), "arc_easy")
+        harness.run_task(TorchModel(tiny_lm.llama()), tiny_lm.tokenizer(), "arc_easy")

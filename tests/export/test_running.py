@@ -19,6 +19,7 @@ from diffquant import cli
 from diffquant.evals.constrained import choose
 from diffquant.evals.encoding import Request
 from diffquant.evals.scoring import score
+from diffquant.evals.torch_model import TorchModel
 from diffquant.export import ExportOptions, Generator, export
 from diffquant.export.native import library_path
 from diffquant.export.runtime.scoring import OnnxLanguageModel, OnnxRuntime, evaluate_exported
@@ -147,11 +148,11 @@ def test_scores_are_those_of_torch(source, plain):
     requests = [Request(context, draw(n)) for context in contexts for n in (1, 5, 3)]
     model = diffquant.load(source)
     ours = score(OnnxLanguageModel(OnnxModel(plain, 1)), requests)
-    for mine, oracle in zip(ours, score(model, requests), strict=True):
+    for mine, oracle in zip(ours, score(TorchModel(model), requests), strict=True):
         assert mine.logprob == pytest.approx(oracle.logprob, abs=1e-3)
         assert mine.greedy == oracle.greedy
     asked = draw(30), [draw(n) for n in (5, 5, 5, 3)], [draw(2), draw(3), draw(3)]
-    assert choose(OnnxLanguageModel(OnnxModel(plain, 1)), *asked) == choose(model, *asked)
+    assert choose(OnnxLanguageModel(OnnxModel(plain, 1)), *asked) == choose(TorchModel(model), *asked)
 
 
 def test_tasks_run_on_an_exported_folder(source, plain):
@@ -208,7 +209,7 @@ def test_lm_eval_scores_and_generates_with_it(source, plain):
     from diffquant.evals.harness_model import HarnessModel
 
     tokenizer = tiny_lm.tokenizer()
-    models = [OnnxLanguageModel(OnnxModel(plain, 1)), diffquant.load(source, dtype=torch.float32)]
+    models = [OnnxLanguageModel(OnnxModel(plain, 1)), TorchModel(diffquant.load(source, dtype=torch.float32))]
     adapters = [HarnessModel(model, tokenizer, 256, silent) for model in models]
     pairs = [Instance("loglikelihood", {}, (PROMPT, text), i) for i, text in enumerate((" moon", " sea was"))]
     ours, oracle = (adapter.loglikelihood(pairs) for adapter in adapters)

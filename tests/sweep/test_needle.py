@@ -10,6 +10,7 @@ from diffquant import data
 from diffquant.errors import UsageError
 from diffquant.evals import needle
 from diffquant.evals.needle import DEPTHS, Haystack, Plan, make_items
+from diffquant.evals.torch_model import TorchModel
 from diffquant.loading import load
 from diffquant.source.tokenizer import load_tokenizer
 from diffquant.sweep import SweepOptions, run_sweep, write_outputs
@@ -97,7 +98,7 @@ def test_only_what_greedy_decoding_gives_counts(tmp_path, monkeypatch):
     model = tiny_lm.write_llama(tmp_path / "model")
     loaded, tokenizer = load(model, dtype=torch.float32), load_tokenizer(model)
     plan = Plan(needles=2, lengths=(160,), samples=2)
-    outcome = needle.evaluate(loaded, tokenizer, data.books_text(), plan)
+    outcome = needle.evaluate(TorchModel(loaded), tokenizer, data.books_text(), plan)
     for item, share in zip(outcome.items, outcome.retrieved, strict=True):
         prompt, answer = item.requests()[0]
         ids = torch.tensor([tokenizer.encode(prompt)])
@@ -125,9 +126,9 @@ def test_a_length_beyond_the_model_or_below_its_needles_is_refused(tmp_path):
     model = tiny_lm.write_llama(tmp_path / "model")
     loaded, tokenizer = load(model), load_tokenizer(model)
     with pytest.raises(UsageError, match="the model sees 512 tokens, fewer than 600"):
-        needle.evaluate(loaded, tokenizer, data.books_text(), Plan(lengths=(600,)))
+        needle.evaluate(TorchModel(loaded), tokenizer, data.books_text(), Plan(lengths=(600,)))
     with pytest.raises(UsageError, match="6 needles do not fit into 40 tokens"):
-        needle.evaluate(loaded, tokenizer, data.books_text(), Plan(needles=6, lengths=(40,)))
+        needle.evaluate(TorchModel(loaded), tokenizer, data.books_text(), Plan(needles=6, lengths=(40,)))
 
 
 def test_a_sweep_pairs_needle_cells_and_draws_depth_against_length(tmp_path):

@@ -9,6 +9,7 @@ import torch
 
 from diffquant.errors import CheckpointError, FailedCellsError, NotFiredError, UsageError
 from diffquant.evals import hellaswag, perplexity
+from diffquant.evals.torch_model import TorchModel
 from diffquant.loading import load
 from diffquant.model.modeling import DiffTransformer
 from diffquant.quantization.quantize import quantize
@@ -67,7 +68,7 @@ def test_a_cell_holds_what_evaluating_its_recipe_gives(model, output):
     result = run_sweep([model], OPTIONS, output)
     assert len(result.cells) == CELLS
     assert not result.failed
-    plain, quantized = load(model), load(model, Recipe.of(weights="4:row"))
+    plain, quantized = TorchModel(load(model)), TorchModel(load(model, Recipe.of(weights="4:row")))
     tokenizer, text = load_tokenizer(model), load_text(characters=600)
     point = next(p for p in result.points if p.label == "weights 4:row")
     outcome = hellaswag.evaluate(quantized, tokenizer, hellaswag.load_items(limit=6))
