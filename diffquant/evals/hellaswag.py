@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, cast
 
 from diffquant import data
 from diffquant.errors import UsageError
@@ -18,6 +18,7 @@ from diffquant.evals.defaults import BATCH_TOKENS
 from diffquant.evals.encoding import PairEncoder
 from diffquant.evals.language_model import LanguageModel
 from diffquant.evals.scoring import score
+from diffquant.support.plain_data import JsonObject
 from diffquant.support.progress import Progress, silent
 
 if TYPE_CHECKING:
@@ -114,7 +115,7 @@ def load_items(path: Path | None = None, limit: int | None = None) -> list[Item]
     return items
 
 
-def parse_item(entry: Any) -> Item:
+def parse_item(entry: object) -> Item:
     """One item from its JSON object.
 
     Raises:
@@ -147,15 +148,15 @@ def identity(items: Iterable[Item]) -> str:
     return hashlib.sha256(" ".join(item.identity for item in items).encode()).hexdigest()[:16]
 
 
-def _query(entry: dict[str, Any]) -> str:
+def _query(entry: JsonObject) -> str:
     if "query" in entry:
         return entry["query"]
     return preprocess(f"{entry['activity_label']}: {entry['ctx_a']} {entry['ctx_b'].capitalize()}")
 
 
-def _label(label: Any, endings: int) -> int:
+def _label(label: object, endings: int) -> int:
     try:
-        number = int(label)
+        number = int(cast(str, label))
     except (TypeError, ValueError):
         raise UsageError(f"label must be a number, got {label!r}") from None
     if not 0 <= number < endings:

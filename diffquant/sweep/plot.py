@@ -7,17 +7,29 @@ import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, TypedDict
 
 from diffquant.errors import UsageError
+from diffquant.evals.tasks import kind_of
 from diffquant.report.plots import COLOURS, MARKERS, STYLES
-from diffquant.sweep.grid import EXPORTED, RECIPE
+from diffquant.sweep.grid import EXPORTED, RECIPE, Point
 from diffquant.sweep.result import SweepResult
-from diffquant.sweep.table import Row, rows
+from diffquant.sweep.table import Row, rows, tasks_of
+
+if TYPE_CHECKING:
+    from matplotlib.artist import Artist
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 # Between two lines at one width, and between the outermost ones, in steps of the axis.
 _SPREAD, _SPREAD_OF_ALL = 0.06, 0.6
 TITLES = {"logits": "attention logits", "kv": "KV cache", "k": "keys", "v": "values"}
+
+
+def panel_title(point: Point) -> str:
+    """What a point quantizes, such as "attention logits, per row"."""
+    title = TITLES.get(point.target, point.target)
+    return title if point.target in (EXPORTED, RECIPE) else f"{title}, per {point.granularity}"
 
 
 @dataclass(frozen=True)
@@ -67,7 +79,7 @@ def lines(sweep: SweepResult, target: str) -> list[Line]:
     ]
 
 
-def _figure(sweep: SweepResult) -> Any:
+def _figure(sweep: SweepResult) -> "Figure":
     from matplotlib.figure import Figure
 
     swept = [t for t in dict.fromkeys(point.target for point in sweep.points) if t not in ("", EXPORTED, RECIPE)]
@@ -81,14 +93,24 @@ def _figure(sweep: SweepResult) -> Any:
     )
     figure = Figure(figsize=(2.4 + 4.4 * len(targets), 4.6), layout="constrained")
     axes = figure.subplots(1, len(targets), sharey=True, squeeze=False)[0]
-    legend: dict[str, Any] = {}
+    legend: dict[str, Artist] = {}
     for axis, target in zip(axes, targets, strict=True):
         legend |= _draw(axis, target, panels[target], look)
-    axes[0].set_ylabel(_what(sweep))
+    axes[0].set_ylabel(_label(sweep))
     columns = 1 if len(targets) == 1 and max(map(len, legend)) > 32 else 2
-    figure.legend(legend.values(), legend.keys(), loc="outside lower center", ncols=columns, frameon=False, fontsize=9)
+    figure.legend(
+        list(legend.values()), list(legend), loc="outside lower center", ncols=columns, frameon=False, fontsize=9
+    )
     figure.set_figheight(4.2 + 0.2 * -(-len(legend) // columns))
     return figure
+
+
+class Style(TypedDict):
+    """What tells a line apart, in matplotlib's names."""
+
+    color: str
+    linestyle: str
+    marker: str
 
 
 @dataclass(frozen=True)
@@ -98,7 +120,7 @@ class _Look:
     models: list[str]
     granularities: list[str]
 
-    def of(self, line: Line) -> dict[str, Any]:
+    def of(self, line: Line) -> Style:
         style = self.granularities.index(line.granularity)
         return {
             "color": COLOURS[self.models.index(line.model) % len(COLOURS)],
@@ -107,7 +129,7 @@ class _Look:
         }
 
 
-def _draw(axis: Any, target: str, panel: Sequence[Line], look: _Look) -> dict[str, Any]:
+def _draw(axis: "Axes", target: str, panel: Sequence[Line], look: _Look) -> "dict[str, Artist]":
     """One panel; returns what the legend shows of each line."""
     widths = sorted({bits for line in panel for bits, _, _ in line.points}, reverse=True)
     drawn = {}
@@ -135,15 +157,12 @@ def _draw(axis: Any, target: str, panel: Sequence[Line], look: _Look) -> dict[st
 
 
 def _value(row: Row) -> tuple[float, float] | None:
-    """What is drawn of a row: the first task's score in percent and its standard error, or the perplexity."""
-    if row.accuracies:
-        first = row.accuracies[0]
-        return None if first is None else (100 * first.score.mean, 100 * (first.score.se or 0.0))
-    return None if row.perplexity is None else (row.perplexity, 0.0)
+    """What is drawn of a row: value and standard error of the table's first task."""
+    task, compared = next(iter(row.results.items()))
+    return kind_of(task).columns.drawn(compared.result) if compared.result else None
 
 
-def _what(sweep: SweepResult) -> str:
-    first = next((row.accuracies[0] for row in rows(sweep) if row.accuracies and row.accuracies[0]), None)
-    if first is None:
-        return "perplexity"
-    return f"{first.task} {first.metric}, %\n({first.score.n} items, ± 1 standard error)"
+def _label(sweep: SweepResult) -> str:
+    task = tasks_of(sweep)[0]
+    result = next(cell.result for cell in sweep.cells if cell.task == task and cell.result)
+    return kind_of(task).columns.label(task, result)

@@ -7,7 +7,6 @@ padding is read.
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnxruntime
@@ -16,44 +15,25 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from diffquant.errors import UsageError
-from diffquant.evals.language_model import LanguageModel, LogitStates, States, TokenCache
+from diffquant.evals.language_model import LanguageModel, LogitStates, TokenCache
 from diffquant.export.manifest import check_unchanged, read_manifest
 from diffquant.export.native import kernel_name
 from diffquant.export.runtime.generation import Generator
 from diffquant.export.runtime.session import OnnxModel
 from diffquant.formats.reader import read_json, side_files
 from diffquant.model.adapters import adapter_for
-from diffquant.scheme import Recipe, Scheme
+from diffquant.scheme import Scheme
 from diffquant.source.tokenizer import load_tokenizer
 from diffquant.support.files import file_digest
-from diffquant.support.progress import Progress, silent
-from diffquant.sweep.exported import ExportedModel, check_as_it_is
-from diffquant.sweep.grid import SweepOptions
-from diffquant.sweep.tasks import Task, make_tasks
+from diffquant.sweep.exported import ExportedModel
 from diffquant.text.tokens import max_length
-
-# Logits of every token of a pass are held at once: 1,024 tokens of a vocabulary of 50,000 take 200 MB.
-_BATCH_TOKENS = 1024
-
-
-def evaluate_exported(
-    folder: Path, recipe: Recipe | None, options: SweepOptions, progress: Progress = silent
-) -> dict[str, dict[str, Any]]:
-    """Results by task, as `diffquant.sweep.evaluate.evaluate` gives them for a checkpoint.
-
-    Raises:
-        UsageError: options ask for another precision or device than the model was exported with.
-    """
-    check_as_it_is(options, recipe)
-    runtime = OnnxRuntime()
-    return {task.name: runtime.run(folder, task, None, progress) for task in make_tasks(options)}
 
 
 class OnnxRuntime:
-    """What `diffquant.sweep` runs exported folders with; keeps the last one open."""
+    """What `diffquant.sweep` opens exported folders with."""
 
-    def __init__(self) -> None:
-        self._open: tuple[Path, OnnxLanguageModel, Any] | None = None
+    # Logits of every token of a pass are held at once: 1,024 tokens of a vocabulary of 50,000 take 200 MB.
+    batch_tokens = 1024
 
     def describe(self, folder: Path) -> ExportedModel:
         """What a sweep must know of a folder.
@@ -83,13 +63,13 @@ class OnnxRuntime:
             kv_bytes=cache.row_bytes if cache else 0,
         )
 
-    def run(self, folder: Path, task: Task, reference: States | None, progress: Progress) -> dict[str, Any]:
-        """A task's result; one sequence at a time, so the task's batches only bound memory."""
-        if self._open is None or self._open[0] != folder:
-            self._open = None
-            self._open = folder, OnnxLanguageModel(OnnxModel(folder)), load_tokenizer(folder)
-        _, model, tokenizer = self._open
-        return task.in_batches_of(_BATCH_TOKENS).run(model, tokenizer, reference, progress)
+    def open(self, folder: Path) -> tuple["OnnxLanguageModel", PreTrainedTokenizerBase]:
+        """The folder's model and tokenizer.
+
+        Raises:
+            CheckpointError: the folder is damaged.
+        """
+        return OnnxLanguageModel(OnnxModel(folder)), load_tokenizer(folder)
 
 
 class OnnxCache:

@@ -54,11 +54,11 @@ def test_a_local_task_scores_as_hflm_scores_it(task_file):
     result = harness.run_task(ours.model, ours.tokenizer, str(task_file), limit=9)
     manager = TaskManager(include_path=str(task_file.parent), include_defaults=False)
     expected = simple_evaluate(model=theirs, tasks=["local_quiz"], limit=9, task_manager=manager, bootstrap_iters=0)
-    assert result["metric"] == "acc_norm"
-    assert result["n"] == len(result["values"]) == 9
-    assert result["score"] == pytest.approx(expected["results"]["local_quiz"]["acc_norm,none"])
+    assert result.metric == "acc_norm"
+    assert result.n == len(result.values) == 9
+    assert result.score == pytest.approx(expected["results"]["local_quiz"]["acc_norm,none"])
     by_document = {sample["doc_id"]: sample["acc_norm"] for sample in expected["samples"]["local_quiz"]}
-    assert result["values"] == [by_document[i] for i in range(9)]
+    assert result.values == [by_document[i] for i in range(9)]
 
 
 def test_rolling_likelihoods_are_hflms():

@@ -10,11 +10,13 @@ from diffquant import data
 from diffquant.errors import UsageError
 from diffquant.evals import needle
 from diffquant.evals.needle import DEPTHS, Haystack, Plan, make_items
+from diffquant.evals.plots.places import grids
+from diffquant.evals.tasks.needle import Needle
 from diffquant.evals.torch_model import TorchModel
 from diffquant.loading import load
 from diffquant.source.tokenizer import load_tokenizer
 from diffquant.sweep import SweepOptions, run_sweep, write_outputs
-from diffquant.sweep.places import grids
+from diffquant.sweep.outputs import plotted_cells
 from diffquant.sweep.table import json_rows, text_table
 
 PLAN = Plan(needles=4, asked=2, lengths=(160, 300), samples=3)
@@ -134,7 +136,10 @@ def test_a_length_beyond_the_model_or_below_its_needles_is_refused(tmp_path):
 def test_a_sweep_pairs_needle_cells_and_draws_depth_against_length(tmp_path):
     model = tiny_lm.write_llama(tmp_path / "model")
     options = SweepOptions(
-        tasks=("needle:2", "needle:2:2"), bits=(16, 4), lengths=(120, 160), limit=10, dtype="float32"
+        tasks=("needle:2", "needle:2:2"),
+        bits=(16, 4),
+        task_options={"lengths": (120, 160), "limit": 10},
+        dtype="float32",
     )
     result = run_sweep([model], options, tmp_path / "out")
     result.require_complete()
@@ -145,7 +150,7 @@ def test_a_sweep_pairs_needle_cells_and_draws_depth_against_length(tmp_path):
         assert full[f"{task} n"] == 10
         assert low[f"{task} difference"] == pytest.approx(low[f"{task} score"] - full[f"{task} score"])
         assert f"{task} retrieved" in text_table(result)
-    assert [(g.task, g.depths, g.lengths) for g in grids(result)] == [
+    assert [(g.task, g.depths, g.lengths) for g in grids(plotted_cells(result, Needle))] == [
         ("needle:2:1", DEPTHS, (120, 160)),
         ("needle:2:2", DEPTHS, (120, 160)),
     ]
