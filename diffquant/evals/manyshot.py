@@ -83,16 +83,16 @@ class Outcome:
     def correct(self) -> list[float]:
         """Of each text the share of draws with the right answer."""
         return [
-            sum(choice == label for choice in found) / len(found)
-            for label, *found in zip(self.right, *self.choices, strict=True)
+            sum(choice == label for choice in answers) / len(answers)
+            for label, *answers in zip(self.right, *self.choices, strict=True)
         ]
 
     @property
     def by_draw(self) -> list[float]:
         """Accuracy after each draw of demonstrations."""
         return [
-            sum(choice == label for choice, label in zip(found, self.right, strict=True)) / len(self.right)
-            for found in self.choices
+            sum(choice == label for choice, label in zip(answers, self.right, strict=True)) / len(self.right)
+            for answers in self.choices
         ]
 
 

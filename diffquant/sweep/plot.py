@@ -7,7 +7,7 @@ import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING, TypedDict, cast
 
 from diffquant.errors import UsageError
 from diffquant.evals.tasks import kind_of
@@ -19,6 +19,7 @@ from diffquant.sweep.table import Row, rows, tasks_of
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
     from matplotlib.axes import Axes
+    from matplotlib.container import ErrorbarContainer
     from matplotlib.figure import Figure
 
 # Between two lines at one width, and between the outermost ones, in steps of the axis.
@@ -93,14 +94,14 @@ def _figure(sweep: SweepResult) -> "Figure":
     )
     figure = Figure(figsize=(2.4 + 4.4 * len(targets), 4.6), layout="constrained")
     axes = figure.subplots(1, len(targets), sharey=True, squeeze=False)[0]
-    legend: dict[str, Artist] = {}
+    legend: dict[str, ErrorbarContainer] = {}
     for axis, target in zip(axes, targets, strict=True):
         legend |= _draw(axis, target, panels[target], look)
     axes[0].set_ylabel(_label(sweep))
     columns = 1 if len(targets) == 1 and max(map(len, legend)) > 32 else 2
-    figure.legend(
-        list(legend.values()), list(legend), loc="outside lower center", ncols=columns, frameon=False, fontsize=9
-    )
+    # matplotlib's legend takes containers too, which its annotations leave out.
+    handles = cast("list[Artist]", list(legend.values()))
+    figure.legend(handles, list(legend), loc="outside lower center", ncols=columns, frameon=False, fontsize=9)
     figure.set_figheight(4.2 + 0.2 * -(-len(legend) // columns))
     return figure
 
@@ -129,10 +130,10 @@ class _Look:
         }
 
 
-def _draw(axis: "Axes", target: str, panel: Sequence[Line], look: _Look) -> "dict[str, Artist]":
+def _draw(axis: "Axes", target: str, panel: Sequence[Line], look: _Look) -> "dict[str, ErrorbarContainer]":
     """One panel; returns what the legend shows of each line."""
     widths = sorted({bits for line in panel for bits, _, _ in line.points}, reverse=True)
-    drawn = {}
+    drawn: dict[str, ErrorbarContainer] = {}
     for number, line in enumerate(panel):
         # Side by side, so that error bars at one width stay readable.
         shift = min(_SPREAD, _SPREAD_OF_ALL / len(panel)) * (number - (len(panel) - 1) / 2)
