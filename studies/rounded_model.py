@@ -11,7 +11,9 @@ import torch
 
 from diffquant.errors import UsageError
 from diffquant.evals import hellaswag
-from diffquant.evals.perplexity import Reference, evaluate, reference_of
+from diffquant.evals.language_model import States
+from diffquant.evals.perplexity import evaluate, reference_of
+from diffquant.evals.torch_model import TorchModel
 from diffquant.loading import load
 from diffquant.model.layout import linear_shapes
 from diffquant.quantization.roundings import Rounder, rounding_named
@@ -116,15 +118,15 @@ class Subject:
             for name, (_, weight) in self._weights.items():
                 self._model.get_parameter(name).data = weight.float()
 
-    def _scores(self, former: Mapping[str, Any], reference: Reference | None) -> dict[str, Any]:
+    def _scores(self, former: Mapping[str, Any], reference: States | None) -> dict[str, Any]:
         if reference is None:
             scores = {key: former[key] for key in ("perplexity", "kl")}
         else:
-            score = evaluate(self._model, self._tokenizer, self._scored, *self._spans, reference=reference)
+            score = evaluate(TorchModel(self._model), self._tokenizer, self._scored, *self._spans, reference=reference)
             scores = {"perplexity": score.perplexity, "kl": score.kl}
         if former.get("items", 0) >= len(self._items):
             return scores | {key: former[key] for key in ("items", "acc_norm", "correct") if key in former}
-        outcome = hellaswag.evaluate(self._model, self._tokenizer, self._items)
+        outcome = hellaswag.evaluate(TorchModel(self._model), self._tokenizer, self._items)
         right = outcome.correct_norm
         return scores | {
             "items": len(right),
@@ -133,8 +135,8 @@ class Subject:
         }
 
     @cached_property
-    def _reference(self) -> Reference:
-        return reference_of(self._model, self._tokenizer, self._scored, *self._spans)
+    def _reference(self) -> States:
+        return reference_of(TorchModel(self._model), self._tokenizer, self._scored, *self._spans)
 
     @cached_property
     def _compensated(self) -> Rounder:

@@ -10,6 +10,7 @@ from diffquant.demo import pocket_demo
 from diffquant.errors import OutputExistsError
 from diffquant.evals import needle
 from diffquant.evals.needle import Plan
+from diffquant.evals.torch_model import TorchModel
 from diffquant.loading import load
 from diffquant.scheme import Recipe
 from diffquant.source.tokenizer import load_tokenizer
@@ -26,7 +27,7 @@ def tokenizer():
 def retrieved(name, needles=4, **recipe):
     """Share of 50 contexts of 256 tokens whose number the model gives."""
     model = load(MODELS[name], Recipe.of(**recipe))
-    outcome = needle.evaluate(model, tokenizer(), data.books_text(), Plan(needles, samples=10))
+    outcome = needle.evaluate(TorchModel(model), tokenizer(), data.books_text(), Plan(needles, samples=10))
     return sum(outcome.retrieved) / len(outcome.retrieved)
 
 

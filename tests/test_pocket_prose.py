@@ -8,6 +8,7 @@ import torch
 
 from diffquant import data
 from diffquant.evals import perplexity
+from diffquant.evals.torch_model import TorchModel
 from diffquant.loading import load
 from diffquant.scheme import Recipe
 from diffquant.source.tokenizer import load_tokenizer
@@ -21,12 +22,14 @@ WINDOW = 256
 @cache
 def reference(name):
     model = load(MODELS[name], dtype=torch.float32)
-    return perplexity.reference_of(model, load_tokenizer(MODELS[name]), TEXT, WINDOW, WINDOW)
+    return perplexity.reference_of(TorchModel(model), load_tokenizer(MODELS[name]), TEXT, WINDOW, WINDOW)
 
 
 def scores(name, **recipe):
     model = load(MODELS[name], Recipe.of(**recipe), dtype=torch.float32)
-    return perplexity.evaluate(model, load_tokenizer(MODELS[name]), TEXT, WINDOW, WINDOW, reference=reference(name))
+    return perplexity.evaluate(
+        TorchModel(model), load_tokenizer(MODELS[name]), TEXT, WINDOW, WINDOW, reference=reference(name)
+    )
 
 
 @pytest.mark.parametrize("name", KINDS)

@@ -22,6 +22,7 @@ from diffquant.bench.environment import environment
 from diffquant.errors import MissingDependencyError, ToleranceError, UsageError
 from diffquant.evals.harness import require_lm_eval
 from diffquant.evals.hellaswag import Item, evaluate, load_items
+from diffquant.evals.torch_model import TorchModel
 from diffquant.loading import load
 from diffquant.report.tables import aligned
 from diffquant.source.tokenizer import load_tokenizer
@@ -139,7 +140,7 @@ def ratios(result: dict[str, Any]) -> dict[str, tuple[float, float]]:
 
 
 def _ours(model: Any, tokenizer: Any) -> Callable[[Sequence[Item]], list[int]]:
-    return lambda items: evaluate(model, tokenizer, items).choices
+    return lambda items: evaluate(TorchModel(model), tokenizer, items).choices
 
 
 def _hflm(model: Any, tokenizer: Any, batch_size: int) -> Callable[[Sequence[Item]], list[int]]:

@@ -21,6 +21,7 @@ from diffquant.calib.analysis.last_row import weights_of
 from diffquant.calib.analysis.needle_parts import PARTS, Prompt, make_prompt
 from diffquant.errors import NonFiniteError, UsageError
 from diffquant.evals import needle
+from diffquant.evals.torch_model import TorchModel
 from diffquant.loading import load
 from diffquant.model.modeling import DiffTransformer
 from diffquant.model.walk import Walk
@@ -127,7 +128,7 @@ def _of_model(path: Path, text: str, options: AttentionMapOptions, progress: Pro
     source = open_source(path)
     model = load(source, options.recipe, resolve(options.dtype, options.device), options.device)
     tokenizer = source.tokenizer
-    items = needle.items_for(model, tokenizer, text, options.plan)
+    items = needle.items_for(TorchModel(model), tokenizer, text, options.plan)
     cells: dict[tuple[int, float], list[tuple[Tensor, bool]]] = {}
     for number, item in enumerate(items, 1):
         cells.setdefault((item.length, item.depth), []).append(observe(model, make_prompt(tokenizer, item)))

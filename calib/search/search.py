@@ -16,6 +16,7 @@ from diffquant.calib.search.sensitivity import Cost, Sensitivity
 from diffquant.calib.search.units import Unit, find_units, to_recipe
 from diffquant.errors import UsageError
 from diffquant.evals.perplexity import evaluate, reference_of
+from diffquant.evals.torch_model import TorchModel
 from diffquant.loading import load
 from diffquant.scheme import DEFAULT_GRANULARITY, Recipe
 from diffquant.source.source import Source, open_source
@@ -190,13 +191,20 @@ class Search:
         if missing:
             model = load(self.source, Recipe(), self._dtype, self.options.device)
             with OneDnnProducts():
-                reference = reference_of(model, self._tokenizer, self._held_out, _CHECK_WINDOW, _CHECK_WINDOW)
+                reference = reference_of(
+                    TorchModel(model), self._tokenizer, self._held_out, _CHECK_WINDOW, _CHECK_WINDOW
+                )
         for done, name in enumerate(name for name in entries if name in missing):
             progress(done, len(missing), f"comparing {name}")
             model = load(self.source, entries[name], self._dtype, self.options.device)
             with OneDnnProducts():
                 score = evaluate(
-                    model, self._tokenizer, self._held_out, _CHECK_WINDOW, _CHECK_WINDOW, reference=reference
+                    TorchModel(model),
+                    self._tokenizer,
+                    self._held_out,
+                    _CHECK_WINDOW,
+                    _CHECK_WINDOW,
+                    reference=reference,
                 )
             self.journal.add(
                 names[name],

@@ -7,7 +7,8 @@ from typing import Annotated
 import typer
 
 from diffquant.cli.app import app
-from diffquant.cli.options import AsJson, listed
+from diffquant.cli.options import AsJson
+from diffquant.support.listed import listed
 from diffquant.support.progress import progress_for
 
 Sections = Annotated[

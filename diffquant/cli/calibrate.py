@@ -16,9 +16,9 @@ from diffquant.cli.options import (
     RecipeFile,
     RecipeOptions,
     lengths_of,
-    listed,
     widths,
 )
+from diffquant.support.listed import listed
 from diffquant.support.progress import progress_for
 
 Text = Annotated[Path | None, typer.Option("--text", help="UTF-8 text to read; some prose ships.")]

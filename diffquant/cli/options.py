@@ -8,7 +8,9 @@ from typing import Annotated, Any
 import typer
 
 from diffquant.errors import UsageError
+from diffquant.evals.tasks import kinds as task_kinds
 from diffquant.scheme import NEAREST, Recipe
+from diffquant.support.listed import listed_numbers
 
 Model = Annotated[Path, typer.Argument(help="Checkpoint folder (safetensors) or .gguf file.")]
 Destination = Annotated[Path, typer.Option("--output", "-o", help="Folder to create.")]
@@ -35,22 +37,8 @@ Scales = Annotated[
 Exported = Annotated[Path, typer.Argument(help="Folder that `diffquant export` wrote.")]
 Threads = Annotated[int, typer.Option(min=0, help="Of ONNX Runtime; 0 takes all cores.")]
 
-Tasks = Annotated[
-    str,
-    typer.Option(
-        help="hellaswag, perplexity, needle[:N[:R]], many-shot:SHOTS[:DRAWS], lm-eval:NAME; several with commas."
-    ),
-]
-Limit = Annotated[int | None, typer.Option(min=2, help="Items of each task; all by default.")]
-Items = Annotated[Path | None, typer.Option(help="HellaSwag items as JSONL; 1,000 ship.")]
-TextFile = Annotated[Path | None, typer.Option("--text", help="Text for perplexity and needle; some prose ships.")]
-Characters = Annotated[int, typer.Option(min=0, help="Characters of the text that are read; 0 for all.")]
-Window = Annotated[int, typer.Option(help="Tokens the model sees at once, for perplexity.")]
-Stride = Annotated[int, typer.Option(help="Tokens from one window to the next.")]
+Tasks = Annotated[str, typer.Option(help=f"{', '.join(kind.usage for kind in task_kinds())}; several with commas.")]
 Lengths = Annotated[str, typer.Option(help="Tokens of needle prompts, such as 1024,4096.")]
-Train = Annotated[Path | None, typer.Option(help="Labelled texts for many-shot: .jsonl, .csv, .tsv, .label, .json.")]
-Test = Annotated[Path | None, typer.Option(help="The texts many-shot asks for; Clinc150's one file has both.")]
-Fine = Annotated[bool, typer.Option("--fine", help="TREC's fine labels in place of its coarse ones.")]
 Attention = Annotated[
     str, typer.Option(help="Attention backend: auto, naive, flashdiff1, flashdiff2, triton, triton-int8, ...")
 ]
@@ -61,14 +49,14 @@ EvalDtype = Annotated[str, typer.Option(help="auto (bfloat16 where native), floa
 class RecipeOptions:
     """The recipe options that several commands share."""
 
-    weights: str
-    kv: str
-    k: str | None
-    v: str | None
-    logits: str
-    residual: int
-    override: list[str] | None
-    recipe: Path | None
+    weights: Weights = "16"
+    kv: Kv = "16"
+    k: K = None
+    v: V = None
+    logits: Logits = "16"
+    residual: Residual = 0
+    override: Override = None
+    recipe: RecipeFile = None
 
     def given(self) -> Recipe | None:
         """The recipe they make; None where none was given.
@@ -96,23 +84,12 @@ class RecipeOptions:
         return recipe
 
 
-def listed(text: str) -> tuple[str, ...]:
-    return tuple(part.strip() for part in text.split(",") if part.strip())
-
-
 def widths(text: str) -> tuple[int, ...]:
-    return _numbers("--bits", text, "16,8,6,4")
+    return listed_numbers("--bits", text, "16,8,6,4")
 
 
 def lengths_of(text: str) -> tuple[int, ...]:
-    return _numbers("--lengths", text, "1024,4096")
-
-
-def _numbers(option: str, text: str, example: str) -> tuple[int, ...]:
-    unread = [part for part in listed(text) if not part.isdecimal()]
-    if unread:
-        raise UsageError(f"cannot read {option} {text!r}: {', '.join(unread)} is no number; expected such as {example}")
-    return tuple(int(part) for part in listed(text))
+    return listed_numbers("--lengths", text, "1024,4096")
 
 
 def _split_override(text: str) -> tuple[str, str]:

@@ -11,14 +11,14 @@ Source: Ratner et al., arXiv 2212.10947, whose restricted decoding arXiv 2410.05
 import copy
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol, Self
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor
-from transformers import Cache
 
 from diffquant.errors import NonFiniteError
-from diffquant.evals.scoring import BATCH_TOKENS, new_cache, recipe_of, shares_prefixes
+from diffquant.evals.defaults import BATCH_TOKENS
+from diffquant.evals.language_model import LanguageModel, TokenCache
 from diffquant.support.progress import Progress, silent
 
 Tokens = Sequence[int]
@@ -26,7 +26,7 @@ Tokens = Sequence[int]
 
 @torch.inference_mode()
 def choose(
-    model: Any,
+    model: LanguageModel,
     prefix: Tokens,
     queries: Sequence[Tokens],
     labels: Sequence[Tokens],
@@ -36,14 +36,13 @@ def choose(
     """The index of the label that greedy decoding spells after the prefix and each query.
 
     Args:
-        model: a `DiffTransformer`, or another causal model with Hugging Face's calls, in eval mode.
         prefix, queries, labels: token ids, none empty; no label begins another.
         batch_tokens: most tokens of one pass, the prefix included; bounds memory.
 
     Raises:
         NonFiniteError: the model's logits are not finite.
     """
-    start: _Rows = (_Cached if shares_prefixes(recipe_of(model)) else _Whole)(model, prefix)
+    start: _Rows = (_Cached if model.shares_prefixes else _Whole)(model, prefix)
     chosen = [0] * len(queries)
     done = 0
     for batch in _of_one_length(queries, len(prefix) + max(map(len, labels)), batch_tokens):
@@ -68,21 +67,21 @@ class _Rows(Protocol):
 class _Cached:
     """Rows whose keys and values are kept."""
 
-    def __init__(self, model: Any, prefix: Tokens) -> None:
+    def __init__(self, model: LanguageModel, prefix: Tokens) -> None:
         self.model = model
-        self.cache = new_cache(model)
+        self.cache = model.new_cache()
         self.count = 1
-        model.model(input_ids=torch.tensor([prefix], device=model.device), past_key_values=self.cache, use_cache=True)
+        model.read(torch.tensor([list(prefix)], device=model.device), cache=self.cache)
 
     def branch(self) -> Self:
         other = copy.copy(self)
-        other.cache = copy.deepcopy(self.cache)
+        other.cache = self.cache.branch()
         return other
 
     def extend(self, rows: list[int], tokens: Sequence[Tokens]) -> Tensor:
         # A long prefix fills much of the memory; it is copied only where rows change.
         if rows != list(range(self.count)):
-            self.cache.batch_select_indices(torch.tensor(rows, device=self.model.device))
+            self.cache.select(torch.tensor(rows, device=self.model.device))
             self.count = len(rows)
         return _next_logits(self.model, tokens, self.cache)
 
@@ -90,7 +89,7 @@ class _Cached:
 class _Whole:
     """Rows that run from their first token each time."""
 
-    def __init__(self, model: Any, prefix: Tokens) -> None:
+    def __init__(self, model: LanguageModel, prefix: Tokens) -> None:
         self.model = model
         self.sequences = [list(prefix)]
 
@@ -129,10 +128,9 @@ def _likeliest(logits: Tensor, allowed: list[list[int]]) -> list[int]:
     return tokens.gather(1, logits.gather(1, tokens).argmax(1, keepdim=True)).flatten().tolist()
 
 
-def _next_logits(model: Any, tokens: Sequence[Tokens], cache: Cache | None) -> Tensor:
+def _next_logits(model: LanguageModel, tokens: Sequence[Tokens], cache: TokenCache | None) -> Tensor:
     ids = torch.tensor([list(row) for row in tokens], device=model.device)
-    out = model.model(input_ids=ids, past_key_values=cache, use_cache=cache is not None)
-    logits = model.lm_head(out.last_hidden_state[:, -1]).float()
+    logits = model.read(ids, cache=cache)[:, -1].logits()
     if not logits.isfinite().all():
         raise NonFiniteError("the model computes NaN or infinity; use --dtype float32, or wider bits")
     return logits

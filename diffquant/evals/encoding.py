@@ -2,10 +2,13 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from diffquant.errors import DiffQuantError
 from diffquant.text.tokens import prefix_token
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True)
@@ -26,7 +29,7 @@ class PairEncoder:
     Source: lm-eval 0.4.13, `TemplateLM._encode_pair`, `HFLM.tok_encode` and `_loglikelihood_tokens`.
     """
 
-    def __init__(self, tokenizer: Any, max_length: int) -> None:
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", max_length: int) -> None:
         self.tokenizer = tokenizer
         self.max_length = max_length
         self.prefix_token = prefix_token(tokenizer)

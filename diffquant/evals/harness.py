@@ -6,11 +6,18 @@ import importlib.util
 import re
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from diffquant.errors import MissingDependencyError, UsageError
-from diffquant.evals.scoring import BATCH_TOKENS
+from diffquant.evals.defaults import BATCH_TOKENS
+from diffquant.evals.language_model import LanguageModel
+from diffquant.evals.task_result import TaskResult
+from diffquant.support.plain_data import JsonObject
 from diffquant.support.progress import Progress, silent
+
+if TYPE_CHECKING:
+    from lm_eval.tasks import TaskManager
+    from transformers import PreTrainedTokenizerBase
 
 # The metric a table shows, where a task has several.
 _PREFERRED = ("acc_norm", "acc", "exact_match", "f1", "word_perplexity")
@@ -35,13 +42,13 @@ def task_identity(task: str) -> dict[str, str]:
 
 
 def run_task(
-    model: Any,
-    tokenizer: Any,
+    model: LanguageModel,
+    tokenizer: "PreTrainedTokenizerBase",
     task: str,
     limit: int | None = None,
     batch_tokens: int = BATCH_TOKENS,
     progress: Progress = silent,
-) -> dict[str, Any]:
+) -> TaskResult:
     """A task's metrics, and the first preferred one item by item.
 
     Args:
@@ -49,7 +56,7 @@ def run_task(
         limit: items of each subtask.
 
     Returns:
-        metric, score, se and n; `values`, one number an item, where the task gives such; `metrics`, all.
+        The result; its details have `metrics`, all of them.
 
     Raises:
         MissingDependencyError: lm-eval is not installed.
@@ -71,7 +78,7 @@ def run_task(
     return _summary(task, output)
 
 
-def _summary(task: str, output: dict[str, Any]) -> dict[str, Any]:
+def _summary(task: str, output: JsonObject) -> TaskResult:
     results, samples = output["results"], output["samples"]
     metrics = {f"{name}/{key}": value for name, row in results.items() for key, value in row.items()}
     leaves = sorted(samples)
@@ -82,34 +89,34 @@ def _summary(task: str, output: dict[str, Any]) -> dict[str, Any]:
     values = [document[metric] for leaf in leaves for document in samples[leaf] if metric in document]
     per_item = [float(value) for value in values if isinstance(value, int | float)]
     whole = len(per_item) == len(values) and bool(values)
-    return {
-        "metric": metric,
-        "score": sum(per_item) / len(per_item) if whole else _reported(results, leaves, metric),
-        "n": sum(len(samples[leaf]) for leaf in leaves),
-        "values": per_item if whole else None,
-        "metrics": {key: value for key, value in metrics.items() if isinstance(value, int | float)},
-    }
+    return TaskResult(
+        metric=metric,
+        score=sum(per_item) / len(per_item) if whole else _reported(results, leaves, metric),
+        n=sum(len(samples[leaf]) for leaf in leaves),
+        values=per_item if whole else None,
+        details={"metrics": {key: value for key, value in metrics.items() if isinstance(value, int | float)}},
+    )
 
 
-def _reported(results: dict[str, dict[str, Any]], leaves: list[str], metric: str) -> float:
+def _reported(results: dict[str, JsonObject], leaves: list[str], metric: str) -> float:
     scores = [v for leaf in leaves for key, v in results[leaf].items() if key.split(",")[0] == metric]
     return float(sum(scores) / len(scores))
 
 
-def _resolve(task: str) -> tuple[str, Any]:
+def _resolve(task: str) -> tuple[str, "TaskManager"]:
     if not _is_file(task):
         return task, _all_tasks()
     from lm_eval.tasks import TaskManager
 
-    found = re.search(r"^task:\s*(\S+)\s*$", Path(task).read_text(encoding="utf-8"), re.MULTILINE)
-    if found is None:
+    named = re.search(r"^task:\s*(\S+)\s*$", Path(task).read_text(encoding="utf-8"), re.MULTILINE)
+    if named is None:
         raise UsageError(f"{task} names no task: it needs a line 'task: NAME'")
     # lm-eval's own tasks take it many seconds to index; a file of one's own does not need them.
-    return found[1].strip("'\""), TaskManager(include_path=str(Path(task).parent), include_defaults=False)
+    return named[1].strip("'\""), TaskManager(include_path=str(Path(task).parent), include_defaults=False)
 
 
 @cache
-def _all_tasks() -> Any:
+def _all_tasks() -> "TaskManager":
     from lm_eval.tasks import TaskManager
 
     return TaskManager()

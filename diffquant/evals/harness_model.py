@@ -1,17 +1,21 @@
 """The lm-eval `LM` over our scoring. Import only where lm-eval is installed."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
-import torch
+from lm_eval.api.instance import Instance
 from lm_eval.api.model import LM
 from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from diffquant.evals.encoding import PairEncoder, Request
+from diffquant.evals.language_model import LanguageModel
 from diffquant.evals.scoring import score
 from diffquant.support.progress import Progress
-from diffquant.text.tokens import max_length
+from diffquant.text.tokens import end_token
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _MAX_GENERATED = 256
 
@@ -24,16 +28,18 @@ class HarnessModel(LM):
         batch_tokens: most tokens of one scoring pass.
     """
 
-    def __init__(self, model: Any, tokenizer: Any, batch_tokens: int, progress: Progress) -> None:
+    def __init__(
+        self, model: LanguageModel, tokenizer: "PreTrainedTokenizerBase", batch_tokens: int, progress: Progress
+    ) -> None:
         super().__init__()
         self.model = model
         self.tokenizer = tokenizer
         self.batch_tokens = batch_tokens
         self.progress = progress
-        self.encoder = PairEncoder(tokenizer, max_length(model.config, tokenizer))
+        self.encoder = PairEncoder(tokenizer, model.max_length(tokenizer))
         self._device = model.device
 
-    def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
+    def loglikelihood(self, requests: Sequence[Instance]) -> list[tuple[float, bool]]:
         """(log-probability, is greedy) of each (context, continuation)."""
         encoded = self.encoder.requests(request.args for request in requests)
         answers = [(s.logprob, s.greedy) for s in score(self.model, encoded, self.batch_tokens, self.progress)]
@@ -41,7 +47,7 @@ class HarnessModel(LM):
             self.cache_hook.add_partial("loglikelihood", request.args, answer)
         return answers
 
-    def loglikelihood_rolling(self, requests: Sequence[Any]) -> list[float]:
+    def loglikelihood_rolling(self, requests: Sequence[Instance]) -> list[float]:
         """Log-probability of each (text,), every token predicted once with the most context that fits."""
         windows = [self._windows(request.args[0]) for request in requests]
         scores = iter(score(self.model, [w for of_text in windows for w in of_text], self.batch_tokens, self.progress))
@@ -50,7 +56,7 @@ class HarnessModel(LM):
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
         return totals
 
-    def generate_until(self, requests: Sequence[Any]) -> list[str]:
+    def generate_until(self, requests: Sequence[Instance]) -> list[str]:
         """The continuation of each (context, generation arguments), cut at its first stop sequence."""
         answers = []
         for done, request in enumerate(requests, 1):
@@ -81,26 +87,13 @@ class HarnessModel(LM):
         )
         return [Request(tuple(before), tuple(after)) for before, after in map(make_disjoint_window, windows)]
 
-    def _generate(self, context: str, arguments: dict[str, Any]) -> str:
+    def _generate(self, context: str, arguments: dict[str, object]) -> str:
         arguments = dict(normalize_gen_kwargs(arguments, _MAX_GENERATED))
-        stops = handle_stop_sequences(arguments.pop("until", None), self.tokenizer.decode(self._stop_token()))
-        longest = arguments.pop("max_gen_toks")
+        stops = handle_stop_sequences(arguments.pop("until", None), self.tokenizer.decode(end_token(self.tokenizer)))
+        longest = int(str(arguments.pop("max_gen_toks")))
         # Greedy decoding has no temperature, and transformers warns about one.
         sampling = {k: v for k, v in arguments.items() if arguments.get("do_sample") or k != "temperature"}
         ids = self.encoder.encode(context)[-max(1, self.encoder.max_length - longest) :]
-        prompt = torch.tensor([ids], device=self.model.device)
-        out = self.model.generate(
-            prompt,
-            attention_mask=torch.ones_like(prompt),
-            max_new_tokens=longest,
-            stop_strings=stops,
-            tokenizer=self.tokenizer,
-            pad_token_id=self._stop_token(),
-            **sampling,
-        )
-        text = self.tokenizer.decode(out[0, len(ids) :], skip_special_tokens=True)
+        made = self.model.generate(ids, longest, stops, self.tokenizer, sampling)
+        text = self.tokenizer.decode(made, skip_special_tokens=True)
         return postprocess_generated_text(text, stops, None)
-
-    def _stop_token(self) -> int:
-        eos = self.tokenizer.eos_token_id
-        return int(self.encoder.prefix_token if eos is None else eos)

@@ -10,14 +10,19 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, cast
 
 from diffquant import data
 from diffquant.errors import UsageError
+from diffquant.evals.defaults import BATCH_TOKENS
 from diffquant.evals.encoding import PairEncoder
-from diffquant.evals.scoring import BATCH_TOKENS, score
+from diffquant.evals.language_model import LanguageModel
+from diffquant.evals.scoring import score
+from diffquant.support.plain_data import JsonObject
 from diffquant.support.progress import Progress, silent
-from diffquant.text.tokens import max_length
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _NAMED_ERRORS = 5
 
@@ -63,14 +68,14 @@ class Outcome:
 
 
 def evaluate(
-    model: Any,
-    tokenizer: Any,
+    model: LanguageModel,
+    tokenizer: "PreTrainedTokenizerBase",
     items: Sequence[Item],
     batch_tokens: int = BATCH_TOKENS,
     progress: Progress = silent,
 ) -> Outcome:
     """Score every item zero-shot."""
-    encoder = PairEncoder(tokenizer, max_length(model.config, tokenizer))
+    encoder = PairEncoder(tokenizer, model.max_length(tokenizer))
     requests = encoder.requests((item.query, f" {ending}") for item in items for ending in item.endings)
     scores = iter(score(model, requests, batch_tokens, progress))
     logprobs = [[next(scores).logprob for _ in item.endings] for item in items]
@@ -110,7 +115,7 @@ def load_items(path: Path | None = None, limit: int | None = None) -> list[Item]
     return items
 
 
-def parse_item(entry: Any) -> Item:
+def parse_item(entry: object) -> Item:
     """One item from its JSON object.
 
     Raises:
@@ -143,15 +148,15 @@ def identity(items: Iterable[Item]) -> str:
     return hashlib.sha256(" ".join(item.identity for item in items).encode()).hexdigest()[:16]
 
 
-def _query(entry: dict[str, Any]) -> str:
+def _query(entry: JsonObject) -> str:
     if "query" in entry:
         return entry["query"]
     return preprocess(f"{entry['activity_label']}: {entry['ctx_a']} {entry['ctx_b'].capitalize()}")
 
 
-def _label(label: Any, endings: int) -> int:
+def _label(label: object, endings: int) -> int:
     try:
-        number = int(label)
+        number = int(cast(str, label))
     except (TypeError, ValueError):
         raise UsageError(f"label must be a number, got {label!r}") from None
     if not 0 <= number < endings:

@@ -152,8 +152,8 @@ def _jsonl(text: str) -> Iterator[Entry]:
                 entry = json.loads(line)
             except ValueError as error:
                 raise ValueError(f"line {number}: {error}") from error
-            found = entry if isinstance(entry, dict) else {}
-            yield f"line {number}", found.get("text"), found.get("label")
+            fields = entry if isinstance(entry, dict) else {}
+            yield f"line {number}", fields.get("text"), fields.get("label")
 
 
 class _Tabs(csv.excel_tab):
@@ -175,8 +175,8 @@ def _table(text: str, dialect: type[csv.Dialect]) -> Iterator[Entry]:
 def _trec(text: str, fine: bool) -> Iterator[Entry]:
     for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
-            found = _TREC_LINE.fullmatch(line.strip())
-            coarse, kind, question = found.groups() if found else (None, None, None)
+            parts = _TREC_LINE.fullmatch(line.strip())
+            coarse, kind, question = parts.groups() if parts else (None, None, None)
             codes = (coarse, kind) if fine else (coarse,)
             label = None if None in codes else " ".join(_TREC_WORDS.get(code, code) for code in codes if code)
             yield f"line {number}", question, label

@@ -10,15 +10,18 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise, takewhile
-from typing import Any
+from typing import TYPE_CHECKING
 
 from diffquant.errors import UsageError
 from diffquant.evals.constrained import choose
+from diffquant.evals.defaults import BATCH_TOKENS
 from diffquant.evals.encoding import PairEncoder
 from diffquant.evals.labelled import Dataset, Example
-from diffquant.evals.scoring import BATCH_TOKENS
+from diffquant.evals.language_model import LanguageModel
 from diffquant.support.progress import Progress, silent
-from diffquant.text.tokens import max_length
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 QUERY = "Question: {text}\nType:"
 DEMONSTRATION = QUERY + " {label}"
@@ -80,22 +83,22 @@ class Outcome:
     def correct(self) -> list[float]:
         """Of each text the share of draws with the right answer."""
         return [
-            sum(choice == label for choice in found) / len(found)
-            for label, *found in zip(self.right, *self.choices, strict=True)
+            sum(choice == label for choice in answers) / len(answers)
+            for label, *answers in zip(self.right, *self.choices, strict=True)
         ]
 
     @property
     def by_draw(self) -> list[float]:
         """Accuracy after each draw of demonstrations."""
         return [
-            sum(choice == label for choice, label in zip(found, self.right, strict=True)) / len(self.right)
-            for found in self.choices
+            sum(choice == label for choice, label in zip(answers, self.right, strict=True)) / len(self.right)
+            for answers in self.choices
         ]
 
 
 def evaluate(
-    model: Any,
-    tokenizer: Any,
+    model: LanguageModel,
+    tokenizer: "PreTrainedTokenizerBase",
     data: Dataset,
     plan: Plan,
     limit: int | None = None,
@@ -107,7 +110,7 @@ def evaluate(
     Raises:
         UsageError: the prompts do not fit the model's context, or its tokenizer cannot tell labels apart.
     """
-    encoder = PairEncoder(tokenizer, max_length(model.config, tokenizer))
+    encoder = PairEncoder(tokenizer, model.max_length(tokenizer))
     asked = question_order(data.test, plan.seed)[:limit]
     labels = label_tokens(encoder, data.labels)
     queries = query_tokens(encoder, [example.text for example in asked], data.train[0])

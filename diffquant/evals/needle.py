@@ -14,13 +14,17 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, cycle
-from typing import Any
+from typing import TYPE_CHECKING
 
 from diffquant.errors import UsageError
+from diffquant.evals.defaults import BATCH_TOKENS, LENGTHS, SAMPLES
 from diffquant.evals.encoding import PairEncoder
-from diffquant.evals.scoring import BATCH_TOKENS, score
+from diffquant.evals.language_model import LanguageModel
+from diffquant.evals.scoring import score
 from diffquant.support.progress import Progress, silent
-from diffquant.text.tokens import max_length
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _CITIES = (
     "Amsterdam Athens Baghdad Bangkok Barcelona Beijing Belgrade Berlin Bogota Boston Brussels Bucharest Budapest "
@@ -32,8 +36,6 @@ _CITIES = (
 CITIES = tuple(_CITIES.split())
 NUMBERS = tuple(str(number) for number in range(10, 100))
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
-LENGTHS = (256,)
-SAMPLES = 50
 # Changes with how items are made, so that results of other items are not taken for these.
 ITEMS_FORMAT = 1
 # Not after a title, of which novels are full.
@@ -115,8 +117,8 @@ class Outcome:
 
 
 def evaluate(
-    model: Any,
-    tokenizer: Any,
+    model: LanguageModel,
+    tokenizer: "PreTrainedTokenizerBase",
     text: str,
     plan: Plan,
     limit: int | None = None,
@@ -129,7 +131,7 @@ def evaluate(
         UsageError: the model cannot see a length, the text is too poor, or the needles do not fit.
     """
     items = items_for(model, tokenizer, text, plan)[:limit]
-    encoder = PairEncoder(tokenizer, max_length(model.config, tokenizer))
+    encoder = PairEncoder(tokenizer, model.max_length(tokenizer))
     requests = encoder.requests(pair for item in items for pair in item.requests())
     scores = iter(score(model, requests, batch_tokens, progress))
     # Greedy decoding gives a whole answer where each of its tokens is the likeliest after those before it.
@@ -137,19 +139,19 @@ def evaluate(
     return Outcome(items, retrieved)
 
 
-def items_for(model: Any, tokenizer: Any, text: str, plan: Plan) -> list[Item]:
+def items_for(model: LanguageModel, tokenizer: "PreTrainedTokenizerBase", text: str, plan: Plan) -> list[Item]:
     """`make_items` where a model can see them.
 
     Raises:
         UsageError: the model cannot see a length, the text is too poor, or the needles do not fit.
     """
-    seen = max_length(model.config, tokenizer)
+    seen = model.max_length(tokenizer)
     if max(plan.lengths) > seen:
         raise UsageError(f"needle: the model sees {seen} tokens, fewer than {max(plan.lengths)}; give --lengths")
     return make_items(tokenizer, text, plan)
 
 
-def make_items(tokenizer: Any, text: str, plan: Plan) -> list[Item]:
+def make_items(tokenizer: "PreTrainedTokenizerBase", text: str, plan: Plan) -> list[Item]:
     """Items that depend on arguments alone; a depth and length after another, so that any first part is balanced.
 
     The same plan at more samples, and any order of lengths, gives the same items again.
@@ -173,7 +175,7 @@ class Haystack:
         UsageError: too few are left.
     """
 
-    def __init__(self, tokenizer: Any, text: str) -> None:
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", text: str) -> None:
         self.tokenizer = tokenizer
         every = sentences(text)
         spelled = tokenizer([f" {s}" for s in every], add_special_tokens=False)["input_ids"]
@@ -226,7 +228,7 @@ class Haystack:
 
 
 @lru_cache(maxsize=1)
-def _haystack(tokenizer: Any, text: str) -> Haystack:
+def _haystack(tokenizer: "PreTrainedTokenizerBase", text: str) -> Haystack:
     """Kept for the next cell of a sweep, which asks for the same."""
     return Haystack(tokenizer, text)
 

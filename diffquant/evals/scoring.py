@@ -5,22 +5,20 @@ recipe spans rows of one sequence, a shared prefix would change it: such recipes
 batches of one length, so that there is no padding either.
 """
 
-import copy
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import Cache, DynamicCache
 
 from diffquant.errors import NonFiniteError
 from diffquant.evals.batching import split
+from diffquant.evals.defaults import BATCH_TOKENS
 from diffquant.evals.encoding import Request
-from diffquant.scheme import Recipe
+from diffquant.evals.language_model import LanguageModel, States, TokenCache
 from diffquant.support.progress import Progress, silent
 
-BATCH_TOKENS = 4096
 # Entries of vocabulary logits held at once: 16 MiB in float32 stay in a CPU's cache, where the softmax over
 # them ran much faster than on 64 MiB.
 LOGITS_ENTRIES = 1 << 22
@@ -35,12 +33,11 @@ class Score(NamedTuple):
 
 @torch.inference_mode()
 def score(
-    model: Any, requests: Sequence[Request], batch_tokens: int = BATCH_TOKENS, progress: Progress = silent
+    model: LanguageModel, requests: Sequence[Request], batch_tokens: int = BATCH_TOKENS, progress: Progress = silent
 ) -> list[Score]:
     """Score every request, in the order given.
 
     Args:
-        model: a `DiffTransformer`, or another causal model with Hugging Face's calls, in eval mode.
         batch_tokens: most tokens of one pass, cached context and padding included; bounds memory.
 
     Raises:
@@ -49,47 +46,27 @@ def score(
     Source: the numbers are those of lm-eval's HFLM (`_loglikelihood_tokens`).
     """
     totals = _Totals(len(requests), progress)
-    run = _score_shared if shares_prefixes(recipe_of(model)) else _score_whole
+    run = _score_shared if model.shares_prefixes else _score_whole
     run(model, requests, batch_tokens, totals)
     if not totals.logprob.isfinite().all():
         raise NonFiniteError("the model computes NaN or infinity; use --dtype float32, or wider bits")
     return totals.scores()
 
 
-def shares_prefixes(recipe: Recipe) -> bool:
-    """Whether a prefix computed once serves every continuation: no scale may span rows of a sequence."""
-    cached = recipe.schemes_of("k") | recipe.schemes_of("v")
-    rows_only = {scheme.granularity for scheme in recipe.schemes_of("logits")} <= {"", "row", "static"}
-    tokens_only = {scheme.granularity for scheme in cached} <= {"", "row", "group", "static"}
-    # The newest tokens of a context are old ones once a continuation follows.
-    ages = bool(recipe.residual) and any(scheme.quantizes for scheme in cached)
-    return rows_only and tokens_only and not ages
-
-
-def recipe_of(model: Any) -> Recipe:
-    """The model's recipe; a model without one is not quantized."""
-    return getattr(model, "recipe", None) or Recipe()
-
-
-def new_cache(model: Any) -> Cache:
-    """An empty cache of the kind the model's recipe asks for."""
-    return model.new_cache() if hasattr(model, "new_cache") else DynamicCache()
-
-
-def token_scores(model: Any, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+def token_scores(states: States, targets: Tensor) -> tuple[Tensor, Tensor]:
     """Log-probabilities of targets under the next-token distribution at each position.
 
     Args:
-        hidden: [N, D] the model's last hidden states.
+        states: of N positions.
         targets: [N, M] token ids.
 
     Returns:
         float32 [N, M] natural log-probabilities, and bool [N, M]: the target is the likeliest token.
     """
     logprobs, greedy = [], []
-    rows = max(1, LOGITS_ENTRIES // model.config.vocab_size)
-    for part, wanted in zip(hidden.split(rows), targets.split(rows), strict=True):
-        logits = model.lm_head(part).float()
+    rows = max(1, LOGITS_ENTRIES // states.vocabulary)
+    for part, wanted in zip(states.split(rows), targets.split(rows), strict=True):
+        logits = part.logits()
         largest, likeliest = logits.max(1, keepdim=True)
         picked = logits.gather(1, wanted) - largest
         # In place: a log_softmax would write all of the vocabulary again, and took five times as long.
@@ -122,7 +99,7 @@ class _Totals:
         return [Score(p, g) for p, g in zip(self.logprob.tolist(), self.greedy.tolist(), strict=True)]
 
 
-def _score_shared(model: Any, requests: Sequence[Request], batch_tokens: int, totals: _Totals) -> None:
+def _score_shared(model: LanguageModel, requests: Sequence[Request], batch_tokens: int, totals: _Totals) -> None:
     continuations: dict[tuple[int, ...], list[int]] = defaultdict(list)
     for index, request in enumerate(requests):
         continuations[request.context].append(index)
@@ -130,37 +107,34 @@ def _score_shared(model: Any, requests: Sequence[Request], batch_tokens: int, to
     for run in split([len(context) for context in contexts], batch_tokens):
         batch = [contexts[i] for i in run]
         owners = [continuations[context] for context in batch]
-        cache, mask, hidden = _prefill(model, batch)
-        _add_first_tokens(model, hidden, requests, owners, totals)
+        cache, mask, states = _prefill(model, batch)
+        _add_first_tokens(states, requests, owners, totals)
         _add_further_tokens(model, cache, mask, requests, owners, batch_tokens, totals)
         totals.finish(sum(map(len, owners)))
 
 
-def _prefill(model: Any, contexts: list[tuple[int, ...]]) -> tuple[Cache, Tensor, Tensor]:
-    """Run contexts [B, S], left-padded: the cache, the mask [B, S], the last hidden states [B, D]."""
+def _prefill(model: LanguageModel, contexts: list[tuple[int, ...]]) -> tuple[TokenCache, Tensor, States]:
+    """Run contexts [B, S], left-padded: the cache, the mask [B, S], the states after each context's last token."""
     width = max(map(len, contexts))
     ids = torch.tensor([[0] * (width - len(c)) + list(c) for c in contexts], device=model.device)
     mask = torch.tensor([[0] * (width - len(c)) + [1] * len(c) for c in contexts], device=model.device)
-    cache = new_cache(model)
-    hidden = _forward(model, ids, mask, cache)
-    return cache, mask, hidden[:, -1]
+    cache = model.new_cache()
+    return cache, mask, model.read(ids, mask, cache)[:, -1]
 
 
-def _add_first_tokens(
-    model: Any, hidden: Tensor, requests: Sequence[Request], owners: list[list[int]], totals: _Totals
-) -> None:
+def _add_first_tokens(states: States, requests: Sequence[Request], owners: list[list[int]], totals: _Totals) -> None:
     """The context's last state predicts the first token of each of its continuations."""
     most = max(map(len, owners))
     first = [[requests[i].continuation[0] for i in group] for group in owners]
-    targets = torch.tensor([row + [0] * (most - len(row)) for row in first], device=hidden.device)
+    targets = torch.tensor([row + [0] * (most - len(row)) for row in first], device=states.values.device)
     real = torch.tensor([[column < len(row) for column in range(most)] for row in first])
-    logprobs, greedy = token_scores(model, hidden, targets)
+    logprobs, greedy = token_scores(states, targets)
     totals.add([i for group in owners for i in group], logprobs.cpu()[real], greedy.cpu()[real])
 
 
 def _add_further_tokens(
-    model: Any,
-    cache: Cache,
+    model: LanguageModel,
+    cache: TokenCache,
     mask: Tensor,
     requests: Sequence[Request],
     owners: list[list[int]],
@@ -172,13 +146,13 @@ def _add_further_tokens(
     lengths = [len(requests[i].continuation) - 1 for _, i in rows]
     for run in split(lengths, batch_tokens, held=mask.shape[1]):
         picked = [rows[k] for k in run]
-        branch = cache if run.stop == len(rows) else copy.deepcopy(cache)
+        branch = cache if run.stop == len(rows) else cache.branch()
         _add_continuations(model, branch, mask, [b for b, _ in picked], [i for _, i in picked], requests, totals)
 
 
 def _add_continuations(
-    model: Any,
-    cache: Cache,
+    model: LanguageModel,
+    cache: TokenCache,
     mask: Tensor,
     contexts: list[int],
     owners: list[int],
@@ -192,14 +166,14 @@ def _add_continuations(
     chosen = torch.tensor(contexts, device=device)
     padded = torch.tensor([list(t) + [0] * (width + 1 - len(t)) for t in tokens], device=device)
     real = torch.tensor([[column < len(t) - 1 for column in range(width)] for t in tokens], device=device)
-    cache.batch_select_indices(chosen)
-    hidden = _forward(model, padded[:, :-1], torch.cat([mask[chosen], real.to(mask.dtype)], 1), cache)
-    logprobs, greedy = token_scores(model, hidden[real], padded[:, 1:][real].unsqueeze(1))
+    cache.select(chosen)
+    states = model.read(padded[:, :-1], torch.cat([mask[chosen], real.to(mask.dtype)], 1), cache)
+    logprobs, greedy = token_scores(states[real], padded[:, 1:][real].unsqueeze(1))
     owner_of = [i for i, t in zip(owners, tokens, strict=True) for _ in t[1:]]
     totals.add(owner_of, logprobs.flatten(), greedy.flatten())
 
 
-def _score_whole(model: Any, requests: Sequence[Request], batch_tokens: int, totals: _Totals) -> None:
+def _score_whole(model: LanguageModel, requests: Sequence[Request], batch_tokens: int, totals: _Totals) -> None:
     by_length: dict[int, list[int]] = defaultdict(list)
     for index, request in enumerate(requests):
         by_length[len(request.context) + len(request.continuation) - 1].append(index)
@@ -211,19 +185,13 @@ def _score_whole(model: Any, requests: Sequence[Request], batch_tokens: int, tot
             totals.finish(len(owners))
 
 
-def _add_sequences(model: Any, requests: list[Request], owners: list[int], totals: _Totals) -> None:
+def _add_sequences(model: LanguageModel, requests: list[Request], owners: list[int], totals: _Totals) -> None:
     """Run sequences [R, T] of one length; only the continuations' tokens are scored."""
     tokens = torch.tensor([r.context + r.continuation for r in requests], device=model.device)
-    hidden = _forward(model, tokens[:, :-1], None, None)
+    states = model.read(tokens[:, :-1])
     columns = torch.arange(1, tokens.shape[1], device=tokens.device)
     starts = torch.tensor([len(r.context) for r in requests], device=tokens.device)
     scored = columns >= starts.unsqueeze(1)
-    logprobs, greedy = token_scores(model, hidden[scored], tokens[:, 1:][scored].unsqueeze(1))
+    logprobs, greedy = token_scores(states[scored], tokens[:, 1:][scored].unsqueeze(1))
     owner_of = [i for i, r in zip(owners, requests, strict=True) for _ in r.continuation]
     totals.add(owner_of, logprobs.flatten(), greedy.flatten())
-
-
-def _forward(model: Any, ids: Tensor, mask: Tensor | None, cache: Cache | None) -> Tensor:
-    """Last hidden states [B, T, D]; a `DiffTransformer` counts positions over what the mask keeps."""
-    out = model.model(input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=cache is not None)
-    return out.last_hidden_state

@@ -1,6 +1,6 @@
 """An opened checkpoint: opened and checked once, then passed from verb to verb."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -72,6 +72,10 @@ class Source:
             CheckpointError: there is none, or it cannot be read.
         """
         return load_tokenizer(self.path)
+
+    def __reduce__(self) -> "tuple[Callable[[Path], Source], tuple[Path]]":
+        # It travels to another process as its path, and is opened there.
+        return open_source, (self.path,)
 
     def read(self, parameter: str) -> Tensor:
         """A DiffTransformer parameter's data as the checkpoint stores it."""

@@ -4,17 +4,18 @@ import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from diffquant.support.files import write_atomically
+from diffquant.support.plain_data import JsonObject
+from diffquant.sweep.measurement import Failure, Measurement
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A result's place: `key` is plain data and says all that the result depends on."""
+    """A measurement's place: `key` is plain data and says all that the measurement depends on."""
 
     folder: Path
-    key: dict[str, Any]
+    key: JsonObject
 
     @property
     def address(self) -> str:
@@ -29,22 +30,23 @@ class Cell:
     def failure_path(self) -> Path:
         return self.path.with_suffix(".failed.json")
 
-    def read(self) -> dict[str, Any] | None:
-        """The result, or None where there is none that can be read."""
+    def read(self) -> Measurement | None:
+        """The measurement, or None where there is none that can be read."""
         try:
             entry = json.loads(self.path.read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return None
         whole = isinstance(entry, dict) and entry.get("key") == self.key
-        return entry["result"] if whole and isinstance(entry.get("result"), dict) else None
+        return Measurement.from_dict(entry["result"]) if whole and isinstance(entry.get("result"), dict) else None
 
-    def write(self, result: dict[str, Any]) -> None:
-        write_atomically(self.path, json.dumps({"key": self.key, "result": result}, indent=1) + "\n")
+    def write(self, outcome: Measurement | Failure) -> None:
+        """Write a measurement in place of any failure, or a failure beside."""
+        if isinstance(outcome, Failure):
+            entry = {"key": self.key, "error": outcome.error, "trace": outcome.trace.splitlines()}
+            write_atomically(self.failure_path, json.dumps(entry, indent=1) + "\n")
+            return
+        write_atomically(self.path, json.dumps({"key": self.key, "result": outcome.to_dict()}, indent=1) + "\n")
         self.failure_path.unlink(missing_ok=True)
-
-    def write_failure(self, error: str, trace: str) -> None:
-        entry = {"key": self.key, "error": error, "trace": trace.splitlines()}
-        write_atomically(self.failure_path, json.dumps(entry, indent=1) + "\n")
 
     def read_failure(self) -> str:
         """One line that says what went wrong the last time."""

@@ -1,52 +1,70 @@
-"""One configuration of one model, measured now and kept nowhere."""
+"""One configuration of one model, measured now and kept nowhere: a sweep of a single point."""
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from diffquant.attention import check_backend
-from diffquant.loading import load
+from diffquant.evals.task_result import TaskResult
+from diffquant.evals.tasks import make_tasks
+from diffquant.loading import check_loadable
 from diffquant.scheme import Recipe
 from diffquant.source.ranges import check_taken
 from diffquant.source.source import open_source
 from diffquant.support.devices import resolve
 from diffquant.support.progress import Progress, silent
+from diffquant.sweep.exported import ExportedSubject, Runtime, check_as_it_is, describe
 from diffquant.sweep.grid import SweepOptions
-from diffquant.sweep.tasks import make_tasks
+from diffquant.sweep.session import CheckpointSubject, Setup, Subject
 
 
 def evaluate(
-    path: Path, recipe: Recipe | None, options: SweepOptions, progress: Progress = silent
-) -> dict[str, dict[str, Any]]:
+    path: Path,
+    recipe: Recipe | None,
+    options: SweepOptions,
+    progress: Progress = silent,
+    runtime: Runtime | None = None,
+) -> dict[str, TaskResult]:
     """Results by task.
 
     Args:
+        path: checkpoint, or exported folder, which is measured as it is.
         recipe: what to simulate; a quantized checkpoint's own by default.
-        options: tasks, items, text, dtype, device and scales; what concerns a grid is not looked at.
+        options: tasks and their options, dtype, device and scales; what concerns a grid is not looked at.
+        runtime: opens an exported folder.
 
     Raises:
         DiffQuantError: the checkpoint, the tasks or their data cannot be read; all before the first item.
         NotFiredError: a layer did not quantize its logits.
     """
     check_backend(options.attention)
-    tasks = make_tasks(options)
-    source = open_source(path)
-    tokenizer = source.tokenizer
-    scales = next(iter(options.scales), None)
-    model = load(source, recipe, resolve(options.dtype, options.device), options.device, scales=scales)
-    check_taken(scales, [model.recipe])
-    model.use_attention(options.attention)
-    results = {task.name: task.run(model, tokenizer, None, progress) for task in tasks}
-    model.require_fired()
-    return results
+    exported = describe([path], runtime)
+    if exported:
+        check_as_it_is(options, recipe)
+    tasks = make_tasks(options.tasks, options.task_options, options.batch_tokens)
+    setup = Setup(resolve(options.dtype, options.device), options.device, options.attention)
+    if exported and runtime is not None:
+        subject: Subject = ExportedSubject(path, exported[path], runtime, None, setup)
+    else:
+        subject = _checkpoint(path, recipe, options, setup)
+    session = subject.open()
+    return {task.name: session.run(task, recipe, None, progress) for task in tasks}
 
 
-def summary(results: dict[str, dict[str, Any]]) -> str:
+def summary(results: Mapping[str, TaskResult]) -> str:
     """One line a task: its scalar results."""
     return "\n".join(f"{task}: {_scalars(result)}" for task, result in results.items())
 
 
-def _scalars(result: dict[str, Any]) -> str:
-    numbers = {name: value for name, value in result.items() if isinstance(value, int | float) and name != "score"}
+def _checkpoint(path: Path, recipe: Recipe | None, options: SweepOptions, setup: Setup) -> CheckpointSubject:
+    source = open_source(path)
+    check_loadable(source, [] if recipe is None else [recipe])
+    scales = next(iter(options.scales), None)
+    check_taken(scales, [source.recipe if recipe is None else recipe])
+    return CheckpointSubject(source, setup, scales)
+
+
+def _scalars(result: TaskResult) -> str:
+    numbers = {k: value for k, value in result.to_dict().items() if isinstance(value, int | float) and k != "score"}
     return ", ".join(
         f"{name} {value:.4f}" if isinstance(value, float) else f"{name} {value}" for name, value in numbers.items()
     )

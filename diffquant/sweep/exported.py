@@ -3,18 +3,25 @@
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from diffquant.errors import UsageError
-from diffquant.evals.perplexity import Reference
+from diffquant.evals.language_model import LanguageModel, States
+from diffquant.evals.task import Task
+from diffquant.evals.task_result import TaskResult
 from diffquant.scheme import Recipe
 from diffquant.source.source import Source
 from diffquant.support.files import file_digest
+from diffquant.support.plain_data import JsonObject
 from diffquant.support.progress import Progress
 from diffquant.sweep.grid import EXPORTED, Point, SweepOptions
-from diffquant.sweep.session import Session
-from diffquant.sweep.tasks import Task
+from diffquant.sweep.measurement import Measurement
+from diffquant.sweep.session import CheckpointSession, CheckpointSubject, Setup
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True)
@@ -32,37 +39,78 @@ class ExportedModel:
 
     bits: int
     scheme: str
-    identity: dict[str, Any]
+    identity: JsonObject
     sources: tuple[frozenset[str], ...]
     weight_bytes: int
     kv_bytes: float
 
 
 class Runtime(Protocol):
-    """What opens and runs exported folders."""
+    """What opens exported folders; it travels with what is to be measured, so it holds nothing open itself.
 
-    def describe(self, folder: Path) -> ExportedModel: ...
+    Attributes:
+        batch_tokens: most tokens of one pass that it takes well.
+    """
 
-    def run(self, folder: Path, task: Task, reference: Reference | None, progress: Progress) -> dict[str, Any]: ...
+    batch_tokens: int
+
+    def describe(self, folder: Path) -> ExportedModel:
+        """What a sweep must know of a folder.
+
+        Raises:
+            CheckpointError: the folder is damaged, or changed since it was exported.
+        """
+
+    def open(self, folder: Path) -> "tuple[LanguageModel, PreTrainedTokenizerBase]":
+        """The folder's model and tokenizer."""
 
 
-@dataclass
-class ExportedSession:
-    """One exported folder under measurement, in the place of a `Session`."""
+@dataclass(frozen=True)
+class ExportedSubject:
+    """An exported folder to measure.
+
+    Attributes:
+        compared_with: checkpoint whose 16 bits it is compared with; None where there is none.
+        setup: how the sweep's checkpoints run.
+    """
 
     folder: Path
     model: ExportedModel
     runtime: Runtime
-    compared_with: Session | None
+    compared_with: CheckpointSubject | None
+    setup: Setup
 
-    def measure(self, task: Task, recipe: Recipe, progress: Progress) -> dict[str, Any]:
-        """As `Session.measure`; the folder is measured as it is."""
+    def key(self, recipe: Recipe) -> JsonObject:
+        full = self.compared_with
+        compared = {"compared_with": full.source.fingerprint if full else None}
+        return {"model": self.model.identity} | compared | self.setup.common_key() | (self.setup.key() if full else {})
+
+    def open(self) -> "ExportedSession":
+        return ExportedSession(self, self.compared_with.open() if self.compared_with else None)
+
+
+@dataclass
+class ExportedSession:
+    """An exported folder under measurement, as it is."""
+
+    subject: ExportedSubject
+    compared_with: CheckpointSession | None
+
+    def run(self, task: Task, recipe: Recipe | None, reference: States | None, progress: Progress) -> TaskResult:
+        model, tokenizer = self._opened
+        # Each sequence runs by itself, so the task's batches only bound memory.
+        return task.in_batches_of(self.subject.runtime.batch_tokens).run(model, tokenizer, reference, progress)
+
+    def measure(self, task: Task, recipe: Recipe, progress: Progress) -> Measurement:
         reference = self.compared_with.reference(task, progress) if self.compared_with else None
         started = time.monotonic()
-        result = self.runtime.run(self.folder, task, reference, progress)
-        result["seconds"] = round(time.monotonic() - started, 2)
-        result["stored"] = {"weights": self.model.weight_bytes, "kv_per_token": self.model.kv_bytes}
-        return result
+        result = self.run(task, recipe, reference, progress)
+        seconds = round(time.monotonic() - started, 2)
+        return Measurement(result, seconds, self.subject.model.weight_bytes, self.subject.model.kv_bytes)
+
+    @cached_property
+    def _opened(self) -> "tuple[LanguageModel, PreTrainedTokenizerBase]":
+        return self.subject.runtime.open(self.subject.folder)
 
 
 def is_exported(path: Path) -> bool:

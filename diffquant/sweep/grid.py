@@ -1,11 +1,15 @@
 """What a sweep measures: every model at 16 bits, then every target at every width. No torch here."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from diffquant.errors import UsageError
+from diffquant.evals.defaults import BATCH_TOKENS
+from diffquant.evals.tasks import check_options, kinds
+from diffquant.evals.tasks import options as options_of_tasks
 from diffquant.scheme import DEFAULT_GRANULARITY, Recipe
+from diffquant.support.plain_data import JsonObject
 
 # The target of an exported folder, which is measured as it is, and of a point whose recipe comes from a file.
 EXPORTED, RECIPE = "onnx", "recipe"
@@ -19,22 +23,14 @@ class SweepOptions:
     """What to measure and how.
 
     Attributes:
-        tasks: "hellaswag", "perplexity" (with KL), "needle[:N[:R]]" (R of N needles asked for),
-            "many-shot:SHOTS[:DRAWS]" (or "all" the shots that fit) or "lm-eval:NAME".
+        tasks: names of tasks in `diffquant.evals.tasks`, such as "hellaswag" or "needle:4:2".
         bits: widths; 16, the baseline, is measured whether named or not.
         targets: names in `TARGETS`, each swept alone.
         recipes: YAML files, each measured as it is beside the grid.
         scales: calibrated ones for static schemes, each of one of the models.
         granularities: as in a scheme's text ("row", "tensor", "row:shift"); each serves the targets that
             know it. Empty: every target's own default.
-        limit: items of each accuracy task; all by default.
-        items: JSONL of HellaSwag items; those that ship by default.
-        text: file for perplexity and needle; the prose that ships by default.
-        characters: how much of the text perplexity reads; all where None.
-        window, stride: of perplexity, in tokens.
-        lengths: tokens of a needle prompt; a needle item stands at each of five depths.
-        train, test: labelled texts for many-shot, to show and to ask for; Clinc150's one file is both.
-        fine: TREC's fine labels.
+        task_options: values of the tasks' own options by name, such as {"limit": 100}.
         dtype: "auto", "bfloat16", "float16" or "float32".
         batch_tokens: most tokens of one pass.
         attention: backend of `diffquant.attention.BACKENDS`, or "auto".
@@ -47,31 +43,27 @@ class SweepOptions:
     recipes: tuple[Path, ...] = ()
     scales: tuple[Path, ...] = ()
     granularities: tuple[str, ...] = ()
-    limit: int | None = None
-    items: Path | None = None
-    text: Path | None = None
-    characters: int | None = 65536
-    window: int = 1024
-    stride: int = 512
-    lengths: tuple[int, ...] = (256,)
-    train: Path | None = None
-    test: Path | None = None
-    fine: bool = False
+    task_options: Mapping[str, object] = field(default_factory=dict)
     dtype: str = "auto"
-    batch_tokens: int = 4096
+    batch_tokens: int = BATCH_TOKENS
     attention: str = "auto"
     device: str = "cpu"
 
     def __post_init__(self) -> None:
         wrong = [f"unknown target {t!r}; known are {', '.join(TARGETS)}" for t in self.targets if t not in TARGETS]
-        counts = {"limit": self.limit, "characters": self.characters, "batch tokens": self.batch_tokens}
-        wrong += [f"{name} must be 1 or more, got {n}" for name, n in counts.items() if n is not None and n < 1]
+        if self.batch_tokens < 1:
+            wrong.append(f"batch tokens must be 1 or more, got {self.batch_tokens}")
         if not self.tasks:
-            wrong.append("no task: name hellaswag, perplexity, needle, many-shot:SHOTS or lm-eval:NAME")
-        if not 1 <= self.stride <= self.window:
-            wrong.append(f"stride {self.stride} must be between 1 and the window, {self.window} tokens")
+            wrong.append(f"no task: name {', '.join(task.usage for task in kinds())}")
         if wrong:
             raise UsageError("; ".join(wrong))
+        check_options(self.task_options)
+
+    def to_dict(self) -> JsonObject:
+        """Every option as plain data, the tasks' own among the others."""
+        fields = {name: value for name, value in vars(self).items() if name != "task_options"}
+        fields |= {option.name: option.of(self.task_options) for option in options_of_tasks()}
+        return {name: _plain(value) for name, value in fields.items()}
 
 
 @dataclass(frozen=True)
@@ -170,3 +162,9 @@ def _fault(target: str, granularity: str) -> str | None:
     except UsageError as error:
         return str(error)
     return None
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, tuple):
+        return [_plain(each) for each in value]
+    return str(value) if isinstance(value, Path) else value

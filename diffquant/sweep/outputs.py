@@ -1,37 +1,55 @@
 """What a sweep leaves in its folder beside its cells."""
 
-from collections.abc import Callable
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from diffquant.errors import UsageError
+from diffquant.evals.task import PlottedCell, Task
+from diffquant.evals.tasks import kind_of, kinds
 from diffquant.support.files import write_atomically
-from diffquant.sweep.places import plot_places
-from diffquant.sweep.plot import plot
+from diffquant.sweep.plot import panel_title, plot
 from diffquant.sweep.report import write_report
-from diffquant.sweep.result import SweepResult
-from diffquant.sweep.shots import plot_shots
+from diffquant.sweep.result import SweepResult, model_names
 from diffquant.sweep.table import csv_table
 
 
 def write_outputs(sweep: SweepResult, folder: Path) -> list[Path]:
-    """Write table.csv, plot.png, of needle cells places.png, of many-shot ones shots.png, and report.html.
+    """Write table.csv, plot.png, the plots of its tasks such as needle's places.png, and report.html.
 
     A plot of nothing is left out.
     """
     table, report = folder / "table.csv", folder / "report.html"
     write_atomically(table, csv_table(sweep))
     write_report(sweep, report)
-    drawn = [folder / name for name, draw in _PLOTS.items() if _draws(draw, sweep, folder / name)]
+    plots = {"plot.png": partial(plot, sweep)}
+    for kind in kinds():
+        plots |= {name: partial(draw, plotted_cells(sweep, kind)) for name, draw in kind.plots.items()}
+    drawn = [folder / name for name, draw in plots.items() if _draws(draw, folder / name)]
     return [table, *drawn, report]
 
 
-_PLOTS = {"plot.png": plot, "places.png": plot_places, "shots.png": plot_shots}
+def plotted_cells(sweep: SweepResult, kind: type[Task]) -> Sequence[PlottedCell]:
+    """The results of one kind of task, as its own plots see them."""
+    names = model_names([point.model for point in sweep.points])
+    return [
+        PlottedCell(
+            names[cell.point.model],
+            panel_title(cell.point),
+            cell.point.scheme,
+            cell.point.is_baseline,
+            cell.task,
+            cell.result,
+        )
+        for cell in sweep.cells
+        if cell.result and kind_of(cell.task) is kind
+    ]
 
 
-def _draws(draw: Callable[[SweepResult, Path], None], sweep: SweepResult, path: Path) -> bool:
+def _draws(draw: "partial[None]", path: Path) -> bool:
     """Draw, unless there is nothing to."""
     try:
-        draw(sweep, path)
+        draw(path)
     except UsageError:
         return False
     return True

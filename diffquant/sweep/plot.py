@@ -6,17 +6,30 @@ Source: the presentation follows figure 8 of arXiv 2410.05258.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, TypedDict, cast
 
 from diffquant.errors import UsageError
+from diffquant.evals.tasks import kind_of
 from diffquant.report.plots import COLOURS, MARKERS, STYLES, as_svg, new_figure, tidy
-from diffquant.sweep.grid import EXPORTED, RECIPE
+from diffquant.sweep.grid import EXPORTED, RECIPE, Point
 from diffquant.sweep.result import SweepResult
-from diffquant.sweep.table import Row, rows
+from diffquant.sweep.table import Row, rows, tasks_of
+
+if TYPE_CHECKING:
+    from matplotlib.artist import Artist
+    from matplotlib.axes import Axes
+    from matplotlib.container import ErrorbarContainer
+    from matplotlib.figure import Figure
 
 # Between two lines at one width, and between the outermost ones, in steps of the axis.
 _SPREAD, _SPREAD_OF_ALL = 0.06, 0.6
 TITLES = {"logits": "attention logits", "kv": "KV cache", "k": "keys", "v": "values"}
+
+
+def panel_title(point: Point) -> str:
+    """What a point quantizes, such as "attention logits, per row"."""
+    title = TITLES.get(point.target, point.target)
+    return title if point.target in (EXPORTED, RECIPE) else f"{title}, per {point.granularity}"
 
 
 @dataclass(frozen=True)
@@ -60,7 +73,7 @@ def lines(sweep: SweepResult, target: str) -> list[Line]:
     ]
 
 
-def _figure(sweep: SweepResult) -> Any:
+def _figure(sweep: SweepResult) -> "Figure":
     swept = [t for t in dict.fromkeys(point.target for point in sweep.points) if t not in ("", EXPORTED, RECIPE)]
     targets = [t for t in swept if lines(sweep, t)]
     if not targets:
@@ -72,14 +85,24 @@ def _figure(sweep: SweepResult) -> Any:
     )
     figure = new_figure(2.4 + 4.4 * len(targets), 4.6)
     axes = figure.subplots(1, len(targets), sharey=True, squeeze=False)[0]
-    legend: dict[str, Any] = {}
+    legend: dict[str, ErrorbarContainer] = {}
     for axis, target in zip(axes, targets, strict=True):
         legend |= _draw(axis, target, panels[target], look)
-    axes[0].set_ylabel(_what(sweep))
+    axes[0].set_ylabel(_label(sweep))
     columns = 1 if len(targets) == 1 and max(map(len, legend)) > 32 else 2
-    figure.legend(legend.values(), legend.keys(), loc="outside lower center", ncols=columns, frameon=False, fontsize=9)
+    # matplotlib's legend takes containers too, which its annotations leave out.
+    handles = cast("list[Artist]", list(legend.values()))
+    figure.legend(handles, list(legend), loc="outside lower center", ncols=columns, frameon=False, fontsize=9)
     figure.set_figheight(4.2 + 0.2 * -(-len(legend) // columns))
     return figure
+
+
+class Style(TypedDict):
+    """What tells a line apart, in matplotlib's names."""
+
+    color: str
+    linestyle: str
+    marker: str
 
 
 @dataclass(frozen=True)
@@ -89,7 +112,7 @@ class _Look:
     models: list[str]
     granularities: list[str]
 
-    def of(self, line: Line) -> dict[str, Any]:
+    def of(self, line: Line) -> Style:
         style = self.granularities.index(line.granularity)
         return {
             "color": COLOURS[self.models.index(line.model) % len(COLOURS)],
@@ -98,10 +121,10 @@ class _Look:
         }
 
 
-def _draw(axis: Any, target: str, panel: Sequence[Line], look: _Look) -> dict[str, Any]:
+def _draw(axis: "Axes", target: str, panel: Sequence[Line], look: _Look) -> "dict[str, ErrorbarContainer]":
     """One panel; returns what the legend shows of each line."""
     widths = sorted({bits for line in panel for bits, _, _ in line.points}, reverse=True)
-    drawn = {}
+    drawn: dict[str, ErrorbarContainer] = {}
     for number, line in enumerate(panel):
         # Side by side, so that error bars at one width stay readable.
         shift = min(_SPREAD, _SPREAD_OF_ALL / len(panel)) * (number - (len(panel) - 1) / 2)
@@ -123,15 +146,12 @@ def _draw(axis: Any, target: str, panel: Sequence[Line], look: _Look) -> dict[st
 
 
 def _value(row: Row) -> tuple[float, float] | None:
-    """What is drawn of a row: the first task's score in percent and its standard error, or the perplexity."""
-    if row.accuracies:
-        first = row.accuracies[0]
-        return None if first is None else (100 * first.score.mean, 100 * (first.score.se or 0.0))
-    return None if row.perplexity is None else (row.perplexity, 0.0)
+    """What is drawn of a row: value and standard error of the table's first task."""
+    task, compared = next(iter(row.results.items()))
+    return kind_of(task).columns.drawn(compared.result) if compared.result else None
 
 
-def _what(sweep: SweepResult) -> str:
-    first = next((row.accuracies[0] for row in rows(sweep) if row.accuracies and row.accuracies[0]), None)
-    if first is None:
-        return "perplexity"
-    return f"{first.task} {first.metric}, %\n({first.score.n} items, ± 1 standard error)"
+def _label(sweep: SweepResult) -> str:
+    task = tasks_of(sweep)[0]
+    result = next(cell.result for cell in sweep.cells if cell.task == task and cell.result)
+    return kind_of(task).columns.label(task, result)

@@ -1,11 +1,11 @@
 """One HTML file with everything in it: table, plot, settings, and what each layer's logit quantizer did."""
 
 from pathlib import Path
-from typing import Any
 
 from diffquant.errors import UsageError
 from diffquant.report.page import Drawing, Facts, Fold, Items, Note, Section, Table, page
 from diffquant.support.files import write_atomically
+from diffquant.support.plain_data import JsonObject
 from diffquant.sweep.plot import svg
 from diffquant.sweep.result import Measured, SweepResult, model_names
 from diffquant.sweep.table import cells_of, notes
@@ -51,7 +51,7 @@ def _plot(sweep: SweepResult) -> list[Section]:
 def _logits(sweep: SweepResult) -> list[Section]:
     """Steps and clipping by layer, one fold a cell."""
     names = model_names([point.model for point in sweep.points])
-    reported = [cell for cell in sweep.cells if cell.result and "logit_report" in cell.result]
+    reported = [cell for cell in sweep.cells if cell.logit_report]
     folds = [Fold(f"{names[c.point.model]}, {c.point.label}, {c.task}: {_clipping(c)}", _layers(c)) for c in reported]
     if not folds:
         return []
@@ -63,7 +63,7 @@ def _logits(sweep: SweepResult) -> list[Section]:
 
 
 def _clipping(cell: Measured) -> str:
-    layers = _report_of(cell)
+    layers = cell.logit_report
     entries, clipped = (sum(layer[name] for layer in layers) for name in ("entries", "clipped"))
     steps = [layer["step_mean"] for layer in layers]
     return f"mean step {min(steps):.3g} to {max(steps):.3g}, clipped {clipped / max(1, entries):.2%}"
@@ -80,16 +80,12 @@ def _layers(cell: Measured) -> Table:
             f"{layer['step_mean']:.4g}",
             f"{layer['step_max']:.4g}",
         ]
-        for layer in _report_of(cell)
+        for layer in cell.logit_report
     ]
     return Table(heads, lines, names=3)
 
 
-def _report_of(cell: Measured) -> list[dict[str, Any]]:
-    return cell.result["logit_report"] if cell.result else []
-
-
-def _settings(settings: dict[str, Any]) -> dict[str, str]:
+def _settings(settings: JsonObject) -> dict[str, str]:
     flat = {f"{name} {key}": value for name in ("options", "versions") for key, value in settings[name].items()}
     flat |= {f"task {task['name']}": _listed(task) for task in settings["tasks"]}
     flat |= {f"SHA-256 of {Path(path).name}": digest for path, digest in settings["models"].items()}
@@ -97,7 +93,7 @@ def _settings(settings: dict[str, Any]) -> dict[str, str]:
     return {name: _listed(value) for name, value in flat.items()}
 
 
-def _listed(value: Any) -> str:
+def _listed(value: object) -> str:
     if isinstance(value, dict):
         return ", ".join(f"{key} {inner}" for key, inner in value.items() if key != "name")
     if isinstance(value, list | tuple):

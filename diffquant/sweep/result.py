@@ -3,20 +3,32 @@
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from diffquant.errors import FailedCellsError
+from diffquant.evals.task_result import TaskResult
+from diffquant.support.plain_data import JsonObject
 from diffquant.sweep.grid import Point
+from diffquant.sweep.measurement import Measurement
 
 
 @dataclass(frozen=True)
 class Measured:
-    """One cell: its result, or the error that stands in its place."""
+    """One cell: its measurement, or the error that stands in its place."""
 
     point: Point
     task: str
-    result: dict[str, Any] | None
+    measurement: Measurement | None
     error: str | None
+
+    @property
+    def result(self) -> TaskResult | None:
+        """What its task measured; None where it failed."""
+        return self.measurement.result if self.measurement else None
+
+    @property
+    def logit_report(self) -> list[dict[str, float]]:
+        """What each layer's logit quantizer did; empty where logits were not quantized."""
+        return (self.measurement.logit_report if self.measurement else None) or []
 
 
 @dataclass(frozen=True)
@@ -24,7 +36,7 @@ class SweepResult:
     """All cells in the grid's order, and what they were measured with: options, dtype, versions, date."""
 
     cells: list[Measured]
-    settings: dict[str, Any]
+    settings: JsonObject
 
     @property
     def points(self) -> list[Point]:
@@ -36,9 +48,9 @@ class SweepResult:
 
     @property
     def failed(self) -> list[Measured]:
-        return [cell for cell in self.cells if cell.result is None]
+        return [cell for cell in self.cells if cell.measurement is None]
 
-    def result_of(self, point: Point, task: str) -> dict[str, Any] | None:
+    def result_of(self, point: Point, task: str) -> TaskResult | None:
         return next((c.result for c in self.cells if c.point is point and c.task == task), None)
 
     def baseline(self, point: Point) -> Point | None:
@@ -68,7 +80,7 @@ class SweepResult:
                 "bits": cell.point.bits,
                 "granularity": cell.point.granularity,
                 "task": cell.task,
-                "result": cell.result,
+                "result": cell.measurement.to_dict() if cell.measurement else None,
                 "error": cell.error,
             }
             for cell in self.cells

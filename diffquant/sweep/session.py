@@ -1,77 +1,168 @@
-"""One model under measurement: loaded once for each set of weights, with its 16-bit reference."""
+"""What is measured, and a session that holds it open while cells of it are measured."""
 
 import gc
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Protocol
 
 import torch
 
-from diffquant.evals.perplexity import Reference
+from diffquant.evals.language_model import States
+from diffquant.evals.task import Task
+from diffquant.evals.task_result import TaskResult
+from diffquant.evals.torch_model import TorchModel
 from diffquant.loading import load
 from diffquant.model.modeling import DiffTransformer
-from diffquant.scheme import Recipe
+from diffquant.quantization.roundings import text_identity
+from diffquant.scheme import LAYER_TARGETS, Recipe
 from diffquant.source.source import Source
+from diffquant.support.files import file_digest
+from diffquant.support.plain_data import JsonObject
 from diffquant.support.progress import Progress
+from diffquant.support.versions import versions_of_run
+from diffquant.sweep.measurement import Measurement
 from diffquant.sweep.storage import kv_bytes_per_token, weight_bytes
-from diffquant.sweep.tasks import Perplexity, Task
 
 
-@dataclass
-class Session:
-    """Holds one loaded model at a time; the one before is let go first."""
+class Session(Protocol):
+    """A model under measurement; holds one set of weights at a time."""
 
-    source: Source
-    dtype: torch.dtype
-    device: str
-    scales: Path | None = None
-    attention: str = "auto"
-    _loaded: DiffTransformer | None = None
-    _reference: Reference | None = None
-    _weight_bytes: dict[str, int] = field(default_factory=dict)
-
-    def measure(self, task: Task, recipe: Recipe, progress: Progress) -> dict[str, Any]:
-        """A task's result under a recipe, with the time it took, what it stores and what its logits did.
+    def run(self, task: Task, recipe: Recipe | None, reference: States | None, progress: Progress) -> TaskResult:
+        """A task's result under a recipe, or under the model's own; compared with a reference where there is one.
 
         Raises:
             NotFiredError: a layer did not quantize its logits.
         """
+
+    def measure(self, task: Task, recipe: Recipe, progress: Progress) -> Measurement:
+        """A task's result under a recipe, compared with 16 bits, with the time it took and what is stored.
+
+        Raises:
+            NotFiredError: a layer did not quantize its logits.
+        """
+
+
+class Subject(Protocol):
+    """A model as the plain data from which an engine, here or elsewhere, opens a session."""
+
+    def key(self, recipe: Recipe) -> JsonObject:
+        """All that a result depends on beside the task."""
+
+    def open(self) -> Session:
+        """A session that holds nothing yet."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """How checkpoints run: dtype, device and attention backend."""
+
+    dtype: torch.dtype
+    device: str
+    attention: str
+
+    @property
+    def dtype_name(self) -> str:
+        return str(self.dtype).removeprefix("torch.")
+
+    def key(self) -> JsonObject:
+        """What a result depends on; an attention backend that was not chosen is left to the device."""
+        attention = {} if self.attention == "auto" else {"attention": self.attention}
+        return {"device": torch.device(self.device).type} | attention
+
+    def common_key(self) -> JsonObject:
+        """What results of exported models depend on as well."""
+        return {"dtype": self.dtype_name, "versions": versions_of_run(self.device)}
+
+
+@dataclass(frozen=True)
+class CheckpointSubject:
+    """A checkpoint to measure.
+
+    Attributes:
+        source: the checkpoint; it travels as its path.
+        scales: file calibrated on it, for static schemes.
+    """
+
+    source: Source
+    setup: Setup
+    scales: Path | None = None
+
+    def key(self, recipe: Recipe) -> JsonObject:
+        is_static = any(recipe.is_static(target) for target in LAYER_TARGETS)
+        scales = {"scales": file_digest(self.scales)} if self.scales and is_static else {}
+        model = {"model": self.source.fingerprint, "recipe": recipe.to_dict()}
+        text = text_identity(recipe.rounding)
+        # A path says nothing of what the text holds.
+        read = {"rounding_text": text} if text else {}
+        return scales | read | model | self.setup.common_key() | self.setup.key()
+
+    def open(self) -> "CheckpointSession":
+        return CheckpointSession(self)
+
+
+@dataclass
+class CheckpointSession:
+    """A checkpoint under measurement; the model loaded before is let go first."""
+
+    subject: CheckpointSubject
+    _loaded: DiffTransformer | None = None
+    _references: dict[str, States | None] = field(default_factory=dict)
+    _weight_bytes: dict[str, int] = field(default_factory=dict)
+
+    def run(self, task: Task, recipe: Recipe | None, reference: States | None, progress: Progress) -> TaskResult:
+        model = self.model(recipe)
+        result = task.run(TorchModel(model), self.subject.source.tokenizer, reference, progress)
+        if _quantizes_logits(model.recipe):
+            model.require_fired()
+        return result
+
+    def measure(self, task: Task, recipe: Recipe, progress: Progress) -> Measurement:
         reference = None if recipe == Recipe() else self.reference(task, progress)
         model = self.model(recipe)
         started = time.monotonic()
-        result = task.run(model, self.source.tokenizer, reference, progress)
-        result["seconds"] = round(time.monotonic() - started, 2)
-        if any(scheme.quantizes for scheme in recipe.schemes_of("logits")):
-            model.require_fired()
-            result["logit_report"] = model.logit_report()
-        result["stored"] = {"weights": self._stored_weights(recipe), "kv_per_token": kv_bytes_per_token(model)}
-        return result
+        result = self.run(task, recipe, reference, progress)
+        seconds = round(time.monotonic() - started, 2)
+        return Measurement(
+            result,
+            seconds,
+            self._stored_weights(recipe),
+            kv_bytes_per_token(model),
+            model.logit_report() if _quantizes_logits(recipe) else None,
+        )
 
-    def model(self, recipe: Recipe) -> DiffTransformer:
-        """The model under a recipe, read again only where the weights differ."""
-        if self._loaded is None or _weights(self._loaded.recipe) != _weights(recipe):
+    def model(self, recipe: Recipe | None) -> DiffTransformer:
+        """The model under a recipe, read again only where the weights differ; under its own where there is none."""
+        wanted = self.subject.source.recipe if recipe is None else recipe
+        if self._loaded is None or weights_of(self._loaded.recipe) != weights_of(wanted):
             self._loaded = None
             gc.collect()
-            self._loaded = load(self.source, recipe, self.dtype, self.device, scales=self.scales)
-            self._loaded.use_attention(self.attention)
-        self._loaded.apply_recipe(recipe)
+            subject, setup = self.subject, self.subject.setup
+            self._loaded = load(subject.source, recipe, setup.dtype, setup.device, scales=subject.scales)
+            self._loaded.use_attention(setup.attention)
+        self._loaded.apply_recipe(wanted)
         return self._loaded
 
-    def reference(self, task: Task, progress: Progress) -> Reference | None:
+    def reference(self, task: Task, progress: Progress) -> States | None:
         """What the model computes at 16 bits, where the task compares with that."""
-        if not isinstance(task, Perplexity):
+        if not task.compares_with_16_bits:
             return None
-        if self._reference is None:
-            self._reference = task.reference_of(self.model(Recipe()), self.source.tokenizer, progress)
-        return self._reference
+        if task.name not in self._references:
+            model = TorchModel(self.model(Recipe()))
+            self._references[task.name] = task.reference(model, self.subject.source.tokenizer, progress)
+        return self._references[task.name]
 
     def _stored_weights(self, recipe: Recipe) -> int:
-        weights = _weights(recipe)
+        weights = weights_of(recipe)
         if weights not in self._weight_bytes:
-            self._weight_bytes[weights] = weight_bytes(self.source, recipe)
+            self._weight_bytes[weights] = weight_bytes(self.subject.source, recipe)
         return self._weight_bytes[weights]
 
 
-def _weights(recipe: Recipe) -> str:
+def weights_of(recipe: Recipe) -> str:
+    """A recipe's weights alone, as text: equal where one loaded model serves two recipes."""
     return Recipe().with_weights_of(recipe).to_yaml()
+
+
+def _quantizes_logits(recipe: Recipe) -> bool:
+    return any(scheme.quantizes for scheme in recipe.schemes_of("logits"))

@@ -28,7 +28,7 @@ def token_windows(model: Any, tokenizer: Any, text: str, window: int, tokens: in
         )
     if tokens is not None and tokens < window:
         raise UsageError(f"{tokens} tokens hold no window of {window}; read more tokens, or in shorter windows")
-    ids = encode(model, tokenizer, text)[:tokens]
+    ids = encode(tokenizer, text, model.device)[:tokens]
     count = len(ids) // window
     if not count:
         raise UsageError(
@@ -57,6 +57,15 @@ def prefix_token(tokenizer: Any) -> int:
     return int(token)
 
 
+def end_token(tokenizer: Any) -> int:
+    """The token that ends a text: EOS, or BOS where there is none.
+
+    Raises:
+        DiffQuantError: the tokenizer has neither.
+    """
+    return prefix_token(tokenizer) if tokenizer.eos_token_id is None else int(tokenizer.eos_token_id)
+
+
 def max_length(config: Any, tokenizer: Any) -> int:
     """Tokens a model sees at once: its config's word, else its tokenizer's, else 2048."""
     for name in ("n_positions", "max_position_embeddings", "n_ctx"):
@@ -66,7 +75,7 @@ def max_length(config: Any, tokenizer: Any) -> int:
     return DEFAULT_MAX_LENGTH if length is None or length >= _UNSET_LENGTH else int(length)
 
 
-def encode(model: Any, tokenizer: Any, text: str) -> Tensor:
+def encode(tokenizer: Any, text: str, device: torch.device) -> Tensor:
     """Token ids [N + 1]: the prefix token, then the N of the text.
 
     Raises:
@@ -76,4 +85,4 @@ def encode(model: Any, tokenizer: Any, text: str) -> Tensor:
     ids = tokenizer.encode(text, add_special_tokens=False, verbose=False)
     if len(ids) < 2:
         raise UsageError(f"the text has {len(ids)} tokens; perplexity needs two or more")
-    return torch.tensor([prefix_token(tokenizer), *ids], device=model.device)
+    return torch.tensor([prefix_token(tokenizer), *ids], device=device)

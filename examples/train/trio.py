@@ -16,7 +16,9 @@ from settings import PairsSettings, Schedule
 from starts import Level, attention_parameters, new_model
 
 from diffquant.errors import UsageError
-from diffquant.evals.perplexity import Reference, evaluate, reference_of
+from diffquant.evals.language_model import States
+from diffquant.evals.perplexity import evaluate, reference_of
+from diffquant.evals.torch_model import TorchModel
 from diffquant.model.modeling import DiffTransformer
 from diffquant.support.files import write_atomically
 from diffquant.support.progress import progress_for
@@ -84,12 +86,12 @@ class Exam:
         self._tokenizer, self._text = tokenizer, text
         self._reference = self.reference(base)
 
-    def reference(self, model: DiffTransformer) -> Reference:
-        return reference_of(model, self._tokenizer, self._text)
+    def reference(self, model: DiffTransformer) -> States:
+        return reference_of(TorchModel(model), self._tokenizer, self._text)
 
-    def score(self, model: DiffTransformer, reference: Reference | None = None) -> dict[str, float]:
+    def score(self, model: DiffTransformer, reference: States | None = None) -> dict[str, float]:
         """Perplexity, and mean KL in nats from the base or another reference."""
-        found = evaluate(model, self._tokenizer, self._text, reference=reference or self._reference)
+        found = evaluate(TorchModel(model), self._tokenizer, self._text, reference=reference or self._reference)
         return {"perplexity": found.perplexity, "kl": found.kl}
 
 

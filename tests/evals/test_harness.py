@@ -10,6 +10,7 @@ from lm_eval.tasks import TaskManager
 from diffquant.errors import MissingDependencyError, UsageError
 from diffquant.evals import harness, hellaswag
 from diffquant.evals.harness_model import HarnessModel
+from diffquant.evals.torch_model import TorchModel
 from diffquant.support.progress import silent
 from tests.support import tiny_lm
 
@@ -45,7 +46,7 @@ def instances(kind, arguments):
 
 def ours_and_theirs(max_length=512):
     model, tokenizer = tiny_lm.llama(max_length), tiny_lm.tokenizer()
-    return HarnessModel(model, tokenizer, 4096, silent), HFLM(pretrained=model, tokenizer=tokenizer)
+    return HarnessModel(TorchModel(model), tokenizer, 4096, silent), HFLM(pretrained=model, tokenizer=tokenizer)
 
 
 def test_a_local_task_scores_as_hflm_scores_it(task_file):
@@ -53,11 +54,11 @@ def test_a_local_task_scores_as_hflm_scores_it(task_file):
     result = harness.run_task(ours.model, ours.tokenizer, str(task_file), limit=9)
     manager = TaskManager(include_path=str(task_file.parent), include_defaults=False)
     expected = simple_evaluate(model=theirs, tasks=["local_quiz"], limit=9, task_manager=manager, bootstrap_iters=0)
-    assert result["metric"] == "acc_norm"
-    assert result["n"] == len(result["values"]) == 9
-    assert result["score"] == pytest.approx(expected["results"]["local_quiz"]["acc_norm,none"])
+    assert result.metric == "acc_norm"
+    assert result.n == len(result.values) == 9
+    assert result.score == pytest.approx(expected["results"]["local_quiz"]["acc_norm,none"])
     by_document = {sample["doc_id"]: sample["acc_norm"] for sample in expected["samples"]["local_quiz"]}
-    assert result["values"] == [by_document[i] for i in range(9)]
+    assert result.values == [by_document[i] for i in range(9)]
 
 
 def test_rolling_likelihoods_are_hflms():
@@ -87,10 +88,10 @@ def test_a_file_that_names_no_task_is_refused(tmp_path):
     path = tmp_path / "empty.yaml"
     path.write_text("dataset_path: json\n")
     with pytest.raises(UsageError, match="names no task"):
-        harness.run_task(tiny_lm.llama(), tiny_lm.tokenizer(), str(path))
+        harness.run_task(TorchModel(tiny_lm.llama()), tiny_lm.tokenizer(), str(path))
 
 
 def test_without_lm_eval_it_says_what_to_install(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(MissingDependencyError, match="pip install"):
-        harness.run_task(tiny_lm.llama(), tiny_lm.tokenizer(), "arc_easy")
+        harness.run_task(TorchModel(tiny_lm.llama()), tiny_lm.tokenizer(), "arc_easy")

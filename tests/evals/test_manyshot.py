@@ -3,7 +3,6 @@
 import json
 from collections import Counter
 from functools import cache
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,8 +15,10 @@ from diffquant.evals import manyshot, needle
 from diffquant.evals.constrained import choose
 from diffquant.evals.encoding import PairEncoder
 from diffquant.evals.labelled import Dataset, Example
+from diffquant.evals.language_model import LanguageModel, LogitStates
 from diffquant.evals.manyshot import Plan, demonstrations, evaluate, prompt
 from diffquant.evals.scoring import Request, score
+from diffquant.evals.torch_model import TorchModel
 from diffquant.loading import load
 from diffquant.scheme import Recipe
 from tests.support import tiny_lm
@@ -134,7 +135,7 @@ def test_tokens_are_those_of_the_whole_prompt(name):
 def test_choices_are_those_of_transformers_constrained_generation(adds_bos):
     model, tokenizer = tiny_lm.llama(1024), tiny_lm.tokenizer(adds_bos)
     dataset = examples()
-    outcome = evaluate(model, tokenizer, dataset, Plan(shots=12), batch_tokens=1024)
+    outcome = evaluate(TorchModel(model), tokenizer, dataset, Plan(shots=12), batch_tokens=1024)
     shown = prompt(demonstrations(dataset.train, 0, 0), 12, 0)
     chosen = []
     for text, _ in manyshot.question_order(dataset.test, 0):
@@ -192,7 +193,7 @@ def test_choices_are_those_of_full_passes_over_each_sequence_alone(diff_v2, reci
             ids, depth = [*ids, token], depth + 1
         chosen.append(sorted(LABELS).index(*left))
     for batch_tokens in (60, 4096):
-        outcome = evaluate(model, tokenizer, dataset, Plan(shots=6), limit=6, batch_tokens=batch_tokens)
+        outcome = evaluate(TorchModel(model), tokenizer, dataset, Plan(shots=6), limit=6, batch_tokens=batch_tokens)
         assert outcome.choices == [chosen]
     assert len(set(chosen)) > 1
 
@@ -202,9 +203,9 @@ def test_labels_of_one_token_are_chosen_by_likelihood():
     prefix = tokenizer.encode("He took the road to the town. " * 5)
     queries = [tokenizer.encode(" " + text) for text, _ in examples().test]
     labels = [[token] for token in (260, 300, 301, 350, 399)]
-    chosen = choose(model, prefix, queries, labels)
+    chosen = choose(TorchModel(model), prefix, queries, labels)
     requests = [Request((*prefix, *query), tuple(label)) for query in queries for label in labels]
-    likelihoods = torch.tensor([s.logprob for s in score(model, requests)]).view(len(queries), -1)
+    likelihoods = torch.tensor([s.logprob for s in score(TorchModel(model), requests)]).view(len(queries), -1)
     assert chosen == likelihoods.argmax(1).tolist()
     assert len(set(chosen)) > 1
 
@@ -218,42 +219,55 @@ def test_the_prefix_runs_once_and_batches_change_nothing():
     model.model.register_forward_pre_hook(
         lambda _, args, kwargs: read.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
     )
-    chosen = choose(model, prefix, queries, labels, batch_tokens=4096)
+    chosen = choose(TorchModel(model), prefix, queries, labels, batch_tokens=4096)
     assert [shape for shape in read if shape[1] == len(prefix)] == [(1, len(prefix))]
     # After the prefix and the queries come single tokens, and no label needs all of its own.
     further = sum(rows for rows, width in read if width == 1)
     assert further < sum(len(labels[label]) for label in chosen)
-    assert choose(model, prefix, queries, labels, batch_tokens=1) == chosen
+    assert choose(TorchModel(model), prefix, queries, labels, batch_tokens=1) == chosen
 
 
-def test_of_one_label_that_begins_another_either_can_be_chosen():
-    """A model that always goes on with one token, where it may."""
+class Favouring(LanguageModel):
+    """A model that likes two tokens wherever it is: the one given best, then 7."""
 
-    def favouring(token):
-        logits = torch.zeros(500)
-        logits[token] = 1.0
-        model = SimpleNamespace(device=torch.device("cpu"), lm_head=lambda hidden: logits.expand(len(hidden), -1))
-        model.model = lambda input_ids, **_: SimpleNamespace(last_hidden_state=torch.zeros(*input_ids.shape, 1))
-        return model
+    device = torch.device("cpu")
+    shares_prefixes = True
 
-    class NoCache:
-        def batch_select_indices(self, indices):
-            pass
+    def __init__(self, token):
+        self.liked = torch.zeros(500)
+        self.liked[token] = 1.0
+        self.liked[7] += 0.5
 
+    def max_length(self, tokenizer):
+        return 64
+
+    def new_cache(self):
+        return self
+
+    def branch(self):
+        return self
+
+    def select(self, rows):
+        pass
+
+    def read(self, ids, mask=None, cache=None):
+        return LogitStates(self.liked.expand(*ids.shape, -1))
+
+    def generate(self, *arguments):
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize(("token", "label"), [(9, 0), (8, 1)])
+def test_of_one_label_that_begins_another_either_can_be_chosen(token, label):
+    # The first token is that of the two labels, whatever else is favoured.
     labels = [(7, 9), (7, 8, 9), (5, 9)]
-    for token, label in ((9, 0), (8, 1)):
-        model = favouring(token)
-        model.new_cache = NoCache
-        logits = model.lm_head
-        # The first token is that of the two labels, whatever else is favoured.
-        model.lm_head = lambda hidden, logits=logits: logits(hidden) + 0.5 * torch.eye(500)[7]
-        assert choose(model, [1], [[2], [3, 4]], labels) == [label, label]
+    assert choose(Favouring(token), [1], [[2], [3, 4]], labels) == [label, label]
 
 
 def test_all_is_as_many_as_fit_and_no_more():
     model, tokenizer = tiny_lm.llama(400), tiny_lm.tokenizer()
     dataset = examples()
-    outcome = evaluate(model, tokenizer, dataset, Plan(shots=None, draws=2))
+    outcome = evaluate(TorchModel(model), tokenizer, dataset, Plan(shots=None, draws=2))
     longest_label = max(len(path) for path in label_paths(tokenizer, "Type:"))
 
     def tokens(shots):
@@ -267,8 +281,8 @@ def test_all_is_as_many_as_fit_and_no_more():
 
 def test_draws_are_averaged_over_each_text():
     model, tokenizer = tiny_lm.llama(), tiny_lm.tokenizer()
-    outcome = evaluate(model, tokenizer, examples(), Plan(shots=3, draws=3), limit=15)
-    first = evaluate(model, tokenizer, examples(), Plan(shots=3), limit=15)
+    outcome = evaluate(TorchModel(model), tokenizer, examples(), Plan(shots=3, draws=3), limit=15)
+    first = evaluate(TorchModel(model), tokenizer, examples(), Plan(shots=3), limit=15)
     assert outcome.choices[0] == first.choices[0]
     right = torch.tensor(outcome.choices) == torch.tensor(outcome.right)
     torch.testing.assert_close(torch.tensor(outcome.correct), right.float().mean(0))
@@ -279,9 +293,9 @@ def test_draws_are_averaged_over_each_text():
 def test_what_does_not_fit_or_cannot_be_told_apart_is_refused():
     tokenizer, dataset = tiny_lm.tokenizer(), examples()
     with pytest.raises(UsageError, match=r"40 demonstrations .* take \d+ tokens, and the model sees 300"):
-        evaluate(tiny_lm.llama(300), tokenizer, dataset, Plan(shots=40))
+        evaluate(TorchModel(tiny_lm.llama(300)), tokenizer, dataset, Plan(shots=40))
     with pytest.raises(UsageError, match="which one demonstration does not fit"):
-        evaluate(tiny_lm.llama(40), tokenizer, dataset, Plan(shots=None))
+        evaluate(TorchModel(tiny_lm.llama(40)), tokenizer, dataset, Plan(shots=None))
     with pytest.raises(UsageError, match=r"61 demonstrations are asked for and --train has 60"):
         Plan(shots=61).check(dataset)
 
@@ -303,4 +317,4 @@ def test_a_model_that_computes_nan_is_refused():
     model = tiny_lm.llama()
     model.model.norm.weight.data[0] = torch.nan
     with pytest.raises(NonFiniteError, match="float32"):
-        choose(model, [3, 4], [[5]], [(6,), (7,)])
+        choose(TorchModel(model), [3, 4], [[5]], [(6,), (7,)])

@@ -6,7 +6,9 @@ from lm_eval.models.huggingface import HFLM
 from diffquant.errors import DiffQuantError, NonFiniteError
 from diffquant.evals import hellaswag, scoring
 from diffquant.evals.encoding import PairEncoder
-from diffquant.evals.scoring import score, shares_prefixes
+from diffquant.evals.language_model import shares_prefixes
+from diffquant.evals.scoring import score
+from diffquant.evals.torch_model import TorchModel
 from diffquant.loading import load
 from diffquant.scheme import Recipe
 from diffquant.text.tokens import max_length
@@ -38,7 +40,7 @@ def hflm_answers(model, tokenizer, pairs, **options):
 
 def our_answers(model, tokenizer, pairs, **options):
     encoder = PairEncoder(tokenizer, max_length(model.config, tokenizer))
-    return score(model, encoder.requests(pairs), **options)
+    return score(TorchModel(model), encoder.requests(pairs), **options)
 
 
 def assert_alike(ours, theirs):
@@ -54,7 +56,7 @@ def test_real_items_score_as_hflm_scores_them(adds_bos):
     items = hellaswag.load_items(limit=20)
     pairs = [(item.query, f" {ending}") for item in items for ending in item.endings]
     theirs = hflm_answers(model, tokenizer, pairs, batch_size=4)
-    outcome = hellaswag.evaluate(model, tokenizer, items)
+    outcome = hellaswag.evaluate(TorchModel(model), tokenizer, items)
     assert_alike(our_answers(model, tokenizer, pairs), theirs)
     choices = torch.tensor([p for p, _ in theirs]).view(-1, 4).argmax(1)
     assert outcome.choices == choices.tolist()
@@ -75,7 +77,7 @@ def test_what_greedy_decoding_says_is_greedy():
     said = model.generate(context, max_new_tokens=5, do_sample=False, eos_token_id=None)[0, context.shape[1] :]
     request = scoring.Request(tuple(context[0].tolist()), tuple(said.tolist()))
     wrong = scoring.Request(request.context, (*request.continuation[:-1], (request.continuation[-1] + 1) % 400))
-    assert [s.greedy for s in score(model, [request, wrong])] == [True, False]
+    assert [s.greedy for s in score(TorchModel(model), [request, wrong])] == [True, False]
 
 
 RECIPES = {
@@ -104,7 +106,7 @@ def test_a_quantized_score_is_that_of_its_sequence_run_alone(diff_v2, recipe):
         logprobs = model(tokens[:, :-1]).logits.log_softmax(-1).gather(2, tokens[:, 1:, None])
         alone.append(float(logprobs[0, len(request.context) - 1 :].sum()))
     for batch_tokens in (60, 4096):
-        ours = [s.logprob for s in score(model, requests, batch_tokens)]
+        ours = [s.logprob for s in score(TorchModel(model), requests, batch_tokens)]
         torch.testing.assert_close(torch.tensor(ours), torch.tensor(alone), rtol=0, atol=1e-3)
 
 
@@ -124,7 +126,7 @@ def test_contexts_run_once_and_only_scored_positions_reach_the_vocabulary(monkey
         with_kwargs=True,
     )
     model.lm_head.register_forward_hook(lambda _, args, out: projected.append(len(args[0])))
-    score(model, requests)
+    score(TorchModel(model), requests)
     contexts = {request.context for request in requests}
     further = sum(len(request.continuation) - 1 for request in requests)
     assert sum(read) == sum(map(len, contexts)) + further

@@ -18,17 +18,20 @@ from diffquant.calib.calibration.kv_cache import calibrate_cache
 from diffquant.evals.constrained import choose
 from diffquant.evals.encoding import Request
 from diffquant.evals.scoring import score
+from diffquant.evals.torch_model import TorchModel
 from diffquant.export import ExportOptions, Generator, export
 from diffquant.export.native import library_path
-from diffquant.export.runtime.scoring import OnnxLanguageModel, OnnxRuntime, evaluate_exported
+from diffquant.export.runtime.scoring import OnnxLanguageModel, OnnxRuntime
 from diffquant.export.runtime.session import InPlace, OnnxModel
 from diffquant.support.progress import silent
+from diffquant.sweep.evaluate import evaluate
 from diffquant.sweep.grid import SweepOptions
 from diffquant.sweep.run import run_sweep
-from diffquant.sweep.table import rows, text_table
+from diffquant.sweep.table import json_rows, rows, text_table
 from tests.support import tiny_lm
 from tests.support.checkpoints import write_checkpoint
 
+TASK_OPTIONS = {"limit": 4, "characters": 1500, "window": 64, "stride": 32}
 PROMPT = "It was a dark and stormy night, and the"
 EXAMPLE = Path(__file__).parents[2] / "examples" / "onnxruntime_minimal.py"
 
@@ -150,28 +153,27 @@ def test_scores_are_those_of_torch(source, plain):
     requests = [Request(context, draw(n)) for context in contexts for n in (1, 5, 3)]
     model = diffquant.load(source)
     ours = score(OnnxLanguageModel(OnnxModel(plain, 1)), requests)
-    for mine, oracle in zip(ours, score(model, requests), strict=True):
+    for mine, oracle in zip(ours, score(TorchModel(model), requests), strict=True):
         assert mine.logprob == pytest.approx(oracle.logprob, abs=1e-3)
         assert mine.greedy == oracle.greedy
     asked = draw(30), [draw(n) for n in (5, 5, 5, 3)], [draw(2), draw(3), draw(3)]
-    assert choose(OnnxLanguageModel(OnnxModel(plain, 1)), *asked) == choose(model, *asked)
+    assert choose(OnnxLanguageModel(OnnxModel(plain, 1)), *asked) == choose(TorchModel(model), *asked)
 
 
 def test_tasks_run_on_an_exported_folder(source, plain):
-    from diffquant.sweep.evaluate import evaluate
-
-    options = SweepOptions(tasks=("hellaswag", "perplexity"), limit=3, characters=1500, window=64, stride=32)
-    ours = evaluate_exported(plain, None, options)
+    options = SweepOptions(tasks=("hellaswag", "perplexity"), task_options=TASK_OPTIONS | {"limit": 3})
+    ours = evaluate(plain, None, options, runtime=OnnxRuntime())
     oracle = evaluate(source, None, replace(options, dtype="float32"))
-    assert ours["hellaswag"]["choices"] == oracle["hellaswag"]["choices"]
-    assert ours["perplexity"]["perplexity"] == pytest.approx(oracle["perplexity"]["perplexity"], rel=1e-4)
+    assert ours["hellaswag"].choices == oracle["hellaswag"].choices
+    perplexities = [results["perplexity"].details["perplexity"] for results in (ours, oracle)]
+    assert perplexities[0] == pytest.approx(perplexities[1], rel=1e-4)
 
 
 def test_an_export_is_measured_as_it_is(plain):
     with pytest.raises(diffquant.DiffQuantError, match="as it is"):
-        evaluate_exported(plain, diffquant.Recipe.of(kv=8), SweepOptions())
+        evaluate(plain, diffquant.Recipe.of(kv=8), SweepOptions(), runtime=OnnxRuntime())
     with pytest.raises(diffquant.DiffQuantError, match=r"leave out .* --scales"):
-        evaluate_exported(plain, None, SweepOptions(scales=(Path("scales.safetensors"),)))
+        evaluate(plain, None, SweepOptions(scales=(Path("scales.safetensors"),)), runtime=OnnxRuntime())
 
 
 def test_the_command_line_exports_verifies_and_runs(source, tmp_path):
@@ -211,7 +213,7 @@ def test_lm_eval_scores_and_generates_with_it(source, plain):
     from diffquant.evals.harness_model import HarnessModel
 
     tokenizer = tiny_lm.tokenizer()
-    models = [OnnxLanguageModel(OnnxModel(plain, 1)), diffquant.load(source, dtype=torch.float32)]
+    models = [OnnxLanguageModel(OnnxModel(plain, 1)), TorchModel(diffquant.load(source, dtype=torch.float32))]
     adapters = [HarnessModel(model, tokenizer, 256, silent) for model in models]
     pairs = [Instance("loglikelihood", {}, (PROMPT, text), i) for i, text in enumerate((" moon", " sea was"))]
     ours, oracle = (adapter.loglikelihood(pairs) for adapter in adapters)
@@ -221,17 +223,18 @@ def test_lm_eval_scores_and_generates_with_it(source, plain):
 
 
 def test_an_export_is_a_row_of_the_sweep_compared_with_its_source(source, plain, tmp_path):
-    options = SweepOptions(tasks=("hellaswag", "perplexity"), bits=(8,), limit=4, characters=1500, window=64, stride=32)
+    options = SweepOptions(tasks=("hellaswag", "perplexity"), bits=(8,), task_options=TASK_OPTIONS)
     result = run_sweep([plain, source], replace(options, dtype="float32"), tmp_path / "sweep", runtime=OnnxRuntime())
-    full, _, exported = rows(result)
+    _, _, exported = rows(result)
     assert exported.point.compared_with == source
-    assert exported.accuracies[0].difference.mean == 0
-    assert exported.perplexity == pytest.approx(full.perplexity, rel=1e-4)
-    assert exported.kl == pytest.approx(0, abs=1e-6)
+    records = json_rows(result)
+    assert records[2]["hellaswag difference"] == 0
+    assert records[2]["perplexity"] == pytest.approx(records[0]["perplexity"], rel=1e-4)
+    assert records[2]["kl"] == pytest.approx(0, abs=1e-6)
     assert exported.weight_bytes == sum((plain / name).stat().st_size for name in ("model.onnx", "model.onnx.data"))
     assert "onnx" in text_table(result)
     again = run_sweep([plain], options, tmp_path / "alone", runtime=OnnxRuntime())
-    assert rows(again)[0].accuracies[0].difference is None
+    assert json_rows(again)[0]["hellaswag difference"] is None
 
 
 def test_an_export_of_a_quantized_checkpoint_is_compared_with_what_was_quantized(source, tmp_path):
@@ -240,7 +243,9 @@ def test_an_export_of_a_quantized_checkpoint_is_compared_with_what_was_quantized
     diffquant.quantize(source, quantized, recipe)
     report = export(quantized, folder, ExportOptions(kv_bits=8), ranges=calibrate_cache(quantized))
     assert any("logits 16 or 6:row) is simulated by DiffTransformer" in note for note in report.notes)
-    result = run_sweep([source, folder], SweepOptions(bits=(), limit=2), tmp_path / "sweep", runtime=OnnxRuntime())
+    result = run_sweep(
+        [source, folder], SweepOptions(bits=(), task_options={"limit": 2}), tmp_path / "sweep", runtime=OnnxRuntime()
+    )
     _, exported = rows(result)
     assert (exported.point.compared_with, exported.point.scheme) == (source, "4:g32 kv 8")
 

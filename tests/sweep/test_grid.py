@@ -47,9 +47,9 @@ def test_a_granularity_serves_the_targets_that_know_it():
         ({"targets": ("kv",), "granularities": ("tensor",)}, "kv"),
         ({"targets": ("kv", "logits"), "granularities": ("tensor",)}, "kv: none of tensor"),
         ({"bits": (1,)}, "bits must be 2 to 8"),
-        ({"limit": 0}, "limit must be 1 or more"),
-        ({"window": 8, "stride": 9}, "stride 9"),
-        ({"tasks": ()}, "no task"),
+        ({"task_options": {"limits": 4}}, "no task has an option limits"),
+        ({"batch_tokens": 0}, "batch tokens must be 1 or more"),
+        ({"tasks": ()}, "no task: name hellaswag, "),
     ],
 )
 def test_what_cannot_be_is_said_before_anything_runs(options, said):

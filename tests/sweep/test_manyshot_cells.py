@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -9,12 +10,14 @@ from diffquant import data
 from diffquant.cli import main
 from diffquant.errors import UsageError
 from diffquant.evals import manyshot, needle
+from diffquant.evals.plots.shots import panels
+from diffquant.evals.tasks import make_tasks
+from diffquant.evals.tasks.many_shot import ManyShot
 from diffquant.scheme import Recipe
 from diffquant.sweep import SweepOptions, run_sweep, write_outputs
 from diffquant.sweep.evaluate import evaluate
-from diffquant.sweep.shots import panels
+from diffquant.sweep.outputs import plotted_cells
 from diffquant.sweep.table import json_rows, text_table
-from diffquant.sweep.tasks import make_tasks
 from tests.support import tiny_lm
 
 LABELS = ("DESC:def", "DESC:reason", "NUM:dist", "NUM:money", "HUM:ind")
@@ -38,7 +41,8 @@ def model(tmp_path):
 
 def options(files, *shots, **changes):
     tasks = tuple(f"many-shot:{each}" for each in shots)
-    return SweepOptions(**{"tasks": tasks, "bits": (16, 3), "dtype": "float32", **files, **changes})
+    grid = {name: changes.pop(name) for name in ("bits", "batch_tokens") if name in changes}
+    return SweepOptions(**{"tasks": tasks, "bits": (16, 3), "dtype": "float32", **grid}, task_options=files | changes)
 
 
 def test_a_sweep_pairs_cells_and_draws_accuracy_against_shots(files, model, tmp_path):
@@ -58,10 +62,10 @@ def test_a_sweep_pairs_cells_and_draws_accuracy_against_shots(files, model, tmp_
     assert isinstance(low["many-shot:3:1 gained"], int)
     # Of several answers a text none is the one that flipped.
     assert low["many-shot:all:2 gained"] is None
-    most = result.cells[2].result["shots"]
+    most = result.cells[2].result.shots
     assert 3 < most <= 30
     assert f"20 items, many-shot after 3, {most} demonstrations" in text_table(result)
-    drawn = panels(result)
+    drawn = panels(plotted_cells(result, ManyShot))
     assert list(drawn) == ["attention logits, per row"]
     at_16, at_3 = drawn["attention logits, per row"]
     assert (at_16.scheme, at_3.scheme) == ("16", "3:row")
@@ -74,7 +78,7 @@ def test_a_sweep_pairs_cells_and_draws_accuracy_against_shots(files, model, tmp_
 
 def test_one_number_of_shots_is_no_plot(files, model, tmp_path):
     result = run_sweep([model], options(files, 3, limit=4), tmp_path / "out")
-    assert not panels(result)
+    assert not panels(plotted_cells(result, ManyShot))
     assert "shots.png" not in {path.name for path in write_outputs(result, tmp_path / "out")}
 
 
@@ -94,7 +98,8 @@ def test_cells_that_are_there_are_not_measured_again(files, model, tmp_path, mon
 
 def test_a_cell_depends_on_what_is_shown_and_asked_and_not_on_where_it_lies(files, tmp_path):
     def identity(shots=3, **changes):
-        (task,) = make_tasks(options(files, shots, limit=4, **changes))
+        asked = options(files, shots, limit=4, **changes)
+        (task,) = make_tasks(asked.tasks, asked.task_options, asked.batch_tokens)
         return json.dumps(task.identity(), sort_keys=True)
 
     first = identity()
@@ -110,14 +115,14 @@ def test_a_cell_depends_on_what_is_shown_and_asked_and_not_on_where_it_lies(file
 def test_the_same_cell_measured_again_is_the_same(files, model, tmp_path):
     results = [run_sweep([model], options(files, "6:2", limit=8), tmp_path / name).cells for name in "ab"]
     for a, b in zip(*results, strict=True):
-        assert {**a.result, "seconds": 0} == {**b.result, "seconds": 0}
+        assert replace(a.measurement, seconds=0) == replace(b.measurement, seconds=0)
 
 
 def test_one_configuration_is_that_of_the_sweep(files, model, tmp_path):
     cell = run_sweep([model], options(files, 6), tmp_path / "out").cells[1]
     alone = evaluate(model, Recipe.of(logits="3:row"), options(files, 6))["many-shot:6:1"]
-    assert alone["choices"] == cell.result["choices"]
-    assert alone["classes"] == ["description", "human", "numeric"]
+    assert alone == cell.result
+    assert alone.details["classes"] == ["description", "human", "numeric"]
 
 
 def test_demonstrations_beyond_the_context_fail_their_cell_alone(files, model, tmp_path):
@@ -140,7 +145,7 @@ def test_demonstrations_beyond_the_context_fail_their_cell_alone(files, model, t
 )
 def test_a_malformed_task_is_refused_before_any_cell(task, message, files, model, tmp_path):
     with pytest.raises(UsageError, match=message):
-        run_sweep([model], SweepOptions(tasks=(task,), **files), tmp_path / "out")
+        run_sweep([model], SweepOptions(tasks=(task,), task_options=files), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 

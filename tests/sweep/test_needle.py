@@ -9,10 +9,13 @@ from diffquant import data
 from diffquant.errors import UsageError
 from diffquant.evals import needle
 from diffquant.evals.needle import DEPTHS, Haystack, Plan, make_items
+from diffquant.evals.plots.places import grids
+from diffquant.evals.tasks.needle import Needle
+from diffquant.evals.torch_model import TorchModel
 from diffquant.loading import load
 from diffquant.source.tokenizer import load_tokenizer
 from diffquant.sweep import SweepOptions, run_sweep, write_outputs
-from diffquant.sweep.places import grids
+from diffquant.sweep.outputs import plotted_cells
 from diffquant.sweep.table import json_rows, text_table
 from tests.support import tiny_lm
 
@@ -97,7 +100,7 @@ def test_only_what_greedy_decoding_gives_counts(tmp_path, monkeypatch):
     model = tiny_lm.write_llama(tmp_path / "model")
     loaded, tokenizer = load(model, dtype=torch.float32), load_tokenizer(model)
     plan = Plan(needles=2, lengths=(160,), samples=2)
-    outcome = needle.evaluate(loaded, tokenizer, data.books_text(), plan)
+    outcome = needle.evaluate(TorchModel(loaded), tokenizer, data.books_text(), plan)
     for item, share in zip(outcome.items, outcome.retrieved, strict=True):
         prompt, answer = item.requests()[0]
         ids = torch.tensor([tokenizer.encode(prompt)])
@@ -125,15 +128,18 @@ def test_a_length_beyond_the_model_or_below_its_needles_is_refused(tmp_path):
     model = tiny_lm.write_llama(tmp_path / "model")
     loaded, tokenizer = load(model), load_tokenizer(model)
     with pytest.raises(UsageError, match="the model sees 512 tokens, fewer than 600"):
-        needle.evaluate(loaded, tokenizer, data.books_text(), Plan(lengths=(600,)))
+        needle.evaluate(TorchModel(loaded), tokenizer, data.books_text(), Plan(lengths=(600,)))
     with pytest.raises(UsageError, match="6 needles do not fit into 40 tokens"):
-        needle.evaluate(loaded, tokenizer, data.books_text(), Plan(needles=6, lengths=(40,)))
+        needle.evaluate(TorchModel(loaded), tokenizer, data.books_text(), Plan(needles=6, lengths=(40,)))
 
 
 def test_a_sweep_pairs_needle_cells_and_draws_depth_against_length(tmp_path):
     model = tiny_lm.write_llama(tmp_path / "model")
     options = SweepOptions(
-        tasks=("needle:2", "needle:2:2"), bits=(16, 4), lengths=(120, 160), limit=10, dtype="float32"
+        tasks=("needle:2", "needle:2:2"),
+        bits=(16, 4),
+        task_options={"lengths": (120, 160), "limit": 10},
+        dtype="float32",
     )
     result = run_sweep([model], options, tmp_path / "out")
     result.require_complete()
@@ -144,7 +150,7 @@ def test_a_sweep_pairs_needle_cells_and_draws_depth_against_length(tmp_path):
         assert full[f"{task} n"] == 10
         assert low[f"{task} difference"] == pytest.approx(low[f"{task} score"] - full[f"{task} score"])
         assert f"{task} retrieved" in text_table(result)
-    assert [(g.task, g.depths, g.lengths) for g in grids(result)] == [
+    assert [(g.task, g.depths, g.lengths) for g in grids(plotted_cells(result, Needle))] == [
         ("needle:2:1", DEPTHS, (120, 160)),
         ("needle:2:2", DEPTHS, (120, 160)),
     ]

@@ -10,6 +10,7 @@ import pytest
 
 from diffquant.sweep import SweepOptions, SweepResult, run_sweep, write_outputs
 from diffquant.sweep.grid import points
+from diffquant.sweep.measurement import Measurement
 from diffquant.sweep.plot import lines
 from diffquant.sweep.report import report
 from diffquant.sweep.result import Measured
@@ -24,16 +25,18 @@ OPTIONS = SweepOptions(
 
 def measured(point, task):
     """Item i is right while i is below 6 at 16 bits, and 8 or 4 bits each lose one more."""
-    stored = {"stored": {"weights": 5_000_000, "kv_per_token": 1234.0}}
+    stored = {"seconds": 1.0, "stored": {"weights": 5_000_000, "kv_per_token": 1234.0}}
     if task == "perplexity":
-        return Measured(point, task, {"perplexity": 20.0, "bits_per_byte": 1.0, "kl": None, **stored}, None)
+        text = {"metric": "perplexity", "perplexity": 20.0, "bits_per_byte": 1.0, "kl": None, **stored}
+        return Measured(point, task, Measurement.from_dict(text), None)
     if point.bits == 3 and point.granularity == "tensor":
         return Measured(point, task, None, "the <model> computes NaN")
     right = {16: 6, 8: 5, 4: 4, 3: 3}[point.bits]
     values = [int(i < right) for i in range(10)]
     layers = [{"layer": 0, "calls": 2, "entries": 100, "clipped": 7, "step_mean": 0.25, "step_max": 0.5}]
     extra = {} if point.is_baseline else {"logit_report": layers}
-    return Measured(point, task, {"metric": "acc_norm", "values": values, "choices": values, **extra, **stored}, None)
+    cell = {"metric": "acc_norm", "score": right / 10, "n": 10, "values": values, "choices": values}
+    return Measured(point, task, Measurement.from_dict({**cell, **extra, **stored}), None)
 
 
 @pytest.fixture
@@ -122,7 +125,7 @@ def test_the_report_escapes_the_names_of_models(sweep):
 
 def test_outputs_of_a_real_sweep_are_written_and_listed(tmp_path):
     model = tiny_lm.write_llama(tmp_path / "model")
-    result = run_sweep([model], SweepOptions(bits=(4,), limit=4, dtype="float32"), tmp_path / "out")
+    result = run_sweep([model], SweepOptions(bits=(4,), task_options={"limit": 4}, dtype="float32"), tmp_path / "out")
     written = write_outputs(result, tmp_path / "out")
     assert [file.name for file in written] == ["table.csv", "plot.png", "report.html"]
     assert {file.name for file in (tmp_path / "out").iterdir()} == {"cells", "sweep.json", *(f.name for f in written)}
@@ -132,7 +135,7 @@ def test_outputs_of_a_real_sweep_are_written_and_listed(tmp_path):
 
 def test_a_sweep_of_16_bits_alone_has_a_table_and_no_plot(tmp_path):
     model = tiny_lm.write_llama(tmp_path / "model")
-    result = run_sweep([model], SweepOptions(bits=(16,), limit=2, dtype="float32"), tmp_path / "out")
+    result = run_sweep([model], SweepOptions(bits=(16,), task_options={"limit": 2}, dtype="float32"), tmp_path / "out")
     write_outputs(result, tmp_path / "out")
     assert not (tmp_path / "out" / "plot.png").exists()
     assert (tmp_path / "out" / "report.html").exists()

@@ -8,6 +8,7 @@ import torch
 
 from diffquant.errors import CheckpointError, FailedCellsError, NotFiredError, UsageError
 from diffquant.evals import hellaswag, perplexity
+from diffquant.evals.torch_model import TorchModel
 from diffquant.loading import load
 from diffquant.model.modeling import DiffTransformer
 from diffquant.quantization.quantize import quantize
@@ -24,10 +25,7 @@ OPTIONS = SweepOptions(
     bits=(16, 4),
     targets=("logits", "weights"),
     granularities=("row", "tensor"),
-    limit=6,
-    characters=600,
-    window=64,
-    stride=32,
+    task_options={"limit": 6, "characters": 600, "window": 64, "stride": 32},
     dtype="float32",
 )
 CELLS = 2 * 5
@@ -67,14 +65,14 @@ def test_a_cell_holds_what_evaluating_its_recipe_gives(model, output):
     result = run_sweep([model], OPTIONS, output)
     assert len(result.cells) == CELLS
     assert not result.failed
-    plain, quantized = load(model), load(model, Recipe.of(weights="4:row"))
+    plain, quantized = TorchModel(load(model)), TorchModel(load(model, Recipe.of(weights="4:row")))
     tokenizer, text = load_tokenizer(model), load_text(characters=600)
     point = next(p for p in result.points if p.label == "weights 4:row")
     outcome = hellaswag.evaluate(quantized, tokenizer, hellaswag.load_items(limit=6))
-    assert result.result_of(point, "hellaswag")["choices"] == outcome.choices_norm
+    assert result.result_of(point, "hellaswag").choices == outcome.choices_norm
     reference = perplexity.reference_of(plain, tokenizer, text, 64, 32)
     score = perplexity.evaluate(quantized, tokenizer, text, 64, 32, reference=reference)
-    measured = result.result_of(point, "perplexity")
+    measured = result.result_of(point, "perplexity").details
     assert measured["perplexity"] == pytest.approx(score.perplexity)
     assert measured["kl"] == pytest.approx(score.kl)
 
@@ -83,7 +81,7 @@ def test_a_cell_stores_what_quantize_writes(model, output, tmp_path):
     result = run_sweep([model], OPTIONS, output)
     point = next(p for p in result.points if p.label == "weights 4:row")
     report = quantize(model, tmp_path / "low", Recipe.of(weights="4:row"))
-    assert result.result_of(point, "hellaswag")["stored"]["weights"] == report.bytes_after
+    assert next(c for c in result.cells if c.point is point).measurement.weight_bytes == report.bytes_after
 
 
 def test_cells_that_are_there_are_not_measured_again(model, copy_of, loads):
@@ -121,13 +119,14 @@ def test_a_cell_follows_the_models_contents_not_its_place(model, tmp_path):
 @pytest.mark.parametrize("change", [{"limit": 5}, {"characters": 500}, {"stride": 16}, {"batch_tokens": 100}])
 def test_what_a_result_depends_on_is_in_its_address(model, output, tmp_path, change):
     names = {file.name for file in (output / "cells").iterdir()}
-    changed = replace(OPTIONS, bits=(16,), **change)
+    batches = {name: change.pop(name) for name in ("batch_tokens",) if name in change}
+    changed = replace(OPTIONS, bits=(16,), task_options=OPTIONS.task_options | change, **batches)
     run_sweep([model], changed, tmp_path)
     assert {file.name for file in (tmp_path / "cells").iterdir()} - names
 
 
 def test_an_interrupted_sweep_keeps_its_cells_and_goes_on(model, tmp_path, monkeypatch):
-    measure, calls = session.Session.measure, []
+    measure, calls = session.CheckpointSession.measure, []
 
     def interrupted(self, task, recipe, progress):
         calls.append(task.name)
@@ -135,7 +134,7 @@ def test_an_interrupted_sweep_keeps_its_cells_and_goes_on(model, tmp_path, monke
             raise KeyboardInterrupt
         return measure(self, task, recipe, progress)
 
-    monkeypatch.setattr(session.Session, "measure", interrupted)
+    monkeypatch.setattr(session.CheckpointSession, "measure", interrupted)
     with pytest.raises(KeyboardInterrupt, match=rf"3 of {CELLS} cells are done.*same command again"):
         run_sweep([model], OPTIONS, tmp_path)
     assert len(list((tmp_path / "cells").iterdir())) == 3
@@ -163,10 +162,10 @@ def test_a_failed_cell_is_recorded_the_rest_goes_on_and_it_is_retried(model, tmp
 
 def test_every_logits_cell_reports_every_layer(model, output):
     result = run_sweep([model], OPTIONS, output)
-    reports = [cell.result.get("logit_report") for cell in result.cells if cell.point.target == "logits"]
+    reports = [cell.measurement.logit_report for cell in result.cells if cell.point.target == "logits"]
     assert [[layer["layer"] for layer in report] for report in reports] == [[0, 1]] * 4
     assert all(layer["calls"] and layer["step_max"] > 0 for report in reports for layer in report)
-    assert not any("logit_report" in cell.result for cell in result.cells if cell.point.target != "logits")
+    assert not any(cell.measurement.logit_report for cell in result.cells if cell.point.target != "logits")
 
 
 def test_progress_ends_at_all_and_never_goes_back(model, tmp_path):
@@ -179,7 +178,7 @@ def test_progress_ends_at_all_and_never_goes_back(model, tmp_path):
 
 def test_two_models_with_one_name_are_told_apart(model, tmp_path):
     twin = shutil.copytree(model, tmp_path / "elsewhere" / model.name)
-    options = SweepOptions(bits=(16,), limit=2, dtype="float32")
+    options = SweepOptions(bits=(16,), task_options={"limit": 2}, dtype="float32")
     result = run_sweep([model, twin], options, tmp_path / "out")
     assert {row.model for row in rows(result)} == {f"{model.parent.name}/diff-v2", "elsewhere/diff-v2"}
 
@@ -188,7 +187,16 @@ def test_bad_input_is_refused_before_any_cell(model, tmp_path):
     with pytest.raises(CheckpointError):
         run_sweep([model, tmp_path / "absent"], OPTIONS, tmp_path / "out")
     with pytest.raises(UsageError, match=r"unknown task 'arc'.*absent"):
-        run_sweep([model], SweepOptions(tasks=("arc", "perplexity"), text=tmp_path / "absent"), tmp_path / "out")
+        run_sweep(
+            [model],
+            SweepOptions(tasks=("arc", "perplexity"), task_options={"text": tmp_path / "absent"}),
+            tmp_path / "out",
+        )
+    for task_options, said in (({"limit": 0}, "limit must be 1 or more"), ({"window": 8, "stride": 9}, "stride 9")):
+        with pytest.raises(UsageError, match=said):
+            run_sweep([model], replace(OPTIONS, task_options=task_options), tmp_path / "out")
+    with pytest.raises(UsageError, match="unknown engine 'cloud'; known are local"):
+        run_sweep([model], OPTIONS, tmp_path / "out", engine="cloud")
     with pytest.raises(UsageError, match="dtype"):
         run_sweep([model], SweepOptions(dtype="int8"), tmp_path / "out")
     with pytest.raises(UsageError, match="unknown attention backend 'fast'"):
@@ -208,8 +216,8 @@ def test_bad_input_is_refused_before_any_cell(model, tmp_path):
 
 
 def test_16_bit_kv_costs_what_its_shapes_say_and_4_bit_less_than_a_third(model, tmp_path):
-    result = run_sweep([model], SweepOptions(bits=(4,), targets=("kv",), limit=2), tmp_path)
-    full, low = (cell.result["stored"]["kv_per_token"] for cell in result.cells)
+    result = run_sweep([model], SweepOptions(bits=(4,), targets=("kv",), task_options={"limit": 2}), tmp_path)
+    full, low = (cell.measurement.kv_bytes for cell in result.cells)
     config = load(model, dtype=torch.float32).config
     spec = config.diff_spec
     assert full == 2 * config.num_hidden_layers * spec.kv_pairs * (spec.head_dim + spec.value_dim)

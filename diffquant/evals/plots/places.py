@@ -3,15 +3,17 @@
 Source: the presentation follows figure 5 of arXiv 2410.05258.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from diffquant.errors import UsageError
+from diffquant.evals.task import PlottedCell
 from diffquant.report.plots import new_figure
-from diffquant.sweep.result import SweepResult, model_names
 
-BY_PLACE = "by_place"
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 
 @dataclass(frozen=True)
@@ -25,23 +27,18 @@ class Grid:
     accuracy: tuple[tuple[float, ...], ...]
 
 
-def grids(sweep: SweepResult) -> list[Grid]:
-    """What is drawn: every needle cell at 16 bits."""
-    names = model_names([point.model for point in sweep.points])
-    return [
-        _grid(names[cell.point.model], cell.task, cell.result[BY_PLACE])
-        for cell in sweep.cells
-        if cell.point.is_baseline and cell.result and BY_PLACE in cell.result
-    ]
+def grids(cells: Sequence[PlottedCell]) -> list[Grid]:
+    """What is drawn: every cell at 16 bits."""
+    return [_grid(cell.model, cell.task, cell.result.details["by_place"]) for cell in cells if cell.is_baseline]
 
 
-def plot_places(sweep: SweepResult, path: Path) -> None:
+def plot_places(cells: Sequence[PlottedCell], path: Path) -> None:
     """Draw into a file; its suffix says the format.
 
     Raises:
         UsageError: no needle cell was measured at 16 bits.
     """
-    panels = grids(sweep)
+    panels = grids(cells)
     if not panels:
         raise UsageError("nothing to plot: no needle cell was measured at 16 bits")
     models, tasks = (list(dict.fromkeys(names)) for names in zip(*((p.model, p.task) for p in panels), strict=True))
@@ -54,16 +51,16 @@ def plot_places(sweep: SweepResult, path: Path) -> None:
     figure.savefig(path, dpi=200)
 
 
-def _grid(model: str, task: str, places: list[dict[str, Any]]) -> Grid:
+def _grid(model: str, task: str, places: list[dict[str, float]]) -> Grid:
     depths = tuple(sorted({place["depth"] for place in places}))
-    lengths = tuple(sorted({place["length"] for place in places}))
-    found = {(place["depth"], place["length"]): 100 * place["accuracy"] for place in places}
+    lengths = tuple(sorted({int(place["length"]) for place in places}))
+    accuracy = {(place["depth"], place["length"]): 100 * place["accuracy"] for place in places}
     missing = float("nan")
-    table = tuple(tuple(found.get((depth, length), missing) for length in lengths) for depth in depths)
+    table = tuple(tuple(accuracy.get((depth, length), missing) for length in lengths) for depth in depths)
     return Grid(model, task, depths, lengths, table)
 
 
-def _draw(axis: Any, panel: Grid) -> None:
+def _draw(axis: "Axes", panel: Grid) -> None:
     axis.set_axis_on()
     axis.imshow(panel.accuracy, vmin=0, vmax=100, cmap="viridis", aspect="auto")
     for row, values in enumerate(panel.accuracy):

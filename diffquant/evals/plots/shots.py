@@ -3,18 +3,18 @@
 Source: the presentation follows figure 6 of arXiv 2410.05258.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from diffquant.errors import UsageError
-from diffquant.evals.stats import estimate
+from diffquant.evals.stats import Estimate, estimate
+from diffquant.evals.task import PlottedCell
 from diffquant.report.plots import COLOURS, MARKERS, STYLES, new_figure, tidy
-from diffquant.sweep.grid import EXPORTED, RECIPE, Point
-from diffquant.sweep.plot import TITLES
-from diffquant.sweep.result import SweepResult, model_names
 
-SHOTS = "shots"
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 
 @dataclass(frozen=True)
@@ -26,24 +26,28 @@ class Line:
     points: tuple[tuple[int, float, float], ...]
 
 
-def panels(sweep: SweepResult) -> dict[str, list[Line]]:
+def panels(cells: Sequence[PlottedCell]) -> dict[str, list[Line]]:
     """What is drawn: by target and granularity every model at 16 bits and at each width, over two shots or more."""
+    scores: dict[tuple[str, str, str, bool], dict[int, Estimate]] = {}
+    for cell in cells:
+        line = (cell.model, cell.panel, cell.scheme, cell.is_baseline)
+        # Of two tasks with as many shots, such as 6 and 6:5, the one named later.
+        scores.setdefault(line, {})[cell.result.shots or 0] = estimate(cell.result.values or [])
     full: list[Line] = []
     narrow: dict[str, list[Line]] = {}
-    for point in sweep.points:
-        line = _line(sweep, point)
-        if len(line.points) > 1:
-            (full if point.is_baseline else narrow.setdefault(_panel(point), [])).append(line)
+    for (model, panel, scheme, is_baseline), by_shots in scores.items():
+        if len(by_shots) > 1:
+            (full if is_baseline else narrow.setdefault(panel, [])).append(_line(model, scheme, by_shots))
     return {name: full + lines for name, lines in narrow.items()} or ({"16 bits": full} if full else {})
 
 
-def plot_shots(sweep: SweepResult, path: Path) -> None:
+def plot_shots(cells: Sequence[PlottedCell], path: Path) -> None:
     """Draw into a file; its suffix says the format.
 
     Raises:
         UsageError: nothing was measured at two numbers of demonstrations.
     """
-    shown = panels(sweep)
+    shown = panels(cells)
     if not shown:
         raise UsageError("nothing to plot: no model was measured at two numbers of demonstrations")
     models = list(dict.fromkeys(line.model for lines in shown.values() for line in lines))
@@ -55,23 +59,12 @@ def plot_shots(sweep: SweepResult, path: Path) -> None:
     figure.savefig(path, dpi=200)
 
 
-def _line(sweep: SweepResult, point: Point) -> Line:
-    found = [cell.result for cell in sweep.cells if cell.point is point and cell.result and SHOTS in cell.result]
-    # Of two tasks with as many shots, such as 6 and 6:5, the one named later.
-    scores = {result[SHOTS]: estimate(result["values"]) for result in found}
-    return Line(
-        model_names([each.model for each in sweep.points])[point.model],
-        point.scheme,
-        tuple((shots, 100 * score.mean, 100 * (score.se or 0.0)) for shots, score in sorted(scores.items())),
-    )
+def _line(model: str, scheme: str, by_shots: dict[int, Estimate]) -> Line:
+    points = ((shots, 100 * score.mean, 100 * (score.se or 0.0)) for shots, score in sorted(by_shots.items()))
+    return Line(model, scheme, tuple(points))
 
 
-def _panel(point: Point) -> str:
-    title = TITLES.get(point.target, point.target)
-    return title if point.target in (EXPORTED, RECIPE) else f"{title}, per {point.granularity}"
-
-
-def _draw(axis: Any, title: str, lines: list[Line], models: list[str]) -> None:
+def _draw(axis: "Axes", title: str, lines: list[Line], models: list[str]) -> None:
     schemes = list(dict.fromkeys(line.scheme for line in lines))
     for line in lines:
         style = schemes.index(line.scheme)

@@ -1,0 +1,78 @@
+"""Commands whose options are declared once: a parameter that is a dataclass becomes an option for each field."""
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from functools import wraps
+from typing import Annotated, Any, get_type_hints
+
+import typer
+
+from diffquant.evals.task import TaskOption
+from diffquant.evals.tasks import options
+
+
+@dataclass(frozen=True)
+class TaskOptions:
+    """The options of every task, as given.
+
+    Attributes:
+        given: value of each option by name.
+    """
+
+    given: Mapping[str, object]
+
+
+def expanded(command: Callable[..., None]) -> Callable[..., None]:
+    """A command whose dataclass parameters are given option by option; `TaskOptions` are those of all tasks."""
+    hints = get_type_hints(command, include_extras=True)
+    groups = {name: kind for name, kind in hints.items() if is_dataclass(kind)}
+    signature = inspect.signature(command)
+    parameters: list[inspect.Parameter] = []
+    for parameter in signature.parameters.values():
+        kind = groups.get(parameter.name)
+        one = [parameter.replace(annotation=hints[parameter.name], kind=inspect.Parameter.KEYWORD_ONLY)]
+        parameters += one if kind is None else _parameters(kind)
+
+    @wraps(command)
+    def run(**given: Any) -> None:
+        values = {name: _collected(kind, given) for name, kind in groups.items()}
+        command(**{name: values.get(name, given.get(name)) for name in signature.parameters})
+
+    run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return run
+
+
+def _parameters(group: Any) -> Iterable[inspect.Parameter]:
+    if group is TaskOptions:
+        return [_of_task(option) for option in options()]
+    hints = get_type_hints(group, include_extras=True)
+    return [
+        inspect.Parameter(
+            field.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            annotation=hints[field.name],
+            default=inspect.Parameter.empty if field.default is MISSING else field.default,
+        )
+        for field in fields(group)
+    ]
+
+
+def _of_task(option: TaskOption[object]) -> inspect.Parameter:
+    default = option.written if option.written is not None else option.default
+    # A flag has no opposite.
+    names = (f"--{option.name.replace('_', '-')}",) if option.kind is bool else ()
+    kind: Any = option.kind if default is not None else option.kind | None
+    annotation = Annotated[kind, typer.Option(*names, min=option.minimum, help=option.help)]
+    return inspect.Parameter(option.name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation, default=default)
+
+
+def _collected(group: Any, given: Mapping[str, Any]) -> object:
+    if group is TaskOptions:
+        return TaskOptions({option.name: _value(option, given[option.name]) for option in options()})
+    return group(**{field.name: given[field.name] for field in fields(group)})
+
+
+def _value(option: TaskOption[object], value: Any) -> object:
+    return option.read(value) if option.read is not None and value is not None else value

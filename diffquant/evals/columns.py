@@ -1,0 +1,175 @@
+"""What tables and plots show of a task's results. No torch here."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple, Protocol
+
+from diffquant.evals.stats import Difference, Estimate, Flips, estimate, flips, paired_difference, recovery
+from diffquant.evals.task_result import TaskResult
+from diffquant.support.plain_data import JsonObject
+
+MISSING = "-"
+FAILED = "failed"
+
+
+class Compared(NamedTuple):
+    """A configuration's result, None where its cell failed, and the 16-bit one, None at 16 bits or without one."""
+
+    result: TaskResult | None
+    baseline: TaskResult | None
+
+
+class Columns(Protocol):
+    """How a task's results read in a table.
+
+    Attributes:
+        by_item: whether results are scores of items. Tables show such tasks first, and plots draw the first task
+            that a table shows.
+    """
+
+    by_item: ClassVar[bool]
+
+    def heads(self, task: str, results: Sequence[TaskResult], alone: bool) -> list[str]:
+        """Heads of the text table's columns.
+
+        Args:
+            alone: whether the table shows no other task that is scored by item.
+        """
+
+    def texts(self, compared: Compared) -> list[str]:
+        """Texts of one row under the heads."""
+
+    def record(self, task: str, compared: Compared) -> JsonObject:
+        """Numbers of one row in full."""
+
+    def unmeasured(self) -> JsonObject:
+        """Numbers that rows have also in a sweep without the task."""
+
+    def drawn(self, result: TaskResult) -> tuple[float, float]:
+        """Value and standard error as a plot draws them."""
+
+    def label(self, task: str, result: TaskResult) -> str:
+        """What the plot's axis says of them."""
+
+    def notes(self, results: Sequence[TaskResult]) -> list[str]:
+        """What a reader must know, over all tasks with these columns."""
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """A score over items, and how it compares with 16 bits on the same items.
+
+    Attributes:
+        difference, flips, recovery: comparison with 16 bits; None where there is no 16-bit result, flips also
+            where the task keeps no choices.
+    """
+
+    score: Estimate
+    difference: Difference | None = None
+    flips: Flips | None = None
+    recovery: float | None = None
+
+    @classmethod
+    def of(cls, result: TaskResult, baseline: TaskResult | None) -> "Accuracy":
+        """The accuracy of a result, compared with the 16-bit one where there is one."""
+        score = _score(result)
+        if baseline is None:
+            return cls(score)
+        paired = result.values is not None and baseline.values is not None
+        return cls(
+            score,
+            paired_difference(result.values or [], baseline.values or []) if paired else None,
+            _flips(result, baseline),
+            recovery(score.mean, _score(baseline).mean),
+        )
+
+
+@dataclass(frozen=True)
+class ItemColumns:
+    """Columns of a task that is scored item by item: score, difference from 16 bits, flips, recovery.
+
+    Attributes:
+        named_alone: whether heads name the task also where no other is shown.
+    """
+
+    by_item: ClassVar[bool] = True
+
+    named_alone: bool = True
+
+    def heads(self, task: str, results: Sequence[TaskResult], alone: bool) -> list[str]:
+        metric = results[0].metric if results else "score"
+        prefix = f"{task} " if self.named_alone or not alone else ""
+        return [f"{prefix}{metric}", "difference [95 %]", "flips", "recovery"]
+
+    def texts(self, compared: Compared) -> list[str]:
+        if compared.result is None:
+            return [FAILED, MISSING, MISSING, MISSING]
+        accuracy = Accuracy.of(compared.result, compared.baseline)
+        score, change, turned = accuracy.score, accuracy.difference, accuracy.flips
+        return [
+            f"{score.mean:.4g}" if score.se is None else f"{score.mean:.1%} ± {score.se:.1%}",
+            f"{100 * change.mean:+.1f} [{100 * change.low:+.1f}, {100 * change.high:+.1f}]" if change else MISSING,
+            f"+{turned.gained} -{turned.lost}" if turned else MISSING,
+            number(accuracy.recovery, ".1%"),
+        ]
+
+    def record(self, task: str, compared: Compared) -> JsonObject:
+        result = compared.result
+        accuracy = Accuracy.of(result, compared.baseline) if result else None
+        score = accuracy.score if accuracy else None
+        change = accuracy.difference if accuracy else None
+        turned = accuracy.flips if accuracy else None
+        numbers = {
+            "metric": result.metric if result else None,
+            "score": score.mean if score else None,
+            "se": score.se if score else None,
+            "n": score.n if score else None,
+            "difference": change.mean if change else None,
+            "difference_low": change.low if change else None,
+            "difference_high": change.high if change else None,
+            "gained": turned.gained if turned else None,
+            "lost": turned.lost if turned else None,
+            "choices_changed": turned.choices if turned else None,
+            "recovery": accuracy.recovery if accuracy else None,
+        }
+        return {f"{task} {name}": value for name, value in numbers.items()}
+
+    def unmeasured(self) -> JsonObject:
+        return {}
+
+    def drawn(self, result: TaskResult) -> tuple[float, float]:
+        score = _score(result)
+        return 100 * score.mean, 100 * (score.se or 0.0)
+
+    def label(self, task: str, result: TaskResult) -> str:
+        return f"{task} {result.metric}, %\n({_score(result).n} items, ± 1 standard error)"
+
+    def notes(self, results: Sequence[TaskResult]) -> list[str]:
+        counts = sorted({_score(result).n for result in results})
+        if not counts:
+            return []
+        shots = sorted({result.shots for result in results if result.shots is not None})
+        shown = f"many-shot after {', '.join(map(str, shots))} demonstrations" if shots else "zero-shot"
+        return [
+            f"{', '.join(map(str, counts))} items, {shown}; ± is one standard error. The difference from 16 bits is "
+            "paired over the same items, with its 95 % interval; flips are items that became right (+) and wrong (-)."
+        ]
+
+
+def number(value: float | None, spec: str) -> str:
+    """A number as a table writes it."""
+    return MISSING if value is None else format(value, spec)
+
+
+def _score(result: TaskResult) -> Estimate:
+    """A task that is not scored item by item (a perplexity over documents) has no standard error here."""
+    if result.values:
+        return estimate(result.values)
+    return Estimate(result.score or 0.0, None, result.n or 0)
+
+
+def _flips(result: TaskResult, baseline: TaskResult) -> Flips | None:
+    if result.choices is None or baseline.choices is None or result.values is None or baseline.values is None:
+        return None
+    right, right_before = ([bool(value) for value in each.values or []] for each in (result, baseline))
+    return flips(right, right_before, result.choices, baseline.choices)

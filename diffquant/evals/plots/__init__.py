@@ -1,0 +1,1 @@
+"""Plots that tasks add to a sweep. No torch here."""

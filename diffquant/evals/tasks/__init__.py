@@ -1,0 +1,88 @@
+"""The tasks: one file each, which registers itself. No torch here."""
+
+import sys
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import TypeVar
+
+from diffquant.errors import UsageError
+from diffquant.evals.task import Task, TaskOption
+from diffquant.support.discovery import import_all
+
+_KINDS: dict[str, type[Task]] = {}
+
+_Task = TypeVar("_Task", bound=type[Task])
+
+
+def register(task: _Task) -> _Task:
+    """Make a task known under its kind; a class decorator.
+
+    Raises:
+        ValueError: the kind is taken, or an option's name by another option.
+    """
+    if task.kind in _KINDS:
+        raise ValueError(f"task {task.kind!r} is registered twice")
+    taken = {option.name: option for other in _KINDS.values() for option in other.options}
+    alike = [option.name for option in task.options if taken.get(option.name, option) != option]
+    if alike:
+        raise ValueError(f"other tasks have options of their own named {', '.join(alike)}")
+    _KINDS[task.kind] = task
+    return task
+
+
+def kinds() -> list[type[Task]]:
+    """Every task that is known."""
+    _import_ours()
+    return list(_KINDS.values())
+
+
+def kind_of(name: str) -> type[Task]:
+    """The task that a name is of.
+
+    Raises:
+        UsageError: there is no such task.
+    """
+    _import_ours()
+    kind = name.split(":")[0]
+    if kind not in _KINDS:
+        raise UsageError(f"unknown task {name!r}; known are {', '.join(task.usage for task in kinds())}")
+    return _KINDS[kind]
+
+
+def options() -> list[TaskOption[object]]:
+    """Every option of any task, each once."""
+    return list({option.name: option for task in kinds() for option in task.options}.values())
+
+
+def check_options(given: Mapping[str, object]) -> None:
+    """Check that some task has each of these options.
+
+    Raises:
+        UsageError: none has; all such are named.
+    """
+    unknown = sorted(given.keys() - {option.name for option in options()})
+    if unknown:
+        raise UsageError(f"no task has an option {', '.join(unknown)}")
+
+
+def make_tasks(names: Sequence[str], given: Mapping[str, object], batch_tokens: int) -> list[Task]:
+    """The tasks of some names, their items and text read.
+
+    Raises:
+        UsageError: an unknown task, or items or text that cannot be read; all of them are named.
+        MissingDependencyError: a package that a task needs is not installed.
+    """
+    tasks, faults = [], []
+    for name in dict.fromkeys(names):
+        try:
+            tasks.append(kind_of(name).parse(name, given, batch_tokens))
+        except UsageError as error:
+            faults.append(str(error))
+    if faults:
+        raise UsageError("; ".join(dict.fromkeys(faults)))
+    return tasks
+
+
+@cache
+def _import_ours() -> None:
+    import_all(sys.modules[__name__])

@@ -1,0 +1,91 @@
+"""HellaSwag as a task."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, Self
+
+from diffquant.evals.columns import ItemColumns
+from diffquant.evals.stats import estimate
+from diffquant.evals.task import LIMIT, Task, TaskOption, at_least_one
+from diffquant.evals.task_result import TaskResult
+from diffquant.evals.tasks import register
+from diffquant.support.plain_data import JsonObject
+from diffquant.support.progress import Progress
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from diffquant.evals.hellaswag import Item
+    from diffquant.evals.language_model import LanguageModel, States
+
+_ITEMS = TaskOption[Path | None]("items", None, "HellaSwag items as JSONL; 1,000 ship.", Path)
+
+
+@register
+@dataclass(frozen=True, kw_only=True)
+class HellaSwag(Task):
+    """Which of four endings a model finds likeliest.
+
+    Attributes:
+        items: contexts with their endings, in order.
+    """
+
+    kind: ClassVar = "hellaswag"
+    usage: ClassVar = "hellaswag"
+    options: ClassVar = (LIMIT, _ITEMS)
+    columns: ClassVar = ItemColumns(named_alone=False)
+
+    items: "tuple[Item, ...]"
+
+    @classmethod
+    def parse(cls, name: str, given: Mapping[str, object], batch_tokens: int) -> Self:
+        from diffquant.evals.hellaswag import load_items
+
+        if name != cls.kind:
+            raise cls.misread(name)
+        items = load_items(_ITEMS.of(given), at_least_one(LIMIT, given))
+        return cls(items=tuple(items), batch_tokens=batch_tokens)
+
+    @property
+    def name(self) -> str:
+        return self.kind
+
+    def identity(self) -> JsonObject:
+        from diffquant.evals.hellaswag import identity
+
+        return {
+            "name": self.name,
+            "shots": 0,
+            "n": len(self.items),
+            "items": identity(self.items),
+            "batch_tokens": self.batch_tokens,
+        }
+
+    def run(
+        self,
+        model: "LanguageModel",
+        tokenizer: "PreTrainedTokenizerBase",
+        reference: "States | None",
+        progress: Progress,
+    ) -> TaskResult:
+        from diffquant.evals import hellaswag
+
+        outcome = hellaswag.evaluate(model, tokenizer, self.items, self.batch_tokens, progress)
+        acc, acc_norm = estimate(outcome.correct), estimate(outcome.correct_norm)
+        return TaskResult(
+            metric="acc_norm",
+            score=acc_norm.mean,
+            n=acc.n,
+            values=[int(right) for right in outcome.correct_norm],
+            choices=outcome.choices_norm,
+            details={
+                "acc": acc.mean,
+                "acc_se": acc.se,
+                "acc_norm": acc_norm.mean,
+                "acc_norm_se": acc_norm.se,
+                "choices_by_sum": outcome.choices,
+                "labels": outcome.labels,
+                "logprobs": [[round(p, 5) for p in row] for row in outcome.logprobs],
+            },
+        )

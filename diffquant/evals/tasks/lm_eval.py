@@ -1,0 +1,66 @@
+"""Any task of lm-eval, scored by our scorer."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Self
+
+from diffquant.evals.columns import ItemColumns
+from diffquant.evals.task import LIMIT, Task, at_least_one
+from diffquant.evals.task_result import TaskResult
+from diffquant.evals.tasks import register
+from diffquant.support.plain_data import JsonObject
+from diffquant.support.progress import Progress
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from diffquant.evals.language_model import LanguageModel, States
+
+
+@register
+@dataclass(frozen=True, kw_only=True)
+class Harness(Task):
+    """A task of lm-eval.
+
+    Attributes:
+        task: name that lm-eval knows, or path of a task's YAML file.
+        limit: number of items of each subtask; None for all.
+    """
+
+    kind: ClassVar = "lm-eval"
+    usage: ClassVar = "lm-eval:NAME"
+    options: ClassVar = (LIMIT,)
+    columns: ClassVar = ItemColumns()
+
+    task: str
+    limit: int | None
+
+    @classmethod
+    def parse(cls, name: str, given: Mapping[str, object], batch_tokens: int) -> Self:
+        from diffquant.evals.harness import require_lm_eval
+
+        _, _, task = name.partition(":")
+        if not task:
+            raise cls.misread(name)
+        require_lm_eval()
+        return cls(task=task, limit=at_least_one(LIMIT, given), batch_tokens=batch_tokens)
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind}:{self.task}"
+
+    def identity(self) -> JsonObject:
+        from diffquant.evals.harness import task_identity
+
+        return {"name": self.name, "limit": self.limit, "batch_tokens": self.batch_tokens} | task_identity(self.task)
+
+    def run(
+        self,
+        model: "LanguageModel",
+        tokenizer: "PreTrainedTokenizerBase",
+        reference: "States | None",
+        progress: Progress,
+    ) -> TaskResult:
+        from diffquant.evals.harness import run_task
+
+        return run_task(model, tokenizer, self.task, self.limit, self.batch_tokens, progress)

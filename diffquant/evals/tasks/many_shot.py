@@ -1,0 +1,120 @@
+"""Many-shot in-context classification as a task."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, Self
+
+from diffquant.errors import UsageError
+from diffquant.evals.columns import ItemColumns
+from diffquant.evals.plots.shots import plot_shots
+from diffquant.evals.stats import estimate
+from diffquant.evals.task import LIMIT, Task, TaskOption, at_least_one
+from diffquant.evals.task_result import TaskResult
+from diffquant.evals.tasks import register
+from diffquant.support.plain_data import JsonObject
+from diffquant.support.progress import Progress
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from diffquant.evals.labelled import Dataset
+    from diffquant.evals.language_model import LanguageModel, States
+    from diffquant.evals.manyshot import Plan
+
+_NAME = re.compile(r"many-shot:(all|\d+)(?::(\d+))?")
+_TRAIN = TaskOption[Path | None](
+    "train", None, "Labelled texts for many-shot: .jsonl, .csv, .tsv, .label, .json.", Path
+)
+_TEST = TaskOption[Path | None]("test", None, "The texts many-shot asks for; Clinc150's one file has both.", Path)
+_FINE = TaskOption("fine", False, "TREC's fine labels in place of its coarse ones.", bool)
+
+
+@register
+@dataclass(frozen=True, kw_only=True)
+class ManyShot(Task):
+    """Classification after demonstrations; where that is all that fit, their number depends on the tokenizer.
+
+    Attributes:
+        data: examples to show and to ask for.
+        plan: which prompts are made.
+        limit: number of texts that are asked for; None for all.
+    """
+
+    kind: ClassVar = "many-shot"
+    usage: ClassVar = "many-shot:SHOTS[:DRAWS]"
+    options: ClassVar = (LIMIT, _TRAIN, _TEST, _FINE)
+    columns: ClassVar = ItemColumns()
+    plots: ClassVar = {"shots.png": plot_shots}
+
+    data: "Dataset"
+    plan: "Plan"
+    limit: int | None
+
+    @classmethod
+    def parse(cls, name: str, given: Mapping[str, object], batch_tokens: int) -> Self:
+        from diffquant.evals.labelled import load
+        from diffquant.evals.manyshot import Plan
+
+        parts = _NAME.fullmatch(name)
+        if parts is None:
+            raise cls.misread(name, "many-shot:48 or :all:5")
+        shots, draws = parts.groups(default="1")
+        plan = Plan(None if shots == "all" else int(shots), int(draws))
+        train = _TRAIN.of(given)
+        if train is None:
+            raise UsageError(f"{name} needs labelled texts: give --train FILE and --test FILE")
+        data = load(train, _TEST.of(given), _FINE.of(given))
+        plan.check(data)
+        return cls(data=data, plan=plan, limit=at_least_one(LIMIT, given), batch_tokens=batch_tokens)
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind}:{self.plan.shots or 'all'}:{self.plan.draws}"
+
+    def identity(self) -> JsonObject:
+        from diffquant.evals.labelled import identity
+        from diffquant.evals.manyshot import PROMPT_FORMAT
+
+        return {
+            "name": self.name,
+            "prompts": PROMPT_FORMAT,
+            "train": identity(self.data.train),
+            "test": identity(self.data.test),
+            "seed": self.plan.seed,
+            "limit": self.limit,
+            "batch_tokens": self.batch_tokens,
+        }
+
+    def run(
+        self,
+        model: "LanguageModel",
+        tokenizer: "PreTrainedTokenizerBase",
+        reference: "States | None",
+        progress: Progress,
+    ) -> TaskResult:
+        from diffquant.evals import manyshot
+
+        outcome = manyshot.evaluate(model, tokenizer, self.data, self.plan, self.limit, self.batch_tokens, progress)
+        score = estimate(outcome.correct)
+        # An item flips where it has one answer.
+        once = self.plan.draws == 1
+        by_draw: JsonObject = {} if once else {"choices_by_draw": outcome.choices}
+        return TaskResult(
+            metric="acc",
+            score=score.mean,
+            n=score.n,
+            values=[int(right) for right in outcome.correct] if once else outcome.correct,
+            choices=outcome.choices[0] if once else None,
+            details=by_draw
+            | {
+                "acc": score.mean,
+                "acc_se": score.se,
+                "labels": outcome.right,
+                "classes": list(outcome.labels),
+                "shots": outcome.shots,
+                "tokens": outcome.tokens,
+                "by_draw": outcome.by_draw,
+            },
+        )

@@ -1,0 +1,114 @@
+"""Multi-needle retrieval as a task."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Self
+
+from diffquant.evals.columns import ItemColumns
+from diffquant.evals.defaults import LENGTHS
+from diffquant.evals.plots.places import plot_places
+from diffquant.evals.stats import estimate
+from diffquant.evals.task import LIMIT, TEXT, Task, TaskOption, at_least_one
+from diffquant.evals.task_result import TaskResult
+from diffquant.evals.tasks import register
+from diffquant.support.listed import listed_numbers
+from diffquant.support.plain_data import JsonObject
+from diffquant.support.progress import Progress
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from diffquant.evals.language_model import LanguageModel, States
+    from diffquant.evals.needle import Plan
+
+
+def _read_lengths(text: str) -> tuple[int, ...]:
+    return listed_numbers("--lengths", text, "1024,4096")
+
+
+_LENGTHS = TaskOption[tuple[int, ...]](
+    "lengths",
+    LENGTHS,
+    "Tokens of needle prompts, such as 1024,4096.",
+    str,
+    written=",".join(map(str, LENGTHS)),
+    read=_read_lengths,
+)
+
+
+@register
+@dataclass(frozen=True, kw_only=True)
+class Needle(Task):
+    """Retrieval of numbers hidden in prose; the items depend on the tokenizer.
+
+    Attributes:
+        text: prose that they are hidden in.
+        plan: which items are made.
+        limit: number of items that are asked for; None for all.
+    """
+
+    kind: ClassVar = "needle"
+    usage: ClassVar = "needle[:N[:R]]"
+    options: ClassVar = (LIMIT, TEXT, _LENGTHS)
+    columns: ClassVar = ItemColumns()
+    plots: ClassVar = {"places.png": plot_places}
+
+    text: str
+    plan: "Plan"
+    limit: int | None
+
+    @classmethod
+    def parse(cls, name: str, given: Mapping[str, object], batch_tokens: int) -> Self:
+        from diffquant.evals.needle import Plan
+        from diffquant.text.corpus import load_text
+
+        counts = name.split(":")[1:]
+        if len(counts) > 2 or not all(count.isdecimal() for count in counts):
+            raise cls.misread(name, "needle:4:2")
+        needles, asked = (*map(int, counts), 1, 1)[:2]
+        plan = Plan(needles, asked, _LENGTHS.of(given))
+        text = load_text(TEXT.of(given))
+        return cls(text=text, plan=plan, limit=at_least_one(LIMIT, given), batch_tokens=batch_tokens)
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind}:{self.plan.needles}:{self.plan.asked}"
+
+    def identity(self) -> JsonObject:
+        from diffquant.evals.needle import ITEMS_FORMAT
+        from diffquant.text.corpus import identity
+
+        return {
+            "name": self.name,
+            "items": ITEMS_FORMAT,
+            "text": identity(self.text),
+            "lengths": list(self.plan.lengths),
+            "samples": self.plan.samples,
+            "seed": self.plan.seed,
+            "limit": self.limit,
+            "batch_tokens": self.batch_tokens,
+        }
+
+    def run(
+        self,
+        model: "LanguageModel",
+        tokenizer: "PreTrainedTokenizerBase",
+        reference: "States | None",
+        progress: Progress,
+    ) -> TaskResult:
+        from diffquant.evals import needle
+
+        outcome = needle.evaluate(model, tokenizer, self.text, self.plan, self.limit, self.batch_tokens, progress)
+        score = estimate(outcome.retrieved)
+        return TaskResult(
+            metric="retrieved",
+            score=score.mean,
+            n=score.n,
+            values=outcome.retrieved,
+            details={
+                "retrieved": score.mean,
+                "retrieved_se": score.se,
+                "items": needle.identity(outcome.items),
+                "by_place": outcome.by_place(),
+            },
+        )

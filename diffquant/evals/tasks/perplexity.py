@@ -1,0 +1,136 @@
+"""Perplexity of a text as a task, with the KL divergence from the 16-bit model."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Self
+
+from diffquant.evals.columns import FAILED, Compared, number
+from diffquant.evals.defaults import STRIDE, WINDOW
+from diffquant.evals.task import TEXT, Task, TaskOption, at_least_one
+from diffquant.evals.task_result import TaskResult
+from diffquant.evals.tasks import register
+from diffquant.support.plain_data import JsonObject
+from diffquant.support.progress import Progress
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from diffquant.evals.language_model import LanguageModel, States
+
+_NUMBERS = ("perplexity", "bits_per_byte", "kl")
+
+
+def _all_where_zero(count: int) -> int | None:
+    return count or None
+
+
+_CHARACTERS = TaskOption[int | None](
+    "characters", 65536, "Characters of the text that are read; 0 for all.", int, minimum=0, read=_all_where_zero
+)
+_WINDOW = TaskOption("window", WINDOW, "Tokens the model sees at once, for perplexity.", int)
+_STRIDE = TaskOption("stride", STRIDE, "Tokens from one window to the next.", int)
+
+
+class TextColumns:
+    """Columns of how well a text was predicted: perplexity and KL."""
+
+    by_item: ClassVar[bool] = False
+
+    def heads(self, task: str, results: Sequence[TaskResult], alone: bool) -> list[str]:
+        return ["ppl", "KL"]
+
+    def texts(self, compared: Compared) -> list[str]:
+        numbers = self.record("", compared)
+        perplexity = FAILED if compared.result is None else f"{numbers['perplexity']:.4g}"
+        return [perplexity, number(numbers["kl"], ".2g")]
+
+    def record(self, task: str, compared: Compared) -> JsonObject:
+        details = compared.result.details if compared.result else {}
+        return {name: details.get(name) for name in _NUMBERS}
+
+    def unmeasured(self) -> JsonObject:
+        return dict.fromkeys(_NUMBERS)
+
+    def drawn(self, result: TaskResult) -> tuple[float, float]:
+        return result.details["perplexity"], 0.0
+
+    def label(self, task: str, result: TaskResult) -> str:
+        return "perplexity"
+
+    def notes(self, results: Sequence[TaskResult]) -> list[str]:
+        return ["KL is the mean of KL(16 bits || quantized) over next-token distributions, in nats."]
+
+
+@register
+@dataclass(frozen=True, kw_only=True)
+class Perplexity(Task):
+    """Perplexity of a text in windows.
+
+    Attributes:
+        text: what is read.
+        window, stride: tokens seen at once, and from one window to the next.
+    """
+
+    kind: ClassVar = "perplexity"
+    usage: ClassVar = "perplexity"
+    options: ClassVar = (TEXT, _CHARACTERS, _WINDOW, _STRIDE)
+    columns: ClassVar = TextColumns()
+    compares_with_16_bits: ClassVar = True
+
+    text: str
+    window: int
+    stride: int
+
+    @classmethod
+    def parse(cls, name: str, given: Mapping[str, object], batch_tokens: int) -> Self:
+        from diffquant.evals.perplexity import check_windows
+        from diffquant.text.corpus import load_text
+
+        if name != cls.kind:
+            raise cls.misread(name)
+        window, stride = _WINDOW.of(given), _STRIDE.of(given)
+        check_windows(window, stride)
+        text = load_text(TEXT.of(given), at_least_one(_CHARACTERS, given))
+        return cls(text=text, window=window, stride=stride, batch_tokens=batch_tokens)
+
+    @property
+    def name(self) -> str:
+        return self.kind
+
+    def identity(self) -> JsonObject:
+        from diffquant.text.corpus import identity
+
+        return {
+            "name": self.name,
+            "text": identity(self.text),
+            "characters": len(self.text),
+            "window": self.window,
+            "stride": self.stride,
+            "batch_tokens": self.batch_tokens,
+        }
+
+    def run(
+        self,
+        model: "LanguageModel",
+        tokenizer: "PreTrainedTokenizerBase",
+        reference: "States | None",
+        progress: Progress,
+    ) -> TaskResult:
+        from diffquant.evals.perplexity import evaluate
+
+        score = evaluate(model, tokenizer, self.text, self.window, self.stride, self.batch_tokens, reference, progress)
+        return TaskResult(
+            metric="perplexity",
+            details={
+                "perplexity": score.perplexity,
+                "bits_per_byte": score.bits_per_byte,
+                "kl": score.kl,
+                "tokens": score.tokens,
+                "text_bytes": score.text_bytes,
+            },
+        )
+
+    def reference(self, model: "LanguageModel", tokenizer: "PreTrainedTokenizerBase", progress: Progress) -> "States":
+        from diffquant.evals.perplexity import reference_of
+
+        return reference_of(model, tokenizer, self.text, self.window, self.stride, self.batch_tokens, progress)

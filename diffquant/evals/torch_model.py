@@ -1,0 +1,109 @@
+"""Models in torch as language models: `DiffTransformer`, and any causal model with Hugging Face's calls."""
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+from transformers import Cache, DynamicCache, PreTrainedModel
+
+from diffquant.evals.language_model import LanguageModel, States, TokenCache, shares_prefixes
+from diffquant.scheme import Recipe
+from diffquant.text.tokens import end_token, max_length
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+# Entries of the head's weight that are widened to float32 at once: 32 MiB.
+_WIDENED_ENTRIES = 1 << 23
+
+
+@dataclass(frozen=True)
+class HiddenStates(States):
+    """The last hidden states, and the head that makes logits of them.
+
+    Attributes:
+        head: projection [V, W] to the vocabulary.
+    """
+
+    head: nn.Linear
+
+    @property
+    def vocabulary(self) -> int:
+        return self.head.out_features
+
+    def logits(self) -> Tensor:
+        return self.head(self.values).float()
+
+    def exact_logits(self) -> Tensor:
+        weight, wide = self.head.weight, self.values.float()
+        rows = max(1, _WIDENED_ENTRIES // weight.shape[1])
+        return torch.cat([linear(wide, part.float()) for part in weight.split(rows)], -1)
+
+
+class TorchCache:
+    """A transformers cache as a `TokenCache`."""
+
+    def __init__(self, cache: Cache) -> None:
+        self.cache = cache
+
+    def select(self, rows: Tensor) -> None:
+        self.cache.batch_select_indices(rows)
+
+    def branch(self) -> Self:
+        return copy.deepcopy(self)
+
+
+class TorchModel(LanguageModel):
+    """A causal model in torch.
+
+    Args:
+        model: a `DiffTransformer`, or another causal model of transformers, in eval mode.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.device
+
+    @property
+    def shares_prefixes(self) -> bool:
+        # A model without a recipe is not quantized.
+        return shares_prefixes(getattr(self.model, "recipe", None) or Recipe())
+
+    def max_length(self, tokenizer: "PreTrainedTokenizerBase | None") -> int:
+        return max_length(self.model.config, tokenizer)
+
+    def new_cache(self) -> TorchCache:
+        return TorchCache(self.model.new_cache() if hasattr(self.model, "new_cache") else DynamicCache())
+
+    def read(self, ids: Tensor, mask: Tensor | None = None, cache: TokenCache | None = None) -> HiddenStates:
+        """The last hidden states; a `DiffTransformer` counts positions over what the mask keeps."""
+        past = cache.cache if isinstance(cache, TorchCache) else None
+        out = self.model.model(input_ids=ids, attention_mask=mask, past_key_values=past, use_cache=past is not None)
+        return HiddenStates(out.last_hidden_state, self.model.lm_head)
+
+    def generate(
+        self,
+        prompt: Sequence[int],
+        new_tokens: int,
+        stops: Sequence[str],
+        tokenizer: "PreTrainedTokenizerBase",
+        sampling: Mapping[str, object],
+    ) -> list[int]:
+        ids = torch.tensor([list(prompt)], device=self.device)
+        out = self.model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=new_tokens,
+            stop_strings=list(stops),
+            tokenizer=tokenizer,
+            pad_token_id=end_token(tokenizer),
+            **sampling,
+        )
+        return out[0, len(prompt) :].tolist()

@@ -1,0 +1,11 @@
+"""Registries that fill themselves: a file beside the others is all that an extension adds."""
+
+from importlib import import_module
+from pkgutil import iter_modules
+from types import ModuleType
+
+
+def import_all(package: ModuleType) -> None:
+    """Import every module of a package, in alphabetical order, so that each registers what it defines."""
+    for module in sorted(info.name for info in iter_modules(package.__path__)):
+        import_module(f"{package.__name__}.{module}")

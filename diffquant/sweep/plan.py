@@ -1,0 +1,104 @@
+"""What a run will do: everything that can be wrong is wrong here, before the first cell."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from diffquant.attention import check_backend
+from diffquant.errors import CheckpointError, UsageError
+from diffquant.evals.task import Task
+from diffquant.evals.tasks import make_tasks
+from diffquant.loading import check_loadable
+from diffquant.scheme import LAYER_TARGETS
+from diffquant.source.ranges import check_taken, read_any_ranges
+from diffquant.source.source import Source, open_source
+from diffquant.support.devices import check_device, resolve
+from diffquant.sweep.exported import ExportedSubject, Runtime, check_as_it_is, describe, exported_points
+from diffquant.sweep.grid import Point, SweepOptions, points
+from diffquant.sweep.session import CheckpointSubject, Setup, Subject
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Points, tasks, and what each model is opened from.
+
+    Attributes:
+        points: every configuration, a model's 16 bits first.
+        sources: checkpoints by the path that the caller named.
+        subjects: checkpoints and exported folders by the path that the caller named.
+    """
+
+    points: list[Point]
+    tasks: list[Task]
+    sources: dict[Path, Source]
+    subjects: dict[Path, Subject]
+    setup: Setup
+
+
+def make_plan(models: Sequence[Path], options: SweepOptions, runtime: Runtime | None) -> Plan:
+    """Open every model and read every task's items.
+
+    Raises:
+        UsageError, CheckpointError, MissingDependencyError: whatever is wrong with models, options or data.
+    """
+    exported = describe(models, runtime)
+    checkpoints = [model for model in models if model not in exported]
+    if not checkpoints and exported:
+        check_as_it_is(options)
+    grid = points(checkpoints, options) if checkpoints or not exported else []
+    tasks = make_tasks(options.tasks, options.task_options, options.batch_tokens)
+    check_device(options.device)
+    check_backend(options.attention, (scheme for point in grid for scheme in point.recipe.schemes_of("logits")))
+    sources = {model: open_source(model) for model in checkpoints}
+    recipes = {model: [point.recipe for point in grid if point.model == model] for model in checkpoints}
+    for model, source in sources.items():
+        check_loadable(source, recipes[model])
+    setup = Setup(resolve(options.dtype, options.device), options.device, options.attention)
+    scales = _scales_by_model(sources, options.scales)
+    for point in grid:
+        _check_scales(point, scales.get(point.model))
+    for model, file in scales.items():
+        check_taken(file, recipes[model])
+    checkpoints_by_path = {
+        model: CheckpointSubject(source, setup, scales.get(model)) for model, source in sources.items()
+    }
+    folders = exported_points(exported, sources)
+    exports = {
+        point.model: ExportedSubject(
+            point.model,
+            exported[point.model],
+            runtime,
+            checkpoints_by_path[point.compared_with] if point.compared_with else None,
+            setup,
+        )
+        for point in folders
+        if runtime is not None
+    }
+    return Plan(grid + folders, tasks, sources, {**checkpoints_by_path, **exports}, setup)
+
+
+def _scales_by_model(sources: Mapping[Path, Source], files: Sequence[Path]) -> dict[Path, Path]:
+    """The file of each model that has one.
+
+    Raises:
+        CheckpointError: a file belongs to none of the models.
+        UsageError: two files belong to one.
+    """
+    owners = {source.fingerprint: model for model, source in sources.items()}
+    files_by_model: dict[Path, Path] = {}
+    for file in files:
+        owner = owners.get(read_any_ranges(file).model)
+        if owner is None:
+            raise CheckpointError(f"{file} was calibrated on none of {', '.join(map(str, sources))}")
+        if owner in files_by_model:
+            raise UsageError(f"{files_by_model[owner]} and {file} are both of {owner}; sweep them into two folders")
+        files_by_model[owner] = file
+    return files_by_model
+
+
+def _check_scales(point: Point, scales: Path | None) -> None:
+    static = [target for target in LAYER_TARGETS if point.recipe.is_static(target)]
+    if static and scales is None:
+        raise UsageError(f"{point.label} needs scales calibrated on {point.model}: pass --scales")
+    if static and scales is not None:
+        read_any_ranges(scales).check(point.recipe)

@@ -1,0 +1,90 @@
+"""Cells that exist are recognized: identities and results read as they were written when the first ones were made."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from diffquant.evals.tasks import kind_of, make_tasks
+from diffquant.sweep.measurement import Measurement
+
+RESULTS = Path(__file__).parents[2] / "bench" / "results"
+SWEEPS = sorted(RESULTS.glob("*/sweep.json"))
+LABELLED = "numeric\tHow far is it?\nhuman\tWho was it?\nnumeric\tHow much?\nhuman\tWho came?\n"
+# Cells that people keep have these in their keys.
+HELLASWAG = {"name": "hellaswag", "shots": 0, "n": 3, "items": "81e59b7cd841015b", "batch_tokens": 4096}
+PERPLEXITY = {
+    "name": "perplexity",
+    "text": "8ad6d9787cdd74ae",
+    "characters": 700,
+    "window": 64,
+    "stride": 16,
+    "batch_tokens": 4096,
+}
+NEEDLE = {
+    "name": "needle:4:2",
+    "items": 1,
+    "text": "1cd49f71124d27bc",
+    "lengths": [64, 96],
+    "samples": 50,
+    "seed": 0,
+    "limit": 8,
+    "batch_tokens": 4096,
+}
+MANY_SHOT = {
+    "name": "many-shot:3:2",
+    "prompts": 1,
+    "train": "1f1d52c218090727",
+    "test": "1f1d52c218090727",
+    "seed": 0,
+    "limit": 4,
+    "batch_tokens": 4096,
+}
+
+
+def identity(name, **options):
+    (task,) = make_tasks([name], options, 4096)
+    return task.identity()
+
+
+@pytest.fixture
+def labelled(tmp_path):
+    path = tmp_path / "examples.jsonl"
+    rows = [{"text": text, "label": label} for label, text in (line.split("\t") for line in LABELLED.splitlines())]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return {"train": path, "test": path}
+
+
+def test_identities_are_pinned(labelled):
+    assert identity("hellaswag", limit=3) == HELLASWAG
+    assert identity("perplexity", characters=700, window=64, stride=16) == PERPLEXITY
+    assert identity("needle:4:2", lengths=(64, 96), limit=8) == NEEDLE
+    assert identity("many-shot:3:2", limit=4, **labelled) == MANY_SHOT
+    harness = identity("lm-eval:arc_easy", limit=5)
+    assert harness.pop("lm_eval")
+    assert harness == {"name": "lm-eval:arc_easy", "limit": 5, "batch_tokens": 4096}
+
+
+def test_a_short_name_is_that_of_its_defaults(labelled):
+    assert identity("needle") == identity("needle:1:1")
+    assert identity("many-shot:3", **labelled) == identity("many-shot:3:1", **labelled)
+
+
+@pytest.mark.parametrize("path", SWEEPS, ids=[path.parent.name for path in SWEEPS])
+def test_committed_cells_read_and_write_as_they_are(path):
+    cells = json.loads(path.read_text())["cells"]
+    for cell in cells:
+        assert Measurement.from_dict(cell["result"]).to_dict() == cell["result"]
+        assert kind_of(cell["task"]).columns.drawn(Measurement.from_dict(cell["result"]).result)
+
+
+@pytest.mark.parametrize("path", SWEEPS, ids=[path.parent.name for path in SWEEPS])
+def test_committed_identities_are_those_of_today(path):
+    """Of the tasks whose data ship: the same options give the same identity."""
+    settings = json.loads(path.read_text())["settings"]
+    options = {name: settings["options"][name] for name in ("limit", "characters", "window", "stride")}
+    options["lengths"] = tuple(settings["options"].get("lengths", (256,)))
+    if settings["options"]["items"] or settings["options"]["text"]:
+        pytest.skip("its data do not ship")
+    tasks = make_tasks([task["name"] for task in settings["tasks"]], options, settings["options"]["batch_tokens"])
+    assert [task.identity() for task in tasks] == settings["tasks"]

@@ -1,0 +1,135 @@
+"""A task of three items that only this file knows: registered, swept, tabulated, and offered by the command line."""
+
+import json
+import sys
+from dataclasses import dataclass
+from typing import ClassVar
+
+import pytest
+
+from diffquant.errors import UsageError
+from diffquant.evals import tasks
+from diffquant.evals.columns import ItemColumns
+from diffquant.evals.encoding import PairEncoder
+from diffquant.evals.scoring import score
+from diffquant.evals.task import LIMIT, Task, TaskOption
+from diffquant.evals.task_result import TaskResult
+from diffquant.sweep import SweepOptions, run_sweep, write_outputs
+from diffquant.sweep.evaluate import evaluate
+from diffquant.sweep.plot import lines
+from diffquant.sweep.table import json_rows, text_table
+from tests.support import tiny_lm
+
+SHOUT = TaskOption("shout", False, "Ask in capitals.", bool)
+QUESTIONS = (("The sky is", (" blue", " loud")), ("Grass is", (" green", " late")), ("Snow is", (" white", " round")))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Colours(Task):
+    """Which of two words follows, by likelihood."""
+
+    kind: ClassVar = "colours"
+    usage: ClassVar = "colours"
+    options: ClassVar = (SHOUT,)
+    columns: ClassVar = ItemColumns()
+
+    shout: bool
+
+    @classmethod
+    def parse(cls, name, given, batch_tokens):
+        if name != cls.kind:
+            raise cls.misread(name)
+        return cls(shout=SHOUT.of(given), batch_tokens=batch_tokens)
+
+    @property
+    def name(self):
+        return self.kind
+
+    def identity(self):
+        return {"name": self.name, "shout": self.shout, "batch_tokens": self.batch_tokens}
+
+    def run(self, model, tokenizer, reference, progress):
+        encoder = PairEncoder(tokenizer, model.max_length(tokenizer))
+        asked = [(q.upper() if self.shout else q, word) for q, words in QUESTIONS for word in words]
+        logprobs = [s.logprob for s in score(model, encoder.requests(asked), self.batch_tokens, progress)]
+        choices = [int(wrong > right) for right, wrong in zip(logprobs[::2], logprobs[1::2], strict=True)]
+        values = [1 - choice for choice in choices]
+        return TaskResult(metric="acc", score=sum(values) / 3, n=3, values=values, choices=choices)
+
+
+@pytest.fixture
+def known(monkeypatch):
+    """The task in a registry that is put back."""
+    tasks.kinds()
+    monkeypatch.setattr(tasks, "_KINDS", dict(tasks._KINDS))
+    tasks.register(Colours)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return tiny_lm.write_llama(tmp_path_factory.mktemp("models") / "model")
+
+
+@pytest.mark.usefixtures("known")
+def test_a_registered_task_is_swept_tabulated_and_drawn(model, tmp_path):
+    options = SweepOptions(tasks=("colours",), bits=(16, 2), task_options={"shout": True}, dtype="float32")
+    result = run_sweep([model], options, tmp_path)
+    result.require_complete()
+    full, low = json_rows(result)
+    assert full["colours n"] == 3
+    assert low["colours difference"] == pytest.approx(low["colours score"] - full["colours score"])
+    assert "colours acc" in text_table(result).splitlines()[0]
+    assert [bits for bits, _, _ in lines(result, "logits")[0].points] == [16, 2]
+    assert "plot.png" in {path.name for path in write_outputs(result, tmp_path)}
+    written = json.loads((tmp_path / "sweep.json").read_text())
+    assert written["cells"][0]["result"]["values"] == result.cells[0].result.values
+    assert written["settings"]["options"]["shout"] is True
+    assert evaluate(model, None, options)["colours"] == result.cells[0].result
+
+
+@pytest.mark.usefixtures("known")
+def test_its_option_is_part_of_the_address_and_of_no_other_task(model, tmp_path):
+    for shout in (False, True):
+        options = SweepOptions(tasks=("colours",), bits=(16,), task_options={"shout": shout}, dtype="float32")
+        run_sweep([model], options, tmp_path).require_complete()
+    assert len(list((tmp_path / "cells").iterdir())) == 2
+
+
+@pytest.mark.usefixtures("known")
+def test_a_kind_twice_and_an_option_that_means_two_things_are_refused():
+    with pytest.raises(ValueError, match="'colours' is registered twice"):
+        tasks.register(Colours)
+
+    class Other(Colours):
+        kind = "other"
+        options = (LIMIT, TaskOption("shout", "loudly", "How to ask.", str))
+
+    with pytest.raises(ValueError, match="options of their own named shout"):
+        tasks.register(Other)
+
+
+def test_without_it_neither_task_nor_option_is_known(model, tmp_path):
+    with pytest.raises(UsageError, match="unknown task 'colours'; known are hellaswag, lm-eval:NAME"):
+        run_sweep([model], SweepOptions(tasks=("colours",)), tmp_path / "out")
+    with pytest.raises(UsageError, match="no task has an option shout"):
+        SweepOptions(task_options={"shout": True})
+
+
+@pytest.mark.usefixtures("known")
+def test_the_command_line_offers_its_option_and_passes_it_on(model, monkeypatch, capsys):
+    import typer
+
+    from diffquant.cli.expanded import TaskOptions, expanded
+
+    app = typer.Typer()
+
+    @app.command()
+    @expanded
+    def show(*, task_options: TaskOptions) -> None:
+        typer.echo(json.dumps(task_options.given, default=str))
+
+    monkeypatch.setattr(sys, "argv", ["show", "--shout", "--lengths", "32,64", "--characters", "0"])
+    with pytest.raises(SystemExit):
+        app()
+    given = json.loads(capsys.readouterr().out)
+    assert (given["shout"], given["lengths"], given["characters"], given["window"]) == (True, [32, 64], None, 1024)
