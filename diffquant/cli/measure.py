@@ -14,7 +14,7 @@ from diffquant.support.listed import listed
 from diffquant.support.progress import progress_for
 
 if TYPE_CHECKING:
-    from diffquant.sweep.exported import Runtime
+    pass
 
 
 @dataclass(frozen=True)
@@ -65,11 +65,12 @@ def sweep(
         attention=run.attention,
         device=run.device,
     )
+    from diffquant.export.targets import runtime_of
     from diffquant.sweep.outputs import write_outputs
     from diffquant.sweep.run import run_sweep
     from diffquant.sweep.table import text_table
 
-    result = run_sweep(models, options, output, progress_for("sweep"), _runtime(models))
+    result = run_sweep(models, options, output, progress_for("sweep"), runtime_of)
     written = write_outputs(result, output)
     typer.echo(result.to_json() if run.as_json else text_table(result))
     typer.echo(f"wrote {', '.join(map(str, written))}", err=run.as_json)
@@ -98,22 +99,9 @@ def eval_(
         attention=run.attention,
         device=run.device,
     )
+    from diffquant.export.targets import runtime_of
     from diffquant.sweep.evaluate import evaluate, summary
 
-    results = evaluate(model, recipe_options.given(), options, progress_for("eval"), _runtime([model]))
+    results = evaluate(model, recipe_options.given(), options, progress_for("eval"), runtime_of)
     as_dicts = {name: result.to_dict() for name, result in results.items()}
     typer.echo(json.dumps(as_dicts) if run.as_json else summary(results))
-
-
-def _runtime(models: list[Path]) -> "Runtime | None":
-    """What runs the exported folders among the models, where there are any."""
-    from diffquant.sweep.exported import is_exported
-
-    if not any(map(is_exported, models)):
-        return None
-    from diffquant.export import require
-
-    require()
-    from diffquant.export.runtime.scoring import OnnxRuntime
-
-    return OnnxRuntime()

@@ -12,7 +12,7 @@ from diffquant.source.ranges import check_taken
 from diffquant.source.source import open_source
 from diffquant.support.devices import resolve
 from diffquant.support.progress import Progress, silent
-from diffquant.sweep.exported import ExportedSubject, Runtime, check_as_it_is, describe
+from diffquant.sweep.exported import ExportedSubject, RuntimeOf, check_as_it_is, checkpoints_alone
 from diffquant.sweep.grid import SweepOptions
 from diffquant.sweep.session import CheckpointSubject, Setup, Subject
 
@@ -22,7 +22,7 @@ def evaluate(
     recipe: Recipe | None,
     options: SweepOptions,
     progress: Progress = silent,
-    runtime: Runtime | None = None,
+    runtime_of: RuntimeOf = checkpoints_alone,
 ) -> dict[str, TaskResult]:
     """Results by task.
 
@@ -30,20 +30,20 @@ def evaluate(
         path: checkpoint, or exported folder, which is measured as it is.
         recipe: what to simulate; a quantized checkpoint's own by default.
         options: tasks and their options, dtype, device and scales; what concerns a grid is not looked at.
-        runtime: opens an exported folder.
+        runtime_of: finds what opens an exported folder.
 
     Raises:
         DiffQuantError: the checkpoint, the tasks or their data cannot be read; all before the first item.
         NotFiredError: a layer did not quantize its logits.
     """
     check_backend(options.attention)
-    exported = describe([path], runtime)
-    if exported:
+    runtime = runtime_of(path)
+    if runtime is not None:
         check_as_it_is(options, recipe)
     tasks = make_tasks(options.tasks, options.task_options, options.batch_tokens)
     setup = Setup(resolve(options.dtype, options.device), options.device, options.attention)
-    if exported and runtime is not None:
-        subject: Subject = ExportedSubject(path, exported[path], runtime, None, setup)
+    if runtime is not None:
+        subject: Subject = ExportedSubject(path, runtime.describe(path), runtime, None, setup)
     else:
         subject = _checkpoint(path, recipe, options, setup)
     session = subject.open()

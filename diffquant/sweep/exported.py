@@ -1,7 +1,7 @@
 """Exported folders as rows of a sweep. What runs them is handed in, since the core imports no room."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -65,6 +65,15 @@ class Runtime(Protocol):
         """The folder's model and tokenizer."""
 
 
+# From a path to what opens it; None for a checkpoint.
+RuntimeOf = Callable[[Path], Runtime | None]
+
+
+def checkpoints_alone(path: Path) -> Runtime | None:
+    """A `RuntimeOf` that takes every path for a checkpoint."""
+    return None
+
+
 @dataclass(frozen=True)
 class ExportedSubject:
     """An exported folder to measure.
@@ -113,11 +122,6 @@ class ExportedSession:
         return self.subject.runtime.open(self.subject.folder)
 
 
-def is_exported(path: Path) -> bool:
-    """Whether a path is a folder with an ONNX model."""
-    return (path / "model.onnx").is_file()
-
-
 def check_as_it_is(options: SweepOptions, recipe: Recipe | None = None) -> None:
     """Check that nothing asks for another precision or place than an exported model has.
 
@@ -132,17 +136,10 @@ def check_as_it_is(options: SweepOptions, recipe: Recipe | None = None) -> None:
         )
 
 
-def describe(paths: Sequence[Path], runtime: Runtime | None) -> dict[Path, ExportedModel]:
-    """The exported folders among these paths.
-
-    Raises:
-        UsageError: there are some, and nothing to run them.
-        CheckpointError: a folder is damaged.
-    """
-    folders = [path for path in paths if is_exported(path)]
-    if folders and runtime is None:
-        raise UsageError(f"{folders[0]} is an exported model, and run_sweep was given no runtime for it")
-    return {folder: runtime.describe(folder) for folder in folders} if runtime else {}
+def runtimes_among(paths: Sequence[Path], runtime_of: RuntimeOf) -> dict[Path, Runtime]:
+    """The exported folders among these paths, with what opens each."""
+    runtimes = {path: runtime_of(path) for path in paths}
+    return {path: runtime for path, runtime in runtimes.items() if runtime is not None}
 
 
 def exported_points(exported: Mapping[Path, ExportedModel], sources: Mapping[Path, Source]) -> list[Point]:

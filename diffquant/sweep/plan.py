@@ -13,7 +13,13 @@ from diffquant.scheme import LAYER_TARGETS
 from diffquant.source.ranges import check_taken, read_any_ranges
 from diffquant.source.source import Source, open_source
 from diffquant.support.devices import check_device, resolve
-from diffquant.sweep.exported import ExportedSubject, Runtime, check_as_it_is, describe, exported_points
+from diffquant.sweep.exported import (
+    ExportedSubject,
+    RuntimeOf,
+    check_as_it_is,
+    exported_points,
+    runtimes_among,
+)
 from diffquant.sweep.grid import Point, SweepOptions, points
 from diffquant.sweep.session import CheckpointSubject, Setup, Subject
 
@@ -35,13 +41,14 @@ class Plan:
     setup: Setup
 
 
-def make_plan(models: Sequence[Path], options: SweepOptions, runtime: Runtime | None) -> Plan:
+def make_plan(models: Sequence[Path], options: SweepOptions, runtime_of: RuntimeOf) -> Plan:
     """Open every model and read every task's items.
 
     Raises:
         UsageError, CheckpointError, MissingDependencyError: whatever is wrong with models, options or data.
     """
-    exported = describe(models, runtime)
+    runtimes = runtimes_among(models, runtime_of)
+    exported = {folder: runtime.describe(folder) for folder, runtime in runtimes.items()}
     checkpoints = [model for model in models if model not in exported]
     if not checkpoints and exported:
         check_as_it_is(options)
@@ -67,12 +74,11 @@ def make_plan(models: Sequence[Path], options: SweepOptions, runtime: Runtime | 
         point.model: ExportedSubject(
             point.model,
             exported[point.model],
-            runtime,
+            runtimes[point.model],
             checkpoints_by_path[point.compared_with] if point.compared_with else None,
             setup,
         )
         for point in folders
-        if runtime is not None
     }
     return Plan(grid + folders, tasks, sources, {**checkpoints_by_path, **exports}, setup)
 

@@ -10,7 +10,7 @@ from diffquant.support.progress import Progress, silent
 from diffquant.support.versions import versions_of_run
 from diffquant.sweep.cell import Cell
 from diffquant.sweep.engines import Batch, Job, engine_named
-from diffquant.sweep.exported import Runtime
+from diffquant.sweep.exported import RuntimeOf, checkpoints_alone
 from diffquant.sweep.grid import SweepOptions
 from diffquant.sweep.plan import Plan, make_plan
 from diffquant.sweep.recorder import CellRecorder
@@ -26,7 +26,7 @@ def run_sweep(
     options: SweepOptions,
     output: Path,
     progress: Progress = silent,
-    runtime: Runtime | None = None,
+    runtime_of: RuntimeOf = checkpoints_alone,
     engine: str = "local",
 ) -> SweepResult:
     """Measure every cell that `output` does not hold yet.
@@ -34,7 +34,7 @@ def run_sweep(
     Args:
         models: checkpoints, and exported folders, each of which is one row, compared with the checkpoint
             it was made from where that is swept too.
-        runtime: opens exported folders.
+        runtime_of: finds what opens an exported folder.
         engine: name of an engine in `diffquant.sweep.engines`, which runs the cells.
 
     A cell that fails is recorded and the rest goes on; `SweepResult.require_complete` tells. Interrupted,
@@ -44,7 +44,7 @@ def run_sweep(
         UsageError, CheckpointError, MissingDependencyError: what can be known before the first cell.
         KeyboardInterrupt: with a message that says how to go on.
     """
-    plan = make_plan([Path(model) for model in models], options, runtime)
+    plan = make_plan([Path(model) for model in models], options, runtime_of)
     runner = engine_named(engine)
     folder = output / "cells"
     identities = {task.name: task.identity() for task in plan.tasks}

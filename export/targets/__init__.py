@@ -1,11 +1,10 @@
 """Formats that checkpoints are exported to: one registered file each in this folder, all of which are loaded here."""
 
-from importlib import import_module
-from pkgutil import iter_modules
+import sys
 
-from diffquant.export.targets.registry import ExportReport, ExportTarget, register, target_of
+from diffquant.export.targets.registry import ExportReport, ExportTarget, register, runtime_of, target_of
+from diffquant.support.discovery import import_all
 
-for _module in iter_modules(__path__):
-    import_module(f"{__name__}.{_module.name}")
+import_all(sys.modules[__name__])
 
-__all__ = ["ExportReport", "ExportTarget", "register", "target_of"]
+__all__ = ["ExportReport", "ExportTarget", "register", "runtime_of", "target_of"]

@@ -87,3 +87,13 @@ def register(target: Target) -> Target:
 def target_of(folder: Path) -> ExportTarget[Any] | None:
     """The target that a folder was exported to; None for a checkpoint."""
     return next((target for target in TARGETS.values() if target.opens(folder)), None)
+
+
+def runtime_of(folder: Path) -> "Runtime | None":
+    """What opens an exported folder, for sweeps and evaluations; None for a checkpoint.
+
+    Raises:
+        MissingDependencyError: a library that it needs is not installed.
+    """
+    target = target_of(folder)
+    return None if target is None else target.runtime()

@@ -21,8 +21,9 @@ from diffquant.evals.scoring import score
 from diffquant.evals.torch_model import TorchModel
 from diffquant.export import ExportOptions, Generator, export
 from diffquant.export.native import library_path
-from diffquant.export.runtime.scoring import OnnxLanguageModel, OnnxRuntime
+from diffquant.export.runtime.scoring import OnnxLanguageModel
 from diffquant.export.runtime.session import InPlace, OnnxModel
+from diffquant.export.targets import runtime_of
 from diffquant.support.progress import silent
 from diffquant.sweep.evaluate import evaluate
 from diffquant.sweep.grid import SweepOptions
@@ -162,7 +163,7 @@ def test_scores_are_those_of_torch(source, plain):
 
 def test_tasks_run_on_an_exported_folder(source, plain):
     options = SweepOptions(tasks=("hellaswag", "perplexity"), task_options=TASK_OPTIONS | {"limit": 3})
-    ours = evaluate(plain, None, options, runtime=OnnxRuntime())
+    ours = evaluate(plain, None, options, runtime_of=runtime_of)
     oracle = evaluate(source, None, replace(options, dtype="float32"))
     assert ours["hellaswag"].choices == oracle["hellaswag"].choices
     perplexities = [results["perplexity"].details["perplexity"] for results in (ours, oracle)]
@@ -171,9 +172,9 @@ def test_tasks_run_on_an_exported_folder(source, plain):
 
 def test_an_export_is_measured_as_it_is(plain):
     with pytest.raises(diffquant.DiffQuantError, match="as it is"):
-        evaluate(plain, diffquant.Recipe.of(kv=8), SweepOptions(), runtime=OnnxRuntime())
+        evaluate(plain, diffquant.Recipe.of(kv=8), SweepOptions(), runtime_of=runtime_of)
     with pytest.raises(diffquant.DiffQuantError, match=r"leave out .* --scales"):
-        evaluate(plain, None, SweepOptions(scales=(Path("scales.safetensors"),)), runtime=OnnxRuntime())
+        evaluate(plain, None, SweepOptions(scales=(Path("scales.safetensors"),)), runtime_of=runtime_of)
 
 
 def test_the_command_line_exports_verifies_and_runs(source, tmp_path):
@@ -224,7 +225,7 @@ def test_lm_eval_scores_and_generates_with_it(source, plain):
 
 def test_an_export_is_a_row_of_the_sweep_compared_with_its_source(source, plain, tmp_path):
     options = SweepOptions(tasks=("hellaswag", "perplexity"), bits=(8,), task_options=TASK_OPTIONS)
-    result = run_sweep([plain, source], replace(options, dtype="float32"), tmp_path / "sweep", runtime=OnnxRuntime())
+    result = run_sweep([plain, source], replace(options, dtype="float32"), tmp_path / "sweep", runtime_of=runtime_of)
     _, _, exported = rows(result)
     assert exported.point.compared_with == source
     records = json_rows(result)
@@ -233,7 +234,7 @@ def test_an_export_is_a_row_of_the_sweep_compared_with_its_source(source, plain,
     assert records[2]["kl"] == pytest.approx(0, abs=1e-6)
     assert exported.weight_bytes == sum((plain / name).stat().st_size for name in ("model.onnx", "model.onnx.data"))
     assert "onnx" in text_table(result)
-    again = run_sweep([plain], options, tmp_path / "alone", runtime=OnnxRuntime())
+    again = run_sweep([plain], options, tmp_path / "alone", runtime_of=runtime_of)
     assert json_rows(again)[0]["hellaswag difference"] is None
 
 
@@ -244,7 +245,7 @@ def test_an_export_of_a_quantized_checkpoint_is_compared_with_what_was_quantized
     report = export(quantized, folder, ExportOptions(kv_bits=8), ranges=calibrate_cache(quantized))
     assert any("logits 16 or 6:row) is simulated by DiffTransformer" in note for note in report.notes)
     result = run_sweep(
-        [source, folder], SweepOptions(bits=(), task_options={"limit": 2}), tmp_path / "sweep", runtime=OnnxRuntime()
+        [source, folder], SweepOptions(bits=(), task_options={"limit": 2}), tmp_path / "sweep", runtime_of=runtime_of
     )
     _, exported = rows(result)
     assert (exported.point.compared_with, exported.point.scheme) == (source, "4:g32 kv 8")
@@ -252,7 +253,7 @@ def test_an_export_of_a_quantized_checkpoint_is_compared_with_what_was_quantized
 
 def test_a_sweep_of_exports_alone_takes_no_options_for_checkpoints(plain, tmp_path):
     with pytest.raises(diffquant.DiffQuantError, match="as it is: leave out the recipe options"):
-        run_sweep([plain], SweepOptions(dtype="float32"), tmp_path / "sweep", runtime=OnnxRuntime())
+        run_sweep([plain], SweepOptions(dtype="float32"), tmp_path / "sweep", runtime_of=runtime_of)
 
 
 def test_a_sweep_refuses_an_export_that_changed(plain, tmp_path):
@@ -261,4 +262,4 @@ def test_a_sweep_refuses_an_export_that_changed(plain, tmp_path):
     with (folder / "model.onnx.data").open("r+b") as data:
         data.write(b"\1\2\3")
     with pytest.raises(diffquant.DiffQuantError, match=r"model\.onnx\.data changed since export"):
-        run_sweep([folder], SweepOptions(), tmp_path / "sweep", runtime=OnnxRuntime())
+        run_sweep([folder], SweepOptions(), tmp_path / "sweep", runtime_of=runtime_of)

@@ -4,7 +4,7 @@ import json
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +14,8 @@ from typer.testing import CliRunner
 
 from diffquant import cli
 from diffquant.errors import UsageError
-from diffquant.export.targets import register, registry, target_of
+from diffquant.evals.torch_model import TorchModel
+from diffquant.export.targets import register, registry, runtime_of, target_of
 from diffquant.export.targets.onnx import ONNX
 from diffquant.formats.atomic_folder import check_output, staged
 from diffquant.loading import load
@@ -23,10 +24,10 @@ from diffquant.model.modeling import DiffTransformer
 from diffquant.source.source import open_source
 from diffquant.source.tokenizer import load_tokenizer
 from diffquant.support.progress import silent
-from diffquant.sweep.evaluate import evaluate
 from diffquant.sweep.exported import ExportedModel
 from diffquant.sweep.grid import SweepOptions
-from diffquant.sweep.tasks import make_tasks
+from diffquant.sweep.run import run_sweep
+from diffquant.sweep.table import json_rows
 from tests.support import tiny_lm
 
 
@@ -45,18 +46,20 @@ class ArrayReport:
 
 
 class ArrayRuntime:
-    """Runs what `ArrayTarget` wrote."""
+    """Opens what `ArrayTarget` wrote."""
+
+    batch_tokens = 512
 
     def describe(self, folder):
         size = (folder / "model.npz").stat().st_size
         return ExportedModel(16, "16", {"bytes": size}, (), size, 0)
 
-    def run(self, folder, task, reference, progress):
+    def open(self, folder):
         model = DiffTransformer(adapter_for(json.loads((folder / "config.json").read_text())).config)
         with np.load(folder / "model.npz") as arrays:
             state = {name: torch.from_numpy(arrays[name]) for name in arrays.files}
         model.load_state_dict(state)
-        return task.run(model.eval().requires_grad_(False), load_tokenizer(folder), reference, progress)
+        return TorchModel(model.eval().requires_grad_(False)), load_tokenizer(folder)
 
 
 class ArrayTarget:
@@ -105,13 +108,20 @@ def test_a_target_is_added_through_the_registry_alone(npz, source, tmp_path):
     report = npz.write(npz.check(source, folder, ArrayOptions(), False), folder, ArrayOptions(), None, False, silent)
     assert "arrays" in report.summary()
     assert (target_of(folder), target_of(source)) == (npz, None)
-    options = SweepOptions(tasks=("perplexity",), characters=1500, window=64, stride=32, dtype="float32")
-    runtime = target_of(folder).runtime()
-    results = {task.name: runtime.run(folder, task, None, silent) for task in make_tasks(options)}
-    assert results["perplexity"]["perplexity"] == pytest.approx(
-        evaluate(source, None, options)["perplexity"]["perplexity"], rel=1e-6
+    task_options = {"characters": 1500, "window": 64, "stride": 32}
+    options = SweepOptions(
+        tasks=("perplexity",), bits=(), task_options={"characters": 1500, "window": 64, "stride": 32}
     )
-    assert runtime.describe(folder).weight_bytes == (folder / "model.npz").stat().st_size
+    ours = row_of(folder, options, tmp_path / "npz")
+    full = row_of(source, replace(options, dtype="float32"), tmp_path / "checkpoint")
+    assert ours["perplexity"] == pytest.approx(full["perplexity"], rel=1e-6)
+    assert ours["weight_bytes"] == (folder / "model.npz").stat().st_size
+
+
+def row_of(model, options, output):
+    """The row of a model that is swept alone."""
+    (row,) = json_rows(run_sweep([model], options, output, runtime_of=runtime_of))
+    return row
 
 
 def test_a_target_refuses_before_it_writes(npz, source, tmp_path):

@@ -1,7 +1,7 @@
 """One file a way to compute attention; importing this package registers them all."""
 
-from importlib import import_module
-from pkgutil import iter_modules
+import sys
 
-for _module in iter_modules(__path__, f"{__name__}."):
-    import_module(_module.name)
+from diffquant.support.discovery import import_all
+
+import_all(sys.modules[__name__])

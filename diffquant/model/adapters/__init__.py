@@ -8,15 +8,14 @@ plain GQA pairing) does `Adapter.row_order` pick rows.
 Importing this package registers every file in it.
 """
 
-from importlib import import_module
-from pkgutil import iter_modules
+import sys
 from typing import Any
 
 from diffquant.errors import CheckpointError, UnknownModelTypeError
 from diffquant.model.adapters.base import READERS, Adapter, register
+from diffquant.support.discovery import import_all
 
-for _module in iter_modules(__path__, f"{__name__}."):
-    import_module(_module.name)
+import_all(sys.modules[__name__])
 
 
 def adapter_for(config: dict[str, Any]) -> Adapter:
