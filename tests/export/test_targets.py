@@ -108,7 +108,6 @@ def test_a_target_is_added_through_the_registry_alone(npz, source, tmp_path):
     report = npz.write(npz.check(source, folder, ArrayOptions(), False), folder, ArrayOptions(), None, False, silent)
     assert "arrays" in report.summary()
     assert (target_of(folder), target_of(source)) == (npz, None)
-    task_options = {"characters": 1500, "window": 64, "stride": 32}
     options = SweepOptions(
         tasks=("perplexity",), bits=(), task_options={"characters": 1500, "window": 64, "stride": 32}
     )

@@ -30,8 +30,8 @@ class Tags(HTMLParser):
 
 
 BLOCKS = {
-    "subtitle": lambda text: Subtitle(text),
-    "note": lambda text: Note(text),
+    "subtitle": Subtitle,
+    "note": Note,
     "items": lambda text: Items([text]),
     "errors": lambda text: Items([text], errors=True),
     "heads": lambda text: Table([text, "b"], [["1", "2"]]),
