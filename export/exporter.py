@@ -33,7 +33,7 @@ from diffquant.support.versions import versions
 
 
 @dataclass(frozen=True)
-class Report:
+class OnnxReport:
     """What a run of `export` wrote.
 
     Attributes:
@@ -70,7 +70,7 @@ def export(
     ranges: Ranges | Path | str | None = None,
     overwrite: bool = False,
     progress: Progress = silent,
-) -> Report:
+) -> OnnxReport:
     """Write a checkpoint as an ONNX model.
 
     Args:
@@ -109,7 +109,7 @@ def export(
         onnx.save(model, folder / MODEL_FILE)
         _write_descriptions(plan, folder)
         bytes_after = sum((folder / name).stat().st_size for name in (MODEL_FILE, DATA_FILE))
-    return Report(
+    return OnnxReport(
         destination,
         checked.checkpoint.nbytes,
         bytes_after,
@@ -194,11 +194,11 @@ def _make_notes(plan: ExportPlan, streamed: Sequence[Streamed]) -> list[str]:
             notes[-1] += f" in {container}-bit containers, which hold them exactly"
     recipe = plan.source.recipe
     simulated = {target: sorted(map(str, recipe.schemes_of(target))) for target in LAYER_TARGETS}
-    if any(schemes != ["16"] for schemes in simulated.values()):
-        recipe_text = ", ".join(f"{target} {' or '.join(schemes)}" for target, schemes in simulated.items())
+    if any(texts != ["16"] for texts in simulated.values()):
+        schemes = ", ".join(f"{target} {' or '.join(texts)}" for target, texts in simulated.items())
         notes.append(
-            f"the checkpoint's recipe ({recipe_text}) is simulated by DiffTransformer; the exported cache and logits follow "
-            "the options of this export alone"
+            f"the checkpoint's recipe ({schemes}) is simulated by DiffTransformer; the exported cache and logits "
+            "follow the options of this export alone"
         )
     if options.kv_bits == 4:
         notes.append("KV cache of 4 bits: experimental; compare its quality with --kv 8 before relying on it")

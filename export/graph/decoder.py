@@ -197,9 +197,9 @@ class _Decoder:
         if "cos_cache" not in self.graph.constants:
             positions = torch.arange(self.config.max_position_embeddings)[None]
             tables = LlamaRotaryEmbedding(self.config)(torch.zeros(1), position_ids=positions)
-            maps = 2 if self.spec.maps == 2 and not self.spec.shared_k else 1
+            keys_of_pair = key_width(self.spec) // self.spec.head_dim
             for name, table in zip(("cos_cache", "sin_cache"), tables, strict=True):
-                self.graph.typed(name, table[0, :, : self.spec.head_dim // 2].repeat(1, maps))
+                self.graph.typed(name, table[0, :, : self.spec.head_dim // 2].repeat(1, keys_of_pair))
         return "cos_cache", "sin_cache"
 
     def _cache_input(self, layer: int, part: str) -> str:

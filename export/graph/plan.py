@@ -112,5 +112,5 @@ def _problems(source: Source, options: ExportOptions) -> list[str]:
 
 
 def key_width(spec: DiffSpec) -> int:
-    """Width dk of a cached key row, which is also dv."""
-    return spec.head_dim if spec.maps == 1 or spec.shared_k else 2 * spec.head_dim
+    """Width dk of a KV pair's cached key row, the keys of both maps side by side; it is also dv."""
+    return spec.layout.height("k_proj") // spec.kv_pairs
