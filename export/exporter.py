@@ -1,4 +1,4 @@
-"""The verb: a checkpoint, plain or quantized, becomes a folder that ONNX Runtime opens."""
+"""The verb `export`: a checkpoint, plain or quantized, becomes a folder that ONNX Runtime opens."""
 
 import json
 import time

@@ -1,4 +1,4 @@
-"""The verb: ranges of K, V and logits from one half of a text, reported on the other half."""
+"""The verb `calibrate`: ranges of K, V and logits from one half of a text, reported on the other half."""
 
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The verb: measure what each unit's width costs, allocate widths under a budget, compare on text held out."""
+"""The verb `search`: measure what each unit's width costs, allocate widths under a budget, compare on text held out."""
 
 import json
 import math
