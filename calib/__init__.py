@@ -1,1 +1,1 @@
-"""What to know of a model before it is quantized: outliers, static scales, sensitivity, a search for bits."""
+"""Analyses of a model before it is quantized: outliers, static ranges, sensitivity, a search for bits."""

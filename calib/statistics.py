@@ -1,4 +1,4 @@
-"""Statistics of a stream in bounded memory: its exact largest values, its quantiles from a histogram."""
+"""Statistics of a stream in bounded memory: its exact largest values, and its quantiles from a histogram."""
 
 import math
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 from diffquant.errors import NonFiniteError
 
-# A float32 without its lower 16 bits: 128 bins an octave.
+# The lower bits of a float32 that a bin ignores: 128 bins an octave.
 _DROPPED_BITS = 16
 # The bin that infinity would fall into, and so the number of those below.
 _INFINITY = 0x7F800000 >> _DROPPED_BITS
@@ -54,7 +54,7 @@ class Magnitudes:
 
         Args:
             magnitudes: any shape, contiguous float32, none negative.
-            zeros_to_ignore: how many of its zeros do not count.
+            zeros_to_ignore: number of zeros among them that do not count.
 
         Raises:
             NonFiniteError: NaN or infinity is among them.

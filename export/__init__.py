@@ -28,17 +28,17 @@ __all__ = ["ExportOptions", "Generator", "export", "library_path", "require", "v
 
 
 def require() -> None:
-    """Check that the packages of the `onnx` extra are there.
+    """Check that the packages of the `onnx` extra are installed.
 
     Raises:
-        MissingDependencyError: naming those that are not.
+        MissingDependencyError: some are not; the message names them all.
     """
     missing = [name for name in ("onnx", "onnxruntime") if find_spec(name) is None]
     if missing:
         raise MissingDependencyError(f"ONNX models need {', '.join(missing)}: pip install 'diffquant[onnx]'")
 
 
-if not TYPE_CHECKING:  # A type checker that saw it would take any name for one of ours.
+if not TYPE_CHECKING:  # A type checker that saw this function would take any name for one of the package's.
 
     def __getattr__(name: str) -> Any:
         if name not in _HOMES:

@@ -1,4 +1,4 @@
-"""The verb: a checkpoint, plain or quantized, becomes a folder that ONNX Runtime opens."""
+"""The verb `export`: a checkpoint, plain or quantized, becomes a folder that ONNX Runtime opens."""
 
 import json
 import time
@@ -33,8 +33,8 @@ from diffquant.support.versions import versions
 
 
 @dataclass(frozen=True)
-class Report:
-    """What a run of `export` did.
+class OnnxReport:
+    """What a run of `export` wrote.
 
     Attributes:
         destination: folder that was written.
@@ -70,7 +70,7 @@ def export(
     ranges: Ranges | Path | str | None = None,
     overwrite: bool = False,
     progress: Progress = silent,
-) -> Report:
+) -> OnnxReport:
     """Write a checkpoint as an ONNX model.
 
     Args:
@@ -90,32 +90,32 @@ def export(
     destination = Path(destination)
     options = options or ExportOptions()
     plan = check_export(source, destination, options, overwrite)
-    opened = plan.source
+    checked = plan.source
     if isinstance(ranges, Path | str):
-        ranges = read_ranges(Path(ranges), opened)
-    scales = _cache_scales(opened, options, ranges)
+        ranges = read_ranges(Path(ranges), checked)
+    scales = _cache_scales(checked, options, ranges)
     model, streamed = build(plan, scales)
     _, nbytes = place(streamed)
     key = {
         "verb": "export",
-        "source": fingerprint(opened.checkpoint),
+        "source": fingerprint(checked.checkpoint),
         "options": options.to_dict(),
         "ranges": ranges.digest if ranges else None,
     } | versions()
     with staged(destination, key, nbytes, overwrite) as staging:
         folder = staging.folder
-        opened.checkpoint.write_side_files(folder)
+        checked.checkpoint.write_side_files(folder)
         write(folder / DATA_FILE, streamed, progress)
         onnx.save(model, folder / MODEL_FILE)
-        _describe(plan, folder)
+        _write_descriptions(plan, folder)
         bytes_after = sum((folder / name).stat().st_size for name in (MODEL_FILE, DATA_FILE))
-    return Report(
+    return OnnxReport(
         destination,
-        opened.checkpoint.nbytes,
+        checked.checkpoint.nbytes,
         bytes_after,
         time.monotonic() - started,
         runtime_floor(options),
-        tuple(_notes(plan, streamed)),
+        tuple(_make_notes(plan, streamed)),
     )
 
 
@@ -145,32 +145,34 @@ def _cache_scales(source: Source, options: ExportOptions, ranges: Ranges | None)
     return static_scales(source, options.kv_bits, ranges)
 
 
-def _describe(plan: ExportPlan, folder: Path) -> None:
+def _write_descriptions(plan: ExportPlan, folder: Path) -> None:
     """Write config.json, genai_config.json and diffquant.json."""
     checkpoint = plan.source.checkpoint
     write_atomically(folder / "config.json", json.dumps(checkpoint.config, indent=2) + "\n")
     if plan.options.cache:
         write_genai_config(folder, plan.adapter.config)
-    write_manifest(folder, plan.options, _identity(checkpoint), _quantized(plan))
+    write_manifest(folder, plan.options, _source_record(checkpoint), _tensor_records(plan))
 
 
-def _identity(checkpoint: Checkpoint) -> dict[str, Any]:
+def _source_record(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Entry of diffquant.json about the checkpoint."""
     return {
         "name": checkpoint.name,
         "model_type": checkpoint.config.get("model_type"),
         "bytes": checkpoint.nbytes,
         "sha256": {file.name: file_digest(file) for file in checkpoint.weight_files()},
-        "origin_sha256": _origin(checkpoint),
+        "origin_sha256": _origin_digests(checkpoint),
     }
 
 
-def _origin(checkpoint: Checkpoint) -> dict[str, str]:
-    """Digests of what `quantize` made a checkpoint from; none where it did not write it."""
+def _origin_digests(checkpoint: Checkpoint) -> dict[str, str]:
+    """Digests of the files that `quantize` made a checkpoint from; none where it did not write it."""
     record = checkpoint.path / "diffquant.json"
     return read_json(record).get("source", {}).get("sha256", {}) if record.is_file() else {}
 
 
-def _quantized(plan: ExportPlan) -> dict[str, Any]:
+def _tensor_records(plan: ExportPlan) -> dict[str, Any]:
+    """Entry of diffquant.json about each quantized weight, by name."""
     return {
         name: {
             "bits": matrix.scheme.bits,
@@ -182,19 +184,21 @@ def _quantized(plan: ExportPlan) -> dict[str, Any]:
     }
 
 
-def _notes(plan: ExportPlan, streamed: Sequence[Streamed]) -> list[str]:
+def _make_notes(plan: ExportPlan, streamed: Sequence[Streamed]) -> list[str]:
+    """Sentences that a reader of the report should know."""
     options, notes = plan.options, []
     for scheme, nbytes in _stored_bytes(plan, streamed).items():
-        stored = container_bits(scheme)
-        fitted = "" if stored == scheme.bits else f" in {stored}-bit containers, which hold them exactly"
-        notes.append(f"weights {scheme}: {megabytes(nbytes)}, scales included{fitted}")
+        container = container_bits(scheme)
+        notes.append(f"weights {scheme}: {megabytes(nbytes)}, scales included")
+        if container != scheme.bits:
+            notes[-1] += f" in {container}-bit containers, which hold them exactly"
     recipe = plan.source.recipe
     simulated = {target: sorted(map(str, recipe.schemes_of(target))) for target in LAYER_TARGETS}
-    if any(schemes != ["16"] for schemes in simulated.values()):
-        said = ", ".join(f"{target} {' or '.join(schemes)}" for target, schemes in simulated.items())
+    if any(texts != ["16"] for texts in simulated.values()):
+        schemes = ", ".join(f"{target} {' or '.join(texts)}" for target, texts in simulated.items())
         notes.append(
-            f"the checkpoint's recipe ({said}) is simulated by DiffTransformer; the exported cache and logits follow "
-            "the options of this export alone"
+            f"the checkpoint's recipe ({schemes}) is simulated by DiffTransformer; the exported cache and logits "
+            "follow the options of this export alone"
         )
     if options.kv_bits == 4:
         notes.append("KV cache of 4 bits: experimental; compare its quality with --kv 8 before relying on it")

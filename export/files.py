@@ -1,3 +1,3 @@
-"""Names of an exported folder's files; told apart from what reads them, so that knowing a folder needs no onnx."""
+"""Names of an exported folder's files. They stand alone: recognizing such a folder must not import onnx."""
 
 MODEL_FILE, DATA_FILE = "model.onnx", "model.onnx.data"

@@ -1,4 +1,4 @@
-"""diffquant.json of an exported folder: what it was made of and how, and its files' digests."""
+"""The record of an export, diffquant.json: what the folder was made of and how, and its files' digests."""
 
 import json
 from collections.abc import Mapping
@@ -24,9 +24,9 @@ class Manifest:
     Attributes:
         options: options of the export.
         floor: oldest ONNX Runtime that opens the model.
-        source: "name", "model_type" and "sha256" of the checkpoint's weight files; "origin_sha256" of those a
-            quantized checkpoint was made from.
-        tensors: bits, container bits and granularity of each quantized weight.
+        source: record of the checkpoint: "name", "model_type", "sha256" of its weight files, and "origin_sha256" of
+            those that a quantized checkpoint was made from.
+        tensors: bits, container bits and granularity of each quantized weight, by name.
         sha256: digests of the model's files by name.
     """
 
@@ -38,7 +38,7 @@ class Manifest:
 
 
 def write_manifest(folder: Path, options: ExportOptions, source: Mapping[str, Any], tensors: Mapping[str, Any]) -> None:
-    """Describe a finished folder."""
+    """Write the record of a finished folder."""
     entry = {
         "format": FORMAT,
         "versions": versions(),
@@ -55,7 +55,7 @@ def read_manifest(folder: Path) -> Manifest:
     """An exported folder's record.
 
     Raises:
-        CheckpointError: there is none, or it cannot be read.
+        CheckpointError: the folder has no record, or one that cannot be read.
     """
     if not (folder / MODEL_FILE).is_file():
         raise CheckpointError(f"{folder} has no {MODEL_FILE}; `diffquant export` makes such a folder")
@@ -73,10 +73,10 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def check_unchanged(folder: Path, manifest: Manifest) -> None:
-    """Compare the files with their digests.
+    """Compare a folder's files with the digests in its record.
 
     Raises:
-        CheckpointError: naming every file that was edited, damaged or removed after export.
+        CheckpointError: some were edited, damaged or removed after export; the message names them all.
     """
     changed = [
         name

@@ -1,4 +1,4 @@
-"""What an export is asked for; every contradiction in it is named at once."""
+"""Options of an export; every contradiction among them is named at once."""
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -24,7 +24,7 @@ class ExportOptions:
     Attributes:
         weights: scheme of a plain checkpoint's linears; a quantized one keeps its own.
         kv_bits: width of the KV cache: 16 (the activations' type), 8 or 4, with static scales a channel.
-        logits: simulated scheme of the attention logits.
+        logits: scheme of the attention logits, which the graph simulates.
         dtype: type of activations, 16-bit weights and an unquantized cache.
         embed_bits: width of embedding and head: 16, or 8 for codes.
         cache: whether the model takes and returns a KV cache.
@@ -90,7 +90,7 @@ def check_runtime(options: ExportOptions) -> None:
     """Refuse what the installed ONNX Runtime cannot load.
 
     Raises:
-        UsageError: with the version that can.
+        UsageError: it cannot load such a model; the message says which version can.
     """
     problems = []
     newest = _newest_opset()

@@ -97,10 +97,10 @@ def write_export(options: dict[str, Any], model: Path, folder: Path) -> None:
 
 
 def open_export(folder: Path, threads: int) -> Engine:
-    from diffquant.export.runtime.session import InPlace, OnnxModel
+    from diffquant.export.runtime.session import InPlaceDecoder, OnnxModel
 
     model = OnnxModel(folder, threads)
-    return stepping(lambda rows: InPlace(model, 1, rows).step)
+    return stepping(lambda rows: InPlaceDecoder(model, 1, rows).step)
 
 
 def write_transformers(fusions: str | None, bits: int, model: Path, folder: Path) -> None:

@@ -1,1 +1,1 @@
-"""What attention and hidden states of a model look like: outliers, and where attention goes."""
+"""Analyses of a model's activations: outliers, and where attention goes."""

@@ -1,4 +1,4 @@
-"""Where attention goes when a model is to say a number it has read: Table 3 of the paper for any model.
+"""Attention by part of a prompt when a model is to say a number it has read: the paper's Table 3 for any model.
 
 Measured at the position that predicts the number's first token, over the weights that the values get:
 map 1 - λ·map 2, or a Transformer's only map.
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from diffquant.calib.analysis.last_row import weights_of
+from diffquant.calib.analysis.last_row import last_weights
 from diffquant.calib.analysis.needle_parts import PARTS, Prompt, make_prompt
 from diffquant.errors import NonFiniteError, UsageError
 from diffquant.evals import needle
@@ -35,19 +35,20 @@ from diffquant.text.corpus import identity, load_text
 
 # Shares of the weights' magnitudes, the weights as they are, and each map's own.
 SHARE, SIGNED, MAPS = "share", "signed", ("signal", "noise")
-# Of each kind, the weight on each of `PARTS`.
+# The weight on each of `PARTS`, by kind.
 Weights = dict[str, dict[str, float]]
 
 
 @dataclass(frozen=True)
 class AttentionMapOptions:
-    """What is read.
+    """Options of a run of `map_attention`.
 
     Attributes:
-        plan: the items; one needle is asked for.
-        text: of the haystack; the prose that ships by default.
-        recipe: what to simulate; a quantized checkpoint's own by default.
-        dtype, device: of the run; the rows measured are computed in float32.
+        plan: plan of the needle items, which asks for one needle.
+        text: file whose prose is the haystack; the prose that ships by default.
+        recipe: recipe to simulate; a quantized checkpoint's own by default.
+        dtype: dtype of the models; the rows measured are computed in float32.
+        device: device that they run on.
     """
 
     plan: needle.Plan = field(default_factory=needle.Plan)
@@ -59,12 +60,15 @@ class AttentionMapOptions:
 
 @dataclass(frozen=True)
 class Place:
-    """The mean over the items of one length and depth.
+    """Attention at one length and depth, as the mean over its items.
 
     Attributes:
+        length: tokens of context.
+        depth: place of the needle in the context, from 0 to 1.
+        items: number of items.
         right: share of items where the number's first token is the likeliest.
-        overall: mean of the layers.
-        layers: means over heads.
+        overall: weights as the mean over the layers.
+        layers: weights of each layer as the mean over its heads.
     """
 
     length: int
@@ -77,7 +81,16 @@ class Place:
 
 @dataclass(frozen=True)
 class ModelAttention:
-    """One model; `items` is the digest of what it read, which depends on its tokenizer."""
+    """Where the attention of one model goes.
+
+    Attributes:
+        name: name of the checkpoint's folder or file.
+        generation: "DIFF V1", "DIFF V2" or "Transformer".
+        fingerprint: fingerprint of the checkpoint.
+        recipe: recipe that was simulated.
+        items: digest of the items that it read, which depend on its tokenizer.
+        places: attention at each length and depth.
+    """
 
     name: str
     generation: str
@@ -89,17 +102,23 @@ class ModelAttention:
 
 @dataclass(frozen=True)
 class AttentionMaps:
-    """Several models over items of one plan."""
+    """Where the attention of several models goes over items of one plan.
+
+    Attributes:
+        models: results of the models, in the order asked for.
+        settings: text, plan, dtype and versions of the run.
+    """
 
     models: list[ModelAttention]
     settings: dict[str, Any]
 
     def to_json(self) -> str:
+        """The results as a JSON document."""
         return json.dumps(asdict(self), indent=1) + "\n"
 
 
 def map_attention(models: Sequence[Path], options: AttentionMapOptions, progress: Progress = silent) -> AttentionMaps:
-    """Measure every model, one after the other.
+    """Measure where the attention of every model goes, one model after the other.
 
     Raises:
         UsageError: a model named twice, more than one needle asked for, static schemes, items that cannot be made, or
@@ -113,7 +132,7 @@ def map_attention(models: Sequence[Path], options: AttentionMapOptions, progress
         raise UsageError("static scales are a model's own and are not taken here; use another granularity")
     check_device(options.device)
     text = load_text(options.text)
-    found = [_of_model(Path(model), text, options, progress) for model in models]
+    attention_by_model = [_map_model(Path(model), text, options, progress) for model in models]
     settings = {
         "text": identity(text),
         "items_format": needle.ITEMS_FORMAT,
@@ -121,20 +140,21 @@ def map_attention(models: Sequence[Path], options: AttentionMapOptions, progress
         "dtype": str(resolve(options.dtype, options.device)).removeprefix("torch."),
         "versions": versions(),
     }
-    return AttentionMaps(found, settings)
+    return AttentionMaps(attention_by_model, settings)
 
 
-def _of_model(path: Path, text: str, options: AttentionMapOptions, progress: Progress) -> ModelAttention:
+def _map_model(path: Path, text: str, options: AttentionMapOptions, progress: Progress) -> ModelAttention:
     source = open_source(path)
     model = load(source, options.recipe, resolve(options.dtype, options.device), options.device)
     tokenizer = source.tokenizer
     items = needle.items_for(TorchModel(model), tokenizer, text, options.plan)
-    cells: dict[tuple[int, float], list[tuple[Tensor, bool]]] = {}
+    observed_at: dict[tuple[int, float], list[tuple[Tensor, bool]]] = {}
     for number, item in enumerate(items, 1):
-        cells.setdefault((item.length, item.depth), []).append(observe(model, make_prompt(tokenizer, item)))
+        observation = attention_by_part(model, make_prompt(tokenizer, item))
+        observed_at.setdefault((item.length, item.depth), []).append(observation)
         progress(number, len(items), path.name)
     model.require_fired()
-    places = [_place(*place, observed) for place, observed in sorted(cells.items())]
+    places = [_mean_at(*place, observed) for place, observed in sorted(observed_at.items())]
     return ModelAttention(
         path.name,
         model.config.diff_spec.generation,
@@ -146,8 +166,8 @@ def _of_model(path: Path, text: str, options: AttentionMapOptions, progress: Pro
 
 
 @torch.inference_mode()
-def observe(model: DiffTransformer, prompt: Prompt) -> tuple[Tensor, bool]:
-    """What the last position attends to, and whether it predicts the number's first token.
+def attention_by_part(model: DiffTransformer, prompt: Prompt) -> tuple[Tensor, bool]:
+    """The last position's attention by part of the prompt, and whether it predicts the number's first token.
 
     Returns:
         float64 [layers, kinds, parts]: kinds are `SHARE`, `SIGNED` and the model's `MAPS`, parts `PARTS`.
@@ -158,26 +178,27 @@ def observe(model: DiffTransformer, prompt: Prompt) -> tuple[Tensor, bool]:
     walk = Walk.over(model, len(prompt.ids))
     parts = one_hot(torch.tensor(prompt.parts), len(PARTS)).double()
     x = walk.embed(torch.tensor([prompt.ids], device=model.device))
-    found = []
+    sums_by_layer = []
     for layer in walk.layers:
-        maps, weights = weights_of(walk, layer, x)
+        maps, weights = last_weights(walk, layer, x)
         share = weights.abs() / weights.abs().sum(-1, keepdim=True)
-        found.append(torch.stack([share, weights, *maps]).mean(1).cpu().double() @ parts)
+        sums_by_layer.append(torch.stack([share, weights, *maps]).mean(1).cpu().double() @ parts)
         x = walk.run(layer, x)
     logits = model.lm_head(model.model.norm(x[0, -1]))
-    of_layers = torch.stack(found)
-    if not (of_layers.isfinite().all() and logits.isfinite().all()):
+    sums = torch.stack(sums_by_layer)
+    if not (sums.isfinite().all() and logits.isfinite().all()):
         raise NonFiniteError("the model computes NaN or infinity; use --dtype float32, or wider bits")
-    return of_layers, int(logits.argmax()) == prompt.answer
+    return sums, int(logits.argmax()) == prompt.answer
 
 
-def _place(length: int, depth: float, observed: list[tuple[Tensor, bool]]) -> Place:
+def _mean_at(length: int, depth: float, observed: list[tuple[Tensor, bool]]) -> Place:
     layers = torch.stack([weights for weights, _ in observed]).mean(0)
     right = sum(is_right for _, is_right in observed) / len(observed)
-    return Place(length, depth, len(observed), right, _named(layers.mean(0)), [_named(layer) for layer in layers])
+    return Place(length, depth, len(observed), right, _by_name(layers.mean(0)), [_by_name(layer) for layer in layers])
 
 
-def _named(weights: Tensor) -> Weights:
+def _by_name(weights: Tensor) -> Weights:
+    """Weights [kinds, parts] by the names of kinds and parts."""
     kinds = (SHARE, SIGNED, *MAPS)[: len(weights)]
-    rows = [[round(weight, 6) for weight in row] for row in weights.tolist()]
-    return {kind: dict(zip(PARTS, row, strict=True)) for kind, row in zip(kinds, rows, strict=True)}
+    rounded = [[round(weight, 6) for weight in parts] for parts in weights.tolist()]
+    return {kind: dict(zip(PARTS, parts, strict=True)) for kind, parts in zip(kinds, rounded, strict=True)}

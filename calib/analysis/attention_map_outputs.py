@@ -1,4 +1,4 @@
-"""Attention by part for people: a table as the paper's Table 3 has it, stacked bars, the numbers as JSON."""
+"""Attention by part of the prompt for people: a table like the paper's Table 3, stacked bars, numbers as JSON."""
 
 from pathlib import Path
 from typing import Any
@@ -28,15 +28,15 @@ _STACK = {
 }
 
 
-def text_table(found: AttentionMaps) -> str:
-    """A line a model, length and depth."""
+def attention_table(attention: AttentionMaps) -> str:
+    """A table with a line for each model, length and depth."""
     head = ["model", "tokens", "depth", *_TITLES.values(), "needle, signed", "prose, signed", "right"]
     lines = [
         [model.name if place is model.places[0] else "", *_cells(place)]
-        for model in found.models
+        for model in attention.models
         for place in model.places
     ]
-    items = ", ".join(dict.fromkeys(f"{place.items:,}" for model in found.models for place in model.places))
+    items = ", ".join(dict.fromkeys(f"{place.items:,}" for model in attention.models for place in model.places))
     note = (
         f"attention of the position that predicts the answer, over heads, layers and {items} items: shares of the "
         "weights' magnitudes, and signed weights as they are"
@@ -44,24 +44,24 @@ def text_table(found: AttentionMaps) -> str:
     return "\n".join([*aligned(head, lines), "", note])
 
 
-def write_outputs(found: AttentionMaps, folder: Path) -> list[Path]:
+def write_attention_maps(attention: AttentionMaps, folder: Path) -> list[Path]:
     """Write attention-map.json and attention-map.png."""
     folder.mkdir(parents=True, exist_ok=True)
     data, picture = folder / "attention-map.json", folder / "attention-map.png"
-    write_atomically(data, found.to_json())
-    plot(found, picture)
+    write_atomically(data, attention.to_json())
+    plot_attention(attention, picture)
     return [data, picture]
 
 
-def plot(found: AttentionMaps, path: Path) -> None:
-    """Shares by depth in stacked bars, a panel a model and length; the suffix says the format."""
-    lengths = sorted({place.length for model in found.models for place in model.places})
-    rows, columns = len(lengths), len(found.models)
+def plot_attention(attention: AttentionMaps, path: Path) -> None:
+    """Draw shares by depth in stacked bars, a panel for each model and length; the suffix says the format."""
+    lengths = sorted({place.length for model in attention.models for place in model.places})
+    rows, columns = len(lengths), len(attention.models)
     figure = new_figure(1.0 + 3.1 * columns, 0.9 + 2.9 * rows)
     axes = figure.subplots(rows, columns, sharey=True, squeeze=False)
     for row, length in enumerate(lengths):
         axes[row][0].set_ylabel("share of attention, %")
-        for axis, model in zip(axes[row], found.models, strict=True):
+        for axis, model in zip(axes[row], attention.models, strict=True):
             _draw(axis, model, length)
             axis.set_title(model.name if rows == 1 else f"{model.name}, {length:,} tokens", fontsize=10)
     for axis in axes[-1]:
@@ -74,13 +74,13 @@ def plot(found: AttentionMaps, path: Path) -> None:
 def _draw(axis: Any, model: ModelAttention, length: int) -> None:
     places = [place for place in model.places if place.length == length]
     depths = [f"{place.depth:.0%}" for place in places]
-    base = [0.0] * len(places)
+    bottom = [0.0] * len(places)
     for part, (colour, hatch) in _STACK.items():
         shares = [100 * place.overall[SHARE][part] for place in places]
         axis.bar(
             depths,
             shares,
-            bottom=base,
+            bottom=bottom,
             width=0.78,
             color=colour,
             hatch=hatch,
@@ -88,7 +88,7 @@ def _draw(axis: Any, model: ModelAttention, length: int) -> None:
             linewidth=0.6,
             label=_TITLES[part],
         )
-        base = [low + share for low, share in zip(base, shares, strict=True)]
+        bottom = [low + share for low, share in zip(bottom, shares, strict=True)]
     axis.set_ylim(0, 100)
     tidy(axis)
 

@@ -1,4 +1,4 @@
-"""What the last position of a sequence attends to, logits rounded as the model rounds them: linear in the context."""
+"""Attention of the last position of a sequence, logits rounded as the model rounds them: linear in the context."""
 
 import torch
 from torch import Tensor
@@ -12,10 +12,12 @@ from diffquant.numerics.logit_steps import step_of
 from diffquant.scheme import FULL, Scheme
 
 
-def weights_of(walk: Walk, layer: DiffLayer, x: Tensor) -> tuple[Tensor, Tensor]:
-    """What the last position gives each position's value, under the model's recipe.
+def last_weights(walk: Walk, layer: DiffLayer, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Weights that the last position gives each position's value, under the model's recipe.
 
     Args:
+        walk: walk over the model.
+        layer: layer whose attention it is.
         x: [1, T, D] the layer's input.
 
     Returns:
@@ -27,41 +29,42 @@ def weights_of(walk: Walk, layer: DiffLayer, x: Tensor) -> tuple[Tensor, Tensor]
     if walk.model.model.has_quantized_cache:
         cache = PackedCache(walk.model.recipe, len(walk.layers), walk.model.model.ranges)
         k, _ = cache.update(k, v, attention.layer)
-    maps = last_row(q, k, attention.spec, attention.logits, attention.logit_ranges)
+    maps = last_maps(q, k, attention.spec, attention.logits, attention.logit_ranges)
     lam = attention.lam(normed[:, -1:])
     return maps, maps[0] if lam is None else maps[0] - lam.reshape(-1, 1) * maps[1]
 
 
-def last_row(q: Tensor, k: Tensor, spec: DiffSpec, scheme: Scheme = FULL, ranges: Tensor | None = None) -> Tensor:
-    """Each map's softmax at the last query.
+def last_maps(q: Tensor, k: Tensor, spec: DiffSpec, scheme: Scheme = FULL, ranges: Tensor | None = None) -> Tensor:
+    """Softmax of each map at the last query.
 
     Args:
-        q: [1, maps·h, T, d] rotated, first maps before second ones.
-        k: [1, key heads, T, d] rotated.
-        scheme: of the logits.
-        ranges: [maps·h] of a static scheme.
+        q: [1, query heads, T, d] rotated queries in canonical order.
+        k: [1, key heads, T, d] rotated keys in canonical order.
+        spec: member of the family that the model is.
+        scheme: scheme of the logits.
+        ranges: [query heads] ranges of a static scheme.
 
     Returns:
         float32 [maps, h, T].
     """
-    length = q.shape[2]
+    layout, length = spec.layout, q.shape[2]
     largest = q.new_zeros(1, q.shape[1], 1, length, dtype=torch.float32)
-    for first, logits in causal_logits(q, k, spec, _first_row(scheme, length)):
-        rows, keys = logits.shape[-2:]
-        visible = torch.ones(rows, keys, dtype=torch.bool, device=q.device).tril(first)
+    for first, logits in causal_logits(q, k, spec, _first_sharing_query(scheme, length)):
+        queries, keys = logits.shape[-2:]
+        visible = torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril(first)
         prepared = prepare(logits, visible, scheme.shift)
-        seen = largest[..., :keys]
-        torch.maximum(seen, prepared.abs().amax(-2, keepdim=True), out=seen)
-    last = list(prepared[..., -1:, :].chunk(spec.maps, 1))
+        largest_seen = largest[..., :keys]
+        torch.maximum(largest_seen, prepared.abs().amax(-2, keepdim=True), out=largest_seen)
+    last = layout.query_maps(prepared[..., -1:, :])
     if scheme.quantizes:
-        # A column's largest magnitude stands for the rows that share a scale with the last one.
-        tops = magnitudes(largest.chunk(spec.maps, 1), scheme, ranges)
-        last = [round_to(each, step_of(top, scheme), scheme) for each, top in zip(last, tops, strict=True)]
+        # A column's largest magnitude stands for all queries that share a scale with the last one.
+        tops = magnitudes(layout.query_maps(largest), scheme, ranges)
+        last = tuple(round_to(logits, step_of(top, scheme), scheme) for logits, top in zip(last, tops, strict=True))
     return torch.cat(last).squeeze(-2).softmax(-1)
 
 
-def _first_row(scheme: Scheme, length: int) -> int:
-    """The first query whose logits the last one's scale depends on."""
+def _first_sharing_query(scheme: Scheme, length: int) -> int:
+    """Position of the first query whose logits the last one's scale depends on."""
     if scheme.granularity in ("tensor", "head", "pair"):
         return 0
     if scheme.granularity == "block":

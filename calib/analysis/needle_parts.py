@@ -1,4 +1,4 @@
-"""A needle prompt's tokens, and which part of it each belongs to."""
+"""The tokens of a needle prompt, and the part of it that each belongs to."""
 
 import re
 from dataclasses import dataclass
@@ -17,7 +17,13 @@ _STATEMENT = re.compile(statement(r"\w+", r"(\d+)"))
 
 @dataclass(frozen=True)
 class Prompt:
-    """Tokens [T] up to the right number, the index into `PARTS` of each, and the number's first token."""
+    """A needle prompt up to the right number.
+
+    Attributes:
+        ids: token ids [T].
+        parts: index into `PARTS` of each token, [T].
+        answer: id of the number's first token.
+    """
 
     ids: list[int]
     parts: list[int]
@@ -25,7 +31,7 @@ class Prompt:
 
 
 def make_prompt(tokenizer: Any, item: Item) -> Prompt:
-    """The prompt of an item's first question.
+    """The prompt of an item's first question, its tokens assigned to parts.
 
     Raises:
         UsageError: the tokenizer cannot say where in the text its tokens stand.
@@ -35,7 +41,7 @@ def make_prompt(tokenizer: Any, item: Item) -> Prompt:
     prompt, answer = item.requests()[0]
     encoded = tokenizer(prompt + answer, return_offsets_mapping=True)
     ids, places = encoded["input_ids"], encoded["offset_mapping"]
-    # Where a space is a token of its own, what has to be found comes after it.
+    # Where a space is a token of its own, the number's first token comes after it.
     start = len(prompt) + len(answer) - len(answer.lstrip())
     length = next(at for at, (_, last) in enumerate(places) if last > start)
     characters = _parts_of_characters(item, start)
@@ -44,12 +50,13 @@ def make_prompt(tokenizer: Any, item: Item) -> Prompt:
 
 
 def _parts_of_characters(item: Item, length: int) -> list[int]:
+    """Index into `PARTS` of each of the prompt's first `length` characters."""
     parts = [_PROSE] * len(item.context) + [_QUESTION] * (length - len(item.context))
     asked = statement(*item.asked[0])
-    for found in _STATEMENT.finditer(item.context):
-        first, last = found.span()
-        parts[first:last] = [_SENTENCE if found[0] == asked else _OTHERS] * (last - first)
-        if found[0] == asked:
-            first, last = found.span(1)
+    for needle in _STATEMENT.finditer(item.context):
+        first, last = needle.span()
+        parts[first:last] = [_SENTENCE if needle[0] == asked else _OTHERS] * (last - first)
+        if needle[0] == asked:
+            first, last = needle.span(1)
             parts[first:last] = [_ANSWER] * (last - first)
     return parts

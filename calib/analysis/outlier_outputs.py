@@ -1,4 +1,4 @@
-"""Outliers for people: a table of each model, a plot of layers, the numbers as JSON."""
+"""Outliers for people: a table of the models, a plot of their layers, the numbers as JSON."""
 
 from pathlib import Path
 from typing import Any
@@ -11,37 +11,37 @@ from diffquant.support.files import write_atomically
 _TITLES = {LOGITS: "attention logits, |q·k|/√d", HIDDEN: "hidden states, |layer output|"}
 
 
-def text_table(found: Outliers) -> str:
-    """Every model over all layers, as the paper's Table 5 has it."""
+def outlier_table(outliers: Outliers) -> str:
+    """A table of every model over all its layers, like the paper's Table 5."""
     head = ["model", "activation", *(f"top {rank}" for rank in RANKS), "median", "top 1 / median", "values"]
     lines = [
         [model.name if kind == LOGITS else "", kind, *_cells(model.overall[kind])]
-        for model in found.models
+        for model in outliers.models
         for kind in (LOGITS, HIDDEN)
     ]
-    tokens = ", ".join(dict.fromkeys(f"{model.tokens:,}" for model in found.models))
+    tokens = ", ".join(dict.fromkeys(f"{model.tokens:,}" for model in outliers.models))
     note = (
-        f"{tokens} tokens in windows of {found.settings['window']}; largest magnitudes are exact, "
-        f"medians within {found.settings['median_error']:.1%}"
+        f"{tokens} tokens in windows of {outliers.settings['window']}; largest magnitudes are exact, "
+        f"medians within {outliers.settings['median_error']:.1%}"
     )
     return "\n".join([*aligned(head, lines, names=2), "", note])
 
 
-def write_outputs(found: Outliers, folder: Path) -> list[Path]:
+def write_outliers(outliers: Outliers, folder: Path) -> list[Path]:
     """Write outliers.json and outliers.png."""
     folder.mkdir(parents=True, exist_ok=True)
     data, picture = folder / "outliers.json", folder / "outliers.png"
-    write_atomically(data, found.to_json())
-    plot(found, picture)
+    write_atomically(data, outliers.to_json())
+    plot_outliers(outliers, picture)
     return [data, picture]
 
 
-def plot(found: Outliers, path: Path) -> None:
-    """Largest magnitude and median against the layer, one panel a kind; the suffix says the format."""
+def plot_outliers(outliers: Outliers, path: Path) -> None:
+    """Draw the largest magnitude and the median of each layer, a panel for each kind; the suffix says the format."""
     figure = new_figure(10.4, 4.6)
     panels = figure.subplots(1, 2)
     for axis, kind in zip(panels, (LOGITS, HIDDEN), strict=True):
-        for number, model in enumerate(found.models):
+        for number, model in enumerate(outliers.models):
             _draw(axis, model, kind, number)
         plain_log_scale(axis)
         axis.set_title(_TITLES[kind], fontsize=11)
@@ -50,7 +50,7 @@ def plot(found: Outliers, path: Path) -> None:
         tidy(axis)
     panels[0].set_ylabel("magnitude")
     handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=len(found.models), frameon=False, fontsize=9)
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(outliers.models), frameon=False, fontsize=9)
     figure.savefig(path, dpi=200)
 
 

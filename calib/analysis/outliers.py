@@ -30,13 +30,14 @@ LOGITS, HIDDEN = "logits", "hidden"
 
 @dataclass(frozen=True)
 class OutlierOptions:
-    """What is read.
+    """Options of a run of `find_outliers`.
 
     Attributes:
-        text: a file; the prose that ships by default.
-        tokens: of it, at most.
+        text: file that is read; the prose that ships by default.
+        tokens: most tokens of the text.
         window: tokens that a model sees at once.
-        dtype, device: of the run; logits are multiplied in float32.
+        dtype: dtype of the models; logits are multiplied in float32.
+        device: device that they run on.
         batch_tokens: most tokens of one pass.
     """
 
@@ -53,9 +54,9 @@ class Magnitude:
     """Magnitudes of one kind of activation.
 
     Attributes:
-        count: how many there were.
-        top: the rank-th largest by rank, exact; ranks beyond the count are left out.
-        median: within `QUANTILE_ERROR`.
+        count: number of magnitudes.
+        top: largest ones by rank, exact; ranks beyond the count are left out.
+        median: median, its relative error at most `QUANTILE_ERROR`.
     """
 
     count: int
@@ -65,7 +66,16 @@ class Magnitude:
 
 @dataclass(frozen=True)
 class ModelOutliers:
-    """One model's magnitudes by kind ("logits", "hidden"): of each layer, and of all layers together."""
+    """Magnitudes of one model's activations by kind, "logits" and "hidden".
+
+    Attributes:
+        name: name of the checkpoint's folder or file.
+        generation: "DIFF V1", "DIFF V2" or "Transformer".
+        fingerprint: fingerprint of the checkpoint.
+        tokens: number of tokens that it read.
+        layers: magnitudes of each layer.
+        overall: magnitudes of all layers together.
+    """
 
     name: str
     generation: str
@@ -77,17 +87,23 @@ class ModelOutliers:
 
 @dataclass(frozen=True)
 class Outliers:
-    """Several models over one text."""
+    """Outliers of several models over one text.
+
+    Attributes:
+        models: results of the models, in the order asked for.
+        settings: text, window, dtype and versions of the run.
+    """
 
     models: list[ModelOutliers]
     settings: dict[str, Any]
 
     def to_json(self) -> str:
+        """The results as a JSON document."""
         return json.dumps(asdict(self), indent=1) + "\n"
 
 
 def find_outliers(models: Sequence[Path], options: OutlierOptions, progress: Progress = silent) -> Outliers:
-    """Measure every model, one after the other.
+    """Measure the outliers of every model, one model after the other.
 
     Raises:
         UsageError: a model named twice, a text shorter than a window, or a device that is not there.
@@ -96,7 +112,7 @@ def find_outliers(models: Sequence[Path], options: OutlierOptions, progress: Pro
     check_distinct(models)
     check_device(options.device)
     text = load_text(options.text)
-    found = [_of_model(Path(model), text, options, progress) for model in models]
+    outliers_by_model = [_measure_model(Path(model), text, options, progress) for model in models]
     settings = {
         "text": identity(text),
         "window": options.window,
@@ -104,19 +120,19 @@ def find_outliers(models: Sequence[Path], options: OutlierOptions, progress: Pro
         "median_error": QUANTILE_ERROR,
         "versions": versions(),
     }
-    return Outliers(found, settings)
+    return Outliers(outliers_by_model, settings)
 
 
-def _of_model(path: Path, text: str, options: OutlierOptions, progress: Progress) -> ModelOutliers:
+def _measure_model(path: Path, text: str, options: OutlierOptions, progress: Progress) -> ModelOutliers:
     source = open_source(path)
     model = load(source, None, resolve(options.dtype, options.device), options.device)
     ids = token_windows(model, source.tokenizer, text, options.window, options.tokens)
-    layers, overall = observe(model, ids, options.batch_tokens, progress)
+    layers, overall = measure_magnitudes(model, ids, options.batch_tokens, progress)
     return ModelOutliers(path.name, model.config.diff_spec.generation, source.fingerprint, ids.numel(), layers, overall)
 
 
 @torch.inference_mode()
-def observe(
+def measure_magnitudes(
     model: DiffTransformer, ids: Tensor, batch_tokens: int = 4096, progress: Progress = silent
 ) -> tuple[list[dict[str, Magnitude]], dict[str, Magnitude]]:
     """Magnitudes of each layer, and of all of them together.
@@ -144,13 +160,15 @@ def observe(
     for tally in tallies:
         for kind, total in overall.items():
             total.merge(tally[kind])
-    return [{kind: t.summary() for kind, t in tally.items()} for tally in tallies], {
-        kind: t.summary() for kind, t in overall.items()
-    }
+    return [_magnitudes_of(tally) for tally in tallies], _magnitudes_of(overall)
+
+
+def _magnitudes_of(tallies: dict[str, "_Tally"]) -> dict[str, Magnitude]:
+    return {kind: tally.magnitude() for kind, tally in tallies.items()}
 
 
 class _Tally:
-    """Largest magnitudes and their histogram."""
+    """The largest magnitudes of one kind of activation, and a histogram of all of them."""
 
     def __init__(self) -> None:
         self.largest = Largest(max(RANKS))
@@ -161,17 +179,17 @@ class _Tally:
         self.magnitudes.add(magnitudes)
 
     def add_causal(self, logits: Tensor, first: int) -> None:
-        """A block of `causal_logits`; hidden entries become zeros that do not count."""
-        seen = logits.abs_().tril_(first)
-        batch, heads, rows, keys = logits.shape
-        self.largest.add(seen)
-        self.magnitudes.add(seen, seen.numel() - visible_entries(batch * heads, rows, keys))
+        """Take in a block of `causal_logits`; hidden entries become zeros that do not count."""
+        magnitudes = logits.abs_().tril_(first)
+        batch, heads, queries, keys = logits.shape
+        self.largest.add(magnitudes)
+        self.magnitudes.add(magnitudes, magnitudes.numel() - visible_entries(batch * heads, queries, keys))
 
     def merge(self, other: "_Tally") -> None:
         self.largest.add(other.largest.values)
         self.magnitudes.merge(other.magnitudes)
 
-    def summary(self) -> Magnitude:
+    def magnitude(self) -> Magnitude:
         count = self.magnitudes.count
         top = {rank: float(self.largest.values[rank - 1]) for rank in RANKS if rank <= count}
         return Magnitude(count, top, self.magnitudes.quantile(0.5))

@@ -1,1 +1,1 @@
-"""Static ranges of K, V and logits, found on a text."""
+"""Calibration of static ranges of K, V and logits on a text."""

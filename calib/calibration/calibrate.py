@@ -1,10 +1,10 @@
-"""The verb: ranges of K, V and logits from one half of a text, reported on the other half."""
+"""The verb `calibrate`: ranges of K, V and logits from one half of a text, reported on the other half."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from diffquant.calib.calibration.fit import Fit, measure_fit
-from diffquant.calib.calibration.observe import BATCH_TOKENS, observe, ranges_of
+from diffquant.calib.calibration.observe import BATCH_TOKENS, observe_ranges, to_ranges
 from diffquant.calib.calibration.observers import Observer
 from diffquant.errors import UsageError
 from diffquant.loading import load
@@ -19,7 +19,7 @@ from diffquant.text.tokens import token_windows
 
 @dataclass(frozen=True)
 class CalibrationOptions:
-    """What is observed and on what.
+    """Options of a run of `calibrate`.
 
     Attributes:
         targets: activations to find ranges of, among `LAYER_TARGETS`.
@@ -53,7 +53,7 @@ class CalibrationOptions:
 def calibrate(
     path: Path | Source, options: CalibrationOptions, progress: Progress = silent
 ) -> tuple[Ranges, list[Fit]]:
-    """Ranges found on the first half of the text's windows, and how they fit the second.
+    """Ranges from the first half of the text's windows, and how they fit the second half.
 
     Raises:
         UsageError: a text of fewer than two windows, or a device that is not there.
@@ -71,6 +71,6 @@ def calibrate(
         )
     observed, held_out = ids.tensor_split([(len(ids) + 1) // 2])
     observer = options.observer
-    tensors = observe(model, observed, options.targets, observer, options.batch_tokens, progress)
+    tensors = observe_ranges(model, observed, options.targets, observer, options.batch_tokens, progress)
     fits = measure_fit(model, held_out, tensors, observer.bits, options.batch_tokens, progress)
-    return ranges_of(source, model, observed, text, observer, tensors), fits
+    return to_ranges(source, model, observed, text, observer, tensors), fits

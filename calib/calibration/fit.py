@@ -1,4 +1,4 @@
-"""How well static ranges fit activations they were not found on."""
+"""The fit of static ranges to activations that they were not calibrated on."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -19,9 +19,11 @@ from diffquant.support.progress import Progress, silent
 
 @dataclass(frozen=True)
 class Fit:
-    """How well the ranges of one layer's target fit text they were not found on.
+    """How well the ranges of one layer's target fit text that they were not calibrated on.
 
     Attributes:
+        layer: number of the layer.
+        target: "k", "v" or "logits".
         clipped: share of entries beyond their range.
         sqnr: signal-to-noise ratio of the entries as their codes read back, in dB.
     """
@@ -41,10 +43,12 @@ def measure_fit(
     batch_tokens: int,
     progress: Progress = silent,
 ) -> list[Fit]:
-    """How ranges fit windows [N, T] that they were not found on, layer by layer.
+    """Fits of ranges to windows that they were not calibrated on, layer by layer.
 
     Args:
-        tensors: ranges by name, as `observe` gives them.
+        model: model that the ranges belong to.
+        ids: [N, T] windows.
+        tensors: ranges by name, as `observe_ranges` gives them.
         bits: width of the codes.
         batch_tokens: most tokens of one pass.
     """
@@ -54,20 +58,20 @@ def measure_fit(
         names = {target: f"layers.{number}.{target}" for target in LAYER_TARGETS}
         ranges = {target: tensors[name] for target, name in names.items() if name in tensors}
         losses = _layer_losses(projections, ranges, bits, spec)
-        fits += [loss.fit(number, target) for target, loss in losses.items()]
+        fits += [loss.to_fit(number, target) for target, loss in losses.items()]
         progress(number + 1, layers, "checking on the text held out")
     return fits
 
 
-class Loss:
-    """What rounding to static codes does to a stream of values."""
+class RoundingLoss:
+    """The loss of rounding a stream of values to static codes."""
 
     def __init__(self) -> None:
         self.count = self.clipped = 0
         self._signal = self._noise = 0.0
 
     def add(self, values: Tensor, ranges: Tensor, bits: int) -> None:
-        """Count values and their ranges, broadcastable; an entry of 0 adds to the count alone."""
+        """Count values against their ranges, broadcastable; an entry of 0 adds to the count alone."""
         largest = max_code(bits)
         ranges = ranges.to(values.device)
         scale = ranges / largest
@@ -77,15 +81,15 @@ class Loss:
         self._signal += float(values.square().sum(dtype=torch.float64))
         self._noise += float((values - read_back).square_().sum(dtype=torch.float64))
 
-    def fit(self, layer: int, target: str) -> Fit:
+    def to_fit(self, layer: int, target: str) -> Fit:
         sqnr = 10 * math.log10(self._signal / self._noise) if self._signal and self._noise else math.inf
         return Fit(layer, target, self.clipped / max(1, self.count), sqnr)
 
 
 def _layer_losses(
     projections: list[Projections], ranges: Mapping[str, Tensor], bits: int, spec: DiffSpec
-) -> dict[str, Loss]:
-    losses = {target: Loss() for target in ranges}
+) -> dict[str, RoundingLoss]:
+    losses = {target: RoundingLoss() for target in ranges}
     for q, k, v in projections:
         if "k" in ranges:
             losses["k"].add(by_token(k), ranges["k"], bits)
@@ -94,13 +98,13 @@ def _layer_losses(
         if "logits" in ranges:
             for first, block in causal_logits(q, k, spec):
                 losses["logits"].add(block.tril_(first), ranges["logits"][:, None, None], bits)
-                batch, heads, rows, keys = block.shape
-                losses["logits"].count -= block.numel() - visible_entries(batch * heads, rows, keys)
+                batch, heads, queries, keys = block.shape
+                losses["logits"].count -= block.numel() - visible_entries(batch * heads, queries, keys)
     return losses
 
 
 def fit_table(fits: Sequence[Fit], bits: int) -> str:
-    """One line a target: mean and worst over its layers."""
+    """A table with a line for each target: mean and worst over its layers."""
     head = ["target", "clipped", "at most", "SQNR", "at least", "worst in"]
     lines = []
     for target in dict.fromkeys(fit.target for fit in fits):

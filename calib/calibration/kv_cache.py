@@ -1,11 +1,11 @@
-"""Ranges of keys and values from a short run over the built-in prose: what an export with a quantized cache needs."""
+"""Calibration of keys and values on a little built-in prose, which an export with a quantized cache needs."""
 
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from diffquant.calib.calibration.observe import observe, ranges_of
+from diffquant.calib.calibration.observe import observe_ranges, to_ranges
 from diffquant.calib.calibration.observers import Observer
 from diffquant.data import books_text
 from diffquant.errors import CheckpointError, UsageError
@@ -24,10 +24,10 @@ def calibrate_cache(
     """Ranges of K and V that no magnitude of the observed text exceeds, for every width of the cache.
 
     Args:
-        path: the checkpoint, plain or quantized.
-        recipe: weights and logits of the model that will use the cache; 16 bits by default, or the weights of a
-            quantized checkpoint.
-        ids: [N, T] windows to observe; of the built-in prose by default.
+        path: checkpoint, plain or quantized.
+        recipe: recipe of the model that will use the cache, for weights and logits; 16 bits by default, or the weights
+            of a quantized checkpoint.
+        ids: [N, T] windows to observe; windows of the built-in prose by default.
 
     Raises:
         UsageError: the checkpoint has no tokenizer, or one of another vocabulary.
@@ -38,8 +38,8 @@ def calibrate_cache(
         text = books_text()
         ids = _prose_windows(source, text)
     model = load(source, recipe or Recipe(), torch.float32)
-    tensors = observe(model, ids, ("k", "v"), Observer("absmax"), progress=progress)
-    return ranges_of(source, model, ids, text, Observer("absmax"), tensors)
+    tensors = observe_ranges(model, ids, ("k", "v"), Observer("absmax"), progress=progress)
+    return to_ranges(source, model, ids, text, Observer("absmax"), tensors)
 
 
 def _prose_windows(source: Source, text: str) -> Tensor:

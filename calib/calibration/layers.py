@@ -1,4 +1,4 @@
-"""Windows of text on their way through a model, layer by layer."""
+"""Projections of windows of text, layer by layer, on their way through a model."""
 
 from collections.abc import Iterator
 
@@ -16,7 +16,7 @@ Projections = tuple[Tensor, Tensor, Tensor]
 def projected_layers(model: DiffTransformer, ids: Tensor, batch_tokens: int) -> Iterator[list[Projections]]:
     """Each layer's queries, keys and values under the model's recipe, one entry a batch of windows.
 
-    What is held are the inputs of one layer for all windows, and that layer's projections.
+    Memory holds the inputs of one layer for all windows, and that layer's projections.
 
     Args:
         ids: [N, T] windows.

@@ -1,4 +1,4 @@
-"""Ranges of a model's keys, values and attention logits, found on windows of text."""
+"""Observation of a model's keys, values and attention logits on windows of text, which gives their ranges."""
 
 from collections.abc import Collection
 from dataclasses import asdict
@@ -23,7 +23,7 @@ BATCH_TOKENS = 4096
 
 
 @torch.inference_mode()
-def observe(
+def observe_ranges(
     model: DiffTransformer,
     ids: Tensor,
     targets: Collection[str],
@@ -31,12 +31,14 @@ def observe(
     batch_tokens: int = BATCH_TOKENS,
     progress: Progress = silent,
 ) -> dict[str, Tensor]:
-    """Ranges by the names that a `Ranges` file gives them: "layers.N.k" and so on.
+    """Observed ranges by the names that a `Ranges` file gives them: "layers.N.k" and so on.
 
     Args:
-        model: the model under the recipe whose activations are to be observed.
+        model: model under the recipe whose activations are to be observed.
         ids: [N, T] windows.
         targets: activations to observe: "k", "v", "logits".
+        observer: rule from magnitudes to ranges.
+        batch_tokens: most tokens of one pass.
 
     Raises:
         NonFiniteError: the model computes NaN or infinity.
@@ -50,10 +52,10 @@ def observe(
     return tensors
 
 
-def ranges_of(
+def to_ranges(
     source: Source, model: DiffTransformer, ids: Tensor, text: str, observer: Observer, tensors: dict[str, Tensor]
 ) -> Ranges:
-    """What `observe` found on a checkpoint, with how it was found.
+    """The ranges that `observe_ranges` gave for a checkpoint, with the settings that they depend on.
 
     Args:
         ids: [N, T] windows that were observed.
@@ -73,7 +75,7 @@ def ranges_of(
 def _layer_ranges(
     projections: list[Projections], targets: Collection[str], observer: Observer, spec: DiffSpec
 ) -> dict[str, Tensor]:
-    """k [key heads, d], v [h_kv, dv] and logits [maps·h] of one layer, those that are targets."""
+    """Ranges k [key heads, d], v [h_kv, dv] and logits [query heads] of one layer, those that are targets."""
     ranges = {}
     if "k" in targets:
         keys = torch.cat([by_token(k) for _, k, _ in projections])
@@ -87,8 +89,8 @@ def _layer_ranges(
 
 
 def _logit_ranges(projections: list[Projections], observer: Observer, spec: DiffSpec) -> Tensor:
-    """Ranges [maps·h] of one layer's logits."""
-    heads = [_HeadLogits() for _ in range(spec.query_heads)]
+    """Ranges [query heads] of one layer's logits, in canonical order."""
+    heads = [_HeadLogits() for _ in range(spec.layout.query_heads)]
     for q, k, _ in projections:
         for first, block in causal_logits(q, k, spec):
             visible = block.abs_().tril_(first)
@@ -110,7 +112,7 @@ class _HeadLogits:
 
     def add(self, magnitudes: Tensor) -> None:
         """Count a block [B, R, S] of magnitudes, 0 where hidden."""
-        rows, keys = magnitudes.shape[-2:]
-        hidden = magnitudes.numel() - visible_entries(len(magnitudes), rows, keys)
+        queries, keys = magnitudes.shape[-2:]
+        hidden = magnitudes.numel() - visible_entries(len(magnitudes), queries, keys)
         self.histogram.add(magnitudes.contiguous(), hidden)
         self.largest = self.largest.maximum(magnitudes.amax().cpu())

@@ -1,4 +1,4 @@
-"""How large a magnitude the codes should reach: all of them, all but a share, or where the squared error is least."""
+"""Observers, the rules from magnitudes to ranges: all, all but a share, or where the squared error is least."""
 
 import math
 from collections.abc import Callable
@@ -22,7 +22,7 @@ class Observer:
     """A rule from magnitudes to ranges.
 
     Attributes:
-        kind: "absmax", "percentile" or "mse".
+        kind: name of the rule, "absmax", "percentile" or "mse".
         percentile: percentage of magnitudes that are not clipped, for "percentile".
         bits: width of the codes whose rounding "mse" weighs against clipping.
     """
@@ -39,11 +39,11 @@ class Observer:
         max_code(self.bits)
 
     def ranges(self, magnitudes: Tensor, lengths: Tensor | None = None) -> Tensor:
-        """A range for each channel.
+        """Ranges of channels.
 
         Args:
             magnitudes: [N, C], none negative.
-            lengths: [N, C] what bounds each magnitude at any position, such as the length of two channels that
+            lengths: [N, C] bounds of each magnitude at any position, such as the length of two channels that
                 rotate into each other; the magnitudes themselves by default.
 
         Returns:
@@ -60,7 +60,7 @@ class Observer:
         return torch.where(tops == 0, 1.0, tops).float()
 
     def ranges_of_counts(self, counts: Tensor, values: Tensor, largest: Tensor) -> Tensor:
-        """A range for each head, from histograms.
+        """Ranges of heads, from histograms of their magnitudes.
 
         Args:
             counts: [H, bins] magnitudes in each bin.
@@ -74,14 +74,14 @@ class Observer:
         if self.kind == "mse":
             # The bins that nobody fills reach to float32's end, where squares overflow.
             used = counts.any(0)
-            weights, kept = counts[:, used].double(), values[used]
+            weights, used_values = counts[:, used].double(), values[used]
             tops = self._least_error(
-                largest, lambda tops: (weights * _squared_error(kept, tops[:, None], self.bits)).sum(1)
+                largest, lambda tops: (weights * _squared_error(used_values, tops[:, None], self.bits)).sum(1)
             )
         return torch.where(tops == 0, 1.0, tops).float()
 
     def _least_error(self, largest: Tensor, error_of: Callable[[Tensor], Tensor]) -> Tensor:
-        """The shares of `largest` [C] with the least error."""
+        """The ranges up to `largest` [C] with the least error."""
         best, least = largest, error_of(largest)
         coarse = [largest * _FACTOR**-step for step in range(1, _STEPS + 1)]
         for tops in coarse:
@@ -94,11 +94,12 @@ class Observer:
         return best
 
 
-def rotation_partner(keys: Tensor, spec: DiffSpec) -> Tensor:
-    """Keys [..., d] with the two channels that rotate into each other exchanged."""
+def rotation_partners(keys: Tensor, spec: DiffSpec) -> Tensor:
+    """Keys [..., d] with every two channels that rotate into each other exchanged."""
     if spec.rope == "half":
         return keys.roll(keys.shape[-1] // 2, -1)
-    return keys.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+    partners: Tensor = keys.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+    return partners
 
 
 def key_ranges(observer: Observer, keys: Tensor, spec: DiffSpec) -> Tensor:
@@ -109,10 +110,10 @@ def key_ranges(observer: Observer, keys: Tensor, spec: DiffSpec) -> Tensor:
     """
     if spec.rope == "none":
         return observer.ranges(keys.abs().flatten(1))
-    other = rotation_partner(keys, spec)
-    both = torch.cat([keys, other]).abs().flatten(1)
-    lengths = keys.hypot(other).flatten(1)
-    return observer.ranges(both, lengths)
+    partners = rotation_partners(keys, spec)
+    magnitudes = torch.cat([keys, partners]).abs().flatten(1)
+    lengths = keys.hypot(partners).flatten(1)
+    return observer.ranges(magnitudes, lengths)
 
 
 def _squared_error(magnitudes: Tensor, tops: Tensor, bits: int) -> Tensor:

@@ -1,1 +1,1 @@
-"""A search for the bit widths that cost least under a budget."""
+"""The search for the bit widths that cost least under a budget."""

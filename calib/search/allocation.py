@@ -1,4 +1,4 @@
-"""The best widths under a budget: one width a unit, the least sum of costs, an integer programme."""
+"""Allocation of widths under a budget: one width a unit, the least sum of costs, an integer programme."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -9,18 +9,18 @@ import numpy as np
 from diffquant.calib.search.units import Unit
 from diffquant.errors import DiffQuantError, MissingDependencyError, UsageError
 
-# Cost of each unit at each width, and a width for each unit.
+# The cost of each unit at each width, and the width of each unit.
 Costs = Mapping[Unit, Mapping[int, float]]
 Allocation = dict[Unit, int]
 
 
 @dataclass(frozen=True)
 class Budget:
-    """Average bits of a code, which each target keeps to by itself, or bytes of the packed weights.
+    """A limit on the average bits of a code, which each target keeps by itself, or on the bytes of packed weights.
 
     Attributes:
-        bits: mean over the elements of a target; scales are not counted.
-        nbytes: of all packed weights, scales included.
+        bits: mean bits over the elements of a target; scales are not counted.
+        nbytes: size of all packed weights, scales included.
     """
 
     bits: float | None = None
@@ -31,7 +31,7 @@ class Budget:
         """Read "4.5" as average bits and "90MB" as bytes.
 
         Raises:
-            UsageError: it is neither.
+            UsageError: the text is neither.
         """
         match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(kB|MB|GB)?", text.strip(), re.IGNORECASE)
         if not match:
@@ -45,7 +45,7 @@ class Budget:
         return f"{self.bits:g} bits" if self.bits is not None else f"{(self.nbytes or 0) / 1e6:g} MB"
 
     def limits(self, units: Sequence[Unit]) -> list[tuple[list[Unit], float]]:
-        """Units that share a limit, and the limit in the unit of `size`."""
+        """Groups of units that share a limit, and each group's limit, which `size` counts against."""
         if self.nbytes is not None:
             return [(list(units), float(self.nbytes))]
         groups: dict[str, list[Unit]] = {}
@@ -54,14 +54,15 @@ class Budget:
         return [(group, (self.bits or 0.0) * sum(u.elements for u in group)) for group in groups.values()]
 
     def size(self, unit: Unit, bits: int) -> float:
-        """What a unit takes of the budget at a width."""
+        """The part of the budget that a unit takes at a width, in bytes or bits."""
         return float(unit.stored[bits] if self.nbytes is not None else unit.elements * bits)
 
     def check(self, units: Sequence[Unit], widths: Sequence[int]) -> None:
         """Check that the narrowest widths fit, and not all of the widest.
 
         Raises:
-            UsageError: they do not, there is nothing to choose, or bytes are asked of what is not stored.
+            UsageError: the narrowest do not fit, the widest all do, or a budget in bytes is for units that are not
+                stored.
         """
         if self.nbytes is not None and any(unit.target != "weights" for unit in units):
             raise UsageError("a budget in bytes is for weights; give average bits for k, v and logits")
@@ -80,9 +81,10 @@ class Budget:
 
 
 def require_scipy() -> None:
-    """
+    """Check that scipy is installed, which the search needs.
+
     Raises:
-        MissingDependencyError: scipy is not installed.
+        MissingDependencyError: it is not.
     """
     try:
         import scipy.optimize  # noqa: F401
@@ -96,10 +98,11 @@ def allocate(costs: Costs, budget: Budget) -> Allocation:
     """The widths with the least total cost that keep to the budget.
 
     Args:
-        costs: of every unit at the same widths, 0 or more.
+        costs: costs of every unit at the same widths, 0 or more.
+        budget: budget that the widths keep to.
 
     Raises:
-        DiffQuantError: the solver found nothing.
+        DiffQuantError: the solver gave no solution.
     """
     from scipy.optimize import Bounds, LinearConstraint, milp
 
@@ -112,7 +115,7 @@ def allocate(costs: Costs, budget: Budget) -> Allocation:
         members = set(group)
         sizes[row] = [budget.size(unit, bits) * (unit in members) for unit in units for bits in widths]
     # Costs and sizes differ by many powers of ten, and the solver's tolerances are absolute.
-    found = milp(
+    solution = milp(
         objective / max(objective.max(), 1e-300),
         integrality=np.ones(objective.size),
         bounds=Bounds(0, 1),
@@ -122,14 +125,14 @@ def allocate(costs: Costs, budget: Budget) -> Allocation:
         ],
         options={"mip_rel_gap": 0.0, "time_limit": 60},
     )
-    if found.x is None:
-        raise DiffQuantError(f"the integer programme has no solution: {found.message}")
-    picked = found.x.reshape(len(units), len(widths)).argmax(1)
+    if solution.x is None:
+        raise DiffQuantError(f"the integer programme has no solution: {solution.message}")
+    picked = solution.x.reshape(len(units), len(widths)).argmax(1)
     return {unit: widths[index] for unit, index in zip(units, picked, strict=True)}
 
 
 def spread_evenly(units: Sequence[Unit], widths: Sequence[int], budget: Budget) -> Allocation:
-    """As much as the budget allows without measuring: two neighbouring widths in turn, in the model's order."""
+    """Widths that use the budget up without a measurement: two neighbouring ones in turn, in the model's order."""
     chosen: Allocation = {}
     for group, limit in budget.limits(units):
         totals = {bits: sum(budget.size(unit, bits) for unit in group) for bits in widths}

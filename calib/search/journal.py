@@ -1,4 +1,4 @@
-"""Measurements in a file that an interruption does not lose: one line each, under a key of all they depend on."""
+"""A journal of measurements that an interruption does not lose: a line each, under a key of all they depend on."""
 
 import hashlib
 import json
@@ -9,7 +9,7 @@ from diffquant.support.files import write_atomically
 
 
 class Journal:
-    """Results by name. Each is on the disk before the next is measured."""
+    """Results by name, each of which is on the disk before the next is measured."""
 
     def __init__(self, folder: Path, key: dict[str, Any]) -> None:
         digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:12]
@@ -19,17 +19,18 @@ class Journal:
         if not self.path.is_file():
             return
         # A run that was killed may have left half a line: it is dropped.
-        whole = self.path.read_text(encoding="utf-8").rpartition("\n")[0]
-        write_atomically(self.path, whole + "\n")
-        for line in whole.splitlines()[1:]:
+        complete_lines = self.path.read_text(encoding="utf-8").rpartition("\n")[0]
+        write_atomically(self.path, complete_lines + "\n")
+        for line in complete_lines.splitlines()[1:]:
             entry = json.loads(line)
             self._results[entry["name"]] = entry["result"]
 
     def get(self, name: str) -> Any:
-        """The result, or None."""
+        """The result of a measurement; None where it was not made."""
         return self._results.get(name)
 
     def add(self, name: str, result: Any) -> None:
+        """Write a result down."""
         self._results[name] = result
         if not self.path.is_file():
             self.path.parent.mkdir(parents=True, exist_ok=True)

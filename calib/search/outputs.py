@@ -1,43 +1,43 @@
-"""A search for people: the comparison on text held out, the recipe, a heat map of layers against tensors."""
+"""The result of a search for people: the comparison on text held out, the recipe, a heat map of layers and tensors."""
 
 import math
 from pathlib import Path
 from typing import Any
 
-from diffquant.calib.search.result import Candidate, Found, Measurement
+from diffquant.calib.search.result import Candidate, Measurement, SearchResult
 from diffquant.report.plots import new_figure
 from diffquant.report.tables import aligned, megabytes
 from diffquant.support.files import write_atomically
 
 
-def summary(found: Found) -> str:
-    """The candidates on the text held out, and how the search compares with uniform bits of its size."""
+def search_table(result: SearchResult) -> str:
+    """A table of the candidates on the text held out, and how the search compares with uniform bits of its size."""
     head = ["recipe", "bits", "checkpoint", "perplexity", "KL", "predicted KL"]
-    lines = [["16 bits", "16", "", f"{found.perplexity:.3f}", "", ""], *map(_row, found.candidates)]
-    return "\n".join([*aligned(head, lines, names=2), "", verdict(found)])
+    lines = [["16 bits", "16", "", f"{result.perplexity:.3f}", "", ""], *map(_cells, result.candidates)]
+    return "\n".join([*aligned(head, lines, names=2), "", verdict(result)])
 
 
-def verdict(found: Found) -> str:
-    """Whether the searched recipe beats uniform bits of the same size, by the KL measured."""
-    searched = found.candidates[0]
-    uniform = uniform_kl(found)
-    against = "" if uniform is None else f"{uniform:.4g} of uniform bits of the same average (interpolated), "
-    even = next(c for c in found.candidates if c.name == "spread evenly")
+def verdict(result: SearchResult) -> str:
+    """A sentence that compares the searched recipe with uniform bits of the same size, by the KL measured."""
+    searched = result.candidates[0]
+    uniform = uniform_kl(result)
+    rival = "" if uniform is None else f"{uniform:.4g} of uniform bits of the same average (interpolated), "
+    even = next(c for c in result.candidates if c.name == "spread evenly")
     return (
-        f"budget {found.budget}: KL {searched.kl:.4g} on text held out, against {against}{even.kl:.4g} of the same "
+        f"budget {result.budget}: KL {searched.kl:.4g} on text held out, against {rival}{even.kl:.4g} of the same "
         "widths spread evenly"
     )
 
 
-def uniform_kl(found: Found) -> float | None:
-    """KL of uniform bits at the searched recipe's average, between two widths interpolated in log KL.
+def uniform_kl(result: SearchResult) -> float | None:
+    """The KL of uniform bits at the searched recipe's average, between two widths interpolated in log KL.
 
     None where several targets have different averages.
     """
-    averages = list(found.candidates[0].bits.values())
+    averages = list(result.candidates[0].bits.values())
     if max(averages) - min(averages) > 0.01:
         return None
-    measured = {c.bits[next(iter(c.bits))]: c.kl for c in found.candidates if c.name.startswith("uniform")}
+    measured = {c.bits[next(iter(c.bits))]: c.kl for c in result.candidates if c.name.startswith("uniform")}
     low, high = math.floor(averages[0]), math.ceil(averages[0])
     if low not in measured or high not in measured:
         return None
@@ -45,32 +45,32 @@ def uniform_kl(found: Found) -> float | None:
     return math.exp((1 - share) * math.log(measured[low]) + share * math.log(measured[high]))
 
 
-def write_outputs(found: Found, folder: Path) -> list[Path]:
+def write_search(result: SearchResult, folder: Path) -> list[Path]:
     """Write recipe.yaml, search.json and search.png, named after the budget."""
-    stem = found.budget.replace(" ", "-")
+    stem = result.budget.replace(" ", "-")
     recipe, data, picture = (folder / f"{name}-{stem}.{end}" for name, end in _FILES)
-    write_atomically(recipe, found.recipe.to_yaml())
-    write_atomically(data, found.to_json())
-    heat_map(found, picture)
+    write_atomically(recipe, result.recipe.to_yaml())
+    write_atomically(data, result.to_json())
+    heat_map(result, picture)
     return [recipe, data, picture]
 
 
 _FILES = (("recipe", "yaml"), ("search", "json"), ("search", "png"))
 
 
-def heat_map(found: Found, path: Path) -> None:
-    """KL of each unit at the narrowest width by layer and kind; in each cell the bits it got."""
+def heat_map(result: SearchResult, path: Path) -> None:
+    """Draw the KL of each unit at the narrowest width by layer and kind, with the bits that it got in its cell."""
     from matplotlib.colors import LogNorm
 
-    kinds = list(dict.fromkeys(m.kind for m in found.measurements))
-    layers = 1 + max(m.layer for m in found.measurements)
-    narrowest = min(found.measurements[0].kl)
-    at = {(m.kind, m.layer): m for m in found.measurements}
+    kinds = list(dict.fromkeys(m.kind for m in result.measurements))
+    layers = 1 + max(m.layer for m in result.measurements)
+    narrowest = min(result.measurements[0].kl)
+    at = {(m.kind, m.layer): m for m in result.measurements}
     values = [[_shown(at.get((kind, layer)), narrowest) for layer in range(layers)] for kind in kinds]
     drawn = [value for row in values for value in row if value == value]
     figure = new_figure(max(6.0, 2.6 + 0.33 * layers), 1.9 + 0.36 * len(kinds))
     axis = figure.subplots()
-    norm = LogNorm(min(drawn), max(max(drawn), min(drawn) * 1.01))
+    norm = LogNorm(min(drawn), max(*drawn, min(drawn) * 1.01))
     image = axis.imshow(values, cmap="cividis", norm=norm, aspect="auto")
     for (kind, layer), measurement in at.items():
         shade = norm(_shown(measurement, narrowest))
@@ -87,7 +87,7 @@ def heat_map(found: Found, path: Path) -> None:
     axis.set_yticks(range(len(kinds)), [kind.removeprefix("self_attn.").removeprefix("mlp.") for kind in kinds])
     axis.set_xticks(range(layers), [str(n) if n % 5 == 0 or layers <= 12 else "" for n in range(layers)])
     axis.set_xlabel("layer")
-    axis.set_title(f"{found.model}, {found.budget}: bits given to each tensor", fontsize=11)
+    axis.set_title(f"{result.model}, {result.budget}: bits given to each tensor", fontsize=11)
     bar = figure.colorbar(image, ax=axis, pad=0.01)
     bar.set_label(f"KL at {narrowest} bits alone, nats")
     figure.savefig(path, dpi=200)
@@ -97,7 +97,7 @@ def _shown(measurement: Measurement | None, bits: int) -> Any:
     return float("nan") if measurement is None else max(measurement.kl[bits], 1e-9)
 
 
-def _row(candidate: Candidate) -> list[str]:
+def _cells(candidate: Candidate) -> list[str]:
     bits = ", ".join(
         f"{mean:.2f}" if len(candidate.bits) == 1 else f"{t} {mean:.2f}" for t, mean in candidate.bits.items()
     )

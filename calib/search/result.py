@@ -1,4 +1,4 @@
-"""What a search found, as plain data."""
+"""The result of a search, as plain data."""
 
 import json
 from dataclasses import asdict, dataclass
@@ -9,14 +9,15 @@ from diffquant.scheme import Recipe
 
 @dataclass(frozen=True)
 class Candidate:
-    """A recipe on the text held out.
+    """A recipe, measured on the text held out.
 
     Attributes:
-        name: "searched", "spread evenly" or "uniform 4".
+        name: name such as "searched", "spread evenly" or "uniform 4".
         bits: mean bits by target.
-        nbytes: of the checkpoint that `quantize` would write.
-        predicted: the sum of its units' costs; None where a width was not measured.
-        kl, perplexity: as measured.
+        nbytes: size of the checkpoint that `quantize` would write.
+        predicted: sum of its units' costs; None where a width was not measured.
+        kl: mean KL(16 bits || this) of the next-token distributions, in nats.
+        perplexity: perplexity of the text.
     """
 
     name: str
@@ -29,7 +30,18 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Measurement:
-    """A unit's cost at each width, and the width it got."""
+    """The cost of a unit at each width, and the width that it got.
+
+    Attributes:
+        name: name of the unit.
+        target: "weights", "k", "v" or "logits".
+        layer: number of its layer.
+        kind: name inside a layer, such as "mlp.up_proj".
+        elements: number of entries that have its width.
+        kl: cost of each width in nats, as `Cost.kl`.
+        attention: error at its attention's output, as `Cost.attention`.
+        chosen: width that it got.
+    """
 
     name: str
     target: str
@@ -42,12 +54,17 @@ class Measurement:
 
 
 @dataclass(frozen=True)
-class Found:
-    """What a search found.
+class SearchResult:
+    """The recipe that a search chose, with what it was chosen by and compared with.
 
     Attributes:
-        perplexity: of the 16-bit model on the text held out.
-        candidates: the searched recipe first.
+        model: name of the checkpoint's folder or file.
+        budget: budget as text.
+        perplexity: perplexity of the 16-bit model on the text held out.
+        candidates: recipes that were compared, the searched one first.
+        measurements: costs of the units.
+        recipe: searched recipe.
+        settings: all that the measurements depend on.
     """
 
     model: str
@@ -59,4 +76,5 @@ class Found:
     settings: dict[str, Any]
 
     def to_json(self) -> str:
+        """The result as a JSON document."""
         return json.dumps(asdict(self) | {"recipe": self.recipe.to_dict()}, indent=1) + "\n"

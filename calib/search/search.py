@@ -1,4 +1,4 @@
-"""The verb: measure what each unit's width costs, allocate widths under a budget, compare on text held out."""
+"""The verb `search`: measure what each unit's width costs, allocate widths under a budget, compare on text held out."""
 
 import json
 import math
@@ -11,7 +11,7 @@ import torch
 from diffquant.calib.search.allocation import Allocation, Budget, allocate, average_bits, require_scipy, spread_evenly
 from diffquant.calib.search.journal import Journal
 from diffquant.calib.search.products import OneDnnProducts
-from diffquant.calib.search.result import Candidate, Found, Measurement
+from diffquant.calib.search.result import Candidate, Measurement, SearchResult
 from diffquant.calib.search.sensitivity import Cost, Sensitivity
 from diffquant.calib.search.units import Unit, find_units, to_recipe
 from diffquant.errors import UsageError
@@ -27,7 +27,7 @@ from diffquant.sweep.storage import weight_bytes
 from diffquant.text.corpus import identity, load_text
 from diffquant.text.tokens import token_windows
 
-# Changes with how a cost is measured, so that journals of another way are not taken for this one's.
+# A number that changes with the way a cost is measured, so that no journal of another way is resumed.
 MEASUREMENT_FORMAT = 2
 
 # Tokens that a model sees at once while recipes are compared.
@@ -36,16 +36,19 @@ _CHECK_WINDOW = 512
 
 @dataclass(frozen=True)
 class SearchOptions:
-    """What to search and on what.
+    """Options of a search.
 
     Attributes:
-        targets: "weights", "k", "v" or "logits".
-        widths: to choose among.
-        granularity: of the weights.
-        text: its first half is measured on, its second compared on; the prose that ships by default.
-        windows, window: how many tokens are measured on.
-        check_characters: of the second half.
-        dtype, device: of the runs.
+        targets: names among "weights", "k", "v" and "logits".
+        widths: widths to choose among.
+        granularity: granularity of the weights.
+        text: file whose first half is measured on and whose second half is compared on; the prose that ships by
+            default.
+        windows: number of windows that are measured on.
+        window: tokens of a window.
+        check_characters: most characters of the second half that are compared on.
+        dtype: dtype of the models.
+        device: device that they run on.
     """
 
     targets: tuple[str, ...] = ("weights",)
@@ -64,10 +67,26 @@ class SearchOptions:
 
 
 class Search:
-    """A search over one model, everything that can be wrong with it found when it is made."""
+    """A search over one model; everything that can be wrong with it is wrong when it is made.
+
+    Attributes:
+        budget: budget of the searched widths.
+        options: options of the search.
+        widths: widths to choose among, the widest first.
+        source: checkpoint that is searched.
+        units: units that get a width each.
+        journal: measurements made so far.
+    """
 
     def __init__(self, path: Path | Source, budget: Budget, options: SearchOptions, output: Path) -> None:
-        """
+        """Check everything that a search needs, and open the journal of an earlier run.
+
+        Args:
+            path: checkpoint to search.
+            budget: budget that the widths keep to.
+            options: options of the search.
+            output: folder of the journal.
+
         Raises:
             DiffQuantError: the checkpoint, the text, the targets, the widths or the budget do not fit.
         """
@@ -96,11 +115,16 @@ class Search:
 
     @property
     def missing(self) -> list[tuple[Unit, int]]:
-        """Units and widths that are not measured yet."""
-        return [(u, bits) for u in self.units for bits in self.widths if self.journal.get(_name(u, bits)) is None]
+        """Units at widths that are not measured yet."""
+        return [
+            (u, bits)
+            for u in self.units
+            for bits in self.widths
+            if self.journal.get(_measurement_name(u, bits)) is None
+        ]
 
     def estimate(self) -> str:
-        """How long the rest will take, from one pass over the model."""
+        """A sentence on how long the rest will take, judged by one pass over the model."""
         sensitivity = self._sensitivity()
         layers = len(sensitivity.model.model.layers)
         share = sensitivity.seconds / (layers + 1)
@@ -110,11 +134,11 @@ class Search:
             f"{len(self.units) * len(self.widths)} measurements to do, about {seconds / 60:.1f} minutes"
         )
 
-    def run(self, progress: Progress = silent) -> Found:
+    def run(self, progress: Progress = silent) -> SearchResult:
         """Measure what is missing, allocate, compare.
 
         Raises:
-            KeyboardInterrupt: with a message that says how to go on.
+            KeyboardInterrupt: the search was interrupted; the message says how to go on.
         """
         try:
             costs = self._costs(progress)
@@ -139,7 +163,7 @@ class Search:
             for u, by in costs.items()
         ]
         settings = self._key | {"held_out": identity(self._held_out), "check_window": _CHECK_WINDOW}
-        return Found(
+        return SearchResult(
             self.source.path.name, str(self.budget), perplexity, candidates, measurements, to_recipe(chosen), settings
         )
 
@@ -153,14 +177,16 @@ class Search:
         sensitivity = self._sensitivity() if missing else None
         for done, (unit, bits) in enumerate(missing):
             if sensitivity is not None:
-                self.journal.add(_name(unit, bits), asdict(sensitivity.measure(unit, bits)))
+                self.journal.add(_measurement_name(unit, bits), asdict(sensitivity.cost_of(unit, bits)))
             progress(done + 1, len(missing), f"{unit.name} at {bits} bits")
-        return {u: {bits: Cost(**self.journal.get(_name(u, bits))) for bits in self.widths} for u in self.units}
+        return {
+            u: {bits: Cost(**self.journal.get(_measurement_name(u, bits))) for bits in self.widths} for u in self.units
+        }
 
     def _compare(
         self, chosen: Allocation, costs: dict[Unit, dict[int, Cost]], progress: Progress
     ) -> tuple[float, list[Candidate]]:
-        """The 16-bit perplexity, and each candidate, on the text held out."""
+        """The perplexity of the 16-bit model, and the candidates, on the text held out."""
         rivals = {"searched": chosen, "spread evenly": spread_evenly(self.units, self.widths, self.budget)}
         means = [average_bits(chosen, target) for target in self.options.targets]
         for bits in range(math.floor(min(means)), math.ceil(max(means)) + 1):
@@ -169,13 +195,13 @@ class Search:
         candidates = []
         for name, rival in rivals.items():
             score = measured[name]
-            known = all(bits in costs[unit] for unit, bits in rival.items())
+            is_measured = all(bits in costs[unit] for unit, bits in rival.items())
             candidates.append(
                 Candidate(
                     name,
                     {target: average_bits(rival, target) for target in self.options.targets},
                     score["nbytes"],
-                    sum(costs[unit][bits].kl for unit, bits in rival.items()) if known else None,
+                    sum(costs[unit][bits].kl for unit, bits in rival.items()) if is_measured else None,
                     score["kl"],
                     score["perplexity"],
                 )
@@ -183,10 +209,11 @@ class Search:
         return measured["16 bits"]["perplexity"], candidates
 
     def _held_out_scores(self, recipes: dict[str, Recipe], progress: Progress) -> dict[str, dict[str, Any]]:
-        entries = {"16 bits": Recipe()} | recipes
-        place = f"held out {identity(self._held_out)} in windows of {_CHECK_WINDOW}"
-        names = {name: f"{place}: {json.dumps(recipe.to_dict())}" for name, recipe in entries.items()}
-        missing = {name for name in entries if self.journal.get(names[name]) is None}
+        """KL, perplexity and bytes of each recipe, and of "16 bits", from the journal or measured now."""
+        compared = {"16 bits": Recipe()} | recipes
+        prefix = f"held out {identity(self._held_out)} in windows of {_CHECK_WINDOW}"
+        names = {name: f"{prefix}: {json.dumps(recipe.to_dict())}" for name, recipe in compared.items()}
+        missing = {name for name in compared if self.journal.get(names[name]) is None}
         reference = None
         if missing:
             model = load(self.source, Recipe(), self._dtype, self.options.device)
@@ -194,9 +221,9 @@ class Search:
                 reference = reference_of(
                     TorchModel(model), self._tokenizer, self._held_out, _CHECK_WINDOW, _CHECK_WINDOW
                 )
-        for done, name in enumerate(name for name in entries if name in missing):
+        for done, name in enumerate(name for name in compared if name in missing):
             progress(done, len(missing), f"comparing {name}")
-            model = load(self.source, entries[name], self._dtype, self.options.device)
+            model = load(self.source, compared[name], self._dtype, self.options.device)
             with OneDnnProducts():
                 score = evaluate(
                     TorchModel(model),
@@ -208,10 +235,10 @@ class Search:
                 )
             self.journal.add(
                 names[name],
-                {"kl": score.kl, "perplexity": score.perplexity, "nbytes": weight_bytes(self.source, entries[name])},
+                {"kl": score.kl, "perplexity": score.perplexity, "nbytes": weight_bytes(self.source, compared[name])},
             )
-        return {name: self.journal.get(names[name]) for name in entries}
+        return {name: self.journal.get(names[name]) for name in compared}
 
 
-def _name(unit: Unit, bits: int) -> str:
+def _measurement_name(unit: Unit, bits: int) -> str:
     return f"{unit.name} {unit.scheme(bits)}"

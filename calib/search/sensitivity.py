@@ -1,4 +1,4 @@
-"""What each unit's width costs: at its attention's output, after the subtraction and the norm, and at the model's."""
+"""The cost of a unit's width: at its attention's output, after the subtraction and the norm, and at the model's."""
 
 import time
 from dataclasses import dataclass
@@ -8,20 +8,20 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from diffquant.calib.search.products import OneDnnProducts
-from diffquant.calib.search.units import Unit, quantized
+from diffquant.calib.search.units import Unit, unit_at_width
 from diffquant.errors import NonFiniteError
 from diffquant.model.modeling import DiffLayer, DiffTransformer
 from diffquant.model.walk import Walk
 
-# Log-probabilities of the 16-bit model that are kept, in entries: 128 MB.
-_KEPT_ENTRIES = 1 << 25
+# Entries of the 16-bit model's log-probabilities in memory: 128 MB.
+_EXPECTED_ENTRIES = 1 << 25
 # Positions compared at once: few enough for a CPU's cache.
-_ROWS = 16
+_POSITIONS = 16
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What one unit at one width changes.
+    """The cost of one unit at one width.
 
     Attributes:
         kl: mean KL(16 bits || this) of the next-token distributions, in nats.
@@ -38,12 +38,16 @@ class Sensitivity:
     Holds every layer's input, [N, T, D] each, and log-probabilities at evenly spread positions.
 
     Attributes:
-        seconds: that one pass over the model took.
+        model: 16-bit model.
+        positions: positions whose distributions are compared.
+        seconds: duration of one pass over the model.
     """
 
     def __init__(self, model: DiffTransformer, ids: Tensor) -> None:
-        """
+        """Read the windows once.
+
         Args:
+            model: 16-bit model, which a measurement changes and restores.
             ids: [N, T] windows.
 
         Raises:
@@ -51,7 +55,7 @@ class Sensitivity:
         """
         started = time.monotonic()
         self.model = model
-        self.positions = torch.arange(0, ids.numel(), -(-ids.numel() * model.config.vocab_size // _KEPT_ENTRIES))
+        self.positions = torch.arange(0, ids.numel(), -(-ids.numel() * model.config.vocab_size // _EXPECTED_ENTRIES))
         self._walk = Walk.over(model, ids.shape[1])
         self._inputs: list[Tensor] = []
         self._attention: list[Tensor] = []
@@ -67,23 +71,23 @@ class Sensitivity:
             raise NonFiniteError("the model computes NaN or infinity; use --dtype float32")
 
     @torch.inference_mode()
-    def measure(self, unit: Unit, bits: int) -> Cost:
-        """Run the model from the unit's layer on, with the unit at a width."""
+    def cost_of(self, unit: Unit, bits: int) -> Cost:
+        """The cost of a unit at a width, from a run that begins at the unit's layer."""
         with OneDnnProducts():
-            with quantized(self.model, unit, bits):
+            with unit_at_width(self.model, unit, bits):
                 x, attention = self._run_watched(self._walk.layers[unit.layer], self._inputs[unit.layer])
             for layer in self._walk.layers[unit.layer + 1 :]:
                 x = self._walk.run(layer, x)
-            found = self._logits(x)
+            logits = self._logits(x)
         error = relative_rms(attention, self._attention[unit.layer]) if unit.in_attention else None
-        return Cost(max(self._kl(found), 0.0), error)
+        return Cost(max(self._kl(logits), 0.0), error)
 
     def _run_watched(self, layer: DiffLayer, x: Tensor) -> tuple[Tensor, Tensor]:
-        """A layer's output, and what its attention's output projection was given."""
-        seen: list[Tensor] = []
-        hook = layer.self_attn.o_proj.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+        """A layer's output, and the input of its attention's output projection."""
+        inputs: list[Tensor] = []
+        hook = layer.self_attn.o_proj.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
         try:
-            return self._walk.run(layer, x), seen[0]
+            return self._walk.run(layer, x), inputs[0]
         finally:
             hook.remove()
 
@@ -92,14 +96,15 @@ class Sensitivity:
         return linear(hidden, self.model.lm_head.weight).float()
 
     def _kl(self, logits: Tensor) -> float:
-        rows = [
+        """Mean KL(16 bits || these logits) over the compared positions."""
+        divergences = [
             (p.exp() * (p - q.log_softmax(-1))).sum(-1)
-            for p, q in zip(self._expected.split(_ROWS), logits.split(_ROWS), strict=True)
+            for p, q in zip(self._expected.split(_POSITIONS), logits.split(_POSITIONS), strict=True)
         ]
-        return float(torch.cat(rows).double().mean())
+        return float(torch.cat(divergences).double().mean())
 
 
 def relative_rms(got: Tensor, wanted: Tensor) -> float:
-    """The difference's root mean square over that of `wanted`."""
-    lost = (got.double() - wanted.double()).square().sum()
-    return float((lost / wanted.double().square().sum().clamp(min=1e-300)).sqrt())
+    """The root mean square of the difference over that of `wanted`."""
+    error = (got.double() - wanted.double()).square().sum()
+    return float((error / wanted.double().square().sum().clamp(min=1e-300)).sqrt())

@@ -1,4 +1,4 @@
-"""What gets a width of its own: a weight, or a layer's K cache, V cache or logits."""
+"""Units, each of which gets a width of its own: a weight, or a layer's K cache, V cache or logits."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -47,6 +47,7 @@ class Unit:
     dtype: torch.dtype = torch.float32
 
     def scheme(self, bits: int) -> Scheme:
+        """The unit's scheme at a width."""
         return Scheme.parse(f"{bits}:{self.granularity}")
 
     @property
@@ -59,6 +60,9 @@ def find_units(source: Source, targets: Sequence[str], widths: Sequence[int], gr
     """Every unit of the targets, layer by layer.
 
     Args:
+        source: checkpoint whose units they are.
+        targets: names among `TARGETS`.
+        widths: widths that a unit may get.
         granularity: granularity of the weights; the others have their targets' defaults.
 
     Raises:
@@ -68,9 +72,9 @@ def find_units(source: Source, targets: Sequence[str], widths: Sequence[int], gr
     unknown = [target for target in targets if target not in TARGETS]
     if unknown or not targets:
         raise UsageError(f"unknown target {', '.join(map(repr, unknown))}; known are {', '.join(TARGETS)}")
-    units = _weights(source, widths, granularity) if "weights" in targets else []
-    spec = source.spec
-    sizes = {"k": spec.key_heads * spec.head_dim, "v": spec.kv_pairs * spec.value_dim, "logits": 1}
+    units = _weight_units(source, widths, granularity) if "weights" in targets else []
+    layout = source.spec.layout
+    sizes = {"k": layout.height("k_proj"), "v": layout.height("v_proj"), "logits": 1}
     for target in LAYER_TARGETS:
         if target in targets:
             units += [
@@ -97,17 +101,17 @@ def to_recipe(bits: Mapping[Unit, int]) -> Recipe:
 
 
 @contextmanager
-def quantized(model: DiffTransformer, unit: Unit, bits: int) -> Iterator[None]:
-    """The model with one unit at a width, and as it was afterwards."""
+def unit_at_width(model: DiffTransformer, unit: Unit, bits: int) -> Iterator[None]:
+    """Put one unit of the model at a width inside the context, and restore the model afterwards."""
     if unit.target == "weights":
         parameter = model.get_parameter(unit.parameter)
-        whole = parameter.data
+        original = parameter.data
         scheme = unit.scheme(bits)
-        parameter.data = as_stored(Rounder(nearest), unit.name, whole, scheme, unit.dtype).to(whole.dtype)
+        parameter.data = as_stored(Rounder(nearest), unit.name, original, scheme, unit.dtype).to(original.dtype)
         try:
             yield
         finally:
-            parameter.data = whole
+            parameter.data = original
         return
     before = model.recipe
     model.apply_recipe(replace(before, overrides={unit.name: unit.scheme(bits)}))
@@ -121,7 +125,7 @@ def _commonest(schemes: list[Scheme]) -> Scheme:
     return Counter(schemes).most_common(1)[0][0] if schemes else FULL
 
 
-def _weights(source: Source, widths: Sequence[int], granularity: str) -> list[Unit]:
+def _weight_units(source: Source, widths: Sequence[int], granularity: str) -> list[Unit]:
     plans = {bits: make_plan(source, Recipe.of(weights=f"{bits}:{granularity}")) for bits in widths}
     stored = {bits: {tensor.name: tensor.stored_bytes for tensor in plan.tensors} for bits, plan in plans.items()}
     units = []

@@ -39,7 +39,7 @@ def outliers(
     as_json: AsJson = False,
 ) -> None:
     """Largest magnitudes and medians of attention logits and hidden states, layer by layer."""
-    from diffquant.calib.analysis.outlier_outputs import text_table, write_outputs
+    from diffquant.calib.analysis.outlier_outputs import outlier_table, write_outliers
     from diffquant.calib.analysis.outliers import OutlierOptions, find_outliers
     from diffquant.support.files import check_writable
 
@@ -47,9 +47,9 @@ def outliers(
         check_writable(output)
     options = OutlierOptions(text, tokens, window, dtype, device)
     outliers_by_model = find_outliers(models, options, progress_for("outliers"))
-    typer.echo(outliers_by_model.to_json().rstrip() if as_json else text_table(outliers_by_model))
+    typer.echo(outliers_by_model.to_json().rstrip() if as_json else outlier_table(outliers_by_model))
     if output is not None:
-        typer.echo(f"wrote {', '.join(map(str, write_outputs(outliers_by_model, output)))}", err=as_json)
+        typer.echo(f"wrote {', '.join(map(str, write_outliers(outliers_by_model, output)))}", err=as_json)
 
 
 @app.command("attention-map")
@@ -70,7 +70,7 @@ def attention_map(
 ) -> None:
     """How much attention goes to the answer and to noise when a number is retrieved, by its depth in the context."""
     from diffquant.calib.analysis.attention_map import AttentionMapOptions, map_attention
-    from diffquant.calib.analysis.attention_map_outputs import text_table, write_outputs
+    from diffquant.calib.analysis.attention_map_outputs import attention_table, write_attention_maps
     from diffquant.evals.needle import Plan
     from diffquant.support.files import check_writable
 
@@ -80,9 +80,9 @@ def attention_map(
     plan = Plan(needles, 1, lengths_of(lengths), samples)
     options = AttentionMapOptions(plan, text, wanted, dtype, device)
     attention = map_attention(models, options, progress_for("attention"))
-    typer.echo(attention.to_json().rstrip() if as_json else text_table(attention))
+    typer.echo(attention.to_json().rstrip() if as_json else attention_table(attention))
     if output is not None:
-        typer.echo(f"wrote {', '.join(map(str, write_outputs(attention, output)))}", err=as_json)
+        typer.echo(f"wrote {', '.join(map(str, write_attention_maps(attention, output)))}", err=as_json)
 
 
 @app.command()
@@ -104,7 +104,7 @@ def search(
 ) -> None:
     """Find the widths that cost least under a budget, and write them as a recipe."""
     from diffquant.calib.search.allocation import Budget
-    from diffquant.calib.search.outputs import summary, write_outputs
+    from diffquant.calib.search.outputs import search_table, write_search
     from diffquant.calib.search.search import Search, SearchOptions
     from diffquant.support.files import check_writable
 
@@ -117,8 +117,8 @@ def search(
         return
     check_writable(output)
     result = run.run(progress_for("search"))
-    written = write_outputs(result, output)
-    typer.echo(result.to_json().rstrip() if as_json else summary(result))
+    written = write_search(result, output)
+    typer.echo(result.to_json().rstrip() if as_json else search_table(result))
     typer.echo(f"wrote {', '.join(map(str, written))}", err=as_json)
 
 

@@ -1,1 +1,1 @@
-"""The ONNX graph: the op, its function bodies, the decoder around it, weights beside it."""
+"""The ONNX graph of an export: the op, its function bodies, the decoder around it, the weights beside it."""

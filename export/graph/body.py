@@ -1,6 +1,6 @@
 """Function bodies of the op: what computes it where no native kernel is loaded.
 
-A body is written for one set of attributes and one head width; `export.pure` holds the one in standard ops.
+A body is written for one set of attributes and one head width; `pure.py` holds the one in standard ops.
 """
 
 from typing import Literal
@@ -16,7 +16,7 @@ BodyKind = Literal["contrib", "pure"]
 
 
 def body(kind: BodyKind, attributes: OpAttributes, width: int, opset: int, cached: bool = True) -> FunctionProto:
-    """The op as a function.
+    """The op as an ONNX function that computes it.
 
     Args:
         kind: "contrib" (one GroupQueryAttention of ONNX Runtime) or "pure" (standard ops alone).
@@ -41,9 +41,9 @@ def body(kind: BodyKind, attributes: OpAttributes, width: int, opset: int, cache
 
 
 def contrib_text(attributes: OpAttributes, width: int) -> str:
-    """Nodes of the contrib body.
+    """Nodes of the contrib body as text.
 
-    Generation 1 as one attention over key rows k1|k2: queries [q1|0] and [0|q2], each meets its own half.
+    Generation 1 is one attention over key rows k1|k2 with queries [q1|0] and [0|q2], which meet their own halves.
     """
     pairs = attributes.num_pairs
     value_width = 2 * width if attributes.generation == 1 else width

@@ -15,11 +15,12 @@ Scales = tuple[np.ndarray, np.ndarray]
 
 
 def static_scales(source: Source, bits: int, ranges: Ranges) -> dict[int, Scales]:
-    """Scales of each layer's cache.
+    """Scales of each layer's cache, by the layer's number.
 
     Args:
+        source: checkpoint that is exported.
         bits: width of the cache's codes.
-        ranges: ranges found on this checkpoint.
+        ranges: ranges calibrated on this checkpoint.
 
     Raises:
         UsageError: the ranges hold no keys or no values, or were clipped for another width.
@@ -29,7 +30,7 @@ def static_scales(source: Source, bits: int, ranges: Ranges) -> dict[int, Scales
     scales = {}
     for layer in range(source.layers):
         k, v = (
-            _in_op_order(ranges.tensors[f"layers.{layer}.{target}"], order) / max_code(bits)
+            _to_op_order(ranges.tensors[f"layers.{layer}.{target}"], order) / max_code(bits)
             for target, order in zip(("k", "v"), orders, strict=True)
         )
         shape = (1, source.spec.kv_pairs, 1, -1)
@@ -38,7 +39,7 @@ def static_scales(source: Source, bits: int, ranges: Ranges) -> dict[int, Scales
 
 
 def state_order(source: Source) -> tuple[Tensor, Tensor]:
-    """Where DiffTransformer's keys [key heads, d] and values [h_kv, dv] lie in an exported layer's flat cache."""
+    """Places of DiffTransformer's keys [key heads, d] and values [h_kv, dv] in an exported layer's flat cache row."""
     layout, exported = source.spec.layout, op_layout(source.spec)
     places = []
     for projection in ("k_proj", "v_proj"):
@@ -48,8 +49,8 @@ def state_order(source: Source) -> tuple[Tensor, Tensor]:
     return keys.squeeze(-2), values.squeeze(-2)
 
 
-def _in_op_order(ranges: Tensor, order: Tensor) -> np.ndarray:
-    """Ranges in DiffTransformer's order as one row in the exported cache's order."""
+def _to_op_order(ranges: Tensor, order: Tensor) -> np.ndarray:
+    """DiffTransformer's ranges as one row in the exported cache's order."""
     flat = np.empty(order.numel(), np.float32)
     flat[order.flatten().numpy()] = ranges.flatten().numpy()
     return flat

@@ -26,9 +26,10 @@ _CACHE_KINDS = {8: TensorProto.INT8, 4: TensorProto.UINT8}
 
 
 def build(plan: ExportPlan, scales: Mapping[int, Scales]) -> tuple[ModelProto, list[Streamed]]:
-    """The model, and the tensors of its data file in order.
+    """The exported model, and the tensors of its data file in order.
 
     Args:
+        plan: checkpoint to export, and what its weights become.
         scales: scales of the quantized cache by layer; none for a cache in the activations' type.
     """
     decoder = _Decoder(plan, scales)
@@ -38,7 +39,7 @@ def build(plan: ExportPlan, scales: Mapping[int, Scales]) -> tuple[ModelProto, l
 
 
 class _Decoder:
-    """Emits the graph from input ids to logits."""
+    """A graph that is built node by node, from input ids to logits."""
 
     def __init__(self, plan: ExportPlan, scales: Mapping[int, Scales]) -> None:
         self.plan = plan
@@ -96,7 +97,7 @@ class _Decoder:
         )
 
     def _lengths(self, mask: str) -> tuple[str, str]:
-        """seqlens_k [B] and total_sequence_length of the mask [B, S]."""
+        """Names of seqlens_k [B] and total_sequence_length, computed from the mask [B, S]."""
         graph = self.graph
         tokens = graph.add("ReduceSum", mask, graph.int64("mask_axis", (1,)), keepdims=0)
         last = graph.add("Sub", tokens, graph.int64("one", (1,)))
@@ -144,7 +145,7 @@ class _Decoder:
     def _plain_attributes(self) -> dict[str, float | int | str]:
         """Attributes of GroupQueryAttention as a plain Transformer's attention."""
         spec = self.spec
-        plain: dict[str, float | int | str] = {
+        attributes: dict[str, float | int | str] = {
             "num_heads": spec.pairs,
             "kv_num_heads": spec.kv_pairs,
             "scale": spec.scale,
@@ -152,24 +153,24 @@ class _Decoder:
             "rotary_interleaved": int(spec.rope == "interleaved"),
         }
         if self.scales:
-            plain |= {"kv_cache_bit_width": self.options.kv_bits}
-            plain |= {"k_quant_type": "PER_CHANNEL", "v_quant_type": "PER_CHANNEL"}
-        return plain
+            attributes |= {"kv_cache_bit_width": self.options.kv_bits}
+            attributes |= {"k_quant_type": "PER_CHANNEL", "v_quant_type": "PER_CHANNEL"}
+        return attributes
 
     def _lam(self, x: str, layer: int) -> str:
-        """λ in float32: [1] (V1), or [B, T, h] (V2)."""
+        """Name of λ in float32: [1] (V1), or [B, T, h] (V2)."""
         prefix = f"model.layers.{layer}.self_attn."
         if self.spec.lam == "exp":
             vectors = (self.plan.vector(prefix + name) for name in LAMBDA_VECTORS)
             lam = lam_from_vectors(*vectors, init=self.spec.lam_init(layer))
             return self.graph.constant(f"layers.{layer}.lambda", lam.reshape(1).numpy())
-        weight = self.plan.whole(prefix + "lambda_proj.weight").T.numpy()
-        wide = self.graph.add("Cast", x, to=TensorProto.FLOAT)
-        product = self.graph.add("MatMul", wide, self.graph.constant(f"layers.{layer}.lambda_proj", weight))
+        weight = self.plan.small_matrix(prefix + "lambda_proj.weight").T.numpy()
+        x_float = self.graph.add("Cast", x, to=TensorProto.FLOAT)
+        product = self.graph.add("MatMul", x_float, self.graph.constant(f"layers.{layer}.lambda_proj", weight))
         return self.graph.add("Sigmoid", product)
 
     def _post(self, attended: str, layer: int) -> str:
-        """Per-pair norm and (1 - λ_init), which becomes part of the norm's weight."""
+        """Name of the output after the per-pair norm, whose weight takes the factor (1 - λ_init) in."""
         spec, graph = self.spec, self.graph
         factor = spec.post_factor(layer)
         if spec.post_norm == "none":
@@ -192,13 +193,13 @@ class _Decoder:
         return self.linears.product(x, self.plan.matrices[module + ".weight"], bias)
 
     def _tables(self) -> tuple[str, str]:
-        """cos and sin, a column for each channel pair of a key row."""
+        """Names of the tables cos and sin, a column for every two channels of a key row that rotate together."""
         if "cos_cache" not in self.graph.constants:
             positions = torch.arange(self.config.max_position_embeddings)[None]
-            both = LlamaRotaryEmbedding(self.config)(torch.zeros(1), position_ids=positions)
-            maps = 2 if self.spec.maps == 2 and not self.spec.shared_k else 1
-            for name, table in zip(("cos_cache", "sin_cache"), both, strict=True):
-                self.graph.typed(name, table[0, :, : self.spec.head_dim // 2].repeat(1, maps))
+            tables = LlamaRotaryEmbedding(self.config)(torch.zeros(1), position_ids=positions)
+            keys_of_pair = key_width(self.spec) // self.spec.head_dim
+            for name, table in zip(("cos_cache", "sin_cache"), tables, strict=True):
+                self.graph.typed(name, table[0, :, : self.spec.head_dim // 2].repeat(1, keys_of_pair))
         return "cos_cache", "sin_cache"
 
     def _cache_input(self, layer: int, part: str) -> str:
@@ -216,7 +217,7 @@ class _Decoder:
 
 
 def _trimmed(inputs: list[str]) -> list[str]:
-    """Inputs without the absent ones at the end."""
+    """A node's inputs without the absent ones at the end."""
     while inputs and not inputs[-1]:
         inputs = inputs[:-1]
     return inputs

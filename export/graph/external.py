@@ -1,4 +1,4 @@
-"""An exported model's graph with its external data checked but not read."""
+"""Loading of an exported model's graph, its external data checked but not read."""
 
 from pathlib import Path, PurePosixPath
 
@@ -13,12 +13,12 @@ def check_external(model: ModelProto, folder: Path) -> None:
     """Check that every external tensor lies inside the folder and inside its file.
 
     Raises:
-        CheckpointError: everything that does not.
+        CheckpointError: some do not; the message names them all.
     """
     problems: dict[str, None] = {}
     for tensor in model.graph.initializer:
         if tensor.data_location == TensorProto.EXTERNAL:
-            problems |= dict.fromkeys(_wrong_with(tensor, folder))
+            problems |= dict.fromkeys(_problems_of(tensor, folder))
     if problems:
         raise CheckpointError(f"{folder / MODEL_FILE}: {'; '.join(problems)}; export the model again")
 
@@ -40,7 +40,7 @@ def load_graph(folder: Path) -> ModelProto:
     return model
 
 
-def _wrong_with(tensor: TensorProto, folder: Path) -> list[str]:
+def _problems_of(tensor: TensorProto, folder: Path) -> list[str]:
     entries = {entry.key: entry.value for entry in tensor.external_data}
     location = entries.get("location", "")
     name = PurePosixPath(location)

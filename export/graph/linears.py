@@ -43,13 +43,13 @@ def check_blocks(matrices: list[Matrix], pure: bool) -> None:
     """Refuse group sizes that no kernel has.
 
     Raises:
-        GroupSizeError: naming every weight.
+        GroupSizeError: some weights have one; the message names them all.
     """
-    bad = [m for m in matrices if m.scheme.quantizes and block_size(m.scheme, m.shape[1], pure) is None]
-    if bad:
+    refused = [m for m in matrices if m.scheme.quantizes and block_size(m.scheme, m.shape[1], pure) is None]
+    if refused:
         raise GroupSizeError(
             "no kernel reads "
-            + ", ".join(f"{m.name} {list(m.shape)} {m.scheme}" for m in bad)
+            + ", ".join(f"{m.name} {list(m.shape)} {m.scheme}" for m in refused)
             + ": ONNX Runtime's share a scale over 16, 32, 64, 128 or 256 columns, and standard 4-bit rows are of even "
             "width; quantize with g32"
         )
@@ -66,16 +66,16 @@ class Linears:
         self.graph = graph
         self.options = options
         self.streamed: list[Streamed] = []
-        self._held: set[str] = set()
+        self._streamed_names: set[str] = set()
 
     def product(self, x: str, matrix: Matrix, bias: Tensor | None = None) -> str:
-        """x [B, T, in] times the matrix, transposed: [B, T, out]."""
+        """Name of the product [B, T, out] of x [B, T, in] and the transposed matrix, plus the bias."""
         multiply = self._code_product if matrix.scheme.quantizes else self._value_product
         y = multiply(x, matrix)
         return y if bias is None else self.graph.add("Add", y, self.graph.typed(f"{matrix.module}.bias", bias))
 
     def lookup(self, ids: str, matrix: Matrix) -> str:
-        """Rows of the embedding: [B, T, D]."""
+        """Name of the embedding's rows [B, T, D] at token ids [B, T]."""
         if not matrix.scheme.quantizes:
             return self.graph.add("Gather", self._values(matrix), ids)
         if self.options.pure:
@@ -143,7 +143,7 @@ class Linears:
         dtype = self.options.torch_dtype
 
         def make(first: int, last: int) -> Tensor:
-            return checked_cast(matrix.values(first, last), dtype, matrix.source)
+            return checked_cast(matrix.values(first, last), dtype, matrix.stored_name)
 
         row = matrix.shape[1] * dtype.itemsize
         return self._stream(matrix, ".weight", _FLOAT_KINDS[dtype], matrix.shape, row, make)
@@ -164,7 +164,7 @@ class Linears:
             return stored_bytes(codes, bits, signed=pure)
 
         def make_scales(first: int, last: int) -> Tensor:
-            scales = checked_cast(matrix.scales(first, last), dtype, matrix.source)
+            scales = checked_cast(matrix.scales(first, last), dtype, matrix.stored_name)
             return scales.repeat_interleave(blocks // scales.shape[1], 1)
 
         row, scale_row = blocks * block * bits // 8, blocks * dtype.itemsize
@@ -177,16 +177,16 @@ class Linears:
     def _stream(
         self, matrix: Matrix, suffix: str, kind: int, shape: tuple[int, ...], row_bytes: int, make: Rows
     ) -> str:
-        """The initializer's name; a matrix met twice (a tied head) is stored once."""
+        """Name of the initializer, streamed once: a tied head meets the embedding's again."""
         name = matrix.module + suffix
-        if name not in self._held:
-            self._held.add(name)
+        if name not in self._streamed_names:
+            self._streamed_names.add(name)
             self.streamed.append(Streamed(name, kind, shape, row_bytes, matrix.shape[1], make))
         return name
 
 
 def stored_bytes(codes: Tensor, bits: int, signed: bool) -> Tensor:
-    """Bytes of codes int8 [rows, n]: code + 2^(bits-1), or two's complement; low half of a byte first."""
+    """Stored bytes of codes int8 [rows, n]: code + 2^(bits-1), or two's complement; low half of a byte first."""
     if bits == 8:
         return codes if signed else codes.view(torch.uint8) + 128
     packed = pack(codes, 4).view(torch.uint8)[:, : codes.shape[1] // 2]

@@ -12,10 +12,13 @@ from torch import Tensor
 from diffquant.errors import DiffQuantError
 from diffquant.family.heads import HeadLayout
 from diffquant.family.spec import DiffSpec
-from diffquant.formats.compressed_tensors import PACKED, SCALE, codes, decode_codes, weight_scale
+from diffquant.formats.compressed_tensors import PACKED, SCALE, decode_codes
 from diffquant.formats.reader import Checkpoint
 from diffquant.model.adapters import Adapter
 from diffquant.numerics import check_finite, unpack
+from diffquant.quantization.rounded_weight import RoundedWeight
+from diffquant.quantization.roundings.base import Rounder
+from diffquant.quantization.roundings.nearest import nearest
 from diffquant.scheme import FULL, Scheme
 from diffquant.source.source import Source
 
@@ -26,16 +29,16 @@ class Matrix:
 
     Attributes:
         checkpoint: reader of the weight.
-        source: name of the weight in the checkpoint.
+        stored_name: name of the weight in the checkpoint.
         name: name of the DiffTransformer parameter.
         shape: (out, in) after reordering.
         stored: scheme it is packed with in the checkpoint; 16 bits where it is not.
         wanted: scheme to quantize a plain one to.
-        order: source row of each row; None where they are the same.
+        order: row of the checkpoint's weight at each exported row; None where no row moves.
     """
 
     checkpoint: Checkpoint
-    source: str
+    stored_name: str
     name: str
     shape: tuple[int, int]
     stored: Scheme
@@ -52,27 +55,31 @@ class Matrix:
         return self.stored if self.stored.quantizes else self.wanted
 
     def values(self, first: int, last: int) -> Tensor:
-        """Rows of a matrix that is not quantized, as stored."""
-        rows = self._rows(self.source, first, last)
-        check_finite(rows, f"{self.source}, rows {first} to {last - 1},")
+        """Rows of a matrix that is not packed, as stored.
+
+        Raises:
+            NonFiniteError: they hold NaN or infinity.
+        """
+        rows = self._read_ordered(self.stored_name, first, last)
+        check_finite(rows, f"{self.stored_name}, rows {first} to {last - 1},")
         return rows
 
     def codes(self, first: int, last: int) -> Tensor:
-        """int8 [rows, in] codes."""
+        """Codes of some rows, int8 [rows, in]."""
         if self.stored.quantizes:
-            words = self._rows(self._sibling(PACKED), first, last)
+            words = self._read_ordered(self._sibling(PACKED), first, last)
             return unpack(words, self.stored.bits, self.shape[1])
-        values = self.values(first, last)
-        return codes(values.float(), self._scale_of(values), self.wanted)
+        codes, _ = self._rounded.rows(self.values(first, last).float())
+        return codes
 
     def scales(self, first: int, last: int) -> Tensor:
-        """[rows, groups] scales, one group where a row or the matrix shares one."""
+        """Scales of some rows, [rows, groups]: one group where a row or the matrix shares one."""
         if self.stored.quantizes:
-            stored = self._sibling(SCALE)
-            shared = self.checkpoint.tensors[stored].shape == (1,)
-            scale = self.checkpoint.read(stored) if shared else self._rows(stored, first, last)
+            name = self._sibling(SCALE)
+            is_shared = self.checkpoint.tensors[name].shape == (1,)
+            scale = self.checkpoint.read(name) if is_shared else self._read_ordered(name, first, last)
         else:
-            scale = self._scale_of(self.values(first, last))
+            _, scale = self._rounded.rows(self.values(first, last).float())
         return scale.expand(last - first, 1) if scale.numel() == 1 else scale
 
     def dequantized(self, first: int, last: int) -> Tensor:
@@ -82,52 +89,57 @@ class Matrix:
         return decode_codes(self.codes(first, last), flat, self.scheme)
 
     @cached_property
-    def _whole_scale(self) -> Tensor:
-        return weight_scale(self.checkpoint.read(self.source), self.wanted)
+    def _rounded(self) -> RoundedWeight:
+        """The plain weight under absmax scales, stored in the checkpoint's dtype as `quantize` stores them."""
+        info = self.checkpoint.tensors[self.stored_name]
 
-    def _scale_of(self, rows: Tensor) -> Tensor:
-        return self._whole_scale if self.wanted.granularity == "tensor" else weight_scale(rows, self.wanted)
+        # A scale of the whole tensor does not depend on the order of its rows, which are read fastest as they lie.
+        def read(first: int, last: int) -> Tensor:
+            return self.checkpoint.read_rows(self.stored_name, slice(first, last))
 
-    def _rows(self, name: str, first: int, last: int) -> Tensor:
+        return RoundedWeight(Rounder(nearest), self.stored_name, read, info.shape, self.wanted, info.dtype)
+
+    def _read_ordered(self, name: str, first: int, last: int) -> Tensor:
         return self.checkpoint.read_rows(name, slice(first, last) if self.order is None else self.order[first:last])
 
     def _sibling(self, suffix: str) -> str:
-        return self.source.removesuffix(".weight") + suffix
+        return self.stored_name.removesuffix(".weight") + suffix
 
 
-def read_matrix(opened: Source, name: str, shape: tuple[int, int], wanted: Scheme) -> Matrix:
-    """A linear's, the embedding's or a λ projection's weight.
+def read_matrix(source: Source, name: str, shape: tuple[int, int], wanted: Scheme) -> Matrix:
+    """The weight of a linear, the embedding or a λ projection; nothing is read yet.
 
     Args:
+        source: checkpoint that holds it.
         name: name of the DiffTransformer parameter.
         shape: (out, in) of the DiffTransformer parameter.
         wanted: scheme to quantize it to where the checkpoint holds it plain.
     """
-    stored_name = opened.adapter.source_name(name)
-    stored = opened.packed.get(stored_name.removesuffix(".weight"), FULL)
-    order = row_order(opened.adapter, name)
-    return Matrix(opened.checkpoint, stored_name, name, shape, stored, FULL if stored.quantizes else wanted, order)
+    stored_name = source.adapter.source_name(name)
+    stored = source.packed.get(stored_name.removesuffix(".weight"), FULL)
+    order = row_order(source.adapter, name)
+    return Matrix(source.checkpoint, stored_name, name, shape, stored, FULL if stored.quantizes else wanted, order)
 
 
-def read_vector(opened: Source, name: str) -> Tensor:
-    """A norm's weight, a bias or a λ vector, reordered as its matrix; float32.
+def read_vector(source: Source, name: str) -> Tensor:
+    """A norm's weight, a bias or a λ vector in float32, its entries in the order of its matrix's rows.
 
     Raises:
         NonFiniteError: it holds NaN or infinity.
     """
-    vector = opened.read(name)
-    check_finite(vector, opened.adapter.source_name(name))
-    order = row_order(opened.adapter, name)
+    vector = source.read(name)
+    check_finite(vector, source.adapter.source_name(name))
+    order = row_order(source.adapter, name)
     return (vector if order is None else vector[order]).float()
 
 
 def row_order(adapter: Adapter, name: str) -> Tensor | None:
-    """Source row of each exported row of a parameter; None where they are the same."""
+    """The checkpoint's row at each exported row of a parameter; None where no row moves."""
     return adapter.rows_as(op_layout(adapter.config.diff_spec), name)
 
 
 def op_layout(spec: DiffSpec) -> HeadLayout:
-    """The op's head layout: a pair's maps side by side, and in V1 rotated channels side by side."""
+    """The head layout of the op: a pair's maps side by side, and in V1 rotated channels side by side."""
     if spec.maps == 1:
         return spec.layout
     neighbours = spec.rope == "interleaved" or (spec.rope == "half" and not spec.shared_k)
@@ -136,6 +148,9 @@ def op_layout(spec: DiffSpec) -> HeadLayout:
 
 def checked_cast(values: Tensor, dtype: torch.dtype, name: str) -> Tensor:
     """Values in the exported type.
+
+    Args:
+        name: name of the weight, for the error.
 
     Raises:
         DiffQuantError: some are too large for it.

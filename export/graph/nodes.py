@@ -28,7 +28,7 @@ class Graph:
         self.outputs: list[ValueInfoProto] = []
         self.constants: dict[str, TensorProto] = {}
         self._module = ""
-        self._taken: dict[str, int] = {}
+        self._name_counts: dict[str, int] = {}
 
     @contextmanager
     def module(self, name: str) -> Iterator[None]:
@@ -40,8 +40,8 @@ class Graph:
             self._module = outer
 
     def add(self, op: str, *inputs: str, name: str | None = None, domain: str = "", **attributes: Any) -> str:
-        """Add a node of one output; its name."""
-        output = name or self._fresh(op)
+        """Add a node with one output, and return the output's name."""
+        output = name or self._unused_name(op)
         self.add_all(op, inputs, [output], domain, **attributes)
         return output
 
@@ -52,19 +52,21 @@ class Graph:
         self.nodes.append(helper.make_node(op, inputs, outputs, name=outputs[0], domain=domain, **attributes))
 
     def input(self, name: str, kind: int, shape: Sequence[str | int]) -> str:
+        """Add an input of the model, and return its name."""
         self.inputs.append(helper.make_tensor_value_info(name, kind, shape))
         return name
 
     def output(self, name: str, kind: int, shape: Sequence[str | int]) -> None:
+        """Make a value an output of the model."""
         self.outputs.append(helper.make_tensor_value_info(name, kind, shape))
 
     def constant(self, name: str, value: np.ndarray) -> str:
-        """A small tensor kept in model.onnx itself; the same name is the same value."""
+        """Add a small tensor to model.onnx itself, and return its name; one name always stands for one value."""
         self.constants.setdefault(name, numpy_helper.from_array(np.ascontiguousarray(value), name))
         return name
 
     def typed(self, name: str, value: Tensor) -> str:
-        """A constant in the activations' type.
+        """Add a constant in the activations' type, and return its name.
 
         Raises:
             DiffQuantError: it holds values beyond that type's range.
@@ -76,18 +78,19 @@ class Graph:
         return self.constant(name, cast)
 
     def int64(self, name: str, values: Sequence[int]) -> str:
+        """Add a constant int64 vector, and return its name."""
         return self.constant(name, np.array(values, np.int64))
 
     def model(
         self, initializers: dict[str, TensorProto], opset: int, domains: Sequence[str], ir: int
     ) -> onnx.ModelProto:
-        """The model; `initializers` are those outside of it."""
-        everything = [*self.constants.values(), *initializers.values()]
-        graph = helper.make_graph(self.nodes, "decoder", self.inputs, self.outputs, everything)
+        """The finished model; `initializers` refer to its data file."""
+        tensors = [*self.constants.values(), *initializers.values()]
+        graph = helper.make_graph(self.nodes, "decoder", self.inputs, self.outputs, tensors)
         imports = [helper.make_opsetid("", opset), *(helper.make_opsetid(domain, 1) for domain in domains)]
         return helper.make_model(graph, opset_imports=imports, ir_version=ir, producer_name="diffquant")
 
-    def _fresh(self, op: str) -> str:
+    def _unused_name(self, op: str) -> str:
         stem = f"{self._module}{op}"
-        count = self._taken[stem] = self._taken.get(stem, 0) + 1
+        count = self._name_counts[stem] = self._name_counts.get(stem, 0) + 1
         return stem if count == 1 else f"{stem}_{count}"

@@ -3,6 +3,7 @@
 docs/differential-attention-op.md is the specification; a test keeps its tables and this schema alike.
 """
 
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -23,17 +24,17 @@ class OpAttributes:
     """The attributes of one node; all are written on every node, since a kernel does not see a default.
 
     Attributes:
-        num_pairs: h.
-        num_kv_pairs: h_kv; divides h.
+        num_pairs: number h of pairs.
+        num_kv_pairs: number h_kv of KV pairs, which divides h.
         generation: 1 where the maps have keys of their own (V1), 2 where they share them (V2).
-        scale: what multiplies Q·Kᵀ.
-        do_rotary: 1 rotates Q and K by cos_cache and sin_cache first.
-        rotary_interleaved: 1 rotates channels (2i, 2i + 1); 0 rotates (i, i + d/2), generation 2 only.
-        local_window_size: newest keys a query sees, its own included; -1 for all.
+        scale: factor of Q·Kᵀ.
+        do_rotary: flag; 1 rotates Q and K by cos_cache and sin_cache first.
+        rotary_interleaved: flag; 1 rotates channels (2i, 2i + 1); 0 rotates (i, i + d/2), generation 2 only.
+        local_window_size: number of newest keys that a query sees, its own included; -1 for all.
         kv_bit_width: bits of the caches' codes; 0 where they hold the input's type.
-        logit_bits: of the simulated logits; 0 leaves them alone.
-        logit_granularity: which logits share a scale.
-        logit_shift: 1 subtracts each row's maximum before rounding.
+        logit_bits: width of the simulated logits' codes; 0 leaves logits alone.
+        logit_granularity: granularity of the logits' scheme, which says what shares a scale.
+        logit_shift: flag; 1 subtracts each row's maximum before rounding.
     """
 
     num_pairs: int
@@ -57,7 +58,7 @@ class OpAttributes:
         """Attributes by the op's names."""
         return asdict(self)
 
-    def _problems(self) -> Any:
+    def _problems(self) -> Iterator[str]:
         if min(self.num_pairs, self.num_kv_pairs) < 1 or self.num_pairs % self.num_kv_pairs:
             yield f"num_kv_pairs {self.num_kv_pairs} does not divide num_pairs {self.num_pairs}"
         if self.generation not in (1, 2):
@@ -75,7 +76,7 @@ class OpAttributes:
 
 
 def schema() -> OpSchema:
-    """The op as onnx describes ops."""
+    """The op's schema as onnx describes ops."""
     return OpSchema(
         NAME,
         DOMAIN,

@@ -1,4 +1,4 @@
-"""What an export makes of a checkpoint: each weight by name as the graph stores it, and whether a graph can be made."""
+"""The plan of an export: the weights by name as the graph stores them, checked to be what a graph can express."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,17 +16,17 @@ from diffquant.scheme import FULL, Scheme
 from diffquant.source.source import Source
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-# Their tables depend on the length of the sequence.
+# Rotary embeddings whose tables depend on the length of the sequence.
 _MOVING_ROPE = ("dynamic", "longrope")
 
 
 @dataclass(frozen=True, eq=False)
 class ExportPlan:
-    """A checkpoint to export, and what is to become of its weights.
+    """A checkpoint to export, and the form that its weights take.
 
     Attributes:
         source: checkpoint that is exported.
-        options: form that it takes.
+        options: options of the export.
     """
 
     source: Source
@@ -47,8 +47,8 @@ class ExportPlan:
         linears = {name: self._matrix(name, self.options.weights) for name in linear_shapes(self.adapter.config)}
         return linears | {name: self._matrix(name, self._end_scheme) for name in ends}
 
-    def whole(self, name: str) -> Tensor:
-        """A small matrix in float32."""
+    def small_matrix(self, name: str) -> Tensor:
+        """All rows of a matrix in float32."""
         matrix = self._matrix(name, FULL)
         rows = matrix.shape[0]
         return matrix.dequantized(0, rows) if matrix.scheme.quantizes else matrix.values(0, rows).float()
@@ -67,8 +67,8 @@ class ExportPlan:
         if self.options.embed_bits == 16:
             return FULL
         width = self.adapter.config.hidden_size
-        size = next((block for block in (128, 64, 32, 16) if width % block == 0), None)
-        return Scheme(8, "group", size) if size else Scheme(8, "row")
+        group = next((size for size in (128, 64, 32, 16) if width % size == 0), None)
+        return Scheme(8, "group", group) if group else Scheme(8, "row")
 
     def _matrix(self, name: str, wanted: Scheme) -> Matrix:
         out, width = self._shapes[name]
@@ -79,9 +79,9 @@ def make_plan(source: Source, options: ExportOptions) -> ExportPlan:
     """The plan of an export that a graph can express.
 
     Raises:
-        CheckpointError: everything about the model that has no form here.
+        CheckpointError: a graph cannot express the model; the message names every reason.
         UsageError: weights are to be quantized that already are.
-        GroupSizeError: group sizes that no kernel has.
+        GroupSizeError: some group sizes are ones that no kernel has.
     """
     if source.packed and options.weights.quantizes:
         raise UsageError(
@@ -112,5 +112,5 @@ def _problems(source: Source, options: ExportOptions) -> list[str]:
 
 
 def key_width(spec: DiffSpec) -> int:
-    """Width dk of a cached key row, which is also dv."""
-    return spec.head_dim if spec.maps == 1 or spec.shared_k else 2 * spec.head_dim
+    """Width dk of a KV pair's cached key row, the keys of both maps side by side; it is also dv."""
+    return spec.layout.height("k_proj") // spec.kv_pairs

@@ -12,7 +12,16 @@ _FLOAT, _INT8, _UINT8, _INT64 = 1, 3, 2, 7
 
 
 def pure_text(attributes: OpAttributes, width: int, cached: bool = True) -> str:
-    """Nodes of the body; arguments as `export.body.body`."""
+    """Nodes of the pure body as text.
+
+    Args:
+        attributes: attributes of every node that will use it.
+        width: d, width of a query.
+        cached: whether nodes have a past.
+
+    Raises:
+        UsageError: the cache's width has no form in standard ops.
+    """
     if attributes.kv_bit_width == 6:
         raise UsageError("the pure body has 8- and 4-bit caches, not 6")
     key_width = (2 if attributes.generation == 1 else 1) * width
@@ -24,8 +33,7 @@ def pure_text(attributes: OpAttributes, width: int, cached: bool = True) -> str:
     parts.append(f"""   value_shape = Constant <value = int64[4] {{0, 0, {kv_pairs}, {key_width}}}> ()
    value_rows = Reshape (value, value_shape)
    value_turned = Identity (value_rows)""")
-    for name in ("key", "value"):
-        parts.append(_stored(name, kv_pairs, key_width, attributes, cached))
+    parts += [_stored(name, kv_pairs, key_width, attributes, cached) for name in ("key", "value")]
     parts.append(_logits(attributes, width))
     parts.append(_simulated(attributes) if attributes.logit_bits else "   scores = Identity (logits)")
     parts.append(_output(attributes, key_width))
@@ -48,7 +56,7 @@ _CONSTANTS = f"""   c0 = Constant <value = int64[1] {{0}}> ()
 
 
 def _positions(past: str | None) -> str:
-    """start [B], position [B, T] of the queries, column [S] of the keys, visible and real rows."""
+    """Nodes that make start [B], position [B, T] of the queries, column [S] of the keys, and real [B, T]."""
     rows = f"Shape <start = 2, end = 3> ({past})" if past else "Identity (c0)"
     return f"""   past_rows = {rows}
    keys = Max (past_rows, total)
@@ -67,14 +75,14 @@ def _positions(past: str | None) -> str:
 
 
 def _rows(name: str, rows: int, width: int, attributes: OpAttributes) -> str:
-    """{name}_turned [B, T, rows, dk], rotated."""
+    """Nodes that make {name}_turned [B, T, rows, dk], rotated."""
     shape = f"""   {name}_shape = Constant <value = int64[4] {{0, 0, {rows}, {width}}}> ()
    {name}_rows = Reshape ({name}, {name}_shape)"""
     if not attributes.do_rotary:
         return f"{shape}\n   {name}_turned = Identity ({name}_rows)"
     half = width // 2
     interleaved = attributes.rotary_interleaved
-    # [.., dk/2, 2] puts the two channels of a pair in the last axis; [.., 2, dk/2] in the one before.
+    # [.., dk/2, 2] puts two channels that rotate together in the last axis; [.., 2, dk/2] in the one before.
     pairing, axis, spread = (f"{half}, 2", 4, "2, 4") if interleaved else (f"2, {half}", 3, "2, 3")
     return f"""{shape}
    {name}_pairing = Constant <value = int64[5] {{0, 0, {rows}, {pairing}}}> ()
@@ -96,7 +104,7 @@ def _rows(name: str, rows: int, width: int, attributes: OpAttributes) -> str:
 
 
 def _stored(name: str, kv_pairs: int, width: int, attributes: OpAttributes, cached: bool) -> str:
-    """present_{name}, and {name}_read [B, h_kv, S, width] in float32 as attention sees it."""
+    """Nodes that make present_{name}, and {name}_read [B, h_kv, S, width] in float32 as attention sees it."""
     bits = attributes.kv_bit_width
     scale = f"{name[0]}_scale"
     stored_width = width // 2 if bits == 4 else width
@@ -108,7 +116,7 @@ def _stored(name: str, kv_pairs: int, width: int, attributes: OpAttributes, cach
 
 
 def _merged(name: str, kv_pairs: int, width: int) -> str:
-    """The past with the new rows from `start` on: each row of the present picked from past ++ new."""
+    """Nodes that put the new rows behind the past, from `start` on: each present row is picked from past ++ new."""
     return f"""   {name}_all = Concat <axis = 2> (past_{name}, {name}_codes)
    {name}_since = Sub (column, start_column)
    {name}_not_before = GreaterOrEqual ({name}_since, c0)
@@ -127,6 +135,7 @@ def _merged(name: str, kv_pairs: int, width: int) -> str:
 
 
 def _encode(name: str, scale: str, width: int, bits: int) -> str:
+    """Nodes that make the cache's codes of the new rows."""
     low, high = -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
     rounded = f"""   {name}_wide = Cast <to = {_FLOAT}> ({name}_new)
    {name}_ratio = Div ({name}_wide, {scale})
@@ -148,6 +157,7 @@ def _encode(name: str, scale: str, width: int, bits: int) -> str:
 
 
 def _decode(name: str, scale: str, width: int, bits: int) -> str:
+    """Nodes that read the present's codes back."""
     stored = f"   {name}_stored = Cast <to = {_FLOAT}> (present_{name})"
     if bits == 8:
         return f"{stored}\n   {name}_read = Mul ({name}_stored, {scale})"
@@ -168,7 +178,7 @@ def _decode(name: str, scale: str, width: int, bits: int) -> str:
 
 
 def _logits(attributes: OpAttributes, width: int) -> str:
-    """logits [B, h_kv, 2, g, T, S] and visible [B, 1, 1, 1, T, S]."""
+    """Nodes that make logits [B, h_kv, 2, g, T, S] and visible [B, 1, 1, 1, T, S]."""
     kv_pairs, group = attributes.num_kv_pairs, attributes.num_pairs // attributes.num_kv_pairs
     if attributes.generation == 1:
         keys = f"""   by_map = Constant <value = int64[5] {{0, 0, 0, 2, {width}}}> ()
@@ -207,7 +217,7 @@ _SHARING = {"row": "5", "head": "4, 5", "pair": "2, 4, 5", "tensor": "1, 2, 3, 4
 
 
 def _simulated(attributes: OpAttributes) -> str:
-    """scores: logits rounded as `diffquant.attention.logits` rounds them."""
+    """Nodes that make scores: logits rounded as `diffquant.attention.logits` rounds them."""
     bits = attributes.logit_bits
     axes = _SHARING[attributes.logit_granularity]
     levels = 2**bits - 1 if attributes.logit_shift else max_code(bits)
@@ -249,6 +259,7 @@ def _simulated(attributes: OpAttributes) -> str:
 
 
 def _output(attributes: OpAttributes, value_width: int) -> str:
+    """Nodes that make the output [B, T, h·dv] of scores and values."""
     pairs, kv_pairs = attributes.num_pairs, attributes.num_kv_pairs
     return f"""   masked = Where (visible, scores, hidden)
    weights = Softmax <axis = -1> (masked)

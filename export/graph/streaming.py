@@ -1,4 +1,4 @@
-"""External data: tensors beside model.onnx in one file, written some rows at a time."""
+"""External data: the tensors in one file beside model.onnx, written some rows at a time."""
 
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -26,10 +26,10 @@ class Streamed:
 
     Attributes:
         name: name of the initializer.
-        kind: its TensorProto data type.
-        shape: its shape, rows first.
+        kind: TensorProto data type.
+        shape: shape in the model, rows first.
         row_bytes: stored bytes of a row.
-        width: source elements of a row.
+        width: elements of a row in the checkpoint.
         make: function from first and last (exclusive) row to their data, whose bytes are what is stored.
     """
 
@@ -51,7 +51,7 @@ class Streamed:
 
 
 def place(tensors: Sequence[Streamed]) -> tuple[dict[str, TensorProto], int]:
-    """Where each tensor's data will lie: the initializers by name, and the file's size."""
+    """Initializers by name that say where in the data file each tensor lies, and the file's size."""
     placed: dict[str, TensorProto] = {}
     end = 0
     for tensor in tensors:

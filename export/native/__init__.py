@@ -1,4 +1,4 @@
-"""The op's native kernel for the CPU: where its library is and what it runs on this machine.
+"""The op's native kernel for the CPU: its library, and the instruction set that it uses on this machine.
 
 A wheel carries the library where a compiler was there to build it; `python -m diffquant.export.native`
 builds it in place. Without it a model's function body runs instead: the same numbers, slower.
@@ -39,7 +39,8 @@ def kernel_name() -> str | None:
     if library is None:
         return None
     library.diffquant_kernel_name.restype = ctypes.c_char_p
-    return library.diffquant_kernel_name().decode()
+    name: bytes = library.diffquant_kernel_name()
+    return name.decode()
 
 
 def use_kernel(name: str) -> bool:
@@ -56,12 +57,12 @@ def use_kernel(name: str) -> bool:
 
 
 def kernel_calls() -> int:
-    """How often the library's kernel has run in this process; 0 without a library."""
+    """Number of times that the library's kernel has run in this process; 0 without a library."""
     library = _loaded()
     if library is None:
         return 0
     library.diffquant_kernel_calls.restype = ctypes.c_int64
-    return library.diffquant_kernel_calls()
+    return int(library.diffquant_kernel_calls())
 
 
 def _loaded() -> ctypes.CDLL | None:

@@ -10,6 +10,7 @@ from diffquant.export.native.build import LIBRARY, SOURCES, build, find_compiler
 
 
 def main() -> int:
+    """Build the library, and return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m diffquant.export.native", description=__doc__)
     parser.add_argument("-o", "--output", type=Path, default=SOURCES / LIBRARY, help="library to write")
     parser.add_argument("--sanitize", action="store_true", help="with address and undefined-behaviour checks")

@@ -1,4 +1,4 @@
-"""Compiles the native kernel. Standard library alone: the wheel's build runs this file by itself."""
+"""Compilation of the native kernel, with the standard library alone: the wheel's build runs this file by itself."""
 
 import os
 import platform
@@ -18,7 +18,7 @@ _FLAGS = ["-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra
 _FLAGS += ["-Wno-unknown-warning-option", "-Wno-maybe-uninitialized"]
 _AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 # What a processor must have is checked when the library runs, so each file may use all of it.
-_OF_PROCESSOR = {
+_PROCESSOR_FLAGS = {
     "kernel_avx2": _AVX2,
     "kernel_avx512": [*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"],
 }
@@ -39,7 +39,7 @@ def build(library: Path, compiler: str, sanitize: bool = False) -> None:
         sanitize: with address and undefined-behaviour checks, for tests.
 
     Raises:
-        subprocess.CalledProcessError: the compiler failed; it has said why on stderr.
+        subprocess.CalledProcessError: the compiler failed; its reasons stand on stderr.
     """
     flags = _FLAGS + (_SANITIZE if sanitize else [])
     library.parent.mkdir(parents=True, exist_ok=True)
@@ -48,14 +48,14 @@ def build(library: Path, compiler: str, sanitize: bool = False) -> None:
             Path(folder) / f"{source.stem}.o": [
                 compiler,
                 *flags,
-                *_OF_PROCESSOR.get(source.stem, []),
+                *_PROCESSOR_FLAGS.get(source.stem, []),
                 "-c",
                 str(source),
             ]
             for source in _sources()
         }
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            list(pool.map(_run, [[*command, "-o", str(made)] for made, command in commands.items()]))
+            list(pool.map(_run, [[*command, "-o", str(object_file)] for object_file, command in commands.items()]))
         linked = Path(folder) / library.name
         _run([compiler, *flags, "-shared", "-o", str(linked), *map(str, commands)])
         os.replace(linked, library)
@@ -63,7 +63,7 @@ def build(library: Path, compiler: str, sanitize: bool = False) -> None:
 
 def _sources() -> list[Path]:
     intel = platform.machine().lower() in ("x86_64", "amd64")
-    return [source for source in sorted(SOURCES.glob("*.cc")) if intel or source.stem not in _OF_PROCESSOR]
+    return [source for source in sorted(SOURCES.glob("*.cc")) if intel or source.stem not in _PROCESSOR_FLAGS]
 
 
 def _run(command: list[str]) -> None:

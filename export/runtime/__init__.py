@@ -1,1 +1,1 @@
-"""Exported folders in ONNX Runtime: sessions, generation, evaluation."""
+"""Exported folders run by ONNX Runtime: sessions, generation, evaluation."""

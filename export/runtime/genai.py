@@ -1,4 +1,4 @@
-"""genai_config.json: what onnxruntime-genai needs to run an exported folder as it is."""
+"""The file genai_config.json, which onnxruntime-genai needs to run an exported folder as it is."""
 
 import json
 from pathlib import Path
@@ -19,8 +19,8 @@ def write_genai_config(folder: Path, config: DiffTransformerConfig) -> None:
 
 def _entry(config: DiffTransformerConfig) -> dict[str, Any]:
     spec = config.diff_spec
-    end = config.eos_token_id
-    ends = end if isinstance(end, list) else [end] if end is not None else []
+    eos = config.eos_token_id
+    ends = eos if isinstance(eos, list) else [eos] if eos is not None else []
     context = config.max_position_embeddings
     decoder = {
         "session_options": {"log_id": "onnxruntime-genai", "provider_options": []},

@@ -1,4 +1,4 @@
-"""Text out of an exported folder, token by token, with what it took."""
+"""Generation of text by an exported folder, token by token, with the time and memory that it takes."""
 
 import json
 import resource
@@ -13,20 +13,20 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from diffquant.errors import CheckpointError, UsageError
-from diffquant.export.runtime.session import InPlace, OnnxModel
+from diffquant.export.runtime.session import InPlaceDecoder, OnnxModel
 
 _PREFILL_CHUNK = 512
 
 
 @dataclass
 class Speed:
-    """Time and memory of a run; filled in as it goes.
+    """Time and memory of a run, filled in as the run goes.
 
     Attributes:
         prompt_tokens: number of tokens in the prompt.
         new_tokens: number of tokens made.
         prompt_seconds: time until the first new token.
-        decode_seconds: time for the further ones.
+        decode_seconds: time for all further tokens.
         cache_bytes: size of the KV cache.
         peak_bytes: largest resident size of the process, the model included.
     """
@@ -53,7 +53,7 @@ class Generator:
 
     Attributes:
         model: open model.
-        text: its tokenizer.
+        text: tokenizer of the folder.
         speed: time and memory of the last run.
     """
 
@@ -61,13 +61,13 @@ class Generator:
         """Open a folder, or take a model of it that is open already.
 
         Raises:
-            CheckpointError: it is damaged, has no cache, or no tokenizer.
+            CheckpointError: the folder is damaged, or has no cache or no tokenizer.
         """
         self.model = model or OnnxModel(Path(folder), threads)
-        self.text = Text(Path(folder))
+        self.text = FolderTokenizer(Path(folder))
         config = json.loads((Path(folder) / "config.json").read_text())
-        end = config.get("eos_token_id")
-        self._ends = set(end) if isinstance(end, list) else {end}
+        eos = config.get("eos_token_id")
+        self._ends = set(eos) if isinstance(eos, list) else {eos}
         self._context: int = config.get("max_position_embeddings", 2048)
         self.speed = Speed()
 
@@ -88,15 +88,15 @@ class Generator:
         """
         ids = self.text.encode_chat(prompt) if chat else self.text.encode(prompt)
         pick = _greedy if temperature == 0 else _sampler(temperature, seed)
-        shown = ""
+        yielded = ""
         tokens: list[int] = []
         for token in self.tokens(ids, max_new_tokens, pick):
             tokens.append(token)
             text = self.text.decode(tokens)
             # A character of several tokens is decoded as a replacement until it is whole.
             if not text.endswith("\ufffd"):
-                yield text[len(shown) :]
-                shown = text
+                yield text[len(yielded) :]
+                yielded = text
 
     def tokens(
         self, ids: list[int], max_new_tokens: int, pick: Callable[[np.ndarray], int] | None = None
@@ -111,7 +111,7 @@ class Generator:
         pick = pick or _greedy
         room = min(max_new_tokens, self._context - len(ids))
         started = time.perf_counter()
-        state = InPlace(self.model, 1, len(ids) + room)
+        state = InPlaceDecoder(self.model, 1, len(ids) + room)
         logits = np.empty(0)
         for first in range(0, len(ids), _PREFILL_CHUNK):
             logits = state.step(np.array([ids[first : first + _PREFILL_CHUNK]]))[0, -1]
@@ -129,8 +129,8 @@ class Generator:
                 self.speed.decode_seconds += time.perf_counter() - before
 
 
-class Text:
-    """A folder's tokenizer: its tokenizer.json, or through transformers where it has another kind."""
+class FolderTokenizer:
+    """The tokenizer of a folder, read from tokenizer.json, or by transformers where it is of another kind."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -149,7 +149,7 @@ class Text:
         """Token ids of a prompt.
 
         Raises:
-            UsageError: it is empty.
+            UsageError: the prompt is empty.
         """
         if not prompt.strip():
             raise UsageError("the prompt is empty")
@@ -159,7 +159,7 @@ class Text:
         """Token ids of a user's message in the chat template.
 
         Raises:
-            UsageError: the tokenizer has none.
+            UsageError: the tokenizer has no chat template.
         """
         self._slow = self._slow or self._through_transformers()
         if not getattr(self._slow, "chat_template", None):

@@ -30,13 +30,13 @@ from diffquant.text.tokens import max_length
 
 
 class OnnxRuntime:
-    """What `diffquant.sweep` opens exported folders with."""
+    """The runtime with which `diffquant.sweep` opens exported folders."""
 
     # Logits of every token of a pass are held at once: 1,024 tokens of a vocabulary of 50,000 take 200 MB.
     batch_tokens = 1024
 
     def describe(self, folder: Path) -> ExportedModel:
-        """What a sweep must know of a folder.
+        """Facts that a sweep must know of a folder.
 
         Raises:
             CheckpointError: the folder is damaged, or changed since it was exported.
@@ -73,7 +73,7 @@ class OnnxRuntime:
 
 
 class OnnxCache:
-    """What each sequence of a batch has read; sequences share arrays, which no one writes to."""
+    """Caches of the sequences of a batch; sequences share arrays, which no one writes to."""
 
     def __init__(self, rows: list[list[np.ndarray]] | None = None) -> None:
         self.rows = rows or []
@@ -90,7 +90,7 @@ class OnnxLanguageModel(LanguageModel):
 
     def __init__(self, runtime: OnnxModel) -> None:
         self.runtime = runtime
-        # Of the checkpoint that it was exported from.
+        # The config of the checkpoint that it was exported from.
         self._config = adapter_for(read_json(runtime.folder / "config.json")).config
 
     @property
@@ -112,10 +112,10 @@ class OnnxLanguageModel(LanguageModel):
         batch, length = ids.shape
         cache = cache if isinstance(cache, OnnxCache) else OnnxCache()
         pasts = cache.rows or [self.runtime.empty_cache(1) for _ in range(batch)]
-        kept = torch.ones_like(ids) if mask is None else mask[:, -length:]
+        is_read = torch.ones_like(ids) if mask is None else mask[:, -length:]
         logits = torch.zeros(batch, length, self.runtime.vocabulary)
-        rows = [self._run(row[k.bool()], past) for row, k, past in zip(ids, kept, pasts, strict=True)]
-        for target, k, (computed, _) in zip(logits, kept, rows, strict=True):
+        rows = [self._run(row[k.bool()], past) for row, k, past in zip(ids, is_read, pasts, strict=True)]
+        for target, k, (computed, _) in zip(logits, is_read, rows, strict=True):
             target[k.bool()] = computed
         cache.rows = [past for _, past in rows]
         return LogitStates(logits)

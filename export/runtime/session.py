@@ -1,4 +1,4 @@
-"""An exported folder in ONNX Runtime: open it, feed it, keep its cache in place."""
+"""An exported folder in a session of ONNX Runtime: opened, fed, its cache kept in place."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +20,15 @@ _PRESENT = "present."
 
 @dataclass(frozen=True)
 class CacheShape:
-    """What the model's cache looks like; the names of its inputs and outputs by layer and part."""
+    """Names and sizes of a model's KV cache.
+
+    Attributes:
+        inputs: names of the inputs that take the past, by layer and part.
+        outputs: names of the outputs that give the present, in the same order.
+        kv_pairs: number h_kv of KV pairs.
+        width: entries that a KV pair stores a token, two codes of 4 bits to an entry.
+        dtype: dtype of the entries.
+    """
 
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
@@ -30,12 +38,12 @@ class CacheShape:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one token of one sequence in all layers."""
+        """Bytes that one token of one sequence takes in all layers."""
         return len(self.inputs) * self.kv_pairs * self.width * self.dtype.itemsize
 
 
 class OnnxModel:
-    """A model in a session.
+    """An exported model in a session.
 
     Attributes:
         folder: folder that holds the model.
@@ -67,15 +75,15 @@ class OnnxModel:
         logits = _logits_type(graph)
         self.vocabulary: int = logits.shape.dim[2].dim_value
         self.dtype = helper.tensor_dtype_to_np_dtype(logits.elem_type)
-        changed = bool(extra_outputs) or accuracy_level is not None
+        is_changed = bool(extra_outputs) or accuracy_level is not None
         if extra_outputs:
             _add_outputs(graph, extra_outputs)
         if accuracy_level is not None:
             _set_accuracy(graph, accuracy_level)
-        self.session = _open(folder, threads, graph if changed else None)
+        self.session = _open(folder, threads, graph if is_changed else None)
 
     def empty_cache(self, batch: int, rows: int = 0) -> list[np.ndarray]:
-        """Caches of no token in the order of `cache.inputs`; `rows` is the room they have."""
+        """Caches that hold no token, in the order of `cache.inputs`, with room for `rows` tokens."""
         if self.cache is None:
             return []
         shape = (batch, self.cache.kv_pairs, rows, self.cache.width)
@@ -84,23 +92,23 @@ class OnnxModel:
     def run(
         self, ids: np.ndarray, mask: np.ndarray, past: list[np.ndarray], outputs: tuple[str, ...] = ("logits",)
     ) -> tuple[list[np.ndarray], list[np.ndarray]]:
-        """One call with growing caches: the named outputs, and the cache after it.
+        """The named outputs of one call, and the caches after it, which have grown.
 
         Args:
             ids: int64 [B, T].
             mask: int64 [B, S] over cached and new tokens, 0 only to the right of a sequence.
-            past: as `empty_cache` gives it, or the last call gave.
+            past: caches that `empty_cache` or the last call gave.
         """
         feeds = {"input_ids": ids, "attention_mask": mask}
-        kept: tuple[str, ...] = ()
+        cache_outputs: tuple[str, ...] = ()
         if self.cache is not None:
             feeds |= dict(zip(self.cache.inputs, past, strict=True))
-            kept = self.cache.outputs
-        results = self.session.run([*outputs, *kept], feeds)
+            cache_outputs = self.cache.outputs
+        results = self.session.run([*outputs, *cache_outputs], feeds)
         return results[: len(outputs)], results[len(outputs) :]
 
 
-class InPlace:
+class InPlaceDecoder:
     """Decoding of one batch with caches that stay where they are: nothing is copied from step to step."""
 
     def __init__(self, model: OnnxModel, batch: int, rows: int) -> None:
@@ -122,7 +130,7 @@ class InPlace:
         return 0 if self.model.cache is None else self.model.cache.row_bytes * self.batch * self.rows
 
     def step(self, ids: np.ndarray) -> np.ndarray:
-        """Append tokens [B, T]; their logits [B, T, V]."""
+        """Append tokens [B, T] to the batch, and return their logits [B, T, V]."""
         self.length += ids.shape[1]
         self._binding.bind_cpu_input("input_ids", np.ascontiguousarray(ids, np.int64))
         self._binding.bind_cpu_input("attention_mask", np.ones((self.batch, self.length), np.int64))
@@ -134,7 +142,7 @@ class InPlace:
 
 
 def session_options(threads: int = 0) -> ort.SessionOptions:
-    """Quiet, on this many threads, with the op's native kernel where its library is built."""
+    """Options of a quiet session on this many threads, with the op's native kernel where its library is built."""
     options = ort.SessionOptions()
     options.log_severity_level = 3
     options.intra_op_num_threads = threads
@@ -145,7 +153,8 @@ def session_options(threads: int = 0) -> ort.SessionOptions:
 
 
 def _logits_type(graph: onnx.ModelProto) -> onnx.TypeProto.Tensor:
-    return next(value.type.tensor_type for value in graph.graph.output if value.name == "logits")
+    kind: onnx.TypeProto.Tensor = next(v.type.tensor_type for v in graph.graph.output if v.name == "logits")
+    return kind
 
 
 def _add_outputs(graph: onnx.ModelProto, names: tuple[str, ...]) -> None:

@@ -11,7 +11,7 @@ from diffquant.source.source import Source
 from diffquant.support.progress import Progress
 
 if TYPE_CHECKING:
-    from diffquant.export.exporter import Report
+    from diffquant.export.exporter import OnnxReport
     from diffquant.export.options import ExportOptions
     from diffquant.sweep.exported import Runtime
 
@@ -38,7 +38,7 @@ class OnnxTarget:
         ranges: Ranges | Path | None,
         overwrite: bool,
         progress: Progress,
-    ) -> "Report":
+    ) -> "OnnxReport":
         require()
         from diffquant.export.exporter import export
 

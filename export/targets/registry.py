@@ -1,4 +1,4 @@
-"""What an export target is, and which ones there are."""
+"""The protocol of an export target, and the registry of targets."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -10,7 +10,7 @@ from diffquant.support.progress import Progress
 if TYPE_CHECKING:
     from diffquant.sweep.exported import Runtime
 
-Options = TypeVar("Options", contravariant=True)
+Options_contra = TypeVar("Options_contra", contravariant=True)
 
 
 class ExportReport(Protocol):
@@ -21,7 +21,7 @@ class ExportReport(Protocol):
         ...
 
 
-class ExportTarget(Protocol[Options]):
+class ExportTarget(Protocol[Options_contra]):
     """A format that checkpoints are exported to, and that is run as it is.
 
     A target imports what it needs inside its methods: asking whose a folder is must need none of its libraries.
@@ -36,7 +36,7 @@ class ExportTarget(Protocol[Options]):
         """Whether a folder is one that `write` made, by the names of its files alone."""
         ...
 
-    def check(self, source: Path | Source, destination: Path, options: Options, overwrite: bool) -> Source:
+    def check(self, source: Path | Source, destination: Path, options: Options_contra, overwrite: bool) -> Source:
         """The opened checkpoint of an export that can be made; nothing is calculated or written yet.
 
         Raises:
@@ -48,7 +48,7 @@ class ExportTarget(Protocol[Options]):
         self,
         source: Source,
         destination: Path,
-        options: Options,
+        options: Options_contra,
         ranges: Ranges | Path | None,
         overwrite: bool,
         progress: Progress,

@@ -1,4 +1,4 @@
-"""What an exported model should compute: DiffTransformer with the export's own codes and scales."""
+"""The reference of an exported model: DiffTransformer with the export's own codes and scales."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -31,16 +31,16 @@ class Reference:
         self._plan = ExportPlan(source, options)
         self._bits = options.kv_bits
         orders = state_order(source)
-        self._scales = {layer: _in_model_order(layer_scales, orders) for layer, layer_scales in scales.items()}
+        self._scales = {layer: _to_model_order(layer_scales, orders) for layer, layer_scales in scales.items()}
         self.model: DiffTransformer = load(source, Recipe(logits=options.logits), torch.float32)
         self._take_codes()
 
     @torch.no_grad()
     def run(self, ids: np.ndarray) -> tuple[np.ndarray, list[np.ndarray]]:
-        """Logits [B, T, V] of sequences of one length, and every layer's output [B, T, D]."""
+        """Logits [B, T, V] of token ids [B, T] without padding, and every layer's output [B, T, D]."""
         outputs: list[np.ndarray] = []
         hooks = [
-            layer.register_forward_hook(lambda module, args, output: outputs.append(output.numpy()))
+            layer.register_forward_hook(lambda _module, _args, output: outputs.append(output.numpy()))
             for layer in self.model.model.layers
         ]
         try:
@@ -61,14 +61,14 @@ class Reference:
         self.model.tie_weights()
 
 
-def _in_model_order(scales: Scales, orders: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+def _to_model_order(scales: Scales, orders: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """k_scale as [1, key heads, 1, d] and v_scale as [1, h_kv, 1, dv] of DiffTransformer."""
     keys, values = (torch.from_numpy(s.flatten())[at][None, :, None] for s, at in zip(scales, orders, strict=True))
     return keys, values
 
 
 class _StaticCache(DynamicCache):
-    """A cache that returns keys and values as their codes read back."""
+    """A cache that returns keys and values as their codes are read back."""
 
     def __init__(self, scales: Mapping[int, tuple[Tensor, Tensor]], bits: int) -> None:
         super().__init__()

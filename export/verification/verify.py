@@ -84,7 +84,7 @@ class Verification:
         return "\n".join([*map(str, self.routes), verdict, *([self.advice] if self.advice else [])])
 
     def divergence(self) -> str:
-        """Where the model first leaves its tolerance."""
+        """A sentence about where the model first leaves its tolerance."""
         tolerance = self.routes[0].tolerance
         layer = next((i for i, error in enumerate(self.layers) if not error <= tolerance), None)
         if layer is not None:
@@ -97,7 +97,9 @@ def verify(folder: Path, source: Path | str | Source, tolerance: float | None = 
     """Compare an exported folder with the checkpoint it was made from.
 
     Args:
-        tolerance: relative RMS error of logits; by default what the export's precision explains.
+        folder: folder that `export` wrote.
+        source: checkpoint that it was exported from.
+        tolerance: relative RMS error allowed of the logits; by default what the export's precision explains.
         threads: number of ONNX Runtime's threads; 0 takes all cores.
 
     Raises:
@@ -109,7 +111,7 @@ def verify(folder: Path, source: Path | str | Source, tolerance: float | None = 
     check_unchanged(folder, manifest)
     _check_source(manifest, source)
     reference = Reference(source, manifest.options, cache_scales(load_graph(folder)))
-    verification = _compare(folder, reference, manifest, sequences(source, reference), tolerance, threads)
+    verification = _compare(folder, reference, manifest, sample_sequences(source, reference), tolerance, threads)
     if not verification.passed:
         raise ToleranceError(f"{folder} does not compute what {source.path} does:\n{verification}")
     return verification
@@ -122,66 +124,67 @@ def default_tolerance(options: ExportOptions) -> float:
     return _ROUNDED if options.kv_bits < 16 or options.logits.quantizes else _FLOAT
 
 
-def sequences(source: Source, reference: Reference) -> list[np.ndarray]:
+def sample_sequences(source: Source, reference: Reference) -> list[np.ndarray]:
     """Three sequences of token ids of different length: prose where there is a tokenizer, else random."""
     config = reference.model.config
     longest = min(_LENGTH, config.max_position_embeddings - 1)
     lengths = [longest, max(1, longest // 2), max(1, longest // 5)]
     try:
-        text = source.tokenizer(books_text()[: 20 * longest])["input_ids"]
+        ids = source.tokenizer(books_text()[: 20 * longest])["input_ids"]
     except CheckpointError:
-        text = []
-    if len(text) < 2 * longest or max(text) >= config.vocab_size:
-        text = np.random.default_rng(0).integers(0, config.vocab_size, 2 * longest).tolist()
-    return [np.array([text[i * 7 : i * 7 + length]], np.int64) for i, length in enumerate(lengths)]
+        ids = []
+    if len(ids) < 2 * longest or max(ids) >= config.vocab_size:
+        ids = np.random.default_rng(0).integers(0, config.vocab_size, 2 * longest).tolist()
+    return [np.array([ids[i * 7 : i * 7 + length]], np.int64) for i, length in enumerate(lengths)]
 
 
 def _compare(
     folder: Path,
     reference: Reference,
     manifest: Manifest,
-    texts: list[np.ndarray],
+    sequences: list[np.ndarray],
     tolerance: float | None,
     threads: int,
 ) -> Verification:
     names = tuple(LAYER_OUTPUT.format(layer=i) for i in range(reference.model.config.num_hidden_layers))
     model = OnnxModel(folder, threads, extra_outputs=names)
-    expected = [reference.run(text) for text in texts]
-    (_, *layers), _ = model.run(texts[0], np.ones_like(texts[0]), model.empty_cache(1), ("logits", *names))
+    expected = [reference.run(ids) for ids in sequences]
+    (_, *layers), _ = model.run(sequences[0], np.ones_like(sequences[0]), model.empty_cache(1), ("logits", *names))
     wanted = [logits for logits, _ in expected]
     exact = tolerance or default_tolerance(manifest.options)
     rounds = _has_int8_activations(manifest)
     allowed = tolerance or (_INT8 if rounds else exact)
-    routes = [_compared(name, run, texts, wanted, allowed) for name, run in _routes(model, manifest.options)]
+    routes = [_compared(name, run, sequences, wanted, allowed) for name, run in _routes(model, manifest.options)]
     if rounds:
         # Without the rounding of activations nothing excuses a difference: this proves codes and scales.
         twin = OnnxModel(folder, threads, accuracy_level=1)
-        routes.append(
-            _compared(_EXACT, lambda texts: [_in_chunks(twin, texts[0], [texts[0].shape[1]])], texts, wanted, exact)
-        )
+        routes.append(_compared(_EXACT, _prefill(twin), sequences, wanted, exact))
     layer_errors = tuple(relative_rms(got, want) for got, want in zip(layers, expected[0][1], strict=True))
     return Verification(folder, tuple(routes), layer_errors, _advice(manifest.options, routes) if rounds else "")
 
 
-# From sequences to the logits of each.
+# From sequences to the logits of each, or of the first alone.
 Runner = Callable[[list[np.ndarray]], list[np.ndarray]]
 
 
 def _routes(model: OnnxModel, options: ExportOptions) -> Iterator[tuple[str, Runner]]:
     """Every way to run the model that must give the logits of a whole sequence."""
     yield "prefill", _prefill(model)
-    yield "padded batch", lambda texts: _padded(model, texts)
+    yield "padded batch", lambda sequences: _padded(model, sequences)
     # A logit scale that spans rows spans those of a call: chunks have scales of their own.
     if model.cache is not None and options.logits.granularity in ("", "row"):
-        yield "chunked prefill", lambda texts: [_in_chunks(model, texts[0], _thirds(texts[0].shape[1]))]
-        yield "decode", lambda texts: [_in_chunks(model, texts[0], _prompt_then_tokens(texts[0].shape[1]))]
-        yield "batch decode", lambda texts: _padded_then_decoded(model, texts)
+        yield "chunked prefill", lambda sequences: [_in_chunks(model, sequences[0], _thirds(sequences[0].shape[1]))]
+        yield "decode", lambda sequences: [_in_chunks(model, sequences[0], _prompt_then_tokens(sequences[0].shape[1]))]
+        yield "batch decode", lambda sequences: _padded_then_decoded(model, sequences)
 
 
-def _compared(name: str, run: Runner, texts: list[np.ndarray], wanted: list[np.ndarray], tolerance: float) -> Route:
-    got = [logits.astype(np.float32) for logits in run(texts)]
-    pairs = list(zip(got, wanted, strict=False))
-    left, right = (np.concatenate([pair[i].reshape(-1, pair[i].shape[-1]) for pair in pairs]) for i in (0, 1))
+def _compared(name: str, run: Runner, sequences: list[np.ndarray], wanted: list[np.ndarray], tolerance: float) -> Route:
+    got = [logits.astype(np.float32) for logits in run(sequences)]
+    # Routes that read the first sequence alone give the logits of no other.
+    compared = wanted[: len(got)]
+    left, right = (
+        np.concatenate([logits.reshape(-1, logits.shape[-1]) for logits in side]) for side in (got, compared)
+    )
     same = float((left.argmax(-1) == right.argmax(-1)).mean())
     return Route(name, relative_rms(left, right), float(np.abs(left - right).max()), same, tolerance)
 
@@ -194,7 +197,7 @@ def relative_rms(got: np.ndarray, wanted: np.ndarray) -> float:
 
 
 def _prefill(model: OnnxModel) -> Runner:
-    return lambda texts: [_in_chunks(model, texts[0], [texts[0].shape[1]])]
+    return lambda sequences: [_in_chunks(model, sequences[0], [sequences[0].shape[1]])]
 
 
 def _in_chunks(model: OnnxModel, ids: np.ndarray, lengths: list[int]) -> np.ndarray:
@@ -207,29 +210,29 @@ def _in_chunks(model: OnnxModel, ids: np.ndarray, lengths: list[int]) -> np.ndar
     return np.concatenate(parts, 1)
 
 
-def _padded(model: OnnxModel, texts: list[np.ndarray]) -> list[np.ndarray]:
-    (logits,), _ = model.run(*_right_padded(texts), model.empty_cache(len(texts)))
-    return [row[None, : text.shape[1]] for row, text in zip(logits, texts, strict=True)]
+def _padded(model: OnnxModel, sequences: list[np.ndarray]) -> list[np.ndarray]:
+    (logits,), _ = model.run(*_right_padded(sequences), model.empty_cache(len(sequences)))
+    return [row[None, : ids.shape[1]] for row, ids in zip(logits, sequences, strict=True)]
 
 
-def _padded_then_decoded(model: OnnxModel, texts: list[np.ndarray]) -> list[np.ndarray]:
-    """All but the last token of each as a padded batch, then the last ones in one step."""
-    ids, mask = _right_padded([text[:, :-1] for text in texts])
-    (logits,), cache = model.run(ids, mask, model.empty_cache(len(texts)))
-    last = np.concatenate([text[:, -1:] for text in texts])
+def _padded_then_decoded(model: OnnxModel, sequences: list[np.ndarray]) -> list[np.ndarray]:
+    """Logits of each sequence, read as a padded batch but for the last tokens, which are decoded in one step."""
+    padded, mask = _right_padded([ids[:, :-1] for ids in sequences])
+    (logits,), cache = model.run(padded, mask, model.empty_cache(len(sequences)))
+    last = np.concatenate([ids[:, -1:] for ids in sequences])
     longer = np.pad(mask, ((0, 0), (0, 1)))
-    for row, text in zip(longer, texts, strict=True):
-        row[text.shape[1] - 1] = 1
+    for row, ids in zip(longer, sequences, strict=True):
+        row[ids.shape[1] - 1] = 1
     (final,), _ = model.run(last, longer, cache)
-    joined = zip(logits, final, texts, strict=True)
-    return [np.concatenate([row[: text.shape[1] - 1], end])[None] for row, end, text in joined]
+    joined = zip(logits, final, sequences, strict=True)
+    return [np.concatenate([row[: ids.shape[1] - 1], end])[None] for row, end, ids in joined]
 
 
-def _right_padded(texts: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    longest = max(text.shape[1] for text in texts)
-    ids = np.concatenate([np.pad(text, ((0, 0), (0, longest - text.shape[1]))) for text in texts])
-    mask = np.array([[int(column < text.shape[1]) for column in range(longest)] for text in texts])
-    return ids, mask
+def _right_padded(sequences: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    longest = max(ids.shape[1] for ids in sequences)
+    padded = np.concatenate([np.pad(ids, ((0, 0), (0, longest - ids.shape[1]))) for ids in sequences])
+    mask = np.array([[int(column < ids.shape[1]) for column in range(longest)] for ids in sequences])
+    return padded, mask
 
 
 def _thirds(length: int) -> list[int]:
@@ -251,7 +254,7 @@ def _has_int8_activations(manifest: Manifest) -> bool:
 
 
 def _advice(options: ExportOptions, routes: list[Route]) -> str:
-    """What rounding activations to int8 costs, and how to keep 4-bit products from it."""
+    """A sentence on the cost of rounding activations to int8, and on how 4-bit products avoid it."""
     rounded, exact = routes[0].agreement, routes[-1].agreement
     cost = f"int8 activations: same token {rounded:.1%} of the time in prefill, {exact:.1%} with float32 ones"
     if options.accuracy_level == 1 or rounded >= exact:

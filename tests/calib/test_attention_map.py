@@ -8,8 +8,8 @@ import torch
 from diffquant import data
 from diffquant.attention import DiffSpec, Mask
 from diffquant.attention.naive import naive
-from diffquant.calib.analysis.attention_map import AttentionMapOptions, map_attention, observe
-from diffquant.calib.analysis.last_row import last_row, weights_of
+from diffquant.calib.analysis.attention_map import AttentionMapOptions, attention_by_part, map_attention
+from diffquant.calib.analysis.last_row import last_maps, last_weights
 from diffquant.calib.analysis.needle_parts import PARTS, Prompt, make_prompt
 from diffquant.errors import NonFiniteError, UsageError
 from diffquant.evals import needle
@@ -54,7 +54,7 @@ def eager_row(oracle, ids):
 def test_a_transformers_attention_is_its_eager_map(kv_heads):
     oracle, prompt = random_llama(num_key_value_heads=kv_heads), random_prompt()
     expected = by_part(eager_row(oracle, torch.tensor([prompt.ids])).mean(1), prompt.parts)
-    found, _ = observe(ours(oracle), prompt)
+    found, _ = attention_by_part(ours(oracle), prompt)
     assert found.shape == (3, 3, len(PARTS))
     for kind in range(3):
         torch.testing.assert_close(found[:, kind].float(), expected, rtol=0, atol=1e-5)
@@ -69,7 +69,7 @@ def test_diffllamas_attention_is_the_difference_of_its_eager_maps():
         lams.append((q1 @ k1).exp() - (q2 @ k2).exp() + layer.self_attn.lambda_init)
     signed = first - torch.stack(lams)[:, None, None] * second
     share = signed.abs() / signed.abs().sum(-1, keepdim=True)
-    found, _ = observe(ours(oracle), prompt)
+    found, _ = attention_by_part(ours(oracle), prompt)
     for kind, rows in enumerate((share, signed, first, second)):
         torch.testing.assert_close(found[:, kind].float(), by_part(rows.mean(1), prompt.parts), rtol=0, atol=1e-5)
 
@@ -90,7 +90,7 @@ def test_the_weights_give_the_models_own_output(make, recipe):
     layer.self_attn.o_proj.register_forward_pre_hook(lambda _, inputs: attended.append(inputs[0][0, -1]))
     cache = model.new_cache()
     layer(x, walk.rotary, Mask(), cache)
-    _, weights = weights_of(walk, layer, x)
+    _, weights = last_weights(walk, layer, x)
     stored = cache.layers[0]
     values = stored.stored_values.read() if hasattr(stored, "stored_values") else stored.values
     repeats = weights.shape[0] // values.shape[1]
@@ -118,7 +118,7 @@ def test_the_last_row_is_that_of_whole_maps(scheme, shared_k, monkeypatch):
     eye = torch.eye(LENGTH).expand(1, spec.kv_pairs, LENGTH, LENGTH)
     whole = torch.tensor(0.25)
     both = naive(maps, keys, eye, whole, spec.scale, Mask(), scheme, ranges)[0, :, -1]
-    found = last_row(q, k, spec, scheme, ranges)
+    found = last_maps(q, k, spec, scheme, ranges)
     torch.testing.assert_close(found[0] - 0.25 * found[1], both, rtol=0, atol=1e-5)
     torch.testing.assert_close(found.sum(-1), torch.ones(2, spec.pairs))
 
@@ -149,7 +149,7 @@ def hand_made(lam):
 def test_masses_of_a_model_made_by_hand_are_those_it_was_made_for():
     answer, prose, question, first = (PARTS.index(part) for part in ("answer", "prose", "question", "first"))
     prompt = Prompt([0, 0, 0, 1, 0, 0, 0, 0], [first, *[prose] * 2, answer, *[prose] * 2, *[question] * 2], answer=1)
-    weights, _ = observe(hand_made(lam=0.4), prompt)
+    weights, _ = attention_by_part(hand_made(lam=0.4), prompt)
     share, signed, signal, noise = weights[0]
     counts = {answer: 1, prose: 4, question: 2, first: 1}
     for part, count in counts.items():
@@ -164,7 +164,7 @@ def test_a_model_that_computes_nan_is_named():
     model = ours(random_llama())
     model.model.embed_tokens.weight.fill_(torch.nan)
     with pytest.raises(NonFiniteError, match="NaN or infinity"):
-        observe(model, random_prompt())
+        attention_by_part(model, random_prompt())
 
 
 @pytest.mark.parametrize("adds_bos", [False, True], ids=["plain", "bos"])
@@ -231,7 +231,7 @@ def test_right_is_what_greedy_decoding_says_first(models, text):
     prompt = make_prompt(tokenizer, item)
     likeliest = int(model(torch.tensor([prompt.ids])).logits[0, -1].argmax())
     for answer in (likeliest, likeliest + 1):
-        assert observe(model, Prompt(prompt.ids, prompt.parts, answer))[1] == (answer == likeliest)
+        assert attention_by_part(model, Prompt(prompt.ids, prompt.parts, answer))[1] == (answer == likeliest)
 
 
 def test_a_recipe_rounds_what_is_measured(models, text):

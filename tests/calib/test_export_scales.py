@@ -9,7 +9,7 @@ import torch
 pytest.importorskip("onnxruntime")
 
 from diffquant.calib.calibration.kv_cache import calibrate_cache
-from diffquant.calib.calibration.observe import observe
+from diffquant.calib.calibration.observe import observe_ranges
 from diffquant.calib.calibration.observers import Observer
 from diffquant.errors import CheckpointError, UsageError
 from diffquant.export.exporter import export
@@ -28,7 +28,7 @@ IDS = random_ids(3, 40).numpy()
 
 
 def calibrated(source: Path, file: Path, observer: Observer, targets=("k", "v")) -> Path:
-    tensors = observe(load(source, dtype=torch.float32), torch.tensor(IDS), targets, observer)
+    tensors = observe_ranges(load(source, dtype=torch.float32), torch.tensor(IDS), targets, observer)
     bits = observer.bits if observer.kind == "mse" else None
     write_ranges(file, Ranges(open_source(source).fingerprint, {}, bits, tensors))
     return file

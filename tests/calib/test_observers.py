@@ -9,7 +9,7 @@ from diffquant.attention.backends.simulated import simulated
 from diffquant.attention.naive import naive
 from diffquant.calib.calibration.fit import measure_fit
 from diffquant.calib.calibration.layers import by_token, projected_layers
-from diffquant.calib.calibration.observe import observe
+from diffquant.calib.calibration.observe import observe_ranges
 from diffquant.calib.calibration.observers import Observer, key_ranges
 from diffquant.calib.statistics import Magnitudes
 from diffquant.errors import UsageError
@@ -124,7 +124,7 @@ def test_static_logits_are_the_same_by_blocks_and_whole(maps):
 def test_calibrated_ranges_serve_a_model_of_their_recipe():
     model = ours(random_diffllama(num_key_value_heads=4))
     ids = random_ids(4, 31)
-    tensors = observe(model, ids[:2], LAYER_TARGETS, Observer("absmax"))
+    tensors = observe_ranges(model, ids[:2], LAYER_TARGETS, Observer("absmax"))
     fits = measure_fit(model, ids[2:], tensors, 8, batch_tokens=40)
     recipe = Recipe.of(k="8:static", v="8:static", logits="8:static")
     with pytest.raises(UsageError, match="static k, v, logits need calibrated ranges"):
@@ -141,7 +141,7 @@ def test_calibrated_ranges_serve_a_model_of_their_recipe():
 def test_the_fit_is_that_of_the_values_held_out():
     model = ours(random_llama())
     ids = random_ids(4, 31)
-    tensors = observe(model, ids[:2], ("v",), Observer("percentile", 99.0, bits=6))
+    tensors = observe_ranges(model, ids[:2], ("v",), Observer("percentile", 99.0, bits=6))
     fits = measure_fit(model, ids[2:], tensors, 6, batch_tokens=40)
     with torch.inference_mode():
         held = by_token(next(projected_layers(model, ids[2:], 4096))[0][2]).double().numpy()

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from diffquant.calib.analysis.outliers import HIDDEN, LOGITS, RANKS, observe
+from diffquant.calib.analysis.outliers import HIDDEN, LOGITS, RANKS, measure_magnitudes
 from diffquant.calib.statistics import QUANTILE_ERROR
 from tests.support.models import ours, random_diffllama, random_ids, random_llama
 
@@ -39,7 +39,7 @@ def test_magnitudes_are_those_of_transformers_layers(make, batch_tokens):
     oracle = make(num_key_value_heads=4, num_hidden_layers=2)
     oracle.set_attn_implementation("eager")
     ids = random_ids(batch=3, length=37)
-    layers, overall = observe(ours(oracle), ids, batch_tokens)
+    layers, overall = measure_magnitudes(ours(oracle), ids, batch_tokens)
     expected = layer_magnitudes(oracle, ids)
     for found, (logits, hidden) in zip(layers, expected, strict=True):
         check(found[LOGITS], logits)

@@ -18,7 +18,7 @@ pytest.importorskip("scipy")
 
 from diffquant.calib.search.allocation import Budget, allocate, average_bits, spread_evenly
 from diffquant.calib.search.journal import Journal
-from diffquant.calib.search.outputs import summary, uniform_kl, write_outputs
+from diffquant.calib.search.outputs import search_table, uniform_kl, write_search
 from diffquant.calib.search.products import OneDnnProducts
 from diffquant.calib.search.search import Search, SearchOptions
 from diffquant.calib.search.sensitivity import Sensitivity
@@ -110,7 +110,7 @@ def test_a_cost_is_what_the_whole_model_under_that_recipe_shows(checkpoint, targ
     exact = model(ids).logits.flatten(0, 1)
     sensitivity = Sensitivity(model, ids)
     for unit in units_of(checkpoint, (target,))[:: 5 if target == "weights" else 1]:
-        cost = sensitivity.measure(unit, 4)
+        cost = sensitivity.cost_of(unit, 4)
         recipe = Recipe.from_dict({"overrides": {unit.name: str(unit.scheme(4))}})
         changed = load(checkpoint, recipe, torch.float32)(ids).logits.flatten(0, 1)
         expected = float(next_token_kl(exact, changed).double().mean())
@@ -142,11 +142,11 @@ def test_a_search_beats_an_even_spread_resumes_and_its_recipe_quantizes(checkpoi
     assert by_name["searched"].kl < uniform_kl_or(found, by_name)
     assert all(bits <= 4.6 + 1e-9 for bits in found.candidates[0].bits.values())
     assert not Search(checkpoint, Budget.parse("4.6"), OPTIONS, tmp_path / "out").missing
-    recipe_file, data, picture = write_outputs(found, tmp_path / "out")
+    recipe_file, data, picture = write_search(found, tmp_path / "out")
     assert Recipe.read(recipe_file) == found.recipe
     assert json.loads(data.read_text())["candidates"][0]["name"] == "searched"
     assert picture.read_bytes().startswith(b"\x89PNG")
-    assert "spread evenly" in summary(found)
+    assert "spread evenly" in search_table(found)
     quantize(checkpoint, tmp_path / "low", Recipe.read(recipe_file))
     model = load(tmp_path / "low")
     assert model.recipe.at_layer(0).k == found.recipe.at_layer(0).k

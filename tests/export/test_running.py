@@ -22,7 +22,7 @@ from diffquant.evals.torch_model import TorchModel
 from diffquant.export import ExportOptions, Generator, export
 from diffquant.export.native import library_path
 from diffquant.export.runtime.scoring import OnnxLanguageModel
-from diffquant.export.runtime.session import InPlace, OnnxModel
+from diffquant.export.runtime.session import InPlaceDecoder, OnnxModel
 from diffquant.export.targets import runtime_of
 from diffquant.support.progress import silent
 from diffquant.sweep.evaluate import evaluate
@@ -105,7 +105,7 @@ print("torch" in sys.modules, "transformers" in sys.modules)
 
 def test_steps_write_into_the_same_buffers(folder):
     model = OnnxModel(folder, 1)
-    state = InPlace(model, 1, 32)
+    state = InPlaceDecoder(model, 1, 32)
     before = [buffer.data_ptr() for buffer in state._buffers]
     ids = np.arange(2, 12)[None]
     stepped = np.concatenate([state.step(ids[:, :7]), *(state.step(ids[:, i : i + 1]) for i in range(7, 10))], 1)
