@@ -19,7 +19,11 @@ from diffquant.sweep.evaluate import evaluate
 from tests.support import tiny_lm
 
 OPTIONS = SweepOptions(
-    tasks=("perplexity",), bits=(16,), targets=("weights",), characters=400, window=64, stride=32, dtype="float32"
+    tasks=("perplexity",),
+    bits=(16,),
+    targets=("weights",),
+    task_options={"characters": 400, "window": 64, "stride": 32},
+    dtype="float32",
 )
 
 
@@ -67,9 +71,9 @@ def test_a_rounding_needs_its_file_alone(truncate, checkpoint, tmp_path):
     assert report.errors[0].error > 0
 
     result = run_sweep([checkpoint], OPTIONS.__class__(**vars(OPTIONS) | {"recipes": (file,)}), tmp_path / "sweep")
-    swept = {each.point.target: each.result["perplexity"] for each in result.cells}
-    alone = evaluate(checkpoint, recipe, OPTIONS)["perplexity"]["perplexity"]
-    assert swept["recipe"] == alone == evaluate(tmp_path / "low", None, OPTIONS)["perplexity"]["perplexity"]
+    swept = {each.point.target: each.result.details["perplexity"] for each in result.cells}
+    alone = evaluate(checkpoint, recipe, OPTIONS)["perplexity"].details["perplexity"]
+    assert swept["recipe"] == alone == evaluate(tmp_path / "low", None, OPTIONS)["perplexity"].details["perplexity"]
     assert swept["recipe"] != swept[""]
 
 
@@ -79,9 +83,11 @@ def test_recipes_that_differ_in_rounding_alone_are_different_rows(checkpoint, tm
         files.append(tmp_path / f"{name}.yaml")
         files[-1].write_text(f"weights: 3:g16\nrounding: {rounding}\n")
     options = OPTIONS.__class__(**vars(OPTIONS) | {"recipes": tuple(files)})
-    rows = {each.point.granularity: each.result for each in run_sweep([checkpoint], options, tmp_path / "out").cells}
+    rows = {
+        each.point.granularity: each.result.details for each in run_sweep([checkpoint], options, tmp_path / "out").cells
+    }
     for file in files:
-        alone = evaluate(checkpoint, Recipe.read(file), OPTIONS)["perplexity"]["perplexity"]
+        alone = evaluate(checkpoint, Recipe.read(file), OPTIONS)["perplexity"].details["perplexity"]
         assert rows[file.stem]["perplexity"] == alone
     assert len({rows[file.stem]["kl"] for file in files}) == 3
     assert rows["made"]["kl"] < rows["near"]["kl"]
