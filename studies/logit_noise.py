@@ -20,7 +20,7 @@ from diffquant.evals.perplexity import next_token_kl
 from diffquant.family.norm import PairNorm, pair_norm
 from diffquant.model.attention import DiffAttention
 from diffquant.model.modeling import DiffTransformer
-from diffquant.numerics.logit_steps import step_of
+from diffquant.numerics.logit_scales import step_of
 from diffquant.scheme import Scheme
 
 # Small enough that KL is quadratic in it, large enough to stand far above float32's own noise.

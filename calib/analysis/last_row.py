@@ -8,7 +8,7 @@ from diffquant.attention.logits import magnitudes, prepare, round_to
 from diffquant.model.cache import PackedCache
 from diffquant.model.modeling import DiffLayer
 from diffquant.model.walk import Walk, causal_logits
-from diffquant.numerics.logit_steps import step_of
+from diffquant.numerics.logit_scales import step_of
 from diffquant.scheme import FULL, Scheme
 
 

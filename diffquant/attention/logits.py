@@ -14,7 +14,7 @@ from torch import Tensor
 
 from diffquant.family.call import Meter
 from diffquant.numerics import max_code
-from diffquant.numerics.logit_steps import step_of
+from diffquant.numerics.logit_scales import step_of
 from diffquant.scheme import Scheme
 
 

@@ -9,7 +9,7 @@ from diffquant.attention.logits import from_coded, magnitudes, prepare, record, 
 from diffquant.family.call import Meter
 from diffquant.family.mask import Mask
 from diffquant.numerics.absmax import compute_dtype
-from diffquant.numerics.logit_steps import step_of
+from diffquant.numerics.logit_scales import step_of
 from diffquant.scheme import FULL, Scheme
 
 

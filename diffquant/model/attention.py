@@ -15,7 +15,7 @@ from diffquant.family.lam import lam_from_vectors
 from diffquant.family.norm import PairNorm
 from diffquant.model.config import DiffTransformerConfig
 from diffquant.model.fused_cache import FusedCache
-from diffquant.model.layout import LAMBDA_VECTORS
+from diffquant.model.shapes import LAMBDA_VECTORS
 from diffquant.scheme import FULL
 
 

@@ -20,8 +20,8 @@ from diffquant.model.attention import DiffAttention
 from diffquant.model.cache import PackedCache
 from diffquant.model.config import DiffTransformerConfig
 from diffquant.model.fused_cache import FusedCache, refused
-from diffquant.model.layout import LAMBDA_VECTORS
 from diffquant.model.quantized_linear import QuantizedLinear
+from diffquant.model.shapes import LAMBDA_VECTORS
 from diffquant.scheme import LAYER_TARGETS, Recipe
 
 _LAMBDA_STD = 0.1

@@ -11,9 +11,9 @@ from diffquant.formats.compressed_tensors import PACKED, SCALE, SHAPE, decode
 from diffquant.kernels.arguments import HALF_TYPES
 from diffquant.kernels.linear.repack import PackedWeight, refused_group, repack
 from diffquant.model.adapters import Adapter
-from diffquant.model.layout import linear_shapes, parameter_shapes
 from diffquant.model.modeling import DiffTransformer
 from diffquant.model.quantized_linear import QuantizedLinear
+from diffquant.model.shapes import linear_shapes, parameter_shapes
 from diffquant.numerics import check_finite
 from diffquant.scheme import Scheme
 from diffquant.source.source import Source

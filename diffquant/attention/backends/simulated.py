@@ -14,7 +14,7 @@ from diffquant.family.call import AttentionCall
 from diffquant.family.mask import Mask
 from diffquant.family.norm import pair_norm
 from diffquant.numerics.absmax import compute_dtype
-from diffquant.numerics.logit_steps import step_of
+from diffquant.numerics.logit_scales import step_of
 from diffquant.scheme import Scheme
 
 # Logits held at once, over maps and heads: large enough for full matrix products, a few tens of MB.

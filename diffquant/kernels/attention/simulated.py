@@ -20,7 +20,7 @@ from diffquant.kernels.attention.attend_rounded import attend_rounded, extremes
 from diffquant.kernels.configs import AttentionTile, choose, device_class
 from diffquant.kernels.descriptors import allow_descriptors, describable
 from diffquant.kernels.strides import same_strides
-from diffquant.numerics.logit_steps import step_of
+from diffquant.numerics.logit_scales import step_of
 from diffquant.scheme import Scheme
 
 TILES = {

@@ -10,7 +10,7 @@ from torch import Tensor
 from diffquant.errors import CheckpointError
 from diffquant.family.heads import PROJECTIONS, HeadLayout
 from diffquant.model.architecture import Architecture
-from diffquant.model.layout import Shape, linear_shapes, parameter_shapes
+from diffquant.model.shapes import Shape, linear_shapes, parameter_shapes
 
 if TYPE_CHECKING:
     from diffquant.model.config import DiffTransformerConfig
