@@ -4,11 +4,11 @@ import torch
 from torch import Tensor
 
 from diffquant.attention import DiffSpec
-from diffquant.attention.logits import magnitudes, prepare, round_to
+from diffquant.attention.logits import magnitudes, prepare_logits, round_logits
 from diffquant.model.cache import PackedCache
 from diffquant.model.modeling import DiffLayer
 from diffquant.model.walk import Walk, causal_logits
-from diffquant.numerics.logit_scales import step_of
+from diffquant.numerics.logit_scales import logit_scale
 from diffquant.scheme import FULL, Scheme
 
 
@@ -49,14 +49,14 @@ def last_row(q: Tensor, k: Tensor, spec: DiffSpec, scheme: Scheme = FULL, ranges
     for first, logits in causal_logits(q, k, spec, _first_row(scheme, length)):
         rows, keys = logits.shape[-2:]
         visible = torch.ones(rows, keys, dtype=torch.bool, device=q.device).tril(first)
-        prepared = prepare(logits, visible, scheme.shift)
+        prepared = prepare_logits(logits, visible, scheme.shift)
         seen = largest[..., :keys]
         torch.maximum(seen, prepared.abs().amax(-2, keepdim=True), out=seen)
     last = list(prepared[..., -1:, :].chunk(spec.maps, 1))
     if scheme.quantizes:
         # A column's largest magnitude stands for the rows that share a scale with the last one.
         tops = magnitudes(largest.chunk(spec.maps, 1), scheme, ranges)
-        last = [round_to(each, step_of(top, scheme), scheme) for each, top in zip(last, tops, strict=True)]
+        last = [round_logits(each, logit_scale(top, scheme), scheme) for each, top in zip(last, tops, strict=True)]
     return torch.cat(last).squeeze(-2).softmax(-1)
 
 
