@@ -142,7 +142,8 @@ def count_clipped(prepared: Tensor, scale: Tensor, scheme: Scheme) -> int | Tens
         return (prepared.abs() > (max_code(scheme.bits) + 0.5) * scale).sum()
     if not scheme.shift:
         return 0
-    return (prepared < -(2**scheme.bits - 0.5) * scale).sum()
+    below: Tensor = prepared < -(2**scheme.bits - 0.5) * scale
+    return below.sum()
 
 
 def record_logits(
@@ -171,5 +172,5 @@ def _tile_magnitude(logits: Tensor, size: int) -> Tensor:
     rows, columns = logits.shape[-2:]
     padded = torch.nn.functional.pad(logits.abs(), (0, -columns % size, 0, -rows % size))
     tiles = padded.unflatten(-1, (-1, size)).unflatten(-3, (-1, size))
-    spread = tiles.amax((-1, -3), keepdim=True).expand_as(tiles).flatten(-4, -3).flatten(-2)
+    spread: Tensor = tiles.amax((-1, -3), keepdim=True).expand_as(tiles).flatten(-4, -3).flatten(-2)
     return spread[..., :rows, :columns]

@@ -81,9 +81,10 @@ class HeadLayout:
     def values(self, projected: Tensor) -> Tensor:
         """A view of the V projection's output as values [..., h_kv, T, dv], as `queries` gives Q's."""
         if self.head_order == "halves":
-            halves = projected.unflatten(-1, (2, self.kv_pairs, self.value_dim // 2))
+            halves: Tensor = projected.unflatten(-1, (2, self.kv_pairs, self.value_dim // 2))
             return halves.movedim(-2, -4).flatten(-2)
-        return projected.unflatten(-1, (self.kv_pairs, self.value_dim)).transpose(-2, -3)
+        values: Tensor = projected.unflatten(-1, (self.kv_pairs, self.value_dim))
+        return values.transpose(-2, -3)
 
     def query_maps(self, q: Tensor) -> tuple[Tensor, ...]:
         """Each map's queries [B, h or noise heads, T, d], from all of them in canonical order."""
@@ -136,9 +137,10 @@ class HeadLayout:
     def _heads(self, projected: Tensor, signals: int, noises: int) -> Tensor:
         """Heads [..., signals + noises, T, d] in canonical order, of projected [..., T, (signals + noises)·d]."""
         if self.head_order == "halves" or not noises:
-            return projected.unflatten(-1, (signals + noises, self.head_dim)).transpose(-2, -3)
+            heads: Tensor = projected.unflatten(-1, (signals + noises, self.head_dim))
+            return heads.transpose(-2, -3)
         signals_per_noise = signals // noises
-        groups = projected.unflatten(-1, (noises, signals_per_noise + 1, self.head_dim))
+        groups: Tensor = projected.unflatten(-1, (noises, signals_per_noise + 1, self.head_dim))
         if signals_per_noise == 1:
             return groups.movedim(-2, -4).transpose(-2, -3).flatten(-4, -3)
         parts = groups.split([signals_per_noise, 1], -2)

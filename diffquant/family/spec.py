@@ -91,7 +91,7 @@ class DiffSpec:
     @property
     def scale(self) -> float:
         """Factor of Q·Kᵀ: 1/√d."""
-        return self.head_dim**-0.5
+        return math.pow(self.head_dim, -0.5)
 
     @property
     def generation(self) -> str:

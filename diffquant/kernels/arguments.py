@@ -54,7 +54,7 @@ def widths_refusal(q: Tensor, v: Tensor, dtypes: Collection[torch.dtype] = HALF_
 
 
 def empty_output(q: Tensor, value_width: int) -> Tensor:
-    """Empty [B, h, T, dv] whose memory is [B, T, h, dv], so that the output projection flattens heads without a copy."""
+    """Empty [B, h, T, dv], its memory [B, T, h, dv], so that the output projection flattens heads without a copy."""
     batch, pairs, queries, _ = q.shape
     return q.new_empty(batch, queries, pairs, value_width).transpose(1, 2)
 

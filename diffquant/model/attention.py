@@ -71,7 +71,8 @@ class DiffAttention(nn.Module):
                 ranges=self.logit_ranges,
                 backend=self.backend,
             )
-        return self.o_proj(y.transpose(1, 2).flatten(2))
+        out: Tensor = self.o_proj(y.transpose(1, 2).flatten(2))
+        return out
 
     def project(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Rotated queries and keys, and values, [B, heads, T, width] each, signal heads before noise heads."""

@@ -38,8 +38,9 @@ class DiffLayer(nn.Module):
         self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], mask: Mask, cache: Cache | None) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), rotary, mask, cache)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        attended: Tensor = x + self.self_attn(self.input_layernorm(x), rotary, mask, cache)
+        out: Tensor = attended + self.mlp(self.post_attention_layernorm(attended))
+        return out
 
 
 class DiffPreTrainedModel(PreTrainedModel):

@@ -39,12 +39,14 @@ class Walk:
 
     def embed(self, ids: Tensor) -> Tensor:
         """Input [B, T, D] of the first layer."""
-        return self.model.model.embed_tokens(ids)
+        x: Tensor = self.model.model.embed_tokens(ids)
+        return x
 
     def run(self, layer: DiffLayer, x: Tensor) -> Tensor:
         """Output [B, T, D] of a layer under the model's recipe."""
         cache = self.model.new_cache() if self.model.model.has_quantized_cache else None
-        return layer(x, self.rotary, CAUSAL, cache)
+        y: Tensor = layer(x, self.rotary, CAUSAL, cache)
+        return y
 
     def project(self, layer: DiffLayer, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Rotated queries and keys, and values, of a layer, as `DiffAttention.project` gives them."""
@@ -81,7 +83,8 @@ def visible_entries(heads: int, rows: int, keys: int) -> int:
 
 def batches(ids: Tensor, tokens: int) -> Sequence[Tensor]:
     """Windows [N, T] in batches of at most `tokens` tokens, one window at least."""
-    return ids.split(max(1, tokens // ids.shape[1]))
+    windows: Sequence[Tensor] = ids.split(max(1, tokens // ids.shape[1]))
+    return windows
 
 
 def _keys_of_maps(k: Tensor, spec: DiffSpec) -> Tensor:

@@ -12,7 +12,7 @@ def max_code(bits: int) -> int:
     """Largest code of a symmetric `bits`-bit integer; the smallest is its negative."""
     if not 2 <= bits <= 8:
         raise UsageError(f"bits must be 2 to 8, got {bits}; 16 means not quantized and has no codes")
-    return 2 ** (bits - 1) - 1
+    return (1 << (bits - 1)) - 1
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
@@ -97,7 +97,8 @@ def _split(x: Tensor, axis: int, size: int | None) -> Tensor:
     length = x.shape[axis]
     if not size or length % size:
         raise UsageError(f"{size} does not divide axis {axis} of a tensor of shape {list(x.shape)}")
-    return x.unflatten(axis, (length // size, size))
+    blocks: Tensor = x.unflatten(axis, (length // size, size))
+    return blocks
 
 
 def check_finite(x: Tensor, name: str) -> None:

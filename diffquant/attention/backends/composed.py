@@ -37,7 +37,8 @@ def flash_attn(call: AttentionCall) -> Tensor:
     def one_map(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         # flash-attn wants [B, length, heads, width]; its causal mask is right-aligned, as ours.
         by_token = (x.transpose(1, 2) for x in (queries, keys, values))
-        return flash_attn_func(*by_token, softmax_scale=call.scale, causal=True).transpose(1, 2)
+        out: Tensor = flash_attn_func(*by_token, softmax_scale=call.scale, causal=True)
+        return out.transpose(1, 2)
 
     return _by_parts(call, one_map)
 

@@ -41,10 +41,11 @@ def prefill(call: AttentionCall) -> Tensor:
         raise UsageError(f"prefill: {reason}")
     norm = call.post or PairNorm(0.0)
     starts, ends = call.mask.ranges or (None, None)
-    return _op(
+    out: Tensor = _op(
         call.q[0], call.q[1], call.k[0], None if call.shares_keys else call.k[1], call.v, call.lam, starts, ends,
         norm.weight, call.scale, call.post is not None, norm.eps, norm.factor,
     )  # fmt: skip
+    return out
 
 
 def prefill_refusal(call: AttentionCall) -> str | None:

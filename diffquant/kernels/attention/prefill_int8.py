@@ -43,11 +43,12 @@ def prefill_int8(call: AttentionCall, pv: str = "fp16") -> Tensor:
         raise UsageError(f"prefill_int8: {reason}")
     norm = call.post or PairNorm(0.0)
     starts, ends = call.mask.ranges or (None, None)
-    return _op(
+    out: Tensor = _op(
         call.q[0], call.q[1] if call.maps == 2 else None, call.k[0],
         call.k[1] if call.maps == 2 and not call.shares_keys else None, call.v, call.lam, starts, ends,
         norm.weight, call.scale, call.post is not None, norm.eps, norm.factor, pv,
     )  # fmt: skip
+    return out
 
 
 def prefill_int8_refusal(call: AttentionCall, pv: str = "fp16") -> str | None:

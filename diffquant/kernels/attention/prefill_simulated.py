@@ -1,8 +1,8 @@
 """Attention with simulated low-bit logits, rounded inside the kernel to the codes that the plain form gives them.
 
-The maps are never stored. One launch finds each query's largest and smallest logit; torch makes the scales of them; a second launch computes
-the logits again, rounds them and attends. Rounding keeps order, so a query's largest code is known beforehand and
-softmax needs no running maximum.
+The maps are never stored. One launch finds each query's largest and smallest logit; torch makes the scales of them;
+a second launch computes the logits again, rounds them and attends. Rounding keeps order, so a query's largest code
+is known beforehand and softmax needs no running maximum.
 """
 
 from math import e, log2
@@ -49,6 +49,7 @@ def prefill_simulated(call: AttentionCall) -> Tensor:
     norm, scheme = call.post or PairNorm(0.0), call.logits
     starts, ends = call.mask.ranges or (None, None)
     second_q, second_k = (call.q[1], call.k[1]) if call.maps == 2 else (None, None)
+    out: Tensor
     out, largest, clipped = _op(
         call.q[0], second_q, call.k[0], second_k, call.v, call.lam, starts, ends, norm.weight, call.scale,
         scheme.bits, scheme.granularity, scheme.shift, call.post is not None, norm.eps, norm.factor,

@@ -33,8 +33,8 @@ class QuantizedKV:
     """8-bit Q, K and V and the scales that multiply them back.
 
     Attributes:
-        q: codes of Q, int8 [B, h, n, rows, d]: n is 2 where each map has its keys (V1), else 1; `rows` is T, or 2·T where a
-            query's two maps are neighbours (V2), rounded up to a whole tile. Rows beyond T hold anything.
+        q: codes of Q, int8 [B, h, n, rows, d]: n is 2 where each map has its keys (V1), else 1; `rows` is T, or 2·T
+            where a query's two maps are neighbours (V2), rounded up to a whole tile. Rows beyond T hold anything.
         q_scale: scales of Q, float32 [B, h, n, rows], times the factor of Q·Kᵀ and log2(e).
         k: codes of K, int8 [B, h_kv, n, keys, d] from each sequence's first valid key on; `keys` is S rounded up to
             whole blocks, and codes beyond the valid keys are zero.
@@ -119,7 +119,7 @@ def quantize_qkv(
 
 @triton.jit
 def swizzled(x, ROWS: tl.constexpr, KEYS: tl.constexpr):
-    """Tensor x [ROWS, KEYS] with each 16 keys, (half, thread of four, neighbour), reordered as (thread, half, neighbour).
+    """Tensor x [ROWS, KEYS], each 16 keys (half, thread of four, neighbour) reordered as (thread, half, neighbour).
 
     A thread of the tensor core's result holds keys 2i, 2i + 1, 2i + 8 and 2i + 9 of 16, and as an 8-bit operand
     it must hold four neighbours. In this order they are neighbours: probabilities stay where they are.

@@ -26,7 +26,7 @@ def seen_by(query, queries, offset, valid, window, CAUSAL: tl.constexpr):
 
 @triton.jit
 def key_blocks(first, last, valid, BN: tl.constexpr):
-    """Blocks of keys that a tile visits: whole ones from `inner` to `outer`, partly hidden ones from `begin` and to `stop`.
+    """Key blocks that a tile visits: whole ones from `inner` to `outer`, partly hidden ones from `begin` and to `stop`.
 
     All but `stop` are multiples of BN. Rows that see nothing do not count: what they become is not kept.
     """

@@ -8,7 +8,6 @@ a CUDA graph.
 from functools import cache
 
 import torch
-import triton
 from torch import Tensor
 
 from diffquant.errors import UsageError
@@ -78,8 +77,8 @@ def _op(
             append_tokens[(steps, batch * (k_heads + v_heads))](
                 k, k.stride(), *keys, v, v.stride(), *values, progress, tokens, keys[0].shape[2], k_heads, v_heads,
                 WIDTH=width, VALUE_WIDTH=value_width, K_BITS=k_bits, K_BLOCK=k_block, K_RING=k_ring, V_BITS=v_bits,
-                V_RING=v_ring, RESIDUAL=residual, K_LIMIT=_largest_scale(k_bits, k.dtype), V_LIMIT=_largest_scale(v_bits, k.dtype),
-                PACKS=packs, KEEPS=keeps, num_warps=4,
+                V_RING=v_ring, RESIDUAL=residual, K_LIMIT=_largest_scale(k_bits, k.dtype),
+                V_LIMIT=_largest_scale(v_bits, k.dtype), PACKS=packs, KEEPS=keeps, num_warps=4,
             )  # fmt: skip
 
 
@@ -95,12 +94,12 @@ def _tokens_a_step(block: int) -> int:
 
 def _most_packed_steps(tokens: int, block: int) -> int:
     """Largest number of steps that may be packed, wherever they begin."""
-    return triton.cdiv(tokens + block - 1, _tokens_a_step(block)) + 1
+    return -(-(tokens + block - 1) // _tokens_a_step(block)) + 1
 
 
 def _most_waiting_steps(tokens: int, ring: int, block: int) -> int:
     """Largest number of steps that may be written to the window."""
-    return triton.cdiv(min(tokens, ring), _tokens_a_step(block)) + 1 if ring else 0
+    return -(-min(tokens, ring) // _tokens_a_step(block)) + 1 if ring else 0
 
 
 @cache

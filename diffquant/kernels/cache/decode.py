@@ -69,11 +69,12 @@ def decode(
     keys, values = store.keys, store.values
     norm = post or PairNorm(0.0)
     starts, ends = mask.ranges or (None, None)
-    return _op(
+    out: Tensor = _op(
         list(q), keys.tensors, values.tensors, store.progress, lam, starts, ends, norm.weight,
         keys.scheme.bits, keys.block, values.scheme.bits, max(keys.residual, values.residual), shared,
         scale, post is not None, norm.eps, norm.factor,
     )  # fmt: skip
+    return out
 
 
 def decode_refusal(recipe: Recipe, q: Sequence[Tensor], v: Tensor) -> str | None:
@@ -182,4 +183,4 @@ def _value_width(values: list[Tensor], bits: object) -> int:
 def _count_shares(others: int, steps: int, device: torch.device) -> int:
     """Number of shares that the keys are split into, so that with `others` programs a share the device is full."""
     processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
-    return max(min(triton.cdiv(_PROGRAMS_A_PROCESSOR * processors, others), steps), 1)
+    return max(min(-(-_PROGRAMS_A_PROCESSOR * processors // others), steps), 1)

@@ -22,9 +22,10 @@ def decode_share(
     K_BITS: tl.constexpr, K_BLOCK: tl.constexpr, K_RING: tl.constexpr, V_BITS: tl.constexpr, V_RING: tl.constexpr,
     SHARED_K: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """Maxima, sums and weighted values of a program's rows over its keys; programs are (share, sequence and KV head, tile).
+    """Maxima, sums and weighted values of a program's rows over its keys.
 
-    Rows are ordered map, query pair of the group, query. `scale` includes log2(e).
+    Programs are (share, sequence and KV head, tile of rows). Rows are ordered map, query pair of the group, query.
+    `scale` includes log2(e).
     """
     V_PARTS: tl.constexpr = parts_of(V_BITS)
     sequence = (tl.program_id(1) // v_heads).to(tl.int64)

@@ -19,8 +19,8 @@ def linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None, backend:
         x: activations [..., K].
         weight: packed weight [N, K] on x's device, its group scales in x's dtype.
         bias: bias [N] in x's dtype.
-        backend: name of a backend: "triton" unpacks the weight inside its kernels; "dequantize" writes it out first and is what
-            other devices than CUDA and float32 have; "auto" takes whichever serves.
+        backend: name of a backend: "triton" unpacks the weight inside its kernels; "dequantize" writes it out first
+            and is what other devices than CUDA and float32 have; "auto" takes whichever serves.
 
     Raises:
         UsageError: arguments disagree, or the backend is unknown or refuses them.
@@ -32,7 +32,8 @@ def linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None, backend:
         # The op's bookkeeping takes longer than a launch; only a trace needs it.
         return _apply(x, weight, bias, backend)
     parts = weight.low, weight.high, weight.scales, weight.row_scale
-    return packed_linear(x, *parts, bias, weight.bits, weight.group, weight.shape[0], backend)
+    y: Tensor = packed_linear(x, *parts, bias, weight.bits, weight.group, weight.shape[0], backend)
+    return y
 
 
 def linear_refusal(x: Tensor) -> str | None:

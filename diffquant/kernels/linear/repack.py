@@ -28,9 +28,10 @@ class PackedWeight:
     Attributes:
         low: words of codes, int16 [N/16, chunks, 256], rounded up; of 6-bit codes the low 4 bits.
         high: high 2 bits of 6-bit codes, int16 [N/16, chunks, 128], a byte a word of `low`; None for others.
-        scales: scales of groups [K/group, N/16, 16], rows of a block as 0, 8, 1, 9, ..., relative to `row_scale`; None without groups.
-        row_scale: scales of rows, float32 [N], or [1] for all of them; with groups a power of two that keeps `scales` near 1, so
-            that float16 holds them whatever the weights' size.
+        scales: scales of groups [K/group, N/16, 16], rows of a block as 0, 8, 1, 9, ..., relative to `row_scale`;
+            None without groups.
+        row_scale: scales of rows, float32 [N], or [1] for all of them; with groups a power of two that keeps
+            `scales` near 1, so that float16 holds them whatever the weights' size.
         bits: bits that a code takes: 4, 6 or 8.
         group: number of neighbours along K that share one of `scales`; 0 without groups.
         shape: N and K.
@@ -144,7 +145,7 @@ def _fragments(codes: Tensor, bits: int) -> Tensor:
     count, middle = fields_in_word(bits), 1 << (bits - 1)
     stored = pad(codes.view(torch.uint8) + middle, (0, -width % (FRAGMENT * count), 0, -rows % FRAGMENT), value=middle)
     # Rows are (half h, g), columns (chunk, field, half o, t, parity p); a thread's eight values are (o, h, p).
-    split = stored.unflatten(0, (-1, 2, 8)).unflatten(3, (-1, count, 2, 4, 2))
+    split: Tensor = stored.unflatten(0, (-1, 2, 8)).unflatten(3, (-1, count, 2, 4, 2))
     return split.permute(0, 3, 2, 6, 5, 1, 7, 4).flatten(2, 6)
 
 
@@ -169,11 +170,11 @@ def _codes(weight: PackedWeight) -> Tensor:
         stored = stored | ((weight.high.view(torch.uint8)[..., None] >> shifts) & 3) << 4
     codes = (stored - (1 << (weight.bits - 1))).view(torch.int8)
     # Back from (block, chunk, g, t, o, h, p, field) to rows (block, h, g) and columns (chunk, field, o, t, p).
-    split = codes.unflatten(2, (8, 4, 2, 2, 2)).permute(0, 5, 2, 1, 7, 4, 3, 6)
+    split: Tensor = codes.unflatten(2, (8, 4, 2, 2, 2)).permute(0, 5, 2, 1, 7, 4, 3, 6)
     return split.flatten(0, 2).flatten(1)[: weight.shape[0], : weight.shape[1]]
 
 
 def _block_scales(scale: Tensor) -> Tensor:
     """Scales [groups, N/16, 16] of [N, groups], rows of a block as 0, 8, 1, 9, ...: a thread's two lie side by side."""
-    padded = pad(scale, (0, 0, 0, -len(scale) % FRAGMENT))
-    return padded.unflatten(0, (-1, 2, 8)).permute(3, 0, 2, 1).flatten(2).contiguous()
+    blocks: Tensor = pad(scale, (0, 0, 0, -len(scale) % FRAGMENT)).unflatten(0, (-1, 2, 8))
+    return blocks.permute(3, 0, 2, 1).flatten(2).contiguous()

@@ -17,7 +17,7 @@ INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
 @triton.constexpr_function
 def unpack_program(bits, field, half):
-    """PTX that unpacks two codes of a field: operands are the output $0, two words $1 and, for 6 bits, their high bytes $2."""
+    """PTX that unpacks two codes of a field into $0, from two words $1 and, for 6 bits, their high bytes $2."""
     width = 8 if bits == 8 else 4
     middle = 1 << (bits - 1)
     # float16 has room to leave every other field 4 bits up and divide by 16 in the multiply-add.

@@ -90,7 +90,7 @@ def _rope_style(config: dict[str, Any]) -> Literal["interleaved", "half"]:
 
 
 def _choice(config: dict[str, Any], key: str, choices: tuple[str, ...]) -> str:
-    value = config.get(key, choices[0])
+    value: str = config.get(key, choices[0])
     if value not in choices:
         raise CheckpointError(f"config.json: {key} is {value!r}; it must be {' or '.join(choices)}")
     return value
