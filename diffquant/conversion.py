@@ -20,7 +20,7 @@ from diffquant.formats.reader import Checkpoint
 from diffquant.formats.row_stream import Block, Job, Shard, check_rows, fingerprint, write_shards
 from diffquant.formats.writer import OutputTensor
 from diffquant.model.adapters import Adapter, adapter_for
-from diffquant.model.layout import Shape
+from diffquant.model.shapes import Shape
 from diffquant.quantization.card import converted_card
 from diffquant.report.tables import megabytes
 from diffquant.source.source import Source, open_source

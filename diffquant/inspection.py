@@ -10,7 +10,7 @@ from torch import Tensor
 from diffquant.errors import CheckpointError
 from diffquant.family.lam import lam_from_vectors
 from diffquant.family.spec import DiffSpec
-from diffquant.model.layout import LAMBDA_VECTORS
+from diffquant.model.shapes import LAMBDA_VECTORS
 from diffquant.quantization.plan import make_plan
 from diffquant.report.tables import megabytes
 from diffquant.scheme import LAYER_TARGETS, Recipe

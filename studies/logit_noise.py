@@ -14,13 +14,13 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from diffquant.attention import Mask
-from diffquant.attention.logits import from_coded, magnitudes, prepare, round_to, to_coded
+from diffquant.attention.logits import from_coded, magnitudes, prepare_logits, round_logits, to_coded
 from diffquant.attention.naive import masked_softmax
 from diffquant.evals.perplexity import next_token_kl
 from diffquant.family.norm import PairNorm, pair_norm
 from diffquant.model.attention import DiffAttention
 from diffquant.model.modeling import DiffTransformer
-from diffquant.numerics.logit_steps import step_of
+from diffquant.numerics.logit_scales import logit_scale
 from diffquant.scheme import Scheme
 
 # Small enough that KL is quadratic in it, large enough to stand far above float32's own noise.
@@ -89,11 +89,11 @@ class Attention:
 
     def rounded(self, scheme: Scheme) -> tuple[list[Tensor], list[Tensor]]:
         """The steps of what a scheme rounds (each map, or what stands for them), and each map's logits after it."""
-        prepared = [prepare(each.clone(), self.visible, scheme.shift) for each in self.logits]
+        prepared = [prepare_logits(each.clone(), self.visible, scheme.shift) for each in self.logits]
         coded = to_coded(prepared, scheme)
         tops = magnitudes(coded, scheme)
-        steps = [step_of(top, scheme) for top in tops]
-        rounded = [round_to(each, step, scheme) for each, step in zip(coded, steps, strict=True)]
+        steps = [logit_scale(top, scheme) for top in tops]
+        rounded = [round_logits(each, step, scheme) for each, step in zip(coded, steps, strict=True)]
         # Where all is zero nothing is rounded, whatever the step.
         used = [torch.where(top == 0, 0.0, step) for top, step in zip(tops, steps, strict=True)]
         return used, from_coded(rounded, scheme)
@@ -177,8 +177,8 @@ class _Layer:
     def add(self, seen: Attention) -> None:
         terms = seen.terms(seen.logits)
         exact = difference(terms)
-        hidden = [prepare(each.clone(), seen.visible, False) for each in seen.logits]
-        below = [prepare(each.clone(), seen.visible, True) for each in seen.logits]
+        hidden = [prepare_logits(each.clone(), seen.visible, False) for each in seen.logits]
+        below = [prepare_logits(each.clone(), seen.visible, True) for each in seen.logits]
         self.top.append([float(each.abs().max()) for each in hidden])
         self.spread.append([float(-each.amin(-1).mean()) for each in below])
         if seen.lam is not None:

@@ -15,7 +15,7 @@ from diffquant.evals.language_model import States
 from diffquant.evals.perplexity import evaluate, reference_of
 from diffquant.evals.torch_model import TorchModel
 from diffquant.loading import load
-from diffquant.model.layout import linear_shapes
+from diffquant.model.shapes import linear_shapes
 from diffquant.quantization.roundings import Rounder, rounding_named
 from diffquant.scheme import Recipe, RoundingSettings
 from diffquant.source.source import open_source

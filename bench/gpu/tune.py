@@ -61,12 +61,12 @@ def tune(path: Path, device: str, progress: Progress = silent) -> str:
 def shipped() -> dict[str, Any]:
     """Every configuration of the kernels' tables by key, as tuned already."""
     # Here, since they are Triton's, which a machine without a GPU may lack.
-    from diffquant.kernels.attention import prefill_int8, simulated
+    from diffquant.kernels.attention import prefill_int8, prefill_simulated
     from diffquant.kernels.cache import decode
     from diffquant.kernels.linear import gemm, gemv
 
     tables: list[Mapping[str, Any]] = [PREFILL]
-    tables += [module.TILES for module in (prefill_int8, simulated, decode, gemv, gemm)]
+    tables += [module.TILES for module in (prefill_int8, prefill_simulated, decode, gemv, gemm)]
     return {key: choose(table, key) for table in tables for key in table}
 
 

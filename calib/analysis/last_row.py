@@ -4,11 +4,11 @@ import torch
 from torch import Tensor
 
 from diffquant.attention import DiffSpec
-from diffquant.attention.logits import magnitudes, prepare, round_to
+from diffquant.attention.logits import from_coded, magnitudes, prepare_logits, round_logits, to_coded
 from diffquant.model.cache import PackedCache
 from diffquant.model.modeling import DiffLayer
 from diffquant.model.walk import Walk, causal_logits
-from diffquant.numerics.logit_steps import step_of
+from diffquant.numerics.logit_scales import logit_scale
 from diffquant.scheme import FULL, Scheme
 
 
@@ -52,14 +52,19 @@ def last_maps(q: Tensor, k: Tensor, spec: DiffSpec, scheme: Scheme = FULL, range
     for first, logits in causal_logits(q, k, spec, _first_sharing_query(scheme, length)):
         queries, keys = logits.shape[-2:]
         visible = torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril(first)
-        prepared = prepare(logits, visible, scheme.shift)
+        prepared = prepare_logits(logits, visible, scheme.shift)
+        # In place: `prepared` then holds what is rounded.
+        to_coded(layout.query_maps(prepared), scheme)
         largest_seen = largest[..., :keys]
         torch.maximum(largest_seen, prepared.abs().amax(-2, keepdim=True), out=largest_seen)
-    last = layout.query_maps(prepared[..., -1:, :])
+    last = list(layout.query_maps(prepared[..., -1:, :]))
     if scheme.quantizes:
         # A column's largest magnitude stands for all queries that share a scale with the last one.
         tops = magnitudes(layout.query_maps(largest), scheme, ranges)
-        last = tuple(round_to(logits, step_of(top, scheme), scheme) for logits, top in zip(last, tops, strict=True))
+        rounded = [
+            round_logits(logits, logit_scale(top, scheme), scheme) for logits, top in zip(last, tops, strict=True)
+        ]
+        last = from_coded(rounded, scheme)
     return torch.cat(last).squeeze(-2).softmax(-1)
 
 

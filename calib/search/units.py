@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from diffquant.errors import UsageError
-from diffquant.model.layout import linear_shapes
 from diffquant.model.modeling import DiffTransformer
+from diffquant.model.shapes import linear_shapes
 from diffquant.quantization.plan import make_plan
 from diffquant.quantization.rounded_weight import as_stored
 from diffquant.quantization.roundings import Rounder

@@ -1,4 +1,4 @@
-"""Differential attention: its plain form, the backends that compute it, and who chooses among them.
+"""Differential attention: its plain form, the backends that compute it, and the choice among them.
 
 Needs torch and numpy alone.
 """

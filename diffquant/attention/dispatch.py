@@ -53,7 +53,7 @@ def fastest(call: AttentionCall) -> Backend:
     """The fastest backend that serves a call; why a faster one does not is logged once, at level INFO.
 
     Raises:
-        UsageError: none does.
+        UsageError: no backend serves it; each one's reason is named.
     """
     refusals = []
     for backend in by_priority(call.logits):

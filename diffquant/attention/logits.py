@@ -14,58 +14,61 @@ from torch import Tensor
 
 from diffquant.family.call import Meter
 from diffquant.numerics import max_code
-from diffquant.numerics.logit_steps import step_of
+from diffquant.numerics.logit_scales import logit_scale
 from diffquant.scheme import Scheme
 
 
 @dataclass
 class LogitMeter:
-    """What a layer's quantizer did since the last reset.
+    """Counts of what a layer's logit quantizer did since the last reset.
 
     Counts stay on the device that made them, where fetching each would wait for it; `report` fetches them.
 
     Attributes:
         calls: attention calls it quantized.
         entries: visible logits it rounded, over both maps.
-        clipped: how many of them lay outside the codes' range (only `shift` and static scales clip).
-        step_sum, step_count, step_max: the scales it used.
+        clipped: number of them that lay beyond the codes (only `shift` and static scales clip).
+        scale_sum, scale_count, scale_max: sum, number and largest of the scales it used.
     """
 
     calls: int = 0
     entries: int | Tensor = 0
     clipped: int | Tensor = 0
-    step_sum: float | Tensor = 0.0
-    step_count: int | Tensor = 0
-    step_max: float | Tensor = 0.0
+    scale_sum: float | Tensor = 0.0
+    scale_count: int | Tensor = 0
+    scale_max: float | Tensor = 0.0
 
     def count(self, entries: int | Tensor, clipped: int | Tensor) -> None:
         """Count rounded entries, and how many of them were clipped."""
         self.entries = self.entries + entries
         self.clipped = self.clipped + clipped
 
-    def record_steps(self, steps: Tensor, largest: Tensor) -> None:
-        """Count the scales of entries that were not all zero or hidden."""
-        if not steps.numel():
+    def record_scales(self, scales: Tensor, largest: Tensor) -> None:
+        """Count the scales that quantized anything: those whose entries were not all zero or hidden."""
+        if not scales.numel():
             return
         used = largest > 0
-        steps = torch.where(used, steps.detach(), 0.0)
-        self.step_sum = self.step_sum + steps.sum(dtype=torch.float64)
-        self.step_count = self.step_count + used.sum()
-        self.step_max = steps.amax().clamp(min=self.step_max)
+        scales = torch.where(used, scales.detach(), 0.0)
+        self.scale_sum = self.scale_sum + scales.sum(dtype=torch.float64)
+        self.scale_count = self.scale_count + used.sum()
+        self.scale_max = scales.amax().clamp(min=self.scale_max)
 
     def report(self) -> dict[str, float]:
-        """calls, entries, clipped, and the mean and largest step."""
-        count = int(self.step_count)
+        """Counts as plain numbers: calls, entries, clipped, and the mean and largest scale.
+
+        The scales' keys are step_mean and step_max, as stored results have them.
+        """
+        count = int(self.scale_count)
         return {
             "calls": self.calls,
             "entries": int(self.entries),
             "clipped": int(self.clipped),
-            "step_mean": float(self.step_sum) / count if count else 0.0,
-            "step_max": float(self.step_max),
+            "step_mean": float(self.scale_sum) / count if count else 0.0,
+            "step_max": float(self.scale_max),
         }
 
 
-def prepare(logits: Tensor, visible: Tensor | None, shift: bool) -> Tensor:
+def prepare_logits(logits: Tensor, visible: Tensor | None, shift: bool) -> Tensor:
     """Logits with hidden entries at 0 and, with `shift`, each row's visible maximum subtracted. In place."""
     if visible is None:
         return logits.sub_(logits.amax(-1, keepdim=True)) if shift else logits
@@ -77,7 +80,7 @@ def prepare(logits: Tensor, visible: Tensor | None, shift: bool) -> Tensor:
 
 
 def to_coded(prepared: Sequence[Tensor], scheme: Scheme) -> list[Tensor]:
-    """What is rounded, in place: each map's logits, or with `alike` the mean of both and half their difference."""
+    """The tensors that are rounded, in place: each map's logits, or with `alike` their mean and half difference."""
     if not scheme.alike or len(prepared) == 1:
         return list(prepared)
     first, second = prepared
@@ -86,7 +89,7 @@ def to_coded(prepared: Sequence[Tensor], scheme: Scheme) -> list[Tensor]:
 
 
 def from_coded(rounded: Sequence[Tensor], scheme: Scheme) -> list[Tensor]:
-    """Each map's logits, from what `to_coded` gave."""
+    """Each map's logits, from the rounded tensors that `to_coded` gave."""
     if not scheme.alike or len(rounded) == 1:
         return list(rounded)
     mean, half = rounded
@@ -94,10 +97,11 @@ def from_coded(rounded: Sequence[Tensor], scheme: Scheme) -> list[Tensor]:
 
 
 def magnitudes(prepared: Sequence[Tensor], scheme: Scheme, ranges: Tensor | None = None) -> list[Tensor]:
-    """Largest |logit| of the entries that share a scale, for each map.
+    """Largest |logit| of the entries that share a scale, one tensor for each map.
 
     Args:
-        prepared: one [B, h, T, S] a map, from `prepare` and `to_coded`.
+        prepared: one [B, h, T, S] a map, from `prepare_logits` and `to_coded`.
+        scheme: scheme of the logits.
         ranges: [maps·h], first maps before second ones: what a static scheme takes for the largest.
 
     Returns:
@@ -105,7 +109,7 @@ def magnitudes(prepared: Sequence[Tensor], scheme: Scheme, ranges: Tensor | None
         [B,h,T,1] for row, [B,h,T,S] for block (each tile's value repeated over it).
     """
     if ranges is not None and scheme.granularity == "static":
-        return [of_map.view(1, -1, 1, 1).to(prepared[0]) for of_map in ranges.chunk(len(prepared))]
+        return [map_ranges.view(1, -1, 1, 1).to(prepared[0]) for map_ranges in ranges.chunk(len(prepared))]
     rows = [logits.abs().amax(-1, keepdim=True) for logits in prepared] if scheme.granularity != "block" else []
     if scheme.granularity == "row":
         return rows
@@ -122,47 +126,51 @@ def magnitudes(prepared: Sequence[Tensor], scheme: Scheme, ranges: Tensor | None
     return [shared] * len(prepared)
 
 
-def round_to(prepared: Tensor, step: Tensor, scheme: Scheme) -> Tensor:
-    """Prepared logits rounded to their codes, in place. Shifted ones clip below, static ones on both sides."""
-    codes = prepared.div_(step).round_()
+def round_logits(prepared: Tensor, scale: Tensor, scheme: Scheme) -> Tensor:
+    """Prepared logits rounded to multiples of a scale, in place; shifted ones clip below, static ones on both sides."""
+    codes = prepared.div_(scale).round_()
     if scheme.shift:
         codes.clamp_(min=-(2**scheme.bits - 1))
     if scheme.granularity == "static":
         codes.clamp_(-max_code(scheme.bits), max_code(scheme.bits))
-    return codes.mul_(step)
+    return codes.mul_(scale)
 
 
-def count_clipped(prepared: Tensor, step: Tensor, scheme: Scheme) -> int | Tensor:
-    """How many prepared logits lie more than half a step beyond the codes; on their device."""
+def count_clipped(prepared: Tensor, scale: Tensor, scheme: Scheme) -> int | Tensor:
+    """Number of prepared logits that lie more than half a code beyond the last one; on their device."""
     if scheme.granularity == "static":
-        return (prepared.abs() > (max_code(scheme.bits) + 0.5) * step).sum()
+        return (prepared.abs() > (max_code(scheme.bits) + 0.5) * scale).sum()
     if not scheme.shift:
         return 0
-    return (prepared < -(2**scheme.bits - 0.5) * step).sum()
+    below: Tensor = prepared < -(2**scheme.bits - 0.5) * scale
+    return below.sum()
 
 
-def record(
+def record_logits(
     meter: Meter, prepared: Sequence[Tensor], largest: Sequence[Tensor], visible: Tensor | None, scheme: Scheme
 ) -> None:
-    """Tell a meter what is about to be rounded.
+    """Count in a meter what is about to be rounded.
 
     Args:
-        prepared: one [B, h, T, S] a map, from `prepare` and `to_coded`.
+        meter: meter that counts.
+        prepared: one [B, h, T, S] a map, from `prepare_logits` and `to_coded`.
         largest: their `magnitudes`.
         visible: bool, broadcastable to [B, h, T, S]; None where all is.
+        scheme: scheme of the logits.
     """
     batch, heads, length, keys = prepared[0].shape
     seen = batch * length * keys if visible is None else visible.sum() * (batch // visible.shape[0])
     meter.count(seen * heads * len(prepared), 0)
     for logits, top in zip(prepared, largest, strict=True):
-        step = step_of(top, scheme)
-        meter.count(0, count_clipped(logits, step, scheme))
-        meter.record_steps(step, top)
+        scale = logit_scale(top, scheme)
+        meter.count(0, count_clipped(logits, scale, scheme))
+        meter.record_scales(scale, top)
 
 
 def _tile_magnitude(logits: Tensor, size: int) -> Tensor:
+    """Largest |logit| of each size x size tile, repeated over the tile."""
     rows, columns = logits.shape[-2:]
     padded = torch.nn.functional.pad(logits.abs(), (0, -columns % size, 0, -rows % size))
     tiles = padded.unflatten(-1, (-1, size)).unflatten(-3, (-1, size))
-    spread = tiles.amax((-1, -3), keepdim=True).expand_as(tiles).flatten(-4, -3).flatten(-2)
+    spread: Tensor = tiles.amax((-1, -3), keepdim=True).expand_as(tiles).flatten(-4, -3).flatten(-2)
     return spread[..., :rows, :columns]

@@ -1,15 +1,15 @@
-"""The plain form: full T x S maps, good to float64. Every fast path is held to it."""
+"""Differential attention in its plain form, full T x S maps good to float64; every fast path is held to it."""
 
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from diffquant.attention.logits import from_coded, magnitudes, prepare, record, round_to, to_coded
+from diffquant.attention.logits import from_coded, magnitudes, prepare_logits, record_logits, round_logits, to_coded
 from diffquant.family.call import Meter
 from diffquant.family.mask import Mask
 from diffquant.numerics.absmax import compute_dtype
-from diffquant.numerics.logit_steps import step_of
+from diffquant.numerics.logit_scales import logit_scale
 from diffquant.scheme import FULL, Scheme
 
 
@@ -24,17 +24,17 @@ def naive(
     ranges: Tensor | None = None,
     meter: Meter | None = None,
 ) -> Tensor:
-    """(softmax(Q1·K1ᵀ·scale) - λ·softmax(Q2·K2ᵀ·scale))·V.
+    """Differential attention, (softmax(Q1·K1ᵀ·scale) - λ·softmax(Q2·K2ᵀ·scale))·V, or its first term alone.
 
     Args:
         q: one [B, h, T, d] a map, one or two maps.
         k: one [B, h_kv, S, d] a map; h_kv divides h.
         v: [B, h_kv, S, dv].
         lam: λ, broadcastable to [B, h, T, 1]; None with one map.
-        scale: what multiplies Q·Kᵀ.
+        scale: factor of Q·Kᵀ.
         mask: which keys a query sees; a query that sees none gives 0.
         logits: simulated quantization of both maps' logits.
-        ranges: [maps·h] of a static scheme.
+        ranges: [maps·h] largest logits of a static scheme.
         meter: counter of what is rounded; None for none.
 
     Returns:
@@ -45,25 +45,25 @@ def naive(
     dtype = compute_dtype(v)
     repeats = q[0].shape[1] // v.shape[1]
     visible = mask.dense(q[0].shape[2], v.shape[2], v.device)
-    raw = [
+    map_logits = [
         (queries.to(dtype) @ keys.to(dtype).repeat_interleave(repeats, 1).mT) * scale
         for queries, keys in zip(q, k, strict=True)
     ]
     if logits.quantizes:
-        coded = to_coded([prepare(each, visible, logits.shift) for each in raw], logits)
+        coded = to_coded([prepare_logits(x, visible, logits.shift) for x in map_logits], logits)
         largest = magnitudes(coded, logits, ranges)
         if meter is not None:
             meter.calls += 1
-            record(meter, coded, largest, visible, logits)
-        rounded = [round_to(each, step_of(top, logits), logits) for each, top in zip(coded, largest, strict=True)]
-        raw = from_coded(rounded, logits)
-    maps = [masked_softmax(each, visible) for each in raw]
+            record_logits(meter, coded, largest, visible, logits)
+        rounded = [round_logits(x, logit_scale(top, logits), logits) for x, top in zip(coded, largest, strict=True)]
+        map_logits = from_coded(rounded, logits)
+    maps = [masked_softmax(x, visible) for x in map_logits]
     weights = maps[0] if lam is None else maps[0] - lam.to(dtype) * maps[1]
     return (weights @ v.to(dtype).repeat_interleave(repeats, 1)).to(v.dtype)
 
 
 def masked_softmax(logits: Tensor, visible: Tensor | None) -> Tensor:
-    """Softmax over the visible keys; all zero where none is."""
+    """Softmax of [..., S] logits over the visible keys; a row that sees none is all zero."""
     if visible is None:
         return logits.softmax(-1)
     return logits.masked_fill(~visible, -torch.inf).softmax(-1).nan_to_num(0.0)

@@ -11,11 +11,11 @@ from diffquant.family.call import AttentionCall
 from diffquant.scheme import Scheme
 
 
-def _serves_all(call: AttentionCall) -> str | None:
+def _serves_all(_call: AttentionCall) -> str | None:
     return None
 
 
-def _always(call: AttentionCall) -> bool:
+def _always(_call: AttentionCall) -> bool:
     return True
 
 
@@ -26,11 +26,11 @@ class Backend:
     Attributes:
         name: name that users choose it by.
         compute: function from a call to its [B, h, T, dv], the pair norm included.
-        refuses: reason why it cannot serve a call; None where it can.
+        refuses: function from a call to the reason why it cannot serve it; None where it can.
         logits: precision of the logits it computes: "full", "quantized", or "both".
         priority: rank where nobody names a backend: of those that serve a call the highest computes it; 0 for one
             that is used by name alone.
-        pays: whether it is worth asking about a call where nobody names it.
+        pays: rule that says whether it is worth asking about a call where nobody names it.
     """
 
     name: str
@@ -60,7 +60,7 @@ def register(backend: Backend) -> None:
 
 
 def by_priority(logits: Scheme) -> list[Backend]:
-    """Backends to try for logits at a scheme where nobody names one, the fastest first."""
+    """Backends to try where nobody names one, for logits at a scheme, the fastest first."""
     candidates = [backend for backend in BACKENDS.values() if backend.priority and backend.takes(logits)]
     return sorted(candidates, key=lambda backend: -backend.priority)
 

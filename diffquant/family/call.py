@@ -1,4 +1,4 @@
-"""One attention: its tensors, what it is asked for, and the check that all of it agrees.
+"""The call of one attention: its tensors, its options, and the check that all of them agree.
 
 Shapes: B batch, T queries, S keys, h pairs, h_kv KV pairs, d query and key width, dv value width.
 """
@@ -17,13 +17,13 @@ from diffquant.scheme import FULL, Scheme
 
 
 class Meter(Protocol):
-    """What counts the work of a logit quantizer; `diffquant.attention.LogitMeter` does."""
+    """Counter of a logit quantizer's work; `diffquant.attention.LogitMeter` is one."""
 
     calls: int
 
     def count(self, entries: int | Tensor, clipped: int | Tensor) -> None: ...
 
-    def record_steps(self, steps: Tensor, largest: Tensor) -> None: ...
+    def record_scales(self, scales: Tensor, largest: Tensor) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -36,10 +36,10 @@ class AttentionCall:
         v: values [B, h_kv, S, dv].
         lam: λ, broadcastable to [B, h, T, 1]; None with one map.
         scale: factor of Q·Kᵀ.
-        mask: which keys a query sees; a query that sees none gives 0.
+        mask: mask of the keys that a query sees; a query that sees none gives 0.
         post: norm over a pair's output; None for none.
         logits: scheme that both maps' logits are rounded to; 16 bits leave them alone.
-        ranges: [maps·h] largest logits of a static scheme; None for any other.
+        ranges: largest logits [maps·h] of a static scheme; None for any other.
         meter: counter of what is rounded; None for none.
 
     Raises:
@@ -69,17 +69,17 @@ class AttentionCall:
 
     @property
     def pairs(self) -> int:
-        """h, which counts heads where there is one map."""
+        """Number of pairs h; of heads where there is one map."""
         return self.q[0].shape[1]
 
     @property
     def length(self) -> int:
-        """T."""
+        """Number of queries T."""
         return self.q[0].shape[2]
 
     @property
     def keys(self) -> int:
-        """S."""
+        """Number of keys S."""
         return self.v.shape[2]
 
     @property
@@ -107,19 +107,19 @@ def check_tensors(
         raise UsageError(
             f"attention takes one map without λ or two with it; got {maps} Q, {len(k)} K, λ {lam is not None}"
         )
-    named = {**_numbered("q", q), **_numbered("k", k), "v": v}
-    flat = [f"{name} {list(x.shape)}" for name, x in named.items() if x.dim() != 4]
-    if flat:
-        raise UsageError(f"attention: tensors are [batch, heads, length, width]; got {', '.join(flat)}")
+    attended = {**_by_map("q", q), **_by_map("k", k), "v": v}
+    not_of_four_axes = [f"{name} {list(x.shape)}" for name, x in attended.items() if x.dim() != 4]
+    if not_of_four_axes:
+        raise UsageError(f"attention: tensors are [batch, heads, length, width]; got {', '.join(not_of_four_axes)}")
     batch, pairs, queries, width = q[0].shape
     kv_pairs, keys, value_width = v.shape[1:]
-    wanted = {
-        **dict.fromkeys(_numbered("q", q), (batch, pairs, queries, width)),
-        **dict.fromkeys(_numbered("k", k), (batch, kv_pairs, keys, width)),
+    shapes = {
+        **dict.fromkeys(_by_map("q", q), (batch, pairs, queries, width)),
+        **dict.fromkeys(_by_map("k", k), (batch, kv_pairs, keys, width)),
         "v": (batch, kv_pairs, keys, value_width),
     }
     wrong = [
-        f"{name} {list(x.shape)}, not {list(wanted[name])}" for name, x in named.items() if x.shape != wanted[name]
+        f"{name} {list(x.shape)}, not {list(shapes[name])}" for name, x in attended.items() if x.shape != shapes[name]
     ]
     if lam is not None and not _broadcasts(lam, (batch, pairs, queries, 1)):
         wrong.append(f"lam {list(lam.shape)}, not one value or {[batch, pairs, queries, 1]}")
@@ -134,16 +134,17 @@ def check_tensors(
         raise UsageError(f"attention: q is {list(q[0].shape)}, v {list(v.shape)}: {'; '.join(wrong)}")
     if kv_pairs == 0 or pairs % kv_pairs:
         raise UsageError(f"attention: {kv_pairs} KV pairs do not divide {pairs} query pairs")
-    _require_one_place(named, {"lam": lam, "mask": valid, "norm weight": weight})
+    _require_one_place(attended, {"lam": lam, "mask": valid, "norm weight": weight})
 
 
-def _numbered(name: str, maps: Sequence[Tensor]) -> dict[str, Tensor]:
+def _by_map(name: str, maps: Sequence[Tensor]) -> dict[str, Tensor]:
+    """Each map's tensor by the name it has in messages."""
     return {name: maps[0]} if len(maps) == 1 else {f"{name}{i}": tensor for i, tensor in enumerate(maps, 1)}
 
 
 def _broadcasts(x: Tensor, shape: tuple[int, ...]) -> bool:
     return x.dim() <= len(shape) and all(
-        size in (1, want) for size, want in zip(reversed(x.shape), reversed(shape), strict=False)
+        size in (1, target) for size, target in zip(reversed(x.shape), reversed(shape), strict=False)
     )
 
 

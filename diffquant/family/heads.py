@@ -1,4 +1,4 @@
-"""Which rows of an attention's projections are which head of which map, and where V lies.
+"""The layout of heads in an attention's projections: which rows are which head of which map, and where V lies.
 
 Canonical order, which everything after loading sees: all signal heads, then all noise heads. A pair is a signal
 head and the noise head subtracted from it.
@@ -21,8 +21,8 @@ class HeadLayout:
     """How the outputs of the Q, K and V projections divide into heads.
 
     Attributes:
-        pairs: h, signal heads; with one map, heads.
-        kv_pairs: h_kv, key and value pairs; divides the noise heads.
+        pairs: h, number of signal heads; with one map, of heads.
+        kv_pairs: h_kv, number of KV pairs; divides the noise heads.
         head_dim: d, width of a query or key.
         value_dim: dv, width of a value.
         maps: number of maps, 2, or 1 for a plain Transformer.
@@ -31,7 +31,8 @@ class HeadLayout:
         head_order: "adjacent" (the signal heads that share a noise head stand together, their noise head behind
             them; a value's rows stand together) or "halves" (all signal heads, then all noise heads; first halves of
             all values, then second halves).
-        channel_order: rows of a head that rotation turns together: "half" (i, i + d/2) or "interleaved" (2i, 2i + 1).
+        channel_order: order of a head's rows, named after those that rotation turns together: "half" (i, i + d/2) or
+            "interleaved" (2i, 2i + 1).
     """
 
     pairs: int
@@ -46,7 +47,7 @@ class HeadLayout:
 
     @property
     def noises(self) -> int:
-        """Noise heads of Q."""
+        """Number of noise heads of Q."""
         return self.pairs // self.signals_per_noise if self.maps == 2 else 0
 
     @property
@@ -58,7 +59,7 @@ class HeadLayout:
         return self.kv_pairs if self.shares_keys else self.maps * self.kv_pairs
 
     def height(self, projection: Projection) -> int:
-        """Rows of a projection's weight."""
+        """Number of rows of a projection's weight."""
         heads = {"q_proj": self.query_heads, "k_proj": self.key_heads, "v_proj": self.kv_pairs}[projection]
         return heads * (self.value_dim if projection == "v_proj" else self.head_dim)
 
@@ -74,26 +75,27 @@ class HeadLayout:
         return self._heads(projected, self.pairs, self.noises)
 
     def keys(self, projected: Tensor) -> Tensor:
-        """As `queries` for the K projection: [..., key_heads, T, d]."""
+        """A view of the K projection's output as heads [..., key_heads, T, d], as `queries` gives Q's."""
         return self._heads(projected, self.kv_pairs, self.key_heads - self.kv_pairs)
 
     def values(self, projected: Tensor) -> Tensor:
-        """As `queries` for the V projection: [..., h_kv, T, dv]."""
+        """A view of the V projection's output as values [..., h_kv, T, dv], as `queries` gives Q's."""
         if self.head_order == "halves":
-            halves = projected.unflatten(-1, (2, self.kv_pairs, self.value_dim // 2))
+            halves: Tensor = projected.unflatten(-1, (2, self.kv_pairs, self.value_dim // 2))
             return halves.movedim(-2, -4).flatten(-2)
-        return projected.unflatten(-1, (self.kv_pairs, self.value_dim)).transpose(-2, -3)
+        values: Tensor = projected.unflatten(-1, (self.kv_pairs, self.value_dim))
+        return values.transpose(-2, -3)
 
     def query_maps(self, q: Tensor) -> tuple[Tensor, ...]:
-        """Queries [B, query_heads, T, d] in canonical order, one tensor a map."""
+        """Each map's queries [B, h or noise heads, T, d], from all of them in canonical order."""
         return q.split([self.pairs, self.noises], 1) if self.maps == 2 else (q,)
 
     def key_maps(self, k: Tensor) -> tuple[Tensor, ...]:
-        """Keys [B, key_heads, S, d] in canonical order, one tensor a map; the same one twice where maps share keys."""
+        """Each map's keys [B, h_kv, S, d], from all in canonical order; one tensor twice where maps share keys."""
         return (k,) * self.maps if self.shares_keys else k.chunk(self.maps, 1)
 
     def noise_of_signal(self) -> Tensor:
-        """[h] the noise head that is subtracted from each signal head; noise heads read KV pairs as signal heads do."""
+        """Noise head that is subtracted from each signal head, [h]; noise heads read KV pairs as signal heads do."""
         return torch.arange(self.pairs) // self.signals_per_noise
 
     def rows(self, projection: Projection) -> Tensor:
@@ -102,10 +104,10 @@ class HeadLayout:
         Returns:
             int64 [query_heads or key_heads, d], or [h_kv, dv]: heads in canonical order, channels in "half" order.
         """
-        at = torch.arange(self.height(projection))[None]
+        numbers = torch.arange(self.height(projection))[None]
         if projection == "v_proj":
-            return self.values(at).squeeze(-2)
-        heads = (self.queries(at) if projection == "q_proj" else self.keys(at)).squeeze(-2)
+            return self.values(numbers).squeeze(-2)
+        heads = (self.queries(numbers) if projection == "q_proj" else self.keys(numbers)).squeeze(-2)
         if self.channel_order == "interleaved":
             return torch.cat([heads[:, 0::2], heads[:, 1::2]], 1)
         return heads
@@ -133,14 +135,15 @@ class HeadLayout:
         return None if torch.equal(order, torch.arange(self.height(projection))) else order
 
     def _heads(self, projected: Tensor, signals: int, noises: int) -> Tensor:
-        """[..., T, (signals + noises)·d] -> [..., signals + noises, T, d] in canonical order."""
+        """Heads [..., signals + noises, T, d] in canonical order, of projected [..., T, (signals + noises)·d]."""
         if self.head_order == "halves" or not noises:
-            return projected.unflatten(-1, (signals + noises, self.head_dim)).transpose(-2, -3)
-        together = signals // noises
-        groups = projected.unflatten(-1, (noises, together + 1, self.head_dim))
-        if together == 1:
+            heads: Tensor = projected.unflatten(-1, (signals + noises, self.head_dim))
+            return heads.transpose(-2, -3)
+        signals_per_noise = signals // noises
+        groups: Tensor = projected.unflatten(-1, (noises, signals_per_noise + 1, self.head_dim))
+        if signals_per_noise == 1:
             return groups.movedim(-2, -4).transpose(-2, -3).flatten(-4, -3)
-        parts = groups.split([together, 1], -2)
+        parts = groups.split([signals_per_noise, 1], -2)
         return torch.cat([part.flatten(-3, -2) for part in parts], -2).transpose(-2, -3)
 
     def _check_same_heads(self, target: "HeadLayout") -> None:

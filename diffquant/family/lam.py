@@ -4,10 +4,10 @@ from torch import Tensor
 
 
 def lam_from_vectors(q1: Tensor, k1: Tensor, q2: Tensor, k2: Tensor, *, init: float) -> Tensor:
-    """V1's λ: exp(λq1·λk1) - exp(λq2·λk2) + λ_init, a float32 scalar.
+    """λ of a V1 layer: exp(λq1·λk1) - exp(λq2·λk2) + λ_init, a float32 scalar.
 
     Args:
-        q1, k1, q2, k2: [d] learned vectors.
+        q1, k1, q2, k2: learned vectors [d].
         init: λ_init of the layer.
 
     Source: arXiv 2410.05258, equation 2.

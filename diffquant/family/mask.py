@@ -1,4 +1,4 @@
-"""Which keys a query sees."""
+"""The mask of an attention: which keys each query sees."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,13 +10,13 @@ from torch.nn.functional import pad
 
 @dataclass(frozen=True)
 class Mask:
-    """Causal order and padding, without a T x S matrix.
+    """Causal order and padding of an attention, without a T x S matrix.
 
     A query sees keys up to its own position; queries are the last T of the S positions. A query that is padding
     itself sees nothing, so that it enters no scale.
 
     Attributes:
-        keys: bool [B, S], False where a position is padding; None where there is none.
+        keys: validity of positions, bool [B, S], False where one is padding; None without padding.
     """
 
     keys: Tensor | None = None
@@ -29,23 +29,23 @@ class Mask:
         """
         if self.keys is None:
             return None
-        keys = self.keys.shape[1]
         starts = self.keys.int().argmax(1)
         ends = starts + self.keys.sum(1)
-        position = torch.arange(keys, device=self.keys.device)
-        whole = (position >= starts[:, None]) & (position < ends[:, None])
-        return (starts.int(), ends.int()) if torch.equal(whole, self.keys) else None
+        position = torch.arange(self.keys.shape[1], device=self.keys.device)
+        unbroken = (position >= starts[:, None]) & (position < ends[:, None])
+        return (starts.int(), ends.int()) if torch.equal(unbroken, self.keys) else None
 
     def visible(self, queries: slice, length: int, keys: int, device: torch.device) -> Tensor | None:
-        """What a range of the queries sees.
+        """Which keys a range of the queries sees.
 
         Args:
             queries: range of the T queries, with start and stop.
-            length: T.
+            length: T, all queries.
             keys: S.
+            device: device of the result.
 
         Returns:
-            bool [B or 1, 1, rows, S], or None where all is visible.
+            bool [B or 1, 1, queries in the range, S], or None where all is visible.
         """
         seen = None
         if length > 1:
@@ -55,10 +55,10 @@ class Mask:
             valid = self.keys[:, None, None, :]
             seen = valid.expand(-1, 1, queries.stop - queries.start, -1) if seen is None else seen & valid
             # More queries than keys: the first ones have no position, which is as padding.
-            own = pad(self.keys, (max(length - keys, 0), 0))[:, -length:]
-            seen = seen & own[:, None, queries, None]
+            valid_queries = pad(self.keys, (max(length - keys, 0), 0))[:, -length:]
+            seen = seen & valid_queries[:, None, queries, None]
         return seen
 
     def dense(self, length: int, keys: int, device: torch.device) -> Tensor | None:
-        """`visible` for all T queries."""
+        """Which keys each of the T queries sees, as `visible` gives it."""
         return self.visible(slice(0, length), length, keys, device)

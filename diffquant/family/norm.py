@@ -1,4 +1,4 @@
-"""What follows a pair's attention."""
+"""The RMSNorm and the factor that follow a pair's attention."""
 
 from dataclasses import dataclass
 
@@ -8,12 +8,12 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class PairNorm:
-    """What a kernel does to a pair's output before storing it: RMSNorm over dv, then a factor.
+    """RMSNorm over a pair's dv output channels, and the factor behind it.
 
     Attributes:
-        eps: the norm's epsilon.
-        weight: [dv], or None for a norm without weights.
-        factor: multiplies the normed output: 1 - λ_init.
+        eps: epsilon of the norm.
+        weight: weight of the norm [dv]; None for a norm without one.
+        factor: factor of the normed output, 1 - λ_init.
     """
 
     eps: float

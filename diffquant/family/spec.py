@@ -1,4 +1,4 @@
-"""Which member of the differential-attention family a model is."""
+"""The specification of a model's attention: which member of the differential family it is."""
 
 import math
 from dataclasses import asdict, dataclass
@@ -13,8 +13,8 @@ class DiffSpec:
     """The shape and rules of one kind of (differential) attention.
 
     Attributes:
-        pairs: h, query pairs; plain attention has heads of one map.
-        kv_pairs: h_kv, key and value pairs; divides `pairs`.
+        pairs: h, number of query pairs; for a plain Transformer, of its heads.
+        kv_pairs: h_kv, number of KV pairs; divides `pairs`.
         head_dim: d, width of a query or key.
         value_dim: dv, width of a value: 2d in V1, d in V2 and plain.
         maps: number of maps: 2, or 1 for a plain Transformer.
@@ -67,7 +67,7 @@ class DiffSpec:
 
     @property
     def layout(self) -> HeadLayout:
-        """Which rows of the projections are which head."""
+        """How the rows of the projections divide into heads."""
         return HeadLayout(
             pairs=self.pairs,
             kv_pairs=self.kv_pairs,
@@ -90,12 +90,12 @@ class DiffSpec:
 
     @property
     def scale(self) -> float:
-        """What multiplies Q·Kᵀ: 1/√d."""
-        return self.head_dim**-0.5
+        """Factor of Q·Kᵀ: 1/√d."""
+        return math.pow(self.head_dim, -0.5)
 
     @property
     def generation(self) -> str:
-        """What people call it."""
+        """Name that people know this kind of attention by."""
         if self.maps == 1:
             return "Transformer"
         return "DIFF V2" if self.shared_k else "DIFF V1"

@@ -1,4 +1,4 @@
-"""The Triton kernels, each beside nothing but its launch code.
+"""The Triton kernels, each with its launch code and nothing else.
 
 They take plain tensors; `diffquant.attention` decides when they run. Nothing here imports Triton until a
 kernel's own module is imported.

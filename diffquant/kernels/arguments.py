@@ -1,4 +1,4 @@
-"""What the attention kernels refuse alike, and the tensor they write to.
+"""Reasons to refuse arguments that the attention kernels share, and the tensor they write to.
 
 Shapes: B batch, T queries, S keys, h pairs, h_kv KV pairs, d query and key width, dv value width.
 """
@@ -15,8 +15,8 @@ from diffquant.family.call import AttentionCall
 HALF_TYPES = (torch.float16, torch.bfloat16)
 
 
-def refused_device(device: torch.device) -> str | None:
-    """Why no Triton kernel runs on a device, or None."""
+def device_refusal(device: torch.device) -> str | None:
+    """Reason why no Triton kernel runs on a device, or None."""
     if device.type != "cuda":
         return f"Triton kernels run on CUDA devices, not on {device.type}"
     if not _has_triton():
@@ -28,12 +28,12 @@ def refused_device(device: torch.device) -> str | None:
 
 @cache
 def _has_triton() -> bool:
-    """Looked up once, since every layer of every step asks."""
+    """Whether Triton is installed; looked up once, since every layer of every step asks."""
     return find_spec("triton") is not None
 
 
-def refused_call(call: AttentionCall) -> str | None:
-    """Why no attention kernel computes a call, whatever the device, or None."""
+def call_refusal(call: AttentionCall) -> str | None:
+    """Reason why no attention kernel computes a call, whatever the device, or None."""
     if call.needs_gradient:
         return "the kernel has no backward pass; call it under torch.no_grad()"
     if call.mask.keys is not None and call.mask.ranges is None:
@@ -41,8 +41,8 @@ def refused_call(call: AttentionCall) -> str | None:
     return None
 
 
-def refused_widths(q: Tensor, v: Tensor, dtypes: Collection[torch.dtype] = HALF_TYPES) -> str | None:
-    """Why an attention kernel for head widths 64 and 128, values as wide or twice as wide, refuses these, or None."""
+def widths_refusal(q: Tensor, v: Tensor, dtypes: Collection[torch.dtype] = HALF_TYPES) -> str | None:
+    """Reason why an attention kernel for d of 64 or 128, and dv of d or 2d, refuses these widths or types, or None."""
     if q.dtype not in dtypes:
         return f"q, k and v are {_short(q.dtype)}; the kernel takes {' and '.join(map(_short, dtypes))}"
     width, value_width = q.shape[-1], v.shape[-1]
@@ -54,7 +54,7 @@ def refused_widths(q: Tensor, v: Tensor, dtypes: Collection[torch.dtype] = HALF_
 
 
 def empty_output(q: Tensor, value_width: int) -> Tensor:
-    """[B, h, T, dv] whose memory is [B, T, h, dv], so that the output projection flattens heads without a copy."""
+    """Empty [B, h, T, dv], its memory [B, T, h, dv], so that the output projection flattens heads without a copy."""
     batch, pairs, queries, _ = q.shape
     return q.new_empty(batch, queries, pairs, value_width).transpose(1, 2)
 

@@ -1,4 +1,4 @@
-"""How each kernel cuts its work: one table of fixed configurations a kernel, and tuned ones that replace them.
+"""Configurations that say how each kernel cuts its work: a table of fixed ones a kernel, and tuned ones instead.
 
 A key is "kernel/device class/case", as in "prefill_v1/sm_90/128". `DIFFQUANT_KERNEL_CONFIGS` may name a
 JSON file of tuned entries: {key: {field: value}}, where fields left out keep the shipped value.
@@ -25,7 +25,14 @@ Entries = dict[str, dict[str, int]]
 
 @dataclass(frozen=True)
 class AttentionTile:
-    """A tile of an attention kernel: rows of queries, keys a step, warps, and steps loaded ahead."""
+    """A tile of an attention kernel.
+
+    Attributes:
+        queries: number of rows of queries.
+        keys: number of keys a step.
+        warps: number of warps.
+        stages: number of steps loaded ahead.
+    """
 
     queries: int
     keys: int
@@ -51,7 +58,7 @@ def capability(device: torch.device) -> tuple[int, int]:
     """Compute capability of a device; the interpreter runs as 8.0.
 
     Raises:
-        UsageError: a device that runs no Triton kernel.
+        UsageError: the device runs no Triton kernel.
     """
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device)
@@ -61,14 +68,14 @@ def capability(device: torch.device) -> tuple[int, int]:
 
 
 def device_class(device: torch.device) -> str:
-    """ "sm_90" (Hopper) or "sm_80" (every other device from Ampere on)."""
+    """Class of a device: "sm_90" (Hopper) or "sm_80" (every other device from Ampere on)."""
     return "sm_90" if capability(device)[0] == 9 else "sm_80"
 
 
 def choose(table: Mapping[str, Config], key: str) -> Config:
-    """The configuration under `key`: as tuned, else as shipped."""
+    """Configuration under `key`: as tuned, else as shipped."""
     tuned = _tuned().get(key)
-    return table[key] if tuned is None else _changed(table[key], key, tuned)
+    return table[key] if tuned is None else _with_fields(table[key], key, tuned)
 
 
 @contextmanager
@@ -86,15 +93,16 @@ def trying(entries: Entries) -> Iterator[None]:
 
 @cache
 def _tuned() -> Entries:
-    name = os.environ.get(VARIABLE)
-    if not name:
+    """Tuned entries of the file that the environment names."""
+    file_name = os.environ.get(VARIABLE)
+    if not file_name:
         return {}
     try:
-        entries = json.loads(Path(name).read_text())
+        entries = json.loads(Path(file_name).read_text())
     except (OSError, ValueError) as error:
-        raise UsageError(f"{VARIABLE}: cannot read {name}: {error}") from error
+        raise UsageError(f"{VARIABLE}: cannot read {file_name}: {error}") from error
     if not isinstance(entries, dict) or not all(_is_entry(entry) for entry in entries.values()):
-        raise UsageError(f'{VARIABLE}: {name} is not {{"kernel/device/case": {{"field": integer}}}}')
+        raise UsageError(f'{VARIABLE}: {file_name} is not {{"kernel/device/case": {{"field": integer}}}}')
     return entries
 
 
@@ -102,7 +110,7 @@ def _is_entry(entry: object) -> bool:
     return isinstance(entry, dict) and all(type(value) is int for value in entry.values())
 
 
-def _changed(shipped: Config, key: str, tuned: dict[str, int]) -> Config:
+def _with_fields(shipped: Config, key: str, tuned: dict[str, int]) -> Config:
     known = {field.name for field in fields(shipped)}  # type: ignore[arg-type]
     unknown = sorted(tuned.keys() - known)
     if unknown:

@@ -1,4 +1,4 @@
-"""What tensor descriptors made inside a kernel (Hopper's bulk copies) ask of the launch."""
+"""The demands of tensor descriptors made inside a kernel (Hopper's bulk copies) on its launch."""
 
 import torch
 import triton
@@ -6,7 +6,7 @@ from torch import Tensor
 
 
 def describable(*tensors: Tensor) -> bool:
-    """Whether descriptors can read these: rows contiguous, all else aligned to 16 bytes."""
+    """Whether descriptors can read these tensors: the last axis contiguous, all else aligned to 16 bytes."""
     return all(
         x.stride(-1) == 1
         and x.data_ptr() % 16 == 0

@@ -1,0 +1,1 @@
+"""DiffTransformer, its caches, and the adapters that read source formats into it."""

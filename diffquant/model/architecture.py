@@ -1,4 +1,4 @@
-"""What a model is, as plain data: importing transformers takes longer than most work on checkpoints."""
+"""A model's architecture as plain data: importing transformers takes longer than most work on checkpoints."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -43,7 +43,7 @@ def read_spec(spec: Mapping[str, Any] | None) -> DiffSpec:
     """The attention's specification from the plain data of a config.json.
 
     Raises:
-        CheckpointError: there is none, one that contradicts itself, or one that is not computed.
+        CheckpointError: the specification is missing, contradicts itself, or is not computed.
     """
     if not spec:
         raise CheckpointError("config.json has no `spec`: a diff_transformer checkpoint must describe its attention")

@@ -1,4 +1,4 @@
-"""Attention that a `DiffSpec` describes: projections seen as heads, rotary embedding, λ, cache, the norm.
+"""The attention module that a `DiffSpec` describes: projections seen as heads, rotary embedding, λ, cache, the norm.
 
 Parameters keep the row order of the checkpoint they came from; the spec's `layout` says how to see heads in it.
 """
@@ -15,12 +15,12 @@ from diffquant.family.lam import lam_from_vectors
 from diffquant.family.norm import PairNorm
 from diffquant.model.config import DiffTransformerConfig
 from diffquant.model.fused_cache import FusedCache
-from diffquant.model.layout import LAMBDA_VECTORS
+from diffquant.model.shapes import LAMBDA_VECTORS
 from diffquant.scheme import FULL
 
 
 class DiffAttention(nn.Module):
-    """Q, K and V projections, λ, the attention itself, the per-pair norm, the output projection."""
+    """Differential attention of a layer, from its Q, K and V projections to its output projection."""
 
     def __init__(self, config: DiffTransformerConfig, layer: int) -> None:
         super().__init__()
@@ -45,16 +45,16 @@ class DiffAttention(nn.Module):
             self.subln = LlamaRMSNorm(spec.value_dim, spec.post_norm_eps)
 
     def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], mask: Mask, cache: Cache | None) -> Tensor:
-        """x [B, T, D] -> [B, T, D]; `rotary` is cos and sin, [B or 1, T, d]."""
+        """Output [B, T, D] for an input x [B, T, D]; `rotary` is cos and sin, [B or 1, T, d]."""
         spec = self.spec
         q, k, v = self.project(x, rotary)
-        queries, lam = self.layout.query_maps(q), self.lam(x)
+        queries, lam, post = self.layout.query_maps(q), self.lam(x), self.post()
         if cache is not None and mask.keys is not None:
             # A token block's absmax must not see padding.
             k = k.masked_fill(~mask.keys[:, None, -x.shape[1] :, None], 0.0)
         y = None
         if isinstance(cache, FusedCache) and self.backend == "auto" and not self.logits.quantizes:
-            y = cache.attend(self.layer, queries, k, v, lam, scale=spec.scale, mask=mask, post=self.post())
+            y = cache.attend(self.layer, queries, k, v, lam, scale=spec.scale, mask=mask, post=post)
         if y is None:
             if cache is not None:
                 k, v = cache.update(k, v, self.layer)
@@ -67,20 +67,21 @@ class DiffAttention(nn.Module):
                 mask=mask,
                 logits=self.logits,
                 meter=self.meter,
-                post=self.post(),
+                post=post,
                 ranges=self.logit_ranges,
                 backend=self.backend,
             )
-        return self.o_proj(y.transpose(1, 2).flatten(2))
+        out: Tensor = self.o_proj(y.transpose(1, 2).flatten(2))
+        return out
 
     def project(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """Rotated queries and keys and the values, [B, heads, T, width] each, signal heads before noise heads."""
+        """Rotated queries and keys, and values, [B, heads, T, width] each, signal heads before noise heads."""
         q = rotate(self.layout.queries(self.q_proj(x)), rotary, self.spec.rope)
         k = rotate(self.layout.keys(self.k_proj(x)), rotary, self.spec.rope)
         return q, k, self.layout.values(self.v_proj(x))
 
     def lam(self, x: Tensor) -> Tensor | None:
-        """λ in float32: a scalar (V1), [B, h, T, 1] (V2), None for a plain Transformer."""
+        """λ in float32 for an input x: a scalar (V1), [B, h, T, 1] (V2), None for a plain Transformer."""
         if self.spec.lam == "exp":
             vectors = (getattr(self, name) for name in LAMBDA_VECTORS)
             return lam_from_vectors(*vectors, init=self.spec.lam_init(self.layer))
@@ -89,7 +90,7 @@ class DiffAttention(nn.Module):
         return None
 
     def post(self) -> PairNorm | None:
-        """The norm over a pair's output, with its factor 1 - λ_init."""
+        """Norm over a pair's output, with its factor 1 - λ_init; None without one."""
         spec = self.spec
         if spec.post_norm == "none":
             return None
@@ -98,13 +99,13 @@ class DiffAttention(nn.Module):
 
 
 def rotate(x: Tensor, rotary: tuple[Tensor, Tensor], style: str) -> Tensor:
-    """Rotary position embedding of [B, H, T, d]: channel pairs (i, i + d/2), or (2i, 2i + 1) when interleaved."""
+    """Rotary position embedding of [B, H, T, d]: turns channels i and i + d/2, or 2i and 2i + 1 when interleaved."""
     if style == "none":
         return x
     half = x.shape[-1] // 2
     cos, sin = (table[:, None, :, :half] for table in rotary)
     if style == "half":
-        a, b = x[..., :half], x[..., half:]
-        return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
-    a, b = x[..., 0::2], x[..., 1::2]
-    return torch.stack([a * cos - b * sin, b * cos + a * sin], -1).flatten(-2)
+        real, imaginary = x[..., :half], x[..., half:]
+        return torch.cat([real * cos - imaginary * sin, imaginary * cos + real * sin], -1)
+    real, imaginary = x[..., 0::2], x[..., 1::2]
+    return torch.stack([real * cos - imaginary * sin, imaginary * cos + real * sin], -1).flatten(-2)

@@ -26,8 +26,11 @@ class PackedStates:
     """
 
     def __init__(self, scheme: Scheme, residual: int, ranges: Tensor | None = None) -> None:
-        """
+        """Empty storage.
+
         Args:
+            scheme: bits of the codes and what shares a scale.
+            residual: number of newest tokens that stay unquantized.
             ranges: [H, d] what the largest code stands for, where the scheme is static.
         """
         self.scheme = scheme
@@ -40,7 +43,7 @@ class PackedStates:
 
     @property
     def length(self) -> int:
-        """Tokens stored."""
+        """Number of tokens stored."""
         return sum(0 if x is None else x.shape[2] for x in (self.words, self.recent))
 
     @property
@@ -49,16 +52,16 @@ class PackedStates:
         return sum(x.untyped_storage().nbytes() for x in (self.recent, self.words, self.scales) if x is not None)
 
     def append(self, states: Tensor) -> None:
-        """Store [B, H, T, d] new tokens."""
+        """Store new tokens' states [B, H, T, d]."""
         recent = states if self.recent is None else torch.cat([self.recent, states], 2)
-        spilled = self._spilled(recent.shape[2])
+        spilled = self._count_spilled(recent.shape[2])
         if spilled:
             self._quantize(recent[:, :, :spilled])
         # A slice would keep the storage of what was spilled alive.
         self.recent = recent[:, :, spilled:].clone() if spilled else recent
 
     def read(self) -> Tensor:
-        """All tokens, [B, H, S, d] in the dtype of the states."""
+        """States of all tokens as they read back, [B, H, S, d] in the dtype they came in."""
         if self.recent is None:
             raise UsageError("the cache is empty: nothing has been stored in it yet")
         return self.recent if self.words is None else torch.cat([self._dequantize(), self.recent], 2)
@@ -72,13 +75,14 @@ class PackedStates:
         if tokens > from_recent:
             self._crop_packed(tokens - from_recent)
 
-    def each(self, change: Callable[[Tensor], Tensor]) -> None:
+    def replace_tensors(self, change: Callable[[Tensor], Tensor]) -> None:
         """Replace every stored tensor, all of which have the batch first."""
         self.recent, self.words, self.scales = (
             None if x is None else change(x) for x in (self.recent, self.words, self.scales)
         )
 
-    def _spilled(self, recent: int) -> int:
+    def _count_spilled(self, recent: int) -> int:
+        """Number of tokens that leave the residual window, whole blocks of them."""
         if not self.scheme.quantizes:
             return 0
         block = self.scheme.size or 1 if self.scheme.granularity == "column" else 1
@@ -100,7 +104,7 @@ class PackedStates:
         self.scales = scale if self.scales is None else torch.cat([self.scales, scale], 2)
 
     def _static_scale(self, states: Tensor) -> Tensor:
-        """[1, H, 1, d] in the dtype and on the device of the states."""
+        """Scales [1, H, 1, d] of a static scheme, in the dtype and on the device of the states."""
         if self.ranges is None:
             raise UsageError(f"a cache at {self.scheme} needs calibrated ranges")
         return (self.ranges / max_code(self.scheme.bits))[None, :, None].to(states)
@@ -123,19 +127,19 @@ class PackedStates:
     def _crop_packed(self, tokens: int) -> None:
         if self.words is None:
             return
-        kept = max(self.words.shape[2] - tokens, 0)
-        self.words = self.words[:, :, :kept].clone()
+        remaining = max(self.words.shape[2] - tokens, 0)
+        self.words = self.words[:, :, :remaining].clone()
         if self.scales is None:
             return
         if self.scheme.granularity == "column":
-            tokens = sum(self.block_lengths) - kept
+            tokens = sum(self.block_lengths) - remaining
             while tokens:
                 last = self.block_lengths.pop()
                 if last > tokens:
                     self.block_lengths.append(last - tokens)
                 tokens -= min(last, tokens)
-            kept = len(self.block_lengths)
-        self.scales = self.scales[:, :, :kept].clone()
+            remaining = len(self.block_lengths)
+        self.scales = self.scales[:, :, :remaining].clone()
 
 
 class PackedLayer(CacheLayerMixin):
@@ -145,21 +149,23 @@ class PackedLayer(CacheLayerMixin):
     is_sliding = False
 
     def __init__(self, recipe: Recipe, ranges: Mapping[str, Tensor]) -> None:
-        """
+        """An empty layer.
+
         Args:
-            ranges: "k" and "v" where the recipe's schemes are static.
+            recipe: recipe of the layer.
+            ranges: ranges by "k" and "v" where the recipe's schemes are static.
         """
         super().__init__()
         self.recipe = recipe
         self.ranges = ranges
         self.reset()
 
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:  # noqa: ARG002  transformers' names
         self.dtype, self.device = key_states.dtype, key_states.device
         self.is_initialized = True
 
     def update(
-        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+        self, key_states: Tensor, value_states: Tensor, *_args: object, **_kwargs: object
     ) -> tuple[Tensor, Tensor]:
         """Store [B, H, T, d] keys and [B, H', T, dv] values; return all of both as they read back."""
         if not self.is_initialized:
@@ -194,36 +200,42 @@ class PackedLayer(CacheLayerMixin):
         self.stored_values.crop(-tokens_to_remove)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        self._each(lambda x: x.index_select(0, beam_idx.to(x.device)))
+        self._replace_tensors(lambda x: x.index_select(0, beam_idx.to(x.device)))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        self._each(lambda x: x.repeat_interleave(repeats, 0))
+        self._replace_tensors(lambda x: x.repeat_interleave(repeats, 0))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        self._each(lambda x: x[indices])
+        self._replace_tensors(lambda x: x[indices])
 
     def offload(self) -> None:
-        self._each(lambda x: x.to("cpu", non_blocking=True))
+        self._replace_tensors(lambda x: x.to("cpu", non_blocking=True))
 
     def prefetch(self) -> None:
-        self._each(lambda x: x.to(self.device, non_blocking=True))
+        self._replace_tensors(lambda x: x.to(self.device, non_blocking=True))
 
-    def _each(self, change: Callable[[Tensor], Tensor]) -> None:
-        self.stored_keys.each(change)
-        self.stored_values.each(change)
+    def _replace_tensors(self, change: Callable[[Tensor], Tensor]) -> None:
+        self.stored_keys.replace_tensors(change)
+        self.stored_values.replace_tensors(change)
 
 
 class PackedCache(Cache):
     """KV cache with the recipe's `k`, `v` and `residual`, for `generate(past_key_values=...)`."""
 
     def __init__(self, recipe: Recipe, layers: int, ranges: Mapping[str, Tensor] | None = None) -> None:
-        """
+        """An empty cache.
+
         Args:
-            ranges: "layers.N.k" and "layers.N.v" where the recipe's schemes are static.
+            recipe: recipe of the model.
+            layers: number of layers.
+            ranges: ranges by "layers.N.k" and "layers.N.v" where the recipe's schemes are static.
         """
-        held = ranges or {}
-        of_layers = [{t: held[n] for t in ("k", "v") if (n := f"layers.{i}.{t}") in held} for i in range(layers)]
-        super().__init__(layers=[PackedLayer(recipe.at_layer(i), each) for i, each in enumerate(of_layers)])
+        by_name = ranges or {}
+
+        def ranges_of(layer: int) -> dict[str, Tensor]:
+            return {t: by_name[name] for t in ("k", "v") if (name := f"layers.{layer}.{t}") in by_name}
+
+        super().__init__(layers=[PackedLayer(recipe.at_layer(i), ranges_of(i)) for i in range(layers)])
 
     @property
     def nbytes(self) -> int:

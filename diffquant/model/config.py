@@ -42,7 +42,7 @@ class DiffTransformerConfig(PreTrainedConfig):
 
     @classmethod
     def of(cls, architecture: Architecture) -> Self:
-        """The configuration of a model that an adapter describes."""
+        """Configuration of a model that an adapter describes."""
         values = {field.name: getattr(architecture, field.name) for field in fields(architecture)}
         spec: DiffSpec = values.pop("diff_spec")
         return cls(**values | {"rope_parameters": dict(architecture.rope_parameters), "spec": spec.to_dict()})
@@ -52,6 +52,6 @@ class DiffTransformerConfig(PreTrainedConfig):
         """The attention's specification.
 
         Raises:
-            CheckpointError: the config has none, one that contradicts itself, or one that is not computed.
+            CheckpointError: the specification is missing, contradicts itself, or is not computed.
         """
         return read_spec(self.spec)

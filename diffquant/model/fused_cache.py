@@ -15,8 +15,8 @@ from transformers.cache_utils import Cache
 from diffquant.attention import DiffSpec, Mask
 from diffquant.errors import UsageError
 from diffquant.family.norm import PairNorm
-from diffquant.kernels.arguments import HALF_TYPES, refused_device
-from diffquant.kernels.cache.kv_store import KVStore, refused_store
+from diffquant.kernels.arguments import HALF_TYPES, device_refusal
+from diffquant.kernels.cache.kv_store import KVStore, store_refusal
 from diffquant.kernels.configs import capability
 from diffquant.model.cache import PackedLayer
 from diffquant.scheme import Recipe
@@ -32,13 +32,13 @@ class FusedLayer(PackedLayer):
         super().__init__(recipe, {})
 
     def update(
-        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+        self, key_states: Tensor, value_states: Tensor, *_args: object, **_kwargs: object
     ) -> tuple[Tensor, Tensor]:
         """Store [B, H, T, d] keys and [B, H', T, dv] values; return all of both as they read back."""
         return self.append(key_states, value_states).read()
 
     def append(self, k: Tensor, v: Tensor) -> KVStore:
-        """The store with [B, H, T, d] keys and [B, H', T, dv] values added, grown if need be.
+        """The layer's store, with [B, H, T, d] keys and [B, H', T, dv] values added; it grows if need be.
 
         Raises:
             UsageError: the given capacity does not suffice.
@@ -80,9 +80,9 @@ class FusedLayer(PackedLayer):
         if self.store:
             self.store.crop(-tokens_to_remove)
 
-    def _each(self, change: Callable[[Tensor], Tensor]) -> None:
+    def _replace_tensors(self, change: Callable[[Tensor], Tensor]) -> None:
         if self.store:
-            self.store.each(change)
+            self.store.replace_tensors(change)
 
 
 class FusedCache(Cache):
@@ -115,8 +115,7 @@ class FusedCache(Cache):
             q: one [B, h, T, d] a map.
             k: [B, H, T, d] new keys, all first maps before all second maps.
             v: [B, h_kv, T, dv] new values.
-            lam, scale, mask: as in `diffquant.attention.naive`.
-            post: the norm over a pair's output.
+            lam, scale, mask, post: as `AttentionCall` has them.
 
         Returns:
             [B, h, T, dv], or None, with nothing stored, where decoding is not for these tokens: too many of
@@ -129,12 +128,12 @@ class FusedCache(Cache):
         return decode(q, self.layers[layer].append(k, v), lam, scale=scale, mask=mask, post=post)
 
 
-def refused(recipe: Recipe, spec: DiffSpec, dtype: torch.dtype, device: torch.device) -> str | None:
-    """Why a model with this attention cannot decode through a `FusedCache`, or None."""
+def fused_cache_refusal(recipe: Recipe, spec: DiffSpec, dtype: torch.dtype, device: torch.device) -> str | None:
+    """Reason why a model with this attention cannot decode through a `FusedCache`, or None."""
     if dtype not in HALF_TYPES:
         return f"the decode kernel takes float16 and bfloat16, not {dtype}"
-    if reason := refused_device(device):
+    if reason := device_refusal(device):
         return reason
-    anywhere = (replace(recipe, k=k, v=v) for k in recipe.schemes_of("k") for v in recipe.schemes_of("v"))
-    refusals = (refused_store(each, spec.head_dim, spec.value_dim, dtype) for each in anywhere)
+    layer_recipes = (replace(recipe, k=k, v=v) for k in recipe.schemes_of("k") for v in recipe.schemes_of("v"))
+    refusals = (store_refusal(layer, spec.head_dim, spec.value_dim, dtype) for layer in layer_recipes)
     return next((reason for reason in refusals if reason), None)

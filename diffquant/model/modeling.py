@@ -19,9 +19,9 @@ from diffquant.errors import NotFiredError, UsageError
 from diffquant.model.attention import DiffAttention
 from diffquant.model.cache import PackedCache
 from diffquant.model.config import DiffTransformerConfig
-from diffquant.model.fused_cache import FusedCache, refused
-from diffquant.model.layout import LAMBDA_VECTORS
+from diffquant.model.fused_cache import FusedCache, fused_cache_refusal
 from diffquant.model.quantized_linear import QuantizedLinear
+from diffquant.model.shapes import LAMBDA_VECTORS
 from diffquant.scheme import LAYER_TARGETS, Recipe
 
 _LAMBDA_STD = 0.1
@@ -38,11 +38,14 @@ class DiffLayer(nn.Module):
         self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], mask: Mask, cache: Cache | None) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), rotary, mask, cache)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        attended: Tensor = x + self.self_attn(self.input_layernorm(x), rotary, mask, cache)
+        out: Tensor = attended + self.mlp(self.post_attention_layernorm(attended))
+        return out
 
 
 class DiffPreTrainedModel(PreTrainedModel):
+    """A model of this family as transformers sees it: its configuration, and how λ starts."""
+
     config_class = DiffTransformerConfig
     config: DiffTransformerConfig
     base_model_prefix = "model"
@@ -58,7 +61,7 @@ class DiffPreTrainedModel(PreTrainedModel):
 
 
 class DiffTransformerModel(DiffPreTrainedModel):
-    """Embedding, layers, final norm."""
+    """The decoder without its head: embedding, layers, final norm."""
 
     def __init__(self, config: DiffTransformerConfig) -> None:
         super().__init__(config)
@@ -80,20 +83,23 @@ class DiffTransformerModel(DiffPreTrainedModel):
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
         output_attentions: bool | None = None,
-        **kwargs: Any,
+        **kwargs: Any,  # noqa: ARG002  transformers passes every model more than it may need
     ) -> BaseModelOutputWithPast:
-        """Final-normed hidden states.
+        """Hidden states [B, T, D] behind the final norm.
 
         Args:
             input_ids: [B, T].
             attention_mask: [B, S] over cached and new tokens, 0 where padding; None without padding.
             position_ids: [B, T]; counted over what is not padding by default.
             past_key_values: cache to read and extend.
-            output_hidden_states: also return the embeddings and each layer's output, the last one normed.
-            kwargs: what transformers passes to every model; none of it changes the result.
+            inputs_embeds: embeddings [B, T, D] in place of `input_ids`.
+            use_cache: whether to return a cache where none was passed.
+            output_hidden_states: whether to return the embeddings and each layer's output too, the last one normed.
+            output_attentions: refused where true.
+            kwargs: other arguments, none of which changes the result.
 
         Raises:
-            UsageError: inputs contradict each other, or attention maps are asked for, which are never whole.
+            UsageError: inputs contradict each other, or attention maps are asked for, which are never stored.
         """
         if output_attentions:
             raise UsageError("output_attentions is not supported: attention maps are not kept")
@@ -130,7 +136,7 @@ class DiffTransformerModel(DiffPreTrainedModel):
     @property
     def has_fused_cache(self) -> bool:
         """Whether decoding runs on the kernels that read the cache as it is stored."""
-        return refused(self.recipe, self.config.diff_spec, self.dtype, self.device) is None
+        return fused_cache_refusal(self.recipe, self.config.diff_spec, self.dtype, self.device) is None
 
     def new_cache(self) -> Cache:
         """An empty KV cache as the recipe wants it, and the fastest that the device has for that."""
@@ -183,8 +189,8 @@ class DiffTransformer(DiffPreTrainedModel, GenerationMixin):
             output_hidden_states,
             output_attentions,
         )
-        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.lm_head(out.last_hidden_state[:, kept])
+        positions = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(out.last_hidden_state[:, positions])
         loss = None if labels is None else self.loss_function(logits, labels, self.config.vocab_size, **kwargs)
         return CausalLMOutputWithPast(
             loss=loss, logits=logits, past_key_values=out.past_key_values, hidden_states=out.hidden_states
@@ -192,19 +198,19 @@ class DiffTransformer(DiffPreTrainedModel, GenerationMixin):
 
     @torch.no_grad()
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """transformers' `generate`, with the recipe's KV cache unless one is passed."""
-        ours = self.model.has_quantized_cache or (
+        """Tokens from transformers' `generate`, with the recipe's KV cache unless one is passed."""
+        makes_cache = self.model.has_quantized_cache or (
             self.model.has_fused_cache and kwargs.get("cache_implementation") is None
         )
-        if ours and kwargs.get("use_cache") is not False:
+        if makes_cache and kwargs.get("use_cache") is not False:
             kwargs.setdefault("past_key_values", self.new_cache())
         return super().generate(*args, **kwargs)
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
-        """transformers' `save_pretrained`.
+        """Save a checkpoint as transformers' `save_pretrained` does.
 
         Raises:
-            UsageError: weights are packed, in the kernels' layout, which is no checkpoint's.
+            UsageError: the weights are packed, in the kernels' layout, which is no checkpoint's.
         """
         packed = sum(isinstance(module, QuantizedLinear) for module in self.modules())
         if packed:
@@ -225,10 +231,10 @@ class DiffTransformer(DiffPreTrainedModel, GenerationMixin):
             UsageError: an override is about a layer that is not there, or a scheme is static and its ranges are not.
         """
         recipe.check_layers(len(self.model.layers))
-        bare = [t for t in LAYER_TARGETS if recipe.is_static(t) and f"layers.0.{t}" not in self.model.ranges]
-        if bare:
+        lacking = [t for t in LAYER_TARGETS if recipe.is_static(t) and f"layers.0.{t}" not in self.model.ranges]
+        if lacking:
             raise UsageError(
-                f"static {', '.join(bare)} need calibrated ranges: pass --scales with diffquant calibrate's file"
+                f"static {', '.join(lacking)} need calibrated ranges: pass --scales with diffquant calibrate's file"
             )
         self.model.recipe = recipe
         for attention in self.attentions:
@@ -240,7 +246,7 @@ class DiffTransformer(DiffPreTrainedModel, GenerationMixin):
         """Compute attention with one backend of `diffquant.attention.BACKENDS`, or "auto", the fastest that can.
 
         Raises:
-            UsageError: an unknown backend. One that cannot serve the model's tensors says so when it runs.
+            UsageError: the backend is unknown. One that cannot serve the model's tensors says so when it runs.
         """
         check_backend(backend)
         for attention in self.attentions:
@@ -256,7 +262,7 @@ class DiffTransformer(DiffPreTrainedModel, GenerationMixin):
         return self.model.new_cache()
 
     def logit_report(self) -> list[dict[str, float]]:
-        """What each layer's logit quantizer did: layer, calls, entries, clipped, step_mean, step_max."""
+        """Counts of what each layer's logit quantizer did: layer, calls, entries, clipped, step_mean, step_max."""
         return [{"layer": attention.layer} | attention.meter.report() for attention in self.attentions]
 
     def reset_logit_report(self) -> None:
@@ -267,15 +273,16 @@ class DiffTransformer(DiffPreTrainedModel, GenerationMixin):
         """Check that every layer's logit quantizer ran since the last reset.
 
         Raises:
-            NotFiredError: the layers where it did not.
+            NotFiredError: it did not in some layers, which are named.
         """
-        silent = [attention.layer for attention in self.attentions if not attention.meter.calls]
-        idle = [str(layer) for layer in silent if self.recipe.at_layer(layer).logits.quantizes]
+        not_called = [attention.layer for attention in self.attentions if not attention.meter.calls]
+        idle = [str(layer) for layer in not_called if self.recipe.at_layer(layer).logits.quantizes]
         if idle:
             raise NotFiredError(f"logits are to be quantized, but layers {', '.join(idle)} did not")
 
 
 def _valid_keys(attention_mask: Tensor | None, keys: int) -> Tensor | None:
+    """Validity [B, S] of positions, as `Mask` takes it."""
     if attention_mask is None or attention_mask.all():
         return None
     if attention_mask.dim() != 2 or attention_mask.shape[1] != keys:
@@ -286,6 +293,7 @@ def _valid_keys(attention_mask: Tensor | None, keys: int) -> Tensor | None:
 
 
 def _positions(valid: Tensor | None, past: int, length: int, device: torch.device) -> Tensor:
+    """Positions [B or 1, T] of new tokens, counted over what is not padding."""
     if valid is None:
         return torch.arange(past, past + length, device=device)[None]
     return (valid.long().cumsum(1) - 1).clamp_(min=0)[:, past:]

@@ -7,7 +7,7 @@ from diffquant.kernels.linear.repack import PackedWeight
 
 
 class QuantizedLinear(nn.Module):
-    """x [..., K] -> x · Wᵀ + bias [..., N]; the packed weight's parts are buffers.
+    """Linear layer x [..., K] -> x · Wᵀ + bias [..., N] on a packed weight, whose parts are buffers.
 
     Its `state_dict` holds the kernels' layout, for a model that is packed alike; checkpoints hold `numerics.pack`'s.
     """

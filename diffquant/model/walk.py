@@ -1,4 +1,4 @@
-"""A model layer by layer, with what lies between: each layer's input, its rotated queries and keys, its values."""
+"""A walk through a model layer by layer: each layer's input, its rotated queries and keys, and its values."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -17,7 +17,12 @@ CAUSAL = Mask()
 
 @dataclass(frozen=True)
 class Walk:
-    """A model's layers over sequences [B, T] of one length without padding."""
+    """A model's layers over sequences [B, T] of one length without padding.
+
+    Attributes:
+        model: model that is walked through.
+        rotary: cosines and sines of the positions, [1, T, d] each.
+    """
 
     model: DiffTransformer
     rotary: tuple[Tensor, Tensor]
@@ -33,26 +38,29 @@ class Walk:
         return [cast(DiffLayer, layer) for layer in self.model.model.layers]
 
     def embed(self, ids: Tensor) -> Tensor:
-        """The first layer's input [B, T, D]."""
-        return self.model.model.embed_tokens(ids)
+        """Input [B, T, D] of the first layer."""
+        x: Tensor = self.model.model.embed_tokens(ids)
+        return x
 
     def run(self, layer: DiffLayer, x: Tensor) -> Tensor:
-        """A layer's output [B, T, D] under the model's recipe."""
+        """Output [B, T, D] of a layer under the model's recipe."""
         cache = self.model.new_cache() if self.model.model.has_quantized_cache else None
-        return layer(x, self.rotary, CAUSAL, cache)
+        y: Tensor = layer(x, self.rotary, CAUSAL, cache)
+        return y
 
     def project(self, layer: DiffLayer, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """A layer's rotated queries and keys and its values, as `DiffAttention.project` gives them."""
+        """Rotated queries and keys, and values, of a layer, as `DiffAttention.project` gives them."""
         return layer.self_attn.project(layer.input_layernorm(x), self.rotary)
 
 
 def causal_logits(q: Tensor, k: Tensor, spec: DiffSpec, start: int = 0) -> Iterator[tuple[int, Tensor]]:
-    """Q·Kᵀ·scale of both maps in float32, by blocks of queries.
+    """Logits Q·Kᵀ·scale of all maps in float32, by blocks of queries.
 
     Args:
         q: [B, maps·h, T, d], first maps before second ones.
         k: [B, key heads, T, d].
-        start: the first query to yield.
+        spec: specification of the attention.
+        start: first query to yield.
 
     Yields:
         The position n of a block's first query, and its logits [B, maps·h, R, S] against the S = n + R first
@@ -68,17 +76,18 @@ def causal_logits(q: Tensor, k: Tensor, spec: DiffSpec, start: int = 0) -> Itera
 
 
 def visible_entries(heads: int, rows: int, keys: int) -> int:
-    """Logits that a block of the last `rows` of `keys` positions sees, over heads."""
+    """Number of logits that the last `rows` queries of `keys` positions see, over heads."""
     hidden = rows * (rows - 1) // 2
     return heads * (rows * keys - hidden)
 
 
 def batches(ids: Tensor, tokens: int) -> Sequence[Tensor]:
     """Windows [N, T] in batches of at most `tokens` tokens, one window at least."""
-    return ids.split(max(1, tokens // ids.shape[1]))
+    windows: Sequence[Tensor] = ids.split(max(1, tokens // ids.shape[1]))
+    return windows
 
 
 def _keys_of_maps(k: Tensor, spec: DiffSpec) -> Tensor:
-    """k [B, key heads, S, d] with a head for each of the maps·h query heads."""
+    """Keys [B, maps·h, S, d], one head for each query head, from k [B, key heads, S, d]."""
     repeats = spec.pairs // spec.kv_pairs
     return torch.cat([keys.repeat_interleave(repeats, 1) for keys in spec.layout.key_maps(k)], 1)

@@ -12,11 +12,11 @@ def max_code(bits: int) -> int:
     """Largest code of a symmetric `bits`-bit integer; the smallest is its negative."""
     if not 2 <= bits <= 8:
         raise UsageError(f"bits must be 2 to 8, got {bits}; 16 means not quantized and has no codes")
-    return 2 ** (bits - 1) - 1
+    return (1 << (bits - 1)) - 1
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
-    """float32 for half types, the tensor's own dtype otherwise."""
+    """Dtype to compute in: float32 for half types, the tensor's own otherwise."""
     return torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype
 
 
@@ -27,7 +27,7 @@ def absmax_scale(x: Tensor, bits: int, dim: Axes, dtype: torch.dtype | None = No
         x: [...] finite floats.
         bits: 2 to 8; codes run from -(2^(bits-1) - 1) to 2^(bits-1) - 1.
         dim: axes that share one scale; kept with size 1.
-        dtype: in which the scale will be stored; float32 (float64 for float64) by default.
+        dtype: dtype that the scale will be stored in; float32 (float64 for float64) by default.
 
     Returns:
         `x`'s shape with `dim` reduced to 1. Where all of x is zero, or so small that the scale would
@@ -52,7 +52,7 @@ def quantize(x: Tensor, scale: Tensor, bits: int) -> Tensor:
 
     Args:
         x: [...] finite floats.
-        scale: broadcastable to x, positive.
+        scale: positive, broadcastable to x.
         bits: 2 to 8.
 
     Returns:
@@ -69,12 +69,12 @@ def dequantize(codes: Tensor, scale: Tensor) -> Tensor:
 
 
 def sharing_view(x: Tensor, granularity: str, size: int | None = None) -> tuple[Tensor, Axes]:
-    """x seen so that all entries along the returned axes share one scale.
+    """View of x, and its axes along which all entries share one scale.
 
     Args:
         x: [..., rows, columns].
-        granularity: "tensor" (all of x), "head" (one matrix), "row", "group" (`size` neighbours
-            along the columns), "column" (`size` neighbours along the rows, all rows without it).
+        granularity: "tensor" (all of x), "head" (one matrix), "row" (of the matrix), "group" (`size`
+            neighbours along the columns), "column" (`size` neighbours along the rows, all rows without it).
         size: entries that share a scale, for "group" and "column".
 
     Raises:
@@ -97,7 +97,8 @@ def _split(x: Tensor, axis: int, size: int | None) -> Tensor:
     length = x.shape[axis]
     if not size or length % size:
         raise UsageError(f"{size} does not divide axis {axis} of a tensor of shape {list(x.shape)}")
-    return x.unflatten(axis, (length // size, size))
+    blocks: Tensor = x.unflatten(axis, (length // size, size))
+    return blocks
 
 
 def check_finite(x: Tensor, name: str) -> None:

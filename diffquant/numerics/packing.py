@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 
 
 def packed_words(length: int, bits: int) -> int:
-    """32-bit words that hold `length` codes of `bits` bits."""
+    """Number of 32-bit words that hold `length` codes of `bits` bits."""
     return -(-length * bits // 32)
 
 
@@ -33,7 +33,7 @@ def pack(codes: Tensor, bits: int) -> Tensor:
         unsigned = pad(unsigned, (0, -length % 32))
     # One axis: views of another width ask for strides that axes of size 1 need not have.
     lanes = unsigned.reshape(-1).view(torch.int64)
-    for width, shift, mask in _steps(bits):
+    for width, shift, mask in _doublings(bits):
         lanes = (lanes & mask) | (((lanes >> width) & mask) << shift)
     words = lanes.view(torch.uint8).view(-1, 8)[:, :bits].reshape(-1).view(torch.int32)
     words = words.view(*codes.shape[:-1], packed_words(unsigned.shape[-1], bits))
@@ -46,7 +46,7 @@ def unpack(words: Tensor, bits: int, length: int) -> Tensor:
     Args:
         words: int32 [..., packed_words(length, bits)].
         bits: 2 to 8.
-        length: codes in a row.
+        length: codes along the last axis.
 
     Returns:
         int8 [..., length].
@@ -55,14 +55,14 @@ def unpack(words: Tensor, bits: int, length: int) -> Tensor:
     filled = pad(words, (0, packed_words(padded, bits) - words.shape[-1]))
     low_bytes = filled.reshape(-1).view(torch.uint8).view(-1, bits)
     lanes = pad(low_bytes, (0, 8 - bits)).view(torch.int64).view(-1)
-    for width, shift, mask in reversed(list(_steps(bits))):
+    for width, shift, mask in reversed(list(_doublings(bits))):
         lanes = (lanes & mask) | (((lanes >> shift) & mask) << width)
     unsigned = lanes.view(torch.uint8).view(*words.shape[:-1], padded)[..., :length]
     return (unsigned - (1 << (bits - 1))).view(torch.int8)
 
 
-def _steps(bits: int) -> Iterator[tuple[int, int, int]]:
-    """Lane width before each doubling, bits it holds, and the mask of those bits in every other lane."""
-    for step, every_other in enumerate((0x0001000100010001, 0x0000000100000001, 1)):
-        held = bits << step
-        yield 8 << step, held, every_other * ((1 << held) - 1)
+def _doublings(bits: int) -> Iterator[tuple[int, int, int]]:
+    """For each doubling: a lane's width before it, the bits a lane holds, and their mask in every other lane."""
+    for doubling, every_other in enumerate((0x0001000100010001, 0x0000000100000001, 1)):
+        used = bits << doubling
+        yield 8 << doubling, used, every_other * ((1 << used) - 1)

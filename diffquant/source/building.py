@@ -9,11 +9,11 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from diffquant.formats.compressed_tensors import PACKED, SCALE, SHAPE, decode
 from diffquant.kernels.arguments import HALF_TYPES
-from diffquant.kernels.linear.repack import PackedWeight, refused_group, repack
+from diffquant.kernels.linear.repack import PackedWeight, group_refusal, repack
 from diffquant.model.adapters import Adapter
-from diffquant.model.layout import linear_shapes, parameter_shapes
 from diffquant.model.modeling import DiffTransformer
 from diffquant.model.quantized_linear import QuantizedLinear
+from diffquant.model.shapes import linear_shapes, parameter_shapes
 from diffquant.numerics import check_finite
 from diffquant.scheme import Scheme
 from diffquant.source.source import Source
@@ -79,7 +79,7 @@ def _kept_packed(source: Source) -> dict[str, Scheme]:
         name: source.packed.get(adapter.source_name(name).removesuffix(".weight"))
         for name in linear_shapes(adapter.config)
     }
-    return {name: scheme for name, scheme in schemes.items() if scheme and not refused_group(scheme.size or 0)}
+    return {name: scheme for name, scheme in schemes.items() if scheme and not group_refusal(scheme.size or 0)}
 
 
 def _packed_weight(source: Source, name: str, scheme: Scheme, dtype: torch.dtype, device: str) -> PackedWeight:

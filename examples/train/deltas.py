@@ -20,8 +20,8 @@ from torch import Tensor
 from diffquant.errors import CheckpointError, GroupSizeError
 from diffquant.formats.compressed_tensors import PACKED, SCALE, SHAPE, decode, encode, packed_modules
 from diffquant.model.config import DiffTransformerConfig
-from diffquant.model.layout import linear_shapes
 from diffquant.model.modeling import DiffTransformer
+from diffquant.model.shapes import linear_shapes
 from diffquant.scheme import Scheme
 from diffquant.support.files import write_atomically
 

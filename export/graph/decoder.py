@@ -15,7 +15,7 @@ from diffquant.export.graph.plan import EMBEDDING, HEAD, ExportPlan, key_width
 from diffquant.export.graph.streaming import Streamed, place
 from diffquant.export.options import IR_VERSION
 from diffquant.family.lam import lam_from_vectors
-from diffquant.model.layout import LAMBDA_VECTORS
+from diffquant.model.shapes import LAMBDA_VECTORS
 
 PAST = "past_key_values.{layer}.{part}"
 PRESENT = "present.{layer}.{part}"

@@ -11,7 +11,7 @@ from diffquant.export.graph.matrix import Matrix, read_matrix, read_vector
 from diffquant.export.options import ExportOptions
 from diffquant.family.spec import DiffSpec
 from diffquant.model.adapters import Adapter
-from diffquant.model.layout import Shape, linear_shapes, parameter_shapes
+from diffquant.model.shapes import Shape, linear_shapes, parameter_shapes
 from diffquant.scheme import FULL, Scheme
 from diffquant.source.source import Source
 

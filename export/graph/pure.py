@@ -6,7 +6,7 @@ Inside, logits are [B, h_kv, map, g, T, S] with g = h/h_kv, in float32.
 from diffquant.errors import UsageError
 from diffquant.export.graph.op import OpAttributes
 from diffquant.numerics import max_code
-from diffquant.numerics.logit_steps import SHIFT_RANGE
+from diffquant.numerics.logit_scales import SHIFT_RANGE
 
 _FLOAT, _INT8, _UINT8, _INT64 = 1, 3, 2, 7
 

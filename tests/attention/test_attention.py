@@ -238,11 +238,11 @@ def test_the_meter_counts_visible_entries_steps_and_clipping():
     attend(q, k, v, lam, scale=0.3, mask=Mask(), logits=Scheme.parse("4:row"), meter=meter)
     assert meter.entries == 2 * 6 * 15 * 2
     assert meter.clipped == 0
-    assert 0 < meter.report()["step_mean"] <= meter.step_max
+    assert 0 < meter.report()["step_mean"] <= meter.scale_max
     attend([x * 40 for x in q], k, v, lam, scale=0.3, mask=Mask(), logits=Scheme.parse("4:row:shift"), meter=meter)
     assert meter.calls == 2
     assert meter.clipped > 0
-    assert meter.step_max <= 12 / 15
+    assert meter.scale_max <= 12 / 15
 
 
 def test_metering_never_waits_for_a_device():
@@ -260,8 +260,8 @@ def test_metering_never_waits_for_a_device():
 
 def test_memory_of_simulated_logits_is_linear_in_the_keys(monkeypatch):
     largest = []
-    original = simulated.prepare
-    monkeypatch.setattr(simulated, "prepare", lambda x, *rest: largest.append(x.numel()) or original(x, *rest))
+    original = simulated.prepare_logits
+    monkeypatch.setattr(simulated, "prepare_logits", lambda x, *rest: largest.append(x.numel()) or original(x, *rest))
     monkeypatch.setattr(simulated, "_BLOCK_ENTRIES", 1 << 14)
     q, k, v, lam = random_inputs("v1", 512, 512, batch=1, dtype=torch.float32)
     attend(q, k, v, lam, scale=0.3, mask=Mask(), logits=Scheme.parse("4:row"))

@@ -12,7 +12,7 @@ from diffquant.attention.backends import triton
 from diffquant.errors import UsageError
 from diffquant.family.call import AttentionCall
 from diffquant.family.norm import PairNorm
-from diffquant.kernels.attention import prefill, prefill_int8, simulated
+from diffquant.kernels.attention import prefill, prefill_int8, prefill_simulated
 from diffquant.scheme import Scheme
 from tests.support.kernel_inputs import random_call, relative_error
 
@@ -21,8 +21,8 @@ POST = PairNorm(1e-5, torch.rand(128), 0.7)
 
 @pytest.fixture(autouse=True)
 def _any_device_will_do(monkeypatch):
-    for module in (prefill, prefill_int8, simulated, triton):
-        monkeypatch.setattr(module, "refused_device", lambda device: None)
+    for module in (prefill, prefill_int8, prefill_simulated, triton):
+        monkeypatch.setattr(module, "device_refusal", lambda device: None)
 
 
 def masks(keys):

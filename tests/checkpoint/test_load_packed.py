@@ -6,7 +6,7 @@ from safetensors.torch import save_file
 
 from diffquant import Recipe, load, quantize
 from diffquant.errors import UsageError
-from diffquant.kernels.linear.repack import dequantize
+from diffquant.kernels.linear.repack import dequantize_weight
 from diffquant.model.quantized_linear import QuantizedLinear
 from tests.support.checkpoints import write_diffllama, write_llama, write_random
 
@@ -100,7 +100,7 @@ def test_another_dtype_scales_alike(tmp_path):
     layer = load(tmp_path / "low", dtype=torch.float16, packed=True).model.layers[0].mlp.down_proj
     exact = load(tmp_path / "low").model.layers[0].mlp.down_proj
     x = torch.randn(5, 96, generator=torch.Generator().manual_seed(1))
-    w = dequantize(layer.packed, torch.float32)
+    w = dequantize_weight(layer.packed, torch.float32)
     error = (x @ w.T - x @ exact.weight.T).norm() / (x @ exact.weight.T).norm()
     assert error < 5e-4
 

@@ -7,7 +7,7 @@ import torch
 
 from diffquant.kernels.linear.expand import launch_expand
 from diffquant.kernels.linear.linear import linear, packed_linear
-from diffquant.kernels.linear.repack import dequantize
+from diffquant.kernels.linear.repack import dequantize_weight
 from diffquant.model.quantized_linear import QuantizedLinear
 from tests.support.packed_weights import poison, random_activations, random_case, relative_error
 
@@ -79,7 +79,7 @@ def test_a_3b_models_layers(bits, rows, width, tokens):
 @pytest.mark.parametrize(("bits", "group"), [(4, 32), (4, "row"), (6, 64), (8, 16), (8, "tensor")])
 def test_expanded_weights_are_the_checkpoints(bits, group, dtype):
     packed, _ = random_case(333, 1344, bits, group, dtype, DEVICE)
-    assert torch.equal(launch_expand(packed, dtype), dequantize(packed, dtype))
+    assert torch.equal(launch_expand(packed, dtype), dequantize_weight(packed, dtype))
 
 
 def test_activations_of_any_strides():

@@ -9,13 +9,13 @@ from diffquant.attention.naive import naive
 from diffquant.family.call import AttentionCall
 from diffquant.family.norm import PairNorm
 from diffquant.kernels.arguments import empty_output
-from diffquant.kernels.attention import simulated as module
-from diffquant.kernels.attention.simulated import refused
+from diffquant.kernels.attention import prefill_simulated as module
+from diffquant.kernels.attention.prefill_simulated import prefill_simulated_refusal
 from diffquant.scheme import Scheme
 from tests.support.kernel_inputs import normed, on_call, padding, random_call, relative_error
 
 DEVICE = "cuda"
-simulated, blocked = on_call(module.simulated), on_call(in_blocks.simulated)
+simulated, blocked = on_call(module.prefill_simulated), on_call(in_blocks.simulated)
 LIMITS = {torch.float16: 2e-3, torch.bfloat16: 1e-2}
 # Every kernel is compiled anew for each, at a second or more.
 WIDTHS = [(128, torch.float16), (64, torch.bfloat16)]
@@ -68,7 +68,7 @@ def test_equals_the_plain_form_at_every_border(generation, dtype, width, text, n
     queries, keys, mask = SEEN[name]
     inputs = whole_numbers(generation, queries, keys, width=width, pairs=6, kv_pairs=3, batch=2, dtype=dtype)
     scheme = Scheme.parse(text)
-    assert refused(AttentionCall(*inputs, 0.125, mask, logits=scheme)) is None
+    assert prefill_simulated_refusal(AttentionCall(*inputs, 0.125, mask, logits=scheme)) is None
     out = simulated(*inputs, scale=width**-0.5, mask=mask, scheme=scheme)
     assert relative_error(out, plain(*inputs, width**-0.5, mask, scheme)) <= LIMITS[dtype]
 

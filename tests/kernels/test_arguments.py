@@ -7,18 +7,18 @@ import torch
 
 from diffquant.errors import UsageError
 from diffquant.kernels import configs
-from diffquant.kernels.arguments import empty_output, refused_device, refused_widths
+from diffquant.kernels.arguments import device_refusal, empty_output, widths_refusal
 from diffquant.kernels.configs import AttentionTile, choose, device_class, trying
 
 Q, V = torch.zeros(2, 6, 5, 64, dtype=torch.float16), torch.zeros(2, 3, 7, 128, dtype=torch.float16)
 
 
 def test_what_no_kernel_takes_is_refused_with_a_reason():
-    assert refused_widths(Q, V) is None
-    assert refused_widths(Q.float(), V) == "q, k and v are float32; the kernel takes float16 and bfloat16"
-    assert refused_widths(Q[..., :32], V) == "q and k are 32 wide; the kernel takes head widths 64 and 128"
-    assert refused_widths(Q, V[..., :96]) == "v is 96 wide; with keys 64 wide the kernel takes 64 and 128"
-    assert refused_device(torch.device("cpu")) == "Triton kernels run on CUDA devices, not on cpu"
+    assert widths_refusal(Q, V) is None
+    assert widths_refusal(Q.float(), V) == "q, k and v are float32; the kernel takes float16 and bfloat16"
+    assert widths_refusal(Q[..., :32], V) == "q and k are 32 wide; the kernel takes head widths 64 and 128"
+    assert widths_refusal(Q, V[..., :96]) == "v is 96 wide; with keys 64 wide the kernel takes 64 and 128"
+    assert device_refusal(torch.device("cpu")) == "Triton kernels run on CUDA devices, not on cpu"
 
 
 def test_heads_of_an_output_flatten_without_a_copy():

@@ -10,7 +10,7 @@ from diffquant.family.norm import PairNorm
 from diffquant.kernels.arguments import empty_output
 from diffquant.kernels.cache import decode as module
 from diffquant.kernels.cache.append import append
-from diffquant.kernels.cache.decode import decode, refused
+from diffquant.kernels.cache.decode import decode, decode_refusal
 from diffquant.kernels.cache.kv_store import KVStore
 from diffquant.scheme import Recipe
 from tests.support.kernel_inputs import expected, padding, random_call, relative_error
@@ -136,8 +136,8 @@ def test_what_does_not_fit_is_named():
         decode(one[:1], store, None, scale=0.125)
     with pytest.raises(UsageError, match=r"q1 is float32"):
         decode([x.float() for x in one], store, lam, scale=0.125)
-    assert refused(K4V4, one, v) == "Triton kernels run on CUDA devices, not on cpu"
-    assert refused(K4V4, q, v) == "decode takes up to 16 new tokens, not 17"
+    assert decode_refusal(K4V4, one, v) == "Triton kernels run on CUDA devices, not on cpu"
+    assert decode_refusal(K4V4, q, v) == "decode takes up to 16 new tokens, not 17"
 
 
 def test_the_operator_has_a_fake():

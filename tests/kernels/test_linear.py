@@ -8,7 +8,7 @@ from diffquant.kernels.configs import trying
 from diffquant.kernels.linear import gemm
 from diffquant.kernels.linear.expand import launch_expand
 from diffquant.kernels.linear.linear import launch, linear, packed_linear
-from diffquant.kernels.linear.repack import dequantize, repack
+from diffquant.kernels.linear.repack import dequantize_weight, repack
 from diffquant.model.quantized_linear import QuantizedLinear
 from tests.support.packed_weights import (
     exact_weight,
@@ -113,7 +113,7 @@ def test_padding_reads_nothing_beyond_the_weight():
 def test_expanded_weights_are_the_checkpoints(bits, group):
     width = 192 if group != 48 else 144
     packed, _ = random_case(37, width, bits, group)
-    assert torch.equal(launch_expand(packed, torch.float16), dequantize(packed, torch.float16))
+    assert torch.equal(launch_expand(packed, torch.float16), dequantize_weight(packed, torch.float16))
 
 
 @pytest.mark.parametrize("bits", range(2, 9))

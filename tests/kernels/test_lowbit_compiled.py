@@ -26,7 +26,7 @@ def named(cases):
 
 def launches():
     from diffquant.kernels.attention.prefill_int8 import prefill_int8
-    from diffquant.kernels.attention.simulated import simulated
+    from diffquant.kernels.attention.prefill_simulated import prefill_simulated
 
     for (generation, capability, width, how), name in zip(INT8 + SIMULATED, named(INT8 + SIMULATED), strict=True):
         q, k, v, lam = random_call(generation, 256, 256, width=width, dtype=torch.bfloat16)
@@ -34,7 +34,7 @@ def launches():
         call = (
             partial(on_call(prefill_int8), pv=how)
             if how.startswith("fp")
-            else partial(on_call(simulated), scheme=Scheme.parse(how))
+            else partial(on_call(prefill_simulated), scheme=Scheme.parse(how))
         )
         yield name, capability, partial(call, q, k, v, lam, scale=0.125, post=post)
 

@@ -10,7 +10,7 @@ from diffquant.family.norm import PairNorm
 from diffquant.kernels import configs
 from diffquant.kernels.arguments import empty_output
 from diffquant.kernels.attention import prefill as module
-from diffquant.kernels.attention.prefill import refused
+from diffquant.kernels.attention.prefill import prefill_refusal
 from tests.support.kernel_inputs import CAUSAL, expected, on_call, padding, random_call, relative_error
 
 prefill = on_call(module.prefill)
@@ -182,6 +182,6 @@ def test_gradients_are_refused_not_dropped():
 
 def test_the_dispatcher_hears_why_not():
     assert (
-        refused(AttentionCall(*random_call("v1", 5, 5), 0.125, CAUSAL))
+        prefill_refusal(AttentionCall(*random_call("v1", 5, 5), 0.125, CAUSAL))
         == "Triton kernels run on CUDA devices, not on cpu"
     )

@@ -13,7 +13,7 @@ from diffquant.family.norm import PairNorm
 from diffquant.kernels import configs
 from diffquant.kernels.arguments import empty_output
 from diffquant.kernels.attention import prefill_int8 as module
-from diffquant.kernels.attention.prefill_int8 import TILES, refused
+from diffquant.kernels.attention.prefill_int8 import TILES, prefill_int8_refusal
 from tests.support.kernel_inputs import CAUSAL, expected, on_call, padding, random_call, relative_error
 
 prefill_int8 = on_call(module.prefill_int8)
@@ -190,4 +190,6 @@ def test_what_a_device_or_the_kernel_cannot_do_is_said(monkeypatch):
         prefill_int8(*inputs, scale=0.125, pv="fp8")
     with torch.enable_grad(), pytest.raises(UsageError, match="no backward pass"):
         prefill_int8(inputs[0], inputs[1], inputs[2].requires_grad_(), inputs[3], scale=0.125)
-    assert refused(AttentionCall(*inputs, 0.125, CAUSAL)) == "Triton kernels run on CUDA devices, not on cpu"
+    assert (
+        prefill_int8_refusal(AttentionCall(*inputs, 0.125, CAUSAL)) == "Triton kernels run on CUDA devices, not on cpu"
+    )

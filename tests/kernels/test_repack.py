@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from diffquant.errors import UsageError
 from diffquant.kernels.linear import repack as module
-from diffquant.kernels.linear.repack import dequantize, repack
+from diffquant.kernels.linear.repack import dequantize_weight, repack
 from tests.support.packed_weights import exact_weight, random_case, random_scale, random_words
 
 
@@ -29,13 +29,13 @@ def test_dequantizes_to_codes_times_scales(rows, sixteens, bits, kind, seed, dat
     scale = random_scale(rows, width, group, torch.float32, seed=seed)
     strided = torch.stack([words, words], -1)[..., 0], torch.stack([scale, scale], -1)[..., 0]
     packed = repack(*strided, bits, width)
-    assert torch.equal(dequantize(packed, torch.float32), exact_weight(words, scale, bits, width).float())
+    assert torch.equal(dequantize_weight(packed, torch.float32), exact_weight(words, scale, bits, width).float())
 
 
 @pytest.mark.parametrize("bits", [2, 5, 8])
 def test_widths_that_fill_no_fragment(bits):
     packed, exact = random_case(5, 37, bits, "row", torch.float32)
-    assert torch.equal(dequantize(packed, torch.float32), exact.float())
+    assert torch.equal(dequantize_weight(packed, torch.float32), exact.float())
 
 
 def test_large_weights_go_in_slabs(monkeypatch):
@@ -74,7 +74,7 @@ def test_four_bits_take_four_bits():
 
 def test_zero_scales_are_kept():
     packed = repack(random_words(16, 64, 4), torch.zeros(16, 2, dtype=torch.float16), 4, 64)
-    assert not dequantize(packed, torch.float32).any()
+    assert not dequantize_weight(packed, torch.float32).any()
 
 
 def test_what_does_not_fit_is_refused():

@@ -14,12 +14,12 @@ from diffquant.family.call import AttentionCall
 from diffquant.family.norm import PairNorm
 from diffquant.kernels import configs
 from diffquant.kernels.arguments import empty_output
-from diffquant.kernels.attention import simulated as module
-from diffquant.kernels.attention.simulated import TILES, refused
+from diffquant.kernels.attention import prefill_simulated as module
+from diffquant.kernels.attention.prefill_simulated import TILES, prefill_simulated_refusal
 from diffquant.scheme import FULL, Scheme
 from tests.support.kernel_inputs import normed, on_call, padding, random_call, relative_error
 
-simulated, blocked = on_call(module.simulated), on_call(in_blocks.simulated)
+simulated, blocked = on_call(module.prefill_simulated), on_call(in_blocks.simulated)
 LIMIT = 2e-3
 SMALL = {key: {"queries": 64, "keys": 32} for key in TILES}
 
@@ -206,6 +206,6 @@ def test_what_the_kernel_does_not_take_is_an_error():
     with torch.enable_grad(), pytest.raises(UsageError, match="no backward pass"):
         simulated(q, k, v.requires_grad_(), lam, **call)
     assert (
-        refused(AttentionCall(q, k, v, lam, 0.125, Mask(), logits=call["scheme"]))
+        prefill_simulated_refusal(AttentionCall(q, k, v, lam, 0.125, Mask(), logits=call["scheme"]))
         == "Triton kernels run on CUDA devices, not on cpu"
     )

@@ -3,8 +3,8 @@ import torch
 
 from diffquant.errors import CheckpointError, UnknownModelTypeError
 from diffquant.model.adapters import READERS, adapter_for
-from diffquant.model.layout import linear_shapes, parameter_shapes
 from diffquant.model.modeling import DiffTransformer
+from diffquant.model.shapes import linear_shapes, parameter_shapes
 from tests.support.models import SIZES
 
 CASES = [

@@ -6,7 +6,7 @@ import torch
 from diffquant.errors import UsageError
 from diffquant.model.adapters import adapter_for
 from diffquant.model.cache import PackedCache
-from diffquant.model.fused_cache import FusedCache, refused
+from diffquant.model.fused_cache import FusedCache, fused_cache_refusal
 from diffquant.model.modeling import DiffTransformer
 from diffquant.scheme import Recipe
 from tests.support.models import SIZES, ours, random_diffllama, random_ids, random_llama
@@ -108,7 +108,7 @@ def test_a_cache_grows_unless_its_capacity_is_given(recipe):
 
 def test_what_decodes_is_asked_of_the_attention_not_of_tensors():
     spec = small_model("v1").attentions[0].spec
-    assert "run on CUDA devices" in refused(Recipe.of(kv=4), spec, torch.float16, torch.device("cpu"))
+    assert "run on CUDA devices" in fused_cache_refusal(Recipe.of(kv=4), spec, torch.float16, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("recipe", [Recipe.of(), Recipe.of(kv=4, residual=2)], ids=["16", "4"])
@@ -116,7 +116,7 @@ def test_generation_takes_it_where_the_kernels_run(recipe, monkeypatch):
     model, ids = small_model("v1"), random_ids(length=9)
     model.apply_recipe(recipe)
     wanted = generated(model, None if recipe == Recipe() else model.new_cache(), ids, None)
-    monkeypatch.setattr("diffquant.model.modeling.refused", lambda *what: None)
+    monkeypatch.setattr("diffquant.model.modeling.fused_cache_refusal", lambda *what: None)
     assert isinstance(model.new_cache(), FusedCache)
     made = model.generate(
         ids, max_new_tokens=5, do_sample=False, pad_token_id=0, eos_token_id=None, return_dict_in_generate=True

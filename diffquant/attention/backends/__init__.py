@@ -1,4 +1,4 @@
-"""One file a way to compute attention; importing this package registers them all."""
+"""The ways to compute attention, one file each; importing this package registers them all."""
 
 import sys
 

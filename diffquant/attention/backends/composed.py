@@ -21,29 +21,30 @@ MapAttention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def flashdiff1(call: AttentionCall) -> Tensor:
-    """One SDPA call a map; where the maps share K (V2), one call for both."""
+    """Attention of a call by one SDPA call a map; where the maps share K (V2), by one call for both."""
     return pair_norm(_combine(call, call.v, sdpa(call)), call.post)
 
 
 def flashdiff2(call: AttentionCall) -> Tensor:
-    """As `flashdiff1`, each half of a V twice as wide as K in a call of its own."""
+    """Attention of a call as `flashdiff1`, with each half of a V twice as wide as K in an SDPA call of its own."""
     return _by_parts(call, sdpa(call))
 
 
 def flash_attn(call: AttentionCall) -> Tensor:
-    """As `flashdiff2` on the `flash-attn` package (CUDA, half types, no padding)."""
+    """Attention of a call as `flashdiff2`, on the `flash-attn` package (CUDA, half types, no padding)."""
     from flash_attn import flash_attn_func
 
     def one_map(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         # flash-attn wants [B, length, heads, width]; its causal mask is right-aligned, as ours.
         by_token = (x.transpose(1, 2) for x in (queries, keys, values))
-        return flash_attn_func(*by_token, softmax_scale=call.scale, causal=True).transpose(1, 2)
+        out: Tensor = flash_attn_func(*by_token, softmax_scale=call.scale, causal=True)
+        return out.transpose(1, 2)
 
     return _by_parts(call, one_map)
 
 
 def sdpa(call: AttentionCall) -> MapAttention:
-    """torch's scaled_dot_product_attention under a call's mask; a query that sees nothing gives 0."""
+    """Attention of one map by torch's SDPA under a call's mask; a query that sees nothing gives 0."""
     length, keys = call.length, call.keys
     plainly_causal = call.mask.keys is None and length == keys
     visible = None if plainly_causal else call.mask.dense(length, keys, call.v.device)
@@ -66,12 +67,13 @@ def sdpa(call: AttentionCall) -> MapAttention:
 
 
 def _by_parts(call: AttentionCall, one_map: MapAttention) -> Tensor:
-    """Both maps on parts of V as wide as K."""
+    """Attention of a call computed on parts of V as wide as K, and the pair norm behind it."""
     parts = call.v.split(call.q[0].shape[-1], -1)
     return pair_norm(torch.cat([_combine(call, part, one_map) for part in parts], -1), call.post)
 
 
 def _combine(call: AttentionCall, v: Tensor, one_map: MapAttention) -> Tensor:
+    """The signal map's result less λ times the noise map's."""
     q, k = call.q, call.k
     if call.lam is None:
         return one_map(q[0], k[0], v)

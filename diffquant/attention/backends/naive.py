@@ -8,10 +8,10 @@ from diffquant.family.call import AttentionCall
 from diffquant.family.norm import pair_norm
 
 
-def compute(call: AttentionCall) -> Tensor:
-    """`naive` of a call, and its norm."""
+def naive_with_norm(call: AttentionCall) -> Tensor:
+    """Attention of a call in its plain form, and the pair norm behind it."""
     y = naive(call.q, call.k, call.v, call.lam, call.scale, call.mask, call.logits, call.ranges, call.meter)
     return pair_norm(y, call.post)
 
 
-register(Backend("naive", compute, logits="both"))
+register(Backend("naive", naive_with_norm, logits="both"))

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from diffquant.attention.logits import from_coded, magnitudes, prepare, record, round_to, to_coded
+from diffquant.attention.logits import from_coded, magnitudes, prepare_logits, record_logits, round_logits, to_coded
 from diffquant.attention.naive import masked_softmax
 from diffquant.attention.registry import BACKENDS, Backend, register
 from diffquant.family.call import AttentionCall
 from diffquant.family.mask import Mask
 from diffquant.family.norm import pair_norm
 from diffquant.numerics.absmax import compute_dtype
-from diffquant.numerics.logit_steps import step_of
+from diffquant.numerics.logit_scales import logit_scale
 from diffquant.scheme import Scheme
 
 # Logits held at once, over maps and heads: large enough for full matrix products, a few tens of MB.
@@ -22,7 +22,7 @@ _BLOCK_ENTRIES = 1 << 21
 
 
 def simulated(call: AttentionCall) -> Tensor:
-    """`naive` with quantized logits and the norm of a call, in memory linear in S.
+    """Attention of a call with quantized logits, and the pair norm behind it, in memory linear in S.
 
     Where a scale spans rows (tensor, head, pair) the logits are computed twice: once for their
     largest magnitude, once to be rounded.
@@ -39,9 +39,9 @@ def simulated(call: AttentionCall) -> Tensor:
     for rows, prepared, visible in blocks:
         largest = shared or magnitudes(prepared, logits, call.ranges)
         if meter is not None:
-            record(meter, prepared, largest, visible, logits)
-        rounded = [round_to(each, step_of(top, logits), logits) for each, top in zip(prepared, largest, strict=True)]
-        maps = [masked_softmax(each, visible) for each in from_coded(rounded, logits)]
+            record_logits(meter, prepared, largest, visible, logits)
+        rounded = [round_logits(x, logit_scale(top, logits), logits) for x, top in zip(prepared, largest, strict=True)]
+        maps = [masked_softmax(x, visible) for x in from_coded(rounded, logits)]
         weights = maps[0] if lam is None else maps[0].sub_(_rows_of(lam, rows).to(dtype) * maps[1])
         out[:, :, rows] = _grouped_product(weights, values)
     if meter is not None:
@@ -51,7 +51,7 @@ def simulated(call: AttentionCall) -> Tensor:
 
 @dataclass
 class _Blocks:
-    """Iterates over (rows, what is rounded of their logits, what the rows see)."""
+    """Logits by blocks of queries: iterates over (rows, what is rounded of their logits, what the rows see)."""
 
     q: Sequence[Tensor]
     k: Sequence[Tensor]
@@ -68,20 +68,22 @@ class _Blocks:
         for start in range(0, length, size):
             rows = slice(start, min(start + size, length))
             visible = self.mask.visible(rows, length, keys, self.q[0].device)
-            raw = [
-                _grouped_product(queries[:, :, rows], each.mT).mul_(self.scale)
-                for queries, each in zip(self.q, self.k, strict=True)
+            map_logits = [
+                _grouped_product(queries[:, :, rows], map_keys.mT).mul_(self.scale)
+                for queries, map_keys in zip(self.q, self.k, strict=True)
             ]
-            yield rows, to_coded([prepare(each, visible, self.logits.shift) for each in raw], self.logits), visible
+            prepared = [prepare_logits(x, visible, self.logits.shift) for x in map_logits]
+            yield rows, to_coded(prepared, self.logits), visible
 
 
 def _largest_over_rows(blocks: _Blocks, logits: Scheme) -> list[Tensor]:
-    of_blocks = [magnitudes(prepared, logits) for _, prepared, _ in blocks]
-    return [torch.stack(of_map).amax(0) for of_map in zip(*of_blocks, strict=True)]
+    """Each map's `magnitudes` where a scale spans all rows."""
+    by_block = [magnitudes(prepared, logits) for _, prepared, _ in blocks]
+    return [torch.stack(map_magnitudes).amax(0) for map_magnitudes in zip(*by_block, strict=True)]
 
 
 def _grouped_product(x: Tensor, y: Tensor) -> Tensor:
-    """[B, h, T, n] @ [B, h_kv, n, m] without repeating y: the queries of a group become rows of one product."""
+    """Product [B, h, T, n] @ [B, h_kv, n, m] that does not repeat y: a group's queries become rows of one product."""
     batch, heads, length, width = x.shape
     groups = y.shape[1]
     product = x.reshape(batch, groups, heads // groups * length, width) @ y
@@ -89,6 +91,7 @@ def _grouped_product(x: Tensor, y: Tensor) -> Tensor:
 
 
 def _rows_of(lam: Tensor, rows: slice) -> Tensor:
+    """λ of a range of the queries."""
     return lam[..., rows, :] if lam.dim() == 4 and lam.shape[-2] > 1 else lam
 
 

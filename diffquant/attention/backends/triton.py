@@ -7,15 +7,15 @@ from torch import Tensor
 
 from diffquant.attention.registry import Backend, register
 from diffquant.family.call import AttentionCall
-from diffquant.kernels.arguments import refused_device
+from diffquant.kernels.arguments import device_refusal
 
 # Below this many queries a fused prefill leaves most of its tile empty.
 _FEW_QUERIES = 16
 
 
 def _on_a_device(refuses: Callable[[AttentionCall], str | None]) -> Callable[[AttentionCall], str | None]:
-    """Ask about the device first, where Triton may not even be installed."""
-    return lambda call: refused_device(call.v.device) or refuses(call)
+    """`refuses`, asked after the device, since Triton may not even be installed."""
+    return lambda call: device_refusal(call.v.device) or refuses(call)
 
 
 def _prefill(call: AttentionCall) -> Tensor:
@@ -25,9 +25,9 @@ def _prefill(call: AttentionCall) -> Tensor:
 
 
 def _prefill_refuses(call: AttentionCall) -> str | None:
-    from diffquant.kernels.attention.prefill import refused
+    from diffquant.kernels.attention.prefill import prefill_refusal
 
-    return refused(call)
+    return prefill_refusal(call)
 
 
 def _prefill_int8(call: AttentionCall, pv: str) -> Tensor:
@@ -37,21 +37,21 @@ def _prefill_int8(call: AttentionCall, pv: str) -> Tensor:
 
 
 def _prefill_int8_refuses(call: AttentionCall, pv: str) -> str | None:
-    from diffquant.kernels.attention.prefill_int8 import refused
+    from diffquant.kernels.attention.prefill_int8 import prefill_int8_refusal
 
-    return refused(call, pv)
+    return prefill_int8_refusal(call, pv)
 
 
 def _simulated(call: AttentionCall) -> Tensor:
-    from diffquant.kernels.attention.simulated import simulated
+    from diffquant.kernels.attention.prefill_simulated import prefill_simulated
 
-    return simulated(call)
+    return prefill_simulated(call)
 
 
 def _simulated_refuses(call: AttentionCall) -> str | None:
-    from diffquant.kernels.attention.simulated import refused
+    from diffquant.kernels.attention.prefill_simulated import prefill_simulated_refusal
 
-    return refused(call)
+    return prefill_simulated_refusal(call)
 
 
 def _is_worth_fusing(call: AttentionCall) -> bool:
@@ -61,6 +61,7 @@ def _is_worth_fusing(call: AttentionCall) -> bool:
 
 register(Backend("triton", _prefill, _on_a_device(_prefill_refuses), priority=30, pays=_is_worth_fusing))
 register(Backend("triton-simulated", _simulated, _on_a_device(_simulated_refuses), logits="quantized", priority=30))
-# Faster, and not what the model computes: about 1 % away, and some percent with P·V in fp8 too.
+# Used by name alone: they are faster, but about 1 % away from what the model computes, and some percent with P·V in
+# fp8 too.
 for _name, _pv in (("triton-int8", "fp16"), ("triton-fp8", "fp8")):
     register(Backend(_name, partial(_prefill_int8, pv=_pv), _on_a_device(partial(_prefill_int8_refuses, pv=_pv))))

@@ -28,7 +28,7 @@ def attend_int8(
     D: tl.constexpr, DV: tl.constexpr, FP8: tl.constexpr, DESCRIBED: tl.constexpr, PINNED: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """One tile of BM rows of one pair: BM / PACK queries."""
+    """Attention of one tile of BM rows of one pair: BM / PACK queries."""
     # Under causal order the last tiles see most: they start first.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     pair = tl.program_id(1)
@@ -116,7 +116,7 @@ def _through(
     HALVES: tl.constexpr, FP8: tl.constexpr, DESCRIBED: tl.constexpr, PINNED: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Online softmax over the keys from `begin` up to `stop`."""
+    """State of an online softmax after the keys from `begin` up to `stop` more."""
     TOP: tl.constexpr = _E4M3_TOP if FP8 else 0.0
     for n in tl.range(begin, stop, BN):
         if DESCRIBED:
@@ -157,7 +157,7 @@ def _through(
 
 @triton.jit
 def _values(v8, at, row, n, padded, DESCRIBED: tl.constexpr, DH: tl.constexpr, BN: tl.constexpr):
-    """e4m3 codes of V [BN, DH]."""
+    """Codes of V in e4m3, [BN, DH]."""
     if DESCRIBED:
         values = v8.load([row, n]).T
     else:

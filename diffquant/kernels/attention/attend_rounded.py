@@ -1,4 +1,7 @@
-"""Attention whose logits are rounded to codes, in two kernels: rows' extremes, then softmax of rounded logits."""
+"""Attention whose logits are rounded to codes, in two kernels: each query's extremes, then softmax of rounded logits.
+
+In both kernels' code `step` is the scale of a query's logits.
+"""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 import triton
@@ -14,7 +17,7 @@ _FP16_MAX = tl.constexpr(65504.0)
 
 @triton.jit
 def _quotient(x, step, inverse):
-    """x / step as IEEE division rounds it, where `inverse` is 1 / step so rounded."""
+    """Quotient x / step as IEEE division rounds it, where `inverse` is 1 / step so rounded."""
     guess = x * inverse
     return tl.fma(tl.fma(-guess, step, x), inverse, guess)
 
@@ -26,7 +29,7 @@ def extremes(
     MAPS: tl.constexpr, CAUSAL: tl.constexpr, DESCRIBED: tl.constexpr, D: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Largest and smallest visible logit of each row of a tile; 0 and 0 where it sees none."""
+    """Largest and smallest visible logit of each query of a tile; 0 and 0 where it sees none."""
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     pair, own = tl.program_id(1) // MAPS, tl.program_id(1) % MAPS
     sequence, head = (pair // heads).to(tl.int64), (pair % heads).to(tl.int64)
@@ -84,7 +87,7 @@ def attend_rounded(
     MAPS: tl.constexpr, CAUSAL: tl.constexpr, SHIFT: tl.constexpr, NORM: tl.constexpr, DESCRIBED: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, HALVES: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """One tile of BM queries of one pair, a map after the other."""
+    """Attention of one tile of BM queries of one pair, a map after the other."""
     DH: tl.constexpr = DV // HALVES
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     pair = tl.program_id(1)

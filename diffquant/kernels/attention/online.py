@@ -1,4 +1,4 @@
-"""Attention over a range of keys with an online softmax: what the prefill kernels share.
+"""Attention over a range of keys with an online softmax, as the prefill kernels share it.
 
 A tile holds some rows (queries); its keys stand from position 0, the sequence's first valid one, to `keys`.
 A row at position p sees keys 0 to p (causal), or the last `window` of them, or all.
@@ -24,7 +24,7 @@ def at(strides, sequence, head, position):
 
 @triton.jit
 def valid_range(Starts, Ends, sequence, length):
-    """First valid position of a sequence and how many follow, held inside the tensor whatever the limits say."""
+    """First valid position of a sequence and the number of valid ones, inside the tensor whatever the limits say."""
     start = 0
     end = length
     if Starts is not None:
@@ -36,7 +36,7 @@ def valid_range(Starts, Ends, sequence, length):
 
 @triton.jit
 def key_spans(first, last, keys, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, STEP: tl.constexpr):
-    """Where a tile whose rows stand at positions first to last must look.
+    """Spans of keys for a tile whose rows stand at positions first to last.
 
     Returns:
         begin, inner_begin, inner_end, end: each row sees all of [inner_begin, inner_end), and nothing outside
@@ -62,7 +62,7 @@ def load_rows(
     source, first, column, bound, stride,
     STEP: tl.constexpr, WIDTH: tl.constexpr, DESCRIBED: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
-    """[STEP, WIDTH] from a row and a column on; rows from `bound` on are 0. `source` is a descriptor or a pointer."""
+    """Tile [STEP, WIDTH] of a tensor (a descriptor or a pointer) from a row and a column on; 0 from row `bound` on."""
     if DESCRIBED:
         rows = source.load([first, column])
     else:
@@ -79,13 +79,13 @@ def attend_keys(
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, EDGE: tl.constexpr, DESCRIBED: tl.constexpr,
     STEP: tl.constexpr, WIDTH: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """The state of an online softmax after keys begin to end more.
+    """State of an online softmax after keys begin to end more.
 
     Args:
-        left, right: [rows, PART] weighted values; `right` is idle where PARTS is 1.
-        largest: [rows] row maxima; `total` [rows] sums of weights.
-        q: [rows, WIDTH]; `position` [rows].
-        scale: what multiplies Q·Kᵀ, times log2(e).
+        left, right: weighted values [rows, PART]; `right` is idle where PARTS is 1.
+        largest: maxima of the rows [rows]; `total` [rows] is their sums of weights.
+        q: queries [rows, WIDTH]; `position` [rows] is theirs.
+        scale: factor of Q·Kᵀ, times log2(e).
     """
     for first in tl.range(begin, end, STEP):
         k = load_rows(K, first, 0, keys, k_stride, STEP, WIDTH, DESCRIBED, EDGE)
@@ -118,7 +118,7 @@ def attend_tile(
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, DESCRIBED: tl.constexpr,
     STEP: tl.constexpr, WIDTH: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """softmax(q·Kᵀ·scale)·V of one tile: float32 [rows, PART · PARTS]; rows that see nothing give 0.
+    """Attention softmax(q·Kᵀ·scale)·V of one tile: float32 [rows, PART · PARTS]; rows that see nothing give 0.
 
     Values may come in two parts. Where they are wider than a tile has rows, Triton spreads the warps of
     Ampere's products over columns, which then exchange row maxima and weights through shared memory; on

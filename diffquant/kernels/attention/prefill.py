@@ -1,4 +1,4 @@
-"""Differential attention of many queries in one kernel launch: both maps, λ and the per-pair norm.
+"""Differential attention of many queries in one kernel launch: both maps, λ and the pair norm.
 
 For inference: no gradient passes. Its plain form is `diffquant.attention.naive`.
 """
@@ -11,7 +11,7 @@ from torch import Tensor
 from diffquant.errors import UsageError
 from diffquant.family.call import AttentionCall
 from diffquant.family.norm import PairNorm
-from diffquant.kernels.arguments import empty_output, refused_call, refused_device, refused_widths
+from diffquant.kernels.arguments import call_refusal, device_refusal, empty_output, widths_refusal
 from diffquant.kernels.attention.prefill_v1 import prefill_v1
 from diffquant.kernels.attention.prefill_v2 import prefill_v2
 from diffquant.kernels.configs import PREFILL, choose, device_class
@@ -23,7 +23,7 @@ _AMPERE_COLUMNS = 128
 
 
 def prefill(call: AttentionCall) -> Tensor:
-    """Both maps, λ and the pair norm of a call in one launch.
+    """Attention of a call in one launch: both maps, λ and the pair norm.
 
     Args:
         call: two maps of float16 or bfloat16, d 64 or 128, dv = d or 2d, a positive scale, logits left alone.
@@ -32,7 +32,7 @@ def prefill(call: AttentionCall) -> Tensor:
         [B, h, T, dv], in memory [B, T, h, dv].
 
     Raises:
-        UsageError: the call is none that the kernels take.
+        UsageError: the kernels do not take the call.
     """
     if call.scale <= 0:
         raise UsageError(f"prefill takes a positive scale, got {call.scale}")
@@ -41,21 +41,22 @@ def prefill(call: AttentionCall) -> Tensor:
         raise UsageError(f"prefill: {reason}")
     norm = call.post or PairNorm(0.0)
     starts, ends = call.mask.ranges or (None, None)
-    return _op(
+    out: Tensor = _op(
         call.q[0], call.q[1], call.k[0], None if call.shares_keys else call.k[1], call.v, call.lam, starts, ends,
         norm.weight, call.scale, call.post is not None, norm.eps, norm.factor,
     )  # fmt: skip
+    return out
 
 
-def refused(call: AttentionCall) -> str | None:
-    """Why `prefill` cannot serve a call, or None."""
-    return refused_device(call.v.device) or _unsupported(call)
+def prefill_refusal(call: AttentionCall) -> str | None:
+    """Reason why `prefill` cannot serve a call, or None."""
+    return device_refusal(call.v.device) or _unsupported(call)
 
 
 def _unsupported(call: AttentionCall) -> str | None:
     if call.lam is None:
         return "the kernel takes two maps; one is scaled_dot_product_attention"
-    return refused_call(call) or refused_widths(call.q[0], call.v)
+    return call_refusal(call) or widths_refusal(call.q[0], call.v)
 
 
 @torch.library.custom_op("diffquant::prefill", mutates_args=())
@@ -74,7 +75,7 @@ def _op(
     eps: float,
     factor: float,
 ) -> Tensor:
-    """`prefill` of a call taken apart; k2 None where the maps share keys (V2)."""
+    """Output of `prefill` for a call taken apart; k2 is None where the maps share keys (V2)."""
     batch, pairs, queries, width = q1.shape
     kv_pairs, keys, value_width = v.shape[1:]
     out = empty_output(q1, value_width)
@@ -85,9 +86,9 @@ def _op(
     (v,) = same_strides(v)
     lam = lam.float().expand(batch, pairs, queries, 1)
     kernel, name = (prefill_v1, "prefill_v1") if k2 is not None else (prefill_v2, "prefill_v2")
-    here = device_class(v.device)
-    described = here == "sm_90" and describable(*keys_of_maps, v)
-    tile = choose(PREFILL, f"{name}/{here if described else 'sm_80'}/{width}")
+    device_kind = device_class(v.device)
+    described = device_kind == "sm_90" and describable(*keys_of_maps, v)
+    tile = choose(PREFILL, f"{name}/{device_kind if described else 'sm_80'}/{width}")
     if described:
         allow_descriptors()
     part = value_width if described else min(value_width, _AMPERE_COLUMNS)
@@ -106,5 +107,5 @@ def _op(
 
 
 @_op.register_fake
-def _(q1: Tensor, q2: Tensor, k1: Tensor, k2: Tensor | None, v: Tensor, *rest: object) -> Tensor:
+def _(q1: Tensor, q2: Tensor, k1: Tensor, k2: Tensor | None, v: Tensor, *_rest: object) -> Tensor:
     return empty_output(q1, v.shape[-1])

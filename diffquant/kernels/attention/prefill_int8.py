@@ -9,7 +9,7 @@ from diffquant.errors import UsageError
 from diffquant.family.call import AttentionCall
 from diffquant.family.norm import PairNorm
 from diffquant.kernels import configs
-from diffquant.kernels.arguments import empty_output, refused_call, refused_device, refused_widths
+from diffquant.kernels.arguments import call_refusal, device_refusal, empty_output, widths_refusal
 from diffquant.kernels.attention.attend_int8 import attend_int8
 from diffquant.kernels.attention.quantize_qkv import QuantizedKV, quantize_qkv
 from diffquant.kernels.configs import AttentionTile, choose, device_class
@@ -31,28 +31,29 @@ def prefill_int8(call: AttentionCall, pv: str = "fp16") -> Tensor:
 
     Args:
         call: one map or two of float16 or bfloat16, d 64 or 128, dv = d or 2d, logits left alone.
-        pv: "fp16" multiplies P and V in V's own type, "fp8" in e4m3.
+        pv: type of the product P·V: "fp16" multiplies P and V in V's own type, "fp8" in e4m3.
 
     Returns:
         [B, h, T, dv] in v's dtype, its memory [B, T, h, dv].
 
     Raises:
-        UsageError: the call is none that the kernel takes, or the device cannot do what is asked.
+        UsageError: the kernel does not take the call, or the device cannot do what is asked.
     """
     if reason := _unsupported(call, pv):
         raise UsageError(f"prefill_int8: {reason}")
     norm = call.post or PairNorm(0.0)
     starts, ends = call.mask.ranges or (None, None)
-    return _op(
+    out: Tensor = _op(
         call.q[0], call.q[1] if call.maps == 2 else None, call.k[0],
         call.k[1] if call.maps == 2 and not call.shares_keys else None, call.v, call.lam, starts, ends,
         norm.weight, call.scale, call.post is not None, norm.eps, norm.factor, pv,
     )  # fmt: skip
+    return out
 
 
-def refused(call: AttentionCall, pv: str = "fp16") -> str | None:
-    """Why `prefill_int8` cannot serve a call, or None."""
-    return refused_device(call.v.device) or _unsupported(call, pv)
+def prefill_int8_refusal(call: AttentionCall, pv: str = "fp16") -> str | None:
+    """Reason why `prefill_int8` cannot serve a call, or None."""
+    return device_refusal(call.v.device) or _unsupported(call, pv)
 
 
 def _unsupported(call: AttentionCall, pv: str) -> str | None:
@@ -60,7 +61,7 @@ def _unsupported(call: AttentionCall, pv: str) -> str | None:
         return f"P·V in {pv!r} is unknown; known are {', '.join(PV_TYPES)}"
     if pv == "fp8" and configs.capability(call.v.device) < (8, 9):
         return "P·V in fp8 needs compute capability 8.9 (Ada, Hopper) or newer; use pv='fp16'"
-    return refused_call(call) or refused_widths(call.q[0], call.v)
+    return call_refusal(call) or widths_refusal(call.q[0], call.v)
 
 
 @torch.library.custom_op("diffquant::prefill_int8", mutates_args=())
@@ -80,7 +81,7 @@ def _op(
     factor: float,
     pv: str,
 ) -> Tensor:
-    """`prefill_int8` of a call taken apart; k2 None where the maps share keys (V2)."""
+    """Output of `prefill_int8` for a call taken apart; k2 is None where the maps share keys (V2)."""
     batch, heads, length, width = q1.shape
     kv_heads, keys, value_width = v.shape[1:]
     out = empty_output(q1, value_width)
@@ -88,8 +89,8 @@ def _op(
         return out
     if keys == 0:
         return out.zero_()
-    here = device_class(v.device)
-    tile = choose(TILES, f"prefill_int8/{here}/{width}")
+    device_kind = device_class(v.device)
+    tile = choose(TILES, f"prefill_int8/{device_kind}/{width}")
     q = same_strides(q1) if q2 is None else same_strides(q1, q2)
     k = same_strides(k1) if k2 is None else same_strides(k1, k2)
     (v,) = same_strides(v)
@@ -97,7 +98,7 @@ def _op(
     lam = None if lam is None else lam.float().expand(batch, heads, length, 1)
     with torch.cuda.device_of(v):
         codes = quantize_qkv(q, k, v, starts, ends, scale, tile_rows=tile.queries, block=tile.keys, values=pv == "fp8")
-        described = here == "sm_90"
+        described = device_kind == "sm_90"
         if described and not describable(v):
             v = v.clone(memory_format=torch.contiguous_format)
         operands = _described(codes, v, tile) if described else (codes.q, codes.k, v if codes.v is None else codes.v)
@@ -117,7 +118,7 @@ def _op(
 
 
 @_op.register_fake
-def _(q1: Tensor, q2: Tensor | None, k1: Tensor, k2: Tensor | None, v: Tensor, *rest: object) -> Tensor:
+def _(q1: Tensor, q2: Tensor | None, k1: Tensor, k2: Tensor | None, v: Tensor, *_rest: object) -> Tensor:
     return empty_output(q1, v.shape[-1])
 
 

@@ -20,7 +20,7 @@ def prefill_v1(
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, NORM: tl.constexpr, DESCRIBED: tl.constexpr,
     ROWS: tl.constexpr, STEP: tl.constexpr, WIDTH: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Out [B, h, T, dv] of q [B, h, T, d], k [B, h_kv, S, d], v [B, h_kv, S, dv], λ [B, h, T], a tile a program.
+    """Output [B, h, T, dv] of q [B, h, T, d], k [B, h_kv, S, d], v [B, h_kv, S, dv], λ [B, h, T], a tile a program.
 
     Strides are in elements, of batch, head and position; `scale` is times log2(e).
     """

@@ -20,7 +20,7 @@ def prefill_v2(
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, NORM: tl.constexpr, DESCRIBED: tl.constexpr,
     ROWS: tl.constexpr, STEP: tl.constexpr, WIDTH: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """As `prefill_v1` with one K [B, h_kv, S, d]; a tile of ROWS rows holds ROWS / 2 queries."""
+    """Output of `prefill_v1`'s arguments with one K [B, h_kv, S, d]; a tile of ROWS rows holds ROWS / 2 queries."""
     held: tl.constexpr = ROWS // 2
     VALUE_WIDTH: tl.constexpr = PART * PARTS
     tiles = tl.cdiv(queries, held)

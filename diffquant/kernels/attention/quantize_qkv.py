@@ -1,4 +1,4 @@
-"""Q, K and V to 8 bits for attention: two passes over K and V, one over Q, in two launches.
+"""Quantization of Q, K and V to 8 bits for attention: two passes over K and V, one over Q, in two launches.
 
 K is smoothed: its mean over a sequence's valid tokens is subtracted, which softmax does not see, so that a
 constant offset of a channel does not use up the codes. Positions outside a sequence's valid range enter no
@@ -30,17 +30,17 @@ _ROUND = tl.constexpr(12582912.0)
 
 @dataclass(frozen=True)
 class QuantizedKV:
-    """8-bit Q, K and V and what multiplies them back.
+    """8-bit Q, K and V and the scales that multiply them back.
 
     Attributes:
-        q: int8 [B, h, n, rows, d]: n 2 where each map has its keys (V1), else 1; `rows` is T, or 2·T where a
-            query's two maps are neighbours (V2), rounded up to a whole tile. Rows beyond T hold anything.
-        q_scale: float32 [B, h, n, rows]; the logits' scale and log2(e) are in it.
-        k: int8 [B, h_kv, n, keys, d] from each sequence's first valid key on, `keys` S rounded up to whole blocks;
-            zero beyond the valid ones.
-        k_scale: float32 [B, h_kv, n, keys / block].
-        v: e4m3 [B, h_kv, dv, keys], likewise, each 16 keys in the order `swizzled` gives; or None.
-        v_scale: float32 [B, h_kv, dv]; or None.
+        q: codes of Q, int8 [B, h, n, rows, d]: n is 2 where each map has its keys (V1), else 1; `rows` is T, or 2·T
+            where a query's two maps are neighbours (V2), rounded up to a whole tile. Rows beyond T hold anything.
+        q_scale: scales of Q, float32 [B, h, n, rows], times the factor of Q·Kᵀ and log2(e).
+        k: codes of K, int8 [B, h_kv, n, keys, d] from each sequence's first valid key on; `keys` is S rounded up to
+            whole blocks, and codes beyond the valid keys are zero.
+        k_scale: scales of K, float32 [B, h_kv, n, keys / block].
+        v: codes of V, e4m3 [B, h_kv, dv, keys], likewise, each 16 keys in the order `swizzled` gives; or None.
+        v_scale: scales of V, float32 [B, h_kv, dv]; or None.
     """
 
     q: Tensor
@@ -63,17 +63,17 @@ def quantize_qkv(
     block: int,
     values: bool,
 ) -> QuantizedKV:
-    """Quantize what one attention reads.
+    """Quantize the Q, K and V that one attention reads.
 
     Args:
         q: one [B, h, T, d] a map, of the same strides, rows contiguous.
         k: one [B, h_kv, S, d] a map, or one that two maps share; likewise.
         v: [B, h_kv, S, dv], rows contiguous.
         starts, ends: range of valid positions of each sequence, int32 [B]; None for all.
-        scale: what multiplies the logits.
-        tile_rows: rows of Q are allotted in multiples of it.
-        block: keys that share a scale.
-        values: quantize V too.
+        scale: factor of Q·Kᵀ.
+        tile_rows: number of rows of a tile; rows of Q are allotted in multiples of it.
+        block: number of keys that share a scale.
+        values: whether to quantize V too.
     """
     batch, heads, length, width = q[0].shape
     kv_heads, keys, value_width = v.shape[1:]
@@ -119,7 +119,7 @@ def quantize_qkv(
 
 @triton.jit
 def swizzled(x, ROWS: tl.constexpr, KEYS: tl.constexpr):
-    """x [ROWS, KEYS] with each 16 keys reordered as (pair of a quad, half, of the pair).
+    """Tensor x [ROWS, KEYS], each 16 keys (half, thread of four, neighbour) reordered as (thread, half, neighbour).
 
     A thread of the tensor core's result holds keys 2i, 2i + 1, 2i + 8 and 2i + 9 of 16, and as an 8-bit operand
     it must hold four neighbours. In this order they are neighbours: probabilities stay where they are.
@@ -135,7 +135,7 @@ def _statistics(
     k_strides, v_strides, kv_heads, S, chunk,
     N: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Of one chunk of keys: the sum of each channel of K, the largest magnitude of each channel of V."""
+    """Statistics of one chunk of keys: the sum of each channel of K, the largest magnitude of each channel of V."""
     part, head = tl.program_id(0), tl.program_id(1)
     sequence, kv_head = (head // kv_heads).to(tl.int64), (head % kv_heads).to(tl.int64)
     start, valid = valid_range(starts, ends, sequence, S)
@@ -169,7 +169,7 @@ def _quantize(
     N: tl.constexpr, PACK: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, VALUE_ROWS: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
-    """One block of Q, of K or of V, as the program's number says."""
+    """Codes and scales of one block of Q, of K or of V, as the program's number says."""
     program = tl.program_id(0)
     if program < query_programs:
         blocks = tl.cdiv(T, ROWS)

@@ -1,4 +1,4 @@
-"""What a tile's rows see, as Triton functions. Keys count from a sequence's first valid one, `valid` of them."""
+"""The keys that a tile's rows see, as Triton functions; `valid` keys count from a sequence's first valid one."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 import triton
@@ -7,7 +7,7 @@ import triton.language as tl
 
 @triton.jit
 def seen_by(query, queries, offset, valid, window, CAUSAL: tl.constexpr):
-    """Each query sees the keys from `first` up to, and not including, `last`; 0 and 0 where it sees none.
+    """The keys that each query sees: from `first` up to, and not including, `last`; 0 and 0 where it sees none.
 
     `offset` is the position of query 0 among the keys.
     """
@@ -26,7 +26,7 @@ def seen_by(query, queries, offset, valid, window, CAUSAL: tl.constexpr):
 
 @triton.jit
 def key_blocks(first, last, valid, BN: tl.constexpr):
-    """Key blocks a tile visits: whole ones from `inner` to `outer`, partly hidden ones from `begin` and to `stop`.
+    """Key blocks that a tile visits: whole ones from `inner` to `outer`, partly hidden ones from `begin` and to `stop`.
 
     All but `stop` are multiples of BN. Rows that see nothing do not count: what they become is not kept.
     """

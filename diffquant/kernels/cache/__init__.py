@@ -1,1 +1,1 @@
-"""The packed KV cache: appending to it, and attention that reads it as it is stored."""
+"""Kernels of the packed KV cache: appending to it, and attention that reads it as it is stored."""

@@ -1,4 +1,4 @@
-"""New tokens into a `KVStore`: what leaves the unquantized window is quantized and packed, once.
+"""Appending new tokens to a `KVStore`: what leaves the unquantized window is quantized and packed, once.
 
 Codes and scales are those of `diffquant.numerics`: scales in the states' dtype, division rounded
 correctly, halves to even. The length is read and advanced on the device, so the launch may be captured in
@@ -8,7 +8,6 @@ a CUDA graph.
 from functools import cache
 
 import torch
-import triton
 from torch import Tensor
 
 from diffquant.errors import UsageError
@@ -21,19 +20,20 @@ def append(store: KVStore, k: Tensor, v: Tensor) -> None:
     """Store new tokens.
 
     Args:
-        k: [B, H, T, d], any strides.
-        v: [B, h_kv, T, dv], any strides.
+        store: store of one layer.
+        k: keys [B, H, T, d], any strides.
+        v: values [B, h_kv, T, dv], any strides.
 
     Raises:
         UsageError: the tensors do not fit the store, or it is full.
     """
     tokens = k.shape[2]
     for name, x, side in (("k", k, store.keys), ("v", v, store.values)):
-        wanted = (*side.codes.shape[:2], tokens, side.width)
-        if x.shape != wanted or x.dtype != side.dtype or x.device != side.codes.device:
+        shape = (*side.codes.shape[:2], tokens, side.width)
+        if x.shape != shape or x.dtype != side.dtype or x.device != side.codes.device:
             raise UsageError(
                 f"append: {name} is {x.dtype} {list(x.shape)} on {x.device}; the store takes {side.dtype} "
-                f"{list(wanted)} on {side.codes.device}"
+                f"{list(shape)} on {side.codes.device}"
             )
     if store.length + tokens > store.capacity:
         raise UsageError(
@@ -61,7 +61,7 @@ def _op(
     v_bits: int,
     residual: int,
 ) -> None:
-    """`append` without the store; `keys` and `values` are `StoredSide.tensors`."""
+    """Work of `append` without the store; `keys` and `values` are `StoredSide.tensors`."""
     batch, k_heads, tokens, width = k.shape
     v_heads, value_width = v.shape[1], v.shape[3]
     k_ring, v_ring = keys[3].shape[2], values[3].shape[2]
@@ -69,38 +69,40 @@ def _op(
     # More tokens than a window holds might be written over others that are still to be packed.
     phases = [(True, True)] if not rings or tokens <= min(rings) else [(True, False), (False, True)]
     steps = max(
-        _leaving(tokens, k_block) + _kept(tokens, k_ring, k_block), _leaving(tokens, 1) + _kept(tokens, v_ring, 1)
+        _most_packed_steps(tokens, k_block) + _most_waiting_steps(tokens, k_ring, k_block),
+        _most_packed_steps(tokens, 1) + _most_waiting_steps(tokens, v_ring, 1),
     )
     with torch.cuda.device_of(k):
         for packs, keeps in phases:
             append_tokens[(steps, batch * (k_heads + v_heads))](
                 k, k.stride(), *keys, v, v.stride(), *values, progress, tokens, keys[0].shape[2], k_heads, v_heads,
                 WIDTH=width, VALUE_WIDTH=value_width, K_BITS=k_bits, K_BLOCK=k_block, K_RING=k_ring, V_BITS=v_bits,
-                V_RING=v_ring, RESIDUAL=residual, K_LIMIT=_limit(k_bits, k.dtype), V_LIMIT=_limit(v_bits, k.dtype),
-                PACKS=packs, KEEPS=keeps, num_warps=4,
+                V_RING=v_ring, RESIDUAL=residual, K_LIMIT=_largest_scale(k_bits, k.dtype),
+                V_LIMIT=_largest_scale(v_bits, k.dtype), PACKS=packs, KEEPS=keeps, num_warps=4,
             )  # fmt: skip
 
 
 @_op.register_fake
-def _(*args: object) -> None:
+def _(*_args: object) -> None:
     return None
 
 
-def _step(block: int) -> int:
+def _tokens_a_step(block: int) -> int:
+    """Number of tokens that one program packs or copies."""
     return block if block > 1 else TOKENS_A_STEP
 
 
-def _leaving(tokens: int, block: int) -> int:
-    """Steps that may be packed, wherever they begin."""
-    return triton.cdiv(tokens + block - 1, _step(block)) + 1
+def _most_packed_steps(tokens: int, block: int) -> int:
+    """Largest number of steps that may be packed, wherever they begin."""
+    return -(-(tokens + block - 1) // _tokens_a_step(block)) + 1
 
 
-def _kept(tokens: int, ring: int, block: int) -> int:
-    """Steps that may be written to the window."""
-    return triton.cdiv(min(tokens, ring), _step(block)) + 1 if ring else 0
+def _most_waiting_steps(tokens: int, ring: int, block: int) -> int:
+    """Largest number of steps that may be written to the window."""
+    return -(-min(tokens, ring) // _tokens_a_step(block)) + 1 if ring else 0
 
 
 @cache
-def _limit(bits: int, dtype: torch.dtype) -> float:
-    """The largest scale."""
+def _largest_scale(bits: int, dtype: torch.dtype) -> float:
+    """Largest scale whose products with codes a dtype can hold."""
     return 1.0 if bits == 16 else float(storable_scale(torch.tensor(torch.inf), bits, dtype))

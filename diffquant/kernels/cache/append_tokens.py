@@ -1,4 +1,4 @@
-"""The kernel of `append`: which tokens leave the window, their codes and scales, and the ring.
+"""The kernel of `append`, which quantizes the tokens that leave the window and writes the ring.
 
 A program has one step of tokens of one head. It packs those that leave, and then puts the new ones that
 stay into the same slots of the ring, so no program writes what another still reads.
@@ -23,7 +23,7 @@ def append_tokens(
     V_BITS: tl.constexpr, V_RING: tl.constexpr, RESIDUAL: tl.constexpr, K_LIMIT: tl.constexpr, V_LIMIT: tl.constexpr,
     PACKS: tl.constexpr, KEEPS: tl.constexpr,
 ):  # fmt: skip
-    """One step of tokens of one head; heads of K come before those of V."""
+    """Append one step of tokens to one head; heads of K come before those of V."""
     length = tl.load(Progress)
     k_floor = tl.load(Progress + 1)
     v_floor = tl.load(Progress + 2)
@@ -139,7 +139,7 @@ def _states(
     new, is_new, new_part, old, is_old, old_part,
     PARTS: tl.constexpr, RING: tl.constexpr,
 ):  # fmt: skip
-    """PARTS float32 tiles of new and waiting tokens."""
+    """States of new and waiting tokens as PARTS float32 tiles."""
     if PARTS == 1:
         out = (_state(new, is_new, old, is_old, RING),)
     elif PARTS == 2:
@@ -164,7 +164,7 @@ def _state(new, is_new, old, is_old, RING: tl.constexpr):
 
 @triton.jit
 def _scale(largest, BITS: tl.constexpr, LIMIT: tl.constexpr, DTYPE: tl.constexpr):
-    """`numerics.absmax_scale` of a largest magnitude."""
+    """Scale of a largest magnitude, as `numerics.absmax_scale` computes it."""
     LARGEST: tl.constexpr = 2 ** (BITS - 1) - 1
     scale = tl.div_rn(largest, tl.full(largest.shape, LARGEST, tl.float32)).to(DTYPE).to(tl.float32)
     return tl.where(scale == 0.0, 1.0, tl.minimum(scale, LIMIT))
@@ -175,7 +175,7 @@ def _stored(
     x, part: tl.constexpr, of_tokens, Scales,
     BITS: tl.constexpr, BLOCK: tl.constexpr, LIMIT: tl.constexpr, PART: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """`numerics.quantize` of one part, plus what makes it unsigned; scales per channel are stored as well."""
+    """Unsigned codes of one part, as `numerics.quantize` computes them; scales per channel are stored as well."""
     LARGEST: tl.constexpr = 2 ** (BITS - 1) - 1
     states = x[part]
     if BLOCK > 1:

@@ -16,10 +16,10 @@ from diffquant.errors import UsageError
 from diffquant.family.call import check_tensors
 from diffquant.family.mask import Mask
 from diffquant.family.norm import PairNorm
-from diffquant.kernels.arguments import HALF_TYPES, empty_output, refused_device, refused_widths
+from diffquant.kernels.arguments import HALF_TYPES, device_refusal, empty_output, widths_refusal
 from diffquant.kernels.cache.decode_combine import decode_combine
 from diffquant.kernels.cache.decode_share import decode_share
-from diffquant.kernels.cache.kv_store import KVStore, refused_store
+from diffquant.kernels.cache.kv_store import KVStore, store_refusal
 from diffquant.kernels.configs import AttentionTile, choose, device_class
 from diffquant.kernels.strides import same_strides
 from diffquant.scheme import Recipe
@@ -53,52 +53,57 @@ def decode(
         q: one [B, h, T, d] a map, one or two maps, T up to 16; the last T tokens stored are theirs.
         store: one layer's keys and values; keys of both maps (V1) or of one that both read.
         lam: λ, broadcastable to [B, h, T, 1]; None with one map.
-        scale: what multiplies Q·Kᵀ.
-        mask: which keys a query sees; its padding, where there is any, is one range of keys a sequence.
-        post: the norm over a pair's output.
+        scale: factor of Q·Kᵀ.
+        mask: mask of the keys that a query sees; its padding, where there is any, is one range of keys a sequence.
+        post: norm over a pair's output; None for none.
 
     Returns:
         [B, h, T, dv], in memory [B, T, h, dv].
 
     Raises:
-        UsageError: arguments disagree, or are none that the kernels take.
+        UsageError: arguments disagree, or the kernels do not take them.
     """
-    shared = _check(q, store, lam, mask, post)
+    shared = _shares_keys(q, store, lam, mask, post)
     if torch.is_grad_enabled() and any(x.requires_grad for x in q):
         raise UsageError("decode has no backward pass; call it under torch.no_grad()")
     keys, values = store.keys, store.values
     norm = post or PairNorm(0.0)
     starts, ends = mask.ranges or (None, None)
-    return _op(
+    out: Tensor = _op(
         list(q), keys.tensors, values.tensors, store.progress, lam, starts, ends, norm.weight,
         keys.scheme.bits, keys.block, values.scheme.bits, max(keys.residual, values.residual), shared,
         scale, post is not None, norm.eps, norm.factor,
     )  # fmt: skip
+    return out
 
 
-def refused(recipe: Recipe, q: Sequence[Tensor], v: Tensor) -> str | None:
-    """Why `decode` cannot serve these queries from a store of such values, or None."""
+def decode_refusal(recipe: Recipe, q: Sequence[Tensor], v: Tensor) -> str | None:
+    """Reason why `decode` cannot serve these queries from a store of such values, or None."""
     if q[0].shape[2] > MAX_QUERIES:
         return f"decode takes up to {MAX_QUERIES} new tokens, not {q[0].shape[2]}"
     return (
-        refused_device(v.device)
-        or refused_widths(q[0], v)
-        or refused_store(recipe, q[0].shape[-1], v.shape[-1], v.dtype)
+        device_refusal(v.device)
+        or widths_refusal(q[0], v)
+        or store_refusal(recipe, q[0].shape[-1], v.shape[-1], v.dtype)
     )
 
 
-def _check(q: Sequence[Tensor], store: KVStore, lam: Tensor | None, mask: Mask, post: PairNorm | None) -> bool:
-    """Whether two maps share keys, if all arguments agree."""
+def _shares_keys(q: Sequence[Tensor], store: KVStore, lam: Tensor | None, mask: Mask, post: PairNorm | None) -> bool:
+    """Whether two maps share the store's keys.
+
+    Raises:
+        UsageError: arguments disagree, or the kernels do not take them.
+    """
     k, v = store.keys, store.values
     batch, k_heads, capacity = k.codes.shape[:3]
     v_heads = v.codes.shape[1]
     shared = len(q) == 2 and k_heads == v_heads
     if not shared and k_heads != len(q) * v_heads:
         raise UsageError(f"decode: {len(q)} maps cannot read {k_heads} key heads beside {v_heads} value heads")
-    # Stand-ins of the store's shapes.
-    some_k = k.recent.new_empty(()).expand(batch, v_heads, capacity, k.width)
-    some_v = v.recent.new_empty(()).expand(batch, v_heads, capacity, v.width)
-    check_tensors(q, [some_k] * len(q), some_v, lam, mask, post)
+    # Stand-ins of the shapes that are read back, without memory.
+    keys = k.recent.new_empty(()).expand(batch, v_heads, capacity, k.width)
+    values = v.recent.new_empty(()).expand(batch, v_heads, capacity, v.width)
+    check_tensors(q, [keys] * len(q), values, lam, mask, post)
     if q[0].is_cuda and q[0].dtype not in HALF_TYPES:
         raise UsageError(f"decode takes float16 and bfloat16 on CUDA, got {q[0].dtype}")
     if mask.keys is not None and mask.ranges is None:
@@ -128,7 +133,7 @@ def _op(
     eps: float,
     factor: float,
 ) -> Tensor:
-    """`decode` of arguments taken apart; `keys` and `values` are `StoredSide.tensors`."""
+    """Output of `decode` for arguments taken apart; `keys` and `values` are `StoredSide.tensors`."""
     batch, pairs, queries, width = q[0].shape
     k_heads, v_heads = keys[0].shape[1], values[0].shape[1]
     value_width = _value_width(values, v_bits)
@@ -136,13 +141,13 @@ def _op(
     if out.numel() == 0:
         return out
     q = same_strides(*q)
-    here = choose(TILES, f"decode/{device_class(out.device)}/{value_width}")
+    tile = choose(TILES, f"decode/{device_class(out.device)}/{value_width}")
     # One row of scales serves a step.
-    step = min(here.keys, k_block) if k_block > 1 else here.keys
+    step = min(tile.keys, k_block) if k_block > 1 else tile.keys
     group = pairs // v_heads
-    tiles = triton.cdiv(len(q) * group * queries, here.queries)
-    shares = _shares(batch * v_heads * tiles, keys[0].shape[2] // step, out.device)
-    partial = (batch * v_heads * tiles, shares, here.queries)
+    tiles = triton.cdiv(len(q) * group * queries, tile.queries)
+    shares = _count_shares(batch * v_heads * tiles, keys[0].shape[2] // step, out.device)
+    partial = (batch * v_heads * tiles, shares, tile.queries)
     largest, total, acc = (
         out.new_empty(shape, dtype=torch.float32) for shape in (partial, partial, (*partial, value_width))
     )
@@ -154,20 +159,20 @@ def _op(
             largest, total, acc, scale * log2(e), keys[0].shape[2], group, queries, 0, k_heads, v_heads,
             RESIDUAL=residual, WINDOW=False, WIDTH=width, VALUE_WIDTH=value_width,
             K_BITS=k_bits, K_BLOCK=k_block, K_RING=keys[3].shape[2], V_BITS=v_bits, V_RING=values[3].shape[2],
-            SHARED_K=shared_k, ROWS=here.queries, STEP=step, STAGES=here.stages, PTX=ptx, num_warps=here.warps,
+            SHARED_K=shared_k, ROWS=tile.queries, STEP=step, STAGES=tile.stages, PTX=ptx, num_warps=tile.warps,
         )  # fmt: skip
         lam = None if lam is None else lam.float().expand(batch, pairs, queries, 1)
         decode_combine[(batch * pairs * queries,)](
             largest, total, acc, lam, weight, out, lam.stride()[:3] if lam is not None else (0, 0, 0), out.stride()[:3],
             pairs, group, queries, shares, tiles, eps, factor,
-            NORM=normed, ROWS=here.queries, SHARES=triton.next_power_of_2(shares), VALUE_WIDTH=value_width, num_warps=4,
+            NORM=normed, ROWS=tile.queries, SHARES=triton.next_power_of_2(shares), VALUE_WIDTH=value_width, num_warps=4,
         )  # fmt: skip
     return out
 
 
 @_op.register_fake
-def _(q: list[Tensor], keys: list[Tensor], values: list[Tensor], *rest: object) -> Tensor:
-    v_bits = rest[7]
+def _(q: list[Tensor], keys: list[Tensor], values: list[Tensor], *others: object) -> Tensor:
+    v_bits = others[7]
     return empty_output(q[0], _value_width(values, v_bits))
 
 
@@ -175,7 +180,7 @@ def _value_width(values: list[Tensor], bits: object) -> int:
     return values[0].shape[-1] * (2 if bits in (4, 6) else 1)
 
 
-def _shares(others: int, steps: int, device: torch.device) -> int:
-    """Into how many shares the keys are split, so that with `others` programs a share the device is full."""
+def _count_shares(others: int, steps: int, device: torch.device) -> int:
+    """Number of shares that the keys are split into, so that with `others` programs a share the device is full."""
     processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
-    return max(min(triton.cdiv(_PROGRAMS_A_PROCESSOR * processors, others), steps), 1)
+    return max(min(-(-_PROGRAMS_A_PROCESSOR * processors // others), steps), 1)

@@ -1,4 +1,4 @@
-"""The end of `decode`: shares of the keys together, λ and the per-pair norm."""
+"""The second kernel of `decode`, which combines the shares of the keys and applies λ and the pair norm."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 import triton
@@ -13,7 +13,7 @@ def decode_combine(
     Largest, Total, Acc, Lam, Weight, Out, lam_stride, out_stride, pairs, group, queries, shares, tiles, eps, factor,
     NORM: tl.constexpr, ROWS: tl.constexpr, SHARES: tl.constexpr, VALUE_WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """One query of one pair."""
+    """Output of one query of one pair."""
     query = tl.program_id(0) % queries
     pair = tl.program_id(0) // queries % pairs
     sequence = (tl.program_id(0) // queries // pairs).to(tl.int64)
@@ -36,7 +36,7 @@ def _whole(
     Largest, Total, Acc, first_tile, row, shares,
     ROWS: tl.constexpr, SHARES: tl.constexpr, VALUE_WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """softmax(Q·Kᵀ·scale)·V of one row, [1, VALUE_WIDTH]; 0 where it saw nothing."""
+    """Attention softmax(Q·Kᵀ·scale)·V of one row, [1, VALUE_WIDTH]; 0 where it saw nothing."""
     first = (first_tile + row // ROWS) * shares * ROWS + row % ROWS
     share = tl.arange(0, SHARES)
     of_all = tl.load(Largest + first + share * ROWS, mask=share < shares, other=LOWEST)

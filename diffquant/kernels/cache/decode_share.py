@@ -1,4 +1,4 @@
-"""One share of the keys of a `KVStore`: partial sums of attention that `decode` combines.
+"""The first kernel of `decode`: partial sums of attention over one share of a `KVStore`'s keys.
 
 A tile holds the rows of one KV head: both maps of every query pair that reads it. So V is read once, and
 where the maps have keys of their own each row is zero for the other's. K's scales multiply q (per channel)
@@ -22,9 +22,10 @@ def decode_share(
     K_BITS: tl.constexpr, K_BLOCK: tl.constexpr, K_RING: tl.constexpr, V_BITS: tl.constexpr, V_RING: tl.constexpr,
     SHARED_K: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """Program (share, sequence and KV head, rows): its rows' maxima, sums and weighted values over its keys.
+    """Maxima, sums and weighted values of a program's rows over its keys.
 
-    Rows are ordered map, query pair of the group, query. `scale` includes log2(e).
+    Programs are (share, sequence and KV head, tile of rows). Rows are ordered map, query pair of the group, query.
+    `scale` includes log2(e).
     """
     V_PARTS: tl.constexpr = parts_of(V_BITS)
     sequence = (tl.program_id(1) // v_heads).to(tl.int64)
@@ -110,7 +111,7 @@ def _span(
     V_BITS: tl.constexpr, V_RING: tl.constexpr, V_PARTS: tl.constexpr, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
     TWO_K: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """The sums after keys begin to end more, of which a row sees those from `first` to `last`."""
+    """Sums after keys begin to end more, of which a row sees those from `first` to `last`."""
     STATES: tl.constexpr = q1.dtype
     CODES: tl.constexpr = tl.float32 if tl.float32 == STATES else tl.float16
     K_DTYPE: tl.constexpr = STATES if K_BITS == 16 else CODES
@@ -163,7 +164,7 @@ def _scaled(q, Scales, PER_CHANNEL: tl.constexpr, DTYPE: tl.constexpr):
 
 @triton.jit
 def _weighed(acc, shrink, weights, v, PARTS: tl.constexpr):
-    """acc·shrink + weights·v."""
+    """Tiles of acc·shrink + weights·v."""
     if PARTS == 1:
         out = (_product(acc[0], shrink, weights, v[0]),)
     elif PARTS == 2:
@@ -207,5 +208,5 @@ def _zeros(ROWS: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr):
 
 @triton.jit
 def _waiting(recent):
-    """As `stored_head`, of states not yet quantized."""
+    """Pointers as `stored_head` gives them, to states not yet quantized."""
     return recent, recent, recent

@@ -1,4 +1,4 @@
-"""What kernels know of a `KVStore`: where a head lies, how many tokens are packed, codes out of bytes.
+"""The layout of a `KVStore` as kernels read it: where a head lies, how many tokens are packed, codes out of bytes.
 
 Codes become half floats without a conversion: 0x6400 | n is the float16 number 1024 + n. On a GPU this is
 spelled in PTX, four codes at a time, since the compiler would widen each byte alone; the interpreter knows
@@ -61,7 +61,7 @@ def _from_nibbles(x, DTYPE: tl.constexpr, PTX: tl.constexpr):
 
 @triton.jit
 def _from_six(first, second, top, DTYPE: tl.constexpr, PTX: tl.constexpr):
-    """Nibbles of quarters 0 and 2, of quarters 1 and 3, and the two top bits of all four."""
+    """Codes of a head's four quarters, from nibbles of quarters 0 and 2, of 1 and 3, and the top two bits of all."""
     if PTX:
         a = tl.inline_asm_elementwise(_SIX_0, "=&r,=&r,r,r", [first, top], dtype=tl.float16, is_pure=True, pack=4)
         b = tl.inline_asm_elementwise(_SIX_1, "=&r,=&r,r,r", [second, top], dtype=tl.float16, is_pure=True, pack=4)
@@ -83,7 +83,7 @@ def parts(
     Codes, Top, token,
     BITS: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr, DTYPE: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """Tokens [N] of one head as PARTS tiles [N, WIDTH / PARTS], codes not yet multiplied by their scales."""
+    """Codes of tokens [N] of one head as PARTS tiles [N, WIDTH / PARTS], not yet multiplied by their scales."""
     PART: tl.constexpr = WIDTH // PARTS
     column = tl.arange(0, PART)[None, :]
     if BITS == 4:
@@ -107,7 +107,7 @@ def parts(
 
 @triton.jit
 def whole(Codes, Top, token, BITS: tl.constexpr, WIDTH: tl.constexpr, DTYPE: tl.constexpr, PTX: tl.constexpr):
-    """`parts` side by side, [N, WIDTH]."""
+    """Codes of tokens [N] of one head as one tile [N, WIDTH]: `parts` side by side."""
     x = parts(Codes, Top, token, BITS, WIDTH, parts_of(BITS), DTYPE, PTX)
     if BITS == 4:
         out = tl.reshape(tl.permute(tl.join(x[0], x[1]), (0, 2, 1)), (token.shape[0], WIDTH))
@@ -121,13 +121,13 @@ def whole(Codes, Top, token, BITS: tl.constexpr, WIDTH: tl.constexpr, DTYPE: tl.
 
 @triton.jit
 def packed_tokens(length, floor, BITS: tl.constexpr, BLOCK: tl.constexpr, RESIDUAL: tl.constexpr):
-    """`StoredSide.packed`."""
+    """Number of packed tokens, as `StoredSide.packed` counts them."""
     return length if BITS == 16 else tl.maximum(floor, (length - RESIDUAL) // BLOCK * BLOCK)
 
 
 @triton.jit
 def stored_head(Codes, Top, Scales, head, capacity, BITS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
-    """A head's codes, second plane and scales; heads stand one after another, `capacity` tokens each."""
+    """Pointers to a head's codes, second plane and scales; heads stand one after another, `capacity` tokens each."""
     scales = capacity // BLOCK * WIDTH if BLOCK > 1 else capacity
     stored: tl.constexpr = WIDTH // 2 if BITS < 8 else WIDTH
     return Codes + head * capacity * stored, Top + head * capacity * (WIDTH // 4), Scales + head * scales
@@ -135,5 +135,5 @@ def stored_head(Codes, Top, Scales, head, capacity, BITS: tl.constexpr, BLOCK: t
 
 @triton.constexpr_function
 def parts_of(BITS):
-    """Tiles a head unpacks into, side by side."""
+    """Number of tiles that a head unpacks into, side by side."""
     return {4: 2, 6: 4}.get(BITS, 1)

@@ -25,15 +25,15 @@ _CAPACITY_STEP = 128
 
 @dataclass
 class StoredSide:
-    """Keys or values: C tokens of capacity, H heads, w channels.
+    """Stored keys or values of one layer: C tokens of capacity, H heads, w channels.
 
     Attributes:
-        scheme: their bits and what shares a scale.
-        residual: newest tokens that stay unquantized.
-        codes: uint8 [B, H, C, bytes of a token], or the states themselves at 16 bits.
-        top: uint8 [B, H, C, w/4], the second plane of 6 bits; empty otherwise.
-        scales: in the states' dtype: [B, H, C] per token, [B, H, C / block, w] per channel; empty at 16 bits.
-        recent: [B, H, ring, w] states not yet quantized; empty at 16 bits and where nothing waits.
+        scheme: bits of the codes and what shares a scale.
+        residual: number of newest tokens that stay unquantized.
+        codes: codes, uint8 [B, H, C, bytes of a token], or the states themselves at 16 bits.
+        top: second plane of 6 bits, uint8 [B, H, C, w/4]; empty otherwise.
+        scales: scales in the states' dtype, [B, H, C] per token, [B, H, C / block, w] per channel; empty at 16 bits.
+        recent: states not yet quantized, [B, H, ring, w]; empty at 16 bits and where nothing waits.
     """
 
     scheme: Scheme
@@ -45,7 +45,7 @@ class StoredSide:
 
     @classmethod
     def empty(cls, scheme: Scheme, residual: int, like: Tensor, capacity: int) -> "StoredSide":
-        """Room for `capacity` tokens of states as `like` [B, H, T, w]."""
+        """Empty storage for `capacity` tokens of states as `like` [B, H, T, w]."""
         batch, heads, _, width = like.shape
         bits = scheme.bits
         block = tokens_a_scale(scheme)
@@ -68,12 +68,12 @@ class StoredSide:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """codes, top, scales and recent."""
+        """Tensors in the order that kernels take them: codes, top, scales and recent."""
         return [self.codes, self.top, self.scales, self.recent]
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the states."""
+        """Dtype of the states."""
         return self.recent.dtype
 
     @property
@@ -82,7 +82,7 @@ class StoredSide:
 
     @property
     def block(self) -> int:
-        """Tokens that share the scales of their channels; 1 where each token has its own."""
+        """Number of tokens that share the scales of their channels; 1 where each token has its own."""
         return tokens_a_scale(self.scheme)
 
     @property
@@ -90,13 +90,13 @@ class StoredSide:
         return self.recent.shape[2]
 
     def packed(self, length: int, floor: int) -> int:
-        """How many of `length` tokens are packed; `floor` were when the newest tokens were last forgotten."""
+        """Number of packed tokens among `length`; `floor` were packed when the newest tokens were last forgotten."""
         if not self.scheme.quantizes:
             return length
         return max(floor, (length - self.residual) // self.block * self.block)
 
     def read(self, length: int, floor: int) -> Tensor:
-        """[B, H, length, w] in the dtype of the states."""
+        """States [B, H, length, w] as they read back, in the dtype they came in."""
         packed = self.packed(length, floor)
         if not self.scheme.quantizes:
             return self.codes[:, :, :length]
@@ -112,6 +112,7 @@ class StoredSide:
         return torch.cat([old, self.recent.index_select(2, slots)], 2)
 
     def _unpacked(self, tokens: int) -> Tensor:
+        """Codes of the first tokens, int8 [B, H, tokens, w]."""
         stored, bits = self.codes[:, :, :tokens], self.scheme.bits
         if bits != 8:
             stored = torch.cat([stored & 15, stored >> 4], -1)
@@ -125,10 +126,10 @@ class KVStore:
     """Keys and values of one layer.
 
     Attributes:
-        keys, values: what is stored of each.
-        length: tokens stored, counted by the host. A replayed CUDA graph advances only the device's count:
+        keys, values: storage of each.
+        length: number of tokens stored, counted by the host. A replayed CUDA graph advances only the device's count:
             add here what its replays appended before reading, growing or forgetting.
-        progress: int32 [4] on the device: tokens stored; packed keys and values when tokens were last
+        progress: counts on the device, int32 [4]: tokens stored; packed keys and values when tokens were last
             forgotten; programs of an append that are done.
     """
 
@@ -136,12 +137,12 @@ class KVStore:
         """An empty store for states as k [B, H, T, d] and v [B, h_kv, T, dv]; T does not matter.
 
         Raises:
-            UsageError: the kernels cannot store this.
+            UsageError: the kernels cannot store such keys and values.
         """
-        reason = refused_store(recipe, k.shape[-1], v.shape[-1], k.dtype)
+        reason = store_refusal(recipe, k.shape[-1], v.shape[-1], k.dtype)
         if reason:
             raise UsageError(f"KV store: {reason}")
-        capacity = _rounded(capacity)
+        capacity = _rounded_up(capacity)
         self.keys = StoredSide.empty(recipe.k, recipe.residual, k, capacity)
         self.values = StoredSide.empty(recipe.v, recipe.residual, v, capacity)
         self.length = 0
@@ -165,7 +166,7 @@ class KVStore:
 
     def grow(self, capacity: int) -> None:
         """Make room for `capacity` tokens."""
-        capacity = _rounded(capacity)
+        capacity = _rounded_up(capacity)
         for side, _ in self._sides():
             for name, tokens in (("codes", 1), ("top", 1), ("scales", side.block)):
                 old = getattr(side, name)
@@ -178,7 +179,7 @@ class KVStore:
         """Forget the newest `tokens` tokens.
 
         Raises:
-            UsageError: that would split a packed block whose tokens share scales.
+            UsageError: forgetting them would split a packed block whose tokens share scales.
         """
         length = max(self.length - tokens, 0)
         floors = [min(side.packed(self.length, floor), length) for side, floor in self._sides()]
@@ -190,7 +191,7 @@ class KVStore:
         self.length, self._floors = length, (floors[0], floors[1])
         self.progress.copy_(torch.tensor([length, *floors, 0], dtype=torch.int32))
 
-    def each(self, change: Callable[[Tensor], Tensor]) -> None:
+    def replace_tensors(self, change: Callable[[Tensor], Tensor]) -> None:
         """Replace every stored tensor, all of which have the batch first."""
         for side, _ in self._sides():
             for field in fields(side):
@@ -203,19 +204,19 @@ class KVStore:
 
 
 def tokens_a_scale(scheme: Scheme) -> int:
-    """Tokens that share the scales of their channels; 1 where each token has its own."""
+    """Number of tokens that share the scales of their channels; 1 where each token has its own."""
     return scheme.size or 1 if scheme.granularity == "column" else 1
 
 
 def ring_length(scheme: Scheme, residual: int) -> int:
-    """Slots for the tokens that may wait unquantized: whole steps, so that a step never wraps around."""
+    """Number of slots for the tokens that may wait unquantized: whole steps, so that a step never wraps around."""
     waiting = residual + tokens_a_scale(scheme) - 1
     step = max(tokens_a_scale(scheme), TOKENS_A_STEP)
     return -(-waiting // step) * step if scheme.quantizes else 0
 
 
-def refused_store(recipe: Recipe, width: int, value_width: int, dtype: torch.dtype) -> str | None:
-    """Why a `KVStore` cannot hold keys and values of these widths, or None; float32 is for the interpreter."""
+def store_refusal(recipe: Recipe, width: int, value_width: int, dtype: torch.dtype) -> str | None:
+    """Reason why a `KVStore` cannot hold keys and values of these widths, or None; float32 is for the interpreter."""
     if dtype not in STATE_TYPES:
         return f"keys and values are {dtype}; the kernels take {', '.join(map(str, STATE_TYPES))}"
     if width not in (64, 128) or value_width not in (width, 2 * width):
@@ -234,6 +235,6 @@ def refused_store(recipe: Recipe, width: int, value_width: int, dtype: torch.dty
     return None
 
 
-def _rounded(capacity: int) -> int:
-    """Whole steps of every kernel, which then need not look where the tensors end."""
+def _rounded_up(capacity: int) -> int:
+    """Capacity in whole steps of every kernel, which then need not look where the tensors end."""
     return max(-(-capacity // _CAPACITY_STEP), 1) * _CAPACITY_STEP

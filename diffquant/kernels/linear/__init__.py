@@ -1,1 +1,1 @@
-"""Products with packed weights."""
+"""Kernels for products with packed weights."""

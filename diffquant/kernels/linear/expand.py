@@ -1,4 +1,4 @@
-"""A packed weight written out in half precision, for products so large that a library's matmul is faster (Triton)."""
+"""Expansion of a packed weight to half precision, for products so large that a library's matmul is faster (Triton)."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 from math import gcd
@@ -8,22 +8,22 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from diffquant.kernels.linear.repack import FRAGMENT, PackedWeight, fields
+from diffquant.kernels.linear.repack import FRAGMENT, PackedWeight, fields_in_word
 from diffquant.kernels.linear.unpacking import chunk_weights, join_fields
 
 _ROW_BLOCKS = 8
 
 
 def launch_expand(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
-    """W [N, K] in `dtype`, float16 or bfloat16."""
+    """Weight W [N, K] written out in `dtype`, float16 or bfloat16."""
     rows, width = weight.shape
     blocks, chunks, _ = weight.low.shape
     w = weight.low.new_empty(rows, width, dtype=dtype)
     _expand[(chunks, triton.cdiv(blocks, _ROW_BLOCKS))](
         weight.low, weight.high, weight.scales, weight.row_scale, w,
         rows, width, blocks, chunks, int(len(weight.row_scale) > 1),
-        BITS=weight.bits, FIELDS=fields(weight.bits), GROUP=weight.group,
-        SPAN=gcd(weight.group // FRAGMENT, fields(weight.bits)), BLOCKS=_ROW_BLOCKS,
+        BITS=weight.bits, FIELDS=fields_in_word(weight.bits), GROUP=weight.group,
+        SPAN=gcd(weight.group // FRAGMENT, fields_in_word(weight.bits)), BLOCKS=_ROW_BLOCKS,
     )  # fmt: skip
     return w
 

@@ -1,4 +1,4 @@
-"""y = x · Wᵀ for many tokens: weights are unpacked in the registers the tensor cores take them from (Triton).
+"""Product y = x · Wᵀ for many tokens: weights are unpacked in the registers the tensor cores take them from (Triton).
 
 A tile is computed transposed, W · xᵀ: products take their left side from registers in just the order of `repack`,
 so that unpacked weights never pass through shared memory. Where tiles are fewer than processors, K is split
@@ -16,17 +16,24 @@ import triton.language as tl
 from torch import Tensor
 
 from diffquant.kernels.configs import choose, device_class
-from diffquant.kernels.linear.repack import FRAGMENT, PackedWeight, fields
+from diffquant.kernels.linear.repack import FRAGMENT, PackedWeight, fields_in_word
 from diffquant.kernels.linear.unpacking import chunk_weights, join_fields
 
 _ADDED_AT_ONCE = 256
-# Of a split, at least: its part is written and read again in float32.
+# Fewest chunks that a split of K is worth: its part is written and read again in float32.
 _LEAST_CHUNKS = 4
 
 
 @dataclass(frozen=True)
 class GemmTile:
-    """Rows of W and tokens of a tile, warps, and steps loaded ahead."""
+    """A tile of the kernel.
+
+    Attributes:
+        rows: number of rows of W.
+        tokens: number of tokens.
+        warps: number of warps.
+        stages: number of steps loaded ahead.
+    """
 
     rows: int
     tokens: int
@@ -47,12 +54,12 @@ TILES = {
 
 
 def launch_gemm(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
-    """x [M, K] with contiguous rows -> [M, N]."""
+    """Product [M, N] of x [M, K], contiguous along K, and a packed weight."""
     tokens, width = x.shape
     rows = weight.shape[0]
     blocks, chunks, _ = weight.low.shape
-    kind = device_class(x.device)
-    tile = choose(TILES, f"gemm/{kind}/{32 if tokens <= 32 else 64 if tokens <= 64 else 128}")
+    device_kind = device_class(x.device)
+    tile = choose(TILES, f"gemm/{device_kind}/{32 if tokens <= 32 else 64 if tokens <= 64 else 128}")
     tiles = triton.cdiv(tokens, tile.tokens), triton.cdiv(rows, tile.rows)
     splits = max(1, min(_processors(x.device) // (tiles[0] * tiles[1]), chunks // _LEAST_CHUNKS))
     y = x.new_empty(tokens, rows)
@@ -61,10 +68,10 @@ def launch_gemm(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
     _gemm[(*tiles, splits)](
         x, weight.low, weight.high, weight.scales, weight.row_scale, bias, parts,
         tokens, rows, width, blocks, chunks, triton.cdiv(chunks, splits), x.stride(0), row_scale_stride,
-        BITS=weight.bits, FIELDS=fields(weight.bits), GROUP=weight.group,
-        SPAN=gcd(weight.group // FRAGMENT, fields(weight.bits)),
-        BLOCKS=tile.rows // FRAGMENT, TOKENS=tile.tokens, JOINED=kind == "sm_90",
-        EVEN=width == chunks * FRAGMENT * fields(weight.bits), FINAL=splits == 1,
+        BITS=weight.bits, FIELDS=fields_in_word(weight.bits), GROUP=weight.group,
+        SPAN=gcd(weight.group // FRAGMENT, fields_in_word(weight.bits)),
+        BLOCKS=tile.rows // FRAGMENT, TOKENS=tile.tokens, JOINED=device_kind == "sm_90",
+        EVEN=width == chunks * FRAGMENT * fields_in_word(weight.bits), FINAL=splits == 1,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     if splits > 1:
@@ -76,7 +83,7 @@ def launch_gemm(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
 
 @cache
 def _processors(device: torch.device) -> int:
-    """Multiprocessors of a device; the interpreter counts as 8."""
+    """Number of multiprocessors of a device; the interpreter counts as 8."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
 
 
@@ -87,7 +94,7 @@ def _gemm(
     BITS: tl.constexpr, FIELDS: tl.constexpr, GROUP: tl.constexpr, SPAN: tl.constexpr,
     BLOCKS: tl.constexpr, TOKENS: tl.constexpr, JOINED: tl.constexpr, EVEN: tl.constexpr, FINAL: tl.constexpr,
 ):  # fmt: skip
-    """A tile of y [M, N], or (unless FINAL) of a split's part of it, unscaled, in y [splits, M, N]."""
+    """Product of one tile: of y [M, N] or, unless FINAL, of a split's unscaled part of it in y [splits, M, N]."""
     split = tl.program_id(2)
     m = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
@@ -134,7 +141,7 @@ def _product(a, x_at, live, k, K, EVEN: tl.constexpr, sums):
 
 @triton.jit(do_not_specialize=["part_stride", "splits", "row_scale_stride"])
 def _add(parts, row_scale, bias, y, part_stride, N, splits, row_scale_stride, WIDTH: tl.constexpr):
-    """y [M, N] from its parts [splits, M, N]."""
+    """Sum y [M, N] of its parts [splits, M, N], scaled."""
     n = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     live = n < N
     at = tl.program_id(0).to(tl.int64) * N + n

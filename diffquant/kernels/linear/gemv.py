@@ -1,4 +1,4 @@
-"""y = x · Wᵀ for a few tokens: weights stream once, unpacked for the tensor cores (Triton).
+"""Product y = x · Wᵀ for a few tokens: weights stream once, unpacked for the tensor cores (Triton).
 
 A block computes 16 outputs; its warps share K, and their sums meet in shared memory, in a fixed order. A warp
 loads words and x straight into the registers of the threads whose fragments they belong to, so that its loop has
@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from diffquant.kernels.configs import choose, device_class
-from diffquant.kernels.linear.repack import FRAGMENT, PackedWeight, fields
+from diffquant.kernels.linear.repack import FRAGMENT, PackedWeight, fields_in_word
 from diffquant.kernels.linear.unpacking import load_high, unpack_field
 
 MOST_TOKENS = 16
@@ -22,7 +22,12 @@ MOST_TOKENS = 16
 
 @dataclass(frozen=True)
 class GemvTile:
-    """Warps of a block, and chunks of 512 bytes that each has under way at most."""
+    """A block of the kernel.
+
+    Attributes:
+        warps: number of warps.
+        unroll: largest number of chunks of 512 bytes that a warp has under way.
+    """
 
     warps: int
     unroll: int
@@ -33,7 +38,7 @@ TILES = {f"gemv/{device}/{bits}": GemvTile(8, 4) for device in ("sm_80", "sm_90"
 
 
 def launch_gemv(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
-    """x [M, K] with contiguous rows, M up to 16 -> [M, N]."""
+    """Product [M, N] of x [M, K], contiguous along K and M up to 16, and a packed weight."""
     tokens, width = x.shape
     rows = weight.shape[0]
     blocks, chunks, _ = weight.low.shape
@@ -43,17 +48,17 @@ def launch_gemv(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
     _gemv[(blocks, 1)](
         x, weight.low, weight.high, weight.scales, weight.row_scale, bias, y,
         tokens, rows, width, blocks, chunks, x.stride(0), int(len(weight.row_scale) > 1),
-        BITS=weight.bits, FIELDS=fields(weight.bits), GROUP=weight.group,
-        SPAN=gcd(weight.group // FRAGMENT, fields(weight.bits)),
+        BITS=weight.bits, FIELDS=fields_in_word(weight.bits), GROUP=weight.group,
+        SPAN=gcd(weight.group // FRAGMENT, fields_in_word(weight.bits)),
         TILES=triton.cdiv(tokens, 8), WARPS=tile.warps, UNROLL=unroll,
-        EVEN=chunks % (tile.warps * unroll) == 0 and width == chunks * FRAGMENT * fields(weight.bits),
+        EVEN=chunks % (tile.warps * unroll) == 0 and width == chunks * FRAGMENT * fields_in_word(weight.bits),
         num_warps=tile.warps, num_stages=1,
     )  # fmt: skip
     return y
 
 
 def _unroll(chunks: int, tile: GemvTile) -> int:
-    """Chunks under way: the most that leave no remainder, which would need masks."""
+    """Number of chunks under way: the most that leave no remainder, which would need masks."""
     even = [n for n in range(1, tile.unroll + 1) if chunks % (tile.warps * n) == 0]
     return max(even, default=min(tile.unroll, triton.cdiv(chunks, tile.warps)))
 
@@ -65,7 +70,7 @@ def _gemv(
     BITS: tl.constexpr, FIELDS: tl.constexpr, GROUP: tl.constexpr, SPAN: tl.constexpr,
     TILES: tl.constexpr, WARPS: tl.constexpr, UNROLL: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """A block of 16 columns of y [M, N]; tokens are TILES times 8, rounded up."""
+    """Product of one block of 16 columns of y [M, N]; tokens are TILES times 8, rounded up."""
     block = tl.program_id(0)
     # Always 1. Were it known to be, a thread would load more at once than its fragment takes.
     one = tl.num_programs(1)

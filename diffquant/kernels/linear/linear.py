@@ -1,11 +1,11 @@
-"""y = x · Wᵀ + bias with a packed weight: who computes it, and the custom op that torch.compile sees."""
+"""Linear layers y = x · Wᵀ + bias with a packed weight: the choice of a backend, and the op torch.compile sees."""
 
 import torch
 from torch import Tensor
 
 from diffquant.errors import UsageError
-from diffquant.kernels.arguments import HALF_TYPES, refused_device
-from diffquant.kernels.linear.repack import PackedWeight, dequantize
+from diffquant.kernels.arguments import HALF_TYPES, device_refusal
+from diffquant.kernels.linear.repack import PackedWeight, dequantize_weight
 
 BACKENDS = ("auto", "triton", "dequantize")
 # More tokens than this repay writing W out once for the library's matmul: an estimate, from bytes and arithmetic.
@@ -13,32 +13,34 @@ _MOST_TOKENS = 1024
 
 
 def linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None, backend: str = "auto") -> Tensor:
-    """x [..., K] -> [..., N] in x's dtype, summed in float32.
+    """Product x · Wᵀ + bias [..., N] in x's dtype, summed in float32.
 
     Args:
-        weight: of N by K, on x's device, its group scales in x's dtype.
-        bias: [N] in x's dtype.
-        backend: "triton" unpacks the weight inside its kernels; "dequantize" writes it out first and is what
-            other devices than CUDA and float32 have; "auto" takes whichever serves.
+        x: activations [..., K].
+        weight: packed weight [N, K] on x's device, its group scales in x's dtype.
+        bias: bias [N] in x's dtype.
+        backend: name of a backend: "triton" unpacks the weight inside its kernels; "dequantize" writes it out first
+            and is what other devices than CUDA and float32 have; "auto" takes whichever serves.
 
     Raises:
         UsageError: arguments disagree, or the backend is unknown or refuses them.
     """
     _check(x, weight, bias, backend)
-    if backend == "triton" and (reason := refused(x)):
+    if backend == "triton" and (reason := linear_refusal(x)):
         raise UsageError(f"linear backend 'triton': {reason}; use auto")
     if not torch.compiler.is_compiling():
         # The op's bookkeeping takes longer than a launch; only a trace needs it.
         return _apply(x, weight, bias, backend)
     parts = weight.low, weight.high, weight.scales, weight.row_scale
-    return packed_linear(x, *parts, bias, weight.bits, weight.group, weight.shape[0], backend)
+    y: Tensor = packed_linear(x, *parts, bias, weight.bits, weight.group, weight.shape[0], backend)
+    return y
 
 
-def refused(x: Tensor) -> str | None:
-    """Why the Triton kernels cannot serve these activations, or None."""
+def linear_refusal(x: Tensor) -> str | None:
+    """Reason why the Triton kernels cannot serve these activations, or None."""
     if x.dtype not in HALF_TYPES:
         return f"x is {x.dtype}; the kernels take float16 and bfloat16"
-    return refused_device(x.device)
+    return device_refusal(x.device)
 
 
 @torch.library.custom_op("diffquant::packed_linear", mutates_args=())
@@ -54,7 +56,7 @@ def packed_linear(
     rows: int,
     backend: str,
 ) -> Tensor:
-    """`linear` on the parts of a `PackedWeight`."""
+    """Product that `linear` computes, on the parts of a `PackedWeight`."""
     weight = PackedWeight(low, high, scales, row_scale, bits, group, (rows, x.shape[-1]))
     return _apply(x, weight, bias, backend)
 
@@ -77,8 +79,8 @@ def _(
 
 def _apply(x: Tensor, weight: PackedWeight, bias: Tensor | None, backend: str) -> Tensor:
     rows, width = weight.shape
-    if backend == "dequantize" or refused(x) is not None:
-        return torch.nn.functional.linear(x, dequantize(weight, x.dtype), bias)
+    if backend == "dequantize" or linear_refusal(x) is not None:
+        return torch.nn.functional.linear(x, dequantize_weight(weight, x.dtype), bias)
     flat = x.reshape(-1, width)
     if backend == "auto" and len(flat) > _MOST_TOKENS:
         return torch.nn.functional.linear(x, _expanded(weight, x.dtype), bias)
@@ -86,7 +88,7 @@ def _apply(x: Tensor, weight: PackedWeight, bias: Tensor | None, backend: str) -
 
 
 def launch(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
-    """x [M, K] -> [M, N] by the kernel for so many tokens."""
+    """Product [M, N] of x [M, K] by the kernel for that many tokens."""
     from diffquant.kernels.linear.gemm import launch_gemm
     from diffquant.kernels.linear.gemv import MOST_TOKENS, launch_gemv
 

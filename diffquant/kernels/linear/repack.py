@@ -1,4 +1,4 @@
-"""Weights as the linear kernels read them: codes in the order in which tensor cores take a matrix.
+"""Repacking of weights for the linear kernels: codes in the order in which tensor cores take a matrix.
 
 A fragment is 16 rows by 16 columns, 8 values in each of 32 threads: thread 4g + t holds rows g and g + 8 and
 columns 2t, 2t + 1, 2t + 8 and 2t + 9. A word of 16 bits holds one value of several neighbouring fragments
@@ -17,23 +17,24 @@ from diffquant.errors import UsageError
 from diffquant.numerics import packed_words, unpack
 
 FRAGMENT = 16
-# Of codes, for a weight laid out a slab of rows at a time: memory stays well below that of one 16-bit weight.
+# Codes laid out at a time, a slab of rows: memory stays well below that of one 16-bit weight.
 _SLAB = 1 << 22
 
 
 @dataclass(frozen=True)
 class PackedWeight:
-    """A weight W [N, K] = codes · scales · row_scale, [N/16] row blocks by [K/(16 fields)] chunks.
+    """A packed weight W [N, K] = codes · scales · row_scale, [N/16] row blocks by [K/(16 fields)] chunks.
 
     Attributes:
-        low: int16 [N/16, chunks, 256], rounded up.
-        high: int16 [N/16, chunks, 128], the high 2 bits of 6-bit codes, a byte a word of `low`; None for others.
-        scales: [K/group, N/16, 16], rows of a block as 0, 8, 1, 9, ..., relative to `row_scale`; None without groups.
-        row_scale: float32 [N], or [1] for all rows; with groups a power of two that keeps `scales` near 1, so
-            that float16 holds them whatever the weights' size.
-        bits: of the container, 4, 6 or 8.
-        group: neighbours along K that share one of `scales`; 0 without groups.
-        shape: N, K.
+        low: words of codes, int16 [N/16, chunks, 256], rounded up; of 6-bit codes the low 4 bits.
+        high: high 2 bits of 6-bit codes, int16 [N/16, chunks, 128], a byte a word of `low`; None for others.
+        scales: scales of groups [K/group, N/16, 16], rows of a block as 0, 8, 1, 9, ..., relative to `row_scale`;
+            None without groups.
+        row_scale: scales of rows, float32 [N], or [1] for all of them; with groups a power of two that keeps
+            `scales` near 1, so that float16 holds them whatever the weights' size.
+        bits: bits that a code takes: 4, 6 or 8.
+        group: number of neighbours along K that share one of `scales`; 0 without groups.
+        shape: N and K.
     """
 
     low: Tensor
@@ -47,65 +48,65 @@ class PackedWeight:
     @property
     def nbytes(self) -> int:
         """Bytes stored, scales included."""
-        held = (self.low, self.high, self.scales, self.row_scale)
-        return sum(x.numel() * x.element_size() for x in held if x is not None)
+        parts = (self.low, self.high, self.scales, self.row_scale)
+        return sum(x.numel() * x.element_size() for x in parts if x is not None)
 
 
-def container(bits: int) -> int:
-    """Bits a code takes once repacked: 4, 6 or 8."""
+def container_bits(bits: int) -> int:
+    """Number of bits that a code takes once repacked: 4, 6 or 8."""
     if not 2 <= bits <= 8:
         raise UsageError(f"a packed weight has codes of 2 to 8 bits, got {bits}")
     return max(4, bits + bits % 2)
 
 
-def fields(bits: int) -> int:
-    """Fragments that share one word."""
+def fields_in_word(bits: int) -> int:
+    """Number of fragments that share one word."""
     return 2 if bits == 8 else 4
 
 
-def refused_group(group: int) -> str | None:
-    """Why a group of this size cannot be repacked, or None; 0 means no groups."""
+def group_refusal(group: int) -> str | None:
+    """Reason why a group of this size cannot be repacked, or None; 0 means no groups."""
     if group % FRAGMENT:
         return f"groups of {group} are no multiple of {FRAGMENT}, the columns of a fragment"
     return None
 
 
 def repack(words: Tensor, scale: Tensor, bits: int, width: int, dtype: torch.dtype | None = None) -> PackedWeight:
-    """A checkpoint's packed weight, laid out for the kernels; any strides.
+    """A checkpoint's packed weight, laid out for the kernels.
 
     Args:
-        words: int32 [N, packed_words(K, bits)], as `numerics.pack` makes them.
-        scale: [N, K/group], [N, 1] or [1].
+        words: int32 [N, packed_words(K, bits)], as `numerics.pack` makes them; any strides.
+        scale: [N, K/group], [N, 1] or [1]; any strides.
         bits: 2 to 8.
         width: K.
-        dtype: of group scales; that of `scale` by default.
+        dtype: dtype of group scales; that of `scale` by default.
 
     Raises:
         UsageError: shapes disagree, or the group is no multiple of 16.
     """
-    rows, groups = _checked(words, scale, bits, width)
-    held = container(bits)
-    blocks, chunks = -(-rows // FRAGMENT), -(-width // (FRAGMENT * fields(held)))
+    rows, groups = _count_rows_and_groups(words, scale, bits, width)
+    stored_bits = container_bits(bits)
+    blocks, chunks = -(-rows // FRAGMENT), -(-width // (FRAGMENT * fields_in_word(stored_bits)))
     low = torch.empty(blocks, chunks, 256, dtype=torch.int16, device=words.device)
-    high = torch.empty(blocks, chunks, 128, dtype=torch.int16, device=words.device) if held == 6 else None
+    high = torch.empty(blocks, chunks, 128, dtype=torch.int16, device=words.device) if stored_bits == 6 else None
     step = max(1, _SLAB // (FRAGMENT * width))
     for first in range(0, blocks, step):
         part = slice(first, first + step)
         codes = unpack(words[first * FRAGMENT : (first + step) * FRAGMENT].contiguous(), bits, width)
-        stored = _fragments(codes, held)
-        low[part] = _low(stored, held)
+        stored = _fragments(codes, stored_bits)
+        low[part] = _low(stored, stored_bits)
         if high is not None:
             high[part] = _high(stored)
     if groups <= 1:
-        return PackedWeight(low, high, None, scale.float().flatten(), held, 0, (rows, width))
+        return PackedWeight(low, high, None, scale.float().flatten(), stored_bits, 0, (rows, width))
     largest = scale.float().abs().max().clamp(min=torch.finfo(torch.float32).tiny)
     unit = torch.exp2(largest.log2().round()).reshape(1)
     relative = (scale.float() / unit).to(dtype or scale.dtype)
-    return PackedWeight(low, high, _block_scales(relative), unit, held, width // groups, (rows, width))
+    return PackedWeight(low, high, _block_scales(relative), unit, stored_bits, width // groups, (rows, width))
 
 
-def dequantize(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
-    """[N, K] in `dtype`: what the checkpoint's reader computes, rounded once."""
+def dequantize_weight(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
+    """Weight W [N, K] in `dtype`: what the checkpoint's reader computes, rounded once."""
     rows = weight.shape[0]
     values = _codes(weight).float()
     if weight.scales is not None:
@@ -115,8 +116,12 @@ def dequantize(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
     return (values * (row_scale if len(row_scale) == 1 else row_scale[:, None])).to(dtype)
 
 
-def _checked(words: Tensor, scale: Tensor, bits: int, width: int) -> tuple[int, int]:
-    """N, and the groups in a row (0 or 1 without groups)."""
+def _count_rows_and_groups(words: Tensor, scale: Tensor, bits: int, width: int) -> tuple[int, int]:
+    """N, and the number of groups in a row (0 or 1 without groups).
+
+    Raises:
+        UsageError: shapes disagree, or the group is no multiple of 16.
+    """
     if words.dim() != 2 or words.shape[1] != packed_words(width, bits) or words.dtype != torch.int32:
         raise UsageError(
             f"words must be int32 [N, {packed_words(width, bits)}] for {width} codes of {bits} bits, "
@@ -128,34 +133,36 @@ def _checked(words: Tensor, scale: Tensor, bits: int, width: int) -> tuple[int, 
         raise UsageError(
             f"scale {list(scale.shape)} is none of [1], [N, 1] and [N, groups] for W {[len(words), width]}"
         )
-    reason = refused_group(width // scale.shape[1]) if scale.shape[1] > 1 else None
+    reason = group_refusal(width // scale.shape[1]) if scale.shape[1] > 1 else None
     if reason:
         raise UsageError(f"cannot repack a weight {[len(words), width]}: {reason}")
     return len(words), scale.shape[1]
 
 
 def _fragments(codes: Tensor, bits: int) -> Tensor:
-    """int8 [n, K] -> stored values uint8 [row blocks, chunks, 256, fields]; what is padded means zero."""
+    """Stored values uint8 [row blocks, chunks, 256, fields] of codes int8 [n, K]; padding means zero."""
     rows, width = codes.shape
-    count, middle = fields(bits), 1 << (bits - 1)
+    count, middle = fields_in_word(bits), 1 << (bits - 1)
     stored = pad(codes.view(torch.uint8) + middle, (0, -width % (FRAGMENT * count), 0, -rows % FRAGMENT), value=middle)
-    # Rows are (half h, g), columns (chunk, field, half o, t, pair p); a thread's eight values are (o, h, p).
-    split = stored.unflatten(0, (-1, 2, 8)).unflatten(3, (-1, count, 2, 4, 2))
+    # Rows are (half h, g), columns (chunk, field, half o, t, parity p); a thread's eight values are (o, h, p).
+    split: Tensor = stored.unflatten(0, (-1, 2, 8)).unflatten(3, (-1, count, 2, 4, 2))
     return split.permute(0, 3, 2, 6, 5, 1, 7, 4).flatten(2, 6)
 
 
 def _low(stored: Tensor, bits: int) -> Tensor:
+    """Words of stored values: all their bits or, where they have 6, the low 4."""
     octets = stored if bits == 8 else stored[..., 0::2] & 15 | (stored[..., 1::2] & 15) << 4
     return octets.contiguous().view(torch.int16).squeeze(-1)
 
 
 def _high(stored: Tensor) -> Tensor:
-    a, b, c, d = (stored >> 4).unbind(-1)
-    return (a | b << 2 | c << 4 | d << 6).view(torch.int16)
+    """Words of the high 2 bits of 6-bit stored values."""
+    first, second, third, fourth = (stored >> 4).unbind(-1)
+    return (first | second << 2 | third << 4 | fourth << 6).view(torch.int16)
 
 
 def _codes(weight: PackedWeight) -> Tensor:
-    """int8 [N, K]."""
+    """Codes int8 [N, K] of a packed weight."""
     octets = weight.low.unsqueeze(-1).view(torch.uint8)
     stored = octets if weight.bits == 8 else torch.stack([octets & 15, octets >> 4], -1).flatten(-2)
     if weight.high is not None:
@@ -163,11 +170,11 @@ def _codes(weight: PackedWeight) -> Tensor:
         stored = stored | ((weight.high.view(torch.uint8)[..., None] >> shifts) & 3) << 4
     codes = (stored - (1 << (weight.bits - 1))).view(torch.int8)
     # Back from (block, chunk, g, t, o, h, p, field) to rows (block, h, g) and columns (chunk, field, o, t, p).
-    split = codes.unflatten(2, (8, 4, 2, 2, 2)).permute(0, 5, 2, 1, 7, 4, 3, 6)
+    split: Tensor = codes.unflatten(2, (8, 4, 2, 2, 2)).permute(0, 5, 2, 1, 7, 4, 3, 6)
     return split.flatten(0, 2).flatten(1)[: weight.shape[0], : weight.shape[1]]
 
 
 def _block_scales(scale: Tensor) -> Tensor:
-    """[N, groups] -> [groups, N/16, 16], rows of a block as 0, 8, 1, 9, ...: a thread's two lie side by side."""
-    padded = pad(scale, (0, 0, 0, -len(scale) % FRAGMENT))
-    return padded.unflatten(0, (-1, 2, 8)).permute(3, 0, 2, 1).flatten(2).contiguous()
+    """Scales [groups, N/16, 16] of [N, groups], rows of a block as 0, 8, 1, 9, ...: a thread's two lie side by side."""
+    blocks: Tensor = pad(scale, (0, 0, 0, -len(scale) % FRAGMENT)).unflatten(0, (-1, 2, 8))
+    return blocks.permute(3, 0, 2, 1).flatten(2).contiguous()

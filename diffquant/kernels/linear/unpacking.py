@@ -1,4 +1,4 @@
-"""From words of `repack` to fragments of half-precision weights, two values an instruction.
+"""Unpacking of `repack`'s words to fragments of half-precision weights, two values an instruction.
 
 A few bits below the exponent of 1024 (float16) or 128 (bfloat16) are that number plus their value, so a mask and
 one fused multiply-add give two codes. bfloat16 has 7 bits of mantissa: the top one of 8 goes into an addend of
@@ -17,7 +17,7 @@ INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
 @triton.constexpr_function
 def unpack_program(bits, field, half):
-    """Two codes of a field: operands are the output $0, two words $1 and, for 6 bits, their high bytes $2."""
+    """PTX that unpacks two codes of a field into $0, from two words $1 and, for 6 bits, their high bytes $2."""
     width = 8 if bits == 8 else 4
     middle = 1 << (bits - 1)
     # float16 has room to leave every other field 4 bits up and divide by 16 in the multiply-add.
@@ -49,12 +49,13 @@ def unpack_program(bits, field, half):
 
 @triton.constexpr_function
 def product_program(half):
-    """Two products $0 of $1 and $2; Ampere has no bf16x2 product, but a fused multiply-add, here of -0."""
+    """PTX for two products $0 of $1 and $2; Ampere has no bf16x2 product, but a fused multiply-add, here of -0."""
     return f"{{.reg .b32 c; mov.b32 c, {twice(0x8000)}; fma.rn.{'f' if half else 'bf'}16x2 $0, $1, $2, c;}}"
 
 
 @triton.constexpr_function
 def shifted(target, source, left):
+    """PTX that shifts a register left, or right where `left` is negative."""
     if left == 0:
         return f"mov.b32 {target}, {source};"
     return f"{'shl' if left > 0 else 'shr'}.b32 {target}, {source}, {abs(left)};"
@@ -62,12 +63,13 @@ def shifted(target, source, left):
 
 @triton.constexpr_function
 def twice(half_word):
+    """PTX literal of 16 bits in both halves of a word."""
     return f"0x{half_word:04X}{half_word:04X}"
 
 
 @triton.jit
 def load_high(high, mask, one, COUNT: tl.constexpr):
-    """The high bytes [COUNT, 256] of words, from `high` [COUNT, 1] where each 256 begin.
+    """High bytes [COUNT, 256] of words, from `high` [COUNT, 1] where each 256 begin.
 
     Bytes are loaded in twos: Triton would take a matrix made of single bytes for one of 8-bit values and choose
     another order of its columns in registers.
@@ -103,6 +105,7 @@ def unpack_field(low, high, dtype: tl.constexpr, FIELD: tl.constexpr, BITS: tl.c
 
 @triton.jit
 def multiply(a, b):
+    """Elementwise product of half-precision tensors, two values an instruction."""
     program: tl.constexpr = product_program(a.dtype == tl.float16)
     if INTERPRETED:
         product = a * b
@@ -156,7 +159,7 @@ def chunk_weights(
 
 @triton.jit
 def join_fields(a0, a1, a2, a3, FIELDS: tl.constexpr):
-    """The fields of a chunk [count, 256] as its matrix: [16 count, 16 FIELDS]."""
+    """Matrix [16 count, 16 FIELDS] of a chunk, from its fields [count, 256]."""
     count: tl.constexpr = a0.shape[0]
     if FIELDS == 2:
         a = tl.join(a0, a1).reshape(count, 8, 4, 2, 2, 2, 2).permute(0, 4, 1, 6, 3, 2, 5)

@@ -1,4 +1,4 @@
-"""From a checkpoint's own names and head layout to DiffTransformer's: one file a source format.
+"""Adapters from a checkpoint's own names and head layout to DiffTransformer's, one file a source format.
 
 An adapter is pure: it translates a config.json and names, and never reads a tensor's data. Formats
 differ in how heads are ordered inside a projection; that order goes into the `DiffSpec`, so tensors
@@ -19,7 +19,7 @@ import_all(sys.modules[__name__])
 
 
 def adapter_for(config: dict[str, Any]) -> Adapter:
-    """The adapter for a config.json.
+    """Adapter of a config.json's source format.
 
     Raises:
         UnknownModelTypeError: no adapter reads its `model_type`.
@@ -36,7 +36,7 @@ def adapter_for(config: dict[str, Any]) -> Adapter:
 
 
 def _refuse_windows(config: dict[str, Any]) -> None:
-    """A window that a model was trained with and that is not computed would change its function silently."""
+    """Refuse a sliding window: a model trained with one would compute something else, and say nothing."""
     # Configurations may keep a window's size beside a switch that is off.
     if config.get("sliding_window") is not None and config.get("use_sliding_window") is not False:
         raise CheckpointError(

@@ -1,4 +1,4 @@
-"""What an adapter is, how one is registered, and the check that several share."""
+"""The adapter of a source format, the registry of adapters, and a check that several share."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ from torch import Tensor
 from diffquant.errors import CheckpointError
 from diffquant.family.heads import PROJECTIONS, HeadLayout
 from diffquant.model.architecture import Architecture
-from diffquant.model.layout import Shape, linear_shapes, parameter_shapes
+from diffquant.model.shapes import Shape, linear_shapes, parameter_shapes
 
 if TYPE_CHECKING:
     from diffquant.model.config import DiffTransformerConfig
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Adapter:
-    """A source format's view of one model.
+    """How a source format stores one model.
 
     Attributes:
-        architecture: the model as DiffTransformer runs it, as plain data.
+        architecture: model as DiffTransformer runs it, as plain data.
         renames: parts of a canonical name that the source spells otherwise, canonical to source.
-        source_rows: row of the source that each row of a parameter is, by a part of its canonical name, for those
-            that are reordered or repeated on load. Every row of the source is used.
+        source_rows: weight row of the source that each row of a parameter is, by a part of its canonical name, for
+            parameters that are reordered or repeated on load. Every row of the source is used.
     """
 
     architecture: Architecture
@@ -33,23 +33,23 @@ class Adapter:
 
     @cached_property
     def config(self) -> "DiffTransformerConfig":
-        """What a DiffTransformer is built from; only here transformers is imported."""
+        """Configuration that a DiffTransformer is built from; only here transformers is imported."""
         from diffquant.model.config import DiffTransformerConfig
 
         return DiffTransformerConfig.of(self.architecture)
 
     def source_name(self, canonical: str) -> str:
-        """The checkpoint's name for a DiffTransformer parameter."""
+        """Name that the checkpoint has for a DiffTransformer parameter."""
         for ours, theirs in self.renames.items():
             canonical = canonical.replace(ours, theirs)
         return canonical
 
     def source_shapes(self) -> dict[str, Shape]:
-        """Every tensor the checkpoint must hold, by its own name."""
+        """Shape of each tensor that the checkpoint must hold, by its own name."""
         return self._as_stored(parameter_shapes(self.architecture))
 
     def source_linears(self) -> dict[str, Shape]:
-        """The linear layers' weights [out, in], by the checkpoint's own names."""
+        """Shape [out, in] of each linear layer's weight, by the checkpoint's own name."""
         return self._as_stored(linear_shapes(self.architecture))
 
     def row_order(self, canonical: str) -> Tensor | None:
@@ -59,7 +59,7 @@ class Adapter:
     def rows_as(self, layout: HeadLayout, canonical: str) -> Tensor | None:
         """Source row of each row of a parameter whose heads are laid out as `layout` has them; None for the same."""
         repeated = self.row_order(canonical)
-        projection = next((each for each in PROJECTIONS if f".{each}." in canonical), None)
+        projection = next((name for name in PROJECTIONS if f".{name}." in canonical), None)
         order = None if projection is None else self.architecture.diff_spec.layout.order_as(layout, projection)
         if order is None or repeated is None:
             return repeated if order is None else order
@@ -85,21 +85,21 @@ def register(model_type: str) -> Callable[[Reader], Reader]:
         ValueError: another function reads that type.
     """
 
-    def keep(reader: Reader) -> Reader:
+    def add(reader: Reader) -> Reader:
         if model_type in READERS:
             raise ValueError(f"model_type {model_type!r} has a reader already")
         READERS[model_type] = reader
         return reader
 
-    return keep
+    return add
 
 
-def paired(heads: int, what: str) -> int:
-    """Half of an even number of heads.
+def count_pairs(heads: int, key: str) -> int:
+    """Number of pairs in an even number of heads, which a config.json states under `key`.
 
     Raises:
-        CheckpointError: the number is odd.
+        CheckpointError: the number of heads is odd.
     """
     if heads % 2:
-        raise CheckpointError(f"{what} is {heads}: differential attention pairs its heads and needs an even number")
+        raise CheckpointError(f"{key} is {heads}: differential attention pairs its heads and needs an even number")
     return heads // 2

@@ -1,20 +1,23 @@
-"""Hugging Face `diffllama`: DIFF V1, heads in halves, per-pair norm without a weight."""
+"""Adapter of Hugging Face's `diffllama`: DIFF V1, heads in halves, per-pair norm without a weight."""
 
 from typing import Any
 
 from diffquant.family.spec import DiffSpec
-from diffquant.model.adapters.base import Adapter, paired, register
+from diffquant.model.adapters.base import Adapter, count_pairs, register
 from diffquant.model.adapters.sizes import DIFFLLAMA, read_sizes
 from diffquant.model.architecture import Architecture
 
 
 @register("diffllama")
 def read_diffllama(config: dict[str, Any]) -> Adapter:
-    """Source: transformers/models/diffllama."""
+    """Adapter of a `diffllama` config.json.
+
+    Source: transformers/models/diffllama.
+    """
     sizes = read_sizes(config, DIFFLLAMA)
     spec = DiffSpec(
-        pairs=paired(sizes["num_attention_heads"], "num_attention_heads"),
-        kv_pairs=paired(sizes["num_key_value_heads"], "num_key_value_heads"),
+        pairs=count_pairs(sizes["num_attention_heads"], "num_attention_heads"),
+        kv_pairs=count_pairs(sizes["num_key_value_heads"], "num_key_value_heads"),
         head_dim=sizes["head_dim"],
         value_dim=2 * sizes["head_dim"],
         head_order="halves",

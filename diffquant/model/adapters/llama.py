@@ -1,4 +1,4 @@
-"""Plain Llama, the matched baseline: one map, no λ."""
+"""Adapter of the plain Llama, the matched baseline: one map, no λ."""
 
 from typing import Any
 
@@ -10,7 +10,10 @@ from diffquant.model.architecture import Architecture
 
 @register("llama")
 def read_llama(config: dict[str, Any]) -> Adapter:
-    """Source: transformers/models/llama."""
+    """Adapter of a `llama` config.json.
+
+    Source: transformers/models/llama.
+    """
     sizes = read_sizes(config, LLAMA)
     check_width(config, sizes)
     spec = DiffSpec(

@@ -1,4 +1,4 @@
-"""DiffTransformer's own checkpoints, as its `save_pretrained` writes them."""
+"""Adapter of DiffTransformer's own checkpoints, as its `save_pretrained` writes them."""
 
 from typing import Any
 
@@ -22,5 +22,5 @@ NATIVE = {
 
 @register("diff_transformer")
 def read_native(config: dict[str, Any]) -> Adapter:
-    """The identity: names and layout are DiffTransformer's."""
+    """Adapter that changes nothing: names and layout are DiffTransformer's already."""
     return Adapter(Architecture(**read_sizes(config, NATIVE), diff_spec=read_spec(config.get("spec"))))

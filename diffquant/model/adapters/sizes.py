@@ -57,7 +57,7 @@ _STRETCHED = ("llama3", "yarn", "longrope")
 
 
 def read_sizes(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """All fields of an `Architecture` but its `diff_spec`.
+    """Every field of an `Architecture` but its `diff_spec`.
 
     Args:
         config: config.json.
@@ -86,7 +86,7 @@ def check_width(config: Mapping[str, Any], sizes: Mapping[str, Any]) -> None:
     """Check that heads divide the width, as LlamaConfig has it whatever `head_dim` is.
 
     Raises:
-        CheckpointError: they do not.
+        CheckpointError: the heads do not divide it.
     """
     width, heads = sizes["hidden_size"], sizes["num_attention_heads"]
     if width % heads:
@@ -96,7 +96,7 @@ def check_width(config: Mapping[str, Any], sizes: Mapping[str, Any]) -> None:
 
 
 def _read_rope(config: Mapping[str, Any], positions: int) -> dict[str, Any]:
-    """Rotary settings, old spellings brought to the new one.
+    """Rotary settings of a config.json, old spellings brought to the new one.
 
     Source: transformers/modeling_rope_utils.py, RotaryEmbeddingConfigMixin.
     """
@@ -107,14 +107,14 @@ def _read_rope(config: Mapping[str, Any], positions: int) -> dict[str, Any]:
     rope.setdefault("rope_theta", config.get("rope_theta", _THETA))
     if config.get("partial_rotary_factor") is not None:
         rope.setdefault("partial_rotary_factor", config["partial_rotary_factor"])
-    kind = rope.setdefault("rope_type", rope.get("type", "default"))
-    if kind not in ("default", *ROPE_TYPES):
-        raise CheckpointError(f"config.json: rope_type {kind!r} is not one of {', '.join(ROPE_TYPES)}")
-    if kind in _STRETCHED:
+    rope_type = rope.setdefault("rope_type", rope.get("type", "default"))
+    if rope_type not in ("default", *ROPE_TYPES):
+        raise CheckpointError(f"config.json: rope_type {rope_type!r} is not one of {', '.join(ROPE_TYPES)}")
+    if rope_type in _STRETCHED:
         rope.setdefault("original_max_position_embeddings", positions)
-    missing = [key for key in ("rope_theta", *ROPE_TYPES.get(kind, ())) if rope.get(key) is None]
+    missing = [key for key in ("rope_theta", *ROPE_TYPES.get(rope_type, ())) if rope.get(key) is None]
     if missing:
-        raise CheckpointError(f"{_not_valid(config)}: its rope_type {kind!r} lacks {', '.join(missing)}")
+        raise CheckpointError(f"{_not_valid(config)}: its rope_type {rope_type!r} lacks {', '.join(missing)}")
     return rope
 
 

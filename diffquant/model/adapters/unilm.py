@@ -1,21 +1,21 @@
-"""microsoft/unilm's DIFF V1 and V2 attention inside Llama's layer.
+"""Adapters of microsoft/unilm's DIFF V1 and V2 attention inside Llama's layer.
 
 unilm publishes attention modules, not whole checkpoints: the config.json is Llama's with model_type
 diff_v1 or diff_v2. `num_attention_heads` counts query heads (two a pair), `num_key_value_heads` key
 heads (V1: two a pair; V2: one a group). Without `head_dim`, V2's is hidden_size / pairs, as in
 unilm. Two keys are our own: `rope_style` ("interleaved", as unilm rotates, or "half") and, for V1,
 `gqa_pairing` ("flash", or "plain" for checkpoints trained with unilm's plain attention file, which
-pairs K heads after repeating them).
+forms pairs of K heads after repeating them).
 """
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from diffquant.errors import CheckpointError
 from diffquant.family.spec import DiffSpec
-from diffquant.model.adapters.base import Adapter, paired, register
+from diffquant.model.adapters.base import Adapter, count_pairs, register
 from diffquant.model.adapters.sizes import DIFFLLAMA, read_sizes
 from diffquant.model.architecture import Architecture
 
@@ -24,10 +24,13 @@ _SUBLN_EPS = 1e-5
 
 @register("diff_v1")
 def read_unilm_v1(config: dict[str, Any]) -> Adapter:
-    """Source: microsoft/unilm, Diff-Transformer/multihead_diffattn.py and multihead_flashdiff_1.py."""
+    """Adapter of a `diff_v1` config.json.
+
+    Source: microsoft/unilm, Diff-Transformer/multihead_diffattn.py and multihead_flashdiff_1.py.
+    """
     sizes = read_sizes(config, DIFFLLAMA)
-    pairs = paired(sizes["num_attention_heads"], "num_attention_heads")
-    source_kv_pairs = paired(sizes["num_key_value_heads"], "num_key_value_heads")
+    pairs = count_pairs(sizes["num_attention_heads"], "num_attention_heads")
+    source_kv_pairs = count_pairs(sizes["num_key_value_heads"], "num_key_value_heads")
     plain = _choice(config, "gqa_pairing", ("flash", "plain")) == "plain"
     width = sizes["head_dim"]
     spec = DiffSpec(
@@ -56,9 +59,12 @@ def read_unilm_v1(config: dict[str, Any]) -> Adapter:
 
 @register("diff_v2")
 def read_unilm_v2(config: dict[str, Any]) -> Adapter:
-    """Source: microsoft/unilm, Diff-Transformer/Diff-Transformer-V2."""
+    """Adapter of a `diff_v2` config.json.
+
+    Source: microsoft/unilm, Diff-Transformer/Diff-Transformer-V2.
+    """
     sizes = read_sizes(config, DIFFLLAMA)
-    pairs = paired(sizes["num_attention_heads"], "num_attention_heads")
+    pairs = count_pairs(sizes["num_attention_heads"], "num_attention_heads")
     if config.get("head_dim") is None:
         sizes["head_dim"] = sizes["hidden_size"] // pairs
     spec = DiffSpec(
@@ -74,17 +80,17 @@ def read_unilm_v2(config: dict[str, Any]) -> Adapter:
 
 
 def _repeated_heads(width: int, source_heads: int, heads: int) -> Tensor:
-    """Source row of each row where every source head of `width` rows stands heads / source_heads times."""
+    """Source row of each row of a weight where every source head, `width` rows, stands heads / source_heads times."""
     head = torch.arange(heads) // (heads // source_heads)
     return (head[:, None] * width + torch.arange(width)).flatten()
 
 
-def _rope_style(config: dict[str, Any]) -> Any:
-    return _choice(config, "rope_style", ("interleaved", "half"))
+def _rope_style(config: dict[str, Any]) -> Literal["interleaved", "half"]:
+    return "half" if _choice(config, "rope_style", ("interleaved", "half")) == "half" else "interleaved"
 
 
 def _choice(config: dict[str, Any], key: str, choices: tuple[str, ...]) -> str:
-    value = config.get(key, choices[0])
+    value: str = config.get(key, choices[0])
     if value not in choices:
         raise CheckpointError(f"config.json: {key} is {value!r}; it must be {' or '.join(choices)}")
     return value

@@ -1,9 +1,8 @@
-"""Simulated low-bit logits inside attention: the maps are never stored, and every logit gets the code that the
-plain form gives it.
+"""Attention with simulated low-bit logits, rounded inside the kernel to the codes that the plain form gives them.
 
-One launch finds each row's largest and smallest logit; torch makes the scales of them; a second launch computes
-the logits again, rounds them and attends. Rounding keeps order, so a row's largest code is known beforehand and
-softmax needs no running maximum.
+The maps are never stored. One launch finds each query's largest and smallest logit; torch makes the scales of them;
+a second launch computes the logits again, rounds them and attends. Rounding keeps order, so a query's largest code
+is known beforehand and softmax needs no running maximum.
 """
 
 from math import e, log2
@@ -15,12 +14,12 @@ from torch import Tensor
 from diffquant.errors import UsageError
 from diffquant.family.call import AttentionCall
 from diffquant.family.norm import PairNorm
-from diffquant.kernels.arguments import empty_output, refused_call, refused_device, refused_widths
+from diffquant.kernels.arguments import call_refusal, device_refusal, empty_output, widths_refusal
 from diffquant.kernels.attention.attend_rounded import attend_rounded, extremes
 from diffquant.kernels.configs import AttentionTile, choose, device_class
 from diffquant.kernels.descriptors import allow_descriptors, describable
 from diffquant.kernels.strides import same_strides
-from diffquant.numerics.logit_steps import step_of
+from diffquant.numerics.logit_scales import logit_scale
 from diffquant.scheme import Scheme
 
 TILES = {
@@ -32,8 +31,8 @@ TILES = {
 GRANULARITIES = ("tensor", "head", "pair", "row")
 
 
-def simulated(call: AttentionCall) -> Tensor:
-    """Attention of a call whose logits are rounded to its scheme's codes, and counted on the device.
+def prefill_simulated(call: AttentionCall) -> Tensor:
+    """Attention of a call whose logits are rounded to its scheme's codes; its meter counts on the device.
 
     Args:
         call: one map or two of float16 or bfloat16, d 64 or 128, dv = d or 2d; logits at 2 to 8 bits per tensor,
@@ -43,13 +42,14 @@ def simulated(call: AttentionCall) -> Tensor:
         [B, h, T, dv] in v's dtype, its memory [B, T, h, dv].
 
     Raises:
-        UsageError: the call is none that the kernel takes.
+        UsageError: the kernel does not take the call.
     """
     if reason := _unsupported(call):
         raise UsageError(f"simulated logits: {reason}")
     norm, scheme = call.post or PairNorm(0.0), call.logits
     starts, ends = call.mask.ranges or (None, None)
     second_q, second_k = (call.q[1], call.k[1]) if call.maps == 2 else (None, None)
+    out: Tensor
     out, largest, clipped = _op(
         call.q[0], second_q, call.k[0], second_k, call.v, call.lam, starts, ends, norm.weight, call.scale,
         scheme.bits, scheme.granularity, scheme.shift, call.post is not None, norm.eps, norm.factor,
@@ -58,13 +58,13 @@ def simulated(call: AttentionCall) -> Tensor:
         call.meter.calls += 1
         call.meter.count(_visible_entries(call, starts, ends) * call.pairs * call.maps, clipped.sum())
         for magnitudes in largest.expand(-1, -1, call.maps, -1).unbind(2):
-            call.meter.record_steps(step_of(magnitudes, scheme), magnitudes)
+            call.meter.record_scales(logit_scale(magnitudes, scheme), magnitudes)
     return out
 
 
-def refused(call: AttentionCall) -> str | None:
-    """Why the kernel cannot serve a call, or None."""
-    return refused_device(call.v.device) or _unsupported(call)
+def prefill_simulated_refusal(call: AttentionCall) -> str | None:
+    """Reason why `prefill_simulated` cannot serve a call, or None."""
+    return device_refusal(call.v.device) or _unsupported(call)
 
 
 def _unsupported(call: AttentionCall) -> str | None:
@@ -75,7 +75,7 @@ def _unsupported(call: AttentionCall) -> str | None:
         return f"one scale a {scheme.granularity} is not served; the kernel takes {', '.join(GRANULARITIES)}"
     if scheme.alike and call.maps == 2:
         return "logits rounded alike are not served; the kernel rounds each map by itself"
-    return refused_call(call) or refused_widths(call.q[0], call.v)
+    return call_refusal(call) or widths_refusal(call.q[0], call.v)
 
 
 @torch.library.custom_op("diffquant::simulated_logits", mutates_args=())
@@ -97,29 +97,29 @@ def _op(
     eps: float,
     factor: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`simulated` of a call taken apart.
+    """Output of `prefill_simulated` for a call taken apart, and what a meter counts.
 
     Returns:
-        The output; the largest magnitudes that share a scale, [B, h, maps, T] with axes that share it of size 1;
-        and how many logits of each row were clipped, int32 [B, h, maps, T].
+        The output; the largest magnitudes of logits that share a scale, [B, h, maps, T] with shared axes of size 1;
+        and the number of clipped logits of each query, int32 [B, h, maps, T].
     """
     batch, heads, length, width = q1.shape
     kv_heads, keys, value_width = v.shape[1:]
     maps = 1 if q2 is None else 2
     out = empty_output(q1, value_width)
     clipped = torch.zeros(batch, heads, maps, length, dtype=torch.int32, device=v.device)
-    ranges = torch.zeros(2, batch, heads, maps, length, device=v.device)
+    top, bottom = torch.zeros(2, batch, heads, maps, length, device=v.device)
     if out.numel() == 0 or keys == 0:
-        return out.zero_(), _shared(ranges[0], granularity), clipped
+        return out.zero_(), _shared(top, granularity), clipped
     q = same_strides(q1) if q2 is None else same_strides(q1, q2)
     k = same_strides(k1) if k2 is None else same_strides(k1, k2)
     (v,) = same_strides(v)
-    here = device_class(v.device)
-    described = here == "sm_90"
+    device_kind = device_class(v.device)
+    described = device_kind == "sm_90"
     if described:
         k = k if describable(*k) else [x.clone(memory_format=torch.contiguous_format) for x in k]
         v = v if describable(v) else v.clone(memory_format=torch.contiguous_format)
-    tile = choose(TILES, f"simulated/{here}/{width}")
+    tile = choose(TILES, f"simulated/{device_kind}/{width}")
     lam = None if lam is None else lam.float().expand(batch, heads, length, 1)
     scheme = Scheme(bits, granularity, shift=shift)
     tiles = triton.cdiv(length, tile.queries)
@@ -131,17 +131,16 @@ def _op(
         if described:
             allow_descriptors()
         extremes[(tiles, batch * heads * maps)](
-            q[0], q[-1], k[0], k[-1], starts, ends, ranges[0], ranges[1],
+            q[0], q[-1], k[0], k[-1], starts, ends, top, bottom,
             q[0].stride()[:3], k[0].stride()[:3], *lengths, scale,
             MAPS=maps, CAUSAL=True, DESCRIBED=described, D=width, BM=tile.queries, BN=tile.keys, **options,
         )  # fmt: skip
-        top, bottom = ranges
         largest = _shared(top - bottom if shift else torch.maximum(top.abs(), bottom.abs()), granularity)
-        steps = step_of(largest, scheme).expand(batch, heads, maps, length).contiguous()
+        scales = logit_scale(largest, scheme).expand(batch, heads, maps, length).contiguous()
         if described:
             allow_descriptors()
         attend_rounded[(tiles, batch * heads)](
-            q[0], q[-1], k[0], k[-1], v, lam, starts, ends, weight, top, steps, out,
+            q[0], q[-1], k[0], k[-1], v, lam, starts, ends, weight, top, scales, out,
             out.view(torch.float16), clipped,
             q[0].stride()[:3], k[0].stride()[:3], v.stride()[:3],
             None if lam is None else lam.stride()[:3], out.stride()[:3], *lengths, scale, log2(e),
@@ -166,7 +165,7 @@ def _(
     scale: float,
     bits: int,
     granularity: str,
-    *rest: object,
+    *_rest: object,
 ) -> tuple[Tensor, Tensor, Tensor]:
     batch, heads, length, _ = q1.shape
     rows = q1.new_empty(batch, heads, 1 if q2 is None else 2, length, dtype=torch.float32)
@@ -174,13 +173,13 @@ def _(
 
 
 def _shared(rows: Tensor, granularity: str) -> Tensor:
-    """Largest of the rows [B, h, maps, T] that share a scale."""
+    """Largest of the queries' values [B, h, maps, T] that share a scale."""
     axes = {"row": (), "head": (3,), "pair": (2, 3), "tensor": (1, 2, 3)}[granularity]
     return rows.amax(axes, keepdim=True) if axes else rows.clone()
 
 
 def _visible_entries(call: AttentionCall, starts: Tensor | None, ends: Tensor | None) -> Tensor:
-    """How many (query, key) there are that see each other, over the batch; on the call's device."""
+    """Number of visible logits of one head and map, over the batch; on the call's device."""
     batch, device = call.v.shape[0], call.v.device
     position = torch.arange(call.keys - call.length, call.keys, device=device)
     start = torch.zeros(batch, 1, dtype=torch.long, device=device) if starts is None else starts[:, None]

@@ -17,7 +17,7 @@ LAMBDA_VECTORS = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")
 
 
 def linear_shapes(config: "Config") -> dict[str, Shape]:
-    """Weights of the linear layers that a recipe's `weights` applies to, [out, in] by full name."""
+    """Shape [out, in] of each linear weight that a recipe's `weights` applies to, by full name."""
     return {
         f"model.layers.{layer}.{name}.weight": shape
         for layer in range(config.num_hidden_layers)
@@ -26,7 +26,7 @@ def linear_shapes(config: "Config") -> dict[str, Shape]:
 
 
 def parameter_shapes(config: "Config") -> dict[str, Shape]:
-    """Every parameter by full name; a tied head is not one."""
+    """Shape of each parameter, by full name; a tied head is not one."""
     width = config.hidden_size
     shapes: dict[str, Shape] = {"model.embed_tokens.weight": (config.vocab_size, width)}
     for layer in range(config.num_hidden_layers):
