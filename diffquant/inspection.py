@@ -12,8 +12,8 @@ from diffquant.family.lam import lam_from_vectors
 from diffquant.family.spec import DiffSpec
 from diffquant.model.layout import LAMBDA_VECTORS
 from diffquant.quantization.plan import make_plan
+from diffquant.recipe import LAYER_TARGETS, Recipe
 from diffquant.report.tables import megabytes
-from diffquant.scheme import LAYER_TARGETS, Recipe
 from diffquant.source.source import Source, open_source
 
 WIDTHS = ("8:g32", "6:g32", "4:g32", "4:g128")

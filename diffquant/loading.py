@@ -11,7 +11,8 @@ from diffquant.model.modeling import DiffTransformer
 from diffquant.quantization.plan import checked_schemes
 from diffquant.quantization.rounded_weight import as_stored
 from diffquant.quantization.roundings import rounding_named
-from diffquant.scheme import Recipe, Scheme
+from diffquant.recipe import Recipe
+from diffquant.scheme import Scheme
 from diffquant.source.building import Rewrite, as_it_is, build_model
 from diffquant.source.ranges import read_ranges
 from diffquant.source.source import Source, open_source

@@ -23,8 +23,9 @@ from diffquant.export.runtime.genai import write_genai_config
 from diffquant.formats.atomic_folder import check_output, staged
 from diffquant.formats.reader import Checkpoint, read_json
 from diffquant.formats.row_stream import fingerprint
+from diffquant.recipe import LAYER_TARGETS
 from diffquant.report.tables import megabytes
-from diffquant.scheme import LAYER_TARGETS, Scheme
+from diffquant.scheme import Scheme
 from diffquant.source.ranges import Ranges, read_ranges
 from diffquant.source.source import Source, open_source
 from diffquant.support.files import file_digest, write_atomically

@@ -27,7 +27,8 @@ from diffquant.evals.encoding import PairEncoder
 from diffquant.evals.stats import Estimate, estimate, paired_difference
 from diffquant.loading import load
 from diffquant.model.modeling import DiffTransformer
-from diffquant.scheme import Recipe, Scheme
+from diffquant.recipe import Recipe
+from diffquant.scheme import Scheme
 from diffquant.source.source import open_source
 from diffquant.support.files import write_atomically
 from diffquant.support.progress import Progress, progress_for, silent

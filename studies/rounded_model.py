@@ -17,7 +17,7 @@ from diffquant.evals.torch_model import TorchModel
 from diffquant.loading import load
 from diffquant.model.layout import linear_shapes
 from diffquant.quantization.roundings import Rounder, rounding_named
-from diffquant.scheme import Recipe, RoundingSettings
+from diffquant.recipe import Recipe, RoundingSettings
 from diffquant.source.source import open_source
 from diffquant.support.progress import silent
 from diffquant.text.corpus import identity, load_text

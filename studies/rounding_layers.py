@@ -24,8 +24,8 @@ from diffquant.loading import load
 from diffquant.model.modeling import DiffTransformer
 from diffquant.quantization.roundings import Rounder
 from diffquant.quantization.roundings.gptq.compensation import Inputs, compensate, damped
+from diffquant.recipe import Recipe
 from diffquant.report.tables import markdown
-from diffquant.scheme import Recipe
 from diffquant.source.source import open_source
 from diffquant.support.files import write_atomically
 from diffquant.support.progress import Progress, progress_for, silent

@@ -84,7 +84,7 @@ def write_export(options: dict[str, Any], model: Path, folder: Path) -> None:
     import torch
 
     from diffquant.calib.calibration.kv_cache import calibrate_cache
-    from diffquant.scheme import Recipe
+    from diffquant.recipe import Recipe
 
     export.require()
     parsed = export.ExportOptions.parse(**options)

@@ -25,7 +25,7 @@ from diffquant.evals.torch_model import TorchModel
 from diffquant.loading import load
 from diffquant.model.modeling import DiffTransformer
 from diffquant.model.walk import Walk
-from diffquant.scheme import LAYER_TARGETS, Recipe
+from diffquant.recipe import LAYER_TARGETS, Recipe
 from diffquant.source.identity import check_distinct
 from diffquant.source.source import open_source
 from diffquant.support.devices import check_device, resolve

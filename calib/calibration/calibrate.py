@@ -8,7 +8,7 @@ from diffquant.calib.calibration.observe import BATCH_TOKENS, observe, ranges_of
 from diffquant.calib.calibration.observers import Observer
 from diffquant.errors import UsageError
 from diffquant.loading import load
-from diffquant.scheme import LAYER_TARGETS, Recipe
+from diffquant.recipe import LAYER_TARGETS, Recipe
 from diffquant.source.ranges import Ranges
 from diffquant.source.source import Source, open_source
 from diffquant.support.devices import check_device, resolve

@@ -18,7 +18,7 @@ from diffquant.errors import UsageError
 from diffquant.evals.perplexity import evaluate, reference_of
 from diffquant.evals.torch_model import TorchModel
 from diffquant.loading import load
-from diffquant.scheme import DEFAULT_GRANULARITY, Recipe
+from diffquant.recipe import DEFAULT_GRANULARITY, Recipe
 from diffquant.source.source import Source, open_source
 from diffquant.support.devices import check_device, resolve
 from diffquant.support.progress import Progress, silent

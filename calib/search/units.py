@@ -14,7 +14,8 @@ from diffquant.quantization.plan import make_plan
 from diffquant.quantization.rounded_weight import as_stored
 from diffquant.quantization.roundings import Rounder
 from diffquant.quantization.roundings.nearest import nearest
-from diffquant.scheme import DEFAULT_GRANULARITY, FULL, LAYER_TARGETS, Recipe, Scheme
+from diffquant.recipe import DEFAULT_GRANULARITY, LAYER_TARGETS, Recipe
+from diffquant.scheme import FULL, Scheme
 from diffquant.source.source import Source
 
 TARGETS = ("weights", *LAYER_TARGETS)

@@ -27,7 +27,7 @@ from diffquant.cli.options import (
     Weights,
     to_json,
 )
-from diffquant.scheme import Recipe, RoundingSettings
+from diffquant.recipe import Recipe, RoundingSettings
 from diffquant.support.progress import progress_for
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ import typer
 
 from diffquant.errors import UsageError
 from diffquant.evals.tasks import kinds as task_kinds
-from diffquant.scheme import NEAREST, Recipe
+from diffquant.recipe import NEAREST, Recipe
 from diffquant.support.listed import listed_numbers
 
 Model = Annotated[Path, typer.Argument(help="Checkpoint folder (safetensors) or .gguf file.")]

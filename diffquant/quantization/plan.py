@@ -15,8 +15,9 @@ from diffquant.formats.reader import Checkpoint, TensorInfo
 from diffquant.formats.writer import OutputTensor
 from diffquant.quantization.roundings import checked_rounding
 from diffquant.quantization.targets import weight_modules, weight_schemes
+from diffquant.recipe import Recipe
 from diffquant.report.tables import aligned, megabytes
-from diffquant.scheme import FULL, Recipe, Scheme
+from diffquant.scheme import FULL, Scheme
 from diffquant.source.check import is_surplus
 from diffquant.source.source import Source
 

@@ -20,8 +20,9 @@ from diffquant.quantization.card import quantized_card
 from diffquant.quantization.plan import Plan, PlannedTensor, make_plan
 from diffquant.quantization.rounded_weight import RoundedWeight
 from diffquant.quantization.roundings import Rounder, rounding_named
+from diffquant.recipe import Recipe
 from diffquant.report.tables import megabytes
-from diffquant.scheme import Recipe, Scheme
+from diffquant.scheme import Scheme
 from diffquant.source.source import Source, open_source
 from diffquant.support.files import write_atomically
 from diffquant.support.progress import Progress, silent

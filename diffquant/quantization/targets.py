@@ -4,7 +4,8 @@ from collections.abc import Collection
 from fnmatch import fnmatchcase
 
 from diffquant.model.adapters import Adapter
-from diffquant.scheme import FULL, Recipe, Scheme
+from diffquant.recipe import Recipe
+from diffquant.scheme import FULL, Scheme
 
 
 def weight_schemes(adapter: Adapter, recipe: Recipe) -> dict[str, Scheme]:

@@ -17,7 +17,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from diffquant.errors import CheckpointError, OutputExistsError, UsageError
-from diffquant.scheme import LAYER_TARGETS, Recipe
+from diffquant.recipe import LAYER_TARGETS, Recipe
 from diffquant.source.source import Source
 from diffquant.support.files import check_writable, write_atomically
 

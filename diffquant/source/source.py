@@ -11,7 +11,8 @@ from torch import Tensor
 from diffquant.family.spec import DiffSpec
 from diffquant.formats.reader import Checkpoint, open_checkpoint
 from diffquant.model.adapters import Adapter, adapter_for
-from diffquant.scheme import Recipe, Scheme
+from diffquant.recipe import Recipe
+from diffquant.scheme import Scheme
 from diffquant.source.check import check_tensors
 from diffquant.source.identity import checkpoint_fingerprint
 from diffquant.source.stored_recipe import stored_recipe

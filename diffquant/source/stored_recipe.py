@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from diffquant.errors import CheckpointError, UsageError
-from diffquant.scheme import Recipe
+from diffquant.recipe import Recipe
 from diffquant.support.versions import CONFIG_VERSION
 
 

@@ -7,7 +7,7 @@ from diffquant.attention import check_backend
 from diffquant.evals.task_result import TaskResult
 from diffquant.evals.tasks import make_tasks
 from diffquant.loading import check_loadable
-from diffquant.scheme import Recipe
+from diffquant.recipe import Recipe
 from diffquant.source.ranges import check_taken
 from diffquant.source.source import open_source
 from diffquant.support.devices import resolve

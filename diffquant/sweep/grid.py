@@ -8,7 +8,7 @@ from diffquant.errors import UsageError
 from diffquant.evals.defaults import BATCH_TOKENS
 from diffquant.evals.tasks import check_options, kinds
 from diffquant.evals.tasks import options as options_of_tasks
-from diffquant.scheme import DEFAULT_GRANULARITY, Recipe
+from diffquant.recipe import DEFAULT_GRANULARITY, Recipe
 from diffquant.support.plain_data import JsonObject
 
 # The target of an exported folder, which is measured as it is, and of a point whose recipe comes from a file.

@@ -15,7 +15,7 @@ from diffquant.evals.torch_model import TorchModel
 from diffquant.loading import load
 from diffquant.model.modeling import DiffTransformer
 from diffquant.quantization.roundings import text_identity
-from diffquant.scheme import LAYER_TARGETS, Recipe
+from diffquant.recipe import LAYER_TARGETS, Recipe
 from diffquant.source.source import Source
 from diffquant.support.files import file_digest
 from diffquant.support.plain_data import JsonObject

@@ -5,7 +5,7 @@ import torch
 from diffquant.model.cache import PackedCache
 from diffquant.model.modeling import DiffTransformer
 from diffquant.quantization.plan import make_plan
-from diffquant.scheme import Recipe
+from diffquant.recipe import Recipe
 from diffquant.source.source import Source
 
 _KV_TOKENS = 1024

@@ -30,7 +30,7 @@ from diffquant.loading import load
 from diffquant.model.adapters import adapter_for
 from diffquant.quantization.plan import make_plan
 from diffquant.quantization.quantize import quantize
-from diffquant.scheme import Recipe
+from diffquant.recipe import Recipe
 from diffquant.source.source import open_source
 from diffquant.source.tokenizer import load_tokenizer
 from diffquant.text.corpus import load_text

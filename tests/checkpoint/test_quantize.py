@@ -21,7 +21,7 @@ from diffquant.formats.compressed_tensors import PACKED, SCALE, SHAPE, decode
 from diffquant.formats.reader import open_checkpoint
 from diffquant.quantization.plan import make_plan
 from diffquant.quantization.quantize import quantize
-from diffquant.scheme import Recipe
+from diffquant.recipe import Recipe
 from diffquant.source.source import open_source
 from tests.support.checkpoints import SIZES, contents, edit_json, write_diffllama, write_random
 

@@ -16,7 +16,8 @@ from diffquant.quantization.roundings.gptq import compensation
 from diffquant.quantization.roundings.gptq.compensation import Inputs, compensate, damped, in_one_pass
 from diffquant.quantization.roundings.mse import clipped, fitted_scale
 from diffquant.quantization.roundings.nearest import nearest
-from diffquant.scheme import Recipe, Scheme
+from diffquant.recipe import Recipe
+from diffquant.scheme import Scheme
 from tests.support import tiny_lm
 
 SCHEMES = ["4:g16", "4:row", "6:g16", "3:g16"]

@@ -7,7 +7,9 @@ from diffquant.quantization.roundings.base import Round, Rounder, Rounding
 from diffquant.quantization.roundings.gptq.rule import Gptq
 from diffquant.quantization.roundings.mse import Mse
 from diffquant.quantization.roundings.nearest import Nearest
-from diffquant.scheme import RoundingSettings, Scheme, did_you_mean
+from diffquant.recipe import RoundingSettings
+from diffquant.scheme import Scheme
+from diffquant.support.suggestion import did_you_mean
 from diffquant.text.corpus import identity, load_text
 
 __all__ = ["Round", "Rounder", "Rounding", "checked_rounding", "register", "rounding_named", "text_identity"]

@@ -5,7 +5,8 @@ from torch import Tensor
 
 from diffquant.numerics import absmax_scale, max_code, sharing_view, storable_scale
 from diffquant.quantization.roundings.base import Rounder, Rounding
-from diffquant.scheme import RoundingSettings, Scheme
+from diffquant.recipe import RoundingSettings
+from diffquant.scheme import Scheme
 from diffquant.source.source import Source
 from diffquant.support.progress import Progress
 

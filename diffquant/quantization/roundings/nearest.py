@@ -5,7 +5,8 @@ from torch import Tensor
 
 from diffquant.formats.compressed_tensors import codes, weight_scale
 from diffquant.quantization.roundings.base import Rounder, Rounding
-from diffquant.scheme import RoundingSettings, Scheme
+from diffquant.recipe import RoundingSettings
+from diffquant.scheme import Scheme
 from diffquant.source.source import Source
 from diffquant.support.progress import Progress
 

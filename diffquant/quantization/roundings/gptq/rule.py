@@ -9,7 +9,8 @@ from torch import Tensor
 from diffquant.quantization.roundings.base import Rounder, Rounding
 from diffquant.quantization.roundings.gptq.compensation import Inputs, compensate
 from diffquant.quantization.roundings.mse import clipped
-from diffquant.scheme import RoundingSettings, Scheme
+from diffquant.recipe import RoundingSettings
+from diffquant.scheme import Scheme
 from diffquant.source.source import Source
 from diffquant.support.progress import Progress
 from diffquant.text.corpus import identity, load_text
