@@ -1,4 +1,4 @@
-"""Open a checkpoint without loading it: its config, its tensors' shapes, and their data when asked for.
+"""A checkpoint that is open but not loaded: its config, its tensors' shapes, and their data when asked for.
 
 Only safetensors and GGUF are read; a pickle is never opened, since opening one runs its code.
 """
@@ -89,23 +89,6 @@ class Checkpoint(ABC):
     @property
     def nbytes(self) -> int:
         return sum(info.nbytes for info in self.tensors.values())
-
-
-def open_checkpoint(path: Path) -> Checkpoint:
-    """Open a folder of safetensors, or a .gguf file.
-
-    Raises:
-        CheckpointError: the path holds neither, or files are missing, truncated or outside the
-            folder; every offending file and tensor is named.
-    """
-    path = Path(path)
-    if path.suffix == ".gguf":
-        from diffquant.formats.gguf import GgufCheckpoint
-
-        return GgufCheckpoint(path)
-    if not path.is_dir():
-        raise CheckpointError(f"{path} is neither a checkpoint folder nor a .gguf file")
-    return FolderCheckpoint(path)
 
 
 class FolderCheckpoint(Checkpoint):

@@ -9,7 +9,8 @@ from typing import Any
 from torch import Tensor
 
 from diffquant.family.spec import DiffSpec
-from diffquant.formats.reader import Checkpoint, open_checkpoint
+from diffquant.formats.opening import open_checkpoint
+from diffquant.formats.reader import Checkpoint
 from diffquant.model.adapters import Adapter, adapter_for
 from diffquant.recipe import Recipe
 from diffquant.scheme import Scheme

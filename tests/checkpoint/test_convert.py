@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from diffquant.conversion import convert
 from diffquant.errors import CheckpointError, NonFiniteError, UsageError
-from diffquant.formats.reader import open_checkpoint
+from diffquant.formats.opening import open_checkpoint
 from diffquant.model.adapters import adapter_for
 from diffquant.quantization.quantize import quantize
 from diffquant.recipe import Recipe

@@ -18,7 +18,7 @@ from diffquant.errors import (
 from diffquant.formats import atomic_folder as staging
 from diffquant.formats import row_stream as stream
 from diffquant.formats.compressed_tensors import PACKED, SCALE, SHAPE, decode
-from diffquant.formats.reader import open_checkpoint
+from diffquant.formats.opening import open_checkpoint
 from diffquant.quantization.plan import make_plan
 from diffquant.quantization.quantize import quantize
 from diffquant.recipe import Recipe

@@ -18,7 +18,7 @@ from diffquant.export.graph.matrix import row_order
 from diffquant.export.manifest import read_manifest
 from diffquant.export.runtime.session import OnnxModel
 from diffquant.formats.compressed_tensors import encode
-from diffquant.formats.reader import open_checkpoint
+from diffquant.formats.opening import open_checkpoint
 from diffquant.model.adapters import adapter_for
 from diffquant.numerics import unpack
 from diffquant.scheme import Scheme
