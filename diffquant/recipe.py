@@ -69,11 +69,11 @@ class RoundingSettings:
 
     @property
     def reads(self) -> bool:
-        """Whether anything is said of a text."""
+        """Whether a text, or how much of it is read, is stated."""
         return (self.text, self.tokens, self.window) != (None, None, None)
 
     def to_plain(self) -> str | dict[str, Any]:
-        """Inverse of `parse`: the name where nothing else is said."""
+        """Plain data that `parse` reads: the name where nothing else is stated."""
         if not self.reads:
             return self.name
         entries = {
@@ -90,13 +90,13 @@ NEAREST = RoundingSettings()
 
 @dataclass(frozen=True)
 class Recipe:
-    """What is quantized in a model. Every target defaults to 16 bits.
+    """What is quantized in a model, and how. Every target defaults to 16 bits.
 
     Attributes:
-        weights: the linear layers' weights.
-        k, v: the KV cache.
-        logits: Q·Kᵀ·scale of each map, before softmax (simulated).
-        residual: newest tokens of the cache that stay 16-bit.
+        weights: scheme of the linear layers' weights.
+        k, v: schemes of the KV cache.
+        logits: scheme of Q·Kᵀ·scale of each map, before softmax (simulated).
+        residual: number of newest tokens of the cache that stay 16-bit.
         overrides: schemes by name pattern (shell wildcards); the first match wins. A pattern names modules whose
             weight it is about, or where it ends in ".k", ".v" or ".logits" the cache or logits of a layer:
             "model.layers.3.self_attn.k".
@@ -217,7 +217,7 @@ class Recipe:
         return {pattern: scheme for pattern, scheme in self.overrides.items() if target_of(pattern) == "weights"}
 
     def at_layer(self, layer: int) -> "Recipe":
-        """This recipe with the `k`, `v` and `logits` of one layer."""
+        """This recipe with the `k`, `v` and `logits` of one layer, overrides applied."""
         k, v, logits = (self._scheme_at(target, layer) for target in LAYER_TARGETS)
         return replace(self, k=k, v=v, logits=logits, overrides=self.weight_overrides)
 
@@ -233,14 +233,14 @@ class Recipe:
         """Check that every override of a cache or of logits is about some layer.
 
         Raises:
-            UsageError: with those that are not.
+            UsageError: some match no layer; they are named.
         """
         names = [_layer_name(target, layer) for target in LAYER_TARGETS for layer in range(layers)]
         patterns = [pattern for pattern in self.overrides if target_of(pattern) != "weights"]
-        lost = [pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in names)]
-        if lost:
+        unmatched = [pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in names)]
+        if unmatched:
             raise UsageError(
-                f"overrides {', '.join(map(repr, lost))} match no layer; the model's are {names[0]} to "
+                f"overrides {', '.join(map(repr, unmatched))} match no layer; the model's are {names[0]} to "
                 f"model.layers.{layers - 1}"
             )
 
@@ -256,7 +256,7 @@ class Recipe:
 
 
 def target_of(pattern: str) -> str:
-    """What an override is about: "k", "v" or "logits" where its last part says so, else "weights"."""
+    """The target of an override: "k", "v" or "logits" where its last part says so, else "weights"."""
     last = pattern.rsplit(".", 1)[-1]
     return last if last in LAYER_TARGETS else "weights"
 

@@ -1,4 +1,4 @@
-"""A `Scheme` says how one kind of tensor is quantized. It needs no torch."""
+"""A `Scheme` says how one kind of tensor is quantized: bits, and which entries share a scale. It needs no torch."""
 
 import re
 from dataclasses import dataclass
@@ -15,18 +15,18 @@ _GRAMMAR = "BITS[:GRANULARITY][:shift or :alike], such as 4:g32, 6:row, 8:head, 
 
 @dataclass(frozen=True)
 class Scheme:
-    """Bits, and which entries share one scale.
+    """How one kind of tensor is quantized: its bits, and which entries share one scale.
 
     Attributes:
-        bits: 2 to 8, or 16 for not quantized.
-        granularity: one of `GRANULARITIES`; "" at 16 bits. A "row" is a token or an output channel,
-            a "group" `size` neighbours along the contracted axis, a "column" a channel over `size`
-            tokens (or all), a "block" a `size` x `size` tile of logits, a "pair" both maps of a head; "static"
-            is a calibrated scale a channel of the cache or a head of the logits.
-        size: for "group", "column" and "block".
-        shift: logits only: subtract the row maximum first, all 2^bits levels then serve one side.
-        alike: logits only: round the mean of both maps and half their difference, so that the mean's rounding
-            error is in both maps alike; one map has none to share it with and is rounded as without.
+        bits: width of the codes, 2 to 8, or 16 for not quantized.
+        granularity: what shares a scale, one of `GRANULARITIES`; "" at 16 bits. A "row" is a token or an output
+            channel, a "group" `size` neighbours along the contracted axis, a "column" a channel over `size` tokens
+            (or all), a "block" a `size` x `size` tile of logits, a "pair" both maps of a head; "static" is a
+            calibrated scale a channel of the cache or a head of the logits.
+        size: number of entries along an axis that share a scale, for "group", "column" and "block".
+        shift: whether the row maximum of logits is subtracted first: all 2^bits levels then serve one side.
+        alike: whether logits are rounded as the mean of both maps and half their difference, so that the
+            mean's rounding error is in both maps alike; one map has none to share it with and is rounded as without.
     """
 
     bits: int

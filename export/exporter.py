@@ -22,7 +22,7 @@ from diffquant.export.options import ExportOptions, check_runtime, runtime_floor
 from diffquant.export.runtime.genai import write_genai_config
 from diffquant.formats.atomic_folder import check_output, staged
 from diffquant.formats.reader import Checkpoint, read_json
-from diffquant.formats.row_stream import fingerprint
+from diffquant.formats.row_stream import checkpoint_stamp
 from diffquant.recipe import LAYER_TARGETS
 from diffquant.report.tables import megabytes
 from diffquant.scheme import Scheme
@@ -99,7 +99,7 @@ def export(
     _, nbytes = place(streamed)
     key = {
         "verb": "export",
-        "source": fingerprint(opened.checkpoint),
+        "source": checkpoint_stamp(opened.checkpoint),
         "options": options.to_dict(),
         "ranges": ranges.digest if ranges else None,
     } | versions()

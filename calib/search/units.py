@@ -10,10 +10,10 @@ import torch
 from diffquant.errors import UsageError
 from diffquant.model.layout import linear_shapes
 from diffquant.model.modeling import DiffTransformer
-from diffquant.quantization.plan import make_plan
+from diffquant.quantization.plan import plan_quantization
 from diffquant.quantization.rounded_weight import as_stored
 from diffquant.quantization.roundings import Rounder
-from diffquant.quantization.roundings.nearest import nearest
+from diffquant.quantization.roundings.nearest import round_to_nearest
 from diffquant.recipe import DEFAULT_GRANULARITY, LAYER_TARGETS, Recipe
 from diffquant.scheme import FULL, Scheme
 from diffquant.source.source import Source
@@ -104,7 +104,7 @@ def quantized(model: DiffTransformer, unit: Unit, bits: int) -> Iterator[None]:
         parameter = model.get_parameter(unit.parameter)
         whole = parameter.data
         scheme = unit.scheme(bits)
-        parameter.data = as_stored(Rounder(nearest), unit.name, whole, scheme, unit.dtype).to(whole.dtype)
+        parameter.data = as_stored(Rounder(round_to_nearest), unit.name, whole, scheme, unit.dtype).to(whole.dtype)
         try:
             yield
         finally:
@@ -123,7 +123,7 @@ def _commonest(schemes: list[Scheme]) -> Scheme:
 
 
 def _weights(source: Source, widths: Sequence[int], granularity: str) -> list[Unit]:
-    plans = {bits: make_plan(source, Recipe.of(weights=f"{bits}:{granularity}")) for bits in widths}
+    plans = {bits: plan_quantization(source, Recipe.of(weights=f"{bits}:{granularity}")) for bits in widths}
     stored = {bits: {tensor.name: tensor.stored_bytes for tensor in plan.tensors} for bits, plan in plans.items()}
     units = []
     for parameter in linear_shapes(source.adapter.config):

@@ -27,7 +27,7 @@ _STRATEGIES = {"group": "group", "channel": "row", "tensor": "tensor"}
 _STRATEGY_OF = {ours: theirs for theirs, ours in _STRATEGIES.items()}
 
 
-def encode(weight: Tensor, scheme: Scheme) -> dict[str, Tensor]:
+def pack_weight(weight: Tensor, scheme: Scheme) -> dict[str, Tensor]:
     """Packed form of a weight.
 
     Args:
@@ -40,14 +40,14 @@ def encode(weight: Tensor, scheme: Scheme) -> dict[str, Tensor]:
     values = weight.float()
     scale = weight_scale(values, scheme, weight.dtype)
     return {
-        "weight_packed": pack(codes(values, scale, scheme), scheme.bits),
+        "weight_packed": pack(weight_codes(values, scale, scheme), scheme.bits),
         "weight_scale": scale,
         "weight_shape": torch.tensor(weight.shape, dtype=torch.int64),
     }
 
 
-def decode(packed: Tensor, scale: Tensor, shape: Tensor, scheme: Scheme) -> Tensor:
-    """Inverse of `encode`: codes * scale, [out, in] in the scale's dtype."""
+def unpack_weight(packed: Tensor, scale: Tensor, shape: Tensor, scheme: Scheme) -> Tensor:
+    """Inverse of `pack_weight`: codes * scale, [out, in] in the scale's dtype."""
     out, width = shape.tolist()
     return decode_codes(unpack(packed, scheme.bits, width), scale, scheme).reshape(out, width)
 
@@ -65,7 +65,7 @@ def weight_scale(values: Tensor, scheme: Scheme, dtype: torch.dtype | None = Non
     return scale.reshape(1) if scheme.granularity == "tensor" else scale.reshape(len(values), -1)
 
 
-def codes(values: Tensor, scale: Tensor, scheme: Scheme) -> Tensor:
+def weight_codes(values: Tensor, scale: Tensor, scheme: Scheme) -> Tensor:
     """Codes int8 [rows, in] of some rows against their stored scale.
 
     Args:

@@ -144,7 +144,7 @@ def shard_names(count: int) -> list[str]:
     return [SINGLE] if count == 1 else [f"model-{k:05}-of-{count:05}.safetensors" for k in range(1, count + 1)]
 
 
-def fingerprint(checkpoint: Checkpoint) -> dict[str, Any]:
+def checkpoint_stamp(checkpoint: Checkpoint) -> dict[str, Any]:
     """What identifies a source without reading all of it: its config, and its files' names, sizes and dates."""
     files = {file.name: [file.stat().st_size, file.stat().st_mtime_ns] for file in checkpoint.weight_files()}
     return {"path": str(checkpoint.path.resolve()), "config": checkpoint.config, "files": files}

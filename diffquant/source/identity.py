@@ -1,4 +1,4 @@
-"""Which checkpoint it is, wherever it lies."""
+"""The identity of a checkpoint: a fingerprint of its contents, the same wherever they lie."""
 
 import hashlib
 import json
@@ -16,14 +16,15 @@ def checkpoint_fingerprint(checkpoint: Checkpoint) -> str:
     files = checkpoint.weight_files()
     if checkpoint.path.is_dir():
         files += [checkpoint.path / "config.json", *side_files(checkpoint.path)]
-    digests = {file.name: _digest_once(file.resolve(), _state(file)) for file in files}
+    digests = {file.name: _digest_once(file.resolve(), _file_state(file)) for file in files}
     return hashlib.sha256(json.dumps(digests, sort_keys=True).encode()).hexdigest()
 
 
 def check_distinct(models: Sequence[Path]) -> None:
-    """
+    """Check that no model is named twice.
+
     Raises:
-        UsageError: with the models that are named more than once.
+        UsageError: some are; they are listed.
     """
     names = [model.resolve() for model in models]
     twice = sorted({str(name) for name in names if names.count(name) > 1})
@@ -32,11 +33,11 @@ def check_distinct(models: Sequence[Path]) -> None:
 
 
 @lru_cache(maxsize=1024)
-def _digest_once(file: Path, state: tuple[int, ...]) -> str:
+def _digest_once(file: Path, _state: tuple[int, ...]) -> str:
     return file_digest(file)
 
 
-def _state(file: Path) -> tuple[int, ...]:
-    """What changes whenever the file is written again."""
+def _file_state(file: Path) -> tuple[int, ...]:
+    """Values of which some change whenever the file is written again."""
     status = file.stat()
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns

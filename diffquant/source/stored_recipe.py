@@ -9,7 +9,7 @@ from diffquant.support.versions import CONFIG_VERSION
 
 
 def stored_recipe(config: Mapping[str, Any]) -> Recipe:
-    """The recipe a quantized checkpoint was made with; 16 bits for any other.
+    """The recipe that a quantized checkpoint was made with; 16 bits for any other checkpoint.
 
     Raises:
         CheckpointError: it cannot be read, or a newer diffquant wrote it.

@@ -1,4 +1,4 @@
-"""Files: written whole or not at all, and told apart by their digests."""
+"""Files that are written whole or not at all, and digests that tell files apart."""
 
 import hashlib
 import os
@@ -14,9 +14,9 @@ def check_writable(folder: Path) -> None:
     Raises:
         UsageError: they cannot.
     """
-    there = next(place for place in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(place))
+    nearest = next(place for place in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(place))
     try:
-        tempfile.TemporaryFile(dir=there).close()
+        tempfile.TemporaryFile(dir=nearest).close()
     except OSError as error:
         raise UsageError(f"cannot write into {folder}: {error.strerror}; choose another output") from error
 
@@ -28,7 +28,7 @@ def file_digest(file: Path) -> str:
 
 
 def write_atomically(file: Path, content: str | bytes) -> None:
-    """The whole file or nothing; text as UTF-8."""
+    """Write a file whole or not at all; text is written as UTF-8."""
     temporary = file.with_name(file.name + ".tmp")
     try:
         temporary.write_bytes(content.encode() if isinstance(content, str) else content)

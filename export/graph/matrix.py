@@ -12,7 +12,7 @@ from torch import Tensor
 from diffquant.errors import DiffQuantError
 from diffquant.family.heads import HeadLayout
 from diffquant.family.spec import DiffSpec
-from diffquant.formats.compressed_tensors import PACKED, SCALE, codes, decode_codes, weight_scale
+from diffquant.formats.compressed_tensors import PACKED, SCALE, decode_codes, weight_codes, weight_scale
 from diffquant.formats.reader import Checkpoint
 from diffquant.model.adapters import Adapter
 from diffquant.numerics import check_finite, unpack
@@ -63,7 +63,7 @@ class Matrix:
             words = self._rows(self._sibling(PACKED), first, last)
             return unpack(words, self.stored.bits, self.shape[1])
         values = self.values(first, last)
-        return codes(values.float(), self._scale_of(values), self.wanted)
+        return weight_codes(values.float(), self._scale_of(values), self.wanted)
 
     def scales(self, first: int, last: int) -> Tensor:
         """[rows, groups] scales, one group where a row or the matrix shares one."""
