@@ -52,7 +52,7 @@ class RoundingSettings:
         """Read a recipe's entry: a rounding's name, or a mapping with its name, text, tokens and window.
 
         Raises:
-            UsageError: an unknown key (the nearest known one is named), or a value of the wrong type.
+            UsageError: a key is unknown (the nearest known one is named), or a value has the wrong type.
         """
         if isinstance(entry, str):
             return cls(entry)
@@ -151,7 +151,7 @@ class Recipe:
         """Inverse of `to_dict`.
 
         Raises:
-            UsageError: an unknown key (the nearest known one is named) or a malformed scheme.
+            UsageError: a key is unknown (the nearest known one is named), or a scheme is malformed.
         """
         known = [f.name for f in fields(cls)]
         unknown = [key for key in entries if key not in known]
