@@ -60,7 +60,7 @@ class Conversion:
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a target's tensor comes from.
+    """The origin of a target's tensor: a source tensor, and what changes on the way.
 
     Attributes:
         source: name of the tensor to read; None for zeros.

@@ -69,7 +69,7 @@ class RoundingSettings:
 
     @property
     def reads(self) -> bool:
-        """Whether a text, or how much of it is read, is stated."""
+        """Whether the recipe names a text, or says how much of it is read."""
         return (self.text, self.tokens, self.window) != (None, None, None)
 
     def to_plain(self) -> str | dict[str, Any]:

@@ -26,9 +26,9 @@ from diffquant.loading import load
 from diffquant.model.modeling import DiffTransformer
 from diffquant.model.walk import Walk
 from diffquant.recipe import LAYER_TARGETS, Recipe
-from diffquant.source.identity import check_distinct
 from diffquant.source.source import open_source
 from diffquant.support.devices import check_device, resolve_dtype
+from diffquant.support.files import check_distinct
 from diffquant.support.progress import Progress, silent
 from diffquant.support.versions import versions
 from diffquant.text.corpus import load_text, text_digest

@@ -46,7 +46,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Job:
-    """How to make the output that comes of one source tensor, any rows at a time.
+    """The making of the output that comes of one source tensor, any rows at a time.
 
     Attributes:
         name: name of the source tensor, or of the output where there is none.

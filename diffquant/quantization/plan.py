@@ -1,4 +1,4 @@
-"""A plan of what quantizing a checkpoint will do, tensor by tensor; everything that can be wrong is found here."""
+"""A plan of what quantizing a checkpoint will do, tensor by tensor; everything that can be wrong is noticed here."""
 
 import difflib
 import math

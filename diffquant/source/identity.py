@@ -2,11 +2,9 @@
 
 import hashlib
 import json
-from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 
-from diffquant.errors import UsageError
 from diffquant.formats.reader import Checkpoint, side_files
 from diffquant.support.files import file_digest
 
@@ -18,18 +16,6 @@ def checkpoint_fingerprint(checkpoint: Checkpoint) -> str:
         files += [checkpoint.path / "config.json", *side_files(checkpoint.path)]
     digests = {file.name: _digest_once(file.resolve(), _file_state(file)) for file in files}
     return hashlib.sha256(json.dumps(digests, sort_keys=True).encode()).hexdigest()
-
-
-def check_distinct(models: Sequence[Path]) -> None:
-    """Check that no model is named twice.
-
-    Raises:
-        UsageError: some are; they are listed.
-    """
-    names = [model.resolve() for model in models]
-    twice = sorted({str(name) for name in names if names.count(name) > 1})
-    if twice:
-        raise UsageError(f"named twice: {', '.join(twice)}")
 
 
 @lru_cache(maxsize=1024)

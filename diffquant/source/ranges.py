@@ -1,8 +1,8 @@
 """Calibrated ranges: the magnitudes that the largest code stands for where a scheme is static.
 
 `diffquant calibrate` writes them as a safetensors file: `layers.N.k` [key heads, d], `layers.N.v` [h_kv, dv] and
-`layers.N.logits` [maps·h], heads as DiffTransformer orders them, with the checkpoint and the settings that
-they come from as metadata. A range serves codes of every width: its scale is range / (2^(bits-1) - 1).
+`layers.N.logits` [maps·h], heads as DiffTransformer orders them, with the checkpoint and the settings that they come
+from as metadata. A range serves codes of every width: its scale is range / (2^(bits-1) - 1).
 """
 
 import hashlib

@@ -29,8 +29,8 @@ def is_bfloat16_native(device: str = "cpu") -> bool:
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     if torch.device(device).type != "cpu":
         return False
-    flags: dict[str, bool] = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
-    return any(flags.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16", "arm_bf16"))
+    flags = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
+    return any(bool(flags.get(name)) for name in ("avx512_bf16", "amx_bf16", "bf16", "arm_bf16"))
 
 
 def check_device(device: str) -> None:

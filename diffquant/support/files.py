@@ -3,6 +3,7 @@
 import hashlib
 import os
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from diffquant.errors import UsageError
@@ -19,6 +20,18 @@ def check_writable(folder: Path) -> None:
         tempfile.TemporaryFile(dir=nearest).close()
     except OSError as error:
         raise UsageError(f"cannot write into {folder}: {error.strerror}; choose another output") from error
+
+
+def check_distinct(paths: Sequence[Path]) -> None:
+    """Check that no file or folder is named twice.
+
+    Raises:
+        UsageError: some are; they are listed.
+    """
+    names = [path.resolve() for path in paths]
+    twice = sorted({str(name) for name in names if names.count(name) > 1})
+    if twice:
+        raise UsageError(f"named twice: {', '.join(twice)}")
 
 
 def file_digest(file: Path) -> str:

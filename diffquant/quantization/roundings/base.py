@@ -1,4 +1,4 @@
-"""What a rounding is: the rule, and the rule made ready for one checkpoint."""
+"""The interface of a rounding: the rule, and the rule made ready for one checkpoint."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
