@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from diffquant.errors import DiffQuantError
     from diffquant.loading import load
     from diffquant.quantization.quantize import quantize
-    from diffquant.scheme import Recipe, Scheme
+    from diffquant.recipe import Recipe
+    from diffquant.scheme import Scheme
     from diffquant.source.tokenizer import load_tokenizer
 
 __version__ = "0.1.0"
@@ -26,7 +27,7 @@ _HOMES = {
     "load_tokenizer": "diffquant.source.tokenizer",
     "quantize": "diffquant.quantization.quantize",
     "DiffQuantError": "diffquant.errors",
-    "Recipe": "diffquant.scheme",
+    "Recipe": "diffquant.recipe",
     "Scheme": "diffquant.scheme",
 }
 

@@ -1,4 +1,4 @@
-"""Rewrite a checkpoint as another member of the family that computes the same function.
+"""Conversion of a checkpoint into another member of the family that computes the same function.
 
 Two ways are exact: unilm's DIFF V1 as Hugging Face `diffllama`, and a plain Llama as DIFF V2.
 """
@@ -17,7 +17,7 @@ from torch import Tensor
 from diffquant.errors import CheckpointError, UsageError
 from diffquant.formats.atomic_folder import check_output, staged
 from diffquant.formats.reader import Checkpoint
-from diffquant.formats.row_stream import Block, Job, Shard, check_rows, fingerprint, write_shards
+from diffquant.formats.row_stream import Block, Job, Shard, check_rows, checkpoint_stamp, write_shards
 from diffquant.formats.writer import OutputTensor
 from diffquant.model.adapters import Adapter, adapter_for
 from diffquant.model.shapes import Shape
@@ -28,7 +28,7 @@ from diffquant.support.files import write_atomically
 from diffquant.support.progress import Progress, silent
 from diffquant.support.versions import versions
 
-# From a source's rows [rows, ...] to the target's.
+# A source tensor's rows [rows, ...] -> the target's.
 Change = Callable[[Tensor], Tensor]
 
 _WAYS = {"diffllama": "diff_v1", "diff-v2": "llama"}
@@ -36,7 +36,14 @@ _WAYS = {"diffllama": "diff_v1", "diff-v2": "llama"}
 
 @dataclass(frozen=True)
 class Conversion:
-    """What a run of `convert` did."""
+    """What a run of `convert` did.
+
+    Attributes:
+        destination: folder that was written.
+        source_type, target_type: model_type before and after.
+        nbytes: bytes of all tensors written.
+        seconds: seconds that the run took.
+    """
 
     destination: Path
     source_type: str
@@ -53,12 +60,12 @@ class Conversion:
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a target's tensor comes from.
+    """The origin of a target's tensor: a source tensor, and what changes on the way.
 
     Attributes:
-        source: the tensor to read; None for zeros.
-        rows: source row of each row; None for the same.
-        change: what happens to the rows then; None for nothing.
+        source: name of the tensor to read; None for zeros.
+        rows: index in the source of each output row; None for the same rows.
+        change: function of the rows that were read; None to leave them as they are.
     """
 
     source: str | None
@@ -98,7 +105,7 @@ def convert(
     origins = _origins(checkpoint, opened.adapter, target, to)
     shards = _shards(checkpoint, target, origins)
     total = sum(output.nbytes for shard in shards for output in shard.outputs)
-    key = {"verb": "convert", "to": to, "source": fingerprint(checkpoint), "versions": versions()}
+    key = {"verb": "convert", "to": to, "source": checkpoint_stamp(checkpoint), "versions": versions()}
     with staged(destination, key, total, overwrite) as staging:
         checkpoint.write_side_files(staging.folder)
         write_shards(shards, staging, total, progress)
@@ -169,18 +176,22 @@ def _diff_v2_config(checkpoint: Checkpoint, adapter: Adapter) -> dict[str, Any]:
 
 def _carried(checkpoint: Checkpoint, adapter: Adapter, dropped: tuple[str, ...]) -> dict[str, Any]:
     """The source's config without what does not apply, what it left to defaults spelled out."""
-    kept = {key: value for key, value in checkpoint.config.items() if key not in dropped}
-    return kept | {key: getattr(adapter.architecture, key) for key in _RESOLVED}
+    carried = {key: value for key, value in checkpoint.config.items() if key not in dropped}
+    return carried | {key: getattr(adapter.architecture, key) for key in _RESOLVED}
 
 
 def _origins(checkpoint: Checkpoint, adapter: Adapter, target: Adapter, to: str) -> dict[str, Origin]:
     """Origin of each tensor of the target."""
-    origin = _diffllama_origin if to == "diffllama" else _diff_v2_origin
-    return {name: origin(checkpoint, adapter, target, name) for name in target.source_shapes()}
+    if to == "diffllama":
+        return {name: _diffllama_origin(checkpoint, adapter, target, name) for name in target.source_shapes()}
+    return {name: _diff_v2_origin(adapter, name) for name in target.source_shapes()}
 
 
 def _diffllama_origin(checkpoint: Checkpoint, adapter: Adapter, target: Adapter, name: str) -> Origin:
-    """Heads from adjacent to halves, rotated rows from interleaved to half, subln into o_proj's columns."""
+    """Origin under a change of layout: heads from adjacent to halves, rotated rows from interleaved to half.
+
+    The norm subln, which diffllama has without a weight, goes into o_proj's columns.
+    """
     spec, source = adapter.architecture.diff_spec, adapter.source_name(name)
     if name.endswith("o_proj.weight"):
         subln = checkpoint.read(name.replace("o_proj", "subln"))
@@ -188,8 +199,8 @@ def _diffllama_origin(checkpoint: Checkpoint, adapter: Adapter, target: Adapter,
     return Origin(source, adapter.rows_as(target.architecture.diff_spec.layout, name))
 
 
-def _diff_v2_origin(checkpoint: Checkpoint, adapter: Adapter, target: Adapter, name: str) -> Origin:
-    """Both maps are the Llama's one: each query head twice; λ is ½ everywhere, so the output is doubled."""
+def _diff_v2_origin(adapter: Adapter, name: str) -> Origin:
+    """Origin where both maps are the Llama's one: each query head stands twice; λ is ½, so the output is doubled."""
     spec, projection = adapter.architecture.diff_spec, name.split(".")[-2]
     if projection == "lambda_proj":
         return Origin(None)
@@ -202,7 +213,7 @@ def _diff_v2_origin(checkpoint: Checkpoint, adapter: Adapter, target: Adapter, n
 
 
 def _scaled(name: str, factor: Tensor) -> Change:
-    """Multiply by a factor (of each column, or one), refusing what the dtype cannot hold."""
+    """Multiplication by a factor (of each column, or one), which refuses what the dtype cannot hold."""
 
     def change(rows: Tensor) -> Tensor:
         scaled = (rows.double() * factor.double()).to(rows.dtype)
@@ -217,7 +228,7 @@ def _scaled(name: str, factor: Tensor) -> Change:
 
 
 def _shards(checkpoint: Checkpoint, target: Adapter, origins: dict[str, Origin]) -> list[Shard]:
-    """Files as the source's; what comes from nowhere goes with the tensor before it."""
+    """Output files, divided as the source's are; a tensor with no source goes with the one before it."""
     jobs: dict[str, list[Job]] = {file.name: [] for file in checkpoint.weight_files()}
     shard = next(iter(jobs))
     for name, shape in target.source_shapes().items():

@@ -11,7 +11,7 @@ from diffquant.generation import stream
 from diffquant.inspection import inspect_checkpoint
 from diffquant.loading import load
 from diffquant.quantization.quantize import quantize
-from diffquant.scheme import Recipe
+from diffquant.recipe import Recipe
 from diffquant.source.source import Source, open_source
 from diffquant.support.progress import progress_for
 from diffquant.sweep.grid import SweepOptions

@@ -1,4 +1,4 @@
-"""What can go wrong, as exceptions whose message says what happened, where, and what to do."""
+"""Exceptions for what a user can cause; each message says what happened, where, and what to do."""
 
 
 class DiffQuantError(Exception):

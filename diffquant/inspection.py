@@ -1,4 +1,4 @@
-"""What a checkpoint is, read from its headers and λ parameters alone."""
+"""An inspection of a checkpoint, which reads its headers and λ parameters alone."""
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
@@ -11,9 +11,9 @@ from diffquant.errors import CheckpointError
 from diffquant.family.lam import lam_from_vectors
 from diffquant.family.spec import DiffSpec
 from diffquant.model.shapes import LAMBDA_VECTORS
-from diffquant.quantization.plan import make_plan
+from diffquant.quantization.plan import plan_quantization
+from diffquant.recipe import LAYER_TARGETS, Recipe
 from diffquant.report.tables import megabytes
-from diffquant.scheme import LAYER_TARGETS, Recipe
 from diffquant.source.source import Source, open_source
 
 WIDTHS = ("8:g32", "6:g32", "4:g32", "4:g128")
@@ -21,10 +21,13 @@ WIDTHS = ("8:g32", "6:g32", "4:g32", "4:g128")
 
 @dataclass(frozen=True)
 class Inspection:
-    """A checkpoint at a glance.
+    """What a checkpoint is, at a glance.
 
     Attributes:
-        lam: V1: λ of each layer; V2: root mean square of each layer's λ projection (0 gives λ ½ everywhere).
+        path: folder or file that was read.
+        recipe: recipe that the checkpoint was quantized with; 16 bits for any other.
+        packed: number of weights that are stored packed.
+        lam: λ of each layer for V1; for V2 the root mean square of each layer's λ projection (0 gives λ ½ everywhere).
         sizes: bytes of all tensors, as stored and with weights at each scheme; None where that does not fit them.
     """
 
@@ -46,11 +49,11 @@ class Inspection:
         spec = self.spec
         lines = [
             f"{self.path}: {spec.generation} ({self.model_type}), {self.parameters / 1e6:.1f} M parameters",
-            f"{self.layers} layers, hidden {self.hidden_size}, {_heads(spec)}",
+            f"{self.layers} layers, hidden {self.hidden_size}, {_head_counts(spec)}",
             f"RoPE {spec.rope}, post-norm {spec.post_norm}",
         ]
         if self.packed or self.recipe != Recipe():
-            lines.append(f"{self.packed} weights are packed; recipe: {_schemes(self.recipe)}")
+            lines.append(f"{self.packed} weights are packed; recipe: {_scheme_list(self.recipe)}")
         if spec.lam == "exp":
             lines.append("λ by layer: " + " ".join(f"{value:.3f}" for value in self.lam))
         if spec.lam == "sigmoid":
@@ -93,7 +96,7 @@ def _lambdas(source: Source) -> list[float]:
     if spec.lam == "exp":
         vectors = ([read(layer, name) for name in LAMBDA_VECTORS] for layer in layers)
         inits = (spec.lam_init(layer) for layer in layers)
-        return [float(lam_from_vectors(*of_layer, init=init)) for of_layer, init in zip(vectors, inits, strict=True)]
+        return [float(lam_from_vectors(*four, init=init)) for four, init in zip(vectors, inits, strict=True)]
     if spec.lam == "sigmoid":
         return [float(read(layer, "lambda_proj.weight").square().mean().sqrt()) for layer in layers]
     return []
@@ -103,17 +106,17 @@ def _sizes(source: Source, schemes: Iterable[str]) -> dict[str, int | None]:
     sizes: dict[str, int | None] = {"as it is": source.checkpoint.nbytes}
     for scheme in schemes:
         try:
-            sizes[scheme] = make_plan(source, Recipe.of(weights=scheme)).bytes_after
+            sizes[scheme] = plan_quantization(source, Recipe.of(weights=scheme)).bytes_after
         except CheckpointError:
             sizes[scheme] = None
     return sizes
 
 
-def _heads(spec: DiffSpec) -> str:
+def _head_counts(spec: DiffSpec) -> str:
     what = "pairs" if spec.maps == 2 else "heads"
     return f"{spec.pairs} {what} over {spec.kv_pairs} KV {what}, width {spec.head_dim}, values {spec.value_dim}"
 
 
-def _schemes(recipe: Recipe) -> str:
+def _scheme_list(recipe: Recipe) -> str:
     schemes = [f"{name} {getattr(recipe, name)}" for name in ("weights", *LAYER_TARGETS)]
     return ", ".join([*schemes, f"overrides {len(recipe.overrides)}"] if recipe.overrides else schemes)

@@ -1,4 +1,4 @@
-"""From a checkpoint, plain or quantized, to a model that runs under a recipe."""
+"""Loading of a checkpoint, plain or quantized, as a model that runs under a recipe."""
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -11,7 +11,8 @@ from diffquant.model.modeling import DiffTransformer
 from diffquant.quantization.plan import checked_schemes
 from diffquant.quantization.rounded_weight import as_stored
 from diffquant.quantization.roundings import rounding_named
-from diffquant.scheme import Recipe, Scheme
+from diffquant.recipe import Recipe
+from diffquant.scheme import Scheme
 from diffquant.source.building import Rewrite, as_it_is, build_model
 from diffquant.source.ranges import read_ranges
 from diffquant.source.source import Source, open_source
@@ -32,7 +33,7 @@ def load(
     Args:
         path: a folder (diffllama, diff_v1, diff_v2, diff_transformer or llama; plain or quantized), a .gguf file
             of a llama, or either as an open `Source`.
-        recipe: what to simulate; a quantized checkpoint's own by default. Weights of a plain checkpoint come out as
+        recipe: recipe to simulate; a quantized checkpoint's own by default. Weights of a plain checkpoint come out as
             `quantize` stores them, whatever the recipe's rounding; one that reads a text does so at each load.
         dtype: dtype of the model; the checkpoint's by default.
         device: device of the model.
@@ -53,15 +54,16 @@ def load(
     ranges = read_ranges(Path(scales), source) if scales else None
     if ranges is not None:
         ranges.check(recipe)
-    model = build_model(source, dtype, device, packed, _rounding(source, schemes, recipe) if schemes else as_it_is)
+    rewrite = _rewrite_as_stored(source, schemes, recipe) if schemes else as_it_is
+    model = build_model(source, dtype, device, packed, rewrite)
     if ranges is not None:
         model.model.ranges = {name: tensor.to(device) for name, tensor in ranges.tensors.items()}
     model.apply_recipe(recipe)
     return model
 
 
-def _rounding(source: Source, schemes: Mapping[str, Scheme], recipe: Recipe) -> Rewrite:
-    """Makes of each weight with a scheme what `quantize` stores of it, under the recipe's rounding."""
+def _rewrite_as_stored(source: Source, schemes: Mapping[str, Scheme], recipe: Recipe) -> Rewrite:
+    """Rewriting of each weight with a scheme into what `quantize` stores of it, under the recipe's rounding."""
     rounder = rounding_named(recipe.rounding.name).prepare(source, recipe.rounding, silent)
 
     def rounded(name: str, data: Tensor) -> Tensor:

@@ -22,9 +22,10 @@ from diffquant.export.options import ExportOptions, check_runtime, runtime_floor
 from diffquant.export.runtime.genai import write_genai_config
 from diffquant.formats.atomic_folder import check_output, staged
 from diffquant.formats.reader import Checkpoint, read_json
-from diffquant.formats.row_stream import fingerprint
+from diffquant.formats.row_stream import checkpoint_stamp
+from diffquant.recipe import LAYER_TARGETS
 from diffquant.report.tables import megabytes
-from diffquant.scheme import LAYER_TARGETS, Scheme
+from diffquant.scheme import Scheme
 from diffquant.source.ranges import Ranges, read_ranges
 from diffquant.source.source import Source, open_source
 from diffquant.support.files import file_digest, write_atomically
@@ -98,7 +99,7 @@ def export(
     _, nbytes = place(streamed)
     key = {
         "verb": "export",
-        "source": fingerprint(checked.checkpoint),
+        "source": checkpoint_stamp(checked.checkpoint),
         "options": options.to_dict(),
         "ranges": ranges.digest if ranges else None,
     } | versions()

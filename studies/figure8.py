@@ -27,7 +27,8 @@ from diffquant.evals.encoding import PairEncoder
 from diffquant.evals.stats import Estimate, estimate, paired_difference
 from diffquant.loading import load
 from diffquant.model.modeling import DiffTransformer
-from diffquant.scheme import Recipe, Scheme
+from diffquant.recipe import Recipe
+from diffquant.scheme import Scheme
 from diffquant.source.source import open_source
 from diffquant.support.files import write_atomically
 from diffquant.support.progress import Progress, progress_for, silent
@@ -119,14 +120,14 @@ def measure(path: Path, settings: Settings, progress: Progress = silent) -> dict
         "generation": model.config.diff_spec.generation,
         "parameters": model.num_parameters(),
         "fingerprint": source.fingerprint,
-        "reading": about | {"text": corpus.identity(text), "window": settings.window},
+        "reading": about | {"text": corpus.text_digest(text), "window": settings.window},
         "environment": environment(),
     } | analyse(model, readings, settings.schemes, progress)
 
 
 def prose_readings(model: DiffTransformer, tokenizer: Any, text: str, window: int) -> list[Reading]:
     """Windows that do not overlap; all tokens but each window's first are predicted."""
-    ids = token_ids.encode(tokenizer, text, model.device)
+    ids = token_ids.encode_text(tokenizer, text, model.device)
     windows = ids[: len(ids) // (window + 1) * (window + 1)].view(-1, window + 1)
     return [Reading(batch, window) for batch in windows.split(_BATCH)]
 

@@ -16,8 +16,8 @@ from diffquant.bench.contest.peers import failure
 from diffquant.formats.compressed_tensors import SCALE, packed_shapes
 from diffquant.quantization.rounded_weight import as_stored
 from diffquant.quantization.roundings import Rounder
-from diffquant.quantization.roundings.mse import clipped
-from diffquant.quantization.roundings.nearest import nearest
+from diffquant.quantization.roundings.mse import round_with_clipping
+from diffquant.quantization.roundings.nearest import round_to_nearest
 from diffquant.scheme import Scheme
 
 PACKAGES = ("bitsandbytes", "torchao", "hqq")
@@ -73,7 +73,7 @@ def reason(error: Exception, method: Method) -> str:
 
 def _ours(rule: str, bits: int, least: int) -> Quantize:
     def quantize(name: str, weight: Tensor, compensated: Callable[[], Rounder]) -> Quantized:
-        rounder = {"nearest": Rounder(nearest), "mse": Rounder(clipped)}.get(rule) or compensated()
+        rounder = {"nearest": Rounder(round_to_nearest), "mse": Rounder(round_with_clipping)}.get(rule) or compensated()
         scheme = Scheme(bits, "group", group_size(weight.shape[1], least))
         scales = math.prod(packed_shapes((weight.shape[0], weight.shape[1]), scheme)[SCALE])
         stored = weight.numel() * bits + scales * 8 * _SCALE.itemsize

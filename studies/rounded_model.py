@@ -17,10 +17,10 @@ from diffquant.evals.torch_model import TorchModel
 from diffquant.loading import load
 from diffquant.model.shapes import linear_shapes
 from diffquant.quantization.roundings import Rounder, rounding_named
-from diffquant.scheme import Recipe, RoundingSettings
+from diffquant.recipe import Recipe, RoundingSettings
 from diffquant.source.source import open_source
 from diffquant.support.progress import silent
-from diffquant.text.corpus import identity, load_text
+from diffquant.text.corpus import load_text, text_digest
 from studies.quantizers import Method, reason
 
 
@@ -71,8 +71,8 @@ class Subject:
         return {
             "model": self.path.name,
             "fingerprint": self._source.fingerprint,
-            "text": identity(self._scored),
-            "read": identity(self._read),
+            "text": text_digest(self._scored),
+            "read": text_digest(self._read),
             "characters": len(self._scored),
             "window": self.options.window,
             "tokens": self.options.tokens,

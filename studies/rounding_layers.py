@@ -24,13 +24,13 @@ from diffquant.loading import load
 from diffquant.model.modeling import DiffTransformer
 from diffquant.quantization.roundings import Rounder
 from diffquant.quantization.roundings.gptq.compensation import Inputs, compensate, damped
+from diffquant.recipe import Recipe
 from diffquant.report.tables import markdown
-from diffquant.scheme import Recipe
 from diffquant.source.source import open_source
 from diffquant.support.files import write_atomically
 from diffquant.support.progress import Progress, progress_for, silent
 from diffquant.text.corpus import load_text
-from diffquant.text.tokens import encode
+from diffquant.text.tokens import encode_text
 from studies.quantizers import METHODS, PACKAGES, Method, reason
 
 _LINEARS = ("self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj")
@@ -111,7 +111,7 @@ def linear_layers(path: Path, options: Options) -> dict[str, Layer]:
     names = [f"model.layers.{layer}.{linear}" for layer in options.layers for linear in _LINEARS]
     halves = text[: len(text) // 2], text[len(text) // 2 :]
     read, scored = (
-        _inputs(model, encode(tokenizer, half, model.device)[:count], names)
+        _inputs(model, encode_text(tokenizer, half, model.device)[:count], names)
         for half, count in zip(halves, (options.read, options.scored), strict=True)
     )
     return {

@@ -10,7 +10,7 @@ import pytest
 
 from diffquant.cli import main
 from diffquant.quantization import plan
-from diffquant.quantization.plan import make_plan
+from diffquant.quantization.plan import plan_quantization
 from tests.support.checkpoints import write_diffllama
 
 
@@ -58,7 +58,9 @@ def test_quantize_then_inspect_tells_what_was_made(run, checkpoint, tmp_path):
 def test_the_command_line_goes_before_the_recipes_rounding(run, checkpoint, tmp_path, monkeypatch, options, rounding):
     (tmp_path / "recipe.yaml").write_text("weights: 4:g32\nrounding: {name: gptq, tokens: 64}\n")
     seen = []
-    monkeypatch.setattr(plan, "make_plan", lambda source, recipe: seen.append(recipe) or make_plan(source, recipe))
+    monkeypatch.setattr(
+        plan, "plan_quantization", lambda source, recipe: seen.append(recipe) or plan_quantization(source, recipe)
+    )
     run("quantize", checkpoint, "-o", tmp_path / "low", "--recipe", tmp_path / "recipe.yaml", *options, "--dry-run")
     assert [recipe.to_dict()["rounding"] for recipe in seen] == [rounding]
 
@@ -130,10 +132,8 @@ import signal, sys
 import diffquant.quantization.quantize as verb
 # A process in a shell's background starts with the signal ignored.
 signal.signal(signal.SIGINT, signal.default_int_handler)
-verb.make_plan = lambda *_: signal.raise_signal(signal.SIGINT)
+verb.plan_quantization = lambda *_: signal.raise_signal(signal.SIGINT)
 from diffquant.cli import main
-from diffquant.quantization import plan
-from diffquant.quantization.plan import make_plan
 sys.argv = ["diffquant", "quantize", {str(checkpoint)!r}, "-o", {str(tmp_path / "out")!r}, "--weights", "4"]
 main()
 """

@@ -12,7 +12,7 @@ from diffquant.evals import needle
 from diffquant.evals.needle import Plan
 from diffquant.evals.torch_model import TorchModel
 from diffquant.loading import load
-from diffquant.scheme import Recipe
+from diffquant.recipe import Recipe
 from diffquant.source.tokenizer import load_tokenizer
 
 MODELS = {path.name: path for path in data.pocket_models("needle")}

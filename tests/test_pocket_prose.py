@@ -10,7 +10,7 @@ from diffquant import data
 from diffquant.evals import perplexity
 from diffquant.evals.torch_model import TorchModel
 from diffquant.loading import load
-from diffquant.scheme import Recipe
+from diffquant.recipe import Recipe
 from diffquant.source.tokenizer import load_tokenizer
 
 MODELS = {path.name: path for path in data.pocket_models("prose")}

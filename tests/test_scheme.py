@@ -3,7 +3,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diffquant.errors import UsageError
-from diffquant.scheme import FULL, Recipe, Scheme
+from diffquant.recipe import Recipe
+from diffquant.scheme import FULL, Scheme
 
 NAMES = ["tensor", "head", "pair", "row", "column", "g32", "g128", "c64", "b64"]
 GRANULARITIES = [*NAMES, *(f"{name}:shift" for name in NAMES), "tensor:alike", "head:alike", "row:alike"]

@@ -12,7 +12,7 @@ from diffquant.bench.contest.peers import BASELINE, PEERS, Peer
 from diffquant.bench.contest.workloads import Workload, differential
 from diffquant.errors import UsageError
 from diffquant.family.call import AttentionCall
-from diffquant.scheme import Recipe
+from diffquant.recipe import Recipe
 
 RECIPES = {
     16: Recipe(),

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from diffquant.family.call import AttentionCall
 from diffquant.numerics import absmax_scale, pack, quantize
-from diffquant.scheme import Recipe
+from diffquant.recipe import Recipe
 
 
 def key_heads(call: AttentionCall) -> Tensor:

@@ -84,7 +84,7 @@ def write_export(options: dict[str, Any], model: Path, folder: Path) -> None:
     import torch
 
     from diffquant.calib.calibration.kv_cache import calibrate_cache
-    from diffquant.scheme import Recipe
+    from diffquant.recipe import Recipe
 
     export.require()
     parsed = export.ExportOptions.parse(**options)
@@ -208,6 +208,6 @@ def open_llama_cpp(folder: Path, threads: int) -> Engine:
 
 def random_tokens(model: Path, count: int) -> np.ndarray:
     """[1, count], the same every time; speed does not depend on what they say."""
-    from diffquant.formats.reader import open_checkpoint
+    from diffquant.formats.opening import open_checkpoint
 
     return np.random.default_rng(0).integers(0, open_checkpoint(model).config["vocab_size"], (1, count))

@@ -26,7 +26,7 @@ from diffquant.evals.torch_model import TorchModel
 from diffquant.loading import load
 from diffquant.report.tables import aligned
 from diffquant.source.tokenizer import load_tokenizer
-from diffquant.support.devices import resolve
+from diffquant.support.devices import resolve_dtype
 
 # HFLM's own default, and the size at which it was fastest on the machine this was written on.
 _BATCH_SIZES = (1, 8)
@@ -89,7 +89,7 @@ def measure(path: Path, items: int, repeats: int) -> dict[str, Any]:
         "environment": environment() | {"threads": torch.get_num_threads(), "lm_eval": version("lm_eval")},
         "model": path.name,
         "items": items,
-        "default_dtype": {"diffquant": str(resolve()).removeprefix("torch."), "HFLM": "float32"},
+        "default_dtype": {"diffquant": str(resolve_dtype()).removeprefix("torch."), "HFLM": "float32"},
         "timings": [asdict(timing) for timing in timings],
     }
 

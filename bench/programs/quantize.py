@@ -33,7 +33,7 @@ _WORKER = """
 import sys
 from pathlib import Path
 from diffquant.quantization.quantize import quantize
-from diffquant.scheme import Recipe
+from diffquant.recipe import Recipe
 report = quantize(Path(sys.argv[1]), Path(sys.argv[2]), Recipe.of(weights=sys.argv[3]))
 print(report.seconds, report.resumed)
 """

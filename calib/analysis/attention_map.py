@@ -25,13 +25,13 @@ from diffquant.evals.torch_model import TorchModel
 from diffquant.loading import load
 from diffquant.model.modeling import DiffTransformer
 from diffquant.model.walk import Walk
-from diffquant.scheme import LAYER_TARGETS, Recipe
-from diffquant.source.identity import check_distinct
+from diffquant.recipe import LAYER_TARGETS, Recipe
 from diffquant.source.source import open_source
-from diffquant.support.devices import check_device, resolve
+from diffquant.support.devices import check_device, resolve_dtype
+from diffquant.support.files import check_distinct
 from diffquant.support.progress import Progress, silent
 from diffquant.support.versions import versions
-from diffquant.text.corpus import identity, load_text
+from diffquant.text.corpus import load_text, text_digest
 
 # Shares of the weights' magnitudes, the weights as they are, and each map's own.
 SHARE, SIGNED, MAPS = "share", "signed", ("signal", "noise")
@@ -134,10 +134,10 @@ def map_attention(models: Sequence[Path], options: AttentionMapOptions, progress
     text = load_text(options.text)
     attention_by_model = [_map_model(Path(model), text, options, progress) for model in models]
     settings = {
-        "text": identity(text),
+        "text": text_digest(text),
         "items_format": needle.ITEMS_FORMAT,
         "plan": asdict(options.plan),
-        "dtype": str(resolve(options.dtype, options.device)).removeprefix("torch."),
+        "dtype": str(resolve_dtype(options.dtype, options.device)).removeprefix("torch."),
         "versions": versions(),
     }
     return AttentionMaps(attention_by_model, settings)
@@ -145,7 +145,7 @@ def map_attention(models: Sequence[Path], options: AttentionMapOptions, progress
 
 def _map_model(path: Path, text: str, options: AttentionMapOptions, progress: Progress) -> ModelAttention:
     source = open_source(path)
-    model = load(source, options.recipe, resolve(options.dtype, options.device), options.device)
+    model = load(source, options.recipe, resolve_dtype(options.dtype, options.device), options.device)
     tokenizer = source.tokenizer
     items = needle.items_for(TorchModel(model), tokenizer, text, options.plan)
     observed_at: dict[tuple[int, float], list[tuple[Tensor, bool]]] = {}

@@ -16,12 +16,12 @@ from diffquant.calib.statistics import QUANTILE_ERROR, Largest, Magnitudes
 from diffquant.loading import load
 from diffquant.model.modeling import DiffTransformer
 from diffquant.model.walk import Walk, batches, causal_logits, visible_entries
-from diffquant.source.identity import check_distinct
 from diffquant.source.source import open_source
-from diffquant.support.devices import check_device, resolve
+from diffquant.support.devices import check_device, resolve_dtype
+from diffquant.support.files import check_distinct
 from diffquant.support.progress import Progress, silent
 from diffquant.support.versions import versions
-from diffquant.text.corpus import identity, load_text
+from diffquant.text.corpus import load_text, text_digest
 from diffquant.text.tokens import token_windows
 
 RANKS = (1, 2, 3, 10, 100)
@@ -114,9 +114,9 @@ def find_outliers(models: Sequence[Path], options: OutlierOptions, progress: Pro
     text = load_text(options.text)
     outliers_by_model = [_measure_model(Path(model), text, options, progress) for model in models]
     settings = {
-        "text": identity(text),
+        "text": text_digest(text),
         "window": options.window,
-        "dtype": str(resolve(options.dtype, options.device)).removeprefix("torch."),
+        "dtype": str(resolve_dtype(options.dtype, options.device)).removeprefix("torch."),
         "median_error": QUANTILE_ERROR,
         "versions": versions(),
     }
@@ -125,7 +125,7 @@ def find_outliers(models: Sequence[Path], options: OutlierOptions, progress: Pro
 
 def _measure_model(path: Path, text: str, options: OutlierOptions, progress: Progress) -> ModelOutliers:
     source = open_source(path)
-    model = load(source, None, resolve(options.dtype, options.device), options.device)
+    model = load(source, None, resolve_dtype(options.dtype, options.device), options.device)
     ids = token_windows(model, source.tokenizer, text, options.window, options.tokens)
     layers, overall = measure_magnitudes(model, ids, options.batch_tokens, progress)
     return ModelOutliers(path.name, model.config.diff_spec.generation, source.fingerprint, ids.numel(), layers, overall)

@@ -8,10 +8,10 @@ from diffquant.calib.calibration.observe import BATCH_TOKENS, observe_ranges, to
 from diffquant.calib.calibration.observers import Observer
 from diffquant.errors import UsageError
 from diffquant.loading import load
-from diffquant.scheme import LAYER_TARGETS, Recipe
+from diffquant.recipe import LAYER_TARGETS, Recipe
 from diffquant.source.ranges import Ranges
 from diffquant.source.source import Source, open_source
-from diffquant.support.devices import check_device, resolve
+from diffquant.support.devices import check_device, resolve_dtype
 from diffquant.support.progress import Progress, silent
 from diffquant.text.corpus import load_text
 from diffquant.text.tokens import token_windows
@@ -63,7 +63,7 @@ def calibrate(
     text = load_text(options.text)
     source = open_source(path)
     tokenizer = source.tokenizer
-    model = load(source, Recipe(), resolve(options.dtype, options.device), options.device)
+    model = load(source, Recipe(), resolve_dtype(options.dtype, options.device), options.device)
     ids = token_windows(model, tokenizer, text, options.window, options.tokens)
     if len(ids) < 2:
         raise UsageError(

@@ -12,8 +12,8 @@ from diffquant.family.spec import DiffSpec
 from diffquant.model.modeling import DiffTransformer
 from diffquant.model.walk import causal_logits, visible_entries
 from diffquant.numerics import max_code
+from diffquant.recipe import LAYER_TARGETS
 from diffquant.report.tables import aligned
-from diffquant.scheme import LAYER_TARGETS
 from diffquant.support.progress import Progress, silent
 
 

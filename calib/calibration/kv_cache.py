@@ -10,7 +10,7 @@ from diffquant.calib.calibration.observers import Observer
 from diffquant.data import books_text
 from diffquant.errors import CheckpointError, UsageError
 from diffquant.loading import load
-from diffquant.scheme import Recipe
+from diffquant.recipe import Recipe
 from diffquant.source.ranges import Ranges
 from diffquant.source.source import Source, open_source
 from diffquant.support.progress import Progress, silent

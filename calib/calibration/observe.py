@@ -16,7 +16,7 @@ from diffquant.source.ranges import Ranges
 from diffquant.source.source import Source
 from diffquant.support.progress import Progress, silent
 from diffquant.support.versions import versions
-from diffquant.text.corpus import identity
+from diffquant.text.corpus import text_digest
 
 # Tokens that a layer sees in one pass.
 BATCH_TOKENS = 4096
@@ -62,7 +62,7 @@ def to_ranges(
         text: text that the windows were cut from; "" where they are no text.
     """
     settings = {
-        "text": identity(text),
+        "text": text_digest(text),
         "tokens": ids.numel(),
         "window": ids.shape[1],
         "observer": asdict(observer),

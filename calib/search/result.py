@@ -4,7 +4,7 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from diffquant.scheme import Recipe
+from diffquant.recipe import Recipe
 
 
 @dataclass(frozen=True)

@@ -18,13 +18,13 @@ from diffquant.errors import UsageError
 from diffquant.evals.perplexity import evaluate, reference_of
 from diffquant.evals.torch_model import TorchModel
 from diffquant.loading import load
-from diffquant.scheme import DEFAULT_GRANULARITY, Recipe
+from diffquant.recipe import DEFAULT_GRANULARITY, Recipe
 from diffquant.source.source import Source, open_source
-from diffquant.support.devices import check_device, resolve
+from diffquant.support.devices import check_device, resolve_dtype
 from diffquant.support.progress import Progress, silent
 from diffquant.support.versions import versions_of_run
 from diffquant.sweep.storage import weight_bytes
-from diffquant.text.corpus import identity, load_text
+from diffquant.text.corpus import load_text, text_digest
 from diffquant.text.tokens import token_windows
 
 # A number that changes with the way a cost is measured, so that no journal of another way is resumed.
@@ -99,13 +99,13 @@ class Search:
         budget.check(self.units, self.widths)
         text = load_text(options.text)
         self._text, self._held_out = text[: len(text) // 2], text[len(text) // 2 :][: options.check_characters]
-        self._dtype = resolve(options.dtype, options.device)
+        self._dtype = resolve_dtype(options.dtype, options.device)
         self._tokenizer = self.source.tokenizer
         self._key = {
             "format": MEASUREMENT_FORMAT,
             "model": self.source.fingerprint,
             "dtype": str(self._dtype).removeprefix("torch."),
-            "text": identity(self._text),
+            "text": text_digest(self._text),
             "windows": options.windows,
             "window": options.window,
             "device": torch.device(options.device).type,
@@ -162,7 +162,7 @@ class Search:
             )
             for u, by in costs.items()
         ]
-        settings = self._key | {"held_out": identity(self._held_out), "check_window": _CHECK_WINDOW}
+        settings = self._key | {"held_out": text_digest(self._held_out), "check_window": _CHECK_WINDOW}
         return SearchResult(
             self.source.path.name, str(self.budget), perplexity, candidates, measurements, to_recipe(chosen), settings
         )
@@ -211,7 +211,7 @@ class Search:
     def _held_out_scores(self, recipes: dict[str, Recipe], progress: Progress) -> dict[str, dict[str, Any]]:
         """KL, perplexity and bytes of each recipe, and of "16 bits", from the journal or measured now."""
         compared = {"16 bits": Recipe()} | recipes
-        prefix = f"held out {identity(self._held_out)} in windows of {_CHECK_WINDOW}"
+        prefix = f"held out {text_digest(self._held_out)} in windows of {_CHECK_WINDOW}"
         names = {name: f"{prefix}: {json.dumps(recipe.to_dict())}" for name, recipe in compared.items()}
         missing = {name for name in compared if self.journal.get(names[name]) is None}
         reference = None

@@ -10,11 +10,12 @@ import torch
 from diffquant.errors import UsageError
 from diffquant.model.modeling import DiffTransformer
 from diffquant.model.shapes import linear_shapes
-from diffquant.quantization.plan import make_plan
+from diffquant.quantization.plan import plan_quantization
 from diffquant.quantization.rounded_weight import as_stored
 from diffquant.quantization.roundings import Rounder
-from diffquant.quantization.roundings.nearest import nearest
-from diffquant.scheme import DEFAULT_GRANULARITY, FULL, LAYER_TARGETS, Recipe, Scheme
+from diffquant.quantization.roundings.nearest import round_to_nearest
+from diffquant.recipe import DEFAULT_GRANULARITY, LAYER_TARGETS, Recipe
+from diffquant.scheme import FULL, Scheme
 from diffquant.source.source import Source
 
 TARGETS = ("weights", *LAYER_TARGETS)
@@ -107,7 +108,9 @@ def unit_at_width(model: DiffTransformer, unit: Unit, bits: int) -> Iterator[Non
         parameter = model.get_parameter(unit.parameter)
         original = parameter.data
         scheme = unit.scheme(bits)
-        parameter.data = as_stored(Rounder(nearest), unit.name, original, scheme, unit.dtype).to(original.dtype)
+        parameter.data = as_stored(Rounder(round_to_nearest), unit.name, original, scheme, unit.dtype).to(
+            original.dtype
+        )
         try:
             yield
         finally:
@@ -126,7 +129,7 @@ def _commonest(schemes: list[Scheme]) -> Scheme:
 
 
 def _weight_units(source: Source, widths: Sequence[int], granularity: str) -> list[Unit]:
-    plans = {bits: make_plan(source, Recipe.of(weights=f"{bits}:{granularity}")) for bits in widths}
+    plans = {bits: plan_quantization(source, Recipe.of(weights=f"{bits}:{granularity}")) for bits in widths}
     stored = {bits: {tensor.name: tensor.stored_bytes for tensor in plan.tensors} for bits, plan in plans.items()}
     units = []
     for parameter in linear_shapes(source.adapter.config):

@@ -8,7 +8,7 @@ import typer
 
 from diffquant.cli.app import app
 from diffquant.cli.options import AsJson
-from diffquant.support.listed import listed
+from diffquant.support.comma_lists import split_list
 from diffquant.support.progress import progress_for
 
 Sections = Annotated[
@@ -62,7 +62,7 @@ def bench(
     options = run.BenchOptions(
         sections=tuple(sections or run.SECTIONS),
         device=device,
-        models=listed(shapes),
+        models=split_list(shapes),
         lengths=tuple(counts(lengths)) if lengths else (),
         batches=tuple(counts(batches)),
         dtype=dtype,

@@ -18,7 +18,7 @@ from diffquant.cli.options import (
     lengths_of,
     widths,
 )
-from diffquant.support.listed import listed
+from diffquant.support.comma_lists import split_list
 from diffquant.support.progress import progress_for
 
 Text = Annotated[Path | None, typer.Option("--text", help="UTF-8 text to read; some prose ships.")]
@@ -109,7 +109,7 @@ def search(
     from diffquant.support.files import check_writable
 
     options = SearchOptions(
-        listed(target), widths(bits), granularity, text, windows, window, check_characters, dtype, device
+        split_list(target), widths(bits), granularity, text, windows, window, check_characters, dtype, device
     )
     run = Search(model, Budget.parse(budget), options, output)
     if dry_run:
@@ -147,11 +147,11 @@ def calibrate(
     from diffquant.calib.calibration.calibrate import calibrate as run
     from diffquant.calib.calibration.fit import fit_table
     from diffquant.calib.calibration.observers import Observer
-    from diffquant.source.ranges import check_output, write_ranges
+    from diffquant.source.ranges import check_ranges_output, write_ranges
 
-    check_output(output, overwrite)
+    check_ranges_output(output, overwrite)
     rule = Observer(observer, percentile, bits)
-    options = CalibrationOptions(listed(target), rule, text, tokens, window, dtype, device)
+    options = CalibrationOptions(split_list(target), rule, text, tokens, window, dtype, device)
     ranges, fits = run(model, options, progress_for("calibrate"))
     write_ranges(output, ranges)
     typer.echo(json.dumps([asdict(fit) for fit in fits]) if as_json else fit_table(fits, bits))

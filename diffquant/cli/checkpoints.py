@@ -27,7 +27,7 @@ from diffquant.cli.options import (
     Weights,
     to_json,
 )
-from diffquant.scheme import Recipe, RoundingSettings
+from diffquant.recipe import Recipe, RoundingSettings
 from diffquant.support.progress import progress_for
 
 if TYPE_CHECKING:
@@ -60,14 +60,14 @@ def quantize(
     as_json: AsJson = False,
 ) -> None:
     """Quantize a checkpoint into compressed-tensors' format, streaming."""
-    from diffquant.quantization.plan import make_plan
+    from diffquant.quantization.plan import plan_quantization
     from diffquant.quantization.quantize import quantize as run
     from diffquant.source.source import open_source
 
     wanted = RecipeOptions(weights, kv, k, v, logits, residual, override, recipe).required()
     wanted = replace(wanted, rounding=_rounding(wanted.rounding, rounding, text, tokens))
     if dry_run:
-        typer.echo(make_plan(open_source(source), wanted).table())
+        typer.echo(plan_quantization(open_source(source), wanted).table())
         return
     report = run(source, output, wanted, overwrite=overwrite, progress=progress_for("quantize"))
     typer.echo(to_json(report) if as_json else report.summary())
@@ -148,13 +148,13 @@ def _load(
     path: Path, recipe: Recipe | None, dtype: str | None, device: str, scales: Path | None
 ) -> "tuple[DiffTransformer, Any]":
     from diffquant.loading import load
-    from diffquant.source.ranges import check_taken
+    from diffquant.source.ranges import check_ranges_used
     from diffquant.source.source import open_source
-    from diffquant.support.devices import resolve
+    from diffquant.support.devices import resolve_dtype
 
-    torch_dtype = resolve(dtype, device) if dtype else None
+    torch_dtype = resolve_dtype(dtype, device) if dtype else None
     source = open_source(path)
     tokenizer = source.tokenizer
     model = load(source, recipe, torch_dtype, device, scales=scales)
-    check_taken(scales, [model.recipe])
+    check_ranges_used(scales, [model.recipe])
     return model, tokenizer

@@ -10,7 +10,7 @@ import typer
 from diffquant.cli.app import app
 from diffquant.cli.expanded import TaskOptions, expanded
 from diffquant.cli.options import AsJson, Attention, EvalDtype, Model, RecipeOptions, Scales, Tasks, widths
-from diffquant.support.listed import listed
+from diffquant.support.comma_lists import split_list
 from diffquant.support.progress import progress_for
 
 if TYPE_CHECKING:
@@ -54,10 +54,10 @@ def sweep(
     from diffquant.sweep.grid import SweepOptions
 
     options = SweepOptions(
-        tasks=listed(task),
+        tasks=split_list(task),
         bits=widths(bits),
-        targets=listed(target),
-        granularities=listed(granularity),
+        targets=split_list(target),
+        granularities=split_list(granularity),
         recipes=tuple(recipe or ()),
         scales=tuple(scales or ()),
         task_options=task_options.given,
@@ -92,7 +92,7 @@ def eval_(
     from diffquant.sweep.grid import SweepOptions
 
     options = SweepOptions(
-        tasks=listed(task),
+        tasks=split_list(task),
         scales=() if scales is None else (scales,),
         task_options=task_options.given,
         dtype=run.dtype,

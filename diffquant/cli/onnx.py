@@ -39,7 +39,7 @@ def export(
     from diffquant.calib.calibration.kv_cache import calibrate_cache
     from diffquant.export.options import ExportOptions
     from diffquant.export.targets.onnx import ONNX
-    from diffquant.scheme import Recipe
+    from diffquant.recipe import Recipe
     from diffquant.source.ranges import Ranges
 
     options = ExportOptions.parse(

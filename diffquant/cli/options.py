@@ -9,8 +9,8 @@ import typer
 
 from diffquant.errors import UsageError
 from diffquant.evals.tasks import kinds as task_kinds
-from diffquant.scheme import NEAREST, Recipe
-from diffquant.support.listed import listed_numbers
+from diffquant.recipe import NEAREST, Recipe
+from diffquant.support.comma_lists import split_numbers
 
 Model = Annotated[Path, typer.Argument(help="Checkpoint folder (safetensors) or .gguf file.")]
 Destination = Annotated[Path, typer.Option("--output", "-o", help="Folder to create.")]
@@ -85,11 +85,11 @@ class RecipeOptions:
 
 
 def widths(text: str) -> tuple[int, ...]:
-    return listed_numbers("--bits", text, "16,8,6,4")
+    return split_numbers("--bits", text, "16,8,6,4")
 
 
 def lengths_of(text: str) -> tuple[int, ...]:
-    return listed_numbers("--lengths", text, "1024,4096")
+    return split_numbers("--lengths", text, "1024,4096")
 
 
 def _split_override(text: str) -> tuple[str, str]:

@@ -21,5 +21,5 @@ def books_text() -> str:
 
 def pocket_models(task: str) -> list[Path]:
     """The matched checkpoints trained on a task ("needle" or "prose"), the Transformer first."""
-    found = [folder for folder in Path(str(files(__name__) / "pocket")).iterdir() if folder.name.startswith(f"{task}-")]
-    return sorted(found, key=lambda folder: (not folder.name.endswith("transformer"), folder.name))
+    folders = Path(str(files(__name__) / "pocket")).glob(f"{task}-*")
+    return sorted(folders, key=lambda folder: (not folder.name.endswith("transformer"), folder.name))

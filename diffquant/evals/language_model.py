@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol, Self
 import torch
 from torch import Tensor
 
-from diffquant.scheme import Recipe
+from diffquant.recipe import Recipe
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -17,7 +17,7 @@ from diffquant.evals.defaults import BATCH_TOKENS, STRIDE, WINDOW
 from diffquant.evals.language_model import LanguageModel, States, joined
 from diffquant.evals.scoring import token_scores
 from diffquant.support.progress import Progress, silent
-from diffquant.text.tokens import encode
+from diffquant.text.tokens import encode_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -70,7 +70,7 @@ def evaluate(
         UsageError: the text is too short, or window and stride do not fit.
         NonFiniteError: the model's logits are not finite.
     """
-    tokens = encode(tokenizer, text, model.device)
+    tokens = encode_text(tokenizer, text, model.device)
     nll, kl, done = 0.0, 0.0, 0
     for states, targets in _predictions(model, tokens, window, stride, batch_tokens):
         logprobs, _ = token_scores(states, targets.unsqueeze(1))
@@ -99,7 +99,7 @@ def reference_of(
     Raises:
         UsageError: the text is too short, or window and stride do not fit.
     """
-    tokens = encode(tokenizer, text, model.device)
+    tokens = encode_text(tokenizer, text, model.device)
     parts: list[States] = []
     for states, _ in _predictions(model, tokens, window, stride, batch_tokens):
         parts.append(states)

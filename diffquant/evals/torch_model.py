@@ -11,7 +11,7 @@ from torch.nn.functional import linear
 from transformers import Cache, DynamicCache, PreTrainedModel
 
 from diffquant.evals.language_model import LanguageModel, States, TokenCache, shares_prefixes
-from diffquant.scheme import Recipe
+from diffquant.recipe import Recipe
 from diffquant.text.tokens import end_token, max_length
 
 if TYPE_CHECKING:

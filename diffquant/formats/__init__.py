@@ -1,1 +1,1 @@
-"""Bytes on disk: safetensors and GGUF, packed weights, files written by rows, folders that appear whole."""
+"""Checkpoints as bytes on disk: safetensors and GGUF, packed weights, files written by rows, atomic folders."""

@@ -26,7 +26,7 @@ _MARGIN = 16 * 2**20
 
 
 class Staging:
-    """The partial folder and its journal.
+    """The partial folder of an output, and the journal of what is finished in it.
 
     Attributes:
         folder: folder in which the output grows.
@@ -43,8 +43,8 @@ class Staging:
             self._clear()
 
     def finished(self, shard: str) -> dict[str, Any] | None:
-        """What was recorded of a shard, if its file is still what it was then."""
-        record = self._records.get(shard)
+        """The record of a shard, if its file is still what it was then."""
+        record: dict[str, Any] | None = self._records.get(shard)
         file = self.folder / shard
         if record is None or not file.is_file() or file_digest(file) != record["sha256"]:
             return None
@@ -61,7 +61,7 @@ class Staging:
             write_atomically(self.folder / _JOURNAL, json.dumps({"key": self._key, "shards": self._records}))
         return entry
 
-    def done(self) -> int:
+    def finished_count(self) -> int:
         return len(self._records)
 
     def seal(self) -> None:
@@ -89,15 +89,15 @@ def staged(destination: Path, key: Mapping[str, Any], nbytes: int, overwrite: bo
     """Build `destination` beside itself and put it in place when the body ends well.
 
     Args:
-        destination: the folder to appear; an old one is replaced only at the end.
+        destination: folder to make; an old one is replaced only at the end.
         key: plain data that determines the output; finished shards are reused under the same key.
         nbytes: size of the output.
         overwrite: whether an old checkpoint may be replaced.
 
     Raises:
-        OutputExistsError: there is one and `overwrite` is false.
-        DiffQuantError: no room on the disk, before or during the work, or another run is at it.
-        KeyboardInterrupt: interrupted; the message says how to resume.
+        OutputExistsError: the destination exists and `overwrite` is false.
+        DiffQuantError: the disk has no room, before or during the work, or another run writes the same output.
+        KeyboardInterrupt: the body was interrupted; the message says how to resume.
     """
     partial = partial_folder(destination)
     _check_destination(destination, overwrite)
@@ -116,19 +116,20 @@ def staged(destination: Path, key: Mapping[str, Any], nbytes: int, overwrite: bo
 
 
 def partial_folder(destination: Path) -> Path:
+    """The folder beside a destination in which it grows: DESTINATION.partial."""
     place = Path(os.path.abspath(destination))
     return place.with_name(place.name + ".partial")
 
 
 def check_output(source: Path, destination: Path, overwrite: bool) -> None:
-    """Refuse an output that would destroy something; before any work, and before opening the source.
+    """Check, before any work and before the source is opened, that an output destroys nothing.
 
     Raises:
         UsageError: source and destination overlap.
         OutputExistsError: the destination exists and `overwrite` is false, or it is no checkpoint.
     """
-    here, there = source.resolve(), destination.resolve()
-    if here == there or there in here.parents or here in there.parents:
+    input_path, output_path = source.resolve(), destination.resolve()
+    if input_path == output_path or output_path in input_path.parents or input_path in output_path.parents:
         raise UsageError(f"the output {destination} overlaps the input {source}; choose a folder apart from it")
     _check_destination(destination, overwrite)
 
@@ -145,23 +146,22 @@ def _check_destination(destination: Path, overwrite: bool) -> None:
 
 
 def _check_space(destination: Path, nbytes: int) -> None:
-    """Refuse to start what the disk cannot hold.
+    """Check that the disk can hold the output.
 
     Raises:
-        DiffQuantError: with the bytes needed and free.
+        DiffQuantError: it cannot; the bytes needed and free are named.
     """
     partial = partial_folder(destination)
-    there = sum(file.stat().st_blocks * 512 for file in partial.iterdir()) if partial.is_dir() else 0
-    free = _free(destination)
-    if nbytes + _MARGIN > free + there:
+    written = sum(file.stat().st_blocks * 512 for file in partial.iterdir()) if partial.is_dir() else 0
+    available = _free_bytes(destination) + written
+    if nbytes + _MARGIN > available:
         raise DiffQuantError(
-            f"{destination} needs {nbytes} bytes and only {free + there} are free there; "
-            "make room or choose another disk"
+            f"{destination} needs {nbytes} bytes and only {available} are free there; make room or choose another disk"
         )
 
 
 def _guarded(staging: Staging) -> Iterator[Staging]:
-    """Hand out the staging; an error in the input removes it, an interruption keeps it."""
+    """Hand out the staging, which an error in the input removes and an interruption leaves."""
     try:
         yield staging
     except DiffQuantError:
@@ -169,7 +169,7 @@ def _guarded(staging: Staging) -> Iterator[Staging]:
         raise
     except KeyboardInterrupt:
         raise KeyboardInterrupt(
-            f"interrupted; {staging.done()} finished shards are kept in {staging.folder}: "
+            f"interrupted; {staging.finished_count()} finished shards are kept in {staging.folder}: "
             "run the same command again to go on from there"
         ) from None
 
@@ -213,7 +213,7 @@ def _replaced_folder(destination: Path) -> Path:
     return place.with_name(f".{place.name}.diffquant-replaced")
 
 
-def _free(destination: Path) -> int:
+def _free_bytes(destination: Path) -> int:
     place = destination.absolute().parent
     while not place.exists():
         place = place.parent
@@ -224,7 +224,7 @@ def _write_error(error: OSError, destination: Path, nbytes: int) -> DiffQuantErr
     partial = partial_folder(destination)
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return DiffQuantError(
-            f"the disk is full: {destination} needs {nbytes} bytes and {_free(destination)} are free; "
+            f"the disk is full: {destination} needs {nbytes} bytes and {_free_bytes(destination)} are free; "
             f"finished shards are kept in {partial}: make room and run the same command again to go on from there"
         )
     return DiffQuantError(f"writing {destination} failed: {error}; finished shards, if any, are kept in {partial}")

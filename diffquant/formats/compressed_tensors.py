@@ -1,4 +1,4 @@
-"""compressed-tensors' pack-quantized format: weights as packed codes and scales, and what config.json says of them.
+"""The pack-quantized format of compressed-tensors: packed codes and scales, and their entry in config.json.
 
 A Linear at prefix P is stored as P.weight_packed (int32 [out, packed_words(in, bits)]),
 P.weight_scale ([out, in/g], [out, 1] or [1], in the source's dtype) and P.weight_shape (int64 [2]).
@@ -27,11 +27,11 @@ _STRATEGIES = {"group": "group", "channel": "row", "tensor": "tensor"}
 _STRATEGY_OF = {ours: theirs for theirs, ours in _STRATEGIES.items()}
 
 
-def encode(weight: Tensor, scheme: Scheme) -> dict[str, Tensor]:
-    """Packed form of a weight.
+def pack_weight(weight: Tensor, scheme: Scheme) -> dict[str, Tensor]:
+    """The packed form of a weight, at its nearest codes under absmax scales.
 
     Args:
-        weight: [out, in] finite, float16, bfloat16 or float32.
+        weight: [out, in] finite values in float16, bfloat16 or float32.
         scheme: granularity tensor, row or group.
 
     Returns:
@@ -40,46 +40,45 @@ def encode(weight: Tensor, scheme: Scheme) -> dict[str, Tensor]:
     values = weight.float()
     scale = weight_scale(values, scheme, weight.dtype)
     return {
-        "weight_packed": pack(codes(values, scale, scheme), scheme.bits),
+        "weight_packed": pack(weight_codes(values, scale, scheme), scheme.bits),
         "weight_scale": scale,
         "weight_shape": torch.tensor(weight.shape, dtype=torch.int64),
     }
 
 
-def decode(packed: Tensor, scale: Tensor, shape: Tensor, scheme: Scheme) -> Tensor:
-    """Inverse of `encode`: codes * scale, [out, in] in the scale's dtype."""
+def unpack_weight(packed: Tensor, scale: Tensor, shape: Tensor, scheme: Scheme) -> Tensor:
+    """Inverse of `pack_weight`: codes * scale, [out, in] in the scale's dtype."""
     out, width = shape.tolist()
     return decode_codes(unpack(packed, scheme.bits, width), scale, scheme).reshape(out, width)
 
 
 def weight_scale(values: Tensor, scheme: Scheme, dtype: torch.dtype | None = None) -> Tensor:
-    """Scale as stored: [out, in/g], [out, 1] or [1].
+    """Absmax scale of a weight as it is stored: [out, in/g], [out, 1] or [1].
 
     Args:
         values: [out, in] finite floats.
         scheme: granularity tensor, row or group.
-        dtype: of the source's weight, which the scale takes over; that of `values` by default.
+        dtype: dtype of the source's weight, which the scale takes over; that of `values` by default.
     """
     view, dim = sharing_view(values, scheme.granularity, scheme.size)
     scale = absmax_scale(view, scheme.bits, dim, dtype or values.dtype)
     return scale.reshape(1) if scheme.granularity == "tensor" else scale.reshape(len(values), -1)
 
 
-def codes(values: Tensor, scale: Tensor, scheme: Scheme) -> Tensor:
+def weight_codes(values: Tensor, scale: Tensor, scheme: Scheme) -> Tensor:
     """Codes int8 [rows, in] of some rows against their stored scale.
 
     Args:
         values: [rows, in]; float32 is fastest.
-        scale: as `weight_scale` gives it for these rows.
+        scale: stored scale of these rows, as `weight_scale` gives it.
     """
     view, _ = sharing_view(values, scheme.granularity, scheme.size)
-    return quantize(
-        view, _spread(scale.to(torch.promote_types(values.dtype, torch.float32)), scheme), scheme.bits
-    ).reshape(values.shape)
+    wide = scale.to(torch.promote_types(values.dtype, torch.float32))
+    return quantize(view, _spread(wide, scheme), scheme.bits).reshape(values.shape)
 
 
 def decode_codes(codes: Tensor, scale: Tensor, scheme: Scheme) -> Tensor:
-    """What a reader computes from codes [rows, in] and the stored scale."""
+    """The values that a reader computes from codes [rows, in] and the stored scale."""
     view, _ = sharing_view(codes, scheme.granularity, scheme.size)
     return dequantize(view, _spread(scale, scheme)).reshape(codes.shape)
 
@@ -92,13 +91,13 @@ def packed_shapes(shape: tuple[int, ...], scheme: Scheme) -> dict[str, tuple[int
 
 
 def quantization_config(schemes: Mapping[str, Scheme], linears: Iterable[str]) -> dict[str, Any]:
-    """The `quantization_config` of config.json.
+    """The entry `quantization_config` of config.json.
 
     Args:
         schemes: scheme of each packed module by name.
         linears: every Linear of the model by module name, packed or not.
     """
-    kept = [name for name in linears if name not in schemes]
+    unpacked = [name for name in linears if name not in schemes]
     groups: dict[Scheme, list[str]] = {}
     for name, scheme in schemes.items():
         groups.setdefault(scheme, []).append(name)
@@ -108,10 +107,10 @@ def quantization_config(schemes: Mapping[str, Scheme], linears: Iterable[str]) -
         "format": FORMAT,
         "quantization_status": "compressed",
         "config_groups": {
-            f"group_{i}": {"targets": ["Linear"] if plain else name_patterns(names), "weights": _arguments(scheme)}
+            f"group_{i}": {"targets": ["Linear"] if plain else name_patterns(names), "weights": _weights_entry(scheme)}
             for i, (scheme, names) in enumerate(groups.items())
         },
-        "ignore": name_patterns(kept),
+        "ignore": name_patterns(unpacked),
         "version": _LAYOUT_VERSION,
     }
 
@@ -125,7 +124,7 @@ def read_schemes(config: Mapping[str, Any], modules: Iterable[str]) -> dict[str,
     """Scheme of each packed module, from config.json: the inverse of `quantization_config`.
 
     Args:
-        config: config.json; without `quantization_config` nothing is packed.
+        config: content of config.json; without `quantization_config` nothing is packed.
         modules: names of the packed modules.
 
     Raises:
@@ -141,15 +140,15 @@ def read_schemes(config: Mapping[str, Any], modules: Iterable[str]) -> dict[str,
             )
         return {}
     groups = _checked_groups(entry)
-    found = {module: _scheme_of(module, groups) for module in modules}
-    lost = [module for module, scheme in found.items() if scheme is None]
-    if lost:
-        raise CheckpointError(f"no group of quantization_config covers the packed weights of {', '.join(lost)}")
-    return {module: scheme for module, scheme in found.items() if scheme is not None}
+    schemes = {module: _scheme_of(module, groups) for module in modules}
+    uncovered = [module for module, scheme in schemes.items() if scheme is None]
+    if uncovered:
+        raise CheckpointError(f"no group of quantization_config covers the packed weights of {', '.join(uncovered)}")
+    return {module: scheme for module, scheme in schemes.items() if scheme is not None}
 
 
 def name_patterns(names: Iterable[str]) -> list[str]:
-    """Names as compressed-tensors targets, the layers' alike ones as one regular expression each."""
+    """Module names as compressed-tensors targets; names that differ in the layer's number become one expression."""
     layers: dict[tuple[str, str], list[str]] = {}
     for name in names:
         match = re.fullmatch(r"(.*\.layers)\.(\d+)\.(.+)", name)
@@ -166,11 +165,11 @@ def _alternatives(numbers: list[str]) -> str:
 
 
 def _spread(scale: Tensor, scheme: Scheme) -> Tensor:
-    """The stored scale, broadcastable to the sharing view."""
+    """The stored scale in a shape that broadcasts to the sharing view."""
     return scale.unsqueeze(-1) if scheme.granularity == "group" else scale
 
 
-def _arguments(scheme: Scheme) -> dict[str, Any]:
+def _weights_entry(scheme: Scheme) -> dict[str, Any]:
     return {
         "num_bits": scheme.bits,
         "type": "int",
@@ -182,10 +181,10 @@ def _arguments(scheme: Scheme) -> dict[str, Any]:
 
 
 def _checked_groups(entry: Any) -> dict[str, Scheme]:
-    """Scheme of each target.
+    """Scheme of each target of `quantization_config`.
 
     Raises:
-        CheckpointError: everything in the entry that is not read.
+        CheckpointError: something in the entry is not read; all of it is named.
     """
     if not isinstance(entry, Mapping) or entry.get("quant_method") != "compressed-tensors":
         method = entry.get("quant_method") if isinstance(entry, Mapping) else entry
@@ -197,7 +196,7 @@ def _checked_groups(entry: Any) -> dict[str, Scheme]:
         problems.append("it has a kv_cache_scheme")
     targets: dict[str, Scheme] = {}
     for name, group in (entry.get("config_groups") or {}).items():
-        group_problems = _unread(group)
+        group_problems = _group_problems(group)
         problems += [f"{name} {problem}" for problem in group_problems]
         if not group_problems:
             targets |= dict.fromkeys(group.get("targets", []), _scheme(group["weights"]))
@@ -209,8 +208,8 @@ def _checked_groups(entry: Any) -> dict[str, Scheme]:
     return targets
 
 
-def _unread(group: Any) -> list[str]:
-    """What a config group asks for that is not read."""
+def _group_problems(group: Any) -> list[str]:
+    """The problems of a config group: what it asks for that is not read."""
     weights = group.get("weights") if isinstance(group, Mapping) else None
     if not isinstance(weights, Mapping):
         return ["does not quantize weights"]
@@ -240,7 +239,7 @@ def _scheme(weights: Mapping[str, Any]) -> Scheme:
 
 
 def _scheme_of(module: str, targets: Mapping[str, Scheme]) -> Scheme | None:
-    """As compressed-tensors picks: an exact name, else a regular expression, else the class."""
+    """The scheme that compressed-tensors picks: by an exact name, else a regular expression, else the class."""
     if module in targets:
         return targets[module]
     for target, scheme in targets.items():

@@ -33,7 +33,7 @@ _TOKENS = {
     "unk_token_id": "unknown_token_id",
     "pad_token_id": "padding_token_id",
 }
-# What LlamaConfig has where a file says nothing; a test holds them to it.
+# What LlamaConfig has where a file says nothing, as a test checks.
 _DEFAULTS: dict[str, Any] = {
     "hidden_act": "silu",
     "max_position_embeddings": 2048,
@@ -62,7 +62,7 @@ _LAYER = {
     "ffn_norm": "post_attention_layernorm",
 }
 _HEAD = "output.weight"
-_OUTER = {
+_OUTSIDE_LAYERS = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
     _HEAD: "lm_head.weight",
@@ -87,8 +87,8 @@ class GgufCheckpoint(Checkpoint):
             _check_kinds(header)
         except CheckpointError as error:
             raise CheckpointError(f"cannot read {path}: {error}") from error
-        kept = sorted((name for name in header.tensors if not name.endswith(_ROTARY)), key=_place)
-        self._stored = {_llama_name(name): header.tensors[name] for name in kept}
+        names = sorted((name for name in header.tensors if not name.endswith(_ROTARY)), key=_place)
+        self._stored = {_llama_name(name): header.tensors[name] for name in names}
         self.tensors = {
             name: TensorInfo(torch.float32, stored.shape, path.name) for name, stored in self._stored.items()
         }
@@ -101,7 +101,7 @@ class GgufCheckpoint(Checkpoint):
         data = self._bytes[stored.start : stored.start + stored.nbytes].reshape(*stored.shape[:-1], -1)
         heads = self._interleaved_heads(name)
         if heads is not None:
-            rows = _half_rows(len(data), heads)[rows]
+            rows = _stored_rows(len(data), heads)[rows]
         if len(stored.shape) == 1:
             return _values(data, stored.kind)[rows]
         return _values(data[rows.numpy() if isinstance(rows, Tensor) else rows], stored.kind)
@@ -123,7 +123,7 @@ class GgufCheckpoint(Checkpoint):
         (folder / "generation_config.json").write_text(json.dumps(tokens, indent=2) + "\n")
 
     def _interleaved_heads(self, name: str) -> int | None:
-        """Heads of a projection whose rows llama.cpp keeps for interleaved rotation; None of any other tensor."""
+        """The number of heads of a projection whose rows llama.cpp stores for interleaved rotation; None for others."""
         if ".q_proj." in name:
             return int(self.config["num_attention_heads"])
         if ".k_proj." in name:
@@ -135,7 +135,7 @@ def _map(path: Path) -> "np.ndarray[Any, np.dtype[np.uint8]]":
     """The file's bytes, mapped read-only.
 
     Raises:
-        CheckpointError: it is absent or empty.
+        CheckpointError: the file is absent or empty.
     """
     if not path.is_file():
         raise CheckpointError(f"{path} does not exist")
@@ -145,10 +145,10 @@ def _map(path: Path) -> "np.ndarray[Any, np.dtype[np.uint8]]":
 
 
 def _config(header: Header) -> dict[str, Any]:
-    """The config.json of the Llama in a GGUF file.
+    """The content of config.json for the Llama in a GGUF file.
 
     Raises:
-        CheckpointError: it holds another model.
+        CheckpointError: the file holds another model.
     """
     metadata = header.metadata
     architecture = metadata.get("general.architecture")
@@ -173,7 +173,7 @@ def _config(header: Header) -> dict[str, Any]:
 
 
 def _derived(config: dict[str, Value]) -> dict[str, Value]:
-    """What a Llama's config fills in from other sizes."""
+    """The entries that a Llama's config fills in from other sizes."""
     heads, width = config.get("num_attention_heads"), config.get("hidden_size")
     if not isinstance(heads, int) or not isinstance(width, int) or heads < 1:
         return {}
@@ -187,7 +187,7 @@ def _check_kinds(header: Header) -> None:
     """Check that gguf dequantizes what the tensors hold.
 
     Raises:
-        CheckpointError: with every tensor that it does not.
+        CheckpointError: it cannot; every such tensor is named.
     """
     unread = [f"{name} is {t.kind.name}" for name, t in header.tensors.items() if not _is_dequantized(t.kind)]
     if unread:
@@ -206,29 +206,29 @@ def _is_dequantized(kind: GGMLQuantizationType) -> bool:
 
 
 def _values(data: "np.ndarray[Any, np.dtype[np.uint8]]", kind: GGMLQuantizationType) -> Tensor:
-    """float32 values of rows of bytes."""
+    """The values of rows of bytes, as float32."""
     values = dequantize(data, kind)
     return torch.from_numpy(values if values.flags.writeable else values.copy())
 
 
 @cache
-def _half_rows(rows: int, heads: int) -> Tensor:
-    """Stored row of each row of a projection whose heads rotate by halves."""
+def _stored_rows(rows: int, heads: int) -> Tensor:
+    """The row at which the file stores each row of a projection whose heads rotate by halves."""
     return torch.arange(rows).view(heads, -1, 2).transpose(1, 2).flatten()
 
 
 def _llama_name(name: str) -> str:
-    """transformers' name of a tensor; its own where a Llama has none such."""
+    """The name that transformers gives a tensor; the file's own where a Llama has no such tensor."""
     match = _IN_LAYER.fullmatch(name)
     if match and match[2] in _LAYER:
         return f"model.layers.{match[1]}.{_LAYER[match[2]]}.weight"
-    return _OUTER.get(name, name)
+    return _OUTSIDE_LAYERS.get(name, name)
 
 
 def _place(name: str) -> tuple[int, int, int]:
-    """Where a tensor comes in a Llama: embedding, layers, norm, head, what is none of them."""
+    """The place of a tensor in a Llama's order: embedding, layers, norm, head, then anything else."""
     match = _IN_LAYER.fullmatch(name)
     if match and match[2] in _LAYER:
         return 1, int(match[1]), list(_LAYER).index(match[2])
-    outer = list(_OUTER)
+    outer = list(_OUTSIDE_LAYERS)
     return (0 if name == outer[0] else 2), 0, outer.index(name) if name in outer else len(outer)

@@ -1,4 +1,4 @@
-"""The head of a GGUF file: its metadata, and where each tensor's data lies.
+"""The header of a GGUF file: its metadata, and where each tensor's data lies.
 
 gguf's own reader makes an array of every token and every merge of the tokenizer, which takes seconds; of an array
 only the length is taken here.
@@ -39,8 +39,8 @@ class StoredTensor:
     """A tensor as the file stores it.
 
     Attributes:
-        kind: how its values are quantized.
-        shape: [rows, width] or [width], the file's order turned round.
+        kind: format in which its values are stored.
+        shape: sizes [rows, width] or [width], in the reverse of the file's order.
         start: offset of its first byte in the file.
     """
 
@@ -64,11 +64,11 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class Header:
-    """What a GGUF file says of itself.
+    """The header of a GGUF file.
 
     Attributes:
-        metadata: scalars and strings by key; of an array its length.
-        tensors: every tensor by the file's own name.
+        metadata: scalars and strings by key; an array is represented by its length.
+        tensors: tensors as stored, by the file's own names.
     """
 
     metadata: Mapping[str, Value]
@@ -76,10 +76,10 @@ class Header:
 
 
 def read_header(data: memoryview) -> Header:
-    """Read the head of a GGUF file.
+    """Read the header of a GGUF file.
 
     Args:
-        data: the whole file's bytes, mapped.
+        data: bytes of the file, mapped.
 
     Raises:
         CheckpointError: it is no GGUF file of version 2 or 3, is cut off, or has tensors of a type that gguf does not
@@ -104,7 +104,7 @@ def read_header(data: memoryview) -> Header:
 
 @dataclass
 class _Entry:
-    """A tensor's line in the header; its offset counts from the start of the data."""
+    """A tensor's entry in the header; its offset counts from the start of the data."""
 
     name: str
     shape: tuple[int, ...]
@@ -120,6 +120,7 @@ class _Cursor:
 
     def scalar(self, letter: str) -> int:
         """The next number; `letter` as `struct` names its type."""
+        value: int
         (value,) = struct.unpack_from("<" + letter, self.data, self.offset)
         self.offset += struct.calcsize("<" + letter)
         return value
@@ -132,7 +133,7 @@ class _Cursor:
         return text
 
     def value(self, kind: int) -> Value:
-        """The next value of metadata; of an array its length."""
+        """The next value of metadata, or for an array its length."""
         if kind == GGUFValueType.STRING:
             return self.string()
         if kind == GGUFValueType.ARRAY:

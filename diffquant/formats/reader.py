@@ -1,4 +1,4 @@
-"""Open a checkpoint without loading it: its config, its tensors' shapes, and their data when asked for.
+"""A checkpoint that is open but not loaded: its config, its tensors' shapes, and their data when asked for.
 
 Only safetensors and GGUF are read; a pickle is never opened, since opening one runs its code.
 """
@@ -35,14 +35,20 @@ _DTYPES = {
     "BOOL": torch.bool,
 }
 
-# Everything else that makes a checkpoint usable; what holds weights, in any format, is not copied.
+# Suffixes of what else makes a checkpoint usable; what holds weights, in any format, is not copied.
 _SIDE_SUFFIXES = {".json", ".jinja", ".txt", ".model", ".tiktoken", ".vocab"}
 _OWN_NAMES = {"config.json", "diffquant.json", "recipe.yaml", "README.md"}
 
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """What a header says of a tensor; `shard` is the file that holds it."""
+    """What a header says of a tensor.
+
+    Attributes:
+        dtype: data type of the tensor.
+        shape: sizes of its axes.
+        shard: name of the file that holds it.
+    """
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -54,12 +60,12 @@ class TensorInfo:
 
 
 class Checkpoint(ABC):
-    """A checkpoint's config and tensors.
+    """The config and the tensors of a checkpoint that is open.
 
     Attributes:
-        path: the folder, or the GGUF file.
-        config: config.json as plain data.
-        tensors: every tensor's dtype, shape and shard by name.
+        path: folder, or GGUF file.
+        config: content of config.json as plain data.
+        tensors: dtype, shape and shard of every tensor, by name.
     """
 
     path: Path
@@ -68,11 +74,11 @@ class Checkpoint(ABC):
 
     @abstractmethod
     def read(self, name: str) -> Tensor:
-        """A tensor's data, to be read only: of a folder it is the mapped file itself."""
+        """A tensor's data, which must not be changed: a folder's is the mapped file itself."""
 
     @abstractmethod
     def read_rows(self, name: str, rows: slice | Tensor) -> Tensor:
-        """Some rows of a tensor's data, without the memory of the others: `read(name)[rows]`."""
+        """Some rows of a tensor's data, as `read(name)[rows]` gives them without the memory of the others."""
 
     @abstractmethod
     def weight_files(self) -> list[Path]:
@@ -91,23 +97,6 @@ class Checkpoint(ABC):
         return sum(info.nbytes for info in self.tensors.values())
 
 
-def open_checkpoint(path: Path) -> Checkpoint:
-    """Open a folder of safetensors, or a .gguf file.
-
-    Raises:
-        CheckpointError: the path holds neither, or files are missing, truncated or outside the
-            folder; every offending file and tensor is named.
-    """
-    path = Path(path)
-    if path.suffix == ".gguf":
-        from diffquant.formats.gguf import GgufCheckpoint
-
-        return GgufCheckpoint(path)
-    if not path.is_dir():
-        raise CheckpointError(f"{path} is neither a checkpoint folder nor a .gguf file")
-    return FolderCheckpoint(path)
-
-
 class FolderCheckpoint(Checkpoint):
     """A folder with config.json and model.safetensors, or shards and their index."""
 
@@ -124,7 +113,8 @@ class FolderCheckpoint(Checkpoint):
             raise CheckpointError(f"checkpoint {path} is not complete: {'; '.join(problems)}; download it again")
 
     def read(self, name: str) -> Tensor:
-        return self._handles[self.tensors[name].shard].get_tensor(name)
+        data: Tensor = self._handles[self.tensors[name].shard].get_tensor(name)
+        return data
 
     def read_rows(self, name: str, rows: slice | Tensor) -> Tensor:
         return self.read(name)[rows]
@@ -153,7 +143,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file.
 
     Raises:
-        CheckpointError: it is absent, or is not a JSON object.
+        CheckpointError: the file is absent, or does not hold a JSON object.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -167,7 +157,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _read_index(folder: Path) -> dict[str, str] | None:
-    """Shard of each tensor; None where one file holds them all."""
+    """The shard of each tensor, by name; None where one file holds them all."""
     if not (folder / INDEX).is_file():
         if (folder / SINGLE).is_file():
             return None
@@ -181,7 +171,7 @@ def _read_index(folder: Path) -> dict[str, str] | None:
 
 
 def _open_all(folder: Path, files: Mapping[str, Path]) -> tuple[dict[str, Any], list[str]]:
-    """A mapped handle for each shard, and what is wrong with those that have none."""
+    """A mapped handle for each shard, by name, and what is wrong with the shards that have none."""
     handles: dict[str, Any] = {}
     problems: list[str] = []
     for shard, file in files.items():
@@ -214,16 +204,16 @@ def _is_inside(folder: Path, shard: str) -> bool:
 def _list_tensors(
     handles: Mapping[str, Any], index: Mapping[str, str] | None
 ) -> tuple[dict[str, TensorInfo], list[str]]:
-    """Tensors of all shards by name, and those that the index places in a shard without them."""
+    """Tensors of all shards by name, and what is wrong: absent where the index places them, or of an unread type."""
     tensors: dict[str, TensorInfo] = {}
     problems: list[str] = []
     for shard, handle in handles.items():
-        held = set(handle.keys())
-        listed = {name for name, place in index.items() if place == shard} if index else held
-        absent = sorted(listed - held)
+        present = set(handle.keys())
+        listed = {name for name, place in index.items() if place == shard} if index else present
+        absent = sorted(listed - present)
         if absent:
             problems.append(f"{shard} lacks {', '.join(absent)}, which the index places there")
-        for name in sorted(listed & held):
+        for name in sorted(listed & present):
             header = handle.get_slice(name)
             dtype = _DTYPES.get(header.get_dtype())
             if dtype is None:

@@ -1,4 +1,4 @@
-"""The engine of every verb that writes a checkpoint: blocks of rows through a pool of single-threaded workers.
+"""Rows as a stream, with which every verb writes a checkpoint: blocks go through a pool of single-threaded workers.
 
 Memory is a few blocks a worker, whatever a tensor's or a checkpoint's size: sources are mapped and
 read some rows at a time, results go straight to their place in the file.
@@ -32,27 +32,27 @@ BLOCK_ELEMENTS = 1 << 18
 
 @dataclass(frozen=True)
 class Block:
-    """Rows of one or more output tensors, and what was lost in making them.
+    """Rows of one or more output tensors, and the rounding error made in them.
 
     Attributes:
-        pieces: by output tensor, its first row here and the rows.
-        lost, total: sums of squares of the rounding error and of the source's values.
+        pieces: first row and the rows from there on, by output tensor.
+        error, total: sums of squares of the rounding error and of the source's values.
     """
 
     pieces: Mapping[str, tuple[int, Tensor]]
-    lost: float = 0.0
+    error: float = 0.0
     total: float = 0.0
 
 
 @dataclass(frozen=True)
 class Job:
-    """How to make the output that comes of one source tensor, any rows at a time.
+    """The making of the output that comes of one source tensor, any rows at a time.
 
     Attributes:
-        name: the source tensor, or what the output is called where none is.
-        rows, width: rows to go through, and source elements in each.
-        outputs: the tensors to write.
-        make: from first and last (exclusive) row to their block.
+        name: name of the source tensor, or of the output where there is none.
+        rows, width: number of rows to go through, and of source elements in each.
+        outputs: tensors to write.
+        make: function from the first and last (exclusive) row to their block.
     """
 
     name: str
@@ -67,7 +67,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Shard:
-    """One output file: its source file, if one, and the jobs that fill it."""
+    """One output file: the source file that it follows, if there is one, and the jobs that fill it."""
 
     source: Path | None
     jobs: Sequence[Job]
@@ -79,12 +79,12 @@ class Shard:
 
 def row_blocks(rows: int, width: int) -> Iterator[tuple[int, int]]:
     """First and last (exclusive) row of each block of a tensor [rows, width]."""
-    step = max(1, BLOCK_ELEMENTS // max(1, width))
-    return ((first, min(first + step, rows)) for first in range(0, rows, step))
+    height = max(1, BLOCK_ELEMENTS // max(1, width))
+    return ((first, min(first + height, rows)) for first in range(0, rows, height))
 
 
 def copy_job(checkpoint: Checkpoint, name: str) -> Job:
-    """Take a tensor over as it is, refusing NaN and infinity."""
+    """The job that takes a tensor over as it is, refusing NaN and infinity."""
     info = checkpoint.tensors[name]
 
     def make(first: int, last: int) -> Block:
@@ -98,7 +98,11 @@ def copy_job(checkpoint: Checkpoint, name: str) -> Job:
 
 
 def check_rows(rows: Tensor, name: str, first: int) -> None:
-    """Raise NonFiniteError, naming the tensor and where in it, unless all rows are finite."""
+    """Check that some rows of a tensor are finite.
+
+    Raises:
+        NonFiniteError: some value is not; the tensor and the rows are named.
+    """
     check_finite(rows, f"{name}, rows {first} to {first + len(rows) - 1},")
 
 
@@ -108,13 +112,13 @@ def write_shards(
     """Write the shards that are not there yet, and the index where there are several.
 
     Args:
-        shards: the output files in order.
-        staging: where, and which are finished.
-        total_bytes: of the output, for the index and the progress.
+        shards: output files in order.
+        staging: folder to write into, which knows the shards that are finished.
+        total_bytes: size of the output, for the index and the progress.
         progress: called with output bytes.
 
     Returns:
-        Of each file by name: "sha256", "source_sha256" and "sums", the rounding error's and the
+        A record of each file by its name: "sha256", "source_sha256" and "sums", the rounding error's and the
         values' sums of squares by source tensor.
     """
     names = shard_names(len(shards))
@@ -124,12 +128,12 @@ def write_shards(
         finishing: list[tuple[str, Future[dict[str, Any]]]] = []
         for name, shard in zip(names, shards, strict=True):
             size = sum(output.nbytes for output in shard.outputs)
-            found = staging.finished(name)
-            if found is not None:
-                records[name] = found
+            record = staging.finished(name)
+            if record is not None:
+                records[name] = record
             else:
-                digest = pool.submit(_digest_of, shard.source)
-                sums = _write_shard(shard, staging.folder / name, pool, _offset(progress, done, total_bytes))
+                digest = pool.submit(_source_digest, shard.source)
+                sums = _write_shard(shard, staging.folder / name, pool, _progress_after(progress, done, total_bytes))
                 # Hashing this file overlaps with the next one's work.
                 finishing.append((name, pool.submit(_finish, staging, name, digest, sums)))
             done += size
@@ -141,11 +145,12 @@ def write_shards(
 
 
 def shard_names(count: int) -> list[str]:
+    """Names of the files of a checkpoint that is divided into `count`, as transformers gives them."""
     return [SINGLE] if count == 1 else [f"model-{k:05}-of-{count:05}.safetensors" for k in range(1, count + 1)]
 
 
-def fingerprint(checkpoint: Checkpoint) -> dict[str, Any]:
-    """What identifies a source without reading all of it: its config, and its files' names, sizes and dates."""
+def checkpoint_stamp(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Plain data that tells sources apart without reading them: config, and the files' names, sizes and dates."""
     files = {file.name: [file.stat().st_size, file.stat().st_mtime_ns] for file in checkpoint.weight_files()}
     return {"path": str(checkpoint.path.resolve()), "config": checkpoint.config, "files": files}
 
@@ -158,20 +163,20 @@ def _write_shard(
     done = 0.0
     with ShardFile(path, shard.outputs) as file:
 
-        def work(job: Job, first: int, last: int) -> tuple[str, int, float, float]:
+        def make_and_write(job: Job, first: int, last: int) -> tuple[str, int, float, float]:
             block = job.make(first, last)
             for name, (row, data) in block.pieces.items():
                 file.write(name, data, row)
             written = sum(data.nbytes for _, data in block.pieces.values())
-            return job.name, written, block.lost, block.total
+            return job.name, written, block.error, block.total
 
         tasks = ((job, first, last) for job in shard.jobs for first, last in job.blocks())
-        for name, written, lost, total in in_order(pool, work, tasks):
-            before = sums.get(name, [0.0, 0.0])
-            sums[name] = [before[0] + lost, before[1] + total]
+        for name, written, error, total in in_order(pool, make_and_write, tasks):
+            error_before, total_before = sums.get(name, (0.0, 0.0))
+            sums[name] = [error_before + error, total_before + total]
             done += written
             progress(done, name)
-    return {name: pair for name, pair in sums.items() if pair[1]}
+    return {name: [error, total] for name, (error, total) in sums.items() if total}
 
 
 def in_order(
@@ -200,17 +205,17 @@ def _finish(
     return staging.finish(name, {"source_sha256": digest.result(), "sums": dict(sums)})
 
 
-def _digest_of(source: Path | None) -> str | None:
+def _source_digest(source: Path | None) -> str | None:
     return None if source is None else file_digest(source)
 
 
-def _offset(progress: Progress, before: float, total: float) -> Callable[[float, str], None]:
+def _progress_after(progress: Progress, before: float, total: float) -> Callable[[float, str], None]:
     return lambda done, what: progress(before + done, total, what)
 
 
 @contextmanager
 def workers() -> Iterator[ThreadPoolExecutor]:
-    """A thread a core, each with torch at one thread: blocks are too small to be worth splitting further.
+    """A pool of one thread a core, each with torch at one thread: blocks are too small to be worth splitting further.
 
     A new thread takes over the number of threads torch is set to when it starts.
     """
@@ -225,6 +230,6 @@ def workers() -> Iterator[ThreadPoolExecutor]:
 
 
 def _write_index(folder: Path, names: Sequence[str], shards: Sequence[Shard], total_bytes: int) -> None:
-    weight_map = {o.name: name for name, shard in zip(names, shards, strict=True) for o in shard.outputs}
+    weight_map = {output.name: name for name, shard in zip(names, shards, strict=True) for output in shard.outputs}
     index = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(weight_map.items()))}
     write_atomically(folder / INDEX, json.dumps(index, indent=2) + "\n")

@@ -1,4 +1,4 @@
-"""Write a safetensors file whose data arrives in any order: the header is known before the first byte of it."""
+"""Writing of a safetensors file whose data arrives in any order: the header is known before the first byte of it."""
 
 import json
 import os
@@ -63,7 +63,7 @@ class ShardFile:
         """Put consecutive rows of a tensor in their place.
 
         Raises:
-            TypeError: they are not of the dtype that was announced, and would run into what lies behind.
+            TypeError: the rows are not of the dtype that was announced, and would run into what lies behind.
         """
         announced = self._tensors[name].dtype
         if data.dtype != announced:

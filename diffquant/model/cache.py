@@ -14,7 +14,8 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from diffquant.errors import UsageError
 from diffquant.numerics import absmax_scale, dequantize, max_code, pack, quantize, unpack
 from diffquant.numerics.absmax import sharing_view
-from diffquant.scheme import Recipe, Scheme
+from diffquant.recipe import Recipe
+from diffquant.scheme import Scheme
 
 
 class PackedStates:

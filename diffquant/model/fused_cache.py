@@ -19,7 +19,7 @@ from diffquant.kernels.arguments import HALF_TYPES, device_refusal
 from diffquant.kernels.cache.kv_store import KVStore, store_refusal
 from diffquant.kernels.configs import capability
 from diffquant.model.cache import PackedLayer
-from diffquant.scheme import Recipe
+from diffquant.recipe import Recipe
 
 
 class FusedLayer(PackedLayer):

@@ -22,7 +22,7 @@ from diffquant.model.config import DiffTransformerConfig
 from diffquant.model.fused_cache import FusedCache, fused_cache_refusal
 from diffquant.model.quantized_linear import QuantizedLinear
 from diffquant.model.shapes import LAMBDA_VECTORS
-from diffquant.scheme import LAYER_TARGETS, Recipe
+from diffquant.recipe import LAYER_TARGETS, Recipe
 
 _LAMBDA_STD = 0.1
 

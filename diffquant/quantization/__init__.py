@@ -1,1 +1,1 @@
-"""Checkpoints quantized: the verb, its plan, the model card, and the roundings."""
+"""Quantization of checkpoints: the verb, its plan, the model card, and the roundings."""

@@ -1,8 +1,8 @@
-"""The model cards (README.md) of what is written."""
+"""Model cards: the README.md of a checkpoint that was quantized or converted."""
 
 from collections.abc import Mapping
 
-from diffquant.quantization.plan import Plan
+from diffquant.quantization.plan import QuantizationPlan
 from diffquant.report.tables import megabytes
 from diffquant.scheme import Scheme
 
@@ -15,8 +15,8 @@ tags:
 """
 
 
-def quantized_card(plan: Plan, errors: Mapping[str, float]) -> str:
-    """What was quantized, how, and how to load it.
+def quantized_card(plan: QuantizationPlan, errors: Mapping[str, float]) -> str:
+    """Model card of a quantized checkpoint: what was quantized, how, and how to load it.
 
     Args:
         errors: relative RMS error of each packed weight, by name.
@@ -45,7 +45,7 @@ def quantized_card(plan: Plan, errors: Mapping[str, float]) -> str:
 
 
 def converted_card(name: str, source_type: str, target_type: str, what: str) -> str:
-    """Where a converted checkpoint comes from."""
+    """Model card of a converted checkpoint, which says what it comes from."""
     return "\n".join(
         [
             _HEAD.format(tags=""),
@@ -55,7 +55,7 @@ def converted_card(name: str, source_type: str, target_type: str, what: str) -> 
     )
 
 
-def _weights_paragraph(plan: Plan, errors: Mapping[str, float]) -> str:
+def _weights_paragraph(plan: QuantizationPlan, errors: Mapping[str, float]) -> str:
     by_scheme: dict[Scheme, list[float]] = {}
     for tensor in plan.tensors:
         if tensor.scheme.quantizes:

@@ -1,4 +1,4 @@
-"""What quantizing a checkpoint will do, tensor by tensor; everything that can be wrong with it is wrong here."""
+"""A plan of what quantizing a checkpoint will do, tensor by tensor; everything that can be wrong is noticed here."""
 
 import difflib
 import math
@@ -15,8 +15,9 @@ from diffquant.formats.reader import Checkpoint, TensorInfo
 from diffquant.formats.writer import OutputTensor
 from diffquant.quantization.roundings import checked_rounding
 from diffquant.quantization.targets import weight_modules, weight_schemes
+from diffquant.recipe import Recipe
 from diffquant.report.tables import aligned, megabytes
-from diffquant.scheme import FULL, Recipe, Scheme
+from diffquant.scheme import FULL, Scheme
 from diffquant.source.check import is_surplus
 from diffquant.source.source import Source
 
@@ -52,11 +53,11 @@ class PlannedTensor:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """Every tensor's fate, in the checkpoint's order.
+class QuantizationPlan:
+    """What becomes of every tensor of a checkpoint, in its order.
 
     Attributes:
-        tensors: what is kept or packed.
+        tensors: tensors that are copied or packed.
         linears: every module that a reader will see as a Linear, packed or not.
     """
 
@@ -85,9 +86,9 @@ class Plan:
         return 8 * sum(t.stored_bytes for t in packed) / max(1, sum(t.elements for t in packed))
 
     def table(self) -> str:
-        """Tensors with layers' alike ones on one line, and the final size."""
+        """A table of the tensors, with the layers' alike ones on one line, and the final size."""
         lines = []
-        for (name, shape, scheme), alike in self._alike().items():
+        for (name, shape, scheme), alike in self._alike_tensors().items():
             size = sum(tensor.stored_bytes for tensor in alike)
             lines.append(
                 (name, str(len(alike)), str(list(shape)), str(scheme), f"{alike[0].stored_bits:.2f}", megabytes(size))
@@ -98,7 +99,7 @@ class Plan:
         packed = f", packed weights {self.bits_per_weight:.2f} bits each, scales included" if self.schemes else ""
         return "\n".join([*rows, f"total {total} ({share:.1%}){packed}"])
 
-    def _alike(self) -> dict[tuple[str, tuple[int, ...], Scheme], list[PlannedTensor]]:
+    def _alike_tensors(self) -> dict[tuple[str, tuple[int, ...], Scheme], list[PlannedTensor]]:
         groups: dict[tuple[str, tuple[int, ...], Scheme], list[PlannedTensor]] = {}
         for tensor in self.tensors:
             name = re.sub(r"\.layers\.\d+\.", ".layers.*.", tensor.name)
@@ -106,7 +107,7 @@ class Plan:
         return groups
 
 
-def make_plan(source: Source, recipe: Recipe) -> Plan:
+def plan_quantization(source: Source, recipe: Recipe) -> QuantizationPlan:
     """Decide what becomes of each tensor.
 
     Raises:
@@ -125,7 +126,7 @@ def make_plan(source: Source, recipe: Recipe) -> Plan:
     )
     # A tied head has no weight of its own, yet a reader meets its module.
     linears = dict.fromkeys([*weight_modules(source.adapter), "lm_head"])
-    return Plan(source.checkpoint, recipe, tensors, tuple(name for name in linears if name != _EMBEDDING))
+    return QuantizationPlan(source.checkpoint, recipe, tensors, tuple(name for name in linears if name != _EMBEDDING))
 
 
 def checked_schemes(source: Source, recipe: Recipe) -> dict[str, Scheme]:
@@ -157,7 +158,7 @@ def _refuse_quantized(source: Source) -> None:
 
 def _check_overrides(recipe: Recipe, modules: list[str], tied: bool) -> None:
     problems = [
-        _matches_nothing(pattern, modules, tied)
+        _no_match_problem(pattern, modules, tied)
         for pattern in recipe.weight_overrides
         if not any(fnmatchcase(module, pattern) for module in modules)
     ]
@@ -165,7 +166,7 @@ def _check_overrides(recipe: Recipe, modules: list[str], tied: bool) -> None:
         raise UsageError("; ".join(problems))
 
 
-def _matches_nothing(pattern: str, modules: list[str], tied: bool) -> str:
+def _no_match_problem(pattern: str, modules: list[str], tied: bool) -> str:
     if tied and fnmatchcase("lm_head", pattern):
         return f"override {pattern!r}: this model's head is its embedding (tie_word_embeddings), which stays 16-bit"
     nearest = difflib.get_close_matches(pattern.replace("*", ""), modules, n=1, cutoff=0.0)
@@ -190,10 +191,10 @@ def _check_packable(checkpoint: Checkpoint, schemes: Mapping[str, Scheme]) -> No
         if size and info.shape[1] % size:
             misfits.setdefault(size, {})[name] = info.shape
     if misfits:
-        raise GroupSizeError("; ".join(_misfit(size, shapes) for size, shapes in misfits.items()))
+        raise GroupSizeError("; ".join(_misfit_problem(size, shapes) for size, shapes in misfits.items()))
 
 
-def _misfit(size: int, shapes: Mapping[str, tuple[int, ...]]) -> str:
+def _misfit_problem(size: int, shapes: Mapping[str, tuple[int, ...]]) -> str:
     fitting = math.gcd(size, *(shape[1] for shape in shapes.values()))
     return (
         f"group size {size} does not divide the input width of {len(shapes)} tensors: "
@@ -208,5 +209,7 @@ def _planned(name: str, info: TensorInfo, scheme: Scheme) -> PlannedTensor:
     module = name.removesuffix(".weight")
     types = {SCALE: info.dtype, SHAPE: torch.int64}
     shapes = packed_shapes(info.shape, scheme)
-    outputs = tuple(OutputTensor(module + s, types.get(s, torch.int32), shape) for s, shape in shapes.items())
+    outputs = tuple(
+        OutputTensor(module + suffix, types.get(suffix, torch.int32), shape) for suffix, shape in shapes.items()
+    )
     return PlannedTensor(name, info, scheme, outputs)

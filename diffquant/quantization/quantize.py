@@ -1,4 +1,4 @@
-"""Quantize a checkpoint's weights, streaming: memory is a few blocks, and no model is built but by a rounding."""
+"""Quantization of a checkpoint's weights as a stream: memory is a few blocks, and only a rounding builds a model."""
 
 import json
 import math
@@ -14,14 +14,15 @@ from torch import Tensor
 from diffquant.formats.atomic_folder import check_output, staged
 from diffquant.formats.compressed_tensors import PACKED, SCALE, SHAPE, decode_codes, quantization_config
 from diffquant.formats.reader import Checkpoint
-from diffquant.formats.row_stream import Block, Job, Shard, check_rows, copy_job, fingerprint, write_shards
+from diffquant.formats.row_stream import Block, Job, Shard, check_rows, checkpoint_stamp, copy_job, write_shards
 from diffquant.numerics import pack
 from diffquant.quantization.card import quantized_card
-from diffquant.quantization.plan import Plan, PlannedTensor, make_plan
+from diffquant.quantization.plan import PlannedTensor, QuantizationPlan, plan_quantization
 from diffquant.quantization.rounded_weight import RoundedWeight
 from diffquant.quantization.roundings import Rounder, rounding_named
+from diffquant.recipe import Recipe
 from diffquant.report.tables import megabytes
-from diffquant.scheme import Recipe, Scheme
+from diffquant.scheme import Scheme
 from diffquant.source.source import Source, open_source
 from diffquant.support.files import write_atomically
 from diffquant.support.progress import Progress, silent
@@ -30,7 +31,13 @@ from diffquant.support.versions import CONFIG_VERSION, versions
 
 @dataclass(frozen=True)
 class TensorError:
-    """Relative RMS error of a packed weight: the error's root mean square over the weight's."""
+    """Relative RMS error of a packed weight: the error's root mean square over the weight's.
+
+    Attributes:
+        name: name of the weight in the checkpoint.
+        scheme: scheme that it is packed under.
+        error: relative RMS error, a share of 1.
+    """
 
     name: str
     scheme: Scheme
@@ -38,10 +45,11 @@ class TensorError:
 
 
 @dataclass(frozen=True)
-class Report:
+class Quantization:
     """What a run of `quantize` did.
 
     Attributes:
+        destination: folder that was written.
         bytes_before, bytes_after: bytes of all tensors of the source and of the destination.
         bits_per_weight: stored bits of a packed weight, scales included.
         seconds: seconds that this run took.
@@ -58,7 +66,7 @@ class Report:
     errors: tuple[TensorError, ...]
 
     def summary(self, worst: int = 3) -> str:
-        """A few lines for people."""
+        """A few lines for people, with the `worst` weights by their error."""
         lines = [
             f"{self.destination}: {megabytes(self.bytes_before)} -> {megabytes(self.bytes_after)} "
             f"({self.bytes_after / max(1, self.bytes_before):.1%}) in {self.seconds:.1f} s"
@@ -81,13 +89,13 @@ def quantize(
     *,
     overwrite: bool = False,
     progress: Progress = silent,
-) -> Report:
+) -> Quantization:
     """Write a quantized copy of a checkpoint.
 
     Args:
         source: a folder of safetensors, a .gguf file, or either as an open `Source`.
         destination: the folder to make; it appears whole or not at all.
-        recipe: what is quantized; cache and logits are only recorded, in `diffquant_config`.
+        recipe: recipe for the weights; its cache and logits are only recorded, in `diffquant_config`.
         overwrite: replace an existing checkpoint there, at the end.
         progress: called with layers while a rounding reads a text, then with output bytes.
 
@@ -99,12 +107,12 @@ def quantize(
     destination = Path(destination)
     check_output(source.path if isinstance(source, Source) else Path(source), destination, overwrite)
     opened = open_source(source)
-    plan = make_plan(opened, recipe)
+    plan = plan_quantization(opened, recipe)
     rounder = rounding_named(recipe.rounding.name).prepare(opened, recipe.rounding, progress)
     rounded = {"name": recipe.rounding.name, **rounder.identity}
     key = {
         "verb": "quantize",
-        "source": fingerprint(opened.checkpoint),
+        "source": checkpoint_stamp(opened.checkpoint),
         "recipe": recipe.to_dict(),
         "rounding": rounded,
         "versions": versions(),
@@ -114,7 +122,7 @@ def quantize(
         records = write_shards(_shards(plan, rounder), staging, plan.bytes_after, progress)
         errors = _errors(plan, records)
         _write_descriptions(plan, rounded, records, errors, staging.folder)
-    return Report(
+    return Quantization(
         destination,
         plan.bytes_before,
         plan.bytes_after,
@@ -126,7 +134,7 @@ def quantize(
 
 
 def pack_job(checkpoint: Checkpoint, tensor: PlannedTensor, rounder: Rounder) -> Job:
-    """Make a weight's codes and scales, some rows at a time."""
+    """The job that makes a weight's codes and scales, some rows at a time."""
     scheme, module = tensor.scheme, tensor.module
 
     def read(first: int, last: int) -> Tensor:
@@ -146,8 +154,8 @@ def pack_job(checkpoint: Checkpoint, tensor: PlannedTensor, rounder: Rounder) ->
             pieces[module + SHAPE] = (0, torch.tensor(tensor.info.shape, dtype=torch.int64))
         if first == 0 or scheme.granularity != "tensor":
             pieces[module + SCALE] = (first, scale)
-        lost = _sum_of_squares(values.sub_(decode_codes(codes, scale, scheme)))
-        return Block(pieces, lost, total)
+        error = _sum_of_squares(values.sub_(decode_codes(codes, scale, scheme)))
+        return Block(pieces, error, total)
 
     rows, width = tensor.info.shape
     return Job(tensor.name, rows, width, tensor.outputs, make)
@@ -159,8 +167,8 @@ def _sum_of_squares(values: Tensor) -> float:
     return total if math.isfinite(total) else float(values.double().square().sum())
 
 
-def _shards(plan: Plan, rounder: Rounder) -> list[Shard]:
-    """Output files as the source's, each tensor in its place."""
+def _shards(plan: QuantizationPlan, rounder: Rounder) -> list[Shard]:
+    """Output files, divided as the source's are, with each tensor in its place."""
     jobs: dict[str, list[Job]] = {file.name: [] for file in plan.checkpoint.weight_files()}
     for tensor in plan.tensors:
         packs = tensor.scheme.quantizes
@@ -169,27 +177,27 @@ def _shards(plan: Plan, rounder: Rounder) -> list[Shard]:
     return [Shard(file, jobs[file.name]) for file in plan.checkpoint.weight_files()]
 
 
-def _errors(plan: Plan, records: Mapping[str, Mapping[str, Any]]) -> dict[str, TensorError]:
+def _errors(plan: QuantizationPlan, records: Mapping[str, Mapping[str, Any]]) -> dict[str, TensorError]:
     sums = {name: squares for record in records.values() for name, squares in record["sums"].items()}
     return {
-        tensor.name: TensorError(tensor.name, tensor.scheme, _relative(*sums.get(tensor.name, (0.0, 0.0))))
+        tensor.name: TensorError(tensor.name, tensor.scheme, _relative_rms(*sums.get(tensor.name, (0.0, 0.0))))
         for tensor in plan.tensors
         if tensor.scheme.quantizes
     }
 
 
-def _relative(lost: float, total: float) -> float:
-    return math.sqrt(lost / total) if total else 0.0
+def _relative_rms(error: float, total: float) -> float:
+    return math.sqrt(error / total) if total else 0.0
 
 
 def _write_descriptions(
-    plan: Plan,
+    plan: QuantizationPlan,
     rounding: Mapping[str, Any],
     records: Mapping[str, Mapping[str, Any]],
     errors: Mapping[str, TensorError],
     folder: Path,
 ) -> None:
-    """config.json, recipe.yaml, diffquant.json and the model card."""
+    """Write config.json, recipe.yaml, diffquant.json and the model card."""
     config = plan.checkpoint.config | {"diffquant_config": {"version": CONFIG_VERSION, "recipe": plan.recipe.to_dict()}}
     if plan.schemes:
         config["quantization_config"] = quantization_config(plan.schemes, plan.linears)
@@ -202,8 +210,10 @@ def _write_descriptions(
     write_atomically(folder / "README.md", card)
 
 
-def _account(plan: Plan, records: Mapping[str, Mapping[str, Any]], errors: Mapping[str, TensorError]) -> dict[str, Any]:
-    """Per tensor and per file: what can be checked later."""
+def _account(
+    plan: QuantizationPlan, records: Mapping[str, Mapping[str, Any]], errors: Mapping[str, TensorError]
+) -> dict[str, Any]:
+    """The content of diffquant.json: of each tensor and file, what can be checked later."""
     files = plan.checkpoint.weight_files()
     return {
         "versions": versions(),

@@ -1,4 +1,4 @@
-"""One weight under a rounding: its codes and scales some rows at a time, or at once what a reader makes of them."""
+"""A weight under a rounding: its codes and scales, some rows at a time, and the values that a reader makes of them."""
 
 import threading
 from collections.abc import Callable
@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from diffquant.formats.compressed_tensors import codes, decode_codes
+from diffquant.formats.compressed_tensors import decode_codes, weight_codes
 from diffquant.formats.row_stream import in_order, row_blocks, workers
 from diffquant.numerics import absmax_scale
 from diffquant.quantization.roundings.base import Rounder
@@ -22,33 +22,36 @@ class RoundedWeight:
     def __init__(
         self, rounder: Rounder, name: str, read: ReadRows, shape: tuple[int, ...], scheme: Scheme, dtype: torch.dtype
     ) -> None:
-        """
+        """Prepare a weight whose rows are read when they are needed.
+
         Args:
+            rounder: rounding made ready for the checkpoint.
             name: the weight's name in the checkpoint.
-            read: its rows from first to last (exclusive), finite floats.
+            read: function that gives rows from first to last (exclusive), finite floats.
             shape: (out, in).
+            scheme: granularity tensor, row or group.
             dtype: dtype of the stored scale.
         """
         self._rounder, self._name, self._read, self._shape = rounder, name, read, shape
         self._scheme, self._dtype = scheme, dtype
         self._guard = threading.Lock()
-        self._whole_scale: Tensor | None = None
+        self._shared_scale: Tensor | None = None
 
     def rows(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Codes int8 [rows, in] and stored scale of some of its rows, given in float32."""
+        """Codes int8 [rows, in] and stored scale of some rows of the weight, whose values are float32."""
         if self._scheme.granularity != "tensor":
             return self._rounder.round(self._name, values, self._scheme, self._dtype)
-        scale = self._scale_of_all_rows()
-        return codes(values, scale, self._scheme), scale
+        scale = self._tensor_scale()
+        return weight_codes(values, scale, self._scheme), scale
 
-    def _scale_of_all_rows(self) -> Tensor:
-        """The one scale [1] of the tensor, found by whichever thread needs it first."""
+    def _tensor_scale(self) -> Tensor:
+        """The one scale [1] of the tensor, made by whichever thread needs it first."""
         with self._guard:
-            if self._whole_scale is None:
+            if self._shared_scale is None:
                 blocks = row_blocks(*self._shape)
                 largest = torch.stack([self._read(first, last).abs().amax() for first, last in blocks])
-                self._whole_scale = absmax_scale(largest, self._scheme.bits, 0, self._dtype)
-            return self._whole_scale
+                self._shared_scale = absmax_scale(largest, self._scheme.bits, 0, self._dtype)
+            return self._shared_scale
 
 
 def as_stored(rounder: Rounder, name: str, weight: Tensor, scheme: Scheme, dtype: torch.dtype | None = None) -> Tensor:

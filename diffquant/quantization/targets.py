@@ -1,10 +1,11 @@
-"""Which modules of a checkpoint a recipe quantizes."""
+"""The modules of a checkpoint that a recipe quantizes, each with its scheme."""
 
 from collections.abc import Collection
 from fnmatch import fnmatchcase
 
 from diffquant.model.adapters import Adapter
-from diffquant.scheme import FULL, Recipe, Scheme
+from diffquant.recipe import Recipe
+from diffquant.scheme import FULL, Scheme
 
 
 def weight_schemes(adapter: Adapter, recipe: Recipe) -> dict[str, Scheme]:
@@ -26,11 +27,11 @@ def weight_modules(adapter: Adapter) -> list[str]:
 def _scheme_of(module: str, recipe: Recipe, linears: Collection[str]) -> Scheme:
     if module in linears:
         return recipe.weight_scheme(module)
-    naming = (scheme for pattern, scheme in recipe.weight_overrides.items() if _names(pattern, module, linears))
-    return next(naming, FULL)
+    named = (scheme for pattern, scheme in recipe.weight_overrides.items() if _is_meant(pattern, module, linears))
+    return next(named, FULL)
 
 
-def _names(pattern: str, module: str, linears: Collection[str]) -> bool:
+def _is_meant(pattern: str, module: str, linears: Collection[str]) -> bool:
     """Whether a pattern means a head, embedding or λ projection: "*" and "*.layers.0.*" do not."""
     if not fnmatchcase(module, pattern):
         return False

@@ -39,8 +39,8 @@ class Table:
     """A table of texts.
 
     Attributes:
-        heads: text of each column's head.
-        rows: texts of each row, as many as heads.
+        heads: texts at the heads of the columns.
+        rows: texts of each table row, as many as heads.
         shaded: flag of each row that others are compared with; none by default.
         names: number of first columns that hold names, set to the left; the others hold numbers, to the right.
     """
@@ -51,7 +51,7 @@ class Table:
     names: int = 1
     kind: ClassVar[str] = "table"
 
-    def shades(self, row: int) -> bool:
+    def is_shaded(self, row: int) -> bool:
         return bool(self.shaded) and self.shaded[row]
 
 
@@ -74,7 +74,7 @@ class Fold:
 
 @dataclass(frozen=True)
 class Facts:
-    """Names with what is known under each."""
+    """A list of names, each with what is known of it."""
 
     texts: Mapping[str, str]
     kind: ClassVar[str] = "facts"

@@ -1,4 +1,4 @@
-"""What all plots share: figures, axes, colours, and the way into a page."""
+"""Figures, axes and colours that all plots share, and their form on a page."""
 
 import io
 from typing import Any, Literal
@@ -12,7 +12,7 @@ def new_figure(width: float, height: float) -> Any:
 
 
 def plain_log_scale(axis: Any) -> None:
-    """A logarithmic y axis whose ticks are written out, closer ones where it spans little."""
+    """Make a y axis logarithmic, its ticks written out in full and closer where it spans little."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
     axis.set_yscale("log")
@@ -26,15 +26,15 @@ def as_svg(figure: Any) -> str:
     """The figure as one <svg> element that refers to nothing outside itself."""
     import matplotlib
 
-    out = io.StringIO()
+    buffer = io.StringIO()
     with matplotlib.rc_context({"svg.fonttype": "path"}):
-        figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None})
-    text = out.getvalue()
+        figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
+    text = buffer.getvalue()
     return text[text.index("<svg") :]
 
 
 def tidy(axis: Any, grid: Literal["y", "both"] = "y") -> None:
-    """An axis with a pale grid behind what is drawn, open at the top and on the right."""
+    """Give an axis a pale grid behind what is drawn, open at the top and on the right."""
     axis.grid(axis=grid, color="#dddddd", linewidth=0.7)
     axis.set_axisbelow(True)
     for side in ("top", "right"):

@@ -28,4 +28,5 @@ def markdown(head: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]:
 
 
 def megabytes(size: float) -> str:
+    """A number of bytes as text, in MB or from 1 GB on in GB (powers of ten)."""
     return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"

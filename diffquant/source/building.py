@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from diffquant.formats.compressed_tensors import PACKED, SCALE, SHAPE, decode
+from diffquant.formats.compressed_tensors import PACKED, SCALE, SHAPE, unpack_weight
 from diffquant.kernels.arguments import HALF_TYPES
 from diffquant.kernels.linear.repack import PackedWeight, group_refusal, repack
 from diffquant.model.adapters import Adapter
@@ -18,11 +18,11 @@ from diffquant.numerics import check_finite
 from diffquant.scheme import Scheme
 from diffquant.source.source import Source
 
-# (a 16-bit parameter's name in the checkpoint, its data with the checkpoint's own rows) -> the data in the model.
+# (a 16-bit parameter's name in the checkpoint, its data in the checkpoint's row order) -> the data in the model.
 Rewrite = Callable[[str, Tensor], Tensor]
 
 
-def as_it_is(name: str, data: Tensor) -> Tensor:
+def as_it_is(_name: str, data: Tensor) -> Tensor:
     """The parameter as the checkpoint holds it."""
     return data
 
@@ -38,7 +38,7 @@ def build_model(
 
     Args:
         dtype, device, packed: as `diffquant.load` takes them.
-        rewrite: what the model gets in place of a parameter.
+        rewrite: function that makes what the model gets in place of a parameter.
 
     Raises:
         NonFiniteError: a parameter holds NaN or infinity.
@@ -48,11 +48,11 @@ def build_model(
     dtype = dtype or source.checkpoint.tensors[adapter.source_name("model.embed_tokens.weight")].dtype
     if packed is None:
         packed = torch.device(device).type == "cuda" and dtype in HALF_TYPES
-    kept = _kept_packed(source) if packed else {}
+    packed_schemes = _packable_schemes(source) if packed else {}
     state: dict[str, Tensor] = {}
     for name in parameter_shapes(adapter.config):
-        if name in kept:
-            weight = _packed_weight(source, name, kept[name], dtype, device)
+        if name in packed_schemes:
+            weight = _packed_weight(source, name, packed_schemes[name], dtype, device)
             state |= _install(model, name.removesuffix(".weight"), weight)
         else:
             state[name] = _parameter(source, name, rewrite).to(device, dtype)
@@ -72,8 +72,8 @@ def _empty_model(adapter: Adapter) -> DiffTransformer:
     return model
 
 
-def _kept_packed(source: Source) -> dict[str, Scheme]:
-    """Scheme of each of the layers' weights that can stay packed, by canonical name."""
+def _packable_schemes(source: Source) -> dict[str, Scheme]:
+    """Scheme of each of the layers' packed weights that kernels read as they are, by DiffTransformer's name."""
     adapter = source.adapter
     schemes = {
         name: source.packed.get(adapter.source_name(name).removesuffix(".weight"))
@@ -92,7 +92,7 @@ def _packed_weight(source: Source, name: str, scheme: Scheme, dtype: torch.dtype
 
 
 def _install(model: DiffTransformer, name: str, weight: PackedWeight) -> dict[str, Tensor]:
-    """Put a packed layer where a model has a Linear; its buffers by full name."""
+    """Put a packed layer where a model has a Linear, and give its buffers by full name."""
     layer = QuantizedLinear(weight, cast(nn.Linear, model.get_submodule(name)).bias)
     model.set_submodule(name, layer)
     return {f"{name}.{part}": buffer for part, buffer in layer.named_buffers()}
@@ -103,7 +103,7 @@ def _parameter(source: Source, name: str, rewrite: Rewrite) -> Tensor:
     module = stored_name.removesuffix(".weight")
     if module in source.packed:
         words, scale, shape = (source.checkpoint.read(module + suffix) for suffix in (PACKED, SCALE, SHAPE))
-        data = decode(words, scale, shape, source.packed[module])
+        data = unpack_weight(words, scale, shape, source.packed[module])
     else:
         data = source.checkpoint.read(stored_name)
         check_finite(data, stored_name)

@@ -1,4 +1,4 @@
-"""Hold a checkpoint's tensors against what its adapter expects."""
+"""A check of a checkpoint's tensors against those that its adapter expects."""
 
 from collections.abc import Iterable
 
@@ -21,7 +21,7 @@ def check_tensors(checkpoint: Checkpoint, adapter: Adapter) -> dict[str, Scheme]
         Scheme of each packed module by name; empty for a 16-bit checkpoint.
 
     Raises:
-        CheckpointError: every tensor that is missing, has another shape or is no part of the model.
+        CheckpointError: tensors are missing, have another shape or type, or are no part of the model; all are named.
     """
     schemes = read_schemes(checkpoint.config, packed_modules(checkpoint.tensors))
     expected = stored_shapes(adapter.source_shapes(), schemes)
@@ -52,26 +52,28 @@ def is_surplus(name: str, tied: bool) -> bool:
 
 
 def _differences(expected: dict[str, Shape], checkpoint: Checkpoint, tied: bool) -> list[str]:
-    held = checkpoint.tensors
-    missing = [f"{name} {list(shape)}" for name, shape in expected.items() if name not in held]
-    unexpected = [name for name in held if name not in expected and not is_surplus(name, tied)]
+    stored = checkpoint.tensors
+    missing = [f"{name} {list(shape)}" for name, shape in expected.items() if name not in stored]
+    unexpected = [name for name in stored if name not in expected and not is_surplus(name, tied)]
     reshaped = [
-        f"{name} is {list(held[name].shape)}, not {list(shape)}"
+        f"{name} is {list(stored[name].shape)}, not {list(shape)}"
         for name, shape in expected.items()
-        if name in held and held[name].shape != shape
+        if name in stored and stored[name].shape != shape
     ]
     retyped = [
-        f"{name} is {held[name].dtype}" for name in expected if name in held and not _has_right_type(name, held[name])
+        f"{name} is {stored[name].dtype}"
+        for name in expected
+        if name in stored and not _has_right_type(name, stored[name])
     ]
     return (
-        _listed("missing ", missing)
-        + _listed("wrong shape: ", reshaped)
-        + _listed("wrong type: ", retyped)
-        + _listed("not part of the model: ", unexpected)
+        _problem("missing ", missing)
+        + _problem("wrong shape: ", reshaped)
+        + _problem("wrong type: ", retyped)
+        + _problem("not part of the model: ", unexpected)
     )
 
 
-def _listed(what: str, names: Iterable[str]) -> list[str]:
+def _problem(what: str, names: Iterable[str]) -> list[str]:
     text = ", ".join(names)
     return [what + text] if text else []
 

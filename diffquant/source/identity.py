@@ -1,12 +1,10 @@
-"""Which checkpoint it is, wherever it lies."""
+"""The identity of a checkpoint: a fingerprint of its contents, the same wherever they lie."""
 
 import hashlib
 import json
-from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 
-from diffquant.errors import UsageError
 from diffquant.formats.reader import Checkpoint, side_files
 from diffquant.support.files import file_digest
 
@@ -16,27 +14,16 @@ def checkpoint_fingerprint(checkpoint: Checkpoint) -> str:
     files = checkpoint.weight_files()
     if checkpoint.path.is_dir():
         files += [checkpoint.path / "config.json", *side_files(checkpoint.path)]
-    digests = {file.name: _digest_once(file.resolve(), _state(file)) for file in files}
+    digests = {file.name: _digest_once(file.resolve(), _file_state(file)) for file in files}
     return hashlib.sha256(json.dumps(digests, sort_keys=True).encode()).hexdigest()
 
 
-def check_distinct(models: Sequence[Path]) -> None:
-    """
-    Raises:
-        UsageError: with the models that are named more than once.
-    """
-    names = [model.resolve() for model in models]
-    twice = sorted({str(name) for name in names if names.count(name) > 1})
-    if twice:
-        raise UsageError(f"named twice: {', '.join(twice)}")
-
-
 @lru_cache(maxsize=1024)
-def _digest_once(file: Path, state: tuple[int, ...]) -> str:
+def _digest_once(file: Path, _state: tuple[int, ...]) -> str:
     return file_digest(file)
 
 
-def _state(file: Path) -> tuple[int, ...]:
-    """What changes whenever the file is written again."""
+def _file_state(file: Path) -> tuple[int, ...]:
+    """Values of which some change whenever the file is written again."""
     status = file.stat()
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns

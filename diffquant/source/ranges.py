@@ -1,8 +1,8 @@
 """Calibrated ranges: the magnitudes that the largest code stands for where a scheme is static.
 
 `diffquant calibrate` writes them as a safetensors file: `layers.N.k` [key heads, d], `layers.N.v` [h_kv, dv] and
-`layers.N.logits` [maps·h], heads as DiffTransformer orders them, with what they were found on as metadata. A
-range serves codes of every width: its scale is range / (2^(bits-1) - 1).
+`layers.N.logits` [maps·h], heads as DiffTransformer orders them, with the checkpoint and the settings that they come
+from as metadata. A range serves codes of every width: its scale is range / (2^(bits-1) - 1).
 """
 
 import hashlib
@@ -17,7 +17,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from diffquant.errors import CheckpointError, OutputExistsError, UsageError
-from diffquant.scheme import LAYER_TARGETS, Recipe
+from diffquant.recipe import LAYER_TARGETS, Recipe
 from diffquant.source.source import Source
 from diffquant.support.files import check_writable, write_atomically
 
@@ -29,8 +29,8 @@ class Ranges:
     """Ranges of one model's activations.
 
     Attributes:
-        model: fingerprint of the checkpoint they were found on.
-        settings: text, observer and tokens they were found with.
+        model: fingerprint of the checkpoint that was calibrated.
+        settings: text, observer and tokens of the calibration.
         bits: width that they were clipped for; None where they serve every width.
         tensors: float32 ranges by name.
     """
@@ -46,7 +46,7 @@ class Ranges:
         return hashlib.sha256(save(_contiguous(self.tensors))).hexdigest()
 
     def check_model(self, source: Source, origin: str = "these ranges") -> None:
-        """Check that the ranges were found on this very checkpoint.
+        """Check that the ranges were calibrated on this very checkpoint.
 
         Args:
             origin: where the ranges come from, for the message.
@@ -77,8 +77,8 @@ class Ranges:
                 )
 
 
-def check_taken(file: Path | str | None, recipes: Iterable[Recipe]) -> None:
-    """Check that a file of ranges, where one is given, serves some recipe.
+def check_ranges_used(file: Path | str | None, recipes: Iterable[Recipe]) -> None:
+    """Check that a file of ranges, if there is one, serves some recipe.
 
     Raises:
         UsageError: no recipe has a static scheme.
@@ -87,7 +87,7 @@ def check_taken(file: Path | str | None, recipes: Iterable[Recipe]) -> None:
         raise UsageError(f"nothing takes the ranges in {file}: give a static scheme, such as --kv 8:static")
 
 
-def check_output(path: Path, overwrite: bool) -> None:
+def check_ranges_output(path: Path, overwrite: bool) -> None:
     """Check that a file of ranges can be written at a path.
 
     Raises:
@@ -116,7 +116,7 @@ def write_ranges(path: Path, ranges: Ranges) -> None:
 
 
 def read_ranges(path: Path, source: Source) -> Ranges:
-    """The ranges in a file, which must have been found on this very checkpoint.
+    """The ranges in a file, which must have been calibrated on this very checkpoint.
 
     Raises:
         CheckpointError: the file cannot be read, or belongs to another model.
@@ -127,7 +127,7 @@ def read_ranges(path: Path, source: Source) -> Ranges:
 
 
 def read_any_ranges(path: Path) -> Ranges:
-    """The ranges in a file, whatever model they are of.
+    """The ranges in a file, whichever model was calibrated.
 
     Raises:
         CheckpointError: the file cannot be read.

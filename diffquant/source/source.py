@@ -1,4 +1,4 @@
-"""An opened checkpoint: opened and checked once, then passed from verb to verb."""
+"""A `Source` is a checkpoint that was opened and checked once, and is passed from verb to verb."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -9,9 +9,11 @@ from typing import Any
 from torch import Tensor
 
 from diffquant.family.spec import DiffSpec
-from diffquant.formats.reader import Checkpoint, open_checkpoint
+from diffquant.formats.opening import open_checkpoint
+from diffquant.formats.reader import Checkpoint
 from diffquant.model.adapters import Adapter, adapter_for
-from diffquant.scheme import Recipe, Scheme
+from diffquant.recipe import Recipe
+from diffquant.scheme import Scheme
 from diffquant.source.check import check_tensors
 from diffquant.source.identity import checkpoint_fingerprint
 from diffquant.source.stored_recipe import stored_recipe
@@ -39,8 +41,8 @@ class Source:
 
     @property
     def model_type(self) -> str:
-        """`model_type` of config.json."""
-        return self.checkpoint.config["model_type"]
+        """The `model_type` of config.json."""
+        return str(self.checkpoint.config["model_type"])
 
     @property
     def spec(self) -> DiffSpec:
@@ -52,7 +54,7 @@ class Source:
 
     @cached_property
     def recipe(self) -> Recipe:
-        """The recipe that `quantize` recorded in it; 16 bits for any other checkpoint.
+        """The recipe that `quantize` recorded in the checkpoint; 16 bits for any other checkpoint.
 
         Raises:
             CheckpointError: it cannot be read, or a newer diffquant wrote it.
@@ -61,12 +63,12 @@ class Source:
 
     @cached_property
     def fingerprint(self) -> str:
-        """SHA-256 over the contents of its weights, config and tokenizer, wherever they lie."""
+        """SHA-256 over the contents of the checkpoint's weights, config and tokenizer, wherever they lie."""
         return checkpoint_fingerprint(self.checkpoint)
 
     @cached_property
     def tokenizer(self) -> Any:
-        """Its tokenizer.
+        """The checkpoint's tokenizer.
 
         Raises:
             CheckpointError: there is none, or it cannot be read.

@@ -4,12 +4,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from diffquant.errors import CheckpointError, UsageError
-from diffquant.scheme import Recipe
+from diffquant.recipe import Recipe
 from diffquant.support.versions import CONFIG_VERSION
 
 
 def stored_recipe(config: Mapping[str, Any]) -> Recipe:
-    """The recipe a quantized checkpoint was made with; 16 bits for any other.
+    """The recipe that a quantized checkpoint was made with; 16 bits for any other checkpoint.
 
     Raises:
         CheckpointError: it cannot be read, or a newer diffquant wrote it.

@@ -1,4 +1,4 @@
-"""A checkpoint's tokenizer."""
+"""Loading of a checkpoint's tokenizer."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""Devices and the dtypes to evaluate in on each."""
+"""Devices, and the dtypes that models are evaluated in on them."""
 
 import torch
 
@@ -7,7 +7,7 @@ from diffquant.errors import UsageError
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
-def resolve(name: str = "auto", device: str = "cpu") -> torch.dtype:
+def resolve_dtype(name: str = "auto", device: str = "cpu") -> torch.dtype:
     """A dtype by name; "auto" is bfloat16 where the hardware multiplies it natively, else float32.
 
     With AVX512-BF16 a model of 135 M parameters scored three times as many items a second as in float32
@@ -26,11 +26,11 @@ def resolve(name: str = "auto", device: str = "cpu") -> torch.dtype:
 def is_bfloat16_native(device: str = "cpu") -> bool:
     """Whether a device has bfloat16 matrix instructions."""
     if torch.device(device).type == "cuda":
-        return torch.cuda.is_bf16_supported(including_emulation=False)
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     if torch.device(device).type != "cpu":
         return False
     flags = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
-    return any(flags.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16", "arm_bf16"))
+    return any(bool(flags.get(name)) for name in ("avx512_bf16", "amx_bf16", "bf16", "arm_bf16"))
 
 
 def check_device(device: str) -> None:

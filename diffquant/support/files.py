@@ -1,8 +1,9 @@
-"""Files: written whole or not at all, and told apart by their digests."""
+"""Files that are written whole or not at all, and digests that tell files apart."""
 
 import hashlib
 import os
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from diffquant.errors import UsageError
@@ -14,11 +15,23 @@ def check_writable(folder: Path) -> None:
     Raises:
         UsageError: they cannot.
     """
-    there = next(place for place in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(place))
+    nearest = next(place for place in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(place))
     try:
-        tempfile.TemporaryFile(dir=there).close()
+        tempfile.TemporaryFile(dir=nearest).close()
     except OSError as error:
         raise UsageError(f"cannot write into {folder}: {error.strerror}; choose another output") from error
+
+
+def check_distinct(paths: Sequence[Path]) -> None:
+    """Check that no file or folder is named twice.
+
+    Raises:
+        UsageError: some are; they are listed.
+    """
+    names = [path.resolve() for path in paths]
+    twice = sorted({str(name) for name in names if names.count(name) > 1})
+    if twice:
+        raise UsageError(f"named twice: {', '.join(twice)}")
 
 
 def file_digest(file: Path) -> str:
@@ -28,7 +41,7 @@ def file_digest(file: Path) -> str:
 
 
 def write_atomically(file: Path, content: str | bytes) -> None:
-    """The whole file or nothing; text as UTF-8."""
+    """Write a file whole or not at all; text is written as UTF-8."""
     temporary = file.with_name(file.name + ".tmp")
     try:
         temporary.write_bytes(content.encode() if isinstance(content, str) else content)

@@ -1,10 +1,10 @@
-"""What the machine has, without torch: programs that do not use it ask, too."""
+"""The machine's processors, counted without torch, since programs that do not use torch ask too."""
 
 import os
 
 
 def cores() -> int:
-    """Processor cores this process may use, where the system says which; else those the machine has."""
+    """The number of processor cores this process may use, where the system says so; else of all the machine has."""
     if hasattr(os, "sched_getaffinity"):  # not on macOS and Windows
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

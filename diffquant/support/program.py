@@ -1,4 +1,4 @@
-"""Running a command line: every error a user can cause becomes one line and an exit code."""
+"""Command lines, run so that every error a user can cause becomes one line and an exit code."""
 
 import sys
 from collections.abc import Callable

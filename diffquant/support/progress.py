@@ -19,7 +19,7 @@ def silent(done: float, total: float, what: str) -> None:
 
 
 class TerminalProgress:
-    """One line, redrawn at most five times a second and cut to the terminal's width.
+    """A progress line, redrawn at most five times a second and cut to the terminal's width.
 
     It shows a label, the share done, the time left and what is under way; when all is done, the time it took.
     """
@@ -30,7 +30,7 @@ class TerminalProgress:
 
     def __call__(self, done: float, total: float, what: str) -> None:
         share = done / total if total else 1.0
-        line = self._line or self._started(share, what)
+        line = self._line or self._start(share, what)
         line.set_postfix_str(what, refresh=False)
         if share < 1:
             line.update(share - line.n)
@@ -40,7 +40,7 @@ class TerminalProgress:
         line.close()
         self._line = None
 
-    def _started(self, share: float, what: str) -> "tqdm[None]":
+    def _start(self, share: float, what: str) -> "tqdm[None]":
         # Here, since most commands end before they have progress to show.
         from tqdm import tqdm
 

@@ -1,14 +1,15 @@
-"""Versions of what determines an output."""
+"""Versions of the packages that determine an output."""
 
 import importlib.metadata
 
 import torch
 
-# Of config.json's `diffquant_config`; a reader refuses what is newer than it knows.
+# The version of config.json's `diffquant_config`; a reader refuses what is newer than it knows.
 CONFIG_VERSION = 1
 
 
 def versions() -> dict[str, str]:
+    """Versions of diffquant and torch by name."""
     return {"diffquant": importlib.metadata.version("diffquant"), "torch": torch.__version__}
 
 

@@ -7,10 +7,10 @@ from diffquant.attention import check_backend
 from diffquant.evals.task_result import TaskResult
 from diffquant.evals.tasks import make_tasks
 from diffquant.loading import check_loadable
-from diffquant.scheme import Recipe
-from diffquant.source.ranges import check_taken
+from diffquant.recipe import Recipe
+from diffquant.source.ranges import check_ranges_used
 from diffquant.source.source import open_source
-from diffquant.support.devices import resolve
+from diffquant.support.devices import resolve_dtype
 from diffquant.support.progress import Progress, silent
 from diffquant.sweep.exported import ExportedSubject, RuntimeOf, check_as_it_is, checkpoints_alone
 from diffquant.sweep.grid import SweepOptions
@@ -41,7 +41,7 @@ def evaluate(
     if runtime is not None:
         check_as_it_is(options, recipe)
     tasks = make_tasks(options.tasks, options.task_options, options.batch_tokens)
-    setup = Setup(resolve(options.dtype, options.device), options.device, options.attention)
+    setup = Setup(resolve_dtype(options.dtype, options.device), options.device, options.attention)
     if runtime is not None:
         subject: Subject = ExportedSubject(path, runtime.describe(path), runtime, None, setup)
     else:
@@ -59,7 +59,7 @@ def _checkpoint(path: Path, recipe: Recipe | None, options: SweepOptions, setup:
     source = open_source(path)
     check_loadable(source, [] if recipe is None else [recipe])
     scales = next(iter(options.scales), None)
-    check_taken(scales, [source.recipe if recipe is None else recipe])
+    check_ranges_used(scales, [source.recipe if recipe is None else recipe])
     return CheckpointSubject(source, setup, scales)
 
 

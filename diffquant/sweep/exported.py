@@ -11,7 +11,7 @@ from diffquant.errors import UsageError
 from diffquant.evals.language_model import LanguageModel, States
 from diffquant.evals.task import Task
 from diffquant.evals.task_result import TaskResult
-from diffquant.scheme import Recipe
+from diffquant.recipe import Recipe
 from diffquant.source.source import Source
 from diffquant.support.files import file_digest
 from diffquant.support.plain_data import JsonObject

@@ -8,7 +8,8 @@ from diffquant.errors import UsageError
 from diffquant.evals.defaults import BATCH_TOKENS
 from diffquant.evals.tasks import check_options, kinds
 from diffquant.evals.tasks import options as options_of_tasks
-from diffquant.scheme import DEFAULT_GRANULARITY, Recipe
+from diffquant.recipe import DEFAULT_GRANULARITY, Recipe
+from diffquant.support.files import check_distinct
 from diffquant.support.plain_data import JsonObject
 
 # The target of an exported folder, which is measured as it is, and of a point whose recipe comes from a file.
@@ -112,10 +113,7 @@ def points(models: Sequence[Path], options: SweepOptions) -> list[Point]:
     """
     if not models:
         raise UsageError("no model to sweep: name at least one checkpoint")
-    names = [model.resolve() for model in models]
-    twice = sorted({str(name) for name in names if names.count(name) > 1})
-    if twice:
-        raise UsageError(f"named twice: {', '.join(twice)}")
+    check_distinct(models)
     stems = [recipe.stem for recipe in options.recipes]
     alike = sorted({stem for stem in stems if stems.count(stem) > 1})
     if alike:

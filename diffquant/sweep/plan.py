@@ -9,10 +9,10 @@ from diffquant.errors import CheckpointError, UsageError
 from diffquant.evals.task import Task
 from diffquant.evals.tasks import make_tasks
 from diffquant.loading import check_loadable
-from diffquant.scheme import LAYER_TARGETS
-from diffquant.source.ranges import check_taken, read_any_ranges
+from diffquant.recipe import LAYER_TARGETS
+from diffquant.source.ranges import check_ranges_used, read_any_ranges
 from diffquant.source.source import Source, open_source
-from diffquant.support.devices import check_device, resolve
+from diffquant.support.devices import check_device, resolve_dtype
 from diffquant.sweep.exported import (
     ExportedSubject,
     RuntimeOf,
@@ -60,12 +60,12 @@ def make_plan(models: Sequence[Path], options: SweepOptions, runtime_of: Runtime
     recipes = {model: [point.recipe for point in grid if point.model == model] for model in checkpoints}
     for model, source in sources.items():
         check_loadable(source, recipes[model])
-    setup = Setup(resolve(options.dtype, options.device), options.device, options.attention)
+    setup = Setup(resolve_dtype(options.dtype, options.device), options.device, options.attention)
     scales = _scales_by_model(sources, options.scales)
     for point in grid:
         _check_scales(point, scales.get(point.model))
     for model, file in scales.items():
-        check_taken(file, recipes[model])
+        check_ranges_used(file, recipes[model])
     checkpoints_by_path = {
         model: CheckpointSubject(source, setup, scales.get(model)) for model, source in sources.items()
     }

@@ -14,8 +14,8 @@ from diffquant.evals.task_result import TaskResult
 from diffquant.evals.torch_model import TorchModel
 from diffquant.loading import load
 from diffquant.model.modeling import DiffTransformer
-from diffquant.quantization.roundings import text_identity
-from diffquant.scheme import LAYER_TARGETS, Recipe
+from diffquant.quantization.roundings import text_read_digest
+from diffquant.recipe import LAYER_TARGETS, Recipe
 from diffquant.source.source import Source
 from diffquant.support.files import file_digest
 from diffquant.support.plain_data import JsonObject
@@ -92,7 +92,7 @@ class CheckpointSubject:
         is_static = any(recipe.is_static(target) for target in LAYER_TARGETS)
         scales = {"scales": file_digest(self.scales)} if self.scales and is_static else {}
         model = {"model": self.source.fingerprint, "recipe": recipe.to_dict()}
-        text = text_identity(recipe.rounding)
+        text = text_read_digest(recipe.rounding)
         # A path says nothing of what the text holds.
         read = {"rounding_text": text} if text else {}
         return scales | read | model | self.setup.common_key() | self.setup.key()

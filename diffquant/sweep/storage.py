@@ -4,8 +4,8 @@ import torch
 
 from diffquant.model.cache import PackedCache
 from diffquant.model.modeling import DiffTransformer
-from diffquant.quantization.plan import make_plan
-from diffquant.scheme import Recipe
+from diffquant.quantization.plan import plan_quantization
+from diffquant.recipe import Recipe
 from diffquant.source.source import Source
 
 _KV_TOKENS = 1024
@@ -13,7 +13,7 @@ _KV_TOKENS = 1024
 
 def weight_bytes(source: Source, recipe: Recipe) -> int:
     """Bytes of all tensors with the recipe's weights packed, scales included."""
-    return source.checkpoint.nbytes if source.packed else make_plan(source, recipe).bytes_after
+    return source.checkpoint.nbytes if source.packed else plan_quantization(source, recipe).bytes_after
 
 
 def kv_bytes_per_token(model: DiffTransformer) -> float:

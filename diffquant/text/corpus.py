@@ -8,7 +8,7 @@ from diffquant.errors import UsageError
 
 
 def load_text(path: Path | None = None, characters: int | None = None) -> str:
-    """The first `characters` of a UTF-8 text file, or of the prose that ships.
+    """The first `characters` of a UTF-8 text file, or of the prose that ships; all of them by default.
 
     Raises:
         UsageError: the file cannot be read or holds no text.
@@ -24,6 +24,6 @@ def load_text(path: Path | None = None, characters: int | None = None) -> str:
     return text
 
 
-def identity(text: str) -> str:
+def text_digest(text: str) -> str:
     """16 hex digits of the text's SHA-256."""
     return hashlib.sha256(text.encode()).hexdigest()[:16]

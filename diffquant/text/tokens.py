@@ -1,4 +1,4 @@
-"""A text as windows of tokens."""
+"""Texts as tokens: in windows, and with the tokens that stand before or after them."""
 
 from typing import Any
 
@@ -7,19 +7,23 @@ from torch import Tensor
 
 from diffquant.errors import DiffQuantError, UsageError
 
+DEFAULT_MAX_LENGTH = 2048
+# What transformers' tokenizers say when nobody told them.
+_UNSET_LENGTH = int(1e30)
+
 
 def token_windows(model: Any, tokenizer: Any, text: str, window: int, tokens: int | None = None) -> Tensor:
     """The text in windows that do not overlap, as perplexity encodes it; what fills no window is left out.
 
     Args:
-        window: tokens of each, at most the model's context.
-        tokens: of the text, at most; all by default.
+        window: number of tokens of a window, at most the model's context.
+        tokens: largest number of tokens that are read of the text; all by default.
 
     Returns:
         ids [N, window].
 
     Raises:
-        UsageError: the window does not fit the model, or the text holds no whole one.
+        UsageError: the window does not fit the model, the text does not fill one, or a token is not in the vocabulary.
     """
     if not 2 <= window <= max_length(model.config, tokenizer):
         raise UsageError(
@@ -28,7 +32,7 @@ def token_windows(model: Any, tokenizer: Any, text: str, window: int, tokens: in
         )
     if tokens is not None and tokens < window:
         raise UsageError(f"{tokens} tokens hold no window of {window}; read more tokens, or in shorter windows")
-    ids = encode(tokenizer, text, model.device)[:tokens]
+    ids = encode_text(tokenizer, text, model.device)[:tokens]
     count = len(ids) // window
     if not count:
         raise UsageError(
@@ -37,12 +41,6 @@ def token_windows(model: Any, tokenizer: Any, text: str, window: int, tokens: in
     if int(ids.max()) >= model.config.vocab_size:
         raise UsageError(f"the tokenizer gives token {int(ids.max())}; the model knows {model.config.vocab_size}")
     return ids[: count * window].view(count, window)
-
-
-DEFAULT_MAX_LENGTH = 2048
-
-
-_UNSET_LENGTH = int(1e30)  # what transformers' tokenizers say when nobody told them
 
 
 def prefix_token(tokenizer: Any) -> int:
@@ -67,7 +65,7 @@ def end_token(tokenizer: Any) -> int:
 
 
 def max_length(config: Any, tokenizer: Any) -> int:
-    """Tokens a model sees at once: its config's word, else its tokenizer's, else 2048."""
+    """The number of tokens that a model sees at once, as its config says, else its tokenizer, else 2048."""
     for name in ("n_positions", "max_position_embeddings", "n_ctx"):
         if getattr(config, name, None) is not None:
             return int(getattr(config, name))
@@ -75,13 +73,13 @@ def max_length(config: Any, tokenizer: Any) -> int:
     return DEFAULT_MAX_LENGTH if length is None or length >= _UNSET_LENGTH else int(length)
 
 
-def encode(tokenizer: Any, text: str, device: torch.device) -> Tensor:
+def encode_text(tokenizer: Any, text: str, device: torch.device) -> Tensor:
     """Token ids [N + 1]: the prefix token, then the N of the text.
 
     Raises:
         UsageError: the text has no two tokens.
     """
-    # Quiet about a text longer than the context, which no pass sees whole.
+    # Quiet about a text longer than the context, which no pass sees as one.
     ids = tokenizer.encode(text, add_special_tokens=False, verbose=False)
     if len(ids) < 2:
         raise UsageError(f"the text has {len(ids)} tokens; perplexity needs two or more")

@@ -18,7 +18,7 @@ from starts import Level, attention_parameters, config_of, new_model
 from torch import Tensor
 
 from diffquant.errors import CheckpointError, GroupSizeError
-from diffquant.formats.compressed_tensors import PACKED, SCALE, SHAPE, decode, encode, packed_modules
+from diffquant.formats.compressed_tensors import PACKED, SCALE, SHAPE, pack_weight, packed_modules, unpack_weight
 from diffquant.model.config import DiffTransformerConfig
 from diffquant.model.modeling import DiffTransformer
 from diffquant.model.shapes import linear_shapes
@@ -84,7 +84,7 @@ def difference(
     for name, weight in trained.items():
         if name in matrices:
             # Scales take the difference's dtype: 16 bits are enough for them.
-            packed = encode((weight.cpu() - start[name]).bfloat16(), scheme)
+            packed = pack_weight((weight.cpu() - start[name]).bfloat16(), scheme)
             tensors |= {f"{name.removesuffix('.weight')}.{part}": tensor for part, tensor in packed.items()}
         else:
             tensors[name] = weight.cpu()
@@ -112,7 +112,7 @@ def applied(delta: Delta, original: DiffTransformer) -> DiffTransformer:
         module = name.removesuffix(".weight")
         if module in modules:
             words, scale, shape = (delta.tensors[module + part] for part in (PACKED, SCALE, SHAPE))
-            parameters[name] += decode(words, scale, shape, delta.scheme)
+            parameters[name] += unpack_weight(words, scale, shape, delta.scheme)
         else:
             parameters[name].copy_(delta.tensors[name])
     return place(model, "cpu", torch.bfloat16)

@@ -7,7 +7,8 @@ from typing import Any
 import yaml
 
 from diffquant.errors import UsageError
-from diffquant.scheme import Recipe, Scheme
+from diffquant.recipe import Recipe
+from diffquant.scheme import Scheme
 
 
 @dataclass(frozen=True)

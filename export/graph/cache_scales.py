@@ -6,7 +6,7 @@ from torch import Tensor
 
 from diffquant.export.graph.matrix import op_layout
 from diffquant.numerics import max_code
-from diffquant.scheme import Recipe
+from diffquant.recipe import Recipe
 from diffquant.source.ranges import Ranges
 from diffquant.source.source import Source
 

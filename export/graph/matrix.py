@@ -18,7 +18,7 @@ from diffquant.model.adapters import Adapter
 from diffquant.numerics import check_finite, unpack
 from diffquant.quantization.rounded_weight import RoundedWeight
 from diffquant.quantization.roundings.base import Rounder
-from diffquant.quantization.roundings.nearest import nearest
+from diffquant.quantization.roundings.nearest import round_to_nearest
 from diffquant.scheme import FULL, Scheme
 from diffquant.source.source import Source
 
@@ -97,7 +97,7 @@ class Matrix:
         def read(first: int, last: int) -> Tensor:
             return self.checkpoint.read_rows(self.stored_name, slice(first, last))
 
-        return RoundedWeight(Rounder(nearest), self.stored_name, read, info.shape, self.wanted, info.dtype)
+        return RoundedWeight(Rounder(round_to_nearest), self.stored_name, read, info.shape, self.wanted, info.dtype)
 
     def _read_ordered(self, name: str, first: int, last: int) -> Tensor:
         return self.checkpoint.read_rows(name, slice(first, last) if self.order is None else self.order[first:last])

@@ -16,7 +16,7 @@ from diffquant.export.graph.plan import ExportPlan
 from diffquant.export.options import ExportOptions
 from diffquant.loading import load
 from diffquant.model.modeling import DiffTransformer
-from diffquant.scheme import Recipe
+from diffquant.recipe import Recipe
 from diffquant.source.source import Source
 
 

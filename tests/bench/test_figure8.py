@@ -9,7 +9,8 @@ import torch
 from diffquant.attention import DiffSpec
 from diffquant.model.config import DiffTransformerConfig
 from diffquant.model.modeling import DiffTransformer
-from diffquant.scheme import Recipe, Scheme
+from diffquant.recipe import Recipe
+from diffquant.scheme import Scheme
 from diffquant.support.program import run_program
 from studies import figure8, figure8_plots
 from studies.logit_noise import Reading, difference, divergences, layers_of, observed, predictions_of, sensitivity

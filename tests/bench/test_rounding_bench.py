@@ -9,7 +9,7 @@ import torch
 from diffquant.errors import UsageError
 from diffquant.loading import load
 from diffquant.quantization.quantize import quantize
-from diffquant.scheme import Recipe
+from diffquant.recipe import Recipe
 from studies import quantizers, rounding, rounding_layers
 from studies.quantizers import METHODS, TIERS, Method, Quantized, group_size
 from studies.rounded_model import Options, Subject

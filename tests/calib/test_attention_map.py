@@ -20,7 +20,8 @@ from diffquant.model.adapters import adapter_for
 from diffquant.model.config import DiffTransformerConfig
 from diffquant.model.modeling import DiffTransformer
 from diffquant.model.walk import Walk
-from diffquant.scheme import Recipe, Scheme
+from diffquant.recipe import Recipe
+from diffquant.scheme import Scheme
 from diffquant.source.tokenizer import load_tokenizer
 from tests.support import tiny_lm
 from tests.support.models import SIZES, ours, random_diffllama, random_ids, random_llama

@@ -6,7 +6,7 @@ import torch
 import diffquant
 from diffquant.calib.calibration.kv_cache import calibrate_cache
 from diffquant.errors import UsageError
-from diffquant.scheme import Recipe
+from diffquant.recipe import Recipe
 from diffquant.source.source import open_source
 from tests.support import tiny_lm
 from tests.support.checkpoints import write_checkpoint

@@ -16,7 +16,8 @@ from diffquant.errors import UsageError
 from diffquant.family.call import AttentionCall
 from diffquant.model.cache import PackedStates
 from diffquant.model.walk import Walk
-from diffquant.scheme import LAYER_TARGETS, Recipe, Scheme
+from diffquant.recipe import LAYER_TARGETS, Recipe
+from diffquant.scheme import Scheme
 from diffquant.source.ranges import Ranges, read_any_ranges, write_ranges
 from tests.support.models import ours, random_diffllama, random_ids, random_llama
 

@@ -25,12 +25,12 @@ from diffquant.calib.search.sensitivity import Sensitivity
 from diffquant.calib.search.units import Unit, find_units, to_recipe
 from diffquant.errors import GroupSizeError, UsageError
 from diffquant.evals.perplexity import next_token_kl
-from diffquant.formats.reader import open_checkpoint
+from diffquant.formats.opening import open_checkpoint
 from diffquant.loading import load
 from diffquant.model.adapters import adapter_for
-from diffquant.quantization.plan import make_plan
+from diffquant.quantization.plan import plan_quantization
 from diffquant.quantization.quantize import quantize
-from diffquant.scheme import Recipe
+from diffquant.recipe import Recipe
 from diffquant.source.source import open_source
 from diffquant.source.tokenizer import load_tokenizer
 from diffquant.text.corpus import load_text
@@ -161,7 +161,7 @@ def uniform_kl_or(found, by_name):
 def test_the_stored_size_of_a_candidate_is_that_of_its_checkpoint(checkpoint, tmp_path):
     units = units_of(checkpoint, ("weights",))
     recipe = to_recipe({u: WIDTHS[i % 3] for i, u in enumerate(units)})
-    plan = make_plan(open_source(checkpoint), recipe)
+    plan = plan_quantization(open_source(checkpoint), recipe)
     assert sum(t.stored_bytes for t in plan.tensors if t.scheme.quantizes) == sum(
         u.stored[WIDTHS[i % 3]] for i, u in enumerate(units)
     )

@@ -7,13 +7,13 @@ from hypothesis import strategies as st
 
 from diffquant.errors import CheckpointError
 from diffquant.formats.compressed_tensors import (
-    codes,
-    decode,
-    encode,
     name_patterns,
+    pack_weight,
     packed_shapes,
     quantization_config,
     read_schemes,
+    unpack_weight,
+    weight_codes,
     weight_scale,
 )
 from diffquant.numerics import max_code
@@ -27,8 +27,8 @@ LINEARS = [f"model.layers.{i}.{part}" for i in range(12) for part in ("self_attn
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_the_packed_words_are_compressed_tensors_own(text, dtype):
     scheme, weight = Scheme.parse(text), torch.randn(17, 96).to(dtype)
-    packed, scale, shape = encode(weight, scheme).values()
-    assert torch.equal(packed, pack_to_int32(codes(weight, scale, scheme), scheme.bits))
+    packed, scale, shape = pack_weight(weight, scheme).values()
+    assert torch.equal(packed, pack_to_int32(weight_codes(weight, scale, scheme), scheme.bits))
     assert [tuple(t.shape) for t in (packed, scale, shape)] == list(packed_shapes((17, 96), scheme).values())
     assert scale.dtype == dtype
     assert shape.tolist() == [17, 96]
@@ -37,7 +37,7 @@ def test_the_packed_words_are_compressed_tensors_own(text, dtype):
 @pytest.mark.parametrize("text", ["4:row", "6:row", "8:tensor"])
 def test_a_width_that_fills_no_word_survives_the_round_trip(text):
     scheme, weight = Scheme.parse(text), torch.randn(5, 37)
-    decoded = decode(*encode(weight, scheme).values(), scheme)
+    decoded = unpack_weight(*pack_weight(weight, scheme).values(), scheme)
     assert decoded.shape == weight.shape
     assert (decoded - weight).abs().max() <= weight_scale(weight, scheme).max() * 0.5001
 
@@ -54,8 +54,8 @@ def test_codes_against_the_stored_scale_are_off_by_half_a_step_at_any_magnitude(
     largest = torch.finfo(dtype).max
     weight = (torch.randn(4, 32, generator=generator, dtype=torch.float64) * 10.0**exponent).clamp(-largest, largest)
     weight, scheme = weight.to(dtype), Scheme(bits, "group", 16)
-    packed, scale, shape = encode(weight, scheme).values()
-    decoded = decode(packed, scale, shape, scheme)
+    packed, scale, shape = pack_weight(weight, scheme).values()
+    decoded = unpack_weight(packed, scale, shape, scheme)
     assert torch.isfinite(decoded).all()
     step = scale.double().repeat_interleave(16, dim=1)
     # What the scale lost in its own rounding, the outermost code loses too.
@@ -65,9 +65,9 @@ def test_codes_against_the_stored_scale_are_off_by_half_a_step_at_any_magnitude(
 
 def test_an_all_zero_weight_decodes_to_zero():
     scheme = Scheme.parse("4:g32")
-    packed, scale, shape = encode(torch.zeros(3, 64, dtype=torch.float16), scheme).values()
+    packed, scale, shape = pack_weight(torch.zeros(3, 64, dtype=torch.float16), scheme).values()
     assert (scale == 1).all()
-    assert not decode(packed, scale, shape, scheme).any()
+    assert not unpack_weight(packed, scale, shape, scheme).any()
 
 
 def test_one_scheme_for_all_linears_is_written_short():

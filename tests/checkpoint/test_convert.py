@@ -8,10 +8,10 @@ from transformers import AutoModelForCausalLM
 
 from diffquant.conversion import convert
 from diffquant.errors import CheckpointError, NonFiniteError, UsageError
-from diffquant.formats.reader import open_checkpoint
+from diffquant.formats.opening import open_checkpoint
 from diffquant.model.adapters import adapter_for
 from diffquant.quantization.quantize import quantize
-from diffquant.scheme import Recipe
+from diffquant.recipe import Recipe
 from diffquant.source.source import open_source
 from tests.support.checkpoints import contents, write_diffllama, write_llama, write_random
 from tests.support.gguf_files import write_gguf

@@ -8,7 +8,7 @@ from diffquant.formats import gguf as gguf_format
 from diffquant.formats.gguf import GgufCheckpoint
 from diffquant.formats.gguf_header import read_header
 from diffquant.quantization.quantize import quantize
-from diffquant.scheme import Recipe
+from diffquant.recipe import Recipe
 from diffquant.source.source import open_source
 from tests.support.checkpoints import write_llama
 from tests.support.gguf_files import write_gguf

@@ -17,11 +17,11 @@ from diffquant.errors import (
 )
 from diffquant.formats import atomic_folder as staging
 from diffquant.formats import row_stream as stream
-from diffquant.formats.compressed_tensors import PACKED, SCALE, SHAPE, decode
-from diffquant.formats.reader import open_checkpoint
-from diffquant.quantization.plan import make_plan
+from diffquant.formats.compressed_tensors import PACKED, SCALE, SHAPE, unpack_weight
+from diffquant.formats.opening import open_checkpoint
+from diffquant.quantization.plan import plan_quantization
 from diffquant.quantization.quantize import quantize
-from diffquant.scheme import Recipe
+from diffquant.recipe import Recipe
 from diffquant.source.source import open_source
 from tests.support.checkpoints import SIZES, contents, edit_json, write_diffllama, write_random
 
@@ -32,7 +32,7 @@ def source(tmp_path):
 
 
 def plan_of(folder, recipe):
-    return make_plan(open_source(folder), recipe)
+    return plan_quantization(open_source(folder), recipe)
 
 
 def write_decoded(folder, destination):
@@ -43,7 +43,7 @@ def write_decoded(folder, destination):
     tensors = {name: checkpoint.read(name).clone() for name in checkpoint.tensors if name not in packed}
     for module, scheme in schemes.items():
         parts = (checkpoint.read(module + suffix) for suffix in (PACKED, SCALE, SHAPE))
-        tensors[f"{module}.weight"] = decode(*parts, scheme)
+        tensors[f"{module}.weight"] = unpack_weight(*parts, scheme)
     destination.mkdir()
     save_file(tensors, destination / "model.safetensors", metadata={"format": "pt"})
     config = {key: value for key, value in checkpoint.config.items() if key != "quantization_config"}
@@ -138,7 +138,7 @@ def test_recipe_errors_sizes_and_digests_are_recorded(tmp_path, source):
     weight = open_checkpoint(source).read(f"{name}.weight")
     out = open_checkpoint(tmp_path / "out")
     scheme = recipe.weights
-    decoded = decode(*(out.read(name + suffix) for suffix in (PACKED, SCALE, SHAPE)), scheme)
+    decoded = unpack_weight(*(out.read(name + suffix) for suffix in (PACKED, SCALE, SHAPE)), scheme)
     error = ((decoded - weight).square().sum() / weight.square().sum()).sqrt().item()
     assert account["tensors"][f"{name}.weight"]["relative_rms_error"] == pytest.approx(error, rel=1e-4)
     assert account["source"]["sha256"] == {f.name: staging.file_digest(f) for f in sorted(source.glob("*.safetensors"))}

@@ -6,7 +6,7 @@ import pytest
 
 from diffquant.errors import DiffQuantError, OutputExistsError
 from diffquant.quantization.quantize import quantize
-from diffquant.scheme import Recipe
+from diffquant.recipe import Recipe
 from tests.support.checkpoints import contents, write_diffllama
 
 KILLED_AT = 0.6
@@ -15,7 +15,7 @@ KILLING_RUN = f"""
 import os, signal, sys
 from pathlib import Path
 from diffquant.quantization.quantize import quantize
-from diffquant.scheme import Recipe
+from diffquant.recipe import Recipe
 
 def kill(done, total, what):
     if done > {KILLED_AT} * total:

@@ -20,7 +20,7 @@ from diffquant.evals.manyshot import Plan, demonstrations, evaluate, prompt
 from diffquant.evals.scoring import Request, score
 from diffquant.evals.torch_model import TorchModel
 from diffquant.loading import load
-from diffquant.scheme import Recipe
+from diffquant.recipe import Recipe
 from tests.support import tiny_lm
 
 # One label begins another; some have several tokens in common.

@@ -10,7 +10,7 @@ from diffquant.evals.language_model import shares_prefixes
 from diffquant.evals.scoring import score
 from diffquant.evals.torch_model import TorchModel
 from diffquant.loading import load
-from diffquant.scheme import Recipe
+from diffquant.recipe import Recipe
 from diffquant.text.tokens import max_length
 from tests.support import tiny_lm
 

@@ -17,8 +17,8 @@ from diffquant.export.graph import plan
 from diffquant.export.graph.matrix import row_order
 from diffquant.export.manifest import read_manifest
 from diffquant.export.runtime.session import OnnxModel
-from diffquant.formats.compressed_tensors import encode
-from diffquant.formats.reader import open_checkpoint
+from diffquant.formats.compressed_tensors import pack_weight
+from diffquant.formats.opening import open_checkpoint
 from diffquant.model.adapters import adapter_for
 from diffquant.numerics import unpack
 from diffquant.scheme import Scheme
@@ -115,7 +115,7 @@ def test_a_quantized_checkpoint_keeps_its_codes_and_scales(tmp_path, weights, dt
     scheme = Scheme.parse(weights)
     for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.down_proj"):
         module = f"model.layers.1.{name}"
-        packed = encode(source.read(module + ".weight"), scheme)
+        packed = pack_weight(source.read(module + ".weight"), scheme)
         width = int(packed["weight_shape"][1])
         codes, scale = unpack(packed["weight_packed"], scheme.bits, width), packed["weight_scale"].float()
         order = row_order(adapter, module + ".weight")

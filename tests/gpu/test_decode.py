@@ -11,7 +11,7 @@ from diffquant.kernels.cache.append import append
 from diffquant.kernels.cache.decode import decode, decode_refusal
 from diffquant.kernels.cache.kv_store import KVStore, tokens_a_scale
 from diffquant.numerics import absmax_scale, dequantize, quantize, sharing_view
-from diffquant.scheme import Recipe
+from diffquant.recipe import Recipe
 from tests.support.kernel_inputs import expected, padding, random_call, relative_error
 
 DEVICE = "cuda"

@@ -12,7 +12,7 @@ from diffquant.kernels.cache.append import append
 from diffquant.kernels.cache.kv_store import KVStore
 from diffquant.model.cache import PackedStates
 from diffquant.numerics import absmax_scale, dequantize, quantize, sharing_view, unpack
-from diffquant.scheme import Recipe
+from diffquant.recipe import Recipe
 
 
 def states(tokens, width, heads=1, dtype=torch.float16, seed=0, batch=1):

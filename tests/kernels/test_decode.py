@@ -12,7 +12,7 @@ from diffquant.kernels.cache import decode as module
 from diffquant.kernels.cache.append import append
 from diffquant.kernels.cache.decode import decode, decode_refusal
 from diffquant.kernels.cache.kv_store import KVStore
-from diffquant.scheme import Recipe
+from diffquant.recipe import Recipe
 from tests.support.kernel_inputs import expected, padding, random_call, relative_error
 
 LIMIT = 2e-3

@@ -7,7 +7,7 @@ import torch
 from diffquant.kernels.cache.append import append
 from diffquant.kernels.cache.decode import TILES, decode
 from diffquant.kernels.cache.kv_store import KVStore
-from diffquant.scheme import Recipe
+from diffquant.recipe import Recipe
 from tests.support.kernel_inputs import random_call
 from tests.support.offline import SHARED_LIMIT, compiled
 

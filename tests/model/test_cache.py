@@ -5,7 +5,8 @@ import torch
 
 from diffquant.errors import NotFiredError, UsageError
 from diffquant.model.cache import PackedCache, PackedStates
-from diffquant.scheme import Recipe, Scheme
+from diffquant.recipe import Recipe
+from diffquant.scheme import Scheme
 from tests.support.fake_quantizer import fake_quantize
 from tests.support.models import ours, random_diffllama, random_ids, random_llama
 

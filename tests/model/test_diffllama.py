@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from diffquant.scheme import Recipe
+from diffquant.recipe import Recipe
 from tests.support.models import ours, random_diffllama, random_ids, random_llama
 
 LLAMA3 = {

@@ -8,7 +8,7 @@ from diffquant.model.adapters import adapter_for
 from diffquant.model.cache import PackedCache
 from diffquant.model.fused_cache import FusedCache, fused_cache_refusal
 from diffquant.model.modeling import DiffTransformer
-from diffquant.scheme import Recipe
+from diffquant.recipe import Recipe
 from tests.support.models import SIZES, ours, random_diffllama, random_ids, random_llama
 
 pytest.importorskip("triton")

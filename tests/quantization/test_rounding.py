@@ -14,9 +14,10 @@ from diffquant.numerics import absmax_scale
 from diffquant.quantization.quantize import quantize
 from diffquant.quantization.roundings.gptq import compensation
 from diffquant.quantization.roundings.gptq.compensation import Inputs, compensate, damped, in_one_pass
-from diffquant.quantization.roundings.mse import clipped, fitted_scale
-from diffquant.quantization.roundings.nearest import nearest
-from diffquant.scheme import Recipe, Scheme
+from diffquant.quantization.roundings.mse import fitted_scale, round_with_clipping
+from diffquant.quantization.roundings.nearest import round_to_nearest
+from diffquant.recipe import Recipe
+from diffquant.scheme import Scheme
 from tests.support import tiny_lm
 
 SCHEMES = ["4:g16", "4:row", "6:g16", "3:g16"]
@@ -43,7 +44,7 @@ def test_fitted_scales_never_lose_and_compensation_wins_at_the_output(text, dtyp
     scheme = Scheme.parse(text)
     weight, x = weight_and_inputs()
     inputs = Inputs.of(damped(x.T @ x))
-    plain, best = (read_back(f("", weight, scheme, dtype), scheme) for f in (nearest, clipped))
+    plain, best = (read_back(f("", weight, scheme, dtype), scheme) for f in (round_to_nearest, round_with_clipping))
     made = read_back(compensate(weight, inputs, scheme, dtype), scheme)
     identity = torch.eye(48)
     assert output_error(best, weight, identity) < output_error(plain, weight, identity)
@@ -70,7 +71,7 @@ def test_a_fitted_scale_comes_near_the_best_of_a_thousand(bits, slack, weighted)
 
 def test_the_largest_magnitude_gets_the_lowest_code_on_either_side():
     values = torch.tensor([[8.0, 1, -2, 3], [-8.0, 1, -2, 3]])
-    codes, scale = clipped("", values, Scheme.parse("4:g4"), torch.float16)
+    codes, scale = round_with_clipping("", values, Scheme.parse("4:g4"), torch.float16)
     assert scale.flatten().tolist() == [-1.0, 1.0]
     assert codes.tolist() == [[-8, -1, 2, -3], [-8, 1, -2, 3]]
 
@@ -81,7 +82,10 @@ def test_the_largest_half_floats_stay_finite(bits):
     values = torch.tensor([[largest, -largest, 1.0, 0.0], [-largest, 0.9 * largest, 3.0, 2.0], [0.0, 0.0, 0.0, 0.0]])
     scheme = Scheme(bits, "group", 4)
     inputs = Inputs.of(damped(torch.eye(4)))
-    for rounded in (clipped("", values, scheme, torch.float16), compensate(values, inputs, scheme, torch.float16)):
+    for rounded in (
+        round_with_clipping("", values, scheme, torch.float16),
+        compensate(values, inputs, scheme, torch.float16),
+    ):
         decoded = decode_codes(*rounded, scheme)
         assert decoded.isfinite().all()
         assert not decoded[2].any()

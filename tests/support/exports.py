@@ -4,7 +4,7 @@ from pathlib import Path
 
 from diffquant.calib.calibration.kv_cache import calibrate_cache
 from diffquant.export import ExportOptions
-from diffquant.scheme import Recipe
+from diffquant.recipe import Recipe
 from diffquant.source.ranges import Ranges
 from tests.support.models import random_ids
 

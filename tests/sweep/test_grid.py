@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from diffquant.errors import UsageError
-from diffquant.scheme import Recipe
+from diffquant.recipe import Recipe
 from diffquant.sweep.grid import SweepOptions, points
 
 MODEL, OTHER = Path("model"), Path("other")

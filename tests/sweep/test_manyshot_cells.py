@@ -13,7 +13,7 @@ from diffquant.evals import manyshot, needle
 from diffquant.evals.plots.shots import panels
 from diffquant.evals.tasks import make_tasks
 from diffquant.evals.tasks.many_shot import ManyShot
-from diffquant.scheme import Recipe
+from diffquant.recipe import Recipe
 from diffquant.sweep import SweepOptions, run_sweep, write_outputs
 from diffquant.sweep.evaluate import evaluate
 from diffquant.sweep.outputs import plotted_cells

@@ -11,7 +11,7 @@ from diffquant.evals.stats import estimate
 from diffquant.evals.task import LIMIT, TEXT, Task, TaskOption, at_least_one
 from diffquant.evals.task_result import TaskResult
 from diffquant.evals.tasks import register
-from diffquant.support.listed import listed_numbers
+from diffquant.support.comma_lists import split_numbers
 from diffquant.support.plain_data import JsonObject
 from diffquant.support.progress import Progress
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def _read_lengths(text: str) -> tuple[int, ...]:
-    return listed_numbers("--lengths", text, "1024,4096")
+    return split_numbers("--lengths", text, "1024,4096")
 
 
 _LENGTHS = TaskOption[tuple[int, ...]](
@@ -76,12 +76,12 @@ class Needle(Task):
 
     def identity(self) -> JsonObject:
         from diffquant.evals.needle import ITEMS_FORMAT
-        from diffquant.text.corpus import identity
+        from diffquant.text.corpus import text_digest
 
         return {
             "name": self.name,
             "items": ITEMS_FORMAT,
-            "text": identity(self.text),
+            "text": text_digest(self.text),
             "lengths": list(self.plan.lengths),
             "samples": self.plan.samples,
             "seed": self.plan.seed,

@@ -98,11 +98,11 @@ class Perplexity(Task):
         return self.kind
 
     def identity(self) -> JsonObject:
-        from diffquant.text.corpus import identity
+        from diffquant.text.corpus import text_digest
 
         return {
             "name": self.name,
-            "text": identity(self.text),
+            "text": text_digest(self.text),
             "characters": len(self.text),
             "window": self.window,
             "stride": self.stride,

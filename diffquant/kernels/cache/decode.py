@@ -22,7 +22,7 @@ from diffquant.kernels.cache.decode_share import decode_share
 from diffquant.kernels.cache.kv_store import KVStore, store_refusal
 from diffquant.kernels.configs import AttentionTile, choose, device_class
 from diffquant.kernels.strides import same_strides
-from diffquant.scheme import Recipe
+from diffquant.recipe import Recipe
 
 # By the values' width, which is what fills the registers. Few warps: all of them hold the same queries.
 TILES = {

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from diffquant.errors import UsageError
 from diffquant.numerics import dequantize
-from diffquant.scheme import Recipe, Scheme
+from diffquant.recipe import Recipe
+from diffquant.scheme import Scheme
 
 STATE_TYPES = (torch.float16, torch.bfloat16, torch.float32)
 # Tokens of a block that are packed together, also where each has its own scale.

@@ -7,10 +7,12 @@ from diffquant.quantization.roundings.base import Round, Rounder, Rounding
 from diffquant.quantization.roundings.gptq.rule import Gptq
 from diffquant.quantization.roundings.mse import Mse
 from diffquant.quantization.roundings.nearest import Nearest
-from diffquant.scheme import RoundingSettings, Scheme, did_you_mean
-from diffquant.text.corpus import identity, load_text
+from diffquant.recipe import RoundingSettings
+from diffquant.scheme import Scheme
+from diffquant.support.suggestion import did_you_mean
+from diffquant.text.corpus import load_text, text_digest
 
-__all__ = ["Round", "Rounder", "Rounding", "checked_rounding", "register", "rounding_named", "text_identity"]
+__all__ = ["Round", "Rounder", "Rounding", "checked_rounding", "register", "rounding_named", "text_read_digest"]
 
 _ROUNDINGS: dict[str, Rounding] = {}
 
@@ -31,10 +33,10 @@ for _rounding in (Nearest(), Mse(), Gptq()):
 
 
 def rounding_named(name: str) -> Rounding:
-    """The rounding of a name.
+    """The rounding that has a name.
 
     Raises:
-        UsageError: there is none; the nearest name is given.
+        UsageError: there is none; the nearest name is suggested.
     """
     if name not in _ROUNDINGS:
         raise UsageError(f"unknown rounding {name!r}{did_you_mean(name, list(_ROUNDINGS))}")
@@ -42,14 +44,14 @@ def rounding_named(name: str) -> Rounding:
 
 
 def checked_rounding(settings: RoundingSettings, schemes: Mapping[str, Scheme]) -> Rounding:
-    """The rounding that a recipe's settings name, which can do what they and the schemes ask of it.
+    """The rounding that a recipe's settings name, checked to do what they and the schemes ask of it.
 
     Args:
         schemes: scheme of each module whose weight is quantized.
 
     Raises:
-        UsageError: there is no such rounding, it is given a text and reads none, or it works row by row and scales
-            span rows; every such module is named.
+        UsageError: there is no such rounding, the settings name a text and it reads none, or it works row by row
+            and scales span rows; every such module is named.
     """
     rounding = rounding_named(settings.name)
     if settings.reads and not rounding.needs_text:
@@ -64,10 +66,10 @@ def checked_rounding(settings: RoundingSettings, schemes: Mapping[str, Scheme]) 
     return rounding
 
 
-def text_identity(settings: RoundingSettings) -> str | None:
+def text_read_digest(settings: RoundingSettings) -> str | None:
     """16 hex digits of the text that a rounding reads, without reading it through a model; None where it reads none.
 
     Raises:
         UsageError: there is no such rounding, or the text cannot be read.
     """
-    return identity(load_text(settings.text)) if rounding_named(settings.name).needs_text else None
+    return text_digest(load_text(settings.text)) if rounding_named(settings.name).needs_text else None

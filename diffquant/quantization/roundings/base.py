@@ -1,4 +1,4 @@
-"""What a rounding is: the rule, and the rule made ready for one checkpoint."""
+"""The interface of a rounding: the rule, and the rule made ready for one checkpoint."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -8,7 +8,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from diffquant.scheme import RoundingSettings, Scheme
+from diffquant.recipe import RoundingSettings
+from diffquant.scheme import Scheme
 from diffquant.source.source import Source
 from diffquant.support.progress import Progress
 

@@ -1,19 +1,20 @@
-"""Scales with the least squared error, and every weight at its nearest code."""
+"""Rounding by the scales with the least squared error, with every weight at its nearest code."""
 
 import torch
 from torch import Tensor
 
 from diffquant.numerics import absmax_scale, max_code, sharing_view, storable_scale
 from diffquant.quantization.roundings.base import Rounder, Rounding
-from diffquant.scheme import RoundingSettings, Scheme
+from diffquant.recipe import RoundingSettings
+from diffquant.scheme import Scheme
 from diffquant.source.source import Source
 from diffquant.support.progress import Progress
 
-# Scales that are tried; the fewer the bits, the more clipping gains.
-_STEPS = 20
+# Number of scales that are tried; the fewer the bits, the more clipping gains.
+_TRIALS = 20
 
 
-def clipped(name: str, values: Tensor, scheme: Scheme, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def round_with_clipping(_name: str, values: Tensor, scheme: Scheme, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Codes int8 [rows, in] of some rows under the scales with the least squared error."""
     view, _ = sharing_view(values, scheme.granularity, scheme.size)
     scale = fitted_scale(view, scheme.bits, dtype)
@@ -34,14 +35,14 @@ def fitted_scale(values: Tensor, bits: int, dtype: torch.dtype, weights: Tensor 
     Returns:
         [..., 1].
     """
-    whole = absmax_scale(values, bits, -1)
-    whole = torch.where(values.amax(-1, keepdim=True) > -values.amin(-1, keepdim=True), -whole, whole)
-    best, least = whole.to(dtype), torch.full_like(whole, torch.inf)
-    for share in (1 - step / (10 * bits) for step in range(_STEPS)):
-        scale = storable(whole * share, bits, dtype)
-        kept = _nearest(values, scale.float(), bits).mul_(scale.float())
-        lost = kept.sub_(values).square_()
-        error = (lost if weights is None else lost.mul_(weights)).sum(-1, keepdim=True)
+    largest = absmax_scale(values, bits, -1)
+    largest = torch.where(values.amax(-1, keepdim=True) > -values.amin(-1, keepdim=True), -largest, largest)
+    best, least = largest.to(dtype), torch.full_like(largest, torch.inf)
+    for share in (1 - trial / (10 * bits) for trial in range(_TRIALS)):
+        scale = storable(largest * share, bits, dtype)
+        rounded = _nearest(values, scale.float(), bits).mul_(scale.float())
+        squares = rounded.sub_(values).square_()
+        error = (squares if weights is None else squares.mul_(weights)).sum(-1, keepdim=True)
         # A half type may hold the scale and not its product with the lowest code.
         error = error.where((scale * lowest_code(bits)).isfinite() | (share == 1), torch.inf)
         best, least = torch.where(error < least, scale, best), error.minimum(least)
@@ -49,7 +50,7 @@ def fitted_scale(values: Tensor, bits: int, dtype: torch.dtype, weights: Tensor 
 
 
 def storable(scale: Tensor, bits: int, dtype: torch.dtype) -> Tensor:
-    """As `storable_scale`, for scales of either sign."""
+    """The scale as `storable_scale` gives it, for scales of either sign."""
     return storable_scale(scale.abs(), bits, dtype).copysign(scale.to(dtype))
 
 
@@ -59,7 +60,8 @@ def all_codes(values: Tensor, scale: Tensor, bits: int) -> Tensor:
 
 
 def lowest_code(bits: int) -> int:
-    return -(2 ** (bits - 1))
+    """The lowest code of b bits, one below the range that absmax uses."""
+    return -(1 << (bits - 1))
 
 
 def _nearest(values: Tensor, scale: Tensor, bits: int) -> Tensor:
@@ -71,5 +73,5 @@ class Mse(Rounding):
 
     name = "mse"
 
-    def prepare(self, source: Source, settings: RoundingSettings, progress: Progress) -> Rounder:
-        return Rounder(clipped)
+    def prepare(self, source: Source, settings: RoundingSettings, progress: Progress) -> Rounder:  # noqa: ARG002
+        return Rounder(round_with_clipping)

@@ -1,19 +1,20 @@
-"""Absmax scales, and every weight at its nearest code."""
+"""Rounding by absmax scales, with every weight at its nearest code."""
 
 import torch
 from torch import Tensor
 
-from diffquant.formats.compressed_tensors import codes, weight_scale
+from diffquant.formats.compressed_tensors import weight_codes, weight_scale
 from diffquant.quantization.roundings.base import Rounder, Rounding
-from diffquant.scheme import RoundingSettings, Scheme
+from diffquant.recipe import RoundingSettings
+from diffquant.scheme import Scheme
 from diffquant.source.source import Source
 from diffquant.support.progress import Progress
 
 
-def nearest(name: str, values: Tensor, scheme: Scheme, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def round_to_nearest(_name: str, values: Tensor, scheme: Scheme, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Codes int8 [rows, in] and absmax scales of some rows, or of a whole weight whose rows share one scale."""
     scale = weight_scale(values, scheme, dtype)
-    return codes(values, scale, scheme), scale
+    return weight_codes(values, scale, scheme), scale
 
 
 class Nearest(Rounding):
@@ -22,5 +23,5 @@ class Nearest(Rounding):
     name = "nearest"
     row_by_row = False
 
-    def prepare(self, source: Source, settings: RoundingSettings, progress: Progress) -> Rounder:
-        return Rounder(nearest)
+    def prepare(self, source: Source, settings: RoundingSettings, progress: Progress) -> Rounder:  # noqa: ARG002
+        return Rounder(round_to_nearest)

@@ -1,1 +1,1 @@
-"""Rounding that knows the checkpoint's own inputs: a run over a text, and the compensation made of it."""
+"""GPTQ: a run over a text that collects the layers' inputs, and the error compensation made of them."""

@@ -36,7 +36,7 @@ class Inputs:
 
     @classmethod
     def of(cls, products: Tensor) -> "Inputs":
-        """From damped products."""
+        """The second moments that damped products are, with their factor."""
         # With both axes reversed, the factor of the products themselves is the inverse of the one that is wanted.
         reversed_factor = torch.linalg.cholesky(products.double().flip(0, 1)).flip(0, 1)
         identity = torch.eye(len(products), dtype=torch.float64)
@@ -44,7 +44,7 @@ class Inputs:
 
 
 def damped(products: Tensor) -> Tensor:
-    """XᵀX [in, in] so that it can be inverted."""
+    """XᵀX [in, in] with enough on its diagonal that it can be inverted."""
     diagonal = products.diagonal()
     return products + torch.diag_embed(torch.full_like(diagonal, float(_DAMPING * diagonal.mean() + 1e-12)))
 
@@ -77,10 +77,10 @@ def in_one_pass(values: Tensor, factor: Tensor, bits: int, size: int, dtype: tor
     def start(columns: slice, moved: Tensor) -> None:
         scales.append(fitted_scale(moved[:, columns], bits, dtype, costs[columns]))
 
-    def settle(column: int, kept: Tensor) -> Tensor:
-        code = all_codes(kept, scales[-1], bits).float()
+    def settle(column: int, weight: Tensor) -> Tensor:
+        code = all_codes(weight, scales[-1], bits).float()
         codes[:, column : column + 1] = code
-        return (kept - code * scales[-1].float()) / factor[column, column]
+        return (weight - code * scales[-1].float()) / factor[column, column]
 
     _walk(values.clone(), factor, size, start, settle)
     return codes, torch.cat(scales, 1)
@@ -101,17 +101,17 @@ def _descended(
         curvature = (seen * group).sum(1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
         force = (pull[:, columns] * group).sum(1, keepdim=True)
         new = storable(old + force / curvature, bits, scale.dtype)
-        held = (new * lowest_code(bits)).isfinite()
-        step = new.float() - old
-        step = step.where(held & (step * (2 * force - step * curvature) > 0), 0.0)
-        scales[:, at : at + 1] += step
-        pull[:, columns.start :] -= (step * group) @ products[columns, columns.start :]
+        fits = (new * lowest_code(bits)).isfinite()
+        change = new.float() - old
+        change = change.where(fits & (change * (2 * force - change * curvature) > 0), 0.0)
+        scales[:, at : at + 1] += change
+        pull[:, columns.start :] -= (change * group) @ products[columns, columns.start :]
 
     def settle(column: int, pull: Tensor) -> Tensor:
-        step = scales[:, column // size, None]
+        scale = scales[:, column // size, None]
         old = codes[:, column : column + 1]
-        new = (old + pull / (step * products[column, column])).round_().clamp_(lowest_code(bits), max_code(bits))
-        moved = (new - old) * step
+        new = (old + pull / (scale * products[column, column])).round_().clamp_(lowest_code(bits), max_code(bits))
+        moved = (new - old) * scale
         codes[:, column : column + 1] = new
         return moved
 
@@ -140,6 +140,6 @@ def _walk(
             end = min(begin + _BLOCK, first + size)
             moved = torch.empty(len(work), end - begin)
             for column in range(begin, end):
-                moved[:, column - begin, None] = step = settle(column, work[:, column : column + 1])
-                work[:, column + 1 : end] -= step * matrix[column, column + 1 : end]
+                moved[:, column - begin, None] = change = settle(column, work[:, column : column + 1])
+                work[:, column + 1 : end] -= change * matrix[column, column + 1 : end]
             work[:, end:] -= moved @ matrix[begin:end, end:]

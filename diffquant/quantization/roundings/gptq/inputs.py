@@ -20,7 +20,7 @@ _BATCH_TOKENS = 4096
 
 @dataclass(frozen=True, eq=False)
 class LayerProducts:
-    """What a run over a text told about the linear layers' inputs X.
+    """Second moments of the linear layers' inputs X, from a run over a text.
 
     Attributes:
         products: damped XᵀX [in, in] of each weight's inputs, by the checkpoint's own names; one tensor where
@@ -55,7 +55,7 @@ def layer_products(source: Source, text: str, tokens: int, window: int, progress
         walk = Walk.over(model, window)
         states = [walk.embed(batch) for batch in batches(ids, _BATCH_TOKENS)]
         for number, layer in enumerate(walk.layers):
-            with _products(layer) as summed:
+            with _summed_products(layer) as summed:
                 states = [walk.run(layer, x) for x in states]
             shared = {id(product): damped(product) for product in summed.values()}
             for name, product in summed.items():
@@ -65,7 +65,7 @@ def layer_products(source: Source, text: str, tokens: int, window: int, progress
 
 
 @contextmanager
-def _products(layer: DiffLayer) -> Iterator[Mapping[str, Tensor]]:
+def _summed_products(layer: DiffLayer) -> Iterator[Mapping[str, Tensor]]:
     """XᵀX of every linear layer's inputs [N, in] by name, summed while the body runs; equal inputs share one."""
     products: dict[str, Tensor] = {}
     modules = {name: module for name, module in layer.named_modules() if isinstance(module, nn.Linear)}

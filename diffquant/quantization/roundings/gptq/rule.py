@@ -8,11 +8,12 @@ from torch import Tensor
 
 from diffquant.quantization.roundings.base import Rounder, Rounding
 from diffquant.quantization.roundings.gptq.compensation import Inputs, compensate
-from diffquant.quantization.roundings.mse import clipped
-from diffquant.scheme import RoundingSettings, Scheme
+from diffquant.quantization.roundings.mse import round_with_clipping
+from diffquant.recipe import RoundingSettings
+from diffquant.scheme import Scheme
 from diffquant.source.source import Source
 from diffquant.support.progress import Progress
-from diffquant.text.corpus import identity, load_text
+from diffquant.text.corpus import load_text, text_digest
 
 TOKENS = 16384
 WINDOW = 512
@@ -35,9 +36,9 @@ class Gptq(Rounding):
 
         def compensated(name: str, values: Tensor, scheme: Scheme, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
             if name not in read.products:
-                return clipped(name, values, scheme, dtype)
+                return round_with_clipping(name, values, scheme, dtype)
             with guard:
-                known = inputs(read.products[name])
-            return compensate(values, known, scheme, dtype)
+                layer_inputs = inputs(read.products[name])
+            return compensate(values, layer_inputs, scheme, dtype)
 
-        return Rounder(compensated, {"text": identity(text), "tokens": read.tokens, "window": read.window})
+        return Rounder(compensated, {"text": text_digest(text), "tokens": read.tokens, "window": read.window})

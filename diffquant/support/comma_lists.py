@@ -1,20 +1,20 @@
-"""Lists as one text, such as "16,8,4"."""
+"""Lists that are written as one text with commas, such as "16,8,4"."""
 
 from diffquant.errors import UsageError
 
 
-def listed(text: str) -> tuple[str, ...]:
+def split_list(text: str) -> tuple[str, ...]:
     """The parts of a text between commas, blank ones left out."""
     return tuple(part.strip() for part in text.split(",") if part.strip())
 
 
-def listed_numbers(option: str, text: str, example: str) -> tuple[int, ...]:
+def split_numbers(option: str, text: str, example: str) -> tuple[int, ...]:
     """The numbers in an option's text.
 
     Raises:
         UsageError: a part is no number; the example shows how it is written.
     """
-    unread = [part for part in listed(text) if not part.isdecimal()]
+    unread = [part for part in split_list(text) if not part.isdecimal()]
     if unread:
         raise UsageError(f"cannot read {option} {text!r}: {', '.join(unread)} is no number; expected such as {example}")
-    return tuple(int(part) for part in listed(text))
+    return tuple(int(part) for part in split_list(text))

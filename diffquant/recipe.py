@@ -1,0 +1,287 @@
+"""A `Recipe` says how a whole model is quantized: a scheme for each kind of tensor, overrides by name, and a rounding.
+
+It needs no torch.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from diffquant.errors import UsageError
+from diffquant.scheme import FULL, Scheme
+from diffquant.support.suggestion import did_you_mean
+
+_ALLOWED = {
+    "weights": ("tensor", "row", "group"),
+    "k": ("row", "group", "column", "static"),
+    "v": ("row", "group", "static"),
+    "logits": ("tensor", "head", "pair", "row", "block", "static"),
+}
+LAYER_TARGETS = ("k", "v", "logits")
+# Groups of 128 are the custom, but do not divide every width in use (576 in SmolLM2-135M); 32 do, and
+# gain more at 4 bits than their half bit of scales costs.
+DEFAULT_GRANULARITY = {"weights": "g32", "k": "row", "v": "row", "logits": "row"}
+
+
+@dataclass(frozen=True)
+class RoundingSettings:
+    """A recipe's choice of rounding: which rule finds the weights' codes and scales, and what that rule reads.
+
+    Attributes:
+        name: name of a registered rounding, see `quantization.roundings`; known names are checked with the checkpoint.
+        text: text file that a rounding with `needs_text` reads, relative to the working directory; the prose that
+            ships by default.
+        tokens: number of tokens of the text that are read; the rule's own number by default.
+        window: number of tokens that the model sees at once while it reads; the rule's own number by default.
+    """
+
+    name: str = "nearest"
+    text: Path | None = None
+    tokens: int | None = None
+    window: int | None = None
+
+    def __post_init__(self) -> None:
+        for what, number in (("tokens", self.tokens), ("window", self.window)):
+            if number is not None and (type(number) is not int or number < 2):
+                raise UsageError(f"rounding: {what} must be a number of 2 or more, got {number!r}")
+
+    @classmethod
+    def parse(cls, entry: "str | Mapping[str, Any]") -> "RoundingSettings":
+        """Read a recipe's entry: a rounding's name, or a mapping with its name, text, tokens and window.
+
+        Raises:
+            UsageError: a key is unknown (the nearest known one is named), or a value has the wrong type.
+        """
+        if isinstance(entry, str):
+            return cls(entry)
+        known = [f.name for f in fields(cls)]
+        if not isinstance(entry, Mapping) or not isinstance(entry.get("name"), str):
+            raise UsageError(f"rounding must be a name or a mapping of {', '.join(known)}, got {entry!r}")
+        unknown = [str(key) for key in entry if key not in known]
+        if unknown:
+            raise UsageError("; ".join(f"unknown rounding key {key!r}{did_you_mean(key, known)}" for key in unknown))
+        text = entry.get("text")
+        if text is not None and not isinstance(text, str):
+            raise UsageError(f"rounding: text must be the name of a file, got {text!r}")
+        return cls(entry["name"], None if text is None else Path(text), entry.get("tokens"), entry.get("window"))
+
+    @property
+    def reads(self) -> bool:
+        """Whether the recipe names a text, or says how much of it is read."""
+        return (self.text, self.tokens, self.window) != (None, None, None)
+
+    def to_plain(self) -> str | dict[str, Any]:
+        """Plain data that `parse` reads: the name where nothing else is stated."""
+        if not self.reads:
+            return self.name
+        entries = {
+            "name": self.name,
+            "text": None if self.text is None else str(self.text),
+            "tokens": self.tokens,
+            "window": self.window,
+        }
+        return {key: value for key, value in entries.items() if value is not None}
+
+
+NEAREST = RoundingSettings()
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What is quantized in a model, and how. Every target defaults to 16 bits.
+
+    Attributes:
+        weights: scheme of the linear layers' weights.
+        k, v: schemes of the KV cache.
+        logits: scheme of Q·Kᵀ·scale of each map, before softmax (simulated).
+        residual: number of newest tokens of the cache that stay 16-bit.
+        overrides: schemes by name pattern (shell wildcards); the first match wins. A pattern names modules whose
+            weight it is about, or where it ends in ".k", ".v" or ".logits" the cache or logits of a layer:
+            "model.layers.3.self_attn.k".
+        rounding: rule by which weights become codes and scales.
+    """
+
+    weights: Scheme = FULL
+    k: Scheme = FULL
+    v: Scheme = FULL
+    logits: Scheme = FULL
+    residual: int = 0
+    overrides: Mapping[str, Scheme] = field(default_factory=dict)
+    rounding: RoundingSettings = NEAREST
+
+    def __post_init__(self) -> None:
+        for target in _ALLOWED:
+            _check_allowed(target, getattr(self, target))
+        for pattern, scheme in self.overrides.items():
+            _check_allowed(target_of(pattern), scheme, f"override {pattern!r}")
+        if self.residual < 0:
+            raise UsageError(f"residual must be 0 or more tokens, got {self.residual}")
+
+    @classmethod
+    def of(
+        cls,
+        weights: str | int = 16,
+        kv: str | int = 16,
+        k: str | int | None = None,
+        v: str | int | None = None,
+        logits: str | int = 16,
+        residual: int = 0,
+        overrides: Mapping[str, str] | None = None,
+        rounding: str | Mapping[str, Any] = NEAREST.name,
+    ) -> "Recipe":
+        """A recipe from scheme texts; `kv` serves whichever of `k` and `v` is not given.
+
+        Args:
+            rounding: a rounding's name, or a mapping as `RoundingSettings.parse` reads it.
+        """
+        return cls(
+            weights=_parse_for("weights", weights),
+            k=_parse_for("k", kv if k is None else k),
+            v=_parse_for("v", kv if v is None else v),
+            logits=_parse_for("logits", logits),
+            residual=residual,
+            overrides=_parse_overrides(overrides or {}),
+            rounding=RoundingSettings.parse(rounding),
+        )
+
+    @classmethod
+    def from_dict(cls, entries: Mapping[str, Any]) -> "Recipe":
+        """Inverse of `to_dict`.
+
+        Raises:
+            UsageError: a key is unknown (the nearest known one is named), or a scheme is malformed.
+        """
+        known = [f.name for f in fields(cls)]
+        unknown = [key for key in entries if key not in known]
+        if unknown:
+            raise UsageError("; ".join(f"unknown recipe key {key!r}{did_you_mean(str(key), known)}" for key in unknown))
+        overrides = entries.get("overrides") or {}
+        residual = entries.get("residual", 0)
+        if not isinstance(overrides, Mapping):
+            raise UsageError(f"overrides must map name patterns to schemes, got {overrides!r}")
+        if not isinstance(residual, int):
+            raise UsageError(f"residual must be a number of tokens, got {residual!r}")
+        schemes = {target: _parse_for(target, entries[target]) for target in _ALLOWED if target in entries}
+        rounding = RoundingSettings.parse(entries.get("rounding", NEAREST.name))
+        return cls(**schemes, residual=residual, overrides=_parse_overrides(overrides), rounding=rounding)
+
+    @classmethod
+    def read(cls, path: Path) -> "Recipe":
+        """Read a recipe from a YAML file."""
+        import yaml
+
+        try:
+            entries = yaml.safe_load(path.read_text())
+        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+            raise UsageError(f"cannot read recipe {path}: {error}") from error
+        if not isinstance(entries, dict):
+            raise UsageError(f"recipe {path} must be a mapping of {', '.join(f.name for f in fields(cls))}")
+        try:
+            return cls.from_dict(entries)
+        except UsageError as error:
+            raise UsageError(f"recipe {path}: {error}") from error
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data: scheme texts, the residual, the overrides, and the rounding where it is not to the nearest."""
+        # A recipe that rounds to the nearest code has one form, which cells and checkpoints are known by.
+        rounding = {} if self.rounding == NEAREST else {"rounding": self.rounding.to_plain()}
+        return {
+            **{target: str(getattr(self, target)) for target in _ALLOWED},
+            "residual": self.residual,
+            "overrides": {pattern: str(scheme) for pattern, scheme in self.overrides.items()},
+            **rounding,
+        }
+
+    def to_yaml(self) -> str:
+        import yaml
+
+        return yaml.safe_dump(self.to_dict(), sort_keys=False)
+
+    def weight_scheme(self, module: str, by_default: bool = True) -> Scheme:
+        """Scheme of a module's weight.
+
+        Args:
+            module: full name without ".weight".
+            by_default: whether `weights` applies to it when no override does (embeddings, λ
+                projections and the head stay 16-bit unless an override names them).
+        """
+        for pattern, scheme in self.weight_overrides.items():
+            if fnmatchcase(module, pattern):
+                return scheme
+        return self.weights if by_default else FULL
+
+    @property
+    def weight_overrides(self) -> dict[str, Scheme]:
+        return {pattern: scheme for pattern, scheme in self.overrides.items() if target_of(pattern) == "weights"}
+
+    def at_layer(self, layer: int) -> "Recipe":
+        """This recipe with the `k`, `v` and `logits` of one layer, overrides applied."""
+        k, v, logits = (self._scheme_at(target, layer) for target in LAYER_TARGETS)
+        return replace(self, k=k, v=v, logits=logits, overrides=self.weight_overrides)
+
+    def schemes_of(self, target: str) -> set[Scheme]:
+        """Every scheme that some layer may have for "k", "v" or "logits"."""
+        return {getattr(self, target)} | {s for pattern, s in self.overrides.items() if target_of(pattern) == target}
+
+    def is_static(self, target: str) -> bool:
+        """Whether some layer's "k", "v" or "logits" takes calibrated scales."""
+        return any(scheme.granularity == "static" for scheme in self.schemes_of(target))
+
+    def check_layers(self, layers: int) -> None:
+        """Check that every override of a cache or of logits is about some layer.
+
+        Raises:
+            UsageError: some match no layer; they are named.
+        """
+        names = [_layer_name(target, layer) for target in LAYER_TARGETS for layer in range(layers)]
+        patterns = [pattern for pattern in self.overrides if target_of(pattern) != "weights"]
+        unmatched = [pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in names)]
+        if unmatched:
+            raise UsageError(
+                f"overrides {', '.join(map(repr, unmatched))} match no layer; the model's are {names[0]} to "
+                f"model.layers.{layers - 1}"
+            )
+
+    def _scheme_at(self, target: str, layer: int) -> Scheme:
+        name = _layer_name(target, layer)
+        matches = (s for p, s in self.overrides.items() if target_of(p) == target and fnmatchcase(name, p))
+        return next(matches, getattr(self, target))
+
+    def with_weights_of(self, other: "Recipe") -> "Recipe":
+        """This recipe's cache and logits with the other's weights and their rounding."""
+        own = {pattern: s for pattern, s in self.overrides.items() if target_of(pattern) != "weights"}
+        return replace(self, weights=other.weights, overrides=own | other.weight_overrides, rounding=other.rounding)
+
+
+def target_of(pattern: str) -> str:
+    """The target of an override: "k", "v" or "logits" where its last part says so, else "weights"."""
+    last = pattern.rsplit(".", 1)[-1]
+    return last if last in LAYER_TARGETS else "weights"
+
+
+def _layer_name(target: str, layer: int) -> str:
+    return f"model.layers.{layer}.self_attn.{target}"
+
+
+def _parse_overrides(overrides: Mapping[str, str]) -> dict[str, Scheme]:
+    return {pattern: _parse_for(target_of(pattern), text) for pattern, text in overrides.items()}
+
+
+def _parse_for(target: str, text: str | int) -> Scheme:
+    return Scheme.parse(text, DEFAULT_GRANULARITY[target])
+
+
+def _check_allowed(target: str, scheme: Scheme, what: str | None = None) -> None:
+    what = what or target
+    if scheme.quantizes and scheme.granularity not in _ALLOWED[target]:
+        raise UsageError(f"{what} cannot be quantized per {scheme.granularity}; use {', '.join(_ALLOWED[target])}")
+    if target == "k" and scheme.granularity == "column" and not scheme.size:
+        raise UsageError("k per column needs a block of tokens that share scales, such as 4:c64")
+    if scheme.shift and target != "logits":
+        raise UsageError(f"{what}: shift is for logits, which softmax sees only up to a constant a row")
+    if scheme.alike and target != "logits":
+        raise UsageError(f"{what}: alike is for logits, of which there are two maps")
+    if scheme.shift and scheme.granularity == "static":
+        raise UsageError(f"{what}: static scales are of logits as they are; leave out shift")
