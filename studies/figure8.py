@@ -22,8 +22,8 @@ import torch
 import typer
 
 from diffquant.bench.environment import environment
-from diffquant.evals import needle
 from diffquant.evals.encoding import PairEncoder
+from diffquant.evals.protocols import needle
 from diffquant.evals.stats import Estimate, estimate, paired_difference
 from diffquant.loading import load
 from diffquant.model.modeling import DiffTransformer

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from diffquant.errors import UsageError
-from diffquant.evals import hellaswag
 from diffquant.evals.language_model import States
-from diffquant.evals.perplexity import evaluate, reference_of
+from diffquant.evals.protocols import hellaswag
+from diffquant.evals.protocols.perplexity import evaluate, reference_of
 from diffquant.evals.torch_model import TorchModel
 from diffquant.loading import load
 from diffquant.model.layout import linear_shapes

@@ -8,8 +8,8 @@ import pytest
 from diffquant import data
 from diffquant.demo import pocket_demo
 from diffquant.errors import OutputExistsError
-from diffquant.evals import needle
-from diffquant.evals.needle import Plan
+from diffquant.evals.protocols import needle
+from diffquant.evals.protocols.needle import Plan
 from diffquant.evals.torch_model import TorchModel
 from diffquant.loading import load
 from diffquant.scheme import Recipe

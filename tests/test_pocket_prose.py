@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from diffquant import data
-from diffquant.evals import perplexity
+from diffquant.evals.protocols import perplexity
 from diffquant.evals.torch_model import TorchModel
 from diffquant.loading import load
 from diffquant.scheme import Recipe

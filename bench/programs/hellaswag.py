@@ -20,8 +20,8 @@ import typer
 
 from diffquant.bench.environment import environment
 from diffquant.errors import MissingDependencyError, ToleranceError, UsageError
-from diffquant.evals.harness import require_lm_eval
-from diffquant.evals.hellaswag import Item, evaluate, load_items
+from diffquant.evals.protocols.harness import require_lm_eval
+from diffquant.evals.protocols.hellaswag import Item, evaluate, load_items
 from diffquant.evals.torch_model import TorchModel
 from diffquant.loading import load
 from diffquant.report.tables import aligned

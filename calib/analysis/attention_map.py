@@ -20,7 +20,7 @@ from torch.nn.functional import one_hot
 from diffquant.calib.analysis.last_row import weights_of
 from diffquant.calib.analysis.needle_parts import PARTS, Prompt, make_prompt
 from diffquant.errors import NonFiniteError, UsageError
-from diffquant.evals import needle
+from diffquant.evals.protocols import needle
 from diffquant.evals.torch_model import TorchModel
 from diffquant.loading import load
 from diffquant.model.modeling import DiffTransformer

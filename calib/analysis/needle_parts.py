@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from diffquant.errors import UsageError
-from diffquant.evals.needle import Item, statement
+from diffquant.evals.protocols.needle import Item, statement
 
 # The number asked for, the rest of its sentence, the sentences of other needles, prose, the question, and the
 # first token, which a softmax that has nowhere else to go attends to. A token on the border of two belongs to

@@ -71,7 +71,7 @@ def attention_map(
     """How much attention goes to the answer and to noise when a number is retrieved, by its depth in the context."""
     from diffquant.calib.analysis.attention_map import AttentionMapOptions, map_attention
     from diffquant.calib.analysis.attention_map_outputs import text_table, write_outputs
-    from diffquant.evals.needle import Plan
+    from diffquant.evals.protocols.needle import Plan
     from diffquant.support.files import check_writable
 
     if output is not None:

@@ -17,7 +17,7 @@ from starts import Level, attention_parameters, new_model
 
 from diffquant.errors import UsageError
 from diffquant.evals.language_model import States
-from diffquant.evals.perplexity import evaluate, reference_of
+from diffquant.evals.protocols.perplexity import evaluate, reference_of
 from diffquant.evals.torch_model import TorchModel
 from diffquant.model.modeling import DiffTransformer
 from diffquant.support.files import write_atomically

@@ -12,9 +12,9 @@ from diffquant.calib.analysis.attention_map import AttentionMapOptions, map_atte
 from diffquant.calib.analysis.last_row import last_row, weights_of
 from diffquant.calib.analysis.needle_parts import PARTS, Prompt, make_prompt
 from diffquant.errors import NonFiniteError, UsageError
-from diffquant.evals import needle
 from diffquant.evals.encoding import PairEncoder
-from diffquant.evals.needle import DEPTHS, Plan, make_items
+from diffquant.evals.protocols import needle
+from diffquant.evals.protocols.needle import DEPTHS, Plan, make_items
 from diffquant.loading import load
 from diffquant.model.adapters import adapter_for
 from diffquant.model.config import DiffTransformerConfig

@@ -7,8 +7,8 @@ from lm_eval.tasks.hellaswag.utils import process_docs
 
 from diffquant import data
 from diffquant.errors import UsageError
-from diffquant.evals import hellaswag
-from diffquant.evals.hellaswag import Outcome, load_items
+from diffquant.evals.protocols import hellaswag
+from diffquant.evals.protocols.hellaswag import Outcome, load_items
 
 
 def test_text_is_the_harness_text_on_every_item_that_ships():

@@ -6,8 +6,8 @@ from torch.nn.functional import cross_entropy, kl_div
 
 from diffquant import data
 from diffquant.errors import NonFiniteError, UsageError
-from diffquant.evals import perplexity
-from diffquant.evals.perplexity import evaluate, next_token_kl, reference_of
+from diffquant.evals.protocols import perplexity
+from diffquant.evals.protocols.perplexity import evaluate, next_token_kl, reference_of
 from diffquant.evals.torch_model import TorchModel
 from diffquant.text.corpus import load_text
 from tests.support import tiny_lm

@@ -4,9 +4,10 @@ from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 
 from diffquant.errors import DiffQuantError, NonFiniteError
-from diffquant.evals import hellaswag, scoring
+from diffquant.evals import scoring
 from diffquant.evals.encoding import PairEncoder
 from diffquant.evals.language_model import shares_prefixes
+from diffquant.evals.protocols import hellaswag
 from diffquant.evals.scoring import score
 from diffquant.evals.torch_model import TorchModel
 from diffquant.loading import load

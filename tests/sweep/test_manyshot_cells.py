@@ -9,8 +9,8 @@ import pytest
 from diffquant import data
 from diffquant.cli import main
 from diffquant.errors import UsageError
-from diffquant.evals import manyshot, needle
 from diffquant.evals.plots.shots import panels
+from diffquant.evals.protocols import many_shot, needle
 from diffquant.evals.tasks import make_tasks
 from diffquant.evals.tasks.many_shot import ManyShot
 from diffquant.scheme import Recipe
@@ -84,13 +84,13 @@ def test_one_number_of_shots_is_no_plot(files, model, tmp_path):
 
 def test_cells_that_are_there_are_not_measured_again(files, model, tmp_path, monkeypatch):
     measured = []
-    evaluate_ = manyshot.evaluate
+    evaluate_ = many_shot.evaluate
 
     def counted(*arguments):
         measured.append(arguments[3].shots)
         return evaluate_(*arguments)
 
-    monkeypatch.setattr(manyshot, "evaluate", counted)
+    monkeypatch.setattr(many_shot, "evaluate", counted)
     for shots in ([3], [3, 6]):
         run_sweep([model], options(files, *shots, bits=(16,), limit=4), tmp_path / "out").require_complete()
     assert measured == [3, 6]

@@ -7,9 +7,9 @@ import torch
 
 from diffquant import data
 from diffquant.errors import UsageError
-from diffquant.evals import needle
-from diffquant.evals.needle import DEPTHS, Haystack, Plan, make_items
 from diffquant.evals.plots.places import grids
+from diffquant.evals.protocols import needle
+from diffquant.evals.protocols.needle import DEPTHS, Haystack, Plan, make_items
 from diffquant.evals.tasks.needle import Needle
 from diffquant.evals.torch_model import TorchModel
 from diffquant.loading import load

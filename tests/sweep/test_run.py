@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from diffquant.errors import CheckpointError, FailedCellsError, NotFiredError, UsageError
-from diffquant.evals import hellaswag, perplexity
+from diffquant.evals.protocols import hellaswag, perplexity
 from diffquant.evals.torch_model import TorchModel
 from diffquant.loading import load
 from diffquant.model.modeling import DiffTransformer

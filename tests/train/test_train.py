@@ -16,7 +16,7 @@ from settings import Schedule, Settings, Sizes
 import diffquant
 from diffquant import data
 from diffquant.errors import NonFiniteError, OutputExistsError, UsageError
-from diffquant.evals import needle
+from diffquant.evals.protocols import needle
 from diffquant.model.attention import rotate
 
 RECIPES = Path(program.__file__).parent

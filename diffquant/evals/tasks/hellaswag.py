@@ -16,8 +16,8 @@ from diffquant.support.progress import Progress
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from diffquant.evals.hellaswag import Item
     from diffquant.evals.language_model import LanguageModel, States
+    from diffquant.evals.protocols.hellaswag import Item
 
 _ITEMS = TaskOption[Path | None]("items", None, "HellaSwag items as JSONL; 1,000 ship.", Path)
 
@@ -40,7 +40,7 @@ class HellaSwag(Task):
 
     @classmethod
     def parse(cls, name: str, given: Mapping[str, object], batch_tokens: int) -> Self:
-        from diffquant.evals.hellaswag import load_items
+        from diffquant.evals.protocols.hellaswag import load_items
 
         if name != cls.kind:
             raise cls.misread(name)
@@ -52,7 +52,7 @@ class HellaSwag(Task):
         return self.kind
 
     def identity(self) -> JsonObject:
-        from diffquant.evals.hellaswag import identity
+        from diffquant.evals.protocols.hellaswag import identity
 
         return {
             "name": self.name,
@@ -69,7 +69,7 @@ class HellaSwag(Task):
         reference: "States | None",
         progress: Progress,
     ) -> TaskResult:
-        from diffquant.evals import hellaswag
+        from diffquant.evals.protocols import hellaswag
 
         outcome = hellaswag.evaluate(model, tokenizer, self.items, self.batch_tokens, progress)
         acc, acc_norm = estimate(outcome.correct), estimate(outcome.correct_norm)

@@ -37,7 +37,7 @@ class Harness(Task):
 
     @classmethod
     def parse(cls, name: str, given: Mapping[str, object], batch_tokens: int) -> Self:
-        from diffquant.evals.harness import require_lm_eval
+        from diffquant.evals.protocols.harness import require_lm_eval
 
         _, _, task = name.partition(":")
         if not task:
@@ -50,7 +50,7 @@ class Harness(Task):
         return f"{self.kind}:{self.task}"
 
     def identity(self) -> JsonObject:
-        from diffquant.evals.harness import task_identity
+        from diffquant.evals.protocols.harness import task_identity
 
         return {"name": self.name, "limit": self.limit, "batch_tokens": self.batch_tokens} | task_identity(self.task)
 
@@ -61,6 +61,6 @@ class Harness(Task):
         reference: "States | None",
         progress: Progress,
     ) -> TaskResult:
-        from diffquant.evals.harness import run_task
+        from diffquant.evals.protocols.harness import run_task
 
         return run_task(model, tokenizer, self.task, self.limit, self.batch_tokens, progress)

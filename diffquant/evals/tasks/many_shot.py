@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from diffquant.evals.labelled import Dataset
     from diffquant.evals.language_model import LanguageModel, States
-    from diffquant.evals.manyshot import Plan
+    from diffquant.evals.protocols.many_shot import Plan
 
 _NAME = re.compile(r"many-shot:(all|\d+)(?::(\d+))?")
 _TRAIN = TaskOption[Path | None](
@@ -55,7 +55,7 @@ class ManyShot(Task):
     @classmethod
     def parse(cls, name: str, given: Mapping[str, object], batch_tokens: int) -> Self:
         from diffquant.evals.labelled import load
-        from diffquant.evals.manyshot import Plan
+        from diffquant.evals.protocols.many_shot import Plan
 
         parts = _NAME.fullmatch(name)
         if parts is None:
@@ -75,7 +75,7 @@ class ManyShot(Task):
 
     def identity(self) -> JsonObject:
         from diffquant.evals.labelled import identity
-        from diffquant.evals.manyshot import PROMPT_FORMAT
+        from diffquant.evals.protocols.many_shot import PROMPT_FORMAT
 
         return {
             "name": self.name,
@@ -94,9 +94,9 @@ class ManyShot(Task):
         reference: "States | None",
         progress: Progress,
     ) -> TaskResult:
-        from diffquant.evals import manyshot
+        from diffquant.evals.protocols import many_shot
 
-        outcome = manyshot.evaluate(model, tokenizer, self.data, self.plan, self.limit, self.batch_tokens, progress)
+        outcome = many_shot.evaluate(model, tokenizer, self.data, self.plan, self.limit, self.batch_tokens, progress)
         score = estimate(outcome.correct)
         # An item flips where it has one answer.
         once = self.plan.draws == 1

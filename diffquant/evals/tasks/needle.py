@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from diffquant.evals.language_model import LanguageModel, States
-    from diffquant.evals.needle import Plan
+    from diffquant.evals.protocols.needle import Plan
 
 
 def _read_lengths(text: str) -> tuple[int, ...]:
@@ -59,7 +59,7 @@ class Needle(Task):
 
     @classmethod
     def parse(cls, name: str, given: Mapping[str, object], batch_tokens: int) -> Self:
-        from diffquant.evals.needle import Plan
+        from diffquant.evals.protocols.needle import Plan
         from diffquant.text.corpus import load_text
 
         counts = name.split(":")[1:]
@@ -75,7 +75,7 @@ class Needle(Task):
         return f"{self.kind}:{self.plan.needles}:{self.plan.asked}"
 
     def identity(self) -> JsonObject:
-        from diffquant.evals.needle import ITEMS_FORMAT
+        from diffquant.evals.protocols.needle import ITEMS_FORMAT
         from diffquant.text.corpus import identity
 
         return {
@@ -96,7 +96,7 @@ class Needle(Task):
         reference: "States | None",
         progress: Progress,
     ) -> TaskResult:
-        from diffquant.evals import needle
+        from diffquant.evals.protocols import needle
 
         outcome = needle.evaluate(model, tokenizer, self.text, self.plan, self.limit, self.batch_tokens, progress)
         score = estimate(outcome.retrieved)

@@ -83,7 +83,7 @@ class Perplexity(Task):
 
     @classmethod
     def parse(cls, name: str, given: Mapping[str, object], batch_tokens: int) -> Self:
-        from diffquant.evals.perplexity import check_windows
+        from diffquant.evals.protocols.perplexity import check_windows
         from diffquant.text.corpus import load_text
 
         if name != cls.kind:
@@ -116,7 +116,7 @@ class Perplexity(Task):
         reference: "States | None",
         progress: Progress,
     ) -> TaskResult:
-        from diffquant.evals.perplexity import evaluate
+        from diffquant.evals.protocols.perplexity import evaluate
 
         score = evaluate(model, tokenizer, self.text, self.window, self.stride, self.batch_tokens, reference, progress)
         return TaskResult(
@@ -131,6 +131,6 @@ class Perplexity(Task):
         )
 
     def reference(self, model: "LanguageModel", tokenizer: "PreTrainedTokenizerBase", progress: Progress) -> "States":
-        from diffquant.evals.perplexity import reference_of
+        from diffquant.evals.protocols.perplexity import reference_of
 
         return reference_of(model, tokenizer, self.text, self.window, self.stride, self.batch_tokens, progress)

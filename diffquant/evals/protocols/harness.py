@@ -65,7 +65,7 @@ def run_task(
     require_lm_eval()
     from lm_eval import simple_evaluate
 
-    from diffquant.evals.harness_model import HarnessModel
+    from diffquant.evals.protocols.harness_model import HarnessModel
 
     name, manager = _resolve(task)
     adapter = HarnessModel(model, tokenizer, batch_tokens, progress)
