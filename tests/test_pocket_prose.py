@@ -27,7 +27,7 @@ def reference(name):
 
 def scores(name, **recipe):
     model = load(MODELS[name], Recipe.of(**recipe), dtype=torch.float32)
-    return perplexity.evaluate(
+    return perplexity.score_text(
         TorchModel(model), load_tokenizer(MODELS[name]), TEXT, WINDOW, WINDOW, reference=reference(name)
     )
 

@@ -50,7 +50,7 @@ class AttentionMapOptions:
         dtype, device: of the run; the rows measured are computed in float32.
     """
 
-    plan: needle.Plan = field(default_factory=needle.Plan)
+    plan: needle.NeedlePlan = field(default_factory=needle.NeedlePlan)
     text: Path | None = None
     recipe: Recipe | None = None
     dtype: str = "auto"
@@ -128,7 +128,7 @@ def _of_model(path: Path, text: str, options: AttentionMapOptions, progress: Pro
     source = open_source(path)
     model = load(source, options.recipe, resolve(options.dtype, options.device), options.device)
     tokenizer = source.tokenizer
-    items = needle.items_for(TorchModel(model), tokenizer, text, options.plan)
+    items = needle.make_items_for(TorchModel(model), tokenizer, text, options.plan)
     cells: dict[tuple[int, float], list[tuple[Tensor, bool]]] = {}
     for number, item in enumerate(items, 1):
         cells.setdefault((item.length, item.depth), []).append(observe(model, make_prompt(tokenizer, item)))
@@ -140,7 +140,7 @@ def _of_model(path: Path, text: str, options: AttentionMapOptions, progress: Pro
         model.config.diff_spec.generation,
         source.fingerprint,
         model.recipe.to_dict(),
-        needle.identity(items),
+        needle.needle_digest(items),
         places,
     )
 

@@ -15,7 +15,7 @@ from diffquant.calib.search.result import Candidate, Found, Measurement
 from diffquant.calib.search.sensitivity import Cost, Sensitivity
 from diffquant.calib.search.units import Unit, find_units, to_recipe
 from diffquant.errors import UsageError
-from diffquant.evals.protocols.perplexity import evaluate, reference_of
+from diffquant.evals.protocols.perplexity import reference_of, score_text
 from diffquant.evals.torch_model import TorchModel
 from diffquant.loading import load
 from diffquant.scheme import DEFAULT_GRANULARITY, Recipe
@@ -198,7 +198,7 @@ class Search:
             progress(done, len(missing), f"comparing {name}")
             model = load(self.source, entries[name], self._dtype, self.options.device)
             with OneDnnProducts():
-                score = evaluate(
+                score = score_text(
                     TorchModel(model),
                     self._tokenizer,
                     self._held_out,

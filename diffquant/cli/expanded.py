@@ -9,7 +9,7 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from diffquant.evals.task import TaskOption
-from diffquant.evals.tasks import options
+from diffquant.evals.tasks import task_options
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ def expanded(command: Callable[..., None]) -> Callable[..., None]:
 
 def _parameters(group: Any) -> Iterable[inspect.Parameter]:
     if group is TaskOptions:
-        return [_of_task(option) for option in options()]
+        return [_of_task(option) for option in task_options()]
     hints = get_type_hints(group, include_extras=True)
     return [
         inspect.Parameter(
@@ -70,7 +70,7 @@ def _of_task(option: TaskOption[object]) -> inspect.Parameter:
 
 def _collected(group: Any, given: Mapping[str, Any]) -> object:
     if group is TaskOptions:
-        return TaskOptions({option.name: _value(option, given[option.name]) for option in options()})
+        return TaskOptions({option.name: _value(option, given[option.name]) for option in task_options()})
     return group(**{field.name: given[field.name] for field in fields(group)})
 
 

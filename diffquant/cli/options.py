@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from diffquant.errors import UsageError
-from diffquant.evals.tasks import kinds as task_kinds
+from diffquant.evals.tasks import task_kinds
 from diffquant.scheme import NEAREST, Recipe
 from diffquant.support.listed import listed_numbers
 

@@ -23,7 +23,7 @@ _WIDENED_ENTRIES = 1 << 23
 
 @dataclass(frozen=True)
 class HiddenStates(States):
-    """The last hidden states, and the head that makes logits of them.
+    """The last hidden states at some positions, and the head that makes logits of them.
 
     Attributes:
         head: projection [V, W] to the vocabulary.

@@ -6,8 +6,7 @@ from pathlib import Path
 
 from diffquant.errors import UsageError
 from diffquant.evals.defaults import BATCH_TOKENS
-from diffquant.evals.tasks import check_options, kinds
-from diffquant.evals.tasks import options as options_of_tasks
+from diffquant.evals.tasks import check_options, task_kinds, task_options
 from diffquant.scheme import DEFAULT_GRANULARITY, Recipe
 from diffquant.support.plain_data import JsonObject
 
@@ -54,7 +53,7 @@ class SweepOptions:
         if self.batch_tokens < 1:
             wrong.append(f"batch tokens must be 1 or more, got {self.batch_tokens}")
         if not self.tasks:
-            wrong.append(f"no task: name {', '.join(task.usage for task in kinds())}")
+            wrong.append(f"no task: name {', '.join(task.usage for task in task_kinds())}")
         if wrong:
             raise UsageError("; ".join(wrong))
         check_options(self.task_options)
@@ -62,7 +61,7 @@ class SweepOptions:
     def to_dict(self) -> JsonObject:
         """Every option as plain data, the tasks' own among the others."""
         fields = {name: value for name, value in vars(self).items() if name != "task_options"}
-        fields |= {option.name: option.of(self.task_options) for option in options_of_tasks()}
+        fields |= {option.name: option.of(self.task_options) for option in task_options()}
         return {name: _plain(value) for name, value in fields.items()}
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from diffquant.errors import UsageError
 from diffquant.evals.task import PlottedCell, Task
-from diffquant.evals.tasks import kind_of, kinds
+from diffquant.evals.tasks import kind_of, task_kinds
 from diffquant.support.files import write_atomically
 from diffquant.sweep.plot import panel_title, plot
 from diffquant.sweep.report import write_report
@@ -23,7 +23,7 @@ def write_outputs(sweep: SweepResult, folder: Path) -> list[Path]:
     write_atomically(table, csv_table(sweep))
     write_report(sweep, report)
     plots = {"plot.png": partial(plot, sweep)}
-    for kind in kinds():
+    for kind in task_kinds():
         plots |= {name: partial(draw, plotted_cells(sweep, kind)) for name, draw in kind.plots.items()}
     drawn = [folder / name for name, draw in plots.items() if _draws(draw, folder / name)]
     return [table, *drawn, report]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from diffquant.evals.columns import MISSING, Columns, Compared
 from diffquant.evals.task_result import TaskResult
-from diffquant.evals.tasks import kind_of, kinds
+from diffquant.evals.tasks import kind_of, task_kinds
 from diffquant.report.tables import aligned
 from diffquant.support.plain_data import JsonObject
 from diffquant.sweep.grid import EXPORTED, RECIPE, Point
@@ -135,6 +135,6 @@ def _record(row: Row) -> JsonObject:
     for task, compared in row.results.items():
         record |= kind_of(task).columns.record(task, compared)
     measured = {kind_of(task) for task in row.results}
-    for kind in kinds():
+    for kind in task_kinds():
         record |= {} if kind in measured else kind.columns.unmeasured()
     return record | {"weight_bytes": row.weight_bytes, "kv_bytes_per_token": row.kv_bytes}

@@ -1,4 +1,4 @@
-"""The tasks: one file each, which registers itself. No torch here."""
+"""The registry of tasks: one file each, which registers itself. No torch here."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -30,28 +30,28 @@ def register(task: _Task) -> _Task:
     return task
 
 
-def kinds() -> list[type[Task]]:
+def task_kinds() -> list[type[Task]]:
     """Every task that is known."""
-    _import_ours()
+    _import_tasks()
     return list(_KINDS.values())
 
 
 def kind_of(name: str) -> type[Task]:
-    """The task that a name is of.
+    """The kind of task that a name asks for.
 
     Raises:
         UsageError: there is no such task.
     """
-    _import_ours()
-    kind = name.split(":")[0]
+    _import_tasks()
+    kind = name.partition(":")[0]
     if kind not in _KINDS:
-        raise UsageError(f"unknown task {name!r}; known are {', '.join(task.usage for task in kinds())}")
+        raise UsageError(f"unknown task {name!r}; known are {', '.join(task.usage for task in task_kinds())}")
     return _KINDS[kind]
 
 
-def options() -> list[TaskOption[object]]:
+def task_options() -> list[TaskOption[object]]:
     """Every option of any task, each once."""
-    return list({option.name: option for task in kinds() for option in task.options}.values())
+    return list({option.name: option for task in task_kinds() for option in task.options}.values())
 
 
 def check_options(given: Mapping[str, object]) -> None:
@@ -60,7 +60,7 @@ def check_options(given: Mapping[str, object]) -> None:
     Raises:
         UsageError: none has; all such are named.
     """
-    unknown = sorted(given.keys() - {option.name for option in options()})
+    unknown = sorted(given.keys() - {option.name for option in task_options()})
     if unknown:
         raise UsageError(f"no task has an option {', '.join(unknown)}")
 
@@ -84,5 +84,5 @@ def make_tasks(names: Sequence[str], given: Mapping[str, object], batch_tokens: 
 
 
 @cache
-def _import_ours() -> None:
+def _import_tasks() -> None:
     import_all(sys.modules[__name__])

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from diffquant.evals.language_model import LanguageModel, States
-    from diffquant.evals.protocols.hellaswag import Item
+    from diffquant.evals.protocols.hellaswag import HellaSwagItem
 
 _ITEMS = TaskOption[Path | None]("items", None, "HellaSwag items as JSONL; 1,000 ship.", Path)
 
@@ -36,7 +36,7 @@ class HellaSwag(Task):
     options: ClassVar = (LIMIT, _ITEMS)
     columns: ClassVar = ItemColumns(named_alone=False)
 
-    items: "tuple[Item, ...]"
+    items: "tuple[HellaSwagItem, ...]"
 
     @classmethod
     def parse(cls, name: str, given: Mapping[str, object], batch_tokens: int) -> Self:
@@ -52,13 +52,13 @@ class HellaSwag(Task):
         return self.kind
 
     def identity(self) -> JsonObject:
-        from diffquant.evals.protocols.hellaswag import identity
+        from diffquant.evals.protocols.hellaswag import hellaswag_digest
 
         return {
             "name": self.name,
             "shots": 0,
             "n": len(self.items),
-            "items": identity(self.items),
+            "items": hellaswag_digest(self.items),
             "batch_tokens": self.batch_tokens,
         }
 
@@ -66,12 +66,12 @@ class HellaSwag(Task):
         self,
         model: "LanguageModel",
         tokenizer: "PreTrainedTokenizerBase",
-        reference: "States | None",
+        reference: "States | None",  # noqa: ARG002
         progress: Progress,
     ) -> TaskResult:
         from diffquant.evals.protocols import hellaswag
 
-        outcome = hellaswag.evaluate(model, tokenizer, self.items, self.batch_tokens, progress)
+        outcome = hellaswag.evaluate_hellaswag(model, tokenizer, self.items, self.batch_tokens, progress)
         acc, acc_norm = estimate(outcome.correct), estimate(outcome.correct_norm)
         return TaskResult(
             metric="acc_norm",

@@ -1,4 +1,4 @@
-"""Any task of lm-eval, scored by our scorer."""
+"""Tasks of lm-eval as tasks of ours."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -58,7 +58,7 @@ class Harness(Task):
         self,
         model: "LanguageModel",
         tokenizer: "PreTrainedTokenizerBase",
-        reference: "States | None",
+        reference: "States | None",  # noqa: ARG002
         progress: Progress,
     ) -> TaskResult:
         from diffquant.evals.protocols.harness import run_task
