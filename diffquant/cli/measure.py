@@ -1,4 +1,4 @@
-"""sweep, eval."""
+"""The commands that measure: sweep, eval."""
 
 import json
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RunOptions:
-    """How models run, and how results are shown."""
+    """The options that say how models run, and how results are shown."""
 
     dtype: EvalDtype = "auto"
     attention: Attention = "auto"
@@ -98,11 +98,11 @@ def eval_(
         attention=run.attention,
         device=run.device,
     )
-    from diffquant.sweep.evaluate import evaluate, summary
+    from diffquant.sweep.evaluate import evaluate, results_text
 
     results = evaluate(model, recipe_options.given(), options, progress_for("eval"), _runtime([model]))
     as_dicts = {name: result.to_dict() for name, result in results.items()}
-    typer.echo(json.dumps(as_dicts) if run.as_json else summary(results))
+    typer.echo(json.dumps(as_dicts) if run.as_json else results_text(results))
 
 
 def _runtime(models: list[Path]) -> "Runtime | None":

@@ -37,7 +37,8 @@ class RequestEncoder:
 
     def encode(self, text: str) -> list[int]:
         """Tokens of `text`, with the special tokens its tokenizer adds unless the text begins with one."""
-        return self.tokenizer.encode(text, add_special_tokens=not text.startswith(self._prefix_text))
+        tokens: list[int] = self.tokenizer.encode(text, add_special_tokens=not text.startswith(self._prefix_text))
+        return tokens
 
     def request(self, context: str, continuation: str) -> Request:
         """The request of one continuation; spaces that end the context move to the continuation.

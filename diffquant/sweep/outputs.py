@@ -1,4 +1,4 @@
-"""What a sweep leaves in its folder beside its cells."""
+"""The files that a sweep leaves in its folder beside its cells: table, plots and report."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -25,7 +25,7 @@ def write_outputs(sweep: SweepResult, folder: Path) -> list[Path]:
     plots = {"plot.png": partial(plot, sweep)}
     for kind in task_kinds():
         plots |= {name: partial(draw, plotted_cells(sweep, kind)) for name, draw in kind.plots.items()}
-    drawn = [folder / name for name, draw in plots.items() if _draws(draw, folder / name)]
+    drawn = [folder / name for name, draw in plots.items() if _draw_if_any(draw, folder / name)]
     return [table, *drawn, report]
 
 
@@ -46,8 +46,8 @@ def plotted_cells(sweep: SweepResult, kind: type[Task]) -> Sequence[PlottedCell]
     ]
 
 
-def _draws(draw: "partial[None]", path: Path) -> bool:
-    """Draw, unless there is nothing to."""
+def _draw_if_any(draw: "partial[None]", path: Path) -> bool:
+    """Draw into a file; whether there was anything to draw."""
     try:
         draw(path)
     except UsageError:

@@ -1,4 +1,4 @@
-"""One HTML file with everything in it: table, plot, settings, and what each layer's logit quantizer did."""
+"""The report of a sweep, one HTML file with everything in it: table, plot, settings, and what each layer's logit quantizer did."""
 
 from pathlib import Path
 
@@ -13,11 +13,11 @@ from diffquant.sweep.table import cells_of, notes
 
 def write_report(sweep: SweepResult, path: Path) -> None:
     """Write the report atomically."""
-    write_atomically(path, report(sweep))
+    write_atomically(path, report_html(sweep))
 
 
-def report(sweep: SweepResult) -> str:
-    """The whole document; it loads nothing."""
+def report_html(sweep: SweepResult) -> str:
+    """The HTML document; it loads nothing from elsewhere."""
     sections = [
         *_failures(sweep),
         Section("Results", [_results(sweep), *map(Note, notes(sweep))]),
@@ -49,7 +49,7 @@ def _plot(sweep: SweepResult) -> list[Section]:
 
 
 def _logits(sweep: SweepResult) -> list[Section]:
-    """Steps and clipping by layer, one fold a cell."""
+    """The section of scales and clipping by layer, one fold a cell."""
     names = model_names([point.model for point in sweep.points])
     reported = [cell for cell in sweep.cells if cell.logit_report]
     folds = [Fold(f"{names[c.point.model]}, {c.point.label}, {c.task}: {_clipping(c)}", _layers(c)) for c in reported]

@@ -1,4 +1,4 @@
-"""The verb: every missing cell, each written as soon as it is measured."""
+"""Running a sweep: every missing cell is measured, and written as soon as it is."""
 
 from collections.abc import Sequence
 from datetime import UTC, datetime

@@ -12,7 +12,7 @@ from diffquant.sweep import SweepOptions, SweepResult, run_sweep, write_outputs
 from diffquant.sweep.grid import points
 from diffquant.sweep.measurement import Measurement
 from diffquant.sweep.plot import lines
-from diffquant.sweep.report import report
+from diffquant.sweep.report import report_html
 from diffquant.sweep.result import Measured
 from diffquant.sweep.table import csv_table, json_rows, text_table
 from tests.support import tiny_lm
@@ -96,7 +96,7 @@ class References(HTMLParser):
 
 
 def test_the_report_loads_nothing(sweep):
-    text = report(sweep)
+    text = report_html(sweep)
     reader = References()
     reader.feed(text)
     assert all(reference.startswith("#") for reference in reader.found)
@@ -107,7 +107,7 @@ def test_the_report_loads_nothing(sweep):
 
 
 def test_the_report_shows_failures_escaped_clipping_and_settings(sweep):
-    text = report(sweep)
+    text = report_html(sweep)
     assert "2 of 28 cells failed" in text
     assert "the &lt;model&gt; computes NaN" in text
     assert "clipped 7.00%" in text
@@ -118,7 +118,7 @@ def test_the_report_escapes_the_names_of_models(sweep):
     renamed = {Path("transformer"): Path("<script>alert(1)<!--"), Path("diff"): Path("diff")}
     cells = [replace(cell, point=replace(cell.point, model=renamed[cell.point.model])) for cell in sweep.cells]
     reader = References()
-    reader.feed(report(SweepResult(cells, sweep.settings)))
+    reader.feed(report_html(SweepResult(cells, sweep.settings)))
     assert "script" not in reader.tags
     assert "details" in reader.tags  # which stand below the tables that hold the name
 

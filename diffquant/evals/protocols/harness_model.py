@@ -67,12 +67,13 @@ class HarnessModel(LM):
         return answers
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        return self.tokenizer.apply_chat_template(
+        text: str = self.tokenizer.apply_chat_template(
             chat_history,
             tokenize=False,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=not add_generation_prompt,
         )
+        return text
 
     @property
     def tokenizer_name(self) -> str:
@@ -96,4 +97,5 @@ class HarnessModel(LM):
         ids = self.encoder.encode(context)[-max(1, self.encoder.max_length - most_tokens) :]
         continuation = self.model.generate(ids, most_tokens, stops, self.tokenizer, sampling)
         text = self.tokenizer.decode(continuation, skip_special_tokens=True)
-        return postprocess_generated_text(text, stops, None)
+        answer: str = postprocess_generated_text(text, stops, None)
+        return answer

@@ -1,4 +1,4 @@
-"""The protocol of multi-needle retrieval: some magic numbers are asked for of the cities named in a long prose.
+"""The protocol of multi-needle retrieval: magic numbers of cities are hidden in prose, and some are asked for.
 
 The needles asked for stand together at a depth of the context, the others anywhere. The prompt is the
 context and the needle's own sentence up to its number, which the model has to go on with.
