@@ -1,4 +1,4 @@
-"""outliers, attention-map, calibrate, search."""
+"""The commands that read a text with a model: outliers, attention-map, search, calibrate."""
 
 import json
 from pathlib import Path

@@ -60,7 +60,7 @@ def sweep(
         granularities=listed(granularity),
         recipes=tuple(recipe or ()),
         scales=tuple(scales or ()),
-        task_options=task_options.given,
+        task_options=task_options.values,
         dtype=run.dtype,
         attention=run.attention,
         device=run.device,
@@ -93,7 +93,7 @@ def eval_(
     options = SweepOptions(
         tasks=listed(task),
         scales=() if scales is None else (scales,),
-        task_options=task_options.given,
+        task_options=task_options.values,
         dtype=run.dtype,
         attention=run.attention,
         device=run.device,

@@ -42,18 +42,18 @@ class TaskOption(Generic[T_co]):
     written: str | None = None
     read: Callable[[str], T_co] | Callable[[int], T_co] | None = None
 
-    def of(self, given: Mapping[str, object]) -> T_co:
-        """The option's value among those given, or its default."""
-        return cast(T_co, given.get(self.name, self.default))
+    def of(self, values: Mapping[str, object]) -> T_co:
+        """The option's value among these, or its default."""
+        return cast(T_co, values.get(self.name, self.default))
 
 
-def at_least_one(option: TaskOption[int | None], given: Mapping[str, object]) -> int | None:
+def at_least_one(option: TaskOption[int | None], values: Mapping[str, object]) -> int | None:
     """The value of an option that counts something.
 
     Raises:
         UsageError: it is below 1.
     """
-    count = option.of(given)
+    count = option.of(values)
     if count is not None and count < 1:
         raise UsageError(f"{option.name} must be 1 or more, got {count}")
     return count
@@ -121,11 +121,11 @@ class Task(ABC):
 
     @classmethod
     @abstractmethod
-    def parse(cls, name: str, given: Mapping[str, object], batch_tokens: int) -> Self:
+    def parse(cls, name: str, values: Mapping[str, object], batch_tokens: int) -> Self:
         """The task of a name, its items or text read.
 
         Args:
-            given: values of options by name; `TaskOption.of` knows the defaults.
+            values: values of options by name; `TaskOption.of` knows the defaults.
 
         Raises:
             UsageError: the name or an option cannot be read, or the data they name.

@@ -153,7 +153,7 @@ def describe(paths: Sequence[Path], runtime: Runtime | None) -> dict[Path, Expor
 
 
 def exported_points(exported: Mapping[Path, ExportedModel], sources: Mapping[Path, Source]) -> list[Point]:
-    """One point for each folder, compared with the checkpoint that it was made from, quantized or not, if it is here."""
+    """One point for each folder, compared with the checkpoint it was made from, quantized or not, if that is here."""
     if not exported:
         return []
     digests_by_path = {

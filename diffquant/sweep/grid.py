@@ -27,8 +27,8 @@ class SweepOptions:
         targets: names in `TARGETS`, each swept alone.
         recipes: YAML files, each measured as it is beside the grid.
         scales: files of calibrated ranges for static schemes, each made for one of the models.
-        granularities: what shares a scale, as in a scheme's text ("row", "tensor", "row:shift"); each serves the targets that
-            know it. Empty: every target's own default.
+        granularities: what shares a scale, as in a scheme's text ("row", "tensor", "row:shift"); each serves the
+            targets that know it. Empty: every target's own default.
         task_options: values of the tasks' own options by name, such as {"limit": 100}.
         dtype: "auto", "bfloat16", "float16" or "float32".
         batch_tokens: most tokens of one pass.

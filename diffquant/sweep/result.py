@@ -12,7 +12,7 @@ from diffquant.sweep.measurement import Measurement
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredCell:
     """A cell of a result: its measurement, or the error that stands in its place."""
 
     point: Point
@@ -35,7 +35,7 @@ class Measured:
 class SweepResult:
     """All cells in the grid's order, and what they were measured with: options, dtype, versions, date."""
 
-    cells: list[Measured]
+    cells: list[MeasuredCell]
     settings: JsonObject
 
     @property
@@ -48,7 +48,7 @@ class SweepResult:
         return list(dict.fromkeys(cell.task for cell in self.cells))
 
     @property
-    def failed(self) -> list[Measured]:
+    def failed(self) -> list[MeasuredCell]:
         return [cell for cell in self.cells if cell.measurement is None]
 
     def result_of(self, point: Point, task: str) -> TaskResult | None:

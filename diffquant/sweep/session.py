@@ -80,8 +80,8 @@ class CheckpointSubject:
     """A checkpoint to measure.
 
     Attributes:
-        source: the checkpoint; it travels as its path.
-        scales: file calibrated on it, for static schemes.
+        source: opened checkpoint; it travels as its path.
+        scales: file of ranges calibrated on it, for static schemes; None where there is none.
     """
 
     source: Source

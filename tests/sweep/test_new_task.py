@@ -36,10 +36,10 @@ class Colours(Task):
     shout: bool
 
     @classmethod
-    def parse(cls, name, given, batch_tokens):
+    def parse(cls, name, values, batch_tokens):
         if name != cls.kind:
             raise cls.misread(name)
-        return cls(shout=SHOUT.of(given), batch_tokens=batch_tokens)
+        return cls(shout=SHOUT.of(values), batch_tokens=batch_tokens)
 
     @property
     def name(self):
@@ -126,7 +126,7 @@ def test_the_command_line_offers_its_option_and_passes_it_on(model, monkeypatch,
     @app.command()
     @expanded
     def show(*, task_options: TaskOptions) -> None:
-        typer.echo(json.dumps(task_options.given, default=str))
+        typer.echo(json.dumps(task_options.values, default=str))
 
     monkeypatch.setattr(sys, "argv", ["show", "--shout", "--lengths", "32,64", "--characters", "0"])
     with pytest.raises(SystemExit):

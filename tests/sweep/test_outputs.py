@@ -13,7 +13,7 @@ from diffquant.sweep.grid import points
 from diffquant.sweep.measurement import Measurement
 from diffquant.sweep.plot import lines
 from diffquant.sweep.report import report_html
-from diffquant.sweep.result import Measured
+from diffquant.sweep.result import MeasuredCell
 from diffquant.sweep.table import csv_table, json_rows, text_table
 from tests.support import tiny_lm
 
@@ -28,15 +28,15 @@ def measured(point, task):
     stored = {"seconds": 1.0, "stored": {"weights": 5_000_000, "kv_per_token": 1234.0}}
     if task == "perplexity":
         text = {"metric": "perplexity", "perplexity": 20.0, "bits_per_byte": 1.0, "kl": None, **stored}
-        return Measured(point, task, Measurement.from_dict(text), None)
+        return MeasuredCell(point, task, Measurement.from_dict(text), None)
     if point.bits == 3 and point.granularity == "tensor":
-        return Measured(point, task, None, "the <model> computes NaN")
+        return MeasuredCell(point, task, None, "the <model> computes NaN")
     right = {16: 6, 8: 5, 4: 4, 3: 3}[point.bits]
     values = [int(i < right) for i in range(10)]
     layers = [{"layer": 0, "calls": 2, "entries": 100, "clipped": 7, "step_mean": 0.25, "step_max": 0.5}]
     extra = {} if point.is_baseline else {"logit_report": layers}
     cell = {"metric": "acc_norm", "score": right / 10, "n": 10, "values": values, "choices": values}
-    return Measured(point, task, Measurement.from_dict({**cell, **extra, **stored}), None)
+    return MeasuredCell(point, task, Measurement.from_dict({**cell, **extra, **stored}), None)
 
 
 @pytest.fixture

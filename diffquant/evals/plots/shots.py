@@ -27,7 +27,7 @@ class ShotsLine:
 
 
 def shots_panels(cells: Sequence[PlottedCell]) -> dict[str, list[ShotsLine]]:
-    """The lines of each panel by its title: every model at 16 bits and at each width, over two numbers of shots or more."""
+    """Each panel's lines by its title: every model at 16 bits and at each width, over two or more numbers of shots."""
     scores: dict[tuple[str, str, str, bool], dict[int, Estimate]] = {}
     for cell in cells:
         line = (cell.model, cell.panel, cell.scheme, cell.is_baseline)

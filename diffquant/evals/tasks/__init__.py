@@ -54,18 +54,18 @@ def task_options() -> list[TaskOption[object]]:
     return list({option.name: option for task in task_kinds() for option in task.options}.values())
 
 
-def check_options(given: Mapping[str, object]) -> None:
+def check_options(values: Mapping[str, object]) -> None:
     """Check that some task has each of these options.
 
     Raises:
         UsageError: none has; all such are named.
     """
-    unknown = sorted(given.keys() - {option.name for option in task_options()})
+    unknown = sorted(values.keys() - {option.name for option in task_options()})
     if unknown:
         raise UsageError(f"no task has an option {', '.join(unknown)}")
 
 
-def make_tasks(names: Sequence[str], given: Mapping[str, object], batch_tokens: int) -> list[Task]:
+def make_tasks(names: Sequence[str], values: Mapping[str, object], batch_tokens: int) -> list[Task]:
     """The tasks of some names, their items and text read.
 
     Raises:
@@ -75,7 +75,7 @@ def make_tasks(names: Sequence[str], given: Mapping[str, object], batch_tokens: 
     tasks, faults = [], []
     for name in dict.fromkeys(names):
         try:
-            tasks.append(kind_of(name).parse(name, given, batch_tokens))
+            tasks.append(kind_of(name).parse(name, values, batch_tokens))
         except UsageError as error:
             faults.append(str(error))
     if faults:

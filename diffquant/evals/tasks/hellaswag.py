@@ -39,12 +39,12 @@ class HellaSwag(Task):
     items: "tuple[HellaSwagItem, ...]"
 
     @classmethod
-    def parse(cls, name: str, given: Mapping[str, object], batch_tokens: int) -> Self:
+    def parse(cls, name: str, values: Mapping[str, object], batch_tokens: int) -> Self:
         from diffquant.evals.protocols.hellaswag import load_items
 
         if name != cls.kind:
             raise cls.misread(name)
-        items = load_items(_ITEMS.of(given), at_least_one(LIMIT, given))
+        items = load_items(_ITEMS.of(values), at_least_one(LIMIT, values))
         return cls(items=tuple(items), batch_tokens=batch_tokens)
 
     @property

@@ -36,14 +36,14 @@ class Harness(Task):
     limit: int | None
 
     @classmethod
-    def parse(cls, name: str, given: Mapping[str, object], batch_tokens: int) -> Self:
+    def parse(cls, name: str, values: Mapping[str, object], batch_tokens: int) -> Self:
         from diffquant.evals.protocols.harness import require_lm_eval
 
         _, _, task = name.partition(":")
         if not task:
             raise cls.misread(name)
         require_lm_eval()
-        return cls(task=task, limit=at_least_one(LIMIT, given), batch_tokens=batch_tokens)
+        return cls(task=task, limit=at_least_one(LIMIT, values), batch_tokens=batch_tokens)
 
     @property
     def name(self) -> str:

@@ -53,7 +53,7 @@ class ManyShot(Task):
     limit: int | None
 
     @classmethod
-    def parse(cls, name: str, given: Mapping[str, object], batch_tokens: int) -> Self:
+    def parse(cls, name: str, values: Mapping[str, object], batch_tokens: int) -> Self:
         from diffquant.evals.labelled import load_dataset
         from diffquant.evals.protocols.many_shot import ManyShotPlan
 
@@ -62,12 +62,12 @@ class ManyShot(Task):
             raise cls.misread(name, "many-shot:48 or :all:5")
         shots, draws = parts.groups(default="1")
         plan = ManyShotPlan(None if shots == "all" else int(shots), int(draws))
-        train = _TRAIN.of(given)
+        train = _TRAIN.of(values)
         if train is None:
             raise UsageError(f"{name} needs labelled texts: give --train FILE and --test FILE")
-        data = load_dataset(train, _TEST.of(given), _FINE.of(given))
+        data = load_dataset(train, _TEST.of(values), _FINE.of(values))
         plan.check(data)
-        return cls(data=data, plan=plan, limit=at_least_one(LIMIT, given), batch_tokens=batch_tokens)
+        return cls(data=data, plan=plan, limit=at_least_one(LIMIT, values), batch_tokens=batch_tokens)
 
     @property
     def name(self) -> str:

@@ -58,7 +58,7 @@ class Needle(Task):
     limit: int | None
 
     @classmethod
-    def parse(cls, name: str, given: Mapping[str, object], batch_tokens: int) -> Self:
+    def parse(cls, name: str, values: Mapping[str, object], batch_tokens: int) -> Self:
         from diffquant.evals.protocols.needle import NeedlePlan
         from diffquant.text.corpus import load_text
 
@@ -66,9 +66,9 @@ class Needle(Task):
         if len(counts) > 2 or not all(count.isdecimal() for count in counts):
             raise cls.misread(name, "needle:4:2")
         needles, asked = (*map(int, counts), 1, 1)[:2]
-        plan = NeedlePlan(needles, asked, _LENGTHS.of(given))
-        text = load_text(TEXT.of(given))
-        return cls(text=text, plan=plan, limit=at_least_one(LIMIT, given), batch_tokens=batch_tokens)
+        plan = NeedlePlan(needles, asked, _LENGTHS.of(values))
+        text = load_text(TEXT.of(values))
+        return cls(text=text, plan=plan, limit=at_least_one(LIMIT, values), batch_tokens=batch_tokens)
 
     @property
     def name(self) -> str:

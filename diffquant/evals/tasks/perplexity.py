@@ -82,15 +82,15 @@ class Perplexity(Task):
     stride: int
 
     @classmethod
-    def parse(cls, name: str, given: Mapping[str, object], batch_tokens: int) -> Self:
+    def parse(cls, name: str, values: Mapping[str, object], batch_tokens: int) -> Self:
         from diffquant.evals.protocols.perplexity import check_windows
         from diffquant.text.corpus import load_text
 
         if name != cls.kind:
             raise cls.misread(name)
-        window, stride = _WINDOW.of(given), _STRIDE.of(given)
+        window, stride = _WINDOW.of(values), _STRIDE.of(values)
         check_windows(window, stride)
-        text = load_text(TEXT.of(given), at_least_one(_CHARACTERS, given))
+        text = load_text(TEXT.of(values), at_least_one(_CHARACTERS, values))
         return cls(text=text, window=window, stride=stride, batch_tokens=batch_tokens)
 
     @property
