@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from diffquant.errors import UsageError
+from diffquant.evals.faults import first_few
 
 TREC = ".label"
 CLINC = ".json"
@@ -51,7 +52,6 @@ _TREC_WORDS = {
     "veh": "vehicle",
     "volsize": "size",
 }
-_NAMED_ERRORS = 5
 
 
 class Example(NamedTuple):
@@ -97,7 +97,7 @@ def load_dataset(train: Path, test: Path | None = None, fine: bool = False) -> D
         raise UsageError(f"{train}: every example is {dataset.labels[0]!r}; two classes or more are needed")
     unknown = sorted({example.label for example in dataset.test} - set(dataset.labels))
     if unknown:
-        raise UsageError(f"{test or train}: labels that {train} does not have: {_first_few(list(map(repr, unknown)))}")
+        raise UsageError(f"{test or train}: labels that {train} does not have: {first_few(list(map(repr, unknown)))}")
     return dataset
 
 
@@ -126,7 +126,7 @@ def _read(path: Path, split: str, fine: bool) -> tuple[Example, ...]:
     except (ValueError, csv.Error) as error:
         raise UsageError(f"cannot read {path}: {error}") from error
     if faults:
-        raise UsageError(f"{len(faults)} lines of {path} are no examples: {_first_few(faults)}")
+        raise UsageError(f"{len(faults)} lines of {path} are no examples: {first_few(faults)}")
     if not examples:
         raise UsageError(f"{path} is empty: it needs texts with labels")
     return tuple(examples)
@@ -203,8 +203,3 @@ def _words(value: object, what: str) -> str:
     if not words:
         raise UsageError(f"no {what}")
     return " ".join(words)
-
-
-def _first_few(faults: list[str]) -> str:
-    more = f"; and {len(faults) - _NAMED_ERRORS} more" if len(faults) > _NAMED_ERRORS else ""
-    return "; ".join(faults[:_NAMED_ERRORS]) + more

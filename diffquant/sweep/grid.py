@@ -116,9 +116,9 @@ def points(models: Sequence[Path], options: SweepOptions) -> list[Point]:
     if twice:
         raise UsageError(f"named twice: {', '.join(twice)}")
     stems = [recipe.stem for recipe in options.recipes]
-    alike = sorted({stem for stem in stems if stems.count(stem) > 1})
-    if alike:
-        raise UsageError(f"recipes are told apart by their files' names; rename all but one {', '.join(alike)}")
+    repeated = sorted({stem for stem in stems if stems.count(stem) > 1})
+    if repeated:
+        raise UsageError(f"recipes are told apart by their files' names; rename all but one {', '.join(repeated)}")
     _check_granularities(options)
     widths = sorted({bits for bits in options.bits if bits != 16}, reverse=True)
     return [point for model in models for point in _points_of(model, widths, options)]

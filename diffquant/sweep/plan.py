@@ -100,8 +100,7 @@ def _check_scales(point: Point, scales: Path | None) -> None:
     """Check that a point with static schemes has its ranges.
 
     Raises:
-        UsageError: it has no file.
-        CheckpointError: the file lacks ranges, or has them for other schemes.
+        UsageError: it has no file, or one without ranges for these schemes.
     """
     static = [target for target in LAYER_TARGETS if point.recipe.is_static(target)]
     if static and scales is None:

@@ -16,6 +16,7 @@ from diffquant import data
 from diffquant.errors import UsageError
 from diffquant.evals.defaults import BATCH_TOKENS
 from diffquant.evals.encoding import RequestEncoder
+from diffquant.evals.faults import first_few
 from diffquant.evals.language_model import LanguageModel
 from diffquant.evals.scoring import score
 from diffquant.support.plain_data import JsonObject
@@ -23,8 +24,6 @@ from diffquant.support.progress import Progress, silent
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-_NAMED_ERRORS = 5
 
 
 @dataclass(frozen=True)
@@ -80,7 +79,7 @@ def evaluate_hellaswag(
     batch_tokens: int = BATCH_TOKENS,
     progress: Progress = silent,
 ) -> HellaSwagOutcome:
-    """Score every item zero-shot."""
+    """Score every item zero-shot, without demonstrations."""
     encoder = RequestEncoder(tokenizer, model.max_length(tokenizer))
     requests = encoder.requests((item.query, f" {ending}") for item in items for ending in item.endings)
     scores = iter(score(model, requests, batch_tokens, progress))
@@ -114,8 +113,7 @@ def load_items(path: Path | None = None, limit: int | None = None) -> list[Hella
         except (ValueError, UsageError) as error:
             faults.append(f"line {number}: {error}")
     if faults:
-        more = f"; and {len(faults) - _NAMED_ERRORS} more" if len(faults) > _NAMED_ERRORS else ""
-        raise UsageError(f"{len(faults)} lines of {path} are no items: {'; '.join(faults[:_NAMED_ERRORS])}{more}")
+        raise UsageError(f"{len(faults)} lines of {path} are no items: {first_few(faults)}")
     if not items:
         raise UsageError(f"{path or 'the items'}: nothing to score; each line must be one HellaSwag item in JSON")
     return items

@@ -103,7 +103,8 @@ class NeedleOutcome:
     """What a model retrieved.
 
     Attributes:
-        retrieved: each item's share of cities asked for whose number greedy decoding gives.
+        items: items that were scored.
+        retrieved: each item's share of the cities asked for whose number greedy decoding gives.
     """
 
     items: list[NeedleItem]
@@ -224,13 +225,13 @@ class Haystack:
         """Sentences in order from the first on, as many as there is room for beside the needles and questions."""
         statements = [statement(*needle) for needle in (*asked, *others, *asked)]
         room = length - len(self.tokenizer.encode(" ".join(statements)))
-        taken: list[str] = []
+        prose: list[str] = []
         for sentence, tokens in cycle([*self.sentences[first:], *self.sentences[:first]]):
             if tokens > room:
                 break
-            taken.append(sentence)
+            prose.append(sentence)
             room -= tokens
-        return taken
+        return prose
 
 
 @lru_cache(maxsize=1)

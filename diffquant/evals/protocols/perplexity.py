@@ -145,9 +145,9 @@ def _spans(count: int, window: int, stride: int) -> Iterator[tuple[int, int]]:
     end = window
     yield end, window
     while end < count:
-        step = min(stride, count - end)
-        end += step
-        yield end, step
+        scored = min(stride, count - end)
+        end += scored
+        yield end, scored
 
 
 def _kl_sum(p: States, q: States) -> float:

@@ -22,10 +22,10 @@ def register(task: _Task) -> _Task:
     """
     if task.kind in _KINDS:
         raise ValueError(f"task {task.kind!r} is registered twice")
-    taken = {option.name: option for other in _KINDS.values() for option in other.options}
-    alike = [option.name for option in task.options if taken.get(option.name, option) != option]
-    if alike:
-        raise ValueError(f"other tasks have options of their own named {', '.join(alike)}")
+    known = {option.name: option for other in _KINDS.values() for option in other.options}
+    conflicting = [option.name for option in task.options if known.get(option.name, option) != option]
+    if conflicting:
+        raise ValueError(f"other tasks have options of their own named {', '.join(conflicting)}")
     _KINDS[task.kind] = task
     return task
 
