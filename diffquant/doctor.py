@@ -1,4 +1,4 @@
-"""What is installed, and what each missing extra would add."""
+"""A diagnosis of the machine: what is installed, and what each missing extra would add."""
 
 import platform
 from dataclasses import asdict, dataclass
@@ -34,11 +34,11 @@ EXTRAS = {
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """A machine as diffquant sees it.
+    """What diffquant sees of the machine.
 
     Attributes:
         native_kernel: instruction set of the ONNX op's kernel; None where its library was not built.
-        required, extras: versions, None where a package is missing.
+        required, extras: versions by package, and by extra and package; None where a package is missing.
     """
 
     diffquant: str
@@ -52,6 +52,7 @@ class Diagnosis:
 
     @property
     def complete(self) -> bool:
+        """Whether every required package is installed."""
         return None not in self.required.values()
 
     def to_dict(self) -> dict[str, object]:
@@ -66,14 +67,20 @@ class Diagnosis:
         ]
         for extra, versions in self.extras.items():
             missing = [name for name, version in versions.items() if version is None]
-            held = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
+            present = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
             state = f"lacks {', '.join(missing)}: pip install 'diffquant[{extra}]' adds {EXTRAS[extra][1]}"
-            lines.append(f"extra {extra}: {held + '; ' if held and missing else held}{state if missing else ''}")
+            lines.append(
+                f"extra {extra}: {present + '; ' if present and missing else present}{state if missing else ''}"
+            )
         return "\n".join(lines)
 
 
 def diagnose(native_kernel: str | None) -> Diagnosis:
-    """Look at the packages and the device; the kernel is known to whoever asks."""
+    """Look at the packages and the device.
+
+    Args:
+        native_kernel: instruction set of the ONNX op's kernel, which this room cannot ask; None if it was not built.
+    """
     from diffquant import __version__
 
     required = {name: _version(name) for name in REQUIRED}

@@ -1,8 +1,8 @@
-"""Text out of a model, piece by piece."""
+"""Generation of text, piece by piece."""
 
 from collections.abc import Iterator
 from threading import Event, Thread
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import StoppingCriteria, StoppingCriteriaList, TextIteratorStreamer
@@ -10,10 +10,13 @@ from transformers import StoppingCriteria, StoppingCriteriaList, TextIteratorStr
 from diffquant.errors import UsageError
 from diffquant.model.modeling import DiffTransformer
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 
 def stream(
     model: DiffTransformer,
-    tokenizer: Any,
+    tokenizer: "PreTrainedTokenizerBase",
     prompt: str,
     max_new_tokens: int,
     temperature: float = 0.0,
@@ -22,8 +25,9 @@ def stream(
     """Continue a prompt.
 
     Args:
-        temperature: 0 decodes greedily.
-        chat: wrap the prompt in the tokenizer's chat template, as a user's message.
+        max_new_tokens: largest number of tokens that follow the prompt.
+        temperature: divisor of the vocabulary logits that tokens are drawn from; 0 decodes greedily.
+        chat: whether the prompt is wrapped in the tokenizer's chat template, as a user's message.
 
     Yields:
         Decoded pieces of the continuation as they come.
@@ -33,12 +37,12 @@ def stream(
     """
     if not prompt.strip():
         raise UsageError("the prompt is empty")
-    inputs = {name: ids.to(model.device) for name, ids in _encode(tokenizer, prompt, chat).items()}
+    inputs = {name: ids.to(model.device) for name, ids in _model_inputs(tokenizer, prompt, chat).items()}
     pieces = TextIteratorStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
     sampling = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
     failures: list[BaseException] = []
     abandoned = Event()
-    stopping = StoppingCriteriaList([_WhenSet(abandoned)])
+    stopping = StoppingCriteriaList([_StopWhenSet(abandoned)])
 
     def run() -> None:
         try:
@@ -66,17 +70,17 @@ def stream(
         raise failures[0]
 
 
-class _WhenSet(StoppingCriteria):
-    """Ends generation once an event is set."""
+class _StopWhenSet(StoppingCriteria):
+    """A criterion that ends generation once an event is set."""
 
     def __init__(self, event: Event) -> None:
         self.event = event
 
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    def __call__(self, input_ids: torch.Tensor, _scores: torch.Tensor, **_kwargs: Any) -> torch.Tensor:
         return torch.full((len(input_ids),), self.event.is_set(), device=input_ids.device)
 
 
-def _encode(tokenizer: Any, prompt: str, chat: bool) -> dict[str, torch.Tensor]:
+def _model_inputs(tokenizer: "PreTrainedTokenizerBase", prompt: str, chat: bool) -> dict[str, torch.Tensor]:
     if not chat:
         encoded = tokenizer(prompt, return_tensors="pt")
     elif getattr(tokenizer, "chat_template", None):

@@ -22,8 +22,8 @@ import torch
 import typer
 
 from diffquant.bench.environment import environment
-from diffquant.evals import needle
-from diffquant.evals.encoding import PairEncoder
+from diffquant.evals.encoding import RequestEncoder
+from diffquant.evals.protocols import needle
 from diffquant.evals.stats import Estimate, estimate, paired_difference
 from diffquant.loading import load
 from diffquant.model.modeling import DiffTransformer
@@ -108,7 +108,7 @@ def measure(path: Path, settings: Settings, progress: Progress = silent) -> dict
     model, tokenizer = load(source, dtype=torch.float32), source.tokenizer
     text = corpus.load_text(settings.text)
     if settings.needles:
-        plan = needle.Plan(settings.needles, 1, (settings.window,), settings.samples)
+        plan = needle.NeedlePlan(settings.needles, 1, (settings.window,), settings.samples)
         readings = needle_readings(model, tokenizer, text, plan)
         about: dict[str, Any] = {"needles": settings.needles, "samples": settings.samples}
     else:
@@ -132,9 +132,9 @@ def prose_readings(model: DiffTransformer, tokenizer: Any, text: str, window: in
     return [Reading(batch, window) for batch in windows.split(_BATCH)]
 
 
-def needle_readings(model: DiffTransformer, tokenizer: Any, text: str, plan: needle.Plan) -> list[Reading]:
+def needle_readings(model: DiffTransformer, tokenizer: Any, text: str, plan: needle.NeedlePlan) -> list[Reading]:
     """A needle's context and question; its number is predicted."""
-    encoder = PairEncoder(tokenizer, max_length(model.config, tokenizer))
+    encoder = RequestEncoder(tokenizer, max_length(model.config, tokenizer))
     items = needle.make_items(tokenizer, text, plan)
     requests = encoder.requests(pair for item in items for pair in item.requests())
     return [Reading(torch.tensor([r.context + r.continuation]), len(r.continuation)) for r in requests]

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from diffquant.errors import UsageError
-from diffquant.evals import hellaswag
 from diffquant.evals.language_model import States
-from diffquant.evals.perplexity import evaluate, reference_of
+from diffquant.evals.protocols import hellaswag
+from diffquant.evals.protocols.perplexity import reference_of, score_text
 from diffquant.evals.torch_model import TorchModel
 from diffquant.loading import load
 from diffquant.model.shapes import linear_shapes
@@ -122,11 +122,13 @@ class Subject:
         if reference is None:
             scores = {key: former[key] for key in ("perplexity", "kl")}
         else:
-            score = evaluate(TorchModel(self._model), self._tokenizer, self._scored, *self._spans, reference=reference)
+            score = score_text(
+                TorchModel(self._model), self._tokenizer, self._scored, *self._spans, reference=reference
+            )
             scores = {"perplexity": score.perplexity, "kl": score.kl}
         if former.get("items", 0) >= len(self._items):
             return scores | {key: former[key] for key in ("items", "acc_norm", "correct") if key in former}
-        outcome = hellaswag.evaluate(TorchModel(self._model), self._tokenizer, self._items)
+        outcome = hellaswag.evaluate_hellaswag(TorchModel(self._model), self._tokenizer, self._items)
         right = outcome.correct_norm
         return scores | {
             "items": len(right),

@@ -8,8 +8,8 @@ import pytest
 from diffquant import data
 from diffquant.demo import pocket_demo
 from diffquant.errors import OutputExistsError
-from diffquant.evals import needle
-from diffquant.evals.needle import Plan
+from diffquant.evals.protocols import needle
+from diffquant.evals.protocols.needle import NeedlePlan
 from diffquant.evals.torch_model import TorchModel
 from diffquant.loading import load
 from diffquant.recipe import Recipe
@@ -27,7 +27,7 @@ def tokenizer():
 def retrieved(name, needles=4, **recipe):
     """Share of 50 contexts of 256 tokens whose number the model gives."""
     model = load(MODELS[name], Recipe.of(**recipe))
-    outcome = needle.evaluate(TorchModel(model), tokenizer(), data.books_text(), Plan(needles, samples=10))
+    outcome = needle.evaluate_needle(TorchModel(model), tokenizer(), data.books_text(), NeedlePlan(needles, samples=10))
     return sum(outcome.retrieved) / len(outcome.retrieved)
 
 

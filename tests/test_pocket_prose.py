@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from diffquant import data
-from diffquant.evals import perplexity
+from diffquant.evals.protocols import perplexity
 from diffquant.evals.torch_model import TorchModel
 from diffquant.loading import load
 from diffquant.recipe import Recipe
@@ -27,7 +27,7 @@ def reference(name):
 
 def scores(name, **recipe):
     model = load(MODELS[name], Recipe.of(**recipe), dtype=torch.float32)
-    return perplexity.evaluate(
+    return perplexity.score_text(
         TorchModel(model), load_tokenizer(MODELS[name]), TEXT, WINDOW, WINDOW, reference=reference(name)
     )
 

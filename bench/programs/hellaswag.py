@@ -20,8 +20,8 @@ import typer
 
 from diffquant.bench.environment import environment
 from diffquant.errors import MissingDependencyError, ToleranceError, UsageError
-from diffquant.evals.harness import require_lm_eval
-from diffquant.evals.hellaswag import Item, evaluate, load_items
+from diffquant.evals.protocols.harness import require_lm_eval
+from diffquant.evals.protocols.hellaswag import HellaSwagItem, evaluate_hellaswag, load_items
 from diffquant.evals.torch_model import TorchModel
 from diffquant.loading import load
 from diffquant.report.tables import aligned
@@ -39,7 +39,7 @@ class Contestant:
     name: str
     dtype: str
     batch_size: int | None
-    score: Callable[[Sequence[Item]], list[int]]
+    score: Callable[[Sequence[HellaSwagItem]], list[int]]
 
 
 @dataclass
@@ -139,16 +139,16 @@ def ratios(result: dict[str, Any]) -> dict[str, tuple[float, float]]:
     }
 
 
-def _ours(model: Any, tokenizer: Any) -> Callable[[Sequence[Item]], list[int]]:
-    return lambda items: evaluate(TorchModel(model), tokenizer, items).choices
+def _ours(model: Any, tokenizer: Any) -> Callable[[Sequence[HellaSwagItem]], list[int]]:
+    return lambda items: evaluate_hellaswag(TorchModel(model), tokenizer, items).choices
 
 
-def _hflm(model: Any, tokenizer: Any, batch_size: int) -> Callable[[Sequence[Item]], list[int]]:
+def _hflm(model: Any, tokenizer: Any, batch_size: int) -> Callable[[Sequence[HellaSwagItem]], list[int]]:
     from lm_eval.api.instance import Instance
 
     scorer = _hflm_class()(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
 
-    def score(items: Sequence[Item]) -> list[int]:
+    def score(items: Sequence[HellaSwagItem]) -> list[int]:
         pairs = [(item.query, f" {ending}") for item in items for ending in item.endings]
         asked = [Instance("loglikelihood", {}, pair, i) for i, pair in enumerate(pairs)]
         answers = iter(scorer.loglikelihood(asked, disable_tqdm=True))

@@ -20,7 +20,7 @@ from torch.nn.functional import one_hot
 from diffquant.calib.analysis.last_row import last_weights
 from diffquant.calib.analysis.needle_parts import PARTS, Prompt, make_prompt
 from diffquant.errors import NonFiniteError, UsageError
-from diffquant.evals import needle
+from diffquant.evals.protocols import needle
 from diffquant.evals.torch_model import TorchModel
 from diffquant.loading import load
 from diffquant.model.modeling import DiffTransformer
@@ -51,7 +51,7 @@ class AttentionMapOptions:
         device: device that they run on.
     """
 
-    plan: needle.Plan = field(default_factory=needle.Plan)
+    plan: needle.NeedlePlan = field(default_factory=needle.NeedlePlan)
     text: Path | None = None
     recipe: Recipe | None = None
     dtype: str = "auto"
@@ -147,7 +147,7 @@ def _map_model(path: Path, text: str, options: AttentionMapOptions, progress: Pr
     source = open_source(path)
     model = load(source, options.recipe, resolve_dtype(options.dtype, options.device), options.device)
     tokenizer = source.tokenizer
-    items = needle.items_for(TorchModel(model), tokenizer, text, options.plan)
+    items = needle.make_items_for(TorchModel(model), tokenizer, text, options.plan)
     observed_at: dict[tuple[int, float], list[tuple[Tensor, bool]]] = {}
     for number, item in enumerate(items, 1):
         observation = attention_by_part(model, make_prompt(tokenizer, item))
@@ -160,7 +160,7 @@ def _map_model(path: Path, text: str, options: AttentionMapOptions, progress: Pr
         model.config.diff_spec.generation,
         source.fingerprint,
         model.recipe.to_dict(),
-        needle.identity(items),
+        needle.needle_digest(items),
         places,
     )
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from diffquant.errors import UsageError
-from diffquant.evals.needle import Item, statement
+from diffquant.evals.protocols.needle import NeedleItem, statement
 
 # The number asked for, the rest of its sentence, the sentences of other needles, prose, the question, and the
 # first token, which a softmax that has nowhere else to go attends to. A token on the border of two belongs to
@@ -30,7 +30,7 @@ class Prompt:
     answer: int
 
 
-def make_prompt(tokenizer: Any, item: Item) -> Prompt:
+def make_prompt(tokenizer: Any, item: NeedleItem) -> Prompt:
     """The prompt of an item's first question, its tokens assigned to parts.
 
     Raises:
@@ -49,7 +49,7 @@ def make_prompt(tokenizer: Any, item: Item) -> Prompt:
     return Prompt(ids[:length], [_FIRST, *parts[1:]], ids[length])
 
 
-def _parts_of_characters(item: Item, length: int) -> list[int]:
+def _parts_of_characters(item: NeedleItem, length: int) -> list[int]:
     """Index into `PARTS` of each of the prompt's first `length` characters."""
     parts = [_PROSE] * len(item.context) + [_QUESTION] * (length - len(item.context))
     asked = statement(*item.asked[0])

@@ -15,7 +15,7 @@ from diffquant.calib.search.result import Candidate, Measurement, SearchResult
 from diffquant.calib.search.sensitivity import Cost, Sensitivity
 from diffquant.calib.search.units import Unit, find_units, to_recipe
 from diffquant.errors import UsageError
-from diffquant.evals.perplexity import evaluate, reference_of
+from diffquant.evals.protocols.perplexity import reference_of, score_text
 from diffquant.evals.torch_model import TorchModel
 from diffquant.loading import load
 from diffquant.recipe import DEFAULT_GRANULARITY, Recipe
@@ -225,7 +225,7 @@ class Search:
             progress(done, len(missing), f"comparing {name}")
             model = load(self.source, compared[name], self._dtype, self.options.device)
             with OneDnnProducts():
-                score = evaluate(
+                score = score_text(
                     TorchModel(model),
                     self._tokenizer,
                     self._held_out,

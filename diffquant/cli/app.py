@@ -1,4 +1,4 @@
-"""The typer app."""
+"""The typer application that commands register with."""
 
 import typer
 

@@ -1,4 +1,4 @@
-"""bench."""
+"""The command that measures speed: bench."""
 
 import json
 from pathlib import Path
@@ -48,23 +48,23 @@ def bench(
 
     from diffquant.bench import cells, run
     from diffquant.bench.compare import summary
-    from diffquant.bench.contest.workloads import lengths as counts
+    from diffquant.bench.contest.workloads import lengths as parse_counts
     from diffquant.bench.report import markdown
 
     if threads:
         torch.set_num_threads(threads)
     if tune is not None:
-        from diffquant.bench.gpu.tune import tune as find
+        from diffquant.bench.gpu.tune import tune as run_tuning
 
-        typer.echo(find(tune, device, progress_for("tune")))
+        typer.echo(run_tuning(tune, device, progress_for("tune")))
         return
     former = cells.read(compare) if compare else None
     options = run.BenchOptions(
         sections=tuple(sections or run.SECTIONS),
         device=device,
         models=split_list(shapes),
-        lengths=tuple(counts(lengths)) if lengths else (),
-        batches=tuple(counts(batches)),
+        lengths=tuple(parse_counts(lengths)) if lengths else (),
+        batches=tuple(parse_counts(batches)),
         dtype=dtype,
         repeats=repeats,
         peers=tuple(name.strip() for name in peers.split(";") if name.strip()),

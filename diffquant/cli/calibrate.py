@@ -1,4 +1,4 @@
-"""outliers, attention-map, calibrate, search."""
+"""The commands that read a text with a model: outliers, attention-map, search, calibrate."""
 
 import json
 from pathlib import Path
@@ -71,13 +71,13 @@ def attention_map(
     """How much attention goes to the answer and to noise when a number is retrieved, by its depth in the context."""
     from diffquant.calib.analysis.attention_map import AttentionMapOptions, map_attention
     from diffquant.calib.analysis.attention_map_outputs import attention_table, write_attention_maps
-    from diffquant.evals.needle import Plan
+    from diffquant.evals.protocols.needle import NeedlePlan
     from diffquant.support.files import check_writable
 
     if output is not None:
         check_writable(output)
     wanted = RecipeOptions("16", "16", None, None, logits, 0, None, recipe).given()
-    plan = Plan(needles, 1, lengths_of(lengths), samples)
+    plan = NeedlePlan(needles, 1, lengths_of(lengths), samples)
     options = AttentionMapOptions(plan, text, wanted, dtype, device)
     attention = map_attention(models, options, progress_for("attention"))
     typer.echo(attention.to_json().rstrip() if as_json else attention_table(attention))

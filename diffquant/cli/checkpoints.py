@@ -1,10 +1,10 @@
-"""quantize, convert, inspect, generate."""
+"""The commands on checkpoints: quantize, convert, inspect, generate."""
 
 import json
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -31,6 +31,8 @@ from diffquant.recipe import Recipe, RoundingSettings
 from diffquant.support.progress import progress_for
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from diffquant.model.modeling import DiffTransformer
 
 
@@ -93,8 +95,8 @@ def inspect(model: Model, as_json: AsJson = False) -> None:
     """Say what a checkpoint is: family member, pairs, λ of each layer, size at each width."""
     from diffquant.inspection import inspect_checkpoint
 
-    found = inspect_checkpoint(model)
-    typer.echo(json.dumps(found.to_dict(), indent=2) if as_json else str(found))
+    inspection = inspect_checkpoint(model)
+    typer.echo(json.dumps(inspection.to_dict(), indent=2) if as_json else str(inspection))
 
 
 @app.command()
@@ -146,7 +148,7 @@ def _rounding(settings: RoundingSettings, name: str | None, text: Path | None, t
 
 def _load(
     path: Path, recipe: Recipe | None, dtype: str | None, device: str, scales: Path | None
-) -> "tuple[DiffTransformer, Any]":
+) -> "tuple[DiffTransformer, PreTrainedTokenizerBase]":
     from diffquant.loading import load
     from diffquant.source.ranges import check_ranges_used
     from diffquant.source.source import open_source

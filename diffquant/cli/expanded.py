@@ -9,7 +9,7 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from diffquant.evals.task import TaskOption
-from diffquant.evals.tasks import options
+from diffquant.evals.tasks import task_options
 
 
 @dataclass(frozen=True)
@@ -17,36 +17,36 @@ class TaskOptions:
     """The options of every task, as given.
 
     Attributes:
-        given: value of each option by name.
+        values: value of each option by name.
     """
 
-    given: Mapping[str, object]
+    values: Mapping[str, object]
 
 
 def expanded(command: Callable[..., None]) -> Callable[..., None]:
-    """A command whose dataclass parameters are given option by option; `TaskOptions` are those of all tasks."""
+    """The command with an option for each field of its dataclass parameters; `TaskOptions` has those of all tasks."""
     hints = get_type_hints(command, include_extras=True)
     groups = {name: kind for name, kind in hints.items() if is_dataclass(kind)}
     signature = inspect.signature(command)
     parameters: list[inspect.Parameter] = []
     for parameter in signature.parameters.values():
         kind = groups.get(parameter.name)
-        one = [parameter.replace(annotation=hints[parameter.name], kind=inspect.Parameter.KEYWORD_ONLY)]
-        parameters += one if kind is None else _parameters(kind)
+        own = [parameter.replace(annotation=hints[parameter.name], kind=inspect.Parameter.KEYWORD_ONLY)]
+        parameters += own if kind is None else _parameters_of_group(kind)
 
     @wraps(command)
-    def run(**given: Any) -> None:
-        values = {name: _collected(kind, given) for name, kind in groups.items()}
-        command(**{name: values.get(name, given.get(name)) for name in signature.parameters})
+    def run(**values: Any) -> None:
+        collected = {name: _collect(kind, values) for name, kind in groups.items()}
+        command(**{name: collected.get(name, values.get(name)) for name in signature.parameters})
 
     run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return run
 
 
-def _parameters(group: Any) -> Iterable[inspect.Parameter]:
+def _parameters_of_group(group: Any) -> Iterable[inspect.Parameter]:
     if group is TaskOptions:
-        return [_of_task(option) for option in options()]
+        return [_parameter_of_option(option) for option in task_options()]
     hints = get_type_hints(group, include_extras=True)
     return [
         inspect.Parameter(
@@ -59,7 +59,7 @@ def _parameters(group: Any) -> Iterable[inspect.Parameter]:
     ]
 
 
-def _of_task(option: TaskOption[object]) -> inspect.Parameter:
+def _parameter_of_option(option: TaskOption[object]) -> inspect.Parameter:
     default = option.written if option.written is not None else option.default
     # A flag has no opposite.
     names = (f"--{option.name.replace('_', '-')}",) if option.kind is bool else ()
@@ -68,11 +68,11 @@ def _of_task(option: TaskOption[object]) -> inspect.Parameter:
     return inspect.Parameter(option.name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation, default=default)
 
 
-def _collected(group: Any, given: Mapping[str, Any]) -> object:
+def _collect(group: Any, values: Mapping[str, Any]) -> object:
     if group is TaskOptions:
-        return TaskOptions({option.name: _value(option, given[option.name]) for option in options()})
-    return group(**{field.name: given[field.name] for field in fields(group)})
+        return TaskOptions({option.name: _read_value(option, values[option.name]) for option in task_options()})
+    return group(**{field.name: values[field.name] for field in fields(group)})
 
 
-def _value(option: TaskOption[object], value: Any) -> object:
+def _read_value(option: TaskOption[object], value: Any) -> object:
     return option.read(value) if option.read is not None and value is not None else value

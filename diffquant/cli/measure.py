@@ -1,4 +1,4 @@
-"""sweep, eval."""
+"""The commands that measure: sweep, eval."""
 
 import json
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RunOptions:
-    """How models run, and how results are shown."""
+    """The options that say how models run, and how results are shown."""
 
     dtype: EvalDtype = "auto"
     attention: Attention = "auto"
@@ -60,7 +60,7 @@ def sweep(
         granularities=split_list(granularity),
         recipes=tuple(recipe or ()),
         scales=tuple(scales or ()),
-        task_options=task_options.given,
+        task_options=task_options.values,
         dtype=run.dtype,
         attention=run.attention,
         device=run.device,
@@ -94,14 +94,14 @@ def eval_(
     options = SweepOptions(
         tasks=split_list(task),
         scales=() if scales is None else (scales,),
-        task_options=task_options.given,
+        task_options=task_options.values,
         dtype=run.dtype,
         attention=run.attention,
         device=run.device,
     )
     from diffquant.export.targets import runtime_of
-    from diffquant.sweep.evaluate import evaluate, summary
+    from diffquant.sweep.evaluate import evaluate, results_text
 
     results = evaluate(model, recipe_options.given(), options, progress_for("eval"), runtime_of)
     as_dicts = {name: result.to_dict() for name, result in results.items()}
-    typer.echo(json.dumps(as_dicts) if run.as_json else summary(results))
+    typer.echo(json.dumps(as_dicts) if run.as_json else results_text(results))

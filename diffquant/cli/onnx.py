@@ -1,4 +1,4 @@
-"""export, verify, run."""
+"""The commands on exported models: export, verify, run."""
 
 import sys
 from pathlib import Path

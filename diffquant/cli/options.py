@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from diffquant.errors import UsageError
-from diffquant.evals.tasks import kinds as task_kinds
+from diffquant.evals.tasks import task_kinds
 from diffquant.recipe import NEAREST, Recipe
 from diffquant.support.comma_lists import split_numbers
 
@@ -59,7 +59,7 @@ class RecipeOptions:
     recipe: RecipeFile = None
 
     def given(self) -> Recipe | None:
-        """The recipe they make; None where none was given.
+        """The recipe that the options make; None where none was given.
 
         Raises:
             UsageError: a scheme is malformed, or a file is given along with other options.
@@ -73,10 +73,10 @@ class RecipeOptions:
         return Recipe.of(self.weights, self.kv, self.k, self.v, self.logits, self.residual, overrides)
 
     def required(self) -> Recipe:
-        """As `given`.
+        """The recipe that the options make, which quantizes something.
 
         Raises:
-            UsageError: nothing would be quantized.
+            UsageError: nothing would be quantized, or as `given` says.
         """
         recipe = self.given()
         if recipe is None or replace(recipe, rounding=NEAREST) == Recipe():
@@ -85,10 +85,12 @@ class RecipeOptions:
 
 
 def widths(text: str) -> tuple[int, ...]:
+    """The numbers of a --bits option."""
     return split_numbers("--bits", text, "16,8,6,4")
 
 
 def lengths_of(text: str) -> tuple[int, ...]:
+    """The numbers of a --lengths option."""
     return split_numbers("--lengths", text, "1024,4096")
 
 
@@ -100,6 +102,7 @@ def _split_override(text: str) -> tuple[str, str]:
 
 
 def to_json(report: Any) -> str:
+    """A report's dataclass as JSON."""
     from dataclasses import asdict
 
     return json.dumps(asdict(report), indent=2, default=str)

@@ -1,4 +1,4 @@
-"""demo, doctor."""
+"""The commands for a first look: demo, doctor."""
 
 import json
 from pathlib import Path
@@ -31,7 +31,7 @@ def doctor(as_json: AsJson = False) -> None:
     from diffquant.errors import MissingDependencyError
     from diffquant.export.native import kernel_name
 
-    found = diagnose(kernel_name())
-    typer.echo(json.dumps(found.to_dict(), indent=2) if as_json else str(found))
-    if not found.complete:
+    diagnosis = diagnose(kernel_name())
+    typer.echo(json.dumps(diagnosis.to_dict(), indent=2) if as_json else str(diagnosis))
+    if not diagnosis.complete:
         raise MissingDependencyError("a required package is missing: pip install diffquant")

@@ -1,4 +1,4 @@
-"""Which sequences run together: as little padding as pays, within a token budget."""
+"""Batches of sequences that run together, with as little padding as pays, within a token budget."""
 
 from collections.abc import Sequence
 
@@ -7,13 +7,13 @@ from collections.abc import Sequence
 PASS_COST = 48
 
 
-def split(lengths: Sequence[int], budget: int, held: int = 0, pass_cost: int = PASS_COST) -> list[range]:
+def split_into_runs(lengths: Sequence[int], budget: int, cached: int = 0, pass_cost: int = PASS_COST) -> list[range]:
     """Cut a descending list into runs so that padded tokens plus `pass_cost` a run are fewest.
 
     Args:
-        lengths: tokens of each sequence, longest first.
-        budget: most tokens in a run, padding and what is held included; a sequence beyond it runs alone.
-        held: tokens that each sequence has in a cache before it runs.
+        lengths: number of tokens in each sequence, longest first.
+        budget: most tokens in a run, padding and cached tokens included; a sequence beyond it runs alone.
+        cached: number of tokens that each sequence has in a cache before it runs.
 
     Returns:
         Consecutive ranges that cover every index.
@@ -23,7 +23,7 @@ def split(lengths: Sequence[int], budget: int, held: int = 0, pass_cost: int = P
     for end in range(1, len(lengths) + 1):
         for start in range(end - 1, -1, -1):
             padded = (end - start) * lengths[start]
-            if padded + (end - start) * held > budget and end - start > 1:
+            if padded + (end - start) * cached > budget and end - start > 1:
                 break
             if cheapest[start] + padded + pass_cost < cheapest[end]:
                 cheapest[end] = cheapest[start] + padded + pass_cost

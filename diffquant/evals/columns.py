@@ -1,4 +1,4 @@
-"""What tables and plots show of a task's results. No torch here."""
+"""Columns: what tables and plots show of a task's results. No torch here."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,14 +13,19 @@ FAILED = "failed"
 
 
 class Compared(NamedTuple):
-    """A configuration's result, None where its cell failed, and the 16-bit one, None at 16 bits or without one."""
+    """A configuration's result beside the 16-bit one.
+
+    Attributes:
+        result: result of the configuration; None where its cell failed.
+        baseline: result at 16 bits; None where the configuration is the 16-bit one, or there is none.
+    """
 
     result: TaskResult | None
     baseline: TaskResult | None
 
 
 class Columns(Protocol):
-    """How a task's results read in a table.
+    """The columns that a task's results fill in a table, and what a plot draws of them.
 
     Attributes:
         by_item: whether results are scores of items. Tables show such tasks first, and plots draw the first task
@@ -105,12 +110,12 @@ class ItemColumns:
         if compared.result is None:
             return [FAILED, MISSING, MISSING, MISSING]
         accuracy = Accuracy.of(compared.result, compared.baseline)
-        score, change, turned = accuracy.score, accuracy.difference, accuracy.flips
+        score, change, flipped = accuracy.score, accuracy.difference, accuracy.flips
         return [
             f"{score.mean:.4g}" if score.se is None else f"{score.mean:.1%} ± {score.se:.1%}",
             f"{100 * change.mean:+.1f} [{100 * change.low:+.1f}, {100 * change.high:+.1f}]" if change else MISSING,
-            f"+{turned.gained} -{turned.lost}" if turned else MISSING,
-            number(accuracy.recovery, ".1%"),
+            f"+{flipped.gained} -{flipped.lost}" if flipped else MISSING,
+            number_text(accuracy.recovery, ".1%"),
         ]
 
     def record(self, task: str, compared: Compared) -> JsonObject:
@@ -118,7 +123,7 @@ class ItemColumns:
         accuracy = Accuracy.of(result, compared.baseline) if result else None
         score = accuracy.score if accuracy else None
         change = accuracy.difference if accuracy else None
-        turned = accuracy.flips if accuracy else None
+        flipped = accuracy.flips if accuracy else None
         numbers = {
             "metric": result.metric if result else None,
             "score": score.mean if score else None,
@@ -127,9 +132,9 @@ class ItemColumns:
             "difference": change.mean if change else None,
             "difference_low": change.low if change else None,
             "difference_high": change.high if change else None,
-            "gained": turned.gained if turned else None,
-            "lost": turned.lost if turned else None,
-            "choices_changed": turned.choices if turned else None,
+            "gained": flipped.gained if flipped else None,
+            "lost": flipped.lost if flipped else None,
+            "choices_changed": flipped.choices if flipped else None,
             "recovery": accuracy.recovery if accuracy else None,
         }
         return {f"{task} {name}": value for name, value in numbers.items()}
@@ -156,13 +161,13 @@ class ItemColumns:
         ]
 
 
-def number(value: float | None, spec: str) -> str:
+def number_text(value: float | None, spec: str) -> str:
     """A number as a table writes it."""
     return MISSING if value is None else format(value, spec)
 
 
 def _score(result: TaskResult) -> Estimate:
-    """A task that is not scored item by item (a perplexity over documents) has no standard error here."""
+    """The score of a result; one that has no scores of items (a perplexity over documents) has no standard error."""
     if result.values:
         return estimate(result.values)
     return Estimate(result.score or 0.0, None, result.n or 0)
@@ -171,5 +176,5 @@ def _score(result: TaskResult) -> Estimate:
 def _flips(result: TaskResult, baseline: TaskResult) -> Flips | None:
     if result.choices is None or baseline.choices is None or result.values is None or baseline.values is None:
         return None
-    right, right_before = ([bool(value) for value in each.values or []] for each in (result, baseline))
-    return flips(right, right_before, result.choices, baseline.choices)
+    correct, correct_before = ([bool(value) for value in values] for values in (result.values, baseline.values))
+    return flips(correct, correct_before, result.choices, baseline.choices)

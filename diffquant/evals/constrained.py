@@ -33,19 +33,22 @@ def choose(
     batch_tokens: int = BATCH_TOKENS,
     progress: Progress = silent,
 ) -> list[int]:
-    """The index of the label that greedy decoding spells after the prefix and each query.
+    """Choose a label for each query: the one that greedy decoding spells after the prefix and the query.
 
     Args:
         prefix, queries, labels: token ids, none empty; no label begins another.
         batch_tokens: most tokens of one pass, the prefix included; bounds memory.
 
+    Returns:
+        The index of each query's label.
+
     Raises:
         NonFiniteError: the model's logits are not finite.
     """
-    start: _Rows = (_Cached if model.shares_prefixes else _Whole)(model, prefix)
+    start: _Sequences = (_CachedSequences if model.shares_prefixes else _RerunSequences)(model, prefix)
     chosen = [0] * len(queries)
     done = 0
-    for batch in _of_one_length(queries, len(prefix) + max(map(len, labels)), batch_tokens):
+    for batch in _batches_of_one_length(queries, len(prefix) + max(map(len, labels)), batch_tokens):
         spelled = _spell(start.branch(), [queries[i] for i in batch], labels)
         for index, label in zip(batch, spelled, strict=True):
             chosen[index] = label
@@ -54,18 +57,18 @@ def choose(
     return chosen
 
 
-class _Rows(Protocol):
-    """Token sequences that grow; at first one, the prefix."""
+class _Sequences(Protocol):
+    """A batch of token sequences that grow, one a row; at first there is one, the prefix."""
 
     def branch(self) -> Self:
-        """The same again, to be extended apart."""
+        """A copy of the sequences that is extended apart."""
 
     def extend(self, rows: list[int], tokens: Sequence[Tokens]) -> Tensor:
-        """Keep these rows, in this order, and append tokens [R, T]: logits [R, V] of what follows."""
+        """Keep these R rows, in this order, and append tokens [R, T]; returns logits [R, V] of what follows."""
 
 
-class _Cached:
-    """Rows whose keys and values are kept."""
+class _CachedSequences:
+    """Sequences whose keys and values are kept."""
 
     def __init__(self, model: LanguageModel, prefix: Tokens) -> None:
         self.model = model
@@ -86,8 +89,8 @@ class _Cached:
         return _next_logits(self.model, tokens, self.cache)
 
 
-class _Whole:
-    """Rows that run from their first token each time."""
+class _RerunSequences:
+    """Sequences that run from their first token each time."""
 
     def __init__(self, model: LanguageModel, prefix: Tokens) -> None:
         self.model = model
@@ -101,8 +104,8 @@ class _Whole:
         return _next_logits(self.model, self.sequences, None)
 
 
-def _spell(sequences: _Rows, queries: Sequence[Tokens], labels: Sequence[Tokens]) -> list[int]:
-    """The label of each query; all of one length."""
+def _spell(sequences: _Sequences, queries: Sequence[Tokens], labels: Sequence[Tokens]) -> list[int]:
+    """The index of each query's label; all queries have one length."""
     possible = [list(range(len(labels))) for _ in queries]
     undecided = list(range(len(queries)))
     logits = sequences.extend([0] * len(queries), queries)
@@ -121,7 +124,7 @@ def _spell(sequences: _Rows, queries: Sequence[Tokens], labels: Sequence[Tokens]
 
 
 def _likeliest(logits: Tensor, allowed: list[list[int]]) -> list[int]:
-    """Of each row of logits [R, V] the token with the largest among those allowed; of equal ones the smaller id."""
+    """The allowed token with the largest of each row of logits [R, V]; of equal ones the smaller id."""
     most = max(map(len, allowed))
     # Padded with the first, which then wins no sooner.
     tokens = torch.tensor([ids + ids[:1] * (most - len(ids)) for ids in allowed], device=logits.device)
@@ -136,12 +139,12 @@ def _next_logits(model: LanguageModel, tokens: Sequence[Tokens], cache: TokenCac
     return logits
 
 
-def _of_one_length(queries: Sequence[Tokens], held: int, batch_tokens: int) -> Iterator[list[int]]:
-    """Indices of queries of one length, longest first, as many as a pass may have."""
+def _batches_of_one_length(queries: Sequence[Tokens], cached: int, batch_tokens: int) -> Iterator[list[int]]:
+    """Batches of queries of one length, as indices: longest first, and as many as fit a pass beside cached tokens."""
     by_length: dict[int, list[int]] = defaultdict(list)
     for index, query in enumerate(queries):
         by_length[len(query)].append(index)
     for length in sorted(by_length, reverse=True):
-        rows = max(1, batch_tokens // (held + length))
+        rows = max(1, batch_tokens // (cached + length))
         for first in range(0, len(by_length[length]), rows):
             yield by_length[length][first : first + rows]

@@ -2,7 +2,7 @@
 
 # Most tokens of one pass, cached context and padding included.
 BATCH_TOKENS = 4096
-# Perplexity's tokens seen at once, and from one window to the next.
+# Tokens that perplexity sees at once, and from the start of one window to the next.
 WINDOW = 1024
 STRIDE = 512
 # Tokens of a needle prompt at most; items of each depth and length.

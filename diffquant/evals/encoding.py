@@ -1,4 +1,4 @@
-"""Text to tokens, split between context and continuation exactly where lm-eval splits it."""
+"""Encoding of text as tokens, split between context and continuation exactly where lm-eval splits it."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -19,12 +19,12 @@ class Request:
     continuation: tuple[int, ...]
 
 
-class PairEncoder:
-    """Encodes (context, continuation) pairs as lm-eval's HFLM does.
+class RequestEncoder:
+    """Encodes a context and its continuation as lm-eval's HFLM does.
 
     Args:
         tokenizer: a Hugging Face tokenizer.
-        max_length: tokens the model sees at once; longer pairs lose tokens on the left.
+        max_length: number of tokens the model sees at once; longer requests lose tokens on the left.
 
     Source: lm-eval 0.4.13, `TemplateLM._encode_pair`, `HFLM.tok_encode` and `_loglikelihood_tokens`.
     """
@@ -37,10 +37,11 @@ class PairEncoder:
 
     def encode(self, text: str) -> list[int]:
         """Tokens of `text`, with the special tokens its tokenizer adds unless the text begins with one."""
-        return self.tokenizer.encode(text, add_special_tokens=not text.startswith(self._prefix_text))
+        tokens: list[int] = self.tokenizer.encode(text, add_special_tokens=not text.startswith(self._prefix_text))
+        return tokens
 
     def request(self, context: str, continuation: str) -> Request:
-        """One pair; spaces that end the context move to the continuation.
+        """The request of one continuation; spaces that end the context move to the continuation.
 
         Raises:
             DiffQuantError: the continuation has no tokens of its own, or more than the model can see.
@@ -54,11 +55,12 @@ class PairEncoder:
                 f"more than the {self.max_length} the model can see"
             )
         # The last token is predicted, never read, so one more than max_length fits.
-        kept = (before + after)[-(self.max_length + 1) :]
-        return Request(tuple(kept[: -len(after)]), tuple(after))
+        seen = (before + after)[-(self.max_length + 1) :]
+        return Request(tuple(seen[: -len(after)]), tuple(after))
 
-    def requests(self, pairs: Iterable[tuple[str, str]]) -> list[Request]:
-        return [self.request(context, continuation) for context, continuation in pairs]
+    def requests(self, texts: Iterable[tuple[str, str]]) -> list[Request]:
+        """The requests of some (context, continuation)."""
+        return [self.request(context, continuation) for context, continuation in texts]
 
     def _split(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
         if not context:
@@ -67,6 +69,6 @@ class PairEncoder:
                 return after[:1], after[1:]
             return [self.prefix_token], after
         stem = context.rstrip()
-        whole = self.encode(context + continuation)
+        tokens = self.encode(context + continuation)
         before = self.encode(stem)
-        return before, whole[len(before) :]
+        return before, tokens[len(before) :]

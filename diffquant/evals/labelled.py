@@ -1,4 +1,4 @@
-"""Texts with labels, as classification tasks are published; a file's suffix says how it is read.
+"""Reading of labelled texts, as classification tasks are published; a file's suffix says how it is read.
 
 .jsonl       an object a line with `text` and `label`
 .csv, .tsv   a header with `text` and `label`, or `category` (Banking-77)
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from diffquant.errors import UsageError
+from diffquant.evals.faults import first_few
 
 TREC = ".label"
 CLINC = ".json"
@@ -51,11 +52,10 @@ _TREC_WORDS = {
     "veh": "vehicle",
     "volsize": "size",
 }
-_NAMED_ERRORS = 5
 
 
 class Example(NamedTuple):
-    """A text and its label, on one line each; the label in words."""
+    """A text and its label in words, each on one line."""
 
     text: str
     label: str
@@ -63,7 +63,7 @@ class Example(NamedTuple):
 
 @dataclass(frozen=True)
 class Dataset:
-    """Examples to show and examples to ask for."""
+    """A classification task's examples: `train` to show, `test` to ask for."""
 
     train: tuple[Example, ...]
     test: tuple[Example, ...]
@@ -74,15 +74,15 @@ class Dataset:
         return tuple(sorted({example.label for example in self.train}))
 
 
-# Where in the file, and what stands there for text and label; None where nothing does.
+# The place in the file, and what stands there for text and for label; None where nothing does.
 Entry = tuple[str, object, object]
 
 
-def load(train: Path, test: Path | None = None, fine: bool = False) -> Dataset:
+def load_dataset(train: Path, test: Path | None = None, fine: bool = False) -> Dataset:
     """Read a dataset; without `test` its examples come from Clinc150's one file.
 
     Args:
-        fine: TREC's 50 fine classes in place of its 6 coarse ones.
+        fine: whether TREC's 50 fine classes take the place of its 6 coarse ones.
 
     Raises:
         UsageError: a file cannot be read, or has lines that are no examples (all are counted); fewer than two
@@ -97,12 +97,12 @@ def load(train: Path, test: Path | None = None, fine: bool = False) -> Dataset:
         raise UsageError(f"{train}: every example is {dataset.labels[0]!r}; two classes or more are needed")
     unknown = sorted({example.label for example in dataset.test} - set(dataset.labels))
     if unknown:
-        raise UsageError(f"{test or train}: labels that {train} does not have: {_some(list(map(repr, unknown)))}")
+        raise UsageError(f"{test or train}: labels that {train} does not have: {first_few(list(map(repr, unknown)))}")
     return dataset
 
 
-def identity(examples: tuple[Example, ...]) -> str:
-    """One digest for examples in order."""
+def examples_digest(examples: tuple[Example, ...]) -> str:
+    """A digest that changes with any example and with their order."""
     return hashlib.sha256(json.dumps(examples).encode()).hexdigest()[:16]
 
 
@@ -120,13 +120,13 @@ def _read(path: Path, split: str, fine: bool) -> tuple[Example, ...]:
     try:
         for place, text, label in readers[path.suffix](_text_of(path)):
             try:
-                examples.append(Example(_line(text, "text"), _line(label, "label").replace("_", " ")))
+                examples.append(Example(_words(text, "text"), _words(label, "label").replace("_", " ")))
             except UsageError as error:
                 faults.append(f"{place}: {error}")
     except (ValueError, csv.Error) as error:
         raise UsageError(f"cannot read {path}: {error}") from error
     if faults:
-        raise UsageError(f"{len(faults)} lines of {path} are no examples: {_some(faults)}")
+        raise UsageError(f"{len(faults)} lines of {path} are no examples: {first_few(faults)}")
     if not examples:
         raise UsageError(f"{path} is empty: it needs texts with labels")
     return tuple(examples)
@@ -157,7 +157,7 @@ def _jsonl(text: str) -> Iterator[Entry]:
 
 
 class _Tabs(csv.excel_tab):
-    """Quotes stand for themselves, as a rule, in what tabs separate."""
+    """The dialect of .tsv files: in what tabs separate, quotes stand for themselves as a rule."""
 
     quoting = csv.QUOTE_NONE
 
@@ -186,20 +186,20 @@ def _clinc(text: str, split: str) -> Iterator[Entry]:
     splits = json.loads(text)
     if not isinstance(splits, dict) or not isinstance(splits.get(split), list):
         raise ValueError(f'expected {{"{split}": [[text, label], ...]}}, as in Clinc150\'s data_full.json')
-    for number, pair in enumerate(splits[split], 1):
-        written, label = pair if isinstance(pair, list) and len(pair) == 2 else (None, None)
-        yield f"{split} {number}", written, label
+    for number, entry in enumerate(splits[split], 1):
+        query, label = entry if isinstance(entry, list) and len(entry) == 2 else (None, None)
+        yield f"{split} {number}", query, label
 
 
-def _line(value: object, what: str) -> str:
+def _words(value: object, what: str) -> str:
+    """A field's words on one line.
+
+    Raises:
+        UsageError: there are none, or the field is no text.
+    """
     if value is not None and not isinstance(value, str):
         raise UsageError(f"{what} must be words, got {value!r}")
     words = (value or "").split()
     if not words:
         raise UsageError(f"no {what}")
     return " ".join(words)
-
-
-def _some(faults: list[str]) -> str:
-    more = f"; and {len(faults) - _NAMED_ERRORS} more" if len(faults) > _NAMED_ERRORS else ""
-    return "; ".join(faults[:_NAMED_ERRORS]) + more

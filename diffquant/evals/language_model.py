@@ -1,4 +1,4 @@
-"""What a task may ask of a model, whatever runs it: torch, or an exported graph's runtime."""
+"""Language models: what a task may ask of a model, whatever runs it: torch, or an exported graph's runtime."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -100,7 +100,7 @@ class LanguageModel(ABC):
 
     @abstractmethod
     def max_length(self, tokenizer: "PreTrainedTokenizerBase | None") -> int:
-        """Tokens that the model sees at once; the tokenizer's word where it does not say."""
+        """Number of tokens that the model sees at once; what the tokenizer says where the model does not."""
 
     @abstractmethod
     def new_cache(self) -> TokenCache:
@@ -139,7 +139,7 @@ class LanguageModel(ABC):
 
 
 def shares_prefixes(recipe: Recipe) -> bool:
-    """Whether a prefix computed once serves every continuation: no scale may span rows of a sequence."""
+    """Whether a prefix computed once serves every continuation: no scale may span tokens of a sequence."""
     cached = recipe.schemes_of("k") | recipe.schemes_of("v")
     rows_only = {scheme.granularity for scheme in recipe.schemes_of("logits")} <= {"", "row", "static"}
     tokens_only = {scheme.granularity for scheme in cached} <= {"", "row", "group", "static"}

@@ -1,4 +1,4 @@
-"""Log-probabilities of continuations: a context runs once and every continuation of it reuses its cache.
+"""Scoring of continuations by their log-probabilities: a context runs once, and its continuations reuse the cache.
 
 Contexts are left-padded, so that they end together; continuations are right-padded. Where a scale of the
 recipe spans rows of one sequence, a shared prefix would change it: such recipes run whole sequences, in
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from diffquant.errors import NonFiniteError
-from diffquant.evals.batching import split
+from diffquant.evals.batching import split_into_runs
 from diffquant.evals.defaults import BATCH_TOKENS
 from diffquant.evals.encoding import Request
 from diffquant.evals.language_model import LanguageModel, States, TokenCache
@@ -57,7 +57,7 @@ def token_scores(states: States, targets: Tensor) -> tuple[Tensor, Tensor]:
     """Log-probabilities of targets under the next-token distribution at each position.
 
     Args:
-        states: of N positions.
+        states: states at N positions.
         targets: [N, M] token ids.
 
     Returns:
@@ -76,7 +76,7 @@ def token_scores(states: States, targets: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class _Totals:
-    """Sums over each request's tokens as they come in."""
+    """Running sums over each request's tokens."""
 
     def __init__(self, count: int, progress: Progress) -> None:
         self.logprob = torch.zeros(count, dtype=torch.float64)
@@ -86,12 +86,13 @@ class _Totals:
         self.progress = progress
 
     def add(self, owners: list[int], logprobs: Tensor, greedy: Tensor) -> None:
-        """One entry a token: its request, its log-probability, whether it was the likeliest."""
+        """Add tokens, with one entry each: its request, its log-probability, whether it was the likeliest."""
         index = torch.tensor(owners, dtype=torch.long)
         self.logprob.index_add_(0, index, logprobs.double().cpu())
         self.greedy[index[~greedy.cpu()]] = False
 
     def finish(self, requests: int) -> None:
+        """Count requests as done."""
         self.done += requests
         self.progress(self.done, self.count, "scoring")
 
@@ -104,7 +105,7 @@ def _score_shared(model: LanguageModel, requests: Sequence[Request], batch_token
     for index, request in enumerate(requests):
         continuations[request.context].append(index)
     contexts = sorted(continuations, key=len, reverse=True)
-    for run in split([len(context) for context in contexts], batch_tokens):
+    for run in split_into_runs([len(context) for context in contexts], batch_tokens):
         batch = [contexts[i] for i in run]
         owners = [continuations[context] for context in batch]
         cache, mask, states = _prefill(model, batch)
@@ -114,7 +115,7 @@ def _score_shared(model: LanguageModel, requests: Sequence[Request], batch_token
 
 
 def _prefill(model: LanguageModel, contexts: list[tuple[int, ...]]) -> tuple[TokenCache, Tensor, States]:
-    """Run contexts [B, S], left-padded: the cache, the mask [B, S], the states after each context's last token."""
+    """Run contexts [B, S], left-padded; returns cache, mask [B, S], and the states after each context's last token."""
     width = max(map(len, contexts))
     ids = torch.tensor([[0] * (width - len(c)) + list(c) for c in contexts], device=model.device)
     mask = torch.tensor([[0] * (width - len(c)) + [1] * len(c) for c in contexts], device=model.device)
@@ -123,7 +124,7 @@ def _prefill(model: LanguageModel, contexts: list[tuple[int, ...]]) -> tuple[Tok
 
 
 def _add_first_tokens(states: States, requests: Sequence[Request], owners: list[list[int]], totals: _Totals) -> None:
-    """The context's last state predicts the first token of each of its continuations."""
+    """Add each continuation's first token, which the context's last state predicts."""
     most = max(map(len, owners))
     first = [[requests[i].continuation[0] for i in group] for group in owners]
     targets = torch.tensor([row + [0] * (most - len(row)) for row in first], device=states.values.device)
@@ -141,10 +142,11 @@ def _add_further_tokens(
     batch_tokens: int,
     totals: _Totals,
 ) -> None:
+    """Run the continuations that have more tokens than one, in batches of alike length."""
     rows = [(b, i) for b, group in enumerate(owners) for i in group if len(requests[i].continuation) > 1]
     rows.sort(key=lambda row: len(requests[row[1]].continuation), reverse=True)
     lengths = [len(requests[i].continuation) - 1 for _, i in rows]
-    for run in split(lengths, batch_tokens, held=mask.shape[1]):
+    for run in split_into_runs(lengths, batch_tokens, cached=mask.shape[1]):
         picked = [rows[k] for k in run]
         branch = cache if run.stop == len(rows) else cache.branch()
         _add_continuations(model, branch, mask, [b for b, _ in picked], [i for _, i in picked], requests, totals)

@@ -1,4 +1,4 @@
-"""Accuracies with their uncertainty, and two configurations compared on the same items. No torch here."""
+"""Statistics of accuracies: their uncertainty, and two configurations compared on the same items. No torch here."""
 
 import math
 from collections.abc import Sequence
@@ -30,8 +30,8 @@ class Flips:
     """Items on which two configurations disagree.
 
     Attributes:
-        gained, lost: items that became right, and wrong.
-        choices: items where another ending was chosen, right or not.
+        gained, lost: number of items that became right, and wrong.
+        choices: number of items where another ending was chosen, right or not.
     """
 
     gained: int
@@ -61,19 +61,19 @@ def paired_difference(values: Sequence[float], baseline: Sequence[float]) -> Dif
     differences = [a - b for a, b in zip(values, baseline, strict=True)]
     if {*values, *baseline} <= {0.0, 1.0}:
         return _bonett_price(differences.count(1), differences.count(-1), len(differences))
-    of_mean = estimate(differences)
-    half = math.inf if of_mean.se is None else _Z95 * of_mean.se
-    return Difference(of_mean.mean, of_mean.mean - half, of_mean.mean + half)
+    difference = estimate(differences)
+    half = math.inf if difference.se is None else _Z95 * difference.se
+    return Difference(difference.mean, difference.mean - half, difference.mean + half)
 
 
 def flips(
     correct: Sequence[bool], baseline: Sequence[bool], choices: Sequence[int], baseline_choices: Sequence[int]
 ) -> Flips:
     """Count disagreements over the same items."""
-    pairs = list(zip(correct, baseline, strict=True))
+    now_and_before = list(zip(correct, baseline, strict=True))
     return Flips(
-        gained=sum(now and not before for now, before in pairs),
-        lost=sum(before and not now for now, before in pairs),
+        gained=sum(now and not before for now, before in now_and_before),
+        lost=sum(before and not now for now, before in now_and_before),
         choices=sum(a != b for a, b in zip(choices, baseline_choices, strict=True)),
     )
 

@@ -1,4 +1,4 @@
-"""What a task is. No torch here: the command line reads the tasks' options."""
+"""Tasks: what each one is asked for by name, and measures. No torch here: the command line reads the tasks' options."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -29,9 +29,9 @@ class TaskOption(Generic[T_co]):
         default: value where none is given.
         help: sentence of the command line's help.
         kind: type of what the command line takes: int, str, Path or bool.
-        minimum: smallest number that the command line takes.
+        minimum: smallest number that the command line takes; None for any.
         written: default as the command line writes it, where `read` turns that into the value.
-        read: from what the command line takes to the value.
+        read: function from what the command line takes to the value; None where they are the same.
     """
 
     name: str
@@ -42,18 +42,18 @@ class TaskOption(Generic[T_co]):
     written: str | None = None
     read: Callable[[str], T_co] | Callable[[int], T_co] | None = None
 
-    def of(self, given: Mapping[str, object]) -> T_co:
-        """The option's value among those given, or its default."""
-        return cast(T_co, given.get(self.name, self.default))
+    def of(self, values: Mapping[str, object]) -> T_co:
+        """The option's value among these, or its default."""
+        return cast(T_co, values.get(self.name, self.default))
 
 
-def at_least_one(option: TaskOption[int | None], given: Mapping[str, object]) -> int | None:
-    """An option's count.
+def at_least_one(option: TaskOption[int | None], values: Mapping[str, object]) -> int | None:
+    """The value of an option that counts something.
 
     Raises:
         UsageError: it is below 1.
     """
-    count = option.of(given)
+    count = option.of(values)
     if count is not None and count < 1:
         raise UsageError(f"{option.name} must be 1 or more, got {count}")
     return count
@@ -83,10 +83,11 @@ class PlottedCell:
 
 
 class Draw(Protocol):
-    """Draws a task's cells into a file."""
+    """A function that draws a task's cells into a file."""
 
     def __call__(self, cells: Sequence[PlottedCell], path: Path) -> None:
-        """
+        """Draw the cells.
+
         Raises:
             UsageError: there is nothing to draw.
         """
@@ -94,17 +95,17 @@ class Draw(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Task(ABC):
-    """Something that is measured of a language model.
+    """A task: something that is measured of a language model.
 
     A subclass is a frozen dataclass of plain data, in a file of its own in `diffquant.evals.tasks`, under
     `@register`. It imports torch where it runs, never at its top.
 
     Attributes:
-        kind: what its names begin with, up to the first colon.
+        kind: word that its names begin with, up to the first colon.
         usage: grammar of its names, for help and errors.
         options: options that `parse` reads.
-        columns: what a table shows of its results.
-        plots: files beside a sweep's table, and what draws them.
+        columns: columns that a table shows of its results.
+        plots: functions that draw files beside a sweep's table, by the files' names.
         compares_with_16_bits: whether `run` takes a reference, which `reference` makes of the 16-bit model.
         batch_tokens: most tokens of one pass; bounds memory.
     """
@@ -120,11 +121,11 @@ class Task(ABC):
 
     @classmethod
     @abstractmethod
-    def parse(cls, name: str, given: Mapping[str, object], batch_tokens: int) -> Self:
+    def parse(cls, name: str, values: Mapping[str, object], batch_tokens: int) -> Self:
         """The task of a name, its items or text read.
 
         Args:
-            given: values of options by name; `TaskOption.of` knows the defaults.
+            values: values of options by name; `TaskOption.of` knows the defaults.
 
         Raises:
             UsageError: the name or an option cannot be read, or the data they name.
@@ -155,9 +156,12 @@ class Task(ABC):
         """
 
     def reference(
-        self, model: "LanguageModel", tokenizer: "PreTrainedTokenizerBase", progress: Progress
+        self,
+        model: "LanguageModel",  # noqa: ARG002
+        tokenizer: "PreTrainedTokenizerBase",  # noqa: ARG002
+        progress: Progress,  # noqa: ARG002
     ) -> "States | None":
-        """What `run` compares other models with."""
+        """What `run` compares other models with; None unless the task compares with 16 bits."""
         return None
 
     def in_batches_of(self, tokens: int) -> Self:

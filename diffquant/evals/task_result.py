@@ -1,4 +1,4 @@
-"""What a task measured. No torch here."""
+"""The result of a task. No torch here."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,7 +9,7 @@ from diffquant.support.plain_data import JsonObject
 
 @dataclass(frozen=True, kw_only=True)
 class TaskResult:
-    """What a task measured of a model.
+    """The result of a task: what it measured of a model.
 
     Attributes:
         metric: name of the number that stands for the task.
@@ -17,7 +17,7 @@ class TaskResult:
         n: number of items; None for a task that has none.
         values: number of each item; None where the task does not tell.
         choices: answer that each item was given; None where an item has no single one.
-        details: everything else as plain data, by names that are the task's own.
+        details: all other results as plain data, by names that are the task's own.
     """
 
     metric: str
@@ -28,14 +28,14 @@ class TaskResult:
     details: JsonObject = field(default_factory=dict)
 
     def to_dict(self) -> JsonObject:
-        """One flat object; `from_dict` reads it."""
+        """The result as one flat object, which `from_dict` reads."""
         scored = {} if self.score is None else {"score": self.score, "n": self.n, "values": self.values}
         chosen = {} if self.choices is None else {"choices": self.choices}
         return {"metric": self.metric} | scored | chosen | self.details
 
     @classmethod
     def from_dict(cls, stored: Mapping[str, object]) -> Self:
-        """What `to_dict` wrote."""
+        """The result that `to_dict` wrote."""
         fields: JsonObject = {name: stored.get(name) for name in ("metric", "score", "n", "values", "choices")}
         return cls(**fields, details={name: value for name, value in stored.items() if name not in fields})
 

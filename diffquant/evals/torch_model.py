@@ -23,7 +23,7 @@ _WIDENED_ENTRIES = 1 << 23
 
 @dataclass(frozen=True)
 class HiddenStates(States):
-    """The last hidden states, and the head that makes logits of them.
+    """The last hidden states at some positions, and the head that makes logits of them.
 
     Attributes:
         head: projection [V, W] to the vocabulary.
@@ -36,7 +36,8 @@ class HiddenStates(States):
         return self.head.out_features
 
     def logits(self) -> Tensor:
-        return self.head(self.values).float()
+        logits: Tensor = self.head(self.values)
+        return logits.float()
 
     def exact_logits(self) -> Tensor:
         weight, wide = self.head.weight, self.values.float()
@@ -69,7 +70,8 @@ class TorchModel(LanguageModel):
 
     @property
     def device(self) -> torch.device:
-        return self.model.device
+        device: torch.device = self.model.device
+        return device
 
     @property
     def shares_prefixes(self) -> bool:
@@ -106,4 +108,5 @@ class TorchModel(LanguageModel):
             pad_token_id=end_token(tokenizer),
             **sampling,
         )
-        return out[0, len(prompt) :].tolist()
+        tokens: list[int] = out[0, len(prompt) :].tolist()
+        return tokens

@@ -1,4 +1,4 @@
-"""One measurement on disk, addressed by everything that determines it."""
+"""Cells: measurements on disk, each addressed by everything that determines it."""
 
 import hashlib
 import json
@@ -12,7 +12,12 @@ from diffquant.sweep.measurement import Failure, Measurement
 
 @dataclass(frozen=True)
 class Cell:
-    """A measurement's place: `key` is plain data and says all that the measurement depends on."""
+    """The place of a measurement on disk.
+
+    Attributes:
+        folder: folder of the sweep's cells.
+        key: all that the measurement depends on, as plain data.
+    """
 
     folder: Path
     key: JsonObject
@@ -31,13 +36,14 @@ class Cell:
         return self.path.with_suffix(".failed.json")
 
     def read(self) -> Measurement | None:
-        """The measurement, or None where there is none that can be read."""
+        """The measurement; None where there is none that can be read."""
         try:
             entry = json.loads(self.path.read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return None
-        whole = isinstance(entry, dict) and entry.get("key") == self.key
-        return Measurement.from_dict(entry["result"]) if whole and isinstance(entry.get("result"), dict) else None
+        if not isinstance(entry, dict) or entry.get("key") != self.key or not isinstance(entry.get("result"), dict):
+            return None
+        return Measurement.from_dict(entry["result"])
 
     def write(self, outcome: Measurement | Failure) -> None:
         """Write a measurement in place of any failure, or a failure beside."""
@@ -50,4 +56,5 @@ class Cell:
 
     def read_failure(self) -> str:
         """One line that says what went wrong the last time."""
-        return json.loads(self.failure_path.read_text(encoding="utf-8"))["error"]
+        error: str = json.loads(self.failure_path.read_text(encoding="utf-8"))["error"]
+        return error

@@ -1,4 +1,4 @@
-"""One configuration of one model, measured now and kept nowhere: a sweep of a single point."""
+"""Evaluation of one configuration of one model, measured now and kept nowhere: a sweep of a single point."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,13 +24,16 @@ def evaluate(
     progress: Progress = silent,
     runtime_of: RuntimeOf = checkpoints_alone,
 ) -> dict[str, TaskResult]:
-    """Results by task.
+    """Measure every task of one configuration.
 
     Args:
         path: checkpoint, or exported folder, which is measured as it is.
-        recipe: what to simulate; a quantized checkpoint's own by default.
+        recipe: recipe to simulate; a quantized checkpoint's own by default.
         options: tasks and their options, dtype, device and scales; what concerns a grid is not looked at.
         runtime_of: finds what opens an exported folder.
+
+    Returns:
+        Results by the task's name.
 
     Raises:
         DiffQuantError: the checkpoint, the tasks or their data cannot be read; all before the first item.
@@ -45,17 +48,17 @@ def evaluate(
     if runtime is not None:
         subject: Subject = ExportedSubject(path, runtime.describe(path), runtime, None, setup)
     else:
-        subject = _checkpoint(path, recipe, options, setup)
+        subject = _checkpoint_subject(path, recipe, options, setup)
     session = subject.open()
     return {task.name: session.run(task, recipe, None, progress) for task in tasks}
 
 
-def summary(results: Mapping[str, TaskResult]) -> str:
-    """One line a task: its scalar results."""
-    return "\n".join(f"{task}: {_scalars(result)}" for task, result in results.items())
+def results_text(results: Mapping[str, TaskResult]) -> str:
+    """A task's scalar results in one line, for every task."""
+    return "\n".join(f"{task}: {_scalars_text(result)}" for task, result in results.items())
 
 
-def _checkpoint(path: Path, recipe: Recipe | None, options: SweepOptions, setup: Setup) -> CheckpointSubject:
+def _checkpoint_subject(path: Path, recipe: Recipe | None, options: SweepOptions, setup: Setup) -> CheckpointSubject:
     source = open_source(path)
     check_loadable(source, [] if recipe is None else [recipe])
     scales = next(iter(options.scales), None)
@@ -63,8 +66,10 @@ def _checkpoint(path: Path, recipe: Recipe | None, options: SweepOptions, setup:
     return CheckpointSubject(source, setup, scales)
 
 
-def _scalars(result: TaskResult) -> str:
-    numbers = {k: value for k, value in result.to_dict().items() if isinstance(value, int | float) and k != "score"}
+def _scalars_text(result: TaskResult) -> str:
+    numbers = {
+        name: value for name, value in result.to_dict().items() if isinstance(value, int | float) and name != "score"
+    }
     return ", ".join(
         f"{name} {value:.4f}" if isinstance(value, float) else f"{name} {value}" for name, value in numbers.items()
     )

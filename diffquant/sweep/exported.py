@@ -1,4 +1,4 @@
-"""Exported folders as rows of a sweep. What runs them is handed in, since the core imports no room."""
+"""Exported folders as rows of a sweep. What runs them is handed in, since the core does not import `export`."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -29,12 +29,12 @@ class ExportedModel:
     """What a sweep must know of an exported folder.
 
     Attributes:
-        bits: of its weights; 16 where they are not quantized.
-        scheme: its whole precision as the table shows it, such as "4:g32 kv 8".
+        bits: width of its weights; 16 where they are not quantized.
+        scheme: precision of all its parts as the table shows it, such as "4:g32 kv 8".
         identity: plain data that determines its results.
         sources: digests of the weight files it was made from, and of those its quantized source was made from.
-        weight_bytes: on disk.
-        kv_bytes: of a token in the cache, over all layers.
+        weight_bytes: size of its weights on disk.
+        kv_bytes: size of a token in its cache, over all layers.
     """
 
     bits: int
@@ -89,10 +89,11 @@ class ExportedSubject:
     compared_with: CheckpointSubject | None
     setup: Setup
 
-    def key(self, recipe: Recipe) -> JsonObject:
-        full = self.compared_with
-        compared = {"compared_with": full.source.fingerprint if full else None}
-        return {"model": self.model.identity} | compared | self.setup.common_key() | (self.setup.key() if full else {})
+    def key(self, recipe: Recipe) -> JsonObject:  # noqa: ARG002
+        baseline = self.compared_with
+        compared = {"compared_with": baseline.source.fingerprint if baseline else None}
+        setup = self.setup.common_key() | (self.setup.key() if baseline else {})
+        return {"model": self.model.identity} | compared | setup
 
     def open(self) -> "ExportedSession":
         return ExportedSession(self, self.compared_with.open() if self.compared_with else None)
@@ -105,7 +106,13 @@ class ExportedSession:
     subject: ExportedSubject
     compared_with: CheckpointSession | None
 
-    def run(self, task: Task, recipe: Recipe | None, reference: States | None, progress: Progress) -> TaskResult:
+    def run(
+        self,
+        task: Task,
+        recipe: Recipe | None,  # noqa: ARG002
+        reference: States | None,
+        progress: Progress,
+    ) -> TaskResult:
         model, tokenizer = self._opened
         # Each sequence runs by itself, so the task's batches only bound memory.
         return task.in_batches_of(self.subject.runtime.batch_tokens).run(model, tokenizer, reference, progress)
@@ -143,15 +150,17 @@ def runtimes_among(paths: Sequence[Path], runtime_of: RuntimeOf) -> dict[Path, R
 
 
 def exported_points(exported: Mapping[Path, ExportedModel], sources: Mapping[Path, Source]) -> list[Point]:
-    """One point a folder, compared with the checkpoint among these that it was made from, quantized or not."""
+    """One point for each folder, compared with the checkpoint it was made from, quantized or not, if that is here."""
     if not exported:
         return []
-    held = {path: frozenset(map(file_digest, source.checkpoint.weight_files())) for path, source in sources.items()}
+    digests_by_path = {
+        path: frozenset(map(file_digest, source.checkpoint.weight_files())) for path, source in sources.items()
+    }
 
-    def source_of(model: ExportedModel) -> Path | None:
-        return next((path for path, digests in held.items() if digests in model.sources), None)
+    def checkpoint_of(model: ExportedModel) -> Path | None:
+        return next((path for path, digests in digests_by_path.items() if digests in model.sources), None)
 
     return [
-        Point(folder, EXPORTED, model.bits, model.scheme, Recipe(), source_of(model))
+        Point(folder, EXPORTED, model.bits, model.scheme, Recipe(), checkpoint_of(model))
         for folder, model in exported.items()
     ]

@@ -1,4 +1,4 @@
-"""What a sweep measures: every model at 16 bits, then every target at every width. No torch here."""
+"""The grid of a sweep: every model at 16 bits, then every target at every width. No torch here."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -6,8 +6,7 @@ from pathlib import Path
 
 from diffquant.errors import UsageError
 from diffquant.evals.defaults import BATCH_TOKENS
-from diffquant.evals.tasks import check_options, kinds
-from diffquant.evals.tasks import options as options_of_tasks
+from diffquant.evals.tasks import check_options, task_kinds, task_options
 from diffquant.recipe import DEFAULT_GRANULARITY, Recipe
 from diffquant.support.files import check_distinct
 from diffquant.support.plain_data import JsonObject
@@ -28,9 +27,9 @@ class SweepOptions:
         bits: widths; 16, the baseline, is measured whether named or not.
         targets: names in `TARGETS`, each swept alone.
         recipes: YAML files, each measured as it is beside the grid.
-        scales: calibrated ones for static schemes, each of one of the models.
-        granularities: as in a scheme's text ("row", "tensor", "row:shift"); each serves the targets that
-            know it. Empty: every target's own default.
+        scales: files of calibrated ranges for static schemes, each made for one of the models.
+        granularities: what shares a scale, as in a scheme's text ("row", "tensor", "row:shift"); each serves the
+            targets that know it. Empty: every target's own default.
         task_options: values of the tasks' own options by name, such as {"limit": 100}.
         dtype: "auto", "bfloat16", "float16" or "float32".
         batch_tokens: most tokens of one pass.
@@ -55,7 +54,7 @@ class SweepOptions:
         if self.batch_tokens < 1:
             wrong.append(f"batch tokens must be 1 or more, got {self.batch_tokens}")
         if not self.tasks:
-            wrong.append(f"no task: name {', '.join(task.usage for task in kinds())}")
+            wrong.append(f"no task: name {', '.join(task.usage for task in task_kinds())}")
         if wrong:
             raise UsageError("; ".join(wrong))
         check_options(self.task_options)
@@ -63,8 +62,8 @@ class SweepOptions:
     def to_dict(self) -> JsonObject:
         """Every option as plain data, the tasks' own among the others."""
         fields = {name: value for name, value in vars(self).items() if name != "task_options"}
-        fields |= {option.name: option.of(self.task_options) for option in options_of_tasks()}
-        return {name: _plain(value) for name, value in fields.items()}
+        fields |= {option.name: option.of(self.task_options) for option in task_options()}
+        return {name: _plain_value(value) for name, value in fields.items()}
 
 
 @dataclass(frozen=True)
@@ -72,12 +71,12 @@ class Point:
     """One configuration of one model.
 
     Attributes:
-        model: the checkpoint, or an exported folder.
-        target: what is quantized; "" at 16 bits, `RECIPE` where a file says it, `EXPORTED` of a folder.
-        bits: its width; 0 for a recipe.
-        granularity: as a scheme's text has it, a recipe's name, or the exported folder's whole precision; "" at
-            16 bits.
-        recipe: all of it; of an exported folder, none.
+        model: path of the checkpoint, or of an exported folder.
+        target: name of what is quantized; "" at 16 bits, `RECIPE` where a file says it, `EXPORTED` for a folder.
+        bits: width of the target's codes; 0 for a recipe.
+        granularity: granularity as a scheme's text has it, a recipe's name, or an exported folder's whole precision;
+            "" at 16 bits.
+        recipe: recipe to simulate; the empty one for an exported folder.
         compared_with: the model whose 16 bits it is compared with; None where there is none.
     """
 
@@ -94,14 +93,14 @@ class Point:
 
     @property
     def scheme(self) -> str:
-        """Such as "4:row", "16", or a recipe's name."""
+        """The scheme as text, such as "4:row", "16", or a recipe's name."""
         if self.target in (EXPORTED, RECIPE):
             return self.granularity
         return f"{self.bits}:{self.granularity}" if self.granularity else str(self.bits)
 
     @property
     def label(self) -> str:
-        """Such as "logits 4:row"."""
+        """Target and scheme, such as "logits 4:row"."""
         return f"{self.target} {self.scheme}" if self.target else "16 bits"
 
 
@@ -115,9 +114,9 @@ def points(models: Sequence[Path], options: SweepOptions) -> list[Point]:
         raise UsageError("no model to sweep: name at least one checkpoint")
     check_distinct(models)
     stems = [recipe.stem for recipe in options.recipes]
-    alike = sorted({stem for stem in stems if stems.count(stem) > 1})
-    if alike:
-        raise UsageError(f"recipes are told apart by their files' names; rename all but one {', '.join(alike)}")
+    repeated = sorted({stem for stem in stems if stems.count(stem) > 1})
+    if repeated:
+        raise UsageError(f"recipes are told apart by their files' names; rename all but one {', '.join(repeated)}")
     _check_granularities(options)
     widths = sorted({bits for bits in options.bits if bits != 16}, reverse=True)
     return [point for model in models for point in _points_of(model, widths, options)]
@@ -140,21 +139,23 @@ def _recipe(target: str, bits: int, granularity: str) -> Recipe:
 def _granularities_of(target: str, options: SweepOptions) -> list[str]:
     if not options.granularities:
         return [DEFAULT_GRANULARITY[TARGETS[target][0]]]
-    return [name for name in dict.fromkeys(options.granularities) if _fault(target, name) is None]
+    return [name for name in dict.fromkeys(options.granularities) if _why_refused(target, name) is None]
 
 
 def _check_granularities(options: SweepOptions) -> None:
-    faults = {(target, name): _fault(target, name) for target in options.targets for name in options.granularities}
+    faults = {
+        (target, name): _why_refused(target, name) for target in options.targets for name in options.granularities
+    }
     useless = [name for name in options.granularities if all(faults[target, name] for target in options.targets)]
-    bare = [target for target in options.targets if not _granularities_of(target, options)]
+    unserved = [target for target in options.targets if not _granularities_of(target, options)]
     wrong = [faults[options.targets[0], name] for name in useless]
-    wrong += [f"{target}: none of {', '.join(options.granularities)} serves it" for target in bare]
+    wrong += [f"{target}: none of {', '.join(options.granularities)} serves it" for target in unserved]
     if wrong:
         raise UsageError("; ".join(dict.fromkeys(fault for fault in wrong if fault)))
 
 
-def _fault(target: str, granularity: str) -> str | None:
-    """Why a target cannot have a granularity, or None."""
+def _why_refused(target: str, granularity: str) -> str | None:
+    """Why a target cannot have a granularity; None where it can."""
     try:
         _recipe(target, 4, granularity)
     except UsageError as error:
@@ -162,7 +163,7 @@ def _fault(target: str, granularity: str) -> str | None:
     return None
 
 
-def _plain(value: object) -> object:
+def _plain_value(value: object) -> object:
     if isinstance(value, tuple):
-        return [_plain(each) for each in value]
+        return [_plain_value(item) for item in value]
     return str(value) if isinstance(value, Path) else value

@@ -1,4 +1,4 @@
-"""What one cell holds: a task's result, and what the run itself cost and did. No torch here."""
+"""Measurements: what a cell holds, a task's result with what the run itself cost and did. No torch here."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,11 +15,11 @@ class Measurement:
     """A task's result under a recipe.
 
     Attributes:
-        result: what the task measured.
-        seconds: how long it took.
+        result: result of the task.
+        seconds: time that the task took.
         weight_bytes: size of the checkpoint that stores the recipe's weights.
         kv_bytes: size of a token in the recipe's cache, over all layers.
-        logit_report: what each layer's logit quantizer did; None where logits are not quantized.
+        logit_report: numbers of what each layer's logit quantizer did; None where logits are not quantized.
     """
 
     result: TaskResult
@@ -29,14 +29,14 @@ class Measurement:
     logit_report: list[dict[str, float]] | None = None
 
     def to_dict(self) -> JsonObject:
-        """One flat object, the task's result included; `from_dict` reads it."""
+        """The measurement as one flat object, the task's result included, which `from_dict` reads."""
         report = {} if self.logit_report is None else {"logit_report": self.logit_report}
         stored = {"weights": self.weight_bytes, "kv_per_token": self.kv_bytes}
         return self.result.to_dict() | {"seconds": self.seconds} | report | {"stored": stored}
 
     @classmethod
     def from_dict(cls, cell: Mapping[str, object]) -> Self:
-        """What `to_dict` wrote."""
+        """The measurement that `to_dict` wrote."""
         own: JsonObject = {name: cell.get(name) for name in _OWN}
         return cls(
             TaskResult.from_dict({name: value for name, value in cell.items() if name not in own}),
@@ -52,8 +52,8 @@ class Failure:
     """What a cell has in place of a measurement.
 
     Attributes:
-        error: one line that says what went wrong.
-        trace: where it did.
+        error: line that says what went wrong.
+        trace: traceback of the error.
     """
 
     error: str

@@ -1,4 +1,4 @@
-"""What a sweep leaves in its folder beside its cells."""
+"""The files that a sweep leaves in its folder beside its cells: table, plots and report."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -6,7 +6,7 @@ from pathlib import Path
 
 from diffquant.errors import UsageError
 from diffquant.evals.task import PlottedCell, Task
-from diffquant.evals.tasks import kind_of, kinds
+from diffquant.evals.tasks import kind_of, task_kinds
 from diffquant.support.files import write_atomically
 from diffquant.sweep.plot import panel_title, plot
 from diffquant.sweep.report import write_report
@@ -23,9 +23,9 @@ def write_outputs(sweep: SweepResult, folder: Path) -> list[Path]:
     write_atomically(table, csv_table(sweep))
     write_report(sweep, report)
     plots = {"plot.png": partial(plot, sweep)}
-    for kind in kinds():
+    for kind in task_kinds():
         plots |= {name: partial(draw, plotted_cells(sweep, kind)) for name, draw in kind.plots.items()}
-    drawn = [folder / name for name, draw in plots.items() if _draws(draw, folder / name)]
+    drawn = [folder / name for name, draw in plots.items() if _draw_if_any(draw, folder / name)]
     return [table, *drawn, report]
 
 
@@ -46,8 +46,8 @@ def plotted_cells(sweep: SweepResult, kind: type[Task]) -> Sequence[PlottedCell]
     ]
 
 
-def _draws(draw: "partial[None]", path: Path) -> bool:
-    """Draw, unless there is nothing to."""
+def _draw_if_any(draw: "partial[None]", path: Path) -> bool:
+    """Draw into a file; whether there was anything to draw."""
     try:
         draw(path)
     except UsageError:

@@ -1,4 +1,4 @@
-"""What a run will do: everything that can be wrong is wrong here, before the first cell."""
+"""The plan of a sweep: everything that can be wrong is wrong here, before the first cell."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -26,10 +26,10 @@ from diffquant.sweep.session import CheckpointSubject, Setup, Subject
 
 @dataclass(frozen=True)
 class Plan:
-    """Points, tasks, and what each model is opened from.
+    """What a sweep will do: its points and tasks, and what each model is opened from.
 
     Attributes:
-        points: every configuration, a model's 16 bits first.
+        points: configurations to measure, a model's 16 bits first.
         sources: checkpoints by the path that the caller named.
         subjects: checkpoints and exported folders by the path that the caller named.
     """
@@ -84,7 +84,7 @@ def make_plan(models: Sequence[Path], options: SweepOptions, runtime_of: Runtime
 
 
 def _scales_by_model(sources: Mapping[Path, Source], files: Sequence[Path]) -> dict[Path, Path]:
-    """The file of each model that has one.
+    """The file of calibrated ranges of each model that has one.
 
     Raises:
         CheckpointError: a file belongs to none of the models.
@@ -103,6 +103,11 @@ def _scales_by_model(sources: Mapping[Path, Source], files: Sequence[Path]) -> d
 
 
 def _check_scales(point: Point, scales: Path | None) -> None:
+    """Check that a point with static schemes has its ranges.
+
+    Raises:
+        UsageError: it has no file, or one without ranges for these schemes.
+    """
     static = [target for target in LAYER_TARGETS if point.recipe.is_static(target)]
     if static and scales is None:
         raise UsageError(f"{point.label} needs scales calibrated on {point.model}: pass --scales")

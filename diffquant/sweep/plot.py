@@ -1,4 +1,4 @@
-"""Accuracy against bits, one line a model and granularity, one panel a target.
+"""A plot of accuracy against bits, one line a model and granularity, one panel a target.
 
 Source: the presentation follows figure 8 of arXiv 2410.05258.
 """
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from matplotlib.container import ErrorbarContainer
     from matplotlib.figure import Figure
 
-# Between two lines at one width, and between the outermost ones, in steps of the axis.
+# Distance between two lines at one width, and between the outermost ones, in units of the axis.
 _SPREAD, _SPREAD_OF_ALL = 0.06, 0.6
 TITLES = {"logits": "attention logits", "kv": "KV cache", "k": "keys", "v": "values"}
 
@@ -33,7 +33,7 @@ def panel_title(point: Point) -> str:
 
 
 @dataclass(frozen=True)
-class Line:
+class BitsLine:
     """One model under one granularity: (bits, value, error) from wide to narrow, 16 bits first."""
 
     model: str
@@ -42,7 +42,7 @@ class Line:
 
 
 def plot(sweep: SweepResult, path: Path) -> None:
-    """Draw into a file; its suffix (.png, .svg, .pdf) says the format.
+    """Draw a sweep into a file, whose suffix (.png, .svg, .pdf) says the format.
 
     Raises:
         UsageError: the sweep has nothing to draw.
@@ -59,16 +59,16 @@ def svg(sweep: SweepResult) -> str:
     return as_svg(_figure(sweep))
 
 
-def lines(sweep: SweepResult, target: str) -> list[Line]:
-    """What one panel shows; configurations that failed are left out."""
-    measured = [(row, value) for row in rows(sweep) if (value := _value(row)) is not None]
+def lines(sweep: SweepResult, target: str) -> list[BitsLine]:
+    """The lines of one target's panel; configurations that failed are left out."""
+    measured = [(row, value) for row in rows(sweep) if (value := _drawn_value(row)) is not None]
     drawn: dict[tuple[str, str], list[tuple[int, float, float]]] = {}
     for row, value in measured:
         if row.point.target == target:
             drawn.setdefault((row.model, row.point.granularity), []).append((row.point.bits, *value))
     at_16 = {row.model: value for row, value in measured if row.point.is_baseline}
     return [
-        Line(model, granularity, tuple([(16, *at_16[model])] if model in at_16 else []) + tuple(narrow))
+        BitsLine(model, granularity, tuple([(16, *at_16[model])] if model in at_16 else []) + tuple(narrow))
         for (model, granularity), narrow in drawn.items()
     ]
 
@@ -79,16 +79,16 @@ def _figure(sweep: SweepResult) -> "Figure":
     if not targets:
         raise UsageError("nothing to plot: no quantized cell was measured")
     panels = {target: lines(sweep, target) for target in targets}
-    every = [line for panel in panels.values() for line in panel]
+    drawn = [line for panel in panels.values() for line in panel]
     look = _Look(
-        list(dict.fromkeys(line.model for line in every)), list(dict.fromkeys(line.granularity for line in every))
+        list(dict.fromkeys(line.model for line in drawn)), list(dict.fromkeys(line.granularity for line in drawn))
     )
-    figure = new_figure(2.4 + 4.4 * len(targets), 4.6)
+    figure: Figure = new_figure(2.4 + 4.4 * len(targets), 4.6)
     axes = figure.subplots(1, len(targets), sharey=True, squeeze=False)[0]
     legend: dict[str, ErrorbarContainer] = {}
     for axis, target in zip(axes, targets, strict=True):
         legend |= _draw(axis, target, panels[target], look)
-    axes[0].set_ylabel(_label(sweep))
+    axes[0].set_ylabel(_axis_label(sweep))
     columns = 1 if len(targets) == 1 and max(map(len, legend)) > 32 else 2
     # matplotlib's legend takes containers too, which its annotations leave out.
     handles = cast("list[Artist]", list(legend.values()))
@@ -98,7 +98,7 @@ def _figure(sweep: SweepResult) -> "Figure":
 
 
 class Style(TypedDict):
-    """What tells a line apart, in matplotlib's names."""
+    """What tells a line apart from others, in matplotlib's names."""
 
     color: str
     linestyle: str
@@ -112,7 +112,7 @@ class _Look:
     models: list[str]
     granularities: list[str]
 
-    def of(self, line: Line) -> Style:
+    def of(self, line: BitsLine) -> Style:
         style = self.granularities.index(line.granularity)
         return {
             "color": COLOURS[self.models.index(line.model) % len(COLOURS)],
@@ -121,8 +121,8 @@ class _Look:
         }
 
 
-def _draw(axis: "Axes", target: str, panel: Sequence[Line], look: _Look) -> "dict[str, ErrorbarContainer]":
-    """One panel; returns what the legend shows of each line."""
+def _draw(axis: "Axes", target: str, panel: Sequence[BitsLine], look: _Look) -> "dict[str, ErrorbarContainer]":
+    """Draw one panel; returns what the legend shows of each line."""
     widths = sorted({bits for line in panel for bits, _, _ in line.points}, reverse=True)
     drawn: dict[str, ErrorbarContainer] = {}
     for number, line in enumerate(panel):
@@ -145,13 +145,13 @@ def _draw(axis: "Axes", target: str, panel: Sequence[Line], look: _Look) -> "dic
     return drawn
 
 
-def _value(row: Row) -> tuple[float, float] | None:
-    """What is drawn of a row: value and standard error of the table's first task."""
+def _drawn_value(row: Row) -> tuple[float, float] | None:
+    """The value and standard error that are drawn of a row: those of the table's first task."""
     task, compared = next(iter(row.results.items()))
     return kind_of(task).columns.drawn(compared.result) if compared.result else None
 
 
-def _label(sweep: SweepResult) -> str:
+def _axis_label(sweep: SweepResult) -> str:
     task = tasks_of(sweep)[0]
     result = next(cell.result for cell in sweep.cells if cell.task == task and cell.result)
     return kind_of(task).columns.label(task, result)

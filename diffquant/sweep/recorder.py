@@ -6,10 +6,10 @@ from diffquant.sweep.measurement import Failure, Measurement
 
 
 class CellRecorder:
-    """Cells done, told as progress together with the share of the one under way.
+    """A recorder that writes cells, and tells as progress how many are done and the share of the one under way.
 
     Attributes:
-        done_count: cells that were recorded.
+        done_count: number of cells that were recorded.
     """
 
     def __init__(self, total: int, progress: Progress) -> None:

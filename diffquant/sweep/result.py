@@ -1,4 +1,4 @@
-"""What a sweep measured, as the tables, the plot and the report read it. No torch here."""
+"""The result of a sweep, as the tables, the plot and the report read it. No torch here."""
 
 import json
 from dataclasses import dataclass
@@ -12,8 +12,8 @@ from diffquant.sweep.measurement import Measurement
 
 
 @dataclass(frozen=True)
-class Measured:
-    """One cell: its measurement, or the error that stands in its place."""
+class MeasuredCell:
+    """A cell of a result: its measurement, or the error that stands in its place."""
 
     point: Point
     task: str
@@ -35,11 +35,12 @@ class Measured:
 class SweepResult:
     """All cells in the grid's order, and what they were measured with: options, dtype, versions, date."""
 
-    cells: list[Measured]
+    cells: list[MeasuredCell]
     settings: JsonObject
 
     @property
     def points(self) -> list[Point]:
+        """Every configuration once, in the grid's order."""
         return list({id(cell.point): cell.point for cell in self.cells}.values())
 
     @property
@@ -47,14 +48,14 @@ class SweepResult:
         return list(dict.fromkeys(cell.task for cell in self.cells))
 
     @property
-    def failed(self) -> list[Measured]:
+    def failed(self) -> list[MeasuredCell]:
         return [cell for cell in self.cells if cell.measurement is None]
 
     def result_of(self, point: Point, task: str) -> TaskResult | None:
         return next((c.result for c in self.cells if c.point is point and c.task == task), None)
 
     def baseline(self, point: Point) -> Point | None:
-        """The 16 bits that a configuration is compared with."""
+        """The 16-bit point that a configuration is compared with; None where it is not swept."""
         return next((p for p in self.points if p.model == point.compared_with and p.is_baseline), None)
 
     def require_complete(self) -> None:
@@ -72,7 +73,7 @@ class SweepResult:
             )
 
     def to_json(self) -> str:
-        """Settings and every cell, results in full."""
+        """Settings and every cell as JSON, results in full."""
         cells = [
             {
                 "model": str(cell.point.model),

@@ -1,4 +1,4 @@
-"""The verb: every missing cell, each written as soon as it is measured."""
+"""Running a sweep: every missing cell is measured, and written as soon as it is."""
 
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -14,7 +14,7 @@ from diffquant.sweep.exported import RuntimeOf, checkpoints_alone
 from diffquant.sweep.grid import SweepOptions
 from diffquant.sweep.plan import Plan, make_plan
 from diffquant.sweep.recorder import CellRecorder
-from diffquant.sweep.result import Measured, SweepResult
+from diffquant.sweep.result import MeasuredCell, SweepResult
 from diffquant.sweep.session import weights_of
 
 # Changes with what a result holds, so that cells of an older form are measured again.
@@ -63,7 +63,7 @@ def run_sweep(
             f"interrupted: {len(jobs) - len(pending) + recorder.done_count} of {len(jobs)} cells are done and kept in "
             f"{folder}; run the same command again to go on"
         ) from None
-    result = SweepResult([_measured(job) for job in jobs], _settings(plan, options, list(identities.values())))
+    result = SweepResult([_read_cell(job) for job in jobs], _settings(plan, options, list(identities.values())))
     write_atomically(output / "sweep.json", result.to_json())
     return result
 
@@ -81,9 +81,9 @@ def _batches(pending: Sequence[Job], plan: Plan) -> list[Batch]:
     return [Batch(plan.subjects[model], tuple(jobs)) for (model, _), jobs in groups.items()]
 
 
-def _measured(job: Job) -> Measured:
+def _read_cell(job: Job) -> MeasuredCell:
     measurement = job.cell.read()
-    return Measured(job.point, job.task.name, measurement, None if measurement else job.cell.read_failure())
+    return MeasuredCell(job.point, job.task.name, measurement, None if measurement else job.cell.read_failure())
 
 
 def _settings(plan: Plan, options: SweepOptions, tasks: list[JsonObject]) -> JsonObject:

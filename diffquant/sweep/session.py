@@ -1,4 +1,4 @@
-"""What is measured, and a session that holds it open while cells of it are measured."""
+"""Subjects, which say what is measured, and sessions, which hold one open while its cells are measured."""
 
 import gc
 import time
@@ -29,14 +29,14 @@ class Session(Protocol):
     """A model under measurement; holds one set of weights at a time."""
 
     def run(self, task: Task, recipe: Recipe | None, reference: States | None, progress: Progress) -> TaskResult:
-        """A task's result under a recipe, or under the model's own; compared with a reference where there is one.
+        """Run a task under a recipe, or under the model's own; compared with a reference where there is one.
 
         Raises:
             NotFiredError: a layer did not quantize its logits.
         """
 
     def measure(self, task: Task, recipe: Recipe, progress: Progress) -> Measurement:
-        """A task's result under a recipe, compared with 16 bits, with the time it took and what is stored.
+        """Run a task under a recipe, compared with 16 bits; returns the result with its time and what is stored.
 
         Raises:
             NotFiredError: a layer did not quantize its logits.
@@ -80,8 +80,8 @@ class CheckpointSubject:
     """A checkpoint to measure.
 
     Attributes:
-        source: the checkpoint; it travels as its path.
-        scales: file calibrated on it, for static schemes.
+        source: opened checkpoint; it travels as its path.
+        scales: file of ranges calibrated on it, for static schemes; None where there is none.
     """
 
     source: Source
@@ -103,7 +103,7 @@ class CheckpointSubject:
 
 @dataclass
 class CheckpointSession:
-    """A checkpoint under measurement; the model loaded before is let go first."""
+    """A checkpoint under measurement; of two models with different weights the earlier is let go before the next."""
 
     subject: CheckpointSubject
     _loaded: DiffTransformer | None = None

@@ -1,4 +1,4 @@
-"""What a recipe stores: bytes of the checkpoint that `quantize` would write, bytes of KV cache a token."""
+"""Sizes of what a recipe stores: bytes of the checkpoint that `quantize` would write, bytes of KV cache a token."""
 
 import torch
 
@@ -23,10 +23,10 @@ def kv_bytes_per_token(model: DiffTransformer) -> float:
     cache = PackedCache(model.recipe, layers, model.model.ranges)
     keys = torch.zeros(1, spec.key_heads, _KV_TOKENS, spec.head_dim, dtype=torch.bfloat16)
     values = torch.zeros(1, spec.kv_pairs, _KV_TOKENS, spec.value_dim, dtype=torch.bfloat16)
-    held = 0
+    cache_bytes = 0
     for layer in range(layers):
         # One layer's states at a time, so that a 16-bit cache of many layers is never held whole.
         cache.update(keys, values, layer)
-        held += cache.layers[layer].nbytes
+        cache_bytes += cache.layers[layer].nbytes
         cache.layers[layer].reset()
-    return held / _KV_TOKENS
+    return cache_bytes / _KV_TOKENS

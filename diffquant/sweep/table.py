@@ -1,4 +1,4 @@
-"""The sweep as rows: text for a terminal, JSON and CSV for programs. No torch here."""
+"""The table of a sweep: text for a terminal, JSON and CSV for programs. No torch here."""
 
 import csv
 import io
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from diffquant.evals.columns import MISSING, Columns, Compared
 from diffquant.evals.task_result import TaskResult
-from diffquant.evals.tasks import kind_of, kinds
+from diffquant.evals.tasks import kind_of, task_kinds
 from diffquant.report.tables import aligned
 from diffquant.support.plain_data import JsonObject
 from diffquant.sweep.grid import EXPORTED, RECIPE, Point
@@ -16,10 +16,10 @@ from diffquant.sweep.result import SweepResult, model_names
 
 @dataclass(frozen=True)
 class Row:
-    """One configuration of one model.
+    """A row of the table: one configuration of one model.
 
     Attributes:
-        results: by task, in the table's order, each beside the 16-bit one.
+        results: results by task, in the table's order, each beside the 16-bit one.
         weight_bytes: size of the checkpoint that stores it; None where every cell failed.
         kv_bytes: size of a token in its cache, over all layers; None where every cell failed.
     """
@@ -32,19 +32,19 @@ class Row:
 
 
 def rows(sweep: SweepResult) -> list[Row]:
-    """One row a configuration, a model's 16 bits first."""
+    """The table's rows, one a configuration, a model's 16 bits first."""
     names = model_names([point.model for point in sweep.points])
     return [_row(sweep, point, names[point.model]) for point in sweep.points]
 
 
 def text_table(sweep: SweepResult) -> str:
-    """Aligned columns, and below them what the numbers are."""
+    """The table as text: aligned columns, and below them what the numbers are."""
     heads, lines = _columns(sweep), [_texts(row) for row in rows(sweep)]
     return "\n".join([*aligned(heads, lines, names=3), "", *notes(sweep)])
 
 
 def csv_table(sweep: SweepResult) -> str:
-    """Numbers in full, one line a row."""
+    """The table as CSV, numbers in full."""
     records = json_rows(sweep)
     out = io.StringIO()
     writer = csv.DictWriter(out, list(dict.fromkeys(key for record in records for key in record)), lineterminator="\n")
@@ -54,7 +54,7 @@ def csv_table(sweep: SweepResult) -> str:
 
 
 def json_rows(sweep: SweepResult) -> list[JsonObject]:
-    """Plain data, one flat object a row; what was not measured is None."""
+    """The table as plain data, one flat object a row; what was not measured is None."""
     return [_record(row) for row in rows(sweep)]
 
 
@@ -69,14 +69,14 @@ def notes(sweep: SweepResult) -> list[str]:
     columns_of = {type(columns): columns for task in sweep.tasks if (columns := kind_of(task).columns)}
     for task in tasks_of(sweep):
         results_by_columns.setdefault(type(kind_of(task).columns), []).extend(_results(sweep, task))
-    said = [note for kind, results in results_by_columns.items() for note in columns_of[kind].notes(results)]
-    said.append("stored is the checkpoint (weights) or the cache a token (kv), scales included; logits store nothing.")
+    texts = [note for kind, results in results_by_columns.items() for note in columns_of[kind].notes(results)]
+    texts.append("stored is the checkpoint (weights) or the cache a token (kv), scales included; logits store nothing.")
     quantized = ", ".join(Path(path).name for path in sweep.settings["quantized"])
     if quantized:
-        said.append(
+        texts.append(
             f"The weights of {quantized} were quantized before: its 16 bits are not the model as it was trained."
         )
-    return said
+    return texts
 
 
 def tasks_of(sweep: SweepResult) -> list[str]:
@@ -135,6 +135,6 @@ def _record(row: Row) -> JsonObject:
     for task, compared in row.results.items():
         record |= kind_of(task).columns.record(task, compared)
     measured = {kind_of(task) for task in row.results}
-    for kind in kinds():
+    for kind in task_kinds():
         record |= {} if kind in measured else kind.columns.unmeasured()
     return record | {"weight_bytes": row.weight_bytes, "kv_bytes_per_token": row.kv_bytes}

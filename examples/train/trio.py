@@ -17,7 +17,7 @@ from starts import Level, attention_parameters, new_model
 
 from diffquant.errors import UsageError
 from diffquant.evals.language_model import States
-from diffquant.evals.perplexity import evaluate, reference_of
+from diffquant.evals.protocols.perplexity import reference_of, score_text
 from diffquant.evals.torch_model import TorchModel
 from diffquant.model.modeling import DiffTransformer
 from diffquant.support.files import write_atomically
@@ -91,7 +91,7 @@ class Exam:
 
     def score(self, model: DiffTransformer, reference: States | None = None) -> dict[str, float]:
         """Perplexity, and mean KL in nats from the base or another reference."""
-        found = evaluate(TorchModel(model), self._tokenizer, self._text, reference=reference or self._reference)
+        found = score_text(TorchModel(model), self._tokenizer, self._text, reference=reference or self._reference)
         return {"perplexity": found.perplexity, "kl": found.kl}
 
 

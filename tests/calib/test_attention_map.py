@@ -12,9 +12,9 @@ from diffquant.calib.analysis.attention_map import AttentionMapOptions, attentio
 from diffquant.calib.analysis.last_row import last_maps, last_weights
 from diffquant.calib.analysis.needle_parts import PARTS, Prompt, make_prompt
 from diffquant.errors import NonFiniteError, UsageError
-from diffquant.evals import needle
-from diffquant.evals.encoding import PairEncoder
-from diffquant.evals.needle import DEPTHS, Plan, make_items
+from diffquant.evals.encoding import RequestEncoder
+from diffquant.evals.protocols import needle
+from diffquant.evals.protocols.needle import DEPTHS, NeedlePlan, make_items
 from diffquant.loading import load
 from diffquant.model.adapters import adapter_for
 from diffquant.model.config import DiffTransformerConfig
@@ -171,8 +171,8 @@ def test_a_model_that_computes_nan_is_named():
 @pytest.mark.parametrize("adds_bos", [False, True], ids=["plain", "bos"])
 def test_every_token_of_a_prompt_belongs_to_its_part(adds_bos):
     tokenizer = tiny_lm.tokenizer(adds_bos)
-    encoder = PairEncoder(tokenizer, 512)
-    for item in make_items(tokenizer, data.books_text()[:20000], Plan(3, lengths=(220,), samples=2)):
+    encoder = RequestEncoder(tokenizer, 512)
+    for item in make_items(tokenizer, data.books_text()[:20000], NeedlePlan(3, lengths=(220,), samples=2)):
         prompt = make_prompt(tokenizer, item)
         request = encoder.request(*item.requests()[0])
         whole = request.context + request.continuation
@@ -210,7 +210,7 @@ def models(tmp_path_factory):
 
 
 def test_a_conversion_shares_its_attention_as_its_source_and_halves_it(models, text):
-    plan = Plan(2, lengths=(120, 160), samples=2)
+    plan = NeedlePlan(2, lengths=(120, 160), samples=2)
     found = map_attention(models, AttentionMapOptions(plan, text, dtype="float32"))
     plain, diff = found.models
     assert plain.items == diff.items
@@ -228,7 +228,7 @@ def test_a_conversion_shares_its_attention_as_its_source_and_halves_it(models, t
 
 def test_right_is_what_greedy_decoding_says_first(models, text):
     model, tokenizer = load(models[0], dtype=torch.float32), load_tokenizer(models[0])
-    item = make_items(tokenizer, text.read_text(), Plan(lengths=(120,), samples=1))[0]
+    item = make_items(tokenizer, text.read_text(), NeedlePlan(lengths=(120,), samples=1))[0]
     prompt = make_prompt(tokenizer, item)
     likeliest = int(model(torch.tensor([prompt.ids])).logits[0, -1].argmax())
     for answer in (likeliest, likeliest + 1):
@@ -236,7 +236,7 @@ def test_right_is_what_greedy_decoding_says_first(models, text):
 
 
 def test_a_recipe_rounds_what_is_measured(models, text):
-    plan = Plan(lengths=(120,), samples=1)
+    plan = NeedlePlan(lengths=(120,), samples=1)
     full, low = (
         map_attention(models[:1], AttentionMapOptions(plan, text, recipe, dtype="float32")).models[0]
         for recipe in (None, Recipe.of(logits="2:tensor"))
@@ -247,8 +247,8 @@ def test_a_recipe_rounds_what_is_measured(models, text):
 
 def test_what_cannot_be_measured_is_said(models):
     with pytest.raises(UsageError, match="one answer at a time; 2 needles"):
-        map_attention(models, AttentionMapOptions(Plan(2, 2)))
+        map_attention(models, AttentionMapOptions(NeedlePlan(2, 2)))
     with pytest.raises(UsageError, match="a model's own"):
         map_attention(models, AttentionMapOptions(recipe=Recipe.of(kv="8:static")))
     with pytest.raises(UsageError, match="does not say where its tokens stand"):
-        make_prompt(type("Slow", (), {"is_fast": False})(), needle.Item("", (("Paris", "42"),), 0.0, 9))
+        make_prompt(type("Slow", (), {"is_fast": False})(), needle.NeedleItem("", (("Paris", "42"),), 0.0, 9))

@@ -3,7 +3,7 @@ from itertools import combinations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diffquant.evals.batching import split
+from diffquant.evals.batching import split_into_runs
 
 LENGTHS = st.lists(st.integers(1, 60), max_size=9).map(lambda lengths: sorted(lengths, reverse=True))
 
@@ -13,11 +13,11 @@ def cost(runs, lengths, pass_cost):
 
 
 @given(LENGTHS, st.integers(1, 300), st.integers(0, 40), st.integers(0, 50))
-def test_no_other_cut_within_the_budget_costs_less(lengths, budget, held, pass_cost):
+def test_no_other_cut_within_the_budget_costs_less(lengths, budget, cached, pass_cost):
     def fits(run):
-        return len(run) == 1 or len(run) * (lengths[run.start] + held) <= budget
+        return len(run) == 1 or len(run) * (lengths[run.start] + cached) <= budget
 
-    runs = split(lengths, budget, held, pass_cost)
+    runs = split_into_runs(lengths, budget, cached, pass_cost)
     assert [index for run in runs for index in run] == list(range(len(lengths)))
     assert all(map(fits, runs))
     others = (

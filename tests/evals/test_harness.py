@@ -8,8 +8,8 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
 from diffquant.errors import MissingDependencyError, UsageError
-from diffquant.evals import harness, hellaswag
-from diffquant.evals.harness_model import HarnessModel
+from diffquant.evals.protocols import harness, hellaswag
+from diffquant.evals.protocols.harness_model import HarnessModel
 from diffquant.evals.torch_model import TorchModel
 from diffquant.support.progress import silent
 from tests.support import tiny_lm

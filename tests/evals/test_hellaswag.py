@@ -7,8 +7,8 @@ from lm_eval.tasks.hellaswag.utils import process_docs
 
 from diffquant import data
 from diffquant.errors import UsageError
-from diffquant.evals import hellaswag
-from diffquant.evals.hellaswag import Outcome, load_items
+from diffquant.evals.protocols import hellaswag
+from diffquant.evals.protocols.hellaswag import HellaSwagOutcome, load_items
 
 
 def test_text_is_the_harness_text_on_every_item_that_ships():
@@ -32,8 +32,8 @@ def test_a_prepared_file_gives_its_queries_as_they_are(tmp_path):
 def test_limit_takes_the_first_items_and_the_identity_follows_them():
     first, all_items = load_items(limit=7), load_items()
     assert first == all_items[:7]
-    assert hellaswag.identity(first) != hellaswag.identity(all_items[1:8])
-    assert hellaswag.identity(first) != hellaswag.identity(first[::-1])
+    assert hellaswag.hellaswag_digest(first) != hellaswag.hellaswag_digest(all_items[1:8])
+    assert hellaswag.hellaswag_digest(first) != hellaswag.hellaswag_digest(first[::-1])
 
 
 def test_every_bad_line_is_named(tmp_path):
@@ -65,6 +65,6 @@ def test_an_unreadable_or_empty_file_is_one_clear_error(tmp_path, content):
 
 
 def test_acc_counts_sums_and_acc_norm_divides_by_characters():
-    outcome = Outcome(logprobs=[[-4.0, -5.0]], choices=[0], choices_norm=[1], labels=[1])
+    outcome = HellaSwagOutcome(logprobs=[[-4.0, -5.0]], choices=[0], choices_norm=[1], labels=[1])
     assert outcome.correct == [False]
     assert outcome.correct_norm == [True]

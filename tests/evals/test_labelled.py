@@ -5,7 +5,7 @@ import json
 import pytest
 
 from diffquant.errors import UsageError
-from diffquant.evals.labelled import Example, identity, load
+from diffquant.evals.labelled import Example, examples_digest, load_dataset
 
 PAIRS = [("How far is it?", "card_arrival"), ('He said "no", twice', "top up"), ("naïve\tcafé", "card_arrival")]
 EXAMPLES = (
@@ -47,7 +47,7 @@ def write(folder, name, content):
 )
 def test_every_format_gives_the_same_examples(tmp_path, name, content):
     path = write(tmp_path, f"data.{name}", content)
-    data = load(path, path)
+    data = load_dataset(path, path)
     assert data.train == data.test == EXAMPLES
     assert data.labels == ("card arrival", "top up")
 
@@ -59,15 +59,15 @@ def test_clinc_takes_both_splits_from_one_file_and_leaves_out_of_scope_ones(tmp_
         "train": [list(pair) for pair in PAIRS],
         "test": [["set a timer", "top up"]],
     }
-    data = load(write(tmp_path, "data_full.json", json.dumps(splits)))
+    data = load_dataset(write(tmp_path, "data_full.json", json.dumps(splits)))
     assert data.train == EXAMPLES
     assert data.test == (Example("set a timer", "top up"),)
 
 
 def test_trec_gives_coarse_or_fine_labels_in_words(tmp_path):
     path = write(tmp_path, "train_5500.label", TREC)
-    assert [e.label for e in load(path, path).train] == ["numeric", "entity", "human"]
-    fine = load(path, path, fine=True).train
+    assert [e.label for e in load_dataset(path, path).train] == ["numeric", "entity", "human"]
+    fine = load_dataset(path, path, fine=True).train
     assert [e.label for e in fine] == ["numeric distance", "entity creation", "human description"]
     assert fine[0].text == "How far is it from Denver to Aspen ?"
 
@@ -75,7 +75,7 @@ def test_trec_gives_coarse_or_fine_labels_in_words(tmp_path):
 def test_trecs_one_byte_that_is_not_utf_8_is_read_as_a_space(tmp_path):
     line = b"LOC:city What is the sister\xf0city of Los Angeles ?\nNUM:date When ?\n"
     path = write(tmp_path, "train_5500.label", line)
-    assert load(path, path).train[0].text == "What is the sister city of Los Angeles ?"
+    assert load_dataset(path, path).train[0].text == "What is the sister city of Los Angeles ?"
 
 
 BAD = {
@@ -106,29 +106,29 @@ BAD = {
 def test_a_bad_file_is_named_with_what_is_wrong(tmp_path, name, content, message):
     path = tmp_path / name if content is None else write(tmp_path, name, content)
     with pytest.raises(UsageError, match=message):
-        load(path, path)
+        load_dataset(path, path)
 
 
 def test_labels_that_are_only_in_the_test_file_are_named(tmp_path):
     train = write(tmp_path, "train.jsonl", JSONL)
     test = write(tmp_path, "test.csv", "text,label\na,refund\nb,top_up\n")
     with pytest.raises(UsageError, match=r"test.csv: labels that .*train.jsonl does not have: 'refund'$"):
-        load(train, test)
+        load_dataset(train, test)
 
 
 def test_a_train_file_alone_and_fine_labels_elsewhere_are_refused(tmp_path):
     path = write(tmp_path, "train.jsonl", JSONL)
     with pytest.raises(UsageError, match="give --test"):
-        load(path)
+        load_dataset(path)
     with pytest.raises(UsageError, match=r"--fine chooses among TREC's labels, in .label files"):
-        load(path, path, fine=True)
+        load_dataset(path, path, fine=True)
     coarse = write(tmp_path, "coarse.label", "NUM How far ?\nHUM Who ?\n")
-    assert load(coarse, coarse).labels == ("human", "numeric")
+    assert load_dataset(coarse, coarse).labels == ("human", "numeric")
     with pytest.raises(UsageError, match=r"2 lines of .* line 1: no label"):
-        load(coarse, coarse, fine=True)
+        load_dataset(coarse, coarse, fine=True)
 
 
 def test_identity_changes_with_text_label_and_order():
-    different = {identity(EXAMPLES), identity(EXAMPLES[::-1]), identity(EXAMPLES[:2])}
-    different.add(identity((Example("How far is it?", "top up"), *EXAMPLES[1:])))
+    different = {examples_digest(EXAMPLES), examples_digest(EXAMPLES[::-1]), examples_digest(EXAMPLES[:2])}
+    different.add(examples_digest((Example("How far is it?", "top up"), *EXAMPLES[1:])))
     assert len(different) == 4

@@ -11,12 +11,12 @@ from transformers import PreTrainedTokenizerFast
 
 from diffquant import data
 from diffquant.errors import NonFiniteError, UsageError
-from diffquant.evals import manyshot, needle
 from diffquant.evals.constrained import choose
-from diffquant.evals.encoding import PairEncoder
+from diffquant.evals.encoding import RequestEncoder
 from diffquant.evals.labelled import Dataset, Example
 from diffquant.evals.language_model import LanguageModel, LogitStates
-from diffquant.evals.manyshot import Plan, demonstrations, evaluate, prompt
+from diffquant.evals.protocols import many_shot, needle
+from diffquant.evals.protocols.many_shot import ManyShotPlan, demonstrations, evaluate_many_shot, prompt
 from diffquant.evals.scoring import Request, score
 from diffquant.evals.torch_model import TorchModel
 from diffquant.loading import load
@@ -112,7 +112,7 @@ def test_demonstrations_are_in_random_order_not_in_rounds_of_the_classes():
 
 def test_texts_asked_for_are_no_first_part_of_a_sorted_file():
     test = [Example(f"text {i}", LABELS[i // 50]) for i in range(300)]
-    asked = manyshot.question_order(test, 0)
+    asked = many_shot.question_order(test, 0)
     assert sorted(asked) == sorted(test)
     assert set(Counter(example.label for example in asked[:60])) == set(LABELS)
 
@@ -120,12 +120,12 @@ def test_texts_asked_for_are_no_first_part_of_a_sorted_file():
 @pytest.mark.parametrize("name", TOKENIZERS)
 def test_tokens_are_those_of_the_whole_prompt(name):
     tokenizer = TOKENIZERS[name]()
-    encoder = PairEncoder(tokenizer, 4096)
+    encoder = RequestEncoder(tokenizer, 4096)
     dataset = examples()
     texts = [example.text for example in dataset.test]
     shown = prompt(demonstrations(dataset.train, 0, 0), 9, 0)
-    queries = manyshot.query_tokens(encoder, texts, dataset.train[0])
-    labels = manyshot.label_tokens(encoder, LABELS)
+    queries = many_shot.query_tokens(encoder, texts, dataset.train[0])
+    labels = many_shot.label_tokens(encoder, LABELS)
     for text, query in zip(texts, queries, strict=True):
         assert [*encoder.encode(shown), *query] == tokenizer.encode(whole_text(shown, text))
     assert [list(tokens) for tokens in labels] == label_paths(tokenizer, whole_text(shown, texts[0]))
@@ -135,10 +135,10 @@ def test_tokens_are_those_of_the_whole_prompt(name):
 def test_choices_are_those_of_transformers_constrained_generation(adds_bos):
     model, tokenizer = tiny_lm.llama(1024), tiny_lm.tokenizer(adds_bos)
     dataset = examples()
-    outcome = evaluate(TorchModel(model), tokenizer, dataset, Plan(shots=12), batch_tokens=1024)
+    outcome = evaluate_many_shot(TorchModel(model), tokenizer, dataset, ManyShotPlan(shots=12), batch_tokens=1024)
     shown = prompt(demonstrations(dataset.train, 0, 0), 12, 0)
     chosen = []
-    for text, _ in manyshot.question_order(dataset.test, 0):
+    for text, _ in many_shot.question_order(dataset.test, 0):
         before = whole_text(shown, text)
         paths = label_paths(tokenizer, before)
         ids = tokenizer(before, return_tensors="pt").input_ids
@@ -179,7 +179,7 @@ def test_choices_are_those_of_full_passes_over_each_sequence_alone(diff_v2, reci
     model, tokenizer = load(diff_v2, recipe, dtype=torch.float64), tiny_lm.tokenizer()
     dataset = examples()
     shown = prompt(demonstrations(dataset.train, 0, 0), 6, 0)
-    asked = manyshot.question_order(dataset.test, 0)[:6]
+    asked = many_shot.question_order(dataset.test, 0)[:6]
     chosen = []
     for text, _ in asked:
         before = whole_text(shown, text)
@@ -193,7 +193,9 @@ def test_choices_are_those_of_full_passes_over_each_sequence_alone(diff_v2, reci
             ids, depth = [*ids, token], depth + 1
         chosen.append(sorted(LABELS).index(*left))
     for batch_tokens in (60, 4096):
-        outcome = evaluate(TorchModel(model), tokenizer, dataset, Plan(shots=6), limit=6, batch_tokens=batch_tokens)
+        outcome = evaluate_many_shot(
+            TorchModel(model), tokenizer, dataset, ManyShotPlan(shots=6), limit=6, batch_tokens=batch_tokens
+        )
         assert outcome.choices == [chosen]
     assert len(set(chosen)) > 1
 
@@ -214,7 +216,7 @@ def test_the_prefix_runs_once_and_batches_change_nothing():
     model, tokenizer = tiny_lm.llama(), tiny_lm.tokenizer()
     prefix = tokenizer.encode("He took the road to the town. " * 5)
     queries = [tokenizer.encode(" " + text) for text, _ in examples().test]
-    labels = manyshot.label_tokens(PairEncoder(tokenizer, 512), LABELS)
+    labels = many_shot.label_tokens(RequestEncoder(tokenizer, 512), LABELS)
     read = []
     model.model.register_forward_pre_hook(
         lambda _, args, kwargs: read.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
@@ -267,7 +269,7 @@ def test_of_one_label_that_begins_another_either_can_be_chosen(token, label):
 def test_all_is_as_many_as_fit_and_no_more():
     model, tokenizer = tiny_lm.llama(400), tiny_lm.tokenizer()
     dataset = examples()
-    outcome = evaluate(TorchModel(model), tokenizer, dataset, Plan(shots=None, draws=2))
+    outcome = evaluate_many_shot(TorchModel(model), tokenizer, dataset, ManyShotPlan(shots=None, draws=2))
     longest_label = max(len(path) for path in label_paths(tokenizer, "Type:"))
 
     def tokens(shots):
@@ -281,8 +283,8 @@ def test_all_is_as_many_as_fit_and_no_more():
 
 def test_draws_are_averaged_over_each_text():
     model, tokenizer = tiny_lm.llama(), tiny_lm.tokenizer()
-    outcome = evaluate(TorchModel(model), tokenizer, examples(), Plan(shots=3, draws=3), limit=15)
-    first = evaluate(TorchModel(model), tokenizer, examples(), Plan(shots=3), limit=15)
+    outcome = evaluate_many_shot(TorchModel(model), tokenizer, examples(), ManyShotPlan(shots=3, draws=3), limit=15)
+    first = evaluate_many_shot(TorchModel(model), tokenizer, examples(), ManyShotPlan(shots=3), limit=15)
     assert outcome.choices[0] == first.choices[0]
     right = torch.tensor(outcome.choices) == torch.tensor(outcome.right)
     torch.testing.assert_close(torch.tensor(outcome.correct), right.float().mean(0))
@@ -293,11 +295,11 @@ def test_draws_are_averaged_over_each_text():
 def test_what_does_not_fit_or_cannot_be_told_apart_is_refused():
     tokenizer, dataset = tiny_lm.tokenizer(), examples()
     with pytest.raises(UsageError, match=r"40 demonstrations .* take \d+ tokens, and the model sees 300"):
-        evaluate(TorchModel(tiny_lm.llama(300)), tokenizer, dataset, Plan(shots=40))
+        evaluate_many_shot(TorchModel(tiny_lm.llama(300)), tokenizer, dataset, ManyShotPlan(shots=40))
     with pytest.raises(UsageError, match="which one demonstration does not fit"):
-        evaluate(TorchModel(tiny_lm.llama(40)), tokenizer, dataset, Plan(shots=None))
+        evaluate_many_shot(TorchModel(tiny_lm.llama(40)), tokenizer, dataset, ManyShotPlan(shots=None))
     with pytest.raises(UsageError, match=r"61 demonstrations are asked for and --train has 60"):
-        Plan(shots=61).check(dataset)
+        ManyShotPlan(shots=61).check(dataset)
 
     class Words:
         bos_token_id, eos_token_id = 0, 1
@@ -310,7 +312,7 @@ def test_what_does_not_fit_or_cannot_be_told_apart_is_refused():
             return "<s>"
 
     with pytest.raises(UsageError, match="labels 'human' and 'location' are the same to the tokenizer"):
-        manyshot.label_tokens(PairEncoder(Words(), 100), ("entity", "human", "location"))
+        many_shot.label_tokens(RequestEncoder(Words(), 100), ("entity", "human", "location"))
 
 
 def test_a_model_that_computes_nan_is_refused():

@@ -4,9 +4,10 @@ from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 
 from diffquant.errors import DiffQuantError, NonFiniteError
-from diffquant.evals import hellaswag, scoring
-from diffquant.evals.encoding import PairEncoder
+from diffquant.evals import scoring
+from diffquant.evals.encoding import RequestEncoder
 from diffquant.evals.language_model import shares_prefixes
+from diffquant.evals.protocols import hellaswag
 from diffquant.evals.scoring import score
 from diffquant.evals.torch_model import TorchModel
 from diffquant.loading import load
@@ -39,7 +40,7 @@ def hflm_answers(model, tokenizer, pairs, **options):
 
 
 def our_answers(model, tokenizer, pairs, **options):
-    encoder = PairEncoder(tokenizer, max_length(model.config, tokenizer))
+    encoder = RequestEncoder(tokenizer, max_length(model.config, tokenizer))
     return score(TorchModel(model), encoder.requests(pairs), **options)
 
 
@@ -56,7 +57,7 @@ def test_real_items_score_as_hflm_scores_them(adds_bos):
     items = hellaswag.load_items(limit=20)
     pairs = [(item.query, f" {ending}") for item in items for ending in item.endings]
     theirs = hflm_answers(model, tokenizer, pairs, batch_size=4)
-    outcome = hellaswag.evaluate(TorchModel(model), tokenizer, items)
+    outcome = hellaswag.evaluate_hellaswag(TorchModel(model), tokenizer, items)
     assert_alike(our_answers(model, tokenizer, pairs), theirs)
     choices = torch.tensor([p for p, _ in theirs]).view(-1, 4).argmax(1)
     assert outcome.choices == choices.tolist()
@@ -98,7 +99,7 @@ RECIPES = {
 def test_a_quantized_score_is_that_of_its_sequence_run_alone(diff_v2, recipe):
     model = load(diff_v2, recipe, dtype=torch.float64)
     items = hellaswag.load_items(limit=4)
-    encoder = PairEncoder(tiny_lm.tokenizer(), 512)
+    encoder = RequestEncoder(tiny_lm.tokenizer(), 512)
     requests = encoder.requests((item.query, f" {ending}") for item in items for ending in item.endings)
     alone = []
     for request in requests:
@@ -118,7 +119,7 @@ def test_prefixes_are_shared_only_where_no_scale_spans_rows():
 def test_contexts_run_once_and_only_scored_positions_reach_the_vocabulary(monkeypatch):
     model, tokenizer = tiny_lm.llama(), tiny_lm.tokenizer()
     items = hellaswag.load_items(limit=3)
-    encoder = PairEncoder(tokenizer, 512)
+    encoder = RequestEncoder(tokenizer, 512)
     requests = encoder.requests((item.query, f" {ending}") for item in items for ending in item.endings)
     read, projected = [], []
     model.model.register_forward_pre_hook(
@@ -141,7 +142,7 @@ def test_a_model_that_computes_nan_is_refused():
 
 
 def test_a_continuation_without_tokens_or_with_too_many_is_refused():
-    encoder = PairEncoder(tiny_lm.tokenizer(), 8)
+    encoder = RequestEncoder(tiny_lm.tokenizer(), 8)
     with pytest.raises(DiffQuantError, match="no tokens"):
         encoder.request("context", "")
     with pytest.raises(DiffQuantError, match="more than the 8"):

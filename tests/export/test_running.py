@@ -211,7 +211,7 @@ def test_sessions_load_the_native_kernel_where_it_is_built(plain, monkeypatch):
 def test_lm_eval_scores_and_generates_with_it(source, plain):
     from lm_eval.api.instance import Instance
 
-    from diffquant.evals.harness_model import HarnessModel
+    from diffquant.evals.protocols.harness_model import HarnessModel
 
     tokenizer = tiny_lm.tokenizer()
     models = [OnnxLanguageModel(OnnxModel(plain, 1)), TorchModel(diffquant.load(source, dtype=torch.float32))]

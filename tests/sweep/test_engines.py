@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from diffquant.sweep import SweepOptions, engines, run_sweep
-from diffquant.sweep.engines.local import measured
+from diffquant.sweep.engines.local import measure_job
 from tests.support import tiny_lm
 
 OPTIONS = SweepOptions(
@@ -26,7 +26,7 @@ class Backwards:
         for batch in reversed(batches):
             for job in reversed(batch.jobs):
                 session = batch.subject.open()
-                recorder.done(job, measured(session, job, recorder.progress_of(job)))
+                recorder.done(job, measure_job(session, job, recorder.progress_of(job)))
 
 
 class Elsewhere:
@@ -38,7 +38,7 @@ class Elsewhere:
             assert sent.subject.source is not batch.subject.source
             session = sent.subject.open()
             for job, there in zip(batch.jobs, sent.jobs, strict=True):
-                outcome = measured(session, there, lambda *_: None)
+                outcome = measure_job(session, there, lambda *_: None)
                 recorder.done(job, pickle.loads(pickle.dumps(outcome)))
 
 

@@ -9,8 +9,8 @@ import pytest
 from diffquant import data
 from diffquant.cli import main
 from diffquant.errors import UsageError
-from diffquant.evals import manyshot, needle
-from diffquant.evals.plots.shots import panels
+from diffquant.evals.plots.shots import shots_panels
+from diffquant.evals.protocols import many_shot, needle
 from diffquant.evals.tasks import make_tasks
 from diffquant.evals.tasks.many_shot import ManyShot
 from diffquant.recipe import Recipe
@@ -65,7 +65,7 @@ def test_a_sweep_pairs_cells_and_draws_accuracy_against_shots(files, model, tmp_
     most = result.cells[2].result.shots
     assert 3 < most <= 30
     assert f"20 items, many-shot after 3, {most} demonstrations" in text_table(result)
-    drawn = panels(plotted_cells(result, ManyShot))
+    drawn = shots_panels(plotted_cells(result, ManyShot))
     assert list(drawn) == ["attention logits, per row"]
     at_16, at_3 = drawn["attention logits, per row"]
     assert (at_16.scheme, at_3.scheme) == ("16", "3:row")
@@ -78,19 +78,19 @@ def test_a_sweep_pairs_cells_and_draws_accuracy_against_shots(files, model, tmp_
 
 def test_one_number_of_shots_is_no_plot(files, model, tmp_path):
     result = run_sweep([model], options(files, 3, limit=4), tmp_path / "out")
-    assert not panels(plotted_cells(result, ManyShot))
+    assert not shots_panels(plotted_cells(result, ManyShot))
     assert "shots.png" not in {path.name for path in write_outputs(result, tmp_path / "out")}
 
 
 def test_cells_that_are_there_are_not_measured_again(files, model, tmp_path, monkeypatch):
     measured = []
-    evaluate_ = manyshot.evaluate
+    evaluate_ = many_shot.evaluate_many_shot
 
     def counted(*arguments):
         measured.append(arguments[3].shots)
         return evaluate_(*arguments)
 
-    monkeypatch.setattr(manyshot, "evaluate", counted)
+    monkeypatch.setattr(many_shot, "evaluate_many_shot", counted)
     for shots in ([3], [3, 6]):
         run_sweep([model], options(files, *shots, bits=(16,), limit=4), tmp_path / "out").require_complete()
     assert measured == [3, 6]

@@ -7,9 +7,9 @@ import torch
 
 from diffquant import data
 from diffquant.errors import UsageError
-from diffquant.evals import needle
-from diffquant.evals.needle import DEPTHS, Haystack, Plan, make_items
-from diffquant.evals.plots.places import grids
+from diffquant.evals.plots.places import place_panels
+from diffquant.evals.protocols import needle
+from diffquant.evals.protocols.needle import DEPTHS, Haystack, NeedlePlan, make_items
 from diffquant.evals.tasks.needle import Needle
 from diffquant.evals.torch_model import TorchModel
 from diffquant.loading import load
@@ -19,7 +19,7 @@ from diffquant.sweep.outputs import plotted_cells
 from diffquant.sweep.table import json_rows, text_table
 from tests.support import tiny_lm
 
-PLAN = Plan(needles=4, asked=2, lengths=(160, 300), samples=3)
+PLAN = NeedlePlan(needles=4, asked=2, lengths=(160, 300), samples=3)
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def test_a_context_holds_all_its_needles_once_and_those_asked_for_together(items
 
 
 def test_needles_asked_for_stand_at_their_depth():
-    plan = Plan(needles=1, lengths=(400,), samples=8)
+    plan = NeedlePlan(needles=1, lengths=(400,), samples=8)
     for item in make_items(tiny_lm.tokenizer(), data.books_text(), plan):
         before, _, after = item.context.partition(needle.statement(*item.asked[0]))
         parts = needle.sentences(before + after)
@@ -68,7 +68,7 @@ def test_items_are_the_same_again_and_a_first_part_is_balanced(items):
 def test_answers_cannot_be_told_without_the_context():
     numbers = [
         item.asked[0][1]
-        for item in make_items(tiny_lm.tokenizer(), data.books_text(), Plan(lengths=(64,), samples=100))
+        for item in make_items(tiny_lm.tokenizer(), data.books_text(), NeedlePlan(lengths=(64,), samples=100))
     ]
     commonest = max(numbers.count(number) for number in numbers)
     assert commonest / len(numbers) < 0.04
@@ -99,8 +99,8 @@ def test_titles_end_no_sentence():
 def test_only_what_greedy_decoding_gives_counts(tmp_path, monkeypatch):
     model = tiny_lm.write_llama(tmp_path / "model")
     loaded, tokenizer = load(model, dtype=torch.float32), load_tokenizer(model)
-    plan = Plan(needles=2, lengths=(160,), samples=2)
-    outcome = needle.evaluate(TorchModel(loaded), tokenizer, data.books_text(), plan)
+    plan = NeedlePlan(needles=2, lengths=(160,), samples=2)
+    outcome = needle.evaluate_needle(TorchModel(loaded), tokenizer, data.books_text(), plan)
     for item, share in zip(outcome.items, outcome.retrieved, strict=True):
         prompt, answer = item.requests()[0]
         ids = torch.tensor([tokenizer.encode(prompt)])
@@ -128,9 +128,9 @@ def test_a_length_beyond_the_model_or_below_its_needles_is_refused(tmp_path):
     model = tiny_lm.write_llama(tmp_path / "model")
     loaded, tokenizer = load(model), load_tokenizer(model)
     with pytest.raises(UsageError, match="the model sees 512 tokens, fewer than 600"):
-        needle.evaluate(TorchModel(loaded), tokenizer, data.books_text(), Plan(lengths=(600,)))
+        needle.evaluate_needle(TorchModel(loaded), tokenizer, data.books_text(), NeedlePlan(lengths=(600,)))
     with pytest.raises(UsageError, match="6 needles do not fit into 40 tokens"):
-        needle.evaluate(TorchModel(loaded), tokenizer, data.books_text(), Plan(needles=6, lengths=(40,)))
+        needle.evaluate_needle(TorchModel(loaded), tokenizer, data.books_text(), NeedlePlan(needles=6, lengths=(40,)))
 
 
 def test_a_sweep_pairs_needle_cells_and_draws_depth_against_length(tmp_path):
@@ -150,7 +150,7 @@ def test_a_sweep_pairs_needle_cells_and_draws_depth_against_length(tmp_path):
         assert full[f"{task} n"] == 10
         assert low[f"{task} difference"] == pytest.approx(low[f"{task} score"] - full[f"{task} score"])
         assert f"{task} retrieved" in text_table(result)
-    assert [(g.task, g.depths, g.lengths) for g in grids(plotted_cells(result, Needle))] == [
+    assert [(g.task, g.depths, g.lengths) for g in place_panels(plotted_cells(result, Needle))] == [
         ("needle:2:1", DEPTHS, (120, 160)),
         ("needle:2:2", DEPTHS, (120, 160)),
     ]

@@ -10,7 +10,7 @@ import pytest
 from diffquant.errors import UsageError
 from diffquant.evals import tasks
 from diffquant.evals.columns import ItemColumns
-from diffquant.evals.encoding import PairEncoder
+from diffquant.evals.encoding import RequestEncoder
 from diffquant.evals.scoring import score
 from diffquant.evals.task import LIMIT, Task, TaskOption
 from diffquant.evals.task_result import TaskResult
@@ -36,10 +36,10 @@ class Colours(Task):
     shout: bool
 
     @classmethod
-    def parse(cls, name, given, batch_tokens):
+    def parse(cls, name, values, batch_tokens):
         if name != cls.kind:
             raise cls.misread(name)
-        return cls(shout=SHOUT.of(given), batch_tokens=batch_tokens)
+        return cls(shout=SHOUT.of(values), batch_tokens=batch_tokens)
 
     @property
     def name(self):
@@ -49,7 +49,7 @@ class Colours(Task):
         return {"name": self.name, "shout": self.shout, "batch_tokens": self.batch_tokens}
 
     def run(self, model, tokenizer, reference, progress):
-        encoder = PairEncoder(tokenizer, model.max_length(tokenizer))
+        encoder = RequestEncoder(tokenizer, model.max_length(tokenizer))
         asked = [(q.upper() if self.shout else q, word) for q, words in QUESTIONS for word in words]
         logprobs = [s.logprob for s in score(model, encoder.requests(asked), self.batch_tokens, progress)]
         choices = [int(wrong > right) for right, wrong in zip(logprobs[::2], logprobs[1::2], strict=True)]
@@ -60,7 +60,7 @@ class Colours(Task):
 @pytest.fixture
 def known(monkeypatch):
     """The task in a registry that is put back."""
-    tasks.kinds()
+    tasks.task_kinds()
     monkeypatch.setattr(tasks, "_KINDS", dict(tasks._KINDS))
     tasks.register(Colours)
 
@@ -126,7 +126,7 @@ def test_the_command_line_offers_its_option_and_passes_it_on(model, monkeypatch,
     @app.command()
     @expanded
     def show(*, task_options: TaskOptions) -> None:
-        typer.echo(json.dumps(task_options.given, default=str))
+        typer.echo(json.dumps(task_options.values, default=str))
 
     monkeypatch.setattr(sys, "argv", ["show", "--shout", "--lengths", "32,64", "--characters", "0"])
     with pytest.raises(SystemExit):

@@ -12,8 +12,8 @@ from diffquant.sweep import SweepOptions, SweepResult, run_sweep, write_outputs
 from diffquant.sweep.grid import points
 from diffquant.sweep.measurement import Measurement
 from diffquant.sweep.plot import lines
-from diffquant.sweep.report import report
-from diffquant.sweep.result import Measured
+from diffquant.sweep.report import report_html
+from diffquant.sweep.result import MeasuredCell
 from diffquant.sweep.table import csv_table, json_rows, text_table
 from tests.support import tiny_lm
 
@@ -28,15 +28,15 @@ def measured(point, task):
     stored = {"seconds": 1.0, "stored": {"weights": 5_000_000, "kv_per_token": 1234.0}}
     if task == "perplexity":
         text = {"metric": "perplexity", "perplexity": 20.0, "bits_per_byte": 1.0, "kl": None, **stored}
-        return Measured(point, task, Measurement.from_dict(text), None)
+        return MeasuredCell(point, task, Measurement.from_dict(text), None)
     if point.bits == 3 and point.granularity == "tensor":
-        return Measured(point, task, None, "the <model> computes NaN")
+        return MeasuredCell(point, task, None, "the <model> computes NaN")
     right = {16: 6, 8: 5, 4: 4, 3: 3}[point.bits]
     values = [int(i < right) for i in range(10)]
     layers = [{"layer": 0, "calls": 2, "entries": 100, "clipped": 7, "step_mean": 0.25, "step_max": 0.5}]
     extra = {} if point.is_baseline else {"logit_report": layers}
     cell = {"metric": "acc_norm", "score": right / 10, "n": 10, "values": values, "choices": values}
-    return Measured(point, task, Measurement.from_dict({**cell, **extra, **stored}), None)
+    return MeasuredCell(point, task, Measurement.from_dict({**cell, **extra, **stored}), None)
 
 
 @pytest.fixture
@@ -96,7 +96,7 @@ class References(HTMLParser):
 
 
 def test_the_report_loads_nothing(sweep):
-    text = report(sweep)
+    text = report_html(sweep)
     reader = References()
     reader.feed(text)
     assert all(reference.startswith("#") for reference in reader.found)
@@ -107,7 +107,7 @@ def test_the_report_loads_nothing(sweep):
 
 
 def test_the_report_shows_failures_escaped_clipping_and_settings(sweep):
-    text = report(sweep)
+    text = report_html(sweep)
     assert "2 of 28 cells failed" in text
     assert "the &lt;model&gt; computes NaN" in text
     assert "clipped 7.00%" in text
@@ -118,7 +118,7 @@ def test_the_report_escapes_the_names_of_models(sweep):
     renamed = {Path("transformer"): Path("<script>alert(1)<!--"), Path("diff"): Path("diff")}
     cells = [replace(cell, point=replace(cell.point, model=renamed[cell.point.model])) for cell in sweep.cells]
     reader = References()
-    reader.feed(report(SweepResult(cells, sweep.settings)))
+    reader.feed(report_html(SweepResult(cells, sweep.settings)))
     assert "script" not in reader.tags
     assert "details" in reader.tags  # which stand below the tables that hold the name
 

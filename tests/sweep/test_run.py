@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from diffquant.errors import CheckpointError, FailedCellsError, NotFiredError, UsageError
-from diffquant.evals import hellaswag, perplexity
+from diffquant.evals.protocols import hellaswag, perplexity
 from diffquant.evals.torch_model import TorchModel
 from diffquant.loading import load
 from diffquant.model.modeling import DiffTransformer
@@ -68,10 +68,10 @@ def test_a_cell_holds_what_evaluating_its_recipe_gives(model, output):
     plain, quantized = TorchModel(load(model)), TorchModel(load(model, Recipe.of(weights="4:row")))
     tokenizer, text = load_tokenizer(model), load_text(characters=600)
     point = next(p for p in result.points if p.label == "weights 4:row")
-    outcome = hellaswag.evaluate(quantized, tokenizer, hellaswag.load_items(limit=6))
+    outcome = hellaswag.evaluate_hellaswag(quantized, tokenizer, hellaswag.load_items(limit=6))
     assert result.result_of(point, "hellaswag").choices == outcome.choices_norm
     reference = perplexity.reference_of(plain, tokenizer, text, 64, 32)
-    score = perplexity.evaluate(quantized, tokenizer, text, 64, 32, reference=reference)
+    score = perplexity.score_text(quantized, tokenizer, text, 64, 32, reference=reference)
     measured = result.result_of(point, "perplexity").details
     assert measured["perplexity"] == pytest.approx(score.perplexity)
     assert measured["kl"] == pytest.approx(score.kl)

@@ -20,7 +20,7 @@ import diffquant
 from diffquant import data
 from diffquant.conversion import convert
 from diffquant.errors import CheckpointError, GroupSizeError, OutputExistsError, UsageError
-from diffquant.evals.perplexity import next_token_kl
+from diffquant.evals.protocols.perplexity import next_token_kl
 from tests.support import tiny_lm
 
 SCHEDULE = Schedule(steps=8, warmup=2, tokens=96, lengths=((0.0, 32),), rate=1e-2, accumulate=2, decay=0.0)

@@ -16,7 +16,7 @@ from settings import Schedule, Settings, Sizes
 import diffquant
 from diffquant import data
 from diffquant.errors import NonFiniteError, OutputExistsError, UsageError
-from diffquant.evals import needle
+from diffquant.evals.protocols import needle
 from diffquant.model.attention import rotate
 
 RECIPES = Path(program.__file__).parent
@@ -175,7 +175,7 @@ def test_a_needle_sequence_answers_what_it_told_in_the_evaluations_words():
         for place in (weight > weight.min()).nonzero().flatten().tolist():
             city, number = source.tokenizer.decode(row[place - 1]), source.tokenizer.decode(row[place + 1])
             assert said.count(f"the magic number for {city} is {number}") >= 2
-    item = needle.make_items(source.tokenizer, data.books_text(), needle.Plan(lengths=(128,), samples=1))[0]
+    item = needle.make_items(source.tokenizer, data.books_text(), needle.NeedlePlan(lengths=(128,), samples=1))[0]
     assert source.tokenizer.unk_token_id not in source.tokenizer.encode("".join(item.requests()[0]))
 
 

@@ -1,4 +1,4 @@
-"""Needle accuracy by depth and length at 16 bits, one panel a model and task.
+"""A plot of needle accuracy by depth and length at 16 bits, one panel a model and task.
 
 Source: the presentation follows figure 5 of arXiv 2410.05258.
 """
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Grid:
+class PlacePanel:
     """One model on one task: accuracy in percent by depth (rows) and length (columns)."""
 
     model: str
@@ -27,18 +27,18 @@ class Grid:
     accuracy: tuple[tuple[float, ...], ...]
 
 
-def grids(cells: Sequence[PlottedCell]) -> list[Grid]:
-    """What is drawn: every cell at 16 bits."""
-    return [_grid(cell.model, cell.task, cell.result.details["by_place"]) for cell in cells if cell.is_baseline]
+def place_panels(cells: Sequence[PlottedCell]) -> list[PlacePanel]:
+    """The panels: one for every cell at 16 bits."""
+    return [_make_panel(cell.model, cell.task, cell.result.details["by_place"]) for cell in cells if cell.is_baseline]
 
 
 def plot_places(cells: Sequence[PlottedCell], path: Path) -> None:
-    """Draw into a file; its suffix says the format.
+    """Draw needle accuracy into a file, whose suffix says the format.
 
     Raises:
         UsageError: no needle cell was measured at 16 bits.
     """
-    panels = grids(cells)
+    panels = place_panels(cells)
     if not panels:
         raise UsageError("nothing to plot: no needle cell was measured at 16 bits")
     models, tasks = (list(dict.fromkeys(names)) for names in zip(*((p.model, p.task) for p in panels), strict=True))
@@ -51,16 +51,16 @@ def plot_places(cells: Sequence[PlottedCell], path: Path) -> None:
     figure.savefig(path, dpi=200)
 
 
-def _grid(model: str, task: str, places: list[dict[str, float]]) -> Grid:
+def _make_panel(model: str, task: str, places: list[dict[str, float]]) -> PlacePanel:
     depths = tuple(sorted({place["depth"] for place in places}))
     lengths = tuple(sorted({int(place["length"]) for place in places}))
     accuracy = {(place["depth"], place["length"]): 100 * place["accuracy"] for place in places}
     missing = float("nan")
     table = tuple(tuple(accuracy.get((depth, length), missing) for length in lengths) for depth in depths)
-    return Grid(model, task, depths, lengths, table)
+    return PlacePanel(model, task, depths, lengths, table)
 
 
-def _draw(axis: "Axes", panel: Grid) -> None:
+def _draw(axis: "Axes", panel: PlacePanel) -> None:
     axis.set_axis_on()
     axis.imshow(panel.accuracy, vmin=0, vmax=100, cmap="viridis", aspect="auto")
     for row, values in enumerate(panel.accuracy):

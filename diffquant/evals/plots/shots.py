@@ -1,4 +1,4 @@
-"""Many-shot accuracy against the number of demonstrations, one line a model and width, one panel a target.
+"""A plot of many-shot accuracy against the number of demonstrations, one line a model and width, one panel a target.
 
 Source: the presentation follows figure 6 of arXiv 2410.05258.
 """
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Line:
+class ShotsLine:
     """One model at one width: (shots, accuracy in percent, standard error), few shots first."""
 
     model: str
@@ -26,28 +26,28 @@ class Line:
     points: tuple[tuple[int, float, float], ...]
 
 
-def panels(cells: Sequence[PlottedCell]) -> dict[str, list[Line]]:
-    """What is drawn: by target and granularity every model at 16 bits and at each width, over two shots or more."""
+def shots_panels(cells: Sequence[PlottedCell]) -> dict[str, list[ShotsLine]]:
+    """Each panel's lines by its title: every model at 16 bits and at each width, over two or more numbers of shots."""
     scores: dict[tuple[str, str, str, bool], dict[int, Estimate]] = {}
     for cell in cells:
         line = (cell.model, cell.panel, cell.scheme, cell.is_baseline)
         # Of two tasks with as many shots, such as 6 and 6:5, the one named later.
         scores.setdefault(line, {})[cell.result.shots or 0] = estimate(cell.result.values or [])
-    full: list[Line] = []
-    narrow: dict[str, list[Line]] = {}
+    full: list[ShotsLine] = []
+    narrow: dict[str, list[ShotsLine]] = {}
     for (model, panel, scheme, is_baseline), by_shots in scores.items():
         if len(by_shots) > 1:
-            (full if is_baseline else narrow.setdefault(panel, [])).append(_line(model, scheme, by_shots))
+            (full if is_baseline else narrow.setdefault(panel, [])).append(_make_line(model, scheme, by_shots))
     return {name: full + lines for name, lines in narrow.items()} or ({"16 bits": full} if full else {})
 
 
 def plot_shots(cells: Sequence[PlottedCell], path: Path) -> None:
-    """Draw into a file; its suffix says the format.
+    """Draw many-shot accuracy into a file, whose suffix says the format.
 
     Raises:
         UsageError: nothing was measured at two numbers of demonstrations.
     """
-    shown = panels(cells)
+    shown = shots_panels(cells)
     if not shown:
         raise UsageError("nothing to plot: no model was measured at two numbers of demonstrations")
     models = list(dict.fromkeys(line.model for lines in shown.values() for line in lines))
@@ -59,12 +59,12 @@ def plot_shots(cells: Sequence[PlottedCell], path: Path) -> None:
     figure.savefig(path, dpi=200)
 
 
-def _line(model: str, scheme: str, by_shots: dict[int, Estimate]) -> Line:
+def _make_line(model: str, scheme: str, by_shots: dict[int, Estimate]) -> ShotsLine:
     points = ((shots, 100 * score.mean, 100 * (score.se or 0.0)) for shots, score in sorted(by_shots.items()))
-    return Line(model, scheme, tuple(points))
+    return ShotsLine(model, scheme, tuple(points))
 
 
-def _draw(axis: "Axes", title: str, lines: list[Line], models: list[str]) -> None:
+def _draw(axis: "Axes", title: str, lines: list[ShotsLine], models: list[str]) -> None:
     schemes = list(dict.fromkeys(line.scheme for line in lines))
     for line in lines:
         style = schemes.index(line.scheme)

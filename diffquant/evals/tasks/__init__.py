@@ -1,4 +1,4 @@
-"""The tasks: one file each, which registers itself. No torch here."""
+"""The registry of tasks: one file each, which registers itself. No torch here."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -22,50 +22,50 @@ def register(task: _Task) -> _Task:
     """
     if task.kind in _KINDS:
         raise ValueError(f"task {task.kind!r} is registered twice")
-    taken = {option.name: option for other in _KINDS.values() for option in other.options}
-    alike = [option.name for option in task.options if taken.get(option.name, option) != option]
-    if alike:
-        raise ValueError(f"other tasks have options of their own named {', '.join(alike)}")
+    known = {option.name: option for other in _KINDS.values() for option in other.options}
+    conflicting = [option.name for option in task.options if known.get(option.name, option) != option]
+    if conflicting:
+        raise ValueError(f"other tasks have options of their own named {', '.join(conflicting)}")
     _KINDS[task.kind] = task
     return task
 
 
-def kinds() -> list[type[Task]]:
+def task_kinds() -> list[type[Task]]:
     """Every task that is known."""
-    _import_ours()
+    _import_tasks()
     return list(_KINDS.values())
 
 
 def kind_of(name: str) -> type[Task]:
-    """The task that a name is of.
+    """The kind of task that a name asks for.
 
     Raises:
         UsageError: there is no such task.
     """
-    _import_ours()
-    kind = name.split(":")[0]
+    _import_tasks()
+    kind = name.partition(":")[0]
     if kind not in _KINDS:
-        raise UsageError(f"unknown task {name!r}; known are {', '.join(task.usage for task in kinds())}")
+        raise UsageError(f"unknown task {name!r}; known are {', '.join(task.usage for task in task_kinds())}")
     return _KINDS[kind]
 
 
-def options() -> list[TaskOption[object]]:
+def task_options() -> list[TaskOption[object]]:
     """Every option of any task, each once."""
-    return list({option.name: option for task in kinds() for option in task.options}.values())
+    return list({option.name: option for task in task_kinds() for option in task.options}.values())
 
 
-def check_options(given: Mapping[str, object]) -> None:
+def check_options(values: Mapping[str, object]) -> None:
     """Check that some task has each of these options.
 
     Raises:
         UsageError: none has; all such are named.
     """
-    unknown = sorted(given.keys() - {option.name for option in options()})
+    unknown = sorted(values.keys() - {option.name for option in task_options()})
     if unknown:
         raise UsageError(f"no task has an option {', '.join(unknown)}")
 
 
-def make_tasks(names: Sequence[str], given: Mapping[str, object], batch_tokens: int) -> list[Task]:
+def make_tasks(names: Sequence[str], values: Mapping[str, object], batch_tokens: int) -> list[Task]:
     """The tasks of some names, their items and text read.
 
     Raises:
@@ -75,7 +75,7 @@ def make_tasks(names: Sequence[str], given: Mapping[str, object], batch_tokens: 
     tasks, faults = [], []
     for name in dict.fromkeys(names):
         try:
-            tasks.append(kind_of(name).parse(name, given, batch_tokens))
+            tasks.append(kind_of(name).parse(name, values, batch_tokens))
         except UsageError as error:
             faults.append(str(error))
     if faults:
@@ -84,5 +84,5 @@ def make_tasks(names: Sequence[str], given: Mapping[str, object], batch_tokens: 
 
 
 @cache
-def _import_ours() -> None:
+def _import_tasks() -> None:
     import_all(sys.modules[__name__])

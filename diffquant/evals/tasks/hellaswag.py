@@ -16,8 +16,8 @@ from diffquant.support.progress import Progress
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from diffquant.evals.hellaswag import Item
     from diffquant.evals.language_model import LanguageModel, States
+    from diffquant.evals.protocols.hellaswag import HellaSwagItem
 
 _ITEMS = TaskOption[Path | None]("items", None, "HellaSwag items as JSONL; 1,000 ship.", Path)
 
@@ -36,15 +36,15 @@ class HellaSwag(Task):
     options: ClassVar = (LIMIT, _ITEMS)
     columns: ClassVar = ItemColumns(named_alone=False)
 
-    items: "tuple[Item, ...]"
+    items: "tuple[HellaSwagItem, ...]"
 
     @classmethod
-    def parse(cls, name: str, given: Mapping[str, object], batch_tokens: int) -> Self:
-        from diffquant.evals.hellaswag import load_items
+    def parse(cls, name: str, values: Mapping[str, object], batch_tokens: int) -> Self:
+        from diffquant.evals.protocols.hellaswag import load_items
 
         if name != cls.kind:
             raise cls.misread(name)
-        items = load_items(_ITEMS.of(given), at_least_one(LIMIT, given))
+        items = load_items(_ITEMS.of(values), at_least_one(LIMIT, values))
         return cls(items=tuple(items), batch_tokens=batch_tokens)
 
     @property
@@ -52,13 +52,13 @@ class HellaSwag(Task):
         return self.kind
 
     def identity(self) -> JsonObject:
-        from diffquant.evals.hellaswag import identity
+        from diffquant.evals.protocols.hellaswag import hellaswag_digest
 
         return {
             "name": self.name,
             "shots": 0,
             "n": len(self.items),
-            "items": identity(self.items),
+            "items": hellaswag_digest(self.items),
             "batch_tokens": self.batch_tokens,
         }
 
@@ -66,12 +66,12 @@ class HellaSwag(Task):
         self,
         model: "LanguageModel",
         tokenizer: "PreTrainedTokenizerBase",
-        reference: "States | None",
+        reference: "States | None",  # noqa: ARG002
         progress: Progress,
     ) -> TaskResult:
-        from diffquant.evals import hellaswag
+        from diffquant.evals.protocols import hellaswag
 
-        outcome = hellaswag.evaluate(model, tokenizer, self.items, self.batch_tokens, progress)
+        outcome = hellaswag.evaluate_hellaswag(model, tokenizer, self.items, self.batch_tokens, progress)
         acc, acc_norm = estimate(outcome.correct), estimate(outcome.correct_norm)
         return TaskResult(
             metric="acc_norm",

@@ -1,4 +1,4 @@
-"""Any task of lm-eval, scored by our scorer."""
+"""Tasks of lm-eval as tasks of ours."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -36,21 +36,21 @@ class Harness(Task):
     limit: int | None
 
     @classmethod
-    def parse(cls, name: str, given: Mapping[str, object], batch_tokens: int) -> Self:
-        from diffquant.evals.harness import require_lm_eval
+    def parse(cls, name: str, values: Mapping[str, object], batch_tokens: int) -> Self:
+        from diffquant.evals.protocols.harness import require_lm_eval
 
         _, _, task = name.partition(":")
         if not task:
             raise cls.misread(name)
         require_lm_eval()
-        return cls(task=task, limit=at_least_one(LIMIT, given), batch_tokens=batch_tokens)
+        return cls(task=task, limit=at_least_one(LIMIT, values), batch_tokens=batch_tokens)
 
     @property
     def name(self) -> str:
         return f"{self.kind}:{self.task}"
 
     def identity(self) -> JsonObject:
-        from diffquant.evals.harness import task_identity
+        from diffquant.evals.protocols.harness import task_identity
 
         return {"name": self.name, "limit": self.limit, "batch_tokens": self.batch_tokens} | task_identity(self.task)
 
@@ -58,9 +58,9 @@ class Harness(Task):
         self,
         model: "LanguageModel",
         tokenizer: "PreTrainedTokenizerBase",
-        reference: "States | None",
+        reference: "States | None",  # noqa: ARG002
         progress: Progress,
     ) -> TaskResult:
-        from diffquant.evals.harness import run_task
+        from diffquant.evals.protocols.harness import run_task
 
         return run_task(model, tokenizer, self.task, self.limit, self.batch_tokens, progress)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from diffquant.evals.labelled import Dataset
     from diffquant.evals.language_model import LanguageModel, States
-    from diffquant.evals.manyshot import Plan
+    from diffquant.evals.protocols.many_shot import ManyShotPlan
 
 _NAME = re.compile(r"many-shot:(all|\d+)(?::(\d+))?")
 _TRAIN = TaskOption[Path | None](
@@ -34,11 +34,11 @@ _FINE = TaskOption("fine", False, "TREC's fine labels in place of its coarse one
 @register
 @dataclass(frozen=True, kw_only=True)
 class ManyShot(Task):
-    """Classification after demonstrations; where that is all that fit, their number depends on the tokenizer.
+    """Classification after demonstrations; where as many as fit are shown, their number depends on the tokenizer.
 
     Attributes:
         data: examples to show and to ask for.
-        plan: which prompts are made.
+        plan: plan of the prompts.
         limit: number of texts that are asked for; None for all.
     """
 
@@ -49,39 +49,39 @@ class ManyShot(Task):
     plots: ClassVar = {"shots.png": plot_shots}
 
     data: "Dataset"
-    plan: "Plan"
+    plan: "ManyShotPlan"
     limit: int | None
 
     @classmethod
-    def parse(cls, name: str, given: Mapping[str, object], batch_tokens: int) -> Self:
-        from diffquant.evals.labelled import load
-        from diffquant.evals.manyshot import Plan
+    def parse(cls, name: str, values: Mapping[str, object], batch_tokens: int) -> Self:
+        from diffquant.evals.labelled import load_dataset
+        from diffquant.evals.protocols.many_shot import ManyShotPlan
 
         parts = _NAME.fullmatch(name)
         if parts is None:
             raise cls.misread(name, "many-shot:48 or :all:5")
         shots, draws = parts.groups(default="1")
-        plan = Plan(None if shots == "all" else int(shots), int(draws))
-        train = _TRAIN.of(given)
+        plan = ManyShotPlan(None if shots == "all" else int(shots), int(draws))
+        train = _TRAIN.of(values)
         if train is None:
             raise UsageError(f"{name} needs labelled texts: give --train FILE and --test FILE")
-        data = load(train, _TEST.of(given), _FINE.of(given))
+        data = load_dataset(train, _TEST.of(values), _FINE.of(values))
         plan.check(data)
-        return cls(data=data, plan=plan, limit=at_least_one(LIMIT, given), batch_tokens=batch_tokens)
+        return cls(data=data, plan=plan, limit=at_least_one(LIMIT, values), batch_tokens=batch_tokens)
 
     @property
     def name(self) -> str:
         return f"{self.kind}:{self.plan.shots or 'all'}:{self.plan.draws}"
 
     def identity(self) -> JsonObject:
-        from diffquant.evals.labelled import identity
-        from diffquant.evals.manyshot import PROMPT_FORMAT
+        from diffquant.evals.labelled import examples_digest
+        from diffquant.evals.protocols.many_shot import PROMPT_FORMAT
 
         return {
             "name": self.name,
             "prompts": PROMPT_FORMAT,
-            "train": identity(self.data.train),
-            "test": identity(self.data.test),
+            "train": examples_digest(self.data.train),
+            "test": examples_digest(self.data.test),
             "seed": self.plan.seed,
             "limit": self.limit,
             "batch_tokens": self.batch_tokens,
@@ -91,22 +91,24 @@ class ManyShot(Task):
         self,
         model: "LanguageModel",
         tokenizer: "PreTrainedTokenizerBase",
-        reference: "States | None",
+        reference: "States | None",  # noqa: ARG002
         progress: Progress,
     ) -> TaskResult:
-        from diffquant.evals import manyshot
+        from diffquant.evals.protocols import many_shot
 
-        outcome = manyshot.evaluate(model, tokenizer, self.data, self.plan, self.limit, self.batch_tokens, progress)
+        outcome = many_shot.evaluate_many_shot(
+            model, tokenizer, self.data, self.plan, self.limit, self.batch_tokens, progress
+        )
         score = estimate(outcome.correct)
-        # An item flips where it has one answer.
-        once = self.plan.draws == 1
-        by_draw: JsonObject = {} if once else {"choices_by_draw": outcome.choices}
+        # With several draws an item has several answers, so it cannot flip.
+        one_draw = self.plan.draws == 1
+        by_draw: JsonObject = {} if one_draw else {"choices_by_draw": outcome.choices}
         return TaskResult(
             metric="acc",
             score=score.mean,
             n=score.n,
-            values=[int(right) for right in outcome.correct] if once else outcome.correct,
-            choices=outcome.choices[0] if once else None,
+            values=[int(right) for right in outcome.correct] if one_draw else outcome.correct,
+            choices=outcome.choices[0] if one_draw else None,
             details=by_draw
             | {
                 "acc": score.mean,

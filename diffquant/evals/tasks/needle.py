@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from diffquant.evals.language_model import LanguageModel, States
-    from diffquant.evals.needle import Plan
+    from diffquant.evals.protocols.needle import NeedlePlan
 
 
 def _read_lengths(text: str) -> tuple[int, ...]:
@@ -42,9 +42,9 @@ class Needle(Task):
     """Retrieval of numbers hidden in prose; the items depend on the tokenizer.
 
     Attributes:
-        text: prose that they are hidden in.
-        plan: which items are made.
-        limit: number of items that are asked for; None for all.
+        text: prose that the numbers are hidden in.
+        plan: plan of the items.
+        limit: number of items; None for all.
     """
 
     kind: ClassVar = "needle"
@@ -54,28 +54,28 @@ class Needle(Task):
     plots: ClassVar = {"places.png": plot_places}
 
     text: str
-    plan: "Plan"
+    plan: "NeedlePlan"
     limit: int | None
 
     @classmethod
-    def parse(cls, name: str, given: Mapping[str, object], batch_tokens: int) -> Self:
-        from diffquant.evals.needle import Plan
+    def parse(cls, name: str, values: Mapping[str, object], batch_tokens: int) -> Self:
+        from diffquant.evals.protocols.needle import NeedlePlan
         from diffquant.text.corpus import load_text
 
         counts = name.split(":")[1:]
         if len(counts) > 2 or not all(count.isdecimal() for count in counts):
             raise cls.misread(name, "needle:4:2")
         needles, asked = (*map(int, counts), 1, 1)[:2]
-        plan = Plan(needles, asked, _LENGTHS.of(given))
-        text = load_text(TEXT.of(given))
-        return cls(text=text, plan=plan, limit=at_least_one(LIMIT, given), batch_tokens=batch_tokens)
+        plan = NeedlePlan(needles, asked, _LENGTHS.of(values))
+        text = load_text(TEXT.of(values))
+        return cls(text=text, plan=plan, limit=at_least_one(LIMIT, values), batch_tokens=batch_tokens)
 
     @property
     def name(self) -> str:
         return f"{self.kind}:{self.plan.needles}:{self.plan.asked}"
 
     def identity(self) -> JsonObject:
-        from diffquant.evals.needle import ITEMS_FORMAT
+        from diffquant.evals.protocols.needle import ITEMS_FORMAT
         from diffquant.text.corpus import text_digest
 
         return {
@@ -93,12 +93,14 @@ class Needle(Task):
         self,
         model: "LanguageModel",
         tokenizer: "PreTrainedTokenizerBase",
-        reference: "States | None",
+        reference: "States | None",  # noqa: ARG002
         progress: Progress,
     ) -> TaskResult:
-        from diffquant.evals import needle
+        from diffquant.evals.protocols import needle
 
-        outcome = needle.evaluate(model, tokenizer, self.text, self.plan, self.limit, self.batch_tokens, progress)
+        outcome = needle.evaluate_needle(
+            model, tokenizer, self.text, self.plan, self.limit, self.batch_tokens, progress
+        )
         score = estimate(outcome.retrieved)
         return TaskResult(
             metric="retrieved",
@@ -108,7 +110,7 @@ class Needle(Task):
             details={
                 "retrieved": score.mean,
                 "retrieved_se": score.se,
-                "items": needle.identity(outcome.items),
+                "items": needle.needle_digest(outcome.items),
                 "by_place": outcome.by_place(),
             },
         )

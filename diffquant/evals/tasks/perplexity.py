@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Self
 
-from diffquant.evals.columns import FAILED, Compared, number
+from diffquant.evals.columns import FAILED, Compared, number_text
 from diffquant.evals.defaults import STRIDE, WINDOW
 from diffquant.evals.task import TEXT, Task, TaskOption, at_least_one
 from diffquant.evals.task_result import TaskResult
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 _NUMBERS = ("perplexity", "bits_per_byte", "kl")
 
 
-def _all_where_zero(count: int) -> int | None:
+def _all_if_zero(count: int) -> int | None:
     return count or None
 
 
 _CHARACTERS = TaskOption[int | None](
-    "characters", 65536, "Characters of the text that are read; 0 for all.", int, minimum=0, read=_all_where_zero
+    "characters", 65536, "Characters of the text that are read; 0 for all.", int, minimum=0, read=_all_if_zero
 )
 _WINDOW = TaskOption("window", WINDOW, "Tokens the model sees at once, for perplexity.", int)
 _STRIDE = TaskOption("stride", STRIDE, "Tokens from one window to the next.", int)
@@ -36,15 +36,15 @@ class TextColumns:
 
     by_item: ClassVar[bool] = False
 
-    def heads(self, task: str, results: Sequence[TaskResult], alone: bool) -> list[str]:
+    def heads(self, task: str, results: Sequence[TaskResult], alone: bool) -> list[str]:  # noqa: ARG002
         return ["ppl", "KL"]
 
     def texts(self, compared: Compared) -> list[str]:
         numbers = self.record("", compared)
         perplexity = FAILED if compared.result is None else f"{numbers['perplexity']:.4g}"
-        return [perplexity, number(numbers["kl"], ".2g")]
+        return [perplexity, number_text(numbers["kl"], ".2g")]
 
-    def record(self, task: str, compared: Compared) -> JsonObject:
+    def record(self, task: str, compared: Compared) -> JsonObject:  # noqa: ARG002
         details = compared.result.details if compared.result else {}
         return {name: details.get(name) for name in _NUMBERS}
 
@@ -54,10 +54,10 @@ class TextColumns:
     def drawn(self, result: TaskResult) -> tuple[float, float]:
         return result.details["perplexity"], 0.0
 
-    def label(self, task: str, result: TaskResult) -> str:
+    def label(self, task: str, result: TaskResult) -> str:  # noqa: ARG002
         return "perplexity"
 
-    def notes(self, results: Sequence[TaskResult]) -> list[str]:
+    def notes(self, results: Sequence[TaskResult]) -> list[str]:  # noqa: ARG002
         return ["KL is the mean of KL(16 bits || quantized) over next-token distributions, in nats."]
 
 
@@ -67,8 +67,8 @@ class Perplexity(Task):
     """Perplexity of a text in windows.
 
     Attributes:
-        text: what is read.
-        window, stride: tokens seen at once, and from one window to the next.
+        text: text that is read.
+        window, stride: number of tokens seen at once, and from one window to the next.
     """
 
     kind: ClassVar = "perplexity"
@@ -82,15 +82,15 @@ class Perplexity(Task):
     stride: int
 
     @classmethod
-    def parse(cls, name: str, given: Mapping[str, object], batch_tokens: int) -> Self:
-        from diffquant.evals.perplexity import check_windows
+    def parse(cls, name: str, values: Mapping[str, object], batch_tokens: int) -> Self:
+        from diffquant.evals.protocols.perplexity import check_windows
         from diffquant.text.corpus import load_text
 
         if name != cls.kind:
             raise cls.misread(name)
-        window, stride = _WINDOW.of(given), _STRIDE.of(given)
+        window, stride = _WINDOW.of(values), _STRIDE.of(values)
         check_windows(window, stride)
-        text = load_text(TEXT.of(given), at_least_one(_CHARACTERS, given))
+        text = load_text(TEXT.of(values), at_least_one(_CHARACTERS, values))
         return cls(text=text, window=window, stride=stride, batch_tokens=batch_tokens)
 
     @property
@@ -116,9 +116,11 @@ class Perplexity(Task):
         reference: "States | None",
         progress: Progress,
     ) -> TaskResult:
-        from diffquant.evals.perplexity import evaluate
+        from diffquant.evals.protocols.perplexity import score_text
 
-        score = evaluate(model, tokenizer, self.text, self.window, self.stride, self.batch_tokens, reference, progress)
+        score = score_text(
+            model, tokenizer, self.text, self.window, self.stride, self.batch_tokens, reference, progress
+        )
         return TaskResult(
             metric="perplexity",
             details={
@@ -131,6 +133,6 @@ class Perplexity(Task):
         )
 
     def reference(self, model: "LanguageModel", tokenizer: "PreTrainedTokenizerBase", progress: Progress) -> "States":
-        from diffquant.evals.perplexity import reference_of
+        from diffquant.evals.protocols.perplexity import reference_of
 
         return reference_of(model, tokenizer, self.text, self.window, self.stride, self.batch_tokens, progress)

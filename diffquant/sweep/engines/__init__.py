@@ -1,4 +1,4 @@
-"""Engines: what runs a sweep's missing cells. One file each, which registers itself."""
+"""The registry of engines, which run a sweep's missing cells: one file each, which registers itself."""
 
 import sys
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from diffquant.sweep.session import Subject
 
 @dataclass(frozen=True)
 class Job:
-    """One cell to measure: plain data."""
+    """A cell to measure, as plain data."""
 
     point: Point
     task: Task
@@ -30,8 +30,8 @@ class Batch:
     """Cells that one set of a model's weights serves: plain data that can be sent elsewhere.
 
     Attributes:
-        subject: the model; a checkpoint's `Source` travels as its path.
-        jobs: one or more, of points with the same weights.
+        subject: model to measure; a checkpoint's `Source` travels as its path.
+        jobs: one cell or more, of points with the same weights.
     """
 
     subject: Subject
@@ -39,17 +39,17 @@ class Batch:
 
 
 class Recorder(Protocol):
-    """What an engine tells what it does."""
+    """The listener that an engine tells what it does."""
 
     def progress_of(self, job: Job) -> Progress:
-        """Where the progress inside a job is reported."""
+        """The function to which a job reports its progress."""
 
     def done(self, job: Job, outcome: Measurement | Failure) -> None:
         """Keep a job's outcome; called once a job, in any order, from the thread that runs the engine."""
 
 
 class Engine(Protocol):
-    """What runs batches of cells."""
+    """A way to run batches of cells."""
 
     def run(self, batches: Sequence[Batch], recorder: Recorder) -> None:
         """Measure every job; one that fails has a `Failure` recorded, and the others go on."""
@@ -73,17 +73,17 @@ def register(name: str, engine: _Engine) -> _Engine:
 
 
 def engine_named(name: str) -> Engine:
-    """A new engine.
+    """A new engine of the kind registered under a name.
 
     Raises:
         UsageError: there is none of that name.
     """
-    _import_ours()
+    _import_engines()
     if name not in _ENGINES:
         raise UsageError(f"unknown engine {name!r}; known are {', '.join(_ENGINES)}")
     return _ENGINES[name]()
 
 
 @cache
-def _import_ours() -> None:
+def _import_engines() -> None:
     import_all(sys.modules[__name__])

@@ -10,7 +10,7 @@ from diffquant.sweep.session import Session, Subject
 
 
 class LocalEngine:
-    """Runs batches in their order; those of one model follow each other and share its session."""
+    """An engine that runs batches in their order; those of one model follow each other and share its session."""
 
     def run(self, batches: Sequence[Batch], recorder: Recorder) -> None:
         subject: Subject | None = None
@@ -19,11 +19,11 @@ class LocalEngine:
             if session is None or batch.subject is not subject:
                 subject, session = batch.subject, batch.subject.open()
             for job in batch.jobs:
-                recorder.done(job, measured(session, job, recorder.progress_of(job)))
+                recorder.done(job, measure_job(session, job, recorder.progress_of(job)))
 
 
-def measured(session: Session, job: Job, progress: Progress) -> Measurement | Failure:
-    """A job's outcome; whatever its error is, it must not end the other cells."""
+def measure_job(session: Session, job: Job, progress: Progress) -> Measurement | Failure:
+    """Measure a job; whatever its error is, it must not end the other cells."""
     try:
         return session.measure(job.task, job.point.recipe, progress)
     except Exception as error:

@@ -1,4 +1,4 @@
-"""The lm-eval `LM` over our scoring. Import only where lm-eval is installed."""
+"""Our scoring as a model of lm-eval. Import only where lm-eval is installed."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -8,7 +8,7 @@ from lm_eval.api.model import LM
 from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from diffquant.evals.encoding import PairEncoder, Request
+from diffquant.evals.encoding import Request, RequestEncoder
 from diffquant.evals.language_model import LanguageModel
 from diffquant.evals.scoring import score
 from diffquant.support.progress import Progress
@@ -21,10 +21,10 @@ _MAX_GENERATED = 256
 
 
 class HarnessModel(LM):
-    """Requests in lm-eval's form, answered with the numbers its HFLM gives.
+    """A model of lm-eval, which answers its requests with the numbers that lm-eval's HFLM gives.
 
     Args:
-        model, tokenizer: as `score` takes them.
+        model, tokenizer: model and tokenizer that the requests are answered with.
         batch_tokens: most tokens of one scoring pass.
     """
 
@@ -36,7 +36,7 @@ class HarnessModel(LM):
         self.tokenizer = tokenizer
         self.batch_tokens = batch_tokens
         self.progress = progress
-        self.encoder = PairEncoder(tokenizer, model.max_length(tokenizer))
+        self.encoder = RequestEncoder(tokenizer, model.max_length(tokenizer))
         self._device = model.device
 
     def loglikelihood(self, requests: Sequence[Instance]) -> list[tuple[float, bool]]:
@@ -67,12 +67,13 @@ class HarnessModel(LM):
         return answers
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        return self.tokenizer.apply_chat_template(
+        text: str = self.tokenizer.apply_chat_template(
             chat_history,
             tokenize=False,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=not add_generation_prompt,
         )
+        return text
 
     @property
     def tokenizer_name(self) -> str:
@@ -90,10 +91,11 @@ class HarnessModel(LM):
     def _generate(self, context: str, arguments: dict[str, object]) -> str:
         arguments = dict(normalize_gen_kwargs(arguments, _MAX_GENERATED))
         stops = handle_stop_sequences(arguments.pop("until", None), self.tokenizer.decode(end_token(self.tokenizer)))
-        longest = int(str(arguments.pop("max_gen_toks")))
+        most_tokens = int(str(arguments.pop("max_gen_toks")))
         # Greedy decoding has no temperature, and transformers warns about one.
         sampling = {k: v for k, v in arguments.items() if arguments.get("do_sample") or k != "temperature"}
-        ids = self.encoder.encode(context)[-max(1, self.encoder.max_length - longest) :]
-        made = self.model.generate(ids, longest, stops, self.tokenizer, sampling)
-        text = self.tokenizer.decode(made, skip_special_tokens=True)
-        return postprocess_generated_text(text, stops, None)
+        ids = self.encoder.encode(context)[-max(1, self.encoder.max_length - most_tokens) :]
+        continuation = self.model.generate(ids, most_tokens, stops, self.tokenizer, sampling)
+        text = self.tokenizer.decode(continuation, skip_special_tokens=True)
+        answer: str = postprocess_generated_text(text, stops, None)
+        return answer

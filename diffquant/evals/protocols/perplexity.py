@@ -1,4 +1,4 @@
-"""Strided perplexity of a text, and the mean KL divergence of its next-token distributions.
+"""The protocol of perplexity: how well a text is predicted in windows, and the mean KL divergence from another model.
 
 The text follows one BOS (or EOS) token, and every one of its tokens is predicted once. Windows have one
 length, so they batch without padding; each but the first predicts its last `stride` tokens.
@@ -32,8 +32,8 @@ class TextScore:
 
     Attributes:
         nll: summed negative log-likelihood in nats.
-        tokens, text_bytes: what it sums over.
-        kl: mean KL(reference ‖ this model) of the next-token distributions in nats; None without one.
+        tokens, text_bytes: number of tokens, and of UTF-8 bytes, that it sums over.
+        kl: mean KL(reference ‖ this model) of the next-token distributions in nats; None without a reference.
     """
 
     nll: float
@@ -51,7 +51,7 @@ class TextScore:
 
 
 @torch.inference_mode()
-def evaluate(
+def score_text(
     model: LanguageModel,
     tokenizer: "PreTrainedTokenizerBase",
     text: str,
@@ -64,7 +64,7 @@ def evaluate(
     """Perplexity of a text, and KL from a reference over the same text and windows.
 
     Args:
-        reference: what `reference_of` gave of another model.
+        reference: states of another model, from `reference_of`.
 
     Raises:
         UsageError: the text is too short, or window and stride do not fit.
@@ -94,7 +94,7 @@ def reference_of(
     batch_tokens: int = BATCH_TOKENS,
     progress: Progress = silent,
 ) -> States:
-    """A model's states at every predicted token of a text, which `evaluate` compares other models with.
+    """A model's states at every predicted token of a text, which `score_text` compares other models with.
 
     Raises:
         UsageError: the text is too short, or window and stride do not fit.
@@ -108,7 +108,7 @@ def reference_of(
 
 
 def next_token_kl(p_logits: Tensor, q_logits: Tensor) -> Tensor:
-    """KL(P ‖ Q) in nats of each row's softmax over the whole vocabulary; float32 [N, V] in, [N] out."""
+    """KL(P ‖ Q) in nats at each position, of softmaxes over the vocabulary; float32 [N, V] in, [N] out."""
     p, q = p_logits.log_softmax(-1), q_logits.log_softmax(-1)
     return (p.exp() * (p - q)).sum(-1)
 
@@ -126,7 +126,7 @@ def check_windows(window: int, stride: int) -> None:
 def _predictions(
     model: LanguageModel, tokens: Tensor, window: int, stride: int, batch_tokens: int
 ) -> Iterator[tuple[States, Tensor]]:
-    """Batches of (states of P positions, the token each predicts [P]), in the text's order."""
+    """A model's predictions in the text's order: states of P positions, and the token [P] that follows each."""
     check_windows(window, stride)
     window = min(window, len(tokens) - 1, model.max_length(None))
     stride = min(stride, window)
@@ -145,9 +145,9 @@ def _spans(count: int, window: int, stride: int) -> Iterator[tuple[int, int]]:
     end = window
     yield end, window
     while end < count:
-        step = min(stride, count - end)
-        end += step
-        yield end, step
+        scored = min(stride, count - end)
+        end += scored
+        yield end, scored
 
 
 def _kl_sum(p: States, q: States) -> float:

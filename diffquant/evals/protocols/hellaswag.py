@@ -1,4 +1,4 @@
-"""HellaSwag: which of four endings a model finds likeliest, with lm-eval's text and scoring.
+"""HellaSwag's protocol: which of four endings a model finds likeliest, with lm-eval's text and scoring.
 
 Source: Zellers et al., arXiv 1905.07830; lm-eval 0.4.13, tasks/hellaswag.
 """
@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, cast
 from diffquant import data
 from diffquant.errors import UsageError
 from diffquant.evals.defaults import BATCH_TOKENS
-from diffquant.evals.encoding import PairEncoder
+from diffquant.evals.encoding import RequestEncoder
+from diffquant.evals.faults import first_few
 from diffquant.evals.language_model import LanguageModel
 from diffquant.evals.scoring import score
 from diffquant.support.plain_data import JsonObject
@@ -24,33 +25,37 @@ from diffquant.support.progress import Progress, silent
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_NAMED_ERRORS = 5
-
 
 @dataclass(frozen=True)
-class Item:
-    """A context, its candidate endings as they are scored (a space goes before each), the right one's index."""
+class HellaSwagItem:
+    """A context with its candidate endings.
+
+    Attributes:
+        query: context that the endings continue.
+        endings: candidates as they are scored, each after a space.
+        label: index of the right ending.
+    """
 
     query: str
     endings: tuple[str, ...]
     label: int
 
     @property
-    def identity(self) -> str:
+    def digest(self) -> str:
         """16 hex digits that change with anything a score depends on."""
         text = json.dumps([self.query, self.endings, self.label])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """Scores of N items: log-probabilities of their endings and which ending each rule picks.
+class HellaSwagOutcome:
+    """Scores of items: log-probabilities of their endings, and the ending that each rule picks.
 
     Attributes:
-        logprobs: summed, per item and ending.
-        choices: index of the largest log-probability (acc).
-        choices_norm: index of the largest log-probability per character (acc_norm).
-        labels: index of the right ending.
+        logprobs: summed log-probability of each item's endings.
+        choices: each item's ending of the largest log-probability (acc).
+        choices_norm: each item's ending of the largest log-probability per character (acc_norm).
+        labels: each item's right ending.
     """
 
     logprobs: list[list[float]]
@@ -67,30 +72,30 @@ class Outcome:
         return [choice == label for choice, label in zip(self.choices_norm, self.labels, strict=True)]
 
 
-def evaluate(
+def evaluate_hellaswag(
     model: LanguageModel,
     tokenizer: "PreTrainedTokenizerBase",
-    items: Sequence[Item],
+    items: Sequence[HellaSwagItem],
     batch_tokens: int = BATCH_TOKENS,
     progress: Progress = silent,
-) -> Outcome:
-    """Score every item zero-shot."""
-    encoder = PairEncoder(tokenizer, model.max_length(tokenizer))
+) -> HellaSwagOutcome:
+    """Score every item zero-shot, without demonstrations."""
+    encoder = RequestEncoder(tokenizer, model.max_length(tokenizer))
     requests = encoder.requests((item.query, f" {ending}") for item in items for ending in item.endings)
     scores = iter(score(model, requests, batch_tokens, progress))
     logprobs = [[next(scores).logprob for _ in item.endings] for item in items]
-    return Outcome(
+    return HellaSwagOutcome(
         logprobs=logprobs,
-        choices=[_largest(row) for row in logprobs],
+        choices=[_index_of_largest(row) for row in logprobs],
         choices_norm=[
-            _largest([p / len(e) for p, e in zip(row, item.endings, strict=True)])
+            _index_of_largest([p / len(e) for p, e in zip(row, item.endings, strict=True)])
             for row, item in zip(logprobs, items, strict=True)
         ],
         labels=[item.label for item in items],
     )
 
 
-def load_items(path: Path | None = None, limit: int | None = None) -> list[Item]:
+def load_items(path: Path | None = None, limit: int | None = None) -> list[HellaSwagItem]:
     """The first `limit` items of a JSONL file (gzip or not), or of the 1,000 that ship.
 
     A line is an original HellaSwag item (activity_label, ctx_a, ctx_b, endings, label) or a prepared one
@@ -108,14 +113,13 @@ def load_items(path: Path | None = None, limit: int | None = None) -> list[Item]
         except (ValueError, UsageError) as error:
             faults.append(f"line {number}: {error}")
     if faults:
-        more = f"; and {len(faults) - _NAMED_ERRORS} more" if len(faults) > _NAMED_ERRORS else ""
-        raise UsageError(f"{len(faults)} lines of {path} are no items: {'; '.join(faults[:_NAMED_ERRORS])}{more}")
+        raise UsageError(f"{len(faults)} lines of {path} are no items: {first_few(faults)}")
     if not items:
         raise UsageError(f"{path or 'the items'}: nothing to score; each line must be one HellaSwag item in JSON")
     return items
 
 
-def parse_item(entry: object) -> Item:
+def parse_item(entry: object) -> HellaSwagItem:
     """One item from its JSON object.
 
     Raises:
@@ -134,27 +138,29 @@ def parse_item(entry: object) -> Item:
         or not all(isinstance(e, str) and preprocess(e) for e in endings)
     ):
         raise UsageError("endings must be a list of two or more texts")
-    return Item(_query(entry), tuple(preprocess(e) for e in endings), _label(entry.get("label"), len(endings)))
+    return HellaSwagItem(
+        _query_text(entry), tuple(preprocess(e) for e in endings), _parse_label(entry.get("label"), len(endings))
+    )
 
 
 def preprocess(text: str) -> str:
-    """What the harness strips from WikiHow's half of the data."""
+    """A text without what lm-eval strips from WikiHow's half of the data."""
     text = text.strip().replace(" [title]", ". ")
     return re.sub(r"\[.*?\]", "", text).replace("  ", " ")
 
 
-def identity(items: Iterable[Item]) -> str:
-    """One digest for a list of items in order."""
-    return hashlib.sha256(" ".join(item.identity for item in items).encode()).hexdigest()[:16]
+def hellaswag_digest(items: Iterable[HellaSwagItem]) -> str:
+    """A digest that changes with any item and with their order."""
+    return hashlib.sha256(" ".join(item.digest for item in items).encode()).hexdigest()[:16]
 
 
-def _query(entry: JsonObject) -> str:
+def _query_text(entry: JsonObject) -> str:
     if "query" in entry:
-        return entry["query"]
+        return str(entry["query"])
     return preprocess(f"{entry['activity_label']}: {entry['ctx_a']} {entry['ctx_b'].capitalize()}")
 
 
-def _label(label: object, endings: int) -> int:
+def _parse_label(label: object, endings: int) -> int:
     try:
         number = int(cast(str, label))
     except (TypeError, ValueError):
@@ -164,7 +170,7 @@ def _label(label: object, endings: int) -> int:
     return number
 
 
-def _largest(values: Sequence[float]) -> int:
+def _index_of_largest(values: Sequence[float]) -> int:
     return max(range(len(values)), key=values.__getitem__)
 
 

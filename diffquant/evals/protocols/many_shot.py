@@ -1,4 +1,4 @@
-"""Many-shot in-context classification: labelled texts as demonstrations, then a text whose label is asked for.
+"""The protocol of many-shot classification: labelled texts as demonstrations, then a text whose label is asked for.
 
 Demonstrations are balanced over the classes, in random order, and the same for all texts. The answer is
 decoded greedily among the labels.
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from diffquant.errors import UsageError
 from diffquant.evals.constrained import choose
 from diffquant.evals.defaults import BATCH_TOKENS
-from diffquant.evals.encoding import PairEncoder
+from diffquant.evals.encoding import RequestEncoder
 from diffquant.evals.labelled import Dataset, Example
 from diffquant.evals.language_model import LanguageModel
 from diffquant.support.progress import Progress, silent
@@ -31,13 +31,13 @@ PROMPT_FORMAT = 1
 
 
 @dataclass(frozen=True)
-class Plan:
-    """Which prompts are made.
+class ManyShotPlan:
+    """What decides which prompts are made.
 
     Attributes:
-        shots: demonstrations in a prompt; None for as many as the model's context holds.
-        draws: how often demonstrations are drawn anew; every text is asked for after each.
-        seed: of everything drawn.
+        shots: number of demonstrations in a prompt; None for as many as the model's context holds.
+        draws: number of times that demonstrations are drawn; every text is asked for after each draw.
+        seed: seed of everything drawn.
     """
 
     shots: int | None
@@ -52,7 +52,7 @@ class Plan:
         """Check that there are enough examples.
 
         Raises:
-            UsageError: there are not.
+            UsageError: there are too few.
         """
         if self.shots is not None and self.shots > len(data.train):
             raise UsageError(
@@ -62,15 +62,15 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ManyShotOutcome:
     """What a model answered.
 
     Attributes:
-        shots: demonstrations in a prompt.
-        tokens: of the longest prompt, the question and its label included.
-        labels: every class.
-        right: of each text, the index of its label.
-        choices: of each draw and text, the index of the label decoded.
+        shots: number of demonstrations in a prompt.
+        tokens: length of the longest prompt, the question and its label included.
+        labels: label of every class.
+        right: index of each text's label.
+        choices: by draw, the index of the label decoded for each text.
     """
 
     shots: int
@@ -81,7 +81,7 @@ class Outcome:
 
     @property
     def correct(self) -> list[float]:
-        """Of each text the share of draws with the right answer."""
+        """Each text's share of draws with the right answer."""
         return [
             sum(choice == label for choice in answers) / len(answers)
             for label, *answers in zip(self.right, *self.choices, strict=True)
@@ -96,29 +96,29 @@ class Outcome:
         ]
 
 
-def evaluate(
+def evaluate_many_shot(
     model: LanguageModel,
     tokenizer: "PreTrainedTokenizerBase",
     data: Dataset,
-    plan: Plan,
+    plan: ManyShotPlan,
     limit: int | None = None,
     batch_tokens: int = BATCH_TOKENS,
     progress: Progress = silent,
-) -> Outcome:
-    """Ask for the label of the first `limit` test texts, in an order drawn once.
+) -> ManyShotOutcome:
+    """Ask for the labels of the first `limit` test texts, in an order drawn once.
 
     Raises:
         UsageError: the prompts do not fit the model's context, or its tokenizer cannot tell labels apart.
     """
-    encoder = PairEncoder(tokenizer, model.max_length(tokenizer))
+    encoder = RequestEncoder(tokenizer, model.max_length(tokenizer))
     asked = question_order(data.test, plan.seed)[:limit]
     labels = label_tokens(encoder, data.labels)
     queries = query_tokens(encoder, [example.text for example in asked], data.train[0])
-    drawn = [demonstrations(data.train, plan.seed, draw) for draw in range(plan.draws)]
+    draws = [demonstrations(data.train, plan.seed, draw) for draw in range(plan.draws)]
     after = max(map(len, queries)) + max(map(len, labels))
     room = encoder.max_length - after
-    shots = _fitting(encoder, drawn, plan.seed, room) if plan.shots is None else plan.shots
-    prompts = [encoder.encode(prompt(each, shots, plan.seed)) for each in drawn]
+    shots = _most_shots(encoder, draws, plan.seed, room) if plan.shots is None else plan.shots
+    prompts = [encoder.encode(prompt(drawn, shots, plan.seed)) for drawn in draws]
     longest = max(map(len, prompts))
     if longest > room:
         raise UsageError(
@@ -132,7 +132,7 @@ def evaluate(
 
         return choose(model, prompts[draw], queries, labels, batch_tokens, tell)
 
-    return Outcome(
+    return ManyShotOutcome(
         shots=shots,
         tokens=longest + after,
         labels=data.labels,
@@ -142,7 +142,7 @@ def evaluate(
 
 
 def demonstrations(train: Sequence[Example], seed: int, draw: int) -> list[Example]:
-    """Every example once, in rounds of one of each class: any first part is as balanced as the classes allow."""
+    """One draw: every example once, in rounds of one of each class, so that any first part is as balanced as can be."""
     rng = random.Random(f"{seed} {draw}")
     classes: dict[str, list[Example]] = {}
     for example in train:
@@ -157,61 +157,62 @@ def demonstrations(train: Sequence[Example], seed: int, draw: int) -> list[Examp
 
 
 def prompt(drawn: Sequence[Example], shots: int, seed: int) -> str:
-    """The first demonstrations of a draw, in random order."""
+    """The text of a draw's first demonstrations, in random order."""
     shown = random.Random(f"{seed} {shots}").sample(drawn[:shots], shots)
     return BETWEEN.join(map(demonstration, shown))
 
 
 def demonstration(example: Example) -> str:
+    """The text of a question with its label."""
     return DEMONSTRATION.format(text=example.text, label=example.label)
 
 
 def question_order(test: Sequence[Example], seed: int) -> list[Example]:
-    """The test examples in random order: published files are sorted by class, and any first part must not be."""
+    """The test examples in random order: published files are sorted by class, and a first part of them must not be."""
     return random.Random(f"{seed} test").sample(test, len(test))
 
 
-def query_tokens(encoder: PairEncoder, texts: Sequence[str], shown: Example) -> list[tuple[int, ...]]:
-    """Tokens of each question as they follow a demonstration; which one it is does not matter."""
-    pairs = ((demonstration(shown), BETWEEN + QUERY.format(text=text)) for text in texts)
-    return [request.continuation for request in encoder.requests(pairs)]
+def query_tokens(encoder: RequestEncoder, texts: Sequence[str], shown: Example) -> list[tuple[int, ...]]:
+    """Tokens of each question as they follow a demonstration; which one is shown does not matter."""
+    questions = ((demonstration(shown), BETWEEN + QUERY.format(text=text)) for text in texts)
+    return [request.continuation for request in encoder.requests(questions)]
 
 
-def label_tokens(encoder: PairEncoder, labels: Sequence[str]) -> list[tuple[int, ...]]:
+def label_tokens(encoder: RequestEncoder, labels: Sequence[str]) -> list[tuple[int, ...]]:
     """Tokens of each label as they follow a question, and the one after them, so that no label begins another.
 
     Raises:
-        UsageError: labels that have the same tokens, as unknown words do.
+        UsageError: two labels have the same tokens, as unknown words do.
     """
     before = QUERY.format(text="?")
     tokens = []
     for label in labels:
-        bare = encoder.request(before, f" {label}").continuation
-        tokens.append(encoder.request(before, f" {label}{BETWEEN}{QUERY}").continuation[: len(bare) + 1])
+        label_alone = encoder.request(before, f" {label}").continuation
+        tokens.append(encoder.request(before, f" {label}{BETWEEN}{QUERY}").continuation[: len(label_alone) + 1])
     for (a, one), (b, other) in pairwise(sorted(zip(tokens, labels, strict=True))):
         if b[: len(a)] == a:
             raise UsageError(f"many-shot: labels {one!r} and {other!r} are the same to the tokenizer; rename one")
     return tokens
 
 
-def _fitting(encoder: PairEncoder, drawn: Sequence[Sequence[Example]], seed: int, room: int) -> int:
-    """How many demonstrations of every draw have room.
+def _most_shots(encoder: RequestEncoder, draws: Sequence[Sequence[Example]], seed: int, room: int) -> int:
+    """The largest number of demonstrations for which every draw has room.
 
     Raises:
-        UsageError: not one.
+        UsageError: not one has.
     """
-    fitting = (takewhile(lambda total: total <= room, accumulate(_lengths(encoder, each))) for each in drawn)
+    fitting = (takewhile(lambda total: total <= room, accumulate(_lengths(encoder, drawn))) for drawn in draws)
     shots = min(sum(1 for _ in totals) for totals in fitting)
     # Rarely: tokens can differ where demonstrations meet.
-    while shots and max(len(encoder.encode(prompt(each, shots, seed))) for each in drawn) > room:
+    while shots and max(len(encoder.encode(prompt(drawn, shots, seed))) for drawn in draws) > room:
         shots -= 1
     if not shots:
         raise UsageError(f"many-shot: the model sees {encoder.max_length} tokens, which one demonstration does not fit")
     return shots
 
 
-def _lengths(encoder: PairEncoder, drawn: Sequence[Example]) -> Iterator[int]:
-    """Tokens of each demonstration where it follows another."""
+def _lengths(encoder: RequestEncoder, drawn: Sequence[Example]) -> Iterator[int]:
+    """The number of tokens of each demonstration where it follows another."""
     first = demonstration(drawn[0])
     alone = len(encoder.encode(first))
     yield alone

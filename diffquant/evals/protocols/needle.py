@@ -1,4 +1,4 @@
-"""Multi-needle retrieval: the magic numbers of a few cities, hidden in prose, of which some are asked for.
+"""The protocol of multi-needle retrieval: magic numbers of cities are hidden in prose, and some are asked for.
 
 The needles asked for stand together at a depth of the context, the others anywhere. The prompt is the
 context and the needle's own sentence up to its number, which the model has to go on with.
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from diffquant.errors import UsageError
 from diffquant.evals.defaults import BATCH_TOKENS, LENGTHS, SAMPLES
-from diffquant.evals.encoding import PairEncoder
+from diffquant.evals.encoding import RequestEncoder
 from diffquant.evals.language_model import LanguageModel
 from diffquant.evals.scoring import score
 from diffquant.support.progress import Progress, silent
@@ -40,20 +40,20 @@ DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 ITEMS_FORMAT = 1
 # Not after a title, of which novels are full.
 _SENTENCE_END = re.compile(r"(?<=[.!?])(?<!\bMr\.)(?<!\bMrs\.)(?<!\bDr\.)(?<!\bSt\.)\s+")
-# Sentences that must be there for haystacks to differ.
+# Number of sentences below which haystacks would hardly differ.
 _FEWEST_SENTENCES = 20
 
 
 @dataclass(frozen=True)
-class Plan:
-    """Which items are made.
+class NeedlePlan:
+    """What decides which items are made.
 
     Attributes:
-        needles: N, pairs of city and number in a context.
+        needles: N, number of cities in a context, each with its magic number.
         asked: R, how many of them are asked for.
-        lengths: tokens of a prompt, the question included, at most.
-        samples: items of each depth and length.
-        seed: of everything drawn.
+        lengths: largest numbers of tokens in a prompt, the question included.
+        samples: number of items of each depth and length.
+        seed: seed of everything drawn.
     """
 
     needles: int = 1
@@ -73,14 +73,14 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Item:
+class NeedleItem:
     """A context and what is asked of it.
 
     Attributes:
         context: prose with the needles in it.
         asked: (city, number) in the order they are asked for.
-        depth: where they stand, 0 at the start of the context.
-        length: tokens that the prompt may have.
+        depth: place of the needles asked for, 0 at the start of the context, 1 at its end.
+        length: number of tokens that the prompt may have.
     """
 
     context: str
@@ -89,20 +89,25 @@ class Item:
     length: int
 
     def requests(self) -> list[tuple[str, str]]:
-        """(prompt, continuation) of every city asked for, the right answers before it given."""
-        pairs, said = [], self.context
+        """(prompt, continuation) of every city asked for, with the right answers to the ones before it."""
+        texts, told = [], self.context
         for city, number in self.asked:
             before, after = statement(city, number).split(f" {number}")
-            pairs.append((f"{said} {before}", f" {number}"))
-            said += f" {before} {number}{after}"
-        return pairs
+            texts.append((f"{told} {before}", f" {number}"))
+            told += f" {before} {number}{after}"
+        return texts
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """What a model retrieved: for every item the share of its cities whose number greedy decoding gives."""
+class NeedleOutcome:
+    """What a model retrieved.
 
-    items: list[Item]
+    Attributes:
+        items: items that were scored.
+        retrieved: each item's share of the cities asked for whose number greedy decoding gives.
+    """
+
+    items: list[NeedleItem]
     retrieved: list[float]
 
     def by_place(self) -> list[dict[str, float]]:
@@ -116,31 +121,33 @@ class Outcome:
         ]
 
 
-def evaluate(
+def evaluate_needle(
     model: LanguageModel,
     tokenizer: "PreTrainedTokenizerBase",
     text: str,
-    plan: Plan,
+    plan: NeedlePlan,
     limit: int | None = None,
     batch_tokens: int = BATCH_TOKENS,
     progress: Progress = silent,
-) -> Outcome:
+) -> NeedleOutcome:
     """Make the items for a tokenizer, the first `limit` of them, and score them.
 
     Raises:
         UsageError: the model cannot see a length, the text is too poor, or the needles do not fit.
     """
-    items = items_for(model, tokenizer, text, plan)[:limit]
-    encoder = PairEncoder(tokenizer, model.max_length(tokenizer))
-    requests = encoder.requests(pair for item in items for pair in item.requests())
+    items = make_items_for(model, tokenizer, text, plan)[:limit]
+    encoder = RequestEncoder(tokenizer, model.max_length(tokenizer))
+    requests = encoder.requests(texts for item in items for texts in item.requests())
     scores = iter(score(model, requests, batch_tokens, progress))
     # Greedy decoding gives a whole answer where each of its tokens is the likeliest after those before it.
     retrieved = [sum(next(scores).greedy for _ in item.asked) / len(item.asked) for item in items]
-    return Outcome(items, retrieved)
+    return NeedleOutcome(items, retrieved)
 
 
-def items_for(model: LanguageModel, tokenizer: "PreTrainedTokenizerBase", text: str, plan: Plan) -> list[Item]:
-    """`make_items` where a model can see them.
+def make_items_for(
+    model: LanguageModel, tokenizer: "PreTrainedTokenizerBase", text: str, plan: NeedlePlan
+) -> list[NeedleItem]:
+    """The items of a plan, checked to fit the model.
 
     Raises:
         UsageError: the model cannot see a length, the text is too poor, or the needles do not fit.
@@ -151,15 +158,15 @@ def items_for(model: LanguageModel, tokenizer: "PreTrainedTokenizerBase", text: 
     return make_items(tokenizer, text, plan)
 
 
-def make_items(tokenizer: "PreTrainedTokenizerBase", text: str, plan: Plan) -> list[Item]:
-    """Items that depend on arguments alone; a depth and length after another, so that any first part is balanced.
+def make_items(tokenizer: "PreTrainedTokenizerBase", text: str, plan: NeedlePlan) -> list[NeedleItem]:
+    """The items of a plan, one depth and length after another, so that any first part of them is balanced.
 
-    The same plan at more samples, and any order of lengths, gives the same items again.
+    They depend on the arguments alone: a plan with more samples, or another order of lengths, has the same items.
 
     Raises:
         UsageError: the tokenizer can spell too few of the text's sentences, or the needles do not fit.
     """
-    haystack = _haystack(tokenizer, text)
+    haystack = _make_haystack(tokenizer, text)
     return [
         haystack.item(plan, length, depth, sample)
         for sample in range(plan.samples)
@@ -169,7 +176,7 @@ def make_items(tokenizer: "PreTrainedTokenizerBase", text: str, plan: Plan) -> l
 
 
 class Haystack:
-    """A text's sentences in order, with the tokens each has; what the tokenizer cannot spell is left out.
+    """A text's sentences in order, with the number of tokens each has; those the tokenizer cannot spell are left out.
 
     Raises:
         UsageError: too few are left.
@@ -177,17 +184,17 @@ class Haystack:
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", text: str) -> None:
         self.tokenizer = tokenizer
-        every = sentences(text)
-        spelled = tokenizer([f" {s}" for s in every], add_special_tokens=False)["input_ids"]
-        known = [(s, len(ids)) for s, ids in zip(every, spelled, strict=True) if tokenizer.unk_token_id not in ids]
+        in_text = sentences(text)
+        encoded = tokenizer([f" {s}" for s in in_text], add_special_tokens=False)["input_ids"]
+        known = [(s, len(ids)) for s, ids in zip(in_text, encoded, strict=True) if tokenizer.unk_token_id not in ids]
         if len(known) < _FEWEST_SENTENCES:
             raise UsageError(
-                f"needle: the tokenizer can spell {len(known)} of the text's {len(every)} sentences; "
+                f"needle: the tokenizer can spell {len(known)} of the text's {len(in_text)} sentences; "
                 "give another --text"
             )
         self.sentences = known
 
-    def item(self, plan: Plan, length: int, depth: float, sample: int) -> Item:
+    def item(self, plan: NeedlePlan, length: int, depth: float, sample: int) -> NeedleItem:
         """One item; its haystack starts anywhere in the text and goes on from its beginning at its end.
 
         Raises:
@@ -195,55 +202,56 @@ class Haystack:
         """
         rng = random.Random(f"{plan.seed} {plan.needles} {plan.asked} {length} {depth} {sample}")
         cities = rng.sample(CITIES, plan.needles)
-        pairs = [(city, rng.choice(NUMBERS)) for city in cities]
-        asked, others = tuple(pairs[: plan.asked]), pairs[plan.asked :]
+        needles = [(city, rng.choice(NUMBERS)) for city in cities]
+        asked, others = tuple(needles[: plan.asked]), needles[plan.asked :]
         first = rng.randrange(len(self.sentences))
         places = [rng.random() for _ in others]
-        taken = self._fill(length, asked, others, first)
+        prose = self._fill(length, asked, others, first)
         while True:
-            item = Item(_assemble(taken, asked, others, depth, places), asked, depth, length)
+            item = NeedleItem(_assemble(prose, asked, others, depth, places), asked, depth, length)
             prompt, answer = item.requests()[-1]
             if len(self.tokenizer.encode(prompt + answer)) <= length:
                 return item
-            if not taken:
+            if not prose:
                 raise UsageError(
                     f"needle: {plan.needles} needles do not fit into {length} tokens; give longer --lengths"
                 )
             # Rarely: tokens can differ where sentences meet.
-            taken = taken[:-1]
+            prose = prose[:-1]
 
     def _fill(
         self, length: int, asked: Sequence[tuple[str, str]], others: Sequence[tuple[str, str]], first: int
     ) -> list[str]:
         """Sentences in order from the first on, as many as there is room for beside the needles and questions."""
-        told = [statement(*pair) for pair in (*asked, *others, *asked)]
-        room = length - len(self.tokenizer.encode(" ".join(told)))
-        taken: list[str] = []
+        statements = [statement(*needle) for needle in (*asked, *others, *asked)]
+        room = length - len(self.tokenizer.encode(" ".join(statements)))
+        prose: list[str] = []
         for sentence, tokens in cycle([*self.sentences[first:], *self.sentences[:first]]):
             if tokens > room:
                 break
-            taken.append(sentence)
+            prose.append(sentence)
             room -= tokens
-        return taken
+        return prose
 
 
 @lru_cache(maxsize=1)
-def _haystack(tokenizer: "PreTrainedTokenizerBase", text: str) -> Haystack:
-    """Kept for the next cell of a sweep, which asks for the same."""
+def _make_haystack(tokenizer: "PreTrainedTokenizerBase", text: str) -> Haystack:
+    """The haystack of a text; the last one is kept, since a sweep's next cell asks for the same."""
     return Haystack(tokenizer, text)
 
 
 def statement(city: str, number: str) -> str:
+    """The needle's sentence."""
     return f"The magic number for {city} is {number}."
 
 
 def sentences(text: str) -> list[str]:
-    """Sentences in order, on one line each, with straight apostrophes."""
+    """A text's sentences in order, each on one line, with straight apostrophes."""
     return [s for s in _SENTENCE_END.split(" ".join(text.replace("’", "'").split())) if s]
 
 
-def identity(items: Iterable[Item]) -> str:
-    """One digest for items in order."""
+def needle_digest(items: Iterable[NeedleItem]) -> str:
+    """A digest that changes with any item and with their order."""
     lines = (json.dumps([item.context, item.asked, item.depth, item.length]) for item in items)
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
@@ -255,12 +263,12 @@ def _assemble(
     depth: float,
     places: Sequence[float],
 ) -> str:
-    """The needles asked for at the end of a sentence near their depth, the others likewise at places of their own."""
+    """A context: the needles asked for follow a sentence near their depth, the others one near places of their own."""
     ends = [0, *accumulate(map(len, prose))]
     placed: dict[int, list[str]] = {}
-    for place, pair in [*zip(places, others, strict=True), *((depth, pair) for pair in asked)]:
+    for place, needle in [*zip(places, others, strict=True), *((depth, needle) for needle in asked)]:
         nearest = min(range(len(ends)), key=lambda end: abs(ends[end] - place * ends[-1]))
-        placed.setdefault(nearest, []).append(statement(*pair))
+        placed.setdefault(nearest, []).append(statement(*needle))
     parts = [*placed.get(0, [])]
     for number, sentence in enumerate(prose, 1):
         parts += [sentence, *placed.get(number, [])]

@@ -1,4 +1,4 @@
-"""Any lm-eval task, scored by our scorer."""
+"""The protocol of lm-eval's tasks: lm-eval makes the requests and the metrics, our scorer answers."""
 
 import hashlib
 import importlib.metadata
@@ -34,7 +34,7 @@ def require_lm_eval() -> None:
 
 
 def task_identity(task: str) -> dict[str, str]:
-    """What a task is, as far as lm-eval tells: its version, and the digest of a task's own YAML file."""
+    """What a task's results depend on: lm-eval's version, and the digest of the task's own YAML file if it has one."""
     identity = {"lm_eval": importlib.metadata.version("lm_eval")}
     if _is_file(task):
         identity["yaml"] = hashlib.sha256(Path(task).read_bytes()).hexdigest()[:16]
@@ -49,11 +49,11 @@ def run_task(
     batch_tokens: int = BATCH_TOKENS,
     progress: Progress = silent,
 ) -> TaskResult:
-    """A task's metrics, and the first preferred one item by item.
+    """Measure a task: all of its metrics, and the first preferred one item by item.
 
     Args:
-        task: a name lm-eval knows, or a path to a task's YAML file.
-        limit: items of each subtask.
+        task: name that lm-eval knows, or path to a task's YAML file.
+        limit: number of items of each subtask; None for all.
 
     Returns:
         The result; its details have `metrics`, all of them.
@@ -65,7 +65,7 @@ def run_task(
     require_lm_eval()
     from lm_eval import simple_evaluate
 
-    from diffquant.evals.harness_model import HarnessModel
+    from diffquant.evals.protocols.harness_model import HarnessModel
 
     name, manager = _resolve(task)
     adapter = HarnessModel(model, tokenizer, batch_tokens, progress)
@@ -75,31 +75,33 @@ def run_task(
         )
     except KeyError as error:
         raise UsageError(f"lm-eval could not run task {task!r}: {error}") from error
-    return _summary(task, output)
+    return _task_result(task, output)
 
 
-def _summary(task: str, output: JsonObject) -> TaskResult:
+def _task_result(task: str, output: JsonObject) -> TaskResult:
     results, samples = output["results"], output["samples"]
     metrics = {f"{name}/{key}": value for name, row in results.items() for key, value in row.items()}
     leaves = sorted(samples)
-    names = {key.split(",")[0] for leaf in leaves for key, v in results[leaf].items() if isinstance(v, int | float)}
+    names = {
+        key.split(",")[0] for leaf in leaves for key, value in results[leaf].items() if isinstance(value, int | float)
+    }
     metric = next((name for name in _PREFERRED if name in names), None)
     if metric is None:
         raise UsageError(f"lm-eval task {task!r} has none of the metrics {', '.join(_PREFERRED)}; it has {names}")
     values = [document[metric] for leaf in leaves for document in samples[leaf] if metric in document]
     per_item = [float(value) for value in values if isinstance(value, int | float)]
-    whole = len(per_item) == len(values) and bool(values)
+    by_item = len(per_item) == len(values) and bool(values)
     return TaskResult(
         metric=metric,
-        score=sum(per_item) / len(per_item) if whole else _reported(results, leaves, metric),
+        score=sum(per_item) / len(per_item) if by_item else _mean_reported(results, leaves, metric),
         n=sum(len(samples[leaf]) for leaf in leaves),
-        values=per_item if whole else None,
+        values=per_item if by_item else None,
         details={"metrics": {key: value for key, value in metrics.items() if isinstance(value, int | float)}},
     )
 
 
-def _reported(results: dict[str, JsonObject], leaves: list[str], metric: str) -> float:
-    scores = [v for leaf in leaves for key, v in results[leaf].items() if key.split(",")[0] == metric]
+def _mean_reported(results: dict[str, JsonObject], leaves: list[str], metric: str) -> float:
+    scores = [value for leaf in leaves for key, value in results[leaf].items() if key.split(",")[0] == metric]
     return float(sum(scores) / len(scores))
 
 
