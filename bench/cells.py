@@ -13,7 +13,7 @@ FORMAT = 1
 
 
 @dataclass(frozen=True)
-class Cell:
+class BenchCell:
     """A path's measurement on a workload: a kernel, a library or a program at one shape.
 
     Attributes:
@@ -61,7 +61,7 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Result:
+class BenchResult:
     """A run of the bench.
 
     Attributes:
@@ -73,9 +73,9 @@ class Result:
     environment: dict[str, Any]
     machine: dict[str, dict[str, float]]
     settings: dict[str, Any]
-    cells: tuple[Cell, ...]
+    cells: tuple[BenchCell, ...]
 
-    def ratio(self, cell: Cell) -> float | None:
+    def ratio(self, cell: BenchCell) -> float | None:
         """How many times better than its baseline a cell is, by medians."""
         base = next((c for c in self.cells if c.key == (cell.section, cell.workload, cell.baseline, cell.unit)), None)
         if base is None or base.spread is None or cell.spread is None:
@@ -84,7 +84,7 @@ class Result:
         top, bottom = worse.spread, better.spread
         return top.median / bottom.median if top and bottom and bottom.median else None
 
-    def of_roofline(self, cell: Cell) -> float | None:
+    def of_roofline(self, cell: BenchCell) -> float | None:
         """Share of the speed that the machine's measured copy and matmul allow; None without counts."""
         if cell.spread is None or cell.unit != "ms" or cell.operations is None or cell.bytes is None:
             return None
@@ -108,14 +108,14 @@ class Result:
         parts = {"environment": self.environment, "machine": self.machine, "settings": self.settings}
         return {"format": FORMAT, **parts, "cells": cells}
 
-    def merged(self, cells: Sequence[Cell]) -> "Result":
+    def merged(self, cells: Sequence[BenchCell]) -> "BenchResult":
         """The result with further cells; one measured again replaces its former self."""
         fresh = {cell.key: cell for cell in cells}
         kept = [fresh.pop(cell.key, cell) for cell in self.cells]
         return replace(self, cells=(*kept, *fresh.values()))
 
 
-def read(path: Path) -> Result:
+def read_result(path: Path) -> BenchResult:
     """A result that was written as JSON.
 
     Raises:
@@ -130,13 +130,13 @@ def read(path: Path) -> Result:
     if not isinstance(data, dict) or data.get("format") != FORMAT or not isinstance(data.get("cells"), list):
         raise UsageError(f"cannot read {path}: it is no result of `diffquant bench` in format {FORMAT}")
     try:
-        cells = tuple(_cell(entry) for entry in data["cells"])
-        return Result(data["environment"], data["machine"], data["settings"], cells)
+        cells = tuple(_cell_of(entry) for entry in data["cells"])
+        return BenchResult(data["environment"], data["machine"], data["settings"], cells)
     except (KeyError, TypeError, ValueError) as error:
         raise UsageError(f"cannot read {path}: a cell is damaged ({error})") from error
 
 
-def _cell(entry: dict[str, Any]) -> Cell:
-    names = set(Cell.__dataclass_fields__)
+def _cell_of(entry: dict[str, Any]) -> BenchCell:
+    names = set(BenchCell.__dataclass_fields__)
     known = {name: value for name, value in entry.items() if name in names}
-    return Cell(**known | {"values": tuple(float(value) for value in known.get("values", ()))})
+    return BenchCell(**known | {"values": tuple(float(value) for value in known.get("values", ()))})

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from diffquant.bench.cells import Cell, Result
+from diffquant.bench.cells import BenchCell, BenchResult
 
 # Even where no repeat overlaps, a machine drifts by a few percent from run to run.
 SMALLEST_CHANGE = 0.05
@@ -12,8 +12,8 @@ SMALLEST_CHANGE = 0.05
 class Change:
     """A cell of both results; `times` is how many times better the new one is, by medians."""
 
-    old: Cell
-    new: Cell
+    old: BenchCell
+    new: BenchCell
     times: float
 
     def __str__(self) -> str:
@@ -24,7 +24,7 @@ class Change:
         return f"{times:.2f}x {what}: {self.new.section}, {self.new.workload}, {self.new.path}: {medians}"
 
 
-def moved(old: Result, new: Result) -> list[Change]:
+def moved(old: BenchResult, new: BenchResult) -> list[Change]:
     """Cells whose repeats do not overlap and whose medians differ by more than 5 %, worst first."""
     before = {cell.key: cell for cell in old.cells if cell.values}
     pairs = [(before[cell.key], cell) for cell in new.cells if cell.values and cell.key in before]
@@ -32,7 +32,7 @@ def moved(old: Result, new: Result) -> list[Change]:
     return sorted(changes, key=lambda change: change.times)
 
 
-def summary(old: Result, new: Result) -> str:
+def summarize_changes(old: BenchResult, new: BenchResult) -> str:
     """What moved, what is new and what is gone, a line each."""
     lines = [str(change) for change in moved(old, new)] or ["nothing moved beyond noise"]
     keys = [{cell.key: cell for cell in result.cells if cell.values} for result in (old, new)]
@@ -45,7 +45,7 @@ def summary(old: Result, new: Result) -> str:
     return "\n".join(lines)
 
 
-def _beyond_noise(old: Cell, new: Cell) -> bool:
+def _beyond_noise(old: BenchCell, new: BenchCell) -> bool:
     a, b = old.spread, new.spread
     if a is None or b is None:
         return False
@@ -54,7 +54,7 @@ def _beyond_noise(old: Cell, new: Cell) -> bool:
     return apart and max(times, 1 / times) > 1 + SMALLEST_CHANGE
 
 
-def _times_better(old: Cell, new: Cell) -> float:
+def _times_better(old: BenchCell, new: BenchCell) -> float:
     a, b = old.spread, new.spread
     if a is None or b is None or not a.median or not b.median:
         return 1.0

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from diffquant.bench.cells import Cell, Result
+from diffquant.bench.cells import BenchCell, BenchResult
 from diffquant.report.plots import COLOURS, STYLES, as_svg, new_figure, tidy
 
 # Black first: a baseline comes first.
@@ -32,7 +32,7 @@ class Plot:
         return as_svg(self.figure)
 
 
-def plots(result: Result) -> list[Plot]:
+def plots(result: BenchResult) -> list[Plot]:
     """What there is to draw: sections whose cells have lengths."""
     drawn = []
     for section in dict.fromkeys(cell.section for cell in result.cells):
@@ -48,21 +48,21 @@ def plots(result: Result) -> list[Plot]:
     return drawn
 
 
-def _time(cell: Cell) -> tuple[float, float, float] | None:
+def _time(cell: BenchCell) -> tuple[float, float, float] | None:
     spread = cell.spread
     return None if spread is None else (spread.median, spread.low, spread.high)
 
 
-def _megabytes(cell: Cell) -> tuple[float, float, float] | None:
+def _megabytes(cell: BenchCell) -> tuple[float, float, float] | None:
     # A logarithmic axis has no zero: what takes less than a page is drawn at a tenth of a megabyte.
     value = max((cell.peak_bytes or 0) / 1e6, 0.1)
     return value, value, value
 
 
-def _figure(cells: Sequence[Cell], label: str, value: Any) -> Any:
+def _figure(cells: Sequence[BenchCell], label: str, value: Any) -> Any:
     from matplotlib.ticker import NullLocator
 
-    panels: dict[str, list[Cell]] = {}
+    panels: dict[str, list[BenchCell]] = {}
     for cell in cells:
         panels.setdefault(_panel(cell), []).append(cell)
     paths = list(dict.fromkeys(cell.path for cell in cells))
@@ -110,7 +110,7 @@ def _line(axis: Any, points: Sequence[tuple[int, tuple[float, float, float]]], n
     )
 
 
-def _panel(cell: Cell) -> str:
+def _panel(cell: BenchCell) -> str:
     """A workload's name without its length."""
     return ", ".join(part for part in cell.workload.split(", ") if not part.endswith(" tokens"))
 

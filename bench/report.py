@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from diffquant.bench.cells import Cell, Result
+from diffquant.bench.cells import BenchCell, BenchResult
 from diffquant.bench.contest.throughput import SECTION as THROUGHPUT
 from diffquant.bench.contest.throughput import table7
 from diffquant.bench.plots import Plot, plots
@@ -35,7 +35,7 @@ class _Table:
     missing: list[tuple[str, str]]
 
 
-def markdown(result: Result) -> str:
+def markdown(result: BenchResult) -> str:
     """Tables by section and workload, what is missing below each."""
     lines = ["# diffquant bench", "", f"{_machine(result)}", ""]
     for table in _tables(result):
@@ -49,7 +49,7 @@ def markdown(result: Result) -> str:
     return "\n".join([*lines, *(f"- {note}" for note in NOTES), ""])
 
 
-def csv_table(result: Result) -> str:
+def csv_table(result: BenchResult) -> str:
     """A line a cell, numbers in full."""
     records = []
     for entry in result.to_dict()["cells"]:
@@ -67,7 +67,7 @@ def csv_table(result: Result) -> str:
     return out.getvalue()
 
 
-def report(result: Result) -> str:
+def report(result: BenchResult) -> str:
     """The whole document; it loads nothing."""
     drawings, workloads = plots(result), _tables(result)
     sections = [
@@ -93,7 +93,7 @@ def _blocks(table: _Table) -> list[Block]:
     return blocks
 
 
-def _tables(result: Result) -> list[_Table]:
+def _tables(result: BenchResult) -> list[_Table]:
     """One a workload, without the columns that are empty."""
     by_workload = []
     for section, workload in dict.fromkeys((cell.section, cell.workload) for cell in result.cells):
@@ -116,7 +116,7 @@ def _tables(result: Result) -> list[_Table]:
     return by_workload
 
 
-def _texts(cell: Cell, result: Result) -> list[str]:
+def _texts(cell: BenchCell, result: BenchResult) -> list[str]:
     spread, ratio, share = cell.spread, result.ratio(cell), result.of_roofline(cell)
     if spread is None:
         return [cell.path, *["-"] * (len(_HEADS) - 1)]
@@ -137,14 +137,14 @@ def _fact_head(name: str) -> str:
     return name.replace("_bytes", ", MB").replace(" bytes", ", MB").replace("_", " ")
 
 
-def _fact(cell: Cell, name: str) -> str:
+def _fact(cell: BenchCell, name: str) -> str:
     if name not in cell.facts:
         return "-"
     value = cell.facts[name]
     return f"{value / 1e6:.1f}" if name.endswith("bytes") else f"{value:.4g}"
 
 
-def _machine(result: Result) -> str:
+def _machine(result: BenchResult) -> str:
     about = result.environment
     copy = result.machine["copy"]["bytes a second"] / 1e9
     matmul = ", ".join(f"{name} {rate / 1e9:.0f} Gop/s" for name, rate in result.machine["matmul"].items())
@@ -152,7 +152,7 @@ def _machine(result: Result) -> str:
     return f"{about['date']}, {where}; measured: copy {copy:.1f} GB/s, matrix product {matmul}"
 
 
-def _settings(result: Result) -> dict[str, str]:
+def _settings(result: BenchResult) -> dict[str, str]:
     flat: dict[str, Any] = dict(result.settings)
     flat |= {name: value for name, value in result.environment.items() if name != "versions"}
     flat |= {f"version of {name}": value or "not installed" for name, value in result.environment["versions"].items()}

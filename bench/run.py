@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from diffquant import export
-from diffquant.bench.cells import Cell, Result
+from diffquant.bench.cells import BenchCell, BenchResult
 from diffquant.bench.contest import contest, linears, roofline, throughput
 from diffquant.bench.contest.contest import Contest
 from diffquant.bench.contest.peers import failure
@@ -91,18 +91,18 @@ class BenchOptions:
         return tuple(name for name in self.peers if name in contest.SECTIONS[section] or name not in known)
 
 
-def run(options: BenchOptions, progress: Progress = silent) -> Result:
+def run_bench(options: BenchOptions, progress: Progress = silent) -> BenchResult:
     """All sections, one after the other; one that fails is a cell that says so, and the others go on."""
     dtype = options.dtype or _DEFAULT_DTYPES[options.device]
-    machine = roofline.measure(options.device, [dtype])
-    cells: list[Cell] = []
+    machine = roofline.measure_roofline(options.device, [dtype])
+    cells: list[BenchCell] = []
     failed: list[str] = []
     started = time.monotonic()
     for section in options.sections:
         try:
             cells += _RUN[section](options, dtype, progress)
         except Exception as error:  # whatever it is, it must not take the other sections' results along
-            cells.append(Cell(section, "the whole section", "diffquant", missing=failure(error)))
+            cells.append(BenchCell(section, "the whole section", "diffquant", missing=failure(error)))
             failed.append(section)
     settings = {
         "sections": list(options.sections),
@@ -118,10 +118,10 @@ def run(options: BenchOptions, progress: Progress = silent) -> Result:
         "seconds": round(time.monotonic() - started, 1),
         "failed_sections": failed,
     }
-    return Result(environment(*_PACKAGES), machine, settings, tuple(cells))
+    return BenchResult(environment(*_PACKAGES), machine, settings, tuple(cells))
 
 
-def require_complete(result: Result) -> None:
+def require_complete(result: BenchResult) -> None:
     """Check that every section could be measured.
 
     Raises:
@@ -133,7 +133,7 @@ def require_complete(result: Result) -> None:
         raise FailedCellsError(f"{len(failed)} sections failed:\n" + "\n".join(reasons))
 
 
-def write_outputs(result: Result, folder: Path) -> list[Path]:
+def write_bench_outputs(result: BenchResult, folder: Path) -> list[Path]:
     """bench.json, bench.md, bench.csv, the plots and report.html."""
     import json
 
@@ -153,8 +153,8 @@ def write_outputs(result: Result, folder: Path) -> list[Path]:
     return [*(folder / name for name in texts), *drawn]
 
 
-def _contest(section: str, factor: int) -> Callable[[BenchOptions, str, Progress], list[Cell]]:
-    def run_section(options: BenchOptions, dtype: str, progress: Progress) -> list[Cell]:
+def _contest(section: str, factor: int) -> Callable[[BenchOptions, str, Progress], list[BenchCell]]:
+    def run_section(options: BenchOptions, dtype: str, progress: Progress) -> list[BenchCell]:
         peers = options.peers_of(section)
         return Contest(section, options.device, options.repeats, peers, options.graph).run(
             options.workloads(factor), progress
@@ -163,19 +163,19 @@ def _contest(section: str, factor: int) -> Callable[[BenchOptions, str, Progress
     return run_section
 
 
-def _linear(options: BenchOptions, dtype: str, progress: Progress) -> list[Cell]:
+def _linear(options: BenchOptions, dtype: str, progress: Progress) -> list[BenchCell]:
     models = [model_named(name) for name in options.models or _DEFAULT_MODELS[options.device]]
-    return linears.run(models, (1, 16), dtype, options.device, options.repeats, graph=options.graph, progress=progress)
+    return linears.run_linears(models, (1, 16), dtype, options.device, options.repeats, graph=options.graph, progress=progress)
 
 
-def _throughput(options: BenchOptions, dtype: str, progress: Progress) -> list[Cell]:
+def _throughput(options: BenchOptions, dtype: str, progress: Progress) -> list[BenchCell]:
     whole = model_named("3B" if options.device == "cuda" else "830M")
     model = whole if options.device == "cuda" else throughput.smaller(whole, 2, 8192)
     lengths = (2048, 4096) if options.device == "cuda" else (512, 1024)
-    return throughput.run([model], lengths, 1, dtype, options.device, min(options.repeats, 3), progress)
+    return throughput.run_throughput([model], lengths, 1, dtype, options.device, min(options.repeats, 3), progress)
 
 
-def _generate(options: BenchOptions, dtype: str, progress: Progress) -> list[Cell]:
+def _generate(options: BenchOptions, dtype: str, progress: Progress) -> list[BenchCell]:
     alone = options.sections == ("generate",)
     return _with_checkpoint(
         "generate",
@@ -184,26 +184,26 @@ def _generate(options: BenchOptions, dtype: str, progress: Progress) -> list[Cel
     )
 
 
-def _export(options: BenchOptions, dtype: str, progress: Progress) -> list[Cell]:
+def _export(options: BenchOptions, dtype: str, progress: Progress) -> list[BenchCell]:
     try:
         export.require()
     except MissingDependencyError as error:
-        return [Cell("export", "ONNX", "diffquant export", missing=str(error))]
+        return [BenchCell("export", "ONNX", "diffquant export", missing=str(error))]
     native = programs.native_kernel(options.repeats, os.cpu_count() or 1, progress)
     return [*programs.exporting(0.3, progress), *native]
 
 
-def _sweep(options: BenchOptions, dtype: str, progress: Progress) -> list[Cell]:
+def _sweep(options: BenchOptions, dtype: str, progress: Progress) -> list[BenchCell]:
     return _with_checkpoint("sweep", options, lambda: programs.scoring(options.checkpoints[:1], 20, 1, progress))
 
 
-def _with_checkpoint(section: str, options: BenchOptions, measure: Callable[[], list[Cell]]) -> list[Cell]:
+def _with_checkpoint(section: str, options: BenchOptions, measure: Callable[[], list[BenchCell]]) -> list[BenchCell]:
     if options.checkpoints:
         return measure()
-    return [Cell(section, "no checkpoint", "diffquant", missing="needs a checkpoint: give --checkpoint")]
+    return [BenchCell(section, "no checkpoint", "diffquant", missing="needs a checkpoint: give --checkpoint")]
 
 
-_RUN: dict[str, Callable[[BenchOptions, str, Progress], list[Cell]]] = {
+_RUN: dict[str, Callable[[BenchOptions, str, Progress], list[BenchCell]]] = {
     "attention": _contest("attention", 1),
     "decode": _contest("decode", _DECODE_FACTOR),
     "linear": _linear,

@@ -87,7 +87,7 @@ def main(
     """Take apart when DIFF attention bears low-bit logits better than a Transformer."""
     settings = Settings(text, characters, window, needles, samples, bits, granularity)
     results = [_result_of(model, output, settings) for model in models]
-    print(summary(results))
+    print(figure8_summary(results))
     from studies.figure8_plots import write_plots
 
     write_plots(results, output)
@@ -97,11 +97,11 @@ def _result_of(model: Path, output: Path, settings: Settings) -> dict[str, Any]:
     file = output / f"{model.name}.json"
     if not file.exists():
         output.mkdir(parents=True, exist_ok=True)
-        write_atomically(file, json.dumps(measure(model, settings, progress_for(model.name)), indent=1) + "\n")
+        write_atomically(file, json.dumps(measure_model(model, settings, progress_for(model.name)), indent=1) + "\n")
     return json.loads(file.read_text(encoding="utf-8"))
 
 
-def measure(path: Path, settings: Settings, progress: Progress = silent) -> dict[str, Any]:
+def measure_model(path: Path, settings: Settings, progress: Progress = silent) -> dict[str, Any]:
     """One model's file."""
     source = open_source(path)
     model, tokenizer = load(source, dtype=torch.float32), source.tokenizer
@@ -197,7 +197,7 @@ def mean_kl(result: Mapping[str, Any], scheme: str) -> Estimate:
     return estimate(result["kl"][scheme])
 
 
-def summary(results: Sequence[Mapping[str, Any]]) -> str:
+def figure8_summary(results: Sequence[Mapping[str, Any]]) -> str:
     """Every scheme's KL, measured and predicted, and each DIFF against the Transformer, if one is there."""
     lines = []
     for each in results:

@@ -53,7 +53,7 @@ class Reading:
 
 
 @dataclass(frozen=True)
-class Attention:
+class SeenAttention:
     """One layer's attention over some sequences.
 
     Attributes:
@@ -70,7 +70,7 @@ class Attention:
     post: PairNorm | None
 
     @classmethod
-    def of(cls, module: DiffAttention, x: Tensor, rotary: tuple[Tensor, Tensor], mask: Mask) -> "Attention":
+    def of(cls, module: DiffAttention, x: Tensor, rotary: tuple[Tensor, Tensor], mask: Mask) -> "SeenAttention":
         spec = module.spec
         q, k, v = module.project(x, rotary)
         layout = spec.layout
@@ -101,13 +101,13 @@ class Attention:
 
 @contextmanager
 def observed(
-    model: DiffTransformer, see: Callable[[Attention], Tensor | None], layers: slice = slice(None)
+    model: DiffTransformer, see: Callable[[SeenAttention], Tensor | None], layers: slice = slice(None)
 ) -> Iterator[None]:
     """While open, layers show their attention; what `see` returns stands for the pairs' outputs [B, h, T, dv]."""
 
     def hook(module: Any, arguments: Any, output: Tensor) -> Tensor | None:
         x, rotary, mask, _ = arguments
-        attention = Attention.of(module, x, rotary, mask)
+        attention = SeenAttention.of(module, x, rotary, mask)
         pairs = see(attention)
         if pairs is None:
             return None
@@ -121,7 +121,7 @@ def observed(
             handle.remove()
 
 
-class Error:
+class RoundingError:
     """What rounding under one scheme does to one layer's output, summed as it is seen."""
 
     def __init__(self, scheme: Scheme) -> None:
@@ -129,7 +129,7 @@ class Error:
         self.squares = torch.zeros(4, dtype=torch.float64)
         self.variances: list[list[float]] = []
 
-    def add(self, seen: Attention, exact: Tensor) -> None:
+    def add(self, seen: SeenAttention, exact: Tensor) -> None:
         """`exact` is the pairs' output of the logits as they are."""
         steps, logits = seen.rounded(self.scheme)
         self.variances.append([float(step.square().mean()) / 12 for step in steps])
@@ -157,7 +157,7 @@ def layers_of(model: DiffTransformer, readings: Sequence[Reading], schemes: Sequ
     """Statistics of every layer: largest logits, a row's mean spread, λ, cancellation, what each rounding does."""
     seen_by = [_Layer(schemes) for _ in model.attentions]
 
-    def see(attention: Attention) -> None:
+    def see(attention: SeenAttention) -> None:
         seen_by[attention.layer].add(attention)
 
     with observed(model, see):
@@ -168,13 +168,13 @@ def layers_of(model: DiffTransformer, readings: Sequence[Reading], schemes: Sequ
 
 class _Layer:
     def __init__(self, schemes: Sequence[Scheme]) -> None:
-        self.errors = {str(scheme): Error(scheme) for scheme in schemes}
+        self.errors = {str(scheme): RoundingError(scheme) for scheme in schemes}
         self.top: list[list[float]] = []
         self.spread: list[list[float]] = []
         self.lams: list[Tensor] = []
         self.squares = torch.zeros(2, dtype=torch.float64)
 
-    def add(self, seen: Attention) -> None:
+    def add(self, seen: SeenAttention) -> None:
         terms = seen.terms(seen.logits)
         exact = difference(terms)
         hidden = [prepare(each.clone(), seen.visible, False) for each in seen.logits]
@@ -224,7 +224,7 @@ def sensitivity(
     """
     generator = torch.Generator().manual_seed(layer)
 
-    def see(attention: Attention) -> Tensor:
+    def see(attention: SeenAttention) -> Tensor:
         noise = SIGMA * torch.randn(attention.logits[0].shape, generator=generator)
         # One map has the first share.
         logits = [each + share * noise for each, share in zip(attention.logits, shares, strict=False)]

@@ -25,7 +25,7 @@ from studies.quantizers import Method, reason
 
 
 @dataclass(frozen=True)
-class Options:
+class RoundingOptions:
     """What is measured.
 
     Attributes:
@@ -46,7 +46,7 @@ class Options:
 class Subject:
     """A model, its weights in float16, and what its outputs are compared with."""
 
-    def __init__(self, path: Path, options: Options) -> None:
+    def __init__(self, path: Path, options: RoundingOptions) -> None:
         self.path, self.options = path, options
         text = load_text(options.text)
         self._read, self._scored = text[: len(text) // 2], text[len(text) // 2 :][: options.characters]

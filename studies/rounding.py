@@ -23,7 +23,7 @@ from diffquant.report.tables import markdown
 from diffquant.support.files import write_atomically
 from diffquant.support.progress import Progress, progress_for, silent
 from studies.quantizers import METHODS, PACKAGES, Method
-from studies.rounded_model import Options, Subject
+from studies.rounded_model import RoundingOptions, Subject
 
 FORMAT = 1
 FULL = "16 bits"
@@ -31,25 +31,25 @@ FULL = "16 bits"
 
 def main(
     paths: Annotated[list[Path], typer.Argument(help="A checkpoint folder or a .gguf file; with --show, results.")],
-    text: Annotated[Path | None, typer.Option(help="In place of the prose that ships.")] = Options.text,
+    text: Annotated[Path | None, typer.Option(help="In place of the prose that ships.")] = RoundingOptions.text,
     characters: Annotated[
         int, typer.Option(help="Characters of the second half that are scored.")
-    ] = Options.characters,
-    window: Annotated[int, typer.Option(help="Tokens the model sees at once.")] = Options.window,
-    tokens: Annotated[int, typer.Option(help="Tokens that gptq reads.")] = Options.tokens,
-    items: Annotated[int, typer.Option(help="Items of HellaSwag; 0 for none.")] = Options.items,
+    ] = RoundingOptions.characters,
+    window: Annotated[int, typer.Option(help="Tokens the model sees at once.")] = RoundingOptions.window,
+    tokens: Annotated[int, typer.Option(help="Tokens that gptq reads.")] = RoundingOptions.tokens,
+    items: Annotated[int, typer.Option(help="Items of HellaSwag; 0 for none.")] = RoundingOptions.items,
     only: Annotated[str, typer.Option(help="Parts of methods' names, with semicolons; all by default.")] = "",
     file: Annotated[Path | None, typer.Option("--json", help="Where the numbers are and go.")] = None,
     show: Annotated[bool, typer.Option("--show", help="Only print results side by side.")] = False,
 ) -> None:
     """Compare what our roundings, bitsandbytes, torchao and HQQ cost a model at equal bits."""
     if show:
-        print(table(*map(read, paths)))
+        print(method_table(*map(read_result, paths)))
         return
     if len(paths) != 1 or file is None:
         raise UsageError("give one model and --json, or --show and results")
-    options = Options(text, characters, window, tokens, items)
-    print(table(measure(paths[0], options, chosen(only), file, progress_for("rounding"))))
+    options = RoundingOptions(text, characters, window, tokens, items)
+    print(method_table(measure_methods(paths[0], options, chosen(only), file, progress_for("rounding"))))
 
 
 def chosen(parts: str) -> list[Method]:
@@ -66,8 +66,8 @@ def chosen(parts: str) -> list[Method]:
     return [method for method in METHODS if not wanted or any(part in method.name for part in wanted)]
 
 
-def measure(
-    path: Path, options: Options, methods: Sequence[Method], file: Path, progress: Progress = silent
+def measure_methods(
+    path: Path, options: RoundingOptions, methods: Sequence[Method], file: Path, progress: Progress = silent
 ) -> dict[str, Any]:
     """Measure every method, writing the file after each.
 
@@ -98,13 +98,13 @@ def _begun(file: Path, settings: dict[str, Any]) -> dict[str, Any]:
     if not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True)
         return fresh
-    former = read(file)
+    former = read_result(file)
     if former["settings"] != settings:
         raise UsageError(f"{file} holds results of another model, text or setting; name another file with --json")
     return fresh | {"results": former["results"]}
 
 
-def read(file: Path) -> dict[str, Any]:
+def read_result(file: Path) -> dict[str, Any]:
     """A result that was written.
 
     Raises:
@@ -128,7 +128,7 @@ def _maker(method: Method | None) -> str:
     return f"{method.package} {now['versions'][method.package]}"
 
 
-def table(*results: dict[str, Any]) -> str:
+def method_table(*results: dict[str, Any]) -> str:
     """Markdown: a row a method, tier by tier; columns of each model, the bits those of the first."""
     order = [FULL, *(method.name for method in METHODS)]
     names = [name for name in order if any(name in result["results"] for result in results)]

@@ -39,7 +39,7 @@ _OUTLIERS, _FACTOR = 0.01, 10.0
 
 
 @dataclass(frozen=True)
-class Options:
+class LayerOptions:
     """What is measured.
 
     Attributes:
@@ -70,14 +70,14 @@ def main(
     layers: Annotated[str, typer.Option(help="Layers whose inputs are taken, with commas.")] = "0,11,29",
 ) -> None:
     """Measure what quantized weights cost a layer's output on a model's own inputs."""
-    options = Options(tuple(int(layer) for layer in layers.split(",")))
-    result = measure(model, options, METHODS, progress_for("layers"))
+    options = LayerOptions(tuple(int(layer) for layer in layers.split(",")))
+    result = measure_layers(model, options, METHODS, progress_for("layers"))
     file.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(file, json.dumps(result, indent=1) + "\n")
-    print(table(result))
+    print(layer_table(result))
 
 
-def measure(path: Path, options: Options, methods: Sequence[Method], progress: Progress = silent) -> dict[str, Any]:
+def measure_layers(path: Path, options: LayerOptions, methods: Sequence[Method], progress: Progress = silent) -> dict[str, Any]:
     """Signal over noise of each method on each kind of weight, in decibels."""
     layers_by_name = linear_layers(path, options)
     rows: dict[str, dict[str, Any]] = {}
@@ -104,7 +104,7 @@ def measure(path: Path, options: Options, methods: Sequence[Method], progress: P
     }
 
 
-def linear_layers(path: Path, options: Options) -> dict[str, Layer]:
+def linear_layers(path: Path, options: LayerOptions) -> dict[str, Layer]:
     """The layers by name."""
     source, text = open_source(path), load_text()
     model, tokenizer = load(source, Recipe(), torch.float32), source.tokenizer
@@ -147,8 +147,8 @@ def _of_method(method: Method, layers_by_name: dict[str, Layer]) -> dict[str, An
             weight = make(layer.weight, torch.Generator().manual_seed(0)).half()
             made = method.quantize(name, weight, known)
             output = layer.scored @ weight.float().T
-            lost = output - layer.scored @ made.values.T
-            decibels[kind].append(10 * math.log10(float(output.square().sum() / lost.square().sum())))
+            error = output - layer.scored @ made.values.T
+            decibels[kind].append(10 * math.log10(float(output.square().sum() / error.square().sum())))
             bits, elements = bits + made.bits, elements + weight.numel()
     return {"bits": bits / elements, "decibels": {kind: sum(each) / len(each) for kind, each in decibels.items()}}
 
@@ -194,7 +194,7 @@ KINDS: dict[str, Callable[[Tensor, torch.Generator], Tensor]] = {
 }
 
 
-def table(result: dict[str, Any]) -> str:
+def layer_table(result: dict[str, Any]) -> str:
     """Markdown: a row a method, a column a kind of weight."""
     rows = []
     for name, row in result["results"].items():

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from diffquant.bench.cells import Cell
+from diffquant.bench.cells import BenchCell
 from diffquant.bench.contest.decode import DECODE_PEERS
 from diffquant.bench.contest.peers import BASELINE, PEERS, Peer, failure, relative_error, tolerance
 from diffquant.bench.contest.workloads import Workload
@@ -47,20 +47,20 @@ class Contest:
         known = SECTIONS[self.section]
         return {name: peer for name, peer in known.items() if not self.peers or name in {BASELINE, *self.peers}}
 
-    def run(self, workloads: Sequence[Workload], progress: Progress = silent) -> list[Cell]:
+    def run(self, workloads: Sequence[Workload], progress: Progress = silent) -> list[BenchCell]:
         """A cell a peer and workload.
 
         A peer that cannot run a workload is there with the reason; one that disagrees with `naive` is not timed.
         """
-        cells: list[Cell] = []
+        cells: list[BenchCell] = []
         for done, work in enumerate(workloads):
             progress(done, len(workloads), f"{self.section}: {work.name}")
             cells += self._times(work)
         return self._with_memory(cells, workloads)
 
     @torch.inference_mode()
-    def _times(self, work: Workload) -> list[Cell]:
-        cells: dict[str, Cell] = {}
+    def _times(self, work: Workload) -> list[BenchCell]:
+        cells: dict[str, BenchCell] = {}
         calls: dict[str, Timed] = {}
         for name, peer in self.entrants().items():
             try:
@@ -73,7 +73,7 @@ class Contest:
         times = interleaved(calls, self.repeats)
         return [replace(cell, values=tuple(times.get(name, ()))) for name, cell in cells.items()]
 
-    def _admitted(self, work: Workload, name: str, peer: Peer, call: AttentionCall) -> Cell:
+    def _admitted(self, work: Workload, name: str, peer: Peer, call: AttentionCall) -> BenchCell:
         """A peer's cell with its counts; `missing` says why it must not be timed."""
         allowed = tolerance(peer, work.torch_dtype)
         cell = replace(self._cell(work, name, peer), facts=peer.facts(call))
@@ -87,9 +87,9 @@ class Contest:
             )
         return replace(cell, error=error)
 
-    def _cell(self, work: Workload, name: str, peer: Peer) -> Cell:
+    def _cell(self, work: Workload, name: str, peer: Peer) -> BenchCell:
         count = peer.count(work)
-        return Cell(
+        return BenchCell(
             self.section,
             work.name,
             name,
@@ -100,7 +100,7 @@ class Contest:
             tolerance=tolerance(peer, work.torch_dtype),
         )
 
-    def _with_memory(self, cells: list[Cell], workloads: Sequence[Workload]) -> list[Cell]:
+    def _with_memory(self, cells: list[BenchCell], workloads: Sequence[Workload]) -> list[BenchCell]:
         """Cells with the memory each took at most beyond its inputs; on the CPU in a process of its own a path."""
         by_name = {work.name: work for work in workloads}
         jobs: dict[str, list[Workload]] = {}

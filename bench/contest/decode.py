@@ -62,7 +62,7 @@ def fused(bits: int) -> Peer:
         return None if call.v.is_cuda else "Triton kernels run on CUDA devices, not on cpu"
 
     def attention(call: AttentionCall) -> Tensor:
-        return kernels.decode(call, _cache_of(call))
+        return kernels.decode_attention(call, _cache_of(call))
 
     return Peer(attention, make, lambda work: _count(work, bits), missing=missing, facts=_facts)
 

@@ -26,7 +26,7 @@ def stored(call: AttentionCall, recipe: Recipe) -> Any:
     return store
 
 
-def decode(call: AttentionCall, store: Any) -> Tensor:
+def decode_attention(call: AttentionCall, store: Any) -> Tensor:
     from diffquant.kernels.cache.decode import decode as run
 
     return run(call.q, store, call.lam, scale=call.scale)

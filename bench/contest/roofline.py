@@ -8,7 +8,7 @@ _COPY_BYTES = {"cpu": 1 << 28, "cuda": 1 << 31}
 _SIDE = {"cpu": 1536, "cuda": 8192}
 
 
-def measure(device: str, dtypes: list[str], repeats: int = 3) -> dict[str, dict[str, float]]:
+def measure_roofline(device: str, dtypes: list[str], repeats: int = 3) -> dict[str, dict[str, float]]:
     """ "copy": bytes read and written a second; "matmul": operations a second by dtype. Best of the repeats."""
     source = torch.ones(_COPY_BYTES[device] // 4, dtype=torch.float32, device=device)
     target = torch.empty_like(source)

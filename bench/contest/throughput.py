@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from diffquant.bench.cells import Cell
+from diffquant.bench.cells import BenchCell
 from diffquant.bench.contest.workloads import Model
 from diffquant.bench.timing import interleaved, prepare
 from diffquant.report.tables import markdown
@@ -20,10 +20,10 @@ SECTION = "throughput"
 TRANSFORMER, V1, V2 = "Transformer", "DIFF V1", "DIFF V2"
 
 
-def run(
+def run_throughput(
     models: Sequence[Model], lengths: Sequence[int], batch: int, dtype: str, device: str, repeats: int,
     progress: Progress = silent,
-) -> list[Cell]:  # fmt: skip
+) -> list[BenchCell]:  # fmt: skip
     """Tokens a second of each model's three forms, random weights, at each length."""
     cells = []
     for done, model in enumerate(models):
@@ -42,13 +42,13 @@ def smaller(model: Model, layers: int, vocabulary: int) -> Model:
 @torch.inference_mode()
 def _measure(
     model: Model, forms: dict[str, Any], length: int, batch: int, dtype: str, device: str, repeats: int
-) -> list[Cell]:
+) -> list[BenchCell]:
     generator = torch.Generator(device).manual_seed(0)
     ids = torch.randint(model.vocabulary, (batch, length), generator=generator, device=device)
     calls = {name: prepare(partial(form, ids, use_cache=False), device) for name, form in forms.items()}
     workload = f"{model.name}, {length} tokens, batch {batch}, {dtype}"
     return [
-        Cell(
+        BenchCell(
             SECTION,
             workload,
             name,
@@ -95,7 +95,7 @@ def _spec(model: Model, form: str) -> dict[str, Any]:
     return spec.to_dict()
 
 
-def table7(cells: Sequence[Cell]) -> str:
+def table7(cells: Sequence[BenchCell]) -> str:
     """The cells as the paper prints them: Transformer, then DIFF with its change in percent."""
     rows = []
     for workload in dict.fromkeys(cell.workload for cell in cells):

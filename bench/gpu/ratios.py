@@ -69,7 +69,7 @@ def linear_cells(graph: bool) -> list[dict[str, Any]]:
     from diffquant.bench.contest import linears
     from diffquant.bench.contest.workloads import model_named
 
-    return [_plain(cell) for cell in linears.run([model_named("3B")], (1,), "float16", "cuda", _TURNS, graph=graph)]
+    return [_plain(cell) for cell in linears.run_linears([model_named("3B")], (1,), "float16", "cuda", _TURNS, graph=graph)]
 
 
 def state_cells(context: int) -> list[dict[str, Any]]:
@@ -86,9 +86,9 @@ def state_cells(context: int) -> list[dict[str, Any]]:
     for bits in (16, 8, 6, 4):
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
-        held = [kernels.stored(call, RECIPES[bits]) for _ in range(model.layers)]
+        stores = [kernels.stored(call, RECIPES[bits]) for _ in range(model.layers)]
         allocated = torch.cuda.memory_allocated() - before
-        stored = sum(store.nbytes for store in held)
+        stored = sum(store.nbytes for store in stores)
         cells.append(
             {
                 "path": f"{bits}-bit state",
@@ -97,7 +97,7 @@ def state_cells(context: int) -> list[dict[str, Any]]:
                 "stored_bytes": stored,
             }
         )
-        del held
+        del stores
     return cells
 
 
@@ -148,7 +148,7 @@ def groups() -> list[Group]:
     return [*planned, Group("attention state of the 3B model at 32K tokens (MB)", state, state_cells, (32768,))]
 
 
-def run(group: Group) -> dict[str, Any]:
+def run_group(: Group) -> dict[str, Any]:
     """A group's cells of each run and the ratio of each aim in each; why there are none where it failed."""
     started = time.perf_counter()
     runs: list[list[dict[str, Any]]] = []
@@ -190,7 +190,7 @@ def verdict(aim: Aim, runs: Sequence[Sequence[dict[str, Any]]]) -> dict[str, Any
     return {"ratios": ratios, "state": "reached" if min(ratios) >= aim.at_least else "missed"}
 
 
-def line(group: dict[str, Any]) -> str:
+def group_text(group: dict[str, Any]) -> str:
     """A group as text: each aim with its ratios, then every path's times."""
     lines = [
         f"{group['group']}  ({group['seconds']:.0f} s)" + (f"  FAILED: {group['problem']}" if group["problem"] else "")
@@ -233,8 +233,8 @@ def main() -> int:
     result: dict[str, Any] = {"environment": environment(), "turns": _TURNS, "groups": []}
     for group in groups():
         if options.only in group.name:
-            result["groups"].append(run(group))
-            print(line(result["groups"][-1]), flush=True)
+            result["groups"].append(run_group(group))
+            print(group_text(result["groups"][-1]), flush=True)
         if options.file:
             options.file.write_text(json.dumps(result, indent=1) + "\n")
     states = [aim["state"] for group in result["groups"] for aim in group["aims"]]

@@ -43,13 +43,13 @@ def main(
     file: Annotated[Path | None, typer.Option("--json", help="Where to write the numbers.")] = None,
 ) -> None:
     """Time `diffquant inspect` from start to exit, beside `import torch`."""
-    result = measure(model, repeats)
+    result = measure_cold_start(model, repeats)
     if file:
         write_atomically(file, json.dumps(result, indent=2) + "\n")
-    typer.echo(summary(result))
+    typer.echo(cold_start_summary(result))
 
 
-def measure(model: Path, repeats: int) -> dict[str, Any]:
+def measure_cold_start(model: Path, repeats: int) -> dict[str, Any]:
     """Turns of each process, the first of each left out."""
     commands = {
         _TORCH: ["-c", _TORCH],
@@ -71,7 +71,7 @@ def measure(model: Path, repeats: int) -> dict[str, Any]:
     }
 
 
-def summary(result: dict[str, Any]) -> str:
+def cold_start_summary(result: dict[str, Any]) -> str:
     """Medians of each process, and the ratio of `inspect` to `import torch`."""
     lines = [
         f"{name}: {median(turn['seconds'] for turn in turns):.2f} s, "

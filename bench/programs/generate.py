@@ -91,7 +91,7 @@ CONTESTANTS = {
 _engines: list[Engine] = []  # the one of this process
 
 
-def write(name: str, model: Path, folder: Path) -> dict[str, Any]:
+def write_folder(name: str, model: Path, folder: Path) -> dict[str, Any]:
     """Make a contestant's folder: seconds, and the process's memory at most without mapped files."""
     make = CONTESTANTS[name].write
     if make is None:
@@ -107,13 +107,13 @@ def open_engine(name: str, folder: Path, threads: int) -> None:
     _engines.append(CONTESTANTS[name].open(folder, threads))
 
 
-def decode(prompt: np.ndarray, count: int) -> tuple[float, list[int]]:
+def decode_speed(prompt: np.ndarray, count: int) -> tuple[float, list[int]]:
     """Decoded tokens a second of this process's model, and the tokens."""
     tokens, times = _engines[0].generate(prompt, count)
     return (count - 1) / (times[-1] - times[0]), tokens
 
 
-def prefill(prompt: np.ndarray) -> float:
+def prefill_speed(prompt: np.ndarray) -> float:
     """Prompt tokens a second of this process's model."""
     started = time.perf_counter()
     _engines[0].prefill(prompt)
@@ -141,7 +141,7 @@ def _attempt(name: str, model: Path, folder: Path) -> dict[str, Any]:
     """Numbers of writing a contestant's folder in a process whose memory is its own."""
     try:
         with ProcessPoolExecutor(1, get_context("spawn")) as writer:
-            took = writer.submit(write, name, model, folder).result()
+            took = writer.submit(write_folder, name, model, folder).result()
     except Exception as error:  # whatever a peer fails with, the table says it
         if not may_be_missing(name, error):
             raise
@@ -158,7 +158,7 @@ def folder_of(name: str, place: Path) -> Path:
     return place / re.sub(r"[^\w.]+", "-", name)
 
 
-def measure(model: Path, place: Path, names: Sequence[str], settings: Settings) -> dict[str, dict[str, Any]]:
+def measure_generation(model: Path, place: Path, names: Sequence[str], settings: Settings) -> dict[str, dict[str, Any]]:
     """Each contestant's numbers on a model, or why it has none; torch must be among them."""
     rows = write_all(model, place, names)
     pools = {}
@@ -176,17 +176,17 @@ def measure(model: Path, place: Path, names: Sequence[str], settings: Settings) 
     prompt, long_prompt = random_tokens(model, settings.prompt), random_tokens(model, settings.prefill)
     for _ in range(settings.repeats):
         for name, pool in pools.items():
-            speed, rows[name]["tokens"] = pool.submit(decode, prompt, settings.new).result()
+            speed, rows[name]["tokens"] = pool.submit(decode_speed, prompt, settings.new).result()
             rows[name]["decode"].append(speed)
     for name, pool in pools.items():
         rows[name]["peak_bytes"] = pool.submit(peak_bytes).result()
-        pool.submit(prefill, long_prompt).result()  # warms up
+        pool.submit(prefill_speed, long_prompt).result()  # warms up
     for _ in range(settings.repeats):
         for name, pool in pools.items():
-            rows[name]["prefill"].append(pool.submit(prefill, long_prompt).result())
+            rows[name]["prefill"].append(pool.submit(prefill_speed, long_prompt).result())
     for name, pool in pools.items():
         pool.shutdown()
-        compare(rows[name], rows[TORCH])
+        compare_with_torch(rows[name], rows[TORCH])
     return rows
 
 
@@ -195,11 +195,11 @@ def admit(name: str, model: Path, place: Path, settings: Settings) -> ProcessPoo
     folder = folder_of(name, place) if CONTESTANTS[name].write else model
     pool = ProcessPoolExecutor(1, get_context("spawn"))
     pool.submit(open_engine, name, folder, settings.threads).result()
-    pool.submit(decode, random_tokens(model, settings.prompt), settings.new).result()
+    pool.submit(decode_speed, random_tokens(model, settings.prompt), settings.new).result()
     return pool
 
 
-def compare(row: dict[str, Any], torch: dict[str, Any]) -> None:
+def compare_with_torch(row: dict[str, Any], torch: dict[str, Any]) -> None:
     """Add medians, times torch's speed, the share of its memory, and how many leading tokens are like torch's."""
     for what in ("decode", "prefill"):
         row[f"{what}_median"] = median(row[what])
@@ -283,7 +283,7 @@ def main(
         result = json.loads(file.read_text()) | {"environment": result["environment"]}
     for model in models:
         with tempfile.TemporaryDirectory() as place:
-            rows = measure(model, _place(exports or Path(place), model), names, settings)
+            rows = measure_generation(model, _place(exports or Path(place), model), names, settings)
         for row in rows.values():
             # With each row, since a merged file has rows of several runs.
             row["settings"] = asdict(settings) | {"commit": result["environment"]["commit"]}

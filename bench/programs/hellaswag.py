@@ -33,7 +33,7 @@ _BATCH_SIZES = (1, 8)
 
 
 @dataclass(frozen=True)
-class Contestant:
+class Scorer:
     """One scorer in one dtype; `score` gives the chosen ending (by summed log-probability) of each item."""
 
     name: str
@@ -43,7 +43,7 @@ class Contestant:
 
 
 @dataclass
-class Timing:
+class ScorerTimes:
     """A contestant's runs: wall and CPU seconds of each, and its choices."""
 
     name: str
@@ -61,14 +61,14 @@ def main(
     file: Annotated[Path | None, typer.Option("--json", help="Where to write the numbers.")] = None,
 ) -> None:
     """Measure HellaSwag's items a second beside lm-eval's HFLM."""
-    result = measure(model, items, repeats)
+    result = measure_scorers(model, items, repeats)
     if file:
         file.write_text(json.dumps(result, indent=1) + "\n")
-    print(summary(result))
+    print(scorer_summary(result))
     _require(result)
 
 
-def measure(path: Path, items: int, repeats: int) -> dict[str, Any]:
+def measure_scorers(path: Path, items: int, repeats: int) -> dict[str, Any]:
     """Time every contestant `repeats` times, in turns.
 
     Raises:
@@ -76,7 +76,7 @@ def measure(path: Path, items: int, repeats: int) -> dict[str, Any]:
     """
     questions = load_items(limit=items)
     entrants = contestants(path)
-    timings = [Timing(c.name, c.dtype, c.batch_size, [], [], []) for c in entrants]
+    timings = [ScorerTimes(c.name, c.dtype, c.batch_size, [], [], []) for c in entrants]
     for entrant in entrants:
         entrant.score(questions[:2])
     for _ in range(repeats):
@@ -94,19 +94,19 @@ def measure(path: Path, items: int, repeats: int) -> dict[str, Any]:
     }
 
 
-def contestants(path: Path) -> list[Contestant]:
+def contestants(path: Path) -> list[Scorer]:
     """Ours and HFLM at its batch sizes, in float32 and bfloat16."""
     tokenizer = load_tokenizer(path)
     entrants = []
     for dtype in (torch.float32, torch.bfloat16):
         name = str(dtype).removeprefix("torch.")
-        entrants.append(Contestant("diffquant", name, None, _ours(load(path, dtype=dtype), tokenizer)))
+        entrants.append(Scorer("diffquant", name, None, _ours(load(path, dtype=dtype), tokenizer)))
         oracle = _transformers_llama(path, dtype)
-        entrants += [Contestant("HFLM", name, n, _hflm(oracle, tokenizer, n)) for n in _BATCH_SIZES]
+        entrants += [Scorer("HFLM", name, n, _hflm(oracle, tokenizer, n)) for n in _BATCH_SIZES]
     return entrants
 
 
-def summary(result: dict[str, Any]) -> str:
+def scorer_summary(result: dict[str, Any]) -> str:
     """A line a contestant, the ratios, and whether the choices agree."""
     items = result["items"]
     rows = []

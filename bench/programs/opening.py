@@ -60,13 +60,13 @@ def main(
     file: Annotated[Path | None, typer.Option("--json", help="Where to write the numbers.")] = None,
 ) -> None:
     """Time opening a GGUF file and reading all its tensors."""
-    result = measure(model, repeats)
+    result = measure_opening(model, repeats)
     if file:
         write_atomically(file, json.dumps(result, indent=2) + "\n")
-    typer.echo(summary(result))
+    typer.echo(opening_summary(result))
 
 
-def measure(model: Path, repeats: int) -> dict[str, Any]:
+def measure_opening(model: Path, repeats: int) -> dict[str, Any]:
     """Turns of ours and of transformers' loader, in seconds and bytes."""
     ours, library = [], []
     for _ in range(repeats):
@@ -82,7 +82,7 @@ def measure(model: Path, repeats: int) -> dict[str, Any]:
     }
 
 
-def summary(result: dict[str, Any]) -> str:
+def opening_summary(result: dict[str, Any]) -> str:
     """One line of medians."""
 
     def middle(who: str, what: str) -> float:

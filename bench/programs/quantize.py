@@ -40,7 +40,7 @@ print(report.seconds, report.resumed)
 
 
 @dataclass(frozen=True)
-class Run:
+class QuantizingRun:
     """One process: its time and its memory in bytes.
 
     Attributes:
@@ -74,14 +74,14 @@ def main(
         checkpoint = source or Path(place) / "source"
         if source is None:
             synthesize(checkpoint, gigabytes, shards, progress_for("synthesize"))
-        result = measure(checkpoint, Path(place), weights)
+        result = measure_quantizing(checkpoint, Path(place), weights)
     if file:
         file.write_text(json.dumps(result, indent=2) + "\n")
-    print(summary(result))
+    print(quantizing_summary(result))
     _require(result)
 
 
-def measure(source: Path, place: Path, weights: str) -> dict[str, Any]:
+def measure_quantizing(source: Path, place: Path, weights: str) -> dict[str, Any]:
     """Quantize a checkpoint whole, then killed and resumed, and compare."""
     whole = quantize_once(source, place / "whole", weights)
     output_bytes = allocated(place / "whole")
@@ -103,7 +103,7 @@ def measure(source: Path, place: Path, weights: str) -> dict[str, Any]:
     }
 
 
-def quantize_once(source: Path, destination: Path, weights: str, kill_at: int | None = None) -> Run:
+def quantize_once(source: Path, destination: Path, weights: str, kill_at: int | None = None) -> QuantizingRun:
     """Quantize in a process of its own, watched and, once it has written so many bytes, killed.
 
     Raises:
@@ -118,7 +118,7 @@ def quantize_once(source: Path, destination: Path, weights: str, kill_at: int | 
     if process.returncode != expected:
         raise DiffQuantError(f"the quantizing process ended with status {process.returncode}, not {expected}")
     seconds, resumed = (float(output[0]), int(output[1])) if output else (None, 0)
-    return Run(seconds, time.monotonic() - started, _children_cpu() - cpu_before, peak, anonymous, resumed)
+    return QuantizingRun(seconds, time.monotonic() - started, _children_cpu() - cpu_before, peak, anonymous, resumed)
 
 
 def idle_memory() -> int:
@@ -137,7 +137,7 @@ def digests(folder: Path) -> dict[str, str]:
     return digest_by_name
 
 
-def summary(result: dict[str, Any]) -> str:
+def quantizing_summary(result: dict[str, Any]) -> str:
     whole, resumed = result["whole"], result["resumed"]
     return "\n".join(
         [
