@@ -1,4 +1,4 @@
-"""A cell is one measured path on one workload; a result is all cells of a run, with ratios to their baselines."""
+"""Results of the bench: a cell is one path measured on one workload, a result all cells of a run."""
 
 import json
 from collections.abc import Sequence
@@ -48,26 +48,29 @@ class BenchCell:
 
     @property
     def spread(self) -> Spread | None:
+        """Median and extremes of the values; None where the path is missing."""
         return spread(list(self.values)) if self.values else None
 
     @property
     def falls(self) -> bool:
-        """Whether less is better."""
+        """Whether a smaller value is better."""
         return self.unit in ("ms", "s", "MB")
 
     @property
     def key(self) -> tuple[str, str, str, str]:
+        """Name of the cell within a result."""
         return self.section, self.workload, self.path, self.unit
 
 
 @dataclass(frozen=True)
 class BenchResult:
-    """A run of the bench.
+    """Cells of one run of the bench, and what they were measured on.
 
     Attributes:
         environment: device, versions, date, commit.
         machine: measured speeds: "copy" in bytes a second, "matmul" in operations a second by dtype.
         settings: options of the run.
+        cells: measurements, section by section.
     """
 
     environment: dict[str, Any]
@@ -76,11 +79,13 @@ class BenchResult:
     cells: tuple[BenchCell, ...]
 
     def ratio(self, cell: BenchCell) -> float | None:
-        """How many times better than its baseline a cell is, by medians."""
-        base = next((c for c in self.cells if c.key == (cell.section, cell.workload, cell.baseline, cell.unit)), None)
-        if base is None or base.spread is None or cell.spread is None:
+        """How many times better a cell is than its baseline, by medians; None where one of the two is missing."""
+        baseline = next(
+            (c for c in self.cells if c.key == (cell.section, cell.workload, cell.baseline, cell.unit)), None
+        )
+        if baseline is None or baseline.spread is None or cell.spread is None:
             return None
-        better, worse = (cell, base) if cell.falls else (base, cell)
+        better, worse = (cell, baseline) if cell.falls else (baseline, cell)
         top, bottom = worse.spread, better.spread
         return top.median / bottom.median if top and bottom and bottom.median else None
 
@@ -97,7 +102,7 @@ class BenchResult:
         return seconds * 1e3 / cell.spread.median
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data; ratios and shares are added to each cell for other programs to read."""
+        """Plain data for JSON, each cell with its ratio and share of the roofline for other programs to read."""
         cells = []
         for cell in self.cells:
             entry = {name: value for name, value in asdict(cell).items() if value not in (None, {}, ())}
@@ -109,17 +114,17 @@ class BenchResult:
         return {"format": FORMAT, **parts, "cells": cells}
 
     def merged(self, cells: Sequence[BenchCell]) -> "BenchResult":
-        """The result with further cells; one measured again replaces its former self."""
+        """The result with further cells; a cell measured again replaces the former one."""
         fresh = {cell.key: cell for cell in cells}
-        kept = [fresh.pop(cell.key, cell) for cell in self.cells]
-        return replace(self, cells=(*kept, *fresh.values()))
+        cells_in_order = [fresh.pop(cell.key, cell) for cell in self.cells]
+        return replace(self, cells=(*cells_in_order, *fresh.values()))
 
 
 def read_result(path: Path) -> BenchResult:
-    """A result that was written as JSON.
+    """Result that a run of the bench wrote as JSON.
 
     Raises:
-        UsageError: the file is none.
+        UsageError: the file cannot be read or holds no such result.
     """
     try:
         data = json.loads(path.read_text())

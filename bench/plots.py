@@ -1,4 +1,4 @@
-"""Latency, speed and memory against length, one panel a shape: legible in print and without colours."""
+"""Plots of latency, speed and memory against length, a panel for each shape, legible in print and without colours."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ class Plot:
 
 
 def plots(result: BenchResult) -> list[Plot]:
-    """What there is to draw: sections whose cells have lengths."""
+    """Plots of every section whose cells have lengths."""
     drawn = []
     for section in dict.fromkeys(cell.section for cell in result.cells):
         cells = [cell for cell in result.cells if cell.section == section and cell.values and cell.length]
@@ -68,7 +68,7 @@ def _figure(cells: Sequence[BenchCell], label: str, value: Any) -> Any:
     paths = list(dict.fromkeys(cell.path for cell in cells))
     columns = min(_PANELS_A_ROW, len(panels))
     rows = -(-len(panels) // columns)
-    # The legend takes a line a pair of paths below the panels.
+    # The legend below the panels has two paths on a line.
     figure = new_figure(1.2 + 4.6 * columns, 0.6 + 3.4 * rows + 0.12 * len(paths))
     axes = figure.subplots(rows, columns, squeeze=False, sharey=True)
     legend: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""A result as Markdown, CSV and one HTML file with everything in it."""
+"""Reports of a result: Markdown, CSV, and one HTML file with everything in it."""
 
 import csv
 import io
@@ -36,7 +36,7 @@ class _Table:
 
 
 def markdown(result: BenchResult) -> str:
-    """Tables by section and workload, what is missing below each."""
+    """Markdown tables by section and workload, with the paths that could not be measured below each."""
     lines = ["# diffquant bench", "", f"{_machine(result)}", ""]
     for table in _tables(result):
         lines += [f"## {table.section}: {table.workload}", ""]
@@ -50,7 +50,7 @@ def markdown(result: BenchResult) -> str:
 
 
 def csv_table(result: BenchResult) -> str:
-    """A line a cell, numbers in full."""
+    """CSV with a line for each cell, numbers in full."""
     records = []
     for entry in result.to_dict()["cells"]:
         facts = {f"fact {name}": value for name, value in entry.pop("facts", {}).items()}
@@ -67,8 +67,8 @@ def csv_table(result: BenchResult) -> str:
     return out.getvalue()
 
 
-def report(result: BenchResult) -> str:
-    """The whole document; it loads nothing."""
+def html_report(result: BenchResult) -> str:
+    """HTML document of a result; it loads nothing from elsewhere."""
     drawings, workloads = plots(result), _tables(result)
     sections = [
         Section(name, [*_drawn(name, drawings), *(b for t in workloads if t.section == name for b in _blocks(t))])
@@ -94,7 +94,7 @@ def _blocks(table: _Table) -> list[Block]:
 
 
 def _tables(result: BenchResult) -> list[_Table]:
-    """One a workload, without the columns that are empty."""
+    """A table for each workload, without the columns that are empty."""
     by_workload = []
     for section, workload in dict.fromkeys((cell.section, cell.workload) for cell in result.cells):
         cells = [cell for cell in result.cells if (cell.section, cell.workload) == (section, workload)]

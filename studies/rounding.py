@@ -1,4 +1,4 @@
-"""What quantized weights cost a model: our roundings beside bitsandbytes, torchao and HQQ at equal bits.
+"""Cost of quantized weights to a model: our roundings beside bitsandbytes, torchao and HQQ at equal bits.
 
     python -m studies.rounding MODEL --json bench/results/rounding/MODEL.json
     python -m studies.rounding --show bench/results/rounding/*.json
@@ -56,7 +56,7 @@ def chosen(parts: str) -> list[Method]:
     """Methods whose names contain one of the parts.
 
     Raises:
-        UsageError: a part that no name contains.
+        UsageError: no name contains one of the parts.
     """
     wanted = [part.strip() for part in parts.split(";") if part.strip()]
     unknown = [part for part in wanted if not any(part in method.name for method in METHODS)]
@@ -75,7 +75,7 @@ def measure_methods(
         UsageError: the file is another run's, or the text's first half is too short for gptq.
     """
     subject = Subject(path, options)
-    result = _begun(file, subject.settings())
+    result = _begin(file, subject.settings())
     todo = [None, *methods]
     for number, method in enumerate(todo):
         name = method.name if method else FULL
@@ -88,11 +88,11 @@ def measure_methods(
     return result
 
 
-def _begun(file: Path, settings: dict[str, Any]) -> dict[str, Any]:
-    """What the file holds already, or the beginning of a result.
+def _begin(file: Path, settings: dict[str, Any]) -> dict[str, Any]:
+    """Result that the file holds already, or the beginning of one.
 
     Raises:
-        UsageError: it holds something else.
+        UsageError: the file holds something else.
     """
     fresh = {"format": FORMAT, "environment": environment(*PACKAGES), "settings": settings, "results": {}}
     if not file.exists():
@@ -105,10 +105,10 @@ def _begun(file: Path, settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_result(file: Path) -> dict[str, Any]:
-    """A result that was written.
+    """Result that this program wrote.
 
     Raises:
-        UsageError: the file is none.
+        UsageError: the file cannot be read or holds no such result.
     """
     try:
         result = json.loads(file.read_text())
@@ -121,7 +121,7 @@ def read_result(file: Path) -> dict[str, Any]:
 
 
 def _maker(method: Method | None) -> str:
-    """The library and its version, or our commit: a file may be the work of several days."""
+    """Name and version of the library, or our commit: a file may be the work of several days."""
     now = environment(*PACKAGES)
     if method is None or method.package is None:
         return f"diffquant {now['commit']}"
@@ -129,7 +129,7 @@ def _maker(method: Method | None) -> str:
 
 
 def method_table(*results: dict[str, Any]) -> str:
-    """Markdown: a row a method, tier by tier; columns of each model, the bits those of the first."""
+    """Markdown with a row for each method, tier by tier; columns of each model, the bits those of the first."""
     order = [FULL, *(method.name for method in METHODS)]
     names = [name for name in order if any(name in result["results"] for result in results)]
     heads = [head for result in results for head in _heads(result, len(results) > 1)]
@@ -165,7 +165,7 @@ def _bits(row: dict[str, Any]) -> str:
 def _accuracy(row: dict[str, Any]) -> str:
     if not row.get("items"):
         return "-"
-    accuracy = estimate([float(each) for each in row["correct"]])
+    accuracy = estimate([float(digit) for digit in row["correct"]])
     return f"{accuracy.mean:.1%}" + (f" ± {accuracy.se:.1%}" if accuracy.se is not None else "")
 
 

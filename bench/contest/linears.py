@@ -1,4 +1,4 @@
-"""Products with packed weights, at one token and at many: ours, bitsandbytes and torchao beside dense ones."""
+"""Paths of a linear layer at one token and at many: packed weights, bitsandbytes and torchao beside dense ones."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -23,7 +23,7 @@ _GROUPS = (128, 64, 32, 16)
 _COLD_BYTES = {"cpu": 1 << 25, "cuda": 1 << 28}
 _TOLERANCE = {16: 5e-3, 8: 2e-2, 6: 5e-2, 4: 0.2}
 
-# From weights [N, K] to a product with each of them, and what one stores.
+# From weights [N, K] to (x, number of a weight) -> x times it, transposed; and the bytes that one weight stores.
 Make = Callable[[list[Tensor]], tuple[Callable[[Tensor, int], Tensor], int]]
 
 
@@ -87,7 +87,7 @@ def run_linears(
     models: Sequence[Model], tokens: Sequence[int], dtype: str, device: str, repeats: int, *,
     graph: bool = False, progress: Progress = silent,
 ) -> list[BenchCell]:  # fmt: skip
-    """Every path through the first feed-forward matrix of each model."""
+    """Cells of every path through the first feed-forward matrix of each model."""
     cells = []
     for done, model in enumerate(models):
         progress(done, len(models), f"linear: {model.name}")

@@ -29,7 +29,13 @@ OPSET, IR = 23, 10
 
 @dataclass(frozen=True)
 class OpShape:
-    """One layer's attention: generation, pairs, KV pairs, and the width of one map's head."""
+    """Shape of one layer's attention.
+
+    Attributes:
+        generation: 1 or 2, of the DIFF Transformer.
+        pairs, kv_pairs: h and h_kv.
+        width: width d of a query or key of one map.
+    """
 
     generation: int
     pairs: int
@@ -38,12 +44,20 @@ class OpShape:
 
     @property
     def row(self) -> int:
+        """Width of a KV pair's key or value, of both maps where each has its own."""
         return self.width * (2 if self.generation == 1 else 1)
 
 
 @dataclass(frozen=True)
 class OpWorkload:
-    """`tokens` new ones at the end of a `context`, over a cache of `kv_bits` (0 for the dtype) used in place."""
+    """New tokens at the end of a context, over a cache that is extended in place.
+
+    Attributes:
+        context: tokens of the context, the new ones included.
+        tokens: number of new tokens.
+        kv_bits: bits of the cache; 0 where it has the dtype.
+        dtype: "float32" or "float16".
+    """
 
     context: int
     tokens: int
@@ -53,7 +67,7 @@ class OpWorkload:
 
 @dataclass(frozen=True)
 class OpTimes:
-    """Milliseconds of each call of both."""
+    """Milliseconds of each call of the function body and of the native kernel."""
 
     shape: str
     workload: OpWorkload
@@ -116,9 +130,9 @@ def main(
 
 
 def compare_kernel(name: str, workload: OpWorkload, library: Path, threads: int, repeats: int) -> OpTimes:
-    """Times of both, run in turn so that neither meets another machine than the other."""
+    """Time the body and the kernel in turns, so that what else the machine does falls on both."""
     shape = SHAPES[name]
-    calls = [prepared_call(shape, workload, each, threads) for each in (None, library)]
+    calls = [prepared_call(shape, workload, path, threads) for path in (None, library)]
     times: list[list[float]] = [[], []]
     for _ in range(repeats):
         for call, spent in zip(calls, times, strict=True):
@@ -130,6 +144,7 @@ def compare_kernel(name: str, workload: OpWorkload, library: Path, threads: int,
 
 
 def op_report(results: list[OpTimes], kernel: str | None, threads: int) -> dict[str, Any]:
+    """Report of all workloads, for JSON."""
     return {
         "environment": environment(),
         "onnxruntime": ort.__version__,
@@ -140,6 +155,7 @@ def op_report(results: list[OpTimes], kernel: str | None, threads: int) -> dict[
 
 
 def times_line(result: OpTimes) -> str:
+    """Line of text for one workload."""
     work = result.workload
     what = f"{work.tokens} of {work.context} tokens, {work.dtype}, cache {work.kv_bits or 'as is'}"
     numbers = result.to_dict()
@@ -148,7 +164,7 @@ def times_line(result: OpTimes) -> str:
 
 
 def prepared_call(shape: OpShape, workload: OpWorkload, library: Path | None, threads: int) -> Callable[[], None]:
-    """One call of the op on random inputs, everything bound beforehand and the cache extended in place."""
+    """Call of the op on random inputs, everything bound beforehand and the cache extended in place."""
     options = ort.SessionOptions()
     options.intra_op_num_threads = threads
     options.log_severity_level = 3
@@ -171,7 +187,7 @@ def prepared_call(shape: OpShape, workload: OpWorkload, library: Path | None, th
 
 
 def one_node(shape: OpShape, workload: OpWorkload) -> onnx.ModelProto:
-    """A model of one node with its body."""
+    """ONNX model of one node, with its function body."""
     attributes = op.OpAttributes(
         num_pairs=shape.pairs,
         num_kv_pairs=shape.kv_pairs,

@@ -20,7 +20,7 @@ _SHORT = "left out of the full report for its time; `diffquant bench generate` r
 def generation(
     models: Sequence[Path], threads: int, repeats: int, peers: bool, progress: Progress = silent
 ) -> list[BenchCell]:
-    """Decode and prefill of every contestant.
+    """Cells of decode and prefill of every contestant.
 
     Args:
         peers: whether transformers' exports, which take minutes to make, are among them.
@@ -57,7 +57,7 @@ def _of_generation(model: str, name: str, row: dict[str, Any]) -> list[BenchCell
 
 
 def quantizing(gigabytes: float, weights: str, progress: Progress = silent) -> list[BenchCell]:
-    """A random checkpoint quantized whole, then killed in the middle and resumed."""
+    """Cell of quantizing a random checkpoint whole, then killed in the middle and resumed."""
     progress(0, 1, f"quantize: {gigabytes} GB")
     with tempfile.TemporaryDirectory() as place:
         source = Path(place) / "source"
@@ -81,7 +81,7 @@ def quantizing(gigabytes: float, weights: str, progress: Progress = silent) -> l
 
 
 def exporting(gigabytes: float, progress: Progress = silent) -> list[BenchCell]:
-    """A random checkpoint exported in float32 and in low bits; memory is what comes on top of mapped files."""
+    """Cells of exporting a random checkpoint in float32 and in low bits; memory is without mapped files."""
     names = [generate.FLOAT, *[name for name in generate.CONTESTANTS if name.startswith("export 4")]]
     progress(0, 1, f"export: {gigabytes} GB")
     with tempfile.TemporaryDirectory() as place:
@@ -103,7 +103,7 @@ def exporting(gigabytes: float, progress: Progress = silent) -> list[BenchCell]:
 
 
 def native_kernel(repeats: int, threads: int, progress: Progress = silent) -> list[BenchCell]:
-    """The op's native kernel beside its function body in ONNX Runtime."""
+    """Cells of the op's native kernel beside its function body in ONNX Runtime."""
     from diffquant.bench.programs import native_op
 
     shape = "v1 8/8"
@@ -123,7 +123,7 @@ def native_kernel(repeats: int, threads: int, progress: Progress = silent) -> li
 
 
 def scoring(models: Sequence[Path], items: int, repeats: int, progress: Progress = silent) -> list[BenchCell]:
-    """HellaSwag items a second, beside lm-eval's HFLM."""
+    """Cells of HellaSwag items a second, beside lm-eval's HFLM."""
     cells = []
     for done, model in enumerate(models):
         progress(done, len(models), f"sweep: {model.name}")

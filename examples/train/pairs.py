@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 from deltas import applied, check_groups, read_delta
-from loop import Source as Batches
+from loop import Batches
 from models import KINDS
 from settings import PairsSettings
 from starts import levels_of
@@ -49,7 +49,7 @@ def main() -> None:
         settings = PairsSettings.read(arguments.settings)
         base = arguments.base or smollm2()
         limit = Limit(arguments.minutes, arguments.steps)
-        print(table(train(settings, base, arguments.text, arguments.output, limit, arguments.device)))
+        print(results_table(train(settings, base, arguments.text, arguments.output, limit, arguments.device)))
     except (DiffQuantError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(getattr(error, "exit_code", 1))
@@ -61,7 +61,7 @@ def main() -> None:
 
 
 def train(settings: PairsSettings, base: Path, text: Path, output: Path, limit: Limit, device: str = "cpu") -> Results:
-    """Train the three models, or go on training them, into a folder; what `results.json` says then.
+    """Train the three models, or go on training them, into a folder; returns what `results.json` holds then.
 
     Raises:
         DiffQuantError: settings, base, text or device cannot be, the folder holds another run, or time is too short.
@@ -83,11 +83,11 @@ def train(settings: PairsSettings, base: Path, text: Path, output: Path, limit: 
     run = {"base": opened.fingerprint, "text": digest, **asdict(limit), **asdict(settings)}
     claim(output, run)
     if not (output / RESULTS).exists():
-        source = TokenWindows(output, read, tokenizer)
-        trio = Trio(original, levels_of(original, _calibration(source, settings)), settings, device)
-        schedule = replace(settings.schedule, steps=planned_steps(output, trio, source, limit, began))
+        batches = TokenWindows(output, read, tokenizer)
+        trio = Trio(original, levels_of(original, _calibration(batches, settings)), settings, device)
+        schedule = replace(settings.schedule, steps=planned_steps(output, trio, batches, limit, began))
         exam = Exam(trio.teacher, tokenizer, heldout)
-        models = {kind: continue_one(kind, trio, source, schedule, exam, output / kind, run) for kind in KINDS}
+        models = {kind: continue_one(kind, trio, batches, schedule, exam, output / kind, run) for kind in KINDS}
         results = {
             "run": run,
             "steps": schedule.steps,
@@ -120,11 +120,11 @@ def apply(delta_file: Path, base: Path, output: Path) -> None:
 
 
 def load_original(base: Source) -> DiffTransformer:
-    """The Transformer that all starts from, in float32.
+    """Transformer that all three models start from, in float32.
 
     Raises:
-        CheckpointError: it cannot be read.
-        UsageError: it is no Transformer.
+        CheckpointError: the checkpoint cannot be read.
+        UsageError: the checkpoint is no Transformer's.
     """
     original = load(base, dtype=torch.float32)
     if original.config.diff_spec.maps != 1:
@@ -135,7 +135,7 @@ def load_original(base: Source) -> DiffTransformer:
     return original
 
 
-def table(results: Results) -> str:
+def results_table(results: Results) -> str:
     head = ["model", "start", "trained", "kept", "KL of kept from trained", "delta"]
     lines = [
         [
@@ -150,9 +150,9 @@ def table(results: Results) -> str:
     return "\n".join([title, *aligned(head, lines)])
 
 
-def _calibration(source: Batches, settings: PairsSettings) -> torch.Tensor:
+def _calibration(batches: Batches, settings: PairsSettings) -> torch.Tensor:
     length = settings.schedule.longest
-    ids, _ = source.batch(settings.schedule.seed, 0, max(1, settings.calibration // length), length)
+    ids, _ = batches.batch(settings.schedule.seed, 0, max(1, settings.calibration // length), length)
     return ids[:, :-1]
 
 

@@ -15,7 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
-from loop import LOG, Source, Trainer
+from loop import LOG, Batches, Trainer
 from models import KINDS, look_back, matched, place
 from needles import Needles
 from prose import Prose
@@ -27,7 +27,7 @@ from diffquant.support.devices import check_device
 from diffquant.support.files import write_atomically
 from diffquant.support.progress import progress_for
 
-SOURCES = {"needle": Needles, "prose": Prose}
+DATA = {"needle": Needles, "prose": Prose}
 RUN = "training.json"
 
 
@@ -63,33 +63,38 @@ def train(
     """
     check_device(device)
     prose = read_text(text, characters)
-    source = make_source(settings, prose)
+    batches = make_batches(settings, prose)
     # Raises where the text is too short, before the folder is this run's.
-    source.batch(settings.schedule.seed, 0, 1, settings.schedule.longest)
-    model = new_model(settings, kind, len(source.tokenizer), device)
+    batches.batch(settings.schedule.seed, 0, 1, settings.schedule.longest)
+    model = new_model(settings, kind, len(batches.tokenizer), device)
     digest = hashlib.sha256(prose.encode()).hexdigest()
-    run = {"kind": kind, "parameters": model.num_parameters(), "text": digest, **source.describe(), **asdict(settings)}
+    run = {"kind": kind, "parameters": model.num_parameters(), "text": digest, **batches.describe(), **asdict(settings)}
     claim(output, run)
     trainer = Trainer(model, settings.schedule, compiled=device.startswith("cuda"))
     if not trainer.resume(output):
         (output / LOG).unlink(missing_ok=True)
-    trainer.train(source, output, progress=progress_for(f"train {kind}"))
+    trainer.train(batches, output, progress=progress_for(f"train {kind}"))
     # A shipped model is 16-bit, whatever it was trained in.
     model.to(torch.bfloat16).save_pretrained(output)
-    source.tokenizer.save_pretrained(output)
+    batches.tokenizer.save_pretrained(output)
 
 
-def make_source(settings: Settings, text: str) -> Source:
-    if settings.source not in SOURCES:
-        raise UsageError(f"unknown source {settings.source!r}; known are {', '.join(SOURCES)}")
+def make_batches(settings: Settings, text: str) -> Batches:
+    """Training data that the settings name, made of a text.
+
+    Raises:
+        UsageError: the settings name no data, or its arguments are wrong.
+    """
+    if settings.source not in DATA:
+        raise UsageError(f"unknown source {settings.source!r}; known are {', '.join(DATA)}")
     try:
-        return SOURCES[settings.source](text, settings.model.context, **settings.data)
+        return DATA[settings.source](text, settings.model.context, **settings.data)
     except TypeError as error:
         raise UsageError(f"data of source {settings.source}: {error}") from error
 
 
 def new_model(settings: Settings, kind: str, vocabulary: int, device: str) -> DiffTransformer:
-    """Random weights that depend on the seed, in bfloat16 on CUDA."""
+    """Model of random weights that depend on the seed, in bfloat16 on CUDA."""
     torch.manual_seed(settings.schedule.seed)
     model = DiffTransformer(matched(kind, settings.model, vocabulary))
     if settings.model.look_back:
@@ -103,10 +108,10 @@ def new_model(settings: Settings, kind: str, vocabulary: int, device: str) -> Di
 
 
 def read_text(path: Path, characters: int | None) -> str:
-    """The first characters of a UTF-8 file, packed with xz or not.
+    """First characters of a UTF-8 file, packed with xz or not.
 
     Raises:
-        UsageError: it cannot be read or holds no text.
+        UsageError: the file cannot be read or holds no text.
     """
     try:
         with lzma.open(path, "rt", encoding="utf-8") if path.suffix == ".xz" else path.open(encoding="utf-8") as file:
@@ -122,8 +127,8 @@ def claim(output: Path, run: dict) -> None:
     """Make the folder this run's, or check that it is.
 
     Raises:
-        UsageError: it holds another run.
-        OutputExistsError: it holds something else.
+        UsageError: the folder holds another run.
+        OutputExistsError: the folder holds something else.
     """
     described = json.dumps(run, indent=1) + "\n"
     note = output / RUN

@@ -8,12 +8,14 @@ import pytest
 from diffquant.bench.cells import BenchCell, BenchResult, read_result
 from diffquant.bench.compare import moved, summarize_changes
 from diffquant.bench.plots import plots
-from diffquant.bench.report import csv_table, markdown, report
+from diffquant.bench.report import csv_table, html_report, markdown
 from diffquant.errors import UsageError
 
 
 def cell(path, values, **more):
-    return BenchCell("attention", "3B, 512 tokens, batch 1, float32", path, values=tuple(values), baseline="base", **more)
+    return BenchCell(
+        "attention", "3B, 512 tokens, batch 1, float32", path, values=tuple(values), baseline="base", **more
+    )
 
 
 def result(*cells, device="a CPU"):
@@ -101,7 +103,7 @@ def test_reports_say_what_is_missing_and_load_nothing():
         cell("<fast>", [1.0], length=512, peak_bytes=0, error=1e-7),
         replace(cell("gone", []), missing="it runs on CUDA alone", length=512),
     )
-    page = report(found)
+    page = html_report(found)
     assert page.count("<svg") == 2
     assert "&lt;fast&gt;" in page
     assert "gone: none, it runs on CUDA alone" in page

@@ -201,7 +201,7 @@ def test_all_models_read_the_same_tokens_and_learn(run):
         log = [json.loads(line) for line in (folder / kind / LOG).read_text().splitlines()]
         assert [line["step"] for line in log] == [3, 6, 8]
         assert all(line["tokens_per_second"] > 0 for line in log)
-    assert "diff-v1" in program.table(results)
+    assert "diff-v1" in program.results_table(results)
 
 
 def test_finished_runs_answer_from_their_results(run, base, text, monkeypatch):
