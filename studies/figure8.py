@@ -98,7 +98,8 @@ def _result_of(model: Path, output: Path, settings: Settings) -> dict[str, Any]:
     if not file.exists():
         output.mkdir(parents=True, exist_ok=True)
         write_atomically(file, json.dumps(measure_model(model, settings, progress_for(model.name)), indent=1) + "\n")
-    return json.loads(file.read_text(encoding="utf-8"))
+    result: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    return result
 
 
 def measure_model(path: Path, settings: Settings, progress: Progress = silent) -> dict[str, Any]:
@@ -163,11 +164,12 @@ def analyse(
 
 def predicted(result: Mapping[str, Any], scheme: str) -> float:
     """KL that the simple model predicts, in nats."""
-    return sum(
+    kl: float = sum(
         cost * size
         for layer in result["layers"]
         for cost, size in zip(costs(layer["sensitivity"], scheme), layer["errors"][scheme]["variance"], strict=True)
     )
+    return kl
 
 
 def costs(sensitivity: Mapping[str, float], scheme: str) -> list[float]:

@@ -44,7 +44,8 @@ class Reading:
     def predictions(self, model: DiffTransformer) -> Tensor:
         """Vocabulary logits [B, scored, V] in float32."""
         hidden = model.model(input_ids=self.ids[:, :-1], use_cache=False).last_hidden_state
-        return model.lm_head(hidden[:, -self.scored :]).float()
+        logits: Tensor = model.lm_head(hidden[:, -self.scored :]).float()
+        return logits
 
     def nll(self, predictions: Tensor) -> Tensor:
         """Negative log-likelihood [B] of the predicted tokens, in nats a token."""
@@ -113,7 +114,8 @@ def observed(
         pairs = see(attention)
         if pairs is None:
             return None
-        return module.o_proj(pair_norm(pairs, attention.post).transpose(1, 2).flatten(2))
+        projected: Tensor = module.o_proj(pair_norm(pairs, attention.post).transpose(1, 2).flatten(2))
+        return projected
 
     handles = [module.register_forward_hook(hook) for module in model.attentions[layers]]
     try:

@@ -111,7 +111,7 @@ def read_result(file: Path) -> dict[str, Any]:
         UsageError: the file cannot be read or holds no such result.
     """
     try:
-        result = json.loads(file.read_text())
+        result: dict[str, Any] = json.loads(file.read_text())
         known = result["format"] == FORMAT and {"settings", "results"} <= result.keys()
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UsageError(f"cannot read {file}: it is no result of this program ({error!r})") from error

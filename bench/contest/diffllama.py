@@ -1,7 +1,7 @@
 """transformers' DiffLlama as a peer: its attention module, with projections that give tensors made beforehand."""
 
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ class ModuleCall(AttentionCall):
         run: function that gives the module's output [B, h, T, dv].
     """
 
-    run: Any = None
+    run: Callable[[], Tensor] = field(kw_only=True)
 
 
 class _Projected(nn.Module):
@@ -73,7 +73,7 @@ def make_call(implementation: str, work: Workload, device: str) -> AttentionCall
     post = PairNorm(_EPS, factor=1 - float(module.lambda_init))
 
     def run() -> Tensor:
-        rows = module(hidden, position_embeddings=rotary, attention_mask=mask)[0]
+        rows: Tensor = module(hidden, position_embeddings=rotary, attention_mask=mask)[0]
         return rows.unflatten(-1, (model.pairs, -1)).transpose(1, 2)
 
     return ModuleCall(call.q, call.k, call.v, lam, call.scale, call.mask, post, run=run)

@@ -108,11 +108,11 @@ def _flash_widths(call: AttentionCall) -> str | None:
 
 def _flex(call: AttentionCall) -> Tensor:
     """FlexAttention, compiled; two calls, since it takes dv other than d."""
-    y = [
+    outputs: list[Tensor] = [
         _compiled_flex()(q, k, call.v, block_mask=_causal_block(call), enable_gqa=q.shape[1] != k.shape[1])
         for q, k in zip(call.q, call.k, strict=True)
     ]
-    return y[0] if call.lam is None else y[0] - call.lam.to(y[0].dtype) * y[1]
+    return outputs[0] if call.lam is None else outputs[0] - call.lam.to(outputs[0].dtype) * outputs[1]
 
 
 _flex_cache: dict[Any, Any] = {}
@@ -208,7 +208,7 @@ def relative_error(peer: Peer, call: AttentionCall) -> float:
         wanted = _naive(call, part, seen, peer.logits).double()
         wrong += float((out[:, :, part].double() - wanted).square().sum())
         norm += float(wanted.square().sum())
-    return (wrong / norm) ** 0.5
+    return float((wrong / norm) ** 0.5)
 
 
 def _naive(call: AttentionCall, rows: slice, keys: int, logits: Scheme) -> Tensor:

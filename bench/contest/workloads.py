@@ -108,8 +108,8 @@ class Workload:
         Raises:
             UsageError: attention does not compute in it.
         """
-        dtype = getattr(torch, self.dtype, None)
-        if dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        dtype: torch.dtype | None = getattr(torch, self.dtype, None)
+        if dtype is None or dtype not in (torch.float32, torch.float16, torch.bfloat16):
             raise UsageError(f"unknown dtype {self.dtype!r}; known are float32, float16, bfloat16")
         return dtype
 

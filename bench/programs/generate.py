@@ -124,7 +124,7 @@ def prefill_speed(prompt: np.ndarray) -> float:
     """Speed of prefill by this process's model, in tokens a second."""
     started = time.perf_counter()
     _engines[0].prefill(prompt)
-    return prompt.shape[1] / (time.perf_counter() - started)
+    return int(prompt.shape[1]) / (time.perf_counter() - started)
 
 
 def peak_bytes() -> int:

@@ -85,7 +85,7 @@ def test_values_that_are_not_finite_or_of_another_shape_are_infinitely_wrong(bro
 
 
 def test_an_error_in_the_last_rows_alone_is_seen(monkeypatch):
-    monkeypatch.setattr(peers, "_CHECKED_ROWS", 4)
+    monkeypatch.setattr(peers, "_CHECKED_QUERIES", 4)
     right = peers.PEERS["FlashDiffAttn_2"]
 
     def late(call):

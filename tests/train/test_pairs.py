@@ -125,7 +125,7 @@ def test_v1s_constant_is_hidden_from_the_output_projection_until_the_norm_shows_
 
 @pytest.mark.parametrize("distil", [False, True], ids=["text", "distil"])
 def test_gradients_are_those_of_whole_logits(original, ids, distil, monkeypatch):
-    monkeypatch.setattr("distil._ROWS", 7)
+    monkeypatch.setattr("distil._TOKENS", 7)
     model = starts.new_model("diff-v2", original, [], 0.3)
     windows, weights = ids[:, :97].view(1, -1), torch.full((1, 96), 1 / 96)
     for parameter in starts.attention_parameters(model).values():
