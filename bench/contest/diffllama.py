@@ -74,7 +74,7 @@ def make_call(implementation: str, work: Workload, device: str) -> AttentionCall
 
     def run() -> Tensor:
         rows: Tensor = module(hidden, position_embeddings=rotary, attention_mask=mask)[0]
-        return rows.unflatten(-1, (model.pairs, -1)).transpose(1, 2)
+        return torch.unflatten(rows, -1, (model.pairs, -1)).transpose(1, 2)
 
     return ModuleCall(call.q, call.k, call.v, lam, call.scale, call.mask, post, run=run)
 

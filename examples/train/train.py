@@ -6,50 +6,56 @@ The same command again goes on from the last checkpoint. The output folder gets 
 its tokenizer, which every diffquant command takes, the settings, and a log with a line every few steps.
 """
 
-import argparse
 import hashlib
 import json
 import lzma
-import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from typing import Annotated
 
 import torch
+import typer
 from loop import LOG, Batches, Trainer
 from models import KINDS, look_back, matched, place
 from needles import Needles
 from prose import Prose
 from settings import Settings
 
-from diffquant.errors import DiffQuantError, OutputExistsError, UsageError
+from diffquant.errors import OutputExistsError, UsageError
 from diffquant.model.modeling import DiffTransformer
 from diffquant.support.devices import check_device
 from diffquant.support.files import write_atomically
+from diffquant.support.program import run_program
 from diffquant.support.progress import progress_for
 
 DATA = {"needle": Needles, "prose": Prose}
 RUN = "training.json"
 
 
-def main() -> None:
-    arguments = _parser().parse_args()
+def main(
+    settings: Annotated[Path, typer.Argument(help="YAML file, such as needle.yaml beside this program.")],
+    kind: Annotated[str, typer.Option(help=f"Kind of model: {', '.join(KINDS)}.")],
+    text: Annotated[Path, typer.Option(help="English prose, UTF-8 (.xz is unpacked).")],
+    output: Annotated[Path, typer.Option(help="Folder to make, or to go on in.")],
+    characters: Annotated[int | None, typer.Option(help="Read only so many of the text; all by default.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Steps instead of the settings'.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of weights and data instead of the settings'.")] = None,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+) -> None:
+    """Train one model of a matched set."""
+    with interruptible(output):
+        train(Settings.read(settings, steps, seed), kind, text, output, characters, device)
+
+
+@contextmanager
+def interruptible(output: Path) -> Iterator[None]:
+    """Say how to go on where Ctrl-C ends a run that leaves checkpoints in a folder."""
     try:
-        train(
-            Settings.read(arguments.settings, arguments.steps, arguments.seed),
-            arguments.kind,
-            arguments.text,
-            arguments.output,
-            arguments.characters,
-            arguments.device,
-        )
-    except (DiffQuantError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(getattr(error, "exit_code", 1))
+        yield
     except KeyboardInterrupt:
-        print(
-            f"\ninterrupted; the same command goes on from the last checkpoint in {arguments.output}", file=sys.stderr
-        )
-        sys.exit(130)
+        raise KeyboardInterrupt(f"interrupted; the same command goes on from the last checkpoint in {output}") from None
 
 
 def train(
@@ -142,18 +148,5 @@ def claim(output: Path, run: dict) -> None:
     write_atomically(note, described)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description="Train one model of a matched set.")
-    parser.add_argument("settings", type=Path, help="YAML file, such as needle.yaml beside this program")
-    parser.add_argument("--kind", choices=KINDS, required=True)
-    parser.add_argument("--text", type=Path, required=True, help="English prose, UTF-8 (.xz is unpacked)")
-    parser.add_argument("--output", type=Path, required=True, help="folder to make, or to go on in")
-    parser.add_argument("--characters", type=int, help="read only so many of the text; all by default")
-    parser.add_argument("--steps", type=int, help="instead of the settings'")
-    parser.add_argument("--seed", type=int, help="of weights and data, instead of the settings'")
-    parser.add_argument("--device", default="cpu")
-    return parser
-
-
 if __name__ == "__main__":
-    main()
+    run_program(main)

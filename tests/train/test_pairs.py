@@ -21,6 +21,7 @@ from diffquant import data
 from diffquant.conversion import convert
 from diffquant.errors import CheckpointError, GroupSizeError, OutputExistsError, UsageError
 from diffquant.evals.perplexity import next_token_kl
+from diffquant.support.program import run_commands
 from tests.support import tiny_lm
 
 SCHEDULE = Schedule(steps=8, warmup=2, tokens=96, lengths=((0.0, 32),), rate=1e-2, accumulate=2, decay=0.0)
@@ -264,10 +265,12 @@ def test_the_command_line_applies_and_says_what_is_wrong(run, base, tmp_path, mo
     folder, _ = run
     arguments = ["pairs.py", "apply", str(folder / "diff-v1" / trio.DELTA), str(base), str(tmp_path / "v1")]
     monkeypatch.setattr("sys.argv", arguments)
-    program.main()
+    with pytest.raises(SystemExit) as stopped:
+        run_commands(program.commands)
+    assert not stopped.value.code
     assert "DIFF V1" in capsys.readouterr().out
     with pytest.raises(SystemExit) as stopped:
-        program.main()
+        run_commands(program.commands)
     assert stopped.value.code == OutputExistsError.exit_code
     assert "exists; choose another output" in capsys.readouterr().err
 
