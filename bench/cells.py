@@ -1,4 +1,4 @@
-"""A cell is one measured path on one workload; a result is all cells of a run, with ratios to their baselines."""
+"""Results of the bench: a cell is one path measured on one workload, a result all cells of a run."""
 
 import json
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ FORMAT = 1
 
 
 @dataclass(frozen=True)
-class Cell:
+class BenchCell:
     """A path's measurement on a workload: a kernel, a library or a program at one shape.
 
     Attributes:
@@ -48,43 +48,48 @@ class Cell:
 
     @property
     def spread(self) -> Spread | None:
+        """Median and extremes of the values; None where the path is missing."""
         return spread(list(self.values)) if self.values else None
 
     @property
     def falls(self) -> bool:
-        """Whether less is better."""
+        """Whether a smaller value is better."""
         return self.unit in ("ms", "s", "MB")
 
     @property
     def key(self) -> tuple[str, str, str, str]:
+        """Name of the cell within a result."""
         return self.section, self.workload, self.path, self.unit
 
 
 @dataclass(frozen=True)
-class Result:
-    """A run of the bench.
+class BenchResult:
+    """Cells of one run of the bench, and what they were measured on.
 
     Attributes:
         environment: device, versions, date, commit.
         machine: measured speeds: "copy" in bytes a second, "matmul" in operations a second by dtype.
         settings: options of the run.
+        cells: measurements, section by section.
     """
 
     environment: dict[str, Any]
     machine: dict[str, dict[str, float]]
     settings: dict[str, Any]
-    cells: tuple[Cell, ...]
+    cells: tuple[BenchCell, ...]
 
-    def ratio(self, cell: Cell) -> float | None:
-        """How many times better than its baseline a cell is, by medians."""
-        base = next((c for c in self.cells if c.key == (cell.section, cell.workload, cell.baseline, cell.unit)), None)
-        if base is None or base.spread is None or cell.spread is None:
+    def ratio(self, cell: BenchCell) -> float | None:
+        """How many times better a cell is than its baseline, by medians; None where one of the two is missing."""
+        baseline = next(
+            (c for c in self.cells if c.key == (cell.section, cell.workload, cell.baseline, cell.unit)), None
+        )
+        if baseline is None or baseline.spread is None or cell.spread is None:
             return None
-        better, worse = (cell, base) if cell.falls else (base, cell)
+        better, worse = (cell, baseline) if cell.falls else (baseline, cell)
         top, bottom = worse.spread, better.spread
         return top.median / bottom.median if top and bottom and bottom.median else None
 
-    def of_roofline(self, cell: Cell) -> float | None:
+    def of_roofline(self, cell: BenchCell) -> float | None:
         """Share of the speed that the machine's measured copy and matmul allow; None without counts."""
         if cell.spread is None or cell.unit != "ms" or cell.operations is None or cell.bytes is None:
             return None
@@ -97,7 +102,7 @@ class Result:
         return seconds * 1e3 / cell.spread.median
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data; ratios and shares are added to each cell for other programs to read."""
+        """Plain data for JSON, each cell with its ratio and share of the roofline for other programs to read."""
         cells = []
         for cell in self.cells:
             entry = {name: value for name, value in asdict(cell).items() if value not in (None, {}, ())}
@@ -108,18 +113,18 @@ class Result:
         parts = {"environment": self.environment, "machine": self.machine, "settings": self.settings}
         return {"format": FORMAT, **parts, "cells": cells}
 
-    def merged(self, cells: Sequence[Cell]) -> "Result":
-        """The result with further cells; one measured again replaces its former self."""
+    def merged(self, cells: Sequence[BenchCell]) -> "BenchResult":
+        """The result with further cells; a cell measured again replaces the former one."""
         fresh = {cell.key: cell for cell in cells}
-        kept = [fresh.pop(cell.key, cell) for cell in self.cells]
-        return replace(self, cells=(*kept, *fresh.values()))
+        cells_in_order = [fresh.pop(cell.key, cell) for cell in self.cells]
+        return replace(self, cells=(*cells_in_order, *fresh.values()))
 
 
-def read(path: Path) -> Result:
-    """A result that was written as JSON.
+def read_result(path: Path) -> BenchResult:
+    """Result that a run of the bench wrote as JSON.
 
     Raises:
-        UsageError: the file is none.
+        UsageError: the file cannot be read or holds no such result.
     """
     try:
         data = json.loads(path.read_text())
@@ -130,13 +135,13 @@ def read(path: Path) -> Result:
     if not isinstance(data, dict) or data.get("format") != FORMAT or not isinstance(data.get("cells"), list):
         raise UsageError(f"cannot read {path}: it is no result of `diffquant bench` in format {FORMAT}")
     try:
-        cells = tuple(_cell(entry) for entry in data["cells"])
-        return Result(data["environment"], data["machine"], data["settings"], cells)
+        cells = tuple(_cell_of(entry) for entry in data["cells"])
+        return BenchResult(data["environment"], data["machine"], data["settings"], cells)
     except (KeyError, TypeError, ValueError) as error:
         raise UsageError(f"cannot read {path}: a cell is damaged ({error})") from error
 
 
-def _cell(entry: dict[str, Any]) -> Cell:
-    names = set(Cell.__dataclass_fields__)
+def _cell_of(entry: dict[str, Any]) -> BenchCell:
+    names = set(BenchCell.__dataclass_fields__)
     known = {name: value for name, value in entry.items() if name in names}
-    return Cell(**known | {"values": tuple(float(value) for value in known.get("values", ()))})
+    return BenchCell(**known | {"values": tuple(float(value) for value in known.get("values", ()))})

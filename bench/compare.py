@@ -1,8 +1,8 @@
-"""What moved between two results, beyond noise."""
+"""Changes between two results of the bench that are larger than noise."""
 
 from dataclasses import dataclass
 
-from diffquant.bench.cells import Cell, Result
+from diffquant.bench.cells import BenchCell, BenchResult
 
 # Even where no repeat overlaps, a machine drifts by a few percent from run to run.
 SMALLEST_CHANGE = 0.05
@@ -10,10 +10,15 @@ SMALLEST_CHANGE = 0.05
 
 @dataclass(frozen=True)
 class Change:
-    """A cell of both results; `times` is how many times better the new one is, by medians."""
+    """A cell that both results have, before and after.
 
-    old: Cell
-    new: Cell
+    Attributes:
+        old, new: the cell in either result.
+        times: how many times better the new one is, by medians.
+    """
+
+    old: BenchCell
+    new: BenchCell
     times: float
 
     def __str__(self) -> str:
@@ -24,19 +29,19 @@ class Change:
         return f"{times:.2f}x {what}: {self.new.section}, {self.new.workload}, {self.new.path}: {medians}"
 
 
-def moved(old: Result, new: Result) -> list[Change]:
+def moved(old: BenchResult, new: BenchResult) -> list[Change]:
     """Cells whose repeats do not overlap and whose medians differ by more than 5 %, worst first."""
     before = {cell.key: cell for cell in old.cells if cell.values}
-    pairs = [(before[cell.key], cell) for cell in new.cells if cell.values and cell.key in before]
-    changes = [Change(a, b, _times_better(a, b)) for a, b in pairs if _beyond_noise(a, b)]
+    in_both = [(before[cell.key], cell) for cell in new.cells if cell.values and cell.key in before]
+    changes = [Change(a, b, _times_better(a, b)) for a, b in in_both if _is_beyond_noise(a, b)]
     return sorted(changes, key=lambda change: change.times)
 
 
-def summary(old: Result, new: Result) -> str:
-    """What moved, what is new and what is gone, a line each."""
+def summarize_changes(old: BenchResult, new: BenchResult) -> str:
+    """Text with a line for every cell that moved, is new or is gone."""
     lines = [str(change) for change in moved(old, new)] or ["nothing moved beyond noise"]
-    keys = [{cell.key: cell for cell in result.cells if cell.values} for result in (old, new)]
-    gone, added = (keys[0].keys() - keys[1].keys()), (keys[1].keys() - keys[0].keys())
+    before, after = ({cell.key for cell in result.cells if cell.values} for result in (old, new))
+    gone, added = before - after, after - before
     lines += [f"no longer measured: {', '.join(key[:3])}" for key in sorted(gone)]
     lines += [f"measured for the first time: {', '.join(key[:3])}" for key in sorted(added)]
     devices = [result.environment.get("device") for result in (old, new)]
@@ -45,7 +50,7 @@ def summary(old: Result, new: Result) -> str:
     return "\n".join(lines)
 
 
-def _beyond_noise(old: Cell, new: Cell) -> bool:
+def _is_beyond_noise(old: BenchCell, new: BenchCell) -> bool:
     a, b = old.spread, new.spread
     if a is None or b is None:
         return False
@@ -54,7 +59,7 @@ def _beyond_noise(old: Cell, new: Cell) -> bool:
     return apart and max(times, 1 / times) > 1 + SMALLEST_CHANGE
 
 
-def _times_better(old: Cell, new: Cell) -> float:
+def _times_better(old: BenchCell, new: BenchCell) -> float:
     a, b = old.spread, new.spread
     if a is None or b is None or not a.median or not b.median:
         return 1.0

@@ -12,11 +12,11 @@ _POLL_SECONDS = 0.01
 
 @dataclass(frozen=True)
 class Resident:
-    """Bytes of a process.
+    """Memory of a process, in bytes.
 
     Attributes:
         peak: largest resident set so far, mapped files included.
-        anonymous: resident now without mapped files.
+        anonymous: resident set now, without mapped files.
     """
 
     peak: int
@@ -24,33 +24,33 @@ class Resident:
 
 
 def resident(process: int | str = "self") -> Resident:
-    """Memory of a process; zeros once it has let go of it.
+    """Memory of a process; zeros where it has ended and its memory is released.
 
     Raises:
         OSError: there is no such process.
     """
     status = Path(f"/proc/{process}/status").read_text()
-    return Resident(field(status, "VmHWM"), field(status, "RssAnon"))
+    return Resident(status_bytes(status, "VmHWM"), status_bytes(status, "RssAnon"))
 
 
-def field(status: str, name: str) -> int:
-    """Bytes of a field of /proc/PID/status; 0 where it is not there."""
+def status_bytes(status: str, name: str) -> int:
+    """Bytes that a line of /proc/PID/status gives; 0 where the line is absent."""
     values = (line.split()[1] for line in status.splitlines() if line.startswith(name + ":"))
     return 1024 * int(next(values, "0"))
 
 
 def restart_peak() -> int:
-    """Make this process's peak what it holds now, and say how much that is."""
+    """Set this process's peak back to what it holds now; returns that, in bytes."""
     Path("/proc/self/clear_refs").write_text("5")
     return resident().peak
 
 
 class AnonymousPeak:
-    """Watches this process while a block runs.
+    """Watches the anonymous memory of this process while a block runs.
 
     Attributes:
-        before: anonymous bytes when it began.
-        peak: the most there were.
+        before: anonymous bytes when the block began.
+        peak: largest number of anonymous bytes seen.
     """
 
     def __enter__(self) -> "AnonymousPeak":

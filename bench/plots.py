@@ -1,11 +1,11 @@
-"""Latency, speed and memory against length, one panel a shape: legible in print and without colours."""
+"""Plots of latency, speed and memory against length, a panel for each shape, legible in print and without colours."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from diffquant.bench.cells import Cell, Result
+from diffquant.bench.cells import BenchCell, BenchResult
 from diffquant.report.plots import COLOURS, STYLES, as_svg, new_figure, tidy
 
 # Black first: a baseline comes first.
@@ -32,8 +32,8 @@ class Plot:
         return as_svg(self.figure)
 
 
-def plots(result: Result) -> list[Plot]:
-    """What there is to draw: sections whose cells have lengths."""
+def plots(result: BenchResult) -> list[Plot]:
+    """Plots of every section whose cells have lengths."""
     drawn = []
     for section in dict.fromkeys(cell.section for cell in result.cells):
         cells = [cell for cell in result.cells if cell.section == section and cell.values and cell.length]
@@ -48,27 +48,27 @@ def plots(result: Result) -> list[Plot]:
     return drawn
 
 
-def _time(cell: Cell) -> tuple[float, float, float] | None:
+def _time(cell: BenchCell) -> tuple[float, float, float] | None:
     spread = cell.spread
     return None if spread is None else (spread.median, spread.low, spread.high)
 
 
-def _megabytes(cell: Cell) -> tuple[float, float, float] | None:
+def _megabytes(cell: BenchCell) -> tuple[float, float, float] | None:
     # A logarithmic axis has no zero: what takes less than a page is drawn at a tenth of a megabyte.
     value = max((cell.peak_bytes or 0) / 1e6, 0.1)
     return value, value, value
 
 
-def _figure(cells: Sequence[Cell], label: str, value: Any) -> Any:
+def _figure(cells: Sequence[BenchCell], label: str, value: Any) -> Any:
     from matplotlib.ticker import NullLocator
 
-    panels: dict[str, list[Cell]] = {}
+    panels: dict[str, list[BenchCell]] = {}
     for cell in cells:
         panels.setdefault(_panel(cell), []).append(cell)
     paths = list(dict.fromkeys(cell.path for cell in cells))
     columns = min(_PANELS_A_ROW, len(panels))
     rows = -(-len(panels) // columns)
-    # The legend takes a line a pair of paths below the panels.
+    # The legend below the panels has two paths on a line.
     figure = new_figure(1.2 + 4.6 * columns, 0.6 + 3.4 * rows + 0.12 * len(paths))
     axes = figure.subplots(rows, columns, squeeze=False, sharey=True)
     legend: dict[str, Any] = {}
@@ -110,7 +110,7 @@ def _line(axis: Any, points: Sequence[tuple[int, tuple[float, float, float]]], n
     )
 
 
-def _panel(cell: Cell) -> str:
+def _panel(cell: BenchCell) -> str:
     """A workload's name without its length."""
     return ", ".join(part for part in cell.workload.split(", ") if not part.endswith(" tokens"))
 

@@ -1,4 +1,4 @@
-"""A result as Markdown, CSV and one HTML file with everything in it."""
+"""Reports of a result: Markdown, CSV, and one HTML file with everything in it."""
 
 import csv
 import io
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from diffquant.bench.cells import Cell, Result
+from diffquant.bench.cells import BenchCell, BenchResult
 from diffquant.bench.contest.throughput import SECTION as THROUGHPUT
 from diffquant.bench.contest.throughput import table7
 from diffquant.bench.plots import Plot, plots
@@ -35,8 +35,8 @@ class _Table:
     missing: list[tuple[str, str]]
 
 
-def markdown(result: Result) -> str:
-    """Tables by section and workload, what is missing below each."""
+def markdown(result: BenchResult) -> str:
+    """Markdown tables by section and workload, with the paths that could not be measured below each."""
     lines = ["# diffquant bench", "", f"{_machine(result)}", ""]
     for table in _tables(result):
         lines += [f"## {table.section}: {table.workload}", ""]
@@ -49,8 +49,8 @@ def markdown(result: Result) -> str:
     return "\n".join([*lines, *(f"- {note}" for note in NOTES), ""])
 
 
-def csv_table(result: Result) -> str:
-    """A line a cell, numbers in full."""
+def csv_table(result: BenchResult) -> str:
+    """CSV with a line for each cell, numbers in full."""
     records = []
     for entry in result.to_dict()["cells"]:
         facts = {f"fact {name}": value for name, value in entry.pop("facts", {}).items()}
@@ -67,8 +67,8 @@ def csv_table(result: Result) -> str:
     return out.getvalue()
 
 
-def report(result: Result) -> str:
-    """The whole document; it loads nothing."""
+def html_report(result: BenchResult) -> str:
+    """HTML document of a result; it loads nothing from elsewhere."""
     drawings, workloads = plots(result), _tables(result)
     sections = [
         Section(name, [*_drawn(name, drawings), *(b for t in workloads if t.section == name for b in _blocks(t))])
@@ -93,8 +93,8 @@ def _blocks(table: _Table) -> list[Block]:
     return blocks
 
 
-def _tables(result: Result) -> list[_Table]:
-    """One a workload, without the columns that are empty."""
+def _tables(result: BenchResult) -> list[_Table]:
+    """A table for each workload, without the columns that are empty."""
     by_workload = []
     for section, workload in dict.fromkeys((cell.section, cell.workload) for cell in result.cells):
         cells = [cell for cell in result.cells if (cell.section, cell.workload) == (section, workload)]
@@ -116,7 +116,7 @@ def _tables(result: Result) -> list[_Table]:
     return by_workload
 
 
-def _texts(cell: Cell, result: Result) -> list[str]:
+def _texts(cell: BenchCell, result: BenchResult) -> list[str]:
     spread, ratio, share = cell.spread, result.ratio(cell), result.of_roofline(cell)
     if spread is None:
         return [cell.path, *["-"] * (len(_HEADS) - 1)]
@@ -137,14 +137,14 @@ def _fact_head(name: str) -> str:
     return name.replace("_bytes", ", MB").replace(" bytes", ", MB").replace("_", " ")
 
 
-def _fact(cell: Cell, name: str) -> str:
+def _fact(cell: BenchCell, name: str) -> str:
     if name not in cell.facts:
         return "-"
     value = cell.facts[name]
     return f"{value / 1e6:.1f}" if name.endswith("bytes") else f"{value:.4g}"
 
 
-def _machine(result: Result) -> str:
+def _machine(result: BenchResult) -> str:
     about = result.environment
     copy = result.machine["copy"]["bytes a second"] / 1e9
     matmul = ", ".join(f"{name} {rate / 1e9:.0f} Gop/s" for name, rate in result.machine["matmul"].items())
@@ -152,7 +152,7 @@ def _machine(result: Result) -> str:
     return f"{about['date']}, {where}; measured: copy {copy:.1f} GB/s, matrix product {matmul}"
 
 
-def _settings(result: Result) -> dict[str, str]:
+def _settings(result: BenchResult) -> dict[str, str]:
     flat: dict[str, Any] = dict(result.settings)
     flat |= {name: value for name, value in result.environment.items() if name != "versions"}
     flat |= {f"version of {name}": value or "not installed" for name, value in result.environment["versions"].items()}

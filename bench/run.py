@@ -1,4 +1,4 @@
-"""The bench as a whole: which sections run on which device, and the files they leave."""
+"""Runs of the bench: its options, its sections one after the other, and the files they leave."""
 
 import os
 import time
@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from diffquant import export
-from diffquant.bench.cells import Cell, Result
+from diffquant.bench.cells import BenchCell, BenchResult
 from diffquant.bench.contest import contest, linears, roofline, throughput
 from diffquant.bench.contest.contest import Contest
 from diffquant.bench.contest.peers import failure
@@ -28,15 +28,20 @@ _DEFAULT_MODELS = {"cpu": ("830M", "smollm2-135m-diff-v2"), "cuda": ("3B", "smol
 _PACKAGES = ("onnx", "onnxruntime", "lm_eval", "nncf", "llama_cpp_python", "bitsandbytes", "torchao")
 _DECODE_FACTOR = 4
 
+SectionRun = Callable[["BenchOptions", Progress], list[BenchCell]]
+
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """What a run of the bench measures.
+    """Options of a run of the bench: what is measured, and where.
 
     Attributes:
         sections: names in `SECTIONS`; all by default.
+        device: "cpu" or "cuda".
         models: names in the registry of shapes; some by default.
         lengths, batches: sizes of attention's calls; decode's contexts are four times as long.
+        dtype: name of the torch dtype; the device's own by default.
+        repeats: turns of each path.
         peers: names of attention's and decode's peers; all by default.
         checkpoints: folders or .gguf files for the sections that run whole programs.
         graph: whether CUDA graphs are replayed.
@@ -71,11 +76,15 @@ class BenchOptions:
         for section in contest.SECTIONS.keys() & set(self.sections):
             Contest(section, self.device, self.repeats, self.peers_of(section))
 
+    @property
+    def chosen_dtype(self) -> str:
+        """Name of the dtype that is measured."""
+        return self.dtype or _DEFAULT_DTYPES[self.device]
+
     def workloads(self, factor: int) -> list[Workload]:
-        """Prompts, with factor 1; single tokens at the end of contexts `factor` times as long otherwise."""
-        dtype = self.dtype or _DEFAULT_DTYPES[self.device]
+        """Prompts where `factor` is 1; else single tokens at the end of contexts `factor` times as long."""
         made = [
-            Workload(model_named(name), length if factor == 1 else 1, factor * length, batch, dtype)
+            Workload(model_named(name), length if factor == 1 else 1, factor * length, batch, self.chosen_dtype)
             for name in self.models or _DEFAULT_MODELS[self.device]
             for batch in self.batches
             for length in self.lengths or _DEFAULT_LENGTHS[self.device]
@@ -84,30 +93,29 @@ class BenchOptions:
         return made
 
     def peers_of(self, section: str) -> tuple[str, ...]:
-        """Those a section knows, where several sections run; all that were named, where one does."""
+        """Named peers that a section runs: those it knows where several sections run, all where it runs alone."""
         if len(contest.SECTIONS.keys() & set(self.sections)) == 1:
             return self.peers
-        known = {name for each in contest.SECTIONS.values() for name in each}
+        known = {name for peers in contest.SECTIONS.values() for name in peers}
         return tuple(name for name in self.peers if name in contest.SECTIONS[section] or name not in known)
 
 
-def run(options: BenchOptions, progress: Progress = silent) -> Result:
-    """All sections, one after the other; one that fails is a cell that says so, and the others go on."""
-    dtype = options.dtype or _DEFAULT_DTYPES[options.device]
-    machine = roofline.measure(options.device, [dtype])
-    cells: list[Cell] = []
+def run_bench(options: BenchOptions, progress: Progress = silent) -> BenchResult:
+    """Run all sections, one after the other; one that fails is a cell that says so, and the others go on."""
+    machine = roofline.measure_roofline(options.device, [options.chosen_dtype])
+    cells: list[BenchCell] = []
     failed: list[str] = []
     started = time.monotonic()
     for section in options.sections:
         try:
-            cells += _RUN[section](options, dtype, progress)
+            cells += _RUN[section](options, progress)
         except Exception as error:  # whatever it is, it must not take the other sections' results along
-            cells.append(Cell(section, "the whole section", "diffquant", missing=failure(error)))
+            cells.append(BenchCell(section, "the whole section", "diffquant", missing=failure(error)))
             failed.append(section)
     settings = {
         "sections": list(options.sections),
         "device": options.device,
-        "dtype": dtype,
+        "dtype": options.chosen_dtype,
         "models": list(options.models or _DEFAULT_MODELS[options.device]),
         "lengths": list(options.lengths or _DEFAULT_LENGTHS[options.device]),
         "batches": list(options.batches),
@@ -118,14 +126,14 @@ def run(options: BenchOptions, progress: Progress = silent) -> Result:
         "seconds": round(time.monotonic() - started, 1),
         "failed_sections": failed,
     }
-    return Result(environment(*_PACKAGES), machine, settings, tuple(cells))
+    return BenchResult(environment(*_PACKAGES), machine, settings, tuple(cells))
 
 
-def require_complete(result: Result) -> None:
+def require_complete(result: BenchResult) -> None:
     """Check that every section could be measured.
 
     Raises:
-        FailedCellsError: naming those that could not, and why.
+        FailedCellsError: a section failed; the message names each that did, and why.
     """
     failed = result.settings["failed_sections"]
     reasons = [f"{cell.section}: {cell.missing}" for cell in result.cells if cell.section in failed and cell.missing]
@@ -133,19 +141,19 @@ def require_complete(result: Result) -> None:
         raise FailedCellsError(f"{len(failed)} sections failed:\n" + "\n".join(reasons))
 
 
-def write_outputs(result: Result, folder: Path) -> list[Path]:
-    """bench.json, bench.md, bench.csv, the plots and report.html."""
+def write_bench_outputs(result: BenchResult, folder: Path) -> list[Path]:
+    """Write bench.json, bench.md, bench.csv, report.html and the plots into a folder; returns their paths."""
     import json
 
     from diffquant.bench.plots import plots
-    from diffquant.bench.report import csv_table, markdown, report
+    from diffquant.bench.report import csv_table, html_report, markdown
 
     folder.mkdir(parents=True, exist_ok=True)
     texts = {
         "bench.json": json.dumps(result.to_dict(), indent=1) + "\n",
         "bench.md": markdown(result),
         "bench.csv": csv_table(result),
-        "report.html": report(result),
+        "report.html": html_report(result),
     }
     for name, text in texts.items():
         write_atomically(folder / name, text)
@@ -153,8 +161,8 @@ def write_outputs(result: Result, folder: Path) -> list[Path]:
     return [*(folder / name for name in texts), *drawn]
 
 
-def _contest(section: str, factor: int) -> Callable[[BenchOptions, str, Progress], list[Cell]]:
-    def run_section(options: BenchOptions, dtype: str, progress: Progress) -> list[Cell]:
+def _contest(section: str, factor: int) -> SectionRun:
+    def run_section(options: BenchOptions, progress: Progress) -> list[BenchCell]:
         peers = options.peers_of(section)
         return Contest(section, options.device, options.repeats, peers, options.graph).run(
             options.workloads(factor), progress
@@ -163,19 +171,24 @@ def _contest(section: str, factor: int) -> Callable[[BenchOptions, str, Progress
     return run_section
 
 
-def _linear(options: BenchOptions, dtype: str, progress: Progress) -> list[Cell]:
+def _linear(options: BenchOptions, progress: Progress) -> list[BenchCell]:
     models = [model_named(name) for name in options.models or _DEFAULT_MODELS[options.device]]
-    return linears.run(models, (1, 16), dtype, options.device, options.repeats, graph=options.graph, progress=progress)
+    return linears.run_linears(
+        models, (1, 16), options.chosen_dtype, options.device, options.repeats, graph=options.graph, progress=progress
+    )
 
 
-def _throughput(options: BenchOptions, dtype: str, progress: Progress) -> list[Cell]:
-    whole = model_named("3B" if options.device == "cuda" else "830M")
-    model = whole if options.device == "cuda" else throughput.smaller(whole, 2, 8192)
-    lengths = (2048, 4096) if options.device == "cuda" else (512, 1024)
-    return throughput.run([model], lengths, 1, dtype, options.device, min(options.repeats, 3), progress)
+def _throughput(options: BenchOptions, progress: Progress) -> list[BenchCell]:
+    if options.device == "cuda":
+        model, lengths = model_named("3B"), (2048, 4096)
+    else:
+        model, lengths = throughput.smaller(model_named("830M"), 2, 8192), (512, 1024)
+    return throughput.run_throughput(
+        [model], lengths, 1, options.chosen_dtype, options.device, min(options.repeats, 3), progress
+    )
 
 
-def _generate(options: BenchOptions, dtype: str, progress: Progress) -> list[Cell]:
+def _generate(options: BenchOptions, progress: Progress) -> list[BenchCell]:
     alone = options.sections == ("generate",)
     return _with_checkpoint(
         "generate",
@@ -184,39 +197,39 @@ def _generate(options: BenchOptions, dtype: str, progress: Progress) -> list[Cel
     )
 
 
-def _export(options: BenchOptions, dtype: str, progress: Progress) -> list[Cell]:
+def _export(options: BenchOptions, progress: Progress) -> list[BenchCell]:
     try:
         export.require()
     except MissingDependencyError as error:
-        return [Cell("export", "ONNX", "diffquant export", missing=str(error))]
+        return [BenchCell("export", "ONNX", "diffquant export", missing=str(error))]
     native = programs.native_kernel(options.repeats, os.cpu_count() or 1, progress)
     return [*programs.exporting(0.3, progress), *native]
 
 
-def _sweep(options: BenchOptions, dtype: str, progress: Progress) -> list[Cell]:
+def _sweep(options: BenchOptions, progress: Progress) -> list[BenchCell]:
     return _with_checkpoint("sweep", options, lambda: programs.scoring(options.checkpoints[:1], 20, 1, progress))
 
 
-def _with_checkpoint(section: str, options: BenchOptions, measure: Callable[[], list[Cell]]) -> list[Cell]:
+def _with_checkpoint(section: str, options: BenchOptions, measure: Callable[[], list[BenchCell]]) -> list[BenchCell]:
     if options.checkpoints:
         return measure()
-    return [Cell(section, "no checkpoint", "diffquant", missing="needs a checkpoint: give --checkpoint")]
+    return [BenchCell(section, "no checkpoint", "diffquant", missing="needs a checkpoint: give --checkpoint")]
 
 
-_RUN: dict[str, Callable[[BenchOptions, str, Progress], list[Cell]]] = {
+_RUN: dict[str, SectionRun] = {
     "attention": _contest("attention", 1),
     "decode": _contest("decode", _DECODE_FACTOR),
     "linear": _linear,
     "throughput": _throughput,
     "generate": _generate,
-    "quantize": lambda options, dtype, progress: programs.quantizing(0.5, "4:g32", progress),
+    "quantize": lambda _, progress: programs.quantizing(0.5, "4:g32", progress),
     "export": _export,
     "sweep": _sweep,
 }
 
 
 def demo_checkpoints() -> tuple[Path, ...]:
-    """SmolLM2's weights, where the package that carries them is installed."""
+    """Path of SmolLM2's weights; none where the package that carries them is not installed."""
     from diffquant.demo import smollm2
 
     try:

@@ -1,4 +1,4 @@
-"""Random DiffLlama checkpoints of any size, to measure what depends on size and not on weights.
+"""Random DiffLlama checkpoints of any size, for measurements that depend on size and not on weights.
 
 python -m diffquant.bench.synthetic diffllama-6gb --gigabytes 6
 """
@@ -46,7 +46,7 @@ def synthesize(folder: Path, gigabytes: float = 6.0, shards: int = 4, progress: 
         shards: number of files to spread them over.
 
     Returns:
-        Its config.
+        Config of the checkpoint.
     """
     config = _LAYER | {"num_hidden_layers": _layers_for(gigabytes * 1e9)}
     shapes = adapter_for(config).source_shapes()
@@ -60,7 +60,7 @@ def synthesize(folder: Path, gigabytes: float = 6.0, shards: int = 4, progress: 
 
 
 def random_job(output: OutputTensor) -> Job:
-    """A job that makes a tensor's rows as they are written, the same for the same name every time.
+    """Job that makes a tensor's rows as they are written, the same for the same name every time.
 
     Norms are one, anything else is normal with a deviation of 0.02.
     """
@@ -90,7 +90,7 @@ def _elements(shape: Shape) -> int:
 
 
 def _spread(jobs: list[Job], shards: int, total: int) -> list[Shard]:
-    """The jobs in order, cut into files of about equal size."""
+    """Files of about equal size that the jobs fill in order."""
     filled: list[list[Job]] = [[] for _ in range(shards)]
     before = 0
     for job in jobs:

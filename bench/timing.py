@@ -1,4 +1,4 @@
-"""Times of calls that take turns: A B A B, so that what else the machine does falls on all of them."""
+"""Timing of calls that take turns, A B A B, so that what else the machine does falls on all of them."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -18,7 +18,7 @@ Work = Callable[[], object]
 
 @dataclass(frozen=True)
 class Spread:
-    """What is kept of repeats."""
+    """Median and extremes of a measurement's repeats."""
 
     median: float
     low: float
@@ -26,18 +26,24 @@ class Spread:
 
 
 def spread(values: list[float]) -> Spread:
-    """Median, smallest and largest."""
+    """Median, smallest and largest of some values."""
     return Spread(median(values), min(values), max(values))
 
 
 @dataclass(frozen=True)
 class Timed:
-    """A warm call: `turn` runs it `count` times and gives milliseconds a call."""
+    """A call that is warm and ready to be timed.
+
+    Attributes:
+        run: function that makes so many calls and gives the milliseconds they took.
+        count: number of calls in a turn.
+    """
 
     run: Callable[[int], float]
     count: int
 
     def turn(self) -> float:
+        """Milliseconds of a call, over one turn."""
         return self.run(self.count) / self.count
 
 

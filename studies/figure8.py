@@ -1,10 +1,10 @@
-"""When does DIFF attention bear low-bit logits better than a Transformer? The paper's Figure 8, taken apart.
+"""Figure 8 of the paper, taken apart: when DIFF attention bears low-bit logits better than a Transformer.
 
     python -m studies.figure8 MODEL... -o FOLDER                      # KL over prose
     python -m studies.figure8 MODEL... -o FOLDER --needles 1          # KL of a needle's number
 
 Of every model and scheme: KL from the model's own 16-bit logits, measured, and what a simple model predicts: for every
-layer the mean square of a uniform error of the step's size times the KL that noise on that layer's logits costs. The
+layer the mean square of a uniform error as wide as the scale times the KL that noise on that layer's logits costs. The
 first is a matter of the logits' range, the second of how a model uses its maps, λ and norm; the DIFF that wins has a
 product of both that is smaller. A file a model; those that are there are not measured again.
 
@@ -44,7 +44,7 @@ _BATCH = 16
 
 @dataclass(frozen=True)
 class Settings:
-    """What is read, and the schemes whose KL is measured.
+    """Settings of a measurement: what is read, and the schemes whose KL is measured.
 
     Attributes:
         text: file of prose; some ships.
@@ -88,7 +88,7 @@ def main(
     """Take apart when DIFF attention bears low-bit logits better than a Transformer."""
     settings = Settings(text, characters, window, needles, samples, bits, granularity)
     results = [_result_of(model, output, settings) for model in models]
-    print(summary(results))
+    print(figure8_summary(results))
     from studies.figure8_plots import write_plots
 
     write_plots(results, output)
@@ -98,12 +98,13 @@ def _result_of(model: Path, output: Path, settings: Settings) -> dict[str, Any]:
     file = output / f"{model.name}.json"
     if not file.exists():
         output.mkdir(parents=True, exist_ok=True)
-        write_atomically(file, json.dumps(measure(model, settings, progress_for(model.name)), indent=1) + "\n")
-    return json.loads(file.read_text(encoding="utf-8"))
+        write_atomically(file, json.dumps(measure_model(model, settings, progress_for(model.name)), indent=1) + "\n")
+    result: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    return result
 
 
-def measure(path: Path, settings: Settings, progress: Progress = silent) -> dict[str, Any]:
-    """One model's file."""
+def measure_model(path: Path, settings: Settings, progress: Progress = silent) -> dict[str, Any]:
+    """Content of one model's file."""
     source = open_source(path)
     model, tokenizer = load(source, dtype=torch.float32), source.tokenizer
     text = corpus.load_text(settings.text)
@@ -126,28 +127,28 @@ def measure(path: Path, settings: Settings, progress: Progress = silent) -> dict
 
 
 def prose_readings(model: DiffTransformer, tokenizer: Any, text: str, window: int) -> list[Reading]:
-    """Windows that do not overlap; all tokens but each window's first are predicted."""
+    """Readings of windows that do not overlap; all tokens but each window's first are predicted."""
     ids = token_ids.encode_text(tokenizer, text, model.device)
     windows = ids[: len(ids) // (window + 1) * (window + 1)].view(-1, window + 1)
     return [Reading(batch, window) for batch in windows.split(_BATCH)]
 
 
 def needle_readings(model: DiffTransformer, tokenizer: Any, text: str, plan: needle.NeedlePlan) -> list[Reading]:
-    """A needle's context and question; its number is predicted."""
+    """Readings of needles' contexts and questions; the numbers are predicted."""
     encoder = RequestEncoder(tokenizer, max_length(model.config, tokenizer))
     items = needle.make_items(tokenizer, text, plan)
-    requests = encoder.requests(pair for item in items for pair in item.requests())
-    return [Reading(torch.tensor([r.context + r.continuation]), len(r.continuation)) for r in requests]
+    requests = encoder.requests(request for item in items for request in item.requests())
+    return [Reading(torch.tensor([ids.context + ids.continuation]), len(ids.continuation)) for ids in requests]
 
 
 @torch.inference_mode()
 def analyse(
     model: DiffTransformer, readings: Sequence[Reading], schemes: Sequence[Scheme], progress: Progress = silent
 ) -> dict[str, Any]:
-    """What the logits of every layer are like, what noise on them costs, and every scheme's KL by sequence."""
+    """Statistics of every layer's logits, what noise on them costs, and every scheme's KL by sequence."""
     model.apply_recipe(Recipe())
     exact = predictions_of(model, readings)
-    nll = [float(x) for each, logits in zip(readings, exact, strict=True) for x in each.nll(logits)]
+    nll = [float(x) for reading, logits in zip(readings, exact, strict=True) for x in reading.nll(logits)]
     layers = layers_of(model, readings, schemes)
     noises = list(NOISES.items())[: 1 if model.config.diff_spec.maps == 1 else None]
     for number, layer in enumerate(layers):
@@ -163,16 +164,17 @@ def analyse(
 
 
 def predicted(result: Mapping[str, Any], scheme: str) -> float:
-    """KL by the simple model, in nats."""
-    return sum(
+    """KL that the simple model predicts, in nats."""
+    kl: float = sum(
         cost * size
         for layer in result["layers"]
         for cost, size in zip(costs(layer["sensitivity"], scheme), layer["errors"][scheme]["variance"], strict=True)
     )
+    return kl
 
 
 def costs(sensitivity: Mapping[str, float], scheme: str) -> list[float]:
-    """KL a unit of variance of each thing a scheme rounds: the map, both maps, or their mean and half their difference.
+    """Costs, in KL a unit of variance, of what a scheme rounds: the map, both maps, or their mean and half difference.
 
     KL is a quadratic form in the noise of both maps, which noise on each and on both determines: noise of
     opposite signs costs twice the sum of each less what the same noise on both does.
@@ -184,34 +186,38 @@ def costs(sensitivity: Mapping[str, float], scheme: str) -> list[float]:
 
 
 def advantage(diff: float, transformer: float) -> float:
-    """Bits that DIFF may do with less: one bit fewer is a step twice as large and four times the KL."""
+    """Advantage in bits, which DIFF may do with less: one bit fewer is a scale twice as large and four times the KL."""
     return math.log2(transformer / diff) / 2
 
 
 def parts(result: Mapping[str, Any], scheme: str) -> tuple[float, float]:
-    """The simple model's product: mean square of the error, as it weighs, and KL a unit of its variance."""
+    """Factors of the simple model's KL: mean square of the error, as it weighs, and KL a unit of its variance."""
     cost = sum(sum(costs(layer["sensitivity"], scheme)) for layer in result["layers"])
     return predicted(result, scheme) / cost, cost
 
 
 def mean_kl(result: Mapping[str, Any], scheme: str) -> Estimate:
+    """Mean KL of a scheme over sequences, in nats."""
     return estimate(result["kl"][scheme])
 
 
-def summary(results: Sequence[Mapping[str, Any]]) -> str:
-    """Every scheme's KL, measured and predicted, and each DIFF against the Transformer, if one is there."""
+def figure8_summary(results: Sequence[Mapping[str, Any]]) -> str:
+    """Text with every scheme's KL, measured and predicted, and each DIFF against the Transformer, if one is there."""
     lines = []
-    for each in results:
+    for result in results:
         lines.append(
-            f"{each['model']} ({each['generation']}), {estimate(each['nll']).mean:.3f} nats a token at 16 bits"
+            f"{result['model']} ({result['generation']}), {estimate(result['nll']).mean:.3f} nats a token at 16 bits"
         )
-        for scheme in each["kl"]:
-            kl = mean_kl(each, scheme)
-            lines.append(f"  {scheme:<15} {kl.mean:.2g} ± {kl.se or 0:.1g}  predicted {predicted(each, scheme):.2g}")
-    plain = next((each for each in results if each["generation"] == "Transformer"), None)
-    for each in results:
-        if plain is not None and each is not plain:
-            lines += [f"{each['model']} against {plain['model']}, bits it may do with less:", *_against(each, plain)]
+        for scheme in result["kl"]:
+            kl = mean_kl(result, scheme)
+            lines.append(f"  {scheme:<15} {kl.mean:.2g} ± {kl.se or 0:.1g}  predicted {predicted(result, scheme):.2g}")
+    plain = next((result for result in results if result["generation"] == "Transformer"), None)
+    for result in results:
+        if plain is not None and result is not plain:
+            lines += [
+                f"{result['model']} against {plain['model']}, bits it may do with less:",
+                *_against(result, plain),
+            ]
     return "\n".join(lines)
 
 

@@ -1,4 +1,4 @@
-"""KL against bits by granularity, and measured KL against predicted."""
+"""Plots of KL against bits by granularity, and of measured KL against predicted."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,20 +11,20 @@ _COLUMNS = 3
 
 
 def write_plots(results: Sequence[Mapping[str, Any]], folder: Path) -> None:
-    """kl.png and prediction.png."""
-    by_bits(results).savefig(folder / "kl.png", dpi=150)
-    against_prediction(results).savefig(folder / "prediction.png", dpi=150)
+    """Write kl.png and prediction.png into a folder."""
+    plot_by_bits(results).savefig(folder / "kl.png", dpi=150)
+    plot_against_prediction(results).savefig(folder / "prediction.png", dpi=150)
 
 
-def by_bits(results: Sequence[Mapping[str, Any]]) -> Any:
-    """A panel a granularity, a line a model; bars are 95 % intervals over sequences."""
+def plot_by_bits(results: Sequence[Mapping[str, Any]]) -> Any:
+    """Figure with a panel for each granularity and a line for each model; bars are 95 % intervals over sequences."""
     granularities = list(dict.fromkeys(scheme.split(":", 1)[1] for scheme in results[0]["kl"]))
     rows = -(-len(granularities) // _COLUMNS)
     figure = new_figure(3.4 * _COLUMNS, 0.6 + 2.6 * rows)
     axes = figure.subplots(rows, _COLUMNS, sharex=True, sharey=True, squeeze=False)
     for axis, granularity in zip(axes.flat, granularities, strict=False):
-        for number, each in enumerate(results):
-            _line(axis, each, granularity, number)
+        for number, result in enumerate(results):
+            _line(axis, result, granularity, number)
         axis.set_yscale("log")
         axis.invert_xaxis()
         axis.set_title(granularity, fontsize=10)
@@ -40,21 +40,21 @@ def by_bits(results: Sequence[Mapping[str, Any]]) -> Any:
     return figure
 
 
-def against_prediction(results: Sequence[Mapping[str, Any]]) -> Any:
-    """A point a scheme of every model."""
+def plot_against_prediction(results: Sequence[Mapping[str, Any]]) -> Any:
+    """Figure with a point for each scheme of every model."""
     from studies.figure8 import predicted
 
     figure = new_figure(5.4, 5.0)
     axis = figure.subplots()
     drawn: list[float] = []
-    for number, each in enumerate(results):
+    for number, result in enumerate(results):
         colour, marker = COLOURS[number % len(COLOURS)], MARKERS[number % len(MARKERS)]
         for shift in (False, True):
-            schemes = [scheme for scheme in each["kl"] if scheme.endswith(":shift") == shift]
+            schemes = [scheme for scheme in result["kl"] if scheme.endswith(":shift") == shift]
             if not schemes:
                 continue
-            guesses = [predicted(each, scheme) for scheme in schemes]
-            measured = [estimate(each["kl"][scheme]).mean for scheme in schemes]
+            guesses = [predicted(result, scheme) for scheme in schemes]
+            measured = [estimate(result["kl"][scheme]).mean for scheme in schemes]
             drawn += guesses + measured
             axis.scatter(
                 guesses,
@@ -63,7 +63,7 @@ def against_prediction(results: Sequence[Mapping[str, Any]]) -> Any:
                 marker=marker,
                 edgecolors=colour,
                 facecolors="none" if shift else colour,
-                label=f"{each['model']}, shift" if shift else each["model"],
+                label=f"{result['model']}, shift" if shift else result["model"],
             )
     axis.plot([min(drawn), max(drawn)], [min(drawn), max(drawn)], color="#888888", linewidth=1)
     axis.set_xscale("log")
@@ -80,8 +80,8 @@ def _line(axis: Any, result: Mapping[str, Any], granularity: str, number: int) -
     kl = [estimate(result["kl"][scheme]) for scheme in schemes]
     axis.errorbar(
         [int(scheme.split(":")[0]) for scheme in schemes],
-        [each.mean for each in kl],
-        yerr=[1.96 * (each.se or 0.0) for each in kl],
+        [estimated.mean for estimated in kl],
+        yerr=[1.96 * (estimated.se or 0.0) for estimated in kl],
         label=result["model"],
         color=COLOURS[number % len(COLOURS)],
         marker=MARKERS[number % len(MARKERS)],

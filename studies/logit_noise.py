@@ -1,4 +1,4 @@
-"""Attention taken apart while a model reads: its logits, how far their rounding moves its output, and noise put in.
+"""Attention seen while a model reads: its logits, how far their rounding moves its output, and noise put in.
 
 The rounding error of a pair's two maps is weighed by how much noise on the first, on the second and on both alike
 moves the predictions: KL from the exact model is quadratic in small noise.
@@ -34,31 +34,34 @@ class Reading:
     """Sequences of one length, and how many of their last tokens are predicted.
 
     Attributes:
-        ids: [B, T + 1]; each token but the first may be predicted from those before it.
-        scored: 1 to T.
+        ids: token ids [B, T + 1]; each but the first may be predicted from those before it.
+        scored: number of tokens at the end that are predicted, 1 to T.
     """
 
     ids: Tensor
     scored: int
 
     def predictions(self, model: DiffTransformer) -> Tensor:
-        """float32 vocabulary logits [B, scored, V]."""
+        """Vocabulary logits [B, scored, V] in float32."""
         hidden = model.model(input_ids=self.ids[:, :-1], use_cache=False).last_hidden_state
-        return model.lm_head(hidden[:, -self.scored :]).float()
+        logits: Tensor = model.lm_head(hidden[:, -self.scored :]).float()
+        return logits
 
     def nll(self, predictions: Tensor) -> Tensor:
-        """[B], in nats a token."""
+        """Negative log-likelihood [B] of the predicted tokens, in nats a token."""
         targets = self.ids[:, -self.scored :]
         return cross_entropy(predictions.mT, targets, reduction="none").mean(1)
 
 
 @dataclass(frozen=True)
-class Attention:
+class SeenAttention:
     """One layer's attention over some sequences.
 
     Attributes:
+        layer: number of the layer.
         logits: logits [B, h, T, S] of each map.
-        values: [B, h, S, dv].
+        visible: mask of the keys that each query sees; None where it sees all.
+        values: values [B, h, S, dv].
         lam, post: λ and norm, as in `DiffAttention`.
     """
 
@@ -70,48 +73,49 @@ class Attention:
     post: PairNorm | None
 
     @classmethod
-    def of(cls, module: DiffAttention, x: Tensor, rotary: tuple[Tensor, Tensor], mask: Mask) -> "Attention":
+    def of(cls, module: DiffAttention, x: Tensor, rotary: tuple[Tensor, Tensor], mask: Mask) -> "SeenAttention":
         spec = module.spec
         q, k, v = module.project(x, rotary)
         layout = spec.layout
         repeats = spec.pairs // spec.kv_pairs
         logits = [
-            queries @ each.repeat_interleave(repeats, 1).mT * spec.scale
-            for queries, each in zip(layout.query_maps(q), layout.key_maps(k), strict=True)
+            queries @ keys.repeat_interleave(repeats, 1).mT * spec.scale
+            for queries, keys in zip(layout.query_maps(q), layout.key_maps(k), strict=True)
         ]
         visible = mask.dense(q.shape[2], k.shape[2], q.device)
         return cls(module.layer, logits, visible, v.repeat_interleave(repeats, 1), module.lam(x), module.post())
 
     def terms(self, logits: Sequence[Tensor]) -> list[Tensor]:
-        """A1·V and, of a pair, λ·A2·V of some logits: [B, h, T, dv] each."""
-        weighed = [masked_softmax(each, self.visible) @ self.values for each in logits]
+        """Terms [B, h, T, dv] of the output for some logits: A1·V and, of a pair, λ·A2·V."""
+        weighed = [masked_softmax(of_map, self.visible) @ self.values for of_map in logits]
         return weighed if self.lam is None else [weighed[0], self.lam * weighed[1]]
 
     def rounded(self, scheme: Scheme) -> tuple[list[Tensor], list[Tensor]]:
-        """The steps of what a scheme rounds (each map, or what stands for them), and each map's logits after it."""
-        prepared = [prepare_logits(each.clone(), self.visible, scheme.shift) for each in self.logits]
+        """Scales of what a scheme rounds (each map, or what stands for them), and each map's logits after it."""
+        prepared = [prepare_logits(logits.clone(), self.visible, scheme.shift) for logits in self.logits]
         coded = to_coded(prepared, scheme)
         tops = magnitudes(coded, scheme)
-        steps = [logit_scale(top, scheme) for top in tops]
-        rounded = [round_logits(each, step, scheme) for each, step in zip(coded, steps, strict=True)]
-        # Where all is zero nothing is rounded, whatever the step.
-        used = [torch.where(top == 0, 0.0, step) for top, step in zip(tops, steps, strict=True)]
+        scales = [logit_scale(top, scheme) for top in tops]
+        rounded = [round_logits(logits, scale, scheme) for logits, scale in zip(coded, scales, strict=True)]
+        # Where all is zero nothing is rounded, whatever the scale.
+        used = [torch.where(top == 0, 0.0, scale) for top, scale in zip(tops, scales, strict=True)]
         return used, from_coded(rounded, scheme)
 
 
 @contextmanager
 def observed(
-    model: DiffTransformer, see: Callable[[Attention], Tensor | None], layers: slice = slice(None)
+    model: DiffTransformer, see: Callable[[SeenAttention], Tensor | None], layers: slice = slice(None)
 ) -> Iterator[None]:
-    """While open, layers show their attention; what `see` returns stands for the pairs' outputs [B, h, T, dv]."""
+    """Show `see` every layer's attention while open; what it returns stands for the pairs' outputs [B, h, T, dv]."""
 
     def hook(module: Any, arguments: Any, output: Tensor) -> Tensor | None:
         x, rotary, mask, _ = arguments
-        attention = Attention.of(module, x, rotary, mask)
+        attention = SeenAttention.of(module, x, rotary, mask)
         pairs = see(attention)
         if pairs is None:
             return None
-        return module.o_proj(pair_norm(pairs, attention.post).transpose(1, 2).flatten(2))
+        projected: Tensor = module.o_proj(pair_norm(pairs, attention.post).transpose(1, 2).flatten(2))
+        return projected
 
     handles = [module.register_forward_hook(hook) for module in model.attentions[layers]]
     try:
@@ -121,25 +125,29 @@ def observed(
             handle.remove()
 
 
-class Error:
-    """What rounding under one scheme does to one layer's output, summed as it is seen."""
+class RoundingError:
+    """Error that rounding under one scheme makes in one layer's output, summed as it is seen."""
 
     def __init__(self, scheme: Scheme) -> None:
         self.scheme = scheme
         self.squares = torch.zeros(4, dtype=torch.float64)
         self.variances: list[list[float]] = []
 
-    def add(self, seen: Attention, exact: Tensor) -> None:
-        """`exact` is the pairs' output of the logits as they are."""
-        steps, logits = seen.rounded(self.scheme)
-        self.variances.append([float(step.square().mean()) / 12 for step in steps])
+    def add(self, seen: SeenAttention, exact: Tensor) -> None:
+        """Add the error of one attention; `exact` is the pairs' output of the logits as they are."""
+        scales, logits = seen.rounded(self.scheme)
+        self.variances.append([float(scale.square().mean()) / 12 for scale in scales])
         moved = difference(seen.terms(logits))
-        pairs = [(moved, exact), (pair_norm(moved, seen.post), pair_norm(exact, seen.post))]
-        self.squares += torch.stack([x for a, b in pairs for x in (_squares(a - b), _squares(b))])
+        compared = [(moved, exact), (pair_norm(moved, seen.post), pair_norm(exact, seen.post))]
+        self.squares += torch.stack([x for a, b in compared for x in (_squares(a - b), _squares(b))])
 
     def summary(self) -> dict[str, Any]:
-        """Variance of a uniform error as wide as the step, of each thing that is rounded; root mean square error of
-        the pairs' outputs over theirs, before and after the norm."""
+        """Sums as statistics.
+
+        Returns:
+            "variance": variance of a uniform error as wide as the scale, of each thing that is rounded;
+            "before_norm", "after_norm": root mean square error of the pairs' outputs over theirs.
+        """
         before, exact, after, normed = self.squares.tolist()
         return {
             "variance": _means(self.variances),
@@ -149,7 +157,7 @@ class Error:
 
 
 def difference(terms: Sequence[Tensor]) -> Tensor:
-    """A1·V - λ·A2·V, or A·V."""
+    """Output of pairs [B, h, T, dv] from its terms: A1·V - λ·A2·V, or A·V."""
     return terms[0] if len(terms) == 1 else terms[0] - terms[1]
 
 
@@ -157,7 +165,7 @@ def layers_of(model: DiffTransformer, readings: Sequence[Reading], schemes: Sequ
     """Statistics of every layer: largest logits, a row's mean spread, λ, cancellation, what each rounding does."""
     seen_by = [_Layer(schemes) for _ in model.attentions]
 
-    def see(attention: Attention) -> None:
+    def see(attention: SeenAttention) -> None:
         seen_by[attention.layer].add(attention)
 
     with observed(model, see):
@@ -168,19 +176,19 @@ def layers_of(model: DiffTransformer, readings: Sequence[Reading], schemes: Sequ
 
 class _Layer:
     def __init__(self, schemes: Sequence[Scheme]) -> None:
-        self.errors = {str(scheme): Error(scheme) for scheme in schemes}
+        self.errors = {str(scheme): RoundingError(scheme) for scheme in schemes}
         self.top: list[list[float]] = []
         self.spread: list[list[float]] = []
         self.lams: list[Tensor] = []
         self.squares = torch.zeros(2, dtype=torch.float64)
 
-    def add(self, seen: Attention) -> None:
+    def add(self, seen: SeenAttention) -> None:
         terms = seen.terms(seen.logits)
         exact = difference(terms)
-        hidden = [prepare_logits(each.clone(), seen.visible, False) for each in seen.logits]
-        below = [prepare_logits(each.clone(), seen.visible, True) for each in seen.logits]
-        self.top.append([float(each.abs().max()) for each in hidden])
-        self.spread.append([float(-each.amin(-1).mean()) for each in below])
+        hidden = [prepare_logits(logits.clone(), seen.visible, False) for logits in seen.logits]
+        below = [prepare_logits(logits.clone(), seen.visible, True) for logits in seen.logits]
+        self.top.append([float(logits.abs().max()) for logits in hidden])
+        self.spread.append([float(-logits.amin(-1).mean()) for logits in below])
         if seen.lam is not None:
             self.lams.append(seen.lam.flatten())
         self.squares += torch.stack([torch.stack([_squares(term) for term in terms]).sum(), _squares(exact)])
@@ -202,6 +210,7 @@ class _Layer:
 
 
 def predictions_of(model: DiffTransformer, readings: Sequence[Reading]) -> list[Tensor]:
+    """Vocabulary logits [B, scored, V] of every reading."""
     return [reading.predictions(model) for reading in readings]
 
 
@@ -217,17 +226,17 @@ def divergences(exact: Sequence[Tensor], moved: Sequence[Tensor]) -> list[float]
 def sensitivity(
     model: DiffTransformer, readings: Sequence[Reading], exact: Sequence[Tensor], layer: int, shares: Sequence[float]
 ) -> float:
-    """KL a unit of variance of normal noise, independent between entries, on one layer's logits.
+    """Sensitivity of a model: KL a unit of variance of normal noise, independent between entries, on a layer's logits.
 
     Args:
         shares: factor of the noise in each map's logits; it is the same noise.
     """
     generator = torch.Generator().manual_seed(layer)
 
-    def see(attention: Attention) -> Tensor:
+    def see(attention: SeenAttention) -> Tensor:
         noise = SIGMA * torch.randn(attention.logits[0].shape, generator=generator)
         # One map has the first share.
-        logits = [each + share * noise for each, share in zip(attention.logits, shares, strict=False)]
+        logits = [of_map + share * noise for of_map, share in zip(attention.logits, shares, strict=False)]
         return difference(attention.terms(logits))
 
     with observed(model, see, slice(layer, layer + 1)):

@@ -30,7 +30,7 @@ class Quantized:
     """A weight as a method gives it back.
 
     Attributes:
-        values: [out, in] float32.
+        values: weight [out, in] in float32.
         bits: number of bits of the codes at their own width, with scales and zeros.
         held: number of bits of the tensors that the library holds, where codes lie in wider containers; else `bits`.
     """
@@ -50,6 +50,7 @@ class Method:
 
     Attributes:
         tier: one of `TIERS`; methods of one tier are compared.
+        quantize: function that quantizes a weight.
         package: package that it needs.
     """
 
@@ -60,12 +61,12 @@ class Method:
 
 
 def group_size(width: int, least: int) -> int:
-    """The smallest divisor of a weight's width that is no smaller than `least`; the width itself where that is less."""
+    """Smallest divisor of a weight's width that is no smaller than `least`; the width itself where that is less."""
     return next(size for size in range(min(least, width), width + 1) if width % size == 0)
 
 
 def reason(error: Exception, method: Method) -> str:
-    """Why a library's method gave nothing."""
+    """Reason why a library's method gave nothing."""
     if isinstance(error, ModuleNotFoundError):
         return f"{error.name} is not installed: pip install {method.package}"
     return failure(error)

@@ -25,8 +25,8 @@ from studies.quantizers import Method, reason
 
 
 @dataclass(frozen=True)
-class Options:
-    """What is measured.
+class RoundingOptions:
+    """Options of a measurement.
 
     Attributes:
         text: file with a text of two halves; the prose that ships by default.
@@ -46,16 +46,16 @@ class Options:
 class Subject:
     """A model, its weights in float16, and what its outputs are compared with."""
 
-    def __init__(self, path: Path, options: Options) -> None:
+    def __init__(self, path: Path, options: RoundingOptions) -> None:
         self.path, self.options = path, options
         text = load_text(options.text)
         self._read, self._scored = text[: len(text) // 2], text[len(text) // 2 :][: options.characters]
         self._spans = (options.window, options.window)
         self._source = open_source(path)
         self._tokenizer = self._source.tokenizer
-        have = len(self._tokenizer.encode(self._read, add_special_tokens=False))
-        if have < options.tokens:
-            raise UsageError(f"the first half of the text has {have} tokens, fewer than --tokens {options.tokens}")
+        available = len(self._tokenizer.encode(self._read, add_special_tokens=False))
+        if available < options.tokens:
+            raise UsageError(f"the first half of the text has {available} tokens, fewer than --tokens {options.tokens}")
         self._model = load(self._source, Recipe(), torch.float32)
         adapter = self._source.adapter
         self._weights = {
@@ -67,7 +67,7 @@ class Subject:
         self._items = hellaswag.load_items(limit=options.items) if options.items else []
 
     def settings(self) -> dict[str, Any]:
-        """All that a result depends on but the number of items."""
+        """Settings that a result depends on: all but the number of items."""
         return {
             "model": self.path.name,
             "fingerprint": self._source.fingerprint,
@@ -83,8 +83,8 @@ class Subject:
         return "kl" not in former or former.get("items", 0) < len(self._items)
 
     def measured(self, method: Method | None, former: Mapping[str, Any]) -> dict[str, Any]:
-        """A method's numbers, or why there are none; None is the model as it is."""
-        # Of the weights as they are, which it sees only now.
+        """Numbers of a method, or why there are none; None is the model as it is."""
+        # Computed before a method changes the weights.
         reference = self._reference if "kl" not in former else None
         if method is None:
             return {"bits": 16.0} | self._scores(former, reference)
@@ -98,7 +98,7 @@ class Subject:
 
     @contextmanager
     def _quantized(self, method: Method) -> Iterator[dict[str, Any]]:
-        """The model with a method's weights, and as it was afterwards; yields what it stores and loses."""
+        """Give the model a method's weights while open; yields what they store and lose."""
         bits = held = elements = 0
         errors: list[float] = []
         try:
@@ -133,7 +133,7 @@ class Subject:
         return scores | {
             "items": len(right),
             "acc_norm": sum(right) / len(right),
-            "correct": "".join("01"[int(each)] for each in right),
+            "correct": "".join("01"[int(item)] for item in right),
         }
 
     @cached_property

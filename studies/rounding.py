@@ -1,4 +1,4 @@
-"""What quantized weights cost a model: our roundings beside bitsandbytes, torchao and HQQ at equal bits.
+"""Cost of quantized weights to a model: our roundings beside bitsandbytes, torchao and HQQ at equal bits.
 
     python -m studies.rounding MODEL --json bench/results/rounding/MODEL.json
     python -m studies.rounding --show bench/results/rounding/*.json
@@ -23,7 +23,7 @@ from diffquant.report.tables import markdown
 from diffquant.support.files import write_atomically
 from diffquant.support.progress import Progress, progress_for, silent
 from studies.quantizers import METHODS, PACKAGES, Method
-from studies.rounded_model import Options, Subject
+from studies.rounded_model import RoundingOptions, Subject
 
 FORMAT = 1
 FULL = "16 bits"
@@ -31,32 +31,32 @@ FULL = "16 bits"
 
 def main(
     paths: Annotated[list[Path], typer.Argument(help="A checkpoint folder or a .gguf file; with --show, results.")],
-    text: Annotated[Path | None, typer.Option(help="In place of the prose that ships.")] = Options.text,
+    text: Annotated[Path | None, typer.Option(help="In place of the prose that ships.")] = RoundingOptions.text,
     characters: Annotated[
         int, typer.Option(help="Characters of the second half that are scored.")
-    ] = Options.characters,
-    window: Annotated[int, typer.Option(help="Tokens the model sees at once.")] = Options.window,
-    tokens: Annotated[int, typer.Option(help="Tokens that gptq reads.")] = Options.tokens,
-    items: Annotated[int, typer.Option(help="Items of HellaSwag; 0 for none.")] = Options.items,
+    ] = RoundingOptions.characters,
+    window: Annotated[int, typer.Option(help="Tokens the model sees at once.")] = RoundingOptions.window,
+    tokens: Annotated[int, typer.Option(help="Tokens that gptq reads.")] = RoundingOptions.tokens,
+    items: Annotated[int, typer.Option(help="Items of HellaSwag; 0 for none.")] = RoundingOptions.items,
     only: Annotated[str, typer.Option(help="Parts of methods' names, with semicolons; all by default.")] = "",
     file: Annotated[Path | None, typer.Option("--json", help="Where the numbers are and go.")] = None,
     show: Annotated[bool, typer.Option("--show", help="Only print results side by side.")] = False,
 ) -> None:
     """Compare what our roundings, bitsandbytes, torchao and HQQ cost a model at equal bits."""
     if show:
-        print(table(*map(read, paths)))
+        print(method_table(*map(read_result, paths)))
         return
     if len(paths) != 1 or file is None:
         raise UsageError("give one model and --json, or --show and results")
-    options = Options(text, characters, window, tokens, items)
-    print(table(measure(paths[0], options, chosen(only), file, progress_for("rounding"))))
+    options = RoundingOptions(text, characters, window, tokens, items)
+    print(method_table(measure_methods(paths[0], options, chosen(only), file, progress_for("rounding"))))
 
 
 def chosen(parts: str) -> list[Method]:
     """Methods whose names contain one of the parts.
 
     Raises:
-        UsageError: a part that no name contains.
+        UsageError: no name contains one of the parts.
     """
     wanted = [part.strip() for part in parts.split(";") if part.strip()]
     unknown = [part for part in wanted if not any(part in method.name for method in METHODS)]
@@ -66,8 +66,8 @@ def chosen(parts: str) -> list[Method]:
     return [method for method in METHODS if not wanted or any(part in method.name for part in wanted)]
 
 
-def measure(
-    path: Path, options: Options, methods: Sequence[Method], file: Path, progress: Progress = silent
+def measure_methods(
+    path: Path, options: RoundingOptions, methods: Sequence[Method], file: Path, progress: Progress = silent
 ) -> dict[str, Any]:
     """Measure every method, writing the file after each.
 
@@ -75,7 +75,7 @@ def measure(
         UsageError: the file is another run's, or the text's first half is too short for gptq.
     """
     subject = Subject(path, options)
-    result = _begun(file, subject.settings())
+    result = _begin(file, subject.settings())
     todo = [None, *methods]
     for number, method in enumerate(todo):
         name = method.name if method else FULL
@@ -88,30 +88,30 @@ def measure(
     return result
 
 
-def _begun(file: Path, settings: dict[str, Any]) -> dict[str, Any]:
-    """What the file holds already, or the beginning of a result.
+def _begin(file: Path, settings: dict[str, Any]) -> dict[str, Any]:
+    """Result that the file holds already, or the beginning of one.
 
     Raises:
-        UsageError: it holds something else.
+        UsageError: the file holds something else.
     """
     fresh = {"format": FORMAT, "environment": environment(*PACKAGES), "settings": settings, "results": {}}
     if not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True)
         return fresh
-    former = read(file)
+    former = read_result(file)
     if former["settings"] != settings:
         raise UsageError(f"{file} holds results of another model, text or setting; name another file with --json")
     return fresh | {"results": former["results"]}
 
 
-def read(file: Path) -> dict[str, Any]:
-    """A result that was written.
+def read_result(file: Path) -> dict[str, Any]:
+    """Result that this program wrote.
 
     Raises:
-        UsageError: the file is none.
+        UsageError: the file cannot be read or holds no such result.
     """
     try:
-        result = json.loads(file.read_text())
+        result: dict[str, Any] = json.loads(file.read_text())
         known = result["format"] == FORMAT and {"settings", "results"} <= result.keys()
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UsageError(f"cannot read {file}: it is no result of this program ({error!r})") from error
@@ -121,15 +121,15 @@ def read(file: Path) -> dict[str, Any]:
 
 
 def _maker(method: Method | None) -> str:
-    """The library and its version, or our commit: a file may be the work of several days."""
+    """Name and version of the library, or our commit: a file may be the work of several days."""
     now = environment(*PACKAGES)
     if method is None or method.package is None:
         return f"diffquant {now['commit']}"
     return f"{method.package} {now['versions'][method.package]}"
 
 
-def table(*results: dict[str, Any]) -> str:
-    """Markdown: a row a method, tier by tier; columns of each model, the bits those of the first."""
+def method_table(*results: dict[str, Any]) -> str:
+    """Markdown with a row for each method, tier by tier; columns of each model, the bits those of the first."""
     order = [FULL, *(method.name for method in METHODS)]
     names = [name for name in order if any(name in result["results"] for result in results)]
     heads = [head for result in results for head in _heads(result, len(results) > 1)]
@@ -165,7 +165,7 @@ def _bits(row: dict[str, Any]) -> str:
 def _accuracy(row: dict[str, Any]) -> str:
     if not row.get("items"):
         return "-"
-    accuracy = estimate([float(each) for each in row["correct"]])
+    accuracy = estimate([float(digit) for digit in row["correct"]])
     return f"{accuracy.mean:.1%}" + (f" ± {accuracy.se:.1%}" if accuracy.se is not None else "")
 
 

@@ -1,4 +1,4 @@
-"""What quantized weights cost a layer's output: signal over noise on a model's own inputs, by kind of weight.
+"""Cost of quantized weights to a layer's output: signal over noise on a model's own inputs, by kind of weight.
 
     python -m studies.rounding_layers MODEL --json bench/results/rounding/layers.json
 
@@ -39,8 +39,8 @@ _OUTLIERS, _FACTOR = 0.01, 10.0
 
 
 @dataclass(frozen=True)
-class Options:
-    """What is measured.
+class LayerOptions:
+    """Options of a measurement.
 
     Attributes:
         layers: numbers of the layers whose inputs are taken.
@@ -70,14 +70,16 @@ def main(
     layers: Annotated[str, typer.Option(help="Layers whose inputs are taken, with commas.")] = "0,11,29",
 ) -> None:
     """Measure what quantized weights cost a layer's output on a model's own inputs."""
-    options = Options(tuple(int(layer) for layer in layers.split(",")))
-    result = measure(model, options, METHODS, progress_for("layers"))
+    options = LayerOptions(tuple(int(layer) for layer in layers.split(",")))
+    result = measure_layers(model, options, METHODS, progress_for("layers"))
     file.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(file, json.dumps(result, indent=1) + "\n")
-    print(table(result))
+    print(layer_table(result))
 
 
-def measure(path: Path, options: Options, methods: Sequence[Method], progress: Progress = silent) -> dict[str, Any]:
+def measure_layers(
+    path: Path, options: LayerOptions, methods: Sequence[Method], progress: Progress = silent
+) -> dict[str, Any]:
     """Signal over noise of each method on each kind of weight, in decibels."""
     layers_by_name = linear_layers(path, options)
     rows: dict[str, dict[str, Any]] = {}
@@ -104,8 +106,8 @@ def measure(path: Path, options: Options, methods: Sequence[Method], progress: P
     }
 
 
-def linear_layers(path: Path, options: Options) -> dict[str, Layer]:
-    """The layers by name."""
+def linear_layers(path: Path, options: LayerOptions) -> dict[str, Layer]:
+    """Linear layers by name."""
     source, text = open_source(path), load_text()
     model, tokenizer = load(source, Recipe(), torch.float32), source.tokenizer
     names = [f"model.layers.{layer}.{linear}" for layer in options.layers for linear in _LINEARS]
@@ -122,7 +124,7 @@ def linear_layers(path: Path, options: Options) -> dict[str, Layer]:
 
 @torch.inference_mode()
 def _inputs(model: DiffTransformer, ids: Tensor, names: Sequence[str]) -> dict[str, Tensor]:
-    """What each linear layer is given [N, in]."""
+    """Inputs [N, in] of each linear layer, by name."""
     seen: dict[str, list[Tensor]] = {name: [] for name in names}
     hooks = [
         model.get_submodule(name).register_forward_pre_hook(
@@ -138,23 +140,23 @@ def _inputs(model: DiffTransformer, ids: Tensor, names: Sequence[str]) -> dict[s
 
 
 def _of_method(method: Method, layers_by_name: dict[str, Layer]) -> dict[str, Any]:
-    """Bits a weight, and decibels by kind of weight, the mean over layers."""
+    """Bits a weight of a method, and its decibels by kind of weight, the mean over layers."""
     bits = elements = 0
     decibels: dict[str, list[float]] = {kind: [] for kind in KINDS}
     for name, layer in layers_by_name.items():
-        known = _known(layer)
+        compensation = _compensation(layer)
         for kind, make in KINDS.items():
             weight = make(layer.weight, torch.Generator().manual_seed(0)).half()
-            made = method.quantize(name, weight, known)
+            made = method.quantize(name, weight, compensation)
             output = layer.scored @ weight.float().T
-            lost = output - layer.scored @ made.values.T
-            decibels[kind].append(10 * math.log10(float(output.square().sum() / lost.square().sum())))
+            error = output - layer.scored @ made.values.T
+            decibels[kind].append(10 * math.log10(float(output.square().sum() / error.square().sum())))
             bits, elements = bits + made.bits, elements + weight.numel()
-    return {"bits": bits / elements, "decibels": {kind: sum(each) / len(each) for kind, each in decibels.items()}}
+    return {"bits": bits / elements, "decibels": {kind: sum(values) / len(values) for kind, values in decibels.items()}}
 
 
-def _known(layer: Layer) -> Callable[[], Rounder]:
-    """gptq for one layer, from the inputs it may read."""
+def _compensation(layer: Layer) -> Callable[[], Rounder]:
+    """Maker of gptq for one layer, from the inputs it may read."""
 
     @cache
     def compensated() -> Rounder:
@@ -169,7 +171,7 @@ def _normal(weight: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def _student(weight: Tensor, generator: torch.Generator) -> Tensor:
-    """Student's t with five degrees of freedom."""
+    """Weight of Student's t with five degrees of freedom."""
     spread = torch.randn(5, *weight.shape, generator=generator).square().mean(0).sqrt()
     return _normal(weight, generator) / spread
 
@@ -194,8 +196,8 @@ KINDS: dict[str, Callable[[Tensor, torch.Generator], Tensor]] = {
 }
 
 
-def table(result: dict[str, Any]) -> str:
-    """Markdown: a row a method, a column a kind of weight."""
+def layer_table(result: dict[str, Any]) -> str:
+    """Markdown with a row for each method and a column for each kind of weight."""
     rows = []
     for name, row in result["results"].items():
         numbers = (

@@ -1,4 +1,4 @@
-"""Peers on the same shapes: each is checked against `naive`, then timed in turns with the others."""
+"""Contest of peers on the same shapes: each is checked against `naive`, then timed in turns with the others."""
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from diffquant.bench.cells import Cell
+from diffquant.bench.cells import BenchCell
 from diffquant.bench.contest.decode import DECODE_PEERS
 from diffquant.bench.contest.peers import BASELINE, PEERS, Peer, failure, relative_error, tolerance
 from diffquant.bench.contest.workloads import Workload
@@ -27,6 +27,9 @@ class Contest:
     """The peers of a section, checked and timed in turns on one device.
 
     Attributes:
+        section: name in `SECTIONS`.
+        device: "cpu" or "cuda".
+        repeats: turns of each peer.
         peers: names of those that run; all of the section by default. The baseline is always among them.
         graph: whether CUDA graphs are replayed.
     """
@@ -44,23 +47,24 @@ class Contest:
             raise UsageError(f"unknown peer {', '.join(map(repr, unknown))}; {self.section} knows {', '.join(known)}")
 
     def entrants(self) -> dict[str, Peer]:
+        """Peers that run, by name."""
         known = SECTIONS[self.section]
         return {name: peer for name, peer in known.items() if not self.peers or name in {BASELINE, *self.peers}}
 
-    def run(self, workloads: Sequence[Workload], progress: Progress = silent) -> list[Cell]:
-        """A cell a peer and workload.
+    def run(self, workloads: Sequence[Workload], progress: Progress = silent) -> list[BenchCell]:
+        """Cells of every peer on every workload.
 
         A peer that cannot run a workload is there with the reason; one that disagrees with `naive` is not timed.
         """
-        cells: list[Cell] = []
+        cells: list[BenchCell] = []
         for done, work in enumerate(workloads):
             progress(done, len(workloads), f"{self.section}: {work.name}")
             cells += self._times(work)
         return self._with_memory(cells, workloads)
 
     @torch.inference_mode()
-    def _times(self, work: Workload) -> list[Cell]:
-        cells: dict[str, Cell] = {}
+    def _times(self, work: Workload) -> list[BenchCell]:
+        cells: dict[str, BenchCell] = {}
         calls: dict[str, Timed] = {}
         for name, peer in self.entrants().items():
             try:
@@ -73,8 +77,8 @@ class Contest:
         times = interleaved(calls, self.repeats)
         return [replace(cell, values=tuple(times.get(name, ()))) for name, cell in cells.items()]
 
-    def _admitted(self, work: Workload, name: str, peer: Peer, call: AttentionCall) -> Cell:
-        """A peer's cell with its counts; `missing` says why it must not be timed."""
+    def _admitted(self, work: Workload, name: str, peer: Peer, call: AttentionCall) -> BenchCell:
+        """Cell of a peer with its error; `missing` says why it must not be timed."""
         allowed = tolerance(peer, work.torch_dtype)
         cell = replace(self._cell(work, name, peer), facts=peer.facts(call))
         reason = peer.missing(call)
@@ -87,9 +91,9 @@ class Contest:
             )
         return replace(cell, error=error)
 
-    def _cell(self, work: Workload, name: str, peer: Peer) -> Cell:
+    def _cell(self, work: Workload, name: str, peer: Peer) -> BenchCell:
         count = peer.count(work)
-        return Cell(
+        return BenchCell(
             self.section,
             work.name,
             name,
@@ -100,8 +104,8 @@ class Contest:
             tolerance=tolerance(peer, work.torch_dtype),
         )
 
-    def _with_memory(self, cells: list[Cell], workloads: Sequence[Workload]) -> list[Cell]:
-        """Cells with the memory each took at most beyond its inputs; on the CPU in a process of its own a path."""
+    def _with_memory(self, cells: list[BenchCell], workloads: Sequence[Workload]) -> list[BenchCell]:
+        """Cells with the largest memory of each beyond its inputs; on the CPU every path has a process of its own."""
         by_name = {work.name: work for work in workloads}
         jobs: dict[str, list[Workload]] = {}
         for cell in cells:
@@ -124,7 +128,7 @@ class Contest:
 
 @torch.inference_mode()
 def resident_peaks(section: str, name: str, works: list[Workload], threads: int) -> list[int]:
-    """Memory of this process during each call, beyond what it had before."""
+    """Peak bytes of this process during each call, beyond what it had before."""
     torch.set_num_threads(threads)
     peer = SECTIONS[section][name]
     peaks = []

@@ -16,35 +16,43 @@ from diffquant.bench.contest.workloads import Workload, seen_entries
 
 @dataclass(frozen=True)
 class Count:
+    """Cost of a call: its operations, and the bytes it moves."""
+
     operations: int
     bytes: int
 
 
 def fused(work: Workload, *, key_bytes: float | None = None, value_bytes: float | None = None) -> Count:
-    """Both maps in one kernel; caches may take fewer bytes an element."""
+    """Count of both maps in one kernel; caches may take fewer bytes an element."""
     return Count(_operations(work, qk=2, pv=2), _bytes(work, 1, 1, 1, key_bytes, value_bytes))
 
 
 def two_calls(work: Workload) -> Count:
-    """A call a map; V is read by both, their outputs are written, read and combined. V2 makes it one grouped call."""
+    """Count of a call a map; V is read by both, outputs are written, read and combined.
+
+    V2 makes it one grouped call.
+    """
     reads = 1 if work.model.shares_keys else 2
     return Count(_operations(work, qk=2, pv=2), _bytes(work, 1, reads, 2 + 2 + 1))
 
 
 def four_calls(work: Workload) -> Count:
-    """A call a map and half of V; where V is as wide as K there is one half, and these are two calls."""
+    """Count of a call a map and half of V; where V is as wide as K there is one half, and these are two calls."""
     if work.model.value_width == work.model.width:
         return two_calls(work)
     return Count(_operations(work, qk=4, pv=2), _bytes(work, 2, 2, 2 + 2 + 1))
 
 
 def simulated(work: Workload) -> Count:
-    """Logits twice: once for their scales, once to be rounded."""
+    """Count of simulated logits, computed twice: once for their scales, once to be rounded."""
     return Count(_operations(work, qk=4, pv=2), _bytes(work, 2, 1, 1))
 
 
 def eager(work: Workload) -> Count:
-    """Whole maps in memory: logits written, read and written by softmax, read by the difference, which PV reads."""
+    """Count of whole maps in memory.
+
+    Logits are written, read and written by softmax, and read by the difference, which PV reads.
+    """
     model, entries = work.model, work.queries * work.keys * work.batch * work.model.pairs
     operations = 2 * entries * (2 * model.width + model.value_width)
     # Both maps: out of QK, in and out of softmax, into the difference; one map out of it, into PV.
@@ -52,7 +60,7 @@ def eager(work: Workload) -> Count:
 
 
 def eager_halves(work: Workload) -> Count:
-    """Whole maps twice, for each half of V, as transformers' DiffLlama computes them."""
+    """Count of whole maps twice, for each half of V, as transformers' DiffLlama computes them."""
     model, entries = work.model, work.queries * work.keys * work.batch * work.model.pairs
     operations = 2 * entries * (4 * model.width + 2 * model.value_width)
     # Each of four maps: out of QK, in and out of softmax, into PV.
@@ -60,7 +68,7 @@ def eager_halves(work: Workload) -> Count:
 
 
 def transformer(work: Workload) -> Count:
-    """2h heads of d, fused."""
+    """Count of the matched Transformer: 2h heads of d, fused."""
     model = work.model
     entries = seen_entries(work.queries, work.keys) * work.batch * 2 * model.pairs
     kv_heads = model.kv_pairs if model.shares_keys else 2 * model.kv_pairs

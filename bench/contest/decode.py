@@ -1,4 +1,4 @@
-"""One new token over a long cache: 16-bit caches, packed ones, and the matched Transformer's."""
+"""Peers that attend one new token over a long cache: in 16 bits, packed, and the matched Transformer's."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -24,13 +24,17 @@ RECIPES = {
 
 @dataclass(frozen=True)
 class CachedCall(AttentionCall):
-    """A call whose keys and values are what a cache gives back."""
+    """A call whose keys and values are what a cache gives back.
+
+    Attributes:
+        cache: the cache that the peer reads.
+    """
 
     cache: Any = None
 
 
 def unpacked(bits: int) -> Peer:
-    """Our torch cache: codes are expanded for every token, then FlashDiffAttn_2."""
+    """Peer that reads the torch cache: codes are expanded for every token, then FlashDiffAttn_2."""
 
     def make(work: Workload, device: str) -> AttentionCall:
         from diffquant.model.cache import PackedLayer
@@ -49,7 +53,7 @@ def unpacked(bits: int) -> Peer:
 
 
 def fused(bits: int) -> Peer:
-    """The decode kernel over its own store."""
+    """Peer that runs the decode kernel over its own store."""
 
     def make(work: Workload, device: str) -> AttentionCall:
         call = differential(work, device)
@@ -62,7 +66,7 @@ def fused(bits: int) -> Peer:
         return None if call.v.is_cuda else "Triton kernels run on CUDA devices, not on cpu"
 
     def attention(call: AttentionCall) -> Tensor:
-        return kernels.decode(call, _cache_of(call))
+        return kernels.decode_attention(call, _cache_of(call))
 
     return Peer(attention, make, lambda work: _count(work, bits), missing=missing, facts=_facts)
 
@@ -84,7 +88,7 @@ def _facts(call: AttentionCall) -> dict[str, float]:
 
 
 def _count(work: Workload, bits: int) -> Count:
-    """What attention must read of a cache of so many bits; a scale has 16."""
+    """Count of attention over a cache of so many bits; a scale has 16."""
     if bits == 16:
         return counts.fused(work)
     per_token = {"key": 16 / (64 if bits == 4 else work.model.width), "value": 16 / work.model.value_width}

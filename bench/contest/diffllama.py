@@ -1,7 +1,7 @@
 """transformers' DiffLlama as a peer: its attention module, with projections that give tensors made beforehand."""
 
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -16,13 +16,17 @@ _EPS = 1e-5
 
 @dataclass(frozen=True)
 class ModuleCall(AttentionCall):
-    """A call and the module that computes it, the pair norm included."""
+    """A call and the module that computes it, the pair norm included.
 
-    run: Any = None
+    Attributes:
+        run: function that gives the module's output [B, h, T, dv].
+    """
+
+    run: Callable[[], Tensor] = field(kw_only=True)
 
 
-class _Given(nn.Module):
-    """A projection's place: whatever comes in, the tensor made beforehand goes out; without one, what came in."""
+class _Projected(nn.Module):
+    """Stands in a projection's place: gives the tensor made beforehand, or its input where there is none."""
 
     def __init__(self, rows: Tensor | None = None) -> None:
         super().__init__()
@@ -32,7 +36,7 @@ class _Given(nn.Module):
         return x if self.rows is None else self.rows
 
 
-def made(implementation: str, work: Workload, device: str) -> AttentionCall:
+def make_call(implementation: str, work: Workload, device: str) -> AttentionCall:
     """A V1 call whose λ and norm are those of DiffLlama's first layer."""
     call = differential(work, device)
     if work.model.shares_keys:
@@ -52,9 +56,9 @@ def made(implementation: str, work: Workload, device: str) -> AttentionCall:
     module = DiffLlamaAttention(config, layer_idx=0).to(device, work.torch_dtype).eval()
     halves = torch.cat(tuple(call.v.chunk(2, -1)), 1)
     module.q_proj, module.k_proj, module.v_proj = (
-        _Given(_rows(heads)) for heads in (torch.cat(tuple(call.q), 1), torch.cat(tuple(call.k), 1), halves)
+        _Projected(_rows(heads)) for heads in (torch.cat(tuple(call.q), 1), torch.cat(tuple(call.k), 1), halves)
     )
-    module.o_proj = _Given()
+    module.o_proj = _Projected()
     for name in ("lambda_q1", "lambda_q2"):
         getattr(module, name).data.zero_()  # both exponentials are 1, and λ is λ_init
     mask = None
@@ -69,19 +73,25 @@ def made(implementation: str, work: Workload, device: str) -> AttentionCall:
     post = PairNorm(_EPS, factor=1 - float(module.lambda_init))
 
     def run() -> Tensor:
-        rows = module(hidden, position_embeddings=rotary, attention_mask=mask)[0]
-        return rows.unflatten(-1, (model.pairs, -1)).transpose(1, 2)
+        rows: Tensor = module(hidden, position_embeddings=rotary, attention_mask=mask)[0]
+        return torch.unflatten(rows, -1, (model.pairs, -1)).transpose(1, 2)
 
     return ModuleCall(call.q, call.k, call.v, lam, call.scale, call.mask, post, run=run)
 
 
 def attention(call: AttentionCall) -> Tensor:
+    """Output of the module [B, h, T, dv], its norm included.
+
+    Raises:
+        UsageError: the call was not made by `make_call`.
+    """
     if not isinstance(call, ModuleCall):
-        raise UsageError("this peer runs a module; make its call with `made`")
+        raise UsageError("this peer runs a module; make its call with `make_call`")
     return call.run()
 
 
 def missing(call: AttentionCall) -> str | None:
+    """Reason why DiffLlama cannot run a call; None where it can."""
     return None if isinstance(call, ModuleCall) else "transformers knows no DIFF V2"
 
 

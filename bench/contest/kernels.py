@@ -1,4 +1,4 @@
-"""The kernels that only a GPU runs, each looked up when it is first called."""
+"""Calls of the kernels that only a GPU runs, each imported when it is first called."""
 
 from typing import Any
 
@@ -26,7 +26,8 @@ def stored(call: AttentionCall, recipe: Recipe) -> Any:
     return store
 
 
-def decode(call: AttentionCall, store: Any) -> Tensor:
+def decode_attention(call: AttentionCall, store: Any) -> Tensor:
+    """Attention [B, h, T, dv] of a call's queries over a store."""
     from diffquant.kernels.cache.decode import decode as run
 
     return run(call.q, store, call.lam, scale=call.scale)
@@ -43,7 +44,7 @@ def packed_weight(weight: Tensor, bits: int, group: int) -> Any:
 
 
 def packed_product(x: Tensor, weight: Any) -> Tensor:
-    """x [M, K] times a packed weight, transposed."""
+    """Product [M, N] of x [M, K] and a packed weight, transposed."""
     from diffquant.kernels.linear.linear import linear
 
     return linear(x, weight)

@@ -1,4 +1,4 @@
-"""Products with packed weights, at one token and at many: ours, bitsandbytes and torchao beside dense ones."""
+"""Paths of a linear layer at one token and at many: packed weights, bitsandbytes and torchao beside dense ones."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from diffquant.bench.cells import Cell
+from diffquant.bench.cells import BenchCell
 from diffquant.bench.contest import kernels
 from diffquant.bench.contest.workloads import Model
 from diffquant.bench.timing import interleaved, prepare
@@ -23,7 +23,7 @@ _GROUPS = (128, 64, 32, 16)
 _COLD_BYTES = {"cpu": 1 << 25, "cuda": 1 << 28}
 _TOLERANCE = {16: 5e-3, 8: 2e-2, 6: 5e-2, 4: 0.2}
 
-# From weights [N, K] to a product with each of them, and what one stores.
+# From weights [N, K] to (x, number of a weight) -> x times it, transposed; and the bytes that one weight stores.
 Make = Callable[[list[Tensor]], tuple[Callable[[Tensor, int], Tensor], int]]
 
 
@@ -43,25 +43,25 @@ def _bitsandbytes(weights: list[Tensor]) -> tuple[Callable[[Tensor, int], Tensor
     _require("bitsandbytes")
     import bitsandbytes as bnb
 
-    held = []
+    layers = []
     for weight in weights:
         layer = bnb.nn.Linear4bit(weight.shape[1], weight.shape[0], bias=False, compute_dtype=weight.dtype)
         layer.weight = bnb.nn.Params4bit(weight.cpu(), requires_grad=False, quant_type="nf4")
-        held.append(layer.to(weight.device))
-    return lambda x, i: held[i](x), weights[0].numel() // 2
+        layers.append(layer.to(weight.device))
+    return lambda x, i: layers[i](x), weights[0].numel() // 2
 
 
 def _torchao(weights: list[Tensor]) -> tuple[Callable[[Tensor, int], Tensor], int]:
     _require("torchao")
     from torchao.quantization import Int4WeightOnlyConfig, quantize_
 
-    held = []
+    layers = []
     for weight in weights:
         layer = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False, device=weight.device, dtype=weight.dtype)
         layer.weight = torch.nn.Parameter(weight, requires_grad=False)
         quantize_(layer, Int4WeightOnlyConfig(group_size=_group(weight.shape[1])))
-        held.append(layer)
-    return lambda x, i: held[i](x), weights[0].numel() // 2
+        layers.append(layer)
+    return lambda x, i: layers[i](x), weights[0].numel() // 2
 
 
 def _group(width: int) -> int:
@@ -83,11 +83,11 @@ PATHS: dict[str, tuple[Make, int]] = {
 
 
 @torch.inference_mode()
-def run(
+def run_linears(
     models: Sequence[Model], tokens: Sequence[int], dtype: str, device: str, repeats: int, *,
     graph: bool = False, progress: Progress = silent,
-) -> list[Cell]:  # fmt: skip
-    """Every path through the first feed-forward matrix of each model."""
+) -> list[BenchCell]:  # fmt: skip
+    """Cells of every path through the first feed-forward matrix of each model."""
     cells = []
     for done, model in enumerate(models):
         progress(done, len(models), f"linear: {model.name}")
@@ -96,7 +96,7 @@ def run(
     return cells
 
 
-def _measure(model: Model, tokens: int, dtype: str, device: str, repeats: int, graph: bool) -> list[Cell]:
+def _measure(model: Model, tokens: int, dtype: str, device: str, repeats: int, graph: bool) -> list[BenchCell]:
     generator = torch.Generator(device).manual_seed(0)
     kind = getattr(torch, dtype)
     bytes_of_one = model.inner * model.hidden * kind.itemsize
@@ -109,10 +109,10 @@ def _measure(model: Model, tokens: int, dtype: str, device: str, repeats: int, g
     weights = [normal(model.inner, model.hidden) * 0.02 for _ in range(copies)]
     x = normal(tokens, model.hidden)
     workload = f"{model.hidden} -> {model.inner}, {tokens} tokens, {dtype}"
-    cells: dict[str, Cell] = {}
+    cells: dict[str, BenchCell] = {}
     calls = {}
     for name, (make, bits) in PATHS.items():
-        cell = Cell(SECTION, workload, name, baseline=DENSE, operations=2 * tokens * model.inner * model.hidden)
+        cell = BenchCell(SECTION, workload, name, baseline=DENSE, operations=2 * tokens * model.inner * model.hidden)
         try:
             product, nbytes = make(weights)
             cell = _checked(cell, product(x, 0), linear(x, weights[0]), bits)
@@ -134,7 +134,7 @@ def _all_of(product: Callable[[Tensor, int], Any], x: Tensor, copies: int) -> Ca
     return call
 
 
-def _checked(cell: Cell, y: Tensor, wanted: Tensor, bits: int) -> Cell:
+def _checked(cell: BenchCell, y: Tensor, wanted: Tensor, bits: int) -> BenchCell:
     error = float((y.float() - wanted.float()).norm() / wanted.float().norm())
     allowed = _TOLERANCE[bits]
     reason = None if error <= allowed else f"wrong: {error:.1e} from the dense product, {allowed:.0e} allowed"

@@ -1,4 +1,4 @@
-"""Ways to compute an attention, each with its call, its counts, and what it must agree with before it is timed."""
+"""Peers: ways to compute an attention, each with its call, its counts, and the check it must pass to be timed."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -43,8 +43,8 @@ class Peer:
     count: Callable[[Workload], Count]
     logits: Scheme = FULL
     tolerance: float | None = None
-    missing: Callable[[AttentionCall], str | None] = lambda call: None
-    facts: Callable[[AttentionCall], dict[str, float]] = lambda call: {}
+    missing: Callable[[AttentionCall], str | None] = lambda _: None
+    facts: Callable[[AttentionCall], dict[str, float]] = lambda _: {}
 
 
 def _sdpa(backend: SDPBackend) -> Attention:
@@ -55,7 +55,7 @@ def _sdpa(backend: SDPBackend) -> Attention:
     return attention
 
 
-def _four(backend: SDPBackend) -> Attention:
+def _sdpa_halves(backend: SDPBackend) -> Attention:
     def attention(call: AttentionCall) -> Tensor:
         with sdpa_kernel(backend):
             return flashdiff2(call)
@@ -64,10 +64,13 @@ def _four(backend: SDPBackend) -> Attention:
 
 
 def _ours(name: str) -> Attention:
-    return lambda call: BACKENDS[name].compute(call)
+    def attention(call: AttentionCall) -> Tensor:
+        return BACKENDS[name].compute(call)
+
+    return attention
 
 
-def _refused(name: str) -> Callable[[AttentionCall], str | None]:
+def _reason_of(name: str) -> Callable[[AttentionCall], str | None]:
     def missing(call: AttentionCall) -> str | None:
         try:
             return BACKENDS[name].refuses(call)
@@ -90,9 +93,9 @@ def _rounded_eagerly(call: AttentionCall) -> Tensor:
 def _padded(work: Workload, device: str) -> AttentionCall:
     """Keys as wide as values, so that a flash kernel takes a map in one call; padded beforehand."""
     call = differential(work, device)
-    missing = (0, work.model.value_width - work.model.width)
-    k = [pad(x, missing) for x in call.k]
-    return replace(call, q=[pad(x, missing) for x in call.q], k=[k[0]] * 2 if call.k[0] is call.k[1] else k)
+    padding = (0, work.model.value_width - work.model.width)
+    k = [pad(x, padding) for x in call.k]
+    return replace(call, q=[pad(x, padding) for x in call.q], k=[k[0]] * 2 if call.k[0] is call.k[1] else k)
 
 
 def _only_cuda(call: AttentionCall) -> str | None:
@@ -105,33 +108,33 @@ def _flash_widths(call: AttentionCall) -> str | None:
 
 def _flex(call: AttentionCall) -> Tensor:
     """FlexAttention, compiled; two calls, since it takes dv other than d."""
-    y = [
+    outputs: list[Tensor] = [
         _compiled_flex()(q, k, call.v, block_mask=_causal_block(call), enable_gqa=q.shape[1] != k.shape[1])
         for q, k in zip(call.q, call.k, strict=True)
     ]
-    return y[0] if call.lam is None else y[0] - call.lam.to(y[0].dtype) * y[1]
+    return outputs[0] if call.lam is None else outputs[0] - call.lam.to(outputs[0].dtype) * outputs[1]
 
 
-_flex_kept: dict[Any, Any] = {}
+_flex_cache: dict[Any, Any] = {}
 
 
 def _compiled_flex() -> Any:
     from torch.nn.attention.flex_attention import flex_attention
 
-    if "compiled" not in _flex_kept:
-        _flex_kept["compiled"] = torch.compile(flex_attention)
-    return _flex_kept["compiled"]
+    if "compiled" not in _flex_cache:
+        _flex_cache["compiled"] = torch.compile(flex_attention)
+    return _flex_cache["compiled"]
 
 
 def _causal_block(call: AttentionCall) -> Any:
     from torch.nn.attention.flex_attention import create_block_mask
 
     queries, keys = call.length, call.v.shape[2]
-    if (queries, keys) not in _flex_kept:
-        _flex_kept[queries, keys] = create_block_mask(
-            lambda b, h, i, j: j <= i + (keys - queries), None, None, queries, keys, device=str(call.v.device)
+    if (queries, keys) not in _flex_cache:
+        _flex_cache[queries, keys] = create_block_mask(
+            lambda _batch, _head, i, j: j <= i + (keys - queries), None, None, queries, keys, device=str(call.v.device)
         )
-    return _flex_kept[queries, keys]
+    return _flex_cache[queries, keys]
 
 
 PEERS: dict[str, Peer] = {
@@ -140,7 +143,7 @@ PEERS: dict[str, Peer] = {
         _sdpa(SDPBackend.CUDNN_ATTENTION), transformer, counts.transformer, missing=_only_cuda
     ),
     "Transformer, flash-attn": Peer(
-        _ours("flash_attn"), transformer, counts.transformer, missing=_refused("flash_attn")
+        _ours("flash_attn"), transformer, counts.transformer, missing=_reason_of("flash_attn")
     ),
     "DIFF, eager": Peer(_ours("naive"), differential, counts.eager),
     "FlashDiffAttn_1": Peer(_ours("flashdiff1"), differential, counts.two_calls),
@@ -153,26 +156,26 @@ PEERS: dict[str, Peer] = {
     "FlashDiffAttn_1, FlexAttention": Peer(_flex, differential, counts.two_calls, missing=_only_cuda),
     "FlashDiffAttn_2": Peer(_ours("flashdiff2"), differential, counts.four_calls),
     "FlashDiffAttn_2, SDPA flash": Peer(
-        _four(SDPBackend.FLASH_ATTENTION), differential, counts.four_calls, missing=_flash_widths
+        _sdpa_halves(SDPBackend.FLASH_ATTENTION), differential, counts.four_calls, missing=_flash_widths
     ),
     "FlashDiffAttn_2, SDPA cuDNN": Peer(
-        _four(SDPBackend.CUDNN_ATTENTION), differential, counts.four_calls, missing=_only_cuda
+        _sdpa_halves(SDPBackend.CUDNN_ATTENTION), differential, counts.four_calls, missing=_only_cuda
     ),
     "FlashDiffAttn_2, flash-attn": Peer(
-        _ours("flash_attn"), differential, counts.four_calls, missing=_refused("flash_attn")
+        _ours("flash_attn"), differential, counts.four_calls, missing=_reason_of("flash_attn")
     ),
     **{
         f"transformers' DiffLlama, {how}": Peer(
-            diffllama.attention, partial(diffllama.made, how), count, missing=diffllama.missing
+            diffllama.attention, partial(diffllama.make_call, how), count, missing=diffllama.missing
         )
         for how, count in (("eager", counts.eager_halves), ("sdpa", counts.four_calls))
     },
-    "DIFF, fused": Peer(_ours("triton"), differential, counts.fused, missing=_refused("triton")),
+    "DIFF, fused": Peer(_ours("triton"), differential, counts.fused, missing=_reason_of("triton")),
     "DIFF, fused, int8 QK": Peer(
-        _ours("triton-int8"), differential, counts.fused, tolerance=0.05, missing=_refused("triton-int8")
+        _ours("triton-int8"), differential, counts.fused, tolerance=0.05, missing=_reason_of("triton-int8")
     ),
     "DIFF, fused, int8 QK, fp8 PV": Peer(
-        _ours("triton-fp8"), differential, counts.fused, tolerance=0.1, missing=_refused("triton-fp8")
+        _ours("triton-fp8"), differential, counts.fused, tolerance=0.1, missing=_reason_of("triton-fp8")
     ),
     "DIFF, simulated logits 8:row, eager": Peer(_rounded_eagerly, differential, counts.eager, logits=ROW_8),
     "DIFF, simulated logits 8:row": Peer(_simulated(ROW_8), differential, counts.simulated, logits=ROW_8),
@@ -180,7 +183,7 @@ PEERS: dict[str, Peer] = {
 # Rounding differs where two ways disagree in the last bit before it.
 _SIMULATED_SLACK = 5e-3
 _TOLERANCES = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 2e-2}
-_CHECKED_ROWS = 128
+_CHECKED_QUERIES = 128
 
 
 def tolerance(peer: Peer, dtype: torch.dtype) -> float:
@@ -189,15 +192,15 @@ def tolerance(peer: Peer, dtype: torch.dtype) -> float:
 
 
 def relative_error(peer: Peer, call: AttentionCall) -> float:
-    """||peer - naive|| / ||naive|| over a call's first and last rows, which need no whole map; infinite if not finite.
+    """Relative error ||peer - naive|| / ||naive|| of a call's first and last queries; infinite if not finite.
 
-    Rows of the logits have their own scales here, so that rows of one call can be computed alone.
+    Few queries need no whole map. Their logits have a scale a row, so that queries can be computed alone.
     """
     out = peer.attention(call)
     if out.shape != (*call.q[0].shape[:3], call.v.shape[-1]) or not bool(out.isfinite().all()):
         return float("inf")
     length, keys = call.length, call.v.shape[2]
-    rows = min(_CHECKED_ROWS, length)
+    rows = min(_CHECKED_QUERIES, length)
     past = keys - length
     wrong = norm = 0.0
     for first, seen in {(0, past + rows), (length - rows, keys)}:
@@ -205,11 +208,11 @@ def relative_error(peer: Peer, call: AttentionCall) -> float:
         wanted = _naive(call, part, seen, peer.logits).double()
         wrong += float((out[:, :, part].double() - wanted).square().sum())
         norm += float(wanted.square().sum())
-    return (wrong / norm) ** 0.5
+    return float((wrong / norm) ** 0.5)
 
 
 def _naive(call: AttentionCall, rows: slice, keys: int, logits: Scheme) -> Tensor:
-    """`naive` in float32 on some rows, which are the last of the keys they see."""
+    """Output of `naive` in float32 for some queries, which are the last of the keys they see."""
     lam = call.lam if call.lam is None or call.lam.dim() < 4 else call.lam[:, :, rows]
     k = [x[:, :, :keys].float() for x in call.k]
     shared = len(k) == 2 and call.k[0] is call.k[1]
@@ -227,6 +230,6 @@ def _naive(call: AttentionCall, rows: slice, keys: int, logits: Scheme) -> Tenso
 
 
 def failure(error: Exception) -> str:
-    """An error's type and the beginning of its first line."""
+    """Text of an error: its type and the beginning of its first line."""
     first = str(error).strip().split("\n")[0]
     return f"{type(error).__name__}: {first if len(first) < 160 else first[:157] + '...'}"

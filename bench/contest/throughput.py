@@ -1,4 +1,4 @@
-"""Tokens a second of whole models, forward: a Transformer and its DIFF models side by side.
+"""Throughput of whole models, forward, in tokens a second: a Transformer and its DIFF models side by side.
 
 In form the paper's Table 7 (arXiv 2410.05258, forward columns), at sizes that this machine can do.
 """
@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from diffquant.bench.cells import Cell
+from diffquant.bench.cells import BenchCell
 from diffquant.bench.contest.workloads import Model
 from diffquant.bench.timing import interleaved, prepare
 from diffquant.report.tables import markdown
@@ -20,11 +20,11 @@ SECTION = "throughput"
 TRANSFORMER, V1, V2 = "Transformer", "DIFF V1", "DIFF V2"
 
 
-def run(
+def run_throughput(
     models: Sequence[Model], lengths: Sequence[int], batch: int, dtype: str, device: str, repeats: int,
     progress: Progress = silent,
-) -> list[Cell]:  # fmt: skip
-    """Tokens a second of each model's three forms, random weights, at each length."""
+) -> list[BenchCell]:  # fmt: skip
+    """Cells of each model's three forms, of random weights, at each length, in tokens a second."""
     cells = []
     for done, model in enumerate(models):
         forms = {name: _random_model(model, name, max(lengths), dtype, device) for name in (TRANSFORMER, V1, V2)}
@@ -35,20 +35,20 @@ def run(
 
 
 def smaller(model: Model, layers: int, vocabulary: int) -> Model:
-    """A model's first layers, with a small vocabulary: one layer's time is what scales."""
+    """Model of a model's first layers with a small vocabulary; its time is in proportion to the layers."""
     return replace(model, name=f"{model.name} of {layers} layers", layers=layers, vocabulary=vocabulary)
 
 
 @torch.inference_mode()
 def _measure(
     model: Model, forms: dict[str, Any], length: int, batch: int, dtype: str, device: str, repeats: int
-) -> list[Cell]:
+) -> list[BenchCell]:
     generator = torch.Generator(device).manual_seed(0)
     ids = torch.randint(model.vocabulary, (batch, length), generator=generator, device=device)
     calls = {name: prepare(partial(form, ids, use_cache=False), device) for name, form in forms.items()}
     workload = f"{model.name}, {length} tokens, batch {batch}, {dtype}"
     return [
-        Cell(
+        BenchCell(
             SECTION,
             workload,
             name,
@@ -82,7 +82,7 @@ def _random_model(model: Model, form: str, context: int, dtype: str, device: str
 
 
 def _spec(model: Model, form: str) -> dict[str, Any]:
-    """The Transformer has 2h heads; V1 pairs them; V2 keeps its KV heads and doubles its queries."""
+    """Spec of a form: the Transformer has 2h heads; V1 pairs them; V2 keeps its KV heads and doubles its queries."""
     from diffquant.attention import DiffSpec
 
     heads, width = 2 * model.pairs, model.width
@@ -95,18 +95,18 @@ def _spec(model: Model, form: str) -> dict[str, Any]:
     return spec.to_dict()
 
 
-def table7(cells: Sequence[Cell]) -> str:
-    """The cells as the paper prints them: Transformer, then DIFF with its change in percent."""
+def table7(cells: Sequence[BenchCell]) -> str:
+    """Markdown of the cells as the paper prints them: Transformer, then DIFF with its change in percent."""
     rows = []
     for workload in dict.fromkeys(cell.workload for cell in cells):
         cell_by_path = {cell.path: cell for cell in cells if cell.workload == workload and cell.spread}
-        base = cell_by_path[TRANSFORMER].spread if TRANSFORMER in cell_by_path else None
-        if base is None:
+        baseline = cell_by_path[TRANSFORMER].spread if TRANSFORMER in cell_by_path else None
+        if baseline is None:
             continue
         texts = []
         for form in (V1, V2):
             now = cell_by_path[form].spread if form in cell_by_path else None
-            texts.append(f"{now.median:.0f} ({now.median / base.median - 1:+.0%})" if now else "-")
+            texts.append(f"{now.median:.0f} ({now.median / baseline.median - 1:+.0%})" if now else "-")
         length = str(cell_by_path[TRANSFORMER].length)
-        rows.append([workload.split(",")[0], length, f"{base.median:.0f}", *texts])
+        rows.append([workload.split(",")[0], length, f"{baseline.median:.0f}", *texts])
     return "\n".join(markdown(["model", "length", "Transformer, tokens/s", V1, V2], rows))

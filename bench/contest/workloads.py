@@ -20,8 +20,10 @@ class Model:
     """Sizes of a DIFF model; its matched Transformer has twice the heads, d wide in Q, K and V.
 
     Attributes:
-        pairs, kv_pairs: h and h_kv.
-        width, value_width: d and dv.
+        hidden: width of the residual stream.
+        layers: number of layers.
+        pairs, kv_pairs: numbers of pairs and KV pairs, h and h_kv.
+        width, value_width: widths of a key and a value, d and dv.
         inner: width of the feed-forward network.
         vocabulary: number of tokens; 0 where it does not matter.
     """
@@ -38,7 +40,7 @@ class Model:
 
     @property
     def shares_keys(self) -> bool:
-        """V2: both maps read the same keys."""
+        """Whether both maps read the same keys, as in V2."""
         return self.value_width == self.width
 
     @property
@@ -70,10 +72,10 @@ MODELS = {
 
 
 def model_named(name: str) -> Model:
-    """A model of the registry.
+    """Model of a name in `MODELS`.
 
     Raises:
-        UsageError: there is none of that name.
+        UsageError: no model has that name.
     """
     if name not in MODELS:
         raise UsageError(f"unknown workload {name!r}; known are {', '.join(MODELS)}")
@@ -82,7 +84,11 @@ def model_named(name: str) -> Model:
 
 @dataclass(frozen=True)
 class Workload:
-    """`queries` tokens at the end of a context of `keys`, in a batch."""
+    """Attention of `queries` tokens at the end of a context of `keys`, in a batch.
+
+    Attributes:
+        dtype: name of the torch dtype.
+    """
 
     model: Model
     queries: int
@@ -97,8 +103,13 @@ class Workload:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        dtype = getattr(torch, self.dtype, None)
-        if dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        """Dtype of the call.
+
+        Raises:
+            UsageError: attention does not compute in it.
+        """
+        dtype: torch.dtype | None = getattr(torch, self.dtype, None)
+        if dtype is None or dtype not in (torch.float32, torch.float16, torch.bfloat16):
             raise UsageError(f"unknown dtype {self.dtype!r}; known are float32, float16, bfloat16")
         return dtype
 
@@ -138,10 +149,10 @@ def transformer(work: Workload, device: str) -> AttentionCall:
 
 
 def lengths(text: str) -> list[int]:
-    """Lengths from a list and ranges by doubling: "512,1024" or "1K-16K".
+    """Lengths that a text lists, ranges by doubling: "512,1024" or "1K-16K".
 
     Raises:
-        UsageError: it cannot be read.
+        UsageError: the text cannot be read.
     """
     lengths_named: list[int] = []
     for part in text.split(","):
@@ -155,15 +166,15 @@ def lengths(text: str) -> list[int]:
     return list(dict.fromkeys(lengths_named))
 
 
-def _length(text: str, whole: str) -> int:
+def _length(text: str, all_text: str) -> int:
     digits, factor = (text[:-1], 1024) if text[-1:] in ("K", "k") else (text, 1)
     if not digits.isdecimal() or not 1 <= int(digits) * factor <= LARGEST:
-        raise UsageError(f"cannot read {whole!r}: {text!r} is no count; expected such as 512,1K or 1K-16K")
+        raise UsageError(f"cannot read {all_text!r}: {text!r} is no count; expected such as 512,1K or 1K-16K")
     return int(digits) * factor
 
 
 def seen_entries(queries: int, keys: int) -> int:
-    """Logits a causal mask leaves visible, in one map of one head; queries are the last of the keys."""
+    """Number of logits a causal mask leaves visible, in one map of one head; queries are the last of the keys."""
     hidden = keys - queries
     return queries * hidden + queries * (queries + 1) // 2
 

@@ -1,4 +1,4 @@
-"""The numbers a GPU must show: each a ratio of two ways in one run, taken twice, against its aim.
+"""Ratios that a GPU must show: each of two paths in one run, taken twice, against its aim.
 
     PYTHONPATH=. python -m diffquant.bench.gpu --json gpu.json
 
@@ -31,7 +31,12 @@ FLASH_TWO = "FlashDiffAttn_1, SDPA flash, keys padded"
 
 @dataclass(frozen=True)
 class Aim:
-    """`path` is to be at least so many times as fast as `other`; a second figure is what is hoped for."""
+    """Ratio that is to be reached: `path` is at least so many times as fast as `other`.
+
+    Attributes:
+        at_least: ratio below which the aim is missed.
+        hoped: ratio that would be better still.
+    """
 
     path: str
     other: str
@@ -41,7 +46,7 @@ class Aim:
 
 @dataclass(frozen=True)
 class Group:
-    """Aims that share a workload.
+    """Group of aims that share a workload.
 
     Attributes:
         measure: function of `arguments` that gives cells, in a process of its own.
@@ -62,18 +67,20 @@ def attention_cells(
     from diffquant.bench.contest.workloads import Workload, model_named
 
     work = Workload(model_named("3B"), queries, keys, batch, dtype)
-    return [_plain(cell) for cell in Contest(section, "cuda", _TURNS, tuple(peers), graph).run([work])]
+    return [_to_dict(cell) for cell in Contest(section, "cuda", _TURNS, tuple(peers), graph).run([work])]
 
 
 def linear_cells(graph: bool) -> list[dict[str, Any]]:
+    """Cells of every path of a linear layer of the 3B model, at one token."""
     from diffquant.bench.contest import linears
     from diffquant.bench.contest.workloads import model_named
 
-    return [_plain(cell) for cell in linears.run([model_named("3B")], (1,), "float16", "cuda", _TURNS, graph=graph)]
+    cells = linears.run_linears([model_named("3B")], (1,), "float16", "cuda", _TURNS, graph=graph)
+    return [_to_dict(cell) for cell in cells]
 
 
 def state_cells(context: int) -> list[dict[str, Any]]:
-    """Bytes of every layer's cache of the 3B model at a context, as torch's allocator counts them."""
+    """Cells of the 3B model's cache at a context, in megabytes of all layers as torch's allocator counts them."""
     import torch
 
     from diffquant.bench.contest import kernels
@@ -86,9 +93,9 @@ def state_cells(context: int) -> list[dict[str, Any]]:
     for bits in (16, 8, 6, 4):
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
-        held = [kernels.stored(call, RECIPES[bits]) for _ in range(model.layers)]
+        stores = [kernels.stored(call, RECIPES[bits]) for _ in range(model.layers)]
         allocated = torch.cuda.memory_allocated() - before
-        stored = sum(store.nbytes for store in held)
+        stored = sum(store.nbytes for store in stores)
         cells.append(
             {
                 "path": f"{bits}-bit state",
@@ -97,11 +104,12 @@ def state_cells(context: int) -> list[dict[str, Any]]:
                 "stored_bytes": stored,
             }
         )
-        del held
+        del stores
     return cells
 
 
 def groups() -> list[Group]:
+    """All groups, the one of greatest interest first."""
     planned = [
         Group(
             "prefill V1, 16K tokens, float16: 8 bits",
@@ -110,16 +118,16 @@ def groups() -> list[Group]:
             ("attention", 16384, 16384, 1, "float16", False, (FP8, INT8, FP16, CUDNN)),
         )
     ]
-    for length in (4096, 8192, 16384):
-        for dtype in ("float16", "bfloat16"):
-            planned.append(
-                Group(
-                    f"prefill V1, {length} tokens, {dtype}",
-                    (Aim(FP16, FOUR, 1.3), Aim(FP16, TWO, 2.0)),
-                    attention_cells,
-                    ("attention", length, length, 1, dtype, False, (FP16, FOUR, TWO, CUDNN)),
-                )
-            )
+    planned += [
+        Group(
+            f"prefill V1, {length} tokens, {dtype}",
+            (Aim(FP16, FOUR, 1.3), Aim(FP16, TWO, 2.0)),
+            attention_cells,
+            ("attention", length, length, 1, dtype, False, (FP16, FOUR, TWO, CUDNN)),
+        )
+        for length in (4096, 8192, 16384)
+        for dtype in ("float16", "bfloat16")
+    ]
     planned.append(
         Group(
             "simulated logits 8:row, V1, 8K tokens, bfloat16",
@@ -148,15 +156,16 @@ def groups() -> list[Group]:
     return [*planned, Group("attention state of the 3B model at 32K tokens (MB)", state, state_cells, (32768,))]
 
 
-def run(group: Group) -> dict[str, Any]:
-    """A group's cells of each run and the ratio of each aim in each; why there are none where it failed."""
+def run_group(group: Group) -> dict[str, Any]:
+    """Cells of a group's runs and the ratios of its aims; the problem where it failed."""
     started = time.perf_counter()
     runs: list[list[dict[str, Any]]] = []
     problem = None
     pool = ProcessPoolExecutor(1, get_context("spawn"))
     try:
         for _ in range(_RUNS):
-            runs.append(pool.submit(group.measure, *group.arguments).result(_SECONDS_A_GROUP))
+            cells = pool.submit(group.measure, *group.arguments).result(_SECONDS_A_GROUP)
+            runs.append(cells)  # a run that fails keeps those before it
     except Exception as error:  # the other groups go on
         problem = failure(error)
         for process in list(pool._processes.values()):
@@ -173,16 +182,16 @@ def run(group: Group) -> dict[str, Any]:
 
 
 def verdict(aim: Aim, runs: Sequence[Sequence[dict[str, Any]]]) -> dict[str, Any]:
-    """The ratio of each run, and "reached", "missed" (by any run) or "not measured" with the reason."""
+    """Verdict on an aim: the ratio of each run, and "reached", "missed" (by any run) or "not measured" with reasons."""
     ratios, reasons = [], []
     for cells in runs:
         by_path = {cell["path"]: cell for cell in cells}
-        pair = [by_path.get(name, {"missing": "not run"}) for name in (aim.path, aim.other)]
-        if all("median" in cell for cell in pair):
-            ratios.append(pair[1]["median"] / pair[0]["median"])
+        compared = [by_path.get(name, {"missing": "not run"}) for name in (aim.path, aim.other)]
+        if all("median" in cell for cell in compared):
+            ratios.append(compared[1]["median"] / compared[0]["median"])
         reasons += [
             f"{name}: {cell.get('missing')}"
-            for name, cell in zip((aim.path, aim.other), pair, strict=True)
+            for name, cell in zip((aim.path, aim.other), compared, strict=True)
             if "median" not in cell
         ]
     if not ratios or len(ratios) < len(runs):
@@ -190,8 +199,8 @@ def verdict(aim: Aim, runs: Sequence[Sequence[dict[str, Any]]]) -> dict[str, Any
     return {"ratios": ratios, "state": "reached" if min(ratios) >= aim.at_least else "missed"}
 
 
-def line(group: dict[str, Any]) -> str:
-    """A group as text: each aim with its ratios, then every path's times."""
+def group_text(group: dict[str, Any]) -> str:
+    """Text of a group: each aim with its ratios, then every path's times."""
     lines = [
         f"{group['group']}  ({group['seconds']:.0f} s)" + (f"  FAILED: {group['problem']}" if group["problem"] else "")
     ]
@@ -215,12 +224,13 @@ def line(group: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _plain(cell: Any) -> dict[str, Any]:
+def _to_dict(cell: Any) -> dict[str, Any]:
     entry = {name: value for name, value in asdict(cell).items() if value not in (None, {}, ())}
     return entry | ({"median": cell.spread.median} if cell.spread else {})
 
 
 def main() -> int:
+    """Measure all groups, print them, and give the exit code."""
     # Not typer: a machine with a GPU may have torch, triton and numpy alone.
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--json", type=Path, dest="file", help="where to write everything")
@@ -233,8 +243,8 @@ def main() -> int:
     result: dict[str, Any] = {"environment": environment(), "turns": _TURNS, "groups": []}
     for group in groups():
         if options.only in group.name:
-            result["groups"].append(run(group))
-            print(line(result["groups"][-1]), flush=True)
+            result["groups"].append(run_group(group))
+            print(group_text(result["groups"][-1]), flush=True)
         if options.file:
             options.file.write_text(json.dumps(result, indent=1) + "\n")
     states = [aim["state"] for group in result["groups"] for aim in group["aims"]]

@@ -1,4 +1,4 @@
-"""Tries neighbours of the kernels' shipped configurations, and writes those that are faster to a file.
+"""Tuning of the kernels: tries neighbours of the shipped configurations, and writes those that are faster to a file.
 
 The file is what `DIFFQUANT_KERNEL_CONFIGS` names: {"kernel/device class/case": {field: value}}.
 """
@@ -31,7 +31,7 @@ Check = Callable[[], bool]
 
 
 def tune(path: Path, device: str, progress: Progress = silent) -> str:
-    """Improve every entry of this device in turn, one field after the other, and write what changed.
+    """Improve every entry of this device in turn, one field after the other, and write what changed; returns a summary.
 
     Raises:
         UsageError: there is no CUDA device.
@@ -59,7 +59,7 @@ def tune(path: Path, device: str, progress: Progress = silent) -> str:
 
 
 def shipped() -> dict[str, Any]:
-    """Every configuration of the kernels' tables by key, as tuned already."""
+    """Configurations of all kernels by key, as they are in force."""
     # Here, since they are Triton's, which a machine without a GPU may lack.
     from diffquant.kernels.attention import prefill_int8, prefill_simulated
     from diffquant.kernels.cache import decode
@@ -80,10 +80,14 @@ def neighbours(config: Any, field: str) -> Iterator[int]:
 
 
 def improve(key: str, config: Any, work: Callable[[], object], is_right: Check) -> tuple[float, float, dict[str, int]]:
-    """Milliseconds before and after, and the fields that changed; a value that fails or is wrong is passed over."""
+    """Improve one configuration; values that fail or give wrong results are passed over.
+
+    Returns:
+        milliseconds before, milliseconds after, and the fields that changed.
+    """
     changed: dict[str, int] = {}
     before = now = _milliseconds(work)
-    for field in (each.name for each in fields(config)):
+    for field in (declared.name for declared in fields(config)):
         start = changed.get(field, getattr(config, field))
         for value in neighbours(config, field):
             entry = changed | {field: value}
@@ -98,7 +102,7 @@ def improve(key: str, config: Any, work: Callable[[], object], is_right: Check) 
 
 
 def probe(key: str) -> tuple[Callable[[], object], Check]:
-    """Work that uses an entry, and whether its result is right.
+    """Work that uses an entry, and the check whether its result is right.
 
     Raises:
         UsageError: no workload here reaches it.

@@ -1,4 +1,4 @@
-"""Time from the shell to the answer of `diffquant inspect`, beside that of importing torch and nothing else.
+"""Cold start: time from the shell to the answer of `diffquant inspect`, beside that of importing torch alone.
 
     python -m diffquant.bench.programs.cold_start FOLDER --json bench/results/cold-start.json
 
@@ -43,14 +43,14 @@ def main(
     file: Annotated[Path | None, typer.Option("--json", help="Where to write the numbers.")] = None,
 ) -> None:
     """Time `diffquant inspect` from start to exit, beside `import torch`."""
-    result = measure(model, repeats)
+    result = measure_cold_start(model, repeats)
     if file:
         write_atomically(file, json.dumps(result, indent=2) + "\n")
-    typer.echo(summary(result))
+    typer.echo(cold_start_summary(result))
 
 
-def measure(model: Path, repeats: int) -> dict[str, Any]:
-    """Turns of each process, the first of each left out."""
+def measure_cold_start(model: Path, repeats: int) -> dict[str, Any]:
+    """Times of each process's turns, the first of each left out, and their ratios."""
     commands = {
         _TORCH: ["-c", _TORCH],
         _INSPECT: ["-m", "diffquant.cli", "inspect", str(model)],
@@ -65,14 +65,14 @@ def measure(model: Path, repeats: int) -> dict[str, Any]:
     return {
         "environment": environment(),
         "model": model.name,
-        "turns": {name: [asdict(turn) for turn in of_name] for name, of_name in turns.items()},
+        "turns": {name: [asdict(turn) for turn in of_process] for name, of_process in turns.items()},
         "ratio": _ratio(turns, "seconds"),
         "cpu_ratio": _ratio(turns, "cpu_seconds"),
     }
 
 
-def summary(result: dict[str, Any]) -> str:
-    """Medians of each process, and the ratio of `inspect` to `import torch`."""
+def cold_start_summary(result: dict[str, Any]) -> str:
+    """Text with the medians of each process, and the ratio of `inspect` to `import torch`."""
     lines = [
         f"{name}: {median(turn['seconds'] for turn in turns):.2f} s, "
         f"{median(turn['cpu_seconds'] for turn in turns):.2f} s of processor time"
@@ -82,17 +82,17 @@ def summary(result: dict[str, Any]) -> str:
     return "\n".join([*lines, f"{ratio}, {result['cpu_ratio']:.2f} times its processor time"])
 
 
-def _ratio(turns: dict[str, list[Turn]], what: str) -> float:
+def _ratio(turns: dict[str, list[Turn]], quantity: str) -> float:
     """Median of the ratios of turns that followed one another."""
-    pairs = zip(turns[_INSPECT], turns[_TORCH], strict=True)
-    return median(getattr(ours, what) / getattr(torch, what) for ours, torch in pairs)
+    side_by_side = zip(turns[_INSPECT], turns[_TORCH], strict=True)
+    return float(median(getattr(ours, quantity) / getattr(torch, quantity) for ours, torch in side_by_side))
 
 
 def _run(arguments: list[str]) -> Turn:
     """Run Python to its end.
 
     Raises:
-        DiffQuantError: it failed.
+        DiffQuantError: the process failed.
     """
     started = time.monotonic()
     process = subprocess.Popen([sys.executable, *arguments], stdout=subprocess.DEVNULL)
@@ -104,4 +104,6 @@ def _run(arguments: list[str]) -> Turn:
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    from diffquant.support.program import run_program
+
+    run_program(main)

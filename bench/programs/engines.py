@@ -22,14 +22,19 @@ Step = Callable[[np.ndarray], np.ndarray]
 
 @dataclass(frozen=True)
 class Engine:
-    """An open model: `generate` gives new tokens and the time of each, `prefill` runs a prompt alone."""
+    """An open model that continues tokens.
+
+    Attributes:
+        generate: function of a prompt [1, T] and a count; gives so many new tokens and the time of each.
+        prefill: function that runs a prompt [1, T] alone.
+    """
 
     generate: Callable[[np.ndarray, int], tuple[list[int], list[float]]]
     prefill: Callable[[np.ndarray], Any]
 
 
 def stepping(start: Callable[[int], Step]) -> Engine:
-    """Greedy decoding by a step; `start` makes one with room for so many tokens."""
+    """Engine that decodes greedily by a step; `start` makes one with room for so many tokens."""
 
     def generate(prompt: np.ndarray, count: int) -> tuple[list[int], list[float]]:
         step, ids = start(prompt.shape[1] + count), prompt
@@ -44,7 +49,7 @@ def stepping(start: Callable[[int], Step]) -> Engine:
 
 
 def open_torch(model: Path, threads: int) -> Engine:
-    """DiffTransformer, through transformers' `generate`."""
+    """Engine of DiffTransformer, through transformers' `generate`."""
     import torch
 
     from diffquant.loading import load
@@ -80,7 +85,7 @@ class Clock:
 
 
 def write_export(options: dict[str, Any], model: Path, folder: Path) -> None:
-    """diffquant's export; a model without a tokenizer is calibrated on random tokens."""
+    """Write diffquant's export; a model without a tokenizer is calibrated on random tokens."""
     import torch
 
     from diffquant.calib.calibration.kv_cache import calibrate_cache
@@ -97,6 +102,7 @@ def write_export(options: dict[str, Any], model: Path, folder: Path) -> None:
 
 
 def open_export(folder: Path, threads: int) -> Engine:
+    """Engine of diffquant's export, with a cache that is extended in place."""
     from diffquant.export.runtime.session import InPlaceDecoder, OnnxModel
 
     model = OnnxModel(folder, threads)
@@ -104,7 +110,7 @@ def open_export(folder: Path, threads: int) -> Engine:
 
 
 def write_transformers(fusions: str | None, bits: int, model: Path, folder: Path) -> None:
-    """transformers' own export: one graph that takes prompts as well as single tokens.
+    """Write transformers' own export: one graph that takes prompts as well as single tokens.
 
     Its 4 bits are NNCF's: symmetric, a scale over 32 weights, embedding and head at 8 bits.
     """
@@ -133,7 +139,7 @@ def _nncf_quantizer() -> Any:
 
 
 def open_transformers(folder: Path, threads: int) -> Engine:
-    """Its cache grows by concatenation; what one call returns is the next one's input, without a copy."""
+    """Engine of transformers' export; a call's cache is the next one's input without a copy, and grows by a copy."""
     import onnxruntime as ort
 
     options = ort.SessionOptions()
@@ -167,7 +173,11 @@ def open_transformers(folder: Path, threads: int) -> Engine:
 
 
 def write_llama_cpp(model: Path, folder: Path) -> None:
-    """A GGUF file in llama.cpp's Q4_0, by its own quantizer; a file that is quantized already is quantized again."""
+    """Write a GGUF file in llama.cpp's Q4_0 by its own quantizer, also of a file that is quantized already.
+
+    Raises:
+        CheckpointError: the model is no GGUF file, or llama.cpp could not quantize it.
+    """
     import llama_cpp
 
     if model.suffix != ".gguf":
@@ -182,7 +192,7 @@ def write_llama_cpp(model: Path, folder: Path) -> None:
 
 
 def open_llama_cpp(folder: Path, threads: int) -> Engine:
-    """llama.cpp as llama-cpp-python sets it up, with the logits of every position as the others give them."""
+    """Engine of llama.cpp as llama-cpp-python sets it up, giving logits of every position as the others do."""
     import llama_cpp
 
     model = llama_cpp.Llama(
@@ -207,7 +217,7 @@ def open_llama_cpp(folder: Path, threads: int) -> Engine:
 
 
 def random_tokens(model: Path, count: int) -> np.ndarray:
-    """[1, count], the same every time; speed does not depend on what they say."""
+    """Token ids [1, count], the same every time; speed does not depend on what they say."""
     from diffquant.formats.opening import open_checkpoint
 
     return np.random.default_rng(0).integers(0, open_checkpoint(model).config["vocab_size"], (1, count))

@@ -49,7 +49,13 @@ from diffquant.report.tables import aligned
 
 @dataclass(frozen=True)
 class Contestant:
-    """Writes a model's folder, where it needs one, and opens it on so many threads; a peer may be unable to."""
+    """A way to generate.
+
+    Attributes:
+        write: function that writes a model's folder; None where the model itself is opened.
+        open: function that opens a folder on so many threads.
+        peer: whether it is another library's, which may be unable to run a model.
+    """
 
     write: Callable[[Path, Path], None] | None
     open: Callable[[Path, int], Engine]
@@ -58,7 +64,7 @@ class Contestant:
 
 @dataclass(frozen=True)
 class Settings:
-    """How each contestant is measured.
+    """Settings of a measurement, the same for each contestant.
 
     Attributes:
         threads: threads of each process.
@@ -91,8 +97,8 @@ CONTESTANTS = {
 _engines: list[Engine] = []  # the one of this process
 
 
-def write(name: str, model: Path, folder: Path) -> dict[str, Any]:
-    """Make a contestant's folder: seconds, and the process's memory at most without mapped files."""
+def write_folder(name: str, model: Path, folder: Path) -> dict[str, Any]:
+    """Write a contestant's folder; returns seconds, and the process's peak memory without mapped files."""
     make = CONTESTANTS[name].write
     if make is None:
         return {}
@@ -104,20 +110,21 @@ def write(name: str, model: Path, folder: Path) -> dict[str, Any]:
 
 
 def open_engine(name: str, folder: Path, threads: int) -> None:
+    """Open a contestant's folder as this process's model."""
     _engines.append(CONTESTANTS[name].open(folder, threads))
 
 
-def decode(prompt: np.ndarray, count: int) -> tuple[float, list[int]]:
-    """Decoded tokens a second of this process's model, and the tokens."""
+def decode_speed(prompt: np.ndarray, count: int) -> tuple[float, list[int]]:
+    """Speed of decoding by this process's model, in tokens a second, and the tokens."""
     tokens, times = _engines[0].generate(prompt, count)
     return (count - 1) / (times[-1] - times[0]), tokens
 
 
-def prefill(prompt: np.ndarray) -> float:
-    """Prompt tokens a second of this process's model."""
+def prefill_speed(prompt: np.ndarray) -> float:
+    """Speed of prefill by this process's model, in tokens a second."""
     started = time.perf_counter()
     _engines[0].prefill(prompt)
-    return prompt.shape[1] / (time.perf_counter() - started)
+    return int(prompt.shape[1]) / (time.perf_counter() - started)
 
 
 def peak_bytes() -> int:
@@ -126,7 +133,7 @@ def peak_bytes() -> int:
 
 
 def write_all(model: Path, place: Path, names: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Make the folders that are not there yet; what each took, or why there is none."""
+    """Write the folders that are not there yet; returns what each took, or why there is none."""
     rows: dict[str, dict[str, Any]] = {}
     for name in names:
         folder = folder_of(name, place)
@@ -141,7 +148,7 @@ def _attempt(name: str, model: Path, folder: Path) -> dict[str, Any]:
     """Numbers of writing a contestant's folder in a process whose memory is its own."""
     try:
         with ProcessPoolExecutor(1, get_context("spawn")) as writer:
-            took = writer.submit(write, name, model, folder).result()
+            took = writer.submit(write_folder, name, model, folder).result()
     except Exception as error:  # whatever a peer fails with, the table says it
         if not may_be_missing(name, error):
             raise
@@ -155,11 +162,12 @@ def may_be_missing(name: str, error: Exception) -> bool:
 
 
 def folder_of(name: str, place: Path) -> Path:
+    """Path of a contestant's folder."""
     return place / re.sub(r"[^\w.]+", "-", name)
 
 
-def measure(model: Path, place: Path, names: Sequence[str], settings: Settings) -> dict[str, dict[str, Any]]:
-    """Each contestant's numbers on a model, or why it has none; torch must be among them."""
+def measure_generation(model: Path, place: Path, names: Sequence[str], settings: Settings) -> dict[str, dict[str, Any]]:
+    """Numbers of each contestant on a model, or why it has none; torch must be among them."""
     rows = write_all(model, place, names)
     pools = {}
     for name, row in rows.items():
@@ -167,7 +175,7 @@ def measure(model: Path, place: Path, names: Sequence[str], settings: Settings) 
             continue
         try:
             pools[name] = admit(name, model, place, settings)
-        except Exception as error:  # as above
+        except Exception as error:  # a peer may fail with anything here, too
             if not may_be_missing(name, error):
                 raise
             rows[name] = {"missing": reason(error)}
@@ -176,31 +184,31 @@ def measure(model: Path, place: Path, names: Sequence[str], settings: Settings) 
     prompt, long_prompt = random_tokens(model, settings.prompt), random_tokens(model, settings.prefill)
     for _ in range(settings.repeats):
         for name, pool in pools.items():
-            speed, rows[name]["tokens"] = pool.submit(decode, prompt, settings.new).result()
+            speed, rows[name]["tokens"] = pool.submit(decode_speed, prompt, settings.new).result()
             rows[name]["decode"].append(speed)
     for name, pool in pools.items():
         rows[name]["peak_bytes"] = pool.submit(peak_bytes).result()
-        pool.submit(prefill, long_prompt).result()  # warms up
+        pool.submit(prefill_speed, long_prompt).result()  # warms up
     for _ in range(settings.repeats):
         for name, pool in pools.items():
-            rows[name]["prefill"].append(pool.submit(prefill, long_prompt).result())
+            rows[name]["prefill"].append(pool.submit(prefill_speed, long_prompt).result())
     for name, pool in pools.items():
         pool.shutdown()
-        compare(rows[name], rows[TORCH])
+        compare_with_torch(rows[name], rows[TORCH])
     return rows
 
 
 def admit(name: str, model: Path, place: Path, settings: Settings) -> ProcessPoolExecutor:
-    """A process that has the contestant's model open and warm."""
+    """Pool of one process that has the contestant's model open and warm."""
     folder = folder_of(name, place) if CONTESTANTS[name].write else model
     pool = ProcessPoolExecutor(1, get_context("spawn"))
     pool.submit(open_engine, name, folder, settings.threads).result()
-    pool.submit(decode, random_tokens(model, settings.prompt), settings.new).result()
+    pool.submit(decode_speed, random_tokens(model, settings.prompt), settings.new).result()
     return pool
 
 
-def compare(row: dict[str, Any], torch: dict[str, Any]) -> None:
-    """Add medians, times torch's speed, the share of its memory, and how many leading tokens are like torch's."""
+def compare_with_torch(row: dict[str, Any], torch: dict[str, Any]) -> None:
+    """Add to a row its medians, their ratios to torch's, and how many leading tokens are like torch's."""
     for what in ("decode", "prefill"):
         row[f"{what}_median"] = median(row[what])
         row[f"{what}_of_torch"] = median(row[what]) / median(torch[what])
@@ -210,7 +218,7 @@ def compare(row: dict[str, Any], torch: dict[str, Any]) -> None:
 
 
 def compare_with_export(rows: dict[str, dict[str, Any]]) -> None:
-    """Add each one's share of the float32 export's folder and memory, where that was measured."""
+    """Add to each row its share of the float32 export's folder and memory, where that was measured."""
     reference = rows.get(FLOAT, {})
     for row in rows.values():
         if reference.get("folder_bytes") and row.get("folder_bytes"):
@@ -220,14 +228,14 @@ def compare_with_export(rows: dict[str, dict[str, Any]]) -> None:
 
 
 def reason(error: Exception) -> str:
-    """An error's type and first sentence; of its paths the last parts."""
+    """Text of an error: its type and first sentence, with the last parts of paths alone."""
     text = str(error).strip().split("\n")[0].split(". ")[0]
     places = r"(?<![\w.])/[\w./-]*/"
     return f"{type(error).__name__}: {re.sub(places, '', text)}"
 
 
 def table(model: str, rows: dict[str, Any]) -> str:
-    """A line a contestant: medians (spread), and each as a share."""
+    """Text with a line for each contestant: medians, their spread, and their shares of torch's and the export's."""
     columns = ["decode tokens/s", "of torch", "prefill tokens/s", "of torch", "folder MB", "of f32", "peak MB"]
     head = [model, *columns, "of torch", "of f32", "same tokens", "written in s", "with MB"]
     lines = []
@@ -283,7 +291,7 @@ def main(
         result = json.loads(file.read_text()) | {"environment": result["environment"]}
     for model in models:
         with tempfile.TemporaryDirectory() as place:
-            rows = measure(model, _place(exports or Path(place), model), names, settings)
+            rows = measure_generation(model, _place(exports or Path(place), model), names, settings)
         for row in rows.values():
             # With each row, since a merged file has rows of several runs.
             row["settings"] = asdict(settings) | {"commit": result["environment"]["commit"]}
@@ -297,10 +305,10 @@ def main(
 
 
 def chosen(names: str) -> list[str]:
-    """Torch and those named, with semicolons between, in the contest's order; all where none is.
+    """Names of torch and of the contestants in a list with semicolons, in the contest's order; all where it is empty.
 
     Raises:
-        UsageError: a name that no contestant has.
+        UsageError: no contestant has one of the names.
     """
     wanted = {name.strip() for name in names.split(";") if name.strip()}
     if wanted - CONTESTANTS.keys():

@@ -1,8 +1,8 @@
-"""HellaSwag's items a second: our scorer beside lm-eval's HFLM, on the same model, items and cores.
+"""Speed of HellaSwag: our scorer beside lm-eval's HFLM, on the same model, items and cores.
 
     python -m diffquant.bench.programs.hellaswag --items 100 MODEL.gguf --json bench/results/hellaswag-speed.json
 
-Contestants take turns (A B A B), so that what else the machine does falls on all of them; CPU seconds
+Scorers take turns (A B A B), so that what else the machine does falls on all of them; CPU seconds
 are given too, which depend on it less. HFLM gets transformers' own Llama with dense weights. In float32
 both must choose the same ending of every item.
 """
@@ -33,7 +33,7 @@ _BATCH_SIZES = (1, 8)
 
 
 @dataclass(frozen=True)
-class Contestant:
+class Scorer:
     """One scorer in one dtype; `score` gives the chosen ending (by summed log-probability) of each item."""
 
     name: str
@@ -43,8 +43,8 @@ class Contestant:
 
 
 @dataclass
-class Timing:
-    """A contestant's runs: wall and CPU seconds of each, and its choices."""
+class ScorerTimes:
+    """Wall and CPU seconds of each of a scorer's runs, and its choices."""
 
     name: str
     dtype: str
@@ -57,26 +57,26 @@ class Timing:
 def main(
     model: Annotated[Path, typer.Argument(help="A Llama: a .gguf file or a folder.")],
     items: Annotated[int, typer.Option(min=1, help="Items to score.")] = 100,
-    repeats: Annotated[int, typer.Option(min=1, help="Turns of each contestant.")] = 2,
+    repeats: Annotated[int, typer.Option(min=1, help="Turns of each scorer.")] = 2,
     file: Annotated[Path | None, typer.Option("--json", help="Where to write the numbers.")] = None,
 ) -> None:
     """Measure HellaSwag's items a second beside lm-eval's HFLM."""
-    result = measure(model, items, repeats)
+    result = measure_scorers(model, items, repeats)
     if file:
         file.write_text(json.dumps(result, indent=1) + "\n")
-    print(summary(result))
+    print(scorer_summary(result))
     _require(result)
 
 
-def measure(path: Path, items: int, repeats: int) -> dict[str, Any]:
-    """Time every contestant `repeats` times, in turns.
+def measure_scorers(path: Path, items: int, repeats: int) -> dict[str, Any]:
+    """Time every scorer `repeats` times, in turns.
 
     Raises:
         MissingDependencyError: lm-eval's HFLM cannot be imported.
     """
     questions = load_items(limit=items)
-    entrants = contestants(path)
-    timings = [Timing(c.name, c.dtype, c.batch_size, [], [], []) for c in entrants]
+    entrants = scorers(path)
+    timings = [ScorerTimes(c.name, c.dtype, c.batch_size, [], [], []) for c in entrants]
     for entrant in entrants:
         entrant.score(questions[:2])
     for _ in range(repeats):
@@ -94,20 +94,20 @@ def measure(path: Path, items: int, repeats: int) -> dict[str, Any]:
     }
 
 
-def contestants(path: Path) -> list[Contestant]:
-    """Ours and HFLM at its batch sizes, in float32 and bfloat16."""
+def scorers(path: Path) -> list[Scorer]:
+    """Scorers that take part: ours, and HFLM at its batch sizes, in float32 and bfloat16."""
     tokenizer = load_tokenizer(path)
     entrants = []
     for dtype in (torch.float32, torch.bfloat16):
         name = str(dtype).removeprefix("torch.")
-        entrants.append(Contestant("diffquant", name, None, _ours(load(path, dtype=dtype), tokenizer)))
+        entrants.append(Scorer("diffquant", name, None, _ours(load(path, dtype=dtype), tokenizer)))
         oracle = _transformers_llama(path, dtype)
-        entrants += [Contestant("HFLM", name, n, _hflm(oracle, tokenizer, n)) for n in _BATCH_SIZES]
+        entrants += [Scorer("HFLM", name, n, _hflm(oracle, tokenizer, n)) for n in _BATCH_SIZES]
     return entrants
 
 
-def summary(result: dict[str, Any]) -> str:
-    """A line a contestant, the ratios, and whether the choices agree."""
+def scorer_summary(result: dict[str, Any]) -> str:
+    """Text with a line for each scorer, the ratios, and whether the choices agree."""
     items = result["items"]
     rows = []
     for timing in result["timings"]:
@@ -119,23 +119,23 @@ def summary(result: dict[str, Any]) -> str:
         f"{what}: {wall:.2f} times HFLM's items per second, {cpu:.2f} times per CPU second"
         for what, (wall, cpu) in ratios(result).items()
     ]
-    lines.append(f"float32: the same choice on {_agreeing(result)} of {items} items")
+    lines.append(f"float32: the same choice on {_count_agreeing(result)} of {items} items")
     return "\n".join(lines)
 
 
 def ratios(result: dict[str, Any]) -> dict[str, tuple[float, float]]:
-    """How many times HFLM's speed ours is, by wall clock and by CPU time, from each one's best run."""
+    """Ratios of our speed to HFLM's, by wall clock and by CPU time, from the best run of each."""
     best = {
         (t["name"], t["dtype"], t["batch_size"]): (min(t["seconds"]), min(t["cpu_seconds"])) for t in result["timings"]
     }
     ours, theirs = result["default_dtype"]["diffquant"], result["default_dtype"]["HFLM"]
-    pairs = {
+    compared = {
         f"{dtype}, HFLM at batch {n}": (("HFLM", dtype, n), ("diffquant", dtype, None))
         for dtype in ("float32", "bfloat16")
         for n in _BATCH_SIZES
     } | {"each one's defaults": (("HFLM", theirs, 1), ("diffquant", ours, None))}
     return {
-        what: (best[slow][0] / best[fast][0], best[slow][1] / best[fast][1]) for what, (slow, fast) in pairs.items()
+        what: (best[slow][0] / best[fast][0], best[slow][1] / best[fast][1]) for what, (slow, fast) in compared.items()
     }
 
 
@@ -149,9 +149,9 @@ def _hflm(model: Any, tokenizer: Any, batch_size: int) -> Callable[[Sequence[Hel
     scorer = _hflm_class()(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
 
     def score(items: Sequence[HellaSwagItem]) -> list[int]:
-        pairs = [(item.query, f" {ending}") for item in items for ending in item.endings]
-        asked = [Instance("loglikelihood", {}, pair, i) for i, pair in enumerate(pairs)]
-        answers = iter(scorer.loglikelihood(asked, disable_tqdm=True))
+        texts = [(item.query, f" {ending}") for item in items for ending in item.endings]
+        requests = [Instance("loglikelihood", {}, text, i) for i, text in enumerate(texts)]
+        answers = iter(scorer.loglikelihood(requests, disable_tqdm=True))
         logprobs = [[next(answers)[0] for _ in item.endings] for item in items]
         return [max(range(len(row)), key=row.__getitem__) for row in logprobs]
 
@@ -184,8 +184,8 @@ def _transformers_llama(path: Path, dtype: torch.dtype) -> Any:
     ).eval()
 
 
-def _agreeing(result: dict[str, Any]) -> int:
-    """Items on which every float32 contestant chose the same ending."""
+def _count_agreeing(result: dict[str, Any]) -> int:
+    """Number of items on which every scorer in float32 chose the same ending."""
     choices = [timing["choices"] for timing in result["timings"] if timing["dtype"] == "float32"]
     return sum(len(set(chosen)) == 1 for chosen in zip(*choices, strict=True))
 
@@ -194,10 +194,10 @@ def _require(result: dict[str, Any]) -> None:
     """Check that the scorers agree.
 
     Raises:
-        ToleranceError: in float32 they choose differently.
+        ToleranceError: in float32 they choose different endings of some items.
     """
-    if _agreeing(result) < result["items"]:
-        raise ToleranceError(f"the scorers choose differently on {result['items'] - _agreeing(result)} items")
+    if _count_agreeing(result) < result["items"]:
+        raise ToleranceError(f"the scorers choose differently on {result['items'] - _count_agreeing(result)} items")
 
 
 if __name__ == "__main__":

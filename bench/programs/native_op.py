@@ -28,8 +28,14 @@ OPSET, IR = 23, 10
 
 
 @dataclass(frozen=True)
-class Shape:
-    """One layer's attention: generation, pairs, KV pairs, and the width of one map's head."""
+class OpShape:
+    """Shape of one layer's attention.
+
+    Attributes:
+        generation: 1 or 2, of the DIFF Transformer.
+        pairs, kv_pairs: h and h_kv.
+        width: width d of a query or key of one map.
+    """
 
     generation: int
     pairs: int
@@ -38,12 +44,20 @@ class Shape:
 
     @property
     def row(self) -> int:
+        """Width of a KV pair's key or value, of both maps where each has its own."""
         return self.width * (2 if self.generation == 1 else 1)
 
 
 @dataclass(frozen=True)
-class Workload:
-    """`tokens` new ones at the end of a `context`, over a cache of `kv_bits` (0 for the dtype) used in place."""
+class OpWorkload:
+    """New tokens at the end of a context, over a cache that is extended in place.
+
+    Attributes:
+        context: tokens of the context, the new ones included.
+        tokens: number of new tokens.
+        kv_bits: bits of the cache; 0 where it has the dtype.
+        dtype: "float32" or "float16".
+    """
 
     context: int
     tokens: int
@@ -52,11 +66,11 @@ class Workload:
 
 
 @dataclass(frozen=True)
-class Result:
-    """Milliseconds of each call of both."""
+class OpTimes:
+    """Milliseconds of each call of the function body and of the native kernel."""
 
     shape: str
-    workload: Workload
+    workload: OpWorkload
     body: list[float]
     native: list[float]
 
@@ -75,20 +89,20 @@ class Result:
 
 
 SHAPES = {
-    "v1 8/8": Shape(1, 8, 8, 64),
-    "v1 16/4": Shape(1, 16, 4, 64),
-    "v1 8/8 d128": Shape(1, 8, 8, 128),
-    "v2 9/3": Shape(2, 9, 3, 64),
-    "v2 16/4 d128": Shape(2, 16, 4, 128),
+    "v1 8/8": OpShape(1, 8, 8, 64),
+    "v1 16/4": OpShape(1, 16, 4, 64),
+    "v1 8/8 d128": OpShape(1, 8, 8, 128),
+    "v2 9/3": OpShape(2, 9, 3, 64),
+    "v2 16/4 d128": OpShape(2, 16, 4, 128),
 }
 WORKLOADS = [
-    Workload(4096, 1, 0),
-    Workload(1024, 1024, 0),
-    Workload(4096, 1, 8),
-    Workload(1024, 1024, 8),
-    Workload(4096, 1, 4),
-    Workload(4096, 1, 0, "float16"),
-    Workload(1024, 1024, 0, "float16"),
+    OpWorkload(4096, 1, 0),
+    OpWorkload(1024, 1024, 0),
+    OpWorkload(4096, 1, 8),
+    OpWorkload(1024, 1024, 8),
+    OpWorkload(4096, 1, 4),
+    OpWorkload(4096, 1, 0, "float16"),
+    OpWorkload(1024, 1024, 0, "float16"),
 ]
 
 
@@ -108,17 +122,17 @@ def main(
     library = native.library_path()
     if library is None:
         raise MissingDependencyError("the native kernel is not built: python -m diffquant.export.native")
-    results = [compare(name, workload, library, threads, repeats) for name in names for workload in WORKLOADS]
+    results = [compare_kernel(name, workload, library, threads, repeats) for name in names for workload in WORKLOADS]
     if as_json:
-        print(json.dumps(report(results, native.kernel_name(), threads), indent=2))
+        print(json.dumps(op_report(results, native.kernel_name(), threads), indent=2))
     else:
-        print("\n".join(line(result) for result in results))
+        print("\n".join(times_line(result) for result in results))
 
 
-def compare(name: str, workload: Workload, library: Path, threads: int, repeats: int) -> Result:
-    """Times of both, run in turn so that neither meets another machine than the other."""
+def compare_kernel(name: str, workload: OpWorkload, library: Path, threads: int, repeats: int) -> OpTimes:
+    """Time the body and the kernel in turns, so that what else the machine does falls on both."""
     shape = SHAPES[name]
-    calls = [prepared_call(shape, workload, each, threads) for each in (None, library)]
+    calls = [prepared_call(shape, workload, path, threads) for path in (None, library)]
     times: list[list[float]] = [[], []]
     for _ in range(repeats):
         for call, spent in zip(calls, times, strict=True):
@@ -126,10 +140,11 @@ def compare(name: str, workload: Workload, library: Path, threads: int, repeats:
             start = time.perf_counter()
             call()
             spent.append((time.perf_counter() - start) * 1e3)
-    return Result(name, workload, *times)
+    return OpTimes(name, workload, *times)
 
 
-def report(results: list[Result], kernel: str | None, threads: int) -> dict[str, Any]:
+def op_report(results: list[OpTimes], kernel: str | None, threads: int) -> dict[str, Any]:
+    """Report of all workloads, for JSON."""
     return {
         "environment": environment(),
         "onnxruntime": ort.__version__,
@@ -139,7 +154,8 @@ def report(results: list[Result], kernel: str | None, threads: int) -> dict[str,
     }
 
 
-def line(result: Result) -> str:
+def times_line(result: OpTimes) -> str:
+    """Line of text for one workload."""
     work = result.workload
     what = f"{work.tokens} of {work.context} tokens, {work.dtype}, cache {work.kv_bits or 'as is'}"
     numbers = result.to_dict()
@@ -147,8 +163,8 @@ def line(result: Result) -> str:
     return f"{result.shape:13} {what:42} {times}  {numbers['ratio']:5.2f}x  best {numbers['ratio_of_best']:5.2f}x"
 
 
-def prepared_call(shape: Shape, workload: Workload, library: Path | None, threads: int) -> Callable[[], None]:
-    """One call of the op on random inputs, everything bound beforehand and the cache extended in place."""
+def prepared_call(shape: OpShape, workload: OpWorkload, library: Path | None, threads: int) -> Callable[[], None]:
+    """Call of the op on random inputs, everything bound beforehand and the cache extended in place."""
     options = ort.SessionOptions()
     options.intra_op_num_threads = threads
     options.log_severity_level = 3
@@ -170,8 +186,8 @@ def prepared_call(shape: Shape, workload: Workload, library: Path | None, thread
     return lambda: session.run_with_iobinding(binding)
 
 
-def one_node(shape: Shape, workload: Workload) -> onnx.ModelProto:
-    """A model of one node with its body."""
+def one_node(shape: OpShape, workload: OpWorkload) -> onnx.ModelProto:
+    """ONNX model of one node, with its function body."""
     attributes = op.OpAttributes(
         num_pairs=shape.pairs,
         num_kv_pairs=shape.kv_pairs,
@@ -216,11 +232,11 @@ def _declared(values: Mapping[str, tuple[int, Sequence[int]]]) -> list[onnx.Valu
     return [helper.make_tensor_value_info(name, *value) for name, value in values.items()]
 
 
-def _stored(shape: Shape, workload: Workload) -> int:
+def _stored(shape: OpShape, workload: OpWorkload) -> int:
     return shape.row // 2 if workload.kv_bits == 4 else shape.row
 
 
-def _input(value: onnx.ValueInfoProto, shape: Shape, workload: Workload, rng: np.random.Generator) -> ort.OrtValue:
+def _input(value: onnx.ValueInfoProto, shape: OpShape, workload: OpWorkload, rng: np.random.Generator) -> ort.OrtValue:
     tensor = value.type.tensor_type
     dims = [dim.dim_value for dim in tensor.shape.dim]
     if value.name == "seqlens_k":
@@ -238,7 +254,7 @@ def _input(value: onnx.ValueInfoProto, shape: Shape, workload: Workload, rng: np
     return ort.OrtValue.ortvalue_from_numpy(made)
 
 
-def _random_cache(shape: Shape, workload: Workload, rng: np.random.Generator) -> ort.OrtValue:
+def _random_cache(shape: OpShape, workload: OpWorkload, rng: np.random.Generator) -> ort.OrtValue:
     dims = (1, shape.kv_pairs, workload.context, _stored(shape, workload))
     if workload.kv_bits:
         made = rng.integers(0, 256, dims, dtype="u1").view("i1" if workload.kv_bits == 8 else "u1")

@@ -1,4 +1,4 @@
-"""Time to open a GGUF file and read all of its tensors, beside transformers' own loader.
+"""Opening a GGUF file: time to read all of its tensors, beside transformers' own loader.
 
     python -m diffquant.bench.programs.opening MODEL.gguf --json bench/results/opening.json
 
@@ -60,49 +60,51 @@ def main(
     file: Annotated[Path | None, typer.Option("--json", help="Where to write the numbers.")] = None,
 ) -> None:
     """Time opening a GGUF file and reading all its tensors."""
-    result = measure(model, repeats)
+    result = measure_opening(model, repeats)
     if file:
         write_atomically(file, json.dumps(result, indent=2) + "\n")
-    typer.echo(summary(result))
+    typer.echo(opening_summary(result))
 
 
-def measure(model: Path, repeats: int) -> dict[str, Any]:
-    """Turns of ours and of transformers' loader, in seconds and bytes."""
-    ours, library = [], []
+def measure_opening(model: Path, repeats: int) -> dict[str, Any]:
+    """Seconds and bytes of our loader's turns and of transformers', and their ratio."""
+    ours, theirs = [], []
     for _ in range(repeats):
         ours.append(_turn(_OURS, model))
-        library.append(_turn(_LIBRARY, model))
+        theirs.append(_turn(_LIBRARY, model))
     return {
         "environment": environment("gguf"),
         "model": model.name,
         "file_bytes": model.stat().st_size,
         "ours": ours,
-        "transformers": library,
-        "ratio": median(theirs["seconds"] / mine["seconds"] for mine, theirs in zip(ours, library, strict=True)),
+        "transformers": theirs,
+        "ratio": median(their["seconds"] / our["seconds"] for our, their in zip(ours, theirs, strict=True)),
     }
 
 
-def summary(result: dict[str, Any]) -> str:
-    """One line of medians."""
+def opening_summary(result: dict[str, Any]) -> str:
+    """Line of text with the medians."""
 
-    def middle(who: str, what: str) -> float:
-        return median(turn[what] for turn in result[who])
+    def median_of(loader: str, quantity: str) -> float:
+        return float(median(turn[quantity] for turn in result[loader]))
 
     return (
-        f"{result['model']}: opened in {middle('ours', 'open_seconds'):.2f} s, opened and all tensors read in "
-        f"{middle('ours', 'seconds'):.2f} s, peak {middle('ours', 'peak_resident') / 1e6:.0f} MB; transformers "
-        f"{middle('transformers', 'seconds'):.2f} s, peak {middle('transformers', 'peak_resident') / 1e6:.0f} MB: "
+        f"{result['model']}: opened in {median_of('ours', 'open_seconds'):.2f} s, opened and all tensors read in "
+        f"{median_of('ours', 'seconds'):.2f} s, peak {median_of('ours', 'peak_resident') / 1e6:.0f} MB; transformers "
+        f"{median_of('transformers', 'seconds'):.2f} s, "
+        f"peak {median_of('transformers', 'peak_resident') / 1e6:.0f} MB: "
         f"{result['ratio']:.1f} times as long"
     )
 
 
 def _turn(program: str, model: Path) -> dict[str, float]:
-    """One process's numbers.
+    """Numbers of one process.
 
     Raises:
-        DiffQuantError: it failed.
+        DiffQuantError: the process failed.
     """
-    done = subprocess.run([sys.executable, "-c", program + _REPORT, str(model)], capture_output=True, text=True)
+    command = [sys.executable, "-c", program + _REPORT, str(model)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise DiffQuantError(f"reading {model} failed: {done.stderr.strip().splitlines()[-1]}")
     numbers: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
@@ -110,4 +112,6 @@ def _turn(program: str, model: Path) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    from diffquant.support.program import run_program
+
+    run_program(main)

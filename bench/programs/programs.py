@@ -6,7 +6,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from diffquant.bench.cells import Cell
+from diffquant.bench.cells import BenchCell
 from diffquant.bench.programs import generate, hellaswag, quantize
 from diffquant.bench.synthetic import synthesize
 from diffquant.errors import DiffQuantError
@@ -19,8 +19,8 @@ _SHORT = "left out of the full report for its time; `diffquant bench generate` r
 
 def generation(
     models: Sequence[Path], threads: int, repeats: int, peers: bool, progress: Progress = silent
-) -> list[Cell]:
-    """Decode and prefill of every contestant.
+) -> list[BenchCell]:
+    """Cells of decode and prefill of every contestant.
 
     Args:
         peers: whether transformers' exports, which take minutes to make, are among them.
@@ -30,7 +30,7 @@ def generation(
     for done, model in enumerate(models):
         progress(done, len(models), f"generate: {model.name}")
         with tempfile.TemporaryDirectory() as place:
-            rows = generate.measure(model, Path(place), names, generate.Settings(threads, repeats))
+            rows = generate.measure_generation(model, Path(place), names, generate.Settings(threads, repeats))
         generate.compare_with_export(rows)
         left_out = [name for name in generate.CONTESTANTS if name not in names]
         rows |= {name: {"missing": _SHORT} for name in left_out}
@@ -38,10 +38,10 @@ def generation(
     return cells
 
 
-def _of_generation(model: str, name: str, row: dict[str, Any]) -> list[Cell]:
+def _of_generation(model: str, name: str, row: dict[str, Any]) -> list[BenchCell]:
     facts = {what: row[what] for what in ("folder_bytes", "folder_of_export", "peak_of_export") if row.get(what)}
     return [
-        Cell(
+        BenchCell(
             "generate",
             f"{model}, {what} of {length} tokens",
             name,
@@ -56,19 +56,19 @@ def _of_generation(model: str, name: str, row: dict[str, Any]) -> list[Cell]:
     ]
 
 
-def quantizing(gigabytes: float, weights: str, progress: Progress = silent) -> list[Cell]:
-    """A random checkpoint quantized whole, then killed in the middle and resumed."""
+def quantizing(gigabytes: float, weights: str, progress: Progress = silent) -> list[BenchCell]:
+    """Cell of quantizing a random checkpoint whole, then killed in the middle and resumed."""
     progress(0, 1, f"quantize: {gigabytes} GB")
     with tempfile.TemporaryDirectory() as place:
         source = Path(place) / "source"
         synthesize(source, gigabytes)
-        numbers = quantize.measure(source, Path(place), weights)
+        numbers = quantize.measure_quantizing(source, Path(place), weights)
     facts = {
         "GB a second": numbers["gigabytes_per_second"],
         "resumed output identical": float(numbers["byte_identical"]),
     }
     return [
-        Cell(
+        BenchCell(
             "quantize",
             f"{numbers['source_bytes'] / 1e9:.2f} GB to {weights}",
             "diffquant quantize",
@@ -80,8 +80,8 @@ def quantizing(gigabytes: float, weights: str, progress: Progress = silent) -> l
     ]
 
 
-def exporting(gigabytes: float, progress: Progress = silent) -> list[Cell]:
-    """A random checkpoint exported in float32 and in low bits; memory is what comes on top of mapped files."""
+def exporting(gigabytes: float, progress: Progress = silent) -> list[BenchCell]:
+    """Cells of exporting a random checkpoint in float32 and in low bits; memory is without mapped files."""
     names = [generate.FLOAT, *[name for name in generate.CONTESTANTS if name.startswith("export 4")]]
     progress(0, 1, f"export: {gigabytes} GB")
     with tempfile.TemporaryDirectory() as place:
@@ -89,7 +89,7 @@ def exporting(gigabytes: float, progress: Progress = silent) -> list[Cell]:
         synthesize(source, gigabytes)
         rows = generate.write_all(source, Path(place), names)
     return [
-        Cell(
+        BenchCell(
             "export",
             f"a DiffLlama of {gigabytes} GB",
             name.replace("export", "diffquant export"),
@@ -102,8 +102,8 @@ def exporting(gigabytes: float, progress: Progress = silent) -> list[Cell]:
     ]
 
 
-def native_kernel(repeats: int, threads: int, progress: Progress = silent) -> list[Cell]:
-    """The op's native kernel beside its function body in ONNX Runtime."""
+def native_kernel(repeats: int, threads: int, progress: Progress = silent) -> list[BenchCell]:
+    """Cells of the op's native kernel beside its function body in ONNX Runtime."""
     from diffquant.bench.programs import native_op
 
     shape = "v1 8/8"
@@ -114,34 +114,34 @@ def native_kernel(repeats: int, threads: int, progress: Progress = silent) -> li
         name = f"op {shape}, {work.tokens} of {work.context}, {cache}, {work.dtype}"
         library = library_path()
         if library is None:
-            cells.append(Cell("export", name, _KERNEL, missing="not built: python -m diffquant.export.native"))
+            cells.append(BenchCell("export", name, _KERNEL, missing="not built: python -m diffquant.export.native"))
             continue
-        compared = native_op.compare(shape, work, library, threads, repeats)
+        compared = native_op.compare_kernel(shape, work, library, threads, repeats)
         for path, times in ((_BODY, compared.body), (_KERNEL, compared.native)):
-            cells.append(Cell("export", name, path, values=tuple(times), baseline=_BODY))
+            cells.append(BenchCell("export", name, path, values=tuple(times), baseline=_BODY))
     return cells
 
 
-def scoring(models: Sequence[Path], items: int, repeats: int, progress: Progress = silent) -> list[Cell]:
-    """HellaSwag items a second, beside lm-eval's HFLM."""
+def scoring(models: Sequence[Path], items: int, repeats: int, progress: Progress = silent) -> list[BenchCell]:
+    """Cells of HellaSwag items a second, beside lm-eval's HFLM."""
     cells = []
     for done, model in enumerate(models):
         progress(done, len(models), f"sweep: {model.name}")
         workload = f"{model.name}, {items} HellaSwag items"
         if find_spec("lm_eval") is None:
-            cells.append(Cell("sweep", workload, "HFLM", unit="items/s", missing="lm-eval is not installed"))
+            cells.append(BenchCell("sweep", workload, "HFLM", unit="items/s", missing="lm-eval is not installed"))
             continue
         try:
-            timings = hellaswag.measure(model, items, repeats)["timings"]
+            timings = hellaswag.measure_scorers(model, items, repeats)["timings"]
         except DiffQuantError as error:
-            cells.append(Cell("sweep", workload, "HFLM", unit="items/s", missing=str(error)))
+            cells.append(BenchCell("sweep", workload, "HFLM", unit="items/s", missing=str(error)))
             continue
         for timing in timings:
             batch = f", batch {timing['batch_size']}" if timing["batch_size"] else ""
             values = tuple(items / seconds for seconds in timing["seconds"])
             kind = timing["dtype"]
             cells.append(
-                Cell(
+                BenchCell(
                     "sweep",
                     f"{workload}, {kind}",
                     f"{timing['name']}{batch}",

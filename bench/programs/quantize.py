@@ -21,7 +21,7 @@ from typing import Annotated, Any
 import typer
 
 from diffquant.bench.environment import environment
-from diffquant.bench.memory import field, resident
+from diffquant.bench.memory import resident, status_bytes
 from diffquant.bench.synthetic import synthesize
 from diffquant.errors import DiffQuantError, ToleranceError
 from diffquant.formats.atomic_folder import partial_folder
@@ -40,8 +40,8 @@ print(report.seconds, report.resumed)
 
 
 @dataclass(frozen=True)
-class Run:
-    """One process: its time and its memory in bytes.
+class QuantizingRun:
+    """Time and memory, in bytes, of one process that quantized.
 
     Attributes:
         seconds: time of `quantize` alone; None where the process was killed.
@@ -74,16 +74,16 @@ def main(
         checkpoint = source or Path(place) / "source"
         if source is None:
             synthesize(checkpoint, gigabytes, shards, progress_for("synthesize"))
-        result = measure(checkpoint, Path(place), weights)
+        result = measure_quantizing(checkpoint, Path(place), weights)
     if file:
         file.write_text(json.dumps(result, indent=2) + "\n")
-    print(summary(result))
+    print(quantizing_summary(result))
     _require(result)
 
 
-def measure(source: Path, place: Path, weights: str) -> dict[str, Any]:
+def measure_quantizing(source: Path, place: Path, weights: str) -> dict[str, Any]:
     """Quantize a checkpoint whole, then killed and resumed, and compare."""
-    whole = quantize_once(source, place / "whole", weights)
+    uninterrupted = quantize_once(source, place / "whole", weights)
     output_bytes = allocated(place / "whole")
     killed = quantize_once(source, place / "resumed", weights, kill_at=output_bytes * 6 // 10)
     resumed = quantize_once(source, place / "resumed", weights)
@@ -95,15 +95,15 @@ def measure(source: Path, place: Path, weights: str) -> dict[str, Any]:
         "source_files": len(list(source.glob("*.safetensors"))),
         "output_bytes": output_bytes,
         "anonymous_bytes_of_imports": idle_memory(),
-        "gigabytes_per_second": round(source_bytes / 1e9 / (whole.seconds or float("inf")), 3),
-        "whole": asdict(whole),
+        "gigabytes_per_second": round(source_bytes / 1e9 / (uninterrupted.seconds or float("inf")), 3),
+        "whole": asdict(uninterrupted),
         "killed": asdict(killed),
         "resumed": asdict(resumed),
         "byte_identical": digests(place / "whole") == digests(place / "resumed"),
     }
 
 
-def quantize_once(source: Path, destination: Path, weights: str, kill_at: int | None = None) -> Run:
+def quantize_once(source: Path, destination: Path, weights: str, kill_at: int | None = None) -> QuantizingRun:
     """Quantize in a process of its own, watched and, once it has written so many bytes, killed.
 
     Raises:
@@ -118,14 +118,14 @@ def quantize_once(source: Path, destination: Path, weights: str, kill_at: int | 
     if process.returncode != expected:
         raise DiffQuantError(f"the quantizing process ended with status {process.returncode}, not {expected}")
     seconds, resumed = (float(output[0]), int(output[1])) if output else (None, 0)
-    return Run(seconds, time.monotonic() - started, _children_cpu() - cpu_before, peak, anonymous, resumed)
+    return QuantizingRun(seconds, time.monotonic() - started, _children_cpu() - cpu_before, peak, anonymous, resumed)
 
 
 def idle_memory() -> int:
-    """Anonymous memory of a process that has imported everything and done nothing."""
+    """Bytes of anonymous memory of a process that has imported everything and done nothing."""
     script = "import diffquant.quantization.quantize; print(open('/proc/self/status').read())"
     status = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
-    return field(status, "RssAnon")
+    return status_bytes(status, "RssAnon")
 
 
 def digests(folder: Path) -> dict[str, str]:
@@ -137,17 +137,18 @@ def digests(folder: Path) -> dict[str, str]:
     return digest_by_name
 
 
-def summary(result: dict[str, Any]) -> str:
-    whole, resumed = result["whole"], result["resumed"]
+def quantizing_summary(result: dict[str, Any]) -> str:
+    """Three lines of text: speed, memory, and whether the resumed output is the same."""
+    uninterrupted, resumed = result["whole"], result["resumed"]
     return "\n".join(
         [
             f"{result['source_bytes'] / 1e9:.2f} GB in {result['source_files']} files at {result['weights']}: "
-            f"{whole['seconds']:.1f} s, {result['gigabytes_per_second']:.2f} GB/s, "
-            f"{whole['cpu_seconds']:.1f} s of processor time with imports "
+            f"{uninterrupted['seconds']:.1f} s, {result['gigabytes_per_second']:.2f} GB/s, "
+            f"{uninterrupted['cpu_seconds']:.1f} s of processor time with imports "
             f"({result['environment']['cores']} cores, {result['environment']['cpu']})",
-            f"peak memory beyond mapped files {whole['peak_anonymous'] / 1e6:.0f} MB, "
+            f"peak memory beyond mapped files {uninterrupted['peak_anonymous'] / 1e6:.0f} MB, "
             f"{result['anonymous_bytes_of_imports'] / 1e6:.0f} MB of it imports; "
-            f"with the mapped files {whole['peak_resident'] / 1e9:.2f} GB",
+            f"with the mapped files {uninterrupted['peak_resident'] / 1e9:.2f} GB",
             f"killed after {result['killed']['process_seconds']:.1f} s, resumed with {resumed['resumed']} finished "
             f"shards in {resumed['seconds']:.1f} s, outputs {'identical' if result['byte_identical'] else 'DIFFER'}",
         ]
@@ -155,12 +156,12 @@ def summary(result: dict[str, Any]) -> str:
 
 
 def allocated(folder: Path) -> int:
-    """Bytes on the disk of a folder's files; what a sparse file has yet to hold does not count."""
+    """Bytes on the disk that a folder's tensors take; holes of sparse files do not count."""
     return sum(file.stat().st_blocks * 512 for file in folder.glob("*.safetensors"))
 
 
 def _watch(process: "subprocess.Popen[str]", folder: Path, kill_at: int | None) -> tuple[int, int]:
-    """Largest resident and anonymous memory until the process ends."""
+    """Largest resident and anonymous memory, in bytes, until the process ends."""
     peak = anonymous = 0
     while process.poll() is None:
         try:
@@ -183,7 +184,11 @@ def _children_cpu() -> float:
 
 
 def _require(result: dict[str, Any]) -> None:
-    """Raise ToleranceError unless memory stayed in its limit and the resumed output is the same."""
+    """Check that memory stayed in its limit and the resumed output is the same.
+
+    Raises:
+        ToleranceError: it did not, or is not.
+    """
     peak = max(result[run]["peak_anonymous"] for run in ("whole", "killed", "resumed"))
     if peak > MEMORY_LIMIT:
         raise ToleranceError(f"peak memory beyond mapped files was {peak} bytes; the limit is {MEMORY_LIMIT}")

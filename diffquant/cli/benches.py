@@ -47,7 +47,7 @@ def bench(
     import torch
 
     from diffquant.bench import cells, run
-    from diffquant.bench.compare import summary
+    from diffquant.bench.compare import summarize_changes
     from diffquant.bench.contest.workloads import lengths as parse_counts
     from diffquant.bench.report import markdown
 
@@ -58,7 +58,7 @@ def bench(
 
         typer.echo(run_tuning(tune, device, progress_for("tune")))
         return
-    former = cells.read(compare) if compare else None
+    former = cells.read_result(compare) if compare else None
     options = run.BenchOptions(
         sections=tuple(sections or run.SECTIONS),
         device=device,
@@ -71,10 +71,10 @@ def bench(
         checkpoints=tuple(checkpoint or run.demo_checkpoints()),
         graph=graph,
     )
-    result = run.run(options, progress_for("bench"))
-    written = run.write_outputs(result, output)
+    result = run.run_bench(options, progress_for("bench"))
+    written = run.write_bench_outputs(result, output)
     typer.echo(json.dumps(result.to_dict(), indent=1) if as_json else markdown(result))
     if former:
-        typer.echo(summary(former, result), err=as_json)
+        typer.echo(summarize_changes(former, result), err=as_json)
     typer.echo(f"wrote {', '.join(map(str, written))}", err=as_json)
     run.require_complete(result)

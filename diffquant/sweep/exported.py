@@ -69,7 +69,7 @@ class Runtime(Protocol):
 RuntimeOf = Callable[[Path], Runtime | None]
 
 
-def checkpoints_alone(path: Path) -> Runtime | None:
+def checkpoints_alone(path: Path) -> Runtime | None:  # noqa: ARG001
     """A `RuntimeOf` that takes every path for a checkpoint."""
     return None
 

@@ -1,4 +1,4 @@
-"""What training did to attention, in a few bits: a file that makes a model of the weights it started from.
+"""Deltas: files of a few bits a weight that make the trained model of the one it started from.
 
 Matrices are stored as their difference from the start, packed as compressed-tensors packs weights; λ, norms and
 biases are few and stored whole, in float32.
@@ -30,14 +30,14 @@ _VERSION = "1"
 
 @dataclass(frozen=True)
 class Delta:
-    """A trained attention.
+    """A trained attention as its difference from the start.
 
     Attributes:
-        kind: of the model.
-        base: fingerprint of the checkpoint that it started from.
-        scheme: of the differences.
-        run: how it was trained.
-        levels: V1's, of each layer; empty otherwise.
+        kind: kind of the model, one of `KINDS`.
+        base: fingerprint of the checkpoint that training started from.
+        scheme: scheme of the differences.
+        run: settings and data of the training.
+        levels: level of each layer for V1; empty otherwise.
         tensors: packed differences and whole parameters, by full name.
     """
 
@@ -50,13 +50,15 @@ class Delta:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of all tensors."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
 
 def check_groups(config: DiffTransformerConfig, scheme: Scheme) -> None:
-    """
+    """Check that a scheme's groups divide the attention matrices of every kind.
+
     Raises:
-        GroupSizeError: the scheme's groups do not divide an attention matrix of one of the kinds.
+        GroupSizeError: they do not; the message names the matrices.
     """
     shapes = {
         f"{kind}: {name} {list(shape)}"
@@ -77,7 +79,7 @@ def difference(
     trained: Mapping[str, Tensor],
     original: DiffTransformer,
 ) -> Delta:
-    """The delta of trained weights, float32 by full name, from the model that starts on `original`'s."""
+    """Delta of trained weights, float32 by full name, from the model that starts on `original`'s."""
     start = dict(new_model(kind, original, levels).named_parameters())
     matrices = linear_shapes(config_of(kind, original.config))
     tensors: dict[str, Tensor] = {}
@@ -93,7 +95,7 @@ def difference(
 
 @torch.no_grad()
 def applied(delta: Delta, original: DiffTransformer) -> DiffTransformer:
-    """The trained model in bfloat16, as the delta has it.
+    """Trained model in bfloat16, as the delta has it.
 
     Args:
         original: the Transformer that it started from, in float32.
@@ -104,11 +106,11 @@ def applied(delta: Delta, original: DiffTransformer) -> DiffTransformer:
     model = new_model(delta.kind, original, delta.levels)
     parameters = dict(model.named_parameters())
     modules = packed_modules(delta.tensors)
-    held = {f"{m}.weight" for m in modules} | {n for n in delta.tensors if not n.endswith((PACKED, SCALE, SHAPE))}
-    differing = held ^ set(attention_parameters(model))
+    names = {f"{m}.weight" for m in modules} | {n for n in delta.tensors if not n.endswith((PACKED, SCALE, SHAPE))}
+    differing = names ^ set(attention_parameters(model))
     if differing:
         raise CheckpointError(f"the delta and its base disagree about {', '.join(sorted(differing))}")
-    for name in held:
+    for name in names:
         module = name.removesuffix(".weight")
         if module in modules:
             words, scale, shape = (delta.tensors[module + part] for part in (PACKED, SCALE, SHAPE))
@@ -119,7 +121,7 @@ def applied(delta: Delta, original: DiffTransformer) -> DiffTransformer:
 
 
 def write_delta(path: Path, delta: Delta) -> None:
-    """Write atomically."""
+    """Write a delta atomically."""
     metadata = {
         "diffquant_delta": _VERSION,
         "kind": delta.kind,
@@ -135,7 +137,8 @@ def write_delta(path: Path, delta: Delta) -> None:
 
 
 def read_delta(path: Path) -> Delta:
-    """
+    """Delta that a file holds.
+
     Raises:
         CheckpointError: the file cannot be read, or is no delta.
     """

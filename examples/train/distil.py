@@ -1,10 +1,10 @@
-"""Gradients of a language model whose head does not train: vocabulary logits exist a few rows at a time."""
+"""Distillation: gradients of a model whose head does not train, with vocabulary logits of a few tokens at a time."""
 
 import time
 from collections.abc import Callable
 
 import torch
-from loop import Source, Trainer
+from loop import Batches, Trainer
 from settings import Schedule
 from torch import Tensor
 from torch.nn.functional import cross_entropy, linear
@@ -12,8 +12,8 @@ from torch.nn.functional import cross_entropy, linear
 from diffquant.evals.protocols.perplexity import next_token_kl
 from diffquant.model.modeling import DiffTransformer
 
-# Rows of logits at once: 0.8 GB in float32 for a vocabulary of 49,152.
-_ROWS = 4096
+# Tokens whose logits exist at once: 0.8 GB in float32 for a vocabulary of 49,152.
+_TOKENS = 4096
 _TIMED = 3
 
 
@@ -21,9 +21,9 @@ class Objective:
     """Two losses of a model, and their gradients.
 
     Args:
-        model: it trains, but for its head.
-        teacher: what distillation follows.
-        compiled: whether to compile everything.
+        model: model that trains, but for its head.
+        teacher: model that distillation follows.
+        compiled: whether everything is compiled.
     """
 
     def __init__(self, model: DiffTransformer, teacher: DiffTransformer, compiled: bool) -> None:
@@ -34,20 +34,20 @@ class Objective:
         self._text_loss, self._distance = compiler(_text_loss), compiler(_distance)
 
     def differentiate(self, ids: Tensor, weights: Tensor, distil: bool) -> float:
-        """Leave a micro-batch's gradients in the model; its loss.
+        """Leave a micro-batch's gradients in the model; returns its loss.
 
         Args:
-            ids: [B, T + 1].
-            weights: [B, T] of each predicted token.
-            distil: the loss is KL(teacher ‖ model), not the text's.
+            ids: token ids [B, T + 1].
+            weights: weight [B, T] of each predicted token.
+            distil: whether the loss is KL(teacher ‖ model) and not the text's.
         """
         head, teacher_head = self._heads
         hidden = self._states(self._model, ids)
-        rows = [part.detach().requires_grad_() for part in hidden.split(_ROWS)]
-        targets, weighed = ids[:, 1:].flatten().split(_ROWS), weights.flatten().split(_ROWS)
+        rows = [part.detach().requires_grad_() for part in hidden.split(_TOKENS)]
+        targets, weighed = ids[:, 1:].flatten().split(_TOKENS), weights.flatten().split(_TOKENS)
         if distil:
             with torch.no_grad():
-                followed = self._states(self._teacher, ids).split(_ROWS)
+                followed = self._states(self._teacher, ids).split(_TOKENS)
             losses = (
                 self._distance(r, head, f, teacher_head, w) for r, f, w in zip(rows, followed, weighed, strict=True)
             )
@@ -60,10 +60,10 @@ class Objective:
         hidden.backward(torch.cat([row.grad for row in rows]))
         return float(total)
 
-    def seconds(self, source: Source, schedule: Schedule, distil: bool) -> float:
-        """Time of a step's gradients, measured after what compiles; none are left."""
+    def seconds(self, batches: Batches, schedule: Schedule, distil: bool) -> float:
+        """Seconds that a step's gradients take once everything is compiled; no gradients are left."""
         length = schedule.longest
-        ids, weights = source.batch(schedule.seed, 0, max(1, schedule.tokens // length), length)
+        ids, weights = batches.batch(schedule.seed, 0, max(1, schedule.tokens // length), length)
         ids, weights = ids.to(self.device), weights.to(self.device)
         self.differentiate(ids, weights, distil)
         started = time.monotonic()
@@ -75,12 +75,12 @@ class Objective:
         return schedule.accumulate * taken / _TIMED
 
     def _states(self, model: Callable[..., Tensor], ids: Tensor) -> Tensor:
-        """[B·T, D]"""
+        """Hidden states [B·T, D] of all tokens but the last."""
         return model(ids[:, :-1], use_cache=False).last_hidden_state.flatten(0, 1)
 
 
 class Continuation(Trainer):
-    """Trains what of a model requires gradients, first to follow the teacher, then on the text.
+    """Trains those parameters of a model that require gradients, first to follow the teacher, then on the text.
 
     Args:
         distil: share of the steps that follow the teacher.
@@ -93,7 +93,7 @@ class Continuation(Trainer):
 
     @property
     def trained(self) -> dict[str, Tensor]:
-        """float32 weights that train, by name."""
+        """Weights that train, float32 by name."""
         names = [name for name, parameter in self.model.named_parameters() if parameter.requires_grad]
         return dict(zip(names, self._masters, strict=True))
 

@@ -1,4 +1,4 @@
-"""The training loop: float32 master weights, a step that depends on its number alone, checkpoints to resume from."""
+"""Training loop: float32 master weights, a step that depends on its number alone, checkpoints to resume from."""
 
 import json
 import math
@@ -21,15 +21,16 @@ CHECKPOINT = "checkpoint.pt"
 LOG = "log.jsonl"
 
 
-class Source(Protocol):
-    """Training data; a batch depends on its arguments alone."""
+class Batches(Protocol):
+    """Training data, of which a batch depends on its arguments alone."""
 
     tokenizer: Any
 
     def batch(self, seed: int, step: int, rows: int, length: int) -> tuple[Tensor, Tensor]:
-        """ids [rows, length + 1] and the weight [rows, length] of each predicted token."""
+        """Token ids [rows, length + 1] and the weight [rows, length] of each predicted token."""
 
-    def describe(self) -> dict[str, int]: ...
+    def describe(self) -> dict[str, int]:
+        """Sizes of the data, for the run's record."""
 
 
 class Trainer:
@@ -49,9 +50,9 @@ class Trainer:
         self._forward: Callable[..., Any] = torch.compile(model) if compiled else model
 
     def train(
-        self, source: Source, folder: Path, until: int | None = None, every: int = 100, progress: Progress = silent
+        self, batches: Batches, folder: Path, until: int | None = None, every: int = 100, progress: Progress = silent
     ) -> None:
-        """Run to step `until`, or the end; a line in the log and a checkpoint every `every` steps.
+        """Train to step `until`, or the end, with a line in the log and a checkpoint every `every` steps.
 
         Raises:
             NonFiniteError: the loss is not finite; the last checkpoint is kept.
@@ -59,7 +60,7 @@ class Trainer:
         end = self.schedule.steps if until is None else min(until, self.schedule.steps)
         started, tokens, losses = time.monotonic(), 0, []
         while self.step < end:
-            loss, read = self._advance(source)
+            loss, read = self._advance(batches)
             losses.append(loss)
             tokens += read
             if not math.isfinite(loss):
@@ -78,7 +79,7 @@ class Trainer:
         os.replace(temporary, folder / CHECKPOINT)
 
     def resume(self, folder: Path) -> bool:
-        """Go on from the folder's checkpoint; False where there is none.
+        """Go on from the folder's checkpoint; returns whether there is one.
 
         Raises:
             UsageError: the checkpoint is another model's.
@@ -88,21 +89,21 @@ class Trainer:
         state = torch.load(folder / CHECKPOINT, weights_only=True)
         if [m.shape for m in state["masters"]] != [m.shape for m in self._masters]:
             raise UsageError(f"{folder / CHECKPOINT} is of a model of other sizes; choose another output")
-        for master, kept in zip(self._masters, state["masters"], strict=True):
-            master.copy_(kept)
+        for master, saved in zip(self._masters, state["masters"], strict=True):
+            master.copy_(saved)
         self._optimizer.load_state_dict(state["optimizer"])
         self.step = state["step"]
         self._refresh()
         return True
 
-    def _advance(self, source: Source) -> tuple[float, int]:
-        """One optimizer step: its loss, and the tokens it read."""
+    def _advance(self, batches: Batches) -> tuple[float, int]:
+        """Make one optimizer step; returns its loss and the number of tokens it read."""
         plan = self.schedule
         length = plan.length(self.step)
         rows = max(1, plan.tokens // length)
         loss = 0.0
         for part in range(plan.accumulate):
-            ids, weights = source.batch(plan.seed, self.step * plan.accumulate + part, rows, length)
+            ids, weights = batches.batch(plan.seed, self.step * plan.accumulate + part, rows, length)
             loss += self._backward(ids.to(self.model.device), weights.to(self.model.device))
         torch.nn.utils.clip_grads_with_norm_(
             self._masters, plan.clip, torch.nn.utils.get_total_norm([m.grad for m in self._masters])
@@ -116,7 +117,7 @@ class Trainer:
         return loss, plan.accumulate * rows * length
 
     def _backward(self, ids: Tensor, weights: Tensor) -> float:
-        """Add a micro-batch's gradients to the masters'; its loss."""
+        """Add a micro-batch's gradients to the masters'; returns its loss."""
         loss = self._differentiate(ids, weights / self.schedule.accumulate)
         for master, live in zip(self._masters, self._live, strict=True):
             gradient = live.grad.float()
@@ -125,7 +126,7 @@ class Trainer:
         return loss
 
     def _differentiate(self, ids: Tensor, weights: Tensor) -> float:
-        """Leave a micro-batch's gradients in the model; its loss."""
+        """Leave a micro-batch's gradients in the model; returns its loss."""
         logits = self._forward(ids[:, :-1], use_cache=False).logits
         losses = cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
         loss = (losses * weights.flatten()).sum()

@@ -1,4 +1,4 @@
-"""A Transformer and the DIFF models that equal it in parameters."""
+"""Matched models: a Transformer and the DIFF models that equal it in parameters."""
 
 import torch
 from settings import Sizes
@@ -12,14 +12,14 @@ KINDS = ("transformer", "diff-v1", "diff-v2")
 
 
 def matched(kind: str, sizes: Sizes, vocabulary: int) -> DiffTransformerConfig:
-    """The configuration of one kind.
+    """Configuration of one kind of model.
 
     V1 has half as many pairs as the Transformer has heads, values twice as wide, and so the same
     projections; λ and the per-pair norm add under 1 %. V2 has as many pairs, which doubles its queries:
     its network is narrowed by what they and λ's projection cost.
 
     Raises:
-        UsageError: an unknown kind, or an odd number of heads for V1.
+        UsageError: the kind is unknown, or V1 is asked for with an odd number of heads.
 
     Source: arXiv 2410.05258, section 2 and appendix D; microsoft/unilm, Diff-Transformer-V2.
     """
@@ -54,18 +54,18 @@ def look_back(model: DiffTransformer, sharpness: float = 4.5) -> None:
     for both. Rotary embedding turns a query and a key of constant biases into a function of their distance alone.
 
     Args:
-        model: with biases in attention's projections.
-        sharpness: the biases' magnitude.
+        model: model whose attention's projections have biases.
+        sharpness: magnitude of the biases.
     """
     attention = model.attentions[0]
     spec = attention.spec
     frequencies = model.model.rotary_emb.inv_freq[: spec.head_dim // 4]
     for pair, distance in enumerate((1, 2)):
         query, key = (spec.layout.rows(projection)[pair] for projection in ("q_proj", "k_proj"))
-        turned = [torch.cos(distance * frequencies), torch.sin(distance * frequencies)]
+        rotated = [torch.cos(distance * frequencies), torch.sin(distance * frequencies)]
         for projection, rows, parts in (
             (attention.q_proj, query, [torch.ones_like(frequencies), torch.zeros_like(frequencies)]),
-            (attention.k_proj, key, turned),
+            (attention.k_proj, key, rotated),
         ):
             rest = torch.zeros(spec.head_dim // 2 - len(frequencies))
             projection.weight[rows] = 0
@@ -88,5 +88,5 @@ def _spec(kind: str, heads: int, width: int) -> DiffSpec:
 
 
 def _width_of_extra_queries(sizes: Sizes) -> int:
-    """Channels of the SwiGLU network, three matrices wide, that weigh what V2 adds."""
+    """Number of channels of the SwiGLU network, three matrices wide, that weigh what V2 adds."""
     return round(sizes.heads * (sizes.head_dim + 1) / 3)

@@ -23,12 +23,13 @@ class Needles:
     Args:
         text: English prose.
         context: tokens that the tokenizer says a model sees.
-        frequent: the text's commonest words that the vocabulary takes.
-        most_words: of a sentence.
-        needles: how many a sequence may hold, drawn evenly from those that fit.
-        brief: sequences of at most so many tokens are short ones.
-        growth: such as [4, 600, 2000]: the first 600 batches draw from 4 cities and 4 numbers, on which models
-            learn to retrieve sooner; the next ones from evenly more, and those from 2000 on from all.
+        frequent: number of the text's commonest words that the vocabulary takes.
+        most_words: largest number of words in a sentence.
+        needles: numbers of needles that a sequence may hold, drawn evenly from those that fit.
+        brief: largest number of tokens of a short sequence.
+        growth: number of cities and numbers at the start, and the batches between which the others join them, such as
+            [4, 600, 2000]: the first 600 batches draw from 4 cities and 4 numbers, on which models learn to retrieve
+            sooner; the next ones from evenly more, and those from 2000 on from all.
         prose: weight of all other tokens together, where the answers weigh 1.
     """
 
@@ -44,21 +45,23 @@ class Needles:
         prose: float,
     ) -> None:
         known = [*split(statement("", "")), *map(str.lower, CITIES), *NUMBERS]
-        found, words = simple_sentences(text, known, frequent, most_words)
-        if len(found) < _FEWEST_SENTENCES:
-            raise UsageError(f"the text has {len(found)} sentences in its {frequent} commonest words; give more text")
+        known_sentences, words = simple_sentences(text, known, frequent, most_words)
+        if len(known_sentences) < _FEWEST_SENTENCES:
+            raise UsageError(
+                f"the text has {len(known_sentences)} sentences in its {frequent} commonest words; give more text"
+            )
         self.tokenizer: PreTrainedTokenizerFast = word_tokenizer(words, context)
         self.needles = needles
         self.brief = brief
         self.growth = growth
         self.prose = prose
-        self._sentences = [self._encode(sentence) for sentence in found]
+        self._sentences = [self._encode(sentence) for sentence in known_sentences]
         self._cities = [self._encode(city)[0] for city in CITIES]
         self._numbers = [self._encode(number)[0] for number in NUMBERS]
         *self._before, _, self._is, _, self._stop = self._encode(statement(CITIES[0], NUMBERS[0]))
 
     def batch(self, seed: int, step: int, rows: int, length: int) -> tuple[Tensor, Tensor]:
-        """ids [rows, length + 1] and the weight [rows, length] of each predicted token."""
+        """Token ids [rows, length + 1] and the weight [rows, length] of each predicted token."""
         rng = np.random.default_rng((seed, step))
         made = [self._sequence(rng, step, length) for _ in range(rows)]
         ids = torch.tensor([ids for ids, _ in made])
@@ -69,7 +72,7 @@ class Needles:
         return {"vocabulary": len(self.tokenizer), "sentences": len(self._sentences)}
 
     def _sequence(self, rng: np.random.Generator, step: int, length: int) -> tuple[list[int], list[bool]]:
-        """length + 1 tokens, and which of them are answers."""
+        """Sequence of length + 1 tokens, and which of them are answers."""
         before = [] if length <= self.brief else self._before
         size = len(before) + 4
         known = self._known(self._cities, step)
@@ -87,7 +90,7 @@ class Needles:
         return ids[: length + 1], answers[: length + 1]
 
     def _known(self, words: list[int], step: int) -> list[int]:
-        """Those that a batch draws from."""
+        """Words that a batch at this step draws from."""
         few, start, end = self.growth
         grown = min(max(0.0, (step - start) / max(1, end - start)), 1.0)
         return words[: few + round(grown * (len(words) - few))]

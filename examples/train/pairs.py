@@ -7,26 +7,26 @@ Attention alone trains, so that a file of a few bits a weight turns the base int
 checkpoint that every diffquant command takes. The same command again goes on from the last checkpoint.
 """
 
-import argparse
 import hashlib
 import json
-import sys
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Annotated
 
 import torch
+import typer
 from deltas import applied, check_groups, read_delta
-from loop import Source as Batches
+from loop import Batches
 from models import KINDS
 from settings import PairsSettings
 from starts import levels_of
 from tokens import TokenWindows, check_length
-from train import claim, read_text
+from train import claim, interruptible, read_text
 from trio import Exam, Limit, Results, Trio, continue_one, planned_steps
 
 from diffquant.demo import smollm2
-from diffquant.errors import CheckpointError, DiffQuantError, UsageError
+from diffquant.errors import CheckpointError, UsageError
 from diffquant.formats.atomic_folder import check_output, staged
 from diffquant.inspection import inspect_checkpoint
 from diffquant.loading import load
@@ -35,33 +35,51 @@ from diffquant.report.tables import aligned
 from diffquant.source.source import Source, open_source
 from diffquant.support.devices import check_device
 from diffquant.support.files import write_atomically
+from diffquant.support.program import run_commands
 
 RESULTS = "results.json"
+SETTINGS = Path(__file__).with_name("pairs.yaml")
 
 
-def main() -> None:
-    arguments = _parser().parse_args()
-    try:
-        if arguments.verb == "apply":
-            apply(arguments.delta, arguments.base, arguments.output)
-            print(inspect_checkpoint(arguments.output))
-            return
-        settings = PairsSettings.read(arguments.settings)
-        base = arguments.base or smollm2()
-        limit = Limit(arguments.minutes, arguments.steps)
-        print(table(train(settings, base, arguments.text, arguments.output, limit, arguments.device)))
-    except (DiffQuantError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(getattr(error, "exit_code", 1))
-    except KeyboardInterrupt:
-        print(
-            f"\ninterrupted; the same command goes on from the last checkpoint in {arguments.output}", file=sys.stderr
-        )
-        sys.exit(130)
+commands = typer.Typer(
+    help="Continue a Transformer and DIFF models made of it.",
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+
+@commands.command("train")
+def train_command(
+    text: Annotated[Path, typer.Option(help="English prose, UTF-8 (.xz is unpacked).")],
+    output: Annotated[Path, typer.Option(help="Folder to make, or to go on in.")],
+    base: Annotated[
+        Path | None, typer.Option(help="A Llama, folder or .gguf; the wheel's SmolLM2-135M by default.")
+    ] = None,
+    settings: Annotated[Path, typer.Option(help="YAML file.")] = SETTINGS,
+    minutes: Annotated[float, typer.Option(help="Minutes for all of the command.")] = 24.0,
+    steps: Annotated[int | None, typer.Option(help="Steps of each model, instead of what the minutes allow.")] = None,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+) -> None:
+    """Train all three, or go on."""
+    with interruptible(output):
+        limit = Limit(minutes, steps)
+        print(results_table(train(PairsSettings.read(settings), base or smollm2(), text, output, limit, device)))
+
+
+@commands.command("apply")
+def apply_command(
+    delta: Annotated[Path, typer.Argument(help="A delta.safetensors that training wrote.")],
+    base: Annotated[Path, typer.Argument(help="The model that it was trained from.")],
+    output: Annotated[Path, typer.Argument(help="Folder to make.")],
+) -> None:
+    """Make the trained checkpoint of a delta and its base."""
+    apply(delta, base, output)
+    print(inspect_checkpoint(output))
 
 
 def train(settings: PairsSettings, base: Path, text: Path, output: Path, limit: Limit, device: str = "cpu") -> Results:
-    """Train the three models, or go on training them, into a folder; what `results.json` says then.
+    """Train the three models, or go on training them, into a folder; returns what `results.json` holds then.
 
     Raises:
         DiffQuantError: settings, base, text or device cannot be, the folder holds another run, or time is too short.
@@ -83,11 +101,11 @@ def train(settings: PairsSettings, base: Path, text: Path, output: Path, limit: 
     run = {"base": opened.fingerprint, "text": digest, **asdict(limit), **asdict(settings)}
     claim(output, run)
     if not (output / RESULTS).exists():
-        source = TokenWindows(output, read, tokenizer)
-        trio = Trio(original, levels_of(original, _calibration(source, settings)), settings, device)
-        schedule = replace(settings.schedule, steps=planned_steps(output, trio, source, limit, began))
+        batches = TokenWindows(output, read, tokenizer)
+        trio = Trio(original, levels_of(original, _calibration(batches, settings)), settings, device)
+        schedule = replace(settings.schedule, steps=planned_steps(output, trio, batches, limit, began))
         exam = Exam(trio.teacher, tokenizer, heldout)
-        models = {kind: continue_one(kind, trio, source, schedule, exam, output / kind, run) for kind in KINDS}
+        models = {kind: continue_one(kind, trio, batches, schedule, exam, output / kind, run) for kind in KINDS}
         results = {
             "run": run,
             "steps": schedule.steps,
@@ -120,11 +138,11 @@ def apply(delta_file: Path, base: Path, output: Path) -> None:
 
 
 def load_original(base: Source) -> DiffTransformer:
-    """The Transformer that all starts from, in float32.
+    """Transformer that all three models start from, in float32.
 
     Raises:
-        CheckpointError: it cannot be read.
-        UsageError: it is no Transformer.
+        CheckpointError: the checkpoint cannot be read.
+        UsageError: the checkpoint is no Transformer's.
     """
     original = load(base, dtype=torch.float32)
     if original.config.diff_spec.maps != 1:
@@ -135,7 +153,7 @@ def load_original(base: Source) -> DiffTransformer:
     return original
 
 
-def table(results: Results) -> str:
+def results_table(results: Results) -> str:
     head = ["model", "start", "trained", "kept", "KL of kept from trained", "delta"]
     lines = [
         [
@@ -150,29 +168,11 @@ def table(results: Results) -> str:
     return "\n".join([title, *aligned(head, lines)])
 
 
-def _calibration(source: Batches, settings: PairsSettings) -> torch.Tensor:
+def _calibration(batches: Batches, settings: PairsSettings) -> torch.Tensor:
     length = settings.schedule.longest
-    ids, _ = source.batch(settings.schedule.seed, 0, max(1, settings.calibration // length), length)
+    ids, _ = batches.batch(settings.schedule.seed, 0, max(1, settings.calibration // length), length)
     return ids[:, :-1]
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description="Continue a Transformer and DIFF models made of it.")
-    verbs = parser.add_subparsers(dest="verb", required=True)
-    train_verb = verbs.add_parser("train", help="train all three, or go on")
-    train_verb.add_argument("--text", type=Path, required=True, help="English prose, UTF-8 (.xz is unpacked)")
-    train_verb.add_argument("--output", type=Path, required=True, help="folder to make, or to go on in")
-    train_verb.add_argument("--base", type=Path, help="a Llama, folder or .gguf; the wheel's SmolLM2-135M by default")
-    train_verb.add_argument("--settings", type=Path, default=Path(__file__).with_name("pairs.yaml"))
-    train_verb.add_argument("--minutes", type=float, default=24.0, help="for all of the command")
-    train_verb.add_argument("--steps", type=int, help="of each model, instead of what the minutes allow")
-    train_verb.add_argument("--device", default="cpu")
-    apply_verb = verbs.add_parser("apply", help="make the trained checkpoint of a delta and its base")
-    apply_verb.add_argument("delta", type=Path)
-    apply_verb.add_argument("base", type=Path)
-    apply_verb.add_argument("output", type=Path, help="folder to make")
-    return parser
-
-
 if __name__ == "__main__":
-    main()
+    run_commands(commands)

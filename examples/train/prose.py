@@ -1,4 +1,4 @@
-"""Windows of prose, in an order that the seed shuffles."""
+"""Training sequences of prose: windows in an order that the seed shuffles."""
 
 from collections.abc import Iterator
 from itertools import pairwise
@@ -17,8 +17,9 @@ class Prose:
 
     Args:
         text: English prose; its characters are encoded once.
-        vocabulary: of the byte-level BPE that is trained on the text's beginning.
-        sample: characters that it is trained on.
+        context: tokens that the tokenizer says a model sees.
+        vocabulary: number of tokens of the byte-level BPE that is trained on the text's beginning.
+        sample: number of characters that the BPE is trained on.
     """
 
     def __init__(self, text: str, context: int, vocabulary: int, sample: int) -> None:
@@ -26,7 +27,7 @@ class Prose:
         self._ids = self._encoded(text)
 
     def batch(self, seed: int, step: int, rows: int, length: int) -> tuple[Tensor, Tensor]:
-        """ids [rows, length + 1], <s> first, and equal weights [rows, length]."""
+        """Token ids [rows, length + 1], <s> first, and equal weights [rows, length]."""
         return shuffled_windows(self._ids, self.tokenizer.bos_token_id, seed, step, rows, length)
 
     def describe(self) -> dict[str, int]:
@@ -41,7 +42,7 @@ class Prose:
 def shuffled_windows(
     ids: np.ndarray, first: int, seed: int, step: int, rows: int, length: int
 ) -> tuple[Tensor, Tensor]:
-    """ids [rows, length + 1] of windows of a text, each behind the token `first`, and equal weights [rows, length].
+    """Token ids [rows, length + 1] of windows of a text behind the token `first`, and equal weights [rows, length].
 
     Which windows depends on the seed and the step alone; none is read twice before all were.
 
@@ -60,16 +61,16 @@ def shuffled_windows(
 
 
 def parts(text: str) -> Iterator[str]:
-    """A text cut between paragraphs: an encoder holds far more than it returns."""
+    """Parts of a text, cut between paragraphs: an encoder holds far more than it returns."""
     cuts = [0]
     while cuts[-1] < len(text):
-        found = text.find("\n\n", cuts[-1] + (1 << 20))
-        cuts.append(len(text) if found < 0 else found)
+        end = text.find("\n\n", cuts[-1] + (1 << 20))
+        cuts.append(len(text) if end < 0 else end)
     return (text[a:b] for a, b in pairwise(cuts))
 
 
 def bpe_tokenizer(text: str, vocabulary: int, context: int) -> PreTrainedTokenizerFast:
-    """Byte-level BPE, so that any text encodes; <s> before a text."""
+    """Tokenizer of a byte-level BPE, so that any text encodes; <s> before a text."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()

@@ -1,4 +1,4 @@
-"""A training run as its YAML file says it, checked."""
+"""Settings of a training run as its YAML file has them, checked."""
 
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -13,15 +13,15 @@ from diffquant.scheme import Scheme
 
 @dataclass(frozen=True)
 class Sizes:
-    """The Transformer's sizes; the DIFF models are matched to them.
+    """Sizes of the Transformer, to which the DIFF models are matched.
 
     Attributes:
-        heads: of the Transformer, each `head_dim` wide; V1 has half as many pairs, V2 as many.
-        context: positions the model is told of.
+        heads: number of the Transformer's heads, each `head_dim` wide; V1 has half as many pairs, V2 as many.
+        context: number of positions the model is told of.
         init: standard deviation of the initial weights.
         bias: whether attention's projections have biases.
         theta: base of the rotary embedding.
-        look_back: start with maps that read the one and two tokens before, which needs `bias`.
+        look_back: whether two maps start out reading one and two tokens back, which needs `bias`.
     """
 
     hidden: int
@@ -38,18 +38,18 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Schedule:
-    """How long, how fast, on how much.
+    """Schedule of a training: how long, how fast, on how much.
 
     Attributes:
-        steps: optimizer steps.
-        warmup: steps of linear warm-up; linear decay to `final` of the peak follows.
-        tokens: of one micro-batch.
-        accumulate: micro-batches a step.
+        steps: number of optimizer steps.
+        warmup: number of steps of linear warm-up; linear decay to `final` of the peak follows.
+        tokens: tokens of one micro-batch.
+        accumulate: number of micro-batches in a step.
         lengths: tokens of a sequence by share of the run, such as [[0, 64], [0.3, 256]].
         rate: peak learning rate.
         decay: weight decay of matrices.
         clip: largest gradient norm.
-        seed: of weights and data.
+        seed: seed of weights and data.
     """
 
     steps: int
@@ -74,7 +74,7 @@ class Schedule:
         return max((start, length) for start, length in self.lengths if start <= step / self.steps)[1]
 
     def learning_rate(self, step: int) -> float:
-        """Linear warm-up, then linear decay to `final` of the peak at the last step."""
+        """Learning rate at a step: linear warm-up, then linear decay to `final` of the peak at the last step."""
         if step < self.warmup:
             return self.rate * (step + 1) / self.warmup
         left = (self.steps - step - 1) / max(1, self.steps - self.warmup - 1)
@@ -83,7 +83,14 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Settings:
-    """`data` holds what the named source takes beside the text."""
+    """Settings of `train.py`.
+
+    Attributes:
+        source: name of the training data, "needle" or "prose".
+        model: sizes of the model.
+        schedule: schedule of the training.
+        data: arguments of the training data beside the text.
+    """
 
     source: str
     model: Sizes
@@ -92,9 +99,10 @@ class Settings:
 
     @classmethod
     def read(cls, path: Path, steps: int | None = None, seed: int | None = None) -> "Settings":
-        """
+        """Settings that a YAML file holds.
+
         Args:
-            steps: instead of the file's, as is `seed`.
+            steps, seed: values in place of the file's.
 
         Raises:
             UsageError: the file cannot be read, or a key is unknown or missing.
@@ -104,8 +112,8 @@ class Settings:
             raise UsageError(f"{path} must hold source, model, schedule and data, nothing else")
         if steps is not None and steps < 1:
             raise UsageError(f"{steps} steps train nothing; give 1 or more")
-        given = {"steps": steps, "seed": seed}
-        schedule = entries["schedule"] | {key: value for key, value in given.items() if value is not None}
+        overrides = {"steps": steps, "seed": seed}
+        schedule = entries["schedule"] | {key: value for key, value in overrides.items() if value is not None}
         return cls(
             entries["source"],
             _build(Sizes, entries["model"], path),
@@ -116,16 +124,16 @@ class Settings:
 
 @dataclass(frozen=True)
 class PairsSettings:
-    """What pairs.yaml says.
+    """Settings of `pairs.py`.
 
     Attributes:
-        schedule: of every model; 0 steps stand for as many as there is time for.
-        perturbation: noise on the second maps' queries, in standard deviations of the query weights.
-        distil: by kind, share of the steps whose loss is KL from the base.
+        schedule: schedule of every model; 0 steps stand for as many as there is time for.
+        perturbation: size of the noise on the second maps' queries, in standard deviations of the query weights.
+        distil: share, by kind, of the steps whose loss is KL from the base.
         delta: scheme of the stored differences.
-        heldout: characters at the text's end that are measured and never trained on.
-        calibration: tokens of the text on which V1's start is balanced.
-        every: steps between checkpoints, and between lines of the log.
+        heldout: number of characters at the text's end that are measured and never trained on.
+        calibration: number of tokens of the text on which V1's start is balanced.
+        every: number of steps between checkpoints, and between lines of the log.
     """
 
     schedule: Schedule
@@ -138,9 +146,10 @@ class PairsSettings:
 
     @property
     def scheme(self) -> Scheme:
-        """
+        """Scheme that `delta` names.
+
         Raises:
-            UsageError: `delta` is none that packs weights.
+            UsageError: `delta` names none that packs weights.
         """
         scheme = Recipe.of(weights=self.delta).weights
         if not scheme.quantizes:
@@ -149,7 +158,8 @@ class PairsSettings:
 
     @classmethod
     def read(cls, path: Path) -> "PairsSettings":
-        """
+        """Settings that a YAML file holds.
+
         Raises:
             UsageError: the file cannot be read, or a key is unknown or missing.
         """

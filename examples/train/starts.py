@@ -1,4 +1,4 @@
-"""DIFF models that start out computing nearly what a Transformer computes, on its weights.
+"""Starts of DIFF models: they compute nearly what a Transformer computes, on its weights.
 
 A DIFF head takes over a Transformer's head as both of its maps. Heads are not joined two by two: the maps of
 two heads weigh values apart, which one pair's values cannot, and nine heads do not pair.
@@ -18,7 +18,7 @@ from diffquant.model.shapes import LAMBDA_VECTORS
 
 # Standard deviation of V1's λ vectors (arXiv 2410.05258, section 2.1).
 _LAMBDA_STD = 0.1
-# Of both at the start: V2's where its projection is 0.
+# λ of both at the start; V2 has it where its projection is 0.
 _LAMBDA = 0.5
 # V1's constant channels, in root mean squares of the values beside them.
 _CONSTANT = 3.0
@@ -29,11 +29,11 @@ Attention = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Level:
-    """What V1's norm needs to be told of a layer.
+    """Level of a layer's values and output, by which V1's norm is set.
 
     Attributes:
-        constant: [h_kv] what the second half of each KV pair's values starts as.
-        gain: [h] by which the norm shrinks each pair's output, to be multiplied back.
+        constant: constant [h_kv] that the second half of each KV pair's values starts as.
+        gain: factor [h] by which the norm shrinks each pair's output, to be multiplied back.
     """
 
     constant: Tensor
@@ -41,7 +41,7 @@ class Level:
 
 
 def spec_of(kind: str, base: DiffSpec) -> DiffSpec:
-    """The attention that `kind` makes of a Transformer's: a pair for every head, a KV pair for every KV head."""
+    """Spec of a kind's attention on a Transformer's: a pair for every head, a KV pair for every KV head."""
     heads, kv_heads, width = base.pairs, base.kv_pairs, base.head_dim
     if kind == "diff-v1":
         return DiffSpec(heads, kv_heads, width, 2 * width, lam="exp", post_norm="affine", scale_by_init=True)
@@ -51,7 +51,7 @@ def spec_of(kind: str, base: DiffSpec) -> DiffSpec:
 
 
 def config_of(kind: str, base: DiffTransformerConfig) -> DiffTransformerConfig:
-    """V1 has biases, since a bias is what makes a value constant."""
+    """Config of a kind's model; V1 has biases, since a bias is what makes a value constant."""
     settings = base.to_dict() | {"spec": spec_of(kind, base.diff_spec).to_dict()}
     if kind == "diff-v1":
         settings["attention_bias"] = True
@@ -61,14 +61,14 @@ def config_of(kind: str, base: DiffTransformerConfig) -> DiffTransformerConfig:
 def new_model(
     kind: str, base: DiffTransformer, levels: list[Level], perturbation: float = 0.0, seed: int = 0
 ) -> DiffTransformer:
-    """A model on a Transformer's weights, in float32.
+    """Model of a kind on a Transformer's weights, in float32.
 
     Args:
         kind: "transformer" (a copy), "diff-v1" or "diff-v2".
-        base: the Transformer, in float32.
-        levels: of its layers, for V1.
-        perturbation: noise on the second maps' queries, in standard deviations of the query weights.
-        seed: of the noise and of V1's λ vectors.
+        base: Transformer, in float32.
+        levels: level of each of its layers, for V1.
+        perturbation: size of the noise on the second maps' queries, in standard deviations of the query weights.
+        seed: seed of the noise and of V1's λ vectors.
     """
     model = DiffTransformer(config_of(kind, base.config))
     state = {name: tensor for name, tensor in base.state_dict().items() if ".self_attn." not in name}
@@ -87,17 +87,17 @@ def new_model(
 
 
 def attention_parameters(model: DiffTransformer) -> dict[str, nn.Parameter]:
-    """The parameters of every layer's attention, by full name."""
+    """Parameters of every layer's attention, by full name."""
     return {name: parameter for name, parameter in model.named_parameters() if ".self_attn." in name}
 
 
 def attention_of(model: DiffTransformer) -> list[Attention]:
-    """Each layer's attention."""
+    """Attention of each layer, by name within it."""
     return [dict(attention.state_dict()) for attention in model.attentions]
 
 
 def take_over(kind: str, attention: Mapping[str, Tensor], spec: DiffSpec, level: Level | None) -> Attention:
-    """A layer's attention as `kind` has it, noise and V1's λ vectors apart: the same numbers wherever it is computed.
+    """Attention of a layer as `kind` has it, noise and V1's λ vectors apart: the same numbers wherever it is computed.
 
     Every query head stands twice, and λ is ½ everywhere, so V2's output is doubled. V1's keys stand twice too.
     Its values are twice as wide, and their second half is constant: that keeps the per-pair norm from taking the
@@ -105,9 +105,9 @@ def take_over(kind: str, attention: Mapping[str, Tensor], spec: DiffSpec, level:
     hides the constant; what the output projection would make of it is the next head's, for training to find.
 
     Args:
-        attention: the Transformer's, by name within the layer.
-        spec: the Transformer's.
-        level: of the layer, for V1.
+        attention: tensors of the Transformer's attention, by name within the layer.
+        spec: spec of the Transformer's attention.
+        level: level of the layer, for V1.
     """
     if kind == "transformer":
         return dict(attention)
@@ -136,11 +136,11 @@ def take_over(kind: str, attention: Mapping[str, Tensor], spec: DiffSpec, level:
 
 @torch.no_grad()
 def levels_of(base: DiffTransformer, ids: Tensor) -> list[Level]:
-    """V1's constants and gains for a text.
+    """Level of every layer for V1, from a text.
 
     Args:
-        base: the Transformer, in float32 on the CPU.
-        ids: [B, T] tokens.
+        base: Transformer, in float32 on the CPU.
+        ids: token ids [B, T].
     """
     squares = [_Squares(base.config.diff_spec) for _ in base.attentions]
     hooks = []
@@ -153,7 +153,7 @@ def levels_of(base: DiffTransformer, ids: Tensor) -> list[Level]:
         for hook in hooks:
             hook.remove()
     spec = spec_of("diff-v1", base.config.diff_spec)
-    return [_level(each, spec, layer) for layer, each in enumerate(squares)]
+    return [_level(of_layer, spec, layer) for layer, of_layer in enumerate(squares)]
 
 
 class _Squares:
@@ -163,10 +163,10 @@ class _Squares:
         self.spec = spec
         self.values = self.output = torch.empty(0)
 
-    def see_values(self, module: object, inputs: object, values: Tensor) -> None:
+    def see_values(self, _module: object, _inputs: object, values: Tensor) -> None:
         self.values = values.unflatten(-1, (self.spec.kv_pairs, -1)).square().mean((0, 1, 3))
 
-    def see_output(self, module: object, inputs: tuple[Tensor]) -> None:
+    def see_output(self, _module: object, inputs: tuple[Tensor]) -> None:
         self.output = inputs[0].unflatten(-1, (self.spec.pairs, -1)).square().mean((0, 1, 3))
 
 
@@ -178,7 +178,7 @@ def _level(squares: _Squares, spec: DiffSpec, layer: int) -> Level:
 
 
 def _doubled(x: Tensor, heads: int) -> Tensor:
-    """Every head's rows twice, side by side."""
+    """Matrix or bias with every head's rows twice, side by side."""
     return x.unflatten(0, (heads, -1)).repeat_interleave(2, 0).flatten(0, 1)
 
 

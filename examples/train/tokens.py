@@ -1,4 +1,4 @@
-"""A text as tokens of a given tokenizer, kept in a file."""
+"""Training sequences of a text in the tokens of any tokenizer, which a file keeps."""
 
 import os
 from pathlib import Path
@@ -22,9 +22,9 @@ class TokenWindows:
     """Batches that depend on the seed and the step alone; no window is read twice before all were.
 
     Args:
-        folder: keeps the tokens, of this text and tokenizer alone, so that they are found once.
-        text: what to read.
-        tokenizer: of the model that reads it.
+        folder: folder that keeps the tokens, of this text and tokenizer alone, so that encoding happens once.
+        text: text to read.
+        tokenizer: tokenizer of the model that reads the text.
     """
 
     def __init__(self, folder: Path, text: str, tokenizer: Any) -> None:
@@ -36,7 +36,7 @@ class TokenWindows:
         self._ids = np.memmap(folder / TOKENS, kind, "r")
 
     def batch(self, seed: int, step: int, rows: int, length: int) -> tuple[Tensor, Tensor]:
-        """ids [rows, length + 1] and equal weights [rows, length]."""
+        """Token ids [rows, length + 1] and equal weights [rows, length]."""
         return shuffled_windows(self._ids, self._first, seed, step, rows, length)
 
     def describe(self) -> dict[str, int]:
@@ -44,22 +44,23 @@ class TokenWindows:
 
 
 def check_length(text: str, tokenizer: Any, tokens: int) -> None:
-    """
+    """Check that a text has at least so many tokens.
+
     Raises:
-        UsageError: the text has fewer tokens.
+        UsageError: the text has fewer.
     """
-    found = len(tokenizer.encode(text[: _LONGEST_TOKEN * tokens], add_special_tokens=False))
-    if found < tokens:
-        raise UsageError(f"the text has {found} tokens to train on, fewer than a window of {tokens}; give more text")
+    count = len(tokenizer.encode(text[: _LONGEST_TOKEN * tokens], add_special_tokens=False))
+    if count < tokens:
+        raise UsageError(f"the text has {count} tokens to train on, fewer than a window of {tokens}; give more text")
 
 
 def _encoded(text: str, tokenizer: Any, kind: type) -> np.ndarray:
     cut = list(parts(text))
-    found = []
+    encoded = []
     for first in range(0, len(cut), _TOGETHER):
         batch = tokenizer.backend_tokenizer.encode_batch(cut[first : first + _TOGETHER], add_special_tokens=False)
-        found += [np.array(each.ids, kind) for each in batch]
-    return np.concatenate(found)
+        encoded += [np.array(part.ids, kind) for part in batch]
+    return np.concatenate(encoded)
 
 
 def _write(file: Path, ids: np.ndarray) -> None:

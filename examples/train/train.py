@@ -6,50 +6,56 @@ The same command again goes on from the last checkpoint. The output folder gets 
 its tokenizer, which every diffquant command takes, the settings, and a log with a line every few steps.
 """
 
-import argparse
 import hashlib
 import json
 import lzma
-import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from typing import Annotated
 
 import torch
-from loop import LOG, Source, Trainer
+import typer
+from loop import LOG, Batches, Trainer
 from models import KINDS, look_back, matched, place
 from needles import Needles
 from prose import Prose
 from settings import Settings
 
-from diffquant.errors import DiffQuantError, OutputExistsError, UsageError
+from diffquant.errors import OutputExistsError, UsageError
 from diffquant.model.modeling import DiffTransformer
 from diffquant.support.devices import check_device
 from diffquant.support.files import write_atomically
+from diffquant.support.program import run_program
 from diffquant.support.progress import progress_for
 
-SOURCES = {"needle": Needles, "prose": Prose}
+DATA = {"needle": Needles, "prose": Prose}
 RUN = "training.json"
 
 
-def main() -> None:
-    arguments = _parser().parse_args()
+def main(
+    settings: Annotated[Path, typer.Argument(help="YAML file, such as needle.yaml beside this program.")],
+    kind: Annotated[str, typer.Option(help=f"Kind of model: {', '.join(KINDS)}.")],
+    text: Annotated[Path, typer.Option(help="English prose, UTF-8 (.xz is unpacked).")],
+    output: Annotated[Path, typer.Option(help="Folder to make, or to go on in.")],
+    characters: Annotated[int | None, typer.Option(help="Read only so many of the text; all by default.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Steps instead of the settings'.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of weights and data instead of the settings'.")] = None,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+) -> None:
+    """Train one model of a matched set."""
+    with interruptible(output):
+        train(Settings.read(settings, steps, seed), kind, text, output, characters, device)
+
+
+@contextmanager
+def interruptible(output: Path) -> Iterator[None]:
+    """Say how to go on where Ctrl-C ends a run that leaves checkpoints in a folder."""
     try:
-        train(
-            Settings.read(arguments.settings, arguments.steps, arguments.seed),
-            arguments.kind,
-            arguments.text,
-            arguments.output,
-            arguments.characters,
-            arguments.device,
-        )
-    except (DiffQuantError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(getattr(error, "exit_code", 1))
+        yield
     except KeyboardInterrupt:
-        print(
-            f"\ninterrupted; the same command goes on from the last checkpoint in {arguments.output}", file=sys.stderr
-        )
-        sys.exit(130)
+        raise KeyboardInterrupt(f"interrupted; the same command goes on from the last checkpoint in {output}") from None
 
 
 def train(
@@ -63,33 +69,38 @@ def train(
     """
     check_device(device)
     prose = read_text(text, characters)
-    source = make_source(settings, prose)
+    batches = make_batches(settings, prose)
     # Raises where the text is too short, before the folder is this run's.
-    source.batch(settings.schedule.seed, 0, 1, settings.schedule.longest)
-    model = new_model(settings, kind, len(source.tokenizer), device)
+    batches.batch(settings.schedule.seed, 0, 1, settings.schedule.longest)
+    model = new_model(settings, kind, len(batches.tokenizer), device)
     digest = hashlib.sha256(prose.encode()).hexdigest()
-    run = {"kind": kind, "parameters": model.num_parameters(), "text": digest, **source.describe(), **asdict(settings)}
+    run = {"kind": kind, "parameters": model.num_parameters(), "text": digest, **batches.describe(), **asdict(settings)}
     claim(output, run)
     trainer = Trainer(model, settings.schedule, compiled=device.startswith("cuda"))
     if not trainer.resume(output):
         (output / LOG).unlink(missing_ok=True)
-    trainer.train(source, output, progress=progress_for(f"train {kind}"))
+    trainer.train(batches, output, progress=progress_for(f"train {kind}"))
     # A shipped model is 16-bit, whatever it was trained in.
     model.to(torch.bfloat16).save_pretrained(output)
-    source.tokenizer.save_pretrained(output)
+    batches.tokenizer.save_pretrained(output)
 
 
-def make_source(settings: Settings, text: str) -> Source:
-    if settings.source not in SOURCES:
-        raise UsageError(f"unknown source {settings.source!r}; known are {', '.join(SOURCES)}")
+def make_batches(settings: Settings, text: str) -> Batches:
+    """Training data that the settings name, made of a text.
+
+    Raises:
+        UsageError: the settings name no data, or its arguments are wrong.
+    """
+    if settings.source not in DATA:
+        raise UsageError(f"unknown source {settings.source!r}; known are {', '.join(DATA)}")
     try:
-        return SOURCES[settings.source](text, settings.model.context, **settings.data)
+        return DATA[settings.source](text, settings.model.context, **settings.data)
     except TypeError as error:
         raise UsageError(f"data of source {settings.source}: {error}") from error
 
 
 def new_model(settings: Settings, kind: str, vocabulary: int, device: str) -> DiffTransformer:
-    """Random weights that depend on the seed, in bfloat16 on CUDA."""
+    """Model of random weights that depend on the seed, in bfloat16 on CUDA."""
     torch.manual_seed(settings.schedule.seed)
     model = DiffTransformer(matched(kind, settings.model, vocabulary))
     if settings.model.look_back:
@@ -103,10 +114,10 @@ def new_model(settings: Settings, kind: str, vocabulary: int, device: str) -> Di
 
 
 def read_text(path: Path, characters: int | None) -> str:
-    """The first characters of a UTF-8 file, packed with xz or not.
+    """First characters of a UTF-8 file, packed with xz or not.
 
     Raises:
-        UsageError: it cannot be read or holds no text.
+        UsageError: the file cannot be read or holds no text.
     """
     try:
         with lzma.open(path, "rt", encoding="utf-8") if path.suffix == ".xz" else path.open(encoding="utf-8") as file:
@@ -122,8 +133,8 @@ def claim(output: Path, run: dict) -> None:
     """Make the folder this run's, or check that it is.
 
     Raises:
-        UsageError: it holds another run.
-        OutputExistsError: it holds something else.
+        UsageError: the folder holds another run.
+        OutputExistsError: the folder holds something else.
     """
     described = json.dumps(run, indent=1) + "\n"
     note = output / RUN
@@ -137,18 +148,5 @@ def claim(output: Path, run: dict) -> None:
     write_atomically(note, described)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description="Train one model of a matched set.")
-    parser.add_argument("settings", type=Path, help="YAML file, such as needle.yaml beside this program")
-    parser.add_argument("--kind", choices=KINDS, required=True)
-    parser.add_argument("--text", type=Path, required=True, help="English prose, UTF-8 (.xz is unpacked)")
-    parser.add_argument("--output", type=Path, required=True, help="folder to make, or to go on in")
-    parser.add_argument("--characters", type=int, help="read only so many of the text; all by default")
-    parser.add_argument("--steps", type=int, help="instead of the settings'")
-    parser.add_argument("--seed", type=int, help="of weights and data, instead of the settings'")
-    parser.add_argument("--device", default="cpu")
-    return parser
-
-
 if __name__ == "__main__":
-    main()
+    run_program(main)

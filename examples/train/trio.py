@@ -1,4 +1,4 @@
-"""The three models while they train: where they start, how long they take, how well they predict."""
+"""Three models while they train: where they start, how long they take, how well they predict."""
 
 import json
 import time
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from deltas import applied, difference, write_delta
 from distil import Continuation, Objective
-from loop import LOG, Source
+from loop import LOG, Batches
 from models import KINDS, place
 from settings import PairsSettings, Schedule
 from starts import Level, attention_parameters, new_model
@@ -32,19 +32,19 @@ Results = dict[str, Any]
 
 @dataclass(frozen=True)
 class Limit:
-    """How long: minutes for the whole command, or steps of each model, which count where both are given."""
+    """Limit of a run: minutes for the whole command, or steps of each model, which count where both are given."""
 
     minutes: float
     steps: int | None = None
 
 
 class Trio:
-    """The three models where they train, and the Transformer they are held against.
+    """Three models where they train, and the Transformer they are compared with.
 
     Attributes:
-        original: the Transformer in float32, on the CPU.
-        teacher: the same where the models are, in their dtype.
-        models, objectives: by kind.
+        original: Transformer in float32, on the CPU.
+        teacher: Transformer where the models are, in their dtype.
+        models, objectives: model and objective of each kind.
     """
 
     def __init__(self, original: DiffTransformer, levels: list[Level], settings: PairsSettings, device: str) -> None:
@@ -58,18 +58,19 @@ class Trio:
         self.objectives = {kind: Objective(m, self.teacher, compiled=not on_cpu) for kind, m in self.models.items()}
 
     def placed(self, model: DiffTransformer) -> DiffTransformer:
+        """Move a model to where the three are, in their dtype."""
         model.use_attention(self.backend)
         return place(model, self.device, self.dtype)
 
-    def seconds_a_step(self, source: Source) -> dict[str, float]:
-        """Of each kind, what it distils counted in."""
-        found = {}
+    def seconds_a_step(self, batches: Batches) -> dict[str, float]:
+        """Seconds of a step of each kind, its share of distilling steps counted in."""
+        seconds_by_kind = {}
         for kind, objective in self.objectives.items():
             share = self.settings.distil.get(kind, 0.0)
-            found[kind] = (1 - share) * objective.seconds(source, self.settings.schedule, distil=False)
+            seconds_by_kind[kind] = (1 - share) * objective.seconds(batches, self.settings.schedule, distil=False)
             if share:
-                found[kind] += share * objective.seconds(source, self.settings.schedule, distil=True)
-        return found
+                seconds_by_kind[kind] += share * objective.seconds(batches, self.settings.schedule, distil=True)
+        return seconds_by_kind
 
     def _start(self, kind: str) -> DiffTransformer:
         seed = self.settings.schedule.seed
@@ -80,32 +81,33 @@ class Trio:
 
 
 class Exam:
-    """The text held out, and what the base says of it."""
+    """Exam on the text held out, against what the base predicts of it."""
 
     def __init__(self, base: DiffTransformer, tokenizer: Any, text: str) -> None:
         self._tokenizer, self._text = tokenizer, text
         self._reference = self.reference(base)
 
     def reference(self, model: DiffTransformer) -> States:
+        """Predictions of a model, to compare others with."""
         return reference_of(TorchModel(model), self._tokenizer, self._text)
 
     def score(self, model: DiffTransformer, reference: States | None = None) -> dict[str, float]:
         """Perplexity, and mean KL in nats from the base or another reference."""
-        found = score_text(TorchModel(model), self._tokenizer, self._text, reference=reference or self._reference)
-        return {"perplexity": found.perplexity, "kl": found.kl}
+        score = score_text(TorchModel(model), self._tokenizer, self._text, reference=reference or self._reference)
+        return {"perplexity": score.perplexity, "kl": score.kl}
 
 
-def planned_steps(output: Path, trio: Trio, source: Source, limit: Limit, began: float) -> int:
-    """Steps of each model, decided once a run.
+def planned_steps(output: Path, trio: Trio, batches: Batches, limit: Limit, began: float) -> int:
+    """Number of steps of each model, decided once a run.
 
     Raises:
-        UsageError: there is no time for any.
+        UsageError: there is no time for a step.
     """
     if steps := limit.steps or trio.settings.schedule.steps:
         return steps
     plan = output / PLAN
     if not plan.exists():
-        seconds = trio.seconds_a_step(source)
+        seconds = trio.seconds_a_step(batches)
         left = (1 - _SPARE) * (60 * limit.minutes - (time.monotonic() - began))
         steps = int(left / sum(seconds.values()))
         if steps < 1:
@@ -118,22 +120,22 @@ def planned_steps(output: Path, trio: Trio, source: Source, limit: Limit, began:
 
 
 def continue_one(
-    kind: str, trio: Trio, source: Source, schedule: Schedule, exam: Exam, folder: Path, run: Results
+    kind: str, trio: Trio, batches: Batches, schedule: Schedule, exam: Exam, folder: Path, run: Results
 ) -> Results:
-    """Train one model, or go on, and keep its delta; how well it predicts the text held out at each stage."""
+    """Train one model, or go on, and keep its delta; returns how well it predicts the text held out at each stage."""
     folder.mkdir(exist_ok=True)
     model, settings = trio.models[kind], trio.settings
     start = exam.score(model)
     trainer = Continuation(model, schedule, trio.objectives[kind], settings.distil.get(kind, 0.0))
     if not trainer.resume(folder):
         (folder / LOG).unlink(missing_ok=True)
-    trainer.train(source, folder, every=settings.every, progress=progress_for(f"train {kind}"))
+    trainer.train(batches, folder, every=settings.every, progress=progress_for(f"train {kind}"))
     delta = difference(kind, run["base"], settings.scheme, run, trio.levels, trainer.trained, trio.original)
     write_delta(folder / DELTA, delta)
-    kept = trio.placed(applied(delta, trio.original))
+    restored = trio.placed(applied(delta, trio.original))
     return {
         "start": start,
         "trained": exam.score(model),
-        "kept": exam.score(kept) | {"kl_from_trained": exam.score(kept, exam.reference(model))["kl"]},
+        "kept": exam.score(restored) | {"kl_from_trained": exam.score(restored, exam.reference(model))["kl"]},
         "delta_bytes": delta.nbytes,
     }

@@ -1,4 +1,4 @@
-"""English sentences of a small vocabulary, and the word-level tokenizer that reads them."""
+"""Sentences of a small vocabulary, and the word-level tokenizer that reads them."""
 
 import re
 from collections import Counter
@@ -14,7 +14,7 @@ _WORDS = re.compile(r"\w+|[^\w\s]+")
 
 
 def split(text: str) -> list[str]:
-    """Words and runs of punctuation, in lower case, as the tokenizer splits them."""
+    """Words and runs of punctuation of a text, in lower case, as the tokenizer splits them."""
     return _WORDS.findall(text.lower())
 
 
@@ -28,12 +28,12 @@ def simple_sentences(text: str, known: Iterable[str], frequent: int, most: int) 
     counts = Counter(word for word in split(text) if not any(c.isdigit() for c in word))
     words = known + [word for word, _ in counts.most_common(frequent + len(known)) if word not in known][:frequent]
     vocabulary = set(words)
-    found = [s for s in sentences(text) if 3 <= len(parts := split(s)) <= most and vocabulary.issuperset(parts)]
-    return found, words
+    chosen = [s for s in sentences(text) if 3 <= len(parts := split(s)) <= most and vocabulary.issuperset(parts)]
+    return chosen, words
 
 
 def word_tokenizer(words: Iterable[str], context: int) -> PreTrainedTokenizerFast:
-    """Every word one token, <s> before a text; what is not in `words` is <unk>."""
+    """Tokenizer with a token for every word, <s> before a text; what is not in `words` is <unk>."""
     vocabulary = {word: index for index, word in enumerate([*SPECIAL, *words])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.normalizer = normalizers.Lowercase()

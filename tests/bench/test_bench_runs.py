@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from diffquant.bench import memory, run, timing
-from diffquant.bench.cells import Cell
+from diffquant.bench.cells import BenchCell
 from diffquant.bench.contest import contest
 from diffquant.bench.gpu import ratios as gpu
 from diffquant.bench.gpu import tune
@@ -105,9 +105,9 @@ def test_a_section_that_fails_is_named_and_the_others_go_on(monkeypatch):
         raise RuntimeError("no such thing")
 
     monkeypatch.setitem(run._RUN, "quantize", broken)
-    monkeypatch.setitem(run._RUN, "linear", lambda *arguments: [Cell("linear", "1 x 1", "dense", values=(1.0,))])
-    monkeypatch.setattr(run.roofline, "measure", lambda *arguments: {})
-    result = run.run(BenchOptions(sections=("quantize", "linear")))
+    monkeypatch.setitem(run._RUN, "linear", lambda *arguments: [BenchCell("linear", "1 x 1", "dense", values=(1.0,))])
+    monkeypatch.setattr(run.roofline, "measure_roofline", lambda *arguments: {})
+    result = run.run_bench(BenchOptions(sections=("quantize", "linear")))
     failed, measured = result.cells
     assert (failed.section, failed.missing) == ("quantize", "RuntimeError: no such thing")
     assert measured.values == (1.0,)
@@ -125,7 +125,7 @@ def test_shares_are_of_the_float32_export_and_of_torch():
     torch = {"decode": [10.0, 20.0, 30.0], "prefill": [100.0], "peak_bytes": 1000, "tokens": [1, 2, 3]}
     low = {"decode": [80.0], "prefill": [50.0], "peak_bytes": 250, "folder_bytes": 20, "tokens": [1, 2, 4]}
     found = {generate.TORCH: torch, generate.FLOAT: {"folder_bytes": 100, "peak_bytes": 500}, "low": low}
-    generate.compare(low, torch)
+    generate.compare_with_torch(low, torch)
     generate.compare_with_export(found)
     assert low["decode_of_torch"] == 4.0
     assert low["prefill_of_torch"] == 0.5
@@ -162,10 +162,10 @@ def fails():
 
 
 def test_a_group_that_fails_is_reported_and_ends():
-    found = gpu.run(gpu.Group("broken", (gpu.Aim("a", "b", 1.0),), fails, ()))
+    found = gpu.run_group(gpu.Group("broken", (gpu.Aim("a", "b", 1.0),), fails, ()))
     assert found["problem"] == "RuntimeError: illegal memory access"
     assert found["aims"][0]["state"] == "not measured"
-    assert "FAILED" in gpu.line(found)
+    assert "FAILED" in gpu.group_text(found)
 
 
 def test_every_aim_of_the_gpu_table_names_peers_that_exist():
@@ -221,7 +221,7 @@ def test_generation_gives_the_same_tokens_in_torch_and_in_the_float32_export(tmp
     model = tiny_lm.write_diff_v2(tmp_path / "diff-v2")
     settings = generate.Settings(threads=1, repeats=1, prompt=5, new=4, prefill=8)
     names = [generate.TORCH, generate.FLOAT, "llama.cpp Q4_0"]
-    found = generate.measure(model, tmp_path, names, settings)
+    found = generate.measure_generation(model, tmp_path, names, settings)
     assert found[generate.FLOAT]["same_tokens"] == 4
     assert found[generate.FLOAT]["folder_bytes"] > 0
     assert found[generate.FLOAT]["write_seconds"] > 0

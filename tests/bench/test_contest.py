@@ -58,7 +58,7 @@ def test_the_decode_kernel_reads_what_is_stored_for_it(generation, bits):
     pytest.importorskip("triton")
     call = peers.differential(Workload(WORKS[generation].model, 1, 150, 2, "float32"), "cpu")
     store = kernels.stored(call, decode.RECIPES[bits])
-    peer = peers.Peer(lambda held: kernels.decode(held, store), peers.differential, peers.counts.fused)
+    peer = peers.Peer(lambda held: kernels.decode_attention(held, store), peers.differential, peers.counts.fused)
     assert peers.relative_error(peer, decode._cached(call, store, *store.read())) <= 1e-4
 
 
@@ -85,7 +85,7 @@ def test_values_that_are_not_finite_or_of_another_shape_are_infinitely_wrong(bro
 
 
 def test_an_error_in_the_last_rows_alone_is_seen(monkeypatch):
-    monkeypatch.setattr(peers, "_CHECKED_ROWS", 4)
+    monkeypatch.setattr(peers, "_CHECKED_QUERIES", 4)
     right = peers.PEERS["FlashDiffAttn_2"]
 
     def late(call):
@@ -140,7 +140,7 @@ def test_lengths_that_cannot_be_read_are_refused(text):
 
 def test_linears_name_what_is_missing_and_check_the_rest(monkeypatch):
     monkeypatch.setitem(linears._COLD_BYTES, "cpu", 1 << 18)
-    cells = {cell.path: cell for cell in linears.run([V1], [1], "float32", "cpu", 1)}
+    cells = {cell.path: cell for cell in linears.run_linears([V1], [1], "float32", "cpu", 1)}
     assert cells["dense"].values
     assert "not installed" in cells["torchao, int4"].missing
     for bits in (8, 6, 4):
@@ -151,7 +151,7 @@ def test_linears_name_what_is_missing_and_check_the_rest(monkeypatch):
 
 
 def test_throughput_compares_models_of_nearly_equal_size():
-    cells = throughput.run([V1], [16], 1, "float32", "cpu", 1)
+    cells = throughput.run_throughput([V1], [16], 1, "float32", "cpu", 1)
     sizes = [cell.facts["parameters"] for cell in cells]
     assert [cell.path for cell in cells] == [throughput.TRANSFORMER, throughput.V1, throughput.V2]
     # V1 adds λ alone; V2's queries are doubled.

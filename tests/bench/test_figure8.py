@@ -118,7 +118,7 @@ def test_the_program_writes_a_file_a_model_and_does_not_measure_it_again(tmp_pat
     assert list(found["kl"]) == ["8:tensor", "4:tensor", "8:row:shift", "4:row:shift"]
     assert (out / "kl.png").exists()
     assert (out / "prediction.png").exists()
-    monkeypatch.setattr(figure8, "measure", None)
+    monkeypatch.setattr(figure8, "measure_model", None)
     monkeypatch.setattr(figure8_plots, "write_plots", lambda *_: None)
     run_to_its_end(figure8.main)
     assert capsys.readouterr().out == said

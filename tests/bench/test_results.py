@@ -5,21 +5,23 @@ from dataclasses import replace
 
 import pytest
 
-from diffquant.bench.cells import Cell, Result, read
-from diffquant.bench.compare import moved, summary
+from diffquant.bench.cells import BenchCell, BenchResult, read_result
+from diffquant.bench.compare import moved, summarize_changes
 from diffquant.bench.plots import plots
-from diffquant.bench.report import csv_table, markdown, report
+from diffquant.bench.report import csv_table, html_report, markdown
 from diffquant.errors import UsageError
 
 
 def cell(path, values, **more):
-    return Cell("attention", "3B, 512 tokens, batch 1, float32", path, values=tuple(values), baseline="base", **more)
+    return BenchCell(
+        "attention", "3B, 512 tokens, batch 1, float32", path, values=tuple(values), baseline="base", **more
+    )
 
 
 def result(*cells, device="a CPU"):
     machine = {"copy": {"bytes a second": 1e9}, "matmul": {"float32": 1e12}}
     environment = {"date": "2026-01-01", "device": device, "cores": 2, "versions": {"torch": "2", "nncf": None}}
-    return Result(environment, machine, {"threads": 2}, cells)
+    return BenchResult(environment, machine, {"threads": 2}, cells)
 
 
 def test_ratios_are_times_better_whichever_way_the_unit_runs():
@@ -60,19 +62,19 @@ def test_speeds_that_rise_are_better():
 
 
 def test_a_comparison_names_what_is_new_gone_and_from_another_device():
-    text = summary(result(cell("old", [1.0])), result(cell("new", [1.0]), device="a GPU"))
+    text = summarize_changes(result(cell("old", [1.0])), result(cell("new", [1.0]), device="a GPU"))
     assert text.splitlines()[0].startswith("different devices: a CPU, a GPU")
     assert "no longer measured: attention, 3B, 512 tokens, batch 1, float32, old" in text
     assert "measured for the first time: attention, 3B, 512 tokens, batch 1, float32, new" in text
     same = result(cell("x", [1.0]))
-    assert summary(same, same) == "nothing moved beyond noise"
+    assert summarize_changes(same, same) == "nothing moved beyond noise"
 
 
 def test_a_result_survives_its_file(tmp_path):
     cells = (cell("base", [1.0, 2.0], facts={"cache bytes": 3.0}, length=512), replace(cell("x", []), missing="why"))
     path = tmp_path / "bench.json"
     path.write_text(json.dumps(result(*cells).to_dict()))
-    assert read(path).cells == cells
+    assert read_result(path).cells == cells
 
 
 @pytest.mark.parametrize(
@@ -92,7 +94,7 @@ def test_files_that_are_no_result_are_refused(tmp_path, text, reason):
     if text is not None:
         path.write_text(text)
     with pytest.raises(UsageError, match=reason):
-        read(path)
+        read_result(path)
 
 
 def test_reports_say_what_is_missing_and_load_nothing():
@@ -101,7 +103,7 @@ def test_reports_say_what_is_missing_and_load_nothing():
         cell("<fast>", [1.0], length=512, peak_bytes=0, error=1e-7),
         replace(cell("gone", []), missing="it runs on CUDA alone", length=512),
     )
-    page = report(found)
+    page = html_report(found)
     assert page.count("<svg") == 2
     assert "&lt;fast&gt;" in page
     assert "gone: none, it runs on CUDA alone" in page

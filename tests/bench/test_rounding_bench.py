@@ -12,10 +12,10 @@ from diffquant.quantization.quantize import quantize
 from diffquant.recipe import Recipe
 from studies import quantizers, rounding, rounding_layers
 from studies.quantizers import METHODS, TIERS, Method, Quantized, group_size
-from studies.rounded_model import Options, Subject
+from studies.rounded_model import RoundingOptions, Subject
 from tests.support import tiny_lm
 
-OPTIONS = Options(characters=1500, window=64, tokens=512, items=4)
+OPTIONS = RoundingOptions(characters=1500, window=64, tokens=512, items=4)
 NAMED = {method.name: method for method in METHODS}
 
 
@@ -138,41 +138,41 @@ def test_a_run_resumes_and_adds_what_is_asked_for(checkpoint, tmp_path, monkeypa
         return whole(self, method)
 
     monkeypatch.setattr(Subject, "_quantized", counted)
-    without = Options(**{**vars(OPTIONS), "items": 0})
-    rounding.measure(checkpoint, without, rounding.chosen("nearest 4:g32"), file)
+    without = RoundingOptions(**{**vars(OPTIONS), "items": 0})
+    rounding.measure_methods(checkpoint, without, rounding.chosen("nearest 4:g32"), file)
     first = json.loads(file.read_text())["results"]
     assert list(first) == ["16 bits", "nearest 4:g32"]
     assert first["16 bits"]["kl"] == pytest.approx(0, abs=1e-6)
     assert first["nearest 4:g32"]["kl"] > 0
     wanted = rounding.chosen("nearest 4:g32; gptq 4:g32")
-    second = rounding.measure(checkpoint, without, wanted, file)["results"]
+    second = rounding.measure_methods(checkpoint, without, wanted, file)["results"]
     assert calls == ["nearest 4:g32", "gptq 4:g32"]
     assert second["gptq 4:g32"]["kl"] < second["nearest 4:g32"]["kl"]
-    third = rounding.measure(checkpoint, OPTIONS, wanted[:1], file)
+    third = rounding.measure_methods(checkpoint, OPTIONS, wanted[:1], file)
     row = third["results"]["nearest 4:g32"]
     assert row["items"] == 4
     assert {key: row[key] for key in ("perplexity", "kl")} == {
         key: first["nearest 4:g32"][key] for key in ("perplexity", "kl")
     }
     assert json.loads(file.read_text()) == third
-    lines = rounding.table(third).splitlines()
+    lines = rounding.method_table(third).splitlines()
     assert [line.split(" | ")[0].strip("| ") for line in lines[2:]] == ["16 bits", "nearest 4:g32", "gptq 4:g32"]
     assert f"| {row['kl']:.4f} |" in lines[3]
     assert "%" in lines[3]
     assert "%" not in lines[4]
-    beside = rounding.table(third, rounding.read(file)).splitlines()
+    beside = rounding.method_table(third, rounding.read_result(file)).splitlines()
     assert [line.count(" | ") for line in beside[:1] + beside[2:]] == [7] * 4
     assert "llama: perplexity | KL, nats | HellaSwag | llama: perplexity" in beside[0]
 
 
 def test_another_runs_file_is_refused(checkpoint, tmp_path):
     file = tmp_path / "out.json"
-    rounding.measure(checkpoint, OPTIONS, [], file)
+    rounding.measure_methods(checkpoint, OPTIONS, [], file)
     with pytest.raises(UsageError, match="another model, text or setting; name another file"):
-        rounding.measure(checkpoint, Options(**{**vars(OPTIONS), "characters": 1400}), [], file)
+        rounding.measure_methods(checkpoint, RoundingOptions(**{**vars(OPTIONS), "characters": 1400}), [], file)
     file.write_text("[]")
     with pytest.raises(UsageError, match="is no result of this program"):
-        rounding.measure(checkpoint, OPTIONS, [], file)
+        rounding.measure_methods(checkpoint, OPTIONS, [], file)
 
 
 def test_a_library_that_is_missing_or_fails_is_named_and_tried_again(checkpoint, tmp_path):
@@ -187,15 +187,15 @@ def test_a_library_that_is_missing_or_fails_is_named_and_tried_again(checkpoint,
 
     file, name = tmp_path / "out.json", "bitsandbytes nf4, blocks of 64"
     absent, failing, working = (Method(name, TIERS[0], each, "bitsandbytes") for each in (absent, failing, working))
-    result = rounding.measure(checkpoint, OPTIONS, [absent], file)
-    assert "not measured: bitsandbytes is not installed: pip install bitsandbytes" in rounding.table(result)
-    assert "not measured: RuntimeError: no such kernel" in rounding.table(
-        rounding.measure(checkpoint, OPTIONS, [failing], file)
+    result = rounding.measure_methods(checkpoint, OPTIONS, [absent], file)
+    assert "not measured: bitsandbytes is not installed: pip install bitsandbytes" in rounding.method_table(result)
+    assert "not measured: RuntimeError: no such kernel" in rounding.method_table(
+        rounding.measure_methods(checkpoint, OPTIONS, [failing], file)
     )
-    row = rounding.measure(checkpoint, OPTIONS, [working], file)["results"][name]
+    row = rounding.measure_methods(checkpoint, OPTIONS, [working], file)["results"][name]
     assert row["kl"] == pytest.approx(0, abs=1e-6)
-    layers = rounding_layers.measure(checkpoint, rounding_layers.Options((1,), 8, 128, 64), [absent])
-    assert "bitsandbytes is not installed" in rounding_layers.table(layers)
+    layers = rounding_layers.measure_layers(checkpoint, rounding_layers.LayerOptions((1,), 8, 128, 64), [absent])
+    assert "bitsandbytes is not installed" in rounding_layers.layer_table(layers)
 
 
 def test_an_error_of_our_own_is_not_a_row(checkpoint, tmp_path):
@@ -203,7 +203,7 @@ def test_an_error_of_our_own_is_not_a_row(checkpoint, tmp_path):
         raise RuntimeError("a bug")
 
     with pytest.raises(RuntimeError, match="a bug"):
-        rounding.measure(checkpoint, OPTIONS, [Method("mse", TIERS[0], failing)], tmp_path / "out.json")
+        rounding.measure_methods(checkpoint, OPTIONS, [Method("mse", TIERS[0], failing)], tmp_path / "out.json")
 
 
 def test_an_unknown_method_and_too_short_a_text_are_refused(checkpoint, tmp_path):
@@ -211,24 +211,24 @@ def test_an_unknown_method_and_too_short_a_text_are_refused(checkpoint, tmp_path
         rounding.chosen("nf4;awq")
     (tmp_path / "short.txt").write_text("a short text")
     with pytest.raises(UsageError, match=r"fewer than --tokens 512"):
-        Subject(checkpoint, Options(text=tmp_path / "short.txt", tokens=512))
+        Subject(checkpoint, RoundingOptions(text=tmp_path / "short.txt", tokens=512))
 
 
 def test_layers_rank_as_theory_says(checkpoint):
     ours = [method for method in METHODS if method.package is None]
-    result = rounding_layers.measure(checkpoint, rounding_layers.Options((0, 1), 16, 512, 256), ours)
+    result = rounding_layers.measure_layers(checkpoint, rounding_layers.LayerOptions((0, 1), 16, 512, 256), ours)
     decibels = {name: row["decibels"] for name, row in result["results"].items()}
     for kind in rounding_layers.KINDS:
         for scheme in ("4:g32", "6:g128"):
             assert decibels[f"gptq {scheme}"][kind] > decibels[f"mse {scheme}"][kind]
         # Two bits are a factor of four in the step: 12 dB.
         assert 9 < decibels["mse 6:g128"][kind] - decibels["mse 4:g128"][kind] < 15
-    assert rounding_layers.table(result).count("\n") == len(ours) + 1
+    assert rounding_layers.layer_table(result).count("\n") == len(ours) + 1
 
 
 def test_a_converted_model_is_quantized_alike_in_both_maps(checkpoint, tmp_path):
     converted = tiny_lm.write_diff_v2(tmp_path / "diff-v2")
-    options = Options(characters=600, window=64, tokens=256, items=0)
+    options = RoundingOptions(characters=600, window=64, tokens=256, items=0)
     plain, doubled = (Subject(path, options) for path in (checkpoint, converted))
     for method in rounding.chosen("nearest 4:g32; mse 4:g32; gptq 4:g32"):
         with plain._quantized(method), doubled._quantized(method):

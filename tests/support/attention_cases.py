@@ -1,4 +1,4 @@
-"""One call of the op as data, its expected result by `diffquant.attention.naive`, and models of one node."""
+"""Cases of the ONNX operator, their expected results by `diffquant.attention.naive`, and models of one node."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -24,7 +24,7 @@ Shape = Sequence[str | int | None]
 
 @dataclass(frozen=True)
 class Case:
-    """Shapes and attributes; `rope` is "", "half" or "interleaved"."""
+    """Shapes and attributes of a call; `rope` is "", "half" or "interleaved"."""
 
     generation: int = 1
     pairs: int = 4
@@ -60,7 +60,7 @@ class Case:
 
 
 def random_inputs(case: Case, batch: int, length: int, seed: int = 0) -> Inputs:
-    """query, key, value and lambda of a whole sequence, and the tables and scales."""
+    """Random query, key, value and lambda of a whole sequence, and the tables and scales."""
     rng = np.random.default_rng(seed)
 
     def normal(*shape: int) -> np.ndarray:
@@ -86,7 +86,7 @@ def random_inputs(case: Case, batch: int, length: int, seed: int = 0) -> Inputs:
 def expected(
     case: Case, inputs: dict[str, np.ndarray], tokens: slice, dtype: torch.dtype = torch.float64
 ) -> np.ndarray:
-    """What the op gives for `tokens` of the sequence, whose keys up to their end are there: [B, T, h·dv]."""
+    """Output [B, T, h·dv] that the op must give for `tokens` of a sequence whose keys up to their end are there."""
     end = tokens.stop
     x = {name: torch.from_numpy(value).double() for name, value in inputs.items()}
     heads = lambda t, n: t.unflatten(-1, (n, -1)).transpose(1, 2)  # noqa: E731
@@ -109,7 +109,7 @@ def expected(
 
 
 def stored(rows: torch.Tensor, scale: torch.Tensor, case: Case) -> torch.Tensor:
-    """[B, S, h_kv·dk] after its codes."""
+    """Keys or values [B, S, h_kv·dk] read back from their codes."""
     scale = scale.flatten()
     limit = 2 ** (case.kv_bits - 1)
     return (rows / scale).round().clamp(-limit, limit - 1) * scale
@@ -118,7 +118,7 @@ def stored(rows: torch.Tensor, scale: torch.Tensor, case: Case) -> torch.Tensor:
 def _windowed(
     case: Case, queries: list[torch.Tensor], keys: list[torch.Tensor], v: torch.Tensor, lam: torch.Tensor, tokens: slice
 ) -> np.ndarray:
-    """One query at a time over the keys in its window."""
+    """Output of one query at a time over the keys in its window."""
     rows = []
     for t in range(tokens.start, tokens.stop):
         near = slice(max(t + 1 - case.window, 0), t + 1)
@@ -135,7 +135,7 @@ def one_node(
     float_type: int = TensorProto.FLOAT,
     cached: bool = True,
 ) -> onnx.ModelProto:
-    """A model of one node; `kind` of its body, None for none."""
+    """ONNX model of one node; `kind` is that of its function body, None for none."""
     cache_type = {0: float_type, 8: TensorProto.INT8, 6: TensorProto.UINT8, 4: TensorProto.UINT8}[case.kv_bits]
     stored_width = case.row * (case.kv_bits or 8) // 8 if case.kv_bits in (4, 6) else case.row
     absent = set() if case.rope else {"cos_cache", "sin_cache"}

@@ -1,4 +1,4 @@
-"""What exports in tests are given beside their checkpoint."""
+"""Ranges that exports in tests are given beside their checkpoint."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from tests.support.models import random_ids
 
 
 def cache_ranges(source: Path, options: ExportOptions) -> Ranges | None:
-    """Ranges of an export's quantized cache, found on random tokens; None for one in the activations' type."""
+    """Ranges of an export's quantized cache, calibrated on random tokens; None for one in the activations' type."""
     if options.kv_bits == 16:
         return None
     return calibrate_cache(source, Recipe(weights=options.weights), random_ids(2, 64))

@@ -1,4 +1,4 @@
-"""Random calls of the attention kernels, and what they must give by the plain form in float64."""
+"""Random calls of the attention kernels, and the results the plain form gives for them in float64."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -58,7 +58,7 @@ def padding(
 ) -> Mask:
     """A mask whose sequences hold positions from `starts` up to `ends`."""
     position = torch.arange(keys, device=device)
-    first, last = (None if each is None else torch.tensor(each, device=device)[:, None] for each in (starts, ends))
+    first, last = (None if at is None else torch.tensor(at, device=device)[:, None] for at in (starts, ends))
     return Mask((position >= (0 if first is None else first)) & (position < (keys if last is None else last)))
 
 
@@ -93,14 +93,14 @@ def expected(
     mask: Mask = CAUSAL,
     post: PairNorm | None = None,
 ) -> Tensor:
-    """[B, h, T, dv] float64."""
+    """Output [B, h, T, dv] of `naive` in float64."""
     wide = [x.double() for x in q], [x.double() for x in k], v.double(), None if lam is None else lam.double()
     out = naive(*wide, scale, mask)
     return out if post is None else normed(out, post)
 
 
 def normed(out: Tensor, post: PairNorm) -> Tensor:
-    """What a pair's norm makes of an output [B, h, T, dv]."""
+    """Output [B, h, T, dv] after the pairs' norm."""
     out = out * torch.rsqrt(out.square().mean(-1, keepdim=True) + post.eps) * post.factor
     return out if post.weight is None else out * post.weight.to(out.dtype)
 

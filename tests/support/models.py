@@ -31,9 +31,10 @@ def random_llama(seed: int = 0, **changes: Any) -> LlamaForCausalLM:
 
 
 def ours(oracle: PreTrainedModel) -> DiffTransformer:
-    """The same model as a DiffTransformer."""
+    """DiffTransformer with a stock model's weights."""
     adapter = adapter_for(oracle.config.to_dict())
-    model = DiffTransformer(adapter.config).eval()
+    model = DiffTransformer(adapter.config)
+    model.eval()
     model.load_state_dict(oracle.state_dict())
     return model
 

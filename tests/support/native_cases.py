@@ -1,4 +1,4 @@
-"""Sessions that run the native kernel, and caches for them."""
+"""Sessions of ONNX Runtime that run the native kernel, and caches for them."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +14,7 @@ Call = Callable[[Inputs], list[np.ndarray]]
 
 
 def session(model: onnx.ModelProto, library: Path | None, threads: int = 2) -> ort.InferenceSession:
+    """Session of a model, with the native kernel where a library is given."""
     options = ort.SessionOptions()
     options.intra_op_num_threads = threads
     options.log_severity_level = 4
@@ -26,14 +27,14 @@ def session(model: onnx.ModelProto, library: Path | None, threads: int = 2) -> o
 
 
 def native(library: Path, case: Case, threads: int = 2, dtype: str = "f4", cached: bool = True) -> Call:
-    """The node alone, which nothing but the library can run."""
+    """Call of the node without a body, which nothing but the library can run."""
     kind = TensorProto.FLOAT if dtype == "f4" else TensorProto.FLOAT16
     started = session(one_node(case, None, kind, cached), library, threads)
     return lambda inputs: started.run(None, inputs)
 
 
 def inputs_of(case: Case, batch: int, length: int, seed: int = 0) -> Inputs:
-    """`random_inputs` with tables for every position."""
+    """Inputs as `random_inputs` makes them, with tables for every position."""
     made = random_inputs(case, batch, length, seed)
     if case.rope:
         angles = np.arange(length + 1)[:, None] / 100.0 ** (np.arange(0, case.width, 2) / case.width)

@@ -25,13 +25,13 @@ class Binary:
     """A compiled kernel.
 
     Attributes:
-        kernel: its function's name.
-        capability: 80 or 90.
-        registers: a thread's.
-        stack: bytes of stack a thread, which is where registers spill to.
-        shared: bytes of shared memory a block.
-        opcodes: how often each machine instruction occurs, by the name before its first dot.
-        main_loops: the same for each innermost loop that uses the tensor cores.
+        kernel: name of its function.
+        capability: compute capability, 80 or 90.
+        registers: number of registers of a thread.
+        stack: bytes of stack of a thread, which is where registers spill to.
+        shared: bytes of shared memory of a block.
+        opcodes: number of times each machine instruction occurs, by the name before its first dot.
+        main_loops: opcodes of each innermost loop that uses the tensor cores.
     """
 
     kernel: str
@@ -43,6 +43,7 @@ class Binary:
     main_loops: list[dict[str, int]]
 
     def spills_in_a_main_loop(self) -> bool:
+        """Whether a loop over tensor cores reads or writes the stack."""
         return any(loop.get("LDL", 0) + loop.get("STL", 0) for loop in self.main_loops)
 
     def waits_for_each_product(self) -> bool:
@@ -56,7 +57,7 @@ class Binary:
 
 
 def compiled(module_file: str) -> dict[str, list[Binary]]:
-    """The kernels each of a test module's `launches()` launched, by launch name."""
+    """Kernels that each of a test module's `launches()` launched, by launch name."""
     root = Path(__file__).parents[2]
     module = ".".join(Path(module_file).relative_to(root).with_suffix("").parts)
     environment = {**os.environ, "TRITON_INTERPRET": "0", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)}
@@ -65,8 +66,8 @@ def compiled(module_file: str) -> dict[str, list[Binary]]:
     )
     if done.returncode:
         raise RuntimeError(done.stderr[-4000:])
-    found = json.loads(done.stdout.splitlines()[-1])
-    return {name: [Binary(**binary) for binary in binaries] for name, binaries in found.items()}
+    binaries_by_launch = json.loads(done.stdout.splitlines()[-1])
+    return {name: [Binary(**binary) for binary in binaries] for name, binaries in binaries_by_launch.items()}
 
 
 def main(module: str) -> None:
@@ -89,12 +90,15 @@ def main(module: str) -> None:
         for name, absent.capability, call in importlib.import_module(module).launches():
             launched.clear()
             call()
-            binaries[name] = [asdict(_binary(each, absent.capability)) for each in launched]
+            binaries[name] = [asdict(_binary(kernel, absent.capability)) for kernel in launched]
     print(json.dumps(binaries))
 
 
 class _AbsentDevice:
-    """What Triton asks of a driver before it launches; the capability is the device's number, so caches are apart."""
+    """Stands in for the driver that Triton asks before it launches.
+
+    The capability is the device's number, so that caches are apart.
+    """
 
     def __init__(self, target_of: Callable[[int], Any]) -> None:
         self.target_of = target_of
@@ -135,7 +139,7 @@ def _binary(kernel: Any, capability: int) -> Binary:
 
 
 def _instructions(sass: str) -> list[tuple[int, str]]:
-    """(address, text without predicate) of each instruction."""
+    """Address, and text without predicate, of each instruction."""
     lines = re.findall(r"^\s*/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?(.*?);", sass, re.MULTILINE)
     return [(int(address, 16), text) for address, text in lines]
 

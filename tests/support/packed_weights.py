@@ -1,4 +1,4 @@
-"""Random packed weights, and what they must compute: shared by interpreted tests and those on a GPU."""
+"""Random packed weights and their exact values, shared by interpreted tests and those on a GPU."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from diffquant.numerics import pack, unpack
 
 
 def random_words(rows: int, width: int, bits: int, device: str = "cpu", seed: int = 0) -> Tensor:
-    """Every code, the lowest of an asymmetric range included, as a checkpoint packs them."""
+    """Random codes, the lowest of an asymmetric range included, as a checkpoint packs them."""
     generator = torch.Generator().manual_seed(seed)
     low, high = -(1 << (bits - 1)), 1 << (bits - 1)
     return pack(torch.randint(low, high, (rows, width), generator=generator, dtype=torch.int8), bits).to(device)
@@ -20,7 +20,7 @@ def random_words(rows: int, width: int, bits: int, device: str = "cpu", seed: in
 def random_scale(
     rows: int, width: int, group: int | str, dtype: torch.dtype, device: str = "cpu", seed: int = 1
 ) -> Tensor:
-    """Of either sign; `group` is a number of columns, "row" or "tensor"."""
+    """Random scales of either sign; `group` is a number of columns, "row" or "tensor"."""
     if isinstance(group, int):
         shape: tuple[int, ...] = (rows, width // group)
     else:
@@ -30,7 +30,7 @@ def random_scale(
 
 
 def exact_weight(words: Tensor, scale: Tensor, bits: int, width: int) -> Tensor:
-    """float64 [N, K]."""
+    """Weight [N, K] that words and scales stand for, in float64."""
     codes = unpack(words, bits, width).double()
     return codes * scale.double().repeat_interleave(width // scale.shape[-1], -1)
 
@@ -38,7 +38,7 @@ def exact_weight(words: Tensor, scale: Tensor, bits: int, width: int) -> Tensor:
 def random_case(
     rows: int, width: int, bits: int, group: int | str, dtype: torch.dtype = torch.float16, device: str = "cpu"
 ) -> tuple[PackedWeight, Tensor]:
-    """A packed weight, and W in float64."""
+    """A random packed weight, and its values [N, K] in float64."""
     words = random_words(rows, width, bits, device)
     scale = random_scale(rows, width, group, dtype, device)
     return repack(words, scale, bits, width), exact_weight(words, scale, bits, width)
@@ -47,7 +47,7 @@ def random_case(
 def random_activations(
     tokens: int, width: int, dtype: torch.dtype = torch.float16, device: str = "cpu", seed: int = 2
 ) -> Tensor:
-    """x [tokens, width]."""
+    """Random activations [tokens, width]."""
     return torch.randn(tokens, width, generator=torch.Generator().manual_seed(seed)).to(dtype).to(device)
 
 
@@ -57,7 +57,7 @@ def relative_error(y: Tensor, expected: Tensor) -> float:
 
 
 def poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Floating-point tensors made by `new_empty` are NaN until they are written."""
+    """Fill floating-point tensors that `new_empty` makes with NaN, which stays where nothing is written."""
     empty = torch.Tensor.new_empty
 
     def poisoned(*args: Any, **kwargs: Any) -> Tensor:

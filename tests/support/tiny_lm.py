@@ -15,7 +15,7 @@ WORDS = 400
 
 @cache
 def tokenizer(adds_bos: bool = False) -> PreTrainedTokenizerFast:
-    """Byte-level BPE over the prose that ships; any text encodes."""
+    """Tokenizer of a byte-level BPE over the prose that ships; any text encodes."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
@@ -32,7 +32,7 @@ def tokenizer(adds_bos: bool = False) -> PreTrainedTokenizerFast:
 
 
 def llama(max_length: int = 512, seed: int = 0) -> LlamaForCausalLM:
-    """Random weights, large enough that its choices differ."""
+    """Tiny Llama of random weights, large enough that its choices differ."""
     return random_llama(
         seed,
         vocab_size=WORDS,

@@ -21,6 +21,7 @@ from diffquant import data
 from diffquant.conversion import convert
 from diffquant.errors import CheckpointError, GroupSizeError, OutputExistsError, UsageError
 from diffquant.evals.protocols.perplexity import next_token_kl
+from diffquant.support.program import run_commands
 from tests.support import tiny_lm
 
 SCHEDULE = Schedule(steps=8, warmup=2, tokens=96, lengths=((0.0, 32),), rate=1e-2, accumulate=2, decay=0.0)
@@ -125,7 +126,7 @@ def test_v1s_constant_is_hidden_from_the_output_projection_until_the_norm_shows_
 
 @pytest.mark.parametrize("distil", [False, True], ids=["text", "distil"])
 def test_gradients_are_those_of_whole_logits(original, ids, distil, monkeypatch):
-    monkeypatch.setattr("distil._ROWS", 7)
+    monkeypatch.setattr("distil._TOKENS", 7)
     model = starts.new_model("diff-v2", original, [], 0.3)
     windows, weights = ids[:, :97].view(1, -1), torch.full((1, 96), 1 / 96)
     for parameter in starts.attention_parameters(model).values():
@@ -201,7 +202,7 @@ def test_all_models_read_the_same_tokens_and_learn(run):
         log = [json.loads(line) for line in (folder / kind / LOG).read_text().splitlines()]
         assert [line["step"] for line in log] == [3, 6, 8]
         assert all(line["tokens_per_second"] > 0 for line in log)
-    assert "diff-v1" in program.table(results)
+    assert "diff-v1" in program.results_table(results)
 
 
 def test_finished_runs_answer_from_their_results(run, base, text, monkeypatch):
@@ -264,10 +265,12 @@ def test_the_command_line_applies_and_says_what_is_wrong(run, base, tmp_path, mo
     folder, _ = run
     arguments = ["pairs.py", "apply", str(folder / "diff-v1" / trio.DELTA), str(base), str(tmp_path / "v1")]
     monkeypatch.setattr("sys.argv", arguments)
-    program.main()
+    with pytest.raises(SystemExit) as stopped:
+        run_commands(program.commands)
+    assert not stopped.value.code
     assert "DIFF V1" in capsys.readouterr().out
     with pytest.raises(SystemExit) as stopped:
-        program.main()
+        run_commands(program.commands)
     assert stopped.value.code == OutputExistsError.exit_code
     assert "exists; choose another output" in capsys.readouterr().err
 

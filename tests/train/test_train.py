@@ -18,6 +18,7 @@ from diffquant import data
 from diffquant.errors import NonFiniteError, OutputExistsError, UsageError
 from diffquant.evals.protocols import needle
 from diffquant.model.attention import rotate
+from diffquant.support.program import run_program
 
 RECIPES = Path(program.__file__).parent
 SIZES = Sizes(hidden=32, layers=2, heads=4, head_dim=8, inner=80, context=128, init=0.1, bias=True, theta=10000.0)
@@ -243,7 +244,7 @@ def test_a_run_that_cannot_be_leaves_no_folder(content, options, message, tmp_pa
     command = [RECIPES / "prose.yaml", "--kind", "diff-v2", "--text", book, "--output", output, *options]
     monkeypatch.setattr("sys.argv", ["train.py", *map(str, command)])
     with pytest.raises(SystemExit) as stop:
-        program.main()
+        run_program(program.main)
     assert stop.value.code == 2
     assert message in capsys.readouterr().err
     assert not output.exists()
