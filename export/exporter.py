@@ -15,7 +15,7 @@ from diffquant.export.files import DATA_FILE, MODEL_FILE
 from diffquant.export.graph.cache_scales import Scales, static_scales
 from diffquant.export.graph.decoder import build
 from diffquant.export.graph.linears import container_bits
-from diffquant.export.graph.plan import ExportPlan, make_plan
+from diffquant.export.graph.plan import ExportPlan, plan_export
 from diffquant.export.graph.streaming import Streamed, place, write
 from diffquant.export.manifest import write_manifest
 from diffquant.export.options import ExportOptions, check_runtime, runtime_floor
@@ -128,7 +128,7 @@ def check_export(source: Path | str | Source, destination: Path, options: Export
     """
     check_output(source.path if isinstance(source, Source) else Path(source), destination, overwrite)
     check_runtime(options)
-    return make_plan(open_source(source), options)
+    return plan_export(open_source(source), options)
 
 
 def _cache_scales(source: Source, options: ExportOptions, ranges: Ranges | None) -> dict[int, Scales]:

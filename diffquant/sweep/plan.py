@@ -25,7 +25,7 @@ from diffquant.sweep.session import CheckpointSubject, Setup, Subject
 
 
 @dataclass(frozen=True)
-class Plan:
+class SweepPlan:
     """What a sweep will do: its points and tasks, and what each model is opened from.
 
     Attributes:
@@ -41,7 +41,7 @@ class Plan:
     setup: Setup
 
 
-def make_plan(models: Sequence[Path], options: SweepOptions, runtime_of: RuntimeOf) -> Plan:
+def plan_sweep(models: Sequence[Path], options: SweepOptions, runtime_of: RuntimeOf) -> SweepPlan:
     """Open every model and read every task's items.
 
     Raises:
@@ -80,7 +80,7 @@ def make_plan(models: Sequence[Path], options: SweepOptions, runtime_of: Runtime
         )
         for point in folders
     }
-    return Plan(grid + folders, tasks, sources, {**checkpoints_by_path, **exports}, setup)
+    return SweepPlan(grid + folders, tasks, sources, {**checkpoints_by_path, **exports}, setup)
 
 
 def _scales_by_model(sources: Mapping[Path, Source], files: Sequence[Path]) -> dict[Path, Path]:

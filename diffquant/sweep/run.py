@@ -12,7 +12,7 @@ from diffquant.sweep.cell import Cell
 from diffquant.sweep.engines import Batch, Job, engine_named
 from diffquant.sweep.exported import RuntimeOf, checkpoints_alone
 from diffquant.sweep.grid import SweepOptions
-from diffquant.sweep.plan import Plan, make_plan
+from diffquant.sweep.plan import SweepPlan, plan_sweep
 from diffquant.sweep.recorder import CellRecorder
 from diffquant.sweep.result import MeasuredCell, SweepResult
 from diffquant.sweep.session import weights_of
@@ -44,7 +44,7 @@ def run_sweep(
         UsageError, CheckpointError, MissingDependencyError: what can be known before the first cell.
         KeyboardInterrupt: with a message that says how to go on.
     """
-    plan = make_plan([Path(model) for model in models], options, runtime_of)
+    plan = plan_sweep([Path(model) for model in models], options, runtime_of)
     runner = engine_named(engine)
     folder = output / "cells"
     identities = {task.name: task.identity() for task in plan.tasks}
@@ -73,7 +73,7 @@ def _key(subject: JsonObject, task: JsonObject) -> JsonObject:
     return subject | {"format": RESULT_FORMAT, "task": task}
 
 
-def _batches(pending: Sequence[Job], plan: Plan) -> list[Batch]:
+def _batches(pending: Sequence[Job], plan: SweepPlan) -> list[Batch]:
     """Jobs of one model and one set of weights together; a model's batches follow each other, as its points do."""
     groups: dict[tuple[Path, str], list[Job]] = {}
     for job in pending:
@@ -86,7 +86,7 @@ def _read_cell(job: Job) -> MeasuredCell:
     return MeasuredCell(job.point, job.task.name, measurement, None if measurement else job.cell.read_failure())
 
 
-def _settings(plan: Plan, options: SweepOptions, tasks: list[JsonObject]) -> JsonObject:
+def _settings(plan: SweepPlan, options: SweepOptions, tasks: list[JsonObject]) -> JsonObject:
     return {
         "options": options.to_dict(),
         "tasks": tasks,

@@ -75,7 +75,7 @@ class ExportPlan:
         return read_matrix(self.source, name, (out, width), wanted)
 
 
-def make_plan(source: Source, options: ExportOptions) -> ExportPlan:
+def plan_export(source: Source, options: ExportOptions) -> ExportPlan:
     """The plan of an export that a graph can express.
 
     Raises:

@@ -6,7 +6,7 @@ import torch
 from diffquant import Recipe, convert, load, quantize
 from diffquant.formats import row_stream
 from diffquant.quantization import roundings
-from diffquant.quantization.roundings import Rounder, Rounding, register, rounding_named
+from diffquant.quantization.roundings import Rounder, Rounding, rounding_named
 from tests.support import tiny_lm
 from tests.support.checkpoints import write_diffllama, write_llama, write_random
 
@@ -81,8 +81,7 @@ class Telling(Rounding):
 
 def test_neither_blocks_of_rows_nor_threads_come_between_them(tmp_path, monkeypatch):
     """The last bits of a product of matrices depend on both."""
-    monkeypatch.setattr(roundings, "_ROUNDINGS", dict(roundings._ROUNDINGS))
-    register(Telling())
+    monkeypatch.setitem(roundings.ROUNDINGS, "telling", Telling())
     monkeypatch.setattr(row_stream, "BLOCK_ELEMENTS", 64 * 7)
     before = torch.get_num_threads()
     torch.set_num_threads(2)

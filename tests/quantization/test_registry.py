@@ -44,10 +44,11 @@ def truncated(name, values, scheme, dtype):
 
 
 @pytest.fixture
-def truncate(monkeypatch):
+def truncate():
     """The toy rule, known for one test."""
-    monkeypatch.setattr(roundings, "_ROUNDINGS", dict(roundings._ROUNDINGS))
     register(Truncate())
+    yield
+    del roundings.ROUNDINGS["truncate"]
 
 
 @pytest.fixture(scope="module")

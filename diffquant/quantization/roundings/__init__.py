@@ -1,35 +1,19 @@
 """The roundings by name: every rule by which weights can become codes and scales, one file each."""
 
+import sys
 from collections.abc import Mapping
 
 from diffquant.errors import UsageError
-from diffquant.quantization.roundings.base import Round, Rounder, Rounding
-from diffquant.quantization.roundings.gptq.rule import Gptq
-from diffquant.quantization.roundings.mse import Mse
-from diffquant.quantization.roundings.nearest import Nearest
+from diffquant.quantization.roundings.base import ROUNDINGS, Round, Rounder, Rounding, register
 from diffquant.recipe import RoundingSettings
 from diffquant.scheme import Scheme
+from diffquant.support.discovery import import_all
 from diffquant.support.suggestion import did_you_mean
 from diffquant.text.corpus import load_text, text_digest
 
 __all__ = ["Round", "Rounder", "Rounding", "checked_rounding", "register", "rounding_named", "text_read_digest"]
 
-_ROUNDINGS: dict[str, Rounding] = {}
-
-
-def register(rounding: Rounding) -> None:
-    """Let recipes name a rounding.
-
-    Raises:
-        UsageError: another one has its name.
-    """
-    if rounding.name in _ROUNDINGS:
-        raise UsageError(f"there is a rounding {rounding.name!r} already; give the new one another name")
-    _ROUNDINGS[rounding.name] = rounding
-
-
-for _rounding in (Nearest(), Mse(), Gptq()):
-    register(_rounding)
+import_all(sys.modules[__name__])
 
 
 def rounding_named(name: str) -> Rounding:
@@ -38,9 +22,9 @@ def rounding_named(name: str) -> Rounding:
     Raises:
         UsageError: there is none; the nearest name is suggested.
     """
-    if name not in _ROUNDINGS:
-        raise UsageError(f"unknown rounding {name!r}{did_you_mean(name, list(_ROUNDINGS))}")
-    return _ROUNDINGS[name]
+    if name not in ROUNDINGS:
+        raise UsageError(f"unknown rounding {name!r}{did_you_mean(name, list(ROUNDINGS))}")
+    return ROUNDINGS[name]
 
 
 def checked_rounding(settings: RoundingSettings, schemes: Mapping[str, Scheme]) -> Rounding:
@@ -55,7 +39,7 @@ def checked_rounding(settings: RoundingSettings, schemes: Mapping[str, Scheme]) 
     """
     rounding = rounding_named(settings.name)
     if settings.reads and not rounding.needs_text:
-        readers = " or ".join(name for name, each in _ROUNDINGS.items() if each.needs_text)
+        readers = " or ".join(name for name, each in ROUNDINGS.items() if each.needs_text)
         raise UsageError(f"--text and --tokens say what --rounding {readers} reads; give them with it alone")
     spanning = [module for module, scheme in schemes.items() if scheme.granularity == "tensor"]
     if spanning and rounding.row_by_row:

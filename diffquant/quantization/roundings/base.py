@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from diffquant.errors import UsageError
 from diffquant.recipe import RoundingSettings
 from diffquant.scheme import Scheme
 from diffquant.source.source import Source
@@ -57,3 +58,17 @@ class Rounding(ABC):
         Raises:
             DiffQuantError: the checkpoint or the text cannot be read.
         """
+
+
+ROUNDINGS: dict[str, Rounding] = {}
+
+
+def register(rounding: Rounding) -> None:
+    """Let recipes name a rounding.
+
+    Raises:
+        UsageError: another one has its name.
+    """
+    if rounding.name in ROUNDINGS:
+        raise UsageError(f"there is a rounding {rounding.name!r} already; give the new one another name")
+    ROUNDINGS[rounding.name] = rounding

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from diffquant.numerics import absmax_scale, max_code, sharing_view, storable_scale
-from diffquant.quantization.roundings.base import Rounder, Rounding
+from diffquant.quantization.roundings.base import Rounder, Rounding, register
 from diffquant.recipe import RoundingSettings
 from diffquant.scheme import Scheme
 from diffquant.source.source import Source
@@ -75,3 +75,6 @@ class Mse(Rounding):
 
     def prepare(self, source: Source, settings: RoundingSettings, progress: Progress) -> Rounder:  # noqa: ARG002
         return Rounder(round_with_clipping)
+
+
+register(Mse())

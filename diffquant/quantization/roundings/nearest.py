@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from diffquant.formats.compressed_tensors import weight_codes, weight_scale
-from diffquant.quantization.roundings.base import Rounder, Rounding
+from diffquant.quantization.roundings.base import Rounder, Rounding, register
 from diffquant.recipe import RoundingSettings
 from diffquant.scheme import Scheme
 from diffquant.source.source import Source
@@ -25,3 +25,6 @@ class Nearest(Rounding):
 
     def prepare(self, source: Source, settings: RoundingSettings, progress: Progress) -> Rounder:  # noqa: ARG002
         return Rounder(round_to_nearest)
+
+
+register(Nearest())

@@ -6,7 +6,7 @@ from threading import Lock
 import torch
 from torch import Tensor
 
-from diffquant.quantization.roundings.base import Rounder, Rounding
+from diffquant.quantization.roundings.base import Rounder, Rounding, register
 from diffquant.quantization.roundings.gptq.compensation import Inputs, compensate
 from diffquant.quantization.roundings.mse import round_with_clipping
 from diffquant.recipe import RoundingSettings
@@ -42,3 +42,6 @@ class Gptq(Rounding):
             return compensate(values, layer_inputs, scheme, dtype)
 
         return Rounder(compensated, {"text": text_digest(text), "tokens": read.tokens, "window": read.window})
+
+
+register(Gptq())
