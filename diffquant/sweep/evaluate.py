@@ -61,8 +61,10 @@ def results_text(results: Mapping[str, TaskResult]) -> str:
 def _checkpoint_subject(path: Path, recipe: Recipe | None, options: SweepOptions, setup: Setup) -> CheckpointSubject:
     source = open_source(path)
     check_loadable(source, [] if recipe is None else [recipe])
+    applied = source.recipe if recipe is None else recipe
+    check_backend(options.attention, applied.schemes_of("logits"))
     scales = next(iter(options.scales), None)
-    check_ranges_used(scales, [source.recipe if recipe is None else recipe])
+    check_ranges_used(scales, [applied])
     return CheckpointSubject(source, setup, scales)
 
 

@@ -16,6 +16,7 @@ from diffquant.recipe import Recipe
 from diffquant.source.source import open_source
 from diffquant.source.tokenizer import load_tokenizer
 from diffquant.sweep import SweepOptions, run_sweep, session
+from diffquant.sweep.evaluate import evaluate
 from diffquant.sweep.table import rows
 from diffquant.text.corpus import load_text
 from tests.support import tiny_lm
@@ -106,6 +107,12 @@ def test_a_damaged_cell_is_measured_again_and_comes_out_the_same(model, copy_of)
     for result in (content["result"], again["result"]):
         del result["seconds"]
     assert again["result"] == content["result"]
+
+
+def test_eval_refuses_a_backend_that_cannot_quantize_logits_before_it_loads(model, monkeypatch):
+    monkeypatch.setattr("diffquant.sweep.session.load", None)
+    with pytest.raises(UsageError, match="'flashdiff1' keeps logits inside its kernel"):
+        evaluate(model, Recipe.of(logits="4:row"), replace(OPTIONS, attention="flashdiff1"))
 
 
 def test_a_cell_follows_the_models_contents_not_its_place(model, tmp_path):
