@@ -83,7 +83,7 @@ def _random_model(model: Model, form: str, context: int, dtype: str, device: str
 
 def _spec(model: Model, form: str) -> dict[str, Any]:
     """Spec of a form: the Transformer has 2h heads; V1 pairs them; V2 keeps its KV heads and doubles its queries."""
-    from diffquant.attention import DiffSpec
+    from diffquant.family.spec import DiffSpec
 
     heads, width = 2 * model.pairs, model.width
     if form == TRANSFORMER:

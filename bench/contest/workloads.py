@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from diffquant.attention import Mask
 from diffquant.errors import UsageError
 from diffquant.family.call import AttentionCall
+from diffquant.family.mask import Mask
 
 # λ of a middle layer; speed does not depend on it.
 LAM = 0.37

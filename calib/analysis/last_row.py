@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from diffquant.attention import DiffSpec
 from diffquant.attention.logits import from_coded, magnitudes, prepare_logits, round_logits, to_coded
+from diffquant.family.spec import DiffSpec
 from diffquant.model.cache import PackedCache
 from diffquant.model.modeling import DiffLayer
 from diffquant.model.walk import Walk, causal_logits

@@ -7,7 +7,5 @@ from diffquant.attention import backends  # noqa: F401  registers them
 from diffquant.attention.dispatch import attend
 from diffquant.attention.logits import LogitMeter
 from diffquant.attention.registry import BACKENDS, check_backend
-from diffquant.family.mask import Mask
-from diffquant.family.spec import DiffSpec
 
-__all__ = ["BACKENDS", "DiffSpec", "LogitMeter", "Mask", "attend", "check_backend"]
+__all__ = ["BACKENDS", "LogitMeter", "attend", "check_backend"]

@@ -3,7 +3,7 @@
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -12,9 +12,6 @@ from diffquant.cli.expanded import TaskOptions, expanded
 from diffquant.cli.options import AsJson, Attention, EvalDtype, Model, RecipeOptions, Scales, Tasks, widths
 from diffquant.support.comma_lists import split_list
 from diffquant.support.progress import progress_for
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,10 @@ from torch.nn.functional import linear
 from transformers.cache_utils import Cache
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from diffquant.attention import LogitMeter, Mask, attend
+from diffquant.attention import LogitMeter, attend
 from diffquant.family.heads import HeadLayout
 from diffquant.family.lam import lam_from_vectors
+from diffquant.family.mask import Mask
 from diffquant.family.norm import PairNorm
 from diffquant.model.config import DiffTransformerConfig
 from diffquant.model.fused_cache import FusedCache

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from diffquant.attention import DiffSpec, Mask
 from diffquant.errors import UsageError
+from diffquant.family.mask import Mask
 from diffquant.family.norm import PairNorm
+from diffquant.family.spec import DiffSpec
 from diffquant.kernels.arguments import HALF_TYPES, device_refusal
 from diffquant.kernels.cache.kv_store import KVStore, store_refusal
 from diffquant.kernels.configs import capability

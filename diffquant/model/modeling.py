@@ -14,8 +14,9 @@ from transformers.generation import GenerationMixin
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding
 
-from diffquant.attention import LogitMeter, Mask, check_backend
+from diffquant.attention import LogitMeter, check_backend
 from diffquant.errors import NotFiredError, UsageError
+from diffquant.family.mask import Mask
 from diffquant.model.attention import DiffAttention
 from diffquant.model.cache import PackedCache
 from diffquant.model.config import DiffTransformerConfig

@@ -7,7 +7,8 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from diffquant.attention import DiffSpec, Mask
+from diffquant.family.mask import Mask
+from diffquant.family.spec import DiffSpec
 from diffquant.model.modeling import DiffLayer, DiffTransformer
 
 # Logits computed at once; the blocks of a long sequence stay in a CPU's cache.

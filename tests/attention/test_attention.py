@@ -5,9 +5,10 @@ import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from diffquant.attention import LogitMeter, Mask, attend
+from diffquant.attention import LogitMeter, attend
 from diffquant.attention.backends import simulated
 from diffquant.errors import UsageError
+from diffquant.family.mask import Mask
 from diffquant.family.norm import PairNorm, pair_norm
 from diffquant.scheme import Scheme
 from tests.support.fake_quantizer import fake_quantize

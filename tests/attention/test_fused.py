@@ -7,10 +7,11 @@ import torch
 
 pytest.importorskip("triton")
 
-from diffquant.attention import LogitMeter, Mask, attend, dispatch
+from diffquant.attention import LogitMeter, attend, dispatch
 from diffquant.attention.backends import triton
 from diffquant.errors import UsageError
 from diffquant.family.call import AttentionCall
+from diffquant.family.mask import Mask
 from diffquant.family.norm import PairNorm
 from diffquant.kernels.attention import prefill, prefill_int8, prefill_simulated
 from diffquant.scheme import Scheme

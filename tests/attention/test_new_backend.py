@@ -5,12 +5,13 @@ from typing import get_args
 import pytest
 import torch
 
-from diffquant.attention import BACKENDS, Mask, attend, check_backend, dispatch
+from diffquant.attention import BACKENDS, attend, check_backend, dispatch
 from diffquant.attention.naive import naive
 from diffquant.attention.registry import Backend, register
 from diffquant.cli.options import Attention
 from diffquant.errors import UsageError
 from diffquant.family.call import AttentionCall
+from diffquant.family.mask import Mask
 from diffquant.scheme import FULL, Scheme
 
 CALLS = []

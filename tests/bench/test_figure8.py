@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from diffquant.attention import DiffSpec
+from diffquant.family.spec import DiffSpec
 from diffquant.model.config import DiffTransformerConfig
 from diffquant.model.modeling import DiffTransformer
 from diffquant.recipe import Recipe

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from diffquant import data
-from diffquant.attention import DiffSpec, Mask
 from diffquant.attention.naive import naive
 from diffquant.calib.analysis.attention_map import AttentionMapOptions, attention_by_part, map_attention
 from diffquant.calib.analysis.last_row import last_maps, last_weights
@@ -15,6 +14,8 @@ from diffquant.errors import NonFiniteError, UsageError
 from diffquant.evals.encoding import RequestEncoder
 from diffquant.evals.protocols import needle
 from diffquant.evals.protocols.needle import DEPTHS, NeedlePlan, make_items
+from diffquant.family.mask import Mask
+from diffquant.family.spec import DiffSpec
 from diffquant.loading import load
 from diffquant.model.adapters import adapter_for
 from diffquant.model.config import DiffTransformerConfig

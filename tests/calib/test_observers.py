@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 import torch
 
-from diffquant.attention import Mask
 from diffquant.attention.backends.simulated import simulated
 from diffquant.attention.naive import naive
 from diffquant.calib.calibration.fit import measure_fit
@@ -14,6 +13,7 @@ from diffquant.calib.calibration.observers import Observer, key_ranges
 from diffquant.calib.statistics import Magnitudes
 from diffquant.errors import UsageError
 from diffquant.family.call import AttentionCall
+from diffquant.family.mask import Mask
 from diffquant.model.cache import PackedStates
 from diffquant.model.walk import Walk
 from diffquant.recipe import LAYER_TARGETS, Recipe

@@ -8,9 +8,9 @@ import onnxruntime as ort
 import pytest
 import torch
 
-from diffquant.attention import Mask
 from diffquant.attention.naive import naive
 from diffquant.export.native import kernel_calls, kernel_name, library_path, use_kernel
+from diffquant.family.mask import Mask
 from diffquant.scheme import Scheme
 from tests.support.attention_cases import Case, expected, feed, one_node
 from tests.support.native_cases import inputs_of, native, past_of, session

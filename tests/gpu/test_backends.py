@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from diffquant.attention import Mask, attend
+from diffquant.attention import attend
 from diffquant.attention.naive import naive
+from diffquant.family.mask import Mask
 from diffquant.scheme import Scheme
 
 if not torch.cuda.is_available():

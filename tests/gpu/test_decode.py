@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from diffquant.attention import Mask
+from diffquant.family.mask import Mask
 from diffquant.family.norm import PairNorm
 from diffquant.kernels.arguments import empty_output
 from diffquant.kernels.cache import decode as module

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from diffquant.attention import Mask
 from diffquant.family.call import AttentionCall
+from diffquant.family.mask import Mask
 from diffquant.family.norm import PairNorm
 from diffquant.kernels.arguments import empty_output
 from diffquant.kernels.attention import prefill_int8 as module

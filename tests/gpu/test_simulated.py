@@ -3,10 +3,11 @@
 import pytest
 import torch
 
-from diffquant.attention import LogitMeter, Mask
+from diffquant.attention import LogitMeter
 from diffquant.attention.backends import simulated as in_blocks
 from diffquant.attention.naive import naive
 from diffquant.family.call import AttentionCall
+from diffquant.family.mask import Mask
 from diffquant.family.norm import PairNorm
 from diffquant.kernels.arguments import empty_output
 from diffquant.kernels.attention import prefill_simulated as module

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.library import opcheck
 
-from diffquant.attention import Mask
 from diffquant.errors import UsageError
+from diffquant.family.mask import Mask
 from diffquant.family.norm import PairNorm
 from diffquant.kernels.arguments import empty_output
 from diffquant.kernels.cache import decode as module

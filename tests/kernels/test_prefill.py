@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from diffquant.attention import Mask
 from diffquant.errors import UsageError
 from diffquant.family.call import AttentionCall
+from diffquant.family.mask import Mask
 from diffquant.family.norm import PairNorm
 from diffquant.kernels import configs
 from diffquant.kernels.arguments import empty_output

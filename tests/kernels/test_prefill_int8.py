@@ -6,9 +6,9 @@ import torch
 import triton.language as tl
 import triton.runtime.interpreter as interpreter
 
-from diffquant.attention import Mask
 from diffquant.errors import UsageError
 from diffquant.family.call import AttentionCall
+from diffquant.family.mask import Mask
 from diffquant.family.norm import PairNorm
 from diffquant.kernels import configs
 from diffquant.kernels.arguments import empty_output

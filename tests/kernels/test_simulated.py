@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from diffquant.attention import LogitMeter, Mask
+from diffquant.attention import LogitMeter
 from diffquant.attention.backends import simulated as in_blocks
 from diffquant.attention.naive import naive
 from diffquant.errors import UsageError
 from diffquant.family.call import AttentionCall
+from diffquant.family.mask import Mask
 from diffquant.family.norm import PairNorm
 from diffquant.kernels import configs
 from diffquant.kernels.arguments import empty_output

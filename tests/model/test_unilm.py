@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from diffquant.attention import Mask
+from diffquant.family.mask import Mask
 from diffquant.model.adapters import adapter_for
 from diffquant.model.modeling import DiffTransformer
 

@@ -9,10 +9,10 @@ import onnx
 import torch
 from onnx import TensorProto, helper
 
-from diffquant.attention import Mask
 from diffquant.attention.naive import naive
 from diffquant.export.graph.body import CONTRIB, body
 from diffquant.export.graph.op import DOMAIN, NAME, VERSION, OpAttributes, schema
+from diffquant.family.mask import Mask
 from diffquant.model.attention import rotate
 from diffquant.scheme import FULL, Scheme
 
