@@ -161,7 +161,7 @@ class Recipe:
         residual = entries.get("residual", 0)
         if not isinstance(overrides, Mapping):
             raise UsageError(f"overrides must map name patterns to schemes, got {overrides!r}")
-        if not isinstance(residual, int):
+        if type(residual) is not int:
             raise UsageError(f"residual must be a number of tokens, got {residual!r}")
         schemes = {target: _parse_for(target, entries[target]) for target in _ALLOWED if target in entries}
         rounding = RoundingSettings.parse(entries.get("rounding", NEAREST.name))
@@ -170,11 +170,12 @@ class Recipe:
     @classmethod
     def read(cls, path: Path) -> "Recipe":
         """Read a recipe from a YAML file."""
-        import yaml
+        # Here, since a recipe of options is made without the time that importing yaml takes.
+        from diffquant.support.yaml_text import parse_yaml
 
         try:
-            entries = yaml.safe_load(path.read_text())
-        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+            entries = parse_yaml(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
             raise UsageError(f"cannot read recipe {path}: {error}") from error
         if not isinstance(entries, dict):
             raise UsageError(f"recipe {path} must be a mapping of {', '.join(f.name for f in fields(cls))}")
@@ -266,6 +267,9 @@ def _layer_name(target: str, layer: int) -> str:
 
 
 def _parse_overrides(overrides: Mapping[str, str]) -> dict[str, Scheme]:
+    unnamed = [pattern for pattern in overrides if not isinstance(pattern, str)]
+    if unnamed:
+        raise UsageError(f"overrides must map name patterns to schemes; {unnamed[0]!r} is no pattern")
     return {pattern: _parse_for(target_of(pattern), text) for pattern, text in overrides.items()}
 
 

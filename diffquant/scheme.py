@@ -10,6 +10,8 @@ GRANULARITIES = ("tensor", "head", "pair", "row", "column", "group", "block", "s
 _SIZED = {"g": "group", "c": "column", "b": "block"}
 _LETTERS = {name: letter for letter, name in _SIZED.items()}
 _FLAGS = ("shift", "alike")
+# No scheme is as long; what is would only fill the screen.
+_LONGEST = 64
 _GRAMMAR = "BITS[:GRANULARITY][:shift or :alike], such as 4:g32, 6:row, 8:head, 4:tensor:shift or 16"
 
 
@@ -60,9 +62,11 @@ class Scheme:
         Raises:
             UsageError: the text is not BITS[:GRANULARITY][:shift or :alike].
         """
-        bits, *rest = str(text).strip().lower().split(":")
-        if not bits.isdecimal():
-            raise UsageError(f"cannot read scheme {text!r}: expected {_GRAMMAR}")
+        if not isinstance(text, str) and type(text) is not int:
+            raise UsageError(f"cannot read a scheme from a {type(text).__name__}: expected {_GRAMMAR}")
+        bits, *rest = str(text).strip().lower().split(":") if len(str(text)) < _LONGEST else [""]
+        if not re.fullmatch("[0-9]{1,9}", bits):
+            raise UsageError(f"cannot read scheme {str(text)[:_LONGEST]!r}: expected {_GRAMMAR}")
         flags = {flag: flag in rest for flag in _FLAGS}
         names = [part for part in rest if part not in _FLAGS]
         if len(names) > 1 or len(rest) - len(names) > sum(flags.values()):
@@ -88,7 +92,7 @@ class Scheme:
 def _parse_granularity(name: str, text: str) -> tuple[str, int | None]:
     if name == "channel":
         return "row", None
-    sized = re.fullmatch(r"([gcb])(\d+)", name)
+    sized = re.fullmatch(r"([gcb])([0-9]{1,9})", name)
     if sized:
         return _SIZED[sized[1]], int(sized[2])
     if name not in GRANULARITIES:

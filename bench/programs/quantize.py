@@ -24,7 +24,7 @@ from diffquant.bench.environment import environment
 from diffquant.bench.memory import resident, status_bytes
 from diffquant.bench.synthetic import synthesize
 from diffquant.errors import DiffQuantError, ToleranceError
-from diffquant.formats.atomic_folder import partial_folder
+from diffquant.formats.staging import partial_folder
 from diffquant.support.progress import progress_for
 
 MEMORY_LIMIT = 10**9

@@ -195,11 +195,14 @@ def _checked_groups(entry: Any) -> dict[str, Scheme]:
     if entry.get("kv_cache_scheme"):
         problems.append("it has a kv_cache_scheme")
     targets: dict[str, Scheme] = {}
-    for name, group in (entry.get("config_groups") or {}).items():
+    groups = entry.get("config_groups") or {}
+    if not isinstance(groups, Mapping):
+        raise CheckpointError("config.json: config_groups of quantization_config must be a mapping")
+    for name, group in groups.items():
         group_problems = _group_problems(group)
         problems += [f"{name} {problem}" for problem in group_problems]
         if not group_problems:
-            targets |= dict.fromkeys(group.get("targets", []), _scheme(group["weights"]))
+            targets |= dict.fromkeys(group["targets"], _scheme(group["weights"]))
     if problems:
         raise CheckpointError(
             f"this checkpoint's quantization_config is not read: {'; '.join(problems)}; read is compressed-tensors "
@@ -214,16 +217,20 @@ def _group_problems(group: Any) -> list[str]:
     if not isinstance(weights, Mapping):
         return ["does not quantize weights"]
     problems = []
+    targets = group.get("targets")
+    if not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):
+        problems.append("has no list of targets")
     if weights.get("type", "int") != "int":
         problems.append(f"has {weights['type']} codes")
     if not weights.get("symmetric", True):
         problems.append("is asymmetric")
-    if weights.get("strategy") not in _STRATEGIES:
+    if not isinstance(weights.get("strategy"), str) or weights["strategy"] not in _STRATEGIES:
         problems.append(f"has strategy {weights.get('strategy')!r}")
-    if weights.get("num_bits") not in range(2, 9):
-        problems.append(f"has {weights.get('num_bits')} bits")
-    if weights.get("strategy") == "group" and not weights.get("group_size"):
-        problems.append("has no group_size")
+    if type(weights.get("num_bits")) is not int or weights["num_bits"] not in range(2, 9):
+        problems.append(f"has {weights.get('num_bits')!r} bits")
+    size = weights.get("group_size")
+    if weights.get("strategy") == "group" and (type(size) is not int or size < 1):
+        problems.append(f"has group_size {size!r}")
     if weights.get("actorder") == "group":
         problems.append("reorders columns (actorder)")
     if group.get("input_activations") or group.get("output_activations"):
@@ -243,6 +250,13 @@ def _scheme_of(module: str, targets: Mapping[str, Scheme]) -> Scheme | None:
     if module in targets:
         return targets[module]
     for target, scheme in targets.items():
-        if target.startswith("re:") and re.match(target.removeprefix("re:"), module):
+        if target.startswith("re:") and _matches(target.removeprefix("re:"), module):
             return scheme
     return targets.get("Linear")
+
+
+def _matches(pattern: str, module: str) -> bool:
+    try:
+        return re.match(pattern, module) is not None
+    except (re.error, RecursionError) as error:
+        raise CheckpointError(f"config.json: target {pattern!r} is no regular expression: {error}") from error

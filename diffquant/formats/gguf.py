@@ -113,7 +113,9 @@ class GgufCheckpoint(Checkpoint):
         from transformers import AutoTokenizer
 
         try:
-            tokenizer = AutoTokenizer.from_pretrained(self.path.parent, gguf_file=self.path.name)
+            tokenizer = AutoTokenizer.from_pretrained(
+                self.path.parent, gguf_file=self.path.name, local_files_only=True, trust_remote_code=False
+            )
         except Exception as error:
             raise CheckpointError(f"cannot read the tokenizer in {self.path}: {error}") from error
         tokenizer.save_pretrained(folder)

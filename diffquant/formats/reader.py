@@ -3,7 +3,6 @@
 Only safetensors and GGUF are read; a pickle is never opened, since opening one runs its code.
 """
 
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from diffquant.errors import CheckpointError
+from diffquant.support.plain_data import parse_json
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -102,6 +102,7 @@ class FolderCheckpoint(Checkpoint):
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        _check_links(path)
         self.config = read_json(path / "config.json")
         index = _read_index(path)
         shards = sorted(set(index.values())) if index else [SINGLE]
@@ -132,11 +133,30 @@ def side_files(folder: Path) -> list[Path]:
     return sorted(
         file
         for file in folder.iterdir()
-        if file.is_file()
-        and (file.suffix in _SIDE_SUFFIXES or file.name.upper().startswith(("LICENSE", "NOTICE")))
-        and file.name not in _OWN_NAMES
-        and not file.name.endswith(".index.json")
+        if file.is_file() and _is_text(file) and file.name not in _OWN_NAMES and not file.name.endswith(".index.json")
     )
+
+
+def _is_text(file: Path) -> bool:
+    """Whether a file is of a kind that is read or copied beside the weights."""
+    return file.suffix in _SIDE_SUFFIXES or file.name.upper().startswith(("LICENSE", "NOTICE"))
+
+
+def _check_links(folder: Path) -> None:
+    """Check that no file that is read or copied beside the weights is a link to somewhere else.
+
+    What such a link leads to would stand in the output, which people publish.
+
+    Raises:
+        CheckpointError: some are; all are named.
+    """
+    links = sorted(file.name for file in folder.iterdir() if file.is_symlink() and _is_text(file))
+    outside = [f"{name} -> {(folder / name).readlink()}" for name in links if not _is_inside(folder, name)]
+    if outside:
+        raise CheckpointError(
+            f"checkpoint {folder} has links to files outside it, which are not followed: {', '.join(outside)}; "
+            "put the files themselves there, or remove the links"
+        )
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -146,7 +166,7 @@ def read_json(path: Path) -> dict[str, Any]:
         CheckpointError: the file is absent, or does not hold a JSON object.
     """
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = parse_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CheckpointError(f"{path.parent} has no {path.name}; a checkpoint folder needs one") from None
     except (OSError, ValueError) as error:
@@ -176,7 +196,7 @@ def _open_all(folder: Path, files: Mapping[str, Path]) -> tuple[dict[str, Any], 
     problems: list[str] = []
     for shard, file in files.items():
         if not _is_inside(folder, shard):
-            problems.append(f"{shard!r} lies outside the folder or deeper in it")
+            problems.append(f"{shard!r} is not the name of a file in this folder")
             continue
         try:
             handles[shard] = safe_open(file, "pt")
@@ -194,8 +214,7 @@ def _is_inside(folder: Path, shard: str) -> bool:
     Download caches keep a folder of links to content elsewhere, so a link that is named plainly is
     followed only to a file of a cache laid out so: its own "blobs" folder, two levels up.
     """
-    name = PurePosixPath(shard)
-    if name.is_absolute() or len(name.parts) != 1 or name.parts == ("..",):
+    if PurePosixPath(shard).parts != (shard,) or shard == ".." or "\0" in shard:
         return False
     root, target = folder.resolve(), (folder / shard).resolve()
     return target.is_relative_to(root) or target.parent == root.parent.parent / "blobs"

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diffquant.formats.atomic_folder import Staging
 from diffquant.formats.reader import INDEX, SINGLE, Checkpoint
+from diffquant.formats.staging import Staging
 from diffquant.formats.writer import OutputTensor, ShardFile
 from diffquant.numerics import check_finite
 from diffquant.support.files import file_digest, write_atomically

@@ -48,9 +48,13 @@ class RoundedWeight:
         """The one scale [1] of the tensor, made by whichever thread needs it first."""
         with self._guard:
             if self._shared_scale is None:
-                blocks = row_blocks(*self._shape)
-                largest = torch.stack([self._read(first, last).abs().amax() for first, last in blocks])
-                self._shared_scale = absmax_scale(largest, self._scheme.bits, 0, self._dtype)
+                # One number at a time: a small tensor kept for each block would lie where the block's own memory was, and
+                # no later block would fit there.
+                largest = torch.zeros((), dtype=torch.float32)
+                for first, last in row_blocks(*self._shape):
+                    block_largest = self._read(first, last).abs().amax()
+                    largest = torch.maximum(largest.to(block_largest.dtype), block_largest)
+                self._shared_scale = absmax_scale(largest.reshape(1), self._scheme.bits, 0, self._dtype)
             return self._shared_scale
 
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from diffquant.errors import NonFiniteError
 from diffquant.formats.compressed_tensors import PACKED, SCALE, SHAPE, unpack_weight
 from diffquant.kernels.arguments import HALF_TYPES
 from diffquant.kernels.linear.repack import PackedWeight, group_refusal, repack
@@ -55,7 +56,7 @@ def build_model(
             weight = _packed_weight(source, name, packed_schemes[name], dtype, device)
             state |= _install(model, name.removesuffix(".weight"), weight)
         else:
-            state[name] = _parameter(source, name, rewrite).to(device, dtype)
+            state[name] = _in_dtype(_parameter(source, name, rewrite).to(device), dtype, name)
     if adapter.config.tie_word_embeddings:
         state["lm_head.weight"] = state["model.embed_tokens.weight"]
     model.load_state_dict(state, assign=True)
@@ -85,6 +86,8 @@ def _packable_schemes(source: Source) -> dict[str, Scheme]:
 def _packed_weight(source: Source, name: str, scheme: Scheme, dtype: torch.dtype, device: str) -> PackedWeight:
     module = source.adapter.source_name(name).removesuffix(".weight")
     words, scale, shape = (source.checkpoint.read(module + suffix) for suffix in (PACKED, SCALE, SHAPE))
+    check_finite(scale, module + SCALE)
+    _in_dtype(scale * 2 ** (scheme.bits - 1), dtype, name)
     order = source.adapter.row_order(name)
     if order is not None:
         words, scale = words[order], scale if scale.numel() == 1 else scale[order]
@@ -103,6 +106,7 @@ def _parameter(source: Source, name: str, rewrite: Rewrite) -> Tensor:
     module = stored_name.removesuffix(".weight")
     if module in source.packed:
         words, scale, shape = (source.checkpoint.read(module + suffix) for suffix in (PACKED, SCALE, SHAPE))
+        check_finite(scale, module + SCALE)
         data = unpack_weight(words, scale, shape, source.packed[module])
     else:
         data = source.checkpoint.read(stored_name)
@@ -110,3 +114,16 @@ def _parameter(source: Source, name: str, rewrite: Rewrite) -> Tensor:
         data = rewrite(stored_name, data)
     order = source.adapter.row_order(name)
     return data if order is None else data[order]
+
+
+def _in_dtype(data: Tensor, dtype: torch.dtype, name: str) -> Tensor:
+    """Finite data in the run's dtype.
+
+    Raises:
+        NonFiniteError: the dtype does not reach as far.
+    """
+    converted = data.to(dtype)
+    if not torch.isfinite(converted).all():
+        largest = float(data.abs().max())
+        raise NonFiniteError(f"{name} reaches {largest:.3g}, beyond {dtype}; run it in bfloat16 or float32")
+    return converted

@@ -23,9 +23,17 @@ def check_tensors(checkpoint: Checkpoint, adapter: Adapter) -> dict[str, Scheme]
     Raises:
         CheckpointError: tensors are missing, have another shape or type, or are no part of the model; all are named.
     """
+    layers = adapter.architecture.num_hidden_layers
+    if layers > len(checkpoint.tensors):
+        # Before a shape is written down for each tensor of them.
+        raise CheckpointError(
+            f"{checkpoint.path}: config.json has {layers} layers, and there are {len(checkpoint.tensors)} tensors"
+        )
     schemes = read_schemes(checkpoint.config, packed_modules(checkpoint.tensors))
-    expected = stored_shapes(adapter.source_shapes(), schemes)
-    problems = _differences(expected, checkpoint, tied=adapter.architecture.tie_word_embeddings)
+    plain = adapter.source_shapes()
+    problems = _differences(stored_shapes(plain, schemes), checkpoint, adapter.architecture.tie_word_embeddings)
+    if not problems:
+        problems = _other_shapes(checkpoint, plain, schemes)
     if problems:
         raise CheckpointError(
             f"{checkpoint.path} does not hold the {checkpoint.config.get('model_type')} model of its config.json: "
@@ -71,6 +79,16 @@ def _differences(expected: dict[str, Shape], checkpoint: Checkpoint, tied: bool)
         + _problem("wrong type: ", retyped)
         + _problem("not part of the model: ", unexpected)
     )
+
+
+def _other_shapes(checkpoint: Checkpoint, plain: dict[str, Shape], schemes: dict[str, Scheme]) -> list[str]:
+    """Packed weights whose stored shape, which readers unpack by, is not the model's."""
+    problems = []
+    for module in schemes:
+        stored, expected = checkpoint.read(module + SHAPE).tolist(), list(plain[module + ".weight"])
+        if stored != expected:
+            problems.append(f"{module} says {stored}, not {expected}")
+    return _problem("wrong packed shape: ", problems)
 
 
 def _problem(what: str, names: Iterable[str]) -> list[str]:

@@ -7,22 +7,24 @@ from diffquant.errors import CheckpointError
 
 
 def load_tokenizer(path: Path | str) -> Any:
-    """The checkpoint's tokenizer, from its own files alone.
+    """The checkpoint's tokenizer, from its own files alone; no code of the checkpoint is run.
 
     Raises:
-        CheckpointError: there is none, or it cannot be read.
+        CheckpointError: there is none, it cannot be read, or it is a Python program.
     """
     from transformers import AutoTokenizer
     from transformers.utils import logging
 
     path = Path(path)
+    # Without trust_remote_code, transformers asks on stdin whether to run the checkpoint's code.
+    safely = {"local_files_only": True, "trust_remote_code": False}
     verbosity = logging.get_verbosity()
     # It would warn of model types that are not its own, which a tokenizer does not depend on.
     logging.set_verbosity_error()
     try:
         if path.suffix == ".gguf":
-            return AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, local_files_only=True)
-        return AutoTokenizer.from_pretrained(path, local_files_only=True)
+            return AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, **safely)
+        return AutoTokenizer.from_pretrained(path, **safely)
     except Exception as error:  # tokenizers raise anything, bare Exception included
         raise CheckpointError(f"cannot read a tokenizer from {path}: {error}") from error
     finally:

@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import secrets
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -42,7 +43,8 @@ def file_digest(file: Path) -> str:
 
 def write_atomically(file: Path, content: str | bytes) -> None:
     """Write a file whole or not at all; text is written as UTF-8."""
-    temporary = file.with_name(file.name + ".tmp")
+    # A name of its own: two processes may write the same file at once, and the last one stays.
+    temporary = file.with_name(f".{file.name}.{secrets.token_hex(4)}.tmp")
     try:
         temporary.write_bytes(content.encode() if isinstance(content, str) else content)
         os.replace(temporary, file)

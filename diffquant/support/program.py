@@ -1,6 +1,9 @@
-"""Command lines, run so that every error a user can cause becomes one line and an exit code."""
+"""Command lines, run so that every error becomes one line and an exit code."""
 
+import signal
 import sys
+import tempfile
+import traceback
 from collections.abc import Callable
 from typing import NoReturn
 
@@ -17,7 +20,9 @@ def run_program(command: Callable[..., None]) -> None:
 
 
 def run_commands(program: typer.Typer) -> None:
-    """Run the command that the arguments name."""
+    """Run the command that the arguments name; SIGTERM, which schedulers send, ends it as Ctrl-C does."""
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         program()
     except DiffQuantError as error:
@@ -29,6 +34,23 @@ def run_commands(program: typer.Typer) -> None:
         if interrupt is None:
             raise
         _fail(f"\n{interrupt}" if str(interrupt) else "\ninterrupted", 130)
+    except KeyboardInterrupt:
+        _fail("\ninterrupted", 130)
+    except MemoryError:
+        _fail("error: out of memory; nothing was put in place. Close other programs or take a smaller batch", 1)
+    except Exception as error:
+        _fail(f"error: {_report(error)}", 1)
+
+
+def _report(error: Exception) -> str:
+    """One line about an error that nobody foresaw, with its traceback in a file."""
+    with tempfile.NamedTemporaryFile("w", prefix="diffquant-", suffix=".txt", delete=False, encoding="utf-8") as file:
+        traceback.print_exception(error, file=file)
+    first_line = str(error).partition("\n")[0][:200]
+    return (
+        f"{type(error).__name__}: {first_line}\n"
+        f"this is a bug in diffquant; please report it with the command and with the traceback in {file.name}"
+    )
 
 
 def _interrupt_behind(stop: BaseException | None) -> KeyboardInterrupt | None:

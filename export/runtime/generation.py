@@ -1,6 +1,5 @@
 """Generation of text by an exported folder, token by token, with the time and memory that it takes."""
 
-import json
 import resource
 import sys
 import time
@@ -14,6 +13,7 @@ from tokenizers import Tokenizer
 
 from diffquant.errors import CheckpointError, UsageError
 from diffquant.export.runtime.session import InPlaceDecoder, OnnxModel
+from diffquant.support.plain_data import parse_json
 
 _PREFILL_CHUNK = 512
 
@@ -65,7 +65,7 @@ class Generator:
         """
         self.model = model or OnnxModel(Path(folder), threads)
         self.text = FolderTokenizer(Path(folder))
-        config = json.loads((Path(folder) / "config.json").read_text())
+        config = _read_config(Path(folder) / "config.json")
         eos = config.get("eos_token_id")
         self._ends = set(eos) if isinstance(eos, list) else {eos}
         self._context: int = config.get("max_position_embeddings", 2048)
@@ -182,6 +182,17 @@ def peak_bytes() -> int:
     """Largest resident size of this process so far."""
     largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return largest if sys.platform == "darwin" else largest * 1024
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    # formats.reader has the like, and imports torch.
+    try:
+        config = parse_json(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"cannot read {path}: {error}; export the model again") from error
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{path} must hold a JSON object; export the model again")
+    return config
 
 
 def _greedy(logits: np.ndarray) -> int:

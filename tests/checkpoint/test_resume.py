@@ -10,6 +10,7 @@ from diffquant.recipe import Recipe
 from tests.support.checkpoints import contents, write_diffllama
 
 KILLED_AT = 0.6
+JOURNAL, LOCK = ".out.diffquant-journal", ".out.diffquant-lock"
 RECIPE = Recipe.of(weights="4:g32", kv=8)
 KILLING_RUN = f"""
 import os, signal, sys
@@ -43,6 +44,8 @@ def left(killed, tmp_path):
     import shutil
 
     shutil.copytree(killed / "out.partial", tmp_path / "out.partial")
+    for name in (JOURNAL, LOCK):
+        shutil.copy2(killed / name, tmp_path / name)
     return tmp_path / "out.partial"
 
 
@@ -70,7 +73,7 @@ def test_another_recipe_starts_over(killed, left):
 
 
 def test_an_unreadable_journal_starts_over(killed, left):
-    (left / "journal.json").write_text('{"key": ')
+    (left.parent / JOURNAL).write_text('{"key": ')
     assert quantize(killed / "source", left.parent / "out", RECIPE).resumed == 0
     assert contents(left.parent / "out") == contents(killed / "expected")
 
@@ -78,7 +81,7 @@ def test_an_unreadable_journal_starts_over(killed, left):
 def test_two_runs_do_not_share_a_folder(killed, left):
     import fcntl
 
-    with (left / ".lock").open("w") as stream:
+    with (left.parent / LOCK).open("w") as stream:
         fcntl.flock(stream, fcntl.LOCK_EX)
         with pytest.raises(DiffQuantError, match="another run is writing"):
             quantize(killed / "source", left.parent / "out", RECIPE)

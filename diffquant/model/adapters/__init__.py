@@ -26,7 +26,7 @@ def adapter_for(config: dict[str, Any]) -> Adapter:
         CheckpointError: a size is missing or contradicts another, or attention has a sliding window.
     """
     model_type = config.get("model_type")
-    if model_type not in READERS:
+    if not isinstance(model_type, str) or model_type not in READERS:
         raise UnknownModelTypeError(
             f"model_type {model_type!r} is not read; supported are {', '.join(READERS)}. A unilm checkpoint needs "
             "a config.json with model_type diff_v1 or diff_v2 and Llama's keys for the sizes"

@@ -1,0 +1,49 @@
+"""YAML as people mean it, read safely."""
+
+import re
+from typing import Any
+
+import yaml
+from yaml.constructor import ConstructorError
+from yaml.nodes import MappingNode, Node, ScalarNode
+
+_INTEGER = "tag:yaml.org,2002:int"
+
+
+class _PlainLoader(yaml.SafeLoader):
+    """SafeLoader without aliases, keys given twice, and numbers in base 60."""
+
+    def compose_node(self, parent: Node | None, index: Any) -> Node | None:
+        if self.check_event(yaml.AliasEvent):
+            # A few lines of them can stand for more than memory holds.
+            raise ConstructorError(None, None, "aliases (*name) are not read", self.peek_event().start_mark)
+        return super().compose_node(parent, index)
+
+    def construct_mapping(self, node: MappingNode, deep: bool = False) -> dict[Any, Any]:
+        names = [key.value for key, _ in node.value if isinstance(key, ScalarNode)]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise ConstructorError(None, None, f"{', '.join(map(repr, twice))} given twice", node.start_mark)
+        return super().construct_mapping(node, deep)
+
+
+_PlainLoader.yaml_implicit_resolvers = {
+    first: [(tag, regexp) for tag, regexp in resolvers if tag != _INTEGER]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+# YAML 1.1 reads 4:30 as 270, which here is a scheme with a mistake in it.
+_PlainLoader.add_implicit_resolver(_INTEGER, re.compile(r"[-+]?[0-9]{1,18}$"), list("-+0123456789"))
+
+
+def parse_yaml(text: str) -> Any:
+    """Plain data that a YAML text holds.
+
+    Raises:
+        ValueError: the text is no YAML, has aliases or a key twice, or is nested too deeply.
+    """
+    try:
+        return yaml.load(text, Loader=_PlainLoader)
+    except yaml.YAMLError as error:
+        raise ValueError(str(error)) from error
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None

@@ -1,0 +1,241 @@
+"""Runs that are killed before a chosen operation on files, and started again.
+
+Every operation on a file below a folder (open, rename, remove, make, list, truncate) raises an audit event, before
+which the process can be ended as `kill -9` ends it. A forked process runs the verb, so that nothing is imported twice.
+
+    python -m tests.fuzz.kills            # every operation of every verb; prints what did not come back
+"""
+
+import os
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from diffquant.calib.calibration.calibrate import CalibrationOptions, calibrate
+from diffquant.calib.search.allocation import Budget
+from diffquant.calib.search.outputs import write_search
+from diffquant.calib.search.search import Search, SearchOptions
+from diffquant.conversion import convert
+from diffquant.errors import DiffQuantError, OutputExistsError
+from diffquant.export import ExportOptions, export
+from diffquant.quantization.quantize import quantize
+from diffquant.recipe import Recipe
+from diffquant.source.ranges import check_ranges_output, write_ranges
+from diffquant.sweep import SweepOptions, run_sweep
+from diffquant.sweep.outputs import write_outputs
+from tests.support import tiny_lm
+from tests.support.checkpoints import write_diffllama
+
+_OPERATIONS = {"open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate", "os.listdir", "os.scandir"}
+_FAILED = 3
+
+
+@dataclass(frozen=True)
+class Verb:
+    """A command that writes an output.
+
+    Attributes:
+        name: name of the command.
+        prepare: function that makes its inputs in a folder.
+        run: function of the folder of inputs and of the output; a run after a kill calls it again.
+        result: function from the output to what two equal outputs share.
+        old: function that puts an older output there first, which `run` then replaces; None where there is none.
+    """
+
+    name: str
+    prepare: Callable[[Path], object]
+    run: Callable[[Path, Path], object]
+    result: Callable[[Path], object]
+    old: Callable[[Path, Path], object] | None = None
+
+
+def _files(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in sorted(folder.iterdir())}
+
+
+def _quantize(weights: str, overwrite: bool) -> Callable[[Path, Path], object]:
+    return lambda inputs, output: quantize(inputs, output, Recipe.of(weights=weights, kv=8), overwrite=overwrite)
+
+
+def _sweep(inputs: Path, output: Path) -> None:
+    options = SweepOptions(
+        tasks=("perplexity",),
+        bits=(16, 4),
+        targets=("logits", "weights"),
+        granularities=("row",),
+        task_options={"characters": 300, "window": 64, "stride": 64},
+        dtype="float32",
+    )
+    write_outputs(run_sweep([inputs], options, output), output)
+
+
+def _search(inputs: Path, output: Path) -> None:
+    options = SearchOptions(("k", "logits"), windows=1, window=32, check_characters=200)
+    search = Search(inputs, Budget(bits=6.0), options, output)
+    write_search(search.run(), output)
+
+
+def _calibrate(inputs: Path, output: Path) -> None:
+    check_ranges_output(output, overwrite=False)
+    ranges, _ = calibrate(inputs, CalibrationOptions(("k", "v"), tokens=128, window=32))
+    write_ranges(output, ranges)
+
+
+VERBS = (
+    Verb("quantize", lambda f: write_diffllama(f, shard_size="80KB"), _quantize("4:g32", overwrite=False), _files),
+    Verb(
+        "quantize --overwrite",
+        lambda f: write_diffllama(f, shard_size="80KB"),
+        _quantize("4:g32", overwrite=True),
+        _files,
+        old=_quantize("8:row", overwrite=False),
+    ),
+    Verb("convert", tiny_lm.write_llama, lambda i, o: convert(i, o, "diff-v2"), _files),
+    Verb("export", tiny_lm.write_diff_v2, lambda i, o: export(i, o, ExportOptions()), _files),
+    Verb("sweep", tiny_lm.write_diff_v2, _sweep, lambda folder: (folder / "table.csv").read_text()),
+    Verb("search", tiny_lm.write_diff_v2, _search, lambda folder: (folder / "recipe.yaml").read_text()),
+    Verb("calibrate", tiny_lm.write_llama, _calibrate, Path.read_bytes),
+)
+
+
+def operations(verb: Verb, inputs: Path, place: Path) -> int:
+    """Number of operations on files below `place` that a whole run makes."""
+    counter = place.parent / f"{place.name}-count"
+    status = _forked(lambda: counter.write_text(str(_counted(verb, inputs, _prepared(verb, inputs, place)))))
+    if status != 0:
+        raise RuntimeError(f"{verb.name} fails by itself")
+    return int(counter.read_text())
+
+
+def survives(verb: Verb, inputs: Path, place: Path, expected: object, kill_at: int) -> str | None:
+    """Kill a run before an operation and run it again.
+
+    Returns:
+        What is wrong afterwards; None where the output is the expected one and nothing else is left.
+    """
+    output = _prepared(verb, inputs, place)
+    _forked(lambda: _counted(verb, inputs, output, kill_at))
+    if _forked(lambda: _again(verb, inputs, output)) != 0:
+        return f"the next run failed; left are {sorted(entry.name for entry in place.iterdir())}"
+    if not output.exists() or verb.result(output) != expected:
+        return "the next run made another output"
+    left = sorted(entry.name for entry in place.iterdir() if entry != output and not entry.name.endswith(".tmp"))
+    return f"left behind: {', '.join(left)}" if left else None
+
+
+def expected_result(verb: Verb, inputs: Path, place: Path) -> object:
+    """What a run that nothing interrupts makes."""
+    output = _prepared(verb, inputs, place)
+    if _forked(lambda: verb.run(inputs, output)) != 0:
+        raise RuntimeError(f"{verb.name} fails by itself")
+    return verb.result(output)
+
+
+def _prepared(verb: Verb, inputs: Path, place: Path) -> Path:
+    """Path of the output in an empty folder, with an older one there where the verb replaces one."""
+    shutil.rmtree(place, ignore_errors=True)
+    place.mkdir(parents=True)
+    output = place / "out"
+    if verb.old is not None and _forked(lambda: verb.old(inputs, output)) != 0:
+        raise RuntimeError(f"{verb.name}: there is no older output")
+    return output
+
+
+def _again(verb: Verb, inputs: Path, output: Path) -> None:
+    try:
+        verb.run(inputs, output)
+    except OutputExistsError:
+        # Where it was killed after the output was in place, it says so.
+        if not output.exists():
+            raise
+
+
+def _counted(verb: Verb, inputs: Path, output: Path, kill_at: int | None = None) -> int:
+    """Run a verb; returns how many operations it made on files beside or below the output."""
+    count, prefix = 0, str(output.parent)
+
+    def hook(event: str, arguments: tuple[object, ...]) -> None:
+        nonlocal count
+        if event not in _OPERATIONS or not arguments or not str(arguments[0]).startswith(prefix):
+            return
+        count += 1
+        if count == kill_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(hook)
+    verb.run(inputs, output)
+    return count
+
+
+def _forked(work: Callable[[], object]) -> int:
+    """Exit status of a process that does the work."""
+    sys.stdout.flush()
+    child = os.fork()
+    if child:
+        return os.waitpid(child, 0)[1]
+    try:
+        work()
+    except DiffQuantError as error:
+        sys.stderr.write(f"{error}\n")
+        os._exit(_FAILED)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        os._exit(1)
+    os._exit(0)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of killing a verb.
+
+    Attributes:
+        operations: number of operations on files that a whole run makes.
+        killed: number of them before which it was killed.
+        problems: a sentence for each kill after which something was wrong.
+    """
+
+    operations: int
+    killed: int
+    problems: tuple[str, ...]
+
+
+def try_kills(verb: Verb, folder: Path, choose: Callable[[int], Iterable[int]]) -> Outcome:
+    """Kill a verb before chosen operations, each time in a new run.
+
+    Args:
+        folder: empty folder to work in.
+        choose: function from the number of operations to those before which the verb is killed, counted from 1.
+    """
+    inputs = folder / "inputs"
+    if _forked(lambda: verb.prepare(inputs)) != 0:
+        raise RuntimeError(f"{verb.name}: there are no inputs")
+    expected = expected_result(verb, inputs, folder / "whole")
+    count = operations(verb, inputs, folder / "run")
+    chosen = list(choose(count))
+    problem_at = {at: survives(verb, inputs, folder / "run", expected, at) for at in chosen}
+    problems = tuple(
+        f"{verb.name}, killed before operation {at} of {count}: {what}" for at, what in problem_at.items() if what
+    )
+    return Outcome(count, len(chosen), problems)
+
+
+def main() -> int:
+    torch.set_num_threads(1)
+    all_well = True
+    for verb in VERBS:
+        with tempfile.TemporaryDirectory() as folder:
+            outcome = try_kills(verb, Path(folder), lambda count: range(1, count + 1))
+        print(*outcome.problems, sep="\n", end="\n" if outcome.problems else "")
+        print(f"{verb.name}: {outcome.killed - len(outcome.problems)} of {outcome.killed} kills came back", flush=True)
+        all_well = all_well and not outcome.problems
+    return 0 if all_well else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
