@@ -10,7 +10,7 @@ from diffquant.support.yaml_text import parse_yaml
 
 
 @pytest.mark.parametrize(
-    "text, value",
+    ("text", "value"),
     [
         ("weights: 4", {"weights": 4}),
         ("weights: 4:g32", {"weights": "4:g32"}),
@@ -25,7 +25,7 @@ def test_values_are_what_they_look_like(text, value):
 
 
 @pytest.mark.parametrize(
-    "text, message",
+    ("text", "message"),
     [
         ("a: &x [1]\nb: *x", "aliases"),
         ("weights: 4\nweights: 8", "'weights' given twice"),

@@ -196,7 +196,7 @@ def _open_all(folder: Path, files: Mapping[str, Path]) -> tuple[dict[str, Any], 
     problems: list[str] = []
     for shard, file in files.items():
         if not _is_inside(folder, shard):
-            problems.append(f"{shard!r} is not the name of a file in this folder")
+            problems.append(f"{shard!r} lies outside the folder or is no plain file name")
             continue
         try:
             handles[shard] = safe_open(file, "pt")

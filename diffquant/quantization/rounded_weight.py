@@ -48,7 +48,7 @@ class RoundedWeight:
         """The one scale [1] of the tensor, made by whichever thread needs it first."""
         with self._guard:
             if self._shared_scale is None:
-                # One number at a time: a small tensor kept for each block would lie where the block's own memory was, and
+                # One number at a time: a small tensor kept for each block would lie where the block's memory was, and
                 # no later block would fit there.
                 largest = torch.zeros((), dtype=torch.float32)
                 for first, last in row_blocks(*self._shape):

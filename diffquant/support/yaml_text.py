@@ -7,17 +7,27 @@ import yaml
 from yaml.constructor import ConstructorError
 from yaml.nodes import MappingNode, Node, ScalarNode
 
+_DEEPEST = 50
 _INTEGER = "tag:yaml.org,2002:int"
 
 
 class _PlainLoader(yaml.SafeLoader):
-    """SafeLoader without aliases, keys given twice, and numbers in base 60."""
+    """SafeLoader without aliases, keys given twice, numbers in base 60, and deep nesting."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self._depth = 0
 
     def compose_node(self, parent: Node | None, index: Any) -> Node | None:
         if self.check_event(yaml.AliasEvent):
             # A few lines of them can stand for more than memory holds.
             raise ConstructorError(None, None, "aliases (*name) are not read", self.peek_event().start_mark)
-        return super().compose_node(parent, index)
+        if self._depth == _DEEPEST:
+            raise ConstructorError(None, None, "it is nested too deeply", self.peek_event().start_mark)
+        self._depth += 1
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        return node
 
     def construct_mapping(self, node: MappingNode, deep: bool = False) -> dict[Any, Any]:
         names = [key.value for key, _ in node.value if isinstance(key, ScalarNode)]
@@ -45,5 +55,3 @@ def parse_yaml(text: str) -> Any:
         return yaml.load(text, Loader=_PlainLoader)
     except yaml.YAMLError as error:
         raise ValueError(str(error)) from error
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None

@@ -15,7 +15,6 @@ from diffquant.errors import (
     OutputExistsError,
     UsageError,
 )
-from diffquant.formats import atomic_folder as staging
 from diffquant.formats import row_stream as stream
 from diffquant.formats.compressed_tensors import PACKED, SCALE, SHAPE, unpack_weight
 from diffquant.formats.opening import open_checkpoint
@@ -23,6 +22,7 @@ from diffquant.quantization.plan import plan_quantization
 from diffquant.quantization.quantize import quantize
 from diffquant.recipe import Recipe
 from diffquant.source.source import open_source
+from diffquant.support.files import file_digest
 from tests.support.checkpoints import SIZES, contents, edit_json, write_diffllama, write_random
 
 
@@ -141,7 +141,7 @@ def test_recipe_errors_sizes_and_digests_are_recorded(tmp_path, source):
     decoded = unpack_weight(*(out.read(name + suffix) for suffix in (PACKED, SCALE, SHAPE)), scheme)
     error = ((decoded - weight).square().sum() / weight.square().sum()).sqrt().item()
     assert account["tensors"][f"{name}.weight"]["relative_rms_error"] == pytest.approx(error, rel=1e-4)
-    assert account["source"]["sha256"] == {f.name: staging.file_digest(f) for f in sorted(source.glob("*.safetensors"))}
+    assert account["source"]["sha256"] == {f.name: file_digest(f) for f in sorted(source.glob("*.safetensors"))}
     assert report.bytes_after == sum(t.nbytes for t in out.tensors.values()) == account["bytes"]
     # float32 sources store float32 scales: one bit more for each of 32 weights.
     assert report.bits_per_weight == pytest.approx(5, abs=0.05)
@@ -262,7 +262,7 @@ def test_an_existing_output_survives_unless_replaced_whole(tmp_path, source):
 def test_overwrite_replaces_only_checkpoints(tmp_path, source):
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis/chapter1.txt").write_text("years of work")
-    with pytest.raises(OutputExistsError, match="no checkpoint folder"):
+    with pytest.raises(OutputExistsError, match=r"holds chapter1\.txt, which diffquant did not write"):
         quantize(source, tmp_path / "thesis", Recipe.of(weights="8:row"), overwrite=True)
     assert (tmp_path / "thesis/chapter1.txt").exists()
 

@@ -1,7 +1,7 @@
 """What a checkpoint of a stranger may not do: run code, reach outside its folder, hang, or pass damage on."""
 
-import subprocess
-import sys
+import json
+import shutil
 
 import pytest
 import torch
@@ -13,6 +13,7 @@ from diffquant.loading import load
 from diffquant.quantization.quantize import quantize
 from diffquant.recipe import Recipe
 from diffquant.source.source import open_source
+from diffquant.source.tokenizer import load_tokenizer
 from tests.support import tiny_lm
 from tests.support.checkpoints import contents, edit_json, write_diffllama
 
@@ -26,13 +27,10 @@ def model(tmp_path_factory):
 
 @pytest.fixture
 def copied(model, tmp_path):
-    import shutil
-
     return shutil.copytree(model, tmp_path / "model")
 
 
-@pytest.mark.parametrize("answer", ["y\n" * 20, ""], ids=["yes on stdin", "no stdin"])
-def test_a_checkpoints_python_is_not_run_whatever_stdin_says(copied, tmp_path, answer):
+def test_a_checkpoints_python_is_not_run_though_someone_would_say_yes(copied, tmp_path, monkeypatch):
     marker = tmp_path / "ran"
     (copied / "tokenizer.json").unlink()
     (copied / "evil.py").write_text(CODE.format(str(marker)))
@@ -41,11 +39,10 @@ def test_a_checkpoints_python_is_not_run_whatever_stdin_says(copied, tmp_path, a
         auto_map={"AutoTokenizer": ["evil.Evil", "evil.Evil"]},
         tokenizer_class="Evil",
     )
-    command = [sys.executable, "-m", "diffquant.cli", "generate", str(copied), "--prompt", "hello"]
-    run = subprocess.run(command, input=answer, capture_output=True, text=True, check=False)
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    with pytest.raises(CheckpointError, match="cannot read a tokenizer"):
+        load_tokenizer(copied)
     assert not marker.exists()
-    assert run.returncode == 1
-    assert "cannot read a tokenizer" in run.stderr and "Traceback" not in run.stderr
 
 
 @pytest.mark.parametrize("name", ["config.json", "LICENSE", "notes.txt", "tokenizer.json", "chat_template.jinja"])
@@ -71,15 +68,15 @@ def test_a_link_within_the_folder_is_followed(copied, tmp_path):
 def test_an_index_names_plain_files_alone(tmp_path, place):
     folder = write_diffllama(tmp_path / "model", shard_size="150KB")
     shard = sorted(file.name for file in folder.glob("*.safetensors"))[0]
-    weight_map = {name: shard for name in load_file(folder / shard)}
+    weight_map = dict.fromkeys(load_file(folder / shard), shard)
     name = next(iter(weight_map))
     edit_json(folder / INDEX, weight_map=weight_map | {name: place.format(shard)})
-    with pytest.raises(CheckpointError, match="is not the name of a file in this folder"):
+    with pytest.raises(CheckpointError, match="is no plain file name"):
         open_source(folder)
 
 
 @pytest.mark.parametrize(
-    "text, message",
+    ("text", "message"),
     [
         ("[" * 100_000, "nested too deeply"),
         ('{"model_type": "llama", "model_type": "diffllama"}', "'model_type' twice"),
@@ -143,8 +140,6 @@ def test_a_packed_weight_says_its_own_shape(packed, shape):
     ids=str,
 )
 def test_a_quantization_config_of_other_types_is_refused(packed, change):
-    import json
-
     config = json.loads((packed / "config.json").read_text())
     config["quantization_config"]["config_groups"]["group_0"]["weights"] |= change
     (packed / "config.json").write_text(json.dumps(config))
