@@ -126,13 +126,14 @@ def test_doctor_names_every_extra(run):
     assert all(f"extra {extra}:" in out for extra in project["optional-dependencies"].keys() - {"test"})
 
 
-def test_ctrl_c_exits_with_130(checkpoint, tmp_path):
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+def test_ctrl_c_and_what_schedulers_send_exit_with_130(checkpoint, tmp_path, name):
     code = f"""
 import signal, sys
 import diffquant.quantization.quantize as verb
 # A process in a shell's background starts with the signal ignored.
 signal.signal(signal.SIGINT, signal.default_int_handler)
-verb.plan_quantization = lambda *_: signal.raise_signal(signal.SIGINT)
+verb.plan_quantization = lambda *_: signal.raise_signal(signal.{name})
 from diffquant.cli import main
 sys.argv = ["diffquant", "quantize", {str(checkpoint)!r}, "-o", {str(tmp_path / "out")!r}, "--weights", "4"]
 main()
@@ -141,3 +142,16 @@ main()
     assert done.returncode == 130
     assert "interrupted" in done.stderr
     assert not (tmp_path / "out").exists()
+
+
+def test_an_error_that_nobody_foresaw_is_a_line_and_a_traceback_in_a_file(run, checkpoint, tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr("diffquant.quantization.quantize.write_shards", lambda *_: {}["lost"])
+    code, _, error = run("quantize", str(checkpoint), "-o", str(tmp_path / "out"), "--weights", "8")
+    assert code == 1
+    assert "error: KeyError: 'lost'" in error
+    assert "this is a bug in diffquant" in error
+    (trace,) = tmp_path.glob("diffquant-*.txt")
+    assert str(trace) in error
+    assert "Traceback" in trace.read_text()
+    assert [entry for entry in tmp_path.iterdir() if entry.name.startswith(("out", ".out"))] == []

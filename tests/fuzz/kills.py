@@ -99,7 +99,7 @@ VERBS = (
     Verb("convert", tiny_lm.write_llama, lambda i, o: convert(i, o, "diff-v2"), _files),
     Verb("export", tiny_lm.write_diff_v2, lambda i, o: export(i, o, ExportOptions()), _files),
     Verb("sweep", tiny_lm.write_diff_v2, _sweep, lambda folder: (folder / "table.csv").read_text()),
-    Verb("search", tiny_lm.write_diff_v2, _search, lambda folder: (folder / "recipe.yaml").read_text()),
+    Verb("search", tiny_lm.write_diff_v2, _search, lambda folder: next(folder.glob("recipe-*.yaml")).read_text()),
     Verb("calibrate", tiny_lm.write_llama, _calibrate, Path.read_bytes),
 )
 
