@@ -27,7 +27,17 @@ UNILM: dict[str, dict[str, Any]] = {
     "unilm-v2": _UNILM | {"model_type": "diff_v2", "tie_word_embeddings": False},
     "unilm-v2-half": _UNILM | {"model_type": "diff_v2", "rope_style": "half", "mlp_bias": True},
 }
-SOURCES = ["diffllama", "llama", *UNILM]
+MOTIF: dict[str, dict[str, Any]] = {
+    "motif": SIZES
+    | {
+        "model_type": "Motif",
+        "hidden_act": "poly_norm",
+        "rope_theta": 1e4,
+        "attn_rms_norm_eps": 1e-4,
+        "use_bias": True,
+    },
+}
+SOURCES = ["diffllama", "llama", *UNILM, *MOTIF]
 
 
 def write_checkpoint(folder: Path, source: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Path:
@@ -38,7 +48,7 @@ def write_checkpoint(folder: Path, source: str, dtype: torch.dtype = torch.float
     elif source == "llama":
         write_llama(folder, dtype, **changes)
     else:
-        write_random(folder, UNILM[source] | changes, dtype)
+        write_random(folder, (UNILM | MOTIF)[source] | changes, dtype)
     return folder
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from diffquant.errors import CheckpointError
+from diffquant.model.mlp import activation_named
 
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 
@@ -64,7 +65,8 @@ def read_sizes(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[s
         defaults: value of each field that the config may leave out.
 
     Raises:
-        CheckpointError: sizes are missing, or settings are of a wrong type or contradict each other; all are named.
+        CheckpointError: sizes are missing, settings are of a wrong type or contradict each other (all are named), or
+            the activation is not computed.
     """
     sizes = {key: config.get(key, defaults.get(key)) for key in (*SIZES, *_TYPES)}
     missing = [key for key in SIZES if not _is_a(sizes[key], (int,)) or sizes[key] < 1]
@@ -77,6 +79,7 @@ def read_sizes(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[s
     ]
     if wrong:
         raise CheckpointError(f"{_not_valid(config)}: {'; '.join(wrong)}")
+    activation_named(sizes["hidden_act"])
     sizes["num_key_value_heads"] = sizes["num_key_value_heads"] or sizes["num_attention_heads"]
     sizes["head_dim"] = sizes["head_dim"] or sizes["hidden_size"] // sizes["num_attention_heads"]
     return sizes | {"rope_parameters": _read_rope(config, sizes["max_position_embeddings"])}
