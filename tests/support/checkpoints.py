@@ -36,6 +36,17 @@ MOTIF: dict[str, dict[str, Any]] = {
         "attn_rms_norm_eps": 1e-4,
         "use_bias": True,
     },
+    # Two noise heads that four signal heads share each, over two KV pairs; heads are no share of the width.
+    "motif-grouped": SIZES
+    | {
+        "model_type": "motif",
+        "hidden_act": "poly_norm",
+        "num_attention_heads": 10,
+        "num_noise_heads": 2,
+        "num_key_value_heads": 4,
+        "k_ratio": 1,
+        "head_dim": 12,
+    },
 }
 SOURCES = ["diffllama", "llama", *UNILM, *MOTIF]
 
