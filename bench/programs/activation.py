@@ -86,7 +86,14 @@ def main(
     file: Annotated[Path | None, typer.Option("--json", help="Where to write the numbers.")] = None,
 ) -> None:
     """Measure decoding of an exported Motif beside an exported DiffLlama of the same sizes."""
-    settings = {"threads": threads, "repeats": repeats, "prompt": PROMPT, "new": NEW, "weights": "4:g32", "sizes": SIZES}
+    settings = {
+        "threads": threads,
+        "repeats": repeats,
+        "prompt": PROMPT,
+        "new": NEW,
+        "weights": "4:g32",
+        "sizes": SIZES,
+    }
     result = {
         "environment": environment("onnx", "onnxruntime"),
         "settings": settings | {"native_kernel": native.library_path() is not None},

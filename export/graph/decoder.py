@@ -11,7 +11,7 @@ from diffquant.export.graph.body import BodyKind, body
 from diffquant.export.graph.cache_scales import Scales
 from diffquant.export.graph.linears import Linears
 from diffquant.export.graph.nodes import CONTRIB, Graph
-from diffquant.export.graph.op import DOMAIN, NAME, OpAttributes
+from diffquant.export.graph.op import DOMAIN, GATES, NAME, VERSION, OpAttributes
 from diffquant.export.graph.plan import EMBEDDING, HEAD, ExportPlan, key_width
 from diffquant.export.graph.streaming import Streamed, place
 from diffquant.export.options import IR_VERSION
@@ -74,7 +74,7 @@ class _Decoder:
         own = functions(self.config.hidden_act, self.options.opset)
         if self.spec.maps == 2:
             own.append(self._attention_function())
-        domains = ([] if self.options.pure else [CONTRIB]) + ([DOMAIN] if own else [])
+        domains = ({} if self.options.pure else {CONTRIB: 1}) | ({DOMAIN: VERSION} if own else {})
         model = self.graph.model(initializers, self.options.opset, domains, IR_VERSION)
         model.functions.extend(own)
         return model
@@ -100,6 +100,7 @@ class _Decoder:
             logit_bits=options.logits.bits if options.logits.quantizes else 0,
             logit_granularity=options.logits.granularity or "row",
             logit_shift=int(options.logits.shift),
+            signals_per_noise=spec.signals_per_noise,
         )
 
     def _lengths(self, mask: str) -> tuple[str, str]:
@@ -146,7 +147,7 @@ class _Decoder:
             self.graph.add_all("GroupQueryAttention", _trimmed(inputs), outputs, CONTRIB, **self._plain_attributes())
         else:
             # onnx's reference evaluator wants a function's absent inputs named, as "", to the last one.
-            inputs = [q, k, v, self._lam(x, layer), *past, *lengths, *tables, *(scales or ["", ""])]
+            inputs = [q, k, v, self._lam(x, layer), *past, *lengths, *tables, *(scales or ["", ""]), *[""] * len(GATES)]
             self.graph.add_all(NAME, inputs, outputs, DOMAIN, **self._attributes().to_dict())
         if self.options.cache:
             for name in present:

@@ -78,7 +78,9 @@ def _is_worth_fusing(call: AttentionCall) -> bool:
     return call.maps == 2 and call.length > _FEW_QUERIES
 
 
-register(Backend("triton", _with_own_noise(_prefill), _on_a_device(_prefill_refuses), priority=30, pays=_is_worth_fusing))
+register(
+    Backend("triton", _with_own_noise(_prefill), _on_a_device(_prefill_refuses), priority=30, pays=_is_worth_fusing)
+)
 register(
     Backend(
         "triton-simulated",
