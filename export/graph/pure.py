@@ -185,7 +185,6 @@ def _decode(name: str, scale: str, width: int, bits: int) -> str:
 
 def _logits(attributes: OpAttributes, width: int) -> str:
     """Nodes that make logits [B, h_kv, 2, g, T, S] and visible [B, 1, 1, 1, T, S]."""
-    kv_pairs, group = attributes.num_kv_pairs, attributes.num_pairs // attributes.num_kv_pairs
     if attributes.generation == 1:
         keys = f"""   by_map = Constant <value = int64[5] {{0, 0, 0, 2, {width}}}> ()
    key_maps = Reshape (key_read, by_map)

@@ -1,4 +1,4 @@
-"""Groups of signal heads that share a noise head, against a formula with one query at a time and against plain pairs."""
+"""Groups of signal heads that share a noise head: against a formula of one query at a time, and against plain pairs."""
 
 import logging
 

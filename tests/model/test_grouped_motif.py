@@ -1,4 +1,4 @@
-"""Motif-2-12.7B's attention at tiny sizes: a literal formula in float64, and the same model with noise heads repeated."""
+"""Motif-2-12.7B's attention at tiny sizes, against a literal formula in float64 and with noise heads repeated."""
 
 import json
 import math
