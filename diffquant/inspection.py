@@ -114,7 +114,8 @@ def _sizes(source: Source, schemes: Iterable[str]) -> dict[str, int | None]:
 
 def _head_counts(spec: DiffSpec) -> str:
     what = "pairs" if spec.maps == 2 else "heads"
-    return f"{spec.pairs} {what} over {spec.kv_pairs} KV {what}, width {spec.head_dim}, values {spec.value_dim}"
+    noises = f" ({spec.signals_per_noise} to a noise head)" if spec.signals_per_noise > 1 else ""
+    return f"{spec.pairs} {what}{noises} over {spec.kv_pairs} KV {what}, width {spec.head_dim}, values {spec.value_dim}"
 
 
 def _scheme_list(recipe: Recipe) -> str:

@@ -1,9 +1,12 @@
 """Attention of the last position of a sequence, logits rounded as the model rounds them: linear in the context."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from diffquant.attention.logits import from_coded, magnitudes, prepare_logits, round_logits, to_coded
+from diffquant.family.heads import HeadLayout, each_pairs_noise
 from diffquant.family.spec import DiffSpec
 from diffquant.model.cache import PackedCache
 from diffquant.model.modeling import DiffLayer
@@ -48,6 +51,10 @@ def last_maps(q: Tensor, k: Tensor, spec: DiffSpec, scheme: Scheme = FULL, range
         float32 [maps, h, T].
     """
     layout, length = spec.layout, q.shape[2]
+    if spec.signals_per_noise > 1:
+        q, ranges = _with_own_noise(q, layout), None if ranges is None else _with_own_noise(ranges[None], layout)[0]
+        spec = replace(spec, signals_per_noise=1)
+        layout = spec.layout
     largest = q.new_zeros(1, q.shape[1], 1, length, dtype=torch.float32)
     for first, logits in causal_logits(q, k, spec, _first_sharing_query(scheme, length)):
         queries, keys = logits.shape[-2:]
@@ -66,6 +73,11 @@ def last_maps(q: Tensor, k: Tensor, spec: DiffSpec, scheme: Scheme = FULL, range
         ]
         last = from_coded(rounded, scheme)
     return torch.cat(last).squeeze(-2).softmax(-1)
+
+
+def _with_own_noise(heads: Tensor, layout: HeadLayout) -> Tensor:
+    """Heads [1, 2·h, ...] in which each pair has a noise head of its own, from [1, query heads, ...]."""
+    return torch.cat([each_pairs_noise(of_map, layout.pairs) for of_map in layout.query_maps(heads)], 1)
 
 
 def _first_sharing_query(scheme: Scheme, length: int) -> int:

@@ -79,6 +79,11 @@ def prepare_logits(logits: Tensor, visible: Tensor | None, shift: bool) -> Tenso
     return logits.masked_fill_(~visible, 0.0)
 
 
+def binds_maps(scheme: Scheme) -> bool:
+    """Whether a map's codes depend on the other map of its pair, so that no two pairs can share a noise map."""
+    return scheme.quantizes and (scheme.alike or scheme.granularity == "pair")
+
+
 def to_coded(prepared: Sequence[Tensor], scheme: Scheme) -> list[Tensor]:
     """The tensors that are rounded, in place: each map's logits, or with `alike` their mean and half difference."""
     if not scheme.alike or len(prepared) == 1:
@@ -100,16 +105,18 @@ def magnitudes(prepared: Sequence[Tensor], scheme: Scheme, ranges: Tensor | None
     """Largest |logit| of the entries that share a scale, one tensor for each map.
 
     Args:
-        prepared: one [B, h, T, S] a map, from `prepare_logits` and `to_coded`.
+        prepared: one [B, h, T, S] a map, from `prepare_logits` and `to_coded`; the second of fewer heads where pairs
+            share noise maps and `binds_maps` is false.
         scheme: scheme of the logits.
-        ranges: [maps·h], first maps before second ones: what a static scheme takes for the largest.
+        ranges: [heads of all maps], first maps before second ones: what a static scheme takes for the largest.
 
     Returns:
         One tensor a map, broadcastable to it: [B,1,1,1] for tensor, [B,h,1,1] for head and pair, [1,h,1,1] for static,
         [B,h,T,1] for row, [B,h,T,S] for block (each tile's value repeated over it).
     """
     if ranges is not None and scheme.granularity == "static":
-        return [map_ranges.view(1, -1, 1, 1).to(prepared[0]) for map_ranges in ranges.chunk(len(prepared))]
+        by_map = ranges.split([logits.shape[1] for logits in prepared])
+        return [map_ranges.view(1, -1, 1, 1).to(prepared[0]) for map_ranges in by_map]
     rows = [logits.abs().amax(-1, keepdim=True) for logits in prepared] if scheme.granularity != "block" else []
     if scheme.granularity == "row":
         return rows
@@ -121,9 +128,8 @@ def magnitudes(prepared: Sequence[Tensor], scheme: Scheme, ranges: Tensor | None
     if scheme.alike:
         # The mean and half the difference have ranges of their own.
         return [head.amax(1, keepdim=True) for head in heads]
-    pairs = torch.stack(heads).amax(0)
-    shared = pairs if scheme.granularity == "pair" else pairs.amax(1, keepdim=True)
-    return [shared] * len(prepared)
+    shared = heads if scheme.granularity == "pair" else [head.amax(1, keepdim=True) for head in heads]
+    return [torch.stack(shared).amax(0)] * len(prepared)
 
 
 def round_logits(prepared: Tensor, scale: Tensor, scheme: Scheme) -> Tensor:
@@ -158,9 +164,10 @@ def record_logits(
         visible: bool, broadcastable to [B, h, T, S]; None where all is.
         scheme: scheme of the logits.
     """
-    batch, heads, length, keys = prepared[0].shape
+    batch, _, length, keys = prepared[0].shape
+    heads = sum(logits.shape[1] for logits in prepared)
     seen = batch * length * keys if visible is None else visible.sum() * (batch // visible.shape[0])
-    meter.count(seen * heads * len(prepared), 0)
+    meter.count(seen * heads, 0)
     for logits, top in zip(prepared, largest, strict=True):
         scale = logit_scale(top, scheme)
         meter.count(0, count_clipped(logits, scale, scheme))

@@ -5,8 +5,17 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from diffquant.attention.logits import from_coded, magnitudes, prepare_logits, record_logits, round_logits, to_coded
+from diffquant.attention.logits import (
+    binds_maps,
+    from_coded,
+    magnitudes,
+    prepare_logits,
+    record_logits,
+    round_logits,
+    to_coded,
+)
 from diffquant.family.call import Meter
+from diffquant.family.heads import each_pairs_noise
 from diffquant.family.mask import Mask
 from diffquant.numerics.absmax import compute_dtype
 from diffquant.numerics.logit_scales import logit_scale
@@ -27,14 +36,14 @@ def naive(
     """Differential attention, (softmax(Q1·K1ᵀ·scale) - λ·softmax(Q2·K2ᵀ·scale))·V, or its first term alone.
 
     Args:
-        q: one [B, h, T, d] a map, one or two maps.
-        k: one [B, h_kv, S, d] a map; h_kv divides h.
+        q: one [B, h, T, d] a map, one or two maps; the second [B, n, T, d] where h / n pairs share a noise head.
+        k: one [B, h_kv, S, d] a map; h_kv divides n.
         v: [B, h_kv, S, dv].
         lam: λ, broadcastable to [B, h, T, 1]; None with one map.
         scale: factor of Q·Kᵀ.
         mask: which keys a query sees; a query that sees none gives 0.
         logits: simulated quantization of both maps' logits.
-        ranges: [maps·h] largest logits of a static scheme.
+        ranges: largest logits [h], or [h + n], of a static scheme.
         meter: counter of what is rounded; None for none.
 
     Returns:
@@ -43,12 +52,14 @@ def naive(
     Source: arXiv 2410.05258, equation 1.
     """
     dtype = compute_dtype(v)
-    repeats = q[0].shape[1] // v.shape[1]
+    pairs, kv_pairs = q[0].shape[1], v.shape[1]
     visible = mask.dense(q[0].shape[2], v.shape[2], v.device)
     map_logits = [
-        (queries.to(dtype) @ keys.to(dtype).repeat_interleave(repeats, 1).mT) * scale
+        (queries.to(dtype) @ keys.to(dtype).repeat_interleave(queries.shape[1] // kv_pairs, 1).mT) * scale
         for queries, keys in zip(q, k, strict=True)
     ]
+    if binds_maps(logits):
+        map_logits = [each_pairs_noise(x, pairs) for x in map_logits]
     if logits.quantizes:
         coded = to_coded([prepare_logits(x, visible, logits.shift) for x in map_logits], logits)
         largest = magnitudes(coded, logits, ranges)
@@ -58,8 +69,8 @@ def naive(
         rounded = [round_logits(x, logit_scale(top, logits), logits) for x, top in zip(coded, largest, strict=True)]
         map_logits = from_coded(rounded, logits)
     maps = [masked_softmax(x, visible) for x in map_logits]
-    weights = maps[0] if lam is None else maps[0] - lam.to(dtype) * maps[1]
-    return (weights @ v.to(dtype).repeat_interleave(repeats, 1)).to(v.dtype)
+    weights = maps[0] if lam is None else maps[0] - lam.to(dtype) * each_pairs_noise(maps[1], pairs)
+    return (weights @ v.to(dtype).repeat_interleave(pairs // kv_pairs, 1)).to(v.dtype)
 
 
 def masked_softmax(logits: Tensor, visible: Tensor | None) -> Tensor:

@@ -1,16 +1,17 @@
 """The call of one attention: its tensors, its options, and the check that all of them agree.
 
-Shapes: B batch, T queries, S keys, h pairs, h_kv KV pairs, d query and key width, dv value width.
+Shapes: B batch, T queries, S keys, h pairs, n noise heads, h_kv KV pairs, d query and key width, dv value width.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from diffquant.errors import UsageError
+from diffquant.family.heads import each_pairs_noise
 from diffquant.family.mask import Mask
 from diffquant.family.norm import PairNorm
 from diffquant.scheme import FULL, Scheme
@@ -31,15 +32,16 @@ class AttentionCall:
     """(softmax(Q1·K1ᵀ·scale) - λ·softmax(Q2·K2ᵀ·scale))·V, or its first term alone, and the norm that follows.
 
     Attributes:
-        q: queries, one [B, h, T, d] a map, one or two maps, any strides.
-        k: keys, one [B, h_kv, S, d] a map; the same tensor twice where the maps share keys (V2). h_kv divides h.
+        q: queries, one [B, h, T, d] a map, one or two maps, any strides; where h / n pairs share a noise head the
+            second is [B, n, T, d].
+        k: keys, one [B, h_kv, S, d] a map; the same tensor twice where the maps share keys (V2). h_kv divides n.
         v: values [B, h_kv, S, dv].
         lam: λ, broadcastable to [B, h, T, 1]; None with one map.
         scale: factor of Q·Kᵀ.
         mask: mask of the keys that a query sees; a query that sees none gives 0.
         post: norm over a pair's output; None for none.
         logits: scheme that both maps' logits are rounded to; 16 bits leave them alone.
-        ranges: largest logits [maps·h] of a static scheme; None for any other.
+        ranges: largest logits [h], or [h + n], of a static scheme; None for any other.
         meter: counter of what is rounded; None for none.
 
     Raises:
@@ -59,7 +61,7 @@ class AttentionCall:
 
     def __post_init__(self) -> None:
         check_tensors(self.q, self.k, self.v, self.lam, self.mask, self.post)
-        heads = self.maps * self.pairs
+        heads = sum(x.shape[1] for x in self.q)
         if self.logits.granularity == "static" and (self.ranges is None or self.ranges.numel() != heads):
             raise UsageError(f"logits at {self.logits} need {heads} calibrated ranges, one a head of each map")
 
@@ -71,6 +73,21 @@ class AttentionCall:
     def pairs(self) -> int:
         """Number of pairs h; of heads where there is one map."""
         return self.q[0].shape[1]
+
+    @property
+    def signals_per_noise(self) -> int:
+        """Number of pairs that share a noise head; 1 with one map."""
+        return self.pairs // self.q[-1].shape[1]
+
+    def expanded(self) -> "AttentionCall":
+        """The same attention with a noise head for each pair, which computes the same; itself where each has one."""
+        if self.signals_per_noise == 1:
+            return self
+        ranges = self.ranges
+        if ranges is not None:
+            noise = each_pairs_noise(ranges[None, self.pairs :], self.pairs)
+            ranges = torch.cat([ranges[: self.pairs], noise[0]])
+        return replace(self, q=(self.q[0], each_pairs_noise(self.q[1], self.pairs)), ranges=ranges)
 
     @property
     def length(self) -> int:
@@ -113,8 +130,9 @@ def check_tensors(
         raise UsageError(f"attention: tensors are [batch, heads, length, width]; got {', '.join(not_of_four_axes)}")
     batch, pairs, queries, width = q[0].shape
     kv_pairs, keys, value_width = v.shape[1:]
+    noises = q[-1].shape[1]
     shapes = {
-        **dict.fromkeys(_by_map("q", q), (batch, pairs, queries, width)),
+        **{name: (batch, heads, queries, width) for name, heads in zip(_by_map("q", q), (pairs, noises), strict=False)},
         **dict.fromkeys(_by_map("k", k), (batch, kv_pairs, keys, width)),
         "v": (batch, kv_pairs, keys, value_width),
     }
@@ -134,6 +152,10 @@ def check_tensors(
         raise UsageError(f"attention: q is {list(q[0].shape)}, v {list(v.shape)}: {'; '.join(wrong)}")
     if kv_pairs == 0 or pairs % kv_pairs:
         raise UsageError(f"attention: {kv_pairs} KV pairs do not divide {pairs} query pairs")
+    if noises == 0 or pairs % noises or noises % kv_pairs:
+        raise UsageError(
+            f"attention: {noises} noise heads do not divide {pairs} pairs into groups that {kv_pairs} KV pairs serve"
+        )
     _require_one_place(attended, {"lam": lam, "mask": valid, "norm weight": weight})
 
 

@@ -16,6 +16,12 @@ Projection = Literal["q_proj", "k_proj", "v_proj"]
 PROJECTIONS: tuple[Projection, ...] = ("q_proj", "k_proj", "v_proj")
 
 
+def each_pairs_noise(noise: Tensor, pairs: int) -> Tensor:
+    """Each pair's own copy of its noise head, [B, h, ...], from noise heads [B, n, ...] that pairs may share."""
+    sharing = pairs // noise.shape[1]
+    return noise if sharing == 1 else noise.repeat_interleave(sharing, 1)
+
+
 @dataclass(frozen=True)
 class HeadLayout:
     """How the outputs of the Q, K and V projections divide into heads.

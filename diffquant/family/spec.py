@@ -98,7 +98,8 @@ class DiffSpec:
         """Name that people know this kind of attention by."""
         if self.maps == 1:
             return "Transformer"
-        return "DIFF V2" if self.shared_k else "DIFF V1"
+        grouped = "grouped " if self.signals_per_noise > 1 else ""
+        return grouped + ("DIFF V2" if self.shared_k else "DIFF V1")
 
     def lam_init(self, layer: int) -> float:
         """λ_init of a 0-based layer: 0.8 - 0.6·exp(-0.3·layer) (arXiv 2410.05258, equation 3)."""

@@ -216,7 +216,11 @@ def _is_inside(folder: Path, shard: str) -> bool:
     """
     if PurePosixPath(shard).parts != (shard,) or shard == ".." or "\0" in shard:
         return False
-    root, target = folder.resolve(), (folder / shard).resolve()
+    try:
+        root, target = folder.resolve(), (folder / shard).resolve()
+    except (OSError, RuntimeError):
+        # A link that leads back to itself.
+        return False
     return target.is_relative_to(root) or target.parent == root.parent.parent / "blobs"
 
 

@@ -43,16 +43,11 @@ def read_spec(spec: Mapping[str, Any] | None) -> DiffSpec:
     """The attention's specification from the plain data of a config.json.
 
     Raises:
-        CheckpointError: the specification is missing, contradicts itself, or is not computed.
+        CheckpointError: the specification is missing or contradicts itself.
     """
     if not spec:
         raise CheckpointError("config.json has no `spec`: a diff_transformer checkpoint must describe its attention")
     try:
-        diff_spec = DiffSpec(**spec)
+        return DiffSpec(**spec)
     except TypeError as error:
         raise CheckpointError(f"config.json: `spec` is not a DiffSpec: {error}") from error
-    if diff_spec.signals_per_noise != 1:
-        raise CheckpointError(
-            f"config.json: `spec` has {diff_spec.signals_per_noise} signal maps to a noise map; the model computes 1"
-        )
-    return diff_spec

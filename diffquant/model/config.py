@@ -52,6 +52,6 @@ class DiffTransformerConfig(PreTrainedConfig):
         """The attention's specification.
 
         Raises:
-            CheckpointError: the specification is missing, contradicts itself, or is not computed.
+            CheckpointError: the specification is missing or contradicts itself.
         """
         return read_spec(self.spec)

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from diffquant.errors import UsageError
+from diffquant.family.heads import each_pairs_noise
 from diffquant.family.mask import Mask
 from diffquant.family.norm import PairNorm
 from diffquant.family.spec import DiffSpec
@@ -113,7 +114,7 @@ class FusedCache(Cache):
         """Store new tokens and attend to all, without expanding what is stored.
 
         Args:
-            q: one [B, h, T, d] a map.
+            q: one [B, h, T, d] a map; the second [B, n, T, d] where pairs share noise heads.
             k: [B, H, T, d] new keys, all first maps before all second maps.
             v: [B, h_kv, T, dv] new values.
             lam, scale, mask, post: as `AttentionCall` has them.
@@ -126,6 +127,8 @@ class FusedCache(Cache):
 
         if q[0].shape[2] > MAX_QUERIES or (mask.keys is not None and mask.ranges is None):
             return None
+        # The kernel computes a noise map for each pair.
+        q = [each_pairs_noise(x, q[0].shape[1]) for x in q]
         return decode(q, self.layers[layer].append(k, v), lam, scale=scale, mask=mask, post=post)
 
 

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation import GenerationMixin
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
-from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
 
 from diffquant.attention import LogitMeter, check_backend
 from diffquant.errors import NotFiredError, UsageError
@@ -21,6 +21,7 @@ from diffquant.model.attention import DiffAttention
 from diffquant.model.cache import PackedCache
 from diffquant.model.config import DiffTransformerConfig
 from diffquant.model.fused_cache import FusedCache, fused_cache_refusal
+from diffquant.model.mlp import DiffMLP
 from diffquant.model.quantized_linear import QuantizedLinear
 from diffquant.model.shapes import LAMBDA_VECTORS
 from diffquant.recipe import LAYER_TARGETS, Recipe
@@ -29,12 +30,12 @@ _LAMBDA_STD = 0.1
 
 
 class DiffLayer(nn.Module):
-    """Attention and a SwiGLU network, each behind its norm and added to the residual."""
+    """Attention and a gated network, each behind its norm and added to the residual."""
 
     def __init__(self, config: DiffTransformerConfig, layer: int) -> None:
         super().__init__()
         self.self_attn = DiffAttention(config, layer)
-        self.mlp = LlamaMLP(config)
+        self.mlp = DiffMLP(config)
         self.input_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
 

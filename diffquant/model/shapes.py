@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from diffquant.family.heads import PROJECTIONS
 from diffquant.family.spec import DiffSpec
 from diffquant.model.architecture import Architecture
+from diffquant.model.mlp import activation_named
 
 if TYPE_CHECKING:
     from diffquant.model.config import DiffTransformerConfig
@@ -48,6 +49,8 @@ def _layer_parameters(config: "Config") -> dict[str, Shape]:
             shapes[f"{name}.weight"] = (out, width)
             if biased:
                 shapes[f"{name}.bias"] = (out,)
+    activation = activation_named(config.hidden_act)
+    shapes |= {f"mlp.act_fn.{name}": (len(values),) for name, values in activation.parameters.items()}
     shapes |= {f"self_attn.{name}": shape for name, shape in _lambda_and_norm(config).items()}
     shapes["input_layernorm.weight"] = shapes["post_attention_layernorm.weight"] = (config.hidden_size,)
     return shapes

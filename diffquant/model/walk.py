@@ -58,13 +58,13 @@ def causal_logits(q: Tensor, k: Tensor, spec: DiffSpec, start: int = 0) -> Itera
     """Logits Q·Kᵀ·scale of all maps in float32, by blocks of queries.
 
     Args:
-        q: [B, maps·h, T, d], first maps before second ones.
+        q: [B, query heads, T, d], first maps before second ones.
         k: [B, key heads, T, d].
         spec: specification of the attention.
         start: first query to yield.
 
     Yields:
-        The position n of a block's first query, and its logits [B, maps·h, R, S] against the S = n + R first
+        The position n of a block's first query, and its logits [B, query heads, R, S] against the S = n + R first
         keys: the entry of query r and key s is hidden where s > n + r.
     """
     batch, heads, length, _ = q.shape
@@ -89,6 +89,7 @@ def batches(ids: Tensor, tokens: int) -> Sequence[Tensor]:
 
 
 def _keys_of_maps(k: Tensor, spec: DiffSpec) -> Tensor:
-    """Keys [B, maps·h, S, d], one head for each query head, from k [B, key heads, S, d]."""
-    repeats = spec.pairs // spec.kv_pairs
-    return torch.cat([keys.repeat_interleave(repeats, 1) for keys in spec.layout.key_maps(k)], 1)
+    """Keys [B, query heads, S, d], one head for each query head, from k [B, key heads, S, d]."""
+    repeats = [heads // spec.kv_pairs for heads in (spec.pairs, spec.layout.noises)[: spec.maps]]
+    maps = zip(spec.layout.key_maps(k), repeats, strict=True)
+    return torch.cat([keys.repeat_interleave(times, 1) for keys, times in maps], 1)

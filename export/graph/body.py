@@ -3,6 +3,7 @@
 A body is written for one set of attributes and one head width; `pure.py` holds the one in standard ops.
 """
 
+from collections.abc import Collection
 from typing import Literal
 
 from onnx import FunctionProto, parser
@@ -15,7 +16,14 @@ CONTRIB = "com.microsoft"
 BodyKind = Literal["contrib", "pure"]
 
 
-def body(kind: BodyKind, attributes: OpAttributes, width: int, opset: int, cached: bool = True) -> FunctionProto:
+def body(
+    kind: BodyKind,
+    attributes: OpAttributes,
+    width: int,
+    opset: int,
+    cached: bool = True,
+    gates: Collection[str] = (),
+) -> FunctionProto:
     """The op as an ONNX function that computes it.
 
     Args:
@@ -24,13 +32,15 @@ def body(kind: BodyKind, attributes: OpAttributes, width: int, opset: int, cache
         width: d, width of a query.
         opset: version of the standard domain; 18 or later, and that of the model.
         cached: whether nodes have a past.
+        gates: those of `GATES` that nodes have.
 
     Raises:
         UsageError: the kind cannot compute these attributes.
     """
     if kind == "contrib":
         _check_contrib(attributes)
-    text = contrib_text(attributes, width) if kind == "contrib" else pure_text(attributes, width, cached)
+    is_contrib = kind == "contrib"
+    text = contrib_text(attributes, width, gates) if is_contrib else pure_text(attributes, width, cached, gates)
     domains = [f'"" : {opset}'] + ([f'"{CONTRIB}" : 1'] if kind == "contrib" else [])
     inputs = ", ".join(p.name for p in schema().inputs)
     outputs = ", ".join(p.name for p in schema().outputs)
@@ -40,15 +50,15 @@ def body(kind: BodyKind, attributes: OpAttributes, width: int, opset: int, cache
     )
 
 
-def contrib_text(attributes: OpAttributes, width: int) -> str:
+def contrib_text(attributes: OpAttributes, width: int, gates: Collection[str] = ()) -> str:
     """Nodes of the contrib body as text.
 
     Generation 1 is one attention over key rows k1|k2 with queries [q1|0] and [0|q2], which meet their own halves.
     """
-    pairs = attributes.num_pairs
+    pairs, noises, signals = attributes.num_pairs, attributes.num_noises, attributes.signals_per_noise
     value_width = 2 * width if attributes.generation == 1 else width
     options: dict[str, str | float] = {
-        "num_heads": 2 * pairs,
+        "num_heads": attributes.query_heads,
         "kv_num_heads": attributes.num_kv_pairs,
         "scale": float(attributes.scale),
         "do_rotary": attributes.do_rotary,
@@ -61,28 +71,44 @@ def contrib_text(attributes: OpAttributes, width: int) -> str:
         options["kv_cache_bit_width"] = attributes.kv_bit_width
         options["k_quant_type"] = options["v_quant_type"] = '"PER_CHANNEL"'
         inputs += ", , , , k_scale, v_scale"
-    queries = _masked_queries(pairs, width) if attributes.generation == 1 else "   heads = Identity (query)"
+    queries = _masked_queries(attributes, width) if attributes.generation == 1 else "   heads = Identity (query)"
     listed = ", ".join(f"{name} = {value}" for name, value in options.items())
+    gated = "Mul (signal, signal_gate_spread)" if "signal_gate" in gates else "Identity (signal)"
+    spread = _by_group("lambda", pairs, noises, signals)
+    if "signal_gate" in gates:
+        spread += "\n" + _by_group("signal_gate", pairs, noises, signals)
+    rows = "Mul (rows_out, output_gate)" if "output_gate" in gates else "Identity (rows_out)"
     return f"""{queries}
    both, present_key, present_value = {CONTRIB}.GroupQueryAttention <{listed}> (heads, {inputs})
-   by_pair = Constant <value = int64[5] {{0, 0, {pairs}, 2, {value_width}}}> ()
+   by_noise = Constant <value = int64[5] {{0, 0, {noises}, {signals + 1}, {value_width}}}> ()
    by_row = Constant <value = int64[3] {{0, 0, {pairs * value_width}}}> ()
-   last_two = Constant <value = int64[2] {{-2, -1}}> ()
-   maps = Reshape (both, by_pair)
-   signal, noise = Split <axis = 3, num_outputs = 2> (maps)
-   lam = CastLike (lambda, query)
-   lam_spread = Unsqueeze (lam, last_two)
-   subtracted = Mul (noise, lam_spread)
-   difference = Sub (signal, subtracted)
-   output = Reshape (difference, by_row)"""
+   parts = Constant <value = int64[2] {{{signals}, 1}}> ()
+   maps = Reshape (both, by_noise)
+   signal, noise = Split <axis = 3> (maps, parts)
+{spread}
+   gated = {gated}
+   subtracted = Mul (noise, lambda_spread)
+   difference = Sub (gated, subtracted)
+   rows_out = Reshape (difference, by_row)
+   output = {rows}"""
 
 
-def _masked_queries(pairs: int, width: int) -> str:
-    ones, zeros = ["1"] * width, ["0"] * width
-    mask = ", ".join(ones + zeros + zeros + ones)
-    return f"""   one_each = Constant <value = int64[5] {{0, 0, {pairs}, 1, {2 * width}}}> ()
-   flat = Constant <value = int64[3] {{0, 0, {4 * pairs * width}}}> ()
-   own_half = Constant <value = float[2, {2 * width}] {{{mask}}}> ()
+def _by_group(name: str, pairs: int, noises: int, signals: int) -> str:
+    """Nodes that make {name}_spread, [B, T, n, r, 1] or [1, 1, n, r, 1] in query's type, of [1] or [B, T, h]."""
+    return f"""   {name}_pairs = Constant <value = int64[3] {{1, 1, {pairs}}}> ()
+   {name}_groups = Constant <value = int64[5] {{0, 0, {noises}, {signals}, 1}}> ()
+   {name}_typed = CastLike ({name}, query)
+   {name}_each = Expand ({name}_typed, {name}_pairs)
+   {name}_spread = Reshape ({name}_each, {name}_groups)"""
+
+
+def _masked_queries(attributes: OpAttributes, width: int) -> str:
+    """Nodes that make heads: [q|0] of each signal head, [0|q] of each noise head."""
+    signals, noises = attributes.signals_per_noise, attributes.num_noises
+    mask = ", ".join(["1, 0"] * signals + ["0, 1"])
+    return f"""   one_each = Constant <value = int64[6] {{0, 0, {noises}, {signals + 1}, 1, {width}}}> ()
+   flat = Constant <value = int64[3] {{0, 0, {attributes.query_heads * 2 * width}}}> ()
+   own_half = Constant <value = float[{signals + 1}, 2, 1] {{{mask}}}> ()
    own_half_typed = CastLike (own_half, query)
    rows = Reshape (query, one_each)
    halves = Mul (rows, own_half_typed)

@@ -3,18 +3,20 @@
 from collections.abc import Mapping
 
 import torch
-from onnx import ModelProto, TensorProto
+from onnx import FunctionProto, ModelProto, TensorProto
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from diffquant.export.graph.activations import EMITTED, functions
 from diffquant.export.graph.body import BodyKind, body
 from diffquant.export.graph.cache_scales import Scales
 from diffquant.export.graph.linears import Linears
 from diffquant.export.graph.nodes import CONTRIB, Graph
-from diffquant.export.graph.op import DOMAIN, NAME, OpAttributes
+from diffquant.export.graph.op import DOMAIN, GATES, NAME, VERSION, OpAttributes
 from diffquant.export.graph.plan import EMBEDDING, HEAD, ExportPlan, key_width
 from diffquant.export.graph.streaming import Streamed, place
 from diffquant.export.options import IR_VERSION
 from diffquant.family.lam import lam_from_vectors
+from diffquant.model.mlp import activation_named
 from diffquant.model.shapes import LAMBDA_VECTORS
 
 PAST = "past_key_values.{layer}.{part}"
@@ -69,15 +71,19 @@ class _Decoder:
         graph.outputs.insert(0, graph.outputs.pop())
 
     def model(self, initializers: dict[str, TensorProto]) -> ModelProto:
-        domains = [] if self.options.pure else [CONTRIB]
-        if self.spec.maps == 1:
-            return self.graph.model(initializers, self.options.opset, domains, IR_VERSION)
-        model = self.graph.model(initializers, self.options.opset, [*domains, DOMAIN], IR_VERSION)
+        own = functions(self.config.hidden_act, self.options.opset)
+        if self.spec.maps == 2:
+            own.append(self._attention_function())
+        domains = ({} if self.options.pure else {CONTRIB: 1}) | ({DOMAIN: VERSION} if own else {})
+        model = self.graph.model(initializers, self.options.opset, domains, IR_VERSION)
+        model.functions.extend(own)
+        return model
+
+    def _attention_function(self) -> FunctionProto:
+        """The op's body for every attention node."""
         # GroupQueryAttention keeps its logits to itself; where they are rounded, the body spells them out.
         kind: BodyKind = "pure" if self.options.pure or self.options.logits.quantizes else "contrib"
-        attributes = self._attributes()
-        model.functions.append(body(kind, attributes, self.spec.head_dim, self.options.opset, self.options.cache))
-        return model
+        return body(kind, self._attributes(), self.spec.head_dim, self.options.opset, self.options.cache)
 
     def _attributes(self) -> OpAttributes:
         """Attributes of every attention node."""
@@ -94,6 +100,7 @@ class _Decoder:
             logit_bits=options.logits.bits if options.logits.quantizes else 0,
             logit_granularity=options.logits.granularity or "row",
             logit_shift=int(options.logits.shift),
+            signals_per_noise=spec.signals_per_noise,
         )
 
     def _lengths(self, mask: str) -> tuple[str, str]:
@@ -117,7 +124,12 @@ class _Decoder:
 
     def _mlp(self, x: str, prefix: str) -> str:
         gate, up = (self._linear(x, prefix + name, self.config.mlp_bias) for name in ("gate_proj", "up_proj"))
-        active = self.graph.add("Mul", gate, self.graph.add("Sigmoid", gate))
+        name = self.config.hidden_act
+        parameters = {
+            part: self.graph.constant(f"{prefix}act_fn.{part}", self.plan.vector(f"{prefix}act_fn.{part}").numpy())
+            for part in activation_named(name).parameters
+        }
+        active = EMITTED[name](self.graph, gate, parameters)
         return self._linear(self.graph.add("Mul", active, up), prefix + "down_proj", self.config.mlp_bias)
 
     def _attention(self, x: str, layer: int, lengths: tuple[str, str]) -> str:
@@ -135,7 +147,7 @@ class _Decoder:
             self.graph.add_all("GroupQueryAttention", _trimmed(inputs), outputs, CONTRIB, **self._plain_attributes())
         else:
             # onnx's reference evaluator wants a function's absent inputs named, as "", to the last one.
-            inputs = [q, k, v, self._lam(x, layer), *past, *lengths, *tables, *(scales or ["", ""])]
+            inputs = [q, k, v, self._lam(x, layer), *past, *lengths, *tables, *(scales or ["", ""]), *[""] * len(GATES)]
             self.graph.add_all(NAME, inputs, outputs, DOMAIN, **self._attributes().to_dict())
         if self.options.cache:
             for name in present:

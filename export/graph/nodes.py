@@ -1,6 +1,6 @@
 """A graph under construction: nodes in order, each named after its module, and small constants."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -82,12 +82,12 @@ class Graph:
         return self.constant(name, np.array(values, np.int64))
 
     def model(
-        self, initializers: dict[str, TensorProto], opset: int, domains: Sequence[str], ir: int
+        self, initializers: dict[str, TensorProto], opset: int, domains: Mapping[str, int], ir: int
     ) -> onnx.ModelProto:
-        """The finished model; `initializers` refer to its data file."""
+        """The finished model; `initializers` refer to its data file, `domains` are the others' versions."""
         tensors = [*self.constants.values(), *initializers.values()]
         graph = helper.make_graph(self.nodes, "decoder", self.inputs, self.outputs, tensors)
-        imports = [helper.make_opsetid("", opset), *(helper.make_opsetid(domain, 1) for domain in domains)]
+        imports = [helper.make_opsetid("", opset), *(helper.make_opsetid(*domain) for domain in domains.items())]
         return helper.make_model(graph, opset_imports=imports, ir_version=ir, producer_name="diffquant")
 
     def _unused_name(self, op: str) -> str:

@@ -1,4 +1,4 @@
-"""The op `diffquant::DifferentialAttention`, version 1: its schema and its attributes.
+"""The op `diffquant::DifferentialAttention`, version 2: its schema and its attributes.
 
 docs/differential-attention-op.md is the specification; a test keeps its tables and this schema alike.
 """
@@ -14,9 +14,11 @@ from diffquant.export.options import LOGIT_GRANULARITIES
 
 DOMAIN = "diffquant"
 NAME = "DifferentialAttention"
-VERSION = 1
+VERSION = 2
 
 KV_BITS = (0, 4, 6, 8)
+# Inputs of later members of the family: what multiplies the signal map's output, and the whole output.
+GATES = ("signal_gate", "output_gate")
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,7 @@ class OpAttributes:
         logit_bits: width of the simulated logits' codes; 0 leaves logits alone.
         logit_granularity: granularity of the logits' scheme, which says what shares a scale.
         logit_shift: flag; 1 subtracts each row's maximum before rounding.
+        signals_per_noise: number r of pairs that share a noise head; divides h, and h_kv divides h / r.
     """
 
     num_pairs: int
@@ -48,11 +51,22 @@ class OpAttributes:
     logit_bits: int = 0
     logit_granularity: str = "row"
     logit_shift: int = 0
+    signals_per_noise: int = 1
 
     def __post_init__(self) -> None:
         problems = list(self._problems())
         if problems:
             raise UsageError(f"{DOMAIN}::{NAME}: {'; '.join(problems)}")
+
+    @property
+    def num_noises(self) -> int:
+        """Number n of noise heads."""
+        return self.num_pairs // self.signals_per_noise
+
+    @property
+    def query_heads(self) -> int:
+        """Number h + n of heads in a query."""
+        return self.num_pairs + self.num_noises
 
     def to_dict(self) -> dict[str, Any]:
         """Attributes by the op's names."""
@@ -61,6 +75,9 @@ class OpAttributes:
     def _problems(self) -> Iterator[str]:
         if min(self.num_pairs, self.num_kv_pairs) < 1 or self.num_pairs % self.num_kv_pairs:
             yield f"num_kv_pairs {self.num_kv_pairs} does not divide num_pairs {self.num_pairs}"
+        sharing = self.signals_per_noise * self.num_kv_pairs
+        if self.signals_per_noise < 1 or self.num_pairs % max(sharing, 1):
+            yield f"signals_per_noise is {self.signals_per_noise}; times num_kv_pairs it must divide num_pairs"
         if self.generation not in (1, 2):
             yield f"generation is {self.generation}; it must be 1 or 2"
         if self.generation == 1 and self.do_rotary and not self.rotary_interleaved:
@@ -81,9 +98,9 @@ def schema() -> OpSchema:
         NAME,
         DOMAIN,
         VERSION,
-        doc="softmax(Q1·K1ᵀ·scale)·V - λ·softmax(Q2·K2ᵀ·scale)·V, causal, over a KV cache that it extends.",
+        doc="gate·softmax(Q1·K1ᵀ·scale)·V - λ·softmax(Q2·K2ᵀ·scale)·V, causal, over a KV cache that it extends.",
         inputs=[
-            _parameter("query", "T", "[B, T, 2·h·d]"),
+            _parameter("query", "T", "[B, T, (h+n)·d]"),
             _parameter("key", "T", "[B, T, h_kv·dk]"),
             _parameter("value", "T", "[B, T, h_kv·dv]"),
             _parameter("lambda", "TL", "[1] or [B, T, h]"),
@@ -95,6 +112,8 @@ def schema() -> OpSchema:
             _parameter("sin_cache", "T", "[positions, dk/2]", optional=True),
             _parameter("k_scale", "TL", "[1, h_kv, 1, dk]", optional=True),
             _parameter("v_scale", "TL", "[1, h_kv, 1, dv]", optional=True),
+            _parameter("signal_gate", "TL", "[1] or [B, T, h]", optional=True),
+            _parameter("output_gate", "T", "[B, T, h·dv]", optional=True),
         ],
         outputs=[
             _parameter("output", "T", "[B, T, h·dv]"),
@@ -104,7 +123,7 @@ def schema() -> OpSchema:
         type_constraints=[
             ("T", ["tensor(float)", "tensor(float16)"], "Activations."),
             ("TC", ["tensor(float)", "tensor(float16)", "tensor(int8)", "tensor(uint8)"], "KV cache."),
-            ("TL", ["tensor(float)"], "λ and scales."),
+            ("TL", ["tensor(float)"], "λ, the signal's gate and scales."),
             ("TI", ["tensor(int32)"], "Lengths."),
         ],
         attributes=[OpSchema.Attribute(name, kind, "", required=True) for name, kind in attribute_types().items()],

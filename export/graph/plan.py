@@ -6,6 +6,7 @@ from functools import cached_property
 from torch import Tensor
 
 from diffquant.errors import CheckpointError, UsageError
+from diffquant.export.graph.activations import EMITTED
 from diffquant.export.graph.linears import check_blocks
 from diffquant.export.graph.matrix import Matrix, read_matrix, read_vector
 from diffquant.export.options import ExportOptions
@@ -98,8 +99,8 @@ def plan_export(source: Source, options: ExportOptions) -> ExportPlan:
 def _problems(source: Source, options: ExportOptions) -> list[str]:
     config, spec = source.adapter.config, source.spec
     problems = []
-    if config.hidden_act not in ("silu", "swish"):
-        problems.append(f"its activation {config.hidden_act!r} is not silu")
+    if config.hidden_act not in EMITTED:
+        problems.append(f"its activation {config.hidden_act!r} is not {' or '.join(EMITTED)}")
     if config.rope_parameters and config.rope_parameters.get("rope_type") in _MOVING_ROPE:
         problems.append(f"its rope_type {config.rope_parameters['rope_type']!r} changes with the sequence's length")
     if spec.scale_by_init and spec.post_norm == "none":

@@ -3,6 +3,8 @@
 Inside, logits are [B, h_kv, map, g, T, S] with g = h/h_kv, in float32.
 """
 
+from collections.abc import Collection
+
 from diffquant.errors import UsageError
 from diffquant.export.graph.op import OpAttributes
 from diffquant.numerics import max_code
@@ -11,13 +13,14 @@ from diffquant.numerics.logit_scales import SHIFT_RANGE
 _FLOAT, _INT8, _UINT8, _INT64 = 1, 3, 2, 7
 
 
-def pure_text(attributes: OpAttributes, width: int, cached: bool = True) -> str:
+def pure_text(attributes: OpAttributes, width: int, cached: bool = True, gates: Collection[str] = ()) -> str:
     """Nodes of the pure body as text.
 
     Args:
         attributes: attributes of every node that will use it.
         width: d, width of a query.
         cached: whether nodes have a past.
+        gates: those of `GATES` that nodes have.
 
     Raises:
         UsageError: the cache's width has no form in standard ops.
@@ -25,18 +28,17 @@ def pure_text(attributes: OpAttributes, width: int, cached: bool = True) -> str:
     if attributes.kv_bit_width == 6:
         raise UsageError("the pure body has 8- and 4-bit caches, not 6")
     key_width = (2 if attributes.generation == 1 else 1) * width
-    rows = attributes.num_pairs if attributes.generation == 1 else 2 * attributes.num_pairs
     kv_pairs = attributes.num_kv_pairs
     parts = [_CONSTANTS, _positions("past_key" if cached else None)]
-    parts.append(_rows("query", rows, key_width, attributes))
-    parts.append(_rows("key", kv_pairs, key_width, attributes))
+    parts.append(_rows("query", attributes.query_heads, width, width, attributes))
+    parts.append(_rows("key", kv_pairs, key_width, width, attributes))
     parts.append(f"""   value_shape = Constant <value = int64[4] {{0, 0, {kv_pairs}, {key_width}}}> ()
    value_rows = Reshape (value, value_shape)
    value_turned = Identity (value_rows)""")
     parts += [_stored(name, kv_pairs, key_width, attributes, cached) for name in ("key", "value")]
     parts.append(_logits(attributes, width))
     parts.append(_simulated(attributes) if attributes.logit_bits else "   scores = Identity (logits)")
-    parts.append(_output(attributes, key_width))
+    parts.append(_output(attributes, key_width, gates))
     return "\n".join(parts)
 
 
@@ -74,8 +76,8 @@ def _positions(past: str | None) -> str:
    real = Less (position, tokens_column)"""
 
 
-def _rows(name: str, rows: int, width: int, attributes: OpAttributes) -> str:
-    """Nodes that make {name}_turned [B, T, rows, dk], rotated."""
+def _rows(name: str, rows: int, width: int, head_width: int, attributes: OpAttributes) -> str:
+    """Nodes that make {name}_turned [B, T, rows, width], rotated; the tables repeat the angles of a head's width."""
     shape = f"""   {name}_shape = Constant <value = int64[4] {{0, 0, {rows}, {width}}}> ()
    {name}_rows = Reshape ({name}, {name}_shape)"""
     if not attributes.do_rotary:
@@ -84,13 +86,17 @@ def _rows(name: str, rows: int, width: int, attributes: OpAttributes) -> str:
     interleaved = attributes.rotary_interleaved
     # [.., dk/2, 2] puts two channels that rotate together in the last axis; [.., 2, dk/2] in the one before.
     pairing, axis, spread = (f"{half}, 2", 4, "2, 4") if interleaved else (f"2, {half}", 3, "2, 3")
+    columns = f"Slice ({name}_%s_all, c0, {name}_half, c2)" if width == head_width else f"Identity ({name}_%s_all)"
     return f"""{shape}
    {name}_pairing = Constant <value = int64[5] {{0, 0, {rows}, {pairing}}}> ()
    {name}_spread = Constant <value = int64[2] {{{spread}}}> ()
    {name}_channels = Reshape ({name}_rows, {name}_pairing)
    {name}_a, {name}_b = Split <axis = {axis}, num_outputs = 2> ({name}_channels)
-   {name}_cos_rows = Gather (cos_cache, position)
-   {name}_sin_rows = Gather (sin_cache, position)
+   {name}_half = Constant <value = int64[1] {{{half}}}> ()
+   {name}_cos_all = Gather (cos_cache, position)
+   {name}_sin_all = Gather (sin_cache, position)
+   {name}_cos_rows = {columns % "cos"}
+   {name}_sin_rows = {columns % "sin"}
    {name}_cos = Unsqueeze ({name}_cos_rows, {name}_spread)
    {name}_sin = Unsqueeze ({name}_sin_rows, {name}_spread)
    {name}_ac = Mul ({name}_a, {name}_cos)
@@ -179,7 +185,6 @@ def _decode(name: str, scale: str, width: int, bits: int) -> str:
 
 def _logits(attributes: OpAttributes, width: int) -> str:
     """Nodes that make logits [B, h_kv, 2, g, T, S] and visible [B, 1, 1, 1, T, S]."""
-    kv_pairs, group = attributes.num_kv_pairs, attributes.num_pairs // attributes.num_kv_pairs
     if attributes.generation == 1:
         keys = f"""   by_map = Constant <value = int64[5] {{0, 0, 0, 2, {width}}}> ()
    key_maps = Reshape (key_read, by_map)
@@ -199,9 +204,8 @@ def _logits(attributes: OpAttributes, width: int) -> str:
     )
     return f"""{keys}
    keys_spread = Unsqueeze (key_columns, group_axis)
-   by_group = Constant <value = int64[6] {{0, 0, {kv_pairs}, {group}, 2, {width}}}> ()
    query_wide = Cast <to = {_FLOAT}> (query_turned)
-   query_groups = Reshape (query_wide, by_group)
+{_by_map(attributes, width)}
    queries = Transpose <perm = [0, 2, 4, 3, 1, 5]> (query_groups)
    products = MatMul (queries, keys_spread)
    scale_of_logits = Constant <value_float = {float(attributes.scale)!r}> ()
@@ -211,6 +215,25 @@ def _logits(attributes: OpAttributes, width: int) -> str:
 {seen}
    map_axes = Constant <value = int64[3] {{1, 2, 3}}> ()
    visible = Unsqueeze (seen, map_axes)"""
+
+
+def _by_map(attributes: OpAttributes, width: int) -> str:
+    """Nodes that make query_groups [B, T, h_kv, g, 2, d], where every pair has a noise head of its own."""
+    kv_pairs, group = attributes.num_kv_pairs, attributes.num_pairs // attributes.num_kv_pairs
+    signals = attributes.signals_per_noise
+    if signals == 1:
+        return f"""   by_group = Constant <value = int64[6] {{0, 0, {kv_pairs}, {group}, 2, {width}}}> ()
+   query_groups = Reshape (query_wide, by_group)"""
+    return f"""   by_noise = Constant <value = int64[5] {{0, 0, {attributes.num_noises}, {signals + 1}, {width}}}> ()
+   by_group = Constant <value = int64[6] {{0, 0, {kv_pairs}, {group}, 1, {width}}}> ()
+   query_parts = Constant <value = int64[2] {{{signals}, 1}}> ()
+   noise_times = Constant <value = int64[5] {{1, 1, 1, {signals}, 1}}> ()
+   query_noises = Reshape (query_wide, by_noise)
+   query_signal, query_noise = Split <axis = 3> (query_noises, query_parts)
+   query_noise_each = Expand (query_noise, noise_times)
+   query_signal_groups = Reshape (query_signal, by_group)
+   query_noise_groups = Reshape (query_noise_each, by_group)
+   query_groups = Concat <axis = 4> (query_signal_groups, query_noise_groups)"""
 
 
 _SHARING = {"row": "5", "head": "4, 5", "pair": "2, 4, 5", "tensor": "1, 2, 3, 4, 5"}
@@ -258,27 +281,47 @@ def _simulated(attributes: OpAttributes) -> str:
    scores = Mul (logit_codes, step)"""
 
 
-def _output(attributes: OpAttributes, value_width: int) -> str:
+def _output(attributes: OpAttributes, value_width: int, gates: Collection[str]) -> str:
     """Nodes that make the output [B, T, h·dv] of scores and values."""
-    pairs, kv_pairs = attributes.num_pairs, attributes.num_kv_pairs
+    pairs = attributes.num_pairs
+    per_pair = [_per_pair("lambda", attributes)]
+    gated = "Identity (signal)"
+    if "signal_gate" in gates:
+        per_pair.append(_per_pair("signal_gate", attributes))
+        gated = "Mul (signal_gate_spread, signal)"
+    last = (
+        """   output_gate_wide = Cast <to = 1> (output_gate)
+   gated_rows = Mul (rows_out, output_gate_wide)"""
+        if "output_gate" in gates
+        else "   gated_rows = Identity (rows_out)"
+    )
+    spread = "\n".join(per_pair)
     return f"""   masked = Where (visible, scores, hidden)
    weights = Softmax <axis = -1> (masked)
    shared_axes = Constant <value = int64[2] {{2, 3}}> ()
    values = Unsqueeze (value_read, shared_axes)
    both = MatMul (weights, values)
    signal, noise = Split <axis = 2, num_outputs = 2> (both)
-   pair_count = Constant <value = int64[1] {{{pairs}}}> ()
-   lam_shape = Concat <axis = 0> (batch, length, pair_count)
-   lam_each = Expand (lambda, lam_shape)
-   lam_by_group = Constant <value = int64[4] {{0, 0, {kv_pairs}, {pairs // kv_pairs}}}> ()
-   lam_groups = Reshape (lam_each, lam_by_group)
-   lam_turned = Transpose <perm = [0, 2, 3, 1]> (lam_groups)
-   lam_axes = Constant <value = int64[2] {{2, 5}}> ()
-   lam = Unsqueeze (lam_turned, lam_axes)
-   subtracted = Mul (lam, noise)
-   difference = Sub (signal, subtracted)
+{spread}
+   gated = {gated}
+   subtracted = Mul (lambda_spread, noise)
+   difference = Sub (gated, subtracted)
    without_map = Squeeze (difference, c2)
    by_token = Transpose <perm = [0, 3, 1, 2, 4]> (without_map)
    row_shape = Constant <value = int64[3] {{0, 0, {pairs * value_width}}}> ()
    rows_out = Reshape (by_token, row_shape)
-   output = CastLike (rows_out, query)"""
+{last}
+   output = CastLike (gated_rows, query)"""
+
+
+def _per_pair(name: str, attributes: OpAttributes) -> str:
+    """Nodes that make {name}_spread [B, h_kv, 1, g, T, 1] of an input [1] or [B, T, h]."""
+    pairs, kv_pairs = attributes.num_pairs, attributes.num_kv_pairs
+    return f"""   {name}_pairs = Constant <value = int64[1] {{{pairs}}}> ()
+   {name}_shape = Concat <axis = 0> (batch, length, {name}_pairs)
+   {name}_each = Expand ({name}, {name}_shape)
+   {name}_by_group = Constant <value = int64[4] {{0, 0, {kv_pairs}, {pairs // kv_pairs}}}> ()
+   {name}_groups = Reshape ({name}_each, {name}_by_group)
+   {name}_turned = Transpose <perm = [0, 2, 3, 1]> ({name}_groups)
+   {name}_axes = Constant <value = int64[2] {{2, 5}}> ()
+   {name}_spread = Unsqueeze ({name}_turned, {name}_axes)"""

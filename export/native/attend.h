@@ -46,8 +46,8 @@ class BlockAttention {
     const int64_t buffer = read_rows_ * widest;
     Scratch& scratch = Scratch::of_this_thread();
     scratch.reset(2 * logits_of_map_ + 2 * problem.width * rows_ + problem.values.width * rows_ + buffer + widest +
-                      2 * problem.width + rows_,
-                  7);
+                      2 * problem.width + 2 * rows_,
+                  8);
     logits_ = scratch.take(2 * logits_of_map_);
     queries_ = scratch.take(2 * problem.width * rows_);
     sums_ = scratch.take(problem.values.width * rows_);
@@ -55,6 +55,7 @@ class BlockAttention {
     angles_ = scratch.take(widest);
     row_ = scratch.take(2 * problem.width);
     of_rows_ = scratch.take(rows_);
+    gates_ = scratch.take(rows_);
   }
 
   // Largest |logit| of each row and map, [2][rows].
@@ -75,8 +76,8 @@ class BlockAttention {
       multiply_keys();
     }
     hide(kHidden);
-    gather_lambdas();
-    for (int64_t i = 0; i < runs(); ++i) subtract_maps<V>(run(0, i), run(1, i), lanes(of_rows_, i));
+    gather_weights();
+    for (int64_t i = 0; i < runs(); ++i) subtract_maps<V>(run(0, i), run(1, i), lanes(gates_, i), lanes(of_rows_, i));
     multiply_values();
     write_output();
   }
@@ -86,7 +87,7 @@ class BlockAttention {
   int64_t pair(int64_t row) const {
     return block_.kv_pair * problem_.group() + (block_.first_row + row) % problem_.group();
   }
-  // Where a row's query, λ and output are, counted in pairs.
+  // Where a row's λ, gates and output are, counted in pairs.
   int64_t index(int64_t row) const {
     return (block_.sequence * problem_.tokens + token(row)) * problem_.pairs + pair(row);
   }
@@ -95,8 +96,10 @@ class BlockAttention {
     return {larger<int64_t>(end - problem_.window, 0), end};
   }
 
-  const uint8_t* query(int64_t row) const {
-    return row_at(problem_.query, problem_.activations, index(row), 2 * problem_.width);
+  const uint8_t* query(int64_t row, int map) const {
+    const int64_t token_of_batch = block_.sequence * problem_.tokens + token(row);
+    const int64_t head = token_of_batch * problem_.query_heads() + problem_.query_head(pair(row), map);
+    return row_at(problem_.query, problem_.activations, head, problem_.width);
   }
 
   // The logits as runs: a vector of rows each in a tall panel, a row each in a flat one.
@@ -124,8 +127,10 @@ class BlockAttention {
     for (int64_t row = 0; row < rows_; ++row) {
       if (row < block_.rows) {
         // Neighbouring rows of a block lie a page apart, where no processor looks ahead by itself.
-        if (row + kAhead < block_.rows) prefetch(query(row + kAhead), 2 * width * sizeof(float));
-        decode<V>(problem_.activations, query(row), 2 * width, row_);
+        for (int map = 0; map < 2; ++map) {
+          if (row + kAhead < block_.rows) prefetch(query(row + kAhead, map), width * sizeof(float));
+          decode<V>(problem_.activations, query(row, map), width, row_ + map * width);
+        }
         rotation.move_to(problem_.start[block_.sequence] + token(row));
         for (int64_t c = 0; c < 2 * width; c += problem_.keys.width) rotation.turn(row_ + c);
       } else {
@@ -204,9 +209,12 @@ class BlockAttention {
     for (int64_t i = 0; i < runs(); ++i) round_to_steps<V>(run(map, i), lanes(steps, i), lowest);
   }
 
-  void gather_lambdas() {
+  // What multiplies each row's maps: the signal's gate, and λ.
+  void gather_weights() {
     for (int64_t row = 0; row < rows_; ++row) {
-      of_rows_[row] = problem_.lambda[problem_.lambda_per_pair && row < block_.rows ? index(row) : 0];
+      const int64_t at = row < block_.rows ? index(row) : 0;
+      of_rows_[row] = problem_.lambda[problem_.lambda_per_pair ? at : 0];
+      gates_[row] = problem_.signal_gate ? problem_.signal_gate[problem_.signal_gate_per_pair ? at : 0] : 1.0f;
     }
   }
 
@@ -242,6 +250,12 @@ class BlockAttention {
     for (int64_t row = 0; row < block_.rows; ++row) {
       float* sums = sums_ + row * width;
       for (int64_t c = 0; scale && c < width; ++c) sums[c] *= scale[c];
+      if (problem_.output_gate) {
+        // `buffer_` is free once V has been read.
+        decode<V>(problem_.activations, row_at(problem_.output_gate, problem_.activations, index(row), width), width,
+                  buffer_);
+        for (int64_t c = 0; c < width; ++c) sums[c] *= buffer_[c];
+      }
       write_activations<V>(problem_.activations, sums, width,
                            row_at(problem_.output, problem_.activations, index(row), width));
     }
@@ -254,7 +268,7 @@ class BlockAttention {
   const int64_t first_key_, keys_;
   const int64_t row_stride_, key_stride_, logits_of_map_;
   const int64_t read_rows_;
-  float *logits_, *queries_, *sums_, *buffer_, *angles_, *row_, *of_rows_;
+  float *logits_, *queries_, *sums_, *buffer_, *angles_, *row_, *of_rows_, *gates_;
 };
 
 template <class V>

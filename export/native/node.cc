@@ -13,11 +13,13 @@ namespace {
 using Shape = std::vector<int64_t>;
 
 enum Input {
-  kQuery, kKey, kValue, kLambda, kPastKey, kPastValue, kSeqlens, kTotal, kCos, kSin, kKeyScale, kValueScale
+  kQuery, kKey, kValue, kLambda, kPastKey, kPastValue, kSeqlens, kTotal, kCos, kSin, kKeyScale, kValueScale,
+  kSignalGate, kOutputGate
 };
 constexpr const char* kInputNames[] = {"query",     "key",        "value",     "lambda",
                                        "past_key",  "past_value", "seqlens_k", "total_sequence_length",
-                                       "cos_cache", "sin_cache",  "k_scale",   "v_scale"};
+                                       "cos_cache", "sin_cache",  "k_scale",   "v_scale",
+                                       "signal_gate", "output_gate"};
 
 std::string text(const Shape& shape) {
   std::string out = "[";
@@ -51,6 +53,14 @@ int64_t integer(ort::Api api, const ort::KernelInfo* info, const char* name) {
   return attribute<int64_t>(api, info, name, ort::kGetAttributeInt);
 }
 
+// Version 1 of the op has no signals_per_noise: each pair has a noise head of its own.
+int64_t signals_per_noise(ort::Api api, const ort::KernelInfo* info) {
+  int64_t value = 1;
+  ort::Status* status = ort::kGetAttributeInt(api)(info, "signals_per_noise", &value);
+  if (status) ort::kReleaseStatus(api)(status);
+  return status ? 1 : value;
+}
+
 Granularity granularity(ort::Api api, const ort::KernelInfo* info) {
   char name[16] = {};
   size_t size = sizeof name;
@@ -82,6 +92,7 @@ Storage cache_storage(int64_t bits, Element element, Storage activations) {
 Node::Node(ort::Api api, const ort::KernelInfo* info, Element activations, Element cache) : api_(api) {
   pairs_ = integer(api, info, "num_pairs");
   kv_pairs_ = integer(api, info, "num_kv_pairs");
+  signals_ = signals_per_noise(api, info);
   generation_ = integer(api, info, "generation");
   scale_ = attribute<float>(api, info, "scale", ort::kGetAttributeFloat);
   rotary_ = integer(api, info, "do_rotary");
@@ -92,6 +103,9 @@ Node::Node(ort::Api api, const ort::KernelInfo* info, Element activations, Eleme
   cache_ = cache_storage(integer(api, info, "kv_bit_width"), cache, activations_);
   const std::string counts = std::to_string(kv_pairs_) + " does not divide num_pairs " + std::to_string(pairs_);
   require(pairs_ > 0 && kv_pairs_ > 0 && pairs_ % kv_pairs_ == 0, "attribute num_kv_pairs " + counts);
+  require(signals_ > 0 && pairs_ % (signals_ * kv_pairs_) == 0,
+          "attribute signals_per_noise " + std::to_string(signals_) + " times num_kv_pairs " +
+              std::to_string(kv_pairs_) + " does not divide num_pairs " + std::to_string(pairs_));
   require(generation_ == 1 || generation_ == 2, "attribute generation must be 1 or 2");
   require(generation_ == 2 || !rotary_ || interleaved_, "generation 1 rotates interleaved channels only");
   require(window_ == -1 || window_ > 0, "attribute local_window_size must be -1 or at least 1");
@@ -106,6 +120,7 @@ class Call {
     read_lengths();
     make_caches();
     read_rotation();
+    read_gates();
     problem_.output = output(0, {problem_.batch, problem_.tokens, problem_.pairs * problem_.values.width});
   }
 
@@ -124,11 +139,14 @@ class Call {
  private:
   void read_sizes() {
     const Shape query = shape(kQuery), key = shape(kKey), value = shape(kValue), lambda = shape(kLambda);
-    require(query.size() == 3, "query is " + text(query) + ", expected [B, T, 2·h·d]");
+    require(query.size() == 3, "query is " + text(query) + ", expected [B, T, (h+n)·d]");
     const int64_t batch = query[0], tokens = query[1], pairs = node_.pairs_, kv_pairs = node_.kv_pairs_;
-    const int64_t width = query[2] / (2 * pairs);
-    require(width > 0 && query[2] == 2 * pairs * width,
-            "query is " + text(query) + ": its last axis is no multiple of 2·num_pairs = " + std::to_string(2 * pairs));
+    const int64_t heads = pairs + pairs / node_.signals_;
+    const int64_t width = query[2] / heads;
+    require(width > 0 && query[2] == heads * width,
+            "query is " + text(query) + ": its last axis is no multiple of its heads, num_pairs " +
+                std::to_string(pairs) + " and a noise head for every " + std::to_string(node_.signals_) + ", " +
+                std::to_string(heads));
     const int64_t row = node_.generation_ == 1 ? 2 * width : width;
     require_shape(kKey, key, {batch, tokens, kv_pairs * row});
     require_shape(kValue, value, {batch, tokens, kv_pairs * row});
@@ -141,6 +159,7 @@ class Call {
     problem_.tokens = tokens;
     problem_.pairs = pairs;
     problem_.kv_pairs = kv_pairs;
+    problem_.signals = node_.signals_;
     problem_.width = width;
     problem_.shared_keys = node_.generation_ == 2;
     problem_.activations = node_.activations_;
@@ -192,6 +211,23 @@ class Call {
     }
     problem_.cos = data(kCos);
     problem_.sin = data(kSin);
+  }
+
+  void read_gates() {
+    problem_.signal_gate = nullptr;
+    problem_.output_gate = nullptr;
+    if (present(kSignalGate)) {
+      const Shape given = shape(kSignalGate);
+      problem_.signal_gate_per_pair = given.size() == 3;
+      const Shape per_pair = {problem_.batch, problem_.tokens, problem_.pairs};
+      require_shape(kSignalGate, given, problem_.signal_gate_per_pair ? per_pair : Shape{1});
+      problem_.signal_gate = static_cast<const float*>(data(kSignalGate));
+    }
+    if (present(kOutputGate)) {
+      const Shape wanted = {problem_.batch, problem_.tokens, problem_.pairs * problem_.values.width};
+      require_shape(kOutputGate, shape(kOutputGate), wanted);
+      problem_.output_gate = data(kOutputGate);
+    }
   }
 
   void make_caches() {

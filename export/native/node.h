@@ -31,7 +31,7 @@ class Node {
   friend class Call;
 
   ort::Api api_;
-  int64_t pairs_, kv_pairs_, generation_, window_, rotary_, interleaved_;
+  int64_t pairs_, kv_pairs_, signals_, generation_, window_, rotary_, interleaved_;
   float scale_;
   LogitScheme logits_;
   Storage activations_, cache_;

@@ -47,12 +47,16 @@ struct LogitScheme {
 
 struct Problem {
   int64_t batch, tokens, pairs, kv_pairs;
+  int64_t signals;      // pairs that share a noise head
   int64_t width;        // d, of one map's query and key
   bool shared_keys;     // generation 2: both maps read the same key
   Storage activations;  // of query, key, value, cos, sin and output
   const void *query, *key, *value;
   const float* lambda;
   bool lambda_per_pair;  // [B, T, h], else [1]
+  const float* signal_gate;  // what multiplies the signal map's output; null for 1
+  bool signal_gate_per_pair;  // [B, T, h], else [1]
+  const void* output_gate;  // [B, T, h, dv], what multiplies the output; null for 1
   const void *cos, *sin;  // null without rotation
   bool interleaved;
   float scale;
@@ -65,6 +69,11 @@ struct Problem {
 
   DIFFQUANT_INLINE int64_t group() const { return pairs / kv_pairs; }
   DIFFQUANT_INLINE int64_t key_offset(int map) const { return shared_keys ? 0 : map * width; }
+  DIFFQUANT_INLINE int64_t query_heads() const { return pairs + pairs / signals; }
+  // Head of a token's query that holds a pair's map: its signal heads and then its noise head stand for each noise map.
+  DIFFQUANT_INLINE int64_t query_head(int64_t pair, int map) const {
+    return pair / signals * (signals + 1) + (map ? signals : pair % signals);
+  }
   DIFFQUANT_INLINE int64_t new_tokens(int64_t sequence) const { return length[sequence] - start[sequence]; }
 };
 

@@ -12,10 +12,11 @@
 namespace diffquant {
 namespace {
 
-constexpr size_t kInputs = 12, kOutputs = 3;
+constexpr size_t kInputs = 14, kOutputs = 3;
 constexpr int kRequired = 0, kOptional = 1;
 constexpr int kDefaultMemory = 0;
-constexpr int kOpVersion = 1;
+// Version 1 is version 2 with a noise head for each pair and without gates.
+constexpr int kOldestVersion = 1, kNewestVersion = 2;
 
 std::atomic<int64_t> calls{0};
 
@@ -24,7 +25,7 @@ struct Op : ort::CustomOp {
 
   Element input_element(size_t i) const {
     switch (i) {
-      case 3: case 10: case 11: return Element::kFloat;  // lambda and scales
+      case 3: case 10: case 11: case 12: return Element::kFloat;  // lambda, scales and the signal's gate
       case 4: case 5: return cache;
       case 6: case 7: return Element::kInt32;  // lengths
       default: return activations;
@@ -94,7 +95,8 @@ Op make_op(Element activations, Element cache) {
   op.input_memory_type = [](const ort::CustomOp*, size_t) { return kDefaultMemory; };
   op.variadic_input_min_arity = op.variadic_output_min_arity = [](const ort::CustomOp*) { return 1; };
   op.variadic_input_homogeneity = op.variadic_output_homogeneity = [](const ort::CustomOp*) { return 1; };
-  op.start_version = op.end_version = [](const ort::CustomOp*) { return kOpVersion; };
+  op.start_version = [](const ort::CustomOp*) { return kOldestVersion; };
+  op.end_version = [](const ort::CustomOp*) { return kNewestVersion; };
   op.create_kernel_v2 = create_kernel;
   op.compute_v2 = compute;
   op.destroy_kernel = [](void* kernel) { delete static_cast<Instance*>(kernel); };

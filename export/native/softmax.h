@@ -60,11 +60,11 @@ typename V::Vec exponentiate(const Run& run) {
   return run.one_row ? V::broadcast(V::sum(sum)) : sum;
 }
 
-// softmax(signal) - λ·softmax(noise), in the signal's place. Both maps' sums are known before V is read, so V is
+// gate·softmax(signal) - λ·softmax(noise), in the signal's place. Both maps' sums are known before V is read, so V is
 // multiplied once, by the difference, and not once a map.
 template <class V>
-void subtract_maps(const Run& signal, const Run& noise, typename V::Vec lambda) {
-  const typename V::Vec plus = V::div(V::broadcast(1), exponentiate<V>(signal));
+void subtract_maps(const Run& signal, const Run& noise, typename V::Vec gate, typename V::Vec lambda) {
+  const typename V::Vec plus = V::div(gate, exponentiate<V>(signal));
   const typename V::Vec minus = V::div(V::sub(V::broadcast(0), lambda), exponentiate<V>(noise));
   for (int64_t i = 0; i < signal.count; ++i) {
     float* at = signal.data + i * signal.stride;

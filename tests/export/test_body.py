@@ -20,6 +20,11 @@ CASES = {
     "v1-mqa": Case(pairs=4, kv_pairs=1),
     "v2": Case(generation=2),
     "v2-half": Case(generation=2, pairs=6, kv_pairs=2, rope="half"),
+    "grouped": Case(pairs=8, kv_pairs=2, signals=4),
+    "grouped-odd": Case(pairs=6, kv_pairs=1, width=8, signals=3),
+    "grouped-v2": Case(generation=2, pairs=12, kv_pairs=3, signals=2, rope="half", gates=("output_gate",)),
+    "two-gates": Case(generation=2, gates=("signal_gate",), rope=""),
+    "all-gates": Case(pairs=8, kv_pairs=2, signals=2, gates=("signal_gate", "output_gate")),
 }
 
 

@@ -4,6 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import numpy as np
+import onnx
 import onnxruntime as ort
 import pytest
 import torch
@@ -301,8 +302,8 @@ def with_input(name, change):
 
 
 WRONG_INPUTS = {
-    "query's axes": (with_input("query", lambda x: x[0]), r"query is \[9, 128\], expected \[B, T, 2·h·d\]"),
-    "query's width": (with_input("query", lambda x: x[..., :-1]), "query is .* no multiple of 2·num_pairs = 8"),
+    "query's axes": (with_input("query", lambda x: x[0]), r"query is \[9, 128\], expected \[B, T, \(h\+n\)·d\]"),
+    "query's width": (with_input("query", lambda x: x[..., :-1]), "query is .* no multiple of its heads, .* 8"),
     "key": (with_input("key", lambda x: x[:, :5]), r"key is \[1, 5, 64\], expected \[1, 9, 64\]"),
     "value": (with_input("value", lambda x: x[..., :7]), r"value is \[1, 9, 7\], expected \[1, 9, 64\]"),
     "lambda": (with_input("lambda", lambda x: np.ones(3, "f4")), r"lambda is \[3\], expected \[1\]"),
@@ -382,3 +383,73 @@ def test_an_empty_batch_and_no_new_tokens_are_nothing_to_do(library):
     output, *present = call(feed(inputs, slice(4, 4), past))
     assert output.shape == (1, 0, case.pairs * case.row)
     np.testing.assert_array_equal(present[0], past[0])
+
+
+FAMILY = {
+    "grouped": Case(pairs=8, kv_pairs=2, signals=4),
+    "grouped-odd": Case(pairs=9, kv_pairs=1, width=20, signals=3, kv_bits=8),
+    "grouped-v2-gated": Case(2, pairs=12, kv_pairs=3, signals=2, rope="half", gates=("output_gate",), kv_bits=4),
+    "two-gates": Case(2, rope="", gates=("signal_gate",), window=7),
+    "all-gates": Case(pairs=8, kv_pairs=2, signals=2, gates=("signal_gate", "output_gate")),
+}
+
+
+@pytest.mark.parametrize("case", FAMILY.values(), ids=FAMILY)
+def test_shared_noise_heads_and_gates_equal_naive(kernel, case):
+    inputs = inputs_of(case, 2, 62)
+    call, past = native(kernel, case), past_of(case, 2, 0)
+    for tokens in (slice(0, 50), slice(50, 61), slice(61, 62)):
+        output, *past = call(feed(inputs, tokens, past))
+        assert_close(output, expected(case, inputs, tokens))
+
+
+@pytest.mark.parametrize("text", ["8:row", "7:head:shift", "7:pair", "8:tensor"])
+def test_rounded_logits_of_shared_noise_heads_equal_naive(kernel, text):
+    case = Case(pairs=8, kv_pairs=2, signals=4, logits=Scheme.parse(text))
+    inputs = inputs_of(case, 1, 40)
+    output = native(kernel, case)(feed(inputs, slice(0, 40), past_of(case, 1, 0)))[0]
+    # A logit on the border between two codes may fall either way in float32.
+    wrong = np.abs(output - expected(case, inputs, slice(0, 40))).max(-1) > 1e-4
+    assert wrong.mean() < 0.1
+
+
+def test_half_types_take_a_half_output_gate(kernel):
+    case = FAMILY["all-gates"]
+    inputs = inputs_of(case, 1, 33)
+    half = {n: v if n in ("lambda", "signal_gate") else v.astype("f2") for n, v in inputs.items()}
+    output = native(kernel, case, dtype="f2")(feed(half, slice(0, 33), past_of(case, 1, 0, "f2")))[0]
+    wide = {n: v.astype("f4") for n, v in half.items()}
+    assert_close(output, expected(case, wide, slice(0, 33)), atol=2e-2)
+
+
+def test_a_node_of_version_1_is_served(library):
+    case = Case()
+    model = one_node(case, None)
+    node = model.graph.node[0]
+    del node.input[12:]
+    node.attribute.remove(next(a for a in node.attribute if a.name == "signals_per_noise"))
+    model.opset_import[1].version = 1
+    inputs = inputs_of(case, 1, 9)
+    before = kernel_calls()
+    output = session(model, library).run(None, feed(inputs, slice(0, 9), past_of(case, 1, 0)))[0]
+    assert kernel_calls() == before + 1
+    assert_close(output, expected(case, inputs, slice(0, 9)))
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "message"),
+    [
+        ("signal_gate", (1, 9, 7), r"signal_gate is \[1, 9, 7\], expected \[1, 9, 8\]"),
+        ("output_gate", (1, 9, 8), r"output_gate is \[1, 9, 8\], expected \[1, 9, 256\]"),
+    ],
+)
+def test_gates_of_other_shapes_are_named(library, name, shape, message):
+    case = FAMILY["all-gates"]
+    model = one_node(case, None)
+    for value in model.graph.input:
+        if value.name == name:
+            del value.type.tensor_type.shape.dim[:]
+            value.type.tensor_type.shape.dim.extend(onnx.TensorShapeProto.Dimension() for _ in shape)
+    inputs = inputs_of(case, 1, 9) | {name: np.zeros(shape, "f4")}
+    with pytest.raises(Exception, match=message):
+        session(model, library).run(None, feed(inputs, slice(0, 9), past_of(case, 1, 0)))

@@ -142,8 +142,7 @@ def test_groups_that_do_not_divide_the_heads_are_refused(pairs, kv_pairs, signal
         DiffSpec(pairs, kv_pairs, head_dim=8, value_dim=16, lam="exp", signals_per_noise=signals)
 
 
-def test_a_grouped_model_is_refused_until_it_is_computed():
+def test_a_grouped_spec_counts_its_heads_and_survives_a_config():
     spec = DiffSpec(8, 2, head_dim=8, value_dim=16, lam="exp", signals_per_noise=4)
-    assert (spec.query_heads, spec.key_heads) == (10, 4)
-    with pytest.raises(CheckpointError, match="4 signal maps to a noise map; the model computes 1"):
-        DiffTransformerConfig(spec=spec.to_dict()).diff_spec  # noqa: B018
+    assert (spec.query_heads, spec.key_heads, spec.generation) == (10, 4, "grouped DIFF V1")
+    assert DiffTransformerConfig(spec=spec.to_dict()).diff_spec == spec

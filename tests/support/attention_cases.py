@@ -11,7 +11,7 @@ from onnx import TensorProto, helper
 
 from diffquant.attention.naive import naive
 from diffquant.export.graph.body import CONTRIB, body
-from diffquant.export.graph.op import DOMAIN, NAME, VERSION, OpAttributes, schema
+from diffquant.export.graph.op import DOMAIN, GATES, NAME, VERSION, OpAttributes, schema
 from diffquant.family.mask import Mask
 from diffquant.model.attention import rotate
 from diffquant.scheme import FULL, Scheme
@@ -34,6 +34,13 @@ class Case:
     window: int = -1
     kv_bits: int = 0
     logits: Scheme = FULL
+    signals: int = 1
+    gates: tuple[str, ...] = ()
+
+    @property
+    def heads(self) -> int:
+        """Number of query heads."""
+        return self.pairs + self.pairs // self.signals
 
     @property
     def row(self) -> int:
@@ -53,6 +60,7 @@ class Case:
             logit_bits=self.logits.bits if self.logits.quantizes else 0,
             logit_granularity=self.logits.granularity or "row",
             logit_shift=int(self.logits.shift),
+            signals_per_noise=self.signals,
         )
 
     def plain(self) -> "Case":
@@ -67,11 +75,15 @@ def random_inputs(case: Case, batch: int, length: int, seed: int = 0) -> Inputs:
         return rng.standard_normal(shape, dtype=np.float32)
 
     made: Inputs = {
-        "query": normal(batch, length, 2 * case.pairs * case.width) * 2,
+        "query": normal(batch, length, case.heads * case.width) * 2,
         "key": normal(batch, length, case.kv_pairs * case.row),
         "value": normal(batch, length, case.kv_pairs * case.row),
         "lambda": normal(1) if case.generation == 1 else rng.random((batch, length, case.pairs), dtype=np.float32),
     }
+    if "signal_gate" in case.gates:
+        made["signal_gate"] = rng.random((batch, length, case.pairs), dtype=np.float32)
+    if "output_gate" in case.gates:
+        made["output_gate"] = normal(batch, length, case.pairs * case.row)
     if case.rope:
         angles = np.arange(128)[:, None] / 100.0 ** (np.arange(0, case.width, 2) / case.width)
         tables = np.tile(angles, (1, case.row // case.width))
@@ -90,7 +102,7 @@ def expected(
     end = tokens.stop
     x = {name: torch.from_numpy(value).double() for name, value in inputs.items()}
     heads = lambda t, n: t.unflatten(-1, (n, -1)).transpose(1, 2)  # noqa: E731
-    q = heads(x["query"][:, :end], 2 * case.pairs)
+    q = heads(x["query"][:, :end], case.heads)
     k = heads(x["key"][:, :end], case.kv_pairs * case.row // case.width)
     v = heads(x["value"][:, :end], case.kv_pairs)
     if case.rope:
@@ -100,12 +112,22 @@ def expected(
         k = stored(k.transpose(1, 2).flatten(2), x["k_scale"], case).unflatten(-1, (-1, case.width)).transpose(1, 2)
         v = stored(v.transpose(1, 2).flatten(2), x["v_scale"], case).unflatten(-1, (-1, case.row)).transpose(1, 2)
     lam = x["lambda"] if case.generation == 1 else x["lambda"][:, tokens].transpose(1, 2)[..., None]
-    queries = [q[:, i::2, tokens] for i in (0, 1)]
+    groups = q[:, :, tokens].unflatten(1, (-1, case.signals + 1))
+    queries = [groups[:, :, :-1].flatten(1, 2), groups[:, :, -1]]
     keys = [k[:, i::2] for i in (0, 1)] if case.generation == 1 else [k, k]
-    if case.window > 0:
-        return _windowed(case, queries, keys, v, lam, tokens)
-    y = naive(queries, keys, v, lam, case.width**-0.5, Mask(), case.logits)
-    return y.transpose(1, 2).flatten(2).float().numpy()
+    scale, scheme = case.width**-0.5, case.logits
+
+    def attention(weight: torch.Tensor) -> torch.Tensor:
+        if case.window > 0:
+            return _windowed(case, queries, keys, v, weight, tokens)
+        return naive(queries, keys, v, weight, scale, Mask(), scheme)
+
+    y = attention(lam)
+    if "signal_gate" in x:
+        # naive has no such gate, and is linear in λ: λ = 0 leaves the signal map's share.
+        y = y + (x["signal_gate"][:, tokens].transpose(1, 2)[..., None] - 1) * attention(torch.zeros(1))
+    y = y.transpose(1, 2).flatten(2)
+    return (y * x["output_gate"][:, tokens] if "output_gate" in x else y).float().numpy()
 
 
 def stored(rows: torch.Tensor, scale: torch.Tensor, case: Case) -> torch.Tensor:
@@ -117,16 +139,16 @@ def stored(rows: torch.Tensor, scale: torch.Tensor, case: Case) -> torch.Tensor:
 
 def _windowed(
     case: Case, queries: list[torch.Tensor], keys: list[torch.Tensor], v: torch.Tensor, lam: torch.Tensor, tokens: slice
-) -> np.ndarray:
-    """Output of one query at a time over the keys in its window."""
+) -> torch.Tensor:
+    """Output [B, h, T, dv] of one query at a time over the keys in its window."""
     rows = []
     for t in range(tokens.start, tokens.stop):
         near = slice(max(t + 1 - case.window, 0), t + 1)
         at = t - tokens.start
-        here = lam if case.generation == 1 else lam[:, :, at : at + 1]
+        here = lam if lam.numel() == 1 else lam[:, :, at : at + 1]
         args = ([q[:, :, at : at + 1] for q in queries], [k[:, :, near] for k in keys], v[:, :, near], here)
         rows.append(naive(*args, case.width**-0.5, Mask()))
-    return torch.cat(rows, 2).transpose(1, 2).flatten(2).float().numpy()
+    return torch.cat(rows, 2)
 
 
 def one_node(
@@ -141,10 +163,11 @@ def one_node(
     absent = set() if case.rope else {"cos_cache", "sin_cache"}
     absent |= set() if case.kv_bits else {"k_scale", "v_scale"}
     absent |= set() if cached else {"past_key", "past_value"}
+    absent |= set(GATES) - set(case.gates)
     past: Shape = ["B", case.kv_pairs, "P", stored_width]
     kv: Shape = ["B", "T", case.kv_pairs * case.row]
     values: dict[str, tuple[int, Shape]] = {
-        "query": (float_type, ["B", "T", 2 * case.pairs * case.width]),
+        "query": (float_type, ["B", "T", case.heads * case.width]),
         "key": (float_type, kv),
         "value": (float_type, kv),
         "lambda": (TensorProto.FLOAT, [1] if case.generation == 1 else ["B", "T", case.pairs]),
@@ -156,6 +179,8 @@ def one_node(
         "sin_cache": (float_type, ["M", case.row // 2]),
         "k_scale": (TensorProto.FLOAT, [1, case.kv_pairs, 1, case.row]),
         "v_scale": (TensorProto.FLOAT, [1, case.kv_pairs, 1, case.row]),
+        "signal_gate": (TensorProto.FLOAT, ["B", "T", case.pairs]),
+        "output_gate": (float_type, ["B", "T", case.pairs * case.row]),
     }
     inputs = [helper.make_tensor_value_info(n, *v) for n, v in values.items() if n not in absent]
     present: tuple[int, Shape] = (cache_type, ["B", case.kv_pairs, "S", stored_width])
@@ -166,7 +191,7 @@ def one_node(
     ]
     names = ["" if p.name in absent else p.name for p in schema().inputs]
     node = helper.make_node(NAME, names, [o.name for o in outputs], domain=DOMAIN, **case.attributes.to_dict())
-    functions = [body(kind, case.attributes, case.width, OPSET, cached)] if kind else []
+    functions = [body(kind, case.attributes, case.width, OPSET, cached, case.gates)] if kind else []
     domains = [helper.make_opsetid("", OPSET), helper.make_opsetid(DOMAIN, VERSION)]
     domains += [helper.make_opsetid(CONTRIB, 1)] if kind == "contrib" else []
     graph = helper.make_graph([node], "one_node", inputs, outputs)
@@ -180,7 +205,7 @@ def feed(
     ends: list[int] | None = None,
 ) -> dict[str, np.ndarray]:
     """Inputs of one call; `ends` are the sequences' lengths after it where they differ."""
-    per_token = ("query", "key", "value")
+    per_token = ("query", "key", "value", "signal_gate", "output_gate")
     call = {n: np.ascontiguousarray(v[:, tokens]) if n in per_token else v for n, v in inputs.items()}
     if inputs["lambda"].ndim == 3:
         call["lambda"] = np.ascontiguousarray(inputs["lambda"][:, tokens])

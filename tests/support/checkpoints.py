@@ -27,7 +27,28 @@ UNILM: dict[str, dict[str, Any]] = {
     "unilm-v2": _UNILM | {"model_type": "diff_v2", "tie_word_embeddings": False},
     "unilm-v2-half": _UNILM | {"model_type": "diff_v2", "rope_style": "half", "mlp_bias": True},
 }
-SOURCES = ["diffllama", "llama", *UNILM]
+MOTIF: dict[str, dict[str, Any]] = {
+    "motif": SIZES
+    | {
+        "model_type": "Motif",
+        "hidden_act": "poly_norm",
+        "rope_theta": 1e4,
+        "attn_rms_norm_eps": 1e-4,
+        "use_bias": True,
+    },
+    # Two noise heads that four signal heads share each, over two KV pairs; heads are no share of the width.
+    "motif-grouped": SIZES
+    | {
+        "model_type": "motif",
+        "hidden_act": "poly_norm",
+        "num_attention_heads": 10,
+        "num_noise_heads": 2,
+        "num_key_value_heads": 4,
+        "k_ratio": 1,
+        "head_dim": 12,
+    },
+}
+SOURCES = ["diffllama", "llama", *UNILM, *MOTIF]
 
 
 def write_checkpoint(folder: Path, source: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Path:
@@ -38,7 +59,7 @@ def write_checkpoint(folder: Path, source: str, dtype: torch.dtype = torch.float
     elif source == "llama":
         write_llama(folder, dtype, **changes)
     else:
-        write_random(folder, UNILM[source] | changes, dtype)
+        write_random(folder, (UNILM | MOTIF)[source] | changes, dtype)
     return folder
 
 

@@ -14,6 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from diffquant.attention.registry import Backend, register
 from diffquant.family.call import AttentionCall
+from diffquant.family.heads import each_pairs_noise
 from diffquant.family.norm import pair_norm
 
 # From q [B, H, T, d], k [B, H_kv, S, d] and v [B, H_kv, S, dv] to [B, H, T, dv].
@@ -77,13 +78,13 @@ def _combine(call: AttentionCall, v: Tensor, one_map: MapAttention) -> Tensor:
     q, k = call.q, call.k
     if call.lam is None:
         return one_map(q[0], k[0], v)
-    if call.shares_keys:
+    if call.shares_keys and call.signals_per_noise == 1:
         # A pair's two queries are neighbours in one group, so both maps are a single grouped call.
         both = one_map(torch.stack(tuple(q), 2).flatten(1, 2), k[0], v)
         signal, noise = both[:, 0::2], both[:, 1::2]
     else:
         signal, noise = (one_map(queries, keys, v) for queries, keys in zip(q, k, strict=True))
-    return torch.addcmul(signal, call.lam.to(signal.dtype), noise, value=-1)
+    return torch.addcmul(signal, call.lam.to(signal.dtype), each_pairs_noise(noise, call.pairs), value=-1)
 
 
 @cache

@@ -7,10 +7,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from diffquant.attention.logits import from_coded, magnitudes, prepare_logits, record_logits, round_logits, to_coded
+from diffquant.attention.logits import (
+    binds_maps,
+    from_coded,
+    magnitudes,
+    prepare_logits,
+    record_logits,
+    round_logits,
+    to_coded,
+)
 from diffquant.attention.naive import masked_softmax
 from diffquant.attention.registry import BACKENDS, Backend, register
 from diffquant.family.call import AttentionCall
+from diffquant.family.heads import each_pairs_noise
 from diffquant.family.mask import Mask
 from diffquant.family.norm import pair_norm
 from diffquant.numerics.absmax import compute_dtype
@@ -29,6 +38,8 @@ def simulated(call: AttentionCall) -> Tensor:
     """
     if call.v.is_cuda and (refusal := BACKENDS["triton-simulated"].refuses(call)):
         warnings.warn(f"logits are quantized in PyTorch, many times slower than in a kernel: {refusal}", stacklevel=2)
+    if binds_maps(call.logits):
+        call = call.expanded()
     v, lam, logits, meter = call.v, call.lam, call.logits, call.meter
     dtype = compute_dtype(v)
     blocks = _Blocks([x.to(dtype) for x in call.q], [x.to(dtype) for x in call.k], call.scale, call.mask, logits)
@@ -42,7 +53,9 @@ def simulated(call: AttentionCall) -> Tensor:
             record_logits(meter, prepared, largest, visible, logits)
         rounded = [round_logits(x, logit_scale(top, logits), logits) for x, top in zip(prepared, largest, strict=True)]
         maps = [masked_softmax(x, visible) for x in from_coded(rounded, logits)]
-        weights = maps[0] if lam is None else maps[0].sub_(_rows_of(lam, rows).to(dtype) * maps[1])
+        if lam is not None:
+            maps[0].sub_(_rows_of(lam, rows).to(dtype) * each_pairs_noise(maps[1], call.pairs))
+        weights = maps[0]
         out[:, :, rows] = _grouped_product(weights, values)
     if meter is not None:
         meter.calls += 1

@@ -1,7 +1,8 @@
 """The Triton kernels as backends. Triton is not imported before a device that runs it asks for one of them."""
 
+import logging
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 
 from torch import Tensor
 
@@ -15,7 +16,25 @@ _FEW_QUERIES = 16
 
 def _on_a_device(refuses: Callable[[AttentionCall], str | None]) -> Callable[[AttentionCall], str | None]:
     """`refuses`, asked after the device, since Triton may not even be installed."""
-    return lambda call: device_refusal(call.v.device) or refuses(call)
+    return lambda call: device_refusal(call.v.device) or refuses(call.expanded())
+
+
+def _with_own_noise(compute: Callable[[AttentionCall], Tensor]) -> Callable[[AttentionCall], Tensor]:
+    """`compute` on calls where each pair has a noise head of its own, as the kernels want them."""
+
+    def computed(call: AttentionCall) -> Tensor:
+        if call.signals_per_noise > 1:
+            _log_repeated(call.signals_per_noise)
+        return compute(call.expanded())
+
+    return computed
+
+
+@cache
+def _log_repeated(signals_per_noise: int) -> None:
+    logging.getLogger(__name__).info(
+        "the Triton kernels compute a noise map for each pair: every noise head is repeated %d times", signals_per_noise
+    )
 
 
 def _prefill(call: AttentionCall) -> Tensor:
@@ -59,9 +78,20 @@ def _is_worth_fusing(call: AttentionCall) -> bool:
     return call.maps == 2 and call.length > _FEW_QUERIES
 
 
-register(Backend("triton", _prefill, _on_a_device(_prefill_refuses), priority=30, pays=_is_worth_fusing))
-register(Backend("triton-simulated", _simulated, _on_a_device(_simulated_refuses), logits="quantized", priority=30))
+register(
+    Backend("triton", _with_own_noise(_prefill), _on_a_device(_prefill_refuses), priority=30, pays=_is_worth_fusing)
+)
+register(
+    Backend(
+        "triton-simulated",
+        _with_own_noise(_simulated),
+        _on_a_device(_simulated_refuses),
+        logits="quantized",
+        priority=30,
+    )
+)
 # Used by name alone: they are faster, but about 1 % away from what the model computes, and some percent with P·V in
 # fp8 too.
 for _name, _pv in (("triton-int8", "fp16"), ("triton-fp8", "fp8")):
-    register(Backend(_name, partial(_prefill_int8, pv=_pv), _on_a_device(partial(_prefill_int8_refuses, pv=_pv))))
+    _compute = _with_own_noise(partial(_prefill_int8, pv=_pv))
+    register(Backend(_name, _compute, _on_a_device(partial(_prefill_int8_refuses, pv=_pv))))

@@ -25,11 +25,12 @@ def adapter_for(config: dict[str, Any]) -> Adapter:
         UnknownModelTypeError: no adapter reads its `model_type`.
         CheckpointError: a size is missing or contradicts another, or attention has a sliding window.
     """
-    model_type = config.get("model_type")
-    if not isinstance(model_type, str) or model_type not in READERS:
+    # Motif's files say "Motif" or "motif".
+    model_type = str(config.get("model_type")).lower()
+    if model_type not in READERS:
         raise UnknownModelTypeError(
-            f"model_type {model_type!r} is not read; supported are {', '.join(READERS)}. A unilm checkpoint needs "
-            "a config.json with model_type diff_v1 or diff_v2 and Llama's keys for the sizes"
+            f"model_type {config.get('model_type')!r} is not read; supported are {', '.join(READERS)}. A unilm "
+            "checkpoint needs a config.json with model_type diff_v1 or diff_v2 and Llama's keys for the sizes"
         )
     _refuse_windows(config)
     return READERS[model_type](config)

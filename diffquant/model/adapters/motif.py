@@ -1,0 +1,122 @@
+"""Adapter of Motif Technologies' models: DIFF V1, heads side by side, λ_init one layer off, PolyNorm in the MLP.
+
+One model_type is three models. Motif-2.6B has ordinary pairs. Motif-2-12.7B, whose config has `num_noise_heads`, has
+groups of signal heads that share a noise head, which is the group's last. Motif-3, with `kv_lora_rank` or `diff_v2`, is
+another architecture.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from diffquant.errors import CheckpointError, UnknownModelTypeError
+from diffquant.family.spec import DiffSpec
+from diffquant.model.adapters.base import Adapter, count_pairs, register
+from diffquant.model.adapters.sizes import LLAMA, check_width, read_sizes
+from diffquant.model.architecture import Architecture
+
+MOTIF: Mapping[str, Any] = {
+    **LLAMA,
+    "hidden_act": "poly_norm",
+    "max_position_embeddings": 8192,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+_MOTIF_3 = ("kv_lora_rank", "q_lora_rank", "diff_v2", "num_experts")
+_SUBLN_EPS = 1e-5
+
+
+@register("motif")
+def read_motif(config: dict[str, Any]) -> Adapter:
+    """Adapter of a `Motif` config.json.
+
+    Raises:
+        UnknownModelTypeError: the config is Motif-3's.
+        CheckpointError: sizes contradict each other, or settings are ones that no released model is known to have.
+
+    Source: MotifTechnologies/vllm, vllm/model_executor/models/motif.py; arXiv 2510.06949 for the groups.
+    """
+    _refuse_motif_3(config)
+    _refuse_settings(config)
+    bias = bool(config.get("use_bias"))
+    sizes = read_sizes(config | {"attention_bias": bias, "mlp_bias": bias}, MOTIF)
+    _refuse_stretched(sizes["rope_parameters"])
+    is_grouped = config.get("num_noise_heads") is not None
+    pairs, kv_pairs, noises = _count_groups(config, sizes) if is_grouped else _count_pairs(config, sizes)
+    spec = DiffSpec(
+        pairs=pairs,
+        kv_pairs=kv_pairs,
+        signals_per_noise=pairs // noises,
+        head_dim=sizes["head_dim"],
+        value_dim=2 * sizes["head_dim"],
+        lam="exp",
+        lam_init_offset=-1,
+        post_norm="affine",
+        post_norm_eps=_norm_eps(config),
+        scale_by_init=True,
+    )
+    return Adapter(Architecture(**sizes, diff_spec=spec))
+
+
+def _count_pairs(config: dict[str, Any], sizes: dict[str, Any]) -> tuple[int, int, int]:
+    """Numbers of pairs, KV pairs and noise heads of Motif-2.6B."""
+    if config.get("k_ratio") not in (None, 1):
+        raise CheckpointError(
+            f"config.json: k_ratio is {config['k_ratio']!r} without num_noise_heads: no Motif model has that mix"
+        )
+    check_width(config, sizes)
+    pairs = count_pairs(sizes["num_attention_heads"], "num_attention_heads")
+    return pairs, count_pairs(sizes["num_key_value_heads"], "num_key_value_heads"), pairs
+
+
+def _count_groups(config: dict[str, Any], sizes: dict[str, Any]) -> tuple[int, int, int]:
+    """Numbers of pairs, KV pairs and noise heads of Motif-2-12.7B."""
+    heads, noises, kv_heads = sizes["num_attention_heads"], config["num_noise_heads"], sizes["num_key_value_heads"]
+    problems = []
+    if type(noises) is not int or not 0 < noises < heads or heads % noises:
+        problems.append(f"num_noise_heads {noises!r} does not divide num_attention_heads {heads} into groups")
+    if config.get("k_ratio", 1) != 1:
+        problems.append(f"k_ratio is {config['k_ratio']!r}; one signal key to a noise key is computed")
+    if kv_heads % 2:
+        problems.append(f"num_key_value_heads {kv_heads} is no number of pairs of keys")
+    elif not problems and noises % (kv_heads // 2):
+        problems.append(
+            f"the {kv_heads // 2} pairs of num_key_value_heads {kv_heads} do not divide {noises} noise heads"
+        )
+    if config.get("head_dim") is None:
+        problems.append("head_dim is missing, which the other sizes do not tell")
+    if problems:
+        raise CheckpointError(f"config.json is not a valid Motif configuration: {'; '.join(problems)}")
+    return heads - noises, kv_heads // 2, noises
+
+
+def _norm_eps(config: dict[str, Any]) -> float:
+    eps = config.get("attn_rms_norm_eps", _SUBLN_EPS)
+    if not isinstance(eps, float):
+        raise CheckpointError(
+            f"config.json is not a valid Motif configuration: attn_rms_norm_eps is {eps!r}, not float"
+        )
+    return eps
+
+
+def _refuse_motif_3(config: dict[str, Any]) -> None:
+    keys = [key for key in _MOTIF_3 if config.get(key)]
+    if keys:
+        raise UnknownModelTypeError(
+            f"config.json has {', '.join(keys)}: this is Motif-3, whose latent attention and experts are not computed; "
+            "its weights can be quantized, but not run"
+        )
+
+
+def _refuse_settings(config: dict[str, Any]) -> None:
+    """Refuse settings whose meaning no published model shows."""
+    wrong = [f"{key} is {config[key]!r}" for key in ("fused_rope", "qkv_bias", "attention_bias") if config.get(key)]
+    if wrong:
+        raise CheckpointError(f"config.json: {', '.join(wrong)}, which is not computed for Motif; it must be false")
+
+
+def _refuse_stretched(rope: Mapping[str, Any]) -> None:
+    if rope["rope_type"] != "default":
+        raise CheckpointError(
+            f"config.json: rope_scaling has type {rope['rope_type']!r}, which nobody has checked against Motif's own "
+            "code; set rope_scaling to null to run the model at the length it was trained for"
+        )

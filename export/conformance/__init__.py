@@ -1,0 +1,1 @@
+"""Conformance of the op: test vectors, the formula they come from, and whoever computes the op held to them."""

@@ -1,0 +1,230 @@
+"""The op's test vectors: how they are made, stored in vectors.json, and read."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from diffquant.export.conformance.formula import compute
+from diffquant.export.graph.op import VERSION, OpAttributes
+
+FILE = Path(__file__).parent / "vectors.json"
+OUTPUTS = ("output", "present_key", "present_value")
+_TYPES = {"float": "f4", "float16": "f2", "int8": "i1", "uint8": "u1", "int32": "i4"}
+_NAMES = {np.dtype(kind): name for name, kind in _TYPES.items()}
+# Digits that a float32 needs to be itself again.
+_DIGITS = 9
+
+
+@dataclass(frozen=True)
+class Vector:
+    """A call and the outputs that it must give.
+
+    Attributes:
+        name: name of the vector, which says what it is about.
+        attributes: attributes of the node.
+        inputs: inputs of the call by name, without absent ones.
+        outputs: outputs by name.
+    """
+
+    name: str
+    attributes: OpAttributes
+    inputs: Mapping[str, np.ndarray]
+    outputs: Mapping[str, np.ndarray]
+
+    @property
+    def width(self) -> int:
+        """Width d of a query's head."""
+        return int(self.inputs["query"].shape[2]) // self.attributes.query_heads
+
+    @property
+    def is_cached(self) -> bool:
+        """Whether the call has a past."""
+        return "past_key" in self.inputs
+
+
+@dataclass(frozen=True)
+class Made:
+    """A vector to make.
+
+    Attributes:
+        attributes: attributes that differ from `OpAttributes` of four pairs over two KV pairs in generation 1.
+        lengths: number of tokens of each sequence after the call.
+        new: number T of new tokens; all of the longest sequence by default, which is a first call.
+        past: number P of rows of the past; absent where it is None.
+        per_token: whether λ is given for each token and pair.
+        gates: gates by name, each "scalar" or "each".
+        half: whether activations are float16.
+    """
+
+    attributes: Mapping[str, Any]
+    lengths: tuple[int, ...] = (5,)
+    new: int | None = None
+    past: int | None = None
+    per_token: bool = False
+    gates: Mapping[str, str] | None = None
+    half: bool = False
+
+    @property
+    def generation(self) -> int:
+        return int(self.attributes.get("generation", 1))
+
+    @property
+    def width(self) -> int:
+        """Width d of a query's head: GroupQueryAttention takes key rows of 8 channels, and of 16 to rotate them."""
+        row = 16 if self.attributes.get("do_rotary") else 8
+        return row // 2 if self.generation == 1 else row
+
+
+_V2 = {"generation": 2}
+_GROUPED = {"num_pairs": 8, "signals_per_noise": 4}
+_TURNED = {"do_rotary": 1, "rotary_interleaved": 1}
+VECTORS: Mapping[str, Made] = {
+    "generation 1, first call": Made({}),
+    "generation 1, rotated": Made(_TURNED, (5, 5)),
+    "generation 1, one KV pair, rotated, decode": Made({"num_kv_pairs": 1} | _TURNED, (5,), new=1, past=4),
+    "generation 1, chunk into a larger buffer": Made(_TURNED, (6,), new=3, past=9),
+    "generation 1, ragged first call": Made(_TURNED, (2, 5, 4), past=0),
+    "generation 1, ragged decode": Made(_TURNED, (2, 6, 4), new=1, past=7),
+    "generation 1, lambda of each token": Made({}, per_token=True),
+    "generation 1, window": Made({"local_window_size": 2} | _TURNED),
+    "generation 2, first call": Made(_V2, per_token=True),
+    "generation 2, one lambda": Made(_V2),
+    "generation 2, rotated half": Made(_V2 | {"do_rotary": 1}, (5, 5), per_token=True),
+    "generation 2, rotated interleaved, decode": Made(_V2 | _TURNED, (4, 4), new=1, past=3, per_token=True),
+    "generation 2, window, decode": Made(_V2 | {"local_window_size": 3}, (6,), new=1, past=5, per_token=True),
+    "8-bit cache, first call": Made({"kv_bit_width": 8} | _TURNED, past=0),
+    "8-bit cache, decode": Made({"kv_bit_width": 8}, (5,), new=1, past=6),
+    "6-bit cache, decode": Made({"kv_bit_width": 6} | _TURNED, (5,), new=1, past=6),
+    "4-bit cache, generation 2, decode": Made(_V2 | {"kv_bit_width": 4}, (5,), new=1, past=4, per_token=True),
+    "logits by row": Made({"logit_bits": 4, "logit_granularity": "row"}),
+    "logits by head, shifted": Made({"logit_bits": 4, "logit_granularity": "head", "logit_shift": 1}, (5, 3), past=0),
+    "logits by pair": Made({"logit_bits": 6, "logit_granularity": "pair"}, (5, 3), past=0),
+    "logits by tensor, generation 2": Made(_V2 | {"logit_bits": 3, "logit_granularity": "tensor"}, per_token=True),
+    "four signals to a noise": Made(_GROUPED | _TURNED, (5, 5)),
+    "four signals to a noise, ragged decode": Made(_GROUPED | _TURNED, (5, 3), new=1, past=5),
+    "three signals to a noise, one KV pair": Made({"num_pairs": 6, "num_kv_pairs": 1, "signals_per_noise": 3}),
+    "four signals to a noise, 8-bit cache": Made(_GROUPED | {"kv_bit_width": 8}, (5,), new=1, past=4),
+    "four signals to a noise, logits by pair": Made(_GROUPED | {"logit_bits": 5, "logit_granularity": "pair"}),
+    "four signals to a noise, logits by tensor": Made(_GROUPED | {"logit_bits": 5, "logit_granularity": "tensor"}),
+    "two gates": Made(_V2, per_token=True, gates={"signal_gate": "each"}),
+    "one signal gate for all": Made({}, gates={"signal_gate": "scalar"}),
+    "output gate": Made(_TURNED, gates={"output_gate": "each"}),
+    "grouped generation 2 with an output gate, decode": Made(
+        _GROUPED | _V2 | {"do_rotary": 1}, (4, 4), new=1, past=6, per_token=True, gates={"output_gate": "each"}
+    ),
+    "everything at once": Made(
+        _GROUPED | _V2 | _TURNED | {"local_window_size": 3, "kv_bit_width": 8},
+        (6,),
+        new=2,
+        past=8,
+        per_token=True,
+        gates={"signal_gate": "each", "output_gate": "each"},
+    ),
+    "float16, four signals to a noise": Made(_GROUPED | _TURNED, half=True),
+    "float16, generation 2, gated": Made(
+        _V2, per_token=True, gates={"signal_gate": "each", "output_gate": "each"}, half=True
+    ),
+}
+
+
+def make_vectors() -> list[Vector]:
+    """Every vector, computed by the formula."""
+    return [_make(name, made, seed) for seed, (name, made) in enumerate(VECTORS.items())]
+
+
+def read_vectors(file: Path = FILE) -> list[Vector]:
+    """The vectors of a file that `write_vectors` wrote."""
+    return [
+        Vector(
+            entry["name"],
+            OpAttributes(**entry["attributes"]),
+            {name: _array(tensor) for name, tensor in entry["inputs"].items()},
+            {name: _array(entry[name]) for name in OUTPUTS},
+        )
+        for entry in json.loads(file.read_text())["vectors"]
+    ]
+
+
+def write_vectors(vectors: list[Vector], file: Path = FILE) -> None:
+    """Write vectors as JSON, a line for each tensor."""
+    entries = []
+    for vector in vectors:
+        lines = [f'"name": {json.dumps(vector.name)}', f'"attributes": {json.dumps(vector.attributes.to_dict())}']
+        tensors = ",\n   ".join(f'"{name}": {_text(value)}' for name, value in vector.inputs.items())
+        lines.append(f'"inputs": {{\n   {tensors}}}')
+        lines += [f'"{name}": {_text(value)}' for name, value in vector.outputs.items()]
+        entries.append("{" + ",\n  ".join(lines) + "}")
+    listed = ",\n ".join(entries)
+    file.write_text(f'{{"op": "DifferentialAttention", "version": {VERSION}, "vectors": [\n {listed}\n]}}\n')
+
+
+def _make(name: str, made: Made, seed: int) -> Vector:
+    base: dict[str, Any] = {"num_pairs": 4, "num_kv_pairs": 2, "generation": 1, "scale": made.width**-0.5}
+    attributes = OpAttributes(**base | dict(made.attributes))
+    inputs = _inputs(attributes, made, np.random.default_rng(seed))
+    computed = compute(attributes, inputs)
+    kinds = {"output": inputs["query"].dtype}
+    outputs = {part: value.astype(kinds.get(part, value.dtype)) for part, value in computed.items()}
+    return Vector(name, attributes, inputs, outputs)
+
+
+def _inputs(attributes: OpAttributes, made: Made, rng: np.random.Generator) -> dict[str, np.ndarray]:
+    """Random inputs in steps of 1/64, which are short to write and exact in every type."""
+    h, h_kv = attributes.num_pairs, attributes.num_kv_pairs
+    row = made.width * (2 if attributes.generation == 1 else 1)
+    batch, total = len(made.lengths), max(made.lengths)
+    tokens = made.new or total
+    kind = np.float16 if made.half else np.float32
+
+    def normal(*shape: int) -> np.ndarray:
+        return (np.round(rng.standard_normal(shape) * 64) / 64).astype(kind)
+
+    def share(*shape: int) -> np.ndarray:
+        return (rng.integers(8, 120, shape) / 64).astype(np.float32)
+
+    each = (batch, tokens, h)
+    inputs = {
+        "query": normal(batch, tokens, attributes.query_heads * made.width) * kind(2),
+        "key": normal(batch, tokens, h_kv * row),
+        "value": normal(batch, tokens, h_kv * row),
+        "lambda": share(*each) if made.per_token else share(1),
+        "seqlens_k": np.array(made.lengths, np.int32) - 1,
+        "total_sequence_length": np.array(total, np.int32),
+    }
+    if made.past is not None:
+        shape = (batch, h_kv, made.past, row)
+        for part in ("past_key", "past_value"):
+            inputs[part] = _past(shape, attributes.kv_bit_width, rng) if attributes.kv_bit_width else normal(*shape)
+    if attributes.do_rotary:
+        angles = np.arange(total)[:, None] / 10.0 ** (np.arange(0, made.width, 2) / made.width)
+        tables = np.tile(angles, (1, row // made.width))
+        inputs |= {"cos_cache": np.cos(tables).astype(kind), "sin_cache": np.sin(tables).astype(kind)}
+    if attributes.kv_bit_width:
+        top = 3.0 / 2 ** (attributes.kv_bit_width - 1)
+        for part in ("k_scale", "v_scale"):
+            inputs[part] = (top * (0.5 + rng.random((1, h_kv, 1, row)))).astype(np.float32)
+    for gate, form in (made.gates or {}).items():
+        whole = normal(batch, tokens, h * row)
+        inputs[gate] = whole if gate == "output_gate" else share(*(each if form == "each" else (1,)))
+    return inputs
+
+
+def _past(shape: tuple[int, ...], bits: int, rng: np.random.Generator) -> np.ndarray:
+    """A past of random codes."""
+    stored = (*shape[:-1], shape[-1] * bits // 8)
+    codes = rng.integers(0, 256, stored, np.uint8)
+    return codes.view(np.int8) if bits == 8 else codes
+
+
+def _array(tensor: Mapping[str, Any]) -> np.ndarray:
+    values = np.array(tensor["values"], np.float64).reshape(tensor["shape"])
+    return values.astype(_TYPES[tensor["type"]])
+
+
+def _text(value: np.ndarray) -> str:
+    numbers = [int(x) if value.dtype.kind in "iu" else float(f"{x:.{_DIGITS}g}") for x in value.flatten().tolist()]
+    return json.dumps({"type": _NAMES[value.dtype], "shape": list(value.shape), "values": numbers})
