@@ -7,7 +7,7 @@ NATIVE := export/native/libdiffquant_onnx.so
 SANITIZED := build/sanitized/libdiffquant_onnx.so
 PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
-.PHONY: demo test lint gpu pairs sanitize clean
+.PHONY: demo test lint gpu fuzz pairs sanitize clean
 
 demo: $(VENV)/.ready
 	$(BIN)/diffquant demo --output demo-output --overwrite
@@ -31,6 +31,11 @@ gpu:
 		|| status=$$?; \
 	PYTHONPATH=. $(PYTHON) -m diffquant.bench.gpu --json bench/results/gpu.json || status=$$?; \
 	exit $$status
+
+# What `make test` tries a little of: a kill before every file operation of every verb, and 10,000 damaged checkpoints.
+fuzz: $(VENV)/.ready
+	$(BIN)/python -m tests.fuzz.kills
+	$(BIN)/python -m tests.fuzz.checkpoints --count 10000
 
 # SmolLM2 continued on equal tokens as a Transformer, DIFF V1 and DIFF V2, on a CUDA device: make pairs TEXT=books.txt
 pairs: $(VENV)/.ready

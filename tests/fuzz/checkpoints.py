@@ -1,6 +1,6 @@
 """Checkpoints with something wrong in them: each is refused in a line, or works, and nothing in between.
 
-A sound checkpoint is changed in one place: a value, key or byte of a JSON file, a tensor's header or data, a file's end.
+A sound checkpoint is changed in one place: a value, key or byte of a JSON file, a tensor's header or data, an end.
 A forked process then quantizes it, loads it and its quantized copy, and computes. Allowed are one DiffQuantError, or
 finite logits from both; a foreign exception, a hang, a crash, a leftover, a changed input, or a copy that cannot be
 loaded are not.
