@@ -39,7 +39,9 @@ def in_evaluator(model, feed):
 
 
 @pytest.mark.parametrize("run", [in_runtime, in_evaluator])
-@pytest.mark.parametrize(("kind", "dtype", "atol"), [(TensorProto.FLOAT, "f4", 2e-6), (TensorProto.FLOAT16, "f2", 6e-3)])
+@pytest.mark.parametrize(
+    ("kind", "dtype", "atol"), [(TensorProto.FLOAT, "f4", 2e-6), (TensorProto.FLOAT16, "f2", 6e-3)]
+)
 def test_the_body_is_the_formula_also_where_cubes_leave_the_type(run, kind, dtype, atol):
     model = one_node(kind)
     checker.check_model(model, full_check=True)
