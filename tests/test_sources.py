@@ -63,6 +63,15 @@ def test_a_source_goes_the_whole_way(source, tmp_path):
     assert exported.perplexity == pytest.approx(score.perplexity, rel=1e-3)
 
 
+def test_heads_of_a_width_that_group_query_attention_refuses_run_in_the_body_too(tmp_path, monkeypatch):
+    from diffquant.export.runtime import session
+
+    monkeypatch.setattr(session, "library_path", lambda: None)
+    source = write_checkpoint(tmp_path / "source", "motif-grouped", head_dim=12)
+    export(source, tmp_path / "onnx", ExportOptions())
+    assert verify(tmp_path / "onnx", source, tolerance=1e-4).agreement == 1.0
+
+
 WRONG = {
     "odd heads": ("diffllama", {"num_attention_heads": 9}, "num_attention_heads is 9"),
     "odd key heads": ("unilm-v1", {"num_key_value_heads": 3}, "num_key_value_heads is 3"),
