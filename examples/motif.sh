@@ -12,7 +12,8 @@ folder=${2:-motif}
 weights=$folder/weights
 
 # Names alone; the modelling code that the repository has is not run.
-hf download "$model" --local-dir "$weights" --include "*.safetensors" "*.json" "*.txt" "*.model"
+hf download "$model" --local-dir "$weights" \
+    --include "*.safetensors" --include "*.json" --include "*.txt" --include "*.model"
 
 diffquant inspect "$weights"
 
