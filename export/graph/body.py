@@ -37,9 +37,10 @@ def body(
     Raises:
         UsageError: the kind cannot compute these attributes.
     """
-    if kind == "contrib":
-        _check_contrib(attributes)
     is_contrib = kind == "contrib"
+    problems = contrib_problems(attributes, width) if is_contrib else []
+    if problems:
+        raise UsageError(f"ONNX Runtime's GroupQueryAttention: {'; '.join(problems)}; use the pure body")
     text = contrib_text(attributes, width, gates) if is_contrib else pure_text(attributes, width, cached, gates)
     domains = [f'"" : {opset}'] + ([f'"{CONTRIB}" : 1'] if kind == "contrib" else [])
     inputs = ", ".join(p.name for p in schema().inputs)
@@ -115,11 +116,14 @@ def _masked_queries(attributes: OpAttributes, width: int) -> str:
    heads = Reshape (halves, flat)"""
 
 
-def _check_contrib(attributes: OpAttributes) -> None:
+def contrib_problems(attributes: OpAttributes, width: int) -> list[str]:
+    """Reasons why GroupQueryAttention cannot compute the op for queries of a width; none where it can."""
     problems = []
+    row, multiple = (2 * width if attributes.generation == 1 else width), (16 if attributes.do_rotary else 8)
+    if row % multiple:
+        problems.append(f"its rows are multiples of {multiple} wide, not {row}")
     if attributes.logit_bits:
         problems.append("it keeps logits inside its kernel and cannot quantize them")
     if attributes.kv_bit_width == 6:
         problems.append("it has 8- and 4-bit caches, not 6")
-    if problems:
-        raise UsageError(f"ONNX Runtime's GroupQueryAttention: {'; '.join(problems)}; use the pure body")
+    return problems

@@ -7,7 +7,7 @@ from onnx import FunctionProto, ModelProto, TensorProto
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from diffquant.export.graph.activations import EMITTED, functions
-from diffquant.export.graph.body import BodyKind, body
+from diffquant.export.graph.body import BodyKind, body, contrib_problems
 from diffquant.export.graph.cache_scales import Scales
 from diffquant.export.graph.linears import Linears
 from diffquant.export.graph.nodes import CONTRIB, Graph
@@ -81,9 +81,10 @@ class _Decoder:
 
     def _attention_function(self) -> FunctionProto:
         """The op's body for every attention node."""
-        # GroupQueryAttention keeps its logits to itself; where they are rounded, the body spells them out.
-        kind: BodyKind = "pure" if self.options.pure or self.options.logits.quantizes else "contrib"
-        return body(kind, self._attributes(), self.spec.head_dim, self.options.opset, self.options.cache)
+        attributes, width = self._attributes(), self.spec.head_dim
+        # Where GroupQueryAttention cannot compute it (rounded logits, odd widths), the body spells it out.
+        kind: BodyKind = "pure" if self.options.pure or contrib_problems(attributes, width) else "contrib"
+        return body(kind, attributes, width, self.options.opset, self.options.cache)
 
     def _attributes(self) -> OpAttributes:
         """Attributes of every attention node."""

@@ -79,7 +79,7 @@ def test_every_source_computes_what_torch_does(checkpoint, tmp_path, source):
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("source", ["unilm-v1", "unilm-v2-half"])
+@pytest.mark.parametrize("source", ["unilm-v1", "unilm-v2-half", "motif-grouped"])
 def test_every_precision_computes_what_its_simulation_does(checkpoint, tmp_path, source, precision):
     folder = exported(checkpoint(source), tmp_path / "out", **PRECISIONS[precision])
     found = verify(folder, checkpoint(source))
