@@ -18,10 +18,14 @@ NOTES = (
     "Every path ran in turns with the others of its table; medians, and the smallest and largest repeat as spread.",
     "× baseline is how many times better than the shaded row; of roofline is the share of the speed that this "
     "machine's measured copy and matrix product allow for the operations and bytes counted.",
+    "A share marked “cached” is of the copy's speed, but the machine's largest cache holds all that the calls touch "
+    "and is faster than the copy: it says little about the path.",
     "Where an error stands, the path's output was compared with the plain form on the same random, non-zero data "
-    "before it was timed; a path that was wrong is not timed.",
-    "Peak memory of attention and decode is what a call took beyond its inputs; of other sections, what the process "
-    "took at most, for quantize and export without mapped files.",
+    "before it was timed; a path that was wrong is not timed. A linear layer's product is compared with that of the "
+    "values its codes stand for, and these with the weight (rounding error).",
+    "Peak memory of attention and decode is what a call took beyond its inputs, what it returns included: on a CPU the "
+    "growth of a fresh process, to a quarter of a megabyte. Of other sections it is what the process took at most, for "
+    "quantize and export without mapped files.",
 )
 
 
@@ -125,7 +129,7 @@ def _texts(cell: BenchCell, result: BenchResult) -> list[str]:
         f"{spread.median:.4g} {cell.unit}",
         f"{spread.low:.4g} to {spread.high:.4g}" if len(cell.values) > 1 else "-",
         "-" if ratio is None else f"{ratio:.2f}",
-        "-" if share is None else f"{share:.0%}",
+        "-" if share is None else f"{share:.0%}{', cached' if result.is_cached(cell) else ''}",
         "-" if cell.peak_bytes is None else f"{cell.peak_bytes / 1e6:.1f}",
         "-" if cell.operations is None else f"{cell.operations / 1e9:.3g}",
         "-" if cell.bytes is None else f"{cell.bytes / 1e6:.1f}",
@@ -148,8 +152,9 @@ def _machine(result: BenchResult) -> str:
     about = result.environment
     copy = result.machine["copy"]["bytes a second"] / 1e9
     matmul = ", ".join(f"{name} {rate / 1e9:.0f} Gop/s" for name, rate in result.machine["matmul"].items())
+    cache = f"; largest cache {result.machine['cache']['bytes'] / 1e6:.0f} MB" if "cache" in result.machine else ""
     where = f"{about.get('device')}, {about.get('cores')} cores, {result.settings.get('threads')} threads"
-    return f"{about['date']}, {where}; measured: copy {copy:.1f} GB/s, matrix product {matmul}"
+    return f"{about['date']}, {where}; measured: copy {copy:.1f} GB/s, matrix product {matmul}{cache}"
 
 
 def _settings(result: BenchResult) -> dict[str, str]:

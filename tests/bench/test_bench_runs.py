@@ -39,16 +39,12 @@ def test_graphs_are_for_cuda():
         timing.prepare(lambda: None, graph=True)
 
 
-def test_memory_counts_what_was_touched():
+def test_anonymous_memory_counts_what_was_touched():
     with memory.AnonymousPeak() as watched:
         held = np.ones(40_000_000 // 8)
         time.sleep(0.1)
         del held
     assert watched.peak - watched.before > 20_000_000
-    before = memory.restart_peak()
-    held = np.ones(80_000_000 // 8)
-    assert memory.resident().peak - before > 70_000_000
-    del held
 
 
 def test_bench_writes_tables_plots_and_a_report_and_compares(tmp_path):

@@ -1,12 +1,15 @@
 """Results: ratios, rooflines, what counts as moved, files that cannot be read, and the outputs."""
 
 import json
+import shutil
+import subprocess
 from dataclasses import replace
 
 import pytest
 
 from diffquant.bench.cells import BenchCell, BenchResult, read_result
 from diffquant.bench.compare import moved, summarize_changes
+from diffquant.bench.contest.roofline import largest_cache
 from diffquant.bench.plots import plots
 from diffquant.bench.report import csv_table, html_report, markdown
 from diffquant.errors import UsageError
@@ -39,6 +42,27 @@ def test_the_roofline_is_what_the_slower_of_arithmetic_and_memory_allows():
     assert result().of_roofline(bound_by_memory) == pytest.approx(0.5)
     assert result().of_roofline(bound_by_arithmetic) == pytest.approx(0.25)
     assert result().of_roofline(cell("c", [4.0])) is None
+
+
+def test_shares_of_the_copys_speed_are_marked_where_a_cache_holds_all_that_is_touched():
+    machine = {"copy": {"bytes a second": 1e9}, "matmul": {"float32": 1e12}, "cache": {"bytes": 10**6}}
+    in_cache = cell("a", [4.0], operations=10**6, bytes=10**6, touched=10**6)
+    turned = cell("b", [4.0], operations=10**6, bytes=10**6, touched=10**6 + 1)  # several weights in turns
+    arithmetic = cell("c", [4.0], operations=10**10, bytes=10**6, touched=10**6)
+    found = replace(result(in_cache, turned, arithmetic), machine=machine)
+    assert [found.is_cached(each) for each in found.cells] == [True, False, False]
+    assert "| 25%, cached |" in markdown(found)
+    assert [entry.get("cached") for entry in found.to_dict()["cells"]] == [True, None, None]
+    assert not result(in_cache).is_cached(in_cache)
+
+
+def test_the_largest_cache_is_the_one_that_lscpu_names():
+    lscpu = shutil.which("lscpu")
+    if lscpu is None:
+        pytest.skip("no lscpu")
+    text = subprocess.run([lscpu, "--caches=ONE-SIZE", "--bytes"], capture_output=True, text=True).stdout
+    sizes = [int(line) for line in text.split()[1:]]
+    assert largest_cache("cpu") == max(sizes, default=None)
 
 
 @pytest.mark.parametrize(
@@ -100,7 +124,7 @@ def test_files_that_are_no_result_are_refused(tmp_path, text, reason):
 def test_reports_say_what_is_missing_and_load_nothing():
     found = result(
         cell("base", [4.0, 5.0], length=512, peak_bytes=10**6),
-        cell("<fast>", [1.0], length=512, peak_bytes=0, error=1e-7),
+        cell("<fast>", [1.0], length=512, peak_bytes=10**5, error=1e-7),
         replace(cell("gone", []), missing="it runs on CUDA alone", length=512),
     )
     page = html_report(found)
