@@ -1,6 +1,7 @@
 """The command line, timing in turns, memory, generation's bookkeeping and the GPU table's verdicts."""
 
 import json
+import sys
 import time
 
 import numpy as np
@@ -12,12 +13,13 @@ from diffquant.bench.cells import BenchCell
 from diffquant.bench.contest import contest
 from diffquant.bench.gpu import ratios as gpu
 from diffquant.bench.gpu import tune
-from diffquant.bench.programs import generate, programs
+from diffquant.bench.programs import generate, peer_engines, programs
 from diffquant.bench.run import SECTIONS, BenchOptions
 from diffquant.cli import app
-from diffquant.errors import FailedCellsError, UsageError
+from diffquant.errors import FailedCellsError, MissingDependencyError, UsageError
 from diffquant.kernels.configs import AttentionTile
 from tests.support import tiny_lm
+from tests.support.models import random_llama
 
 
 def test_calls_take_turns():
@@ -127,6 +129,75 @@ def test_shares_are_of_the_float32_export_and_of_torch():
     assert low["prefill_of_torch"] == 0.5
     assert low["same_tokens"] == 2
     assert (low["folder_of_export"], low["peak_of_export"]) == (0.2, 0.5)
+    assert low["torch"] == {what: torch[what] for what in ("decode", "prefill", "peak_bytes")}
+
+
+def test_a_merged_file_keeps_the_torch_that_each_ratio_is_to(tmp_path, monkeypatch):
+    speeds = iter((10.0, 40.0, 20.0, 60.0))
+
+    def measured(model, place, names, settings):
+        rows = {name: {"decode": [next(speeds)], "prefill": [1.0], "peak_bytes": 1, "tokens": [1]} for name in names}
+        for row in rows.values():
+            generate.compare_with_torch(row, rows[generate.TORCH])
+        return rows
+
+    monkeypatch.setattr(generate, "measure_generation", measured)
+    file, low = tmp_path / "generate.json", "export 4:g32 kv 8 embed 8"
+    for contestant in (generate.FLOAT, low):
+        generate.main([tmp_path], contestants=contestant, merge=True, file=file)
+    rows = json.loads(file.read_text())["models"][tmp_path.name]
+    assert list(rows) == [generate.TORCH, generate.FLOAT, low]
+    assert [row["decode_of_torch"] for row in rows.values()] == [1.0, 4.0, 3.0]
+    for row in rows.values():
+        assert row["decode_of_torch"] == row["decode"][0] / row["torch"]["decode"][0]
+        assert row["settings"].keys() >= {"commit", "date", "cpu", "threads"}
+
+
+def fake_llama_bench(folder):
+    """A program that answers as llama-bench does, with the flags it was given as its speed's digits."""
+    program = folder / "llama-bench"
+    program.write_text(
+        f"#!{sys.executable}\nimport json, sys\nflags = dict(zip(sys.argv[1::2], sys.argv[2::2]))\n"
+        "print(json.dumps([{'avg_ts': float(flags['-p']) + float(flags['-n']) + float(flags.get('-d', 0)) / 1000}]))\n"
+    )
+    program.chmod(0o755)
+
+
+def test_llama_bench_is_asked_for_the_same_lengths_and_its_memory_is_not_ours(tmp_path, monkeypatch):
+    fake_llama_bench(tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    engine = peer_engines.open_llama_bench(tmp_path, 2)
+    assert engine.decode(np.zeros((1, 64), int), 32) == (32.064, [])
+    assert engine.prefill(np.zeros((1, 128), int)) == 128.0
+    assert "-t 2" in engine.about["flags"]
+    monkeypatch.setattr(generate, "_engines", [engine])
+    assert generate.peak_bytes() is None
+    row = {"decode": [1.0], "prefill": [1.0], "peak_bytes": None, "tokens": []}
+    generate.compare_with_torch(row, {"decode": [1.0], "prefill": [1.0], "peak_bytes": 5, "tokens": [7]})
+    assert "same_tokens" not in row
+    assert "peak_of_torch" not in row
+    assert "-" in generate.table("m", {"llama-bench Q4_0": row})
+
+
+def test_llama_bench_that_is_not_installed_is_named(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(MissingDependencyError, match="llama-bench is not on the path"):
+        peer_engines.open_llama_bench(tmp_path, 1)
+
+
+def test_genais_int4_model_is_built_and_continues_tokens(tmp_path):
+    pytest.importorskip("onnxruntime_genai")
+    model = tmp_path / "llama"
+    # Its attention takes widths of 16 and multiples.
+    widths = {"head_dim": 16, "hidden_size": 64, "num_hidden_layers": 1, "vocab_size": tiny_lm.WORDS}
+    random_llama(0, **widths, num_attention_heads=4, num_key_value_heads=2).save_pretrained(model)
+    tiny_lm.tokenizer().save_pretrained(model)
+    peer_engines.write_genai(model, tmp_path / "genai")
+    engine = peer_engines.open_genai(tmp_path / "genai", 1)
+    speed, tokens = engine.decode(generate.random_tokens(model, 5), 6)
+    assert speed > 0
+    assert len(tokens) == 6
+    assert engine.prefill(generate.random_tokens(model, 8)) > 0
 
 
 def test_a_peer_that_cannot_write_is_a_reason_and_its_folder_is_not_tried_again(tmp_path):
