@@ -150,11 +150,18 @@ def _fact(cell: BenchCell, name: str) -> str:
 
 def _machine(result: BenchResult) -> str:
     about = result.environment
+    where = f"{about.get('device')}, {about.get('cores')} cores, {result.settings.get('threads')} threads"
     copy = result.machine["copy"]["bytes a second"] / 1e9
     matmul = ", ".join(f"{name} {rate / 1e9:.0f} Gop/s" for name, rate in result.machine["matmul"].items())
-    cache = f"; largest cache {result.machine['cache']['bytes'] / 1e6:.0f} MB" if "cache" in result.machine else ""
-    where = f"{about.get('device')}, {about.get('cores')} cores, {result.settings.get('threads')} threads"
-    return f"{about['date']}, {where}; measured: copy {copy:.1f} GB/s, matrix product {matmul}{cache}"
+    parts = [f"{about['date']}, {where}", f"measured: copy {copy:.1f} GB/s, matrix product {matmul}"]
+    if "cache" in result.machine:
+        parts.append(f"largest cache {result.machine['cache']['bytes'] / 1e6:.0f} MB")
+    else:
+        parts.append("largest cache not recorded, so no share is marked as cached")
+    peaks = result.settings.get("peak memory")
+    if peaks is not None:
+        parts.append("peak memory of attention and decode: " + ", ".join(f"{k} {v}" for k, v in peaks.items()))
+    return "; ".join(parts)
 
 
 def _settings(result: BenchResult) -> dict[str, str]:
@@ -165,4 +172,6 @@ def _settings(result: BenchResult) -> dict[str, str]:
 
 
 def _listed(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {each}" for name, each in value.items())
     return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)

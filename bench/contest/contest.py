@@ -111,18 +111,20 @@ class Contest:
     def _with_memory(self, cells: list[BenchCell], workloads: Sequence[Workload]) -> list[BenchCell]:
         """Cells with the largest memory of each beyond its inputs; on the CPU each is called in a fresh process."""
         by_name = {work.name: work for work in workloads}
+        threads = torch.get_num_threads()
         return [
-            replace(cell, peak_bytes=self._peak(cell.path, by_name[cell.workload])) if cell.values else cell
+            replace(cell, peak_bytes=self.peak(cell.path, by_name[cell.workload], threads)) if cell.values else cell
             for cell in cells
         ]
 
-    def _peak(self, name: str, work: Workload) -> int:
+    def peak(self, name: str, work: Workload, threads: int) -> int:
+        """Bytes that a peer's call takes at most beyond its inputs; on the CPU with so many threads."""
         if self.device == "cuda":
             peer = self.entrants()[name]
             with torch.inference_mode():
                 return cuda_peak(_bound(peer, peer.make(work, self.device)))
         with ProcessPoolExecutor(1, _fresh_processes()) as fresh:
-            return fresh.submit(resident_peak, self.section, name, work, torch.get_num_threads()).result()
+            return fresh.submit(resident_peak, self.section, name, work, threads).result()
 
 
 def _fresh_processes() -> BaseContext:

@@ -124,7 +124,7 @@ def known_bytes(work):
 def peaks(monkeypatch):
     """Peak of a peer on a workload, as the contest measures it; each in a process of its own, forked from this one."""
     monkeypatch.setattr(contest, "_fresh_processes", lambda: get_context("fork"))
-    return lambda name, work: Contest("attention", "cpu", 1, (name,))._peak(name, work)
+    return lambda name, work: Contest("attention", "cpu", 1, (name,)).peak(name, work, 1)
 
 
 def test_peak_memory_is_that_of_a_known_allocation_whatever_was_measured_before(monkeypatch, peaks):
@@ -143,7 +143,7 @@ def test_peak_memory_is_that_of_a_known_allocation_whatever_was_measured_before(
 )
 def test_peak_memory_grows_with_the_length_and_holds_what_torch_allocated(name):
     works = [Workload(V1, length, length, 2, "float32") for length in (300, 600)]
-    measured = [Contest("attention", "cpu", 1, (name,))._peak(name, work) for work in works]
+    measured = [Contest("attention", "cpu", 1, (name,)).peak(name, work, 1) for work in works]
     assert measured[0] < measured[1]
     for work, peak in zip(works, measured, strict=True):
         assert peak >= known_bytes(work)[1]
@@ -155,7 +155,7 @@ def test_peak_memory_grows_with_the_length_and_holds_what_torch_allocated(name):
 def test_decoding_takes_memory_too():
     work = Workload(V1, 1, 500, 1, "float32")
     for name in (peers.BASELINE, "DIFF, eager", "DIFF, 8-bit cache, unpacked"):
-        assert Contest("decode", "cpu", 1, (name,))._peak(name, work) >= known_bytes(work)[1]
+        assert Contest("decode", "cpu", 1, (name,)).peak(name, work, 1) >= known_bytes(work)[1]
 
 
 @torch.inference_mode()

@@ -6,11 +6,14 @@ import subprocess
 from dataclasses import replace
 
 import pytest
+import torch
 
 from diffquant.bench.cells import BenchCell, BenchResult, read_result
 from diffquant.bench.compare import moved, summarize_changes
+from diffquant.bench.contest import peers
 from diffquant.bench.contest.roofline import largest_cache
 from diffquant.bench.plots import plots
+from diffquant.bench.programs import peaks
 from diffquant.bench.report import csv_table, html_report, markdown
 from diffquant.errors import UsageError
 
@@ -137,6 +140,23 @@ def test_reports_say_what_is_missing_and_load_nothing():
     assert "| <fast> | 1 ms |" in text
     assert "- gone: none, it runs on CUDA alone" in text
     assert len(csv_table(found).splitlines()) == 4
+
+
+def test_memory_is_measured_again_for_the_paths_that_are_known_and_the_result_says_so(tmp_path):
+    workload = "smollm2-135m-diff-v2, 1 of 300 tokens, batch 1, float32"
+    cells = (
+        BenchCell("decode", workload, peers.BASELINE, values=(1.0,), peak_bytes=0, length=300),
+        BenchCell("decode", workload, "a path of old", values=(1.0,), peak_bytes=7, length=300),
+        BenchCell("linear", "1 -> 1, 1 tokens, float32", "dense", values=(1.0,), peak_bytes=7),
+    )
+    before = replace(result(*cells), settings={"threads": 1, "device": "cpu"})
+    now = peaks.measure_peaks(before)
+    # The output at least: 9 pairs' two heads of 64 floats.
+    assert now.cells[0].peak_bytes >= 4 * 9 * 2 * 64
+    assert [each.peak_bytes for each in now.cells[1:]] == [None, 7]
+    assert f"torch {torch.__version__}" in markdown(now)
+    with pytest.raises(UsageError, match="of cuda; its memory is measured with its times"):
+        peaks.measure_peaks(replace(before, settings={"device": "cuda"}))
 
 
 def test_plots_are_only_of_what_has_lengths(tmp_path):
