@@ -13,7 +13,7 @@ from diffquant.bench.cells import BenchCell
 from diffquant.bench.contest import contest
 from diffquant.bench.gpu import ratios as gpu
 from diffquant.bench.gpu import tune
-from diffquant.bench.programs import generate, peer_engines, programs
+from diffquant.bench.programs import generate, hellaswag, peer_engines, programs
 from diffquant.bench.run import SECTIONS, BenchOptions
 from diffquant.cli import app
 from diffquant.errors import FailedCellsError, MissingDependencyError, UsageError
@@ -298,3 +298,18 @@ def test_generation_gives_the_same_tokens_in_torch_and_in_the_float32_export(tmp
     cells = [cell for name, row in found.items() for cell in programs._of_generation("diff-v2", name, row)]
     assert {cell.path for cell in cells if cell.missing} == {"llama.cpp Q4_0"}
     assert all(cell.unit == "tokens/s" for cell in cells)
+
+
+def test_scorers_are_compared_by_the_medians_of_their_turns():
+    def scorer(name, dtype, batch, *seconds):
+        return {
+            "name": name, "dtype": dtype, "batch_size": batch, "seconds": seconds, "cpu_seconds": seconds, "choices": [1]
+        }  # fmt: skip
+
+    timings = [scorer("diffquant", dtype, None, 1.0, 2.0, 30.0) for dtype in ("float32", "bfloat16")]
+    timings += [scorer("HFLM", dtype, n, 4.0, 8.0, 9.0) for dtype in ("float32", "bfloat16") for n in (1, 8)]
+    found = {"items": 4, "default_dtype": {"diffquant": "bfloat16", "HFLM": "float32"}, "timings": timings}
+    assert set(hellaswag.ratios(found).values()) == {(4.0, 4.0)}
+    text = hellaswag.scorer_summary(found)
+    assert "each one's defaults, bfloat16 against float32: 4.00 times" in text
+    assert ["diffquant", "float32", "2.00", "0.500"] in [line.split() for line in text.splitlines()]
