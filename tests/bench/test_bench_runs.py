@@ -302,9 +302,8 @@ def test_generation_gives_the_same_tokens_in_torch_and_in_the_float32_export(tmp
 
 def test_scorers_are_compared_by_the_medians_of_their_turns():
     def scorer(name, dtype, batch, *seconds):
-        return {
-            "name": name, "dtype": dtype, "batch_size": batch, "seconds": seconds, "cpu_seconds": seconds, "choices": [1]
-        }  # fmt: skip
+        turns = {"seconds": seconds, "cpu_seconds": seconds}
+        return {"name": name, "dtype": dtype, "batch_size": batch, "choices": [1]} | turns
 
     timings = [scorer("diffquant", dtype, None, 1.0, 2.0, 30.0) for dtype in ("float32", "bfloat16")]
     timings += [scorer("HFLM", dtype, n, 4.0, 8.0, 9.0) for dtype in ("float32", "bfloat16") for n in (1, 8)]

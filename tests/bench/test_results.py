@@ -8,12 +8,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+from diffquant.bench import peaks
 from diffquant.bench.cells import BenchCell, BenchResult, read_result
 from diffquant.bench.compare import moved, summarize_changes
 from diffquant.bench.contest import peers
 from diffquant.bench.contest.roofline import largest_cache
 from diffquant.bench.plots import plots
-from diffquant.bench.programs import peaks
 from diffquant.bench.report import csv_table, html_report, markdown
 from diffquant.errors import UsageError
 

@@ -1,6 +1,6 @@
 """Peak memory of a result's attention and decode cells, measured again, and its tables and plots drawn anew.
 
-    python -m diffquant.bench.programs.peaks bench/results/cpu
+    python -m diffquant.bench.peaks bench/results/cpu
 
 Memory needs no quiet machine, as times do. The result says when, where and of which commit its memory was measured.
 """
