@@ -107,7 +107,7 @@ def write_genai(model: Path, folder: Path) -> None:
         command += ["-c", str(Path(place) / "cache"), "--extra_options", *_GENAI_OPTIONS, "hf_token=false"]
         made = subprocess.run(command, capture_output=True, text=True, check=False)
     if made.returncode:
-        raise CheckpointError(f"onnxruntime-genai's builder: {made.stderr.strip().splitlines()[-1]}")
+        raise CheckpointError(f"onnxruntime-genai's builder ended with {made.returncode}: {made.stderr.strip()[-200:]}")
 
 
 def open_genai(folder: Path, threads: int) -> Engine:
