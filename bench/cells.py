@@ -1,8 +1,7 @@
 """Results of the bench: a cell is one path measured on one workload, a result all cells of a run."""
 
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ class BenchCell:
         missing: reason why there are no values.
         error, tolerance: relative error against `naive` on the same shapes, and the largest allowed.
         operations, bytes: operations and bytes moved of one call, counted.
+        touched: bytes that all its timed calls read and write between them, however often.
         peak_bytes: memory at most, beyond what was held before (for whole programs: all of it).
         length: tokens of context, for plots; None where that means nothing.
         facts: further numbers of this cell by name.
@@ -42,6 +42,7 @@ class BenchCell:
     tolerance: float | None = None
     operations: int | None = None
     bytes: int | None = None
+    touched: int | None = None
     peak_bytes: int | None = None
     length: int | None = None
     facts: dict[str, float] = field(default_factory=dict)
@@ -68,7 +69,8 @@ class BenchResult:
 
     Attributes:
         environment: device, versions, date, commit.
-        machine: measured speeds: "copy" in bytes a second, "matmul" in operations a second by dtype.
+        machine: measured speeds: "copy" in bytes a second, "matmul" in operations a second by dtype; and
+            "cache", the bytes of the largest cache, where the system tells.
         settings: options of the run.
         cells: measurements, section by section.
     """
@@ -91,33 +93,42 @@ class BenchResult:
 
     def of_roofline(self, cell: BenchCell) -> float | None:
         """Share of the speed that the machine's measured copy and matmul allow; None without counts."""
+        limits = self._limits(cell)
+        return None if limits is None or cell.spread is None else max(limits) * 1e3 / cell.spread.median
+
+    def is_cached(self, cell: BenchCell) -> bool:
+        """Whether the copy's speed is a cell's roofline although a cache holds all that it touches, and is faster."""
+        limits = self._limits(cell)
+        if limits is None or cell.touched is None or "cache" not in self.machine:
+            return False
+        arithmetic, memory = limits
+        return memory > arithmetic and cell.touched <= self.machine["cache"]["bytes"]
+
+    def _limits(self, cell: BenchCell) -> tuple[float, float] | None:
+        """Seconds that a call's arithmetic and its memory traffic take at the least."""
         if cell.spread is None or cell.unit != "ms" or cell.operations is None or cell.bytes is None:
             return None
         dtype = next((name for name in self.machine.get("matmul", {}) if name in cell.workload), None)
         if dtype is None or "copy" not in self.machine:
             return None
-        seconds = max(
-            cell.operations / self.machine["matmul"][dtype], cell.bytes / self.machine["copy"]["bytes a second"]
-        )
-        return seconds * 1e3 / cell.spread.median
+        return cell.operations / self.machine["matmul"][dtype], cell.bytes / self.machine["copy"]["bytes a second"]
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON, each cell with its ratio and share of the roofline for other programs to read."""
         cells = []
         for cell in self.cells:
             entry = {name: value for name, value in asdict(cell).items() if value not in (None, {}, ())}
-            derived = {"ratio": self.ratio(cell), "of_roofline": self.of_roofline(cell)}
+            derived: dict[str, float | bool | None] = {
+                "ratio": self.ratio(cell),
+                "of_roofline": self.of_roofline(cell),
+            }
             if cell.spread:
                 derived["median"] = cell.spread.median
+            if self.is_cached(cell):
+                derived["cached"] = True
             cells.append(entry | {name: value for name, value in derived.items() if value is not None})
         parts = {"environment": self.environment, "machine": self.machine, "settings": self.settings}
         return {"format": FORMAT, **parts, "cells": cells}
-
-    def merged(self, cells: Sequence[BenchCell]) -> "BenchResult":
-        """The result with further cells; a cell measured again replaces the former one."""
-        fresh = {cell.key: cell for cell in cells}
-        cells_in_order = [fresh.pop(cell.key, cell) for cell in self.cells]
-        return replace(self, cells=(*cells_in_order, *fresh.values()))
 
 
 def read_result(path: Path) -> BenchResult:

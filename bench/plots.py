@@ -54,8 +54,9 @@ def _time(cell: BenchCell) -> tuple[float, float, float] | None:
 
 
 def _megabytes(cell: BenchCell) -> tuple[float, float, float] | None:
-    # A logarithmic axis has no zero: what takes less than a page is drawn at a tenth of a megabyte.
-    value = max((cell.peak_bytes or 0) / 1e6, 0.1)
+    if not cell.peak_bytes:  # a logarithmic axis has no zero
+        return None
+    value = cell.peak_bytes / 1e6
     return value, value, value
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from diffquant.bench.cells import BenchCell, BenchResult
+from diffquant.bench.contest.contest import SECTIONS
 from diffquant.bench.contest.throughput import SECTION as THROUGHPUT
 from diffquant.bench.contest.throughput import table7
 from diffquant.bench.plots import Plot, plots
@@ -14,14 +15,26 @@ from diffquant.report import tables
 from diffquant.report.page import Block, Drawing, Facts, Fold, Items, Note, Section, Subtitle, Table, page
 
 _HEADS = ["path", "median", "spread", "× baseline", "of roofline", "peak MB", "Gop", "MB moved", "error from naive"]
-NOTES = (
+_NOTES = (
     "Every path ran in turns with the others of its table; medians, and the smallest and largest repeat as spread.",
     "× baseline is how many times better than the shaded row; of roofline is the share of the speed that this "
     "machine's measured copy and matrix product allow for the operations and bytes counted.",
     "Where an error stands, the path's output was compared with the plain form on the same random, non-zero data "
     "before it was timed; a path that was wrong is not timed.",
-    "Peak memory of attention and decode is what a call took beyond its inputs; of other sections, what the process "
-    "took at most, for quantize and export without mapped files.",
+    "Peak memory of sections that run whole programs is what the process took at most, for quantize and export without "
+    "mapped files.",
+)
+_CACHED = (
+    "A share marked “cached” is of the copy's speed, but the machine's largest cache holds all that the calls touch "
+    "and is faster than the copy: it says little about the path."
+)
+_MEMORY = (
+    "Peak memory of attention and decode is what a call took beyond its inputs, what it returns included: on a CPU the "
+    "growth of a fresh process, to a quarter of a megabyte."
+)
+_LINEAR = (
+    "A linear layer's product was compared with that of the values its codes stand for, and these with the weight "
+    "(rounding error)."
 )
 
 
@@ -46,7 +59,7 @@ def markdown(result: BenchResult) -> str:
     seven = table7([cell for cell in result.cells if cell.section == THROUGHPUT])
     if seven.count("\n") > 1:
         lines += ["## Throughput, forward, in the form of arXiv 2410.05258, Table 7", "", seven, ""]
-    return "\n".join([*lines, *(f"- {note}" for note in NOTES), ""])
+    return "\n".join([*lines, *(f"- {note}" for note in _notes(result)), ""])
 
 
 def csv_table(result: BenchResult) -> str:
@@ -74,7 +87,7 @@ def html_report(result: BenchResult) -> str:
         Section(name, [*_drawn(name, drawings), *(b for t in workloads if t.section == name for b in _blocks(t))])
         for name in dict.fromkeys(table.section for table in workloads)
     ]
-    introduction = [Note(_machine(result)), *map(Note, NOTES)]
+    introduction = [Note(_machine(result)), *map(Note, _notes(result))]
     return page("diffquant bench", introduction, [*sections, Section("Settings", [Facts(_settings(result))])])
 
 
@@ -125,7 +138,7 @@ def _texts(cell: BenchCell, result: BenchResult) -> list[str]:
         f"{spread.median:.4g} {cell.unit}",
         f"{spread.low:.4g} to {spread.high:.4g}" if len(cell.values) > 1 else "-",
         "-" if ratio is None else f"{ratio:.2f}",
-        "-" if share is None else f"{share:.0%}",
+        "-" if share is None else f"{share:.0%}{', cached' if result.is_cached(cell) else ''}",
         "-" if cell.peak_bytes is None else f"{cell.peak_bytes / 1e6:.1f}",
         "-" if cell.operations is None else f"{cell.operations / 1e9:.3g}",
         "-" if cell.bytes is None else f"{cell.bytes / 1e6:.1f}",
@@ -144,12 +157,32 @@ def _fact(cell: BenchCell, name: str) -> str:
     return f"{value / 1e6:.1f}" if name.endswith("bytes") else f"{value:.4g}"
 
 
+def _notes(result: BenchResult) -> list[str]:
+    """Sentences about how the cells were measured that are there."""
+    notes = list(_NOTES)
+    if "cache" in result.machine:
+        notes.append(_CACHED)
+    if any(cell.peak_bytes and cell.section in SECTIONS for cell in result.cells):
+        notes.append(_MEMORY)
+    if any("rounding error" in cell.facts for cell in result.cells):
+        notes.append(_LINEAR)
+    return notes
+
+
 def _machine(result: BenchResult) -> str:
     about = result.environment
+    where = f"{about.get('device')}, {about.get('cores')} cores, {result.settings.get('threads')} threads"
     copy = result.machine["copy"]["bytes a second"] / 1e9
     matmul = ", ".join(f"{name} {rate / 1e9:.0f} Gop/s" for name, rate in result.machine["matmul"].items())
-    where = f"{about.get('device')}, {about.get('cores')} cores, {result.settings.get('threads')} threads"
-    return f"{about['date']}, {where}; measured: copy {copy:.1f} GB/s, matrix product {matmul}"
+    parts = [f"{about['date']}, {where}", f"measured: copy {copy:.1f} GB/s, matrix product {matmul}"]
+    if "cache" in result.machine:
+        parts.append(f"largest cache {result.machine['cache']['bytes'] / 1e6:.0f} MB")
+    else:
+        parts.append("largest cache not recorded, so no share is marked as cached")
+    peaks = result.settings.get("peak memory")
+    if peaks is not None:
+        parts.append("peak memory of attention and decode: " + ", ".join(f"{k} {v}" for k, v in peaks.items()))
+    return "; ".join(parts)
 
 
 def _settings(result: BenchResult) -> dict[str, str]:
@@ -160,4 +193,6 @@ def _settings(result: BenchResult) -> dict[str, str]:
 
 
 def _listed(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {each}" for name, each in value.items())
     return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)

@@ -25,7 +25,7 @@ SECTIONS = ("attention", "decode", "linear", "throughput", "generate", "quantize
 _DEFAULT_DTYPES = {"cpu": "float32", "cuda": "bfloat16"}
 _DEFAULT_LENGTHS = {"cpu": (256, 512, 1024, 2048), "cuda": (1024, 2048, 4096, 8192, 16384)}
 _DEFAULT_MODELS = {"cpu": ("830M", "smollm2-135m-diff-v2"), "cuda": ("3B", "smollm2-135m-diff-v2")}
-_PACKAGES = ("onnx", "onnxruntime", "lm_eval", "nncf", "llama_cpp_python", "bitsandbytes", "torchao")
+_PACKAGES = ("onnx", "onnxruntime", "onnxruntime-genai", "lm_eval", "llama_cpp_python", "bitsandbytes", "torchao")
 _DECODE_FACTOR = 4
 
 SectionRun = Callable[["BenchOptions", Progress], list[BenchCell]]

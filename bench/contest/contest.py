@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from multiprocessing import get_context
+from multiprocessing.context import BaseContext
 from typing import Any
 
 import torch
@@ -12,12 +13,14 @@ from diffquant.bench.cells import BenchCell
 from diffquant.bench.contest.decode import DECODE_PEERS
 from diffquant.bench.contest.peers import BASELINE, PEERS, Peer, failure, relative_error, tolerance
 from diffquant.bench.contest.workloads import Workload
-from diffquant.bench.memory import cuda_peak, resident, restart_peak
+from diffquant.bench.memory import cpu_peak, cuda_peak, give_blocks_pages
 from diffquant.bench.timing import Timed, interleaved, prepare
 from diffquant.errors import UsageError
 from diffquant.family.call import AttentionCall
 from diffquant.support.progress import Progress, silent
 
+# Imports that peers do when they are first called, and that take seconds.
+_PRELOADED = ("diffquant.model.cache", "transformers.models.diffllama.modeling_diffllama")
 # Each section's peers by name.
 SECTIONS: Mapping[str, Mapping[str, Peer]] = {"attention": PEERS, "decode": DECODE_PEERS}
 
@@ -100,47 +103,47 @@ class Contest:
             baseline=BASELINE,
             operations=count.operations,
             bytes=count.bytes,
+            touched=count.bytes,
             length=work.keys,
             tolerance=tolerance(peer, work.torch_dtype),
         )
 
     def _with_memory(self, cells: list[BenchCell], workloads: Sequence[Workload]) -> list[BenchCell]:
-        """Cells with the largest memory of each beyond its inputs; on the CPU every path has a process of its own."""
+        """Cells with the largest memory of each beyond its inputs; on the CPU each is called in a fresh process."""
         by_name = {work.name: work for work in workloads}
-        jobs: dict[str, list[Workload]] = {}
-        for cell in cells:
-            if cell.values:
-                jobs.setdefault(cell.path, []).append(by_name[cell.workload])
-        peaks: dict[tuple[str, str], int] = {}
-        for name, works in jobs.items():
-            bytes_by_work = self._peaks(name, works)
-            peaks |= {(name, work.name): peak for work, peak in zip(works, bytes_by_work, strict=True)}
-        return [replace(cell, peak_bytes=peaks.get((cell.path, cell.workload))) for cell in cells]
+        threads = torch.get_num_threads()
+        return [
+            replace(cell, peak_bytes=self.peak(cell.path, by_name[cell.workload], threads)) if cell.values else cell
+            for cell in cells
+        ]
 
-    def _peaks(self, name: str, works: list[Workload]) -> list[int]:
+    def peak(self, name: str, work: Workload, threads: int) -> int:
+        """Bytes that a peer's call takes at most beyond its inputs; on the CPU with so many threads."""
         if self.device == "cuda":
             peer = self.entrants()[name]
             with torch.inference_mode():
-                return [cuda_peak(_bound(peer, peer.make(work, self.device))) for work in works]
-        with ProcessPoolExecutor(1, get_context("spawn")) as fresh:
-            return fresh.submit(resident_peaks, self.section, name, works, torch.get_num_threads()).result()
+                return cuda_peak(_bound(peer, peer.make(work, self.device)))
+        with ProcessPoolExecutor(1, _fresh_processes()) as fresh:
+            return fresh.submit(resident_peak, self.section, name, work, threads).result()
+
+
+def _fresh_processes() -> BaseContext:
+    """Context of processes that have imported what peers need and computed nothing."""
+    context = get_context("forkserver")
+    context.set_forkserver_preload([__name__, *_PRELOADED])
+    return context
 
 
 @torch.inference_mode()
-def resident_peaks(section: str, name: str, works: list[Workload], threads: int) -> list[int]:
-    """Peak bytes of this process during each call, beyond what it had before."""
+def resident_peak(section: str, name: str, work: Workload, threads: int) -> int:
+    """Peak bytes of this process during a peer's call, beyond its inputs; for a process that does nothing else."""
+    give_blocks_pages()
     torch.set_num_threads(threads)
     peer = SECTIONS[section][name]
-    peaks = []
-    for work in works:
-        # Libraries and thread pools are no part of a call's memory.
-        few = replace(work, queries=min(16, work.queries), keys=16)
-        _bound(peer, peer.make(few, "cpu"))()
-        call = peer.make(work, "cpu")
-        before = restart_peak()
-        peer.attention(call)
-        peaks.append(max(0, resident().peak - before))
-    return peaks
+    # Libraries and thread pools are no part of a call's memory.
+    few = replace(work, queries=min(16, work.queries), keys=16)
+    _bound(peer, peer.make(few, "cpu"))()
+    return cpu_peak(_bound(peer, peer.make(work, "cpu")))
 
 
 def _bound(peer: Peer, call: AttentionCall) -> Callable[[], Any]:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from diffquant.family.call import AttentionCall
-from diffquant.numerics import absmax_scale, pack, quantize
+from diffquant.numerics import absmax_scale, dequantize, pack, quantize
 from diffquant.recipe import Recipe
 
 
@@ -33,14 +33,16 @@ def decode_attention(call: AttentionCall, store: Any) -> Tensor:
     return run(call.q, store, call.lam, scale=call.scale)
 
 
-def packed_weight(weight: Tensor, bits: int, group: int) -> Any:
-    """A weight [N, K] as the linear kernels read it."""
+def packed_weight(weight: Tensor, bits: int, group: int) -> tuple[Any, Tensor]:
+    """A weight [N, K] as the linear kernels read it, and as the values [N, K] in float32 that its codes stand for."""
     from diffquant.kernels.linear.repack import repack
 
     groups = weight.float().unflatten(-1, (-1, group))
     scale = absmax_scale(groups, bits, -1, torch.float32)
-    words = pack(quantize(groups, scale, bits).flatten(-2), bits)
-    return repack(words, scale.squeeze(-1), bits, weight.shape[1], weight.dtype)
+    codes = quantize(groups, scale, bits)
+    words = pack(codes.flatten(-2), bits)
+    packed = repack(words, scale.squeeze(-1), bits, weight.shape[1], weight.dtype)
+    return packed, dequantize(codes, scale).flatten(-2)
 
 
 def packed_product(x: Tensor, weight: Any) -> Tensor:

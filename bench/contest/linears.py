@@ -1,7 +1,7 @@
 """Paths of a linear layer at one token and at many: packed weights, bitsandbytes and torchao beside dense ones."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch.nn.functional import linear
 
 from diffquant.bench.cells import BenchCell
 from diffquant.bench.contest import kernels
+from diffquant.bench.contest.peers import TOLERANCES
 from diffquant.bench.contest.workloads import Model
 from diffquant.bench.timing import interleaved, prepare
 from diffquant.errors import MissingDependencyError
@@ -21,25 +22,43 @@ DENSE = "dense"
 _GROUPS = (128, 64, 32, 16)
 # Weights are taken in turns, so that none is still in a cache when its turn comes again.
 _COLD_BYTES = {"cpu": 1 << 25, "cuda": 1 << 28}
-_TOLERANCE = {16: 5e-3, 8: 2e-2, 6: 5e-2, 4: 0.2}
-
-# From weights [N, K] to (x, number of a weight) -> x times it, transposed; and the bytes that one weight stores.
-Make = Callable[[list[Tensor]], tuple[Callable[[Tensor, int], Tensor], int]]
+# Largest relative error of a rounded weight.
+_ROUNDING = {16: 0.0, 8: 2e-2, 6: 5e-2, 4: 0.2}
 
 
-def _dense(weights: list[Tensor]) -> tuple[Callable[[Tensor, int], Tensor], int]:
-    return lambda x, i: linear(x, weights[i]), weights[0].nbytes
+@dataclass(frozen=True)
+class Layers:
+    """Linear layers of some weights [N, K], ready to multiply.
+
+    Attributes:
+        product: function of x [M, K] and a weight's number; gives x times the weight, transposed.
+        nbytes: bytes that one weight stores, scales included.
+        stored: values [N, K] that the first weight stands for as it is stored.
+    """
+
+    product: Callable[[Tensor, int], Tensor]
+    nbytes: int
+    stored: Tensor
+
+
+Make = Callable[[list[Tensor]], Layers]
+
+
+def _dense(weights: list[Tensor]) -> Layers:
+    return Layers(lambda x, i: linear(x, weights[i]), weights[0].nbytes, weights[0])
 
 
 def _ours(bits: int) -> Make:
-    def make(weights: list[Tensor]) -> tuple[Callable[[Tensor, int], Tensor], int]:
-        packed = [kernels.packed_weight(weight, bits, _group(weight.shape[1])) for weight in weights]
-        return lambda x, i: kernels.packed_product(x, packed[i]), packed[0].nbytes
+    def make(weights: list[Tensor]) -> Layers:
+        group = _group(weights[0].shape[1])
+        first, stored = kernels.packed_weight(weights[0], bits, group)
+        packed = [first, *(kernels.packed_weight(weight, bits, group)[0] for weight in weights[1:])]
+        return Layers(lambda x, i: kernels.packed_product(x, packed[i]), first.nbytes, stored)
 
     return make
 
 
-def _bitsandbytes(weights: list[Tensor]) -> tuple[Callable[[Tensor, int], Tensor], int]:
+def _bitsandbytes(weights: list[Tensor]) -> Layers:
     _require("bitsandbytes")
     import bitsandbytes as bnb
 
@@ -48,10 +67,14 @@ def _bitsandbytes(weights: list[Tensor]) -> tuple[Callable[[Tensor, int], Tensor
         layer = bnb.nn.Linear4bit(weight.shape[1], weight.shape[0], bias=False, compute_dtype=weight.dtype)
         layer.weight = bnb.nn.Params4bit(weight.cpu(), requires_grad=False, quant_type="nf4")
         layers.append(layer.to(weight.device))
-    return lambda x, i: layers[i](x), weights[0].numel() // 2
+    first = layers[0].weight
+    stored = bnb.functional.dequantize_4bit(first.data, first.quant_state)
+    # A state dict has all that a checkpoint would: codes, scales, the table of levels.
+    nbytes = sum(tensor.nbytes for tensor in layers[0].state_dict().values())
+    return Layers(lambda x, i: layers[i](x), nbytes, stored)
 
 
-def _torchao(weights: list[Tensor]) -> tuple[Callable[[Tensor, int], Tensor], int]:
+def _torchao(weights: list[Tensor]) -> Layers:
     _require("torchao")
     from torchao.quantization import Int4WeightOnlyConfig, quantize_
 
@@ -61,7 +84,16 @@ def _torchao(weights: list[Tensor]) -> tuple[Callable[[Tensor, int], Tensor], in
         layer.weight = torch.nn.Parameter(weight, requires_grad=False)
         quantize_(layer, Int4WeightOnlyConfig(group_size=_group(weight.shape[1])))
         layers.append(layer)
-    return lambda x, i: layers[i](x), weights[0].numel() // 2
+    first: Any = layers[0].weight
+    return Layers(lambda x, i: layers[i](x), _bytes_within(first), first.dequantize())
+
+
+def _bytes_within(tensor: Any) -> int:
+    """Bytes of the plain tensors that a tensor subclass is made of: codes, scales and zero points."""
+    if not hasattr(tensor, "__tensor_flatten__"):
+        return int(tensor.nbytes)
+    names, _ = tensor.__tensor_flatten__()
+    return sum(_bytes_within(getattr(tensor, name)) for name in names)
 
 
 def _group(width: int) -> int:
@@ -114,12 +146,12 @@ def _measure(model: Model, tokens: int, dtype: str, device: str, repeats: int, g
     for name, (make, bits) in PATHS.items():
         cell = BenchCell(SECTION, workload, name, baseline=DENSE, operations=2 * tokens * model.inner * model.hidden)
         try:
-            product, nbytes = make(weights)
-            cell = _checked(cell, product(x, 0), linear(x, weights[0]), bits)
-            moved = nbytes + x.nbytes + tokens * model.inner * kind.itemsize
-            cells[name] = replace(cell, bytes=moved, facts={"stored bytes": float(nbytes)})
+            layers = make(weights)
+            cell = _checked(cell, layers, x, weights[0], bits)
+            moved = layers.nbytes + x.nbytes + tokens * model.inner * kind.itemsize
+            cells[name] = cell = replace(cell, bytes=moved, touched=copies * moved)
             if cell.missing is None:
-                calls[name] = prepare(_all_of(product, x, copies), device, graph=graph)
+                calls[name] = prepare(_all_of(layers.product, x, copies), device, graph=graph)
         except Exception as error:  # a peer may fail with anything; the table says it
             cells[name] = replace(cell, missing=f"{type(error).__name__}: {error}".splitlines()[0])
     times = interleaved(calls, repeats)
@@ -134,8 +166,23 @@ def _all_of(product: Callable[[Tensor, int], Any], x: Tensor, copies: int) -> Ca
     return call
 
 
-def _checked(cell: BenchCell, y: Tensor, wanted: Tensor, bits: int) -> BenchCell:
-    error = float((y.float() - wanted.float()).norm() / wanted.float().norm())
-    allowed = _TOLERANCE[bits]
-    reason = None if error <= allowed else f"wrong: {error:.1e} from the dense product, {allowed:.0e} allowed"
-    return replace(cell, error=error, tolerance=allowed, missing=reason)
+def _checked(cell: BenchCell, layers: Layers, x: Tensor, weight: Tensor, bits: int) -> BenchCell:
+    """The cell with its errors; `missing` says why it must not be timed.
+
+    A product is compared with that of the values stored, so that rounding does not hide a wrong kernel; these
+    values are compared with the weight that was given.
+    """
+    error = _relative(layers.product(x, 0), linear(x.float(), layers.stored.float()))
+    rounding = _relative(layers.stored, weight)
+    allowed = TOLERANCES[x.dtype]
+    reason = None
+    if not error <= allowed:
+        reason = f"wrong: {error:.1e} from the product with the values stored, {allowed:.0e} allowed"
+    elif not rounding <= _ROUNDING[bits]:
+        reason = f"wrong: the values stored are {rounding:.1e} from the weight, {_ROUNDING[bits]:.0e} allowed"
+    facts = {"stored bytes": float(layers.nbytes), "rounding error": rounding}
+    return replace(cell, error=error, tolerance=allowed, missing=reason, facts=facts)
+
+
+def _relative(values: Tensor, wanted: Tensor) -> float:
+    return float((values.float() - wanted.float()).norm() / wanted.float().norm())

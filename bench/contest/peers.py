@@ -182,13 +182,13 @@ PEERS: dict[str, Peer] = {
 }
 # Rounding differs where two ways disagree in the last bit before it.
 _SIMULATED_SLACK = 5e-3
-_TOLERANCES = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 2e-2}
+TOLERANCES = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 2e-2}
 _CHECKED_QUERIES = 128
 
 
 def tolerance(peer: Peer, dtype: torch.dtype) -> float:
     """Largest relative error against `naive` at which a peer is timed."""
-    return peer.tolerance or _TOLERANCES[dtype] + (_SIMULATED_SLACK if peer.logits.quantizes else 0.0)
+    return peer.tolerance or TOLERANCES[dtype] + (_SIMULATED_SLACK if peer.logits.quantizes else 0.0)
 
 
 def relative_error(peer: Peer, call: AttentionCall) -> float:

@@ -1,20 +1,17 @@
-"""Engines that continue tokens: DiffTransformer, our exports in ONNX Runtime, transformers' own exports, llama.cpp.
+"""Engines that continue tokens: DiffTransformer and our exports in ONNX Runtime. Peers are in peer_engines.py.
 
 torch is imported where it is used: a process that runs without it must not pay its memory.
 """
 
-import sys
 import time
-from collections.abc import Callable
-from contextlib import redirect_stdout
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from diffquant import export
-from diffquant.errors import CheckpointError
 
 # From tokens [1, T] to the logits of some of them, the last one's among them: [1, T or 1, V].
 Step = Callable[[np.ndarray], np.ndarray]
@@ -22,18 +19,48 @@ Step = Callable[[np.ndarray], np.ndarray]
 
 @dataclass(frozen=True)
 class Engine:
-    """An open model that continues tokens.
+    """An open model whose speed at continuing tokens can be measured.
 
     Attributes:
-        generate: function of a prompt [1, T] and a count; gives so many new tokens and the time of each.
-        prefill: function that runs a prompt [1, T] alone.
+        decode: function of a prompt [1, T] and a count; gives tokens a second from the first new token to the last,
+            and the new tokens, none where the engine does not tell.
+        prefill: function of a prompt [1, T]; gives tokens a second of running it alone.
+        about: what a result must say of the engine, such as the flags it was built with.
+        elsewhere: whether it runs in processes of its own, whose memory is then not known.
     """
 
-    generate: Callable[[np.ndarray, int], tuple[list[int], list[float]]]
-    prefill: Callable[[np.ndarray], Any]
+    decode: Callable[[np.ndarray, int], tuple[float, list[int]]]
+    prefill: Callable[[np.ndarray], float]
+    about: Mapping[str, str] = field(default_factory=dict)
+    elsewhere: bool = False
 
 
-def stepping(start: Callable[[int], Step]) -> Engine:
+def timed(
+    generate: Callable[[np.ndarray, int], tuple[list[int], list[float]]],
+    run: Callable[[np.ndarray], Any],
+    about: Mapping[str, str] | None = None,
+) -> Engine:
+    """Engine that is timed from here.
+
+    Args:
+        generate: function of a prompt and a count; gives so many new tokens and the time of each.
+        run: function that runs a prompt alone.
+        about: what a result must say of the engine.
+    """
+
+    def decode(prompt: np.ndarray, count: int) -> tuple[float, list[int]]:
+        tokens, times = generate(prompt, count)
+        return (count - 1) / (times[-1] - times[0]), tokens
+
+    def prefill(prompt: np.ndarray) -> float:
+        started = time.perf_counter()
+        run(prompt)
+        return int(prompt.shape[1]) / (time.perf_counter() - started)
+
+    return Engine(decode, prefill, about or {})
+
+
+def stepping(start: Callable[[int], Step], about: Mapping[str, str] | None = None) -> Engine:
     """Engine that decodes greedily by a step; `start` makes one with room for so many tokens."""
 
     def generate(prompt: np.ndarray, count: int) -> tuple[list[int], list[float]]:
@@ -45,7 +72,7 @@ def stepping(start: Callable[[int], Step]) -> Engine:
             ids = np.array([tokens[-1:]])
         return tokens, times
 
-    return Engine(generate, lambda prompt: start(prompt.shape[1])(prompt))
+    return timed(generate, lambda prompt: start(prompt.shape[1])(prompt), about)
 
 
 def open_torch(model: Path, threads: int) -> Engine:
@@ -67,7 +94,7 @@ def open_torch(model: Path, threads: int) -> Engine:
     def prefill(prompt: np.ndarray) -> Any:
         return opened(torch.from_numpy(prompt), use_cache=True).logits
 
-    return Engine(generate, prefill)
+    return timed(generate, prefill)
 
 
 class Clock:
@@ -107,113 +134,6 @@ def open_export(folder: Path, threads: int) -> Engine:
 
     model = OnnxModel(folder, threads)
     return stepping(lambda rows: InPlaceDecoder(model, 1, rows).step)
-
-
-def write_transformers(fusions: str | None, bits: int, model: Path, folder: Path) -> None:
-    """Write transformers' own export: one graph that takes prompts as well as single tokens.
-
-    Its 4 bits are NNCF's: symmetric, a scale over 32 weights, embedding and head at 8 bits.
-    """
-    import torch
-    from transformers import AutoModelForCausalLM
-    from transformers.exporters import ExportedModel, OnnxConfig, OnnxExporter
-    from transformers.utils.quantization_config import GgufConfig
-
-    gguf = {"gguf_file": model.name, "quantization_config": GgufConfig(dequantize=True)} if model.is_file() else {}
-    place = model.parent if gguf else model
-    opened = AutoModelForCausalLM.from_pretrained(place, **gguf, dtype=torch.float32, local_files_only=True).eval()
-    ids = torch.from_numpy(random_tokens(model, 16))
-    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    config = OnnxConfig(dynamic=True, ort_fusions=fusions, quantizer=_nncf_quantizer() if bits == 4 else None)
-    with redirect_stdout(sys.stderr):  # its progress is not our table
-        exported = OnnxExporter().export_for_generation(opened, inputs, config, multi_token_decode=True)
-    graph = {"decode": exported.components["decode"]}
-    ExportedModel(graph, exported.export_format, config=exported.config).save_pretrained(folder)
-
-
-def _nncf_quantizer() -> Any:
-    import nncf
-    from transformers.exporters import NNCFOnnxQuantizer, NNCFWeightCompressionConfig
-
-    return NNCFOnnxQuantizer(NNCFWeightCompressionConfig(mode=nncf.CompressWeightsMode.INT4_SYM, group_size=32))
-
-
-def open_transformers(folder: Path, threads: int) -> Engine:
-    """Engine of transformers' export; a call's cache is the next one's input without a copy, and grows by a copy."""
-    import onnxruntime as ort
-
-    options = ort.SessionOptions()
-    options.intra_op_num_threads = threads
-    options.log_severity_level = 3
-    session = ort.InferenceSession(str(folder / "decode.onnx"), options, providers=["CPUExecutionProvider"])
-    caches = [value for value in session.get_inputs() if "past_key_values" in value.name]
-
-    def start(_: int) -> Step:
-        shapes = [(1, int(value.shape[1]), 0, int(value.shape[3])) for value in caches]
-        past = [ort.OrtValue.ortvalue_from_numpy(np.zeros(shape, np.float32)) for shape in shapes]
-        length = 0
-
-        def step(ids: np.ndarray) -> np.ndarray:
-            nonlocal past, length
-            binding = session.io_binding()
-            binding.bind_cpu_input("input_ids", ids)
-            binding.bind_cpu_input("position_ids", np.arange(length, length + ids.shape[1])[None])
-            for value, cache in zip(caches, past, strict=True):
-                binding.bind_ortvalue_input(value.name, cache)
-            for output in session.get_outputs():
-                binding.bind_output(output.name, "cpu")
-            session.run_with_iobinding(binding)
-            logits, *past = binding.get_outputs()
-            length += ids.shape[1]
-            return np.asarray(logits.numpy())
-
-        return step
-
-    return stepping(start)
-
-
-def write_llama_cpp(model: Path, folder: Path) -> None:
-    """Write a GGUF file in llama.cpp's Q4_0 by its own quantizer, also of a file that is quantized already.
-
-    Raises:
-        CheckpointError: the model is no GGUF file, or llama.cpp could not quantize it.
-    """
-    import llama_cpp
-
-    if model.suffix != ".gguf":
-        raise CheckpointError("llama.cpp opens GGUF files of architectures it knows, which no DIFF model is")
-    folder.mkdir()
-    options = llama_cpp.llama_model_quantize_default_params()
-    options.ftype = llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_0
-    options.allow_requantize = True
-    source, target = str(model).encode(), str(folder / "model.gguf").encode()
-    if llama_cpp.llama_model_quantize(source, target, options):
-        raise CheckpointError(f"llama.cpp could not quantize {model}")
-
-
-def open_llama_cpp(folder: Path, threads: int) -> Engine:
-    """Engine of llama.cpp as llama-cpp-python sets it up, giving logits of every position as the others do."""
-    import llama_cpp
-
-    model = llama_cpp.Llama(
-        str(folder / "model.gguf"),
-        n_ctx=2048,
-        n_threads=threads,
-        n_threads_batch=threads,
-        logits_all=True,
-        verbose=False,
-    )
-
-    def start(_: int) -> Step:
-        model.reset()
-
-        def step(ids: np.ndarray) -> np.ndarray:
-            model.eval(ids[0].tolist())
-            return np.asarray(model.scores[None, model.n_tokens - 1 : model.n_tokens])
-
-        return step
-
-    return stepping(start)
 
 
 def random_tokens(model: Path, count: int) -> np.ndarray:

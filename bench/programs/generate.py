@@ -9,8 +9,10 @@ the process's largest resident set from its start to the end of its generating.
 
 What memory or time cannot hold at once goes in pieces: `--write --exports FOLDER` makes the contestants'
 folders beforehand, `--contestants` names who runs beside torch, and `--merge` adds them to a file. A
-share of torch's is always of the torch that ran in the same piece, a share of the float32 export's of
-the newest float32 export in the file.
+share of torch's is always of the torch that ran in the same piece, which each row keeps with its own
+numbers; a share of the float32 export's is of the newest float32 export in the file.
+
+llama-bench does not tell its tokens, and its memory is not counted.
 """
 
 import json
@@ -18,7 +20,7 @@ import os
 import re
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -32,14 +34,13 @@ import typer
 
 from diffquant.bench.environment import environment
 from diffquant.bench.memory import AnonymousPeak, resident
-from diffquant.bench.programs.engines import (
-    Engine,
-    open_export,
+from diffquant.bench.programs.engines import Engine, open_export, open_torch, random_tokens, write_export
+from diffquant.bench.programs.peer_engines import (
+    open_genai,
+    open_llama_bench,
     open_llama_cpp,
-    open_torch,
     open_transformers,
-    random_tokens,
-    write_export,
+    write_genai,
     write_llama_cpp,
     write_transformers,
 )
@@ -87,12 +88,11 @@ CONTESTANTS = {
     TORCH: Contestant(None, open_torch),
     FLOAT: Contestant(partial(write_export, {}), open_export),
     "export 4:g32 kv 8 embed 8": Contestant(partial(write_export, LOW_BITS), open_export),
-    "transformers export": Contestant(partial(write_transformers, None, 16), open_transformers, peer=True),
-    "transformers export, fused": Contestant(partial(write_transformers, "cpu", 16), open_transformers, peer=True),
-    "transformers export, fused, 4 bits": Contestant(
-        partial(write_transformers, "cpu", 4), open_transformers, peer=True
-    ),
+    "transformers export": Contestant(partial(write_transformers, None), open_transformers, peer=True),
+    "transformers export, fused": Contestant(partial(write_transformers, "cpu"), open_transformers, peer=True),
+    "onnxruntime-genai int4": Contestant(write_genai, open_genai, peer=True),
     "llama.cpp Q4_0": Contestant(write_llama_cpp, open_llama_cpp, peer=True),
+    "llama-bench Q4_0": Contestant(write_llama_cpp, open_llama_bench, peer=True),
 }
 _engines: list[Engine] = []  # the one of this process
 
@@ -109,27 +109,25 @@ def write_folder(name: str, model: Path, folder: Path) -> dict[str, Any]:
     return {"write_seconds": seconds, "write_anonymous_bytes": watched.peak}
 
 
-def open_engine(name: str, folder: Path, threads: int) -> None:
-    """Open a contestant's folder as this process's model."""
+def open_engine(name: str, folder: Path, threads: int) -> Mapping[str, str]:
+    """Open a contestant's folder as this process's model; returns what a result must say of the engine."""
     _engines.append(CONTESTANTS[name].open(folder, threads))
+    return _engines[0].about
 
 
 def decode_speed(prompt: np.ndarray, count: int) -> tuple[float, list[int]]:
     """Speed of decoding by this process's model, in tokens a second, and the tokens."""
-    tokens, times = _engines[0].generate(prompt, count)
-    return (count - 1) / (times[-1] - times[0]), tokens
+    return _engines[0].decode(prompt, count)
 
 
 def prefill_speed(prompt: np.ndarray) -> float:
     """Speed of prefill by this process's model, in tokens a second."""
-    started = time.perf_counter()
-    _engines[0].prefill(prompt)
-    return int(prompt.shape[1]) / (time.perf_counter() - started)
+    return _engines[0].prefill(prompt)
 
 
-def peak_bytes() -> int:
-    """Largest resident set of this process; getrusage's can be its parent's."""
-    return resident().peak
+def peak_bytes() -> int | None:
+    """Largest resident set of this process; getrusage's can be its parent's. None where the model runs elsewhere."""
+    return None if _engines[0].elsewhere else resident().peak
 
 
 def write_all(model: Path, place: Path, names: Sequence[str]) -> dict[str, dict[str, Any]]:
@@ -174,7 +172,7 @@ def measure_generation(model: Path, place: Path, names: Sequence[str], settings:
         if "missing" in row:
             continue
         try:
-            pools[name] = admit(name, model, place, settings)
+            pools[name], row["about"] = admit(name, model, place, settings)
         except Exception as error:  # a peer may fail with anything here, too
             if not may_be_missing(name, error):
                 raise
@@ -198,23 +196,26 @@ def measure_generation(model: Path, place: Path, names: Sequence[str], settings:
     return rows
 
 
-def admit(name: str, model: Path, place: Path, settings: Settings) -> ProcessPoolExecutor:
-    """Pool of one process that has the contestant's model open and warm."""
+def admit(name: str, model: Path, place: Path, settings: Settings) -> tuple[ProcessPoolExecutor, Mapping[str, str]]:
+    """Pool of one process that has the contestant's model open and warm, and what a result must say of its engine."""
     folder = folder_of(name, place) if CONTESTANTS[name].write else model
     pool = ProcessPoolExecutor(1, get_context("spawn"))
-    pool.submit(open_engine, name, folder, settings.threads).result()
+    about = pool.submit(open_engine, name, folder, settings.threads).result()
     pool.submit(decode_speed, random_tokens(model, settings.prompt), settings.new).result()
-    return pool
+    return pool, about
 
 
 def compare_with_torch(row: dict[str, Any], torch: dict[str, Any]) -> None:
-    """Add to a row its medians, their ratios to torch's, and how many leading tokens are like torch's."""
+    """Add to a row its medians, torch's numbers, the ratios to them, and how many leading tokens are like torch's."""
     for what in ("decode", "prefill"):
         row[f"{what}_median"] = median(row[what])
         row[f"{what}_of_torch"] = median(row[what]) / median(torch[what])
-    row["peak_of_torch"] = row["peak_bytes"] / torch["peak_bytes"]
-    same = [a == b for a, b in zip(row["tokens"], torch["tokens"], strict=True)]
-    row["same_tokens"] = [*same, False].index(False)
+    row["torch"] = {what: torch[what] for what in ("decode", "prefill", "peak_bytes")}
+    if row["peak_bytes"]:
+        row["peak_of_torch"] = row["peak_bytes"] / torch["peak_bytes"]
+    if row["tokens"]:
+        same = [a == b for a, b in zip(row["tokens"], torch["tokens"], strict=True)]
+        row["same_tokens"] = [*same, False].index(False)
 
 
 def compare_with_export(rows: dict[str, dict[str, Any]]) -> None:
@@ -223,7 +224,7 @@ def compare_with_export(rows: dict[str, dict[str, Any]]) -> None:
     for row in rows.values():
         if reference.get("folder_bytes") and row.get("folder_bytes"):
             row["folder_of_export"] = row["folder_bytes"] / reference["folder_bytes"]
-        if "peak_bytes" in reference and "peak_bytes" in row:
+        if reference.get("peak_bytes") and row.get("peak_bytes"):
             row["peak_of_export"] = row["peak_bytes"] / reference["peak_bytes"]
 
 
@@ -250,7 +251,7 @@ def table(model: str, rows: dict[str, Any]) -> str:
         peak = [_text(row, "peak_bytes", 1e-6, ".0f")]
         peak += [_text(row, what, 1, ".2f") for what in ("peak_of_torch", "peak_of_export")]
         written = [_text(row, "write_seconds", 1, ".1f"), _text(row, "write_anonymous_bytes", 1e-6, ".0f")]
-        lines.append([name, *speeds, *folder, *peak, str(row["same_tokens"]), *written])
+        lines.append([name, *speeds, *folder, *peak, str(row.get("same_tokens", "-")), *written])
     missing = [f"{name}: none, {row['missing']}" for name, row in rows.items() if "missing" in row]
     return "\n".join([*aligned(head, lines), *missing])
 
@@ -285,7 +286,7 @@ def main(
             print(json.dumps({model.name: write_all(model, _place(exports, model), names)}, indent=1))
         return
     settings = Settings(threads, repeats, prompt, new, prefill)
-    packages = ("onnx", "onnxruntime", "nncf", "llama_cpp_python")
+    packages = ("onnx", "onnxruntime", "onnxruntime-genai", "llama_cpp_python")
     result: dict[str, Any] = {"environment": environment(*packages), "models": {}}
     if merge and file and file.is_file():
         result = json.loads(file.read_text()) | {"environment": result["environment"]}
@@ -294,9 +295,11 @@ def main(
             rows = measure_generation(model, _place(exports or Path(place), model), names, settings)
         for row in rows.values():
             # With each row, since a merged file has rows of several runs.
-            row["settings"] = asdict(settings) | {"commit": result["environment"]["commit"]}
+            row["settings"] = asdict(settings) | {
+                what: result["environment"][what] for what in ("commit", "date", "cpu")
+            }
         everyone = result["models"].setdefault(model.name, {})
-        # The first torch stays: a later one ran beside fewer.
+        # The first torch stays: a later one ran beside fewer, and is kept with the rows that refer to it.
         everyone |= {name: row for name, row in rows.items() if name != TORCH or name not in everyone}
         compare_with_export(everyone)
         if file:

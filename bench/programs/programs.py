@@ -14,6 +14,7 @@ from diffquant.export.native import library_path
 from diffquant.support.progress import Progress, silent
 
 _BODY, _KERNEL = "function body", "native kernel"
+_SLOW = ("transformers", "onnxruntime-genai")
 _SHORT = "left out of the full report for its time; `diffquant bench generate` runs it"
 
 
@@ -23,10 +24,10 @@ def generation(
     """Cells of decode and prefill of every contestant.
 
     Args:
-        peers: whether transformers' exports, which take minutes to make, are among them.
+        peers: whether peers whose folders take minutes to make are among them.
     """
     cells = []
-    names = [name for name in generate.CONTESTANTS if peers or not name.startswith("transformers")]
+    names = [name for name in generate.CONTESTANTS if peers or not name.startswith(_SLOW)]
     for done, model in enumerate(models):
         progress(done, len(models), f"generate: {model.name}")
         with tempfile.TemporaryDirectory() as place:

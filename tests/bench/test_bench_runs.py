@@ -1,6 +1,7 @@
 """The command line, timing in turns, memory, generation's bookkeeping and the GPU table's verdicts."""
 
 import json
+import sys
 import time
 
 import numpy as np
@@ -12,12 +13,13 @@ from diffquant.bench.cells import BenchCell
 from diffquant.bench.contest import contest
 from diffquant.bench.gpu import ratios as gpu
 from diffquant.bench.gpu import tune
-from diffquant.bench.programs import generate, programs
+from diffquant.bench.programs import generate, hellaswag, peer_engines, programs
 from diffquant.bench.run import SECTIONS, BenchOptions
 from diffquant.cli import app
-from diffquant.errors import FailedCellsError, UsageError
+from diffquant.errors import FailedCellsError, MissingDependencyError, UsageError
 from diffquant.kernels.configs import AttentionTile
 from tests.support import tiny_lm
+from tests.support.models import random_llama
 
 
 def test_calls_take_turns():
@@ -39,16 +41,12 @@ def test_graphs_are_for_cuda():
         timing.prepare(lambda: None, graph=True)
 
 
-def test_memory_counts_what_was_touched():
+def test_anonymous_memory_counts_what_was_touched():
     with memory.AnonymousPeak() as watched:
         held = np.ones(40_000_000 // 8)
         time.sleep(0.1)
         del held
     assert watched.peak - watched.before > 20_000_000
-    before = memory.restart_peak()
-    held = np.ones(80_000_000 // 8)
-    assert memory.resident().peak - before > 70_000_000
-    del held
 
 
 def test_bench_writes_tables_plots_and_a_report_and_compares(tmp_path):
@@ -131,6 +129,75 @@ def test_shares_are_of_the_float32_export_and_of_torch():
     assert low["prefill_of_torch"] == 0.5
     assert low["same_tokens"] == 2
     assert (low["folder_of_export"], low["peak_of_export"]) == (0.2, 0.5)
+    assert low["torch"] == {what: torch[what] for what in ("decode", "prefill", "peak_bytes")}
+
+
+def test_a_merged_file_keeps_the_torch_that_each_ratio_is_to(tmp_path, monkeypatch):
+    speeds = iter((10.0, 40.0, 20.0, 60.0))
+
+    def measured(model, place, names, settings):
+        rows = {name: {"decode": [next(speeds)], "prefill": [1.0], "peak_bytes": 1, "tokens": [1]} for name in names}
+        for row in rows.values():
+            generate.compare_with_torch(row, rows[generate.TORCH])
+        return rows
+
+    monkeypatch.setattr(generate, "measure_generation", measured)
+    file, low = tmp_path / "generate.json", "export 4:g32 kv 8 embed 8"
+    for contestant in (generate.FLOAT, low):
+        generate.main([tmp_path], contestants=contestant, merge=True, file=file)
+    rows = json.loads(file.read_text())["models"][tmp_path.name]
+    assert list(rows) == [generate.TORCH, generate.FLOAT, low]
+    assert [row["decode_of_torch"] for row in rows.values()] == [1.0, 4.0, 3.0]
+    for row in rows.values():
+        assert row["decode_of_torch"] == row["decode"][0] / row["torch"]["decode"][0]
+        assert row["settings"].keys() >= {"commit", "date", "cpu", "threads"}
+
+
+def fake_llama_bench(folder):
+    """A program that answers as llama-bench does, with the flags it was given as its speed's digits."""
+    program = folder / "llama-bench"
+    program.write_text(
+        f"#!{sys.executable}\nimport json, sys\nflags = dict(zip(sys.argv[1::2], sys.argv[2::2]))\n"
+        "print(json.dumps([{'avg_ts': float(flags['-p']) + float(flags['-n']) + float(flags.get('-d', 0)) / 1000}]))\n"
+    )
+    program.chmod(0o755)
+
+
+def test_llama_bench_is_asked_for_the_same_lengths_and_its_memory_is_not_ours(tmp_path, monkeypatch):
+    fake_llama_bench(tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    engine = peer_engines.open_llama_bench(tmp_path, 2)
+    assert engine.decode(np.zeros((1, 64), int), 32) == (32.064, [])
+    assert engine.prefill(np.zeros((1, 128), int)) == 128.0
+    assert "-t 2" in engine.about["flags"]
+    monkeypatch.setattr(generate, "_engines", [engine])
+    assert generate.peak_bytes() is None
+    row = {"decode": [1.0], "prefill": [1.0], "peak_bytes": None, "tokens": []}
+    generate.compare_with_torch(row, {"decode": [1.0], "prefill": [1.0], "peak_bytes": 5, "tokens": [7]})
+    assert "same_tokens" not in row
+    assert "peak_of_torch" not in row
+    assert "-" in generate.table("m", {"llama-bench Q4_0": row})
+
+
+def test_llama_bench_that_is_not_installed_is_named(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(MissingDependencyError, match="llama-bench is not on the path"):
+        peer_engines.open_llama_bench(tmp_path, 1)
+
+
+def test_genais_int4_model_is_built_and_continues_tokens(tmp_path):
+    pytest.importorskip("onnxruntime_genai")
+    model = tmp_path / "llama"
+    # Its attention takes widths of 16 and multiples.
+    widths = {"head_dim": 16, "hidden_size": 64, "num_hidden_layers": 1, "vocab_size": tiny_lm.WORDS}
+    random_llama(0, **widths, num_attention_heads=4, num_key_value_heads=2).save_pretrained(model)
+    tiny_lm.tokenizer().save_pretrained(model)
+    peer_engines.write_genai(model, tmp_path / "genai")
+    engine = peer_engines.open_genai(tmp_path / "genai", 1)
+    speed, tokens = engine.decode(generate.random_tokens(model, 5), 6)
+    assert speed > 0
+    assert len(tokens) == 6
+    assert engine.prefill(generate.random_tokens(model, 8)) > 0
 
 
 def test_a_peer_that_cannot_write_is_a_reason_and_its_folder_is_not_tried_again(tmp_path):
@@ -231,3 +298,17 @@ def test_generation_gives_the_same_tokens_in_torch_and_in_the_float32_export(tmp
     cells = [cell for name, row in found.items() for cell in programs._of_generation("diff-v2", name, row)]
     assert {cell.path for cell in cells if cell.missing} == {"llama.cpp Q4_0"}
     assert all(cell.unit == "tokens/s" for cell in cells)
+
+
+def test_scorers_are_compared_by_the_medians_of_their_turns():
+    def scorer(name, dtype, batch, *seconds):
+        turns = {"seconds": seconds, "cpu_seconds": seconds}
+        return {"name": name, "dtype": dtype, "batch_size": batch, "choices": [1]} | turns
+
+    timings = [scorer("diffquant", dtype, None, 1.0, 2.0, 30.0) for dtype in ("float32", "bfloat16")]
+    timings += [scorer("HFLM", dtype, n, 4.0, 8.0, 9.0) for dtype in ("float32", "bfloat16") for n in (1, 8)]
+    found = {"items": 4, "default_dtype": {"diffquant": "bfloat16", "HFLM": "float32"}, "timings": timings}
+    assert set(hellaswag.ratios(found).values()) == {(4.0, 4.0)}
+    text = hellaswag.scorer_summary(found)
+    assert "each one's defaults, bfloat16 against float32: 4.00 times" in text
+    assert ["diffquant", "float32", "2.00", "0.500"] in [line.split() for line in text.splitlines()]

@@ -1,12 +1,18 @@
 """Results: ratios, rooflines, what counts as moved, files that cannot be read, and the outputs."""
 
 import json
+import shutil
+import subprocess
 from dataclasses import replace
 
 import pytest
+import torch
 
+from diffquant.bench import peaks
 from diffquant.bench.cells import BenchCell, BenchResult, read_result
 from diffquant.bench.compare import moved, summarize_changes
+from diffquant.bench.contest import peers
+from diffquant.bench.contest.roofline import largest_cache
 from diffquant.bench.plots import plots
 from diffquant.bench.report import csv_table, html_report, markdown
 from diffquant.errors import UsageError
@@ -39,6 +45,27 @@ def test_the_roofline_is_what_the_slower_of_arithmetic_and_memory_allows():
     assert result().of_roofline(bound_by_memory) == pytest.approx(0.5)
     assert result().of_roofline(bound_by_arithmetic) == pytest.approx(0.25)
     assert result().of_roofline(cell("c", [4.0])) is None
+
+
+def test_shares_of_the_copys_speed_are_marked_where_a_cache_holds_all_that_is_touched():
+    machine = {"copy": {"bytes a second": 1e9}, "matmul": {"float32": 1e12}, "cache": {"bytes": 10**6}}
+    in_cache = cell("a", [4.0], operations=10**6, bytes=10**6, touched=10**6)
+    turned = cell("b", [4.0], operations=10**6, bytes=10**6, touched=10**6 + 1)  # several weights in turns
+    arithmetic = cell("c", [4.0], operations=10**10, bytes=10**6, touched=10**6)
+    found = replace(result(in_cache, turned, arithmetic), machine=machine)
+    assert [found.is_cached(each) for each in found.cells] == [True, False, False]
+    assert "| 25%, cached |" in markdown(found)
+    assert [entry.get("cached") for entry in found.to_dict()["cells"]] == [True, None, None]
+    assert not result(in_cache).is_cached(in_cache)
+
+
+def test_the_largest_cache_is_the_one_that_lscpu_names():
+    lscpu = shutil.which("lscpu")
+    if lscpu is None:
+        pytest.skip("no lscpu")
+    text = subprocess.run([lscpu, "--caches=ONE-SIZE", "--bytes"], capture_output=True, text=True).stdout
+    sizes = [int(line) for line in text.split()[1:]]
+    assert largest_cache("cpu") == max(sizes, default=None)
 
 
 @pytest.mark.parametrize(
@@ -100,7 +127,7 @@ def test_files_that_are_no_result_are_refused(tmp_path, text, reason):
 def test_reports_say_what_is_missing_and_load_nothing():
     found = result(
         cell("base", [4.0, 5.0], length=512, peak_bytes=10**6),
-        cell("<fast>", [1.0], length=512, peak_bytes=0, error=1e-7),
+        cell("<fast>", [1.0], length=512, peak_bytes=10**5, error=1e-7),
         replace(cell("gone", []), missing="it runs on CUDA alone", length=512),
     )
     page = html_report(found)
@@ -113,6 +140,23 @@ def test_reports_say_what_is_missing_and_load_nothing():
     assert "| <fast> | 1 ms |" in text
     assert "- gone: none, it runs on CUDA alone" in text
     assert len(csv_table(found).splitlines()) == 4
+
+
+def test_memory_is_measured_again_for_the_paths_that_are_known_and_the_result_says_so(tmp_path):
+    workload = "smollm2-135m-diff-v2, 1 of 300 tokens, batch 1, float32"
+    cells = (
+        BenchCell("decode", workload, peers.BASELINE, values=(1.0,), peak_bytes=0, length=300),
+        BenchCell("decode", workload, "a path of old", values=(1.0,), peak_bytes=7, length=300),
+        BenchCell("linear", "1 -> 1, 1 tokens, float32", "dense", values=(1.0,), peak_bytes=7),
+    )
+    before = replace(result(*cells), settings={"threads": 1, "device": "cpu"})
+    now = peaks.measure_peaks(before)
+    # The output at least: 9 pairs' two heads of 64 floats.
+    assert now.cells[0].peak_bytes >= 4 * 9 * 2 * 64
+    assert [each.peak_bytes for each in now.cells[1:]] == [None, 7]
+    assert f"torch {torch.__version__}" in markdown(now)
+    with pytest.raises(UsageError, match="of cuda; its memory is measured with its times"):
+        peaks.measure_peaks(replace(before, settings={"device": "cuda"}))
 
 
 def test_plots_are_only_of_what_has_lengths(tmp_path):

@@ -1,0 +1,213 @@
+"""Peers that continue tokens: transformers' own exports, onnxruntime-genai, llama.cpp and its llama-bench.
+
+A library is imported where it is used: a process that runs without it must not pay its memory.
+"""
+
+import json
+import shutil
+import subprocess
+import sys
+import time
+from contextlib import redirect_stdout
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+
+from diffquant.bench.programs.engines import Engine, Step, random_tokens, stepping, timed
+from diffquant.errors import CheckpointError, MissingDependencyError
+
+# A scale over 32 weights and int8 activations in products, as our 4-bit export has them; the head's codes serve the
+# embedding, too.
+_GENAI_OPTIONS = ("block_size=32", "accuracy_level=4")
+# The file that llama-cpp-python and llama-bench open.
+_GGUF = "model.gguf"
+
+
+def write_transformers(fusions: str | None, model: Path, folder: Path) -> None:
+    """Write transformers' own export: one graph that takes prompts as well as single tokens."""
+    import torch
+    from transformers.exporters import ExportedModel, OnnxConfig, OnnxExporter
+
+    opened = _opened_by_transformers(model)
+    ids = torch.from_numpy(random_tokens(model, 16))
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    config = OnnxConfig(dynamic=True, ort_fusions=fusions)
+    with redirect_stdout(sys.stderr):  # its progress is not our table
+        exported = OnnxExporter().export_for_generation(opened, inputs, config, multi_token_decode=True)
+    graph = {"decode": exported.components["decode"]}
+    ExportedModel(graph, exported.export_format, config=exported.config).save_pretrained(folder)
+
+
+def _opened_by_transformers(model: Path) -> Any:
+    """A model in float32 as transformers reads it, a GGUF file dequantized."""
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers.utils.quantization_config import GgufConfig
+
+    gguf = {"gguf_file": model.name, "quantization_config": GgufConfig(dequantize=True)} if model.is_file() else {}
+    place = model.parent if gguf else model
+    return AutoModelForCausalLM.from_pretrained(place, **gguf, dtype=torch.float32, local_files_only=True).eval()
+
+
+def open_transformers(folder: Path, threads: int) -> Engine:
+    """Engine of transformers' export; a call's cache is the next one's input without a copy, and grows by a copy."""
+    import onnxruntime as ort
+
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.log_severity_level = 3
+    session = ort.InferenceSession(str(folder / "decode.onnx"), options, providers=["CPUExecutionProvider"])
+    caches = [value for value in session.get_inputs() if "past_key_values" in value.name]
+
+    def start(_: int) -> Step:
+        shapes = [(1, int(value.shape[1]), 0, int(value.shape[3])) for value in caches]
+        past = [ort.OrtValue.ortvalue_from_numpy(np.zeros(shape, np.float32)) for shape in shapes]
+        length = 0
+
+        def step(ids: np.ndarray) -> np.ndarray:
+            nonlocal past, length
+            binding = session.io_binding()
+            binding.bind_cpu_input("input_ids", ids)
+            binding.bind_cpu_input("position_ids", np.arange(length, length + ids.shape[1])[None])
+            for value, cache in zip(caches, past, strict=True):
+                binding.bind_ortvalue_input(value.name, cache)
+            for output in session.get_outputs():
+                binding.bind_output(output.name, "cpu")
+            session.run_with_iobinding(binding)
+            logits, *past = binding.get_outputs()
+            length += ids.shape[1]
+            return np.asarray(logits.numpy())
+
+        return step
+
+    return stepping(start)
+
+
+def write_genai(model: Path, folder: Path) -> None:
+    """Write what onnxruntime-genai's model builder makes of a model in int4.
+
+    Raises:
+        MissingDependencyError: onnxruntime-genai is not installed.
+        CheckpointError: its builder failed.
+    """
+    from diffquant.source.tokenizer import load_tokenizer
+
+    package = find_spec("onnxruntime_genai")
+    if package is None or package.submodule_search_locations is None:
+        raise MissingDependencyError("onnxruntime-genai is not installed")
+    builder = Path(package.submodule_search_locations[0]) / "models" / "builder.py"
+    with TemporaryDirectory() as place:
+        source = Path(place) / "model"
+        _opened_by_transformers(model).save_pretrained(source)
+        load_tokenizer(model).save_pretrained(source)
+        command = [sys.executable, str(builder), "-i", str(source), "-o", str(folder), "-p", "int4", "-e", "cpu"]
+        command += ["-c", str(Path(place) / "cache"), "--extra_options", *_GENAI_OPTIONS, "hf_token=false"]
+        made = subprocess.run(command, capture_output=True, text=True, check=False)
+    if made.returncode:
+        raise CheckpointError(f"onnxruntime-genai's builder ended with {made.returncode}: {made.stderr.strip()[-200:]}")
+
+
+def open_genai(folder: Path, threads: int) -> Engine:
+    """Engine of onnxruntime-genai's own loop, with its cache in place."""
+    import onnxruntime_genai as genai
+
+    config = genai.Config(str(folder))
+    options = {"model": {"decoder": {"session_options": {"intra_op_num_threads": threads}}}}
+    config.overlay(json.dumps(options))
+    model = genai.Model(config)
+
+    def start(rows: int) -> Any:
+        parameters = genai.GeneratorParams(model)
+        # No end before its time: everyone generates the same count.
+        parameters.set_search_options(min_length=rows, max_length=rows, do_sample=False)
+        return genai.Generator(model, parameters)
+
+    def generate(prompt: np.ndarray, count: int) -> tuple[list[int], list[float]]:
+        generator = start(prompt.shape[1] + count)
+        generator.append_tokens(prompt[0].astype(np.int32))
+        tokens, times = [], []
+        for _ in range(count):
+            generator.generate_next_token()
+            tokens.append(int(generator.get_next_tokens()[0]))
+            times.append(time.perf_counter())
+        return tokens, times
+
+    def run(prompt: np.ndarray) -> Any:
+        start(prompt.shape[1] + 1).append_tokens(prompt[0].astype(np.int32))
+
+    return timed(generate, run, {"builder options": "int4, " + ", ".join(_GENAI_OPTIONS)})
+
+
+def write_llama_cpp(model: Path, folder: Path) -> None:
+    """Write a GGUF file in llama.cpp's Q4_0 by its own quantizer, also of a file that is quantized already.
+
+    Raises:
+        CheckpointError: the model is no GGUF file, or llama.cpp could not quantize it.
+    """
+    import llama_cpp
+
+    if model.suffix != ".gguf":
+        raise CheckpointError("llama.cpp opens GGUF files of architectures it knows, which no DIFF model is")
+    folder.mkdir()
+    options = llama_cpp.llama_model_quantize_default_params()
+    options.ftype = llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_0
+    options.allow_requantize = True
+    source, target = str(model).encode(), str(folder / _GGUF).encode()
+    if llama_cpp.llama_model_quantize(source, target, options):
+        raise CheckpointError(f"llama.cpp could not quantize {model}")
+
+
+def open_llama_cpp(folder: Path, threads: int) -> Engine:
+    """Engine of llama.cpp as llama-cpp-python sets it up, giving logits of every position as the others do."""
+    import llama_cpp
+
+    about = {"system": llama_cpp.llama_print_system_info().decode().strip()}
+    model = llama_cpp.Llama(
+        str(folder / _GGUF),
+        n_ctx=2048,
+        n_threads=threads,
+        n_threads_batch=threads,
+        logits_all=True,
+        verbose=False,
+    )
+
+    def start(_: int) -> Step:
+        model.reset()
+
+        def step(ids: np.ndarray) -> np.ndarray:
+            model.eval(ids[0].tolist())
+            return np.asarray(model.scores[None, model.n_tokens - 1 : model.n_tokens])
+
+        return step
+
+    return stepping(start, about)
+
+
+def open_llama_bench(folder: Path, threads: int) -> Engine:
+    """Engine of llama.cpp's own llama-bench, a process for each turn, which warms up and loads before it times.
+
+    Raises:
+        MissingDependencyError: no program of that name is on the path.
+    """
+    program = shutil.which("llama-bench")
+    if program is None:
+        raise MissingDependencyError("llama-bench is not on the path")
+    flags = ["-t", str(threads), "-r", "1"]
+
+    def speed(*test: str) -> float:
+        command = [program, "-m", str(folder / _GGUF), *flags, *test, "-o", "json"]
+        ran = subprocess.run(command, capture_output=True, text=True, check=True)
+        (entry,) = json.loads(ran.stdout)
+        return float(entry["avg_ts"])
+
+    def decode(prompt: np.ndarray, count: int) -> tuple[float, list[int]]:
+        return speed("-p", "0", "-n", str(count), "-d", str(prompt.shape[1])), []
+
+    def prefill(prompt: np.ndarray) -> float:
+        return speed("-p", str(prompt.shape[1]), "-n", "0")
+
+    about = {"flags": " ".join(flags) + " -p 0 -n NEW -d PROMPT, or -p PREFILL -n 0"}
+    return Engine(decode, prefill, about, elsewhere=True)
