@@ -70,7 +70,10 @@ def notes(sweep: SweepResult) -> list[str]:
     for task in tasks_of(sweep):
         results_by_columns.setdefault(type(kind_of(task).columns), []).extend(_results(sweep, task))
     texts = [note for kind, results in results_by_columns.items() for note in columns_of[kind].notes(results)]
-    texts.append("stored is the checkpoint (weights) or the cache a token (kv), scales included; logits store nothing.")
+    texts.append(
+        "stored is the checkpoint (weights, at 16 bits two bytes each) or the cache a token (kv), scales included; "
+        "logits store nothing."
+    )
     quantized = ", ".join(Path(path).name for path in sweep.settings["quantized"])
     if quantized:
         texts.append(
