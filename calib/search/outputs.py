@@ -41,9 +41,11 @@ def uniform_kl(result: SearchResult) -> float | None:
     searched = result.candidates[0].bits
     uniform = [candidate for candidate in result.candidates if candidate.name.startswith("uniform")]
     for low, high in itertools.pairwise(uniform):
-        shares = [
-            (bits - low.bits[target]) / (high.bits[target] - low.bits[target]) for target, bits in searched.items()
-        ]
+        steps = {target: high.bits[target] - low.bits[target] for target in searched}
+        # Short rows end in a half-filled word, where a wider code may come for nothing.
+        if not all(steps.values()):
+            continue
+        shares = [(searched[target] - low.bits[target]) / step for target, step in steps.items()]
         if min(shares) >= 0 and max(shares) <= min(1, min(shares) + _ALIKE):
             return math.exp((1 - shares[0]) * math.log(low.kl) + shares[0] * math.log(high.kl))
     return None
