@@ -1,12 +1,13 @@
 """Conversion of a checkpoint into another member of the family that computes the same function.
 
-Two ways are exact: unilm's DIFF V1 as Hugging Face `diffllama`, and a plain Llama as DIFF V2.
+Two ways are exact: unilm's DIFF V1 as Hugging Face `diffllama`, and a plain Llama as DIFF V2. What is written in a
+narrower dtype than it is read in, as of a GGUF file, is the same function but for that rounding, which is measured.
 """
 
 import json
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,8 @@ from diffquant.support.versions import versions
 # A source tensor's rows [rows, ...] -> the target's.
 Change = Callable[[Tensor], Tensor]
 
+# Float32's own rounding, which a folded norm brings, is not worth a word.
+_FLOAT32_ERROR = 1e-6
 _WAYS = {"diffllama": "diff_v1", "diff-v2": "llama"}
 
 
@@ -41,21 +44,34 @@ class Conversion:
     Attributes:
         destination: folder that was written.
         source_type, target_type: model_type before and after.
-        nbytes: bytes of all tensors written.
+        bytes_before: bytes that the source takes.
+        bytes_after: bytes of all tensors written.
+        dtype: dtype of the matrices written.
+        rounding_error: relative RMS error of what was rounded to that dtype; 0 where nothing changed.
         seconds: seconds that the run took.
     """
 
     destination: Path
     source_type: str
     target_type: str
-    nbytes: int
+    bytes_before: int
+    bytes_after: int
+    dtype: torch.dtype
+    rounding_error: float
     seconds: float
 
     def summary(self) -> str:
         return (
-            f"{self.destination}: {self.source_type} -> {self.target_type}, the same function, "
-            f"{megabytes(self.nbytes)} in {self.seconds:.1f} s"
+            f"{self.destination}: {self.source_type} -> {self.target_type}, the same function"
+            f"{_rounding_note(self.dtype, self.rounding_error)}\n"
+            f"{megabytes(self.bytes_after)} from the source's {megabytes(self.bytes_before)}, in {self.seconds:.1f} s"
         )
+
+
+def _rounding_note(dtype: torch.dtype, error: float) -> str:
+    """What follows "the same function" where weights were rounded."""
+    name = str(dtype).removeprefix("torch.")
+    return f" but for weights rounded to {name} (relative RMS error {error:.2%})" if error > _FLOAT32_ERROR else ""
 
 
 @dataclass(frozen=True)
@@ -78,6 +94,7 @@ def convert(
     destination: Path | str,
     to: str,
     *,
+    dtype: torch.dtype | None = None,
     overwrite: bool = False,
     progress: Progress = silent,
 ) -> Conversion:
@@ -87,6 +104,8 @@ def convert(
         source: a folder with model_type diff_v1 for "diffllama"; a Llama, folder or .gguf file, for "diff-v2".
         destination: the folder to make; it appears whole or not at all.
         to: "diffllama" or "diff-v2".
+        dtype: dtype of the matrices; the source's by default, for a GGUF file with codes bfloat16. Vectors (norms,
+            biases, λ) keep theirs.
         overwrite: replace an existing checkpoint there, at the end.
         progress: called with output bytes.
 
@@ -103,16 +122,43 @@ def convert(
         raise CheckpointError(f"{opened.path} is quantized; convert its 16-bit original, then quantize the result")
     target = adapter_for(config)
     origins = _origins(checkpoint, opened.adapter, target, to)
-    shards = _shards(checkpoint, target, origins)
+    written = dtype or checkpoint.written_dtype("model.embed_tokens.weight")
+    dtype_name = str(written).removeprefix("torch.")
+    config = {key: value for key, value in config.items() if key != "torch_dtype"} | {"dtype": dtype_name}
+    shards = _shards(checkpoint, target, origins, dtype)
     total = sum(output.nbytes for shard in shards for output in shard.outputs)
-    key = {"verb": "convert", "to": to, "source": checkpoint_stamp(checkpoint), "versions": versions()}
+    key = {
+        "verb": "convert",
+        "to": to,
+        "dtype": dtype_name,
+        "source": checkpoint_stamp(checkpoint),
+        "versions": versions(),
+    }
     with staged(destination, key, total, overwrite) as staging:
         checkpoint.write_side_files(staging.folder)
-        write_shards(shards, staging, total, progress)
+        records = write_shards(shards, staging, total, progress)
+        error = _rounding_error(records)
         write_atomically(staging.folder / "config.json", json.dumps(config, indent=2) + "\n")
-        card = converted_card(checkpoint.name, source_type, config["model_type"], _CARDS[to])
+        what = f"The function is unchanged{_rounding_note(written, error)}: {_CARDS[to]}"
+        card = converted_card(checkpoint.name, source_type, config["model_type"], what)
         write_atomically(staging.folder / "README.md", card)
-    return Conversion(destination, source_type, config["model_type"], total, time.monotonic() - started)
+    return Conversion(
+        destination,
+        source_type,
+        config["model_type"],
+        checkpoint.stored_nbytes,
+        total,
+        written,
+        error,
+        time.monotonic() - started,
+    )
+
+
+def _rounding_error(records: Mapping[str, Mapping[str, Any]]) -> float:
+    """Relative RMS error of everything that was rounded, of the records of the files written."""
+    sums = [squares for record in records.values() for squares in record["sums"].values()]
+    total = math.fsum(values for _, values in sums)
+    return math.sqrt(math.fsum(error for error, _ in sums) / total) if total else 0.0
 
 
 # Where a config.json leaves these out, source and target have different defaults.
@@ -195,7 +241,7 @@ def _diffllama_origin(checkpoint: Checkpoint, adapter: Adapter, target: Adapter,
     spec, source = adapter.architecture.diff_spec, adapter.source_name(name)
     if name.endswith("o_proj.weight"):
         subln = checkpoint.read(name.replace("o_proj", "subln"))
-        return Origin(source, change=_scaled(source, subln.repeat(spec.pairs)))
+        return Origin(source, change=_scaled(subln.repeat(spec.pairs)))
     return Origin(source, adapter.rows_as(target.architecture.diff_spec.layout, name))
 
 
@@ -208,26 +254,18 @@ def _diff_v2_origin(adapter: Adapter, name: str) -> Origin:
         heads = torch.arange(spec.pairs * spec.head_dim).view(spec.pairs, spec.head_dim)
         return Origin(name, heads.repeat_interleave(2, dim=0).flatten())
     if name.endswith("o_proj.weight"):
-        return Origin(name, change=_scaled(name, torch.tensor(2.0)))
+        return Origin(name, change=_scaled(torch.tensor(2.0)))
     return Origin(name)
 
 
-def _scaled(name: str, factor: Tensor) -> Change:
-    """Multiplication by a factor (of each column, or one), which refuses what the dtype cannot hold."""
-
-    def change(rows: Tensor) -> Tensor:
-        scaled = (rows.double() * factor.double()).to(rows.dtype)
-        if not torch.isfinite(scaled).all():
-            raise CheckpointError(
-                f"{name} holds values that overflow {rows.dtype} once multiplied by {factor.abs().max().item():g}; "
-                "convert the checkpoint to bfloat16 or float32 first"
-            )
-        return scaled
-
-    return change
+def _scaled(factor: Tensor) -> Change:
+    """Multiplication by a factor (of each column, or one)."""
+    return lambda rows: rows.double() * factor.double()
 
 
-def _shards(checkpoint: Checkpoint, target: Adapter, origins: dict[str, Origin]) -> list[Shard]:
+def _shards(
+    checkpoint: Checkpoint, target: Adapter, origins: dict[str, Origin], matrix_dtype: torch.dtype | None
+) -> list[Shard]:
     """Output files, divided as the source's are; a tensor with no source goes with the one before it."""
     jobs: dict[str, list[Job]] = {file.name: [] for file in checkpoint.weight_files()}
     shard = next(iter(jobs))
@@ -235,12 +273,15 @@ def _shards(checkpoint: Checkpoint, target: Adapter, origins: dict[str, Origin])
         origin = origins[name]
         if origin.source is not None:
             shard = checkpoint.tensors[origin.source].shard
-        jobs[shard].append(_job(checkpoint, name, shape, origin))
+        dtype = checkpoint.written_dtype(origin.source or "model.embed_tokens.weight")
+        if len(shape) == 2:
+            dtype = matrix_dtype or dtype
+        jobs[shard].append(_job(checkpoint, name, shape, origin, dtype))
     return [Shard(file, tuple(jobs[file.name])) for file in checkpoint.weight_files() if jobs[file.name]]
 
 
-def _job(checkpoint: Checkpoint, name: str, shape: Shape, origin: Origin) -> Job:
-    dtype = checkpoint.tensors[origin.source or "model.embed_tokens.weight"].dtype
+def _job(checkpoint: Checkpoint, name: str, shape: Shape, origin: Origin, dtype: torch.dtype) -> Job:
+    """The job that makes a tensor of the target, and measures what its dtype rounds."""
 
     def make(first: int, last: int) -> Block:
         if origin.source is None:
@@ -248,15 +289,25 @@ def _job(checkpoint: Checkpoint, name: str, shape: Shape, origin: Origin) -> Job
         wanted = slice(first, last) if origin.rows is None else origin.rows[first:last]
         rows = checkpoint.read_rows(origin.source, wanted)
         check_rows(rows, origin.source, first)
-        return Block({name: (first, rows if origin.change is None else origin.change(rows))})
+        values = rows if origin.change is None else origin.change(rows)
+        converted = values.to(dtype)
+        if converted.dtype == values.dtype:
+            return Block({name: (first, converted)})
+        if not torch.isfinite(converted).all():
+            raise CheckpointError(
+                f"{name} would hold values of up to {values.abs().max().item():g}, which overflow {dtype}; convert "
+                "with --dtype bfloat16 or float32"
+            )
+        error = float((converted.to(values.dtype) - values).square().sum())
+        return Block({name: (first, converted)}, error, float(values.square().sum()))
 
     return Job(name, shape[0], torch.Size(shape[1:]).numel(), (OutputTensor(name, dtype, shape),), make)
 
 
 _CARDS = {
-    "diffllama": "The function is unchanged: heads are reordered, the per-pair norm's weight is folded into o_proj.",
+    "diffllama": "heads are reordered, the per-pair norm's weight is folded into o_proj.",
     "diff-v2": (
-        "The function is unchanged: every query head stands twice, so that a pair's two maps start equal, λ is ½ "
+        "every query head stands twice, so that a pair's two maps start equal, λ is ½ "
         "everywhere and o_proj is doubled. It is a starting point for training, not a trained DIFF model."
     ),
 }

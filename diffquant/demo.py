@@ -4,6 +4,8 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
+import torch
+
 from diffquant import data
 from diffquant.conversion import convert
 from diffquant.errors import MissingDependencyError, OutputExistsError
@@ -69,7 +71,8 @@ def demo(output: Path, items: int, overwrite: bool, say: Say) -> None:
 
     say("\n4. A sentence from the 4-bit model")
     quantized = open_source(low)
-    say(PROMPT + "".join(stream(load(quantized), quantized.tokenizer, PROMPT, NEW_TOKENS)))
+    model = load(quantized, dtype=torch.float32)
+    say(PROMPT + "".join(stream(model, quantized.tokenizer, PROMPT, NEW_TOKENS)))
 
     say("\n5. The same in ONNX Runtime")
     _run_in_onnx_runtime(quantized, output / "smollm2-diff-v2-4bit-onnx", PROMPT, NEW_TOKENS, overwrite, say)
@@ -104,7 +107,8 @@ def pocket_demo(output: Path, items: int, overwrite: bool, say: Say) -> None:
 
     say("\n4. Ask the 4-bit model")
     quantized = open_source(low)
-    say(f"{POCKET_PROMPT} {''.join(stream(load(quantized), quantized.tokenizer, POCKET_PROMPT, 2))}")
+    model = load(quantized, dtype=torch.float32)
+    say(f"{POCKET_PROMPT} {''.join(stream(model, quantized.tokenizer, POCKET_PROMPT, 2))}")
 
     say("\n5. The same in ONNX Runtime")
     _run_in_onnx_runtime(quantized, output / "needle-diff-v1-4bit-onnx", POCKET_PROMPT + " ", 2, overwrite, say)
@@ -126,7 +130,7 @@ def _run_in_onnx_runtime(
     except MissingDependencyError as missing:
         say(f"left out: {missing}")
         return
-    # Float32 activations, so that the sentence is torch's to the letter.
+    # Float32 activations, as above, so that the sentence is torch's to the letter.
     options = export.ExportOptions(accuracy_level=1)
     say(export.export(checkpoint, folder, options, overwrite=overwrite, progress=progress_for("export")).summary())
     say(str(export.verify(folder, checkpoint)))

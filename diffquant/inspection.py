@@ -1,18 +1,20 @@
 """An inspection of a checkpoint, which reads its headers and λ parameters alone."""
 
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from diffquant.errors import CheckpointError
 from diffquant.family.lam import lam_from_vectors
 from diffquant.family.spec import DiffSpec
+from diffquant.formats.compressed_tensors import PACKED, SCALE, SHAPE
 from diffquant.model.shapes import LAMBDA_VECTORS
-from diffquant.quantization.plan import plan_quantization
+from diffquant.quantization.plan import QuantizationPlan, plan_quantization
 from diffquant.recipe import LAYER_TARGETS, Recipe
+from diffquant.report.sizes import bytes_at_16_bits, stored_bits
 from diffquant.report.tables import megabytes
 from diffquant.source.source import Source, open_source
 
@@ -28,7 +30,9 @@ class Inspection:
         recipe: recipe that the checkpoint was quantized with; 16 bits for any other.
         packed: number of weights that are stored packed.
         lam: λ of each layer for V1; for V2 the root mean square of each layer's λ projection (0 gives λ ½ everywhere).
-        sizes: bytes of all tensors, as stored and with weights at each scheme; None where that does not fit them.
+        sizes: bytes as it is, at 16 bits, and as `quantize` would write it at each scheme; None where that does not
+            fit the weights.
+        packed_bits: stored bits of a packed weight, as it is and at each scheme of `sizes` that packs some.
     """
 
     path: str
@@ -41,6 +45,7 @@ class Inspection:
     packed: int
     lam: list[float]
     sizes: dict[str, int | None]
+    packed_bits: dict[str, float]
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self) | {"recipe": self.recipe.to_dict(), "generation": self.spec.generation}
@@ -60,8 +65,12 @@ class Inspection:
             projections = " ".join(f"{value:.3g}" for value in self.lam)
             lines.append(f"λ per token and pair, sigmoid of a projection; its rms by layer: {projections}")
         for scheme, size in self.sizes.items():
-            lines.append(f"{scheme:>9}: {megabytes(size) if size else 'does not fit these weights'}")
+            lines.append(f"{scheme:>9}: {self._size_text(scheme, size) if size else 'does not fit these weights'}")
         return "\n".join(lines)
+
+    def _size_text(self, scheme: str, size: int) -> str:
+        bits = self.packed_bits.get(scheme)
+        return megabytes(size) + (f", packed weights {bits:.2f} stored bits each" if bits else "")
 
 
 def inspect_checkpoint(path: Path | str | Source) -> Inspection:
@@ -71,18 +80,24 @@ def inspect_checkpoint(path: Path | str | Source) -> Inspection:
         CheckpointError: it is damaged, incomplete or of a kind that is not read.
     """
     source = open_source(path)
-    shapes = source.adapter.source_shapes().values()
+    parameters = source.weights
+    plans = {} if source.packed else _plans(source)
     return Inspection(
         path=str(source.path),
         model_type=source.model_type,
         spec=source.spec,
         layers=source.layers,
         hidden_size=source.adapter.architecture.hidden_size,
-        parameters=sum(shape[0] * (shape[1] if len(shape) == 2 else 1) for shape in shapes),
+        parameters=parameters,
         recipe=source.recipe,
         packed=len(source.packed),
         lam=_lambdas(source),
-        sizes=_sizes(source, () if source.packed else WIDTHS),
+        sizes={
+            "as it is": source.checkpoint.stored_nbytes,
+            "16": bytes_at_16_bits(parameters),
+            **{scheme: plan.bytes_after if plan else None for scheme, plan in plans.items()},
+        },
+        packed_bits=_stored_packed_bits(source) | {scheme: plan.packed_bits for scheme, plan in plans.items() if plan},
     )
 
 
@@ -102,14 +117,25 @@ def _lambdas(source: Source) -> list[float]:
     return []
 
 
-def _sizes(source: Source, schemes: Iterable[str]) -> dict[str, int | None]:
-    sizes: dict[str, int | None] = {"as it is": source.checkpoint.nbytes}
-    for scheme in schemes:
+def _plans(source: Source) -> dict[str, QuantizationPlan | None]:
+    """A plan for each of `WIDTHS`; None where that does not fit the weights."""
+    plans: dict[str, QuantizationPlan | None] = {}
+    for scheme in WIDTHS:
         try:
-            sizes[scheme] = plan_quantization(source, Recipe.of(weights=scheme)).bytes_after
+            plans[scheme] = plan_quantization(source, Recipe.of(weights=scheme))
         except CheckpointError:
-            sizes[scheme] = None
-    return sizes
+            plans[scheme] = None
+    return plans
+
+
+def _stored_packed_bits(source: Source) -> dict[str, float]:
+    """Mean stored bits of the weights that the checkpoint holds packed; none for a plain one."""
+    if not source.packed:
+        return {}
+    tensors, shapes = source.checkpoint.tensors, source.adapter.source_shapes()
+    nbytes = sum(tensors[module + suffix].nbytes for module in source.packed for suffix in (PACKED, SCALE, SHAPE))
+    weights = sum(torch.Size(shapes[f"{module}.weight"]).numel() for module in source.packed)
+    return {"as it is": stored_bits(nbytes, weights)}
 
 
 def _head_counts(spec: DiffSpec) -> str:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from diffquant.errors import UsageError
+from diffquant.formats.compressed_tensors import scale_dtype
 from diffquant.model.modeling import DiffTransformer
 from diffquant.quantization.plan import checked_schemes
 from diffquant.quantization.rounded_weight import as_stored
@@ -63,12 +64,14 @@ def load(
 
 
 def _rewrite_as_stored(source: Source, schemes: Mapping[str, Scheme], recipe: Recipe) -> Rewrite:
-    """Rewriting of each weight with a scheme into what `quantize` stores of it, under the recipe's rounding."""
+    """Rewriting of each parameter into what `quantize` stores of it, under the recipe's rounding."""
     rounder = rounding_named(recipe.rounding.name).prepare(source, recipe.rounding, silent)
 
     def rounded(name: str, data: Tensor) -> Tensor:
-        scheme = schemes.get(name.removesuffix(".weight"))
-        return data if scheme is None else as_stored(rounder, name, data, scheme)
+        scheme, dtype = schemes.get(name.removesuffix(".weight")), source.checkpoint.written_dtype(name)
+        if scheme is None:
+            return data.to(dtype)
+        return as_stored(rounder, name, data, scheme, scale_dtype(dtype))
 
     return rounded
 

@@ -24,6 +24,7 @@ from diffquant.formats.atomic_folder import check_output, staged
 from diffquant.formats.reader import Checkpoint, read_json
 from diffquant.formats.row_stream import checkpoint_stamp
 from diffquant.recipe import LAYER_TARGETS
+from diffquant.report.sizes import compared_size, stored_bits
 from diffquant.report.tables import megabytes
 from diffquant.scheme import Scheme
 from diffquant.source.ranges import Ranges, read_ranges
@@ -39,8 +40,9 @@ class OnnxReport:
 
     Attributes:
         destination: folder that was written.
-        bytes_before: size of the checkpoint's tensors.
+        bytes_before: bytes that the checkpoint takes.
         bytes_after: size of the model's two files.
+        weights: number of the checkpoint's weights.
         seconds: duration of the run.
         floor: oldest ONNX Runtime that opens the model.
         notes: sentences that a reader should know.
@@ -49,15 +51,15 @@ class OnnxReport:
     destination: Path
     bytes_before: int
     bytes_after: int
+    weights: int
     seconds: float
     floor: str
     notes: tuple[str, ...]
 
     def summary(self) -> str:
         """A few lines for people."""
-        share = self.bytes_after / max(1, self.bytes_before)
         first = (
-            f"{self.destination}: {megabytes(self.bytes_before)} -> {megabytes(self.bytes_after)} ({share:.1%}) "
+            f"{self.destination}: {compared_size(self.bytes_after, self.bytes_before, self.weights)}, "
             f"in {self.seconds:.1f} s, for ONNX Runtime {self.floor} and later"
         )
         return "\n".join([first, *(f"  {note}" for note in self.notes)])
@@ -108,12 +110,13 @@ def export(
         checked.checkpoint.write_side_files(folder)
         write(folder / DATA_FILE, streamed, progress)
         onnx.save(model, folder / MODEL_FILE)
-        _write_descriptions(plan, folder)
+        _write_descriptions(plan, streamed, folder)
         bytes_after = sum((folder / name).stat().st_size for name in (MODEL_FILE, DATA_FILE))
     return OnnxReport(
         destination,
-        checked.checkpoint.nbytes,
+        checked.checkpoint.stored_nbytes,
         bytes_after,
+        checked.weights,
         time.monotonic() - started,
         runtime_floor(options),
         tuple(_make_notes(plan, streamed)),
@@ -146,13 +149,13 @@ def _cache_scales(source: Source, options: ExportOptions, ranges: Ranges | None)
     return static_scales(source, options.kv_bits, ranges)
 
 
-def _write_descriptions(plan: ExportPlan, folder: Path) -> None:
+def _write_descriptions(plan: ExportPlan, streamed: Sequence[Streamed], folder: Path) -> None:
     """Write config.json, genai_config.json and diffquant.json."""
     checkpoint = plan.source.checkpoint
     write_atomically(folder / "config.json", json.dumps(checkpoint.config, indent=2) + "\n")
     if plan.options.cache:
         write_genai_config(folder, plan.adapter.config)
-    write_manifest(folder, plan.options, _source_record(checkpoint), _tensor_records(plan))
+    write_manifest(folder, plan.options, _source_record(checkpoint), _tensor_records(plan, streamed))
 
 
 def _source_record(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -160,7 +163,7 @@ def _source_record(checkpoint: Checkpoint) -> dict[str, Any]:
     return {
         "name": checkpoint.name,
         "model_type": checkpoint.config.get("model_type"),
-        "bytes": checkpoint.nbytes,
+        "bytes": checkpoint.stored_nbytes,
         "sha256": {file.name: file_digest(file) for file in checkpoint.weight_files()},
         "origin_sha256": _origin_digests(checkpoint),
     }
@@ -172,12 +175,14 @@ def _origin_digests(checkpoint: Checkpoint) -> dict[str, str]:
     return read_json(record).get("source", {}).get("sha256", {}) if record.is_file() else {}
 
 
-def _tensor_records(plan: ExportPlan) -> dict[str, Any]:
+def _tensor_records(plan: ExportPlan, streamed: Sequence[Streamed]) -> dict[str, Any]:
     """Entry of diffquant.json about each quantized weight, by name."""
+    nbytes = _packed_bytes(streamed)
     return {
         name: {
             "bits": matrix.scheme.bits,
-            "stored_bits": container_bits(matrix.scheme),
+            "container_bits": container_bits(matrix.scheme),
+            "stored_bits": round(stored_bits(nbytes[matrix.module], matrix.elements), 4),
             "granularity": matrix.scheme.granularity_text,
         }
         for name, matrix in plan.matrices.items()
@@ -188,9 +193,9 @@ def _tensor_records(plan: ExportPlan) -> dict[str, Any]:
 def _make_notes(plan: ExportPlan, streamed: Sequence[Streamed]) -> list[str]:
     """Sentences that a reader of the report should know."""
     options, notes = plan.options, []
-    for scheme, nbytes in _stored_bytes(plan, streamed).items():
+    for scheme, (nbytes, weights) in _scheme_sizes(plan, streamed).items():
         container = container_bits(scheme)
-        notes.append(f"weights {scheme}: {megabytes(nbytes)}, scales included")
+        notes.append(f"weights {scheme}: {megabytes(nbytes)}, {stored_bits(nbytes, weights):.2f} stored bits each")
         if container != scheme.bits:
             notes[-1] += f" in {container}-bit containers, which hold them exactly"
     recipe = plan.source.recipe
@@ -208,12 +213,20 @@ def _make_notes(plan: ExportPlan, streamed: Sequence[Streamed]) -> list[str]:
     return notes
 
 
-def _stored_bytes(plan: ExportPlan, streamed: Sequence[Streamed]) -> dict[Scheme, int]:
-    """Bytes of codes and scales of each scheme, in the order of their texts."""
-    schemes_by_module = {m.module: m.scheme for m in plan.matrices.values() if m.scheme.quantizes}
-    nbytes: dict[Scheme, int] = defaultdict(int)
+def _scheme_sizes(plan: ExportPlan, streamed: Sequence[Streamed]) -> dict[Scheme, tuple[int, int]]:
+    """Bytes of codes and scales of each scheme, and the number of their weights, in the order of the schemes' texts."""
+    nbytes = _packed_bytes(streamed)
+    matrices = [matrix for matrix in plan.matrices.values() if matrix.scheme.quantizes]
+    return {
+        scheme: (sum(nbytes[m.module] for m in alike), sum(m.elements for m in alike))
+        for scheme in sorted({matrix.scheme for matrix in matrices}, key=str)
+        for alike in [[matrix for matrix in matrices if matrix.scheme == scheme]]
+    }
+
+
+def _packed_bytes(streamed: Sequence[Streamed]) -> dict[str, int]:
+    """Bytes of each module's codes and scales."""
+    nbytes: dict[str, int] = defaultdict(int)
     for tensor in streamed:
-        scheme = schemes_by_module.get(tensor.name.rpartition(".weight_")[0])
-        if scheme is not None:
-            nbytes[scheme] += tensor.nbytes
-    return dict(sorted(nbytes.items(), key=lambda item: str(item[0])))
+        nbytes[tensor.name.rpartition(".weight_")[0]] += tensor.nbytes
+    return nbytes

@@ -26,7 +26,7 @@ class Manifest:
         floor: oldest ONNX Runtime that opens the model.
         source: record of the checkpoint: "name", "model_type", "sha256" of its weight files, and "origin_sha256" of
             those that a quantized checkpoint was made from.
-        tensors: bits, container bits and granularity of each quantized weight, by name.
+        tensors: bits, container bits, stored bits (scales included) and granularity of each quantized weight, by name.
         sha256: digests of the model's files by name.
     """
 

@@ -1,5 +1,6 @@
 """Allocation of widths under a budget: one width a unit, the least sum of costs, an integer programme."""
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -8,6 +9,7 @@ import numpy as np
 
 from diffquant.calib.search.units import Unit
 from diffquant.errors import DiffQuantError, MissingDependencyError, UsageError
+from diffquant.report.sizes import stored_bits
 
 # The cost of each unit at each width, and the width of each unit.
 Costs = Mapping[Unit, Mapping[int, float]]
@@ -16,10 +18,10 @@ Allocation = dict[Unit, int]
 
 @dataclass(frozen=True)
 class Budget:
-    """A limit on the average bits of a code, which each target keeps by itself, or on the bytes of packed weights.
+    """A limit on the average stored bits, which each target keeps by itself, or on the bytes of packed weights.
 
     Attributes:
-        bits: mean bits over the elements of a target; scales are not counted.
+        bits: mean stored bits over the elements of a target, scales included.
         nbytes: size of all packed weights, scales included.
     """
 
@@ -28,7 +30,7 @@ class Budget:
 
     @classmethod
     def parse(cls, text: str) -> "Budget":
-        """Read "4.5" as average bits and "90MB" as bytes.
+        """Read "4.5" as average stored bits and "90MB" as bytes.
 
         Raises:
             UsageError: the text is neither.
@@ -45,17 +47,13 @@ class Budget:
         return f"{self.bits:g} bits" if self.bits is not None else f"{(self.nbytes or 0) / 1e6:g} MB"
 
     def limits(self, units: Sequence[Unit]) -> list[tuple[list[Unit], float]]:
-        """Groups of units that share a limit, and each group's limit, which `size` counts against."""
+        """Groups of units that share a limit, and each group's limit in bytes."""
         if self.nbytes is not None:
             return [(list(units), float(self.nbytes))]
         groups: dict[str, list[Unit]] = {}
         for unit in units:
             groups.setdefault(unit.target, []).append(unit)
-        return [(group, (self.bits or 0.0) * sum(u.elements for u in group)) for group in groups.values()]
-
-    def size(self, unit: Unit, bits: int) -> float:
-        """The part of the budget that a unit takes at a width, in bytes or bits."""
-        return float(unit.stored[bits] if self.nbytes is not None else unit.elements * bits)
+        return [(group, (self.bits or 0.0) / 8 * sum(u.elements for u in group)) for group in groups.values()]
 
     def check(self, units: Sequence[Unit], widths: Sequence[int]) -> None:
         """Check that the narrowest widths fit, and not all of the widest.
@@ -67,14 +65,17 @@ class Budget:
         if self.nbytes is not None and any(unit.target != "weights" for unit in units):
             raise UsageError("a budget in bytes is for weights; give average bits for k, v and logits")
         for group, limit in self.limits(units):
-            least = sum(self.size(unit, min(widths)) for unit in group)
+            least = sum(unit.stored[min(widths)] for unit in group)
             if least > limit * (1 + 1e-9):
-                needed = f"{least / 1e6:.1f} MB" if self.nbytes is not None else f"{min(widths)} bits"
+                elements = sum(unit.elements for unit in group)
+                # Rounded up, so that what is named is enough.
+                each = math.ceil(100 * stored_bits(least, elements)) / 100
+                needed = f"{least / 1e6:.1f} MB" if self.nbytes is not None else f"{each:.2f} stored bits each"
                 raise UsageError(
                     f"the budget of {self} is below the narrowest width: {group[0].target} at {min(widths)} bits take "
-                    f"{needed}; raise --budget or add a narrower width to --bits"
+                    f"{needed}, scales included; raise --budget, or add a narrower width to --bits"
                 )
-        if all(sum(self.size(unit, max(widths)) for unit in group) < limit for group, limit in self.limits(units)):
+        if all(sum(unit.stored[max(widths)] for unit in group) < limit for group, limit in self.limits(units)):
             raise UsageError(
                 f"the budget of {self} holds everything at {max(widths)} bits, the widest; there is nothing to search"
             )
@@ -113,7 +114,7 @@ def allocate(costs: Costs, budget: Budget) -> Allocation:
     sizes = np.zeros((len(limits), objective.size))
     for row, (group, _) in enumerate(limits):
         members = set(group)
-        sizes[row] = [budget.size(unit, bits) * (unit in members) for unit in units for bits in widths]
+        sizes[row] = [unit.stored[bits] * (unit in members) for unit in units for bits in widths]
     # Costs and sizes differ by many powers of ten, and the solver's tolerances are absolute.
     solution = milp(
         objective / max(objective.max(), 1e-300),
@@ -135,13 +136,13 @@ def spread_evenly(units: Sequence[Unit], widths: Sequence[int], budget: Budget) 
     """Widths that use the budget up without a measurement: two neighbouring ones in turn, in the model's order."""
     chosen: Allocation = {}
     for group, limit in budget.limits(units):
-        totals = {bits: sum(budget.size(unit, bits) for unit in group) for bits in widths}
+        totals = {bits: sum(unit.stored[bits] for unit in group) for bits in widths}
         low = max(bits for bits in widths if totals[bits] <= limit * (1 + 1e-9))
         high = min((bits for bits in widths if bits > low), default=low)
         share = (limit - totals[low]) / max(totals[high] - totals[low], 1e-9)
         allowed = spent = 0.0
         for unit in group:
-            more = budget.size(unit, high) - budget.size(unit, low)
+            more = unit.stored[high] - unit.stored[low]
             allowed += share * more
             widen = high > low and spent + more <= allowed * (1 + 1e-9)
             spent += more if widen else 0.0
@@ -150,6 +151,6 @@ def spread_evenly(units: Sequence[Unit], widths: Sequence[int], budget: Budget) 
 
 
 def average_bits(allocation: Allocation, target: str) -> float:
-    """Mean bits over a target's elements."""
+    """Mean stored bits over a target's elements."""
     units = [unit for unit in allocation if unit.target == target]
-    return sum(unit.elements * allocation[unit] for unit in units) / sum(unit.elements for unit in units)
+    return stored_bits(sum(unit.stored[allocation[unit]] for unit in units), sum(unit.elements for unit in units))

@@ -1,5 +1,6 @@
 """The result of a search for people: the comparison on text held out, the recipe, a heat map of layers and tensors."""
 
+import itertools
 import math
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,13 @@ from diffquant.report.plots import new_figure
 from diffquant.report.tables import aligned, megabytes
 from diffquant.support.files import write_atomically
 
+# Shares of a way from one width to the next that count as the same place.
+_ALIKE = 0.02
+
 
 def search_table(result: SearchResult) -> str:
     """A table of the candidates on the text held out, and how the search compares with uniform bits of its size."""
-    head = ["recipe", "bits", "checkpoint", "perplexity", "KL", "predicted KL"]
+    head = ["recipe", "stored bits", "checkpoint", "perplexity", "KL", "predicted KL"]
     lines = [["16 bits", "16", "", f"{result.perplexity:.3f}", "", ""], *map(_cells, result.candidates)]
     return "\n".join([*aligned(head, lines, names=2), "", verdict(result)])
 
@@ -21,7 +25,7 @@ def verdict(result: SearchResult) -> str:
     """A sentence that compares the searched recipe with uniform bits of the same size, by the KL measured."""
     searched = result.candidates[0]
     uniform = uniform_kl(result)
-    rival = "" if uniform is None else f"{uniform:.4g} of uniform bits of the same average (interpolated), "
+    rival = "" if uniform is None else f"{uniform:.4g} of uniform widths that store as much (interpolated), "
     even = next(c for c in result.candidates if c.name == "spread evenly")
     return (
         f"budget {result.budget}: KL {searched.kl:.4g} on text held out, against {rival}{even.kl:.4g} of the same "
@@ -30,19 +34,21 @@ def verdict(result: SearchResult) -> str:
 
 
 def uniform_kl(result: SearchResult) -> float | None:
-    """The KL of uniform bits at the searched recipe's average, between two widths interpolated in log KL.
+    """The KL of uniform widths at the searched recipe's stored bits, between two of them interpolated in log KL.
 
-    None where several targets have different averages.
+    None where no two lie on both sides, or the targets lie at different places between them.
     """
-    averages = list(result.candidates[0].bits.values())
-    if max(averages) - min(averages) > 0.01:
-        return None
-    measured = {c.bits[next(iter(c.bits))]: c.kl for c in result.candidates if c.name.startswith("uniform")}
-    low, high = math.floor(averages[0]), math.ceil(averages[0])
-    if low not in measured or high not in measured:
-        return None
-    share = averages[0] - low
-    return math.exp((1 - share) * math.log(measured[low]) + share * math.log(measured[high]))
+    searched = result.candidates[0].bits
+    uniform = [candidate for candidate in result.candidates if candidate.name.startswith("uniform")]
+    for low, high in itertools.pairwise(uniform):
+        steps = {target: high.bits[target] - low.bits[target] for target in searched}
+        # Short rows end in a half-filled word, where a wider code may come for nothing.
+        if not all(steps.values()):
+            continue
+        shares = [(searched[target] - low.bits[target]) / step for target, step in steps.items()]
+        if min(shares) >= 0 and max(shares) <= min(1, min(shares) + _ALIKE):
+            return math.exp((1 - shares[0]) * math.log(low.kl) + shares[0] * math.log(high.kl))
+    return None
 
 
 def write_search(result: SearchResult, folder: Path) -> list[Path]:

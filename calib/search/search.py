@@ -1,7 +1,6 @@
 """The verb `search`: measure what each unit's width costs, allocate widths under a budget, compare on text held out."""
 
 import json
-import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ from diffquant.text.corpus import load_text, text_digest
 from diffquant.text.tokens import token_windows
 
 # A number that changes with the way a cost is measured, so that no journal of another way is resumed.
-MEASUREMENT_FORMAT = 2
+MEASUREMENT_FORMAT = 3
 
 # Tokens that a model sees at once while recipes are compared.
 _CHECK_WINDOW = 512
@@ -95,7 +94,7 @@ class Search:
         self.budget, self.options = budget, options
         self.widths = sorted(set(options.widths), reverse=True)
         self.source = open_source(path)
-        self.units = find_units(self.source, options.targets, self.widths, options.granularity)
+        self.units = find_units(self.source, options.targets, options.granularity)
         budget.check(self.units, self.widths)
         text = load_text(options.text)
         self._text, self._held_out = text[: len(text) // 2], text[len(text) // 2 :][: options.check_characters]
@@ -188,10 +187,9 @@ class Search:
     ) -> tuple[float, list[Candidate]]:
         """The perplexity of the 16-bit model, and the candidates, on the text held out."""
         rivals = {"searched": chosen, "spread evenly": spread_evenly(self.units, self.widths, self.budget)}
-        means = [average_bits(chosen, target) for target in self.options.targets]
-        for bits in range(math.floor(min(means)), math.ceil(max(means)) + 1):
-            rivals[f"uniform {bits}"] = dict.fromkeys(self.units, bits)
-        measured = self._held_out_scores({name: to_recipe(rival) for name, rival in rivals.items()}, progress)
+        rivals |= {f"uniform {bits}": dict.fromkeys(self.units, bits) for bits in self._uniform_widths(chosen)}
+        recipes = {name: to_recipe(rival) for name, rival in rivals.items()}
+        measured = self._held_out_scores(recipes, progress)
         candidates = []
         for name, rival in rivals.items():
             score = measured[name]
@@ -200,13 +198,22 @@ class Search:
                 Candidate(
                     name,
                     {target: average_bits(rival, target) for target in self.options.targets},
-                    score["nbytes"],
+                    weight_bytes(self.source, recipes[name]),
                     sum(costs[unit][bits].kl for unit, bits in rival.items()) if is_measured else None,
                     score["kl"],
                     score["perplexity"],
                 )
             )
         return measured["16 bits"]["perplexity"], candidates
+
+    def _uniform_widths(self, chosen: Allocation) -> list[int]:
+        """Uniform widths from the widest that stores no more than the chosen ones, in any target, to the next above."""
+        below: list[int] = []
+        for target in self.options.targets:
+            uniform = {bits: average_bits(dict.fromkeys(self.units, bits), target) for bits in range(2, 9)}
+            mean = average_bits(chosen, target)
+            below.append(max((bits for bits, stored in uniform.items() if stored <= mean * (1 + 1e-9)), default=2))
+        return list(range(min(below), min(max(below) + 1, 8) + 1))
 
     def _held_out_scores(self, recipes: dict[str, Recipe], progress: Progress) -> dict[str, dict[str, Any]]:
         """KL, perplexity and bytes of each recipe, and of "16 bits", from the journal or measured now."""
@@ -233,10 +240,7 @@ class Search:
                     _CHECK_WINDOW,
                     reference=reference,
                 )
-            self.journal.add(
-                names[name],
-                {"kl": score.kl, "perplexity": score.perplexity, "nbytes": weight_bytes(self.source, compared[name])},
-            )
+            self.journal.add(names[name], {"kl": score.kl, "perplexity": score.perplexity})
         return {name: self.journal.get(names[name]) for name in compared}
 
 

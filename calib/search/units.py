@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from diffquant.errors import UsageError
+from diffquant.family.spec import DiffSpec
+from diffquant.formats.compressed_tensors import scale_dtype
 from diffquant.model.modeling import DiffTransformer
 from diffquant.model.shapes import linear_shapes
 from diffquant.quantization.plan import plan_quantization
@@ -17,8 +19,10 @@ from diffquant.quantization.roundings.nearest import round_to_nearest
 from diffquant.recipe import DEFAULT_GRANULARITY, LAYER_TARGETS, Recipe
 from diffquant.scheme import FULL, Scheme
 from diffquant.source.source import Source
+from diffquant.sweep.storage import state_bytes_per_token
 
 TARGETS = ("weights", *LAYER_TARGETS)
+_WIDTHS = range(2, 9)
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,7 +36,8 @@ class Unit:
         kind: name inside a layer, such as "mlp.up_proj" or "logits".
         granularity: granularity of its scheme, which says what shares one scale.
         elements: entries of the weight, or entries a token of the cache; 1 for logits.
-        stored: bytes at each width as `quantize` stores them; empty where nothing is stored.
+        stored: bytes at each width from 2 to 8 bits, scales included: a weight's as `quantize` writes it, K's or V's of
+            a token as the cache holds it; for logits, which nothing stores, those of the codes.
         parameter: name of the model's parameter, for weights.
         dtype: dtype in which the weight's scales are stored.
     """
@@ -43,7 +48,7 @@ class Unit:
     kind: str
     granularity: str
     elements: int
-    stored: Mapping[int, int]
+    stored: Mapping[int, float]
     parameter: str = ""
     dtype: torch.dtype = torch.float32
 
@@ -57,27 +62,25 @@ class Unit:
         return not self.kind.startswith(("mlp", "self_attn.o_proj"))
 
 
-def find_units(source: Source, targets: Sequence[str], widths: Sequence[int], granularity: str) -> list[Unit]:
+def find_units(source: Source, targets: Sequence[str], granularity: str) -> list[Unit]:
     """Every unit of the targets, layer by layer.
 
     Args:
         source: checkpoint whose units they are.
         targets: names among `TARGETS`.
-        widths: widths that a unit may get.
         granularity: granularity of the weights; the others have their targets' defaults.
 
     Raises:
         UsageError: an unknown target, or none.
-        DiffQuantError: weights are asked for that cannot be quantized at these widths.
+        DiffQuantError: weights are asked for that cannot be quantized with this granularity.
     """
     unknown = [target for target in targets if target not in TARGETS]
     if unknown or not targets:
         raise UsageError(f"unknown target {', '.join(map(repr, unknown))}; known are {', '.join(TARGETS)}")
-    units = _weight_units(source, widths, granularity) if "weights" in targets else []
-    layout = source.spec.layout
-    sizes = {"k": layout.height("k_proj"), "v": layout.height("v_proj"), "logits": 1}
+    units = _weight_units(source, granularity) if "weights" in targets else []
     for target in LAYER_TARGETS:
         if target in targets:
+            elements, stored = _entries(source.spec, target)
             units += [
                 Unit(
                     target,
@@ -85,12 +88,21 @@ def find_units(source: Source, targets: Sequence[str], widths: Sequence[int], gr
                     layer,
                     target,
                     DEFAULT_GRANULARITY[target],
-                    sizes[target],
-                    {},
+                    elements,
+                    stored,
                 )
                 for layer in range(source.layers)
             ]
     return sorted(units, key=lambda unit: unit.layer)
+
+
+def _entries(spec: DiffSpec, target: str) -> tuple[int, dict[int, float]]:
+    """Entries of one layer's "k" or "v" a token, and their bytes at each width; of "logits" one entry."""
+    if target == "logits":
+        return 1, {bits: bits / 8 for bits in _WIDTHS}
+    heads, width = (spec.key_heads, spec.head_dim) if target == "k" else (spec.kv_pairs, spec.value_dim)
+    schemes = {bits: Scheme.parse(f"{bits}:{DEFAULT_GRANULARITY[target]}") for bits in _WIDTHS}
+    return heads * width, {bits: state_bytes_per_token(scheme, heads, width) for bits, scheme in schemes.items()}
 
 
 def to_recipe(bits: Mapping[Unit, int]) -> Recipe:
@@ -108,9 +120,7 @@ def unit_at_width(model: DiffTransformer, unit: Unit, bits: int) -> Iterator[Non
         parameter = model.get_parameter(unit.parameter)
         original = parameter.data
         scheme = unit.scheme(bits)
-        parameter.data = as_stored(Rounder(round_to_nearest), unit.name, original, scheme, unit.dtype).to(
-            original.dtype
-        )
+        parameter.data = as_stored(Rounder(round_to_nearest), unit.name, original, scheme, unit.dtype)
         try:
             yield
         finally:
@@ -128,8 +138,8 @@ def _commonest(schemes: list[Scheme]) -> Scheme:
     return Counter(schemes).most_common(1)[0][0] if schemes else FULL
 
 
-def _weight_units(source: Source, widths: Sequence[int], granularity: str) -> list[Unit]:
-    plans = {bits: plan_quantization(source, Recipe.of(weights=f"{bits}:{granularity}")) for bits in widths}
+def _weight_units(source: Source, granularity: str) -> list[Unit]:
+    plans = {bits: plan_quantization(source, Recipe.of(weights=f"{bits}:{granularity}")) for bits in _WIDTHS}
     stored = {bits: {tensor.name: tensor.stored_bytes for tensor in plan.tensors} for bits, plan in plans.items()}
     units = []
     for parameter in linear_shapes(source.adapter.config):
@@ -146,7 +156,7 @@ def _weight_units(source: Source, widths: Sequence[int], granularity: str) -> li
                 torch.Size(info.shape).numel(),
                 {bits: sizes[stored_name] for bits, sizes in stored.items()},
                 parameter,
-                info.dtype,
+                scale_dtype(source.checkpoint.written_dtype(stored_name)),
             )
         )
     return units

@@ -89,7 +89,9 @@ def attention_map(
 def search(
     model: Model,
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder for the recipe, measurements and plot.")],
-    budget: Annotated[str, typer.Option(help="Average bits of each target, such as 4.5, or bytes of weights: 90MB.")],
+    budget: Annotated[
+        str, typer.Option(help="Average stored bits of each target, scales included: 4.5; or bytes of weights: 90MB.")
+    ],
     target: Annotated[str, typer.Option(help="weights, k, v, logits; several with commas.")] = "weights",
     bits: Annotated[str, typer.Option(help="Widths to choose among.")] = "8,6,4",
     granularity: Annotated[str, typer.Option(help="What shares one scale of a weight: g32, g128, row.")] = "g32",

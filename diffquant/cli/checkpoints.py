@@ -82,12 +82,19 @@ def convert(
     to: Annotated[
         Literal["diffllama", "diff-v2"], typer.Option(help="diffllama from unilm's V1, diff-v2 from llama; both exact.")
     ],
+    dtype: Annotated[
+        Literal["bfloat16", "float16", "float32"] | None,
+        typer.Option(help="Of the matrices; the source's by default, of a GGUF file with codes bfloat16."),
+    ] = None,
     overwrite: Overwrite = False,
 ) -> None:
     """Rewrite a checkpoint in another format, computing the same function."""
     from diffquant.conversion import convert as run
+    from diffquant.support.devices import DTYPES
 
-    typer.echo(run(source, output, to, overwrite=overwrite, progress=progress_for("convert")).summary())
+    wanted = DTYPES[dtype] if dtype else None
+    report = run(source, output, to, dtype=wanted, overwrite=overwrite, progress=progress_for("convert"))
+    typer.echo(report.summary())
 
 
 @app.command()

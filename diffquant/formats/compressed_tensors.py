@@ -1,7 +1,7 @@
 """The pack-quantized format of compressed-tensors: packed codes and scales, and their entry in config.json.
 
 A Linear at prefix P is stored as P.weight_packed (int32 [out, packed_words(in, bits)]),
-P.weight_scale ([out, in/g], [out, 1] or [1], in the source's dtype) and P.weight_shape (int64 [2]).
+P.weight_scale ([out, in/g], [out, 1] or [1], in 16 bits) and P.weight_shape (int64 [2]).
 Codes are computed against the scale as stored, after its rounding to a half type.
 
 Source: compressed-tensors 0.20, compressors/pack_quantized.
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from diffquant.errors import CheckpointError
-from diffquant.numerics import absmax_scale, dequantize, pack, packed_words, quantize, sharing_view, unpack
+from diffquant.numerics import absmax_scale, pack, packed_words, quantize, sharing_view, unpack
 from diffquant.scheme import Scheme
 
 PACKED, SCALE, SHAPE = ".weight_packed", ".weight_scale", ".weight_shape"
@@ -38,7 +38,7 @@ def pack_weight(weight: Tensor, scheme: Scheme) -> dict[str, Tensor]:
         "weight_packed", "weight_scale" and "weight_shape", as in the module's docstring.
     """
     values = weight.float()
-    scale = weight_scale(values, scheme, weight.dtype)
+    scale = weight_scale(values, scheme, scale_dtype(weight.dtype))
     return {
         "weight_packed": pack(weight_codes(values, scale, scheme), scheme.bits),
         "weight_scale": scale,
@@ -47,9 +47,18 @@ def pack_weight(weight: Tensor, scheme: Scheme) -> dict[str, Tensor]:
 
 
 def unpack_weight(packed: Tensor, scale: Tensor, shape: Tensor, scheme: Scheme) -> Tensor:
-    """Inverse of `pack_weight`: codes * scale, [out, in] in the scale's dtype."""
+    """Inverse of `pack_weight`: codes * scale, [out, in] as `decode_codes` gives them."""
     out, width = shape.tolist()
     return decode_codes(unpack(packed, scheme.bits, width), scale, scheme).reshape(out, width)
+
+
+def scale_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Dtype in which scales are stored of a weight that would itself be stored in `dtype`: 16 bits in any case.
+
+    A half type is its own. For wider types it is bfloat16, which has float32's range, so that no scale is lost, and
+    whose numbers float16 and float32 hold exactly: readers turn scales into the dtype in which they run.
+    """
+    return dtype if dtype in (torch.float16, torch.bfloat16) else torch.bfloat16
 
 
 def weight_scale(values: Tensor, scheme: Scheme, dtype: torch.dtype | None = None) -> Tensor:
@@ -58,7 +67,7 @@ def weight_scale(values: Tensor, scheme: Scheme, dtype: torch.dtype | None = Non
     Args:
         values: [out, in] finite floats.
         scheme: granularity tensor, row or group.
-        dtype: dtype of the source's weight, which the scale takes over; that of `values` by default.
+        dtype: dtype of the scale, as `scale_dtype` gives it; that of `values` by default.
     """
     view, dim = sharing_view(values, scheme.granularity, scheme.size)
     scale = absmax_scale(view, scheme.bits, dim, dtype or values.dtype)
@@ -78,9 +87,14 @@ def weight_codes(values: Tensor, scale: Tensor, scheme: Scheme) -> Tensor:
 
 
 def decode_codes(codes: Tensor, scale: Tensor, scheme: Scheme) -> Tensor:
-    """The values that a reader computes from codes [rows, in] and the stored scale."""
+    """codes * scale of codes [rows, in] and their stored scale, in float32 (float64 for such a scale).
+
+    Products of codes and 16-bit scales are exact there. A reader that runs in a half type, as transformers does,
+    multiplies in that: the same numbers, once rounded.
+    """
     view, _ = sharing_view(codes, scheme.granularity, scheme.size)
-    return dequantize(view, _spread(scale, scheme)).reshape(codes.shape)
+    wide = scale.to(torch.promote_types(scale.dtype, torch.float32))
+    return (view * _spread(wide, scheme)).reshape(codes.shape)
 
 
 def packed_shapes(shape: tuple[int, ...], scheme: Scheme) -> dict[str, tuple[int, ...]]:

@@ -2,7 +2,7 @@
 
 import json
 import re
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +67,11 @@ _OUTSIDE_LAYERS = {
     "output_norm.weight": "model.norm.weight",
     _HEAD: "lm_head.weight",
 }
+_PLAIN_TYPES = {
+    GGMLQuantizationType.F32: torch.float32,
+    GGMLQuantizationType.F16: torch.float16,
+    GGMLQuantizationType.BF16: torch.bfloat16,
+}
 # Tables that are computed from the config.
 _ROTARY = ("rope_freqs.weight", "attn_rot_embd.weight")
 _IN_LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.weight")
@@ -105,6 +110,25 @@ class GgufCheckpoint(Checkpoint):
         if len(stored.shape) == 1:
             return _values(data, stored.kind)[rows]
         return _values(data[rows.numpy() if isinstance(rows, Tensor) else rows], stored.kind)
+
+    def written_dtype(self, name: str) -> torch.dtype:
+        """The file's own for matrices if that is one plain type, else bfloat16; vectors, all but free, stay float32."""
+        return torch.float32 if len(self.tensors[name].shape) == 1 else self._matrix_dtype
+
+    @property
+    def written_config(self) -> dict[str, Any]:
+        return self.config | {"dtype": str(self._matrix_dtype).removeprefix("torch.")}
+
+    @property
+    def stored_nbytes(self) -> int:
+        """Bytes of the file, which is known by its whole size, tokenizer included."""
+        return self.path.stat().st_size
+
+    @cached_property
+    def _matrix_dtype(self) -> torch.dtype:
+        kinds = {stored.kind for stored in self._stored.values() if len(stored.shape) > 1}
+        # Codes with a scale a block have few digits, and bfloat16 the range of float32.
+        return _PLAIN_TYPES.get(kinds.pop(), torch.bfloat16) if len(kinds) == 1 else torch.bfloat16
 
     def weight_files(self) -> list[Path]:
         return [self.path]

@@ -88,13 +88,28 @@ class Checkpoint(ABC):
     def write_side_files(self, folder: Path) -> None:
         """Put tokenizer, generation settings and chat template into `folder`."""
 
+    def written_dtype(self, name: str) -> torch.dtype:
+        """Dtype in which a verb writes a tensor that it does not pack: the one in which it is read."""
+        return self.tensors[name].dtype
+
+    @property
+    def written_config(self) -> dict[str, Any]:
+        """The content of config.json beside tensors in their written dtypes."""
+        return self.config
+
     @property
     def name(self) -> str:
         return self.path.resolve().stem if self.path.is_file() else self.path.resolve().name
 
     @property
     def nbytes(self) -> int:
+        """Bytes of all tensors as they are read."""
         return sum(info.nbytes for info in self.tensors.values())
+
+    @property
+    def stored_nbytes(self) -> int:
+        """Bytes that all tensors take on disk."""
+        return self.nbytes
 
 
 class FolderCheckpoint(Checkpoint):

@@ -84,17 +84,17 @@ def row_blocks(rows: int, width: int) -> Iterator[tuple[int, int]]:
 
 
 def copy_job(checkpoint: Checkpoint, name: str) -> Job:
-    """The job that takes a tensor over as it is, refusing NaN and infinity."""
-    info = checkpoint.tensors[name]
+    """The job that takes a tensor over in its written dtype, refusing NaN and infinity."""
+    info, dtype = checkpoint.tensors[name], checkpoint.written_dtype(name)
 
     def make(first: int, last: int) -> Block:
         rows = checkpoint.read_rows(name, slice(first, last)) if info.shape else checkpoint.read(name).reshape(1)
         if rows.is_floating_point():
             check_rows(rows, name, first)
-        return Block({name: (first, rows)})
+        return Block({name: (first, rows.to(dtype))})
 
     rows, *rest = info.shape or (1,)
-    return Job(name, rows, max(1, math.prod(rest)), (OutputTensor(name, info.dtype, info.shape),), make)
+    return Job(name, rows, max(1, math.prod(rest)), (OutputTensor(name, dtype, info.shape),), make)
 
 
 def check_rows(rows: Tensor, name: str, first: int) -> None:

@@ -40,10 +40,14 @@ def absmax_scale(x: Tensor, bits: int, dim: Axes, dtype: torch.dtype | None = No
 
 
 def storable_scale(scale: Tensor, bits: int, dtype: torch.dtype) -> Tensor:
-    """A scale rounded to `dtype`: 1 where that gives zero, and no larger than what its codes can multiply."""
+    """A scale rounded to `dtype`: 1 where it is zero, and no larger than what its codes can multiply."""
+    numbers = torch.finfo(dtype)
     rounded = scale.to(dtype)
+    # Rounding down makes the largest code clip: by a fraction of a step, but by many where few digits are left.
+    clips = (rounded < scale) & (rounded < numbers.smallest_normal)
+    rounded = torch.where(clips, rounded + numbers.smallest_normal * numbers.eps, rounded)
     # The quotient is rounded first: its product with the largest code may lie just beyond the largest number.
-    limit = torch.finfo(dtype).max / max_code(bits) * (1 - torch.finfo(dtype).eps)
+    limit = numbers.max / max_code(bits) * (1 - numbers.eps)
     return torch.where(rounded == 0, 1.0, rounded.clamp(max=limit))
 
 

@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 
 from diffquant.quantization.plan import QuantizationPlan
-from diffquant.report.tables import megabytes
 from diffquant.scheme import Scheme
 
 _HEAD = """---
@@ -35,7 +34,7 @@ def quantized_card(plan: QuantizationPlan, errors: Mapping[str, float]) -> str:
         f"| attention logits | {recipe.logits} |",
         *(f"| `{pattern}` | {scheme} |" for pattern, scheme in recipe.overrides.items()),
         "",
-        f"Tensors take {megabytes(plan.bytes_after)} instead of {megabytes(plan.bytes_before)}.",
+        f"Tensors take {plan.size}.",
     ]
     if plan.schemes:
         lines.append(_weights_paragraph(plan, errors))
@@ -62,7 +61,7 @@ def _weights_paragraph(plan: QuantizationPlan, errors: Mapping[str, float]) -> s
             by_scheme.setdefault(tensor.scheme, []).append(errors[tensor.name])
     parts = [f"{len(e)} weights at {scheme} ({sum(e) / len(e):.2%} mean error)" for scheme, e in by_scheme.items()]
     return (
-        f"Packed: {', '.join(parts)}; {plan.bits_per_weight:.2f} stored bits a weight, scales included; rounding: "
+        f"Packed: {', '.join(parts)}; {plan.packed_bits:.2f} stored bits a weight, scales included; rounding: "
         f"{plan.recipe.rounding.name}. The format is compressed-tensors' pack-quantized, which transformers loads by "
         "itself; what that format cannot say (cache and logits) stands in config.json under `diffquant_config`.\n"
     )

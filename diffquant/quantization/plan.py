@@ -10,12 +10,13 @@ from fnmatch import fnmatchcase
 import torch
 
 from diffquant.errors import CheckpointError, GroupSizeError, UsageError
-from diffquant.formats.compressed_tensors import SCALE, SHAPE, packed_shapes
+from diffquant.formats.compressed_tensors import SCALE, SHAPE, packed_shapes, scale_dtype
 from diffquant.formats.reader import Checkpoint, TensorInfo
 from diffquant.formats.writer import OutputTensor
 from diffquant.quantization.roundings import checked_rounding
 from diffquant.quantization.targets import weight_modules, weight_schemes
 from diffquant.recipe import Recipe
+from diffquant.report.sizes import compared_size, stored_bits
 from diffquant.report.tables import aligned, megabytes
 from diffquant.scheme import FULL, Scheme
 from diffquant.source.check import is_surplus
@@ -49,7 +50,7 @@ class PlannedTensor:
     @property
     def stored_bits(self) -> float:
         """Bits a weight takes, its share of the scales included."""
-        return 8 * self.stored_bytes / max(1, self.elements)
+        return stored_bits(self.stored_bytes, self.elements)
 
 
 @dataclass(frozen=True)
@@ -73,17 +74,29 @@ class QuantizationPlan:
 
     @property
     def bytes_before(self) -> int:
-        return self.checkpoint.nbytes
+        """Bytes that the source takes."""
+        return self.checkpoint.stored_nbytes
 
     @property
     def bytes_after(self) -> int:
+        """Bytes of all tensors to be written."""
         return sum(tensor.stored_bytes for tensor in self.tensors)
 
     @property
-    def bits_per_weight(self) -> float:
-        """Mean stored bits of the packed weights, scales included; 16 or 32 where none is packed."""
+    def weights(self) -> int:
+        """Number of weights of all tensors."""
+        return sum(tensor.elements for tensor in self.tensors)
+
+    @property
+    def packed_bits(self) -> float:
+        """Mean stored bits of the packed weights; of all, where none is packed."""
         packed = [tensor for tensor in self.tensors if tensor.scheme.quantizes] or self.tensors
-        return 8 * sum(t.stored_bytes for t in packed) / max(1, sum(t.elements for t in packed))
+        return stored_bits(sum(t.stored_bytes for t in packed), sum(t.elements for t in packed))
+
+    @property
+    def size(self) -> str:
+        """Size of all tensors beside the source's."""
+        return compared_size(self.bytes_after, self.bytes_before, self.weights)
 
     def table(self) -> str:
         """A table of the tensors, with the layers' alike ones on one line, and the final size."""
@@ -93,11 +106,9 @@ class QuantizationPlan:
             lines.append(
                 (name, str(len(alike)), str(list(shape)), str(scheme), f"{alike[0].stored_bits:.2f}", megabytes(size))
             )
-        rows = aligned(("tensor", "count", "shape", "scheme", "bits stored", "size"), lines)
-        total = f"{megabytes(self.bytes_before)} -> {megabytes(self.bytes_after)}"
-        share = self.bytes_after / max(1, self.bytes_before)
-        packed = f", packed weights {self.bits_per_weight:.2f} bits each, scales included" if self.schemes else ""
-        return "\n".join([*rows, f"total {total} ({share:.1%}){packed}"])
+        rows = aligned(("tensor", "count", "shape", "scheme", "stored bits", "size"), lines)
+        packed = f"; packed weights {self.packed_bits:.2f} stored bits each" if self.schemes else ""
+        return "\n".join([*rows, f"total {self.size}{packed}"])
 
     def _alike_tensors(self) -> dict[tuple[str, tuple[int, ...], Scheme], list[PlannedTensor]]:
         groups: dict[tuple[str, tuple[int, ...], Scheme], list[PlannedTensor]] = {}
@@ -120,7 +131,7 @@ def plan_quantization(source: Source, recipe: Recipe) -> QuantizationPlan:
     tied = source.adapter.architecture.tie_word_embeddings
     schemes = checked_schemes(source, recipe)
     tensors = tuple(
-        _planned(name, info, schemes.get(name.removesuffix(".weight"), FULL))
+        _planned(name, info, schemes.get(name.removesuffix(".weight"), FULL), source.checkpoint.written_dtype(name))
         for name, info in source.checkpoint.tensors.items()
         if not is_surplus(name, tied)
     )
@@ -203,11 +214,11 @@ def _misfit_problem(size: int, shapes: Mapping[str, tuple[int, ...]]) -> str:
     )
 
 
-def _planned(name: str, info: TensorInfo, scheme: Scheme) -> PlannedTensor:
+def _planned(name: str, info: TensorInfo, scheme: Scheme, written: torch.dtype) -> PlannedTensor:
     if not scheme.quantizes:
-        return PlannedTensor(name, info, scheme, (OutputTensor(name, info.dtype, info.shape),))
+        return PlannedTensor(name, info, scheme, (OutputTensor(name, written, info.shape),))
     module = name.removesuffix(".weight")
-    types = {SCALE: info.dtype, SHAPE: torch.int64}
+    types = {SCALE: scale_dtype(written), SHAPE: torch.int64}
     shapes = packed_shapes(info.shape, scheme)
     outputs = tuple(
         OutputTensor(module + suffix, types.get(suffix, torch.int32), shape) for suffix, shape in shapes.items()

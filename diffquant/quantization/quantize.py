@@ -12,7 +12,14 @@ import torch
 from torch import Tensor
 
 from diffquant.formats.atomic_folder import check_output, staged
-from diffquant.formats.compressed_tensors import PACKED, SCALE, SHAPE, decode_codes, quantization_config
+from diffquant.formats.compressed_tensors import (
+    PACKED,
+    SCALE,
+    SHAPE,
+    decode_codes,
+    quantization_config,
+    scale_dtype,
+)
 from diffquant.formats.reader import Checkpoint
 from diffquant.formats.row_stream import Block, Job, Shard, check_rows, checkpoint_stamp, copy_job, write_shards
 from diffquant.numerics import pack
@@ -21,7 +28,7 @@ from diffquant.quantization.plan import PlannedTensor, QuantizationPlan, plan_qu
 from diffquant.quantization.rounded_weight import RoundedWeight
 from diffquant.quantization.roundings import Rounder, rounding_named
 from diffquant.recipe import Recipe
-from diffquant.report.tables import megabytes
+from diffquant.report.sizes import compared_size
 from diffquant.scheme import Scheme
 from diffquant.source.source import Source, open_source
 from diffquant.support.files import write_atomically
@@ -50,8 +57,10 @@ class Quantization:
 
     Attributes:
         destination: folder that was written.
-        bytes_before, bytes_after: bytes of all tensors of the source and of the destination.
-        bits_per_weight: stored bits of a packed weight, scales included.
+        bytes_before: bytes that the source takes.
+        bytes_after: bytes of all tensors of the destination.
+        weights: number of weights of all tensors.
+        packed_bits: mean stored bits of the packed weights, scales included; of all, where none is packed.
         seconds: seconds that this run took.
         resumed: number of shards taken over from an interrupted run.
         errors: error of every packed weight, the worst first.
@@ -60,7 +69,8 @@ class Quantization:
     destination: Path
     bytes_before: int
     bytes_after: int
-    bits_per_weight: float
+    weights: int
+    packed_bits: float
     seconds: float
     resumed: int
     errors: tuple[TensorError, ...]
@@ -68,14 +78,14 @@ class Quantization:
     def summary(self, worst: int = 3) -> str:
         """A few lines for people, with the `worst` weights by their error."""
         lines = [
-            f"{self.destination}: {megabytes(self.bytes_before)} -> {megabytes(self.bytes_after)} "
-            f"({self.bytes_after / max(1, self.bytes_before):.1%}) in {self.seconds:.1f} s"
+            f"{self.destination}: {compared_size(self.bytes_after, self.bytes_before, self.weights)}, "
+            f"in {self.seconds:.1f} s"
             + (f", {self.resumed} shards taken over from an interrupted run" if self.resumed else "")
         ]
         if self.errors:
             mean = sum(e.error for e in self.errors) / len(self.errors)
             lines.append(
-                f"{len(self.errors)} weights packed at {self.bits_per_weight:.2f} stored bits each, "
+                f"{len(self.errors)} weights packed at {self.packed_bits:.2f} stored bits each, "
                 f"relative RMS error {mean:.2%} on average; the largest:"
             )
             lines += [f"  {e.error:.2%}  {e.name}  {e.scheme}" for e in self.errors[:worst]]
@@ -126,7 +136,8 @@ def quantize(
         destination,
         plan.bytes_before,
         plan.bytes_after,
-        plan.bits_per_weight,
+        plan.weights,
+        plan.packed_bits,
         time.monotonic() - started,
         staging.resumed,
         tuple(sorted(errors.values(), key=lambda e: -e.error)),
@@ -140,7 +151,8 @@ def pack_job(checkpoint: Checkpoint, tensor: PlannedTensor, rounder: Rounder) ->
     def read(first: int, last: int) -> Tensor:
         return checkpoint.read_rows(tensor.name, slice(first, last))
 
-    rounded = RoundedWeight(rounder, tensor.name, read, tensor.info.shape, scheme, tensor.info.dtype)
+    dtype = scale_dtype(checkpoint.written_dtype(tensor.name))
+    rounded = RoundedWeight(rounder, tensor.name, read, tensor.info.shape, scheme, dtype)
 
     def make(first: int, last: int) -> Block:
         rows = read(first, last)
@@ -198,7 +210,8 @@ def _write_descriptions(
     folder: Path,
 ) -> None:
     """Write config.json, recipe.yaml, diffquant.json and the model card."""
-    config = plan.checkpoint.config | {"diffquant_config": {"version": CONFIG_VERSION, "recipe": plan.recipe.to_dict()}}
+    recorded = {"version": CONFIG_VERSION, "recipe": plan.recipe.to_dict()}
+    config = plan.checkpoint.written_config | {"diffquant_config": recorded}
     if plan.schemes:
         config["quantization_config"] = quantization_config(plan.schemes, plan.linears)
     write_atomically(folder / "config.json", json.dumps(config, indent=2) + "\n")
@@ -219,6 +232,8 @@ def _account(
         "versions": versions(),
         "recipe": plan.recipe.to_dict(),
         "bytes": plan.bytes_after,
+        "weights": plan.weights,
+        "packed_bits": round(plan.packed_bits, 4),
         "source": {
             "bytes": plan.bytes_before,
             "sha256": {file.name: r["source_sha256"] for file, r in zip(files, records.values(), strict=True)},

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from diffquant.formats.compressed_tensors import decode_codes, weight_codes
+from diffquant.formats.compressed_tensors import decode_codes, scale_dtype, weight_codes
 from diffquant.formats.row_stream import in_order, row_blocks, workers
 from diffquant.numerics import absmax_scale
 from diffquant.quantization.roundings.base import Rounder
@@ -66,19 +66,19 @@ def as_stored(rounder: Rounder, name: str, weight: Tensor, scheme: Scheme, dtype
         name: the weight's name in the checkpoint.
         weight: [out, in] finite floats, with the checkpoint's own rows.
         scheme: granularity tensor, row or group.
-        dtype: dtype of the stored scale; the weight's by default.
+        dtype: dtype of the stored scale; by default that in which a weight of this dtype has its scale stored.
 
     Returns:
-        codes * scale [out, in] in the scale's dtype.
+        codes * scale [out, in] in the weight's dtype.
     """
 
     def read(first: int, last: int) -> Tensor:
         return weight[first:last]
 
-    rounded = RoundedWeight(rounder, name, read, tuple(weight.shape), scheme, dtype or weight.dtype)
+    rounded = RoundedWeight(rounder, name, read, tuple(weight.shape), scheme, dtype or scale_dtype(weight.dtype))
 
     def read_back(first: int, last: int) -> Tensor:
-        return decode_codes(*rounded.rows(weight[first:last].float()), scheme)
+        return decode_codes(*rounded.rows(weight[first:last].float()), scheme).to(weight.dtype)
 
     # Products of matrices depend, in their last bits, on the number of rows and of threads: both are `quantize`'s own.
     with workers() as pool:

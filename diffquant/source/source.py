@@ -6,6 +6,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from diffquant.family.spec import DiffSpec
@@ -51,6 +52,11 @@ class Source:
     @property
     def layers(self) -> int:
         return self.adapter.architecture.num_hidden_layers
+
+    @property
+    def weights(self) -> int:
+        """Number of weights, packed ones included."""
+        return sum(torch.Size(shape).numel() for shape in self.adapter.source_shapes().values())
 
     @cached_property
     def recipe(self) -> Recipe:

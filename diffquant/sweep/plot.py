@@ -139,7 +139,7 @@ def _draw(axis: "Axes", target: str, panel: Sequence[BitsLine], look: _Look) -> 
             capsize=2.5,
         )
     axis.set_xticks(range(len(widths)), [str(bits) for bits in widths])
-    axis.set_xlabel("bits")
+    axis.set_xlabel("bits of a code")
     axis.set_title(TITLES.get(target, target), fontsize=11)
     tidy(axis)
     return drawn

@@ -92,6 +92,7 @@ def _settings(plan: SweepPlan, options: SweepOptions, tasks: list[JsonObject]) -
         "tasks": tasks,
         "models": {str(path): source.fingerprint for path, source in plan.sources.items()},
         "quantized": [str(path) for path, source in plan.sources.items() if source.packed or path.is_file()],
+        "source_bytes": {str(path): source.checkpoint.stored_nbytes for path, source in plan.sources.items()},
         "dtype": plan.setup.dtype_name,
         "versions": versions_of_run(options.device),
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),

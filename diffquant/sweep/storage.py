@@ -1,19 +1,34 @@
-"""Sizes of what a recipe stores: bytes of the checkpoint that `quantize` would write, bytes of KV cache a token."""
+"""Sizes of what a recipe stores: bytes of its weights, bytes of KV cache a token."""
 
 import torch
 
-from diffquant.model.cache import PackedCache
+from diffquant.model.cache import PackedCache, PackedStates
 from diffquant.model.modeling import DiffTransformer
 from diffquant.quantization.plan import plan_quantization
 from diffquant.recipe import Recipe
+from diffquant.report.sizes import bytes_at_16_bits
+from diffquant.scheme import Scheme
 from diffquant.source.source import Source
 
 _KV_TOKENS = 1024
 
 
 def weight_bytes(source: Source, recipe: Recipe) -> int:
-    """Bytes of all tensors with the recipe's weights packed, scales included."""
-    return source.checkpoint.nbytes if source.packed else plan_quantization(source, recipe).bytes_after
+    """Bytes of the checkpoint that `quantize` writes under a recipe, scales included.
+
+    Where the recipe leaves weights at 16 bits, they are 16 bits each, whatever type the source holds them in.
+    """
+    if source.packed:
+        return source.checkpoint.nbytes
+    plan = plan_quantization(source, recipe)
+    return plan.bytes_after if plan.schemes else bytes_at_16_bits(plan.weights)
+
+
+def state_bytes_per_token(scheme: Scheme, heads: int, width: int) -> float:
+    """Bytes that one layer's keys or values take a token under a scheme, over 1,024 tokens of 16-bit states."""
+    states = PackedStates(scheme, 0)
+    states.append(torch.zeros(1, heads, _KV_TOKENS, width, dtype=torch.bfloat16))
+    return states.nbytes / _KV_TOKENS
 
 
 def kv_bytes_per_token(model: DiffTransformer) -> float:

@@ -8,7 +8,7 @@ from pathlib import Path
 from diffquant.evals.columns import MISSING, Columns, Compared
 from diffquant.evals.task_result import TaskResult
 from diffquant.evals.tasks import kind_of, task_kinds
-from diffquant.report.tables import aligned
+from diffquant.report.tables import aligned, megabytes
 from diffquant.support.plain_data import JsonObject
 from diffquant.sweep.grid import EXPORTED, RECIPE, Point
 from diffquant.sweep.result import SweepResult, model_names
@@ -70,13 +70,22 @@ def notes(sweep: SweepResult) -> list[str]:
     for task in tasks_of(sweep):
         results_by_columns.setdefault(type(kind_of(task).columns), []).extend(_results(sweep, task))
     texts = [note for kind, results in results_by_columns.items() for note in columns_of[kind].notes(results)]
-    texts.append("stored is the checkpoint (weights) or the cache a token (kv), scales included; logits store nothing.")
-    quantized = ", ".join(Path(path).name for path in sweep.settings["quantized"])
+    texts.append(
+        "stored is the checkpoint (weights, at 16 bits two bytes each) or the cache a token (kv), scales included; "
+        "logits store nothing."
+    )
+    quantized = ", ".join(_source_text(path, sweep.settings) for path in sweep.settings["quantized"])
     if quantized:
         texts.append(
             f"The weights of {quantized} were quantized before: its 16 bits are not the model as it was trained."
         )
     return texts
+
+
+def _source_text(path: str, settings: JsonObject) -> str:
+    """A checkpoint's name, and what it takes where that was noted."""
+    nbytes = settings.get("source_bytes", {}).get(path)
+    return Path(path).name + (f" ({megabytes(nbytes)})" if nbytes else "")
 
 
 def tasks_of(sweep: SweepResult) -> list[str]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from diffquant.errors import DiffQuantError
 from diffquant.family.heads import HeadLayout
 from diffquant.family.spec import DiffSpec
-from diffquant.formats.compressed_tensors import PACKED, SCALE, decode_codes
+from diffquant.formats.compressed_tensors import PACKED, SCALE, decode_codes, scale_dtype
 from diffquant.formats.reader import Checkpoint
 from diffquant.model.adapters import Adapter
 from diffquant.numerics import check_finite, unpack
@@ -48,6 +48,10 @@ class Matrix:
     @property
     def module(self) -> str:
         return self.name.removesuffix(".weight")
+
+    @property
+    def elements(self) -> int:
+        return self.shape[0] * self.shape[1]
 
     @property
     def scheme(self) -> Scheme:
@@ -90,14 +94,15 @@ class Matrix:
 
     @cached_property
     def _rounded(self) -> RoundedWeight:
-        """The plain weight under absmax scales, stored in the checkpoint's dtype as `quantize` stores them."""
+        """The plain weight under absmax scales, as `quantize` stores them."""
         info = self.checkpoint.tensors[self.stored_name]
 
         # A scale of the whole tensor does not depend on the order of its rows, which are read fastest as they lie.
         def read(first: int, last: int) -> Tensor:
             return self.checkpoint.read_rows(self.stored_name, slice(first, last))
 
-        return RoundedWeight(Rounder(round_to_nearest), self.stored_name, read, info.shape, self.wanted, info.dtype)
+        dtype = scale_dtype(self.checkpoint.written_dtype(self.stored_name))
+        return RoundedWeight(Rounder(round_to_nearest), self.stored_name, read, info.shape, self.wanted, dtype)
 
     def _read_ordered(self, name: str, first: int, last: int) -> Tensor:
         return self.checkpoint.read_rows(name, slice(first, last) if self.order is None else self.order[first:last])

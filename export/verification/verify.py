@@ -249,8 +249,8 @@ def _has_int8_activations(manifest: Manifest) -> bool:
     """Whether products round their activations to int8."""
     if manifest.options.pure:
         return False
-    stored = {tensor["stored_bits"] for tensor in manifest.tensors.values()}
-    return 8 in stored or (4 in stored and manifest.options.accuracy_level == 4)
+    containers = {tensor["container_bits"] for tensor in manifest.tensors.values()}
+    return 8 in containers or (4 in containers and manifest.options.accuracy_level == 4)
 
 
 def _advice(options: ExportOptions, routes: list[Route]) -> str:

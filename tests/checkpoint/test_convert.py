@@ -134,7 +134,9 @@ def test_a_doubling_that_overflows_float16_is_refused(tmp_path):
     tensors = load_file(source / "model.safetensors")
     tensors["model.layers.1.self_attn.o_proj.weight"][0, 0] = 4e4
     save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(CheckpointError, match=r"layers\.1\.self_attn\.o_proj\.weight holds values that overflow"):
+    with pytest.raises(
+        CheckpointError, match=r"layers\.1\.self_attn\.o_proj\.weight would hold values of up to 8.*overflow"
+    ):
         convert(source, tmp_path / "out", "diff-v2")
     assert [entry.name for entry in tmp_path.iterdir()] == ["llama"]
 
@@ -186,10 +188,10 @@ def test_a_gguf_file_converts_with_its_tokenizer(tmp_path):
     assert open_source(tmp_path / "out").packed == {}
     assert (tmp_path / "out/tokenizer.json").exists()
     down, q = "model.layers.1.mlp.down_proj.weight", "model.layers.1.self_attn.q_proj.weight"
-    # Q8_0 keeps 8 bits of each 32 weights.
-    assert (after.read(down) - before.read(down)).abs().max() <= before.read(down).abs().max() / 200
+    # Q8_0 keeps 8 bits of each 32 weights, bfloat16 8 of each.
+    assert (after.read(down) - before.read(down)).abs().max() <= before.read(down).abs().max() / 150
     doubled = before.read(q).unflatten(0, (4, 16)).repeat_interleave(2, 0).flatten(0, 1)
-    assert (after.read(q) - doubled).abs().max() <= doubled.abs().max() / 200
+    assert (after.read(q) - doubled).abs().max() <= doubled.abs().max() / 150
 
 
 def test_a_gguf_without_a_tokenizer_is_refused_before_work(tmp_path, monkeypatch):

@@ -213,7 +213,9 @@ def test_the_record_names_options_source_and_stored_bits(checkpoint, tmp_path):
     assert manifest.options == ExportOptions.parse(weights="6:g32")
     assert manifest.tensors["model.layers.0.mlp.up_proj.weight"] == {
         "bits": 6,
-        "stored_bits": 8,
+        "container_bits": 8,
+        # A float32 scale for 32 codes.
+        "stored_bits": 9,
         "granularity": "g32",
     }
     assert set(manifest.sha256) == {MODEL_FILE, DATA_FILE}

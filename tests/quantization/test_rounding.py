@@ -8,7 +8,7 @@ from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_in
 from safetensors.torch import load_file
 
 from diffquant.errors import UsageError
-from diffquant.formats.compressed_tensors import decode_codes
+from diffquant.formats.compressed_tensors import decode_codes, scale_dtype
 from diffquant.loading import load
 from diffquant.numerics import absmax_scale
 from diffquant.quantization.quantize import quantize
@@ -198,3 +198,13 @@ def test_a_scale_over_all_rows_takes_nearest_alone(checkpoint, tmp_path):
     ):
         quantize(checkpoint, tmp_path / "out", Recipe.of(weights="8:tensor", rounding="mse"))
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("bits", range(2, 9))
+def test_fitted_scales_of_the_largest_numbers_decode_to_finite_values(bits, dtype):
+    numbers = torch.finfo(dtype)
+    weight = torch.randn(8, 32, generator=torch.Generator().manual_seed(bits), dtype=torch.float64) * numbers.max
+    weight, scheme = weight.clamp(-numbers.max, numbers.max).to(dtype), Scheme(bits, "group", 16)
+    decoded = decode_codes(*round_with_clipping("w", weight.float(), scheme, scale_dtype(dtype)), scheme)
+    assert torch.isfinite(decoded.to(dtype)).all()

@@ -166,7 +166,11 @@ def _state(new, is_new, old, is_old, RING: tl.constexpr):
 def _scale(largest, BITS: tl.constexpr, LIMIT: tl.constexpr, DTYPE: tl.constexpr):
     """Scale of a largest magnitude, as `numerics.absmax_scale` computes it."""
     LARGEST: tl.constexpr = 2 ** (BITS - 1) - 1
-    scale = tl.div_rn(largest, tl.full(largest.shape, LARGEST, tl.float32)).to(DTYPE).to(tl.float32)
+    quotient = tl.div_rn(largest, tl.full(largest.shape, LARGEST, tl.float32))
+    scale = quotient.to(DTYPE).to(tl.float32)
+    # What lies below float16's normal numbers is rounded up; for bfloat16 the GPU's float32 ends there as well.
+    if tl.float16 == DTYPE:
+        scale += tl.where((scale < quotient) & (scale < 2.0**-14), 2.0**-24, 0.0)
     return tl.where(scale == 0.0, 1.0, tl.minimum(scale, LIMIT))
 
 

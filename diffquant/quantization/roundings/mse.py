@@ -37,21 +37,22 @@ def fitted_scale(values: Tensor, bits: int, dtype: torch.dtype, weights: Tensor 
     """
     largest = absmax_scale(values, bits, -1)
     largest = torch.where(values.amax(-1, keepdim=True) > -values.amin(-1, keepdim=True), -largest, largest)
-    best, least = largest.to(dtype), torch.full_like(largest, torch.inf)
+    # Where squares overflow, no trial is better than absmax.
+    best, least = storable(largest, bits, dtype), torch.full_like(largest, torch.inf)
     for share in (1 - trial / (10 * bits) for trial in range(_TRIALS)):
         scale = storable(largest * share, bits, dtype)
         rounded = _nearest(values, scale.float(), bits).mul_(scale.float())
         squares = rounded.sub_(values).square_()
         error = (squares if weights is None else squares.mul_(weights)).sum(-1, keepdim=True)
-        # A half type may hold the scale and not its product with the lowest code.
-        error = error.where((scale * lowest_code(bits)).isfinite() | (share == 1), torch.inf)
         best, least = torch.where(error < least, scale, best), error.minimum(least)
     return best
 
 
 def storable(scale: Tensor, bits: int, dtype: torch.dtype) -> Tensor:
-    """The scale as `storable_scale` gives it, for scales of either sign."""
-    return storable_scale(scale.abs(), bits, dtype).copysign(scale.to(dtype))
+    """The scale as `storable_scale` gives it, of either sign, and no larger than what the lowest code can multiply."""
+    numbers = torch.finfo(dtype)
+    limit = numbers.max / -lowest_code(bits) * (1 - numbers.eps)
+    return storable_scale(scale.abs(), bits, dtype).clamp(max=limit).copysign(scale.to(dtype))
 
 
 def all_codes(values: Tensor, scale: Tensor, bits: int) -> Tensor:

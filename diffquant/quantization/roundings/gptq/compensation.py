@@ -101,9 +101,8 @@ def _descended(
         curvature = (seen * group).sum(1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
         force = (pull[:, columns] * group).sum(1, keepdim=True)
         new = storable(old + force / curvature, bits, scale.dtype)
-        fits = (new * lowest_code(bits)).isfinite()
         change = new.float() - old
-        change = change.where(fits & (change * (2 * force - change * curvature) > 0), 0.0)
+        change = change.where(change * (2 * force - change * curvature) > 0, 0.0)
         scales[:, at : at + 1] += change
         pull[:, columns.start :] -= (change * group) @ products[columns, columns.start :]
 
