@@ -17,27 +17,23 @@ class StageErrors:
     """Relative errors of each stage's output.
 
     Attributes:
-        by_stage: errors at the positions of all passages, by stage.
+        passages: errors [T] at a passage's positions, by passage and stage.
     """
 
-    by_stage: tuple[Tensor, ...]
-
-    @classmethod
-    def over_passages(cls, errors: Sequence[Sequence[Tensor]]) -> "StageErrors":
-        """Errors of some passages as one; they come by passage and stage."""
-        return cls(tuple(torch.cat(parts) for parts in zip(*errors, strict=True)))
-
-    @property
-    def positions(self) -> int:
-        return len(self.by_stage[0])
+    passages: tuple[tuple[Tensor, ...], ...]
 
     @property
     def largest(self) -> tuple[float, ...]:
         return self.quantile(1.0)
 
     def quantile(self, share: float) -> tuple[float, ...]:
-        """What this share of the positions does not exceed, by stage."""
-        return tuple(float(errors.quantile(share)) for errors in self.by_stage)
+        """What this share of all positions does not exceed, by stage."""
+        return tuple(float(torch.cat(parts).quantile(share)) for parts in zip(*self.passages, strict=True))
+
+    def behind(self, firsts: Sequence[int]) -> "StageErrors":
+        """Errors at the positions of each passage from a first one on; as many passages as there are first ones."""
+        kept = zip(self.passages, firsts, strict=False)
+        return StageErrors(tuple(tuple(errors[first:] for errors in stages) for stages, first in kept))
 
 
 @dataclass(frozen=True)
@@ -52,10 +48,14 @@ class StageNoise:
     rounded: StageErrors
     flipped: StageErrors
 
-    def typical(self, positions: int) -> tuple[float, ...]:
-        """What the median over so many positions hardly ever exceeds, by stage."""
-        # Four standard errors of the share that lies below a median.
-        return self.rounded.quantile(min(0.95, 0.5 + 2 / positions**0.5))
+    def typical(self, firsts: Sequence[int]) -> tuple[float, ...]:
+        """What the median over some passages' positions, from first ones on, hardly ever exceeds, by stage."""
+        # A code of the cache that flips is felt by all positions behind it: passages are what chance draws, not
+        # positions. Four standard errors, where a passage counts as four.
+        share = 0.5 + 1 / math.sqrt(len(firsts))
+        if share < 1:
+            return self.rounded.behind(firsts).quantile(share)
+        return self.flipped.quantile(0.9)
 
     @property
     def largest(self) -> float:
@@ -75,13 +75,10 @@ def stage_errors(
         firsts: first position of each passage to look at.
     """
     errors = [
-        [
-            position_errors(got, wanted, before)[first:]
-            for got, (wanted, before) in zip(outputs, _wanted(reference, ids, outputs), strict=True)
-        ]
-        for ids, outputs, first in zip(passages, states, firsts, strict=False)
+        tuple(position_errors(got, *pair) for got, pair in zip(outputs, _wanted(reference, ids, outputs), strict=True))
+        for ids, outputs in zip(passages, states, strict=False)
     ]
-    return StageErrors.over_passages(errors)
+    return StageErrors(tuple(errors)).behind(firsts)
 
 
 def stage_noise(
@@ -95,7 +92,7 @@ def stage_noise(
         states: outputs of all stages for each passage, as the runtime computed them.
         rounds: whether activations are rounded.
     """
-    disturbed: dict[float, list[list[Tensor]]] = {0.0: [], FLIPPING: []}
+    disturbed: dict[float, list[tuple[Tensor, ...]]] = {0.0: [], FLIPPING: []}
     # Rounding by a rule unknown here may differ by as much as the rounding itself.
     rounds_anew = rounds and reference.knows_rounding
     for ids, outputs in zip(passages, states, strict=True):
@@ -104,9 +101,9 @@ def stage_noise(
         for noise, errors in disturbed.items():
             with reference.arithmetic(rounds=rounds_anew, noise=noise):
                 got = [output for output, _ in _wanted(reference, ids, outputs)]
-            errors.append([position_errors(x, *pair) for x, pair in zip(got, wanted, strict=True)])
+            errors.append(tuple(position_errors(x, *pair) for x, pair in zip(got, wanted, strict=True)))
     # Whether a code flips at all is chance; how much a flip does is seen where many do.
-    return StageNoise(StageErrors.over_passages(disturbed[0.0]), StageErrors.over_passages(disturbed[FLIPPING]))
+    return StageNoise(StageErrors(tuple(disturbed[0.0])), StageErrors(tuple(disturbed[FLIPPING])))
 
 
 def cache_excess(reference: Reference, passages: Sequence[np.ndarray], states: Sequence[Sequence[Tensor]]) -> float:
@@ -131,9 +128,10 @@ def cache_excess(reference: Reference, passages: Sequence[np.ndarray], states: S
                 wanted = list(_wanted(reference, ids, outputs))
             with reference.cache_of(cache):
                 rounded = [output for output, _ in _wanted(reference, ids, outputs)]
-            of_cache.append([position_errors(x, *pair) for x, pair in zip(rounded, wanted, strict=True)])
-        errors.append(StageErrors.over_passages(of_cache).quantile(0.5)[1:-1])
-    return max(rounded / max(fitted, 1e-30) for rounded, fitted in zip(*errors, strict=True))
+            of_cache.append(tuple(position_errors(x, *pair) for x, pair in zip(rounded, wanted, strict=True)))
+        errors.append(StageErrors(tuple(of_cache)).quantile(0.5)[1:-1])
+    ratios = (rounded / max(fitted, 1e-30) for rounded, fitted in zip(*errors, strict=True))
+    return float(max(ratios))
 
 
 def position_errors(got: Tensor, wanted: Tensor, before: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from diffquant.model.config import DiffTransformerConfig
 from diffquant.source.source import Source
 
 POSITIONS = 512
-_LONGEST = 160
+LONGEST = 160
 # Passages differ in length, so that a padded batch has padding; the first is the longest.
 _SHARES = (1.0, 0.8, 0.65, 0.5, 0.9, 0.35)
 _SHORTEST = 2
@@ -23,7 +23,7 @@ def sample_passages(source: Source, config: DiffTransformerConfig) -> list[np.nd
         source: checkpoint, for its tokenizer.
         config: configuration of the model, for its context and vocabulary.
     """
-    lengths = _lengths(min(_LONGEST, config.max_position_embeddings - 1))
+    lengths = _lengths(min(LONGEST, config.max_position_embeddings - 1))
     passages = _prose(source, lengths)
     if passages is None or max(map(max, passages)) >= config.vocab_size:
         rng = np.random.default_rng(0)

@@ -137,9 +137,18 @@ class Verification:
         return "the scales of the quantized cache do not fit the model"
 
 
-def measures(errors: StageErrors, noise: StageNoise, margin: float) -> tuple[tuple[Measure, ...], tuple[Measure, ...]]:
-    """Typical and largest errors of the stages, with what `margin` times the noise allows."""
-    typical = zip(errors.quantile(0.5), noise.typical(errors.positions), strict=True)
+def measures(
+    errors: StageErrors, noise: StageNoise, firsts: Sequence[int], margin: float
+) -> tuple[tuple[Measure, ...], tuple[Measure, ...]]:
+    """Typical and largest errors of the stages, with what `margin` times the noise allows.
+
+    Args:
+        errors: errors at the positions of some passages, from first ones on.
+        noise: errors that rounding explains.
+        firsts: first position of each passage.
+        margin: factor of the noise.
+    """
+    typical = zip(errors.quantile(0.5), noise.typical(firsts), strict=True)
     return (
         tuple(Measure(value, margin * limit) for value, limit in typical),
         tuple(Measure(value, margin * noise.largest) for value in errors.largest),

@@ -11,7 +11,6 @@ from diffquant.export.runtime.session import InPlaceDecoder, OnnxModel
 # From passages [1, T] to a run of each; a route may leave out later passages.
 Runner = Callable[[OnnxModel, Sequence[np.ndarray], tuple[str, ...]], list["Run"]]
 
-PREFILL = "prefill"
 IN_PLACE = "decode in place"
 _DECODED, _DECODED_TOGETHER = 8, 3
 
@@ -31,7 +30,7 @@ class Run:
 
 def routes(model: OnnxModel, options: ExportOptions) -> Iterator[tuple[str, Runner]]:
     """Names and runners of the routes that a model has, prefill first."""
-    yield PREFILL, _prefill
+    yield "prefill", prefill
     yield "padded batch", _padded
     # A logit scale that spans rows spans those of a call: chunks have scales of their own.
     if model.cache is not None and options.logits.granularity in ("", "row"):
@@ -40,14 +39,16 @@ def routes(model: OnnxModel, options: ExportOptions) -> Iterator[tuple[str, Runn
         yield "batch decode", _padded_then_decoded
 
 
-def decoded_in_place(model: OnnxModel, passage: np.ndarray) -> np.ndarray:
-    """Logits [1, T, V] of a passage that is decoded as `diffquant run` does it: past and present share their memory."""
+def decoded_in_place(model: OnnxModel, passage: np.ndarray) -> Run:
+    """Logits of a passage that is decoded as `diffquant run` does it: past and present share their memory."""
     state = InPlaceDecoder(model, 1, passage.shape[1])
-    chunks = np.split(passage, _ends(_prompt_then_tokens(passage.shape[1])), 1)
-    return np.concatenate([state.step(chunk) for chunk in chunks], 1)
+    lengths = _prompt_then_tokens(passage.shape[1])
+    logits = [state.step(chunk) for chunk in np.split(passage, _ends(lengths), 1)]
+    return Run([np.concatenate(logits, 1)], lengths[0] if len(lengths) > 1 else 0)
 
 
-def _prefill(model: OnnxModel, passages: Sequence[np.ndarray], outputs: tuple[str, ...]) -> list[Run]:
+def prefill(model: OnnxModel, passages: Sequence[np.ndarray], outputs: tuple[str, ...]) -> list[Run]:
+    """Runs of each passage by itself, in one call."""
     return [_in_chunks(model, ids, [ids.shape[1]], outputs) for ids in passages]
 
 

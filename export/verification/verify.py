@@ -18,7 +18,7 @@ from diffquant.export.verification.errors import cache_excess, relative_rms, sta
 from diffquant.export.verification.passages import sample_passages
 from diffquant.export.verification.reference import FLIPPING, Reference, cache_scales
 from diffquant.export.verification.report import Measure, Route, SessionTokens, Verification, measures
-from diffquant.export.verification.routes import IN_PLACE, decoded_in_place, routes
+from diffquant.export.verification.routes import IN_PLACE, Run, decoded_in_place, prefill, routes
 from diffquant.export.verification.tokens import compare_tokens
 from diffquant.source.source import Source, open_source
 from diffquant.support.files import file_digest
@@ -124,43 +124,37 @@ class _Comparison:
 
     def _compared(self, session: _Session) -> Iterator[Route]:
         """Every route of a session, compared."""
+        options = self._manifest.options
         whole = self._whole_runs(rounds=True) if session.rounds else self._whole
         limit = self._tolerance or MARGIN * self._noise_of_whole_runs(whole, session.rounds)
-        prefill, noise = None, None
-        for name, run in routes(session.model, self._manifest.options):
-            runs = run(session.model, self._passages, self._outputs)
-            states = [[_tensor(values) for values in each.states] for each in runs]
-            logits = [outputs[-1] for outputs in states]
-            if prefill is None or noise is None:
-                prefill = logits
-                noise = stage_noise(self._reference, self._passages, states, session.rounds)
-                if self._reference.cache is not None and self._cache is None:
-                    excess = cache_excess(self._reference, self._passages, states)
-                    self._cache = Measure(excess, CACHE_LIMIT)
-                pairs = zip(self._whole, prefill, strict=True)
-                self._tokens.append(SessionTokens(session.name, compare_tokens(pairs)))
+        read = _states_of(prefill(session.model, self._passages, self._outputs))
+        noise = stage_noise(self._reference, self._passages, read, session.rounds)
+        last = [states[-1] for states in read]
+        self._tokens.append(SessionTokens(session.name, compare_tokens(zip(self._whole, last, strict=True))))
+        if session.is_folder and self._reference.cache is not None:
+            self._cache = Measure(cache_excess(self._reference, self._passages, read), CACHE_LIMIT)
+
+        def logits_errors(runs: Sequence[Run]) -> tuple[Measure, Measure]:
+            """Errors of the logits against the reference's and against prefill's."""
+            values = [
+                relative_rms(
+                    (states[-1][:, run.first :], other[:, run.first :])
+                    for run, states, other in zip(runs, _states_of(runs), others, strict=False)
+                )
+                for others in (whole, last)
+            ]
+            return Measure(values[0], limit), Measure(values[1], limit)
+
+        for name, route in routes(session.model, options):
+            runs = route(session.model, self._passages, self._outputs)
+            firsts = [run.first for run in runs]
             with self._reference.arithmetic(rounds=session.rounds):
-                errors = stage_errors(self._reference, self._passages, states, [each.first for each in runs])
-            typical, largest = measures(errors, noise, MARGIN)
-            yield Route(
-                session.name,
-                name,
-                typical,
-                largest,
-                Measure(relative_rms(zip(logits, whole, strict=False)), limit),
-                Measure(relative_rms(zip(logits, prefill, strict=False)), limit),
-            )
-        if session.is_folder and session.model.cache is not None and prefill is not None:
-            # The folder without a thing changed, as `diffquant run` and the evaluations use it.
-            logits = [_tensor(decoded_in_place(OnnxModel(self._folder, self._threads), self._passages[0]))]
-            yield Route(
-                session.name,
-                IN_PLACE,
-                (),
-                (),
-                Measure(relative_rms(zip(logits, whole, strict=False)), limit),
-                Measure(relative_rms(zip(logits, prefill, strict=False)), limit),
-            )
+                errors = stage_errors(self._reference, self._passages, _states_of(runs), firsts)
+            yield Route(session.name, name, *measures(errors, noise, firsts, MARGIN), *logits_errors(runs))
+        if session.is_folder and session.model.cache is not None:
+            # The folder without a thing changed, as `diffquant run` uses it.
+            runs = [decoded_in_place(OnnxModel(self._folder, self._threads), self._passages[0])]
+            yield Route(session.name, IN_PLACE, (), (), *logits_errors(runs))
 
     def _whole_runs(self, rounds: bool, noise: float | None = None) -> list[Tensor]:
         """Logits of every passage, by the reference."""
@@ -184,8 +178,9 @@ class _Comparison:
             yield "where that difference matters, export 4-bit weights with --accuracy-level 1, which is slower"
 
 
-def _tensor(values: np.ndarray) -> Tensor:
-    return torch.from_numpy(values.astype(np.float32))
+def _states_of(runs: Sequence[Run]) -> list[list[Tensor]]:
+    """States of each passage's run in float32."""
+    return [[torch.from_numpy(values.astype(np.float32)) for values in run.states] for run in runs]
 
 
 def _check_source(manifest: Manifest, source: Source) -> None:

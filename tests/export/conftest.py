@@ -12,4 +12,5 @@ def few_positions(monkeypatch):
     """Verifications read few positions here, which makes them weaker and fast."""
     from diffquant.export.verification import passages
 
+    monkeypatch.setattr(passages, "LONGEST", 32)
     monkeypatch.setattr(passages, "POSITIONS", 128)

@@ -1,4 +1,4 @@
-"""Exported folders with a fault in them, as a faulty exporter would have written them: the record agrees with the files."""
+"""Exported folders with a fault in them, as a faulty exporter would have written them: the record agrees."""
 
 import json
 import shutil
@@ -53,17 +53,19 @@ class PlantedExport:
         dtype = helper.tensor_dtype_to_np_dtype(proto.data_type)
         data = np.memmap(self.folder / DATA_FILE, dtype, "r+", int(entries["offset"]), tuple(proto.dims))
         changed = edit(np.array(data))
-        assert changed.shape == data.shape and (changed != data).any()
+        assert (changed != data).any()
         data[:] = changed
         data.flush()
 
     def node(self, output: str) -> NodeProto:
         """The node that makes a value."""
-        return next(node for node in self.model.graph.node if output in node.output)
+        found: NodeProto = next(node for node in self.model.graph.node if output in node.output)
+        return found
 
     @property
     def body(self) -> FunctionProto:
-        return self.model.functions[0]
+        function: FunctionProto = self.model.functions[0]
+        return function
 
     def set_attribute(self, name: str, value: float, nodes: Sequence[NodeProto] | None = None) -> None:
         """Change an attribute of every attention node, or of the nodes given."""
@@ -73,7 +75,7 @@ class PlantedExport:
                     attribute.CopyFrom(helper.make_attribute(name, value))
 
     def behind(self, output: str, make: Callable[[str, str], list[NodeProto]], **constants: Sequence[int]) -> None:
-        """Put nodes behind the one that makes `output`: `make` gets the name of what it made, and that of the output."""
+        """Put nodes behind the one that makes `output`; `make` gets the name of what it made and that of the output."""
         before = f"{output}.before"
         at = next(i for i, node in enumerate(self.model.graph.node) if output in node.output)
         node = self.model.graph.node[at]
