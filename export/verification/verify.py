@@ -151,9 +151,10 @@ class _Comparison:
             with self._reference.arithmetic(rounds=session.rounds):
                 errors = stage_errors(self._reference, self._passages, _states_of(runs), firsts)
             yield Route(session.name, name, *measures(errors, noise, firsts, MARGIN), *logits_errors(runs))
-        if session.is_folder and session.model.cache is not None:
-            # The folder without a thing changed, as `diffquant run` uses it.
-            runs = [decoded_in_place(OnnxModel(self._folder, self._threads), self._passages[0])]
+        if session.model.cache is not None:
+            # The folder itself is opened once more without a thing changed, as `diffquant run` uses it.
+            model = OnnxModel(self._folder, self._threads) if session.is_folder else session.model
+            runs = [decoded_in_place(model, self._passages[0])]
             yield Route(session.name, IN_PLACE, (), (), *logits_errors(runs))
 
     def _whole_runs(self, rounds: bool, noise: float | None = None) -> list[Tensor]:

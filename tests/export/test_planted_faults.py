@@ -30,6 +30,7 @@ from tests.support.planted import (
 LOW = {"weights": "4:g32", "kv_bits": 8, "embed_bits": 8}
 BASES = {
     "v1": ("unilm-v1-plain", LOW),
+    "v1, a key for each map": ("unilm-v1", LOW),
     "v2": ("unilm-v2-half", LOW),
     "untied": ("unilm-v2", LOW),
     "float32": ("unilm-v1", {}),
@@ -320,6 +321,10 @@ NATIVE = {
         "if (from == cache->data) { if (FAULT) std::fill_n(cache->data, cache->row_bytes(), uint8_t{0}); continue; }",
     ),
 }
+OTHER_BASES = {
+    "the noise's λ of another pair": "v2",
+    "queries scaled for the first map's keys": "v1, a key for each map",
+}
 
 
 @pytest.fixture(scope="module")
@@ -353,7 +358,7 @@ def faulty_kernel(tmp_path_factory):
 def test_a_fault_in_the_native_kernel_is_refused(exported, faulty_kernel, monkeypatch, fault):
     monkeypatch.setenv("DIFFQUANT_NATIVE_LIBRARY", str(faulty_kernel))
     monkeypatch.setenv("DIFFQUANT_FAULT", str(1 + list(NATIVE).index(fault) if fault else 0))
-    checkpoint, folder = exported("v2" if fault == "the noise's λ of another pair" else "v1")
+    checkpoint, folder = exported(OTHER_BASES.get(fault, "v1"))
     calls = kernel_calls()
     if fault is None:
         assert verify(folder, checkpoint, threads=1).passed
