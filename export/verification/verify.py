@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from onnxruntime.capi import onnxruntime_pybind11_state as runtime_errors
 from torch import Tensor
 
 from diffquant.errors import CheckpointError, ToleranceError
@@ -23,6 +24,8 @@ from diffquant.export.verification.tokens import compare_tokens
 from diffquant.source.source import Source, open_source
 from diffquant.support.files import file_digest
 
+_RUNTIME_ERRORS = (runtime_errors.InvalidArgument, runtime_errors.Fail, runtime_errors.NotImplemented)
+
 # A difference may be this many times what rounding alone makes of the reference.
 MARGIN = 4.0
 # Typical rounding of the cache against that under scales fitted to the passages themselves: two bits lost.
@@ -38,12 +41,14 @@ class _Session:
         model: the folder, opened.
         rounds: whether its products round activations to int8.
         is_folder: whether it computes what the folder does where nothing is changed.
+        runs_body: whether attention is the function body although there is a native kernel.
     """
 
     name: str
     model: OnnxModel
     rounds: bool
     is_folder: bool = False
+    runs_body: bool = False
 
 
 def verify(folder: Path, source: Path | str | Source, tolerance: float | None = None, threads: int = 0) -> Verification:
@@ -96,7 +101,16 @@ class _Comparison:
         self._cache: Measure | None = None
 
     def verification(self) -> Verification:
-        compared = [route for session in self._sessions() for route in self._compared(session)]
+        compared: list[Route] = []
+        refusals: list[str] = []
+        for session in self._sessions():
+            try:
+                compared += self._compared(session)
+            except _RUNTIME_ERRORS as error:
+                if session.is_folder or not session.runs_body:
+                    raise CheckpointError(f"ONNX Runtime cannot run {self._folder}: {error}") from error
+                # GroupQueryAttention does not take every width of a head, the native kernel does.
+                refusals.append(f"{session.name}: does not run, and so the folder needs the native kernel ({error})")
         return Verification(
             self._folder,
             len(self._passages),
@@ -105,7 +119,7 @@ class _Comparison:
             tuple(compared),
             self._cache,
             tuple(self._tokens),
-            tuple(self._notes()),
+            (*self._notes(), *refusals),
         )
 
     def _sessions(self) -> Iterator[_Session]:
@@ -116,7 +130,7 @@ class _Comparison:
             # What rounding hides is seen here: nothing but float32 arithmetic lies between this and torch.
             yield _Session("float32 products", self._open(1), False)
         if library_path() is not None and self._reference.model.config.diff_spec.maps > 1:
-            yield _Session("function body", self._open(1 if rounds else None, native=False), False)
+            yield _Session("function body", self._open(1 if rounds else None, native=False), False, runs_body=True)
 
     def _open(self, accuracy_level: int | None = None, native: bool = True) -> OnnxModel:
         seen = self._outputs[:-1]
