@@ -44,9 +44,17 @@ class FailedCellsError(DiffQuantError):
 
 
 class ToleranceError(DiffQuantError):
-    """Two computations that must agree differ by more than the tolerance."""
+    """Two computations that must agree differ by more than the tolerance.
+
+    Attributes:
+        report: dataclass of all that was compared; None where the message says it all.
+    """
 
     exit_code = 4
+
+    def __init__(self, message: str, report: object = None) -> None:
+        super().__init__(message)
+        self.report = report
 
 
 class MissingDependencyError(DiffQuantError):

@@ -66,7 +66,7 @@ def export(
 def verify(
     folder: Exported,
     model: Model,
-    tolerance: Annotated[float | None, typer.Option(help="Relative RMS error of logits; by precision.")] = None,
+    tolerance: Annotated[float | None, typer.Option(help="Relative RMS error of logits; by measured rounding.")] = None,
     threads: Threads = 0,
     as_json: AsJson = False,
 ) -> None:
@@ -74,9 +74,15 @@ def verify(
     from diffquant.export import require
 
     require()
+    from diffquant.errors import ToleranceError
     from diffquant.export.verification.verify import verify as run
 
-    verification = run(folder, model, tolerance, threads)
+    try:
+        verification = run(folder, model, tolerance, threads)
+    except ToleranceError as missed:
+        if as_json:
+            typer.echo(to_json(missed.report))
+        raise
     typer.echo(to_json(verification) if as_json else str(verification))
 
 

@@ -66,6 +66,17 @@ def paired_difference(values: Sequence[float], baseline: Sequence[float]) -> Dif
     return Difference(difference.mean, difference.mean - half, difference.mean + half)
 
 
+def wilson_interval(successes: int, n: int) -> tuple[float, float]:
+    """95 % interval of a share of n trials.
+
+    Source: Wilson, "Probable Inference, the Law of Succession, and Statistical Inference", JASA 22 (1927).
+    """
+    share, z2 = successes / n, _Z95**2
+    centre = (share + z2 / (2 * n)) / (1 + z2 / n)
+    half = _Z95 / (1 + z2 / n) * math.sqrt(share * (1 - share) / n + z2 / (4 * n * n))
+    return max(0.0, centre - half), min(1.0, centre + half)
+
+
 def flips(
     correct: Sequence[bool], baseline: Sequence[bool], choices: Sequence[int], baseline_choices: Sequence[int]
 ) -> Flips:

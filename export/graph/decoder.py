@@ -21,6 +21,7 @@ from diffquant.model.shapes import LAMBDA_VECTORS
 
 PAST = "past_key_values.{layer}.{part}"
 PRESENT = "present.{layer}.{part}"
+EMBEDDED = "embedded"
 LAYER_OUTPUT = "layers.{layer}.output"
 
 _KINDS = {"float32": TensorProto.FLOAT, "float16": TensorProto.FLOAT16}
@@ -58,7 +59,7 @@ class _Decoder:
         ids = graph.input("input_ids", TensorProto.INT64, ["batch", "sequence"])
         mask = graph.input("attention_mask", TensorProto.INT64, ["batch", "total"])
         lengths = self._lengths(mask)
-        x = self.linears.lookup(ids, self.plan.matrices[EMBEDDING])
+        x = self.linears.lookup(ids, self.plan.matrices[EMBEDDING], EMBEDDED)
         for layer in range(self.config.num_hidden_layers):
             with graph.module(f"layers.{layer}"):
                 x = self._layer(x, layer, lengths)

@@ -55,6 +55,13 @@ def check_blocks(matrices: list[Matrix], pure: bool) -> None:
         )
 
 
+def int8_block(matrix: Matrix, options: ExportOptions) -> int | None:
+    """Columns of a matrix that share a scale where its product rounds activations to int8; None where it does not."""
+    if options.pure or not matrix.scheme.quantizes or _accuracy_level(matrix.scheme, options) == 1:
+        return None
+    return block_size(matrix.scheme, matrix.shape[1], pure=False)
+
+
 class Linears:
     """Adds linear layers and the embedding to a graph, and collects what is to be streamed.
 
@@ -74,12 +81,12 @@ class Linears:
         y = multiply(x, matrix)
         return y if bias is None else self.graph.add("Add", y, self.graph.typed(f"{matrix.module}.bias", bias))
 
-    def lookup(self, ids: str, matrix: Matrix) -> str:
-        """Name of the embedding's rows [B, T, D] at token ids [B, T]."""
+    def lookup(self, ids: str, matrix: Matrix, name: str) -> str:
+        """The embedding's rows [B, T, D] at token ids [B, T], under the name given."""
         if not matrix.scheme.quantizes:
-            return self.graph.add("Gather", self._values(matrix), ids)
+            return self.graph.add("Gather", self._values(matrix), ids, name=name)
         if self.options.pure:
-            return self._pure_lookup(ids, matrix)
+            return self._pure_lookup(ids, matrix, name)
         stored = self._codes(matrix)
         out, width = matrix.shape
         block = block_size(matrix.scheme, width, pure=False) or width
@@ -96,7 +103,7 @@ class Linears:
             gather_axis=0,
             quantize_axis=2,
         )
-        return self.graph.add("Reshape", rows, self.graph.int64(f"{matrix.module}.row", (0, 0, width)))
+        return self.graph.add("Reshape", rows, self.graph.int64(f"{matrix.module}.row", (0, 0, width)), name=name)
 
     def _value_product(self, x: str, matrix: Matrix) -> str:
         values = self._values(matrix)
@@ -112,9 +119,6 @@ class Linears:
         if self.options.pure:
             weight = self.graph.add("DequantizeLinear", stored["codes"], stored["scales"], axis=1, block_size=block)
             return self.graph.add("MatMul", x, self.graph.add("Transpose", weight, perm=[1, 0]))
-        bits = container_bits(matrix.scheme)
-        # At 8 bits the float32 path is a hundred times slower and hardly more exact.
-        level = 4 if bits == 8 else self.options.accuracy_level
         return self.graph.add(
             "MatMulNBits",
             x,
@@ -123,12 +127,12 @@ class Linears:
             domain=CONTRIB,
             K=width,
             N=out,
-            bits=bits,
+            bits=container_bits(matrix.scheme),
             block_size=block,
-            accuracy_level=level,
+            accuracy_level=_accuracy_level(matrix.scheme, self.options),
         )
 
-    def _pure_lookup(self, ids: str, matrix: Matrix) -> str:
+    def _pure_lookup(self, ids: str, matrix: Matrix, name: str) -> str:
         graph, (_, width) = self.graph, matrix.shape
         stored = self._codes(matrix)
         block = block_size(matrix.scheme, width, pure=True) or width
@@ -137,7 +141,7 @@ class Linears:
         axis = graph.int64("last_axis", (-1,))
         scales = graph.add("Unsqueeze", graph.add("Gather", stored["scales"], ids), axis)
         values = graph.add("Mul", grouped, scales)
-        return graph.add("Reshape", values, graph.int64(f"{matrix.module}.row", (0, 0, width)))
+        return graph.add("Reshape", values, graph.int64(f"{matrix.module}.row", (0, 0, width)), name=name)
 
     def _values(self, matrix: Matrix) -> str:
         dtype = self.options.torch_dtype
@@ -183,6 +187,12 @@ class Linears:
             self._streamed_names.add(name)
             self.streamed.append(Streamed(name, kind, shape, row_bytes, matrix.shape[1], make))
         return name
+
+
+def _accuracy_level(scheme: Scheme, options: ExportOptions) -> int:
+    """Precision of products with codes: 4 rounds activations to int8, 1 keeps them in float32."""
+    # At 8 bits the float32 path is a hundred times slower and hardly more exact.
+    return 4 if container_bits(scheme) == 8 else options.accuracy_level
 
 
 def stored_bytes(codes: Tensor, bits: int, signed: bool) -> Tensor:

@@ -86,9 +86,9 @@ class Matrix:
             _, scale = self._rounded.rows(self.values(first, last).float())
         return scale.expand(last - first, 1) if scale.numel() == 1 else scale
 
-    def dequantized(self, first: int, last: int) -> Tensor:
-        """codes · scale as the exported model computes it, in float32."""
-        scale = self.scales(first, last).float()
+    def dequantized(self, first: int, last: int, scale_dtype: torch.dtype = torch.float32) -> Tensor:
+        """codes · scale in float32, the scale as the exported model stores it."""
+        scale = self.scales(first, last).to(scale_dtype).float()
         flat = scale.flatten()[:1] if self.scheme.granularity == "tensor" else scale
         return decode_codes(self.codes(first, last), flat, self.scheme)
 

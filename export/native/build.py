@@ -30,13 +30,14 @@ def find_compiler() -> str | None:
     return os.environ.get("CXX") or next(filter(None, map(shutil.which, _COMPILERS)), None)
 
 
-def build(library: Path, compiler: str, sanitize: bool = False) -> None:
+def build(library: Path, compiler: str, sanitize: bool = False, sources: Path = SOURCES) -> None:
     """Compile and link the library; it appears whole or not at all.
 
     Args:
         library: file to write.
         compiler: g++ or clang++.
         sanitize: with address and undefined-behaviour checks, for tests.
+        sources: folder of the C++ files.
 
     Raises:
         subprocess.CalledProcessError: the compiler failed; its reasons stand on stderr.
@@ -52,7 +53,7 @@ def build(library: Path, compiler: str, sanitize: bool = False) -> None:
                 "-c",
                 str(source),
             ]
-            for source in _sources()
+            for source in _sources_in(sources)
         }
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             list(pool.map(_run, [[*command, "-o", str(object_file)] for object_file, command in commands.items()]))
@@ -61,9 +62,9 @@ def build(library: Path, compiler: str, sanitize: bool = False) -> None:
         os.replace(linked, library)
 
 
-def _sources() -> list[Path]:
+def _sources_in(folder: Path) -> list[Path]:
     intel = platform.machine().lower() in ("x86_64", "amd64")
-    return [source for source in sorted(SOURCES.glob("*.cc")) if intel or source.stem not in _PROCESSOR_FLAGS]
+    return [source for source in sorted(folder.glob("*.cc")) if intel or source.stem not in _PROCESSOR_FLAGS]
 
 
 def _run(command: list[str]) -> None:

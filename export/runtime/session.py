@@ -58,6 +58,7 @@ class OnnxModel:
         threads: int = 0,
         extra_outputs: tuple[str, ...] = (),
         accuracy_level: int | None = None,
+        native: bool = True,
     ) -> None:
         """Open a folder.
 
@@ -65,6 +66,7 @@ class OnnxModel:
             threads: number of threads that share one node's work; 0 takes all cores.
             extra_outputs: values inside the graph to return as well.
             accuracy_level: precision of every product with codes; the model's own by default.
+            native: whether the op's native kernel computes it where it is built, and not the model's function body.
 
         Raises:
             CheckpointError: the folder is damaged, or the runtime refuses the model.
@@ -80,7 +82,7 @@ class OnnxModel:
             _add_outputs(graph, extra_outputs)
         if accuracy_level is not None:
             _set_accuracy(graph, accuracy_level)
-        self.session = _open(folder, threads, graph if is_changed else None)
+        self.session = _open(folder, session_options(threads, native), graph if is_changed else None)
 
     def empty_cache(self, batch: int, rows: int = 0) -> list[np.ndarray]:
         """Caches that hold no token, in the order of `cache.inputs`, with room for `rows` tokens."""
@@ -141,12 +143,12 @@ class InPlaceDecoder:
         return logits
 
 
-def session_options(threads: int = 0) -> ort.SessionOptions:
-    """Options of a quiet session on this many threads, with the op's native kernel where its library is built."""
+def session_options(threads: int = 0, native: bool = True) -> ort.SessionOptions:
+    """Options of a quiet session on this many threads, with the op's native kernel where it is wanted and built."""
     options = ort.SessionOptions()
     options.log_severity_level = 3
     options.intra_op_num_threads = threads
-    library = library_path()
+    library = library_path() if native else None
     if library is not None:
         options.register_custom_ops_library(str(library))
     return options
@@ -169,9 +171,8 @@ def _set_accuracy(graph: onnx.ModelProto, level: int) -> None:
                 attribute.i = level
 
 
-def _open(folder: Path, threads: int, changed: onnx.ModelProto | None) -> ort.InferenceSession:
+def _open(folder: Path, options: ort.SessionOptions, changed: onnx.ModelProto | None) -> ort.InferenceSession:
     """A session on the folder's model, or on a changed copy of it that has the same data."""
-    options = session_options(threads)
     providers = ["CPUExecutionProvider"]
     try:
         if changed is None:

@@ -1,96 +1,54 @@
-"""Proof that an exported folder is its model: ONNX Runtime against torch, route by route."""
+"""Proof that an exported folder is its model: ONNX Runtime against torch, stage by stage and route by route."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import torch
+from onnxruntime.capi import onnxruntime_pybind11_state as runtime_errors
+from torch import Tensor
 
-from diffquant.data import books_text
 from diffquant.errors import CheckpointError, ToleranceError
-from diffquant.export.graph.decoder import LAYER_OUTPUT
+from diffquant.export.graph.decoder import EMBEDDED, LAYER_OUTPUT
 from diffquant.export.graph.external import load_graph
 from diffquant.export.manifest import Manifest, check_unchanged, read_manifest
-from diffquant.export.options import ExportOptions
+from diffquant.export.native import library_path
 from diffquant.export.runtime.session import OnnxModel
-from diffquant.export.verification.reference import Reference, cache_scales
+from diffquant.export.verification.errors import cache_excess, relative_rms, stage_errors, stage_noise
+from diffquant.export.verification.passages import sample_passages
+from diffquant.export.verification.reference import FLIPPING, Reference, cache_scales
+from diffquant.export.verification.report import Measure, Route, SessionTokens, Verification, measures
+from diffquant.export.verification.routes import IN_PLACE, Run, decoded_in_place, prefill, routes
+from diffquant.export.verification.tokens import compare_tokens
 from diffquant.source.source import Source, open_source
 from diffquant.support.files import file_digest
 
-_LENGTH, _DECODED = 64, 8
-# Relative RMS error allowed of the logits. Two float32 programs differ by rounding alone; a rounded cache or
-# logit may fall to the neighbouring code; half types and int8 activations round every product.
-_FLOAT, _ROUNDED, _HALF, _INT8 = 1e-4, 5e-2, 2e-2, 2e-1
-_EXACT = "float32 products"
+_RUNTIME_ERRORS = (runtime_errors.InvalidArgument, runtime_errors.Fail, runtime_errors.NotImplemented)
+
+# A difference may be this many times what rounding alone makes of the reference.
+MARGIN = 4.0
+# Typical rounding of the cache against that under scales fitted to the passages themselves: two bits lost.
+CACHE_LIMIT = 4.0
 
 
 @dataclass(frozen=True)
-class Route:
-    """One way of running a sequence, against torch.
+class _Session:
+    """One way of opening the folder, with every stage's output to be seen.
 
     Attributes:
-        name: what users call the route.
-        error: relative RMS error of the logits.
-        largest: largest absolute difference.
-        agreement: share of positions with the same likeliest token.
-        tolerance: largest `error` allowed.
+        name: what users call it.
+        model: the folder, opened.
+        rounds: whether its products round activations to int8.
+        is_folder: whether it computes what the folder does where nothing is changed.
+        runs_body: whether attention is the function body although there is a native kernel.
     """
 
     name: str
-    error: float
-    largest: float
-    agreement: float
-    tolerance: float
-
-    @property
-    def passed(self) -> bool:
-        return self.error <= self.tolerance
-
-    def __str__(self) -> str:
-        return (
-            f"{self.name:16}  error {self.error:.1e} (tolerance {self.tolerance:.0e})  max {self.largest:.1e}  "
-            f"same token {self.agreement:.1%}"
-        )
-
-
-@dataclass(frozen=True)
-class Verification:
-    """How an exported folder compares with its checkpoint.
-
-    Attributes:
-        folder: folder that was verified.
-        routes: comparison of each way of running it.
-        layers: relative RMS error of each layer's output in prefill.
-        advice: sentence about `accuracy_level`; empty where there is nothing to choose.
-    """
-
-    folder: Path
-    routes: tuple[Route, ...]
-    layers: tuple[float, ...]
-    advice: str
-
-    @property
-    def passed(self) -> bool:
-        return all(route.passed for route in self.routes)
-
-    @property
-    def agreement(self) -> float:
-        """Mean share of positions with the same likeliest token."""
-        return sum(route.agreement for route in self.routes) / len(self.routes)
-
-    def __str__(self) -> str:
-        largest = max(route.largest for route in self.routes)
-        verdict = f"all values close (max {largest:.1e})" if self.passed else self.divergence()
-        return "\n".join([*map(str, self.routes), verdict, *([self.advice] if self.advice else [])])
-
-    def divergence(self) -> str:
-        """A sentence about where the model first leaves its tolerance."""
-        tolerance = self.routes[0].tolerance
-        layer = next((i for i, error in enumerate(self.layers) if not error <= tolerance), None)
-        if layer is not None:
-            return f"diverges first in layer {layer} (relative RMS error {self.layers[layer]:.1e})"
-        wrong = ", ".join(f"{route.name} ({route.error:.1e})" for route in self.routes if not route.passed)
-        return f"every layer's output is close in prefill; these logits are not: {wrong}"
+    model: OnnxModel
+    rounds: bool
+    is_folder: bool = False
+    runs_body: bool = False
 
 
 def verify(folder: Path, source: Path | str | Source, tolerance: float | None = None, threads: int = 0) -> Verification:
@@ -99,167 +57,145 @@ def verify(folder: Path, source: Path | str | Source, tolerance: float | None = 
     Args:
         folder: folder that `export` wrote.
         source: checkpoint that it was exported from.
-        tolerance: relative RMS error allowed of the logits; by default what the export's precision explains.
+        tolerance: relative RMS error allowed of the logits of whole runs; by default a few times what rounding alone
+            does to the reference.
         threads: number of ONNX Runtime's threads; 0 takes all cores.
 
     Raises:
         CheckpointError: the folder was edited after export, or made from another checkpoint.
-        ToleranceError: a route differs by more than the tolerance.
+        ToleranceError: something differs by more than rounding explains; its `report` is the Verification.
     """
     folder, source = Path(folder), open_source(source)
     manifest = read_manifest(folder)
     check_unchanged(folder, manifest)
     _check_source(manifest, source)
     reference = Reference(source, manifest.options, cache_scales(load_graph(folder)))
-    verification = _compare(folder, reference, manifest, sample_sequences(source, reference), tolerance, threads)
+    passages = sample_passages(source, reference.model.config)
+    verification = _Comparison(folder, manifest, reference, passages, tolerance, threads).verification()
     if not verification.passed:
-        raise ToleranceError(f"{folder} does not compute what {source.path} does:\n{verification}")
+        raise ToleranceError(f"{folder} does not compute what {source.path} does:\n{verification}", verification)
     return verification
 
 
-def default_tolerance(options: ExportOptions) -> float:
-    """Relative RMS error that the export's types explain, int8 activations apart."""
-    if options.dtype == "float16":
-        return _HALF
-    return _ROUNDED if options.kv_bits < 16 or options.logits.quantizes else _FLOAT
+class _Comparison:
+    """A folder's sessions and routes against one reference."""
+
+    def __init__(
+        self,
+        folder: Path,
+        manifest: Manifest,
+        reference: Reference,
+        passages: list[np.ndarray],
+        tolerance: float | None,
+        threads: int,
+    ) -> None:
+        self._folder = folder
+        self._manifest = manifest
+        self._reference = reference
+        self._passages = passages
+        self._tolerance = tolerance
+        self._threads = threads
+        self._outputs = (EMBEDDED, *(LAYER_OUTPUT.format(layer=i) for i in range(reference.layers)), "logits")
+        self._whole = self._whole_runs(rounds=False)
+        self._tokens: list[SessionTokens] = []
+        self._cache: Measure | None = None
+
+    def verification(self) -> Verification:
+        compared: list[Route] = []
+        refusals: list[str] = []
+        for session in self._sessions():
+            try:
+                compared += self._compared(session)
+            except _RUNTIME_ERRORS as error:
+                if session.is_folder or not session.runs_body:
+                    raise CheckpointError(f"ONNX Runtime cannot run {self._folder}: {error}") from error
+                # GroupQueryAttention does not take every width of a head, the native kernel does.
+                refusals.append(f"{session.name}: does not run, and so the folder needs the native kernel ({error})")
+        return Verification(
+            self._folder,
+            len(self._passages),
+            sum(ids.shape[1] for ids in self._passages),
+            tuple(self._reference.stages),
+            tuple(compared),
+            self._cache,
+            tuple(self._tokens),
+            (*self._notes(), *refusals),
+        )
+
+    def _sessions(self) -> Iterator[_Session]:
+        """The folder as it is, with float32 products where it rounds activations, and without the native kernel."""
+        rounds = self._reference.rounds
+        yield _Session("int8 activations" if rounds else "as exported", self._open(), rounds, is_folder=True)
+        if rounds:
+            # What rounding hides is seen here: nothing but float32 arithmetic lies between this and torch.
+            yield _Session("float32 products", self._open(1), False)
+        if library_path() is not None and self._reference.model.config.diff_spec.maps > 1:
+            yield _Session("function body", self._open(1 if rounds else None, native=False), False, runs_body=True)
+
+    def _open(self, accuracy_level: int | None = None, native: bool = True) -> OnnxModel:
+        seen = self._outputs[:-1]
+        return OnnxModel(self._folder, self._threads, seen, accuracy_level, native)
+
+    def _compared(self, session: _Session) -> Iterator[Route]:
+        """Every route of a session, compared."""
+        options = self._manifest.options
+        whole = self._whole_runs(rounds=True) if session.rounds else self._whole
+        limit = self._tolerance or MARGIN * self._noise_of_whole_runs(whole, session.rounds)
+        read = _states_of(prefill(session.model, self._passages, self._outputs))
+        noise = stage_noise(self._reference, self._passages, read, session.rounds)
+        last = [states[-1] for states in read]
+        self._tokens.append(SessionTokens(session.name, compare_tokens(zip(self._whole, last, strict=True))))
+        if session.is_folder and self._reference.cache is not None:
+            self._cache = Measure(cache_excess(self._reference, self._passages, read), CACHE_LIMIT)
+
+        def logits_errors(runs: Sequence[Run]) -> tuple[Measure, Measure]:
+            """Errors of the logits against the reference's and against prefill's."""
+            values = [
+                relative_rms(
+                    (states[-1][:, run.first :], other[:, run.first :])
+                    for run, states, other in zip(runs, _states_of(runs), others, strict=False)
+                )
+                for others in (whole, last)
+            ]
+            return Measure(values[0], limit), Measure(values[1], limit)
+
+        for name, route in routes(session.model, options):
+            runs = route(session.model, self._passages, self._outputs)
+            firsts = [run.first for run in runs]
+            with self._reference.arithmetic(rounds=session.rounds):
+                errors = stage_errors(self._reference, self._passages, _states_of(runs), firsts)
+            yield Route(session.name, name, *measures(errors, noise, firsts, MARGIN), *logits_errors(runs))
+        if session.model.cache is not None:
+            # The folder itself is opened once more without a thing changed, as `diffquant run` uses it.
+            model = OnnxModel(self._folder, self._threads) if session.is_folder else session.model
+            runs = [decoded_in_place(model, self._passages[0])]
+            yield Route(session.name, IN_PLACE, (), (), *logits_errors(runs))
+
+    def _whole_runs(self, rounds: bool, noise: float | None = None) -> list[Tensor]:
+        """Logits of every passage, by the reference."""
+        with self._reference.arithmetic(rounds=rounds, noise=noise):
+            return [self._reference.run(ids) for ids in self._passages]
+
+    def _noise_of_whole_runs(self, whole: Sequence[Tensor], rounds: bool) -> float:
+        rounds_anew = rounds and self._reference.knows_rounding
+        return relative_rms(zip(self._whole_runs(rounds_anew, FLIPPING), whole, strict=True))
+
+    def _notes(self) -> Iterator[str]:
+        """Sentences about int8 activations."""
+        if not self._reference.knows_rounding:
+            yield (
+                "ONNX Runtime rounds activations on this processor by a rule unknown here: products with int8 "
+                "activations are held to no more than what such rounding costs"
+            )
+        containers = {tensor["container_bits"] for tensor in self._manifest.tensors.values()}
+        can_avoid = self._reference.rounds and 4 in containers and self._manifest.options.accuracy_level == 4
+        if can_avoid and self._tokens[0].tokens.agreement < self._tokens[1].tokens.agreement:
+            yield "where that difference matters, export 4-bit weights with --accuracy-level 1, which is slower"
 
 
-def sample_sequences(source: Source, reference: Reference) -> list[np.ndarray]:
-    """Three sequences of token ids of different length: prose where there is a tokenizer, else random."""
-    config = reference.model.config
-    longest = min(_LENGTH, config.max_position_embeddings - 1)
-    lengths = [longest, max(1, longest // 2), max(1, longest // 5)]
-    try:
-        ids = source.tokenizer(books_text()[: 20 * longest])["input_ids"]
-    except CheckpointError:
-        ids = []
-    if len(ids) < 2 * longest or max(ids) >= config.vocab_size:
-        ids = np.random.default_rng(0).integers(0, config.vocab_size, 2 * longest).tolist()
-    return [np.array([ids[i * 7 : i * 7 + length]], np.int64) for i, length in enumerate(lengths)]
-
-
-def _compare(
-    folder: Path,
-    reference: Reference,
-    manifest: Manifest,
-    sequences: list[np.ndarray],
-    tolerance: float | None,
-    threads: int,
-) -> Verification:
-    names = tuple(LAYER_OUTPUT.format(layer=i) for i in range(reference.model.config.num_hidden_layers))
-    model = OnnxModel(folder, threads, extra_outputs=names)
-    expected = [reference.run(ids) for ids in sequences]
-    (_, *layers), _ = model.run(sequences[0], np.ones_like(sequences[0]), model.empty_cache(1), ("logits", *names))
-    wanted = [logits for logits, _ in expected]
-    exact = tolerance or default_tolerance(manifest.options)
-    rounds = _has_int8_activations(manifest)
-    allowed = tolerance or (_INT8 if rounds else exact)
-    routes = [_compared(name, run, sequences, wanted, allowed) for name, run in _routes(model, manifest.options)]
-    if rounds:
-        # Without the rounding of activations nothing excuses a difference: this proves codes and scales.
-        twin = OnnxModel(folder, threads, accuracy_level=1)
-        routes.append(_compared(_EXACT, _prefill(twin), sequences, wanted, exact))
-    layer_errors = tuple(relative_rms(got, want) for got, want in zip(layers, expected[0][1], strict=True))
-    return Verification(folder, tuple(routes), layer_errors, _advice(manifest.options, routes) if rounds else "")
-
-
-# From sequences to the logits of each, or of the first alone.
-Runner = Callable[[list[np.ndarray]], list[np.ndarray]]
-
-
-def _routes(model: OnnxModel, options: ExportOptions) -> Iterator[tuple[str, Runner]]:
-    """Every way to run the model that must give the logits of a whole sequence."""
-    yield "prefill", _prefill(model)
-    yield "padded batch", lambda sequences: _padded(model, sequences)
-    # A logit scale that spans rows spans those of a call: chunks have scales of their own.
-    if model.cache is not None and options.logits.granularity in ("", "row"):
-        yield "chunked prefill", lambda sequences: [_in_chunks(model, sequences[0], _thirds(sequences[0].shape[1]))]
-        yield "decode", lambda sequences: [_in_chunks(model, sequences[0], _prompt_then_tokens(sequences[0].shape[1]))]
-        yield "batch decode", lambda sequences: _padded_then_decoded(model, sequences)
-
-
-def _compared(name: str, run: Runner, sequences: list[np.ndarray], wanted: list[np.ndarray], tolerance: float) -> Route:
-    got = [logits.astype(np.float32) for logits in run(sequences)]
-    # Routes that read the first sequence alone give the logits of no other.
-    compared = wanted[: len(got)]
-    left, right = (
-        np.concatenate([logits.reshape(-1, logits.shape[-1]) for logits in side]) for side in (got, compared)
-    )
-    same = float((left.argmax(-1) == right.argmax(-1)).mean())
-    return Route(name, relative_rms(left, right), float(np.abs(left - right).max()), same, tolerance)
-
-
-def relative_rms(got: np.ndarray, wanted: np.ndarray) -> float:
-    """Root mean square of the difference over that of `wanted` about its mean along the last axis."""
-    exact = wanted.astype(np.float64)
-    spread = exact - exact.mean(-1, keepdims=True)
-    return float(np.sqrt(np.square(got - exact).mean() / max(np.square(spread).mean(), 1e-30)))
-
-
-def _prefill(model: OnnxModel) -> Runner:
-    return lambda sequences: [_in_chunks(model, sequences[0], [sequences[0].shape[1]])]
-
-
-def _in_chunks(model: OnnxModel, ids: np.ndarray, lengths: list[int]) -> np.ndarray:
-    cache, start, parts = model.empty_cache(1), 0, []
-    for length in lengths:
-        chunk = ids[:, start : start + length]
-        start += length
-        (logits,), cache = model.run(chunk, np.ones((1, start), np.int64), cache)
-        parts.append(logits)
-    return np.concatenate(parts, 1)
-
-
-def _padded(model: OnnxModel, sequences: list[np.ndarray]) -> list[np.ndarray]:
-    (logits,), _ = model.run(*_right_padded(sequences), model.empty_cache(len(sequences)))
-    return [row[None, : ids.shape[1]] for row, ids in zip(logits, sequences, strict=True)]
-
-
-def _padded_then_decoded(model: OnnxModel, sequences: list[np.ndarray]) -> list[np.ndarray]:
-    """Logits of each sequence, read as a padded batch but for the last tokens, which are decoded in one step."""
-    padded, mask = _right_padded([ids[:, :-1] for ids in sequences])
-    (logits,), cache = model.run(padded, mask, model.empty_cache(len(sequences)))
-    last = np.concatenate([ids[:, -1:] for ids in sequences])
-    longer = np.pad(mask, ((0, 0), (0, 1)))
-    for row, ids in zip(longer, sequences, strict=True):
-        row[ids.shape[1] - 1] = 1
-    (final,), _ = model.run(last, longer, cache)
-    joined = zip(logits, final, sequences, strict=True)
-    return [np.concatenate([row[: ids.shape[1] - 1], end])[None] for row, end, ids in joined]
-
-
-def _right_padded(sequences: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    longest = max(ids.shape[1] for ids in sequences)
-    padded = np.concatenate([np.pad(ids, ((0, 0), (0, longest - ids.shape[1]))) for ids in sequences])
-    mask = np.array([[int(column < ids.shape[1]) for column in range(longest)] for ids in sequences])
-    return padded, mask
-
-
-def _thirds(length: int) -> list[int]:
-    part = max(1, length // 3)
-    return [part, part, length - 2 * part] if length > 2 * part else [length]
-
-
-def _prompt_then_tokens(length: int) -> list[int]:
-    decoded = min(_DECODED, length - 1)
-    return [length - decoded] + [1] * decoded
-
-
-def _has_int8_activations(manifest: Manifest) -> bool:
-    """Whether products round their activations to int8."""
-    if manifest.options.pure:
-        return False
-    containers = {tensor["container_bits"] for tensor in manifest.tensors.values()}
-    return 8 in containers or (4 in containers and manifest.options.accuracy_level == 4)
-
-
-def _advice(options: ExportOptions, routes: list[Route]) -> str:
-    """A sentence on the cost of rounding activations to int8, and on how 4-bit products avoid it."""
-    rounded, exact = routes[0].agreement, routes[-1].agreement
-    cost = f"int8 activations: same token {rounded:.1%} of the time in prefill, {exact:.1%} with float32 ones"
-    if options.accuracy_level == 1 or rounded >= exact:
-        return cost
-    return f"{cost}; where that matters, export 4-bit weights with --accuracy-level 1, which is slower"
+def _states_of(runs: Sequence[Run]) -> list[list[Tensor]]:
+    """States of each passage's run in float32."""
+    return [[torch.from_numpy(values.astype(np.float32)) for values in run.states] for run in runs]
 
 
 def _check_source(manifest: Manifest, source: Source) -> None:

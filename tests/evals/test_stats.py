@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 from scipy import stats as scipy_stats
 
-from diffquant.evals.stats import estimate, flips, paired_difference, recovery
+from diffquant.evals.stats import estimate, flips, paired_difference, recovery, wilson_interval
 
 
 def paired_bits(n, p_gain, p_lose, rng):
@@ -62,3 +62,9 @@ def test_flips_count_each_way_and_choices_that_stayed_wrong():
 def test_recovery_is_a_ratio_and_undefined_from_nothing():
     assert recovery(0.3, 0.4) == pytest.approx(0.75)
     assert recovery(0.3, 0.0) is None
+
+
+@pytest.mark.parametrize(("successes", "n"), [(0, 5), (3, 7), (541, 544), (12, 12)])
+def test_the_interval_of_a_share_is_scipys(successes, n):
+    interval = scipy_stats.binomtest(successes, n).proportion_ci(0.95, "wilson")
+    assert wilson_interval(successes, n) == pytest.approx((interval.low, interval.high))

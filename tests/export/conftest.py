@@ -2,4 +2,15 @@
 
 from importlib.util import find_spec
 
+import pytest
+
 collect_ignore_glob = [] if find_spec("onnx") and find_spec("onnxruntime") else ["test_*.py"]
+
+
+@pytest.fixture(autouse=True)
+def few_positions(monkeypatch):
+    """Verifications read few positions here, which makes them weaker and fast."""
+    from diffquant.export.verification import passages
+
+    monkeypatch.setattr(passages, "LONGEST", 32)
+    monkeypatch.setattr(passages, "POSITIONS", 128)

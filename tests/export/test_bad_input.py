@@ -25,6 +25,7 @@ from diffquant.export.files import DATA_FILE, MODEL_FILE
 from diffquant.export.runtime.session import OnnxModel
 from tests.support.checkpoints import write_checkpoint
 from tests.support.exports import cache_ranges
+from tests.support.planted import PlantedExport
 
 
 @pytest.fixture
@@ -182,9 +183,14 @@ def test_another_checkpoint_is_not_verified(folder, tmp_path):
 
 def test_a_missed_tolerance_says_where(source, tmp_path):
     export(source, tmp_path / "out", ExportOptions.parse(weights="4:g32"))
-    with pytest.raises(ToleranceError, match="diverges first in layer 0") as caught:
-        verify(tmp_path / "out", source, tolerance=1e-6)
+    with pytest.raises(ToleranceError, match="logits of whole runs are not: int8 activations, prefill") as caught:
+        verify(tmp_path / "out", source, tolerance=1e-9)
     assert caught.value.exit_code == 4
+    planted = PlantedExport.copy(tmp_path / "out", tmp_path / "planted")
+    planted.change("model.layers.0.mlp.up_proj.weight_scale", lambda scales: scales * 2)
+    planted.save()
+    with pytest.raises(ToleranceError, match="diverges first in layer 0"):
+        verify(planted.folder, source)
 
 
 def test_a_folder_that_is_no_export_is_refused(source, tmp_path):

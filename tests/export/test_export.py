@@ -68,14 +68,9 @@ def exported(source, folder, **options):
 @pytest.mark.parametrize("source", SOURCES)
 def test_every_source_computes_what_torch_does(checkpoint, tmp_path, source):
     found = verify(exported(checkpoint(source), tmp_path / "out"), checkpoint(source), tolerance=1e-5)
-    assert {route.name for route in found.routes} == {
-        "prefill",
-        "padded batch",
-        "chunked prefill",
-        "decode",
-        "batch decode",
-    }
-    assert found.agreement == 1.0
+    names = ["prefill", "padded batch", "chunked prefill", "decode", "batch decode", "decode in place"]
+    assert [route.name for route in found.routes if route.session == "as exported"] == names
+    assert found.tokens[0].tokens.agreement == 1.0
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -83,9 +78,13 @@ def test_every_source_computes_what_torch_does(checkpoint, tmp_path, source):
 def test_every_precision_computes_what_its_simulation_does(checkpoint, tmp_path, source, precision):
     folder = exported(checkpoint(source), tmp_path / "out", **PRECISIONS[precision])
     found = verify(folder, checkpoint(source))
-    exact = [route for route in found.routes if route.name == "float32 products"] or found.routes
     limit = 1e-2 if precision == "float16" else 2e-3 if PRECISIONS[precision].get("kv_bits") else 1e-5
-    assert max(route.error for route in exact) < limit
+    assert largest_error(found) < limit
+
+
+def largest_error(found):
+    """Of the logits, without int8 activations."""
+    return max(route.logits.value for route in found.routes if route.session != "int8 activations")
 
 
 @pytest.mark.parametrize("precision", ["int4", "kv8", "all", "no-cache"])
@@ -142,8 +141,7 @@ def test_the_lowest_code_and_negative_scales_are_read_alike(checkpoint, tmp_path
     codes = unpack(source.read(f"{module}_packed"), int(weights[0]), 32)
     assert codes.amin() == -(2 ** (int(weights[0]) - 1))
     found = verify(exported(quantized, tmp_path / "out", **options), quantized)
-    exact = [route for route in found.routes if route.name == "float32 products"] or found.routes
-    assert max(route.error for route in exact) < 1e-5
+    assert largest_error(found) < 1e-5
     assert found.passed
 
 
@@ -159,7 +157,7 @@ def test_a_quantized_checkpoint_is_not_quantized_again(tmp_path):
 def test_widths_that_no_block_divides_are_padded(tmp_path):
     source = write_checkpoint(tmp_path / "plain", "diffllama", intermediate_size=150)
     folder = exported(source, tmp_path / "out", weights="4:row")
-    assert verify(folder, source).routes[-1].error < 1e-5
+    assert largest_error(verify(folder, source)) < 1e-5
 
 
 @pytest.mark.parametrize(("source", "kv_bits"), [("diffllama", 8), ("unilm-v2", 16)])

@@ -1,0 +1,171 @@
+"""How far two computations of the same states are apart: stage by stage, and in the logits of whole runs."""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from diffquant.errors import DiffQuantError
+from diffquant.export.verification.reference import FLIPPING, Reference
+
+
+@dataclass(frozen=True)
+class StageErrors:
+    """Relative errors of each stage's output.
+
+    Attributes:
+        passages: errors [T] at a passage's positions, by passage and stage.
+    """
+
+    passages: tuple[tuple[Tensor, ...], ...]
+
+    @property
+    def largest(self) -> tuple[float, ...]:
+        return self.quantile(1.0)
+
+    def quantile(self, share: float) -> tuple[float, ...]:
+        """What this share of all positions does not exceed, by stage."""
+        return tuple(float(torch.cat(parts).quantile(share)) for parts in zip(*self.passages, strict=True))
+
+    def behind(self, firsts: Sequence[int]) -> "StageErrors":
+        """Errors at the positions of each passage from a first one on; as many passages as there are first ones."""
+        kept = zip(self.passages, firsts, strict=False)
+        return StageErrors(tuple(tuple(errors[first:] for errors in stages) for stages, first in kept))
+
+
+@dataclass(frozen=True)
+class StageNoise:
+    """Errors that rounding explains.
+
+    Attributes:
+        rounded: errors where every result is disturbed by its own rounding.
+        flipped: errors where it is disturbed so much that some codes fall to their neighbours.
+    """
+
+    rounded: StageErrors
+    flipped: StageErrors
+
+    def typical(self, firsts: Sequence[int]) -> tuple[float, ...]:
+        """What the median over some passages' positions, from first ones on, hardly ever exceeds, by stage."""
+        # A code of the cache that flips is felt by all positions behind it: passages are what chance draws, not
+        # positions. Four standard errors, where a passage counts as four.
+        share = 0.5 + 1 / math.sqrt(len(firsts))
+        if share < 1:
+            return self.rounded.behind(firsts).quantile(share)
+        return self.flipped.quantile(0.9)
+
+    @property
+    def largest(self) -> float:
+        """The largest error of any stage: which stage a code flips in is chance."""
+        return max(self.flipped.largest)
+
+
+def stage_errors(
+    reference: Reference, passages: Sequence[np.ndarray], states: Sequence[Sequence[Tensor]], firsts: Sequence[int]
+) -> StageErrors:
+    """Errors of what each stage of the runtime makes of the state that it was given.
+
+    Args:
+        reference: torch twin, computing as the runtime should.
+        passages: token ids [1, T].
+        states: outputs of all stages [1, T, ...] for each passage, as the runtime computed them.
+        firsts: first position of each passage to look at.
+    """
+    errors = [
+        tuple(position_errors(got, *pair) for got, pair in zip(outputs, _wanted(reference, ids, outputs), strict=True))
+        for ids, outputs in zip(passages, states, strict=False)
+    ]
+    return StageErrors(tuple(errors)).behind(firsts)
+
+
+def stage_noise(
+    reference: Reference, passages: Sequence[np.ndarray], states: Sequence[Sequence[Tensor]], rounds: bool
+) -> StageNoise:
+    """Errors that rounding explains: of the reference's stages disturbed, given the same states.
+
+    Args:
+        reference: torch twin.
+        passages: token ids [1, T].
+        states: outputs of all stages for each passage, as the runtime computed them.
+        rounds: whether activations are rounded.
+    """
+    disturbed: dict[float, list[tuple[Tensor, ...]]] = {0.0: [], FLIPPING: []}
+    # Rounding by a rule unknown here may differ by as much as the rounding itself.
+    rounds_anew = rounds and reference.knows_rounding
+    for ids, outputs in zip(passages, states, strict=True):
+        with reference.arithmetic(rounds=rounds):
+            wanted = list(_wanted(reference, ids, outputs))
+        for noise, errors in disturbed.items():
+            with reference.arithmetic(rounds=rounds_anew, noise=noise):
+                got = [output for output, _ in _wanted(reference, ids, outputs)]
+            errors.append(tuple(position_errors(x, *pair) for x, pair in zip(got, wanted, strict=True)))
+    # Whether a code flips at all is chance; how much a flip does is seen where many do.
+    return StageNoise(StageErrors(tuple(disturbed[0.0])), StageErrors(tuple(disturbed[FLIPPING])))
+
+
+def cache_excess(reference: Reference, passages: Sequence[np.ndarray], states: Sequence[Sequence[Tensor]]) -> float:
+    """How much more the quantized cache rounds than one would whose scales fit these very passages.
+
+    Args:
+        reference: torch twin, which has a quantized cache and has read the passages.
+        passages: token ids [1, T].
+        states: outputs of all stages for each passage, as the runtime computed them.
+
+    Returns:
+        The ratio of the layers' typical errors, in the layer where it is largest.
+    """
+    given = reference.cache
+    if given is None:
+        raise DiffQuantError("there is no quantized cache to measure")
+    errors = []
+    for cache in (given, given.fitted()):
+        of_cache = []
+        for ids, outputs in zip(passages, states, strict=True):
+            with reference.cache_of(None):
+                wanted = list(_wanted(reference, ids, outputs))
+            with reference.cache_of(cache):
+                rounded = [output for output, _ in _wanted(reference, ids, outputs)]
+            of_cache.append(tuple(position_errors(x, *pair) for x, pair in zip(rounded, wanted, strict=True)))
+        errors.append(StageErrors(tuple(of_cache)).quantile(0.5)[1:-1])
+    ratios = (rounded / max(fitted, 1e-30) for rounded, fitted in zip(*errors, strict=True))
+    return float(max(ratios))
+
+
+def position_errors(got: Tensor, wanted: Tensor, before: Tensor) -> Tensor:
+    """RMS of the difference at each position [T], relative to the RMS of what the stage adds to the state before it."""
+    return _rms(got.double() - wanted.double()) / _rms(wanted.double() - before.double()).clamp(min=1e-30)
+
+
+def relative_rms(pairs: Iterable[tuple[Tensor, Tensor]]) -> float:
+    """Root mean square of the difference over that of the wanted logits about their mean at each position.
+
+    Args:
+        pairs: got and wanted logits [1, T, V], a pair for each passage.
+    """
+    difference = spread = 0.0
+    for got, wanted in pairs:
+        exact = wanted.double()
+        difference += float((got.double() - exact).square().sum())
+        spread += float((exact - exact.mean(-1, keepdim=True)).square().sum())
+    return math.sqrt(difference / max(spread, 1e-30))
+
+
+def _wanted(reference: Reference, ids: np.ndarray, outputs: Sequence[Tensor]) -> Iterable[tuple[Tensor, Tensor]]:
+    """Each stage's output as the reference has it, and what it is to be compared with to tell what the stage added."""
+    last = len(outputs) - 1
+    for number in range(len(outputs)):
+        given = outputs[number - 1] if number else torch.from_numpy(ids)
+        wanted = reference.stage(number, given)
+        if number == 0:
+            yield wanted, torch.zeros_like(wanted)
+        elif number == last:
+            yield wanted, wanted.mean(-1, keepdim=True)
+        else:
+            yield wanted, given
+
+
+def _rms(x: Tensor) -> Tensor:
+    return x.square().mean(-1).sqrt().flatten()

@@ -1,0 +1,169 @@
+"""What a verification measured: numbers with their limits, by session and route."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from diffquant.export.verification.errors import StageErrors, StageNoise
+from diffquant.export.verification.tokens import TokenComparison
+
+
+@dataclass(frozen=True)
+class Measure:
+    """A measured number and its limit.
+
+    Attributes:
+        value: number that was measured.
+        limit: largest number allowed.
+    """
+
+    value: float
+    limit: float
+
+    @property
+    def passed(self) -> bool:
+        # False for NaN, too.
+        return self.value <= self.limit
+
+    @property
+    def ratio(self) -> float:
+        """Value over limit; infinite where a NaN was measured."""
+        return self.value / self.limit if self.value == self.value else float("inf")
+
+    def __str__(self) -> str:
+        return f"{self.value:.1e} {'of' if self.passed else '>'} {self.limit:.0e}"
+
+
+@dataclass(frozen=True)
+class Route:
+    """One way of running the passages in one session, against torch and against the session's prefill.
+
+    Attributes:
+        session: name of the session.
+        name: name of the route.
+        typical: median error over the positions of what a stage makes of its input, by stage; empty where only logits
+            were seen.
+        largest: largest such error over the positions, by stage.
+        logits: relative RMS error of the logits of whole runs.
+        against_prefill: relative RMS difference of the logits from prefill's.
+    """
+
+    session: str
+    name: str
+    typical: tuple[Measure, ...]
+    largest: tuple[Measure, ...]
+    logits: Measure
+    against_prefill: Measure
+
+    @property
+    def passed(self) -> bool:
+        all_measures = (*self.typical, *self.largest, self.logits, self.against_prefill)
+        return all(measure.passed for measure in all_measures)
+
+    def stages_out_of_tolerance(self) -> Iterator[int]:
+        """Numbers of the stages that leave their tolerance, in order."""
+        for number, of_stage in enumerate(zip(self.typical, self.largest, strict=True)):
+            if not all(measure.passed for measure in of_stage):
+                yield number
+
+
+@dataclass(frozen=True)
+class SessionTokens:
+    """Next tokens that a session's prefill predicts, against the reference with float32 products.
+
+    Attributes:
+        session: name of the session.
+        tokens: comparison with the reference.
+    """
+
+    session: str
+    tokens: TokenComparison
+
+
+@dataclass(frozen=True)
+class Verification:
+    """How an exported folder compares with its checkpoint.
+
+    Attributes:
+        folder: folder that was verified.
+        passages: number of passages that were read.
+        positions: number of their tokens.
+        stages: names of the stages in order.
+        routes: every way of running the folder.
+        cache: typical rounding of the quantized cache against that under scales fitted to the passages; None for a
+            cache in the activations' type.
+        tokens: what the differences do to next tokens, by session.
+        notes: sentences that a reader should know.
+    """
+
+    folder: Path
+    passages: int
+    positions: int
+    stages: tuple[str, ...]
+    routes: tuple[Route, ...]
+    cache: Measure | None
+    tokens: tuple[SessionTokens, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def passed(self) -> bool:
+        return all(route.passed for route in self.routes) and (self.cache is None or self.cache.passed)
+
+    def __str__(self) -> str:
+        lines = [f"{self.positions} positions in {self.passages} passages; relative errors, each of its limit", _HEADER]
+        lines += map(_row, self.routes)
+        if self.cache is not None:
+            lines.append(
+                f"cache: rounds {self.cache.value:.1f} times as much as scales fitted to these passages would "
+                f"(limit {self.cache.limit:g})"
+            )
+        lines += [f"{each.session}: {each.tokens}" for each in self.tokens]
+        return "\n".join([*lines, *self.notes, "within tolerance" if self.passed else self.divergence()])
+
+    def divergence(self) -> str:
+        """A sentence about where the model first leaves its tolerance."""
+        stages = [(number, route) for route in self.routes for number in route.stages_out_of_tolerance()]
+        if stages:
+            number, route = min(stages, key=lambda found: found[0])
+            error = nearest_limit((route.typical[number], route.largest[number]))
+            return f"diverges first in {self.stages[number]} ({route.session}, {route.name}: {error})"
+        wrong = [
+            f"{route.session}, {route.name} ({nearest_limit((route.logits, route.against_prefill))})"
+            for route in self.routes
+            if not route.passed
+        ]
+        if wrong:
+            return f"every stage is within its tolerance; the logits of whole runs are not: {'; '.join(wrong)}"
+        return "the scales of the quantized cache do not fit the model"
+
+
+def measures(
+    errors: StageErrors, noise: StageNoise, firsts: Sequence[int], margin: float
+) -> tuple[tuple[Measure, ...], tuple[Measure, ...]]:
+    """Typical and largest errors of the stages, with what `margin` times the noise allows.
+
+    Args:
+        errors: errors at the positions of some passages, from first ones on.
+        noise: errors that rounding explains.
+        firsts: first position of each passage.
+        margin: factor of the noise.
+    """
+    typical = zip(errors.quantile(0.5), noise.typical(firsts), strict=True)
+    return (
+        tuple(Measure(value, margin * limit) for value, limit in typical),
+        tuple(Measure(value, margin * noise.largest) for value in errors.largest),
+    )
+
+
+def nearest_limit(of: Sequence[Measure]) -> Measure:
+    """The measure that is nearest to its limit, or farthest beyond it."""
+    return max(of, key=lambda measure: measure.ratio)
+
+
+_ROW = "{:16} {:15}  {:16}  {:16}  {:16}  {}"
+_HEADER = _ROW.format("", "", "stage, typical", "stage, largest", "logits", "against prefill")
+
+
+def _row(route: Route) -> str:
+    stages = [str(nearest_limit(errors)) if errors else "" for errors in (route.typical, route.largest)]
+    return _ROW.format(route.session, route.name, *stages, str(route.logits), str(route.against_prefill))

@@ -1,0 +1,120 @@
+"""The routes by which a sequence can go through an exported model; all must give what a whole sequence gives."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from diffquant.export.options import ExportOptions
+from diffquant.export.runtime.session import InPlaceDecoder, OnnxModel
+
+# From passages [1, T] to a run of each; a route may leave out later passages.
+Runner = Callable[[OnnxModel, Sequence[np.ndarray], tuple[str, ...]], list["Run"]]
+
+IN_PLACE = "decode in place"
+_DECODED, _DECODED_TOGETHER = 8, 3
+
+
+@dataclass(frozen=True)
+class Run:
+    """What came out of one passage's run.
+
+    Attributes:
+        states: values of the graph at every position, [1, T, ...] each, as they were asked for.
+        first: first position that tells this route from prefill: one that was read behind a cache, where there is one.
+    """
+
+    states: list[np.ndarray]
+    first: int = 0
+
+
+def routes(model: OnnxModel, options: ExportOptions) -> Iterator[tuple[str, Runner]]:
+    """Names and runners of the routes that a model has, prefill first."""
+    yield "prefill", prefill
+    yield "padded batch", _padded
+    # A logit scale that spans rows spans those of a call: chunks have scales of their own.
+    if model.cache is not None and options.logits.granularity in ("", "row"):
+        yield "chunked prefill", _chunked
+        yield "decode", _decoded
+        yield "batch decode", _padded_then_decoded
+
+
+def decoded_in_place(model: OnnxModel, passage: np.ndarray) -> Run:
+    """Logits of a passage that is decoded as `diffquant run` does it: past and present share their memory."""
+    state = InPlaceDecoder(model, 1, passage.shape[1])
+    lengths = _prompt_then_tokens(passage.shape[1])
+    logits = [state.step(chunk) for chunk in np.split(passage, _ends(lengths), 1)]
+    return Run([np.concatenate(logits, 1)], lengths[0] if len(lengths) > 1 else 0)
+
+
+def prefill(model: OnnxModel, passages: Sequence[np.ndarray], outputs: tuple[str, ...]) -> list[Run]:
+    """Runs of each passage by itself, in one call."""
+    return [_in_chunks(model, ids, [ids.shape[1]], outputs) for ids in passages]
+
+
+def _chunked(model: OnnxModel, passages: Sequence[np.ndarray], outputs: tuple[str, ...]) -> list[Run]:
+    return [_in_chunks(model, ids, _thirds(ids.shape[1]), outputs) for ids in passages]
+
+
+def _decoded(model: OnnxModel, passages: Sequence[np.ndarray], outputs: tuple[str, ...]) -> list[Run]:
+    """The longest passage alone: a token at a time is slow."""
+    return [_in_chunks(model, passages[0], _prompt_then_tokens(passages[0].shape[1]), outputs)]
+
+
+def _in_chunks(model: OnnxModel, ids: np.ndarray, lengths: list[int], outputs: tuple[str, ...]) -> Run:
+    cache, end, parts = model.empty_cache(1), 0, []
+    for chunk in np.split(ids, _ends(lengths), 1):
+        end += chunk.shape[1]
+        states, cache = model.run(chunk, np.ones((1, end), np.int64), cache, outputs)
+        parts.append(states)
+    states = [np.concatenate(values, 1) for values in zip(*parts, strict=True)]
+    return Run(states, lengths[0] if len(lengths) > 1 else 0)
+
+
+def _padded(model: OnnxModel, passages: Sequence[np.ndarray], outputs: tuple[str, ...]) -> list[Run]:
+    padded, mask = _right_padded(passages)
+    states, _ = model.run(padded, mask, model.empty_cache(len(passages)), outputs)
+    return [Run([values[i : i + 1, : ids.shape[1]] for values in states]) for i, ids in enumerate(passages)]
+
+
+def _padded_then_decoded(model: OnnxModel, passages: Sequence[np.ndarray], outputs: tuple[str, ...]) -> list[Run]:
+    """States of a padded batch, but for the last tokens of each passage, which are decoded together."""
+    steps = min(_DECODED_TOGETHER, min(ids.shape[1] for ids in passages) - 1)
+    read = [ids[:, : ids.shape[1] - steps] for ids in passages]
+    padded, mask = _right_padded(read)
+    states, cache = model.run(padded, mask, model.empty_cache(len(passages)), outputs)
+    parts = [[[values[i : i + 1, : ids.shape[1]] for values in states]] for i, ids in enumerate(read)]
+    for step in range(steps):
+        mask = np.pad(mask, ((0, 0), (0, 1)))
+        for row, ids in zip(mask, read, strict=True):
+            row[: ids.shape[1] + step + 1] = 1
+        tokens = np.concatenate([ids[:, ids.shape[1] - steps + step][:, None] for ids in passages])
+        states, cache = model.run(tokens, mask, cache, outputs)
+        for i, part in enumerate(parts):
+            part.append([values[i : i + 1] for values in states])
+    return [
+        Run([np.concatenate(values, 1) for values in zip(*part, strict=True)], part[0][0].shape[1] if steps else 0)
+        for part in parts
+    ]
+
+
+def _right_padded(passages: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    longest = max(ids.shape[1] for ids in passages)
+    padded = np.concatenate([np.pad(ids, ((0, 0), (0, longest - ids.shape[1]))) for ids in passages])
+    mask = np.array([[int(column < ids.shape[1]) for column in range(longest)] for ids in passages])
+    return padded, mask
+
+
+def _thirds(length: int) -> list[int]:
+    part = max(1, length // 3)
+    return [part, part, length - 2 * part] if length > 2 * part else [length]
+
+
+def _prompt_then_tokens(length: int) -> list[int]:
+    decoded = min(_DECODED, length - 1)
+    return [length - decoded] + [1] * decoded
+
+
+def _ends(lengths: list[int]) -> np.ndarray:
+    """Where to cut a sequence into parts of these lengths."""
+    return np.cumsum(lengths)[:-1]

@@ -1,0 +1,420 @@
+"""`verify` refuses an export with a fault in it, wherever the fault is, and refuses no sound one."""
+
+import os
+import shutil
+
+import numpy as np
+import pytest
+from onnx import helper, numpy_helper
+
+from diffquant.calib.calibration.kv_cache import calibrate_cache
+from diffquant.data import pocket_models
+from diffquant.errors import ToleranceError
+from diffquant.export import ExportOptions, export, verify
+from diffquant.export.native import kernel_calls
+from diffquant.export.native.build import LIBRARY, SOURCES, build, find_compiler
+from diffquant.export.verification import passages, reference
+from diffquant.recipe import Recipe
+from tests.support.checkpoints import write_checkpoint
+from tests.support.exports import cache_ranges
+from tests.support.planted import (
+    END,
+    LAYER,
+    PlantedExport,
+    batch_turned,
+    emptied,
+    gathered,
+    present,
+    weight,
+    with_rows,
+)
+
+LOW = {"weights": "4:g32", "kv_bits": 8, "embed_bits": 8}
+BASES = {
+    "v1": ("unilm-v1-plain", LOW),
+    "v1, a key for each map": ("unilm-v1", LOW),
+    "v2": ("unilm-v2-half", LOW),
+    "untied": ("unilm-v2", LOW),
+    "float32": ("unilm-v1", {}),
+    "float16": ("unilm-v2-half", {"dtype": "float16", "kv_bits": 8}),
+    "pure": ("unilm-v2-half", {"pure": True}),
+    "llama": ("llama", LOW),
+}
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
+    """A function from the name of a base to its checkpoint and its sound export."""
+    root = tmp_path_factory.mktemp("sound")
+    made = {}
+
+    def make(base):
+        if base not in made:
+            source, options = BASES[base]
+            checkpoint = root / f"{source}-checkpoint"
+            if not checkpoint.exists():
+                write_checkpoint(checkpoint, source)
+            made[base] = checkpoint, export_to(checkpoint, root / base, options)
+        return made[base]
+
+    return make
+
+
+def export_to(checkpoint, folder, options):
+    parsed = ExportOptions.parse(**options)
+    export(checkpoint, folder, parsed, ranges=cache_ranges(checkpoint, parsed))
+    return folder
+
+
+def scaled(name, by):
+    return lambda e: e.change(name, lambda x: (x * np.float32(by)).astype(x.dtype))
+
+
+def row_scaled(name, row, by):
+    return lambda e: e.change(name, lambda x: x * np.where(np.arange(len(x)) == row, by, 1)[:, None].astype(x.dtype))
+
+
+def every_fourth(name, by):
+    return lambda e: e.change(name, lambda x: x * np.where(np.arange(x.shape[-1]) % 4 == 0, by, 1).astype(x.dtype))
+
+
+def rolled(name, axis=0, shift=1):
+    return lambda e: e.change(name, lambda x: np.roll(x, shift, axis))
+
+
+def reordered(*names, rows):
+    """Exchange equal blocks of rows: `rows` says which block comes where."""
+
+    def edit(e):
+        for name in names:
+            e.change(name, lambda x: x.reshape(len(rows), -1)[list(rows)].reshape(x.shape))
+
+    return edit
+
+
+def skipped(output, source):
+    """Make a value a copy of another."""
+
+    def edit(e):
+        node = e.node(output)
+        node.CopyFrom(helper.make_node("Identity", [source], [output]))
+
+    return edit
+
+
+def given(output, place, value):
+    """Give the node that makes `output` another input."""
+
+    def edit(e):
+        e.node(output).input[place] = value
+
+    return edit
+
+
+def of_every_layer(edit):
+    return lambda e: [edit(e, present(part, layer)) for layer in (0, 1) for part in ("key", "value")]
+
+
+def zero_point_of_7(e):
+    matrix = weight("down")
+    node = next(node for node in e.model.graph.node if f"{matrix}_codes" in node.input)
+    rows, blocks = next(list(t.dims) for t in e.model.graph.initializer if t.name == f"{matrix}_scale")
+    points = np.full((rows, -(-blocks // 2)), 0x77, np.uint8)
+    e.model.graph.initializer.append(numpy_helper.from_array(points, "points"))
+    node.input.append("points")
+
+
+def one_code(e):
+    def edit(codes):
+        codes.reshape(-1)[5] ^= 1
+        return codes
+
+    e.change(f"{weight('v')}_codes", edit)
+
+
+def all_visible(e):
+    """Count the tokens of a mask of ones in place of the mask."""
+    one = helper.make_tensor("one", 7, [1], [1])
+    nodes = [
+        helper.make_node("Shape", ["attention_mask"], ["mask.shape"]),
+        helper.make_node("ConstantOfShape", ["mask.shape"], ["mask.ones"], value=one),
+    ]
+    e.node("ReduceSum").input[0] = "mask.ones"
+    for node in reversed(nodes):
+        e.model.graph.node.insert(0, node)
+
+
+def base_of_20000(e):
+    half = 16
+
+    def turn(function):
+        def edit(table):
+            width = table.shape[1]
+            frequencies = 20000.0 ** -(np.arange(half // 2) / (half // 2))
+            angles = np.arange(len(table))[:, None] * frequencies
+            return np.tile(function(angles), (1, width // (half // 2))).astype(table.dtype)
+
+        return edit
+
+    e.change("cos_cache", turn(np.cos))
+    e.change("sin_cache", turn(np.sin))
+
+
+def body_node(e, op, index=0):
+    return [node for node in e.body.node if node.op_type == op][index]
+
+
+def body_adds_the_noise(e):
+    body_node(e, "Sub").op_type = "Add"
+
+
+def body_without_rotation(e):
+    e.set_attribute("do_rotary", 0, [body_node(e, "GroupQueryAttention")])
+
+
+def body_position_late(e):
+    """Rotate the pure body's queries as if they stood one place later."""
+    node = next(node for node in e.body.node if "query_cos_rows" in node.output)
+    at = list(e.body.node).index(node)
+    e.body.node.insert(at, helper.make_node("Add", ["position", "c1"], ["later"]))
+    for name in ("query_cos_rows", "query_sin_rows"):
+        next(node for node in e.body.node if name in node.output).input[1] = "later"
+
+
+def exchanged(e, first, second):
+    tensors = {tensor.name: tensor for tensor in e.model.graph.initializer}
+    tensors[first].name, tensors[second].name = second, first
+
+
+N = f"layers.{LAYER}"
+FAULTS = {
+    # The cache.
+    "one layer's cache emptied after every call": ("v2", lambda e: [emptied(e, present(p)) for p in ("key", "value")]),
+    "one layer's keys alone emptied": ("v1", lambda e: emptied(e, present("key"))),
+    "a cache row overwritten in all layers": (
+        "v2",
+        of_every_layer(lambda e, x: with_rows(e, x, (0, 1), (0, 1), (2, END))),
+    ),
+    "values one row late": ("v1", lambda e: with_rows(e, present("value"), (0, 1), (0, -1))),
+    "the newest row lost": ("v2", lambda e: with_rows(e, present("key"), (0, -1), (-2, -1))),
+    "a KV head replaced by another": ("v2", lambda e: gathered(e, present("value"), 1, [1, 1])),
+    "KV heads swapped in the cache": ("llama", lambda e: gathered(e, present("key"), 1, [1, 0])),
+    "cache not reordered for the batch": ("v1", of_every_layer(batch_turned)),
+    "one layer's cache not reordered for the batch": ("llama", lambda e: batch_turned(e, present("value"))),
+    "value channels one place off": ("float32", lambda e: gathered(e, present("value"), 3, [*range(1, 32), 0])),
+    "padding counted as tokens": ("v1", all_visible),
+    "cache scales eight times too large": ("v2", scaled(f"{N}.k_scale", 8)),
+    "cache scales four times too small": ("v1", scaled(f"{N}.v_scale", 0.25)),
+    "cache scales that clip every fourth channel": ("llama", every_fourth(f"{N}.k_scale", 1 / 16)),
+    # Weights.
+    "scales x 1.05": ("v2", scaled(f"{weight('up')}_scale", 1.05)),
+    "scales of one row x 1.05": (
+        "v1",
+        lambda e: e.change(
+            f"{weight('o')}_scale", lambda x: x * np.where(np.arange(len(x)) == 3, 1.05, 1)[:, None].astype("f4")
+        ),
+    ),
+    "another zero point": ("v1", zero_point_of_7),
+    "one code off by one": ("v2", one_code),
+    "rows off by one": ("v1", rolled(f"{weight('gate')}_codes")),
+    "swapped query pairs": ("v2", reordered(f"{weight('q')}_codes", f"{weight('q')}_scale", rows=(1, 0))),
+    "signal and noise swapped": ("float32", reordered(f"{weight('q')}", rows=(1, 0, 3, 2))),
+    "KV heads swapped in their weights": ("v2", reordered(f"{weight('k')}_codes", f"{weight('k')}_scale", rows=(1, 0))),
+    "gate and up exchanged": ("float32", lambda e: exchanged(e, weight("gate"), weight("up"))),
+    "a key's bias dropped": ("v1", scaled(f"{weight('k').removesuffix('.weight')}.bias", 0)),
+    "a network's bias dropped": ("v2", scaled(f"{weight('up').removesuffix('.weight')}.bias", 0)),
+    "embedding scales x 1.05": ("untied", scaled("model.embed_tokens.weight_scale", 1.05)),
+    "head scales x 1.05": ("untied", scaled("lm_head.weight_scale", 1.05)),
+    "the head's rows off by one": ("untied", rolled("lm_head.weight_codes")),
+    "another embedding's row": ("untied", rolled("model.embed_tokens.weight_codes")),
+    "a float16 weight x 1.1": ("float16", scaled(weight("v"), 1.1)),
+    # Arithmetic.
+    "another λ in V1": ("v1", scaled(f"{N}.lambda", 1.05)),
+    "another λ in V2": ("v2", scaled(f"{N}.lambda_proj", 1.2)),
+    "the layer before another's λ": ("float32", given(f"{N}.attention", 3, "layers.0.lambda")),
+    "1 - λ_init dropped": ("v1", scaled(f"{N}.post_norm", 1 / 0.6)),
+    "a norm missing": ("v2", skipped(f"{N}.RMSNormalization", "layers.0.output")),
+    "the final norm missing": ("v1", skipped("RMSNormalization", "layers.1.output")),
+    "a pair's norm missing": ("float32", skipped(f"{N}.RMSNormalization_2", f"{N}.Reshape")),
+    "another epsilon": ("v2", lambda e: e.set_attribute("epsilon", 1e-2, [e.node(f"{N}.RMSNormalization")])),
+    "a rectangle for the sigmoid's gate": ("v1", given(f"{N}.Mul", 1, f"{N}.MatMulNBits_5")),
+    "a layer left out": ("v2", skipped(f"{N}.output", "layers.0.output")),
+    "a layer's attention left out": ("llama", skipped(f"{N}.Add", "layers.0.output")),
+    "a residual left out": ("v1", given(f"{N}.output", 0, "layers.0.output")),
+    "attention scale x 1.1": ("v2", lambda e: e.set_attribute("scale", 1.1 * 16**-0.5)),
+    "a window of 16": ("float32", lambda e: e.set_attribute("local_window_size", 16)),
+    "rotation of other channels": ("v2", lambda e: e.set_attribute("rotary_interleaved", 1)),
+    "cosines shifted by one": ("v1", rolled("cos_cache")),
+    "another RoPE base": ("v2", base_of_20000),
+    # The function body, which stock ONNX Runtime computes.
+    "body: the noise is added": ("v1", body_adds_the_noise),
+    "body: no rotation": ("v2", body_without_rotation),
+    "body: queries rotated one place late": ("pure", body_position_late),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_refused(exported, tmp_path, fault):
+    base, edit = FAULTS[fault]
+    checkpoint, folder = exported(base)
+    planted = PlantedExport.copy(folder, tmp_path / "planted")
+    edit(planted)
+    planted.save()
+    with pytest.raises(ToleranceError):
+        verify(planted.folder, checkpoint, threads=1)
+
+
+# Lines of the kernel's C++, each with a fault that is there where DIFFQUANT_FAULT has its number.
+NATIVE = {
+    "keys rotated one place late": (
+        "attend.h",
+        "rotation.move_to(position);",
+        "rotation.move_to(position + FAULT);",
+    ),
+    "a token does not see itself": (
+        "attend.h",
+        "const int64_t end = problem_.start[block_.sequence] + token(row) + 1;",
+        "const int64_t end = larger<int64_t>(problem_.start[block_.sequence] + token(row) + !FAULT, 1);",
+    ),
+    "a newest key lost in decoding": (
+        "attend.h",
+        "weighed_rows<V, row_count>(weights, smaller(count, seen),",
+        "weighed_rows<V, row_count>(weights, smaller(count, seen) - (FAULT && problem_.tokens == 1),",
+    ),
+    "the noise's λ of another pair": (
+        "attend.h",
+        "problem_.lambda_per_pair && row < block_.rows ? index(row) : 0",
+        "problem_.lambda_per_pair && row < block_.rows ? index(FAULT ? 0 : row) : 0",
+    ),
+    "queries scaled for the first map's keys": (
+        "attend.h",
+        "key_scale[problem_.key_offset(map) + c]",
+        "key_scale[problem_.key_offset(FAULT ? 0 : map) + c]",
+    ),
+    "one scale for all value channels": (
+        "attend.h",
+        "sums[c] *= scale[c]",
+        "sums[c] *= scale[FAULT ? 0 : c]",
+    ),
+    "values of the batch's first sequence": (
+        "attend.h",
+        "read_rows<V>(problem_.values, block_.sequence,",
+        "read_rows<V>(problem_.values, FAULT ? 0 : block_.sequence,",
+    ),
+    "a scale one hundredth off": (
+        "attend.h",
+        "row_[map * width + c] * problem_.scale * channel",
+        "row_[map * width + c] * problem_.scale * channel * (FAULT ? 1.01f : 1.0f)",
+    ),
+    "the past's last row not copied": (
+        "node.cc",
+        "std::copy_n(from + i * bytes, bytes,",
+        "std::copy_n(from + i * bytes, FAULT ? bytes - cache->row_bytes() : bytes,",
+    ),
+    "codes cut off where they should be rounded": (
+        "rows.h",
+        "x[i] = round_half_even(smaller(larger(x[i] / scale[i], lowest), -lowest - 1));",
+        "x[i] = FAULT ? static_cast<int>(smaller(larger(x[i] / scale[i], lowest), -lowest - 1))"
+        " : round_half_even(smaller(larger(x[i] / scale[i], lowest), -lowest - 1));",
+    ),
+    "a past in place forgotten": (
+        "node.cc",
+        "if (from == cache->data) continue;",
+        "if (from == cache->data) { if (FAULT) std::fill_n(cache->data, cache->row_bytes(), uint8_t{0}); continue; }",
+    ),
+}
+OTHER_BASES = {
+    "the noise's λ of another pair": "v2",
+    "queries scaled for the first map's keys": "v1, a key for each map",
+}
+
+
+@pytest.fixture(scope="module")
+def faulty_kernel(tmp_path_factory):
+    """The kernel with all of `NATIVE` in it, built once."""
+    compiler = find_compiler()
+    if compiler is None:
+        if os.environ.get("CI"):
+            pytest.fail("there is no C++ compiler, and so nobody knows whether a faulty kernel is caught")
+        pytest.skip("there is no C++ compiler")
+    folder = tmp_path_factory.mktemp("kernel")
+    for file in [*SOURCES.glob("*.cc"), *SOURCES.glob("*.h")]:
+        shutil.copy(file, folder)
+    for number, (file, right, wrong) in enumerate(NATIVE.values(), 1):
+        source = (folder / file).read_text()
+        assert source.count(right) == 1, right
+        (folder / file).write_text(source.replace(right, wrong.replace("FAULT", f"(diffquant_fault() == {number})")))
+    problem = folder / "problem.h"
+    problem.write_text(
+        problem.read_text().replace(
+            "#include <cstdint>",
+            "#include <cstdint>\n#include <cstdlib>\n"
+            'static inline int diffquant_fault() { return std::atoi(std::getenv("DIFFQUANT_FAULT")); }',
+        )
+    )
+    build(folder / LIBRARY, compiler, sources=folder)
+    return folder / LIBRARY
+
+
+@pytest.mark.parametrize("fault", [None, *NATIVE])
+def test_a_fault_in_the_native_kernel_is_refused(exported, faulty_kernel, monkeypatch, fault):
+    monkeypatch.setenv("DIFFQUANT_NATIVE_LIBRARY", str(faulty_kernel))
+    monkeypatch.setenv("DIFFQUANT_FAULT", str(1 + list(NATIVE).index(fault) if fault else 0))
+    checkpoint, folder = exported(OTHER_BASES.get(fault, "v1"))
+    calls = kernel_calls()
+    if fault is None:
+        assert verify(folder, checkpoint, threads=1).passed
+    else:
+        with pytest.raises(ToleranceError):
+            verify(folder, checkpoint, threads=1)
+    assert kernel_calls() > calls
+
+
+SOUND = {
+    "V1, float32": ("unilm-v1", {}),
+    "V1, 4 bits, cache 8, embedding 8": ("unilm-v1-plain", LOW),
+    "V1, 6 bits, cache 4": ("diffllama", {"weights": "6:row", "kv_bits": 4}),
+    "V1, 4-bit logits": ("unilm-v1", {"logits": "4:row", "kv_bits": 8}),
+    "V2, float32": ("unilm-v2", {}),
+    "V2, 8 bits, cache 8": ("unilm-v2", {"weights": "8:g32", "kv_bits": 8}),
+    "V2, 4 bits exact, cache 8": ("unilm-v2-half", {"weights": "4:g32", "kv_bits": 8, "accuracy_level": 1}),
+    "V2, float16": ("unilm-v2-half", {"dtype": "float16"}),
+    "V2, float16, 4 bits, cache 8, embedding 8": ("unilm-v2-half", LOW | {"dtype": "float16"}),
+    "V2, standard ops, 4 bits, cache 4": ("unilm-v2-half", {"pure": True, "weights": "4:g32", "kv_bits": 4}),
+    "Transformer, float32": ("llama", {}),
+    "Transformer, 4 bits, cache 8, embedding 8": ("llama", LOW),
+}
+
+
+@pytest.mark.parametrize("name", SOUND)
+def test_no_sound_export_is_refused(exported, tmp_path, monkeypatch, name):
+    monkeypatch.setattr(passages, "LONGEST", 160)
+    monkeypatch.setattr(passages, "POSITIONS", 512)
+    source, options = SOUND[name]
+    checkpoint = write_checkpoint(tmp_path / "checkpoint", source)
+    assert verify(export_to(checkpoint, tmp_path / "out", options), checkpoint, threads=1).passed
+
+
+@pytest.mark.parametrize("checkpoint", pocket_models("prose"), ids=lambda path: path.name)
+def test_no_sound_export_of_a_trained_model_is_refused(tmp_path, monkeypatch, checkpoint):
+    monkeypatch.setattr(passages, "LONGEST", 160)
+    monkeypatch.setattr(passages, "POSITIONS", 512)
+    options = ExportOptions.parse(**LOW | {"weights": "4:row"})
+    # Ranges of random tokens would not fit prose, which verify says.
+    ranges = calibrate_cache(checkpoint, Recipe(weights=options.weights))
+    export(checkpoint, tmp_path / "out", options, ranges=ranges)
+    verification = verify(tmp_path / "out", checkpoint, threads=1)
+    assert verification.positions >= 512
+    assert verification.tokens[0].tokens.low < verification.tokens[0].tokens.agreement
+
+
+def test_activations_rounded_by_an_unknown_rule_are_held_to_what_rounding_costs(exported, tmp_path, monkeypatch):
+    monkeypatch.setattr(reference, "runtime_rounding", lambda bits, block: None)
+    checkpoint, folder = exported("v1")
+    verification = verify(folder, checkpoint, threads=1)
+    assert "by a rule unknown here" in str(verification)
+    planted = PlantedExport.copy(folder, tmp_path / "planted")
+    scaled(f"{weight('up')}_scale", 1.05)(planted)
+    planted.save()
+    with pytest.raises(ToleranceError, match="float32 products"):
+        verify(planted.folder, checkpoint, threads=1)
