@@ -1,0 +1,41 @@
+"""Plot of every run's retrieval by step, and of the share of runs that retrieve."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from models import KINDS
+
+from diffquant.report.plots import COLOURS, STYLES, new_figure, tidy
+
+
+def write_plot(runs: Sequence[Mapping[str, Any]], file: Path) -> None:
+    """Write a figure with a panel of every run's share retrieved for each N, and one of the share of runs solved."""
+    needles = list(runs[0]["solved"])
+    figure = new_figure(3.6 * (len(needles) + 1), 3.4)
+    *panels, last = figure.subplots(1, len(needles) + 1, sharex=True, sharey=True)
+    for axis, n in zip(panels, needles, strict=True):
+        for run in runs:
+            number = KINDS.index(run["kind"])
+            steps = [0, *(each["step"] for each in run["evaluations"])]
+            shares = [0.0, *(each["retrieved"][n] for each in run["evaluations"])]
+            axis.plot(steps, shares, STYLES[number], color=COLOURS[number], linewidth=1, alpha=0.8)
+        axis.set_title(f"retrieved, N = {n}", fontsize=10)
+    for number, kind in enumerate(KINDS):
+        last.step(*_solved(runs, kind, needles[-1]), STYLES[number], where="post", color=COLOURS[number], label=kind)
+    last.set_title(f"runs that retrieve, N = {needles[-1]}", fontsize=10)
+    for axis in (*panels, last):
+        axis.set_xlabel("step")
+        tidy(axis, "both")
+    panels[0].set_ylabel("share")
+    panels[0].set_ylim(-0.02, 1.05)
+    figure.legend(loc="outside lower center", ncols=len(KINDS), frameon=False, fontsize=9)
+    figure.savefig(file, dpi=150)
+
+
+def _solved(runs: Sequence[Mapping[str, Any]], kind: str, n: str) -> tuple[list[int], list[float]]:
+    """Steps at which runs of a kind were solved, and the share of its runs that were by then; both from 0 to the end."""
+    of_kind = [run for run in runs if run["kind"] == kind]
+    steps = sorted(run["solved"][n] for run in of_kind if run["solved"][n] is not None)
+    shares = [(index + 1) / len(of_kind) for index in range(len(steps))]
+    return [0, *steps, of_kind[0]["schedule"]["steps"]], [0.0, *shares, shares[-1] if shares else 0.0]
