@@ -97,7 +97,8 @@ class Needles:
         fitting = [n for n in needles if 2 * n * size <= length and n <= len(known)]
         if not fitting:
             raise UsageError(
-                f"none of {list(needles)} needles of {size} tokens fits twice into {length} tokens and {len(known)} cities"
+                f"of {list(needles)} needles, {size} tokens each, none fit twice into {length} tokens of "
+                f"{len(known)} cities; give longer sequences"
             )
         count = int(rng.choice(fitting))
         cities = rng.choice(known, count, replace=False).tolist()

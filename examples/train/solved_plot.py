@@ -34,8 +34,9 @@ def write_plot(runs: Sequence[Mapping[str, Any]], file: Path) -> None:
 
 
 def _solved(runs: Sequence[Mapping[str, Any]], kind: str, n: str) -> tuple[list[int], list[float]]:
-    """Steps at which runs of a kind were solved, and the share of its runs that were by then; both from 0 to the end."""
+    """Steps at which runs of a kind were solved, and the share of its runs that were by then, from 0 to the end."""
     of_kind = [run for run in runs if run["kind"] == kind]
+    end = max(run["evaluations"][-1]["step"] for run in runs)
     steps = sorted(run["solved"][n] for run in of_kind if run["solved"][n] is not None)
-    shares = [(index + 1) / len(of_kind) for index in range(len(steps))]
-    return [0, *steps, of_kind[0]["schedule"]["steps"]], [0.0, *shares, shares[-1] if shares else 0.0]
+    shares = [index / len(of_kind) for index in range(len(steps) + 1)]
+    return [0, *steps, end], [*shares, shares[-1]]
