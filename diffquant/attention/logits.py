@@ -105,8 +105,8 @@ def magnitudes(prepared: Sequence[Tensor], scheme: Scheme, ranges: Tensor | None
         ranges: [maps·h], first maps before second ones: what a static scheme takes for the largest.
 
     Returns:
-        One tensor a map, broadcastable to it: [B,1,1,1] for tensor and map, [B,h,1,1] for head and pair, [1,h,1,1] for static,
-        [B,h,T,1] for row, [B,h,T,S] for block (each tile's value repeated over it).
+        One tensor a map, broadcastable to it: [B,1,1,1] for tensor and map, [B,h,1,1] for head and pair,
+        [1,h,1,1] for static, [B,h,T,1] for row, [B,h,T,S] for block (each tile's value repeated over it).
     """
     if ranges is not None and scheme.granularity == "static":
         return [map_ranges.view(1, -1, 1, 1).to(prepared[0]) for map_ranges in ranges.chunk(len(prepared))]

@@ -67,7 +67,11 @@ def test_the_interval_of_a_weighted_mean_is_that_of_a_ratio():
     assert (same.low, same.high) == pytest.approx((plain.low, plain.high))
     weighted = mean_interval(values.tolist(), weights.tolist())
     theirs = scipy_stats.bootstrap(
-        (values * weights, weights), lambda top, bottom: top.sum() / bottom.sum(), paired=True, vectorized=False, rng=rng
+        (values * weights, weights),
+        lambda top, bottom: top.sum() / bottom.sum(),
+        paired=True,
+        vectorized=False,
+        rng=rng,
     ).confidence_interval
     assert weighted.mean == pytest.approx(np.average(values, weights=weights))
     assert (weighted.low, weighted.high) == pytest.approx((theirs.low, theirs.high), abs=0.01)
