@@ -70,7 +70,7 @@ def last_maps(q: Tensor, k: Tensor, spec: DiffSpec, scheme: Scheme = FULL, range
 
 def _first_sharing_query(scheme: Scheme, length: int) -> int:
     """Position of the first query whose logits the last one's scale depends on."""
-    if scheme.granularity in ("tensor", "head", "pair"):
+    if scheme.granularity in ("tensor", "map", "head", "pair"):
         return 0
     if scheme.granularity == "block":
         size = scheme.size or 1
