@@ -21,8 +21,9 @@ def write_plot(runs: Sequence[Mapping[str, Any]], file: Path) -> None:
             shares = [0.0, *(each["retrieved"][n] for each in run["evaluations"])]
             axis.plot(steps, shares, STYLES[number], color=COLOURS[number], linewidth=1, alpha=0.8)
         axis.set_title(f"retrieved, N = {n}", fontsize=10)
-    for number, kind in enumerate(KINDS):
-        last.step(*_solved(runs, kind, needles[-1]), STYLES[number], where="post", color=COLOURS[number], label=kind)
+    for kind in dict.fromkeys(run["kind"] for run in runs):
+        style, colour = STYLES[KINDS.index(kind)], COLOURS[KINDS.index(kind)]
+        last.step(*_solved(runs, kind, needles[-1]), style, where="post", color=colour, label=kind)
     last.set_title(f"runs that retrieve, N = {needles[-1]}", fontsize=10)
     for axis in (*panels, last):
         axis.set_xlabel("step")

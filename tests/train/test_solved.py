@@ -111,7 +111,7 @@ def test_a_schedule_that_its_number_of_steps_decides_is_refused(change, tmp_path
     monkeypatch.setattr(Settings, "read", lambda *_: settings)
     (tmp_path / "text").write_text("It was so.")
     with pytest.raises(UsageError, match="one length"):
-        solved.main(tmp_path, tmp_path / "text", tmp_path / "out", None, None, 1)
+        solved.main(tmp_path, tmp_path / "text", tmp_path / "out", None, None, 1, "diff-v1")
     assert not (tmp_path / "out").exists()
 
 
