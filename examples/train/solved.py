@@ -20,7 +20,7 @@ from typing import Annotated, Any
 import torch
 import typer
 from loop import Trainer
-from models import KINDS
+from models import CONTROLS, KINDS
 from needles import Needles
 from settings import Settings
 from solved_plot import write_plot
@@ -54,7 +54,9 @@ def main(
     characters: Annotated[int | None, typer.Option(help="Read only so many of the text; all by default.")] = None,
     steps: Annotated[int | None, typer.Option(help="Largest number of steps instead of the settings'.")] = None,
     seeds: Annotated[int, typer.Option(help="Number of seeds, from 0 on.")] = 5,
-    kinds: Annotated[str, typer.Option(help="Kinds of models, with commas.")] = ",".join(KINDS),
+    kinds: Annotated[
+        str, typer.Option(help="Kinds of models, with commas; all and their controls by default.")
+    ] = ",".join((*KINDS, *CONTROLS)),
 ) -> None:
     """Count the steps until each kind of model retrieves."""
     chosen = [Settings.read(settings, steps, seed) for seed in range(seeds)]

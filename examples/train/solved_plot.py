@@ -4,9 +4,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from models import KINDS
+from models import CONTROLS, KINDS
 
 from diffquant.report.plots import COLOURS, STYLES, new_figure, tidy
+
+_KINDS = (*KINDS, *CONTROLS)
 
 
 def write_plot(runs: Sequence[Mapping[str, Any]], file: Path) -> None:
@@ -16,13 +18,13 @@ def write_plot(runs: Sequence[Mapping[str, Any]], file: Path) -> None:
     *panels, last = figure.subplots(1, len(needles) + 1, sharex=True, sharey=True)
     for axis, n in zip(panels, needles, strict=True):
         for run in runs:
-            number = KINDS.index(run["kind"])
+            number = _KINDS.index(run["kind"])
             steps = [0, *(each["step"] for each in run["evaluations"])]
             shares = [0.0, *(each["retrieved"][n] for each in run["evaluations"])]
-            axis.plot(steps, shares, STYLES[number], color=COLOURS[number], linewidth=1, alpha=0.8)
+            axis.plot(steps, shares, STYLES[number % len(STYLES)], color=COLOURS[number], linewidth=1, alpha=0.8)
         axis.set_title(f"retrieved, N = {n}", fontsize=10)
     for kind in dict.fromkeys(run["kind"] for run in runs):
-        style, colour = STYLES[KINDS.index(kind)], COLOURS[KINDS.index(kind)]
+        style, colour = STYLES[_KINDS.index(kind) % len(STYLES)], COLOURS[_KINDS.index(kind)]
         last.step(*_solved(runs, kind, needles[-1]), style, where="post", color=colour, label=kind)
     last.set_title(f"runs that retrieve, N = {needles[-1]}", fontsize=10)
     for axis in (*panels, last):
@@ -30,7 +32,7 @@ def write_plot(runs: Sequence[Mapping[str, Any]], file: Path) -> None:
         tidy(axis, "both")
     panels[0].set_ylabel("share")
     panels[0].set_ylim(-0.02, 1.05)
-    figure.legend(loc="outside lower center", ncols=len(KINDS), frameon=False, fontsize=9)
+    figure.legend(loc="outside lower center", ncols=len(_KINDS), frameon=False, fontsize=9)
     figure.savefig(file, dpi=150)
 
 
