@@ -4,7 +4,8 @@
 
 Each folder holds what `studies.figure8` measured of one seed: a Transformer and the DIFF models trained beside it.
 Prints every model's perplexity at 16 bits and every scheme's bits, seed by seed, with their mean and Student's 95 %
-interval: the trainings are the observations, so the interval is about another seed and not about another text.
+interval: the trainings are the observations, so the interval is about another seed and not about another text. The bits
+of the first scheme are split into range and sensitivity, as the simple model predicts them.
 """
 
 import json
@@ -18,7 +19,7 @@ import typer
 from diffquant.errors import UsageError
 from diffquant.evals.stats import mean_interval
 from diffquant.report.tables import markdown
-from studies.figure8_model import advantage, mean_kl
+from studies.figure8_model import advantage, mean_kl, parts
 
 SCHEMES = "4:tensor,4:head,4:row,4:row:shift,4:tensor:alike,4:head:alike,4:row:alike"
 _PLAIN = "Transformer"
@@ -65,11 +66,14 @@ def seeds_summary(seeds: Mapping[str, Seed], schemes: Sequence[str]) -> str:
     ]
     lines = []
     for generation in generations:
-        for scheme in schemes if generation != _PLAIN else ():
+        if generation == _PLAIN:
+            continue
+        for scheme in schemes:
             bits = [bits_won(seed, generation, scheme) for seed in seeds.values()]
-            mean = mean_interval(bits)
-            figures = [*(f"{each:+.2f}" for each in bits), f"{mean.mean:+.2f} [{mean.low:+.2f}, {mean.high:+.2f}]"]
-            lines.append([generation, f"`{scheme}`", *figures])
+            lines.append([generation, f"`{scheme}`", *_with_mean(bits)])
+        splits = [predicted_bits(seed, generation, schemes[0]) for seed in seeds.values()]
+        for name, bits in zip(("range", "sensitivity"), zip(*splits, strict=True), strict=True):
+            lines.append([generation, f"`{schemes[0]}`, {name}", *_with_mean(bits)])
     names = list(seeds)
     tables = (
         markdown(["perplexity at 16 bits", *names], perplexities),
@@ -81,6 +85,17 @@ def seeds_summary(seeds: Mapping[str, Seed], schemes: Sequence[str]) -> str:
 def bits_won(seed: Seed, generation: str, scheme: str) -> float:
     """Bits that a DIFF model may do with less than its seed's Transformer for the same KL."""
     return advantage(mean_kl(seed[generation], scheme).mean, mean_kl(seed[_PLAIN], scheme).mean)
+
+
+def predicted_bits(seed: Seed, generation: str, scheme: str) -> tuple[float, float]:
+    """Bits that the simple model says a smaller range and a smaller sensitivity win, in this order."""
+    (size, cost), (plain_size, plain_cost) = parts(seed[generation], scheme), parts(seed[_PLAIN], scheme)
+    return advantage(size, plain_size), advantage(cost, plain_cost)
+
+
+def _with_mean(bits: Sequence[float]) -> list[str]:
+    mean = mean_interval(bits)
+    return [*(f"{each:+.2f}" for each in bits), f"{mean.mean:+.2f} [{mean.low:+.2f}, {mean.high:+.2f}]"]
 
 
 def _perplexity(result: Result) -> float:

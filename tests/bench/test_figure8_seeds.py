@@ -6,13 +6,15 @@ import pytest
 from scipy import stats
 
 from diffquant.errors import UsageError
-from studies.figure8_seeds import bits_won, read_seed, seeds_summary
+from studies.figure8_seeds import bits_won, predicted_bits, read_seed, seeds_summary
 
 READING = {"passages": 2, "windows": 2, "text": "t"}
 
 
 def result(generation, *kl, reading=READING):
-    return {"generation": generation, "reading": reading, "nll": [2.0, 3.0, 4.0, 3.0], "kl": {"4:row": list(kl)}}
+    layer = {"sensitivity": {"first": kl[0]}, "errors": {"4:row": {"variance": [0.25]}}}
+    nll = [2.0, 3.0, 4.0, 3.0]
+    return {"generation": generation, "reading": reading, "nll": nll, "kl": {"4:row": list(kl)}, "layers": [layer]}
 
 
 def seed(diff, **more):
@@ -29,8 +31,14 @@ def test_the_interval_is_students_over_trainings():
     seeds = {"0": seed(4.0), "1": seed(2.0), "2": seed(1.0)}
     low, high = stats.t.interval(0.95, 2, loc=-0.5, scale=stats.sem([-1.0, -0.5, 0.0]))
     perplexities, bits = seeds_summary(seeds, ["4:row"]).split("\n\n")
-    assert bits.splitlines()[-1] == f"| V1 | `4:row` | -1.00 | -0.50 | +0.00 | -0.50 [{low:+.2f}, {high:+.2f}] |"
+    assert bits.splitlines()[-3] == f"| V1 | `4:row` | -1.00 | -0.50 | +0.00 | -0.50 [{low:+.2f}, {high:+.2f}] |"
     assert perplexities.splitlines()[-1] == "| V1 | 20.09 | 20.09 | 20.09 |"
+
+
+def test_range_and_sensitivity_of_the_simple_model_are_told_apart():
+    one = seed(4.0)
+    one["V1"]["layers"][0]["errors"]["4:row"]["variance"] = [0.0625]
+    assert predicted_bits(one, "V1", "4:row") == pytest.approx((1.0, -1.0))
 
 
 @pytest.mark.parametrize(
