@@ -17,7 +17,7 @@ _ALLOWED = {
     "weights": ("tensor", "row", "group"),
     "k": ("row", "group", "column", "static"),
     "v": ("row", "group", "static"),
-    "logits": ("tensor", "head", "pair", "row", "block", "static"),
+    "logits": ("tensor", "map", "head", "pair", "row", "block", "static"),
 }
 LAYER_TARGETS = ("k", "v", "logits")
 # Groups of 128 are the custom, but do not divide every width in use (576 in SmolLM2-135M); 32 do, and

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from diffquant.errors import UsageError
 from diffquant.support.suggestion import did_you_mean
 
-GRANULARITIES = ("tensor", "head", "pair", "row", "column", "group", "block", "static")
+GRANULARITIES = ("tensor", "map", "head", "pair", "row", "column", "group", "block", "static")
 _SIZED = {"g": "group", "c": "column", "b": "block"}
 _LETTERS = {name: letter for letter, name in _SIZED.items()}
 _FLAGS = ("shift", "alike")
@@ -23,8 +23,8 @@ class Scheme:
         bits: width of the codes, 2 to 8, or 16 for not quantized.
         granularity: what shares a scale, one of `GRANULARITIES`; "" at 16 bits. A "row" is a token or an output
             channel, a "group" `size` neighbours along the contracted axis, a "column" a channel over `size` tokens
-            (or all), a "block" a `size` x `size` tile of logits, a "pair" both maps of a head; "static" is a
-            calibrated scale a channel of the cache or a head of the logits.
+            (or all), a "block" a `size` x `size` tile of logits, a "map" one map of a layer's logits over all heads, a
+            "pair" both maps of a head; "static" is a calibrated scale a channel of the cache or a head of the logits.
         size: number of entries along an axis that share a scale, for "group", "column" and "block".
         shift: whether the row maximum of logits is subtracted first: all 2^bits levels then serve one side.
         alike: whether logits are rounded as the mean of both maps and half their difference, so that the
@@ -96,7 +96,7 @@ def _parse_granularity(name: str, text: str) -> tuple[str, int | None]:
     if sized:
         return _SIZED[sized[1]], int(sized[2])
     if name not in GRANULARITIES:
-        choices = ("tensor", "head", "pair", "row", "column", "channel", "g32", "c64", "b64")
+        choices = ("tensor", "map", "head", "pair", "row", "column", "channel", "g32", "c64", "b64")
         raise UsageError(f"cannot read scheme {text!r}: unknown granularity {name!r}{did_you_mean(name, choices)}")
     return name, None
 

@@ -6,14 +6,14 @@
 Of every model and scheme: KL from the model's own 16-bit logits, measured, and what a simple model predicts: for every
 layer the mean square of a uniform error as wide as the scale times the KL that noise on that layer's logits costs. The
 first is a matter of the logits' range, the second of how a model uses its maps, λ and norm; the DIFF that wins has a
-product of both that is smaller. A file a model; those that are there are not measured again.
+product of both that is smaller. Prose is read in a few windows from the middle of each of many passages, because
+neighbouring windows are alike. A file a model; those that are there are not measured again.
 
 Source: arXiv 2410.05258, section 3.7.
 """
 
 import json
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,9 +22,9 @@ import torch
 import typer
 
 from diffquant.bench.environment import environment
+from diffquant.errors import UsageError
 from diffquant.evals.encoding import RequestEncoder
 from diffquant.evals.protocols import needle
-from diffquant.evals.stats import Estimate, estimate, paired_difference
 from diffquant.loading import load
 from diffquant.model.modeling import DiffTransformer
 from diffquant.recipe import Recipe
@@ -35,11 +35,14 @@ from diffquant.support.progress import Progress, progress_for, silent
 from diffquant.text import corpus
 from diffquant.text import tokens as token_ids
 from diffquant.text.tokens import max_length
+from studies.figure8_model import figure8_summary
 from studies.logit_noise import NOISES, Reading, divergences, layers_of, predictions_of, sensitivity
 
-GRANULARITIES = "tensor,head,pair,row,tensor:alike,head:alike,row:alike,tensor:shift,row:shift"
+GRANULARITIES = "tensor,map,head,pair,row,tensor:alike,head:alike,row:alike,tensor:shift,row:shift"
 WIDTHS = "8,6,4,3"
 _BATCH = 16
+# The prose that ships is cut from four books in turn, as LICENSE-books.txt says.
+_BOOKS = 4
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,8 @@ class Settings:
 
     Attributes:
         text: file of prose; some ships.
-        characters: characters of the text that are read as prose.
+        passages: number of equal parts of the text, each read in its middle.
+        windows: number of sequences that are read of each passage.
         window: tokens of a sequence.
         needles: needles in a context, instead of prose.
         samples: needle contexts of each depth.
@@ -56,7 +60,8 @@ class Settings:
     """
 
     text: Path | None = None
-    characters: int = 16384
+    passages: int = 16
+    windows: int = 4
     window: int = 256
     needles: int | None = None
     samples: int = 10
@@ -76,9 +81,10 @@ def main(
     models: Annotated[list[Path], typer.Argument(help="Checkpoint folders or .gguf files.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder of a file a model, and plots.")],
     text: Annotated[Path | None, typer.Option(help="File of prose; some ships.")] = Settings.text,
-    characters: Annotated[
-        int, typer.Option(help="Characters of the text that are read as prose.")
-    ] = Settings.characters,
+    passages: Annotated[
+        int, typer.Option(help="Equal parts of the text, each read in its middle.")
+    ] = Settings.passages,
+    windows: Annotated[int, typer.Option(help="Sequences read of each passage.")] = Settings.windows,
     window: Annotated[int, typer.Option(help="Tokens of a sequence.")] = Settings.window,
     needles: Annotated[int | None, typer.Option(help="Needles in a context, instead of prose.")] = Settings.needles,
     samples: Annotated[int, typer.Option(help="Needle contexts of each depth.")] = Settings.samples,
@@ -86,7 +92,7 @@ def main(
     granularity: Annotated[str, typer.Option(help="Granularities, with commas.")] = Settings.granularity,
 ) -> None:
     """Take apart when DIFF attention bears low-bit logits better than a Transformer."""
-    settings = Settings(text, characters, window, needles, samples, bits, granularity)
+    settings = Settings(text, passages, windows, window, needles, samples, bits, granularity)
     results = [_result_of(model, output, settings) for model in models]
     print(figure8_summary(results))
     from studies.figure8_plots import write_plots
@@ -113,9 +119,9 @@ def measure_model(path: Path, settings: Settings, progress: Progress = silent) -
         readings = needle_readings(model, tokenizer, text, plan)
         about: dict[str, Any] = {"needles": settings.needles, "samples": settings.samples}
     else:
-        text = text[: settings.characters]
-        readings = prose_readings(model, tokenizer, text, settings.window)
-        about = {"characters": len(text)}
+        readings = prose_readings(model, tokenizer, text, settings)
+        about = {"passages": settings.passages, "windows": settings.windows}
+        about |= {} if settings.text else {"books": _BOOKS}
     return {
         "model": path.name,
         "generation": model.config.diff_spec.generation,
@@ -126,11 +132,24 @@ def measure_model(path: Path, settings: Settings, progress: Progress = silent) -
     } | analyse(model, readings, settings.schemes, progress)
 
 
-def prose_readings(model: DiffTransformer, tokenizer: Any, text: str, window: int) -> list[Reading]:
-    """Readings of windows that do not overlap; all tokens but each window's first are predicted."""
-    ids = token_ids.encode_text(tokenizer, text, model.device)
-    windows = ids[: len(ids) // (window + 1) * (window + 1)].view(-1, window + 1)
-    return [Reading(batch, window) for batch in windows.split(_BATCH)]
+def prose_readings(model: DiffTransformer, tokenizer: Any, text: str, settings: Settings) -> list[Reading]:
+    """Readings of neighbouring windows from each passage's middle; all tokens but each window's first are predicted.
+
+    Raises:
+        UsageError: the passages are shorter than their windows.
+    """
+    length, count = len(text) // settings.passages, settings.windows * (settings.window + 1)
+    middles = []
+    for number in range(settings.passages):
+        ids = token_ids.encode_text(tokenizer, text[number * length : (number + 1) * length], model.device)
+        first = (len(ids) - count) // 2
+        if first < 0:
+            raise UsageError(
+                f"passage {number} of {settings.passages} has {len(ids)} tokens; {settings.windows} windows of "
+                f"{settings.window} take {count}: use fewer --passages, fewer --windows or a longer --text"
+            )
+        middles.append(ids[first : first + count].view(settings.windows, -1))
+    return [Reading(batch, settings.window) for batch in torch.cat(middles).split(_BATCH)]
 
 
 def needle_readings(model: DiffTransformer, tokenizer: Any, text: str, plan: needle.NeedlePlan) -> list[Reading]:
@@ -161,79 +180,6 @@ def analyse(
         progress(len(layers) + number + 1, len(layers) + len(schemes), str(scheme))
     model.apply_recipe(Recipe())
     return {"nll": nll, "layers": layers, "kl": kl}
-
-
-def predicted(result: Mapping[str, Any], scheme: str) -> float:
-    """KL that the simple model predicts, in nats."""
-    kl: float = sum(
-        cost * size
-        for layer in result["layers"]
-        for cost, size in zip(costs(layer["sensitivity"], scheme), layer["errors"][scheme]["variance"], strict=True)
-    )
-    return kl
-
-
-def costs(sensitivity: Mapping[str, float], scheme: str) -> list[float]:
-    """Costs, in KL a unit of variance, of what a scheme rounds: the map, both maps, or their mean and half difference.
-
-    KL is a quadratic form in the noise of both maps, which noise on each and on both determines: noise of
-    opposite signs costs twice the sum of each less what the same noise on both does.
-    """
-    if len(sensitivity) == 1:
-        return [sensitivity["first"]]
-    apart = [sensitivity["first"], sensitivity["second"]]
-    return [sensitivity["both"], 2 * sum(apart) - sensitivity["both"]] if scheme.endswith("alike") else apart
-
-
-def advantage(diff: float, transformer: float) -> float:
-    """Advantage in bits, which DIFF may do with less: one bit fewer is a scale twice as large and four times the KL."""
-    return math.log2(transformer / diff) / 2
-
-
-def parts(result: Mapping[str, Any], scheme: str) -> tuple[float, float]:
-    """Factors of the simple model's KL: mean square of the error, as it weighs, and KL a unit of its variance."""
-    cost = sum(sum(costs(layer["sensitivity"], scheme)) for layer in result["layers"])
-    return predicted(result, scheme) / cost, cost
-
-
-def mean_kl(result: Mapping[str, Any], scheme: str) -> Estimate:
-    """Mean KL of a scheme over sequences, in nats."""
-    return estimate(result["kl"][scheme])
-
-
-def figure8_summary(results: Sequence[Mapping[str, Any]]) -> str:
-    """Text with every scheme's KL, measured and predicted, and each DIFF against the Transformer, if one is there."""
-    lines = []
-    for result in results:
-        lines.append(
-            f"{result['model']} ({result['generation']}), {estimate(result['nll']).mean:.3f} nats a token at 16 bits"
-        )
-        for scheme in result["kl"]:
-            kl = mean_kl(result, scheme)
-            lines.append(f"  {scheme:<15} {kl.mean:.2g} ± {kl.se or 0:.1g}  predicted {predicted(result, scheme):.2g}")
-    plain = next((result for result in results if result["generation"] == "Transformer"), None)
-    for result in results:
-        if plain is not None and result is not plain:
-            lines += [
-                f"{result['model']} against {plain['model']}, bits it may do with less:",
-                *_against(result, plain),
-            ]
-    return "\n".join(lines)
-
-
-def _against(diff: Mapping[str, Any], plain: Mapping[str, Any]) -> list[str]:
-    lines = []
-    for scheme in diff["kl"]:
-        change = paired_difference(diff["kl"][scheme], plain["kl"][scheme])
-        (size, cost), (plain_size, plain_cost) = parts(diff, scheme), parts(plain, scheme)
-        measured = advantage(mean_kl(diff, scheme).mean, mean_kl(plain, scheme).mean)
-        guess = advantage(predicted(diff, scheme), predicted(plain, scheme))
-        lines.append(
-            f"  {scheme:<15} {measured:+.2f}  predicted {guess:+.2f}"
-            f" = range {advantage(size, plain_size):+.2f} and sensitivity {advantage(cost, plain_cost):+.2f};"
-            f" KL {change.mean:+.2g} [{change.low:+.2g}, {change.high:+.2g}]"
-        )
-    return lines
 
 
 if __name__ == "__main__":

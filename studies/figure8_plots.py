@@ -2,12 +2,15 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import quantiles
 from typing import Any
 
-from diffquant.evals.stats import estimate
 from diffquant.report.plots import COLOURS, MARKERS, new_figure, tidy
+from studies.figure8_model import mean_kl, predicted
 
 _COLUMNS = 3
+# Distance of two lines at one width; where the axis ends below the lowest point.
+_SPREAD, _FLOOR = 0.06, 0.3
 
 
 def write_plots(results: Sequence[Mapping[str, Any]], folder: Path) -> None:
@@ -17,7 +20,11 @@ def write_plots(results: Sequence[Mapping[str, Any]], folder: Path) -> None:
 
 
 def plot_by_bits(results: Sequence[Mapping[str, Any]]) -> Any:
-    """Figure with a panel for each granularity and a line for each model; bars are 95 % intervals over sequences."""
+    """Figure with a panel for each granularity and a line for each model.
+
+    Of prose it shows means with 95 % intervals over passages, of needles medians and the middle half of contexts: a
+    context or two make the mean there.
+    """
     granularities = list(dict.fromkeys(scheme.split(":", 1)[1] for scheme in results[0]["kl"]))
     rows = -(-len(granularities) // _COLUMNS)
     figure = new_figure(3.4 * _COLUMNS, 0.6 + 2.6 * rows)
@@ -26,15 +33,22 @@ def plot_by_bits(results: Sequence[Mapping[str, Any]]) -> Any:
         for number, result in enumerate(results):
             _line(axis, result, granularity, number)
         axis.set_yscale("log")
-        axis.invert_xaxis()
+        widths = sorted({int(scheme.split(":")[0]) for scheme in results[0]["kl"]}, reverse=True)
+        axis.set_xticks(range(len(widths)), [str(bits) for bits in widths])
         axis.set_title(granularity, fontsize=10)
         tidy(axis, "both")
     for axis in axes.flat[len(granularities) :]:
         axis.set_visible(False)
-    for axis in axes[-1]:
+    for axis in axes.flat[max(0, len(granularities) - _COLUMNS) : len(granularities)]:
         axis.set_xlabel("bits of logits")
+        axis.tick_params(labelbottom=True)
     for row in axes:
         row[0].set_ylabel("KL from 16 bits, nats")
+    axes[0][0].set_ylim(
+        bottom=_FLOOR * min(_middle(result, scheme)[0] for result in results for scheme in result["kl"])
+    )
+    bars = "median, middle half of contexts" if _of_needles(results[0]) else "mean, 95 % interval over passages"
+    figure.suptitle(bars, fontsize=9)
     handles, labels = axes[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False, fontsize=9)
     return figure
@@ -42,8 +56,6 @@ def plot_by_bits(results: Sequence[Mapping[str, Any]]) -> Any:
 
 def plot_against_prediction(results: Sequence[Mapping[str, Any]]) -> Any:
     """Figure with a point for each scheme of every model."""
-    from studies.figure8 import predicted
-
     figure = new_figure(5.4, 5.0)
     axis = figure.subplots()
     drawn: list[float] = []
@@ -54,7 +66,7 @@ def plot_against_prediction(results: Sequence[Mapping[str, Any]]) -> Any:
             if not schemes:
                 continue
             guesses = [predicted(result, scheme) for scheme in schemes]
-            measured = [estimate(result["kl"][scheme]).mean for scheme in schemes]
+            measured = [mean_kl(result, scheme).mean for scheme in schemes]
             drawn += guesses + measured
             axis.scatter(
                 guesses,
@@ -77,11 +89,13 @@ def plot_against_prediction(results: Sequence[Mapping[str, Any]]) -> Any:
 
 def _line(axis: Any, result: Mapping[str, Any], granularity: str, number: int) -> None:
     schemes = [scheme for scheme in result["kl"] if scheme.split(":", 1)[1] == granularity]
-    kl = [estimate(result["kl"][scheme]) for scheme in schemes]
+    widths = sorted({int(scheme.split(":")[0]) for scheme in result["kl"]}, reverse=True)
+    middles = [_middle(result, scheme) for scheme in schemes]
+    # Side by side, so that bars at one width stay readable.
     axis.errorbar(
-        [int(scheme.split(":")[0]) for scheme in schemes],
-        [estimated.mean for estimated in kl],
-        yerr=[1.96 * (estimated.se or 0.0) for estimated in kl],
+        [widths.index(int(scheme.split(":")[0])) + _SPREAD * number for scheme in schemes],
+        [middle for middle, _, _ in middles],
+        yerr=[[middle - low for middle, low, _ in middles], [high - middle for middle, _, high in middles]],
         label=result["model"],
         color=COLOURS[number % len(COLOURS)],
         marker=MARKERS[number % len(MARKERS)],
@@ -89,3 +103,16 @@ def _line(axis: Any, result: Mapping[str, Any], granularity: str, number: int) -
         linewidth=1.4,
         capsize=2,
     )
+
+
+def _of_needles(result: Mapping[str, Any]) -> bool:
+    return "needles" in result["reading"]
+
+
+def _middle(result: Mapping[str, Any], scheme: str) -> tuple[float, float, float]:
+    """KL of a scheme as it is drawn: its middle and both ends of the bar."""
+    if _of_needles(result):
+        low, middle, high = quantiles(result["kl"][scheme], n=4)
+        return middle, low, high
+    kl = mean_kl(result, scheme)
+    return kl.mean, kl.low, kl.high

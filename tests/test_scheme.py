@@ -6,7 +6,7 @@ from diffquant.errors import UsageError
 from diffquant.recipe import Recipe
 from diffquant.scheme import FULL, Scheme
 
-NAMES = ["tensor", "head", "pair", "row", "column", "g32", "g128", "c64", "b64"]
+NAMES = ["tensor", "map", "head", "pair", "row", "column", "g32", "g128", "c64", "b64"]
 GRANULARITIES = [*NAMES, *(f"{name}:shift" for name in NAMES), "tensor:alike", "head:alike", "row:alike"]
 
 
@@ -43,6 +43,7 @@ def test_a_text_without_granularity_takes_the_targets_default():
         "4:row:alike:alike",
         "4:row:alike:shift",
         "4:pair:alike",
+        "4:map:alike",
         "-4",
     ],
 )
@@ -61,6 +62,7 @@ def test_an_unknown_key_names_the_nearest_known_one():
     [
         {"weights": "4:head"},
         {"k": "4:pair"},
+        {"v": "4:map"},
         {"v": "4:c64"},
         {"logits": "4:g32"},
         {"k": "4:column"},

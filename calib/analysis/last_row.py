@@ -82,7 +82,7 @@ def _with_own_noise(heads: Tensor, layout: HeadLayout) -> Tensor:
 
 def _first_sharing_query(scheme: Scheme, length: int) -> int:
     """Position of the first query whose logits the last one's scale depends on."""
-    if scheme.granularity in ("tensor", "head", "pair"):
+    if scheme.granularity in ("tensor", "map", "head", "pair"):
         return 0
     if scheme.granularity == "block":
         size = scheme.size or 1

@@ -111,8 +111,8 @@ def magnitudes(prepared: Sequence[Tensor], scheme: Scheme, ranges: Tensor | None
         ranges: [heads of all maps], first maps before second ones: what a static scheme takes for the largest.
 
     Returns:
-        One tensor a map, broadcastable to it: [B,1,1,1] for tensor, [B,h,1,1] for head and pair, [1,h,1,1] for static,
-        [B,h,T,1] for row, [B,h,T,S] for block (each tile's value repeated over it).
+        One tensor a map, broadcastable to it: [B,1,1,1] for tensor and map, [B,h,1,1] for head and pair,
+        [1,h,1,1] for static, [B,h,T,1] for row, [B,h,T,S] for block (each tile's value repeated over it).
     """
     if ranges is not None and scheme.granularity == "static":
         by_map = ranges.split([logits.shape[1] for logits in prepared])
@@ -125,8 +125,8 @@ def magnitudes(prepared: Sequence[Tensor], scheme: Scheme, ranges: Tensor | None
     heads = [row.amax(-2, keepdim=True) for row in rows]
     if scheme.granularity == "head":
         return heads
-    if scheme.alike:
-        # The mean and half the difference have ranges of their own.
+    if scheme.granularity == "map" or scheme.alike:
+        # The mean and half the difference have ranges of their own, as two maps do.
         return [head.amax(1, keepdim=True) for head in heads]
     shared = heads if scheme.granularity == "pair" else [head.amax(1, keepdim=True) for head in heads]
     return [torch.stack(shared).amax(0)] * len(prepared)

@@ -36,7 +36,8 @@ def sweep(
     bits: Annotated[str, typer.Option(help="Widths, 2 to 8; 16 is always measured.")] = "16,8,6,4",
     target: Annotated[str, typer.Option(help="What to quantize, each alone: logits, weights, kv, k, v.")] = "logits",
     granularity: Annotated[
-        str, typer.Option(help="Such as row,tensor,row:shift; each serves the targets that know it.")
+        str,
+        typer.Option(help="What shares one scale, such as row,tensor,row:shift; each serves the targets that know it."),
     ] = "",
     recipe: Annotated[
         list[Path] | None, typer.Option(help="A recipe's YAML file to measure beside the grid; may be repeated.")

@@ -1,8 +1,9 @@
-"""Statistics of accuracies: their uncertainty, and two configurations compared on the same items. No torch here."""
+"""Statistics of results: their uncertainty, and two configurations compared on the same items. No torch here."""
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 _Z95 = 1.959963984540054
 
@@ -18,7 +19,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Difference:
-    """A mean difference over paired items and its 95 % interval."""
+    """A mean, of a difference over paired items for instance, and its 95 % interval."""
 
     mean: float
     low: float
@@ -52,7 +53,7 @@ def paired_difference(values: Sequence[float], baseline: Sequence[float]) -> Dif
     """Mean of values - baseline over the same items, with a 95 % interval.
 
     Where all values are 0 or 1 the interval is Bonett and Price's adjusted Wald: one item is added to each
-    kind of disagreement, so that few or no flips do not pretend to certainty. Otherwise it is the normal
+    kind of disagreement, so that few or no flips do not pretend to certainty. Otherwise it is Student's
     interval of the mean of the differences.
 
     Source: Bonett and Price, "Adjusted Wald Confidence Interval for a Difference of Binomial Proportions
@@ -61,9 +62,25 @@ def paired_difference(values: Sequence[float], baseline: Sequence[float]) -> Dif
     differences = [a - b for a, b in zip(values, baseline, strict=True)]
     if {*values, *baseline} <= {0.0, 1.0}:
         return _bonett_price(differences.count(1), differences.count(-1), len(differences))
-    difference = estimate(differences)
-    half = math.inf if difference.se is None else _Z95 * difference.se
-    return Difference(difference.mean, difference.mean - half, difference.mean + half)
+    return mean_interval(differences)
+
+
+def mean_interval(values: Sequence[float], weights: Sequence[float] | None = None) -> Difference:
+    """Mean of values with Student's 95 % interval, infinite for one value.
+
+    Args:
+        weights: how much each value weighs, such as the tokens that it is a mean over; all alike by default. The
+            interval is then that of a ratio of two sums, to first order.
+    """
+    n = len(values)
+    weights = [1.0] * n if weights is None else weights
+    total = sum(weights)
+    mean = sum(weight * value for weight, value in zip(weights, values, strict=True)) / total
+    if n == 1:
+        return Difference(mean, -math.inf, math.inf)
+    squares = sum((weight * (value - mean)) ** 2 for weight, value in zip(weights, values, strict=True))
+    half = _t95(n - 1) * math.sqrt(squares * n / (n - 1)) / total
+    return Difference(mean, mean - half, mean + half)
 
 
 def wilson_interval(successes: int, n: int) -> tuple[float, float]:
@@ -92,6 +109,30 @@ def flips(
 def recovery(score: float, baseline: float) -> float | None:
     """Quantized score over the 16-bit one; None where that is 0."""
     return score / baseline if baseline else None
+
+
+@cache
+def _t95(degrees: int) -> float:
+    """Number of standard errors that hold 95 % of Student's t with some degrees of freedom."""
+    low, high = 0.0, 13.0
+    while high - low > 1e-12:
+        middle = (low + high) / 2
+        low, high = (middle, high) if _t_within(middle, degrees) < 0.95 else (low, middle)
+    return high
+
+
+def _t_within(t: float, degrees: int) -> float:
+    """Probability that Student's |T| is at most t.
+
+    Source: Abramowitz and Stegun, Handbook of Mathematical Functions, 26.7.3 and 26.7.4.
+    """
+    angle = math.atan(t / math.sqrt(degrees))
+    odd = degrees % 2
+    term, total = math.cos(angle) if odd else 1.0, 0.0
+    for power in range(1 + odd, degrees, 2):
+        total += term
+        term *= math.cos(angle) ** 2 * power / (power + 1)
+    return 2 / math.pi * (angle + math.sin(angle) * total) if odd else math.sin(angle) * total
 
 
 def _bonett_price(gained: int, lost: int, n: int) -> Difference:

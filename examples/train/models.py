@@ -9,6 +9,8 @@ from diffquant.model.config import DiffTransformerConfig
 from diffquant.model.modeling import DiffTransformer
 
 KINDS = ("transformer", "diff-v1", "diff-v2")
+# What V1's wide heads do without a second map: alone, and with V1's norm behind them.
+CONTROLS = ("half-heads", "half-heads-norm")
 
 
 def matched(kind: str, sizes: Sizes, vocabulary: int) -> DiffTransformerConfig:
@@ -16,18 +18,20 @@ def matched(kind: str, sizes: Sizes, vocabulary: int) -> DiffTransformerConfig:
 
     V1 has half as many pairs as the Transformer has heads, values twice as wide, and so the same
     projections; λ and the per-pair norm add under 1 %. V2 has as many pairs, which doubles its queries:
-    its network is narrowed by what they and λ's projection cost.
+    its network is narrowed by what they and λ's projection cost. The controls are Transformers with V1's
+    number of heads, twice as wide as the Transformer's, one of them with V1's norm behind each.
 
     Raises:
-        UsageError: the kind is unknown, or V1 is asked for with an odd number of heads.
+        UsageError: the kind is unknown, or one with half the heads is asked for with an odd number of them.
 
     Source: arXiv 2410.05258, section 2 and appendix D; microsoft/unilm, Diff-Transformer-V2.
     """
-    if kind not in KINDS:
-        raise UsageError(f"unknown kind {kind!r}; known are {', '.join(KINDS)}")
-    if kind == "diff-v1" and sizes.heads % 2:
-        raise UsageError(f"V1 halves the Transformer's heads and needs an even number, got {sizes.heads}")
+    if kind not in (*KINDS, *CONTROLS):
+        raise UsageError(f"unknown kind {kind!r}; known are {', '.join((*KINDS, *CONTROLS))}")
+    if kind in ("diff-v1", *CONTROLS) and sizes.heads % 2:
+        raise UsageError(f"{kind} halves the Transformer's heads and needs an even number, got {sizes.heads}")
     inner = sizes.inner - _width_of_extra_queries(sizes) if kind == "diff-v2" else sizes.inner
+    spec = _spec(kind, sizes.heads, sizes.head_dim)
     return DiffTransformerConfig(
         vocab_size=vocabulary,
         hidden_size=sizes.hidden,
@@ -35,13 +39,13 @@ def matched(kind: str, sizes: Sizes, vocabulary: int) -> DiffTransformerConfig:
         num_hidden_layers=sizes.layers,
         num_attention_heads=sizes.heads,
         num_key_value_heads=sizes.heads,
-        head_dim=sizes.head_dim,
+        head_dim=spec.head_dim,
         max_position_embeddings=sizes.context,
         initializer_range=sizes.init,
         attention_bias=sizes.bias,
         rope_parameters={"rope_type": "default", "rope_theta": float(sizes.theta)},
         tie_word_embeddings=True,
-        spec=_spec(kind, sizes.heads, sizes.head_dim).to_dict(),
+        spec=spec.to_dict(),
     )
 
 
@@ -84,6 +88,10 @@ def _spec(kind: str, heads: int, width: int) -> DiffSpec:
         return DiffSpec(heads, heads, width, width, maps=1)
     if kind == "diff-v1":
         return DiffSpec(heads // 2, heads // 2, width, 2 * width, lam="exp", post_norm="affine", scale_by_init=True)
+    if kind == "half-heads":
+        return DiffSpec(heads // 2, heads // 2, 2 * width, 2 * width, maps=1)
+    if kind == "half-heads-norm":
+        return DiffSpec(heads // 2, heads // 2, 2 * width, 2 * width, maps=1, post_norm="affine", scale_by_init=True)
     return DiffSpec(heads, heads, width, width, shared_k=True, lam="sigmoid")
 
 

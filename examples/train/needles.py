@@ -5,6 +5,8 @@ questions follow one another, so that one sequence teaches many retrievals. And 
 no prose and say "Paris is 42." alone: more answers a token, and no far way to any.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -63,20 +65,42 @@ class Needles:
     def batch(self, seed: int, step: int, rows: int, length: int) -> tuple[Tensor, Tensor]:
         """Token ids [rows, length + 1] and the weight [rows, length] of each predicted token."""
         rng = np.random.default_rng((seed, step))
-        made = [self._sequence(rng, step, length) for _ in range(rows)]
+        made = [self._sequence(rng, step, length, self.needles) for _ in range(rows)]
         ids = torch.tensor([ids for ids, _ in made])
         answers = torch.tensor([answers for _, answers in made])[:, 1:]
         return ids, torch.where(answers, 1 / answers.sum(), self.prose / (~answers).sum())
 
+    def questions(self, seed: int, step: int, rows: int, length: int, needles: int) -> list[tuple[list[int], int]]:
+        """Contexts of so many needles, as sequences of this length have them, up to a first question's number.
+
+        Returns:
+            the prompt's tokens and the number that answers it, `rows` times.
+
+        Raises:
+            UsageError: the needles do not fit into the length.
+        """
+        rng = np.random.default_rng((seed, step))
+        made = [self._sequence(rng, step, length, [needles]) for _ in range(rows)]
+        ends = [answers.index(True) for _, answers in made]
+        return [(ids[:end], ids[end]) for (ids, _), end in zip(made, ends, strict=True)]
+
     def describe(self) -> dict[str, int]:
         return {"vocabulary": len(self.tokenizer), "sentences": len(self._sentences)}
 
-    def _sequence(self, rng: np.random.Generator, step: int, length: int) -> tuple[list[int], list[bool]]:
-        """Sequence of length + 1 tokens, and which of them are answers."""
+    def _sequence(
+        self, rng: np.random.Generator, step: int, length: int, needles: Sequence[int]
+    ) -> tuple[list[int], list[bool]]:
+        """Sequence of length + 1 tokens with one of these numbers of needles, and which of its tokens are answers."""
         before = [] if length <= self.brief else self._before
         size = len(before) + 4
         known = self._known(self._cities, step)
-        count = int(rng.choice([n for n in self.needles if 2 * n * size <= length and n <= len(known)]))
+        fitting = [n for n in needles if 2 * n * size <= length and n <= len(known)]
+        if not fitting:
+            raise UsageError(
+                f"of {list(needles)} needles, {size} tokens each, none fit twice into {length} tokens of "
+                f"{len(known)} cities; give longer sequences"
+            )
+        count = int(rng.choice(fitting))
         cities = rng.choice(known, count, replace=False).tolist()
         numbers = rng.choice(self._known(self._numbers, step), count).tolist()
         told = [[*before, c, self._is, n, self._stop] for c, n in zip(cities, numbers, strict=True)]

@@ -18,7 +18,7 @@ from typing import Annotated
 import torch
 import typer
 from loop import LOG, Batches, Trainer
-from models import KINDS, look_back, matched, place
+from models import CONTROLS, KINDS, look_back, matched, place
 from needles import Needles
 from prose import Prose
 from settings import Settings
@@ -36,7 +36,7 @@ RUN = "training.json"
 
 def main(
     settings: Annotated[Path, typer.Argument(help="YAML file, such as needle.yaml beside this program.")],
-    kind: Annotated[str, typer.Option(help=f"Kind of model: {', '.join(KINDS)}.")],
+    kind: Annotated[str, typer.Option(help=f"Kind of model: {', '.join((*KINDS, *CONTROLS))}.")],
     text: Annotated[Path, typer.Option(help="English prose, UTF-8 (.xz is unpacked).")],
     output: Annotated[Path, typer.Option(help="Folder to make, or to go on in.")],
     characters: Annotated[int | None, typer.Option(help="Read only so many of the text; all by default.")] = None,

@@ -15,7 +15,8 @@ from tests.support.fake_quantizer import fake_quantize
 
 GENERATIONS = ["plain", "v1", "v2"]
 SHAPES = [(17, 29), (29, 29), (1, 29), (1, 1), (13, 5)]
-GRANULARITIES = ["tensor", "head", "pair", "row", "b8", "tensor:shift", "head:shift", "row:shift", "b8:shift"]
+PLAIN = ["tensor", "map", "head", "pair", "row", "b8"]
+GRANULARITIES = [*PLAIN, "tensor:shift", "map:shift", "head:shift", "row:shift", "b8:shift"]
 ALIKE = ["tensor:alike", "head:alike", "row:alike"]
 
 
@@ -114,6 +115,7 @@ def quantized_by(granularity, bits):
         maps, pairs, length, _ = logits.shape
         regions = {
             "tensor": [(slice(None), slice(None), slice(None))],
+            "map": [(m, slice(None), slice(None)) for m in range(maps)],
             "head": [(m, p, slice(None)) for m in range(maps) for p in range(pairs)],
             "pair": [(slice(None), p, slice(None)) for p in range(pairs)],
             "row": [(m, p, t) for m in range(maps) for p in range(pairs) for t in range(length)],
@@ -132,7 +134,7 @@ def quantized_by(granularity, bits):
 
 @pytest.mark.parametrize("padded", [False, True], ids=["full", "left-padded"])
 @pytest.mark.parametrize("generation", GENERATIONS)
-@pytest.mark.parametrize("granularity", ["tensor", "head", "pair", "row"])
+@pytest.mark.parametrize("granularity", ["tensor", "map", "head", "pair", "row"])
 def test_quantized_logits_equal_fake_quantized_visible_entries(granularity, generation, padded):
     q, k, v, lam = random_inputs(generation, 11, 17)
     valid = left_padding(2, 17) if padded else torch.ones(2, 17, dtype=torch.bool)

@@ -100,7 +100,7 @@ def test_the_weights_give_the_models_own_output(make, recipe):
     torch.testing.assert_close(attended[0], expected.flatten(), rtol=1e-4, atol=1e-5)
 
 
-LOGITS = ["16", "3:tensor", "4:tensor:shift", "3:head", "4:pair", "3:pair:shift", "4:row", "3:row:shift"]
+LOGITS = ["16", "3:tensor", "3:map", "4:tensor:shift", "3:head", "4:pair", "3:pair:shift", "4:row", "3:row:shift"]
 LOGITS += ["4:b16", "3:b5:shift", "4:static", "3:row:alike", "3:head:alike", "3:tensor:alike"]
 
 

@@ -47,6 +47,20 @@ def test_strided_windows_predict_every_token_once_with_their_context(window, str
     assert score.nll == pytest.approx(nll, rel=1e-5)
 
 
+def test_windows_tell_apart_what_the_mean_sums_over(monkeypatch):
+    monkeypatch.setattr(perplexity, "_KL_ENTRIES", 7 * tiny_lm.WORDS)
+    model, other, tokenizer = tiny_lm.llama(), tiny_lm.llama(seed=1), tiny_lm.tokenizer()
+    tokens = [0, *tokenizer.encode(TEXT[:400])]
+    reference = reference_of(TorchModel(model), tokenizer, TEXT[:400], 64, 64)
+    score = score_text(TorchModel(other), tokenizer, TEXT[:400], 64, 64, reference=reference)
+    p, q = (m(torch.tensor([tokens[64:128]])).logits[0].log_softmax(-1) for m in (model, other))
+    expected = kl_div(q, p, reduction="batchmean", log_target=True).item()
+    assert score.tokens_by_window[:2] == [64, 64]
+    assert sum(score.tokens_by_window) == score.tokens
+    assert score.kl_by_window[1] == pytest.approx(expected, rel=1e-4)
+    assert score.nll_by_window[1] == pytest.approx(-q[range(64), tokens[65:129]].mean().item(), rel=1e-4)
+
+
 def test_kl_is_the_mean_over_positions_of_torchs_kl_over_the_whole_vocabulary(monkeypatch):
     monkeypatch.setattr(perplexity, "_KL_ENTRIES", 7 * tiny_lm.WORDS)
     model, other, tokenizer = tiny_lm.llama(2048), tiny_lm.llama(2048, seed=1), tiny_lm.tokenizer()

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 from scipy import stats as scipy_stats
 
-from diffquant.evals.stats import estimate, flips, paired_difference, recovery, wilson_interval
+from diffquant.evals.stats import estimate, flips, mean_interval, paired_difference, recovery, wilson_interval
 
 
 def paired_bits(n, p_gain, p_lose, rng):
@@ -46,12 +46,35 @@ def test_no_flips_are_not_certainty():
     assert interval.low < -0.05 < 0.05 < interval.high
 
 
-def test_values_that_are_not_right_or_wrong_get_the_normal_interval():
-    a, b = [0.5, 1.5, 2.0, 7.0], [0.0, 1.0, 2.5, 3.0]
-    differences = np.subtract(a, b)
-    interval = paired_difference(a, b)
-    expected = scipy_stats.norm.interval(0.95, differences.mean(), scipy_stats.sem(differences))
-    assert (interval.low, interval.high) == pytest.approx(expected)
+@pytest.mark.parametrize("n", [2, 3, 4, 16, 17, 200])
+def test_values_that_are_not_right_or_wrong_get_students_interval(n):
+    a, b = np.random.default_rng(n).normal(size=(2, n))
+    interval = paired_difference(a.tolist(), b.tolist())
+    expected = scipy_stats.ttest_rel(a, b).confidence_interval(0.95)
+    assert (interval.low, interval.high) == pytest.approx((expected.low, expected.high), rel=1e-9)
+
+
+def test_one_value_has_no_bounds():
+    alone = mean_interval([0.3])
+    assert (alone.mean, alone.low, alone.high) == (0.3, -np.inf, np.inf)
+
+
+def test_the_interval_of_a_weighted_mean_is_that_of_a_ratio():
+    """Weights that do not vary give Student's interval; others agree with the bootstrap of the ratio of two sums."""
+    rng = np.random.default_rng(3)
+    values, weights = rng.gamma(2, size=400), rng.integers(50, 512, size=400)
+    same, plain = mean_interval(values.tolist(), [512] * 400), mean_interval(values.tolist())
+    assert (same.low, same.high) == pytest.approx((plain.low, plain.high))
+    weighted = mean_interval(values.tolist(), weights.tolist())
+    theirs = scipy_stats.bootstrap(
+        (values * weights, weights),
+        lambda top, bottom: top.sum() / bottom.sum(),
+        paired=True,
+        vectorized=False,
+        rng=rng,
+    ).confidence_interval
+    assert weighted.mean == pytest.approx(np.average(values, weights=weights))
+    assert (weighted.low, weighted.high) == pytest.approx((theirs.low, theirs.high), abs=0.01)
 
 
 def test_flips_count_each_way_and_choices_that_stayed_wrong():

@@ -187,6 +187,7 @@ def test_the_operator_is_well_formed(generation):
     ("scheme", "message"),
     [
         (Scheme.parse("4:b8"), "one scale a block is not served; the kernel takes tensor, head, pair, row"),
+        (Scheme.parse("4:map"), "one scale a map is not served"),
         (FULL, "16 bits are not quantized"),
         (Scheme.parse("4:row:alike"), "logits rounded alike are not served"),
     ],

@@ -8,7 +8,7 @@ import pytest
 import torch
 import train as program
 from loop import CHECKPOINT, LOG, Trainer
-from models import KINDS, matched
+from models import CONTROLS, KINDS, matched
 from needles import Needles
 from prose import Prose
 from settings import Schedule, Settings, Sizes
@@ -111,11 +111,11 @@ def test_the_rate_warms_up_and_falls_linearly():
 @pytest.mark.parametrize("recipe", ["needle.yaml", "prose.yaml"])
 def test_parameters_match_within_one_percent(recipe):
     settings = Settings.read(RECIPES / recipe)
-    counts = [program.new_model(settings, kind, 1000, "cpu").num_parameters() for kind in KINDS]
+    counts = [program.new_model(settings, kind, 1000, "cpu").num_parameters() for kind in (*KINDS, *CONTROLS)]
     assert max(counts) / min(counts) < 1.01
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, *CONTROLS])
 def test_first_maps_look_one_and_two_tokens_back(kind):
     settings = replace(SETTINGS, model=replace(SIZES, head_dim=16, look_back=True))
     model = program.new_model(settings, kind, 100, "cpu")
@@ -133,8 +133,15 @@ def test_v1_has_half_the_heads_and_v2_all_of_them():
     transformer, v1, v2 = (matched(kind, SIZES, 100).diff_spec for kind in KINDS)
     assert (transformer.pairs, v1.pairs, v2.pairs) == (4, 2, 4)
     assert (v1.value_dim, v2.value_dim, v2.query_heads) == (16, 8, 8)
-    with pytest.raises(UsageError, match="even number"):
-        matched("diff-v1", replace(SIZES, heads=3), 100)
+    for kind in ("diff-v1", *CONTROLS):
+        with pytest.raises(UsageError, match="even number"):
+            matched(kind, replace(SIZES, heads=3), 100)
+
+
+def test_the_controls_are_v1_with_one_map_as_wide_as_its_values():
+    v1, wide, normed = (matched(kind, SIZES, 100).diff_spec for kind in ("diff-v1", *CONTROLS))
+    assert normed == replace(v1, maps=1, lam="none", head_dim=v1.value_dim)
+    assert wide == replace(normed, post_norm="none", scale_by_init=False)
 
 
 def test_batches_depend_on_seed_and_step_alone(text, prose):

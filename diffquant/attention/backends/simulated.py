@@ -33,7 +33,7 @@ _BLOCK_ENTRIES = 1 << 21
 def simulated(call: AttentionCall) -> Tensor:
     """Attention of a call with quantized logits, and the pair norm behind it, in memory linear in S.
 
-    Where a scale spans rows (tensor, head, pair) the logits are computed twice: once for their
+    Where a scale spans rows (tensor, map, head, pair) the logits are computed twice: once for their
     largest magnitude, once to be rounded.
     """
     if call.v.is_cuda and (refusal := BACKENDS["triton-simulated"].refuses(call)):
@@ -43,7 +43,7 @@ def simulated(call: AttentionCall) -> Tensor:
     v, lam, logits, meter = call.v, call.lam, call.logits, call.meter
     dtype = compute_dtype(v)
     blocks = _Blocks([x.to(dtype) for x in call.q], [x.to(dtype) for x in call.k], call.scale, call.mask, logits)
-    spans_rows = logits.granularity in ("tensor", "head", "pair")
+    spans_rows = logits.granularity in ("tensor", "map", "head", "pair")
     shared = _largest_over_rows(blocks, logits) if spans_rows else None
     values = v.to(dtype)
     out = torch.empty(*call.q[0].shape[:3], v.shape[-1], dtype=v.dtype, device=v.device)

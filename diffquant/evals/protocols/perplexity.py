@@ -6,7 +6,8 @@ length, so they batch without padding; each but the first predicts its last `str
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from operator import mul
 from typing import TYPE_CHECKING
 
 import torch
@@ -34,12 +35,17 @@ class TextScore:
         nll: summed negative log-likelihood in nats.
         tokens, text_bytes: number of tokens, and of UTF-8 bytes, that it sums over.
         kl: mean KL(reference ‖ this model) of the next-token distributions in nats; None without a reference.
+        tokens_by_window, nll_by_window, kl_by_window: tokens that each window predicts, and the means over them in
+            nats; no KL without a reference.
     """
 
     nll: float
     tokens: int
     text_bytes: int
     kl: float | None = None
+    tokens_by_window: list[int] = field(default_factory=list)
+    nll_by_window: list[float] = field(default_factory=list)
+    kl_by_window: list[float] = field(default_factory=list)
 
     @property
     def perplexity(self) -> float:
@@ -71,17 +77,23 @@ def score_text(
         NonFiniteError: the model's logits are not finite.
     """
     tokens = encode_text(tokenizer, text, model.device)
-    nll, kl, done = 0.0, 0.0, 0
+    counts: list[int] = []
+    nll: list[float] = []
+    kl: list[float] = []
+    done = 0
     for states, targets in _predictions(model, tokens, window, stride, batch_tokens):
         logprobs, _ = token_scores(states, targets.unsqueeze(1))
-        nll -= float(logprobs.sum(dtype=torch.float64))
+        counts.append(len(states))
+        nll.append(-float(logprobs.mean(dtype=torch.float64)))
         if reference is not None:
-            kl += _kl_sum(reference[done : done + len(states)], states)
+            kl.append(_mean_kl(reference[done : done + len(states)], states))
         done += len(states)
         progress(done, len(tokens) - 1, "reading")
-    if not math.isfinite(nll):
+    nll_sum = sum(map(mul, counts, nll))
+    if not math.isfinite(nll_sum):
         raise NonFiniteError("the model computes NaN or infinity; use --dtype float32, or wider bits")
-    return TextScore(nll, done, len(text.encode()), kl / done if reference is not None else None)
+    mean_kl = sum(map(mul, counts, kl)) / done if kl else None
+    return TextScore(nll_sum, done, len(text.encode()), mean_kl, counts, nll, kl)
 
 
 @torch.inference_mode()
@@ -150,11 +162,11 @@ def _spans(count: int, window: int, stride: int) -> Iterator[tuple[int, int]]:
         yield end, scored
 
 
-def _kl_sum(p: States, q: States) -> float:
-    """KL(P ‖ Q) in nats, summed over positions."""
+def _mean_kl(p: States, q: States) -> float:
+    """Mean KL(P ‖ Q) over positions, in nats."""
     rows = max(1, _KL_ENTRIES // p.vocabulary)
     sums = [
         next_token_kl(p_part.exact_logits(), q_part.exact_logits()).sum(dtype=torch.float64)
         for p_part, q_part in zip(p.split(rows), q.split(rows), strict=True)
     ]
-    return sum(map(float, sums))
+    return sum(map(float, sums)) / len(p)

@@ -128,6 +128,9 @@ class Perplexity(Task):
                 "bits_per_byte": score.bits_per_byte,
                 "kl": score.kl,
                 "tokens": score.tokens,
+                "tokens_by_window": score.tokens_by_window,
+                "nll_by_window": score.nll_by_window,
+                "kl_by_window": score.kl_by_window,
                 "text_bytes": score.text_bytes,
             },
         )
