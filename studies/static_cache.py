@@ -38,13 +38,12 @@ from diffquant.support.progress import Progress, progress_for, silent
 from diffquant.text.corpus import text_digest
 from diffquant.text.tokens import encode_text
 
-PASSAGES, WINDOW = 16, 512
+PASSAGES, WINDOW = 16, 256
 # A (passage, window) pair names a window; a passage's first and last may reach into its neighbours.
 SCORED = [(passage, 4) for passage in range(8)]
 USUAL = "6 windows, one a passage"
 CALIBRATIONS = {
     USUAL: [(passage, 3) for passage in range(8, 14)],
-    "6 others of these passages": [(passage, 5) for passage in range(8, 14)],
     "6 windows of one passage": [(8, window) for window in range(1, 7)],
     "2 of the 6": [(passage, 3) for passage in range(8, 10)],
     "24 windows of these passages": [(passage, window) for passage in range(8, 14) for window in range(1, 5)],
