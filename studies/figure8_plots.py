@@ -11,6 +11,8 @@ from studies.figure8_model import mean_kl, predicted
 _COLUMNS = 3
 # Distance of two lines at one width; where the axis ends below the lowest point.
 _SPREAD, _FLOOR = 0.06, 0.3
+# KL that float32's own rounding makes, in nats: smaller ones, negative ones among them, mean nothing.
+_NOISE = 1e-7
 
 
 def write_plots(results: Sequence[Mapping[str, Any]], folder: Path) -> None:
@@ -44,11 +46,9 @@ def plot_by_bits(results: Sequence[Mapping[str, Any]]) -> Any:
         axis.tick_params(labelbottom=True)
     for row in axes:
         row[0].set_ylabel("KL from 16 bits, nats")
-    axes[0][0].set_ylim(
-        bottom=_FLOOR * min(_middle(result, scheme)[0] for result in results for scheme in result["kl"])
-    )
-    bars = "median, middle half of contexts" if _of_needles(results[0]) else "mean, 95 % interval over passages"
-    figure.suptitle(bars, fontsize=9)
+    lowest = min(_middle(result, scheme)[0] for result in results for scheme in result["kl"])
+    axes[0][0].set_ylim(bottom=max(_FLOOR * lowest, _NOISE))
+    figure.suptitle(_bars_text(results[0]["reading"]), fontsize=9)
     handles, labels = axes[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False, fontsize=9)
     return figure
@@ -103,6 +103,12 @@ def _line(axis: Any, result: Mapping[str, Any], granularity: str, number: int) -
         linewidth=1.4,
         capsize=2,
     )
+
+
+def _bars_text(reading: Mapping[str, Any]) -> str:
+    if "needles" in reading:
+        return "median, middle half of contexts; the axis ends at float32's own noise"
+    return f"mean, 95 % interval over {'passages' if 'passages' in reading else 'windows'}"
 
 
 def _of_needles(result: Mapping[str, Any]) -> bool:

@@ -38,6 +38,8 @@ def write_outliers(outliers: Outliers, folder: Path) -> list[Path]:
 
 def plot_outliers(outliers: Outliers, path: Path) -> None:
     """Draw the largest magnitude and the median of each layer, a panel for each kind; the suffix says the format."""
+    from matplotlib.ticker import MaxNLocator
+
     figure = new_figure(10.4, 4.6)
     panels = figure.subplots(1, 2)
     for axis, kind in zip(panels, (LOGITS, HIDDEN), strict=True):
@@ -46,7 +48,7 @@ def plot_outliers(outliers: Outliers, path: Path) -> None:
         plain_log_scale(axis)
         axis.set_title(_TITLES[kind], fontsize=11)
         axis.set_xlabel("layer")
-        axis.xaxis.get_major_locator().set_params(integer=True)
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
         tidy(axis)
     panels[0].set_ylabel("magnitude")
     handles, labels = panels[0].get_legend_handles_labels()

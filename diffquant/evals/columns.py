@@ -24,15 +24,24 @@ class Compared(NamedTuple):
     baseline: TaskResult | None
 
 
+class Drawn(NamedTuple):
+    """What a plot draws of a result: a value, and the ends of its bar, which is none where they are the value."""
+
+    value: float
+    low: float
+    high: float
+
+
 class Columns(Protocol):
     """The columns that a task's results fill in a table, and what a plot draws of them.
 
     Attributes:
-        by_item: whether results are scores of items. Tables show such tasks first, and plots draw the first task
-            that a table shows.
+        by_item: whether results are scores of items. Tables show such tasks first.
+        is_log: whether what a plot draws spans decades.
     """
 
     by_item: ClassVar[bool]
+    is_log: ClassVar[bool]
 
     def heads(self, task: str, results: Sequence[TaskResult], alone: bool) -> list[str]:
         """Heads of the text table's columns.
@@ -50,8 +59,8 @@ class Columns(Protocol):
     def unmeasured(self) -> JsonObject:
         """Numbers that rows have also in a sweep without the task."""
 
-    def drawn(self, result: TaskResult) -> tuple[float, float]:
-        """Value and standard error as a plot draws them."""
+    def drawn(self, compared: Compared) -> Drawn | None:
+        """What a plot draws of one row; None where that is nothing."""
 
     def label(self, task: str, result: TaskResult) -> str:
         """What the plot's axis says of them."""
@@ -98,6 +107,7 @@ class ItemColumns:
     """
 
     by_item: ClassVar[bool] = True
+    is_log: ClassVar[bool] = False
 
     named_alone: bool = True
 
@@ -142,12 +152,20 @@ class ItemColumns:
     def unmeasured(self) -> JsonObject:
         return {}
 
-    def drawn(self, result: TaskResult) -> tuple[float, float]:
-        score = _score(result)
-        return 100 * score.mean, 100 * (score.se or 0.0)
+    def drawn(self, compared: Compared) -> Drawn | None:
+        """The score in percent; its bar is the interval of the paired difference from 16 bits."""
+        if compared.result is None:
+            return None
+        accuracy = Accuracy.of(compared.result, compared.baseline)
+        score, change = 100 * accuracy.score.mean, accuracy.difference
+        if change is None:
+            return Drawn(score, score, score)
+        low, high = (score + 100 * (end - change.mean) for end in (change.low, change.high))
+        # Nothing is retrieved less often than never, or more often than always.
+        return Drawn(score, max(low, min(score, 0.0)), min(high, max(score, 100.0)))
 
     def label(self, task: str, result: TaskResult) -> str:
-        return f"{task} {result.metric}, %\n({_score(result).n} items, ± 1 standard error)"
+        return f"{task} {result.metric}, %\n{_score(result).n} items; bars: 95 %\nof the difference from 16 bits"
 
     def notes(self, results: Sequence[TaskResult]) -> list[str]:
         counts = sorted({_score(result).n for result in results})

@@ -8,10 +8,15 @@ from pathlib import Path
 
 import pytest
 
+from diffquant.evals.columns import Compared, ItemColumns
+from diffquant.evals.stats import mean_interval, paired_difference
+from diffquant.evals.task_result import TaskResult
+from diffquant.evals.tasks import kind_of
 from diffquant.sweep import SweepOptions, SweepResult, run_sweep, write_outputs
+from diffquant.sweep import plot as sweep_plot
 from diffquant.sweep.grid import points
 from diffquant.sweep.measurement import Measurement
-from diffquant.sweep.plot import lines
+from diffquant.sweep.plot import panels
 from diffquant.sweep.report import report_html
 from diffquant.sweep.result import MeasuredCell
 from diffquant.sweep.table import csv_table, json_rows, text_table
@@ -77,10 +82,48 @@ def test_csv_and_json_hold_the_same_numbers_in_full(sweep):
 
 
 def test_a_line_runs_from_16_bits_down_and_leaves_out_what_failed(sweep):
-    drawn = {(line.model, line.granularity): line.points for line in lines(sweep, "logits")}
-    assert set(drawn) == {(m, g) for m in ("transformer", "diff") for g in ("row", "tensor")}
-    assert [(bits, round(value)) for bits, value, _ in drawn["diff", "row"]] == [(16, 60), (8, 50), (4, 40), (3, 30)]
-    assert [bits for bits, _, _ in drawn["diff", "tensor"]] == [16, 8, 4]
+    drawn = {(title, line.model): line.points for title, found in panels(sweep, "hellaswag").items() for line in found}
+    per_row, per_tensor = "attention logits, per row", "attention logits, per tensor"
+    assert set(drawn) == {(title, model) for title in (per_row, per_tensor) for model in ("transformer", "diff")}
+    assert [(bits, round(d.value)) for bits, d in drawn[per_row, "diff"]] == [(16, 60), (8, 50), (4, 40), (3, 30)]
+    assert [bits for bits, _ in drawn[per_tensor, "diff"]] == [16, 8, 4]
+
+
+def test_bars_are_the_paired_interval_of_the_difference_from_16_bits(sweep):
+    line = panels(sweep, "hellaswag")["attention logits, per row"][0]
+    (_, full), (_, eight), *_ = line.points
+    change = paired_difference([int(i < 5) for i in range(10)], [int(i < 6) for i in range(10)])
+    assert (full.low, full.high) == (full.value, full.value)
+    assert (eight.low, eight.high) == pytest.approx((60 + 100 * change.low, 60 + 100 * change.high))
+
+
+def test_a_share_has_no_bar_beyond_all(sweep):
+    all_right = TaskResult(metric="acc", score=1.0, n=10, values=[1.0] * 10)
+    assert ItemColumns().drawn(Compared(all_right, all_right)).high == 100
+
+
+def test_a_text_is_drawn_as_kl_with_its_interval_over_windows_and_not_at_16_bits():
+    text = kind_of("perplexity").columns
+    kl = TaskResult(metric="perplexity", details={"kl": 0.3, "kl_by_window": [0.2, 0.5], "tokens_by_window": [64, 32]})
+    interval = mean_interval([0.2, 0.5], [64, 32])
+    assert text.drawn(Compared(kl, None)) == (0.3, interval.low, interval.high)
+    earlier = TaskResult(metric="perplexity", details={"kl": 0.3})
+    assert text.drawn(Compared(earlier, None)) == (0.3, 0.3, 0.3)
+    assert text.drawn(Compared(TaskResult(metric="perplexity", details={"kl": None}), None)) is None
+
+
+def test_every_task_and_granularity_has_a_panel_of_its_own(sweep, tmp_path):
+    figure = sweep_plot._figure(sweep)
+    shown = [axis.get_title() for axis in figure.axes if axis.get_visible()]
+    assert shown == ["attention logits, per row", "attention logits, per tensor"]
+    assert len({axis.get_ylim() for axis in figure.axes}) == 1
+    assert figure.axes[0].get_ylim()[0] == 0
+    assert len(figure.legends[0].get_texts()) == 2
+
+
+def test_what_is_static_is_not_said_to_be_per_static():
+    static = points([Path("m")], SweepOptions(bits=(8,), granularities=("static",)))[1]
+    assert sweep_plot.panel_title(static) == "attention logits, static"
 
 
 class References(HTMLParser):

@@ -4,8 +4,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Self
 
-from diffquant.evals.columns import FAILED, Compared, number_text
+from diffquant.evals.columns import FAILED, Compared, Drawn, number_text
 from diffquant.evals.defaults import STRIDE, WINDOW
+from diffquant.evals.stats import mean_interval
 from diffquant.evals.task import TEXT, Task, TaskOption, at_least_one
 from diffquant.evals.task_result import TaskResult
 from diffquant.evals.tasks import register
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
     from diffquant.evals.language_model import LanguageModel, States
 
-_NUMBERS = ("perplexity", "bits_per_byte", "kl")
+_NUMBERS = ("perplexity", "bits_per_byte", "kl", "kl_low", "kl_high")
 
 
 def _all_if_zero(count: int) -> int | None:
@@ -35,6 +36,7 @@ class TextColumns:
     """Columns of how well a text was predicted: perplexity and KL."""
 
     by_item: ClassVar[bool] = False
+    is_log: ClassVar[bool] = True
 
     def heads(self, task: str, results: Sequence[TaskResult], alone: bool) -> list[str]:  # noqa: ARG002
         return ["ppl", "KL"]
@@ -46,16 +48,27 @@ class TextColumns:
 
     def record(self, task: str, compared: Compared) -> JsonObject:  # noqa: ARG002
         details = compared.result.details if compared.result else {}
-        return {name: details.get(name) for name in _NUMBERS}
+        bounds = {}
+        # Results of earlier versions have no windows, and one window has no interval.
+        if len(details.get("kl_by_window", [])) > 1:
+            kl = mean_interval(details["kl_by_window"], details["tokens_by_window"])
+            bounds = {"kl_low": kl.low, "kl_high": kl.high}
+        return {name: (details | bounds).get(name) for name in _NUMBERS}
 
     def unmeasured(self) -> JsonObject:
         return dict.fromkeys(_NUMBERS)
 
-    def drawn(self, result: TaskResult) -> tuple[float, float]:
-        return result.details["perplexity"], 0.0
+    def drawn(self, compared: Compared) -> Drawn | None:
+        """KL with its interval over windows; 16 bits have none."""
+        numbers = self.record("", compared)
+        kl = numbers["kl"]
+        if kl is None:
+            return None
+        return Drawn(kl, *(kl if numbers[end] is None else numbers[end] for end in ("kl_low", "kl_high")))
 
     def label(self, task: str, result: TaskResult) -> str:  # noqa: ARG002
-        return "perplexity"
+        bars = "\nbars: 95 % over windows" if "kl_by_window" in result.details else ""
+        return f"KL from 16 bits, nats{bars}"
 
     def notes(self, results: Sequence[TaskResult]) -> list[str]:  # noqa: ARG002
         return ["KL is the mean of KL(16 bits || quantized) over next-token distributions, in nats."]
