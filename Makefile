@@ -7,7 +7,7 @@ NATIVE := export/native/libdiffquant_onnx.so
 SANITIZED := build/sanitized/libdiffquant_onnx.so
 PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
-.PHONY: demo test lint gpu pairs sanitize clean
+.PHONY: demo test lint docs-check plots gpu pairs sanitize clean
 
 demo: $(VENV)/.ready
 	$(BIN)/diffquant demo --output demo-output --overwrite
