@@ -66,6 +66,19 @@ class Sentence:
 
 
 @dataclass(frozen=True)
+class Claim:
+    """A piece of running text without a figure, and whether the raw files bear it out.
+
+    Attributes:
+        dispute: why the page is known to be wrong; None where it is not. An error again as soon as it is right.
+    """
+
+    text: str
+    holds: bool
+    dispute: str | None
+
+
+@dataclass(frozen=True)
 class Transcript:
     """The output of a command that a page shows: the lines that it printed, of which the page may leave out some."""
 
@@ -80,6 +93,7 @@ class Page:
     name: str
     tables: list[TableFigures] = field(default_factory=list)
     sentences: list[Sentence] = field(default_factory=list)
+    claims: list[Claim] = field(default_factory=list)
     transcripts: list[Transcript] = field(default_factory=list)
     unmeasured: dict[str, str] = field(default_factory=dict)
 
@@ -94,6 +108,10 @@ class Page:
         """Declare the figures of a sentence."""
         self.sentences.append(Sentence(text, values))
 
+    def means(self, text: str, holds: bool, dispute: str | None = None) -> None:
+        """Declare a statement in words, and whether it is true."""
+        self.claims.append(Claim(text, holds, dispute))
+
     def shows(self, command: str, lines: Callable[[], Sequence[str]] | Unmeasured) -> None:
         """Declare the output of a command, by how the command begins."""
         self.transcripts.append(Transcript(command, lines))
@@ -105,7 +123,8 @@ class Page:
     def check(self, text_file: Path | None = None) -> list[str]:
         """Every fault of the page, each with its file and line."""
         document = read_document(text_file or ROOT / self.name, self.name)
-        return _table_faults(self, document) + _transcript_faults(self, document) + _sentence_faults(self, document)
+        checks = (_table_faults, _transcript_faults, _claim_faults, _sentence_faults)
+        return [fault for faults_of in checks for fault in faults_of(self, document)]
 
 
 def _table_faults(page: Page, document: Document) -> list[str]:
@@ -189,6 +208,26 @@ def _line_faults(name: str, call: Call, printed: Sequence[str]) -> list[str]:
     return wrong
 
 
+def _claim_faults(page: Page, document: Document) -> list[str]:
+    wrong = []
+    for claim in page.claims:
+        matches = _places_of(claim.text, document)
+        if not matches:
+            wrong.append(f"{page.name}: nowhere does it say {claim.text!r}, which is declared")
+        for passage, match in matches:
+            place = f"{page.name}:{passage.line_at(match.start())}: the page says {match.group()!r}"
+            if not claim.holds and claim.dispute is None:
+                wrong.append(f"{place}, and by its raw files that is not so")
+            if claim.holds and claim.dispute is not None:
+                wrong.append(f"{place}, which is right now; take the dispute ({claim.dispute}) out of the declaration")
+    return wrong
+
+
+def _places_of(text: str, document: Document) -> list[tuple[Passage, "re.Match[str]"]]:
+    pattern = re.compile(r"\s+".join(map(re.escape, text.split())))
+    return [(passage, match) for passage in document.passages for match in pattern.finditer(passage.text)]
+
+
 def _sentence_faults(page: Page, document: Document) -> list[str]:
     wrong: list[str] = []
     covered: dict[int, list[tuple[int, int]]] = {id(passage): [] for passage in document.passages}
@@ -201,8 +240,7 @@ def _sentence_faults(page: Page, document: Document) -> list[str]:
             if why := faults(match.groups(), sentence.values):
                 wrong.append(f"{page.name}:{passage.line_at(match.start())}: the page says {match.group()!r}, but {why}")
     for text in page.unmeasured:
-        pattern = re.compile(r"\s+".join(map(re.escape, text.split())))
-        matches = [(p, match) for p in document.passages for match in pattern.finditer(p.text)]
+        matches = _places_of(text, document)
         if not matches:
             wrong.append(f"{page.name}: nowhere does it say {text!r}, which is listed as unmeasured")
         for passage, match in matches:
@@ -227,7 +265,7 @@ def _uncovered(name: str, passage: Passage, covered: Sequence[tuple[int, int]]) 
 
 
 # Code, the targets of links, and names that look like numbers.
-_NAMES = re.compile(r"`[^`]*`|\]\([^)]*\)|arXiv \d+\.\d+|[Ss]ection \d+\.\d+|Apache-2\.0|ONNX Runtime \d+\.\d+")
+_NAMES = re.compile(r"`[^`]*`|!\[[^\]]*\]\([^)]*\)|\]\([^)]*\)|arXiv \d+\.\d+|[Ss]ection \d+\.\d+|Apache-2\.0|ONNX Runtime \d+\.\d+")
 
 
 def _without_code(text: str) -> str:
