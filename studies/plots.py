@@ -8,7 +8,7 @@ A plot that no program here draws is named, and the command fails: a picture wit
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -84,7 +84,11 @@ def _of_figure8(file: Path) -> dict[str, _Draw]:
         return {}
     results.sort(key=lambda result: (result["generation"] != "Transformer", result["generation"]))
     by_name = {"kl.png": plot_by_bits, "prediction.png": plot_against_prediction}
-    return {name: lambda path, figure=figure: figure(results).savefig(path, dpi=150) for name, figure in by_name.items()}
+    return {name: partial(_save_figure8, figure, results) for name, figure in by_name.items()}
+
+
+def _save_figure8(figure: Callable[[list[Any]], Any], results: list[Any], path: Path) -> None:
+    figure(results).savefig(path, dpi=150)
 
 
 _DRAWN_FROM: dict[str, Callable[[Path], dict[str, _Draw]]] = {

@@ -1,7 +1,6 @@
 """Pictures and their numbers: what is committed can be drawn again from the raw files beside it."""
 
 import shutil
-from pathlib import Path
 
 import pytest
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 
-# A sign belongs to a number where it does not join two ("0.94-0.95", "V1-like").
-NUMBER = r"(?<![\w.])[+\-−]?\d+(?:,\d{3})*(?:\.\d+)?(?:e[+\-−]?\d+)?(?![\d])"
+# A sign belongs to a number where it does not join it to another or to a name ("0.94-0.95", "SmolLM2-135M").
+NUMBER = r"(?<![\w.])(?<![A-Za-z]-)(?<![A-Za-z]\d-)[+\-−]?\d+(?:,\d{3})*(?:\.\d+)?(?:e[+\-−]?\d+)?(?![\d])"
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class About:
 
 @dataclass(frozen=True)
 class Disputed:
-    """A value that a page is known to give wrongly: an error again as soon as it is right, so that no entry outlives it."""
+    """A value that a page is known to give wrongly. Once it is right, the entry is the error."""
 
     value: float
     why: str

@@ -1,8 +1,8 @@
 """What a page's figures are, declared beside it and checked against the raw files.
 
-A page stays plain Markdown. Its declaration says of each table, transcript and figure in a sentence which value of which
-raw file it is; numbers are compared as rounded as they are written. What looks like a measurement and is not declared is
-an error, unless it is listed as unmeasured with its reason.
+A page stays plain Markdown. Its declaration says of each table, transcript and figure in a sentence which value of
+which raw file it is; numbers are compared as rounded as they are written. What looks like a measurement and is not
+declared is an error, unless it is listed as unmeasured with its reason.
 """
 
 import re
@@ -238,7 +238,9 @@ def _sentence_faults(page: Page, document: Document) -> list[str]:
         for passage, match in matches:
             covered[id(passage)].append(match.span())
             if why := faults(match.groups(), sentence.values):
-                wrong.append(f"{page.name}:{passage.line_at(match.start())}: the page says {match.group()!r}, but {why}")
+                wrong.append(
+                    f"{page.name}:{passage.line_at(match.start())}: the page says {match.group()!r}, but {why}"
+                )
     for text in page.unmeasured:
         matches = _places_of(text, document)
         if not matches:
@@ -265,7 +267,9 @@ def _uncovered(name: str, passage: Passage, covered: Sequence[tuple[int, int]]) 
 
 
 # Code, the targets of links, and names that look like numbers.
-_NAMES = re.compile(r"`[^`]*`|!\[[^\]]*\]\([^)]*\)|\]\([^)]*\)|arXiv \d+\.\d+|[Ss]ection \d+\.\d+|Apache-2\.0|ONNX Runtime \d+\.\d+")
+_NAMES = re.compile(
+    r"`[^`]*`|!\[[^\]]*\]\([^)]*\)|\]\([^)]*\)|arXiv \d+\.\d+|[Ss]ection \d+\.\d+|Apache-2\.0|ONNX Runtime \d+\.\d+"
+)
 
 
 def _without_code(text: str) -> str:

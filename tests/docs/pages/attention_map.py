@@ -44,7 +44,9 @@ def signed_noise_of_layer(model: int, layer: int) -> float:
     return mean([sum(p.layers[layer]["signed"][part] for part in _NOISE) for p in POCKET.models[model].places])
 
 
-PAGE.says("the needle gets {} % in the Transformer, {} % in V1 and {} % in V2", *(needle_of_layer(m, 1) for m in range(3)))
+PAGE.says(
+    "the needle gets {} % in the Transformer, {} % in V1 and {} % in V2", *(needle_of_layer(m, 1) for m in range(3))
+)
 PAGE.says("prose and other needles together: {}, {} and {} %", *map(noise_share, range(3)))
 PAGE.says(
     "V1's noise cancels: {} of all weights' {}, in part between its layers ({} and {}), against {} of 1 in the "

@@ -5,8 +5,8 @@ from collections.abc import Callable
 from typing import Any
 
 from diffquant.evals.stats import estimate, paired_difference
-from studies.figure8 import advantage, costs, mean_kl, parts, predicted
-from tests.docs.numbers import About, Disputed, Expected
+from studies.figure8 import advantage, mean_kl, parts, predicted
+from tests.docs.numbers import Expected
 from tests.docs.page import Page, Unmeasured
 from tests.docs.pages.pocket import accuracy
 from tests.docs.raw import measured, points, raw, values_of
@@ -107,9 +107,7 @@ def _rise_and_kl(row: str, column: str) -> list[Expected]:
 
 
 PAGE.table("logits | Transformer | DIFF V1 | DIFF V2", _rise_and_kl, row="6:tensor")
-PAGE.says(
-    "is {} (Transformer), {} (V1) and {} (V2): V1", *(_perplexity(kind, "16")["perplexity"] for kind in KINDS)
-)
+PAGE.says("is {} (Transformer), {} (V1) and {} (V2): V1", *(_perplexity(kind, "16")["perplexity"] for kind in KINDS))
 PAGE.table(
     "logits | V1, bits | V1, KL | V2, bits | V2, KL",
     lambda row, column: (
@@ -153,7 +151,11 @@ PAGE.table(
 )
 PAGE.says(
     "({}, {} and {} at `4:tensor`; {}, {} and {} at",
-    *(accuracy("pocket-needle-seed-1", f"needle-{kind}", scheme, 4) for scheme in ("4:tensor", "3:row") for kind in KINDS),
+    *(
+        accuracy("pocket-needle-seed-1", f"needle-{kind}", scheme, 4)
+        for scheme in ("4:tensor", "3:row")
+        for kind in KINDS
+    ),
 )
 _KEPT = [
     cell["result"]["score"]
@@ -195,7 +197,8 @@ def _wide(scheme: str) -> bool:
 _PROSE_RATIOS = [each for result in PROSE.values() for each in ratios(result, _wide)]
 _SMOL_RATIOS = ratios(SMOLLM2, lambda scheme: _wide(scheme) and scheme != "3:head")
 PAGE.says(
-    "measured KL is {} to {} of the prediction in all three models, and for SmolLM2-135M {} to {} but for `3:head` ({})",
+    "measured KL is {} to {} of the prediction in all three models, and for SmolLM2-135M {} to {} but for `3:head` "
+    "({})",
     min(_PROSE_RATIOS),
     max(_PROSE_RATIOS),
     min(_SMOL_RATIOS),
@@ -255,20 +258,23 @@ _NOISE = {
 
 def _sensitivity(row: str, column: str) -> list[Expected]:
     layers = [layer["sensitivity"] for layer in PROSE[kind_of(column)]["layers"]]
-    names = [_NOISE[row]] if row in _NOISE else ["first", "second"]
-    return [sum(layer[n] for layer in layers for n in names if len(layer) > 1 or n == "first" or n == "both" and False)
-            if len(layers[0]) > 1 else sum(layer["first"] for layer in layers)]
+    # A Transformer's only map takes all the noise there is.
+    names = ["first"] if len(layers[0]) == 1 else [_NOISE[row]] if row in _NOISE else ["first", "second"]
+    return [sum(layer[name] for layer in layers for name in names)]
 
 
 PAGE.table("noise on | Transformer | V1 | V2", _sensitivity)
 _SECOND = [layer["sensitivity"] for layer in PROSE["diff-v1"]["layers"]]
+_LAMBDAS = [layer["lam"]["mean"] for n, layer in enumerate(PROSE["diff-v1"]["layers"]) if n != 1]
 _SHARES = [100 * layer["second"] / layer["first"] for n, layer in enumerate(_SECOND) if n != 1]
 PAGE.says(
-    "in V1's second layer, λ = {}, its noise costs as much as the signal map's ({} and {}), with λ between {} and {} only {} to {} %",
+    "in V1's second layer, λ = {}, its noise costs as much as the signal map's ({} and {}), with λ between {} and {} "
+    "only {} to {} %",
     PROSE["diff-v1"]["layers"][1]["lam"]["mean"],
     _SECOND[1]["second"],
     _SECOND[1]["first"],
-    *(take(l["lam"]["mean"] for n, l in enumerate(PROSE["diff-v1"]["layers"]) if n != 1) for take in (min, max)),
+    min(_LAMBDAS),
+    max(_LAMBDAS),
     min(_SHARES),
     max(_SHARES),
 )
@@ -281,7 +287,9 @@ def _norm(row: str, column: str) -> list[Expected]:
     return [100 * layer["errors"]["4:tensor"]["before_norm" if "before" in column else "after_norm"]]
 
 
-PAGE.table("layer | Transformer | V1, before | V1, after | V1, terms over difference | V2 | V2, terms over difference", _norm)
+PAGE.table(
+    "layer | Transformer | V1, before | V1, after | V1, terms over difference | V2 | V2, terms over difference", _norm
+)
 
 
 def _training(row: str, column: str) -> list[Expected]:
@@ -362,10 +370,14 @@ PAGE.says(
     "with a cache of 3 it is {}, {} and {}",
     *(accuracy("pocket-needle-weights-kv", f"needle-{kind}", "3:row", 4, "kv") for kind in KINDS),
 )
-PAGE.says("N = 4, keeps at least {} with weights of 3 bits and with a cache of 4", min(
-    accuracy("pocket-needle-weights-kv", f"needle-{kind}", scheme, 4, target)
-    for kind in KINDS for scheme, target in (("3:row", "weights"), ("4:row", "kv"))
-))
+PAGE.says(
+    "N = 4, keeps at least {} with weights of 3 bits and with a cache of 4",
+    min(
+        accuracy("pocket-needle-weights-kv", f"needle-{kind}", scheme, 4, target)
+        for kind in KINDS
+        for scheme, target in (("3:row", "weights"), ("4:row", "kv"))
+    ),
+)
 
 # The second seed
 

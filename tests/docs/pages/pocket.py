@@ -68,21 +68,17 @@ PAGE.table(
     " | Transformer | DIFF V1 | DIFF V2",
     lambda row, head: [raw(f"rounding/{_ENGLISH[head]}.json")["results"]["16 bits"]["perplexity"]],
 )
-_WIDE = [
-    cell["result"]["score"]
-    for cell in raw("pocket-needle/sweep.json")["cells"]
-    if cell["bits"] in (16, 8, 6)
-]
+_WIDE = [cell["result"]["score"] for cell in raw("pocket-needle/sweep.json")["cells"] if cell["bits"] in (16, 8, 6)]
 PAGE.says("At 16, 8 and 6 bits every model retrieves {} or more at every granularity", min(_WIDE))
 _STORED = [
-    cell["result"]["score"]
-    for cell in raw("pocket-needle-weights-kv/sweep.json")["cells"]
-    if cell["bits"] in (8, 6, 4)
+    cell["result"]["score"] for cell in raw("pocket-needle-weights-kv/sweep.json")["cells"] if cell["bits"] in (8, 6, 4)
 ]
 PAGE.says("At 8, 6 and 4 bits every model retrieves {} or more", min(_STORED))
 PAGE.leaves("DIFF V2 of 0.15 M parameters (counts within 1 %)", "counts")
 PAGE.leaves("have 1.25 M parameters (counts within 1 %)", "counts")
 PAGE.leaves("6.7 M tokens", "how they were trained")
 PAGE.leaves("the same 7.4 M tokens", "how they were trained")
-PAGE.leaves("A 95 % interval is at most 10 points to either side, and of 100 in 100 it reaches down to 96 %", "binomial")
+PAGE.leaves(
+    "A 95 % interval is at most 10 points to either side, and of 100 in 100 it reaches down to 96 %", "binomial"
+)
 PAGE.leaves("byte-level BPE of 2,048 tokens", "a size")

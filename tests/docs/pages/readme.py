@@ -1,8 +1,8 @@
 """The figures of README.md."""
 
 from diffquant.sweep.table import text_table
-from tests.docs.page import Page, Unmeasured
 from tests.docs.numbers import Disputed
+from tests.docs.page import Page, Unmeasured
 from tests.docs.raw import difference, measured, medians, points, raw, sweep
 
 GGUF, V2, V1 = "SmolLM2-135M-Instruct.Q4_1.gguf", "smollm2-135m-diff-v2", "diffllama-1b"
@@ -20,16 +20,15 @@ PAGE.shows(
 )
 PAGE.shows(
     "diffquant sweep SmolLM2-135M-Instruct.Q4_1.gguf smollm2-135m-diff-v2 smollm2-onnx",
-    lambda: text_table(
-        sweep("smollm2-onnx-500", (("smollm2-onnx", GGUF), ("smollm2-diff-v2-onnx", V2)))
-    ).splitlines(),
+    lambda: text_table(sweep("smollm2-onnx-500", (("smollm2-onnx", GGUF), ("smollm2-diff-v2-onnx", V2)))).splitlines(),
 )
 
 # Opening, quantizing, writing
 
 _OPENING = raw("opening.json")
 PAGE.says(
-    "reading all of SmolLM2's took {} s where transformers' loader took {} s in the same run (medians of {}; a ratio of {})",
+    "reading all of SmolLM2's took {} s where transformers' loader took {} s in the same run (medians of {}; a ratio "
+    "of {})",
     medians(_OPENING["ours"], "seconds"),
     medians(_OPENING["transformers"], "seconds"),
     len(_OPENING["ours"]),
@@ -118,16 +117,17 @@ PAGE.says(
     _times("bfloat16", 1),
 )
 PAGE.says("{} and {} times at batch 8", _times("float32", 8), _times("bfloat16", 8))
-PAGE.says(
-    "{} times with each one's defaults", _seconds("HFLM", "float32", 1) / _seconds("diffquant", "bfloat16")
-)
+PAGE.says("{} times with each one's defaults", _seconds("HFLM", "float32", 1) / _seconds("diffquant", "bfloat16"))
 
 # Search
 
 _SEARCH = raw("smollm2-search/search-4.5-bits.json")["candidates"]
-PAGE.says("an average of {} bits, KL on held-out text is {} nats; uniform widths, interpolated, have {}",
-          _SEARCH[0]["bits"]["weights"], _SEARCH[0]["kl"],
-          (_SEARCH[2]["kl"] * _SEARCH[3]["kl"]) ** 0.5)
+PAGE.says(
+    "an average of {} bits, KL on held-out text is {} nats; uniform widths, interpolated, have {}",
+    _SEARCH[0]["bits"]["weights"],
+    _SEARCH[0]["kl"],
+    (_SEARCH[2]["kl"] * _SEARCH[3]["kl"]) ** 0.5,
+)
 PAGE.leaves("changes results by about a percent", "never measured: the kernel has run on no GPU")
 
 # The bench

@@ -66,12 +66,8 @@ PAGE.says(
     _kl("HQQ 4 bits, groups of 64"),
     _kl("bitsandbytes nf4, blocks of 64"),
 )
-PAGE.says(
-    "at 4.12 bits {} against {} of nf4", _kl("gptq 4:g128"), _kl("bitsandbytes nf4, double quantization")
-)
-PAGE.says(
-    "at 6.12 bits {} against {} of torchao's int6", _kl("gptq 6:g128"), _kl("torchao int6, groups of 192")
-)
+PAGE.says("at 4.12 bits {} against {} of nf4", _kl("gptq 4:g128"), _kl("bitsandbytes nf4, double quantization"))
+PAGE.says("at 6.12 bits {} against {} of torchao's int6", _kl("gptq 6:g128"), _kl("torchao int6, groups of 192"))
 
 
 def _tier(size: str) -> list[str]:
@@ -112,10 +108,19 @@ PAGE.says(
     _fall("gptq", TRAINED["DIFF V1"]),
     _fall("gptq", TRAINED["Transformer"]),
 )
-_SIX = [_kl(name, result) for result in TRAINED.values() for name, row in result["results"].items() if name[0] != "1" and row["tier"] == SMOLLM2["results"]["mse 6:g128"]["tier"]]
-PAGE.says("Six bits cost the models trained here {} to {} nats, and SmolLM2 {} to {}",
-          min(_SIX), Disputed(max(_SIX), "0.0025 is 0.002, or 0.0025"),
-          min(_kl(n) for n in _tier("6:g128")), max(_kl(n) for n in _tier("6:g128")))
+_SIX = [
+    _kl(name, result)
+    for result in TRAINED.values()
+    for name, row in result["results"].items()
+    if name[0] != "1" and row["tier"] == SMOLLM2["results"]["mse 6:g128"]["tier"]
+]
+PAGE.says(
+    "Six bits cost the models trained here {} to {} nats, and SmolLM2 {} to {}",
+    min(_SIX),
+    Disputed(max(_SIX), "0.0025 is 0.002, or 0.0025"),
+    min(_kl(n) for n in _tier("6:g128")),
+    max(_kl(n) for n in _tier("6:g128")),
+)
 PAGE.says(
     "nf4 at 4.5 bits has {} on DIFF V2 where `gptq` has {}, with {} against {} nats",
     TRAINED["DIFF V2"]["results"]["bitsandbytes nf4, blocks of 64"]["perplexity"],
@@ -135,11 +140,15 @@ _BEHIND = [
     for kind in LAYERS["mse 4:g128"]["decibels"]
 ]
 PAGE.says("by up to {} dB where columns are large", max(_BEHIND))
-PAGE.says("its bits differ from the table's by at most {}", max(
-    abs(row["bits"] - TRAINED["Transformer"]["results"][name]["bits"])
-    for name, row in TRAINED["DIFF V2"]["results"].items() if "bits" in row
-))
-for text in ("{} characters of prose in windows of {}", ):
+PAGE.says(
+    "its bits differ from the table's by at most {}",
+    max(
+        abs(row["bits"] - TRAINED["Transformer"]["results"][name]["bits"])
+        for name, row in TRAINED["DIFF V2"]["results"].items()
+        if "bits" in row
+    ),
+)
+for text in ("{} characters of prose in windows of {}",):
     PAGE.says(text, SMOLLM2["settings"]["characters"], SMOLLM2["settings"]["window"])
 PAGE.says("`gptq` reads {} tokens of its first", SMOLLM2["settings"]["tokens"])
 PAGE.says(

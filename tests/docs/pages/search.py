@@ -49,9 +49,7 @@ def against_even(result: SearchResult) -> float:
     return below(kl(result, "searched"), kl(result, "spread evenly"))
 
 
-PAGE.says(
-    "KL is {} % below that of uniform bits of the same average at 4.5 bits", against_uniform(W45)
-)
+PAGE.says("KL is {} % below that of uniform bits of the same average at 4.5 bits", against_uniform(W45))
 PAGE.says("(interpolated in log KL between 4 and 5 bits) and {} % below at 5.5", against_uniform(W55))
 PAGE.says("spread evenly it is {} % and {} % below", against_even(W45), against_even(W55))
 _PERPLEXITIES = {each.name: each.perplexity for each in W45.candidates}
@@ -63,7 +61,9 @@ PAGE.says(
     _PERPLEXITIES["uniform 5"],
 )
 _SUMS = [each.predicted / each.kl for result in (W45, W55) for each in result.candidates if each.predicted]
-PAGE.says("the sum of single costs is {} to {} times what the whole recipe costs on other text.", min(_SUMS), max(_SUMS))
+PAGE.says(
+    "the sum of single costs is {} to {} times what the whole recipe costs on other text.", min(_SUMS), max(_SUMS)
+)
 _CACHE_SUMS = [each.predicted / each.kl for result in (C45, C55, C5) for each in result.candidates if each.predicted]
 PAGE.says("The sum of single costs is {} to {} times what the whole recipe costs", min(_CACHE_SUMS), max(_CACHE_SUMS))
 
@@ -116,7 +116,9 @@ def _of_kind(kind: str) -> list[float]:
 PAGE.says("five cause {} % and 21 cause {} %", _share(_COSTS[:5]), _share(_COSTS[:21]))
 PAGE.says("with {} nats alone, {} % of the sum", _COSTS[0], _share(_COSTS[:1]))
 PAGE.says("is {} times below", About(_COSTS[0] / _COSTS[-1], 0.1))
-PAGE.says("`down_proj` causes {} % of the sum and `v_proj` {} %", _share(_of_kind("down_proj")), _share(_of_kind("v_proj")))
+PAGE.says(
+    "`down_proj` causes {} % of the sum and `v_proj` {} %", _share(_of_kind("down_proj")), _share(_of_kind("v_proj"))
+)
 PAGE.says("`q_proj` and `k_proj` cause {} % and {} %", _share(_of_kind("q_proj")), _share(_of_kind("k_proj")))
 
 
@@ -124,7 +126,11 @@ def _attention(kind: str) -> float:
     return 100 * median(unit.attention[4] or 0 for unit in W45.measurements if unit.kind.endswith(kind))
 
 
-PAGE.says("a 4-bit `v_proj` is {} % (median over layers), from a 4-bit `q_proj` or `k_proj` {} %", _attention("v_proj"), _attention("q_proj"))
+PAGE.says(
+    "a 4-bit `v_proj` is {} % (median over layers), from a 4-bit `q_proj` or `k_proj` {} %",
+    _attention("v_proj"),
+    _attention("q_proj"),
+)
 PAGE.says(
     "by {} from 4 to 6 bits and {} from 6 to 8 (medians), where (31/7)² = {} and (127/31)² = {}",
     median(unit.kl[4] / unit.kl[6] for unit in W45.measurements),
@@ -139,7 +145,9 @@ def _chosen(result: SearchResult) -> list[int]:
     return [widths.count(bits) for bits in (4, 6, 8)]
 
 
-PAGE.says("At 4.5 bits {} tensors get 4 bits, {} get 6 and {} get 8; at 5.5 it is {}, {} and {}", *_chosen(W45), *_chosen(W55))
+PAGE.says(
+    "At 4.5 bits {} tensors get 4 bits, {} get 6 and {} get 8; at 5.5 it is {}, {} and {}", *_chosen(W45), *_chosen(W55)
+)
 
 # K, V and logits
 
@@ -159,7 +167,8 @@ PAGE.says("whose perplexity is {} lower", _PERPLEXITY5["searched"] - _PERPLEXITY
 _CACHE_COSTS = {target: [u.kl[4] for u in C45.measurements if u.target == target] for target in ("k", "v", "logits")}
 _ALL = sum(sum(costs) for costs in _CACHE_COSTS.values())
 PAGE.says(
-    "K causes {} %, logits {} % and V {} %", *(100 * sum(_CACHE_COSTS[target]) / _ALL for target in ("k", "logits", "v"))
+    "K causes {} %, logits {} % and V {} %",
+    *(100 * sum(_CACHE_COSTS[target]) / _ALL for target in ("k", "logits", "v")),
 )
 PAGE.says(
     "the relative error after subtraction and norm is {} %, {} % and {} %",
@@ -173,15 +182,14 @@ PAGE.says(
     "{} times for K, {} for V, {} for logits",
     *(max(_CACHE_COSTS[target]) / median(_CACHE_COSTS[target]) for target in ("k", "v", "logits")),
 )
-_CACHE_UNITS5 = [u for u in C5.measurements]
 PAGE.says(
     "A cost falls {} times from 4 to 6 bits and {} times from 4 to 5",
-    About(median(u.kl[4] / u.kl[6] for u in _CACHE_UNITS5), 0.05),
-    About(median(u.kl[4] / u.kl[5] for u in _CACHE_UNITS5), 0.05),
+    About(median(u.kl[4] / u.kl[6] for u in C5.measurements), 0.05),
+    About(median(u.kl[4] / u.kl[5] for u in C5.measurements), 0.05),
 )
 PAGE.says(
     "cost {} times what 5 bits everywhere do",
-    About(median((u.kl[4] + u.kl[6]) / 2 / u.kl[5] for u in _CACHE_UNITS5), 0.05),
+    About(median((u.kl[4] + u.kl[6]) / 2 / u.kl[5] for u in C5.measurements), 0.05),
 )
 PAGE.leaves("4,096 characters of the second half", "a setting")
 PAGE.leaves("16,384 characters of the second half", "a setting")
