@@ -21,6 +21,14 @@ lint: $(VENV)/.ready
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
 
+# Every figure, transcript and command of the pages against the raw files. `make test` runs it too.
+docs-check: $(VENV)/.ready
+	$(BIN)/python -m pytest tests/docs
+
+# Every plot in bench/results drawn again from the raw files beside it.
+plots: $(VENV)/.ready
+	$(BIN)/python -m studies.plots
+
 # On a machine with a CUDA device: what only it can show, in under 10 minutes. Takes the python at hand, which
 # needs torch, triton, numpy and pytest; nothing is installed. Tests compile kernels for most of their time, so
 # their files run side by side. The benches run also where a test failed.

@@ -43,11 +43,9 @@ def fault_of(call):
         return None
     if words[1] not in COMMANDS:
         return f"there is no command {words[1]}"
-    known = {name for option in COMMANDS[words[1]].params for name in (*option.opts, *option.secondary_opts)} | {
-        "--help"
-    }
+    names = [name for option in COMMANDS[words[1]].params for name in (*option.opts, *option.secondary_opts)]
     options = [word.partition("=")[0] for word in words[2:] if re.match(r"--?[a-z]", word)]
-    unknown = [option for option in options if option not in known]
+    unknown = [option for option in options if option not in (*names, "--help")]
     return f"{words[1]} has no {', '.join(unknown)}" if unknown else None
 
 

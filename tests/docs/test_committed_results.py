@@ -1,13 +1,15 @@
 """Raw files beside each other: one configuration has one result, and 16 bits are two bytes."""
 
 import json
+import re
 from collections import defaultdict
 
 import pytest
 
-from tests.docs.page import RESULTS
+from tests.docs.page import RESULTS, ROOT
 from tests.docs.raw import raw
 
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "diffquant/data/pocket/README.md"]
 SWEEPS = sorted(str(file.relative_to(RESULTS)) for file in RESULTS.rglob("sweep.json"))
 
 # Two commits measured them under one address, before the code was a part of it. To be measured again.
@@ -56,3 +58,23 @@ def test_16_bits_store_two_bytes_a_weight(name):
         if cell["result"] and not cell["target"] and models.get(cell["model"]) in parameters
     ]
     assert all(stored <= 2.05 * count for stored, count in checked) != (name in FOUR_BYTES)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_raw_file_and_test_that_a_page_names_is_there(page):
+    named = re.findall(r"`((?:bench/results|tests|studies|examples)/[\w./*-]+)`", page.read_text(encoding="utf-8"))
+    # "bench/results/figure8-*/" stands for several.
+    assert not [name for name in named if not list(ROOT.glob(name.rstrip("/")))]
+
+
+def test_the_claims_name_every_result():
+    """What is measured and committed bears on some claim; what bears on none is to be deleted."""
+    claims = (ROOT / "docs/claims.md").read_text(encoding="utf-8")
+    results = {file.name for file in RESULTS.iterdir() if file.is_dir() or file.suffix == ".json"}
+    assert not [name for name in sorted(results) if f"bench/results/{name}" not in claims]
+
+
+def test_the_claims_name_what_uncommitted_trees_measured():
+    claims = (ROOT / "docs/claims.md").read_text(encoding="utf-8").partition("## Raw files and their code")[2]
+    changed = {str(f.relative_to(ROOT)) for f in RESULTS.rglob("*.json") if "+changes" in f.read_text(encoding="utf-8")}
+    assert {name for name in changed if f"`{name}`" in claims} == changed
