@@ -6,7 +6,7 @@ A plot that no program here draws is named, and the command fails: a picture wit
 """
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -42,6 +42,7 @@ def main(
         typer.echo(f"drew {picture}")
 
 
+@cache
 def drawings(folder: Path) -> dict[str, _Draw]:
     """What can be drawn from the raw files of a folder, by the picture's name."""
     return {

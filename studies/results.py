@@ -22,13 +22,14 @@ def read_sweep(file: Path, compared: dict[str, str] | None = None) -> SweepResul
     """The sweep in a sweep.json. Its points' recipes are empty: neither tables nor plots show more than their names.
 
     Args:
-        compared: the checkpoint that each exported folder is compared with, which sweep.json does not say.
+        compared: the checkpoint that each exported folder is compared with, where sweep.json is of before it said so.
     """
     data, points, cells = read_json(file), {}, []
     for cell in data["cells"]:
         key = tuple(cell[name] for name in ("model", "target", "bits", "granularity"))
         if key not in points:
-            rival = (compared or {}).get(cell["model"]) if cell["target"] == EXPORTED else cell["model"]
+            rival = cell.get("compared_with") or (compared or {}).get(cell["model"])
+            rival = rival if cell["target"] == EXPORTED else cell["model"]
             model, target, bits, granularity = key
             points[key] = Point(Path(model), target, bits, granularity, Recipe(), Path(rival) if rival else None)
         measurement = CellMeasurement.from_dict(cell["result"]) if cell["result"] else None

@@ -85,6 +85,7 @@ class SweepResult:
                 "target": cell.point.target,
                 "bits": cell.point.bits,
                 "granularity": cell.point.granularity,
+                "compared_with": str(cell.point.compared_with) if cell.point.compared_with else None,
                 "task": cell.task,
                 "code": cell.code,
                 "result": cell.measurement.to_dict() if cell.measurement else None,

@@ -59,3 +59,10 @@ def points(change: Any) -> tuple[float, float, float]:
 
 def medians(entries: Sequence[dict[str, Any]], name: str) -> float:
     return median(entry[name] for entry in entries)
+
+
+def recorded(command: str) -> list[str]:
+    """What the command that begins so printed when `python -m studies.transcripts` ran it."""
+    return next(
+        call["output"] for call in raw("transcripts.json")["transcripts"] if call["command"].startswith(command)
+    )

@@ -8,12 +8,11 @@ from tests.docs.raw import difference, measured, medians, points, raw, sweep
 GGUF, V2, V1 = "SmolLM2-135M-Instruct.Q4_1.gguf", "smollm2-135m-diff-v2", "diffllama-1b"
 PAGE = Page("README.md")
 
+# `python -m studies.transcripts` records them; `lambda: recorded(f"diffquant {verb}")` then takes the place of this.
 _TYPED = Unmeasured("typed from a terminal: its sizes, times and texts are in no raw file")
 
-for command in ("diffquant quantize", "diffquant generate", "diffquant convert", "diffquant inspect"):
-    PAGE.shows(command, _TYPED)
-for command in ("diffquant export", "diffquant verify", "diffquant run"):
-    PAGE.shows(command, _TYPED)
+for verb in ("quantize", "generate", "convert", "inspect", "export", "verify", "run"):
+    PAGE.shows(f"diffquant {verb}", _TYPED)
 PAGE.shows(
     "diffquant sweep SmolLM2-135M-Instruct.Q4_1.gguf smollm2-135m-diff-v2 -o logits",
     lambda: text_table(sweep("smollm2-logits-500")).splitlines(),
