@@ -34,9 +34,11 @@ CellValues = Callable[[str, str], Values]
 
 @dataclass(frozen=True)
 class TableFigures:
-    """The figures of the table that has these heads, and a row with this label where several tables have.
+    """The figures of the table that has these heads.
 
     Attributes:
+        row: label of a row, where several tables have these heads.
+        section: heading that the table stands under, where that tells several apart.
         names: number of first columns, whose texts joined by commas are a row's label.
         columns: names of the other columns, where their heads do not tell them apart.
     """
@@ -44,12 +46,14 @@ class TableFigures:
     heads: tuple[str, ...]
     values: CellValues
     row: str | None
+    section: str | None
     names: int
     columns: tuple[str, ...]
 
     def is_of(self, table: Table) -> bool:
         labels = [_without_marks(row.label) for row in table.rows]
-        return table.heads == self.heads and self.row in (None, *labels)
+        is_there = self.section in (None, table.section)
+        return is_there and table.heads == self.heads and self.row in (None, *labels)
 
 
 @dataclass(frozen=True)
@@ -98,11 +102,17 @@ class Page:
     unmeasured: dict[str, str] = field(default_factory=dict)
 
     def table(
-        self, heads: str, values: CellValues, row: str | None = None, names: int = 1, columns: Sequence[str] = ()
+        self,
+        heads: str,
+        values: CellValues,
+        row: str | None = None,
+        section: str | None = None,
+        names: int = 1,
+        columns: Sequence[str] = (),
     ) -> None:
         """Declare a table by its heads, which " | " parts."""
         texts = tuple(head.strip() for head in heads.split(" | "))
-        self.tables.append(TableFigures(texts, values, row, names, tuple(columns) or texts[names:]))
+        self.tables.append(TableFigures(texts, values, row, section, names, tuple(columns) or texts[names:]))
 
     def says(self, text: str, *values: Expected) -> None:
         """Declare the figures of a sentence."""
@@ -128,14 +138,19 @@ class Page:
 
 
 def _table_faults(page: Page, document: Document) -> list[str]:
-    wrong, used = [], set()
+    wrong: list[str] = []
+    used: set[int] = set()
     for table in document.tables:
         declared = next((each for each in page.tables if each.is_of(table)), None)
-        used.add(id(declared))
-        if declared:
+        if declared and id(declared) in used:
+            wrong.append(
+                f"{page.name}:{table.line}: two tables have these heads; declare each with its row= or section="
+            )
+        elif declared:
             wrong += [fault for row in table.rows for fault in _row_faults(page.name, row, declared)]
         elif any(numbers_in(_without_code(cell)) for row in table.rows for cell in row.cells[1:]):
             wrong.append(f"{page.name}:{table.line}: no declaration covers the table of {' | '.join(table.heads)}")
+        used.add(id(declared))
     return wrong + [
         f"{page.name}: there is no table of {' | '.join(each.heads)}, which is declared"
         for each in page.tables

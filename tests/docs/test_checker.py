@@ -101,6 +101,19 @@ def test_what_comes_from_no_raw_file_is_listed(tmp_path):
     assert page.check(tmp_path / "page.md") == ["page.md: nowhere does it say '0.7 s', which is listed as unmeasured"]
 
 
+def test_tables_with_the_same_heads_are_told_apart_by_section(tmp_path):
+    text = "# One\n\n| a | b |\n|---|---|\n| c | 7 |\n\n## Two\n\n| a | b |\n|---|---|\n| c | 8 |\n"
+    (tmp_path / "page.md").write_text(text)
+    page = Page("page.md")
+    page.table("a | b", lambda *_: [7])
+    (only,) = page.check(tmp_path / "page.md")
+    assert only.startswith("page.md:9: two tables have these heads")
+    page = Page("page.md")
+    page.table("a | b", lambda *_: [7], section="One")
+    page.table("a | b", lambda *_: [8], section="Two")
+    assert page.check(tmp_path / "page.md") == []
+
+
 @pytest.mark.parametrize(
     ("written", "value", "is_right"),
     [
