@@ -143,9 +143,7 @@ def _table_faults(page: Page, document: Document) -> list[str]:
     for table in document.tables:
         declared = next((each for each in page.tables if each.is_of(table)), None)
         if declared and id(declared) in used:
-            wrong.append(
-                f"{page.name}:{table.line}: two tables have these heads; declare each with its row= or section="
-            )
+            wrong.append(f"{page.name}:{table.line}: two tables have these heads; give row= or section=")
         elif declared:
             wrong += [fault for row in table.rows for fault in _row_faults(page.name, row, declared)]
         elif any(numbers_in(_without_code(cell)) for row in table.rows for cell in row.cells[1:]):
