@@ -104,8 +104,13 @@ def _passage(lines: list[tuple[int, str]]) -> Passage:
 
 
 def _table(section: str, lines: list[str], first: int) -> Table:
-    rows = [Row(first + n, _cells_of(line)) for n, line in enumerate(lines)]
-    return Table(section, first, rows[0].cells, tuple(rows[2:]))
+    heads, _, *cells = map(_cells_of, lines)
+    rows: list[Row] = []
+    for number, texts in enumerate(cells, first + 2):
+        # A blank name repeats the one above it.
+        repeated = rows[-1].cells[0] if rows and not texts[0] else texts[0]
+        rows.append(Row(number, (repeated, *texts[1:])))
+    return Table(section, first, heads, tuple(rows))
 
 
 def _cells_of(line: str) -> tuple[str, ...]:

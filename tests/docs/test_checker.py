@@ -114,6 +114,13 @@ def test_tables_with_the_same_heads_are_told_apart_by_section(tmp_path):
     assert page.check(tmp_path / "page.md") == []
 
 
+def test_a_blank_name_repeats_the_one_above(tmp_path):
+    (tmp_path / "page.md").write_text("| a | n | b |\n|---|---|---|\n| c | 1 | 7 |\n| | 4 | **8** |\n")
+    page = Page("page.md")
+    page.table("a | n | b", lambda row, column: [{"c, 1": 7, "c, 4": 8}[row]], names=2)
+    assert page.check(tmp_path / "page.md") == []
+
+
 @pytest.mark.parametrize(
     ("written", "value", "is_right"),
     [
