@@ -7,7 +7,7 @@ NATIVE := export/native/libdiffquant_onnx.so
 SANITIZED := build/sanitized/libdiffquant_onnx.so
 PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
-.PHONY: demo test lint gpu fuzz pairs sanitize clean
+.PHONY: demo test lint docs-check plots gpu fuzz pairs sanitize clean
 
 demo: $(VENV)/.ready
 	$(BIN)/diffquant demo --output demo-output --overwrite
@@ -20,6 +20,14 @@ lint: $(VENV)/.ready
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
+
+# Every figure, transcript and command of the pages against the raw files. `make test` runs it too.
+docs-check: $(VENV)/.ready
+	$(BIN)/python -m pytest tests/docs
+
+# Every plot in bench/results drawn again from the raw files beside it.
+plots: $(VENV)/.ready
+	$(BIN)/python -m studies.plots
 
 # On a machine with a CUDA device: what only it can show, in under 10 minutes. Takes the python at hand, which
 # needs torch, triton, numpy and pytest; nothing is installed. Tests compile kernels for most of their time, so

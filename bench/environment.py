@@ -1,24 +1,28 @@
-"""The environment of a measurement, without which a number means nothing: device, versions, date and commit."""
+"""The environment of a measurement, without which a number means nothing: device, versions, date, commit and code."""
 
 import datetime
 import importlib.metadata
 import os
 import platform
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+from diffquant.support.code import code_digest, commit
 from diffquant.support.machine import cores
 
 _PACKAGES = ("diffquant", "torch", "triton", "numpy", "transformers", "safetensors", "compressed-tensors")
 
+# Its sections reach whatever the programs beside it time.
+_BENCH = "diffquant.bench.run"
+
 
 def environment(*packages: str) -> dict[str, Any]:
-    """Device, versions (of further packages, too), date and commit, as plain data."""
+    """Device, versions (of further packages, too), date, commit and digest of the code, as plain data."""
     return {
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "commit": _commit(),
+        "commit": commit(),
+        "code": code_digest((_BENCH,)),
         "device": _gpu_name() or _cpu_name(),
         "cpu": _cpu_name(),
         "cores": cores(),
@@ -27,17 +31,6 @@ def environment(*packages: str) -> dict[str, Any]:
         "python": platform.python_version(),
         "versions": {package: _version(package) for package in (*_PACKAGES, *packages)},
     }
-
-
-def _commit() -> str | None:
-    """The repository's commit, marked where its Python files differ from it."""
-    here = Path(__file__).parent
-    try:
-        head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=here, capture_output=True, text=True, check=True)
-        changed = subprocess.run(["git", "diff", "--quiet", "HEAD", "--", "*.py"], cwd=here, check=False).returncode
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return head.stdout.strip() + ("+changes" if changed else "")
 
 
 def _gpu_name() -> str | None:

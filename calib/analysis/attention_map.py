@@ -27,6 +27,7 @@ from diffquant.model.modeling import DiffTransformer
 from diffquant.model.walk import Walk
 from diffquant.recipe import LAYER_TARGETS, Recipe
 from diffquant.source.source import open_source
+from diffquant.support.code import provenance
 from diffquant.support.devices import check_device, resolve_dtype
 from diffquant.support.files import check_distinct
 from diffquant.support.progress import Progress, silent
@@ -139,7 +140,7 @@ def map_attention(models: Sequence[Path], options: AttentionMapOptions, progress
         "plan": asdict(options.plan),
         "dtype": str(resolve_dtype(options.dtype, options.device)).removeprefix("torch."),
         "versions": versions(),
-    }
+    } | provenance(__name__)
     return AttentionMaps(attention_by_model, settings)
 
 

@@ -17,6 +17,7 @@ from diffquant.loading import load
 from diffquant.model.modeling import DiffTransformer
 from diffquant.model.walk import Walk, batches, causal_logits, visible_entries
 from diffquant.source.source import open_source
+from diffquant.support.code import provenance
 from diffquant.support.devices import check_device, resolve_dtype
 from diffquant.support.files import check_distinct
 from diffquant.support.progress import Progress, silent
@@ -119,7 +120,7 @@ def find_outliers(models: Sequence[Path], options: OutlierOptions, progress: Pro
         "dtype": str(resolve_dtype(options.dtype, options.device)).removeprefix("torch."),
         "median_error": QUANTILE_ERROR,
         "versions": versions(),
-    }
+    } | provenance(__name__)
     return Outliers(outliers_by_model, settings)
 
 

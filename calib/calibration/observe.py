@@ -14,6 +14,7 @@ from diffquant.model.modeling import DiffTransformer
 from diffquant.model.walk import causal_logits, visible_entries
 from diffquant.source.ranges import Ranges
 from diffquant.source.source import Source
+from diffquant.support.code import code_digest
 from diffquant.support.progress import Progress, silent
 from diffquant.support.versions import versions
 from diffquant.text.corpus import text_digest
@@ -68,6 +69,8 @@ def to_ranges(
         "observer": asdict(observer),
         "dtype": str(model.dtype).removeprefix("torch."),
         "versions": versions(),
+        # No date and no commit: a file of ranges is part of a cell's address, and the same ranges make the same file.
+        "code": code_digest((__name__,)),
     }
     return Ranges(source.fingerprint, settings, observer.bits if observer.kind == "mse" else None, tensors)
 

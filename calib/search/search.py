@@ -19,6 +19,7 @@ from diffquant.evals.torch_model import TorchModel
 from diffquant.loading import load
 from diffquant.recipe import DEFAULT_GRANULARITY, Recipe
 from diffquant.source.source import Source, open_source
+from diffquant.support.code import code_digest, provenance
 from diffquant.support.devices import check_device, resolve_dtype
 from diffquant.support.progress import Progress, silent
 from diffquant.support.versions import versions_of_run
@@ -109,6 +110,7 @@ class Search:
             "window": options.window,
             "device": torch.device(options.device).type,
             "versions": versions_of_run(options.device),
+            "code": code_digest((__name__,)),
         }
         self.journal = Journal(output, self._key)
 
@@ -161,7 +163,9 @@ class Search:
             )
             for u, by in costs.items()
         ]
-        settings = self._key | {"held_out": text_digest(self._held_out), "check_window": _CHECK_WINDOW}
+        settings = (
+            self._key | provenance(__name__) | {"held_out": text_digest(self._held_out), "check_window": _CHECK_WINDOW}
+        )
         return SearchResult(
             self.source.path.name, str(self.budget), perplexity, candidates, measurements, to_recipe(chosen), settings
         )

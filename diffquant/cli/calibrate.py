@@ -150,11 +150,13 @@ def calibrate(
     from diffquant.calib.calibration.fit import fit_table
     from diffquant.calib.calibration.observers import Observer
     from diffquant.source.ranges import check_ranges_output, write_ranges
+    from diffquant.support.code import provenance
 
     check_ranges_output(output, overwrite)
     rule = Observer(observer, percentile, bits)
     options = CalibrationOptions(split_list(target), rule, text, tokens, window, dtype, device)
     ranges, fits = run(model, options, progress_for("calibrate"))
     write_ranges(output, ranges)
-    typer.echo(json.dumps([asdict(fit) for fit in fits]) if as_json else fit_table(fits, bits))
+    made = {"settings": {**ranges.settings, **provenance(run.__module__)}, "fits": [asdict(fit) for fit in fits]}
+    typer.echo(json.dumps(made) if as_json else fit_table(fits, bits))
     typer.echo(f"wrote {output}", err=as_json)

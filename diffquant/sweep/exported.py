@@ -13,6 +13,7 @@ from diffquant.evals.task import Task
 from diffquant.evals.task_result import TaskResult
 from diffquant.recipe import Recipe
 from diffquant.source.source import Source
+from diffquant.support.code import commit
 from diffquant.support.files import file_digest
 from diffquant.support.plain_data import JsonObject
 from diffquant.support.progress import Progress
@@ -95,6 +96,10 @@ class ExportedSubject:
         setup = self.setup.common_key() | (self.setup.key() if baseline else {})
         return {"model": self.model.identity} | compared | setup
 
+    def modules(self, recipe: Recipe) -> tuple[str, ...]:
+        compared = self.compared_with.modules(recipe) if self.compared_with else ()
+        return (__name__, type(self.runtime).__module__, *compared)
+
     def open(self) -> "ExportedSession":
         return ExportedSession(self, self.compared_with.open() if self.compared_with else None)
 
@@ -122,7 +127,8 @@ class ExportedSession:
         started = time.monotonic()
         result = self.run(task, recipe, reference, progress)
         seconds = round(time.monotonic() - started, 2)
-        return Measurement(result, seconds, self.subject.model.weight_bytes, self.subject.model.kv_bytes)
+        stored = self.subject.model
+        return Measurement(result, seconds, stored.weight_bytes, stored.kv_bytes, commit=commit())
 
     @cached_property
     def _opened(self) -> "tuple[LanguageModel, PreTrainedTokenizerBase]":

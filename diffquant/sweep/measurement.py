@@ -7,7 +7,7 @@ from typing import Self
 from diffquant.evals.task_result import TaskResult
 from diffquant.support.plain_data import JsonObject
 
-_OWN = ("seconds", "logit_report", "stored")
+_OWN = ("seconds", "logit_report", "stored", "commit")
 
 
 @dataclass(frozen=True)
@@ -20,6 +20,8 @@ class Measurement:
         weight_bytes: size of the checkpoint that stores the recipe's weights.
         kv_bytes: size of a token in the recipe's cache, over all layers.
         logit_report: numbers of what each layer's logit quantizer did; None where logits are not quantized.
+        commit: commit of the code that measured it, with "+changes" where its sources differed from that; None where
+            none is known.
     """
 
     result: TaskResult
@@ -27,12 +29,14 @@ class Measurement:
     weight_bytes: int
     kv_bytes: float
     logit_report: list[dict[str, float]] | None = None
+    commit: str | None = None
 
     def to_dict(self) -> JsonObject:
         """The measurement as one flat object, the task's result included, which `from_dict` reads."""
         report = {} if self.logit_report is None else {"logit_report": self.logit_report}
         stored = {"weights": self.weight_bytes, "kv_per_token": self.kv_bytes}
-        return self.result.to_dict() | {"seconds": self.seconds} | report | {"stored": stored}
+        made = {} if self.commit is None else {"commit": self.commit}
+        return self.result.to_dict() | {"seconds": self.seconds} | report | {"stored": stored} | made
 
     @classmethod
     def from_dict(cls, cell: Mapping[str, object]) -> Self:
@@ -44,6 +48,7 @@ class Measurement:
             own["stored"]["weights"],
             own["stored"]["kv_per_token"],
             own["logit_report"],
+            own["commit"],
         )
 
 

@@ -93,6 +93,7 @@ def _settings_facts(settings: JsonObject) -> dict[str, str]:
     flat |= {f"task {task['name']}": _value_text(task) for task in settings["tasks"]}
     flat |= {f"SHA-256 of {Path(path).name}": digest for path, digest in settings["models"].items()}
     flat["dtype"] = settings["dtype"]
+    flat["commit"] = settings.get("commit") or "not recorded"
     return {name: _value_text(value) for name, value in flat.items()}
 
 

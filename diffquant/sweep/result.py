@@ -13,12 +13,17 @@ from diffquant.sweep.measurement import Measurement
 
 @dataclass(frozen=True)
 class MeasuredCell:
-    """A cell of a result: its measurement, or the error that stands in its place."""
+    """A cell of a result: its measurement, or the error that stands in its place.
+
+    Attributes:
+        code: digest of the code that computes it; None in results of before there was one.
+    """
 
     point: Point
     task: str
     measurement: Measurement | None
     error: str | None
+    code: str | None = None
 
     @property
     def result(self) -> TaskResult | None:
@@ -33,7 +38,7 @@ class MeasuredCell:
 
 @dataclass(frozen=True)
 class SweepResult:
-    """All cells in the grid's order, and what they were measured with: options, dtype, versions, date."""
+    """All cells in the grid's order, and what they were measured with: options, dtype, versions, commit, date."""
 
     cells: list[MeasuredCell]
     settings: JsonObject
@@ -80,7 +85,9 @@ class SweepResult:
                 "target": cell.point.target,
                 "bits": cell.point.bits,
                 "granularity": cell.point.granularity,
+                "compared_with": str(cell.point.compared_with) if cell.point.compared_with else None,
                 "task": cell.task,
+                "code": cell.code,
                 "result": cell.measurement.to_dict() if cell.measurement else None,
                 "error": cell.error,
             }

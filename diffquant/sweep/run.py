@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
+from diffquant.evals.task import Task
+from diffquant.support.code import code_digest, commit
 from diffquant.support.files import write_atomically
 from diffquant.support.plain_data import JsonObject
 from diffquant.support.progress import Progress, silent
@@ -11,14 +13,17 @@ from diffquant.support.versions import versions_of_run
 from diffquant.sweep.cell import Cell
 from diffquant.sweep.engines import Batch, Job, engine_named
 from diffquant.sweep.exported import RuntimeOf, checkpoints_alone
-from diffquant.sweep.grid import SweepOptions
+from diffquant.sweep.grid import Point, SweepOptions
 from diffquant.sweep.plan import SweepPlan, plan_sweep
 from diffquant.sweep.recorder import CellRecorder
 from diffquant.sweep.result import MeasuredCell, SweepResult
-from diffquant.sweep.session import weights_of
+from diffquant.sweep.session import Subject, weights_of
 
 # Changes with what a result holds, so that cells of an older form are measured again.
 RESULT_FORMAT = 1
+
+# A cell uses one task and one rounding; the code of the others is not its own.
+_PICKED_BY_NAME = ("diffquant.evals.tasks", "diffquant.quantization.roundings")
 
 
 def run_sweep(
@@ -49,7 +54,7 @@ def run_sweep(
     folder = output / "cells"
     identities = {task.name: task.identity() for task in plan.tasks}
     jobs = [
-        Job(point, task, Cell(folder, _key(plan.subjects[point.model].key(point.recipe), identities[task.name])))
+        Job(point, task, Cell(folder, _key(plan.subjects[point.model], point, task, identities[task.name])))
         for point in plan.points
         for task in plan.tasks
     ]
@@ -68,9 +73,11 @@ def run_sweep(
     return result
 
 
-def _key(subject: JsonObject, task: JsonObject) -> JsonObject:
+def _key(subject: Subject, point: Point, task: Task, identity: JsonObject) -> JsonObject:
     """All that a cell's result depends on."""
-    return subject | {"format": RESULT_FORMAT, "task": task}
+    modules = (*subject.modules(point.recipe), type(task).__module__)
+    code = code_digest(modules, picking=_PICKED_BY_NAME)
+    return subject.key(point.recipe) | {"format": RESULT_FORMAT, "task": identity, "code": code}
 
 
 def _batches(pending: Sequence[Job], plan: SweepPlan) -> list[Batch]:
@@ -83,7 +90,8 @@ def _batches(pending: Sequence[Job], plan: SweepPlan) -> list[Batch]:
 
 def _read_cell(job: Job) -> MeasuredCell:
     measurement = job.cell.read()
-    return MeasuredCell(job.point, job.task.name, measurement, None if measurement else job.cell.read_failure())
+    error = None if measurement else job.cell.read_failure()
+    return MeasuredCell(job.point, job.task.name, measurement, error, job.cell.key["code"])
 
 
 def _settings(plan: SweepPlan, options: SweepOptions, tasks: list[JsonObject]) -> JsonObject:
@@ -95,5 +103,6 @@ def _settings(plan: SweepPlan, options: SweepOptions, tasks: list[JsonObject]) -
         "source_bytes": {str(path): source.checkpoint.stored_nbytes for path, source in plan.sources.items()},
         "dtype": plan.setup.dtype_name,
         "versions": versions_of_run(options.device),
+        "commit": commit(),
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
     }

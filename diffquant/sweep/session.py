@@ -14,9 +14,10 @@ from diffquant.evals.task_result import TaskResult
 from diffquant.evals.torch_model import TorchModel
 from diffquant.loading import load
 from diffquant.model.modeling import DiffTransformer
-from diffquant.quantization.roundings import text_read_digest
+from diffquant.quantization.roundings import rounding_named, text_read_digest
 from diffquant.recipe import LAYER_TARGETS, Recipe
 from diffquant.source.source import Source
+from diffquant.support.code import commit
 from diffquant.support.files import file_digest
 from diffquant.support.plain_data import JsonObject
 from diffquant.support.progress import Progress
@@ -47,7 +48,10 @@ class Subject(Protocol):
     """A model as the plain data from which an engine, here or elsewhere, opens a session."""
 
     def key(self, recipe: Recipe) -> JsonObject:
-        """All that a result depends on beside the task."""
+        """All that a result depends on beside the task, and beside the code."""
+
+    def modules(self, recipe: Recipe) -> tuple[str, ...]:
+        """Names of the modules that a result's computation starts from, beside the task's."""
 
     def open(self) -> Session:
         """A session that holds nothing yet."""
@@ -97,6 +101,9 @@ class CheckpointSubject:
         read = {"rounding_text": text} if text else {}
         return scales | read | model | self.setup.common_key() | self.setup.key()
 
+    def modules(self, recipe: Recipe) -> tuple[str, ...]:
+        return (__name__, type(rounding_named(recipe.rounding.name)).__module__)
+
     def open(self) -> "CheckpointSession":
         return CheckpointSession(self)
 
@@ -129,6 +136,7 @@ class CheckpointSession:
             self._stored_weights(recipe),
             kv_bytes_per_token(model),
             model.logit_report() if _quantizes_logits(recipe) else None,
+            commit(),
         )
 
     def model(self, recipe: Recipe | None) -> DiffTransformer:

@@ -9,6 +9,7 @@ from diffquant.evals.columns import MISSING, Columns, Compared
 from diffquant.evals.task_result import TaskResult
 from diffquant.evals.tasks import kind_of, task_kinds
 from diffquant.report.tables import aligned, megabytes
+from diffquant.support.code import CHANGED
 from diffquant.support.plain_data import JsonObject
 from diffquant.sweep.grid import EXPORTED, RECIPE, Point
 from diffquant.sweep.result import SweepResult, model_names
@@ -79,6 +80,9 @@ def notes(sweep: SweepResult) -> list[str]:
         texts.append(
             f"The weights of {quantized} were quantized before: its 16 bits are not the model as it was trained."
         )
+    changed = sum(bool(c.measurement and (c.measurement.commit or "").endswith(CHANGED)) for c in sweep.cells)
+    if changed:
+        texts.append(f"{changed} of {len(sweep.cells)} cells were measured by code with uncommitted changes.")
     return texts
 
 

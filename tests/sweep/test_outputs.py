@@ -20,6 +20,7 @@ from diffquant.sweep.plot import panels
 from diffquant.sweep.report import report_html
 from diffquant.sweep.result import MeasuredCell
 from diffquant.sweep.table import csv_table, json_rows, text_table
+from studies.results import read_sweep
 from tests.support import tiny_lm
 
 MODELS = [Path("transformer"), Path("diff")]
@@ -57,6 +58,23 @@ def sweep():
         "dtype": "float32",
     }
     return SweepResult(cells, settings)
+
+
+def test_a_sweep_is_read_back_as_it_was_written(sweep, tmp_path):
+    (tmp_path / "sweep.json").write_text(sweep.to_json())
+    again = read_sweep(tmp_path / "sweep.json")
+    assert again.to_json() == sweep.to_json()
+    assert text_table(again) == text_table(sweep)
+
+
+def test_changes_that_were_not_committed_are_said(sweep):
+    assert "uncommitted" not in text_table(sweep)
+    cell = next(cell for cell in sweep.cells if cell.measurement)
+    changed = replace(cell, measurement=replace(cell.measurement, commit="0123+changes"))
+    cells = [changed if each is cell else each for each in sweep.cells]
+    note = f"1 of {len(cells)} cells were measured by code with uncommitted changes."
+    assert note in text_table(replace(sweep, cells=cells))
+    assert note in report_html(replace(sweep, cells=cells))
 
 
 def test_the_first_row_of_a_model_is_16_bits_and_the_others_compare_with_it(sweep):

@@ -15,6 +15,7 @@ from diffquant.quantization.quantize import quantize
 from diffquant.recipe import Recipe
 from diffquant.source.source import open_source
 from diffquant.source.tokenizer import load_tokenizer
+from diffquant.support.code import code_digest, commit
 from diffquant.sweep import SweepOptions, run_sweep, session
 from diffquant.sweep.evaluate import evaluate
 from diffquant.sweep.table import rows
@@ -130,6 +131,31 @@ def test_what_a_result_depends_on_is_in_its_address(model, output, tmp_path, cha
     changed = replace(OPTIONS, bits=(16,), task_options=OPTIONS.task_options | change, **batches)
     run_sweep([model], changed, tmp_path)
     assert {file.name for file in (tmp_path / "cells").iterdir()} - names
+
+
+def test_a_change_of_the_code_that_computes_a_cell_measures_it_again(model, copy_of, loads, monkeypatch):
+    def digest(roots, picking):
+        return "0123456789abcdef" if "diffquant.evals.tasks.perplexity" in roots else code_digest(roots, picking)
+
+    monkeypatch.setattr("diffquant.sweep.run.code_digest", digest)
+    result = run_sweep([model], OPTIONS, copy_of)
+    assert loads == ["16", "4:row", "4:tensor"]
+    assert len(list((copy_of / "cells").iterdir())) == CELLS + CELLS // 2
+    written = json.loads((copy_of / "sweep.json").read_text())
+    codes = {(cell["task"], cell["code"]) for cell in written["cells"]}
+    assert ("perplexity", "0123456789abcdef") in codes
+    assert len(codes) == 2
+    assert {cell["result"].get("commit") for cell in written["cells"]} == {written["settings"]["commit"]} == {commit()}
+    assert result.cells[0].code != "0123456789abcdef"
+
+
+def test_a_rounding_s_cells_depend_on_its_own_code_alone(model, tmp_path):
+    recipe = tmp_path / "mse.yaml"
+    recipe.write_text("weights: 4:row\nrounding: mse\n")
+    options = replace(OPTIONS, tasks=("perplexity",), bits=(4,), targets=("weights",), granularities=("row",))
+    result = run_sweep([model], replace(options, recipes=(recipe,)), tmp_path / "out")
+    full, nearest, mse = (cell.code for cell in result.cells)
+    assert full == nearest != mse
 
 
 def test_an_interrupted_sweep_keeps_its_cells_and_goes_on(model, tmp_path, monkeypatch):

@@ -1,0 +1,119 @@
+"""The code behind a result: a digest of the modules that computed it, and the commit they stand in."""
+
+import hashlib
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from functools import cache
+from pathlib import Path
+
+_PACKAGE = Path(__file__).parents[1]
+
+# They show results and compute nothing of them.
+_SHOWING = ("diffquant.cli", "diffquant.report", "diffquant.evals.columns", "diffquant.evals.plots")
+
+# An import of ours wherever it stands, inside functions too: they are most of those that torch hangs on.
+_IMPORT = re.compile(
+    r"^[ \t]*(?:from (diffquant[\w.]*) import (\([^)]*\)|[^\n]*)|import (diffquant[\w.]*))", re.MULTILINE
+)
+_COMMENT = re.compile(r"#[^\n]*")
+_IMPORTED_NAME = re.compile(r"(\w+)(?: as \w+)?")
+
+# What a commit's name ends with where sources differ from it.
+CHANGED = "+changes"
+
+# Sources of native kernels stand beside the package that loads them.
+_NATIVE_SOURCES = ("*.cc", "*.h")
+
+
+@cache
+def code_digest(roots: tuple[str, ...], picking: tuple[str, ...] = ()) -> str:
+    """16 hex digits of the source text of some modules and of all of diffquant's that they import, however far.
+
+    What shows results is left out. A package that imports all of its modules, as registries do, reaches them all.
+
+    Args:
+        roots: names of modules; those that are not diffquant's have to be imported already.
+        picking: registries of which a run uses what it names, so that they reach none of their modules.
+
+    Raises:
+        ValueError: a root has no source file.
+    """
+    sources: dict[str, bytes] = {}
+    pending = list(roots)
+    while pending:
+        module = pending.pop()
+        if module in sources or module.startswith(_SHOWING):
+            continue
+        file = _file_of(module)
+        if file is None:
+            raise ValueError(f"module {module} has no source file whose code could be told apart")
+        sources[module] = file.read_bytes()
+        pending += _imported_by(sources[module].decode())
+        if file.name == "__init__.py":
+            if b"import_all(" in sources[module] and module not in picking:
+                pending += [f"{module}.{name}" for name in _modules_in(file.parent)]
+            native = [found for pattern in _NATIVE_SOURCES for found in file.parent.glob(pattern)]
+            sources |= {f"{module}/{each.name}": each.read_bytes() for each in native}
+    digest = hashlib.sha256()
+    for name in sorted(sources):
+        digest.update(f"{name} {len(sources[name])}\n".encode())
+        digest.update(sources[name])
+    return digest.hexdigest()[:16]
+
+
+@cache
+def commit() -> str | None:
+    """The commit of the checkout that this package runs from, with "+changes" where sources differ from it.
+
+    None for an installed wheel, which stands in no checkout of ours.
+    """
+    sources = [":(top)*.py", *(f":(top){pattern}" for pattern in _NATIVE_SOURCES), ":(top,exclude)tests"]
+    if _git("ls-files", "--error-unmatch", "__init__.py") is None:
+        return None
+    head = _git("rev-parse", "HEAD")
+    changed = _git("status", "--porcelain", "--untracked-files=all", "--", *sources)
+    return None if head is None else head + (CHANGED if changed else "")
+
+
+def provenance(module: str) -> dict[str, str | None]:
+    """Date, commit and digest of the code of what a module measures, for the settings of its results."""
+    date = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
+    return {"date": date, "commit": commit(), "code": code_digest((module,))}
+
+
+def _git(*arguments: str) -> str | None:
+    try:
+        done = subprocess.run(["git", *arguments], cwd=_PACKAGE, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return done.stdout.strip()
+
+
+def _imported_by(text: str) -> Iterator[str]:
+    """Names of our modules that a source text imports."""
+    for package, names, module in _IMPORT.findall(text):
+        if module:
+            yield module
+            continue
+        inner = [f"{package}.{name}" for name in _IMPORTED_NAME.findall(_COMMENT.sub("", names))]
+        modules = [name for name in inner if _file_of(name)]
+        yield from modules
+        if len(modules) < len(inner):
+            yield package
+
+
+@cache
+def _file_of(module: str) -> Path | None:
+    """The source file of a module; None where there is none."""
+    if module.partition(".")[0] != _PACKAGE.name:
+        return Path(file) if (file := getattr(sys.modules.get(module), "__file__", None)) else None
+    place = _PACKAGE.joinpath(*module.split(".")[1:])
+    return next((file for file in (place / "__init__.py", place.with_suffix(".py")) if file.is_file()), None)
+
+
+def _modules_in(package: Path) -> list[str]:
+    files = [file.stem for file in package.glob("*.py") if file.stem != "__init__"]
+    return files + [file.parent.name for file in package.glob("*/__init__.py")]

@@ -1,0 +1,34 @@
+"""Pictures and their numbers: what is committed can be drawn again from the raw files beside it."""
+
+import shutil
+
+import pytest
+
+from diffquant.errors import UsageError
+from studies.plots import RESULTS, drawings, main
+
+PICTURES = sorted(RESULTS.rglob("*.png"))
+
+
+@pytest.mark.parametrize("picture", PICTURES, ids=lambda picture: str(picture.relative_to(RESULTS)))
+def test_the_command_knows_every_committed_picture(picture):
+    assert picture.name in drawings(picture.parent), (
+        f"{picture}: no program draws it from the raw files beside it; add them to studies/plots.py"
+    )
+
+
+@pytest.mark.parametrize("name", ["pocket-needle-lengths", "figure8-needle-kl"])
+def test_a_folder_is_drawn_again_from_its_raw_files(name, tmp_path, capsys):
+    folder = shutil.copytree(RESULTS / name, tmp_path / name)
+    pictures = sorted(folder.glob("*.png"))
+    for picture in pictures:
+        picture.write_bytes(b"")
+    main([folder])
+    assert all(picture.read_bytes().startswith(b"\x89PNG") for picture in pictures)
+    assert len(capsys.readouterr().out.splitlines()) == len(pictures) > 0
+
+
+def test_a_picture_without_numbers_is_named(tmp_path):
+    (tmp_path / "what.png").write_bytes(b"")
+    with pytest.raises(UsageError, match=r"nothing here draws .*what\.png"):
+        main([tmp_path])

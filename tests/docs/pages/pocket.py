@@ -1,0 +1,84 @@
+"""The figures of diffquant/data/pocket/README.md."""
+
+from tests.docs.numbers import Expected
+from tests.docs.page import CellValues, Page
+from tests.docs.raw import measured, raw
+
+PAGE = Page("diffquant/data/pocket/README.md")
+KINDS = {"Transformer": "needle-transformer", "DIFF V1": "needle-diff-v1", "DIFF V2": "needle-diff-v2"}
+
+
+def accuracy(folder: str, model: str, scheme: str, needles: int, target: str | None = None) -> float:
+    score = measured(folder, model, scheme, f"needle:{needles}:1", target).score
+    if score is None:
+        raise LookupError(f"{folder}: no score")
+    return score
+
+
+def _by_length(row: str, column: str) -> list[Expected]:
+    kind, _, length = row.rpartition(", ")
+    places = measured("pocket-needle-lengths", KINDS[kind], "16", f"needle:{column[-1]}:1").details["by_place"]
+    accuracies = [place["accuracy"] for place in places if place["length"] == int(length)]
+    return [sum(accuracies) / len(accuracies)]
+
+
+PAGE.table("model | tokens | N = 1 | N = 2 | N = 4 | N = 6", _by_length, names=2)
+
+_HEADS = "Transformer, N = 1 | N = 4 | DIFF V1, N = 1 | N = 4 | DIFF V2, N = 1 | N = 4"
+_COLUMNS = [f"{kind}, N = {needles}" for kind in KINDS for needles in (1, 4)]
+
+
+def _retrieved(folder: str) -> CellValues:
+    def values(row: str, column: str) -> list[Expected]:
+        kind, _, needles = column.partition(", N = ")
+        target, _, scheme = row.rpartition(" ")
+        return [accuracy(folder, KINDS[kind], scheme, int(needles), target or None)]
+
+    return values
+
+
+PAGE.table(f"logits | {_HEADS}", _retrieved("pocket-needle"), columns=_COLUMNS)
+PAGE.table(f" | {_HEADS}", _retrieved("pocket-needle-weights-kv"), columns=_COLUMNS)
+
+
+def _of_seed(row: str, column: str) -> list[Expected]:
+    kind, _, seed = column.partition(", ")
+    return [accuracy("pocket-needle" if seed == "0" else "pocket-needle-seed-1", KINDS[kind], row, 4)]
+
+
+PAGE.table(
+    "logits | Transformer, 0 | 1 | DIFF V1, 0 | 1 | DIFF V2, 0 | 1",
+    _of_seed,
+    columns=[f"{kind}, {seed}" for kind in KINDS for seed in "01"],
+)
+
+
+def _largest(file: str) -> list[float]:
+    by_name = {model["generation"]: model["overall"]["logits"]["top"]["1"] for model in raw(file)["models"]}
+    return [by_name[kind] for kind in KINDS]
+
+
+PAGE.says(
+    "on prose they are {}, {} and {} (Transformer, V1, V2) with seed 0 and {}, {} and {} with seed 1",
+    *_largest("pocket-needle-outliers/outliers.json"),
+    *_largest("pocket-needle-seed-1/outliers.json"),
+)
+_ENGLISH = {"Transformer": "prose-transformer", "DIFF V1": "prose-diff-v1", "DIFF V2": "prose-diff-v2"}
+PAGE.table(
+    " | Transformer | DIFF V1 | DIFF V2",
+    lambda row, head: [raw(f"rounding/{_ENGLISH[head]}.json")["results"]["16 bits"]["perplexity"]],
+)
+_WIDE = [cell["result"]["score"] for cell in raw("pocket-needle/sweep.json")["cells"] if cell["bits"] in (16, 8, 6)]
+PAGE.says("At 16, 8 and 6 bits every model retrieves {} or more at every granularity", min(_WIDE))
+_STORED = [
+    cell["result"]["score"] for cell in raw("pocket-needle-weights-kv/sweep.json")["cells"] if cell["bits"] in (8, 6, 4)
+]
+PAGE.says("At 8, 6 and 4 bits every model retrieves {} or more", min(_STORED))
+PAGE.leaves("DIFF V2 of 0.15 M parameters (counts within 1 %)", "counts")
+PAGE.leaves("have 1.25 M parameters (counts within 1 %)", "counts")
+PAGE.leaves("6.7 M tokens", "how they were trained")
+PAGE.leaves("the same 7.4 M tokens", "how they were trained")
+PAGE.leaves(
+    "A 95 % interval is at most 10 points to either side, and of 100 in 100 it reaches down to 96 %", "binomial"
+)
+PAGE.leaves("byte-level BPE of 2,048 tokens", "a size")

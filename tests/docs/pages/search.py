@@ -1,0 +1,197 @@
+"""The figures of docs/search.md."""
+
+import math
+from statistics import median
+
+from diffquant.calib.search.outputs import search_table, uniform_kl
+from diffquant.calib.search.result import SearchResult
+from studies.results import read_search
+from tests.docs.numbers import About, Expected
+from tests.docs.page import RESULTS, Page
+from tests.docs.raw import raw
+
+PAGE = Page("docs/search.md")
+W45, W55, C45, C55, C5 = (
+    read_search(RESULTS / file)
+    for file in (
+        "smollm2-search/search-4.5-bits.json",
+        "smollm2-search/search-5.5-bits.json",
+        "smollm2-search-cache/search-4.5-bits.json",
+        "smollm2-search-cache/search-5.5-bits.json",
+        "smollm2-search-cache/with-5-bits/search-4.5-bits.json",
+    )
+)
+_WEIGHTS = "diffquant search smollm2-135m-diff-v2 -o search --budget {} --windows 2 --window 128 --check"
+_CACHE = "diffquant search smollm2-135m-diff-v2 -o search --target k,v,logits --"
+PAGE.shows(_WEIGHTS.format(4.5), lambda: search_table(W45).splitlines())
+PAGE.shows(_WEIGHTS.format(5.5), lambda: search_table(W55).splitlines())
+PAGE.shows(_CACHE + "budget 4.5", lambda: search_table(C45).splitlines())
+PAGE.shows(_CACHE + "budget 5.5", lambda: search_table(C55).splitlines())
+PAGE.shows(_CACHE + "bits 8,6,5,4 --budget 4.5", lambda: search_table(C5).splitlines())
+
+
+def kl(result: SearchResult, name: str) -> float:
+    return next(each.kl for each in result.candidates if each.name == name)
+
+
+def below(searched: float, rival: float | None) -> float:
+    """How far a KL lies below another, in percent."""
+    if rival is None:
+        raise LookupError("no KL of uniform bits")
+    return 100 * (1 - searched / rival)
+
+
+def against_uniform(result: SearchResult) -> float:
+    return below(kl(result, "searched"), uniform_kl(result))
+
+
+def against_even(result: SearchResult) -> float:
+    return below(kl(result, "searched"), kl(result, "spread evenly"))
+
+
+PAGE.says("KL is {} % below that of uniform bits of the same average at 4.5 bits", against_uniform(W45))
+PAGE.says("(interpolated in log KL between 4 and 5 bits) and {} % below at 5.5", against_uniform(W55))
+PAGE.says("spread evenly it is {} % and {} % below", against_even(W45), against_even(W55))
+_PERPLEXITIES = {each.name: each.perplexity for each in W45.candidates}
+PAGE.says(
+    "at 4.5 bits {} against {} spread evenly, while uniform 5 bits, {} MB more, have {}",
+    _PERPLEXITIES["searched"],
+    _PERPLEXITIES["spread evenly"],
+    (W45.candidates[3].nbytes - W45.candidates[0].nbytes) / 1e6,
+    _PERPLEXITIES["uniform 5"],
+)
+_SUMS = [each.predicted / each.kl for result in (W45, W55) for each in result.candidates if each.predicted]
+PAGE.says(
+    "the sum of single costs is {} to {} times what the whole recipe costs on other text.", min(_SUMS), max(_SUMS)
+)
+_CACHE_SUMS = [each.predicted / each.kl for result in (C45, C55, C5) for each in result.candidates if each.predicted]
+PAGE.says("The sum of single costs is {} to {} times what the whole recipe costs", min(_CACHE_SUMS), max(_CACHE_SUMS))
+
+CHECK = raw("smollm2-search/check-16384.json")
+_BITS = {"searched 4.5": 4.5, "searched 5.5": 5.5, "spread evenly 4.5": 4.5, "spread evenly 5.5": 5.49}
+
+
+def _check(row: str, column: str) -> list[Expected]:
+    kind, _, bits = row.rpartition(", ")
+    name = "16 bits" if kind == "16 bits" else f"{kind} {ROUND.get(bits, bits)}"
+    if column == "bits":
+        return [float(bits)]
+    entry = CHECK[name]
+    return [{"checkpoint": entry["nbytes"] / 1e6, "perplexity": entry["perplexity"], "KL": entry["kl"]}[column]]
+
+
+ROUND = {"4.00": "4", "4.50": "4.5", "5.00": "5", "5.49": "5.5", "5.50": "5.5", "6.00": "6"}
+PAGE.table(" | bits | checkpoint | perplexity | KL", _check, names=2)
+
+
+def _interpolated(bits: float) -> float:
+    low, high = CHECK[f"uniform {math.floor(bits)}"]["kl"], CHECK[f"uniform {math.ceil(bits)}"]["kl"]
+    return math.exp((math.log(low) + math.log(high)) / 2)
+
+
+PAGE.says(
+    "the searched recipes have {} % and {} % less KL there, against an even spread {} % and {} %",
+    *(below(CHECK[f"searched {bits}"]["kl"], _interpolated(bits)) for bits in (4.5, 5.5)),
+    *(below(CHECK[f"searched {bits}"]["kl"], CHECK[f"spread evenly {bits}"]["kl"]) for bits in (4.5, 5.5)),
+)
+PAGE.says(
+    "at 4.5 bits {} against {} spread evenly.",
+    CHECK["searched 4.5"]["perplexity"],
+    CHECK["spread evenly 4.5"]["perplexity"],
+)
+
+# Units
+
+_COSTS = sorted((unit.kl[4] for unit in W45.measurements), reverse=True)
+
+
+def _share(costs: list[float]) -> float:
+    return 100 * sum(costs) / sum(_COSTS)
+
+
+def _of_kind(kind: str) -> list[float]:
+    return [unit.kl[4] for unit in W45.measurements if unit.kind.endswith(kind)]
+
+
+PAGE.says("five cause {} % and 21 cause {} %", _share(_COSTS[:5]), _share(_COSTS[:21]))
+PAGE.says("with {} nats alone, {} % of the sum", _COSTS[0], _share(_COSTS[:1]))
+PAGE.says("is {} times below", About(_COSTS[0] / _COSTS[-1], 0.1))
+PAGE.says(
+    "`down_proj` causes {} % of the sum and `v_proj` {} %", _share(_of_kind("down_proj")), _share(_of_kind("v_proj"))
+)
+PAGE.says("`q_proj` and `k_proj` cause {} % and {} %", _share(_of_kind("q_proj")), _share(_of_kind("k_proj")))
+
+
+def _attention(kind: str) -> float:
+    return 100 * median(unit.attention[4] or 0 for unit in W45.measurements if unit.kind.endswith(kind))
+
+
+PAGE.says(
+    "a 4-bit `v_proj` is {} % (median over layers), from a 4-bit `q_proj` or `k_proj` {} %",
+    _attention("v_proj"),
+    _attention("q_proj"),
+)
+PAGE.says(
+    "by {} from 4 to 6 bits and {} from 6 to 8 (medians), where (31/7)² = {} and (127/31)² = {}",
+    median(unit.kl[4] / unit.kl[6] for unit in W45.measurements),
+    median(unit.kl[6] / unit.kl[8] for unit in W45.measurements),
+    (31 / 7) ** 2,
+    (127 / 31) ** 2,
+)
+
+
+def _chosen(result: SearchResult) -> list[int]:
+    widths = [unit.chosen for unit in result.measurements]
+    return [widths.count(bits) for bits in (4, 6, 8)]
+
+
+PAGE.says(
+    "At 4.5 bits {} tensors get 4 bits, {} get 6 and {} get 8; at 5.5 it is {}, {} and {}", *_chosen(W45), *_chosen(W55)
+)
+
+# K, V and logits
+
+PAGE.says("spread evenly by {} % and {} %", against_even(C45), against_even(C55))
+PAGE.says(
+    "but {} % less KL at 4.5 bits, and {} % less at 5.5, is what uniform bits",
+    *(below(uniform_kl(result) or 0, kl(result, "searched")) for result in (C45, C55)),
+)
+PAGE.says(
+    "KL is {} % below that of the search among 8, 6 and 4 bits, {} % below uniform bits and {} % below an even spread",
+    below(kl(C5, "searched"), kl(C45, "searched")),
+    against_uniform(C5),
+    against_even(C5),
+)
+_PERPLEXITY5 = {each.name: each.perplexity for each in C5.candidates}
+PAGE.says("whose perplexity is {} lower", _PERPLEXITY5["searched"] - _PERPLEXITY5["spread evenly"])
+_CACHE_COSTS = {target: [u.kl[4] for u in C45.measurements if u.target == target] for target in ("k", "v", "logits")}
+_ALL = sum(sum(costs) for costs in _CACHE_COSTS.values())
+PAGE.says(
+    "K causes {} %, logits {} % and V {} %",
+    *(100 * sum(_CACHE_COSTS[target]) / _ALL for target in ("k", "logits", "v")),
+)
+PAGE.says(
+    "the relative error after subtraction and norm is {} %, {} % and {} %",
+    *(
+        100 * median(u.attention[4] or 0 for u in C45.measurements if u.target == target)
+        for target in ("k", "logits", "v")
+    ),
+)
+PAGE.says("the costliest causes {} times the median KL", _COSTS[0] / median(_COSTS))
+PAGE.says(
+    "{} times for K, {} for V, {} for logits",
+    *(max(_CACHE_COSTS[target]) / median(_CACHE_COSTS[target]) for target in ("k", "v", "logits")),
+)
+PAGE.says(
+    "A cost falls {} times from 4 to 6 bits and {} times from 4 to 5",
+    About(median(u.kl[4] / u.kl[6] for u in C5.measurements), 0.05),
+    About(median(u.kl[4] / u.kl[5] for u in C5.measurements), 0.05),
+)
+PAGE.says(
+    "cost {} times what 5 bits everywhere do",
+    About(median((u.kl[4] + u.kl[6]) / 2 / u.kl[5] for u in C5.measurements), 0.05),
+)
+PAGE.leaves("4,096 characters of the second half", "a setting")
+PAGE.leaves("16,384 characters of the second half", "a setting")
+PAGE.leaves("compared on 8,192 characters", "a setting")
+PAGE.leaves("or evenly spread ones where 128 MB do not hold", "a limit of the code")

@@ -1,0 +1,80 @@
+"""Raw files beside each other: one configuration has one result, and 16 bits are two bytes."""
+
+import json
+import re
+from collections import defaultdict
+
+import pytest
+
+from tests.docs.page import RESULTS, ROOT
+from tests.docs.raw import raw
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "diffquant/data/pocket/README.md"]
+SWEEPS = sorted(str(file.relative_to(RESULTS)) for file in RESULTS.rglob("sweep.json"))
+
+# Two commits measured them under one address, before the code was a part of it. To be measured again.
+TWICE = {f"smollm2-{name}-500{end}/sweep.json" for name, end in (("logits", ""), ("logits", "-shift"), ("onnx", ""))}
+
+# A GGUF file and a float32 folder counted as what they expand to. To be counted again.
+FOUR_BYTES = {
+    "smollm2-logits-500/sweep.json",
+    "smollm2-logits-500-shift/sweep.json",
+    "smollm2-logits-kl/sweep.json",
+    "smollm2-onnx-500/sweep.json",
+}
+
+
+def score_of(result):
+    return result.get("score") if result.get("score") is not None else result.get("perplexity")
+
+
+def test_one_configuration_has_one_result():
+    results = defaultdict(dict)
+    for name in SWEEPS:
+        settings = raw(name)["settings"]
+        tasks = {task["name"]: task for task in settings["tasks"]}
+        for cell in raw(name)["cells"]:
+            if cell["result"] is None or cell["model"] not in settings["models"]:
+                continue
+            about = [settings["models"][cell["model"]], *(cell[k] for k in ("target", "bits", "granularity"))]
+            about += [tasks[cell["task"]], settings["dtype"], settings["versions"], cell.get("code")]
+            about += settings["options"].get("scales", [])
+            results[json.dumps(about, sort_keys=True)][name] = score_of(cell["result"])
+    differing = [by_sweep for by_sweep in results.values() if len(set(by_sweep.values())) > 1]
+    assert {name for by_sweep in differing for name in by_sweep} == TWICE, differing
+
+
+@pytest.mark.parametrize("name", SWEEPS)
+def test_16_bits_store_two_bytes_a_weight(name):
+    parameters = {
+        each["fingerprint"]: each["parameters"]
+        for file in RESULTS.glob("figure8-*/*.json")
+        if "parameters" in (each := raw(str(file.relative_to(RESULTS))))
+    }
+    models = raw(name)["settings"]["models"]
+    checked = [
+        (cell["result"]["stored"]["weights"], parameters[models[cell["model"]]])
+        for cell in raw(name)["cells"]
+        if cell["result"] and not cell["target"] and models.get(cell["model"]) in parameters
+    ]
+    assert all(stored <= 2.05 * count for stored, count in checked) != (name in FOUR_BYTES)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_raw_file_and_test_that_a_page_names_is_there(page):
+    named = re.findall(r"`((?:bench/results|tests|studies|examples)/[\w./*-]+)`", page.read_text(encoding="utf-8"))
+    # "bench/results/figure8-*/" stands for several.
+    assert not [name for name in named if not list(ROOT.glob(name.rstrip("/")))]
+
+
+def test_the_claims_name_every_result():
+    """What is measured and committed bears on some claim; what bears on none is to be deleted."""
+    claims = (ROOT / "docs/claims.md").read_text(encoding="utf-8")
+    results = {file.name for file in RESULTS.iterdir() if file.is_dir() or file.suffix == ".json"}
+    assert not [name for name in sorted(results) if f"bench/results/{name}" not in claims]
+
+
+def test_the_claims_name_what_uncommitted_trees_measured():
+    claims = (ROOT / "docs/claims.md").read_text(encoding="utf-8").partition("## Raw files and their code")[2]
+    changed = {str(f.relative_to(ROOT)) for f in RESULTS.rglob("*.json") if "+changes" in f.read_text(encoding="utf-8")}
+    assert {name for name in changed if f"`{name}`" in claims} == changed
