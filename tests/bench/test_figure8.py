@@ -21,7 +21,13 @@ SPECS = {
     "v1": DiffSpec(2, 2, 8, 16, lam="exp", post_norm="affine", scale_by_init=True),
     "v2": DiffSpec(4, 2, 8, 8, shared_k=True, lam="sigmoid"),
 }
-READINGS = [Reading(torch.randint(0, 400, (3, 30), generator=torch.Generator().manual_seed(1)), 29)]
+
+
+def readings_of(sequences):
+    return [Reading(torch.randint(0, 400, (sequences, 30), generator=torch.Generator().manual_seed(1)), 29)]
+
+
+READINGS = readings_of(3)
 
 
 def random_model(kind):
@@ -70,11 +76,11 @@ def test_noise_of_opposite_signs_costs_what_the_quadratic_form_says():
 
 @pytest.mark.parametrize("kind", SPECS)
 def test_range_times_sensitivity_predicts_what_rounding_costs(kind):
-    model = random_model(kind)
-    schemes = [Scheme.parse(text) for text in ("8:tensor", "6:head", "6:pair", "6:head:alike")]
-    found = figure8.analyse(model, READINGS, schemes)
+    schemes = [Scheme.parse(text) for text in ("8:tensor", "8:head:alike", "6:head", "6:pair", "6:head:alike")]
+    # Fewer sequences have fewer roundings in them, whose own noise is larger than what the formula may be wrong by.
+    found = figure8.analyse(random_model(kind), readings_of(48), schemes)
     for scheme in map(str, schemes):
-        assert figure8.predicted(found, scheme) == pytest.approx(figure8.mean_kl(found, scheme).mean, rel=0.4)
+        assert figure8.predicted(found, scheme) == pytest.approx(figure8.mean_kl(found, scheme).mean, rel=0.2)
 
 
 def test_errors_before_and_after_the_norm_and_cancellation():
