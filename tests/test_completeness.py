@@ -12,10 +12,11 @@ ROOT = Path(__file__).parents[1]
 
 def status_of(tmp_path, reason, environment, workers):
     (tmp_path / "test_it.py").write_text(f"import pytest\n\ndef test_it():\n    pytest.skip({reason!r})\n")
-    command = [sys.executable, "-m", "pytest", "-p", "tests.support.completeness", "--noconftest", "-n", workers, "."]
-    environment = {k: v for k, v in os.environ.items() if k != "DIFFQUANT_COMPLETE"} | environment
+    command = [sys.executable, "-m", "pytest", "-p", "tests.support.completeness", "-p", "xdist", "--noconftest"]
+    kept = {name: value for name, value in os.environ.items() if name != "DIFFQUANT_COMPLETE"}
+    environment |= {"PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     found = subprocess.run(
-        command, cwd=tmp_path, env=environment | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True
+        [*command, "-n", workers, "."], cwd=tmp_path, env=kept | environment, capture_output=True, text=True
     )
     return found.returncode, found.stdout
 

@@ -27,7 +27,7 @@ from tests.mutants.trial import SURVIVED, TIMED_OUT, in_a_process, outcome
 
 REASONS = Path(__file__).with_name("survivors.yaml")
 # Seconds of tests that one fault is given; those that reach it and do not fit are left out.
-BUDGET = 20.0
+BUDGET = 10.0
 LEAST = 0.9
 
 
@@ -53,7 +53,7 @@ def run_group(name: str, group: Group, arguments: argparse.Namespace, reasons: d
 
     def trial(mutant: Mutant) -> tuple[Mutant, str]:
         tests = reach.of(mutant.file, mutant.lines, BUDGET)
-        found = outcome(mutant, tests, 20 + 4 * sum(reach.seconds[test] for test in tests))
+        found = outcome(mutant, tests, 15 + 3 * sum(reach.seconds[test] for test in tests))
         if found == SURVIVED:
             print(f"{mutant.file}:{mutant.lines[0]}  {_change(mutant)}  [{len(tests)} tests]", flush=True)
         return mutant, found
@@ -82,7 +82,7 @@ def _reach(name: str, group: Group, folder: Path | None) -> Reach:
     with tempfile.TemporaryDirectory() as temporary:
         file = (folder or Path(temporary)) / f"reach-{name}.json"
         if not file.exists():
-            status = in_a_process(lambda: measure(group.files, group.tests, file), 1800)
+            status = in_a_process(lambda: measure(group.files, group.tests, file), 600)
             if status != 0:
                 file.unlink(missing_ok=True)
                 sys.exit(f"the tests of {name} fail without any fault: {' '.join(group.tests)}")

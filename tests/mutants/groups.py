@@ -29,7 +29,6 @@ CHECKPOINT_TESTS = (
     "tests/model/test_sizes.py",
     "tests/calib/test_statistics.py",
     "tests/calib/test_export_scales.py",
-    "tests/calib/test_calib_cli.py",
     "tests/test_openings.py",
 )
 GROUPS = {

@@ -171,11 +171,10 @@ def _instead_of(node: ast.AST) -> Iterator[ast.AST]:
             yield ast.Continue()
         case ast.Continue():
             yield ast.Break()
-        case ast.Call(func=ast.Name()) if node.func.id in _NAMES:
-            yield ast.Call(ast.Name(_NAMES[node.func.id], ast.Load()), node.args, node.keywords)
-        case ast.Call(func=ast.Attribute()) if node.func.attr in _NAMES:
-            other_method = ast.Attribute(node.func.value, _NAMES[node.func.attr], ast.Load())
-            yield ast.Call(other_method, node.args, node.keywords)
+        case ast.Call(func=ast.Name(id=name)) if name in _NAMES:
+            yield ast.Call(ast.Name(_NAMES[name], ast.Load()), node.args, node.keywords)
+        case ast.Call(func=ast.Attribute(value=of, attr=name)) if name in _NAMES:
+            yield ast.Call(ast.Attribute(of, _NAMES[name], ast.Load()), node.args, node.keywords)
         case ast.Slice():
             if node.lower is not None:
                 yield ast.Slice(None, node.upper, node.step)
@@ -193,7 +192,7 @@ def _is_none(node: ast.expr | None) -> bool:
     return isinstance(node, ast.Constant) and node.value is None
 
 
-def _values_beside(value: object) -> tuple[object, ...]:
+def _values_beside(value: object) -> tuple[bool | int | float, ...]:
     if isinstance(value, bool):
         return (not value,)
     if isinstance(value, int):

@@ -21,7 +21,7 @@ class Reach:
 
     Attributes:
         tests: lines reached by each test, by file.
-        seconds: duration of each test, its fixtures included.
+        seconds: processor time of each test, its fixtures included: another load of the machine does not change it.
         packages: modules of other packages that were imported, in order.
     """
 
@@ -40,7 +40,8 @@ class Reach:
         for test in sorted(reaching, key=self.seconds.__getitem__):
             functions.setdefault(test.partition("[")[0], []).append(test)
         rank = {test: place for alike in functions.values() for place, test in enumerate(alike)}
-        chosen, total = [], 0.0
+        chosen: list[str] = []
+        total = 0.0
         for test in sorted(reaching, key=lambda test: (rank[test], self.seconds[test])):
             total += self.seconds[test]
             if chosen and total > budget:
@@ -59,9 +60,9 @@ class _Watcher:
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
         self.measured.switch_context(item.nodeid)
-        started = time.perf_counter()
+        started = time.process_time()
         yield
-        self.seconds[item.nodeid] = time.perf_counter() - started
+        self.seconds[item.nodeid] = time.process_time() - started
         self.measured.switch_context("")
 
 

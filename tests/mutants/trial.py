@@ -3,7 +3,9 @@
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import math
 import os
+import resource
 import signal
 import sys
 import time
@@ -11,17 +13,25 @@ from collections.abc import Callable, Sequence
 from types import CodeType
 
 import pytest
+from hypothesis import Phase, settings
 
 from tests.mutants.planting import Mutant, planted
 
+# A fault may leave a thread waiting for ever, which takes no processor time.
+_PATIENCE = 20
 SURVIVED, KILLED, TIMED_OUT = "survived", "killed", "timed out"
 
 
 def in_a_process(work: Callable[[], int], limit: float) -> int | None:
-    """Exit status of some work in a forked process that says nothing; None where it took longer than the limit."""
+    """Exit status of some work in a forked process that says nothing; None where it took longer than the limit.
+
+    Args:
+        limit: seconds of processor time; of waiting it may take more, since other work may take the processor.
+    """
     process = os.fork()
     if not process:
         os.setsid()
+        resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(limit), math.ceil(limit) + 5))
         silence = os.open(os.devnull, os.O_RDWR)
         for stream in (0, 1, 2):
             os.dup2(silence, stream)
@@ -30,11 +40,12 @@ def in_a_process(work: Callable[[], int], limit: float) -> int | None:
             status = work()
         finally:
             os._exit(status)
-    deadline = time.monotonic() + limit
+    deadline = time.monotonic() + _PATIENCE * limit
     while time.monotonic() < deadline:
         ended, status = os.waitpid(process, os.WNOHANG)
         if ended:
-            return os.waitstatus_to_exitcode(status)
+            code = os.waitstatus_to_exitcode(status)
+            return None if code == -signal.SIGXCPU else code
         time.sleep(0.02)
     os.killpg(process, signal.SIGKILL)
     os.waitpid(process, 0)
@@ -48,7 +59,9 @@ def outcome(mutant: Mutant, tests: Sequence[str], limit: float) -> str:
 
     def run() -> int:
         sys.meta_path.insert(0, _Finder(mutant))
-        options = ["-x", "-q", "--durations=0", "-p", "no:cacheprovider", "-n", "0"]
+        # The first failure decides; looking for a smaller one takes minutes.
+        settings.register_profile("mutants", deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate])
+        options = ["-x", "--hypothesis-profile=mutants", "-q", "--durations=0", "-p", "no:cacheprovider", "-n", "0"]
         return int(pytest.main([*options, *tests]))
 
     status = in_a_process(run, limit)

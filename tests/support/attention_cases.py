@@ -171,7 +171,8 @@ def _operands(case: Case, inputs: Inputs, tokens: slice, dtype: torch.dtype) -> 
 
 
 def _heads(rows: torch.Tensor, count: int) -> torch.Tensor:
-    return rows.unflatten(-1, (count, -1)).transpose(1, 2)
+    split: torch.Tensor = rows.unflatten(-1, (count, -1))
+    return split.transpose(1, 2)
 
 
 def _by_row(heads: torch.Tensor) -> torch.Tensor:
