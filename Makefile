@@ -7,13 +7,23 @@ NATIVE := export/native/libdiffquant_onnx.so
 SANITIZED := build/sanitized/libdiffquant_onnx.so
 PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
-.PHONY: demo test lint mutants gpu pairs sanitize clean
+.PHONY: demo test test-quantizers lint mutants gpu pairs sanitize clean
 
 demo: $(VENV)/.ready
 	$(BIN)/diffquant demo --output demo-output --overwrite
 
 test: lint $(NATIVE)
 	$(BIN)/python -m pytest -n 2
+
+# The other libraries' quantizers in the rounding contest. They have an environment of their own, which sees the first
+# one's packages: transformers imports some of them wherever it finds them.
+test-quantizers: $(VENV)/.ready
+	test -x build/quantizers/bin/python || $(PYTHON) -m venv build/quantizers
+	$(BIN)/python -c 'import site; print(site.getsitepackages()[0])' \
+		> "$$(build/quantizers/bin/python -c 'import site; print(site.getsitepackages()[0])')/diffquant-tests.pth"
+	build/quantizers/bin/python -m pip install --quiet --constraint constraints.txt 'diffquant[quantizers]'
+	build/quantizers/bin/python -c 'import bitsandbytes, hqq, torchao'
+	build/quantizers/bin/python -m pytest tests/bench/test_rounding_bench.py -k 'stored_bits or nf4'
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff check .

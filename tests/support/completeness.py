@@ -12,7 +12,7 @@ VARIABLE = "DIFFQUANT_COMPLETE"
 # What the machine of continuous integration has no device for, what an extra of its own installs, and data that do
 # not ship.
 _EXPECTED = re.compile(
-    "needs a CUDA device|compiling does not depend on the device|this processor has no|needs the extra peers"
+    "needs a CUDA device|compiling does not depend on the device|this processor has no|needs the extra quantizers"
     "|its data do not ship"
 )
 
