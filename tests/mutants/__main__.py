@@ -1,6 +1,7 @@
 """Plants faults in a sample of places, one at a time, and says which of them no test notices.
 
     python -m tests.mutants [GROUP ...] [--sample N] [--seed N] [--json FILE]
+    python -m tests.mutants [GROUP ...] --again FILE                  # those that survived, with the tests of now
 
 An own runner, since the common ones start Python for each fault, or run all tests before they begin, and neither draws
 a sample: importing torch and transformers takes seconds, so here each trial is a fork of a process that has done it.
@@ -14,6 +15,7 @@ import random
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -34,73 +36,80 @@ LEAST = 0.9
 def main() -> int:
     arguments = _arguments()
     reasons: dict[str, str] = yaml.safe_load(REASONS.read_text()) or {}
-    results: dict[str, Any] = {}
+    earlier: dict[str, Any] = json.loads(arguments.again.read_text())["groups"] if arguments.again else {}
+    results = dict(earlier)
     for name in arguments.groups or GROUPS:
-        results[name] = run_group(name, GROUPS[name], arguments, reasons)
-    if arguments.json:
-        arguments.json.write_text(json.dumps(_described(arguments, results), indent=2) + "\n")
+        results[name] = run_group(name, GROUPS[name], arguments, reasons, earlier.get(name))
+    if file := arguments.again or arguments.json:
+        file.write_text(json.dumps(_described(arguments, results), indent=2, ensure_ascii=False) + "\n")
     return int(any(result["killed"] < LEAST * result["planted"] for result in results.values()))
 
 
-def run_group(name: str, group: Group, arguments: argparse.Namespace, reasons: dict[str, str]) -> dict[str, Any]:
-    """Plant a group's sample and collect what became of it."""
+def run_group(
+    name: str, group: Group, arguments: argparse.Namespace, reasons: dict[str, str], earlier: dict[str, Any] | None
+) -> dict[str, Any]:
+    """Plant a group's sample, or what survived of an earlier one, and collect what became of it."""
     started = time.monotonic()
-    reach = _reach(name, group, arguments.reach)
+    with tempfile.TemporaryDirectory() as folder:
+        reach = _reach(name, group, arguments.reach or Path(folder))
     _import(reach.packages)
-    all_mutants = [mutant for file in group.files for mutant in mutants_of(file)]
-    count = min(arguments.sample, len(all_mutants))
-    sample = sorted(random.Random(arguments.seed).sample(all_mutants, count), key=lambda m: (m.file, m.number))
-
-    def trial(mutant: Mutant) -> tuple[Mutant, str]:
-        tests = reach.of(mutant.file, mutant.lines, BUDGET)
-        found = outcome(mutant, tests, 15 + 3 * sum(reach.seconds[test] for test in tests))
-        if found == SURVIVED:
-            print(f"{mutant.file}:{mutant.lines[0]}  {_change(mutant)}  [{len(tests)} tests]", flush=True)
-        return mutant, found
-
-    with ThreadPoolExecutor(arguments.jobs) as pool:
-        outcomes = list(pool.map(trial, sample))
-    survivors = [
-        {"file": m.file, "line": m.lines[0], "change": _change(m), "reason": reasons.get(f"{m.file}: {_change(m)}")}
-        for m, found in outcomes
-        if found == SURVIVED
-    ]
-    killed = count - len(survivors)
-    print(f"{name}: {killed} of {count} killed ({killed / count:.1%}), {time.monotonic() - started:.0f} s", flush=True)
-    return {
-        "possible": len(all_mutants),
-        "planted": count,
+    every = [mutant for file in group.files for mutant in mutants_of(file)]
+    if earlier is None:
+        earlier = {"possible": len(every), "planted": min(arguments.sample, len(every)), "timed_out": 0, "seconds": 0}
+        chosen = random.Random(arguments.seed).sample(every, earlier["planted"])
+    else:
+        survived = {(survivor["file"], survivor["number"]) for survivor in earlier["survivors"]}
+        chosen = [mutant for mutant in every if (mutant.file, mutant.number) in survived]
+    outcomes = _outcomes(sorted(chosen, key=lambda m: (m.file, m.number)), reach, arguments.jobs)
+    survivors = [mutant for mutant, found in outcomes if found == SURVIVED]
+    planted = earlier["planted"]
+    killed = planted - len(survivors)
+    print(f"{name}: {killed} of {planted} killed ({killed / planted:.1%})", flush=True)
+    return earlier | {
         "killed": killed,
-        "timed_out": sum(found == TIMED_OUT for _, found in outcomes),
-        "seconds": round(time.monotonic() - started),
-        "survivors": survivors,
+        "timed_out": earlier["timed_out"] + sum(found == TIMED_OUT for _, found in outcomes),
+        "seconds": earlier["seconds"] + round(time.monotonic() - started),
+        "survivors": [
+            {
+                "file": mutant.file,
+                "line": mutant.lines[0],
+                "number": mutant.number,
+                "change": mutant.change,
+                "reason": reasons.get(f"{mutant.file}: {mutant.change}"),
+            }
+            for mutant in survivors
+        ],
     }
 
 
-def _reach(name: str, group: Group, folder: Path | None) -> Reach:
-    """What the group's tests reach; kept in a folder, if one is given, for runs of the same code."""
-    with tempfile.TemporaryDirectory() as temporary:
-        file = (folder or Path(temporary)) / f"reach-{name}.json"
-        if not file.exists():
-            status = in_a_process(lambda: measure(group.files, group.tests, file), 600)
-            if status != 0:
-                file.unlink(missing_ok=True)
-                sys.exit(f"the tests of {name} fail without any fault: {' '.join(group.tests)}")
-        return Reach(**json.loads(file.read_text()))
+def _outcomes(mutants: Sequence[Mutant], reach: Reach, jobs: int) -> list[tuple[Mutant, str]]:
+    def trial(mutant: Mutant) -> tuple[Mutant, str]:
+        tests = reach.of(mutant.file, mutant.lines, BUDGET)
+        found = outcome(mutant, tests, 15 + 3 * sum(reach.seconds[test] for test in tests))
+        if found != "killed":
+            print(f"{found}: {mutant.file}:{mutant.lines[0]}  {mutant.change}  [{len(tests)} tests]", flush=True)
+        return mutant, found
+
+    with ThreadPoolExecutor(jobs) as pool:
+        return list(pool.map(trial, mutants))
 
 
-def _import(packages: list[str]) -> None:
+def _reach(name: str, group: Group, folder: Path) -> Reach:
+    """What the group's tests reach: measured, or read where it was measured on the same files."""
+    file = folder / f"reach-{name}.json"
+    if file.exists() and (reach := Reach(**json.loads(file.read_text()))).is_of(group.files, group.tests):
+        return reach
+    if in_a_process(lambda: measure(group.files, group.tests, file), 600) != 0:
+        sys.exit(f"the tests of {name} fail without any fault: {' '.join(group.tests)}")
+    return Reach(**json.loads(file.read_text()))
+
+
+def _import(packages: Sequence[str]) -> None:
     for package in packages:
         try:
             importlib.import_module(package)
         except Exception:  # a part of a package that imports only from within it
             continue
-
-
-def _change(mutant: Mutant) -> str:
-    """The change on one line: the first line of each side says which it is."""
-    before, after = (" ".join(text.split())[:100] for text in (mutant.before, mutant.after))
-    return f"{before} -> {after}"
 
 
 def _described(arguments: argparse.Namespace, results: dict[str, Any]) -> dict[str, Any]:
@@ -111,20 +120,23 @@ def _described(arguments: argparse.Namespace, results: dict[str, Any]) -> dict[s
         "command": f"python -m tests.mutants {' '.join(sys.argv[1:])}".strip(),
         "environment": environment("pytest"),
         "seed": arguments.seed,
-        "sample": arguments.sample,
         "groups": results,
     }
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser("python -m tests.mutants", description=__doc__)
-    parser.add_argument("groups", nargs="*", choices=GROUPS, help="groups of modules; all by default")
-    parser.add_argument("--sample", type=int, default=150, help="faults planted in each group")
+    parser.add_argument("groups", nargs="*", help=f"{', '.join(GROUPS)}; all by default")
+    parser.add_argument("--sample", type=int, default=120, help="faults planted in each group")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=2, help="trials at once")
     parser.add_argument("--json", type=Path, help="file for the results")
+    parser.add_argument("--again", type=Path, help="file of results whose survivors are planted again, and corrected")
     parser.add_argument("--reach", type=Path, help="folder that keeps what the tests reach")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    if unknown := set(arguments.groups) - set(GROUPS):
+        parser.error(f"no group is called {', '.join(sorted(unknown))}; known are {', '.join(GROUPS)}")
+    return arguments
 
 
 if __name__ == "__main__":

@@ -29,7 +29,6 @@ CHECKPOINT_TESTS = (
     "tests/model/test_sizes.py",
     "tests/calib/test_statistics.py",
     "tests/calib/test_export_scales.py",
-    "tests/test_openings.py",
 )
 GROUPS = {
     "numerics": Group(
@@ -37,7 +36,6 @@ GROUPS = {
         (
             "tests/numerics",
             "tests/attention/test_attention.py",
-            "tests/attention/test_logits.py",
             "tests/checkpoint/test_codec.py",
             "tests/calib/test_observers.py",
             "tests/model/test_cache.py",

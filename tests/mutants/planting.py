@@ -57,6 +57,12 @@ class Mutant:
     def module(self) -> str:
         return self.file.removesuffix(".py").replace("/", ".").removesuffix(".__init__")
 
+    @property
+    def change(self) -> str:
+        """The change on one line, which begins each side of it."""
+        before, after = (" ".join(text.split())[:100] for text in (self.before, self.after))
+        return f"{before} -> {after}"
+
 
 @dataclass(frozen=True)
 class _Site:

@@ -1,5 +1,6 @@
 """Which tests reach which lines, how long each takes, and which packages they need: one run of a group's tests."""
 
+import hashlib
 import json
 import os
 import sys
@@ -23,11 +24,17 @@ class Reach:
         tests: lines reached by each test, by file.
         seconds: processor time of each test, its fixtures included: another load of the machine does not change it.
         packages: modules of other packages that were imported, in order.
+        digest: digest of the files that are changed and of the tests.
     """
 
     tests: dict[str, dict[str, list[int]]]
     seconds: dict[str, float]
     packages: list[str]
+    digest: str
+
+    def is_of(self, files: list[str], tests: tuple[str, ...]) -> bool:
+        """Whether these files and tests are still what they were."""
+        return self.digest == _digest(files, tests)
 
     def of(self, file: str, lines: tuple[int, int], budget: float) -> list[str]:
         """Tests that reach some lines of a file, one of each test function first and the quick ones first.
@@ -68,12 +75,12 @@ class _Watcher:
 
 def measure(files: list[str], tests: tuple[str, ...], result: Path) -> int:
     """Run tests and write their `Reach` to a file; the exit status of pytest."""
+    digest = _digest(files, tests)
     measured = coverage.Coverage(data_file=None, include=[os.path.abspath(file) for file in files])
     watcher = _Watcher(measured)
     before = set(sys.modules)
     measured.start()
-    existing = [test for test in tests if Path(test).exists()]
-    status = pytest.main(["-q", "--durations=0", "-p", "no:cacheprovider", "-n", "0", *existing], plugins=[watcher])
+    status = pytest.main(["-q", "--durations=0", "-p", "no:cacheprovider", "-n", "0", *tests], plugins=[watcher])
     measured.stop()
     data = measured.get_data()
     reached: dict[str, dict[str, list[int]]] = {test: {} for test in watcher.seconds}
@@ -83,8 +90,13 @@ def measure(files: list[str], tests: tuple[str, ...], result: Path) -> int:
             for test in reached if contexts == [""] else filter(None, contexts):
                 reached[test].setdefault(file, []).append(line)
     packages = [name for name in sys.modules if name not in before and not name.startswith(_OURS)]
-    result.write_text(json.dumps(asdict(Reach(reached, watcher.seconds, packages))))
+    result.write_text(json.dumps(asdict(Reach(reached, watcher.seconds, packages, digest))))
     return int(status)
+
+
+def _digest(files: list[str], tests: tuple[str, ...]) -> str:
+    test_files = [file for test in tests for file in (sorted(Path(test).rglob("*.py")) or [Path(test)])]
+    return hashlib.sha256(b"".join(file.read_bytes() for file in (*map(Path, files), *test_files))).hexdigest()
 
 
 def _range(lines: tuple[int, int]) -> range:
