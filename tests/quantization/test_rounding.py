@@ -201,3 +201,13 @@ def test_a_scale_over_all_rows_takes_nearest_alone(checkpoint, tmp_path):
     ):
         quantize(checkpoint, tmp_path / "out", Recipe.of(weights="8:tensor", rounding="mse"))
     assert not (tmp_path / "out").exists()
+
+
+def test_inputs_that_are_all_zero_are_damped_to_something_invertible():
+    assert torch.linalg.eigvalsh(damped(torch.zeros(5, 5)).double()).min() > 0
+    x = torch.randn(9, 5, generator=torch.Generator().manual_seed(0))
+    inputs = Inputs.of(damped(x.T @ x))
+    torch.testing.assert_close(
+        inputs.factor.double().T @ inputs.factor.double(), inputs.products.double().inverse(), rtol=1e-4, atol=1e-5
+    )
+    assert torch.equal(inputs.factor, inputs.factor.triu())
