@@ -3,7 +3,10 @@
 import ast
 
 import pytest
+import yaml
 
+from tests.mutants.__main__ import REASONS, reasons_for_surviving
+from tests.mutants.groups import GROUPS
 from tests.mutants.planting import mutants_of, planted
 from tests.mutants.reach import Reach
 
@@ -72,3 +75,9 @@ def test_quick_tests_of_every_function_come_first_and_the_budget_ends_them():
     # One test at least, however long it takes.
     assert reach.of("f.py", (8, 8), 0.0) == ["t.py::elsewhere"]
     assert reach.of("g.py", (4, 5), 99) == []
+
+
+def test_every_reason_is_of_a_fault_that_can_be_planted():
+    files = {file for group in GROUPS.values() for file in group.files}
+    faults = {(file, mutant.code, mutant.change) for file in files for mutant in mutants_of(file)}
+    assert reasons_for_surviving(yaml.safe_load(REASONS.read_text())).keys() <= faults

@@ -32,10 +32,13 @@ REASONS = Path(__file__).with_name("survivors.yaml")
 BUDGET = 10.0
 LEAST = 0.9
 
+# (file, first line of the changed statement, change) -> why no test can notice.
+Reasons = dict[tuple[str, str, str], str]
+
 
 def main() -> int:
     arguments = _arguments()
-    reasons: dict[str, str] = yaml.safe_load(REASONS.read_text()) or {}
+    reasons = reasons_for_surviving(yaml.safe_load(REASONS.read_text()))
     earlier: dict[str, Any] = json.loads(arguments.again.read_text())["groups"] if arguments.again else {}
     results = dict(earlier)
     for name in arguments.groups or GROUPS:
@@ -45,8 +48,13 @@ def main() -> int:
     return int(any(result["killed"] < LEAST * result["planted"] for result in results.values()))
 
 
+def reasons_for_surviving(entries: Sequence[dict[str, Any]]) -> Reasons:
+    """Reasons by fault, from the entries of survivors.yaml."""
+    return {(entry["file"], entry["code"], change): entry["reason"] for entry in entries for change in entry["changes"]}
+
+
 def run_group(
-    name: str, group: Group, arguments: argparse.Namespace, reasons: dict[str, str], earlier: dict[str, Any] | None
+    name: str, group: Group, arguments: argparse.Namespace, reasons: Reasons, earlier: dict[str, Any] | None
 ) -> dict[str, Any]:
     """Plant a group's sample, or what survived of an earlier one, and collect what became of it."""
     started = time.monotonic()
@@ -74,8 +82,9 @@ def run_group(
                 "file": mutant.file,
                 "line": mutant.lines[0],
                 "number": mutant.number,
+                "code": mutant.code,
                 "change": mutant.change,
-                "reason": reasons.get(f"{mutant.file}: {mutant.change}"),
+                "reason": reasons.get((mutant.file, mutant.code, mutant.change)),
             }
             for mutant in survivors
         ],

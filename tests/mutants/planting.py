@@ -44,12 +44,14 @@ class Mutant:
         file: the module's file, from the root of the repository.
         number: place of the fault among all that can be planted in the file.
         lines: first and last line of the statement that is changed.
+        code: the first of these lines.
         before, after: source of what is changed.
     """
 
     file: str
     number: int
     lines: tuple[int, int]
+    code: str
     before: str
     after: str
 
@@ -84,9 +86,17 @@ class _Site:
 
 def mutants_of(file: str) -> list[Mutant]:
     """All faults that can be planted in a file."""
-    tree = ast.parse(Path(file).read_text())
+    text = Path(file).read_text()
+    tree, lines = ast.parse(text), text.splitlines()
     return [
-        Mutant(file, number, site.lines, ast.unparse(site.node), ast.unparse(site.instead))
+        Mutant(
+            file,
+            number,
+            site.lines,
+            lines[site.lines[0] - 1].strip(),
+            ast.unparse(site.node),
+            ast.unparse(site.instead),
+        )
         for number, site in enumerate(_sites(tree, (1, 1)))
     ]
 
