@@ -100,6 +100,14 @@ def test_the_pair_norm_is_transformers_rms_norm(weight):
     assert torch.equal(pair_norm(y, PairNorm(1e-5, None if weight is None else weight.half(), 0.7)), expected)
 
 
+@pytest.mark.parametrize("backend", ["naive", "flashdiff1", "flashdiff2"])
+def test_more_pairs_than_channels_serve(backend):
+    q, k, v, lam = random_inputs("v1", 5, 5, pairs=24, groups=12)
+    out = attend(q, k, v, lam, scale=0.3, mask=Mask(), backend=backend)
+    expected = equation_1(q, k, v, lam, 0.3, torch.ones(2, 5, dtype=torch.bool))
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-6)
+
+
 @pytest.mark.parametrize("backend", ["naive", "flashdiff2"])
 def test_any_strides_serve(backend):
     q, k, v, lam = random_inputs("v1", 13, 13)

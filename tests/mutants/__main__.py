@@ -14,7 +14,6 @@ import os
 import random
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -25,7 +24,7 @@ import yaml
 from tests.mutants.groups import GROUPS, Group
 from tests.mutants.planting import Mutant, mutants_of
 from tests.mutants.reach import Reach, measure
-from tests.mutants.trial import SURVIVED, TIMED_OUT, in_a_process, outcome
+from tests.mutants.trial import KILLED, SURVIVED, in_a_process, outcome
 
 REASONS = Path(__file__).with_name("survivors.yaml")
 # Seconds of tests that one fault is given; those that reach it and do not fit are left out.
@@ -44,7 +43,10 @@ def main() -> int:
     for name in arguments.groups or GROUPS:
         results[name] = run_group(name, GROUPS[name], arguments, reasons, earlier.get(name))
     if file := arguments.again or arguments.json:
-        file.write_text(json.dumps(_described(arguments, results), indent=2, ensure_ascii=False) + "\n")
+        run = _this_run()
+        for name in arguments.groups or GROUPS:
+            results[name]["runs"].append(run)
+        file.write_text(json.dumps({"groups": results}, indent=2, ensure_ascii=False) + "\n")
     return int(any(result["killed"] < LEAST * result["planted"] for result in results.values()))
 
 
@@ -57,14 +59,14 @@ def run_group(
     name: str, group: Group, arguments: argparse.Namespace, reasons: Reasons, earlier: dict[str, Any] | None
 ) -> dict[str, Any]:
     """Plant a group's sample, or what survived of an earlier one, and collect what became of it."""
-    started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         reach = _reach(name, group, arguments.reach or Path(folder))
     _import(reach.packages)
     every = [mutant for file in group.files for mutant in mutants_of(file)]
     if earlier is None:
-        earlier = {"possible": len(every), "planted": min(arguments.sample, len(every)), "timed_out": 0, "seconds": 0}
-        chosen = random.Random(arguments.seed).sample(every, earlier["planted"])
+        count = min(arguments.sample, len(every))
+        earlier = {"runs": [], "seed": arguments.seed, "possible": len(every), "planted": count}
+        chosen = random.Random(arguments.seed).sample(every, count)
     else:
         survived = {(survivor["file"], survivor["number"]) for survivor in earlier["survivors"]}
         chosen = [mutant for mutant in every if (mutant.file, mutant.number) in survived]
@@ -75,8 +77,6 @@ def run_group(
     print(f"{name}: {killed} of {planted} killed ({killed / planted:.1%})", flush=True)
     return earlier | {
         "killed": killed,
-        "timed_out": earlier["timed_out"] + sum(found == TIMED_OUT for _, found in outcomes),
-        "seconds": earlier["seconds"] + round(time.monotonic() - started),
         "survivors": [
             {
                 "file": mutant.file,
@@ -95,7 +95,7 @@ def _outcomes(mutants: Sequence[Mutant], reach: Reach, jobs: int) -> list[tuple[
     def trial(mutant: Mutant) -> tuple[Mutant, str]:
         tests = reach.of(mutant.file, mutant.lines, BUDGET)
         found = outcome(mutant, tests, 15 + 3 * sum(reach.seconds[test] for test in tests))
-        if found != "killed":
+        if found != KILLED:
             print(f"{found}: {mutant.file}:{mutant.lines[0]}  {mutant.change}  [{len(tests)} tests]", flush=True)
         return mutant, found
 
@@ -121,16 +121,12 @@ def _import(packages: Sequence[str]) -> None:
             continue
 
 
-def _described(arguments: argparse.Namespace, results: dict[str, Any]) -> dict[str, Any]:
+def _this_run() -> dict[str, Any]:
     # Not before the last fork: each trial imports this project's modules anew.
     from diffquant.bench.environment import environment
 
-    return {
-        "command": f"python -m tests.mutants {' '.join(sys.argv[1:])}".strip(),
-        "environment": environment("pytest"),
-        "seed": arguments.seed,
-        "groups": results,
-    }
+    command = f"python -m tests.mutants {' '.join(sys.argv[1:])}".strip()
+    return {"command": command, "environment": environment("pytest")}
 
 
 def _arguments() -> argparse.Namespace:
