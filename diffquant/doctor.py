@@ -29,6 +29,7 @@ EXTRAS = {
     "bnb": (("bitsandbytes",), "a peer of the bench's linear layers on CUDA"),
     "search": (("scipy",), "the search command"),
     "peers": (("lm-eval", "compressed-tensors"), "lm-eval's tasks, and quantized checkpoints in stock transformers"),
+    "quantizers": (("bitsandbytes", "torchao", "hqq"), "the libraries beside ours in studies.rounding"),
 }
 
 

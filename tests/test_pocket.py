@@ -44,12 +44,6 @@ def test_all_tell_four_needles_apart_down_to_6_bits_of_logits_a_tensor_and_4_a_r
 
 
 @NAMES
-def test_4_bits_of_logits_a_tensor_cost_these_diff_models_much_and_this_transformer_nothing(name):
-    accuracy = retrieved(name, logits="4:tensor")
-    assert accuracy >= 0.9 if name == "needle-transformer" else 0.1 <= accuracy <= 0.75
-
-
-@NAMES
 def test_3_bits_of_logits_a_tensor_lose_the_needles_and_shifted_rows_keep_them(name):
     assert retrieved(name, logits="3:tensor") <= 0.1
     assert retrieved(name, logits="3:row:shift") >= 0.94

@@ -1,20 +1,23 @@
 """Every backend against the equations in float64."""
 
+import sys
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from diffquant.attention import LogitMeter, attend
-from diffquant.attention.backends import simulated
+from diffquant.attention import BACKENDS, LogitMeter, attend
+from diffquant.attention.backends import composed, simulated
 from diffquant.errors import UsageError
+from diffquant.family.call import AttentionCall
 from diffquant.family.mask import Mask
 from diffquant.family.norm import PairNorm, pair_norm
 from diffquant.scheme import Scheme
-from tests.support.fake_quantizer import fake_quantize
 
 GENERATIONS = ["plain", "v1", "v2"]
-SHAPES = [(17, 29), (29, 29), (1, 29), (1, 1), (13, 5)]
+SHAPES = [(17, 29), (29, 29), (1, 29), (1, 1), (2, 2), (13, 5)]
 PLAIN = ["tensor", "map", "head", "pair", "row", "b8"]
 GRANULARITIES = [*PLAIN, "tensor:shift", "map:shift", "head:shift", "row:shift", "b8:shift"]
 ALIKE = ["tensor:alike", "head:alike", "row:alike"]
@@ -98,6 +101,14 @@ def test_the_pair_norm_is_transformers_rms_norm(weight):
     assert torch.equal(pair_norm(y, PairNorm(1e-5, None if weight is None else weight.half(), 0.7)), expected)
 
 
+@pytest.mark.parametrize("backend", ["naive", "flashdiff1", "flashdiff2"])
+def test_more_pairs_than_channels_serve(backend):
+    q, k, v, lam = random_inputs("v1", 5, 5, pairs=24, groups=12)
+    out = attend(q, k, v, lam, scale=0.3, mask=Mask(), backend=backend)
+    expected = equation_1(q, k, v, lam, 0.3, torch.ones(2, 5, dtype=torch.bool))
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-6)
+
+
 @pytest.mark.parametrize("backend", ["naive", "flashdiff2"])
 def test_any_strides_serve(backend):
     q, k, v, lam = random_inputs("v1", 13, 13)
@@ -107,41 +118,113 @@ def test_any_strides_serve(backend):
     torch.testing.assert_close(out, expected)
 
 
-def quantized_by(granularity, bits):
-    """An oracle for symmetric granularities without shift, on compacted visible entries."""
+def quantized_by(text, scales=None, clipped=None, static=None):
+    """An oracle that rounds the visible entries that share a scale, region by region.
+
+    Args:
+        scales, clipped: lists that get the scale of each region that holds anything, and how many entries it clips.
+        static: [maps, h] ranges of a static scheme.
+    """
+    scheme = Scheme.parse(text)
+    levels = 2**scheme.bits - 1 if scheme.shift else 2 ** (scheme.bits - 1) - 1
+    lowest, highest = -levels, 0 if scheme.shift else levels
 
     def quantize(logits, seen):
         out = logits.clone()
-        maps, pairs, length, _ = logits.shape
-        regions = {
-            "tensor": [(slice(None), slice(None), slice(None))],
-            "map": [(m, slice(None), slice(None)) for m in range(maps)],
-            "head": [(m, p, slice(None)) for m in range(maps) for p in range(pairs)],
-            "pair": [(slice(None), p, slice(None)) for p in range(pairs)],
-            "row": [(m, p, t) for m in range(maps) for p in range(pairs) for t in range(length)],
-        }[granularity]
-        for region in regions:
-            visible = seen.expand_as(logits)[region]
-            entries = out[region][visible]
-            if len(entries):
-                block = out[region]
-                block[visible] = fake_quantize(entries[None, None], bits, "tensor")[0, 0]
-                out[region] = block
+        visible = seen.expand_as(logits)
+        if scheme.shift:
+            peak = out.masked_fill(~visible, -torch.inf).amax(-1, keepdim=True)
+            out -= peak.nan_to_num(neginf=0.0)
+        for region in regions(scheme, logits.shape):
+            entries = out[region][visible[region]]
+            if not len(entries):
+                continue
+            largest = float(entries.abs().max()) if static is None else float(static[region[:2]])
+            scale = (min(largest, 12.0) if scheme.shift else largest) / levels or 1.0
+            codes = (entries / scale).round()
+            if scales is not None and largest:
+                scales.append(scale)
+                clipped.append(int(((codes < lowest) | (codes > highest)).sum()))
+            block = out[region]
+            block[visible[region]] = codes.clamp(lowest, highest) * scale
+            out[region] = block
         return out
 
     return quantize
 
 
+def regions(scheme, shape):
+    maps, pairs, length, keys = shape
+    every, heads = slice(None), [(m, p) for m in range(maps) for p in range(pairs)]
+    tiles = [slice(start, start + 8) for start in range(0, max(length, keys), 8)]
+    return {
+        "tensor": [(every, every, every)],
+        "map": [(m, every, every) for m in range(maps)],
+        "head": [(*head, every) for head in heads],
+        "static": [(*head, every) for head in heads],
+        "pair": [(every, p, every) for p in range(pairs)],
+        "row": [(*head, t) for head in heads for t in range(length)],
+        "block": [(*head, rows, columns) for head in heads for rows in tiles for columns in tiles],
+    }[scheme.granularity]
+
+
 @pytest.mark.parametrize("padded", [False, True], ids=["full", "left-padded"])
 @pytest.mark.parametrize("generation", GENERATIONS)
-@pytest.mark.parametrize("granularity", ["tensor", "map", "head", "pair", "row"])
-def test_quantized_logits_equal_fake_quantized_visible_entries(granularity, generation, padded):
-    q, k, v, lam = random_inputs(generation, 11, 17)
+@pytest.mark.parametrize("bits", [3, 4])
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+@pytest.mark.parametrize("length", [1, 11])
+def test_quantized_logits_are_those_of_visible_entries_that_share_a_scale(
+    length, granularity, bits, generation, padded
+):
+    q, k, v, lam = random_inputs(generation, length, 17)
+    q = [x * 9 for x in q]
     valid = left_padding(2, 17) if padded else torch.ones(2, 17, dtype=torch.bool)
-    expected = equation_1(q, k, v, lam, 0.3, valid, quantized_by(granularity, 4))
+    text = f"{bits}:{granularity}"
+    expected = equation_1(q, k, v, lam, 0.3, valid, quantized_by(text))
     mask = Mask(keys=valid if padded else None)
-    out = attend(q, k, v, lam, scale=0.3, mask=mask, logits=Scheme.parse(f"4:{granularity}"))
+    for backend in ("auto", "naive"):
+        out = attend(q, k, v, lam, scale=0.3, mask=mask, logits=Scheme.parse(text), backend=backend)
+        torch.testing.assert_close(out, expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("backend", ["auto", "naive"])
+@pytest.mark.parametrize("text", [f"4:{granularity}" for granularity in GRANULARITIES if "tensor" not in granularity])
+def test_the_meter_reports_the_scales_and_what_they_clip(text, backend):
+    q, k, v, lam = random_inputs("v1", 11, 17)
+    q = [x * 20 for x in q]
+    # A head without logits rounds nothing, and its scale counts as none.
+    q[0][:, 2] = 0
+    scales, clipped, meter = [], [], LogitMeter()
+    equation_1(q, k, v, lam, 0.3, left_padding(2, 17), quantized_by(text, scales, clipped))
+    mask = Mask(keys=left_padding(2, 17))
+    attend(q, k, v, lam, scale=0.3, mask=mask, logits=Scheme.parse(text), meter=meter, backend=backend)
+    found = meter.report()
+    assert found["calls"] == 1
+    assert found["entries"] == 2 * 6 * (sum(range(7, 18)) + sum(range(2, 13)))
+    assert found["clipped"] == sum(clipped)
+    assert found["step_max"] == pytest.approx(max(scales))
+    # Tiles and pairs count once for each of their entries or maps.
+    if text in ("4:head", "4:row", "4:head:shift", "4:row:shift"):
+        assert found["step_mean"] == pytest.approx(sum(scales) / len(scales))
+
+
+@pytest.mark.parametrize("backend", ["auto", "naive"])
+def test_static_logits_clip_at_the_range_of_their_map_and_head(backend):
+    q, k, v, lam = random_inputs("v1", 11, 17)
+    static = torch.linspace(0.2, 2.0, 12, dtype=torch.float64).view(2, 6)
+    scales, clipped, meter = [], [], LogitMeter()
+    every = torch.ones(2, 17, dtype=torch.bool)
+    expected = equation_1(q, k, v, lam, 0.3, every, quantized_by("4:static", scales, clipped, static))
+    scheme, mask = Scheme.parse("4:static"), Mask()
+    out = attend(
+        q, k, v, lam, scale=0.3, mask=mask, logits=scheme, ranges=static.flatten(), meter=meter, backend=backend
+    )
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-6)
+    assert meter.report()["clipped"] == sum(clipped) > 0
+
+
+def test_a_meter_that_counted_nothing_reports_zeros():
+    assert set(LogitMeter().report().values()) == {0}
 
 
 @pytest.mark.parametrize("generation", ["v1", "v2"])
@@ -149,7 +232,7 @@ def test_quantized_logits_equal_fake_quantized_visible_entries(granularity, gene
 def test_alike_rounds_the_mean_of_both_maps_and_half_their_difference(granularity, generation):
     def quantize(logits, seen):
         mean, half = logits.mean(0, keepdim=True), (logits[1:] - logits[:1]) / 2
-        mean, half = (quantized_by(granularity, 4)(each, seen) for each in (mean, half))
+        mean, half = (quantized_by(f"4:{granularity}")(each, seen) for each in (mean, half))
         return torch.cat([mean - half, mean + half])
 
     q, k, v, lam = random_inputs(generation, 11, 17)
@@ -296,3 +379,41 @@ def test_a_backend_that_cannot_serve_says_why():
         attend(*inputs, scale=0.3, mask=Mask(), backend="triton")
     with pytest.raises(UsageError, match="cannot quantize them"):
         attend(*inputs, scale=0.3, mask=Mask(), logits=Scheme.parse("4:row"), backend="flashdiff1")
+    with pytest.raises(UsageError, match="'simulated' computes quantized logits alone"):
+        attend(*inputs, scale=0.3, mask=Mask(), backend="simulated")
+
+
+@pytest.mark.parametrize("generation", GENERATIONS)
+@pytest.mark.parametrize("length", [1, 29])
+def test_the_flash_attn_package_is_asked_for_the_equation(monkeypatch, generation, length):
+    """A stand-in for the package, which needs CUDA: its documented layout and mask, by torch's SDPA."""
+
+    def flash_attn_func(q, k, v, softmax_scale, causal):
+        assert causal
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        assert k.shape[-1] == v.shape[-1]
+        aligned = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril(k.shape[2] - q.shape[2])
+        out = torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, attn_mask=aligned, scale=softmax_scale, enable_gqa=True
+        )
+        return out.transpose(1, 2)
+
+    monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace(flash_attn_func=flash_attn_func))
+    q, k, v, lam = random_inputs(generation, length, 29)
+    out = composed.flash_attn(AttentionCall(q, k, v, lam, 0.3, Mask()))
+    torch.testing.assert_close(out, equation_1(q, k, v, lam, 0.3, torch.ones(2, 29, dtype=torch.bool)))
+
+
+def test_what_the_flash_attn_package_cannot_do_is_refused(monkeypatch):
+    def refusal(dtype=torch.float16, is_cuda=True, keys=None):
+        call = SimpleNamespace(v=SimpleNamespace(is_cuda=is_cuda, dtype=dtype), mask=Mask(keys=keys))
+        return BACKENDS["flash_attn"].refuses(call)
+
+    monkeypatch.setattr(composed, "_has_flash_attn", lambda: True)
+    assert refusal() is None
+    assert refusal(torch.bfloat16) is None
+    assert "CUDA only" in refusal(is_cuda=False)
+    assert "not torch.float32" in refusal(torch.float32)
+    assert "padding masks" in refusal(keys=torch.ones(2, 3, dtype=torch.bool))
+    monkeypatch.setattr(composed, "_has_flash_attn", lambda: False)
+    assert "pip install flash-attn" in refusal()

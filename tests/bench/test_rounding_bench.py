@@ -20,7 +20,7 @@ NAMED = {method.name: method for method in METHODS}
 
 
 def installed(package):
-    return pytest.mark.skipif(find_spec(package) is None, reason=f"{package} is not installed")
+    return pytest.mark.skipif(find_spec(package) is None, reason=f"needs the extra quantizers: {package}")
 
 
 @pytest.mark.parametrize(

@@ -93,6 +93,7 @@ def test_the_header_is_what_ggufs_own_reader_finds(tiny):
 def test_rows_are_those_of_the_whole_tensor(tiny):
     checkpoint = GgufCheckpoint(tiny)
     picked = torch.tensor([5, 0, 5, 31])
+    assert checkpoint.tensors
     for name in checkpoint.tensors:
         whole = checkpoint.read(name)
         assert torch.equal(checkpoint.read_rows(name, slice(3, 17)), whole[3:17])

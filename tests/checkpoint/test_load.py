@@ -38,6 +38,13 @@ def test_a_plain_checkpoint_computes_as_stock_transformers(source):
     torch.testing.assert_close(load(source)(ids()).logits, stock(ids()).logits, rtol=0, atol=1e-4)
 
 
+def test_a_loaded_model_reads_and_does_not_learn(source):
+    model = load(source)
+    assert not model.training
+    assert [name for name, parameter in model.named_parameters() if parameter.requires_grad] == []
+    assert all(parameter.device.type == "cpu" for parameter in model.parameters())
+
+
 @pytest.mark.parametrize("weights", ["4:g32", "6:row", "8:tensor"])
 def test_a_quantized_checkpoint_computes_as_stock_transformers(source, tmp_path, weights):
     quantize(source, tmp_path / "low", Recipe.of(weights=weights))

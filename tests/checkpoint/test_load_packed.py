@@ -42,8 +42,9 @@ def test_packed_weights_compute_as_expanded_ones(tmp_path, weights):
 def test_packed_layers_hold_what_the_reader_decodes(tmp_path):
     source = write_llama(tmp_path / "source", dtype=torch.float16)
     quantize(source, tmp_path / "low", Recipe.of(weights="6:g32"))
-    expanded = load(tmp_path / "low")
-    for name, layer in packed_layers(load(tmp_path / "low", packed=True)).items():
+    expanded, layers = load(tmp_path / "low"), packed_layers(load(tmp_path / "low", packed=True))
+    assert layers
+    for name, layer in layers.items():
         identity = torch.eye(layer.in_features, dtype=torch.float16)
         assert torch.equal(layer(identity).T, expanded.get_submodule(name).weight), name
 
@@ -70,7 +71,9 @@ def test_stored_bytes_are_those_of_codes_and_scales(tmp_path):
     source = write_diffllama(tmp_path / "source", dtype=torch.float16, hidden_size=128, intermediate_size=256)
     for weights, bits in (("4:g32", 4.5), ("6:g64", 6.25), ("8:g64", 8.25)):
         quantize(source, tmp_path / "low", Recipe.of(weights=weights), overwrite=True)
-        for name, layer in packed_layers(load(tmp_path / "low", packed=True)).items():
+        layers = packed_layers(load(tmp_path / "low", packed=True))
+        assert layers
+        for name, layer in layers.items():
             unit = layer.row_scale.nbytes
             assert 8 * (layer.packed.nbytes - unit) == bits * layer.in_features * layer.out_features, name
 

@@ -16,7 +16,7 @@ def test_estimate_is_the_mean_and_scipys_standard_error():
     measured = estimate(values)
     assert (measured.mean, measured.n) == (pytest.approx(4 / 7), 7)
     assert measured.se == pytest.approx(scipy_stats.sem(values))
-    assert estimate([1]).se is None
+    assert (estimate([1]).n, estimate([1]).se) == (1, None)
 
 
 def test_the_paired_interval_agrees_with_scipys_bootstrap():
@@ -37,6 +37,28 @@ def test_the_paired_interval_covers_the_truth_about_as_often_as_it_says(n, p_gai
         interval = paired_difference(now.tolist(), before.tolist())
         covered += interval.low <= p_gain - p_lose <= interval.high
     assert covered / 400 >= 0.92
+
+
+def test_the_paired_interval_equals_that_of_the_r_package_contingencytables():
+    # Complete response before and after consolidation therapy (Cavo et al. 2012), Wald_CI_BonettPrice_paired_2x2.
+    before = [1] * 59 + [0] * 6 + [1] * 16 + [0] * 80
+    after = [1] * 59 + [1] * 6 + [0] * 16 + [0] * 80
+    interval = paired_difference(after, before)
+    assert (interval.mean, interval.low, interval.high) == pytest.approx((-0.0621, -0.1195, -0.0032), abs=5e-5)
+
+
+def test_the_paired_interval_ends_where_differences_end():
+    assert paired_difference([1], [0]).high == 1.0
+    assert paired_difference([0], [1]).low == -1.0
+
+
+def test_lists_of_other_items_are_refused():
+    with pytest.raises(ValueError, match="zip"):
+        paired_difference([1, 0], [1])
+    with pytest.raises(ValueError, match="zip"):
+        flips([1, 0], [1], [2, 0], [2, 0])
+    with pytest.raises(ValueError, match="zip"):
+        flips([1, 0], [1, 0], [2, 0], [2])
 
 
 def test_no_flips_are_not_certainty():
@@ -77,9 +99,14 @@ def test_the_interval_of_a_weighted_mean_is_that_of_a_ratio():
     assert (weighted.low, weighted.high) == pytest.approx((theirs.low, theirs.high), abs=0.01)
 
 
+def test_one_item_that_is_not_right_or_wrong_says_nothing_about_the_next():
+    interval = paired_difference([0.5], [0.25])
+    assert (interval.mean, interval.low, interval.high) == (0.25, -np.inf, np.inf)
+
+
 def test_flips_count_each_way_and_choices_that_stayed_wrong():
-    counted = flips([1, 0, 0, 1], [0, 1, 0, 1], [2, 0, 3, 1], [1, 2, 0, 1])
-    assert (counted.gained, counted.lost, counted.choices) == (1, 1, 3)
+    counted = flips([1, 1, 0, 0, 1, 1, 1], [0, 0, 1, 0, 1, 1, 1], [2, 2, 0, 3, 1, 1, 1], [1, 1, 2, 0, 1, 1, 1])
+    assert (counted.gained, counted.lost, counted.choices) == (2, 1, 4)
 
 
 def test_recovery_is_a_ratio_and_undefined_from_nothing():

@@ -74,6 +74,7 @@ def test_a_short_name_is_that_of_its_defaults(labelled):
 @pytest.mark.parametrize("path", SWEEPS, ids=[path.parent.name for path in SWEEPS])
 def test_committed_cells_read_and_write_as_they_are(path):
     cells = json.loads(path.read_text())["cells"]
+    assert cells
     for cell in cells:
         result = Measurement.from_dict(cell["result"])
         assert result.to_dict() == cell["result"]

@@ -9,11 +9,9 @@ import onnxruntime as ort
 import pytest
 import torch
 
-from diffquant.attention.naive import naive
 from diffquant.export.native import kernel_calls, kernel_name, library_path, use_kernel
-from diffquant.family.mask import Mask
 from diffquant.scheme import Scheme
-from tests.support.attention_cases import Case, expected, feed, one_node
+from tests.support.attention_cases import Case, codes_in, expected, feed, on_a_lattice, one_node, quotients
 from tests.support.native_cases import inputs_of, native, past_of, session
 
 KERNELS = ("plain", "avx2", "avx512")
@@ -40,6 +38,16 @@ def kernel(request, library):
 def assert_close(actual, wanted, atol=1e-5):
     assert not np.isnan(actual).any()
     np.testing.assert_allclose(actual, wanted, rtol=0, atol=atol)
+
+
+def checked_codes(case, inputs, caches, rows):
+    """Codes in the first rows of the caches of K and V, each of them next to the number that it rounds."""
+    limit = 2 ** (case.kv_bits - 1)
+    found = [codes_in(cache, case.kv_bits, rows) for cache in caches]
+    for codes, exact in zip(found, quotients(case, inputs, rows), strict=True):
+        # A key on the border between two codes may fall either way after its rotation in float32.
+        assert np.abs(codes - np.clip(exact, -limit, limit - 1)).max() < 0.5 + 1e-4
+    return found
 
 
 @pytest.mark.parametrize("group", [1, 2, 3], ids=["mha", "gqa2", "gqa3"])
@@ -124,9 +132,20 @@ def test_quantized_caches_are_read_as_stored(kernel, generation, width, bits):
     call, past = native(kernel, case), past_of(case, 1, 90)
     for tokens in (slice(0, 70), slice(70, 79), slice(79, 80)):
         output, *past = call(feed(inputs, tokens, past))
-        # A key on the border between two codes may fall either way after its rotation in float32.
-        wrong = np.abs(output - expected(case, inputs, tokens)).max(-1) > 2e-5
-        assert wrong.mean() < 0.05
+        codes = checked_codes(case, inputs, past, tokens.stop)
+        assert_close(output, expected(case, inputs, tokens, codes=codes), atol=2e-5)
+
+
+@pytest.mark.parametrize("bits", [8, 6, 4])
+@pytest.mark.parametrize("generation", [1, 2])
+def test_codes_of_rotated_keys_that_are_exact_are_exact(kernel, generation, bits):
+    case = Case(generation, width=20, rope=ROPE[generation], kv_bits=bits)
+    inputs = on_a_lattice(case, 2, 40)
+    output, *past = native(kernel, case)(feed(inputs, slice(0, 40), past_of(case, 2, 50)))
+    limit = 2 ** (bits - 1)
+    for cache, wanted in zip(past, quotients(case, inputs, 40), strict=True):
+        np.testing.assert_array_equal(codes_in(cache, bits, 40), np.clip(np.rint(wanted), -limit, limit - 1))
+    assert_close(output, expected(case, inputs, slice(0, 40)), atol=2e-5)
 
 
 @pytest.mark.parametrize("bits", [8, 6, 4])
@@ -157,9 +176,9 @@ def test_float16_stays_within_its_rounding(kernel, generation, bits):
     for tokens in (slice(0, 50), slice(50, 59), slice(59, 60)):
         output, *past = call(feed(half, tokens, past))
         assert output.dtype == np.float16
+        codes = checked_codes(case, wide, past, tokens.stop) if bits else None
         # A float cache holds rotated keys in float16; the rest is float32 until it is written.
-        wrong = np.abs(output - expected(case, wide, tokens)) > 4e-3
-        assert wrong.mean() < (0.02 if bits else 1e-9)
+        assert_close(output, expected(case, wide, tokens, codes=codes), atol=4e-3)
 
 
 @pytest.mark.parametrize("lam", [-(2.0**-11), -3 * 2.0**-11, 0.25])
@@ -175,29 +194,6 @@ def test_float16_output_rounds_ties_to_even_over_its_whole_range(kernel, lam):
     np.testing.assert_array_equal(output, wanted)
 
 
-def on_a_lattice(case, length):
-    """Inputs whose logits are exact in float32, so that no rounding of them depends on the order of sums."""
-    rng = np.random.default_rng(3)
-    whole = lambda *shape: rng.integers(-3, 4, shape).astype("f4")  # noqa: E731
-    return inputs_of(case, 2, length) | {
-        "query": whole(2, length, 2 * case.pairs * case.width),
-        "key": whole(2, length, case.kv_pairs * case.row),
-    }
-
-
-def in_float32(case, inputs, tokens):
-    """`naive` with the kernel's own precision: a step is a quotient, and ties between codes depend on its rounding."""
-    x = {name: torch.from_numpy(value) for name, value in inputs.items()}
-    heads = lambda t, n: t[:, : tokens.stop].unflatten(-1, (n, -1)).transpose(1, 2)  # noqa: E731
-    q = heads(x["query"], 2 * case.pairs)[:, :, tokens]
-    k = heads(x["key"], case.kv_pairs * case.row // case.width)
-    keys = [k[:, 0::2], k[:, 1::2]] if case.generation == 1 else [k, k]
-    lam = x["lambda"] if case.generation == 1 else x["lambda"][:, tokens].transpose(1, 2)[..., None]
-    values = heads(x["value"], case.kv_pairs)
-    y = naive([q[:, 0::2], q[:, 1::2]], keys, values, lam, case.width**-0.5, Mask(), case.logits)
-    return y.transpose(1, 2).flatten(2).numpy()
-
-
 @pytest.mark.parametrize("shift", ["", ":shift"], ids=["absmax", "shift"])
 @pytest.mark.parametrize("bits", [2, 4, 8])
 @pytest.mark.parametrize("granularity", ["row", "head", "pair", "tensor"])
@@ -205,20 +201,20 @@ def in_float32(case, inputs, tokens):
 def test_simulated_logits_equal_naive(kernel, generation, granularity, bits, shift):
     scheme = Scheme.parse(f"{bits}:{granularity}{shift}")
     case = Case(generation, pairs=6, kv_pairs=2, rope="", logits=scheme)
-    inputs = on_a_lattice(case, 34)
+    inputs = on_a_lattice(case, 2, 34)
     call, past = native(kernel, case), past_of(case, 2, 40)
     for tokens in (slice(0, 29), slice(29, 33), slice(33, 34)):
         output, *past = call(feed(inputs, tokens, past))
-        assert_close(output, in_float32(case, inputs, tokens))
+        assert_close(output, expected(case, inputs, tokens, torch.float32))
 
 
 def test_padding_does_not_count_in_a_logit_scale(kernel):
     case = Case(pairs=4, kv_pairs=2, rope="", logits=Scheme.parse("4:tensor"))
-    inputs = on_a_lattice(case, 20)
+    inputs = on_a_lattice(case, 2, 20)
     inputs["query"][1, 12:] *= 100
     output = native(kernel, case)(feed(inputs, slice(0, 20), past_of(case, 2, 0), [20, 12]))[0]
     alone = {n: v[1:, :12] if v.ndim == 3 else v for n, v in inputs.items()}
-    assert_close(output[1:, :12], in_float32(case, alone, slice(0, 12)))
+    assert_close(output[1:, :12], expected(case, alone, slice(0, 12), torch.float32))
 
 
 def test_logits_far_apart_neither_overflow_nor_turn_into_nan(kernel):

@@ -72,6 +72,16 @@ def test_the_largest_finite_value_survives(dtype):
     torch.testing.assert_close(back, torch.tensor([[largest, -largest, 0.0]], dtype=dtype))
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_types_are_computed_in_float32(dtype):
+    x = torch.randn(64, 96, generator=torch.Generator().manual_seed(0)).to(dtype)
+    scale = absmax_scale(x, 6, -1)
+    assert scale.dtype == torch.float32
+    assert torch.equal(scale, absmax_scale(x.float(), 6, -1))
+    stored = scale.to(dtype)
+    assert torch.equal(quantize(x, stored, 6), quantize(x.float(), stored.float(), 6))
+
+
 def test_halfway_values_round_to_even():
     x = torch.tensor([[7.0, 0.5, 1.5, 2.5, -0.5, -1.5]])
     assert quantize(x, torch.ones(1, 1), 4).tolist() == [[7, 0, 2, 2, 0, -2]]
@@ -86,13 +96,18 @@ def test_odd_lengths_quantize(columns):
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 def test_nan_and_infinity_are_refused_by_name_and_place(bad):
     x = torch.zeros(3, 4, dtype=torch.bfloat16)
-    x[1, 2] = bad
-    with pytest.raises(NonFiniteError, match=r"layers\.0\.q_proj.*\[3, 4\].*at \[1, 2\]"):
+    x[1, 2] = x[2, 3] = bad
+    with pytest.raises(NonFiniteError, match=r"layers\.0\.q_proj.*\[3, 4\] holds 2 NaN.*at \[1, 2\]"):
         check_finite(x, "layers.0.q_proj")
 
 
 def test_values_that_sum_to_infinity_are_not_refused():
     check_finite(torch.full((64,), torch.finfo(torch.float32).max), "huge")
+
+
+def test_an_unknown_granularity_is_refused():
+    with pytest.raises(UsageError, match="'rows' does not name"):
+        sharing_view(torch.ones(2, 8), "rows")
 
 
 def test_a_group_that_does_not_divide_is_refused():

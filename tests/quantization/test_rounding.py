@@ -116,6 +116,7 @@ def test_the_pass_follows_the_papers_recurrence(text):
     factor = Inputs.of(damped(x.T @ x)).factor
     codes, scale = in_one_pass(weight, factor, scheme.bits, size, torch.float32)
     assert (codes == expected).float().mean() > 0.99
+    assert (codes - expected).abs().max() <= 1
     torch.testing.assert_close(scale, torch.cat(scales, 1), rtol=1e-3, atol=0)
 
 
@@ -145,8 +146,10 @@ def test_rows_in_blocks_are_rounded_as_together():
     inputs = Inputs.of(damped(x.T @ x))
     whole = compensate(weight, inputs, scheme, torch.float16)
     parts = [compensate(rows, inputs, scheme, torch.float16) for rows in weight.split(10)]
-    for together, apart in zip(whole, zip(*parts, strict=True), strict=True):
-        assert (torch.cat(apart) == together).float().mean() > 0.99
+    codes, scale = (torch.cat(apart) for apart in zip(*parts, strict=True))
+    assert (codes == whole[0]).float().mean() > 0.99
+    assert (codes.int() - whole[0].int()).abs().max() <= 1
+    torch.testing.assert_close(scale, whole[1], rtol=2**-10, atol=0)
 
 
 def test_inputs_that_never_vary_do_no_harm():
@@ -208,3 +211,13 @@ def test_fitted_scales_of_the_largest_numbers_decode_to_finite_values(bits, dtyp
     weight, scheme = weight.clamp(-numbers.max, numbers.max).to(dtype), Scheme(bits, "group", 16)
     decoded = decode_codes(*round_with_clipping("w", weight.float(), scheme, scale_dtype(dtype)), scheme)
     assert torch.isfinite(decoded.to(dtype)).all()
+
+
+def test_inputs_that_are_all_zero_are_damped_to_something_invertible():
+    assert torch.linalg.eigvalsh(damped(torch.zeros(5, 5)).double()).min() > 0
+    x = torch.randn(9, 5, generator=torch.Generator().manual_seed(0))
+    inputs = Inputs.of(damped(x.T @ x))
+    torch.testing.assert_close(
+        inputs.factor.double().T @ inputs.factor.double(), inputs.products.double().inverse(), rtol=1e-4, atol=1e-5
+    )
+    assert torch.equal(inputs.factor, inputs.factor.triu())

@@ -95,23 +95,53 @@ def random_inputs(case: Case, batch: int, length: int, seed: int = 0) -> Inputs:
     return made
 
 
-def expected(
-    case: Case, inputs: dict[str, np.ndarray], tokens: slice, dtype: torch.dtype = torch.float64
-) -> np.ndarray:
-    """Output [B, T, h·dv] that the op must give for `tokens` of a sequence whose keys up to their end are there."""
-    end = tokens.stop
-    x = {name: torch.from_numpy(value).double() for name, value in inputs.items()}
-    heads = lambda t, n: t.unflatten(-1, (n, -1)).transpose(1, 2)  # noqa: E731
-    q = heads(x["query"][:, :end], case.heads)
-    k = heads(x["key"][:, :end], case.kv_pairs * case.row // case.width)
-    v = heads(x["value"][:, :end], case.kv_pairs)
+def on_a_lattice(case: Case, batch: int, length: int, seed: int = 3) -> Inputs:
+    """Inputs whose rotated keys and logits are exact in float32: no rounding of them depends on the order of sums.
+
+    Queries are whole numbers, as keys are or else 64ths beside a cache's scales, which are powers of two; positions
+    turn by quarters.
+    """
+    rng = np.random.default_rng(seed)
+
+    def whole(count: int, parts: int) -> np.ndarray:
+        return (rng.integers(-3 * parts, 3 * parts + 1, (batch, length, count)) / parts).astype("f4")
+
+    made = random_inputs(case, batch, length, seed)
+    made["query"] = whole(case.heads * case.width, 1)
+    made["key"] = whole(case.kv_pairs * case.row, 64 if case.kv_bits else 1)
     if case.rope:
-        cos, sin = (x[name][None, :end, : case.width // 2] for name in ("cos_cache", "sin_cache"))
-        q, k = (rotate(t, (cos, sin), case.rope) for t in (q, k))
+        quarters = np.arange(length + 1)[:, None] * np.arange(1, case.width // 2 + 1) % 4
+        quarters = np.tile(quarters, (1, case.row // case.width))
+        made["cos_cache"] = np.array([1, 0, -1, 0], "f4")[quarters]
+        made["sin_cache"] = np.array([0, 1, 0, -1], "f4")[quarters]
     if case.kv_bits:
-        k = stored(k.transpose(1, 2).flatten(2), x["k_scale"], case).unflatten(-1, (-1, case.width)).transpose(1, 2)
-        v = stored(v.transpose(1, 2).flatten(2), x["v_scale"], case).unflatten(-1, (-1, case.row)).transpose(1, 2)
-    lam = x["lambda"] if case.generation == 1 else x["lambda"][:, tokens].transpose(1, 2)[..., None]
+        made |= {name: np.exp2(np.round(np.log2(made[name]))).astype("f4") for name in ("k_scale", "v_scale")}
+    return made
+
+
+def expected(
+    case: Case,
+    inputs: Inputs,
+    tokens: slice,
+    dtype: torch.dtype = torch.float64,
+    codes: Sequence[np.ndarray] | None = None,
+) -> np.ndarray:
+    """Output [B, T, h·dv] that the op must give for `tokens` of a sequence whose keys up to their end are there.
+
+    Args:
+        dtype: dtype to compute in.
+        codes: codes of K and V that the cache holds [B, h_kv, S, row]; the nearest ones by default.
+    """
+    q, k, v, lam = _operands(case, inputs, tokens, dtype)
+    if case.kv_bits:
+        if codes is None:
+            limit = 2 ** (case.kv_bits - 1)
+            codes = [np.clip(np.rint(x), -limit, limit - 1) for x in quotients(case, inputs, tokens.stop, dtype)]
+        k, v = (
+            _by_row(torch.from_numpy(each).to(dtype)) * torch.from_numpy(inputs[name]).to(dtype).flatten()
+            for each, name in zip(codes, ("k_scale", "v_scale"), strict=True)
+        )
+        k, v = _heads(k, case.kv_pairs * case.row // case.width), _heads(v, case.kv_pairs)
     groups = q[:, :, tokens].unflatten(1, (-1, case.signals + 1))
     queries = [groups[:, :, :-1].flatten(1, 2), groups[:, :, -1]]
     keys = [k[:, i::2] for i in (0, 1)] if case.generation == 1 else [k, k]
@@ -123,18 +153,53 @@ def expected(
         return naive(queries, keys, v, weight, scale, Mask(), scheme)
 
     y = attention(lam)
-    if "signal_gate" in x:
+    gates = {name: torch.from_numpy(inputs[name][:, tokens]).to(dtype) for name in case.gates}
+    if "signal_gate" in gates:
         # naive has no such gate, and is linear in λ: λ = 0 leaves the signal map's share.
-        y = y + (x["signal_gate"][:, tokens].transpose(1, 2)[..., None] - 1) * attention(torch.zeros(1))
+        y = y + (gates["signal_gate"].transpose(1, 2)[..., None] - 1) * attention(torch.zeros(1, dtype=dtype))
     y = y.transpose(1, 2).flatten(2)
-    return (y * x["output_gate"][:, tokens] if "output_gate" in x else y).float().numpy()
+    return (y * gates["output_gate"] if "output_gate" in gates else y).float().numpy()
 
 
-def stored(rows: torch.Tensor, scale: torch.Tensor, case: Case) -> torch.Tensor:
-    """Keys or values [B, S, h_kv·dk] read back from their codes."""
-    scale = scale.flatten()
-    limit = 2 ** (case.kv_bits - 1)
-    return (rows / scale).round().clamp(-limit, limit - 1) * scale
+def quotients(case: Case, inputs: Inputs, end: int, dtype: torch.dtype = torch.float64) -> list[np.ndarray]:
+    """K, rotated, and V of the first `end` tokens over their scales [B, h_kv, S, row], which codes round."""
+    _, k, v, _ = _operands(case, inputs, slice(0, end), dtype)
+    return [
+        _heads(_by_row(x) / torch.from_numpy(inputs[name]).to(dtype).flatten(), case.kv_pairs).numpy()
+        for x, name in ((k, "k_scale"), (v, "v_scale"))
+    ]
+
+
+def codes_in(cache: np.ndarray, bits: int, rows: int) -> np.ndarray:
+    """Codes [B, h_kv, rows, row] in the first rows of a cache, as the op's specification packs them."""
+    if bits == 8:
+        return cache[:, :, :rows].astype(int)
+    stored = np.unpackbits(cache[:, :, :rows], axis=-1, bitorder="little")
+    digits = stored.reshape(*stored.shape[:3], -1, bits).astype(int)
+    codes: np.ndarray = (digits << np.arange(bits)).sum(-1) - 2 ** (bits - 1)
+    return codes
+
+
+def _operands(case: Case, inputs: Inputs, tokens: slice, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    """Q and K, rotated, and V of all tokens up to the end of `tokens` [B, heads, S, width], and λ of `tokens`."""
+    x = {name: torch.from_numpy(value).to(dtype) for name, value in inputs.items()}
+    q = _heads(x["query"][:, : tokens.stop], case.heads)
+    k = _heads(x["key"][:, : tokens.stop], case.kv_pairs * case.row // case.width)
+    v = _heads(x["value"][:, : tokens.stop], case.kv_pairs)
+    if case.rope:
+        cos, sin = (x[name][None, : tokens.stop, : case.width // 2] for name in ("cos_cache", "sin_cache"))
+        q, k = (rotate(t, (cos, sin), case.rope) for t in (q, k))
+    lam = x["lambda"] if case.generation == 1 else x["lambda"][:, tokens].transpose(1, 2)[..., None]
+    return q, k, v, lam
+
+
+def _heads(rows: torch.Tensor, count: int) -> torch.Tensor:
+    split: torch.Tensor = rows.unflatten(-1, (count, -1))
+    return split.transpose(1, 2)
+
+
+def _by_row(heads: torch.Tensor) -> torch.Tensor:
+    return heads.transpose(1, 2).flatten(2)
 
 
 def _windowed(

@@ -114,6 +114,7 @@ def test_a_cell_depends_on_what_is_shown_and_asked_and_not_on_where_it_lies(file
 
 def test_the_same_cell_measured_again_is_the_same(files, model, tmp_path):
     results = [run_sweep([model], options(files, "6:2", limit=8), tmp_path / name).cells for name in "ab"]
+    assert results[0]
     for a, b in zip(*results, strict=True):
         assert replace(a.measurement, seconds=0) == replace(b.measurement, seconds=0)
 

@@ -1,0 +1,150 @@
+"""Plants faults in a sample of places, one at a time, and says which of them no test notices.
+
+    python -m tests.mutants [GROUP ...] [--sample N] [--seed N] [--json FILE]
+    python -m tests.mutants [GROUP ...] --again FILE                  # those that survived, with the tests of now
+
+An own runner, since the common ones start Python for each fault, or run all tests before they begin, and neither draws
+a sample: importing torch and transformers takes seconds, so here each trial is a fork of a process that has done it.
+"""
+
+import argparse
+import importlib
+import json
+import os
+import random
+import sys
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tests.mutants.groups import GROUPS, Group
+from tests.mutants.planting import Mutant, mutants_of
+from tests.mutants.reach import Reach, measure
+from tests.mutants.trial import KILLED, SURVIVED, in_a_process, outcome
+
+REASONS = Path(__file__).with_name("survivors.yaml")
+# Seconds of tests that one fault is given; those that reach it and do not fit are left out.
+BUDGET = 10.0
+LEAST = 0.9
+
+# (file, first line of the changed statement, change) -> why no test can notice.
+Reasons = dict[tuple[str, str, str], str]
+
+
+def main() -> int:
+    arguments = _arguments()
+    reasons = reasons_for_surviving(yaml.safe_load(REASONS.read_text()))
+    earlier: dict[str, Any] = json.loads(arguments.again.read_text())["groups"] if arguments.again else {}
+    results = dict(earlier)
+    for name in arguments.groups or GROUPS:
+        results[name] = run_group(name, GROUPS[name], arguments, reasons, earlier.get(name))
+    if file := arguments.again or arguments.json:
+        run = _this_run()
+        for name in arguments.groups or GROUPS:
+            results[name]["runs"].append(run)
+        file.write_text(json.dumps({"groups": results}, indent=2, ensure_ascii=False) + "\n")
+    return int(any(result["killed"] < LEAST * result["planted"] for result in results.values()))
+
+
+def reasons_for_surviving(entries: Sequence[dict[str, Any]]) -> Reasons:
+    """Reasons by fault, from the entries of survivors.yaml."""
+    return {(entry["file"], entry["code"], change): entry["reason"] for entry in entries for change in entry["changes"]}
+
+
+def run_group(
+    name: str, group: Group, arguments: argparse.Namespace, reasons: Reasons, earlier: dict[str, Any] | None
+) -> dict[str, Any]:
+    """Plant a group's sample, or what survived of an earlier one, and collect what became of it."""
+    with tempfile.TemporaryDirectory() as folder:
+        reach = _reach(name, group, arguments.reach or Path(folder))
+    _import(reach.packages)
+    every = [mutant for file in group.files for mutant in mutants_of(file)]
+    if earlier is None:
+        count = min(arguments.sample, len(every))
+        earlier = {"runs": [], "seed": arguments.seed, "possible": len(every), "planted": count}
+        chosen = random.Random(arguments.seed).sample(every, count)
+    else:
+        survived = {(survivor["file"], survivor["number"]) for survivor in earlier["survivors"]}
+        chosen = [mutant for mutant in every if (mutant.file, mutant.number) in survived]
+    outcomes = _outcomes(sorted(chosen, key=lambda m: (m.file, m.number)), reach, arguments.jobs)
+    survivors = [mutant for mutant, found in outcomes if found == SURVIVED]
+    planted = earlier["planted"]
+    killed = planted - len(survivors)
+    print(f"{name}: {killed} of {planted} killed ({killed / planted:.1%})", flush=True)
+    return earlier | {
+        "killed": killed,
+        "survivors": [
+            {
+                "file": mutant.file,
+                "line": mutant.lines[0],
+                "number": mutant.number,
+                "code": mutant.code,
+                "change": mutant.change,
+                "reason": reasons.get((mutant.file, mutant.code, mutant.change)),
+            }
+            for mutant in survivors
+        ],
+    }
+
+
+def _outcomes(mutants: Sequence[Mutant], reach: Reach, jobs: int) -> list[tuple[Mutant, str]]:
+    def trial(mutant: Mutant) -> tuple[Mutant, str]:
+        tests = reach.of(mutant.file, mutant.lines, BUDGET)
+        found = outcome(mutant, tests, 15 + 3 * sum(reach.seconds[test] for test in tests))
+        if found != KILLED:
+            print(f"{found}: {mutant.file}:{mutant.lines[0]}  {mutant.change}  [{len(tests)} tests]", flush=True)
+        return mutant, found
+
+    with ThreadPoolExecutor(jobs) as pool:
+        return list(pool.map(trial, mutants))
+
+
+def _reach(name: str, group: Group, folder: Path) -> Reach:
+    """What the group's tests reach: measured, or read where it was measured on the same files."""
+    file = folder / f"reach-{name}.json"
+    if file.exists() and (reach := Reach(**json.loads(file.read_text()))).is_of(group.files, group.tests):
+        return reach
+    if in_a_process(lambda: measure(group.files, group.tests, file), 600) != 0:
+        sys.exit(f"the tests of {name} fail without any fault: {' '.join(group.tests)}")
+    return Reach(**json.loads(file.read_text()))
+
+
+def _import(packages: Sequence[str]) -> None:
+    for package in packages:
+        try:
+            importlib.import_module(package)
+        except Exception:  # a part of a package that imports only from within it
+            continue
+
+
+def _this_run() -> dict[str, Any]:
+    # Not before the last fork: each trial imports this project's modules anew.
+    from diffquant.bench.environment import environment
+
+    command = f"python -m tests.mutants {' '.join(sys.argv[1:])}".strip()
+    return {"command": command, "environment": environment("pytest")}
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser("python -m tests.mutants", description=__doc__)
+    parser.add_argument("groups", nargs="*", help=f"{', '.join(GROUPS)}; all by default")
+    parser.add_argument("--sample", type=int, default=120, help="faults planted in each group")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=2, help="trials at once")
+    parser.add_argument("--json", type=Path, help="file for the results")
+    parser.add_argument("--again", type=Path, help="file of results whose survivors are planted again, and corrected")
+    parser.add_argument("--reach", type=Path, help="folder that keeps what the tests reach")
+    arguments = parser.parse_args()
+    if unknown := set(arguments.groups) - set(GROUPS):
+        parser.error(f"no group is called {', '.join(sorted(unknown))}; known are {', '.join(GROUPS)}")
+    return arguments
+
+
+if __name__ == "__main__":
+    # Trials are processes side by side, and a fork takes over no threads.
+    os.environ |= {"OMP_NUM_THREADS": "1", "CI": "1"}
+    sys.exit(main())
