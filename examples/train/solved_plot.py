@@ -25,7 +25,7 @@ def write_plot(runs: Sequence[Mapping[str, Any]], file: Path) -> None:
         axis.set_title(f"retrieved, N = {n}", fontsize=10)
     for kind in dict.fromkeys(run["kind"] for run in runs):
         style, colour = STYLES[_KINDS.index(kind) % len(STYLES)], COLOURS[_KINDS.index(kind)]
-        last.step(*_solved(runs, kind, needles[-1]), style, where="post", color=colour, label=kind)
+        last.step(*share_solved(runs, kind, needles[-1]), style, where="post", color=colour, label=kind)
     last.set_title(f"runs that retrieve, N = {needles[-1]}", fontsize=10)
     for axis in (*panels, last):
         axis.set_xlabel("step")
@@ -36,10 +36,17 @@ def write_plot(runs: Sequence[Mapping[str, Any]], file: Path) -> None:
     figure.savefig(file, dpi=150)
 
 
-def _solved(runs: Sequence[Mapping[str, Any]], kind: str, n: str) -> tuple[list[int], list[float]]:
-    """Steps at which runs of a kind were solved, and the share of its runs that were by then, from 0 to the end."""
+def share_solved(runs: Sequence[Mapping[str, Any]], kind: str, n: str) -> tuple[list[int], list[float]]:
+    """Steps from 0 on and the share of a kind's runs that are solved by each, as Kaplan and Meier estimate it.
+
+    A run that ended unsolved says nothing of later steps, and runs may end at different ones.
+    """
     of_kind = [run for run in runs if run["kind"] == kind]
-    end = max(run["evaluations"][-1]["step"] for run in runs)
-    steps = sorted(run["solved"][n] for run in of_kind if run["solved"][n] is not None)
-    shares = [index / len(of_kind) for index in range(len(steps) + 1)]
-    return [0, *steps, end], [*shares, shares[-1]]
+    ends = [run["evaluations"][-1]["step"] for run in of_kind]
+    solved = [run["solved"][n] for run in of_kind]
+    steps, shares = [0], [0.0]
+    for step in sorted({step for step in solved if step is not None}):
+        at_risk = sum(step <= (end if done is None else done) for end, done in zip(ends, solved, strict=True))
+        steps.append(step)
+        shares.append(1 - (1 - shares[-1]) * (1 - solved.count(step) / at_risk))
+    return [*steps, max(ends)], [*shares, shares[-1]]

@@ -8,8 +8,9 @@ import pytest
 import solved
 import torch
 from needles import Needles
+from scipy import stats
 from settings import Schedule, Settings, Sizes
-from solved_plot import _solved, write_plot
+from solved_plot import share_solved, write_plot
 from train import new_model
 
 from diffquant import data
@@ -139,9 +140,21 @@ def test_the_median_counts_runs_that_were_not_solved(tmp_path):
     assert lines[1] == ["transformer", "4", "3", "1", "> 100", "50", "> 100"]
     assert lines[3] == ["diff-v1", "4", "3", "3", "20", "10", "30"]
     assert lines[5] == ["diff-v2", "4", "3", "2", "40", "20", "> 100"]
-    assert _solved(runs, "diff-v2", "4") == ([0, 20, 40, 100], [0.0, 1 / 3, 2 / 3, 2 / 3])
     write_plot(runs, tmp_path / "solved.png")
     assert (tmp_path / "solved.png").stat().st_size > 10_000
+
+
+def test_the_share_solved_is_kaplan_and_meiers():
+    runs = [
+        run
+        for step, end in ((30, 90), (None, 50), (60, 60), (None, 40), (30, 70))
+        for run in invented("diff-v1", step, limit=end)
+    ]
+    steps, shares = share_solved(runs, "diff-v1", "2")
+    data = stats.CensoredData(uncensored=[30, 60, 30], right=[50, 40])
+    expected = stats.ecdf(data).cdf.evaluate([0, 30, 60, 90])
+    assert steps == [0, 30, 60, 90]
+    assert shares == pytest.approx(expected)
 
 
 def test_the_settings_keep_ten_cities_and_their_rate():
