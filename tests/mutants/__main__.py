@@ -38,11 +38,13 @@ Reasons = dict[tuple[str, str, str], str]
 def main() -> int:
     arguments = _arguments()
     reasons = reasons_for_surviving(yaml.safe_load(REASONS.read_text()))
-    earlier: dict[str, Any] = json.loads(arguments.again.read_text())["groups"] if arguments.again else {}
-    results = dict(earlier)
+    file = arguments.again or arguments.json
+    # Groups that are not asked for stay in the file as they are.
+    results: dict[str, Any] = json.loads(file.read_text())["groups"] if file and file.exists() else {}
+    earlier = dict(results) if arguments.again else {}
     for name in arguments.groups or GROUPS:
         results[name] = run_group(name, GROUPS[name], arguments, reasons, earlier.get(name))
-    if file := arguments.again or arguments.json:
+    if file:
         run = _this_run()
         for name in arguments.groups or GROUPS:
             results[name]["runs"].append(run)
