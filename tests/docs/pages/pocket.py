@@ -15,14 +15,21 @@ def accuracy(folder: str, model: str, scheme: str, needles: int, target: str | N
     return score
 
 
-def _by_length(row: str, column: str) -> list[Expected]:
-    kind, _, length = row.rpartition(", ")
-    places = measured("pocket-needle-lengths", KINDS[kind], "16", f"needle:{column[-1]}:1").details["by_place"]
-    accuracies = [place["accuracy"] for place in places if place["length"] == int(length)]
-    return [sum(accuracies) / len(accuracies)]
+def _by_length(folder: str) -> CellValues:
+    def values(row: str, column: str) -> list[Expected]:
+        kind, _, length = row.rpartition(", ")
+        places = measured(folder, KINDS[kind], "16", f"needle:{column[-1]}:1").details["by_place"]
+        accuracies = [place["accuracy"] for place in places if place["length"] == int(length)]
+        return [sum(accuracies) / len(accuracies)]
+
+    return values
 
 
-PAGE.table("model | tokens | N = 1 | N = 2 | N = 4 | N = 6", _by_length, names=2)
+for section, folder in (
+    ("What they retrieve", "pocket-needle-lengths"),
+    ("Who learns to tell needles apart", "pocket-needle-first/lengths"),
+):
+    PAGE.table("model | tokens | N = 1 | N = 2 | N = 4 | N = 6", _by_length(folder), section=section, names=2)
 
 _HEADS = "Transformer, N = 1 | N = 4 | DIFF V1, N = 1 | N = 4 | DIFF V2, N = 1 | N = 4"
 _COLUMNS = [f"{kind}, N = {needles}" for kind in KINDS for needles in (1, 4)]
@@ -82,3 +89,10 @@ PAGE.leaves(
     "A 95 % interval is at most 10 points to either side, and of 100 in 100 it reaches down to 96 %", "binomial"
 )
 PAGE.leaves("byte-level BPE of 2,048 tokens", "a size")
+PAGE.leaves("It had 2,600 steps of 2,048 tokens", "how they were trained")
+PAGE.leaves("4,500 steps, then to cities that join one after another and 6,500 steps", "how they were trained")
+_FIRST = [
+    accuracy("pocket-needle-first/logits", KINDS[kind], "3:tensor", 1) for kind in ("DIFF V2", "Transformer", "DIFF V1")
+]
+PAGE.says("V2 kept {}, the Transformer {} and", *_FIRST[:2])
+PAGE.means("and V1 nothing", _FIRST[2] == 0)
