@@ -72,8 +72,8 @@ def seeds_summary(seeds: Mapping[str, Seed], schemes: Sequence[str]) -> str:
             bits = [bits_won(seed, generation, scheme) for seed in seeds.values()]
             lines.append([generation, f"`{scheme}`", *_with_mean(bits)])
         splits = [predicted_bits(seed, generation, schemes[0]) for seed in seeds.values()]
-        for name, parts in zip(("range", "sensitivity"), zip(*splits, strict=True), strict=True):
-            lines.append([generation, f"`{schemes[0]}`, {name}", *_with_mean(parts)])
+        for name, part in zip(("range", "sensitivity"), zip(*splits, strict=True), strict=True):
+            lines.append([generation, f"`{schemes[0]}`, {name}", *_with_mean(part)])
     names = list(seeds)
     tables = (
         markdown(["perplexity at 16 bits", *names], perplexities),

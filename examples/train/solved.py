@@ -5,13 +5,11 @@
 Trains one model of each kind from each seed and asks it, every few steps, for the number of one city among N in
 contexts that it was not trained on, until it answers nearly all of them or the settings' steps are over. Every run has
 a folder, seed after seed. The same command goes on where it was interrupted, and with more `--steps` where runs ended
-unsolved. The plot shows every run.
+unsolved. `solved_report.py` has the table and the plot of a folder's runs.
 """
 
 import hashlib
 import json
-import math
-import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -23,18 +21,16 @@ from loop import Trainer
 from models import CONTROLS, KINDS
 from needles import Needles
 from settings import Settings
-from solved_plot import write_plot
+from solved_report import RETRIEVED, Run, last_step, report
 from train import claim, interruptible, new_model, read_text
 
 from diffquant.bench.environment import environment
 from diffquant.errors import UsageError
 from diffquant.model.modeling import DiffTransformer
-from diffquant.report.tables import aligned
 from diffquant.support.files import write_atomically
 from diffquant.support.program import run_program
 from diffquant.support.progress import progress_for
 
-RETRIEVED = "retrieved.json"
 NEEDLES = (2, 4)
 # Share of the questions that a model answers which has solved the task.
 ENOUGH = 0.95
@@ -43,7 +39,6 @@ _CONTEXTS = 200
 # No training draws from this seed.
 _HELD_OUT = 1_000_000
 
-Run = dict[str, Any]
 Questions = Sequence[tuple[list[int], int]]
 
 
@@ -64,9 +59,10 @@ def main(
     data = _needles_of(chosen[0], prose)
     digest = hashlib.sha256(prose.encode()).hexdigest()
     with interruptible(output):
-        runs = [run_until_solved(kind, each, data, digest, output) for each in chosen for kind in kinds.split(",")]
-    print(solved_summary(runs))
-    write_plot(runs, output / "solved.png")
+        for each in chosen:
+            for kind in kinds.split(","):
+                run_until_solved(kind, each, data, digest, output)
+    report(output)
 
 
 def _needles_of(settings: Settings, prose: str) -> Needles:
@@ -122,12 +118,6 @@ def _first_solved(evaluations: Sequence[Mapping[str, Any]], n: str) -> int | Non
     return next((each["step"] for each in evaluations if each["retrieved"][n] >= ENOUGH), None)
 
 
-def last_step(run: Run) -> int:
-    """Step of a run's last evaluation."""
-    step: int = run["evaluations"][-1]["step"]
-    return step
-
-
 @torch.inference_mode()
 def share_answered(model: DiffTransformer, questions: Questions) -> float:
     """Share of questions whose number is the likeliest next token."""
@@ -137,20 +127,6 @@ def share_answered(model: DiffTransformer, questions: Questions) -> float:
         logits = model(torch.tensor([prompt for prompt, _ in alike]), use_cache=False).logits[:, -1]
         right += int((logits.argmax(-1) == torch.tensor([number for _, number in alike])).sum())
     return right / len(questions)
-
-
-def solved_summary(runs: Sequence[Run]) -> str:
-    """Table of each kind's median and range of steps; a run that was not solved counts as longer than any."""
-    lines = []
-    for kind in dict.fromkeys(run["kind"] for run in runs):
-        of_kind = [run for run in runs if run["kind"] == kind]
-        for n in map(str, NEEDLES):
-            steps = [math.inf if run["solved"][n] is None else run["solved"][n] for run in of_kind]
-            unsolved = [last_step(run) for run in of_kind if run["solved"][n] is None]
-            figures = (statistics.median(steps), min(steps), max(steps))
-            texts = [f"{step:.0f}" if step < math.inf else f"> {min(unsolved)}" for step in figures]
-            lines.append([kind, n, str(len(steps)), str(len(steps) - len(unsolved)), *texts])
-    return "\n".join(aligned(["kind", "N", "runs", "solved", "median", "least", "most"], lines, names=2))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """Steps until solved: what is asked, what counts as an answer, when a run ends, and what it leaves."""
 
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,7 @@ import torch
 from needles import Needles
 from scipy import stats
 from settings import Schedule, Settings, Sizes
-from solved_plot import share_solved, write_plot
+from solved_report import report, share_solved, solved_summary
 from train import new_model
 
 from diffquant import data
@@ -130,17 +131,21 @@ def invented(kind, *solved_at, limit=100):
     ]
 
 
-def test_the_median_counts_runs_that_were_not_solved(tmp_path):
+def test_the_median_counts_runs_that_were_not_solved(tmp_path, capsys):
     runs = [
         *invented("transformer", None, 50, None),
         *invented("diff-v1", 10, 30, 20),
         *invented("diff-v2", 40, None, 20),
     ]
-    lines = [re.split(r"\s{2,}", line) for line in solved.solved_summary(runs).splitlines()[2:]]
+    lines = [re.split(r"\s{2,}", line) for line in solved_summary(runs).splitlines()[2:]]
     assert lines[1] == ["transformer", "4", "3", "1", "> 100", "50", "> 100"]
     assert lines[3] == ["diff-v1", "4", "3", "3", "20", "10", "30"]
     assert lines[5] == ["diff-v2", "4", "3", "2", "40", "20", "> 100"]
-    write_plot(runs, tmp_path / "solved.png")
+    for number, run in enumerate(runs):
+        (tmp_path / str(number)).mkdir()
+        (tmp_path / str(number) / "retrieved.json").write_text(json.dumps(run))
+    report(tmp_path)
+    assert capsys.readouterr().out.splitlines() == solved_summary(runs).splitlines()
     assert (tmp_path / "solved.png").stat().st_size > 10_000
 
 

@@ -1,14 +1,58 @@
-"""Plot of every run's retrieval by step, and of the share of runs that retrieve."""
+"""Tell how long each kind of model took to retrieve: table and plot of the runs that `solved.py` left.
 
+    python examples/train/solved_report.py runs/solved
+
+The table has medians and ranges, the plot every run.
+"""
+
+import json
+import math
+import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import typer
 from models import CONTROLS, KINDS
 
+from diffquant.errors import UsageError
 from diffquant.report.plots import COLOURS, STYLES, new_figure, tidy
+from diffquant.report.tables import aligned
+from diffquant.support.program import run_program
 
+RETRIEVED = "retrieved.json"
 _KINDS = (*KINDS, *CONTROLS)
+
+Run = dict[str, Any]
+
+
+def report(folder: Annotated[Path, typer.Argument(help="Output folder of solved.py.")]) -> None:
+    """Print the table of a folder's runs and draw solved.png there."""
+    runs = [json.loads(file.read_text(encoding="utf-8")) for file in sorted(folder.glob(f"*/{RETRIEVED}"))]
+    if not runs:
+        raise UsageError(f"{folder} holds no runs; solved.py makes them")
+    print(solved_summary(runs))
+    write_plot(runs, folder / "solved.png")
+
+
+def last_step(run: Run) -> int:
+    """Step of a run's last evaluation."""
+    step: int = run["evaluations"][-1]["step"]
+    return step
+
+
+def solved_summary(runs: Sequence[Run]) -> str:
+    """Table of each kind's median and range of steps; a run that was not solved counts as longer than any."""
+    lines = []
+    for kind in _kinds_of(runs):
+        of_kind = [run for run in runs if run["kind"] == kind]
+        for n in runs[0]["solved"]:
+            steps = [math.inf if run["solved"][n] is None else run["solved"][n] for run in of_kind]
+            unsolved = [last_step(run) for run in of_kind if run["solved"][n] is None]
+            figures = (statistics.median(steps), min(steps), max(steps))
+            texts = [f"{step:.0f}" if step < math.inf else f"> {min(unsolved)}" for step in figures]
+            lines.append([kind, n, str(len(steps)), str(len(steps) - len(unsolved)), *texts])
+    return "\n".join(aligned(["kind", "N", "runs", "solved", "median", "least", "most"], lines, names=2))
 
 
 def write_plot(runs: Sequence[Mapping[str, Any]], file: Path) -> None:
@@ -23,7 +67,7 @@ def write_plot(runs: Sequence[Mapping[str, Any]], file: Path) -> None:
             shares = [0.0, *(each["retrieved"][n] for each in run["evaluations"])]
             axis.plot(steps, shares, STYLES[number % len(STYLES)], color=COLOURS[number], linewidth=1, alpha=0.8)
         axis.set_title(f"retrieved, N = {n}", fontsize=10)
-    for kind in dict.fromkeys(run["kind"] for run in runs):
+    for kind in _kinds_of(runs):
         style, colour = STYLES[_KINDS.index(kind) % len(STYLES)], COLOURS[_KINDS.index(kind)]
         last.step(*share_solved(runs, kind, needles[-1]), style, where="post", color=colour, label=kind)
     last.set_title(f"runs that retrieve, N = {needles[-1]}", fontsize=10)
@@ -50,3 +94,11 @@ def share_solved(runs: Sequence[Mapping[str, Any]], kind: str, n: str) -> tuple[
         steps.append(step)
         shares.append(1 - (1 - shares[-1]) * (1 - solved.count(step) / at_risk))
     return [*steps, max(ends)], [*shares, shares[-1]]
+
+
+def _kinds_of(runs: Sequence[Mapping[str, Any]]) -> list[str]:
+    return sorted({run["kind"] for run in runs}, key=_KINDS.index)
+
+
+if __name__ == "__main__":
+    run_program(report)
