@@ -48,6 +48,7 @@ def folder(source, tmp_path):
         ({"opset": 21}, "opset 21 is not within 23 to"),
         ({"accuracy_level": 2}, "accuracy level 2"),
         ({"logits": "4:b16"}, "logits per block"),
+        ({"logits": "4:map"}, "logits per map"),
         ({"logits": "4:row:alike"}, "the operator rounds each map by itself"),
         ({"kv_bits": 8, "cache": False}, "contradict"),
         ({"kv_bits": 5, "embed_bits": 5}, "5-bit KV cache.*5-bit embeddings"),
