@@ -15,7 +15,7 @@ from diffquant.export.graph.external import load_graph
 from diffquant.export.manifest import Manifest, check_unchanged, read_manifest
 from diffquant.export.native import library_path
 from diffquant.export.runtime.session import OnnxModel
-from diffquant.export.verification.errors import cache_excess, relative_rms, stage_errors, stage_noise
+from diffquant.export.verification.errors import StageNoise, cache_excess, relative_rms, stage_errors, stage_noise
 from diffquant.export.verification.passages import sample_passages
 from diffquant.export.verification.reference import FLIPPING, Reference, cache_scales
 from diffquant.export.verification.report import Measure, Route, SessionTokens, Verification, measures
@@ -97,6 +97,7 @@ class _Comparison:
         self._threads = threads
         self._outputs = (EMBEDDED, *(LAYER_OUTPUT.format(layer=i) for i in range(reference.layers)), "logits")
         self._whole = self._whole_runs(rounds=False)
+        self._expectations: dict[bool, tuple[list[Tensor], float, StageNoise]] = {}
         self._tokens: list[SessionTokens] = []
         self._cache: Measure | None = None
 
@@ -139,10 +140,11 @@ class _Comparison:
     def _compared(self, session: _Session) -> Iterator[Route]:
         """Every route of a session, compared."""
         options = self._manifest.options
-        whole = self._whole_runs(rounds=True) if session.rounds else self._whole
-        limit = self._tolerance or MARGIN * self._noise_of_whole_runs(whole, session.rounds)
         read = _states_of(prefill(session.model, self._passages, self._outputs))
-        noise = stage_noise(self._reference, self._passages, read, session.rounds)
+        # Sessions that compute alike share what rounding explains.
+        if session.rounds not in self._expectations:
+            self._expectations[session.rounds] = self._expected(session, read)
+        whole, limit, noise = self._expectations[session.rounds]
         last = [states[-1] for states in read]
         self._tokens.append(SessionTokens(session.name, compare_tokens(zip(self._whole, last, strict=True))))
         if session.is_folder and self._reference.cache is not None:
@@ -176,9 +178,14 @@ class _Comparison:
         with self._reference.arithmetic(rounds=rounds, noise=noise):
             return [self._reference.run(ids) for ids in self._passages]
 
-    def _noise_of_whole_runs(self, whole: Sequence[Tensor], rounds: bool) -> float:
-        rounds_anew = rounds and self._reference.knows_rounding
-        return relative_rms(zip(self._whole_runs(rounds_anew, FLIPPING), whole, strict=True))
+    def _expected(self, session: _Session, read: list[list[Tensor]]) -> tuple[list[Tensor], float, StageNoise]:
+        """Logits that a session should have, how far they may be off, and what rounding does to its stages."""
+        whole = self._whole_runs(rounds=True) if session.rounds else self._whole
+        rounds_anew = session.rounds and self._reference.knows_rounding
+        limit = self._tolerance
+        if limit is None:
+            limit = MARGIN * relative_rms(zip(self._whole_runs(rounds_anew, FLIPPING), whole, strict=True))
+        return whole, limit, stage_noise(self._reference, self._passages, read, session.rounds)
 
     def _notes(self) -> Iterator[str]:
         """Sentences about int8 activations."""
