@@ -281,7 +281,8 @@ def _uncovered(name: str, passage: Passage, covered: Sequence[tuple[int, int]]) 
 
 # Code, the targets of links, and names that look like numbers.
 _NAMES = re.compile(
-    r"`[^`]*`|!\[[^\]]*\]\([^)]*\)|\]\([^)]*\)|arXiv \d+\.\d+|[Ss]ection \d+\.\d+|Apache-2\.0|ONNX Runtime \d+\.\d+"
+    r"`[^`]*`|!\[[^\]]*\]\([^)]*\)|\]\([^)]*\)|arXiv \d+\.\d+|[Ss]ection \d+\.\d+|Apache-2\.0|Motif-2-12\.7B"
+    r"|ONNX Runtime \d+\.\d+"
 )
 
 

@@ -1,9 +1,12 @@
 """The figures of docs/outliers.md."""
 
+import math
 import re
+from typing import Any
 
 from diffquant.calib.analysis.outlier_outputs import outlier_table
 from diffquant.calib.calibration.fit import Fit, fit_table
+from diffquant.evals.stats import mean_interval, paired_difference
 from diffquant.sweep.table import text_table
 from studies.results import read_outliers
 from tests.docs.numbers import Expected
@@ -83,35 +86,109 @@ def _static(row: str, column: str) -> list[Expected] | Unmeasured:
 PAGE.table("cache | scales | found on | `verify`, prefill | padded batch | same token | perplexity", _static, names=2)
 PAGE.says("{} with a 16-bit cache", raw(f"{KV}/16-bits.json")["perplexity"]["perplexity"])
 PAGE.says(
-    "`verify` improves by {} % with calibrated absmax scales",
-    100
-    * (
-        1
-        - _number("export-absmax.txt", "prefill", r"error (\S+)")
-        / _number("export-builtin.txt", "prefill", r"error (\S+)")
-    ),
-)
-PAGE.says(
     "at 4 bits it is {} in prefill and {} in the padded batch",
     _number("export-builtin-4bit.txt", "prefill", r"error (\S+)"),
     _number("export-builtin-4bit.txt", "padded batch", r"error (\S+)"),
-)
-
-
-def _sqnr(file: str, target: str) -> float:
-    values = [fit.sqnr for fit in fits(f"{KV}/{file}") if fit.target == target]
-    return sum(values) / len(values)
-
-
-PAGE.says(
-    "of K is {} dB with absmax and {} dB with `mse`, of V {} and {} dB",
-    *(_sqnr(f"calibrate-{observer}.json", target) for target in "kv" for observer in ("absmax", "mse")),
 )
 _FULL = raw(f"{KV}/16-bits.json")["perplexity"]["perplexity"]
 _ABSMAX4, _MSE4 = (
     _number(f"export-{name}-4bit.txt", "perplexity", r"perplexity ([\d.]+),") for name in ("builtin", "mse")
 )
-PAGE.says("clipping wins back {} of the {} points", _ABSMAX4 - _MSE4, _ABSMAX4 - _FULL)
+POINTS_BEFORE = _ABSMAX4 - _MSE4
+PAGE.says(
+    "clipping wins back {} of the {} points that a 4-bit cache costs. But `calibrate` had seen the first 3,072 of the "
+    "{} tokens that were scored",
+    POINTS_BEFORE,
+    _ABSMAX4 - _FULL,
+    raw(f"{KV}/16-bits.json")["perplexity"]["tokens"],
+)
+PAGE.leaves("the first 3,072 of the", "what `--tokens 6144` observes, a half of it")
+
+# The same held out
+
+HELD_OUT = raw(f"{KV}/held-out.json")
+USUAL = "6 windows, one a passage"
+
+
+def _cache(bits: int, observer: str = "", found_on: str = "") -> dict[str, Any]:
+    """The row of one configuration of the cache; without an observer, that of a scale a token and head."""
+    key = {"bits": bits, "observer": observer, "calibrated_on": found_on}
+    return next(row for row in HELD_OUT["rows"] if key.items() <= row.items())
+
+
+def _perplexity(row: dict[str, Any]) -> float:
+    return math.exp(mean_interval(row["nll"]).mean)
+
+
+def _less(row: dict[str, Any], other: dict[str, Any]) -> list[Expected]:
+    change = paired_difference(row["kl"], other["kl"])
+    return [change.mean, change.low, change.high]
+
+
+def _off(bits: int, found_on: str) -> float:
+    """What clipping changes of the KL on the same tokens, in percent."""
+    clipped, whole = (mean_interval(_cache(bits, name, found_on)["kl"]).mean for name in ("mse", "absmax"))
+    return 100 * (clipped / whole - 1)
+
+
+def _held_out(row: str, column: str) -> list[Expected]:
+    width, scales, found_on = row.split(", ", 2)
+    bits, observer = int(width[0]), ""
+    if scales == "static":
+        observer, found_on = found_on.split(", ", 1)
+    if column == "tokens":
+        return [len(HELD_OUT["calibrations"][found_on]) * HELD_OUT["window"]]
+    cell = _cache(bits, observer, found_on.removeprefix("-"))
+    if column == "perplexity":
+        return [_perplexity(cell)]
+    if column == "KL, nats":
+        kl = mean_interval(cell["kl"])
+        return [kl.mean, kl.low, kl.high]
+    # A share of a difference that cannot be told is left out.
+    share = [_off(bits, found_on)] if bits == 4 else []
+    return [*_less(cell, _cache(bits, "absmax", found_on)), *share]
+
+
+PAGE.table("cache | scales | found on | tokens | KL, nats | `mse` less `absmax` | perplexity", _held_out, names=3)
+_16_BITS = _perplexity(HELD_OUT["16 bits"])
+PAGE.says("whose perplexity here is {};", _16_BITS)
+OFF = sorted(-_off(4, found_on) for found_on in HELD_OUT["calibrations"])
+PAGE.says("clipping takes {} to {} % off the KL of the cache", OFF[0], OFF[-1])
+_CLIPPED4, _WHOLE4, _OWN4 = _cache(4, "mse", USUAL), _cache(4, "absmax", USUAL), _cache(4)
+PAGE.says(
+    "wins back {} of the {} points of perplexity that the cache costs",
+    _perplexity(_WHOLE4) - _perplexity(_CLIPPED4),
+    _perplexity(_WHOLE4) - _16_BITS,
+)
+PAGE.says("a scale a token and head ({} [{}, {}]), unclipped ones more", *_less(_CLIPPED4, _OWN4))
+PAGE.means("unclipped ones more", paired_difference(_WHOLE4["kl"], _OWN4["kl"]).low > 0)
+_FEWER, _SEEN, _OTHER_TEXT, _MORE = (
+    "2 of the 6",
+    "6 of the 8 that are scored",
+    "6 windows of one passage",
+    "24 windows of these passages",
+)
+
+
+def _is_told(observer: str, found_on: str) -> bool:
+    """Whether where the ranges are found makes a difference whose interval excludes 0."""
+    change = paired_difference(_cache(4, observer, found_on)["kl"], _cache(4, observer, USUAL)["kl"])
+    return change.low > 0 or change.high < 0
+
+
+PAGE.says(
+    "Fewer tokens help `absmax` ({} instead of {}: {} [{}, {}])",
+    *(len(HELD_OUT["calibrations"][name]) * HELD_OUT["window"] for name in (_FEWER, USUAL)),
+    *_less(_cache(4, "absmax", _FEWER), _WHOLE4),
+)
+PAGE.says("so does calibrating on what is scored ({} [{}, {}])", *_less(_cache(4, "absmax", _SEEN), _WHOLE4))
+PAGE.means(
+    "the text makes no difference that can be told", not any(_is_told(name, _OTHER_TEXT) for name in ("absmax", "mse"))
+)
+PAGE.means("`mse` is moved by neither", not any(_is_told("mse", name) for name in (_FEWER, _SEEN)))
+_AT_8 = paired_difference(_cache(8, "mse", USUAL)["kl"], _cache(8, "absmax", USUAL)["kl"])
+PAGE.means("At 8 bits clipping changes nothing", _AT_8.low < 0 < _AT_8.high)
+PAGE.leaves("intervals are 95 %, Student's over the eight passages", "a level")
 
 # Static scales of logits
 

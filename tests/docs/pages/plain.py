@@ -2,16 +2,27 @@
 
 from tests.docs.page import Page, Unmeasured
 
-MANY_SHOT, ARCHITECTURE, OPERATOR, CLAIMS = PAGES = [
+MANY_SHOT, ARCHITECTURE, OPERATOR, CLAIMS, MODELS = PAGES = [
     Page("docs/many-shot.md"),
     Page("docs/architecture.md"),
     Page("docs/differential-attention-op.md"),
     Page("docs/claims.md"),
+    Page("docs/models.md"),
 ]
 MANY_SHOT.table("suffix | what it holds", lambda *_: Unmeasured("formats"))
 ARCHITECTURE.table("word | meaning", lambda *_: Unmeasured("definitions"))
-for heads in ("# | name | type | shape | ", "name | type | values", "b | type | c | layout"):
+for heads in (
+    "member of the family | generation | `signals_per_noise` | `lambda` | gates",
+    "# | name | type | shape | ",
+    "name | type | values",
+    "b | type | c | layout",
+    "# | input | type | shape",
+):
     OPERATOR.table(heads, lambda *_: Unmeasured("definitions"))
+MODELS.table(
+    "model | `model_type` | attention | what runs | checked against | weights | licence",
+    lambda *_: Unmeasured("names, and counts of published indexes, which tests/model/test_motif.py has"),
+)
 for section in ("Quantized models", "When DIFF attention bears low bits better", "Speed and memory"):
     heads = "claim | n, interval | raw file | made by | refuted by"
     CLAIMS.table(heads, lambda *_: Unmeasured("how much was measured"), section=section)

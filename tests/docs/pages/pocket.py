@@ -1,7 +1,10 @@
 """The figures of diffquant/data/pocket/README.md."""
 
+from typing import Any
+
+from studies.results import read_json
 from tests.docs.numbers import Expected
-from tests.docs.page import CellValues, Page
+from tests.docs.page import RESULTS, CellValues, Page
 from tests.docs.raw import measured, raw
 
 PAGE = Page("diffquant/data/pocket/README.md")
@@ -96,3 +99,37 @@ _FIRST = [
 ]
 PAGE.says("V2 kept {}, the Transformer {} and", *_FIRST[:2])
 PAGE.means("and V1 nothing", _FIRST[2] == 0)
+
+# Steps until they retrieve
+
+_RUNS = [read_json(file) for file in sorted((RESULTS / "steps-until-solved").glob("*/retrieved.json"))]
+_KINDS = {
+    "Transformer": "transformer",
+    "DIFF V1": "diff-v1",
+    "DIFF V2": "diff-v2",
+    "control: half the heads": "half-heads",
+    "control: half the heads, V1's norm": "half-heads-norm",
+}
+
+
+def _is_solved(run: dict[str, Any]) -> bool:
+    return None not in run["solved"].values()
+
+
+def _steps(row: str, column: str) -> list[Expected]:
+    runs = [run for run in _RUNS if run["kind"] == _KINDS[row]]
+    unsolved = [run for run in runs if not _is_solved(run)]
+    if column == "seeds":
+        return [len(runs)]
+    if column == "solved":
+        solved = [run for run in runs if _is_solved(run)]
+        return [len(solved), *(max(run["solved"].values()) for run in solved)]
+    if "followed" in column:
+        return sorted(run["evaluations"][-1]["step"] for run in unsolved)
+    named = [each["retrieved"][column[-1]] for run in unsolved for each in run["evaluations"] if each["step"] >= 100]
+    return [min(named), max(named)]
+
+
+PAGE.table("kind | seeds | solved | the others, unsolved, were followed for | and name, N = 2 | N = 4", _steps)
+PAGE.means("V1 with seed 0, the one of the table", [run["seed"] for run in _RUNS if _is_solved(run)] == [0])
+PAGE.leaves("until it names 95 %", "a setting")

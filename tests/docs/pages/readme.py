@@ -84,6 +84,7 @@ PAGE.says(
 _FIRST, _SECOND = (measured(f"smollm2-{name}-500", GGUF, "16").score for name in ("logits", "onnx"))
 PAGE.says("Its {} bits are {} % where the first sweep has {} %", 16, 100 * _SECOND, 100 * _FIRST)
 PAGE.leaves("Bonett and Price's 95 % interval", "the interval's level")
+PAGE.leaves("Bars are 95 % intervals of the difference", "the interval's level")
 PAGE.table(
     "logits | 8 bits | 6 bits | 4 bits | 3 bits",
     lambda row, head: [measured("smollm2-logits-kl", GGUF, f"{head[0]}:{row}").details["kl"]],
@@ -103,7 +104,7 @@ PAGE.leaves("at most 0.30 of 16 bits at 4,096 tokens", "a bound that tests/model
 # HellaSwag beside lm-eval
 
 
-def _turns(name: str, dtype: str, batch: int | None = None) -> list[float]:
+def turns(name: str, dtype: str, batch: int | None = None) -> list[float]:
     """Seconds of each turn."""
     (timing,) = (
         each
@@ -114,7 +115,7 @@ def _turns(name: str, dtype: str, batch: int | None = None) -> list[float]:
 
 
 def _times(dtype: str, batch: int, ours: str | None = None) -> float:
-    return median(_turns("HFLM", dtype, batch)) / median(_turns("diffquant", ours or dtype))
+    return median(turns("HFLM", dtype, batch)) / median(turns("diffquant", ours or dtype))
 
 
 PAGE.says(
@@ -125,7 +126,7 @@ PAGE.says(
     _times("float32", 1),
     _times("bfloat16", 1),
 )
-PAGE.says("HFLM's two in float32 at batch 1 were {} and {} s", *sorted(_turns("HFLM", "float32", 1)))
+PAGE.says("HFLM's two in float32 at batch 1 were {} and {} s", *sorted(turns("HFLM", "float32", 1)))
 PAGE.says("With each one's defaults it was {} times", _times("float32", 1, ours="bfloat16"))
 
 # Search

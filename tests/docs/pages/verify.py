@@ -1,0 +1,35 @@
+"""The figures of docs/verify.md, and the faults that it lists."""
+
+import ast
+from pathlib import Path
+
+from diffquant.data import pocket_models
+from tests.docs.page import ROOT, Page
+
+PAGE = Page("docs/verify.md")
+
+
+def _names_in(file: Path) -> dict[str, list[str]]:
+    """Keys of a file's dictionaries, which needs onnx where it is imported."""
+    assignments = (node for node in ast.parse(file.read_text(encoding="utf-8")).body if isinstance(node, ast.Assign))
+    return {
+        ast.unparse(each.targets[0]): [key.value for key in each.value.keys if isinstance(key, ast.Constant)]
+        for each in assignments
+        if isinstance(each.value, ast.Dict)
+    }
+
+
+_TESTED = _names_in(ROOT / "tests/export/test_planted_faults.py")
+_BODY = [name for name in _TESTED["FAULTS"] if name.startswith("body: ")]
+_GRAPH = [name for name in _TESTED["FAULTS"] if name not in _BODY]
+_WEIGHTS, _ARITHMETIC = _GRAPH.index("scales x 1.05"), _GRAPH.index("another λ in V1")
+FAULTS = {
+    "the cache": _GRAPH[:_WEIGHTS],
+    "weights": _GRAPH[_WEIGHTS:_ARITHMETIC],
+    "arithmetic": _GRAPH[_ARITHMETIC:],
+    "the function body": [name.removeprefix("body: ") for name in _BODY],
+    "the native kernel": _TESTED["NATIVE"],
+}
+PAGE.table("in | faults", lambda row, _: "; ".join(FAULTS[row]))
+PAGE.says("none of {} sound exports", len(_TESTED["SOUND"]) + len(pocket_models("prose")))
+PAGE.leaves("with its 95 % interval", "a level")
