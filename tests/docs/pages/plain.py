@@ -1,6 +1,7 @@
 """Pages that give no result: whatever looks like one on them is listed here with its reason."""
 
 from tests.docs.page import Page, Unmeasured
+from tests.docs.raw import raw
 
 MANY_SHOT, ARCHITECTURE, OPERATOR, CLAIMS, MODELS = PAGES = [
     Page("docs/many-shot.md"),
@@ -27,3 +28,10 @@ for section in ("Quantized models", "When DIFF attention bears low bits better",
     heads = "claim | n, interval | raw file | made by | refuted by"
     CLAIMS.table(heads, lambda *_: Unmeasured("how much was measured"), section=section)
 CLAIMS.leaves("at most 1.3 M parameters", "a count")
+_GROUPS = raw("mutants.json")["groups"].values()
+CLAIMS.says(
+    "of {} in the numerics, attention and the statistics {} make a test fail",
+    sum(group["planted"] for group in _GROUPS),
+    sum(group["killed"] for group in _GROUPS),
+)
+CLAIMS.says("of the other {} the file says why", sum(len(group["survivors"]) for group in _GROUPS))
