@@ -46,7 +46,7 @@ def evaluate(
     tasks = make_tasks(options.tasks, options.task_options, options.batch_tokens)
     setup = Setup(resolve_dtype(options.dtype, options.device), options.device, options.attention)
     if runtime is not None:
-        subject: Subject = ExportedSubject(path, runtime.describe(path), runtime, None, setup)
+        subject: Subject = ExportedSubject(path, runtime.describe(path), runtime, None, setup, folder_state(path))
     else:
         subject = _checkpoint_subject(path, recipe, options, setup)
     session = subject.open()

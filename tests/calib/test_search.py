@@ -204,6 +204,30 @@ def test_a_killed_run_keeps_every_whole_line(tmp_path):
     assert Journal(tmp_path, {"a": 2}).get("x") is None
 
 
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda line: line.replace(b"0.25", b"0.35"),
+        lambda line: line.replace(b"kl", b"lk"),
+        lambda _: b"[" * 100_000,
+        lambda _: b"\xff\xfe\x00",
+        lambda _: b"[]",
+        lambda line: line[:20],
+    ],
+)
+def test_a_damaged_line_of_a_journal_costs_itself_alone(tmp_path, damage):
+    journal = Journal(tmp_path, {"a": 1})
+    for name, kl in (("x", 0.5), ("y", 0.25), ("z", 0.125)):
+        journal.add(name, {"kl": kl})
+    lines = journal.path.read_bytes().split(b"\n")
+    lines[2] = damage(lines[2])
+    journal.path.write_bytes(b"\n".join(lines))
+    again = Journal(tmp_path, {"a": 1})
+    assert [again.get(name) for name in "xyz"] == [{"kl": 0.5}, None, {"kl": 0.125}]
+    again.add("y", {"kl": 0.25})
+    assert [Journal(tmp_path, {"a": 1}).get(name) for name in "xyz"] == [{"kl": 0.5}, {"kl": 0.25}, {"kl": 0.125}]
+
+
 def test_a_journal_of_another_device_or_transformers_is_not_taken(checkpoint, tmp_path, monkeypatch):
     def search(device="cpu"):
         return Search(checkpoint, Budget.parse("6.6"), replace(OPTIONS, device=device), tmp_path)

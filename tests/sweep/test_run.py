@@ -16,6 +16,7 @@ from diffquant.recipe import Recipe
 from diffquant.source.source import open_source
 from diffquant.source.tokenizer import load_tokenizer
 from diffquant.support.code import code_digest, commit
+from diffquant.support.plain_data import plain_digest
 from diffquant.sweep import SweepOptions, run_sweep, session
 from diffquant.sweep.evaluate import evaluate
 from diffquant.sweep.table import rows
@@ -98,10 +99,28 @@ def test_a_model_is_loaded_once_for_each_set_of_weights(model, tmp_path, loads):
     assert loads == ["16", "4:row", "4:tensor"]
 
 
-def test_a_damaged_cell_is_measured_again_and_comes_out_the_same(model, copy_of):
-    file = sorted((copy_of / "cells").iterdir())[3]
+def cut(cell):
+    return json.dumps(cell)[:-40]
+
+
+def empty(cell):
+    return json.dumps(cell | {"result": {}, "sha256": plain_digest({})})
+
+
+def another_digit(cell):
+    changed = cell["result"] | {"perplexity": cell["result"]["perplexity"] + 0.125}
+    return json.dumps(cell | {"result": changed})
+
+
+def without_digest(cell):
+    return json.dumps({name: value for name, value in cell.items() if name != "sha256"})
+
+
+@pytest.mark.parametrize("damage", [cut, empty, another_digit, without_digest, lambda _: "[" * 100_000, lambda _: "[]"])
+def test_a_damaged_cell_is_measured_again_and_comes_out_the_same(model, copy_of, damage):
+    file = next(f for f in sorted((copy_of / "cells").iterdir()) if "perplexity" in json.loads(f.read_text())["result"])
     content = json.loads(file.read_text())
-    file.write_text(file.read_text()[:-40])
+    file.write_text(damage(content))
     run_sweep([model], OPTIONS, copy_of)
     again = json.loads(file.read_text())
     assert again["key"] == content["key"]
