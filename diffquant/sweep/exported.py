@@ -150,8 +150,8 @@ class ExportedSession:
 
 
 def folder_state(folder: Path) -> FilesState:
-    """The state of an exported folder's files; empty where there is no such folder."""
-    return files_state(sorted(folder.rglob("*"))) if folder.is_dir() else {}
+    """The state of an exported folder's files."""
+    return files_state(file for file in sorted(folder.rglob("*")) if file.is_file())
 
 
 def check_as_it_is(options: SweepOptions, recipe: Recipe | None = None) -> None:

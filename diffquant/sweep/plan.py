@@ -18,6 +18,7 @@ from diffquant.sweep.exported import (
     RuntimeOf,
     check_as_it_is,
     exported_points,
+    folder_state,
     runtimes_among,
 )
 from diffquant.sweep.grid import Point, SweepOptions, points

@@ -1,5 +1,6 @@
 """Observers against numpy percentiles and a search in float64; static schemes against their formula."""
 
+import shutil
 from contextlib import suppress
 
 import numpy as np
@@ -8,6 +9,7 @@ import torch
 
 from diffquant.attention.backends.simulated import simulated
 from diffquant.attention.naive import naive
+from diffquant.calib.calibration.calibrate import CalibrationOptions, calibrate
 from diffquant.calib.calibration.fit import measure_fit
 from diffquant.calib.calibration.layers import by_token, projected_layers
 from diffquant.calib.calibration.observe import observe_ranges
@@ -22,6 +24,7 @@ from diffquant.recipe import LAYER_TARGETS, Recipe
 from diffquant.scheme import Scheme
 from diffquant.source.ranges import Ranges, read_any_ranges, write_ranges
 from diffquant.source.source import open_source
+from tests.support import tiny_lm
 from tests.support.checkpoints import write_checkpoint
 from tests.support.models import ours, random_diffllama, random_ids, random_llama
 
@@ -209,3 +212,14 @@ def test_the_digest_of_ranges_is_that_of_their_values():
     assert Ranges("elsewhere", {"tokens": 3}, 8, dict(tensors)).digest == digest
     assert Ranges("", {}, None, {"layers.0.k": tensors["layers.0.k"] * 2}).digest != digest
     assert Ranges("", {}, None, {"layers.0.v": tensors["layers.0.k"]}).digest != digest
+
+
+def test_a_checkpoint_that_is_replaced_while_it_is_calibrated_gives_no_ranges(tmp_path):
+    model = tiny_lm.write_llama(tmp_path / "model")
+    tiny_lm.write_llama(tmp_path / "other", seed=5)
+
+    def replace_it(*_):
+        shutil.copy(tmp_path / "other" / "model.safetensors", model)
+
+    with pytest.raises(CheckpointError, match="changed while"):
+        calibrate(model, CalibrationOptions(("v",), tokens=128, window=32), replace_it)

@@ -4,6 +4,7 @@ import importlib.metadata
 import itertools
 import json
 import math
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -23,7 +24,7 @@ from diffquant.calib.search.products import OneDnnProducts
 from diffquant.calib.search.search import Search, SearchOptions
 from diffquant.calib.search.sensitivity import Sensitivity
 from diffquant.calib.search.units import Unit, find_units, to_recipe
-from diffquant.errors import GroupSizeError, UsageError
+from diffquant.errors import CheckpointError, GroupSizeError, UsageError
 from diffquant.evals.protocols.perplexity import next_token_kl
 from diffquant.formats.opening import open_checkpoint
 from diffquant.loading import load
@@ -310,3 +311,19 @@ def test_layer_overrides_leave_weights_alone(checkpoint):
     with pytest.raises(UsageError, match="match no layer"):
         load(checkpoint, Recipe.of(overrides={"model.layers.7.self_attn.k": "4"}))
     assert math.isfinite(float(model(torch.arange(30)[None]).logits.sum()))
+
+
+def test_a_checkpoint_that_is_replaced_during_a_search_ends_it_and_is_not_recorded(tmp_path):
+    model = tiny_lm.write_llama(tmp_path / "model")
+    search = Search(model, Budget.parse("6.6"), OPTIONS, tmp_path / "out")
+    told = []
+
+    def replace_it(*progress):
+        told.append(progress)
+        if len(told) == 3:
+            tiny_lm.write_llama(tmp_path / "other", seed=5)
+            shutil.copy(tmp_path / "other" / "model.safetensors", model)
+
+    with pytest.raises(CheckpointError, match="changed while"):
+        search.run(replace_it)
+    assert len(Journal(tmp_path / "out", search._key)) == 3

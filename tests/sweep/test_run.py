@@ -129,6 +129,45 @@ def test_a_damaged_cell_is_measured_again_and_comes_out_the_same(model, copy_of,
     assert again["result"] == content["result"]
 
 
+def test_a_model_that_is_replaced_during_a_sweep_leaves_no_cell_under_its_old_address(tmp_path, monkeypatch):
+    model = tiny_lm.write_diff_v2(tmp_path / "model")
+    other = tiny_lm.write_diff_v2(tmp_path / "other", seed=5)
+    score = perplexity.score_text
+    scored = []
+
+    def score_and_replace(*arguments, **named):
+        result = score(*arguments, **named)
+        scored.append(result)
+        if len(scored) == 2:
+            shutil.rmtree(model)
+            shutil.copytree(other, model)
+        return result
+
+    monkeypatch.setattr(perplexity, "score_text", score_and_replace)
+    options = replace(OPTIONS, tasks=("perplexity",))
+    result = run_sweep([model], options, tmp_path / "out")
+    with pytest.raises(FailedCellsError):
+        result.require_complete()
+    measured = [cell for cell in result.cells if cell.measurement]
+    assert len(measured) == 1
+    assert {cell.error for cell in result.cells if cell.error} == {
+        f"{model} changed while it was in use; run the same command again"
+    }
+    run_sweep([model], options, tmp_path / "out").require_complete()
+
+
+def test_a_model_whose_files_are_only_touched_is_the_same_model(tmp_path):
+    model = tiny_lm.write_diff_v2(tmp_path / "model")
+    source = open_source(model)
+    assert source.fingerprint
+    for file in model.iterdir():
+        file.touch()
+    source.check_unchanged()
+    (model / "tokenizer_config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="changed while"):
+        source.check_unchanged()
+
+
 def test_eval_refuses_a_backend_that_cannot_quantize_logits_before_it_loads(model, monkeypatch):
     monkeypatch.setattr("diffquant.sweep.session.load", None)
     with pytest.raises(UsageError, match="'flashdiff1' keeps logits inside its kernel"):
