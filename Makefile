@@ -54,10 +54,12 @@ gpu:
 	PYTHONPATH=. $(PYTHON) -m diffquant.bench.gpu --json bench/results/gpu.json || status=$$?; \
 	exit $$status
 
-# What `make test` tries a little of: a kill before every file operation of every verb, and 10,000 damaged checkpoints.
+# What `make test` tries a little of: a kill before every file operation of every verb, 10,000 damaged checkpoints, and
+# 10,000 damaged inputs of other kinds.
 fuzz: $(VENV)/.ready
 	$(BIN)/python -m tests.fuzz.kills
 	$(BIN)/python -m tests.fuzz.checkpoints --count 10000
+	$(BIN)/python -m tests.fuzz.inputs --count 10000
 
 # SmolLM2 continued on equal tokens as a Transformer, DIFF V1 and DIFF V2, on a CUDA device: make pairs TEXT=books.txt
 pairs: $(VENV)/.ready

@@ -1,7 +1,5 @@
 """Reports of a result: Markdown, CSV, and one HTML file with everything in it."""
 
-import csv
-import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -73,11 +71,7 @@ def csv_table(result: BenchResult) -> str:
             | {"repeats": len(values), "low": min(values, default=None), "high": max(values, default=None)}
             | facts
         )
-    out = io.StringIO()
-    writer = csv.DictWriter(out, list(dict.fromkeys(key for record in records for key in record)), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(records)
-    return out.getvalue()
+    return tables.csv_text(records)
 
 
 def html_report(result: BenchResult) -> str:

@@ -33,7 +33,7 @@ def stream(
         Decoded pieces of the continuation as they come.
 
     Raises:
-        UsageError: the prompt is empty, or the tokenizer has no chat template.
+        UsageError: the prompt is empty, or the tokenizer's chat template is missing or fails.
     """
     if not prompt.strip():
         raise UsageError("the prompt is empty")
@@ -85,9 +85,12 @@ def _model_inputs(tokenizer: "PreTrainedTokenizerBase", prompt: str, chat: bool)
         encoded = tokenizer(prompt, return_tensors="pt")
     elif getattr(tokenizer, "chat_template", None):
         message = [{"role": "user", "content": prompt}]
-        encoded = tokenizer.apply_chat_template(
-            message, add_generation_prompt=True, return_tensors="pt", return_dict=True
-        )
+        try:
+            encoded = tokenizer.apply_chat_template(
+                message, add_generation_prompt=True, return_tensors="pt", return_dict=True
+            )
+        except Exception as error:  # a template is a program, and may fail in any way
+            raise UsageError(f"--chat: the tokenizer's chat template fails: {error}") from error
     else:
         raise UsageError("--chat: the checkpoint's tokenizer has no chat template")
     return {name: encoded[name] for name in ("input_ids", "attention_mask")}

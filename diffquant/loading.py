@@ -44,7 +44,8 @@ def load(
         scales: file of ranges calibrated on this checkpoint, for static schemes.
 
     Raises:
-        CheckpointError: the checkpoint is damaged, incomplete or of a kind that is not read.
+        CheckpointError: the checkpoint is damaged, incomplete, of a kind that is not read, or changed since it was
+            opened.
         UsageError: the recipe quantizes weights that already are, does not fit the checkpoint or names an unknown
             rounding, or there is no such device.
     """
@@ -57,6 +58,7 @@ def load(
         ranges.check(recipe)
     rewrite = _rewrite_as_stored(source, schemes, recipe) if schemes else as_it_is
     model = build_model(source, dtype, device, packed, rewrite)
+    source.check_unchanged()
     if ranges is not None:
         model.model.ranges = {name: tensor.to(device) for name, tensor in ranges.tensors.items()}
     model.apply_recipe(recipe)

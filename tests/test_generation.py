@@ -1,6 +1,7 @@
 """Streaming: what comes, and that nothing goes on once nobody reads."""
 
 import threading
+from copy import copy
 
 import pytest
 
@@ -37,3 +38,21 @@ def test_an_empty_prompt_and_a_missing_chat_template_are_refused(model):
         next(stream(*model, "  ", max_new_tokens=4))
     with pytest.raises(UsageError, match="no chat template"):
         next(stream(*model, "hello", max_new_tokens=4, chat=True))
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ messages[",
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{% for i in range(10**9) %}x{% endfor %}",
+        "{{ raise_exception('no system prompt') }}",
+        "{{ 1 / 0 }}",
+    ],
+)
+def test_a_chat_template_that_fails_is_one_clear_error(model, template):
+    loaded, tokenizer = model
+    tokenizer = copy(tokenizer)
+    tokenizer.chat_template = template
+    with pytest.raises(UsageError, match=r"chat template fails: ."):
+        next(stream(loaded, tokenizer, "hello", max_new_tokens=4, chat=True))

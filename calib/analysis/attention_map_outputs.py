@@ -5,7 +5,7 @@ from typing import Any
 
 from diffquant.calib.analysis.attention_map import SHARE, SIGNED, AttentionMaps, ModelAttention, Place
 from diffquant.calib.analysis.needle_parts import PARTS
-from diffquant.report.plots import COLOURS, new_figure, tidy
+from diffquant.report.plots import COLOURS, literal, new_figure, tidy
 from diffquant.report.tables import aligned
 from diffquant.support.files import write_atomically
 
@@ -63,7 +63,8 @@ def plot_attention(attention: AttentionMaps, path: Path) -> None:
         axes[row][0].set_ylabel("share of attention, %")
         for axis, model in zip(axes[row], attention.models, strict=True):
             _draw(axis, model, length)
-            axis.set_title(model.name if rows == 1 else f"{model.name}, {length:,} tokens", fontsize=10)
+            title = model.name if rows == 1 else f"{model.name}, {length:,} tokens"
+            axis.set_title(literal(title), fontsize=10)
     for axis in axes[-1]:
         axis.set_xlabel("depth of the answer")
     handles, labels = axes[0][0].get_legend_handles_labels()

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from diffquant.calib.analysis.outliers import HIDDEN, LOGITS, RANKS, Magnitude, ModelOutliers, Outliers
-from diffquant.report.plots import COLOURS, new_figure, plain_log_scale, tidy
+from diffquant.report.plots import COLOURS, literal, new_figure, plain_log_scale, tidy
 from diffquant.report.tables import aligned
 from diffquant.support.files import write_atomically
 
@@ -71,7 +71,7 @@ def _draw(axis: Any, model: ModelOutliers, kind: str, number: int) -> None:
             marker=marker,
             markersize=5 / (1 + 0.5 * number),
             linewidth=width,
-            label=f"{model.name}, {name}",
+            label=literal(f"{model.name}, {name}"),
         )
 
 

@@ -48,9 +48,14 @@ def observe_ranges(
     tensors: dict[str, Tensor] = {}
     for number, projections in enumerate(projected_layers(model, ids, batch_tokens)):
         ranges = _layer_ranges(projections, targets, observer, spec)
-        tensors |= {f"layers.{number}.{target}": tensor.cpu() for target, tensor in ranges.items()}
+        tensors |= {f"layers.{number}.{target}": _nonzero(tensor).cpu() for target, tensor in ranges.items()}
         progress(number + 1, layers, "calibrating")
     return tensors
+
+
+def _nonzero(ranges: Tensor) -> Tensor:
+    """Ranges with 1 where nothing but zeros was seen, whose codes are zero at any scale."""
+    return torch.where(ranges == 0, 1.0, ranges)
 
 
 def to_ranges(
@@ -61,7 +66,11 @@ def to_ranges(
     Args:
         ids: [N, T] windows that were observed.
         text: text that the windows were cut from; "" where they are no text.
+
+    Raises:
+        CheckpointError: the checkpoint changed since it was opened.
     """
+    source.check_unchanged()
     settings = {
         "text": text_digest(text),
         "tokens": ids.numel(),

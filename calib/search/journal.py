@@ -1,29 +1,30 @@
 """A journal of measurements that an interruption does not lose: a line each, under a key of all they depend on."""
 
-import hashlib
 import json
 from pathlib import Path
 from typing import Any
 
 from diffquant.support.files import write_atomically
+from diffquant.support.plain_data import JsonObject, parse_json, plain_digest
 
 
 class Journal:
-    """Results by name, each of which is on the disk before the next is measured."""
+    """Results by name, each of which is on the disk before the next is measured.
 
-    def __init__(self, folder: Path, key: dict[str, Any]) -> None:
-        digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:12]
-        self.path = folder / f"measured-{digest}.jsonl"
-        self._results: dict[str, Any] = {}
+    Each line holds a SHA-256 of itself and the key. One that is not what was written, half a line that a killed run
+    left for instance, is dropped, so its measurement is made again.
+    """
+
+    def __init__(self, folder: Path, key: JsonObject) -> None:
+        self.path = folder / f"measured-{plain_digest(key)[:12]}.jsonl"
+        self._results: JsonObject = {}
         self._key = key
         if not self.path.is_file():
             return
-        # A run that was killed may have left half a line: it is dropped.
-        complete_lines = self.path.read_text(encoding="utf-8").rpartition("\n")[0]
-        write_atomically(self.path, complete_lines + "\n")
-        for line in complete_lines.splitlines()[1:]:
-            entry = json.loads(line)
-            self._results[entry["name"]] = entry["result"]
+        for line in self.path.read_bytes().split(b"\n")[1:]:
+            self._take(line)
+        sound_lines = [self._line(name, result) for name, result in self._results.items()]
+        write_atomically(self.path, "".join([self._header(), *sound_lines]))
 
     def get(self, name: str) -> Any:
         """The result of a measurement; None where it was not made."""
@@ -34,9 +35,27 @@ class Journal:
         self._results[name] = result
         if not self.path.is_file():
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(self.path, json.dumps({"key": self._key}) + "\n")
+            write_atomically(self.path, self._header())
         with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"name": name, "result": result}) + "\n")
+            file.write(self._line(name, result))
 
     def __len__(self) -> int:
         return len(self._results)
+
+    def _take(self, line: bytes) -> None:
+        try:
+            entry = parse_json(line)
+            name, result = entry["name"], entry["result"]
+            if isinstance(name, str) and entry["sha256"] == self._digest(name, result):
+                self._results[name] = result
+        except (ValueError, LookupError, TypeError):
+            pass
+
+    def _header(self) -> str:
+        return json.dumps({"key": self._key}) + "\n"
+
+    def _line(self, name: str, result: Any) -> str:
+        return json.dumps({"name": name, "result": result, "sha256": self._digest(name, result)}) + "\n"
+
+    def _digest(self, name: str, result: Any) -> str:
+        return plain_digest([self._key, name, result])

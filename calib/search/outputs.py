@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from diffquant.calib.search.result import Candidate, Measurement, SearchResult
-from diffquant.report.plots import new_figure
+from diffquant.report.plots import literal, new_figure
 from diffquant.report.tables import aligned, megabytes
 from diffquant.support.files import write_atomically
 
@@ -93,7 +93,7 @@ def heat_map(result: SearchResult, path: Path) -> None:
     axis.set_yticks(range(len(kinds)), [kind.removeprefix("self_attn.").removeprefix("mlp.") for kind in kinds])
     axis.set_xticks(range(layers), [str(n) if n % 5 == 0 or layers <= 12 else "" for n in range(layers)])
     axis.set_xlabel("layer")
-    axis.set_title(f"{result.model}, {result.budget}: bits given to each tensor", fontsize=11)
+    axis.set_title(literal(f"{result.model}, {result.budget}: bits given to each tensor"), fontsize=11)
     bar = figure.colorbar(image, ax=axis, pad=0.01)
     bar.set_label(f"KL at {narrowest} bits alone, nats")
     figure.savefig(path, dpi=200)

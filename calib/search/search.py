@@ -140,6 +140,7 @@ class Search:
 
         Raises:
             KeyboardInterrupt: the search was interrupted; the message says how to go on.
+            CheckpointError: the checkpoint changed since it was opened.
         """
         try:
             costs = self._costs(progress)
@@ -180,11 +181,16 @@ class Search:
         sensitivity = self._sensitivity() if missing else None
         for done, (unit, bits) in enumerate(missing):
             if sensitivity is not None:
-                self.journal.add(_measurement_name(unit, bits), asdict(sensitivity.cost_of(unit, bits)))
+                self._record(_measurement_name(unit, bits), asdict(sensitivity.cost_of(unit, bits)))
             progress(done + 1, len(missing), f"{unit.name} at {bits} bits")
         return {
             u: {bits: Cost(**self.journal.get(_measurement_name(u, bits))) for bits in self.widths} for u in self.units
         }
+
+    def _record(self, name: str, result: dict[str, float | None]) -> None:
+        """Write a measurement into the journal, if the checkpoint is still the one that the journal's key names."""
+        self.source.check_unchanged()
+        self.journal.add(name, result)
 
     def _compare(
         self, chosen: Allocation, costs: dict[Unit, dict[int, Cost]], progress: Progress
@@ -244,7 +250,7 @@ class Search:
                     _CHECK_WINDOW,
                     reference=reference,
                 )
-            self.journal.add(names[name], {"kl": score.kl, "perplexity": score.perplexity})
+            self._record(names[name], {"kl": score.kl, "perplexity": score.perplexity})
         return {name: self.journal.get(names[name]) for name in compared}
 
 

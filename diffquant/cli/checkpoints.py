@@ -23,6 +23,7 @@ from diffquant.cli.options import (
     RecipeOptions,
     Residual,
     Scales,
+    Seed,
     V,
     Weights,
     to_json,
@@ -121,7 +122,7 @@ def generate(
     scales: Scales = None,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 64,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 decodes greedily.")] = 0.0,
-    seed: int = 0,
+    seed: Seed = 0,
     chat: Annotated[bool, typer.Option("--chat", help="Wrap the prompt in the checkpoint's chat template.")] = False,
     dtype: Annotated[
         str | None, typer.Option(help="float32, bfloat16 or float16; the checkpoint's by default.")
@@ -159,8 +160,9 @@ def _load(
     from diffquant.loading import load
     from diffquant.source.ranges import check_ranges_used
     from diffquant.source.source import open_source
-    from diffquant.support.devices import resolve_dtype
+    from diffquant.support.devices import check_device, resolve_dtype
 
+    check_device(device)
     torch_dtype = resolve_dtype(dtype, device) if dtype else None
     source = open_source(path)
     tokenizer = source.tokenizer

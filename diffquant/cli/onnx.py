@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from diffquant.cli.app import app
-from diffquant.cli.options import AsJson, Destination, Exported, Logits, Model, Overwrite, Threads, to_json
+from diffquant.cli.options import AsJson, Destination, Exported, Logits, Model, Overwrite, Seed, Threads, to_json
 from diffquant.support.progress import progress_for
 
 
@@ -92,7 +92,7 @@ def run(
     prompt: Annotated[str, typer.Option(help="Text to continue; - reads standard input.")],
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 64,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 decodes greedily.")] = 0.0,
-    seed: int = 0,
+    seed: Seed = 0,
     chat: Annotated[bool, typer.Option("--chat", help="Wrap the prompt in the model's chat template.")] = False,
     threads: Threads = 0,
 ) -> None:

@@ -33,6 +33,7 @@ RecipeFile = Annotated[Path | None, typer.Option("--recipe", help="All of this f
 Scales = Annotated[
     Path | None, typer.Option(help="From diffquant calibrate, for static schemes such as --kv 8:static.")
 ]
+Seed = Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Of the draws where the temperature is above 0.")]
 
 Exported = Annotated[Path, typer.Argument(help="Folder that `diffquant export` wrote.")]
 Threads = Annotated[int, typer.Option(min=0, help="Of ONNX Runtime; 0 takes all cores.")]

@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 from diffquant.errors import UsageError
 from diffquant.evals.faults import first_few
+from diffquant.support.plain_data import parse_json
 
 TREC = ".label"
 CLINC = ".json"
@@ -149,7 +150,7 @@ def _jsonl(text: str) -> Iterator[Entry]:
     for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
             try:
-                entry = json.loads(line)
+                entry = parse_json(line)
             except ValueError as error:
                 raise ValueError(f"line {number}: {error}") from error
             fields = entry if isinstance(entry, dict) else {}
@@ -183,7 +184,7 @@ def _trec(text: str, fine: bool) -> Iterator[Entry]:
 
 
 def _clinc(text: str, split: str) -> Iterator[Entry]:
-    splits = json.loads(text)
+    splits = parse_json(text)
     if not isinstance(splits, dict) or not isinstance(splits.get(split), list):
         raise ValueError(f'expected {{"{split}": [[text, label], ...]}}, as in Clinc150\'s data_full.json')
     for number, entry in enumerate(splits[split], 1):
@@ -198,7 +199,7 @@ def _words(value: object, what: str) -> str:
         UsageError: there are none, or the field is no text.
     """
     if value is not None and not isinstance(value, str):
-        raise UsageError(f"{what} must be words, got {value!r}")
+        raise UsageError(f"{what} must be words, got {value!r:.40}")
     words = (value or "").split()
     if not words:
         raise UsageError(f"no {what}")

@@ -172,5 +172,5 @@ class Task(ABC):
     def misread(cls, name: str, example: str = "") -> UsageError:
         """The error of a name that does not follow the grammar."""
         return UsageError(
-            f"cannot read task {name!r}: expected {cls.usage}" + (f", such as {example}" if example else "")
+            f"cannot read task {name[:80]!r}: expected {cls.usage}" + (f", such as {example}" if example else "")
         )

@@ -35,8 +35,20 @@ class TaskResult:
 
     @classmethod
     def from_dict(cls, stored: Mapping[str, object]) -> Self:
-        """The result that `to_dict` wrote."""
+        """The result that `to_dict` wrote.
+
+        Raises:
+            ValueError: it has another form.
+        """
         fields: JsonObject = {name: stored.get(name) for name in ("metric", "score", "n", "values", "choices")}
+        is_sound = (
+            isinstance(fields["metric"], str)
+            and isinstance(fields["score"], int | float | None)
+            and isinstance(fields["n"], int | None)
+            and all(isinstance(fields[name], list | None) for name in ("values", "choices"))
+        )
+        if not is_sound:
+            raise ValueError("a result needs the name of its metric, a number for its score, and lists of its items'")
         return cls(**fields, details={name: value for name, value in stored.items() if name not in fields})
 
     @property

@@ -11,6 +11,11 @@ def new_figure(width: float, height: float) -> Any:
     return Figure(figsize=(width, height), layout="constrained")
 
 
+def literal(name: str) -> str:
+    """A name as matplotlib draws it letter by letter, which takes what stands between dollars for mathematics."""
+    return name.replace("$", r"\$")
+
+
 def plain_log_scale(axis: Any) -> None:
     """Make a y axis logarithmic, its ticks written out in full and closer where it spans little."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator

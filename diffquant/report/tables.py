@@ -1,6 +1,8 @@
-"""Tables in plain text: in aligned columns for terminals, in Markdown for documents."""
+"""Tables in plain text: in aligned columns for terminals, in Markdown for documents, as CSV for spreadsheets."""
 
-from collections.abc import Sequence
+import csv
+import io
+from collections.abc import Mapping, Sequence
 
 
 def aligned(head: Sequence[str], lines: Sequence[Sequence[str]], names: int = 1) -> list[str]:
@@ -25,6 +27,20 @@ def _line(texts: Sequence[str], widths: Sequence[int], names: int) -> str:
 def markdown(head: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]:
     """The head, a rule and the lines as a Markdown table."""
     return [f"| {' | '.join(texts)} |" for texts in (head, ["---"] * len(head), *lines)]
+
+
+def csv_text(records: Sequence[Mapping[str, object]]) -> str:
+    """Records as CSV with a head, numbers in full; a text that a spreadsheet would compute follows an apostrophe."""
+    out = io.StringIO()
+    heads = list(dict.fromkeys(name for record in records for name in record))
+    writer = csv.DictWriter(out, heads, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows({name: _as_text(value) for name, value in record.items()} for record in records)
+    return out.getvalue()
+
+
+def _as_text(value: object) -> object:
+    return f"'{value}" if isinstance(value, str) and value.startswith(tuple("=+-@\t\r")) else value
 
 
 def megabytes(size: float) -> str:

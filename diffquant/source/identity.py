@@ -2,20 +2,38 @@
 
 import hashlib
 import json
+from collections.abc import Iterable
 from functools import lru_cache
 from pathlib import Path
 
 from diffquant.formats.reader import Checkpoint, side_files
 from diffquant.support.files import file_digest
 
+# Device, inode, size and times of each file, by path.
+FilesState = dict[str, tuple[int, ...]]
+
 
 def checkpoint_fingerprint(checkpoint: Checkpoint) -> str:
     """SHA-256 over the contents of a checkpoint's weights, config and tokenizer, wherever they lie."""
+    digests = {file.name: _digest_once(file.resolve(), _file_state(file)) for file in _files(checkpoint)}
+    return hashlib.sha256(json.dumps(digests, sort_keys=True).encode()).hexdigest()
+
+
+def checkpoint_state(checkpoint: Checkpoint) -> FilesState:
+    """The state of the files that a checkpoint's fingerprint is of; it changes whenever one is written or replaced."""
+    return files_state(_files(checkpoint))
+
+
+def files_state(files: Iterable[Path]) -> FilesState:
+    """The state of files: for each, numbers of which some change whenever it is written or replaced."""
+    return {str(file): _file_state(file) for file in files}
+
+
+def _files(checkpoint: Checkpoint) -> list[Path]:
     files = checkpoint.weight_files()
     if checkpoint.path.is_dir():
         files += [checkpoint.path / "config.json", *side_files(checkpoint.path)]
-    digests = {file.name: _digest_once(file.resolve(), _file_state(file)) for file in files}
-    return hashlib.sha256(json.dumps(digests, sort_keys=True).encode()).hexdigest()
+    return files
 
 
 @lru_cache(maxsize=1024)

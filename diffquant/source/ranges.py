@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
@@ -20,8 +21,10 @@ from diffquant.errors import CheckpointError, OutputExistsError, UsageError
 from diffquant.recipe import LAYER_TARGETS, Recipe
 from diffquant.source.source import Source
 from diffquant.support.files import check_writable, write_atomically
+from diffquant.support.plain_data import parse_json, plain_digest
 
-_VERSION = "1"
+# Files of version 1 had no digest, so damage could pass for a range.
+_VERSION = "2"
 
 
 @dataclass(frozen=True)
@@ -46,18 +49,20 @@ class Ranges:
         return hashlib.sha256(save(_contiguous(self.tensors))).hexdigest()
 
     def check_model(self, source: Source, origin: str = "these ranges") -> None:
-        """Check that the ranges were calibrated on this very checkpoint.
+        """Check that the ranges were calibrated on this very checkpoint, and are those of all its layers and heads.
 
         Args:
             origin: where the ranges come from, for the message.
 
         Raises:
-            CheckpointError: they belong to another model.
+            CheckpointError: they belong to another model, or are not the ranges of this one's heads.
         """
         if self.model != source.fingerprint:
             raise CheckpointError(
                 f"{origin}: calibrated on another model than {source.path}; run diffquant calibrate on this checkpoint"
             )
+        _check_values(self.tensors, origin)
+        _check_shapes(self.tensors, source, origin)
 
     def check(self, recipe: Recipe) -> None:
         """Check that a recipe's static schemes find their ranges here.
@@ -112,6 +117,7 @@ def write_ranges(path: Path, ranges: Ranges) -> None:
         "settings": json.dumps(ranges.settings),
         "bits": json.dumps(ranges.bits),
     }
+    metadata["sha256"] = _file_digest(metadata, ranges)
     write_atomically(path, save(_contiguous(ranges.tensors), metadata))
 
 
@@ -130,19 +136,76 @@ def read_any_ranges(path: Path) -> Ranges:
     """The ranges in a file, whichever model was calibrated.
 
     Raises:
-        CheckpointError: the file cannot be read.
+        CheckpointError: the file cannot be read, or is not what diffquant calibrate wrote.
     """
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
-            # Older files hold ranges of hidden states too, which no scheme takes.
-            names = [name for name in file.keys() if name.rpartition(".")[2] in LAYER_TARGETS]  # noqa: SIM118
-            tensors = {name: file.get_tensor(name) for name in names}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"cannot read ranges from {path}: {error}") from error
     if metadata.get("diffquant") != _VERSION:
         raise CheckpointError(f"{path} holds no ranges that this diffquant reads; make them with diffquant calibrate")
-    return Ranges(metadata["model"], json.loads(metadata["settings"]), json.loads(metadata["bits"]), tensors)
+    try:
+        settings, bits = parse_json(metadata["settings"]), parse_json(metadata["bits"])
+        ranges = Ranges(metadata["model"], settings, bits, tensors)
+        is_sound = metadata["sha256"] == _file_digest(metadata, ranges)
+    except (ValueError, KeyError):
+        is_sound = False
+    if not is_sound:
+        raise CheckpointError(f"{path} is damaged: it is not what was written; make it again with diffquant calibrate")
+    _check_values(tensors, str(path))
+    return ranges
+
+
+def _file_digest(metadata: Mapping[str, str], ranges: Ranges) -> str:
+    """SHA-256 of all that a file of ranges says."""
+    said = {name: metadata[name] for name in ("diffquant", "model", "settings", "bits")}
+    return plain_digest([said, ranges.digest])
+
+
+def _check_values(tensors: Mapping[str, Tensor], origin: str) -> None:
+    """Check that ranges are what a scale can be made of.
+
+    Raises:
+        CheckpointError: some are of another type than float32, or not finite and above zero; they are named.
+    """
+    wrong = [
+        name
+        for name, tensor in tensors.items()
+        if tensor.dtype != torch.float32 or not bool((torch.isfinite(tensor) & (tensor > 0)).all())
+    ]
+    if wrong:
+        raise CheckpointError(
+            f"{origin}: ranges must be finite float32 above zero, and {', '.join(wrong)} are not; run diffquant "
+            "calibrate"
+        )
+
+
+def _check_shapes(tensors: Mapping[str, Tensor], source: Source, origin: str) -> None:
+    """Check that each target that has ranges has them for every layer and head of a checkpoint.
+
+    Raises:
+        CheckpointError: some are missing, of another shape, or no ranges of this checkpoint; they are named.
+    """
+    spec = source.spec
+    shape_of = {
+        "k": (spec.key_heads, spec.head_dim),
+        "v": (spec.kv_pairs, spec.value_dim),
+        "logits": (spec.query_heads,),
+    }
+    targets = {name.rpartition(".")[2] for name in tensors} & set(shape_of)
+    expected = {f"layers.{n}.{target}": shape_of[target] for n in range(source.layers) for target in targets}
+    found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    wrong = [
+        f"{name} is {list(found[name]) if name in found else 'missing'}, expected {list(shape)}"
+        for name, shape in expected.items()
+        if found.get(name) != shape
+    ] + [f"{name} is no range of it" for name in found if name not in expected]
+    if wrong:
+        raise CheckpointError(
+            f"{origin}: these are not the ranges of {source.path}: {'; '.join(wrong[:8])}; run diffquant calibrate"
+        )
 
 
 def _contiguous(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from diffquant.errors import CheckpointError
 from diffquant.family.spec import DiffSpec
 from diffquant.formats.opening import open_checkpoint
 from diffquant.formats.reader import Checkpoint
@@ -16,7 +17,7 @@ from diffquant.model.adapters import Adapter, adapter_for
 from diffquant.recipe import Recipe
 from diffquant.scheme import Scheme
 from diffquant.source.check import check_tensors
-from diffquant.source.identity import checkpoint_fingerprint
+from diffquant.source.identity import FilesState, checkpoint_fingerprint, checkpoint_state
 from diffquant.source.stored_recipe import stored_recipe
 from diffquant.source.tokenizer import load_tokenizer
 
@@ -30,11 +31,13 @@ class Source:
         adapter: translation of its names and head layout into DiffTransformer's.
         packed: scheme of each module whose weight is stored packed, by the checkpoint's own names; empty for a
             16-bit checkpoint.
+        state: state of its files when it was opened.
     """
 
     checkpoint: Checkpoint
     adapter: Adapter
     packed: Mapping[str, Scheme]
+    state: FilesState
 
     @property
     def path(self) -> Path:
@@ -69,8 +72,15 @@ class Source:
 
     @cached_property
     def fingerprint(self) -> str:
-        """SHA-256 over the contents of the checkpoint's weights, config and tokenizer, wherever they lie."""
-        return checkpoint_fingerprint(self.checkpoint)
+        """SHA-256 over the contents of the checkpoint's weights, config and tokenizer, wherever they lie.
+
+        Raises:
+            CheckpointError: the files changed since they were opened.
+        """
+        fingerprint = self._fingerprint_now()
+        if self._state_now() != self.state:
+            raise self._changed()
+        return fingerprint
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -81,9 +91,34 @@ class Source:
         """
         return load_tokenizer(self.path)
 
-    def __reduce__(self) -> "tuple[Callable[[Path], Source], tuple[Path]]":
+    def __reduce__(self) -> "tuple[Callable[[Path, str], Source], tuple[Path, str]]":
         # It travels to another process as its path, and is opened there.
-        return open_source, (self.path,)
+        return _open_again, (self.path, self.fingerprint)
+
+    def check_unchanged(self) -> None:
+        """Check that the checkpoint's files are those that were opened; to be called before a result is recorded.
+
+        Raises:
+            CheckpointError: they changed, or are gone.
+        """
+        # Touched files are read again: only another content is another checkpoint.
+        if self._state_now() != self.state and self._fingerprint_now() != self.fingerprint:
+            raise self._changed()
+
+    def _state_now(self) -> FilesState:
+        try:
+            return checkpoint_state(self.checkpoint)
+        except OSError as error:
+            raise self._changed() from error
+
+    def _fingerprint_now(self) -> str:
+        try:
+            return checkpoint_fingerprint(self.checkpoint)
+        except OSError as error:
+            raise self._changed() from error
+
+    def _changed(self) -> CheckpointError:
+        return CheckpointError(f"{self.path} changed while it was in use; run the same command again")
 
     def read(self, parameter: str) -> Tensor:
         """A DiffTransformer parameter's data as the checkpoint stores it."""
@@ -103,4 +138,17 @@ def open_source(path: Path | str | Source) -> Source:
         return path
     checkpoint = open_checkpoint(Path(path))
     adapter = adapter_for(checkpoint.config)
-    return Source(checkpoint, adapter, check_tensors(checkpoint, adapter))
+    state = checkpoint_state(checkpoint)
+    return Source(checkpoint, adapter, check_tensors(checkpoint, adapter), state)
+
+
+def _open_again(path: Path, fingerprint: str) -> Source:
+    """A checkpoint that was opened in another process.
+
+    Raises:
+        CheckpointError: it is no longer the one that was opened there.
+    """
+    source = open_source(path)
+    if source.fingerprint != fingerprint:
+        raise source._changed()
+    return source

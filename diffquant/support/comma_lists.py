@@ -1,5 +1,7 @@
 """Lists that are written as one text with commas, such as "16,8,4"."""
 
+import re
+
 from diffquant.errors import UsageError
 
 
@@ -14,7 +16,10 @@ def split_numbers(option: str, text: str, example: str) -> tuple[int, ...]:
     Raises:
         UsageError: a part is no number; the example shows how it is written.
     """
-    unread = [part for part in split_list(text) if not part.isdecimal()]
+    unread = [part for part in split_list(text) if not re.fullmatch("[0-9]{1,9}", part)]
     if unread:
-        raise UsageError(f"cannot read {option} {text!r}: {', '.join(unread)} is no number; expected such as {example}")
+        raise UsageError(
+            f"cannot read {option} {text[:80]!r}: {unread[0][:40]!r} is no whole number below a billion; expected such "
+            f"as {example}"
+        )
     return tuple(int(part) for part in split_list(text))

@@ -1,5 +1,6 @@
 """Data that JSON holds."""
 
+import hashlib
 import json
 from typing import Any
 
@@ -17,6 +18,12 @@ def parse_json(text: str | bytes) -> Any:
         return json.loads(text, object_pairs_hook=_unique)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+
+
+def plain_digest(content: Any) -> str:
+    """SHA-256 of plain data, in whatever order its objects give their names; what JSON writes and reads keeps it."""
+    written_and_read = json.loads(json.dumps(content))
+    return hashlib.sha256(json.dumps(written_and_read, sort_keys=True).encode()).hexdigest()
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> JsonObject:

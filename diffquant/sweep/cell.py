@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from diffquant.support.files import write_atomically
-from diffquant.support.plain_data import JsonObject
+from diffquant.support.plain_data import JsonObject, parse_json, plain_digest
 from diffquant.sweep.measurement import Failure, Measurement
 
 
@@ -36,14 +36,14 @@ class Cell:
         return self.path.with_suffix(".failed.json")
 
     def read(self) -> Measurement | None:
-        """The measurement; None where there is none that can be read."""
+        """The measurement; None where there is none, or one that is not what was written."""
         try:
-            entry = json.loads(self.path.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+            entry = parse_json(self.path.read_bytes())
+            if entry["key"] != self.key or entry["sha256"] != plain_digest(entry["result"]):
+                return None
+            return Measurement.from_dict(entry["result"])
+        except (OSError, ValueError, LookupError, TypeError):
             return None
-        if not isinstance(entry, dict) or entry.get("key") != self.key or not isinstance(entry.get("result"), dict):
-            return None
-        return Measurement.from_dict(entry["result"])
 
     def write(self, outcome: Measurement | Failure) -> None:
         """Write a measurement in place of any failure, or a failure beside."""
@@ -51,7 +51,9 @@ class Cell:
             entry = {"key": self.key, "error": outcome.error, "trace": outcome.trace.splitlines()}
             write_atomically(self.failure_path, json.dumps(entry, indent=1) + "\n")
             return
-        write_atomically(self.path, json.dumps({"key": self.key, "result": outcome.to_dict()}, indent=1) + "\n")
+        result = outcome.to_dict()
+        entry = {"key": self.key, "result": result, "sha256": plain_digest(result)}
+        write_atomically(self.path, json.dumps(entry, indent=1) + "\n")
         self.failure_path.unlink(missing_ok=True)
 
     def read_failure(self) -> str:

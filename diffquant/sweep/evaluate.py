@@ -10,9 +10,9 @@ from diffquant.loading import check_loadable
 from diffquant.recipe import Recipe
 from diffquant.source.ranges import check_ranges_used
 from diffquant.source.source import open_source
-from diffquant.support.devices import resolve_dtype
+from diffquant.support.devices import check_device, resolve_dtype
 from diffquant.support.progress import Progress, silent
-from diffquant.sweep.exported import ExportedSubject, RuntimeOf, check_as_it_is, checkpoints_alone
+from diffquant.sweep.exported import ExportedSubject, RuntimeOf, check_as_it_is, checkpoints_alone, folder_state
 from diffquant.sweep.grid import SweepOptions
 from diffquant.sweep.session import CheckpointSubject, Setup, Subject
 
@@ -39,6 +39,7 @@ def evaluate(
         DiffQuantError: the checkpoint, the tasks or their data cannot be read; all before the first item.
         NotFiredError: a layer did not quantize its logits.
     """
+    check_device(options.device)
     check_backend(options.attention)
     runtime = runtime_of(path)
     if runtime is not None:
@@ -46,7 +47,8 @@ def evaluate(
     tasks = make_tasks(options.tasks, options.task_options, options.batch_tokens)
     setup = Setup(resolve_dtype(options.dtype, options.device), options.device, options.attention)
     if runtime is not None:
-        subject: Subject = ExportedSubject(path, runtime.describe(path), runtime, None, setup)
+        state = folder_state(path)
+        subject: Subject = ExportedSubject(path, runtime.describe(path), runtime, None, setup, state)
     else:
         subject = _checkpoint_subject(path, recipe, options, setup)
     session = subject.open()

@@ -7,11 +7,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from diffquant.errors import UsageError
+from diffquant.errors import CheckpointError, UsageError
 from diffquant.evals.language_model import LanguageModel, States
 from diffquant.evals.task import Task
 from diffquant.evals.task_result import TaskResult
 from diffquant.recipe import Recipe
+from diffquant.source.identity import FilesState, files_state
 from diffquant.source.source import Source
 from diffquant.support.code import commit
 from diffquant.support.files import file_digest
@@ -82,6 +83,7 @@ class ExportedSubject:
     Attributes:
         compared_with: checkpoint whose 16 bits it is compared with; None where there is none.
         setup: how the sweep's checkpoints run.
+        state: state of the folder's files before it was described.
     """
 
     folder: Path
@@ -89,6 +91,7 @@ class ExportedSubject:
     runtime: Runtime
     compared_with: CheckpointSubject | None
     setup: Setup
+    state: FilesState
 
     def key(self, recipe: Recipe) -> JsonObject:  # noqa: ARG002
         baseline = self.compared_with
@@ -99,6 +102,16 @@ class ExportedSubject:
     def modules(self, recipe: Recipe) -> tuple[str, ...]:
         compared = self.compared_with.modules(recipe) if self.compared_with else ()
         return (__name__, type(self.runtime).__module__, *compared)
+
+    def check_unchanged(self) -> None:
+        """Check that the folder's files are those that were described; to be called before a result is recorded.
+
+        Raises:
+            CheckpointError: they changed, or are gone.
+        """
+        # Touched files are read again: only another content is another model.
+        if folder_state(self.folder) != self.state and self.runtime.describe(self.folder) != self.model:
+            raise CheckpointError(f"{self.folder} changed while it was in use; run the same command again")
 
     def open(self) -> "ExportedSession":
         return ExportedSession(self, self.compared_with.open() if self.compared_with else None)
@@ -128,11 +141,17 @@ class ExportedSession:
         result = self.run(task, recipe, reference, progress)
         seconds = round(time.monotonic() - started, 2)
         stored = self.subject.model
+        self.subject.check_unchanged()
         return Measurement(result, seconds, stored.weight_bytes, stored.kv_bytes, commit=commit())
 
     @cached_property
     def _opened(self) -> "tuple[LanguageModel, PreTrainedTokenizerBase]":
         return self.subject.runtime.open(self.subject.folder)
+
+
+def folder_state(folder: Path) -> FilesState:
+    """The state of an exported folder's files."""
+    return files_state(file for file in sorted(folder.rglob("*")) if file.is_file())
 
 
 def check_as_it_is(options: SweepOptions, recipe: Recipe | None = None) -> None:

@@ -40,16 +40,24 @@ class Measurement:
 
     @classmethod
     def from_dict(cls, cell: Mapping[str, object]) -> Self:
-        """The measurement that `to_dict` wrote."""
+        """The measurement that `to_dict` wrote.
+
+        Raises:
+            ValueError: it has another form.
+        """
         own: JsonObject = {name: cell.get(name) for name in _OWN}
-        return cls(
-            TaskResult.from_dict({name: value for name, value in cell.items() if name not in own}),
-            own["seconds"],
-            own["stored"]["weights"],
-            own["stored"]["kv_per_token"],
-            own["logit_report"],
-            own["commit"],
+        stored, report, made = own["stored"], own["logit_report"], own["commit"]
+        is_sound = (
+            isinstance(own["seconds"], int | float)
+            and isinstance(stored, dict)
+            and all(isinstance(stored.get(name), int | float) for name in ("weights", "kv_per_token"))
+            and isinstance(report, list | None)
+            and isinstance(made, str | None)
         )
+        if not is_sound:
+            raise ValueError("a measurement needs seconds and stored sizes, with a list of logit reports if any")
+        result = TaskResult.from_dict({name: value for name, value in cell.items() if name not in own})
+        return cls(result, own["seconds"], stored["weights"], stored["kv_per_token"], report, made)
 
 
 @dataclass(frozen=True)

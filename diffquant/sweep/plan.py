@@ -18,6 +18,7 @@ from diffquant.sweep.exported import (
     RuntimeOf,
     check_as_it_is,
     exported_points,
+    folder_state,
     runtimes_among,
 )
 from diffquant.sweep.grid import Point, SweepOptions, points
@@ -48,6 +49,7 @@ def plan_sweep(models: Sequence[Path], options: SweepOptions, runtime_of: Runtim
         UsageError, CheckpointError, MissingDependencyError: whatever is wrong with models, options or data.
     """
     runtimes = runtimes_among(models, runtime_of)
+    states = {folder: folder_state(folder) for folder in runtimes}
     exported = {folder: runtime.describe(folder) for folder, runtime in runtimes.items()}
     checkpoints = [model for model in models if model not in exported]
     if not checkpoints and exported:
@@ -77,6 +79,7 @@ def plan_sweep(models: Sequence[Path], options: SweepOptions, runtime_of: Runtim
             runtimes[point.model],
             checkpoints_by_path[point.compared_with] if point.compared_with else None,
             setup,
+            states[point.model],
         )
         for point in folders
     }
@@ -93,9 +96,11 @@ def _scales_by_model(sources: Mapping[Path, Source], files: Sequence[Path]) -> d
     owners = {source.fingerprint: model for model, source in sources.items()}
     files_by_model: dict[Path, Path] = {}
     for file in files:
-        owner = owners.get(read_any_ranges(file).model)
+        ranges = read_any_ranges(file)
+        owner = owners.get(ranges.model)
         if owner is None:
             raise CheckpointError(f"{file} was calibrated on none of {', '.join(map(str, sources))}")
+        ranges.check_model(sources[owner], str(file))
         if owner in files_by_model:
             raise UsageError(f"{files_by_model[owner]} and {file} are both of {owner}; sweep them into two folders")
         files_by_model[owner] = file

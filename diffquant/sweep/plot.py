@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, cast
 from diffquant.errors import UsageError
 from diffquant.evals.columns import Drawn
 from diffquant.evals.tasks import kind_of
-from diffquant.report.plots import COLOURS, MARKERS, as_svg, new_figure, plain_log_scale, tidy
+from diffquant.report.plots import COLOURS, MARKERS, as_svg, literal, new_figure, plain_log_scale, tidy
 from diffquant.sweep.grid import EXPORTED, RECIPE, Point
 from diffquant.sweep.result import SweepResult
 from diffquant.sweep.table import rows, tasks_of
@@ -105,7 +105,7 @@ def _figure(sweep: SweepResult) -> "Figure":
             axis.set_ylabel(_axis_label(sweep, task), fontsize=9)
     # matplotlib's legend takes containers too, which its annotations leave out.
     handles = cast("list[Artist]", list(legend.values()))
-    figure.legend(handles, list(legend), loc="outside lower center", ncols=3, frameon=False, fontsize=9)
+    figure.legend(handles, list(map(literal, legend)), loc="outside lower center", ncols=3, frameon=False, fontsize=9)
     return figure
 
 

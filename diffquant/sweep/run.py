@@ -90,7 +90,7 @@ def _batches(pending: Sequence[Job], plan: SweepPlan) -> list[Batch]:
 
 def _read_cell(job: Job) -> MeasuredCell:
     measurement = job.cell.read()
-    error = None if measurement else job.cell.read_failure()
+    error = job.cell.read_failure() if measurement is None else None
     return MeasuredCell(job.point, job.task.name, measurement, error, job.cell.key["code"])
 
 

@@ -41,6 +41,7 @@ class Session(Protocol):
 
         Raises:
             NotFiredError: a layer did not quantize its logits.
+            CheckpointError: the model's files changed since they were opened.
         """
 
 
@@ -130,10 +131,12 @@ class CheckpointSession:
         started = time.monotonic()
         result = self.run(task, recipe, reference, progress)
         seconds = round(time.monotonic() - started, 2)
+        weights = self._stored_weights(recipe)
+        self.subject.source.check_unchanged()
         return Measurement(
             result,
             seconds,
-            self._stored_weights(recipe),
+            weights,
             kv_bytes_per_token(model),
             model.logit_report() if _quantizes_logits(recipe) else None,
             commit(),

@@ -1,14 +1,12 @@
 """The table of a sweep: text for a terminal, JSON and CSV for programs. No torch here."""
 
-import csv
-import io
 from dataclasses import dataclass
 from pathlib import Path
 
 from diffquant.evals.columns import MISSING, Columns, Compared
 from diffquant.evals.task_result import TaskResult
 from diffquant.evals.tasks import kind_of, task_kinds
-from diffquant.report.tables import aligned, megabytes
+from diffquant.report.tables import aligned, csv_text, megabytes
 from diffquant.support.code import CHANGED
 from diffquant.support.plain_data import JsonObject
 from diffquant.sweep.grid import EXPORTED, RECIPE, Point
@@ -46,12 +44,7 @@ def text_table(sweep: SweepResult) -> str:
 
 def csv_table(sweep: SweepResult) -> str:
     """The table as CSV, numbers in full."""
-    records = json_rows(sweep)
-    out = io.StringIO()
-    writer = csv.DictWriter(out, list(dict.fromkeys(key for record in records for key in record)), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(records)
-    return out.getvalue()
+    return csv_text(json_rows(sweep))
 
 
 def json_rows(sweep: SweepResult) -> list[JsonObject]:

@@ -1,5 +1,6 @@
 """Loading of an exported model's graph, its external data checked but not read."""
 
+import re
 from pathlib import Path, PurePosixPath
 
 import onnx
@@ -49,7 +50,11 @@ def _problems_of(tensor: TensorProto, folder: Path) -> list[str]:
     file = folder / location
     if not file.is_file() or not file.resolve().is_relative_to(folder.resolve()):
         return [f"{location} is missing or leads out of the folder"]
-    end = int(entries.get("offset", 0)) + int(entries.get("length", 0))
+    places = {key: entries.get(key, "0") for key in ("offset", "length")}
+    odd = [f"{key} {value[:40]!r}" for key, value in places.items() if not re.fullmatch("[0-9]{1,18}", value)]
+    if odd:
+        return [f"{tensor.name} has {' and '.join(odd)}, which is no number of bytes"]
+    end = sum(map(int, places.values()))
     if end > file.stat().st_size:
         return [f"{location} is truncated: it has {file.stat().st_size} bytes, and {tensor.name} ends at {end}"]
     return []

@@ -159,13 +159,17 @@ class FolderTokenizer:
         """Token ids of a user's message in the chat template.
 
         Raises:
-            UsageError: the tokenizer has no chat template.
+            UsageError: the tokenizer's chat template is missing or fails.
         """
         self._slow = self._slow or self._through_transformers()
         if not getattr(self._slow, "chat_template", None):
             raise UsageError("--chat: the model's tokenizer has no chat template")
         message = [{"role": "user", "content": prompt}]
-        return list(self._slow.apply_chat_template(message, add_generation_prompt=True, return_dict=True)["input_ids"])
+        try:
+            encoded = self._slow.apply_chat_template(message, add_generation_prompt=True, return_dict=True)
+        except Exception as error:  # a template is a program, and may fail in any way
+            raise UsageError(f"--chat: the tokenizer's chat template fails: {error}") from error
+        return list(encoded["input_ids"])
 
     def decode(self, ids: list[int]) -> str:
         """Text of token ids, special ones left out."""

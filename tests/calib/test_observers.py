@@ -1,17 +1,21 @@
 """Observers against numpy percentiles and a search in float64; static schemes against their formula."""
 
+import shutil
+from contextlib import suppress
+
 import numpy as np
 import pytest
 import torch
 
 from diffquant.attention.backends.simulated import simulated
 from diffquant.attention.naive import naive
+from diffquant.calib.calibration.calibrate import CalibrationOptions, calibrate
 from diffquant.calib.calibration.fit import measure_fit
 from diffquant.calib.calibration.layers import by_token, projected_layers
 from diffquant.calib.calibration.observe import observe_ranges
 from diffquant.calib.calibration.observers import Observer, key_ranges
 from diffquant.calib.statistics import Magnitudes
-from diffquant.errors import UsageError
+from diffquant.errors import CheckpointError, UsageError
 from diffquant.family.call import AttentionCall
 from diffquant.family.mask import Mask
 from diffquant.model.cache import PackedStates
@@ -19,6 +23,9 @@ from diffquant.model.walk import Walk
 from diffquant.recipe import LAYER_TARGETS, Recipe
 from diffquant.scheme import Scheme
 from diffquant.source.ranges import Ranges, read_any_ranges, write_ranges
+from diffquant.source.source import open_source
+from tests.support import tiny_lm
+from tests.support.checkpoints import write_checkpoint
 from tests.support.models import ours, random_diffllama, random_ids, random_llama
 
 
@@ -162,10 +169,41 @@ def test_ranges_of_another_width_or_target_are_refused():
         ranges.check(Recipe.of(v="8:static"))
 
 
-def test_ranges_of_hidden_states_in_an_older_file_are_left_out(tmp_path):
-    tensors = {"layers.0.k": torch.rand(1, 4), "layers.0.hidden": torch.ones(1)}
-    write_ranges(tmp_path / "scales.safetensors", Ranges("", {}, None, tensors))
-    assert read_any_ranges(tmp_path / "scales.safetensors").tensors.keys() == {"layers.0.k"}
+def test_a_file_of_ranges_gives_them_back_and_any_flipped_bit_is_refused(tmp_path):
+    ranges = Ranges("a model", {"tokens": 3}, 8, {"layers.0.k": torch.rand(1, 4) + 1})
+    file = tmp_path / "scales.safetensors"
+    write_ranges(file, ranges)
+    again = read_any_ranges(file)
+    assert (again.model, again.settings, again.bits) == (ranges.model, ranges.settings, ranges.bits)
+    assert torch.equal(again.tensors["layers.0.k"], ranges.tensors["layers.0.k"])
+    content = file.read_bytes()
+    taken = []
+    for at in range(len(content)):
+        file.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
+        with suppress(CheckpointError):
+            taken.append((at, read_any_ranges(file)))
+    assert [at for at, _ in taken] == []
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
+def test_ranges_that_no_scale_can_be_made_of_are_refused(tmp_path, value):
+    write_ranges(tmp_path / "s.safetensors", Ranges("", {}, None, {"layers.0.k": torch.tensor([[1.0, value]])}))
+    with pytest.raises(CheckpointError, match=r"layers\.0\.k"):
+        read_any_ranges(tmp_path / "s.safetensors")
+
+
+@pytest.mark.parametrize("change", ["shape", "layer", "name"])
+def test_ranges_of_other_heads_or_layers_than_the_model_s_are_refused(tmp_path, change):
+    source = open_source(write_checkpoint(tmp_path / "model", "diffllama"))
+    spec = source.spec
+    tensors = {f"layers.{n}.k": torch.ones(spec.key_heads, spec.head_dim) for n in range(source.layers)}
+    Ranges(source.fingerprint, {}, None, tensors).check_model(source)
+    if change == "shape":
+        tensors["layers.1.k"] = torch.ones(1)
+    else:
+        tensors["layers.1.hidden" if change == "name" else "layers.9.k"] = tensors.pop("layers.1.k")
+    with pytest.raises(CheckpointError, match=r"layers\.1\.k is .*expected"):
+        Ranges(source.fingerprint, {}, None, tensors).check_model(source)
 
 
 def test_the_digest_of_ranges_is_that_of_their_values():
@@ -174,3 +212,14 @@ def test_the_digest_of_ranges_is_that_of_their_values():
     assert Ranges("elsewhere", {"tokens": 3}, 8, dict(tensors)).digest == digest
     assert Ranges("", {}, None, {"layers.0.k": tensors["layers.0.k"] * 2}).digest != digest
     assert Ranges("", {}, None, {"layers.0.v": tensors["layers.0.k"]}).digest != digest
+
+
+def test_a_checkpoint_that_is_replaced_while_it_is_calibrated_gives_no_ranges(tmp_path):
+    model = tiny_lm.write_llama(tmp_path / "model")
+    tiny_lm.write_llama(tmp_path / "other", seed=5)
+
+    def replace_it(*_):
+        shutil.copy(tmp_path / "other" / "model.safetensors", model)
+
+    with pytest.raises(CheckpointError, match="changed while"):
+        calibrate(model, CalibrationOptions(("v",), tokens=128, window=32), replace_it)

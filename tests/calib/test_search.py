@@ -4,6 +4,7 @@ import importlib.metadata
 import itertools
 import json
 import math
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -23,7 +24,7 @@ from diffquant.calib.search.products import OneDnnProducts
 from diffquant.calib.search.search import Search, SearchOptions
 from diffquant.calib.search.sensitivity import Sensitivity
 from diffquant.calib.search.units import Unit, find_units, to_recipe
-from diffquant.errors import GroupSizeError, UsageError
+from diffquant.errors import CheckpointError, GroupSizeError, UsageError
 from diffquant.evals.protocols.perplexity import next_token_kl
 from diffquant.formats.opening import open_checkpoint
 from diffquant.loading import load
@@ -204,6 +205,30 @@ def test_a_killed_run_keeps_every_whole_line(tmp_path):
     assert Journal(tmp_path, {"a": 2}).get("x") is None
 
 
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda line: line.replace(b"0.25", b"0.35"),
+        lambda line: line.replace(b"kl", b"lk"),
+        lambda _: b"[" * 100_000,
+        lambda _: b"\xff\xfe\x00",
+        lambda _: b"[]",
+        lambda line: line[:20],
+    ],
+)
+def test_a_damaged_line_of_a_journal_costs_itself_alone(tmp_path, damage):
+    journal = Journal(tmp_path, {"a": 1})
+    for name, kl in (("x", 0.5), ("y", 0.25), ("z", 0.125)):
+        journal.add(name, {"kl": kl})
+    lines = journal.path.read_bytes().split(b"\n")
+    lines[2] = damage(lines[2])
+    journal.path.write_bytes(b"\n".join(lines))
+    again = Journal(tmp_path, {"a": 1})
+    assert [again.get(name) for name in "xyz"] == [{"kl": 0.5}, None, {"kl": 0.125}]
+    again.add("y", {"kl": 0.25})
+    assert [Journal(tmp_path, {"a": 1}).get(name) for name in "xyz"] == [{"kl": 0.5}, {"kl": 0.25}, {"kl": 0.125}]
+
+
 def test_a_journal_of_another_device_or_transformers_is_not_taken(checkpoint, tmp_path, monkeypatch):
     def search(device="cpu"):
         return Search(checkpoint, Budget.parse("6.6"), replace(OPTIONS, device=device), tmp_path)
@@ -286,3 +311,19 @@ def test_layer_overrides_leave_weights_alone(checkpoint):
     with pytest.raises(UsageError, match="match no layer"):
         load(checkpoint, Recipe.of(overrides={"model.layers.7.self_attn.k": "4"}))
     assert math.isfinite(float(model(torch.arange(30)[None]).logits.sum()))
+
+
+def test_a_checkpoint_that_is_replaced_during_a_search_ends_it_and_is_not_recorded(tmp_path):
+    model = tiny_lm.write_llama(tmp_path / "model")
+    search = Search(model, Budget.parse("6.6"), OPTIONS, tmp_path / "out")
+    told = []
+
+    def replace_it(*progress):
+        told.append(progress)
+        if len(told) == 3:
+            tiny_lm.write_llama(tmp_path / "other", seed=5)
+            shutil.copy(tmp_path / "other" / "model.safetensors", model)
+
+    with pytest.raises(CheckpointError, match="changed while"):
+        search.run(replace_it)
+    assert len(Journal(tmp_path / "out", search._key)) == 3

@@ -1,5 +1,6 @@
 import gzip
 import json
+import tracemalloc
 
 import datasets
 import pytest
@@ -54,14 +55,40 @@ def test_every_bad_line_is_named(tmp_path):
         assert part in str(error.value)
 
 
-@pytest.mark.parametrize(
-    "content", [b"", b"\n \n", b"\xff\xfe", b"\x1f\x8bbroken"], ids=["empty", "blank", "bytes", "gzip"]
-)
+GZIP = gzip.compress(b'{"query": "q", "endings": ["a", "b"], "label": 0}' * 9)
+UNREADABLE = {
+    "empty": b"",
+    "blank": b"\n \n",
+    "bytes": b"\xff\xfe",
+    "no gzip": b"\x1f\x8bbroken",
+    "cut gzip": GZIP[:-20],
+    "gzip of other data": GZIP[:20] + bytes(20) + GZIP[40:],
+    "deep": b"[" * 100_000,
+    "zeros": bytes(80),
+    "label of other digits": '{"query": "q", "endings": ["a", "b"], "label": "\u0661"}'.encode(),
+    "label of no number": b'{"query": "q", "endings": ["a", "b"], "label": true}',
+    "endless label": b'{"query": "q", "endings": ["a", "b"], "label": Infinity}',
+    "name given twice": b'{"query": "q", "query": "r", "endings": ["a", "b"], "label": 0}',
+}
+
+
+@pytest.mark.parametrize("content", UNREADABLE.values(), ids=UNREADABLE.keys())
 def test_an_unreadable_or_empty_file_is_one_clear_error(tmp_path, content):
     path = tmp_path / "items.jsonl"
     path.write_bytes(content)
     with pytest.raises(UsageError, match=r"items\.jsonl"):
         load_items(path)
+
+
+def test_gzip_that_unpacks_to_more_than_any_items_is_refused_before_it_is_unpacked(tmp_path, monkeypatch):
+    monkeypatch.setattr(hellaswag, "_LARGEST_FILE", 1 << 20)
+    path = tmp_path / "items.jsonl.gz"
+    path.write_bytes(gzip.compress(b"\n" * (1 << 26)))
+    tracemalloc.start()
+    with pytest.raises(UsageError, match="more than 1 MiB"):
+        load_items(path)
+    assert tracemalloc.get_traced_memory()[1] < 1 << 24
+    tracemalloc.stop()
 
 
 def test_acc_counts_sums_and_acc_norm_divides_by_characters():

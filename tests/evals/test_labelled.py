@@ -88,6 +88,9 @@ BAD = {
     "no header": ("a.csv", "How far?,distance\n", "columns text and label"),
     "short row": ("a.csv", "text,label\na,x\nb\n", "1 lines of .* line 3: no label"),
     "no json": ("a.jsonl", '{"text": "a", "label": "b"}\n{"text":', "line 2: Expecting value"),
+    "deep json": ("a.jsonl", "[" * 100_000, "line 1: it is nested too deeply"),
+    "deep clinc": ("a.json", "[" * 100_000, "nested too deeply"),
+    "name given twice": ("a.jsonl", '{"text": "a", "text": "b", "label": "c"}', "line 1: it gives 'text' twice"),
     "not text": (
         "a.jsonl",
         '{"text": 3, "label": "b"}\n[1]\n',

@@ -161,6 +161,16 @@ def test_data_that_leaves_the_folder_is_refused(folder, tmp_path):
             OnnxModel(folder)
 
 
+@pytest.mark.parametrize(("key", "value"), [("offset", "x"), ("offset", "-4096"), ("length", "9" * 5000)])
+def test_a_place_in_the_data_that_is_no_number_is_refused(folder, key, value):
+    model = onnx.load(folder / MODEL_FILE, load_external_data=False)
+    tensor = next(t for t in model.graph.initializer if t.external_data)
+    next(entry for entry in tensor.external_data if entry.key == key).value = value
+    onnx.save(model, folder / MODEL_FILE)
+    with pytest.raises(CheckpointError, match="no number of bytes"):
+        OnnxModel(folder)
+
+
 def test_every_written_location_is_the_data_file_itself(folder):
     model = onnx.load(folder / MODEL_FILE, load_external_data=False)
     entries = [entry for t in model.graph.initializer for entry in t.external_data if entry.key == "location"]

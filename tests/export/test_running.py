@@ -18,6 +18,7 @@ from diffquant.calib.calibration.kv_cache import calibrate_cache
 from diffquant.evals.constrained import choose
 from diffquant.evals.encoding import Request
 from diffquant.evals.scoring import score
+from diffquant.evals.tasks.perplexity import Perplexity
 from diffquant.evals.torch_model import TorchModel
 from diffquant.export import ExportOptions, Generator, export
 from diffquant.export.native import library_path
@@ -257,6 +258,26 @@ def test_an_export_of_a_quantized_checkpoint_is_compared_with_what_was_quantized
 def test_a_sweep_of_exports_alone_takes_no_options_for_checkpoints(plain, tmp_path):
     with pytest.raises(diffquant.DiffQuantError, match="as it is: leave out the recipe options"):
         run_sweep([plain], SweepOptions(dtype="float32"), tmp_path / "sweep", runtime_of=runtime_of)
+
+
+def test_an_export_that_is_replaced_during_a_sweep_is_not_recorded(plain, source, tmp_path, monkeypatch):
+    folder = tmp_path / "onnx"
+    shutil.copytree(plain, folder)
+    export(source, tmp_path / "other", ExportOptions(embed_bits=8))
+    run_task = Perplexity.run
+
+    def run_and_replace(*arguments):
+        result = run_task(*arguments)
+        shutil.rmtree(folder)
+        shutil.copytree(tmp_path / "other", folder)
+        return result
+
+    monkeypatch.setattr(Perplexity, "run", run_and_replace)
+    options = SweepOptions(tasks=("perplexity",), task_options=TASK_OPTIONS)
+    result = run_sweep([folder], options, tmp_path / "sweep", runtime_of=runtime_of)
+    assert [cell.error for cell in result.cells] == [
+        f"{folder} changed while it was in use; run the same command again"
+    ]
 
 
 def test_a_sweep_refuses_an_export_that_changed(plain, tmp_path):

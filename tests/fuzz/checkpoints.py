@@ -58,10 +58,10 @@ def change_value(folder: Path, chance: random.Random) -> str:
     """Put something odd in place of a value somewhere in a JSON file."""
     file = chance.choice(_json_files(folder))
     content = json.loads(file.read_text())
-    places = list(_places(content))
-    if not places:
+    all_places = list(places(content))
+    if not all_places:
         return f"{file.name} is left"
-    holder, key = chance.choice(places[:400])
+    holder, key = chance.choice(all_places[:400])
     holder[key] = chance.choice(ODD)
     file.write_text(json.dumps(content))
     return f"{file.name}: {key} = {holder[key]!r}"
@@ -71,7 +71,7 @@ def change_config(folder: Path, chance: random.Random) -> str:
     """Put something odd in place of a value of config.json, or take the key away."""
     file = folder / "config.json"
     content = json.loads(file.read_text())
-    holder, key = chance.choice(list(_places(content)))
+    holder, key = chance.choice(list(places(content)))
     if chance.random() < 0.2 and isinstance(holder, dict):
         del holder[key]
         said = f"config.json without {key}"
@@ -245,13 +245,13 @@ def _json_files(folder: Path) -> list[Path]:
     return sorted(folder.glob("*.json"))
 
 
-def _places(content: Any) -> Iterator[tuple[Any, Any]]:
+def places(content: Any) -> Iterator[tuple[Any, Any]]:
     """Every holder and key of a value in plain data."""
     if isinstance(content, dict | list):
         keys = list(content) if isinstance(content, dict) else range(len(content))
         for key in keys:
             yield content, key
-            yield from _places(content[key])
+            yield from places(content[key])
 
 
 def _split(file: Path) -> tuple[dict[str, Any], bytes]:

@@ -184,6 +184,17 @@ def test_the_report_escapes_the_names_of_models(sweep):
     assert "details" in reader.tags  # which stand below the tables that hold the name
 
 
+@pytest.mark.parametrize("name", ["$\\frac$", "$$", "$x$", "a$b"])
+def test_a_name_is_drawn_letter_by_letter(sweep, tmp_path, name):
+    renamed = {Path("transformer"): Path(name), Path("diff"): Path("diff")}
+    cells = [replace(cell, point=replace(cell.point, model=renamed[cell.point.model])) for cell in sweep.cells]
+    figure = sweep_plot._figure(SweepResult(cells, sweep.settings))
+    figure.savefig(tmp_path / "plot.svg")
+    (legend,) = figure.legends
+    drawn = [text._preprocess_math(text.get_text()) for text in legend.get_texts()]
+    assert (name, False) in drawn
+
+
 def test_outputs_of_a_real_sweep_are_written_and_listed(tmp_path):
     model = tiny_lm.write_llama(tmp_path / "model")
     result = run_sweep([model], SweepOptions(bits=(4,), task_options={"limit": 4}, dtype="float32"), tmp_path / "out")

@@ -16,6 +16,7 @@ from diffquant.recipe import Recipe
 from diffquant.source.source import open_source
 from diffquant.source.tokenizer import load_tokenizer
 from diffquant.support.code import code_digest, commit
+from diffquant.support.plain_data import plain_digest
 from diffquant.sweep import SweepOptions, run_sweep, session
 from diffquant.sweep.evaluate import evaluate
 from diffquant.sweep.table import rows
@@ -98,16 +99,73 @@ def test_a_model_is_loaded_once_for_each_set_of_weights(model, tmp_path, loads):
     assert loads == ["16", "4:row", "4:tensor"]
 
 
-def test_a_damaged_cell_is_measured_again_and_comes_out_the_same(model, copy_of):
-    file = sorted((copy_of / "cells").iterdir())[3]
+def cut(cell):
+    return json.dumps(cell)[:-40]
+
+
+def empty(cell):
+    return json.dumps(cell | {"result": {}, "sha256": plain_digest({})})
+
+
+def another_digit(cell):
+    changed = cell["result"] | {"perplexity": cell["result"]["perplexity"] + 0.125}
+    return json.dumps(cell | {"result": changed})
+
+
+def without_digest(cell):
+    return json.dumps({name: value for name, value in cell.items() if name != "sha256"})
+
+
+@pytest.mark.parametrize("damage", [cut, empty, another_digit, without_digest, lambda _: "[" * 100_000, lambda _: "[]"])
+def test_a_damaged_cell_is_measured_again_and_comes_out_the_same(model, copy_of, damage):
+    file = next(f for f in sorted((copy_of / "cells").iterdir()) if "perplexity" in json.loads(f.read_text())["result"])
     content = json.loads(file.read_text())
-    file.write_text(file.read_text()[:-40])
+    file.write_text(damage(content))
     run_sweep([model], OPTIONS, copy_of)
     again = json.loads(file.read_text())
     assert again["key"] == content["key"]
     for result in (content["result"], again["result"]):
         del result["seconds"]
     assert again["result"] == content["result"]
+
+
+def test_a_model_that_is_replaced_during_a_sweep_leaves_no_cell_under_its_old_address(tmp_path, monkeypatch):
+    model = tiny_lm.write_diff_v2(tmp_path / "model")
+    other = tiny_lm.write_diff_v2(tmp_path / "other", seed=5)
+    score = perplexity.score_text
+    scored = []
+
+    def score_and_replace(*arguments, **named):
+        result = score(*arguments, **named)
+        scored.append(result)
+        if len(scored) == 2:
+            shutil.rmtree(model)
+            shutil.copytree(other, model)
+        return result
+
+    monkeypatch.setattr(perplexity, "score_text", score_and_replace)
+    options = replace(OPTIONS, tasks=("perplexity",))
+    result = run_sweep([model], options, tmp_path / "out")
+    with pytest.raises(FailedCellsError):
+        result.require_complete()
+    measured = [cell for cell in result.cells if cell.measurement]
+    assert len(measured) == 1
+    assert {cell.error for cell in result.cells if cell.error} == {
+        f"{model} changed while it was in use; run the same command again"
+    }
+    run_sweep([model], options, tmp_path / "out").require_complete()
+
+
+def test_a_model_whose_files_are_only_touched_is_the_same_model(tmp_path):
+    model = tiny_lm.write_diff_v2(tmp_path / "model")
+    source = open_source(model)
+    assert source.fingerprint
+    for file in model.iterdir():
+        file.touch()
+    source.check_unchanged()
+    (model / "tokenizer_config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="changed while"):
+        source.check_unchanged()
 
 
 def test_eval_refuses_a_backend_that_cannot_quantize_logits_before_it_loads(model, monkeypatch):

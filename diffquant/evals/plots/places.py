@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from diffquant.errors import UsageError
 from diffquant.evals.task import PlottedCell
-from diffquant.report.plots import new_figure
+from diffquant.report.plots import literal, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -71,4 +71,4 @@ def _draw(axis: "Axes", panel: PlacePanel) -> None:
     axis.set_yticks(range(len(panel.depths)), [f"{depth:.0%}" for depth in panel.depths])
     axis.set_xlabel("tokens")
     axis.set_ylabel("depth")
-    axis.set_title(f"{panel.model}\n{panel.task}, %", fontsize=9)
+    axis.set_title(literal(f"{panel.model}\n{panel.task}, %"), fontsize=9)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from diffquant.errors import UsageError
 from diffquant.evals.stats import Estimate, estimate
 from diffquant.evals.task import PlottedCell
-from diffquant.report.plots import COLOURS, MARKERS, STYLES, new_figure, tidy
+from diffquant.report.plots import COLOURS, MARKERS, STYLES, literal, new_figure, tidy
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -73,7 +73,7 @@ def _draw(axis: "Axes", title: str, lines: list[ShotsLine], models: list[str]) -
             shots,
             accuracies,
             yerr=errors,
-            label=f"{line.model}, {line.scheme}",
+            label=literal(f"{line.model}, {line.scheme}"),
             color=COLOURS[models.index(line.model) % len(COLOURS)],
             linestyle=STYLES[style % len(STYLES)],
             marker=MARKERS[style % len(MARKERS)],

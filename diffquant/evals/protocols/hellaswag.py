@@ -7,10 +7,11 @@ import gzip
 import hashlib
 import json
 import re
+import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from diffquant import data
 from diffquant.errors import UsageError
@@ -19,11 +20,14 @@ from diffquant.evals.encoding import RequestEncoder
 from diffquant.evals.faults import first_few
 from diffquant.evals.language_model import LanguageModel
 from diffquant.evals.scoring import score
-from diffquant.support.plain_data import JsonObject
+from diffquant.support.plain_data import JsonObject, parse_json
 from diffquant.support.progress import Progress, silent
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+# HellaSwag's largest file has 48 MB; some megabytes of gzip can hold gigabytes.
+_LARGEST_FILE = 1 << 28
 
 
 @dataclass(frozen=True)
@@ -109,7 +113,7 @@ def load_items(path: Path | None = None, limit: int | None = None) -> list[Hella
     items, faults = [], []
     for number, line in numbered:
         try:
-            items.append(parse_item(json.loads(line)))
+            items.append(parse_item(parse_json(line)))
         except (ValueError, UsageError) as error:
             faults.append(f"line {number}: {error}")
     if faults:
@@ -161,10 +165,9 @@ def _query_text(entry: JsonObject) -> str:
 
 
 def _parse_label(label: object, endings: int) -> int:
-    try:
-        number = int(cast(str, label))
-    except (TypeError, ValueError):
-        raise UsageError(f"label must be a number, got {label!r}") from None
+    if type(label) is not int and not (isinstance(label, str) and re.fullmatch("[0-9]{1,9}", label)):
+        raise UsageError(f"label must be a whole number, got {label!r:.40}")
+    number = int(label)
     if not 0 <= number < endings:
         raise UsageError(f"label {number} is not one of {endings} endings")
     return number
@@ -176,7 +179,12 @@ def _index_of_largest(values: Sequence[float]) -> int:
 
 def _read_lines(path: Path) -> list[str]:
     try:
-        raw = path.read_bytes()
-        return (gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw).decode().splitlines()
-    except (OSError, EOFError, UnicodeDecodeError) as error:
+        with path.open("rb") as file:
+            is_packed = file.read(2) == b"\x1f\x8b"
+        with gzip.open(path) if is_packed else path.open("rb") as file:
+            raw = file.read(_LARGEST_FILE + 1)
+        if len(raw) > _LARGEST_FILE:
+            raise UsageError(f"cannot read items from {path}: they take more than {_LARGEST_FILE >> 20} MiB; split it")
+        return raw.decode().splitlines()
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         raise UsageError(f"cannot read items from {path}: {error}") from error

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from diffquant.evals.language_model import LanguageModel, States
     from diffquant.evals.protocols.many_shot import ManyShotPlan
 
-_NAME = re.compile(r"many-shot:(all|\d+)(?::(\d+))?")
+_NAME = re.compile(r"many-shot:(all|[0-9]{1,9})(?::([0-9]{1,9}))?")
 _TRAIN = TaskOption[Path | None](
     "train", None, "Labelled texts for many-shot: .jsonl, .csv, .tsv, .label, .json.", Path
 )

@@ -1,5 +1,6 @@
 """Multi-needle retrieval as a task."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Self
@@ -63,7 +64,7 @@ class Needle(Task):
         from diffquant.text.corpus import load_text
 
         counts = name.split(":")[1:]
-        if len(counts) > 2 or not all(count.isdecimal() for count in counts):
+        if len(counts) > 2 or not all(re.fullmatch("[0-9]{1,9}", count) for count in counts):
             raise cls.misread(name, "needle:4:2")
         needles, asked = (*map(int, counts), 1, 1)[:2]
         plan = NeedlePlan(needles, asked, _LENGTHS.of(values))
