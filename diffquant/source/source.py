@@ -19,6 +19,7 @@ from diffquant.source.check import check_tensors
 from diffquant.source.identity import checkpoint_fingerprint
 from diffquant.source.stored_recipe import stored_recipe
 from diffquant.source.tokenizer import load_tokenizer
+from diffquant.source.weight_source import WeightSource
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,17 +91,18 @@ class Source:
         return self.checkpoint.read(self.adapter.source_name(parameter))
 
 
-def open_source(path: Path | str | Source) -> Source:
+def open_source(path: Path | str | Source | WeightSource) -> Source:
     """Open a folder of safetensors or a .gguf file, and check its tensors against its config.
 
     A source that is open already is handed back, so that every verb takes either.
 
     Raises:
+        UnknownModelTypeError: no adapter reads its architecture.
         CheckpointError: the checkpoint is damaged, incomplete or of a kind that is not read; every offending file
             and tensor is named.
     """
     if isinstance(path, Source):
         return path
-    checkpoint = open_checkpoint(Path(path))
+    checkpoint = path.checkpoint if isinstance(path, WeightSource) else open_checkpoint(Path(path))
     adapter = adapter_for(checkpoint.config)
     return Source(checkpoint, adapter, check_tensors(checkpoint, adapter))
