@@ -129,7 +129,7 @@ class WeightInspection:
         return asdict(self)
 
     def __str__(self) -> str:
-        head = f"{self.path}: model_type {self.model_type!r} is not known and cannot be run; {self.tensors} tensors"
+        head = f"{self.path} (model_type {self.model_type!r}) is of no kind that is run; {self.tensors} tensors"
         if self.packed:
             return f"{head}, {self.packed} weights are packed\n{_size_line('as it is', self.sizes, self.packed_bits)}"
         lines = [

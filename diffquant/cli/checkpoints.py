@@ -96,7 +96,8 @@ def convert(
     source: Model,
     output: Destination,
     to: Annotated[
-        Literal["diffllama", "diff-v2"], typer.Option(help="diffllama from unilm's V1, diff-v2 from llama; both exact.")
+        Literal["diffllama", "diff-v2", "llama"],
+        typer.Option(help="diffllama from unilm's V1, diff-v2 from llama, llama from DEX; all exact."),
     ],
     dtype: Annotated[
         Literal["bfloat16", "float16", "float32"] | None,

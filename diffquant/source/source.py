@@ -16,6 +16,7 @@ from diffquant.model.adapters import Adapter, adapter_for
 from diffquant.recipe import Recipe
 from diffquant.scheme import Scheme
 from diffquant.source.check import check_tensors
+from diffquant.source.dex import as_llama
 from diffquant.source.identity import checkpoint_fingerprint
 from diffquant.source.stored_recipe import stored_recipe
 from diffquant.source.tokenizer import load_tokenizer
@@ -103,6 +104,7 @@ def open_source(path: Path | str | Source | WeightSource) -> Source:
     """
     if isinstance(path, Source):
         return path
-    checkpoint = path.checkpoint if isinstance(path, WeightSource) else open_checkpoint(Path(path))
+    stored = path.checkpoint if isinstance(path, WeightSource) else open_checkpoint(Path(path))
+    checkpoint = as_llama(stored)
     adapter = adapter_for(checkpoint.config)
     return Source(checkpoint, adapter, check_tensors(checkpoint, adapter))
