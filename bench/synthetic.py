@@ -1,6 +1,7 @@
-"""Random DiffLlama checkpoints of any size, for measurements that depend on size and not on weights.
+"""Random checkpoints of any size, for measurements that depend on size and not on weights.
 
 python -m diffquant.bench.synthetic diffllama-6gb --gigabytes 6
+python -m diffquant.bench.synthetic motif --preset motif-2-12.7b --shards 6
 """
 
 import json
@@ -11,6 +12,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
+from diffquant.errors import UsageError
 from diffquant.formats.atomic_folder import staged
 from diffquant.formats.row_stream import Block, Job, Shard, write_shards
 from diffquant.formats.writer import OutputTensor
@@ -18,6 +20,7 @@ from diffquant.model.adapters import adapter_for
 from diffquant.model.shapes import Shape
 from diffquant.support.files import write_atomically
 from diffquant.support.progress import Progress, progress_for, silent
+from diffquant.support.suggestion import did_you_mean
 
 _LAYER: dict[str, Any] = {
     "model_type": "diffllama",
@@ -37,18 +40,51 @@ _LAYER: dict[str, Any] = {
 }
 
 
-def synthesize(folder: Path, gigabytes: float = 6.0, shards: int = 4, progress: Progress = silent) -> dict[str, Any]:
-    """Write a random bfloat16 DiffLlama checkpoint of about a size.
+PRESETS: dict[str, dict[str, Any]] = {
+    "motif-2-12.7b": {
+        "model_type": "Motif",
+        "architectures": ["MotifForCausalLM"],
+        "dtype": "bfloat16",
+        "vocab_size": 219520,
+        "hidden_size": 4096,
+        "intermediate_size": 16384,
+        "num_hidden_layers": 40,
+        "num_attention_heads": 40,
+        "num_noise_heads": 8,
+        "num_key_value_heads": 16,
+        "k_ratio": 1,
+        "head_dim": 128,
+        "hidden_act": "poly_norm",
+        "rms_norm_eps": 1e-6,
+        "attn_rms_norm_eps": 1e-5,
+        "rope_theta": 1e6,
+        "tie_word_embeddings": False,
+    }
+}
 
-    Args:
-        folder: folder to make.
-        gigabytes: size of all tensors, 10^9 bytes each; the number of layers follows from it.
-        shards: number of files to spread them over.
 
-    Returns:
-        Config of the checkpoint.
+def sized_diffllama(gigabytes: float) -> dict[str, Any]:
+    """Config of a DiffLlama of about so many times 10^9 bytes in bfloat16, by its number of layers."""
+    return _LAYER | {"num_hidden_layers": _layers_for(gigabytes * 1e9)}
+
+
+def preset(name: str) -> dict[str, Any]:
+    """Config of a published model by its name.
+
+    Raises:
+        UsageError: there is none of that name.
     """
-    config = _LAYER | {"num_hidden_layers": _layers_for(gigabytes * 1e9)}
+    if name not in PRESETS:
+        raise UsageError(f"unknown preset {name!r}{did_you_mean(name, list(PRESETS))}")
+    return PRESETS[name]
+
+
+def synthesize(folder: Path, config: dict[str, Any], shards: int = 4, progress: Progress = silent) -> None:
+    """Write a random bfloat16 checkpoint of a config, its tensors spread over some files.
+
+    Raises:
+        DiffQuantError: no adapter reads the config, or the folder is there already.
+    """
     shapes = adapter_for(config).source_shapes()
     outputs = [OutputTensor(name, torch.bfloat16, shape) for name, shape in shapes.items()]
     total = sum(output.nbytes for output in outputs)
@@ -56,7 +92,6 @@ def synthesize(folder: Path, gigabytes: float = 6.0, shards: int = 4, progress: 
     with staged(folder, {"verb": "synthesize", "config": config, "shards": shards}, total, overwrite=False) as staging:
         write_shards(_spread(jobs, shards, total), staging, total, progress)
         write_atomically(staging.folder / "config.json", json.dumps(config, indent=2) + "\n")
-    return config
 
 
 def random_job(output: OutputTensor) -> Job:
@@ -101,11 +136,12 @@ def _spread(jobs: list[Job], shards: int, total: int) -> list[Shard]:
 
 def main(
     folder: Annotated[Path, typer.Argument(help="Folder to make.")],
-    gigabytes: Annotated[float, typer.Option(help="Size of its tensors, about.")] = 6.0,
+    gigabytes: Annotated[float, typer.Option(help="Size of its tensors, about, where it is a DiffLlama.")] = 6.0,
+    model: Annotated[str | None, typer.Option("--preset", help=f"Another model: {', '.join(PRESETS)}.")] = None,
     shards: Annotated[int, typer.Option(min=1, help="Files to spread them over.")] = 4,
 ) -> None:
-    """Write a random DiffLlama checkpoint."""
-    synthesize(folder, gigabytes, shards, progress_for("synthesize"))
+    """Write a random checkpoint."""
+    synthesize(folder, preset(model) if model else sized_diffllama(gigabytes), shards, progress_for("synthesize"))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """Conversion of a checkpoint into another member of the family that computes the same function.
 
-Two ways are exact: unilm's DIFF V1 as Hugging Face `diffllama`, and a plain Llama as DIFF V2. What is written in a
-narrower dtype than it is read in, as of a GGUF file, is the same function but for that rounding, which is measured.
+Three ways are exact: unilm's DIFF V1 as Hugging Face `diffllama`, a plain Llama as DIFF V2, and DEX as a plain Llama.
+What is written in a narrower dtype than it is read in, as of a GGUF file, is the same function but for that rounding,
+which is measured.
 """
 
 import json
@@ -24,6 +25,7 @@ from diffquant.model.adapters import Adapter, adapter_for
 from diffquant.model.shapes import Shape
 from diffquant.quantization.card import converted_card
 from diffquant.report.tables import megabytes
+from diffquant.source.dex import DEX, DexCheckpoint
 from diffquant.source.source import Source, open_source
 from diffquant.support.files import write_atomically
 from diffquant.support.progress import Progress, silent
@@ -34,7 +36,7 @@ Change = Callable[[Tensor], Tensor]
 
 # Float32's own rounding, which a folded norm brings, is not worth a word.
 _FLOAT32_ERROR = 1e-6
-_WAYS = {"diffllama": "diff_v1", "diff-v2": "llama"}
+_WAYS = {"diffllama": "diff_v1", "diff-v2": "llama", "llama": DEX}
 
 
 @dataclass(frozen=True)
@@ -101,9 +103,10 @@ def convert(
     """Write a checkpoint as another member of the family, the same function of its input.
 
     Args:
-        source: a folder with model_type diff_v1 for "diffllama"; a Llama, folder or .gguf file, for "diff-v2".
+        source: a folder with model_type diff_v1 for "diffllama"; a Llama, folder or .gguf file, for "diff-v2"; a folder
+            with model_type dex_llama for "llama".
         destination: the folder to make; it appears whole or not at all.
-        to: "diffllama" or "diff-v2".
+        to: "diffllama", "diff-v2" or "llama".
         dtype: dtype of the matrices; the source's by default, for a GGUF file with codes bfloat16. Vectors (norms,
             biases, λ) keep theirs.
         overwrite: replace an existing checkpoint there, at the end.
@@ -116,8 +119,8 @@ def convert(
     destination = Path(destination)
     check_output(source.path if isinstance(source, Source) else Path(source), destination, overwrite)
     opened = open_source(source)
-    checkpoint, source_type = opened.checkpoint, opened.model_type
-    config = _target_config(checkpoint, opened.adapter, to)
+    checkpoint, source_type = opened.checkpoint, _type_of(opened)
+    config = _target_config(opened, to)
     if opened.packed:
         raise CheckpointError(f"{opened.path} is quantized; convert its 16-bit original, then quantize the result")
     target = adapter_for(config)
@@ -154,6 +157,11 @@ def convert(
     )
 
 
+def _type_of(source: Source) -> str:
+    """The model_type of config.json, which for DEX is not that of the Llama it is opened as."""
+    return DEX if isinstance(source.checkpoint, DexCheckpoint) else source.model_type
+
+
 def _rounding_error(records: Mapping[str, Mapping[str, Any]]) -> float:
     """Relative RMS error of everything that was rounded, of the records of the files written."""
     sums = [squares for record in records.values() for squares in record["sums"].values()]
@@ -173,7 +181,7 @@ _RESOLVED = (
 )
 
 
-def _target_config(checkpoint: Checkpoint, adapter: Adapter, to: str) -> dict[str, Any]:
+def _target_config(source: Source, to: str) -> dict[str, Any]:
     """The target's config.json.
 
     Raises:
@@ -181,10 +189,12 @@ def _target_config(checkpoint: Checkpoint, adapter: Adapter, to: str) -> dict[st
     """
     if to not in _WAYS:
         raise UsageError(f"cannot convert to {to!r}; possible are {', '.join(_WAYS)}")
-    model_type = checkpoint.config["model_type"]
+    checkpoint, adapter, model_type = source.checkpoint, source.adapter, _type_of(source)
     if model_type != _WAYS[to]:
         ways = ", ".join(f"{start} to {end}" for end, start in _WAYS.items())
         raise UsageError(f"cannot convert {model_type} to {to} exactly; possible are {ways}")
+    if to == "llama":
+        return checkpoint.written_config
     return _diffllama_config(checkpoint, adapter) if to == "diffllama" else _diff_v2_config(checkpoint, adapter)
 
 
@@ -230,6 +240,8 @@ def _origins(checkpoint: Checkpoint, adapter: Adapter, target: Adapter, to: str)
     """Origin of each tensor of the target."""
     if to == "diffllama":
         return {name: _diffllama_origin(checkpoint, adapter, target, name) for name in target.source_shapes()}
+    if to == "llama":
+        return {name: Origin(name) for name in target.source_shapes()}
     return {name: _diff_v2_origin(adapter, name) for name in target.source_shapes()}
 
 
@@ -305,6 +317,7 @@ def _job(checkpoint: Checkpoint, name: str, shape: Shape, origin: Origin, dtype:
 
 
 _CARDS = {
+    "llama": "what DEX subtracts from each selected head is folded into o_proj.",
     "diffllama": "heads are reordered, the per-pair norm's weight is folded into o_proj.",
     "diff-v2": (
         "every query head stands twice, so that a pair's two maps start equal, λ is ½ "

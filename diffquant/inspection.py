@@ -1,5 +1,6 @@
 """An inspection of a checkpoint, which reads its headers and λ parameters alone."""
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from diffquant.recipe import LAYER_TARGETS, Recipe
 from diffquant.report.sizes import bytes_at_16_bits, stored_bits
 from diffquant.report.tables import megabytes
 from diffquant.source.source import Source, open_source
+from diffquant.source.weight_source import WeightSource, open_weights
 
 WIDTHS = ("8:g32", "6:g32", "4:g32", "4:g128")
 
@@ -64,13 +66,8 @@ class Inspection:
         if spec.lam == "sigmoid":
             projections = " ".join(f"{value:.3g}" for value in self.lam)
             lines.append(f"λ per token and pair, sigmoid of a projection; its rms by layer: {projections}")
-        for scheme, size in self.sizes.items():
-            lines.append(f"{scheme:>9}: {self._size_text(scheme, size) if size else 'does not fit these weights'}")
+        lines += [_size_line(scheme, self.sizes, self.packed_bits) for scheme in self.sizes]
         return "\n".join(lines)
-
-    def _size_text(self, scheme: str, size: int) -> str:
-        bits = self.packed_bits.get(scheme)
-        return megabytes(size) + (f", packed weights {bits:.2f} stored bits each" if bits else "")
 
 
 def inspect_checkpoint(path: Path | str | Source) -> Inspection:
@@ -101,6 +98,83 @@ def inspect_checkpoint(path: Path | str | Source) -> Inspection:
     )
 
 
+@dataclass(frozen=True)
+class WeightInspection:
+    """What names and shapes say of a checkpoint whose architecture is not known.
+
+    Attributes:
+        path: folder that was read.
+        model_type: what config.json says, which no adapter reads.
+        tensors: number of tensors.
+        parameters: number of their elements; of a packed checkpoint those that are not packed.
+        weights: number of weights that the rules choose.
+        experts: number of those that are experts in one tensor.
+        chosen_parameters: number of elements of the chosen weights.
+        packed: number of weights that are stored packed.
+        sizes, packed_bits: as `Inspection` has them.
+    """
+
+    path: str
+    model_type: str | None
+    tensors: int
+    parameters: int
+    weights: int
+    experts: int
+    chosen_parameters: int
+    packed: int
+    sizes: dict[str, int | None]
+    packed_bits: dict[str, float]
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def __str__(self) -> str:
+        head = f"{self.path} (model_type {self.model_type!r}) is of no kind that is run; {self.tensors} tensors"
+        if self.packed:
+            return f"{head}, {self.packed} weights are packed\n{_size_line('as it is', self.sizes, self.packed_bits)}"
+        lines = [
+            f"{head}, {self.parameters / 1e6:.1f} M parameters",
+            f"weights by name: {self.weights}, {self.experts} of them experts in one tensor, with "
+            f"{self.chosen_parameters / 1e6:.1f} M parameters; quantize --weights-only --dry-run lists them",
+        ]
+        return "\n".join([*lines, *(_size_line(scheme, self.sizes, self.packed_bits) for scheme in self.sizes)])
+
+
+def inspect_weights(path: Path | str | WeightSource) -> WeightInspection:
+    """Look at a checkpoint of any architecture without loading its weights.
+
+    Raises:
+        CheckpointError: it is damaged or incomplete.
+    """
+    source = open_weights(path)
+    tensors = source.checkpoint.tensors
+    chosen = [tensors[source.weights[module]] for module in source.linears]
+    plans = {} if source.packed else _plans(source)
+    parameters = sum(torch.Size(info.shape).numel() for info in tensors.values())
+    return WeightInspection(
+        path=str(source.path),
+        model_type=source.model_type,
+        tensors=len(tensors),
+        parameters=parameters,
+        weights=len(chosen),
+        experts=sum(len(info.shape) == 3 for info in chosen),
+        chosen_parameters=sum(torch.Size(info.shape).numel() for info in chosen),
+        packed=len(source.packed),
+        sizes={
+            "as it is": source.checkpoint.stored_nbytes,
+            **{scheme: plan.bytes_after if plan else None for scheme, plan in plans.items()},
+        },
+        packed_bits={scheme: plan.packed_bits for scheme, plan in plans.items() if plan},
+    )
+
+
+def _size_line(scheme: str, sizes: Mapping[str, int | None], packed_bits: Mapping[str, float]) -> str:
+    """A scheme's size, and the stored bits of its packed weights."""
+    size, bits = sizes[scheme], packed_bits.get(scheme)
+    text = megabytes(size) if size else "does not fit these weights"
+    return f"{scheme:>9}: {text}" + (f", packed weights {bits:.2f} stored bits each" if bits else "")
+
+
 def _lambdas(source: Source) -> list[float]:
     spec = source.spec
 
@@ -117,7 +191,7 @@ def _lambdas(source: Source) -> list[float]:
     return []
 
 
-def _plans(source: Source) -> dict[str, QuantizationPlan | None]:
+def _plans(source: Source | WeightSource) -> dict[str, QuantizationPlan | None]:
     """A plan for each of `WIDTHS`; None where that does not fit the weights."""
     plans: dict[str, QuantizationPlan | None] = {}
     for scheme in WIDTHS:

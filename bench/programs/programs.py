@@ -8,7 +8,7 @@ from typing import Any
 
 from diffquant.bench.cells import BenchCell
 from diffquant.bench.programs import generate, hellaswag, quantize
-from diffquant.bench.synthetic import synthesize
+from diffquant.bench.synthetic import sized_diffllama, synthesize
 from diffquant.errors import DiffQuantError
 from diffquant.export.native import library_path
 from diffquant.support.progress import Progress, silent
@@ -62,7 +62,7 @@ def quantizing(gigabytes: float, weights: str, progress: Progress = silent) -> l
     progress(0, 1, f"quantize: {gigabytes} GB")
     with tempfile.TemporaryDirectory() as place:
         source = Path(place) / "source"
-        synthesize(source, gigabytes)
+        synthesize(source, sized_diffllama(gigabytes))
         numbers = quantize.measure_quantizing(source, Path(place), weights)
     facts = {
         "GB a second": numbers["gigabytes_per_second"],
@@ -87,7 +87,7 @@ def exporting(gigabytes: float, progress: Progress = silent) -> list[BenchCell]:
     progress(0, 1, f"export: {gigabytes} GB")
     with tempfile.TemporaryDirectory() as place:
         source = Path(place) / "source"
-        synthesize(source, gigabytes)
+        synthesize(source, sized_diffllama(gigabytes))
         rows = generate.write_all(source, Path(place), names)
     return [
         BenchCell(

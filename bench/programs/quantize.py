@@ -1,8 +1,9 @@
 """Time and memory of quantizing a large checkpoint, and its survival of `kill -9`.
 
     python -m diffquant.bench.programs.quantize --gigabytes 6 --json bench/results/quantize-6gb.json
+    python -m diffquant.bench.programs.quantize --preset motif-2-12.7b --shards 6 --weights 4:g128 --json motif.json
 
-Makes a random checkpoint (or takes one), quantizes it in a process of its own whose memory is
+Makes a random checkpoint (or takes one), times `inspect` of it, quantizes it in a process of its own whose memory is
 watched, then again with a kill in the middle and a second start, and compares the two outputs.
 """
 
@@ -16,18 +17,21 @@ import tempfile
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import median
 from typing import Annotated, Any
 
 import typer
 
 from diffquant.bench.environment import environment
 from diffquant.bench.memory import resident, status_bytes
-from diffquant.bench.synthetic import synthesize
+from diffquant.bench.synthetic import PRESETS, preset, sized_diffllama, synthesize
 from diffquant.errors import DiffQuantError, ToleranceError
 from diffquant.formats.staging import partial_folder
 from diffquant.support.progress import progress_for
 
 MEMORY_LIMIT = 10**9
+INSPECT_LIMIT = 3.0
+_INSPECTIONS = 5
 _POLL_SECONDS = 0.01
 _WORKER = """
 import sys
@@ -64,6 +68,7 @@ class QuantizingRun:
 def main(
     source: Annotated[Path | None, typer.Option(help="A checkpoint to use instead of a random one.")] = None,
     gigabytes: Annotated[float, typer.Option(help="Size of the random one.")] = 6.0,
+    model: Annotated[str | None, typer.Option("--preset", help=f"A random one of {', '.join(PRESETS)}.")] = None,
     shards: Annotated[int, typer.Option(min=1, help="Files of the random one.")] = 4,
     weights: Annotated[str, typer.Option(help="Scheme, such as 4:g32.")] = "4:g32",
     workplace: Annotated[Path | None, typer.Option(help="Folder with room for twice the checkpoint.")] = None,
@@ -73,7 +78,8 @@ def main(
     with tempfile.TemporaryDirectory(dir=workplace) as place:
         checkpoint = source or Path(place) / "source"
         if source is None:
-            synthesize(checkpoint, gigabytes, shards, progress_for("synthesize"))
+            config = preset(model) if model else sized_diffllama(gigabytes)
+            synthesize(checkpoint, config, shards, progress_for("synthesize"))
         result = measure_quantizing(checkpoint, Path(place), weights)
     if file:
         file.write_text(json.dumps(result, indent=2) + "\n")
@@ -82,7 +88,8 @@ def main(
 
 
 def measure_quantizing(source: Path, place: Path, weights: str) -> dict[str, Any]:
-    """Quantize a checkpoint whole, then killed and resumed, and compare."""
+    """Inspect a checkpoint, quantize it whole, then killed and resumed, and compare."""
+    inspections = [inspect_once(source) for _ in range(_INSPECTIONS)]
     uninterrupted = quantize_once(source, place / "whole", weights)
     output_bytes = allocated(place / "whole")
     killed = quantize_once(source, place / "resumed", weights, kill_at=output_bytes * 6 // 10)
@@ -90,10 +97,12 @@ def measure_quantizing(source: Path, place: Path, weights: str) -> dict[str, Any
     source_bytes = sum(file.stat().st_size for file in source.glob("*.safetensors"))
     return {
         "environment": environment(),
+        "model_type": json.loads((source / "config.json").read_text())["model_type"],
         "weights": weights,
         "source_bytes": source_bytes,
         "source_files": len(list(source.glob("*.safetensors"))),
         "output_bytes": output_bytes,
+        "inspect_seconds": inspections,
         "anonymous_bytes_of_imports": idle_memory(),
         "gigabytes_per_second": round(source_bytes / 1e9 / (uninterrupted.seconds or float("inf")), 3),
         "whole": asdict(uninterrupted),
@@ -101,6 +110,13 @@ def measure_quantizing(source: Path, place: Path, weights: str) -> dict[str, Any
         "resumed": asdict(resumed),
         "byte_identical": digests(place / "whole") == digests(place / "resumed"),
     }
+
+
+def inspect_once(source: Path) -> float:
+    """Seconds from the start to the end of a process that inspects a checkpoint."""
+    started = time.monotonic()
+    subprocess.run([sys.executable, "-m", "diffquant.cli", "inspect", str(source)], stdout=subprocess.PIPE, check=True)
+    return time.monotonic() - started
 
 
 def quantize_once(source: Path, destination: Path, weights: str, kill_at: int | None = None) -> QuantizingRun:
@@ -138,7 +154,7 @@ def digests(folder: Path) -> dict[str, str]:
 
 
 def quantizing_summary(result: dict[str, Any]) -> str:
-    """Three lines of text: speed, memory, and whether the resumed output is the same."""
+    """Four lines of text: speed, memory, whether the resumed output is the same, and the time of `inspect`."""
     uninterrupted, resumed = result["whole"], result["resumed"]
     return "\n".join(
         [
@@ -151,6 +167,7 @@ def quantizing_summary(result: dict[str, Any]) -> str:
             f"with the mapped files {uninterrupted['peak_resident'] / 1e9:.2f} GB",
             f"killed after {result['killed']['process_seconds']:.1f} s, resumed with {resumed['resumed']} finished "
             f"shards in {resumed['seconds']:.1f} s, outputs {'identical' if result['byte_identical'] else 'DIFFER'}",
+            f"inspect {median(result['inspect_seconds']):.2f} s, median of {len(result['inspect_seconds'])}",
         ]
     )
 
@@ -184,7 +201,7 @@ def _children_cpu() -> float:
 
 
 def _require(result: dict[str, Any]) -> None:
-    """Check that memory stayed in its limit and the resumed output is the same.
+    """Check that memory and `inspect` stayed in their limits and the resumed output is the same.
 
     Raises:
         ToleranceError: it did not, or is not.
@@ -192,6 +209,9 @@ def _require(result: dict[str, Any]) -> None:
     peak = max(result[run]["peak_anonymous"] for run in ("whole", "killed", "resumed"))
     if peak > MEMORY_LIMIT:
         raise ToleranceError(f"peak memory beyond mapped files was {peak} bytes; the limit is {MEMORY_LIMIT}")
+    inspecting = median(result["inspect_seconds"])
+    if inspecting > INSPECT_LIMIT:
+        raise ToleranceError(f"inspect took {inspecting:.2f} s; the limit is {INSPECT_LIMIT} s")
     if not result["byte_identical"]:
         raise ToleranceError("the output of the killed and resumed run differs from that of the whole run")
 

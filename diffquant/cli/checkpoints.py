@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from diffquant.model.modeling import DiffTransformer
+    from diffquant.source.source import Source
+    from diffquant.source.weight_source import WeightSource
 
 
 @app.command()
@@ -58,6 +60,20 @@ def quantize(
     ] = None,
     text: Annotated[Path | None, typer.Option("--text", help="Text for gptq; some prose ships.")] = None,
     tokens: Annotated[int | None, typer.Option(min=2, help="Of the text that gptq reads; 16384 by default.")] = None,
+    weights_only: Annotated[
+        bool,
+        typer.Option(
+            "--weights-only",
+            help="Choose weights by name, whatever the architecture; so it is done too where model_type is unknown.",
+        ),
+    ] = False,
+    keep: Annotated[
+        list[str] | None,
+        typer.Option("--keep", help="PATTERN of tensors to leave as they are, beside those of the rules."),
+    ] = None,
+    weight_rules: Annotated[
+        Path | None, typer.Option(help="YAML with linears, experts or keep, in place of the rules that ship.")
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be done and stop.")] = False,
     overwrite: Overwrite = False,
     as_json: AsJson = False,
@@ -65,14 +81,14 @@ def quantize(
     """Quantize a checkpoint into compressed-tensors' format, streaming."""
     from diffquant.quantization.plan import plan_quantization
     from diffquant.quantization.quantize import quantize as run
-    from diffquant.source.source import open_source
 
     wanted = RecipeOptions(weights, kv, k, v, logits, residual, override, recipe).required()
     wanted = replace(wanted, rounding=_rounding(wanted.rounding, rounding, text, tokens))
+    opened = _opened(source, weights_only, tuple(keep or ()), weight_rules)
     if dry_run:
-        typer.echo(plan_quantization(open_source(source), wanted).table())
+        typer.echo(plan_quantization(opened, wanted).table())
         return
-    report = run(source, output, wanted, overwrite=overwrite, progress=progress_for("quantize"))
+    report = run(opened, output, wanted, overwrite=overwrite, progress=progress_for("quantize"))
     typer.echo(to_json(report) if as_json else report.summary())
 
 
@@ -81,7 +97,8 @@ def convert(
     source: Model,
     output: Destination,
     to: Annotated[
-        Literal["diffllama", "diff-v2"], typer.Option(help="diffllama from unilm's V1, diff-v2 from llama; both exact.")
+        Literal["diffllama", "diff-v2", "llama"],
+        typer.Option(help="diffllama from unilm's V1, diff-v2 from llama, llama from DEX; all exact."),
     ],
     dtype: Annotated[
         Literal["bfloat16", "float16", "float32"] | None,
@@ -101,9 +118,14 @@ def convert(
 @app.command()
 def inspect(model: Model, as_json: AsJson = False) -> None:
     """Say what a checkpoint is: family member, pairs, λ of each layer, size at each width."""
-    from diffquant.inspection import inspect_checkpoint
+    from diffquant.errors import UnknownModelTypeError
+    from diffquant.inspection import Inspection, WeightInspection, inspect_checkpoint, inspect_weights
 
-    inspection = inspect_checkpoint(model)
+    inspection: Inspection | WeightInspection
+    try:
+        inspection = inspect_checkpoint(model)
+    except UnknownModelTypeError:
+        inspection = inspect_weights(model)
     typer.echo(json.dumps(inspection.to_dict(), indent=2) if as_json else str(inspection))
 
 
@@ -145,6 +167,21 @@ def generate(
     for piece in stream(loaded, tokenizer, text, max_new_tokens, temperature, chat):
         typer.echo(piece, nl=False)
     typer.echo()
+
+
+def _opened(path: Path, weights_only: bool, keep: tuple[str, ...], rules_file: Path | None) -> "Source | WeightSource":
+    """The checkpoint as a model that is known, or as weights by name where that is asked for or all there is."""
+    from diffquant.errors import UnknownModelTypeError
+    from diffquant.source.source import open_source
+    from diffquant.source.weight_rules import WeightRules
+    from diffquant.source.weight_source import open_weights
+
+    if not (weights_only or keep or rules_file):
+        try:
+            return open_source(path)
+        except UnknownModelTypeError as error:
+            typer.echo(f"note: {error}; its weights are chosen by name", err=True)
+    return open_weights(path, WeightRules.read(rules_file, keep))
 
 
 def _rounding(settings: RoundingSettings, name: str | None, text: Path | None, tokens: int | None) -> RoundingSettings:

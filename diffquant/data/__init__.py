@@ -1,4 +1,4 @@
-"""What ships with the package: HellaSwag items (MIT), public-domain prose, and the pocket models."""
+"""What ships with the package: HellaSwag items (MIT), public-domain prose, the pocket models, and weight rules."""
 
 import gzip
 import lzma
@@ -7,6 +7,7 @@ from pathlib import Path
 
 HELLASWAG = "hellaswag-1000.jsonl.gz"
 BOOKS = "books.txt.xz"
+WEIGHT_RULES = "weight-rules.yaml"
 
 
 def hellaswag_lines() -> list[str]:
@@ -17,6 +18,11 @@ def hellaswag_lines() -> list[str]:
 def books_text() -> str:
     """About 260,000 characters of English prose; what it is cut from is in LICENSE-books.txt."""
     return lzma.decompress((files(__name__) / BOOKS).read_bytes()).decode()
+
+
+def weight_rules_text() -> str:
+    """YAML of the rules by which weights of an unknown architecture are chosen."""
+    return (files(__name__) / WEIGHT_RULES).read_text(encoding="utf-8")
 
 
 def pocket_models(task: str) -> list[Path]:

@@ -2,6 +2,7 @@
 
 A Linear at prefix P is stored as P.weight_packed (int32 [out, packed_words(in, bits)]),
 P.weight_scale ([out, in/g], [out, 1] or [1], in 16 bits) and P.weight_shape (int64 [2]).
+Experts in one tensor [experts, out, in] have a leading axis more in the first two, and weight_shape [3].
 Codes are computed against the scale as stored, after its rounding to a half type.
 
 Source: compressed-tensors 0.20, compressors/pack_quantized.
@@ -47,9 +48,11 @@ def pack_weight(weight: Tensor, scheme: Scheme) -> dict[str, Tensor]:
 
 
 def unpack_weight(packed: Tensor, scale: Tensor, shape: Tensor, scheme: Scheme) -> Tensor:
-    """Inverse of `pack_weight`: codes * scale, [out, in] as `decode_codes` gives them."""
-    out, width = shape.tolist()
-    return decode_codes(unpack(packed, scheme.bits, width), scale, scheme).reshape(out, width)
+    """Inverse of `pack_weight`: codes * scale, [out, in] or [experts, out, in], as `decode_codes` gives them."""
+    sizes = shape.tolist()
+    words = packed.reshape(-1, packed.shape[-1])
+    scale = scale if scheme.granularity == "tensor" else scale.reshape(-1, scale.shape[-1])
+    return decode_codes(unpack(words, scheme.bits, sizes[-1]), scale, scheme).reshape(sizes)
 
 
 def scale_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -98,10 +101,10 @@ def decode_codes(codes: Tensor, scale: Tensor, scheme: Scheme) -> Tensor:
 
 
 def packed_shapes(shape: tuple[int, ...], scheme: Scheme) -> dict[str, tuple[int, ...]]:
-    """Shapes of the three tensors of a packed weight [out, in], by the suffix of their names."""
-    out, width = shape
-    per_row = {"group": (out, width // (scheme.size or width)), "row": (out, 1), "tensor": (1,)}
-    return {PACKED: (out, packed_words(width, scheme.bits)), SCALE: per_row[scheme.granularity], SHAPE: (2,)}
+    """Shapes of the three tensors of a packed weight [out, in] or [experts, out, in], by the suffix of their names."""
+    *rows, width = shape
+    per_row = {"group": (*rows, width // (scheme.size or width)), "row": (*rows, 1), "tensor": (1,)}
+    return {PACKED: (*rows, packed_words(width, scheme.bits)), SCALE: per_row[scheme.granularity], SHAPE: (len(shape),)}
 
 
 def quantization_config(schemes: Mapping[str, Scheme], linears: Iterable[str]) -> dict[str, Any]:

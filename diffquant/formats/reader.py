@@ -35,8 +35,9 @@ _DTYPES = {
     "BOOL": torch.bool,
 }
 
-# Suffixes of what else makes a checkpoint usable; what holds weights, in any format, is not copied.
-_SIDE_SUFFIXES = {".json", ".jinja", ".txt", ".model", ".tiktoken", ".vocab"}
+# Suffixes of what else makes a checkpoint usable, the model's own code included, which is copied and never run; what
+# holds weights, in any format, is not copied.
+_SIDE_SUFFIXES = {".json", ".jinja", ".txt", ".model", ".tiktoken", ".vocab", ".py"}
 _OWN_NAMES = {"config.json", "diffquant.json", "recipe.yaml", "README.md"}
 
 
@@ -144,7 +145,7 @@ class FolderCheckpoint(Checkpoint):
 
 
 def side_files(folder: Path) -> list[Path]:
-    """Files beside the weights that a reader needs: tokenizer, generation settings, chat template, licence."""
+    """Files beside the weights that a reader needs: tokenizer, generation settings, chat template, code, licence."""
     return sorted(
         file
         for file in folder.iterdir()

@@ -36,10 +36,6 @@ class OutputTensor:
     def nbytes(self) -> int:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
-    @property
-    def row_nbytes(self) -> int:
-        return self.nbytes // max(1, self.shape[0]) if self.shape else self.nbytes
-
 
 class ShardFile:
     """One safetensors file under construction; threads may write to it at once.
@@ -60,7 +56,7 @@ class ShardFile:
             raise
 
     def write(self, name: str, data: Tensor, first_row: int = 0) -> None:
-        """Put consecutive rows of a tensor in their place.
+        """Put consecutive rows of a tensor in their place; rows of [experts, out, ...] may be those of all experts.
 
         Raises:
             TypeError: the rows are not of the dtype that was announced, and would run into what lies behind.
@@ -68,7 +64,8 @@ class ShardFile:
         announced = self._tensors[name].dtype
         if data.dtype != announced:
             raise TypeError(f"{name} was announced as {announced} and is written as {data.dtype}")
-        self._put(_bytes_of(data), self._starts[name] + first_row * self._tensors[name].row_nbytes)
+        row_nbytes = data.nbytes // len(data) if first_row else 0
+        self._put(_bytes_of(data), self._starts[name] + first_row * row_nbytes)
 
     def __enter__(self) -> "ShardFile":
         return self

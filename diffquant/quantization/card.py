@@ -9,9 +9,9 @@ _HEAD = """---
 library_name: transformers
 tags:
 - diffquant
-- differential-transformer
 {tags}---
 """
+_FAMILY = "- differential-transformer\n"
 
 
 def quantized_card(plan: QuantizationPlan, errors: Mapping[str, float]) -> str:
@@ -23,7 +23,7 @@ def quantized_card(plan: QuantizationPlan, errors: Mapping[str, float]) -> str:
     name = plan.checkpoint.name
     recipe = plan.recipe
     lines = [
-        _HEAD.format(tags="- compressed-tensors\n" if plan.schemes else ""),
+        _HEAD.format(tags=_tags(plan)),
         f"# {name}, quantized\n",
         f"Made from `{name}` ({plan.checkpoint.config.get('model_type')}) by diffquant, after training.\n",
         "| target | scheme |",
@@ -38,20 +38,40 @@ def quantized_card(plan: QuantizationPlan, errors: Mapping[str, float]) -> str:
     ]
     if plan.schemes:
         lines.append(_weights_paragraph(plan, errors))
-    lines.append("`diffquant.load(path)` gives the model with all of the recipe applied. diffquant.json has each")
-    lines.append("tensor's bits, error and size.\n")
+    lines.append(_NOT_RUN if plan.rules else _RUN)
     return "\n".join(lines)
+
+
+_RUN = """`diffquant.load(path)` gives the model with all of the recipe applied. diffquant.json has each
+tensor's bits, error and size.
+"""
+_NOT_RUN = """The weights were chosen by their names, since diffquant does not run this architecture: **nothing measured
+what quantizing did to the model**. A loader needs the architecture's own code, and has to read compressed-tensors.
+Weights of experts in one tensor are packed along their last axis, as [experts, out, words], and belong to no Linear: a
+loader that only replaces Linear modules does not find them, and may go on with random ones. diffquant.json has the
+rules, and each tensor's bits, error and size; docs/any-model.md of diffquant says how to decode a tensor.
+"""
+
+
+def _tags(plan: QuantizationPlan) -> str:
+    return ("" if plan.rules else _FAMILY) + ("- compressed-tensors\n" if plan.schemes else "")
 
 
 def converted_card(name: str, source_type: str, target_type: str, what: str) -> str:
     """Model card of a converted checkpoint, which says what it comes from."""
     return "\n".join(
         [
-            _HEAD.format(tags=""),
+            _HEAD.format(tags=_FAMILY),
             f"# {name}, as {target_type}\n",
             f"Converted from `{name}` ({source_type}) by diffquant. {what}\n",
         ]
     )
+
+
+_LOADS = (
+    ", which transformers loads by itself; what that format cannot say (cache and logits) stands in config.json under "
+    "`diffquant_config`.\n"
+)
 
 
 def _weights_paragraph(plan: QuantizationPlan, errors: Mapping[str, float]) -> str:
@@ -62,6 +82,6 @@ def _weights_paragraph(plan: QuantizationPlan, errors: Mapping[str, float]) -> s
     parts = [f"{len(e)} weights at {scheme} ({sum(e) / len(e):.2%} mean error)" for scheme, e in by_scheme.items()]
     return (
         f"Packed: {', '.join(parts)}; {plan.packed_bits:.2f} stored bits a weight, scales included; rounding: "
-        f"{plan.recipe.rounding.name}. The format is compressed-tensors' pack-quantized, which transformers loads by "
-        "itself; what that format cannot say (cache and logits) stands in config.json under `diffquant_config`.\n"
+        f"{plan.recipe.rounding.name}. The format is compressed-tensors' pack-quantized"
+        + (".\n" if plan.rules else _LOADS)
     )

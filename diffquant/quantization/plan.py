@@ -3,7 +3,8 @@
 import difflib
 import math
 import re
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -13,14 +14,16 @@ from diffquant.errors import CheckpointError, GroupSizeError, UsageError
 from diffquant.formats.compressed_tensors import SCALE, SHAPE, packed_shapes, scale_dtype
 from diffquant.formats.reader import Checkpoint, TensorInfo
 from diffquant.formats.writer import OutputTensor
-from diffquant.quantization.roundings import checked_rounding
-from diffquant.quantization.targets import weight_modules, weight_schemes
-from diffquant.recipe import Recipe
+from diffquant.quantization.roundings import checked_rounding, rounding_named
+from diffquant.quantization.targets import Targets, targets_of
+from diffquant.recipe import LAYER_TARGETS, Recipe
 from diffquant.report.sizes import compared_size, stored_bits
 from diffquant.report.tables import aligned, megabytes
 from diffquant.scheme import FULL, Scheme
 from diffquant.source.check import is_surplus
 from diffquant.source.source import Source
+from diffquant.source.weight_rules import WeightRules
+from diffquant.source.weight_source import WeightSource
 
 _QUANTIZED_TYPES = (torch.float32, torch.float16, torch.bfloat16)
 _EMBEDDING = "model.embed_tokens"
@@ -60,12 +63,14 @@ class QuantizationPlan:
     Attributes:
         tensors: tensors that are copied or packed.
         linears: every module that a reader will see as a Linear, packed or not.
+        rules: rules that chose the weights of an architecture that is not run; None for one that is.
     """
 
     checkpoint: Checkpoint
     recipe: Recipe
     tensors: tuple[PlannedTensor, ...]
     linears: tuple[str, ...]
+    rules: WeightRules | None = None
 
     @property
     def schemes(self) -> dict[str, Scheme]:
@@ -113,51 +118,94 @@ class QuantizationPlan:
     def _alike_tensors(self) -> dict[tuple[str, tuple[int, ...], Scheme], list[PlannedTensor]]:
         groups: dict[tuple[str, tuple[int, ...], Scheme], list[PlannedTensor]] = {}
         for tensor in self.tensors:
-            name = re.sub(r"\.layers\.\d+\.", ".layers.*.", tensor.name)
+            name = re.sub(r"\.\d+(?=\.)", ".*", tensor.name)
             groups.setdefault((name, tensor.info.shape, tensor.scheme), []).append(tensor)
         return groups
 
 
-def plan_quantization(source: Source, recipe: Recipe) -> QuantizationPlan:
+def plan_quantization(source: Source | WeightSource, recipe: Recipe) -> QuantizationPlan:
     """Decide what becomes of each tensor.
 
     Raises:
-        CheckpointError: tensors are of a type that is not quantized, or the checkpoint is quantized already.
+        CheckpointError: tensors are of a type that is not quantized, the checkpoint is quantized already, or rules
+            find no weight in it.
         GroupSizeError: a group size does not divide the width of some tensors.
-        UsageError: an override matches nothing, or names what stock readers cannot load packed; or the rounding is
-            unknown, or cannot do these schemes.
+        UsageError: an override matches nothing, or names what stock readers cannot load packed; the rounding is
+            unknown, or cannot do these schemes; or the recipe asks more of a `WeightSource` than packed weights.
     """
     _refuse_quantized(source)
-    tied = source.adapter.architecture.tie_word_embeddings
     schemes = checked_schemes(source, recipe)
+    packed = {name: schemes[module] for module, name in targets_of(source).weights.items() if module in schemes}
     tensors = tuple(
-        _planned(name, info, schemes.get(name.removesuffix(".weight"), FULL), source.checkpoint.written_dtype(name))
+        _planned(name, info, packed.get(name, FULL), source.checkpoint.written_dtype(name))
         for name, info in source.checkpoint.tensors.items()
-        if not is_surplus(name, tied)
+        if isinstance(source, WeightSource) or not is_surplus(name, source.adapter.architecture.tie_word_embeddings)
     )
-    # A tied head has no weight of its own, yet a reader meets its module.
-    linears = dict.fromkeys([*weight_modules(source.adapter), "lm_head"])
-    return QuantizationPlan(source.checkpoint, recipe, tensors, tuple(name for name in linears if name != _EMBEDDING))
+    _check_names(tensors)
+    rules = source.rules if isinstance(source, WeightSource) else None
+    return QuantizationPlan(source.checkpoint, recipe, tensors, _linears(source), rules)
 
 
-def checked_schemes(source: Source, recipe: Recipe) -> dict[str, Scheme]:
+def checked_schemes(source: Source | WeightSource, recipe: Recipe) -> dict[str, Scheme]:
     """Scheme of each module that a recipe packs in a 16-bit checkpoint, by the checkpoint's own names.
 
     Raises:
-        CheckpointError: a weight is of a type that is not quantized.
+        CheckpointError: a weight is of a type that is not quantized, or rules find no weight.
         GroupSizeError: a group size does not divide the width of some tensors; all are named.
-        UsageError: an override matches nothing, or names what stock readers cannot load packed; or the rounding is
-            unknown, or cannot do these schemes.
+        UsageError: as `plan_quantization` says.
     """
-    schemes = weight_schemes(source.adapter, recipe)
-    _check_overrides(recipe, weight_modules(source.adapter), source.adapter.architecture.tie_word_embeddings)
-    recipe.check_layers(source.layers)
-    _check_packable(source.checkpoint, schemes)
+    targets = targets_of(source)
+    schemes = targets.schemes(recipe)
+    _check_overrides(recipe, targets)
+    if isinstance(source, WeightSource):
+        _check_weights_alone(source, recipe, schemes)
+    else:
+        recipe.check_layers(source.layers)
+    _check_packable(source.checkpoint, {targets.weights[module]: scheme for module, scheme in schemes.items()})
     checked_rounding(recipe.rounding, schemes)
     return schemes
 
 
-def _refuse_quantized(source: Source) -> None:
+def _linears(source: Source | WeightSource) -> tuple[str, ...]:
+    """Every module that a reader may see as a Linear."""
+    modules = source.matrices() if isinstance(source, WeightSource) else targets_of(source).weights
+    # A tied head has no weight of its own, yet a reader meets its module.
+    return tuple(name for name in dict.fromkeys([*modules, "lm_head"]) if name != _EMBEDDING)
+
+
+def _check_weights_alone(source: WeightSource, recipe: Recipe, schemes: Mapping[str, Scheme]) -> None:
+    """Check that a recipe for an architecture that is not run packs weights, and asks no more."""
+    targets = [target for target in LAYER_TARGETS if any(s.quantizes for s in recipe.schemes_of(target))]
+    if targets:
+        raise UsageError(
+            f"{source.path} (model_type {source.model_type!r}) is quantized by its tensors' names and not run: it has "
+            f"no {', '.join(targets)} to quantize; give --weights alone"
+        )
+    if rounding_named(recipe.rounding.name).needs_text:
+        raise UsageError(
+            f"--rounding {recipe.rounding.name} runs the model, and {source.path} (model_type {source.model_type!r}) "
+            "is quantized by its tensors' names alone; use nearest or mse"
+        )
+    if not schemes:
+        raise CheckpointError(
+            f"no tensor of {source.path} is packed: of {len(source.checkpoint.tensors)}, {len(source.weights)} are "
+            f"weights by their names, and the recipe or the rules keep all of them; the rules pack "
+            f"{', '.join((*source.rules.linears, *source.rules.experts))}. Give rules of your own with --weight-rules"
+        )
+
+
+def _check_names(tensors: Sequence[PlannedTensor]) -> None:
+    """Check that no two tensors would be written under one name."""
+    counts = Counter(output.name for tensor in tensors for output in tensor.outputs)
+    twice = [name for name, count in counts.items() if count > 1]
+    if twice:
+        raise CheckpointError(
+            f"{', '.join(twice)} would be written twice: the source has tensors of that name beside the packed ones; "
+            "keep those at 16 bits"
+        )
+
+
+def _refuse_quantized(source: Source | WeightSource) -> None:
     entry = source.checkpoint.config.get("quantization_config")
     if entry is not None:
         method = entry.get("quant_method") if isinstance(entry, Mapping) else entry
@@ -167,46 +215,53 @@ def _refuse_quantized(source: Source) -> None:
         )
 
 
-def _check_overrides(recipe: Recipe, modules: list[str], tied: bool) -> None:
+def _check_overrides(recipe: Recipe, targets: Targets) -> None:
     problems = [
-        _no_match_problem(pattern, modules, tied)
+        _no_match_problem(pattern, targets)
         for pattern in recipe.weight_overrides
-        if not any(fnmatchcase(module, pattern) for module in modules)
+        if not any(fnmatchcase(module, pattern) for module in targets.weights)
     ]
     if problems:
         raise UsageError("; ".join(problems))
 
 
-def _no_match_problem(pattern: str, modules: list[str], tied: bool) -> str:
-    if tied and fnmatchcase("lm_head", pattern):
+def _no_match_problem(pattern: str, targets: Targets) -> str:
+    if targets.is_tied and fnmatchcase("lm_head", pattern):
         return f"override {pattern!r}: this model's head is its embedding (tie_word_embeddings), which stays 16-bit"
-    nearest = difflib.get_close_matches(pattern.replace("*", ""), modules, n=1, cutoff=0.0)
-    return f"override {pattern!r} matches no weight; the nearest is {nearest[0]!r}"
+    nearest = difflib.get_close_matches(pattern.replace("*", ""), targets.weights, n=1, cutoff=0.0)
+    hint = f"; the nearest is {nearest[0]!r}" if nearest else ""
+    return f"override {pattern!r} matches no weight{hint}"
 
 
 def _check_packable(checkpoint: Checkpoint, schemes: Mapping[str, Scheme]) -> None:
-    if _EMBEDDING in schemes:
+    """Check that the weights of `schemes`, by the tensors' names, can be packed under them."""
+    if f"{_EMBEDDING}.weight" in schemes:
         raise UsageError(
             f"an override quantizes {_EMBEDDING}, and compressed-tensors' readers cannot load a packed embedding; "
             "leave it at 16 bits"
         )
-    infos = {f"{module}.weight": checkpoint.tensors[f"{module}.weight"] for module in schemes}
+    infos = {name: checkpoint.tensors[name] for name in schemes}
     mistyped = [f"{name} is {info.dtype}" for name, info in infos.items() if info.dtype not in _QUANTIZED_TYPES]
     if mistyped:
         raise CheckpointError(
             f"weights must be float16, bfloat16 or float32 to be quantized: {', '.join(mistyped)}; convert them first"
         )
+    spanning = [n for n, scheme in schemes.items() if scheme.granularity == "tensor" and len(infos[n].shape) > 2]
+    if spanning:
+        raise UsageError(
+            f"one scale a tensor would span all experts of {', '.join(spanning)}; use a group or row granularity"
+        )
     misfits: dict[int, dict[str, tuple[int, ...]]] = {}
     for name, info in infos.items():
-        size = schemes[name.removesuffix(".weight")].size
-        if size and info.shape[1] % size:
+        size = schemes[name].size
+        if size and info.shape[-1] % size:
             misfits.setdefault(size, {})[name] = info.shape
     if misfits:
         raise GroupSizeError("; ".join(_misfit_problem(size, shapes) for size, shapes in misfits.items()))
 
 
 def _misfit_problem(size: int, shapes: Mapping[str, tuple[int, ...]]) -> str:
-    fitting = math.gcd(size, *(shape[1] for shape in shapes.values()))
+    fitting = math.gcd(size, *(shape[-1] for shape in shapes.values()))
     return (
         f"group size {size} does not divide the input width of {len(shapes)} tensors: "
         + ", ".join(f"{name} {list(shape)}" for name, shape in shapes.items())

@@ -31,6 +31,7 @@ from diffquant.recipe import Recipe
 from diffquant.report.sizes import compared_size
 from diffquant.scheme import Scheme
 from diffquant.source.source import Source, open_source
+from diffquant.source.weight_source import WeightSource
 from diffquant.support.files import write_atomically
 from diffquant.support.progress import Progress, silent
 from diffquant.support.versions import CONFIG_VERSION, versions
@@ -93,7 +94,7 @@ class Quantization:
 
 
 def quantize(
-    source: Path | str | Source,
+    source: Path | str | Source | WeightSource,
     destination: Path | str,
     recipe: Recipe,
     *,
@@ -103,7 +104,8 @@ def quantize(
     """Write a quantized copy of a checkpoint.
 
     Args:
-        source: a folder of safetensors, a .gguf file, or either as an open `Source`.
+        source: a folder of safetensors, a .gguf file, or either as an open `Source`; or a folder of any architecture as
+            an open `WeightSource`, whose weights are chosen by name.
         destination: the folder to make; it appears whole or not at all.
         recipe: recipe for the weights; its cache and logits are only recorded, in `diffquant_config`.
         overwrite: replace an existing checkpoint there, at the end.
@@ -115,8 +117,9 @@ def quantize(
     """
     started = time.monotonic()
     destination = Path(destination)
-    check_output(source.path if isinstance(source, Source) else Path(source), destination, overwrite)
-    opened = open_source(source)
+    path = source.path if isinstance(source, Source | WeightSource) else Path(source)
+    check_output(path, destination, overwrite)
+    opened = source if isinstance(source, WeightSource) else open_source(source)
     plan = plan_quantization(opened, recipe)
     rounder = rounding_named(recipe.rounding.name).prepare(opened, recipe.rounding, progress)
     rounded = {"name": recipe.rounding.name, **rounder.identity}
@@ -125,6 +128,7 @@ def quantize(
         "source": checkpoint_stamp(opened.checkpoint),
         "recipe": recipe.to_dict(),
         "rounding": rounded,
+        "rules": plan.rules.to_dict() if plan.rules else None,
         "versions": versions(),
     }
     with staged(destination, key, plan.bytes_after, overwrite) as staging:
@@ -147,12 +151,16 @@ def quantize(
 def pack_job(checkpoint: Checkpoint, tensor: PlannedTensor, rounder: Rounder) -> Job:
     """The job that makes a weight's codes and scales, some rows at a time."""
     scheme, module = tensor.scheme, tensor.module
+    height, width = math.prod(tensor.info.shape[:-1]), tensor.info.shape[-1]
 
     def read(first: int, last: int) -> Tensor:
-        return checkpoint.read_rows(tensor.name, slice(first, last))
+        if len(tensor.info.shape) == 2:
+            return checkpoint.read_rows(tensor.name, slice(first, last))
+        # The rows of all experts, one after another; of a mapped file no others are touched.
+        return checkpoint.read(tensor.name).reshape(height, width)[first:last]
 
     dtype = scale_dtype(checkpoint.written_dtype(tensor.name))
-    rounded = RoundedWeight(rounder, tensor.name, read, tensor.info.shape, scheme, dtype)
+    rounded = RoundedWeight(rounder, tensor.name, read, (height, width), scheme, dtype)
 
     def make(first: int, last: int) -> Block:
         rows = read(first, last)
@@ -169,8 +177,7 @@ def pack_job(checkpoint: Checkpoint, tensor: PlannedTensor, rounder: Rounder) ->
         error = _sum_of_squares(values.sub_(decode_codes(codes, scale, scheme)))
         return Block(pieces, error, total)
 
-    rows, width = tensor.info.shape
-    return Job(tensor.name, rows, width, tensor.outputs, make)
+    return Job(tensor.name, height, width, tensor.outputs, make)
 
 
 def _sum_of_squares(values: Tensor) -> float:
@@ -231,6 +238,7 @@ def _account(
     return {
         "versions": versions(),
         "recipe": plan.recipe.to_dict(),
+        **({"rules": plan.rules.to_dict()} if plan.rules else {}),
         "bytes": plan.bytes_after,
         "weights": plan.weights,
         "packed_bits": round(plan.packed_bits, 4),

@@ -1,27 +1,48 @@
 """The modules of a checkpoint that a recipe quantizes, each with its scheme."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from diffquant.model.adapters import Adapter
 from diffquant.recipe import Recipe
 from diffquant.scheme import FULL, Scheme
+from diffquant.source.source import Source
+from diffquant.source.weight_source import WeightSource
 
 
-def weight_schemes(adapter: Adapter, recipe: Recipe) -> dict[str, Scheme]:
-    """Scheme of each module whose weight the recipe quantizes, by the checkpoint's own names.
+@dataclass(frozen=True)
+class Targets:
+    """The modules of a checkpoint whose weights can be packed, by the checkpoint's own names.
 
-    The layers' linears follow the recipe's `weights`; embeddings, head and λ projections are
-    quantized only where an override names them; vectors never are.
+    Attributes:
+        weights: name of the weight of each module that can be packed.
+        linears: modules that a recipe's `weights` is about; others are packed where an override names them.
+        is_tied: whether the head is the embedding.
     """
-    linears = {name.removesuffix(".weight") for name in adapter.source_linears()}
-    schemes = {module: _scheme_of(module, recipe, linears) for module in weight_modules(adapter)}
-    return {module: scheme for module, scheme in schemes.items() if scheme.quantizes}
+
+    weights: Mapping[str, str]
+    linears: Collection[str]
+    is_tied: bool
+
+    def schemes(self, recipe: Recipe) -> dict[str, Scheme]:
+        """Scheme of each module whose weight the recipe quantizes.
+
+        The linears follow the recipe's `weights`; embeddings, head, λ projections and what rules keep are
+        quantized only where an override names them; vectors never are.
+        """
+        schemes = {module: _scheme_of(module, recipe, self.linears) for module in self.weights}
+        return {module: scheme for module, scheme in schemes.items() if scheme.quantizes}
 
 
-def weight_modules(adapter: Adapter) -> list[str]:
-    """Every module whose weight is a matrix, by the checkpoint's own names."""
-    return [name.removesuffix(".weight") for name, shape in adapter.source_shapes().items() if len(shape) == 2]
+def targets_of(source: Source | WeightSource) -> Targets:
+    """The targets of a checkpoint: known by its adapter, or chosen by the rules of a `WeightSource`."""
+    if isinstance(source, WeightSource):
+        is_tied = bool(source.checkpoint.config.get("tie_word_embeddings"))
+        return Targets(source.weights, set(source.linears), is_tied)
+    matrices = [name for name, shape in source.adapter.source_shapes().items() if len(shape) == 2]
+    linears = {name.removesuffix(".weight") for name in source.adapter.source_linears()}
+    weights = {name.removesuffix(".weight"): name for name in matrices}
+    return Targets(weights, linears, source.adapter.architecture.tie_word_embeddings)
 
 
 def _scheme_of(module: str, recipe: Recipe, linears: Collection[str]) -> Scheme:

@@ -17,9 +17,11 @@ from diffquant.model.adapters import Adapter, adapter_for
 from diffquant.recipe import Recipe
 from diffquant.scheme import Scheme
 from diffquant.source.check import check_tensors
+from diffquant.source.dex import as_llama
 from diffquant.source.identity import FilesState, checkpoint_fingerprint, checkpoint_state
 from diffquant.source.stored_recipe import stored_recipe
 from diffquant.source.tokenizer import load_tokenizer
+from diffquant.source.weight_source import WeightSource
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,18 +127,20 @@ class Source:
         return self.checkpoint.read(self.adapter.source_name(parameter))
 
 
-def open_source(path: Path | str | Source) -> Source:
+def open_source(path: Path | str | Source | WeightSource) -> Source:
     """Open a folder of safetensors or a .gguf file, and check its tensors against its config.
 
     A source that is open already is handed back, so that every verb takes either.
 
     Raises:
+        UnknownModelTypeError: no adapter reads its architecture.
         CheckpointError: the checkpoint is damaged, incomplete or of a kind that is not read; every offending file
             and tensor is named.
     """
     if isinstance(path, Source):
         return path
-    checkpoint = open_checkpoint(Path(path))
+    stored = path.checkpoint if isinstance(path, WeightSource) else open_checkpoint(Path(path))
+    checkpoint = as_llama(stored)
     adapter = adapter_for(checkpoint.config)
     state = checkpoint_state(checkpoint)
     return Source(checkpoint, adapter, check_tensors(checkpoint, adapter), state)

@@ -30,7 +30,9 @@ def adapter_for(config: dict[str, Any]) -> Adapter:
     if model_type not in READERS:
         raise UnknownModelTypeError(
             f"model_type {config.get('model_type')!r} is not read; supported are {', '.join(READERS)}. A unilm "
-            "checkpoint needs a config.json with model_type diff_v1 or diff_v2 and Llama's keys for the sizes"
+            "checkpoint needs a config.json with model_type diff_v1 or diff_v2 and Llama's keys for the sizes. Of "
+            "any other architecture `inspect` counts the weights and `quantize --weights-only` packs them, but nothing "
+            "runs it"
         )
     _refuse_windows(config)
     return READERS[model_type](config)

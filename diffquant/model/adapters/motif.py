@@ -103,7 +103,7 @@ def _refuse_motif_3(config: dict[str, Any]) -> None:
     if keys:
         raise UnknownModelTypeError(
             f"config.json has {', '.join(keys)}: this is Motif-3, whose latent attention and experts are not computed; "
-            "its weights can be quantized, but not run"
+            "its weights can be quantized, with `quantize --weights-only`, but not run"
         )
 
 

@@ -12,6 +12,7 @@ from diffquant.errors import UsageError
 from diffquant.recipe import RoundingSettings
 from diffquant.scheme import Scheme
 from diffquant.source.source import Source
+from diffquant.source.weight_source import WeightSource
 from diffquant.support.progress import Progress
 
 # (source name, values [rows, in], scheme, dtype of the stored scale) -> codes int8 [rows, in], scale as stored.
@@ -47,11 +48,11 @@ class Rounding(ABC):
     row_by_row: ClassVar[bool] = True
 
     @abstractmethod
-    def prepare(self, source: Source, settings: RoundingSettings, progress: Progress) -> Rounder:
+    def prepare(self, source: Source | WeightSource, settings: RoundingSettings, progress: Progress) -> Rounder:
         """Make the rule ready for a checkpoint, once before the first of its weights.
 
         Args:
-            source: a 16-bit checkpoint.
+            source: a 16-bit checkpoint; for a rule with `needs_text` one that runs.
             settings: text, tokens and window that a rule with `needs_text` reads; unset for any other.
             progress: called while a text is read.
 

@@ -8,6 +8,7 @@ from diffquant.quantization.roundings.base import Rounder, Rounding, register
 from diffquant.recipe import RoundingSettings
 from diffquant.scheme import Scheme
 from diffquant.source.source import Source
+from diffquant.source.weight_source import WeightSource
 from diffquant.support.progress import Progress
 
 
@@ -23,7 +24,7 @@ class Nearest(Rounding):
     name = "nearest"
     row_by_row = False
 
-    def prepare(self, source: Source, settings: RoundingSettings, progress: Progress) -> Rounder:  # noqa: ARG002
+    def prepare(self, source: Source | WeightSource, settings: RoundingSettings, progress: Progress) -> Rounder:  # noqa: ARG002
         return Rounder(round_to_nearest)
 
 

@@ -11,7 +11,8 @@ from diffquant.quantization.roundings.gptq.compensation import Inputs, compensat
 from diffquant.quantization.roundings.mse import round_with_clipping
 from diffquant.recipe import RoundingSettings
 from diffquant.scheme import Scheme
-from diffquant.source.source import Source
+from diffquant.source.source import Source, open_source
+from diffquant.source.weight_source import WeightSource
 from diffquant.support.progress import Progress
 from diffquant.text.corpus import load_text, text_digest
 
@@ -25,12 +26,12 @@ class Gptq(Rounding):
     name = "gptq"
     needs_text = True
 
-    def prepare(self, source: Source, settings: RoundingSettings, progress: Progress) -> Rounder:
+    def prepare(self, source: Source | WeightSource, settings: RoundingSettings, progress: Progress) -> Rounder:
         # It runs a model, which the other rules and this one's name do without.
         from diffquant.quantization.roundings.gptq.inputs import layer_products
 
         text = load_text(settings.text)
-        read = layer_products(source, text, settings.tokens or TOKENS, settings.window or WINDOW, progress)
+        read = layer_products(open_source(source), text, settings.tokens or TOKENS, settings.window or WINDOW, progress)
         # Blocks of one weight, and weights with the same inputs, follow one another.
         inputs, guard = lru_cache(maxsize=4)(Inputs.of), Lock()
 

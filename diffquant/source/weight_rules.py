@@ -1,0 +1,80 @@
+"""Rules that choose, by their names, which weights of a model of unknown architecture are packed."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from diffquant.data import weight_rules_text
+from diffquant.errors import UsageError
+from diffquant.support.suggestion import did_you_mean
+
+
+@dataclass(frozen=True)
+class WeightRules:
+    """Patterns (shell wildcards in any case) over tensors' whole names.
+
+    Attributes:
+        linears: patterns of matrices [out, in] that may be packed.
+        experts: patterns of tensors [experts, out, in] that may be packed.
+        keep: patterns of tensors that stay as they are, whatever else they match.
+    """
+
+    linears: tuple[str, ...]
+    experts: tuple[str, ...]
+    keep: tuple[str, ...]
+
+    @classmethod
+    def read(cls, file: Path | None = None, keep: tuple[str, ...] = ()) -> "WeightRules":
+        """The rules that ship, with the sections of a YAML file in place of theirs, and some more to keep.
+
+        Raises:
+            UsageError: the file cannot be read, has an unknown section, or one that is no list of patterns.
+        """
+        rules = cls(**_sections(weight_rules_text(), "the rules that ship"))
+        if file is not None:
+            try:
+                text = file.read_text(encoding="utf-8")
+            except (OSError, ValueError) as error:
+                raise UsageError(f"cannot read weight rules {file}: {error}") from error
+            rules = replace(rules, **_sections(text, f"weight rules {file}"))
+        return replace(rules, keep=rules.keep + keep)
+
+    def mean(self, name: str, axes: int) -> bool:
+        """Whether a tensor with so many axes is a weight that may be packed, if nothing keeps it."""
+        return matches(name, {2: self.linears, 3: self.experts}.get(axes, ()))
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def matches(name: str, patterns: tuple[str, ...]) -> bool:
+    """Whether a tensor's name matches one of some patterns, in any case."""
+    return any(fnmatchcase(name.lower(), pattern.lower()) for pattern in patterns)
+
+
+def _sections(text: str, what: str) -> dict[str, tuple[str, ...]]:
+    # Here, since a checkpoint of a known architecture is opened without the time that importing yaml takes.
+    from diffquant.support.yaml_text import parse_yaml
+
+    try:
+        entries = parse_yaml(text)
+    except ValueError as error:
+        raise UsageError(f"cannot read {what}: {error}") from error
+    known = [field.name for field in fields(WeightRules)]
+    if not isinstance(entries, dict):
+        raise UsageError(f"{what} must be a mapping of {', '.join(known)}")
+    unknown = [str(key) for key in entries if key not in known]
+    if unknown:
+        raise UsageError("; ".join(f"{what}: unknown section {key!r}{did_you_mean(key, known)}" for key in unknown))
+    return {section: _patterns(entry, f"{what}: {section}") for section, entry in entries.items()}
+
+
+def _patterns(entry: Any, what: str) -> tuple[str, ...]:
+    """The patterns of a section: a list of them, or lists under titles of their own."""
+    if isinstance(entry, Mapping):
+        return tuple(pattern for title, part in entry.items() for pattern in _patterns(part, f"{what}: {title}"))
+    if not isinstance(entry, list) or not all(isinstance(pattern, str) for pattern in entry):
+        raise UsageError(f"{what} must be a list of patterns, got {entry!r}")
+    return tuple(entry)
