@@ -78,7 +78,7 @@ def _ours(rule: str, bits: int, least: int) -> Quantize:
         scheme = Scheme(bits, "group", group_size(weight.shape[1], least))
         scales = math.prod(packed_shapes((weight.shape[0], weight.shape[1]), scheme)[SCALE])
         stored = weight.numel() * bits + scales * 8 * _SCALE.itemsize
-        return Quantized(as_stored(rounder, name, weight, scheme, _SCALE).float(), stored, stored)
+        return Quantized(as_stored(rounder, name, weight.float(), scheme, _SCALE), stored, stored)
 
     return quantize
 

@@ -1,4 +1,4 @@
-"""A model whose weights a method quantizes, and what that costs its outputs."""
+"""A model whose weights a method quantizes, and what that costs its outputs on prose like gptq's and on other text."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -30,7 +30,7 @@ class RoundingOptions:
 
     Attributes:
         text: file with a text of two halves; the prose that ships by default.
-        characters: number of characters of the second half that are scored.
+        characters: number of characters that are scored of the second half, and of HellaSwag's contexts.
         window: number of tokens the model sees at once, scored and read.
         tokens: number of tokens of the first half that gptq reads.
         items: number of HellaSwag items; 0 for none.
@@ -43,6 +43,10 @@ class RoundingOptions:
     items: int = 200
 
 
+# Keys of a row that has been scored on both texts.
+_SCORES = ("perplexity", "kl", "tokens_by_window", "nll_by_window", "kl_by_window", "elsewhere")
+
+
 class Subject:
     """A model, its weights in float16, and what its outputs are compared with."""
 
@@ -50,6 +54,7 @@ class Subject:
         self.path, self.options = path, options
         text = load_text(options.text)
         self._read, self._scored = text[: len(text) // 2], text[len(text) // 2 :][: options.characters]
+        self._elsewhere = "\n".join(item.query for item in hellaswag.load_items())[: options.characters]
         self._spans = (options.window, options.window)
         self._source = open_source(path)
         self._tokenizer = self._source.tokenizer
@@ -72,6 +77,7 @@ class Subject:
             "model": self.path.name,
             "fingerprint": self._source.fingerprint,
             "text": text_digest(self._scored),
+            "elsewhere": text_digest(self._elsewhere),
             "read": text_digest(self._read),
             "characters": len(self._scored),
             "window": self.options.window,
@@ -80,17 +86,17 @@ class Subject:
 
     def lacking(self, former: Mapping[str, Any]) -> bool:
         """Whether a former result lacks something that is asked for."""
-        return "kl" not in former or former.get("items", 0) < len(self._items)
+        return not _is_scored(former) or former.get("items", 0) < len(self._items)
 
     def measured(self, method: Method | None, former: Mapping[str, Any]) -> dict[str, Any]:
         """Numbers of a method, or why there are none; None is the model as it is."""
         # Computed before a method changes the weights.
-        reference = self._reference if "kl" not in former else None
+        references = None if _is_scored(former) else self._references
         if method is None:
-            return {"bits": 16.0} | self._scores(former, reference)
+            return {"bits": 16.0} | self._scores(former, references)
         try:
             with self._quantized(method) as facts:
-                return facts | self._scores(former, reference)
+                return facts | self._scores(former, references)
         except Exception as error:  # a library's own failure is its row, and the others go on
             if method.package is None:
                 raise
@@ -118,14 +124,12 @@ class Subject:
             for name, (_, weight) in self._weights.items():
                 self._model.get_parameter(name).data = weight.float()
 
-    def _scores(self, former: Mapping[str, Any], reference: States | None) -> dict[str, Any]:
-        if reference is None:
-            scores = {key: former[key] for key in ("perplexity", "kl")}
+    def _scores(self, former: Mapping[str, Any], references: tuple[States, States] | None) -> dict[str, Any]:
+        if references is None:
+            scores = {key: former[key] for key in _SCORES}
         else:
-            score = score_text(
-                TorchModel(self._model), self._tokenizer, self._scored, *self._spans, reference=reference
-            )
-            scores = {"perplexity": score.perplexity, "kl": score.kl}
+            prose, elsewhere = references
+            scores = self._of_text(self._scored, prose) | {"elsewhere": self._of_text(self._elsewhere, elsewhere)}
         if former.get("items", 0) >= len(self._items):
             return scores | {key: former[key] for key in ("items", "acc_norm", "correct") if key in former}
         outcome = hellaswag.evaluate_hellaswag(TorchModel(self._model), self._tokenizer, self._items)
@@ -136,11 +140,31 @@ class Subject:
             "correct": "".join("01"[int(item)] for item in right),
         }
 
+    def _of_text(self, text: str, reference: States) -> dict[str, Any]:
+        """Perplexity and KL of a text, and what they are means over."""
+        score = score_text(TorchModel(self._model), self._tokenizer, text, *self._spans, reference=reference)
+        return {
+            "perplexity": score.perplexity,
+            "kl": score.kl,
+            "tokens_by_window": score.tokens_by_window,
+            "nll_by_window": score.nll_by_window,
+            "kl_by_window": score.kl_by_window,
+        }
+
     @cached_property
-    def _reference(self) -> States:
-        return reference_of(TorchModel(self._model), self._tokenizer, self._scored, *self._spans)
+    def _references(self) -> tuple[States, States]:
+        """States of the 16-bit model on the prose and on HellaSwag's contexts."""
+        prose, elsewhere = (
+            reference_of(TorchModel(self._model), self._tokenizer, text, *self._spans)
+            for text in (self._scored, self._elsewhere)
+        )
+        return prose, elsewhere
 
     @cached_property
     def _compensated(self) -> Rounder:
         settings = RoundingSettings("gptq", self.options.text, self.options.tokens, self.options.window)
         return rounding_named("gptq").prepare(self._source, settings, silent)
+
+
+def _is_scored(row: Mapping[str, Any]) -> bool:
+    return all(key in row for key in _SCORES)

@@ -5,8 +5,8 @@
 
 Every method quantizes the weights of the same linear layers, rounded to float16 first, and the model runs in
 float32 on what it gives back; embedding, head, norms and λ stay as they are. The text's first half is what gptq
-reads, its second what is scored. Each result is on the disk before the next is measured: started again, the
-program measures what is missing.
+reads; what is scored is its second half and, as text of another kind, the contexts of HellaSwag. Each result is on
+the disk before the next is measured: started again, the program measures what is missing.
 """
 
 import json
@@ -18,22 +18,22 @@ import typer
 
 from diffquant.bench.environment import environment
 from diffquant.errors import UsageError
-from diffquant.evals.stats import estimate
-from diffquant.report.tables import markdown
+from diffquant.support.code import code_digest
 from diffquant.support.files import write_atomically
 from diffquant.support.progress import Progress, progress_for, silent
 from studies.quantizers import METHODS, PACKAGES, Method
 from studies.rounded_model import RoundingOptions, Subject
+from studies.rounding_tables import FULL, lead_table, method_table
 
 FORMAT = 1
-FULL = "16 bits"
+_CODE = ("studies.rounded_model", "studies.quantizers")
 
 
 def main(
     paths: Annotated[list[Path], typer.Argument(help="A checkpoint folder or a .gguf file; with --show, results.")],
     text: Annotated[Path | None, typer.Option(help="In place of the prose that ships.")] = RoundingOptions.text,
     characters: Annotated[
-        int, typer.Option(help="Characters of the second half that are scored.")
+        int, typer.Option(help="Characters that are scored of the second half and of the other text.")
     ] = RoundingOptions.characters,
     window: Annotated[int, typer.Option(help="Tokens the model sees at once.")] = RoundingOptions.window,
     tokens: Annotated[int, typer.Option(help="Tokens that gptq reads.")] = RoundingOptions.tokens,
@@ -44,7 +44,10 @@ def main(
 ) -> None:
     """Compare what our roundings, bitsandbytes, torchao and HQQ cost a model at equal bits."""
     if show:
-        print(method_table(*map(read_result, paths)))
+        results = [read_result(path) for path in paths]
+        for result in results:
+            print(f"{result['settings']['model']}\n\n{method_table(result)}\n")
+        print(lead_table(results))
         return
     if len(paths) != 1 or file is None:
         raise UsageError("give one model and --json, or --show and results")
@@ -82,7 +85,7 @@ def measure_methods(
         former = result["results"].get(name, {})
         if subject.lacking(former):
             progress(number, len(todo), name)
-            result["results"][name] = subject.measured(method, former) | {"made_by": _maker(method)}
+            result["results"][name] = subject.measured(method, former) | _provenance(method)
             write_atomically(file, json.dumps(result, indent=1) + "\n")
     progress(len(todo), len(todo), "done")
     return result
@@ -120,57 +123,13 @@ def read_result(file: Path) -> dict[str, Any]:
     return result
 
 
-def _maker(method: Method | None) -> str:
-    """Name and version of the library, or our commit: a file may be the work of several days."""
+def _provenance(method: Method | None) -> dict[str, Any]:
+    """What made a row, on what and when: a file may be the work of several days."""
     now = environment(*PACKAGES)
-    if method is None or method.package is None:
-        return f"diffquant {now['commit']}"
-    return f"{method.package} {now['versions'][method.package]}"
-
-
-def method_table(*results: dict[str, Any]) -> str:
-    """Markdown with a row for each method, tier by tier; columns of each model, the bits those of the first."""
-    order = [FULL, *(method.name for method in METHODS)]
-    names = [name for name in order if any(name in result["results"] for result in results)]
-    heads = [head for result in results for head in _heads(result, len(results) > 1)]
-    rows = []
-    for name in names:
-        cells = [cell for result in results for cell in _cells(result, name)]
-        bits = next(_bits(result["results"][name]) for result in results if name in result["results"])
-        rows.append([name, bits, *cells])
-    return "\n".join(markdown(["method", "bits", *heads], rows))
-
-
-def _heads(result: dict[str, Any], named: bool) -> list[str]:
-    prefix = f"{result['settings']['model']}: " if named else ""
-    return [f"{prefix}perplexity", "KL, nats", *(["HellaSwag"] if _has_items(result) else [])]
-
-
-def _cells(result: dict[str, Any], name: str) -> list[str]:
-    row = result["results"].get(name, {})
-    if "kl" not in row:
-        cells = [f"not measured: {row['missing']}" if "missing" in row else "-", "-"]
-    else:
-        cells = [f"{row['perplexity']:.3f}", f"{row['kl']:.4f}"]
-    return [*cells, _accuracy(row)] if _has_items(result) else cells
-
-
-def _bits(row: dict[str, Any]) -> str:
-    if "bits" not in row:
-        return "-"
-    bits = f"{row['bits']:.3f}".rstrip("0").rstrip(".")
-    return bits if row.get("held_bits", row["bits"]) == row["bits"] else f"{bits}, held in {row['held_bits']:.3f}"
-
-
-def _accuracy(row: dict[str, Any]) -> str:
-    if not row.get("items"):
-        return "-"
-    accuracy = estimate([float(digit) for digit in row["correct"]])
-    return f"{accuracy.mean:.1%}" + (f" ± {accuracy.se:.1%}" if accuracy.se is not None else "")
-
-
-def _has_items(result: dict[str, Any]) -> bool:
-    return any(row.get("items") for row in result["results"].values())
+    package = None if method is None else method.package
+    maker = f"{package} {now['versions'][package]}" if package else f"diffquant {now['commit']}"
+    about = {name: now[name] for name in ("commit", "date", "device")}
+    return {"made_by": maker, "code": code_digest(_CODE)} | about
 
 
 if __name__ == "__main__":

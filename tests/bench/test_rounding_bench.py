@@ -3,16 +3,18 @@
 import json
 from importlib.util import find_spec
 
+import numpy as np
 import pytest
+import scipy.stats
 import torch
 
 from diffquant.errors import UsageError
 from diffquant.loading import load
 from diffquant.quantization.quantize import quantize
 from diffquant.recipe import Recipe
-from studies import quantizers, rounding, rounding_layers
+from studies import quantizers, rounding, rounding_layers, rounding_tables
 from studies.quantizers import METHODS, TIERS, Method, Quantized, group_size
-from studies.rounded_model import RoundingOptions, Subject
+from studies.rounded_model import _SCORES, RoundingOptions, Subject
 from tests.support import tiny_lm
 
 OPTIONS = RoundingOptions(characters=1500, window=64, tokens=512, items=4)
@@ -151,18 +153,70 @@ def test_a_run_resumes_and_adds_what_is_asked_for(checkpoint, tmp_path, monkeypa
     third = rounding.measure_methods(checkpoint, OPTIONS, wanted[:1], file)
     row = third["results"]["nearest 4:g32"]
     assert row["items"] == 4
-    assert {key: row[key] for key in ("perplexity", "kl")} == {
-        key: first["nearest 4:g32"][key] for key in ("perplexity", "kl")
-    }
+    assert all(row[key] == first["nearest 4:g32"][key] for key in _SCORES)
     assert json.loads(file.read_text()) == third
-    lines = rounding.method_table(third).splitlines()
+    lines = rounding_tables.method_table(third).splitlines()
     assert [line.split(" | ")[0].strip("| ") for line in lines[2:]] == ["16 bits", "nearest 4:g32", "gptq 4:g32"]
-    assert f"| {row['kl']:.4f} |" in lines[3]
-    assert "%" in lines[3]
-    assert "%" not in lines[4]
-    beside = rounding.method_table(third, rounding.read_result(file)).splitlines()
-    assert [line.count(" | ") for line in beside[:1] + beside[2:]] == [7] * 4
-    assert "llama: perplexity | KL, nats | HellaSwag | llama: perplexity" in beside[0]
+    assert f"| {row['kl']:.4f} ± " in lines[3]
+    assert [line.endswith("| - |") for line in lines[2:]] == [False, False, True]
+
+
+def test_both_texts_keep_the_windows_that_their_means_are_of(checkpoint, tmp_path):
+    options = RoundingOptions(**{**vars(OPTIONS), "items": 0})
+    result = rounding.measure_methods(checkpoint, options, rounding.chosen("nearest 4:g32"), tmp_path / "out.json")
+    row = result["results"]["nearest 4:g32"]
+    assert row["kl_by_window"] != row["elsewhere"]["kl_by_window"]
+    for scores in (row, row["elsewhere"]):
+        weights = scores["tokens_by_window"]
+        assert len(weights) == len(scores["kl_by_window"]) > 5
+        assert scores["kl"] == pytest.approx(np.average(scores["kl_by_window"], weights=weights))
+        assert scores["perplexity"] == pytest.approx(np.exp(np.average(scores["nll_by_window"], weights=weights)))
+
+
+def _row(kl, tier="4.5 bits"):
+    nll = [3 + each for each in kl]
+    scores = {"perplexity": float(np.exp(np.mean(nll))), "kl": float(np.mean(kl)), "tokens_by_window": [64] * len(kl)}
+    scores |= {"nll_by_window": nll, "kl_by_window": kl}
+    return scores | {"tier": tier, "bits": 4.5, "elsewhere": scores | {"kl_by_window": [2 * each for each in kl]}}
+
+
+def _result(kl_by_name, **old):
+    rows = {name: _row(kl) for name, kl in kl_by_name.items()} | old
+    full = {"bits": 16.0} | {key: _row([0.0] * 6)[key] for key in _SCORES}
+    return {"settings": {"model": "llama"}, "results": {"16 bits": full} | rows}
+
+
+KL = np.random.default_rng(0).gamma(2, 0.1, (2, 6))
+
+
+def test_intervals_of_a_table_are_scipys():
+    lines = rounding_tables.method_table(_result({"mse 4:g32": KL[0].tolist()})).splitlines()
+    mean, sem = KL[0].mean(), scipy.stats.sem(KL[0])
+    half = scipy.stats.t.interval(0.95, 5, mean, sem)[1] - mean
+    low, high = np.expm1(scipy.stats.t.interval(0.95, 5, mean, sem)) * 100
+    change = f"({100 * np.expm1(mean):+.2f} % [{low:+.2f}, {high:+.2f}])"
+    assert lines[3].startswith(f"| mse 4:g32 | 4.5 | {np.exp(3 + mean):.3f} {change} | {mean:.4f} ± {half:.4f} | ")
+    assert lines[2].startswith("| 16 bits | 16 | 20.086 | 0.0000 | ")
+
+
+def test_the_best_other_of_mse_reads_no_text_and_windows_are_paired():
+    names = ("mse 4:g32", "nearest 4:g32")
+    result = _result(dict(zip(names, KL.tolist(), strict=True)) | {"gptq 4:g32": (KL[0] / 2).tolist()})
+    result["results"]["nearest 6:g128"] = _row((KL[0] / 9).tolist(), "6.125 bits")
+    best, prose, elsewhere = rounding_tables.lead(result, "mse 4:g32")
+    low, high = scipy.stats.ttest_rel(*KL).confidence_interval(0.95)
+    assert best == "nearest 4:g32"
+    assert (prose.low, prose.high) == pytest.approx((low, high))
+    assert (elsewhere.low, elsewhere.high) == pytest.approx((2 * low, 2 * high))
+    closest = min(names, key=lambda name: result["results"][name]["kl"])
+    assert rounding_tables.lead(result, "gptq 4:g32")[0] == closest
+
+
+def test_a_row_without_windows_has_no_interval():
+    old = {"tier": "4.5 bits", "bits": 4.5, "perplexity": 20.5, "kl": 0.01}
+    result = _result({"mse 4:g32": KL[0].tolist()}, **{"HQQ 4 bits, groups of 64": old})
+    assert "| 4.5 | 20.500 | 0.0100 | - | - |" in rounding_tables.method_table(result)
+    assert rounding_tables.lead_table([result]).endswith("| mse 4:g32 | HQQ 4 bits, groups of 64 | - | - |")
 
 
 def test_another_runs_file_is_refused(checkpoint, tmp_path):
@@ -188,8 +242,10 @@ def test_a_library_that_is_missing_or_fails_is_named_and_tried_again(checkpoint,
     file, name = tmp_path / "out.json", "bitsandbytes nf4, blocks of 64"
     absent, failing, working = (Method(name, TIERS[0], each, "bitsandbytes") for each in (absent, failing, working))
     result = rounding.measure_methods(checkpoint, OPTIONS, [absent], file)
-    assert "not measured: bitsandbytes is not installed: pip install bitsandbytes" in rounding.method_table(result)
-    assert "not measured: RuntimeError: no such kernel" in rounding.method_table(
+    assert "not measured: bitsandbytes is not installed: pip install bitsandbytes" in rounding_tables.method_table(
+        result
+    )
+    assert "not measured: RuntimeError: no such kernel" in rounding_tables.method_table(
         rounding.measure_methods(checkpoint, OPTIONS, [failing], file)
     )
     row = rounding.measure_methods(checkpoint, OPTIONS, [working], file)["results"][name]

@@ -1,0 +1,143 @@
+"""Tables of what quantized weights cost: each method with its intervals, and who leads at equal bits."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from diffquant.evals.stats import Difference, mean_interval, paired_difference
+from diffquant.report.tables import markdown
+from studies.quantizers import METHODS
+
+FULL = "16 bits"
+_READERS = ("gptq",)
+
+
+def method_table(result: dict[str, Any]) -> str:
+    """Markdown with a row for each method, tier by tier.
+
+    Perplexity and HellaSwag stand with the 95 % interval of their change from 16 bits over the same windows or items,
+    KL with half of its own. A row that kept no windows has no interval.
+    """
+    rows = result["results"]
+    names = [name for name in (FULL, *(method.name for method in METHODS)) if name in rows]
+    heads = [
+        "perplexity",
+        "KL, nats",
+        "elsewhere: perplexity",
+        "KL, nats",
+        *(["HellaSwag"] if _has_items(result) else []),
+    ]
+    return "\n".join(
+        markdown(["method", "bits", *heads], [[name, _bits(rows[name]), *method_cells(result, name)] for name in names])
+    )
+
+
+def method_cells(result: dict[str, Any], name: str) -> list[str]:
+    """Cells of a method's row after its bits."""
+    row, full = result["results"][name], result["results"].get(FULL, {})
+    if "kl" not in row:
+        cells = [f"not measured: {row['missing']}", "-", "-", "-"]
+    else:
+        cells = [*_scores(row, full), *_scores(row.get("elsewhere", {}), full.get("elsewhere", {}))]
+    return [*cells, _accuracy(row, full)] if _has_items(result) else cells
+
+
+def lead_table(results: Sequence[dict[str, Any]]) -> str:
+    """Markdown with KL of `mse` and `gptq` less that of the best other method of their tier, by model.
+
+    `mse` is compared with the methods that read no text, `gptq` with all. The best other is the one of the lowest KL on
+    the prose; the same stands on the other text.
+    """
+    lines = [lead for result in results for tier in _tiers(result) for lead in _leads(result, tier)]
+    return "\n".join(markdown(["model", "bits", "ours", "best other", "KL less, nats", "elsewhere"], lines))
+
+
+def lead(result: dict[str, Any], ours: str) -> tuple[str, Difference | None, Difference | None]:
+    """The best other method of a tier, and what `ours` has of KL less its own on the prose and elsewhere.
+
+    There is no difference where one of the two kept no windows.
+    """
+    rows = result["results"]
+    reads = ours.startswith(_READERS)
+    others = [
+        name
+        for name, row in rows.items()
+        if name != ours
+        and "kl" in row
+        and row.get("tier") == rows[ours]["tier"]
+        and (reads or not name.startswith(_READERS))
+    ]
+    best = min(others, key=lambda name: float(rows[name]["kl"]))
+    elsewhere = (rows[name].get("elsewhere", {}) for name in (ours, best))
+    return best, _kl_less(rows[ours], rows[best]), _kl_less(*elsewhere)
+
+
+def _kl_less(row: dict[str, Any], other: dict[str, Any]) -> Difference | None:
+    if "kl_by_window" not in row or "kl_by_window" not in other:
+        return None
+    differences = [a - b for a, b in zip(row["kl_by_window"], other["kl_by_window"], strict=True)]
+    return mean_interval(differences, row["tokens_by_window"])
+
+
+def _tiers(result: dict[str, Any]) -> list[str]:
+    return list(dict.fromkeys(row["tier"] for row in result["results"].values() if "tier" in row))
+
+
+def _leads(result: dict[str, Any], tier: str) -> list[list[str]]:
+    rows = result["results"]
+    ours = [name for name, row in rows.items() if row.get("tier") == tier and name.startswith(("mse", "gptq"))]
+    return [[result["settings"]["model"], tier, name, *lead_cells(result, name)] for name in ours if "kl" in rows[name]]
+
+
+def lead_cells(result: dict[str, Any], ours: str) -> list[str]:
+    """Cells of the row of one of our methods: the best other, and both differences."""
+    best, *differences = lead(result, ours)
+    return [
+        best,
+        *("-" if each is None else f"{each.mean:+.4f} [{each.low:+.4f}, {each.high:+.4f}]" for each in differences),
+    ]
+
+
+def _bits(row: dict[str, Any]) -> str:
+    if "bits" not in row:
+        return "-"
+    bits = f"{row['bits']:.3f}".rstrip("0").rstrip(".")
+    return bits if row.get("held_bits", row["bits"]) == row["bits"] else f"{bits}, held in {row['held_bits']:.3f}"
+
+
+def _scores(row: dict[str, Any], full: dict[str, Any]) -> list[str]:
+    """Perplexity and KL on one text."""
+    if "kl" not in row:
+        return ["-", "-"]
+    perplexity, kl = f"{row['perplexity']:.3f}", f"{row['kl']:.4f}"
+    if row is full or "kl_by_window" not in row:
+        return [perplexity, kl]
+    return [f"{perplexity} ({_growth(row, full)})", f"{kl} ± {_half(row):.4f}"]
+
+
+def _growth(row: dict[str, Any], full: dict[str, Any]) -> str:
+    """Change of perplexity from 16 bits in percent, with the interval that its logarithm has."""
+    differences = [a - b for a, b in zip(row["nll_by_window"], full["nll_by_window"], strict=True)]
+    change = mean_interval(differences, row["tokens_by_window"])
+    mean, low, high = (100 * math.expm1(nats) for nats in (change.mean, change.low, change.high))
+    return f"{mean:+.2f} % [{low:+.2f}, {high:+.2f}]"
+
+
+def _half(row: dict[str, Any]) -> float:
+    interval = mean_interval(row["kl_by_window"], row["tokens_by_window"])
+    return interval.high - interval.mean
+
+
+def _accuracy(row: dict[str, Any], full: dict[str, Any]) -> str:
+    if not row.get("items"):
+        return "-"
+    correct, of_full = ([float(digit) for digit in each["correct"]] for each in (row, full))
+    accuracy = f"{sum(correct) / len(correct):.1%}"
+    if row is full:
+        return accuracy
+    change = paired_difference(correct, of_full)
+    return f"{accuracy} ({100 * change.mean:+.1f} [{100 * change.low:+.1f}, {100 * change.high:+.1f}])"
+
+
+def _has_items(result: dict[str, Any]) -> bool:
+    return any(row.get("items") for row in result["results"].values())
