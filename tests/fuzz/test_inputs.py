@@ -8,7 +8,7 @@ from tests.fuzz.inputs import kinds, try_inputs, verdict_on
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="an alarm ends what hangs")
 
-COUNT = 400
+COUNT = 240
 
 
 def test_sound_inputs_of_every_kind_are_read(tmp_path):
