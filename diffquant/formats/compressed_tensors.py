@@ -247,7 +247,7 @@ def _group_problems(group: Any) -> list[str]:
         problems.append(f"has {weights.get('num_bits')!r} bits")
     size = weights.get("group_size")
     if weights.get("strategy") == "group" and (type(size) is not int or size < 1):
-        problems.append(f"has group_size {size!r}")
+        problems.append("has no group_size" if size is None else f"has group_size {size!r}")
     if weights.get("actorder") == "group":
         problems.append("reorders columns (actorder)")
     if group.get("input_activations") or group.get("output_activations"):

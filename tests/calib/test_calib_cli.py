@@ -154,7 +154,7 @@ def test_scales_of_another_model_are_refused(run, models, tmp_path):
 
 
 def test_a_dry_run_says_how_long_and_measures_nothing(run, models, tmp_path):
-    arguments = ("search", models[1], "-o", tmp_path / "s", "--budget", "4.5", "--granularity", "g16", "--windows", 2)
+    arguments = ("search", models[1], "-o", tmp_path / "s", "--budget", "5.5", "--granularity", "g16", "--windows", 2)
     code, out, err = run(*arguments, "--window", 48, "--dry-run")
     assert code == 0, err
     assert "42 of 42 measurements to do, about" in out

@@ -32,5 +32,6 @@ PAGE.says(
         for dtype in ("float32", "bfloat16")
     ),
 )
+PAGE.leaves("limit of 0.2 on the logits", "the limit that was")
 PAGE.leaves("2 to 10 % of rows or entries could be wrong", "shares that the tests left out before")
 PAGE.says("Clipping takes {} to {} % off a 4-bit cache's KL; the {} points", OFF[0], OFF[-1], POINTS_BEFORE)
