@@ -167,7 +167,7 @@ def _table(text: str, dialect: type[csv.Dialect]) -> Iterator[Entry]:
     rows = csv.DictReader(io.StringIO(text, newline=""), dialect=dialect)
     heads = rows.fieldnames or []
     column = next((name for name in _LABEL_COLUMNS if name in heads), None)
-    if heads and ("text" not in heads or column is None):
+    if rows.fieldnames is not None and ("text" not in heads or column is None):
         raise ValueError(f"its header is {', '.join(heads)}; columns text and {' or '.join(_LABEL_COLUMNS)} are needed")
     for row in rows:
         yield f"line {rows.line_num}", row["text"], row[column]

@@ -86,6 +86,7 @@ BAD = {
     "encoding": ("a.jsonl", JSONL.encode("latin-1"), "is not UTF-8 .* convert it"),
     "missing column": ("a.csv", "text,intent\na,b\n", "header is text, intent; columns text and label or category"),
     "no header": ("a.csv", "How far?,distance\n", "columns text and label"),
+    "blank header": ("a.csv", "\nHow far?,distance\n", "columns text and label"),
     "short row": ("a.csv", "text,label\na,x\nb\n", "1 lines of .* line 3: no label"),
     "no json": ("a.jsonl", '{"text": "a", "label": "b"}\n{"text":', "line 2: Expecting value"),
     "deep json": ("a.jsonl", "[" * 100_000, "line 1: it is nested too deeply"),
