@@ -3,13 +3,6 @@
 from tests.docs.page import Page, Unmeasured
 
 PAGE = Page("docs/reliability.md")
-<<<<<<< HEAD
-PAGE.table(
-    "program | tried | came back, or were refused in a line or read rightly",
-    lambda *_: Unmeasured("counts that the page's commands print"),
-)
-=======
 _HEADS = "program | tried | came back, or were refused in a line or read rightly"
 PAGE.table(_HEADS, lambda *_: Unmeasured("counts that the page's commands print"))
->>>>>>> t-trust2
 PAGE.leaves("more than ten seconds", "a setting of the programs")
