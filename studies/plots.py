@@ -5,6 +5,8 @@
 A plot that no program here draws is named, and the command fails: a picture without its numbers proves nothing.
 """
 
+import subprocess
+import sys
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
@@ -45,13 +47,20 @@ def main(
 @cache
 def drawings(folder: Path) -> dict[str, _Draw]:
     """What can be drawn from the raw files of a folder, by the picture's name."""
-    return {
+    drawn = {
         name: draw
         for file in sorted(folder.glob("*.json"))
         for pattern, of_file in _DRAWN_FROM.items()
         if file.match(pattern)
         for name, draw in of_file(file).items()
     }
+    return drawn | ({"solved.png": _draw_solved} if any(folder.glob("*/retrieved.json")) else {})
+
+
+def _draw_solved(picture: Path) -> None:
+    """Have the trainer's program draw, whose modules import each other as a program's do."""
+    program = RESULTS.parents[1] / "examples" / "train" / "solved_report.py"
+    subprocess.run([sys.executable, str(program), str(picture.parent)], check=True, stdout=subprocess.DEVNULL)
 
 
 def _of_sweep(file: Path) -> dict[str, _Draw]:
