@@ -136,7 +136,7 @@ def test_a_file_that_cannot_be_made_is_closed(tmp_path, monkeypatch):
 def test_what_an_interrupted_run_wrote_needs_no_room_again(tmp_path, monkeypatch, too_much):
     partial = partial_folder(tmp_path / "out")
     partial.mkdir()
-    (partial / ".lock").touch()
+    (tmp_path / ".out.diffquant-journal").touch()
     with (partial / "shard").open("wb") as file:
         file.write(os.urandom(1 << 20))
         os.fsync(file.fileno())
@@ -151,7 +151,7 @@ def test_what_an_interrupted_run_wrote_needs_no_room_again(tmp_path, monkeypatch
     else:
         with staged(tmp_path / "out", {}, nbytes, overwrite=False) as staging:
             (staging.folder / "config.json").write_text("{}")
-        assert [file.name for file in (tmp_path / "out").iterdir()] == ["config.json"]
+        assert sorted(file.name for file in (tmp_path / "out").iterdir()) == ["config.json", "diffquant.json"]
 
 
 def test_free_bytes_are_those_of_the_nearest_folder_that_exists(tmp_path):
