@@ -79,7 +79,9 @@ def test_every_source_computes_what_torch_does(checkpoint, tmp_path, source):
 def test_every_precision_computes_what_its_simulation_does(checkpoint, tmp_path, source, precision):
     folder = exported(checkpoint(source), tmp_path / "out", **PRECISIONS[precision])
     found = verify(folder, checkpoint(source))
-    limit = 1e-2 if precision == "float16" else 2e-3 if PRECISIONS[precision].get("kv_bits") else 1e-5
+    # Where values are rounded to codes as the model runs, one of them may fall to the neighbouring code.
+    has_codes = PRECISIONS[precision].keys() & {"kv_bits", "logits"}
+    limit = 1e-2 if precision == "float16" else 2e-3 if has_codes else 1e-5
     assert largest_error(found) < limit
 
 
