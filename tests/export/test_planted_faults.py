@@ -283,8 +283,8 @@ NATIVE = {
     ),
     "the noise's λ of another pair": (
         "attend.h",
-        "problem_.lambda_per_pair && row < block_.rows ? index(row) : 0",
-        "problem_.lambda_per_pair && row < block_.rows ? index(FAULT ? 0 : row) : 0",
+        "problem_.lambda[problem_.lambda_per_pair ? at : 0]",
+        "problem_.lambda[problem_.lambda_per_pair ? (FAULT ? index(0) : at) : 0]",
     ),
     "queries scaled for the first map's keys": (
         "attend.h",
