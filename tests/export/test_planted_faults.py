@@ -174,10 +174,10 @@ def body_without_rotation(e):
 
 def body_position_late(e):
     """Rotate the pure body's queries as if they stood one place later."""
-    node = next(node for node in e.body.node if "query_cos_rows" in node.output)
+    node = next(node for node in e.body.node if "query_cos_all" in node.output)
     at = list(e.body.node).index(node)
     e.body.node.insert(at, helper.make_node("Add", ["position", "c1"], ["later"]))
-    for name in ("query_cos_rows", "query_sin_rows"):
+    for name in ("query_cos_all", "query_sin_all"):
         next(node for node in e.body.node if name in node.output).input[1] = "later"
 
 

@@ -14,5 +14,5 @@ def test_a_run_that_was_killed_before_any_operation_on_a_file_is_made_good_by_th
     outcome = try_kills(
         verb, tmp_path, lambda count: sorted({*range(3, count, 1 + count // 3), *range(count - 3, count + 1)})
     )
-    assert outcome.killed >= 5
+    assert outcome.killed >= min(5, outcome.operations - 1)
     assert not outcome.problems
