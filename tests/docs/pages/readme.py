@@ -12,7 +12,7 @@ PAGE = Page("README.md")
 # `python -m studies.transcripts` records them; `lambda: recorded(f"diffquant {verb}")` then takes the place of this.
 _TYPED = Unmeasured("typed from a terminal: its sizes, times and texts are in no raw file")
 
-for verb in ("quantize", "generate", "convert", "inspect", "export", "verify", "run"):
+for verb in ("quantize", "generate", "convert", "inspect"):
     PAGE.shows(f"diffquant {verb}", _TYPED)
 PAGE.shows(
     "diffquant sweep SmolLM2-135M-Instruct.Q4_1.gguf smollm2-135m-diff-v2 -o logits",
