@@ -58,7 +58,7 @@ def test_a_source_goes_the_whole_way(source, tmp_path):
     assert score.perplexity == pytest.approx(math.exp(nll), rel=1e-4)
 
     export(low, onnx, ExportOptions.parse(accuracy_level=1))
-    assert verify(onnx, low, tolerance=1e-4).agreement == 1.0
+    assert verify(onnx, low, tolerance=1e-4).tokens[0].tokens.agreement == 1.0
     exported = score_text(*OnnxRuntime().open(onnx), TEXT, window=224, stride=224)
     assert exported.perplexity == pytest.approx(score.perplexity, rel=1e-3)
 
@@ -69,7 +69,7 @@ def test_heads_of_a_width_that_group_query_attention_refuses_run_in_the_body_too
     monkeypatch.setattr(session, "library_path", lambda: None)
     source = write_checkpoint(tmp_path / "source", "motif-grouped", head_dim=12)
     export(source, tmp_path / "onnx", ExportOptions())
-    assert verify(tmp_path / "onnx", source, tolerance=1e-4).agreement == 1.0
+    assert verify(tmp_path / "onnx", source, tolerance=1e-4).tokens[0].tokens.agreement == 1.0
 
 
 WRONG = {
