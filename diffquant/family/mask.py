@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -21,19 +22,23 @@ class Mask:
 
     keys: Tensor | None = None
 
-    @cached_property
+    @property
     def ranges(self) -> tuple[Tensor, Tensor] | None:
         """Each sequence's first valid position and one past its last, int32 [B]; None without padding, or with holes.
 
         Looked up once a mask, since the answer has to come from the device.
         """
-        if self.keys is None:
-            return None
-        starts = self.keys.int().argmax(1)
-        ends = starts + self.keys.sum(1)
-        position = torch.arange(self.keys.shape[1], device=self.keys.device)
+        # Without padding nothing is cached: a cached property takes a lock, which torch.compile may not trace.
+        return None if self.keys is None else self._padded_ranges
+
+    @cached_property
+    def _padded_ranges(self) -> tuple[Tensor, Tensor] | None:
+        keys = cast(Tensor, self.keys)
+        starts = keys.int().argmax(1)
+        ends = starts + keys.sum(1)
+        position = torch.arange(keys.shape[1], device=keys.device)
         unbroken = (position >= starts[:, None]) & (position < ends[:, None])
-        return (starts.int(), ends.int()) if torch.equal(unbroken, self.keys) else None
+        return (starts.int(), ends.int()) if torch.equal(unbroken, keys) else None
 
     def visible(self, queries: slice, length: int, keys: int, device: torch.device) -> Tensor | None:
         """Which keys a range of the queries sees.
