@@ -22,7 +22,7 @@ from diffquant.formats.reader import Checkpoint
 from diffquant.formats.row_stream import Block, Job, Shard, check_rows, checkpoint_stamp, write_shards
 from diffquant.formats.writer import OutputTensor
 from diffquant.model.adapters import Adapter, adapter_for
-from diffquant.model.shapes import Shape
+from diffquant.model.architecture import Shape
 from diffquant.quantization.card import converted_card
 from diffquant.report.tables import megabytes
 from diffquant.source.dex import DEX, DexCheckpoint
@@ -195,11 +195,11 @@ def _target_config(source: Source, to: str) -> dict[str, Any]:
         raise UsageError(f"cannot convert {model_type} to {to} exactly; possible are {ways}")
     if to == "llama":
         return checkpoint.written_config
-    return _diffllama_config(checkpoint, adapter) if to == "diffllama" else _diff_v2_config(checkpoint, adapter)
+    return _diffllama_config(source) if to == "diffllama" else _diff_v2_config(checkpoint, adapter)
 
 
-def _diffllama_config(checkpoint: Checkpoint, adapter: Adapter) -> dict[str, Any]:
-    ours, spec = adapter.architecture, adapter.architecture.diff_spec
+def _diffllama_config(source: Source) -> dict[str, Any]:
+    checkpoint, adapter, ours, spec = source.checkpoint, source.adapter, source.transformer("convert"), source.spec
     problems = []
     if not math.isclose(ours.rms_norm_eps, spec.post_norm_eps, rel_tol=1e-6):
         problems.append(

@@ -8,14 +8,14 @@ import torch
 from transformers import StoppingCriteria, StoppingCriteriaList, TextIteratorStreamer
 
 from diffquant.errors import UsageError
-from diffquant.model.modeling import DiffTransformer
+from diffquant.model.causal import CausalModel
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
 def stream(
-    model: DiffTransformer,
+    model: CausalModel,
     tokenizer: "PreTrainedTokenizerBase",
     prompt: str,
     max_new_tokens: int,

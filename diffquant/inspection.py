@@ -1,5 +1,6 @@
 """An inspection of a checkpoint, which reads its headers and λ parameters alone."""
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -9,10 +10,9 @@ import torch
 from torch import Tensor
 
 from diffquant.errors import CheckpointError
-from diffquant.family.lam import lam_from_vectors
+from diffquant.family.lam import LAMBDA_VECTORS, lam_from_vectors
 from diffquant.family.spec import DiffSpec
 from diffquant.formats.compressed_tensors import PACKED, SCALE, SHAPE
-from diffquant.model.shapes import LAMBDA_VECTORS
 from diffquant.quantization.plan import QuantizationPlan, plan_quantization
 from diffquant.recipe import LAYER_TARGETS, Recipe
 from diffquant.report.sizes import bytes_at_16_bits, stored_bits
@@ -29,9 +29,11 @@ class Inspection:
 
     Attributes:
         path: folder or file that was read.
+        kinds: number of layers of each kind.
         recipe: recipe that the checkpoint was quantized with; 16 bits for any other.
         packed: number of weights that are stored packed.
-        lam: λ of each layer for V1; for V2 the root mean square of each layer's λ projection (0 gives λ ½ everywhere).
+        lam: λ of each layer with attention for V1; for V2 the root mean square of each layer's λ projection (0 gives
+            λ ½ everywhere).
         sizes: bytes as it is, at 16 bits, and as `quantize` would write it at each scheme; None where that does not
             fit the weights.
         packed_bits: stored bits of a packed weight, as it is and at each scheme of `sizes` that packs some.
@@ -41,6 +43,7 @@ class Inspection:
     model_type: str
     spec: DiffSpec
     layers: int
+    kinds: dict[str, int]
     hidden_size: int
     parameters: int
     recipe: Recipe
@@ -59,6 +62,8 @@ class Inspection:
             f"{self.layers} layers, hidden {self.hidden_size}, {_head_counts(spec)}",
             f"RoPE {spec.rope}, post-norm {spec.post_norm}",
         ]
+        if len(self.kinds) > 1:
+            lines.append("layers by kind: " + ", ".join(f"{count} {kind}" for kind, count in self.kinds.items()))
         if self.packed or self.recipe != Recipe():
             lines.append(f"{self.packed} weights are packed; recipe: {_scheme_list(self.recipe)}")
         if spec.lam == "exp":
@@ -84,7 +89,8 @@ def inspect_checkpoint(path: Path | str | Source) -> Inspection:
         model_type=source.model_type,
         spec=source.spec,
         layers=source.layers,
-        hidden_size=source.adapter.architecture.hidden_size,
+        kinds=dict(Counter(source.architecture.layer_kinds)),
+        hidden_size=source.architecture.hidden_size,
         parameters=parameters,
         recipe=source.recipe,
         packed=len(source.packed),
@@ -179,9 +185,9 @@ def _lambdas(source: Source) -> list[float]:
     spec = source.spec
 
     def read(layer: int, name: str) -> Tensor:
-        return source.read(f"model.layers.{layer}.self_attn.{name}").float()
+        return source.read(f"{source.architecture.attention_name(layer)}.{name}").float()
 
-    layers = range(source.layers)
+    layers = source.architecture.target_layers["logits"]
     if spec.lam == "exp":
         vectors = ([read(layer, name) for name in LAMBDA_VECTORS] for layer in layers)
         inits = (spec.lam_init(layer) for layer in layers)

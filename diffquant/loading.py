@@ -8,7 +8,7 @@ from torch import Tensor
 
 from diffquant.errors import UsageError
 from diffquant.formats.compressed_tensors import scale_dtype
-from diffquant.model.modeling import DiffTransformer
+from diffquant.model.causal import CausalModel
 from diffquant.quantization.plan import checked_schemes
 from diffquant.quantization.rounded_weight import as_stored
 from diffquant.quantization.roundings import rounding_named
@@ -28,7 +28,7 @@ def load(
     device: str = "cpu",
     packed: bool | None = None,
     scales: Path | str | None = None,
-) -> DiffTransformer:
+) -> CausalModel:
     """The runnable model of a checkpoint, a recipe applied.
 
     Args:
@@ -99,5 +99,5 @@ def _simulated_schemes(source: Source, recipe: Recipe | None) -> dict[str, Schem
         raise UsageError(
             f"{source.path} holds quantized weights already; give a recipe without weights, or its 16-bit original"
         )
-    recipe.check_layers(source.layers)
+    recipe.check_layers(source.architecture.target_layers)
     return {}

@@ -3,7 +3,7 @@
 It needs no torch.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -230,19 +230,21 @@ class Recipe:
         """Whether some layer's "k", "v" or "logits" takes calibrated scales."""
         return any(scheme.granularity == "static" for scheme in self.schemes_of(target))
 
-    def check_layers(self, layers: int) -> None:
+    def check_layers(self, layers: Mapping[str, Sequence[int]]) -> None:
         """Check that every override of a cache or of logits is about some layer.
+
+        Args:
+            layers: numbers of the layers that have each target.
 
         Raises:
             UsageError: some match no layer; they are named.
         """
-        names = [_layer_name(target, layer) for target in LAYER_TARGETS for layer in range(layers)]
+        names = [_layer_name(target, layer) for target in LAYER_TARGETS for layer in layers[target]]
         patterns = [pattern for pattern in self.overrides if target_of(pattern) != "weights"]
         unmatched = [pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in names)]
         if unmatched:
             raise UsageError(
-                f"overrides {', '.join(map(repr, unmatched))} match no layer; the model's are {names[0]} to "
-                f"model.layers.{layers - 1}"
+                f"overrides {', '.join(map(repr, unmatched))} match no layer; the model's are {names[0]} to {names[-1]}"
             )
 
     def _scheme_at(self, target: str, layer: int) -> Scheme:

@@ -154,7 +154,7 @@ def _write_descriptions(plan: ExportPlan, streamed: Sequence[Streamed], folder: 
     checkpoint = plan.source.checkpoint
     write_atomically(folder / "config.json", json.dumps(checkpoint.config, indent=2) + "\n")
     if plan.options.cache:
-        write_genai_config(folder, plan.adapter.config)
+        write_genai_config(folder, plan.config)
     write_manifest(folder, plan.options, _source_record(checkpoint), _tensor_records(plan, streamed))
 
 

@@ -15,7 +15,6 @@ from diffquant.evals.protocols import hellaswag
 from diffquant.evals.protocols.perplexity import reference_of, score_text
 from diffquant.evals.torch_model import TorchModel
 from diffquant.loading import load
-from diffquant.model.shapes import linear_shapes
 from diffquant.quantization.roundings import Rounder, rounding_named
 from diffquant.recipe import Recipe, RoundingSettings
 from diffquant.source.source import open_source
@@ -65,7 +64,7 @@ class Subject:
         adapter = self._source.adapter
         self._weights = {
             name: (adapter.source_name(name), self._model.get_parameter(name).data.half())
-            for name in linear_shapes(adapter.config)
+            for name in adapter.architecture.linear_shapes()
         }
         for name, (_, weight) in self._weights.items():
             self._model.get_parameter(name).data = weight.float()

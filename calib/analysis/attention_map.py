@@ -24,9 +24,8 @@ from diffquant.evals.protocols import needle
 from diffquant.evals.torch_model import TorchModel
 from diffquant.loading import load
 from diffquant.model.modeling import DiffTransformer
-from diffquant.model.walk import Walk
 from diffquant.recipe import LAYER_TARGETS, Recipe
-from diffquant.source.source import open_source
+from diffquant.source.source import Source, open_source
 from diffquant.support.code import provenance
 from diffquant.support.devices import check_device, resolve_dtype
 from diffquant.support.files import check_distinct
@@ -133,7 +132,10 @@ def map_attention(models: Sequence[Path], options: AttentionMapOptions, progress
         raise UsageError("static scales are a model's own and are not taken here; use another granularity")
     check_device(options.device)
     text = load_text(options.text)
-    attention_by_model = [_map_model(Path(model), text, options, progress) for model in models]
+    sources = [open_source(model) for model in models]
+    for source in sources:
+        source.transformer("attention-map")
+    attention_by_model = [_map_model(source, text, options, progress) for source in sources]
     settings = {
         "text": text_digest(text),
         "items_format": needle.ITEMS_FORMAT,
@@ -144,8 +146,7 @@ def map_attention(models: Sequence[Path], options: AttentionMapOptions, progress
     return AttentionMaps(attention_by_model, settings)
 
 
-def _map_model(path: Path, text: str, options: AttentionMapOptions, progress: Progress) -> ModelAttention:
-    source = open_source(path)
+def _map_model(source: Source, text: str, options: AttentionMapOptions, progress: Progress) -> ModelAttention:
     model = load(source, options.recipe, resolve_dtype(options.dtype, options.device), options.device)
     tokenizer = source.tokenizer
     items = needle.make_items_for(TorchModel(model), tokenizer, text, options.plan)
@@ -153,11 +154,11 @@ def _map_model(path: Path, text: str, options: AttentionMapOptions, progress: Pr
     for number, item in enumerate(items, 1):
         observation = attention_by_part(model, make_prompt(tokenizer, item))
         observed_at.setdefault((item.length, item.depth), []).append(observation)
-        progress(number, len(items), path.name)
+        progress(number, len(items), source.path.name)
     model.require_fired()
     places = [_mean_at(*place, observed) for place, observed in sorted(observed_at.items())]
     return ModelAttention(
-        path.name,
+        source.path.name,
         model.config.diff_spec.generation,
         source.fingerprint,
         model.recipe.to_dict(),
@@ -176,7 +177,7 @@ def attention_by_part(model: DiffTransformer, prompt: Prompt) -> tuple[Tensor, b
     Raises:
         NonFiniteError: the model computes NaN or infinity.
     """
-    walk = Walk.over(model, len(prompt.ids))
+    walk = model.walk(len(prompt.ids))
     parts = one_hot(torch.tensor(prompt.parts), len(PARTS)).double()
     x = walk.embed(torch.tensor([prompt.ids], device=model.device))
     sums_by_layer = []

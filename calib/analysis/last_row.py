@@ -9,13 +9,13 @@ from diffquant.attention.logits import from_coded, magnitudes, prepare_logits, r
 from diffquant.family.heads import HeadLayout, each_pairs_noise
 from diffquant.family.spec import DiffSpec
 from diffquant.model.cache import PackedCache
-from diffquant.model.modeling import DiffLayer
-from diffquant.model.walk import Walk, causal_logits
+from diffquant.model.modeling import DiffLayer, TransformerWalk
+from diffquant.model.walk import causal_logits
 from diffquant.numerics.logit_scales import logit_scale
 from diffquant.scheme import FULL, Scheme
 
 
-def last_weights(walk: Walk, layer: DiffLayer, x: Tensor) -> tuple[Tensor, Tensor]:
+def last_weights(walk: TransformerWalk, layer: DiffLayer, x: Tensor) -> tuple[Tensor, Tensor]:
     """Weights that the last position gives each position's value, under the model's recipe.
 
     Args:

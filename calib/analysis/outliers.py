@@ -14,8 +14,8 @@ from torch import Tensor
 
 from diffquant.calib.statistics import QUANTILE_ERROR, Largest, Magnitudes
 from diffquant.loading import load
-from diffquant.model.modeling import DiffTransformer
-from diffquant.model.walk import Walk, batches, causal_logits, visible_entries
+from diffquant.model.causal import CausalModel
+from diffquant.model.walk import batches, causal_logits, visible_entries
 from diffquant.source.source import open_source
 from diffquant.support.code import provenance
 from diffquant.support.devices import check_device, resolve_dtype
@@ -134,7 +134,7 @@ def _measure_model(path: Path, text: str, options: OutlierOptions, progress: Pro
 
 @torch.inference_mode()
 def measure_magnitudes(
-    model: DiffTransformer, ids: Tensor, batch_tokens: int = 4096, progress: Progress = silent
+    model: CausalModel, ids: Tensor, batch_tokens: int = 4096, progress: Progress = silent
 ) -> tuple[list[dict[str, Magnitude]], dict[str, Magnitude]]:
     """Magnitudes of each layer, and of all of them together.
 
@@ -144,17 +144,19 @@ def measure_magnitudes(
     Raises:
         NonFiniteError: the model computes NaN or infinity.
     """
-    walk = Walk.over(model, ids.shape[1])
+    walk = model.walk(ids.shape[1])
     tallies = [{LOGITS: _Tally(), HIDDEN: _Tally()} for _ in walk.layers]
     done = 0
     for batch in batches(ids, batch_tokens):
-        x = walk.embed(batch)
+        state = walk.embed(batch)
         for layer, tally in zip(walk.layers, tallies, strict=True):
-            q, k, _ = walk.project(layer, x)
-            for first, logits in causal_logits(q, k, model.config.diff_spec):
-                tally[LOGITS].add_causal(logits, first)
-            x = walk.run(layer, x)
-            tally[HIDDEN].add(x.float().abs())
+            projections = walk.project(layer, state)
+            if projections is not None:
+                q, k, _ = projections
+                for first, logits in causal_logits(q, k, model.config.diff_spec):
+                    tally[LOGITS].add_causal(logits, first, walk.window(layer))
+            state = walk.run(layer, state)
+            tally[HIDDEN].add(walk.hidden(state).float().abs())
         done += batch.numel()
         progress(done, ids.numel(), "reading")
     overall = {kind: _Tally() for kind in (LOGITS, HIDDEN)}
@@ -179,12 +181,14 @@ class _Tally:
         self.largest.add(magnitudes)
         self.magnitudes.add(magnitudes)
 
-    def add_causal(self, logits: Tensor, first: int) -> None:
+    def add_causal(self, logits: Tensor, first: int, window: int | None) -> None:
         """Take in a block of `causal_logits`; hidden entries become zeros that do not count."""
         magnitudes = logits.abs_().tril_(first)
+        if window is not None:
+            magnitudes.triu_(first - window + 1)
         batch, heads, queries, keys = logits.shape
         self.largest.add(magnitudes)
-        self.magnitudes.add(magnitudes, magnitudes.numel() - visible_entries(batch * heads, queries, keys))
+        self.magnitudes.add(magnitudes, magnitudes.numel() - visible_entries(batch * heads, queries, keys, window))
 
     def merge(self, other: "_Tally") -> None:
         self.largest.add(other.largest.values)

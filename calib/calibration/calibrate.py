@@ -62,6 +62,7 @@ def calibrate(
     check_device(options.device)
     text = load_text(options.text)
     source = open_source(path)
+    source.transformer("calibrate")
     tokenizer = source.tokenizer
     model = load(source, Recipe(), resolve_dtype(options.dtype, options.device), options.device)
     ids = token_windows(model, tokenizer, text, options.window, options.tokens)

@@ -34,6 +34,7 @@ def calibrate_cache(
         NonFiniteError: the model computes NaN or infinity.
     """
     source, text = open_source(path), ""
+    source.transformer("calibrate")
     if ids is None:
         text = books_text()
         ids = _prose_windows(source, text)
@@ -54,7 +55,7 @@ def _prose_windows(source: Source, text: str) -> Tensor:
         raise UsageError(
             f"a quantized KV cache is calibrated on text: {error}; put the tokenizer's files beside the weights"
         ) from error
-    config = source.adapter.config
+    config = source.architecture
     length = min(_WINDOW, config.max_position_embeddings)
     part = len(text) // _WINDOWS
     # Six characters a token and more is rare: each window reads no more of the text than it needs.

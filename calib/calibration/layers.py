@@ -7,7 +7,7 @@ from torch import Tensor
 
 from diffquant.errors import NonFiniteError
 from diffquant.model.modeling import DiffTransformer
-from diffquant.model.walk import Walk, batches
+from diffquant.model.walk import batches
 
 # A layer's rotated queries and keys and its values, [B, heads, T, width] each.
 Projections = tuple[Tensor, Tensor, Tensor]
@@ -25,7 +25,7 @@ def projected_layers(model: DiffTransformer, ids: Tensor, batch_tokens: int) -> 
     Raises:
         NonFiniteError: the model computes NaN or infinity.
     """
-    walk = Walk.over(model, ids.shape[1])
+    walk = model.walk(ids.shape[1])
     inputs = [walk.embed(batch) for batch in batches(ids, batch_tokens)]
     for number, layer in enumerate(walk.layers):
         yield [walk.project(layer, x) for x in inputs]

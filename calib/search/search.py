@@ -95,6 +95,7 @@ class Search:
         self.budget, self.options = budget, options
         self.widths = sorted(set(options.widths), reverse=True)
         self.source = open_source(path)
+        self.source.transformer("search")
         self.units = find_units(self.source, options.targets, options.granularity)
         budget.check(self.units, self.widths)
         text = load_text(options.text)

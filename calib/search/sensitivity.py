@@ -11,7 +11,6 @@ from diffquant.calib.search.products import OneDnnProducts
 from diffquant.calib.search.units import Unit, unit_at_width
 from diffquant.errors import NonFiniteError
 from diffquant.model.modeling import DiffLayer, DiffTransformer
-from diffquant.model.walk import Walk
 
 # Entries of the 16-bit model's log-probabilities in memory: 128 MB.
 _EXPECTED_ENTRIES = 1 << 25
@@ -56,7 +55,7 @@ class Sensitivity:
         started = time.monotonic()
         self.model = model
         self.positions = torch.arange(0, ids.numel(), -(-ids.numel() * model.config.vocab_size // _EXPECTED_ENTRIES))
-        self._walk = Walk.over(model, ids.shape[1])
+        self._walk = model.walk(ids.shape[1])
         self._inputs: list[Tensor] = []
         self._attention: list[Tensor] = []
         with torch.inference_mode(), OneDnnProducts():

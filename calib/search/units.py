@@ -11,7 +11,6 @@ from diffquant.errors import UsageError
 from diffquant.family.spec import DiffSpec
 from diffquant.formats.compressed_tensors import scale_dtype
 from diffquant.model.modeling import DiffTransformer
-from diffquant.model.shapes import linear_shapes
 from diffquant.quantization.plan import plan_quantization
 from diffquant.quantization.rounded_weight import as_stored
 from diffquant.quantization.roundings import Rounder
@@ -142,7 +141,7 @@ def _weight_units(source: Source, granularity: str) -> list[Unit]:
     plans = {bits: plan_quantization(source, Recipe.of(weights=f"{bits}:{granularity}")) for bits in _WIDTHS}
     stored = {bits: {tensor.name: tensor.stored_bytes for tensor in plan.tensors} for bits, plan in plans.items()}
     units = []
-    for parameter in linear_shapes(source.adapter.config):
+    for parameter in source.architecture.linear_shapes():
         stored_name = source.adapter.source_name(parameter)
         info = source.checkpoint.tensors[stored_name]
         _, _, layer, kind = parameter.removesuffix(".weight").split(".", 3)

@@ -34,7 +34,7 @@ from diffquant.support.progress import progress_for
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from diffquant.model.modeling import DiffTransformer
+    from diffquant.model.causal import CausalModel
     from diffquant.source.source import Source
     from diffquant.source.weight_source import WeightSource
 
@@ -193,7 +193,7 @@ def _rounding(settings: RoundingSettings, name: str | None, text: Path | None, t
 
 def _load(
     path: Path, recipe: Recipe | None, dtype: str | None, device: str, scales: Path | None
-) -> "tuple[DiffTransformer, PreTrainedTokenizerBase]":
+) -> "tuple[CausalModel, PreTrainedTokenizerBase]":
     from diffquant.loading import load
     from diffquant.source.ranges import check_ranges_used
     from diffquant.source.source import open_source

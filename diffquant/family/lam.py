@@ -2,6 +2,9 @@
 
 from torch import Tensor
 
+# Names of the vectors of a layer, below the module that holds them.
+LAMBDA_VECTORS = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")
+
 
 def lam_from_vectors(q1: Tensor, k1: Tensor, q2: Tensor, k2: Tensor, *, init: float) -> Tensor:
     """λ of a V1 layer: exp(λq1·λk1) - exp(λq2·λk2) + λ_init, a float32 scalar.

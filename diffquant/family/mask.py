@@ -11,16 +11,18 @@ from torch.nn.functional import pad
 
 @dataclass(frozen=True)
 class Mask:
-    """Causal order and padding of an attention, without a T x S matrix.
+    """Causal order, padding and window of an attention, without a T x S matrix.
 
     A query sees keys up to its own position; queries are the last T of the S positions. A query that is padding
     itself sees nothing, so that it enters no scale.
 
     Attributes:
         keys: validity of positions, bool [B, S], False where one is padding; None without padding.
+        window: number of newest keys that a query sees, its own included; padding does not count. None for all.
     """
 
     keys: Tensor | None = None
+    window: int | None = None
 
     @property
     def ranges(self) -> tuple[Tensor, Tensor] | None:
@@ -39,6 +41,10 @@ class Mask:
         position = torch.arange(keys.shape[1], device=keys.device)
         unbroken = (position >= starts[:, None]) & (position < ends[:, None])
         return (starts.int(), ends.int()) if torch.equal(unbroken, keys) else None
+
+    def hides_by_window(self, keys: int) -> bool:
+        """Whether some of so many keys may lie behind the window."""
+        return self.window is not None and self.window < keys
 
     def visible(self, queries: slice, length: int, keys: int, device: torch.device) -> Tensor | None:
         """Which keys a range of the queries sees.
@@ -62,8 +68,33 @@ class Mask:
             # More queries than keys: the first ones have no position, which is as padding.
             valid_queries = pad(self.keys, (max(length - keys, 0), 0))[:, -length:]
             seen = seen & valid_queries[:, None, queries, None]
+        if self.hides_by_window(keys):
+            near = self._within_window(queries, length, keys, device)
+            seen = near if seen is None else seen & near
         return seen
 
     def dense(self, length: int, keys: int, device: torch.device) -> Tensor | None:
         """Which keys each of the T queries sees, as `visible` gives it."""
         return self.visible(slice(0, length), length, keys, device)
+
+    def needed_keys(self, keys: int) -> int:
+        """Number of the newest of so many positions that a query after them may still see; all without a window."""
+        if self.window is None:
+            return keys
+        if self.keys is None:
+            return min(keys, self.window - 1)
+        # Of each sequence the newest window - 1 positions that are no padding: from the first of them on.
+        newest = self.keys & (self._places > self._places[:, -1:] - (self.window - 1))
+        spans = torch.where(newest.any(1), keys - newest.int().argmax(1), 0)
+        return int(spans.max())
+
+    @property
+    def _places(self) -> Tensor:
+        """Each position's place among those that are no padding, counted from 1, int64 [B, S]."""
+        return cast(Tensor, self.keys).cumsum(1)
+
+    def _within_window(self, queries: slice, length: int, keys: int, device: torch.device) -> Tensor:
+        """Whether a key lies less than the window before a query, bool [B or 1, 1, queries in the range, S]."""
+        places = torch.arange(keys, device=device)[None] if self.keys is None else self._places
+        of_queries = pad(places, (max(length - keys, 0), 0))[:, -length:][:, queries]
+        return (of_queries[:, :, None] - places[:, None, :] < cast(int, self.window))[:, None]

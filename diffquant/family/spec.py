@@ -1,6 +1,7 @@
 """The specification of a model's attention: which member of the differential family it is."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -111,3 +112,17 @@ class DiffSpec:
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
+
+
+def read_spec(spec: Mapping[str, Any] | None) -> DiffSpec:
+    """The attention's specification from the plain data of a config.json.
+
+    Raises:
+        CheckpointError: the specification is missing or contradicts itself.
+    """
+    if not spec:
+        raise CheckpointError("config.json has no `spec`: a diff_transformer checkpoint must describe its attention")
+    try:
+        return DiffSpec(**spec)
+    except TypeError as error:
+        raise CheckpointError(f"config.json: `spec` is not a DiffSpec: {error}") from error

@@ -38,6 +38,8 @@ def call_refusal(call: AttentionCall) -> str | None:
         return "the kernel has no backward pass; call it under torch.no_grad()"
     if call.signals_per_noise > 1:
         return f"{call.signals_per_noise} pairs share a noise head; the kernel takes one a pair: `expanded` gives it"
+    if call.mask.hides_by_window(call.keys):
+        return f"the kernel has no window, and queries see {call.mask.window} of {call.keys} keys"
     if call.mask.keys is not None and call.mask.ranges is None:
         return "the padding mask has holes; the kernels take one range of keys a sequence"
     return None

@@ -1,20 +1,23 @@
 """A model's architecture as plain data: importing transformers takes longer than most work on checkpoints."""
 
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
-from diffquant.errors import CheckpointError
 from diffquant.family.spec import DiffSpec
+
+if TYPE_CHECKING:
+    from diffquant.model.causal import CausalModel
+
+Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Architecture:
-    """Sizes of a decoder-only model, as Llama names them, and the `DiffSpec` of its attention.
+class Architecture(ABC):
+    """A decoder-only model: its sizes as Llama names them, its parameters, and the class that runs it.
 
     Attributes:
-        rope_parameters: rotary settings as transformers standardizes them: "rope_type", "rope_theta" and what else
-            the type takes.
         diff_spec: specification of the attention.
     """
 
@@ -28,26 +31,38 @@ class Architecture:
     hidden_act: str
     max_position_embeddings: int
     initializer_range: float
-    rms_norm_eps: float
     pad_token_id: int | None
     bos_token_id: int | None
     eos_token_id: int | list[int] | None
     tie_word_embeddings: bool
-    attention_bias: bool
-    mlp_bias: bool
-    rope_parameters: Mapping[str, Any]
     diff_spec: DiffSpec
 
+    @abstractmethod
+    def new_model(self) -> "CausalModel":
+        """A model with parameters as they are before any training; only here transformers is imported."""
 
-def read_spec(spec: Mapping[str, Any] | None) -> DiffSpec:
-    """The attention's specification from the plain data of a config.json.
+    @abstractmethod
+    def parameter_shapes(self) -> dict[str, Shape]:
+        """Shape of each parameter, by full name; a tied head is not one."""
 
-    Raises:
-        CheckpointError: the specification is missing or contradicts itself.
-    """
-    if not spec:
-        raise CheckpointError("config.json has no `spec`: a diff_transformer checkpoint must describe its attention")
-    try:
-        return DiffSpec(**spec)
-    except TypeError as error:
-        raise CheckpointError(f"config.json: `spec` is not a DiffSpec: {error}") from error
+    @abstractmethod
+    def linear_shapes(self) -> dict[str, Shape]:
+        """Shape [out, in] of each linear weight that a recipe's `weights` applies to, by full name."""
+
+    @property
+    @abstractmethod
+    def layer_kinds(self) -> Sequence[str]:
+        """What each layer mixes its tokens by."""
+
+    @property
+    @abstractmethod
+    def target_layers(self) -> Mapping[str, Sequence[int]]:
+        """Numbers of the layers that have each of `recipe.LAYER_TARGETS`: logits, or keys and values of their own."""
+
+    @abstractmethod
+    def attention_name(self, layer: int) -> str:
+        """Full name of the module that holds a layer's λ."""
+
+    def is_wide(self, parameter: str) -> bool:  # noqa: ARG002  none is, unless an architecture says so
+        """Whether a parameter stays in float32 where the model is in a half type."""
+        return False

@@ -1,4 +1,4 @@
-"""The attention module that a `DiffSpec` describes: projections seen as heads, rotary embedding, λ, cache, the norm.
+"""The attention modules that a `DiffSpec` describes: λ, the maps and the norm, and a Transformer's projections.
 
 Parameters keep the row order of the checkpoint they came from; the spec's `layout` says how to see heads in it.
 """
@@ -11,68 +11,102 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from diffquant.attention import LogitMeter, attend
 from diffquant.family.heads import HeadLayout
-from diffquant.family.lam import lam_from_vectors
+from diffquant.family.lam import LAMBDA_VECTORS, lam_from_vectors
 from diffquant.family.mask import Mask
 from diffquant.family.norm import PairNorm
+from diffquant.family.spec import DiffSpec
 from diffquant.model.config import DiffTransformerConfig
 from diffquant.model.fused_cache import FusedCache
-from diffquant.model.shapes import LAMBDA_VECTORS
 from diffquant.scheme import FULL
 
 
-class DiffAttention(nn.Module):
-    """Differential attention of a layer, from its Q, K and V projections to its output projection."""
+class PairAttention(nn.Module):
+    """Attention of a layer between heads that are projected already: λ, logits under a recipe, and the norm of a pair.
 
-    def __init__(self, config: DiffTransformerConfig, layer: int) -> None:
+    Attributes:
+        layer: number of the layer among all layers.
+        backend: name of the backend that computes it, or "auto".
+        logits: scheme of the logits.
+        logit_ranges: ranges of a static scheme.
+        meter: counter of what is rounded.
+    """
+
+    def __init__(self, spec: DiffSpec, layer: int) -> None:
         super().__init__()
-        self.spec = spec = config.diff_spec
+        self.spec = spec
         self.layout: HeadLayout = spec.layout
         self.layer = layer
         self.backend = "auto"
         self.logits = FULL
         self.logit_ranges: Tensor | None = None
         self.meter = LogitMeter()
+        if spec.lam == "exp":
+            for name in LAMBDA_VECTORS:
+                self.register_parameter(name, nn.Parameter(torch.empty(spec.head_dim)))
+        if spec.post_norm == "affine":
+            self.subln = LlamaRMSNorm(spec.value_dim, spec.post_norm_eps)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, lam: Tensor | None, mask: Mask) -> Tensor:
+        """Output [B, T, h·dv] of queries [B, query heads, T, d] over keys [B, key heads, S, d] and their values."""
+        y = attend(
+            self.layout.query_maps(q),
+            self.layout.key_maps(k),
+            v,
+            lam,
+            scale=self.spec.scale,
+            mask=mask,
+            logits=self.logits,
+            meter=self.meter,
+            post=self.post(),
+            ranges=self.logit_ranges,
+            backend=self.backend,
+        )
+        return y.transpose(1, 2).flatten(2)
+
+    def scalar_lam(self) -> Tensor:
+        """λ of a V1 layer, a float32 scalar."""
+        vectors = (getattr(self, name) for name in LAMBDA_VECTORS)
+        return lam_from_vectors(*vectors, init=self.spec.lam_init(self.layer))
+
+    def post(self) -> PairNorm | None:
+        """Norm over a pair's output, with its factor 1 - λ_init; None without one."""
+        spec = self.spec
+        if spec.post_norm == "none":
+            return None
+        weight = self.subln.weight if spec.post_norm == "affine" else None
+        return PairNorm(spec.post_norm_eps, weight, spec.post_factor(self.layer))
+
+
+class DiffAttention(PairAttention):
+    """Differential attention of a layer, from its Q, K and V projections to its output projection."""
+
+    def __init__(self, config: DiffTransformerConfig, layer: int) -> None:
+        spec = config.diff_spec
+        super().__init__(spec, layer)
         width, bias = config.hidden_size, config.attention_bias
         self.q_proj = nn.Linear(width, self.layout.height("q_proj"), bias=bias)
         self.k_proj = nn.Linear(width, self.layout.height("k_proj"), bias=bias)
         self.v_proj = nn.Linear(width, self.layout.height("v_proj"), bias=bias)
         self.o_proj = nn.Linear(spec.pairs * spec.value_dim, width, bias=bias)
-        if spec.lam == "exp":
-            for name in LAMBDA_VECTORS:
-                self.register_parameter(name, nn.Parameter(torch.empty(spec.head_dim)))
         if spec.lam == "sigmoid":
             self.lambda_proj = nn.Linear(width, spec.pairs, bias=False)
-        if spec.post_norm == "affine":
-            self.subln = LlamaRMSNorm(spec.value_dim, spec.post_norm_eps)
 
     def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], mask: Mask, cache: Cache | None) -> Tensor:
         """Output [B, T, D] for an input x [B, T, D]; `rotary` is cos and sin, [B or 1, T, d]."""
-        spec = self.spec
         q, k, v = self.project(x, rotary)
-        queries, lam, post = self.layout.query_maps(q), self.lam(x), self.post()
-        if cache is not None and mask.keys is not None:
-            # A token block's absmax must not see padding.
-            k = k.masked_fill(~mask.keys[:, None, -x.shape[1] :, None], 0.0)
+        lam = self.lam(x)
+        if cache is not None:
+            k = without_padding(k, mask)
         y = None
         if isinstance(cache, FusedCache) and self.backend == "auto" and not self.logits.quantizes:
-            y = cache.attend(self.layer, queries, k, v, lam, scale=spec.scale, mask=mask, post=post)
+            queries, post = self.layout.query_maps(q), self.post()
+            fused = cache.attend(self.layer, queries, k, v, lam, scale=self.spec.scale, mask=mask, post=post)
+            y = None if fused is None else fused.transpose(1, 2).flatten(2)
         if y is None:
             if cache is not None:
                 k, v = cache.update(k, v, self.layer)
-            y = attend(
-                queries,
-                self.layout.key_maps(k),
-                v,
-                lam,
-                scale=spec.scale,
-                mask=mask,
-                logits=self.logits,
-                meter=self.meter,
-                post=post,
-                ranges=self.logit_ranges,
-                backend=self.backend,
-            )
-        out: Tensor = self.o_proj(y.transpose(1, 2).flatten(2))
+            y = self.attend(q, k, v, lam, mask)
+        out: Tensor = self.o_proj(y)
         return out
 
     def project(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
@@ -84,19 +118,15 @@ class DiffAttention(nn.Module):
     def lam(self, x: Tensor) -> Tensor | None:
         """λ in float32 for an input x: a scalar (V1), [B, h, T, 1] (V2), None for a plain Transformer."""
         if self.spec.lam == "exp":
-            vectors = (getattr(self, name) for name in LAMBDA_VECTORS)
-            return lam_from_vectors(*vectors, init=self.spec.lam_init(self.layer))
+            return self.scalar_lam()
         if self.spec.lam == "sigmoid":
             return linear(x.float(), self.lambda_proj.weight.float()).sigmoid().transpose(1, 2).unsqueeze(-1)
         return None
 
-    def post(self) -> PairNorm | None:
-        """Norm over a pair's output, with its factor 1 - λ_init; None without one."""
-        spec = self.spec
-        if spec.post_norm == "none":
-            return None
-        weight = self.subln.weight if spec.post_norm == "affine" else None
-        return PairNorm(spec.post_norm_eps, weight, spec.post_factor(self.layer))
+
+def without_padding(k: Tensor, mask: Mask) -> Tensor:
+    """New keys [B, H, T, d] with zeros where they are padding, which a block's absmax must not see."""
+    return k if mask.keys is None else k.masked_fill(~mask.keys[:, None, -k.shape[2] :, None], 0.0)
 
 
 def rotate(x: Tensor, rotary: tuple[Tensor, Tensor], style: str) -> Tensor:

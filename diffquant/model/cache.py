@@ -76,6 +76,31 @@ class PackedStates:
         if tokens > from_recent:
             self._crop_packed(tokens - from_recent)
 
+    def forget_oldest(self, tokens: int) -> None:
+        """Forget the oldest `tokens` tokens; those that stay keep their codes, and the scales that they share."""
+        if self.recent is None or tokens <= 0:
+            return
+        from_packed = 0 if self.words is None else min(tokens, self.words.shape[2])
+        if self.words is not None and from_packed:
+            self.words = self.words[:, :, from_packed:].clone()
+            scales = self._forget_blocks(from_packed) if self.scheme.granularity == "column" else from_packed
+            self.scales = None if self.scales is None else self.scales[:, :, scales:].clone()
+        if tokens > from_packed:
+            self.recent = self.recent[:, :, tokens - from_packed :].clone()
+
+    def _forget_blocks(self, tokens: int) -> int:
+        """Number of blocks that go with the oldest `tokens` tokens; one that goes in part gets shorter."""
+        blocks = 0
+        while tokens:
+            length = self.block_lengths[0]
+            if length > tokens:
+                self.block_lengths[0] = length - tokens
+                return blocks
+            self.block_lengths.pop(0)
+            tokens -= length
+            blocks += 1
+        return blocks
+
     def replace_tensors(self, change: Callable[[Tensor], Tensor]) -> None:
         """Replace every stored tensor, all of which have the batch first."""
         self.recent, self.words, self.scales = (

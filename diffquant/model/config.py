@@ -1,12 +1,10 @@
 """The configuration of a DiffTransformer, as transformers keeps one."""
 
-from dataclasses import fields
-from typing import Any, Self
+from typing import Any
 
 from transformers import PreTrainedConfig
 
-from diffquant.family.spec import DiffSpec
-from diffquant.model.architecture import Architecture, read_spec
+from diffquant.family.spec import DiffSpec, read_spec
 
 
 class DiffTransformerConfig(PreTrainedConfig):
@@ -39,13 +37,6 @@ class DiffTransformerConfig(PreTrainedConfig):
     attention_bias: bool = False
     mlp_bias: bool = False
     spec: dict[str, Any] | None = None
-
-    @classmethod
-    def of(cls, architecture: Architecture) -> Self:
-        """Configuration of a model that an adapter describes."""
-        values = {field.name: getattr(architecture, field.name) for field in fields(architecture)}
-        spec: DiffSpec = values.pop("diff_spec")
-        return cls(**values | {"rope_parameters": dict(architecture.rope_parameters), "spec": spec.to_dict()})
 
     @property
     def diff_spec(self) -> DiffSpec:

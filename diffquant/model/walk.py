@@ -1,57 +1,53 @@
-"""A walk through a model layer by layer: each layer's input, its rotated queries and keys, and its values."""
+"""A walk through a model layer by layer: each layer's input, its queries and keys, and its values."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import cast
+from typing import Generic, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from diffquant.family.mask import Mask
 from diffquant.family.spec import DiffSpec
-from diffquant.model.modeling import DiffLayer, DiffTransformer
+
+# What goes from layer to layer.
+State = TypeVar("State")
 
 # Logits computed at once; the blocks of a long sequence stay in a CPU's cache.
 _BLOCK_ENTRIES = 1 << 21
 CAUSAL = Mask()
 
 
-@dataclass(frozen=True)
-class Walk:
-    """A model's layers over sequences [B, T] of one length without padding.
-
-    Attributes:
-        model: model that is walked through.
-        rotary: cosines and sines of the positions, [1, T, d] each.
-    """
-
-    model: DiffTransformer
-    rotary: tuple[Tensor, Tensor]
-
-    @classmethod
-    def over(cls, model: DiffTransformer, length: int) -> "Walk":
-        positions = torch.arange(length, device=model.device)[None]
-        like = torch.empty(0, dtype=model.dtype, device=model.device)
-        return cls(model, model.model.rotary_emb(like, position_ids=positions))
+class Walk(ABC, Generic[State]):
+    """A model's layers over sequences [B, T] of one length without padding."""
 
     @property
-    def layers(self) -> list[DiffLayer]:
-        return [cast(DiffLayer, layer) for layer in self.model.model.layers]
+    @abstractmethod
+    def layers(self) -> Sequence[nn.Module]:
+        """The layers in order."""
 
-    def embed(self, ids: Tensor) -> Tensor:
-        """Input [B, T, D] of the first layer."""
-        x: Tensor = self.model.model.embed_tokens(ids)
-        return x
+    @abstractmethod
+    def embed(self, ids: Tensor) -> State:
+        """Input of the first layer, for token ids [B, T]."""
 
-    def run(self, layer: DiffLayer, x: Tensor) -> Tensor:
-        """Output [B, T, D] of a layer under the model's recipe."""
-        cache = self.model.new_cache() if self.model.model.has_quantized_cache else None
-        y: Tensor = layer(x, self.rotary, CAUSAL, cache)
-        return y
+    @abstractmethod
+    def hidden(self, state: State) -> Tensor:
+        """Hidden states [B, T, D] among what goes from layer to layer."""
 
-    def project(self, layer: DiffLayer, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Rotated queries and keys, and values, of a layer, as `DiffAttention.project` gives them."""
-        return layer.self_attn.project(layer.input_layernorm(x), self.rotary)
+    @abstractmethod
+    def run(self, layer: nn.Module, state: State) -> State:
+        """Output of a layer under the model's recipe."""
+
+    @abstractmethod
+    def project(self, layer: nn.Module, state: State) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Queries, keys and values of a layer's attention as it reads them; None where a layer has no attention.
+
+        Each is [B, heads, T, width], rotated where the model rotates, signal heads before noise heads.
+        """
+
+    def window(self, layer: nn.Module) -> int | None:  # noqa: ARG002  most models have none
+        """Number of newest keys that a layer's queries see; None for all."""
+        return None
 
 
 def causal_logits(q: Tensor, k: Tensor, spec: DiffSpec, start: int = 0) -> Iterator[tuple[int, Tensor]]:
@@ -65,7 +61,7 @@ def causal_logits(q: Tensor, k: Tensor, spec: DiffSpec, start: int = 0) -> Itera
 
     Yields:
         The position n of a block's first query, and its logits [B, query heads, R, S] against the S = n + R first
-        keys: the entry of query r and key s is hidden where s > n + r.
+        keys: the entry of query r and key s is hidden where s > n + r, or behind a window.
     """
     batch, heads, length, _ = q.shape
     keys = _keys_of_maps(k, spec)
@@ -76,10 +72,10 @@ def causal_logits(q: Tensor, k: Tensor, spec: DiffSpec, start: int = 0) -> Itera
         yield first, products.mul_(spec.scale)
 
 
-def visible_entries(heads: int, rows: int, keys: int) -> int:
+def visible_entries(heads: int, rows: int, keys: int, window: int | None = None) -> int:
     """Number of logits that the last `rows` queries of `keys` positions see, over heads."""
-    hidden = rows * (rows - 1) // 2
-    return heads * (rows * keys - hidden)
+    seen = range(keys - rows + 1, keys + 1)
+    return heads * sum(min(count, window or count) for count in seen)
 
 
 def batches(ids: Tensor, tokens: int) -> Sequence[Tensor]:

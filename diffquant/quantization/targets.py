@@ -39,7 +39,8 @@ def targets_of(source: Source | WeightSource) -> Targets:
     if isinstance(source, WeightSource):
         is_tied = bool(source.checkpoint.config.get("tie_word_embeddings"))
         return Targets(source.weights, set(source.linears), is_tied)
-    matrices = [name for name, shape in source.adapter.source_shapes().items() if len(shape) == 2]
+    shapes = source.adapter.source_shapes()
+    matrices = [name for name, shape in shapes.items() if len(shape) == 2 and name.endswith(".weight")]
     linears = {name.removesuffix(".weight") for name in source.adapter.source_linears()}
     weights = {name.removesuffix(".weight"): name for name in matrices}
     return Targets(weights, linears, source.adapter.architecture.tie_word_embeddings)

@@ -5,16 +5,14 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from diffquant.errors import NonFiniteError
 from diffquant.formats.compressed_tensors import PACKED, SCALE, SHAPE, unpack_weight
 from diffquant.kernels.arguments import HALF_TYPES
 from diffquant.kernels.linear.repack import PackedWeight, group_refusal, repack
-from diffquant.model.adapters import Adapter
-from diffquant.model.modeling import DiffTransformer
+from diffquant.model.architecture import Architecture
+from diffquant.model.causal import CausalModel
 from diffquant.model.quantized_linear import QuantizedLinear
-from diffquant.model.shapes import linear_shapes, parameter_shapes
 from diffquant.numerics import check_finite
 from diffquant.scheme import Scheme
 from diffquant.source.source import Source
@@ -34,7 +32,7 @@ def build_model(
     device: str = "cpu",
     packed: bool | None = None,
     rewrite: Rewrite = as_it_is,
-) -> DiffTransformer:
+) -> CausalModel:
     """The model of a checkpoint, with its cache and logits at 16 bits.
 
     Args:
@@ -44,20 +42,21 @@ def build_model(
     Raises:
         NonFiniteError: a parameter holds NaN or infinity.
     """
-    adapter = source.adapter
-    model = _empty_model(adapter)
+    adapter, architecture = source.adapter, source.architecture
+    model = _empty_model(architecture)
     dtype = dtype or source.checkpoint.tensors[adapter.source_name("model.embed_tokens.weight")].dtype
     if packed is None:
         packed = torch.device(device).type == "cuda" and dtype in HALF_TYPES
     packed_schemes = _packable_schemes(source) if packed else {}
     state: dict[str, Tensor] = {}
-    for name in parameter_shapes(adapter.config):
+    for name in architecture.parameter_shapes():
         if name in packed_schemes:
             weight = _packed_weight(source, name, packed_schemes[name], dtype, device)
             state |= _install(model, name.removesuffix(".weight"), weight)
         else:
-            state[name] = _in_dtype(_parameter(source, name, rewrite).to(device), dtype, name)
-    if adapter.config.tie_word_embeddings:
+            wanted = torch.float32 if dtype in HALF_TYPES and architecture.is_wide(name) else dtype
+            state[name] = _in_dtype(_parameter(source, name, rewrite).to(device), wanted, name)
+    if architecture.tie_word_embeddings:
         state["lm_head.weight"] = state["model.embed_tokens.weight"]
     model.load_state_dict(state, assign=True)
     model.tie_weights()
@@ -65,20 +64,20 @@ def build_model(
     return model
 
 
-def _empty_model(adapter: Adapter) -> DiffTransformer:
-    """The model without storage, but for the rotary tables, which no checkpoint holds."""
+def _empty_model(architecture: Architecture) -> CausalModel:
+    """The model without storage, but for what no checkpoint holds."""
     with torch.device("meta"):
-        model = DiffTransformer(adapter.config)
-    model.model.rotary_emb = LlamaRotaryEmbedding(adapter.config)
+        model = architecture.new_model()
+    model.make_tables()
     return model
 
 
 def _packable_schemes(source: Source) -> dict[str, Scheme]:
-    """Scheme of each of the layers' packed weights that kernels read as they are, by DiffTransformer's name."""
+    """Scheme of each of the layers' packed weights that kernels read as they are, by the model's name."""
     adapter = source.adapter
     schemes = {
         name: source.packed.get(adapter.source_name(name).removesuffix(".weight"))
-        for name in linear_shapes(adapter.config)
+        for name in adapter.architecture.linear_shapes()
     }
     return {name: scheme for name, scheme in schemes.items() if scheme and not group_refusal(scheme.size or 0)}
 
@@ -94,7 +93,7 @@ def _packed_weight(source: Source, name: str, scheme: Scheme, dtype: torch.dtype
     return repack(words.to(device), scale.to(device), scheme.bits, int(shape[1]), dtype)
 
 
-def _install(model: DiffTransformer, name: str, weight: PackedWeight) -> dict[str, Tensor]:
+def _install(model: CausalModel, name: str, weight: PackedWeight) -> dict[str, Tensor]:
     """Put a packed layer where a model has a Linear, and give its buffers by full name."""
     layer = QuantizedLinear(weight, cast(nn.Linear, model.get_submodule(name)).bias)
     model.set_submodule(name, layer)

@@ -8,7 +8,7 @@ from diffquant.errors import CheckpointError
 from diffquant.formats.compressed_tensors import PACKED, SHAPE, packed_modules, packed_shapes, read_schemes
 from diffquant.formats.reader import Checkpoint, TensorInfo
 from diffquant.model.adapters import Adapter
-from diffquant.model.shapes import Shape
+from diffquant.model.architecture import Shape
 from diffquant.scheme import Scheme
 
 _HEAD = "lm_head.weight"

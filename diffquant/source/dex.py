@@ -58,7 +58,7 @@ class DexCheckpoint(Checkpoint):
         self._blocks = [f"model.layers.{layer}.self_attn" for layer in range(architecture.num_hidden_layers)]
         self._check()
         self.tensors = {name: self._info(name, info) for name, info in stored.tensors.items() if _PART not in name}
-        if not architecture.attention_bias and any(self._bias(block) is not None for block in self._blocks):
+        if not self.config.get("attention_bias") and any(self._bias(block) is not None for block in self._blocks):
             self.config["attention_bias"] = True
             self.tensors |= self._added_biases
 

@@ -14,6 +14,8 @@ from diffquant.family.spec import DiffSpec
 from diffquant.formats.opening import open_checkpoint
 from diffquant.formats.reader import Checkpoint
 from diffquant.model.adapters import Adapter, adapter_for
+from diffquant.model.architecture import Architecture
+from diffquant.model.transformer import TransformerArchitecture
 from diffquant.recipe import Recipe
 from diffquant.scheme import Scheme
 from diffquant.source.check import check_tensors
@@ -30,7 +32,7 @@ class Source:
 
     Attributes:
         checkpoint: reader of its config and tensors.
-        adapter: translation of its names and head layout into DiffTransformer's.
+        adapter: translation of its names and head layout into those of the model that runs it.
         packed: scheme of each module whose weight is stored packed, by the checkpoint's own names; empty for a
             16-bit checkpoint.
         state: state of its files when it was opened.
@@ -51,12 +53,30 @@ class Source:
         return str(self.checkpoint.config["model_type"])
 
     @property
+    def architecture(self) -> Architecture:
+        return self.adapter.architecture
+
+    @property
     def spec(self) -> DiffSpec:
-        return self.adapter.architecture.diff_spec
+        return self.architecture.diff_spec
 
     @property
     def layers(self) -> int:
-        return self.adapter.architecture.num_hidden_layers
+        return self.architecture.num_hidden_layers
+
+    def transformer(self, verb: str) -> TransformerArchitecture:
+        """The architecture, for a verb that takes a DiffTransformer alone.
+
+        Raises:
+            CheckpointError: it is another, which the verb does not take.
+        """
+        if isinstance(self.architecture, TransformerArchitecture):
+            return self.architecture
+        kinds = ", ".join(dict.fromkeys(self.architecture.layer_kinds))
+        raise CheckpointError(
+            f"{self.path} is a {self.model_type} model with layers of {kinds}: {verb} does not take it yet; inspect, "
+            "quantize, generate, eval, sweep and outliers do"
+        )
 
     @property
     def weights(self) -> int:
@@ -123,7 +143,7 @@ class Source:
         return CheckpointError(f"{self.path} changed while it was in use; run the same command again")
 
     def read(self, parameter: str) -> Tensor:
-        """A DiffTransformer parameter's data as the checkpoint stores it."""
+        """A parameter's data as the checkpoint stores it, by the model's name."""
         return self.checkpoint.read(self.adapter.source_name(parameter))
 
 

@@ -13,7 +13,7 @@ from diffquant.evals.task import Task
 from diffquant.evals.task_result import TaskResult
 from diffquant.evals.torch_model import TorchModel
 from diffquant.loading import load
-from diffquant.model.modeling import DiffTransformer
+from diffquant.model.causal import CausalModel
 from diffquant.quantization.roundings import rounding_named, text_read_digest
 from diffquant.recipe import LAYER_TARGETS, Recipe
 from diffquant.source.source import Source
@@ -114,7 +114,7 @@ class CheckpointSession:
     """A checkpoint under measurement; of two models with different weights the earlier is let go before the next."""
 
     subject: CheckpointSubject
-    _loaded: DiffTransformer | None = None
+    _loaded: CausalModel | None = None
     _references: dict[str, States | None] = field(default_factory=dict)
     _weight_bytes: dict[str, int] = field(default_factory=dict)
 
@@ -142,7 +142,7 @@ class CheckpointSession:
             commit(),
         )
 
-    def model(self, recipe: Recipe | None) -> DiffTransformer:
+    def model(self, recipe: Recipe | None) -> CausalModel:
         """The model under a recipe, read again only where the weights differ; under its own where there is none."""
         wanted = self.subject.source.recipe if recipe is None else recipe
         if self._loaded is None or weights_of(self._loaded.recipe) != weights_of(wanted):

@@ -2,8 +2,8 @@
 
 import torch
 
-from diffquant.model.cache import PackedCache, PackedStates
-from diffquant.model.modeling import DiffTransformer
+from diffquant.model.cache import PackedStates
+from diffquant.model.causal import CausalModel
 from diffquant.quantization.plan import plan_quantization
 from diffquant.recipe import Recipe
 from diffquant.report.sizes import bytes_at_16_bits
@@ -31,17 +31,19 @@ def state_bytes_per_token(scheme: Scheme, heads: int, width: int) -> float:
     return states.nbytes / _KV_TOKENS
 
 
-def kv_bytes_per_token(model: DiffTransformer) -> float:
-    """Bytes that the recipe's cache holds for a token of one sequence, over 1,024 tokens of 16-bit states."""
-    spec, layers = model.config.diff_spec, model.config.num_hidden_layers
-    # Not the model's own kind of cache: on CUDA that one has room for tokens to come.
-    cache = PackedCache(model.recipe, layers, model.model.ranges)
+def kv_bytes_per_token(model: CausalModel) -> float:
+    """Bytes of keys and values that the recipe's cache holds for a token of one sequence, over 1,024 tokens of 16 bits.
+
+    Layers that see a window hold no more than that; states of recurrent layers do not count, since no token adds to
+    them.
+    """
+    spec = model.config.diff_spec
     keys = torch.zeros(1, spec.key_heads, _KV_TOKENS, spec.head_dim, dtype=torch.bfloat16)
     values = torch.zeros(1, spec.kv_pairs, _KV_TOKENS, spec.value_dim, dtype=torch.bfloat16)
     cache_bytes = 0
-    for layer in range(layers):
+    for layer in model.stored_layers():
         # One layer's states at a time, so that a 16-bit cache of many layers is never held whole.
-        cache.update(keys, values, layer)
-        cache_bytes += cache.layers[layer].nbytes
-        cache.layers[layer].reset()
+        layer.update(keys, values)
+        cache_bytes += layer.nbytes
+        layer.reset()
     return cache_bytes / _KV_TOKENS

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from diffquant.family.lam import LAMBDA_VECTORS
 from diffquant.family.spec import DiffSpec
 from diffquant.model.config import DiffTransformerConfig
 from diffquant.model.modeling import DiffTransformer
-from diffquant.model.shapes import LAMBDA_VECTORS
 
 # Standard deviation of V1's λ vectors (arXiv 2410.05258, section 2.1).
 _LAMBDA_STD = 0.1

@@ -15,9 +15,8 @@ from diffquant.export.graph.op import DOMAIN, GATES, NAME, VERSION, OpAttributes
 from diffquant.export.graph.plan import EMBEDDING, HEAD, ExportPlan, key_width
 from diffquant.export.graph.streaming import Streamed, place
 from diffquant.export.options import IR_VERSION
-from diffquant.family.lam import lam_from_vectors
+from diffquant.family.lam import LAMBDA_VECTORS, lam_from_vectors
 from diffquant.model.mlp import activation_named
-from diffquant.model.shapes import LAMBDA_VECTORS
 
 PAST = "past_key_values.{layer}.{part}"
 PRESENT = "present.{layer}.{part}"
@@ -47,7 +46,7 @@ class _Decoder:
     def __init__(self, plan: ExportPlan, scales: Mapping[int, Scales]) -> None:
         self.plan = plan
         self.spec = plan.spec
-        self.config = plan.adapter.config
+        self.config = plan.config
         self.options = plan.options
         self.scales = scales
         self.graph = Graph(_KINDS[plan.options.dtype])

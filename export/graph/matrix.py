@@ -140,7 +140,7 @@ def read_vector(source: Source, name: str) -> Tensor:
 
 def row_order(adapter: Adapter, name: str) -> Tensor | None:
     """The checkpoint's row at each exported row of a parameter; None where no row moves."""
-    return adapter.rows_as(op_layout(adapter.config.diff_spec), name)
+    return adapter.rows_as(op_layout(adapter.architecture.diff_spec), name)
 
 
 def op_layout(spec: DiffSpec) -> HeadLayout:

@@ -12,7 +12,8 @@ from diffquant.export.graph.matrix import Matrix, read_matrix, read_vector
 from diffquant.export.options import ExportOptions
 from diffquant.family.spec import DiffSpec
 from diffquant.model.adapters import Adapter
-from diffquant.model.shapes import Shape, linear_shapes, parameter_shapes
+from diffquant.model.architecture import Shape
+from diffquant.model.config import DiffTransformerConfig
 from diffquant.scheme import FULL, Scheme
 from diffquant.source.source import Source
 
@@ -38,14 +39,18 @@ class ExportPlan:
         return self.source.adapter
 
     @property
+    def config(self) -> DiffTransformerConfig:
+        return self.source.transformer("export").config
+
+    @property
     def spec(self) -> DiffSpec:
         return self.source.spec
 
     @cached_property
     def matrices(self) -> dict[str, Matrix]:
         """Every linear's weight, the embedding and the head, by DiffTransformer's names."""
-        ends = [EMBEDDING] if self.adapter.config.tie_word_embeddings else [EMBEDDING, HEAD]
-        linears = {name: self._matrix(name, self.options.weights) for name in linear_shapes(self.adapter.config)}
+        ends = [EMBEDDING] if self.config.tie_word_embeddings else [EMBEDDING, HEAD]
+        linears = {name: self._matrix(name, self.options.weights) for name in self.source.architecture.linear_shapes()}
         return linears | {name: self._matrix(name, self._end_scheme) for name in ends}
 
     def small_matrix(self, name: str) -> Tensor:
@@ -60,14 +65,14 @@ class ExportPlan:
 
     @cached_property
     def _shapes(self) -> dict[str, Shape]:
-        return parameter_shapes(self.adapter.config)
+        return self.source.architecture.parameter_shapes()
 
     @property
     def _end_scheme(self) -> Scheme:
         """Scheme of a plain embedding and head: 8 bits where asked for, whatever the linears are."""
         if self.options.embed_bits == 16:
             return FULL
-        width = self.adapter.config.hidden_size
+        width = self.config.hidden_size
         group = next((size for size in (128, 64, 32, 16) if width % size == 0), None)
         return Scheme(8, "group", group) if group else Scheme(8, "row")
 
@@ -97,7 +102,7 @@ def plan_export(source: Source, options: ExportOptions) -> ExportPlan:
 
 
 def _problems(source: Source, options: ExportOptions) -> list[str]:
-    config, spec = source.adapter.config, source.spec
+    config, spec = source.transformer("export").config, source.spec
     problems = []
     if config.hidden_act not in EMITTED:
         problems.append(f"its activation {config.hidden_act!r} is not {' or '.join(EMITTED)}")

@@ -91,7 +91,7 @@ class OnnxLanguageModel(LanguageModel):
     def __init__(self, runtime: OnnxModel) -> None:
         self.runtime = runtime
         # The config of the checkpoint that it was exported from.
-        self._config = adapter_for(read_json(runtime.folder / "config.json")).config
+        self._config = adapter_for(read_json(runtime.folder / "config.json")).architecture
 
     @property
     def device(self) -> torch.device:

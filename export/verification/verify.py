@@ -66,6 +66,7 @@ def verify(folder: Path, source: Path | str | Source, tolerance: float | None = 
         ToleranceError: something differs by more than rounding explains; its `report` is the Verification.
     """
     folder, source = Path(folder), open_source(source)
+    source.transformer("verify")
     manifest = read_manifest(folder)
     check_unchanged(folder, manifest)
     _check_source(manifest, source)

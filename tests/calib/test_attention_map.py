@@ -20,7 +20,6 @@ from diffquant.loading import load
 from diffquant.model.adapters import adapter_for
 from diffquant.model.config import DiffTransformerConfig
 from diffquant.model.modeling import DiffTransformer
-from diffquant.model.walk import Walk
 from diffquant.recipe import Recipe
 from diffquant.scheme import Scheme
 from diffquant.source.tokenizer import load_tokenizer
@@ -85,7 +84,7 @@ RECIPES += [{"logits": "3:tensor"}, {"logits": "3:tensor:shift"}, {"logits": "4:
 def test_the_weights_give_the_models_own_output(make, recipe):
     model, ids = make(), random_ids(1, LENGTH)
     model.apply_recipe(Recipe.of(**recipe))
-    walk = Walk.over(model, LENGTH)
+    walk = model.walk(LENGTH)
     x = walk.embed(ids)
     layer = walk.layers[0]
     attended = []

@@ -19,7 +19,7 @@ from diffquant.errors import CheckpointError, UsageError
 from diffquant.family.call import AttentionCall
 from diffquant.family.mask import Mask
 from diffquant.model.cache import PackedStates
-from diffquant.model.walk import Walk
+from diffquant.model.modeling import TransformerWalk
 from diffquant.recipe import LAYER_TARGETS, Recipe
 from diffquant.scheme import Scheme
 from diffquant.source.ranges import Ranges, read_any_ranges, write_ranges
@@ -84,9 +84,9 @@ def test_no_position_exceeds_the_range_of_a_rotated_key(make):
     spec = model.config.diff_spec
 
     def keys(offset):
-        walk = Walk.over(model, 16 + offset)
+        walk = model.walk(16 + offset)
         rotary = tuple(table[:, offset:] for table in walk.rotary)
-        _, k, _ = Walk(model, rotary).project(walk.layers[0], walk.embed(ids))
+        _, k, _ = TransformerWalk(model, rotary).project(walk.layers[0], walk.embed(ids))
         return k.transpose(1, 2).flatten(0, 1)
 
     ranges = key_ranges(Observer("absmax"), keys(0), spec).view(-1, spec.head_dim)

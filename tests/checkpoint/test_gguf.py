@@ -74,7 +74,7 @@ def test_what_a_file_leaves_out_is_what_transformers_fills_in(tmp_path, monkeypa
 def test_a_head_that_is_the_embedding_is_tied(tmp_path):
     write_gguf(tmp_path / "tiny.gguf", write_llama(tmp_path / "llama", tie_word_embeddings=True))
     source = open_source(tmp_path / "tiny.gguf")
-    assert source.adapter.config.tie_word_embeddings
+    assert source.architecture.tie_word_embeddings
     assert "lm_head.weight" not in source.checkpoint.tensors
 
 

@@ -3,8 +3,6 @@ import torch
 
 from diffquant.errors import CheckpointError, UnknownModelTypeError
 from diffquant.model.adapters import READERS, adapter_for
-from diffquant.model.modeling import DiffTransformer
-from diffquant.model.shapes import linear_shapes, parameter_shapes
 from tests.support.models import SIZES
 
 CASES = [
@@ -12,18 +10,20 @@ CASES = [
     {"model_type": "diff_v1", "num_key_value_heads": 4},
     {"model_type": "diff_v1", "num_key_value_heads": 4, "gqa_pairing": "plain"},
     {"model_type": "diff_v2", "num_key_value_heads": 2},
+    {"model_type": "phi4flash", "num_hidden_layers": 8},
     {"model_type": "llama", "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
 ]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(str(x) for x in case.values()))
 def test_shapes_without_a_model_equal_the_models(case):
-    config = adapter_for(SIZES | case).config
+    architecture = adapter_for(SIZES | case).architecture
     with torch.device("meta"):
-        model = DiffTransformer(config)
-    assert parameter_shapes(config) == {name: tuple(p.shape) for name, p in model.named_parameters()}
+        model = architecture.new_model()
+    assert architecture.parameter_shapes() == {name: tuple(p.shape) for name, p in model.named_parameters()}
     linears = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
-    assert set(linear_shapes(config)) == {n for n in linears if "lambda_proj" not in n and "lm_head" not in n}
+    kept = ("lambda_proj", "lm_head", "dt_proj")
+    assert set(architecture.linear_shapes()) == {n for n in linears if not any(part in n for part in kept)}
 
 
 def test_an_unknown_model_type_lists_what_is_read():
@@ -63,4 +63,4 @@ def test_a_sliding_window_is_refused_never_ignored(model_type):
 
 @pytest.mark.parametrize("off", [{"sliding_window": None}, {"sliding_window": 512, "use_sliding_window": False}])
 def test_a_window_that_is_switched_off_is_none(off):
-    assert adapter_for(SIZES | {"model_type": "llama"} | off).config.hidden_size == SIZES["hidden_size"]
+    assert adapter_for(SIZES | {"model_type": "llama"} | off).architecture.hidden_size == SIZES["hidden_size"]

@@ -12,7 +12,7 @@ from diffquant.calib.analysis.last_row import last_maps, last_weights
 from diffquant.calib.analysis.outliers import LOGITS, measure_magnitudes
 from diffquant.inspection import inspect_checkpoint
 from diffquant.model.modeling import DiffTransformer
-from diffquant.model.walk import CAUSAL, Walk
+from diffquant.model.walk import CAUSAL
 from diffquant.scheme import Scheme
 from tests.support.checkpoints import write_checkpoint
 from tests.support.models import random_ids
@@ -74,7 +74,7 @@ def literal_attention(x, weights, layer):
 @pytest.mark.parametrize("layer", [0, 1])
 def test_a_layer_computes_the_authors_formula(grouped, layer):
     model = load(grouped, dtype=torch.float64)
-    walk = Walk.over(model, 17)
+    walk = model.walk(17)
     weights = {name: x.double() for name, x in walk.layers[layer].self_attn.named_parameters()}
     x = torch.randn(1, 17, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(layer))
     got = walk.layers[layer].self_attn(x, walk.rotary, CAUSAL, None)[0]
@@ -131,7 +131,7 @@ def test_the_last_positions_maps_are_those_of_the_repeated_model(grouped, expand
     both = []
     for folder in (grouped, expanded):
         model: DiffTransformer = load(folder, dtype=torch.float64)
-        walk = Walk.over(model, 13)
+        walk = model.walk(13)
         layer = walk.layers[1]
         x = walk.embed(random_ids(1, 13))
         q, k, _ = walk.project(layer, x)

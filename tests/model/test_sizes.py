@@ -62,7 +62,7 @@ def test_a_native_configs_defaults_are_its_own_class(tmp_path):
 def test_the_config_of_a_model_holds_the_whole_architecture():
     adapter = adapter_for(SIZES | {"model_type": "diffllama"})
     for field in dataclasses.fields(adapter.architecture):
-        assert getattr(adapter.config, field.name) == getattr(adapter.architecture, field.name), field.name
+        assert getattr(adapter.architecture.config, field.name) == getattr(adapter.architecture, field.name), field.name
 
 
 def test_rope_types_are_those_that_transformers_computes():

@@ -7,7 +7,6 @@ import torch
 
 from diffquant.family.mask import Mask
 from diffquant.model.adapters import adapter_for
-from diffquant.model.modeling import DiffTransformer
 
 WIDTH, HEAD = 48, 8
 BASE = {
@@ -77,7 +76,7 @@ def attention_and_weights(config, layer):
     """Our attention of one layer in float64 with random weights, and those weights by unilm's names."""
     adapter = adapter_for(BASE | config)
     torch.manual_seed(0)
-    model = DiffTransformer(adapter.config).double()
+    model = adapter.architecture.new_model().double()
     prefix = f"model.layers.{layer}.self_attn."
     weights, state = {}, {}
     for name, parameter in model.named_parameters():

@@ -48,18 +48,32 @@ MOTIF: dict[str, dict[str, Any]] = {
         "head_dim": 12,
     },
 }
+# All five kinds of layers, a window that texts of a few tokens reach beyond, a convolution of another width.
+PHI4FLASH: dict[str, dict[str, Any]] = {
+    "phi4flash": SIZES
+    | {
+        "model_type": "phi4flash",
+        "num_hidden_layers": 8,
+        "layer_norm_eps": 1e-4,
+        "tie_word_embeddings": True,
+        "sliding_window": 6,
+        "mamba_d_state": 5,
+        "mamba_d_conv": 3,
+    }
+}
 SOURCES = ["diffllama", "llama", *UNILM, *MOTIF]
 
 
 def write_checkpoint(folder: Path, source: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Path:
     """A checkpoint of two layers of one of `SOURCES`, without a token that ends a text."""
-    changes = {"num_hidden_layers": 2, "eos_token_id": None} | changes
+    layers = PHI4FLASH[source]["num_hidden_layers"] if source in PHI4FLASH else 2
+    changes = {"num_hidden_layers": layers, "eos_token_id": None} | changes
     if source == "diffllama":
         write_diffllama(folder, dtype, **changes)
     elif source == "llama":
         write_llama(folder, dtype, **changes)
     else:
-        write_random(folder, (UNILM | MOTIF)[source] | changes, dtype)
+        write_random(folder, (UNILM | MOTIF | PHI4FLASH)[source] | changes, dtype)
     return folder
 
 

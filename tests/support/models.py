@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from transformers import DiffLlamaConfig, DiffLlamaForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from diffquant.model.adapters import adapter_for
-from diffquant.model.modeling import DiffTransformer
+from diffquant.model.causal import CausalModel
 
 SIZES: dict[str, Any] = {
     "vocab_size": 90,
@@ -30,10 +30,9 @@ def random_llama(seed: int = 0, **changes: Any) -> LlamaForCausalLM:
     return _random(LlamaForCausalLM, LlamaConfig(**(SIZES | changes)), seed)
 
 
-def ours(oracle: PreTrainedModel) -> DiffTransformer:
+def ours(oracle: PreTrainedModel) -> CausalModel:
     """DiffTransformer with a stock model's weights."""
-    adapter = adapter_for(oracle.config.to_dict())
-    model = DiffTransformer(adapter.config)
+    model = adapter_for(oracle.config.to_dict()).architecture.new_model()
     model.eval()
     model.load_state_dict(oracle.state_dict())
     return model

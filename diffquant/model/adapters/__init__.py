@@ -1,4 +1,4 @@
-"""Adapters from a checkpoint's own names and head layout to DiffTransformer's, one file a source format.
+"""Adapters from a checkpoint's own names and head layout to those of the model that runs it, one file a source format.
 
 An adapter is pure: it translates a config.json and names, and never reads a tensor's data. Formats
 differ in how heads are ordered inside a projection; that order goes into the `DiffSpec`, so tensors
@@ -12,7 +12,7 @@ import sys
 from typing import Any
 
 from diffquant.errors import CheckpointError, UnknownModelTypeError
-from diffquant.model.adapters.base import READERS, Adapter, register
+from diffquant.model.adapters.base import READERS, WITH_WINDOWS, Adapter, register
 from diffquant.support.discovery import import_all
 
 import_all(sys.modules[__name__])
@@ -23,7 +23,7 @@ def adapter_for(config: dict[str, Any]) -> Adapter:
 
     Raises:
         UnknownModelTypeError: no adapter reads its `model_type`.
-        CheckpointError: a size is missing or contradicts another, or attention has a sliding window.
+        CheckpointError: a size is missing or contradicts another, or attention has a window that is not computed.
     """
     # Motif's files say "Motif" or "motif".
     model_type = str(config.get("model_type")).lower()
@@ -34,7 +34,8 @@ def adapter_for(config: dict[str, Any]) -> Adapter:
             "any other architecture `inspect` counts the weights and `quantize --weights-only` packs them, but nothing "
             "runs it"
         )
-    _refuse_windows(config)
+    if model_type not in WITH_WINDOWS:
+        _refuse_windows(config)
     return READERS[model_type](config)
 
 

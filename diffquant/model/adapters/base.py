@@ -2,18 +2,13 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
 from diffquant.errors import CheckpointError
 from diffquant.family.heads import PROJECTIONS, HeadLayout
-from diffquant.model.architecture import Architecture
-from diffquant.model.shapes import Shape, linear_shapes, parameter_shapes
-
-if TYPE_CHECKING:
-    from diffquant.model.config import DiffTransformerConfig
+from diffquant.model.architecture import Architecture, Shape
 
 
 @dataclass(frozen=True)
@@ -21,7 +16,7 @@ class Adapter:
     """How a source format stores one model.
 
     Attributes:
-        architecture: model as DiffTransformer runs it, as plain data.
+        architecture: model as plain data, with the class that runs it.
         renames: parts of a canonical name that the source spells otherwise, canonical to source.
         source_rows: weight row of the source that each row of a parameter is, by a part of its canonical name, for
             parameters that are reordered or repeated on load. Every row of the source is used.
@@ -31,29 +26,22 @@ class Adapter:
     renames: Mapping[str, str] = field(default_factory=dict)
     source_rows: Mapping[str, Tensor] = field(default_factory=dict)
 
-    @cached_property
-    def config(self) -> "DiffTransformerConfig":
-        """Configuration that a DiffTransformer is built from; only here transformers is imported."""
-        from diffquant.model.config import DiffTransformerConfig
-
-        return DiffTransformerConfig.of(self.architecture)
-
     def source_name(self, canonical: str) -> str:
-        """Name that the checkpoint has for a DiffTransformer parameter."""
+        """Name that the checkpoint has for a parameter of the model."""
         for ours, theirs in self.renames.items():
             canonical = canonical.replace(ours, theirs)
         return canonical
 
     def source_shapes(self) -> dict[str, Shape]:
         """Shape of each tensor that the checkpoint must hold, by its own name."""
-        return self._as_stored(parameter_shapes(self.architecture))
+        return self._as_stored(self.architecture.parameter_shapes())
 
     def source_linears(self) -> dict[str, Shape]:
         """Shape [out, in] of each linear layer's weight, by the checkpoint's own name."""
-        return self._as_stored(linear_shapes(self.architecture))
+        return self._as_stored(self.architecture.linear_shapes())
 
     def row_order(self, canonical: str) -> Tensor | None:
-        """Source row of each row of a DiffTransformer parameter; None where they are the same."""
+        """Source row of each row of a parameter of the model; None where they are the same."""
         return next((rows for part, rows in self.source_rows.items() if part in canonical), None)
 
     def rows_as(self, layout: HeadLayout, canonical: str) -> Tensor | None:
@@ -76,10 +64,15 @@ class Adapter:
 # From a config.json to its adapter.
 Reader = Callable[[dict[str, Any]], Adapter]
 READERS: dict[str, Reader] = {}
+# Types whose models compute sliding windows; of all others a config that states one is refused.
+WITH_WINDOWS: set[str] = set()
 
 
-def register(model_type: str) -> Callable[[Reader], Reader]:
+def register(model_type: str, *, windows: bool = False) -> Callable[[Reader], Reader]:
     """Make a function the reader of the config.json files of a `model_type`.
+
+    Args:
+        windows: whether the models compute sliding windows.
 
     Raises:
         ValueError: another function reads that type.
@@ -89,6 +82,8 @@ def register(model_type: str) -> Callable[[Reader], Reader]:
         if model_type in READERS:
             raise ValueError(f"model_type {model_type!r} has a reader already")
         READERS[model_type] = reader
+        if windows:
+            WITH_WINDOWS.add(model_type)
         return reader
 
     return add

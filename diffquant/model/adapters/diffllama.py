@@ -5,7 +5,7 @@ from typing import Any
 from diffquant.family.spec import DiffSpec
 from diffquant.model.adapters.base import Adapter, count_pairs, register
 from diffquant.model.adapters.sizes import DIFFLLAMA, read_sizes
-from diffquant.model.architecture import Architecture
+from diffquant.model.transformer import TransformerArchitecture
 
 
 @register("diffllama")
@@ -26,4 +26,4 @@ def read_diffllama(config: dict[str, Any]) -> Adapter:
         post_norm_eps=sizes["rms_norm_eps"],
         scale_by_init=True,
     )
-    return Adapter(Architecture(**sizes, diff_spec=spec))
+    return Adapter(TransformerArchitecture(**sizes, diff_spec=spec))

@@ -5,7 +5,7 @@ from typing import Any
 from diffquant.family.spec import DiffSpec
 from diffquant.model.adapters.base import Adapter, register
 from diffquant.model.adapters.sizes import LLAMA, check_width, read_sizes
-from diffquant.model.architecture import Architecture
+from diffquant.model.transformer import TransformerArchitecture
 
 
 @register("llama")
@@ -23,4 +23,4 @@ def read_llama(config: dict[str, Any]) -> Adapter:
         value_dim=sizes["head_dim"],
         maps=1,
     )
-    return Adapter(Architecture(**sizes, diff_spec=spec))
+    return Adapter(TransformerArchitecture(**sizes, diff_spec=spec))

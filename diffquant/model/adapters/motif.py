@@ -12,7 +12,7 @@ from diffquant.errors import CheckpointError, UnknownModelTypeError
 from diffquant.family.spec import DiffSpec
 from diffquant.model.adapters.base import Adapter, count_pairs, register
 from diffquant.model.adapters.sizes import LLAMA, check_width, read_sizes
-from diffquant.model.architecture import Architecture
+from diffquant.model.transformer import TransformerArchitecture
 
 MOTIF: Mapping[str, Any] = {
     **LLAMA,
@@ -54,7 +54,7 @@ def read_motif(config: dict[str, Any]) -> Adapter:
         post_norm_eps=_norm_eps(config),
         scale_by_init=True,
     )
-    return Adapter(Architecture(**sizes, diff_spec=spec))
+    return Adapter(TransformerArchitecture(**sizes, diff_spec=spec))
 
 
 def _count_pairs(config: dict[str, Any], sizes: dict[str, Any]) -> tuple[int, int, int]:

@@ -2,9 +2,10 @@
 
 from typing import Any
 
+from diffquant.family.spec import read_spec
 from diffquant.model.adapters.base import Adapter, register
 from diffquant.model.adapters.sizes import LLAMA, read_sizes
-from diffquant.model.architecture import Architecture, read_spec
+from diffquant.model.transformer import TransformerArchitecture
 
 # Defaults of DiffTransformerConfig.
 NATIVE = {
@@ -23,4 +24,4 @@ NATIVE = {
 @register("diff_transformer")
 def read_native(config: dict[str, Any]) -> Adapter:
     """Adapter that changes nothing: names and layout are DiffTransformer's already."""
-    return Adapter(Architecture(**read_sizes(config, NATIVE), diff_spec=read_spec(config.get("spec"))))
+    return Adapter(TransformerArchitecture(**read_sizes(config, NATIVE), diff_spec=read_spec(config.get("spec"))))

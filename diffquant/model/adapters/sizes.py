@@ -67,7 +67,7 @@ _STRETCHED = ("llama3", "yarn", "longrope")
 
 
 def read_sizes(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Every field of an `Architecture` but its `diff_spec`.
+    """Every field of a `TransformerArchitecture` but its `diff_spec`.
 
     Args:
         config: config.json.

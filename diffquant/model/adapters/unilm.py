@@ -17,7 +17,7 @@ from diffquant.errors import CheckpointError
 from diffquant.family.spec import DiffSpec
 from diffquant.model.adapters.base import Adapter, count_pairs, register
 from diffquant.model.adapters.sizes import DIFFLLAMA, read_sizes
-from diffquant.model.architecture import Architecture
+from diffquant.model.transformer import TransformerArchitecture
 
 _SUBLN_EPS = 1e-5
 
@@ -51,7 +51,7 @@ def read_unilm_v1(config: dict[str, Any]) -> Adapter:
     if plain:
         sizes["num_key_value_heads"] = 2 * pairs
     return Adapter(
-        Architecture(**sizes, diff_spec=spec),
+        TransformerArchitecture(**sizes, diff_spec=spec),
         renames={".self_attn.o_proj.": ".self_attn.out_proj."},
         source_rows=repeated if plain and source_kv_pairs != pairs else {},
     )
@@ -76,7 +76,7 @@ def read_unilm_v2(config: dict[str, Any]) -> Adapter:
         lam="sigmoid",
         rope=_rope_style(config),
     )
-    return Adapter(Architecture(**sizes, diff_spec=spec))
+    return Adapter(TransformerArchitecture(**sizes, diff_spec=spec))
 
 
 def _repeated_heads(width: int, source_heads: int, heads: int) -> Tensor:

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from diffquant.model.modeling import DiffLayer
-from diffquant.model.walk import Walk, batches
+from diffquant.model.walk import batches
 from diffquant.quantization.roundings.gptq.compensation import damped
 from diffquant.source.building import build_model
 from diffquant.source.source import Source
@@ -52,7 +51,7 @@ def layer_products(source: Source, text: str, tokens: int, window: int, progress
     ids = token_windows(model, tokenizer, text, window, tokens)
     products: dict[str, Tensor] = {}
     with torch.inference_mode():
-        walk = Walk.over(model, window)
+        walk = model.walk(window)
         states = [walk.embed(batch) for batch in batches(ids, _BATCH_TOKENS)]
         for number, layer in enumerate(walk.layers):
             with _summed_products(layer) as summed:
@@ -65,7 +64,7 @@ def layer_products(source: Source, text: str, tokens: int, window: int, progress
 
 
 @contextmanager
-def _summed_products(layer: DiffLayer) -> Iterator[Mapping[str, Tensor]]:
+def _summed_products(layer: nn.Module) -> Iterator[Mapping[str, Tensor]]:
     """XᵀX of every linear layer's inputs [N, in] by name, summed while the body runs; equal inputs share one."""
     products: dict[str, Tensor] = {}
     modules = {name: module for name, module in layer.named_modules() if isinstance(module, nn.Linear)}

@@ -1,0 +1,287 @@
+"""What every model that runs has in common: a decoder under a recipe, its head, its caches and its reports."""
+
+from abc import abstractmethod
+from collections.abc import Iterable, Mapping, MutableSequence, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
+from transformers.generation import GenerationMixin
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+
+from diffquant.attention import LogitMeter, check_backend
+from diffquant.errors import NotFiredError, UsageError
+from diffquant.family.lam import LAMBDA_VECTORS
+from diffquant.model.attention import PairAttention
+from diffquant.model.cache import PackedLayer
+from diffquant.model.quantized_linear import QuantizedLinear
+from diffquant.model.walk import Walk
+from diffquant.recipe import LAYER_TARGETS, Recipe
+
+_LAMBDA_STD = 0.1
+
+
+class CausalPreTrainedModel(PreTrainedModel):
+    """A model as transformers sees it, and how λ starts."""
+
+    base_model_prefix = "model"
+    _supports_sdpa = True
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if isinstance(module, PairAttention) and module.spec.lam == "exp":
+            for name in LAMBDA_VECTORS:
+                nn.init.normal_(getattr(module, name), 0.0, _LAMBDA_STD)
+
+
+class Decoder(CausalPreTrainedModel):
+    """A decoder without its head: embedding, layers, final norm, and the recipe of its cache and logits."""
+
+    embed_tokens: nn.Embedding
+    layers: nn.ModuleList
+    recipe: Recipe
+    ranges: Mapping[str, Tensor]
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        output_attentions: bool | None = None,
+        **kwargs: Any,  # noqa: ARG002  transformers passes every model more than it may need
+    ) -> BaseModelOutputWithPast:
+        """Hidden states [B, T, D] behind the final norm.
+
+        Args:
+            input_ids: [B, T].
+            attention_mask: [B, S] over cached and new tokens, 0 where padding; None without padding.
+            position_ids: [B, T]; counted over what is not padding by default.
+            past_key_values: cache to read and extend.
+            inputs_embeds: embeddings [B, T, D] in place of `input_ids`.
+            use_cache: whether to return a cache where none was passed.
+            output_hidden_states: whether to return the embeddings and each layer's output too, the last one normed.
+            output_attentions: refused where true.
+            kwargs: other arguments, none of which changes the result.
+
+        Raises:
+            UsageError: inputs contradict each other, or attention maps are asked for, which are never stored.
+        """
+        if output_attentions:
+            raise UsageError("output_attentions is not supported: attention maps are not kept")
+        if (input_ids is None) == (inputs_embeds is None):
+            raise UsageError("pass either input_ids or inputs_embeds")
+        x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        if use_cache and past_key_values is None:
+            past_key_values = self.new_cache()
+        # Attention reads K and V as a quantized cache stores them, also where the caller keeps none.
+        cache = self.new_cache() if past_key_values is None and self.has_quantized_cache else past_key_values
+        past = past_key_values.get_seq_length() if past_key_values is not None else 0
+        valid = _valid_keys(attention_mask, past + x.shape[1])
+        states: list[Tensor] | None = [] if output_hidden_states else None
+        x = self.run_layers(x, valid, past, position_ids, cache, states)
+        return BaseModelOutputWithPast(
+            last_hidden_state=x,
+            past_key_values=past_key_values,
+            hidden_states=None if states is None else (*states, x),
+        )
+
+    @abstractmethod
+    def run_layers(
+        self,
+        x: Tensor,
+        valid: Tensor | None,
+        past: int,
+        position_ids: Tensor | None,
+        cache: Cache | None,
+        states: MutableSequence[Tensor] | None,
+    ) -> Tensor:
+        """Hidden states [B, T, D] behind the final norm, of embedded tokens.
+
+        Args:
+            x: [B, T, D].
+            valid: validity [B, S] of cached and new tokens, as `Mask` takes it.
+            past: number of cached tokens.
+            position_ids: [B, T]; counted over what is valid by default.
+            cache: cache to read and extend; None to keep nothing.
+            states: list that each layer's input is added to; None to keep none.
+        """
+
+    @property
+    def has_quantized_cache(self) -> bool:
+        return any(scheme.quantizes for target in ("k", "v") for scheme in self.recipe.schemes_of(target))
+
+    def needs_own_cache(self, implementation: str | None) -> bool:  # noqa: ARG002  some models look at it
+        """Whether `new_cache` has to serve `generate`.
+
+        Args:
+            implementation: kind of cache that the caller named to transformers; None where none was.
+        """
+        return self.has_quantized_cache
+
+    @abstractmethod
+    def new_cache(self) -> Cache:
+        """An empty cache as the recipe wants it."""
+
+
+class CausalModel(CausalPreTrainedModel, GenerationMixin):
+    """A decoder-only language model with differential (or plain) attention.
+
+    `apply_recipe` switches the simulated precision of logits and KV cache; weights are quantized
+    when they are loaded.
+    """
+
+    model: Decoder
+    lm_head: nn.Linear
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        output_hidden_states: bool | None = None,
+        output_attentions: bool | None = None,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast:
+        """Vocabulary logits [B, T, V]; with `logits_to_keep` n only the last n positions, or those indexed.
+
+        Other arguments: as `Decoder.forward`.
+        """
+        out = self.model(
+            input_ids,
+            attention_mask,
+            position_ids,
+            past_key_values,
+            inputs_embeds,
+            use_cache,
+            output_hidden_states,
+            output_attentions,
+        )
+        positions = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(out.last_hidden_state[:, positions])
+        loss = None if labels is None else self.loss_function(logits, labels, self.config.vocab_size, **kwargs)
+        return CausalLMOutputWithPast(
+            loss=loss, logits=logits, past_key_values=out.past_key_values, hidden_states=out.hidden_states
+        )
+
+    @torch.no_grad()
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Tokens from transformers' `generate`, with the recipe's cache unless one is passed."""
+        makes_cache = self.model.needs_own_cache(kwargs.get("cache_implementation"))
+        if makes_cache and kwargs.get("use_cache") is not False:
+            kwargs.setdefault("past_key_values", self.new_cache())
+        return super().generate(*args, **kwargs)
+
+    def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
+        """Save a checkpoint as transformers' `save_pretrained` does.
+
+        Raises:
+            UsageError: the weights are packed, in the kernels' layout, which is no checkpoint's.
+        """
+        packed = sum(isinstance(module, QuantizedLinear) for module in self.modules())
+        if packed:
+            raise UsageError(
+                f"{packed} weights of this model are packed for its kernels, which no checkpoint holds; the checkpoint "
+                "it was loaded from has them, or load it with packed=False"
+            )
+        super().save_pretrained(*args, **kwargs)
+
+    def make_tables(self) -> None:
+        """Make the tensors that no checkpoint holds, after the model was made on the meta device."""
+
+    @property
+    @abstractmethod
+    def attentions(self) -> Sequence[PairAttention]:
+        """The attention of every layer that has some, in order."""
+
+    @property
+    @abstractmethod
+    def target_layers(self) -> Mapping[str, Sequence[int]]:
+        """Numbers of the layers that have each target, as `Architecture.target_layers` says."""
+
+    @abstractmethod
+    def walk(self, length: int) -> Walk[Any]:
+        """A walk through the layers over sequences of one length without padding."""
+
+    @abstractmethod
+    def stored_layers(self) -> Iterable[PackedLayer]:
+        """Empty storage for each layer's keys and values under the recipe, without room for tokens to come."""
+
+    @property
+    def recipe(self) -> Recipe:
+        return self.model.recipe
+
+    def apply_recipe(self, recipe: Recipe) -> None:
+        """Simulate the recipe's logits and KV cache from now on, and start new logit reports.
+
+        Raises:
+            UsageError: an override is about a layer that is not there, or a scheme is static and its ranges are not.
+        """
+        recipe.check_layers(self.target_layers)
+        first = {target: f"layers.{layers[0]}.{target}" for target, layers in self.target_layers.items()}
+        lacking = [t for t in LAYER_TARGETS if recipe.is_static(t) and first[t] not in self.model.ranges]
+        if lacking:
+            raise UsageError(
+                f"static {', '.join(lacking)} need calibrated ranges: pass --scales with diffquant calibrate's file"
+            )
+        self.model.recipe = recipe
+        for attention in self.attentions:
+            attention.logits = recipe.at_layer(attention.layer).logits
+            attention.logit_ranges = self.model.ranges.get(f"layers.{attention.layer}.logits")
+        self.reset_logit_report()
+
+    def use_attention(self, backend: str) -> None:
+        """Compute attention with one backend of `diffquant.attention.BACKENDS`, or "auto", the fastest that can.
+
+        Raises:
+            UsageError: the backend is unknown. One that cannot serve the model's tensors says so when it runs.
+        """
+        check_backend(backend)
+        for attention in self.attentions:
+            attention.backend = backend
+
+    def new_cache(self) -> Cache:
+        """An empty cache as the recipe wants it."""
+        return self.model.new_cache()
+
+    def logit_report(self) -> list[dict[str, float]]:
+        """Counts of what each layer's logit quantizer did: layer, calls, entries, clipped, step_mean, step_max."""
+        return [{"layer": attention.layer} | attention.meter.report() for attention in self.attentions]
+
+    def reset_logit_report(self) -> None:
+        for attention in self.attentions:
+            attention.meter = LogitMeter()
+
+    def require_fired(self) -> None:
+        """Check that every layer's logit quantizer ran since the last reset.
+
+        Raises:
+            NotFiredError: it did not in some layers, which are named.
+        """
+        not_called = [attention.layer for attention in self.attentions if not attention.meter.calls]
+        idle = [str(layer) for layer in not_called if self.recipe.at_layer(layer).logits.quantizes]
+        if idle:
+            raise NotFiredError(f"logits are to be quantized, but layers {', '.join(idle)} did not")
+
+
+def _valid_keys(attention_mask: Tensor | None, keys: int) -> Tensor | None:
+    """Validity [B, S] of positions, as `Mask` takes it."""
+    if attention_mask is None or attention_mask.all():
+        return None
+    if attention_mask.dim() != 2 or attention_mask.shape[1] != keys:
+        raise UsageError(
+            f"attention_mask must be [batch, {keys}] over cached and new tokens, got {list(attention_mask.shape)}"
+        )
+    return attention_mask.bool()

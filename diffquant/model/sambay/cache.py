@@ -1,0 +1,127 @@
+"""The cache of a SambaY model: states of Mamba, keys and values over windows, and those that upper layers share."""
+
+from collections.abc import Callable, Mapping
+
+from torch import Tensor
+from transformers.cache_utils import Cache
+
+from diffquant.errors import UsageError
+from diffquant.model.cache import PackedLayer
+from diffquant.model.sambay.kinds import kinds_of
+from diffquant.model.windowed_cache import WindowedLayer
+from diffquant.recipe import Recipe
+
+
+class RecurrentLayer:
+    """What a Mamba layer keeps of the tokens that it has read: the newest inputs, and the state."""
+
+    is_compileable = False
+    is_croppable = False
+    is_sliding = False
+    supports_early_init = False
+
+    def __init__(self) -> None:
+        self._parts: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        return self._parts is None
+
+    @property
+    def nbytes(self) -> int:
+        return 0 if self._parts is None else sum(x.untyped_storage().nbytes() for x in self._parts)
+
+    def read(self) -> tuple[Tensor, Tensor]:
+        """Inputs [B, W - 1, E] that the convolution goes on from, and the state [B, E, N].
+
+        Raises:
+            UsageError: nothing was written.
+        """
+        if self._parts is None:
+            raise UsageError("the cache is empty: nothing has been stored in it yet")
+        return self._parts
+
+    def write(self, inputs: Tensor, state: Tensor) -> None:
+        """Replace what is kept."""
+        # A slice would keep the inputs of a whole prompt alive.
+        self._parts = inputs.clone(), state.clone()
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def reset(self) -> None:
+        self._parts = None
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Refused: a state does not hold the states before it.
+
+        Raises:
+            UsageError: tokens are to be forgotten.
+        """
+        if tokens_to_remove:
+            raise UsageError("a recurrent state cannot go back to earlier tokens; fill a new cache")
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self._change(lambda x: x.index_select(0, beam_idx.to(x.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._change(lambda x: x.repeat_interleave(repeats, 0))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self._change(lambda x: x[indices])
+
+    def _change(self, change: Callable[[Tensor], Tensor]) -> None:
+        if self._parts is not None:
+            self._parts = change(self._parts[0]), change(self._parts[1])
+
+
+class SambaYCache(Cache):
+    """Cache of the layers that keep something, the recipe's `k`, `v` and `residual` in those with attention."""
+
+    def __init__(
+        self, recipe: Recipe, layers: int, window: int | None, ranges: Mapping[str, Tensor] | None = None
+    ) -> None:
+        """An empty cache.
+
+        Args:
+            recipe: recipe of the model.
+            layers: number of all layers.
+            window: number of newest tokens that windowed layers see; None for all.
+            ranges: ranges by "layers.N.k" and "layers.N.v" where the recipe's schemes are static.
+        """
+        by_name = ranges or {}
+        kept: list[PackedLayer | RecurrentLayer] = []
+        for layer, kind in enumerate(kinds_of(layers)):
+            of_layer = {t: by_name[name] for t in ("k", "v") if (name := f"layers.{layer}.{t}") in by_name}
+            if kind == "mamba":
+                kept.append(RecurrentLayer())
+            elif kind == "windowed attention" and window is not None:
+                kept.append(WindowedLayer(recipe.at_layer(layer), of_layer, window))
+            elif kind in ("windowed attention", "full attention"):
+                kept.append(PackedLayer(recipe.at_layer(layer), of_layer))
+        super().__init__(layers=kept)
+
+    def get_seq_length(self, layer_idx: int | None = None) -> int:
+        """Number of tokens read, which the full attention's layer, the last, has all of."""
+        return int(self.layers[-1 if layer_idx is None else layer_idx].get_seq_length())
+
+    @property
+    def held(self) -> int:
+        """Number of tokens that windowed layers hold."""
+        return int(self.layers[1].get_seq_length())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all storages, scales and states included."""
+        return sum(layer.nbytes for layer in self.layers)
+
+    def recurrent(self, layer: int) -> RecurrentLayer:
+        """What a Mamba layer keeps.
+
+        Raises:
+            UsageError: the layer keeps something else.
+        """
+        kept = self.layers[layer]
+        if not isinstance(kept, RecurrentLayer):
+            raise UsageError(f"layer {layer} of the cache holds no recurrent state")
+        return kept

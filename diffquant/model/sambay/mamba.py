@@ -1,0 +1,81 @@
+"""The mixers of SambaY that are no attention: Mamba-1, and the gate on the memory that the last Mamba layer leaves."""
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear, silu, softplus
+
+from diffquant.model.sambay.cache import RecurrentLayer
+from diffquant.model.sambay.config import SambaYConfig
+from diffquant.model.sambay.packing import Packing
+from diffquant.model.sambay.scan import causal_convolution, last_inputs, selective_scan
+from diffquant.numerics.absmax import compute_dtype
+
+
+class Mamba(nn.Module):
+    """Mamba-1: a causal convolution, and a recurrence whose step sizes and couplings depend on the token.
+
+    Source: arXiv 2312.00752, section 3.
+    """
+
+    def __init__(self, config: SambaYConfig) -> None:
+        super().__init__()
+        width, inner = config.hidden_size, config.mamba_expand * config.hidden_size
+        self.sizes = [config.mamba_dt_rank, config.mamba_d_state, config.mamba_d_state]
+        self.in_proj = nn.Linear(width, 2 * inner, bias=False)
+        self.conv1d = nn.Conv1d(inner, inner, config.mamba_d_conv, groups=inner)
+        self.x_proj = nn.Linear(inner, sum(self.sizes), bias=False)
+        self.dt_proj = nn.Linear(config.mamba_dt_rank, inner)
+        states = torch.arange(1, config.mamba_d_state + 1, dtype=torch.float32)
+        self.A_log = nn.Parameter(states.log().repeat(inner, 1))
+        self.D = nn.Parameter(torch.ones(inner))
+        self.out_proj = nn.Linear(inner, width, bias=False)
+
+    def forward(self, x: Tensor, packing: Packing | None, states: RecurrentLayer | None) -> tuple[Tensor, Tensor]:
+        """Output [B, T, D] for an input x [B, T, D], and the scan's output before its gate [B, T, E].
+
+        Args:
+            packing: where padding goes; None without padding.
+            states: states to go on from and to replace; None to start afresh and keep none.
+        """
+        u, gate = self.in_proj(x).chunk(2, -1)
+        y = self._scan(u if packing is None else packing.pack(u), packing, states)
+        memory = y if packing is None else packing.unpack(y)
+        return self.out_proj(memory * silu(gate)), memory
+
+    def _scan(self, u: Tensor, packing: Packing | None, states: RecurrentLayer | None) -> Tensor:
+        """The scan's output [B, T, E] in u's dtype, computed in float32 at least, of packed u [B, T, E]."""
+        wide = compute_dtype(u)
+        earlier, state = self._start(u, wide) if states is None or states.is_empty else states.read()
+        counts = None if packing is None else packing.counts
+        inputs = silu(causal_convolution(u, self.conv1d.weight, self.conv1d.bias, earlier))
+        low, into, out_of = self.x_proj(inputs).split(self.sizes, -1)
+        # The bias is not rounded with the product: softplus of it is small, and exact where half types are not.
+        step = softplus(linear(low, self.dt_proj.weight).to(wide) + self.dt_proj.bias.to(wide))
+        if packing is not None:
+            step = packing.silenced(step)
+        y, state = selective_scan(
+            inputs.to(wide), step, -self.A_log.to(wide).exp(), into.to(wide), out_of.to(wide), self.D.to(wide), state
+        )
+        if states is not None:
+            states.write(last_inputs(u, counts, earlier), state)
+        return y.to(u.dtype)
+
+    def _start(self, u: Tensor, wide: torch.dtype) -> tuple[Tensor, Tensor]:
+        """What a sequence starts from: no inputs before the first, and an empty state."""
+        earlier = u.new_zeros(len(u), self.conv1d.kernel_size[0] - 1, u.shape[-1])
+        return earlier, u.new_zeros(len(u), u.shape[-1], self.sizes[1], dtype=wide)
+
+
+class GatedMemory(nn.Module):
+    """A gate on the memory that the last Mamba layer left: out_proj(memory · silu(in_proj(x))), token by token."""
+
+    def __init__(self, config: SambaYConfig) -> None:
+        super().__init__()
+        width, inner = config.hidden_size, config.mamba_expand * config.hidden_size
+        self.in_proj = nn.Linear(width, inner, bias=False)
+        self.out_proj = nn.Linear(inner, width, bias=False)
+
+    def forward(self, x: Tensor, memory: Tensor) -> Tensor:
+        """Output [B, T, D] for an input x [B, T, D] and the memory [B, T, E]."""
+        out: Tensor = self.out_proj(memory * silu(self.in_proj(x)))
+        return out
