@@ -57,12 +57,12 @@ def plot_outliers(outliers: Outliers, path: Path) -> None:
 
 
 def _draw(axis: Any, model: ModelOutliers, kind: str, number: int) -> None:
-    layers = range(len(model.layers))
+    layers = [number for number, layer in enumerate(model.layers) if kind in layer]
     colour = COLOURS[number % len(COLOURS)]
     # Where two models agree their lines coincide: later ones are thinner and leave the earlier visible.
     width = 3.4 / (1 + number)
     for name, style, marker in (("top 1", "-", "o"), ("top 100", ":", "^"), ("median", "--", "s")):
-        values = [_statistic(layer[kind], name) for layer in model.layers]
+        values = [_statistic(model.layers[layer][kind], name) for layer in layers]
         axis.plot(
             layers,
             values,

@@ -74,7 +74,7 @@ class ModelOutliers:
         generation: "DIFF V1", "DIFF V2" or "Transformer".
         fingerprint: fingerprint of the checkpoint.
         tokens: number of tokens that it read.
-        layers: magnitudes of each layer.
+        layers: magnitudes of each layer, without logits where a layer has no attention.
         overall: magnitudes of all layers together.
     """
 
@@ -167,7 +167,7 @@ def measure_magnitudes(
 
 
 def _magnitudes_of(tallies: dict[str, "_Tally"]) -> dict[str, Magnitude]:
-    return {kind: tally.magnitude() for kind, tally in tallies.items()}
+    return {kind: tally.magnitude() for kind, tally in tallies.items() if tally.magnitudes.count}
 
 
 class _Tally:

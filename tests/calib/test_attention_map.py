@@ -32,7 +32,7 @@ LAMBDAS = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")
 
 def random_diff_v2():
     torch.manual_seed(0)
-    return DiffTransformer(adapter_for(SIZES | {"model_type": "diff_v2", "num_key_value_heads": 2}).config).eval()
+    return adapter_for(SIZES | {"model_type": "diff_v2", "num_key_value_heads": 2}).architecture.new_model().eval()
 
 
 def random_prompt(length=LENGTH):

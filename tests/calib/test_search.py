@@ -127,7 +127,7 @@ def test_a_cost_is_what_the_whole_model_under_that_recipe_shows(checkpoint, targ
 
 def test_both_maps_of_a_pair_lie_in_one_unit(checkpoint):
     units = units_of(checkpoint, ("weights", "k", "v", "logits"))
-    spec = adapter_for(open_checkpoint(checkpoint).config).config.diff_spec
+    spec = adapter_for(open_checkpoint(checkpoint).config).architecture.diff_spec
     q = next(u for u in units if u.kind == "self_attn.q_proj")
     assert q.elements == spec.query_heads * spec.head_dim * 32
     assert len(units) == 2 * (7 + 3)

@@ -96,7 +96,7 @@ def test_all_but_attention_is_carried_over(tmp_path):
     converted = open_source(tmp_path / "out").checkpoint
     same = [name for name in tensors if "self_attn" not in name or "lambda" in name]
     assert all(torch.equal(converted.read(name), tensors[name]) for name in same)
-    assert adapter_for(converted.config).config.rope_parameters["rope_theta"] == 5e5
+    assert adapter_for(converted.config).architecture.rope_parameters["rope_theta"] == 5e5
     assert (tmp_path / "out/tokenizer.json").exists()
 
 

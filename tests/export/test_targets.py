@@ -20,7 +20,6 @@ from diffquant.export.targets.onnx import ONNX
 from diffquant.formats.atomic_folder import check_output, staged
 from diffquant.loading import load
 from diffquant.model.adapters import adapter_for
-from diffquant.model.modeling import DiffTransformer
 from diffquant.source.source import open_source
 from diffquant.source.tokenizer import load_tokenizer
 from diffquant.support.progress import silent
@@ -55,7 +54,7 @@ class ArrayRuntime:
         return ExportedModel(16, "16", {"bytes": size}, (), size, 0)
 
     def open(self, folder):
-        model = DiffTransformer(adapter_for(json.loads((folder / "config.json").read_text())).config)
+        model = adapter_for(json.loads((folder / "config.json").read_text())).architecture.new_model()
         with np.load(folder / "model.npz") as arrays:
             state = {name: torch.from_numpy(arrays[name]) for name in arrays.files}
         model.load_state_dict(state)

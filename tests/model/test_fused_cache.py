@@ -7,7 +7,6 @@ from diffquant.errors import UsageError
 from diffquant.model.adapters import adapter_for
 from diffquant.model.cache import PackedCache
 from diffquant.model.fused_cache import FusedCache, fused_cache_refusal
-from diffquant.model.modeling import DiffTransformer
 from diffquant.recipe import Recipe
 from tests.support.models import SIZES, ours, random_diffllama, random_ids, random_llama
 
@@ -19,7 +18,7 @@ SMALL = {"num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads"
 def small_model(generation):
     if generation == "v2":
         torch.manual_seed(0)
-        return DiffTransformer(adapter_for(SIZES | SMALL | {"model_type": "diff_v2"}).config).eval()
+        return adapter_for(SIZES | SMALL | {"model_type": "diff_v2"}).architecture.new_model().eval()
     return ours(random_diffllama(**SMALL | {"num_key_value_heads": 2}) if generation == "v1" else random_llama(**SMALL))
 
 

@@ -12,11 +12,25 @@ from transformers import MambaConfig
 from transformers.models.mamba.modeling_mamba import MambaMixer
 
 from diffquant import Recipe, load, quantize
+from diffquant.calib.analysis.outliers import HIDDEN, LOGITS, RANKS, measure_magnitudes
+from diffquant.data import books_text
 from diffquant.errors import CheckpointError, UsageError
+from diffquant.evals.encoding import Request
+from diffquant.evals.scoring import score
+from diffquant.evals.torch_model import TorchModel
 from diffquant.inspection import inspect_checkpoint
 from diffquant.model.adapters import adapter_for
+from diffquant.model.cache import PackedLayer
 from diffquant.model.sambay.config import SambaYConfig
 from diffquant.model.sambay.mamba import Mamba
+from diffquant.model.windowed_cache import WindowedLayer
+from diffquant.quantization.roundings.gptq.inputs import layer_products
+from diffquant.source.source import open_source
+from diffquant.support.progress import silent
+from diffquant.sweep.grid import SweepOptions
+from diffquant.sweep.run import run_sweep
+from diffquant.sweep.storage import kv_bytes_per_token
+from tests.support import tiny_lm
 from tests.support.checkpoints import PHI4FLASH, write_random
 
 CONFIG = PHI4FLASH["phi4flash"]
@@ -50,6 +64,9 @@ class Formulas:
 
     def __init__(self, tensors: dict[str, Tensor]) -> None:
         self.tensors = {name: tensor.double().numpy() for name, tensor in tensors.items()}
+        # Magnitudes of each layer's attention logits, and of its output.
+        self.seen: dict[int, list[float]] = {layer: [] for layer in range(1, LAYERS, 2)}
+        self.hidden: dict[int, np.ndarray] = {}
 
     def logits(self, ids: list[int]) -> np.ndarray:
         table = self.tensors["model.embed_tokens.weight"]
@@ -68,6 +85,7 @@ class Formulas:
             inner = self.norm(x, at + "post_attention_layernorm") @ self.tensors[at + "mlp.fc1.weight"].T
             gate, value = np.split(inner, 2, axis=1)
             x = x + (value * silu(gate)) @ self.tensors[at + "mlp.fc2.weight"].T
+            self.hidden[layer] = np.abs(x)
         return self.norm(x, "model.final_layernorm") @ table.T
 
     def norm(self, x: np.ndarray, name: str) -> np.ndarray:
@@ -117,8 +135,9 @@ class Formulas:
             values = np.concatenate([v[:, 2 * of_keys], v[:, 2 * of_keys + 1]], 1)
             for t in range(len(x)):
                 seen = slice(max(0, t - window + 1), t + 1)
-                first, second = (softmax(k[seen, 2 * of_keys + m] @ q[t, 2 * pair + m] / math.sqrt(d)) for m in (0, 1))
-                y = (first - lam * second) @ values[seen]
+                maps = [k[seen, 2 * of_keys + m] @ q[t, 2 * pair + m] / math.sqrt(d) for m in (0, 1)]
+                self.seen[layer] += [abs(logit) for one_map in maps for logit in one_map]
+                y = (softmax(maps[0]) - lam * softmax(maps[1])) @ values[seen]
                 y = y / np.sqrt((y**2).mean() + 1e-5) * self.tensors[at + "inner_cross_attn.subln.weight"]
                 out[t, pair] = y * (1 - init)
         flat = out.reshape(len(x), -1)
@@ -270,19 +289,57 @@ def test_a_saved_model_is_the_model(model, tmp_path):
 
 
 @pytest.mark.parametrize("schemes", [{"kv": "8"}, {"k": "4:c4", "v": "6"}, {"kv": "8", "residual": 3}], ids=str)
-def test_a_quantized_cache_over_a_window_reads_what_one_over_all_tokens_reads(checkpoint, schemes):
-    """Eviction moves no code: with the window as wide as the text the masks alone hide what the cache forgets."""
+def test_what_a_quantized_cache_forgets_no_later_token_sees(checkpoint, schemes, monkeypatch):
+    """A cache that forgets nothing gives the same: codes and scales of what stays do not change."""
     model = load(checkpoint[0], Recipe.of(**schemes))
     ids = random_ids(2, 21)
-    steps = [model(ids[:, :1], past_key_values=(cache := model.new_cache())).logits]
-    whole = model.new_cache()
-    for layer in (1, 3):
-        whole.layers[layer].window = 10**6
-    steps += [model(part, past_key_values=cache).logits for part in ids[:, 1:].split(1, 1)]
-    kept = [model(part, past_key_values=whole).logits for part in ids.split(1, 1)]
-    torch.testing.assert_close(torch.cat(steps, 1), torch.cat(kept, 1), rtol=0, atol=TOLERANCE)
-    plain = load(checkpoint[0])(ids).logits
-    assert not torch.allclose(torch.cat(steps, 1), plain, rtol=0, atol=1e-6)
+
+    def decoded():
+        cache = model.new_cache()
+        return torch.cat([model(part, past_key_values=cache).logits for part in ids.split(1, 1)], 1)
+
+    forgetting = decoded()
+    monkeypatch.setattr(WindowedLayer, "update", PackedLayer.update)
+    torch.testing.assert_close(forgetting, decoded(), rtol=0, atol=TOLERANCE)
+    assert not torch.allclose(forgetting, load(checkpoint[0])(ids).logits, rtol=0, atol=1e-4)
+
+
+def test_a_cache_costs_a_window_of_tokens_in_windowed_layers_and_all_in_one(checkpoint):
+    model = load(checkpoint[0], Recipe.of(kv="8"))
+    spec = model.config.diff_spec
+    # Codes of 8 bits, and a scale of 16 a head.
+    token = spec.key_heads * (spec.head_dim + 2) + spec.kv_pairs * (spec.value_dim + 2)
+    assert kv_bytes_per_token(model) == pytest.approx(token * (1024 + 2 * (WINDOW - 1)) / 1024)
+
+
+def test_continuations_score_alike_from_a_shared_cache_and_from_the_start(model):
+    """Contexts are padded on the left and continuations on the right, as tasks score them."""
+    ids = random_ids(1, 60)[0].tolist()
+    contexts = [tuple(ids[:n]) for n in (3, 11, 20)]
+    requests = [Request(c, tuple(ids[20 + n : 21 + 2 * n])) for c in contexts for n in (0, 2, 9)]
+    for request, scored in zip(requests, score(TorchModel(model), requests, batch_tokens=64), strict=True):
+        text = torch.tensor([request.context + request.continuation])
+        logprobs = model(text[:, :-1]).logits[0, len(request.context) - 1 :].double().log_softmax(-1)
+        wanted = logprobs.gather(1, torch.tensor(request.continuation)[:, None]).sum()
+        assert scored.logprob == pytest.approx(float(wanted), abs=1e-4)
+
+
+def test_a_sweep_measures_all_targets_of_it(tmp_path):
+    folder = tmp_path / "model"
+    write_random(folder, CONFIG | {"vocab_size": tiny_lm.WORDS}, torch.float32)
+    tiny_lm.tokenizer().save_pretrained(folder)
+    (tmp_path / "text.txt").write_text(books_text()[:600])
+    options = SweepOptions(
+        tasks=("perplexity",),
+        bits=(4,),
+        targets=("weights", "kv", "logits"),
+        task_options={"text": tmp_path / "text.txt"},
+    )
+    result = run_sweep([folder], options, tmp_path / "out")
+    result.require_complete()
+    scores = [cell.measurement.result.details["perplexity"] for cell in result.cells]
+    assert len(set(scores)) == 4
+    assert all(math.isfinite(each) for each in scores)
 
 
 def test_every_layer_with_attention_quantizes_its_logits_and_no_other_is_asked_to(checkpoint):
@@ -309,6 +366,35 @@ def test_every_backend_that_takes_windows_computes_them_alike(model):
         model.use_attention(backend)
         torch.testing.assert_close(model(ids).logits, wanted, rtol=0, atol=TOLERANCE)
     model.use_attention("auto")
+
+
+def test_outliers_are_those_of_the_formulas(checkpoint, model):
+    ids = random_ids(1, 19)
+    formulas = Formulas(checkpoint[1])
+    formulas.logits(ids[0].tolist())
+    layers, overall = measure_magnitudes(model, ids)
+    assert [LOGITS in layer for layer in layers] == [False, True] * 4
+    for number, layer in enumerate(layers):
+        assert layer[HIDDEN].top[3] == pytest.approx(np.sort(formulas.hidden[number].ravel())[-3], rel=1e-5)
+        if LOGITS in layer:
+            logits = np.sort(formulas.seen[number])
+            assert layer[LOGITS].count == len(logits)
+            assert [layer[LOGITS].top[rank] for rank in RANKS] == pytest.approx(
+                [logits[-rank] for rank in RANKS], rel=1e-5
+            )
+    assert overall[LOGITS].count == sum(map(len, formulas.seen.values()))
+
+
+def test_gptq_reads_the_inputs_of_every_weight(checkpoint, tmp_path):
+    folder = tmp_path / "plain"
+    write_random(folder, CONFIG | {"vocab_size": tiny_lm.WORDS}, torch.float32)
+    tiny_lm.tokenizer().save_pretrained(folder)
+    source = open_source(folder)
+    read = layer_products(source, books_text()[:2000], tokens=64, window=32, progress=silent)
+    weights = set(source.adapter.source_linears())
+    assert set(read.products) == weights
+    inner = 2 * CONFIG["hidden_size"]
+    assert read.products["model.layers.6.attn.out_proj.weight"].shape == (inner, inner)
 
 
 def test_a_cache_that_cannot_hold_the_states_is_refused(model):
