@@ -405,8 +405,8 @@ def test_the_flash_attn_package_is_asked_for_the_equation(monkeypatch, generatio
 
 
 def test_what_the_flash_attn_package_cannot_do_is_refused(monkeypatch):
-    def refusal(dtype=torch.float16, is_cuda=True, keys=None):
-        call = SimpleNamespace(v=SimpleNamespace(is_cuda=is_cuda, dtype=dtype), mask=Mask(keys=keys))
+    def refusal(dtype=torch.float16, is_cuda=True, keys=None, window=None):
+        call = SimpleNamespace(v=SimpleNamespace(is_cuda=is_cuda, dtype=dtype), mask=Mask(keys, window), keys=3)
         return BACKENDS["flash_attn"].refuses(call)
 
     monkeypatch.setattr(composed, "_has_flash_attn", lambda: True)
@@ -415,5 +415,7 @@ def test_what_the_flash_attn_package_cannot_do_is_refused(monkeypatch):
     assert "CUDA only" in refusal(is_cuda=False)
     assert "not torch.float32" in refusal(torch.float32)
     assert "padding masks" in refusal(keys=torch.ones(2, 3, dtype=torch.bool))
+    assert refusal(window=3) is None
+    assert "windows" in refusal(window=2)
     monkeypatch.setattr(composed, "_has_flash_attn", lambda: False)
     assert "pip install flash-attn" in refusal()
