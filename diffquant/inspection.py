@@ -67,7 +67,8 @@ class Inspection:
         if self.packed or self.recipe != Recipe():
             lines.append(f"{self.packed} weights are packed; recipe: {_scheme_list(self.recipe)}")
         if spec.lam == "exp":
-            lines.append("λ by layer: " + " ".join(f"{value:.3f}" for value in self.lam))
+            where = "by layer" if len(self.kinds) == 1 else "of the layers with attention"
+            lines.append(f"λ {where}: " + " ".join(f"{value:.3f}" for value in self.lam))
         if spec.lam == "sigmoid":
             projections = " ".join(f"{value:.3g}" for value in self.lam)
             lines.append(f"λ per token and pair, sigmoid of a projection; its rms by layer: {projections}")

@@ -282,6 +282,18 @@ def test_a_half_type_leaves_the_recurrences_parameters_in_float32(checkpoint):
     assert wide == {"A_log", "D", "lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2"}
 
 
+@pytest.mark.parametrize(("dtype", "error"), [(torch.bfloat16, 0.03), (torch.float16, 0.004)])
+def test_half_types_compute_the_same_but_for_their_rounding(checkpoint, model, dtype, error):
+    ids = random_ids(2, 33)
+    wanted, half = model(ids).logits, load(checkpoint[0], dtype=dtype)
+    logits = half(ids).logits
+    assert logits.dtype == dtype
+    assert (logits - wanted).norm() < error * wanted.norm()
+    cache = half.new_cache()
+    steps = torch.cat([half(part, past_key_values=cache).logits for part in ids.split([20, 1, 12], 1)], 1)
+    assert (steps - wanted).norm() < error * wanted.norm()
+
+
 def test_a_saved_model_is_the_model(model, tmp_path):
     model.save_pretrained(tmp_path / "saved")
     ids = random_ids(1, 11)
@@ -453,5 +465,13 @@ def test_export_and_what_else_takes_a_transformer_alone_refuse_it(checkpoint, tm
 
 def test_its_file_says_what_it_is(checkpoint):
     inspection = inspect_checkpoint(checkpoint[0])
-    assert json.loads(json.dumps(inspection.to_dict()))["model_type"] == "phi4flash"
-    assert len(inspection.lam) == 4
+    assert json.loads(json.dumps(inspection.to_dict()))["kinds"]["mamba"] == 3
+    assert "3 mamba, 2 windowed attention, 1 full attention, 1 gated memory, 1 cross attention" in str(inspection)
+    tensors = {name: tensor.double() for name, tensor in checkpoint[1].items()}
+    for layer, lam in zip((1, 3, 5, 7), inspection.lam, strict=True):
+        q1, k1, q2, k2 = (
+            tensors[f"model.layers.{layer}.attn.inner_cross_attn.lambda_{n}"] for n in ("q1", "k1", "q2", "k2")
+        )
+        assert lam == pytest.approx(
+            math.exp(q1 @ k1) - math.exp(q2 @ k2) + 0.8 - 0.6 * math.exp(-0.3 * layer), rel=1e-5
+        )
