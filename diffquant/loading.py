@@ -32,7 +32,7 @@ def load(
     """The runnable model of a checkpoint, a recipe applied.
 
     Args:
-        path: a folder (diffllama, diff_v1, diff_v2, diff_transformer or llama; plain or quantized), a .gguf file
+        path: a folder of any model_type that an adapter reads, plain or quantized; a .gguf file
             of a llama, or either as an open `Source`.
         recipe: recipe to simulate; a quantized checkpoint's own by default. Weights of a plain checkpoint come out as
             `quantize` stores them, whatever the recipe's rounding; one that reads a text does so at each load.

@@ -1,10 +1,10 @@
-"""SambaY: the decoder of Phi-4-mini-flash-reasoning, its layers, and a walk through them.
+"""SambaY: the decoder of Phi-4-mini-flash-reasoning, the model with its head, and a walk through its layers.
 
 Source: arXiv 2507.06607; the modelling code of microsoft/Phi-4-mini-flash-reasoning.
 """
 
 from collections.abc import Mapping, MutableSequence, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import cast
 
 from torch import Tensor, nn
@@ -15,83 +15,15 @@ from diffquant.errors import UsageError
 from diffquant.model.attention import PairAttention
 from diffquant.model.cache import PackedLayer
 from diffquant.model.causal import CausalModel, Decoder
-from diffquant.model.mlp import activation_named
-from diffquant.model.sambay.attention import CrossAttention, KeysValues, SambaYAttention
+from diffquant.model.sambay.attention import SambaYAttention
 from diffquant.model.sambay.cache import SambaYCache
 from diffquant.model.sambay.config import SambaYConfig
-from diffquant.model.sambay.kinds import Kind, kind_of, layers_of_targets
-from diffquant.model.sambay.mamba import GatedMemory, Mamba
+from diffquant.model.sambay.kinds import layers_of_targets
+from diffquant.model.sambay.layer import Flow, SambaYLayer, normed
 from diffquant.model.sambay.reading import Reading
 from diffquant.model.walk import Walk
 from diffquant.numerics.absmax import compute_dtype
 from diffquant.recipe import Recipe
-
-
-@dataclass(frozen=True)
-class Flow:
-    """What goes from layer to layer.
-
-    Attributes:
-        x: residual stream [B, T, D], in float32 at least.
-        memory: what the last Mamba layer's scan gave, [B, T, E]; None before it.
-        shared: keys and values that the last attention read, which cross attention reads again.
-    """
-
-    x: Tensor
-    memory: Tensor | None = None
-    shared: KeysValues | None = None
-
-
-class SambaYMLP(nn.Module):
-    """A gated network whose gate and value lie in one weight, the gate first."""
-
-    def __init__(self, config: SambaYConfig) -> None:
-        super().__init__()
-        self.fc1 = nn.Linear(config.hidden_size, 2 * config.intermediate_size, bias=False)
-        self.fc2 = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
-        self.activate = activation_named(config.hidden_act).compute
-
-    def forward(self, x: Tensor) -> Tensor:
-        gate, value = self.fc1(x).chunk(2, -1)
-        out: Tensor = self.fc2(value * self.activate(gate))
-        return out
-
-
-class SambaYLayer(nn.Module):
-    """A mixer of one of the kinds and a gated network, each behind its norm and added to the residual.
-
-    The residual stays in float32 where the parameters are of a half type, as it does behind Mamba in the reference.
-    """
-
-    def __init__(self, config: SambaYConfig, layer: int) -> None:
-        super().__init__()
-        self.kind: Kind = kind_of(layer, config.num_hidden_layers)
-        self.layer = layer
-        self.attn = _mixer(config, layer, self.kind)
-        self.mlp = SambaYMLP(config)
-        self.input_layernorm = LayerNorm(config.hidden_size, config.layer_norm_eps)
-        self.post_attention_layernorm = LayerNorm(config.hidden_size, config.layer_norm_eps)
-
-    def forward(self, flow: Flow, reading: Reading) -> Flow:
-        mixed, flow = self._mix(self.normed(flow.x), flow, reading)
-        x = flow.x + mixed
-        x = x + self.mlp(_normed(self.post_attention_layernorm, x))
-        return replace(flow, x=x)
-
-    def normed(self, x: Tensor) -> Tensor:
-        """The mixer's input, [B, T, D] in the parameters' dtype."""
-        return _normed(self.input_layernorm, x)
-
-    def _mix(self, x: Tensor, flow: Flow, reading: Reading) -> tuple[Tensor, Flow]:
-        """The mixer's output [B, T, D], and the flow with what it leaves to later layers."""
-        if isinstance(self.attn, Mamba):
-            states = None if reading.cache is None else reading.cache.recurrent(self.layer)
-            mixed, memory = self.attn(x, reading.packing, states)
-            return mixed, replace(flow, memory=memory)
-        if isinstance(self.attn, GatedMemory):
-            return self.attn(x, flow.memory), flow
-        mixed, shared = self.attn(x, reading, flow.shared)
-        return mixed, replace(flow, shared=shared)
 
 
 class SambaYModel(Decoder):
@@ -132,7 +64,7 @@ class SambaYModel(Decoder):
             if states is not None:
                 states.append(flow.x)
             flow = layer(flow, reading)
-        return _normed(self.final_layernorm, flow.x)
+        return normed(self.final_layernorm, flow.x)
 
     @staticmethod
     def start(x: Tensor) -> Flow:
@@ -210,25 +142,8 @@ class SambaYWalk(Walk[Flow]):
         layer = cast(SambaYLayer, layer)
         if not isinstance(layer.attn, SambaYAttention):
             return None
-        return layer.attn.project(layer.normed(state.x), state.shared)
+        return layer.attn.project(layer.mixer_input(state.x), state.shared)
 
     def window(self, layer: nn.Module) -> int | None:
         mixer = cast(SambaYLayer, layer).attn
         return mixer.window if isinstance(mixer, SambaYAttention) else None
-
-
-def _mixer(config: SambaYConfig, layer: int, kind: Kind) -> nn.Module:
-    """The mixer of a layer."""
-    if kind == "mamba":
-        return Mamba(config)
-    if kind == "gated memory":
-        return GatedMemory(config)
-    if kind == "cross attention":
-        return CrossAttention(config, layer)
-    return SambaYAttention(config, layer, config.sliding_window if kind == "windowed attention" else None)
-
-
-def _normed(norm: LayerNorm, x: Tensor) -> Tensor:
-    """LayerNorm of a residual [B, T, D], in the norm's own dtype."""
-    out: Tensor = norm(x.to(norm.weight.dtype))
-    return out

@@ -23,7 +23,7 @@ for heads in (
     OPERATOR.table(heads, lambda *_: Unmeasured("definitions"))
 MODELS.table(
     "model | `model_type` | attention | what runs | checked against | weights | licence",
-    lambda *_: Unmeasured("names, and counts of published indexes, which tests/model/test_motif.py has"),
+    lambda *_: Unmeasured("names, and counts of published indexes, which test_motif.py and test_phi4flash.py have"),
 )
 ANY_MODEL.table("to change it | ", lambda *_: Unmeasured("options"))
 for stored in ("16        32.00", "4:g32         4.52", "16        16.00", "4:g32         4.50"):

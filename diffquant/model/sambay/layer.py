@@ -1,0 +1,97 @@
+"""A layer of a SambaY model, and what goes from layer to layer."""
+
+from dataclasses import dataclass, replace
+
+from torch import Tensor, nn
+from torch.nn import LayerNorm
+
+from diffquant.model.mlp import activation_named
+from diffquant.model.sambay.attention import CrossAttention, KeysValues, SambaYAttention
+from diffquant.model.sambay.config import SambaYConfig
+from diffquant.model.sambay.kinds import kind_of
+from diffquant.model.sambay.mamba import GatedMemory, Mamba
+from diffquant.model.sambay.reading import Reading
+
+
+@dataclass(frozen=True)
+class Flow:
+    """What goes from layer to layer.
+
+    Attributes:
+        x: residual stream [B, T, D], in float32 at least.
+        memory: what the last Mamba layer's scan gave, [B, T, E]; None before it.
+        shared: keys and values that the last attention read, which cross attention reads again.
+    """
+
+    x: Tensor
+    memory: Tensor | None = None
+    shared: KeysValues | None = None
+
+
+class SambaYMLP(nn.Module):
+    """A gated network whose gate and value lie in one weight, the gate first."""
+
+    def __init__(self, config: SambaYConfig) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(config.hidden_size, 2 * config.intermediate_size, bias=False)
+        self.fc2 = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        self.activate = activation_named(config.hidden_act).compute
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, value = self.fc1(x).chunk(2, -1)
+        out: Tensor = self.fc2(value * self.activate(gate))
+        return out
+
+
+class SambaYLayer(nn.Module):
+    """A mixer of one of the kinds and a gated network, each behind its norm and added to the residual.
+
+    The residual stays in float32 where the parameters are of a half type, as it does behind Mamba in the reference.
+    """
+
+    def __init__(self, config: SambaYConfig, layer: int) -> None:
+        super().__init__()
+        self.layer = layer
+        self.attn = _mixer(config, layer)
+        self.mlp = SambaYMLP(config)
+        self.input_layernorm = LayerNorm(config.hidden_size, config.layer_norm_eps)
+        self.post_attention_layernorm = LayerNorm(config.hidden_size, config.layer_norm_eps)
+
+    def forward(self, flow: Flow, reading: Reading) -> Flow:
+        mixed, flow = self._mix(self.mixer_input(flow.x), flow, reading)
+        x = flow.x + mixed
+        x = x + self.mlp(normed(self.post_attention_layernorm, x))
+        return replace(flow, x=x)
+
+    def mixer_input(self, x: Tensor) -> Tensor:
+        """The mixer's input, [B, T, D] in the parameters' dtype."""
+        return normed(self.input_layernorm, x)
+
+    def _mix(self, x: Tensor, flow: Flow, reading: Reading) -> tuple[Tensor, Flow]:
+        """The mixer's output [B, T, D], and the flow with what it leaves to later layers."""
+        if isinstance(self.attn, Mamba):
+            states = None if reading.cache is None else reading.cache.recurrent(self.layer)
+            mixed, memory = self.attn(x, reading.packing, states)
+            return mixed, replace(flow, memory=memory)
+        if isinstance(self.attn, GatedMemory):
+            return self.attn(x, flow.memory), flow
+        mixed, shared = self.attn(x, reading, flow.shared)
+        return mixed, replace(flow, shared=shared)
+
+
+def normed(norm: LayerNorm, x: Tensor) -> Tensor:
+    """LayerNorm of a residual [B, T, D], in the norm's own dtype."""
+    out: Tensor = norm(x.to(norm.weight.dtype))
+    return out
+
+
+def _mixer(config: SambaYConfig, layer: int) -> nn.Module:
+    """The mixer of a layer."""
+    kind = kind_of(layer, config.num_hidden_layers)
+    if kind == "mamba":
+        return Mamba(config)
+    if kind == "gated memory":
+        return GatedMemory(config)
+    if kind == "cross attention":
+        return CrossAttention(config, layer)
+    return SambaYAttention(config, layer, config.sliding_window if kind == "windowed attention" else None)
