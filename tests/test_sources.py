@@ -36,6 +36,7 @@ SOURCES = {
     "unilm-v2": {"num_key_value_heads": 3},
     "motif": {"use_bias": False, "tie_word_embeddings": True},
     "motif-grouped": {"num_attention_heads": 12, "num_noise_heads": 3},
+    "gated": {},
 }
 
 

@@ -40,8 +40,10 @@ class DiffAttention(nn.Module):
         if spec.lam == "exp":
             for name in LAMBDA_VECTORS:
                 self.register_parameter(name, nn.Parameter(torch.empty(spec.head_dim)))
-        if spec.lam == "sigmoid":
-            self.lambda_proj = nn.Linear(width, spec.pairs, bias=False)
+        if spec.gates:
+            self.lambda_proj = nn.Linear(width, spec.gates, bias=False)
+        if spec.output_gate:
+            self.output_gate_proj = nn.Linear(width, spec.pairs * spec.value_dim, bias=False)
         if spec.post_norm == "affine":
             self.subln = LlamaRMSNorm(spec.value_dim, spec.post_norm_eps)
 
@@ -70,9 +72,13 @@ class DiffAttention(nn.Module):
                 meter=self.meter,
                 post=post,
                 ranges=self.logit_ranges,
+                signal_gate=self.signal_gate(x),
                 backend=self.backend,
             )
-        out: Tensor = self.o_proj(y.transpose(1, 2).flatten(2))
+        by_token = y.transpose(1, 2).flatten(2)
+        if spec.output_gate:
+            by_token = by_token * self.output_gate_proj(x).sigmoid()
+        out: Tensor = self.o_proj(by_token)
         return out
 
     def project(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
@@ -82,13 +88,19 @@ class DiffAttention(nn.Module):
         return q, k, self.layout.values(self.v_proj(x))
 
     def lam(self, x: Tensor) -> Tensor | None:
-        """λ in float32 for an input x: a scalar (V1), [B, h, T, 1] (V2), None for a plain Transformer."""
+        """λ in float32 for an input x: a scalar (V1), [B, h, T, 1] (V2, V3), None for a plain Transformer."""
         if self.spec.lam == "exp":
             vectors = (getattr(self, name) for name in LAMBDA_VECTORS)
             return lam_from_vectors(*vectors, init=self.spec.lam_init(self.layer))
         if self.spec.lam == "sigmoid":
-            return linear(x.float(), self.lambda_proj.weight.float()).sigmoid().transpose(1, 2).unsqueeze(-1)
+            return _gates(x, self.lambda_proj.weight)
+        if self.spec.lam == "two-gates":
+            return _gates(x, self.lambda_proj.weight[1::2])
         return None
+
+    def signal_gate(self, x: Tensor) -> Tensor | None:
+        """The signal map's factor in float32 for an input x, [B, h, T, 1] (V3); None for 1."""
+        return _gates(x, self.lambda_proj.weight[0::2]) if self.spec.lam == "two-gates" else None
 
     def post(self) -> PairNorm | None:
         """Norm over a pair's output, with its factor 1 - λ_init; None without one."""
@@ -97,6 +109,11 @@ class DiffAttention(nn.Module):
             return None
         weight = self.subln.weight if spec.post_norm == "affine" else None
         return PairNorm(spec.post_norm_eps, weight, spec.post_factor(self.layer))
+
+
+def _gates(x: Tensor, weight: Tensor) -> Tensor:
+    """Sigmoids [B, h, T, 1] in float32 of a projection [h, D] of x [B, T, D]."""
+    return linear(x.float(), weight.float()).sigmoid().transpose(1, 2).unsqueeze(-1)
 
 
 def rotate(x: Tensor, rotary: tuple[Tensor, Tensor], style: str) -> Tensor:

@@ -51,7 +51,7 @@ def _layer_parameters(config: "Config") -> dict[str, Shape]:
                 shapes[f"{name}.bias"] = (out,)
     activation = activation_named(config.hidden_act)
     shapes |= {f"mlp.act_fn.{name}": (len(values),) for name, values in activation.parameters.items()}
-    shapes |= {f"self_attn.{name}": shape for name, shape in _lambda_and_norm(config).items()}
+    shapes |= {f"self_attn.{name}": shape for name, shape in _gates_and_norm(config).items()}
     shapes["input_layernorm.weight"] = shapes["post_attention_layernorm.weight"] = (config.hidden_size,)
     return shapes
 
@@ -69,13 +69,15 @@ def _mlp_linears(config: "Config") -> dict[str, Shape]:
     return {"mlp.gate_proj": (inner, width), "mlp.up_proj": (inner, width), "mlp.down_proj": (width, inner)}
 
 
-def _lambda_and_norm(config: "Config") -> dict[str, Shape]:
+def _gates_and_norm(config: "Config") -> dict[str, Shape]:
     spec: DiffSpec = config.diff_spec
     shapes: dict[str, Shape] = {}
     if spec.lam == "exp":
         shapes |= dict.fromkeys(LAMBDA_VECTORS, (spec.head_dim,))
-    if spec.lam == "sigmoid":
-        shapes["lambda_proj.weight"] = (spec.pairs, config.hidden_size)
+    if spec.gates:
+        shapes["lambda_proj.weight"] = (spec.gates, config.hidden_size)
+    if spec.output_gate:
+        shapes["output_gate_proj.weight"] = (spec.pairs * spec.value_dim, config.hidden_size)
     if spec.post_norm == "affine":
         shapes["subln.weight"] = (spec.value_dim,)
     return shapes
