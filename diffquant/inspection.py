@@ -69,9 +69,12 @@ class Inspection:
         if spec.lam == "exp":
             where = "by layer" if len(self.kinds) == 1 else "of the layers with attention"
             lines.append(f"λ {where}: " + " ".join(f"{value:.3f}" for value in self.lam))
-        if spec.lam == "sigmoid":
+        if spec.gates:
             projections = " ".join(f"{value:.3g}" for value in self.lam)
-            lines.append(f"λ per token and pair, sigmoid of a projection; its rms by layer: {projections}")
+            kind = "λ" if spec.lam == "sigmoid" else "a gate for each map"
+            lines.append(f"{kind} per token and pair, sigmoid of a projection; its rms by layer: {projections}")
+        if spec.output_gate:
+            lines.append("output gate: each channel times a sigmoid of a projection")
         lines += [_size_line(scheme, self.sizes, self.packed_bits) for scheme in self.sizes]
         return "\n".join(lines)
 
@@ -193,7 +196,7 @@ def _lambdas(source: Source) -> list[float]:
         vectors = ([read(layer, name) for name in LAMBDA_VECTORS] for layer in layers)
         inits = (spec.lam_init(layer) for layer in layers)
         return [float(lam_from_vectors(*four, init=init)) for four, init in zip(vectors, inits, strict=True)]
-    if spec.lam == "sigmoid":
+    if spec.gates:
         return [float(read(layer, "lambda_proj.weight").square().mean().sqrt()) for layer in layers]
     return []
 

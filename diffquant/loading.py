@@ -34,8 +34,9 @@ def load(
     Args:
         path: a folder of any model_type that an adapter reads, plain or quantized; a .gguf file
             of a llama, or either as an open `Source`.
-        recipe: recipe to simulate; a quantized checkpoint's own by default. Weights of a plain checkpoint come out as
-            `quantize` stores them, whatever the recipe's rounding; one that reads a text does so at each load.
+        recipe: recipe to simulate; a quantized checkpoint's own by default, whose weights it keeps in any case. Weights
+            of a plain checkpoint come out as `quantize` stores them, whatever the recipe's rounding; one that reads a
+            text does so at each load.
         dtype: dtype of the model; the checkpoint's by default.
         device: device of the model.
         packed: whether the layers' packed weights stay packed, or are expanded to `dtype`; by default they
@@ -52,7 +53,7 @@ def load(
     check_device(device)
     source = open_source(path)
     schemes = _simulated_schemes(source, recipe)
-    recipe = recipe or source.recipe
+    recipe = source.recipe if recipe is None else recipe.with_weights_of(source.recipe) if source.packed else recipe
     ranges = read_ranges(Path(scales), source) if scales else None
     if ranges is not None:
         ranges.check(recipe)

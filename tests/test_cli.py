@@ -33,6 +33,13 @@ def run(capsys, monkeypatch):
     return call
 
 
+@pytest.mark.parametrize("start", [["-m", "diffquant"], ["-c", "from diffquant.cli import main; main()"]])
+def test_the_version_is_the_packages(start):
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+    shown = subprocess.run([sys.executable, *start, "--version"], capture_output=True, text=True, check=True)
+    assert shown.stdout == f"diffquant {project['version']}\n"
+
+
 def test_quantize_then_inspect_tells_what_was_made(run, checkpoint, tmp_path):
     code, out, err = run(
         "quantize", checkpoint, "-o", tmp_path / "low", "--weights", "4:g32", "--kv", "8", "--logits", "6"

@@ -39,6 +39,7 @@ SOURCES = {
     "unilm-v2": {"num_key_value_heads": 3},
     "motif": {"use_bias": False, "tie_word_embeddings": True},
     "motif-grouped": {"num_attention_heads": 12, "num_noise_heads": 3},
+    "gated": {},
     "phi4flash": {"num_hidden_layers": 8, "head_dim": 12},
 }
 # Weights of two in each gated network, three in each Mamba, two in each other mixer.

@@ -8,6 +8,7 @@ from typing import Any
 
 from diffquant.bench.cells import BenchCell
 from diffquant.bench.programs import generate, hellaswag, quantize
+from diffquant.bench.programs.comparison import compare_with_export
 from diffquant.bench.synthetic import sized_diffllama, synthesize
 from diffquant.errors import DiffQuantError
 from diffquant.export.native import library_path
@@ -32,7 +33,7 @@ def generation(
         progress(done, len(models), f"generate: {model.name}")
         with tempfile.TemporaryDirectory() as place:
             rows = generate.measure_generation(model, Path(place), names, generate.Settings(threads, repeats))
-        generate.compare_with_export(rows)
+        compare_with_export(rows, generate.FLOAT)
         left_out = [name for name in generate.CONTESTANTS if name not in names]
         rows |= {name: {"missing": _SHORT} for name in left_out}
         cells += [cell for name, row in rows.items() for cell in _of_generation(model.name, name, row)]

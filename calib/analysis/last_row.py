@@ -24,7 +24,8 @@ def last_weights(walk: TransformerWalk, layer: DiffLayer, x: Tensor) -> tuple[Te
         x: [1, T, D] the layer's input.
 
     Returns:
-        [maps, h, T], each map's softmax, and [h, T], the weights: map 1 - λ·map 2, or the only map.
+        [maps, h, T], each map's softmax, and [h, T], the weights: map 1 - λ·map 2, or the only map; a gated
+        map 1 is multiplied by its gate.
     """
     attention = layer.self_attn
     normed = layer.input_layernorm(x)
@@ -33,8 +34,9 @@ def last_weights(walk: TransformerWalk, layer: DiffLayer, x: Tensor) -> tuple[Te
         cache = PackedCache(walk.model.recipe, len(walk.layers), walk.model.model.ranges)
         k, _ = cache.update(k, v, attention.layer)
     maps = last_maps(q, k, attention.spec, attention.logits, attention.logit_ranges)
-    lam = attention.lam(normed[:, -1:])
-    return maps, maps[0] if lam is None else maps[0] - lam.reshape(-1, 1) * maps[1]
+    gate, lam = attention.signal_gate(normed[:, -1:]), attention.lam(normed[:, -1:])
+    signal = maps[0] if gate is None else gate.reshape(-1, 1) * maps[0]
+    return maps, signal if lam is None else signal - lam.reshape(-1, 1) * maps[1]
 
 
 def last_maps(q: Tensor, k: Tensor, spec: DiffSpec, scheme: Scheme = FULL, ranges: Tensor | None = None) -> Tensor:

@@ -26,6 +26,7 @@ def attend(
     meter: Meter | None = None,
     post: PairNorm | None = None,
     ranges: Tensor | None = None,
+    signal_gate: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
     """Differential attention, or plain attention with one map; arguments as `AttentionCall` has them.
@@ -40,7 +41,7 @@ def attend(
         UsageError: arguments disagree in shape, dtype or device, or the backend is unknown or cannot
             do what is asked.
     """
-    call = AttentionCall(q, k, v, lam, scale, mask, post, logits, ranges, meter)
+    call = AttentionCall(q, k, v, lam, scale, mask, post, logits, ranges, meter, signal_gate)
     check_backend(backend, [logits])
     if backend == "auto":
         return fastest(call).compute(call)

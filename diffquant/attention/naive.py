@@ -32,8 +32,9 @@ def naive(
     logits: Scheme = FULL,
     ranges: Tensor | None = None,
     meter: Meter | None = None,
+    signal_gate: Tensor | None = None,
 ) -> Tensor:
-    """Differential attention, (softmax(Q1·K1ᵀ·scale) - λ·softmax(Q2·K2ᵀ·scale))·V, or its first term alone.
+    """Differential attention, (g·softmax(Q1·K1ᵀ·scale) - λ·softmax(Q2·K2ᵀ·scale))·V, or its first term alone.
 
     Args:
         q: one [B, h, T, d] a map, one or two maps; the second [B, n, T, d] where h / n pairs share a noise head.
@@ -45,6 +46,7 @@ def naive(
         logits: simulated quantization of both maps' logits.
         ranges: largest logits [h], or [h + n], of a static scheme.
         meter: counter of what is rounded; None for none.
+        signal_gate: factor g of the signal map, broadcastable to [B, h, T, 1]; None for 1.
 
     Returns:
         [B, h, T, dv] in v's dtype.
@@ -69,7 +71,8 @@ def naive(
         rounded = [round_logits(x, logit_scale(top, logits), logits) for x, top in zip(coded, largest, strict=True)]
         map_logits = from_coded(rounded, logits)
     maps = [masked_softmax(x, visible) for x in map_logits]
-    weights = maps[0] if lam is None else maps[0] - lam.to(dtype) * each_pairs_noise(maps[1], pairs)
+    signal = maps[0] if signal_gate is None else signal_gate.to(dtype) * maps[0]
+    weights = signal if lam is None else signal - lam.to(dtype) * each_pairs_noise(maps[1], pairs)
     return (weights @ v.to(dtype).repeat_interleave(pairs // kv_pairs, 1)).to(v.dtype)
 
 

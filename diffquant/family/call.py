@@ -29,7 +29,7 @@ class Meter(Protocol):
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """(softmax(Q1·K1ᵀ·scale) - λ·softmax(Q2·K2ᵀ·scale))·V, or its first term alone, and the norm that follows.
+    """(g·softmax(Q1·K1ᵀ·scale) - λ·softmax(Q2·K2ᵀ·scale))·V, or its first term alone, and the norm that follows.
 
     Attributes:
         q: queries, one [B, h, T, d] a map, one or two maps, any strides; where h / n pairs share a noise head the
@@ -43,6 +43,7 @@ class AttentionCall:
         logits: scheme that both maps' logits are rounded to; 16 bits leave them alone.
         ranges: largest logits [h], or [h + n], of a static scheme; None for any other.
         meter: counter of what is rounded; None for none.
+        signal_gate: factor g of the signal map, broadcastable to [B, h, T, 1]; None for 1, as with one map.
 
     Raises:
         UsageError: arguments disagree in number, shape, dtype or device; all that do are named.
@@ -58,9 +59,10 @@ class AttentionCall:
     logits: Scheme = FULL
     ranges: Tensor | None = None
     meter: Meter | None = None
+    signal_gate: Tensor | None = None
 
     def __post_init__(self) -> None:
-        check_tensors(self.q, self.k, self.v, self.lam, self.mask, self.post)
+        check_tensors(self.q, self.k, self.v, self.lam, self.mask, self.post, self.signal_gate)
         heads = sum(x.shape[1] for x in self.q)
         if self.logits.granularity == "static" and (self.ranges is None or self.ranges.numel() != heads):
             raise UsageError(f"logits at {self.logits} need {heads} calibrated ranges, one a head of each map")
@@ -107,12 +109,18 @@ class AttentionCall:
     @property
     def needs_gradient(self) -> bool:
         """Whether a backward pass may come."""
-        tensors = (*self.q, *self.k, self.v, *(() if self.lam is None else (self.lam,)))
-        return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+        tensors = (*self.q, *self.k, self.v, self.lam, self.signal_gate)
+        return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
 def check_tensors(
-    q: Sequence[Tensor], k: Sequence[Tensor], v: Tensor, lam: Tensor | None, mask: Mask, post: PairNorm | None
+    q: Sequence[Tensor],
+    k: Sequence[Tensor],
+    v: Tensor,
+    lam: Tensor | None,
+    mask: Mask,
+    post: PairNorm | None,
+    signal_gate: Tensor | None = None,
 ) -> None:
     """Check that an attention's tensors, as `AttentionCall` describes them, agree.
 
@@ -120,9 +128,10 @@ def check_tensors(
         UsageError: they disagree in number, shape, dtype or device; all that do are named.
     """
     maps = len(q)
-    if maps not in (1, 2) or len(k) != maps or (lam is None) != (maps == 1):
+    if maps not in (1, 2) or len(k) != maps or (lam is None) != (maps == 1) or (maps == 1 and signal_gate is not None):
         raise UsageError(
-            f"attention takes one map without λ or two with it; got {maps} Q, {len(k)} K, λ {lam is not None}"
+            "attention takes one map without λ and gate, or two with λ; got "
+            f"{maps} Q, {len(k)} K, λ {lam is not None}, gate {signal_gate is not None}"
         )
     attended = {**_by_map("q", q), **_by_map("k", k), "v": v}
     not_of_four_axes = [f"{name} {list(x.shape)}" for name, x in attended.items() if x.dim() != 4]
@@ -139,15 +148,16 @@ def check_tensors(
     wrong = [
         f"{name} {list(x.shape)}, not {list(shapes[name])}" for name, x in attended.items() if x.shape != shapes[name]
     ]
-    if lam is not None and not _broadcasts(lam, (batch, pairs, queries, 1)):
-        wrong.append(f"lam {list(lam.shape)}, not one value or {[batch, pairs, queries, 1]}")
+    for name, weight in (("lam", lam), ("signal_gate", signal_gate)):
+        if weight is not None and not _broadcasts(weight, (batch, pairs, queries, 1)):
+            wrong.append(f"{name} {list(weight.shape)}, not one value or {[batch, pairs, queries, 1]}")
     valid = mask.keys
     # A store's keys may have room for tokens to come, which a mask does not cover.
     if valid is not None and (valid.dtype != torch.bool or valid.dim() != 2 or valid.shape[0] != batch):
         wrong.append(f"mask {valid.dtype} {list(valid.shape)}, not torch.bool {[batch, keys]}")
-    weight = post.weight if post else None
-    if weight is not None and weight.shape != (value_width,):
-        wrong.append(f"norm weight {list(weight.shape)}, not {[value_width]}")
+    norm_weight = post.weight if post else None
+    if norm_weight is not None and norm_weight.shape != (value_width,):
+        wrong.append(f"norm weight {list(norm_weight.shape)}, not {[value_width]}")
     if wrong:
         raise UsageError(f"attention: q is {list(q[0].shape)}, v {list(v.shape)}: {'; '.join(wrong)}")
     if kv_pairs == 0 or pairs % kv_pairs:
@@ -156,7 +166,7 @@ def check_tensors(
         raise UsageError(
             f"attention: {noises} noise heads do not divide {pairs} pairs into groups that {kv_pairs} KV pairs serve"
         )
-    _require_one_place(attended, {"lam": lam, "mask": valid, "norm weight": weight})
+    _require_one_place(attended, {"lam": lam, "signal_gate": signal_gate, "mask": valid, "norm weight": norm_weight})
 
 
 def _by_map(name: str, maps: Sequence[Tensor]) -> dict[str, Tensor]:

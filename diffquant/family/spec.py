@@ -21,15 +21,18 @@ class DiffSpec:
         maps: number of maps: 2, or 1 for a plain Transformer.
         shared_k: whether both maps read the same keys (V2).
         head_order: order of heads in a projection's output, as `HeadLayout` has it: "adjacent" or "halves".
-        lam: kind of λ: "exp" (V1, one scalar a layer), "sigmoid" (V2, a token and pair) or "none".
+        lam: kind of λ: "exp" (V1, one scalar a layer), "sigmoid" (V2, a token and pair), "two-gates" (V3, a sigmoid of
+            its own for each map, a token and pair) or "none".
         lam_init_offset: number added to the 0-based layer index in λ_init.
         post_norm: RMSNorm over a pair's output: "none", "plain" (no weight) or "affine".
         post_norm_eps: epsilon of that norm.
         scale_by_init: whether the output is multiplied by (1 - λ_init).
         rope: channels that rotary embedding turns together: "half", "interleaved", or "none" of them.
         signals_per_noise: number of signal maps that one noise map is subtracted from.
+        output_gate: whether each channel of the output is multiplied by a sigmoid gate of the layer's input.
 
-    Sources: arXiv 2410.05258, section 2; microsoft/unilm, Diff-Transformer and Diff-Transformer-V2.
+    Sources: arXiv 2410.05258, section 2; microsoft/unilm, Diff-Transformer and Diff-Transformer-V2; the two gates are
+    those of DIFF V3 (YOCO), the output gate that of Motif-3.
     """
 
     pairs: int
@@ -39,13 +42,14 @@ class DiffSpec:
     maps: Literal[1, 2] = 2
     shared_k: bool = False
     head_order: HeadOrder = "adjacent"
-    lam: Literal["none", "exp", "sigmoid"] = "none"
+    lam: Literal["none", "exp", "sigmoid", "two-gates"] = "none"
     lam_init_offset: int = 0
     post_norm: Literal["none", "plain", "affine"] = "none"
     post_norm_eps: float = 1e-5
     scale_by_init: bool = False
     rope: Literal["half", "interleaved", "none"] = "half"
     signals_per_noise: int = 1
+    output_gate: bool = False
 
     def __post_init__(self) -> None:
         if min(self.pairs, self.kv_pairs, self.head_dim) < 1 or self.pairs % self.kv_pairs:
@@ -58,7 +62,11 @@ class DiffSpec:
         if self.scale_by_init and self.post_norm == "none":
             raise CheckpointError("the factor 1 - λ_init follows a norm: post_norm must not be 'none'")
         if self.maps == 2 and self.lam == "none":
-            raise CheckpointError("two maps need a λ: lam must be 'exp' or 'sigmoid'")
+            raise CheckpointError("two maps need a λ: lam must be 'exp', 'sigmoid' or 'two-gates'")
+        if self.maps == 1 and self.lam != "none":
+            raise CheckpointError(f"one map has nothing to subtract: lam must be 'none', not {self.lam!r}")
+        if (self.lam == "two-gates" or self.output_gate) and self.post_norm != "none":
+            raise CheckpointError("no model has gates and a norm behind them: post_norm must be 'none'")
         grouped = self.signals_per_noise
         if grouped < 1 or (grouped > 1 and (self.maps == 1 or self.pairs % (grouped * self.kv_pairs))):
             raise CheckpointError(
@@ -100,7 +108,13 @@ class DiffSpec:
         if self.maps == 1:
             return "Transformer"
         grouped = "grouped " if self.signals_per_noise > 1 else ""
-        return grouped + ("DIFF V2" if self.shared_k else "DIFF V1")
+        generation = "DIFF V3" if self.lam == "two-gates" else "DIFF V2" if self.shared_k else "DIFF V1"
+        return grouped + generation
+
+    @property
+    def gates(self) -> int:
+        """Number of a token's sigmoid gates, rows of `lambda_proj`; a pair's two are neighbours, its signal's first."""
+        return self.pairs * {"sigmoid": 1, "two-gates": 2}.get(self.lam, 0)
 
     def lam_init(self, layer: int) -> float:
         """λ_init of a 0-based layer: 0.8 - 0.6·exp(-0.3·layer) (arXiv 2410.05258, equation 3)."""

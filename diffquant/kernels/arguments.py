@@ -36,6 +36,8 @@ def call_refusal(call: AttentionCall) -> str | None:
     """Reason why no attention kernel computes a call, whatever the device, or None."""
     if call.needs_gradient:
         return "the kernel has no backward pass; call it under torch.no_grad()"
+    if call.signal_gate is not None:
+        return "the signal map has a gate of its own, which the kernel does not compute"
     if call.signals_per_noise > 1:
         return f"{call.signals_per_noise} pairs share a noise head; the kernel takes one a pair: `expanded` gives it"
     if call.mask.hides_by_window(call.keys):

@@ -46,7 +46,9 @@ class PairAttention(nn.Module):
         if spec.post_norm == "affine":
             self.subln = LlamaRMSNorm(spec.value_dim, spec.post_norm_eps)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, lam: Tensor | None, mask: Mask) -> Tensor:
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, lam: Tensor | None, mask: Mask, signal_gate: Tensor | None = None
+    ) -> Tensor:
         """Output [B, T, h·dv] of queries [B, query heads, T, d] over keys [B, key heads, S, d] and their values."""
         y = attend(
             self.layout.query_maps(q),
@@ -59,6 +61,7 @@ class PairAttention(nn.Module):
             meter=self.meter,
             post=self.post(),
             ranges=self.logit_ranges,
+            signal_gate=signal_gate,
             backend=self.backend,
         )
         return y.transpose(1, 2).flatten(2)
@@ -88,8 +91,10 @@ class DiffAttention(PairAttention):
         self.k_proj = nn.Linear(width, self.layout.height("k_proj"), bias=bias)
         self.v_proj = nn.Linear(width, self.layout.height("v_proj"), bias=bias)
         self.o_proj = nn.Linear(spec.pairs * spec.value_dim, width, bias=bias)
-        if spec.lam == "sigmoid":
-            self.lambda_proj = nn.Linear(width, spec.pairs, bias=False)
+        if spec.gates:
+            self.lambda_proj = nn.Linear(width, spec.gates, bias=False)
+        if spec.output_gate:
+            self.output_gate_proj = nn.Linear(width, spec.pairs * spec.value_dim, bias=False)
 
     def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], mask: Mask, cache: Cache | None) -> Tensor:
         """Output [B, T, D] for an input x [B, T, D]; `rotary` is cos and sin, [B or 1, T, d]."""
@@ -105,7 +110,9 @@ class DiffAttention(PairAttention):
         if y is None:
             if cache is not None:
                 k, v = cache.update(k, v, self.layer)
-            y = self.attend(q, k, v, lam, mask)
+            y = self.attend(q, k, v, lam, mask, self.signal_gate(x))
+        if self.spec.output_gate:
+            y = y * self.output_gate_proj(x).sigmoid()
         out: Tensor = self.o_proj(y)
         return out
 
@@ -116,12 +123,23 @@ class DiffAttention(PairAttention):
         return q, k, self.layout.values(self.v_proj(x))
 
     def lam(self, x: Tensor) -> Tensor | None:
-        """λ in float32 for an input x: a scalar (V1), [B, h, T, 1] (V2), None for a plain Transformer."""
+        """λ in float32 for an input x: a scalar (V1), [B, h, T, 1] (V2, V3), None for a plain Transformer."""
         if self.spec.lam == "exp":
             return self.scalar_lam()
         if self.spec.lam == "sigmoid":
-            return linear(x.float(), self.lambda_proj.weight.float()).sigmoid().transpose(1, 2).unsqueeze(-1)
+            return _gates(x, self.lambda_proj.weight)
+        if self.spec.lam == "two-gates":
+            return _gates(x, self.lambda_proj.weight[1::2])
         return None
+
+    def signal_gate(self, x: Tensor) -> Tensor | None:
+        """The signal map's factor in float32 for an input x, [B, h, T, 1] (V3); None for 1."""
+        return _gates(x, self.lambda_proj.weight[0::2]) if self.spec.lam == "two-gates" else None
+
+
+def _gates(x: Tensor, weight: Tensor) -> Tensor:
+    """Sigmoids [B, h, T, 1] in float32 of a projection [h, D] of x [B, T, D]."""
+    return linear(x.float(), weight.float()).sigmoid().transpose(1, 2).unsqueeze(-1)
 
 
 def without_padding(k: Tensor, mask: Mask) -> Tensor:

@@ -188,13 +188,14 @@ class CausalModel(CausalPreTrainedModel, GenerationMixin):
         """Save a checkpoint as transformers' `save_pretrained` does.
 
         Raises:
-            UsageError: the weights are packed, in the kernels' layout, which is no checkpoint's.
+            UsageError: the weights are at low bits, packed or simulated: transformers would write them at 16 bits, and
+                the recipe would be lost.
         """
-        packed = sum(isinstance(module, QuantizedLinear) for module in self.modules())
-        if packed:
+        packed = any(isinstance(module, QuantizedLinear) for module in self.modules())
+        if packed or self.recipe.weights.quantizes or self.recipe.weight_overrides:
             raise UsageError(
-                f"{packed} weights of this model are packed for its kernels, which no checkpoint holds; the checkpoint "
-                "it was loaded from has them, or load it with packed=False"
+                "the weights of this model are at low bits, which save_pretrained cannot write: copy the quantized "
+                "checkpoint's folder, or make one with diffquant.quantize"
             )
         super().save_pretrained(*args, **kwargs)
 

@@ -136,6 +136,8 @@ def fused_cache_refusal(recipe: Recipe, spec: DiffSpec, dtype: torch.dtype, devi
     """Reason why a model with this attention cannot decode through a `FusedCache`, or None."""
     if dtype not in HALF_TYPES:
         return f"the decode kernel takes float16 and bfloat16, not {dtype}"
+    if spec.lam == "two-gates":
+        return "the signal map has a gate of its own, which the decode kernel does not compute"
     if reason := device_refusal(device):
         return reason
     layer_recipes = (replace(recipe, k=k, v=v) for k in recipe.schemes_of("k") for v in recipe.schemes_of("v"))

@@ -85,7 +85,7 @@ class TransformerArchitecture(Architecture):
                     shapes[f"{name}.bias"] = (out,)
         activation = activation_named(self.hidden_act)
         shapes |= {f"mlp.act_fn.{name}": (len(values),) for name, values in activation.parameters.items()}
-        shapes |= {f"self_attn.{name}": shape for name, shape in self._lambda_and_norm().items()}
+        shapes |= {f"self_attn.{name}": shape for name, shape in self._gates_and_norm().items()}
         shapes["input_layernorm.weight"] = shapes["post_attention_layernorm.weight"] = (self.hidden_size,)
         return shapes
 
@@ -100,13 +100,15 @@ class TransformerArchitecture(Architecture):
         width, inner = self.hidden_size, self.intermediate_size
         return {"mlp.gate_proj": (inner, width), "mlp.up_proj": (inner, width), "mlp.down_proj": (width, inner)}
 
-    def _lambda_and_norm(self) -> dict[str, Shape]:
+    def _gates_and_norm(self) -> dict[str, Shape]:
         spec = self.diff_spec
         shapes: dict[str, Shape] = {}
         if spec.lam == "exp":
             shapes |= dict.fromkeys(LAMBDA_VECTORS, (spec.head_dim,))
-        if spec.lam == "sigmoid":
-            shapes["lambda_proj.weight"] = (spec.pairs, self.hidden_size)
+        if spec.gates:
+            shapes["lambda_proj.weight"] = (spec.gates, self.hidden_size)
+        if spec.output_gate:
+            shapes["output_gate_proj.weight"] = (spec.pairs * spec.value_dim, self.hidden_size)
         if spec.post_norm == "affine":
             shapes["subln.weight"] = (spec.value_dim,)
         return shapes

@@ -68,10 +68,20 @@ def converted_card(name: str, source_type: str, target_type: str, what: str) -> 
     )
 
 
-_LOADS = (
-    ", which transformers loads by itself; what that format cannot say (cache and logits) stands in config.json under "
-    "`diffquant_config`.\n"
-)
+# Of the types that diffquant runs, those that transformers has a model for.
+_OF_TRANSFORMERS = ("diffllama", "llama")
+
+
+def _loaded_by(plan: QuantizationPlan) -> str:
+    """The rest of the sentence that names the weights' format: who reads it."""
+    if plan.rules:
+        return ".\n"
+    model_type = plan.checkpoint.config.get("model_type")
+    if model_type in _OF_TRANSFORMERS:
+        reader = ", which transformers loads by itself"
+    else:
+        reader = f"; transformers has no model of type {model_type}, which `diffquant.load` reads"
+    return f"{reader}; what that format cannot say (cache and logits) stands in config.json under `diffquant_config`.\n"
 
 
 def _weights_paragraph(plan: QuantizationPlan, errors: Mapping[str, float]) -> str:
@@ -82,6 +92,5 @@ def _weights_paragraph(plan: QuantizationPlan, errors: Mapping[str, float]) -> s
     parts = [f"{len(e)} weights at {scheme} ({sum(e) / len(e):.2%} mean error)" for scheme, e in by_scheme.items()]
     return (
         f"Packed: {', '.join(parts)}; {plan.packed_bits:.2f} stored bits a weight, scales included; rounding: "
-        f"{plan.recipe.rounding.name}. The format is compressed-tensors' pack-quantized"
-        + (".\n" if plan.rules else _LOADS)
+        f"{plan.recipe.rounding.name}. The format is compressed-tensors' pack-quantized{_loaded_by(plan)}"
     )

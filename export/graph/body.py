@@ -118,12 +118,16 @@ def _masked_queries(attributes: OpAttributes, width: int) -> str:
 
 def contrib_problems(attributes: OpAttributes, width: int) -> list[str]:
     """Reasons why GroupQueryAttention cannot compute the op for queries of a width; none where it can."""
-    problems = []
-    row, multiple = (2 * width if attributes.generation == 1 else width), (16 if attributes.do_rotary else 8)
-    if row % multiple:
-        problems.append(f"its rows are multiples of {multiple} wide, not {row}")
+    row = 2 * width if attributes.generation == 1 else width
+    problems = contrib_row_problems(row, bool(attributes.do_rotary))
     if attributes.logit_bits:
         problems.append("it keeps logits inside its kernel and cannot quantize them")
     if attributes.kv_bit_width == 6:
         problems.append("it has 8- and 4-bit caches, not 6")
     return problems
+
+
+def contrib_row_problems(row: int, rotates: bool) -> list[str]:
+    """Reasons why GroupQueryAttention cannot take key rows of a width, which it rotates or not; none where it can."""
+    multiple = 16 if rotates else 8
+    return [f"its rows are multiples of {multiple} wide, not {row}"] if row % multiple else []

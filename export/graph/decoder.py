@@ -84,7 +84,9 @@ class _Decoder:
         attributes, width = self._attributes(), self.spec.head_dim
         # Where GroupQueryAttention cannot compute it (rounded logits, odd widths), the body spells it out.
         kind: BodyKind = "pure" if self.options.pure or contrib_problems(attributes, width) else "contrib"
-        return body(kind, attributes, width, self.options.opset, self.options.cache)
+        present = {"signal_gate": self.spec.lam == "two-gates", "output_gate": self.spec.output_gate}
+        gates = [name for name in GATES if present[name]]
+        return body(kind, attributes, width, self.options.opset, self.options.cache, gates)
 
     def _attributes(self) -> OpAttributes:
         """Attributes of every attention node."""
@@ -146,9 +148,13 @@ class _Decoder:
         if self.spec.maps == 1:
             inputs = [q, k, v, *past, *lengths, *tables, "", "", "", *scales]
             self.graph.add_all("GroupQueryAttention", _trimmed(inputs), outputs, CONTRIB, **self._plain_attributes())
+            if gate := self._output_gate(x, layer):
+                attended = self.graph.add("Mul", attended, gate)
         else:
             # onnx's reference evaluator wants a function's absent inputs named, as "", to the last one.
-            inputs = [q, k, v, self._lam(x, layer), *past, *lengths, *tables, *(scales or ["", ""]), *[""] * len(GATES)]
+            signal_gate, lam = self._signal_gate_and_lam(x, layer)
+            gates = [signal_gate, self._output_gate(x, layer)]
+            inputs = [q, k, v, lam, *past, *lengths, *tables, *(scales or ["", ""]), *gates]
             self.graph.add_all(NAME, inputs, outputs, DOMAIN, **self._attributes().to_dict())
         if self.options.cache:
             for name in present:
@@ -170,17 +176,33 @@ class _Decoder:
             attributes |= {"k_quant_type": "PER_CHANNEL", "v_quant_type": "PER_CHANNEL"}
         return attributes
 
-    def _lam(self, x: str, layer: int) -> str:
-        """Name of λ in float32: [1] (V1), or [B, T, h] (V2)."""
+    def _signal_gate_and_lam(self, x: str, layer: int) -> tuple[str, str]:
+        """Names of the signal map's gate, "" for none, and of λ, in float32: [1] (V1), or [B, T, h] (V2, V3)."""
         prefix = f"model.layers.{layer}.self_attn."
         if self.spec.lam == "exp":
             vectors = (self.plan.vector(prefix + name) for name in LAMBDA_VECTORS)
             lam = lam_from_vectors(*vectors, init=self.spec.lam_init(layer))
-            return self.graph.constant(f"layers.{layer}.lambda", lam.reshape(1).numpy())
-        weight = self.plan.small_matrix(prefix + "lambda_proj.weight").T.numpy()
+            return "", self.graph.constant(f"layers.{layer}.lambda", lam.reshape(1).numpy())
+        weight = self.plan.small_matrix(prefix + "lambda_proj.weight")
         x_float = self.graph.add("Cast", x, to=TensorProto.FLOAT)
-        product = self.graph.add("MatMul", x_float, self.graph.constant(f"layers.{layer}.lambda_proj", weight))
-        return self.graph.add("Sigmoid", product)
+        parts = (
+            {"signal_gate": weight[0::2], "lambda": weight[1::2]}
+            if self.spec.lam == "two-gates"
+            else {"lambda": weight}
+        )
+        names = {}
+        for name, rows in parts.items():
+            constant = self.graph.constant(f"layers.{layer}.{name}_proj", rows.T.contiguous().numpy())
+            names[name] = self.graph.add("Sigmoid", self.graph.add("MatMul", x_float, constant))
+        return names.get("signal_gate", ""), names["lambda"]
+
+    def _output_gate(self, x: str, layer: int) -> str:
+        """Name of the gate of each channel of the output, [B, T, h·dv]; "" for none."""
+        if not self.spec.output_gate:
+            return ""
+        name = f"layers.{layer}.output_gate_proj"
+        weight = self.plan.small_matrix(f"model.layers.{layer}.self_attn.output_gate_proj.weight")
+        return self.graph.add("Sigmoid", self.graph.add("MatMul", x, self.graph.typed(name, weight.T.contiguous())))
 
     def _post(self, attended: str, layer: int) -> str:
         """Name of the output after the per-pair norm, whose weight takes the factor (1 - λ_init) in."""

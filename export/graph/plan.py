@@ -7,6 +7,7 @@ from torch import Tensor
 
 from diffquant.errors import CheckpointError, UsageError
 from diffquant.export.graph.activations import EMITTED
+from diffquant.export.graph.body import contrib_row_problems
 from diffquant.export.graph.linears import check_blocks
 from diffquant.export.graph.matrix import Matrix, read_matrix, read_vector
 from diffquant.export.options import ExportOptions
@@ -114,6 +115,9 @@ def _problems(source: Source, options: ExportOptions) -> list[str]:
         problems.append(f"its values are {spec.value_dim} wide, its keys {key_width(spec)}")
     if spec.maps == 1 and (options.pure or options.logits.quantizes):
         problems.append("a Transformer's attention is ONNX Runtime's own: leave out --pure-onnx and --logits")
+    if spec.maps == 1:
+        widths = contrib_row_problems(spec.head_dim, spec.rope != "none")
+        problems += [f"ONNX Runtime's GroupQueryAttention cannot compute it: {problem}" for problem in widths]
     return problems
 
 

@@ -13,7 +13,7 @@ from diffquant.bench.cells import BenchCell
 from diffquant.bench.contest import contest
 from diffquant.bench.gpu import ratios as gpu
 from diffquant.bench.gpu import tune
-from diffquant.bench.programs import generate, hellaswag, peer_engines, programs
+from diffquant.bench.programs import comparison, generate, hellaswag, peer_engines, programs
 from diffquant.bench.run import SECTIONS, BenchOptions
 from diffquant.cli import app
 from diffquant.errors import FailedCellsError, MissingDependencyError, UsageError
@@ -123,8 +123,8 @@ def test_shares_are_of_the_float32_export_and_of_torch():
     torch = {"decode": [10.0, 20.0, 30.0], "prefill": [100.0], "peak_bytes": 1000, "tokens": [1, 2, 3]}
     low = {"decode": [80.0], "prefill": [50.0], "peak_bytes": 250, "folder_bytes": 20, "tokens": [1, 2, 4]}
     found = {generate.TORCH: torch, generate.FLOAT: {"folder_bytes": 100, "peak_bytes": 500}, "low": low}
-    generate.compare_with_torch(low, torch)
-    generate.compare_with_export(found)
+    comparison.compare_with_torch(low, torch)
+    comparison.compare_with_export(found, generate.FLOAT)
     assert low["decode_of_torch"] == 4.0
     assert low["prefill_of_torch"] == 0.5
     assert low["same_tokens"] == 2
@@ -138,7 +138,7 @@ def test_a_merged_file_keeps_the_torch_that_each_ratio_is_to(tmp_path, monkeypat
     def measured(model, place, names, settings):
         rows = {name: {"decode": [next(speeds)], "prefill": [1.0], "peak_bytes": 1, "tokens": [1]} for name in names}
         for row in rows.values():
-            generate.compare_with_torch(row, rows[generate.TORCH])
+            comparison.compare_with_torch(row, rows[generate.TORCH])
         return rows
 
     monkeypatch.setattr(generate, "measure_generation", measured)
@@ -173,10 +173,10 @@ def test_llama_bench_is_asked_for_the_same_lengths_and_its_memory_is_not_ours(tm
     monkeypatch.setattr(generate, "_engines", [engine])
     assert generate.peak_bytes() is None
     row = {"decode": [1.0], "prefill": [1.0], "peak_bytes": None, "tokens": []}
-    generate.compare_with_torch(row, {"decode": [1.0], "prefill": [1.0], "peak_bytes": 5, "tokens": [7]})
+    comparison.compare_with_torch(row, {"decode": [1.0], "prefill": [1.0], "peak_bytes": 5, "tokens": [7]})
     assert "same_tokens" not in row
     assert "peak_of_torch" not in row
-    assert "-" in generate.table("m", {"llama-bench Q4_0": row})
+    assert "-" in comparison.table("m", {"llama-bench Q4_0": row})
 
 
 def test_llama_bench_that_is_not_installed_is_named(tmp_path, monkeypatch):
@@ -293,8 +293,8 @@ def test_generation_gives_the_same_tokens_in_torch_and_in_the_float32_export(tmp
     assert found[generate.FLOAT]["folder_bytes"] > 0
     assert found[generate.FLOAT]["write_seconds"] > 0
     assert "missing" in found["llama.cpp Q4_0"]
-    generate.compare_with_export(found)
-    assert "llama.cpp Q4_0: none, " in generate.table("diff-v2", found)
+    comparison.compare_with_export(found, generate.FLOAT)
+    assert "llama.cpp Q4_0: none, " in comparison.table("diff-v2", found)
     cells = [cell for name, row in found.items() for cell in programs._of_generation("diff-v2", name, row)]
     assert {cell.path for cell in cells if cell.missing} == {"llama.cpp Q4_0"}
     assert all(cell.unit == "tokens/s" for cell in cells)

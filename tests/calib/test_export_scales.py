@@ -59,6 +59,22 @@ def test_scales_are_those_of_the_cache_that_the_exported_model_fills_itself(tmp_
     assert verify(tmp_path / "out", source).passed
 
 
+@pytest.mark.parametrize(
+    ("observer", "bits"),
+    [
+        (Observer("mse", bits=4), 4),
+        (Observer("percentile", percentile=99.0), 4),
+        (Observer("percentile", percentile=99.0), 8),
+    ],
+    ids=["mse-4", "percentile-4", "percentile-8"],
+)
+def test_ranges_that_clip_are_within_what_verify_grants_the_cache(tmp_path, observer, bits):
+    source = write_checkpoint(tmp_path / "source", "unilm-v1")
+    scales = calibrated(source, tmp_path / "scales.safetensors", observer)
+    export(source, tmp_path / "out", ExportOptions(kv_bits=bits), ranges=scales)
+    assert verify(tmp_path / "out", source).passed
+
+
 def test_a_file_of_ranges_gives_the_model_that_the_ranges_give(tmp_path):
     source = write_checkpoint(tmp_path / "source", "diffllama")
     ranges = calibrate_cache(source, ids=torch.tensor(IDS))

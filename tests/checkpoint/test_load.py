@@ -68,9 +68,19 @@ def test_the_stored_recipe_is_applied_and_can_be_replaced_but_for_weights(source
     recipe = Recipe.of(weights="8:row", k="4:c8", v=6, logits="4:row:shift", residual=8)
     quantize(source, tmp_path / "low", recipe)
     assert load(tmp_path / "low").recipe == recipe
-    assert load(tmp_path / "low", Recipe.of(logits=8)).recipe == Recipe.of(logits=8)
+    assert load(tmp_path / "low", Recipe.of(logits=8)).recipe == Recipe.of(weights="8:row", logits=8)
     with pytest.raises(UsageError, match="holds quantized weights already"):
         load(tmp_path / "low", Recipe.of(weights=8))
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_transformers_does_not_write_low_bits_as_16(source, tmp_path, packed):
+    quantize(source, tmp_path / "low", Recipe.of(weights="4:g32"))
+    with pytest.raises(UsageError, match="weights of this model are at low bits"):
+        load(tmp_path / "low", Recipe.of(logits=8), packed=packed).save_pretrained(tmp_path / "saved")
+    with pytest.raises(UsageError, match="weights of this model are at low bits"):
+        load(source, Recipe.of(weights="8:row")).save_pretrained(tmp_path / "saved")
+    assert not (tmp_path / "saved").exists()
 
 
 def test_a_recipe_that_does_not_fit_is_refused_as_quantize_does(source):

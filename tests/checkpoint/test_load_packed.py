@@ -5,7 +5,6 @@ import torch
 from safetensors.torch import save_file
 
 from diffquant import Recipe, load, quantize
-from diffquant.errors import UsageError
 from diffquant.kernels.linear.repack import dequantize_weight
 from diffquant.model.quantized_linear import QuantizedLinear
 from tests.support.checkpoints import write_diffllama, write_llama, write_random
@@ -78,7 +77,7 @@ def test_stored_bytes_are_those_of_codes_and_scales(tmp_path):
             assert 8 * (layer.packed.nbytes - unit) == bits * layer.in_features * layer.out_features, name
 
 
-def test_a_packed_model_keeps_its_state_and_is_not_saved(tmp_path):
+def test_a_packed_model_keeps_its_state(tmp_path):
     source = write_diffllama(tmp_path / "source")
     quantize(source, tmp_path / "low", Recipe.of(weights="6:g32"))
     model, other = load(tmp_path / "low", packed=True), load(tmp_path / "low", packed=True)
@@ -88,9 +87,6 @@ def test_a_packed_model_keeps_its_state_and_is_not_saved(tmp_path):
     assert not torch.equal(other(ids()).logits, expected)
     other.load_state_dict(model.state_dict())
     assert torch.equal(other(ids()).logits, expected)
-    with pytest.raises(UsageError, match="21 weights of this model are packed for its kernels"):
-        model.save_pretrained(tmp_path / "saved")
-    assert not (tmp_path / "saved").exists()
 
 
 def test_another_dtype_scales_alike(tmp_path):

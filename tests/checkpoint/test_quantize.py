@@ -5,7 +5,7 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from diffquant.errors import (
     CheckpointError,
@@ -23,7 +23,7 @@ from diffquant.quantization.quantize import quantize
 from diffquant.recipe import Recipe
 from diffquant.source.source import open_source
 from diffquant.support.files import file_digest
-from tests.support.checkpoints import SIZES, contents, edit_json, write_diffllama, write_random
+from tests.support.checkpoints import SIZES, contents, edit_json, write_checkpoint, write_diffllama, write_random
 
 
 @pytest.fixture
@@ -327,3 +327,16 @@ def test_a_source_with_changed_config_is_not_resumed_into(tmp_path, source):
         quantize(source, tmp_path / "out", Recipe.of(weights="8:row"), progress=interrupt_late)
     edit_json(source / "config.json", rms_norm_eps=1e-3)
     assert quantize(source, tmp_path / "out", Recipe.of(weights="8:row")).resumed == 0
+
+
+@pytest.mark.parametrize("kind", ["diffllama", "llama", "unilm-v1", "unilm-v2", "motif"])
+def test_the_card_says_that_transformers_loads_what_transformers_loads(kind, tmp_path):
+    quantize(write_checkpoint(tmp_path / "plain", kind), tmp_path / "low", Recipe.of(weights="4:g32"))
+    try:
+        AutoConfig.from_pretrained(tmp_path / "low")
+        known = True
+    except ValueError:
+        known = False
+    card = (tmp_path / "low" / "README.md").read_text()
+    assert ("transformers loads by itself" in card) == known
+    assert ("transformers has no model of type" in card) != known

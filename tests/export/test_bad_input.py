@@ -90,6 +90,13 @@ def test_what_the_graph_cannot_express_is_refused(tmp_path):
         export(source, tmp_path / "out", ExportOptions(pure=True))
 
 
+def test_a_transformers_heads_that_onnx_runtime_cannot_rotate_are_refused_before_anything_is_written(tmp_path):
+    model = write_checkpoint(tmp_path / "model", "llama", head_dim=24)
+    with pytest.raises(CheckpointError, match="rows are multiples of 16 wide, not 24"):
+        export(model, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 def test_an_unknown_source_is_refused(tmp_path):
     (tmp_path / "source").mkdir()
     with pytest.raises(CheckpointError, match=r"config\.json"):

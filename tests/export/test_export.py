@@ -79,10 +79,18 @@ def test_every_source_computes_what_torch_does(checkpoint, tmp_path, source):
 def test_every_precision_computes_what_its_simulation_does(checkpoint, tmp_path, source, precision):
     folder = exported(checkpoint(source), tmp_path / "out", **PRECISIONS[precision])
     found = verify(folder, checkpoint(source))
-    # Where values are rounded to codes as the model runs, one of them may fall to the neighbouring code.
-    has_codes = PRECISIONS[precision].keys() & {"kv_bits", "logits"}
-    limit = 1e-2 if precision == "float16" else 2e-3 if has_codes else 1e-5
-    assert largest_error(found) < limit
+    exact = [route for route in found.routes if route.session != "int8 activations"]
+    typical, largest = (
+        max(measure.value for r in exact for measure in getattr(r, name)) for name in ("typical", "largest")
+    )
+    roundoff = 1000 if precision == "float16" else 1
+    assert typical < 5e-6 * roundoff
+    # A logit that rounds to the neighbouring code moves its row of the stage. A cached value that does moves whole runs
+    # alone: within a stage torch reads the codes that the runtime wrote.
+    if "logits" not in PRECISIONS[precision]:
+        assert largest < 2e-5 * roundoff
+    if not PRECISIONS[precision].keys() & {"kv_bits", "logits"}:
+        assert largest_error(found) < 1e-5 * roundoff
 
 
 def largest_error(found):

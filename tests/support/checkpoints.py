@@ -61,7 +61,12 @@ PHI4FLASH: dict[str, dict[str, Any]] = {
         "mamba_d_conv": 3,
     }
 }
-SOURCES = ["diffllama", "llama", *UNILM, *MOTIF]
+# V3's two gates and Motif-3's output gate, which no public source has together: two pairs share a noise head.
+_GATED = {"pairs": 4, "kv_pairs": 2, "head_dim": 16, "value_dim": 16, "shared_k": True, "lam": "two-gates"}
+NATIVE: dict[str, dict[str, Any]] = {
+    "gated": SIZES | {"model_type": "diff_transformer", "spec": _GATED | {"signals_per_noise": 2, "output_gate": True}},
+}
+SOURCES = ["diffllama", "llama", *UNILM, *MOTIF, *NATIVE]
 
 
 def write_checkpoint(folder: Path, source: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Path:
@@ -73,7 +78,7 @@ def write_checkpoint(folder: Path, source: str, dtype: torch.dtype = torch.float
     elif source == "llama":
         write_llama(folder, dtype, **changes)
     else:
-        write_random(folder, (UNILM | MOTIF | PHI4FLASH)[source] | changes, dtype)
+        write_random(folder, (UNILM | MOTIF | NATIVE | PHI4FLASH)[source] | changes, dtype)
     return folder
 
 

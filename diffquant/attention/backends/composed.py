@@ -84,6 +84,8 @@ def _combine(call: AttentionCall, v: Tensor, one_map: MapAttention) -> Tensor:
         signal, noise = both[:, 0::2], both[:, 1::2]
     else:
         signal, noise = (one_map(queries, keys, v) for queries, keys in zip(q, k, strict=True))
+    if call.signal_gate is not None:
+        signal = call.signal_gate.to(signal.dtype) * signal
     return torch.addcmul(signal, call.lam.to(signal.dtype), each_pairs_noise(noise, call.pairs), value=-1)
 
 

@@ -10,7 +10,8 @@ from diffquant.family.norm import pair_norm
 
 def naive_with_norm(call: AttentionCall) -> Tensor:
     """Attention of a call in its plain form, and the pair norm behind it."""
-    y = naive(call.q, call.k, call.v, call.lam, call.scale, call.mask, call.logits, call.ranges, call.meter)
+    rounding = (call.logits, call.ranges, call.meter)
+    y = naive(call.q, call.k, call.v, call.lam, call.scale, call.mask, *rounding, call.signal_gate)
     return pair_norm(y, call.post)
 
 

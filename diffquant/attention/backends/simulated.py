@@ -53,6 +53,8 @@ def simulated(call: AttentionCall) -> Tensor:
             record_logits(meter, prepared, largest, visible, logits)
         rounded = [round_logits(x, logit_scale(top, logits), logits) for x, top in zip(prepared, largest, strict=True)]
         maps = [masked_softmax(x, visible) for x in from_coded(rounded, logits)]
+        if call.signal_gate is not None:
+            maps[0].mul_(_rows_of(call.signal_gate, rows).to(dtype))
         if lam is not None:
             maps[0].sub_(_rows_of(lam, rows).to(dtype) * each_pairs_noise(maps[1], call.pairs))
         weights = maps[0]
@@ -103,9 +105,9 @@ def _grouped_product(x: Tensor, y: Tensor) -> Tensor:
     return product.view(batch, heads, length, y.shape[-1])
 
 
-def _rows_of(lam: Tensor, rows: slice) -> Tensor:
-    """λ of a range of the queries."""
-    return lam[..., rows, :] if lam.dim() == 4 and lam.shape[-2] > 1 else lam
+def _rows_of(weight: Tensor, rows: slice) -> Tensor:
+    """λ, or the signal's gate, of a range of the queries."""
+    return weight[..., rows, :] if weight.dim() == 4 and weight.shape[-2] > 1 else weight
 
 
 register(Backend("simulated", simulated, logits="quantized", priority=10))

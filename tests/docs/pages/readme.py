@@ -95,6 +95,14 @@ PAGE.says(
     measured("smollm2-logits-kl", GGUF, "16").details["perplexity"],
 )
 PAGE.says(
+    "the 8-bit column was up to {} times as large",
+    max(
+        measured("smollm2-logits-kl-bfloat16", GGUF, f"8:{scheme}").details["kl"]
+        / measured("smollm2-logits-kl", GGUF, f"8:{scheme}").details["kl"]
+        for scheme in ("tensor", "row", "tensor:shift", "row:shift")
+    ),
+)
+PAGE.says(
     "At 3 bits a row, perplexity is {} with plain absmax and {} with `shift`",
     measured("smollm2-logits-kl", GGUF, "3:row").details["perplexity"],
     measured("smollm2-logits-kl", GGUF, "3:row:shift").details["perplexity"],

@@ -68,7 +68,9 @@ def _summed_products(layer: nn.Module) -> Iterator[Mapping[str, Tensor]]:
     """XᵀX of every linear layer's inputs [N, in] by name, summed while the body runs; equal inputs share one."""
     products: dict[str, Tensor] = {}
     modules = {name: module for name, module in layer.named_modules() if isinstance(module, nn.Linear)}
-    owners = dict.fromkeys((f"self_attn.{name}" for name in ("k_proj", "v_proj", "lambda_proj")), "self_attn.q_proj")
+    owners = dict.fromkeys(
+        (f"self_attn.{name}" for name in ("k_proj", "v_proj", "lambda_proj", "output_gate_proj")), "self_attn.q_proj"
+    )
     owners = {name: owner for name, owner in (owners | {"mlp.up_proj": "mlp.gate_proj"}).items() if name in modules}
 
     def add(name: str, x: Tensor) -> None:
