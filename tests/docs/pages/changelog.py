@@ -4,8 +4,8 @@ from statistics import median
 
 from tests.docs.page import Page
 from tests.docs.pages.outliers import OFF, POINTS_BEFORE
-from tests.docs.pages.readme import turns
 from tests.docs.pages.rounding import FIRST
+from tests.docs.pages.sweep import turns
 from tests.docs.raw import raw
 
 PAGE = Page("CHANGELOG.md")
