@@ -1,9 +1,9 @@
-"""Record what README's commands print, and put it onto the page.
+"""Record what the commands on README and docs/quantize.md print, and put it onto the pages.
 
     python -m studies.transcripts SmolLM2-135M-Instruct.Q4_1.gguf
 
-The commands are the page's own, in the order in which each finds what it needs, in a folder of their own. What they
-print goes to bench/results/transcripts.json and into the page's blocks; a machine that is busy tells other times.
+The commands are the pages' own, in the order in which each finds what it needs, in a folder of their own. What they
+print goes to bench/results/transcripts.json and into the pages' blocks; a machine that is busy tells other times.
 """
 
 import json
@@ -22,6 +22,7 @@ from diffquant.errors import UsageError
 from diffquant.support.files import write_atomically
 
 ROOT = Path(__file__).parents[1]
+PAGES = (ROOT / "README.md", ROOT / "docs" / "quantize.md")
 RECORDED = ROOT / "bench" / "results" / "transcripts.json"
 
 # Sweeps take an hour each and have raw files of their own.
@@ -30,12 +31,12 @@ ORDER = ("convert", "inspect", "quantize", "generate", "export", "verify", "run"
 
 def main(
     model: Annotated[Path, typer.Argument(help="SmolLM2-135M-Instruct.Q4_1.gguf.")],
-    page: Annotated[Path, typer.Option(help="Page whose commands are run.")] = ROOT / "README.md",
 ) -> None:
-    """Run a page's commands and put what they print onto it."""
-    lines = page.read_text(encoding="utf-8").splitlines()
+    """Run the pages' commands and put what they print onto them."""
+    lines_by_page = {page: page.read_text(encoding="utf-8").splitlines() for page in PAGES}
+    lines = [line for page_lines in lines_by_page.values() for line in page_lines]
     calls = sorted(
-        (line[2:] for line in lines if line.startswith("$ diffquant ") and line.split()[2] in ORDER),
+        {line[2:]: None for line in lines if line.startswith("$ diffquant ") and line.split()[2] in ORDER},
         key=lambda call: ORDER.index(call.split()[1]),
     )
     with TemporaryDirectory() as folder:
@@ -44,8 +45,9 @@ def main(
     calls_and_outputs = [{"command": call, "output": output} for call, output in outputs.items()]
     result = {"environment": environment("onnxruntime"), "transcripts": calls_and_outputs}
     write_atomically(RECORDED, json.dumps(result, indent=1, ensure_ascii=False) + "\n")
-    write_atomically(page, "\n".join(with_outputs(lines, outputs)) + "\n")
-    typer.echo(f"wrote {RECORDED} and {page}")
+    for page, page_lines in lines_by_page.items():
+        write_atomically(page, "\n".join(with_outputs(page_lines, outputs)) + "\n")
+    typer.echo(f"wrote {RECORDED} and {', '.join(map(str, PAGES))}")
 
 
 def with_outputs(lines: list[str], outputs: dict[str, list[str]]) -> list[str]:

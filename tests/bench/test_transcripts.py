@@ -1,4 +1,4 @@
-"""Recording README's transcripts: what is run, and what of the page is replaced."""
+"""Recording the pages' transcripts: what is run, and what of a page is replaced."""
 
 import json
 import shutil
@@ -31,13 +31,14 @@ stays
 @pytest.fixture
 def page(tmp_path, monkeypatch):
     monkeypatch.setattr(transcripts, "RECORDED", tmp_path / "transcripts.json")
+    monkeypatch.setattr(transcripts, "PAGES", (tmp_path / "page.md",))
     (tmp_path / "page.md").write_text(PAGE)
     return tmp_path / "page.md"
 
 
 def test_what_commands_print_is_recorded_and_put_onto_the_page(page, tmp_path):
     model = tiny_lm.write_diff_v2(tmp_path / "v2")
-    transcripts.main(model, page)
+    transcripts.main(model)
     recorded = json.loads((tmp_path / "transcripts.json").read_text())
     inspected, quantized = recorded["transcripts"]
     assert inspected["command"] == "diffquant inspect v2"
@@ -54,6 +55,6 @@ def test_what_commands_print_is_recorded_and_put_onto_the_page(page, tmp_path):
 def test_a_command_that_fails_leaves_the_page_as_it_is(page, tmp_path):
     absent = shutil.copytree(ROOT / "studies", tmp_path / "v2")
     with pytest.raises(UsageError, match=r"`diffquant inspect v2` ended with \d"):
-        transcripts.main(absent, page)
+        transcripts.main(absent)
     assert page.read_text() == PAGE
     assert not (tmp_path / "transcripts.json").exists()

@@ -4,8 +4,8 @@ from statistics import median
 
 from tests.docs.page import Page
 from tests.docs.pages.outliers import OFF, POINTS_BEFORE
-from tests.docs.pages.readme import turns
 from tests.docs.pages.rounding import FIRST
+from tests.docs.pages.sweep import BFLOAT16_EXCESS, turns
 from tests.docs.raw import raw
 
 PAGE = Page("CHANGELOG.md")
@@ -35,3 +35,6 @@ PAGE.says(
 PAGE.leaves("limit of 0.2 on the logits", "the limit that was")
 PAGE.leaves("2 to 10 % of rows or entries could be wrong", "shares that the tests left out before")
 PAGE.says("Clipping takes {} to {} % off a 4-bit cache's KL; the {} points", OFF[0], OFF[-1], POINTS_BEFORE)
+PAGE.says("in bfloat16, where it was, the 8-bit column was up to {} times as large", BFLOAT16_EXCESS)
+PAGE.leaves("README has 130 lines", "a count of lines")
+PAGE.leaves("on Python 3.11: a mask", "a version")

@@ -3,13 +3,14 @@
 from tests.docs.page import Page, Unmeasured
 from tests.docs.raw import raw
 
-MANY_SHOT, ARCHITECTURE, OPERATOR, CLAIMS, MODELS, ANY_MODEL = PAGES = [
+MANY_SHOT, ARCHITECTURE, OPERATOR, CLAIMS, MODELS, ANY_MODEL, RESULTS = PAGES = [
     Page("docs/many-shot.md"),
     Page("docs/architecture.md"),
     Page("docs/differential-attention-op.md"),
     Page("docs/claims.md"),
     Page("docs/models.md"),
     Page("docs/any-model.md"),
+    Page("docs/results.md"),
 ]
 MANY_SHOT.table("suffix | what it holds", lambda *_: Unmeasured("formats"))
 ARCHITECTURE.table("word | meaning", lambda *_: Unmeasured("definitions"))
@@ -25,6 +26,7 @@ MODELS.table(
     "model | `model_type` | attention | what runs | checked against | weights | licence",
     lambda *_: Unmeasured("names, and counts of published indexes, which test_motif.py and test_phi4flash.py have"),
 )
+RESULTS.table("number | raw result | made by", lambda *_: Unmeasured("names of files and commands"))
 ANY_MODEL.table("to change it | ", lambda *_: Unmeasured("options"))
 for stored in ("16        32.00", "4:g32         4.52", "16        16.00", "4:g32         4.50"):
     ANY_MODEL.leaves(stored, "arithmetic, of a small checkpoint that the tests write")

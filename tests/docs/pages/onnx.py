@@ -1,0 +1,73 @@
+"""The figures of docs/onnx.md."""
+
+from tests.docs.page import Page
+from tests.docs.raw import raw
+
+GGUF, V2, V1 = "SmolLM2-135M-Instruct.Q4_1.gguf", "smollm2-135m-diff-v2", "diffllama-1b"
+PAGE = Page("docs/onnx.md")
+
+# Generation in ONNX Runtime
+
+_ROWS = {
+    "torch float32 (DiffTransformer)": "torch float32",
+    "float32 export": "export float32",
+    "4:g32, KV 8, embedding 8": "export 4:g32 kv 8 embed 8",
+    "transformers' own export, plain": "transformers export",
+    "transformers' own export, fused": "transformers export, fused",
+    "transformers' own export, fused, NNCF's 4 bits": "transformers export, fused, 4 bits",
+    "llama.cpp, Q4_0": "llama.cpp Q4_0",
+}
+_COLUMNS = {
+    "decode, tokens/s": ("decode_median", 1),
+    "× torch float32": ("decode_of_torch", 1),
+    "prefill of 1,024, tokens/s": ("prefill_median", 1),
+    "folder, share of float32's": ("folder_of_export", 1),
+    "peak memory, MB": ("peak_bytes", 1e6),
+}
+
+
+def _generation(row: str, head: str) -> list[float]:
+    """Values of the models that the row was measured for; one where all of them are 1."""
+    name, unit = _COLUMNS[head]
+    rows = [raw("generate.json")["models"][model].get(_ROWS[row], {}) for model in (GGUF, V2, V1)]
+    values = [each[name] / unit for each in rows if name in each]
+    return values[:1] if set(values) == {1.0} else values
+
+
+PAGE.table(f" | {' | '.join(_COLUMNS)}", _generation)
+
+
+def _written(model: str) -> tuple[float, float]:
+    """Seconds and megabytes beyond mapped files of writing a model's 4-bit folder."""
+    row = raw("generate.json")["models"][model]["export 4:g32 kv 8 embed 8"]
+    return row["write_seconds"], row["write_anonymous_bytes"] / 1e6
+
+
+PAGE.says(
+    "Writing the 4-bit folder took {} s and {} MB beyond mapped files for SmolLM2, {} s and {} MB for its V2, {} s "
+    "and {} MB for the 1 B model",
+    *_written(GGUF),
+    *_written(V2),
+    *_written(V1),
+)
+PAGE.says(
+    "it decoded slower ({}) than its own float32 ({})",
+    *_generation("transformers' own export, fused, NNCF's 4 bits", "decode, tokens/s"),
+    *_generation("transformers' own export, fused", "decode, tokens/s"),
+)
+PAGE.leaves("calibrated on 64 random tokens", "a setting of the program")
+
+
+def _kernel(context: int, tokens: int, kv_bits: int) -> tuple[float, float]:
+    """Least and largest ratio of the native kernel to the body, in float32 over the layer shapes."""
+    ratios = [
+        each["ratio"]
+        for each in raw("native-op.json")["results"]
+        if (each["context"], each["tokens"], each["kv_bits"], each["dtype"]) == (context, tokens, kv_bits, "float32")
+    ]
+    return min(ratios), max(ratios)
+
+
+PAGE.says("the kernel is {} to {} times as fast in float32 decode at 4K context", *_kernel(4096, 1, 0))
+PAGE.says("{} to {} times in a prefill of 1K", *_kernel(1024, 1024, 0))
+PAGE.says("and {} to {} times in decode over an 8-bit cache", *_kernel(4096, 1, 8))

@@ -1,0 +1,62 @@
+"""The figures of docs/quantize.md."""
+
+from tests.docs.page import Page
+from tests.docs.raw import medians, raw, recorded
+
+PAGE = Page("docs/quantize.md")
+PAGE.shows("diffquant inspect", lambda: recorded("diffquant inspect"))
+
+# Opening, quantizing, writing
+
+_OPENING = raw("opening.json")
+PAGE.says(
+    "reading all of SmolLM2's took {} s where transformers' loader took {} s in the same run (medians of {}; a ratio "
+    "of {})",
+    medians(_OPENING["ours"], "seconds"),
+    medians(_OPENING["transformers"], "seconds"),
+    len(_OPENING["ours"]),
+    _OPENING["ratio"],
+)
+_SIX_GB = raw("quantize-6gb.json")
+PAGE.says(
+    "a {} GB checkpoint took {} s ({} s from start to exit, one run) on {} cores and {} MB beyond the mapped "
+    "files, {} MB of which are imports; with the mapped files the process held {} GB at most",
+    _SIX_GB["source_bytes"] / 1e9,
+    _SIX_GB["whole"]["seconds"],
+    _SIX_GB["whole"]["process_seconds"],
+    _SIX_GB["environment"]["cores"],
+    _SIX_GB["whole"]["peak_anonymous"] / 1e6,
+    _SIX_GB["anonymous_bytes_of_imports"] / 1e6,
+    _SIX_GB["whole"]["peak_resident"] / 1e9,
+)
+
+# Rounding
+
+_ROUNDING = raw("rounding/smollm2-135m.json")["results"]
+
+
+def _kl(name: str) -> float:
+    return float(_ROUNDING[name]["kl"])
+
+
+PAGE.says(
+    "falls from {} nats (nearest) to {} (mse) and {} (gptq); HQQ has {} at the same bits and bitsandbytes nf4 {}",
+    _kl("nearest 4:g32"),
+    _kl("mse 4:g32"),
+    _kl("gptq 4:g32"),
+    _kl("HQQ 4 bits, groups of 64"),
+    _kl("bitsandbytes nf4, blocks of 64"),
+)
+PAGE.leaves("4.5 stored bits with their 16-bit scales", "arithmetic: 4 + 16 / 32")
+PAGE.leaves("Scales take 16\nbits", "a format")
+
+# Search
+
+_SEARCH = raw("smollm2-search/search-4.5-bits.json")["candidates"]
+PAGE.says(
+    "DIFF V2 at {} stored bits, KL on held-out text is {} nats; uniform widths, interpolated, have {}",
+    # The file counts codes; scales in groups of 32 take 16 bits each.
+    _SEARCH[0]["bits"]["weights"] + 16 / 32,
+    _SEARCH[0]["kl"],
+    (_SEARCH[2]["kl"] * _SEARCH[3]["kl"]) ** 0.5,
+)

@@ -1,0 +1,89 @@
+"""The figures of docs/sweep.md."""
+
+from statistics import median
+
+from diffquant.sweep.table import text_table
+from tests.docs.page import Page
+from tests.docs.raw import difference, measured, points, raw, sweep
+
+GGUF, V2 = "SmolLM2-135M-Instruct.Q4_1.gguf", "smollm2-135m-diff-v2"
+PAGE = Page("docs/sweep.md")
+PAGE.shows(
+    "diffquant sweep SmolLM2-135M-Instruct.Q4_1.gguf smollm2-135m-diff-v2 -o logits",
+    lambda: text_table(sweep("smollm2-logits-500")).splitlines(),
+)
+PAGE.shows(
+    "diffquant sweep SmolLM2-135M-Instruct.Q4_1.gguf smollm2-135m-diff-v2 smollm2-onnx",
+    lambda: text_table(sweep("smollm2-onnx-500", (("smollm2-onnx", GGUF), ("smollm2-diff-v2-onnx", V2)))).splitlines(),
+)
+
+# Sweeps
+
+_AT_3_ROW, _AT_3_TENSOR = (difference("smollm2-logits-500", GGUF, f"3:{g}") for g in ("row", "tensor"))
+PAGE.says(
+    "at 3 bits, one scale per row loses {} points and one per tensor {} [{}, {}]",
+    *(-x for x in (points(_AT_3_ROW)[0], points(_AT_3_TENSOR)[0])),
+    *(-x for x in reversed(points(_AT_3_TENSOR)[1:])),
+)
+PAGE.says(
+    "3-bit logits with one scale per tensor lose {} points [{}, {}]; with `shift` there is no measurable "
+    "change, {} [{}, {}]",
+    -points(_AT_3_TENSOR)[0],
+    *(-x for x in reversed(points(_AT_3_TENSOR)[1:])),
+    *points(difference("smollm2-logits-500-shift", GGUF, "3:tensor:shift")),
+)
+_FIRST, _SECOND = (measured(f"smollm2-{name}-500", GGUF, "16").score for name in ("logits", "onnx"))
+PAGE.says("Its {} bits are {} % where the first sweep has {} %", 16, 100 * _SECOND, 100 * _FIRST)
+PAGE.leaves("Bonett and Price's 95 % interval", "the interval's level")
+PAGE.leaves("Bars are 95 % intervals of the difference", "the interval's level")
+PAGE.table(
+    "logits | 8 bits | 6 bits | 4 bits | 3 bits",
+    lambda row, head: [measured("smollm2-logits-kl", GGUF, f"{head[0]}:{row}").details["kl"]],
+)
+PAGE.says(
+    "SmolLM2-135M on {} characters of prose (perplexity {} at 16 bits)",
+    sweep("smollm2-logits-kl").settings["options"]["characters"],
+    measured("smollm2-logits-kl", GGUF, "16").details["perplexity"],
+)
+BFLOAT16_EXCESS = max(
+    measured("smollm2-logits-kl-bfloat16", GGUF, f"8:{scheme}").details["kl"]
+    / measured("smollm2-logits-kl", GGUF, f"8:{scheme}").details["kl"]
+    for scheme in ("tensor", "row", "tensor:shift", "row:shift")
+)
+PAGE.says("the 8-bit column was up to {} times as large", BFLOAT16_EXCESS)
+PAGE.says(
+    "At 3 bits with one scale per row, perplexity is {} with plain absmax and {} with `shift`",
+    measured("smollm2-logits-kl", GGUF, "3:row").details["perplexity"],
+    measured("smollm2-logits-kl", GGUF, "3:row:shift").details["perplexity"],
+)
+PAGE.leaves("at most 0.30 of 16 bits at 4,096 tokens", "a bound that tests/model/test_cache.py asserts")
+
+# HellaSwag beside lm-eval
+
+
+def turns(name: str, dtype: str, batch: int | None = None) -> list[float]:
+    """Seconds of each turn."""
+    (timing,) = (
+        each
+        for each in raw("hellaswag-speed.json")["timings"]
+        if (each["name"], each["dtype"], each["batch_size"]) == (name, dtype, batch)
+    )
+    return list(timing["seconds"])
+
+
+def _times(dtype: str, batch: int, ours: str | None = None) -> float:
+    return median(turns("HFLM", dtype, batch)) / median(turns("diffquant", ours or dtype))
+
+
+PAGE.says(
+    "it scored {} times the items per second in float32 and {} times in bfloat16 with HFLM at batch 8, and {} and {} "
+    "times at its default batch of 1",
+    _times("float32", 8),
+    _times("bfloat16", 8),
+    _times("float32", 1),
+    _times("bfloat16", 1),
+)
+PAGE.says("HFLM's two in float32 at batch 1 were {} and {} s", *sorted(turns("HFLM", "float32", 1)))
+PAGE.says("With each one's defaults it was {} times", _times("float32", 1, ours="bfloat16"))
+
+PAGE.leaves("(64×64 tiles)", "a size")
