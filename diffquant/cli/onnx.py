@@ -29,7 +29,7 @@ def export(
     accuracy_level: Annotated[
         int,
         typer.Option(
-            help="Products with codes: 4 rounds activations to int8, 1 keeps float32 and is slower, far slower above 4 bits."
+            help="Products with codes: 4 rounds activations to int8, 1 keeps float32: slow, above 4 bits very."
         ),
     ] = 4,
     overwrite: Overwrite = False,

@@ -6,7 +6,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from diffquant.errors import CheckpointError
 from diffquant.model.adapters import adapter_for
-from diffquant.model.adapters.sizes import DIFFLLAMA, LLAMA, ROPE_TYPES
+from diffquant.model.adapters.rotary import ROPE_TYPES
+from diffquant.model.adapters.sizes import DIFFLLAMA, LLAMA
 from diffquant.model.config import DiffTransformerConfig
 from tests.support.checkpoints import SIZES
 

@@ -1,4 +1,4 @@
-"""The adapter of a source format, the registry of adapters, and a check that several share."""
+"""The adapter of a source format, the registry of adapters, and checks that several share."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -103,3 +103,13 @@ def count_pairs(heads: int, key: str) -> int:
     if heads % 2:
         raise CheckpointError(f"{key} is {heads}: differential attention pairs its heads and needs an even number")
     return heads // 2
+
+
+def is_a(value: object, types: tuple[type, ...]) -> bool:
+    """Whether a value is of one of the types; unlike Python's, our bool is no int."""
+    return isinstance(value, types) and (not isinstance(value, bool) or bool in types)
+
+
+def not_valid(config: Mapping[str, Any]) -> str:
+    """Start of a message about a setting that no configuration of its type has."""
+    return f"config.json is not a valid {config.get('model_type')} configuration"
