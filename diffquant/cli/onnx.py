@@ -28,9 +28,7 @@ def export(
     pure_onnx: Annotated[bool, typer.Option("--pure-onnx", help="Standard ONNX ops alone.")] = False,
     accuracy_level: Annotated[
         int,
-        typer.Option(
-            help="Products with codes: 4 rounds activations to int8, 1 keeps float32: slow, above 4 bits very."
-        ),
+        typer.Option(help="Products with codes: 4 rounds activations to int8, 1 keeps float32 and is slow."),
     ] = 4,
     overwrite: Overwrite = False,
     as_json: AsJson = False,

@@ -23,7 +23,7 @@ CONFIGS = {
     "theta": {"rope_theta": 5e5},
     "theta-of-parameters": {"rope_theta": 1e4, "rope_parameters": {"rope_type": "default", "rope_theta": 2e4}},
     "old-spelling": {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_theta": 7e4},
-    "partial": {"partial_rotary_factor": 0.5},
+    "partial": {"partial_rotary_factor": 0.5, "rope_parameters": {"rope_type": "proportional"}},
     "stretched": {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}},
 }
 

@@ -1,10 +1,11 @@
 """The adapter of a source format, the registry of adapters, and checks that several share."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from diffquant.errors import CheckpointError
@@ -17,19 +18,41 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
+class RepeatedHeads:
+    """Heads of a source's weight, each of which stands several times in a row in DiffTransformer's.
+
+    Attributes:
+        width: number of rows of a head.
+        source_heads: number of heads in the source.
+        heads: number of heads in DiffTransformer; a multiple of `source_heads`.
+    """
+
+    width: int
+    source_heads: int
+    heads: int
+
+    @cached_property
+    def rows(self) -> Tensor:
+        """Source row of each row; only asked for once the checkpoint is known to hold the source's rows."""
+        head = torch.arange(self.heads) // (self.heads // self.source_heads)
+        return (head[:, None] * self.width + torch.arange(self.width)).flatten()
+
+
+@dataclass(frozen=True)
 class Adapter:
     """How a source format stores one model.
 
     Attributes:
         architecture: model as DiffTransformer runs it, as plain data.
         renames: parts of a canonical name that the source spells otherwise, canonical to source.
-        source_rows: weight row of the source that each row of a parameter is, by a part of its canonical name, for
-            parameters that are reordered or repeated on load. Every row of the source is used.
+        repeated: heads that are repeated on load, by a part of a parameter's canonical name.
+        may_lack_norm_weight: whether older checkpoints of the format have no weight in the per-pair norm.
     """
 
     architecture: Architecture
     renames: Mapping[str, str] = field(default_factory=dict)
-    source_rows: Mapping[str, Tensor] = field(default_factory=dict)
+    repeated: Mapping[str, RepeatedHeads] = field(default_factory=dict)
+    may_lack_norm_weight: bool = False
 
     @cached_property
     def config(self) -> "DiffTransformerConfig":
@@ -37,6 +60,13 @@ class Adapter:
         from diffquant.model.config import DiffTransformerConfig
 
         return DiffTransformerConfig.of(self.architecture)
+
+    def fitted_to(self, tensors: Collection[str]) -> "Adapter":
+        """This adapter, its per-pair norm without a weight where a checkpoint of these tensors is an older one."""
+        if not self.may_lack_norm_weight or any(name.endswith(".subln.weight") for name in tensors):
+            return self
+        spec = replace(self.architecture.diff_spec, post_norm="plain")
+        return replace(self, architecture=replace(self.architecture, diff_spec=spec))
 
     def source_name(self, canonical: str) -> str:
         """Name that the checkpoint has for a DiffTransformer parameter."""
@@ -54,7 +84,8 @@ class Adapter:
 
     def row_order(self, canonical: str) -> Tensor | None:
         """Source row of each row of a DiffTransformer parameter; None where they are the same."""
-        return next((rows for part, rows in self.source_rows.items() if part in canonical), None)
+        heads = self._heads_of(canonical)
+        return None if heads is None else heads.rows
 
     def rows_as(self, layout: HeadLayout, canonical: str) -> Tensor | None:
         """Source row of each row of a parameter whose heads are laid out as `layout` has them; None for the same."""
@@ -69,8 +100,11 @@ class Adapter:
         return {self.source_name(name): self._source_shape(name, shape) for name, shape in shapes.items()}
 
     def _source_shape(self, canonical: str, shape: Shape) -> Shape:
-        rows = self.row_order(canonical)
-        return shape if rows is None else (int(rows.max()) + 1, *shape[1:])
+        heads = self._heads_of(canonical)
+        return shape if heads is None else (heads.width * heads.source_heads, *shape[1:])
+
+    def _heads_of(self, canonical: str) -> RepeatedHeads | None:
+        return next((heads for part, heads in self.repeated.items() if part in canonical), None)
 
 
 # From a config.json to its adapter.
