@@ -89,6 +89,11 @@ def test_every_setting_of_a_wrong_type_is_named():
         assert part in str(caught.value)
 
 
+def test_every_token_that_ends_a_text_is_a_number():
+    with pytest.raises(CheckpointError, match=r"eos_token_id is \[2, 'x'\]"):
+        adapter_for(SIZES | {"model_type": "llama", "eos_token_id": [2, "x"]})
+
+
 def test_a_llama_whose_heads_do_not_divide_its_width_is_refused():
     config = SIZES | {"model_type": "llama", "hidden_size": 130, "head_dim": 16}
     with pytest.raises(CheckpointError, match="hidden_size 130 is not a multiple of num_attention_heads"):

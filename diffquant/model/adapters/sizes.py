@@ -90,6 +90,9 @@ def _check_ranges(config: Mapping[str, Any], sizes: Mapping[str, Any]) -> None:
     pad = sizes["pad_token_id"]
     if pad is not None and not -sizes["vocab_size"] <= pad < sizes["vocab_size"]:
         wrong.append("pad_token_id")
+    ends = sizes["eos_token_id"]
+    if isinstance(ends, list) and not all(is_a(token, (int,)) for token in ends):
+        wrong.append("eos_token_id")
     if wrong:
         raise CheckpointError(f"{not_valid(config)}: {', '.join(f'{key} is {sizes[key]!r}' for key in wrong)}")
 
