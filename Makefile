@@ -60,6 +60,9 @@ fuzz: $(VENV)/.ready
 	$(BIN)/python -m tests.fuzz.kills
 	$(BIN)/python -m tests.fuzz.checkpoints --count 10000
 	$(BIN)/python -m tests.fuzz.inputs --count 10000
+	$(BIN)/python -m tests.fuzz.numbers --count 1000
+	$(BIN)/python -m tests.fuzz.large --gigabytes 40 --scheme 4:g32
+	$(BIN)/python -m tests.fuzz.large --tensor-gigabytes 8 --scheme 4:tensor
 
 # SmolLM2 continued on equal tokens as a Transformer, DIFF V1 and DIFF V2, on a CUDA device: make pairs TEXT=books.txt
 pairs: $(VENV)/.ready
