@@ -54,8 +54,9 @@ gpu:
 	PYTHONPATH=. $(PYTHON) -m diffquant.bench.gpu --json bench/results/gpu.json || status=$$?; \
 	exit $$status
 
-# What `make test` tries a little of: a kill before every file operation of every verb, 10,000 damaged checkpoints, and
-# 10,000 damaged inputs of other kinds.
+# What `make test` tries a little of: a kill before every file operation of every verb, 10,000 damaged checkpoints, 10,000
+# damaged inputs of other kinds, and 1,000 weights chosen to break quantization; beyond it, a checkpoint and a tensor larger
+# than memory, which want 12 GB of disk.
 fuzz: $(VENV)/.ready
 	$(BIN)/python -m tests.fuzz.kills
 	$(BIN)/python -m tests.fuzz.checkpoints --count 10000
