@@ -54,12 +54,16 @@ gpu:
 	PYTHONPATH=. $(PYTHON) -m diffquant.bench.gpu --json bench/results/gpu.json || status=$$?; \
 	exit $$status
 
-# What `make test` tries a little of: a kill before every file operation of every verb, 10,000 damaged checkpoints, and
-# 10,000 damaged inputs of other kinds.
+# What `make test` tries a little of: a kill before every file operation of every verb, 10,000 damaged checkpoints, 10,000
+# damaged inputs of other kinds, and 1,000 weights chosen to break quantization; beyond it, a checkpoint and a tensor larger
+# than memory, which want 12 GB of disk.
 fuzz: $(VENV)/.ready
 	$(BIN)/python -m tests.fuzz.kills
 	$(BIN)/python -m tests.fuzz.checkpoints --count 10000
 	$(BIN)/python -m tests.fuzz.inputs --count 10000
+	$(BIN)/python -m tests.fuzz.numbers --count 1000
+	$(BIN)/python -m tests.fuzz.large --gigabytes 40 --scheme 4:g32
+	$(BIN)/python -m tests.fuzz.large --tensor-gigabytes 8 --scheme 4:tensor
 
 # SmolLM2 continued on equal tokens as a Transformer, DIFF V1 and DIFF V2, on a CUDA device: make pairs TEXT=books.txt
 pairs: $(VENV)/.ready

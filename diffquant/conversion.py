@@ -179,6 +179,8 @@ _RESOLVED = (
     "attention_bias",
     "rope_parameters",
 )
+# What rope_parameters, resolved, has in it.
+_ROTARY = ("rope_theta", "rope_scaling", "rope_angles", "partial_rotary_factor", "original_max_position_embeddings")
 
 
 def _target_config(source: Source, to: str) -> dict[str, Any]:
@@ -209,7 +211,7 @@ def _diffllama_config(source: Source) -> dict[str, Any]:
         problems.append("mlp_bias is true, and diffllama's MLP has none")
     if problems:
         raise CheckpointError(f"no diffllama computes what {checkpoint.path} does: {'; '.join(problems)}")
-    dropped = ("rope_style", "gqa_pairing", "attention_dropout", "auto_map", "rope_theta", "rope_scaling")
+    dropped = ("rope_style", "gqa_pairing", "attention_dropout", "auto_map", *_ROTARY)
     return _carried(checkpoint, adapter, dropped) | {
         "model_type": "diffllama",
         "architectures": ["DiffLlamaForCausalLM"],
@@ -221,7 +223,7 @@ def _diffllama_config(source: Source) -> dict[str, Any]:
 
 def _diff_v2_config(checkpoint: Checkpoint, adapter: Adapter) -> dict[str, Any]:
     spec = adapter.architecture.diff_spec
-    return _carried(checkpoint, adapter, ("architectures", "auto_map", "rope_theta", "rope_scaling")) | {
+    return _carried(checkpoint, adapter, ("architectures", "auto_map", *_ROTARY)) | {
         "model_type": "diff_v2",
         "num_attention_heads": 2 * spec.pairs,
         "num_key_value_heads": spec.kv_pairs,
@@ -251,7 +253,7 @@ def _diffllama_origin(checkpoint: Checkpoint, adapter: Adapter, target: Adapter,
     The norm subln, which diffllama has without a weight, goes into o_proj's columns.
     """
     spec, source = adapter.architecture.diff_spec, adapter.source_name(name)
-    if name.endswith("o_proj.weight"):
+    if name.endswith("o_proj.weight") and spec.post_norm == "affine":
         subln = checkpoint.read(name.replace("o_proj", "subln"))
         return Origin(source, change=_scaled(subln.repeat(spec.pairs)))
     return Origin(source, adapter.rows_as(target.architecture.diff_spec.layout, name))

@@ -30,7 +30,8 @@ class ExportOptions:
         cache: whether the model takes and returns a KV cache.
         opset: version of the standard domain.
         pure: whether the graph has standard ONNX ops alone.
-        accuracy_level: precision of ONNX Runtime's 4-bit products: 4 multiplies int8 activations, 1 float32 ones.
+        accuracy_level: precision of ONNX Runtime's products with codes: 4 multiplies int8 activations, 1 float32 ones,
+            for which it expands codes of 5 to 8 bits anew at each call.
     """
 
     weights: Scheme = FULL

@@ -27,7 +27,8 @@ def export(
     opset: Annotated[int, typer.Option(help="Of the standard domain.")] = 23,
     pure_onnx: Annotated[bool, typer.Option("--pure-onnx", help="Standard ONNX ops alone.")] = False,
     accuracy_level: Annotated[
-        int, typer.Option(help="4-bit products: 4 rounds activations to int8, 1 keeps float32 and is slower.")
+        int,
+        typer.Option(help="Products with codes: 4 rounds activations to int8, 1 keeps float32 and is slow."),
     ] = 4,
     overwrite: Overwrite = False,
     as_json: AsJson = False,

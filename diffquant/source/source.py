@@ -161,7 +161,7 @@ def open_source(path: Path | str | Source | WeightSource) -> Source:
         return path
     stored = path.checkpoint if isinstance(path, WeightSource) else open_checkpoint(Path(path))
     checkpoint = as_llama(stored)
-    adapter = adapter_for(checkpoint.config)
+    adapter = adapter_for(checkpoint.config).fitted_to(checkpoint.tensors)
     state = checkpoint_state(checkpoint)
     return Source(checkpoint, adapter, check_tensors(checkpoint, adapter), state)
 

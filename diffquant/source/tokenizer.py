@@ -26,6 +26,9 @@ def load_tokenizer(path: Path | str) -> Any:
             return AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, **safely)
         return AutoTokenizer.from_pretrained(path, **safely)
     except Exception as error:  # tokenizers raise anything, bare Exception included
-        raise CheckpointError(f"cannot read a tokenizer from {path}: {error}") from error
+        why = str(error)
+        if "trust_remote_code" in why:
+            why = "it is Python code of the checkpoint's own, which is never run; it needs a tokenizer.json"
+        raise CheckpointError(f"cannot read a tokenizer from {path}: {why}") from error
     finally:
         logging.set_verbosity(verbosity)

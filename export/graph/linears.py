@@ -57,7 +57,7 @@ def check_blocks(matrices: list[Matrix], pure: bool) -> None:
 
 def int8_block(matrix: Matrix, options: ExportOptions) -> int | None:
     """Columns of a matrix that share a scale where its product rounds activations to int8; None where it does not."""
-    if options.pure or not matrix.scheme.quantizes or _accuracy_level(matrix.scheme, options) == 1:
+    if options.pure or not matrix.scheme.quantizes or options.accuracy_level == 1:
         return None
     return block_size(matrix.scheme, matrix.shape[1], pure=False)
 
@@ -129,7 +129,7 @@ class Linears:
             N=out,
             bits=container_bits(matrix.scheme),
             block_size=block,
-            accuracy_level=_accuracy_level(matrix.scheme, self.options),
+            accuracy_level=self.options.accuracy_level,
         )
 
     def _pure_lookup(self, ids: str, matrix: Matrix, name: str) -> str:
@@ -187,12 +187,6 @@ class Linears:
             self._streamed_names.add(name)
             self.streamed.append(Streamed(name, kind, shape, row_bytes, matrix.shape[1], make))
         return name
-
-
-def _accuracy_level(scheme: Scheme, options: ExportOptions) -> int:
-    """Precision of products with codes: 4 rounds activations to int8, 1 keeps them in float32."""
-    # At 8 bits the float32 path is a hundred times slower and hardly more exact.
-    return 4 if container_bits(scheme) == 8 else options.accuracy_level
 
 
 def stored_bytes(codes: Tensor, bits: int, signed: bool) -> Tensor:

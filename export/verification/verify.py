@@ -195,10 +195,8 @@ class _Comparison:
                 "ONNX Runtime rounds activations on this processor by a rule unknown here: products with int8 "
                 "activations are held to no more than what such rounding costs"
             )
-        containers = {tensor["container_bits"] for tensor in self._manifest.tensors.values()}
-        can_avoid = self._reference.rounds and 4 in containers and self._manifest.options.accuracy_level == 4
-        if can_avoid and self._tokens[0].tokens.agreement < self._tokens[1].tokens.agreement:
-            yield "where that difference matters, export 4-bit weights with --accuracy-level 1, which is slower"
+        if self._reference.rounds and self._tokens[0].tokens.agreement < self._tokens[1].tokens.agreement:
+            yield "where that difference matters, export with --accuracy-level 1, which is slower"
 
 
 def _states_of(runs: Sequence[Run]) -> list[list[Tensor]]:

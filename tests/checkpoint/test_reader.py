@@ -143,7 +143,7 @@ def test_unilm_names_are_checked_as_unilm_spells_them(tmp_path):
         "vocab_size": 20,
         "hidden_size": 32,
         "intermediate_size": 48,
-        "num_hidden_layers": 1,
+        "num_hidden_layers": 2,
         "num_attention_heads": 4,
         "num_key_value_heads": 4,
     }

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import time
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from diffquant.recipe import Recipe
 from diffquant.source.source import open_source
 from diffquant.source.tokenizer import load_tokenizer
 from tests.support import tiny_lm
-from tests.support.checkpoints import contents, edit_json, write_diffllama
+from tests.support.checkpoints import contents, edit_json, write_checkpoint, write_diffllama
 
 CODE = "from pathlib import Path\nPath({!r}).touch()\nfrom transformers import LlamaTokenizer as Evil\n"
 
@@ -40,7 +41,7 @@ def test_a_checkpoints_python_is_not_run_though_someone_would_say_yes(copied, tm
         tokenizer_class="Evil",
     )
     monkeypatch.setattr("builtins.input", lambda *_: "y")
-    with pytest.raises(CheckpointError, match="cannot read a tokenizer"):
+    with pytest.raises(CheckpointError, match=r"cannot read a tokenizer.*Python code of the checkpoint's own"):
         load_tokenizer(copied)
     assert not marker.exists()
 
@@ -95,6 +96,17 @@ def test_a_billion_layers_are_refused_before_a_name_is_made_of_each(copied):
     edit_json(copied / "config.json", num_hidden_layers=10**9)
     with pytest.raises(CheckpointError, match="1000000000 layers, and there are"):
         open_source(copied)
+
+
+@pytest.mark.parametrize("size", ["vocab_size", "hidden_size", "intermediate_size", "head_dim", "num_attention_heads"])
+@pytest.mark.parametrize("source", ["unilm-v1", "unilm-v1-plain", "unilm-v2", "motif", "motif-grouped"])
+def test_a_size_of_a_billion_is_refused_before_anything_is_made_of_that_size(tmp_path, source, size):
+    folder = write_checkpoint(tmp_path / "model", source)
+    edit_json(folder / "config.json", **{size: 10**9})
+    started = time.monotonic()
+    with pytest.raises(CheckpointError):
+        open_source(folder)
+    assert time.monotonic() - started < 5
 
 
 def damage(folder, suffix, change):

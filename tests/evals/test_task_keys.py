@@ -24,7 +24,7 @@ PERPLEXITY = {
 }
 NEEDLE = {
     "name": "needle:4:2",
-    "items": 1,
+    "items": 2,
     "text": "1cd49f71124d27bc",
     "lengths": [64, 96],
     "samples": 50,
@@ -93,4 +93,12 @@ def test_committed_identities_are_those_of_today(path):
     if settings["options"]["items"] or settings["options"]["text"]:
         pytest.skip("its data do not ship")
     tasks = make_tasks([task["name"] for task in settings["tasks"]], options, settings["options"]["batch_tokens"])
-    assert [task.identity() for task in tasks] == settings["tasks"]
+    assert [task.identity() for task in tasks] == [_in_todays_format(task) for task in settings["tasks"]]
+
+
+def _in_todays_format(identity):
+    """An identity that was recorded; of needles in items of format 1 too, which pages that show them say."""
+    if not identity["name"].startswith("needle"):
+        return identity
+    assert identity["items"] in (1, 2)
+    return identity | {"items": 2}

@@ -165,6 +165,20 @@ def test_a_quantized_checkpoint_is_not_quantized_again(tmp_path):
     assert any("recipe (k 8:row" in note for note in report.notes)
 
 
+@pytest.mark.parametrize("options", [{"weights": "8:row"}, {"weights": "6:g16"}, {"embed_bits": 8}], ids=str)
+def test_accuracy_level_1_keeps_float32_activations_at_every_width(checkpoint, tmp_path, options):
+    rounding, exact = (
+        verify(
+            exported(checkpoint("unilm-v2"), tmp_path / str(level), accuracy_level=level, **options),
+            checkpoint("unilm-v2"),
+        )
+        for level in (4, 1)
+    )
+    assert "int8 activations" in {route.session for route in rounding.routes}
+    assert {route.session for route in exact.routes} == {"as exported", "function body"}
+    assert largest_error(exact) < 1e-5
+
+
 def test_widths_that_no_block_divides_are_padded(tmp_path):
     source = write_checkpoint(tmp_path / "plain", "diffllama", intermediate_size=150)
     folder = exported(source, tmp_path / "out", weights="4:row")

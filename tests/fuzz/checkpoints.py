@@ -8,7 +8,6 @@ loaded are not.
     python -m tests.fuzz.checkpoints --count 10000
 """
 
-import argparse
 import json
 import os
 import random
@@ -16,7 +15,6 @@ import shutil
 import signal
 import struct
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -31,8 +29,9 @@ from diffquant.loading import load
 from diffquant.quantization.quantize import quantize
 from diffquant.recipe import Recipe
 from diffquant.source.tokenizer import load_tokenizer
+from tests.fuzz.program import run
 from tests.support import tiny_lm
-from tests.support.checkpoints import write_checkpoint
+from tests.support.checkpoints import edit_json, write_checkpoint
 
 SECONDS = 10
 _HUGE = 1e12
@@ -49,6 +48,13 @@ _STATUS = {
     7: "leftover",
     8: "input changed",
 }
+
+_STRETCHED: tuple[dict[str, Any], ...] = (
+    {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "factor": 2.0},
+    {"rope_type": "yarn", "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0, "original_max_position_embeddings": 24},
+    {"rope_type": "dynamic", "factor": 2.0},
+    {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+)
 
 # A folder and a source of chance -> what was changed, in words.
 Mutation = Callable[[Path, random.Random], str]
@@ -163,7 +169,15 @@ def make_sound(folder: Path) -> list[Path]:
         write_checkpoint(folder / "diffllama", "diffllama"),
         write_checkpoint(folder / "unilm-v1", "unilm-v1"),
         write_checkpoint(folder / "unilm-v2", "unilm-v2"),
+        write_checkpoint(folder / "motif-grouped", "motif-grouped"),
+        *(_write_stretched(folder / rope["rope_type"], rope) for rope in _STRETCHED),
     ]
+
+
+def _write_stretched(folder: Path, rope: dict[str, Any]) -> Path:
+    write_checkpoint(folder, "diffllama")
+    edit_json(folder / "config.json", rope_parameters=rope)
+    return folder
 
 
 def judge(sound: Path, place: Path, seed: int) -> tuple[str, str]:
@@ -265,31 +279,19 @@ def _join(file: Path, header: dict[str, Any], data: bytes) -> None:
     file.write_bytes(struct.pack("<Q", len(text)) + text + data)
 
 
-def try_checkpoints(folder: Path, seeds: range) -> tuple[Counter[str], list[str]]:
-    """Judge changed checkpoints of many seeds; how many came to what, and a line for each that went wrong."""
+def try_checkpoints(folder: Path, seeds: range) -> tuple[dict[str, Counter[str]], list[str]]:
+    """Judge changed checkpoints of many seeds; by kind how many came to what, and a line for each that went wrong."""
     sound = make_sound(folder)
-    counts: Counter[str] = Counter()
+    counts: dict[str, Counter[str]] = {folder.name: Counter() for folder in sound}
     wrong = []
     for seed in seeds:
-        verdict, what = judge(sound[seed % len(sound)], folder / "changed", seed)
-        counts[verdict] += 1
+        chosen = sound[seed % len(sound)]
+        verdict, what = judge(chosen, folder / "changed", seed)
+        counts[chosen.name][verdict] += 1
         if verdict not in ("works", "refused"):
             wrong.append(f"{verdict}: {what}")
     return counts, wrong
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--count", type=int, default=1000)
-    parser.add_argument("--first", type=int, default=0)
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as folder:
-        counts, wrong = try_checkpoints(Path(folder), range(arguments.first, arguments.first + arguments.count))
-    print(*wrong, sep="\n")
-    print(", ".join(f"{count} {verdict}" for verdict, count in counts.most_common()))
-    return 1 if wrong else 0
-
-
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(run(__doc__.splitlines()[0], try_checkpoints))

@@ -8,13 +8,10 @@ another value are not.
     python -m tests.fuzz.inputs --count 10000
 """
 
-import argparse
 import gzip
 import json
 import random
-import resource
 import signal
-import tempfile
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -34,6 +31,7 @@ from diffquant.source.ranges import Ranges, read_any_ranges, write_ranges
 from diffquant.sweep.cell import Cell
 from diffquant.sweep.measurement import Measurement
 from tests.fuzz.checkpoints import ODD, SECONDS, places
+from tests.fuzz.program import run
 from tests.support.checkpoints import write_llama
 from tests.support.gguf_files import write_gguf
 
@@ -41,7 +39,6 @@ _NASTY = (
     b"\0", b"\xff\xfe", b"\xd9\xa4", b"\xe2\x80\xa8", b"9" * 5000, b"-", b":", b"e999", b"NaN", b"null", b"[" * 9,
     b"{}", b"\"", b"'", b"\\", b"\n", b"\r", b"\t", b"&a [*a, *a]", b"!!python/object", b"1e400", b"true", b"=", b"$",
 )  # fmt: skip
-_MEMORY = 2 << 30
 
 SCHEMES = (b"4:g32", b"6:row", b"8:tensor", b"16", b"4:row:shift", b"8:static", b"4:c64", b"6:b128", b"5:head:alike")
 RECIPE = b"""weights: 4:g32
@@ -278,21 +275,5 @@ def try_inputs(folder: Path, seeds: range) -> tuple[dict[str, Counter[str]], lis
     return counts, wrong
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--count", type=int, default=1000)
-    parser.add_argument("--first", type=int, default=0)
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as folder:
-        counts, wrong = try_inputs(Path(folder), range(arguments.first, arguments.first + arguments.count))
-    print(*wrong, sep="\n", end="\n" if wrong else "")
-    for name, verdicts in counts.items():
-        print(f"{name}: {', '.join(f'{count} {verdict}' for verdict, count in verdicts.most_common())}")
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    print(f"{sum(sum(c.values()) for c in counts.values())} in all, {len(wrong)} wrong; peak {peak >> 20} MiB")
-    return 1 if wrong or peak > _MEMORY else 0
-
-
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(run(__doc__.splitlines()[0], try_inputs))

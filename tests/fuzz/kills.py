@@ -120,7 +120,8 @@ def survives(verb: Verb, inputs: Path, place: Path, expected: object, kill_at: i
         What is wrong afterwards; None where the output is the expected one and nothing else is left.
     """
     output = _prepared(verb, inputs, place)
-    _forked(lambda: _counted(verb, inputs, output, kill_at))
+    if _forked(lambda: _counted(verb, inputs, output, kill_at)) != signal.SIGKILL:
+        return "it had ended before"
     if _forked(lambda: _again(verb, inputs, output)) != 0:
         return f"the next run failed; left are {sorted(entry.name for entry in place.iterdir())}"
     if not output.exists() or verb.result(output) != expected:
@@ -196,12 +197,12 @@ class Outcome:
 
     Attributes:
         operations: number of operations on files that a whole run makes.
-        killed: number of them before which it was killed.
+        moments: those of them before which it was killed, counted from 1.
         problems: a sentence for each kill after which something was wrong.
     """
 
     operations: int
-    killed: int
+    moments: tuple[int, ...]
     problems: tuple[str, ...]
 
 
@@ -217,12 +218,11 @@ def try_kills(verb: Verb, folder: Path, choose: Callable[[int], Iterable[int]]) 
         raise RuntimeError(f"{verb.name}: there are no inputs")
     expected = expected_result(verb, inputs, folder / "whole")
     count = operations(verb, inputs, folder / "run")
-    chosen = list(choose(count))
-    problem_at = {at: survives(verb, inputs, folder / "run", expected, at) for at in chosen}
+    problem_at = {at: survives(verb, inputs, folder / "run", expected, at) for at in choose(count)}
     problems = tuple(
         f"{verb.name}, killed before operation {at} of {count}: {what}" for at, what in problem_at.items() if what
     )
-    return Outcome(count, len(chosen), problems)
+    return Outcome(count, tuple(problem_at), problems)
 
 
 def main() -> int:
@@ -232,7 +232,8 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as folder:
             outcome = try_kills(verb, Path(folder), lambda count: range(1, count + 1))
         print(*outcome.problems, sep="\n", end="\n" if outcome.problems else "")
-        print(f"{verb.name}: {outcome.killed - len(outcome.problems)} of {outcome.killed} kills came back", flush=True)
+        killed = len(outcome.moments)
+        print(f"{verb.name}: {killed - len(outcome.problems)} of {killed} kills came back", flush=True)
         all_well = all_well and not outcome.problems
     return 0 if all_well else 1
 

@@ -6,7 +6,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from diffquant.errors import CheckpointError
 from diffquant.model.adapters import adapter_for
-from diffquant.model.adapters.sizes import DIFFLLAMA, LLAMA, ROPE_TYPES
+from diffquant.model.adapters.rotary import ROPE_TYPES
+from diffquant.model.adapters.sizes import DIFFLLAMA, LLAMA
 from diffquant.model.config import DiffTransformerConfig
 from tests.support.checkpoints import SIZES
 
@@ -22,7 +23,7 @@ CONFIGS = {
     "theta": {"rope_theta": 5e5},
     "theta-of-parameters": {"rope_theta": 1e4, "rope_parameters": {"rope_type": "default", "rope_theta": 2e4}},
     "old-spelling": {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_theta": 7e4},
-    "partial": {"partial_rotary_factor": 0.5},
+    "partial": {"partial_rotary_factor": 0.5, "rope_parameters": {"rope_type": "proportional"}},
     "stretched": {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}},
 }
 
@@ -86,6 +87,11 @@ def test_every_setting_of_a_wrong_type_is_named():
         adapter_for(config)
     for part in ("llama configuration", "rms_norm_eps is '1e-5', not float", "hidden_act is None", "heads is True"):
         assert part in str(caught.value)
+
+
+def test_every_token_that_ends_a_text_is_a_number():
+    with pytest.raises(CheckpointError, match=r"eos_token_id is \[2, 'x'\]"):
+        adapter_for(SIZES | {"model_type": "llama", "eos_token_id": [2, "x"]})
 
 
 def test_a_llama_whose_heads_do_not_divide_its_width_is_refused():

@@ -1,6 +1,9 @@
 """The needle task: what is asked, what counts, and how a sweep shows it."""
 
+import json
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,6 +23,7 @@ from diffquant.sweep.outputs import plotted_cells
 from diffquant.sweep.table import json_rows, text_table
 from tests.support import tiny_lm
 
+RESULTS = Path(__file__).parents[2] / "bench" / "results"
 PLAN = NeedlePlan(needles=4, asked=2, lengths=(160, 300), samples=3)
 
 
@@ -42,6 +46,26 @@ def test_a_context_holds_all_its_needles_once_and_those_asked_for_together(items
         assert item.context.count("The magic number for") == PLAN.needles
         together = " ".join(needle.statement(*pair) for pair in item.asked)
         assert item.context.count(together) == 1
+
+
+def test_no_two_cities_of_a_context_have_one_number():
+    plan = NeedlePlan(needles=30, lengths=(700,), samples=2)
+    for item in make_items(tiny_lm.tokenizer(), data.books_text(), plan):
+        numbers = re.findall(r"magic number for \w+ is (\d+)\.", item.context)
+        assert len(set(numbers)) == len(numbers) == plan.needles
+
+
+@pytest.mark.parametrize("model", ["needle-transformer", "needle-diff-v1", "needle-diff-v2"])
+def test_contexts_of_one_needle_are_those_of_the_recorded_cells(model):
+    recorded = [
+        cell["result"]["items"]
+        for cell in json.loads((RESULTS / "pocket-needle" / "sweep.json").read_text())["cells"]
+        if cell["task"] == "needle:1:1" and Path(cell["model"]).name == model
+    ]
+    (path,) = (path for path in data.pocket_models("needle") if path.name == model)
+    items = make_items(load_tokenizer(path), data.books_text(), NeedlePlan(lengths=(256,)))[:100]
+    assert recorded
+    assert set(recorded) == {needle.needle_digest(items)}
 
 
 def test_needles_asked_for_stand_at_their_depth():

@@ -36,8 +36,9 @@ _CITIES = (
 CITIES = tuple(_CITIES.split())
 NUMBERS = tuple(str(number) for number in range(10, 100))
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
-# Changes with how items are made, so that results of other items are not taken for these.
-ITEMS_FORMAT = 1
+# Changes with how items are made, so that results of other items are not taken for these. In format 1 two cities of a
+# context could have one number; contexts in which none had are the same.
+ITEMS_FORMAT = 2
 # Not after a title, of which novels are full.
 _SENTENCE_END = re.compile(r"(?<=[.!?])(?<!\bMr\.)(?<!\bMrs\.)(?<!\bDr\.)(?<!\bSt\.)\s+")
 # Number of sentences below which haystacks would hardly differ.
@@ -202,7 +203,7 @@ class Haystack:
         """
         rng = random.Random(f"{plan.seed} {plan.needles} {plan.asked} {length} {depth} {sample}")
         cities = rng.sample(CITIES, plan.needles)
-        needles = [(city, rng.choice(NUMBERS)) for city in cities]
+        needles = list(zip(cities, _draw_numbers(rng, plan.needles), strict=True))
         asked, others = tuple(needles[: plan.asked]), needles[plan.asked :]
         first = rng.randrange(len(self.sentences))
         places = [rng.random() for _ in others]
@@ -232,6 +233,16 @@ class Haystack:
             prose.append(sentence)
             room -= tokens
         return prose
+
+
+def _draw_numbers(rng: random.Random, count: int) -> list[str]:
+    """Numbers that differ: were two the same, an answer would not say which city it is of."""
+    drawn: list[str] = []
+    while len(drawn) < count:
+        number = rng.choice(NUMBERS)
+        if number not in drawn:
+            drawn.append(number)
+    return drawn
 
 
 @lru_cache(maxsize=1)

@@ -13,9 +13,12 @@ from typing import Any
 
 from diffquant.errors import CheckpointError, UnknownModelTypeError
 from diffquant.model.adapters.base import READERS, WITH_WINDOWS, Adapter, register
+from diffquant.model.adapters.rotary import check_angles
+from diffquant.model.transformer import TransformerArchitecture
 from diffquant.support.discovery import import_all
 
 import_all(sys.modules[__name__])
+_FULL = "full_attention"
 
 
 def adapter_for(config: dict[str, Any]) -> Adapter:
@@ -23,7 +26,7 @@ def adapter_for(config: dict[str, Any]) -> Adapter:
 
     Raises:
         UnknownModelTypeError: no adapter reads its `model_type`.
-        CheckpointError: a size is missing or contradicts another, or attention has a window that is not computed.
+        CheckpointError: a size is missing or contradicts another, or a setting asks for what is not computed.
     """
     # Motif's files say "Motif" or "motif".
     model_type = str(config.get("model_type")).lower()
@@ -36,7 +39,11 @@ def adapter_for(config: dict[str, Any]) -> Adapter:
         )
     if model_type not in WITH_WINDOWS:
         _refuse_windows(config)
-    return READERS[model_type](config)
+    _refuse_kinds_of_layers(config)
+    adapter = READERS[model_type](config)
+    if isinstance(adapter.architecture, TransformerArchitecture):
+        check_angles(adapter.architecture)
+    return adapter
 
 
 def _refuse_windows(config: dict[str, Any]) -> None:
@@ -47,8 +54,18 @@ def _refuse_windows(config: dict[str, Any]) -> None:
             f"config.json: sliding_window is {config['sliding_window']}; attention over a window is not computed. If "
             "the model was trained without one, set sliding_window to null"
         )
-    if "sliding_attention" in (config.get("layer_types") or ()):
-        raise CheckpointError("config.json: layer_types has sliding_attention, which is not computed")
+
+
+def _refuse_kinds_of_layers(config: dict[str, Any]) -> None:
+    """Refuse layers that differ from one another: all of them are computed alike."""
+    kinds = config.get("layer_types") or []
+    if not isinstance(kinds, list) or any(kind != _FULL for kind in kinds):
+        others = sorted({str(kind) for kind in kinds} - {_FULL}) if isinstance(kinds, list) else [repr(kinds)]
+        raise CheckpointError(f"config.json: layer_types has {', '.join(others)}, which is not computed; {_FULL} is")
+    if config.get("per_layer_config"):
+        raise CheckpointError(
+            "config.json: per_layer_config gives layers settings of their own, which are not computed"
+        )
 
 
 __all__ = ["READERS", "Adapter", "adapter_for", "register"]

@@ -1,14 +1,37 @@
-"""The adapter of a source format, the registry of adapters, and a check that several share."""
+"""The adapter of a source format, the registry of adapters, and checks that several share."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from diffquant.errors import CheckpointError
 from diffquant.family.heads import PROJECTIONS, HeadLayout
 from diffquant.model.architecture import Architecture, Shape
+
+
+@dataclass(frozen=True)
+class RepeatedHeads:
+    """Heads of a source's weight, each of which stands several times in a row in DiffTransformer's.
+
+    Attributes:
+        width: number of rows of a head.
+        source_heads: number of heads in the source.
+        heads: number of heads in DiffTransformer; a multiple of `source_heads`.
+    """
+
+    width: int
+    source_heads: int
+    heads: int
+
+    @cached_property
+    def rows(self) -> Tensor:
+        """Source row of each row; only asked for once the checkpoint is known to hold the source's rows."""
+        head = torch.arange(self.heads) // (self.heads // self.source_heads)
+        return (head[:, None] * self.width + torch.arange(self.width)).flatten()
 
 
 @dataclass(frozen=True)
@@ -18,13 +41,21 @@ class Adapter:
     Attributes:
         architecture: model as plain data, with the class that runs it.
         renames: parts of a canonical name that the source spells otherwise, canonical to source.
-        source_rows: weight row of the source that each row of a parameter is, by a part of its canonical name, for
-            parameters that are reordered or repeated on load. Every row of the source is used.
+        repeated: heads that are repeated on load, by a part of a parameter's canonical name.
+        may_lack_norm_weight: whether older checkpoints of the format have no weight in the per-pair norm.
     """
 
     architecture: Architecture
     renames: Mapping[str, str] = field(default_factory=dict)
-    source_rows: Mapping[str, Tensor] = field(default_factory=dict)
+    repeated: Mapping[str, RepeatedHeads] = field(default_factory=dict)
+    may_lack_norm_weight: bool = False
+
+    def fitted_to(self, tensors: Collection[str]) -> "Adapter":
+        """This adapter, its per-pair norm without a weight where a checkpoint of these tensors is an older one."""
+        if not self.may_lack_norm_weight or any(name.endswith(".subln.weight") for name in tensors):
+            return self
+        spec = replace(self.architecture.diff_spec, post_norm="plain")
+        return replace(self, architecture=replace(self.architecture, diff_spec=spec))
 
     def source_name(self, canonical: str) -> str:
         """Name that the checkpoint has for a parameter of the model."""
@@ -42,7 +73,8 @@ class Adapter:
 
     def row_order(self, canonical: str) -> Tensor | None:
         """Source row of each row of a parameter of the model; None where they are the same."""
-        return next((rows for part, rows in self.source_rows.items() if part in canonical), None)
+        heads = self._heads_of(canonical)
+        return None if heads is None else heads.rows
 
     def rows_as(self, layout: HeadLayout, canonical: str) -> Tensor | None:
         """Source row of each row of a parameter whose heads are laid out as `layout` has them; None for the same."""
@@ -57,8 +89,11 @@ class Adapter:
         return {self.source_name(name): self._source_shape(name, shape) for name, shape in shapes.items()}
 
     def _source_shape(self, canonical: str, shape: Shape) -> Shape:
-        rows = self.row_order(canonical)
-        return shape if rows is None else (int(rows.max()) + 1, *shape[1:])
+        heads = self._heads_of(canonical)
+        return shape if heads is None else (heads.width * heads.source_heads, *shape[1:])
+
+    def _heads_of(self, canonical: str) -> RepeatedHeads | None:
+        return next((heads for part, heads in self.repeated.items() if part in canonical), None)
 
 
 # From a config.json to its adapter.
@@ -98,3 +133,13 @@ def count_pairs(heads: int, key: str) -> int:
     if heads % 2:
         raise CheckpointError(f"{key} is {heads}: differential attention pairs its heads and needs an even number")
     return heads // 2
+
+
+def is_a(value: object, types: tuple[type, ...]) -> bool:
+    """Whether a value is of one of the types; unlike Python's, our bool is no int."""
+    return isinstance(value, types) and (not isinstance(value, bool) or bool in types)
+
+
+def not_valid(config: Mapping[str, Any]) -> str:
+    """Start of a message about a setting that no configuration of its type has."""
+    return f"config.json is not a valid {config.get('model_type')} configuration"

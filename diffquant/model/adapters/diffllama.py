@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from diffquant.errors import CheckpointError
 from diffquant.family.spec import DiffSpec
 from diffquant.model.adapters.base import Adapter, count_pairs, register
 from diffquant.model.adapters.sizes import DIFFLLAMA, read_sizes
@@ -12,9 +13,17 @@ from diffquant.model.transformer import TransformerArchitecture
 def read_diffllama(config: dict[str, Any]) -> Adapter:
     """Adapter of a `diffllama` config.json.
 
+    Raises:
+        CheckpointError: sizes contradict each other, or `mlp_bias` asks for biases.
+
     Source: transformers/models/diffllama.
     """
     sizes = read_sizes(config, DIFFLLAMA)
+    if sizes["mlp_bias"]:
+        raise CheckpointError(
+            "config.json: mlp_bias is true, and diffllama's MLP has no biases, which transformers would leave out; if "
+            "the checkpoint holds none, remove the key"
+        )
     spec = DiffSpec(
         pairs=count_pairs(sizes["num_attention_heads"], "num_attention_heads"),
         kv_pairs=count_pairs(sizes["num_key_value_heads"], "num_key_value_heads"),

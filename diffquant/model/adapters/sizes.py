@@ -1,4 +1,4 @@
-"""Sizes and rotary settings of a config.json, what it leaves out filled in as its library does.
+"""Sizes and settings of a config.json, what it leaves out filled in as its library does.
 
 transformers' own config classes would read them, but importing them takes seconds; tests hold these to those.
 """
@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from diffquant.errors import CheckpointError
+from diffquant.model.adapters.base import is_a, not_valid
+from diffquant.model.adapters.rotary import read_rope
 from diffquant.model.mlp import activation_named
 
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
@@ -45,25 +47,6 @@ _TYPES: Mapping[str, tuple[type, ...]] = {
     "attention_bias": (bool,),
     "mlp_bias": (bool,),
 }
-_THETA = 10000.0
-
-# Settings that a rope_type cannot be computed without, besides "rope_theta".
-ROPE_TYPES: Mapping[str, tuple[str, ...]] = {
-    "linear": ("factor",),
-    "dynamic": ("factor",),
-    "yarn": ("factor",),
-    "longrope": ("short_factor", "long_factor"),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
-    "proportional": (),
-}
-# Settings that are positive numbers; from _ENDLESS on float32 has no room for angles and positions.
-_POSITIVE = (
-    "rope_theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings",
-    "partial_rotary_factor",
-)  # fmt: skip
-_ENDLESS = 1e18
-# Types that also ask how far the model saw before it was stretched.
-_STRETCHED = ("llama3", "yarn", "longrope")
 
 
 def read_sizes(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
@@ -78,21 +61,21 @@ def read_sizes(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[s
             the activation is not computed.
     """
     sizes = {key: config.get(key, defaults.get(key)) for key in (*SIZES, *_TYPES)}
-    missing = [key for key in SIZES if not _is_a(sizes[key], (int,)) or sizes[key] < 1]
+    missing = [key for key in SIZES if not is_a(sizes[key], (int,)) or sizes[key] < 1]
     if missing:
         raise CheckpointError(f"config.json lacks a positive {', '.join(missing)}")
     wrong = [
         f"{key} is {sizes[key]!r}, not {' or '.join('null' if t is type(None) else t.__name__ for t in types)}"
         for key, types in _TYPES.items()
-        if not _is_a(sizes[key], types)
+        if not is_a(sizes[key], types)
     ]
     if wrong:
-        raise CheckpointError(f"{_not_valid(config)}: {'; '.join(wrong)}")
+        raise CheckpointError(f"{not_valid(config)}: {'; '.join(wrong)}")
     _check_ranges(config, sizes)
     activation_named(sizes["hidden_act"])
     sizes["num_key_value_heads"] = sizes["num_key_value_heads"] or sizes["num_attention_heads"]
     sizes["head_dim"] = sizes["head_dim"] or sizes["hidden_size"] // sizes["num_attention_heads"]
-    return sizes | {"rope_parameters": _read_rope(config, sizes["max_position_embeddings"])}
+    return sizes | {"rope_parameters": read_rope(config, sizes["max_position_embeddings"])}
 
 
 def _check_ranges(config: Mapping[str, Any], sizes: Mapping[str, Any]) -> None:
@@ -107,8 +90,11 @@ def _check_ranges(config: Mapping[str, Any], sizes: Mapping[str, Any]) -> None:
     pad = sizes["pad_token_id"]
     if pad is not None and not -sizes["vocab_size"] <= pad < sizes["vocab_size"]:
         wrong.append("pad_token_id")
+    ends = sizes["eos_token_id"]
+    if isinstance(ends, list) and not all(is_a(token, (int,)) for token in ends):
+        wrong.append("eos_token_id")
     if wrong:
-        raise CheckpointError(f"{_not_valid(config)}: {', '.join(f'{key} is {sizes[key]!r}' for key in wrong)}")
+        raise CheckpointError(f"{not_valid(config)}: {', '.join(f'{key} is {sizes[key]!r}' for key in wrong)}")
 
 
 def check_width(config: Mapping[str, Any], sizes: Mapping[str, Any]) -> None:
@@ -120,53 +106,5 @@ def check_width(config: Mapping[str, Any], sizes: Mapping[str, Any]) -> None:
     width, heads = sizes["hidden_size"], sizes["num_attention_heads"]
     if width % heads:
         raise CheckpointError(
-            f"{_not_valid(config)}: hidden_size {width} is not a multiple of num_attention_heads {heads}"
+            f"{not_valid(config)}: hidden_size {width} is not a multiple of num_attention_heads {heads}"
         )
-
-
-def _read_rope(config: Mapping[str, Any], positions: int) -> dict[str, Any]:
-    """Rotary settings of a config.json, old spellings brought to the new one.
-
-    Source: transformers/modeling_rope_utils.py, RotaryEmbeddingConfigMixin.
-    """
-    stated = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    if not isinstance(stated, Mapping):
-        raise CheckpointError(f"{_not_valid(config)}: rope_parameters is {stated!r}, not an object")
-    rope = dict(stated)
-    rope.setdefault("rope_theta", config.get("rope_theta", _THETA))
-    if config.get("partial_rotary_factor") is not None:
-        rope.setdefault("partial_rotary_factor", config["partial_rotary_factor"])
-    rope_type = rope.setdefault("rope_type", rope.get("type", "default"))
-    if not isinstance(rope_type, str) or rope_type not in ("default", *ROPE_TYPES):
-        raise CheckpointError(f"config.json: rope_type {rope_type!r} is not one of {', '.join(ROPE_TYPES)}")
-    if rope_type in _STRETCHED:
-        rope.setdefault("original_max_position_embeddings", positions)
-    missing = [key for key in ("rope_theta", *ROPE_TYPES.get(rope_type, ())) if rope.get(key) is None]
-    if missing:
-        raise CheckpointError(f"{_not_valid(config)}: its rope_type {rope_type!r} lacks {', '.join(missing)}")
-    wrong = [f"{key} is {rope[key]!r}" for key in rope if not _can_be(key, rope[key])]
-    if wrong:
-        raise CheckpointError(f"{_not_valid(config)}: of its rotary settings {', '.join(wrong)}")
-    return rope
-
-
-def _can_be(key: str, value: object) -> bool:
-    """Whether a rotary setting has a value that angles can be computed with."""
-    if key in ("short_factor", "long_factor"):
-        return isinstance(value, list) and all(_is_positive(number) for number in value)
-    if key in _POSITIVE:
-        return _is_positive(value)
-    return value is None or isinstance(value, str | int | float)
-
-
-def _is_positive(value: object) -> bool:
-    return _is_a(value, (int, float)) and 0 < float(str(value)) < _ENDLESS
-
-
-def _is_a(value: object, types: tuple[type, ...]) -> bool:
-    """Whether a value is of one of the types; unlike Python's, our bool is no int."""
-    return isinstance(value, types) and (not isinstance(value, bool) or bool in types)
-
-
-def _not_valid(config: Mapping[str, Any]) -> str:
-    return f"config.json is not a valid {config.get('model_type')} configuration"

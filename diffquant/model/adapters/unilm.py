@@ -3,19 +3,18 @@
 unilm publishes attention modules, not whole checkpoints: the config.json is Llama's with model_type
 diff_v1 or diff_v2. `num_attention_heads` counts query heads (two a pair), `num_key_value_heads` key
 heads (V1: two a pair; V2: one a group). Without `head_dim`, V2's is hidden_size / pairs, as in
-unilm. Two keys are our own: `rope_style` ("interleaved", as unilm rotates, or "half") and, for V1,
-`gqa_pairing` ("flash", or "plain" for checkpoints trained with unilm's plain attention file, which
-forms pairs of K heads after repeating them).
+unilm. Three keys are our own: `rope_style` ("interleaved", as unilm rotates, or "half"), `rope_angles`
+and, for V1, `gqa_pairing` ("flash", or "plain" for checkpoints trained with unilm's plain attention file, which
+forms pairs of K heads after repeating them). `rope_angles` is "llama", or "linspace" for the angles of
+unilm's own decoder. A V1 checkpoint without any `subln.weight` is from before October 2024, when the
+per-pair norm had none.
 """
 
 from typing import Any, Literal
 
-import torch
-from torch import Tensor
-
 from diffquant.errors import CheckpointError
 from diffquant.family.spec import DiffSpec
-from diffquant.model.adapters.base import Adapter, count_pairs, register
+from diffquant.model.adapters.base import Adapter, RepeatedHeads, count_pairs, register
 from diffquant.model.adapters.sizes import DIFFLLAMA, read_sizes
 from diffquant.model.transformer import TransformerArchitecture
 
@@ -33,6 +32,7 @@ def read_unilm_v1(config: dict[str, Any]) -> Adapter:
     source_kv_pairs = count_pairs(sizes["num_key_value_heads"], "num_key_value_heads")
     plain = _choice(config, "gqa_pairing", ("flash", "plain")) == "plain"
     width = sizes["head_dim"]
+    sizes["rope_parameters"] = _rotary(config, sizes)
     spec = DiffSpec(
         pairs=pairs,
         kv_pairs=pairs if plain else source_kv_pairs,
@@ -45,15 +45,16 @@ def read_unilm_v1(config: dict[str, Any]) -> Adapter:
         rope=_rope_style(config),
     )
     repeated = {
-        ".k_proj.": _repeated_heads(width, 2 * source_kv_pairs, 2 * pairs),
-        ".v_proj.": _repeated_heads(2 * width, source_kv_pairs, pairs),
+        ".k_proj.": RepeatedHeads(width, 2 * source_kv_pairs, 2 * pairs),
+        ".v_proj.": RepeatedHeads(2 * width, source_kv_pairs, pairs),
     }
     if plain:
         sizes["num_key_value_heads"] = 2 * pairs
     return Adapter(
         TransformerArchitecture(**sizes, diff_spec=spec),
         renames={".self_attn.o_proj.": ".self_attn.out_proj."},
-        source_rows=repeated if plain and source_kv_pairs != pairs else {},
+        repeated=repeated if plain and source_kv_pairs != pairs else {},
+        may_lack_norm_weight=True,
     )
 
 
@@ -67,6 +68,7 @@ def read_unilm_v2(config: dict[str, Any]) -> Adapter:
     pairs = count_pairs(sizes["num_attention_heads"], "num_attention_heads")
     if config.get("head_dim") is None:
         sizes["head_dim"] = sizes["hidden_size"] // pairs
+    sizes["rope_parameters"] = _rotary(config, sizes)
     spec = DiffSpec(
         pairs=pairs,
         kv_pairs=sizes["num_key_value_heads"],
@@ -79,10 +81,23 @@ def read_unilm_v2(config: dict[str, Any]) -> Adapter:
     return Adapter(TransformerArchitecture(**sizes, diff_spec=spec))
 
 
-def _repeated_heads(width: int, source_heads: int, heads: int) -> Tensor:
-    """Source row of each row of a weight where every source head, `width` rows, stands heads / source_heads times."""
-    head = torch.arange(heads) // (heads // source_heads)
-    return (head[:, None] * width + torch.arange(width)).flatten()
+def _rotary(config: dict[str, Any], sizes: dict[str, Any]) -> dict[str, Any]:
+    """Rotary settings as Llama's form computes the angles that the config asks for.
+
+    Of n = d/2 angles θ^-linspace(0, 1, n) the i-th is θ^(-i/(n-1)), which is Llama's θ'^(-i/n) with θ' = θ^(n/(n-1)).
+
+    Source: microsoft/unilm, YOCO/yoco/models/decoder/yoco.py, build_rel_pos.
+    """
+    rope: dict[str, Any] = sizes["rope_parameters"]
+    angles = sizes["head_dim"] // 2
+    if _choice(config, "rope_angles", ("llama", "linspace")) == "llama" or angles < 2:
+        return rope
+    if rope["rope_type"] != "default":
+        raise CheckpointError(
+            f"config.json: rope_angles is linspace and rope_type {rope['rope_type']!r}, which stretches Llama's "
+            "angles; leave out one of them"
+        )
+    return rope | {"rope_theta": float(rope["rope_theta"]) ** (angles / (angles - 1))}
 
 
 def _rope_style(config: dict[str, Any]) -> Literal["interleaved", "half"]:

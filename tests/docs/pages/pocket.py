@@ -1,7 +1,12 @@
 """The figures of diffquant/data/pocket/README.md."""
 
+import random
+from collections.abc import Sequence
+from itertools import product
 from typing import Any
 
+from diffquant.evals.defaults import SAMPLES
+from diffquant.evals.protocols.needle import CITIES, DEPTHS, NUMBERS
 from studies.results import read_json
 from tests.docs.numbers import Expected
 from tests.docs.page import RESULTS, CellValues, Page
@@ -33,6 +38,45 @@ for section, folder in (
     ("Who learns to tell needles apart", "pocket-needle-first/lengths"),
 ):
     PAGE.table("model | tokens | N = 1 | N = 2 | N = 4 | N = 6", _by_length(folder), section=section, names=2)
+
+
+def _have_equal_numbers(needles: int, lengths: Sequence[int], limit: int) -> list[bool]:
+    """Of each context of items format 1, as the page's sweeps asked them, whether two of its cities had one number."""
+    flags = []
+    for sample, length, depth in product(range(SAMPLES), lengths, DEPTHS):
+        rng = random.Random(f"0 {needles} 1 {length} {depth} {sample}")
+        cities = rng.sample(CITIES, needles)
+        flags.append(len({rng.choice(NUMBERS) for _ in cities}) < needles)
+    return flags[:limit]
+
+
+def _largest_change() -> float:
+    """By how much a share of the page's sweeps differs at most without contexts in which two numbers were equal."""
+    changes = []
+    for folder in _SWEEPS:
+        sweep = read_json(RESULTS / folder / "sweep.json")
+        tasks = {task["name"]: task for task in sweep["settings"]["tasks"]}
+        for cell in sweep["cells"]:
+            task, values = tasks[cell["task"]], cell["result"]["values"]
+            flags = _have_equal_numbers(int(cell["task"].split(":")[1]), task["lengths"], task["limit"])
+            others = [value for value, has in zip(values, flags, strict=True) if not has]
+            changes.append(abs(sum(others) / len(others) - sum(values) / len(values)))
+    return max(changes)
+
+
+_SWEEPS = (
+    "pocket-needle",
+    "pocket-needle-first/lengths",
+    "pocket-needle-first/logits",
+    "pocket-needle-lengths",
+    "pocket-needle-seed-1",
+    "pocket-needle-weights-kv",
+)
+PAGE.says(
+    "at 256 tokens {} of 100 contexts at N = 2 had such a pair, {} at N = 4 and {} at N = 6",
+    *(sum(_have_equal_numbers(needles, [256], 100)) for needles in (2, 4, 6)),
+)
+PAGE.says("no share that these sweeps hold differs by more than {}", _largest_change())
 
 _HEADS = "Transformer, N = 1 | N = 4 | DIFF V1, N = 1 | N = 4 | DIFF V2, N = 1 | N = 4"
 _COLUMNS = [f"{kind}, N = {needles}" for kind in KINDS for needles in (1, 4)]
