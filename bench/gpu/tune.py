@@ -17,7 +17,8 @@ from diffquant.bench.contest.peers import relative_error, tolerance
 from diffquant.bench.contest.workloads import MODELS, Model, Workload
 from diffquant.bench.timing import interleaved, prepare, spread
 from diffquant.errors import UsageError
-from diffquant.kernels.configs import PREFILL, choose, device_class, trying
+from diffquant.kernels.configs import PREFILL, choose, trying
+from diffquant.kernels.gpu import device_class
 from diffquant.support.files import write_atomically
 from diffquant.support.progress import Progress, silent
 

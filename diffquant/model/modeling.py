@@ -20,7 +20,7 @@ from diffquant.family.mask import Mask
 from diffquant.model.attention import DiffAttention
 from diffquant.model.cache import PackedCache
 from diffquant.model.config import DiffTransformerConfig
-from diffquant.model.fused_cache import FusedCache, fused_cache_refusal
+from diffquant.model.fused_cache import FusedCache, fused_cache_refusal, warn_of_slow_decoding
 from diffquant.model.mlp import DiffMLP
 from diffquant.model.quantized_linear import QuantizedLinear
 from diffquant.model.shapes import LAMBDA_VECTORS
@@ -137,8 +137,11 @@ class DiffTransformerModel(DiffPreTrainedModel):
 
     @property
     def has_fused_cache(self) -> bool:
-        """Whether decoding runs on the kernels that read the cache as it is stored."""
-        return fused_cache_refusal(self.recipe, self.config.diff_spec, self.dtype, self.device) is None
+        """Whether decoding runs on the kernels that read the cache as it is stored; on CUDA it is said why not."""
+        refusal = fused_cache_refusal(self.recipe, self.config.diff_spec, self.dtype, self.device)
+        if refusal is not None and self.device.type == "cuda":
+            warn_of_slow_decoding(refusal)
+        return refusal is None
 
     def new_cache(self) -> Cache:
         """An empty KV cache as the recipe wants it, and the fastest that the device has for that."""

@@ -75,11 +75,11 @@ def main(module: str) -> None:
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver, jit
 
-    from diffquant.kernels import configs
+    from diffquant.kernels import gpu
 
     absent = _AbsentDevice(lambda capability: GPUTarget("cuda", capability, 32))
     driver.set_active(absent)
-    configs.capability = lambda device: divmod(absent.capability, 10)
+    gpu.capability = lambda device: divmod(absent.capability, 10)
     launched: list[Any] = []
     run = jit.JITFunction.run
     jit.JITFunction.run = lambda self, *args, grid, warmup, **options: launched.append(
