@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from diffquant import __version__
 from diffquant.support.code import code_digest, commit
 from diffquant.support.machine import cores
+from diffquant.support.version import __version__
 
 _PACKAGES = ("torch", "triton", "numpy", "transformers", "safetensors", "compressed-tensors")
 

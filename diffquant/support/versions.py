@@ -4,7 +4,7 @@ import importlib.metadata
 
 import torch
 
-from diffquant import __version__
+from diffquant.support.version import __version__
 
 # The version of config.json's `diffquant_config`; a reader refuses what is newer than it knows.
 CONFIG_VERSION = 1
