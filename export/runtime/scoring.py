@@ -76,7 +76,7 @@ class OnnxRuntime:
         """
         model = OnnxModel(folder, device=device)
         if fallbacks := model.fallbacks:
-            logging.getLogger(__name__).info("%s: %s", folder, on_cpu_text(fallbacks))
+            logging.getLogger(__name__).warning("%s: %s", folder, on_cpu_text(fallbacks))
         return OnnxLanguageModel(model), load_tokenizer(folder)
 
 
