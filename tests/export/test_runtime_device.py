@@ -11,7 +11,11 @@ from diffquant.errors import MissingDependencyError, UsageError
 from diffquant.export import export
 from diffquant.export.runtime.device import RuntimeDevice, nodes_on_cpu, on_cpu_text
 from diffquant.export.runtime.session import OnnxModel
+from diffquant.export.targets import runtime_of
 from diffquant.export.verification.verify import verify
+from diffquant.sweep.evaluate import evaluate
+from diffquant.sweep.grid import SweepOptions
+from diffquant.sweep.run import run_sweep
 from tests.support.checkpoints import write_checkpoint
 
 CUDA = "CUDAExecutionProvider"
@@ -97,3 +101,14 @@ def test_caches_stand_where_the_model_runs(folder):
     values = model.empty_cache(2, 5)
     assert {value.device_name() for value in values} == {"cpu"}
     assert {tuple(value.shape()) for value in values} == {(2, model.cache.kv_pairs, 5, model.cache.width)}
+
+
+def test_eval_and_sweep_ask_the_runtime_for_their_device(folder, tmp_path):
+    # A device that torch has and ONNX Runtime has not.
+    options = SweepOptions(tasks=("perplexity",), device="meta")
+    for call in (
+        lambda: evaluate(folder, None, options, runtime_of=runtime_of),
+        lambda: run_sweep([folder], options, tmp_path / "out", runtime_of=runtime_of),
+    ):
+        with pytest.raises(UsageError, match="exported models run on cpu, cuda or cuda:N, not on 'meta'"):
+            call()
