@@ -10,8 +10,9 @@ from typing import Any
 
 from diffquant.support.code import code_digest, commit
 from diffquant.support.machine import cores
+from diffquant.support.version import __version__
 
-_PACKAGES = ("diffquant", "torch", "triton", "numpy", "transformers", "safetensors", "compressed-tensors")
+_PACKAGES = ("torch", "triton", "numpy", "transformers", "safetensors", "compressed-tensors")
 
 # Its sections reach whatever the programs beside it time.
 _BENCH = "diffquant.bench.run"
@@ -29,7 +30,7 @@ def environment(*packages: str) -> dict[str, Any]:
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "load_average": round(os.getloadavg()[0], 2),
         "python": platform.python_version(),
-        "versions": {package: _version(package) for package in (*_PACKAGES, *packages)},
+        "versions": {"diffquant": __version__} | {package: _version(package) for package in (*_PACKAGES, *packages)},
     }
 
 

@@ -10,6 +10,8 @@ Names are resolved when first used, so that importing the package does not impor
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from diffquant.support.version import __version__
+
 if TYPE_CHECKING:
     from diffquant.conversion import convert
     from diffquant.errors import DiffQuantError
@@ -18,8 +20,6 @@ if TYPE_CHECKING:
     from diffquant.recipe import Recipe
     from diffquant.scheme import Scheme
     from diffquant.source.tokenizer import load_tokenizer
-
-__version__ = "0.1.0"
 
 _HOMES = {
     "convert": "diffquant.conversion",

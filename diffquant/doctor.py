@@ -3,8 +3,12 @@
 import platform
 from dataclasses import asdict, dataclass
 from importlib import metadata
+from typing import TYPE_CHECKING
 
 from diffquant.support.machine import cores
+
+if TYPE_CHECKING:
+    from diffquant.kernels.survey import KernelSurvey
 
 REQUIRED = (
     "torch",
@@ -21,11 +25,11 @@ REQUIRED = (
     "filelock",
 )
 _BUILD = "python -m diffquant.export.native builds it"
-_NOT_YET = "nothing in this version"
 EXTRAS = {
     "onnx": (("onnx", "onnxruntime"), "the export, verify and run commands, and eval of exported models"),
-    "onnx-gpu": (("onnx", "onnxruntime-gpu"), _NOT_YET),
-    "gpu": (("triton", "flash-attn"), "the CUDA kernels, and the flash_attn attention backend"),
+    "onnx-gpu": (("onnx", "onnxruntime-gpu"), "exported models on --device cuda, in the place of onnxruntime"),
+    "gpu": (("triton",), "the CUDA kernels"),
+    "flash": (("flash-attn",), "the flash_attn attention backend, which no other part needs"),
     "bnb": (("bitsandbytes",), "a peer of the bench's linear layers on CUDA"),
     "search": (("scipy",), "the search command"),
     "peers": (("lm-eval", "compressed-tensors"), "lm-eval's tasks, and quantized checkpoints in stock transformers"),
@@ -39,6 +43,7 @@ class Diagnosis:
 
     Attributes:
         native_kernel: instruction set of the ONNX op's kernel; None where its library was not built.
+        cuda_kernels: survey of the first CUDA device; None where torch finds none.
         required, extras: versions by package, and by extra and package; None where a package is missing.
     """
 
@@ -48,6 +53,7 @@ class Diagnosis:
     device: str
     bfloat16: bool
     native_kernel: str | None
+    cuda_kernels: "KernelSurvey | None"
     required: dict[str, str | None]
     extras: dict[str, dict[str, str | None]]
 
@@ -64,6 +70,7 @@ class Diagnosis:
             f"diffquant {self.diffquant}, Python {self.python}, {self.cores} cores",
             f"device: {self.device}; bfloat16 arithmetic: {'native' if self.bfloat16 else 'emulated, slow'}",
             f"ONNX kernel: {self.native_kernel or 'not built, models run their function body; ' + _BUILD}",
+            str(self.cuda_kernels or "CUDA kernels: torch finds no CUDA device"),
             "required: " + ", ".join(f"{name} {version or 'MISSING'}" for name, version in self.required.items()),
         ]
         for extra, versions in self.extras.items():
@@ -93,6 +100,7 @@ def diagnose(native_kernel: str | None) -> Diagnosis:
         device=device,
         bfloat16=bfloat16,
         native_kernel=native_kernel,
+        cuda_kernels=_cuda_kernels() if required["torch"] else None,
         required=required,
         extras={extra: {name: _version(name) for name in names} for extra, (names, _) in EXTRAS.items()},
     )
@@ -114,3 +122,11 @@ def _device() -> tuple[str, bool]:
         return torch.cuda.get_device_name(), is_bfloat16_native("cuda")
     capability = torch.backends.cpu.get_cpu_capability()
     return f"CPU ({capability})", is_bfloat16_native()
+
+
+def _cuda_kernels() -> "KernelSurvey | None":
+    import torch
+
+    from diffquant.kernels.survey import survey
+
+    return survey(torch.device("cuda", torch.cuda.current_device())) if torch.cuda.is_available() else None

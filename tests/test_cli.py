@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from diffquant.cli import main
+from diffquant.kernels.survey import KernelSurvey
 from diffquant.quantization import plan
 from diffquant.quantization.plan import plan_quantization
 from tests.support.checkpoints import write_diffllama
@@ -140,6 +141,17 @@ def test_doctor_names_every_extra(run):
     assert all(f"extra {extra}:" in out for extra in project["optional-dependencies"].keys() - {"test"})
 
 
+def test_doctor_says_what_the_kernels_make_of_the_device(run, monkeypatch):
+    assert "CUDA kernels: torch finds no CUDA device" in run("doctor")[1]
+    ampere = KernelSurvey("8.6", 101_376, "3.6", "sm_80", None, {"attention triton-fp8": "it needs Ada"})
+    monkeypatch.setattr("diffquant.doctor._cuda_kernels", lambda: ampere)
+    _, out, _ = run("doctor")
+    assert "CUDA kernels: capability 8.6, 101,376 bytes of shared memory a block, Triton 3.6" in out
+    assert "  not attention triton-fp8: it needs Ada" in out
+    _, out, _ = run("doctor", "--json")
+    assert json.loads(out)["cuda_kernels"]["shared_memory"] == 101_376
+
+
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
 def test_ctrl_c_and_what_schedulers_send_exit_with_130(checkpoint, tmp_path, name):
     code = f"""
@@ -149,6 +161,7 @@ import diffquant.quantization.quantize as verb
 signal.signal(signal.SIGINT, signal.default_int_handler)
 verb.plan_quantization = lambda *_: signal.raise_signal(signal.{name})
 from diffquant.cli import main
+from diffquant.kernels.survey import KernelSurvey
 sys.argv = ["diffquant", "quantize", {str(checkpoint)!r}, "-o", {str(tmp_path / "out")!r}, "--weights", "4"]
 main()
 """

@@ -72,7 +72,7 @@ def test_a_source_goes_the_whole_way(source, tmp_path):
         return
     export(low, onnx, ExportOptions.parse(accuracy_level=1))
     assert verify(onnx, low, tolerance=1e-4).tokens[0].tokens.agreement == 1.0
-    exported = score_text(*OnnxRuntime().open(onnx), TEXT, window=224, stride=224)
+    exported = score_text(*OnnxRuntime().open(onnx, "cpu"), TEXT, window=224, stride=224)
     assert exported.perplexity == pytest.approx(score.perplexity, rel=1e-3)
 
 

@@ -33,6 +33,19 @@ def decode_attention(call: AttentionCall, store: Any) -> Tensor:
     return run(call.q, store, call.lam, scale=call.scale)
 
 
+def eight_bit_codes(call: AttentionCall) -> Any:
+    """8-bit Q, K and V of a call, as `triton-fp8` makes them before it attends."""
+    from diffquant.kernels.attention.prefill_int8 import TILES
+    from diffquant.kernels.attention.quantize_qkv import quantize_qkv
+    from diffquant.kernels.configs import choose
+    from diffquant.kernels.gpu import device_class
+    from diffquant.kernels.strides import same_strides
+
+    tile = choose(TILES, f"prefill_int8/{device_class(call.v.device)}/{call.q[0].shape[-1]}")
+    q, k, (v,) = same_strides(*call.q), same_strides(*call.k), same_strides(call.v)
+    return quantize_qkv(q, k, v, None, None, call.scale, tile_rows=tile.queries, block=tile.keys, values=True)
+
+
 def packed_weight(weight: Tensor, bits: int, group: int) -> tuple[Any, Tensor]:
     """A weight [N, K] as the linear kernels read it, and as the values [N, K] in float32 that its codes stand for."""
     from diffquant.kernels.linear.repack import repack

@@ -150,6 +150,9 @@ PEERS: dict[str, Peer] = {
     "FlashDiffAttn_1, SDPA mem-efficient": Peer(
         _sdpa(SDPBackend.EFFICIENT_ATTENTION), differential, counts.two_calls, missing=_only_cuda
     ),
+    "FlashDiffAttn_1, SDPA cuDNN": Peer(
+        _sdpa(SDPBackend.CUDNN_ATTENTION), differential, counts.two_calls, missing=_only_cuda
+    ),
     "FlashDiffAttn_1, SDPA flash, keys padded": Peer(
         _sdpa(SDPBackend.FLASH_ATTENTION), _padded, counts.two_calls, missing=_flash_widths
     ),

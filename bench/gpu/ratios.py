@@ -2,8 +2,9 @@
 
     PYTHONPATH=. python -m diffquant.bench.gpu --json gpu.json
 
-Needs torch, triton and numpy alone. Each group runs in a process of its own, so that one that fails takes no
-other with it. Exit code 4 where an aim is missed, 3 where a cell could not be measured.
+Needs torch, triton and numpy alone; what generates text end to end says that it needs transformers too. Each group
+runs in a process of its own, so that one that fails takes no other with it, and what is measured is written after
+each. Exit code 4 where an aim is missed, 3 where a cell could not be measured.
 """
 
 import argparse
@@ -11,173 +12,64 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from multiprocessing import get_context
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from diffquant.bench.contest.peers import failure
+from diffquant.bench.contest.roofline import measure_roofline
 from diffquant.bench.environment import environment
+from diffquant.bench.gpu.groups import Aim, Group, groups
+from diffquant.support.files import write_atomically
 
-_TURNS = 5
 _RUNS = 2
 _SECONDS_A_GROUP = 150
-FP16, INT8, FP8 = "DIFF, fused", "DIFF, fused, int8 QK", "DIFF, fused, int8 QK, fp8 PV"
-CUDNN, FOUR = "Transformer, SDPA cuDNN", "FlashDiffAttn_2, SDPA cuDNN"
-TWO = "FlashDiffAttn_1, SDPA mem-efficient"
-ROUNDED, ROUNDED_EAGERLY = "DIFF, simulated logits 8:row", "DIFF, simulated logits 8:row, eager"
-FLASH_TWO = "FlashDiffAttn_1, SDPA flash, keys padded"
+_MINUTES = 6.0
+_DTYPES = ["float16", "bfloat16"]
+
+Ceilings = dict[str, dict[str, float]]
 
 
-@dataclass(frozen=True)
-class Aim:
-    """Ratio that is to be reached: `path` is at least so many times as fast as `other`.
+def run_apart(
+    measure: Callable[..., Any], arguments: Sequence[Any], runs: int, seconds: float
+) -> tuple[list[Any], str | None]:
+    """Results of a function called `runs` times in a process of its own, and the problem where that failed.
 
-    Attributes:
-        at_least: ratio below which the aim is missed.
-        hoped: ratio that would be better still.
+    Args:
+        seconds: time that each call may take.
     """
-
-    path: str
-    other: str
-    at_least: float
-    hoped: float | None = None
-
-
-@dataclass(frozen=True)
-class Group:
-    """Group of aims that share a workload.
-
-    Attributes:
-        measure: function of `arguments` that gives cells, in a process of its own.
-        arguments: arguments of `measure`.
-    """
-
-    name: str
-    aims: tuple[Aim, ...]
-    measure: Callable[..., list[dict[str, Any]]]
-    arguments: tuple[Any, ...]
-
-
-def attention_cells(
-    section: str, queries: int, keys: int, batch: int, dtype: str, graph: bool, peers: Sequence[str]
-) -> list[dict[str, Any]]:
-    """Cells of a V1 attention of the 3B model's shape: 12 pairs, d 128, dv 256."""
-    from diffquant.bench.contest.contest import Contest
-    from diffquant.bench.contest.workloads import Workload, model_named
-
-    work = Workload(model_named("3B"), queries, keys, batch, dtype)
-    return [_to_dict(cell) for cell in Contest(section, "cuda", _TURNS, tuple(peers), graph).run([work])]
-
-
-def linear_cells(graph: bool) -> list[dict[str, Any]]:
-    """Cells of every path of a linear layer of the 3B model, at one token."""
-    from diffquant.bench.contest import linears
-    from diffquant.bench.contest.workloads import model_named
-
-    cells = linears.run_linears([model_named("3B")], (1,), "float16", "cuda", _TURNS, graph=graph)
-    return [_to_dict(cell) for cell in cells]
-
-
-def state_cells(context: int) -> list[dict[str, Any]]:
-    """Cells of the 3B model's cache at a context, in megabytes of all layers as torch's allocator counts them."""
-    import torch
-
-    from diffquant.bench.contest import kernels
-    from diffquant.bench.contest.decode import RECIPES
-    from diffquant.bench.contest.workloads import Workload, differential, model_named
-
-    model = model_named("3B")
-    call = differential(Workload(model, 1, context, 1, "float16"), "cuda")
-    cells = []
-    for bits in (16, 8, 6, 4):
-        torch.cuda.synchronize()
-        before = torch.cuda.memory_allocated()
-        stores = [kernels.stored(call, RECIPES[bits]) for _ in range(model.layers)]
-        allocated = torch.cuda.memory_allocated() - before
-        stored = sum(store.nbytes for store in stores)
-        cells.append(
-            {
-                "path": f"{bits}-bit state",
-                "median": allocated / 1e6,
-                "values": [allocated / 1e6],
-                "stored_bytes": stored,
-            }
-        )
-        del stores
-    return cells
-
-
-def groups() -> list[Group]:
-    """All groups, the one of greatest interest first."""
-    planned = [
-        Group(
-            "prefill V1, 16K tokens, float16: 8 bits",
-            (Aim(FP8, CUDNN, 1.0, 1.25), Aim(INT8, CUDNN, 1.0, 1.25)),
-            attention_cells,
-            ("attention", 16384, 16384, 1, "float16", False, (FP8, INT8, FP16, CUDNN)),
-        )
-    ]
-    planned += [
-        Group(
-            f"prefill V1, {length} tokens, {dtype}",
-            (Aim(FP16, FOUR, 1.3), Aim(FP16, TWO, 2.0)),
-            attention_cells,
-            ("attention", length, length, 1, dtype, False, (FP16, FOUR, TWO, CUDNN)),
-        )
-        for length in (4096, 8192, 16384)
-        for dtype in ("float16", "bfloat16")
-    ]
-    planned.append(
-        Group(
-            "simulated logits 8:row, V1, 8K tokens, bfloat16",
-            (Aim(ROUNDED, FP16, 1 / 1.6), Aim(ROUNDED, ROUNDED_EAGERLY, 10.0)),
-            attention_cells,
-            ("attention", 8192, 8192, 1, "bfloat16", False, (ROUNDED, ROUNDED_EAGERLY, FP16)),
-        )
-    )
-    cache = "DIFF, fused, {}-bit cache".format
-    aims = (
-        Aim(cache(4), cache(16), 3.0),
-        Aim(cache(4), FLASH_TWO, 4.5),
-        Aim(cache(8), cache(16), 1.8),
-        Aim(cache(6), cache(16), 2.3),
-    )
-    for graph in (False, True):
-        how = ", CUDA graphs" if graph else ""
-        peers = (*map(cache, (16, 8, 6, 4)), FLASH_TWO, "FlashDiffAttn_2, SDPA flash", CUDNN)
-        arguments = ("decode", 1, 16384, 8, "float16", graph, peers)
-        planned.append(Group(f"decode V1, context 16K, batch 8, float16{how}", aims, attention_cells, arguments))
-    for graph in (False, True):
-        how = ", CUDA graphs" if graph else ""
-        linear = (Aim("packed, 4 bits", "dense", 3.0), Aim("packed, 6 bits", "dense", 2.2))
-        planned.append(Group(f"linear 3072 -> 8192, 1 token, float16{how}", linear, linear_cells, (graph,)))
-    state = (Aim("4-bit state", "16-bit state", 1 / 0.30),)
-    return [*planned, Group("attention state of the 3B model at 32K tokens (MB)", state, state_cells, (32768,))]
+    results: list[Any] = []
+    pool = ProcessPoolExecutor(1, get_context("spawn"))
+    try:
+        while len(results) < runs:
+            results.append(pool.submit(measure, *arguments).result(seconds))
+    except Exception as error:  # the other groups go on, and the calls before count
+        for process in list(pool._processes.values()):
+            process.kill()
+        return results, failure(error)
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+    return results, None
 
 
 def run_group(group: Group) -> dict[str, Any]:
     """Cells of a group's runs and the ratios of its aims; the problem where it failed."""
     started = time.perf_counter()
-    runs: list[list[dict[str, Any]]] = []
-    problem = None
-    pool = ProcessPoolExecutor(1, get_context("spawn"))
-    try:
-        for _ in range(_RUNS):
-            cells = pool.submit(group.measure, *group.arguments).result(_SECONDS_A_GROUP)
-            runs.append(cells)  # a run that fails keeps those before it
-    except Exception as error:  # the other groups go on
-        problem = failure(error)
-        for process in list(pool._processes.values()):
-            process.kill()
-    pool.shutdown(wait=False, cancel_futures=True)
-    aims = [asdict(aim) | verdict(aim, runs) for aim in group.aims]
+    runs, problem = run_apart(group.measure, group.arguments, _RUNS, _SECONDS_A_GROUP)
+    return entry(group, runs, problem) | {"seconds": time.perf_counter() - started}
+
+
+def entry(group: Group, runs: Sequence[Sequence[dict[str, Any]]], problem: str | None) -> dict[str, Any]:
+    """A group as the file holds it."""
     return {
         "group": group.name,
         "problem": problem,
-        "aims": aims,
-        "runs": runs,
-        "seconds": time.perf_counter() - started,
+        "aims": [asdict(aim) | verdict(aim, runs) for aim in group.aims],
+        "references": list(group.references),
+        "runs": list(runs),
+        "seconds": 0.0,
     }
 
 
@@ -199,8 +91,8 @@ def verdict(aim: Aim, runs: Sequence[Sequence[dict[str, Any]]]) -> dict[str, Any
     return {"ratios": ratios, "state": "reached" if min(ratios) >= aim.at_least else "missed"}
 
 
-def group_text(group: dict[str, Any]) -> str:
-    """Text of a group: each aim with its ratios, then every path's times."""
+def group_text(group: dict[str, Any], ceilings: Ceilings | None = None) -> str:
+    """Text of a group: each aim with its ratios, then every path's times, memory, and ratios to its references."""
     lines = [
         f"{group['group']}  ({group['seconds']:.0f} s)" + (f"  FAILED: {group['problem']}" if group["problem"] else "")
     ]
@@ -211,45 +103,91 @@ def group_text(group: dict[str, Any]) -> str:
             f"  {aim['state']:12} {ratios:16} aim {aim['at_least']:.2f}x{hoped}  {aim['path']}  against  {aim['other']}"
         )
         lines += [f"               {reason}" for reason in aim.get("reasons", ())]
+    medians = medians_by_path(group["runs"])
     for cell in group["runs"][0] if group["runs"] else ():
-        if "median" in cell:
-            medians = ", ".join(
-                f"{c['median']:.4g}"
-                for cells in group["runs"]
-                for c in cells
-                if c["path"] == cell["path"] and "median" in c
-            )
-            error = f"  error {cell['error']:.1e}" if "error" in cell else ""
-            lines.append(f"      {medians:>22}  {cell['path']}{error}")
+        if cell["path"] in medians:
+            lines.append(_path_text(cell, medians, group["references"], ceilings))
+        else:
+            lines.append(f"      {'-':>22}  {cell['path']}: {cell.get('missing')}")
     return "\n".join(lines)
 
 
-def _to_dict(cell: Any) -> dict[str, Any]:
-    entry = {name: value for name, value in asdict(cell).items() if value not in (None, {}, ())}
-    return entry | ({"median": cell.spread.median} if cell.spread else {})
+def medians_by_path(runs: Sequence[Sequence[dict[str, Any]]]) -> dict[str, list[float]]:
+    """Median of each run by path, for those that were measured in all of them."""
+    medians: dict[str, list[float]] = {}
+    for cell in (cell for cells in runs for cell in cells if "median" in cell):
+        medians.setdefault(cell["path"], []).append(cell["median"])
+    return {path: values for path, values in medians.items() if len(values) == len(runs)}
+
+
+def _path_text(
+    cell: dict[str, Any], medians: dict[str, list[float]], references: Sequence[str], ceilings: Ceilings | None
+) -> str:
+    path = cell["path"]
+    own = median(medians[path])
+    said = [", ".join(f"{value:.4g}" for value in medians[path]).rjust(22), path]
+    said += [
+        f"{median(medians[other]) / own:.2f}x {other}" for other in references if other in medians and other != path
+    ]
+    if "peak_bytes" in cell:
+        said.append(f"{cell['peak_bytes'] / 1e6:.0f} MB")
+    if "error" in cell:
+        said.append(f"error {cell['error']:.1e}")
+    return "      " + "  ".join(said + _shares_of_ceilings(cell, own, ceilings))
+
+
+def _shares_of_ceilings(cell: dict[str, Any], milliseconds: float, ceilings: Ceilings | None) -> list[str]:
+    """Shares of the device's speed in a matrix product and in a copy that a cell reaches."""
+    if ceilings is None or "workload" not in cell:
+        return []
+    shares = []
+    operations_a_second = ceilings["matmul"].get(cell["workload"].rsplit(", ", 1)[-1])
+    if operations_a_second and "operations" in cell:
+        shares.append(
+            f"{cell['operations'] / milliseconds * 1e3 / operations_a_second:.0%} of a matrix product's speed"
+        )
+    if "bytes" in cell:
+        shares.append(f"{cell['bytes'] / milliseconds * 1e3 / ceilings['copy']['bytes a second']:.0%} of a copy's")
+    return shares
 
 
 def main() -> int:
     """Measure all groups, print them, and give the exit code."""
     # Not typer: a machine with a GPU may have torch, triton and numpy alone.
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--json", type=Path, dest="file", help="where to write everything")
+    parser.add_argument("--json", type=Path, dest="file", help="where to write everything, after each group")
     parser.add_argument("--only", default="", help="groups whose name contains this")
+    parser.add_argument("--minutes", type=float, default=_MINUTES, help="begin no group after so many")
     options = parser.parse_args()
     import torch
 
     if not torch.cuda.is_available():
         parser.error("this machine has no CUDA device that torch can use")
-    result: dict[str, Any] = {"environment": environment(), "turns": _TURNS, "groups": []}
-    for group in groups():
-        if options.only in group.name:
-            result["groups"].append(run_group(group))
-            print(group_text(result["groups"][-1]), flush=True)
-        if options.file:
-            options.file.write_text(json.dumps(result, indent=1) + "\n")
+    chosen = [group for group in groups() if options.only in group.name]
+    result = measure_all(chosen, options.file, 60 * options.minutes)
     states = [aim["state"] for group in result["groups"] for aim in group["aims"]]
     print({state: states.count(state) for state in sorted(set(states))})
     return 3 if "not measured" in states else 4 if "missed" in states else 0
+
+
+def measure_all(chosen: Sequence[Group], file: Path | None, seconds: float, device: str = "cuda") -> dict[str, Any]:
+    """Everything about some groups, printed and written after each; none is begun when the time is over."""
+    started = time.perf_counter()
+    speeds, problem = run_apart(measure_roofline, (device, _DTYPES), 1, _SECONDS_A_GROUP)
+    ceilings: Ceilings | None = speeds[0] if speeds else None
+    result: dict[str, Any] = {
+        "environment": environment(),
+        "ceilings": ceilings if ceilings is not None else {"problem": problem},
+        "groups": [],
+    }
+    print(f"ceilings: {json.dumps(result['ceilings'])}", flush=True)
+    for group in chosen:
+        over = time.perf_counter() - started > seconds
+        result["groups"].append(entry(group, (), "the time was over") if over else run_group(group))
+        print(group_text(result["groups"][-1], ceilings), flush=True)
+        if file:
+            write_atomically(file, json.dumps(result, indent=1) + "\n")
+    return result
 
 
 if __name__ == "__main__":

@@ -15,9 +15,11 @@ from diffquant.bench.contest import linears
 from diffquant.bench.contest.contest import SECTIONS
 from diffquant.bench.contest.peers import relative_error, tolerance
 from diffquant.bench.contest.workloads import MODELS, Model, Workload
+from diffquant.bench.gpu.groups import V2
 from diffquant.bench.timing import interleaved, prepare, spread
 from diffquant.errors import UsageError
-from diffquant.kernels.configs import PREFILL, choose, device_class, trying
+from diffquant.kernels.configs import PREFILL, choose, trying
+from diffquant.kernels.gpu import device_class
 from diffquant.support.files import write_atomically
 from diffquant.support.progress import Progress, silent
 
@@ -128,7 +130,7 @@ def _attention_of(kernel: str, width: int) -> tuple[str, str, Model]:
         "simulated": "DIFF, simulated logits 8:row",
     }
     v1 = {64: MODELS["diffllama-1b"], 128: MODELS["3B"]}
-    v2 = {64: MODELS["smollm2-135m-diff-v2"], 128: Model("V2, d 128", 3072, 1, 24, 24, 128, 128, 8192)}
+    v2 = {64: MODELS["smollm2-135m-diff-v2"], 128: V2}
     if kernel == "decode":
         model = next((m for m in (*v2.values(), *v1.values()) if m.value_width == width), None)
         section, name = "decode", "DIFF, fused, 4-bit cache"

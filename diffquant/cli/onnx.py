@@ -7,7 +7,18 @@ from typing import Annotated
 import typer
 
 from diffquant.cli.app import app
-from diffquant.cli.options import AsJson, Destination, Exported, Logits, Model, Overwrite, Seed, Threads, to_json
+from diffquant.cli.options import (
+    AsJson,
+    Destination,
+    Exported,
+    Logits,
+    Model,
+    Overwrite,
+    RuntimeDevice,
+    Seed,
+    Threads,
+    to_json,
+)
 from diffquant.support.progress import progress_for
 
 
@@ -69,6 +80,7 @@ def verify(
     model: Model,
     tolerance: Annotated[float | None, typer.Option(help="Relative RMS error of logits; by measured rounding.")] = None,
     threads: Threads = 0,
+    device: RuntimeDevice = "cpu",
     as_json: AsJson = False,
 ) -> None:
     """Prove that an exported folder computes what its checkpoint does; exit 4 where it does not."""
@@ -79,7 +91,7 @@ def verify(
     from diffquant.export.verification.verify import verify as run
 
     try:
-        verification = run(folder, model, tolerance, threads)
+        verification = run(folder, model, tolerance, threads, device)
     except ToleranceError as missed:
         if as_json:
             typer.echo(to_json(missed.report))
@@ -96,14 +108,18 @@ def run(
     seed: Seed = 0,
     chat: Annotated[bool, typer.Option("--chat", help="Wrap the prompt in the model's chat template.")] = False,
     threads: Threads = 0,
+    device: RuntimeDevice = "cpu",
 ) -> None:
     """Continue a prompt in ONNX Runtime; speed and memory go to stderr."""
     from diffquant.export import require
 
     require()
+    from diffquant.export.runtime.device import on_cpu_text
     from diffquant.export.runtime.generation import Generator
 
-    generator = Generator(folder, threads)
+    generator = Generator(folder, threads, device=device)
+    if fallbacks := generator.model.fallbacks:
+        typer.echo(on_cpu_text(fallbacks), err=True)
     text = sys.stdin.read() if prompt == "-" else prompt
     for piece in generator.stream(text, max_new_tokens, temperature, seed, chat):
         typer.echo(piece, nl=False)

@@ -37,6 +37,7 @@ Seed = Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Of the draws wher
 
 Exported = Annotated[Path, typer.Argument(help="Folder that `diffquant export` wrote.")]
 Threads = Annotated[int, typer.Option(min=0, help="Of ONNX Runtime; 0 takes all cores.")]
+RuntimeDevice = Annotated[str, typer.Option("--device", help="Of ONNX Runtime: cpu, cuda or cuda:N.")]
 
 Tasks = Annotated[str, typer.Option(help=f"{', '.join(kind.usage for kind in task_kinds())}; several with commas.")]
 Lengths = Annotated[str, typer.Option(help="Tokens of needle prompts, such as 1024,4096.")]

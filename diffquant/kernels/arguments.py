@@ -4,8 +4,6 @@ Shapes: B batch, T queries, S keys, h pairs, h_kv KV pairs, d query and key widt
 """
 
 from collections.abc import Collection
-from functools import cache
-from importlib.util import find_spec
 
 import torch
 from torch import Tensor
@@ -13,23 +11,6 @@ from torch import Tensor
 from diffquant.family.call import AttentionCall
 
 HALF_TYPES = (torch.float16, torch.bfloat16)
-
-
-def device_refusal(device: torch.device) -> str | None:
-    """Reason why no Triton kernel runs on a device, or None."""
-    if device.type != "cuda":
-        return f"Triton kernels run on CUDA devices, not on {device.type}"
-    if not _has_triton():
-        return "Triton is not installed"
-    if torch.cuda.get_device_capability(device) < (8, 0):
-        return "Triton kernels need compute capability 8.0 (Ampere) or newer"
-    return None
-
-
-@cache
-def _has_triton() -> bool:
-    """Whether Triton is installed; looked up once, since every layer of every step asks."""
-    return find_spec("triton") is not None
 
 
 def call_refusal(call: AttentionCall) -> str | None:

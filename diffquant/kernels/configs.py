@@ -13,8 +13,6 @@ from functools import cache
 from pathlib import Path
 from typing import TypeVar
 
-import torch
-
 from diffquant.errors import UsageError
 
 VARIABLE = "DIFFQUANT_KERNEL_CONFIGS"
@@ -52,24 +50,6 @@ PREFILL = {
     "prefill_v2/sm_80/64": AttentionTile(128, 64, 4, 3),
     "prefill_v2/sm_80/128": AttentionTile(128, 64, 8, 3),
 }
-
-
-def capability(device: torch.device) -> tuple[int, int]:
-    """Compute capability of a device; the interpreter runs as 8.0.
-
-    Raises:
-        UsageError: the device runs no Triton kernel.
-    """
-    if device.type == "cuda":
-        return torch.cuda.get_device_capability(device)
-    if os.environ.get("TRITON_INTERPRET") == "1":
-        return (8, 0)
-    raise UsageError(f"Triton kernels run on CUDA devices, not on {device.type}")
-
-
-def device_class(device: torch.device) -> str:
-    """Class of a device: "sm_90" (Hopper) or "sm_80" (every other device from Ampere on)."""
-    return "sm_90" if capability(device)[0] == 9 else "sm_80"
 
 
 def choose(table: Mapping[str, Config], key: str) -> Config:

@@ -5,8 +5,10 @@ prompt) are stored, and attention gets K and V as they read back. Also for 16-bi
 allocated ahead, so a new token copies nothing.
 """
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -17,9 +19,9 @@ from diffquant.family.heads import each_pairs_noise
 from diffquant.family.mask import Mask
 from diffquant.family.norm import PairNorm
 from diffquant.family.spec import DiffSpec
-from diffquant.kernels.arguments import HALF_TYPES, device_refusal
+from diffquant.kernels.arguments import HALF_TYPES
 from diffquant.kernels.cache.kv_store import KVStore, store_refusal
-from diffquant.kernels.configs import capability
+from diffquant.kernels.gpu import capability, device_refusal
 from diffquant.model.cache import PackedLayer
 from diffquant.recipe import Recipe
 
@@ -143,3 +145,9 @@ def fused_cache_refusal(recipe: Recipe, spec: DiffSpec, dtype: torch.dtype, devi
     layer_recipes = (replace(recipe, k=k, v=v) for k in recipe.schemes_of("k") for v in recipe.schemes_of("v"))
     refusals = (store_refusal(layer, spec.head_dim, spec.value_dim, dtype) for layer in layer_recipes)
     return next((reason for reason in refusals if reason), None)
+
+
+@cache
+def warn_of_slow_decoding(reason: str) -> None:
+    """Say, once for each reason, that decoding on a CUDA device goes without its kernel."""
+    logging.getLogger(__name__).warning("the decode kernel is not used, which makes generation much slower: %s", reason)

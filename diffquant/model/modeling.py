@@ -18,7 +18,7 @@ from diffquant.model.attention import DiffAttention
 from diffquant.model.cache import PackedCache, PackedLayer
 from diffquant.model.causal import CausalModel, Decoder
 from diffquant.model.config import DiffTransformerConfig
-from diffquant.model.fused_cache import FusedCache, fused_cache_refusal
+from diffquant.model.fused_cache import FusedCache, fused_cache_refusal, warn_of_slow_decoding
 from diffquant.model.mlp import DiffMLP
 from diffquant.model.walk import CAUSAL, Walk
 from diffquant.recipe import LAYER_TARGETS, Recipe
@@ -79,8 +79,11 @@ class DiffTransformerModel(Decoder):
 
     @property
     def has_fused_cache(self) -> bool:
-        """Whether decoding runs on the kernels that read the cache as it is stored."""
-        return fused_cache_refusal(self.recipe, self.config.diff_spec, self.dtype, self.device) is None
+        """Whether decoding runs on the kernels that read the cache as it is stored; on CUDA it is said why not."""
+        refusal = fused_cache_refusal(self.recipe, self.config.diff_spec, self.dtype, self.device)
+        if refusal is not None and self.device.type == "cuda":
+            warn_of_slow_decoding(refusal)
+        return refusal is None
 
     def needs_own_cache(self, implementation: str | None) -> bool:
         return self.has_quantized_cache or (self.has_fused_cache and implementation is None)

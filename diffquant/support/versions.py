@@ -4,13 +4,15 @@ import importlib.metadata
 
 import torch
 
+from diffquant.support.version import __version__
+
 # The version of config.json's `diffquant_config`; a reader refuses what is newer than it knows.
 CONFIG_VERSION = 1
 
 
 def versions() -> dict[str, str]:
     """Versions of diffquant and torch by name."""
-    return {"diffquant": importlib.metadata.version("diffquant"), "torch": torch.__version__}
+    return {"diffquant": __version__, "torch": torch.__version__}
 
 
 def versions_of_run(device: str) -> dict[str, str]:

@@ -48,7 +48,7 @@ def evaluate(
     setup = Setup(resolve_dtype(options.dtype, options.device), options.device, options.attention)
     if runtime is not None:
         state = folder_state(path)
-        subject: Subject = ExportedSubject(path, runtime.describe(path), runtime, None, setup, state)
+        subject: Subject = ExportedSubject(path, runtime.describe(path, options.device), runtime, None, setup, state)
     else:
         subject = _checkpoint_subject(path, recipe, options, setup)
     session = subject.open()

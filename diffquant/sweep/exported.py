@@ -56,15 +56,15 @@ class Runtime(Protocol):
 
     batch_tokens: int
 
-    def describe(self, folder: Path) -> ExportedModel:
-        """What a sweep must know of a folder.
+    def describe(self, folder: Path, device: str) -> ExportedModel:
+        """What a sweep must know of a folder that is to run on a device.
 
         Raises:
             CheckpointError: the folder is damaged, or changed since it was exported.
         """
 
-    def open(self, folder: Path) -> "tuple[LanguageModel, PreTrainedTokenizerBase]":
-        """The folder's model and tokenizer."""
+    def open(self, folder: Path, device: str) -> "tuple[LanguageModel, PreTrainedTokenizerBase]":
+        """The folder's model, on a device, and its tokenizer."""
 
 
 # From a path to what opens it; None for a checkpoint.
@@ -110,7 +110,8 @@ class ExportedSubject:
             CheckpointError: they changed, or are gone.
         """
         # Touched files are read again: only another content is another model.
-        if folder_state(self.folder) != self.state and self.runtime.describe(self.folder) != self.model:
+        touched = folder_state(self.folder) != self.state
+        if touched and self.runtime.describe(self.folder, self.setup.device) != self.model:
             raise CheckpointError(f"{self.folder} changed while it was in use; run the same command again")
 
     def open(self) -> "ExportedSession":
@@ -146,7 +147,7 @@ class ExportedSession:
 
     @cached_property
     def _opened(self) -> "tuple[LanguageModel, PreTrainedTokenizerBase]":
-        return self.subject.runtime.open(self.subject.folder)
+        return self.subject.runtime.open(self.subject.folder, self.subject.setup.device)
 
 
 def folder_state(folder: Path) -> FilesState:
@@ -155,16 +156,15 @@ def folder_state(folder: Path) -> FilesState:
 
 
 def check_as_it_is(options: SweepOptions, recipe: Recipe | None = None) -> None:
-    """Check that nothing asks for another precision or place than an exported model has.
+    """Check that nothing asks for another precision than an exported model has.
 
     Raises:
         UsageError: something does.
     """
-    asked = (options.dtype, options.attention, options.device, options.scales)
-    if recipe is not None or asked != ("auto", "auto", "cpu", ()):
+    asked = (options.dtype, options.attention, options.scales)
+    if recipe is not None or asked != ("auto", "auto", ()):
         raise UsageError(
-            "an exported model is measured as it is: leave out the recipe options, --scales, --dtype, --attention and "
-            "--device"
+            "an exported model is measured as it is: leave out the recipe options, --scales, --dtype and --attention"
         )
 
 

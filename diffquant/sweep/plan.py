@@ -50,7 +50,7 @@ def plan_sweep(models: Sequence[Path], options: SweepOptions, runtime_of: Runtim
     """
     runtimes = runtimes_among(models, runtime_of)
     states = {folder: folder_state(folder) for folder in runtimes}
-    exported = {folder: runtime.describe(folder) for folder, runtime in runtimes.items()}
+    exported = {folder: runtime.describe(folder, options.device) for folder, runtime in runtimes.items()}
     checkpoints = [model for model in models if model not in exported]
     if not checkpoints and exported:
         check_as_it_is(options)

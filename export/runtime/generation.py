@@ -57,13 +57,14 @@ class Generator:
         speed: time and memory of the last run.
     """
 
-    def __init__(self, folder: Path, threads: int = 0, model: OnnxModel | None = None) -> None:
+    def __init__(self, folder: Path, threads: int = 0, model: OnnxModel | None = None, device: str = "cpu") -> None:
         """Open a folder, or take a model of it that is open already.
 
         Raises:
             CheckpointError: the folder is damaged, or has no cache or no tokenizer.
+            MissingDependencyError: ONNX Runtime cannot use the device.
         """
-        self.model = model or OnnxModel(Path(folder), threads)
+        self.model = model or OnnxModel(Path(folder), threads, device=device)
         self.text = FolderTokenizer(Path(folder))
         config = _read_config(Path(folder) / "config.json")
         eos = config.get("eos_token_id")

@@ -4,6 +4,7 @@ Each sequence runs by itself: GroupQueryAttention takes a chunk after a past for
 padding is read.
 """
 
+import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,6 +19,7 @@ from diffquant.errors import UsageError
 from diffquant.evals.language_model import LanguageModel, LogitStates, TokenCache
 from diffquant.export.manifest import check_unchanged, read_manifest
 from diffquant.export.native import kernel_name
+from diffquant.export.runtime.device import on_cpu_text
 from diffquant.export.runtime.generation import Generator
 from diffquant.export.runtime.session import OnnxModel
 from diffquant.formats.reader import read_json, side_files
@@ -35,11 +37,12 @@ class OnnxRuntime:
     # Logits of every token of a pass are held at once: 1,024 tokens of a vocabulary of 50,000 take 200 MB.
     batch_tokens = 1024
 
-    def describe(self, folder: Path) -> ExportedModel:
+    def describe(self, folder: Path, device: str) -> ExportedModel:
         """Facts that a sweep must know of a folder.
 
         Raises:
             CheckpointError: the folder is damaged, or changed since it was exported.
+            MissingDependencyError: ONNX Runtime cannot use the device.
         """
         manifest = read_manifest(folder)
         check_unchanged(folder, manifest)
@@ -48,7 +51,7 @@ class OnnxRuntime:
         options = manifest.options
         extras = {"kv": options.kv_bits, "logits": options.logits, "embed": options.embed_bits}
         scheme = " ".join([weights, *(f"{name} {value}" for name, value in extras.items() if str(value) != "16")])
-        cache = OnnxModel(folder).cache
+        cache = OnnxModel(folder, device=device).cache
         return ExportedModel(
             bits=Scheme.parse(weights).bits,
             scheme=scheme,
@@ -56,26 +59,31 @@ class OnnxRuntime:
                 "sha256": dict(manifest.sha256),
                 "tokenizer": [file_digest(file) for file in side_files(folder)],
                 "onnxruntime": onnxruntime.__version__,
-                "kernel": kernel_name(),
+                # The op's own kernel is the processor's.
+                "kernel": kernel_name() if device == "cpu" else None,
             },
             sources=tuple(frozenset(manifest.source.get(name, {}).values()) for name in ("sha256", "origin_sha256")),
             weight_bytes=sum((folder / name).stat().st_size for name in manifest.sha256),
             kv_bytes=cache.row_bytes if cache else 0,
         )
 
-    def open(self, folder: Path) -> tuple["OnnxLanguageModel", PreTrainedTokenizerBase]:
+    def open(self, folder: Path, device: str) -> tuple["OnnxLanguageModel", PreTrainedTokenizerBase]:
         """The folder's model and tokenizer.
 
         Raises:
             CheckpointError: the folder is damaged.
+            MissingDependencyError: ONNX Runtime cannot use the device.
         """
-        return OnnxLanguageModel(OnnxModel(folder)), load_tokenizer(folder)
+        model = OnnxModel(folder, device=device)
+        if fallbacks := model.fallbacks:
+            logging.getLogger(__name__).warning("%s: %s", folder, on_cpu_text(fallbacks))
+        return OnnxLanguageModel(model), load_tokenizer(folder)
 
 
 class OnnxCache:
     """Caches of the sequences of a batch; sequences share arrays, which no one writes to."""
 
-    def __init__(self, rows: list[list[np.ndarray]] | None = None) -> None:
+    def __init__(self, rows: list[list[onnxruntime.OrtValue]] | None = None) -> None:
         self.rows = rows or []
 
     def select(self, rows: Tensor) -> None:
@@ -137,11 +145,11 @@ class OnnxLanguageModel(LanguageModel):
                 break
         return made
 
-    def _run(self, ids: Tensor, past: list[np.ndarray]) -> tuple[Tensor, list[np.ndarray]]:
+    def _run(self, ids: Tensor, past: list[onnxruntime.OrtValue]) -> tuple[Tensor, list[onnxruntime.OrtValue]]:
         """Logits [T, V] of one sequence's tokens, and its cache after them."""
         if not len(ids):
             return torch.zeros(0, self.runtime.vocabulary), past
-        seen = past[0].shape[2] if past else 0
+        seen = past[0].shape()[2] if past else 0
         mask = np.ones((1, seen + len(ids)), np.int64)
         (logits,), cache = self.runtime.run(ids[None].numpy(), mask, past)
         return torch.from_numpy(logits[0].astype(np.float32)), cache

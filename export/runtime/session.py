@@ -13,6 +13,7 @@ from diffquant.errors import CheckpointError
 from diffquant.export.files import MODEL_FILE
 from diffquant.export.graph.external import load_graph
 from diffquant.export.native import library_path
+from diffquant.export.runtime.device import RuntimeDevice, nodes_on_cpu
 
 _PAST = "past_key_values."
 _PRESENT = "present."
@@ -50,6 +51,7 @@ class OnnxModel:
         cache: shape of the KV cache; None for a model exported without one.
         vocabulary: number of tokens that have a logit.
         dtype: dtype of the logits.
+        device: where it runs.
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class OnnxModel:
         extra_outputs: tuple[str, ...] = (),
         accuracy_level: int | None = None,
         native: bool = True,
+        device: str = "cpu",
     ) -> None:
         """Open a folder.
 
@@ -66,11 +69,16 @@ class OnnxModel:
             threads: number of threads that share one node's work; 0 takes all cores.
             extra_outputs: values inside the graph to return as well.
             accuracy_level: precision of every product with codes; the model's own by default.
-            native: whether the op's native kernel computes it where it is built, and not the model's function body.
+            native: whether the op's native kernel computes it where it is built, and not the model's function body;
+                it is the processor's alone.
+            device: "cpu", "cuda" or "cuda:N".
 
         Raises:
             CheckpointError: the folder is damaged, or the runtime refuses the model.
+            MissingDependencyError: the runtime cannot use the device.
         """
+        self.device = RuntimeDevice.parse(device)
+        self.device.check()
         graph = load_graph(folder)
         self.folder = folder
         self.cache = _cache_shape(graph)
@@ -82,32 +90,45 @@ class OnnxModel:
             _add_outputs(graph, extra_outputs)
         if accuracy_level is not None:
             _set_accuracy(graph, accuracy_level)
-        self.session = _open(folder, session_options(threads, native), graph if is_changed else None)
+        options = session_options(threads, native and self.device.kind == "cpu")
+        self.device.prepare(options)
+        self.session = _open(folder, options, self.device, graph if is_changed else None)
+        self.device.check_taken(self.session)
 
-    def empty_cache(self, batch: int, rows: int = 0) -> list[np.ndarray]:
-        """Caches that hold no token, in the order of `cache.inputs`, with room for `rows` tokens."""
+    @property
+    def fallbacks(self) -> dict[str, int]:
+        """Number of nodes by operator that the processor runs although another device was asked for."""
+        return {} if self.device.kind == "cpu" else nodes_on_cpu(self.session)
+
+    def empty_cache(self, batch: int, rows: int = 0) -> list[ort.OrtValue]:
+        """Caches on the device that hold no token, in the order of `cache.inputs`, with room for `rows` tokens."""
         if self.cache is None:
             return []
         shape = (batch, self.cache.kv_pairs, rows, self.cache.width)
-        return [np.zeros(shape, self.cache.dtype) for _ in self.cache.inputs]
+        return [self.device.value(np.zeros(shape, self.cache.dtype)) for _ in self.cache.inputs]
 
     def run(
-        self, ids: np.ndarray, mask: np.ndarray, past: list[np.ndarray], outputs: tuple[str, ...] = ("logits",)
-    ) -> tuple[list[np.ndarray], list[np.ndarray]]:
-        """The named outputs of one call, and the caches after it, which have grown.
+        self, ids: np.ndarray, mask: np.ndarray, past: list[ort.OrtValue], outputs: tuple[str, ...] = ("logits",)
+    ) -> tuple[list[np.ndarray], list[ort.OrtValue]]:
+        """The named outputs of one call, and the caches after it, which have grown and stay on the device.
 
         Args:
             ids: int64 [B, T].
             mask: int64 [B, S] over cached and new tokens, 0 only to the right of a sequence.
             past: caches that `empty_cache` or the last call gave.
         """
-        feeds = {"input_ids": ids, "attention_mask": mask}
-        cache_outputs: tuple[str, ...] = ()
+        binding = self.session.io_binding()
+        bind_tokens(binding, ids, mask)
+        for name in outputs:
+            binding.bind_output(name)
         if self.cache is not None:
-            feeds |= dict(zip(self.cache.inputs, past, strict=True))
-            cache_outputs = self.cache.outputs
-        results = self.session.run([*outputs, *cache_outputs], feeds)
-        return results[: len(outputs)], results[len(outputs) :]
+            for name, value in zip(self.cache.inputs, past, strict=True):
+                binding.bind_ortvalue_input(name, value)
+            for name in self.cache.outputs:
+                binding.bind_output(name, self.device.kind, self.device.index)
+        self.session.run_with_iobinding(binding)
+        results = binding.get_outputs()
+        return [value.numpy() for value in results[: len(outputs)]], results[len(outputs) :]
 
 
 class InPlaceDecoder:
@@ -121,7 +142,7 @@ class InPlaceDecoder:
         self.rows = rows
         self.length = 0
         self._binding = model.session.io_binding()
-        self._buffers = [ort.OrtValue.ortvalue_from_numpy(array) for array in model.empty_cache(batch, rows)]
+        self._buffers = model.empty_cache(batch, rows)
         for past, present, buffer in zip(model.cache.inputs, model.cache.outputs, self._buffers, strict=True):
             self._binding.bind_ortvalue_input(past, buffer)
             self._binding.bind_ortvalue_output(present, buffer)
@@ -134,13 +155,18 @@ class InPlaceDecoder:
     def step(self, ids: np.ndarray) -> np.ndarray:
         """Append tokens [B, T] to the batch, and return their logits [B, T, V]."""
         self.length += ids.shape[1]
-        self._binding.bind_cpu_input("input_ids", np.ascontiguousarray(ids, np.int64))
-        self._binding.bind_cpu_input("attention_mask", np.ones((self.batch, self.length), np.int64))
+        bind_tokens(self._binding, ids, np.ones((self.batch, self.length), np.int64))
         # Bound to an array of ours: the runtime's own output would be copied into one.
         logits = np.empty((*ids.shape, self.model.vocabulary), self.model.dtype)
         self._binding.bind_ortvalue_output("logits", ort.OrtValue.ortvalue_from_numpy(logits))
         self.model.session.run_with_iobinding(self._binding)
         return logits
+
+
+def bind_tokens(binding: ort.IOBinding, ids: np.ndarray, mask: np.ndarray) -> None:
+    """Bind the inputs that every call has, from the host."""
+    binding.bind_cpu_input("input_ids", np.ascontiguousarray(ids, np.int64))
+    binding.bind_cpu_input("attention_mask", np.ascontiguousarray(mask, np.int64))
 
 
 def session_options(threads: int = 0, native: bool = True) -> ort.SessionOptions:
@@ -171,15 +197,16 @@ def _set_accuracy(graph: onnx.ModelProto, level: int) -> None:
                 attribute.i = level
 
 
-def _open(folder: Path, options: ort.SessionOptions, changed: onnx.ModelProto | None) -> ort.InferenceSession:
+def _open(
+    folder: Path, options: ort.SessionOptions, device: RuntimeDevice, changed: onnx.ModelProto | None
+) -> ort.InferenceSession:
     """A session on the folder's model, or on a changed copy of it that has the same data."""
-    providers = ["CPUExecutionProvider"]
     try:
         if changed is None:
-            return ort.InferenceSession(str(folder / MODEL_FILE), options, providers=providers)
+            return ort.InferenceSession(str(folder / MODEL_FILE), options, providers=device.providers)
         # A model from memory has no folder of its own to look for its data in.
         options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder.resolve()))
-        return ort.InferenceSession(changed.SerializeToString(), options, providers=providers)
+        return ort.InferenceSession(changed.SerializeToString(), options, providers=device.providers)
     except Exception as error:  # the runtime's own exception types differ between its versions
         raise CheckpointError(f"ONNX Runtime {ort.__version__} cannot open {folder / MODEL_FILE}: {error}") from error
 

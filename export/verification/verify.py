@@ -14,6 +14,7 @@ from diffquant.export.graph.decoder import EMBEDDED, LAYER_OUTPUT
 from diffquant.export.graph.external import load_graph
 from diffquant.export.manifest import Manifest, check_unchanged, read_manifest
 from diffquant.export.native import library_path
+from diffquant.export.runtime.device import RuntimeDevice, on_cpu_text
 from diffquant.export.runtime.session import OnnxModel
 from diffquant.export.verification.errors import StageNoise, cache_excess, relative_rms, stage_errors, stage_noise
 from diffquant.export.verification.passages import sample_passages
@@ -51,7 +52,9 @@ class _Session:
     runs_body: bool = False
 
 
-def verify(folder: Path, source: Path | str | Source, tolerance: float | None = None, threads: int = 0) -> Verification:
+def verify(
+    folder: Path, source: Path | str | Source, tolerance: float | None = None, threads: int = 0, device: str = "cpu"
+) -> Verification:
     """Compare an exported folder with the checkpoint it was made from.
 
     Args:
@@ -60,19 +63,22 @@ def verify(folder: Path, source: Path | str | Source, tolerance: float | None = 
         tolerance: relative RMS error allowed of the logits of whole runs; by default a few times what rounding alone
             does to the reference.
         threads: number of ONNX Runtime's threads; 0 takes all cores.
+        device: where ONNX Runtime computes: "cpu", "cuda" or "cuda:N"; the reference stays on the processor.
 
     Raises:
         CheckpointError: the folder was edited after export, or made from another checkpoint.
+        MissingDependencyError: ONNX Runtime cannot use the device.
         ToleranceError: something differs by more than rounding explains; its `report` is the Verification.
     """
     folder, source = Path(folder), open_source(source)
     source.transformer("verify")
+    RuntimeDevice.parse(device).check()
     manifest = read_manifest(folder)
     check_unchanged(folder, manifest)
     _check_source(manifest, source)
     reference = Reference(source, manifest.options, cache_scales(load_graph(folder)))
     passages = sample_passages(source, reference.model.config)
-    verification = _Comparison(folder, manifest, reference, passages, tolerance, threads).verification()
+    verification = _Comparison(folder, manifest, reference, passages, tolerance, threads, device).verification()
     if not verification.passed:
         raise ToleranceError(f"{folder} does not compute what {source.path} does:\n{verification}", verification)
     return verification
@@ -89,6 +95,7 @@ class _Comparison:
         passages: list[np.ndarray],
         tolerance: float | None,
         threads: int,
+        device: str,
     ) -> None:
         self._folder = folder
         self._manifest = manifest
@@ -96,6 +103,9 @@ class _Comparison:
         self._passages = passages
         self._tolerance = tolerance
         self._threads = threads
+        self._device = device
+        # The processor's products alone round activations.
+        self._rounds = reference.rounds and device == "cpu"
         self._outputs = (EMBEDDED, *(LAYER_OUTPUT.format(layer=i) for i in range(reference.layers)), "logits")
         self._whole = self._whole_runs(rounds=False)
         self._expectations: dict[bool, tuple[list[Tensor], float, StageNoise]] = {}
@@ -105,7 +115,9 @@ class _Comparison:
     def verification(self) -> Verification:
         compared: list[Route] = []
         refusals: list[str] = []
+        fallbacks: dict[str, int] = {}
         for session in self._sessions():
+            fallbacks |= session.model.fallbacks
             try:
                 compared += self._compared(session)
             except _RUNTIME_ERRORS as error:
@@ -121,22 +133,22 @@ class _Comparison:
             tuple(compared),
             self._cache,
             tuple(self._tokens),
-            (*self._notes(), *refusals),
+            (*self._notes(), *([on_cpu_text(fallbacks)] if fallbacks else []), *refusals),
         )
 
     def _sessions(self) -> Iterator[_Session]:
         """The folder as it is, with float32 products where it rounds activations, and without the native kernel."""
-        rounds = self._reference.rounds
+        rounds = self._rounds
         yield _Session("int8 activations" if rounds else "as exported", self._open(), rounds, is_folder=True)
         if rounds:
             # What rounding hides is seen here: nothing but float32 arithmetic lies between this and torch.
             yield _Session("float32 products", self._open(1), False)
-        if library_path() is not None and self._reference.model.config.diff_spec.maps > 1:
+        if library_path() is not None and self._device == "cpu" and self._reference.model.config.diff_spec.maps > 1:
             yield _Session("function body", self._open(1 if rounds else None, native=False), False, runs_body=True)
 
     def _open(self, accuracy_level: int | None = None, native: bool = True) -> OnnxModel:
         seen = self._outputs[:-1]
-        return OnnxModel(self._folder, self._threads, seen, accuracy_level, native)
+        return OnnxModel(self._folder, self._threads, seen, accuracy_level, native, self._device)
 
     def _compared(self, session: _Session) -> Iterator[Route]:
         """Every route of a session, compared."""
@@ -170,7 +182,7 @@ class _Comparison:
             yield Route(session.name, name, *measures(errors, noise, firsts, MARGIN), *logits_errors(runs))
         if session.model.cache is not None:
             # The folder itself is opened once more without a thing changed, as `diffquant run` uses it.
-            model = OnnxModel(self._folder, self._threads) if session.is_folder else session.model
+            model = OnnxModel(self._folder, self._threads, device=self._device) if session.is_folder else session.model
             runs = [decoded_in_place(model, self._passages[0])]
             yield Route(session.name, IN_PLACE, (), (), *logits_errors(runs))
 
@@ -190,12 +202,12 @@ class _Comparison:
 
     def _notes(self) -> Iterator[str]:
         """Sentences about int8 activations."""
-        if not self._reference.knows_rounding:
+        if self._device == "cpu" and not self._reference.knows_rounding:
             yield (
                 "ONNX Runtime rounds activations on this processor by a rule unknown here: products with int8 "
                 "activations are held to no more than what such rounding costs"
             )
-        if self._reference.rounds and self._tokens[0].tokens.agreement < self._tokens[1].tokens.agreement:
+        if self._rounds and self._tokens[0].tokens.agreement < self._tokens[1].tokens.agreement:
             yield "where that difference matters, export with --accuracy-level 1, which is slower"
 
 

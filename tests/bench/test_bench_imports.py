@@ -51,8 +51,8 @@ def test_the_gpu_table_needs_torch_triton_and_numpy_alone():
     pytest.importorskip("triton")
     code = """
 from diffquant.bench.contest import contest, decode, diffllama, kernels, linears, peers, roofline, workloads
-from diffquant.bench.gpu import ratios, tune
-print(len(ratios.groups()), len(tune.shipped()) > 0, *contest.SECTIONS)
+from diffquant.bench.gpu import groups, ratios, tune
+print(len(groups.groups()), len(tune.shipped()) > 0, *contest.SECTIONS)
 """
     done = run_program(WITHOUT.format(packages=NOT_ON_GPU_MACHINES) + code)
     assert done.returncode == 0, done.stderr

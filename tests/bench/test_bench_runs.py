@@ -10,8 +10,6 @@ from typer.testing import CliRunner
 
 from diffquant.bench import memory, run, timing
 from diffquant.bench.cells import BenchCell
-from diffquant.bench.contest import contest
-from diffquant.bench.gpu import ratios as gpu
 from diffquant.bench.gpu import tune
 from diffquant.bench.programs import comparison, generate, hellaswag, peer_engines, programs
 from diffquant.bench.run import SECTIONS, BenchOptions
@@ -208,42 +206,6 @@ def test_a_peer_that_cannot_write_is_a_reason_and_its_folder_is_not_tried_again(
 
 def test_errors_lose_their_paths():
     assert generate.reason(OSError("no file /a/b/c.gguf. More")) == "OSError: no file c.gguf"
-
-
-def cells(**medians):
-    return [{"path": name, "median": value} for name, value in medians.items()]
-
-
-def test_an_aim_is_reached_only_if_every_run_reaches_it():
-    aim = gpu.Aim("fast", "slow", 2.0)
-    assert gpu.verdict(aim, [cells(fast=1.0, slow=2.5), cells(fast=1.0, slow=2.0)])["state"] == "reached"
-    assert gpu.verdict(aim, [cells(fast=1.0, slow=2.5), cells(fast=1.0, slow=1.9)])["state"] == "missed"
-    absent = gpu.verdict(aim, [[{"path": "fast", "missing": "no kernel"}, *cells(slow=1.0)]])
-    assert absent["state"] == "not measured"
-    assert absent["reasons"] == ["fast: no kernel"]
-    assert gpu.verdict(aim, [])["state"] == "not measured"
-
-
-def fails():
-    raise RuntimeError("illegal memory access")
-
-
-def test_a_group_that_fails_is_reported_and_ends():
-    found = gpu.run_group(gpu.Group("broken", (gpu.Aim("a", "b", 1.0),), fails, ()))
-    assert found["problem"] == "RuntimeError: illegal memory access"
-    assert found["aims"][0]["state"] == "not measured"
-    assert "FAILED" in gpu.group_text(found)
-
-
-def test_every_aim_of_the_gpu_table_names_peers_that_exist():
-    from diffquant.bench.contest import linears
-
-    known = {*contest.SECTIONS["attention"], *contest.SECTIONS["decode"], *linears.PATHS, "4-bit state", "16-bit state"}
-    for group in gpu.groups():
-        for aim in group.aims:
-            assert {aim.path, aim.other} <= known
-        if group.measure is gpu.attention_cells:
-            assert {name for aim in group.aims for name in (aim.path, aim.other)} <= set(group.arguments[-1])
 
 
 def test_every_kernel_with_configurations_is_tuned():

@@ -53,7 +53,7 @@ def test_scales_are_those_of_the_cache_that_the_exported_model_fills_itself(tmp_
     scales = cache_scales(load_graph(tmp_path / "out"))
     assert scales.keys() == {0, 1}
     for layer, (k_scale, v_scale) in scales.items():
-        key, value = cache[2 * layer], cache[2 * layer + 1]
+        key, value = (value.numpy() for value in cache[2 * layer : 2 * layer + 2])
         np.testing.assert_allclose(k_scale, bounds_of(key, spec).max((0, 2), keepdims=True) / 127, rtol=2e-4)
         np.testing.assert_allclose(v_scale, np.abs(value).max((0, 2), keepdims=True) / 127, rtol=2e-4)
     assert verify(tmp_path / "out", source).passed

@@ -196,11 +196,12 @@ def test_a_pure_model_is_standard_onnx_and_runs_in_the_reference_evaluator(check
     ids = random_ids(1, 9).numpy()
     (logits,), cache = runtime.run(ids, np.ones_like(ids), runtime.empty_cache(1))
     feeds = {"input_ids": ids, "attention_mask": np.ones_like(ids)}
-    feeds |= dict(zip(runtime.cache.inputs, runtime.empty_cache(1), strict=True))
+    empty = [value.numpy() for value in runtime.empty_cache(1)]
+    feeds |= dict(zip(runtime.cache.inputs, empty, strict=True))
     found = ReferenceEvaluator(model).run(["logits", *runtime.cache.outputs], feeds)
     np.testing.assert_allclose(found[0], logits, rtol=0, atol=1e-4)
     for mine, theirs in zip(found[1:], cache, strict=True):
-        np.testing.assert_allclose(mine, theirs, rtol=0, atol=1 if kv_bits == 8 else 1e-4)
+        np.testing.assert_allclose(mine, theirs.numpy(), rtol=0, atol=1 if kv_bits == 8 else 1e-4)
 
 
 @pytest.mark.parametrize("kv_bits", [16, 8, 4])

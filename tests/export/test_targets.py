@@ -49,11 +49,11 @@ class ArrayRuntime:
 
     batch_tokens = 512
 
-    def describe(self, folder):
+    def describe(self, folder, device):
         size = (folder / "model.npz").stat().st_size
         return ExportedModel(16, "16", {"bytes": size}, (), size, 0)
 
-    def open(self, folder):
+    def open(self, folder, device):
         model = adapter_for(json.loads((folder / "config.json").read_text())).architecture.new_model()
         with np.load(folder / "model.npz") as arrays:
             state = {name: torch.from_numpy(arrays[name]) for name in arrays.files}

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from diffquant.errors import UsageError
-from diffquant.kernels import configs
-from diffquant.kernels.arguments import device_refusal, empty_output, widths_refusal
-from diffquant.kernels.configs import AttentionTile, choose, device_class, trying
+from diffquant.kernels import configs, gpu
+from diffquant.kernels.arguments import empty_output, widths_refusal
+from diffquant.kernels.configs import AttentionTile, choose, trying
+from diffquant.kernels.gpu import device_class
 
 Q, V = torch.zeros(2, 6, 5, 64, dtype=torch.float16), torch.zeros(2, 3, 7, 128, dtype=torch.float16)
 
@@ -18,7 +19,6 @@ def test_what_no_kernel_takes_is_refused_with_a_reason():
     assert widths_refusal(Q.float(), V) == "q, k and v are float32; the kernel takes float16 and bfloat16"
     assert widths_refusal(Q[..., :32], V) == "q and k are 32 wide; the kernel takes head widths 64 and 128"
     assert widths_refusal(Q, V[..., :96]) == "v is 96 wide; with keys 64 wide the kernel takes 64 and 128"
-    assert device_refusal(torch.device("cpu")) == "Triton kernels run on CUDA devices, not on cpu"
 
 
 def test_heads_of_an_output_flatten_without_a_copy():
@@ -34,7 +34,7 @@ TABLE = {"prefill/sm_90/64": AttentionTile(128, 64, 8, 2)}
     ("version", "name"), [((8, 0), "sm_80"), ((8, 9), "sm_80"), ((9, 0), "sm_90"), ((12, 0), "sm_80")]
 )
 def test_only_hopper_takes_hopper_configurations(version, name, monkeypatch):
-    monkeypatch.setattr(configs, "capability", lambda _: version)
+    monkeypatch.setattr(gpu, "capability", lambda _: version)
     assert device_class(torch.device("cuda")) == name
 
 

@@ -126,6 +126,17 @@ def test_after_the_newest_tokens_were_forgotten():
     assert relative_error(out, expected(q, *read_back(store, k), lam, scale=0.125)) <= LIMIT
 
 
+@pytest.mark.parametrize("recipe", [Recipe.of(), Recipe.of(kv=8, residual=20), K4V4], ids=["16", "8", "4"])
+def test_what_was_forgotten_may_have_been_nan(recipe):
+    q, k, v, lam = random_call("v1", 1, 80)
+    for x in (*k, v):
+        x[:, :, 70:] = torch.nan
+    store = stored(recipe, k, v)
+    store.crop(12)
+    out = decode(q, store, lam, scale=0.125)
+    assert relative_error(out, expected(q, *read_back(store, k), lam, scale=0.125)) <= LIMIT
+
+
 def test_what_does_not_fit_is_named():
     q, k, v, lam = random_call("v1", 17, 20)
     store = stored(K4V4, k, v)

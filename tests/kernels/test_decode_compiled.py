@@ -47,6 +47,7 @@ def test_shipped_configurations_fit_and_unpack_cheaply():
         assert share.shared <= SHARED_LIMIT[capability], name
         assert not share.spills_in_a_main_loop(), name
         assert combine.stack == 0, name
+        assert not share.overwritten, name
         packed = max(share.main_loops, key=lambda loop: sum(loop.values()))
         assert packed["HMMA"], name
         # No code is converted by itself.

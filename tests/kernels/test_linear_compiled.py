@@ -51,6 +51,7 @@ def test_nothing_spills_and_everything_fits(binaries):
     for name, each in binaries.items():
         for binary in each:
             assert binary.stack == 0, name
+            assert not binary.overwritten, name
             assert binary.shared <= SHARED_LIMIT[binary.capability], name
 
 

@@ -49,6 +49,7 @@ def test_a_shipped_configuration_fits_and_does_not_spill(name, binaries):
     for binary in binaries[name]:
         assert binary.shared <= SHARED_LIMIT[binary.capability]
         assert not binary.spills_in_a_main_loop()
+        assert not binary.overwritten
 
 
 @pytest.mark.parametrize(("case", "name"), zip(INT8, named(INT8), strict=True), ids=named(INT8))

@@ -7,7 +7,7 @@ from diffquant.errors import UsageError
 from diffquant.family.call import AttentionCall
 from diffquant.family.mask import Mask
 from diffquant.family.norm import PairNorm
-from diffquant.kernels import configs
+from diffquant.kernels import configs, gpu
 from diffquant.kernels.arguments import empty_output
 from diffquant.kernels.attention import prefill as module
 from diffquant.kernels.attention.prefill import prefill_refusal
@@ -31,7 +31,7 @@ SEEN = {
 @pytest.fixture(params=["sm_80", "sm_90"], autouse=True)
 def device_class(request, monkeypatch):
     """Both code paths, and outputs that hold NaN until a kernel stores them."""
-    monkeypatch.setattr(configs, "capability", lambda _: (int(request.param[3]), 0))
+    monkeypatch.setattr(gpu, "capability", lambda _: (int(request.param[3]), 0))
     monkeypatch.setattr(module, "empty_output", lambda q, width: empty_output(q, width).fill_(torch.nan))
     return request.param
 
@@ -65,6 +65,15 @@ def test_the_pair_norm_is_part_of_the_kernel(generation, weighted):
     post = PairNorm(1e-5, torch.linspace(0.5, 2, width).half() if weighted else None, 0.64)
     out = prefill(*inputs, scale=0.125, mask=mask, post=post)
     assert relative_error(out, expected(*inputs, scale=0.125, mask=mask, post=post)) <= LIMIT
+
+
+@pytest.mark.parametrize("own", [0, 1], ids=["signal", "noise"])
+def test_nan_in_either_map_shows(own):
+    q, k, v, lam = random_call("v1", 40, 40)
+    k[own][:, :, 7] = torch.nan
+    out = prefill(q, k, v, lam, scale=0.125)
+    assert out[:, :, :7].isfinite().all()
+    assert out[:, :, 7:].isnan().all()
 
 
 @pytest.mark.parametrize("generation", ["v1", "v2"])

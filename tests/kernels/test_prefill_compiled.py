@@ -26,6 +26,11 @@ def faults(binary):
         yield f"{binary.shared} bytes of shared memory"
     if binary.spills_in_a_main_loop():
         yield "a main loop spills"
+    if binary.overwritten:
+        yield f"operands are overwritten: {binary.overwritten}"
+    # In fp16 the noise map keeps what the difference needs, whatever the output's type.
+    if binary.pointers.get("Parked", "*fp16") != "*fp16":
+        yield f"a map waits in {binary.pointers['Parked']}"
     if binary.waits_for_each_product():
         yield "a main loop waits for each product"
     inner, edge = sorted(binary.main_loops, key=lambda loop: sum(loop.values()))

@@ -10,7 +10,7 @@ from diffquant.errors import UsageError
 from diffquant.family.call import AttentionCall
 from diffquant.family.mask import Mask
 from diffquant.family.norm import PairNorm
-from diffquant.kernels import configs
+from diffquant.kernels import configs, gpu
 from diffquant.kernels.arguments import empty_output
 from diffquant.kernels.attention import prefill_int8 as module
 from diffquant.kernels.attention.prefill_int8 import TILES, prefill_int8_refusal
@@ -47,13 +47,13 @@ def _rounded_as_a_gpu_does(monkeypatch):
 @pytest.fixture(autouse=True)
 def _on_hopper(monkeypatch):
     """With outputs that hold NaN until a kernel stores them."""
-    monkeypatch.setattr(configs, "capability", lambda _: (9, 0))
+    monkeypatch.setattr(gpu, "capability", lambda _: (9, 0))
     monkeypatch.setattr(module, "empty_output", lambda q, width: empty_output(q, width).fill_(torch.nan))
 
 
 @pytest.fixture(params=["sm_89", "sm_90"])
 def _either_path(request, monkeypatch, _on_hopper):
-    monkeypatch.setattr(configs, "capability", lambda _: divmod(int(request.param[3:]), 10))
+    monkeypatch.setattr(gpu, "capability", lambda _: divmod(int(request.param[3:]), 10))
 
 
 @pytest.mark.usefixtures("_either_path")
@@ -185,7 +185,7 @@ def test_what_a_device_or_the_kernel_cannot_do_is_said(monkeypatch):
     inputs = random_call("v1", 5, 5)
     with pytest.raises(UsageError, match="P·V in 'int4' is unknown; known are fp16, fp8"):
         prefill_int8(*inputs, scale=0.125, pv="int4")
-    monkeypatch.setattr(configs, "capability", lambda _: (8, 0))
+    monkeypatch.setattr(gpu, "capability", lambda _: (8, 0))
     with pytest.raises(UsageError, match="fp8 needs compute capability 8"):
         prefill_int8(*inputs, scale=0.125, pv="fp8")
     with torch.enable_grad(), pytest.raises(UsageError, match="no backward pass"):

@@ -122,3 +122,14 @@ def test_generation_takes_it_where_the_kernels_run(recipe, monkeypatch):
     )
     assert isinstance(made.past_key_values, FusedCache)
     assert torch.equal(made.sequences, wanted)
+
+
+def test_on_cuda_it_is_said_once_why_decoding_is_slow(monkeypatch, caplog):
+    model = small_model("v1").model
+    assert not model.has_fused_cache
+    assert caplog.text == ""
+    monkeypatch.setattr(type(model), "device", torch.device("cuda"))
+    for _ in range(2):
+        assert not model.has_fused_cache
+    assert caplog.text.count("the decode kernel is not used") == 1
+    assert "float16 and bfloat16, not torch.float32" in caplog.text

@@ -1,7 +1,8 @@
 """Kernels compiled for a GPU that is not there, through their own launch code, and what the binaries use.
 
 A test module that defines `launches()`, an iterator of (name, capability, call), asks for `compiled(__file__)`:
-in a process of its own, where kernels are not interpreted, each call runs on CPU tensors up to the launch.
+in a process of its own, where kernels are not interpreted, each call runs on CPU tensors and launches into a driver
+that runs nothing (`tests.support.absent_device`). Triton's cache keeps what was compiled.
 """
 
 import importlib
@@ -11,13 +12,16 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections import Counter
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-SHARED_LIMIT = {80: 166_912, 90: 232_448}
+from tests.support.absent_device import install
+from tests.support.sass import counted, innermost_loops, instructions, overwritten_operands
+
+# Bytes of shared memory that every device has which takes a table's configurations: sm_80's serves the smaller Ampere,
+# Ada and consumer Blackwell too.
+SHARED_LIMIT = {80: 101_376, 90: 232_448}
 
 
 @dataclass(frozen=True)
@@ -26,12 +30,14 @@ class Binary:
 
     Attributes:
         kernel: name of its function.
-        capability: compute capability, 80 or 90.
+        capability: compute capability, times ten.
         registers: number of registers of a thread.
         stack: bytes of stack of a thread, which is where registers spill to.
         shared: bytes of shared memory of a block.
         opcodes: number of times each machine instruction occurs, by the name before its first dot.
         main_loops: opcodes of each innermost loop that uses the tensor cores.
+        overwritten: instructions of these loops that write what a product under way may still read.
+        pointers: types of the tensors it takes, by argument.
     """
 
     kernel: str
@@ -41,6 +47,8 @@ class Binary:
     shared: int
     opcodes: dict[str, int]
     main_loops: list[dict[str, int]]
+    overwritten: list[str]
+    pointers: dict[str, str]
 
     def spills_in_a_main_loop(self) -> bool:
         """Whether a loop over tensor cores reads or writes the stack."""
@@ -56,11 +64,17 @@ class Binary:
         )
 
 
-def compiled(module_file: str) -> dict[str, list[Binary]]:
-    """Kernels that each of a test module's `launches()` launched, by launch name."""
+def compiled(module_file: str, triton: Path | None = None) -> dict[str, list[Binary]]:
+    """Kernels that each of a test module's `launches()` launched, by launch name.
+
+    Args:
+        module_file: file of the test module.
+        triton: folder of another Triton than the one that is installed.
+    """
     root = Path(__file__).parents[2]
     module = ".".join(Path(module_file).relative_to(root).with_suffix("").parts)
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)}
+    paths = os.pathsep.join(map(str, (root,) if triton is None else (triton, root)))
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
     done = subprocess.run(
         [sys.executable, "-m", __name__, module], env=environment, capture_output=True, text=True, check=False
     )
@@ -72,46 +86,29 @@ def compiled(module_file: str) -> dict[str, list[Binary]]:
 
 def main(module: str) -> None:
     import torch
-    from triton.backends.compiler import GPUTarget
-    from triton.runtime import driver, jit
+    from triton.runtime import jit
 
-    from diffquant.kernels import configs
-
-    absent = _AbsentDevice(lambda capability: GPUTarget("cuda", capability, 32))
-    driver.set_active(absent)
-    configs.capability = lambda device: divmod(absent.capability, 10)
+    device = install()
     launched: list[Any] = []
     run = jit.JITFunction.run
-    jit.JITFunction.run = lambda self, *args, grid, warmup, **options: launched.append(
-        run(self, *args, grid=grid, warmup=True, **options)
-    )
+
+    def recorded(self: Any, *args: Any, **options: Any) -> Any:
+        launched.append(run(self, *args, **options))
+        return launched[-1]
+
+    jit.JITFunction.run = recorded
     binaries = {}
     with torch.no_grad():
-        for name, absent.capability, call in importlib.import_module(module).launches():
+        for name, device.capability, call in importlib.import_module(module).launches():
             launched.clear()
+            before = device.launches
             call()
-            binaries[name] = [asdict(_binary(kernel, absent.capability)) for kernel in launched]
+            if device.launches - before != len(launched):
+                raise RuntimeError(
+                    f"{name}: {len(launched)} launches, of which the driver saw {device.launches - before}"
+                )
+            binaries[name] = [asdict(_binary(kernel, device.capability)) for kernel in launched]
     print(json.dumps(binaries))
-
-
-class _AbsentDevice:
-    """Stands in for the driver that Triton asks before it launches.
-
-    The capability is the device's number, so that caches are apart.
-    """
-
-    def __init__(self, target_of: Callable[[int], Any]) -> None:
-        self.target_of = target_of
-        self.capability = 80
-
-    def get_current_device(self) -> int:
-        return self.capability
-
-    def get_current_stream(self, _: int) -> int:
-        return 0
-
-    def get_current_target(self) -> Any:
-        return self.target_of(self.capability)
 
 
 def _binary(kernel: Any, capability: int) -> Binary:
@@ -126,37 +123,19 @@ def _binary(kernel: Any, capability: int) -> Binary:
             for flag in ("-res-usage", "-sass")
         )
     registers, stack = map(int, re.findall(r"REG:(\d+) STACK:(\d+)", usage)[0])
-    code = _instructions(sass)
+    code = instructions(sass)
+    loops = [loop for loop in innermost_loops(code) if any("MMA" in each.text for each in loop)]
     return Binary(
         kernel.metadata.name,
         capability,
         registers,
         stack,
         kernel.metadata.shared,
-        _counted(code),
-        [_counted(loop) for loop in _innermost_loops(code) if any("MMA" in text for _, text in loop)],
+        counted(code),
+        [counted(loop) for loop in loops],
+        [fault for loop in loops for fault in overwritten_operands(loop)],
+        {name: kind for name, kind in kernel.src.signature.items() if isinstance(kind, str) and kind.startswith("*")},
     )
-
-
-def _instructions(sass: str) -> list[tuple[int, str]]:
-    """Address, and text without predicate, of each instruction."""
-    lines = re.findall(r"^\s*/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?(.*?);", sass, re.MULTILINE)
-    return [(int(address, 16), text) for address, text in lines]
-
-
-def _innermost_loops(code: list[tuple[int, str]]) -> list[list[tuple[int, str]]]:
-    index = {address: i for i, (address, _) in enumerate(code)}
-    spans = []
-    for i, (address, text) in enumerate(code):
-        jump = re.match(r"BRA\b.*?(0x[0-9a-f]+)", text)
-        if jump and (target := int(jump[1], 16)) < address:
-            spans.append((index[target], i))
-    inner = [s for s in spans if not any(o != s and s[0] <= o[0] and o[1] <= s[1] for o in spans)]
-    return [code[first : last + 1] for first, last in inner]
-
-
-def _counted(code: list[tuple[int, str]]) -> dict[str, int]:
-    return dict(Counter(re.split(r"[.\s]", text, maxsplit=1)[0] for _, text in code))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from diffquant.attention.registry import Backend, register
 from diffquant.family.call import AttentionCall
-from diffquant.kernels.arguments import device_refusal
+from diffquant.kernels.gpu import device_refusal
 
 # Below this many queries a fused prefill leaves most of its tile empty.
 _FEW_QUERIES = 16

@@ -9,14 +9,13 @@ neighbours in one tile and are subtracted at the end.
 import triton
 import triton.language as tl
 
-from diffquant.kernels.attention.online import load_rows, pair_norm, valid_range
+from diffquant.kernels.attention.online import load_rows, pair_norm, to_float16, valid_range
 from diffquant.kernels.attention.quantize_qkv import swizzled
 from diffquant.kernels.attention.tiles import key_blocks, seen_by
 
 _HIDDEN = tl.constexpr(-1.0e30)
 # log2 of e4m3's largest number: probabilities are stored times 448 and use all of its range.
 _E4M3_TOP = tl.constexpr(8.807354922057604)
-_FP16_MAX = tl.constexpr(65504.0)
 
 
 # Lengths change from call to call: a kernel for each that is or is not a multiple of 16 would gain nothing.
@@ -30,8 +29,9 @@ def attend_int8(
 ):  # fmt: skip
     """Attention of one tile of BM rows of one pair: BM / PACK queries."""
     # Under causal order the last tiles see most: they start first.
-    tile = tl.num_programs(0) - 1 - tl.program_id(0)
-    pair = tl.program_id(1)
+    tiles = rows // BM
+    tile = tiles - 1 - tl.program_id(0) % tiles
+    pair = tl.program_id(0) // tiles
     sequence, head = (pair // heads).to(tl.int64), pair % heads
     kv = pair // heads * (heads // group) + head // group
     start, valid = valid_range(starts, ends, sequence, S)
@@ -95,7 +95,7 @@ def attend_int8(
             y *= part[:, None]
         if own + 1 < MAPS:
             # In fp16 whatever the output's type; in units of e4m3 codes nothing overflows.
-            tl.store(parked + at, tl.minimum(tl.maximum(y, -_FP16_MAX), _FP16_MAX).to(tl.float16), mask=stored)
+            tl.store(parked + at, to_float16(y), mask=stored)
             # A thread may read back what another one parked.
             tl.debug_barrier()
         else:

@@ -7,12 +7,11 @@ In both kernels' code `step` is the scale of a query's logits.
 import triton
 import triton.language as tl
 
-from diffquant.kernels.attention.online import load_rows, pair_norm, valid_range
+from diffquant.kernels.attention.online import load_rows, pair_norm, to_float16, valid_range
 from diffquant.kernels.attention.tiles import key_blocks, seen_by
 
 # Adding and subtracting 1.5·2^23 rounds a float32 to an integer, half to even.
 _ROUND = tl.constexpr(12582912.0)
-_FP16_MAX = tl.constexpr(65504.0)
 
 
 @triton.jit
@@ -30,8 +29,10 @@ def extremes(
     BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Largest and smallest visible logit of each query of a tile; 0 and 0 where it sees none."""
-    tile = tl.num_programs(0) - 1 - tl.program_id(0)
-    pair, own = tl.program_id(1) // MAPS, tl.program_id(1) % MAPS
+    tiles = tl.cdiv(T, BM)
+    tile = tiles - 1 - tl.program_id(0) % tiles
+    map_of_pair = tl.program_id(0) // tiles
+    pair, own = map_of_pair // MAPS, map_of_pair % MAPS
     sequence, head = (pair // heads).to(tl.int64), (pair % heads).to(tl.int64)
     start, valid = valid_range(starts, ends, sequence, S)
     query = tile * BM + tl.arange(0, BM)
@@ -55,7 +56,7 @@ def extremes(
     high, low = _extremes_among(
         high, low, q, k, k_strides[2], outer, stop, first, last, valid, scale, True, DESCRIBED, D, BN
     )
-    row = tl.program_id(1).to(tl.int64) * T + query
+    row = map_of_pair.to(tl.int64) * T + query
     tl.store(top + row, tl.where(first < last, high, 0.0), mask=query < T)
     tl.store(bottom + row, tl.where(first < last, low, 0.0), mask=query < T)
 
@@ -89,8 +90,9 @@ def attend_rounded(
 ):  # fmt: skip
     """Attention of one tile of BM queries of one pair, a map after the other."""
     DH: tl.constexpr = DV // HALVES
-    tile = tl.num_programs(0) - 1 - tl.program_id(0)
-    pair = tl.program_id(1)
+    tiles = tl.cdiv(T, BM)
+    tile = tiles - 1 - tl.program_id(0) % tiles
+    pair = tl.program_id(0) // tiles
     sequence, head = (pair // heads).to(tl.int64), (pair % heads).to(tl.int64)
     start, valid = valid_range(starts, ends, sequence, S)
     query, value = tile * BM + tl.arange(0, BM), tl.arange(0, DV)
@@ -138,7 +140,7 @@ def attend_rounded(
         y *= tl.where(last > 0, 1 / tl.where(total == 0, 1.0, total), 0.0)[:, None]
         if own + 1 < MAPS:
             # In fp16 whatever the output's type: bfloat16 would lose what the difference keeps.
-            tl.store(parked + at, tl.minimum(tl.maximum(y, -_FP16_MAX), _FP16_MAX).to(tl.float16), mask=stored)
+            tl.store(parked + at, to_float16(y), mask=stored)
             # A thread may read back what another one parked.
             tl.debug_barrier()
         else:

@@ -10,6 +10,7 @@ import triton.language as tl
 
 # A finite floor for row maxima: -inf less -inf would be NaN where a row sees nothing yet.
 LOWEST = tl.constexpr(-1.0e30)
+_FP16_MAX = tl.constexpr(65504.0)
 
 
 @triton.jit
@@ -151,6 +152,12 @@ def attend_tile(
     out = tl.join(left, right).permute(0, 2, 1).reshape(rows, PART * PARTS) if PARTS == 2 else left
     # What padding holds may be NaN, so a factor of 0 would not do.
     return tl.where(blind[:, None], 0.0, out * (1.0 / tl.where(blind, 1.0, total))[:, None])
+
+
+@triton.jit
+def to_float16(x):
+    """Value x in float16, with what lies beyond its range at the range's end; NaN stays NaN."""
+    return tl.clamp(x, -_FP16_MAX, _FP16_MAX, propagate_nan=tl.PropagateNan.ALL).to(tl.float16)
 
 
 @triton.jit

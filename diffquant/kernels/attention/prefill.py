@@ -11,11 +11,12 @@ from torch import Tensor
 from diffquant.errors import UsageError
 from diffquant.family.call import AttentionCall
 from diffquant.family.norm import PairNorm
-from diffquant.kernels.arguments import call_refusal, device_refusal, empty_output, widths_refusal
+from diffquant.kernels.arguments import call_refusal, empty_output, widths_refusal
 from diffquant.kernels.attention.prefill_v1 import prefill_v1
 from diffquant.kernels.attention.prefill_v2 import prefill_v2
-from diffquant.kernels.configs import PREFILL, choose, device_class
+from diffquant.kernels.configs import PREFILL, choose
 from diffquant.kernels.descriptors import allow_descriptors, describable
+from diffquant.kernels.gpu import device_class, device_refusal
 from diffquant.kernels.strides import same_strides
 
 # Wider products spread their warps over columns on Ampere: see `attend_tile`. Hopper's do not.
@@ -92,16 +93,18 @@ def _op(
     if described:
         allow_descriptors()
     part = value_width if described else min(value_width, _AMPERE_COLUMNS)
+    # V1's noise map waits in the output's own memory.
+    parked = () if k2 is None else (out.view(torch.float16),)
     per_tile = tile.queries if k2 is not None else tile.queries // 2
     # No model of the family has a window or sees later keys: the kernel's branches for both are compiled away.
     with torch.cuda.device_of(v):
         kernel[(-(-queries // per_tile) * pairs * batch,)](
-            q1, q2, *keys_of_maps, v, lam, out, starts, ends, weight,
+            q1, q2, *keys_of_maps, v, lam, out, *parked, starts, ends, weight,
             q1.stride()[:3], keys_of_maps[0].stride()[:3], v.stride()[:3], lam.stride()[:3], out.stride()[:3],
             pairs, pairs // kv_pairs, queries, keys, 0, scale * log2(e), eps, factor,
             CAUSAL=True, WINDOW=False, NORM=normed, DESCRIBED=described,
             ROWS=tile.queries, STEP=tile.keys, WIDTH=width, PART=part, PARTS=value_width // part,
-            num_warps=tile.warps, num_stages=tile.stages,
+            num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=True,
         )  # fmt: skip
     return out
 

@@ -8,12 +8,12 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from diffquant.errors import UsageError
 from diffquant.family.call import AttentionCall
 from diffquant.family.norm import PairNorm
-from diffquant.kernels import configs
-from diffquant.kernels.arguments import call_refusal, device_refusal, empty_output, widths_refusal
+from diffquant.kernels.arguments import call_refusal, empty_output, widths_refusal
 from diffquant.kernels.attention.attend_int8 import attend_int8
 from diffquant.kernels.attention.quantize_qkv import QuantizedKV, quantize_qkv
-from diffquant.kernels.configs import AttentionTile, choose, device_class
+from diffquant.kernels.configs import AttentionTile, choose
 from diffquant.kernels.descriptors import allow_descriptors, describable
+from diffquant.kernels.gpu import device_class, device_refusal, fp8_refusal
 from diffquant.kernels.strides import same_strides
 
 # 128 keys a step halve the rescaling of 64, and softmax is what 8-bit attention spends most on.
@@ -59,8 +59,8 @@ def prefill_int8_refusal(call: AttentionCall, pv: str = "fp16") -> str | None:
 def _unsupported(call: AttentionCall, pv: str) -> str | None:
     if pv not in PV_TYPES:
         return f"P·V in {pv!r} is unknown; known are {', '.join(PV_TYPES)}"
-    if pv == "fp8" and configs.capability(call.v.device) < (8, 9):
-        return "P·V in fp8 needs compute capability 8.9 (Ada, Hopper) or newer; use pv='fp16'"
+    if pv == "fp8" and (reason := fp8_refusal(call.v.device)):
+        return reason
     return call_refusal(call) or widths_refusal(call.q[0], call.v)
 
 
@@ -105,7 +105,7 @@ def _op(
         if described and codes.v is None:
             allow_descriptors()
         # No model of the family has a window or sees later keys: the kernel's branches for both are compiled away.
-        attend_int8[(triton.cdiv(length * packed, tile.queries), batch * heads)](
+        attend_int8[(codes.q.shape[3] // tile.queries * batch * heads,)](
             *operands, codes.q_scale, codes.k_scale, codes.v_scale, lam, starts, ends, weight,
             out, out.view(torch.float16), v.stride()[:3], None if lam is None else lam.stride()[:3], out.stride()[:3],
             heads, heads // kv_heads, length, keys, codes.q.shape[3], codes.k.shape[3], None, eps, factor,

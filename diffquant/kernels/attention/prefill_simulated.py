@@ -14,10 +14,11 @@ from torch import Tensor
 from diffquant.errors import UsageError
 from diffquant.family.call import AttentionCall
 from diffquant.family.norm import PairNorm
-from diffquant.kernels.arguments import call_refusal, device_refusal, empty_output, widths_refusal
+from diffquant.kernels.arguments import call_refusal, empty_output, widths_refusal
 from diffquant.kernels.attention.attend_rounded import attend_rounded, extremes
-from diffquant.kernels.configs import AttentionTile, choose, device_class
+from diffquant.kernels.configs import AttentionTile, choose
 from diffquant.kernels.descriptors import allow_descriptors, describable
+from diffquant.kernels.gpu import device_class, device_refusal
 from diffquant.kernels.strides import same_strides
 from diffquant.numerics.logit_scales import logit_scale
 from diffquant.scheme import Scheme
@@ -130,7 +131,7 @@ def _op(
     with torch.cuda.device_of(v):
         if described:
             allow_descriptors()
-        extremes[(tiles, batch * heads * maps)](
+        extremes[(tiles * batch * heads * maps,)](
             q[0], q[-1], k[0], k[-1], starts, ends, top, bottom,
             q[0].stride()[:3], k[0].stride()[:3], *lengths, scale,
             MAPS=maps, CAUSAL=True, DESCRIBED=described, D=width, BM=tile.queries, BN=tile.keys, **options,
@@ -139,7 +140,7 @@ def _op(
         scales = logit_scale(largest, scheme).expand(batch, heads, maps, length).contiguous()
         if described:
             allow_descriptors()
-        attend_rounded[(tiles, batch * heads)](
+        attend_rounded[(tiles * batch * heads,)](
             q[0], q[-1], k[0], k[-1], v, lam, starts, ends, weight, top, scales, out,
             out.view(torch.float16), clipped,
             q[0].stride()[:3], k[0].stride()[:3], v.stride()[:3],

@@ -1,6 +1,6 @@
 """Differential attention of many queries where each map has keys of its own (V1).
 
-One map runs to its end and is parked in the output, then the other follows and the two combine: two
+One map runs to its end and is parked in the output's memory, then the other follows and the two combine: two
 accumulators of a tile would not fit in registers at d = 128, and V is twice as wide as K.
 """
 
@@ -8,13 +8,13 @@ accumulators of a tile would not fit in registers at d = 128, and V is twice as 
 import triton
 import triton.language as tl
 
-from diffquant.kernels.attention.online import at, attend_tile, load_rows, pair_norm, valid_range
+from diffquant.kernels.attention.online import at, attend_tile, load_rows, pair_norm, to_float16, valid_range
 
 
 # Lengths change from call to call: a kernel for each that is or is not a multiple of 16 would gain nothing.
 @triton.jit(do_not_specialize=["queries", "keys", "window", "lam_strides"])
 def prefill_v1(
-    Q1, Q2, K1, K2, V, Lam, Out, Starts, Ends, Weight,
+    Q1, Q2, K1, K2, V, Lam, Out, Parked, Starts, Ends, Weight,
     q_strides, k_strides, v_strides, lam_strides, out_strides,
     pairs, group, queries, keys, window, scale, eps, factor,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, NORM: tl.constexpr, DESCRIBED: tl.constexpr,
@@ -38,7 +38,7 @@ def prefill_v1(
 
     kv_pair = pair // group
     lam = tl.load(Lam + at(lam_strides, sequence, pair, row), mask=row < queries, other=0.0)
-    places = Out + at(out_strides, sequence, pair, top)
+    places = at(out_strides, sequence, pair, top)
     places += tl.arange(0, ROWS)[:, None] * out_strides[2] + tl.arange(0, VALUE_WIDTH)[None, :]
     inside = (row < queries)[:, None]
 
@@ -58,9 +58,10 @@ def prefill_v1(
         if is_signal:
             # A thread may read back what another one parked.
             tl.debug_barrier()
-            out -= tl.load(places, mask=inside, other=0.0)
+            out -= tl.load(Parked + places, mask=inside, other=0.0).to(tl.float32)
             if NORM:
                 out = pair_norm(out, Weight, eps, factor, VALUE_WIDTH)
+            tl.store(Out + places, out.to(Out.dtype.element_ty), mask=inside)
         else:
-            out *= lam[:, None]
-        tl.store(places, out.to(Out.dtype.element_ty), mask=inside)
+            # In fp16 whatever the output's type: bfloat16 would lose what the difference keeps.
+            tl.store(Parked + places, to_float16(out * lam[:, None]), mask=inside)

@@ -96,7 +96,7 @@ def quantize_qkv(
     k_sum = new(batch, kv_heads, own_keys, chunks, width)
     v_max = new(batch, kv_heads, chunks, value_width) if values else None
 
-    _statistics[(chunks, batch * kv_heads)](
+    _statistics[(chunks * batch * kv_heads,)](
         k[0], k[-1], v, k_sum, v_max, starts, ends,
         k[0].stride()[:3], v.stride()[:3], kv_heads, keys, chunk,
         N=own_keys, D=width, DV=value_width, ROWS=_ROWS,
@@ -136,7 +136,8 @@ def _statistics(
     N: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Statistics of one chunk of keys: the sum of each channel of K, the largest magnitude of each channel of V."""
-    part, head = tl.program_id(0), tl.program_id(1)
+    chunks = tl.cdiv(S, chunk)
+    part, head = tl.program_id(0) % chunks, tl.program_id(0) // chunks
     sequence, kv_head = (head // kv_heads).to(tl.int64), (head % kv_heads).to(tl.int64)
     start, valid = valid_range(starts, ends, sequence, S)
     lo, hi = part * chunk, tl.minimum((part + 1) * chunk, valid)
@@ -149,7 +150,7 @@ def _statistics(
             key = n + tl.arange(0, ROWS)
             x = k + key.to(tl.int64)[:, None] * k_strides[2] + channel[None, :]
             total += tl.sum(tl.load(x, mask=key[:, None] < hi, other=0.0).to(tl.float32), 0)
-        tl.store(k_sum + ((head * N + own) * tl.num_programs(0) + part) * D + channel, total)
+        tl.store(k_sum + ((head * N + own) * chunks + part) * D + channel, total)
     if v_max is not None:
         v += sequence * v_strides[0] + kv_head * v_strides[1] + tl.cast(start, tl.int64) * v_strides[2]
         largest = tl.zeros([DV], tl.float32)
@@ -158,7 +159,7 @@ def _statistics(
             x = v + key.to(tl.int64)[:, None] * v_strides[2] + value[None, :]
             x = tl.load(x, mask=key[:, None] < hi, other=0.0).to(tl.float32)
             largest = tl.maximum(largest, tl.max(tl.abs(x), 0))
-        tl.store(v_max + (head * tl.num_programs(0) + part) * DV + value, largest)
+        tl.store(v_max + (head * chunks + part) * DV + value, largest)
 
 
 @triton.jit(do_not_specialize=["T", "S", "chunks", "query_programs", "key_programs"])

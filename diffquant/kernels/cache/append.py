@@ -74,11 +74,12 @@ def _op(
     )
     with torch.cuda.device_of(k):
         for packs, keeps in phases:
-            append_tokens[(steps, batch * (k_heads + v_heads))](
-                k, k.stride(), *keys, v, v.stride(), *values, progress, tokens, keys[0].shape[2], k_heads, v_heads,
+            append_tokens[(steps * batch * (k_heads + v_heads),)](
+                k, k.stride(), *keys, v, v.stride(), *values,
+                progress, tokens, keys[0].shape[2], steps, k_heads, v_heads,
                 WIDTH=width, VALUE_WIDTH=value_width, K_BITS=k_bits, K_BLOCK=k_block, K_RING=k_ring, V_BITS=v_bits,
                 V_RING=v_ring, RESIDUAL=residual, K_LIMIT=_largest_scale(k_bits, k.dtype),
-                V_LIMIT=_largest_scale(v_bits, k.dtype), PACKS=packs, KEEPS=keeps, num_warps=4,
+                V_LIMIT=_largest_scale(v_bits, k.dtype), PACKS=packs, KEEPS=keeps, num_warps=4, enable_fp_fusion=True,
             )  # fmt: skip
 
 

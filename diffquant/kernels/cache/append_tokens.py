@@ -15,10 +15,10 @@ _TOKENS_A_STEP = tl.constexpr(TOKENS_A_STEP)
 
 
 # Lengths change from call to call: a kernel for each that is or is not a multiple of 16 would gain nothing.
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit(do_not_specialize=["tokens", "steps"])
 def append_tokens(
     K, k_stride, KCodes, KTop, KScales, KRecent, V, v_stride, VCodes, VTop, VScales, VRecent,
-    Progress, tokens, capacity, k_heads, v_heads,
+    Progress, tokens, capacity, steps, k_heads, v_heads,
     WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, K_BITS: tl.constexpr, K_BLOCK: tl.constexpr, K_RING: tl.constexpr,
     V_BITS: tl.constexpr, V_RING: tl.constexpr, RESIDUAL: tl.constexpr, K_LIMIT: tl.constexpr, V_LIMIT: tl.constexpr,
     PACKS: tl.constexpr, KEEPS: tl.constexpr,
@@ -27,35 +27,37 @@ def append_tokens(
     length = tl.load(Progress)
     k_floor = tl.load(Progress + 1)
     v_floor = tl.load(Progress + 2)
-    sequence = (tl.program_id(1) // (k_heads + v_heads)).to(tl.int64)
-    head = tl.program_id(1) % (k_heads + v_heads)
+    index = tl.program_id(0) % steps
+    row = tl.program_id(0) // steps
+    sequence = (row // (k_heads + v_heads)).to(tl.int64)
+    head = row % (k_heads + v_heads)
     # A replayed graph may go on beyond the capacity; what does not fit is dropped.
     total = tl.minimum(length + tokens, capacity)
     if head < k_heads:
         _store_step(
             K + sequence * k_stride[0] + head * k_stride[1], k_stride[2], k_stride[3],
-            KCodes, KTop, KScales, KRecent, sequence * k_heads + head, length, total, tokens, k_floor, capacity,
+            KCodes, KTop, KScales, KRecent, sequence * k_heads + head, index, length, total, tokens, k_floor, capacity,
             K_BITS, K_BLOCK, K_RING, RESIDUAL, WIDTH, K_LIMIT, PACKS, KEEPS,
         )  # fmt: skip
     else:
         head -= k_heads
         _store_step(
             V + sequence * v_stride[0] + head * v_stride[1], v_stride[2], v_stride[3],
-            VCodes, VTop, VScales, VRecent, sequence * v_heads + head, length, total, tokens, v_floor, capacity,
+            VCodes, VTop, VScales, VRecent, sequence * v_heads + head, index, length, total, tokens, v_floor, capacity,
             V_BITS, 1, V_RING, RESIDUAL, VALUE_WIDTH, V_LIMIT, PACKS, KEEPS,
         )  # fmt: skip
     if KEEPS:
         # All have read the old length by the time the last one arrives.
         tl.debug_barrier()
         arrived = tl.atomic_add(Progress + 3, 1)
-        if arrived == tl.num_programs(0) * tl.num_programs(1) - 1:
+        if arrived == tl.num_programs(0) - 1:
             tl.store(Progress, total)
             tl.store(Progress + 3, 0)
 
 
 @triton.jit
 def _store_step(
-    New, token_stride, channel_stride, Codes, Top, Scales, Recent, head, length, total, tokens, floor, capacity,
+    New, token_stride, channel_stride, Codes, Top, Scales, Recent, head, index, length, total, tokens, floor, capacity,
     BITS: tl.constexpr, BLOCK: tl.constexpr, RING: tl.constexpr, RESIDUAL: tl.constexpr, WIDTH: tl.constexpr,
     LIMIT: tl.constexpr, PACKS: tl.constexpr, KEEPS: tl.constexpr,
 ):  # fmt: skip
@@ -65,7 +67,6 @@ def _store_step(
     packing = packed_tokens(total, floor, BITS, BLOCK, RESIDUAL)
     kept = tl.maximum(length, packing)
     leaving = tl.cdiv(tokens + BLOCK - 1, STEP) + 1
-    index = tl.program_id(0)
     leaves = index < leaving
     step = tl.where(leaves, packed // STEP + index, kept // STEP - RING // STEP + index - leaving)
     begin = step * STEP

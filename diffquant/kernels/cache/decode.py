@@ -16,11 +16,13 @@ from diffquant.errors import UsageError
 from diffquant.family.call import check_tensors
 from diffquant.family.mask import Mask
 from diffquant.family.norm import PairNorm
-from diffquant.kernels.arguments import HALF_TYPES, device_refusal, empty_output, widths_refusal
+from diffquant.kernels import gpu
+from diffquant.kernels.arguments import HALF_TYPES, empty_output, widths_refusal
 from diffquant.kernels.cache.decode_combine import decode_combine
 from diffquant.kernels.cache.decode_share import decode_share
 from diffquant.kernels.cache.kv_store import KVStore, store_refusal
-from diffquant.kernels.configs import AttentionTile, choose, device_class
+from diffquant.kernels.configs import AttentionTile, choose
+from diffquant.kernels.gpu import device_class, device_refusal
 from diffquant.kernels.strides import same_strides
 from diffquant.recipe import Recipe
 
@@ -36,6 +38,8 @@ TILES = {
 MAX_QUERIES = 16
 _CAUSAL = Mask()
 _PROGRAMS_A_PROCESSOR = 4
+# Bytes of shared memory that a block takes beside the steps loaded ahead: 11,008 at most in the compiled kernels.
+_SCRATCH = 16_384
 
 
 def decode(
@@ -153,21 +157,24 @@ def _op(
     largest, total, acc = (
         out.new_empty(shape, dtype=torch.float32) for shape in (partial, partial, (*partial, value_width))
     )
+    stages = _count_stages(tile, step * _bytes_of_a_token(keys, values), out.device)
     ptx = not triton.knobs.runtime.interpret and out.dtype != torch.float32
     with torch.cuda.device_of(out):
         # No model of the family has a window: the kernel's branch for it is compiled away.
-        decode_share[(shares, batch * v_heads, tiles)](
+        decode_share[(batch * v_heads, shares, tiles)](
             q[0], q[1] if len(q) == 2 else None, q[0].stride()[:3], *keys, *values, progress, starts, ends,
             largest, total, acc, scale * log2(e), keys[0].shape[2], group, queries, 0, k_heads, v_heads,
             RESIDUAL=residual, WINDOW=False, WIDTH=width, VALUE_WIDTH=value_width,
             K_BITS=k_bits, K_BLOCK=k_block, K_RING=keys[3].shape[2], V_BITS=v_bits, V_RING=values[3].shape[2],
-            SHARED_K=shared_k, ROWS=tile.queries, STEP=step, STAGES=tile.stages, PTX=ptx, num_warps=tile.warps,
+            SHARED_K=shared_k, ROWS=tile.queries, STEP=step, STAGES=stages, PTX=ptx, num_warps=tile.warps,
+            enable_fp_fusion=True,
         )  # fmt: skip
         lam = None if lam is None else lam.float().expand(batch, pairs, queries, 1)
         decode_combine[(batch * pairs * queries,)](
             largest, total, acc, lam, weight, out, lam.stride()[:3] if lam is not None else (0, 0, 0), out.stride()[:3],
             pairs, group, queries, shares, tiles, eps, factor,
             NORM=normed, ROWS=tile.queries, SHARES=triton.next_power_of_2(shares), VALUE_WIDTH=value_width, num_warps=4,
+            enable_fp_fusion=True,
         )  # fmt: skip
     return out
 
@@ -180,6 +187,18 @@ def _(q: list[Tensor], keys: list[Tensor], values: list[Tensor], *others: object
 
 def _value_width(values: list[Tensor], bits: object) -> int:
     return values[0].shape[-1] * (2 if bits in (4, 6) else 1)
+
+
+def _bytes_of_a_token(keys: list[Tensor], values: list[Tensor]) -> int:
+    """Bytes that a program reads of a token, scales aside: K of each map that reads the same V, and that V."""
+    k, v = (sum(plane.shape[-1] * plane.element_size() for plane in side[:2]) for side in (keys, values))
+    return k * (keys[0].shape[1] // values[0].shape[1]) + v
+
+
+def _count_stages(tile: AttentionTile, step_bytes: int, device: torch.device) -> int:
+    """Number of steps loaded ahead: the tile's, or as many as a block's shared memory holds."""
+    room = gpu.shared_memory(device) - _SCRATCH
+    return max(1, min(tile.stages, 1 + room // step_bytes))
 
 
 def _count_shares(others: int, steps: int, device: torch.device) -> int:

@@ -24,12 +24,13 @@ def decode_share(
 ):  # fmt: skip
     """Maxima, sums and weighted values of a program's rows over its keys.
 
-    Programs are (share, sequence and KV head, tile of rows). Rows are ordered map, query pair of the group, query.
+    Programs are (sequence and KV head, share, tile of rows), in this order because only a grid's first axis may be
+    longer than 65,535. Rows are ordered map, query pair of the group, query.
     `scale` includes log2(e).
     """
     V_PARTS: tl.constexpr = parts_of(V_BITS)
-    sequence = (tl.program_id(1) // v_heads).to(tl.int64)
-    head = tl.program_id(1) % v_heads
+    sequence = (tl.program_id(0) // v_heads).to(tl.int64)
+    head = tl.program_id(0) % v_heads
     row = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
     of_map = group * queries
     query = row % queries
@@ -59,8 +60,8 @@ def decode_share(
         # A query beyond the valid range is padding itself; no other sees so far.
         first = tl.where(position < tl.load(Ends + sequence), first, length)
     begin = begin // STEP * STEP
-    share = tl.cdiv(tl.cdiv(length - begin, STEP), tl.num_programs(0)) * STEP
-    begin += tl.program_id(0) * share
+    share = tl.cdiv(tl.cdiv(length - begin, STEP), tl.num_programs(1)) * STEP
+    begin += tl.program_id(1) * share
     end = tl.minimum(begin + share, length)
     k_packed = packed_tokens(length, tl.load(Progress + 1), K_BITS, K_BLOCK, RESIDUAL)
     v_packed = packed_tokens(length, tl.load(Progress + 2), V_BITS, 1, RESIDUAL)
@@ -94,8 +95,8 @@ def decode_share(
         )  # fmt: skip
 
     largest, total, acc = sums
-    tile_index = tl.program_id(1).to(tl.int64) * tl.num_programs(2) + tl.program_id(2)
-    out = (tile_index * tl.num_programs(0) + tl.program_id(0)) * ROWS + tl.arange(0, ROWS)
+    tile_index = tl.program_id(0).to(tl.int64) * tl.num_programs(2) + tl.program_id(2)
+    out = (tile_index * tl.num_programs(1) + tl.program_id(1)) * ROWS + tl.arange(0, ROWS)
     tl.store(Largest + out, largest)
     tl.store(Total + out, total)
     PART: tl.constexpr = VALUE_WIDTH // V_PARTS

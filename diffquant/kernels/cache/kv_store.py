@@ -112,6 +112,18 @@ class StoredSide:
         slots = torch.arange(packed, length, device=codes.device) % self.ring
         return torch.cat([old, self.recent.index_select(2, slots)], 2)
 
+    def clear(self, first: int, stop: int) -> None:
+        """Zero the 16-bit states of tokens `first` up to `stop`, which are forgotten.
+
+        Decoding reads what lies behind the newest token and weighs it by 0, which NaN would survive. Codes are finite
+        whatever they stand for.
+        """
+        if not self.scheme.quantizes:
+            self.codes[:, :, first:stop] = 0
+        elif self.ring:
+            slots = torch.arange(max(first, stop - self.ring), stop, device=self.codes.device) % self.ring
+            self.recent[:, :, slots] = 0
+
     def _unpacked(self, tokens: int) -> Tensor:
         """Codes of the first tokens, int8 [B, H, tokens, w]."""
         stored, bits = self.codes[:, :, :tokens], self.scheme.bits
@@ -189,6 +201,8 @@ class KVStore:
                 f"cannot forget {tokens} of {self.length} tokens: token {length} lies within a packed block of "
                 f"{self.keys.block} that share scales; keep a residual as long as what may be forgotten"
             )
+        for side in (self.keys, self.values):
+            side.clear(length, self.length)
         self.length, self._floors = length, (floors[0], floors[1])
         self.progress.copy_(torch.tensor([length, *floors, 0], dtype=torch.int32))
 

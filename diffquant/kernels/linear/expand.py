@@ -23,7 +23,7 @@ def launch_expand(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
         weight.low, weight.high, weight.scales, weight.row_scale, w,
         rows, width, blocks, chunks, int(len(weight.row_scale) > 1),
         BITS=weight.bits, FIELDS=fields_in_word(weight.bits), GROUP=weight.group,
-        SPAN=gcd(weight.group // FRAGMENT, fields_in_word(weight.bits)), BLOCKS=_ROW_BLOCKS,
+        SPAN=gcd(weight.group // FRAGMENT, fields_in_word(weight.bits)), BLOCKS=_ROW_BLOCKS, enable_fp_fusion=True,
     )  # fmt: skip
     return w
 

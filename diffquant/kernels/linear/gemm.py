@@ -15,7 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from diffquant.kernels.configs import choose, device_class
+from diffquant.kernels.configs import choose
+from diffquant.kernels.gpu import device_class
 from diffquant.kernels.linear.repack import FRAGMENT, PackedWeight, fields_in_word
 from diffquant.kernels.linear.unpacking import chunk_weights, join_fields
 
@@ -72,12 +73,13 @@ def launch_gemm(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
         SPAN=gcd(weight.group // FRAGMENT, fields_in_word(weight.bits)),
         BLOCKS=tile.rows // FRAGMENT, TOKENS=tile.tokens, JOINED=device_kind == "sm_90",
         EVEN=width == chunks * FRAGMENT * fields_in_word(weight.bits), FINAL=splits == 1,
-        num_warps=tile.warps, num_stages=tile.stages,
+        num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=True,
     )  # fmt: skip
     if splits > 1:
         _add[(tokens, triton.cdiv(rows, _ADDED_AT_ONCE))](
-            parts, weight.row_scale, bias, y, tokens * rows, rows, splits, row_scale_stride, WIDTH=_ADDED_AT_ONCE
-        )
+            parts, weight.row_scale, bias, y, tokens * rows, rows, splits, row_scale_stride, WIDTH=_ADDED_AT_ONCE,
+            enable_fp_fusion=True,
+        )  # fmt: skip
     return y
 
 

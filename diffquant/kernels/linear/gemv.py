@@ -13,7 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from diffquant.kernels.configs import choose, device_class
+from diffquant.kernels.configs import choose
+from diffquant.kernels.gpu import device_class
 from diffquant.kernels.linear.repack import FRAGMENT, PackedWeight, fields_in_word
 from diffquant.kernels.linear.unpacking import load_high, unpack_field
 
@@ -52,7 +53,7 @@ def launch_gemv(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
         SPAN=gcd(weight.group // FRAGMENT, fields_in_word(weight.bits)),
         TILES=triton.cdiv(tokens, 8), WARPS=tile.warps, UNROLL=unroll,
         EVEN=chunks % (tile.warps * unroll) == 0 and width == chunks * FRAGMENT * fields_in_word(weight.bits),
-        num_warps=tile.warps, num_stages=1,
+        num_warps=tile.warps, num_stages=1, enable_fp_fusion=True,
     )  # fmt: skip
     return y
 

@@ -4,7 +4,8 @@ import torch
 from torch import Tensor
 
 from diffquant.errors import UsageError
-from diffquant.kernels.arguments import HALF_TYPES, device_refusal
+from diffquant.kernels.arguments import HALF_TYPES
+from diffquant.kernels.gpu import device_refusal, unpacked_product_refusal
 from diffquant.kernels.linear.repack import PackedWeight, dequantize_weight
 
 BACKENDS = ("auto", "triton", "dequantize")
@@ -82,22 +83,35 @@ def _apply(x: Tensor, weight: PackedWeight, bias: Tensor | None, backend: str) -
     if backend == "dequantize" or linear_refusal(x) is not None:
         return torch.nn.functional.linear(x, dequantize_weight(weight, x.dtype), bias)
     flat = x.reshape(-1, width)
-    if backend == "auto" and len(flat) > _MOST_TOKENS:
+    if backend == "auto" and len(flat) > _most_unpacked(x.device):
         return torch.nn.functional.linear(x, _expanded(weight, x.dtype), bias)
     return launch(flat, weight, bias).view(*x.shape[:-1], rows)
 
 
 def launch(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
-    """Product [M, N] of x [M, K] by the kernel for that many tokens."""
+    """Product [M, N] of x [M, K] by the kernel for that many tokens.
+
+    Raises:
+        UsageError: Triton would compile the kernel for more tokens than a GEMV takes wrongly.
+    """
     from diffquant.kernels.linear.gemm import launch_gemm
     from diffquant.kernels.linear.gemv import MOST_TOKENS, launch_gemv
 
     if len(x) == 0:
         return x.new_empty(0, weight.shape[0])
+    if len(x) > MOST_TOKENS and (reason := unpacked_product_refusal(x.device)):
+        raise UsageError(f"linear with {len(x)} tokens: {reason}; use auto, which writes the weight out first")
     x = x if x.stride(1) == 1 else x.contiguous()
     # Of several devices, Triton would launch on the current one.
     with torch.cuda.device_of(x):
         return (launch_gemv if len(x) <= MOST_TOKENS else launch_gemm)(x, weight, bias)
+
+
+def _most_unpacked(device: torch.device) -> int:
+    """Largest number of tokens whose product has its weights unpacked within the kernel."""
+    from diffquant.kernels.linear.gemv import MOST_TOKENS
+
+    return MOST_TOKENS if unpacked_product_refusal(device) else _MOST_TOKENS
 
 
 def _expanded(weight: PackedWeight, dtype: torch.dtype) -> Tensor:

@@ -1,0 +1,260 @@
+"""The groups of measurements that a GPU is asked for: who runs in each, on what, and which ratios are to be reached."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Any
+
+from diffquant.bench.contest.workloads import Model, model_named
+
+_TURNS = 5
+FP16, INT8, FP8 = "DIFF, fused", "DIFF, fused, int8 QK", "DIFF, fused, int8 QK, fp8 PV"
+FLASH, CUDNN, PACKAGE = "Transformer, SDPA flash", "Transformer, SDPA cuDNN", "Transformer, flash-attn"
+# Who else computes fp16 attention of the matched Transformer: FlashAttention-2 as torch ships it, cuDNN, the package.
+REFERENCES = (FLASH, CUDNN, PACKAGE)
+FOUR, TWO = "FlashDiffAttn_2, SDPA cuDNN", "FlashDiffAttn_1, SDPA mem-efficient"
+TWO_CUDNN = "FlashDiffAttn_1, SDPA cuDNN"
+ROUNDED, ROUNDED_EAGERLY = "DIFF, simulated logits 8:row", "DIFF, simulated logits 8:row, eager"
+FLASH_TWO = "FlashDiffAttn_1, SDPA flash, keys padded"
+QUANTIZING = "of it, quantizing Q, K and V"
+GENERATING = "generate, {}-bit cache, a token"
+
+# The 3B model's width in heads of V2: as many queries and values as its Transformer has.
+V2 = Model("3B as V2", 3072, 28, 24, 24, 128, 128, 8192)
+
+
+@dataclass(frozen=True)
+class Aim:
+    """Ratio that is to be reached: `path` is at least so many times as fast as `other`.
+
+    Attributes:
+        at_least: ratio below which the aim is missed.
+        hoped: ratio that would be better still.
+    """
+
+    path: str
+    other: str
+    at_least: float
+    hoped: float | None = None
+
+
+@dataclass(frozen=True)
+class Group:
+    """Group of paths that share a workload.
+
+    Attributes:
+        measure: function of `arguments` that gives cells, in a process of its own.
+        arguments: arguments of `measure`.
+        references: paths that every other one is compared with in the table.
+    """
+
+    name: str
+    aims: tuple[Aim, ...]
+    measure: Callable[..., list[dict[str, Any]]]
+    arguments: tuple[Any, ...]
+    references: tuple[str, ...] = ()
+
+
+def attention_cells(
+    section: str, model: Model, queries: int, keys: int, batch: int, dtype: str, graph: bool, peers: Sequence[str]
+) -> list[dict[str, Any]]:
+    """Cells of the attention of one layer."""
+    from diffquant.bench.contest.contest import Contest
+    from diffquant.bench.contest.workloads import Workload
+
+    work = Workload(model, queries, keys, batch, dtype)
+    return [_to_dict(cell) for cell in Contest(section, "cuda", _TURNS, tuple(peers), graph).run([work])]
+
+
+def eight_bit_cells(model: Model, length: int, dtype: str, peers: Sequence[str]) -> list[dict[str, Any]]:
+    """Cells of an attention in 8 bits, and how long it takes of that to make the codes."""
+    from diffquant.bench.contest import kernels
+    from diffquant.bench.contest.workloads import Workload, differential
+    from diffquant.bench.timing import interleaved, prepare
+
+    cells = attention_cells("attention", model, length, length, 1, dtype, False, peers)
+    call = differential(Workload(model, length, length, 1, dtype), "cuda")
+    values = interleaved({"": prepare(lambda: kernels.eight_bit_codes(call), "cuda")}, _TURNS)[""]
+    return [*cells, {"path": QUANTIZING, "median": median(values), "values": values}]
+
+
+def linear_cells(graph: bool) -> list[dict[str, Any]]:
+    """Cells of every path of a linear layer of the 3B model, at one token."""
+    from diffquant.bench.contest import linears
+
+    cells = linears.run_linears([model_named("3B")], (1,), "float16", "cuda", _TURNS, graph=graph)
+    return [_to_dict(cell) for cell in cells]
+
+
+def state_cells(context: int) -> list[dict[str, Any]]:
+    """Cells of the 3B model's cache at a context, in megabytes of all layers as torch's allocator counts them."""
+    import torch
+
+    from diffquant.bench.contest import kernels
+    from diffquant.bench.contest.decode import RECIPES
+    from diffquant.bench.contest.workloads import Workload, differential
+
+    model = model_named("3B")
+    call = differential(Workload(model, 1, context, 1, "float16"), "cuda")
+    cells = []
+    for bits in (16, 8, 6, 4):
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        stores = [kernels.stored(call, RECIPES[bits]) for _ in range(model.layers)]
+        allocated = torch.cuda.memory_allocated() - before
+        stored = sum(store.nbytes for store in stores)
+        cells.append(
+            {
+                "path": f"{bits}-bit state",
+                "median": allocated / 1e6,
+                "values": [allocated / 1e6],
+                "stored_bytes": stored,
+            }
+        )
+        del stores
+    return cells
+
+
+def generation_cells(sizes: dict[str, int], prompt: int, tokens: int, device: str, dtype: str) -> list[dict[str, Any]]:
+    """Cells of greedy generation, end to end, in milliseconds a token, by random V1 models of such sizes."""
+    import time
+
+    import torch
+
+    from diffquant.model.adapters import adapter_for
+    from diffquant.model.modeling import DiffTransformer
+    from diffquant.recipe import Recipe
+
+    torch.manual_seed(0)
+    config = adapter_for(sizes | {"model_type": "diffllama"}).config
+    model = DiffTransformer(config).to(device, getattr(torch, dtype)).eval()
+    ids = torch.randint(config.vocab_size, (1, prompt), device=device)
+    cells = []
+    for bits in (16, 4):
+        model.apply_recipe(Recipe.of(kv=bits) if bits < 16 else Recipe.of())
+        values = []
+        for turn in range(1 + _TURNS):
+            # Reading the prompt is no part of a token's time: it is timed by itself and taken off.
+            milliseconds = []
+            for count in (1, 1 + tokens):
+                _wait(device)
+                started = time.perf_counter()
+                model.generate(ids, do_sample=False, min_new_tokens=count, max_new_tokens=count, pad_token_id=0)
+                _wait(device)
+                milliseconds.append(1e3 * (time.perf_counter() - started))
+            if turn:  # the first one warms up
+                values.append((milliseconds[1] - milliseconds[0]) / tokens)
+        cells.append({"path": GENERATING.format(bits), "median": median(values), "values": values})
+    return cells
+
+
+def _wait(device: str) -> None:
+    import torch
+
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def groups() -> list[Group]:
+    """All groups, those of greatest interest first."""
+    return [*_prefill_groups(), *_decode_groups(), *_linear_groups(), _state_group(), _generation_group()]
+
+
+def _prefill_groups() -> list[Group]:
+    model = model_named("3B")
+    planned = [
+        Group(
+            "prefill V1, 16K tokens, float16: 8 bits",
+            (Aim(FP8, CUDNN, 1.25), Aim(FP8, FLASH, 1.5), Aim(INT8, CUDNN, 1.0)),
+            eight_bit_cells,
+            (model, 16384, "float16", (FP8, INT8, FP16, *REFERENCES)),
+            REFERENCES,
+        )
+    ]
+    fused = (Aim(FP16, FOUR, 1.3), Aim(FP16, TWO, 2.0))
+    rivals = (FP16, FOUR, TWO_CUDNN, TWO, *REFERENCES)
+    planned += [
+        _attention_group(f"prefill V1, {length} tokens, {dtype}", fused, model, length, dtype, rivals)
+        for length, dtype in ((16384, "bfloat16"), (8192, "float16"), (4096, "bfloat16"))
+    ]
+    planned.append(
+        _attention_group(
+            "simulated logits 8:row, V1, 8K tokens, bfloat16",
+            (Aim(ROUNDED, FP16, 1 / 1.6), Aim(ROUNDED, ROUNDED_EAGERLY, 10.0)),
+            model,
+            8192,
+            "bfloat16",
+            (ROUNDED, ROUNDED_EAGERLY, FP16, *REFERENCES),
+        )
+    )
+    # V2 has its Transformer's arithmetic.
+    one = (Aim(FP16, FLASH, 1.0),)
+    planned.append(
+        _attention_group(
+            "prefill V2, 8K tokens, bfloat16", one, V2, 8192, "bfloat16", (FP16, "FlashDiffAttn_1", *REFERENCES)
+        )
+    )
+    small = (Aim(FP16, FOUR, 1.3),)
+    planned.append(
+        _attention_group(
+            "prefill V1, d 64, 8K tokens, bfloat16", small, model_named("diffllama-1b"), 8192, "bfloat16", rivals
+        )
+    )
+    return planned
+
+
+def _attention_group(
+    name: str, aims: tuple[Aim, ...], model: Model, length: int, dtype: str, peers: Sequence[str]
+) -> Group:
+    arguments = ("attention", model, length, length, 1, dtype, False, peers)
+    # Not every cuDNN takes values wider than keys, so that there is no aim to hold against it.
+    return Group(name, aims, attention_cells, arguments, tuple(x for x in peers if x in (*REFERENCES, TWO_CUDNN)))
+
+
+def _decode_groups() -> list[Group]:
+    cache = "DIFF, fused, {}-bit cache".format
+    aims = (
+        Aim(cache(4), cache(16), 3.0),
+        Aim(cache(4), FLASH_TWO, 4.5),
+        Aim(cache(8), cache(16), 1.8),
+        Aim(cache(6), cache(16), 2.3),
+    )
+    peers = (*map(cache, (16, 8, 6, 4)), FLASH_TWO, "FlashDiffAttn_2, SDPA flash", *REFERENCES)
+    planned = []
+    # The host's launches take longer than the kernels: ratios of kernels are those under graphs.
+    for graph, how in ((True, ", CUDA graphs"), (False, "")):
+        arguments = ("decode", model_named("3B"), 1, 16384, 8, "float16", graph, peers)
+        name = f"decode V1, context 16K, batch 8, float16{how}"
+        planned.append(Group(name, aims if graph else (), attention_cells, arguments, REFERENCES))
+    return planned
+
+
+def _linear_groups() -> list[Group]:
+    aims = (Aim("packed, 4 bits", "dense", 3.0), Aim("packed, 6 bits", "dense", 2.2))
+    return [
+        Group("linear 3072 -> 8192, 1 token, float16, CUDA graphs", aims, linear_cells, (True,), ("dense",)),
+        Group("linear 3072 -> 8192, 1 token, float16", (), linear_cells, (False,), ("dense",)),
+    ]
+
+
+def _state_group() -> Group:
+    aims = (Aim("4-bit state", "16-bit state", 1 / 0.30),)
+    return Group("attention state of the 3B model at 32K tokens (MB)", aims, state_cells, (32768,))
+
+
+def _generation_group() -> Group:
+    sizes = {
+        "hidden_size": 2048,
+        "intermediate_size": 5504,
+        "num_hidden_layers": 19,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 16,
+        "vocab_size": 32000,
+    }
+    arguments = (sizes, 1024, 64, "cuda", "bfloat16")
+    return Group("generation by a DiffLlama of 1 B parameters, batch 1", (), generation_cells, arguments)
+
+
+def _to_dict(cell: Any) -> dict[str, Any]:
+    entry = {name: value for name, value in asdict(cell).items() if value not in (None, {}, ())}
+    return entry | ({"median": cell.spread.median} if cell.spread else {})

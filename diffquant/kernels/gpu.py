@@ -1,0 +1,97 @@
+"""What the kernels ask of a device, and of the Triton that compiles them for it."""
+
+import os
+from functools import cache
+from importlib.util import find_spec
+
+import torch
+
+from diffquant.errors import UsageError
+
+# `constexpr_function`, `knobs` and tensor descriptors made on the host are all there from 3.6 on; older ones lack some.
+OLDEST_TRITON = (3, 6)
+# Before it Triton compiles products for Hopper wrongly whose left side is made in registers: it writes the registers
+# anew while products that were not waited for still read them (triton-lang/triton#9433).
+_RIGHT_ON_HOPPER = (3, 7)
+# Shared memory of a block on Ampere's and Ada's smaller devices and on consumer Blackwell: 99 KiB.
+SMALLEST_SHARED_MEMORY = 101_376
+
+
+def device_refusal(device: torch.device) -> str | None:
+    """Reason why no Triton kernel runs on a device, or None."""
+    if device.type != "cuda":
+        return f"Triton kernels run on CUDA devices, not on {device.type}"
+    if torch.version.hip:
+        return "the kernels are written for NVIDIA's devices, and this torch is built for AMD's"
+    installed = triton_version()
+    if installed is None:
+        return "Triton is not installed"
+    if installed < OLDEST_TRITON:
+        return (
+            f"the kernels need Triton {_dotted(OLDEST_TRITON)} or newer, which comes with torch 2.10; "
+            f"installed is {_dotted(installed)}"
+        )
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        return "Triton kernels need compute capability 8.0 (Ampere) or newer"
+    return None
+
+
+def unpacked_product_refusal(device: torch.device) -> str | None:
+    """Reason why no kernel may multiply by weights that it unpacks in registers (`gemm`) on a device, or None."""
+    installed = triton_version()
+    if device_class(device) != "sm_90" or installed is None or installed >= _RIGHT_ON_HOPPER:
+        return None
+    return (
+        f"Triton {_dotted(installed)} compiles products of weights unpacked in registers wrongly for Hopper "
+        f"(triton-lang/triton#9433); Triton {_dotted(_RIGHT_ON_HOPPER)} does not"
+    )
+
+
+def fp8_refusal(device: torch.device) -> str | None:
+    """Reason why no kernel multiplies in fp8 on a device, or None."""
+    if capability(device) < (8, 9):
+        return "P·V in fp8 needs compute capability 8.9 (Ada, Hopper) or newer; use pv='fp16'"
+    return None
+
+
+def capability(device: torch.device) -> tuple[int, int]:
+    """Compute capability of a device; the interpreter runs as 8.0.
+
+    Raises:
+        UsageError: the device runs no Triton kernel.
+    """
+    if device.type == "cuda":
+        return torch.cuda.get_device_capability(device)
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return (8, 0)
+    raise UsageError(f"Triton kernels run on CUDA devices, not on {device.type}")
+
+
+def device_class(device: torch.device) -> str:
+    """Class of a device: "sm_90" (Hopper) or "sm_80" (every other device from Ampere on)."""
+    return "sm_90" if capability(device)[0] == 9 else "sm_80"
+
+
+@cache
+def shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory that one block may ask for; the interpreter has the smallest devices'."""
+    if device.type != "cuda":
+        return SMALLEST_SHARED_MEMORY
+    properties = torch.cuda.get_device_properties(device)
+    return int(properties.shared_memory_per_block_optin)  # type: ignore[attr-defined]  # torch's stubs leave it out
+
+
+@cache
+def triton_version() -> tuple[int, int] | None:
+    """Major and minor version of Triton; None where it is not installed."""
+    # Looked up once, since every layer of every step asks.
+    if find_spec("triton") is None:
+        return None
+    import triton
+
+    major, minor = triton.__version__.split(".")[:2]
+    return int(major), int(minor)
+
+
+def _dotted(version: tuple[int, int]) -> str:
+    return ".".join(map(str, version))

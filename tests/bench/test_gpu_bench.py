@@ -1,0 +1,112 @@
+"""The GPU's table: verdicts, ratios, what is written when, and the parts of it that a CPU can run."""
+
+import json
+
+import pytest
+import torch
+
+from diffquant.bench.contest import contest, kernels, linears
+from diffquant.bench.contest.workloads import Workload, differential, model_named
+from diffquant.bench.gpu import groups, ratios
+from diffquant.bench.gpu.groups import Aim, Group
+
+
+def cells(**medians):
+    return [{"path": name, "median": value} for name, value in medians.items()]
+
+
+def test_an_aim_is_reached_only_if_every_run_reaches_it():
+    aim = Aim("fast", "slow", 2.0)
+    assert ratios.verdict(aim, [cells(fast=1.0, slow=2.5), cells(fast=1.0, slow=2.0)])["state"] == "reached"
+    assert ratios.verdict(aim, [cells(fast=1.0, slow=2.5), cells(fast=1.0, slow=1.9)])["state"] == "missed"
+    absent = ratios.verdict(aim, [[{"path": "fast", "missing": "no kernel"}, *cells(slow=1.0)]])
+    assert absent["state"] == "not measured"
+    assert absent["reasons"] == ["fast: no kernel"]
+    assert ratios.verdict(aim, [])["state"] == "not measured"
+
+
+def fails():
+    raise RuntimeError("illegal memory access")
+
+
+def test_a_group_that_fails_is_reported_and_ends():
+    found = ratios.run_group(Group("broken", (Aim("a", "b", 1.0),), fails, ()))
+    assert found["problem"] == "RuntimeError: illegal memory access"
+    assert found["aims"][0]["state"] == "not measured"
+    assert "FAILED" in ratios.group_text(found)
+
+
+CEILINGS = {"copy": {"bytes a second": 1e9}, "matmul": {"float16": 1e12}}
+
+
+def test_each_path_stands_beside_its_named_peers_its_memory_and_the_ceilings():
+    ours = {"path": "ours", "median": 2.0, "workload": "3B, 8 tokens, batch 1, float16", "operations": 10**9}
+    ours |= {"bytes": 1_500_000, "peak_bytes": 7_000_000, "error": 1e-3}
+    absent = {"path": "flash-attn", "missing": "not installed"}
+    group = Group("g", (), fails, (), ("cuDNN", "flash-attn"))
+    runs = [[ours, *cells(cuDNN=3.0), absent]] * 2
+    mine, cudnn, missing = ratios.group_text(ratios.entry(group, runs, None), CEILINGS).splitlines()[1:]
+    assert mine.split("  ")[-6:] == [
+        "ours", "1.50x cuDNN", "7 MB", "error 1.0e-03", "50% of a matrix product's speed", "75% of a copy's"
+    ]  # fmt: skip
+    assert cudnn.strip() == "3, 3  cuDNN"
+    assert missing.strip() == "-  flash-attn: not installed"
+
+
+def first():
+    return cells(a=1.0)
+
+
+def reads(path):
+    """What the file says by the time this group runs."""
+    return cells(**{group["group"]: 1.0 for group in json.loads(path.read_text())["groups"]})
+
+
+def test_what_was_measured_is_written_before_the_next_group_begins(tmp_path, monkeypatch):
+    monkeypatch.setattr(ratios, "measure_roofline", fails)
+    file = tmp_path / "gpu.json"
+    planned = [Group("first", (), first, ()), Group("second", (), reads, (file,))]
+    result = ratios.measure_all(planned, file, seconds=600)
+    assert result["groups"][1]["runs"] == [cells(first=1.0)] * 2
+    assert json.loads(file.read_text()) == json.loads(json.dumps(result))
+    assert "problem" in result["ceilings"]
+
+
+def test_no_group_begins_when_the_time_is_over(monkeypatch, capsys):
+    monkeypatch.setattr(ratios, "run_apart", lambda *_: ([], "no device"))
+    result = ratios.measure_all([Group("late", (Aim("a", "b", 1.0),), first, ())], None, seconds=0)
+    assert result["groups"][0]["runs"] == []
+    assert result["groups"][0]["aims"][0]["state"] == "not measured"
+    assert "late  (0 s)  FAILED: the time was over" in capsys.readouterr().out
+
+
+def test_every_aim_and_every_reference_is_a_peer_that_runs():
+    states = {"4-bit state", "16-bit state"}
+    for group in groups.groups():
+        named = {name for aim in group.aims for name in (aim.path, aim.other)} | set(group.references)
+        if group.measure in (groups.attention_cells, groups.eight_bit_cells):
+            known = contest.SECTIONS[group.arguments[0] if group.measure is groups.attention_cells else "attention"]
+            assert named <= set(group.arguments[-1]) <= set(known)
+        else:
+            assert named <= {*linears.PATHS, *states}
+
+
+def test_v2_and_narrow_heads_are_among_the_groups():
+    models = [argument for group in groups.groups() for argument in group.arguments if hasattr(argument, "width")]
+    assert {(model.shares_keys, model.width) for model in models} >= {(False, 128), (False, 64), (True, 128)}
+
+
+def test_generation_is_timed_end_to_end():
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+    sizes |= {"num_key_value_heads": 2, "vocab_size": 50}
+    found = groups.generation_cells(sizes, 5, 8, "cpu", "float32")
+    assert [cell["path"] for cell in found] == [groups.GENERATING.format(bits) for bits in (16, 4)]
+    assert all(cell["median"] > 0 and len(cell["values"]) == 5 for cell in found)
+
+
+def test_the_codes_that_are_timed_are_those_that_eight_bit_attention_makes():
+    pytest.importorskip("triton")
+    call = differential(Workload(model_named("diffllama-1b"), 70, 70, 1, "float16"), "cpu")
+    codes = kernels.eight_bit_codes(call)
+    assert (codes.q.dtype, codes.k.dtype, codes.v.dtype) == (torch.int8, torch.int8, torch.float8_e4m3fn)
+    assert codes.k.shape[3] == codes.v.shape[3] == 128

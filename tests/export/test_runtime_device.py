@@ -1,0 +1,114 @@
+"""Exported folders on a CUDA device, as far as it shows without one: what is asked for, refused, and falls back."""
+
+import onnx
+import onnxruntime as ort
+import pytest
+from onnx import TensorProto, helper
+from typer.testing import CliRunner
+
+from diffquant import cli
+from diffquant.errors import MissingDependencyError, UsageError
+from diffquant.export import export
+from diffquant.export.runtime.device import RuntimeDevice, nodes_on_cpu, on_cpu_text
+from diffquant.export.runtime.session import OnnxModel
+from diffquant.export.targets import runtime_of
+from diffquant.export.verification.verify import verify
+from diffquant.sweep.evaluate import evaluate
+from diffquant.sweep.grid import SweepOptions
+from diffquant.sweep.run import run_sweep
+from tests.support.checkpoints import write_checkpoint
+
+CUDA = "CUDAExecutionProvider"
+
+has_cuda_provider = pytest.mark.skipif(CUDA in ort.get_available_providers(), reason="this onnxruntime runs on CUDA")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    place = tmp_path_factory.mktemp("runtime-device")
+    write_checkpoint(place / "model", "diffllama")
+    export(place / "model", place / "out")
+    return place / "out"
+
+
+def test_a_cuda_device_is_asked_first_and_keeps_float32():
+    device = RuntimeDevice.parse("cuda:1")
+    (first, options), *others = device.providers
+    assert (first, options["device_id"], options["use_tf32"]) == (CUDA, "1", "0")
+    assert others == ["CPUExecutionProvider"]
+    assert RuntimeDevice.parse("cuda") == RuntimeDevice("cuda", 0)
+    assert RuntimeDevice.parse("cpu").providers == ["CPUExecutionProvider"]
+
+
+@pytest.mark.parametrize("name", ["mps", "cuda:x", "cpu:0", "", "cuda1"])
+def test_other_devices_are_refused(name):
+    with pytest.raises(UsageError, match=r"exported models run on cpu, cuda or cuda:N"):
+        RuntimeDevice.parse(name)
+
+
+@has_cuda_provider
+def test_a_runtime_without_cuda_is_refused_before_the_model_is_read(folder, tmp_path):
+    for call in (
+        lambda: OnnxModel(tmp_path, device="cuda"),
+        lambda: verify(folder, folder.parent / "model", device="cuda"),
+    ):
+        with pytest.raises(MissingDependencyError, match=rf"has no {CUDA}: .*diffquant\[onnx-gpu\]"):
+            call()
+
+
+@has_cuda_provider
+@pytest.mark.parametrize("command", ["run", "verify"])
+def test_the_command_line_says_so_and_exits_with_5(folder, command):
+    arguments = ["--prompt", "hello"] if command == "run" else [str(folder.parent / "model")]
+    done = CliRunner().invoke(cli.app, [command, str(folder), *arguments, "--device", "cuda"])
+    assert isinstance(done.exception, MissingDependencyError)
+    assert done.exception.exit_code == 5
+
+
+def small_session(options):
+    nodes = [
+        helper.make_node("MatMul", ["a", "b"], ["c"]),
+        helper.make_node("Relu", ["c"], ["d"]),
+        helper.make_node("MatMul", ["d", "b"], ["e"]),
+    ]
+    a, b, e = (helper.make_tensor_value_info(name, TensorProto.FLOAT, [3, 3]) for name in "abe")
+    graph = helper.make_graph(nodes, "small", [a, b], [e])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
+    onnx.checker.check_model(model)
+    return ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+
+
+def test_a_session_that_goes_on_without_its_device_is_refused():
+    with pytest.raises(MissingDependencyError, match=rf"could not start its {CUDA}: it needs an NVIDIA driver"):
+        RuntimeDevice("cuda").check_taken(small_session(ort.SessionOptions()))
+    RuntimeDevice("cpu").check_taken(small_session(ort.SessionOptions()))
+
+
+def test_what_falls_to_the_processor_is_counted_by_operator():
+    options = ort.SessionOptions()
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    RuntimeDevice("cuda").prepare(options)
+    assert nodes_on_cpu(small_session(options)) == {"MatMul": 2, "Relu": 1}
+    assert on_cpu_text({"Relu": 1, "MatMul": 2}) == "3 nodes run on the processor: MatMul 2, Relu 1"
+
+
+def test_nothing_falls_back_where_the_processor_was_asked_for(folder):
+    assert OnnxModel(folder, 1).fallbacks == {}
+
+
+def test_caches_stand_where_the_model_runs(folder):
+    model = OnnxModel(folder, 1)
+    values = model.empty_cache(2, 5)
+    assert {value.device_name() for value in values} == {"cpu"}
+    assert {tuple(value.shape()) for value in values} == {(2, model.cache.kv_pairs, 5, model.cache.width)}
+
+
+def test_eval_and_sweep_ask_the_runtime_for_their_device(folder, tmp_path):
+    # A device that torch has and ONNX Runtime has not.
+    options = SweepOptions(tasks=("perplexity",), device="meta")
+    for call in (
+        lambda: evaluate(folder, None, options, runtime_of=runtime_of),
+        lambda: run_sweep([folder], options, tmp_path / "out", runtime_of=runtime_of),
+    ):
+        with pytest.raises(UsageError, match="exported models run on cpu, cuda or cuda:N, not on 'meta'"):
+            call()

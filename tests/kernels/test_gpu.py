@@ -1,0 +1,120 @@
+"""Which devices and which Triton the kernels take, and what they say where they do not."""
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from diffquant.errors import UsageError
+from diffquant.kernels import gpu
+from diffquant.kernels.cache.decode import TILES, _count_stages
+from diffquant.kernels.gpu import device_refusal, fp8_refusal, triton_version, unpacked_product_refusal
+from diffquant.kernels.linear import gemm
+from diffquant.kernels.linear import linear as module
+from diffquant.kernels.linear.linear import launch, linear
+from diffquant.kernels.survey import survey
+from tests.support.packed_weights import random_activations, random_case, relative_error
+
+CUDA = torch.device("cuda", 0)
+KIB_99 = 101_376
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """Makes torch see a CUDA device, and a version of Triton that may not be there."""
+
+    def make(capability, triton="3.9.0", shared_memory=232_448):
+        properties = SimpleNamespace(shared_memory_per_block_optin=shared_memory)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+        monkeypatch.setitem(sys.modules, "triton", None if triton is None else SimpleNamespace(__version__=triton))
+        monkeypatch.setattr(gpu, "find_spec", lambda _: triton)
+        for cached in (triton_version, gpu.shared_memory):
+            cached.cache_clear()
+
+    yield make
+    for cached in (triton_version, gpu.shared_memory):
+        cached.cache_clear()
+
+
+@pytest.mark.parametrize("version", ["3.3.1", "3.4.0", "3.5.1+git12"])
+def test_an_old_triton_is_refused_by_its_version(machine, version):
+    machine((9, 0), version)
+    reason = device_refusal(CUDA)
+    assert reason is not None
+    assert "need Triton 3.6 or newer" in reason
+    assert f"installed is {version[:3]}" in reason
+
+
+@pytest.mark.parametrize(("capability", "version"), [((8, 0), "3.6.0"), ((9, 0), "3.7.1+cu130"), ((12, 0), "3.10.0")])
+def test_newer_ones_are_not(machine, capability, version):
+    machine(capability, version)
+    assert device_refusal(CUDA) is None
+
+
+def test_other_devices_are_refused(machine, monkeypatch):
+    assert device_refusal(torch.device("cpu")) == "Triton kernels run on CUDA devices, not on cpu"
+    machine((7, 5))
+    assert "compute capability 8.0 (Ampere) or newer" in device_refusal(CUDA)
+    machine((9, 0), None)
+    assert device_refusal(CUDA) == "Triton is not installed"
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    assert "this torch is built for AMD's" in device_refusal(CUDA)
+
+
+@pytest.mark.parametrize(
+    ("capability", "version", "refused"),
+    [((9, 0), "3.6.0", True), ((9, 0), "3.7.0", False), ((8, 0), "3.6.0", False), ((10, 0), "3.6.0", False)],
+)
+def test_weights_are_unpacked_in_registers_where_triton_compiles_that_rightly(machine, capability, version, refused):
+    machine(capability, version)
+    assert (unpacked_product_refusal(CUDA) is not None) == refused
+
+
+@pytest.fixture
+def old_triton_on_hopper(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(gpu, "capability", lambda _: (9, 0))
+    monkeypatch.setattr(gpu, "triton_version", lambda: (3, 6))
+
+
+def test_where_it_does_not_more_than_16_tokens_take_an_expanded_weight(old_triton_on_hopper, monkeypatch):
+    packed, exact = random_case(48, 96, 4, 32)
+    x = random_activations(17, 96)
+    with pytest.raises(UsageError, match=r"linear with 17 tokens: Triton 3\.6 .*#9433.*; use auto"):
+        launch(x, packed, None)
+    expanded = []
+    monkeypatch.setattr(module, "linear_refusal", lambda _: None)
+    monkeypatch.setattr(module, "_expanded", lambda weight, dtype: expanded.append(weight) or exact.to(dtype))
+    monkeypatch.setattr(gemm, "launch_gemm", lambda *_: pytest.fail("the kernel was launched"))
+    assert relative_error(linear(x, packed), x.double() @ exact.T) < 1e-3
+    assert expanded == [packed]
+
+
+@pytest.mark.parametrize(
+    ("shared_memory", "bytes_of_a_token", "stages"),
+    # V1 at d = 128: K of both maps and V, at 16 bits, at 8, and at 16 for V alone.
+    [(232_448, 1024, 3), (166_912, 1024, 3), (KIB_99, 1024, 2), (KIB_99, 512, 3), (KIB_99, 768, 2), (49_152, 1024, 1)],
+)
+def test_decode_loads_ahead_what_shared_memory_holds(machine, shared_memory, bytes_of_a_token, stages):
+    machine((8, 9), shared_memory=shared_memory)
+    tile = TILES["decode/sm_80/256"]
+    assert _count_stages(tile, tile.keys * bytes_of_a_token, CUDA) == stages
+
+
+def test_the_survey_says_what_runs_and_why_the_rest_does_not(machine, monkeypatch):
+    machine((9, 0), "3.6.0")
+    hopper = survey(CUDA)
+    assert (hopper.capability, hopper.shared_memory, hopper.triton, hopper.table) == ("9.0", 232_448, "3.6", "sm_90")
+    (kernel,) = hopper.refused
+    assert kernel.startswith("packed linear layers from 17 tokens on")
+    assert "#9433" in str(hopper)
+    machine((12, 0), "3.9.0", KIB_99)
+    monkeypatch.setenv("DIFFQUANT_KERNEL_CONFIGS", "mine.json")
+    assert survey(CUDA).refused == {}
+    assert "configurations of sm_80, none being made for this device, tuned by mine.json" in str(survey(CUDA))
+    machine((8, 0), "3.4.0")
+    assert list(survey(CUDA).refused) == ["any of them"]
+    machine((8, 6))
+    assert survey(CUDA).refused == {"attention triton-fp8": fp8_refusal(CUDA)}
