@@ -122,13 +122,12 @@ def generation_cells(sizes: dict[str, int], prompt: int, tokens: int, device: st
     import torch
 
     from diffquant.model.adapters import adapter_for
-    from diffquant.model.modeling import DiffTransformer
     from diffquant.recipe import Recipe
 
     torch.manual_seed(0)
-    config = adapter_for(sizes | {"model_type": "diffllama"}).config
-    model = DiffTransformer(config).to(device, getattr(torch, dtype)).eval()
-    ids = torch.randint(config.vocab_size, (1, prompt), device=device)
+    model = adapter_for(sizes | {"model_type": "diffllama"}).architecture.new_model()
+    model = model.to(device, getattr(torch, dtype)).eval()
+    ids = torch.randint(model.config.vocab_size, (1, prompt), device=device)
     cells = []
     for bits in (16, 4):
         model.apply_recipe(Recipe.of(kv=bits) if bits < 16 else Recipe.of())

@@ -38,3 +38,6 @@ PAGE.says("Clipping takes {} to {} % off a 4-bit cache's KL; the {} points", OFF
 PAGE.says("in bfloat16, where it was, the 8-bit column was up to {} times as large", BFLOAT16_EXCESS)
 PAGE.leaves("windows of 512", "a size")
 PAGE.leaves("on Python 3.11: a mask", "a version")
+for version in ("with Triton 3.6 (17 to 1,024 tokens)", "Triton before 3.6 is refused", "with Triton 3.6.0"):
+    PAGE.leaves(version, "a version, and the sizes that a kernel serves")
+PAGE.leaves("more than 65,535 heads", "CUDA's limit of a grid")
