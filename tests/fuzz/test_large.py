@@ -5,7 +5,7 @@ import sys
 from tests.fuzz import large
 
 
-def test_tensors_a_hundred_times_a_block_take_no_memory_of_their_size(monkeypatch, capsys):
+def test_memory_does_not_grow_with_the_tensors(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["large", "--tensor-gigabytes", "0.3", "--scheme", "4:tensor"])
     monkeypatch.setattr(large, "LIMIT", 500_000_000)
     assert large.main() == 0
