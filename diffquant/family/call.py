@@ -130,7 +130,7 @@ def check_tensors(
     maps = len(q)
     if maps not in (1, 2) or len(k) != maps or (lam is None) != (maps == 1) or (maps == 1 and signal_gate is not None):
         raise UsageError(
-            "attention takes one map without λ and gate, or two with λ; got "
+            "attention takes one map without λ or two with it, and gates the signal of two alone; got "
             f"{maps} Q, {len(k)} K, λ {lam is not None}, gate {signal_gate is not None}"
         )
     attended = {**_by_map("q", q), **_by_map("k", k), "v": v}

@@ -84,7 +84,7 @@ def test_a_gate_of_other_queries_is_refused_with_its_shape():
         attend(**random_call(signal_gate=torch.ones(2, 4, 3, 1, dtype=torch.float64)))
     one_map = random_call()
     one_map |= {"q": one_map["q"][:1], "k": one_map["k"][:1], "lam": None}
-    with pytest.raises(UsageError, match="one map without λ and gate"):
+    with pytest.raises(UsageError, match="gates the signal of two alone"):
         attend(**one_map)
 
 

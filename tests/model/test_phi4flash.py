@@ -432,7 +432,7 @@ def test_a_cache_that_cannot_hold_the_states_is_refused(model):
         ({"mamba_proj_bias": True}, "mamba_proj_bias is True, not False"),
         ({"mamba_conv_bias": False}, "mamba_conv_bias is False, not True"),
         ({"lm_head_bias": True}, "lm_head_bias is True"),
-        ({"layer_types": ["sliding_attention"]}, "layer_types is"),
+        ({"layer_types": ["full_attention"]}, "layer_types is"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope_scaling is"),
         ({"num_attention_heads": 39, "hidden_size": 2496}, "num_attention_heads is 39"),
         ({"num_key_value_heads": 15}, "num_key_value_heads is 15"),
