@@ -116,6 +116,10 @@ def allocating(call):
     return torch.ones(call.q[0].shape[0], call.q[0].shape[1], call.length, call.v.shape[-1])
 
 
+# Linux counts pages to within a quarter of a megabyte for each thread, of which torch has two or more.
+UNCOUNTED = 6e5
+
+
 def known_bytes(work):
     return 4 * work.model.pairs * work.queries * work.keys, 4 * work.batch * work.model.pairs * work.queries * 128
 
@@ -134,8 +138,7 @@ def test_peak_memory_is_that_of_a_known_allocation_whatever_was_measured_before(
     works = [Workload(V1, length, length, 1, "float32") for length in (1024, 700, 1024)]
     for work in works:
         temporary, output = known_bytes(work)
-        # Linux counts pages to within a quarter of a megabyte.
-        assert temporary - 3e5 <= peaks("known", work) <= max(temporary, output) + output + 1e6
+        assert temporary - UNCOUNTED <= peaks("known", work) <= max(temporary, output) + output + 1e6
 
 
 @pytest.mark.parametrize(
@@ -149,7 +152,7 @@ def test_peak_memory_grows_with_the_length_and_holds_what_torch_allocated(name):
         assert peak >= known_bytes(work)[1]
         # Beyond torch's own blocks there are the libraries' buffers, of which each thread has one.
         counted = allocated_by_torch(peers.PEERS[name], work)
-        assert counted - 3e5 <= peak <= 1.1 * counted + 4e6
+        assert counted - UNCOUNTED <= peak <= 1.1 * counted + 4e6
 
 
 def test_decoding_takes_memory_too():
