@@ -1,4 +1,4 @@
-"""Record what the commands on README and docs/quantize.md print, and put it onto the pages.
+"""Record what the commands on README, docs/quantize.md and docs/verify.md print, and put it onto the pages.
 
     python -m studies.transcripts SmolLM2-135M-Instruct.Q4_1.gguf
 
@@ -22,7 +22,7 @@ from diffquant.errors import UsageError
 from diffquant.support.files import write_atomically
 
 ROOT = Path(__file__).parents[1]
-PAGES = (ROOT / "README.md", ROOT / "docs" / "quantize.md")
+PAGES = (ROOT / "README.md", ROOT / "docs" / "quantize.md", ROOT / "docs" / "verify.md")
 RECORDED = ROOT / "bench" / "results" / "transcripts.json"
 
 # Sweeps take an hour each and have raw files of their own.

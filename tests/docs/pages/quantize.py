@@ -30,6 +30,26 @@ PAGE.says(
     _SIX_GB["whole"]["peak_resident"] / 1e9,
 )
 
+_MOTIF = raw("quantize-motif-2-12.7b.json")
+PAGE.says(
+    "{} GB in {} files, took {} s at 4:g128 and {} MB beyond the mapped files, {} MB of which are imports; killed "
+    "after {} s it was resumed in {} s",
+    _MOTIF["source_bytes"] / 1e9,
+    _MOTIF["source_files"],
+    _MOTIF["whole"]["seconds"],
+    _MOTIF["whole"]["peak_anonymous"] / 1e6,
+    _MOTIF["anonymous_bytes_of_imports"] / 1e6,
+    _MOTIF["killed"]["process_seconds"],
+    _MOTIF["resumed"]["seconds"],
+)
+PAGE.means("with the same bytes", _MOTIF["byte_identical"])
+_STARTS = {name: medians(turns, "seconds") for name, turns in raw("inspect-motif-2-12.7b.json")["turns"].items()}
+PAGE.says(
+    "answers in {} s, {} times as long as importing torch alone",
+    _STARTS["diffquant inspect"],
+    raw("inspect-motif-2-12.7b.json")["ratio"],
+)
+
 # Rounding
 
 _ROUNDING = raw("rounding/smollm2-135m.json")["results"]

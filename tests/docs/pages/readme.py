@@ -4,7 +4,7 @@ from tests.docs.page import Page, Unmeasured
 from tests.docs.raw import raw, recorded
 
 PAGE = Page("README.md")
-for verb in ("convert", "quantize", "generate", "export", "verify", "run"):
+for verb in ("convert", "quantize", "generate", "export", "run"):
     PAGE.shows(f"diffquant {verb}", lambda verb=verb: recorded(f"diffquant {verb}"))
 _GENERATION = raw("generate.json")["models"]["smollm2-135m-diff-v2"]["export 4:g32 kv 8 embed 8"]
 PAGE.says(

@@ -5,8 +5,10 @@ from pathlib import Path
 
 from diffquant.data import pocket_models
 from tests.docs.page import ROOT, Page
+from tests.docs.raw import recorded
 
 PAGE = Page("docs/verify.md")
+PAGE.shows("diffquant verify", lambda: recorded("diffquant verify"))
 
 
 def _names_in(file: Path) -> dict[str, list[str]]:
