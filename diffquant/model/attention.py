@@ -102,15 +102,16 @@ class DiffAttention(PairAttention):
         lam = self.lam(x)
         if cache is not None:
             k = without_padding(k, mask)
-        y = None
-        if isinstance(cache, FusedCache) and self.backend == "auto" and not self.logits.quantizes:
+        y, gate = None, self.signal_gate(x)
+        # The decode kernel has no gate, and a caller may bring its cache to any model.
+        if isinstance(cache, FusedCache) and self.backend == "auto" and not self.logits.quantizes and gate is None:
             queries, post = self.layout.query_maps(q), self.post()
             fused = cache.attend(self.layer, queries, k, v, lam, scale=self.spec.scale, mask=mask, post=post)
             y = None if fused is None else fused.transpose(1, 2).flatten(2)
         if y is None:
             if cache is not None:
                 k, v = cache.update(k, v, self.layer)
-            y = self.attend(q, k, v, lam, mask, self.signal_gate(x))
+            y = self.attend(q, k, v, lam, mask, gate)
         if self.spec.output_gate:
             y = y * self.output_gate_proj(x).sigmoid()
         out: Tensor = self.o_proj(y)

@@ -11,7 +11,7 @@ from diffquant.family.call import AttentionCall
 from diffquant.family.mask import Mask
 from diffquant.family.spec import DiffSpec
 from diffquant.kernels.arguments import call_refusal
-from diffquant.model.fused_cache import fused_cache_refusal
+from diffquant.model.fused_cache import FusedCache, fused_cache_refusal
 from diffquant.recipe import Recipe
 from diffquant.scheme import Scheme
 from tests.support.checkpoints import NATIVE, write_checkpoint
@@ -142,3 +142,13 @@ def test_decoding_with_a_cache_gives_what_prefill_does(tmp_path):
         rows.append(out.logits)
     # Gates are computed in float32, whatever the model's type.
     torch.testing.assert_close(torch.cat(rows, 1), whole, rtol=0, atol=2e-5)
+
+
+def test_a_fused_cache_that_a_caller_brings_loses_no_gate(tmp_path, monkeypatch):
+    attention = load(write_checkpoint(tmp_path / "gated", "gated", torch.float64), dtype=torch.float64).attentions[0]
+    monkeypatch.setattr(FusedCache, "attend", lambda *_, **__: torch.zeros(1, 4, 5, 16, dtype=torch.float64))
+    monkeypatch.setattr(FusedCache, "update", lambda _, k, v, __: (k, v))
+    x = torch.randn(1, 5, attention.q_proj.in_features, dtype=torch.float64)
+    rotary = torch.ones(1, 5, 16, dtype=torch.float64), torch.zeros(1, 5, 16, dtype=torch.float64)
+    cache = FusedCache(Recipe(), 2)
+    torch.testing.assert_close(attention(x, rotary, Mask(), cache), attention(x, rotary, Mask(), None))

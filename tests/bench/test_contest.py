@@ -116,8 +116,8 @@ def allocating(call):
     return torch.ones(call.q[0].shape[0], call.q[0].shape[1], call.length, call.v.shape[-1])
 
 
-# Linux counts pages to within a quarter of a megabyte for each thread, of which torch has two or more.
-UNCOUNTED = 6e5
+# Linux counts pages to within a quarter of a megabyte.
+UNCOUNTED = 3e5
 
 
 def known_bytes(work):
