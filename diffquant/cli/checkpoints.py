@@ -29,7 +29,6 @@ from diffquant.cli.options import (
     to_json,
 )
 from diffquant.recipe import Recipe, RoundingSettings
-from diffquant.support.progress import progress_for
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -74,6 +73,12 @@ def quantize(
     weight_rules: Annotated[
         Path | None, typer.Option(help="YAML with linears, experts or keep, in place of the rules that ship.")
     ] = None,
+    dtype: Annotated[
+        Literal["bfloat16", "float16", "float32"] | None,
+        typer.Option(
+            help="Of the matrices that are not packed; the source's by default, bfloat16 where that is float32."
+        ),
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be done and stop.")] = False,
     overwrite: Overwrite = False,
     as_json: AsJson = False,
@@ -81,14 +86,15 @@ def quantize(
     """Quantize a checkpoint into compressed-tensors' format, streaming."""
     from diffquant.quantization.plan import plan_quantization
     from diffquant.quantization.quantize import quantize as run
+    from diffquant.support.devices import as_dtype
 
     wanted = RecipeOptions(weights, kv, k, v, logits, residual, override, recipe).required()
     wanted = replace(wanted, rounding=_rounding(wanted.rounding, rounding, text, tokens))
     opened = _opened(source, weights_only, tuple(keep or ()), weight_rules)
     if dry_run:
-        typer.echo(plan_quantization(opened, wanted).table())
+        typer.echo(plan_quantization(opened, wanted, as_dtype(dtype)).table())
         return
-    report = run(opened, output, wanted, overwrite=overwrite, progress=progress_for("quantize"))
+    report = run(opened, output, wanted, dtype=dtype, overwrite=overwrite)
     typer.echo(to_json(report) if as_json else report.summary())
 
 
@@ -108,10 +114,8 @@ def convert(
 ) -> None:
     """Rewrite a checkpoint in another format, computing the same function."""
     from diffquant.conversion import convert as run
-    from diffquant.support.devices import DTYPES
 
-    wanted = DTYPES[dtype] if dtype else None
-    report = run(source, output, to, dtype=wanted, overwrite=overwrite, progress=progress_for("convert"))
+    report = run(source, output, to, dtype=dtype, overwrite=overwrite)
     typer.echo(report.summary())
 
 

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 
@@ -64,6 +65,7 @@ class QuantizationPlan:
         tensors: tensors that are copied or packed.
         linears: every module that a reader will see as a Linear, packed or not.
         rules: rules that chose the weights of an architecture that is not run; None for one that is.
+        unpacked_dtype: dtype of the matrices that are not packed, where it is not the source's; else None.
     """
 
     checkpoint: Checkpoint
@@ -71,11 +73,21 @@ class QuantizationPlan:
     tensors: tuple[PlannedTensor, ...]
     linears: tuple[str, ...]
     rules: WeightRules | None = None
+    unpacked_dtype: torch.dtype | None = None
 
     @property
     def schemes(self) -> dict[str, Scheme]:
         """Scheme of each packed module."""
         return {tensor.module: tensor.scheme for tensor in self.tensors if tensor.scheme.quantizes}
+
+    @property
+    def written_config(self) -> dict[str, Any]:
+        """The source's config.json, with the dtype of the matrices that are not packed."""
+        config = self.checkpoint.written_config
+        if self.unpacked_dtype is None:
+            return config
+        others = {key: value for key, value in config.items() if key != "torch_dtype"}
+        return others | {"dtype": str(self.unpacked_dtype).removeprefix("torch.")}
 
     @property
     def bytes_before(self) -> int:
@@ -123,8 +135,13 @@ class QuantizationPlan:
         return groups
 
 
-def plan_quantization(source: Source | WeightSource, recipe: Recipe) -> QuantizationPlan:
+def plan_quantization(
+    source: Source | WeightSource, recipe: Recipe, dtype: torch.dtype | None = None
+) -> QuantizationPlan:
     """Decide what becomes of each tensor.
+
+    Args:
+        dtype: dtype of the matrices that are not packed, as `unpacked_dtype` takes it.
 
     Raises:
         CheckpointError: tensors are of a type that is not quantized, the checkpoint is quantized already, or rules
@@ -136,14 +153,43 @@ def plan_quantization(source: Source | WeightSource, recipe: Recipe) -> Quantiza
     _refuse_quantized(source)
     schemes = checked_schemes(source, recipe)
     packed = {name: schemes[module] for module, name in targets_of(source).weights.items() if module in schemes}
+    unpacked = unpacked_dtypes(source, dtype)
     tensors = tuple(
-        _planned(name, info, packed.get(name, FULL), source.checkpoint.written_dtype(name))
+        _planned(name, info, packed.get(name, FULL), source.checkpoint.written_dtype(name), unpacked.get(name))
         for name, info in source.checkpoint.tensors.items()
         if isinstance(source, WeightSource) or not is_surplus(name, source.adapter.architecture.tie_word_embeddings)
     )
     _check_names(tensors)
     rules = source.rules if isinstance(source, WeightSource) else None
-    return QuantizationPlan(source.checkpoint, recipe, tensors, _linears(source), rules)
+    return QuantizationPlan(
+        source.checkpoint, recipe, tensors, _linears(source), rules, next(iter(unpacked.values()), None)
+    )
+
+
+def unpacked_dtypes(source: Source | WeightSource, dtype: torch.dtype | None = None) -> dict[str, torch.dtype]:
+    """Dtype of each matrix that may stay unpacked, by the tensor's name, where it is not the source's.
+
+    What is not packed is stored in 16 bits, as the recipe has it: matrices of a float32 checkpoint become bfloat16,
+    which has the same range. Vectors, all but free, stay as they are, and so does all of a checkpoint whose
+    architecture is unknown.
+
+    Args:
+        dtype: dtype that is wanted in place of the checkpoint's own or, where that is float32, of bfloat16.
+
+    Raises:
+        UsageError: a dtype is wanted of a checkpoint whose architecture is unknown.
+    """
+    if isinstance(source, WeightSource):
+        if dtype is not None:
+            raise UsageError(
+                f"{source.path} (model_type {source.model_type!r}) is quantized by its tensors' names, and what is not "
+                "packed stays as it is; leave out --dtype"
+            )
+        return {}
+    own = {name: source.checkpoint.written_dtype(name) for name in targets_of(source).weights.values()}
+    if dtype is None and own[source.adapter.source_name(f"{_EMBEDDING}.weight")] == torch.float32:
+        dtype = torch.bfloat16
+    return {} if dtype is None else {name: dtype for name, kind in own.items() if kind != dtype}
 
 
 def checked_schemes(source: Source | WeightSource, recipe: Recipe) -> dict[str, Scheme]:
@@ -269,9 +315,11 @@ def _misfit_problem(size: int, shapes: Mapping[str, tuple[int, ...]]) -> str:
     )
 
 
-def _planned(name: str, info: TensorInfo, scheme: Scheme, written: torch.dtype) -> PlannedTensor:
+def _planned(
+    name: str, info: TensorInfo, scheme: Scheme, written: torch.dtype, unpacked: torch.dtype | None
+) -> PlannedTensor:
     if not scheme.quantizes:
-        return PlannedTensor(name, info, scheme, (OutputTensor(name, written, info.shape),))
+        return PlannedTensor(name, info, scheme, (OutputTensor(name, unpacked or written, info.shape),))
     module = name.removesuffix(".weight")
     types = {SCALE: scale_dtype(written), SHAPE: torch.int64}
     shapes = packed_shapes(info.shape, scheme)
