@@ -153,7 +153,8 @@ def plan_quantization(
     _refuse_quantized(source)
     schemes = checked_schemes(source, recipe)
     packed = {name: schemes[module] for module, name in targets_of(source).weights.items() if module in schemes}
-    unpacked = unpacked_dtypes(source, dtype)
+    # A recipe of the cache alone copies the weights.
+    unpacked = unpacked_dtypes(source, dtype) if packed or dtype else {}
     tensors = tuple(
         _planned(name, info, packed.get(name, FULL), source.checkpoint.written_dtype(name), unpacked.get(name))
         for name, info in source.checkpoint.tensors.items()
