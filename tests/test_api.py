@@ -135,10 +135,10 @@ def test_progress_is_shown_in_a_terminal_and_nowhere_else(tmp_path, source, monk
 
 
 def test_verbs_measure_and_run_what_they_are_given(tmp_path, pocket):
-    result = diffquant.evaluate(pocket, "needle:1", {"logits": "6:row"}, samples=2, lengths=(64,), dtype="float32")
-    assert list(result) == ["needle:1"]
+    result = diffquant.evaluate(pocket, "needle", {"logits": "6:row"}, limit=4, lengths="64", dtype="float32")
+    assert list(result) == ["needle:1:1"]
     swept = diffquant.sweep(
-        pocket, tmp_path / "sweep", "needle:1", bits="8", targets="logits", samples=2, lengths=(64,), dtype="float32"
+        pocket, tmp_path / "sweep", "needle", bits="8", targets="logits", limit=4, lengths="64", dtype="float32"
     )
     assert [cell.point.label for cell in swept.cells] == ["16 bits", "logits 8:row"]
     assert (tmp_path / "sweep/report.html").is_file()
@@ -152,8 +152,11 @@ def test_generate_takes_a_checkpoint_or_a_loaded_model(pocket):
     model, tokenizer = diffquant.load(pocket), diffquant.load_tokenizer(pocket)
     text = diffquant.generate(pocket, "The city", max_new_tokens=5)
     assert text == diffquant.generate(model, "The city", tokenizer=tokenizer, max_new_tokens=5)
-    ids = tokenizer("The city", return_tensors="pt").input_ids
-    expected = model.generate(ids, max_new_tokens=5, do_sample=False, pad_token_id=0)[0, ids.shape[1] :]
+    inputs = tokenizer("The city", return_tensors="pt")
+    ids = inputs["input_ids"]
+    expected = model.generate(
+        ids, attention_mask=inputs["attention_mask"], max_new_tokens=5, do_sample=False, pad_token_id=0
+    )[0, ids.shape[1] :]
     assert text == tokenizer.decode(expected, skip_special_tokens=True)
     with pytest.raises(UsageError, match="needs its tokenizer"):
         diffquant.generate(model, "The city")
@@ -230,7 +233,7 @@ def kl(p, q):
     return float((p.exp() * (p - q)).sum(-1).mean())
 
 
-def test_16_bit_scales_and_embeddings_cost_a_hundredth_of_what_4_bits_do(tmp_path, pocket):
+def test_16_bit_scales_and_embeddings_cost_little_beside_4_bits(tmp_path, pocket):
     """The pocket model in float32, against scales in float32 that no rounding touched."""
     tokenizer = diffquant.load_tokenizer(pocket)
     ids = tokenizer(data.books_text()[:3000], return_tensors="pt").input_ids[:, :512]
@@ -241,7 +244,7 @@ def test_16_bit_scales_and_embeddings_cost_a_hundredth_of_what_4_bits_do(tmp_pat
         for name, module in wide.named_modules():
             if isinstance(module, torch.nn.Linear) and ".layers." in name and "lambda" not in name:
                 groups = module.weight.unflatten(1, (-1, 32))
-                scale = groups.abs().amax(-1, keepdim=True) / 7
+                scale = (groups.abs().amax(-1, keepdim=True) / 7).clamp_min(1e-12)
                 module.weight.copy_((groups / scale).round().mul(scale).flatten(1))
         baseline, stored, unrounded = (model(ids).logits for model in (exact, sixteen, wide))
     assert kl(baseline, stored) > 1e-4

@@ -23,7 +23,7 @@ except ImportError:
 for name in ("fcntl", "resource", "termios", "pwd", "grp", "syslog"):
     sys.modules[name] = None
 for name in ("pwrite", "pread", "sched_getaffinity", "sysconf", "fork", "getuid", "geteuid", "uname", "killpg",
-             "getpgid", "mkfifo", "O_CLOEXEC", "O_DIRECTORY", "posix_fallocate", "sendfile", "getloadavg", "wait4"):
+             "getpgid", "mkfifo", "O_CLOEXEC", "O_DIRECTORY", "posix_fallocate", "getloadavg", "wait4"):
     if hasattr(os, name):
         delattr(os, name)
 for name in ("SIGKILL", "SIGALRM", "SIGUSR1", "SIGHUP", "pthread_sigmask"):

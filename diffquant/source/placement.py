@@ -70,19 +70,20 @@ class Spread:
         from accelerate.utils import get_balanced_memory
 
         self._layer_classes = list(model._no_split_modules or ())
-        if isinstance(device_map, str):
-            if device_map != "auto":
-                raise UsageError(f"device_map is 'auto' or a mapping from modules to devices, got {device_map!r}")
+        if device_map == "auto":
             sizes: dict[str, Any] = {"no_split_module_classes": self._layer_classes, "dtype": dtype}
             memory = get_balanced_memory(model, dict(max_memory) if max_memory else None, **sizes)
             device_map = infer_auto_device_map(model, memory, **sizes)
+        if isinstance(device_map, str):
+            raise UsageError(f"device_map is 'auto' or a mapping from modules to devices, got {device_map!r}")
         self.places = dict(device_map)
-        self._folder, self._index = offload_folder, {}
+        self._folder = offload_folder
+        self._index: dict[str, Any] = {}
         self._check(model)
 
     def put(self, name: str, data: Tensor) -> Tensor:
         place = self._place_of(name)
-        if place != "disk":
+        if place is not None and place != "disk":
             return data.to(torch.device(place))
         from accelerate.utils import offload_weight
 

@@ -9,7 +9,7 @@ from diffquant.recipe import Recipe, RecipeLike
 from diffquant.support.progress import Progress, progress_for
 from diffquant.sweep.evaluate import evaluate as measure
 from diffquant.sweep.grid import SweepOptions
-from diffquant.verbs.arguments import paths, texts
+from diffquant.verbs.arguments import paths, task_values, texts
 
 
 def evaluate(
@@ -37,7 +37,7 @@ def evaluate(
         attention: name of an attention backend, or "auto".
         device: device that the model runs on.
         progress: function called with the items done; by default a line on a terminal.
-        task_options: options of the tasks, such as limit=100.
+        task_options: options of the tasks, such as limit=100 or lengths="64,128".
 
     Returns:
         Results by the task's name.
@@ -48,7 +48,7 @@ def evaluate(
     options = SweepOptions(
         tasks=texts(tasks),
         scales=() if scales is None else paths(scales),
-        task_options=task_options,
+        task_options=task_values(task_options),
         dtype=dtype,
         attention=attention,
         device=device,

@@ -9,7 +9,7 @@ from diffquant.sweep.grid import SweepOptions
 from diffquant.sweep.outputs import write_outputs
 from diffquant.sweep.result import SweepResult
 from diffquant.sweep.run import run_sweep
-from diffquant.verbs.arguments import numbers, paths, texts
+from diffquant.verbs.arguments import numbers, paths, task_values, texts
 
 
 def sweep(
@@ -30,7 +30,7 @@ def sweep(
 ) -> SweepResult:
     """Measure what each bit width costs, and write tables, plots and a report.
 
-        diffquant.sweep(["needle-diff-v1", "needle-transformer"], "run", "needle", bits="16,8,4", samples=20)
+        diffquant.sweep(["needle-diff-v1", "needle-transformer"], "run", "needle", bits="16,8,4", limit=20)
 
     Cells that `output` holds already are not measured again.
 
@@ -47,7 +47,7 @@ def sweep(
         attention: name of an attention backend, or "auto".
         device: device that models run on.
         progress: function called with the cells done; by default a line on a terminal.
-        task_options: options of the tasks, such as limit=100.
+        task_options: options of the tasks, such as limit=100 or lengths="64,128".
 
     Returns:
         All cells, those that were there included.
@@ -64,7 +64,7 @@ def sweep(
         granularities=texts(granularities),
         recipes=paths(recipes),
         scales=paths(scales),
-        task_options=task_options,
+        task_options=task_values(task_options),
         dtype=dtype,
         attention=attention,
         device=device,
