@@ -1,5 +1,6 @@
 """What Windows and macOS lack is needed by no module and by no verb that writes."""
 
+import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -7,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from diffquant.data import pocket_models
 from diffquant.support.placed_file import PlacedFile
 
 ROOT = Path(__file__).parents[1]
@@ -70,6 +72,19 @@ def test_modules_import_and_checkpoints_are_written_where_the_system_is_not_posi
     code = WITHOUT_POSIX + EVERY_MODULE + EVERY_WRITER
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_what_a_code_page_cannot_write_is_replaced():
+    pocket = str(pocket_models("needle")[1])
+    done = subprocess.run(
+        [sys.executable, "-m", "diffquant", "inspect", pocket],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONIOENCODING": "cp1252"},
+        capture_output=True,
+        encoding="cp1252",
+    )
+    assert done.returncode == 0, done.stderr
+    assert "? by layer" in done.stdout
 
 
 @pytest.mark.parametrize("has_pwrite", [True, False])

@@ -5,6 +5,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable
+from io import TextIOWrapper
 from typing import NoReturn
 
 import typer
@@ -23,6 +24,9 @@ def run_commands(program: typer.Typer) -> None:
     """Run the command that the arguments name; SIGTERM, which schedulers send, ends it as Ctrl-C does."""
     if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         signal.signal(signal.SIGTERM, signal.default_int_handler)
+    if isinstance(sys.stdout, TextIOWrapper):
+        # The code pages of Windows lack λ and others of our letters.
+        sys.stdout.reconfigure(errors="replace")
     try:
         program()
     except DiffQuantError as error:
