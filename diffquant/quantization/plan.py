@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any
 
 import torch
 
@@ -65,7 +64,7 @@ class QuantizationPlan:
         tensors: tensors that are copied or packed.
         linears: every module that a reader will see as a Linear, packed or not.
         rules: rules that chose the weights of an architecture that is not run; None for one that is.
-        unpacked_dtype: dtype of the matrices that are not packed, where it is not the source's; else None.
+        run_dtype: dtype that the source runs in, where matrices that are not packed are written in another; else None.
     """
 
     checkpoint: Checkpoint
@@ -73,21 +72,12 @@ class QuantizationPlan:
     tensors: tuple[PlannedTensor, ...]
     linears: tuple[str, ...]
     rules: WeightRules | None = None
-    unpacked_dtype: torch.dtype | None = None
+    run_dtype: torch.dtype | None = None
 
     @property
     def schemes(self) -> dict[str, Scheme]:
         """Scheme of each packed module."""
         return {tensor.module: tensor.scheme for tensor in self.tensors if tensor.scheme.quantizes}
-
-    @property
-    def written_config(self) -> dict[str, Any]:
-        """The source's config.json, with the dtype of the matrices that are not packed."""
-        config = self.checkpoint.written_config
-        if self.unpacked_dtype is None:
-            return config
-        others = {key: value for key, value in config.items() if key != "torch_dtype"}
-        return others | {"dtype": str(self.unpacked_dtype).removeprefix("torch.")}
 
     @property
     def bytes_before(self) -> int:
@@ -141,7 +131,7 @@ def plan_quantization(
     """Decide what becomes of each tensor.
 
     Args:
-        dtype: dtype of the matrices that are not packed, as `unpacked_dtype` takes it.
+        dtype: dtype of the matrices that are not packed, as `unpacked_dtypes` takes it.
 
     Raises:
         CheckpointError: tensors are of a type that is not quantized, the checkpoint is quantized already, or rules
@@ -162,17 +152,16 @@ def plan_quantization(
     )
     _check_names(tensors)
     rules = source.rules if isinstance(source, WeightSource) else None
-    return QuantizationPlan(
-        source.checkpoint, recipe, tensors, _linears(source), rules, next(iter(unpacked.values()), None)
-    )
+    run_dtype = source.dtype if isinstance(source, Source) and unpacked else None
+    return QuantizationPlan(source.checkpoint, recipe, tensors, _linears(source), rules, run_dtype)
 
 
 def unpacked_dtypes(source: Source | WeightSource, dtype: torch.dtype | None = None) -> dict[str, torch.dtype]:
     """Dtype of each matrix that may stay unpacked, by the tensor's name, where it is not the source's.
 
     What is not packed is stored in 16 bits, as the recipe has it: matrices of a float32 checkpoint become bfloat16,
-    which has the same range. Vectors, all but free, stay as they are, and so does all of a checkpoint whose
-    architecture is unknown.
+    which has the same range; the model goes on to run in float32. Vectors, all but free, stay as they are, and so does
+    all of a checkpoint whose architecture is unknown.
 
     Args:
         dtype: dtype that is wanted in place of the checkpoint's own or, where that is float32, of bfloat16.

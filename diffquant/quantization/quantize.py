@@ -116,7 +116,8 @@ def quantize(
             `diffquant_config`.
         rounding: rounding in place of the recipe's, as `RoundingSettings.parse` takes it: "mse", or
             {"name": "gptq", "tokens": 4096}.
-        dtype: dtype of the matrices that are not packed; the checkpoint's by default, bfloat16 where that is float32.
+        dtype: dtype in which matrices that are not packed are stored; the checkpoint's by default, bfloat16 where that
+            is float32. The model runs in the checkpoint's all the same, unless `load` is told otherwise.
         overwrite: replace an existing checkpoint there, at the end.
         progress: function called with layers while a rounding reads a text, then with output bytes; by default a line
             on a terminal.
@@ -142,7 +143,7 @@ def quantize(
         "recipe": recipe.to_dict(),
         "rounding": rounded,
         "rules": plan.rules.to_dict() if plan.rules else None,
-        "unpacked": str(plan.unpacked_dtype),
+        "dtype": str(as_dtype(dtype)),
         "versions": versions(),
     }
     with staged(destination, key, plan.bytes_after, overwrite) as staging:
@@ -236,7 +237,9 @@ def _write_descriptions(
 ) -> None:
     """Write config.json, recipe.yaml, diffquant.json and the model card."""
     recorded = {"version": CONFIG_VERSION, "recipe": plan.recipe.to_dict()}
-    config = plan.written_config | {"diffquant_config": recorded}
+    if plan.run_dtype is not None:
+        recorded["dtype"] = str(plan.run_dtype).removeprefix("torch.")
+    config = plan.checkpoint.written_config | {"diffquant_config": recorded}
     if plan.schemes:
         config["quantization_config"] = quantization_config(plan.schemes, plan.linears)
     write_atomically(folder / "config.json", json.dumps(config, indent=2) + "\n")

@@ -47,9 +47,9 @@ def build_model(
     Raises:
         NonFiniteError: a parameter holds NaN or infinity.
     """
-    adapter, architecture = source.adapter, source.architecture
+    architecture = source.architecture
     model = _empty_model(architecture)
-    dtype = dtype or source.checkpoint.tensors[adapter.source_name("model.embed_tokens.weight")].dtype
+    dtype = dtype or source.dtype
     placement: Placement = OneDevice(device)
     if device_map is not None:
         # Hooks fetch parameters, and packed codes are none.
