@@ -136,7 +136,7 @@ def convert(
         Literal["bfloat16", "float16", "float32"] | None,
         typer.Option(
             metavar="NAME",
-            help="bfloat16, float16 or float32 for the matrices; the source's by default, a GGUF file's codes bfloat16.",
+            help="bfloat16, float16 or float32 for matrices; the source's by default, a GGUF file's codes bfloat16.",
         ),
     ] = None,
     revision: Revision = None,

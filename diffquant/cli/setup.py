@@ -13,15 +13,19 @@ from diffquant.cli.options import AsJson, Destination, Overwrite
 @verb("demo --pocket")
 def demo(
     output: Destination = Path("demo-output"),
-    limit: Annotated[int, typer.Option(metavar="NUMBER", min=2, help="Items of each cell.")] = 100,
-    pocket: Annotated[bool, typer.Option("--pocket", help="Use the small trained models that ship instead.")] = False,
+    minutes: Annotated[
+        float, typer.Option(metavar="NUMBER", min=0, help="Time to take, about; it chooses the number of items.")
+    ] = 4.0,
+    pocket: Annotated[bool, typer.Option("--pocket", help="Stay with the small trained models that ship.")] = False,
     overwrite: Overwrite = False,
 ) -> None:
-    """Take SmolLM2-135M through every step, on models at hand."""
-    from diffquant.demo import demo as run
-    from diffquant.demo import pocket_demo
+    """Show Figure 8 on trained models, then take one to 4 bits.
 
-    (pocket_demo if pocket else run)(output, limit, overwrite, typer.echo)
+    The one is SmolLM2-135M, from PyPI, which ends in ONNX Runtime.
+    """
+    from diffquant.demo import demo as run
+
+    run(output, minutes, pocket, overwrite, typer.echo)
 
 
 @verb("doctor")
