@@ -30,6 +30,7 @@ def run(capsys, monkeypatch):
 
     def call(*arguments):
         monkeypatch.setattr(sys, "argv", ["diffquant", *map(str, arguments)])
+        capsys.readouterr()
         with pytest.raises(SystemExit) as stop:
             main()
         out = capsys.readouterr()

@@ -52,7 +52,7 @@ def run(hub, tmp_path):
 
 
 def test_a_model_of_the_hub_is_quantized_by_its_name_and_what_it_needs_is_fetched_once(run, hub, tmp_path):
-    code, _, err = run("quantize", MODEL, "-o", "low", "--weights", "8")
+    code, _, err = run("quantize", MODEL, "-o", "low", "--weights", "8:row")
     assert (code, err) == (0, "")
     assert open_source(tmp_path / "low").tokenizer is not None
     assert "# tiny-diff, quantized" in (tmp_path / "low/README.md").read_text()
@@ -106,7 +106,7 @@ def test_a_path_goes_before_the_hub_and_a_folder_that_is_there_is_not_looked_up(
 
 
 def test_a_quantized_folder_is_pushed_with_its_card(run, hub, folder, tmp_path):
-    code, out, err = run("quantize", folder, "-o", "low", "--weights", "8", "--push", "tester/low", HF_TOKEN=TOKEN)
+    code, out, err = run("quantize", folder, "-o", "low", "--weights", "8:row", "--push", "tester/low", HF_TOKEN=TOKEN)
     assert code == 0, err
     assert f"{hub.address}/tester/low" in out
     written = {str(file.relative_to(tmp_path / "low")): file.read_bytes() for file in (tmp_path / "low").iterdir()}
@@ -128,7 +128,7 @@ def test_an_exported_folder_is_pushed_with_a_card(run, hub, folder):
     [("low", TOKEN, "expected ORG/NAME"), ("tester/low", "", "log in"), ("tester/low", "wrong", "refuses")],
 )
 def test_what_cannot_be_pushed_is_said_before_the_work(run, hub, folder, tmp_path, name, token, message):
-    code, _, err = run("quantize", folder, "-o", "low", "--weights", "8", "--push", name, HF_TOKEN=token)
+    code, _, err = run("quantize", folder, "-o", "low", "--weights", "8:row", "--push", name, HF_TOKEN=token)
     assert code in (1, 2)
     assert message in err
     assert not (tmp_path / "low").exists()
