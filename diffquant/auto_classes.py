@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from diffquant.errors import UsageError
@@ -25,7 +26,6 @@ _WITHOUT_EFFECT = {
     "attn_implementation",
     "local_files_only",
     "low_cpu_mem_usage",
-    "revision",
     "trust_remote_code",
     "use_safetensors",
 }
@@ -113,6 +113,7 @@ class LoadedModel:
         dtype: Any = None,
         torch_dtype: Any = None,
         device_map: Any = None,
+        revision: str | None = None,
         **options: object,
     ) -> "CausalModel":
         """The model of a folder, with its recipe applied.
@@ -122,6 +123,7 @@ class LoadedModel:
             config: configuration that the auto class has read.
             dtype, torch_dtype: dtype or its name; the checkpoint's by default.
             device_map: one device for all of the model; the processor by default.
+            revision: revision of a model on the hub.
             options: other arguments of transformers' `from_pretrained`.
 
         Raises:
@@ -139,9 +141,11 @@ class LoadedModel:
             )
         wanted = dtype or torch_dtype
         wanted = None if wanted == "auto" else resolve_dtype(wanted) if isinstance(wanted, str) else wanted
-        model = load(path, dtype=wanted, device=_one_device(device_map))
+        place = f"{path}@{revision}" if revision and not Path(path).exists() else path
+        model = load(place, dtype=wanted, device=_one_device(device_map))
         # transformers' models can be trained on; low bits cannot.
-        return model.requires_grad_(not model.has_low_bit_weights)
+        model.requires_grad_(not model.has_low_bit_weights)
+        return model
 
     @classmethod
     def _from_config(cls, config: "PreTrainedConfig", **_: object) -> "CausalModel":

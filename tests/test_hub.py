@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -34,16 +35,16 @@ def hub(folder, tmp_path, monkeypatch):
 
 @pytest.fixture
 def run(hub, tmp_path):
-    """Run a command line in a process whose hub is the server: exit code, stdout, stderr."""
+    """Run a command line, or other Python, in a process whose hub is the server: exit code, stdout, stderr."""
 
-    def call(*arguments, **environment):
+    def call(*arguments, start=("-m", "diffquant"), **environment):
         settings = {
             "HF_ENDPOINT": hub.address,
             "HF_HOME": str(tmp_path / "hf"),
             "HF_HUB_DISABLE_XET": "1",
             "PYTHONPATH": os.getcwd(),
         }
-        command = [sys.executable, "-m", "diffquant", *map(str, arguments)]
+        command = [sys.executable, *start, *map(str, arguments)]
         environment = {**os.environ, **settings, **environment}
         done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
         return done.returncode, done.stdout, done.stderr
@@ -51,24 +52,16 @@ def run(hub, tmp_path):
     return call
 
 
-def test_a_model_of_the_hub_is_quantized_by_its_name_and_what_it_needs_is_fetched_once(run, hub, tmp_path):
+def test_a_model_of_the_hub_is_quantized_by_its_name_and_what_it_needs_is_fetched_once(run, hub, folder, tmp_path):
     code, _, err = run("quantize", MODEL, "-o", "low", "--weights", "8:row")
     assert (code, err) == (0, "")
     assert open_source(tmp_path / "low").tokenizer is not None
     assert "# tiny-diff, quantized" in (tmp_path / "low/README.md").read_text()
-    fetched = {
-        request.rpartition("/")[2] for request in hub.requests if request.startswith("GET") and "resolve" in request
-    }
-    assert fetched == {
-        "config.json",
-        "model.safetensors",
-        "tokenizer.json",
-        "tokenizer_config.json",
-        "generation_config.json",
-    }
+    fetched = {request.rpartition("/")[2] for request in hub.requests if re.match("GET .*/resolve/", request)}
+    assert fetched == {file.name for file in folder.iterdir()} - {"README.md"}
     hub.requests.clear()
     assert run("inspect", MODEL)[0] == 0
-    assert not [request for request in hub.requests if "resolve" in request and request.startswith("GET")]
+    assert not [request for request in hub.requests if re.match("GET .*/resolve/", request)]
 
 
 def test_a_revision_is_named_by_an_option_or_behind_the_name(run):
@@ -76,6 +69,17 @@ def test_a_revision_is_named_by_an_option_or_behind_the_name(run):
     assert code == 0
     assert run("inspect", f"{MODEL}@v2", "--json")[1] == out
     assert run("inspect", f"{MODEL}@v3")[::2] == (1, f"error: {MODEL} on the hub has no revision 'v3'\n")
+
+
+def test_transformers_opens_a_revision_of_a_model_of_the_hub(run):
+    code = f"""
+import diffquant
+from transformers import AutoModelForCausalLM
+print(AutoModelForCausalLM.from_pretrained({MODEL!r}, revision="v2").config.rms_norm_eps)
+"""
+    status, out, err = run(start=("-c", code))
+    assert status == 0, err
+    assert out == "0.001\n"
 
 
 @pytest.mark.parametrize(

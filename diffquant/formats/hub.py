@@ -28,7 +28,7 @@ def local_path(path: Path) -> Path:
     if named is None or path.exists() or Path(path.parts[0]).exists():
         return path
     from huggingface_hub import snapshot_download
-    from huggingface_hub.utils import disable_progress_bars
+    from huggingface_hub.utils.tqdm import disable_progress_bars
 
     if not sys.stderr.isatty():
         disable_progress_bars()
@@ -83,10 +83,11 @@ def _told(model: str, revision: str | None) -> Iterator[None]:
     Raises:
         CheckpointError: the hub refused, or could not be reached.
     """
-    from huggingface_hub.errors import (
+    # HTTPError is that of the HTTP library below, which versions choose differently.
+    from huggingface_hub.errors import (  # type: ignore[attr-defined]
         GatedRepoError,
         HfHubHTTPError,
-        HTTPError,  # type: ignore[attr-defined]  # of the HTTP library that it uses, which versions choose differently
+        HTTPError,
         LocalEntryNotFoundError,
         LocalTokenNotFoundError,
         OfflineModeIsEnabled,

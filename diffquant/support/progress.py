@@ -86,14 +86,15 @@ class TerminalProgress:
 
         self._countdown, self._stopped = countdown, stopped = Countdown(share), Event()
 
-        class Line(tqdm):  # type: ignore[type-arg]
+        class Line(tqdm):
             """A line that knows the time left."""
 
             @property
             def format_dict(self) -> dict[str, object]:
                 left = countdown.left
                 shown = "?" if left is None else self.format_interval(left)
-                return super().format_dict | {"left": shown}
+                shown_values: dict[str, object] = super().format_dict
+                return shown_values | {"left": shown}
 
         # What fails or is interrupted leaves nothing: a message follows.
         self._line = Line(

@@ -80,7 +80,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.contents.requests.append(f"{self.command} {path}")
         for pattern, answer in _ROUTES:
             if found := re.fullmatch(pattern, path):
-                answer(self, body, *found.groups())
+                getattr(self, answer)(body, *found.groups())
                 return
         self._send(404, {"error": f"the stand-in knows no {path}"})
 
@@ -159,14 +159,14 @@ class _Handler(BaseHTTPRequestHandler):
 
 _MODEL = r"([\w.-]+/[\w.-]+)"
 _ROUTES = [
-    (r"/api/whoami-v2", _Handler._who),
-    (r"/api/validate-yaml", _Handler._valid),
-    (r"/api/repos/create", _Handler._create),
-    (rf"/api/models/{_MODEL}(?:/revision/(.+))?", _Handler._info),
-    (rf"/api/models/{_MODEL}/tree/([^/]+)", _Handler._tree),
-    (rf"/api/models/{_MODEL}/preupload/([^/]+)", _Handler._preupload),
-    (rf"/api/models/{_MODEL}/commit/([^/]+)", _Handler._commit),
-    (rf"/{_MODEL}/resolve/([^/]+)/(.+)", _Handler._file),
+    (r"/api/whoami-v2", "_who"),
+    (r"/api/validate-yaml", "_valid"),
+    (r"/api/repos/create", "_create"),
+    (rf"/api/models/{_MODEL}(?:/revision/(.+))?", "_info"),
+    (rf"/api/models/{_MODEL}/tree/([^/]+)", "_tree"),
+    (rf"/api/models/{_MODEL}/preupload/([^/]+)", "_preupload"),
+    (rf"/api/models/{_MODEL}/commit/([^/]+)", "_commit"),
+    (rf"/{_MODEL}/resolve/([^/]+)/(.+)", "_file"),
 ]
 
 
