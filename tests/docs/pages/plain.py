@@ -12,6 +12,7 @@ MANY_SHOT, OPERATOR, CLAIMS, MODELS, ANY_MODEL, RESULTS, SCHEMES, RECIPES, CLI, 
         *("cli", "papers", "glossary", "tutorial", "architecture", "faq", "genai", "gpu", "machines", "python"),
     )
 ]
+MANY_SHOT.leaves("takes over 250 times as long", "arithmetic: each text runs once and again for each token")
 MANY_SHOT.table("suffix | what it holds", lambda *_: Unmeasured("formats"))
 GLOSSARY.table("word | meaning", lambda *_: Unmeasured("definitions"))
 SCHEMES.table("you want | options | what you get", lambda *_: Unmeasured("options, and what they mean"))
