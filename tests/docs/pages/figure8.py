@@ -361,8 +361,8 @@ _SECOND = [layer["sensitivity"] for layer in PROSE["diff-v1"]["layers"]]
 _LAMBDAS = [layer["lam"]["mean"] for n, layer in enumerate(PROSE["diff-v1"]["layers"]) if n != 1]
 _SHARES = [100 * layer["second"] / layer["first"] for n, layer in enumerate(_SECOND) if n != 1]
 PAGE.says(
-    "In V1's second layer, where λ = {}, its noise costs as much as the signal map's ({} and {}); where λ is between {} "
-    "and {}, only {} to {} %",
+    "In V1's second layer, where λ = {}, its noise costs as much as the signal map's ({} and {}); where λ is between "
+    "{} and {}, only {} to {} %",
     PROSE["diff-v1"]["layers"][1]["lam"]["mean"],
     _SECOND[1]["second"],
     _SECOND[1]["first"],
