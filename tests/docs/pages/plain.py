@@ -37,7 +37,7 @@ RESULTS.table("number | raw result | made by", lambda *_: Unmeasured("names of f
 ANY_MODEL.table("to change it | ", lambda *_: Unmeasured("options"))
 for stored in ("16        32.00", "4:g32         4.52", "16        16.00", "4:g32         4.50"):
     ANY_MODEL.leaves(stored, "arithmetic, of a small checkpoint that the tests write")
-for section in ("Quantized models", "When DIFF attention bears low bits better", "Speed and memory"):
+for section in ("Quantized models", "When DIFF attention loses less by low bits", "Speed and memory"):
     heads = "claim | n, interval | raw file | made by | refuted by"
     CLAIMS.table(heads, lambda *_: Unmeasured("how much was measured"), section=section)
 CLAIMS.leaves("at most 1.3 M parameters", "a count")
