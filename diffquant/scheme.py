@@ -60,7 +60,7 @@ class Scheme:
         """Read the text form; `default` is the granularity where the text names none.
 
         Raises:
-            UsageError: the text is not BITS[:GRANULARITY][:shift or :alike].
+            UsageError: the text is not `BITS[:GRANULARITY][:shift or :alike]`.
         """
         if not isinstance(text, str) and type(text) is not int:
             raise UsageError(f"cannot read a scheme from a {type(text).__name__}: expected {_GRAMMAR}")
