@@ -7,7 +7,8 @@
 Make: `quantize`, `convert`, `search`, `calibrate`. Measure: `evaluate`, `sweep`. Run: `load`, `load_tokenizer`,
 `generate`, `export`. Recipes are `Recipe`s, or what `Recipe.parse` reads; every error is a `DiffQuantError`.
 
-Names are resolved when first used, so that importing the package does not import torch.
+Names are resolved when first used, so that importing the package does not import torch. Once it is imported,
+transformers' `AutoModelForCausalLM` opens every folder that diffquant writes.
 """
 
 import sys
@@ -15,6 +16,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from diffquant.auto_classes import register_with_transformers
 from diffquant.support.version import __version__
 
 if TYPE_CHECKING:
@@ -107,3 +109,4 @@ class _Package(ModuleType):
 
 
 sys.modules[__name__].__class__ = _Package
+register_with_transformers()

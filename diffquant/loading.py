@@ -18,7 +18,7 @@ from diffquant.source.building import Rewrite, as_it_is, build_model
 from diffquant.source.placement import DeviceMap
 from diffquant.source.ranges import read_ranges
 from diffquant.source.source import Source, open_source
-from diffquant.support.devices import as_dtype, check_device
+from diffquant.support.devices import as_dtype, resolve_device
 from diffquant.support.progress import silent
 
 
@@ -26,7 +26,7 @@ def load(
     path: Path | str | Source,
     recipe: RecipeLike | None = None,
     dtype: torch.dtype | str | None = None,
-    device: str = "cpu",
+    device: str = "auto",
     packed: bool | None = None,
     scales: Path | str | None = None,
     device_map: DeviceMap | None = None,
@@ -46,7 +46,7 @@ def load(
             recipe's rounding; one that reads a text does so at each load.
         dtype: dtype of the model, or its name; "auto" is bfloat16 where it is native, else float32. The checkpoint's by
             default.
-        device: device of the model.
+        device: device of the model; by default CUDA where torch finds a device of it, else the processor.
         packed: whether the layers' packed weights stay packed, or are expanded to `dtype`; by default they
             stay packed where kernels read them, in half precision on CUDA. Weights whose groups the kernels do
             not know (no multiple of 16) are expanded in any case.
@@ -64,7 +64,7 @@ def load(
     """
     if device_map is not None and packed:
         raise UsageError("packed weights stay on one device; leave out packed, or device_map")
-    check_device(device)
+    device = resolve_device(device)
     source = open_source(path)
     recipe = None if recipe is None else Recipe.parse(recipe)
     schemes = _simulated_schemes(source, recipe)

@@ -26,7 +26,7 @@ def calibrate(
     tokens: int = 16384,
     window: int = 512,
     dtype: str = "float32",
-    device: str = "cpu",
+    device: str = "auto",
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> list[Fit]:
@@ -46,7 +46,7 @@ def calibrate(
         tokens: most tokens of the text, over both halves.
         window: tokens that the model sees at once.
         dtype: name of the model's dtype.
-        device: device that it runs on.
+        device: device that it runs on; "auto" is CUDA where there is one, else the processor.
         overwrite: replace the file if it exists.
         progress: function called with the windows done; by default a line on a terminal.
 

@@ -20,7 +20,7 @@ def evaluate(
     scales: Path | str | None = None,
     dtype: str = "auto",
     attention: str = "auto",
-    device: str = "cpu",
+    device: str = "auto",
     progress: Progress | None = None,
     **task_options: object,
 ) -> dict[str, TaskResult]:
@@ -35,7 +35,7 @@ def evaluate(
         scales: file of calibrated ranges, for static schemes.
         dtype: "auto" (bfloat16 where it is native, else float32), or a dtype's name.
         attention: name of an attention backend, or "auto".
-        device: device that the model runs on.
+        device: device that the model runs on; "auto" is CUDA where there is one, else the processor.
         progress: function called with the items done; by default a line on a terminal.
         task_options: options of the tasks, such as limit=100 or lengths="64,128".
 

@@ -28,7 +28,7 @@ def generate(
     seed: int = 0,
     chat: bool = False,
     dtype: torch.dtype | str | None = None,
-    device: str = "cpu",
+    device: str = "auto",
 ) -> str:
     """Continue a prompt.
 
@@ -58,7 +58,7 @@ def generate(
             raise UsageError(
                 "a model that is loaded needs its tokenizer: tokenizer=diffquant.load_tokenizer(checkpoint)"
             )
-        if (recipe, dtype, device) != (None, None, "cpu"):
+        if (recipe, dtype, device) != (None, None, "auto"):
             raise UsageError("recipe, dtype and device are for loading; this model is loaded already: apply_recipe, to")
         loaded = model
     else:

@@ -26,7 +26,7 @@ def search(
     window: int = 256,
     check_characters: int = 16384,
     dtype: str = "float32",
-    device: str = "cpu",
+    device: str = "auto",
     progress: Progress | None = None,
 ) -> SearchResult:
     """Find the widths that cost least under a budget, and write them as a recipe.
@@ -46,7 +46,7 @@ def search(
         window: tokens of a window.
         check_characters: most characters of the second half that are compared on.
         dtype: name of the models' dtype.
-        device: device that they run on.
+        device: device that they run on; "auto" is CUDA where there is one, else the processor.
         progress: function called with the measurements done; by default a line on a terminal.
 
     Raises:

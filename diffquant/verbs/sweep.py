@@ -24,7 +24,7 @@ def sweep(
     scales: Path | str | Sequence[Path | str] = (),
     dtype: str = "auto",
     attention: str = "auto",
-    device: str = "cpu",
+    device: str = "auto",
     progress: Progress | None = None,
     **task_options: object,
 ) -> SweepResult:
@@ -45,7 +45,7 @@ def sweep(
         scales: files of calibrated ranges, for static schemes, one for each model.
         dtype: "auto" (bfloat16 where it is native, else float32), or a dtype's name.
         attention: name of an attention backend, or "auto".
-        device: device that models run on.
+        device: device that models run on; "auto" is CUDA where there is one, else the processor.
         progress: function called with the cells done; by default a line on a terminal.
         task_options: options of the tasks, such as limit=100 or lengths="64,128".
 
