@@ -113,7 +113,7 @@ def convert(
         dtype: dtype of the matrices; the source's by default, for a GGUF file with codes bfloat16. Vectors (norms,
             biases, λ) keep theirs.
         overwrite: replace an existing checkpoint there, at the end.
-        progress: function called with output bytes; by default a line on a terminal.
+        progress: function called with output bytes; by default a line on a terminal, one per minute in a log.
 
     Raises:
         DiffQuantError: anything wrong with the source or the destination, or no exact way leads there.

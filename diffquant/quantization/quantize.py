@@ -120,7 +120,7 @@ def quantize(
             is float32. The model runs in the checkpoint's all the same, unless `load` is told otherwise.
         overwrite: replace an existing checkpoint there, at the end.
         progress: function called with layers while a rounding reads a text, then with output bytes; by default a line
-            on a terminal.
+            on a terminal, one per minute in a log.
 
     Raises:
         DiffQuantError: anything wrong with the source, the recipe or the destination; nothing is left then.

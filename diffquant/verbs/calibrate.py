@@ -48,7 +48,7 @@ def calibrate(
         dtype: name of the model's dtype.
         device: device that it runs on; "auto" is CUDA where there is one, else the processor.
         overwrite: replace the file if it exists.
-        progress: function called with the windows done; by default a line on a terminal.
+        progress: function called with the windows done; by default a line on a terminal, one per minute in a log.
 
     Returns:
         How the ranges fit the half that was not observed, by layer and target.

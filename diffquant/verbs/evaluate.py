@@ -36,7 +36,7 @@ def evaluate(
         dtype: "auto" (bfloat16 where it is native, else float32), or a dtype's name.
         attention: name of an attention backend, or "auto".
         device: device that the model runs on; "auto" is CUDA where there is one, else the processor.
-        progress: function called with the items done; by default a line on a terminal.
+        progress: function called with the items done; by default a line on a terminal, one per minute in a log.
         task_options: options of the tasks, such as limit=100 or lengths="64,128".
 
     Returns:

@@ -51,7 +51,7 @@ def export(
         pure_onnx: whether standard ONNX ops alone are used.
         accuracy_level: 4 to round activations to int8 in products with codes, or 1 to keep float32, which is slow.
         overwrite: replace an existing folder there, at the end.
-        progress: function called with the work done; by default a line on a terminal.
+        progress: function called with the work done; by default a line on a terminal, one per minute in a log.
 
     Raises:
         DiffQuantError: anything wrong with the source, the options or the destination; nothing is left then.

@@ -47,7 +47,7 @@ def search(
         check_characters: most characters of the second half that are compared on.
         dtype: name of the models' dtype.
         device: device that they run on; "auto" is CUDA where there is one, else the processor.
-        progress: function called with the measurements done; by default a line on a terminal.
+        progress: function called with the measurements done; by default a line on a terminal, one per minute in a log.
 
     Raises:
         DiffQuantError: the checkpoint, the text, the targets, the widths or the budget do not fit.
