@@ -55,7 +55,7 @@ def plan_sweep(models: Sequence[Path], options: SweepOptions, runtime_of: Runtim
     if not checkpoints and exported:
         check_as_it_is(options)
     grid = points(checkpoints, options) if checkpoints or not exported else []
-    tasks = make_tasks(options.tasks, options.task_options, options.batch_tokens)
+    tasks = make_tasks(options.tasks, options.task_options, options.pass_tokens)
     check_device(options.device)
     check_backend(options.attention, (scheme for point in grid for scheme in point.recipe.schemes_of("logits")))
     sources = {model: open_source(model) for model in checkpoints}
