@@ -41,6 +41,7 @@ def export(
         int,
         typer.Option(help="Products with codes: 4 rounds activations to int8, 1 keeps float32 and is slow."),
     ] = 4,
+    genai_device: Annotated[str, typer.Option(help="Device that onnxruntime-genai is told of: cpu or cuda.")] = "cpu",
     overwrite: Overwrite = False,
     as_json: AsJson = False,
 ) -> None:
@@ -64,6 +65,7 @@ def export(
         opset=opset,
         pure=pure_onnx,
         accuracy_level=accuracy_level,
+        genai_device=genai_device,
     )
     progress = progress_for("export")
     source = ONNX.check(model, output, options, overwrite)
