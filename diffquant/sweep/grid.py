@@ -34,7 +34,7 @@ class SweepOptions:
         dtype: "auto", "bfloat16", "float16" or "float32".
         batch_tokens: most tokens of one pass; None for what suits the device.
         attention: backend of `diffquant.attention.BACKENDS`, or "auto".
-        device: where models run.
+        device: where models run; "auto" is CUDA where there is a device of it, else the processor.
     """
 
     tasks: tuple[str, ...] = ("hellaswag",)
@@ -47,7 +47,7 @@ class SweepOptions:
     dtype: str = "auto"
     batch_tokens: int | None = None
     attention: str = "auto"
-    device: str = "cpu"
+    device: str = "auto"
 
     def __post_init__(self) -> None:
         wrong = [f"unknown target {t!r}; known are {', '.join(TARGETS)}" for t in self.targets if t not in TARGETS]
@@ -59,15 +59,13 @@ class SweepOptions:
             raise UsageError("; ".join(wrong))
         check_options(self.task_options)
 
-    @property
-    def pass_tokens(self) -> int:
-        """Most tokens of one pass, the device's own number where none was given."""
-        return batch_tokens_on(self.device) if self.batch_tokens is None else self.batch_tokens
+    def pass_tokens(self, device: str) -> int:
+        """Most tokens of one pass on a device, that device's own number where none was given."""
+        return batch_tokens_on(device) if self.batch_tokens is None else self.batch_tokens
 
     def to_dict(self) -> JsonObject:
         """Every option as plain data, the tasks' own among the others."""
         fields = {name: value for name, value in vars(self).items() if name != "task_options"}
-        fields["batch_tokens"] = self.pass_tokens
         fields |= {option.name: option.of(self.task_options) for option in task_options()}
         return {name: _plain_value(value) for name, value in fields.items()}
 
