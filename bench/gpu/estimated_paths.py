@@ -17,6 +17,8 @@ from diffquant.kernels.attention.prefill import prefill
 from diffquant.kernels.attention.prefill_int8 import prefill_int8
 from diffquant.kernels.attention.prefill_simulated import TILES as SIMULATED_TILES
 from diffquant.kernels.attention.prefill_simulated import prefill_simulated
+from diffquant.kernels.attention.prefill_specialized import TILES as SPECIALIZED_TILES
+from diffquant.kernels.attention.prefill_specialized import prefill_specialized
 from diffquant.kernels.cache.decode import TILES as DECODE_TILES
 from diffquant.kernels.cache.decode import decode
 from diffquant.kernels.cache.kv_store import KVStore
@@ -28,6 +30,10 @@ _LONG, _SHORT, _CONTEXT, _BATCH = 16384, 8192, 16384, 8
 _COMPILED_ON = Workload(MODEL, 256, 256, 1, "float16")
 _ROW, _SHIFT = "simulated 8:row, 8K", "simulated 8:row:shift, 8K"
 _FP16, _FP16_SHORT, _FP8 = "fused fp16, 16K", "fused fp16, 8K", "int8 QK and fp8 PV, 16K"
+# The same with warps specialized.
+_ROW_SPECIALIZED, _SHIFT_SPECIALIZED = f"{_ROW}, specialized", f"{_SHIFT}, specialized"
+_FP16_SPECIALIZED, _FP16_SHORT_SPECIALIZED = f"{_FP16}, specialized", f"{_FP16_SHORT}, specialized"
+_FP8_SPECIALIZED = f"{_FP8}, specialized"
 _CUDNN, _FLASH = "Transformer, cuDNN, 16K", "Transformer, FlashAttention-2, 16K"
 _FOUR, _TWO = "four cuDNN calls, 16K", "two cuDNN calls of 256 values, 16K"
 _DENSE, _PACKED = "dense fp16 linear", "4-bit linear"
@@ -36,11 +42,15 @@ _CACHE = "decode, {}-bit cache".format
 # P1 to P5.
 AIMS = (
     Aim("P1", _FP8, _CUDNN, 1.25),
-    Aim("P1", _FP8, _FLASH, 1.5),
+    Aim("P1", _FP8_SPECIALIZED, _CUDNN, 1.25),
+    Aim("P1", _FP8_SPECIALIZED, _FLASH, 1.5),
     Aim("P2", _FP16, _FOUR, 1.3),
-    Aim("P2", _FP16, _TWO, 1.0),
+    Aim("P2", _FP16_SPECIALIZED, _FOUR, 1.3),
+    Aim("P2", _FP16_SPECIALIZED, _TWO, 1.0),
     Aim("P3", _ROW, _FP16_SHORT, 1 / 1.6),
     Aim("P3", _SHIFT, _FP16_SHORT, 1 / 1.6),
+    Aim("P3", _ROW_SPECIALIZED, _FP16_SHORT_SPECIALIZED, 1 / 1.6),
+    Aim("P3", _SHIFT_SPECIALIZED, _FP16_SHORT_SPECIALIZED, 1 / 1.6),
     Aim("P4", _CACHE(4), _CACHE(16), 3.0),
     Aim("P5", _PACKED, _DENSE, 3.0),
 )
@@ -53,7 +63,13 @@ def paths() -> list[Path]:
         Path(_FP8, partial(prefill_int8, call, "fp8"), partial(_attention, _LONG, 128, 128)),
         Path(_FP16, partial(prefill, call), partial(_attention, _LONG, 128, 128)),
         Path(_FP16_SHORT, partial(prefill, call), partial(_attention, _SHORT, 128, 128)),
-        *(_simulated(name, call, scheme) for name, scheme in ((_ROW, "8:row"), (_SHIFT, "8:row:shift"))),
+        Path(_FP8_SPECIALIZED, partial(prefill_specialized, call, 8), partial(_attention, _LONG, 128, 128)),
+        Path(_FP16_SPECIALIZED, partial(prefill_specialized, call), partial(_attention, _LONG, 128, 128)),
+        Path(_FP16_SHORT_SPECIALIZED, partial(prefill_specialized, call), partial(_attention, _SHORT, 128, 128)),
+        _simulated(_ROW, call, "8:row", specialized=False),
+        _simulated(_SHIFT, call, "8:row:shift", specialized=False),
+        _simulated(_ROW_SPECIALIZED, call, "8:row", specialized=True),
+        _simulated(_SHIFT_SPECIALIZED, call, "8:row:shift", specialized=True),
         _decode(16),
         _decode(4),
         _linear(),
@@ -82,10 +98,18 @@ def _attention(tokens: int, queries: int, keys: int, launch: Launch) -> Work:
     return Work(nbytes=read_again if launch.binary.kernel == "_statistics" else 3 * elements)
 
 
-def _simulated(name: str, call: AttentionCall, scheme: str) -> Path:
-    tile = SIMULATED_TILES[f"simulated/sm_90/{MODEL.width}"]
+def _simulated(name: str, call: AttentionCall, scheme: str, specialized: bool) -> Path:
+    keys_of_a_step = {
+        "extremes": SIMULATED_TILES[f"extremes/sm_90/{MODEL.width}"].keys,
+        "attend_rounded": SIMULATED_TILES[f"simulated/sm_90/{MODEL.width}"].keys,
+        "attend_specialized": SPECIALIZED_TILES[f"prefill_specialized/sm_90/{MODEL.width}x{MODEL.value_width}"].keys,
+    }
+
+    def work(launch: Launch) -> Work:
+        return _attention(_SHORT, 128, keys_of_a_step[launch.binary.kernel], launch)
+
     rounded = AttentionCall(call.q, call.k, call.v, call.lam, call.scale, call.mask, logits=Scheme.parse(scheme))
-    return Path(name, partial(prefill_simulated, rounded), partial(_attention, _SHORT, tile.queries, tile.keys))
+    return Path(name, partial(prefill_simulated, rounded, specialized), work)
 
 
 def _decode(bits: int) -> Path:
