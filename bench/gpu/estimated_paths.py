@@ -102,7 +102,7 @@ def _simulated(name: str, call: AttentionCall, scheme: str, specialized: bool) -
     keys_of_a_step = {
         "extremes": SIMULATED_TILES[f"extremes/sm_90/{MODEL.width}"].keys,
         "attend_rounded": SIMULATED_TILES[f"simulated/sm_90/{MODEL.width}"].keys,
-        "attend_specialized": SPECIALIZED_TILES[f"prefill_specialized/sm_90/{MODEL.width}x{MODEL.value_width}"].keys,
+        "attend_specialized": SPECIALIZED_TILES[f"simulated_specialized/sm_90/{MODEL.width}x{MODEL.value_width}"].keys,
     }
 
     def work(launch: Launch) -> Work:

@@ -158,8 +158,7 @@ def _op(
         if specialized:
             launch_specialized(
                 q, k, v, (lam, starts, ends, weight, top, scales, clipped, out, out.view(torch.float16), *strides),
-                (scale, log2(e), 2.0**bits - 1, eps, factor), ROUNDED=True, SHIFT=shift, NORM=normed,
-                enable_fp_fusion=False,
+                (scale, log2(e), 2.0**bits - 1, eps, factor), rounded=True, shift=shift, normed=normed,
             )  # fmt: skip
         else:
             tile = choose(TILES, f"simulated/{device_kind}/{width}")

@@ -44,6 +44,11 @@ TILES = {
     "prefill_fp8_specialized/sm_90/128x128": SpecializedTile(128, 4),
     # With four, registers spill.
     "prefill_fp8_specialized/sm_90/128x256": SpecializedTile(128, 3),
+    # Rounding knows a row's largest code beforehand, so that short steps cost no rescaling; long ones spill.
+    "simulated_specialized/sm_90/64x64": SpecializedTile(128, 4),
+    "simulated_specialized/sm_90/64x128": SpecializedTile(128, 4),
+    "simulated_specialized/sm_90/128x128": SpecializedTile(64, 4),
+    "simulated_specialized/sm_90/128x256": SpecializedTile(64, 4),
 }
 _ROWS = 128
 
@@ -94,7 +99,10 @@ def launch_specialized(
     v: Tensor,
     tensors: tuple[object, ...],
     numbers: tuple[float, ...],
-    **options: bool,
+    *,
+    rounded: bool,
+    shift: bool,
+    normed: bool,
 ) -> None:
     """Launch `attend_specialized` over all tiles.
 
@@ -104,15 +112,21 @@ def launch_specialized(
         v: [B, h_kv, S, dv]; descriptors can read it and the others.
         tensors: arguments of the kernel behind v, strides included.
         numbers: those behind the lengths.
+        rounded: whether logits are rounded to codes, of shifted logits if `shift`.
+        normed: whether rows are normed.
     """
     batch, heads, length, width = q[0].shape
     kv_heads, keys, value_width = v.shape[1:]
-    tile = choose(TILES, f"prefill_specialized/sm_90/{width}x{value_width}")
+    kernel = "simulated_specialized" if rounded else "prefill_specialized"
+    tile = choose(TILES, f"{kernel}/sm_90/{width}x{value_width}")
     shared = len(q) // len(k)
     allow_descriptors()
     attend_specialized[(-(-length * shared // _ROWS) * batch * heads,)](
         q[0], q[-1], k[0], k[-1], v, *tensors, heads, heads // kv_heads, length, keys, *numbers,
-        MAPS=len(k), PACK=shared, D=width, DV=value_width, BN=tile.keys, STAGES=tile.stages, num_warps=4, **options,
+        ROUNDED=rounded, SHIFT=shift, NORM=normed, MAPS=len(k), PACK=shared, D=width, DV=value_width,
+        BN=tile.keys, STAGES=tile.stages, num_warps=4,
+        # A product rounded to float32 decides codes at their borders: nothing is contracted behind the formula's back.
+        enable_fp_fusion=not rounded,
     )  # fmt: skip
 
 
@@ -174,8 +188,7 @@ def _op(
             strides = q[0].stride()[:3], k[0].stride()[:3], v.stride()[:3], lam_strides, out.stride()[:3]
             launch_specialized(
                 q, k, v, (lam, starts, ends, weight, None, None, None, out, parked, *strides),
-                (scale * log2(e), 0.0, 0.0, eps, factor), ROUNDED=False, SHIFT=False, NORM=normed,
-                enable_fp_fusion=True,
+                (scale * log2(e), 0.0, 0.0, eps, factor), rounded=False, shift=False, normed=normed,
             )  # fmt: skip
     return out
 
