@@ -181,6 +181,16 @@ PEERS: dict[str, Peer] = {
     "DIFF, fused, int8 QK, fp8 PV": Peer(
         _ours("triton-fp8"), differential, counts.fused, tolerance=0.1, missing=_reason_of("triton-fp8")
     ),
+    "DIFF, fused, specialized": Peer(
+        _ours("triton-specialized"), differential, counts.fused, missing=_reason_of("triton-specialized")
+    ),
+    "DIFF, fused, int8 QK, fp8 PV, specialized": Peer(
+        _ours("triton-fp8-specialized"),
+        differential,
+        counts.fused,
+        tolerance=0.1,
+        missing=_reason_of("triton-fp8-specialized"),
+    ),
     "DIFF, simulated logits 8:row, eager": Peer(_rounded_eagerly, differential, counts.eager, logits=ROW_8),
     **{
         f"DIFF, simulated logits {scheme}": Peer(_simulated(scheme), differential, counts.simulated, logits=scheme)

@@ -203,5 +203,4 @@ def _count_stages(tile: AttentionTile, step_bytes: int, device: torch.device) ->
 
 def _count_shares(others: int, steps: int, device: torch.device) -> int:
     """Number of shares that the keys are split into, so that with `others` programs a share the device is full."""
-    processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
-    return max(min(-(-_PROGRAMS_A_PROCESSOR * processors // others), steps), 1)
+    return max(min(-(-_PROGRAMS_A_PROCESSOR * gpu.processors(device) // others), steps), 1)

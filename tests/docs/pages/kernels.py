@@ -11,6 +11,7 @@ PAGE.leaves("99 KiB", "what devices have")
 PAGE.leaves("Three steps of 64 keys", "how a kernel is built")
 PAGE.leaves("Triton before 3.7 compiles", "a version")
 PAGE.leaves("those of Triton 3.6.0", "a version")
+PAGE.leaves("with Triton 3.6.0 as well", "a version")
 PAGE.table(
     "device | configurations | what differs",
     lambda *_: Unmeasured("names of devices and versions, what launch code does, and machine code that a test reads"),
