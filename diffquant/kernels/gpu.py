@@ -82,6 +82,17 @@ def shared_memory(device: torch.device) -> int:
 
 
 @cache
+def processors(device: torch.device) -> int:
+    """Number of multiprocessors of a device; the interpreter counts as 8."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
+
+
+def registers_of(blocks: int, warps: int) -> int:
+    """Number of registers that a thread may take where a multiprocessor, which has 65,536, holds so many blocks."""
+    return min(65_536 // (blocks * warps * 32) // 8 * 8, 255)
+
+
+@cache
 def triton_version() -> tuple[int, int] | None:
     """Major and minor version of Triton; None where it is not installed."""
     # Looked up once, since every layer of every step asks.
