@@ -41,6 +41,9 @@ def export(
         int,
         typer.Option(help="Products with codes: 4 rounds activations to int8, 1 keeps float32 and is slow."),
     ] = 4,
+    web: Annotated[
+        bool, typer.Option("--web", help="Also give what attention maps are drawn of, as examples/web does.")
+    ] = False,
     overwrite: Overwrite = False,
     as_json: AsJson = False,
 ) -> None:
@@ -64,6 +67,7 @@ def export(
         opset=opset,
         pure=pure_onnx,
         accuracy_level=accuracy_level,
+        web=web,
     )
     progress = progress_for("export")
     source = ONNX.check(model, output, options, overwrite)
