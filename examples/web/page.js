@@ -136,8 +136,8 @@ function showRow() {
     $(`text-${map}`).replaceChildren(...reading.pieces.slice(0, row + 1).map((piece, s) => token(piece, weights[s], hues, map)));
     const largest = weights.reduce((best, weight, s) => (Math.abs(weight) > Math.abs(weights[best]) ? s : best), 0);
     const sum = weights.reduce((total, weight) => total + weight, 0);
-    $(`sum-${map}`).textContent = `sum ${sum.toFixed(2)}; most, ${weights[largest].toFixed(2)}, to “${reading.pieces[largest].trim()}”`;
-    $(map).setAttribute("aria-label", `${NAMES[map]} of ${shown.length} tokens; the chosen one gives ${$(`sum-${map}`).textContent}`);
+    $(`sum-${map}`).textContent = `sum ${sum.toFixed(2)}; the largest weight, ${weights[largest].toFixed(2)}, is on “${reading.pieces[largest].trim()}”`;
+    $(map).setAttribute("aria-label", `${NAMES[map]} of ${shown.length} tokens; the chosen row has ${$(`sum-${map}`).textContent}`);
   }
   draw();
 }

@@ -1,13 +1,9 @@
 // Opens the page of examples/web in Chromium, uses it as a reader would, and answers with what is seen.
 import { readFileSync } from "node:fs";
-import { chromium } from "../../examples/web/node_modules/playwright-core/index.mjs";
+import { openPage } from "./chromium.mjs";
 
-const { chromium: executablePath, url } = JSON.parse(readFileSync(0, "utf8"));
-const args = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"];
-args.push("--disable-background-networking", "--disable-component-update", "--disable-sync");
-const browser = await chromium.launch({ executablePath, args });
-const page = await browser.newPage({ viewport: { width: 1400, height: 900 } });
-page.setDefaultTimeout(240000);
+const { chromium, url } = JSON.parse(readFileSync(0, "utf8"));
+const { browser, page } = await openPage(chromium, ["--disable-gpu"]);
 const problems = [];
 const elsewhere = [];
 page.on("pageerror", (error) => problems.push(String(error)));

@@ -9,6 +9,7 @@ from tokenizers import Tokenizer
 
 from diffquant.attention.naive import naive
 from diffquant.calib.analysis.last_row import last_maps
+from diffquant.data import books_text
 from diffquant.export import Generator
 from diffquant.export.runtime.session import OnnxModel
 from diffquant.family.mask import Mask
@@ -39,8 +40,10 @@ def test_greedy_tokens_are_those_of_onnx_runtime_in_python(folders, source):
 def test_tokens_and_text_are_those_of_the_tokenizer_in_python(folders):
     folder = folders("prose-diff-v2")
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    answer = node("run_model.mjs", {"folder": str(folder), "ids": [0], "texts": TEXTS})
-    assert answer["encoded"] == [tokenizer.encode(text).ids for text in TEXTS]
+    prose = books_text()
+    texts = TEXTS + [prose[start : start + 300] for start in range(0, 60000, 1000)]
+    answer = node("run_model.mjs", {"folder": str(folder), "ids": [0], "texts": texts})
+    assert answer["encoded"] == [tokenizer.encode(text).ids for text in texts]
     assert answer["decoded"] == [tokenizer.decode(ids) for ids in answer["encoded"]]
 
 

@@ -34,12 +34,17 @@ def site(folders, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def seen(site):
+def address(site):
     server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(site)))
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield node("run_page.mjs", {"chromium": CHROMIUM, "url": f"http://127.0.0.1:{server.server_port}/"})
+    yield f"http://127.0.0.1:{server.server_port}/"
     server.shutdown()
     server.server_close()
+
+
+@pytest.fixture(scope="module")
+def seen(address):
+    return node("run_page.mjs", {"chromium": CHROMIUM, "url": address})
 
 
 def test_the_page_continues_its_prompt_as_onnx_runtime_does_in_python(seen, site):
@@ -91,3 +96,13 @@ def test_errors_stand_in_the_page(seen):
     assert "models/smollm2/web.json is missing" in seen["missing"]["error"]
     assert "diffquant export" in seen["missing"]["error"]
     assert not seen["missing"]["maps"]
+
+
+def test_webgpu_continues_the_prompt_as_webassembly_does(seen, address):
+    """On Chromium's own software adapter, which computes on the processor what a graphics card would."""
+    answer = node("run_webgpu.mjs", {"chromium": CHROMIUM, "url": address})
+    assert answer["note"] == ""
+    assert answer["kind"].endswith("on WebGPU")
+    assert 0 < len(answer["continuation"]) < len(seen["first"]["continuation"])
+    assert seen["first"]["continuation"].startswith(answer["continuation"])
+    assert answer["sum"].startswith("sum 1.00")
