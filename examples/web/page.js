@@ -8,6 +8,7 @@ const MOST_TOKENS = 256;
 const MAPS = ["signal", "noise", "difference"];
 const NAMES = { signal: "signal map", noise: "noise map", difference: "difference" };
 const BITS = [16, 8, 6, 4];
+const FETCH = "Fetch the libraries once:\n\ncd examples/web && npm ci --ignore-scripts --omit=dev";
 
 const $ = (id) => document.getElementById(id);
 const worker = new Worker("./worker.js", { type: "module" });
@@ -43,18 +44,19 @@ const answers = {
     showReading(message);
     setBusy(false);
   },
-  failed({ message }) {
+  failed({ message, lacks }) {
     setBusy(false);
     status("");
-    const commands = about ? "" : ` Make the folder in the checkout:\n\n${chosenModel().make.join("\n")}`;
-    tell("error", message + commands);
+    const advice = { model: `Make the folder in the checkout:\n\n${chosenModel().make.join("\n")}`, libraries: FETCH };
+    tell("error", [message, advice[lacks] ?? ""].join(" "));
   },
 };
 
 worker.onmessage = ({ data }) => answers[data.type](data);
 worker.onerror = () => {
   setBusy(false);
-  tell("error", "The libraries are missing or cannot be loaded. Fetch them once:\n\ncd examples/web && npm ci --ignore-scripts");
+  status("");
+  tell("error", `The tokenizer cannot be loaded. ${FETCH}`);
 };
 
 models.forEach(({ name }, number) => $("model").add(new Option(name, number)));
@@ -179,7 +181,8 @@ function fill(select, count, name) {
 }
 
 function setBusy(isBusy) {
-  for (const id of ["go", "model", "backend"]) $(id).disabled = isBusy;
+  for (const id of ["model", "backend"]) $(id).disabled = isBusy;
+  $("go").disabled = isBusy || !about;
   $("stop").disabled = !isBusy || !about;
 }
 

@@ -57,13 +57,16 @@ self.onmessage = async ({ data }) => {
   try {
     await actions[data.type](data);
   } catch (error) {
-    post("failed", { message: error.message });
+    post("failed", { message: error.message, lacks: error.lacks });
   }
 };
 
 async function openOn(backend, files) {
   if (backend === "webgpu" && !(await navigator.gpu?.requestAdapter())) throw new Error("this browser offers no adapter");
-  const ort = await import(`${RUNTIME}ort.${backend}.min.mjs`);
+  const file = `${RUNTIME}ort.${backend}.min.mjs`;
+  const ort = await import(file).catch(() => {
+    throw lacking("libraries", `${file} cannot be loaded.`);
+  });
   const opened = await Model.open(ort, files, [backend]);
   // Shaders are compiled at the first call, which may fail where opening did not.
   await opened.generate([0, 0], 1).next();
@@ -80,7 +83,7 @@ async function download(folder) {
   let loaded = 0;
   for (const name of FILES) {
     const response = await fetch(`${folder}/${name}`);
-    if (!response.ok) throw new Error(`${folder}/${name} is missing (status ${response.status}).`);
+    if (!response.ok) throw lacking("model", `${folder}/${name} is missing (status ${response.status}).`);
     const chunks = [];
     for await (const chunk of chunksOf(response.body)) {
       chunks.push(chunk);
@@ -90,6 +93,11 @@ async function download(folder) {
     files[name] = new Uint8Array(await new Blob(chunks).arrayBuffer());
   }
   return files;
+}
+
+/** An error about something that is to be fetched or made first, "libraries" or "model". */
+function lacking(lacks, message) {
+  return Object.assign(new Error(message), { lacks });
 }
 
 /** Chunks of a stream; not every browser iterates streams by itself. */

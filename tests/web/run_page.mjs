@@ -80,13 +80,22 @@ async function withoutWebGpu() {
 async function missingModel() {
   problems.length = 0;
   await page.selectOption("#model", { index: 1 });
-  await settled();
-  return { error: await text("error"), maps: await isVisible("maps") };
+  await page.waitForSelector("#error:not([hidden])");
+  return { error: await text("error"), maps: await isVisible("maps"), go: await page.isEnabled("#go") };
+}
+
+/** The error of the page where one of the libraries is not there. */
+async function missingLibrary(file) {
+  await page.route(`**/${file}`, (route) => route.abort());
+  await page.goto(url);
+  await page.waitForSelector("#error:not([hidden])");
+  return text("error");
 }
 
 const seen = { ...(await use()), reached: await keyboard(), long: await longPrompt(), fallback: await withoutWebGpu() };
 seen.problems = [...problems];
 seen.missing = await missingModel();
+seen.unfetched = [await missingLibrary("ort.wasm.min.mjs"), await missingLibrary("tokenizers.min.mjs")];
 seen.elsewhere = elsewhere;
 await browser.close();
 process.stdout.write(JSON.stringify(seen));

@@ -96,6 +96,10 @@ def test_errors_stand_in_the_page(seen):
     assert "models/smollm2/web.json is missing" in seen["missing"]["error"]
     assert "diffquant export" in seen["missing"]["error"]
     assert not seen["missing"]["maps"]
+    assert not seen["missing"]["go"]
+    assert "ort.wasm.min.mjs cannot be loaded" in seen["unfetched"][0]
+    assert "tokenizer cannot be loaded" in seen["unfetched"][1]
+    assert all("npm ci" in error for error in seen["unfetched"])
 
 
 def test_webgpu_continues_the_prompt_as_webassembly_does(seen, address):
