@@ -16,7 +16,7 @@ HAS_TORCH := $(PYTHON) -c 'import torch, transformers' 2>/dev/null
 OTHER_TRITON := build/triton-3.6.0
 WEB := examples/web
 
-.PHONY: demo test test-quantizers test-triton test-web lint docs-check plots mutants gpu gpu-bench gpu-test fuzz pairs sanitize clean
+.PHONY: demo test test-quantizers test-triton test-web test-webgpu lint docs-check plots mutants gpu gpu-bench gpu-test fuzz pairs sanitize clean
 
 demo: $(VENV)/.ready
 	$(BIN)/diffquant demo --output demo-output --overwrite
@@ -46,6 +46,10 @@ $(OTHER_TRITON)/triton: | $(VENV)/.ready
 test-web: $(VENV)/.ready
 	! command -v npm || test -d $(WEB)/node_modules || npm ci --prefix $(WEB) --ignore-scripts --no-audit --no-fund
 	$(BIN)/python -m pytest tests/web -rs
+
+# The page on WebGPU as Chromium computes it on the processor, which takes minutes.
+test-webgpu: test-web
+	DIFFQUANT_WEBGPU=1 $(BIN)/python -m pytest tests/web/test_page.py -k webgpu -rs
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff check .

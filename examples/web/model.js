@@ -60,30 +60,34 @@ export class Model {
     return ids.map((id) => this.tokenizer.decode([id], { skip_special_tokens: false }));
   }
 
-  /** Queries, keys and λ of every layer over token ids. */
+  /**
+   * Reads token ids from the start.
+   *
+   * @param {number[]} ids
+   * @returns {Promise<{layers: LayerReading[], outputs: object, length: number}>} Readings of the layers, and what
+   *   `generate` goes on from.
+   */
   async read(ids) {
     const maps = this.session.outputNames.filter((name) => name.startsWith("maps."));
-    const keys = this.presents.filter((name) => name.endsWith(".key"));
-    const outputs = await this.#run(ids, ids.length, this.#empty(), [...maps, ...keys]);
-    return Array.from({ length: this.about.layers }, (_, layer) => ({
+    const outputs = await this.#run(ids, ids.length, this.#empty(), ["logits", ...this.presents, ...maps]);
+    const layers = Array.from({ length: this.about.layers }, (_, layer) => ({
       query: outputs[`maps.${layer}.query`].data,
       key: outputs[`present.${layer}.key`].data,
       lambda: outputs[`maps.${layer}.lambda`].data,
       signalGate: outputs[`maps.${layer}.signal_gate`]?.data ?? null,
     }));
+    return { layers, outputs, length: ids.length };
   }
 
-  /** Yields up to `count` token ids that continue `ids` greedily; ends at a token that ends the text. */
-  async *generate(ids, count) {
-    let caches = this.#empty();
-    let fresh = ids;
-    for (let length = ids.length; length < ids.length + count; length++) {
-      const outputs = await this.#run(fresh, length, caches, ["logits", ...this.presents]);
+  /** Yields up to `count` token ids that continue what `read` has read, greedily; ends at one that ends the text. */
+  async *generate({ outputs, length }, count) {
+    for (let made = 1; made <= count; made++) {
       const token = likeliest(outputs.logits);
       if (this.about.ends.includes(token)) return;
       yield token;
-      caches = Object.fromEntries(this.pasts.map((name, i) => [name, outputs[this.presents[i]]]));
-      fresh = [token];
+      if (made === count) return;
+      const caches = Object.fromEntries(this.pasts.map((name, i) => [name, outputs[this.presents[i]]]));
+      outputs = await this.#run([token], length + made, caches, ["logits", ...this.presents]);
     }
   }
 

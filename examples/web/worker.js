@@ -31,11 +31,12 @@ const actions = {
       throw new Error(`The prompt has ${ids.length} tokens; the maps have room for ${room - 1}. Shorten it.`);
     }
     isStopped = false;
-    await sendReading(ids, "prompt");
-    const fresh = [];
     const started = performance.now();
+    const reading = await model.read(ids);
+    send("prompt", ids, reading);
+    const fresh = [];
     let firstAt = started;
-    for await (const token of model.generate(ids, Math.min(count, room - ids.length))) {
+    for await (const token of model.generate(reading, Math.min(count, room - ids.length))) {
       fresh.push(token);
       if (fresh.length === 1) firstAt = performance.now();
       const seconds = (performance.now() - firstAt) / 1000;
@@ -45,7 +46,8 @@ const actions = {
       await new Promise((resume) => setTimeout(resume));
       if (isStopped) break;
     }
-    await sendReading([...ids, ...fresh], "done");
+    const whole = [...ids, ...fresh];
+    send("done", whole, await model.read(whole));
   },
 
   stop() {
@@ -69,12 +71,11 @@ async function openOn(backend, files) {
   });
   const opened = await Model.open(ort, files, [backend]);
   // Shaders are compiled at the first call, which may fail where opening did not.
-  await opened.generate([0, 0], 1).next();
+  await opened.read([0, 0]);
   model = opened;
 }
 
-async function sendReading(ids, type) {
-  const layers = await model.read(ids);
+function send(type, ids, { layers }) {
   post(type, { pieces: model.pieces(ids), layers });
 }
 

@@ -7,6 +7,6 @@ const QUIET = ["--no-sandbox", "--disable-quic", "--no-first-run", "--disable-ba
 export async function openPage(executablePath, flags) {
   const browser = await chromium.launch({ executablePath, args: [...QUIET, ...flags] });
   const page = await browser.newPage({ viewport: { width: 1400, height: 900 } });
-  page.setDefaultTimeout(240000);
+  page.setDefaultTimeout(600000);
   return { browser, page };
 }

@@ -10,8 +10,9 @@ const model = await Model.open(ort, Object.fromEntries(FILES.map((name) => [name
 const encoded = texts.map((text) => model.encode(text));
 const decoded = encoded.map((each) => model.decode(each));
 const tokens = [];
-for await (const token of model.generate(ids, count)) tokens.push(token);
-const layers = maps.length ? await model.read(ids) : [];
+const reading = await model.read(ids);
+for await (const token of model.generate(reading, count)) tokens.push(token);
+const layers = maps.length ? reading.layers : [];
 const drawn = maps.map(({ layer, pair, bits, granularity }) =>
   pairMaps(model.about, layers[layer], layerLogits(model.about, layers[layer]), pair, bits, granularity),
 );

@@ -9,6 +9,7 @@ const settled = () => page.waitForFunction(() => !document.getElementById("go").
 await page.goto(url);
 await page.selectOption("#count", "16");
 await settled();
+const wanted = await page.textContent("#continuation");
 await page.selectOption("#backend", "webgpu");
 await page.waitForFunction(() => document.getElementById("kind").textContent);
 const kind = await page.textContent("#kind");
@@ -17,6 +18,6 @@ const note = await page.textContent("#note");
 await page.waitForFunction(() => document.getElementById("continuation").textContent);
 await page.click("#stop");
 await settled();
-const seen = { kind, note, continuation: await page.textContent("#continuation"), sum: await page.textContent("#sum-signal") };
+const seen = { wanted, kind, note, continuation: await page.textContent("#continuation"), sum: await page.textContent("#sum-signal") };
 await browser.close();
 process.stdout.write(JSON.stringify(seen));
