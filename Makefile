@@ -16,7 +16,7 @@ HAS_TORCH := $(PYTHON) -c 'import torch, transformers' 2>/dev/null
 OTHER_TRITON := build/triton-3.6.0
 WEB := examples/web
 
-.PHONY: demo test test-quantizers test-triton test-web test-webgpu lint docs-check plots mutants gpu gpu-bench gpu-test fuzz pairs sanitize clean
+.PHONY: demo test test-quantizers test-triton test-web test-webgpu lint docs docs-check plots mutants gpu gpu-bench gpu-test fuzz pairs sanitize clean
 
 demo: $(VENV)/.ready
 	$(BIN)/diffquant demo --output demo-output --overwrite
@@ -60,6 +60,11 @@ lint: $(VENV)/.ready
 # Every figure, transcript and command of the pages against the raw files. `make test` runs it too.
 docs-check: $(VENV)/.ready
 	$(BIN)/python -m pytest tests/docs
+
+# The documentation site, in build/site. A link, anchor or docstring reference that leads nowhere fails it.
+docs: $(VENV)/.ready
+	$(PIP) 'diffquant[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
 
 # Every plot in bench/results drawn again from the raw files beside it.
 plots: $(VENV)/.ready
