@@ -106,8 +106,9 @@ def search(
 ) -> None:
     """Find the widths that cost least under a budget, and write them as a recipe."""
     from diffquant.calib.search.allocation import Budget
-    from diffquant.calib.search.outputs import search_table, write_search
+    from diffquant.calib.search.outputs import write_search
     from diffquant.calib.search.search import Search, SearchOptions
+    from diffquant.calib.search.table import search_table
     from diffquant.support.files import check_writable
 
     options = SearchOptions(

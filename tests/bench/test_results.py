@@ -14,8 +14,9 @@ from diffquant.bench.compare import moved, summarize_changes
 from diffquant.bench.contest import peers
 from diffquant.bench.contest.roofline import largest_cache
 from diffquant.bench.plots import plots
-from diffquant.bench.report import csv_table, html_report, markdown
+from diffquant.bench.report import bench_report, csv_table, markdown
 from diffquant.errors import UsageError
+from diffquant.report import page as pages
 
 
 def cell(path, values, **more):
@@ -130,7 +131,7 @@ def test_reports_say_what_is_missing_and_load_nothing():
         cell("<fast>", [1.0], length=512, peak_bytes=10**5, error=1e-7),
         replace(cell("gone", []), missing="it runs on CUDA alone", length=512),
     )
-    page = html_report(found)
+    page = pages.page(bench_report(found, "run", ["bench.json"]))
     assert page.count("<svg") == 2
     assert "&lt;fast&gt;" in page
     assert "gone: none, it runs on CUDA alone" in page

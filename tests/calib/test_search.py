@@ -18,11 +18,11 @@ from tests.support import tiny_lm
 pytest.importorskip("scipy")
 
 from diffquant.calib.search.allocation import Budget, allocate, average_bits, spread_evenly
-from diffquant.calib.search.journal import Journal
-from diffquant.calib.search.outputs import search_table, uniform_kl, write_search
+from diffquant.calib.search.outputs import write_search
 from diffquant.calib.search.products import OneDnnProducts
 from diffquant.calib.search.search import Search, SearchOptions
 from diffquant.calib.search.sensitivity import Sensitivity
+from diffquant.calib.search.table import search_table, uniform_kl
 from diffquant.calib.search.units import Unit, find_units, to_recipe
 from diffquant.errors import CheckpointError, GroupSizeError, UsageError
 from diffquant.evals.protocols.perplexity import next_token_kl
@@ -35,6 +35,7 @@ from diffquant.quantization.quantize import quantize
 from diffquant.recipe import Recipe
 from diffquant.source.source import open_source
 from diffquant.source.tokenizer import load_tokenizer
+from diffquant.support.journal import Journal
 from diffquant.text.corpus import load_text
 from diffquant.text.tokens import token_windows
 
