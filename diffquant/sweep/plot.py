@@ -154,7 +154,8 @@ def _band(sweep: SweepResult, task: str, is_change: bool) -> Band | None:
 def _figure(drawn: list[Band]) -> "Figure":
     titles = list(dict.fromkeys(title for band in drawn for title in band.lines))
     models = list(dict.fromkeys(model for band in drawn for model in band.models))
-    columns = min(len(titles), _COLUMNS)
+    # As many panels in each row of them, as nearly as can be.
+    columns = -(-len(titles) // -(-len(titles) // _COLUMNS))
     strips = list(_strips(drawn, titles, columns))
     heights = [_TALL if band.is_change else _LOW for band, _ in strips]
     figure: Figure = new_figure(0.8 + (_WIDE if columns < 3 else _NARROW) * columns, 0.6 + sum(heights))
