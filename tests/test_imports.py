@@ -29,7 +29,7 @@ def imported_at_once(statements: list[ast.stmt]) -> Iterator[str]:
 
 
 @pytest.mark.parametrize(
-    "file", [ROOT / "diffquant/demo.py", *python_files("diffquant/cli")], ids=lambda file: str(file.relative_to(ROOT))
+    "file", python_files("diffquant/demo", "diffquant/cli"), ids=lambda file: str(file.relative_to(ROOT))
 )
 def test_the_command_line_imports_a_room_when_it_is_asked_for(file):
     modules = imported_at_once(ast.parse(file.read_text()).body)

