@@ -305,9 +305,9 @@ _PARTS: dict[str, SectionParts] = {
 
 def demo_checkpoints() -> tuple[Path, ...]:
     """Path of SmolLM2's weights; none where the package that carries them is not installed."""
-    from diffquant.demo import smollm2
+    from diffquant.demo.smollm2 import gguf_file
 
     try:
-        return (smollm2(),)
+        return (gguf_file(),)
     except MissingDependencyError:
         return ()
