@@ -146,7 +146,7 @@ def test_a_search_beats_an_even_spread_resumes_and_its_recipe_quantizes(checkpoi
     assert by_name["searched"].kl < uniform_kl_or(found, by_name)
     assert all(bits <= 6.6 + 1e-9 for bits in found.candidates[0].bits.values())
     assert not Search(checkpoint, Budget.parse("6.6"), OPTIONS, tmp_path / "out").missing
-    recipe_file, data, picture = write_search(found, tmp_path / "out")
+    recipe_file, data, picture, pareto, report = write_search(found, tmp_path / "out")
     assert Recipe.read(recipe_file) == found.recipe
     assert json.loads(data.read_text())["candidates"][0]["name"] == "searched"
     assert picture.read_bytes().startswith(b"\x89PNG")
