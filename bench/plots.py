@@ -104,7 +104,7 @@ def _lines(panels: dict[str, list[BenchCell]], paths: list[str], label: str, val
 
 def _dots(panels: dict[str, list[BenchCell]], paths: list[str], label: str, value: Any, tips: Tips) -> Any:
     """A panel for each shape below one another, in it a line for each path with its median and its range."""
-    from matplotlib.ticker import NullFormatter
+    from matplotlib.ticker import LogLocator, NullFormatter
 
     shown = {title: [cell for cell in panel if value(cell)] for title, panel in panels.items()}
     heights = [0.8 + 0.3 * len(panel) for panel in shown.values()]
@@ -122,6 +122,7 @@ def _dots(panels: dict[str, list[BenchCell]], paths: list[str], label: str, valu
         axis.set_title(f"{title}, {_short(panel[0].length or 0)} tokens", fontsize=10)
         tidy(axis, "x")
     axes[-1].set_xscale("log")
+    axes[-1].xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes[-1].xaxis.set_major_formatter("{x:g}")
     axes[-1].xaxis.set_minor_formatter(NullFormatter())
     axes[-1].set_xlabel(label)
