@@ -15,7 +15,7 @@ HAS_TORCH := $(PYTHON) -c 'import torch, transformers' 2>/dev/null
 # The Triton of torch 2.10 and 2.11, whose machine code for Hopper is checked beside that of the installed one.
 OTHER_TRITON := build/triton-3.6.0
 
-.PHONY: demo test test-quantizers test-triton lint docs-check plots mutants gpu gpu-bench gpu-test fuzz pairs sanitize clean
+.PHONY: demo test test-quantizers test-triton lint docs docs-check plots mutants gpu gpu-bench gpu-test fuzz pairs sanitize clean
 
 demo: $(VENV)/.ready
 	$(BIN)/diffquant demo --output demo-output --overwrite
@@ -49,6 +49,11 @@ lint: $(VENV)/.ready
 # Every figure, transcript and command of the pages against the raw files. `make test` runs it too.
 docs-check: $(VENV)/.ready
 	$(BIN)/python -m pytest tests/docs
+
+# The documentation site, in build/site. A link, anchor or docstring reference that leads nowhere fails it.
+docs: $(VENV)/.ready
+	$(PIP) 'diffquant[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
 
 # Every plot in bench/results drawn again from the raw files beside it.
 plots: $(VENV)/.ready

@@ -21,7 +21,7 @@ from diffquant.bench.environment import environment
 from diffquant.bench.programs import programs
 from diffquant.errors import FailedCellsError, MissingDependencyError, UsageError
 from diffquant.support.code import code_digest
-from diffquant.support.devices import check_device
+from diffquant.support.devices import resolve_device
 from diffquant.support.files import write_atomically
 from diffquant.support.journal import Journal
 from diffquant.support.progress import Progress, silent
@@ -56,7 +56,7 @@ class BenchOptions:
 
     Attributes:
         sections: names in `SECTIONS`; all by default.
-        device: "cpu" or "cuda".
+        device: "cpu" or "cuda"; "auto" becomes one of them.
         models: names in the registry of shapes; some by default.
         lengths, batches: sizes of attention's calls; decode's contexts are four times as long.
         dtype: name of the torch dtype; the device's own by default.
@@ -67,7 +67,7 @@ class BenchOptions:
     """
 
     sections: tuple[str, ...] = SECTIONS
-    device: str = "cpu"
+    device: str = "auto"
     models: tuple[str, ...] = ()
     lengths: tuple[int, ...] = ()
     batches: tuple[int, ...] = (1,)
@@ -81,7 +81,7 @@ class BenchOptions:
         unknown = [name for name in self.sections if name not in SECTIONS]
         if unknown:
             raise UsageError(f"unknown section {', '.join(map(repr, unknown))}; known are {', '.join(SECTIONS)}")
-        check_device(self.device)
+        object.__setattr__(self, "device", resolve_device(self.device))
         if self.device not in ("cpu", "cuda"):
             raise UsageError(f"the bench runs on cpu or cuda, not on {self.device!r}")
         if self.graph and self.device != "cuda":

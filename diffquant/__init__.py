@@ -4,12 +4,14 @@
     diffquant.quantize("checkpoint", "checkpoint-4bit", diffquant.Recipe.of(weights="4:g32", kv=8))
     model = diffquant.load("checkpoint-4bit")
 
-Names are resolved when first used, so that importing the package does not import torch.
+Names are resolved when first used, so that importing the package does not import torch. Once it is imported,
+transformers' `AutoModelForCausalLM` opens every folder that diffquant writes.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from diffquant.auto_classes import register_with_transformers
 from diffquant.support.version import __version__
 
 if TYPE_CHECKING:
@@ -40,3 +42,6 @@ if not TYPE_CHECKING:  # A type checker that saw it would take any name for one 
         if name not in _HOMES:
             raise AttributeError(f"module 'diffquant' has no attribute {name!r}")
         return getattr(import_module(_HOMES[name]), name)
+
+
+register_with_transformers()

@@ -1,5 +1,20 @@
-"""`python -m diffquant`, the command line where its script is not on the path."""
+"""The command line as `diffquant` and `python -m diffquant` start it: interrupted while it is imported, it says so."""
 
-from diffquant.cli import main
+import sys
 
-main()
+from diffquant.support import interruption
+
+
+def main() -> None:
+    """Run the command line."""
+    interruption.watch()
+    try:
+        from diffquant.cli import main as run
+    except KeyboardInterrupt:
+        sys.stderr.write("\ninterrupted\n")
+        raise SystemExit(130) from None
+    run()
+
+
+if __name__ == "__main__":
+    main()

@@ -194,7 +194,8 @@ def _target_config(source: Source, to: str) -> dict[str, Any]:
     checkpoint, adapter, model_type = source.checkpoint, source.adapter, _type_of(source)
     if model_type != _WAYS[to]:
         ways = ", ".join(f"{start} to {end}" for end, start in _WAYS.items())
-        raise UsageError(f"cannot convert {model_type} to {to} exactly; possible are {ways}")
+        kind = ", a plain Transformer," if source.spec.maps == 1 else ""
+        raise UsageError(f"cannot convert {model_type}{kind} to {to} exactly; possible are {ways}")
     if to == "llama":
         return checkpoint.written_config
     return _diffllama_config(source) if to == "diffllama" else _diff_v2_config(checkpoint, adapter)

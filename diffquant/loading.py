@@ -17,7 +17,7 @@ from diffquant.scheme import Scheme
 from diffquant.source.building import Rewrite, as_it_is, build_model
 from diffquant.source.ranges import read_ranges
 from diffquant.source.source import Source, open_source
-from diffquant.support.devices import check_device
+from diffquant.support.devices import resolve_device
 from diffquant.support.progress import silent
 
 
@@ -25,7 +25,7 @@ def load(
     path: Path | str | Source,
     recipe: Recipe | None = None,
     dtype: torch.dtype | None = None,
-    device: str = "cpu",
+    device: str = "auto",
     packed: bool | None = None,
     scales: Path | str | None = None,
 ) -> CausalModel:
@@ -38,7 +38,7 @@ def load(
             of a plain checkpoint come out as `quantize` stores them, whatever the recipe's rounding; one that reads a
             text does so at each load.
         dtype: dtype of the model; the checkpoint's by default.
-        device: device of the model.
+        device: device of the model; by default CUDA where torch finds a device of it, else the processor.
         packed: whether the layers' packed weights stay packed, or are expanded to `dtype`; by default they
             stay packed where kernels read them, in half precision on CUDA. Weights whose groups the kernels do
             not know (no multiple of 16) are expanded in any case.
@@ -50,7 +50,7 @@ def load(
         UsageError: the recipe quantizes weights that already are, does not fit the checkpoint or names an unknown
             rounding, or there is no such device.
     """
-    check_device(device)
+    device = resolve_device(device)
     source = open_source(path)
     schemes = _simulated_schemes(source, recipe)
     recipe = source.recipe if recipe is None else recipe.with_weights_of(source.recipe) if source.packed else recipe

@@ -24,6 +24,13 @@ LAYER_TARGETS = ("k", "v", "logits")
 # gain more at 4 bits than their half bit of scales costs.
 DEFAULT_GRANULARITY = {"weights": "g32", "k": "row", "v": "row", "logits": "row"}
 
+# Arguments of `Recipe.of` by the field's own names; 4-bit weights beside 16-bit activations are known as w4a16 too.
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "int4": {"weights": "4:g32"},
+    "int8": {"weights": "8:row", "kv": "8"},
+    "paper": {"logits": "4:tensor"},
+}
+
 
 @dataclass(frozen=True)
 class RoundingSettings:

@@ -60,13 +60,13 @@ class Scheme:
         """Read the text form; `default` is the granularity where the text names none.
 
         Raises:
-            UsageError: the text is not BITS[:GRANULARITY][:shift or :alike].
+            UsageError: the text is not `BITS[:GRANULARITY][:shift or :alike]`.
         """
         if not isinstance(text, str) and type(text) is not int:
             raise UsageError(f"cannot read a scheme from a {type(text).__name__}: expected {_GRAMMAR}")
         bits, *rest = str(text).strip().lower().split(":") if len(str(text)) < _LONGEST else [""]
         if not re.fullmatch("[0-9]{1,9}", bits):
-            raise UsageError(f"cannot read scheme {str(text)[:_LONGEST]!r}: expected {_GRAMMAR}")
+            raise UsageError(f"cannot read scheme {str(text)[:_LONGEST]!r}: {_meaning_of(bits)}expected {_GRAMMAR}")
         flags = {flag: flag in rest for flag in _FLAGS}
         names = [part for part in rest if part not in _FLAGS]
         if len(names) > 1 or len(rest) - len(names) > sum(flags.values()):
@@ -89,6 +89,14 @@ class Scheme:
         return f"{self.bits}:{self.granularity_text}" if self.quantizes else "16"
 
 
+def _meaning_of(name: str) -> str:
+    """What another library's name of a scheme is here, as the start of a sentence; "" for no such name."""
+    known = re.fullmatch(r"(?:w|int|uint|nf|q|iq)([2-8])(?:a16|_.*|)", name)
+    if known is None:
+        return ""
+    return f"{known[1]}-bit weights beside 16-bit activations are --weights {known[1]}:g32 here; "
+
+
 def _parse_granularity(name: str, text: str) -> tuple[str, int | None]:
     if name == "channel":
         return "row", None
@@ -96,7 +104,7 @@ def _parse_granularity(name: str, text: str) -> tuple[str, int | None]:
     if sized:
         return _SIZED[sized[1]], int(sized[2])
     if name not in GRANULARITIES:
-        choices = ("tensor", "map", "head", "pair", "row", "column", "channel", "g32", "c64", "b64")
+        choices = ("tensor", "map", "head", "pair", "row", "column", "channel", "group", "block", "g32", "c64", "b64")
         raise UsageError(f"cannot read scheme {text!r}: unknown granularity {name!r}{did_you_mean(name, choices)}")
     return name, None
 

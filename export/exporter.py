@@ -11,6 +11,7 @@ from typing import Any
 import onnx
 
 from diffquant.errors import UsageError
+from diffquant.export.card import exported_card
 from diffquant.export.files import DATA_FILE, MODEL_FILE
 from diffquant.export.graph.cache_scales import Scales, static_scales
 from diffquant.export.graph.decoder import build
@@ -150,11 +151,12 @@ def _cache_scales(source: Source, options: ExportOptions, ranges: Ranges | None)
 
 
 def _write_descriptions(plan: ExportPlan, streamed: Sequence[Streamed], folder: Path) -> None:
-    """Write config.json, genai_config.json and diffquant.json."""
+    """Write config.json, genai_config.json, the card and diffquant.json."""
     checkpoint = plan.source.checkpoint
     write_atomically(folder / "config.json", json.dumps(checkpoint.config, indent=2) + "\n")
     if plan.options.cache:
         write_genai_config(folder, plan.config)
+    write_atomically(folder / "README.md", exported_card(plan))
     write_manifest(folder, plan.options, _source_record(checkpoint), _tensor_records(plan, streamed))
 
 

@@ -60,7 +60,7 @@ class Subject:
         available = len(self._tokenizer.encode(self._read, add_special_tokens=False))
         if available < options.tokens:
             raise UsageError(f"the first half of the text has {available} tokens, fewer than --tokens {options.tokens}")
-        self._model = load(self._source, Recipe(), torch.float32)
+        self._model = load(self._source, Recipe(), torch.float32, "cpu")
         adapter = self._source.adapter
         self._weights = {
             name: (adapter.source_name(name), self._model.get_parameter(name).data.half())

@@ -92,7 +92,7 @@ def main(
 def measure_cache(path: Path, progress: Progress = silent) -> dict[str, Any]:
     """Negative log-likelihood and KL of every row by scored window, in nats a token."""
     source = open_source(path)
-    model, text = load(source, Recipe(), torch.float32), books_text()
+    model, text = load(source, Recipe(), torch.float32, "cpu"), books_text()
     scored = [_window(source.tokenizer, text, *at) for at in SCORED]
     ranges = {}
     for number, row in enumerate(ROWS):

@@ -18,6 +18,11 @@ settings.load_profile("diffquant")
 
 
 @pytest.fixture(autouse=True)
+def _no_device_unless_named(monkeypatch):
+    monkeypatch.setattr("diffquant.support.devices._fastest_device", lambda: "cpu")
+
+
+@pytest.fixture(autouse=True)
 def _no_gradients():
     with torch.no_grad():
         yield

@@ -11,7 +11,7 @@ from diffquant.formats.reader import FolderCheckpoint
 from tests.support import tiny_lm
 
 PROSE = ("--tokens", 256, "--window", 64)
-MEASURED = ("--window", 64, "--windows", 1, "--check-characters", 1500)
+MEASURED = ("--window", 64, "--windows", 1, "--characters", 1500)
 SHORT = ("--task", "perplexity", "--characters", 1500, "--window", 64, "--stride", 64)
 
 

@@ -9,7 +9,6 @@ import termios
 
 import pytest
 
-COLUMNS = 50
 PROGRAM = """
 import sys, time
 from diffquant.support.progress import progress_for
@@ -20,10 +19,10 @@ for done in range(5):
 """
 
 
-def on_a_terminal(program):
+def on_a_terminal(program, columns=50):
     """All that a program writes to stderr where that is a terminal of so many columns."""
     ours, theirs = pty.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, COLUMNS, 0, 0))
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
     with subprocess.Popen([sys.executable, "-c", program], stderr=theirs, stdout=subprocess.PIPE) as process:
         os.close(theirs)
         written = b""
@@ -37,11 +36,15 @@ def on_a_terminal(program):
     return process.returncode, written.decode()
 
 
+def lines_of(written):
+    return [line.strip() for line in written.replace("\x1b[A", "").split("\r") if line.strip()]
+
+
 @pytest.fixture(scope="module")
 def drawn():
     status, written = on_a_terminal(PROGRAM)
     assert status == 0
-    return [line.strip() for line in written.replace("\x1b[A", "").split("\r") if line.strip()]
+    return lines_of(written)
 
 
 def test_a_line_has_the_label_the_share_the_time_left_and_what_is_under_way(drawn):
@@ -50,8 +53,21 @@ def test_a_line_has_the_label_the_share_the_time_left_and_what_is_under_way(draw
     assert re.match(r"quantize 100%  00:0[1-9], model\.layers\.4\.mlp", drawn[-1])
 
 
-def test_no_line_is_wider_than_the_terminal(drawn):
-    assert COLUMNS - 2 < max(map(len, drawn)) <= COLUMNS
+@pytest.mark.parametrize("columns", [50, 80])
+def test_no_line_is_wider_than_the_terminal_and_none_scrolls(columns):
+    _, written = on_a_terminal(PROGRAM, columns)
+    assert columns - 2 < max(map(len, lines_of(written))) <= columns
+    # A line that wraps, or one that is not redrawn in place, would scroll.
+    assert written.count("\n") == 1
+
+
+def test_the_time_left_runs_down_while_nothing_is_reported():
+    program = PROGRAM.replace("range(5)", "(0, 1)").replace("4e9", "10e9").replace("0.25", "1.2 + 2 * done")
+    _, written = on_a_terminal(program)
+    left = [int(seconds) for seconds in re.findall(r" 10%  00:(\d\d) left", written)]
+    assert len(left) >= 3
+    assert left[0] - left[-1] >= 2
+    assert left == sorted(left, reverse=True)
 
 
 def test_a_program_that_fails_leaves_no_line_behind_its_message():
@@ -61,9 +77,39 @@ def test_a_program_that_fails_leaves_no_line_behind_its_message():
     assert shown[1].replace("\r", "").strip() == ""
 
 
-def test_progress_is_silent_off_a_terminal():
+def test_an_error_takes_the_line_off_the_terminal_before_its_message():
+    program = (
+        PROGRAM
+        + """
+from diffquant.errors import UsageError
+from diffquant.support.program import run_program
+def work():
+    show(1, 2, "half")
+    raise UsageError("why")
+run_program(work)
+"""
+    )
+    status, written = on_a_terminal(program)
+    assert status == 2
+    assert re.search(r"\r *\rerror: why\s*$", written.replace("\x1b[A", ""))
+
+
+def test_short_work_is_silent_off_a_terminal():
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_long_work_is_a_line_per_minute_off_a_terminal():
+    # A clock on which each report comes 25 seconds after the one before.
+    hurried = "import time\nclock = iter(range(0, 10**6, 5))\ntime.monotonic = lambda: next(clock)\n"
+    program = hurried + PROGRAM.replace("range(5)", "range(41)").replace("4e9", "40e9").replace("time.sleep(0.25)", "")
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    lines = done.stderr.splitlines()
+    assert all(re.match(r"quantize \d+% after \d+ min(, about \d+ min left)?: model\.layers\.", line) for line in lines)
+    minutes = [int(re.search(r"after (\d+) min", line)[1]) for line in lines]
+    assert minutes == sorted(minutes)
+    assert len(lines) - 1 <= minutes[-1] < 15
+    assert lines[-1].startswith("quantize 100% after")
 
 
 def test_nothing_to_do_is_all_done():

@@ -82,7 +82,7 @@ def open_torch(model: Path, threads: int) -> Engine:
     from diffquant.loading import load
 
     torch.set_num_threads(threads)
-    opened = load(model, dtype=torch.float32)
+    opened = load(model, dtype=torch.float32, device="cpu")
     opened.generation_config.eos_token_id = None  # everyone generates the same count
 
     def generate(prompt: np.ndarray, count: int) -> tuple[list[int], list[float]]:
@@ -132,7 +132,7 @@ def open_export(folder: Path, threads: int) -> Engine:
     """Engine of diffquant's export, with a cache that is extended in place."""
     from diffquant.export.runtime.session import InPlaceDecoder, OnnxModel
 
-    model = OnnxModel(folder, threads)
+    model = OnnxModel(folder, threads, device="cpu")
     return stepping(lambda rows: InPlaceDecoder(model, 1, rows).step)
 
 

@@ -9,7 +9,7 @@ microsoft/unilm issue 1654; how signed weights are normalized neither says, so b
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from diffquant.model.modeling import DiffTransformer
 from diffquant.recipe import LAYER_TARGETS, Recipe
 from diffquant.source.source import Source, open_source
 from diffquant.support.code import provenance
-from diffquant.support.devices import check_device, resolve_dtype
+from diffquant.support.devices import resolve_device, resolve_dtype
 from diffquant.support.files import check_distinct
 from diffquant.support.progress import Progress, silent
 from diffquant.support.versions import versions
@@ -55,7 +55,7 @@ class AttentionMapOptions:
     text: Path | None = None
     recipe: Recipe | None = None
     dtype: str = "auto"
-    device: str = "cpu"
+    device: str = "auto"
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ def map_attention(models: Sequence[Path], options: AttentionMapOptions, progress
         raise UsageError(f"attention goes to one answer at a time; {options.plan.asked} needles are to be asked for")
     if options.recipe is not None and any(options.recipe.is_static(target) for target in LAYER_TARGETS):
         raise UsageError("static scales are a model's own and are not taken here; use another granularity")
-    check_device(options.device)
+    options = replace(options, device=resolve_device(options.device))
     text = load_text(options.text)
     sources = [open_source(model) for model in models]
     for source in sources:

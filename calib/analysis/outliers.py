@@ -4,7 +4,7 @@ Source: arXiv 2410.05258, section 3.7, Table 5: the largest magnitudes and the m
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -17,7 +17,7 @@ from diffquant.model.causal import CausalModel
 from diffquant.model.walk import batches, causal_logits, visible_entries
 from diffquant.source.source import open_source
 from diffquant.support.code import provenance
-from diffquant.support.devices import check_device, resolve_dtype
+from diffquant.support.devices import resolve_device, resolve_dtype
 from diffquant.support.files import check_distinct
 from diffquant.support.progress import Progress, silent
 from diffquant.support.versions import versions
@@ -42,7 +42,7 @@ class OutlierOptions:
     tokens: int = 400_000
     window: int = 1024
     dtype: str = "auto"
-    device: str = "cpu"
+    device: str = "auto"
     batch_tokens: int = 4096
 
 
@@ -54,7 +54,7 @@ def find_outliers(models: Sequence[Path], options: OutlierOptions, progress: Pro
         NonFiniteError: a model computes NaN or infinity.
     """
     check_distinct(models)
-    check_device(options.device)
+    options = replace(options, device=resolve_device(options.device))
     text = load_text(options.text)
     outliers_by_model = [_measure_model(Path(model), text, options, progress) for model in models]
     settings = {

@@ -1,6 +1,6 @@
 """The verb `calibrate`: ranges of K, V and logits from one half of a text, reported on the other half."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from diffquant.calib.calibration.fit import Fit, measure_fit
@@ -11,7 +11,7 @@ from diffquant.loading import load
 from diffquant.recipe import LAYER_TARGETS, Recipe
 from diffquant.source.ranges import Ranges
 from diffquant.source.source import Source, open_source
-from diffquant.support.devices import check_device, resolve_dtype
+from diffquant.support.devices import resolve_device, resolve_dtype
 from diffquant.support.progress import Progress, silent
 from diffquant.text.corpus import load_text
 from diffquant.text.tokens import token_windows
@@ -38,7 +38,7 @@ class CalibrationOptions:
     tokens: int = 16384
     window: int = 512
     dtype: str = "float32"
-    device: str = "cpu"
+    device: str = "auto"
     batch_tokens: int = BATCH_TOKENS
 
     def __post_init__(self) -> None:
@@ -59,7 +59,7 @@ def calibrate(
         UsageError: a text of fewer than two windows, or a device that is not there.
         NonFiniteError: the model computes NaN or infinity.
     """
-    check_device(options.device)
+    options = replace(options, device=resolve_device(options.device))
     text = load_text(options.text)
     source = open_source(path)
     source.transformer("calibrate")

@@ -38,7 +38,7 @@ def calibrate_cache(
     if ids is None:
         text = books_text()
         ids = _prose_windows(source, text)
-    model = load(source, recipe or Recipe(), torch.float32)
+    model = load(source, recipe or Recipe(), torch.float32, device="cpu")
     tensors = observe_ranges(model, ids, ("k", "v"), Observer("absmax"), progress=progress)
     return to_ranges(source, model, ids, text, Observer("absmax"), tensors)
 

@@ -1,7 +1,7 @@
 """The verb `search`: measure what each unit's width costs, allocate widths under a budget, compare on text held out."""
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from diffquant.loading import load
 from diffquant.recipe import DEFAULT_GRANULARITY, Recipe
 from diffquant.source.source import Source, open_source
 from diffquant.support.code import code_digest, provenance
-from diffquant.support.devices import check_device, resolve_dtype
+from diffquant.support.devices import resolve_device, resolve_dtype
 from diffquant.support.journal import Journal
 from diffquant.support.progress import Progress, silent
 from diffquant.support.versions import versions_of_run
@@ -59,7 +59,7 @@ class SearchOptions:
     window: int = 256
     check_characters: int = 16384
     dtype: str = "float32"
-    device: str = "cpu"
+    device: str = "auto"
 
     def __post_init__(self) -> None:
         if len(set(self.widths)) < 2 or not all(2 <= bits <= 8 for bits in self.widths):
@@ -91,7 +91,7 @@ class Search:
             DiffQuantError: the checkpoint, the text, the targets, the widths or the budget do not fit.
         """
         require_scipy()
-        check_device(options.device)
+        options = replace(options, device=resolve_device(options.device))
         self.budget, self.options = budget, options
         self.widths = sorted(set(options.widths), reverse=True)
         self.source = open_source(path)

@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Sequence
-from functools import cache
 
 from torch import Tensor
 
@@ -12,6 +11,7 @@ from diffquant.family.call import AttentionCall, Meter
 from diffquant.family.mask import Mask
 from diffquant.family.norm import PairNorm
 from diffquant.scheme import FULL, Scheme
+from diffquant.support.logs import log_once
 
 
 def attend(
@@ -64,10 +64,5 @@ def fastest(call: AttentionCall) -> Backend:
         if refusal is None:
             return backend
         refusals.append(f"{backend.name}: {refusal}")
-        _log_once(backend.name, refusal)
+        log_once(__name__, logging.INFO, "attention backend %s is not used: %s", backend.name, refusal)
     raise UsageError(f"no attention backend serves this call: {'; '.join(refusals)}")
-
-
-@cache
-def _log_once(backend: str, refusal: str) -> None:
-    logging.getLogger(__name__).info("attention backend %s is not used: %s", backend, refusal)

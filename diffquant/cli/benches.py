@@ -6,44 +6,69 @@ from typing import Annotated
 
 import typer
 
-from diffquant.cli.app import app
-from diffquant.cli.options import AsJson
+from diffquant.cli.app import verb
+from diffquant.cli.options import AsJson, Device, chosen_device
 from diffquant.support.comma_lists import split_list
 from diffquant.support.progress import progress_for
 
 Sections = Annotated[
     list[str] | None,
-    typer.Argument(help="attention, decode, linear, throughput, generate, quantize, export, sweep; all by default."),
+    typer.Argument(
+        metavar="SECTIONS",
+        help="attention, decode, linear, throughput, generate, quantize, export, sweep; all by default.",
+    ),
 ]
 
 
-@app.command()
+@verb("bench attention decode --shapes 830M --lengths 512,1K")
 def bench(
     sections: Sections = None,
-    output: Annotated[Path, typer.Option("--output", "-o", help="Folder for tables, plots and report.")] = Path(
-        "bench-output"
-    ),
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    output: Annotated[
+        Path, typer.Option("--output", "-o", metavar="FOLDER", help="Folder for tables, plots and report.")
+    ] = Path("bench-output"),
+    device: Device = "auto",
     shapes: Annotated[
         str,
-        typer.Option(help="Of 830M, 1.4B, 2.8B, 3B, 6.8B, 13.1B, smollm2-135m-diff-v2, diffllama-1b; some by default."),
+        typer.Option(
+            metavar="LIST",
+            help="Sizes: 830M, 1.4B, 2.8B, 3B, 6.8B, 13.1B, smollm2-135m-diff-v2, diffllama-1b; some by default.",
+        ),
     ] = "",
-    lengths: Annotated[str, typer.Option(help="Lists and ranges by doubling, such as 512,1K or 1K-16K.")] = "",
-    batches: Annotated[str, typer.Option(help="As --lengths.")] = "1",
-    dtype: Annotated[str, typer.Option(help="float32 on cpu and bfloat16 on cuda by default; float16.")] = "",
-    peers: Annotated[str, typer.Option(help="Of attention and decode, with semicolons; all by default.")] = "",
-    checkpoint: Annotated[list[Path] | None, typer.Option(help="Folder or .gguf file for generate and sweep.")] = None,
-    repeats: Annotated[int, typer.Option(min=1, help="Turns of each path.")] = 5,
-    threads: Annotated[int, typer.Option(min=0, help="Of torch; 0 leaves it as it is.")] = 0,
+    lengths: Annotated[
+        str, typer.Option(metavar="LIST", help="Lengths in tokens, and ranges by doubling, such as 512,1K-16K.")
+    ] = "",
+    batches: Annotated[str, typer.Option(metavar="LIST", help="Batch sizes, such as 1,8.")] = "1",
+    dtype: Annotated[
+        str, typer.Option(metavar="NAME", help="float32, bfloat16 or float16; float32 on cpu, bfloat16 on cuda.")
+    ] = "",
+    peer: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="A peer of attention and decode; all by default. May be repeated."),
+    ] = None,
+    checkpoint: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="PATH", help="Folder or .gguf file for generate and sweep. May be repeated."),
+    ] = None,
+    repeats: Annotated[int, typer.Option(metavar="NUMBER", min=1, help="Turns of each path.")] = 5,
+    threads: Annotated[
+        int, typer.Option(metavar="NUMBER", min=0, help="Number of torch's threads; 0 leaves it as it is.")
+    ] = 0,
     graph: Annotated[bool, typer.Option("--graph", help="Replay CUDA graphs.")] = False,
-    compare: Annotated[Path | None, typer.Option(help="A former bench.json: say what moved beyond noise.")] = None,
+    compare: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="A former bench.json: say what moved beyond noise.")
+    ] = None,
     tune: Annotated[
         Path | None,
-        typer.Option(help="Try neighbouring kernel configurations and write the best ones to this file; nothing else."),
+        typer.Option(
+            metavar="FILE", help="Try neighbouring kernel configurations, write the best to this file, and stop."
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Measure speed and memory beside the peers, every path checked before it is timed."""
+    """Measure speed and memory beside other implementations.
+
+    Every path is checked before it is timed.
+    """
     import torch
 
     from diffquant.bench import cells, run
@@ -51,6 +76,7 @@ def bench(
     from diffquant.bench.contest.workloads import lengths as parse_counts
     from diffquant.bench.report import markdown
 
+    device = chosen_device(device)
     if threads:
         torch.set_num_threads(threads)
     if tune is not None:
@@ -67,7 +93,7 @@ def bench(
         batches=tuple(parse_counts(batches)),
         dtype=dtype,
         repeats=repeats,
-        peers=tuple(name.strip() for name in peers.split(";") if name.strip()),
+        peers=tuple(peer or ()),
         checkpoints=tuple(checkpoint or run.demo_checkpoints()),
         graph=graph,
     )

@@ -6,69 +6,85 @@ from typing import Annotated
 
 import typer
 
-from diffquant.cli.app import app
+from diffquant.cli.app import verb
 from diffquant.cli.options import (
     AsJson,
+    Device,
     EvalDtype,
     Lengths,
     Logits,
     Model,
+    Models,
     RecipeFile,
     RecipeOptions,
+    Revision,
+    at_revision,
+    chosen_device,
     lengths_of,
     widths,
 )
 from diffquant.support.comma_lists import split_list
 from diffquant.support.progress import progress_for
 
-Text = Annotated[Path | None, typer.Option("--text", help="UTF-8 text to read; some prose ships.")]
-Tokens = Annotated[int, typer.Option(min=2, help="Tokens of the text that are read, at most.")]
+Text = Annotated[Path | None, typer.Option("--text", metavar="FILE", help="UTF-8 text to read; some prose ships.")]
+Tokens = Annotated[int, typer.Option(metavar="NUMBER", min=2, help="Most tokens of the text that are read.")]
+Window = Annotated[int, typer.Option(metavar="NUMBER", help="Number of tokens that the model sees at once.")]
 
 
-@app.command()
+@verb("outliers transformer diff -o outliers")
 def outliers(
-    models: Annotated[list[Path], typer.Argument(help="Checkpoints, a Transformer beside its DIFF for instance.")],
+    models: Models,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Folder for outliers.json and its plot.")
+        Path | None,
+        typer.Option("--output", "-o", metavar="FOLDER", help="Folder for outliers.json and its plot."),
     ] = None,
     text: Text = None,
     tokens: Tokens = 400_000,
-    window: Annotated[int, typer.Option(help="Tokens the model sees at once.")] = 1024,
+    window: Window = 1024,
     dtype: EvalDtype = "auto",
-    device: str = "cpu",
+    device: Device = "auto",
     as_json: AsJson = False,
 ) -> None:
-    """Largest magnitudes and medians of attention logits and hidden states, layer by layer."""
+    """Find the largest attention logits and hidden states.
+
+    Each layer's largest magnitudes stand beside its median.
+    """
     from diffquant.calib.analysis.outlier_outputs import outlier_table, write_outliers
     from diffquant.calib.analysis.outliers import OutlierOptions, find_outliers
     from diffquant.support.files import check_writable
 
     if output is not None:
         check_writable(output)
-    options = OutlierOptions(text, tokens, window, dtype, device)
+    options = OutlierOptions(text, tokens, window, dtype, chosen_device(device))
     outliers_by_model = find_outliers(models, options, progress_for("outliers"))
     typer.echo(outliers_by_model.to_json().rstrip() if as_json else outlier_table(outliers_by_model))
     if output is not None:
         typer.echo(f"wrote {', '.join(map(str, write_outliers(outliers_by_model, output)))}", err=as_json)
 
 
-@app.command("attention-map")
+@verb("attention-map transformer diff -o attention", name="attention-map")
 def attention_map(
-    models: Annotated[list[Path], typer.Argument(help="Checkpoints, a Transformer beside its DIFF for instance.")],
+    models: Models,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Folder for attention-map.json and its plot.")
+        Path | None,
+        typer.Option("--output", "-o", metavar="FOLDER", help="Folder for attention-map.json and its plot."),
     ] = None,
-    needles: Annotated[int, typer.Option(help="Numbers hidden in a context, one of which is asked for.")] = 1,
+    needles: Annotated[
+        int, typer.Option(metavar="NUMBER", help="How many numbers a context hides; one is asked for.")
+    ] = 1,
     lengths: Lengths = "256",
-    samples: Annotated[int, typer.Option(help="Contexts of each depth and length.")] = 50,
+    samples: Annotated[int, typer.Option(metavar="NUMBER", help="Contexts for each depth and length.")] = 50,
     text: Text = None,
     logits: Logits = "16",
     recipe: RecipeFile = None,
     dtype: EvalDtype = "auto",
-    device: str = "cpu",
+    device: Device = "auto",
     as_json: AsJson = False,
 ) -> None:
-    """How much attention goes to the answer and to noise when a number is retrieved, by its depth in the context."""
+    """Measure how much attention goes to an answer and to noise.
+
+    The answer is a number that is hidden in a context, at several depths.
+    """
     from diffquant.calib.analysis.attention_map import AttentionMapOptions, map_attention
     from diffquant.calib.analysis.attention_map_outputs import attention_table, write_attention_maps
     from diffquant.evals.protocols.needle import NeedlePlan
@@ -78,33 +94,50 @@ def attention_map(
         check_writable(output)
     wanted = RecipeOptions("16", "16", None, None, logits, 0, None, recipe).given()
     plan = NeedlePlan(needles, 1, lengths_of(lengths), samples)
-    options = AttentionMapOptions(plan, text, wanted, dtype, device)
+    options = AttentionMapOptions(plan, text, wanted, dtype, chosen_device(device))
     attention = map_attention(models, options, progress_for("attention"))
     typer.echo(attention.to_json().rstrip() if as_json else attention_table(attention))
     if output is not None:
         typer.echo(f"wrote {', '.join(map(str, write_attention_maps(attention, output)))}", err=as_json)
 
 
-@app.command()
+@verb("search model -o search --budget 4.5")
 def search(
     model: Model,
-    output: Annotated[Path, typer.Option("--output", "-o", help="Folder for the recipe, measurements and plot.")],
-    budget: Annotated[
-        str, typer.Option(help="Average stored bits of each target, scales included: 4.5; or bytes of weights: 90MB.")
+    output: Annotated[
+        Path, typer.Option("--output", "-o", metavar="FOLDER", help="Folder for the recipe, measurements and plot.")
     ],
-    target: Annotated[str, typer.Option(help="weights, k, v, logits; several with commas.")] = "weights",
-    bits: Annotated[str, typer.Option(help="Widths to choose among.")] = "8,6,4",
-    granularity: Annotated[str, typer.Option(help="What shares one scale of a weight: g32, g128, row.")] = "g32",
+    budget: Annotated[
+        str,
+        typer.Option(
+            metavar="SIZE", help="Average stored bits of each target, scales included: 4.5; or bytes of weights: 90MB."
+        ),
+    ],
+    target: Annotated[
+        str, typer.Option(metavar="LIST", help="What to quantize, together: weights, k, v, logits.")
+    ] = "weights",
+    bits: Annotated[str, typer.Option(metavar="LIST", help="Widths to choose among.")] = "8,6,4",
+    granularity: Annotated[
+        str, typer.Option(metavar="NAME", help="What shares one scale of a weight: g32, g128 or row.")
+    ] = "g32",
     text: Text = None,
-    windows: Annotated[int, typer.Option(min=1, help="Windows of the text's first half to measure on.")] = 8,
-    window: Annotated[int, typer.Option(help="Tokens of each.")] = 256,
-    check_characters: Annotated[int, typer.Option(min=1, help="Of the text's second half to compare on.")] = 16384,
+    windows: Annotated[
+        int, typer.Option(metavar="NUMBER", min=1, help="Windows of the text's first half to measure on.")
+    ] = 8,
+    window: Window = 256,
+    characters: Annotated[
+        int, typer.Option(metavar="NUMBER", min=1, help="Characters of the text's second half to compare on.")
+    ] = 16384,
     dtype: EvalDtype = "float32",
-    device: str = "cpu",
+    device: Device = "auto",
+    revision: Revision = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say how long it would take and stop.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Find the widths that cost least under a budget, and write them as a recipe."""
+    """Find the widths that cost least under a budget.
+
+    They are written as a recipe, which quantize, generate, eval and sweep take.
+    """
     from diffquant.calib.search.allocation import Budget
     from diffquant.calib.search.outputs import write_search
     from diffquant.calib.search.search import Search, SearchOptions
@@ -112,9 +145,17 @@ def search(
     from diffquant.support.files import check_writable
 
     options = SearchOptions(
-        split_list(target), widths(bits), granularity, text, windows, window, check_characters, dtype, device
+        split_list(target),
+        widths(bits),
+        granularity,
+        text,
+        windows,
+        window,
+        characters,
+        dtype,
+        chosen_device(device),
     )
-    run = Search(model, Budget.parse(budget), options, output)
+    run = Search(at_revision(model, revision), Budget.parse(budget), options, output)
     if dry_run:
         typer.echo(run.estimate())
         return
@@ -125,25 +166,33 @@ def search(
     typer.echo(f"wrote {', '.join(map(str, written))}", err=as_json)
 
 
-@app.command()
+@verb("calibrate model -o scales.safetensors")
 def calibrate(
     model: Model,
-    output: Annotated[Path, typer.Option("--output", "-o", help="File to write, such as scales.safetensors.")],
-    observer: Annotated[str, typer.Option(help="absmax, percentile or mse.")] = "absmax",
+    output: Annotated[
+        Path, typer.Option("--output", "-o", metavar="FILE", help="File to write, such as scales.safetensors.")
+    ],
+    observer: Annotated[
+        str, typer.Option(metavar="NAME", help="What finds a range: absmax, percentile or mse.")
+    ] = "absmax",
     percentile: Annotated[
-        float, typer.Option(help="Percentage of magnitudes that are not clipped, for percentile.")
+        float, typer.Option(metavar="NUMBER", help="Percentage of magnitudes that percentile does not clip.")
     ] = 99.99,
-    bits: Annotated[int, typer.Option(help="Width that mse clips for and the report is about.")] = 8,
-    target: Annotated[str, typer.Option(help="k, v, logits; several with commas.")] = "k,v,logits",
+    bits: Annotated[int, typer.Option(metavar="NUMBER", help="Width that mse clips for and the report is about.")] = 8,
+    target: Annotated[str, typer.Option(metavar="LIST", help="What to find ranges of: k, v, logits.")] = "k,v,logits",
     text: Text = None,
     tokens: Tokens = 16384,
-    window: Annotated[int, typer.Option(help="Tokens the model sees at once.")] = 512,
+    window: Window = 512,
     dtype: EvalDtype = "float32",
-    device: str = "cpu",
+    device: Device = "auto",
+    revision: Revision = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file if it exists.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Find static ranges of K, V and logits on half of a text; report on the other half."""
+    """Find static ranges of keys, values and logits on a text.
+
+    Ranges come from one half of the text, and the report is about the other half.
+    """
     from dataclasses import asdict
 
     from diffquant.calib.calibration.calibrate import CalibrationOptions
@@ -155,8 +204,8 @@ def calibrate(
 
     check_ranges_output(output, overwrite)
     rule = Observer(observer, percentile, bits)
-    options = CalibrationOptions(split_list(target), rule, text, tokens, window, dtype, device)
-    ranges, fits = run(model, options, progress_for("calibrate"))
+    options = CalibrationOptions(split_list(target), rule, text, tokens, window, dtype, chosen_device(device))
+    ranges, fits = run(at_revision(model, revision), options, progress_for("calibrate"))
     write_ranges(output, ranges)
     made = {"settings": {**ranges.settings, **provenance(run.__module__)}, "fits": [asdict(fit) for fit in fits]}
     typer.echo(json.dumps(made) if as_json else fit_table(fits, bits))

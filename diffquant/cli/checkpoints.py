@@ -8,24 +8,37 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from diffquant.cli.app import app
+from diffquant.cli.app import verb
+from diffquant.cli.hub import check_push, push_folder
 from diffquant.cli.options import (
     AsJson,
     Attention,
+    Chat,
     Destination,
+    Device,
     K,
     Kv,
     Logits,
     Model,
+    NewTokens,
     Override,
     Overwrite,
+    Preset,
+    Prompt,
+    Push,
     RecipeFile,
     RecipeOptions,
     Residual,
+    Revision,
     Scales,
     Seed,
+    Temperature,
     V,
     Weights,
+    at_revision,
+    chosen_device,
+    echo_pieces,
+    note_if_transformer,
     to_json,
 )
 from diffquant.recipe import Recipe, RoundingSettings
@@ -39,7 +52,7 @@ if TYPE_CHECKING:
     from diffquant.source.weight_source import WeightSource
 
 
-@app.command()
+@verb("quantize model -o model-4bit --preset int4")
 def quantize(
     source: Model,
     output: Destination,
@@ -51,88 +64,120 @@ def quantize(
     residual: Residual = 0,
     override: Override = None,
     recipe: RecipeFile = None,
+    preset: Preset = None,
     rounding: Annotated[
         str | None,
         typer.Option(
-            help="nearest, the default: absmax; mse: scales of the least squared error; gptq: and compensated over a "
-            "text."
+            metavar="NAME",
+            help="nearest, the default, has absmax scales; mse those of the least squared error; gptq also compensates "
+            "errors over a text.",
         ),
     ] = None,
-    text: Annotated[Path | None, typer.Option("--text", help="Text for gptq; some prose ships.")] = None,
-    tokens: Annotated[int | None, typer.Option(min=2, help="Of the text that gptq reads; 16384 by default.")] = None,
+    text: Annotated[
+        Path | None, typer.Option("--text", metavar="FILE", help="Text for gptq; some prose ships.")
+    ] = None,
+    tokens: Annotated[
+        int | None, typer.Option(metavar="NUMBER", min=2, help="Tokens of the text that gptq reads; 16384 by default.")
+    ] = None,
     weights_only: Annotated[
         bool,
         typer.Option(
             "--weights-only",
-            help="Choose weights by name, whatever the architecture; so it is done too where model_type is unknown.",
+            help="Choose weights by name, whatever the architecture, as is done where the model_type is unknown.",
         ),
     ] = False,
     keep: Annotated[
         list[str] | None,
-        typer.Option("--keep", help="PATTERN of tensors to leave as they are, beside those of the rules."),
+        typer.Option(
+            "--keep",
+            metavar="PATTERN",
+            help="Leave tensors of such names as they are, beside those of the rules. May be repeated.",
+        ),
     ] = None,
     weight_rules: Annotated[
-        Path | None, typer.Option(help="YAML with linears, experts or keep, in place of the rules that ship.")
+        Path | None,
+        typer.Option(metavar="FILE", help="YAML with linears, experts or keep, in place of the rules that ship."),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be done and stop.")] = False,
+    revision: Revision = None,
+    push: Push = None,
     overwrite: Overwrite = False,
     as_json: AsJson = False,
 ) -> None:
-    """Quantize a checkpoint into compressed-tensors' format, streaming."""
+    """Quantize a checkpoint's weights, KV cache and logits.
+
+    Tensors stream through memory, so a checkpoint may be larger than it. The folder has compressed-tensors' format.
+    """
     from diffquant.quantization.plan import plan_quantization
     from diffquant.quantization.quantize import quantize as run
 
-    wanted = RecipeOptions(weights, kv, k, v, logits, residual, override, recipe).required()
+    wanted = RecipeOptions(weights, kv, k, v, logits, residual, override, recipe, preset).required()
     wanted = replace(wanted, rounding=_rounding(wanted.rounding, rounding, text, tokens))
-    opened = _opened(source, weights_only, tuple(keep or ()), weight_rules)
+    check_push(push)
+    opened = _opened(at_revision(source, revision), weights_only, tuple(keep or ()), weight_rules)
+    note_if_transformer(opened)
     if dry_run:
         typer.echo(plan_quantization(opened, wanted).table())
         return
     report = run(opened, output, wanted, overwrite=overwrite, progress=progress_for("quantize"))
     typer.echo(to_json(report) if as_json else report.summary())
+    push_folder(output, push, as_json)
 
 
-@app.command()
+@verb("convert model -o model-diff-v2 --to diff-v2")
 def convert(
     source: Model,
     output: Destination,
     to: Annotated[
         Literal["diffllama", "diff-v2", "llama"],
-        typer.Option(help="diffllama from unilm's V1, diff-v2 from llama, llama from DEX; all exact."),
+        typer.Option(help="diffllama is made of unilm's V1, diff-v2 of llama, llama of DEX; all exactly."),
     ],
     dtype: Annotated[
         Literal["bfloat16", "float16", "float32"] | None,
-        typer.Option(help="Of the matrices; the source's by default, of a GGUF file with codes bfloat16."),
+        typer.Option(
+            metavar="NAME",
+            help="bfloat16, float16 or float32 for matrices; the source's by default, a GGUF file's codes bfloat16.",
+        ),
     ] = None,
+    revision: Revision = None,
+    push: Push = None,
     overwrite: Overwrite = False,
+    as_json: AsJson = False,
 ) -> None:
-    """Rewrite a checkpoint in another format, computing the same function."""
+    """Rewrite a checkpoint as another kind, the same function."""
     from diffquant.conversion import convert as run
     from diffquant.support.devices import DTYPES
 
     wanted = DTYPES[dtype] if dtype else None
-    report = run(source, output, to, dtype=wanted, overwrite=overwrite, progress=progress_for("convert"))
-    typer.echo(report.summary())
+    check_push(push)
+    report = run(
+        at_revision(source, revision), output, to, dtype=wanted, overwrite=overwrite, progress=progress_for("convert")
+    )
+    typer.echo(to_json(report) if as_json else report.summary())
+    push_folder(output, push, as_json)
 
 
-@app.command()
-def inspect(model: Model, as_json: AsJson = False) -> None:
-    """Say what a checkpoint is: family member, pairs, λ of each layer, size at each width."""
+@verb("inspect model")
+def inspect(model: Model, revision: Revision = None, as_json: AsJson = False) -> None:
+    """Say what a checkpoint is: its kind, λ, and sizes.
+
+    It reads headers and λ parameters alone. Sizes are given at each width.
+    """
     from diffquant.errors import UnknownModelTypeError
     from diffquant.inspection import Inspection, WeightInspection, inspect_checkpoint, inspect_weights
 
     inspection: Inspection | WeightInspection
     try:
-        inspection = inspect_checkpoint(model)
+        inspection = inspect_checkpoint(at_revision(model, revision))
     except UnknownModelTypeError:
-        inspection = inspect_weights(model)
+        inspection = inspect_weights(at_revision(model, revision))
     typer.echo(json.dumps(inspection.to_dict(), indent=2) if as_json else str(inspection))
 
 
-@app.command()
+@verb("generate model --prompt 'Once upon a time' --kv 8")
 def generate(
     model: Model,
-    prompt: Annotated[str, typer.Option(help="Text to continue; - reads standard input.")],
+    prompt: Prompt,
     weights: Weights = "16",
     kv: Kv = "16",
     k: K = None,
@@ -141,16 +186,20 @@ def generate(
     residual: Residual = 0,
     override: Override = None,
     recipe: RecipeFile = None,
+    preset: Preset = None,
     scales: Scales = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1)] = 64,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 decodes greedily.")] = 0.0,
+    max_new_tokens: NewTokens = 64,
+    temperature: Temperature = 0.0,
     seed: Seed = 0,
-    chat: Annotated[bool, typer.Option("--chat", help="Wrap the prompt in the checkpoint's chat template.")] = False,
+    chat: Chat = False,
     dtype: Annotated[
-        str | None, typer.Option(help="float32, bfloat16 or float16; the checkpoint's by default.")
+        str | None,
+        typer.Option(metavar="NAME", help="float32, bfloat16 or float16; the checkpoint's by default."),
     ] = None,
     attention: Attention = "auto",
-    device: str = "cpu",
+    device: Device = "auto",
+    revision: Revision = None,
+    as_json: AsJson = False,
 ) -> None:
     """Continue a prompt, token by token."""
     import transformers
@@ -160,13 +209,11 @@ def generate(
 
     check_backend(attention)
     transformers.set_seed(seed)
-    wanted = RecipeOptions(weights, kv, k, v, logits, residual, override, recipe).given()
+    wanted = RecipeOptions(weights, kv, k, v, logits, residual, override, recipe, preset).given()
     text = sys.stdin.read() if prompt == "-" else prompt
-    loaded, tokenizer = _load(model, wanted, dtype, device, scales)
+    loaded, tokenizer = _load(at_revision(model, revision), wanted, dtype, device, scales)
     loaded.use_attention(attention)
-    for piece in stream(loaded, tokenizer, text, max_new_tokens, temperature, chat):
-        typer.echo(piece, nl=False)
-    typer.echo()
+    echo_pieces(text, stream(loaded, tokenizer, text, max_new_tokens, temperature, chat), as_json)
 
 
 def _opened(path: Path, weights_only: bool, keep: tuple[str, ...], rules_file: Path | None) -> "Source | WeightSource":
@@ -197,9 +244,9 @@ def _load(
     from diffquant.loading import load
     from diffquant.source.ranges import check_ranges_used
     from diffquant.source.source import open_source
-    from diffquant.support.devices import check_device, resolve_dtype
+    from diffquant.support.devices import resolve_dtype
 
-    check_device(device)
+    device = chosen_device(device)
     torch_dtype = resolve_dtype(dtype, device) if dtype else None
     source = open_source(path)
     tokenizer = source.tokenizer

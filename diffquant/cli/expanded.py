@@ -4,12 +4,15 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import wraps
+from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 import typer
 
 from diffquant.evals.task import TaskOption
 from diffquant.evals.tasks import task_options
+
+_METAVARS = {int: "NUMBER", str: "LIST", Path: "FILE"}
 
 
 @dataclass(frozen=True)
@@ -64,7 +67,8 @@ def _parameter_of_option(option: TaskOption[object]) -> inspect.Parameter:
     # A flag has no opposite.
     names = (f"--{option.name.replace('_', '-')}",) if option.kind is bool else ()
     kind: Any = option.kind if default is not None else option.kind | None
-    annotation = Annotated[kind, typer.Option(*names, min=option.minimum, help=option.help)]
+    metavar = _METAVARS.get(option.kind)
+    annotation = Annotated[kind, typer.Option(*names, metavar=metavar, min=option.minimum, help=option.help)]
     return inspect.Parameter(option.name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation, default=default)
 
 

@@ -7,9 +7,23 @@ from typing import Annotated
 
 import typer
 
-from diffquant.cli.app import app
+from diffquant.cli.app import verb
 from diffquant.cli.expanded import TaskOptions, expanded
-from diffquant.cli.options import AsJson, Attention, EvalDtype, Model, RecipeOptions, Scales, Tasks, widths
+from diffquant.cli.options import (
+    AsJson,
+    Attention,
+    Device,
+    EvalDtype,
+    Model,
+    Models,
+    RecipeOptions,
+    Revision,
+    Scales,
+    Tasks,
+    at_revision,
+    chosen_device,
+    widths,
+)
 from diffquant.support.comma_lists import split_list
 from diffquant.support.progress import progress_for
 
@@ -20,35 +34,45 @@ class RunOptions:
 
     dtype: EvalDtype = "auto"
     attention: Attention = "auto"
-    device: str = "cpu"
+    device: Device = "auto"
     as_json: AsJson = False
 
 
-@app.command()
+@verb("sweep transformer diff -o sweep --target logits --bits 16,8,6,4")
 @expanded
 def sweep(
-    models: Annotated[
-        list[Path], typer.Argument(help="Checkpoints, a Transformer beside its DIFF for instance; exported folders.")
+    models: Models,
+    output: Annotated[
+        Path, typer.Option("--output", "-o", metavar="FOLDER", help="Folder for cells, table, plot and report.")
     ],
-    output: Annotated[Path, typer.Option("--output", "-o", help="Folder for cells, table, plot and report.")],
     *,
     task: Tasks = "hellaswag",
-    bits: Annotated[str, typer.Option(help="Widths, 2 to 8; 16 is always measured.")] = "16,8,6,4",
-    target: Annotated[str, typer.Option(help="What to quantize, each alone: logits, weights, kv, k, v.")] = "logits",
+    bits: Annotated[str, typer.Option(metavar="LIST", help="Widths, 2 to 8; 16 is always measured.")] = "16,8,6,4",
+    target: Annotated[
+        str, typer.Option(metavar="LIST", help="What to quantize, each alone: logits, weights, kv, k, v.")
+    ] = "logits",
     granularity: Annotated[
         str,
-        typer.Option(help="What shares one scale, such as row,tensor,row:shift; each serves the targets that know it."),
+        typer.Option(
+            metavar="LIST",
+            help="What shares one scale, such as row,tensor,row:shift; each serves the targets it suits.",
+        ),
     ] = "",
     recipe: Annotated[
-        list[Path] | None, typer.Option(help="A recipe's YAML file to measure beside the grid; may be repeated.")
+        list[Path] | None,
+        typer.Option(metavar="FILE", help="A recipe's YAML file to measure beside the grid. May be repeated."),
     ] = None,
     scales: Annotated[
-        list[Path] | None, typer.Option(help="A model's file from diffquant calibrate, for static; may be repeated.")
+        list[Path] | None,
+        typer.Option(metavar="FILE", help="A model's file from diffquant calibrate, for static. May be repeated."),
     ] = None,
     task_options: TaskOptions,
     run: RunOptions,
 ) -> None:
-    """Measure what each bit width costs. Cells that are there already are not measured again."""
+    """Measure what each bit width costs, in a table and a page.
+
+    Exported folders may stand among the models. Results that the folder holds already are not measured again.
+    """
     from diffquant.sweep.grid import SweepOptions
 
     options = SweepOptions(
@@ -68,6 +92,7 @@ def sweep(
     from diffquant.sweep.run import run_sweep
     from diffquant.sweep.table import text_table
 
+    chosen_device(run.device)
     result = run_sweep(models, options, output, progress_for("sweep"), runtime_of)
     written = write_outputs(result, output)
     typer.echo(result.to_json() if run.as_json else text_table(result))
@@ -75,7 +100,7 @@ def sweep(
     result.require_complete()
 
 
-@app.command("eval")
+@verb("eval model-4bit --task perplexity", name="eval")
 @expanded
 def eval_(
     model: Model,
@@ -85,8 +110,12 @@ def eval_(
     scales: Scales = None,
     task_options: TaskOptions,
     run: RunOptions,
+    revision: Revision = None,
 ) -> None:
-    """Measure one configuration; a quantized checkpoint's own recipe by default."""
+    """Measure one configuration of one model.
+
+    A quantized checkpoint runs under its own recipe by default, and an exported folder as it is.
+    """
     from diffquant.sweep.grid import SweepOptions
 
     options = SweepOptions(
@@ -100,6 +129,7 @@ def eval_(
     from diffquant.export.targets import runtime_of
     from diffquant.sweep.evaluate import evaluate, results_text
 
-    results = evaluate(model, recipe_options.given(), options, progress_for("eval"), runtime_of)
+    chosen_device(run.device)
+    results = evaluate(at_revision(model, revision), recipe_options.given(), options, progress_for("eval"), runtime_of)
     as_dicts = {name: result.to_dict() for name, result in results.items()}
     typer.echo(json.dumps(as_dicts) if run.as_json else results_text(results))

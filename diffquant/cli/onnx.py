@@ -6,45 +6,71 @@ from typing import Annotated
 
 import typer
 
-from diffquant.cli.app import app
+from diffquant.cli.app import verb
+from diffquant.cli.hub import check_push, push_folder
 from diffquant.cli.options import (
     AsJson,
+    Chat,
     Destination,
+    Device,
     Exported,
     Logits,
     Model,
+    NewTokens,
     Overwrite,
-    RuntimeDevice,
+    Prompt,
+    Push,
+    Revision,
     Seed,
+    Temperature,
     Threads,
+    at_revision,
+    cache_bits,
+    echo_pieces,
+    note_if_transformer,
     to_json,
 )
 from diffquant.support.progress import progress_for
 
 
-@app.command()
+@verb("export model -o model-onnx --weights 4:g32 --kv 8")
 def export(
     model: Model,
     output: Destination,
-    weights: Annotated[str, typer.Option(help="Weights of a plain checkpoint: 4:g32, 6:row, 8, 16.")] = "16",
-    kv: Annotated[int, typer.Option("--kv", help="Bits of the KV cache: 16, 8, or 4 (experimental).")] = 16,
+    weights: Annotated[
+        str,
+        typer.Option(metavar="SCHEME", help="Scheme of a plain checkpoint's weights: 4:g32, 6:row, 8 or 16."),
+    ] = "16",
+    kv: Annotated[
+        str,
+        typer.Option(
+            "--kv", metavar="SCHEME", help="Scheme of the KV cache: 16, 8:static, or 4:static (experimental)."
+        ),
+    ] = "16",
     scales: Annotated[
-        Path | None, typer.Option(help="Of the KV cache, from diffquant calibrate; found by a short run otherwise.")
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="The KV cache's ranges from diffquant calibrate; a short run finds them otherwise."
+        ),
     ] = None,
     logits: Logits = "16",
-    dtype: Annotated[str, typer.Option(help="float32 or float16.")] = "float32",
-    embed: Annotated[int, typer.Option(help="Bits of embedding and head: 16 or 8.")] = 16,
-    no_cache: Annotated[bool, typer.Option("--no-cache", help="A model without a KV cache.")] = False,
-    opset: Annotated[int, typer.Option(help="Of the standard domain.")] = 23,
-    pure_onnx: Annotated[bool, typer.Option("--pure-onnx", help="Standard ONNX ops alone.")] = False,
+    dtype: Annotated[str, typer.Option(metavar="NAME", help="float32 or float16.")] = "float32",
+    embed: Annotated[int, typer.Option(metavar="BITS", help="Bits of embedding and head: 16 or 8.")] = 16,
+    no_cache: Annotated[bool, typer.Option("--no-cache", help="Make a model without a KV cache.")] = False,
+    opset: Annotated[int, typer.Option(metavar="NUMBER", help="Opset of the standard ONNX operators.")] = 23,
+    pure_onnx: Annotated[bool, typer.Option("--pure-onnx", help="Use standard ONNX operators alone.")] = False,
     accuracy_level: Annotated[
         int,
-        typer.Option(help="Products with codes: 4 rounds activations to int8, 1 keeps float32 and is slow."),
+        typer.Option(
+            metavar="NUMBER", help="Precision of products with codes: 4 rounds activations to int8, 1 keeps float32."
+        ),
     ] = 4,
+    revision: Revision = None,
+    push: Push = None,
     overwrite: Overwrite = False,
     as_json: AsJson = False,
 ) -> None:
-    """Write a checkpoint, plain or quantized, as an ONNX model for ONNX Runtime."""
+    """Write a checkpoint as a model for ONNX Runtime."""
     from diffquant.export import require
 
     require()
@@ -57,7 +83,7 @@ def export(
     options = ExportOptions.parse(
         weights,
         logits,
-        kv_bits=kv,
+        kv_bits=cache_bits(kv),
         dtype=dtype,
         embed_bits=embed,
         cache=not no_cache,
@@ -65,25 +91,35 @@ def export(
         pure=pure_onnx,
         accuracy_level=accuracy_level,
     )
+    check_push(push)
     progress = progress_for("export")
-    source = ONNX.check(model, output, options, overwrite)
+    source = ONNX.check(at_revision(model, revision), output, options, overwrite)
+    note_if_transformer(source)
     ranges: Ranges | Path | None = scales
-    if kv < 16 and scales is None:
+    if options.kv_bits < 16 and scales is None:
         ranges = calibrate_cache(source, Recipe(weights=options.weights, logits=options.logits), progress=progress)
     report = ONNX.write(source, output, options, ranges, overwrite, progress)
     typer.echo(to_json(report) if as_json else report.summary())
+    push_folder(output, push, as_json)
 
 
-@app.command()
+@verb("verify model-onnx model")
 def verify(
     folder: Exported,
     model: Model,
-    tolerance: Annotated[float | None, typer.Option(help="Relative RMS error of logits; by measured rounding.")] = None,
+    tolerance: Annotated[
+        float | None,
+        typer.Option(metavar="NUMBER", help="Relative RMS error allowed of logits; by measured rounding by default."),
+    ] = None,
     threads: Threads = 0,
-    device: RuntimeDevice = "cpu",
+    device: Device = "auto",
+    revision: Revision = None,
     as_json: AsJson = False,
 ) -> None:
-    """Prove that an exported folder computes what its checkpoint does; exit 4 where it does not."""
+    """Prove that an export computes what its checkpoint does.
+
+    The exit code is 4 where it does not.
+    """
     from diffquant.export import require
 
     require()
@@ -91,7 +127,7 @@ def verify(
     from diffquant.export.verification.verify import verify as run
 
     try:
-        verification = run(folder, model, tolerance, threads, device)
+        verification = run(folder, at_revision(model, revision), tolerance, threads, device)
     except ToleranceError as missed:
         if as_json:
             typer.echo(to_json(missed.report))
@@ -99,18 +135,22 @@ def verify(
     typer.echo(to_json(verification) if as_json else str(verification))
 
 
-@app.command()
+@verb("run model-onnx --prompt 'Once upon a time'")
 def run(
     folder: Exported,
-    prompt: Annotated[str, typer.Option(help="Text to continue; - reads standard input.")],
-    max_new_tokens: Annotated[int, typer.Option(min=1)] = 64,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 decodes greedily.")] = 0.0,
+    prompt: Prompt,
+    max_new_tokens: NewTokens = 64,
+    temperature: Temperature = 0.0,
     seed: Seed = 0,
-    chat: Annotated[bool, typer.Option("--chat", help="Wrap the prompt in the model's chat template.")] = False,
+    chat: Chat = False,
     threads: Threads = 0,
-    device: RuntimeDevice = "cpu",
+    device: Device = "auto",
+    as_json: AsJson = False,
 ) -> None:
-    """Continue a prompt in ONNX Runtime; speed and memory go to stderr."""
+    """Continue a prompt in ONNX Runtime.
+
+    Speed and memory go to stderr.
+    """
     from diffquant.export import require
 
     require()
@@ -118,10 +158,10 @@ def run(
     from diffquant.export.runtime.generation import Generator
 
     generator = Generator(folder, threads, device=device)
+    if device == "auto" and generator.model.device.kind != "cpu":
+        typer.echo(f"runs on {generator.model.device.name}", err=True)
     if fallbacks := generator.model.fallbacks:
         typer.echo(on_cpu_text(fallbacks), err=True)
     text = sys.stdin.read() if prompt == "-" else prompt
-    for piece in generator.stream(text, max_new_tokens, temperature, seed, chat):
-        typer.echo(piece, nl=False)
-    typer.echo()
+    echo_pieces(text, generator.stream(text, max_new_tokens, temperature, seed, chat), as_json)
     typer.echo(str(generator.speed), err=True)

@@ -1,50 +1,111 @@
 """Arguments and options that several commands share."""
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from diffquant.errors import UsageError
 from diffquant.evals.tasks import task_kinds
-from diffquant.recipe import NEAREST, Recipe
+from diffquant.recipe import NEAREST, PRESETS, Recipe
+from diffquant.scheme import Scheme
 from diffquant.support.comma_lists import split_numbers
 
-Model = Annotated[Path, typer.Argument(help="Checkpoint folder (safetensors) or .gguf file.")]
-Destination = Annotated[Path, typer.Option("--output", "-o", help="Folder to create.")]
+if TYPE_CHECKING:
+    from diffquant.source.source import Source
+    from diffquant.source.weight_source import WeightSource
+
+_CHECKPOINT = "checkpoint folder (safetensors), .gguf file, or ORG/NAME[@REVISION] on the Hugging Face hub"
+Model = Annotated[Path, typer.Argument(metavar="MODEL", help=f"A {_CHECKPOINT}.")]
+Models = Annotated[
+    list[Path],
+    typer.Argument(metavar="MODELS", help=f"Each a {_CHECKPOINT}; a Transformer beside its DIFF, for instance."),
+]
+Revision = Annotated[
+    str | None, typer.Option(metavar="NAME", help="Branch, tag or commit of a model on the hub; its main by default.")
+]
+Destination = Annotated[Path, typer.Option("--output", "-o", metavar="FOLDER", help="Folder to create.")]
+Push = Annotated[
+    str | None, typer.Option(metavar="ORG/NAME", help="Send the folder to this model on the hub, its card included.")
+]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the folder if it exists.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
-Weights = Annotated[str, typer.Option(help="Weights, as BITS[:GRANULARITY]: 4:g32, 6:row, 8:tensor, 16.")]
-Kv = Annotated[str, typer.Option("--kv", help="KV cache: 8, 4:g32, 16.")]
-K = Annotated[str | None, typer.Option("--k", help="Keys, where they differ from --kv: 4:c64 is per channel.")]
-V = Annotated[str | None, typer.Option("--v", help="Values, where they differ from --kv.")]
-Logits = Annotated[str, typer.Option(help="Attention logits (simulated): 6:row, 4:tensor, 4:row:shift, 16.")]
-Residual = Annotated[int, typer.Option(help="Newest tokens of the KV cache that stay 16-bit.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
+Preset = Annotated[
+    Literal["int4", "int8", "paper"] | None,
+    typer.Option(
+        help="int4: weights 4:g32, known as w4a16. int8: weights 8:row and a KV cache of 8 bits. paper: logits "
+        "4:tensor, the last step of its Figure 8."
+    ),
+]
+Weights = Annotated[
+    str,
+    typer.Option(metavar="SCHEME", help="Scheme of the weights, as BITS[:GRANULARITY]: 4:g32, 6:row, 8:tensor or 16."),
+]
+Kv = Annotated[str, typer.Option("--kv", metavar="SCHEME", help="Scheme of the KV cache: 8, 4:g32 or 16.")]
+K = Annotated[
+    str | None,
+    typer.Option("--k", metavar="SCHEME", help="Scheme of keys where it is not --kv's: 4:c64 has channels."),
+]
+V = Annotated[str | None, typer.Option("--v", metavar="SCHEME", help="Scheme of values where it is not --kv's.")]
+Logits = Annotated[
+    str,
+    typer.Option(
+        metavar="SCHEME", help="Scheme of attention logits, which is simulated: 6:row, 4:tensor, 4:row:shift or 16."
+    ),
+]
+Residual = Annotated[
+    int, typer.Option(metavar="TOKENS", help="Number of newest tokens of the KV cache that stay 16-bit.")
+]
 Override = Annotated[
     list[str] | None,
     typer.Option(
-        help="PATTERN=SCHEME for some weights, or layers' .k, .v and .logits: '*.mlp.*=6:row', '*.layers.3.*.k=8'; "
-        "the first match wins."
+        metavar="PATTERN=SCHEME",
+        help="Scheme for some weights, or layers' .k, .v and .logits: '*.mlp.*=6:row', '*.layers.3.*.k=8'; "
+        "the first match wins. May be repeated.",
     ),
 ]
-RecipeFile = Annotated[Path | None, typer.Option("--recipe", help="All of this from a YAML file instead.")]
+RecipeFile = Annotated[
+    Path | None, typer.Option("--recipe", metavar="FILE", help="All of this from a YAML file instead.")
+]
 Scales = Annotated[
-    Path | None, typer.Option(help="From diffquant calibrate, for static schemes such as --kv 8:static.")
+    Path | None,
+    typer.Option(metavar="FILE", help="Ranges from diffquant calibrate, for static schemes such as --kv 8:static."),
 ]
-Seed = Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Of the draws where the temperature is above 0.")]
+Seed = Annotated[
+    int,
+    typer.Option(metavar="NUMBER", min=0, max=2**32 - 1, help="Seed of the draws where the temperature is above 0."),
+]
 
-Exported = Annotated[Path, typer.Argument(help="Folder that `diffquant export` wrote.")]
-Threads = Annotated[int, typer.Option(min=0, help="Of ONNX Runtime; 0 takes all cores.")]
-RuntimeDevice = Annotated[str, typer.Option("--device", help="Of ONNX Runtime: cpu, cuda or cuda:N.")]
+Exported = Annotated[Path, typer.Argument(metavar="FOLDER", help="A folder that `diffquant export` wrote.")]
+Threads = Annotated[
+    int, typer.Option(metavar="NUMBER", min=0, help="Number of ONNX Runtime's threads; 0 takes all cores.")
+]
+Device = Annotated[
+    str, typer.Option(metavar="NAME", help="cpu, cuda or cuda:N; auto takes CUDA where there is a device of it.")
+]
+Prompt = Annotated[str, typer.Option(metavar="TEXT", help="Text to continue; - reads standard input.")]
+NewTokens = Annotated[int, typer.Option(metavar="NUMBER", min=1, help="Most tokens that are added to the prompt.")]
+Temperature = Annotated[
+    float, typer.Option(metavar="NUMBER", min=0.0, help="Randomness of the choice; 0 takes the likeliest token.")
+]
+Chat = Annotated[bool, typer.Option("--chat", help="Wrap the prompt in the model's chat template.")]
 
-Tasks = Annotated[str, typer.Option(help=f"{', '.join(kind.usage for kind in task_kinds())}; several with commas.")]
-Lengths = Annotated[str, typer.Option(help="Tokens of needle prompts, such as 1024,4096.")]
+Tasks = Annotated[
+    str, typer.Option(metavar="LIST", help=f"Tasks, with commas: {', '.join(kind.usage for kind in task_kinds())}.")
+]
+Lengths = Annotated[str, typer.Option(metavar="LIST", help="Numbers of tokens of needle prompts, such as 256,1K,4K.")]
 Attention = Annotated[
-    str, typer.Option(help="Attention backend: auto, naive, flashdiff1, flashdiff2, triton, triton-int8, ...")
+    str,
+    typer.Option(
+        metavar="NAME", help="Backend of attention: auto, naive, flashdiff1, flashdiff2, triton, triton-int8, ..."
+    ),
 ]
-EvalDtype = Annotated[str, typer.Option(help="auto (bfloat16 where native), float32, bfloat16 or float16.")]
+EvalDtype = Annotated[
+    str, typer.Option(metavar="NAME", help="auto (bfloat16 where it is native), float32, bfloat16 or float16.")
+]
 
 
 @dataclass(frozen=True)
@@ -59,6 +120,7 @@ class RecipeOptions:
     residual: Residual = 0
     override: Override = None
     recipe: RecipeFile = None
+    preset: Preset = None
 
     def given(self) -> Recipe | None:
         """The recipe that the options make; None where none was given.
@@ -68,11 +130,19 @@ class RecipeOptions:
         """
         options = (self.weights, self.kv, self.k, self.v, self.logits, self.residual, self.override)
         if options == ("16", "16", None, None, "16", 0, None):
-            return None if self.recipe is None else Recipe.read(self.recipe)
-        if self.recipe is not None:
-            raise UsageError("--recipe replaces the other recipe options; give one or the other")
+            return self._ready_made()
+        if self.recipe is not None or self.preset is not None:
+            option = "--preset" if self.recipe is None else "--recipe"
+            raise UsageError(f"{option} replaces the other recipe options; give one or the other")
         overrides = dict(_split_override(text) for text in self.override or ())
         return Recipe.of(self.weights, self.kv, self.k, self.v, self.logits, self.residual, overrides)
+
+    def _ready_made(self) -> Recipe | None:
+        if self.recipe is not None and self.preset is not None:
+            raise UsageError("--recipe and --preset are two recipes; give one or the other")
+        if self.preset is not None:
+            return Recipe.of(**PRESETS[self.preset])
+        return None if self.recipe is None else Recipe.read(self.recipe)
 
     def required(self) -> Recipe:
         """The recipe that the options make, which quantizes something.
@@ -82,8 +152,49 @@ class RecipeOptions:
         """
         recipe = self.given()
         if recipe is None or replace(recipe, rounding=NEAREST) == Recipe():
-            raise UsageError("nothing to quantize: give --weights, --kv, --logits or --recipe, such as --weights 4:g32")
+            raise UsageError(
+                "nothing to quantize: give --preset, --weights, --kv, --logits or --recipe, such as --preset int4"
+            )
         return recipe
+
+
+def chosen_device(device: str) -> str:
+    """The device that a model runs on; where "auto" found another than the processor, it is said.
+
+    Raises:
+        UsageError: there is no such device.
+    """
+    from diffquant.support.devices import describe_device, resolve_device
+
+    chosen = resolve_device(device)
+    if device == "auto" and chosen != "cpu":
+        typer.echo(f"runs on {describe_device(chosen)}", err=True)
+    return chosen
+
+
+def at_revision(model: Path, revision: str | None) -> Path:
+    """A model as it is named with a revision of the hub."""
+    return model if revision is None else Path(f"{model}@{revision}")
+
+
+def note_if_transformer(source: "Source | WeightSource") -> None:
+    """Say on stderr that a model has no differential attention, since a DIFF model may have been meant."""
+    from diffquant.source.source import Source
+
+    if isinstance(source, Source) and source.spec.maps == 1:
+        typer.echo(f"note: {source.path} is a plain Transformer, without differential attention", err=True)
+
+
+def cache_bits(scheme: str) -> int:
+    """The bits of an exported model's KV cache, whose scales are calibrated.
+
+    Raises:
+        UsageError: the scheme has another granularity.
+    """
+    cache = Scheme.parse(scheme, default="static")
+    if cache.quantizes and cache.granularity != "static":
+        raise UsageError(f"--kv {scheme}: an exported cache has calibrated scales, one per channel; give {cache.bits}")
+    return cache.bits
 
 
 def widths(text: str) -> tuple[int, ...]:
@@ -93,7 +204,7 @@ def widths(text: str) -> tuple[int, ...]:
 
 def lengths_of(text: str) -> tuple[int, ...]:
     """The numbers of a --lengths option."""
-    return split_numbers("--lengths", text, "1024,4096")
+    return split_numbers("--lengths", text, "256,1K,4K")
 
 
 def _split_override(text: str) -> tuple[str, str]:
@@ -101,6 +212,16 @@ def _split_override(text: str) -> tuple[str, str]:
     if not separator or not pattern:
         raise UsageError(f"cannot read override {text!r}: expected PATTERN=SCHEME, such as '*.mlp.*=6:row'")
     return pattern, scheme
+
+
+def echo_pieces(prompt: str, pieces: Iterator[str], as_json: bool) -> None:
+    """Print text as it is made, or all of it with its prompt as JSON."""
+    if as_json:
+        typer.echo(json.dumps({"prompt": prompt, "text": "".join(pieces)}))
+        return
+    for piece in pieces:
+        typer.echo(piece, nl=False)
+    typer.echo()
 
 
 def to_json(report: Any) -> str:

@@ -5,17 +5,20 @@ from typing import Annotated
 
 import typer
 
-from diffquant.cli.app import app
+from diffquant.cli.app import verb
 
 
-@app.command()
+@verb("report logits search bench-output")
 def report(
     runs: Annotated[list[Path], typer.Argument(help="Folders of runs, or folders that hold some.")],
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Index to write; index.html above the runs by default.")
     ] = None,
 ) -> None:
-    """Write the pages of sweeps, searches, outliers and benches anew, and an index that leads to all."""
+    """Write the pages of runs anew, with an index of them.
+
+    Runs are folders that sweep, search, outliers or bench left. Their pages lead to each other and to the index.
+    """
     from diffquant.cli.runs import write_index
 
     index, *pages = write_index(runs, output)

@@ -6,26 +6,31 @@ from typing import Annotated
 
 import typer
 
-from diffquant.cli.app import app
+from diffquant.cli.app import verb
 from diffquant.cli.options import AsJson, Destination, Overwrite
 
 
-@app.command()
+@verb("demo --pocket")
 def demo(
     output: Destination = Path("demo-output"),
-    minutes: Annotated[float, typer.Option(min=0, help="Time to take, about; it chooses the number of items.")] = 4.0,
+    minutes: Annotated[
+        float, typer.Option(metavar="NUMBER", min=0, help="Time to take, about; it chooses the number of items.")
+    ] = 4.0,
     pocket: Annotated[bool, typer.Option("--pocket", help="Stay with the small trained models that ship.")] = False,
     overwrite: Overwrite = False,
 ) -> None:
-    """Show Figure 8 on trained models, then take SmolLM2-135M from PyPI to 4 bits and ONNX Runtime."""
+    """Show Figure 8 on trained models, then take one to 4 bits.
+
+    The one is SmolLM2-135M, from PyPI, which ends in ONNX Runtime.
+    """
     from diffquant.demo import demo as run
 
     run(output, minutes, pocket, overwrite, typer.echo)
 
 
-@app.command()
+@verb("doctor")
 def doctor(as_json: AsJson = False) -> None:
-    """Say what is installed and what each missing extra would add."""
+    """Say what is installed, and what each extra would add."""
     from diffquant.doctor import diagnose
     from diffquant.errors import MissingDependencyError
     from diffquant.export.native import kernel_name

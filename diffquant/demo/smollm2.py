@@ -24,7 +24,7 @@ RECIPES = {
     "weights-4-kv-8": Recipe.of(weights="4:g32", kv=8),
     "weights-4-kv-8-logits-4": Recipe.of(weights="4:g32", kv=8, logits="4:row:shift"),
 }
-_NEW_TOKENS = 24
+_NEW_TOKENS = 8
 _FIRST_ITEMS, _MOST_ITEMS, _CHARACTERS = 4, 200, 4000
 
 

@@ -37,7 +37,7 @@ _DTYPES = {
 
 # Suffixes of what else makes a checkpoint usable, the model's own code included, which is copied and never run; what
 # holds weights, in any format, is not copied.
-_SIDE_SUFFIXES = {".json", ".jinja", ".txt", ".model", ".tiktoken", ".vocab", ".py"}
+SIDE_SUFFIXES = {".json", ".jinja", ".txt", ".model", ".tiktoken", ".vocab", ".py"}
 _OWN_NAMES = {"config.json", "diffquant.json", "recipe.yaml", "README.md"}
 
 
@@ -100,7 +100,11 @@ class Checkpoint(ABC):
 
     @property
     def name(self) -> str:
-        return self.path.resolve().stem if self.path.is_file() else self.path.resolve().name
+        place = self.path.resolve()
+        # Hugging Face's cache has models--ORG--NAME/snapshots/COMMIT.
+        if place.parent.name == "snapshots" and place.parents[1].name.startswith("models--"):
+            return place.parents[1].name.split("--", 2)[-1]
+        return place.stem if place.is_file() else place.name
 
     @property
     def nbytes(self) -> int:
@@ -155,7 +159,7 @@ def side_files(folder: Path) -> list[Path]:
 
 def _is_text(file: Path) -> bool:
     """Whether a file is of a kind that is read or copied beside the weights."""
-    return file.suffix in _SIDE_SUFFIXES or file.name.upper().startswith(("LICENSE", "NOTICE"))
+    return file.suffix in SIDE_SUFFIXES or file.name.upper().startswith(("LICENSE", "NOTICE"))
 
 
 def _check_links(folder: Path) -> None:

@@ -191,13 +191,18 @@ class CausalModel(CausalPreTrainedModel, GenerationMixin):
             UsageError: the weights are at low bits, packed or simulated: transformers would write them at 16 bits, and
                 the recipe would be lost.
         """
-        packed = any(isinstance(module, QuantizedLinear) for module in self.modules())
-        if packed or self.recipe.weights.quantizes or self.recipe.weight_overrides:
+        if self.has_low_bit_weights:
             raise UsageError(
                 "the weights of this model are at low bits, which save_pretrained cannot write: copy the quantized "
                 "checkpoint's folder, or make one with diffquant.quantize"
             )
         super().save_pretrained(*args, **kwargs)
+
+    @property
+    def has_low_bit_weights(self) -> bool:
+        """Whether some weights are at low bits, packed or simulated."""
+        is_packed = any(isinstance(module, QuantizedLinear) for module in self.modules())
+        return is_packed or self.recipe.weights.quantizes or bool(self.recipe.weight_overrides)
 
     def make_tables(self) -> None:
         """Make the tensors that no checkpoint holds, after the model was made on the meta device."""

@@ -8,7 +8,6 @@ allocated ahead, so a new token copies nothing.
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache
 
 import torch
 from torch import Tensor
@@ -24,6 +23,7 @@ from diffquant.kernels.cache.kv_store import KVStore, store_refusal
 from diffquant.kernels.gpu import capability, device_refusal
 from diffquant.model.cache import PackedLayer
 from diffquant.recipe import Recipe
+from diffquant.support.logs import log_once
 
 
 class FusedLayer(PackedLayer):
@@ -147,7 +147,7 @@ def fused_cache_refusal(recipe: Recipe, spec: DiffSpec, dtype: torch.dtype, devi
     return next((reason for reason in refusals if reason), None)
 
 
-@cache
 def warn_of_slow_decoding(reason: str) -> None:
     """Say, once for each reason, that decoding on a CUDA device goes without its kernel."""
-    logging.getLogger(__name__).warning("the decode kernel is not used, which makes generation much slower: %s", reason)
+    message = "the decode kernel is not used, which makes generation much slower: %s"
+    log_once(__name__, logging.WARNING, message, reason)

@@ -9,7 +9,6 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
 
@@ -175,7 +174,3 @@ def _positions(valid: Tensor | None, past: int, length: int, device: torch.devic
     if valid is None:
         return torch.arange(past, past + length, device=device)[None]
     return (valid.long().cumsum(1) - 1).clamp_(min=0)[:, past:]
-
-
-AutoConfig.register("diff_transformer", DiffTransformerConfig)
-AutoModelForCausalLM.register(DiffTransformerConfig, DiffTransformer)

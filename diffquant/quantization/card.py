@@ -80,7 +80,8 @@ def _loaded_by(plan: QuantizationPlan) -> str:
     if model_type in _OF_TRANSFORMERS:
         reader = ", which transformers loads by itself"
     else:
-        reader = f"; transformers has no model of type {model_type}, which `diffquant.load` reads"
+        reader = f"; transformers has no {model_type} model of its own: `AutoModelForCausalLM` opens it after "
+        reader += "`import diffquant`"
     return f"{reader}; what that format cannot say (cache and logits) stands in config.json under `diffquant_config`.\n"
 
 

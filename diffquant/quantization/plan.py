@@ -28,6 +28,9 @@ from diffquant.source.weight_source import WeightSource
 _QUANTIZED_TYPES = (torch.float32, torch.float16, torch.bfloat16)
 _EMBEDDING = "model.embed_tokens"
 
+# Group sizes that people use, of which an error names those that fit.
+_GROUP_SIZES = (16, 32, 64, 128)
+
 
 @dataclass(frozen=True)
 class PlannedTensor:
@@ -251,21 +254,27 @@ def _check_packable(checkpoint: Checkpoint, schemes: Mapping[str, Scheme]) -> No
         raise UsageError(
             f"one scale a tensor would span all experts of {', '.join(spanning)}; use a group or row granularity"
         )
-    misfits: dict[int, dict[str, tuple[int, ...]]] = {}
+    shapes_by_size: dict[int, dict[str, tuple[int, ...]]] = {}
     for name, info in infos.items():
-        size = schemes[name].size
-        if size and info.shape[-1] % size:
-            misfits.setdefault(size, {})[name] = info.shape
-    if misfits:
-        raise GroupSizeError("; ".join(_misfit_problem(size, shapes) for size, shapes in misfits.items()))
+        if size := schemes[name].size:
+            shapes_by_size.setdefault(size, {})[name] = info.shape
+    problems = [_misfit_problem(size, shapes) for size, shapes in shapes_by_size.items()]
+    if any(problems):
+        raise GroupSizeError("; ".join(filter(None, problems)))
 
 
 def _misfit_problem(size: int, shapes: Mapping[str, tuple[int, ...]]) -> str:
-    fitting = math.gcd(size, *(shape[-1] for shape in shapes.values()))
+    """What a group size does not divide among tensors of these shapes, and what does; "" where it divides all."""
+    misfits = {name: shape for name, shape in shapes.items() if shape[-1] % size}
+    if not misfits:
+        return ""
+    widths = ", ".join(map(str, sorted({shape[-1] for shape in misfits.values()})))
+    name, shape = next(iter(misfits.items()))
+    common = math.gcd(*(shape[-1] for shape in shapes.values()))
+    fitting = [f"g{divisor}" for divisor in _GROUP_SIZES if common % divisor == 0] or [f"g{math.gcd(size, common)}"]
     return (
-        f"group size {size} does not divide the input width of {len(shapes)} tensors: "
-        + ", ".join(f"{name} {list(shape)}" for name, shape in shapes.items())
-        + f"; use g{fitting} or row for them, or keep them at 16 bits with an override"
+        f"group size {size} does not divide the input width of {len(misfits)} tensors, such as {name} {list(shape)}; "
+        f"their widths are {widths}: use {', '.join(fitting)} or row, or keep them at 16 bits with an override"
     )
 
 

@@ -4,6 +4,18 @@ from pathlib import Path
 from typing import Any
 
 from diffquant.errors import CheckpointError
+from diffquant.formats.hub import local_path
+
+# One of them is in the folder of every tokenizer that transformers reads.
+_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "vocab.json",
+    "vocab.txt",
+    "spiece.model",
+    "tekken.json",
+)
 
 
 def load_tokenizer(path: Path | str) -> Any:
@@ -15,7 +27,11 @@ def load_tokenizer(path: Path | str) -> Any:
     from transformers import AutoTokenizer
     from transformers.utils import logging
 
-    path = Path(path)
+    path = local_path(Path(path))
+    if path.is_dir() and not any((path / name).exists() for name in _FILES):
+        raise CheckpointError(
+            f"cannot read a tokenizer from {path}: there is no {_FILES[0]}; copy it from the model it was made from"
+        )
     # Without trust_remote_code, transformers asks on stdin whether to run the checkpoint's code.
     safely = {"local_files_only": True, "trust_remote_code": False}
     verbosity = logging.get_verbosity()
@@ -26,8 +42,8 @@ def load_tokenizer(path: Path | str) -> Any:
             return AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, **safely)
         return AutoTokenizer.from_pretrained(path, **safely)
     except Exception as error:  # tokenizers raise anything, bare Exception included
-        why = str(error)
-        if "trust_remote_code" in why:
+        why = str(error).strip().partition("\n")[0]
+        if "trust_remote_code" in str(error):
             why = "it is Python code of the checkpoint's own, which is never run; it needs a tokenizer.json"
         raise CheckpointError(f"cannot read a tokenizer from {path}: {why}") from error
     finally:

@@ -11,15 +11,15 @@ def split_list(text: str) -> tuple[str, ...]:
 
 
 def split_numbers(option: str, text: str, example: str) -> tuple[int, ...]:
-    """The numbers in an option's text.
+    """The numbers in an option's text; 4K is 4096.
 
     Raises:
         UsageError: a part is no number; the example shows how it is written.
     """
-    unread = [part for part in split_list(text) if not re.fullmatch("[0-9]{1,9}", part)]
+    unread = [part for part in split_list(text) if not re.fullmatch("[0-9]{1,9}K?", part)]
     if unread:
         raise UsageError(
             f"cannot read {option} {text[:80]!r}: {unread[0][:40]!r} is no whole number below a billion; expected such "
             f"as {example}"
         )
-    return tuple(int(part) for part in split_list(text))
+    return tuple(int(part.removesuffix("K")) * (1024 if part.endswith("K") else 1) for part in split_list(text))

@@ -33,6 +33,27 @@ def is_bfloat16_native(device: str = "cpu") -> bool:
     return any(bool(flags.get(name)) for name in ("avx512_bf16", "amx_bf16", "bf16", "arm_bf16"))
 
 
+def resolve_device(name: str = "auto") -> str:
+    """A device by name; "auto" is CUDA where torch finds a device of it, else the processor.
+
+    Raises:
+        UsageError: as `check_device` raises it.
+    """
+    if name == "auto":
+        return _fastest_device()
+    check_device(name)
+    return name
+
+
+def describe_device(device: str) -> str:
+    """A device as people know it, such as "cuda (NVIDIA H200)"."""
+    return f"{device} ({torch.cuda.get_device_name(device)})" if torch.device(device).type == "cuda" else device
+
+
+def _fastest_device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
 def check_device(device: str) -> None:
     """Check that a device can be used.
 
@@ -42,6 +63,6 @@ def check_device(device: str) -> None:
     try:
         kind = torch.device(device).type
     except RuntimeError as error:
-        raise UsageError(f"unknown device {device!r}: use cpu, cuda or cuda:N") from error
+        raise UsageError(f"unknown device {device!r}: use auto, cpu, cuda or cuda:N") from error
     if kind == "cuda" and not torch.cuda.is_available():
         raise UsageError("device 'cuda' is not there: torch finds no CUDA device; use --device cpu")

@@ -1,6 +1,5 @@
 """Command lines, run so that every error becomes one line and an exit code."""
 
-import signal
 import sys
 import tempfile
 import traceback
@@ -10,6 +9,8 @@ from typing import NoReturn
 import typer
 
 from diffquant.errors import DiffQuantError
+from diffquant.support import interruption
+from diffquant.support.progress import clear_lines
 
 
 def run_program(command: Callable[..., None]) -> None:
@@ -21,8 +22,7 @@ def run_program(command: Callable[..., None]) -> None:
 
 def run_commands(program: typer.Typer) -> None:
     """Run the command that the arguments name; SIGTERM, which schedulers send, ends it as Ctrl-C does."""
-    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
+    interruption.watch()
     try:
         program()
     except DiffQuantError as error:
@@ -39,6 +39,8 @@ def run_commands(program: typer.Typer) -> None:
     except MemoryError:
         _fail("error: out of memory; nothing was put in place. Close other programs or take a smaller batch", 1)
     except Exception as error:
+        if interruption.came():
+            _fail("\ninterrupted", 130)
         _fail(f"error: {_report(error)}", 1)
 
 
@@ -61,5 +63,6 @@ def _interrupt_behind(stop: BaseException | None) -> KeyboardInterrupt | None:
 
 
 def _fail(message: str, code: int) -> NoReturn:
+    clear_lines()
     sys.stderr.write(f"{message}\n")
     raise SystemExit(code)

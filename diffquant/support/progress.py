@@ -1,7 +1,10 @@
-"""Progress of long work, on stderr and only where someone watches."""
+"""Progress of long work on stderr: a line that is redrawn on a terminal, a line per minute in a log."""
 
 import sys
+import time
+import weakref
 from collections.abc import Callable
+from threading import Event, Thread
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -10,16 +13,44 @@ if TYPE_CHECKING:
 # Called with the work done, all of the work (same unit) and a few words about what is under way.
 Progress = Callable[[float, float, str], None]
 
-_UNDER_WAY = "{desc} {percentage:3.0f}%  {remaining} left{postfix}"
+_UNDER_WAY = "{desc} {percentage:3.0f}%  {left} left{postfix}"
 _DONE = "{desc} {percentage:3.0f}%  {elapsed}{postfix}"
+_SECONDS_BETWEEN_LOG_LINES = 60.0
 
 
 def silent(done: float, total: float, what: str) -> None:
     """Report nothing."""
 
 
+class Countdown:
+    """The time that work will take, by its mean speed so far; between two reports it runs down."""
+
+    def __init__(self, share: float) -> None:
+        self._start, self._started = share, time.monotonic()
+        self._reported, self._left = self._started, 0.0
+        self.share = share
+
+    def report(self, share: float) -> None:
+        """Take note that a share of the work is done."""
+        self.share, self._reported = share, time.monotonic()
+        if share > self._start:
+            self._left = (self._reported - self._started) * (1 - share) / (share - self._start)
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since the start."""
+        return time.monotonic() - self._started
+
+    @property
+    def left(self) -> float | None:
+        """Seconds that are left; None before there is a speed."""
+        if self.share <= self._start:
+            return None
+        return max(0.0, self._left - (time.monotonic() - self._reported))
+
+
 class TerminalProgress:
-    """A progress line, redrawn at most five times a second and cut to the terminal's width.
+    """A progress line, redrawn each second, at most five times a second, and cut to the terminal's width.
 
     It shows a label, the share done, the time left and what is under way; when all is done, the time it took.
     """
@@ -27,25 +58,46 @@ class TerminalProgress:
     def __init__(self, label: str) -> None:
         self.label = label
         self._line: tqdm[None] | None = None
+        self._countdown = Countdown(0.0)
+        self._stopped = Event()
 
     def __call__(self, done: float, total: float, what: str) -> None:
         share = done / total if total else 1.0
         line = self._line or self._start(share, what)
         line.set_postfix_str(what, refresh=False)
+        self._countdown.report(share)
         if share < 1:
             line.update(share - line.n)
-            self._line = line
             return
         line.n, line.bar_format, line.leave = share, _DONE, True
-        line.close()
-        self._line = None
+        self.stop()
+
+    def stop(self) -> None:
+        """Draw no more; a line of work that is not done goes away."""
+        self._stopped.set()
+        _drawing.discard(self)
+        if self._line is not None:
+            self._line.close()
+            self._line = None
 
     def _start(self, share: float, what: str) -> "tqdm[None]":
         # Here, since most commands end before they have progress to show.
         from tqdm import tqdm
 
-        # What fails or is interrupted leaves nothing: a message follows. The time left is by the mean speed so far.
-        return tqdm(
+        self._countdown, self._stopped = countdown, stopped = Countdown(share), Event()
+
+        class Line(tqdm):
+            """A line that knows the time left."""
+
+            @property
+            def format_dict(self) -> dict[str, object]:
+                left = countdown.left
+                shown = "?" if left is None else self.format_interval(left)
+                shown_values: dict[str, object] = super().format_dict
+                return shown_values | {"left": shown}
+
+        # What fails or is interrupted leaves nothing: a message follows.
+        self._line = Line(
             desc=self.label,
             total=1.0,
             initial=share,
@@ -54,12 +106,61 @@ class TerminalProgress:
             bar_format=_UNDER_WAY,
             mininterval=0.2,
             miniters=0,
-            smoothing=0,
             leave=False,
             dynamic_ncols=True,
         )
+        _drawing.add(self)
+        Thread(target=_redraw, args=(weakref.ref(self._line), stopped), daemon=True).start()
+        return self._line
+
+
+def _redraw(line_of: "weakref.ref[tqdm[None]]", stopped: Event) -> None:
+    """Redraw a line each second, so that its time runs down, for as long as someone holds it."""
+    while not stopped.wait(1.0):
+        line = line_of()
+        if line is None:
+            return
+        line.refresh()
+        del line
+
+
+# Lines that are on the terminal, which an error's message has to clear.
+_drawing: "weakref.WeakSet[TerminalProgress]" = weakref.WeakSet()
+
+
+def clear_lines() -> None:
+    """Take the lines of unfinished work off the terminal, so that a message can stand there."""
+    for progress in list(_drawing):
+        progress.stop()
+
+
+class LogProgress:
+    """A line for each minute of work: a label, the share done, the time taken and left, and what is under way."""
+
+    def __init__(self, label: str) -> None:
+        self.label = label
+        self._countdown: Countdown | None = None
+        self._lines = 0
+
+    def __call__(self, done: float, total: float, what: str) -> None:
+        share = done / total if total else 1.0
+        self._countdown = self._countdown or Countdown(share)
+        self._countdown.report(share)
+        elapsed = self._countdown.elapsed
+        is_due = elapsed >= (self._lines + 1) * _SECONDS_BETWEEN_LOG_LINES
+        if is_due or (share >= 1 and self._lines):
+            self._lines = int(elapsed / _SECONDS_BETWEEN_LOG_LINES)
+            left = self._countdown.left
+            rest = f", about {_minutes(left)} left" if left and share < 1 else ""
+            print(f"{self.label} {share:.0%} after {_minutes(elapsed)}{rest}: {what}", file=sys.stderr, flush=True)
+
+
+def _minutes(seconds: float) -> str:
+    """A time as hours and minutes."""
+    hours, minutes = divmod(round(seconds / 60), 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min"
 
 
 def progress_for(label: str) -> Progress:
-    """A progress line on a terminal, silence elsewhere."""
-    return TerminalProgress(label) if sys.stderr.isatty() else silent
+    """A progress line on a terminal, and a line per minute in a log."""
+    return TerminalProgress(label) if sys.stderr.isatty() else LogProgress(label)

@@ -10,7 +10,7 @@ from diffquant.loading import check_loadable
 from diffquant.recipe import Recipe
 from diffquant.source.ranges import check_ranges_used
 from diffquant.source.source import open_source
-from diffquant.support.devices import check_device, resolve_dtype
+from diffquant.support.devices import resolve_device, resolve_dtype
 from diffquant.support.progress import Progress, silent
 from diffquant.sweep.exported import ExportedSubject, RuntimeOf, check_as_it_is, checkpoints_alone, folder_state
 from diffquant.sweep.grid import SweepOptions
@@ -39,16 +39,17 @@ def evaluate(
         DiffQuantError: the checkpoint, the tasks or their data cannot be read; all before the first item.
         NotFiredError: a layer did not quantize its logits.
     """
-    check_device(options.device)
+    device = resolve_device(options.device)
     check_backend(options.attention)
     runtime = runtime_of(path)
     if runtime is not None:
         check_as_it_is(options, recipe)
     tasks = make_tasks(options.tasks, options.task_options, options.batch_tokens)
-    setup = Setup(resolve_dtype(options.dtype, options.device), options.device, options.attention)
+    setup = Setup(resolve_dtype(options.dtype, device), device, options.attention)
     if runtime is not None:
         state = folder_state(path)
-        subject: Subject = ExportedSubject(path, runtime.describe(path, options.device), runtime, None, setup, state)
+        model = runtime.describe(path, options.device)
+        subject: Subject = ExportedSubject(path, model, runtime, None, setup, options.device, state)
     else:
         subject = _checkpoint_subject(path, recipe, options, setup)
     session = subject.open()

@@ -57,7 +57,7 @@ class Runtime(Protocol):
     batch_tokens: int
 
     def describe(self, folder: Path, device: str) -> ExportedModel:
-        """What a sweep must know of a folder that is to run on a device.
+        """What a sweep must know of a folder that is to run on a device; of "auto" the runtime chooses its own.
 
         Raises:
             CheckpointError: the folder is damaged, or changed since it was exported.
@@ -83,6 +83,7 @@ class ExportedSubject:
     Attributes:
         compared_with: checkpoint whose 16 bits it is compared with; None where there is none.
         setup: how the sweep's checkpoints run.
+        device: device that the folder runs on; of "auto" the runtime chooses its own.
         state: state of the folder's files before it was described.
     """
 
@@ -91,6 +92,7 @@ class ExportedSubject:
     runtime: Runtime
     compared_with: CheckpointSubject | None
     setup: Setup
+    device: str
     state: FilesState
 
     def key(self, recipe: Recipe) -> JsonObject:  # noqa: ARG002
@@ -111,7 +113,7 @@ class ExportedSubject:
         """
         # Touched files are read again: only another content is another model.
         touched = folder_state(self.folder) != self.state
-        if touched and self.runtime.describe(self.folder, self.setup.device) != self.model:
+        if touched and self.runtime.describe(self.folder, self.device) != self.model:
             raise CheckpointError(f"{self.folder} changed while it was in use; run the same command again")
 
     def open(self) -> "ExportedSession":
@@ -147,7 +149,7 @@ class ExportedSession:
 
     @cached_property
     def _opened(self) -> "tuple[LanguageModel, PreTrainedTokenizerBase]":
-        return self.subject.runtime.open(self.subject.folder, self.subject.setup.device)
+        return self.subject.runtime.open(self.subject.folder, self.subject.device)
 
 
 def folder_state(folder: Path) -> FilesState:

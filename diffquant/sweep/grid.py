@@ -34,7 +34,7 @@ class SweepOptions:
         dtype: "auto", "bfloat16", "float16" or "float32".
         batch_tokens: most tokens of one pass.
         attention: backend of `diffquant.attention.BACKENDS`, or "auto".
-        device: where models run.
+        device: where models run; "auto" is CUDA where there is a device of it, else the processor.
     """
 
     tasks: tuple[str, ...] = ("hellaswag",)
@@ -47,7 +47,7 @@ class SweepOptions:
     dtype: str = "auto"
     batch_tokens: int = BATCH_TOKENS
     attention: str = "auto"
-    device: str = "cpu"
+    device: str = "auto"
 
     def __post_init__(self) -> None:
         wrong = [f"unknown target {t!r}; known are {', '.join(TARGETS)}" for t in self.targets if t not in TARGETS]

@@ -12,7 +12,7 @@ from diffquant.loading import check_loadable
 from diffquant.recipe import LAYER_TARGETS
 from diffquant.source.ranges import check_ranges_used, read_any_ranges
 from diffquant.source.source import Source, open_source
-from diffquant.support.devices import check_device, resolve_dtype
+from diffquant.support.devices import resolve_device, resolve_dtype
 from diffquant.sweep.exported import (
     ExportedSubject,
     RuntimeOf,
@@ -56,13 +56,13 @@ def plan_sweep(models: Sequence[Path], options: SweepOptions, runtime_of: Runtim
         check_as_it_is(options)
     grid = points(checkpoints, options) if checkpoints or not exported else []
     tasks = make_tasks(options.tasks, options.task_options, options.batch_tokens)
-    check_device(options.device)
+    device = resolve_device(options.device)
     check_backend(options.attention, (scheme for point in grid for scheme in point.recipe.schemes_of("logits")))
     sources = {model: open_source(model) for model in checkpoints}
     recipes = {model: [point.recipe for point in grid if point.model == model] for model in checkpoints}
     for model, source in sources.items():
         check_loadable(source, recipes[model])
-    setup = Setup(resolve_dtype(options.dtype, options.device), options.device, options.attention)
+    setup = Setup(resolve_dtype(options.dtype, device), device, options.attention)
     scales = _scales_by_model(sources, options.scales)
     for point in grid:
         _check_scales(point, scales.get(point.model))
@@ -79,6 +79,7 @@ def plan_sweep(models: Sequence[Path], options: SweepOptions, runtime_of: Runtim
             runtimes[point.model],
             checkpoints_by_path[point.compared_with] if point.compared_with else None,
             setup,
+            options.device,
             states[point.model],
         )
         for point in folders

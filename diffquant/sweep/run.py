@@ -96,13 +96,13 @@ def _read_cell(job: Job) -> MeasuredCell:
 
 def _settings(plan: SweepPlan, options: SweepOptions, tasks: list[JsonObject]) -> JsonObject:
     return {
-        "options": options.to_dict(),
+        "options": options.to_dict() | {"device": plan.setup.device},
         "tasks": tasks,
         "models": {str(path): source.fingerprint for path, source in plan.sources.items()},
         "quantized": [str(path) for path, source in plan.sources.items() if source.packed or path.is_file()],
         "source_bytes": {str(path): source.checkpoint.stored_nbytes for path, source in plan.sources.items()},
         "dtype": plan.setup.dtype_name,
-        "versions": versions_of_run(options.device),
+        "versions": versions_of_run(plan.setup.device),
         "commit": commit(),
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
     }

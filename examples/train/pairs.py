@@ -144,7 +144,7 @@ def load_original(base: Source) -> DiffTransformer:
         CheckpointError: the checkpoint cannot be read.
         UsageError: the checkpoint is no Transformer's.
     """
-    original = load(base, dtype=torch.float32)
+    original = load(base, dtype=torch.float32, device="cpu")
     if original.config.diff_spec.maps != 1:
         raise UsageError(
             f"{base.path} is {original.config.diff_spec.generation}; give a Transformer, a Llama checkpoint"

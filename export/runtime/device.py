@@ -2,9 +2,11 @@
 
 from collections import Counter
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 import onnxruntime as ort
+from onnx import TensorProto, helper
 
 from diffquant.errors import MissingDependencyError, UsageError
 
@@ -28,15 +30,22 @@ class RuntimeDevice:
 
     @classmethod
     def parse(cls, name: str) -> "RuntimeDevice":
-        """Device of a name such as "cpu", "cuda" or "cuda:1".
+        """Device of a name such as "cpu", "cuda" or "cuda:1"; "auto" is CUDA where ONNX Runtime starts on it.
 
         Raises:
             UsageError: ONNX Runtime is not used on such a device here.
         """
+        if name == "auto":
+            return cls("cuda" if _starts_on_cuda() else "cpu")
         kind, _, index = name.partition(":")
         if kind not in ("cpu", "cuda") or (index and not index.isdigit()) or (kind == "cpu" and index):
-            raise UsageError(f"exported models run on cpu, cuda or cuda:N, not on {name!r}")
+            raise UsageError(f"exported models run on auto, cpu, cuda or cuda:N, not on {name!r}")
         return cls(kind, int(index or 0))
+
+    @property
+    def name(self) -> str:
+        """The name that `parse` reads."""
+        return self.kind if self.kind == "cpu" else f"{self.kind}:{self.index}"
 
     @property
     def provider(self) -> str:
@@ -83,6 +92,21 @@ class RuntimeDevice:
     def value(self, array: np.ndarray) -> ort.OrtValue:
         """A copy of an array where the device computes."""
         return ort.OrtValue.ortvalue_from_numpy(array, self.kind, self.index)
+
+
+@cache
+def _starts_on_cuda() -> bool:
+    """Whether ONNX Runtime was built for CUDA and finds a device and its libraries: only a session tells."""
+    if CUDA not in ort.get_available_providers():
+        return False
+    x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, [1]) for name in "xy")
+    graph = helper.make_graph([helper.make_node("Identity", ["x"], ["y"])], "probe", [x], [y])
+    options = ort.SessionOptions()
+    # It would print a page about libraries that are missing.
+    options.log_severity_level = 4
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9)
+    session = ort.InferenceSession(model.SerializeToString(), options, providers=[CUDA, CPU])
+    return CUDA in session.get_providers()
 
 
 def nodes_on_cpu(session: ort.InferenceSession) -> dict[str, int]:

@@ -47,8 +47,8 @@ def _entry(config: DiffTransformerConfig) -> dict[str, Any]:
         "vocab_size": config.vocab_size,
         "context_length": context,
         "bos_token_id": config.bos_token_id if config.bos_token_id is not None else 0,
-        # Without a special token nothing stops generation but its length; no vocabulary has token -1.
-        "eos_token_id": ends or [-1],
+        # Without a special token only its length stops generation; numbers outside of the vocabulary are refused.
+        "eos_token_id": ends,
         "pad_token_id": config.pad_token_id if config.pad_token_id is not None else (ends or [0])[0],
         "decoder": decoder,
     }

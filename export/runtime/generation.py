@@ -57,7 +57,7 @@ class Generator:
         speed: time and memory of the last run.
     """
 
-    def __init__(self, folder: Path, threads: int = 0, model: OnnxModel | None = None, device: str = "cpu") -> None:
+    def __init__(self, folder: Path, threads: int = 0, model: OnnxModel | None = None, device: str = "auto") -> None:
         """Open a folder, or take a model of it that is open already.
 
         Raises:

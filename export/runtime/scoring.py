@@ -19,7 +19,7 @@ from diffquant.errors import UsageError
 from diffquant.evals.language_model import LanguageModel, LogitStates, TokenCache
 from diffquant.export.manifest import check_unchanged, read_manifest
 from diffquant.export.native import kernel_name
-from diffquant.export.runtime.device import on_cpu_text
+from diffquant.export.runtime.device import RuntimeDevice, on_cpu_text
 from diffquant.export.runtime.generation import Generator
 from diffquant.export.runtime.session import OnnxModel
 from diffquant.formats.reader import read_json, side_files
@@ -60,7 +60,7 @@ class OnnxRuntime:
                 "tokenizer": [file_digest(file) for file in side_files(folder)],
                 "onnxruntime": onnxruntime.__version__,
                 # The op's own kernel is the processor's.
-                "kernel": kernel_name() if device == "cpu" else None,
+                "kernel": kernel_name() if RuntimeDevice.parse(device).kind == "cpu" else None,
             },
             sources=tuple(frozenset(manifest.source.get(name, {}).values()) for name in ("sha256", "origin_sha256")),
             weight_bytes=sum((folder / name).stat().st_size for name in manifest.sha256),
@@ -75,6 +75,9 @@ class OnnxRuntime:
             MissingDependencyError: ONNX Runtime cannot use the device.
         """
         model = OnnxModel(folder, device=device)
+        if device == "auto" and model.device.kind == "cpu" and torch.cuda.is_available():
+            why = "ONNX Runtime does not start on CUDA here; pip install 'diffquant[onnx-gpu]' may help"
+            logging.getLogger(__name__).warning("%s runs on the processor: %s", folder, why)
         if fallbacks := model.fallbacks:
             logging.getLogger(__name__).warning("%s: %s", folder, on_cpu_text(fallbacks))
         return OnnxLanguageModel(model), load_tokenizer(folder)

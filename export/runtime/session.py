@@ -61,7 +61,7 @@ class OnnxModel:
         extra_outputs: tuple[str, ...] = (),
         accuracy_level: int | None = None,
         native: bool = True,
-        device: str = "cpu",
+        device: str = "auto",
     ) -> None:
         """Open a folder.
 
@@ -71,7 +71,7 @@ class OnnxModel:
             accuracy_level: precision of every product with codes; the model's own by default.
             native: whether the op's native kernel computes it where it is built, and not the model's function body;
                 it is the processor's alone.
-            device: "cpu", "cuda" or "cuda:N".
+            device: "auto", "cpu", "cuda" or "cuda:N".
 
         Raises:
             CheckpointError: the folder is damaged, or the runtime refuses the model.

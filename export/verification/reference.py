@@ -49,7 +49,7 @@ class Reference:
         orders = state_order(source)
         by_layer = {layer: _to_model_order(layer_scales, orders) for layer, layer_scales in scales.items()}
         self._cache = StaticCache(by_layer, options.kv_bits) if scales else None
-        self.model: DiffTransformer = load(source, Recipe(logits=options.logits), torch.float32)
+        self.model: DiffTransformer = load(source, Recipe(logits=options.logits), torch.float32, device="cpu")
         self.layers = self.model.config.num_hidden_layers
         self.rounds = False
         self.knows_rounding = True

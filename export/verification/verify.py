@@ -53,7 +53,7 @@ class _Session:
 
 
 def verify(
-    folder: Path, source: Path | str | Source, tolerance: float | None = None, threads: int = 0, device: str = "cpu"
+    folder: Path, source: Path | str | Source, tolerance: float | None = None, threads: int = 0, device: str = "auto"
 ) -> Verification:
     """Compare an exported folder with the checkpoint it was made from.
 
@@ -63,7 +63,7 @@ def verify(
         tolerance: relative RMS error allowed of the logits of whole runs; by default a few times what rounding alone
             does to the reference.
         threads: number of ONNX Runtime's threads; 0 takes all cores.
-        device: where ONNX Runtime computes: "cpu", "cuda" or "cuda:N"; the reference stays on the processor.
+        device: where ONNX Runtime computes: "auto", "cpu", "cuda" or "cuda:N"; the reference stays on the processor.
 
     Raises:
         CheckpointError: the folder was edited after export, or made from another checkpoint.
@@ -72,13 +72,14 @@ def verify(
     """
     folder, source = Path(folder), open_source(source)
     source.transformer("verify")
-    RuntimeDevice.parse(device).check()
+    chosen = RuntimeDevice.parse(device)
+    chosen.check()
     manifest = read_manifest(folder)
     check_unchanged(folder, manifest)
     _check_source(manifest, source)
     reference = Reference(source, manifest.options, cache_scales(load_graph(folder)))
     passages = sample_passages(source, reference.model.config)
-    verification = _Comparison(folder, manifest, reference, passages, tolerance, threads, device).verification()
+    verification = _Comparison(folder, manifest, reference, passages, tolerance, threads, chosen.name).verification()
     if not verification.passed:
         raise ToleranceError(f"{folder} does not compute what {source.path} does:\n{verification}", verification)
     return verification

@@ -49,7 +49,7 @@ def test_anonymous_memory_counts_what_was_touched():
 
 def test_bench_writes_tables_plots_and_a_report_and_compares(tmp_path):
     arguments = ["bench", "attention", "--shapes", "smollm2-135m-diff-v2", "--lengths", "16-32", "--repeats", "1"]
-    arguments += ["--peers", "FlashDiffAttn_2;DIFF, fused", "-o", str(tmp_path / "a")]
+    arguments += ["--peer", "FlashDiffAttn_2", "--peer", "DIFF, fused", "-o", str(tmp_path / "a")]
     first = CliRunner().invoke(app, arguments)
     assert first.exit_code == 0, first.output
     assert "Triton kernels run on CUDA devices, not on cpu" in first.output
@@ -68,7 +68,7 @@ def test_bench_writes_tables_plots_and_a_report_and_compares(tmp_path):
     [
         (["speed"], "unknown section 'speed'; known are attention"),
         (["attention", "--shapes", "7B"], "unknown workload '7B'"),
-        (["attention", "--peers", "flush"], "unknown peer 'flush'"),
+        (["attention", "--peer", "flush"], "unknown peer 'flush'"),
         (["attention", "--lengths", "4K-1K"], "cannot read '4K-1K'"),
         (["attention", "--device", "cuda"], "torch finds no CUDA device"),
         (["attention", "--device", "tpu"], "unknown device 'tpu'"),

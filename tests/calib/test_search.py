@@ -146,10 +146,11 @@ def test_a_search_beats_an_even_spread_resumes_and_its_recipe_quantizes(checkpoi
     assert by_name["searched"].kl < uniform_kl_or(found, by_name)
     assert all(bits <= 6.6 + 1e-9 for bits in found.candidates[0].bits.values())
     assert not Search(checkpoint, Budget.parse("6.6"), OPTIONS, tmp_path / "out").missing
-    recipe_file, data, picture, pareto, report = write_search(found, tmp_path / "out")
+    recipe_file, data, *pictures, report = write_search(found, tmp_path / "out")
     assert Recipe.read(recipe_file) == found.recipe
     assert json.loads(data.read_text())["candidates"][0]["name"] == "searched"
-    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert [picture.read_bytes()[:4] for picture in pictures] == [b"\x89PNG"] * 2
+    assert "<svg" in report.read_text()
     assert "spread evenly" in search_table(found)
     quantize(checkpoint, tmp_path / "low", Recipe.read(recipe_file))
     model = load(tmp_path / "low")

@@ -42,7 +42,7 @@ def test_a_cuda_device_is_asked_first_and_keeps_float32():
 
 @pytest.mark.parametrize("name", ["mps", "cuda:x", "cpu:0", "", "cuda1"])
 def test_other_devices_are_refused(name):
-    with pytest.raises(UsageError, match=r"exported models run on cpu, cuda or cuda:N"):
+    with pytest.raises(UsageError, match=r"exported models run on auto, cpu, cuda or cuda:N"):
         RuntimeDevice.parse(name)
 
 
@@ -110,5 +110,5 @@ def test_eval_and_sweep_ask_the_runtime_for_their_device(folder, tmp_path):
         lambda: evaluate(folder, None, options, runtime_of=runtime_of),
         lambda: run_sweep([folder], options, tmp_path / "out", runtime_of=runtime_of),
     ):
-        with pytest.raises(UsageError, match="exported models run on cpu, cuda or cuda:N, not on 'meta'"):
+        with pytest.raises(UsageError, match="exported models run on auto, cpu, cuda or cuda:N, not on 'meta'"):
             call()

@@ -94,6 +94,16 @@ def test_cells_that_are_there_are_not_measured_again(model, copy_of, loads):
     assert {file.name: file.stat().st_mtime_ns for file in (copy_of / "cells").iterdir()} == before
 
 
+def test_a_sweep_measured_in_parts_is_the_whole_sweep(model, output, tmp_path, loads):
+    for target in OPTIONS.targets:
+        run_sweep([model], replace(OPTIONS, targets=(target,)), tmp_path)
+    loads.clear()
+    parts = run_sweep([model], OPTIONS, tmp_path)
+    assert loads == []
+    whole = run_sweep([model], OPTIONS, output)
+    assert [cell.result for cell in parts.cells] == [cell.result for cell in whole.cells]
+
+
 def test_a_model_is_loaded_once_for_each_set_of_weights(model, tmp_path, loads):
     run_sweep([model], OPTIONS, tmp_path)
     assert loads == ["16", "4:row", "4:tensor"]

@@ -2,16 +2,18 @@
 
 import logging
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 
 from torch import Tensor
 
 from diffquant.attention.registry import Backend, register
 from diffquant.family.call import AttentionCall
 from diffquant.kernels.gpu import device_refusal
+from diffquant.support.logs import log_once
 
 # Below this many queries a fused prefill leaves most of its tile empty.
 _FEW_QUERIES = 16
+_REPEATED = "the Triton kernels compute a noise map for each pair: every noise head is repeated %d times"
 
 
 def _on_a_device(refuses: Callable[[AttentionCall], str | None]) -> Callable[[AttentionCall], str | None]:
@@ -24,17 +26,10 @@ def _with_own_noise(compute: Callable[[AttentionCall], Tensor]) -> Callable[[Att
 
     def computed(call: AttentionCall) -> Tensor:
         if call.signals_per_noise > 1:
-            _log_repeated(call.signals_per_noise)
+            log_once(__name__, logging.INFO, _REPEATED, call.signals_per_noise)
         return compute(call.expanded())
 
     return computed
-
-
-@cache
-def _log_repeated(signals_per_noise: int) -> None:
-    logging.getLogger(__name__).info(
-        "the Triton kernels compute a noise map for each pair: every noise head is repeated %d times", signals_per_noise
-    )
 
 
 def _prefill(call: AttentionCall) -> Tensor:

@@ -164,7 +164,7 @@ PAGE.says("more than the Transformer, by {} bits (V1) and {} (V2)", _won_per_hea
 _PLAIN = ("4:tensor", "4:head", "4:pair", "4:row", "4:tensor:shift", "4:row:shift")
 _LOST = {kind: [-bits(PASSAGES, kind, scheme) for scheme in _PLAIN] for kind in ("diff-v1", "diff-v2")}
 PAGE.says(
-    "V1 needs {} to {} bits more than the Transformer for the same KL from its own 16-bit logits, V2 {} to {}",
+    "V1 needs {} to {} bits more than the Transformer, V2 {} to {}",
     *(take(_LOST[kind]) for kind in ("diff-v1", "diff-v2") for take in (min, max)),
 )
 
@@ -227,7 +227,7 @@ _LEADS = [
     for kind in ("V1", "V2")
 ]
 _WON = [lead[0] for lead in _LEADS if lead[1] > 0]
-PAGE.says("at 3 bits a tensor and a head, by {} to {} points", min(_WON), max(_WON))
+PAGE.says("at 3 bits per tensor and per head, by {} to {} points", min(_WON), max(_WON))
 PAGE.says("by {} to {} of 100 numbers; V2 leads nowhere", min(_WON), max(_WON))
 
 
@@ -247,8 +247,8 @@ _PROSE_RATIOS = [each for result in PROSE.values() for each in ratios(result, _w
 _PASSAGE_RATIOS = [each for result in PASSAGES.values() for each in ratios(result, _wide)]
 _SMOL_RATIOS = ratios(SMOLLM2, lambda scheme: _wide(scheme) and scheme != "3:head")
 PAGE.says(
-    "measured KL is {} to {} of the prediction in all three models ({} to {} at 4 bits on the 16 passages), and for "
-    "SmolLM2-135M, on two windows of 256 tokens (the first 3,000 characters), {} to {} but for `3:head` ({})",
+    "is {} to {} for the three models ({} to {} at 4 bits on the 16 passages). For SmolLM2-135M, on two windows of 256 "
+    "tokens (the first 3,000 characters), it is {} to {}, with one exception: {} at `3:head`",
     min(_PROSE_RATIOS),
     max(_PROSE_RATIOS),
     min(_PASSAGE_RATIOS),
@@ -304,7 +304,7 @@ PAGE.says(
     min(_TOP["diff-v2"].values()),
     max(_TOP["diff-v2"].values()),
 )
-PAGE.says("({} times as much at 3 bits a head)", *ratios(SMOLLM2, lambda scheme: scheme == "3:head"))
+PAGE.says("({} times as much at 3 bits per head)", *ratios(SMOLLM2, lambda scheme: scheme == "3:head"))
 PAGE.leaves("a factor of 1.4", "arithmetic: half a bit is the square root of 2")
 PAGE.leaves("from 0.0001 to 0.5 nats", "a range in words")
 
@@ -361,8 +361,8 @@ _SECOND = [layer["sensitivity"] for layer in PROSE["diff-v1"]["layers"]]
 _LAMBDAS = [layer["lam"]["mean"] for n, layer in enumerate(PROSE["diff-v1"]["layers"]) if n != 1]
 _SHARES = [100 * layer["second"] / layer["first"] for n, layer in enumerate(_SECOND) if n != 1]
 PAGE.says(
-    "in V1's second layer, λ = {}, its noise costs as much as the signal map's ({} and {}), with λ between {} and {} "
-    "only {} to {} %",
+    "In V1's second layer, where λ = {}, its noise costs as much as the signal map's ({} and {}); where λ is between "
+    "{} and {}, only {} to {} %",
     PROSE["diff-v1"]["layers"][1]["lam"]["mean"],
     _SECOND[1]["second"],
     _SECOND[1]["first"],
@@ -482,7 +482,7 @@ PAGE.says(
     *(accuracy("pocket-needle-weights-kv", f"needle-{kind}", "3:row", 4, "kv") for kind in KINDS),
 )
 PAGE.says(
-    "N = 4, keeps at least {} with weights of 3 bits and with a cache of 4",
+    "N = 4 keeps at least {} with 3-bit weights and with a 4-bit cache",
     min(
         accuracy("pocket-needle-weights-kv", f"needle-{kind}", scheme, 4, target)
         for kind in KINDS
@@ -525,12 +525,12 @@ PAGE.says("at 4 bits it costs each of the models {} % of perplexity or less", ma
 PAGE.table("models | parameters | trained on | measured by", lambda *_: Unmeasured("sizes"))
 PAGE.leaves("about 25 points of HellaSwag (Figure 8)", "the paper's")
 PAGE.leaves("is 318.0 in the Transformer and 38.8 in DIFF, the largest hidden state 3608.6 and 1688.2", "the paper's")
-PAGE.leaves("In Table 5 it is smaller by 8.2", "the paper's")
+PAGE.leaves("In the paper's Table 5 it is smaller by 8.2", "the paper's")
 PAGE.leaves("on 32,768 characters", "a setting")
 PAGE.leaves("Rise of perplexity, and KL in nats, 32,768 characters", "a setting")
 PAGE.leaves("intervals are 95 %, Student's over 16 passages", "a level")
 PAGE.leaves("the first 16,384 characters of Dracula in 21 windows", "settings")
-PAGE.leaves("(700 and 720 bytes a token at 4 bits)", "arithmetic of the layouts")
+PAGE.leaves("(700 and 720 bytes per token at 4 bits)", "arithmetic of the layouts")
 PAGE.leaves("the paper's of 3 B", "the paper's")
 PAGE.leaves("one standard error is at most 5 points", "binomial")
 PAGE.leaves("normal noise of σ = 0.1", "a setting")

@@ -51,7 +51,7 @@ PAGE.means(
     "under every granularity but `head:alike`",
     [scheme for scheme in (*PLAIN, *ALIKE) if _mean("DIFF V1", scheme).high >= 0] == ["4:head:alike"],
 )
-PAGE.means("of V2 it holds per tensor", _mean("DIFF V2", "4:tensor").high < 0)
+PAGE.means("for V2 that is so per tensor", _mean("DIFF V2", "4:tensor").high < 0)
 _OPEN = [
     _bits(generation, scheme)
     for generation, schemes in (("DIFF V1", ALIKE[1:2]), ("DIFF V2", (*PLAIN[1:], *ALIKE)))

@@ -160,7 +160,7 @@ PAGE.says(
     _perplexity(_WHOLE4) - _perplexity(_CLIPPED4),
     _perplexity(_WHOLE4) - _16_BITS,
 )
-PAGE.says("a scale a token and head ({} [{}, {}]), unclipped ones more", *_less(_CLIPPED4, _OWN4))
+PAGE.says("one scale per token and head ({} [{}, {}]), unclipped ones more", *_less(_CLIPPED4, _OWN4))
 PAGE.means("unclipped ones more", paired_difference(_WHOLE4["kl"], _OWN4["kl"]).low > 0)
 _FEWER, _SEEN, _OTHER_TEXT, _MORE = (
     "2 of the 6",
@@ -183,9 +183,9 @@ PAGE.says(
 )
 PAGE.says("so does calibrating on what is scored ({} [{}, {}])", *_less(_cache(4, "absmax", _SEEN), _WHOLE4))
 PAGE.means(
-    "the text makes no difference that can be told", not any(_is_told(name, _OTHER_TEXT) for name in ("absmax", "mse"))
+    "the text makes no measurable difference", not any(_is_told(name, _OTHER_TEXT) for name in ("absmax", "mse"))
 )
-PAGE.means("`mse` is moved by neither", not any(_is_told("mse", name) for name in (_FEWER, _SEEN)))
+PAGE.means("neither changes `mse` measurably", not any(_is_told("mse", name) for name in (_FEWER, _SEEN)))
 _AT_8 = paired_difference(_cache(8, "mse", USUAL)["kl"], _cache(8, "absmax", USUAL)["kl"])
 PAGE.means("At 8 bits clipping changes nothing", _AT_8.low < 0 < _AT_8.high)
 PAGE.leaves("intervals are 95 %, Student's over the eight passages", "a level")
@@ -204,12 +204,13 @@ PAGE.says(
     1e6 * max(fit.clipped for fit in fits(f"{STATIC}/calibrate-absmax.json")),
 )
 _OVER_ROW = sorted(_kl(f"{bits}:{other}") / _kl(f"{bits}:row") for bits in (8, 6, 4) for other in ("static", "head"))
-PAGE.says("A scale a row has {} to {} times less KL than either", _OVER_ROW[0], _OVER_ROW[-1])
+PAGE.says("One scale per row has {} to {} times less KL than either", _OVER_ROW[0], _OVER_ROW[-1])
 _CLIPPED = measured(CLIPPED, MODEL, "4:static").details
 _LEFT_OUT = [fit.clipped for fit in fits(f"{CLIPPED}/calibrate-mse-4bit.json")]
 PAGE.says("leave out {} % of logits", 100 * sum(_LEFT_OUT) / len(_LEFT_OUT))
 PAGE.says(
-    "bring KL from {} to {} nats and perplexity from {} to {}: better than dynamic scales a head ({} and {})",
+    "bring KL from {} to {} nats and perplexity from {} to {}. That is better than one dynamic scale per head "
+    "({} and {})",
     _kl("4:static"),
     _CLIPPED["kl"],
     measured(STATIC, MODEL, "4:static").details["perplexity"],

@@ -3,17 +3,24 @@
 from tests.docs.page import Page, Unmeasured
 from tests.docs.raw import raw
 
-MANY_SHOT, ARCHITECTURE, OPERATOR, CLAIMS, MODELS, ANY_MODEL, RESULTS = PAGES = [
-    Page("docs/many-shot.md"),
-    Page("docs/architecture.md"),
-    Page("docs/differential-attention-op.md"),
-    Page("docs/claims.md"),
-    Page("docs/models.md"),
-    Page("docs/any-model.md"),
-    Page("docs/results.md"),
+MANY_SHOT, OPERATOR, CLAIMS, MODELS, ANY_MODEL, RESULTS, SCHEMES, RECIPES, CLI, PAPERS, GLOSSARY, TUTORIAL, *_OTHERS = (
+    PAGES
+) = [
+    Page(f"docs/{name}.md")
+    for name in (
+        *("many-shot", "differential-attention-op", "claims", "models", "any-model", "results", "schemes", "recipes"),
+        *("cli", "papers", "glossary", "tutorial", "architecture", "faq", "genai", "gpu", "machines", "python"),
+    )
 ]
+MANY_SHOT.leaves("takes over 250 times as long", "arithmetic: each text runs once and again for each token")
 MANY_SHOT.table("suffix | what it holds", lambda *_: Unmeasured("formats"))
-ARCHITECTURE.table("word | meaning", lambda *_: Unmeasured("definitions"))
+GLOSSARY.table("word | meaning", lambda *_: Unmeasured("definitions"))
+SCHEMES.table("you want | options | what you get", lambda *_: Unmeasured("options, and what they mean"))
+SCHEMES.leaves("is 4.5 bits", "arithmetic: a scale of 16 bits for 32 codes of 4")
+RECIPES.table("key | takes | meaning", lambda *_: Unmeasured("a grammar"))
+TUTORIAL.leaves("with a 95 % interval", "a level")
+CLI.table("exit code | meaning", lambda *_: Unmeasured("definitions"))
+PAPERS.table("of | what it shows | command | our results", lambda *_: Unmeasured("numbers of tables and sections"))
 for heads in (
     "member of the family | generation | `signals_per_noise` | `lambda` | gates",
     "# | name | type | shape | ",
@@ -30,7 +37,7 @@ RESULTS.table("number | raw result | made by", lambda *_: Unmeasured("names of f
 ANY_MODEL.table("to change it | ", lambda *_: Unmeasured("options"))
 for stored in ("16        32.00", "4:g32         4.52", "16        16.00", "4:g32         4.50"):
     ANY_MODEL.leaves(stored, "arithmetic, of a small checkpoint that the tests write")
-for section in ("Quantized models", "When DIFF attention bears low bits better", "Speed and memory"):
+for section in ("Quantized models", "When DIFF attention loses less by low bits", "Speed and memory"):
     heads = "claim | n, interval | raw file | made by | refuted by"
     CLAIMS.table(heads, lambda *_: Unmeasured("how much was measured"), section=section)
 CLAIMS.leaves("at most 1.3 M parameters", "a count")

@@ -170,11 +170,11 @@ def _is_below_zero(difference: Difference | None) -> bool:
 
 
 PAGE.means(
-    "every interval of its difference leaves out zero on both texts",
+    "every interval of its difference excludes zero on both texts",
     all(_is_below_zero(each) for result in SHIPPED.values() for each in lead(result, "gptq 4:g32")[1:]),
 )
 PAGE.means(
-    "`mse` has less KL than the best of them on both texts, and no interval of the difference holds zero",
+    "`mse` has less KL than the best of them on both texts, and no interval of the difference contains zero",
     all(_is_below_zero(each) for result in SHIPPED.values() for each in lead(result, "mse 4:g32")[1:]),
 )
 

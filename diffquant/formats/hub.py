@@ -1,0 +1,118 @@
+"""Models by their names on the Hugging Face hub: fetched when they are named, and sent when that is asked for."""
+
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from diffquant.errors import CheckpointError, UsageError
+from diffquant.formats.reader import SIDE_SUFFIXES
+
+_NAME = re.compile(r"(?P<model>\w[\w.-]*/[\w.-]+)(?:@(?P<revision>[\w./-]+))?")
+# What `FolderCheckpoint` reads and copies. Repositories may hold the weights again in folders and other layouts.
+_FETCHED = ["*.safetensors", *(f"*{suffix}" for suffix in sorted(SIDE_SUFFIXES)), "LICENSE*", "NOTICE*"]
+_LEFT = ["*/*", "consolidated*"]
+
+
+def local_path(path: Path) -> Path:
+    """The path of a checkpoint that is named by a path, or by ORG/NAME or ORG/NAME@REVISION on the hub.
+
+    A path where something stands goes first. What is on the hub is fetched into Hugging Face's cache, but for the files
+    that are there already.
+
+    Raises:
+        CheckpointError: the hub has no such model or revision, does not give it, or cannot be reached.
+    """
+    named = _NAME.fullmatch(path.as_posix())
+    if named is None or path.exists() or Path(path.parts[0]).exists():
+        return path
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.utils.tqdm import disable_progress_bars
+
+    if not sys.stderr.isatty():
+        disable_progress_bars()
+    model, revision = named["model"], named["revision"]
+    with _told(model, revision):
+        return Path(snapshot_download(model, revision=revision, allow_patterns=_FETCHED, ignore_patterns=_LEFT))
+
+
+def check_pushable(model: str) -> None:
+    """Check, before any work, that a folder can be sent to a model on the hub.
+
+    Raises:
+        UsageError: the name is not ORG/NAME, or nobody is logged in.
+        CheckpointError: the hub cannot be reached.
+    """
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import LocalTokenNotFoundError
+
+    if not re.fullmatch(r"\w[\w.-]*/[\w.-]+", model):
+        raise UsageError(f"cannot push to {model!r}: expected ORG/NAME")
+    try:
+        with _told(model, None):
+            HfApi().whoami(token=True)
+    except LocalTokenNotFoundError as error:
+        raise UsageError(f"cannot push to {model}: log in with `hf auth login`, or set HF_TOKEN") from error
+
+
+def push(folder: Path, model: str) -> str:
+    """Send a folder, its card included, to a model on the hub, which is made if it is not there; returns its address.
+
+    Raises:
+        CheckpointError: the hub refuses, or cannot be reached; the folder stays.
+    """
+    from huggingface_hub import HfApi
+
+    api = HfApi()
+    try:
+        with _told(model, None):
+            address = api.create_repo(model, exist_ok=True).url
+            api.upload_folder(repo_id=model, folder_path=folder, commit_message="Upload by diffquant")
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"{error}; {folder} is written: send it again with `hf upload {model} {folder}`"
+        ) from error
+    return address
+
+
+@contextmanager
+def _told(model: str, revision: str | None) -> Iterator[None]:
+    """Errors of the hub in a line that says what to do.
+
+    Raises:
+        CheckpointError: the hub refused, or could not be reached.
+    """
+    # HTTPError is that of the HTTP library below, which versions choose differently.
+    from huggingface_hub.errors import (  # type: ignore[attr-defined]
+        GatedRepoError,
+        HfHubHTTPError,
+        HTTPError,
+        LocalEntryNotFoundError,
+        LocalTokenNotFoundError,
+        OfflineModeIsEnabled,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    try:
+        yield
+    except LocalTokenNotFoundError:
+        raise
+    except GatedRepoError as error:
+        raise CheckpointError(
+            f"{model} is gated: accept its terms on the hub, then log in with `hf auth login` or set HF_TOKEN"
+        ) from error
+    except RepositoryNotFoundError as error:
+        raise CheckpointError(
+            f"{model} is neither a folder or .gguf file here nor on the hub; a private model needs `hf auth login`"
+        ) from error
+    except RevisionNotFoundError as error:
+        raise CheckpointError(f"{model} on the hub has no revision {revision!r}") from error
+    except HfHubHTTPError as error:
+        raise CheckpointError(f"the hub refuses {model}: {str(error).partition(chr(10))[0]}") from error
+    except (LocalEntryNotFoundError, OfflineModeIsEnabled, HTTPError) as error:
+        raise CheckpointError(
+            f"{model} is neither a folder here nor in Hugging Face's cache, and the hub cannot be reached; "
+            f"`hf download {model} --local-dir FOLDER` elsewhere makes a folder to bring here"
+        ) from error

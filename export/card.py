@@ -1,0 +1,43 @@
+"""The model card of an exported folder."""
+
+from diffquant.export.files import MODEL_FILE
+from diffquant.export.graph.plan import ExportPlan
+
+_CARD = """---
+library_name: onnx
+tags:
+- diffquant
+- onnxruntime
+- differential-transformer
+---
+
+# {name}, for ONNX Runtime
+
+Exported from `{name}` ({model_type}) by diffquant.
+
+| part | precision |
+|---|---|
+| weights | {weights} |
+| KV cache | {cache} |
+| attention logits | {logits} |
+| embedding and head | {embed} |
+| activations | {dtype} |
+
+`diffquant run FOLDER --prompt TEXT` continues a prompt. ONNX Runtime opens {model} by itself as well: an operator of
+diffquant's own comes with its function body of standard operators. diffquant.json has what it was made from.
+"""
+
+
+def exported_card(plan: ExportPlan) -> str:
+    """Model card of an exported folder: what it was made from, at which precision, and what runs it."""
+    checkpoint, options = plan.source.checkpoint, plan.options
+    return _CARD.format(
+        name=checkpoint.name,
+        model_type=checkpoint.config.get("model_type"),
+        weights="as the checkpoint stores them" if plan.source.packed else options.weights,
+        cache=f"{options.kv_bits} bits" if options.cache else "none",
+        logits=options.logits,
+        embed=f"{options.embed_bits} bits",
+        dtype=options.dtype,
+        model=MODEL_FILE,
+    )

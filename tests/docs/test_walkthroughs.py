@@ -1,0 +1,91 @@
+"""The pages that a newcomer follows, followed: every command and every program on them, in order."""
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from diffquant.cli import app
+from diffquant.data import pocket_models
+from diffquant.recipe import Recipe
+from diffquant.support.plain_data import parse_json
+from diffquant.support.yaml_text import parse_yaml
+from tests.docs.page import ROOT
+
+
+def blocks(page, language):
+    """The contents of a page's code blocks in a language."""
+    return re.findall(
+        rf"^```{language}\n(.*?)^```", (ROOT / page).read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
+    )
+
+
+def commands(page):
+    """The command lines of a page's shell blocks."""
+    return [line for block in blocks(page, "sh") for line in block.replace("\\\n", "").splitlines()]
+
+
+def output_of(command):
+    """What a `diffquant` command prints."""
+    done = CliRunner().invoke(app, shlex.split(command)[1:])
+    assert done.exit_code == 0, f"{command}\n{done.output}\n{done.exception!r}"
+    return done.stdout
+
+
+@pytest.fixture
+def pocket(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder = pocket_models("needle")[0].parent
+    monkeypatch.setenv("POCKET", str(folder))
+    return folder
+
+
+def test_the_tutorial_runs_as_written_and_shows_what_it_says(pocket, tmp_path):
+    assignment = next(line for line in commands("docs/tutorial.md") if line.startswith("POCKET="))
+    program = shlex.split(assignment.removeprefix("POCKET=$(").removesuffix(")"))
+    found = subprocess.run([sys.executable, *program[1:]], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert Path(found.stdout.strip()) == pocket
+
+    lines = [line for line in commands("docs/tutorial.md") if line.startswith("diffquant ")]
+    printed = {line.split()[1]: output_of(line.replace("$POCKET", str(pocket))) for line in lines}
+    assert printed["generate"].split() == printed["run"].split() == ["42", "."]
+    assert "DIFF V1" in printed["inspect"]
+    assert "within tolerance" in printed["verify"]
+
+    cells = parse_json((tmp_path / "sweep" / "sweep.json").read_bytes())["cells"]
+    scores = {(Path(cell["model"]).name, cell["bits"], cell["granularity"]): cell["result"]["score"] for cell in cells}
+    for model in ("needle-diff-v1", "needle-diff-v2"):
+        assert scores[model, 4, "tensor"] < 0.8
+    for model in ("needle-transformer", "needle-diff-v1", "needle-diff-v2"):
+        assert scores[model, 4, "row:shift"] == scores[model, 16, ""]
+
+    (python,) = blocks("docs/tutorial.md", "python")
+    variables = {}
+    exec(python, variables)
+    assert variables["answer"].strip() == "42"
+
+
+def test_the_program_for_genai_runs_as_written(pocket):
+    pytest.importorskip("onnxruntime_genai")
+    command = next(line for line in commands("docs/genai.md") if line.startswith("diffquant export"))
+    output_of(command.replace("MODEL", str(pocket / "needle-diff-v1")))
+    (python,) = blocks("docs/genai.md", "python")
+    variables = {}
+    exec(python, variables)
+    assert variables["text"].split()[0] == "42"
+
+
+@pytest.mark.parametrize("number", range(2))
+def test_the_recipes_on_their_page_are_read(number):
+    recipe = Recipe.from_dict(parse_yaml(blocks("docs/recipes.md", "yaml")[number]))
+    assert str(recipe.weights) == "4:g32"
+    assert recipe.rounding.name == "gptq"
+
+
+def test_the_recipe_page_names_every_key():
+    table = (ROOT / "docs/recipes.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)) == set(Recipe().to_dict()) | {"rounding"}

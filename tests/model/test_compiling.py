@@ -1,0 +1,17 @@
+"""torch.compile takes a model as one graph."""
+
+import pytest
+import torch
+
+from diffquant import Recipe
+from tests.support.models import ours, random_diffllama, random_ids
+
+
+@pytest.mark.parametrize("recipe", [Recipe(), Recipe.of(logits="4:row")], ids=["16 bits", "4-bit logits"])
+def test_a_forward_pass_is_one_graph(recipe):
+    model = ours(random_diffllama(num_key_value_heads=4, num_hidden_layers=2))
+    model.apply_recipe(recipe)
+    torch._dynamo.reset()
+    explained = torch._dynamo.explain(lambda ids: model(ids, use_cache=False).logits)(random_ids())
+    assert explained.graph_break_count == 0, explained.break_reasons
+    assert explained.graph_count == 1

@@ -1,0 +1,96 @@
+"""`--device auto`: CUDA where it is there, the processor elsewhere, and what says so."""
+
+import onnxruntime
+import pytest
+import torch
+import typer
+
+from diffquant import load
+from diffquant.cli import app
+from diffquant.errors import UsageError
+from diffquant.export import export
+from diffquant.export.native import kernel_name
+from diffquant.export.runtime.device import CUDA, RuntimeDevice, _starts_on_cuda
+from diffquant.export.targets import runtime_of
+from diffquant.source.building import build_model
+from diffquant.support.devices import resolve_device
+from diffquant.sweep.exported import ExportedSubject
+from diffquant.sweep.grid import SweepOptions
+from diffquant.sweep.plan import plan_sweep
+from tests.support import tiny_lm
+
+COMMANDS = typer.main.get_command(app).commands
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    root = tmp_path_factory.mktemp("devices")
+    source = tiny_lm.write_diff_v2(root / "model")
+    export(source, root / "exported")
+    return source, root / "exported"
+
+
+@pytest.fixture
+def other_device(monkeypatch):
+    """A device that every torch has, in place of CUDA."""
+    monkeypatch.setattr("diffquant.support.devices._fastest_device", lambda: "meta")
+    return "meta"
+
+
+@pytest.mark.parametrize(("is_available", "device"), [(True, "cuda"), (False, "cpu")])
+def test_auto_is_cuda_where_torch_finds_a_device(monkeypatch, is_available, device):
+    monkeypatch.undo()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: is_available)
+    assert resolve_device("auto") == device
+    assert resolve_device("cpu") == "cpu"
+
+
+def test_every_verb_with_a_device_chooses_it_by_default():
+    defaults = {
+        name: option.default for name, verb in COMMANDS.items() for option in verb.params if "--device" in option.opts
+    }
+    assert defaults == dict.fromkeys(defaults, "auto")
+    assert len(defaults) > 8
+
+
+def test_an_unknown_device_is_refused():
+    with pytest.raises(UsageError, match="use auto, cpu, cuda or cuda:N"):
+        resolve_device("gpu")
+
+
+def test_load_puts_a_model_on_the_device_that_was_found(models, other_device, monkeypatch):
+    devices = []
+
+    def recording(source, dtype, device, *rest):
+        devices.append(device)
+        return build_model(source, dtype, "cpu", *rest)
+
+    monkeypatch.setattr("diffquant.loading.build_model", recording)
+    load(models[0])
+    load(models[0], device="cpu")
+    assert devices == [other_device, "cpu"]
+
+
+def test_an_exported_folder_runs_where_its_runtime_can_and_checkpoints_on_the_device(models, other_device):
+    plan = plan_sweep(models, SweepOptions(tasks=("perplexity",)), runtime_of)
+    assert plan.setup.device == other_device
+    subject = plan.subjects[models[1]]
+    assert isinstance(subject, ExportedSubject)
+    assert subject.model.identity["kernel"] == kernel_name()
+    assert runtime_of(models[1]).open(models[1], subject.device)[0].runtime.device.kind == "cpu"
+
+
+@pytest.mark.skipif(CUDA in onnxruntime.get_available_providers(), reason="this onnxruntime runs on CUDA")
+def test_a_runtime_whose_cuda_does_not_start_falls_back_to_the_processor(monkeypatch):
+    monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: [CUDA, "CPUExecutionProvider"])
+    _starts_on_cuda.cache_clear()
+    assert RuntimeDevice.parse("auto") == RuntimeDevice("cpu")
+    _starts_on_cuda.cache_clear()
+
+
+@pytest.mark.parametrize(("device", "said"), [("auto", "runs on meta\n"), ("cpu", "")])
+def test_the_device_is_said_where_auto_found_another_than_the_processor(capsys, other_device, device, said):
+    from diffquant.cli.options import chosen_device
+
+    chosen_device(device)
+    assert capsys.readouterr().err == said
