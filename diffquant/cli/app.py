@@ -29,7 +29,7 @@ def verb(example: str, name: str | None = None) -> Callable[[_Command], _Command
         example: command line, without the program's name, that ends the verb's own help.
         name: name of the verb; the function's by default.
     """
-    return app.command(name, cls=Verb, epilog=f"\b\nExample:\n  diffquant {example}")
+    return app.command(name, cls=Verb, epilog=f"Example: `diffquant {example}`")
 
 
 def main() -> None:

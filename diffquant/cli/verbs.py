@@ -27,6 +27,11 @@ class Verb(TyperCommand):
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         return [piece.replace("{", "").replace("}", "") for piece in super().collect_usage_pieces(ctx)]
 
+    def format_epilog(self, ctx: Any, formatter: Any) -> None:  # noqa: ARG002
+        # In one line, however long, so that it can be copied.
+        with formatter.section("Example"):
+            formatter.write(f"{'':{formatter.current_indent}}{(self.epilog or '').split('`')[1]}\n")
+
     def invoke(self, ctx: Any) -> Any:
         # On a terminal, since importing torch may take longer than people wait for a sign of life.
         if sys.stderr.isatty() and "torch" not in sys.modules:
