@@ -3,10 +3,9 @@
 import math
 from statistics import median
 
-from diffquant.calib.search.outputs import uniform_kl
-from diffquant.calib.search.result import SearchResult
+from diffquant.calib.search.result import SearchResult, read_search
+from diffquant.calib.search.table import uniform_kl
 from diffquant.report.tables import aligned, megabytes
-from studies.results import read_search
 from tests.docs.numbers import About, Expected
 from tests.docs.page import RESULTS, Page
 from tests.docs.raw import raw
