@@ -15,7 +15,7 @@ HAS_TORCH := $(PYTHON) -c 'import torch, transformers' 2>/dev/null
 # The Triton of torch 2.10 and 2.11, whose machine code for Hopper is checked beside that of the installed one.
 OTHER_TRITON := build/triton-3.6.0
 
-.PHONY: demo test test-quantizers test-triton lint docs docs-check plots mutants gpu gpu-bench gpu-test fuzz pairs sanitize clean
+.PHONY: demo test test-quantizers test-triton lint docs docs-check dist plots mutants gpu gpu-bench gpu-test fuzz pairs sanitize clean
 
 demo: $(VENV)/.ready
 	$(BIN)/diffquant demo --output demo-output --overwrite
@@ -49,6 +49,15 @@ lint: $(VENV)/.ready
 # Every figure, transcript and command of the pages against the raw files. `make test` runs it too.
 docs-check: $(VENV)/.ready
 	$(BIN)/python -m pytest tests/docs
+
+# What a package index takes: a source distribution, and a wheel that says which Linux its kernel needs.
+dist: $(VENV)/.ready
+	rm -rf dist
+	$(BIN)/python -m build --outdir dist .
+	if ls dist/*-linux_*.whl 2>/dev/null; then \
+		PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m auditwheel repair --wheel-dir dist dist/*-linux_*.whl && rm dist/*-linux_*.whl; \
+	fi
+	$(BIN)/python -m twine check --strict dist/*
 
 # The documentation site, in build/site. A link, anchor or docstring reference that leads nowhere fails it.
 docs: $(VENV)/.ready
@@ -117,4 +126,4 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) build $(NATIVE) demo-output *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) build dist $(NATIVE) demo-output *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import torch
 
-from diffquant import export
 from diffquant.bench.cells import BenchCell, BenchResult
 from diffquant.bench.contest import contest, linears, roofline, throughput
 from diffquant.bench.contest.contest import Contest
@@ -17,6 +16,7 @@ from diffquant.bench.contest.workloads import Workload, model_named
 from diffquant.bench.environment import environment
 from diffquant.bench.programs import programs
 from diffquant.errors import FailedCellsError, MissingDependencyError, UsageError
+from diffquant.export import require
 from diffquant.support.devices import resolve_device
 from diffquant.support.files import write_atomically
 from diffquant.support.progress import Progress, silent
@@ -199,7 +199,7 @@ def _generate(options: BenchOptions, progress: Progress) -> list[BenchCell]:
 
 def _export(options: BenchOptions, progress: Progress) -> list[BenchCell]:
     try:
-        export.require()
+        require()
     except MissingDependencyError as error:
         return [BenchCell("export", "ONNX", "diffquant export", missing=str(error))]
     native = programs.native_kernel(options.repeats, os.cpu_count() or 1, progress)
@@ -230,9 +230,9 @@ _RUN: dict[str, SectionRun] = {
 
 def demo_checkpoints() -> tuple[Path, ...]:
     """Path of SmolLM2's weights; none where the package that carries them is not installed."""
-    from diffquant.demo import smollm2
+    from diffquant.demo.smollm2 import gguf_file
 
     try:
-        return (smollm2(),)
+        return (gguf_file(),)
     except MissingDependencyError:
         return ()

@@ -76,7 +76,10 @@ def entry(group: Group, runs: Sequence[Sequence[dict[str, Any]]], problem: str |
 
 
 def verdict(aim: Aim, runs: Sequence[Sequence[dict[str, Any]]]) -> dict[str, Any]:
-    """Verdict on an aim: the ratio of each run, and "reached", "missed" (by any run) or "not measured" with reasons."""
+    """Verdict on an aim: the ratio of each run, and "reached", "missed" (by any run) or "not measured" with reasons.
+
+    "not there" with reasons where the aim does not need its peer, which did not run.
+    """
     ratios, reasons = [], []
     for cells in runs:
         by_path = {cell["path"]: cell for cell in cells}
@@ -89,7 +92,9 @@ def verdict(aim: Aim, runs: Sequence[Sequence[dict[str, Any]]]) -> dict[str, Any
             if "median" not in cell
         ]
     if not ratios or len(ratios) < len(runs):
-        return {"ratios": ratios, "state": "not measured", "reasons": list(dict.fromkeys(reasons))}
+        is_there = any("median" in cell for cells in runs for cell in cells if cell["path"] == aim.path)
+        state = "not there" if is_there and not aim.needs_other else "not measured"
+        return {"ratios": ratios, "state": state, "reasons": list(dict.fromkeys(reasons))}
     return {"ratios": ratios, "state": "reached" if min(ratios) >= aim.at_least else "missed"}
 
 
@@ -100,9 +105,8 @@ def group_text(group: dict[str, Any], ceilings: Ceilings | None = None) -> str:
     ]
     for aim in group["aims"]:
         ratios = ", ".join(f"{ratio:.2f}x" for ratio in aim["ratios"]) or "-"
-        hoped = f" (hoped {aim['hoped']:.2f}x)" if aim["hoped"] else ""
         lines.append(
-            f"  {aim['state']:12} {ratios:16} aim {aim['at_least']:.2f}x{hoped}  {aim['path']}  against  {aim['other']}"
+            f"  {aim['state']:12} {ratios:16} aim {aim['at_least']:.2f}x  {aim['path']}  against  {aim['other']}"
         )
         lines += [f"               {reason}" for reason in aim.get("reasons", ())]
     medians = medians_by_path(group["runs"])
@@ -131,6 +135,8 @@ def _path_text(
     said += [
         f"{median(medians[other]) / own:.2f}x {other}" for other in references if other in medians and other != path
     ]
+    if "tokens_a_second" in cell:
+        said.append(f"{cell['tokens_a_second']:.1f} tokens a second")
     if "peak_bytes" in cell:
         said.append(f"{cell['peak_bytes'] / 1e6:.0f} MB")
     if "error" in cell:

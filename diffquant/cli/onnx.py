@@ -65,6 +65,9 @@ def export(
             metavar="NUMBER", help="Precision of products with codes: 4 rounds activations to int8, 1 keeps float32."
         ),
     ] = 4,
+    genai_device: Annotated[
+        str, typer.Option(metavar="NAME", help="Device that onnxruntime-genai is told of: cpu, cuda or cuda:N.")
+    ] = "cpu",
     revision: Revision = None,
     push: Push = None,
     overwrite: Overwrite = False,
@@ -90,6 +93,7 @@ def export(
         opset=opset,
         pure=pure_onnx,
         accuracy_level=accuracy_level,
+        genai_device=genai_device,
     )
     check_push(push)
     progress = progress_for("export")

@@ -9,6 +9,7 @@ its length.
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from itertools import count
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ STATE_TYPES = (torch.float16, torch.bfloat16, torch.float32)
 # Tokens of a block that are packed together, also where each has its own scale.
 TOKENS_A_STEP = 16
 _CAPACITY_STEP = 128
+_STAMPS = count()
 
 
 @dataclass
@@ -144,6 +146,7 @@ class KVStore:
             add here what its replays appended before reading, growing or forgetting.
         progress: counts on the device, int32 [4]: tokens stored; packed keys and values when tokens were last
             forgotten; programs of an append that are done.
+        stamp: number that changes whenever the storage moves, which no store had before; CUDA graphs hold addresses.
     """
 
     def __init__(self, recipe: Recipe, k: Tensor, v: Tensor, capacity: int) -> None:
@@ -159,6 +162,7 @@ class KVStore:
         self.keys = StoredSide.empty(recipe.k, recipe.residual, k, capacity)
         self.values = StoredSide.empty(recipe.v, recipe.residual, v, capacity)
         self.length = 0
+        self.stamp = next(_STAMPS)
         self.progress = torch.zeros(4, dtype=torch.int32, device=k.device)
         self._floors = (0, 0)
 
@@ -180,6 +184,7 @@ class KVStore:
     def grow(self, capacity: int) -> None:
         """Make room for `capacity` tokens."""
         capacity = _rounded_up(capacity)
+        self.stamp = next(_STAMPS)
         for side, _ in self._sides():
             for name, tokens in (("codes", 1), ("top", 1), ("scales", side.block)):
                 old = getattr(side, name)
@@ -208,6 +213,7 @@ class KVStore:
 
     def replace_tensors(self, change: Callable[[Tensor], Tensor]) -> None:
         """Replace every stored tensor, all of which have the batch first."""
+        self.stamp = next(_STAMPS)
         for side, _ in self._sides():
             for field in fields(side):
                 value = getattr(side, field.name)
