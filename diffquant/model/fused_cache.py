@@ -101,6 +101,22 @@ class FusedCache(Cache):
         """Bytes of all storages, with the room for tokens to come."""
         return sum(layer.nbytes for layer in self.layers)
 
+    @property
+    def stamps(self) -> tuple[int, ...] | None:
+        """Numbers that change whenever a storage moves; None where a layer has none yet."""
+        stores = [layer.store for layer in self.layers]
+        return None if None in stores else tuple(store.stamp for store in stores)
+
+    @property
+    def capacity(self) -> int:
+        """Number of tokens that there is room for without growing."""
+        return min((layer.store.capacity if layer.store else 0 for layer in self.layers), default=0)
+
+    def count(self, tokens: int) -> None:
+        """Set the host's count of tokens stored: replays of a CUDA graph advance the device's alone."""
+        for layer in self.layers:
+            layer.store.length = tokens
+
     def attend(
         self,
         layer: int,

@@ -21,11 +21,11 @@ from loop import Batches
 from models import KINDS
 from settings import PairsSettings
 from starts import levels_of
+from three import Exam, Limit, Results, Trio, continue_one, planned_steps
 from tokens import TokenWindows, check_length
 from train import claim, interruptible, read_text
-from trio import Exam, Limit, Results, Trio, continue_one, planned_steps
 
-from diffquant.demo import smollm2
+from diffquant.demo.smollm2 import gguf_file
 from diffquant.errors import CheckpointError, UsageError
 from diffquant.formats.atomic_folder import check_output, staged
 from diffquant.inspection import inspect_checkpoint
@@ -64,7 +64,7 @@ def train_command(
     """Train all three, or go on."""
     with interruptible(output):
         limit = Limit(minutes, steps)
-        print(results_table(train(PairsSettings.read(settings), base or smollm2(), text, output, limit, device)))
+        print(results_table(train(PairsSettings.read(settings), base or gguf_file(), text, output, limit, device)))
 
 
 @commands.command("apply")

@@ -30,11 +30,11 @@ def machine(monkeypatch):
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
         monkeypatch.setitem(sys.modules, "triton", None if triton is None else SimpleNamespace(__version__=triton))
         monkeypatch.setattr(gpu, "find_spec", lambda _: triton)
-        for cached in (triton_version, gpu.shared_memory):
+        for cached in (triton_version, gpu._shared_memory_of):
             cached.cache_clear()
 
     yield make
-    for cached in (triton_version, gpu.shared_memory):
+    for cached in (triton_version, gpu._shared_memory_of):
         cached.cache_clear()
 
 

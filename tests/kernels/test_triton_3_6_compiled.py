@@ -21,6 +21,8 @@ ATTENTION = [
     "int8",
     "fp8",
     "simulated",
+    "specialized",
+    "fp8 specialized",
     "decode 4",
     "decode 16",
     "append",
@@ -43,6 +45,7 @@ def launches():
     from diffquant.kernels.attention.prefill import prefill
     from diffquant.kernels.attention.prefill_int8 import prefill_int8
     from diffquant.kernels.attention.prefill_simulated import prefill_simulated
+    from diffquant.kernels.attention.prefill_specialized import prefill_specialized
     from diffquant.kernels.cache.append import append
     from diffquant.kernels.cache.decode import decode
     from diffquant.kernels.cache.kv_store import KVStore
@@ -59,6 +62,8 @@ def launches():
     yield "fp8", 90, partial(on_call(prefill_int8), *v1, scale=0.125, pv="fp8")
     simulated = partial(on_call(prefill_simulated), *v1, scale=0.125, scheme=Scheme.parse("8:row:shift"))
     yield "simulated", 90, simulated
+    yield "specialized", 90, partial(on_call(prefill_specialized), *v1, scale=0.125)
+    yield "fp8 specialized", 90, partial(on_call(prefill_specialized), *v1, scale=0.125, bits=8)
     one = [x[:, :, :1] for x in q]
     for bits in (4, 16):
         store = KVStore(Recipe.of(kv=bits), torch.cat(k, 1), v, 4096)

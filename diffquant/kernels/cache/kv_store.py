@@ -9,6 +9,7 @@ ring: token t in slot t modulo its length.
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from itertools import count
 
 import torch
 from torch import Tensor
@@ -24,6 +25,7 @@ STATE_TYPES = (torch.float16, torch.bfloat16, torch.float32)
 TOKENS_A_STEP = FRAGMENT
 # Tokens by which capacities grow: a whole step of every kernel.
 CAPACITY_STEP = 128
+_STAMPS = count()
 
 
 @dataclass
@@ -173,6 +175,7 @@ class KVStore:
             add here what its replays appended before reading, growing or forgetting.
         progress: counts on the device, int32 [4]: tokens stored; packed keys and values when tokens were last
             forgotten; programs of an append that are done.
+        stamp: number that changes whenever the storage moves, which no store had before; CUDA graphs hold addresses.
     """
 
     def __init__(self, recipe: Recipe, k: Tensor, v: Tensor, capacity: int) -> None:
@@ -188,6 +191,7 @@ class KVStore:
         self.keys = StoredSide.empty(recipe.k, recipe.residual, False, k, capacity)
         self.values = StoredSide.empty(recipe.v, recipe.residual, True, v, capacity)
         self.length = 0
+        self.stamp = next(_STAMPS)
         self.progress = torch.zeros(4, dtype=torch.int32, device=k.device)
         self._floors = (0, 0)
 
@@ -209,6 +213,7 @@ class KVStore:
     def grow(self, capacity: int) -> None:
         """Make room for `capacity` tokens."""
         capacity = _rounded_up(capacity)
+        self.stamp = next(_STAMPS)
         for side, _ in self._sides():
             for name, tokens in (("codes", FRAGMENT), ("top", FRAGMENT), ("scales", side.block)):
                 old = getattr(side, name)
@@ -237,6 +242,7 @@ class KVStore:
 
     def replace_tensors(self, change: Callable[[Tensor], Tensor]) -> None:
         """Replace every stored tensor, all of which have the batch first."""
+        self.stamp = next(_STAMPS)
         for side, _ in self._sides():
             for field in fields(side):
                 value = getattr(side, field.name)

@@ -14,6 +14,7 @@ PAGE.leaves("since (Triton 3.9", "a version")
 PAGE.leaves("Triton 3.6 takes V's scales", "a version")
 PAGE.leaves("Triton before 3.7 compiles", "a version")
 PAGE.leaves("those of Triton 3.6.0", "a version")
+PAGE.leaves("with Triton 3.6.0 as well", "a version")
 PAGE.table(
     "device | configurations | what differs",
     lambda *_: Unmeasured("names of devices and versions, what launch code does, and machine code that a test reads"),
