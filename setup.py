@@ -1,5 +1,9 @@
-"""Compiles the native kernel into the wheel where there is a compiler; everything else is in pyproject.toml."""
+"""Compiles the native kernel into the wheel where there is a compiler, and makes the long description of README.md.
 
+Everything else is in pyproject.toml.
+"""
+
+import re
 import runpy
 import subprocess
 import sys
@@ -40,7 +44,16 @@ class KernelDistribution(Distribution):
         return native["find_compiler"]() is not None
 
 
+def long_description() -> str:
+    """README.md without pictures and links into the source tree, which lead nowhere on a package index."""
+    text = Path("README.md").read_text(encoding="utf-8")
+    elsewhere = r"\((?!https?:)[^)]*\)"
+    return re.sub(rf"\[([^\]]*)\]{elsewhere}", r"\1", re.sub(rf"!\[[^\]]*\]{elsewhere}\n*", "", text))
+
+
 setup(
+    long_description=long_description(),
+    long_description_content_type="text/markdown",
     cmdclass={"build_py": BuildWithKernel, "bdist_wheel": PlatformWheel},
     distclass=KernelDistribution,
 )

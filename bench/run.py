@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from diffquant import export
 from diffquant.bench.cells import BenchCell, BenchResult, cell_of
 from diffquant.bench.contest import contest, linears, roofline, throughput
 from diffquant.bench.contest.contest import Contest
@@ -20,6 +19,7 @@ from diffquant.bench.contest.workloads import Model, Workload, model_named
 from diffquant.bench.environment import environment
 from diffquant.bench.programs import programs
 from diffquant.errors import FailedCellsError, MissingDependencyError, UsageError
+from diffquant.export import require
 from diffquant.support.code import code_digest
 from diffquant.support.devices import resolve_device
 from diffquant.support.files import write_atomically
@@ -269,7 +269,7 @@ def _generate(options: BenchOptions) -> list[Part]:
 
 def _export(options: BenchOptions) -> list[Part]:
     try:
-        export.require()
+        require()
     except MissingDependencyError as error:
         absent = BenchCell("export", "ONNX", "diffquant export", missing=str(error))
         return [Part("ONNX", lambda _: [absent])]

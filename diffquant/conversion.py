@@ -19,7 +19,7 @@ from torch import Tensor
 from diffquant.errors import CheckpointError, UsageError
 from diffquant.formats.atomic_folder import check_output, staged
 from diffquant.formats.reader import Checkpoint
-from diffquant.formats.row_stream import Block, Job, Shard, check_rows, checkpoint_stamp, write_shards
+from diffquant.formats.row_stream import Block, Job, Shard, check_rows, checkpoint_stamp, in_dtype, write_shards
 from diffquant.formats.writer import OutputTensor
 from diffquant.model.adapters import Adapter, adapter_for
 from diffquant.model.architecture import Shape
@@ -27,8 +27,9 @@ from diffquant.quantization.card import converted_card
 from diffquant.report.tables import megabytes
 from diffquant.source.dex import DEX, DexCheckpoint
 from diffquant.source.source import Source, open_source
+from diffquant.support.devices import as_dtype
 from diffquant.support.files import write_atomically
-from diffquant.support.progress import Progress, silent
+from diffquant.support.progress import Progress, progress_for
 from diffquant.support.versions import versions
 
 # A source tensor's rows [rows, ...] -> the target's.
@@ -96,11 +97,13 @@ def convert(
     destination: Path | str,
     to: str,
     *,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
     overwrite: bool = False,
-    progress: Progress = silent,
+    progress: Progress | None = None,
 ) -> Conversion:
     """Write a checkpoint as another member of the family, the same function of its input.
+
+        diffquant.convert("SmolLM2-135M-Instruct.Q4_1.gguf", "smollm2-diff-v2", "diff-v2")
 
     Args:
         source: a folder with model_type diff_v1 for "diffllama"; a Llama, folder or .gguf file, for "diff-v2"; a folder
@@ -110,13 +113,13 @@ def convert(
         dtype: dtype of the matrices; the source's by default, for a GGUF file with codes bfloat16. Vectors (norms,
             biases, λ) keep theirs.
         overwrite: replace an existing checkpoint there, at the end.
-        progress: called with output bytes.
+        progress: function called with output bytes; by default a line on a terminal, one per minute in a log.
 
     Raises:
         DiffQuantError: anything wrong with the source or the destination, or no exact way leads there.
     """
     started = time.monotonic()
-    destination = Path(destination)
+    destination, progress, dtype = Path(destination), progress or progress_for("convert"), as_dtype(dtype)
     check_output(source.path if isinstance(source, Source) else Path(source), destination, overwrite)
     opened = open_source(source)
     checkpoint, source_type = opened.checkpoint, _type_of(opened)
@@ -305,14 +308,9 @@ def _job(checkpoint: Checkpoint, name: str, shape: Shape, origin: Origin, dtype:
         rows = checkpoint.read_rows(origin.source, wanted)
         check_rows(rows, origin.source, first)
         values = rows if origin.change is None else origin.change(rows)
-        converted = values.to(dtype)
+        converted = in_dtype(values, dtype, name)
         if converted.dtype == values.dtype:
             return Block({name: (first, converted)})
-        if not torch.isfinite(converted).all():
-            raise CheckpointError(
-                f"{name} would hold values of up to {values.abs().max().item():g}, which overflow {dtype}; convert "
-                "with --dtype bfloat16 or float32"
-            )
         error = float((converted.to(values.dtype) - values).square().sum())
         return Block({name: (first, converted)}, error, float(values.square().sum()))
 

@@ -89,7 +89,7 @@ def diagnose(native_kernel: str | None) -> Diagnosis:
     Args:
         native_kernel: instruction set of the ONNX op's kernel, which this room cannot ask; None if it was not built.
     """
-    from diffquant import __version__
+    from diffquant.support.version import __version__
 
     required = {name: _version(name) for name in REQUIRED}
     device, bfloat16 = _device() if required["torch"] else ("unknown without torch", False)

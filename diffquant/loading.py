@@ -9,59 +9,75 @@ from torch import Tensor
 from diffquant.errors import UsageError
 from diffquant.formats.compressed_tensors import scale_dtype
 from diffquant.model.causal import CausalModel
-from diffquant.quantization.plan import checked_schemes
+from diffquant.quantization.plan import checked_schemes, unpacked_dtypes
 from diffquant.quantization.rounded_weight import as_stored
 from diffquant.quantization.roundings import rounding_named
-from diffquant.recipe import Recipe
+from diffquant.recipe import Recipe, RecipeLike
 from diffquant.scheme import Scheme
 from diffquant.source.building import Rewrite, as_it_is, build_model
+from diffquant.source.placement import DeviceMap
 from diffquant.source.ranges import read_ranges
 from diffquant.source.source import Source, open_source
-from diffquant.support.devices import resolve_device
+from diffquant.support.devices import as_dtype, resolve_device
 from diffquant.support.progress import silent
 
 
 def load(
     path: Path | str | Source,
-    recipe: Recipe | None = None,
-    dtype: torch.dtype | None = None,
+    recipe: RecipeLike | None = None,
+    dtype: torch.dtype | str | None = None,
     device: str = "auto",
     packed: bool | None = None,
     scales: Path | str | None = None,
+    device_map: DeviceMap | None = None,
+    max_memory: Mapping[int | str, int | str] | None = None,
+    offload_folder: Path | str | None = None,
 ) -> CausalModel:
     """The runnable model of a checkpoint, a recipe applied.
+
+        model = diffquant.load("checkpoint", {"weights": "4:g32", "logits": "6:row"}, dtype="bfloat16")
+        logits = model(ids).logits  # ids [B, T] -> [B, T, V]
 
     Args:
         path: a folder of any model_type that an adapter reads, plain or quantized; a .gguf file
             of a llama, or either as an open `Source`.
-        recipe: recipe to simulate; a quantized checkpoint's own by default, whose weights it keeps in any case. Weights
-            of a plain checkpoint come out as `quantize` stores them, whatever the recipe's rounding; one that reads a
-            text does so at each load.
-        dtype: dtype of the model; the checkpoint's by default.
+        recipe: recipe to simulate, as `Recipe.parse` takes it; a quantized checkpoint's own by default, whose weights
+            it keeps in any case. Weights of a plain checkpoint come out as `quantize` stores them, whatever the
+            recipe's rounding; one that reads a text does so at each load.
+        dtype: dtype of the model, or its name; "auto" is bfloat16 where it is native, else float32. The checkpoint's by
+            default.
         device: device of the model; by default CUDA where torch finds a device of it, else the processor.
         packed: whether the layers' packed weights stay packed, or are expanded to `dtype`; by default they
             stay packed where kernels read them, in half precision on CUDA. Weights whose groups the kernels do
             not know (no multiple of 16) are expanded in any case.
         scales: file of ranges calibrated on this checkpoint, for static schemes.
+        device_map: places of a model that is larger than one device: "auto", or a mapping from modules' names to
+            devices, "cpu" or "disk", as accelerate and transformers have it. Weights are expanded then.
+        max_memory: most bytes of each place under "auto", such as {0: "20GB", "cpu": "60GB"}; all of it by default.
+        offload_folder: folder for what lies on disk.
 
     Raises:
         CheckpointError: the checkpoint is damaged, incomplete, of a kind that is not read, or changed since it was
             opened.
         UsageError: the recipe quantizes weights that already are, does not fit the checkpoint or names an unknown
-            rounding, or there is no such device.
+            rounding, there is no such device, or a device map leaves parts of the model out.
     """
+    if device_map is not None and packed:
+        raise UsageError("packed weights stay on one device; leave out packed, or device_map")
     device = resolve_device(device)
     source = open_source(path)
+    recipe = None if recipe is None else Recipe.parse(recipe)
     schemes = _simulated_schemes(source, recipe)
     recipe = source.recipe if recipe is None else recipe.with_weights_of(source.recipe) if source.packed else recipe
     ranges = read_ranges(Path(scales), source) if scales else None
     if ranges is not None:
         ranges.check(recipe)
     rewrite = _rewrite_as_stored(source, schemes, recipe) if schemes else as_it_is
-    model = build_model(source, dtype, device, packed, rewrite)
+    folder = None if offload_folder is None else Path(offload_folder)
+    model = build_model(source, as_dtype(dtype, device), device, packed, rewrite, device_map, max_memory, folder)
     source.check_unchanged()
     if ranges is not None:
-        model.model.ranges = {name: tensor.to(device) for name, tensor in ranges.tensors.items()}
+        model.model.ranges = {name: tensor.to(model.device) for name, tensor in ranges.tensors.items()}
     model.apply_recipe(recipe)
     return model
 
@@ -70,10 +86,12 @@ def _rewrite_as_stored(source: Source, schemes: Mapping[str, Scheme], recipe: Re
     """Rewriting of each parameter into what `quantize` stores of it, under the recipe's rounding."""
     rounder = rounding_named(recipe.rounding.name).prepare(source, recipe.rounding, silent)
 
+    unpacked = unpacked_dtypes(source)
+
     def rounded(name: str, data: Tensor) -> Tensor:
         scheme, dtype = schemes.get(name.removesuffix(".weight")), source.checkpoint.written_dtype(name)
         if scheme is None:
-            return data.to(dtype)
+            return data.to(unpacked.get(name, dtype))
         return as_stored(rounder, name, data, scheme, scale_dtype(dtype))
 
     return rounded

@@ -95,9 +95,14 @@ class RoundingSettings:
 NEAREST = RoundingSettings()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Recipe:
     """What is quantized in a model, and how. Every target defaults to 16 bits.
+
+    Most recipes are made of texts, by `Recipe.of` or by a verb that is given them:
+
+        >>> Recipe.of(weights="4:g32", kv=8)
+        Recipe.of(weights='4:g32', kv='8:row')
 
     Attributes:
         weights: scheme of the linear layers' weights.
@@ -154,13 +159,37 @@ class Recipe:
         )
 
     @classmethod
+    def parse(cls, given: "RecipeLike") -> "Recipe":
+        """A recipe from what people write: a scheme of the weights, entries by name, or a YAML file.
+
+        Args:
+            given: a recipe; a scheme of the weights such as "4:g32" or 8; a mapping such as
+                {"weights": "4:g32", "kv": 8}, as `from_dict` reads it; or the `Path` of a YAML file.
+
+        Raises:
+            UsageError: it is none of these, or cannot be read.
+        """
+        if isinstance(given, Recipe):
+            return given
+        if isinstance(given, str | int):
+            return cls.of(weights=given)
+        if isinstance(given, Path):
+            return cls.read(given)
+        if isinstance(given, Mapping):
+            return cls.from_dict(given)
+        raise UsageError(
+            f"a recipe is a scheme of the weights such as '4:g32', a mapping such as {{'weights': '4:g32', 'kv': 8}}, "
+            f"the Path of a YAML file or a Recipe; got {given!r}"
+        )
+
+    @classmethod
     def from_dict(cls, entries: Mapping[str, Any]) -> "Recipe":
-        """Inverse of `to_dict`.
+        """Inverse of `to_dict`; `kv` serves whichever of `k` and `v` is not given.
 
         Raises:
             UsageError: a key is unknown (the nearest known one is named), or a scheme is malformed.
         """
-        known = [f.name for f in fields(cls)]
+        known = [*(f.name for f in fields(cls)), "kv"]
         unknown = [key for key in entries if key not in known]
         if unknown:
             raise UsageError("; ".join(f"unknown recipe key {key!r}{did_you_mean(str(key), known)}" for key in unknown))
@@ -170,6 +199,8 @@ class Recipe:
             raise UsageError(f"overrides must map name patterns to schemes, got {overrides!r}")
         if type(residual) is not int:
             raise UsageError(f"residual must be a number of tokens, got {residual!r}")
+        if "kv" in entries:
+            entries = {"k": entries["kv"], "v": entries["kv"], **entries}
         schemes = {target: _parse_for(target, entries[target]) for target in _ALLOWED if target in entries}
         rounding = RoundingSettings.parse(entries.get("rounding", NEAREST.name))
         return cls(**schemes, residual=residual, overrides=_parse_overrides(overrides), rounding=rounding)
@@ -201,6 +232,15 @@ class Recipe:
             "overrides": {pattern: str(scheme) for pattern, scheme in self.overrides.items()},
             **rounding,
         }
+
+    def __repr__(self) -> str:
+        """An expression that makes the recipe, without what is at its default."""
+        entries, defaults = self.to_dict(), Recipe().to_dict()
+        if entries["k"] == entries["v"]:
+            entries = {"weights": entries["weights"], "kv": entries.pop("k"), **entries, "v": defaults["v"]}
+            defaults["kv"] = defaults["k"]
+        stated = {name: value for name, value in entries.items() if value != defaults.get(name)}
+        return f"Recipe.of({', '.join(f'{name}={value!r}' for name, value in stated.items())})"
 
     def to_yaml(self) -> str:
         import yaml
@@ -263,6 +303,9 @@ class Recipe:
         """This recipe's cache and logits with the other's weights and their rounding."""
         own = {pattern: s for pattern, s in self.overrides.items() if target_of(pattern) != "weights"}
         return replace(self, weights=other.weights, overrides=own | other.weight_overrides, rounding=other.rounding)
+
+
+RecipeLike = Recipe | str | int | Path | Mapping[str, Any]
 
 
 def target_of(pattern: str) -> str:

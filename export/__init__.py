@@ -1,5 +1,6 @@
 """ONNX: the differential-attention op, the exporter, and running and proving what it wrote.
 
+`diffquant.export(source, destination)` is the verb of `diffquant.verbs.export`, which finds a cache's ranges too.
 Nothing is imported until a name is used; `require` says what of the `onnx` extra is missing.
 """
 

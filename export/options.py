@@ -1,5 +1,6 @@
 """Options of an export; every contradiction among them is named at once."""
 
+import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -32,6 +33,9 @@ class ExportOptions:
         pure: whether the graph has standard ONNX ops alone.
         accuracy_level: precision of ONNX Runtime's products with codes: 4 multiplies int8 activations, 1 float32 ones,
             for which it expands codes of 5 to 8 bits anew at each call.
+        genai_device: device that genai_config.json names to onnxruntime-genai: "cpu", "cuda" or "cuda:N".
+        web: whether the model also gives what its attention maps are computed of, and the folder a description for
+            pages that draw them.
     """
 
     weights: Scheme = FULL
@@ -43,6 +47,8 @@ class ExportOptions:
     opset: int = OLDEST_OPSET
     pure: bool = False
     accuracy_level: int = 4
+    genai_device: str = "cpu"
+    web: bool = False
 
     def __post_init__(self) -> None:
         problems = list(self._problems())
@@ -83,8 +89,22 @@ class ExportOptions:
             yield f"logits per {self.logits.granularity} cannot be exported; use {', '.join(LOGIT_GRANULARITIES)}"
         if self.logits.alike:
             yield "the operator rounds each map by itself; leave out alike"
+        if not re.fullmatch("cpu|cuda(:[0-9]+)?", self.genai_device):
+            yield f"--genai-device takes cpu, cuda or cuda:N, not {self.genai_device!r}"
+        if not self.cache and self.genai_device != "cpu":
+            yield "onnxruntime-genai needs a KV cache: leave out --no-cache or --genai-device"
         if not self.cache and self.kv_bits < 16:
             yield f"--kv {self.kv_bits} and --no-cache contradict each other"
+        if self.web:
+            yield from self._web_problems()
+
+    def _web_problems(self) -> Iterator[str]:
+        if not self.cache or self.kv_bits < 16:
+            yield "--web reads the keys in a float32 KV cache: leave out --no-cache and --kv"
+        if self.dtype != "float32":
+            yield "--web is float32: leave out --dtype"
+        if self.logits.quantizes:
+            yield "--web rounds logits in the page: leave out --logits"
 
 
 def check_runtime(options: ExportOptions) -> None:

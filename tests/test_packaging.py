@@ -1,10 +1,14 @@
-"""What an installation holds."""
+"""What an installation and a source distribution hold, and whether an index would take them."""
 
+import email
 import os
+import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tarfile
+import venv
 import zipfile
 from pathlib import Path
 
@@ -15,7 +19,9 @@ from diffquant.export.native.build import LIBRARY
 ROOT = Path(__file__).parents[1]
 ROOMS = ("export", "calib", "bench")
 SUFFIXES = (".py", ".cc", ".h", ".j2", ".css", ".js", ".typed")
-NOT_BUILT = shutil.ignore_patterns(".*", "results", "build", "dist", "*.egg-info", "__pycache__", "*.so", "*.dylib")
+NOT_BUILT = shutil.ignore_patterns(
+    ".*", "results", "node_modules", "build", "dist", "*.egg-info", "__pycache__", "*.so", "*.dylib"
+)
 
 pytest.importorskip("setuptools", minversion="77")
 
@@ -26,7 +32,8 @@ def expected_files():
     for folder, installed in [(ROOT / "diffquant", Path("diffquant")), *rooms]:
         for file in folder.rglob("*"):
             path = file.relative_to(folder)
-            is_installed = path.parts[0] == "data" or file.suffix in SUFFIXES
+            is_data = path.parts[0] == "data" and not any(part.startswith("prose-") for part in path.parts)
+            is_installed = is_data or file.suffix in SUFFIXES
             if file.is_file() and is_installed and "__pycache__" not in path.parts:
                 yield str(installed / path)
 
@@ -62,14 +69,20 @@ def compiler(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def wheel(tree, compiler, tmp_path_factory):
-    """Names of the files in a wheel that was built from a source distribution."""
+def archives(tree, compiler, tmp_path_factory):
+    """A source distribution, and the wheel that was built from it."""
     folder = tmp_path_factory.mktemp("dist")
     archive, _ = built("sdist", folder, tree, compiler)
     with tarfile.open(archive) as files:
         files.extractall(folder, filter="data")
     file, _ = built("wheel", folder, folder / archive.name.removesuffix(".tar.gz"), compiler)
-    return zipfile.ZipFile(file).namelist()
+    return archive, file
+
+
+@pytest.fixture(scope="module")
+def wheel(archives):
+    """Names of the files in a wheel that was built from a source distribution."""
+    return zipfile.ZipFile(archives[1]).namelist()
 
 
 def test_a_wheel_of_a_source_distribution_holds_every_module_the_data_and_the_kernel(wheel):
@@ -79,6 +92,79 @@ def test_a_wheel_of_a_source_distribution_holds_every_module_the_data_and_the_ke
 def test_a_wheel_holds_the_package_alone(wheel):
     assert {name.split("/")[0].split("-")[0] for name in wheel} == {"diffquant"}
     assert not [name for name in wheel if "/results/" in name or "/tests/" in name]
+
+
+def test_a_source_distribution_holds_tests_pages_and_all_models(archives):
+    with tarfile.open(archives[0]) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    wanted = ["CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "Makefile", "README.md", "SECURITY.md", "constraints.txt"]
+    folders = ("docs", "tests", "examples", "studies", "diffquant/data")
+    wanted += [str(f.relative_to(ROOT)) for folder in folders for f in (ROOT / folder).rglob("*") if f.is_file()]
+    missing = {name for name in wanted if "__pycache__" not in name and "results" not in name} - names
+    assert not missing
+    assert not [name for name in names if name.endswith((".so", ".pyc", ".dylib"))]
+
+
+def test_a_wheel_leaves_out_the_models_that_no_verb_uses(wheel):
+    assert not [name for name in wheel if "pocket/prose-" in name]
+    assert [name for name in wheel if "pocket/needle-diff-v1/model.safetensors" in name]
+
+
+def test_an_index_takes_both_archives(archives):
+    pytest.importorskip("twine")
+    command = [sys.executable, "-m", "twine", "check", "--strict", *map(str, archives)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_long_description_has_no_link_that_breaks(archives):
+    file = zipfile.ZipFile(archives[1])
+    (name,) = (name for name in file.namelist() if name.endswith(".dist-info/METADATA"))
+    metadata = email.message_from_bytes(file.read(name))
+    description = metadata.get_payload()
+    targets = re.findall(r"\]\(([^)]*)\)", description)
+    assert targets
+    assert not [target for target in targets if not target.startswith("https://")]
+    assert "# diffquant" in description
+    assert {"Author", "Keywords", "Classifier", "License-Expression"} <= set(metadata.keys())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="wheels of other systems name no C library")
+def test_a_wheel_with_the_kernel_says_which_linux_it_needs(tree, tmp_path):
+    pytest.importorskip("auditwheel")
+    library = ROOT / "export/native" / LIBRARY
+    if not library.is_file():
+        pytest.skip("the native kernel is not built")
+    copier = tmp_path / "c++"
+    copier.write_text(f'#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done\ncp {library} "$2"\n')
+    copier.chmod(0o755)
+    file, _ = built("wheel", tmp_path, tree, copier)
+    out, _ = run(
+        f"from auditwheel.main import main; import sys; sys.argv = ['', 'show', {str(file)!r}]; main()", cwd=tmp_path
+    )
+    assert re.search(r"manylinux_2_(1\d|2\d)_x86_64|manylinux_2_\d\d_aarch64", out), out
+
+
+def test_a_wheel_installs_into_an_empty_environment_and_quantizes(archives, tmp_path):
+    place = tmp_path / "environment"
+    venv.create(place)
+    python = place / ("Scripts" if os.name == "nt" else "bin") / "python"
+    command = [sys.executable, "-m", "pip", "--python", str(python), "install", "--no-deps", "--no-index", "--quiet"]
+    subprocess.run([*command, str(archives[1])], check=True)
+    # The libraries that it needs; what is editable in their environment is not seen from here.
+    (site,) = place.rglob("site-packages")
+    (site / "libraries.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    code = f"""
+import diffquant
+from diffquant.data import pocket_models
+assert {str(place)!r} in diffquant.__file__, diffquant.__file__
+print(diffquant.quantize(pocket_models("needle")[0], "out", "4:g32").packed_bits)
+"""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    for arguments in (["-c", code], ["-m", "diffquant", "inspect", "out"], ["-m", "diffquant", "--version"]):
+        done = subprocess.run([python, *arguments], cwd=tmp_path, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("diffquant 0.")
 
 
 def test_a_wheel_is_built_without_the_kernel_where_the_compiler_fails(tree, tmp_path):

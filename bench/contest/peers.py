@@ -21,6 +21,7 @@ from diffquant.scheme import FULL, Scheme
 
 BASELINE = "Transformer, SDPA flash"
 ROW_8 = Scheme.parse("8", "row")
+ROW_SHIFT_8 = Scheme.parse("8:row:shift")
 Attention = Callable[[AttentionCall], Tensor]
 
 
@@ -180,8 +181,21 @@ PEERS: dict[str, Peer] = {
     "DIFF, fused, int8 QK, fp8 PV": Peer(
         _ours("triton-fp8"), differential, counts.fused, tolerance=0.1, missing=_reason_of("triton-fp8")
     ),
+    "DIFF, fused, specialized": Peer(
+        _ours("triton-specialized"), differential, counts.fused, missing=_reason_of("triton-specialized")
+    ),
+    "DIFF, fused, int8 QK, fp8 PV, specialized": Peer(
+        _ours("triton-fp8-specialized"),
+        differential,
+        counts.fused,
+        tolerance=0.1,
+        missing=_reason_of("triton-fp8-specialized"),
+    ),
     "DIFF, simulated logits 8:row, eager": Peer(_rounded_eagerly, differential, counts.eager, logits=ROW_8),
-    "DIFF, simulated logits 8:row": Peer(_simulated(ROW_8), differential, counts.simulated, logits=ROW_8),
+    **{
+        f"DIFF, simulated logits {scheme}": Peer(_simulated(scheme), differential, counts.simulated, logits=scheme)
+        for scheme in (ROW_8, ROW_SHIFT_8)
+    },
 }
 # Rounding differs where two ways disagree in the last bit before it.
 _SIMULATED_SLACK = 5e-3

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from diffquant import export
+from diffquant.export import require
 
 # From tokens [1, T] to the logits of some of them, the last one's among them: [1, T or 1, V].
 Step = Callable[[np.ndarray], np.ndarray]
@@ -113,19 +113,20 @@ class Clock:
 
 def write_export(options: dict[str, Any], model: Path, folder: Path) -> None:
     """Write diffquant's export; a model without a tokenizer is calibrated on random tokens."""
+    require()
     import torch
 
     from diffquant.calib.calibration.kv_cache import calibrate_cache
+    from diffquant.export import ExportOptions, export
     from diffquant.recipe import Recipe
 
-    export.require()
-    parsed = export.ExportOptions.parse(**options)
+    parsed = ExportOptions.parse(**options)
     ranges = None
     if parsed.kv_bits < 16:
         has_text = model.is_file() or (model / "tokenizer.json").is_file()
         ids = None if has_text else torch.from_numpy(random_tokens(model, 64))
         ranges = calibrate_cache(model, Recipe(weights=parsed.weights, logits=parsed.logits), ids)
-    export.export(model, folder, parsed, ranges=ranges)
+    export(model, folder, parsed, ranges=ranges)
 
 
 def open_export(folder: Path, threads: int) -> Engine:

@@ -42,7 +42,6 @@ from diffquant.cli.options import (
     to_json,
 )
 from diffquant.recipe import Recipe, RoundingSettings
-from diffquant.support.progress import progress_for
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -98,6 +97,14 @@ def quantize(
         Path | None,
         typer.Option(metavar="FILE", help="YAML with linears, experts or keep, in place of the rules that ship."),
     ] = None,
+    dtype: Annotated[
+        Literal["bfloat16", "float16", "float32"] | None,
+        typer.Option(
+            metavar="NAME",
+            help="bfloat16, float16 or float32 for matrices that are not packed; the source's by default, of float32 "
+            "bfloat16.",
+        ),
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be done and stop.")] = False,
     revision: Revision = None,
     push: Push = None,
@@ -110,6 +117,7 @@ def quantize(
     """
     from diffquant.quantization.plan import plan_quantization
     from diffquant.quantization.quantize import quantize as run
+    from diffquant.support.devices import as_dtype
 
     wanted = RecipeOptions(weights, kv, k, v, logits, residual, override, recipe, preset).required()
     wanted = replace(wanted, rounding=_rounding(wanted.rounding, rounding, text, tokens))
@@ -117,9 +125,9 @@ def quantize(
     opened = _opened(at_revision(source, revision), weights_only, tuple(keep or ()), weight_rules)
     note_if_transformer(opened)
     if dry_run:
-        typer.echo(plan_quantization(opened, wanted).table())
+        typer.echo(plan_quantization(opened, wanted, as_dtype(dtype)).table())
         return
-    report = run(opened, output, wanted, overwrite=overwrite, progress=progress_for("quantize"))
+    report = run(opened, output, wanted, dtype=dtype, overwrite=overwrite)
     typer.echo(to_json(report) if as_json else report.summary())
     push_folder(output, push, as_json)
 
@@ -146,13 +154,9 @@ def convert(
 ) -> None:
     """Rewrite a checkpoint as another kind, the same function."""
     from diffquant.conversion import convert as run
-    from diffquant.support.devices import DTYPES
 
-    wanted = DTYPES[dtype] if dtype else None
     check_push(push)
-    report = run(
-        at_revision(source, revision), output, to, dtype=wanted, overwrite=overwrite, progress=progress_for("convert")
-    )
+    report = run(at_revision(source, revision), output, to, dtype=dtype, overwrite=overwrite)
     typer.echo(to_json(report) if as_json else report.summary())
     push_folder(output, push, as_json)
 

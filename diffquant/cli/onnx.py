@@ -65,6 +65,12 @@ def export(
             metavar="NUMBER", help="Precision of products with codes: 4 rounds activations to int8, 1 keeps float32."
         ),
     ] = 4,
+    genai_device: Annotated[
+        str, typer.Option(metavar="NAME", help="Device that onnxruntime-genai is told of: cpu, cuda or cuda:N.")
+    ] = "cpu",
+    web: Annotated[
+        bool, typer.Option("--web", help="Also give what attention maps are drawn of, as examples/web does.")
+    ] = False,
     revision: Revision = None,
     push: Push = None,
     overwrite: Overwrite = False,
@@ -90,6 +96,8 @@ def export(
         opset=opset,
         pure=pure_onnx,
         accuracy_level=accuracy_level,
+        genai_device=genai_device,
+        web=web,
     )
     check_push(push)
     progress = progress_for("export")

@@ -26,6 +26,10 @@ def weight_rules_text() -> str:
 
 
 def pocket_models(task: str) -> list[Path]:
-    """The matched checkpoints trained on a task ("needle" or "prose"), the Transformer first."""
+    """The matched checkpoints trained on a task, the Transformer first.
+
+    Args:
+        task: "needle"; or "prose", whose models are in a checkout and in a source distribution, and not in a wheel.
+    """
     folders = Path(str(files(__name__) / "pocket")).glob(f"{task}-*")
     return sorted(folders, key=lambda folder: (not folder.name.endswith("transformer"), folder.name))

@@ -72,7 +72,9 @@ def _sweep(
 
 def _found(result: SweepResult, cell: int) -> str:
     task_result = result.cells[cell].result
-    return "failed" if task_result is None else f"{round((task_result.score or 0.0) * (task_result.n or 0))}"
+    if task_result is None or task_result.score is None or task_result.n is None:
+        return "failed"
+    return f"{round(task_result.score * task_result.n)}"
 
 
 def _divergence(result: SweepResult, cell: int) -> str:

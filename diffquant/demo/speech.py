@@ -19,19 +19,21 @@ def speak_twice(
 
     Without the packages that exporting needs, the second half is left out and what is missing is said.
     """
-    from diffquant import export
+    from diffquant.export import require
 
     low = open_source(checkpoint)
     say("torch:        " + prompt + "".join(stream(load(low, dtype=torch.float32), low.tokenizer, prompt, new_tokens)))
     try:
-        export.require()
+        require()
     except MissingDependencyError as missing:
         say(f"ONNX Runtime is left out: {missing}")
         return
+    from diffquant.export import ExportOptions, Generator, export
+
     # Float32 activations, as in torch, so that the sentence is the same to the letter.
-    options = export.ExportOptions(accuracy_level=1)
-    summary = export.export(low, exported, options, overwrite=overwrite, progress=progress_for("export")).summary()
-    generator = export.Generator(exported)
+    options = ExportOptions(accuracy_level=1)
+    summary = export(low, exported, options, overwrite=overwrite, progress=progress_for("export")).summary()
+    generator = Generator(exported)
     say("ONNX Runtime: " + prompt + "".join(generator.stream(prompt, new_tokens)))
     say(f"{generator.speed}\n{summary}")
     say(f"`diffquant verify {exported} {checkpoint}` compares the two layer by layer.\n")

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from diffquant.errors import NonFiniteError
-from diffquant.evals.batching import split_into_runs
+from diffquant.evals.batching import pass_cost_on, split_into_runs
 from diffquant.evals.defaults import BATCH_TOKENS
 from diffquant.evals.encoding import Request
 from diffquant.evals.language_model import LanguageModel, States, TokenCache
@@ -22,6 +22,9 @@ from diffquant.support.progress import Progress, silent
 # Entries of vocabulary logits held at once: 16 MiB in float32 stay in a CPU's cache, where the softmax over
 # them ran much faster than on 64 MiB.
 LOGITS_ENTRIES = 1 << 22
+# On a CUDA device memory is the limit: 512 MiB in float32, or this share of it where that is less.
+_CUDA_LOGITS_ENTRIES = 1 << 27
+_CUDA_SHARE = 32
 
 
 class Score(NamedTuple):
@@ -64,7 +67,7 @@ def token_scores(states: States, targets: Tensor) -> tuple[Tensor, Tensor]:
         float32 [N, M] natural log-probabilities, and bool [N, M]: the target is the likeliest token.
     """
     logprobs, greedy = [], []
-    rows = max(1, LOGITS_ENTRIES // states.vocabulary)
+    rows = max(1, _logits_entries(states.values.device) // states.vocabulary)
     for part, wanted in zip(states.split(rows), targets.split(rows), strict=True):
         logits = part.logits()
         largest, likeliest = logits.max(1, keepdim=True)
@@ -73,6 +76,14 @@ def token_scores(states: States, targets: Tensor) -> tuple[Tensor, Tensor]:
         logprobs.append(picked - logits.sub_(largest).exp_().sum(1, keepdim=True).log())
         greedy.append(likeliest == wanted)
     return torch.cat(logprobs), torch.cat(greedy)
+
+
+def _logits_entries(device: torch.device) -> int:
+    """Entries of vocabulary logits held at once."""
+    if device.type != "cuda":
+        return LOGITS_ENTRIES
+    memory = torch.cuda.get_device_properties(device).total_memory
+    return min(_CUDA_LOGITS_ENTRIES, memory // (_CUDA_SHARE * torch.float32.itemsize))
 
 
 class _Totals:
@@ -105,7 +116,8 @@ def _score_shared(model: LanguageModel, requests: Sequence[Request], batch_token
     for index, request in enumerate(requests):
         continuations[request.context].append(index)
     contexts = sorted(continuations, key=len, reverse=True)
-    for run in split_into_runs([len(context) for context in contexts], batch_tokens):
+    lengths, pass_cost = [len(context) for context in contexts], pass_cost_on(model.device.type)
+    for run in split_into_runs(lengths, batch_tokens, pass_cost=pass_cost):
         batch = [contexts[i] for i in run]
         owners = [continuations[context] for context in batch]
         cache, mask, states = _prefill(model, batch)
@@ -146,7 +158,7 @@ def _add_further_tokens(
     rows = [(b, i) for b, group in enumerate(owners) for i in group if len(requests[i].continuation) > 1]
     rows.sort(key=lambda row: len(requests[row[1]].continuation), reverse=True)
     lengths = [len(requests[i].continuation) - 1 for _, i in rows]
-    for run in split_into_runs(lengths, batch_tokens, cached=mask.shape[1]):
+    for run in split_into_runs(lengths, batch_tokens, mask.shape[1], pass_cost_on(model.device.type)):
         picked = [rows[k] for k in run]
         branch = cache if run.stop == len(rows) else cache.branch()
         _add_continuations(model, branch, mask, [b for b, _ in picked], [i for _, i in picked], requests, totals)

@@ -122,12 +122,18 @@ def _check_space(destination: Path, nbytes: int) -> None:
         DiffQuantError: it cannot; the bytes needed and free are named.
     """
     partial = partial_folder(destination)
-    written = sum(file.stat().st_blocks * 512 for file in partial.iterdir()) if partial.is_dir() else 0
+    written = sum(_allocated_bytes(file) for file in partial.iterdir()) if partial.is_dir() else 0
     available = _free_bytes(destination) + written
     if nbytes + _MARGIN > available:
         raise DiffQuantError(
             f"{destination} needs {nbytes} bytes and only {available} are free there; make room or choose another disk"
         )
+
+
+def _allocated_bytes(file: Path) -> int:
+    """Bytes of the disk that a file takes: fewer than its size while most of it is yet to be written."""
+    status = file.stat()
+    return status.st_blocks * 512 if hasattr(status, "st_blocks") else status.st_size  # Windows has no blocks
 
 
 def _put_in_place(partial: Path, destination: Path) -> None:

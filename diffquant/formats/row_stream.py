@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from diffquant.errors import CheckpointError
 from diffquant.formats.reader import INDEX, SINGLE, Checkpoint
 from diffquant.formats.staging import Staging
 from diffquant.formats.writer import OutputTensor, ShardFile
@@ -83,15 +84,15 @@ def row_blocks(rows: int, width: int) -> Iterator[tuple[int, int]]:
     return ((first, min(first + height, rows)) for first in range(0, rows, height))
 
 
-def copy_job(checkpoint: Checkpoint, name: str) -> Job:
-    """The job that takes a tensor over in its written dtype, refusing NaN and infinity."""
-    info, dtype = checkpoint.tensors[name], checkpoint.written_dtype(name)
+def copy_job(checkpoint: Checkpoint, name: str, dtype: torch.dtype) -> Job:
+    """The job that takes a tensor over in a dtype, refusing NaN and infinity."""
+    info = checkpoint.tensors[name]
 
     def make(first: int, last: int) -> Block:
         rows = checkpoint.read_rows(name, slice(first, last)) if info.shape else checkpoint.read(name).reshape(1)
         if rows.is_floating_point():
             check_rows(rows, name, first)
-        return Block({name: (first, rows.to(dtype))})
+        return Block({name: (first, in_dtype(rows, dtype, name))})
 
     rows, *rest = info.shape or (1,)
     return Job(name, rows, max(1, math.prod(rest)), (OutputTensor(name, dtype, info.shape),), make)
@@ -104,6 +105,21 @@ def check_rows(rows: Tensor, name: str, first: int) -> None:
         NonFiniteError: some value is not; the tensor and the rows are named.
     """
     check_finite(rows, f"{name}, rows {first} to {first + len(rows) - 1},")
+
+
+def in_dtype(rows: Tensor, dtype: torch.dtype, name: str) -> Tensor:
+    """Some finite rows of a tensor in the dtype that they are written in.
+
+    Raises:
+        CheckpointError: the dtype does not reach as far.
+    """
+    converted = rows.to(dtype)
+    if dtype.itemsize < rows.dtype.itemsize and not torch.isfinite(converted).all():
+        raise CheckpointError(
+            f"{name} would hold values of up to {rows.abs().max().item():g}, which overflow {dtype}; write it with "
+            "--dtype bfloat16 or float32"
+        )
+    return converted
 
 
 def write_shards(

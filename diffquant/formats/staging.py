@@ -9,7 +9,7 @@ import os
 import shutil
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from filelock import FileLock, Timeout
 
 from diffquant.errors import DiffQuantError, OutputExistsError
 from diffquant.support.files import file_digest, write_atomically
+from diffquant.support.placed_file import sync
 
 
 class Staging:
@@ -61,7 +62,7 @@ class Staging:
     def finish(self, shard: str, record: Mapping[str, Any]) -> dict[str, Any]:
         """Record a shard as done, with its digest."""
         # Here it overlaps with the next shard's work, at the end nothing would.
-        _sync(self.folder / shard)
+        sync(self.folder / shard)
         entry = {"sha256": file_digest(self.folder / shard), **record}
         with self._guard:
             self._records[shard] = entry
@@ -74,7 +75,7 @@ class Staging:
     def sync(self) -> None:
         """Wait until all of the output is on the disk: renaming it may otherwise outrun its content."""
         for file in (*self.folder.iterdir(), self.folder):
-            _sync(file)
+            sync(file)
 
     def discard(self) -> None:
         """Remove all that was made."""
@@ -119,8 +120,12 @@ def locked(destination: Path) -> Iterator[None]:
         yield
     finally:
         # While it is held: a run that opened it before finds that no name leads to it any more, and gives up.
-        file.unlink(missing_ok=True)
+        with suppress(PermissionError):
+            file.unlink(missing_ok=True)
         lock.release()
+        if os.name == "nt":  # which removes no file that is open, be it here before or now in another run
+            with suppress(PermissionError):
+                file.unlink(missing_ok=True)
 
 
 def left_behind(destination: Path) -> bool:
@@ -145,11 +150,3 @@ def partial_folder(destination: Path) -> Path:
 def _beside(destination: Path, what: str) -> Path:
     place = Path(os.path.abspath(destination))
     return place.with_name(f".{place.name}.diffquant-{what}")
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

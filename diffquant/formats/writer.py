@@ -1,7 +1,6 @@
 """Writing of a safetensors file whose data arrives in any order: the header is known before the first byte of it."""
 
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +8,8 @@ from types import TracebackType
 
 import torch
 from torch import Tensor
+
+from diffquant.support.placed_file import PlacedFile
 
 _DTYPE_NAMES = {
     torch.float64: "F64",
@@ -47,12 +48,11 @@ class ShardFile:
         header, offsets = shard_header(tensors)
         self._starts = {name: len(header) + offset for name, offset in offsets.items()}
         self._tensors = {tensor.name: tensor for tensor in tensors}
-        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
+        self._file = PlacedFile(path, len(header) + sum(tensor.nbytes for tensor in tensors))
         try:
-            self._put(memoryview(header), 0)
-            os.ftruncate(self._descriptor, len(header) + sum(tensor.nbytes for tensor in tensors))
+            self._file.put(memoryview(header), 0)
         except OSError:
-            os.close(self._descriptor)
+            self._file.close()
             raise
 
     def write(self, name: str, data: Tensor, first_row: int = 0) -> None:
@@ -65,7 +65,7 @@ class ShardFile:
         if data.dtype != announced:
             raise TypeError(f"{name} was announced as {announced} and is written as {data.dtype}")
         row_nbytes = data.nbytes // len(data) if first_row else 0
-        self._put(_bytes_of(data), self._starts[name] + first_row * row_nbytes)
+        self._file.put(_bytes_of(data), self._starts[name] + first_row * row_nbytes)
 
     def __enter__(self) -> "ShardFile":
         return self
@@ -73,12 +73,7 @@ class ShardFile:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        os.close(self._descriptor)
-
-    def _put(self, data: memoryview, offset: int) -> None:
-        while data:
-            written = os.pwrite(self._descriptor, data, offset)
-            data, offset = data[written:], offset + written
+        self._file.close()
 
 
 def shard_header(tensors: Sequence[OutputTensor]) -> tuple[bytes, dict[str, int]]:

@@ -1,6 +1,9 @@
 """What the kernels ask of a device, and of the Triton that compiles them for it."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 
@@ -15,6 +18,36 @@ OLDEST_TRITON = (3, 6)
 _RIGHT_ON_HOPPER = (3, 7)
 # Shared memory of a block on Ampere's and Ada's smaller devices and on consumer Blackwell: 99 KiB.
 SMALLEST_SHARED_MEMORY = 101_376
+
+
+@dataclass(frozen=True)
+class AbsentGpu:
+    """A GPU that kernels are compiled for without one.
+
+    Attributes:
+        capability: compute capability.
+        shared_memory: bytes of shared memory that one block may ask for.
+        processors: number of multiprocessors.
+    """
+
+    capability: tuple[int, int]
+    shared_memory: int
+    processors: int
+
+
+H200 = AbsentGpu((9, 0), 232_448, 132)
+_assumed: AbsentGpu | None = None
+
+
+@contextmanager
+def assuming(absent: AbsentGpu) -> Iterator[None]:
+    """Make launch code cut its work for a GPU that is not there, while its tensors are the host's."""
+    global _assumed  # noqa: PLW0603
+    before, _assumed = _assumed, absent
+    try:
+        yield
+    finally:
+        _assumed = before
 
 
 def device_refusal(device: torch.device) -> str | None:
@@ -60,6 +93,8 @@ def capability(device: torch.device) -> tuple[int, int]:
     Raises:
         UsageError: the device runs no Triton kernel.
     """
+    if _assumed is not None:
+        return _assumed.capability
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device)
     if os.environ.get("TRITON_INTERPRET") == "1":
@@ -72,13 +107,34 @@ def device_class(device: torch.device) -> str:
     return "sm_90" if capability(device)[0] == 9 else "sm_80"
 
 
-@cache
 def shared_memory(device: torch.device) -> int:
     """Bytes of shared memory that one block may ask for; the interpreter has the smallest devices'."""
-    if device.type != "cuda":
-        return SMALLEST_SHARED_MEMORY
+    if _assumed is not None:
+        return _assumed.shared_memory
+    return _shared_memory_of(device) if device.type == "cuda" else SMALLEST_SHARED_MEMORY
+
+
+def processors(device: torch.device) -> int:
+    """Number of multiprocessors of a device; the interpreter has eight."""
+    if _assumed is not None:
+        return _assumed.processors
+    return _processors_of(device) if device.type == "cuda" else 8
+
+
+@cache
+def _shared_memory_of(device: torch.device) -> int:
     properties = torch.cuda.get_device_properties(device)
     return int(properties.shared_memory_per_block_optin)  # type: ignore[attr-defined]  # torch's stubs leave it out
+
+
+@cache
+def _processors_of(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def registers_of(blocks: int, warps: int) -> int:
+    """Number of registers that a thread may take where a multiprocessor, which has 65,536, holds so many blocks."""
+    return min(65_536 // (blocks * warps * 32) // 8 * 8, 255)
 
 
 @cache

@@ -29,6 +29,8 @@ class PairAttention(nn.Module):
         logits: scheme of the logits.
         logit_ranges: ranges of a static scheme.
         meter: counter of what is rounded.
+        lam_init: λ_init of the layer; 0 where λ has none.
+        post_factor: factor behind the norm of a pair.
     """
 
     def __init__(self, spec: DiffSpec, layer: int) -> None:
@@ -36,6 +38,9 @@ class PairAttention(nn.Module):
         self.spec = spec
         self.layout: HeadLayout = spec.layout
         self.layer = layer
+        # Numbers of the layer, and not functions of which it is: torch.compile then serves all layers with one graph.
+        self.lam_init = spec.lam_init(layer) if spec.lam == "exp" else 0.0
+        self.post_factor = spec.post_factor(layer)
         self.backend = "auto"
         self.logits = FULL
         self.logit_ranges: Tensor | None = None
@@ -69,7 +74,7 @@ class PairAttention(nn.Module):
     def scalar_lam(self) -> Tensor:
         """λ of a V1 layer, a float32 scalar."""
         vectors = (getattr(self, name) for name in LAMBDA_VECTORS)
-        return lam_from_vectors(*vectors, init=self.spec.lam_init(self.layer))
+        return lam_from_vectors(*vectors, init=self.lam_init)
 
     def post(self) -> PairNorm | None:
         """Norm over a pair's output, with its factor 1 - λ_init; None without one."""
@@ -77,7 +82,7 @@ class PairAttention(nn.Module):
         if spec.post_norm == "none":
             return None
         weight = self.subln.weight if spec.post_norm == "affine" else None
-        return PairNorm(spec.post_norm_eps, weight, spec.post_factor(self.layer))
+        return PairNorm(spec.post_norm_eps, weight, self.post_factor)
 
 
 class DiffAttention(PairAttention):

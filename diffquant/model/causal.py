@@ -16,6 +16,7 @@ from diffquant.errors import NotFiredError, UsageError
 from diffquant.family.lam import LAMBDA_VECTORS
 from diffquant.model.attention import PairAttention
 from diffquant.model.cache import PackedLayer
+from diffquant.model.graphed_steps import GraphedSteps
 from diffquant.model.quantized_linear import QuantizedLinear
 from diffquant.model.walk import Walk
 from diffquant.recipe import LAYER_TARGETS, Recipe
@@ -55,6 +56,7 @@ class Decoder(CausalPreTrainedModel):
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
         output_attentions: bool | None = None,
+        graphed_steps: GraphedSteps | None = None,
         **kwargs: Any,  # noqa: ARG002  transformers passes every model more than it may need
     ) -> BaseModelOutputWithPast:
         """Hidden states [B, T, D] behind the final norm.
@@ -68,6 +70,7 @@ class Decoder(CausalPreTrainedModel):
             use_cache: whether to return a cache where none was passed.
             output_hidden_states: whether to return the embeddings and each layer's output too, the last one normed.
             output_attentions: refused where true.
+            graphed_steps: graphs to decode with where that can be; None for none.
             kwargs: other arguments, none of which changes the result.
 
         Raises:
@@ -83,6 +86,10 @@ class Decoder(CausalPreTrainedModel):
         # Attention reads K and V as a quantized cache stores them, also where the caller keeps none.
         cache = self.new_cache() if past_key_values is None and self.has_quantized_cache else past_key_values
         past = past_key_values.get_seq_length() if past_key_values is not None else 0
+        if graphed_steps is not None and past_key_values is not None and not output_hidden_states:
+            replayed = self.run_graphed(graphed_steps, x, attention_mask, position_ids, past_key_values)
+            if replayed is not None:
+                return BaseModelOutputWithPast(last_hidden_state=replayed, past_key_values=past_key_values)
         valid = _valid_keys(attention_mask, past + x.shape[1])
         states: list[Tensor] | None = [] if output_hidden_states else None
         x = self.run_layers(x, valid, past, position_ids, cache, states)
@@ -112,6 +119,24 @@ class Decoder(CausalPreTrainedModel):
             cache: cache to read and extend; None to keep nothing.
             states: list that each layer's input is added to; None to keep none.
         """
+
+    def run_graphed(
+        self,
+        graphs: GraphedSteps,  # noqa: ARG002
+        x: Tensor,  # noqa: ARG002
+        attention_mask: Tensor | None,  # noqa: ARG002
+        position_ids: Tensor | None,  # noqa: ARG002
+        cache: Cache,  # noqa: ARG002
+    ) -> Tensor | None:
+        """Hidden states [B, T, D] of embedded tokens from a CUDA graph; None, with nothing done, where there is none.
+
+        Other arguments: as `forward` has them.
+        """
+        return None
+
+    def new_graphs(self) -> GraphedSteps | None:
+        """Graphs for one call of `generate`; None where steps cannot be graphed, which is said on a CUDA device."""
+        return None
 
     @property
     def has_quantized_cache(self) -> bool:
@@ -153,6 +178,7 @@ class CausalModel(CausalPreTrainedModel, GenerationMixin):
         logits_to_keep: int | Tensor = 0,
         output_hidden_states: bool | None = None,
         output_attentions: bool | None = None,
+        graphed_steps: GraphedSteps | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
         """Vocabulary logits [B, T, V]; with `logits_to_keep` n only the last n positions, or those indexed.
@@ -168,6 +194,7 @@ class CausalModel(CausalPreTrainedModel, GenerationMixin):
             use_cache,
             output_hidden_states,
             output_attentions,
+            graphed_steps,
         )
         positions = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(out.last_hidden_state[:, positions])
@@ -182,6 +209,9 @@ class CausalModel(CausalPreTrainedModel, GenerationMixin):
         makes_cache = self.model.needs_own_cache(kwargs.get("cache_implementation"))
         if makes_cache and kwargs.get("use_cache") is not False:
             kwargs.setdefault("past_key_values", self.new_cache())
+        # An assistant would be handed them too.
+        if kwargs.get("assistant_model") is None and (graphs := self.model.new_graphs()) is not None:
+            kwargs.setdefault("graphed_steps", graphs)
         return super().generate(*args, **kwargs)
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> None:

@@ -101,6 +101,22 @@ class FusedCache(Cache):
         """Bytes of all storages, with the room for tokens to come."""
         return sum(layer.nbytes for layer in self.layers)
 
+    @property
+    def stamps(self) -> tuple[int, ...] | None:
+        """Numbers that change whenever a storage moves; None where a layer has none yet."""
+        stores = [layer.store for layer in self.layers]
+        return None if None in stores else tuple(store.stamp for store in stores)
+
+    @property
+    def capacity(self) -> int:
+        """Number of tokens that there is room for without growing."""
+        return min((layer.store.capacity if layer.store else 0 for layer in self.layers), default=0)
+
+    def count(self, tokens: int) -> None:
+        """Set the host's count of tokens stored: replays of a CUDA graph advance the device's alone."""
+        for layer in self.layers:
+            layer.store.length = tokens
+
     def attend(
         self,
         layer: int,
@@ -129,8 +145,9 @@ class FusedCache(Cache):
 
         if q[0].shape[2] > MAX_QUERIES or (mask.keys is not None and mask.ranges is None):
             return None
-        # The kernel computes a noise map for each pair.
-        q = [each_pairs_noise(x, q[0].shape[1]) for x in q]
+        if q[-1].shape[1] % v.shape[1]:
+            # The kernel takes whole noise heads for each KV head.
+            q = [each_pairs_noise(x, q[0].shape[1]) for x in q]
         return decode(q, self.layers[layer].append(k, v), lam, scale=scale, mask=mask, post=post)
 
 

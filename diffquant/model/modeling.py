@@ -18,9 +18,13 @@ from diffquant.model.cache import PackedCache, PackedLayer
 from diffquant.model.causal import CausalModel, Decoder
 from diffquant.model.config import DiffTransformerConfig
 from diffquant.model.fused_cache import FusedCache, fused_cache_refusal, warn_of_slow_decoding
+from diffquant.model.graphed_steps import GraphedSteps, warn_of_ungraphed_decoding
 from diffquant.model.mlp import DiffMLP
 from diffquant.model.walk import CAUSAL, Walk
 from diffquant.recipe import LAYER_TARGETS, Recipe
+
+# Kinds of RoPE whose frequencies do not depend on the sequence.
+_STATIC_ROPE = ("default", "linear", "llama3", "yarn", "proportional")
 
 
 class DiffLayer(nn.Module):
@@ -67,8 +71,36 @@ class DiffTransformerModel(Decoder):
     ) -> Tensor:
         if position_ids is None:
             position_ids = _positions(valid, past, x.shape[1], x.device)
+        return self._run_layers(x, position_ids, Mask(valid), cache, states)
+
+    def run_graphed(
+        self,
+        graphs: GraphedSteps,
+        x: Tensor,
+        attention_mask: Tensor | None,
+        position_ids: Tensor | None,
+        cache: Cache,
+    ) -> Tensor | None:
+        if x.shape[1] != 1 or not isinstance(cache, FusedCache):
+            return None
+        if position_ids is None:
+            valid = None if attention_mask is None else attention_mask.bool()
+            position_ids = _positions(valid, cache.get_seq_length(), 1, x.device)
+
+        def step(x: Tensor, positions: Tensor, mask: Mask) -> Tensor:
+            return self._run_layers(x, positions, mask, cache, None)
+
+        return graphs.run(step, cache, x, position_ids, attention_mask)
+
+    def _run_layers(
+        self,
+        x: Tensor,
+        position_ids: Tensor,
+        mask: Mask,
+        cache: Cache | None,
+        states: MutableSequence[Tensor] | None,
+    ) -> Tensor:
         rotary = self.rotary_emb(x, position_ids=position_ids)
-        mask = Mask(valid)
         for layer in self.layers:
             if states is not None:
                 states.append(x)
@@ -83,6 +115,25 @@ class DiffTransformerModel(Decoder):
         if refusal is not None and self.device.type == "cuda":
             warn_of_slow_decoding(refusal)
         return refusal is None
+
+    def new_graphs(self) -> GraphedSteps | None:
+        if self.device.type != "cuda" or not self.has_fused_cache:
+            return None
+        if (refusal := self._graph_refusal()) is not None:
+            warn_of_ungraphed_decoding(refusal)
+            return None
+        return GraphedSteps()
+
+    def _graph_refusal(self) -> str | None:
+        """Reason why a decoding step cannot be recorded, on a device whose decode kernel takes the model, or None."""
+        attentions = [cast(DiffLayer, layer).self_attn for layer in self.layers]
+        if chosen := sorted({attention.backend for attention in attentions} - {"auto"}):
+            return f"attention was asked to run on {', '.join(chosen)}"
+        if any(attention.logits.quantizes for attention in attentions):
+            return "attention logits are quantized, for which K and V are read back"
+        if self.rotary_emb.rope_type not in _STATIC_ROPE:
+            return f"RoPE of type {self.rotary_emb.rope_type} looks at the positions to choose its frequencies"
+        return None
 
     def needs_own_cache(self, implementation: str | None) -> bool:
         return self.has_quantized_cache or (self.has_fused_cache and implementation is None)

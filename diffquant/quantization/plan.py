@@ -67,6 +67,7 @@ class QuantizationPlan:
         tensors: tensors that are copied or packed.
         linears: every module that a reader will see as a Linear, packed or not.
         rules: rules that chose the weights of an architecture that is not run; None for one that is.
+        run_dtype: dtype that the source runs in, where matrices that are not packed are written in another; else None.
     """
 
     checkpoint: Checkpoint
@@ -74,6 +75,7 @@ class QuantizationPlan:
     tensors: tuple[PlannedTensor, ...]
     linears: tuple[str, ...]
     rules: WeightRules | None = None
+    run_dtype: torch.dtype | None = None
 
     @property
     def schemes(self) -> dict[str, Scheme]:
@@ -126,8 +128,13 @@ class QuantizationPlan:
         return groups
 
 
-def plan_quantization(source: Source | WeightSource, recipe: Recipe) -> QuantizationPlan:
+def plan_quantization(
+    source: Source | WeightSource, recipe: Recipe, dtype: torch.dtype | None = None
+) -> QuantizationPlan:
     """Decide what becomes of each tensor.
+
+    Args:
+        dtype: dtype of the matrices that are not packed, as `unpacked_dtypes` takes it.
 
     Raises:
         CheckpointError: tensors are of a type that is not quantized, the checkpoint is quantized already, or rules
@@ -139,14 +146,43 @@ def plan_quantization(source: Source | WeightSource, recipe: Recipe) -> Quantiza
     _refuse_quantized(source)
     schemes = checked_schemes(source, recipe)
     packed = {name: schemes[module] for module, name in targets_of(source).weights.items() if module in schemes}
+    # A recipe of the cache alone copies the weights.
+    unpacked = unpacked_dtypes(source, dtype) if packed or dtype else {}
     tensors = tuple(
-        _planned(name, info, packed.get(name, FULL), source.checkpoint.written_dtype(name))
+        _planned(name, info, packed.get(name, FULL), source.checkpoint.written_dtype(name), unpacked.get(name))
         for name, info in source.checkpoint.tensors.items()
         if isinstance(source, WeightSource) or not is_surplus(name, source.adapter.architecture.tie_word_embeddings)
     )
     _check_names(tensors)
     rules = source.rules if isinstance(source, WeightSource) else None
-    return QuantizationPlan(source.checkpoint, recipe, tensors, _linears(source), rules)
+    run_dtype = source.dtype if isinstance(source, Source) and unpacked else None
+    return QuantizationPlan(source.checkpoint, recipe, tensors, _linears(source), rules, run_dtype)
+
+
+def unpacked_dtypes(source: Source | WeightSource, dtype: torch.dtype | None = None) -> dict[str, torch.dtype]:
+    """Dtype of each matrix that may stay unpacked, by the tensor's name, where it is not the source's.
+
+    What is not packed is stored in 16 bits, as the recipe has it: matrices of a float32 checkpoint become bfloat16,
+    which has the same range; the model goes on to run in float32. Vectors, all but free, stay as they are, and so does
+    all of a checkpoint whose architecture is unknown.
+
+    Args:
+        dtype: dtype that is wanted in place of the checkpoint's own or, where that is float32, of bfloat16.
+
+    Raises:
+        UsageError: a dtype is wanted of a checkpoint whose architecture is unknown.
+    """
+    if isinstance(source, WeightSource):
+        if dtype is not None:
+            raise UsageError(
+                f"{source.path} (model_type {source.model_type!r}) is quantized by its tensors' names, and what is not "
+                "packed stays as it is; leave out --dtype"
+            )
+        return {}
+    own = {name: source.checkpoint.written_dtype(name) for name in targets_of(source).weights.values()}
+    if dtype is None and own[source.adapter.source_name(f"{_EMBEDDING}.weight")] == torch.float32:
+        dtype = torch.bfloat16
+    return {} if dtype is None else {name: dtype for name, kind in own.items() if kind != dtype}
 
 
 def checked_schemes(source: Source | WeightSource, recipe: Recipe) -> dict[str, Scheme]:
@@ -278,9 +314,11 @@ def _misfit_problem(size: int, shapes: Mapping[str, tuple[int, ...]]) -> str:
     )
 
 
-def _planned(name: str, info: TensorInfo, scheme: Scheme, written: torch.dtype) -> PlannedTensor:
+def _planned(
+    name: str, info: TensorInfo, scheme: Scheme, written: torch.dtype, unpacked: torch.dtype | None
+) -> PlannedTensor:
     if not scheme.quantizes:
-        return PlannedTensor(name, info, scheme, (OutputTensor(name, written, info.shape),))
+        return PlannedTensor(name, info, scheme, (OutputTensor(name, unpacked or written, info.shape),))
     module = name.removesuffix(".weight")
     types = {SCALE: scale_dtype(written), SHAPE: torch.int64}
     shapes = packed_shapes(info.shape, scheme)

@@ -4,7 +4,7 @@ import json
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +27,14 @@ from diffquant.quantization.card import quantized_card
 from diffquant.quantization.plan import PlannedTensor, QuantizationPlan, plan_quantization
 from diffquant.quantization.rounded_weight import RoundedWeight
 from diffquant.quantization.roundings import Rounder, rounding_named
-from diffquant.recipe import Recipe
+from diffquant.recipe import Recipe, RecipeLike, RoundingSettings
 from diffquant.report.sizes import compared_size
 from diffquant.scheme import Scheme
 from diffquant.source.source import Source, open_source
 from diffquant.source.weight_source import WeightSource
+from diffquant.support.devices import as_dtype
 from diffquant.support.files import write_atomically
-from diffquant.support.progress import Progress, silent
+from diffquant.support.progress import Progress, progress_for
 from diffquant.support.versions import CONFIG_VERSION, versions
 
 
@@ -96,31 +97,44 @@ class Quantization:
 def quantize(
     source: Path | str | Source | WeightSource,
     destination: Path | str,
-    recipe: Recipe,
+    recipe: RecipeLike,
     *,
+    rounding: str | Mapping[str, Any] | None = None,
+    dtype: torch.dtype | str | None = None,
     overwrite: bool = False,
-    progress: Progress = silent,
+    progress: Progress | None = None,
 ) -> Quantization:
     """Write a quantized copy of a checkpoint.
+
+        diffquant.quantize("checkpoint", "checkpoint-4bit", {"weights": "4:g32", "kv": 8}, rounding="mse")
 
     Args:
         source: a folder of safetensors, a .gguf file, or either as an open `Source`; or a folder of any architecture as
             an open `WeightSource`, whose weights are chosen by name.
         destination: the folder to make; it appears whole or not at all.
-        recipe: recipe for the weights; its cache and logits are only recorded, in `diffquant_config`.
+        recipe: recipe for the weights, as `Recipe.parse` takes it; its cache and logits are only recorded, in
+            `diffquant_config`.
+        rounding: rounding in place of the recipe's, as `RoundingSettings.parse` takes it: "mse", or
+            {"name": "gptq", "tokens": 4096}.
+        dtype: dtype in which matrices that are not packed are stored; the checkpoint's by default, bfloat16 where that
+            is float32. The model runs in the checkpoint's all the same, unless `load` is told otherwise.
         overwrite: replace an existing checkpoint there, at the end.
-        progress: called with layers while a rounding reads a text, then with output bytes.
+        progress: function called with layers while a rounding reads a text, then with output bytes; by default a line
+            on a terminal, one per minute in a log.
 
     Raises:
         DiffQuantError: anything wrong with the source, the recipe or the destination; nothing is left then.
         KeyboardInterrupt: finished shards are kept, and the message says how to go on.
     """
     started = time.monotonic()
-    destination = Path(destination)
+    destination, progress = Path(destination), progress or progress_for("quantize")
+    recipe = Recipe.parse(recipe)
+    if rounding is not None:
+        recipe = replace(recipe, rounding=RoundingSettings.parse(rounding))
     path = source.path if isinstance(source, Source | WeightSource) else Path(source)
     check_output(path, destination, overwrite)
     opened = source if isinstance(source, WeightSource) else open_source(source)
-    plan = plan_quantization(opened, recipe)
+    plan = plan_quantization(opened, recipe, as_dtype(dtype))
     rounder = rounding_named(recipe.rounding.name).prepare(opened, recipe.rounding, progress)
     rounded = {"name": recipe.rounding.name, **rounder.identity}
     key = {
@@ -129,6 +143,7 @@ def quantize(
         "recipe": recipe.to_dict(),
         "rounding": rounded,
         "rules": plan.rules.to_dict() if plan.rules else None,
+        "dtype": str(as_dtype(dtype)),
         "versions": versions(),
     }
     with staged(destination, key, plan.bytes_after, overwrite) as staging:
@@ -191,7 +206,11 @@ def _shards(plan: QuantizationPlan, rounder: Rounder) -> list[Shard]:
     jobs: dict[str, list[Job]] = {file.name: [] for file in plan.checkpoint.weight_files()}
     for tensor in plan.tensors:
         packs = tensor.scheme.quantizes
-        job = pack_job(plan.checkpoint, tensor, rounder) if packs else copy_job(plan.checkpoint, tensor.name)
+        job = (
+            pack_job(plan.checkpoint, tensor, rounder)
+            if packs
+            else copy_job(plan.checkpoint, tensor.name, tensor.outputs[0].dtype)
+        )
         jobs[tensor.info.shard].append(job)
     return [Shard(file, jobs[file.name]) for file in plan.checkpoint.weight_files()]
 
@@ -218,6 +237,8 @@ def _write_descriptions(
 ) -> None:
     """Write config.json, recipe.yaml, diffquant.json and the model card."""
     recorded = {"version": CONFIG_VERSION, "recipe": plan.recipe.to_dict()}
+    if plan.run_dtype is not None:
+        recorded["dtype"] = str(plan.run_dtype).removeprefix("torch.")
     config = plan.checkpoint.written_config | {"diffquant_config": recorded}
     if plan.schemes:
         config["quantization_config"] = quantization_config(plan.schemes, plan.linears)

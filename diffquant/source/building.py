@@ -1,6 +1,7 @@
 """A runnable model from an opened checkpoint: its tensors under the model's names, packed weights kept or expanded."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import cast
 
 import torch
@@ -15,6 +16,7 @@ from diffquant.model.causal import CausalModel
 from diffquant.model.quantized_linear import QuantizedLinear
 from diffquant.numerics import check_finite
 from diffquant.scheme import Scheme
+from diffquant.source.placement import DeviceMap, OneDevice, Placement, Spread
 from diffquant.source.source import Source
 
 # (a 16-bit parameter's name in the checkpoint, its data in the checkpoint's row order) -> the data in the model.
@@ -32,19 +34,27 @@ def build_model(
     device: str = "cpu",
     packed: bool | None = None,
     rewrite: Rewrite = as_it_is,
+    device_map: DeviceMap | None = None,
+    max_memory: Mapping[int | str, int | str] | None = None,
+    offload_folder: Path | None = None,
 ) -> CausalModel:
     """The model of a checkpoint, with its cache and logits at 16 bits.
 
     Args:
-        dtype, device, packed: as `diffquant.load` takes them.
+        dtype, device, packed, device_map, max_memory, offload_folder: as `diffquant.load` takes them.
         rewrite: function that makes what the model gets in place of a parameter.
 
     Raises:
         NonFiniteError: a parameter holds NaN or infinity.
     """
-    adapter, architecture = source.adapter, source.architecture
+    architecture = source.architecture
     model = _empty_model(architecture)
-    dtype = dtype or source.checkpoint.tensors[adapter.source_name("model.embed_tokens.weight")].dtype
+    dtype = dtype or source.dtype
+    placement: Placement = OneDevice(device)
+    if device_map is not None:
+        # Hooks fetch parameters, and packed codes are none.
+        packed = False
+        placement = Spread(model, device_map, dtype, max_memory, offload_folder)
     if packed is None:
         packed = torch.device(device).type == "cuda" and dtype in HALF_TYPES
     packed_schemes = _packable_schemes(source) if packed else {}
@@ -55,12 +65,13 @@ def build_model(
             state |= _install(model, name.removesuffix(".weight"), weight)
         else:
             wanted = torch.float32 if dtype in HALF_TYPES and architecture.is_wide(name) else dtype
-            state[name] = _in_dtype(_parameter(source, name, rewrite).to(device), wanted, name)
+            state[name] = placement.put(name, _in_dtype(_parameter(source, name, rewrite), wanted, name))
     if architecture.tie_word_embeddings:
         state["lm_head.weight"] = state["model.embed_tokens.weight"]
     model.load_state_dict(state, assign=True)
     model.tie_weights()
-    model.to(device).eval().requires_grad_(False)
+    model.eval().requires_grad_(False)
+    placement.finish(model)
     return model
 
 

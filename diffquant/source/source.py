@@ -21,7 +21,7 @@ from diffquant.scheme import Scheme
 from diffquant.source.check import check_tensors
 from diffquant.source.dex import as_llama
 from diffquant.source.identity import FilesState, checkpoint_fingerprint, checkpoint_state
-from diffquant.source.stored_recipe import stored_recipe
+from diffquant.source.stored_recipe import stored_dtype, stored_recipe
 from diffquant.source.tokenizer import load_tokenizer
 from diffquant.source.weight_source import WeightSource
 
@@ -91,6 +91,16 @@ class Source:
             CheckpointError: it cannot be read, or a newer diffquant wrote it.
         """
         return stored_recipe(self.checkpoint.config)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype that the model runs in unless another is asked for.
+
+        Raises:
+            CheckpointError: the checkpoint names one that is unknown.
+        """
+        embedding = self.adapter.source_name("model.embed_tokens.weight")
+        return stored_dtype(self.checkpoint.config) or self.checkpoint.tensors[embedding].dtype
 
     @cached_property
     def fingerprint(self) -> str:

@@ -23,6 +23,15 @@ def resolve_dtype(name: str = "auto", device: str = "cpu") -> torch.dtype:
     return DTYPES[name]
 
 
+def as_dtype(dtype: torch.dtype | str | None, device: str = "cpu") -> torch.dtype | None:
+    """A dtype that may be given by its name, as `resolve_dtype` takes it; None where none is given.
+
+    Raises:
+        UsageError: the name is unknown.
+    """
+    return resolve_dtype(dtype, device) if isinstance(dtype, str) else dtype
+
+
 def is_bfloat16_native(device: str = "cpu") -> bool:
     """Whether a device has bfloat16 matrix instructions."""
     if torch.device(device).type == "cuda":

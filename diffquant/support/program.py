@@ -4,6 +4,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable
+from io import TextIOWrapper
 from typing import NoReturn
 
 import typer
@@ -23,6 +24,9 @@ def run_program(command: Callable[..., None]) -> None:
 def run_commands(program: typer.Typer) -> None:
     """Run the command that the arguments name; SIGTERM, which schedulers send, ends it as Ctrl-C does."""
     interruption.watch()
+    if isinstance(sys.stdout, TextIOWrapper):
+        # The code pages of Windows lack λ and others of our letters.
+        sys.stdout.reconfigure(errors="replace")
     try:
         program()
     except DiffQuantError as error:

@@ -1,5 +1,6 @@
 """Sweeps over bit widths: `run_sweep` measures, `write_outputs` tabulates, plots and reports.
 
+`diffquant.sweep(models, output)`, the verb of `diffquant.verbs.sweep`, does both.
 Names are imported when they are first used, so that `SweepOptions` costs no import of torch.
 """
 

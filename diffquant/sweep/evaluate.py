@@ -44,7 +44,7 @@ def evaluate(
     runtime = runtime_of(path)
     if runtime is not None:
         check_as_it_is(options, recipe)
-    tasks = make_tasks(options.tasks, options.task_options, options.batch_tokens)
+    tasks = make_tasks(options.tasks, options.task_options, options.pass_tokens(device))
     setup = Setup(resolve_dtype(options.dtype, device), device, options.attention)
     if runtime is not None:
         state = folder_state(path)

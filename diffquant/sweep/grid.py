@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from diffquant.errors import UsageError
-from diffquant.evals.defaults import BATCH_TOKENS
+from diffquant.evals.defaults import batch_tokens_on
 from diffquant.evals.tasks import check_options, task_kinds, task_options
 from diffquant.recipe import DEFAULT_GRANULARITY, Recipe
 from diffquant.support.files import check_distinct
@@ -32,7 +32,7 @@ class SweepOptions:
             targets that know it. Empty: every target's own default.
         task_options: values of the tasks' own options by name, such as {"limit": 100}.
         dtype: "auto", "bfloat16", "float16" or "float32".
-        batch_tokens: most tokens of one pass.
+        batch_tokens: most tokens of one pass; None for what suits the device.
         attention: backend of `diffquant.attention.BACKENDS`, or "auto".
         device: where models run; "auto" is CUDA where there is a device of it, else the processor.
     """
@@ -45,19 +45,23 @@ class SweepOptions:
     granularities: tuple[str, ...] = ()
     task_options: Mapping[str, object] = field(default_factory=dict)
     dtype: str = "auto"
-    batch_tokens: int = BATCH_TOKENS
+    batch_tokens: int | None = None
     attention: str = "auto"
     device: str = "auto"
 
     def __post_init__(self) -> None:
         wrong = [f"unknown target {t!r}; known are {', '.join(TARGETS)}" for t in self.targets if t not in TARGETS]
-        if self.batch_tokens < 1:
+        if self.batch_tokens is not None and self.batch_tokens < 1:
             wrong.append(f"batch tokens must be 1 or more, got {self.batch_tokens}")
         if not self.tasks:
             wrong.append(f"no task: name {', '.join(task.usage for task in task_kinds())}")
         if wrong:
             raise UsageError("; ".join(wrong))
         check_options(self.task_options)
+
+    def pass_tokens(self, device: str) -> int:
+        """Most tokens of one pass on a device, that device's own number where none was given."""
+        return batch_tokens_on(device) if self.batch_tokens is None else self.batch_tokens
 
     def to_dict(self) -> JsonObject:
         """Every option as plain data, the tasks' own among the others."""

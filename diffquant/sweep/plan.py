@@ -55,8 +55,8 @@ def plan_sweep(models: Sequence[Path], options: SweepOptions, runtime_of: Runtim
     if not checkpoints and exported:
         check_as_it_is(options)
     grid = points(checkpoints, options) if checkpoints or not exported else []
-    tasks = make_tasks(options.tasks, options.task_options, options.batch_tokens)
     device = resolve_device(options.device)
+    tasks = make_tasks(options.tasks, options.task_options, options.pass_tokens(device))
     check_backend(options.attention, (scheme for point in grid for scheme in point.recipe.schemes_of("logits")))
     sources = {model: open_source(model) for model in checkpoints}
     recipes = {model: [point.recipe for point in grid if point.model == model] for model in checkpoints}

@@ -96,7 +96,8 @@ def _read_cell(job: Job) -> MeasuredCell:
 
 def _settings(plan: SweepPlan, options: SweepOptions, tasks: list[JsonObject]) -> JsonObject:
     return {
-        "options": options.to_dict() | {"device": plan.setup.device},
+        "options": options.to_dict()
+        | {"device": plan.setup.device, "batch_tokens": options.pass_tokens(plan.setup.device)},
         "tasks": tasks,
         "models": {str(path): source.fingerprint for path, source in plan.sources.items()},
         "quantized": [str(path) for path, source in plan.sources.items() if source.packed or path.is_file()],

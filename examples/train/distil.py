@@ -23,14 +23,18 @@ class Objective:
     Args:
         model: model that trains, but for its head.
         teacher: model that distillation follows.
-        compiled: whether everything is compiled.
+        compiled: whether layers and losses are compiled, from now on and for every use of the two models.
     """
 
     def __init__(self, model: DiffTransformer, teacher: DiffTransformer, compiled: bool) -> None:
         compiler: Callable[..., Callable[..., Tensor]] = torch.compile if compiled else lambda function: function
+        if compiled:
+            # A layer, not a model of thirty: one graph serves all layers of a kind.
+            for layer in (*model.model.layers, *teacher.model.layers):
+                layer.compile()
         self._parameters, self.device = list(model.parameters()), model.device
         self._heads = model.lm_head.weight, teacher.lm_head.weight
-        self._model, self._teacher = compiler(model.model), compiler(teacher.model)
+        self._model, self._teacher = model.model, teacher.model
         self._text_loss, self._distance = compiler(_text_loss), compiler(_distance)
 
     def differentiate(self, ids: Tensor, weights: Tensor, distil: bool) -> float:

@@ -21,9 +21,9 @@ from loop import Batches
 from models import KINDS
 from settings import PairsSettings
 from starts import levels_of
+from three import Exam, Limit, Results, Trio, continue_one, planned_steps
 from tokens import TokenWindows, check_length
 from train import claim, interruptible, read_text
-from trio import Exam, Limit, Results, Trio, continue_one, planned_steps
 
 from diffquant.demo.smollm2 import gguf_file
 from diffquant.errors import CheckpointError, UsageError

@@ -1,6 +1,5 @@
 """External data: the tensors in one file beside model.onnx, written some rows at a time."""
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from torch import Tensor
 
 from diffquant.export.files import DATA_FILE
 from diffquant.formats.row_stream import BLOCK_ELEMENTS, in_order, workers
+from diffquant.support.placed_file import PlacedFile
 from diffquant.support.progress import Progress
 
 # Mapped files are read in pages: a tensor that starts on one is used where it lies.
@@ -66,12 +66,11 @@ def write(path: Path, tensors: Sequence[Streamed], progress: Progress) -> None:
     placed, size = place(tensors)
     total = sum(tensor.nbytes for tensor in tensors)
     done = 0
-    with path.open("wb") as stream, workers() as pool:
-        os.ftruncate(stream.fileno(), size)
+    with PlacedFile(path, size) as file, workers() as pool:
 
         def work(tensor: Streamed, first: int, last: int) -> tuple[str, int]:
             data = tensor.make(first, last).contiguous().view(torch.uint8).numpy()
-            _put(stream.fileno(), data.data.cast("B"), offsets[tensor.name] + first * tensor.row_bytes)
+            file.put(data.data.cast("B"), offsets[tensor.name] + first * tensor.row_bytes)
             return tensor.name, data.nbytes
 
         offsets = {name: _offset_of(proto) for name, proto in placed.items()}
@@ -79,7 +78,7 @@ def write(path: Path, tensors: Sequence[Streamed], progress: Progress) -> None:
         for name, written in in_order(pool, work, tasks):
             done += written
             progress(done, total, name)
-        os.fsync(stream.fileno())
+        file.sync()
 
 
 def _reference(tensor: Streamed, offset: int) -> TensorProto:
@@ -92,9 +91,3 @@ def _reference(tensor: Streamed, offset: int) -> TensorProto:
 
 def _offset_of(proto: TensorProto) -> int:
     return next(int(entry.value) for entry in proto.external_data if entry.key == "offset")
-
-
-def _put(descriptor: int, data: memoryview, offset: int) -> None:
-    while data:
-        written = os.pwrite(descriptor, data, offset)
-        data, offset = data[written:], offset + written

@@ -52,12 +52,17 @@ class RuntimeDevice:
         return CUDA if self.kind == "cuda" else CPU
 
     @property
+    def cuda_options(self) -> dict[str, str]:
+        """Options of the CUDA provider."""
+        # Products of float32 stay float32: TF32 keeps 10 bits of a mantissa.
+        return {"device_id": str(self.index), "use_tf32": "0"}
+
+    @property
     def providers(self) -> list[str | tuple[str, dict[str, str]]]:
         """Execution providers of a session, the first one first asked; what it does not run falls to the processor."""
         if self.kind == "cpu":
             return [CPU]
-        # Products of float32 stay float32: TF32 keeps 10 bits of a mantissa.
-        return [(CUDA, {"device_id": str(self.index), "use_tf32": "0"}), CPU]
+        return [(CUDA, self.cuda_options), CPU]
 
     def check(self) -> None:
         """Check that ONNX Runtime was built for the device.

@@ -6,24 +6,25 @@ from typing import Any
 
 from diffquant.export.files import MODEL_FILE
 from diffquant.export.graph.plan import key_width
+from diffquant.export.runtime.device import RuntimeDevice
 from diffquant.model.config import DiffTransformerConfig
 from diffquant.support.files import write_atomically
 
 FILE = "genai_config.json"
 
 
-def write_genai_config(folder: Path, config: DiffTransformerConfig) -> None:
-    """Describe the model as onnxruntime-genai's "decoder": names, sizes, special tokens."""
-    write_atomically(folder / FILE, json.dumps(_entry(config), indent=2) + "\n")
+def write_genai_config(folder: Path, config: DiffTransformerConfig, device: RuntimeDevice) -> None:
+    """Describe the model as onnxruntime-genai's "decoder": names, sizes, special tokens, and where it runs."""
+    write_atomically(folder / FILE, json.dumps(_entry(config, device), indent=2) + "\n")
 
 
-def _entry(config: DiffTransformerConfig) -> dict[str, Any]:
+def _entry(config: DiffTransformerConfig, device: RuntimeDevice) -> dict[str, Any]:
     spec = config.diff_spec
     eos = config.eos_token_id
     ends = eos if isinstance(eos, list) else [eos] if eos is not None else []
     context = config.max_position_embeddings
     decoder = {
-        "session_options": {"log_id": "onnxruntime-genai", "provider_options": []},
+        "session_options": {"log_id": "onnxruntime-genai", "provider_options": _providers(device)},
         "filename": MODEL_FILE,
         "head_size": key_width(spec),
         "hidden_size": config.hidden_size,
@@ -64,3 +65,8 @@ def _entry(config: DiffTransformerConfig) -> dict[str, Any]:
         "top_p": 1.0,
     }
     return {"model": model, "search": search}
+
+
+def _providers(device: RuntimeDevice) -> list[dict[str, dict[str, str]]]:
+    """Providers by the names that onnxruntime-genai has for them; what they do not run falls to the processor."""
+    return [{device.kind: device.cuda_options}] if device.kind == "cuda" else []

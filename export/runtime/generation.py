@@ -1,6 +1,5 @@
 """Generation of text by an exported folder, token by token, with the time and memory that it takes."""
 
-import resource
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -185,6 +184,13 @@ class FolderTokenizer:
 
 def peak_bytes() -> int:
     """Largest resident size of this process so far."""
+    try:
+        import resource
+    except ImportError:
+        import psutil
+
+        memory = psutil.Process().memory_info()
+        return int(getattr(memory, "peak_wset", memory.rss))
     largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return largest if sys.platform == "darwin" else largest * 1024
 

@@ -25,6 +25,14 @@ def test_an_aim_is_reached_only_if_every_run_reaches_it():
     assert ratios.verdict(aim, [])["state"] == "not measured"
 
 
+def test_an_aim_against_a_peer_that_not_every_machine_has_is_held_where_it_runs():
+    aim = Aim("fast", "newer", 1.0, needs_other=False)
+    absent = {"path": "newer", "missing": "cuDNN refuses it"}
+    assert ratios.verdict(aim, [[*cells(fast=1.0), absent]])["state"] == "not there"
+    assert ratios.verdict(aim, [cells(fast=2.0, newer=1.0)])["state"] == "missed"
+    assert ratios.verdict(aim, [[absent]])["state"] == ratios.verdict(aim, [])["state"] == "not measured"
+
+
 def fails():
     raise RuntimeError("illegal memory access")
 
@@ -87,8 +95,34 @@ def test_every_aim_and_every_reference_is_a_peer_that_runs():
         if group.measure in (groups.attention_cells, groups.eight_bit_cells):
             known = contest.SECTIONS[group.arguments[0] if group.measure is groups.attention_cells else "attention"]
             assert named <= set(group.arguments[-1]) <= set(known)
+        elif group.measure is groups.generation_cells:
+            assert named <= {groups.GENERATING.format(b, groups.ONE_BY_ONE) for b in (16, 8, 4)}
         else:
             assert named <= {*linears.PATHS, *states}
+
+
+def test_times_are_held_to_these_aims_and_no_others():
+    """P1 to P5; ratios beside them are printed."""
+    aims = {
+        (aim.path, aim.other, round(aim.at_least, 3))
+        for group in groups.groups()
+        for aim in group.aims
+        if group.measure is not groups.state_cells
+    }
+    fp16, cache = "DIFF, fused", "DIFF, fused, {}-bit cache".format
+    assert aims == {
+        ("DIFF, fused, int8 QK, fp8 PV", "Transformer, SDPA cuDNN", 1.25),
+        ("DIFF, fused, int8 QK, fp8 PV", "Transformer, SDPA flash", 1.5),
+        (fp16, "FlashDiffAttn_2, SDPA cuDNN", 1.3),
+        (fp16, "FlashDiffAttn_1, SDPA cuDNN", 1.0),
+        ("DIFF, simulated logits 8:row", fp16, 0.625),
+        ("DIFF, simulated logits 8:row:shift", fp16, 0.625),
+        (cache(4), cache(16), 3.0),
+        ("packed, 4 bits", "dense", 3.0),
+    }
+    timed_eagerly = [g for g in groups.groups() if g.name.startswith(("decode", "linear")) and "graphs" not in g.name]
+    assert len(timed_eagerly) == 2
+    assert not any(group.aims for group in timed_eagerly)
 
 
 def test_v2_and_narrow_heads_are_among_the_groups():
@@ -99,9 +133,13 @@ def test_v2_and_narrow_heads_are_among_the_groups():
 def test_generation_is_timed_end_to_end():
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
     sizes |= {"num_key_value_heads": 2, "vocab_size": 50}
-    found = groups.generation_cells(sizes, 5, 8, "cpu", "float32")
-    assert [cell["path"] for cell in found] == [groups.GENERATING.format(bits) for bits in (16, 4)]
-    assert all(cell["median"] > 0 and len(cell["values"]) == 5 for cell in found)
+    found = groups.generation_cells(sizes, 5, 3, "cpu", "float32")
+    assert [cell["path"] for cell in found] == [
+        groups.GENERATING.format(bits, how) for bits in (16, 8, 4) for how in (groups.GRAPHED, groups.ONE_BY_ONE)
+    ]
+    assert all(cell["median"] > 0 and len(cell["values"]) == 3 for cell in found)
+    text = ratios.group_text(ratios.entry(Group("g", (), fails, ()), [found], None))
+    assert f"{1e3 / found[0]['median']:.1f} tokens a second" in text
 
 
 def test_the_codes_that_are_timed_are_those_that_eight_bit_attention_makes():

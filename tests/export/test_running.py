@@ -143,6 +143,24 @@ def test_genai_runs_the_folder_as_it_is(folder):
     assert list(generator.get_sequence(0))[: len(wanted)] == wanted
 
 
+def test_genai_is_told_of_the_cuda_device_and_otherwise_finds_the_same_folder(source, plain, tmp_path):
+    genai = pytest.importorskip("onnxruntime_genai")
+    folder = tmp_path / "out"
+    export(source, folder, ExportOptions.parse(genai_device="cuda:1"))
+    on_cpu, on_cuda = (json.loads((f / "genai_config.json").read_text()) for f in (plain, folder))
+    session = on_cuda["model"]["decoder"]["session_options"]
+    assert session["provider_options"] == [{"cuda": {"device_id": "1", "use_tf32": "0"}}]
+    session["provider_options"] = []
+    assert on_cuda == on_cpu
+    # It reads the options, and misses the provider where it was built without.
+    config = genai.Config(str(folder))
+    if not genai.is_cuda_available():
+        with pytest.raises(RuntimeError, match=r"(?i)cuda"):
+            genai.Model(config)
+    config.clear_providers()
+    assert genai.Model(config).device_type.lower() == "cpu"
+
+
 def test_the_example_needs_onnxruntime_alone(folder):
     found = subprocess.run([sys.executable, EXAMPLE, folder, PROMPT], capture_output=True, text=True)
     assert found.returncode == 0, found.stderr

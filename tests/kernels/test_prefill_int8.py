@@ -1,10 +1,7 @@
 """8-bit attention, interpreted, against the plain form in float64."""
 
-import numpy as np
 import pytest
 import torch
-import triton.language as tl
-import triton.runtime.interpreter as interpreter
 
 from diffquant.errors import UsageError
 from diffquant.family.call import AttentionCall
@@ -15,6 +12,8 @@ from diffquant.kernels.arguments import empty_output
 from diffquant.kernels.attention import prefill_int8 as module
 from diffquant.kernels.attention.prefill_int8 import TILES, prefill_int8_refusal
 from tests.support.kernel_inputs import CAUSAL, expected, on_call, padding, random_call, relative_error
+
+pytestmark = pytest.mark.usefixtures("rounded_as_a_gpu_does")
 
 prefill_int8 = on_call(module.prefill_int8)
 LIMITS = {"fp16": 2e-2, "fp8": 8e-2}
@@ -28,20 +27,6 @@ SEEN = {
     "ragged": (64, 100, padding(100, starts=[7, 0], ends=[100, 57])),
     "ragged, one empty": (17, 64, padding(64, starts=[3, 20], ends=[50, 20])),
 }
-
-
-@pytest.fixture(autouse=True)
-def _rounded_as_a_gpu_does(monkeypatch):
-    """Triton's interpreter drops the carry where e4m3 rounds up to the next power of two."""
-    convert = interpreter._convert_float
-
-    def rounded(x, source, target, rounding):
-        if target != tl.float8e4nv:
-            return convert(x, source, target, rounding)
-        values = torch.from_numpy(np.ascontiguousarray(x, dtype=np.float32)).clamp(-448, 448)
-        return values.to(torch.float8_e4m3fn).view(torch.uint8).numpy()
-
-    monkeypatch.setattr(interpreter, "_convert_float", rounded)
 
 
 @pytest.fixture(autouse=True)

@@ -177,7 +177,7 @@ def test_the_operator_is_well_formed(generation):
     second = (q[1], k[0], k[1]) if len(q) == 2 else (None, k[0], None)
     arguments = (
         q[0], *second, v, lam, None, torch.tensor([30], dtype=torch.int32), torch.ones(v.shape[-1]), 0.125,
-        4, "pair", True, True, 1e-5, 0.8,
+        4, "pair", True, True, 1e-5, 0.8, False,
     )  # fmt: skip
     checks = ["test_schema", "test_faketensor"]
     torch.library.opcheck(torch.ops.diffquant.simulated_logits.default, arguments, test_utils=checks)

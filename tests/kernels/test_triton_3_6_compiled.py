@@ -21,9 +21,10 @@ ATTENTION = [
     "int8",
     "fp8",
     "simulated",
+    "specialized",
+    "fp8 specialized",
     "decode 4",
     "decode 16",
-    "decode 16, 99 KiB",
     "append",
 ]
 
@@ -44,6 +45,7 @@ def launches():
     from diffquant.kernels.attention.prefill import prefill
     from diffquant.kernels.attention.prefill_int8 import prefill_int8
     from diffquant.kernels.attention.prefill_simulated import prefill_simulated
+    from diffquant.kernels.attention.prefill_specialized import prefill_specialized
     from diffquant.kernels.cache.append import append
     from diffquant.kernels.cache.decode import decode
     from diffquant.kernels.cache.kv_store import KVStore
@@ -60,12 +62,12 @@ def launches():
     yield "fp8", 90, partial(on_call(prefill_int8), *v1, scale=0.125, pv="fp8")
     simulated = partial(on_call(prefill_simulated), *v1, scale=0.125, scheme=Scheme.parse("8:row:shift"))
     yield "simulated", 90, simulated
+    yield "specialized", 90, partial(on_call(prefill_specialized), *v1, scale=0.125)
+    yield "fp8 specialized", 90, partial(on_call(prefill_specialized), *v1, scale=0.125, bits=8)
     one = [x[:, :, :1] for x in q]
     for bits in (4, 16):
         store = KVStore(Recipe.of(kv=bits), torch.cat(k, 1), v, 4096)
         yield f"decode {bits}", 90, partial(decode, one, store, lam, scale=0.125)
-    # Of 16 bits, two steps loaded ahead have to fit here, whichever Triton lays them out.
-    yield "decode 16, 99 KiB", 89, partial(decode, one, store, lam, scale=0.125)
     store = KVStore(Recipe.of(k="4:c64", v=4, residual=64), torch.cat(k, 1), v, 4096)
     yield "append", 90, partial(append, store, torch.cat(k, 1), v)
     for bits in (4, 8):

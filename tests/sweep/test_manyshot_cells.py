@@ -99,7 +99,7 @@ def test_cells_that_are_there_are_not_measured_again(files, model, tmp_path, mon
 def test_a_cell_depends_on_what_is_shown_and_asked_and_not_on_where_it_lies(files, tmp_path):
     def identity(shots=3, **changes):
         asked = options(files, shots, limit=4, **changes)
-        (task,) = make_tasks(asked.tasks, asked.task_options, asked.batch_tokens)
+        (task,) = make_tasks(asked.tasks, asked.task_options, asked.pass_tokens("cpu"))
         return json.dumps(task.identity(), sort_keys=True)
 
     first = identity()

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import deltas
@@ -9,24 +10,26 @@ import pairs as program
 import pytest
 import starts
 import torch
-import trio
 from distil import Continuation, Objective
 from loop import CHECKPOINT, LOG
-from models import KINDS, place
-from settings import PairsSettings, Schedule
+from models import KINDS, matched, place
+from settings import PairsSettings, Schedule, Sizes
+from three import DELTA, Limit, Trio, planned_steps
 from tokens import TOKENS, TokenWindows
+from torch._dynamo.testing import CompileCounter
 
 import diffquant
 from diffquant import data
 from diffquant.conversion import convert
 from diffquant.errors import CheckpointError, GroupSizeError, OutputExistsError, UsageError
 from diffquant.evals.protocols.perplexity import next_token_kl
+from diffquant.model.modeling import DiffTransformer
 from diffquant.support.program import run_commands
 from tests.support import tiny_lm
 
 SCHEDULE = Schedule(steps=8, warmup=2, tokens=96, lengths=((0.0, 32),), rate=1e-2, accumulate=2, decay=0.0)
 SETTINGS = PairsSettings(SCHEDULE, 0.05, {"diff-v1": 0.3}, "4:g32", heldout=1500, calibration=128, every=3)
-LIMIT = trio.Limit(minutes=5)
+LIMIT = Limit(minutes=5)
 
 
 @pytest.fixture(autouse=True)
@@ -124,6 +127,27 @@ def test_v1s_constant_is_hidden_from_the_output_projection_until_the_norm_shows_
         assert attention.subln.weight.grad.abs().min() > 0
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_as_much_is_compiled_however_many_layers_a_model_has(kind, monkeypatch):
+    operations = []
+    for layers in (2, 4):
+        graphs = CompileCounter()
+        torch._dynamo.reset()
+        sizes = Sizes(32, layers, 2, 16, 48, context=32, init=0.02, bias=False, theta=1e4)
+        model, teacher = (DiffTransformer(matched(name, sizes, 50)) for name in (kind, "transformer"))
+        teacher.requires_grad_(False)
+        for each in (model, teacher):
+            each.use_attention("flashdiff1")
+        windows, weights = torch.randint(50, (2, 18)), torch.ones(2, 17)
+        with monkeypatch.context() as patched:
+            patched.setattr(torch, "compile", partial(torch.compile, backend=graphs))
+            objective = Objective(model, teacher, compiled=True)
+        losses = [objective.differentiate(windows, weights, distil) for distil in (False, True, False)]
+        assert losses[0] == pytest.approx(losses[2])
+        operations.append(graphs.op_count)
+    assert operations[0] == operations[1] > 0
+
+
 @pytest.mark.parametrize("distil", [False, True], ids=["text", "distil"])
 def test_gradients_are_those_of_whole_logits(original, ids, distil, monkeypatch):
     monkeypatch.setattr("distil._TOKENS", 7)
@@ -150,8 +174,8 @@ def test_gradients_are_those_of_whole_logits(original, ids, distil, monkeypatch)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_continuation_interrupted_and_resumed_ends_bit_identical(original, ids, text, kind, tmp_path):
     source = TokenWindows(tmp_path, text.read_text(), tiny_lm.tokenizer())
-    three = trio.Trio(original, starts.levels_of(original, ids), SETTINGS, "cpu")
-    again = trio.Trio(original, starts.levels_of(original, ids), SETTINGS, "cpu")
+    three = Trio(original, starts.levels_of(original, ids), SETTINGS, "cpu")
+    again = Trio(original, starts.levels_of(original, ids), SETTINGS, "cpu")
 
     def continuation(of):
         return Continuation(of.models[kind], SCHEDULE, of.objectives[kind], 0.3)
@@ -187,7 +211,7 @@ def test_a_run_killed_in_the_second_model_goes_on_to_the_same_deltas(run, base, 
     assert program.train(SETTINGS, base, text, tmp_path / "run", LIMIT) == results
     assert (tmp_path / "run" / TOKENS).stat().st_mtime_ns == tokens.st_mtime_ns
     for kind in KINDS:
-        a, b = (deltas.read_delta(place / kind / trio.DELTA) for place in (folder, tmp_path / "run"))
+        a, b = (deltas.read_delta(place / kind / DELTA) for place in (folder, tmp_path / "run"))
         assert all(torch.equal(a.tensors[name], b.tensors[name]) for name in a.tensors)
 
 
@@ -231,9 +255,9 @@ def test_a_delta_makes_the_trained_model_within_half_a_step(original, ids, kind,
 def test_apply_writes_a_checkpoint_that_computes_what_was_measured(run, base, tmp_path):
     folder, _ = run
     for kind in KINDS:
-        program.apply(folder / kind / trio.DELTA, base, tmp_path / kind)
+        program.apply(folder / kind / DELTA, base, tmp_path / kind)
         model = diffquant.load(tmp_path / kind)
-        delta = deltas.read_delta(folder / kind / trio.DELTA)
+        delta = deltas.read_delta(folder / kind / DELTA)
         wanted = deltas.applied(delta, program.load_original(base))
         for (name, a), b in zip(model.named_parameters(), wanted.parameters(), strict=True):
             assert torch.equal(a, b), name
@@ -241,20 +265,20 @@ def test_apply_writes_a_checkpoint_that_computes_what_was_measured(run, base, tm
         assert diffquant.load_tokenizer(tmp_path / kind).encode("It was.") == tiny_lm.tokenizer().encode("It was.")
         diffquant.quantize(tmp_path / kind, tmp_path / f"{kind}-4bit", diffquant.Recipe.of(weights="4:g16"))
     with pytest.raises(OutputExistsError):
-        program.apply(folder / kind / trio.DELTA, base, tmp_path / kind)
+        program.apply(folder / kind / DELTA, base, tmp_path / kind)
 
 
 def test_apply_refuses_another_base_and_what_is_no_delta(run, base, tmp_path):
     folder, _ = run
     other = tiny_lm.write_llama(tmp_path / "other", seed=1)
     with pytest.raises(CheckpointError, match="trained on another base"):
-        program.apply(folder / "diff-v2" / trio.DELTA, other, tmp_path / "out")
+        program.apply(folder / "diff-v2" / DELTA, other, tmp_path / "out")
     with pytest.raises(CheckpointError, match="holds no delta"):
         program.apply(base / "model.safetensors", base, tmp_path / "out")
     (tmp_path / "broken").write_text("no")
     with pytest.raises(CheckpointError, match="cannot read a delta"):
         program.apply(tmp_path / "broken", base, tmp_path / "out")
-    delta = deltas.read_delta(folder / "diff-v2" / trio.DELTA)
+    delta = deltas.read_delta(folder / "diff-v2" / DELTA)
     less = {name: tensor for name, tensor in delta.tensors.items() if "layers.1.self_attn.lambda" not in name}
     with pytest.raises(CheckpointError, match=r"layers\.1\.self_attn\.lambda_proj\.weight"):
         deltas.applied(replace(delta, tensors=less), program.load_original(base))
@@ -263,7 +287,7 @@ def test_apply_refuses_another_base_and_what_is_no_delta(run, base, tmp_path):
 
 def test_the_command_line_applies_and_says_what_is_wrong(run, base, tmp_path, monkeypatch, capsys):
     folder, _ = run
-    arguments = ["pairs.py", "apply", str(folder / "diff-v1" / trio.DELTA), str(base), str(tmp_path / "v1")]
+    arguments = ["pairs.py", "apply", str(folder / "diff-v1" / DELTA), str(base), str(tmp_path / "v1")]
     monkeypatch.setattr("sys.argv", arguments)
     with pytest.raises(SystemExit) as stopped:
         run_commands(program.commands)
@@ -306,20 +330,20 @@ def test_a_folder_of_another_run_and_bad_inputs_are_refused_before_any_work(run,
 def test_the_minutes_decide_the_steps_once(original, ids, text, tmp_path, monkeypatch):
     settings = replace(SETTINGS, schedule=replace(SCHEDULE, steps=0))
     source = TokenWindows(tmp_path, text.read_text(), tiny_lm.tokenizer())
-    three = trio.Trio(original, starts.levels_of(original, ids), settings, "cpu")
+    three = Trio(original, starts.levels_of(original, ids), settings, "cpu")
     monkeypatch.setattr(three, "seconds_a_step", lambda source: dict.fromkeys(KINDS, 2.0))
     began = program.time.monotonic()
     with pytest.raises(UsageError, match="--minutes more"):
-        trio.planned_steps(tmp_path, three, source, trio.Limit(0.05), began)
+        planned_steps(tmp_path, three, source, Limit(0.05), began)
     # A tenth is spared, and three models take six seconds a step.
-    assert trio.planned_steps(tmp_path, three, source, trio.Limit(1.01), began) == 9
-    assert trio.planned_steps(tmp_path, three, source, trio.Limit(60), began) == 9
-    assert trio.planned_steps(tmp_path, three, source, trio.Limit(60, steps=5), began) == 5
+    assert planned_steps(tmp_path, three, source, Limit(1.01), began) == 9
+    assert planned_steps(tmp_path, three, source, Limit(60), began) == 9
+    assert planned_steps(tmp_path, three, source, Limit(60, steps=5), began) == 5
 
 
 def test_steps_are_timed_without_training(original, ids, text, tmp_path):
     source = TokenWindows(tmp_path, text.read_text(), tiny_lm.tokenizer())
-    three = trio.Trio(original, starts.levels_of(original, ids), SETTINGS, "cpu")
+    three = Trio(original, starts.levels_of(original, ids), SETTINGS, "cpu")
     before = {kind: [p.clone() for p in model.parameters()] for kind, model in three.models.items()}
     assert min(three.seconds_a_step(source).values()) > 0
     for kind, model in three.models.items():

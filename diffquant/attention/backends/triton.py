@@ -56,16 +56,28 @@ def _prefill_int8_refuses(call: AttentionCall, pv: str) -> str | None:
     return prefill_int8_refusal(call, pv)
 
 
-def _simulated(call: AttentionCall) -> Tensor:
+def _specialized(call: AttentionCall, bits: int) -> Tensor:
+    from diffquant.kernels.attention.prefill_specialized import prefill_specialized
+
+    return prefill_specialized(call, bits)
+
+
+def _specialized_refuses(call: AttentionCall, bits: int) -> str | None:
+    from diffquant.kernels.attention.prefill_specialized import prefill_specialized_refusal
+
+    return prefill_specialized_refusal(call, bits)
+
+
+def _simulated(call: AttentionCall, specialized: bool) -> Tensor:
     from diffquant.kernels.attention.prefill_simulated import prefill_simulated
 
-    return prefill_simulated(call)
+    return prefill_simulated(call, specialized)
 
 
-def _simulated_refuses(call: AttentionCall) -> str | None:
+def _simulated_refuses(call: AttentionCall, specialized: bool) -> str | None:
     from diffquant.kernels.attention.prefill_simulated import prefill_simulated_refusal
 
-    return prefill_simulated_refusal(call)
+    return prefill_simulated_refusal(call, specialized)
 
 
 def _is_worth_fusing(call: AttentionCall) -> bool:
@@ -79,8 +91,8 @@ register(
 register(
     Backend(
         "triton-simulated",
-        _with_own_noise(_simulated),
-        _on_a_device(_simulated_refuses),
+        _with_own_noise(partial(_simulated, specialized=False)),
+        _on_a_device(partial(_simulated_refuses, specialized=False)),
         logits="quantized",
         priority=30,
     )
@@ -90,3 +102,15 @@ register(
 for _name, _pv in (("triton-int8", "fp16"), ("triton-fp8", "fp8")):
     _compute = _with_own_noise(partial(_prefill_int8, pv=_pv))
     register(Backend(_name, _compute, _on_a_device(partial(_prefill_int8_refuses, pv=_pv))))
+# Used by name alone until a GPU has run them: they compute what the kernels without "specialized" in their names do.
+register(
+    Backend(
+        "triton-simulated-specialized",
+        _with_own_noise(partial(_simulated, specialized=True)),
+        _on_a_device(partial(_simulated_refuses, specialized=True)),
+        logits="quantized",
+    )
+)
+for _name, _bits in (("triton-specialized", 16), ("triton-fp8-specialized", 8)):
+    _compute = _with_own_noise(partial(_specialized, bits=_bits))
+    register(Backend(_name, _compute, _on_a_device(partial(_specialized_refuses, bits=_bits))))

@@ -10,13 +10,14 @@ import re
 import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from diffquant import data
 from diffquant.errors import UsageError
 from diffquant.evals.defaults import BATCH_TOKENS
-from diffquant.evals.encoding import RequestEncoder
+from diffquant.evals.encoding import Request, RequestEncoder
 from diffquant.evals.faults import first_few
 from diffquant.evals.language_model import LanguageModel
 from diffquant.evals.scoring import score
@@ -84,8 +85,7 @@ def evaluate_hellaswag(
     progress: Progress = silent,
 ) -> HellaSwagOutcome:
     """Score every item zero-shot, without demonstrations."""
-    encoder = RequestEncoder(tokenizer, model.max_length(tokenizer))
-    requests = encoder.requests((item.query, f" {ending}") for item in items for ending in item.endings)
+    requests = _requests(tokenizer, model.max_length(tokenizer), tuple(items))
     scores = iter(score(model, requests, batch_tokens, progress))
     logprobs = [[next(scores).logprob for _ in item.endings] for item in items]
     return HellaSwagOutcome(
@@ -97,6 +97,16 @@ def evaluate_hellaswag(
         ],
         labels=[item.label for item in items],
     )
+
+
+# A sweep asks once for each of a model's cells, and encoding may take longer than a GPU's scoring.
+@lru_cache(maxsize=1)
+def _requests(
+    tokenizer: "PreTrainedTokenizerBase", max_length: int, items: tuple[HellaSwagItem, ...]
+) -> Sequence[Request]:
+    """The request of each ending of each item; what was asked for last is kept."""
+    encoder = RequestEncoder(tokenizer, max_length)
+    return tuple(encoder.requests((item.query, f" {ending}") for item in items for ending in item.endings))
 
 
 def load_items(path: Path | None = None, limit: int | None = None) -> list[HellaSwagItem]:

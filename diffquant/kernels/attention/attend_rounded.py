@@ -28,7 +28,7 @@ def extremes(
     MAPS: tl.constexpr, CAUSAL: tl.constexpr, DESCRIBED: tl.constexpr, D: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Largest and smallest visible logit of each query of a tile; 0 and 0 where it sees none."""
+    """Largest and smallest visible logit of each query of a tile; 0 and 0 where it sees none. The scale is positive."""
     tiles = tl.cdiv(T, BM)
     tile = tiles - 1 - tl.program_id(0) % tiles
     map_of_pair = tl.program_id(0) // tiles
@@ -48,27 +48,26 @@ def extremes(
     low = tl.full([BM], float("inf"), tl.float32)
     if window is not None:
         high, low = _extremes_among(
-            high, low, q, k, k_strides[2], begin, inner, first, last, valid, scale, True, DESCRIBED, D, BN
+            high, low, q, k, k_strides[2], begin, inner, first, last, valid, True, DESCRIBED, D, BN
         )
     high, low = _extremes_among(
-        high, low, q, k, k_strides[2], inner, outer, first, last, valid, scale, False, DESCRIBED, D, BN
+        high, low, q, k, k_strides[2], inner, outer, first, last, valid, False, DESCRIBED, D, BN
     )
-    high, low = _extremes_among(
-        high, low, q, k, k_strides[2], outer, stop, first, last, valid, scale, True, DESCRIBED, D, BN
-    )
+    high, low = _extremes_among(high, low, q, k, k_strides[2], outer, stop, first, last, valid, True, DESCRIBED, D, BN)
     row = map_of_pair.to(tl.int64) * T + query
-    tl.store(top + row, tl.where(first < last, high, 0.0), mask=query < T)
-    tl.store(bottom + row, tl.where(first < last, low, 0.0), mask=query < T)
+    # Rounding keeps order: the largest product is the largest once it is scaled, too.
+    tl.store(top + row, tl.where(first < last, high * scale, 0.0), mask=query < T)
+    tl.store(bottom + row, tl.where(first < last, low * scale, 0.0), mask=query < T)
 
 
 @triton.jit
 def _extremes_among(
-    high, low, q, k, k_stride, begin, stop, first, last, valid, scale,
+    high, low, q, k, k_stride, begin, stop, first, last, valid,
     MASKED: tl.constexpr, DESCRIBED: tl.constexpr, D: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     for n in tl.range(begin, stop, BN):
         rows = load_rows(k, n, 0, valid, k_stride, BN, D, DESCRIBED, MASKED)
-        logits = tl.dot(q, rows.T) * scale
+        logits = tl.dot(q, rows.T)
         if MASKED:
             key = (n + tl.arange(0, BN))[None, :]
             seen = (key >= first[:, None]) & (key < last[:, None])

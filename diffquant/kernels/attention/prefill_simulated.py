@@ -16,6 +16,7 @@ from diffquant.family.call import AttentionCall
 from diffquant.family.norm import PairNorm
 from diffquant.kernels.arguments import call_refusal, empty_output, widths_refusal
 from diffquant.kernels.attention.attend_rounded import attend_rounded, extremes
+from diffquant.kernels.attention.prefill_specialized import launch_specialized, specialized_refusal
 from diffquant.kernels.configs import AttentionTile, choose
 from diffquant.kernels.descriptors import allow_descriptors, describable
 from diffquant.kernels.gpu import device_class, device_refusal
@@ -28,16 +29,22 @@ TILES = {
     "simulated/sm_90/128": AttentionTile(128, 64, 8, 2),
     "simulated/sm_80/64": AttentionTile(128, 64, 8, 2),
     "simulated/sm_80/128": AttentionTile(128, 32, 8, 2),
+    # It keeps two numbers a row and takes longer steps.
+    "extremes/sm_90/64": AttentionTile(128, 128, 8, 2),
+    "extremes/sm_90/128": AttentionTile(128, 128, 8, 2),
+    "extremes/sm_80/64": AttentionTile(128, 64, 8, 2),
+    "extremes/sm_80/128": AttentionTile(128, 32, 8, 2),
 }
 GRANULARITIES = ("tensor", "head", "pair", "row")
 
 
-def prefill_simulated(call: AttentionCall) -> Tensor:
+def prefill_simulated(call: AttentionCall, specialized: bool = False) -> Tensor:
     """Attention of a call whose logits are rounded to its scheme's codes; its meter counts on the device.
 
     Args:
-        call: one map or two of float16 or bfloat16, d 64 or 128, dv = d or 2d; logits at 2 to 8 bits per tensor,
-            head, pair or row.
+        call: one map or two of float16 or bfloat16, d 64 or 128, dv = d or 2d, a positive scale; logits at 2 to 8
+            bits per tensor, head, pair or row.
+        specialized: whether the second launch specializes its warps, on Hopper.
 
     Returns:
         [B, h, T, dv] in v's dtype, its memory [B, T, h, dv].
@@ -45,7 +52,9 @@ def prefill_simulated(call: AttentionCall) -> Tensor:
     Raises:
         UsageError: the kernel does not take the call.
     """
-    if reason := _unsupported(call):
+    if call.scale <= 0:
+        raise UsageError(f"simulated logits take a positive scale, got {call.scale}")
+    if reason := _unsupported(call, specialized):
         raise UsageError(f"simulated logits: {reason}")
     norm, scheme = call.post or PairNorm(0.0), call.logits
     starts, ends = call.mask.ranges or (None, None)
@@ -53,7 +62,7 @@ def prefill_simulated(call: AttentionCall) -> Tensor:
     out: Tensor
     out, largest, clipped = _op(
         call.q[0], second_q, call.k[0], second_k, call.v, call.lam, starts, ends, norm.weight, call.scale,
-        scheme.bits, scheme.granularity, scheme.shift, call.post is not None, norm.eps, norm.factor,
+        scheme.bits, scheme.granularity, scheme.shift, call.post is not None, norm.eps, norm.factor, specialized,
     )  # fmt: skip
     if call.meter is not None:
         call.meter.calls += 1
@@ -63,13 +72,15 @@ def prefill_simulated(call: AttentionCall) -> Tensor:
     return out
 
 
-def prefill_simulated_refusal(call: AttentionCall) -> str | None:
+def prefill_simulated_refusal(call: AttentionCall, specialized: bool = False) -> str | None:
     """Reason why `prefill_simulated` cannot serve a call, or None."""
-    return device_refusal(call.v.device) or _unsupported(call)
+    return device_refusal(call.v.device) or _unsupported(call, specialized)
 
 
-def _unsupported(call: AttentionCall) -> str | None:
+def _unsupported(call: AttentionCall, specialized: bool) -> str | None:
     scheme = call.logits
+    if specialized and (reason := specialized_refusal(call.v.device)):
+        return reason
     if not scheme.quantizes:
         return "16 bits are not quantized; use a kernel without simulation"
     if scheme.granularity not in GRANULARITIES:
@@ -97,6 +108,7 @@ def _op(
     normed: bool,
     eps: float,
     factor: float,
+    specialized: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Output of `prefill_simulated` for a call taken apart, and what a meter counts.
 
@@ -120,35 +132,43 @@ def _op(
     if described:
         k = k if describable(*k) else [x.clone(memory_format=torch.contiguous_format) for x in k]
         v = v if describable(v) else v.clone(memory_format=torch.contiguous_format)
-    tile = choose(TILES, f"simulated/{device_kind}/{width}")
+    tile = choose(TILES, f"extremes/{device_kind}/{width}")
     lam = None if lam is None else lam.float().expand(batch, heads, length, 1)
     scheme = Scheme(bits, granularity, shift=shift)
-    tiles = triton.cdiv(length, tile.queries)
-    # Nothing is contracted behind the formula's back: a product rounded to float32 decides codes at their borders.
-    options = {"num_warps": tile.warps, "num_stages": tile.stages, "enable_fp_fusion": False}
     # No model of the family has a window or sees later keys: the kernel's branches for both are compiled away.
     lengths = (heads, heads // kv_heads, length, keys, None)
     with torch.cuda.device_of(v):
         if described:
             allow_descriptors()
-        extremes[(tiles * batch * heads * maps,)](
+        extremes[(triton.cdiv(length, tile.queries) * batch * heads * maps,)](
             q[0], q[-1], k[0], k[-1], starts, ends, top, bottom,
             q[0].stride()[:3], k[0].stride()[:3], *lengths, scale,
-            MAPS=maps, CAUSAL=True, DESCRIBED=described, D=width, BM=tile.queries, BN=tile.keys, **options,
+            MAPS=maps, CAUSAL=True, DESCRIBED=described, D=width, BM=tile.queries, BN=tile.keys,
+            num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False,
         )  # fmt: skip
         largest = _shared(top - bottom if shift else torch.maximum(top.abs(), bottom.abs()), granularity)
         scales = logit_scale(largest, scheme).expand(batch, heads, maps, length).contiguous()
         if described:
             allow_descriptors()
-        attend_rounded[(tiles * batch * heads,)](
-            q[0], q[-1], k[0], k[-1], v, lam, starts, ends, weight, top, scales, out,
-            out.view(torch.float16), clipped,
+        strides = (
             q[0].stride()[:3], k[0].stride()[:3], v.stride()[:3],
-            None if lam is None else lam.stride()[:3], out.stride()[:3], *lengths, scale, log2(e),
-            2**bits - 1, eps, factor,
-            MAPS=maps, CAUSAL=True, SHIFT=shift, NORM=normed, DESCRIBED=described, D=width, DV=value_width,
-            HALVES=2 if value_width > tile.queries and not described else 1, BM=tile.queries, BN=tile.keys, **options,
+            None if lam is None else lam.stride()[:3], out.stride()[:3],
         )  # fmt: skip
+        # Nothing is contracted behind the formula's back: a product rounded to float32 decides codes at their borders.
+        if specialized:
+            launch_specialized(
+                q, k, v, (lam, starts, ends, weight, top, scales, clipped, out, out.view(torch.float16), *strides),
+                (scale, log2(e), 2.0**bits - 1, eps, factor), rounded=True, shift=shift, normed=normed,
+            )  # fmt: skip
+        else:
+            tile = choose(TILES, f"simulated/{device_kind}/{width}")
+            attend_rounded[(triton.cdiv(length, tile.queries) * batch * heads,)](
+                q[0], q[-1], k[0], k[-1], v, lam, starts, ends, weight, top, scales, out, out.view(torch.float16),
+                clipped, *strides, *lengths, scale, log2(e), 2**bits - 1, eps, factor,
+                MAPS=maps, CAUSAL=True, SHIFT=shift, NORM=normed, DESCRIBED=described, D=width, DV=value_width,
+                HALVES=2 if value_width > tile.queries and not described else 1, BM=tile.queries, BN=tile.keys,
+                num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False,
+            )  # fmt: skip
     return out, largest, clipped
 
 

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 _LINE = re.compile(r"^\s*/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?(.*?);", re.MULTILINE)
 _PRODUCTS = ("HGMMA", "IGMMA", "QGMMA")
+# A warp's own product: HMMA.16816 is 16 rows, 8 columns, 16 deep.
+_WARP_SHAPE = re.compile(r"[HI]MMA\.(16)(8)(8|16|32)\b")
 # The left side of a product of 64 rows, 16 columns of 16 bits or 32 of 8: four registers a thread.
 _LEFT_REGISTERS = 4
 _WRITE_NO_REGISTER = frozenset(
@@ -63,6 +65,32 @@ def innermost_loops(code: Code) -> list[Code]:
 def counted(code: Code) -> dict[str, int]:
     """Number of times each opcode occurs."""
     return dict(Counter(each.opcode for each in code))
+
+
+def multiply_adds(code: Code) -> dict[str, int]:
+    """Multiply-adds of the products in a stretch of code, by the width of their operands in bits.
+
+    One product is a warpgroup's where it is asynchronous (`HGMMA.64x128x16`), and else a warp's (`HMMA.16816`).
+    """
+    totals: Counter[str] = Counter()
+    for each in code:
+        name = each.text.split()[0]
+        if each.opcode in _PRODUCTS:
+            rows, columns, depth = map(int, re.findall(r"\d+", name.split(".")[1])[:3])
+        elif shape := _WARP_SHAPE.match(name):
+            rows, columns, depth = map(int, shape.groups())
+        else:
+            continue
+        totals["16" if each.opcode.startswith("H") else "8"] += rows * columns * depth
+    return dict(totals)
+
+
+def block_barriers(code: Code) -> int:
+    """Number of barriers in a stretch of code at which all warps of a block meet.
+
+    Those of a part of the block name a number of threads: `BAR.SYNC.DEFER_BLOCKING 0x1, 0x80`.
+    """
+    return sum(each.opcode == "BAR" and ".SYNC" in each.text and len(each.operands) < 2 for each in code)
 
 
 def overwritten_operands(loop: Code) -> list[str]:

@@ -2,7 +2,14 @@
 
 import pytest
 
-from tests.support.sass import counted, innermost_loops, instructions, overwritten_operands
+from diffquant.bench.gpu.machine_code import (
+    block_barriers,
+    counted,
+    innermost_loops,
+    instructions,
+    multiply_adds,
+    overwritten_operands,
+)
 
 PRODUCT = "HGMMA.64x128x16.F32 R24, R88, gdesc[UR4].tnspB, R24, gsb0"
 FROM_SHARED = "HGMMA.64x128x16.F32 R24, gdesc[UR4].tnspB, R24, gsb0"
@@ -52,3 +59,17 @@ def test_loops_are_the_innermost():
     (loop,) = innermost_loops(instructions(inner))
     assert counted(loop) == {"FMUL": 1, "BRA": 1}
     assert counted(instructions(inner)) == {"MOV": 1, "FADD": 1, "BRA": 2, "FMUL": 1, "EXIT": 1}
+
+
+def test_products_are_counted_by_the_width_of_what_they_multiply():
+    texts = (PRODUCT, FROM_SHARED, "QGMMA.64x256x32.F32.E4M3.E4M3 R24, R4, gdesc[UR8], R24, gsb0")
+    texts += ("IGMMA.64x128x32.S8.S8 R24, gdesc[UR8], !UPT", "HMMA.16816.F32 R4, R8, R2, R4", "IMMA.16832.S8.S8 R4, R8")
+    (loop,) = innermost_loops(instructions(loop_of(*texts)))
+    halves, bytes_ = 2 * 64 * 128 * 16 + 16 * 8 * 16, 64 * 256 * 32 + 64 * 128 * 32 + 16 * 8 * 32
+    assert multiply_adds(loop) == {"16": halves, "8": bytes_}
+
+
+def test_a_barrier_of_one_warpgroup_is_none_of_the_block():
+    dump = loop_of("BAR.SYNC.DEFER_BLOCKING 0x0", "BAR.SYNC.DEFER_BLOCKING 0x1, 0x80", "BAR.ARV 0x2, 0x100")
+    (loop,) = innermost_loops(instructions(dump))
+    assert block_barriers(loop) == 1

@@ -1,0 +1,151 @@
+"""The paths that are estimated, of the 3B model's attention and linear layers, and the aims they are held to."""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from diffquant.bench.contest import kernels
+from diffquant.bench.contest.decode import RECIPES
+from diffquant.bench.contest.workloads import Workload, differential, model_named
+from diffquant.bench.gpu.compiling import Launch
+from diffquant.bench.gpu.estimate import CUDNN, FLASH_2, Aim, Path, Work, attention_seconds, tile_steps
+from diffquant.bench.gpu.hopper import BYTES_A_SECOND, RAMP_SECONDS
+from diffquant.family.call import AttentionCall
+from diffquant.kernels.attention.prefill import prefill
+from diffquant.kernels.attention.prefill_int8 import prefill_int8
+from diffquant.kernels.attention.prefill_simulated import TILES as SIMULATED_TILES
+from diffquant.kernels.attention.prefill_simulated import prefill_simulated
+from diffquant.kernels.attention.prefill_specialized import TILES as SPECIALIZED_TILES
+from diffquant.kernels.attention.prefill_specialized import prefill_specialized
+from diffquant.kernels.cache.decode import TILES as DECODE_TILES
+from diffquant.kernels.cache.decode import decode
+from diffquant.kernels.cache.kv_store import KVStore
+from diffquant.kernels.linear.linear import launch as launch_linear
+from diffquant.scheme import Scheme
+
+MODEL = model_named("3B")
+_LONG, _SHORT, _CONTEXT, _BATCH = 16384, 8192, 16384, 8
+_COMPILED_ON = Workload(MODEL, 256, 256, 1, "float16")
+_ROW, _SHIFT = "simulated 8:row, 8K", "simulated 8:row:shift, 8K"
+_FP16, _FP16_SHORT, _FP8 = "fused fp16, 16K", "fused fp16, 8K", "int8 QK and fp8 PV, 16K"
+# The same with warps specialized.
+_ROW_SPECIALIZED, _SHIFT_SPECIALIZED = f"{_ROW}, specialized", f"{_SHIFT}, specialized"
+_FP16_SPECIALIZED, _FP16_SHORT_SPECIALIZED = f"{_FP16}, specialized", f"{_FP16_SHORT}, specialized"
+_FP8_SPECIALIZED = f"{_FP8}, specialized"
+_CUDNN, _FLASH = "Transformer, cuDNN, 16K", "Transformer, FlashAttention-2, 16K"
+_FOUR, _TWO = "four cuDNN calls, 16K", "two cuDNN calls of 256 values, 16K"
+_DENSE, _PACKED = "dense fp16 linear", "4-bit linear"
+_CACHE = "decode, {}-bit cache".format
+
+# P1 to P5.
+AIMS = (
+    Aim("P1", _FP8, _CUDNN, 1.25),
+    Aim("P1", _FP8_SPECIALIZED, _CUDNN, 1.25),
+    Aim("P1", _FP8_SPECIALIZED, _FLASH, 1.5),
+    Aim("P2", _FP16, _FOUR, 1.3),
+    Aim("P2", _FP16_SPECIALIZED, _FOUR, 1.3),
+    Aim("P2", _FP16_SPECIALIZED, _TWO, 1.0),
+    Aim("P3", _ROW, _FP16_SHORT, 1 / 1.6),
+    Aim("P3", _SHIFT, _FP16_SHORT, 1 / 1.6),
+    Aim("P3", _ROW_SPECIALIZED, _FP16_SHORT_SPECIALIZED, 1 / 1.6),
+    Aim("P3", _SHIFT_SPECIALIZED, _FP16_SHORT_SPECIALIZED, 1 / 1.6),
+    Aim("P4", _CACHE(4), _CACHE(16), 3.0),
+    Aim("P5", _PACKED, _DENSE, 3.0),
+)
+
+
+def paths() -> list[Path]:
+    """Paths of all aims; each compiles its kernels when it is estimated."""
+    call = differential(_COMPILED_ON, "cpu")
+    return [
+        Path(_FP8, partial(prefill_int8, call, "fp8"), partial(_attention, _LONG, 128, 128)),
+        Path(_FP16, partial(prefill, call), partial(_attention, _LONG, 128, 128)),
+        Path(_FP16_SHORT, partial(prefill, call), partial(_attention, _SHORT, 128, 128)),
+        Path(_FP8_SPECIALIZED, partial(prefill_specialized, call, 8), partial(_attention, _LONG, 128, 128)),
+        Path(_FP16_SPECIALIZED, partial(prefill_specialized, call), partial(_attention, _LONG, 128, 128)),
+        Path(_FP16_SHORT_SPECIALIZED, partial(prefill_specialized, call), partial(_attention, _SHORT, 128, 128)),
+        _simulated(_ROW, call, "8:row", specialized=False),
+        _simulated(_SHIFT, call, "8:row:shift", specialized=False),
+        _simulated(_ROW_SPECIALIZED, call, "8:row", specialized=True),
+        _simulated(_SHIFT_SPECIALIZED, call, "8:row:shift", specialized=True),
+        _decode(16),
+        _decode(4),
+        _linear(),
+    ]
+
+
+def rivals() -> dict[str, float]:
+    """Seconds of what is not ours, by name."""
+    dense = MODEL.hidden * MODEL.inner * 2
+    return {
+        _CUDNN: attention_seconds(_LONG, 4, CUDNN),
+        _FLASH: attention_seconds(_LONG, 4, FLASH_2),
+        _FOUR: attention_seconds(_LONG, 8, CUDNN),
+        _TWO: attention_seconds(_LONG, 6, CUDNN),
+        _DENSE: dense / BYTES_A_SECOND + RAMP_SECONDS,
+    }
+
+
+def _attention(tokens: int, queries: int, keys: int, launch: Launch) -> Work:
+    """Work of a launch of prefill: both maps' steps, or what quantizing reads and writes."""
+    elements = tokens * MODEL.pairs * (2 * MODEL.width + 2 * MODEL.width + MODEL.value_width)
+    if launch.binary.main_loops:
+        return Work(2 * MODEL.pairs * tile_steps(tokens, queries, keys), 2 * elements)
+    # Statistics read K and V; quantizing reads 16 bits of everything and writes 8.
+    read_again = 2 * elements * (2 * MODEL.width + MODEL.value_width) / (4 * MODEL.width + MODEL.value_width)
+    return Work(nbytes=read_again if launch.binary.kernel == "_statistics" else 3 * elements)
+
+
+def _simulated(name: str, call: AttentionCall, scheme: str, specialized: bool) -> Path:
+    keys_of_a_step = {
+        "extremes": SIMULATED_TILES[f"extremes/sm_90/{MODEL.width}"].keys,
+        "attend_rounded": SIMULATED_TILES[f"simulated/sm_90/{MODEL.width}"].keys,
+        "attend_specialized": SPECIALIZED_TILES[f"simulated_specialized/sm_90/{MODEL.width}x{MODEL.value_width}"].keys,
+    }
+
+    def work(launch: Launch) -> Work:
+        return _attention(_SHORT, 128, keys_of_a_step[launch.binary.kernel], launch)
+
+    rounded = AttentionCall(call.q, call.k, call.v, call.lam, call.scale, call.mask, logits=Scheme.parse(scheme))
+    return Path(name, partial(prefill_simulated, rounded, specialized), work)
+
+
+def _decode(bits: int) -> Path:
+    heads = _BATCH * MODEL.kv_pairs
+    tile = DECODE_TILES[f"decode/sm_90/{MODEL.value_width}"]
+    width = 2 * MODEL.width + MODEL.value_width
+
+    def work(launch: Launch) -> Work:
+        if not launch.binary.main_loops:
+            return Work()
+        steps = heads * _CONTEXT / tile.keys
+        return Work(steps, heads * _CONTEXT * width * bits / 8, launch.programs)
+
+    return Path(_CACHE(bits), _decode_call(bits, heads), work)
+
+
+def _decode_call(bits: int, heads: int) -> Callable[[], Tensor]:
+    """Decoding over one head's store, which stands for all of them: nothing is read when it is compiled."""
+
+    def many(x: Tensor) -> Tensor:
+        return x.expand(heads, *x.shape[1:])
+
+    def launch() -> Tensor:
+        call = differential(Workload(MODEL, 1, 1, 1, "float16"), "cpu")
+        keys = torch.cat([k[:, :1] for k in call.k], 1)
+        store = KVStore(RECIPES[bits], keys, call.v[:, :1], _CONTEXT)
+        store.replace_tensors(many)
+        return decode([many(x[:, :1]) for x in call.q], store, call.lam, scale=call.scale)
+
+    return launch
+
+
+def _linear() -> Path:
+    def multiply() -> Tensor:
+        packed, _ = kernels.packed_weight(torch.zeros(64, MODEL.hidden, dtype=torch.float16), 4, 128)
+        return launch_linear(torch.zeros(1, MODEL.hidden, dtype=torch.float16), packed, None)
+
+    # Codes, and a scale of 16 bits for each 128 of them. Memory sets the pace: its instructions take less.
+    return Path(_PACKED, multiply, lambda _: Work(nbytes=MODEL.hidden * MODEL.inner * (4 + 16 / 128) / 8))

@@ -1,0 +1,46 @@
+"""What the verbs take: a list may be a text with commas, as on the command line, or a sequence."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from diffquant.evals.task import TaskOption
+from diffquant.evals.tasks import task_options
+from diffquant.support.comma_lists import split_list, split_numbers
+
+
+def texts(given: str | Sequence[str]) -> tuple[str, ...]:
+    """The parts of "logits,kv" or of ["logits", "kv"]."""
+    return split_list(given) if isinstance(given, str) else tuple(given)
+
+
+def numbers(name: str, given: str | Sequence[int]) -> tuple[int, ...]:
+    """The numbers of "8,6,4" or of [8, 6, 4].
+
+    Raises:
+        UsageError: a part of the text is no number; `name` says of which argument.
+    """
+    return split_numbers(name, given, "16,8,6,4") if isinstance(given, str) else tuple(given)
+
+
+def paths(given: Path | str | Sequence[Path | str]) -> tuple[Path, ...]:
+    """One path, or several."""
+    return (Path(given),) if isinstance(given, Path | str) else tuple(Path(path) for path in given)
+
+
+def path_or_none(given: Path | str | None) -> Path | None:
+    """A path that may be left out."""
+    return None if given is None else Path(given)
+
+
+def task_values(given: Mapping[str, object]) -> dict[str, object]:
+    """Tasks' options as tasks take them, of such that may be text: lengths="64,128", text="books.txt"."""
+    options = {option.name: option for option in task_options()}
+    return {name: _read(options[name], value) if name in options else value for name, value in given.items()}
+
+
+def _read(option: TaskOption[object], value: object) -> object:
+    if not isinstance(value, str):
+        return value
+    if option.read is not None and option.kind is str:
+        return option.read(value)  # type: ignore[arg-type]  # of a text, as its kind says
+    return option.kind(value)

@@ -1,0 +1,296 @@
+"""Decoding from recorded steps: the tokens of unrecorded ones, on a stand-in for CUDA graphs that runs on a CPU.
+
+What needs a device is in tests/gpu/test_graphed_steps.py.
+"""
+
+import logging
+
+import pytest
+import torch
+
+from diffquant.generation import stream
+from diffquant.kernels.cache import append, decode
+from diffquant.model import graphed_steps
+from diffquant.model.adapters import adapter_for
+from diffquant.model.cache import PackedCache
+from diffquant.model.fused_cache import FusedCache
+from diffquant.model.graphed_steps import GraphedSteps
+from diffquant.model.modeling import DiffTransformerModel
+from diffquant.recipe import Recipe
+from tests.support import recorded, tiny_lm
+from tests.support.models import SIZES, ours, random_diffllama, random_ids, random_llama
+
+pytest.importorskip("triton")
+
+SMALL = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64}
+
+
+class Recordings:
+    """Stand-in for `record` that counts.
+
+    Attributes:
+        replays: number of replays of each recording.
+    """
+
+    def __init__(self):
+        self.replays = []
+
+    def __call__(self, work):
+        one, number = recorded.record(work), len(self.replays)
+        self.replays.append(0)
+
+        def replay():
+            self.replays[number] += 1
+            one.replay()
+
+        return graphed_steps.Recording(replay, one.result)
+
+
+@pytest.fixture
+def recordings(monkeypatch):
+    made = Recordings()
+    monkeypatch.setattr(graphed_steps, "record", made)
+    monkeypatch.setattr(DiffTransformerModel, "new_graphs", lambda self: GraphedSteps())
+    return made
+
+
+class Never(GraphedSteps):
+    """Steps that are never recorded."""
+
+    def run(self, *_):
+        return None
+
+
+def small_model(generation, **sizes):
+    if generation == "v2":
+        torch.manual_seed(0)
+        return adapter_for(SIZES | SMALL | sizes | {"model_type": "diff_v2"}).architecture.new_model().eval()
+    if generation == "v1":
+        return ours(random_diffllama(**SMALL | sizes | {"num_key_value_heads": 2}))
+    return ours(random_llama(**SMALL | sizes))
+
+
+def generated(model, recipe, ids, mask=None, steps=None, **settings):
+    options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0, "eos_token_id": None} | settings
+    chosen = {} if steps is None else {"graphed_steps": steps}
+    # Without a mask transformers takes every token 0 of the prompt for padding.
+    mask = torch.ones_like(ids) if mask is None else mask
+    cache = FusedCache(recipe, layers=len(model.attentions))
+    return model.generate(ids, attention_mask=mask, past_key_values=cache, **chosen, **options), cache
+
+
+@pytest.mark.parametrize(
+    ("generation", "recipe", "padding"),
+    [
+        ("v1", Recipe.of(k="4:c16", v=4, residual=5), 9),
+        ("v2", Recipe.of(kv=8, residual=3), 0),
+        ("plain", Recipe.of(), 9),
+    ],
+    ids=["v1-4-bit-padded", "v2-8-bit", "plain-16-bit-padded"],
+)
+def test_replayed_steps_give_the_tokens_of_unrecorded_ones(generation, recipe, padding, recordings):
+    model, ids = small_model(generation), random_ids(length=19)
+    mask = torch.ones_like(ids)
+    mask[1, :padding] = 0
+    wanted, _ = generated(model, recipe, ids, mask, Never())
+    made, cache = generated(model, recipe, ids, mask)
+    assert torch.equal(made, wanted)
+    # The prompt gives the first token and an unrecorded step the second.
+    assert recordings.replays == [3]
+    store = cache.layers[0].store
+    assert store.length == int(store.progress[0]) == 23
+
+
+def test_a_cache_that_grows_is_recorded_again(recordings):
+    model, ids = small_model("plain"), random_ids(batch=1, length=125)
+    wanted, _ = generated(model, Recipe.of(), ids, None, Never(), max_new_tokens=8)
+    made, cache = generated(model, Recipe.of(), ids, max_new_tokens=8)
+    assert torch.equal(made, wanted)
+    # Tokens 126 to 128 fit beside the prompt; 129 grows the cache, 130 finds it moved, 131 and 132 stay.
+    assert recordings.replays == [2, 2]
+    assert cache.capacity > 128
+
+
+def test_sampling_ends_and_streams_as_it_does_unrecorded(recordings, monkeypatch):
+    model, ids = small_model("v1"), random_ids(length=9)
+    drawn = []
+    for steps in (Never(), None):
+        torch.manual_seed(3)
+        drawn.append(generated(model, Recipe.of(), ids, None, steps, do_sample=True, temperature=0.9)[0])
+    assert torch.equal(*drawn)
+    assert recordings.replays == [3]
+    greedy, _ = generated(model, Recipe.of(), ids[:1], None, Never(), max_new_tokens=7)
+    end = int(greedy[0, -2])
+    made, _ = generated(model, Recipe.of(), ids[:1], max_new_tokens=7, eos_token_id=end)
+    assert made[0].tolist() == greedy[0, : greedy[0].tolist().index(end, 9) + 1].tolist()
+
+    monkeypatch.setattr("diffquant.model.modeling.fused_cache_refusal", lambda *what: None)
+    tokenizer = tiny_lm.tokenizer()
+    model = small_model("plain", vocab_size=tiny_lm.WORDS)
+    before = len(recordings.replays)
+    pieces = "".join(stream(model, tokenizer, "It was a dark", 6))
+    assert recordings.replays[before:] == [4]
+    monkeypatch.setattr(DiffTransformerModel, "new_graphs", lambda self: None)
+    assert pieces == "".join(stream(model, tokenizer, "It was a dark", 6)) != ""
+
+
+def test_sequences_that_move_between_steps_are_not_recorded(recordings):
+    model, ids = small_model("plain"), random_ids(batch=1, length=9)
+    wanted = model.generate(
+        ids, past_key_values=PackedCache(Recipe.of(), 1), num_beams=2, max_new_tokens=4, do_sample=False,
+        pad_token_id=0, eos_token_id=None, graphed_steps=Never(),
+    )  # fmt: skip
+    assert torch.equal(generated(model, Recipe.of(), ids, num_beams=2, max_new_tokens=4)[0], wanted)
+    assert recordings.replays == []
+
+
+def test_where_recording_fails_it_is_said_once_and_decoding_goes_on(recordings, monkeypatch, caplog):
+    model, ids = small_model("plain"), random_ids(batch=1, length=9)
+    wanted, _ = generated(model, Recipe.of(), ids, None, Never())
+
+    def refuses(work):
+        work()
+        raise RuntimeError("operation not permitted when stream is capturing\nmore")
+
+    # What was launched into the recording did not run: only the device's own count tells.
+    monkeypatch.setattr(graphed_steps, "record", lambda work: recorded.record(lambda: refuses(work)))
+    graphed_steps.warn_of_ungraphed_decoding.cache_clear()
+    made, cache = generated(model, Recipe.of(), ids)
+    assert torch.equal(made, wanted)
+    assert int(cache.layers[0].store.progress[0]) == cache.get_seq_length() == 13
+    (said,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert said.endswith("recording failed: operation not permitted when stream is capturing")
+
+
+def test_a_mask_with_holes_is_left_to_unrecorded_steps(recordings, caplog):
+    model, ids = small_model("v1"), random_ids(batch=1, length=9)
+    mask = torch.ones_like(ids)
+    mask[0, 4] = 0
+    graphed_steps.warn_of_ungraphed_decoding.cache_clear()
+    wanted, _ = generated(model, Recipe.of(), ids, mask, Never())
+    assert torch.equal(generated(model, Recipe.of(), ids, mask)[0], wanted)
+    assert recordings.replays == []
+    assert "the padding mask has holes" in caplog.text
+
+
+def test_on_cuda_it_is_said_why_a_model_is_not_recorded(monkeypatch, caplog):
+    model = small_model("v1")
+    assert model.model.new_graphs() is None
+    assert caplog.text == ""
+    monkeypatch.setattr("diffquant.model.modeling.fused_cache_refusal", lambda *what: None)
+    monkeypatch.setattr(DiffTransformerModel, "device", torch.device("cuda"))
+    graphed_steps.warn_of_ungraphed_decoding.cache_clear()
+    assert isinstance(model.model.new_graphs(), GraphedSteps)
+    model.use_attention("naive")
+    assert model.model.new_graphs() is None
+    model.use_attention("auto")
+    model.apply_recipe(Recipe.of(logits="8:row"))
+    assert model.model.new_graphs() is None
+    model.apply_recipe(Recipe.of())
+    model.model.rotary_emb.rope_type = "dynamic"
+    assert model.model.new_graphs() is None
+    for reason in ("asked to run on naive", "logits are quantized", "RoPE of type dynamic"):
+        assert caplog.text.count(reason) == 1
+
+
+def test_the_stand_in_refuses_what_a_graph_cannot_hold():
+    x = torch.arange(4.0)
+    for work in (
+        lambda: x * x.sum().item(),
+        lambda: x[x > 1],
+        x.nonzero,
+        lambda: x + torch.tensor(2.0),
+        lambda: x if x.any() else -x,
+    ):
+        with pytest.raises(recorded.HostRead):
+            recorded.record(work)
+    counted = torch.zeros(2)
+
+    def work():
+        counted.add_(1)
+        return counted * x[:2]
+
+    recording = recorded.record(work)
+    assert counted.tolist() == [0, 0]
+    x.fill_(3)
+    for _ in range(2):
+        recording.replay()
+    assert (counted.tolist(), recording.result.tolist()) == ([2, 2], [6, 6])
+
+
+@pytest.mark.parametrize("generation", ["v1", "v2", "plain"])
+def test_a_step_reads_no_tensor_and_has_no_shape_that_depends_on_its_place(generation, monkeypatch):
+    """On a device whose tensors hold nothing, so that nothing can be read."""
+    monkeypatch.setattr("diffquant.model.fused_cache.capability", lambda _: (9, 0))
+    with torch.no_grad():
+        model = half_model(generation).to("meta")
+        cache, names = FusedCache(Recipe.of(k="4:c16", v=4, residual=5), 1), []
+        valid = torch.ones(2, 128, dtype=torch.bool, device="meta")
+        x = torch.zeros(2, 1, 64, dtype=torch.float16, device="meta")
+        for position in range(3):
+            positions = torch.full((2, 1), position, device="meta")
+            mask = graphed_steps.Mask(valid)
+            vars(mask)["_padded_ranges"] = valid.sum(1).int(), valid.sum(1).int()
+            with recorded.NoHostReads() as reads:
+                y = model.model._run_layers(x, positions, mask, cache, None)
+            names.append(reads.names)
+    assert (y.shape, y.device.type) == (x.shape, "meta")
+    with pytest.raises(RuntimeError):
+        y.sum().item()
+    # The first step makes the storage.
+    assert names[1] == names[2]
+    assert {"diffquant.append.default", "diffquant.decode.default"} <= set(names[1])
+
+
+def half_model(generation):
+    kinds = {"v1": "diffllama", "v2": "diff_v2", "plain": "llama"}
+    heads = {"num_key_value_heads": 2} if generation == "v1" else {}
+    config = SIZES | SMALL | heads | {"model_type": kinds[generation]}
+    return adapter_for(config).architecture.new_model().to(torch.float16).eval()
+
+
+class Launched:
+    """Stand-in for a kernel, which takes its arguments and runs nothing."""
+
+    def __init__(self):
+        self.grids = []
+
+    def __getitem__(self, grid):
+        self.grids.append(grid)
+        return lambda *_, **__: None
+
+
+@pytest.mark.parametrize("recipe", [Recipe.of(), Recipe.of(k="4:c16", v=4, residual=5)], ids=["16", "4"])
+def test_launches_of_a_step_wait_for_nothing_and_stay_the_same_while_a_cache_fills(recipe, monkeypatch):
+    kernels = {name: Launched() for name in ("append_tokens", "decode_share", "decode_combine")}
+    monkeypatch.setattr(append, "append_tokens", kernels["append_tokens"])
+    for name in ("decode_share", "decode_combine"):
+        monkeypatch.setattr(decode, name, kernels[name])
+    k, q = torch.randn(1, 2, 1, 64), torch.randn(1, 2, 1, 64)
+    cache = FusedCache(recipe, 1, capacity=128)
+    starts = torch.zeros(1, dtype=torch.int32)
+    store = cache.layers[0].append(k, k)
+    operations = []
+    for _ in range(3):
+        with recorded.NoHostReads() as reads:
+            append._op._init_fn(
+                k,
+                k,
+                store.keys.tensors,
+                store.values.tensors,
+                store.progress,
+                recipe.k.bits,
+                store.keys.block,
+                recipe.v.bits,
+                recipe.residual,
+            )
+            decode._op._init_fn(
+                [q], store.keys.tensors, store.values.tensors, store.progress, None, starts, starts + 128, None,
+                recipe.k.bits, store.keys.block, recipe.v.bits, recipe.residual, False, 0.125, False, 0.0, 1.0,
+            )  # fmt: skip
+        store.length += 1
+        operations.append(reads.names)
+    assert operations[0] == operations[1] == operations[2]
+    for name, kernel in kernels.items():
+        assert len(kernel.grids) >= 3, name
+        assert len(set(kernel.grids[-3:])) == 1, name

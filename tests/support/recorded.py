@@ -1,0 +1,81 @@
+"""Recordings of tensor operations on a CPU, which stand in for CUDA graphs.
+
+As in a graph, what is recorded does not run, no Python runs when it is replayed, every address is the recorded one,
+and whatever would wait for the device is refused.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from diffquant.model.graphed_steps import Recording
+
+_UNKNOWN_BEFORE_IT_RAN = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+
+
+class HostRead(RuntimeError):
+    """An operation whose result the host would have to wait for, or that brings something from there."""
+
+
+class NoHostReads(TorchDispatchMode):
+    """Refuses operations that no CUDA graph holds.
+
+    Attributes:
+        names: name of each operation that was let through.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = str(func)
+        by_mask = name.startswith("aten.index") and any(
+            isinstance(x, Tensor) and x.dtype == torch.bool for x in tree_leaves(args[1:])
+        )
+        has_unknown_result = _UNKNOWN_BEFORE_IT_RAN & set(func.tags) and not name.startswith("aten.index")
+        if by_mask or has_unknown_result or func is torch.ops.aten.lift_fresh.default:
+            raise HostRead(f"{name} cannot be recorded")
+        self.names.append(name)
+        return self.run(func, args, kwargs)
+
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        return func(*args, **kwargs)
+
+
+class _Recorder(NoHostReads):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, Any, Any, list[Any]]] = []
+
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if func._schema.is_mutable:
+            self.calls.append((func, args, kwargs, []))
+            return args[0] if func._schema.returns else None
+        # Only for what the result looks like: its values are those of another step.
+        out = func(*args, **kwargs)
+        is_view = any(returned.alias_info is not None for returned in func._schema.returns)
+        self.calls.append((func, args, kwargs, [] if is_view else tree_leaves(out)))
+        return out
+
+    def replay(self) -> None:
+        for func, args, kwargs, outs in self.calls:
+            for old, new in zip(outs, tree_leaves(func(*args, **kwargs)), strict=False):
+                old.copy_(new)
+
+
+def record(work: Callable[[], Tensor]) -> Recording:
+    """What `diffquant.model.graphed_steps.record` gives, without a device.
+
+    Raises:
+        HostRead: the work waits for the device.
+    """
+    recorder = _Recorder()
+    with recorder:
+        result = work()
+    return Recording(recorder.replay, result)
