@@ -10,7 +10,17 @@ from diffquant.bench.contest import kernels
 from diffquant.bench.contest.decode import RECIPES
 from diffquant.bench.contest.workloads import Workload, differential, model_named
 from diffquant.bench.gpu.compiling import Launch
-from diffquant.bench.gpu.estimate import CUDNN, FLASH_2, Aim, Path, Work, attention_seconds, tile_steps
+from diffquant.bench.gpu.estimate import (
+    CUDNN,
+    FLASH_2,
+    Aim,
+    Path,
+    Work,
+    attention_seconds,
+    estimate,
+    report,
+    tile_steps,
+)
 from diffquant.bench.gpu.hopper import BYTES_A_SECOND, RAMP_SECONDS
 from diffquant.family.call import AttentionCall
 from diffquant.kernels.attention.prefill import prefill
@@ -74,6 +84,13 @@ def paths() -> list[Path]:
         _decode(4),
         _linear(),
     ]
+
+
+def print_estimates() -> int:
+    """Compile, estimate and print everything; 4 where an aim is missed."""
+    text = report([estimate(path) for path in paths()], rivals(), AIMS)
+    print(text)
+    return 4 if " missed " in text else 0
 
 
 def rivals() -> dict[str, float]:

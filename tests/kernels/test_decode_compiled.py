@@ -18,7 +18,7 @@ CASES = {
     "v1-d128-int4-sm_90": ("v1", 128, Recipe.of(k="4:c64", v=4), 90, 2.5),
     "v1-d128-int4-sm_80": ("v1", 128, Recipe.of(kv=4), 80, 2.0),
     "v2-d64-int4-sm_90": ("v2", 64, Recipe.of(k="4:c64", v=4), 90, 3.7),
-    "v1-d128-int8-sm_90": ("v1", 128, Recipe.of(k="8:c64", v=8), 90, 3.2),
+    "v1-d128-int8-sm_90": ("v1", 128, Recipe.of(k="8:c64", v=8), 90, 3.5),
     "v2-d64-int8-sm_80": ("v2", 64, Recipe.of(kv=8), 80, 3.3),
     "v2-d128-int6-sm_80": ("v2", 128, Recipe.of(kv=6), 80, 4.1),
     "v1-d128-16-sm_90": ("v1", 128, Recipe.of(), 90, 1.1),
