@@ -14,8 +14,9 @@ HAS_TORCH := $(PYTHON) -c 'import torch, transformers' 2>/dev/null
 
 # The Triton of torch 2.10 and 2.11, whose machine code for Hopper is checked beside that of the installed one.
 OTHER_TRITON := build/triton-3.6.0
+WEB := examples/web
 
-.PHONY: demo test test-quantizers test-triton lint docs docs-check dist plots mutants gpu gpu-bench gpu-test fuzz pairs sanitize clean
+.PHONY: demo test test-quantizers test-triton test-web test-webgpu lint docs docs-check dist plots mutants gpu gpu-bench gpu-test fuzz pairs sanitize clean
 
 demo: $(VENV)/.ready
 	$(BIN)/diffquant demo --output demo-output --overwrite
@@ -39,6 +40,16 @@ test-triton: $(VENV)/.ready $(OTHER_TRITON)/triton
 
 $(OTHER_TRITON)/triton: | $(VENV)/.ready
 	$(BIN)/python -m pip install --quiet --no-deps --target $(OTHER_TRITON) triton==3.6.0
+
+# The page of examples/web under Node and in Chromium. npm fetches its packages once; where Node or Chromium is not
+# installed the tests are skipped, and say so.
+test-web: $(VENV)/.ready
+	! command -v npm || test -d $(WEB)/node_modules || npm ci --prefix $(WEB) --ignore-scripts --no-audit --no-fund
+	$(BIN)/python -m pytest tests/web -rs
+
+# The page on WebGPU as Chromium computes it on the processor, which takes minutes.
+test-webgpu: test-web
+	DIFFQUANT_WEBGPU=1 $(BIN)/python -m pytest tests/web/test_page.py -k webgpu -rs
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff check .

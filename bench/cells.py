@@ -146,13 +146,14 @@ def read_result(path: Path) -> BenchResult:
     if not isinstance(data, dict) or data.get("format") != FORMAT or not isinstance(data.get("cells"), list):
         raise UsageError(f"cannot read {path}: it is no result of `diffquant bench` in format {FORMAT}")
     try:
-        cells = tuple(_cell_of(entry) for entry in data["cells"])
+        cells = tuple(cell_of(entry) for entry in data["cells"])
         return BenchResult(data["environment"], data["machine"], data["settings"], cells)
     except (KeyError, TypeError, ValueError) as error:
         raise UsageError(f"cannot read {path}: a cell is damaged ({error})") from error
 
 
-def _cell_of(entry: dict[str, Any]) -> BenchCell:
+def cell_of(entry: dict[str, Any]) -> BenchCell:
+    """The cell that `dataclasses.asdict` or `BenchResult.to_dict` made plain data."""
     names = set(BenchCell.__dataclass_fields__)
     known = {name: value for name, value in entry.items() if name in names}
     return BenchCell(**known | {"values": tuple(float(value) for value in known.get("values", ()))})

@@ -1,4 +1,7 @@
-"""Plots of latency, speed and memory against length, a panel for each shape, legible in print and without colours."""
+"""Plots of latency, speed and memory, a panel for each shape, legible in print and without colours.
+
+Against length they are lines; where a section has one length alone, a line of the panel for each path.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,11 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from diffquant.bench.cells import BenchCell, BenchResult
-from diffquant.report.plots import COLOURS, STYLES, as_svg, new_figure, tidy
+from diffquant.report.plots import Tips, as_svg, literal, look, new_figure, tidy
 
-# Black first: a baseline comes first.
-_COLOURS = (COLOURS[-1], *COLOURS[:-1])
-_MARKERS = ("o", "s", "^", "D", "v")
 _PANELS_A_ROW = 2
 
 
@@ -21,15 +21,16 @@ class Plot:
     name: str
     title: str
     figure: Any
+    tips: Tips
 
     def save(self, folder: Path) -> Path:
         path = folder / f"{self.name}.png"
-        self.figure.savefig(path, dpi=200)
+        self.figure.savefig(path, dpi=160)
         return path
 
     def svg(self) -> str:
         """One <svg> element that refers to nothing outside itself."""
-        return as_svg(self.figure)
+        return as_svg(self.figure, self.title, self.tips)
 
 
 def plots(result: BenchResult) -> list[Plot]:
@@ -40,11 +41,11 @@ def plots(result: BenchResult) -> list[Plot]:
         if not cells:
             continue
         speed = cells[0].unit == "tokens/s"
-        what = "tokens a second" if speed else "milliseconds a call"
-        drawn.append(Plot(f"{section}-time", f"{section}: {what}", _figure(cells, what, _time)))
+        what = "tokens per second" if speed else "milliseconds per call"
+        drawn.append(Plot(f"{section}-time", f"{section}: {what}", *_figure(cells, what, _time)))
         if any(cell.peak_bytes for cell in cells):
             label = "peak memory beyond the inputs, MB"
-            drawn.append(Plot(f"{section}-memory", f"{section}: {label}", _figure(cells, label, _megabytes)))
+            drawn.append(Plot(f"{section}-memory", f"{section}: {label}", *_figure(cells, label, _megabytes)))
     return drawn
 
 
@@ -60,13 +61,19 @@ def _megabytes(cell: BenchCell) -> tuple[float, float, float] | None:
     return value, value, value
 
 
-def _figure(cells: Sequence[BenchCell], label: str, value: Any) -> Any:
-    from matplotlib.ticker import NullLocator
-
+def _figure(cells: Sequence[BenchCell], label: str, value: Any) -> tuple[Any, Tips]:
     panels: dict[str, list[BenchCell]] = {}
     for cell in cells:
         panels.setdefault(_panel(cell), []).append(cell)
-    paths = list(dict.fromkeys(cell.path for cell in cells))
+    paths, tips = list(dict.fromkeys(cell.path for cell in cells)), Tips()
+    if len({cell.length for cell in cells}) == 1:
+        return _dots(panels, paths, label, value, tips), tips
+    return _lines(panels, paths, label, value, tips), tips
+
+
+def _lines(panels: dict[str, list[BenchCell]], paths: list[str], label: str, value: Any, tips: Tips) -> Any:
+    from matplotlib.ticker import NullLocator
+
     columns = min(_PANELS_A_ROW, len(panels))
     rows = -(-len(panels) // columns)
     # The legend below the panels has two paths on a line.
@@ -77,7 +84,7 @@ def _figure(cells: Sequence[BenchCell], label: str, value: Any) -> Any:
         for path in paths:
             points = sorted((cell.length or 0, value(cell)) for cell in panel if cell.path == path and value(cell))
             if points:
-                legend[path] = _line(axis, points, paths.index(path))
+                legend[path] = _line(axis, points, path, paths.index(path), tips)
         lengths = sorted({cell.length or 0 for cell in panel})
         axis.set_xscale("log", base=2)
         axis.set_yscale("log")
@@ -95,20 +102,50 @@ def _figure(cells: Sequence[BenchCell], label: str, value: Any) -> Any:
     return figure
 
 
-def _line(axis: Any, points: Sequence[tuple[int, tuple[float, float, float]]], number: int) -> Any:
-    middle = [value[0] for _, value in points]
-    return axis.errorbar(
+def _dots(panels: dict[str, list[BenchCell]], paths: list[str], label: str, value: Any, tips: Tips) -> Any:
+    """A panel for each shape below one another, in it a line for each path with its median and its range."""
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    shown = {title: [cell for cell in panel if value(cell)] for title, panel in panels.items()}
+    heights = [0.8 + 0.3 * len(panel) for panel in shown.values()]
+    figure = new_figure(8.0, 0.3 + sum(heights))
+    axes = figure.subplots(len(shown), 1, squeeze=False, sharex=True, height_ratios=heights)[:, 0]
+    for axis, (title, panel) in zip(axes, shown.items(), strict=True):
+        for place, cell in enumerate(panel):
+            middle, low, high = value(cell)
+            style = look(paths.index(cell.path))
+            axis.plot([low, high], [place, place], color=style["color"], linewidth=1.4)
+            axis.plot([middle], [place], color=style["color"], marker=style["marker"], markersize=6)
+            tips.mark(axis, middle, place, f"{cell.path}: {middle:.4g} [{low:.4g}, {high:.4g}]")
+        axis.set_yticks(range(len(panel)), [literal(cell.path) for cell in panel], fontsize=8.5)
+        axis.set_ylim(len(panel) - 0.5, -0.5)
+        axis.set_title(f"{title}, {_short(panel[0].length or 0)} tokens", fontsize=10)
+        tidy(axis, "x")
+    axes[-1].set_xscale("log")
+    axes[-1].xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes[-1].xaxis.set_major_formatter("{x:g}")
+    axes[-1].xaxis.set_minor_formatter(NullFormatter())
+    axes[-1].set_xlabel(label)
+    return figure
+
+
+def _line(
+    axis: Any, points: Sequence[tuple[int, tuple[float, float, float]]], path: str, number: int, tips: Tips
+) -> Any:
+    middles = [value[0] for _, value in points]
+    drawn = axis.errorbar(
         [length for length, _ in points],
-        middle,
+        middles,
         yerr=[[value[0] - value[1] for _, value in points], [value[2] - value[0] for _, value in points]],
-        color=_COLOURS[number % len(_COLOURS)],
-        linestyle=STYLES[number % len(STYLES)],
-        marker=_MARKERS[number % len(_MARKERS)],
         markersize=5,
         linewidth=1.4,
         elinewidth=1,
         capsize=2,
+        **look(number),
     )
+    for length, (middle, low, high) in points:
+        tips.mark(axis, length, middle, f"{path}, {_short(length)} tokens: {middle:.4g} [{low:.4g}, {high:.4g}]")
+    return drawn
 
 
 def _panel(cell: BenchCell) -> str:

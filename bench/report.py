@@ -10,7 +10,7 @@ from diffquant.bench.contest.throughput import SECTION as THROUGHPUT
 from diffquant.bench.contest.throughput import table7
 from diffquant.bench.plots import Plot, plots
 from diffquant.report import tables
-from diffquant.report.page import Block, Drawing, Facts, Fold, Items, Note, Section, Subtitle, Table, page
+from diffquant.report.page import Block, Drawing, Facts, Fold, Items, Note, Report, Section, Subtitle, Table
 
 _HEADS = ["path", "median", "spread", "× baseline", "of roofline", "peak MB", "Gop", "MB moved", "error from naive"]
 _NOTES = (
@@ -74,15 +74,42 @@ def csv_table(result: BenchResult) -> str:
     return tables.csv_text(records)
 
 
-def html_report(result: BenchResult) -> str:
-    """HTML document of a result; it loads nothing from elsewhere."""
+def bench_report(result: BenchResult, name: str, files: Sequence[str]) -> Report:
+    """The report of a result.
+
+    Args:
+        name: name of the run.
+        files: names of the files beside the page that it leads to.
+    """
     drawings, workloads = plots(result), _tables(result)
     sections = [
         Section(name, [*_drawn(name, drawings), *(b for t in workloads if t.section == name for b in _blocks(t))])
         for name in dict.fromkeys(table.section for table in workloads)
     ]
-    introduction = [Note(_machine(result)), *map(Note, _notes(result))]
-    return page("diffquant bench", introduction, [*sections, Section("Settings", [Facts(_settings(result))])])
+    about = Section("How it was measured", [Note(_machine(result)), *map(Note, _notes(result))])
+    settings = Section("Settings", [Facts(_settings(result))])
+    date = str(result.environment["date"])
+    return Report("bench", name, _headline(result), date, [*sections, about, settings], files)
+
+
+def _headline(result: BenchResult) -> list[str]:
+    """For each section the path that does best beside the baseline, on the longest of its workloads."""
+    sentences = []
+    for section in dict.fromkeys(cell.section for cell in result.cells):
+        longest = max((cell.length or 0 for cell in result.cells if cell.section == section), default=0)
+        rivals = [
+            (ratio, cell)
+            for cell in result.cells
+            if cell.section == section and (cell.length or 0) == longest and cell.path != cell.baseline
+            if (ratio := result.ratio(cell)) is not None
+        ]
+        if rivals:
+            ratio, best = max(rivals, key=lambda rival: rival[0])
+            sentences.append(
+                f"{section}: {best.path} is {ratio:.2f} times as good as {best.baseline} ({best.workload})."
+            )
+    missing = sum(cell.missing is not None for cell in result.cells)
+    return [*sentences, *([f"{missing} of {len(result.cells)} could not be measured."] if missing else [])]
 
 
 def _drawn(section: str, drawings: Sequence[Plot]) -> list[Block]:
@@ -96,7 +123,7 @@ def _blocks(table: _Table) -> list[Block]:
         blocks.append(Table(table.heads, table.rows, table.baselines))
     if table.missing:
         reasons = Items([f"{path}: none, {reason}" for path, reason in table.missing])
-        blocks.append(Fold(f"{len(table.missing)} not measured", reasons))
+        blocks.append(Fold(f"{len(table.missing)} not measured", [reasons]))
     return blocks
 
 

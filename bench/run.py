@@ -1,24 +1,29 @@
 """Runs of the bench: its options, its sections one after the other, and the files they leave."""
 
+import json
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from diffquant.bench.cells import BenchCell, BenchResult
+from diffquant.bench.cells import BenchCell, BenchResult, cell_of
 from diffquant.bench.contest import contest, linears, roofline, throughput
 from diffquant.bench.contest.contest import Contest
 from diffquant.bench.contest.peers import failure
-from diffquant.bench.contest.workloads import Workload, model_named
+from diffquant.bench.contest.workloads import Model, Workload, model_named
 from diffquant.bench.environment import environment
 from diffquant.bench.programs import programs
 from diffquant.errors import FailedCellsError, MissingDependencyError, UsageError
 from diffquant.export import require
+from diffquant.support.code import code_digest
 from diffquant.support.devices import resolve_device
 from diffquant.support.files import write_atomically
+from diffquant.support.journal import Journal
 from diffquant.support.progress import Progress, silent
 
 SECTIONS = ("attention", "decode", "linear", "throughput", "generate", "quantize", "export", "sweep")
@@ -28,7 +33,21 @@ _DEFAULT_MODELS = {"cpu": ("830M", "smollm2-135m-diff-v2"), "cuda": ("3B", "smol
 _PACKAGES = ("onnx", "onnxruntime", "onnxruntime-genai", "lm_eval", "llama_cpp_python", "bitsandbytes", "torchao")
 _DECODE_FACTOR = 4
 
-SectionRun = Callable[["BenchOptions", Progress], list[BenchCell]]
+
+@dataclass(frozen=True)
+class Part:
+    """Cells that are measured at one go, and kept when a later part is interrupted.
+
+    Attributes:
+        name: name within its section.
+        measure: function that measures them.
+    """
+
+    name: str
+    measure: Callable[[Progress], list[BenchCell]]
+
+
+SectionParts = Callable[["BenchOptions"], list[Part]]
 
 
 @dataclass(frozen=True)
@@ -100,19 +119,70 @@ class BenchOptions:
         return tuple(name for name in self.peers if name in contest.SECTIONS[section] or name not in known)
 
 
-def run_bench(options: BenchOptions, progress: Progress = silent) -> BenchResult:
-    """Run all sections, one after the other; one that fails is a cell that says so, and the others go on."""
-    machine = roofline.measure_roofline(options.device, [options.chosen_dtype])
+def run_bench(options: BenchOptions, folder: Path, progress: Progress = silent) -> BenchResult:
+    """Run all sections, one after the other, and write bench.json; what fails is a cell that says so.
+
+    Cells are kept as they come. An interrupted run goes on from there when the same is asked for again; one that came
+    to its end is measured anew.
+
+    Raises:
+        KeyboardInterrupt: the run was interrupted; the message says how to go on.
+    """
+    settings = _settings(options)
+    about = environment(*_PACKAGES)
+    code = code_digest((__name__,))
+    journal = Journal(folder, {"settings": settings, "peers": options.peers, "code": code, "device": about["device"]})
+    started = time.monotonic()
+    try:
+        machine = _kept(journal, "roofline", lambda: roofline.measure_roofline(options.device, [options.chosen_dtype]))
+        cells, failed = _measure_sections(options, journal, progress)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(
+            f"interrupted: what was measured is kept in {journal.path}; run the same command again to go on"
+        ) from None
+    settings |= {"seconds": round(time.monotonic() - started, 1), "failed_sections": failed}
+    result = BenchResult(about, machine, settings, tuple(cells))
+    folder.mkdir(parents=True, exist_ok=True)
+    write_atomically(folder / "bench.json", json.dumps(result.to_dict(), indent=1) + "\n")
+    journal.discard()
+    return result
+
+
+def _measure_sections(options: BenchOptions, journal: Journal, progress: Progress) -> tuple[list[BenchCell], list[str]]:
+    """Cells of all sections, those that are kept included, and the names of the sections that failed."""
     cells: list[BenchCell] = []
     failed: list[str] = []
-    started = time.monotonic()
     for section in options.sections:
         try:
-            cells += _RUN[section](options, progress)
+            parts = _PARTS[section](options)
+            for number, part in enumerate(parts):
+                told = _share_of(progress, number, len(parts))
+                kept = _kept(journal, f"{section}: {part.name}", lambda: [asdict(c) for c in part.measure(told)])  # noqa: B023
+                cells += map(cell_of, kept)
         except Exception as error:  # whatever it is, it must not take the other sections' results along
             cells.append(BenchCell(section, "the whole section", "diffquant", missing=failure(error)))
             failed.append(section)
-    settings = {
+    return cells, failed
+
+
+def _kept(journal: Journal, name: str, measure: Callable[[], Any]) -> Any:
+    """The result of a name in the journal, measured and written there if it is not yet."""
+    if journal.get(name) is None:
+        journal.add(name, measure())
+    return journal.get(name)
+
+
+def _share_of(progress: Progress, number: int, parts: int) -> Progress:
+    """Progress of a section while one of its parts runs."""
+
+    def tell(done: float, total: float, what: str) -> None:
+        progress(number + (done / total if total else 0.0), parts, what)
+
+    return tell
+
+
+def _settings(options: BenchOptions) -> dict[str, Any]:
+    return {
         "sections": list(options.sections),
         "device": options.device,
         "dtype": options.chosen_dtype,
@@ -123,10 +193,7 @@ def run_bench(options: BenchOptions, progress: Progress = silent) -> BenchResult
         "threads": torch.get_num_threads(),
         "checkpoints": [path.name for path in options.checkpoints],
         "graph": options.graph,
-        "seconds": round(time.monotonic() - started, 1),
-        "failed_sections": failed,
     }
-    return BenchResult(environment(*_PACKAGES), machine, settings, tuple(cells))
 
 
 def require_complete(result: BenchResult) -> None:
@@ -142,87 +209,95 @@ def require_complete(result: BenchResult) -> None:
 
 
 def write_bench_outputs(result: BenchResult, folder: Path) -> list[Path]:
-    """Write bench.json, bench.md, bench.csv, report.html and the plots into a folder; returns their paths."""
-    import json
-
+    """Write bench.md, bench.csv, report.html and the plots beside bench.json; returns all their paths."""
     from diffquant.bench.plots import plots
-    from diffquant.bench.report import csv_table, html_report, markdown
+    from diffquant.bench.report import bench_report, csv_table, markdown
+    from diffquant.report.page import page
 
-    folder.mkdir(parents=True, exist_ok=True)
     texts = {
-        "bench.json": json.dumps(result.to_dict(), indent=1) + "\n",
         "bench.md": markdown(result),
         "bench.csv": csv_table(result),
-        "report.html": html_report(result),
     }
     for name, text in texts.items():
         write_atomically(folder / name, text)
     drawn = [plot.save(folder) for plot in plots(result)]
-    return [*(folder / name for name in texts), *drawn]
+    report = folder / "report.html"
+    files = ["bench.json", *texts, *(picture.name for picture in drawn)]
+    write_atomically(report, page(bench_report(result, folder.absolute().name, files)))
+    return [*(folder / name for name in ("bench.json", *texts)), report, *drawn]
 
 
-def _contest(section: str, factor: int) -> SectionRun:
-    def run_section(options: BenchOptions, progress: Progress) -> list[BenchCell]:
-        peers = options.peers_of(section)
-        return Contest(section, options.device, options.repeats, peers, options.graph).run(
-            options.workloads(factor), progress
-        )
+def _contest(section: str, factor: int) -> SectionParts:
+    def parts(options: BenchOptions) -> list[Part]:
+        contest_of = Contest(section, options.device, options.repeats, options.peers_of(section), options.graph)
+        return [Part(work.name, partial(contest_of.run, [work])) for work in options.workloads(factor)]
 
-    return run_section
+    return parts
 
 
-def _linear(options: BenchOptions, progress: Progress) -> list[BenchCell]:
-    models = [model_named(name) for name in options.models or _DEFAULT_MODELS[options.device]]
-    return linears.run_linears(
-        models, (1, 16), options.chosen_dtype, options.device, options.repeats, graph=options.graph, progress=progress
-    )
+def _linear(options: BenchOptions) -> list[Part]:
+    def measure(model: Model, progress: Progress) -> list[BenchCell]:
+        dtype, device, repeats = options.chosen_dtype, options.device, options.repeats
+        return linears.run_linears([model], (1, 16), dtype, device, repeats, graph=options.graph, progress=progress)
+
+    names = options.models or _DEFAULT_MODELS[options.device]
+    return [Part(name, partial(measure, model_named(name))) for name in names]
 
 
-def _throughput(options: BenchOptions, progress: Progress) -> list[BenchCell]:
+def _throughput(options: BenchOptions) -> list[Part]:
     if options.device == "cuda":
         model, lengths = model_named("3B"), (2048, 4096)
     else:
         model, lengths = throughput.smaller(model_named("830M"), 2, 8192), (512, 1024)
-    return throughput.run_throughput(
-        [model], lengths, 1, options.chosen_dtype, options.device, min(options.repeats, 3), progress
-    )
+
+    def measure(progress: Progress) -> list[BenchCell]:
+        repeats = min(options.repeats, 3)
+        return throughput.run_throughput([model], lengths, 1, options.chosen_dtype, options.device, repeats, progress)
+
+    return [Part(model.name, measure)]
 
 
-def _generate(options: BenchOptions, progress: Progress) -> list[BenchCell]:
+def _generate(options: BenchOptions) -> list[Part]:
     alone = options.sections == ("generate",)
-    return _with_checkpoint(
-        "generate",
-        options,
-        lambda: programs.generation(options.checkpoints, os.cpu_count() or 1, min(options.repeats, 3), alone, progress),
-    )
+
+    def measure(progress: Progress) -> list[BenchCell]:
+        threads, repeats = os.cpu_count() or 1, min(options.repeats, 3)
+        return programs.generation(options.checkpoints, threads, repeats, alone, progress)
+
+    return _with_checkpoint("generate", options, measure)
 
 
-def _export(options: BenchOptions, progress: Progress) -> list[BenchCell]:
+def _export(options: BenchOptions) -> list[Part]:
     try:
         require()
     except MissingDependencyError as error:
-        return [BenchCell("export", "ONNX", "diffquant export", missing=str(error))]
-    native = programs.native_kernel(options.repeats, os.cpu_count() or 1, progress)
-    return [*programs.exporting(0.3, progress), *native]
+        absent = BenchCell("export", "ONNX", "diffquant export", missing=str(error))
+        return [Part("ONNX", lambda _: [absent])]
+    threads = os.cpu_count() or 1
+    return [
+        Part("ONNX", lambda progress: programs.exporting(0.3, progress)),
+        Part("native kernel", lambda progress: programs.native_kernel(options.repeats, threads, progress)),
+    ]
 
 
-def _sweep(options: BenchOptions, progress: Progress) -> list[BenchCell]:
-    return _with_checkpoint("sweep", options, lambda: programs.scoring(options.checkpoints[:1], 20, 1, progress))
+def _sweep(options: BenchOptions) -> list[Part]:
+    return _with_checkpoint(
+        "sweep", options, lambda progress: programs.scoring(options.checkpoints[:1], 20, 1, progress)
+    )
 
 
-def _with_checkpoint(section: str, options: BenchOptions, measure: Callable[[], list[BenchCell]]) -> list[BenchCell]:
-    if options.checkpoints:
-        return measure()
-    return [BenchCell(section, "no checkpoint", "diffquant", missing="needs a checkpoint: give --checkpoint")]
+def _with_checkpoint(section: str, options: BenchOptions, measure: Callable[[Progress], list[BenchCell]]) -> list[Part]:
+    absent = BenchCell(section, "no checkpoint", "diffquant", missing="needs a checkpoint: give --checkpoint")
+    return [Part("checkpoints", measure if options.checkpoints else lambda _: [absent])]
 
 
-_RUN: dict[str, SectionRun] = {
+_PARTS: dict[str, SectionParts] = {
     "attention": _contest("attention", 1),
     "decode": _contest("decode", _DECODE_FACTOR),
     "linear": _linear,
     "throughput": _throughput,
     "generate": _generate,
-    "quantize": lambda _, progress: programs.quantizing(0.5, "4:g32", progress),
+    "quantize": lambda _: [Part("4:g32", lambda progress: programs.quantizing(0.5, "4:g32", progress))],
     "export": _export,
     "sweep": _sweep,
 }

@@ -22,6 +22,7 @@ from diffquant.export.manifest import write_manifest
 from diffquant.export.options import ExportOptions, check_runtime, runtime_floor
 from diffquant.export.runtime.device import RuntimeDevice
 from diffquant.export.runtime.genai import write_genai_config
+from diffquant.export.runtime.web import write_web_description
 from diffquant.formats.atomic_folder import check_output, staged
 from diffquant.formats.reader import Checkpoint, read_json
 from diffquant.formats.row_stream import checkpoint_stamp
@@ -152,11 +153,13 @@ def _cache_scales(source: Source, options: ExportOptions, ranges: Ranges | None)
 
 
 def _write_descriptions(plan: ExportPlan, streamed: Sequence[Streamed], folder: Path) -> None:
-    """Write config.json, genai_config.json, the card and diffquant.json."""
+    """Write config.json, genai_config.json, web.json, the card and diffquant.json."""
     checkpoint = plan.source.checkpoint
     write_atomically(folder / "config.json", json.dumps(checkpoint.config, indent=2) + "\n")
     if plan.options.cache:
         write_genai_config(folder, plan.config, RuntimeDevice.parse(plan.options.genai_device))
+    if plan.options.web:
+        write_web_description(folder, plan.config)
     write_atomically(folder / "README.md", exported_card(plan))
     write_manifest(folder, plan.options, _source_record(checkpoint), _tensor_records(plan, streamed))
 

@@ -34,6 +34,8 @@ class ExportOptions:
         accuracy_level: precision of ONNX Runtime's products with codes: 4 multiplies int8 activations, 1 float32 ones,
             for which it expands codes of 5 to 8 bits anew at each call.
         genai_device: device that genai_config.json names to onnxruntime-genai: "cpu", "cuda" or "cuda:N".
+        web: whether the model also gives what its attention maps are computed of, and the folder a description for
+            pages that draw them.
     """
 
     weights: Scheme = FULL
@@ -46,6 +48,7 @@ class ExportOptions:
     pure: bool = False
     accuracy_level: int = 4
     genai_device: str = "cpu"
+    web: bool = False
 
     def __post_init__(self) -> None:
         problems = list(self._problems())
@@ -92,6 +95,16 @@ class ExportOptions:
             yield "onnxruntime-genai needs a KV cache: leave out --no-cache or --genai-device"
         if not self.cache and self.kv_bits < 16:
             yield f"--kv {self.kv_bits} and --no-cache contradict each other"
+        if self.web:
+            yield from self._web_problems()
+
+    def _web_problems(self) -> Iterator[str]:
+        if not self.cache or self.kv_bits < 16:
+            yield "--web reads the keys in a float32 KV cache: leave out --no-cache and --kv"
+        if self.dtype != "float32":
+            yield "--web is float32: leave out --dtype"
+        if self.logits.quantizes:
+            yield "--web rounds logits in the page: leave out --logits"
 
 
 def check_runtime(options: ExportOptions) -> None:

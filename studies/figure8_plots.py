@@ -5,7 +5,7 @@ from pathlib import Path
 from statistics import quantiles
 from typing import Any
 
-from diffquant.report.plots import COLOURS, MARKERS, new_figure, tidy
+from diffquant.report.plots import REFERENCE, look, new_figure, tidy
 from studies.figure8_model import mean_kl, predicted
 
 _COLUMNS = 3
@@ -60,7 +60,7 @@ def plot_against_prediction(results: Sequence[Mapping[str, Any]]) -> Any:
     axis = figure.subplots()
     drawn: list[float] = []
     for number, result in enumerate(results):
-        colour, marker = COLOURS[number % len(COLOURS)], MARKERS[number % len(MARKERS)]
+        colour, marker = look(number)["color"], look(number)["marker"]
         for shift in (False, True):
             schemes = [scheme for scheme in result["kl"] if scheme.endswith(":shift") == shift]
             if not schemes:
@@ -77,7 +77,7 @@ def plot_against_prediction(results: Sequence[Mapping[str, Any]]) -> Any:
                 facecolors="none" if shift else colour,
                 label=f"{result['model']}, shift" if shift else result["model"],
             )
-    axis.plot([min(drawn), max(drawn)], [min(drawn), max(drawn)], color="#888888", linewidth=1)
+    axis.plot([min(drawn), max(drawn)], [min(drawn), max(drawn)], color=REFERENCE, linewidth=1)
     axis.set_xscale("log")
     axis.set_yscale("log")
     axis.set_xlabel("predicted KL, nats")
@@ -97,11 +97,10 @@ def _line(axis: Any, result: Mapping[str, Any], granularity: str, number: int) -
         [middle for middle, _, _ in middles],
         yerr=[[middle - low for middle, low, _ in middles], [high - middle for middle, _, high in middles]],
         label=result["model"],
-        color=COLOURS[number % len(COLOURS)],
-        marker=MARKERS[number % len(MARKERS)],
         markersize=4,
         linewidth=1.4,
         capsize=2,
+        **look(number),
     )
 
 

@@ -2,33 +2,70 @@
 
     python -m studies.plots [FOLDER...]
 
-A plot that no program here draws is named, and the command fails: a picture without its numbers proves nothing.
+Each picture holds a digest of those files and of the code that draws, by which `is_stale` knows it without drawing. A
+plot that no program here draws is named, and the command fails: a picture without its numbers proves nothing.
 """
 
+import ast
+import hashlib
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 
 from diffquant.bench.cells import read_result
 from diffquant.bench.plots import plots as bench_plots
 from diffquant.calib.analysis.attention_map_outputs import plot_attention
 from diffquant.calib.analysis.outlier_outputs import plot_outliers
-from diffquant.calib.search.outputs import heat_map
+from diffquant.calib.analysis.outlier_result import read_outliers
+from diffquant.calib.search.plots import heat_map, plot_pareto
+from diffquant.calib.search.result import read_search
 from diffquant.errors import UsageError
 from diffquant.evals.tasks import task_kinds
 from diffquant.sweep.outputs import plotted_cells
 from diffquant.sweep.plot import plot
+from diffquant.sweep.result import read_sweep
 from studies.figure8_plots import plot_against_prediction, plot_by_bits
-from studies.results import read_attention_maps, read_json, read_outliers, read_search, read_sweep
+from studies.results import read_attention_maps, read_json
 
-RESULTS = Path(__file__).parents[1] / "bench" / "results"
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "bench" / "results"
+
+# The name of the text inside a picture that says what it was drawn from.
+STAMP = "diffquant digest"
 
 _Draw = Callable[[Path], object]
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """A picture that can be drawn again.
+
+    Attributes:
+        draw: function that draws it into a file.
+        raw: files that its numbers come from.
+        code: files of the code that draws, from the root of the checkout.
+    """
+
+    draw: _Draw
+    raw: tuple[Path, ...]
+    code: tuple[str, ...]
+
+    def digest(self) -> str:
+        """SHA-256 of the raw files and the code, the latter without comments and docstrings."""
+        digest = hashlib.sha256()
+        for file in self.raw:
+            digest.update(file.read_bytes())
+        for name in ("diffquant/report/plots.py", *self.code):
+            digest.update(_statements(ROOT / name).encode())
+        return digest.hexdigest()
 
 
 def main(
@@ -40,68 +77,117 @@ def main(
     if unknown:
         raise UsageError(f"nothing here draws {', '.join(map(str, unknown))}; add it to studies/plots.py")
     for picture in pictures:
-        drawings(picture.parent)[picture.name](picture)
+        drawing = drawings(picture.parent)[picture.name]
+        drawing.draw(picture)
+        _stamp(picture, drawing.digest())
         typer.echo(f"drew {picture}")
 
 
+def is_stale(picture: Path) -> bool:
+    """Whether a picture was drawn from other numbers, or by other code, than there are now."""
+    with Image.open(picture) as image:
+        return image.info.get(STAMP) != drawings(picture.parent)[picture.name].digest()
+
+
 @cache
-def drawings(folder: Path) -> dict[str, _Draw]:
+def drawings(folder: Path) -> dict[str, Drawing]:
     """What can be drawn from the raw files of a folder, by the picture's name."""
     drawn = {
-        name: draw
+        name: drawing
         for file in sorted(folder.glob("*.json"))
         for pattern, of_file in _DRAWN_FROM.items()
         if file.match(pattern)
-        for name, draw in of_file(file).items()
+        for name, drawing in of_file(file)
     }
-    return drawn | ({"solved.png": _draw_solved} if any(folder.glob("*/retrieved.json")) else {})
+    retrieved = tuple(sorted(folder.glob("*/retrieved.json")))
+    if retrieved:
+        drawn["solved.png"] = Drawing(_draw_solved, retrieved, ("examples/train/solved_report.py",))
+    return drawn
+
+
+def _stamp(picture: Path, digest: str) -> None:
+    info = PngInfo()
+    info.add_text(STAMP, digest)
+    with Image.open(picture) as image:
+        image.load()
+        image.save(picture, pnginfo=info, dpi=image.info.get("dpi", (160, 160)))
+
+
+@cache
+def _statements(file: Path) -> str:
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    for node in ast.walk(tree):
+        body = getattr(node, "body", None)
+        if (
+            isinstance(body, list)
+            and body
+            and isinstance(body[0], ast.Expr)
+            and isinstance(body[0].value, ast.Constant)
+        ):
+            body[0].value.value = ""
+    return ast.unparse(tree)
 
 
 def _draw_solved(picture: Path) -> None:
     """Have the trainer's program draw, whose modules import each other as a program's do."""
-    program = RESULTS.parents[1] / "examples" / "train" / "solved_report.py"
+    program = ROOT / "examples" / "train" / "solved_report.py"
     subprocess.run([sys.executable, str(program), str(picture.parent)], check=True, stdout=subprocess.DEVNULL)
 
 
-def _of_sweep(file: Path) -> dict[str, _Draw]:
-    sweep = read_sweep(file)
-    of_tasks = {
-        name: partial(draw, plotted_cells(sweep, kind)) for kind in task_kinds() for name, draw in kind.plots.items()
-    }
-    return {"plot.png": partial(plot, sweep), **of_tasks}
+def _of_sweep(file: Path) -> Iterator[tuple[str, Drawing]]:
+    columns = ("diffquant/evals/columns.py", "diffquant/evals/stats.py")
+    yield "plot.png", Drawing(lambda path: plot(read_sweep(file), path), (file,), ("diffquant/sweep/plot.py", *columns))
+    for kind in task_kinds():
+        for name, draw in kind.plots.items():
+            code = f"{draw.__module__.replace('.', '/')}.py"
+            yield name, Drawing(partial(_draw_task, draw, kind, file), (file,), (code, *columns))
 
 
-def _of_outliers(file: Path) -> dict[str, _Draw]:
-    return {"outliers.png": partial(plot_outliers, read_outliers(file))}
+def _draw_task(draw: Any, kind: Any, file: Path, path: Path) -> None:
+    draw(plotted_cells(read_sweep(file), kind), path)
 
 
-def _of_attention(file: Path) -> dict[str, _Draw]:
-    return {"attention-map.png": partial(plot_attention, read_attention_maps(file))}
+def _of_outliers(file: Path) -> Iterator[tuple[str, Drawing]]:
+    code = ("calib/analysis/outlier_outputs.py",)
+    yield "outliers.png", Drawing(lambda path: plot_outliers(read_outliers(file), path), (file,), code)
 
 
-def _of_search(file: Path) -> dict[str, _Draw]:
-    return {f"{file.stem}.png": partial(heat_map, read_search(file))}
+def _of_attention(file: Path) -> Iterator[tuple[str, Drawing]]:
+    code = ("calib/analysis/attention_map_outputs.py",)
+    yield "attention-map.png", Drawing(lambda path: plot_attention(read_attention_maps(file), path), (file,), code)
 
 
-def _of_bench(file: Path) -> dict[str, _Draw]:
-    return {f"{drawn.name}.png": partial(drawn.figure.savefig, dpi=200) for drawn in bench_plots(read_result(file))}
+def _of_search(file: Path) -> Iterator[tuple[str, Drawing]]:
+    code = ("calib/search/plots.py",)
+    yield f"{file.stem}.png", Drawing(lambda path: heat_map(read_search(file), path), (file,), code)
+    searches = tuple(sorted(file.parent.glob("search-*.json")))
+    yield (
+        "pareto.png",
+        Drawing(lambda path: plot_pareto([read_search(each) for each in searches], path), searches, code),
+    )
 
 
-def _of_figure8(file: Path) -> dict[str, _Draw]:
+def _of_bench(file: Path) -> Iterator[tuple[str, Drawing]]:
+    for drawn in bench_plots(read_result(file)):
+        yield f"{drawn.name}.png", Drawing(partial(drawn.figure.savefig, dpi=160), (file,), ("bench/plots.py",))
+
+
+def _of_figure8(file: Path) -> Iterator[tuple[str, Drawing]]:
     """A file a model in one folder, a Transformer first, as the study takes them."""
-    results = [content for each in sorted(file.parent.glob("*.json")) if "kl" in (content := read_json(each))]
-    if not results:
-        return {}
+    files = tuple(each for each in sorted(file.parent.glob("*.json")) if "kl" in read_json(each))
+    if files:
+        code = ("studies/figure8_plots.py", "studies/figure8_model.py")
+        for name, figure in (("kl.png", plot_by_bits), ("prediction.png", plot_against_prediction)):
+            yield name, Drawing(partial(_draw_figure8, figure, files), files, code)
+
+
+def _draw_figure8(figure: Callable[[list[Any]], Any], files: tuple[Path, ...], path: Path) -> None:
+    results = [read_json(file) for file in files]
     results.sort(key=lambda result: (result["generation"] != "Transformer", result["generation"]))
-    by_name = {"kl.png": plot_by_bits, "prediction.png": plot_against_prediction}
-    return {name: partial(_save_figure8, figure, results) for name, figure in by_name.items()}
-
-
-def _save_figure8(figure: Callable[[list[Any]], Any], results: list[Any], path: Path) -> None:
     figure(results).savefig(path, dpi=150)
 
 
-_DRAWN_FROM: dict[str, Callable[[Path], dict[str, _Draw]]] = {
+_DRAWN_FROM: dict[str, Callable[[Path], Iterator[tuple[str, Drawing]]]] = {
     "sweep.json": _of_sweep,
     "outliers.json": _of_outliers,
     "attention-map.json": _of_attention,

@@ -18,8 +18,10 @@ from diffquant.export.native.build import LIBRARY
 
 ROOT = Path(__file__).parents[1]
 ROOMS = ("export", "calib", "bench")
-SUFFIXES = (".py", ".cc", ".h", ".j2", ".typed")
-NOT_BUILT = shutil.ignore_patterns(".*", "results", "build", "dist", "*.egg-info", "__pycache__", "*.so", "*.dylib")
+SUFFIXES = (".py", ".cc", ".h", ".j2", ".css", ".js", ".typed")
+NOT_BUILT = shutil.ignore_patterns(
+    ".*", "results", "node_modules", "build", "dist", "*.egg-info", "__pycache__", "*.so", "*.dylib"
+)
 
 pytest.importorskip("setuptools", minversion="77")
 

@@ -131,13 +131,13 @@ def _simulated(name: str, call: AttentionCall, scheme: str, specialized: bool) -
 
 def _decode(bits: int) -> Path:
     heads = _BATCH * MODEL.kv_pairs
-    tile = DECODE_TILES[f"decode/sm_90/{MODEL.value_width}"]
+    tile = DECODE_TILES[f"decode/sm_90/{MODEL.value_width}/{bits}"]
     width = 2 * MODEL.width + MODEL.value_width
 
     def work(launch: Launch) -> Work:
         if not launch.binary.main_loops:
             return Work()
-        steps = heads * _CONTEXT / tile.keys
+        steps = heads * _CONTEXT / (tile.tokens * tile.warps)
         return Work(steps, heads * _CONTEXT * width * bits / 8, launch.programs)
 
     return Path(_CACHE(bits), _decode_call(bits, heads), work)

@@ -109,10 +109,10 @@ def probe(key: str) -> tuple[Callable[[], object], Check]:
     Raises:
         UsageError: no workload here reaches it.
     """
-    kernel, _, case = key.split("/")
+    kernel, _, case, *bits = key.split("/")
     if kernel in ("gemv", "gemm"):
         return _linear_probe(kernel, int(case))
-    section, name, model = _attention_of(kernel, int(case))
+    section, name, model = _attention_of(kernel, int(case), bits == ["16"])
     keys = _KEYS.get(kernel, _LENGTH)
     work = Workload(model, 1 if section == "decode" else keys, keys, 8 if section == "decode" else 1, "float16")
     peer = SECTIONS[section][name]
@@ -121,8 +121,8 @@ def probe(key: str) -> tuple[Callable[[], object], Check]:
     return lambda: peer.attention(call), lambda: relative_error(peer, call) <= allowed
 
 
-def _attention_of(kernel: str, width: int) -> tuple[str, str, Model]:
-    """Section, peer and model whose call chooses this entry; decode's cases are value widths."""
+def _attention_of(kernel: str, width: int, of_states: bool) -> tuple[str, str, Model]:
+    """Section, peer and model whose call chooses this entry; decode's cases are value widths, of states or codes."""
     names = {
         "prefill_v1": "DIFF, fused",
         "prefill_v2": "DIFF, fused",
@@ -133,7 +133,7 @@ def _attention_of(kernel: str, width: int) -> tuple[str, str, Model]:
     v2 = {64: MODELS["smollm2-135m-diff-v2"], 128: V2}
     if kernel == "decode":
         model = next((m for m in (*v2.values(), *v1.values()) if m.value_width == width), None)
-        section, name = "decode", "DIFF, fused, 4-bit cache"
+        section, name = "decode", f"DIFF, fused, {16 if of_states else 4}-bit cache"
     else:
         model = (v2 if kernel == "prefill_v2" else v1).get(width)
         section, name = "attention", names.get(kernel, "")

@@ -3,15 +3,14 @@
 Source: arXiv 2410.05258, section 3.7, Table 5: the largest magnitudes and the median over 0.4 M tokens.
 """
 
-import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from diffquant.calib.analysis.outlier_result import HIDDEN, LOGITS, RANKS, Magnitude, ModelOutliers, Outliers
 from diffquant.calib.statistics import QUANTILE_ERROR, Largest, Magnitudes
 from diffquant.loading import load
 from diffquant.model.causal import CausalModel
@@ -24,9 +23,6 @@ from diffquant.support.progress import Progress, silent
 from diffquant.support.versions import versions
 from diffquant.text.corpus import load_text, text_digest
 from diffquant.text.tokens import token_windows
-
-RANKS = (1, 2, 3, 10, 100)
-LOGITS, HIDDEN = "logits", "hidden"
 
 
 @dataclass(frozen=True)
@@ -48,59 +44,6 @@ class OutlierOptions:
     dtype: str = "auto"
     device: str = "auto"
     batch_tokens: int = 4096
-
-
-@dataclass(frozen=True)
-class Magnitude:
-    """Magnitudes of one kind of activation.
-
-    Attributes:
-        count: number of magnitudes.
-        top: largest ones by rank, exact; ranks beyond the count are left out.
-        median: median, its relative error at most `QUANTILE_ERROR`.
-    """
-
-    count: int
-    top: dict[int, float]
-    median: float
-
-
-@dataclass(frozen=True)
-class ModelOutliers:
-    """Magnitudes of one model's activations by kind, "logits" and "hidden".
-
-    Attributes:
-        name: name of the checkpoint's folder or file.
-        generation: "DIFF V1", "DIFF V2" or "Transformer".
-        fingerprint: fingerprint of the checkpoint.
-        tokens: number of tokens that it read.
-        layers: magnitudes of each layer, without logits where a layer has no attention.
-        overall: magnitudes of all layers together.
-    """
-
-    name: str
-    generation: str
-    fingerprint: str
-    tokens: int
-    layers: list[dict[str, Magnitude]]
-    overall: dict[str, Magnitude]
-
-
-@dataclass(frozen=True)
-class Outliers:
-    """Outliers of several models over one text.
-
-    Attributes:
-        models: results of the models, in the order asked for.
-        settings: text, window, dtype and versions of the run.
-    """
-
-    models: list[ModelOutliers]
-    settings: dict[str, Any]
-
-    def to_json(self) -> str:
-        """The results as a JSON document."""
-        return json.dumps(asdict(self), indent=1) + "\n"
 
 
 def find_outliers(models: Sequence[Path], options: OutlierOptions, progress: Progress = silent) -> Outliers:

@@ -1,7 +1,9 @@
 """The result of a search, as plain data."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from diffquant.recipe import Recipe
@@ -78,3 +80,31 @@ class SearchResult:
     def to_json(self) -> str:
         """The result as a JSON document."""
         return json.dumps(asdict(self) | {"recipe": self.recipe.to_dict()}, indent=1) + "\n"
+
+
+def read_search(file: Path) -> SearchResult:
+    """The result in a search-*.json."""
+    data = json.loads(file.read_text(encoding="utf-8"))
+    measurements = [
+        Measurement(**unit | {name: {int(bits): cost for bits, cost in unit[name].items()} for name in _BY_WIDTH})
+        for unit in data["measurements"]
+    ]
+    candidates = [Candidate(**candidate) for candidate in data["candidates"]]
+    recipe = Recipe.from_dict(data["recipe"])
+    return SearchResult(**data | {"candidates": candidates, "measurements": measurements, "recipe": recipe})
+
+
+def read_searches(folder: Path) -> list[SearchResult]:
+    """The results in a folder, by their files' names."""
+    return [read_search(file) for file in sorted(folder.glob("search-*.json"))]
+
+
+def alike(results: Sequence[SearchResult]) -> list[list[SearchResult]]:
+    """Results of the same model and targets together, which one chart can hold."""
+    groups: dict[tuple[str, ...], list[SearchResult]] = {}
+    for result in results:
+        groups.setdefault((result.model, *result.candidates[0].bits), []).append(result)
+    return list(groups.values())
+
+
+_BY_WIDTH = ("kl", "attention")

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from diffquant.calib.search.allocation import Allocation, Budget, allocate, average_bits, require_scipy, spread_evenly
-from diffquant.calib.search.journal import Journal
 from diffquant.calib.search.products import OneDnnProducts
 from diffquant.calib.search.result import Candidate, Measurement, SearchResult
 from diffquant.calib.search.sensitivity import Cost, Sensitivity
@@ -21,6 +20,7 @@ from diffquant.recipe import DEFAULT_GRANULARITY, Recipe
 from diffquant.source.source import Source, open_source
 from diffquant.support.code import code_digest, provenance
 from diffquant.support.devices import resolve_device, resolve_dtype
+from diffquant.support.journal import Journal
 from diffquant.support.progress import Progress, silent
 from diffquant.support.versions import versions_of_run
 from diffquant.sweep.storage import weight_bytes

@@ -97,7 +97,7 @@ def bench(
         checkpoints=tuple(checkpoint or run.demo_checkpoints()),
         graph=graph,
     )
-    result = run.run_bench(options, progress_for("bench"))
+    result = run.run_bench(options, output, progress_for("bench"))
     written = run.write_bench_outputs(result, output)
     typer.echo(json.dumps(result.to_dict(), indent=1) if as_json else markdown(result))
     if former:

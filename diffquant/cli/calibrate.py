@@ -139,8 +139,9 @@ def search(
     They are written as a recipe, which quantize, generate, eval and sweep take.
     """
     from diffquant.calib.search.allocation import Budget
-    from diffquant.calib.search.outputs import search_table, write_search
+    from diffquant.calib.search.outputs import write_search
     from diffquant.calib.search.search import Search, SearchOptions
+    from diffquant.calib.search.table import search_table
     from diffquant.support.files import check_writable
 
     options = SearchOptions(

@@ -68,6 +68,9 @@ def export(
     genai_device: Annotated[
         str, typer.Option(metavar="NAME", help="Device that onnxruntime-genai is told of: cpu, cuda or cuda:N.")
     ] = "cpu",
+    web: Annotated[
+        bool, typer.Option("--web", help="Also give what attention maps are drawn of, as examples/web does.")
+    ] = False,
     revision: Revision = None,
     push: Push = None,
     overwrite: Overwrite = False,
@@ -94,6 +97,7 @@ def export(
         pure=pure_onnx,
         accuracy_level=accuracy_level,
         genai_device=genai_device,
+        web=web,
     )
     check_push(push)
     progress = progress_for("export")

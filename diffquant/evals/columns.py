@@ -4,7 +4,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple, Protocol
 
-from diffquant.evals.stats import Difference, Estimate, Flips, estimate, flips, paired_difference, recovery
+from diffquant.evals.stats import (
+    Difference,
+    Estimate,
+    Flips,
+    estimate,
+    flips,
+    mean_interval,
+    paired_difference,
+    recovery,
+    wilson_interval,
+)
 from diffquant.evals.task_result import TaskResult
 from diffquant.support.plain_data import JsonObject
 
@@ -37,11 +47,15 @@ class Columns(Protocol):
 
     Attributes:
         by_item: whether results are scores of items. Tables show such tasks first.
-        is_log: whether what a plot draws spans decades.
+        is_log: whether the change from 16 bits spans decades.
+        change_label: text of the axis of changes.
+        score_label: text of the axis of scores.
     """
 
     by_item: ClassVar[bool]
     is_log: ClassVar[bool]
+    change_label: ClassVar[str]
+    score_label: ClassVar[str]
 
     def heads(self, task: str, results: Sequence[TaskResult], alone: bool) -> list[str]:
         """Heads of the text table's columns.
@@ -59,11 +73,14 @@ class Columns(Protocol):
     def unmeasured(self) -> JsonObject:
         """Numbers that rows have also in a sweep without the task."""
 
-    def drawn(self, compared: Compared) -> Drawn | None:
-        """What a plot draws of one row; None where that is nothing."""
+    def change(self, compared: Compared) -> Drawn | None:
+        """How far one row is from 16 bits, with its 95 % interval; None where that was not measured."""
 
-    def label(self, task: str, result: TaskResult) -> str:
-        """What the plot's axis says of them."""
+    def score(self, compared: Compared) -> Drawn | None:
+        """The score of one row by itself, with its 95 % interval; None where the change says it all."""
+
+    def change_text(self, change: Drawn) -> str:
+        """A change in words, such as "-5.8 points [-10.4, -1.1]"."""
 
     def notes(self, results: Sequence[TaskResult]) -> list[str]:
         """What a reader must know, over all tasks with these columns."""
@@ -74,33 +91,32 @@ class Accuracy:
     """A score over items, and how it compares with 16 bits on the same items.
 
     Attributes:
+        interval: score with its 95 % interval; None where the score has no scores of items.
         difference, flips, recovery: comparison with 16 bits; None where there is no 16-bit result, flips also
             where the task keeps no choices.
     """
 
     score: Estimate
+    interval: Difference | None = None
     difference: Difference | None = None
     flips: Flips | None = None
-    recovery: float | None = None
+    recovery: Difference | None = None
 
     @classmethod
     def of(cls, result: TaskResult, baseline: TaskResult | None) -> "Accuracy":
         """The accuracy of a result, compared with the 16-bit one where there is one."""
-        score = _score(result)
+        score, interval = _score(result), _share_interval(result.values) if result.values else None
         if baseline is None:
-            return cls(score)
-        paired = result.values is not None and baseline.values is not None
-        return cls(
-            score,
-            paired_difference(result.values or [], baseline.values or []) if paired else None,
-            _flips(result, baseline),
-            recovery(score.mean, _score(baseline).mean),
-        )
+            return cls(score, interval)
+        if result.values is None or baseline.values is None:
+            return cls(score, interval)
+        change = paired_difference(result.values, baseline.values)
+        return cls(score, interval, change, _flips(result, baseline), recovery(change, _score(baseline).mean))
 
 
 @dataclass(frozen=True)
 class ItemColumns:
-    """Columns of a task that is scored item by item: score, difference from 16 bits, flips, recovery.
+    """Columns of a task that is scored item by item: score, difference from 16 bits, flips.
 
     Attributes:
         named_alone: whether heads name the task also where no other is shown.
@@ -108,36 +124,41 @@ class ItemColumns:
 
     by_item: ClassVar[bool] = True
     is_log: ClassVar[bool] = False
+    change_label: ClassVar[str] = "difference from 16 bits, points"
+    score_label: ClassVar[str] = "score, %"
 
     named_alone: bool = True
 
     def heads(self, task: str, results: Sequence[TaskResult], alone: bool) -> list[str]:
         metric = results[0].metric if results else "score"
         prefix = f"{task} " if self.named_alone or not alone else ""
-        return [f"{prefix}{metric}", "difference [95 %]", "flips", "recovery"]
+        return [f"{prefix}{metric} % [95 %]", "difference [95 %]", "flips"]
 
     def texts(self, compared: Compared) -> list[str]:
         if compared.result is None:
-            return [FAILED, MISSING, MISSING, MISSING]
+            return [FAILED, MISSING, MISSING]
         accuracy = Accuracy.of(compared.result, compared.baseline)
-        score, change, flipped = accuracy.score, accuracy.difference, accuracy.flips
+        score, change, flipped = accuracy.interval, accuracy.difference, accuracy.flips
         return [
-            f"{score.mean:.4g}" if score.se is None else f"{score.mean:.1%} ± {score.se:.1%}",
-            f"{100 * change.mean:+.1f} [{100 * change.low:+.1f}, {100 * change.high:+.1f}]" if change else MISSING,
+            f"{accuracy.score.mean:.4g}" if score is None else _percent_text(score, ".1f"),
+            _percent_text(change, "+.1f") if change else MISSING,
             f"+{flipped.gained} -{flipped.lost}" if flipped else MISSING,
-            number_text(accuracy.recovery, ".1%"),
         ]
 
     def record(self, task: str, compared: Compared) -> JsonObject:
         result = compared.result
         accuracy = Accuracy.of(result, compared.baseline) if result else None
         score = accuracy.score if accuracy else None
+        interval = accuracy.interval if accuracy else None
         change = accuracy.difference if accuracy else None
         flipped = accuracy.flips if accuracy else None
+        recovered = accuracy.recovery if accuracy else None
         numbers = {
             "metric": result.metric if result else None,
             "score": score.mean if score else None,
             "se": score.se if score else None,
+            "low": interval.low if interval else None,
+            "high": interval.high if interval else None,
             "n": score.n if score else None,
             "difference": change.mean if change else None,
             "difference_low": change.low if change else None,
@@ -145,27 +166,32 @@ class ItemColumns:
             "gained": flipped.gained if flipped else None,
             "lost": flipped.lost if flipped else None,
             "choices_changed": flipped.choices if flipped else None,
-            "recovery": accuracy.recovery if accuracy else None,
+            "recovery": recovered.mean if recovered else None,
+            "recovery_low": recovered.low if recovered else None,
+            "recovery_high": recovered.high if recovered else None,
         }
         return {f"{task} {name}": value for name, value in numbers.items()}
 
     def unmeasured(self) -> JsonObject:
         return {}
 
-    def drawn(self, compared: Compared) -> Drawn | None:
-        """The score in percent; its bar is the interval of the paired difference from 16 bits."""
+    def change(self, compared: Compared) -> Drawn | None:
+        """The paired difference from 16 bits, in points."""
         if compared.result is None:
             return None
-        accuracy = Accuracy.of(compared.result, compared.baseline)
-        score, change = 100 * accuracy.score.mean, accuracy.difference
-        if change is None:
-            return Drawn(score, score, score)
-        low, high = (score + 100 * (end - change.mean) for end in (change.low, change.high))
-        # Nothing is retrieved less often than never, or more often than always.
-        return Drawn(score, max(low, min(score, 0.0)), min(high, max(score, 100.0)))
+        change = Accuracy.of(compared.result, compared.baseline).difference
+        return _drawn(change) if change else None
 
-    def label(self, task: str, result: TaskResult) -> str:
-        return f"{task} {result.metric}, %\n{_score(result).n} items; bars: 95 %\nof the difference from 16 bits"
+    def score(self, compared: Compared) -> Drawn | None:
+        """The score in percent."""
+        if compared.result is None:
+            return None
+        accuracy = Accuracy.of(compared.result, None)
+        mean = accuracy.score.mean
+        return _drawn(accuracy.interval or Difference(mean, mean, mean))
+
+    def change_text(self, change: Drawn) -> str:
+        return f"{change.value:+.1f} points [{change.low:+.1f}, {change.high:+.1f}]"
 
     def notes(self, results: Sequence[TaskResult]) -> list[str]:
         counts = sorted({_score(result).n for result in results})
@@ -174,8 +200,9 @@ class ItemColumns:
         shots = sorted({result.shots for result in results if result.shots is not None})
         shown = f"many-shot after {', '.join(map(str, shots))} demonstrations" if shots else "zero-shot"
         return [
-            f"{', '.join(map(str, counts))} items, {shown}; ± is one standard error. The difference from 16 bits is "
-            "paired over the same items, with its 95 % interval; flips are items that became right (+) and wrong (-)."
+            f"{', '.join(map(str, counts))} items, {shown}. In brackets are 95 % intervals: Wilson's of a share, "
+            "Student's of other scores. The difference from 16 bits, in points, is paired over the same items; flips "
+            "are items that became right (+) and wrong (-)."
         ]
 
 
@@ -189,6 +216,30 @@ def _score(result: TaskResult) -> Estimate:
     if result.values:
         return estimate(result.values)
     return Estimate(result.score or 0.0, None, result.n or 0)
+
+
+def _share_interval(values: Sequence[float]) -> Difference:
+    """Mean of scores with its 95 % interval, Wilson's where each is 0 or 1."""
+    n = len(values)
+    if set(values) <= {0.0, 1.0}:
+        share = sum(values) / n
+        low, high = wilson_interval(round(sum(values)), n)
+        # Of none and of all, one end is the share itself but for rounding.
+        return Difference(share, min(low, share), max(high, share))
+    interval = mean_interval(values)
+    if not all(0 <= value <= 1 for value in values):
+        return interval
+    # Nothing is retrieved less often than never, or more often than always.
+    return Difference(interval.mean, max(interval.low, 0.0), min(interval.high, 1.0))
+
+
+def _percent_text(interval: Difference, spec: str) -> str:
+    mean, low, high = (format(100 * end, spec) for end in (interval.mean, interval.low, interval.high))
+    return f"{mean} [{low}, {high}]"
+
+
+def _drawn(share: Difference) -> Drawn:
+    return Drawn(100 * share.mean, 100 * share.low, 100 * share.high)
 
 
 def _flips(result: TaskResult, baseline: TaskResult) -> Flips | None:

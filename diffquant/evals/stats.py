@@ -106,9 +106,11 @@ def flips(
     )
 
 
-def recovery(score: float, baseline: float) -> float | None:
-    """Quantized score over the 16-bit one; None where that is 0."""
-    return score / baseline if baseline else None
+def recovery(difference: Difference, baseline: float) -> Difference | None:
+    """Quantized score over the 16-bit one, which is taken as it is, with its 95 % interval; None where that is 0."""
+    if not baseline:
+        return None
+    return Difference(*(1 + end / baseline for end in (difference.mean, difference.low, difference.high)))
 
 
 @cache

@@ -115,10 +115,10 @@ def shared_memory(device: torch.device) -> int:
 
 
 def processors(device: torch.device) -> int:
-    """Number of multiprocessors of a device; the interpreter has two."""
+    """Number of multiprocessors of a device; the interpreter has eight."""
     if _assumed is not None:
         return _assumed.processors
-    return _processors_of(device) if device.type == "cuda" else 2
+    return _processors_of(device) if device.type == "cuda" else 8
 
 
 @cache
@@ -130,6 +130,11 @@ def _shared_memory_of(device: torch.device) -> int:
 @cache
 def _processors_of(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def registers_of(blocks: int, warps: int) -> int:
+    """Number of registers that a thread may take where a multiprocessor, which has 65,536, holds so many blocks."""
+    return min(65_536 // (blocks * warps * 32) // 8 * 8, 255)
 
 
 @cache

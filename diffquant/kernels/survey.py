@@ -16,6 +16,9 @@ from diffquant.kernels.gpu import (
     unpacked_product_refusal,
 )
 
+# Architectures that the tables of configurations were made for.
+_ARCHITECTURES = {"sm_80": "Ampere", "sm_90": "Hopper"}
+
 
 @dataclass(frozen=True)
 class KernelSurvey:
@@ -39,7 +42,9 @@ class KernelSurvey:
 
     def __str__(self) -> str:
         is_own = self.table.removeprefix("sm_") == self.capability.replace(".", "")
-        tables = f"configurations of {self.table}" + ("" if is_own else ", none being made for this device")
+        tables = f"{_ARCHITECTURES[self.table]}'s configurations ({self.table})" + (
+            "" if is_own else ", none being made for this device"
+        )
         lines = [
             f"CUDA kernels: capability {self.capability}, {self.shared_memory:,} bytes of shared memory a block, "
             f"Triton {self.triton or 'not installed'}, {tables}" + (f", tuned by {self.tuned}" if self.tuned else "")

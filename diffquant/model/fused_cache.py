@@ -145,8 +145,9 @@ class FusedCache(Cache):
 
         if q[0].shape[2] > MAX_QUERIES or (mask.keys is not None and mask.ranges is None):
             return None
-        # The kernel computes a noise map for each pair.
-        q = [each_pairs_noise(x, q[0].shape[1]) for x in q]
+        if q[-1].shape[1] % v.shape[1]:
+            # The kernel takes whole noise heads for each KV head.
+            q = [each_pairs_noise(x, q[0].shape[1]) for x in q]
         return decode(q, self.layers[layer].append(k, v), lam, scale=scale, mask=mask, post=post)
 
 

@@ -1,7 +1,60 @@
-"""Figures, axes and colours that all plots share, and their form on a page."""
+"""Figures, axes and looks that all plots share, and their form on a page."""
 
 import io
-from typing import Any, Literal
+import re
+from html import escape
+from typing import Any, Literal, TypedDict
+
+# Okabe and Ito's colours, which people with any common colour blindness can tell apart, and three of Paul Tol's.
+COLOURS = (
+    "#0072B2",
+    "#D55E00",
+    "#009E73",
+    "#CC79A7",
+    "#E69F00",
+    "#56B4E9",
+    "#000000",
+    "#AA4499",
+    "#999933",
+    "#88857F",
+)
+STYLES = ("-", "--", ":", "-.")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+# Marks of the same shapes as text, for a legend on a page.
+GLYPHS = dict(zip(MARKERS, "●■▲◆▼✚✖", strict=True))
+
+GRID, REFERENCE = "#dddddd", "#888888"
+# What a page colours by its scheme, dark or light; all other colours stay as they are drawn.
+_THEMED = {"#000000": "currentColor", "#ffffff": "var(--paper)", GRID: "var(--grid)", REFERENCE: "var(--muted)"}
+
+
+class Look(TypedDict):
+    """What tells a series from the others, by the names that matplotlib has for it."""
+
+    color: str
+    linestyle: str
+    marker: str
+
+
+def look(number: int) -> Look:
+    """Look of a series by its number; no two of the first 140 are alike."""
+    return Look(
+        color=COLOURS[number % len(COLOURS)],
+        linestyle=STYLES[number % len(STYLES)],
+        marker=MARKERS[number % len(MARKERS)],
+    )
+
+
+class Tips:
+    """Texts that a page shows where the pointer rests on a point of a drawing."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+
+    def mark(self, axis: Any, x: float, y: float, text: str) -> None:
+        """Lay an unseen mark over a point, large enough to be hit."""
+        axis.plot([x], [y], "o", markersize=13, color="none", zorder=9, gid=f"tip-{len(self.texts)}")
+        self.texts.append(text)
 
 
 def new_figure(width: float, height: float) -> Any:
@@ -27,26 +80,34 @@ def plain_log_scale(axis: Any) -> None:
     axis.yaxis.set_minor_locator(NullLocator())
 
 
-def as_svg(figure: Any) -> str:
-    """The figure as one <svg> element that refers to nothing outside itself."""
+def as_svg(figure: Any, name: str, tips: Tips | None = None) -> str:
+    """The figure as one <svg> element that refers to nothing outside itself.
+
+    Its letters are text and its black, white and greys are those of the page, dark or light.
+
+    Args:
+        name: what the drawing shows, for those who hear the page read.
+        tips: texts of its points.
+    """
     import matplotlib
 
     buffer = io.StringIO()
-    with matplotlib.rc_context({"svg.fonttype": "path"}):
-        figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
+    # The salt makes the same drawing the same text.
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
+        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     text = buffer.getvalue()
-    return text[text.index("<svg") :]
+    text = re.sub("|".join(_THEMED), lambda found: _THEMED[found[0]], text[text.index("<svg") :])
+    text = text.replace("<svg ", f'<svg role="img" aria-label="{escape(name)}" ', 1)
+    for number, tip in enumerate(tips.texts if tips else ()):
+        titled = f'<g class="tip" tabindex="0"><title>{escape(tip)}</title>'
+        text = text.replace(f'<g id="tip-{number}">', titled, 1)
+    # Several drawings stand in one document, where nothing refers to these.
+    return re.sub(r'<g id="[a-z]+[a-z0-9_.]*">', "<g>", text)
 
 
-def tidy(axis: Any, grid: Literal["y", "both"] = "y") -> None:
+def tidy(axis: Any, grid: Literal["x", "y", "both"] = "y") -> None:
     """Give an axis a pale grid behind what is drawn, open at the top and on the right."""
-    axis.grid(axis=grid, color="#dddddd", linewidth=0.7)
+    axis.grid(axis=grid, color=GRID, linewidth=0.7)
     axis.set_axisbelow(True)
     for side in ("top", "right"):
         axis.spines[side].set_visible(False)
-
-
-# Okabe and Ito's colours, which people with any common colour blindness can tell apart.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-STYLES = ("-", "--", ":", "-.")
-MARKERS = ("o", "s", "^", "D")

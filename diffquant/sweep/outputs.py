@@ -7,9 +7,10 @@ from pathlib import Path
 from diffquant.errors import UsageError
 from diffquant.evals.task import PlottedCell, Task
 from diffquant.evals.tasks import kind_of, task_kinds
+from diffquant.report.page import page
 from diffquant.support.files import write_atomically
 from diffquant.sweep.plot import panel_title, plot
-from diffquant.sweep.report import write_report
+from diffquant.sweep.report import sweep_report
 from diffquant.sweep.result import SweepResult, model_names
 from diffquant.sweep.table import csv_table
 
@@ -21,11 +22,12 @@ def write_outputs(sweep: SweepResult, folder: Path) -> list[Path]:
     """
     table, report = folder / "table.csv", folder / "report.html"
     write_atomically(table, csv_table(sweep))
-    write_report(sweep, report)
     plots = {"plot.png": partial(plot, sweep)}
     for kind in task_kinds():
         plots |= {name: partial(draw, plotted_cells(sweep, kind)) for name, draw in kind.plots.items()}
     drawn = [folder / name for name, draw in plots.items() if _draw_if_any(draw, folder / name)]
+    files = ["sweep.json", *(file.name for file in (table, *drawn))]
+    write_atomically(report, page(sweep_report(sweep, folder.absolute().name, files)))
     return [table, *drawn, report]
 
 

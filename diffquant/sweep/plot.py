@@ -1,48 +1,99 @@
-"""A plot of results against bits: a row of panels a task, a panel for each thing that is quantized, a line a model.
+"""A plot of results against bits: for each task what was lost against 16 bits, and below it the scores themselves.
+
+A panel is what is quantized at one granularity, a line in it is a model.
 
 Source: the presentation follows figure 8 of arXiv 2410.05258.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from diffquant.errors import UsageError
-from diffquant.evals.columns import Drawn
+from diffquant.evals.columns import Compared, Drawn
 from diffquant.evals.tasks import kind_of
-from diffquant.report.plots import COLOURS, MARKERS, as_svg, literal, new_figure, plain_log_scale, tidy
+from diffquant.report.plots import REFERENCE, Tips, as_svg, literal, look, new_figure, plain_log_scale, tidy
 from diffquant.sweep.grid import EXPORTED, RECIPE, Point
 from diffquant.sweep.result import SweepResult
 from diffquant.sweep.table import rows, tasks_of
 
 if TYPE_CHECKING:
-    from matplotlib.artist import Artist
     from matplotlib.axes import Axes
-    from matplotlib.container import ErrorbarContainer
     from matplotlib.figure import Figure
 
 TITLES = {"logits": "attention logits", "kv": "KV cache", "k": "keys", "v": "values"}
-# Distance between two lines at one width, in units of the axis; panels side by side.
-_SPREAD, _COLUMNS = 0.08, 6
+# Distance in bits between two models at one width; panels side by side.
+_SPREAD, _COLUMNS = 0.12, 5
 # Where a logarithmic axis ends, as a share of the lowest point: an interval that holds 0 would have no end.
 _FLOOR = 0.5
+# Inches of a panel with its labels, and of a band of scores below one of changes.
+_WIDE, _NARROW, _TALL, _LOW = 4.6, 3.0, 3.0, 2.3
 
 
 def panel_title(point: Point) -> str:
-    """What a point quantizes, such as "attention logits, per row"."""
+    """What a point quantizes, such as "attention logits, per row with shift"."""
     title = TITLES.get(point.target, point.target)
     if point.target in (EXPORTED, RECIPE):
         return title
-    return f"{title}, {'static' if point.granularity == 'static' else f'per {point.granularity}'}"
+    if point.granularity == "static":
+        return f"{title}, static"
+    shared, _, form = point.granularity.partition(":")
+    return f"{title}, per {shared}" + (f" with {form}" if form else "")
 
 
 @dataclass(frozen=True)
 class BitsLine:
-    """One model in one panel: what is drawn at each width, from wide to narrow."""
+    """One model in one panel.
+
+    Attributes:
+        points: what is drawn at each width, from wide to narrow.
+        full: what is drawn at 16 bits; None for a change, which is nothing there.
+    """
 
     model: str
     points: tuple[tuple[int, Drawn], ...]
+    full: Drawn | None = None
+
+
+@dataclass(frozen=True)
+class Band:
+    """Panels of one task under one scale.
+
+    Attributes:
+        label: text of the axis.
+        is_change: whether the distance from 16 bits is drawn, and not the score itself.
+        is_log: whether values span decades.
+        lines: lines by their panel's title.
+    """
+
+    task: str
+    label: str
+    is_change: bool
+    is_log: bool
+    lines: dict[str, list[BitsLine]]
+
+    @property
+    def models(self) -> list[str]:
+        return list(dict.fromkeys(line.model for lines in self.lines.values() for line in lines))
+
+
+@dataclass(frozen=True)
+class Chart:
+    """One panel as a page shows it.
+
+    Attributes:
+        title: what is quantized.
+        svg: drawing as one <svg> element.
+    """
+
+    title: str
+    svg: str
+
+
+def bands(sweep: SweepResult) -> list[Band]:
+    """What there is to draw, in the table's order of tasks; what failed is left out."""
+    return [band for task in tasks_of(sweep) for band in (_band(sweep, task, True), _band(sweep, task, False)) if band]
 
 
 def plot(sweep: SweepResult, path: Path) -> None:
@@ -51,102 +102,145 @@ def plot(sweep: SweepResult, path: Path) -> None:
     Raises:
         UsageError: the sweep has nothing to draw.
     """
-    _figure(sweep).savefig(path, dpi=200)
+    drawn = bands(sweep)
+    if not drawn:
+        raise UsageError("nothing to plot: no quantized cell was measured")
+    _figure(drawn).savefig(path, dpi=160)
 
 
-def svg(sweep: SweepResult) -> str:
-    """The plot as one <svg> element that refers to nothing outside itself.
+def charts(band: Band, models: Sequence[str]) -> list[Chart]:
+    """Each panel of a band by itself, with texts that tell its values.
 
-    Raises:
-        UsageError: the sweep has nothing to draw.
+    Args:
+        models: all models of the page, so that each looks alike in all charts.
     """
-    return as_svg(_figure(sweep))
+    found = []
+    for title, lines in band.lines.items():
+        figure, tips = new_figure(_WIDE, _TALL if band.is_change else _LOW), Tips()
+        axis = figure.subplots()
+        _draw(axis, lines, models, band, tips)
+        axis.set_ylabel(band.label)
+        found.append(Chart(title, as_svg(figure, f"{band.task}, {title}: {band.label}", tips)))
+    return found
 
 
-def panels(sweep: SweepResult, task: str) -> dict[str, list[BitsLine]]:
-    """A task's lines by their panel's title; what failed, and a task that has nothing to draw of it, is left out."""
+def bars_text(drawn: Sequence[Band]) -> str:
+    """What bars and dashed lines are."""
+    if all(band.is_change for band in drawn):
+        return "bars: 95 % intervals"
+    return "bars: 95 % intervals, of differences paired over the same items; dashed: 16 bits"
+
+
+def _band(sweep: SweepResult, task: str, is_change: bool) -> Band | None:
+    columns = kind_of(task).columns
+    drawn_by = columns.change if is_change else columns.score
+    full: dict[str, Drawn | None] = {}
     drawn: dict[tuple[str, str], list[tuple[int, Drawn]]] = {}
-    at_16: dict[str, list[tuple[int, Drawn]]] = {}
     for row in rows(sweep):
-        compared = row.results[task]
-        value = kind_of(task).columns.drawn(compared) if compared.result else None
-        if value is not None and row.point.is_baseline:
-            at_16[row.model] = [(16, value)]
+        compared: Compared = row.results[task]
+        value = drawn_by(compared) if compared.result else None
+        if row.point.is_baseline:
+            full[row.model] = value
         elif value is not None and row.point.target not in (EXPORTED, RECIPE):
             drawn.setdefault((panel_title(row.point), row.model), []).append((row.point.bits, value))
     lines: dict[str, list[BitsLine]] = {}
     for (title, model), narrow in drawn.items():
-        lines.setdefault(title, []).append(BitsLine(model, tuple(at_16.get(model, []) + narrow)))
-    return lines
+        at_16 = None if is_change else full.get(model)
+        lines.setdefault(title, []).append(BitsLine(model, tuple(narrow), at_16))
+    label = columns.change_label if is_change else columns.score_label
+    return Band(task, label, is_change, is_change and columns.is_log, lines) if lines else None
 
 
-def _figure(sweep: SweepResult) -> "Figure":
-    panels_by_task = {task: found for task in tasks_of(sweep) if (found := panels(sweep, task))}
-    if not panels_by_task:
-        raise UsageError("nothing to plot: no quantized cell was measured")
-    titles = list(dict.fromkeys(title for found in panels_by_task.values() for title in found))
-    models = list(
-        dict.fromkeys(line.model for found in panels_by_task.values() for ls in found.values() for line in ls)
-    )
-    columns = min(len(titles), _COLUMNS)
-    bands = -(-len(titles) // columns)
-    figure: Figure = new_figure(1.0 + (4.6 if columns < 3 else 2.7) * columns, 0.8 + 3.2 * bands * len(panels_by_task))
-    grid = figure.subplots(bands * len(panels_by_task), columns, squeeze=False)
-    legend: dict[str, ErrorbarContainer] = {}
-    for number, (task, found) in enumerate(panels_by_task.items()):
-        axes = list(grid[number * bands : (number + 1) * bands].flat)
-        for axis, title in zip(axes, titles, strict=False):
-            axis.set_title(title, fontsize=10)
-            legend |= _draw(axis, found.get(title, []), models)
-        for axis in axes[len(titles) :]:
+def _figure(drawn: list[Band]) -> "Figure":
+    titles = list(dict.fromkeys(title for band in drawn for title in band.lines))
+    models = list(dict.fromkeys(model for band in drawn for model in band.models))
+    # As many panels in each row of them, as nearly as can be.
+    columns = -(-len(titles) // -(-len(titles) // _COLUMNS))
+    strips = list(_strips(drawn, titles, columns))
+    heights = [_TALL if band.is_change else _LOW for band, _ in strips]
+    figure: Figure = new_figure(0.8 + (_WIDE if columns < 3 else _NARROW) * columns, 0.6 + sum(heights))
+    grid = figure.subplots(len(strips), columns, squeeze=False, height_ratios=heights)
+    above: list[str] = []
+    for axes, (band, shown) in zip(grid, strips, strict=True):
+        for axis, title in zip(axes, shown, strict=False):
+            _draw(axis, band.lines.get(title, []), models, band)
+            axis.set_title("" if shown == above else title, fontsize=10)
+            axis.set_xlabel("bits of a code" if band is drawn[-1] else "")
+        above = shown
+        for axis in axes[len(shown) :]:
             axis.set_visible(False)
-        _scale(axes[: len(titles)], found, kind_of(task).columns.is_log)
-        for axis in axes[::columns]:
-            axis.set_ylabel(_axis_label(sweep, task), fontsize=9)
-    # matplotlib's legend takes containers too, which its annotations leave out.
-    handles = cast("list[Artist]", list(legend.values()))
-    figure.legend(handles, list(map(literal, legend)), loc="outside lower center", ncols=3, frameon=False, fontsize=9)
+        axes[0].set_ylabel(f"{band.task}\n{band.label}", fontsize=9)
+    handles = [_handle(number, model) for number, model in enumerate(models)]
+    figure.legend(handles=handles, loc="outside lower center", ncols=3, frameon=False, fontsize=9)
+    figure.suptitle(bars_text(drawn), fontsize=9)
     return figure
 
 
-def _draw(axis: "Axes", lines: Sequence[BitsLine], models: list[str]) -> "dict[str, ErrorbarContainer]":
-    """Draw one panel; returns what the legend shows of each model."""
+def _strips(drawn: list[Band], titles: list[str], columns: int) -> "Iterator[tuple[Band, list[str]]]":
+    """Rows of panels: as many titles at once as there are columns, a task's changes above its scores."""
+    for task in dict.fromkeys(band.task for band in drawn):
+        for first in range(0, len(titles), columns):
+            for band in drawn:
+                if band.task == task:
+                    yield band, titles[first : first + columns]
+
+
+def _handle(number: int, model: str) -> "object":
+    from matplotlib.lines import Line2D
+
+    return Line2D([], [], markersize=5, linewidth=1.6, label=literal(model), **look(number))
+
+
+def _draw(axis: "Axes", lines: Sequence[BitsLine], models: Sequence[str], band: Band, tips: Tips | None = None) -> None:
+    """Draw one panel on the scale that its band has in common."""
     widths = sorted({bits for line in lines for bits, _ in line.points}, reverse=True)
-    drawn: dict[str, ErrorbarContainer] = {}
     for line in lines:
         number = models.index(line.model)
+        style = look(number)
         # Side by side, so that bars at one width stay readable.
         shift = _SPREAD * (number - (len(models) - 1) / 2)
-        values = [value for _, value in line.points]
-        drawn[line.model] = axis.errorbar(
-            [widths.index(bits) + shift for bits, _ in line.points],
-            [value.value for value in values],
-            yerr=[[v.value - v.low for v in values], [v.high - v.value for v in values]],
-            color=COLOURS[number % len(COLOURS)],
-            marker=MARKERS[number % len(MARKERS)],
+        places, values = [bits - shift for bits, _ in line.points], [value for _, value in line.points]
+        bars = [[v.value - v.low for v in values], [v.high - v.value for v in values]]
+        heights = [value.value for value in values]
+        axis.errorbar(
+            places,
+            heights,
+            bars,
             markersize=5,
-            linewidth=1.6,
+            linewidth=1.4,
             elinewidth=1,
             capsize=2.5,
+            **style,
         )
-    axis.set_xticks(range(len(widths)), [str(bits) for bits in widths])
+        if tips:
+            for place, (bits, value) in zip(places, line.points, strict=True):
+                tips.mark(axis, place, value.value, _tip(line.model, bits, value))
+        if line.full is not None:
+            axis.axhline(line.full.value, color=style["color"], linestyle=(number * 3, (3, 6)), linewidth=0.9)
+    axis.set_xticks(widths, [str(bits) for bits in widths])
+    if widths:
+        axis.set_xlim(max(widths) + 0.5, min(widths) - 0.5)
     axis.set_xlabel("bits of a code")
+    if band.is_change and not band.is_log:
+        axis.axhline(0, color=REFERENCE, linewidth=1.2, zorder=1)
     tidy(axis)
-    return drawn
+    _scale(axis, band)
 
 
-def _scale(axes: "Sequence[Axes]", found: dict[str, list[BitsLine]], is_log: bool) -> None:
-    """Give all panels of a task one scale: logarithmic, or from 0 where nothing lies below."""
-    values = [value for lines in found.values() for line in lines for _, value in line.points]
+def _scale(axis: "Axes", band: Band) -> None:
+    """Give a panel its band's scale: logarithmic, around 0 for changes, from 0 on for scores."""
+    lines = [line for found in band.lines.values() for line in found]
+    values = [value for line in lines for value in (*(v for _, v in line.points), *([line.full] if line.full else []))]
     lowest, highest = min(value.value for value in values), max(value.high for value in values)
-    is_log = is_log and lowest > 0
-    bottom = _FLOOR * lowest if is_log else min(0.0, *(value.low for value in values))
-    for axis in axes:
-        axis.set_ylim(bottom, highest * (1 / _FLOOR if is_log else 1.04))
-        if is_log:
-            plain_log_scale(axis)
+    if band.is_log and lowest > 0:
+        axis.set_ylim(_FLOOR * lowest, highest / _FLOOR)
+        plain_log_scale(axis)
+        return
+    bottom, top = min(0.0, *(value.low for value in values)), max(0.0, highest)
+    margin = 0.05 * (top - bottom) or 1.0
+    axis.set_ylim(bottom - (margin if bottom < 0 else 0), top + margin)
 
 
-def _axis_label(sweep: SweepResult, task: str) -> str:
-    result = next(cell.result for cell in sweep.cells if cell.task == task and cell.result)
-    return kind_of(task).columns.label(task, result)
+def _tip(model: str, bits: int, value: Drawn) -> str:
+    bounds = f" [{value.low:.3g}, {value.high:.3g}]" if value.low < value.high else ""
+    return f"{model}, {bits} bits: {value.value:.3g}{bounds}"

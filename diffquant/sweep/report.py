@@ -1,31 +1,69 @@
-"""The report of a sweep as one HTML file: table, plot, settings, and what each layer's logit quantizer did."""
+"""The report of a sweep: what was lost at which width, scores, table, what each layer's quantizer did, settings."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
-from diffquant.errors import UsageError
-from diffquant.report.page import Drawing, Facts, Fold, Items, Note, Section, Table, page
-from diffquant.support.files import write_atomically
+from diffquant.report.page import (
+    Block,
+    Charts,
+    Drawing,
+    Facts,
+    Fold,
+    Items,
+    Key,
+    Note,
+    Report,
+    Section,
+    Subtitle,
+    Table,
+)
+from diffquant.report.plots import GLYPHS, look
 from diffquant.support.plain_data import JsonObject
-from diffquant.sweep.plot import svg
+from diffquant.sweep.headline import headline
+from diffquant.sweep.plot import Band, bands, bars_text, charts
 from diffquant.sweep.result import MeasuredCell, SweepResult, model_names
 from diffquant.sweep.table import cells_of, notes
 
 
-def write_report(sweep: SweepResult, path: Path) -> None:
-    """Write the report atomically."""
-    write_atomically(path, report_html(sweep))
+def sweep_report(sweep: SweepResult, name: str, files: Sequence[str]) -> Report:
+    """The report of a sweep.
 
-
-def report_html(sweep: SweepResult) -> str:
-    """The HTML document; it loads nothing from elsewhere."""
+    Args:
+        name: name of the run.
+        files: names of the files beside the page that it leads to.
+    """
+    drawn = bands(sweep)
     sections = [
         *_failures_section(sweep),
+        *_charts_sections(drawn),
         Section("Results", [_results_table(sweep), *map(Note, notes(sweep))]),
-        *_plot_section(sweep),
         *_logits_section(sweep),
         Section("Settings", [Facts(_settings_facts(sweep.settings))]),
     ]
-    return page("diffquant sweep", [Note(sweep.settings["date"])], sections)
+    return Report("sweep", name, headline(sweep), sweep.settings["date"], sections, files)
+
+
+def _charts_sections(drawn: Sequence[Band]) -> list[Section]:
+    """A section for each task: its change from 16 bits, and below it its scores."""
+    models = list(dict.fromkeys(model for band in drawn for model in band.models))
+    keys = [_key(number, model) for number, model in enumerate(models)]
+    sections = []
+    for task in dict.fromkeys(band.task for band in drawn):
+        mine = [band for band in drawn if band.task == task]
+        blocks: list[Block] = []
+        for band in mine:
+            drawings = [Drawing(chart.svg, chart.title) for chart in charts(band, models)]
+            blocks += [
+                Subtitle(band.label[0].upper() + band.label[1:]),
+                Charts(drawings, keys if band is mine[0] else ()),
+            ]
+        sections.append(Section(task, [*blocks, Note(f"{bars_text(mine).capitalize()}.")]))
+    return sections
+
+
+def _key(number: int, text: str) -> Key:
+    style = look(number)
+    return Key("currentColor" if style["color"] == "#000000" else style["color"], GLYPHS[style["marker"]], text)
 
 
 def _failures_section(sweep: SweepResult) -> list[Section]:
@@ -41,19 +79,12 @@ def _results_table(sweep: SweepResult) -> Table:
     return Table(heads, lines, [point.is_baseline for point in sweep.points], names=3)
 
 
-def _plot_section(sweep: SweepResult) -> list[Section]:
-    try:
-        return [Section("Against bits", [Drawing(svg(sweep))])]
-    except UsageError:
-        return []
-
-
 def _logits_section(sweep: SweepResult) -> list[Section]:
     """The section of scales and clipping by layer, one fold a cell."""
     names = model_names([point.model for point in sweep.points])
     reported = [cell for cell in sweep.cells if cell.logit_report]
     folds = [
-        Fold(f"{names[c.point.model]}, {c.point.label}, {c.task}: {_clipping_text(c)}", _layers_table(c))
+        Fold(f"{names[c.point.model]}, {c.point.label}, {c.task}: {_clipping_text(c)}", [_layers_table(c)])
         for c in reported
     ]
     if not folds:
@@ -62,7 +93,8 @@ def _logits_section(sweep: SweepResult) -> list[Section]:
         "A scale is the distance between two neighbouring codes, in units of the logits; an entry is clipped where it "
         "lies outside the codes. Mean and largest scale are over all scales of a layer."
     )
-    return [Section("Logit quantizers, layer by layer", [Note(explained), *folds])]
+    opened = Fold(f"{len(folds)} cells with quantized logits", [Note(explained), *folds])
+    return [Section("Logit quantizers, layer by layer", [opened])]
 
 
 def _clipping_text(cell: MeasuredCell) -> str:
@@ -94,12 +126,12 @@ def _settings_facts(settings: JsonObject) -> dict[str, str]:
     flat |= {f"SHA-256 of {Path(path).name}": digest for path, digest in settings["models"].items()}
     flat["dtype"] = settings["dtype"]
     flat["commit"] = settings.get("commit") or "not recorded"
-    return {name: _value_text(value) for name, value in flat.items()}
+    return {name: _value_text(value) for name, value in flat.items() if value not in (None, "", [], ())}
 
 
 def _value_text(value: object) -> str:
     if isinstance(value, dict):
-        return ", ".join(f"{key} {inner}" for key, inner in value.items() if key != "name")
+        return ", ".join(f"{key} {inner}" for key, inner in value.items() if key != "name" and inner is not None)
     if isinstance(value, list | tuple):
         return ", ".join(map(str, value))
-    return "default" if value is None else str(value)
+    return str(value)

@@ -6,8 +6,9 @@ from pathlib import Path
 
 from diffquant.errors import FailedCellsError
 from diffquant.evals.task_result import TaskResult
+from diffquant.recipe import Recipe
 from diffquant.support.plain_data import JsonObject
-from diffquant.sweep.grid import Point
+from diffquant.sweep.grid import EXPORTED, Point
 from diffquant.sweep.measurement import Measurement
 
 
@@ -94,6 +95,27 @@ class SweepResult:
             for cell in self.cells
         ]
         return json.dumps({"settings": self.settings, "cells": cells}, indent=1) + "\n"
+
+
+def read_sweep(file: Path, compared: dict[str, str] | None = None) -> SweepResult:
+    """The sweep in a sweep.json. Its points' recipes are empty: neither tables nor plots show more than their names.
+
+    Args:
+        compared: the checkpoint that each exported folder is compared with, where sweep.json is of before it said so.
+    """
+    data = json.loads(file.read_text(encoding="utf-8"))
+    points: dict[tuple[object, ...], Point] = {}
+    cells = []
+    for cell in data["cells"]:
+        key = tuple(cell[name] for name in ("model", "target", "bits", "granularity"))
+        if key not in points:
+            rival = cell.get("compared_with") or (compared or {}).get(cell["model"])
+            rival = rival if cell["target"] == EXPORTED else cell["model"]
+            model, target, bits, granularity = key
+            points[key] = Point(Path(model), target, bits, granularity, Recipe(), Path(rival) if rival else None)
+        measurement = Measurement.from_dict(cell["result"]) if cell["result"] else None
+        cells.append(MeasuredCell(points[key], cell["task"], measurement, cell["error"], cell.get("code")))
+    return SweepResult(cells, data["settings"])
 
 
 def model_names(models: list[Path]) -> dict[Path, str]:

@@ -64,6 +64,13 @@ def notes(sweep: SweepResult) -> list[str]:
     for task in tasks_of(sweep):
         results_by_columns.setdefault(type(kind_of(task).columns), []).extend(_results(sweep, task))
     texts = [note for kind, results in results_by_columns.items() for note in columns_of[kind].notes(results)]
+    compared = sum(
+        kind_of(task).columns.by_item and kind_of(task).columns.change(result) is not None
+        for row in rows(sweep)
+        for task, result in row.results.items()
+    )
+    if compared > 1:
+        texts.append(f"{compared} differences from 16 bits are compared; one 95 % interval in twenty misses by chance.")
     texts.append(
         "stored is the checkpoint (weights, at 16 bits two bytes each) or the cache a token (kv), scales included; "
         "logits store nothing."

@@ -16,7 +16,7 @@ import typer
 from models import CONTROLS, KINDS
 
 from diffquant.errors import UsageError
-from diffquant.report.plots import COLOURS, STYLES, new_figure, tidy
+from diffquant.report.plots import look, new_figure, tidy
 from diffquant.report.tables import aligned
 from diffquant.support.program import run_program
 
@@ -62,14 +62,12 @@ def write_plot(runs: Sequence[Mapping[str, Any]], file: Path) -> None:
     *panels, last = figure.subplots(1, len(needles) + 1, sharex=True, sharey=True)
     for axis, n in zip(panels, needles, strict=True):
         for run in runs:
-            number = _KINDS.index(run["kind"])
             steps = [0, *(each["step"] for each in run["evaluations"])]
             shares = [0.0, *(each["retrieved"][n] for each in run["evaluations"])]
-            axis.plot(steps, shares, STYLES[number % len(STYLES)], color=COLOURS[number], linewidth=1, alpha=0.8)
+            axis.plot(steps, shares, **_look(run["kind"]), linewidth=1, alpha=0.8)
         axis.set_title(f"retrieved, N = {n}", fontsize=10)
     for kind in _kinds_of(runs):
-        style, colour = STYLES[_KINDS.index(kind) % len(STYLES)], COLOURS[_KINDS.index(kind)]
-        last.step(*share_solved(runs, kind, needles[-1]), style, where="post", color=colour, label=kind)
+        last.step(*share_solved(runs, kind, needles[-1]), where="post", label=kind, **_look(kind))
     last.set_title(f"runs that retrieve, N = {needles[-1]}", fontsize=10)
     for axis in (*panels, last):
         axis.set_xlabel("step")
@@ -78,6 +76,10 @@ def write_plot(runs: Sequence[Mapping[str, Any]], file: Path) -> None:
     panels[0].set_ylim(-0.02, 1.05)
     figure.legend(loc="outside lower center", ncols=len(_KINDS), frameon=False, fontsize=9)
     figure.savefig(file, dpi=150)
+
+
+def _look(kind: str) -> dict[str, str]:
+    return {name: value for name, value in look(_KINDS.index(kind)).items() if name != "marker"}
 
 
 def share_solved(runs: Sequence[Mapping[str, Any]], kind: str, n: str) -> tuple[list[int], list[float]]:

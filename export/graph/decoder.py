@@ -10,6 +10,7 @@ from diffquant.export.graph.activations import EMITTED, functions
 from diffquant.export.graph.body import BodyKind, body, contrib_problems
 from diffquant.export.graph.cache_scales import Scales
 from diffquant.export.graph.linears import Linears
+from diffquant.export.graph.maps import MapOutputs
 from diffquant.export.graph.nodes import CONTRIB, Graph
 from diffquant.export.graph.op import DOMAIN, GATES, NAME, VERSION, OpAttributes
 from diffquant.export.graph.plan import EMBEDDING, HEAD, ExportPlan, key_width
@@ -52,6 +53,7 @@ class _Decoder:
         self.graph = Graph(_KINDS[plan.options.dtype])
         self.linears = Linears(self.graph, plan.options)
         self.cache_kind = _CACHE_KINDS[plan.options.kv_bits] if scales else self.graph.kind
+        self.maps = MapOutputs(self.graph, plan.spec)
 
     def emit(self) -> None:
         graph = self.graph
@@ -69,6 +71,8 @@ class _Decoder:
         graph.output("logits", graph.kind, ["batch", "sequence", self.config.vocab_size])
         # Readers of such models expect the logits first.
         graph.outputs.insert(0, graph.outputs.pop())
+        if self.options.web:
+            self.maps.declare()
 
     def model(self, initializers: dict[str, TensorProto]) -> ModelProto:
         own = functions(self.config.hidden_act, self.options.opset)
@@ -156,6 +160,8 @@ class _Decoder:
             gates = [signal_gate, self._output_gate(x, layer)]
             inputs = [q, k, v, lam, *past, *lengths, *tables, *(scales or ["", ""]), *gates]
             self.graph.add_all(NAME, inputs, outputs, DOMAIN, **self._attributes().to_dict())
+            if self.options.web:
+                self.maps.add(layer, q, lam, signal_gate, tables, bool(self._attributes().rotary_interleaved))
         if self.options.cache:
             for name in present:
                 self.graph.output(name, self.cache_kind, self._cache_shape("present"))

@@ -115,6 +115,8 @@ def _problems(source: Source, options: ExportOptions) -> list[str]:
         problems.append(f"its values are {spec.value_dim} wide, its keys {key_width(spec)}")
     if spec.maps == 1 and (options.pure or options.logits.quantizes):
         problems.append("a Transformer's attention is ONNX Runtime's own: leave out --pure-onnx and --logits")
+    if spec.maps == 1 and options.web:
+        problems.append("a Transformer has no second map to show: leave out --web, or convert it --to diff-v2")
     if spec.maps == 1:
         widths = contrib_row_problems(spec.head_dim, spec.rope != "none")
         problems += [f"ONNX Runtime's GroupQueryAttention cannot compute it: {problem}" for problem in widths]

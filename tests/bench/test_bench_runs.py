@@ -12,7 +12,7 @@ from diffquant.bench import memory, run, timing
 from diffquant.bench.cells import BenchCell
 from diffquant.bench.gpu import tune
 from diffquant.bench.programs import comparison, generate, hellaswag, peer_engines, programs
-from diffquant.bench.run import SECTIONS, BenchOptions
+from diffquant.bench.run import SECTIONS, BenchOptions, Part
 from diffquant.cli import app
 from diffquant.errors import FailedCellsError, MissingDependencyError, UsageError
 from diffquant.kernels.configs import AttentionTile
@@ -96,19 +96,46 @@ def test_peers_of_one_section_do_not_stop_another():
     assert set(SECTIONS) >= {"attention", "decode", "generate", "quantize", "export", "sweep"}
 
 
-def test_a_section_that_fails_is_named_and_the_others_go_on(monkeypatch):
+def test_a_section_that_fails_is_named_and_the_others_go_on(monkeypatch, tmp_path):
     def broken(*arguments):
         raise RuntimeError("no such thing")
 
-    monkeypatch.setitem(run._RUN, "quantize", broken)
-    monkeypatch.setitem(run._RUN, "linear", lambda *arguments: [BenchCell("linear", "1 x 1", "dense", values=(1.0,))])
+    monkeypatch.setitem(run._PARTS, "quantize", broken)
+    dense = BenchCell("linear", "1 x 1", "dense", values=(1.0,))
+    monkeypatch.setitem(run._PARTS, "linear", lambda _: [Part("dense", lambda _: [dense])])
     monkeypatch.setattr(run.roofline, "measure_roofline", lambda *arguments: {})
-    result = run.run_bench(BenchOptions(sections=("quantize", "linear")))
+    result = run.run_bench(BenchOptions(sections=("quantize", "linear")), tmp_path)
     failed, measured = result.cells
     assert (failed.section, failed.missing) == ("quantize", "RuntimeError: no such thing")
     assert measured.values == (1.0,)
     with pytest.raises(FailedCellsError, match="quantize: RuntimeError"):
         run.require_complete(result)
+
+
+def test_an_interrupted_bench_goes_on_with_what_it_kept_and_a_whole_one_starts_anew(monkeypatch, tmp_path):
+    ran, stop = [], [True]
+
+    def measure(name):
+        if name == "second" and stop:
+            raise KeyboardInterrupt
+        ran.append(name)
+        return [BenchCell("linear", name, "dense", values=(1.0, 2.0), facts={"rounding error": 0.5})]
+
+    parts = [Part(name, lambda _, name=name: measure(name)) for name in ("first", "second")]
+    monkeypatch.setitem(run._PARTS, "linear", lambda _: parts)
+    monkeypatch.setattr(run.roofline, "measure_roofline", lambda *arguments: ran.append("roofline") or {"copy": {}})
+    options = BenchOptions(sections=("linear",))
+    with pytest.raises(KeyboardInterrupt, match="run the same command again"):
+        run.run_bench(options, tmp_path)
+    stop.clear()
+    result = run.run_bench(options, tmp_path)
+    assert ran == ["roofline", "first", "second"]
+    assert [(cell.workload, cell.values, cell.facts) for cell in result.cells] == [
+        (name, (1.0, 2.0), {"rounding error": 0.5}) for name in ("first", "second")
+    ]
+    assert [file.name for file in tmp_path.iterdir()] == ["bench.json"]
+    run.run_bench(options, tmp_path)
+    assert ran == ["roofline", "first", "second"] * 2
 
 
 def test_a_model_that_transformers_does_not_know_has_no_hflm_beside_it(tmp_path):

@@ -5,7 +5,7 @@ import shutil
 import pytest
 
 from diffquant.errors import UsageError
-from studies.plots import RESULTS, drawings, main
+from studies.plots import RESULTS, drawings, is_stale, main
 
 PICTURES = sorted(RESULTS.rglob("*.png"))
 
@@ -17,6 +17,11 @@ def test_the_command_knows_every_committed_picture(picture):
     )
 
 
+@pytest.mark.parametrize("picture", PICTURES, ids=lambda picture: str(picture.relative_to(RESULTS)))
+def test_every_committed_picture_is_of_todays_numbers_and_code(picture):
+    assert not is_stale(picture), f"{picture} was drawn from other numbers or by other code: make plots"
+
+
 @pytest.mark.parametrize("name", ["pocket-needle-lengths", "figure8-needle-kl"])
 def test_a_folder_is_drawn_again_from_its_raw_files(name, tmp_path, capsys):
     folder = shutil.copytree(RESULTS / name, tmp_path / name)
@@ -25,6 +30,10 @@ def test_a_folder_is_drawn_again_from_its_raw_files(name, tmp_path, capsys):
         picture.write_bytes(b"")
     main([folder])
     assert all(picture.read_bytes().startswith(b"\x89PNG") for picture in pictures)
+    assert not any(map(is_stale, pictures))
+    drawings.cache_clear()
+    next(folder.glob("*.json")).open("a").write("\n")
+    assert any(map(is_stale, pictures))
     assert len(capsys.readouterr().out.splitlines()) == len(pictures) > 0
 
 

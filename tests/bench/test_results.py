@@ -14,8 +14,10 @@ from diffquant.bench.compare import moved, summarize_changes
 from diffquant.bench.contest import peers
 from diffquant.bench.contest.roofline import largest_cache
 from diffquant.bench.plots import plots
-from diffquant.bench.report import csv_table, html_report, markdown
+from diffquant.bench.report import bench_report, csv_table, markdown
 from diffquant.errors import UsageError
+from diffquant.report import page as pages
+from diffquant.report.plots import MARKERS, STYLES
 
 
 def cell(path, values, **more):
@@ -130,7 +132,7 @@ def test_reports_say_what_is_missing_and_load_nothing():
         cell("<fast>", [1.0], length=512, peak_bytes=10**5, error=1e-7),
         replace(cell("gone", []), missing="it runs on CUDA alone", length=512),
     )
-    page = html_report(found)
+    page = pages.page(bench_report(found, "run", ["bench.json"]))
     assert page.count("<svg") == 2
     assert "&lt;fast&gt;" in page
     assert "gone: none, it runs on CUDA alone" in page
@@ -157,6 +159,22 @@ def test_memory_is_measured_again_for_the_paths_that_are_known_and_the_result_sa
     assert f"torch {torch.__version__}" in markdown(now)
     with pytest.raises(UsageError, match="of cuda; its memory is measured with its times"):
         peaks.measure_peaks(replace(before, settings={"device": "cuda"}))
+
+
+def test_paths_at_one_length_have_a_line_each_and_at_several_a_look_each():
+    paths = [f"path {number}" for number in range(11)]
+    at_one = [cell(path, [1.0 + number, 3.0 + number], length=512) for number, path in enumerate(paths)]
+    (axis,) = plots(result(*at_one))[0].figure.axes
+    assert [label.get_text() for label in axis.get_yticklabels()] == paths
+    medians = [
+        line.get_xdata()[0] for line in axis.get_lines() if line.get_marker() in MARKERS and line.get_gid() is None
+    ]
+    assert medians == [2.0 + number for number in range(11)]
+    at_two = [*at_one, *(replace(each, length=1024) for each in at_one)]
+    (axis,) = plots(result(*at_two))[0].figure.axes
+    lines = [line for line in axis.get_lines() if line.get_linestyle() in STYLES and line.get_marker() in MARKERS]
+    looks = {(line.get_color(), line.get_linestyle(), line.get_marker()) for line in lines if line.get_gid() is None}
+    assert len(looks) == len(paths)
 
 
 def test_plots_are_only_of_what_has_lengths(tmp_path):

@@ -4,7 +4,8 @@ import pytest
 import torch
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from diffquant.calib.analysis.outliers import HIDDEN, LOGITS, RANKS, measure_magnitudes
+from diffquant.calib.analysis.outlier_result import HIDDEN, LOGITS, RANKS
+from diffquant.calib.analysis.outliers import measure_magnitudes
 from diffquant.calib.statistics import QUANTILE_ERROR
 from tests.support.models import ours, random_diffllama, random_ids, random_llama
 

@@ -18,11 +18,11 @@ from tests.support import tiny_lm
 pytest.importorskip("scipy")
 
 from diffquant.calib.search.allocation import Budget, allocate, average_bits, spread_evenly
-from diffquant.calib.search.journal import Journal
-from diffquant.calib.search.outputs import search_table, uniform_kl, write_search
+from diffquant.calib.search.outputs import write_search
 from diffquant.calib.search.products import OneDnnProducts
 from diffquant.calib.search.search import Search, SearchOptions
 from diffquant.calib.search.sensitivity import Sensitivity
+from diffquant.calib.search.table import search_table, uniform_kl
 from diffquant.calib.search.units import Unit, find_units, to_recipe
 from diffquant.errors import CheckpointError, GroupSizeError, UsageError
 from diffquant.evals.protocols.perplexity import next_token_kl
@@ -35,6 +35,7 @@ from diffquant.quantization.quantize import quantize
 from diffquant.recipe import Recipe
 from diffquant.source.source import open_source
 from diffquant.source.tokenizer import load_tokenizer
+from diffquant.support.journal import Journal
 from diffquant.text.corpus import load_text
 from diffquant.text.tokens import token_windows
 
@@ -145,10 +146,11 @@ def test_a_search_beats_an_even_spread_resumes_and_its_recipe_quantizes(checkpoi
     assert by_name["searched"].kl < uniform_kl_or(found, by_name)
     assert all(bits <= 6.6 + 1e-9 for bits in found.candidates[0].bits.values())
     assert not Search(checkpoint, Budget.parse("6.6"), OPTIONS, tmp_path / "out").missing
-    recipe_file, data, picture = write_search(found, tmp_path / "out")
+    recipe_file, data, *pictures, report = write_search(found, tmp_path / "out")
     assert Recipe.read(recipe_file) == found.recipe
     assert json.loads(data.read_text())["candidates"][0]["name"] == "searched"
-    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert [picture.read_bytes()[:4] for picture in pictures] == [b"\x89PNG"] * 2
+    assert "<svg" in report.read_text()
     assert "spread evenly" in search_table(found)
     quantize(checkpoint, tmp_path / "low", Recipe.read(recipe_file))
     model = load(tmp_path / "low")

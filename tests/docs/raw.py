@@ -7,8 +7,8 @@ from typing import Any
 
 from diffquant.evals.stats import Difference, paired_difference
 from diffquant.evals.task_result import TaskResult
-from diffquant.sweep.result import SweepResult
-from studies.results import read_json, read_sweep
+from diffquant.sweep.result import SweepResult, read_sweep
+from studies.results import read_json
 from tests.docs.page import RESULTS
 
 

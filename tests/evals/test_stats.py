@@ -2,7 +2,15 @@ import numpy as np
 import pytest
 from scipy import stats as scipy_stats
 
-from diffquant.evals.stats import estimate, flips, mean_interval, paired_difference, recovery, wilson_interval
+from diffquant.evals.stats import (
+    Difference,
+    estimate,
+    flips,
+    mean_interval,
+    paired_difference,
+    recovery,
+    wilson_interval,
+)
 
 
 def paired_bits(n, p_gain, p_lose, rng):
@@ -109,9 +117,10 @@ def test_flips_count_each_way_and_choices_that_stayed_wrong():
     assert (counted.gained, counted.lost, counted.choices) == (2, 1, 4)
 
 
-def test_recovery_is_a_ratio_and_undefined_from_nothing():
-    assert recovery(0.3, 0.4) == pytest.approx(0.75)
-    assert recovery(0.3, 0.0) is None
+def test_recovery_is_a_ratio_with_the_ends_of_the_difference_and_undefined_from_nothing():
+    recovered = recovery(Difference(-0.1, -0.2, 0.04), 0.4)
+    assert (recovered.mean, recovered.low, recovered.high) == pytest.approx((0.75, 0.5, 1.1))
+    assert recovery(Difference(0.3, 0.1, 0.5), 0.0) is None
 
 
 @pytest.mark.parametrize(("successes", "n"), [(0, 5), (3, 7), (541, 544), (12, 12)])

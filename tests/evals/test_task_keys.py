@@ -79,9 +79,10 @@ def test_committed_cells_read_and_write_as_they_are(path):
         result = Measurement.from_dict(cell["result"])
         assert result.to_dict() == cell["result"]
         # What is compared with itself has no difference, and what is compared with nothing no KL.
-        drawn = kind_of(cell["task"]).columns.drawn(Compared(result.result, result.result))
-        assert drawn is None or drawn.low <= drawn.value <= drawn.high
-        assert drawn is not None or cell["bits"] == 16
+        columns, compared = kind_of(cell["task"]).columns, Compared(result.result, result.result)
+        drawn = [each for each in (columns.change(compared), columns.score(compared)) if each]
+        assert all(each.low <= each.value <= each.high for each in drawn)
+        assert drawn or cell["bits"] == 16
 
 
 @pytest.mark.parametrize("path", SWEEPS, ids=[path.parent.name for path in SWEEPS])

@@ -19,7 +19,6 @@ from pathlib import Path
 
 import torch
 
-from diffquant.calib.search.journal import Journal
 from diffquant.errors import DiffQuantError
 from diffquant.evals.labelled import load_dataset
 from diffquant.evals.protocols.hellaswag import load_items
@@ -28,6 +27,7 @@ from diffquant.loading import load
 from diffquant.recipe import Recipe
 from diffquant.scheme import Scheme
 from diffquant.source.ranges import Ranges, read_any_ranges, write_ranges
+from diffquant.support.journal import Journal
 from diffquant.sweep.cell import Cell
 from diffquant.sweep.measurement import Measurement
 from tests.fuzz.checkpoints import ODD, SECONDS, places

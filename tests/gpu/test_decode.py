@@ -131,6 +131,15 @@ def test_what_a_query_sees(generation, queries, keys, mask):
     assert relative_error(out, wanted(q, store, k, lam, scale=0.125, mask=mask)) <= LIMITS[torch.float16]
 
 
+@pytest.mark.parametrize("recipe", RECIPES[1:3], ids=named)
+def test_pairs_that_share_a_noise_head_read_it_once(recipe):
+    q, k, v, lam = random_call("v1", 1, 300, width=128, pairs=8, kv_pairs=2, batch=2, device=DEVICE)
+    q = [q[0], q[1][:, ::4]]
+    store = stored(recipe, k, v)
+    out = decode(q, store, lam, scale=128**-0.5)
+    assert relative_error(out, wanted(q, store, k, lam, scale=128**-0.5)) <= LIMITS[torch.float16]
+
+
 @pytest.mark.parametrize("dtype", LIMITS, ids=str)
 def test_the_pair_norm_is_part_of_the_kernel(dtype):
     q, k, v, lam = random_call("v1", 1, 300, width=128, dtype=dtype, device=DEVICE)

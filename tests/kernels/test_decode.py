@@ -93,6 +93,18 @@ def test_wide_heads_many_rows_and_mixed_bits(dtype):
     check(Recipe.of(k="6:c64", v=8, residual=2), call, limit=LIMIT if dtype == torch.float16 else 1e-5)
 
 
+@pytest.mark.parametrize("queries", [1, 3])
+def test_pairs_that_share_a_noise_head_read_it_once(queries):
+    q, k, v, lam = random_call("v1", queries, 70, pairs=8, kv_pairs=2)
+    check(K4V4, ([q[0], q[1][:, ::4]], k, v, lam))
+
+
+def test_noise_heads_that_no_value_head_has_whole_are_refused():
+    q, k, v, lam = random_call("v1", 1, 20, pairs=8, kv_pairs=2)
+    with pytest.raises(UsageError, match="1 noise heads are no multiple of 2 value heads; repeat them"):
+        decode([q[0], q[1][:, :1]], stored(K4V4, k, v), lam, scale=0.125)
+
+
 @pytest.mark.parametrize("weighted", [False, True], ids=["plain", "affine"])
 def test_the_pair_norm_is_part_of_the_kernel(weighted):
     post = PairNorm(1e-5, torch.linspace(0.5, 2, 128).half() if weighted else None, 0.64)

@@ -8,7 +8,7 @@ import torch
 
 from diffquant.errors import UsageError
 from diffquant.kernels import gpu
-from diffquant.kernels.cache.decode import TILES, _count_stages
+from diffquant.kernels.cache.decode import count_shares
 from diffquant.kernels.gpu import device_refusal, fp8_refusal, triton_version, unpacked_product_refusal
 from diffquant.kernels.linear import gemm
 from diffquant.kernels.linear import linear as module
@@ -92,15 +92,18 @@ def test_where_it_does_not_more_than_16_tokens_take_an_expanded_weight(old_trito
     assert expanded == [packed]
 
 
-@pytest.mark.parametrize(
-    ("shared_memory", "bytes_of_a_token", "stages"),
-    # V1 at d = 128: K of both maps and V, at 16 bits, at 8, and at 16 for V alone.
-    [(232_448, 1024, 3), (166_912, 1024, 3), (KIB_99, 1024, 2), (KIB_99, 512, 3), (KIB_99, 768, 2), (49_152, 1024, 1)],
-)
-def test_decode_loads_ahead_what_shared_memory_holds(machine, shared_memory, bytes_of_a_token, stages):
-    machine((8, 9), shared_memory=shared_memory)
-    tile = TILES["decode/sm_80/256"]
-    assert _count_stages(tile, tile.keys * bytes_of_a_token, CUDA) == stages
+@pytest.mark.parametrize(("others", "steps", "room"), [(96, 128, 264), (32, 128, 264), (7, 512, 216)])
+def test_shares_of_a_long_context_fill_their_waves(others, steps, room):
+    shares = count_shares(others, steps, room)
+    waves = -(-others * shares // room)
+    # Of all that the device has room for while they run, the share that works.
+    assert others * steps / (waves * room * -(-steps // shares)) >= 0.85
+
+
+def test_keys_are_split_while_there_is_room_and_no_further():
+    assert count_shares(1, 1, 264) == 1
+    assert count_shares(1, 128, 264) == 128
+    assert count_shares(264, 128, 264) == 1
 
 
 def test_the_survey_says_what_runs_and_why_the_rest_does_not(machine, monkeypatch):
@@ -110,10 +113,12 @@ def test_the_survey_says_what_runs_and_why_the_rest_does_not(machine, monkeypatc
     (kernel,) = hopper.refused
     assert kernel.startswith("packed linear layers from 17 tokens on")
     assert "#9433" in str(hopper)
+    machine((10, 0))
+    assert "Ampere's configurations (sm_80), none being made for this device" in str(survey(CUDA))
     machine((12, 0), "3.9.0", KIB_99)
     monkeypatch.setenv("DIFFQUANT_KERNEL_CONFIGS", "mine.json")
     assert survey(CUDA).refused == {}
-    assert "configurations of sm_80, none being made for this device, tuned by mine.json" in str(survey(CUDA))
+    assert "Ampere's configurations (sm_80), none being made for this device, tuned by mine.json" in str(survey(CUDA))
     machine((8, 0), "3.4.0")
     assert list(survey(CUDA).refused) == ["any of them"]
     machine((8, 6))

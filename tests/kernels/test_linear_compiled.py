@@ -66,6 +66,22 @@ def test_unpacking_keeps_up_with_memory(binaries, capability, bits):
     assert not {"BAR", "LDS", "STS", "SHFL", "LDL", "STL", "I2F", "F2F"} & loop.keys()
 
 
+@pytest.mark.parametrize(("bits", "passes"), [(4, 1), (6, 1), (8, 2)])
+@pytest.mark.parametrize("capability", DTYPES)
+def test_a_warp_asks_for_six_chunks_at_once(binaries, capability, bits, passes):
+    (loop,) = binaries[f"gemv {capability} {bits}"][0].main_loops
+    # 8 warps share 3,072 columns; each product takes 16.
+    assert loop["HMMA"] * passes == 3072 // 8 // 16
+
+
+def test_blocks_come_early_from_hopper_on_and_wait_for_the_kernel_before(binaries):
+    for bits in (4, 6, 8):
+        early, others = (binaries[f"gemv {capability} {bits}"][0].opcodes for capability in (90, 80))
+        # As the assembler calls griddepcontrol's launch_dependents and wait.
+        assert early["PREEXIT"] == early["ACQBULK"] == 1
+        assert not {"PREEXIT", "ACQBULK"} & others.keys()
+
+
 @pytest.mark.parametrize(("bits", "tokens"), GEMM_CASES)
 @pytest.mark.parametrize("capability", DTYPES)
 def test_products_are_the_tensor_cores_and_take_weights_from_registers(binaries, capability, bits, tokens):

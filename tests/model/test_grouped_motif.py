@@ -9,7 +9,8 @@ from safetensors.torch import load_file, save_file
 
 from diffquant import Recipe, load, quantize
 from diffquant.calib.analysis.last_row import last_maps, last_weights
-from diffquant.calib.analysis.outliers import LOGITS, measure_magnitudes
+from diffquant.calib.analysis.outlier_result import LOGITS
+from diffquant.calib.analysis.outliers import measure_magnitudes
 from diffquant.inspection import inspect_checkpoint
 from diffquant.model.modeling import DiffTransformer
 from diffquant.model.walk import CAUSAL

@@ -12,7 +12,8 @@ from transformers import MambaConfig
 from transformers.models.mamba.modeling_mamba import MambaMixer
 
 from diffquant import Recipe, load, quantize
-from diffquant.calib.analysis.outliers import HIDDEN, LOGITS, RANKS, measure_magnitudes
+from diffquant.calib.analysis.outlier_result import HIDDEN, LOGITS, RANKS
+from diffquant.calib.analysis.outliers import measure_magnitudes
 from diffquant.data import books_text
 from diffquant.errors import CheckpointError, UsageError
 from diffquant.evals.encoding import Request

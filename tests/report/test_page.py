@@ -1,9 +1,27 @@
+import base64
+import hashlib
+import re
 from html.parser import HTMLParser
 
 import pytest
 
-from diffquant.report.page import Drawing, Facts, Fold, Items, Note, Section, Subtitle, Table, page
-from diffquant.report.plots import as_svg, new_figure
+from diffquant.report.page import (
+    Charts,
+    Drawing,
+    Facts,
+    Fold,
+    Items,
+    Key,
+    Link,
+    Note,
+    Report,
+    Section,
+    Subtitle,
+    Table,
+    page,
+    sort_value,
+)
+from diffquant.report.plots import Tips, as_svg, look, new_figure, tidy
 
 EVIL = '<script>alert("1")</script>&\''
 
@@ -18,15 +36,19 @@ class Tags(HTMLParser):
 
     def handle_starttag(self, tag, attributes):
         self.tags.append(tag)
-        if tag not in ("meta", "path", "use"):
+        if tag not in ("meta", "path", "use", "input"):
             self.open.append(tag)
 
     def handle_endtag(self, tag):
         assert self.open.pop() == tag
 
     def handle_data(self, data):
-        if not {"style", "svg"} & set(self.open):
+        if not {"style", "svg", "script"} & set(self.open):
             self.text += data
+
+
+def document(*blocks, name="name", headline=(), links=()):
+    return page(Report("sweep", name, headline, "", [Section("section", blocks)]), links)
 
 
 BLOCKS = {
@@ -36,8 +58,11 @@ BLOCKS = {
     "errors": lambda text: Items([text], errors=True),
     "heads": lambda text: Table([text, "b"], [["1", "2"]]),
     "cells": lambda text: Table(["a", "b"], [[text, "2"]], [True]),
-    "summary": lambda text: Fold(text, Note("inside")),
-    "inside a fold": lambda text: Fold("summary", Table(["a"], [[text]])),
+    "links": lambda text: Table(["a"], [[Link(text, text)]]),
+    "legends": lambda text: Charts([], [Key("red", "x", text)]),
+    "captions": lambda text: Drawing("<svg></svg>", text),
+    "summary": lambda text: Fold(text, [Note("inside")]),
+    "inside a fold": lambda text: Fold("summary", [Table(["a"], [[text]])]),
     "names of facts": lambda text: Facts({text: "value"}),
     "facts": lambda text: Facts({"name": text}),
 }
@@ -45,32 +70,82 @@ BLOCKS = {
 
 @pytest.mark.parametrize("make", BLOCKS.values(), ids=BLOCKS)
 def test_no_text_of_a_block_becomes_a_tag(make):
-    tags = Tags(page("title", [], [Section("section", [make(EVIL)])]))
-    assert "script" not in tags.tags
+    tags = Tags(document(make(EVIL)))
+    assert tags.tags.count("script") == 1  # our own
     assert EVIL in tags.text
     assert not tags.open
 
 
-def test_titles_are_escaped_too():
-    tags = Tags(page(EVIL, [Note(EVIL)], [Section(EVIL, [])]))
-    assert "script" not in tags.tags
+def test_names_headlines_and_links_are_escaped_too():
+    tags = Tags(document(name=EVIL, headline=[EVIL], links=[Link(EVIL, EVIL)]))
+    assert tags.tags.count("script") == 1
     assert tags.text.count(EVIL) == 4
+
+
+def test_a_link_is_a_path_on_the_disk_and_never_a_scheme():
+    assert Link("x", "javascript:alert(1)").address == "./javascript%3Aalert%281%29"
+    assert Link("x", "../a b/report.html").address == "../a%20b/report.html"
+
+
+def test_no_script_runs_but_the_one_whose_digest_the_policy_names():
+    text = document()
+    script = text[text.index("<script>") + len("<script>") : text.index("</script>")]
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    assert f"script-src 'sha256-{digest}'" in text
+    assert "default-src 'none'" in text
 
 
 def test_a_drawing_is_put_in_as_it_is_and_refers_to_nothing_outside():
     figure = new_figure(2, 2)
     figure.subplots().set_title("bits")
-    drawing = as_svg(figure)
+    drawing = as_svg(figure, "name")
     assert drawing.startswith("<svg")
-    document = page("title", [], [Section("section", [Drawing(drawing)])])
-    assert drawing in document
-    assert "<?xml" not in document
-    assert document.count("<!doctype") == 1
+    text = document(Drawing(drawing))
+    assert drawing in text
+    assert "<?xml" not in text
+    assert text.count("<!doctype") == 1
+
+
+def test_a_drawing_takes_the_colours_of_the_page_and_tells_its_points():
+    figure, tips = new_figure(2, 2), Tips()
+    axis = figure.subplots()
+    tidy(axis)
+    axis.plot([1, 2], [1, 2], color="#D55E00")
+    tips.mark(axis, 1, 1, "a < b")
+    drawing = as_svg(figure, 'a "name"', tips)
+    assert "<title>a &lt; b</title>" in drawing
+    assert 'aria-label="a &quot;name&quot;"' in drawing
+    assert "#d55e00" in drawing
+    assert "var(--grid)" in drawing
+    assert not {"#000000", "#ffffff", "#dddddd"} & set(re.findall("#[0-9a-f]{6}", drawing))
+
+
+def test_no_two_of_many_series_look_alike():
+    assert len({tuple(look(number).values()) for number in range(140)}) == 140
 
 
 def test_baselines_are_shaded_and_names_stand_left():
     rows = [["a", "x", "1"], ["b", "y", "2"]]
-    document = page("title", [], [Section("section", [Table(["m", "n", "o"], rows, [True, False], names=2)])])
-    assert '<tr class="baseline"><td class="name">a</td><td class="name">x</td><td>1</td></tr>' in document
-    assert '<tr><td class="name">b</td><td class="name">y</td><td>2</td></tr>' in document
-    assert '<th class="name">m</th><th class="name">n</th><th>o</th>' in document
+    text = document(Table(["m", "n", "o"], rows, [True, False], names=2))
+    assert '<tr class="baseline"><td class="name">a</td><td class="name">x</td><td data-value="1.0">1</td></tr>' in text
+    assert '<tr><td class="name">b</td><td class="name">y</td><td data-value="2.0">2</td></tr>' in text
+    assert '<th class="name"><button type="button">m</button></th>' in text
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("-5.8 [-10.4, -1.1]", -5.8),
+        ("+0.0 [-0.8, +0.8]", 0.0),
+        ("269.0 MB, 23.04 kB/token", 269e6),
+        ("1.20 GB", 1.2e9),
+        ("84,213,760", 84213760),
+        ("2.5e-05", 2.5e-5),
+        (".5", 0.5),
+        ("-", None),
+        ("failed", None),
+        (Link("4.5 bits", "x"), 4.5),
+    ],
+)
+def test_a_cell_sorts_by_the_number_that_it_begins_with(text, value):
+    assert sort_value(text) == value

@@ -16,7 +16,7 @@ from diffquant.evals.task import LIMIT, Task, TaskOption
 from diffquant.evals.task_result import TaskResult
 from diffquant.sweep import SweepOptions, run_sweep, write_outputs
 from diffquant.sweep.evaluate import evaluate
-from diffquant.sweep.plot import panels
+from diffquant.sweep.plot import bands
 from diffquant.sweep.table import json_rows, text_table
 from tests.support import tiny_lm
 
@@ -79,7 +79,9 @@ def test_a_registered_task_is_swept_tabulated_and_drawn(model, tmp_path):
     assert full["colours n"] == 3
     assert low["colours difference"] == pytest.approx(low["colours score"] - full["colours score"])
     assert "colours acc" in text_table(result).splitlines()[0]
-    assert [bits for bits, _ in panels(result, "colours")["attention logits, per row"][0].points] == [16, 2]
+    change, score = bands(result)
+    assert [bits for bits, _ in change.lines["attention logits, per row"][0].points] == [2]
+    assert score.lines["attention logits, per row"][0].full.value == 100 * full["colours score"]
     assert "plot.png" in {path.name for path in write_outputs(result, tmp_path)}
     written = json.loads((tmp_path / "sweep.json").read_text())
     assert written["cells"][0]["result"]["values"] == result.cells[0].result.values

@@ -9,18 +9,20 @@ from pathlib import Path
 import pytest
 
 from diffquant.evals.columns import Compared, ItemColumns
-from diffquant.evals.stats import mean_interval, paired_difference
+from diffquant.evals.stats import mean_interval, paired_difference, wilson_interval
 from diffquant.evals.task_result import TaskResult
 from diffquant.evals.tasks import kind_of
+from diffquant.report.page import page
+from diffquant.report.plots import MARKERS
 from diffquant.sweep import SweepOptions, SweepResult, run_sweep, write_outputs
 from diffquant.sweep import plot as sweep_plot
 from diffquant.sweep.grid import points
+from diffquant.sweep.headline import headline
 from diffquant.sweep.measurement import Measurement
-from diffquant.sweep.plot import panels
-from diffquant.sweep.report import report_html
-from diffquant.sweep.result import MeasuredCell
+from diffquant.sweep.plot import bands
+from diffquant.sweep.report import sweep_report
+from diffquant.sweep.result import MeasuredCell, read_sweep
 from diffquant.sweep.table import csv_table, json_rows, text_table
-from studies.results import read_sweep
 from tests.support import tiny_lm
 
 MODELS = [Path("transformer"), Path("diff")]
@@ -60,6 +62,10 @@ def sweep():
     return SweepResult(cells, settings)
 
 
+def report_html(sweep):
+    return page(sweep_report(sweep, "run", ["sweep.json", "table.csv"]))
+
+
 def test_a_sweep_is_read_back_as_it_was_written(sweep, tmp_path):
     (tmp_path / "sweep.json").write_text(sweep.to_json())
     again = read_sweep(tmp_path / "sweep.json")
@@ -80,9 +86,15 @@ def test_changes_that_were_not_committed_are_said(sweep):
 def test_the_first_row_of_a_model_is_16_bits_and_the_others_compare_with_it(sweep):
     table = text_table(sweep).splitlines()
     assert table[0].split("  ")[0] == "model"
-    assert re.match(r"transformer +- +16 +60\.0% ± 16\.3% +- ", table[2])
-    assert re.match(r"transformer +logits +8:row +50\.0% ± 16\.7% +-10\.0 \[-.*\] +\+0 -1 +83\.3% +20 ", table[3])
-    assert "10 items, zero-shot" in table[-3]
+    low, high = (f"{100 * end:.1f}" for end in wilson_interval(6, 10))
+    assert re.match(rf"transformer +- +16 +60\.0 \[{low}, {high}\] +- ", table[2])
+    assert re.match(r"transformer +logits +8:row +50\.0 \[23\.7, 76\.3\] +-10\.0 \[-.*\] +\+0 -1 +20 ", table[3])
+    assert "10 items, zero-shot" in table[-4]
+
+
+def test_the_table_says_how_many_comparisons_it_makes(sweep):
+    quantized = [cell for cell in sweep.cells if cell.task == "hellaswag" and cell.point.target and cell.result]
+    assert f"{len(quantized)} differences from 16 bits are compared" in text_table(sweep)
 
 
 def test_a_failed_cell_is_said_to_have_failed(sweep):
@@ -97,46 +109,80 @@ def test_csv_and_json_hold_the_same_numbers_in_full(sweep):
     assert [{k: "" if v is None else str(v) for k, v in record.items()} for record in records] == read
     assert records[2]["hellaswag lost"] == 2
     assert records[2]["hellaswag recovery"] == pytest.approx(4 / 6)
+    assert records[2]["hellaswag recovery_low"] == pytest.approx(1 + records[2]["hellaswag difference_low"] / 0.6)
 
 
-def test_a_line_runs_from_16_bits_down_and_leaves_out_what_failed(sweep):
-    drawn = {(title, line.model): line.points for title, found in panels(sweep, "hellaswag").items() for line in found}
-    per_row, per_tensor = "attention logits, per row", "attention logits, per tensor"
-    assert set(drawn) == {(title, model) for title in (per_row, per_tensor) for model in ("transformer", "diff")}
-    assert [(bits, round(d.value)) for bits, d in drawn[per_row, "diff"]] == [(16, 60), (8, 50), (4, 40), (3, 30)]
-    assert [bits for bits, _ in drawn[per_tensor, "diff"]] == [16, 8, 4]
+PER_ROW, PER_TENSOR = "attention logits, per row", "attention logits, per tensor"
+
+
+def test_a_line_runs_from_wide_to_narrow_and_leaves_out_what_failed(sweep):
+    change, score = bands(sweep)
+    assert (change.is_change, score.is_change) == (True, False)
+    drawn = {(title, line.model): line for title, lines in score.lines.items() for line in lines}
+    assert set(drawn) == {(title, model) for title in (PER_ROW, PER_TENSOR) for model in ("transformer", "diff")}
+    assert [(bits, round(d.value)) for bits, d in drawn[PER_ROW, "diff"].points] == [(8, 50), (4, 40), (3, 30)]
+    assert [bits for bits, _ in drawn[PER_TENSOR, "diff"].points] == [8, 4]
+    assert drawn[PER_ROW, "diff"].full.value == pytest.approx(60)
 
 
 def test_bars_are_the_paired_interval_of_the_difference_from_16_bits(sweep):
-    line = panels(sweep, "hellaswag")["attention logits, per row"][0]
-    (_, full), (_, eight), *_ = line.points
+    (_, eight), *_ = bands(sweep)[0].lines[PER_ROW][0].points
     change = paired_difference([int(i < 5) for i in range(10)], [int(i < 6) for i in range(10)])
-    assert (full.low, full.high) == (full.value, full.value)
-    assert (eight.low, eight.high) == pytest.approx((60 + 100 * change.low, 60 + 100 * change.high))
+    assert eight == pytest.approx((-10, 100 * change.low, 100 * change.high))
 
 
-def test_a_share_has_no_bar_beyond_all(sweep):
-    all_right = TaskResult(metric="acc", score=1.0, n=10, values=[1.0] * 10)
-    assert ItemColumns().drawn(Compared(all_right, all_right)).high == 100
+def test_the_bar_of_a_share_is_wilsons_interval():
+    right = TaskResult(metric="acc", score=1.0, n=5, values=[1.0] * 5)
+    assert ItemColumns().score(Compared(right, right)) == pytest.approx((100, 100 * wilson_interval(5, 5)[0], 100))
+    assert ItemColumns().texts(Compared(right, None))[0] == "100.0 [56.6, 100.0]"
 
 
 def test_a_text_is_drawn_as_kl_with_its_interval_over_windows_and_not_at_16_bits():
     text = kind_of("perplexity").columns
     kl = TaskResult(metric="perplexity", details={"kl": 0.3, "kl_by_window": [0.2, 0.5], "tokens_by_window": [64, 32]})
     interval = mean_interval([0.2, 0.5], [64, 32])
-    assert text.drawn(Compared(kl, None)) == (0.3, interval.low, interval.high)
+    assert text.change(Compared(kl, None)) == (0.3, interval.low, interval.high)
     earlier = TaskResult(metric="perplexity", details={"kl": 0.3})
-    assert text.drawn(Compared(earlier, None)) == (0.3, 0.3, 0.3)
-    assert text.drawn(Compared(TaskResult(metric="perplexity", details={"kl": None}), None)) is None
+    assert text.change(Compared(earlier, None)) == (0.3, 0.3, 0.3)
+    assert text.change(Compared(TaskResult(metric="perplexity", details={"kl": None}), None)) is None
 
 
-def test_every_task_and_granularity_has_a_panel_of_its_own(sweep, tmp_path):
-    figure = sweep_plot._figure(sweep)
-    shown = [axis.get_title() for axis in figure.axes if axis.get_visible()]
-    assert shown == ["attention logits, per row", "attention logits, per tensor"]
-    assert len({axis.get_ylim() for axis in figure.axes}) == 1
-    assert figure.axes[0].get_ylim()[0] == 0
+def test_every_task_and_granularity_has_a_panel_of_its_own(sweep):
+    figure = sweep_plot._figure(bands(sweep))
+    assert [axis.get_title() for axis in figure.axes if axis.get_visible()] == [PER_ROW, PER_TENSOR, "", ""]
+    changes, scores = figure.axes[:2], figure.axes[2:]
+    for axes in (changes, scores):
+        assert len({axis.get_ylim() for axis in axes}) == 1
+    assert all(axis.get_ylim()[0] < 0 < axis.get_ylim()[1] for axis in changes)
+    assert scores[0].get_ylim()[0] == 0
     assert len(figure.legends[0].get_texts()) == 2
+
+
+def test_no_two_models_of_a_panel_look_alike():
+    models = [Path(f"model-{number}") for number in range(12)]
+    cells = [measured(point, "hellaswag") for point in points(models, replace(OPTIONS, bits=(8, 4)))]
+    for axis in sweep_plot._figure(bands(SweepResult(cells, {}))).axes[:2]:
+        lines = [line for line in axis.get_lines() if line.get_marker() in MARKERS]
+        looks = {(line.get_color(), line.get_linestyle(), line.get_marker()) for line in lines}
+        assert len(looks) == len(lines) == len(models)
+
+
+def test_the_headline_names_the_largest_loss_and_the_width_from_which_none_is_measurable(sweep):
+    failed, sentence = headline(sweep)
+    assert failed == "2 of 28 cells failed."
+    assert sentence.startswith("hellaswag: no measurable loss in any of 10 configurations")
+    assert "the lowest is transformer at logits 3:row, -30.0 points [" in sentence
+    lost = [
+        replace(cell, measurement=replace(cell.measurement, result=replace(cell.result, values=[0] * 10)))
+        if cell.result and cell.point.bits == 3
+        else cell
+        for cell in sweep.cells
+    ]
+    assert (
+        "2 of 10 configurations lose; the most is lost by transformer at logits 3:row"
+        in headline(replace(sweep, cells=lost))[1]
+    )
+    assert headline(replace(sweep, cells=lost))[1].endswith("From 4 bits up no loss is measurable.")
 
 
 def test_what_is_static_is_not_said_to_be_per_static():
@@ -160,8 +206,9 @@ def test_the_report_loads_nothing(sweep):
     text = report_html(sweep)
     reader = References()
     reader.feed(text)
-    assert all(reference.startswith("#") for reference in reader.found)
-    assert not {"script", "link", "iframe", "img"} & set(reader.tags)
+    assert set(filter(lambda reference: not reference.startswith("#"), reader.found)) == {"./sweep.json", "./table.csv"}
+    assert not {"link", "iframe", "img"} & set(reader.tags)
+    assert reader.tags.count("script") == 1
     assert "@import" not in text
     assert set(re.findall(r"url\((.)", text)) <= {"#"}
     assert {"table", "svg", "details"} <= set(reader.tags)
@@ -180,7 +227,7 @@ def test_the_report_escapes_the_names_of_models(sweep):
     cells = [replace(cell, point=replace(cell.point, model=renamed[cell.point.model])) for cell in sweep.cells]
     reader = References()
     reader.feed(report_html(SweepResult(cells, sweep.settings)))
-    assert "script" not in reader.tags
+    assert reader.tags.count("script") == 1  # our own
     assert "details" in reader.tags  # which stand below the tables that hold the name
 
 
@@ -188,7 +235,7 @@ def test_the_report_escapes_the_names_of_models(sweep):
 def test_a_name_is_drawn_letter_by_letter(sweep, tmp_path, name):
     renamed = {Path("transformer"): Path(name), Path("diff"): Path("diff")}
     cells = [replace(cell, point=replace(cell.point, model=renamed[cell.point.model])) for cell in sweep.cells]
-    figure = sweep_plot._figure(SweepResult(cells, sweep.settings))
+    figure = sweep_plot._figure(bands(SweepResult(cells, sweep.settings)))
     figure.savefig(tmp_path / "plot.svg")
     (legend,) = figure.legends
     drawn = [text._preprocess_math(text.get_text()) for text in legend.get_texts()]

@@ -1,4 +1,4 @@
-"""A plot of needle accuracy by depth and length at 16 bits, one panel a model and task.
+"""A plot of needle accuracy by depth and length at 16 bits, one panel for each model and task whose places differ.
 
 Source: the presentation follows figure 5 of arXiv 2410.05258.
 """
@@ -26,6 +26,11 @@ class PlacePanel:
     lengths: tuple[int, ...]
     accuracy: tuple[tuple[float, ...], ...]
 
+    @property
+    def is_even(self) -> bool:
+        """Whether every place has the same accuracy."""
+        return len({value for row in self.accuracy for value in row if value == value}) < 2
+
 
 def place_panels(cells: Sequence[PlottedCell]) -> list[PlacePanel]:
     """The panels: one for every cell at 16 bits."""
@@ -33,22 +38,28 @@ def place_panels(cells: Sequence[PlottedCell]) -> list[PlacePanel]:
 
 
 def plot_places(cells: Sequence[PlottedCell], path: Path) -> None:
-    """Draw needle accuracy into a file, whose suffix says the format.
+    """Draw needle accuracy into a file, whose suffix says the format. Where all places are alike, a line says it.
 
     Raises:
-        UsageError: no needle cell was measured at 16 bits.
+        UsageError: no needle cell was measured at 16 bits, or no two places of one differ.
     """
     panels = place_panels(cells)
-    if not panels:
-        raise UsageError("nothing to plot: no needle cell was measured at 16 bits")
-    models, tasks = (list(dict.fromkeys(names)) for names in zip(*((p.model, p.task) for p in panels), strict=True))
-    figure = new_figure(1.4 + 2.6 * len(models), 0.9 + 2.3 * len(tasks))
+    differing = [panel for panel in panels if not panel.is_even]
+    if not differing:
+        raise UsageError("nothing to plot: no needle cell at 16 bits has places that differ")
+    models, tasks = (list(dict.fromkeys(names)) for names in zip(*((p.model, p.task) for p in differing), strict=True))
+    even = [
+        f"{panel.model}, {panel.task}: {panel.accuracy[0][0]:.0f} % everywhere" for panel in panels if panel.is_even
+    ]
+    figure = new_figure(1.4 + max(2.6 * len(models), 3.6), 0.9 + 2.3 * len(tasks) + 0.17 * len(even))
     axes = figure.subplots(len(tasks), len(models), squeeze=False)
     for axis in axes.flat:
         axis.set_axis_off()
-    for panel in panels:
+    for panel in differing:
         _draw(axes[tasks.index(panel.task)][models.index(panel.model)], panel)
-    figure.savefig(path, dpi=200)
+    if even:
+        figure.supxlabel(literal("\n".join(even)), fontsize=8)
+    figure.savefig(path, dpi=160)
 
 
 def _make_panel(model: str, task: str, places: list[dict[str, float]]) -> PlacePanel:

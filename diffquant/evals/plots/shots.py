@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from diffquant.errors import UsageError
 from diffquant.evals.stats import Estimate, estimate
 from diffquant.evals.task import PlottedCell
-from diffquant.report.plots import COLOURS, MARKERS, STYLES, literal, new_figure, tidy
+from diffquant.report.plots import literal, look, new_figure, tidy
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -67,20 +67,20 @@ def _make_line(model: str, scheme: str, by_shots: dict[int, Estimate]) -> ShotsL
 def _draw(axis: "Axes", title: str, lines: list[ShotsLine], models: list[str]) -> None:
     schemes = list(dict.fromkeys(line.scheme for line in lines))
     for line in lines:
-        style = schemes.index(line.scheme)
+        # A colour a model, a line style and marker a width.
+        style = look(schemes.index(line.scheme))
+        style["color"] = look(models.index(line.model))["color"]
         shots, accuracies, errors = zip(*line.points, strict=True)
         axis.errorbar(
             shots,
             accuracies,
             yerr=errors,
             label=literal(f"{line.model}, {line.scheme}"),
-            color=COLOURS[models.index(line.model) % len(COLOURS)],
-            linestyle=STYLES[style % len(STYLES)],
-            marker=MARKERS[style % len(MARKERS)],
             markersize=4,
             linewidth=1.4,
             elinewidth=0.8,
             capsize=2,
+            **style,
         )
     axis.set_xscale("log")
     ticks = sorted({shots for line in lines for shots, _, _ in line.points})

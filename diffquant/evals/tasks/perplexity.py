@@ -37,6 +37,8 @@ class TextColumns:
 
     by_item: ClassVar[bool] = False
     is_log: ClassVar[bool] = True
+    change_label: ClassVar[str] = "KL from 16 bits, nats"
+    score_label: ClassVar[str] = "perplexity"
 
     def heads(self, task: str, results: Sequence[TaskResult], alone: bool) -> list[str]:  # noqa: ARG002
         return ["ppl", "KL"]
@@ -58,7 +60,7 @@ class TextColumns:
     def unmeasured(self) -> JsonObject:
         return dict.fromkeys(_NUMBERS)
 
-    def drawn(self, compared: Compared) -> Drawn | None:
+    def change(self, compared: Compared) -> Drawn | None:
         """KL with its interval over windows; 16 bits have none."""
         numbers = self.record("", compared)
         kl = numbers["kl"]
@@ -66,12 +68,19 @@ class TextColumns:
             return None
         return Drawn(kl, *(kl if numbers[end] is None else numbers[end] for end in ("kl_low", "kl_high")))
 
-    def label(self, task: str, result: TaskResult) -> str:  # noqa: ARG002
-        bars = "\nbars: 95 % over windows" if "kl_by_window" in result.details else ""
-        return f"KL from 16 bits, nats{bars}"
+    def score(self, compared: Compared) -> Drawn | None:  # noqa: ARG002
+        return None
+
+    def change_text(self, change: Drawn) -> str:
+        return f"KL {change.value:.2g}" + (
+            f" [{change.low:.2g}, {change.high:.2g}]" if change.low < change.high else ""
+        )
 
     def notes(self, results: Sequence[TaskResult]) -> list[str]:  # noqa: ARG002
-        return ["KL is the mean of KL(16 bits || quantized) over next-token distributions, in nats."]
+        return [
+            "KL is the mean of KL(16 bits || quantized) over next-token distributions, in nats; plots have its 95 % "
+            "interval over windows of the text."
+        ]
 
 
 @register

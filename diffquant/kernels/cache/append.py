@@ -13,6 +13,7 @@ from torch import Tensor
 from diffquant.errors import UsageError
 from diffquant.kernels.cache.append_tokens import append_tokens
 from diffquant.kernels.cache.kv_store import TOKENS_A_STEP, KVStore
+from diffquant.kernels.linear.repack import FRAGMENT
 from diffquant.numerics import storable_scale
 
 
@@ -42,15 +43,16 @@ def append(store: KVStore, k: Tensor, v: Tensor) -> None:
     if not tokens:
         return
     keys, values = store.keys, store.values
-    _op(
+    # The operator's bookkeeping takes longer than a launch; only a trace needs it.
+    run = _op if torch.compiler.is_compiling() else _launch
+    run(
         k, v, keys.tensors, values.tensors, store.progress,
         keys.scheme.bits, keys.block, values.scheme.bits, max(keys.residual, values.residual),
     )  # fmt: skip
     store.length += tokens
 
 
-@torch.library.custom_op("diffquant::append", mutates_args=("keys", "values", "progress"))
-def _op(
+def _launch(
     k: Tensor,
     v: Tensor,
     keys: list[Tensor],
@@ -64,7 +66,7 @@ def _op(
     """Work of `append` without the store; `keys` and `values` are `StoredSide.tensors`."""
     batch, k_heads, tokens, width = k.shape
     v_heads, value_width = v.shape[1], v.shape[3]
-    k_ring, v_ring = keys[3].shape[2], values[3].shape[2]
+    k_ring, v_ring = (side[3].shape[2] * FRAGMENT for side in (keys, values))
     rings = [ring for ring in (k_ring, v_ring) if ring]
     # More tokens than a window holds might be written over others that are still to be packed.
     phases = [(True, True)] if not rings or tokens <= min(rings) else [(True, False), (False, True)]
@@ -76,11 +78,14 @@ def _op(
         for packs, keeps in phases:
             append_tokens[(steps * batch * (k_heads + v_heads),)](
                 k, k.stride(), *keys, v, v.stride(), *values,
-                progress, tokens, keys[0].shape[2], steps, k_heads, v_heads,
+                progress, tokens, keys[0].shape[2] * FRAGMENT, steps, k_heads, v_heads,
                 WIDTH=width, VALUE_WIDTH=value_width, K_BITS=k_bits, K_BLOCK=k_block, K_RING=k_ring, V_BITS=v_bits,
                 V_RING=v_ring, RESIDUAL=residual, K_LIMIT=_largest_scale(k_bits, k.dtype),
                 V_LIMIT=_largest_scale(v_bits, k.dtype), PACKS=packs, KEEPS=keeps, num_warps=4, enable_fp_fusion=True,
             )  # fmt: skip
+
+
+_op = torch.library.custom_op("diffquant::append", _launch, mutates_args=("keys", "values", "progress"))
 
 
 @_op.register_fake

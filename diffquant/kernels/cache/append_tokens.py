@@ -8,7 +8,7 @@ stay into the same slots of the ring, so no program writes what another still re
 import triton
 import triton.language as tl
 
-from diffquant.kernels.cache.kv_layout import packed_tokens, parts_of, stored_head
+from diffquant.kernels.cache.kv_layout import channels_in_word, field_channels, packed_tokens, place, stored_head
 from diffquant.kernels.cache.kv_store import TOKENS_A_STEP
 
 _TOKENS_A_STEP = tl.constexpr(TOKENS_A_STEP)
@@ -37,14 +37,14 @@ def append_tokens(
         _store_step(
             K + sequence * k_stride[0] + head * k_stride[1], k_stride[2], k_stride[3],
             KCodes, KTop, KScales, KRecent, sequence * k_heads + head, index, length, total, tokens, k_floor, capacity,
-            K_BITS, K_BLOCK, K_RING, RESIDUAL, WIDTH, K_LIMIT, PACKS, KEEPS,
+            K_BITS, K_BLOCK, K_RING, RESIDUAL, WIDTH, K_LIMIT, False, PACKS, KEEPS,
         )  # fmt: skip
     else:
         head -= k_heads
         _store_step(
             V + sequence * v_stride[0] + head * v_stride[1], v_stride[2], v_stride[3],
             VCodes, VTop, VScales, VRecent, sequence * v_heads + head, index, length, total, tokens, v_floor, capacity,
-            V_BITS, 1, V_RING, RESIDUAL, VALUE_WIDTH, V_LIMIT, PACKS, KEEPS,
+            V_BITS, 1, V_RING, RESIDUAL, VALUE_WIDTH, V_LIMIT, True, PACKS, KEEPS,
         )  # fmt: skip
     if KEEPS:
         # All have read the old length by the time the last one arrives.
@@ -59,7 +59,7 @@ def append_tokens(
 def _store_step(
     New, token_stride, channel_stride, Codes, Top, Scales, Recent, head, index, length, total, tokens, floor, capacity,
     BITS: tl.constexpr, BLOCK: tl.constexpr, RING: tl.constexpr, RESIDUAL: tl.constexpr, WIDTH: tl.constexpr,
-    LIMIT: tl.constexpr, PACKS: tl.constexpr, KEEPS: tl.constexpr,
+    LIMIT: tl.constexpr, TRANSPOSED: tl.constexpr, PACKS: tl.constexpr, KEEPS: tl.constexpr,
 ):  # fmt: skip
     """Pack a step of tokens and put new ones into the slots of the window that held them."""
     STEP: tl.constexpr = BLOCK if BLOCK > 1 else _TOKENS_A_STEP
@@ -75,7 +75,7 @@ def _store_step(
         codes, top, scales = stored_head(Codes, Top, Scales, head, capacity, BITS, BLOCK, WIDTH)
         _pack_step(
             New, token_stride, channel_stride, codes, top, scales, Recent + head * RING * WIDTH,
-            begin, packed, packing, length, BITS, BLOCK, RING, WIDTH, LIMIT, STEP,
+            begin, packed, packing, length, BITS, BLOCK, RING, WIDTH, LIMIT, TRANSPOSED, STEP,
         )  # fmt: skip
     if KEEPS and RING:
         # A packed step's slots are free only now, and their owner alone writes to them.
@@ -86,7 +86,7 @@ def _store_step(
             column = tl.arange(0, WIDTH)[None, :]
             new = ((token >= kept) & (token < total))[:, None]
             source = New + (token - length).to(tl.int64)[:, None] * token_stride + column * channel_stride
-            slot = Recent + head * RING * WIDTH + (token % RING)[:, None] * WIDTH + column
+            slot = Recent + head * RING * WIDTH + place((token % RING)[:, None], column, WIDTH, 1, TRANSPOSED)
             tl.store(slot, tl.load(source, mask=new), mask=new)
 
 
@@ -94,73 +94,57 @@ def _store_step(
 def _pack_step(
     New, token_stride, channel_stride, Codes, Top, Scales, Recent, begin, packed, packing, length,
     BITS: tl.constexpr, BLOCK: tl.constexpr, RING: tl.constexpr, WIDTH: tl.constexpr, LIMIT: tl.constexpr,
-    STEP: tl.constexpr,
+    TRANSPOSED: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """Quantize tokens begin to begin + STEP of one head, those of them in [packed, packing)."""
-    PARTS: tl.constexpr = parts_of(BITS)
-    PART: tl.constexpr = WIDTH // PARTS
+    FIELDS: tl.constexpr = channels_in_word(BITS)
+    PLANE: tl.constexpr = 8 if BITS == 8 else 4
     token = begin + tl.arange(0, STEP)
-    column = tl.arange(0, PART)[None, :]
+    first = field_channels(0, WIDTH, FIELDS)[None, :]
     inside = ((token >= packed) & (token < packing))[:, None]
-    new = New + (token - length).to(tl.int64)[:, None] * token_stride + column * channel_stride
     is_new = inside & (token >= length)[:, None]
+    is_old = inside & (token < length)[:, None]
+    new = New + (token - length).to(tl.int64)[:, None] * token_stride
+    slot = (token % RING if RING else token)[:, None]
+    at = place(token[:, None], first, WIDTH, FIELDS, TRANSPOSED)
     if BITS == 16:
-        tl.store(Codes + token[:, None] * WIDTH + column, tl.load(new, mask=is_new), mask=inside)
+        tl.store(Codes + at, tl.load(new + first * channel_stride, mask=is_new), mask=inside)
     else:
-        old = Recent + (token % RING if RING else token)[:, None] * WIDTH + column
-        is_old = inside & (token < length)[:, None]
-        x = _states(new, is_new, PART * channel_stride, old, is_old, PART, PARTS, RING)
         of_tokens = tl.full([STEP], 1.0, tl.float32)
         if BLOCK == 1:
-            largest = tl.max(tl.abs(x[0]), 1)
-            for part in tl.static_range(1, PARTS):
-                largest = tl.maximum(largest, tl.max(tl.abs(x[part]), 1))
+            largest = tl.zeros([STEP], tl.float32)
+            for field in tl.static_range(FIELDS):
+                x = _states(
+                    new, channel_stride, is_new, Recent, slot, is_old, first + field * 16, WIDTH, RING, TRANSPOSED
+                )
+                largest = tl.maximum(largest, tl.max(tl.abs(x), 1))
             of_tokens = _scale(largest, BITS, LIMIT, New.dtype.element_ty)
             tl.store(Scales + token, of_tokens, mask=(token >= packed) & (token < packing))
         Scales += begin // BLOCK * WIDTH if BLOCK > 1 else 0
-        a = _stored(x, 0, of_tokens, Scales, BITS, BLOCK, LIMIT, PART, New.dtype.element_ty)
-        if BITS == 8:
-            tl.store(Codes + token[:, None] * WIDTH + column, a, mask=inside)
-        else:
-            b = _stored(x, 1, of_tokens, Scales, BITS, BLOCK, LIMIT, PART, New.dtype.element_ty)
-            row = Codes + token[:, None] * (WIDTH // 2) + column
-            if BITS == 4:
-                tl.store(row, a | (b << 4), mask=inside)
-            else:
-                c = _stored(x, 2, of_tokens, Scales, BITS, BLOCK, LIMIT, PART, New.dtype.element_ty)
-                d = _stored(x, 3, of_tokens, Scales, BITS, BLOCK, LIMIT, PART, New.dtype.element_ty)
-                tl.store(row, (a & 15) | (c << 4), mask=inside)
-                tl.store(row + PART, (b & 15) | (d << 4), mask=inside)
-                top = (a >> 4) | ((b >> 4) << 2) | ((c >> 4) << 4) | ((d >> 4) << 6)
-                tl.store(Top + token[:, None] * PART + column, top, mask=inside)
+        words = tl.zeros([STEP, WIDTH // FIELDS], tl.int32)
+        tops = words
+        for field in tl.static_range(FIELDS):
+            channel = first + field * 16
+            x = _states(new, channel_stride, is_new, Recent, slot, is_old, channel, WIDTH, RING, TRANSPOSED)
+            code = _stored(x, of_tokens, Scales + channel, BITS, BLOCK, LIMIT, New.dtype.element_ty)
+            words |= (code & ((1 << PLANE) - 1)) << (PLANE * field)
+            tops |= (code >> 4) << (2 * field)
+        tl.store(Codes + at, words.to(tl.int16), mask=inside)
+        if BITS == 6:
+            tl.store(Top.to(tl.pointer_type(tl.uint8)) + at, tops.to(tl.uint8), mask=inside)
 
 
 @triton.jit
 def _states(
-    new, is_new, new_part, old, is_old, old_part,
-    PARTS: tl.constexpr, RING: tl.constexpr,
+    new, channel_stride, is_new, Recent, slot, is_old, channel,
+    WIDTH: tl.constexpr, RING: tl.constexpr, TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
-    """States of new and waiting tokens as PARTS float32 tiles."""
-    if PARTS == 1:
-        out = (_state(new, is_new, old, is_old, RING),)
-    elif PARTS == 2:
-        out = _state(new, is_new, old, is_old, RING), _state(new + new_part, is_new, old + old_part, is_old, RING)
-    else:
-        out = (
-            _state(new, is_new, old, is_old, RING),
-            _state(new + new_part, is_new, old + old_part, is_old, RING),
-            _state(new + 2 * new_part, is_new, old + 2 * old_part, is_old, RING),
-            _state(new + 3 * new_part, is_new, old + 3 * old_part, is_old, RING),
-        )
-    return out
-
-
-@triton.jit
-def _state(new, is_new, old, is_old, RING: tl.constexpr):
-    x = tl.load(new, mask=is_new, other=0.0)
+    """States of new and waiting tokens in float32."""
+    x = tl.load(new + channel * channel_stride, mask=is_new, other=0.0).to(tl.float32)
     if RING:
-        x = tl.where(is_old, tl.load(old, mask=is_old, other=0.0), x)
-    return x.to(tl.float32)
+        at = Recent + place(slot, channel, WIDTH, 1, TRANSPOSED)
+        x += tl.load(at, mask=is_old, other=0.0).to(tl.float32)
+    return x
 
 
 @triton.jit
@@ -177,20 +161,17 @@ def _scale(largest, BITS: tl.constexpr, LIMIT: tl.constexpr, DTYPE: tl.constexpr
 
 @triton.jit
 def _stored(
-    x, part: tl.constexpr, of_tokens, Scales,
-    BITS: tl.constexpr, BLOCK: tl.constexpr, LIMIT: tl.constexpr, PART: tl.constexpr, DTYPE: tl.constexpr,
-):  # fmt: skip
-    """Unsigned codes of one part, as `numerics.quantize` computes them; scales per channel are stored as well."""
+    states, of_tokens, Scales, BITS: tl.constexpr, BLOCK: tl.constexpr, LIMIT: tl.constexpr, DTYPE: tl.constexpr
+):
+    """Unsigned codes, as `numerics.quantize` computes them; scales per channel are stored as well."""
     LARGEST: tl.constexpr = 2 ** (BITS - 1) - 1
-    states = x[part]
     if BLOCK > 1:
-        scale = _scale(tl.max(tl.abs(states), 0), BITS, LIMIT, DTYPE)
-        tl.store(Scales + part * PART + tl.arange(0, PART), scale)
-        scale = scale[None, :]
+        scale = _scale(tl.max(tl.abs(states), 0), BITS, LIMIT, DTYPE)[None, :]
+        tl.store(Scales, scale)
     else:
         scale = of_tokens[:, None]
     ratio = tl.div_rn(states, tl.broadcast_to(scale, states.shape))
     # Adding 1.5·2^23 leaves no room for a fraction: rounding to even, which has no portable instruction.
     code = (ratio + 12582912.0) - 12582912.0
     code = tl.minimum(tl.maximum(code, -LARGEST), LARGEST)
-    return (code + (LARGEST + 1)).to(tl.uint8)
+    return (code + (LARGEST + 1)).to(tl.int32)

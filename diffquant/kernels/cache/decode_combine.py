@@ -10,7 +10,8 @@ from diffquant.kernels.attention.online import LOWEST, pair_norm
 # Lengths change from call to call: a kernel for each that is or is not a multiple of 16 would gain nothing.
 @triton.jit(do_not_specialize=["queries", "shares", "tiles"])
 def decode_combine(
-    Largest, Total, Acc, Lam, Weight, Out, lam_stride, out_stride, pairs, group, queries, shares, tiles, eps, factor,
+    Largest, Total, Acc, Lam, Weight, Out, lam_stride, out_stride, pairs, group, noise_group, queries,
+    shares, tiles, eps, factor,
     NORM: tl.constexpr, ROWS: tl.constexpr, SHARES: tl.constexpr, VALUE_WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Output of one query of one pair."""
@@ -22,7 +23,7 @@ def decode_combine(
     out = _whole(Largest, Total, Acc, first_tile, row, shares, ROWS, SHARES, VALUE_WIDTH)
     if Lam is not None:
         lam = tl.load(Lam + sequence * lam_stride[0] + pair * lam_stride[1] + query * lam_stride[2])
-        row += group * queries
+        row = (group + pair % group // (group // noise_group)) * queries + query
         out -= lam * _whole(Largest, Total, Acc, first_tile, row, shares, ROWS, SHARES, VALUE_WIDTH)
     if NORM:
         out = pair_norm(out, Weight, eps, factor, VALUE_WIDTH)

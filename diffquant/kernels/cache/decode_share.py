@@ -1,9 +1,12 @@
 """The first kernel of `decode`: partial sums of attention over one share of a `KVStore`'s keys.
 
 A tile holds the rows of one KV head: both maps of every query pair that reads it. So V is read once, and
-where the maps have keys of their own each row is zero for the other's. K's scales multiply q (per channel)
-or the logits (per token). V's scales enter the running maximum as log2(scale): weights are the products
-probability times scale and fill float16's range however small V is.
+where the maps have keys of their own each row is zero for the other's. Products are transposed, K·Qᵀ and Vᵀ·Pᵀ, since
+their left side comes from registers in the store's order. Each warp has its own tokens and its own sums, which
+meet when the share is done: the loop has neither shared memory nor barriers.
+
+K's scales multiply q (per channel) or the logits (per token). V's scales enter the running maximum as log2(scale):
+weights are the products probability times scale and fill float16's range however small V is.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, disable-error-code="assignment"
@@ -11,51 +14,67 @@ import triton
 import triton.language as tl
 
 from diffquant.kernels.attention.online import LOWEST
-from diffquant.kernels.cache.kv_layout import packed_tokens, parts, parts_of, stored_head, whole
+from diffquant.kernels.cache.decode_tiles import (
+    channel_scales,
+    matrix_of_queries,
+    of_warps,
+    query_tiles,
+    spread_over_rows,
+    token_scales,
+)
+from diffquant.kernels.cache.kv_layout import (
+    channels_in_word,
+    field_channels,
+    field_of,
+    load_words,
+    packed_tokens,
+    stored_head,
+)
+from diffquant.kernels.linear.unpacking import INTERPRETED
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["one"])
 def decode_share(
-    Q1, Q2, q_stride, KCodes, KTop, KScales, KRecent, VCodes, VTop, VScales, VRecent, Progress, Starts, Ends,
-    Largest, Total, Acc, scale, capacity, group, queries, window, k_heads, v_heads,
-    RESIDUAL: tl.constexpr, WINDOW: tl.constexpr, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
+    Q1, Q2, q1_stride, q2_stride, KCodes, KTop, KScales, KRecent, VCodes, VTop, VScales, VRecent,
+    Progress, Starts, Ends, Largest, Total, Acc, scale, capacity, group, noise_group, queries, k_heads, v_heads, one,
+    RESIDUAL: tl.constexpr, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
     K_BITS: tl.constexpr, K_BLOCK: tl.constexpr, K_RING: tl.constexpr, V_BITS: tl.constexpr, V_RING: tl.constexpr,
-    SHARED_K: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr, PTX: tl.constexpr,
+    SHARED_K: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     """Maxima, sums and weighted values of a program's rows over its keys.
 
     Programs are (sequence and KV head, share, tile of rows), in this order because only a grid's first axis may be
-    longer than 65,535. Rows are ordered map, query pair of the group, query.
-    `scale` includes log2(e).
+    longer than 65,535. Rows are ordered map, query pair (or noise head) of the group, query. A warp takes TOKENS of
+    each step. `scale` includes log2(e); `one` is 1, which the compiler must not know.
     """
-    V_PARTS: tl.constexpr = parts_of(V_BITS)
+    STEP: tl.constexpr = WARPS * TOKENS
+    K_FIELDS: tl.constexpr = channels_in_word(K_BITS)
+    V_FIELDS: tl.constexpr = channels_in_word(V_BITS)
+    TWO_K: tl.constexpr = Q2 is not None and not SHARED_K
     sequence = (tl.program_id(0) // v_heads).to(tl.int64)
     head = tl.program_id(0) % v_heads
     row = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
-    of_map = group * queries
-    query = row % queries
-    pair = head * group + row % of_map // queries
-    at = sequence * q_stride[0] + pair * q_stride[1] + query * q_stride[2]
-    noise = row >= of_map
-    column = tl.arange(0, WIDTH)[None, :]
-    q1 = tl.load(Q1 + at[:, None] + column, mask=(row < of_map)[:, None], other=0.0)
+    signals = group * queries
+    q1 = query_tiles(
+        Q1 + sequence * q1_stride[0] + head * group * q1_stride[1], q1_stride, 0, signals, queries, one,
+        K_FIELDS, WIDTH, ROWS, WARPS,
+    )  # fmt: skip
     q2 = q1
     if Q2 is not None:
-        q2 = tl.load(Q2 + at[:, None] + column, mask=(noise & (row < 2 * of_map))[:, None], other=0.0)
+        q2 = query_tiles(
+            Q2 + sequence * q2_stride[0] + head * noise_group * q2_stride[1], q2_stride,
+            signals, noise_group * queries, queries, one, K_FIELDS, WIDTH, ROWS, WARPS,
+        )  # fmt: skip
         if SHARED_K:
-            q1 += q2
+            q1 = _added(q1, q2, K_FIELDS)
 
     length = tl.load(Progress)
-    position = length - queries + query
+    position = length - queries + row % queries
     first = tl.zeros([ROWS], tl.int32)
     begin = 0
-    if WINDOW:
-        first = tl.maximum(position - window + 1, 0)
-        begin = tl.maximum(length - queries - window + 1, 0)
     if Starts is not None:
-        start = tl.minimum(tl.maximum(tl.load(Starts + sequence), 0), length)
-        first = tl.maximum(first, start)
-        begin = tl.maximum(begin, start)
+        begin = tl.minimum(tl.maximum(tl.load(Starts + sequence), 0), length)
+        first += begin
     if Ends is not None:
         # A query beyond the valid range is padding itself; no other sees so far.
         first = tl.where(position < tl.load(Ends + sequence), first, length)
@@ -72,11 +91,16 @@ def decode_share(
     k2 = stored_head(KCodes, KTop, KScales, k_head + v_heads, capacity, K_BITS, K_BLOCK, WIDTH)
     v_head = sequence * v_heads + head
     v = stored_head(VCodes, VTop, VScales, v_head, capacity, V_BITS, 1, VALUE_WIDTH)
-    TWO_K: tl.constexpr = Q2 is not None and not SHARED_K
-    sums = tl.full([ROWS], LOWEST, tl.float32), tl.zeros([ROWS], tl.float32), _zeros(ROWS, VALUE_WIDTH, V_PARTS)
+    sums = (
+        tl.full([WARPS, ROWS], LOWEST, tl.float32),
+        tl.zeros([WARPS, TOKENS, ROWS], tl.float32),
+        _zeros(WARPS, VALUE_WIDTH // V_FIELDS, ROWS, V_FIELDS),
+    )
+    noise = row >= signals
     sums = _span(
-        sums, q1, q2, noise, first, position, begin, tl.minimum(end, tl.minimum(k_packed, v_packed)), k1, k2, v, scale,
-        K_BITS, K_BLOCK, 0, V_BITS, 0, V_PARTS, WIDTH, VALUE_WIDTH, TWO_K, STEP, STAGES, PTX,
+        sums, q1, q2, noise, first, position, begin, tl.minimum(end, tl.minimum(k_packed, v_packed)),
+        k1, k2, v, scale, one,
+        K_BITS, K_BLOCK, K_FIELDS, 0, V_BITS, V_FIELDS, 0, WIDTH, VALUE_WIDTH, TWO_K, ROWS, TOKENS, WARPS,
     )  # fmt: skip
     if K_RING:
         k1 = _waiting(KRecent + k_head * (K_RING * WIDTH))
@@ -84,110 +108,179 @@ def decode_share(
         # Blocks leave K's window whole: V may be packed, or have no window, where K waits.
         sums = _span(
             sums, q1, q2, noise, first, position, tl.maximum(begin, k_packed), tl.minimum(end, v_packed),
-            k1, k2, v, scale,
-            16, 1, K_RING, V_BITS, 0, V_PARTS, WIDTH, VALUE_WIDTH, TWO_K, STEP, 1, PTX,
+            k1, k2, v, scale, one,
+            16, 1, K_FIELDS, K_RING, V_BITS, V_FIELDS, 0, WIDTH, VALUE_WIDTH, TWO_K, ROWS, TOKENS, WARPS,
         )  # fmt: skip
     if V_RING:
         v = _waiting(VRecent + v_head * (V_RING * VALUE_WIDTH))
         sums = _span(
-            sums, q1, q2, noise, first, position, tl.maximum(begin, v_packed), end, k1, k2, v, scale,
-            16, 1, K_RING, 16, V_RING, V_PARTS, WIDTH, VALUE_WIDTH, TWO_K, STEP, 1, PTX,
+            sums, q1, q2, noise, first, position, tl.maximum(begin, v_packed), end,
+            k1, k2, v, scale, one,
+            16, 1, K_FIELDS, K_RING, 16, V_FIELDS, V_RING, WIDTH, VALUE_WIDTH, TWO_K, ROWS, TOKENS, WARPS,
         )  # fmt: skip
 
     largest, total, acc = sums
+    of_all = tl.max(largest, 0)
+    shrink = tl.exp2(largest - of_all[None, :])
+    total = tl.sum(tl.sum(total, 1) * shrink, 0)
     tile_index = tl.program_id(0).to(tl.int64) * tl.num_programs(2) + tl.program_id(2)
     out = (tile_index * tl.num_programs(1) + tl.program_id(1)) * ROWS + tl.arange(0, ROWS)
-    tl.store(Largest + out, largest)
+    tl.store(Largest + out, of_all)
     tl.store(Total + out, total)
-    PART: tl.constexpr = VALUE_WIDTH // V_PARTS
-    for part in tl.static_range(V_PARTS):
-        column = part * PART + tl.arange(0, PART)
-        tl.store(Acc + out[:, None] * VALUE_WIDTH + column[None, :], acc[part])
+    for field in tl.static_range(V_FIELDS):
+        channel = field_channels(field, VALUE_WIDTH, V_FIELDS)
+        weighed = tl.sum(acc[field] * shrink[:, None, :], 0)
+        tl.store(Acc + out[None, :] * VALUE_WIDTH + channel[:, None], weighed)
 
 
 @triton.jit
 def _span(
-    sums, q1, q2, noise, first, last, begin, end, k1, k2, v, scale,
-    K_BITS: tl.constexpr, K_BLOCK: tl.constexpr, K_RING: tl.constexpr,
-    V_BITS: tl.constexpr, V_RING: tl.constexpr, V_PARTS: tl.constexpr, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
-    TWO_K: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr, PTX: tl.constexpr,
+    sums, q1, q2, noise, first, last, begin, end, k1, k2, v, scale, one,
+    K_BITS: tl.constexpr, K_BLOCK: tl.constexpr, K_FIELDS: tl.constexpr, K_RING: tl.constexpr,
+    V_BITS: tl.constexpr, V_FIELDS: tl.constexpr, V_RING: tl.constexpr,
+    WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, TWO_K: tl.constexpr,
+    ROWS: tl.constexpr, TOKENS: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     """Sums after keys begin to end more, of which a row sees those from `first` to `last`."""
-    STATES: tl.constexpr = q1.dtype
+    STATES: tl.constexpr = q1[0].dtype
     CODES: tl.constexpr = tl.float32 if tl.float32 == STATES else tl.float16
     K_DTYPE: tl.constexpr = STATES if K_BITS == 16 else CODES
     V_DTYPE: tl.constexpr = STATES if V_BITS == 16 else CODES
     PER_CHANNEL: tl.constexpr = K_BITS < 16 and K_BLOCK > 1
     PER_TOKEN: tl.constexpr = K_BITS < 16 and K_BLOCK == 1
+    STEP: tl.constexpr = WARPS * TOKENS
+    K_CHUNKS: tl.constexpr = WIDTH // (16 * K_FIELDS)
+    V_CHUNKS: tl.constexpr = VALUE_WIDTH // (16 * V_FIELDS)
     largest, total, acc = sums
-    first = tl.maximum(first, begin)[:, None]
-    last = tl.minimum(last, end - 1)[:, None]
-    for step in tl.range(begin // STEP * STEP, end, STEP, num_stages=STAGES):
-        token = step + tl.arange(0, STEP)
-        k_at = token % K_RING if K_RING else token
-        scales = k1[2] + step // K_BLOCK * WIDTH
-        k = whole(k1[0], k1[1], k_at, K_BITS, WIDTH, K_DTYPE, PTX)
-        logits = tl.dot(_scaled(q1, scales, PER_CHANNEL, K_DTYPE), tl.trans(k), input_precision="ieee")
+    first = tl.maximum(first, begin)
+    last = tl.minimum(last, end - 1)
+    begin = begin // STEP * STEP
+    for step in range(begin, end, STEP):
+        # Everything is asked for at once, before the first of it is used.
+        keys1, key_scales1 = _keys(k1, step, one, K_BITS, K_BLOCK, K_FIELDS, K_RING, WIDTH, ROWS, TOKENS, WARPS)
+        keys2, key_scales2 = keys1, key_scales1
         if TWO_K:
-            scales = k2[2] + step // K_BLOCK * WIDTH
-            k = whole(k2[0], k2[1], k_at, K_BITS, WIDTH, K_DTYPE, PTX)
-            logits = tl.dot(_scaled(q2, scales, PER_CHANNEL, K_DTYPE), tl.trans(k), logits, input_precision="ieee")
-        if PER_TOKEN:
-            of_tokens = tl.load(k1[2] + token).to(tl.float32)[None, :]
+            keys2, key_scales2 = _keys(k2, step, one, K_BITS, K_BLOCK, K_FIELDS, K_RING, WIDTH, ROWS, TOKENS, WARPS)
+        values, value_scales = _values(v, step, one, V_BITS, V_FIELDS, V_RING, VALUE_WIDTH, TOKENS, WARPS)
+        logits = tl.zeros([WARPS, TOKENS, ROWS], tl.float32)
+        for field in tl.static_range(K_FIELDS):
+            k = field_of(keys1, field, K_DTYPE, K_BITS, False, K_CHUNKS, TOKENS, WARPS)
+            q = matrix_of_queries(q1[field], key_scales1, field, PER_CHANNEL, K_DTYPE, ROWS, WARPS)
+            logits = tl.dot(k, q, logits, input_precision="ieee")
             if TWO_K:
-                of_tokens = tl.where(noise[:, None], tl.load(k2[2] + token).to(tl.float32)[None, :], of_tokens)
-            logits *= of_tokens
-        seen = (token[None, :] >= first) & (token[None, :] <= last)
+                k = field_of(keys2, field, K_DTYPE, K_BITS, False, K_CHUNKS, TOKENS, WARPS)
+                q = matrix_of_queries(q2[field], key_scales2, field, PER_CHANNEL, K_DTYPE, ROWS, WARPS)
+                logits = tl.dot(k, q, logits, input_precision="ieee")
+        if PER_TOKEN:
+            of_keys = spread_over_rows(key_scales1[0].to(tl.float32), ROWS, TOKENS, WARPS)
+            if TWO_K:
+                of_noise = spread_over_rows(key_scales2[0].to(tl.float32), ROWS, TOKENS, WARPS)
+                of_keys = tl.where(noise[None, None, :], of_noise, of_keys)
+            logits *= of_keys
+        token = step + tl.arange(0, WARPS)[:, None] * TOKENS + tl.arange(0, TOKENS)[None, :]
+        seen = (token[:, :, None] >= first[None, None, :]) & (token[:, :, None] <= last[None, None, :])
         logits = tl.where(seen, logits * scale, -float("inf"))
         if V_BITS < 16:
             # Behind the newest token scales may be 0.
-            of_values = tl.where(token < end, tl.load(v[2] + token).to(tl.float32), 1.0)
-            of_values = _log2(of_values, PTX)
-            logits += of_values[None, :]
+            of_values = tl.where(of_warps(step, TOKENS, WARPS) < end, value_scales.to(tl.float32), 1.0)
+            of_values = _log2(of_values, CODES)
+            logits += spread_over_rows(of_values, ROWS, TOKENS, WARPS)
         raised = tl.maximum(largest, tl.max(logits, 1))
-        shrink = tl.exp2(largest - raised)
+        shrink = tl.exp2(largest - raised)[:, None, :]
         largest = raised
-        weights = tl.exp2(logits - raised[:, None])
-        probabilities = weights * tl.exp2(-of_values)[None, :] if V_BITS < 16 else weights
-        total = total * shrink + tl.sum(probabilities, 1)
-        values = parts(v[0], v[1], token % V_RING if V_RING else token, V_BITS, VALUE_WIDTH, V_PARTS, V_DTYPE, PTX)
-        acc = _weighed(acc, shrink[:, None], weights.to(V_DTYPE), values, V_PARTS)
+        weights = tl.exp2(logits - raised[:, None, :])
+        probabilities = weights
+        if V_BITS < 16:
+            probabilities *= spread_over_rows(tl.exp2(-of_values), ROWS, TOKENS, WARPS)
+        total = total * shrink + probabilities
+        weights = weights.to(V_DTYPE)
+        acc = _weighed(acc, shrink, weights, values, V_DTYPE, V_BITS, V_FIELDS, V_CHUNKS, TOKENS, WARPS)
     return largest, total, acc
 
 
 @triton.jit
-def _scaled(q, Scales, PER_CHANNEL: tl.constexpr, DTYPE: tl.constexpr):
-    """Queries times their channels' scales where they have their own."""
-    if PER_CHANNEL:
-        q = q.to(tl.float32) * tl.load(Scales + tl.arange(0, q.shape[1])).to(tl.float32)[None, :]
-    return q.to(DTYPE)
+def _keys(
+    k, step, one,
+    BITS: tl.constexpr, BLOCK: tl.constexpr, FIELDS: tl.constexpr, RING: tl.constexpr, WIDTH: tl.constexpr,
+    ROWS: tl.constexpr, TOKENS: tl.constexpr, WARPS: tl.constexpr,
+):  # fmt: skip
+    """Words of a step's keys, and their scales."""
+    words = _words(k, step, one, BITS, FIELDS, RING, WIDTH, TOKENS, WARPS)
+    if BITS == 16:
+        scales = words
+    elif BLOCK == 1:
+        scales = (token_scales(k[2] + step, TOKENS, WARPS),)
+    else:
+        scales = channel_scales(k[2], step, one, BLOCK, FIELDS, WIDTH, ROWS, TOKENS, WARPS)
+    return words, scales
 
 
 @triton.jit
-def _weighed(acc, shrink, weights, v, PARTS: tl.constexpr):
-    """Tiles of acc·shrink + weights·v."""
-    if PARTS == 1:
-        out = (_product(acc[0], shrink, weights, v[0]),)
-    elif PARTS == 2:
-        out = _product(acc[0], shrink, weights, v[0]), _product(acc[1], shrink, weights, v[1])
+def _values(
+    v, step, one,
+    BITS: tl.constexpr, FIELDS: tl.constexpr, RING: tl.constexpr, WIDTH: tl.constexpr,
+    TOKENS: tl.constexpr, WARPS: tl.constexpr,
+):  # fmt: skip
+    """Words of a step's values, and their scales."""
+    words = _words(v, step, one, BITS, FIELDS, RING, WIDTH, TOKENS, WARPS)
+    scales = words
+    if BITS < 16:
+        scales = token_scales(v[2] + step, TOKENS, WARPS)
+    return words, scales
+
+
+@triton.jit
+def _words(
+    stored, step, one,
+    BITS: tl.constexpr, FIELDS: tl.constexpr, RING: tl.constexpr, WIDTH: tl.constexpr,
+    TOKENS: tl.constexpr, WARPS: tl.constexpr,
+):  # fmt: skip
+    """Words of a step, as `load_words` gives them."""
+    index = tl.arange(0, TOKENS * WARPS // 16 * (WIDTH // (16 * FIELDS)))
+    fragment = index % WARPS * (TOKENS // 16) + index // (WARPS * (WIDTH // (16 * FIELDS)))
+    if RING:
+        fragment = (step // 16 + fragment) % (RING // 16)
+        codes, top = stored[0], stored[1]
     else:
-        out = (
-            _product(acc[0], shrink, weights, v[0]),
-            _product(acc[1], shrink, weights, v[1]),
-            _product(acc[2], shrink, weights, v[2]),
-            _product(acc[3], shrink, weights, v[3]),
-        )
+        words = step * (WIDTH // channels_in_word(BITS))
+        codes, top = stored[0] + words, stored[1] + words // 2
+    return load_words(codes, top, fragment, one, BITS, WIDTH, FIELDS, TOKENS, WARPS)
+
+
+@triton.jit
+def _weighed(
+    acc, shrink, weights, values,
+    DTYPE: tl.constexpr, BITS: tl.constexpr, FIELDS: tl.constexpr, CHUNKS: tl.constexpr,
+    TOKENS: tl.constexpr, WARPS: tl.constexpr,
+):  # fmt: skip
+    """Fields of acc·shrink + Vᵀ·weights."""
+    a = _product(acc, shrink, weights, values, 0, DTYPE, BITS, CHUNKS, TOKENS, WARPS)
+    if FIELDS == 1:
+        out = (a,)
+    else:
+        b = _product(acc, shrink, weights, values, 1, DTYPE, BITS, CHUNKS, TOKENS, WARPS)
+        if FIELDS == 2:
+            out = a, b
+        else:
+            c = _product(acc, shrink, weights, values, 2, DTYPE, BITS, CHUNKS, TOKENS, WARPS)
+            d = _product(acc, shrink, weights, values, 3, DTYPE, BITS, CHUNKS, TOKENS, WARPS)
+            out = a, b, c, d
     return out
 
 
 @triton.jit
-def _product(acc, shrink, weights, v):
-    return tl.dot(weights, v, acc * shrink, input_precision="ieee")
+def _product(
+    acc, shrink, weights, values,
+    FIELD: tl.constexpr, DTYPE: tl.constexpr, BITS: tl.constexpr, CHUNKS: tl.constexpr,
+    TOKENS: tl.constexpr, WARPS: tl.constexpr,
+):  # fmt: skip
+    v = field_of(values, FIELD, DTYPE, BITS, True, CHUNKS, TOKENS, WARPS)
+    return tl.dot(v, weights, acc[FIELD] * shrink, input_precision="ieee")
 
 
 @triton.jit
-def _log2(x, PTX: tl.constexpr):
-    if PTX:
+def _log2(x, CODES: tl.constexpr):
+    if tl.float16 == CODES and not INTERPRETED:
         # tl.log2 is a polynomial of a dozen instructions.
         out = tl.inline_asm_elementwise("lg2.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
     else:
@@ -196,11 +289,22 @@ def _log2(x, PTX: tl.constexpr):
 
 
 @triton.jit
-def _zeros(ROWS: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr):
-    zeros = tl.zeros([ROWS, WIDTH // PARTS], tl.float32)
-    if PARTS == 1:
+def _added(a, b, FIELDS: tl.constexpr):
+    if FIELDS == 1:
+        out = (a[0] + b[0],)
+    elif FIELDS == 2:
+        out = a[0] + b[0], a[1] + b[1]
+    else:
+        out = a[0] + b[0], a[1] + b[1], a[2] + b[2], a[3] + b[3]
+    return out
+
+
+@triton.jit
+def _zeros(WARPS: tl.constexpr, CHANNELS: tl.constexpr, ROWS: tl.constexpr, FIELDS: tl.constexpr):
+    zeros = tl.zeros([WARPS, CHANNELS, ROWS], tl.float32)
+    if FIELDS == 1:
         out = (zeros,)
-    elif PARTS == 2:
+    elif FIELDS == 2:
         out = zeros, zeros
     else:
         out = zeros, zeros, zeros, zeros

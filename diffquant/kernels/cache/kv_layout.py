@@ -1,121 +1,84 @@
-"""The layout of a `KVStore` as kernels read it: where a head lies, how many tokens are packed, codes out of bytes.
+"""The layout of a `KVStore` as kernels read it: which word holds a channel of a token, and words as matrices.
 
-Codes become half floats without a conversion: 0x6400 | n is the float16 number 1024 + n. On a GPU this is
-spelled in PTX, four codes at a time, since the compiler would widen each byte alone; the interpreter knows
-no PTX.
+A fragment is 16 tokens by 16 channels, in the order in which tensor cores take the left side of a product, as
+`diffquant.kernels.linear.repack` has it: a thread finds its 8 elements side by side. Keys are multiplied as they are,
+so their rows are tokens; of values, whose tokens are summed over, rows are channels. A word holds one token's
+channels of FIELDS fragments beside each other, and so no two tokens share a word.
 """
 
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, disable-error-code="assignment"
 import triton
 import triton.language as tl
 
+from diffquant.kernels.cache import kv_store
+from diffquant.kernels.linear.unpacking import load_high, unpack_field
 
-def _widening(extract: str, zero: int) -> tl.constexpr:
-    """PTX that turns four stored bytes, extracted to `t`, into four float16 codes."""
-    return tl.constexpr(
-        f"{{ .reg .b32 t, u, c; {extract} mov.b32 c, {0x64006400 + zero * 0x10001:#x};"
-        "prmt.b32 $0, t, 0x64646464, 0x4140; prmt.b32 $1, t, 0x64646464, 0x4342;"
-        "sub.f16x2 $0, $0, c; sub.f16x2 $1, $1, c; }"
-    )
-
-
-_BYTES = _widening("mov.b32 t, $2;", 128)
-_LOW_NIBBLES = _widening("and.b32 t, $2, 0x0f0f0f0f;", 8)
-_HIGH_NIBBLES = _widening("shr.b32 t, $2, 4; and.b32 t, t, 0x0f0f0f0f;", 8)
-_SIX_0 = _widening("shl.b32 u, $3, 4; and.b32 u, u, 0x30303030; and.b32 t, $2, 0x0f0f0f0f; or.b32 t, t, u;", 32)
-_SIX_1 = _widening("shl.b32 u, $3, 2; and.b32 u, u, 0x30303030; and.b32 t, $2, 0x0f0f0f0f; or.b32 t, t, u;", 32)
-_SIX_2 = _widening("and.b32 u, $3, 0x30303030; shr.b32 t, $2, 4; and.b32 t, t, 0x0f0f0f0f; or.b32 t, t, u;", 32)
-_SIX_3 = _widening(
-    "shr.b32 u, $3, 2; and.b32 u, u, 0x30303030; shr.b32 t, $2, 4; and.b32 t, t, 0x0f0f0f0f; or.b32 t, t, u;", 32
-)
+channels_in_word = triton.constexpr_function(kv_store.channels_in_word)
 
 
 @triton.jit
-def _floats(stored, ZERO: tl.constexpr, DTYPE: tl.constexpr):
-    if tl.float16 == DTYPE:
-        out = (stored.to(tl.uint16) | 0x6400).to(tl.float16, bitcast=True) - (1024.0 + ZERO)
-    else:
-        out = stored.to(tl.float32) - ZERO
-    return out
+def place(token, channel, WIDTH: tl.constexpr, FIELDS: tl.constexpr, TRANSPOSED: tl.constexpr):
+    """Index of the word, among a head's, that holds a token's channel; `TRANSPOSED` where rows are channels."""
+    chunk = token // 16 * (WIDTH // (16 * FIELDS)) + channel // (16 * FIELDS)
+    row, column = token % 16, channel % 16
+    if TRANSPOSED:
+        row, column = channel % 16, token % 16
+    return chunk * 256 + row % 8 * 32 + column // 2 % 4 * 8 + column // 8 * 4 + row // 8 * 2 + column % 2
 
 
 @triton.jit
-def _from_bytes(x, DTYPE: tl.constexpr, PTX: tl.constexpr):
-    if PTX:
-        out = tl.inline_asm_elementwise(_BYTES, "=&r,=&r,r", [x], dtype=tl.float16, is_pure=True, pack=4)
-    else:
-        out = _floats(x, 128, DTYPE)
-    return out
+def field_channels(FIELD: tl.constexpr, WIDTH: tl.constexpr, FIELDS: tl.constexpr):
+    """Channels [WIDTH / FIELDS] that stand in one field of the words."""
+    index = tl.arange(0, WIDTH // FIELDS)
+    return index // 16 * (16 * FIELDS) + FIELD * 16 + index % 16
 
 
 @triton.jit
-def _from_nibbles(x, DTYPE: tl.constexpr, PTX: tl.constexpr):
-    if PTX:
-        low = tl.inline_asm_elementwise(_LOW_NIBBLES, "=&r,=&r,r", [x], dtype=tl.float16, is_pure=True, pack=4)
-        high = tl.inline_asm_elementwise(_HIGH_NIBBLES, "=&r,=&r,r", [x], dtype=tl.float16, is_pure=True, pack=4)
-        out = low, high
-    else:
-        out = _floats(x & 15, 8, DTYPE), _floats(x >> 4, 8, DTYPE)
-    return out
-
-
-@triton.jit
-def _from_six(first, second, top, DTYPE: tl.constexpr, PTX: tl.constexpr):
-    """Codes of a head's four quarters, from nibbles of quarters 0 and 2, of 1 and 3, and the top two bits of all."""
-    if PTX:
-        a = tl.inline_asm_elementwise(_SIX_0, "=&r,=&r,r,r", [first, top], dtype=tl.float16, is_pure=True, pack=4)
-        b = tl.inline_asm_elementwise(_SIX_1, "=&r,=&r,r,r", [second, top], dtype=tl.float16, is_pure=True, pack=4)
-        c = tl.inline_asm_elementwise(_SIX_2, "=&r,=&r,r,r", [first, top], dtype=tl.float16, is_pure=True, pack=4)
-        d = tl.inline_asm_elementwise(_SIX_3, "=&r,=&r,r,r", [second, top], dtype=tl.float16, is_pure=True, pack=4)
-        out = a, b, c, d
-    else:
-        out = (
-            _floats((first & 15) | ((top & 3) << 4), 32, DTYPE),
-            _floats((second & 15) | ((top & 12) << 2), 32, DTYPE),
-            _floats((first >> 4) | (top & 48), 32, DTYPE),
-            _floats((second >> 4) | ((top >> 6) << 4), 32, DTYPE),
-        )
-    return out
-
-
-@triton.jit
-def parts(
-    Codes, Top, token,
-    BITS: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr, DTYPE: tl.constexpr, PTX: tl.constexpr,
+def load_words(
+    Codes, Top, fragment, one,
+    BITS: tl.constexpr, WIDTH: tl.constexpr, FIELDS: tl.constexpr, TOKENS: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
-    """Codes of tokens [N] of one head as PARTS tiles [N, WIDTH / PARTS], not yet multiplied by their scales."""
-    PART: tl.constexpr = WIDTH // PARTS
-    column = tl.arange(0, PART)[None, :]
-    if BITS == 4:
-        out = _from_nibbles(tl.load(Codes + token[:, None] * PART + column), DTYPE, PTX)
-    elif BITS == 6:
-        row = Codes + token[:, None] * (WIDTH // 2) + column
-        top = tl.load(Top + token[:, None] * PART + column)
-        out = _from_six(tl.load(row), tl.load(row + PART), top, DTYPE, PTX)
-    elif BITS == 8:
-        out = (_from_bytes(tl.load(Codes + token[:, None] * WIDTH + column), DTYPE, PTX),)
-    else:
-        row = Codes + token[:, None] * WIDTH + column
-        if PARTS == 1:
-            out = (tl.load(row),)
-        elif PARTS == 2:
-            out = tl.load(row), tl.load(row + PART)
+    """Words of TOKENS tokens a warp, as a tuple of tiles [(16 tokens, chunk, warp), 256] that `field_of` takes apart.
+
+    `fragment` [(16 tokens, chunk, warp)] is the number of 16 tokens that stand before. Where BITS is 16, states are
+    loaded as fields too, those that the codes' FIELDS would hold.
+    """
+    CHUNKS: tl.constexpr = WIDTH // (16 * FIELDS)
+    chunk = tl.arange(0, TOKENS // 16 * CHUNKS * WARPS) // WARPS % CHUNKS
+    word = tl.arange(0, 256)[None, :]
+    if BITS == 16:
+        at = Codes + (fragment * (CHUNKS * FIELDS) + chunk * FIELDS)[:, None] * 256 + word
+        if FIELDS == 1:
+            out = (tl.load(at),)
+        elif FIELDS == 2:
+            out = tl.load(at), tl.load(at + 256)
         else:
-            out = tl.load(row), tl.load(row + PART), tl.load(row + 2 * PART), tl.load(row + 3 * PART)
+            out = tl.load(at), tl.load(at + 256), tl.load(at + 512), tl.load(at + 768)
+    else:
+        at = (fragment * CHUNKS + chunk)[:, None]
+        low = tl.load(Codes + at * 256 + word)
+        COUNT: tl.constexpr = TOKENS // 16 * CHUNKS * WARPS
+        out = (low, load_high(Top + at * 128, None, one, COUNT)) if BITS == 6 else (low,)
     return out
 
 
 @triton.jit
-def whole(Codes, Top, token, BITS: tl.constexpr, WIDTH: tl.constexpr, DTYPE: tl.constexpr, PTX: tl.constexpr):
-    """Codes of tokens [N] of one head as one tile [N, WIDTH]: `parts` side by side."""
-    x = parts(Codes, Top, token, BITS, WIDTH, parts_of(BITS), DTYPE, PTX)
-    if BITS == 4:
-        out = tl.reshape(tl.permute(tl.join(x[0], x[1]), (0, 2, 1)), (token.shape[0], WIDTH))
-    elif BITS == 6:
-        quarters = tl.join(tl.join(x[0], x[2]), tl.join(x[1], x[3]))
-        out = tl.reshape(tl.permute(quarters, (0, 2, 3, 1)), (token.shape[0], WIDTH))
+def field_of(
+    words, FIELD: tl.constexpr, DTYPE: tl.constexpr, BITS: tl.constexpr, TRANSPOSED: tl.constexpr,
+    CHUNKS: tl.constexpr, TOKENS: tl.constexpr, WARPS: tl.constexpr,
+):  # fmt: skip
+    """One field as the left sides of products, not multiplied by scales.
+
+    Keys give [WARPS, TOKENS, CHUNKS * 16], values [WARPS, CHUNKS * 16, TOKENS].
+    """
+    last: tl.constexpr = len(words) - 1
+    x = words[FIELD].to(DTYPE) if BITS == 16 else unpack_field(words[0], words[last], DTYPE, FIELD, BITS)
+    # (16 tokens, chunk, warp), and of a fragment (g, t, column half, row half, column of a pair).
+    x = x.reshape(TOKENS // 16, CHUNKS, WARPS, 8, 4, 2, 2, 2)
+    if TRANSPOSED:
+        out = x.permute(2, 1, 6, 3, 0, 5, 4, 7).reshape(WARPS, CHUNKS * 16, TOKENS)
     else:
-        out = x[0]
+        out = x.permute(2, 0, 6, 3, 1, 5, 4, 7).reshape(WARPS, TOKENS, CHUNKS * 16)
     return out
 
 
@@ -129,11 +92,5 @@ def packed_tokens(length, floor, BITS: tl.constexpr, BLOCK: tl.constexpr, RESIDU
 def stored_head(Codes, Top, Scales, head, capacity, BITS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
     """Pointers to a head's codes, second plane and scales; heads stand one after another, `capacity` tokens each."""
     scales = capacity // BLOCK * WIDTH if BLOCK > 1 else capacity
-    stored: tl.constexpr = WIDTH // 2 if BITS < 8 else WIDTH
-    return Codes + head * capacity * stored, Top + head * capacity * (WIDTH // 4), Scales + head * scales
-
-
-@triton.constexpr_function
-def parts_of(BITS):
-    """Number of tiles that a head unpacks into, side by side."""
-    return {4: 2, 6: 4}.get(BITS, 1)
+    words: tl.constexpr = WIDTH // channels_in_word(BITS)
+    return Codes + head * capacity * words, Top + head * capacity * (words // 2), Scales + head * scales

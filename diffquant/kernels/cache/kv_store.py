@@ -1,10 +1,10 @@
 """Storage of one layer's KV cache as the kernels want it: preallocated, packed, lengths on the device.
 
-A stored value is code + 2^(bits-1) and unpacks without interleaving. Of a head w wide, 8 bits take a byte a
-channel; at 4 bits byte j holds channel j in its low nibble and channel j + w/2 in its high one; at 6 bits
-such nibbles are the low four bits, and byte j of a second plane the top two of channels j, j + w/4, j + w/2
-and j + 3w/4, from its low bits up. The newest tokens stand unquantized in a ring: token t in slot t modulo
-its length.
+Tokens and channels stand in fragments of 16 by 16 in the order in which tensor cores take them (`kv_layout`), 16-bit
+states as well as codes. A stored value is code + 2^(bits-1). Words of 16 bits hold one token's channels of several
+neighbouring fragments: 4 of 4 bits, 2 of 8. 6-bit codes are a plane of their low 4 bits and one of their high 2
+bits, in bytes, as weights have them (`diffquant.kernels.linear.repack`). The newest tokens stand unquantized in a
+ring: token t in slot t modulo its length.
 """
 
 from collections.abc import Callable
@@ -15,14 +15,16 @@ import torch
 from torch import Tensor
 
 from diffquant.errors import UsageError
+from diffquant.kernels.linear.repack import FRAGMENT
 from diffquant.numerics import dequantize
 from diffquant.recipe import Recipe
 from diffquant.scheme import Scheme
 
 STATE_TYPES = (torch.float16, torch.bfloat16, torch.float32)
 # Tokens of a block that are packed together, also where each has its own scale.
-TOKENS_A_STEP = 16
-_CAPACITY_STEP = 128
+TOKENS_A_STEP = FRAGMENT
+# Tokens by which capacities grow: a whole step of every kernel.
+CAPACITY_STEP = 128
 _STAMPS = count()
 
 
@@ -33,24 +35,25 @@ class StoredSide:
     Attributes:
         scheme: bits of the codes and what shares a scale.
         residual: number of newest tokens that stay unquantized.
-        codes: codes, uint8 [B, H, C, bytes of a token], or the states themselves at 16 bits.
-        top: second plane of 6 bits, uint8 [B, H, C, w/4]; empty otherwise.
+        transposed: whether a fragment's rows are channels, as those of values are; those of keys are tokens.
+        codes: codes, int16 [B, H, C/16, w/(16 fields), 256], or the states themselves at 16 bits, with one field.
+        top: high 2 bits of 6-bit codes, int16 [B, H, C/16, w/64, 128], a byte a word of `codes`; empty otherwise.
         scales: scales in the states' dtype, [B, H, C] per token, [B, H, C / block, w] per channel; empty at 16 bits.
-        recent: states not yet quantized, [B, H, ring, w]; empty at 16 bits and where nothing waits.
+        recent: states not yet quantized, [B, H, ring/16, w/16, 256]; empty at 16 bits and where nothing waits.
     """
 
     scheme: Scheme
     residual: int
+    transposed: bool
     codes: Tensor
     top: Tensor
     scales: Tensor
     recent: Tensor
 
     @classmethod
-    def empty(cls, scheme: Scheme, residual: int, like: Tensor, capacity: int) -> "StoredSide":
+    def empty(cls, scheme: Scheme, residual: int, transposed: bool, like: Tensor, capacity: int) -> "StoredSide":
         """Empty storage for `capacity` tokens of states as `like` [B, H, T, w]."""
         batch, heads, _, width = like.shape
-        bits = scheme.bits
         block = tokens_a_scale(scheme)
         ring = ring_length(scheme, residual)
 
@@ -58,15 +61,20 @@ class StoredSide:
             # Zeros, since what lies behind the newest token is read, though never weighed.
             return torch.zeros(batch, heads, *shape, dtype=dtype, device=like.device)
 
+        blocks, chunks = capacity // FRAGMENT, width // (FRAGMENT * channels_in_word(scheme.bits))
+        no_top = room(0, dtype=torch.int16)
         if not scheme.quantizes:
-            return cls(scheme, 0, room(capacity, width), room(0, dtype=torch.uint8), room(0), room(0))
+            return cls(
+                scheme, 0, transposed, room(blocks, chunks, 256), no_top, room(0), room(0, width // FRAGMENT, 256)
+            )
         return cls(
             scheme,
             residual,
-            codes=room(capacity, width if bits == 8 else width // 2, dtype=torch.uint8),
-            top=room(capacity, width // 4, dtype=torch.uint8) if bits == 6 else room(0, dtype=torch.uint8),
+            transposed,
+            codes=room(blocks, chunks, 256, dtype=torch.int16),
+            top=room(blocks, chunks, 128, dtype=torch.int16) if scheme.bits == 6 else no_top,
             scales=room(capacity) if block == 1 else room(capacity // block, width),
-            recent=room(ring, width),
+            recent=room(ring // FRAGMENT, width // FRAGMENT, 256),
         )
 
     @property
@@ -81,7 +89,7 @@ class StoredSide:
 
     @property
     def width(self) -> int:
-        return self.codes.shape[-1] * (1 if self.scheme.bits in (8, 16) else 2)
+        return self.codes.shape[3] * FRAGMENT * channels_in_word(self.scheme.bits)
 
     @property
     def block(self) -> int:
@@ -90,7 +98,7 @@ class StoredSide:
 
     @property
     def ring(self) -> int:
-        return self.recent.shape[2]
+        return self.recent.shape[2] * FRAGMENT
 
     def packed(self, length: int, floor: int) -> int:
         """Number of packed tokens among `length`; `floor` were packed when the newest tokens were last forgotten."""
@@ -102,7 +110,7 @@ class StoredSide:
         """States [B, H, length, w] as they read back, in the dtype they came in."""
         packed = self.packed(length, floor)
         if not self.scheme.quantizes:
-            return self.codes[:, :, :length]
+            return self._in_order(self.codes[..., None], length)
         codes = self._unpacked(packed)
         if self.block == 1:
             old = dequantize(codes, self.scales[:, :, :packed, None])
@@ -112,7 +120,7 @@ class StoredSide:
         if not self.ring:
             return old
         slots = torch.arange(packed, length, device=codes.device) % self.ring
-        return torch.cat([old, self.recent.index_select(2, slots)], 2)
+        return torch.cat([old, self._in_order(self.recent[..., None], self.ring).index_select(2, slots)], 2)
 
     def clear(self, first: int, stop: int) -> None:
         """Zero the 16-bit states of tokens `first` up to `stop`, which are forgotten.
@@ -121,20 +129,41 @@ class StoredSide:
         whatever they stand for.
         """
         if not self.scheme.quantizes:
-            self.codes[:, :, first:stop] = 0
+            self._clear(self.codes, torch.arange(first, stop, device=self.codes.device))
         elif self.ring:
             slots = torch.arange(max(first, stop - self.ring), stop, device=self.codes.device) % self.ring
-            self.recent[:, :, slots] = 0
+            self._clear(self.recent, slots)
+
+    def _clear(self, states: Tensor, tokens: Tensor) -> None:
+        """Zero tokens of 16-bit states, stored in fragments."""
+        at = tokens % FRAGMENT
+        # (row of 8, column pair of 4, column half, row half, column of a pair), of which a token is a row or a column.
+        parts = states.unflatten(4, (8, 4, 2, 2, 2))
+        if self.transposed:
+            parts[:, :, tokens // FRAGMENT, :, :, at // 2 % 4, at // 8, :, at % 2] = 0
+        else:
+            parts[:, :, tokens // FRAGMENT, :, at % 8, :, :, at // 8] = 0
 
     def _unpacked(self, tokens: int) -> Tensor:
         """Codes of the first tokens, int8 [B, H, tokens, w]."""
-        stored, bits = self.codes[:, :, :tokens], self.scheme.bits
-        if bits != 8:
-            stored = torch.cat([stored & 15, stored >> 4], -1)
+        bits = self.scheme.bits
+        width = 8 if bits == 8 else 4
+        shifts = torch.arange(0, 16, width, dtype=torch.int16, device=self.codes.device)
+        blocks = slice(0, -(-tokens // FRAGMENT))
+        stored = (self.codes[:, :, blocks, ..., None] >> shifts) & ((1 << width) - 1)
         if bits == 6:
-            top = self.top[:, :, :tokens]
-            stored = stored | torch.cat([(top >> shift & 3) << 4 for shift in (0, 2, 4, 6)], -1)
-        return (stored - (1 << (bits - 1))).view(torch.int8)
+            top = self.top[:, :, blocks].view(torch.uint8)[..., None].to(torch.int16)
+            stored |= (top >> (shifts // 2) & 3) << 4
+        return (self._in_order(stored, tokens) - (1 << (bits - 1))).to(torch.int8)
+
+    def _in_order(self, fields: Tensor, tokens: int) -> Tensor:
+        """The first tokens [B, H, tokens, w] of fragments' fields [B, H, blocks, chunks, 256, fields]."""
+        # (block, chunk, row of 8, column pair of 4, column half, row half, column of a pair, field)
+        parts = fields.unflatten(4, (8, 4, 2, 2, 2))
+        row, column = (7, 4), (6, 5, 8)
+        tokens_at, channels_at = (column, row) if self.transposed else (row, column)
+        ordered: Tensor = parts.permute(0, 1, 2, *tokens_at, 3, 9, *channels_at)
+        return ordered.flatten(2, 2 + len(tokens_at)).flatten(3)[:, :, :tokens]
 
 
 class KVStore:
@@ -159,8 +188,8 @@ class KVStore:
         if reason:
             raise UsageError(f"KV store: {reason}")
         capacity = _rounded_up(capacity)
-        self.keys = StoredSide.empty(recipe.k, recipe.residual, k, capacity)
-        self.values = StoredSide.empty(recipe.v, recipe.residual, v, capacity)
+        self.keys = StoredSide.empty(recipe.k, recipe.residual, False, k, capacity)
+        self.values = StoredSide.empty(recipe.v, recipe.residual, True, v, capacity)
         self.length = 0
         self.stamp = next(_STAMPS)
         self.progress = torch.zeros(4, dtype=torch.int32, device=k.device)
@@ -168,7 +197,7 @@ class KVStore:
 
     @property
     def capacity(self) -> int:
-        return self.keys.codes.shape[2]
+        return self.keys.codes.shape[2] * FRAGMENT
 
     @property
     def nbytes(self) -> int:
@@ -186,7 +215,7 @@ class KVStore:
         capacity = _rounded_up(capacity)
         self.stamp = next(_STAMPS)
         for side, _ in self._sides():
-            for name, tokens in (("codes", 1), ("top", 1), ("scales", side.block)):
+            for name, tokens in (("codes", FRAGMENT), ("top", FRAGMENT), ("scales", side.block)):
                 old = getattr(side, name)
                 if old.shape[2]:
                     new = old.new_zeros(*old.shape[:2], capacity // tokens, *old.shape[3:])
@@ -224,6 +253,11 @@ class KVStore:
         return list(zip((self.keys, self.values), self._floors, strict=True))
 
 
+def channels_in_word(bits: int) -> int:
+    """Number of a token's channels that share one word: fields of `repack`, or a state."""
+    return {16: 1, 8: 2}.get(bits, 4)
+
+
 def tokens_a_scale(scheme: Scheme) -> int:
     """Number of tokens that share the scales of their channels; 1 where each token has its own."""
     return scheme.size or 1 if scheme.granularity == "column" else 1
@@ -258,4 +292,4 @@ def store_refusal(recipe: Recipe, width: int, value_width: int, dtype: torch.dty
 
 def _rounded_up(capacity: int) -> int:
     """Capacity in whole steps of every kernel, which then need not look where the tensors end."""
-    return max(-(-capacity // _CAPACITY_STEP), 1) * _CAPACITY_STEP
+    return max(-(-capacity // CAPACITY_STEP), 1) * CAPACITY_STEP

@@ -7,7 +7,6 @@ among blocks, and a second kernel adds the parts in order.
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 from dataclasses import dataclass
-from functools import cache
 from math import gcd
 
 import torch
@@ -16,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from diffquant.kernels.configs import choose
-from diffquant.kernels.gpu import device_class
+from diffquant.kernels.gpu import device_class, processors
 from diffquant.kernels.linear.repack import FRAGMENT, PackedWeight, fields_in_word
 from diffquant.kernels.linear.unpacking import chunk_weights, join_fields
 
@@ -62,7 +61,7 @@ def launch_gemm(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
     device_kind = device_class(x.device)
     tile = choose(TILES, f"gemm/{device_kind}/{32 if tokens <= 32 else 64 if tokens <= 64 else 128}")
     tiles = triton.cdiv(tokens, tile.tokens), triton.cdiv(rows, tile.rows)
-    splits = max(1, min(_processors(x.device) // (tiles[0] * tiles[1]), chunks // _LEAST_CHUNKS))
+    splits = max(1, min(processors(x.device) // (tiles[0] * tiles[1]), chunks // _LEAST_CHUNKS))
     y = x.new_empty(tokens, rows)
     parts = y if splits == 1 else x.new_empty(splits, tokens, rows, dtype=torch.float32)
     row_scale_stride = int(len(weight.row_scale) > 1)
@@ -81,12 +80,6 @@ def launch_gemm(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
             enable_fp_fusion=True,
         )  # fmt: skip
     return y
-
-
-@cache
-def _processors(device: torch.device) -> int:
-    """Number of multiprocessors of a device; the interpreter counts as 8."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
 
 
 @triton.jit(do_not_specialize=["M", "chunks_a_split", "row_scale_stride"])

@@ -6,15 +6,17 @@ neither shared memory nor barriers. Codes are exact in the products; group scale
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+# mypy: disable-error-code="assignment, var-annotated"
 from dataclasses import dataclass
 from math import gcd
 
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from diffquant.kernels.configs import choose
-from diffquant.kernels.gpu import device_class
+from diffquant.kernels.gpu import capability, device_class, registers_of
 from diffquant.kernels.linear.repack import FRAGMENT, PackedWeight, fields_in_word
 from diffquant.kernels.linear.unpacking import load_high, unpack_field
 
@@ -27,15 +29,22 @@ class GemvTile:
 
     Attributes:
         warps: number of warps.
-        unroll: largest number of chunks of 512 bytes that a warp has under way.
+        unroll: largest number of chunks of 512 bytes that a warp asks for before it uses the first.
+        blocks: number of blocks that a multiprocessor holds; their registers are limited to what that takes.
     """
 
     warps: int
     unroll: int
+    blocks: int
 
 
-# 8 warps with 4 chunks are 16 KB a block, of which a processor holds 2 to 4: what memory's latency asks for.
-TILES = {f"gemv/{device}/{bits}": GemvTile(8, 4) for device in ("sm_80", "sm_90") for bits in (4, 6, 8)}
+# 8 warps with 6 to 8 chunks are 24 to 32 KB a block: of 3,072 columns of 4 bits all there are, so that a block waits
+# for memory once.
+TILES = {
+    f"gemv/{device}/{bits}": GemvTile(8, 8, 4 if bits == 8 else 3)
+    for device in ("sm_80", "sm_90")
+    for bits in (4, 6, 8)
+}
 
 
 def launch_gemv(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
@@ -45,6 +54,8 @@ def launch_gemv(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
     blocks, chunks, _ = weight.low.shape
     tile = choose(TILES, f"gemv/{device_class(x.device)}/{weight.bits}")
     unroll = _unroll(chunks, tile)
+    # From Hopper on, blocks may take their places while the kernel before still runs.
+    is_dependent = capability(x.device) >= (9, 0)
     y = x.new_empty(tokens, rows)
     _gemv[(blocks, 1)](
         x, weight.low, weight.high, weight.scales, weight.row_scale, bias, y,
@@ -53,7 +64,9 @@ def launch_gemv(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
         SPAN=gcd(weight.group // FRAGMENT, fields_in_word(weight.bits)),
         TILES=triton.cdiv(tokens, 8), WARPS=tile.warps, UNROLL=unroll,
         EVEN=chunks % (tile.warps * unroll) == 0 and width == chunks * FRAGMENT * fields_in_word(weight.bits),
-        num_warps=tile.warps, num_stages=1, enable_fp_fusion=True,
+        DEPENDENT=is_dependent, num_warps=tile.warps, num_stages=1, enable_fp_fusion=True,
+        maxnreg=registers_of(tile.blocks, tile.warps),
+        **({"launch_pdl": True} if is_dependent else {}),
     )  # fmt: skip
     return y
 
@@ -70,8 +83,13 @@ def _gemv(
     M, N, K, blocks, chunks, x_stride, row_scale_stride,
     BITS: tl.constexpr, FIELDS: tl.constexpr, GROUP: tl.constexpr, SPAN: tl.constexpr,
     TILES: tl.constexpr, WARPS: tl.constexpr, UNROLL: tl.constexpr, EVEN: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Product of one block of 16 columns of y [M, N]; tokens are TILES times 8, rounded up."""
+    if DEPENDENT:
+        # The next kernel may come as well; it waits for this one in turn, or was not launched to come early.
+        gdc_launch_dependents()
+        gdc_wait()
     block = tl.program_id(0)
     # Always 1. Were it known to be, a thread would load more at once than its fragment takes.
     one = tl.num_programs(1)
@@ -89,15 +107,20 @@ def _gemv(
     lane_row = (lane // 8 * 2 + lane % 2)[None, :]
     sums = tl.zeros([WARPS, 16, TILES * 8], tl.float32)
     for first in range(0, chunks, WARPS * UNROLL):
+        lows = ()
+        highs = ()
         for u in tl.static_range(UNROLL):
             chunk = first + u * WARPS + warp
             # What is not loaded may be any code: x is 0 there.
             live = None if EVEN else (chunk < chunks)[:, None]
             at = (block * chunks + chunk)[:, None]
-            words = tl.load(low + at * 256 + word[None, :], mask=live)
-            tops = words
+            lows += (tl.load(low + at * 256 + word[None, :], mask=live),)
             if BITS == 6:
-                tops = load_high(high + at * 128, live, one, WARPS)
+                highs += (load_high(high + at * 128, live, one, WARPS),)
+        for u in tl.static_range(UNROLL):
+            chunk = first + u * WARPS + warp
+            words = lows[u]
+            tops = highs[u] if BITS == 6 else words
             start = (first + u * WARPS) * chunk_width
             part = tl.zeros_like(sums)
             for field in tl.static_range(FIELDS):

@@ -5,10 +5,10 @@ import re
 from typing import Any
 
 from diffquant.calib.analysis.outlier_outputs import outlier_table
+from diffquant.calib.analysis.outlier_result import read_outliers
 from diffquant.calib.calibration.fit import Fit, fit_table
 from diffquant.evals.stats import mean_interval, paired_difference
 from diffquant.sweep.table import text_table
-from studies.results import read_outliers
 from tests.docs.numbers import Expected
 from tests.docs.page import RESULTS, Page, Unmeasured
 from tests.docs.raw import measured, raw, sweep

@@ -3,10 +3,9 @@
 import math
 from statistics import median
 
-from diffquant.calib.search.outputs import uniform_kl
-from diffquant.calib.search.result import SearchResult
+from diffquant.calib.search.result import SearchResult, read_search
+from diffquant.calib.search.table import uniform_kl
 from diffquant.report.tables import aligned, megabytes
-from studies.results import read_search
 from tests.docs.numbers import About, Expected
 from tests.docs.page import RESULTS, Page
 from tests.docs.raw import raw
@@ -46,7 +45,7 @@ def _as_printed(result: SearchResult) -> list[str]:
     return [*aligned(heads, [["16 bits", "16", "", f"{result.perplexity:.3f}", "", ""], *rows], names=2), "", verdict]
 
 
-_WEIGHTS = "diffquant search smollm2-135m-diff-v2 -o search --budget {} --windows 2 --window 128 --check"
+_WEIGHTS = "diffquant search smollm2-135m-diff-v2 -o search --budget {} --windows 2 --window 128 --characters"
 _CACHE = "diffquant search smollm2-135m-diff-v2 -o search --target k,v,logits --"
 PAGE.shows(_WEIGHTS.format(4.5), lambda: _as_printed(W45))
 PAGE.shows(_WEIGHTS.format(5.5), lambda: _as_printed(W55))

@@ -35,7 +35,7 @@ PAGE.says(
 _FIRST, _SECOND = (measured(f"smollm2-{name}-500", GGUF, "16").score for name in ("logits", "onnx"))
 PAGE.says("Its {} bits are {} % where the first sweep has {} %", 16, 100 * _SECOND, 100 * _FIRST)
 PAGE.leaves("Bonett and Price's 95 % interval", "the interval's level")
-PAGE.leaves("Bars are 95 % intervals of the difference", "the interval's level")
+PAGE.leaves("with its 95 % interval, paired over the items", "the interval's level")
 PAGE.table(
     "logits | 8 bits | 6 bits | 4 bits | 3 bits",
     lambda row, head: [measured("smollm2-logits-kl", GGUF, f"{head[0]}:{row}").details["kl"]],

@@ -39,6 +39,10 @@ class Journal:
         with self.path.open("a", encoding="utf-8") as file:
             file.write(self._line(name, result))
 
+    def discard(self) -> None:
+        """Delete the file, once its results stand elsewhere."""
+        self.path.unlink(missing_ok=True)
+
     def __len__(self) -> int:
         return len(self._results)
 

@@ -1,0 +1,60 @@
+"""The report of the searches in a folder: KL by size, and for each budget candidates, bits and the costliest units."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from diffquant.calib.search.plots import draw_pareto, heat_figure
+from diffquant.calib.search.result import SearchResult, alike, read_searches
+from diffquant.calib.search.table import HEADS, table_lines, verdict
+from diffquant.report.page import Charts, Drawing, Facts, Fold, Note, Report, Section, Table
+from diffquant.report.plots import Tips, as_svg, new_figure
+
+
+def search_report(folder: Path) -> Report:
+    """The report of all searches whose search-*.json lie in a folder."""
+    results = read_searches(folder)
+    files = sorted(file.name for pattern in ("recipe-*.yaml", "search-*.json") for file in folder.glob(pattern))
+    sections = [
+        Section("KL by size", [Charts([_pareto(group) for group in alike(results)])]),
+        *(section for result in results for section in _sections(result)),
+        Section("Settings", [Facts(_settings_facts(results[-1]))]),
+    ]
+    dates = [result.settings["date"] for result in results if "date" in result.settings]
+    headline = [f"{result.model}, {verdict(result)}." for result in results]
+    return Report("search", folder.absolute().name, headline, max(dates, default=""), sections, files)
+
+
+def _pareto(group: Sequence[SearchResult]) -> Drawing:
+    figure, tips = new_figure(6.0, 4.0), Tips()
+    draw_pareto(figure.subplots(), group, tips)
+    return Drawing(as_svg(figure, f"{group[0].model}: KL by size", tips))
+
+
+def _sections(result: SearchResult) -> list[Section]:
+    widths = sorted(result.measurements[0].kl, reverse=True)
+    costliest = sorted(result.measurements, key=lambda unit: -unit.kl[widths[-1]])
+    units = [
+        [unit.name, unit.target, f"{unit.elements:,}", *(f"{unit.kl[bits]:.3g}" for bits in widths), str(unit.chosen)]
+        for unit in costliest
+    ]
+    heads = ["unit", "target", "elements", *(f"KL at {bits} bits" for bits in widths), "bits given"]
+    heat = as_svg(heat_figure(result), f"{result.model}, {result.budget}: bits given to each tensor")
+    return [
+        Section(
+            f"Budget {result.budget}",
+            [
+                Table(HEADS, table_lines(result), [name == "16 bits" for name, *_ in table_lines(result)], names=2),
+                Note("KL is that of the next-token distributions from those of 16 bits, in nats, on text held out."),
+                Drawing(heat),
+                Fold(f"{len(units)} units, the costliest first", [Table(heads, units, names=2)]),
+            ],
+        )
+    ]
+
+
+def _settings_facts(result: SearchResult) -> dict[str, str]:
+    facts: dict[str, str] = {}
+    for name, value in result.settings.items():
+        entries = value.items() if isinstance(value, dict) else [("", value)]
+        facts |= {f"{name} {key}".strip(): str(entry) for key, entry in entries if entry is not None}
+    return facts

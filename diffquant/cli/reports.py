@@ -1,0 +1,26 @@
+"""The command that shows runs: report."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from diffquant.cli.app import verb
+
+
+@verb("report logits search bench-output")
+def report(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUNS", help="Folders of runs, or folders that hold some.")],
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", metavar="FILE", help="Index to write; index.html above the runs by default."),
+    ] = None,
+) -> None:
+    """Write the pages of runs anew, with an index of them.
+
+    Runs are folders that sweep, search, outliers or bench left. Their pages lead to each other and to the index.
+    """
+    from diffquant.cli.runs import write_index
+
+    index, *pages = write_index(runs, output)
+    typer.echo(f"wrote {index} and the pages of {len(pages)} runs")

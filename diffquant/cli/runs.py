@@ -1,0 +1,137 @@
+"""Runs on disk, whatever verb left them: which there are below some folders, their pages, and an index over them."""
+
+import os
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from diffquant.errors import UsageError
+from diffquant.report.page import Link, Report, Section, Table, page
+from diffquant.support.files import write_atomically
+
+_INDEX = "runs"
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run that left its raw numbers in a folder.
+
+    Attributes:
+        page: file of its page.
+        report: what the page says.
+    """
+
+    page: Path
+    report: Report
+
+
+def write_index(folders: Sequence[Path], index: Path | None) -> list[Path]:
+    """Write the page of every run in or below some folders anew, each leading to the others, and an index of them.
+
+    Args:
+        index: file of the index; index.html in the folder that all of them have in common by default.
+
+    Returns:
+        The index and the pages.
+
+    Raises:
+        UsageError: there is no run, a run's numbers cannot be read, or the index would replace another page.
+    """
+    absent = [str(folder) for folder in folders if not folder.is_dir()]
+    if absent:
+        raise UsageError(f"no such folder: {', '.join(absent)}")
+    index = index or Path(os.path.commonpath([folder.absolute() for folder in folders])) / "index.html"
+    if index.is_file() and f"· diffquant {_INDEX}</title>" not in index.read_text(encoding="utf-8", errors="replace"):
+        raise UsageError(f"{index} is no index of runs; move it away, or choose another file with --output")
+    runs = find_runs(folders)
+    if not runs:
+        known = ", ".join(_KINDS)
+        raise UsageError(f"no run in or below {', '.join(map(str, folders))}: none has a {known}")
+    for number, run in enumerate(runs):
+        links = [_link("← before", run, runs[number - 1].page)] if number else []
+        links += [_link("all runs", run, index)]
+        links += [_link("next →", run, runs[number + 1].page)] if number + 1 < len(runs) else []
+        write_atomically(run.page, page(run.report, links))
+    write_atomically(index, page(_index_report(runs, index)))
+    return [index, *(run.page for run in runs)]
+
+
+def find_runs(folders: Sequence[Path]) -> list[Run]:
+    """The runs in and below some folders, in the order of their paths.
+
+    Raises:
+        UsageError: a run's numbers cannot be read.
+    """
+    found: dict[Path, Run] = {}
+    for pattern, (name, read) in _KINDS.items():
+        for place in sorted({file.parent.absolute() for folder in folders for file in folder.rglob(pattern)}):
+            try:
+                found[place / name] = Run(place / name, read(place))
+            except (OSError, ValueError, LookupError, TypeError) as error:
+                raise UsageError(f"cannot read the {pattern} of {place}: {type(error).__name__}: {error}") from error
+    return [found[place] for place in sorted(found)]
+
+
+def _index_report(runs: Sequence[Run], index: Path) -> Report:
+    counts = Counter(run.report.kind for run in runs)
+    by_kind = ", ".join(f"{kind} {count}" for kind, count in counts.items())
+    headline = [f"{len(runs)} runs by the verb that made them: {by_kind}."]
+    rows = [_index_row(run, index) for run in runs]
+    table = Table(["run", "verb", "date", "what it shows"], rows, names=3, prose=1)
+    return Report(_INDEX, index.absolute().parent.name, headline, "", [Section("Runs", [table])])
+
+
+def _index_row(run: Run, index: Path) -> list[str | Link]:
+    name = Link(_relative(run.page.parent, index), _relative(run.page, index))
+    return [name, run.report.kind, run.report.date[:10], " ".join(run.report.headline)]
+
+
+def _link(text: str, run: Run, target: Path) -> Link:
+    return Link(text, _relative(target, run.page))
+
+
+def _relative(target: Path, page_file: Path) -> str:
+    return Path(os.path.relpath(target.absolute(), page_file.absolute().parent)).as_posix()
+
+
+def _beside(folder: Path, *names: str) -> list[str]:
+    return [name for name in names if (folder / name).is_file()] + sorted(file.name for file in folder.glob("*.png"))
+
+
+def _sweep(folder: Path) -> Report:
+    from diffquant.sweep.report import sweep_report
+    from diffquant.sweep.result import read_sweep
+
+    files = _beside(folder, "sweep.json", "table.csv")
+    return sweep_report(read_sweep(folder / "sweep.json"), folder.name, files)
+
+
+def _search(folder: Path) -> Report:
+    from diffquant.calib.search.report import search_report
+
+    return search_report(folder)
+
+
+def _outliers(folder: Path) -> Report:
+    from diffquant.calib.analysis.outlier_outputs import outlier_report
+    from diffquant.calib.analysis.outlier_result import read_outliers
+
+    return outlier_report(read_outliers(folder / "outliers.json"), folder.name)
+
+
+def _bench(folder: Path) -> Report:
+    from diffquant.bench.cells import read_result
+    from diffquant.bench.report import bench_report
+
+    files = _beside(folder, "bench.json", "bench.csv", "bench.md")
+    return bench_report(read_result(folder / "bench.json"), folder.name, files)
+
+
+# The raw file of each kind of run, the name of its page, and what reads it.
+_KINDS: dict[str, tuple[str, Callable[[Path], Report]]] = {
+    "sweep.json": ("report.html", _sweep),
+    "search-*.json": ("search.html", _search),
+    "outliers.json": ("outliers.html", _outliers),
+    "bench.json": ("report.html", _bench),
+}

@@ -1,0 +1,99 @@
+"""Queries and scales of `decode_share` as its threads hold them, so that no product waits for shared memory.
+
+A right side of a product [WARPS, channels, rows] is loaded as [(chunk, half, warp, row), 8]: thread 4g + t holds two
+channels 2t of row g. What belongs to tokens is loaded as [(16 tokens, half, warp), 32], by the thread whose logits
+need it; four threads read the same.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, disable-error-code="assignment"
+import triton
+import triton.language as tl
+
+from diffquant.kernels.linear.unpacking import multiply
+
+
+@triton.jit
+def query_tiles(
+    Q, stride, first, count, queries, one,
+    FIELDS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, WARPS: tl.constexpr,
+):  # fmt: skip
+    """Queries of a program's rows, one tile a field; 0 but for `count` rows from `first` on."""
+    index = tl.arange(0, WIDTH // FIELDS // 8 * WARPS * ROWS)
+    row = tl.program_id(2) * ROWS + index % ROWS
+    at = (row - first) // queries * stride[1] + row % queries * stride[2]
+    here = (row >= first) & (row < first + count)
+    channel = _channels(one, FIELDS, WIDTH, ROWS, WARPS)
+    return _fields(Q + at[:, None] + channel, here[:, None], FIELDS)
+
+
+@triton.jit
+def channel_scales(
+    Scales, step, one, BLOCK: tl.constexpr, FIELDS: tl.constexpr, WIDTH: tl.constexpr,
+    ROWS: tl.constexpr, TOKENS: tl.constexpr, WARPS: tl.constexpr,
+):  # fmt: skip
+    """Scales of the channels of each warp's tokens, as tiles of the queries' form."""
+    warp = tl.arange(0, WIDTH // FIELDS // 8 * WARPS * ROWS) // ROWS % WARPS
+    block = (step + warp * TOKENS) // BLOCK
+    return _fields(Scales + block[:, None] * WIDTH + _channels(one, FIELDS, WIDTH, ROWS, WARPS), None, FIELDS)
+
+
+@triton.jit
+def matrix_of_queries(
+    q, scales, FIELD: tl.constexpr, SCALED: tl.constexpr, DTYPE: tl.constexpr, ROWS: tl.constexpr, WARPS: tl.constexpr
+):
+    """A field of the queries [WARPS, channels, ROWS] in `DTYPE`, times their channels' scales where they have any."""
+    if SCALED:
+        # Float16's product, rounded once, is what float32's would be rounded to.
+        HALF: tl.constexpr = q.dtype == tl.float16
+        q = multiply(q, scales[FIELD]) if HALF else q.to(tl.float32) * scales[FIELD].to(tl.float32)
+    CHUNKS: tl.constexpr = q.shape[0] // (2 * WARPS * ROWS)
+    q = q.to(DTYPE).reshape(CHUNKS, 2, WARPS, ROWS, 8)
+    return q.permute(2, 0, 1, 4, 3).reshape(WARPS, CHUNKS * 16, ROWS)
+
+
+@triton.jit
+def of_warps(step, TOKENS: tl.constexpr, WARPS: tl.constexpr):
+    """Tokens of a step, [(16 tokens, half, warp), 32]."""
+    index = tl.arange(0, TOKENS // 8 * WARPS)[:, None]
+    lane = tl.arange(0, 32)[None, :]
+    return step + index % WARPS * TOKENS + index // WARPS * 8 + lane // 4
+
+
+@triton.jit
+def token_scales(Scales, TOKENS: tl.constexpr, WARPS: tl.constexpr):
+    """Scales of a step's tokens, of which `Scales` points to the first, in the form of `of_warps`."""
+    return tl.load(Scales + of_warps(0, TOKENS, WARPS))
+
+
+@triton.jit
+def spread_over_rows(x, ROWS: tl.constexpr, TOKENS: tl.constexpr, WARPS: tl.constexpr):
+    """Numbers in the form of `of_warps`, for all rows: [WARPS, TOKENS, ROWS]."""
+    x = x.reshape(TOKENS // 8, WARPS, 8, 4).permute(1, 0, 2, 3).reshape(WARPS, TOKENS, 4, 1)
+    return x.broadcast_to(WARPS, TOKENS, 4, ROWS // 4).reshape(WARPS, TOKENS, ROWS)
+
+
+@triton.jit
+def _channels(one, FIELDS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, WARPS: tl.constexpr):
+    """Channels of the first field in the queries' form."""
+    index = tl.arange(0, WIDTH // FIELDS // 8 * WARPS * ROWS)[:, None]
+    column = tl.arange(0, 8)[None, :]
+    half = index // (ROWS * WARPS)
+    # Were `one` known, a thread would load more at once than a product takes from it.
+    return half // 2 * (16 * FIELDS) + half % 2 * 8 + column // 2 * 2 * one + column % 2
+
+
+@triton.jit
+def _fields(at, mask, FIELDS: tl.constexpr):
+    other = None if mask is None else 0.0
+    if FIELDS == 1:
+        out = (tl.load(at, mask=mask, other=other),)
+    elif FIELDS == 2:
+        out = tl.load(at, mask=mask, other=other), tl.load(at + 16, mask=mask, other=other)
+    else:
+        out = (
+            tl.load(at, mask=mask, other=other),
+            tl.load(at + 16, mask=mask, other=other),
+            tl.load(at + 32, mask=mask, other=other),
+            tl.load(at + 48, mask=mask, other=other),
+        )
+    return out

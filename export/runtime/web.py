@@ -1,0 +1,31 @@
+"""The file web.json, which tells a page how to run an exported folder and to compute attention maps of its outputs."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from diffquant.model.config import DiffTransformerConfig
+from diffquant.support.files import write_atomically
+
+FILE = "web.json"
+
+
+def write_web_description(folder: Path, config: DiffTransformerConfig) -> None:
+    """Describe the model by the words of docs/differential-attention-op.md."""
+    write_atomically(folder / FILE, json.dumps(_entry(config), indent=2) + "\n")
+
+
+def _entry(config: DiffTransformerConfig) -> dict[str, Any]:
+    spec, eos = config.diff_spec, config.eos_token_id
+    return {
+        "generation": spec.generation,
+        "layers": config.num_hidden_layers,
+        "num_pairs": spec.pairs,
+        "num_kv_pairs": spec.kv_pairs,
+        "signals_per_noise": spec.signals_per_noise,
+        "head_dim": spec.head_dim,
+        "shares_keys": spec.shared_k,
+        "scale": spec.scale,
+        "context": config.max_position_embeddings,
+        "ends": eos if isinstance(eos, list) else [] if eos is None else [eos],
+    }

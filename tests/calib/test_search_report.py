@@ -1,0 +1,55 @@
+"""The report of a folder of searches, and the chart of their candidates by size and KL."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from diffquant.calib.search.plots import draw_pareto
+from diffquant.calib.search.report import search_report
+from diffquant.calib.search.result import alike, read_searches
+from diffquant.report.page import Fold, Table, page
+from diffquant.report.plots import Tips, new_figure
+
+RESULTS = Path(__file__).parents[2] / "bench" / "results"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs") / "searches"
+    folder.mkdir()
+    for name in ("4.5", "5.5"):
+        shutil.copy(RESULTS / "smollm2-search" / f"search-{name}-bits.json", folder)
+    shutil.copy(RESULTS / "smollm2-search-cache" / "search-4.5-bits.json", folder / "search-4.5-bits-of-cache.json")
+    return folder
+
+
+def test_searches_of_other_targets_have_a_chart_of_their_own(folder):
+    assert [[result.budget for result in group] for group in alike(read_searches(folder))] == [
+        ["4.5 bits"],
+        ["4.5 bits", "5.5 bits"],
+    ]
+
+
+def test_every_candidate_is_a_point_that_tells_its_size_and_kl(folder):
+    cache, weights = alike(read_searches(folder))
+    for group, unit in ((cache, "bits"), (weights, "MB")):
+        tips = Tips()
+        draw_pareto(new_figure(4, 4).subplots(), group, tips)
+        # Uniform widths that two budgets were compared with are one point.
+        assert len(tips.texts) == len({(c.name, c.name[0] == "u" or r.budget) for r in group for c in r.candidates})
+        assert all(f" {unit}, KL " in text for text in tips.texts)
+
+
+def test_the_report_says_each_verdict_and_lists_every_unit_the_costliest_first(folder):
+    report = search_report(folder)
+    assert report.name == "searches"
+    assert len(report.headline) == 3
+    assert "budget 5.5 bits: KL 0.02956 on text held out" in report.headline[-1]
+    folds = [block for section in report.sections for block in section.blocks if isinstance(block, Fold)]
+    tables = [block for fold in folds for block in fold.inside if isinstance(block, Table)]
+    assert [len(table.rows) for table in tables] == [90, 210, 210]
+    assert tables[1].rows[0][0] == "model.layers.11.mlp.down_proj"
+    text = page(report)
+    assert text.count("<svg") == 2 + 3
+    assert 'href="./search-4.5-bits.json"' in text

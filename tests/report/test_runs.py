@@ -1,0 +1,74 @@
+"""`diffquant report`: pages of runs written anew, and an index that leads to them."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from diffquant.cli import app
+from diffquant.errors import UsageError
+
+RESULTS = Path(__file__).parents[2] / "bench" / "results"
+
+
+@pytest.fixture
+def runs(tmp_path):
+    (tmp_path / "runs" / "a <b>").mkdir(parents=True)
+    (tmp_path / "runs" / "outliers").mkdir()
+    shutil.copy(RESULTS / "smollm2-logits-500" / "sweep.json", tmp_path / "runs" / "a <b>")
+    shutil.copy(RESULTS / "figure8-outliers" / "outliers.json", tmp_path / "runs" / "outliers")
+    return tmp_path / "runs"
+
+
+def report(*arguments):
+    return CliRunner().invoke(app, ["report", *map(str, arguments)])
+
+
+def links(page):
+    return re.findall(r'<a href="([^"]*)">([^<]*)</a>', page.read_text())
+
+
+def test_runs_of_every_kind_get_pages_that_lead_to_each_other(runs):
+    done = report(runs)
+    assert done.exit_code == 0, done.output
+    assert done.output == f"wrote {runs / 'index.html'} and the pages of 2 runs\n"
+    assert links(runs / "index.html") == [
+        ("./a%20%3Cb%3E/report.html", "a &lt;b&gt;"),
+        ("./outliers/outliers.html", "outliers"),
+    ]
+    sweep, outliers = runs / "a <b>" / "report.html", runs / "outliers" / "outliers.html"
+    assert links(sweep) == [
+        ("../index.html", "all runs"),
+        ("../outliers/outliers.html", "next →"),
+        ("./sweep.json", "sweep.json"),
+    ]
+    assert ("../a%20%3Cb%3E/report.html", "← before") in links(outliers)
+    assert "<title>a &lt;b&gt; · diffquant sweep</title>" in sweep.read_text()
+    assert "The largest attention logit is 33 in prose-diff-v1" in (runs / "index.html").read_text()
+    assert report(runs).exit_code == 0  # an index of ours may be replaced
+
+
+def test_a_page_that_is_no_index_is_not_replaced(runs):
+    (runs / "index.html").write_text("<title>mine</title>")
+    assert "is no index of runs" in str(report(runs).exception)
+    assert (runs / "index.html").read_text() == "<title>mine</title>"
+    assert report(runs, "-o", runs / "all.html").exit_code == 0
+
+
+def test_folders_without_runs_and_damaged_runs_are_named(runs, tmp_path):
+    (tmp_path / "empty").mkdir()
+    for arguments, message in (
+        ([tmp_path / "empty"], r"no run in or below .*empty: none has a sweep\.json"),
+        ([tmp_path / "nowhere"], "no such folder: .*nowhere"),
+    ):
+        done = report(*arguments)
+        assert isinstance(done.exception, UsageError)
+        assert re.search(message, str(done.exception))
+    data = json.loads((runs / "outliers" / "outliers.json").read_text())
+    del data["models"]
+    (runs / "outliers" / "outliers.json").write_text(json.dumps(data))
+    done = report(runs)
+    assert re.search(r"cannot read the outliers\.json of .*outliers: KeyError: 'models'", str(done.exception))
