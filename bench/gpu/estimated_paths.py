@@ -117,7 +117,7 @@ def _attention(tokens: int, queries: int, keys: int, launch: Launch) -> Work:
 
 def _simulated(name: str, call: AttentionCall, scheme: str, specialized: bool) -> Path:
     keys_of_a_step = {
-        "extremes": SIMULATED_TILES[f"extremes/sm_90/{MODEL.width}"].keys,
+        "extremes": SIMULATED_TILES[f"simulated/sm_90/{MODEL.width}"].keys,
         "attend_rounded": SIMULATED_TILES[f"simulated/sm_90/{MODEL.width}"].keys,
         "attend_specialized": SPECIALIZED_TILES[f"simulated_specialized/sm_90/{MODEL.width}x{MODEL.value_width}"].keys,
     }
