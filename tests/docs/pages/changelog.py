@@ -41,3 +41,5 @@ PAGE.leaves("on Python 3.11: a mask", "a version")
 for version in ("with Triton 3.6 (17 to 1,024 tokens)", "Triton before 3.6 is refused", "with Triton 3.6.0"):
     PAGE.leaves(version, "a version, and the sizes that a kernel serves")
 PAGE.leaves("more than 65,535 heads", "CUDA's limit of a grid")
+PAGE.leaves("with its 95 % interval, a panel", "a level of confidence")
+PAGE.leaves("Tables give 95 % intervals", "a level of confidence")

@@ -17,6 +17,7 @@ _KL = {
     for scheme in ("6:tensor", "4:tensor:shift")
 }
 PAGE.means("4 bits then cost less than 6 do without it", _KL["4:tensor:shift"] < _KL["6:tensor"])
+PAGE.leaves("its paired 95 % interval", "a level of confidence")
 PAGE.leaves("tested on Linux with Python 3.11", "a version")
 PAGE.table("for | take | why", lambda *_: Unmeasured("options, and what their schemes store"))
 PAGE.table("page | what it has", lambda *_: Unmeasured("contents"))
