@@ -5,7 +5,7 @@ transformers' own registries, or at once where they are there already.
 """
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
     from diffquant.model.causal import CausalModel
+    from diffquant.source.placement import DeviceMap
 
 # Arguments of transformers' `from_pretrained` that change nothing of what is loaded here, or are resolved already.
 _WITHOUT_EFFECT = {
@@ -112,7 +113,8 @@ class LoadedModel:
         config: "PreTrainedConfig",
         dtype: Any = None,
         torch_dtype: Any = None,
-        device_map: Any = None,
+        device_map: "DeviceMap | int | None" = None,
+        max_memory: Mapping[int | str, int | str] | None = None,
         revision: str | None = None,
         **options: object,
     ) -> "CausalModel":
@@ -122,7 +124,8 @@ class LoadedModel:
             path: folder or name on the hub.
             config: configuration that the auto class has read.
             dtype, torch_dtype: dtype or its name; the checkpoint's by default.
-            device_map: one device for all of the model; the processor by default.
+            device_map: device of all of the model, the processor by default, or a map as `diffquant.load` takes it.
+            max_memory: most bytes of each place, as `diffquant.load` takes it.
             revision: revision of a model on the hub.
             options: other arguments of transformers' `from_pretrained`.
 
@@ -137,12 +140,13 @@ class LoadedModel:
         if asked:
             raise UsageError(
                 f"{path} is a {config.model_type} model, which diffquant loads: of transformers' arguments it takes "
-                f"dtype and device_map, not {', '.join(asked)}"
+                f"dtype, device_map and max_memory, not {', '.join(asked)}"
             )
         wanted = dtype or torch_dtype
         wanted = None if wanted == "auto" else resolve_dtype(wanted) if isinstance(wanted, str) else wanted
         place = f"{path}@{revision}" if revision and not Path(path).exists() else path
-        model = load(place, dtype=wanted, device=_one_device(device_map))
+        device, spread = _place(device_map)
+        model = load(place, None, wanted, device, device_map=spread, max_memory=max_memory)
         # transformers' models can be trained on; low bits cannot.
         model.requires_grad_(not model.has_low_bit_weights)
         return model
@@ -155,17 +159,11 @@ class LoadedModel:
         return adapter_for(config.to_dict()).architecture.new_model()
 
 
-def _one_device(device_map: Any) -> str:
-    """The device that a `device_map` gives to all of a model.
-
-    Raises:
-        UsageError: it gives parts of the model to different devices.
-    """
-    if isinstance(device_map, dict):
-        device_map = device_map.get("") if set(device_map) == {""} else "several"
-    if device_map is None:
-        return "cpu"
-    name = f"cuda:{device_map}" if isinstance(device_map, int) else str(device_map)
-    if name in ("balanced", "balanced_low_0", "sequential", "several"):
-        raise UsageError(f"device_map {name!r} divides a model, which diffquant puts on one device: give it, or 'auto'")
-    return name
+def _place(device_map: "DeviceMap | int | None") -> "tuple[str, DeviceMap | None]":
+    """The device that a `device_map` gives to all of a model, and the map where it gives parts to several."""
+    if isinstance(device_map, Mapping) and set(device_map) == {""}:
+        device_map = device_map[""]
+    if device_map is None or isinstance(device_map, int):
+        return "cpu" if device_map is None else f"cuda:{device_map}", None
+    is_device = isinstance(device_map, str) and device_map.partition(":")[0] in ("cpu", "cuda", "mps", "xpu")
+    return (str(device_map), None) if is_device else ("auto", device_map)

@@ -83,6 +83,13 @@ def test_the_recipe_is_applied(folders):
     assert model.dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("device_map", ["cpu", {"": "cpu"}, {"model": "cpu", "lm_head": "cpu"}], ids=str)
+def test_a_device_map_is_one_device_or_several(folders, device_map):
+    model = AutoModelForCausalLM.from_pretrained(folders["unilm-v2"], device_map=device_map)
+    ids = torch.tensor(IDS)
+    assert torch.equal(model(ids).logits, load(folders["unilm-v2"])(ids).logits)
+
+
 def test_what_is_not_at_low_bits_can_be_trained(folders):
     assert all(p.requires_grad for p in AutoModelForCausalLM.from_pretrained(folders["unilm-v2"]).parameters())
     low = AutoModelForCausalLM.from_pretrained(folders["unilm-v2-low"])
@@ -99,8 +106,7 @@ def test_a_config_alone_makes_an_untrained_model(folders):
     ("options", "message"),
     [
         ({"quantization_config": {"quant_method": "fp8"}}, "not quantization_config"),
-        ({"device_map": "balanced"}, "divides a model"),
-        ({"device_map": {"model": "cpu", "lm_head": "cpu"}}, "divides a model"),
+        ({"device_map": "balanced"}, "device_map is 'auto' or a mapping"),
         ({"dtype": "int3"}, "unknown dtype 'int3'"),
     ],
     ids=str,

@@ -4,7 +4,6 @@ Every kernel is compiled for an H200 through its own launch code and costed by `
 rivals take comes from published speeds. It judges a change before that costs time on a GPU and replaces no measurement.
 """
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import ceil
@@ -130,15 +129,3 @@ def _part_text(binary: Binary, part: float) -> str:
             f"{each.cycles:.0f} expected"
         )
     return "; ".join(said)
-
-
-def print_estimates() -> int:
-    """Compile, estimate and print everything; 4 where an aim is missed."""
-    # Read when kernels are imported.
-    os.environ["TRITON_INTERPRET"] = "0"
-    from diffquant.bench.gpu.estimated_paths import AIMS, paths, rivals
-
-    estimates = [estimate(path) for path in paths()]
-    text = report(estimates, rivals(), AIMS)
-    print(text)
-    return 4 if " missed " in text else 0

@@ -10,6 +10,7 @@ each. Exit code 4 where an aim is missed, 3 where a cell could not be measured.
 
 import argparse
 import json
+import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -170,7 +171,9 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=_MINUTES, help="begin no group after so many")
     options = parser.parse_args()
     if options.estimate:
-        from diffquant.bench.gpu.estimate import print_estimates
+        # Read when kernels are imported.
+        os.environ["TRITON_INTERPRET"] = "0"
+        from diffquant.bench.gpu.estimated_paths import print_estimates
 
         return print_estimates()
     import torch

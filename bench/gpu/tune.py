@@ -128,7 +128,6 @@ def _attention_of(kernel: str, width: int, of_states: bool) -> tuple[str, str, M
         "prefill_v2": "DIFF, fused",
         "prefill_int8": "DIFF, fused, int8 QK, fp8 PV",
         "simulated": "DIFF, simulated logits 8:row",
-        "extremes": "DIFF, simulated logits 8:row",
     }
     v1 = {64: MODELS["diffllama-1b"], 128: MODELS["3B"]}
     v2 = {64: MODELS["smollm2-135m-diff-v2"], 128: V2}

@@ -10,9 +10,10 @@ from diffquant.cli.app import verb
 
 @verb("report logits search bench-output")
 def report(
-    runs: Annotated[list[Path], typer.Argument(help="Folders of runs, or folders that hold some.")],
+    runs: Annotated[list[Path], typer.Argument(metavar="RUNS", help="Folders of runs, or folders that hold some.")],
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Index to write; index.html above the runs by default.")
+        Path | None,
+        typer.Option("--output", "-o", metavar="FILE", help="Index to write; index.html above the runs by default."),
     ] = None,
 ) -> None:
     """Write the pages of runs anew, with an index of them.

@@ -222,7 +222,7 @@ def test_the_stand_in_refuses_what_a_graph_cannot_hold():
 def test_a_step_reads_no_tensor_and_has_no_shape_that_depends_on_its_place(generation, monkeypatch):
     """On a device whose tensors hold nothing, so that nothing can be read."""
     monkeypatch.setattr("diffquant.model.fused_cache.capability", lambda _: (9, 0))
-    with torch.no_grad():
+    with torch.no_grad(), recorded.kernels_as_operators():
         model = half_model(generation).to("meta")
         cache, names = FusedCache(Recipe.of(k="4:c16", v=4, residual=5), 1), []
         valid = torch.ones(2, 128, dtype=torch.bool, device="meta")
@@ -273,7 +273,7 @@ def test_launches_of_a_step_wait_for_nothing_and_stay_the_same_while_a_cache_fil
     operations = []
     for _ in range(3):
         with recorded.NoHostReads() as reads:
-            append._op._init_fn(
+            append._launch(
                 k,
                 k,
                 store.keys.tensors,
@@ -284,7 +284,7 @@ def test_launches_of_a_step_wait_for_nothing_and_stay_the_same_while_a_cache_fil
                 recipe.v.bits,
                 recipe.residual,
             )
-            decode._op._init_fn(
+            decode._launch(
                 [q], store.keys.tensors, store.values.tensors, store.progress, None, starts, starts + 128, None,
                 recipe.k.bits, store.keys.block, recipe.v.bits, recipe.residual, False, 0.125, False, 0.0, 1.0,
             )  # fmt: skip

@@ -4,7 +4,8 @@ As in a graph, what is recorded does not run, no Python runs when it is replayed
 and whatever would wait for the device is refused.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from diffquant.kernels.cache import append, decode
 from diffquant.model.graphed_steps import Recording
 
 _UNKNOWN_BEFORE_IT_RAN = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
@@ -69,6 +71,19 @@ class _Recorder(NoHostReads):
                 old.copy_(new)
 
 
+@contextmanager
+def kernels_as_operators() -> Iterator[None]:
+    """Where a step launches its cache's kernels, it calls operators, which can be recorded and take empty tensors."""
+    launches = {module: module._launch for module in (append, decode)}
+    for module in launches:
+        vars(module)["_launch"] = module._op
+    try:
+        yield
+    finally:
+        for module, launch in launches.items():
+            vars(module)["_launch"] = launch
+
+
 def record(work: Callable[[], Tensor]) -> Recording:
     """What `diffquant.model.graphed_steps.record` gives, without a device.
 
@@ -76,6 +91,6 @@ def record(work: Callable[[], Tensor]) -> Recording:
         HostRead: the work waits for the device.
     """
     recorder = _Recorder()
-    with recorder:
+    with kernels_as_operators(), recorder:
         result = work()
     return Recording(recorder.replay, result)

@@ -29,11 +29,6 @@ TILES = {
     "simulated/sm_90/128": AttentionTile(128, 64, 8, 2),
     "simulated/sm_80/64": AttentionTile(128, 64, 8, 2),
     "simulated/sm_80/128": AttentionTile(128, 32, 8, 2),
-    # It keeps two numbers a row and takes longer steps.
-    "extremes/sm_90/64": AttentionTile(128, 128, 8, 2),
-    "extremes/sm_90/128": AttentionTile(128, 128, 8, 2),
-    "extremes/sm_80/64": AttentionTile(128, 64, 8, 2),
-    "extremes/sm_80/128": AttentionTile(128, 32, 8, 2),
 }
 GRANULARITIES = ("tensor", "head", "pair", "row")
 
@@ -132,7 +127,7 @@ def _op(
     if described:
         k = k if describable(*k) else [x.clone(memory_format=torch.contiguous_format) for x in k]
         v = v if describable(v) else v.clone(memory_format=torch.contiguous_format)
-    tile = choose(TILES, f"extremes/{device_kind}/{width}")
+    tile = choose(TILES, f"simulated/{device_kind}/{width}")
     lam = None if lam is None else lam.float().expand(batch, heads, length, 1)
     scheme = Scheme(bits, granularity, shift=shift)
     # No model of the family has a window or sees later keys: the kernel's branches for both are compiled away.
@@ -161,7 +156,6 @@ def _op(
                 (scale, log2(e), 2.0**bits - 1, eps, factor), rounded=True, shift=shift, normed=normed,
             )  # fmt: skip
         else:
-            tile = choose(TILES, f"simulated/{device_kind}/{width}")
             attend_rounded[(triton.cdiv(length, tile.queries) * batch * heads,)](
                 q[0], q[-1], k[0], k[-1], v, lam, starts, ends, weight, top, scales, out, out.view(torch.float16),
                 clipped, *strides, *lengths, scale, log2(e), 2**bits - 1, eps, factor,
