@@ -67,7 +67,9 @@ def test_the_command_line_goes_before_the_recipes_rounding(run, checkpoint, tmp_
     (tmp_path / "recipe.yaml").write_text("weights: 4:g32\nrounding: {name: gptq, tokens: 64}\n")
     seen = []
     monkeypatch.setattr(
-        plan, "plan_quantization", lambda source, recipe: seen.append(recipe) or plan_quantization(source, recipe)
+        plan,
+        "plan_quantization",
+        lambda source, recipe, dtype: seen.append(recipe) or plan_quantization(source, recipe, dtype),
     )
     run("quantize", checkpoint, "-o", tmp_path / "low", "--recipe", tmp_path / "recipe.yaml", *options, "--dry-run")
     assert [recipe.to_dict()["rounding"] for recipe in seen] == [rounding]
@@ -138,7 +140,9 @@ def test_doctor_names_every_extra(run):
     code, out, _ = run("doctor")
     assert code == 0
     project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
-    assert all(f"extra {extra}:" in out for extra in project["optional-dependencies"].keys() - {"test", "docs"})
+    assert all(
+        f"extra {extra}:" in out for extra in project["optional-dependencies"].keys() - {"test", "docs", "release"}
+    )
 
 
 def test_doctor_says_what_the_kernels_make_of_the_device(run, monkeypatch):
