@@ -39,11 +39,10 @@ class GemvTile:
 
 
 # 8 warps with 6 to 8 chunks are 24 to 32 KB a block: of 3,072 columns of 4 bits all there are, so that a block waits
-# for memory once.
+# for memory once. 6 bits come in two planes and take the most registers.
+_BLOCKS = {4: 3, 6: 2, 8: 4}
 TILES = {
-    f"gemv/{device}/{bits}": GemvTile(8, 8, 4 if bits == 8 else 3)
-    for device in ("sm_80", "sm_90")
-    for bits in (4, 6, 8)
+    f"gemv/{device}/{bits}": GemvTile(8, 8, blocks) for device in ("sm_80", "sm_90") for bits, blocks in _BLOCKS.items()
 }
 
 
