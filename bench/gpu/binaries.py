@@ -36,6 +36,7 @@ class Binary:
         products: multiply-adds of each of these loops by operand width in bits (16, 8), a warpgroup on Hopper's
             asynchronous products and a warp on others.
         barriers: number of barriers of each of these loops at which all warps of a block meet.
+        early_loads: number of loads before it waits for the kernel that runs ahead of it; 0 where it never does.
         overwritten: instructions of these loops that write what a product under way may still read.
         pointers: types of the tensors it takes, by argument.
     """
@@ -50,6 +51,7 @@ class Binary:
     main_loops: list[dict[str, int]]
     products: list[dict[str, int]]
     barriers: list[int]
+    early_loads: int
     overwritten: list[str]
     pointers: dict[str, str]
 
@@ -103,11 +105,18 @@ def read_binary(kernel: Any, capability: int) -> Binary:
         main_loops=[counted(loop) for loop in loops],
         products=[multiply_adds(loop) for loop in loops],
         barriers=[block_barriers(loop) for loop in loops],
+        early_loads=_loads_before_waiting([each.opcode for each in code]),
         overwritten=[fault for loop in loops for fault in overwritten_operands(loop)],
         pointers={
             name: kind for name, kind in kernel.src.signature.items() if isinstance(kind, str) and kind.startswith("*")
         },
     )
+
+
+def _loads_before_waiting(opcodes: list[str]) -> int:
+    """Number of loads before the assembler's griddepcontrol.wait."""
+    wait = opcodes.index("ACQBULK") if "ACQBULK" in opcodes else 0
+    return opcodes[:wait].count("LDG")
 
 
 def _warps(ptx: str, named: int) -> int:

@@ -22,7 +22,8 @@ SPECIAL_A_CYCLE = 16
 SCHEDULERS = 4
 # 4.8 TB/s on the data sheet; a copy reaches about nine tenths.
 BYTES_A_SECOND = 4.8e12 * 0.9
-# From launch to a full stream of loads, and from the last load to the end: an assumption, the same for every launch.
+# From launch to a full stream of loads, and from the last load to the end: an assumption, and so is that half of it
+# passes while the kernel ahead ends, where loads do not wait for that.
 RAMP_SECONDS = 2e-6
 # FlashAttention-3 (616 TFLOP/s, causal, 16K, d 128; arXiv 2407.08608) is bound by its products and overlaps the rest.
 OVERLAPPED = 616 / 989
@@ -36,7 +37,8 @@ ASSUMPTIONS = f"""\
 H200: {PROCESSORS} multiprocessors at {CLOCK_HZ / 1e9:.2f} GHz, {MULTIPLY_ADDS_A_CYCLE["16"]:,} multiply-adds a cycle \
 of 16 bits and twice as many of 8, {WARP_PRODUCTS:.0%} of that by mma.sync;
 {SCHEDULERS} instructions and {SPECIAL_A_CYCLE} special functions a cycle; {BYTES_A_SECOND / 1e12:.2f} TB/s; \
-{RAMP_SECONDS * 1e6:.0f} us a launch where memory sets the pace.
+{RAMP_SECONDS * 1e6:.0f} us a launch where memory sets the pace, half of it
+where the kernel loads before the one ahead of it ends.
 A step takes as long as the slowest of its products, instructions and special functions, at {OVERLAPPED:.0%} \
 (FlashAttention-3's share); where all warps of a lone
 block meet in every step, products and instructions one after the other, at {TAKING_TURNS:.0%} (the share of Triton's \
@@ -113,5 +115,6 @@ def seconds(binary: Binary, steps: float, nbytes: float, programs: int = 0) -> f
     computing = 0.0 if each is None else steps * each.cycles / (PROCESSORS * CLOCK_HZ)
     slots = PROCESSORS * blocks_at_once(binary)
     idle = ceil(programs / slots) * slots / programs if programs else 1.0
-    moving = nbytes / BYTES_A_SECOND + RAMP_SECONDS
+    ramp = RAMP_SECONDS / 2 if binary.early_loads else RAMP_SECONDS
+    moving = nbytes / BYTES_A_SECOND + ramp
     return max(computing * idle, moving)

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ PRODUCTS = {"16": 2 * 64 * 128 * 128}
 
 def binary(loops, products, *, barriers=0, registers=255, shared=200_000, warps=8, opcodes=None):
     return Binary(
-        "kernel", 90, registers, 0, shared, warps, opcodes or {}, loops, products, [barriers] * len(loops), [], {}
+        "kernel", 90, registers, 0, shared, warps, opcodes or {}, loops, products, [barriers] * len(loops), 0, [], {}
     )
 
 
@@ -66,6 +67,8 @@ def test_the_last_wave_leaves_processors_idle():
     full = seconds(kernel, 13_200, 0, 132)
     assert seconds(kernel, 13_200, 0, 133) == pytest.approx(full * 2 * 132 / 133)
     assert seconds(kernel, 0, hopper.BYTES_A_SECOND, 1) == 1 + hopper.RAMP_SECONDS
+    early = replace(kernel, early_loads=6)
+    assert seconds(early, 0, hopper.BYTES_A_SECOND, 1) == 1 + hopper.RAMP_SECONDS / 2
 
 
 @pytest.mark.parametrize(("tokens", "queries", "keys"), [(512, 128, 128), (1000, 128, 64), (65, 64, 128)])

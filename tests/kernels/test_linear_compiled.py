@@ -82,6 +82,11 @@ def test_blocks_come_early_from_hopper_on_and_wait_for_the_kernel_before(binarie
         assert not {"PREEXIT", "ACQBULK"} & others.keys()
 
 
+@pytest.mark.parametrize(("bits", "loads"), [(4, 6), (6, 0), (8, 6)])
+def test_the_first_codes_are_asked_for_before_the_kernel_ahead_has_ended(binaries, bits, loads):
+    assert binaries[f"gemv 90 {bits}"][0].early_loads >= loads
+
+
 @pytest.mark.parametrize(("bits", "tokens"), GEMM_CASES)
 @pytest.mark.parametrize("capability", DTYPES)
 def test_products_are_the_tensor_cores_and_take_weights_from_registers(binaries, capability, bits, tokens):

@@ -39,8 +39,8 @@ class GemvTile:
 
 
 # 8 warps with 6 to 8 chunks are 24 to 32 KB a block: of 3,072 columns of 4 bits all there are, so that a block waits
-# for memory once. 6 bits come in two planes and take the most registers.
-_BLOCKS = {4: 3, 6: 2, 8: 4}
+# for memory once. 6 bits come in two planes; words of 4 bits all wait in registers for the kernel ahead to end.
+_BLOCKS = {4: 2, 6: 2, 8: 4}
 TILES = {
     f"gemv/{device}/{bits}": GemvTile(8, 8, blocks) for device in ("sm_80", "sm_90") for bits, blocks in _BLOCKS.items()
 }
@@ -88,7 +88,9 @@ def _gemv(
     if DEPENDENT:
         # The next kernel may come as well; it waits for this one in turn, or was not launched to come early.
         gdc_launch_dependents()
-        gdc_wait()
+        if BITS == 6 or TILES > 1:
+            # Two planes of codes, or the sums of many tokens, leave no registers in which words could wait.
+            gdc_wait()
     block = tl.program_id(0)
     # Always 1. Were it known to be, a thread would load more at once than its fragment takes.
     one = tl.num_programs(1)
@@ -116,6 +118,10 @@ def _gemv(
             lows += (tl.load(low + at * 256 + word[None, :], mask=live),)
             if BITS == 6:
                 highs += (load_high(high + at * 128, live, one, WARPS),)
+        if DEPENDENT and BITS != 6 and TILES == 1:
+            # Codes were written long before the kernel that runs ahead: they may be on their way while it ends, and x,
+            # which may be its output, may not. Waiting again in the next step costs nothing.
+            gdc_wait()
         for u in tl.static_range(UNROLL):
             chunk = first + u * WARPS + warp
             words = lows[u]
