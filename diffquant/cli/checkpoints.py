@@ -16,11 +16,13 @@ from diffquant.cli.options import (
     Chat,
     Destination,
     Device,
+    DeviceMap,
     K,
     Kv,
     Logits,
     Model,
     NewTokens,
+    OffloadFolder,
     Override,
     Overwrite,
     Preset,
@@ -42,6 +44,7 @@ from diffquant.cli.options import (
     to_json,
 )
 from diffquant.recipe import Recipe, RoundingSettings
+from diffquant.source.places import Places
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -202,6 +205,8 @@ def generate(
     ] = None,
     attention: Attention = "auto",
     device: Device = "auto",
+    device_map: DeviceMap = None,
+    offload_folder: OffloadFolder = None,
     revision: Revision = None,
     as_json: AsJson = False,
 ) -> None:
@@ -215,7 +220,8 @@ def generate(
     transformers.set_seed(seed)
     wanted = RecipeOptions(weights, kv, k, v, logits, residual, override, recipe, preset).given()
     text = sys.stdin.read() if prompt == "-" else prompt
-    loaded, tokenizer = _load(at_revision(model, revision), wanted, dtype, device, scales)
+    places = Places.of(device, device_map, offload_folder)
+    loaded, tokenizer = _load(at_revision(model, revision), wanted, dtype, chosen_device(device), scales, places)
     loaded.use_attention(attention)
     echo_pieces(text, stream(loaded, tokenizer, text, max_new_tokens, temperature, chat), as_json)
 
@@ -243,17 +249,16 @@ def _rounding(settings: RoundingSettings, name: str | None, text: Path | None, t
 
 
 def _load(
-    path: Path, recipe: Recipe | None, dtype: str | None, device: str, scales: Path | None
+    path: Path, recipe: Recipe | None, dtype: str | None, device: str, scales: Path | None, places: Places | None
 ) -> "tuple[CausalModel, PreTrainedTokenizerBase]":
     from diffquant.loading import load
     from diffquant.source.ranges import check_ranges_used
     from diffquant.source.source import open_source
     from diffquant.support.devices import resolve_dtype
 
-    device = chosen_device(device)
     torch_dtype = resolve_dtype(dtype, device) if dtype else None
     source = open_source(path)
     tokenizer = source.tokenizer
-    model = load(source, recipe, torch_dtype, device, scales=scales)
+    model = load(source, recipe, torch_dtype, device, scales=scales, device_map=places)
     check_ranges_used(scales, [model.recipe])
     return model, tokenizer

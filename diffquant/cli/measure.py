@@ -13,9 +13,11 @@ from diffquant.cli.options import (
     AsJson,
     Attention,
     Device,
+    DeviceMap,
     EvalDtype,
     Model,
     Models,
+    OffloadFolder,
     RecipeOptions,
     Revision,
     Scales,
@@ -35,6 +37,8 @@ class RunOptions:
     dtype: EvalDtype = "auto"
     attention: Attention = "auto"
     device: Device = "auto"
+    device_map: DeviceMap = None
+    offload_folder: OffloadFolder = None
     as_json: AsJson = False
 
 
@@ -86,6 +90,8 @@ def sweep(
         dtype=run.dtype,
         attention=run.attention,
         device=run.device,
+        device_map=run.device_map,
+        offload_folder=run.offload_folder,
     )
     from diffquant.export.targets import runtime_of
     from diffquant.sweep.outputs import write_outputs
@@ -125,6 +131,8 @@ def eval_(
         dtype=run.dtype,
         attention=run.attention,
         device=run.device,
+        device_map=run.device_map,
+        offload_folder=run.offload_folder,
     )
     from diffquant.export.targets import runtime_of
     from diffquant.sweep.evaluate import evaluate, results_text

@@ -86,6 +86,13 @@ Threads = Annotated[
 Device = Annotated[
     str, typer.Option(metavar="NAME", help="cpu, cuda or cuda:N; auto takes CUDA where there is a device of it.")
 ]
+DeviceMap = Annotated[
+    Literal["auto"] | None,
+    typer.Option(help="Spread models over devices, then main memory, then the disk, in place of --device."),
+]
+OffloadFolder = Annotated[
+    Path | None, typer.Option(metavar="FOLDER", help="Where --device-map puts what only the disk has room for.")
+]
 Prompt = Annotated[str, typer.Option(metavar="TEXT", help="Text to continue; - reads standard input.")]
 NewTokens = Annotated[int, typer.Option(metavar="NUMBER", min=1, help="Most tokens that are added to the prompt.")]
 Temperature = Annotated[
