@@ -55,8 +55,8 @@ class Spread:
             dtype: dtype of the model, from which the sizes of its layers follow.
 
         Raises:
-            UsageError: modules are unknown, parameters have no place, the embedding would have to be fetched, or a folder is
-                missing.
+            UsageError: modules are unknown, parameters have no place, the embedding would have to be fetched, or there
+                is no folder for what lies on disk.
         """
         # Here, since it takes a second that models on one device need not spend.
         from accelerate import infer_auto_device_map
@@ -68,8 +68,7 @@ class Spread:
             sizes: dict[str, Any] = {"no_split_module_classes": self._layer_classes, "dtype": dtype}
             memory = get_balanced_memory(model, dict(places.max_memory) if places.max_memory else None, **sizes)
             device_map = infer_auto_device_map(model, memory, **sizes)
-        unknown = sorted(set(device_map) - {name for name, _ in model.named_modules()})
-        if unknown:
+        elif unknown := sorted(set(device_map) - {name for name, _ in model.named_modules()}):
             raise UsageError(f"device_map names what is no module of the model: {', '.join(unknown)}")
         self.places = _disjoint(model, device_map)
         self._index: dict[str, Any] = {}
