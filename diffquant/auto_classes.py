@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
     from diffquant.model.causal import CausalModel
-    from diffquant.source.placement import DeviceMap
+    from diffquant.source.places import DeviceMap
 
 # Arguments of transformers' `from_pretrained` that change nothing of what is loaded here, or are resolved already.
 _WITHOUT_EFFECT = {

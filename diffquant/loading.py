@@ -15,7 +15,7 @@ from diffquant.quantization.roundings import rounding_named
 from diffquant.recipe import Recipe, RecipeLike
 from diffquant.scheme import Scheme
 from diffquant.source.building import Rewrite, as_it_is, build_model
-from diffquant.source.placement import DeviceMap
+from diffquant.source.places import DeviceMap, Places
 from diffquant.source.ranges import read_ranges
 from diffquant.source.source import Source, open_source
 from diffquant.support.devices import as_dtype, resolve_device
@@ -29,7 +29,7 @@ def load(
     device: str = "auto",
     packed: bool | None = None,
     scales: Path | str | None = None,
-    device_map: DeviceMap | None = None,
+    device_map: DeviceMap | Places | None = None,
     max_memory: Mapping[int | str, int | str] | None = None,
     offload_folder: Path | str | None = None,
 ) -> CausalModel:
@@ -52,16 +52,19 @@ def load(
             not know (no multiple of 16) are expanded in any case.
         scales: file of ranges calibrated on this checkpoint, for static schemes.
         device_map: places of a model that is larger than one device: "auto", or a mapping from modules' names to
-            devices, "cpu" or "disk", as accelerate and transformers have it. Weights are expanded then.
+            devices, "cpu" or "disk", as accelerate and transformers have it; or `Places`, which hold all three. Weights
+            are expanded then.
         max_memory: most bytes of each place under "auto", such as {0: "20GB", "cpu": "60GB"}; all of it by default.
-        offload_folder: folder for what lies on disk.
+        offload_folder: folder for what lies on disk, which is there as long as the model.
 
     Raises:
         CheckpointError: the checkpoint is damaged, incomplete, of a kind that is not read, or changed since it was
             opened.
         UsageError: the recipe quantizes weights that already are, does not fit the checkpoint or names an unknown
-            rounding, there is no such device, or a device map leaves parts of the model out.
+            rounding, there is no such device, or a device map leaves parts of the model out or comes with a device.
     """
+    if not isinstance(device_map, Places):
+        device_map = Places.of(device, device_map, offload_folder, max_memory)
     if device_map is not None and packed:
         raise UsageError("packed weights stay on one device; leave out packed, or device_map")
     device = resolve_device(device)
@@ -73,8 +76,7 @@ def load(
     if ranges is not None:
         ranges.check(recipe)
     rewrite = _rewrite_as_stored(source, schemes, recipe) if schemes else as_it_is
-    folder = None if offload_folder is None else Path(offload_folder)
-    model = build_model(source, as_dtype(dtype, device), device, packed, rewrite, device_map, max_memory, folder)
+    model = build_model(source, as_dtype(dtype, device), device, packed, rewrite, device_map)
     source.check_unchanged()
     if ranges is not None:
         model.model.ranges = {name: tensor.to(model.device) for name, tensor in ranges.tensors.items()}

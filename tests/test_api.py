@@ -1,5 +1,6 @@
 """What `import diffquant` gives a Python program."""
 
+import gc
 import inspect
 import json
 import subprocess
@@ -201,8 +202,33 @@ def test_a_device_map_that_cannot_serve_is_refused_before_anything_is_read(tmp_p
         diffquant.load(source, device_map={"model.layers": "cpu"})
     with pytest.raises(UsageError, match=r"puts model\.embed_tokens where nothing computes"):
         diffquant.load(source, device_map={"": "disk"}, offload_folder=tmp_path / "offload")
+    with pytest.raises(UsageError, match=r"no module of the model: model\.layer\.1$"):
+        diffquant.load(source, device_map={"": "cpu", "model.layer.1": "cpu"})
+    with pytest.raises(UsageError, match="leave out --device or --device-map"):
+        diffquant.load(source, device="cpu", device_map="auto")
+    with pytest.raises(UsageError, match="give --device-map auto too"):
+        diffquant.load(source, offload_folder=tmp_path / "offload")
     with pytest.raises(UsageError, match="leave out packed"):
         diffquant.load(source, packed=True, device_map="auto")
+
+
+def test_models_that_share_an_offload_folder_keep_their_own_weights_and_leave_none(tmp_path):
+    folder, places = tmp_path / "offload", {"": "cpu", "model.layers.1": "disk"}
+    checkpoint = write_checkpoint(tmp_path / "source", "unilm-v1", torch.float32)
+    spread = diffquant.load(checkpoint, device_map=places, offload_folder=folder)
+    other = diffquant.load(checkpoint, "4:row", device_map=places, offload_folder=folder)
+    torch.testing.assert_close(spread(IDS).logits, diffquant.load(checkpoint)(IDS).logits, rtol=0, atol=1e-6)
+    del spread, other
+    gc.collect()
+    assert not list(folder.iterdir())
+
+
+def test_a_model_on_disk_is_generated_from(tmp_path, pocket):
+    places = {"": "cpu", "model.layers.1": "disk"}
+    text = diffquant.generate(
+        pocket, "The city", max_new_tokens=5, device_map=places, offload_folder=tmp_path / "offload"
+    )
+    assert text == diffquant.generate(pocket, "The city", max_new_tokens=5)
 
 
 def test_the_weights_that_stay_unpacked_take_16_bits(tmp_path, source):

@@ -35,7 +35,7 @@ def bench(
         ),
     ] = "",
     lengths: Annotated[
-        str, typer.Option(metavar="LIST", help="Lengths in tokens, and ranges by doubling, such as 512,1K-16K.")
+        str, typer.Option(metavar="LIST", help="Lengths in tokens, or ranges by doubling, such as 512,1K-16K.")
     ] = "",
     batches: Annotated[str, typer.Option(metavar="LIST", help="Batch sizes, such as 1,8.")] = "1",
     dtype: Annotated[
@@ -43,19 +43,22 @@ def bench(
     ] = "",
     peer: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME", help="A peer of attention and decode; all by default. May be repeated."),
+        typer.Option(metavar="NAME", help="Peer of attention and decode; all by default. May be repeated."),
     ] = None,
     checkpoint: Annotated[
         list[Path] | None,
         typer.Option(metavar="PATH", help="Folder or .gguf file for generate and sweep. May be repeated."),
     ] = None,
-    repeats: Annotated[int, typer.Option(metavar="NUMBER", min=1, help="Turns of each path.")] = 5,
+    repeats: Annotated[
+        int, typer.Option(metavar="NUMBER", min=1, help="Number of times that each path is measured.")
+    ] = 5,
     threads: Annotated[
         int, typer.Option(metavar="NUMBER", min=0, help="Number of torch's threads; 0 leaves it as it is.")
     ] = 0,
     graph: Annotated[bool, typer.Option("--graph", help="Replay CUDA graphs.")] = False,
     compare: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="A former bench.json: say what moved beyond noise.")
+        Path | None,
+        typer.Option(metavar="FILE", help="Earlier bench.json; what changed by more than noise is printed."),
     ] = None,
     tune: Annotated[
         Path | None,
@@ -67,7 +70,7 @@ def bench(
 ) -> None:
     """Measure speed and memory beside other implementations.
 
-    Every path is checked before it is timed.
+    Every path is checked before it is timed. An interrupted bench goes on when the same command is given again.
     """
     import torch
 

@@ -26,8 +26,11 @@ from diffquant.cli.options import (
 from diffquant.support.comma_lists import split_list
 from diffquant.support.progress import progress_for
 
-Text = Annotated[Path | None, typer.Option("--text", metavar="FILE", help="UTF-8 text to read; some prose ships.")]
-Tokens = Annotated[int, typer.Option(metavar="NUMBER", min=2, help="Most tokens of the text that are read.")]
+Text = Annotated[
+    Path | None,
+    typer.Option("--text", metavar="FILE", help="UTF-8 text to read; by default the prose that ships."),
+]
+Tokens = Annotated[int, typer.Option(metavar="NUMBER", min=2, help="Largest number of tokens to read from the text.")]
 Window = Annotated[int, typer.Option(metavar="NUMBER", help="Number of tokens that the model sees at once.")]
 
 
@@ -47,7 +50,7 @@ def outliers(
 ) -> None:
     """Find the largest attention logits and hidden states.
 
-    Each layer's largest magnitudes stand beside its median.
+    The table has each layer's largest magnitudes beside its median.
     """
     from diffquant.calib.analysis.outlier_outputs import outlier_table, write_outliers
     from diffquant.calib.analysis.outliers import OutlierOptions, find_outliers
@@ -73,7 +76,7 @@ def attention_map(
         int, typer.Option(metavar="NUMBER", help="How many numbers a context hides; one is asked for.")
     ] = 1,
     lengths: Lengths = "256",
-    samples: Annotated[int, typer.Option(metavar="NUMBER", help="Contexts for each depth and length.")] = 50,
+    samples: Annotated[int, typer.Option(metavar="NUMBER", help="Number of contexts per depth and length.")] = 50,
     text: Text = None,
     logits: Logits = "16",
     recipe: RecipeFile = None,
@@ -83,7 +86,7 @@ def attention_map(
 ) -> None:
     """Measure how much attention goes to an answer and to noise.
 
-    The answer is a number that is hidden in a context, at several depths.
+    The answer is a number hidden in a context, at several depths.
     """
     from diffquant.calib.analysis.attention_map import AttentionMapOptions, map_attention
     from diffquant.calib.analysis.attention_map_outputs import attention_table, write_attention_maps
@@ -110,7 +113,9 @@ def search(
     budget: Annotated[
         str,
         typer.Option(
-            metavar="SIZE", help="Average stored bits of each target, scales included: 4.5; or bytes of weights: 90MB."
+            metavar="SIZE",
+            help="Average stored bits of each target, scales included, such as 4.5; or size of the weights, such "
+            "as 90MB.",
         ),
     ],
     target: Annotated[
@@ -122,11 +127,11 @@ def search(
     ] = "g32",
     text: Text = None,
     windows: Annotated[
-        int, typer.Option(metavar="NUMBER", min=1, help="Windows of the text's first half to measure on.")
+        int, typer.Option(metavar="NUMBER", min=1, help="Number of windows of the text's first half to measure on.")
     ] = 8,
     window: Window = 256,
     characters: Annotated[
-        int, typer.Option(metavar="NUMBER", min=1, help="Characters of the text's second half to compare on.")
+        int, typer.Option(metavar="NUMBER", min=1, help="Number of characters of the text's second half to compare on.")
     ] = 16384,
     dtype: EvalDtype = "float32",
     device: Device = "auto",
@@ -173,12 +178,15 @@ def calibrate(
         Path, typer.Option("--output", "-o", metavar="FILE", help="File to write, such as scales.safetensors.")
     ],
     observer: Annotated[
-        str, typer.Option(metavar="NAME", help="What finds a range: absmax, percentile or mse.")
+        str, typer.Option(metavar="NAME", help="Observer, which finds a range: absmax, percentile or mse.")
     ] = "absmax",
     percentile: Annotated[
-        float, typer.Option(metavar="NUMBER", help="Percentage of magnitudes that percentile does not clip.")
+        float,
+        typer.Option(metavar="NUMBER", help="Percentage of magnitudes that the percentile observer does not clip."),
     ] = 99.99,
-    bits: Annotated[int, typer.Option(metavar="NUMBER", help="Width that mse clips for and the report is about.")] = 8,
+    bits: Annotated[
+        int, typer.Option(metavar="NUMBER", help="Width that the mse observer clips for, and that the report is about.")
+    ] = 8,
     target: Annotated[str, typer.Option(metavar="LIST", help="What to find ranges of: k, v, logits.")] = "k,v,logits",
     text: Text = None,
     tokens: Tokens = 16384,

@@ -16,11 +16,13 @@ from diffquant.cli.options import (
     Chat,
     Destination,
     Device,
+    DeviceMap,
     K,
     Kv,
     Logits,
     Model,
     NewTokens,
+    OffloadFolder,
     Override,
     Overwrite,
     Preset,
@@ -42,6 +44,7 @@ from diffquant.cli.options import (
     to_json,
 )
 from diffquant.recipe import Recipe, RoundingSettings
+from diffquant.source.places import Places
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -68,21 +71,23 @@ def quantize(
         str | None,
         typer.Option(
             metavar="NAME",
-            help="nearest, the default, has absmax scales; mse those of the least squared error; gptq also compensates "
-            "errors over a text.",
+            help="nearest, the default, takes each scale from the largest magnitude; mse searches the scale of the "
+            "least squared error; gptq also compensates errors over a text.",
         ),
     ] = None,
     text: Annotated[
-        Path | None, typer.Option("--text", metavar="FILE", help="Text for gptq; some prose ships.")
+        Path | None,
+        typer.Option("--text", metavar="FILE", help="Text for gptq; by default the prose that ships."),
     ] = None,
     tokens: Annotated[
-        int | None, typer.Option(metavar="NUMBER", min=2, help="Tokens of the text that gptq reads; 16384 by default.")
+        int | None,
+        typer.Option(metavar="NUMBER", min=2, help="Number of tokens of the text that gptq reads; 16384 by default."),
     ] = None,
     weights_only: Annotated[
         bool,
         typer.Option(
             "--weights-only",
-            help="Choose weights by name, whatever the architecture, as is done where the model_type is unknown.",
+            help="Choose weights by their names, whatever the architecture; automatic where the model_type is unknown.",
         ),
     ] = False,
     keep: Annotated[
@@ -90,19 +95,19 @@ def quantize(
         typer.Option(
             "--keep",
             metavar="PATTERN",
-            help="Leave tensors of such names as they are, beside those of the rules. May be repeated.",
+            help="Do not quantize tensors with such names, nor those that the rules keep. May be repeated.",
         ),
     ] = None,
     weight_rules: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="YAML with linears, experts or keep, in place of the rules that ship."),
+        typer.Option(metavar="FILE", help="YAML file of rules (linears, experts, keep), in place of diffquant's own."),
     ] = None,
     dtype: Annotated[
         Literal["bfloat16", "float16", "float32"] | None,
         typer.Option(
             metavar="NAME",
-            help="bfloat16, float16 or float32 for matrices that are not packed; the source's by default, of float32 "
-            "bfloat16.",
+            help="bfloat16, float16 or float32 for matrices that are not packed; by default the source's, or bfloat16 "
+            "where that is float32.",
         ),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be done and stop.")] = False,
@@ -113,7 +118,8 @@ def quantize(
 ) -> None:
     """Quantize a checkpoint's weights, KV cache and logits.
 
-    Tensors stream through memory, so a checkpoint may be larger than it. The folder has compressed-tensors' format.
+    Tensors stream through memory, so a checkpoint may be larger than the memory. The folder has
+    compressed-tensors' format.
     """
     from diffquant.quantization.plan import plan_quantization
     from diffquant.quantization.quantize import quantize as run
@@ -138,13 +144,14 @@ def convert(
     output: Destination,
     to: Annotated[
         Literal["diffllama", "diff-v2", "llama"],
-        typer.Option(help="diffllama is made of unilm's V1, diff-v2 of llama, llama of DEX; all exactly."),
+        typer.Option(help="Makes diffllama from unilm's V1, diff-v2 from llama, llama from DEX."),
     ],
     dtype: Annotated[
         Literal["bfloat16", "float16", "float32"] | None,
         typer.Option(
             metavar="NAME",
-            help="bfloat16, float16 or float32 for matrices; the source's by default, a GGUF file's codes bfloat16.",
+            help="bfloat16, float16 or float32 for matrices; by default the source's, or bfloat16 for a GGUF "
+            "file's codes.",
         ),
     ] = None,
     revision: Revision = None,
@@ -152,7 +159,7 @@ def convert(
     overwrite: Overwrite = False,
     as_json: AsJson = False,
 ) -> None:
-    """Rewrite a checkpoint as another kind, the same function."""
+    """Rewrite a checkpoint as another kind with the same function."""
     from diffquant.conversion import convert as run
 
     check_push(push)
@@ -165,7 +172,7 @@ def convert(
 def inspect(model: Model, revision: Revision = None, as_json: AsJson = False) -> None:
     """Say what a checkpoint is: its kind, λ, and sizes.
 
-    It reads headers and λ parameters alone. Sizes are given at each width.
+    It reads only headers and λ parameters, and gives sizes at several widths.
     """
     from diffquant.errors import UnknownModelTypeError
     from diffquant.inspection import Inspection, WeightInspection, inspect_checkpoint, inspect_weights
@@ -202,6 +209,8 @@ def generate(
     ] = None,
     attention: Attention = "auto",
     device: Device = "auto",
+    device_map: DeviceMap = None,
+    offload_folder: OffloadFolder = None,
     revision: Revision = None,
     as_json: AsJson = False,
 ) -> None:
@@ -215,7 +224,8 @@ def generate(
     transformers.set_seed(seed)
     wanted = RecipeOptions(weights, kv, k, v, logits, residual, override, recipe, preset).given()
     text = sys.stdin.read() if prompt == "-" else prompt
-    loaded, tokenizer = _load(at_revision(model, revision), wanted, dtype, device, scales)
+    places = Places.of(device, device_map, offload_folder)
+    loaded, tokenizer = _load(at_revision(model, revision), wanted, dtype, chosen_device(device), scales, places)
     loaded.use_attention(attention)
     echo_pieces(text, stream(loaded, tokenizer, text, max_new_tokens, temperature, chat), as_json)
 
@@ -243,17 +253,16 @@ def _rounding(settings: RoundingSettings, name: str | None, text: Path | None, t
 
 
 def _load(
-    path: Path, recipe: Recipe | None, dtype: str | None, device: str, scales: Path | None
+    path: Path, recipe: Recipe | None, dtype: str | None, device: str, scales: Path | None, places: Places | None
 ) -> "tuple[CausalModel, PreTrainedTokenizerBase]":
     from diffquant.loading import load
     from diffquant.source.ranges import check_ranges_used
     from diffquant.source.source import open_source
     from diffquant.support.devices import resolve_dtype
 
-    device = chosen_device(device)
     torch_dtype = resolve_dtype(dtype, device) if dtype else None
     source = open_source(path)
     tokenizer = source.tokenizer
-    model = load(source, recipe, torch_dtype, device, scales=scales)
+    model = load(source, recipe, torch_dtype, device, scales=scales, device_map=places)
     check_ranges_used(scales, [model.recipe])
     return model, tokenizer

@@ -13,9 +13,11 @@ from diffquant.cli.options import (
     AsJson,
     Attention,
     Device,
+    DeviceMap,
     EvalDtype,
     Model,
     Models,
+    OffloadFolder,
     RecipeOptions,
     Revision,
     Scales,
@@ -35,6 +37,8 @@ class RunOptions:
     dtype: EvalDtype = "auto"
     attention: Attention = "auto"
     device: Device = "auto"
+    device_map: DeviceMap = None
+    offload_folder: OffloadFolder = None
     as_json: AsJson = False
 
 
@@ -47,7 +51,7 @@ def sweep(
     ],
     *,
     task: Tasks = "hellaswag",
-    bits: Annotated[str, typer.Option(metavar="LIST", help="Widths, 2 to 8; 16 is always measured.")] = "16,8,6,4",
+    bits: Annotated[str, typer.Option(metavar="LIST", help="Bit widths, 2 to 8; 16 is always measured.")] = "16,8,6,4",
     target: Annotated[
         str, typer.Option(metavar="LIST", help="What to quantize, each alone: logits, weights, kv, k, v.")
     ] = "logits",
@@ -55,23 +59,23 @@ def sweep(
         str,
         typer.Option(
             metavar="LIST",
-            help="What shares one scale, such as row,tensor,row:shift; each serves the targets it suits.",
+            help="What shares one scale, such as row,tensor,row:shift; each applies to the targets that have it.",
         ),
     ] = "",
     recipe: Annotated[
         list[Path] | None,
-        typer.Option(metavar="FILE", help="A recipe's YAML file to measure beside the grid. May be repeated."),
+        typer.Option(metavar="FILE", help="YAML file of a recipe to measure as well. May be repeated."),
     ] = None,
     scales: Annotated[
         list[Path] | None,
-        typer.Option(metavar="FILE", help="A model's file from diffquant calibrate, for static. May be repeated."),
+        typer.Option(metavar="FILE", help="Ranges that diffquant calibrate wrote, for static. May be repeated."),
     ] = None,
     task_options: TaskOptions,
     run: RunOptions,
 ) -> None:
     """Measure what each bit width costs, in a table and a page.
 
-    Exported folders may stand among the models. Results that the folder holds already are not measured again.
+    Exported folders may be among the models. Results that the folder holds already are not measured again.
     """
     from diffquant.sweep.grid import SweepOptions
 
@@ -86,6 +90,8 @@ def sweep(
         dtype=run.dtype,
         attention=run.attention,
         device=run.device,
+        device_map=run.device_map,
+        offload_folder=run.offload_folder,
     )
     from diffquant.export.targets import runtime_of
     from diffquant.sweep.outputs import write_outputs
@@ -125,6 +131,8 @@ def eval_(
         dtype=run.dtype,
         attention=run.attention,
         device=run.device,
+        device_map=run.device_map,
+        offload_folder=run.offload_folder,
     )
     from diffquant.export.targets import runtime_of
     from diffquant.sweep.evaluate import evaluate, results_text

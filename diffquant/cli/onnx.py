@@ -50,7 +50,8 @@ def export(
     scales: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE", help="The KV cache's ranges from diffquant calibrate; a short run finds them otherwise."
+            metavar="FILE",
+            help="Ranges of the KV cache that diffquant calibrate wrote; a short run finds them otherwise.",
         ),
     ] = None,
     logits: Logits = "16",
@@ -66,10 +67,10 @@ def export(
         ),
     ] = 4,
     genai_device: Annotated[
-        str, typer.Option(metavar="NAME", help="Device that onnxruntime-genai is told of: cpu, cuda or cuda:N.")
+        str, typer.Option(metavar="NAME", help="Device that onnxruntime-genai will use: cpu, cuda or cuda:N.")
     ] = "cpu",
     web: Annotated[
-        bool, typer.Option("--web", help="Also give what attention maps are drawn of, as examples/web does.")
+        bool, typer.Option("--web", help="Add the outputs that examples/web draws attention maps from.")
     ] = False,
     revision: Revision = None,
     push: Push = None,
@@ -117,7 +118,7 @@ def verify(
     model: Model,
     tolerance: Annotated[
         float | None,
-        typer.Option(metavar="NUMBER", help="Relative RMS error allowed of logits; by measured rounding by default."),
+        typer.Option(metavar="NUMBER", help="Largest relative RMS error of logits; by default what rounding explains."),
     ] = None,
     threads: Threads = 0,
     device: Device = "auto",

@@ -22,14 +22,15 @@ _CHECKPOINT = "checkpoint folder (safetensors), .gguf file, or ORG/NAME[@REVISIO
 Model = Annotated[Path, typer.Argument(metavar="MODEL", help=f"A {_CHECKPOINT}.")]
 Models = Annotated[
     list[Path],
-    typer.Argument(metavar="MODELS", help=f"Each a {_CHECKPOINT}; a Transformer beside its DIFF, for instance."),
+    typer.Argument(metavar="MODELS", help=f"Each a {_CHECKPOINT}; for instance a DIFF model and its Transformer."),
 ]
 Revision = Annotated[
-    str | None, typer.Option(metavar="NAME", help="Branch, tag or commit of a model on the hub; its main by default.")
+    str | None, typer.Option(metavar="NAME", help="Branch, tag or commit of a model on the hub; main by default.")
 ]
 Destination = Annotated[Path, typer.Option("--output", "-o", metavar="FOLDER", help="Folder to create.")]
 Push = Annotated[
-    str | None, typer.Option(metavar="ORG/NAME", help="Send the folder to this model on the hub, its card included.")
+    str | None,
+    typer.Option(metavar="ORG/NAME", help="Upload the folder, with its model card, to this model on the hub."),
 ]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the folder if it exists.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
@@ -37,7 +38,7 @@ Preset = Annotated[
     Literal["int4", "int8", "paper"] | None,
     typer.Option(
         help="int4: weights 4:g32, known as w4a16. int8: weights 8:row and a KV cache of 8 bits. paper: logits "
-        "4:tensor, the last step of its Figure 8."
+        "4:tensor, the fewest bits in the DIFF paper's Figure 8."
     ),
 ]
 Weights = Annotated[
@@ -47,13 +48,18 @@ Weights = Annotated[
 Kv = Annotated[str, typer.Option("--kv", metavar="SCHEME", help="Scheme of the KV cache: 8, 4:g32 or 16.")]
 K = Annotated[
     str | None,
-    typer.Option("--k", metavar="SCHEME", help="Scheme of keys where it is not --kv's: 4:c64 has channels."),
+    typer.Option(
+        "--k",
+        metavar="SCHEME",
+        help="Scheme of keys, in place of --kv's; 4:c64 has one scale per channel and 64 tokens.",
+    ),
 ]
-V = Annotated[str | None, typer.Option("--v", metavar="SCHEME", help="Scheme of values where it is not --kv's.")]
+V = Annotated[str | None, typer.Option("--v", metavar="SCHEME", help="Scheme of values, in place of --kv's.")]
 Logits = Annotated[
     str,
     typer.Option(
-        metavar="SCHEME", help="Scheme of attention logits, which is simulated: 6:row, 4:tensor, 4:row:shift or 16."
+        metavar="SCHEME",
+        help="Scheme of attention logits, whose rounding is simulated: 6:row, 4:tensor, 4:row:shift or 16.",
     ),
 ]
 Residual = Annotated[
@@ -68,15 +74,19 @@ Override = Annotated[
     ),
 ]
 RecipeFile = Annotated[
-    Path | None, typer.Option("--recipe", metavar="FILE", help="All of this from a YAML file instead.")
+    Path | None, typer.Option("--recipe", metavar="FILE", help="YAML file of a recipe, in place of these options.")
 ]
 Scales = Annotated[
     Path | None,
-    typer.Option(metavar="FILE", help="Ranges from diffquant calibrate, for static schemes such as --kv 8:static."),
+    typer.Option(
+        metavar="FILE", help="Ranges that diffquant calibrate wrote, for static schemes such as --kv 8:static."
+    ),
 ]
 Seed = Annotated[
     int,
-    typer.Option(metavar="NUMBER", min=0, max=2**32 - 1, help="Seed of the draws where the temperature is above 0."),
+    typer.Option(
+        metavar="NUMBER", min=0, max=2**32 - 1, help="Seed of the random choice where the temperature is above 0."
+    ),
 ]
 
 Exported = Annotated[Path, typer.Argument(metavar="FOLDER", help="A folder that `diffquant export` wrote.")]
@@ -84,23 +94,31 @@ Threads = Annotated[
     int, typer.Option(metavar="NUMBER", min=0, help="Number of ONNX Runtime's threads; 0 takes all cores.")
 ]
 Device = Annotated[
-    str, typer.Option(metavar="NAME", help="cpu, cuda or cuda:N; auto takes CUDA where there is a device of it.")
+    str, typer.Option(metavar="NAME", help="cpu, cuda or cuda:N; auto uses CUDA where there is a CUDA device.")
+]
+DeviceMap = Annotated[
+    Literal["auto"] | None,
+    typer.Option(help="Spread models over devices, then main memory, then the disk, in place of --device."),
+]
+OffloadFolder = Annotated[
+    Path | None, typer.Option(metavar="FOLDER", help="Where --device-map puts what only the disk has room for.")
 ]
 Prompt = Annotated[str, typer.Option(metavar="TEXT", help="Text to continue; - reads standard input.")]
-NewTokens = Annotated[int, typer.Option(metavar="NUMBER", min=1, help="Most tokens that are added to the prompt.")]
+NewTokens = Annotated[int, typer.Option(metavar="NUMBER", min=1, help="Largest number of tokens to add to the prompt.")]
 Temperature = Annotated[
-    float, typer.Option(metavar="NUMBER", min=0.0, help="Randomness of the choice; 0 takes the likeliest token.")
+    float, typer.Option(metavar="NUMBER", min=0.0, help="Randomness of the choice of tokens; 0 takes the likeliest.")
 ]
 Chat = Annotated[bool, typer.Option("--chat", help="Wrap the prompt in the model's chat template.")]
 
 Tasks = Annotated[
-    str, typer.Option(metavar="LIST", help=f"Tasks, with commas: {', '.join(kind.usage for kind in task_kinds())}.")
+    str,
+    typer.Option(metavar="LIST", help=f"Tasks, separated by commas: {', '.join(kind.usage for kind in task_kinds())}."),
 ]
-Lengths = Annotated[str, typer.Option(metavar="LIST", help="Numbers of tokens of needle prompts, such as 256,1K,4K.")]
+Lengths = Annotated[str, typer.Option(metavar="LIST", help="Lengths of needle prompts in tokens, such as 256,1K,4K.")]
 Attention = Annotated[
     str,
     typer.Option(
-        metavar="NAME", help="Backend of attention: auto, naive, flashdiff1, flashdiff2, triton, triton-int8, ..."
+        metavar="NAME", help="Attention backend: auto, naive, flashdiff1, flashdiff2, triton, triton-int8, ..."
     ),
 ]
 EvalDtype = Annotated[

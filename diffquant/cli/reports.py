@@ -16,9 +16,9 @@ def report(
         typer.Option("--output", "-o", metavar="FILE", help="Index to write; index.html above the runs by default."),
     ] = None,
 ) -> None:
-    """Write the pages of runs anew, with an index of them.
+    """Rewrite the pages of runs, with an index of them.
 
-    Runs are folders that sweep, search, outliers or bench left. Their pages lead to each other and to the index.
+    Runs are folders that sweep, search, outliers or bench wrote. Their pages link to each other and to the index.
     """
     from diffquant.cli.runs import write_index
 

@@ -14,14 +14,16 @@ from diffquant.cli.options import AsJson, Destination, Overwrite
 def demo(
     output: Destination = Path("demo-output"),
     minutes: Annotated[
-        float, typer.Option(metavar="NUMBER", min=0, help="Time to take, about; it chooses the number of items.")
+        float, typer.Option(metavar="NUMBER", min=0, help="About how long it may take; this sets the number of items.")
     ] = 4.0,
-    pocket: Annotated[bool, typer.Option("--pocket", help="Stay with the small trained models that ship.")] = False,
+    pocket: Annotated[
+        bool, typer.Option("--pocket", help="Use only the small trained models that come with diffquant.")
+    ] = False,
     overwrite: Overwrite = False,
 ) -> None:
     """Show Figure 8 on trained models, then take one to 4 bits.
 
-    The one is SmolLM2-135M, from PyPI, which ends in ONNX Runtime.
+    That one is SmolLM2-135M, from PyPI; it is exported too, and runs in ONNX Runtime.
     """
     from diffquant.demo import demo as run
 

@@ -200,9 +200,9 @@ class ItemColumns:
         shots = sorted({result.shots for result in results if result.shots is not None})
         shown = f"many-shot after {', '.join(map(str, shots))} demonstrations" if shots else "zero-shot"
         return [
-            f"{', '.join(map(str, counts))} items, {shown}. In brackets are 95 % intervals: Wilson's of a share, "
-            "Student's of other scores. The difference from 16 bits, in points, is paired over the same items; flips "
-            "are items that became right (+) and wrong (-)."
+            f"{', '.join(map(str, counts))} items, {shown}. Brackets hold 95 % intervals: Wilson's for shares, "
+            "Student's for other scores. The difference from 16 bits, in points, is paired over the same items; flips "
+            "are the items that became right (+) and wrong (-)."
         ]
 
 

@@ -59,8 +59,8 @@ def at_least_one(option: TaskOption[int | None], values: Mapping[str, object]) -
     return count
 
 
-LIMIT = TaskOption[int | None]("limit", None, "Items of each task; all by default.", int, minimum=2)
-TEXT = TaskOption[Path | None]("text", None, "Text for perplexity and needle; some prose ships.", Path)
+LIMIT = TaskOption[int | None]("limit", None, "Number of items per task; all by default.", int, minimum=2)
+TEXT = TaskOption[Path | None]("text", None, "Text for perplexity and needle; by default the prose that ships.", Path)
 
 
 @dataclass(frozen=True)

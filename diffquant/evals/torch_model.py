@@ -12,6 +12,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 
 from diffquant.evals.language_model import LanguageModel, States, TokenCache, shares_prefixes
 from diffquant.recipe import Recipe
+from diffquant.source.placement import at_hand
 from diffquant.text.tokens import end_token, max_length
 
 if TYPE_CHECKING:
@@ -40,9 +41,10 @@ class HiddenStates(States):
         return logits.float()
 
     def exact_logits(self) -> Tensor:
-        weight, wide = self.head.weight, self.values.float()
-        rows = max(1, _WIDENED_ENTRIES // weight.shape[1])
-        return torch.cat([linear(wide, part.float()) for part in weight.split(rows)], -1)
+        wide = self.values.float()
+        rows = max(1, _WIDENED_ENTRIES // self.head.in_features)
+        with at_hand(self.head):
+            return torch.cat([linear(wide, part.float()) for part in self.head.weight.split(rows)], -1)
 
 
 class TorchCache:

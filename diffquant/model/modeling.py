@@ -131,6 +131,9 @@ class DiffTransformerModel(Decoder):
             return f"attention was asked to run on {', '.join(chosen)}"
         if any(attention.logits.quantizes for attention in attentions):
             return "attention logits are quantized, for which K and V are read back"
+        # accelerate's hooks copy weights from where they lie, and no graph holds that.
+        if any(hasattr(layer, "_hf_hook") for layer in self.layers):
+            return "the model is spread over several places"
         if self.rotary_emb.rope_type not in _STATIC_ROPE:
             return f"RoPE of type {self.rotary_emb.rope_type} looks at the positions to choose its frequencies"
         return None

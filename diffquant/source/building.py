@@ -1,7 +1,6 @@
 """A runnable model from an opened checkpoint: its tensors under the model's names, packed weights kept or expanded."""
 
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Callable
 from typing import cast
 
 import torch
@@ -16,7 +15,8 @@ from diffquant.model.causal import CausalModel
 from diffquant.model.quantized_linear import QuantizedLinear
 from diffquant.numerics import check_finite
 from diffquant.scheme import Scheme
-from diffquant.source.placement import DeviceMap, OneDevice, Placement, Spread
+from diffquant.source.placement import OneDevice, Placement, Spread
+from diffquant.source.places import Places
 from diffquant.source.source import Source
 
 # (a 16-bit parameter's name in the checkpoint, its data in the checkpoint's row order) -> the data in the model.
@@ -34,15 +34,14 @@ def build_model(
     device: str = "cpu",
     packed: bool | None = None,
     rewrite: Rewrite = as_it_is,
-    device_map: DeviceMap | None = None,
-    max_memory: Mapping[int | str, int | str] | None = None,
-    offload_folder: Path | None = None,
+    places: Places | None = None,
 ) -> CausalModel:
     """The model of a checkpoint, with its cache and logits at 16 bits.
 
     Args:
-        dtype, device, packed, device_map, max_memory, offload_folder: as `diffquant.load` takes them.
+        dtype, device, packed: as `diffquant.load` takes them.
         rewrite: function that makes what the model gets in place of a parameter.
+        places: places that the model is spread over, in place of the device.
 
     Raises:
         NonFiniteError: a parameter holds NaN or infinity.
@@ -51,12 +50,12 @@ def build_model(
     model = _empty_model(architecture)
     dtype = dtype or source.dtype
     placement: Placement = OneDevice(device)
-    if device_map is not None:
+    if places is not None:
         # Hooks fetch parameters, and packed codes are none.
         packed = False
-        placement = Spread(model, device_map, dtype, max_memory, offload_folder)
+        placement = Spread(model, places, dtype)
     if packed is None:
-        packed = torch.device(device).type == "cuda" and dtype in HALF_TYPES
+        packed = has_packed_kernels(device, dtype)
     packed_schemes = _packable_schemes(source) if packed else {}
     state: dict[str, Tensor] = {}
     for name in architecture.parameter_shapes():
@@ -73,6 +72,20 @@ def build_model(
     model.eval().requires_grad_(False)
     placement.finish(model)
     return model
+
+
+def has_packed_kernels(device: str, dtype: torch.dtype) -> bool:
+    """Whether a device has kernels that read packed weights in a dtype."""
+    return torch.device(device).type == "cuda" and dtype in HALF_TYPES
+
+
+def check_places(source: Source, places: Places, dtype: torch.dtype) -> None:
+    """Check that all of a model finds a place, without reading it.
+
+    Raises:
+        UsageError: as `Spread` raises it.
+    """
+    Spread(_empty_model(source.architecture), places, dtype)
 
 
 def _empty_model(architecture: Architecture) -> CausalModel:

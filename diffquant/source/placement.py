@@ -1,17 +1,19 @@
 """Where a model's parameters lie: on one device, or spread over devices, main memory and disk by accelerate."""
 
-from collections.abc import Mapping
+import shutil
+import tempfile
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from diffquant.errors import UsageError
 from diffquant.model.causal import CausalModel
-
-# "auto", or the place of each module by its name: a device, "cpu" or "disk".
-DeviceMap = str | Mapping[str, str | int]
+from diffquant.source.places import Places
 
 _EMBEDDING = "model.embed_tokens"
 
@@ -45,41 +47,33 @@ class Spread:
     Source: accelerate's big-model inference.
     """
 
-    def __init__(
-        self,
-        model: CausalModel,
-        device_map: DeviceMap,
-        dtype: torch.dtype,
-        max_memory: Mapping[int | str, int | str] | None = None,
-        offload_folder: Path | None = None,
-    ) -> None:
+    def __init__(self, model: CausalModel, places: Places, dtype: torch.dtype) -> None:
         """Decide on the places, before any parameter is read.
 
         Args:
             model: the model without storage.
-            device_map: "auto", or places by modules' names.
             dtype: dtype of the model, from which the sizes of its layers follow.
-            max_memory: most bytes of each place for "auto", such as {0: "20GB", "cpu": "60GB"}; all of it by default.
-            offload_folder: folder for what lies on disk.
 
         Raises:
-            UsageError: parameters have no place, the embedding would have to be fetched, or a folder is missing.
+            UsageError: modules are unknown, parameters have no place, the embedding would have to be fetched, or there
+                is no folder for what lies on disk.
         """
         # Here, since it takes a second that models on one device need not spend.
         from accelerate import infer_auto_device_map
         from accelerate.utils import get_balanced_memory
 
         self._layer_classes = list(model._no_split_modules or ())
-        if device_map == "auto":
-            sizes: dict[str, Any] = {"no_split_module_classes": self._layer_classes, "dtype": dtype}
-            memory = get_balanced_memory(model, dict(max_memory) if max_memory else None, **sizes)
-            device_map = infer_auto_device_map(model, memory, **sizes)
+        device_map = places.device_map
         if isinstance(device_map, str):
-            raise UsageError(f"device_map is 'auto' or a mapping from modules to devices, got {device_map!r}")
-        self.places = dict(device_map)
-        self._folder = offload_folder
+            sizes: dict[str, Any] = {"no_split_module_classes": self._layer_classes, "dtype": dtype}
+            memory = get_balanced_memory(model, dict(places.max_memory) if places.max_memory else None, **sizes)
+            device_map = infer_auto_device_map(model, memory, **sizes)
+        elif unknown := sorted(set(device_map) - {name for name, _ in model.named_modules()}):
+            raise UsageError(f"device_map names what is no module of the model: {', '.join(unknown)}")
+        self.places = _disjoint(model, device_map)
         self._index: dict[str, Any] = {}
         self._check(model)
+        self._folder = self._new_folder(model, places.offload_folder) if "disk" in self.places.values() else None
 
     def put(self, name: str, data: Tensor) -> Tensor:
         place = self._place_of(name)
@@ -119,7 +113,40 @@ class Spread:
                 f"device_map puts {_EMBEDDING} where nothing computes; put it on a device, or in 'cpu' where all the "
                 "rest is in 'cpu' or on 'disk'"
             )
-        if "disk" in self.places.values() and self._folder is None:
-            raise UsageError("device_map puts parts of the model on disk: give offload_folder, the folder for them")
-        if self._folder is not None:
-            self._folder.mkdir(parents=True, exist_ok=True)
+
+    @staticmethod
+    def _new_folder(model: CausalModel, parent: Path | None) -> Path:
+        """A folder that no other model shares, which would overwrite this one's weights; it goes with the model."""
+        if parent is None:
+            raise UsageError("device_map puts parts of the model on disk: give offload_folder, or --offload-folder")
+        try:
+            parent.mkdir(parents=True, exist_ok=True)
+            folder = Path(tempfile.mkdtemp(prefix="model-", dir=parent))
+        except OSError as error:
+            raise UsageError(f"cannot write to the offload folder {parent}: {error.strerror}") from error
+        # States that a sweep compares with hold the head, which outlives its model then.
+        weakref.finalize(model.lm_head, shutil.rmtree, folder, ignore_errors=True)
+        return folder
+
+
+def _disjoint(
+    module: nn.Module, places: Mapping[str, str | int], name: str = "", inherited: str | int | None = None
+) -> dict[str, str | int]:
+    """Places by names of modules none of which is part of another, as accelerate wants them; the inner place wins."""
+    place, prefix = places.get(name, inherited), f"{name}." if name else ""
+    if not any(other != name and other.startswith(prefix) for other in places):
+        return {} if place is None else {name: place}
+    parts = (_disjoint(part, places, prefix + child, place) for child, part in module.named_children())
+    return {inner: place for part in parts for inner, place in part.items()}
+
+
+@contextmanager
+def at_hand(module: nn.Module) -> Iterator[None]:
+    """A context in which a module's own parameters are on the device that computes, wherever they lie."""
+    if not hasattr(module, "_hf_hook"):
+        yield
+        return
+    from accelerate.utils import align_module_device
+
+    with align_module_device(module):
+        yield

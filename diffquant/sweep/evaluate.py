@@ -12,7 +12,14 @@ from diffquant.source.ranges import check_ranges_used
 from diffquant.source.source import open_source
 from diffquant.support.devices import resolve_device, resolve_dtype
 from diffquant.support.progress import Progress, silent
-from diffquant.sweep.exported import ExportedSubject, RuntimeOf, check_as_it_is, checkpoints_alone, folder_state
+from diffquant.sweep.exported import (
+    ExportedSubject,
+    RuntimeOf,
+    check_as_it_is,
+    check_on_one_device,
+    checkpoints_alone,
+    folder_state,
+)
 from diffquant.sweep.grid import SweepOptions
 from diffquant.sweep.session import CheckpointSubject, Setup, Subject
 
@@ -39,13 +46,14 @@ def evaluate(
         DiffQuantError: the checkpoint, the tasks or their data cannot be read; all before the first item.
         NotFiredError: a layer did not quantize its logits.
     """
-    device = resolve_device(options.device)
+    device = resolve_device(options.computing_device)
     check_backend(options.attention)
     runtime = runtime_of(path)
     if runtime is not None:
+        check_on_one_device([path], options)
         check_as_it_is(options, recipe)
     tasks = make_tasks(options.tasks, options.task_options, options.pass_tokens(device))
-    setup = Setup(resolve_dtype(options.dtype, device), device, options.attention)
+    setup = Setup(resolve_dtype(options.dtype, device), device, options.attention, options.places)
     if runtime is not None:
         state = folder_state(path)
         model = runtime.describe(path, options.device)

@@ -1,7 +1,7 @@
 """Exported folders as rows of a sweep. What runs them is handed in, since the core does not import `export`."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -155,6 +155,19 @@ class ExportedSession:
 def folder_state(folder: Path) -> FilesState:
     """The state of an exported folder's files."""
     return files_state(file for file in sorted(folder.rglob("*")) if file.is_file())
+
+
+def check_on_one_device(folders: Collection[Path], options: SweepOptions) -> None:
+    """Check that no exported folder is to be spread.
+
+    Raises:
+        UsageError: one is.
+    """
+    if folders and options.device_map is not None:
+        raise UsageError(
+            f"ONNX Runtime keeps an exported folder on one device: leave out --device-map, or "
+            f"{', '.join(map(str, folders))}"
+        )
 
 
 def check_as_it_is(options: SweepOptions, recipe: Recipe | None = None) -> None:

@@ -8,6 +8,7 @@ from diffquant.errors import UsageError
 from diffquant.evals.defaults import batch_tokens_on
 from diffquant.evals.tasks import check_options, task_kinds, task_options
 from diffquant.recipe import DEFAULT_GRANULARITY, Recipe
+from diffquant.source.places import DeviceMap, Places
 from diffquant.support.files import check_distinct
 from diffquant.support.plain_data import JsonObject
 
@@ -35,6 +36,7 @@ class SweepOptions:
         batch_tokens: most tokens of one pass; None for what suits the device.
         attention: backend of `diffquant.attention.BACKENDS`, or "auto".
         device: where models run; "auto" is CUDA where there is a device of it, else the processor.
+        device_map, offload_folder: places of models that are larger than one device, as `diffquant.load` takes them.
     """
 
     tasks: tuple[str, ...] = ("hellaswag",)
@@ -48,6 +50,8 @@ class SweepOptions:
     batch_tokens: int | None = None
     attention: str = "auto"
     device: str = "auto"
+    device_map: DeviceMap | None = None
+    offload_folder: Path | None = None
 
     def __post_init__(self) -> None:
         wrong = [f"unknown target {t!r}; known are {', '.join(TARGETS)}" for t in self.targets if t not in TARGETS]
@@ -58,6 +62,17 @@ class SweepOptions:
         if wrong:
             raise UsageError("; ".join(wrong))
         check_options(self.task_options)
+        _ = self.places
+
+    @property
+    def places(self) -> Places | None:
+        """Places that models are spread over; None where each is on one device."""
+        return Places.of(self.device, self.device_map, self.offload_folder)
+
+    @property
+    def computing_device(self) -> str:
+        """Name of the device that computes, wherever models lie; "auto" where it is to be found."""
+        return self.device if self.places is None else self.places.device
 
     def pass_tokens(self, device: str) -> int:
         """Most tokens of one pass on a device, that device's own number where none was given."""

@@ -10,6 +10,7 @@ from diffquant.evals.task import Task
 from diffquant.evals.tasks import make_tasks
 from diffquant.loading import check_loadable
 from diffquant.recipe import LAYER_TARGETS
+from diffquant.source.building import check_places
 from diffquant.source.ranges import check_ranges_used, read_any_ranges
 from diffquant.source.source import Source, open_source
 from diffquant.support.devices import resolve_device, resolve_dtype
@@ -17,6 +18,7 @@ from diffquant.sweep.exported import (
     ExportedSubject,
     RuntimeOf,
     check_as_it_is,
+    check_on_one_device,
     exported_points,
     folder_state,
     runtimes_among,
@@ -49,20 +51,23 @@ def plan_sweep(models: Sequence[Path], options: SweepOptions, runtime_of: Runtim
         UsageError, CheckpointError, MissingDependencyError: whatever is wrong with models, options or data.
     """
     runtimes = runtimes_among(models, runtime_of)
+    check_on_one_device(runtimes, options)
     states = {folder: folder_state(folder) for folder in runtimes}
     exported = {folder: runtime.describe(folder, options.device) for folder, runtime in runtimes.items()}
     checkpoints = [model for model in models if model not in exported]
     if not checkpoints and exported:
         check_as_it_is(options)
     grid = points(checkpoints, options) if checkpoints or not exported else []
-    device = resolve_device(options.device)
+    device = resolve_device(options.computing_device)
     tasks = make_tasks(options.tasks, options.task_options, options.pass_tokens(device))
     check_backend(options.attention, (scheme for point in grid for scheme in point.recipe.schemes_of("logits")))
     sources = {model: open_source(model) for model in checkpoints}
     recipes = {model: [point.recipe for point in grid if point.model == model] for model in checkpoints}
+    setup = Setup(resolve_dtype(options.dtype, device), device, options.attention, options.places)
     for model, source in sources.items():
         check_loadable(source, recipes[model])
-    setup = Setup(resolve_dtype(options.dtype, device), device, options.attention)
+        if setup.places is not None:
+            check_places(source, setup.places, setup.dtype)
     scales = _scales_by_model(sources, options.scales)
     for point in grid:
         _check_scales(point, scales.get(point.model))

@@ -16,6 +16,8 @@ from diffquant.loading import load
 from diffquant.model.causal import CausalModel
 from diffquant.quantization.roundings import rounding_named, text_read_digest
 from diffquant.recipe import LAYER_TARGETS, Recipe
+from diffquant.source.building import has_packed_kernels
+from diffquant.source.places import Places
 from diffquant.source.source import Source
 from diffquant.support.code import commit
 from diffquant.support.files import file_digest
@@ -60,11 +62,19 @@ class Subject(Protocol):
 
 @dataclass(frozen=True)
 class Setup:
-    """How checkpoints run: dtype, device and attention backend."""
+    """How checkpoints run.
+
+    Attributes:
+        dtype: dtype of the models.
+        device: device that computes.
+        attention: name of an attention backend, or "auto".
+        places: places that models are spread over; None where all of a model is on the device.
+    """
 
     dtype: torch.dtype
     device: str
     attention: str
+    places: Places | None = None
 
     @property
     def dtype_name(self) -> str:
@@ -100,7 +110,12 @@ class CheckpointSubject:
         text = text_read_digest(recipe.rounding)
         # A path says nothing of what the text holds.
         read = {"rounding_text": text} if text else {}
-        return scales | read | model | self.setup.common_key() | self.setup.key()
+        # Weights come to the device that computes from wherever they lie, so results do not depend on that, except
+        # where kernels would have read packed weights, which are expanded when a model is spread.
+        setup = self.setup
+        is_expanded = setup.places and self.source.packed and has_packed_kernels(setup.device, setup.dtype)
+        expanded = {"expanded": True} if is_expanded else {}
+        return scales | read | model | expanded | setup.common_key() | setup.key()
 
     def modules(self, recipe: Recipe) -> tuple[str, ...]:
         return (__name__, type(rounding_named(recipe.rounding.name)).__module__)
@@ -149,7 +164,9 @@ class CheckpointSession:
             self._loaded = None
             gc.collect()
             subject, setup = self.subject, self.subject.setup
-            self._loaded = load(subject.source, recipe, setup.dtype, setup.device, scales=subject.scales)
+            self._loaded = load(
+                subject.source, recipe, setup.dtype, setup.device, scales=subject.scales, device_map=setup.places
+            )
             self._loaded.use_attention(setup.attention)
         self._loaded.apply_recipe(wanted)
         return self._loaded

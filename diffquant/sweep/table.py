@@ -31,7 +31,7 @@ class Row:
 
 
 def rows(sweep: SweepResult) -> list[Row]:
-    """The table's rows, one a configuration, a model's 16 bits first."""
+    """The table's rows, one per configuration, a model's 16 bits first."""
     names = model_names([point.model for point in sweep.points])
     return [_row(sweep, point, names[point.model]) for point in sweep.points]
 
@@ -48,7 +48,7 @@ def csv_table(sweep: SweepResult) -> str:
 
 
 def json_rows(sweep: SweepResult) -> list[JsonObject]:
-    """The table as plain data, one flat object a row; what was not measured is None."""
+    """The table as plain data, one flat object per row; what was not measured is None."""
     return [_record(row) for row in rows(sweep)]
 
 
@@ -70,15 +70,18 @@ def notes(sweep: SweepResult) -> list[str]:
         for task, result in row.results.items()
     )
     if compared > 1:
-        texts.append(f"{compared} differences from 16 bits are compared; one 95 % interval in twenty misses by chance.")
+        texts.append(
+            f"{compared} differences from 16 bits are compared; by chance, one 95 % interval in twenty misses the "
+            "truth."
+        )
     texts.append(
-        "stored is the checkpoint (weights, at 16 bits two bytes each) or the cache a token (kv), scales included; "
-        "logits store nothing."
+        "stored is the size of the checkpoint (two bytes per weight at 16 bits) or of the KV cache per token, scales "
+        "included; quantized logits store nothing."
     )
     quantized = ", ".join(_source_text(path, sweep.settings) for path in sweep.settings["quantized"])
     if quantized:
         texts.append(
-            f"The weights of {quantized} were quantized before: its 16 bits are not the model as it was trained."
+            f"Weights that were quantized before this sweep: {quantized}. 16 bits there are not the model as trained."
         )
     changed = sum(bool(c.measurement and (c.measurement.commit or "").endswith(CHANGED)) for c in sweep.cells)
     if changed:

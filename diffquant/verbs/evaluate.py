@@ -6,10 +6,11 @@ from pathlib import Path
 from diffquant.evals.task_result import TaskResult
 from diffquant.export.targets import runtime_of
 from diffquant.recipe import Recipe, RecipeLike
+from diffquant.source.places import DeviceMap
 from diffquant.support.progress import Progress, progress_for
 from diffquant.sweep.evaluate import evaluate as measure
 from diffquant.sweep.grid import SweepOptions
-from diffquant.verbs.arguments import paths, task_values, texts
+from diffquant.verbs.arguments import path_or_none, paths, task_values, texts
 
 
 def evaluate(
@@ -21,6 +22,8 @@ def evaluate(
     dtype: str = "auto",
     attention: str = "auto",
     device: str = "auto",
+    device_map: DeviceMap | None = None,
+    offload_folder: Path | str | None = None,
     progress: Progress | None = None,
     **task_options: object,
 ) -> dict[str, TaskResult]:
@@ -36,6 +39,7 @@ def evaluate(
         dtype: "auto" (bfloat16 where it is native, else float32), or a dtype's name.
         attention: name of an attention backend, or "auto".
         device: device that the model runs on; "auto" is CUDA where there is one, else the processor.
+        device_map, offload_folder: places of a model that is larger than one device, as `load` takes them.
         progress: function called with the items done; by default a line on a terminal, one per minute in a log.
         task_options: options of the tasks, such as limit=100 or lengths="64,128".
 
@@ -52,6 +56,8 @@ def evaluate(
         dtype=dtype,
         attention=attention,
         device=device,
+        device_map=device_map,
+        offload_folder=path_or_none(offload_folder),
     )
     wanted = None if recipe is None else Recipe.parse(recipe)
     return measure(Path(model), wanted, options, progress or progress_for("evaluate"), runtime_of)

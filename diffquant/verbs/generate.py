@@ -11,6 +11,7 @@ from diffquant.generation import stream
 from diffquant.loading import load
 from diffquant.model.causal import CausalModel
 from diffquant.recipe import RecipeLike
+from diffquant.source.places import DeviceMap
 from diffquant.source.source import Source, open_source
 
 if TYPE_CHECKING:
@@ -29,6 +30,8 @@ def generate(
     chat: bool = False,
     dtype: torch.dtype | str | None = None,
     device: str = "auto",
+    device_map: DeviceMap | None = None,
+    offload_folder: Path | str | None = None,
 ) -> str:
     """Continue a prompt.
 
@@ -43,7 +46,7 @@ def generate(
         temperature: divisor of the vocabulary logits that tokens are drawn from; 0 decodes greedily.
         seed: seed of the draws where the temperature is above 0.
         chat: whether the prompt is wrapped in the tokenizer's chat template, as a user's message.
-        dtype, device: as `load` takes them; not for a model that is loaded.
+        dtype, device, device_map, offload_folder: as `load` takes them; not for a model that is loaded.
 
     Returns:
         The continuation alone, without special tokens.
@@ -58,13 +61,15 @@ def generate(
             raise UsageError(
                 "a model that is loaded needs its tokenizer: tokenizer=diffquant.load_tokenizer(checkpoint)"
             )
-        if (recipe, dtype, device) != (None, None, "auto"):
-            raise UsageError("recipe, dtype and device are for loading; this model is loaded already: apply_recipe, to")
+        if (recipe, dtype, device, device_map, offload_folder) != (None, None, "auto", None, None):
+            raise UsageError(
+                "recipe, dtype, device and its map are for loading; this model is loaded already: apply_recipe, to"
+            )
         loaded = model
     else:
         source = open_source(model)
         tokenizer = tokenizer or source.tokenizer
-        loaded = load(source, recipe, dtype, device)
+        loaded = load(source, recipe, dtype, device, device_map=device_map, offload_folder=offload_folder)
     if temperature:
         transformers.set_seed(seed)
     return "".join(stream(loaded, tokenizer, prompt, max_new_tokens, temperature, chat))

@@ -4,12 +4,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from diffquant.export.targets import runtime_of
+from diffquant.source.places import DeviceMap
 from diffquant.support.progress import Progress, progress_for
 from diffquant.sweep.grid import SweepOptions
 from diffquant.sweep.outputs import write_outputs
 from diffquant.sweep.result import SweepResult
 from diffquant.sweep.run import run_sweep
-from diffquant.verbs.arguments import numbers, paths, task_values, texts
+from diffquant.verbs.arguments import numbers, path_or_none, paths, task_values, texts
 
 
 def sweep(
@@ -25,6 +26,8 @@ def sweep(
     dtype: str = "auto",
     attention: str = "auto",
     device: str = "auto",
+    device_map: DeviceMap | None = None,
+    offload_folder: Path | str | None = None,
     progress: Progress | None = None,
     **task_options: object,
 ) -> SweepResult:
@@ -46,6 +49,7 @@ def sweep(
         dtype: "auto" (bfloat16 where it is native, else float32), or a dtype's name.
         attention: name of an attention backend, or "auto".
         device: device that models run on; "auto" is CUDA where there is one, else the processor.
+        device_map, offload_folder: places of a model that is larger than one device, as `load` takes them.
         progress: function called with the cells done; by default a line on a terminal, one per minute in a log.
         task_options: options of the tasks, such as limit=100 or lengths="64,128".
 
@@ -68,6 +72,8 @@ def sweep(
         dtype=dtype,
         attention=attention,
         device=device,
+        device_map=device_map,
+        offload_folder=path_or_none(offload_folder),
     )
     result = run_sweep(paths(models), options, Path(output), progress or progress_for("sweep"), runtime_of)
     write_outputs(result, Path(output))

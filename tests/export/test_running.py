@@ -199,6 +199,14 @@ def test_an_export_is_measured_as_it_is(plain):
         evaluate(plain, None, SweepOptions(scales=(Path("scales.safetensors"),)), runtime_of=runtime_of)
 
 
+def test_an_export_cannot_be_spread_over_devices(source, plain, tmp_path):
+    options = SweepOptions(tasks=("hellaswag",), device_map="auto", task_options={"limit": 1})
+    with pytest.raises(diffquant.DiffQuantError, match=r"an exported folder on one device: leave out --device-map"):
+        evaluate(plain, None, options, runtime_of=runtime_of)
+    with pytest.raises(diffquant.DiffQuantError, match=f"leave out --device-map, or {plain}"):
+        run_sweep([source, plain], options, tmp_path / "out", runtime_of=runtime_of)
+
+
 def test_the_command_line_exports_verifies_and_runs(source, tmp_path):
     out = tmp_path / "out"
     run = CliRunner().invoke

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from diffquant.evals.language_model import LanguageModel, States
     from diffquant.evals.protocols.hellaswag import HellaSwagItem
 
-_ITEMS = TaskOption[Path | None]("items", None, "HellaSwag items as JSONL; 1,000 ship.", Path)
+_ITEMS = TaskOption[Path | None]("items", None, "HellaSwag items as JSONL; by default the 1,000 that ship.", Path)
 
 
 @register

@@ -27,7 +27,9 @@ _NAME = re.compile(r"many-shot:(all|[0-9]{1,9})(?::([0-9]{1,9}))?")
 _TRAIN = TaskOption[Path | None](
     "train", None, "Labelled texts for many-shot: .jsonl, .csv, .tsv, .label, .json.", Path
 )
-_TEST = TaskOption[Path | None]("test", None, "The texts many-shot asks for; Clinc150's one file has both.", Path)
+_TEST = TaskOption[Path | None](
+    "test", None, "Texts that many-shot asks about; Clinc150 has them in --train's file.", Path
+)
 _FINE = TaskOption("fine", False, "TREC's fine labels in place of its coarse ones.", bool)
 
 

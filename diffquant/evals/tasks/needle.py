@@ -30,7 +30,7 @@ def _read_lengths(text: str) -> tuple[int, ...]:
 _LENGTHS = TaskOption[tuple[int, ...]](
     "lengths",
     LENGTHS,
-    "Numbers of tokens of needle prompts, such as 256,1K,4K.",
+    "Lengths of needle prompts in tokens, such as 256,1K,4K.",
     str,
     written=",".join(map(str, LENGTHS)),
     read=_read_lengths,

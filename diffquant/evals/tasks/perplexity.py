@@ -26,10 +26,10 @@ def _all_if_zero(count: int) -> int | None:
 
 
 _CHARACTERS = TaskOption[int | None](
-    "characters", 65536, "Characters of the text that are read; 0 for all.", int, minimum=0, read=_all_if_zero
+    "characters", 65536, "Number of characters of the text to read; 0 reads all.", int, minimum=0, read=_all_if_zero
 )
-_WINDOW = TaskOption("window", WINDOW, "Tokens the model sees at once, for perplexity.", int)
-_STRIDE = TaskOption("stride", STRIDE, "Tokens from one window to the next.", int)
+_WINDOW = TaskOption("window", WINDOW, "Number of tokens that the model sees at once, for perplexity.", int)
+_STRIDE = TaskOption("stride", STRIDE, "Number of tokens from one window to the next.", int)
 
 
 class TextColumns:

@@ -19,7 +19,7 @@ PAGE.says(
 )
 _SIX_GB = raw("quantize-6gb.json")
 PAGE.says(
-    "a {} GB checkpoint took {} s ({} s from start to exit, one run) on {} cores and {} MB beyond the mapped "
+    "A {} GB checkpoint took {} s ({} s from start to exit, one run) on {} cores and {} MB beyond the mapped "
     "files, {} MB of which are imports; with the mapped files the process held {} GB at most",
     _SIX_GB["source_bytes"] / 1e9,
     _SIX_GB["whole"]["seconds"],

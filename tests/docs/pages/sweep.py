@@ -3,7 +3,7 @@
 from statistics import median
 
 from diffquant.sweep.table import text_table
-from tests.docs.page import Page
+from tests.docs.page import Page, Unmeasured
 from tests.docs.raw import difference, measured, points, raw, sweep
 
 GGUF, V2 = "SmolLM2-135M-Instruct.Q4_1.gguf", "smollm2-135m-diff-v2"
@@ -21,7 +21,7 @@ PAGE.shows(
 
 _AT_3_ROW, _AT_3_TENSOR = (difference("smollm2-logits-500", GGUF, f"3:{g}") for g in ("row", "tensor"))
 PAGE.says(
-    "at 3 bits, one scale per row loses {} points and one per tensor {} [{}, {}]",
+    "At 3 bits, one scale per row loses {} points and one per tensor {} [{}, {}]",
     *(-x for x in (points(_AT_3_ROW)[0], points(_AT_3_TENSOR)[0])),
     *(-x for x in reversed(points(_AT_3_TENSOR)[1:])),
 )
@@ -86,4 +86,6 @@ PAGE.says(
 PAGE.says("HFLM's two in float32 at batch 1 were {} and {} s", *sorted(turns("HFLM", "float32", 1)))
 PAGE.says("With each one's defaults it was {} times", _times("float32", 1, ours="bfloat16"))
 
-PAGE.leaves("(64×64 tiles)", "a size")
+PAGE.leaves("brackets are 95 % intervals", "the intervals' level")
+PAGE.table("task | what it measures", lambda *_: Unmeasured("names"))
+PAGE.table("granularity | one scale per", lambda *_: Unmeasured("definitions"))

@@ -1,0 +1,59 @@
+"""The places of a model that is larger than one device. No torch here."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from diffquant.errors import UsageError
+
+# "auto", or the place of each module by its name: a device, "cpu" or "disk".
+DeviceMap = str | Mapping[str, str | int]
+
+
+@dataclass(frozen=True)
+class Places:
+    """The places that a model is spread over: devices, main memory and the disk.
+
+    Attributes:
+        device_map: "auto", or places by modules' names.
+        max_memory: most bytes of each place for "auto", such as {0: "20GB", "cpu": "60GB"}; all of it by default.
+        offload_folder: folder for what lies on disk.
+    """
+
+    device_map: DeviceMap
+    max_memory: Mapping[int | str, int | str] | None = None
+    offload_folder: Path | None = None
+
+    @classmethod
+    def of(
+        cls,
+        device: str,
+        device_map: DeviceMap | None,
+        offload_folder: Path | str | None,
+        max_memory: Mapping[int | str, int | str] | None = None,
+    ) -> Self | None:
+        """The places that options name; None without a device map, for a model on one device.
+
+        Raises:
+            UsageError: a device is named too, the device map is an unknown word, or a folder comes without a map.
+        """
+        if device_map is None:
+            if offload_folder is not None:
+                raise UsageError("an offload folder is for a model that is spread: give --device-map auto too")
+            return None
+        if isinstance(device_map, str) and device_map != "auto":
+            raise UsageError(f"device_map is 'auto' or a mapping from modules to devices, got {device_map!r}")
+        if device != "auto":
+            raise UsageError(
+                f"device {device!r} holds a whole model, a device map spreads it: leave out --device or --device-map"
+            )
+        return cls(device_map, max_memory, None if offload_folder is None else Path(offload_folder))
+
+    @property
+    def device(self) -> str:
+        """Name of the device that computes; what lies in memory or on disk comes to it. "auto" where the map is."""
+        if isinstance(self.device_map, str):
+            return "auto"
+        place = next((place for place in self.device_map.values() if place not in ("cpu", "disk")), "cpu")
+        return f"cuda:{place}" if isinstance(place, int) else place
