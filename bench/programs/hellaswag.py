@@ -25,6 +25,7 @@ from diffquant.errors import MissingDependencyError, ToleranceError, UsageError
 from diffquant.evals.protocols.harness import require_lm_eval
 from diffquant.evals.protocols.hellaswag import HellaSwagItem, evaluate_hellaswag, load_items
 from diffquant.evals.torch_model import TorchModel
+from diffquant.formats.reader import read_json
 from diffquant.loading import load
 from diffquant.report.tables import aligned
 from diffquant.source.tokenizer import load_tokenizer
@@ -175,13 +176,15 @@ def _hflm_class() -> Any:
 
 def _transformers_llama(path: Path, dtype: torch.dtype) -> Any:
     from transformers import AutoModelForCausalLM
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
     from transformers.utils.quantization_config import GgufConfig
 
     if path.suffix != ".gguf":
-        try:
-            return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True).eval()
-        except ValueError as error:
-            raise UsageError(f"HFLM cannot load {path.name}, which transformers does not know") from error
+        model_type = read_json(path / "config.json").get("model_type")
+        # Once diffquant is imported, the auto classes know its model types, too; those would be ours against ours.
+        if model_type not in CONFIG_MAPPING_NAMES:
+            raise UsageError(f"HFLM cannot load {path.name}, which transformers does not know")
+        return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True).eval()
     # Packed GGUF products would be slower still; both sides get dense weights.
     return AutoModelForCausalLM.from_pretrained(
         path.parent, gguf_file=path.name, dtype=dtype, quantization_config=GgufConfig(dequantize=True)

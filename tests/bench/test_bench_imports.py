@@ -67,7 +67,7 @@ importlib.util.find_spec = lambda name, *of: None if name in ("onnx", "onnxrunti
 sys.modules["onnx"] = sys.modules["onnxruntime"] = None
 from diffquant.bench import run
 from diffquant.support.progress import silent
-print(run._export(run.BenchOptions(("export",)), silent)[0].missing)
+print(run._export(run.BenchOptions(("export",)))[0].measure(silent)[0].missing)
 """
     done = run_program(code)
     assert done.returncode == 0, done.stderr

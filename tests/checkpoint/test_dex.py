@@ -147,5 +147,5 @@ def test_what_does_not_fold_is_refused_by_name(tmp_path, changes, complaint):
 
 def test_a_plain_llama_is_not_converted_into_itself(tmp_path):
     write_llama(tmp_path / "llama")
-    with pytest.raises(UsageError, match="cannot convert llama to llama exactly"):
+    with pytest.raises(UsageError, match="cannot convert llama, a plain Transformer, to llama exactly"):
         convert(tmp_path / "llama", tmp_path / "out", "llama")

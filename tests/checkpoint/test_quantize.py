@@ -5,7 +5,8 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from diffquant.errors import (
     CheckpointError,
@@ -333,11 +334,7 @@ def test_a_source_with_changed_config_is_not_resumed_into(tmp_path, source):
 @pytest.mark.parametrize("kind", ["diffllama", "llama", "unilm-v1", "unilm-v2", "motif"])
 def test_the_card_says_that_transformers_loads_what_transformers_loads(kind, tmp_path):
     quantize(write_checkpoint(tmp_path / "plain", kind), tmp_path / "low", Recipe.of(weights="4:g32"))
-    try:
-        AutoConfig.from_pretrained(tmp_path / "low")
-        known = True
-    except ValueError:
-        known = False
+    known = json.loads((tmp_path / "low" / "config.json").read_text())["model_type"] in CONFIG_MAPPING_NAMES
     card = (tmp_path / "low" / "README.md").read_text()
     assert ("transformers loads by itself" in card) == known
-    assert ("transformers has no model of type" in card) != known
+    assert ("transformers has no " in card) != known

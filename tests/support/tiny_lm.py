@@ -3,6 +3,7 @@
 from functools import cache
 from pathlib import Path
 
+import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -57,8 +58,10 @@ def write_llama(folder: Path, seed: int = 0) -> Path:
     return folder
 
 
-def write_diff_v2(folder: Path, seed: int = 0) -> Path:
-    """The same Llama as DIFF V2."""
-    source = write_llama(folder.with_name(folder.name + "-source"), seed)
+def write_diff_v2(folder: Path, seed: int = 0, dtype: torch.dtype = torch.float32) -> Path:
+    """The same Llama as DIFF V2, its weights of a dtype."""
+    source = folder.with_name(folder.name + "-source")
+    llama(seed=seed).to(dtype).save_pretrained(source)
+    tokenizer().save_pretrained(source)
     convert(source, folder, "diff-v2")
     return folder

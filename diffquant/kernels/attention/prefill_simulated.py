@@ -37,7 +37,7 @@ def prefill_simulated(call: AttentionCall, specialized: bool = False) -> Tensor:
     """Attention of a call whose logits are rounded to its scheme's codes; its meter counts on the device.
 
     Args:
-        call: one map or two of float16 or bfloat16, d 64 or 128, dv = d or 2d, a positive scale; logits at 2 to 8
+        call: one map or two of float16 or bfloat16, d 64 or 128, dv = d or 2d, a scale of 0 or more; logits at 2 to 8
             bits per tensor, head, pair or row.
         specialized: whether the second launch specializes its warps, on Hopper.
 
@@ -47,8 +47,8 @@ def prefill_simulated(call: AttentionCall, specialized: bool = False) -> Tensor:
     Raises:
         UsageError: the kernel does not take the call.
     """
-    if call.scale <= 0:
-        raise UsageError(f"simulated logits take a positive scale, got {call.scale}")
+    if call.scale < 0:
+        raise UsageError(f"simulated logits take a scale that is not negative, got {call.scale}")
     if reason := _unsupported(call, specialized):
         raise UsageError(f"simulated logits: {reason}")
     norm, scheme = call.post or PairNorm(0.0), call.logits

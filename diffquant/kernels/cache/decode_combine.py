@@ -46,11 +46,11 @@ def _whole(
     STEP: tl.constexpr = 16 if SHARES > 16 else SHARES
     out = tl.zeros([VALUE_WIDTH], tl.float32)
     for begin in range(0, shares, STEP):
-        share = begin + tl.arange(0, STEP)
-        at = first + share * ROWS
-        weight = tl.exp2(tl.load(Largest + at, mask=share < shares, other=LOWEST) - largest)
+        some = begin + tl.arange(0, STEP)
+        at = first + some * ROWS
+        weight = tl.exp2(tl.load(Largest + at, mask=some < shares, other=LOWEST) - largest)
         # A share that saw nothing weighs nothing: its values need not be read.
-        read = (share < shares) & (weight > 0)
+        read = (some < shares) & (weight > 0)
         column = tl.arange(0, VALUE_WIDTH)[None, :]
         values = tl.load(Acc + at[:, None] * VALUE_WIDTH + column, mask=read[:, None], other=0.0)
         out += tl.sum(values * weight[:, None], 0)
