@@ -45,7 +45,7 @@ OPTIONS = SearchOptions(("weights", "k", "v", "logits"), granularity="g16", wind
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    # Quantizing stores what a float32 checkpoint leaves unpacked in bfloat16, which no unit's cost counts.
+    # What a float32 checkpoint leaves unpacked is stored in bfloat16, which no unit's cost counts: here it is exact.
     return tiny_lm.write_diff_v2(tmp_path_factory.mktemp("tiny") / "diff-v2", dtype=torch.bfloat16)
 
 

@@ -59,9 +59,9 @@ def write_llama(folder: Path, seed: int = 0) -> Path:
 
 
 def write_diff_v2(folder: Path, seed: int = 0, dtype: torch.dtype = torch.float32) -> Path:
-    """The same Llama as DIFF V2, its weights of a dtype."""
+    """The same Llama as DIFF V2 in float32, its weights such as a dtype holds."""
     source = folder.with_name(folder.name + "-source")
-    llama(seed=seed).to(dtype).save_pretrained(source)
+    llama(seed=seed).to(dtype).float().save_pretrained(source)
     tokenizer().save_pretrained(source)
     convert(source, folder, "diff-v2")
     return folder
