@@ -13,7 +13,7 @@ cd "$(dirname "$0")/../.."
 
 PYTHON=${PYTHON:-python3}
 # What lasts from one command to the next.
-STATE=${STATE:-/tmp/evidence}
+STATE=${STATE:-${TMPDIR:-/tmp}/evidence}
 MINUTES=${MINUTES:-15}
 
 pack() {

@@ -57,9 +57,10 @@ def _sweep(
         # Processors without bfloat16 are several times slower in it, and these models are small.
         dtype="float32",
     )
-    result = run_sweep(data.pocket_models(trio), options, folder, progress_for(f"{trio} models"))
+    models = data.pocket_models(trio)
+    result = run_sweep(models, options, folder, progress_for(f"{trio} models"))
     result.require_complete()
-    points = len(result.cells) // len(data.pocket_models(trio))
+    points = len(result.cells) // len(models)
     schemes = [cell.point.label for cell in result.cells[:points]]
     rows = [
         [result.cells[first].point.model.name, *(text(result, first + offset) for offset in range(points))]
