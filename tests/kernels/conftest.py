@@ -1,11 +1,13 @@
 """Tests of the kernels need Triton and are not collected without it."""
 
+from contextlib import ExitStack
 from importlib.util import find_spec
 
 import numpy as np
 import pytest
 import torch
 
+from diffquant.kernels.gpu import SMALLEST_SHARED_MEMORY, AbsentGpu, assuming
 from tests.support.completeness import is_complete
 
 collect_ignore_glob = [] if is_complete() or find_spec("triton") else ["test_*.py"]
@@ -26,3 +28,13 @@ def rounded_as_a_gpu_does(monkeypatch):
         return values.to(torch.float8_e4m3fn).view(torch.uint8).numpy()
 
     monkeypatch.setattr(interpreter, "_convert_float", rounded)
+
+
+@pytest.fixture
+def has_capability():
+    """Give launch code a compute capability, beside the interpreter's shared memory and processors.
+
+    Modules that launch code imports late keep what they import, so `gpu.capability` itself may not be replaced.
+    """
+    with ExitStack() as assumed:
+        yield lambda *version: assumed.enter_context(assuming(AbsentGpu(version, SMALLEST_SHARED_MEMORY, 8)))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from diffquant.errors import UsageError
-from diffquant.kernels import configs, gpu
+from diffquant.kernels import configs
 from diffquant.kernels.arguments import empty_output, widths_refusal
 from diffquant.kernels.configs import AttentionTile, choose, trying
 from diffquant.kernels.gpu import device_class
@@ -33,8 +33,8 @@ TABLE = {"prefill/sm_90/64": AttentionTile(128, 64, 8, 2)}
 @pytest.mark.parametrize(
     ("version", "name"), [((8, 0), "sm_80"), ((8, 9), "sm_80"), ((9, 0), "sm_90"), ((12, 0), "sm_80")]
 )
-def test_only_hopper_takes_hopper_configurations(version, name, monkeypatch):
-    monkeypatch.setattr(gpu, "capability", lambda _: version)
+def test_only_hopper_takes_hopper_configurations(version, name, has_capability):
+    has_capability(*version)
     assert device_class(torch.device("cuda")) == name
 
 

@@ -73,9 +73,9 @@ def test_weights_are_unpacked_in_registers_where_triton_compiles_that_rightly(ma
 
 
 @pytest.fixture
-def old_triton_on_hopper(monkeypatch):
+def old_triton_on_hopper(monkeypatch, has_capability):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setattr(gpu, "capability", lambda _: (9, 0))
+    has_capability(9, 0)
     monkeypatch.setattr(gpu, "triton_version", lambda: (3, 6))
 
 

@@ -7,7 +7,7 @@ from diffquant.errors import UsageError
 from diffquant.family.call import AttentionCall
 from diffquant.family.mask import Mask
 from diffquant.family.norm import PairNorm
-from diffquant.kernels import configs, gpu
+from diffquant.kernels import configs
 from diffquant.kernels.arguments import empty_output
 from diffquant.kernels.attention import prefill as module
 from diffquant.kernels.attention.prefill import prefill_refusal
@@ -29,9 +29,9 @@ SEEN = {
 
 
 @pytest.fixture(params=["sm_80", "sm_90"], autouse=True)
-def device_class(request, monkeypatch):
+def device_class(request, monkeypatch, has_capability):
     """Both code paths, and outputs that hold NaN until a kernel stores them."""
-    monkeypatch.setattr(gpu, "capability", lambda _: (int(request.param[3]), 0))
+    has_capability(int(request.param[3]), 0)
     monkeypatch.setattr(module, "empty_output", lambda q, width: empty_output(q, width).fill_(torch.nan))
     return request.param
 

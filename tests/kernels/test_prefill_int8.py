@@ -7,7 +7,7 @@ from diffquant.errors import UsageError
 from diffquant.family.call import AttentionCall
 from diffquant.family.mask import Mask
 from diffquant.family.norm import PairNorm
-from diffquant.kernels import configs, gpu
+from diffquant.kernels import configs
 from diffquant.kernels.arguments import empty_output
 from diffquant.kernels.attention import prefill_int8 as module
 from diffquant.kernels.attention.prefill_int8 import TILES, prefill_int8_refusal
@@ -30,15 +30,15 @@ SEEN = {
 
 
 @pytest.fixture(autouse=True)
-def _on_hopper(monkeypatch):
+def _on_hopper(monkeypatch, has_capability):
     """With outputs that hold NaN until a kernel stores them."""
-    monkeypatch.setattr(gpu, "capability", lambda _: (9, 0))
+    has_capability(9, 0)
     monkeypatch.setattr(module, "empty_output", lambda q, width: empty_output(q, width).fill_(torch.nan))
 
 
 @pytest.fixture(params=["sm_89", "sm_90"])
-def _either_path(request, monkeypatch, _on_hopper):
-    monkeypatch.setattr(gpu, "capability", lambda _: divmod(int(request.param[3:]), 10))
+def _either_path(request, _on_hopper, has_capability):
+    has_capability(*divmod(int(request.param[3:]), 10))
 
 
 @pytest.mark.usefixtures("_either_path")
@@ -166,11 +166,11 @@ def test_what_the_kernel_does_not_take_is_an_error(change, message):
         prefill_int8(*change(*random_call("v1", 5, 5)), scale=0.125)
 
 
-def test_what_a_device_or_the_kernel_cannot_do_is_said(monkeypatch):
+def test_what_a_device_or_the_kernel_cannot_do_is_said(has_capability):
     inputs = random_call("v1", 5, 5)
     with pytest.raises(UsageError, match="P·V in 'int4' is unknown; known are fp16, fp8"):
         prefill_int8(*inputs, scale=0.125, pv="int4")
-    monkeypatch.setattr(gpu, "capability", lambda _: (8, 0))
+    has_capability(8, 0)
     with pytest.raises(UsageError, match="fp8 needs compute capability 8"):
         prefill_int8(*inputs, scale=0.125, pv="fp8")
     with torch.enable_grad(), pytest.raises(UsageError, match="no backward pass"):

@@ -13,7 +13,7 @@ from diffquant.errors import UsageError
 from diffquant.family.call import AttentionCall
 from diffquant.family.mask import Mask
 from diffquant.family.norm import PairNorm
-from diffquant.kernels import configs, gpu
+from diffquant.kernels import configs
 from diffquant.kernels.arguments import empty_output
 from diffquant.kernels.attention import prefill_simulated as module
 from diffquant.kernels.attention.prefill_simulated import TILES, prefill_simulated_refusal
@@ -34,9 +34,9 @@ SEEN = {
 
 
 @pytest.fixture(params=["sm_80", "sm_90"])
-def device_class(request, monkeypatch):
+def device_class(request, has_capability):
     """Both code paths."""
-    monkeypatch.setattr(gpu, "capability", lambda _: (int(request.param[3]), 0))
+    has_capability(int(request.param[3]), 0)
     return request.param
 
 

@@ -10,7 +10,7 @@ from diffquant.errors import UsageError
 from diffquant.family.call import AttentionCall
 from diffquant.family.mask import Mask
 from diffquant.family.norm import PairNorm
-from diffquant.kernels import configs, gpu
+from diffquant.kernels import configs
 from diffquant.kernels.arguments import empty_output
 from diffquant.kernels.attention import prefill_int8 as today
 from diffquant.kernels.attention import prefill_specialized as module
@@ -41,9 +41,9 @@ SEEN = {
 
 
 @pytest.fixture(autouse=True)
-def _on_a_hopper_of_threads(monkeypatch):
+def _on_a_hopper_of_threads(monkeypatch, has_capability):
     """With outputs that hold NaN until a kernel stores them."""
-    monkeypatch.setattr(gpu, "capability", lambda _: (9, 0))
+    has_capability(9, 0)
     monkeypatch.setattr(module, "empty_output", lambda q, width: empty_output(q, width).fill_(torch.nan))
     for name in ("attend_specialized", "attend_fp8_specialized"):
         monkeypatch.setattr(module, name, Launcher(getattr(module, name)))
@@ -167,13 +167,13 @@ def test_wide_rounded_logits_are_normed_as_the_plain_ones():
     assert relative_error(out, normed(naive(*inputs, 2**-5, CAUSAL, scheme).double(), post)) <= LIMITS[16]
 
 
-def test_what_the_kernels_do_not_take_is_said(monkeypatch):
+def test_what_the_kernels_do_not_take_is_said(has_capability):
     plain = random_call("plain", 5, 5)
     with pytest.raises(UsageError, match="takes two maps; one is scaled_dot_product_attention"):
         prefill_specialized(*plain, scale=0.125)
     with pytest.raises(UsageError, match="a positive scale, got -1"):
         prefill_specialized(*plain, scale=-1.0)
-    monkeypatch.setattr(gpu, "capability", lambda _: (8, 0))
+    has_capability(8, 0)
     with pytest.raises(UsageError, match="made for Hopper"):
         prefill_specialized(*random_call("v1", 5, 5), scale=0.125)
     with pytest.raises(UsageError, match=r"simulated logits: .* made for Hopper"):
