@@ -295,7 +295,7 @@ def _shards(
         if len(shape) == 2:
             dtype = matrix_dtype or dtype
         jobs[shard].append(_job(checkpoint, name, shape, origin, dtype))
-    return [Shard(file, tuple(jobs[file.name])) for file in checkpoint.weight_files() if jobs[file.name]]
+    return [Shard(None, tuple(jobs[file.name])) for file in checkpoint.weight_files() if jobs[file.name]]
 
 
 def _job(checkpoint: Checkpoint, name: str, shape: Shape, origin: Origin, dtype: torch.dtype) -> Job:

@@ -10,7 +10,7 @@ from typing import Any
 
 import onnx
 
-from diffquant.errors import UsageError
+from diffquant.errors import CheckpointError, UsageError
 from diffquant.export.card import exported_card
 from diffquant.export.files import DATA_FILE, MODEL_FILE
 from diffquant.export.graph.cache_scales import Scales, static_scales
@@ -32,7 +32,8 @@ from diffquant.report.tables import megabytes
 from diffquant.scheme import Scheme
 from diffquant.source.ranges import Ranges, read_ranges
 from diffquant.source.source import Source, open_source
-from diffquant.support.files import file_digest, write_atomically
+from diffquant.support.digests import FileDigests
+from diffquant.support.files import write_atomically
 from diffquant.support.progress import Progress, silent
 from diffquant.support.versions import versions
 
@@ -170,15 +171,18 @@ def _source_record(checkpoint: Checkpoint) -> dict[str, Any]:
         "name": checkpoint.name,
         "model_type": checkpoint.config.get("model_type"),
         "bytes": checkpoint.stored_nbytes,
-        "sha256": {file.name: file_digest(file) for file in checkpoint.weight_files()},
-        "origin_sha256": _origin_digests(checkpoint),
+        **FileDigests.of(checkpoint.weight_files()).to_dict(),
+        "origin": _origin_digests(checkpoint).to_dict(),
     }
 
 
-def _origin_digests(checkpoint: Checkpoint) -> dict[str, str]:
+def _origin_digests(checkpoint: Checkpoint) -> FileDigests:
     """Digests of the files that `quantize` made a checkpoint from; none where it did not write it."""
     record = checkpoint.path / "diffquant.json"
-    return read_json(record).get("source", {}).get("sha256", {}) if record.is_file() else {}
+    try:
+        return FileDigests.read(read_json(record).get("source", {}) if record.is_file() else {})
+    except TypeError as error:
+        raise CheckpointError(f"{record} is not a record of diffquant's ({error}); quantize the model again") from error
 
 
 def _tensor_records(plan: ExportPlan, streamed: Sequence[Streamed]) -> dict[str, Any]:

@@ -10,7 +10,8 @@ from diffquant.errors import CheckpointError, UsageError
 from diffquant.export.files import DATA_FILE, MODEL_FILE
 from diffquant.export.options import ExportOptions, runtime_floor
 from diffquant.formats.reader import read_json
-from diffquant.support.files import file_digest, write_atomically
+from diffquant.support.digests import FileDigests
+from diffquant.support.files import write_atomically
 from diffquant.support.versions import versions
 
 FILE = "diffquant.json"
@@ -24,17 +25,20 @@ class Manifest:
     Attributes:
         options: options of the export.
         floor: oldest ONNX Runtime that opens the model.
-        source: record of the checkpoint: "name", "model_type", "sha256" of its weight files, and "origin_sha256" of
-            those that a quantized checkpoint was made from.
+        source: "name" and "model_type" of the checkpoint.
+        weights: digests of the checkpoint's weight files.
+        origin: digests of the files that a quantized checkpoint was made from; none where `quantize` did not make it.
         tensors: bits, container bits, stored bits (scales included) and granularity of each quantized weight, by name.
-        sha256: digests of the model's files by name.
+        files: digests of the model's files.
     """
 
     options: ExportOptions
     floor: str
     source: Mapping[str, Any]
+    weights: FileDigests
+    origin: FileDigests
     tensors: Mapping[str, Any]
-    sha256: Mapping[str, str]
+    files: FileDigests
 
 
 def write_manifest(folder: Path, options: ExportOptions, source: Mapping[str, Any], tensors: Mapping[str, Any]) -> None:
@@ -45,7 +49,7 @@ def write_manifest(folder: Path, options: ExportOptions, source: Mapping[str, An
         "onnxruntime": f">={runtime_floor(options)}",
         "options": options.to_dict(),
         "source": source,
-        "sha256": {name: file_digest(folder / name) for name in (MODEL_FILE, DATA_FILE)},
+        **FileDigests.of(folder / name for name in (MODEL_FILE, DATA_FILE)).to_dict(),
         "tensors": tensors,
     }
     write_atomically(folder / FILE, json.dumps(entry, indent=2) + "\n")
@@ -65,8 +69,10 @@ def read_manifest(folder: Path) -> Manifest:
             ExportOptions.from_dict(entry["options"]),
             entry["onnxruntime"],
             entry["source"],
+            FileDigests.read(entry["source"]),
+            _origin(entry["source"]),
             entry["tensors"],
-            entry["sha256"],
+            FileDigests.read(entry),
         )
     except (KeyError, TypeError, UsageError) as error:
         raise CheckpointError(f"{folder / FILE} is not an export's record ({error}); export the model again") from error
@@ -78,12 +84,14 @@ def check_unchanged(folder: Path, manifest: Manifest) -> None:
     Raises:
         CheckpointError: some were edited, damaged or removed after export; the message names them all.
     """
-    changed = [
-        name
-        for name, digest in manifest.sha256.items()
-        if not (folder / name).is_file() or file_digest(folder / name) != digest
-    ]
+    changed = manifest.files.changed(folder)
     if changed:
         raise CheckpointError(
-            f"{folder}: {', '.join(changed)} changed since export (SHA-256 differs from {FILE}); export the model again"
+            f"{folder}: {', '.join(changed)} changed since export (its digest is not {FILE}'s); export the model again"
         )
+
+
+def _origin(source: Mapping[str, Any]) -> FileDigests:
+    # Where digests were SHA-256 alone, the entry was named for them.
+    older = {"sha256": source["origin_sha256"]} if "origin_sha256" in source else {}
+    return FileDigests.read(source.get("origin", older))

@@ -23,7 +23,8 @@ from diffquant.formats.reader import INDEX, SINGLE, Checkpoint
 from diffquant.formats.staging import Staging
 from diffquant.formats.writer import OutputTensor, ShardFile
 from diffquant.numerics import check_finite
-from diffquant.support.files import file_digest, write_atomically
+from diffquant.support.digests import content_digest
+from diffquant.support.files import write_atomically
 from diffquant.support.machine import cores
 from diffquant.support.progress import Progress
 
@@ -68,7 +69,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Shard:
-    """One output file: the source file that it follows, if there is one, and the jobs that fill it."""
+    """One output file: the jobs that fill it, and the source file whose digest its record is to hold, if any."""
 
     source: Path | None
     jobs: Sequence[Job]
@@ -134,7 +135,7 @@ def write_shards(
         progress: called with output bytes.
 
     Returns:
-        A record of each file by its name: "sha256", "source_sha256" and "sums", the rounding error's and the
+        A record of each file by its name: "digest", "source_digest" and "sums", the rounding error's and the
         values' sums of squares by source tensor.
     """
     names = shard_names(len(shards))
@@ -218,11 +219,11 @@ def in_order(
 def _finish(
     staging: Staging, name: str, digest: "Future[str | None]", sums: Mapping[str, list[float]]
 ) -> dict[str, Any]:
-    return staging.finish(name, {"source_sha256": digest.result(), "sums": dict(sums)})
+    return staging.finish(name, {"source_digest": digest.result(), "sums": dict(sums)})
 
 
 def _source_digest(source: Path | None) -> str | None:
-    return None if source is None else file_digest(source)
+    return None if source is None else content_digest(source)
 
 
 def _progress_after(progress: Progress, before: float, total: float) -> Callable[[float, str], None]:

@@ -16,7 +16,8 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from diffquant.errors import DiffQuantError, OutputExistsError
-from diffquant.support.files import file_digest, write_atomically
+from diffquant.support.digests import content_digest
+from diffquant.support.files import write_atomically
 from diffquant.support.placed_file import sync
 
 
@@ -54,16 +55,16 @@ class Staging:
         """The record of a shard, if its file is still what it was then."""
         record: dict[str, Any] | None = self._records.get(shard)
         file = self.folder / shard
-        if record is None or not file.is_file() or file_digest(file) != record["sha256"]:
+        if record is None or not file.is_file() or content_digest(file) != record["digest"]:
             return None
         self.resumed += 1
         return record
 
     def finish(self, shard: str, record: Mapping[str, Any]) -> dict[str, Any]:
-        """Record a shard as done, with its digest."""
+        """Record a shard as done, with its "digest"."""
         # Here it overlaps with the next shard's work, at the end nothing would.
         sync(self.folder / shard)
-        entry = {"sha256": file_digest(self.folder / shard), **record}
+        entry = {"digest": content_digest(self.folder / shard), **record}
         with self._guard:
             self._records[shard] = entry
             self._write_journal()
@@ -86,7 +87,7 @@ class Staging:
         try:
             journal = json.loads(self._journal.read_text(encoding="utf-8"))
             shards = journal["shards"] if journal["key"] == self._key else {}
-            return {name: dict(record) for name, record in shards.items() if isinstance(record["sha256"], str)}
+            return {name: dict(record) for name, record in shards.items() if isinstance(record["digest"], str)}
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
             return {}
 

@@ -33,6 +33,7 @@ from diffquant.scheme import Scheme
 from diffquant.source.source import Source, open_source
 from diffquant.source.weight_source import WeightSource
 from diffquant.support.devices import as_dtype
+from diffquant.support.digests import FileDigests
 from diffquant.support.files import write_atomically
 from diffquant.support.progress import Progress, progress_for
 from diffquant.support.versions import CONFIG_VERSION, versions
@@ -265,9 +266,9 @@ def _account(
         "packed_bits": round(plan.packed_bits, 4),
         "source": {
             "bytes": plan.bytes_before,
-            "sha256": {file.name: r["source_sha256"] for file, r in zip(files, records.values(), strict=True)},
+            **FileDigests({f.name: r["source_digest"] for f, r in zip(files, records.values(), strict=True)}).to_dict(),
         },
-        "sha256": {name: record["sha256"] for name, record in records.items()},
+        **FileDigests({name: record["digest"] for name, record in records.items()}).to_dict(),
         "tensors": {
             tensor.name: {
                 "bits": tensor.scheme.bits,

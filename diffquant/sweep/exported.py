@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -15,7 +15,7 @@ from diffquant.recipe import Recipe
 from diffquant.source.identity import FilesState, files_state
 from diffquant.source.source import Source
 from diffquant.support.code import commit
-from diffquant.support.files import file_digest
+from diffquant.support.digests import FileDigests
 from diffquant.support.plain_data import JsonObject
 from diffquant.support.progress import Progress
 from diffquant.sweep.grid import EXPORTED, Point, SweepOptions
@@ -42,7 +42,7 @@ class ExportedModel:
     bits: int
     scheme: str
     identity: JsonObject
-    sources: tuple[frozenset[str], ...]
+    sources: tuple[FileDigests, ...]
     weight_bytes: int
     kv_bytes: float
 
@@ -193,12 +193,16 @@ def exported_points(exported: Mapping[Path, ExportedModel], sources: Mapping[Pat
     """One point for each folder, compared with the checkpoint it was made from, quantized or not, if that is here."""
     if not exported:
         return []
-    digests_by_path = {
-        path: frozenset(map(file_digest, source.checkpoint.weight_files())) for path, source in sources.items()
-    }
+
+    @cache
+    def weights_of(path: Path, algorithm: str) -> frozenset[str]:
+        return FileDigests.of(sources[path].checkpoint.weight_files(), algorithm).contents
 
     def checkpoint_of(model: ExportedModel) -> Path | None:
-        return next((path for path, digests in digests_by_path.items() if digests in model.sources), None)
+        origins = ((path, files) for path in sources for files in model.sources)
+        return next(
+            (path for path, made_of in origins if weights_of(path, made_of.algorithm) == made_of.contents), None
+        )
 
     return [
         Point(folder, EXPORTED, model.bits, model.scheme, Recipe(), checkpoint_of(model))

@@ -56,14 +56,14 @@ class OnnxRuntime:
             bits=Scheme.parse(weights).bits,
             scheme=scheme,
             identity={
-                "sha256": dict(manifest.sha256),
+                **manifest.files.to_dict(),
                 "tokenizer": [file_digest(file) for file in side_files(folder)],
                 "onnxruntime": onnxruntime.__version__,
                 # The op's own kernel is the processor's.
                 "kernel": kernel_name() if RuntimeDevice.parse(device).kind == "cpu" else None,
             },
-            sources=tuple(frozenset(manifest.source.get(name, {}).values()) for name in ("sha256", "origin_sha256")),
-            weight_bytes=sum((folder / name).stat().st_size for name in manifest.sha256),
+            sources=(manifest.weights, manifest.origin),
+            weight_bytes=sum((folder / name).stat().st_size for name in manifest.files.by_name),
             kv_bytes=cache.row_bytes if cache else 0,
         )
 

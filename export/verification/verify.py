@@ -23,7 +23,7 @@ from diffquant.export.verification.report import Measure, Route, SessionTokens, 
 from diffquant.export.verification.routes import IN_PLACE, Run, decoded_in_place, prefill, routes
 from diffquant.export.verification.tokens import compare_tokens
 from diffquant.source.source import Source, open_source
-from diffquant.support.files import file_digest
+from diffquant.support.digests import FileDigests
 
 _RUNTIME_ERRORS = (runtime_errors.InvalidArgument, runtime_errors.Fail, runtime_errors.NotImplemented)
 
@@ -218,8 +218,8 @@ def _states_of(runs: Sequence[Run]) -> list[list[Tensor]]:
 
 
 def _check_source(manifest: Manifest, source: Source) -> None:
-    exported = list(manifest.source["sha256"].values())
-    if exported != [file_digest(file) for file in source.checkpoint.weight_files()]:
+    exported = manifest.weights
+    if FileDigests.of(source.checkpoint.weight_files(), exported.algorithm).contents != exported.contents:
         raise CheckpointError(
             f"the folder was exported from {manifest.source['name']}, whose weights are not those of {source.path}; "
             "verify it against its own checkpoint"

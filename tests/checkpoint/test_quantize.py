@@ -4,6 +4,7 @@ import shutil
 
 import pytest
 import torch
+import xxhash
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
@@ -23,7 +24,6 @@ from diffquant.quantization.plan import plan_quantization
 from diffquant.quantization.quantize import quantize
 from diffquant.recipe import Recipe
 from diffquant.source.source import open_source
-from diffquant.support.files import file_digest
 from tests.support.checkpoints import SIZES, contents, edit_json, write_checkpoint, write_diffllama, write_random
 
 
@@ -142,7 +142,9 @@ def test_recipe_errors_sizes_and_digests_are_recorded(tmp_path, source):
     decoded = unpack_weight(*(out.read(name + suffix) for suffix in (PACKED, SCALE, SHAPE)), scheme)
     error = ((decoded - weight).square().sum() / weight.square().sum()).sqrt().item()
     assert account["tensors"][f"{name}.weight"]["relative_rms_error"] == pytest.approx(error, rel=1e-4)
-    assert account["source"]["sha256"] == {f.name: file_digest(f) for f in sorted(source.glob("*.safetensors"))}
+    assert account["source"]["xxh3_128"] == {
+        f.name: xxhash.xxh3_128_hexdigest(f.read_bytes()) for f in sorted(source.glob("*.safetensors"))
+    }
     assert report.bytes_after == sum(t.nbytes for t in out.tensors.values()) == account["bytes"]
     # Scales of 16 bits, from a float32 source as well: half a bit for each of 32 weights.
     assert report.packed_bits == pytest.approx(4.5, abs=0.05)

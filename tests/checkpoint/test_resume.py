@@ -1,3 +1,5 @@
+import hashlib
+import json
 import signal
 import subprocess
 import sys
@@ -121,3 +123,14 @@ def test_an_old_output_returns_if_the_run_died_while_replacing_it(killed, tmp_pa
     with pytest.raises(OutputExistsError):
         quantize(killed / "source", tmp_path / "out", RECIPE)
     assert contents(tmp_path / "out") == contents(killed / "expected")
+
+
+def test_shards_whose_digests_are_sha256_are_written_again(killed, left):
+    """As an earlier version recorded them."""
+    journal = json.loads((left.parent / JOURNAL).read_text())
+    for name, record in journal["shards"].items():
+        del record["digest"]
+        record["sha256"] = hashlib.sha256((left / name).read_bytes()).hexdigest()
+    (left.parent / JOURNAL).write_text(json.dumps(journal))
+    assert quantize(killed / "source", left.parent / "out", RECIPE).resumed == 0
+    assert contents(left.parent / "out") == contents(killed / "expected")

@@ -1,5 +1,6 @@
 """What an export, a verification or a run refuses, and that nothing half-written stays."""
 
+import hashlib
 import json
 
 import onnx
@@ -22,6 +23,7 @@ from diffquant.errors import (
 )
 from diffquant.export import ExportOptions, Generator, export, options, verify
 from diffquant.export.files import DATA_FILE, MODEL_FILE
+from diffquant.export.manifest import FILE as RECORD
 from diffquant.export.runtime.session import OnnxModel
 from tests.support.checkpoints import write_checkpoint
 from tests.support.exports import cache_ranges
@@ -230,3 +232,23 @@ def test_bfloat16_checkpoints_export(tmp_path):
     options = ExportOptions.parse(kv_bits=8, weights="4:g32")
     export(source, tmp_path / "out", options, ranges=cache_ranges(source, options))
     assert verify(tmp_path / "out", source).passed
+
+
+def sha256_of(*files):
+    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
+
+
+def test_an_export_whose_digests_are_sha256_is_verified_as_before(source, folder):
+    record = json.loads((folder / RECORD).read_text())
+    for part in (record, record["source"]):
+        del part["xxh3_128"]
+    record["sha256"] = sha256_of(folder / MODEL_FILE, folder / DATA_FILE)
+    record["source"]["sha256"] = sha256_of(source / "model.safetensors")
+    del record["source"]["origin"]
+    record["source"]["origin_sha256"] = {}
+    (folder / RECORD).write_text(json.dumps(record))
+    verify(folder, source)
+    with (folder / DATA_FILE).open("r+b") as data:
+        data.write(b"\1\2\3")
+    with pytest.raises(CheckpointError, match=f"{DATA_FILE} changed since export"):
+        verify(folder, source)

@@ -242,7 +242,7 @@ def test_the_record_names_options_source_and_stored_bits(checkpoint, tmp_path):
         "stored_bits": 9,
         "granularity": "g32",
     }
-    assert set(manifest.sha256) == {MODEL_FILE, DATA_FILE}
+    assert set(manifest.files.by_name) == {MODEL_FILE, DATA_FILE}
     assert json.loads((folder / "genai_config.json").read_text())["model"]["decoder"]["head_size"] == 32
 
 

@@ -12,7 +12,7 @@ from onnx import FunctionProto, NodeProto, TensorProto, helper, numpy_helper
 
 from diffquant.export.files import DATA_FILE, MODEL_FILE
 from diffquant.export.manifest import FILE
-from diffquant.support.files import file_digest
+from diffquant.support.digests import FileDigests
 
 LAYER = 1
 _RANGE = np.iinfo(np.int64)
@@ -40,7 +40,7 @@ class PlantedExport:
         """Write the graph, and have the record agree with what is there now."""
         onnx.save(self.model, self.folder / MODEL_FILE)
         record = json.loads((self.folder / FILE).read_text())
-        record["sha256"] = {name: file_digest(self.folder / name) for name in (MODEL_FILE, DATA_FILE)}
+        record |= FileDigests.of(self.folder / name for name in (MODEL_FILE, DATA_FILE)).to_dict()
         (self.folder / FILE).write_text(json.dumps(record))
 
     def change(self, name: str, edit: Callable[[np.ndarray], np.ndarray]) -> None:
