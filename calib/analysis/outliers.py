@@ -15,6 +15,8 @@ from diffquant.calib.statistics import QUANTILE_ERROR, Largest, Magnitudes
 from diffquant.loading import load
 from diffquant.model.causal import CausalModel
 from diffquant.model.walk import batches, causal_logits, visible_entries
+from diffquant.source.placement import at_hand
+from diffquant.source.places import Places
 from diffquant.source.source import open_source
 from diffquant.support.code import provenance
 from diffquant.support.devices import resolve_device, resolve_dtype
@@ -34,7 +36,8 @@ class OutlierOptions:
         tokens: most tokens of the text.
         window: tokens that a model sees at once.
         dtype: dtype of the models; logits are multiplied in float32.
-        device: device that they run on.
+        device: device that they run on, if they are on one.
+        places: places that they are spread over; None for one device.
         batch_tokens: most tokens of one pass.
     """
 
@@ -43,6 +46,7 @@ class OutlierOptions:
     window: int = 1024
     dtype: str = "auto"
     device: str = "auto"
+    places: Places | None = None
     batch_tokens: int = 4096
 
 
@@ -54,7 +58,7 @@ def find_outliers(models: Sequence[Path], options: OutlierOptions, progress: Pro
         NonFiniteError: a model computes NaN or infinity.
     """
     check_distinct(models)
-    options = replace(options, device=resolve_device(options.device))
+    options = replace(options, device=resolve_device(options.places.device if options.places else options.device))
     text = load_text(options.text)
     outliers_by_model = [_measure_model(Path(model), text, options, progress) for model in models]
     settings = {
@@ -69,7 +73,7 @@ def find_outliers(models: Sequence[Path], options: OutlierOptions, progress: Pro
 
 def _measure_model(path: Path, text: str, options: OutlierOptions, progress: Progress) -> ModelOutliers:
     source = open_source(path)
-    model = load(source, None, resolve_dtype(options.dtype, options.device), options.device)
+    model = load(source, None, resolve_dtype(options.dtype, options.device), options.device, device_map=options.places)
     ids = token_windows(model, source.tokenizer, text, options.window, options.tokens)
     layers, overall = measure_magnitudes(model, ids, options.batch_tokens, progress)
     return ModelOutliers(path.name, model.config.diff_spec.generation, source.fingerprint, ids.numel(), layers, overall)
@@ -93,7 +97,8 @@ def measure_magnitudes(
     for batch in batches(ids, batch_tokens):
         state = walk.embed(batch)
         for layer, tally in zip(walk.layers, tallies, strict=True):
-            projections = walk.project(layer, state)
+            with at_hand(layer):
+                projections = walk.project(layer, state)
             if projections is not None:
                 q, k, _ = projections
                 for first, logits in causal_logits(q, k, model.config.diff_spec):

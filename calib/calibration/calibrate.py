@@ -9,6 +9,7 @@ from diffquant.calib.calibration.observers import Observer
 from diffquant.errors import UsageError
 from diffquant.loading import load
 from diffquant.recipe import LAYER_TARGETS, Recipe
+from diffquant.source.places import Places
 from diffquant.source.ranges import Ranges
 from diffquant.source.source import Source, open_source
 from diffquant.support.devices import resolve_device, resolve_dtype
@@ -28,7 +29,8 @@ class CalibrationOptions:
         tokens: most tokens of the text, over both halves.
         window: tokens that the model sees at once.
         dtype: dtype of the model that is observed.
-        device: device that it runs on.
+        device: device that it runs on, if it is on one.
+        places: places that it is spread over; None for one device.
         batch_tokens: most tokens of one pass.
     """
 
@@ -39,6 +41,7 @@ class CalibrationOptions:
     window: int = 512
     dtype: str = "float32"
     device: str = "auto"
+    places: Places | None = None
     batch_tokens: int = BATCH_TOKENS
 
     def __post_init__(self) -> None:
@@ -59,12 +62,13 @@ def calibrate(
         UsageError: a text of fewer than two windows, or a device that is not there.
         NonFiniteError: the model computes NaN or infinity.
     """
-    options = replace(options, device=resolve_device(options.device))
+    options = replace(options, device=resolve_device(options.places.device if options.places else options.device))
     text = load_text(options.text)
     source = open_source(path)
     source.transformer("calibrate")
     tokenizer = source.tokenizer
-    model = load(source, Recipe(), resolve_dtype(options.dtype, options.device), options.device)
+    dtype = resolve_dtype(options.dtype, options.device)
+    model = load(source, Recipe(), dtype, options.device, device_map=options.places)
     ids = token_windows(model, tokenizer, text, options.window, options.tokens)
     if len(ids) < 2:
         raise UsageError(

@@ -8,6 +8,7 @@ from torch import Tensor
 from diffquant.errors import NonFiniteError
 from diffquant.model.modeling import DiffTransformer
 from diffquant.model.walk import batches
+from diffquant.source.placement import at_hand
 
 # A layer's rotated queries and keys and its values, [B, heads, T, width] each.
 Projections = tuple[Tensor, Tensor, Tensor]
@@ -28,7 +29,9 @@ def projected_layers(model: DiffTransformer, ids: Tensor, batch_tokens: int) -> 
     walk = model.walk(ids.shape[1])
     inputs = [walk.embed(batch) for batch in batches(ids, batch_tokens)]
     for number, layer in enumerate(walk.layers):
-        yield [walk.project(layer, x) for x in inputs]
+        with at_hand(layer):
+            projections = [walk.project(layer, x) for x in inputs]
+        yield projections
         inputs = [walk.run(layer, x) for x in inputs]
         if not all(torch.isfinite(x.sum(dtype=torch.float64)) for x in inputs):
             raise NonFiniteError(f"layer {number} computes NaN or infinity; use --dtype float32")

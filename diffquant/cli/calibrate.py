@@ -10,11 +10,13 @@ from diffquant.cli.app import verb
 from diffquant.cli.options import (
     AsJson,
     Device,
+    DeviceMap,
     EvalDtype,
     Lengths,
     Logits,
     Model,
     Models,
+    OffloadFolder,
     RecipeFile,
     RecipeOptions,
     Revision,
@@ -46,6 +48,8 @@ def outliers(
     window: Window = 1024,
     dtype: EvalDtype = "auto",
     device: Device = "auto",
+    device_map: DeviceMap = None,
+    offload_folder: OffloadFolder = None,
     as_json: AsJson = False,
 ) -> None:
     """Find the largest attention logits and hidden states.
@@ -54,11 +58,13 @@ def outliers(
     """
     from diffquant.calib.analysis.outlier_outputs import outlier_table, write_outliers
     from diffquant.calib.analysis.outliers import OutlierOptions, find_outliers
+    from diffquant.source.places import Places
     from diffquant.support.files import check_writable
 
     if output is not None:
         check_writable(output)
-    options = OutlierOptions(text, tokens, window, dtype, chosen_device(device))
+    places = Places.of(device, device_map, offload_folder)
+    options = OutlierOptions(text, tokens, window, dtype, chosen_device(device), places)
     outliers_by_model = find_outliers(models, options, progress_for("outliers"))
     typer.echo(outliers_by_model.to_json().rstrip() if as_json else outlier_table(outliers_by_model))
     if output is not None:
@@ -193,6 +199,8 @@ def calibrate(
     window: Window = 512,
     dtype: EvalDtype = "float32",
     device: Device = "auto",
+    device_map: DeviceMap = None,
+    offload_folder: OffloadFolder = None,
     revision: Revision = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file if it exists.")] = False,
     as_json: AsJson = False,
@@ -207,12 +215,14 @@ def calibrate(
     from diffquant.calib.calibration.calibrate import calibrate as run
     from diffquant.calib.calibration.fit import fit_table
     from diffquant.calib.calibration.observers import Observer
+    from diffquant.source.places import Places
     from diffquant.source.ranges import check_ranges_output, write_ranges
     from diffquant.support.code import provenance
 
     check_ranges_output(output, overwrite)
     rule = Observer(observer, percentile, bits)
-    options = CalibrationOptions(split_list(target), rule, text, tokens, window, dtype, chosen_device(device))
+    places = Places.of(device, device_map, offload_folder)
+    options = CalibrationOptions(split_list(target), rule, text, tokens, window, dtype, chosen_device(device), places)
     ranges, fits = run(at_revision(model, revision), options, progress_for("calibrate"))
     write_ranges(output, ranges)
     made = {"settings": {**ranges.settings, **provenance(run.__module__)}, "fits": [asdict(fit) for fit in fits]}

@@ -142,7 +142,11 @@ def _disjoint(
 
 @contextmanager
 def at_hand(module: nn.Module) -> Iterator[None]:
-    """A context in which a module's own parameters are on the device that computes, wherever they lie."""
+    """A context in which a module's parameters are on the device that computes, wherever they lie.
+
+    Args:
+        module: a decoder layer, whose parts may be used then, or a module with parameters of its own.
+    """
     if not hasattr(module, "_hf_hook"):
         yield
         return

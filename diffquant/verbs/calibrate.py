@@ -1,6 +1,6 @@
 """The verb `calibrate`: static ranges of K, V and logits, in a file."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from diffquant.calib.calibration.calibrate import CalibrationOptions
@@ -8,6 +8,7 @@ from diffquant.calib.calibration.calibrate import calibrate as observe
 from diffquant.calib.calibration.fit import Fit
 from diffquant.calib.calibration.observers import Observer
 from diffquant.recipe import LAYER_TARGETS
+from diffquant.source.places import DeviceMap, Places
 from diffquant.source.ranges import check_ranges_output, write_ranges
 from diffquant.source.source import Source
 from diffquant.support.progress import Progress, progress_for
@@ -27,6 +28,9 @@ def calibrate(
     window: int = 512,
     dtype: str = "float32",
     device: str = "auto",
+    device_map: DeviceMap | None = None,
+    max_memory: Mapping[int | str, int | str] | None = None,
+    offload_folder: Path | str | None = None,
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> list[Fit]:
@@ -47,6 +51,7 @@ def calibrate(
         window: tokens that the model sees at once.
         dtype: name of the model's dtype.
         device: device that it runs on; "auto" is CUDA where there is one, else the processor.
+        device_map, max_memory, offload_folder: places of a model that is larger than one device, as `load` takes them.
         overwrite: replace the file if it exists.
         progress: function called with the windows done; by default a line on a terminal, one per minute in a log.
 
@@ -58,7 +63,8 @@ def calibrate(
     """
     check_ranges_output(Path(output), overwrite)
     rule = Observer(observer, percentile, bits)
-    options = CalibrationOptions(texts(targets), rule, path_or_none(text), tokens, window, dtype, device)
+    places = Places.of(device, device_map, offload_folder, max_memory)
+    options = CalibrationOptions(texts(targets), rule, path_or_none(text), tokens, window, dtype, device, places)
     path = model if isinstance(model, Source) else Path(model)
     ranges, fits = observe(path, options, progress or progress_for("calibrate"))
     write_ranges(Path(output), ranges)

@@ -1,0 +1,94 @@
+"""Outliers and ranges of models that are spread over memory and disk are those of models in memory."""
+
+import json
+import sys
+
+import accelerate.utils
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import diffquant
+from diffquant.calib.analysis.outliers import OutlierOptions, find_outliers
+from diffquant.calib.calibration.calibrate import CalibrationOptions, calibrate
+from diffquant.cli import main
+from diffquant.errors import UsageError
+from diffquant.source.places import Places
+from tests.support import tiny_lm
+from tests.support.checkpoints import write_checkpoint
+
+WINDOWS = {"tokens": 256, "window": 32, "dtype": "float32", "batch_tokens": 64}
+
+
+@pytest.fixture(scope="module", params=["diffllama", "unilm-v2"])
+def model(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models") / request.param
+    write_checkpoint(folder, request.param, vocab_size=len(tiny_lm.tokenizer()), max_position_embeddings=512)
+    tiny_lm.tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def on_disk(monkeypatch):
+    """Names of the parameters that were put on disk."""
+    offload_weight, names = accelerate.utils.offload_weight, []
+
+    def recording(weight, name, *rest):
+        names.append(name)
+        return offload_weight(weight, name, *rest)
+
+    monkeypatch.setattr(accelerate.utils, "offload_weight", recording)
+    return names
+
+
+@pytest.fixture
+def places(tmp_path):
+    return Places({"": "cpu", "model.layers.1": "disk"}, offload_folder=tmp_path / "offload")
+
+
+def test_outliers_of_a_model_on_disk_are_those_of_one_in_memory(model, places, on_disk):
+    spread = find_outliers([model], OutlierOptions(places=places, **WINDOWS))
+    assert any(name.startswith("model.layers.1.self_attn") for name in on_disk)
+    assert spread.models == find_outliers([model], OutlierOptions(**WINDOWS)).models
+
+
+def test_ranges_of_a_model_on_disk_are_those_of_one_in_memory(model, places, on_disk):
+    spread, fits = calibrate(model, CalibrationOptions(places=places, **WINDOWS))
+    assert any(name.startswith("model.layers.1.self_attn") for name in on_disk)
+    ranges, expected = calibrate(model, CalibrationOptions(**WINDOWS))
+    assert fits == expected
+    assert spread.settings == ranges.settings
+    torch.testing.assert_close(spread.tensors, ranges.tensors, rtol=0, atol=0)
+
+
+def test_the_command_line_spreads_a_model_larger_than_memory(model, tmp_path, on_disk, monkeypatch, capsys):
+    nbytes = sum(parameter.nbytes for parameter in diffquant.load(model).parameters())
+    monkeypatch.setattr(accelerate.utils, "get_balanced_memory", lambda *_, **__: {"cpu": nbytes // 2})
+    reading = ["--tokens", 128, "--window", 32, "--dtype", "float32", "--json"]
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["diffquant", *map(str, (*arguments, *reading))])
+        with pytest.raises(SystemExit) as stop:
+            main()
+        assert not stop.value.code
+        return json.loads(capsys.readouterr().out)
+
+    spread = ["--device-map", "auto", "--offload-folder", tmp_path / "offload"]
+    whole = run("outliers", model)
+    assert not on_disk
+    assert run("outliers", model, *spread)["models"] == whole["models"]
+    assert on_disk
+    on_disk.clear()
+    run("calibrate", model, "-o", tmp_path / "whole.safetensors")
+    assert not on_disk
+    run("calibrate", model, "-o", tmp_path / "spread.safetensors", *spread)
+    assert on_disk
+    whole, from_disk = (load_file(tmp_path / f"{name}.safetensors") for name in ("whole", "spread"))
+    torch.testing.assert_close(from_disk, whole, rtol=0, atol=0)
+
+
+def test_places_are_checked_before_the_model_is_read(model, tmp_path):
+    with pytest.raises(UsageError, match="leave out --device or --device-map"):
+        diffquant.calibrate(model, tmp_path / "out.safetensors", device="cpu", device_map="auto")
+    with pytest.raises(UsageError, match="give --device-map auto too"):
+        diffquant.calibrate(model, tmp_path / "out.safetensors", offload_folder=tmp_path)
