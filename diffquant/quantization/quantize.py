@@ -190,7 +190,8 @@ def pack_job(checkpoint: Checkpoint, tensor: PlannedTensor, rounder: Rounder) ->
             pieces[module + SHAPE] = (0, torch.tensor(tensor.info.shape, dtype=torch.int64))
         if first == 0 or scheme.granularity != "tensor":
             pieces[module + SCALE] = (first, scale)
-        error = _sum_of_squares(values.sub_(decode_codes(codes, scale, scheme)))
+        # Of a float32 source, `values` are the mapped file itself: only what was decoded may be written to.
+        error = _sum_of_squares(decode_codes(codes, scale, scheme).sub_(values))
         return Block(pieces, error, total)
 
     return Job(tensor.name, height, width, tensor.outputs, make)

@@ -340,3 +340,12 @@ def test_the_card_says_that_transformers_loads_what_transformers_loads(kind, tmp
     card = (tmp_path / "low" / "README.md").read_text()
     assert ("transformers loads by itself" in card) == known
     assert ("transformers has no " in card) != known
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "mse"])
+def test_an_open_source_of_float32_is_the_same_after_it_was_quantized(source, tmp_path, rounding):
+    opened = open_source(source)
+    before = {name: opened.checkpoint.read(name).clone() for name in opened.checkpoint.tensors}
+    quantize(opened, tmp_path / "first", Recipe.of(weights="4:g32", rounding=rounding))
+    assert {tensor.dtype for tensor in before.values()} == {torch.float32}
+    assert [name for name in before if not torch.equal(opened.checkpoint.read(name), before[name])] == []
