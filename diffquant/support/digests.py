@@ -1,7 +1,7 @@
 """Digests of weight files, by which they are known again: fast on every processor, and no defence against forgery."""
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -10,7 +10,7 @@ import xxhash
 
 # SHA-256 took half of `quantize`'s time on a processor without instructions for it. Folders that were written with it
 # are still read.
-_ALGORITHMS = {"xxh3_128": xxhash.xxh3_128, "sha256": hashlib.sha256}
+_ALGORITHMS: Mapping[str, str | Callable[[], xxhash.xxh3_128]] = {"xxh3_128": xxhash.xxh3_128, "sha256": "sha256"}
 _DEFAULT = "xxh3_128"
 
 
