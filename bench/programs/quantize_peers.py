@@ -65,16 +65,17 @@ def main(
             "torchao in memory": lambda: _torchao(weights),
         }
         times = in_turns(ways, turns)
+    packed_bytes = sum(weight.nbytes for weight in weights)
     result = {
         "environment": environment("torchao") | {"threads": torch.get_num_threads()},
         "weights": str(_RECIPE.weights),
         "source_bytes": source.checkpoint.nbytes,
-        "packed_bytes": sum(weight.nbytes for weight in weights),
+        "packed_bytes": packed_bytes,
         "turns": {name: asdict(each) for name, each in times.items()},
     }
     if file:
         file.write_text(json.dumps(result, indent=1) + "\n")
-    print(summary(times, result["packed_bytes"]))
+    print(summary(times, packed_bytes))
 
 
 def packed_weights(source: Source) -> list[Tensor]:
