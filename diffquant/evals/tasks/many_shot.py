@@ -56,7 +56,6 @@ class ManyShot(Task):
 
     @classmethod
     def parse(cls, name: str, values: Mapping[str, object], batch_tokens: int) -> Self:
-        from diffquant.evals.labelled import load_dataset
         from diffquant.evals.protocols.many_shot import ManyShotPlan
 
         parts = _NAME.fullmatch(name)
@@ -64,6 +63,13 @@ class ManyShot(Task):
             raise cls.misread(name, "many-shot:48 or :all:5")
         shots, draws = parts.groups(default="1")
         plan = ManyShotPlan(None if shots == "all" else int(shots), int(draws))
+        return cls.of_plan(name, plan, values, batch_tokens)
+
+    @classmethod
+    def of_plan(cls, name: str, plan: "ManyShotPlan", values: Mapping[str, object], batch_tokens: int) -> Self:
+        """The task of a plan, its data read."""
+        from diffquant.evals.labelled import load_dataset
+
         train = _TRAIN.of(values)
         if train is None:
             raise UsageError(f"{name} needs labelled texts: give --train FILE and --test FILE")

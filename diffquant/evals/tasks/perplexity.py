@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Self
 
 from diffquant.evals.columns import FAILED, Change, Compared, Drawn, kl_text, number_text
-from diffquant.evals.defaults import STRIDE, WINDOW
+from diffquant.evals.defaults import STRIDE
 from diffquant.evals.stats import mean_interval
-from diffquant.evals.task import TEXT, Task, TaskOption, at_least_one
+from diffquant.evals.task import CHARACTERS, TEXT, WINDOW, Task, TaskOption, at_least_one
 from diffquant.evals.task_result import TaskResult
 from diffquant.evals.tasks import register
 from diffquant.support.plain_data import JsonObject
@@ -21,14 +21,6 @@ if TYPE_CHECKING:
 _NUMBERS = ("perplexity", "bits_per_byte", "kl", "kl_low", "kl_high")
 
 
-def _all_if_zero(count: int) -> int | None:
-    return count or None
-
-
-_CHARACTERS = TaskOption[int | None](
-    "characters", 65536, "Number of characters of the text to read; 0 reads all.", int, minimum=0, read=_all_if_zero
-)
-_WINDOW = TaskOption("window", WINDOW, "Number of tokens that the model sees at once, for perplexity.", int)
 _STRIDE = TaskOption("stride", STRIDE, "Number of tokens from one window to the next.", int)
 
 
@@ -94,7 +86,7 @@ class Perplexity(Task):
 
     kind: ClassVar = "perplexity"
     usage: ClassVar = "perplexity"
-    options: ClassVar = (TEXT, _CHARACTERS, _WINDOW, _STRIDE)
+    options: ClassVar = (TEXT, CHARACTERS, WINDOW, _STRIDE)
     columns: ClassVar = TextColumns()
     compares_with_16_bits: ClassVar = True
 
@@ -109,9 +101,9 @@ class Perplexity(Task):
 
         if name != cls.kind:
             raise cls.misread(name)
-        window, stride = _WINDOW.of(values), _STRIDE.of(values)
+        window, stride = WINDOW.of(values), _STRIDE.of(values)
         check_windows(window, stride)
-        text = load_text(TEXT.of(values), at_least_one(_CHARACTERS, values))
+        text = load_text(TEXT.of(values), at_least_one(CHARACTERS, values))
         return cls(text=text, window=window, stride=stride, batch_tokens=batch_tokens)
 
     @property
