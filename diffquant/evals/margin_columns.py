@@ -1,7 +1,8 @@
 """Columns of a task that chooses among endings: what resolves a change from 16 bits, and beside it the accuracy.
 
-An item's margin is by how much its right ending is likelier than the likeliest wrong one, per character. It moves with
-every rounding, where the choice moves only when the margin's sign does, so few items tell two configurations apart.
+KL is never negative, so what rounding moves in one item it does not move back in the next, and few items show it; it
+does not say whether the model became worse. An item's margin is by how much its right ending is likelier than the
+likeliest wrong one, per character: it has a sign, and moves also where the choice does not.
 """
 
 from collections.abc import Sequence
@@ -46,20 +47,20 @@ KL = Change("KL from 16 bits, nats", is_log=True, of=_kl, text=kl_text)
 
 @dataclass(frozen=True)
 class MarginColumns(ItemColumns):
-    """Columns of margin and KL before those of the score; results of before there were margins have the score alone."""
+    """Columns of KL and margin before those of the score; results of before there were margins have the score alone."""
 
-    changes: ClassVar[Sequence[Change]] = (MARGIN, KL, POINTS)
+    changes: ClassVar[Sequence[Change]] = (KL, MARGIN, POINTS)
 
     def heads(self, task: str, results: Sequence[TaskResult], alone: bool) -> list[str]:
         heads = super().heads(task, results, alone)
-        return ["margin [95 %]", "KL", *heads] if _have_margins(results) else heads
+        return ["KL [95 %]", "margin [95 %]", *heads] if _have_margins(results) else heads
 
     def texts(self, compared: Compared, results: Sequence[TaskResult]) -> list[str]:
         texts = super().texts(compared, results)
         if not _have_margins(results):
             return texts
-        margin, kl = _margin(compared), _kl(compared)
-        told = [MISSING if margin is None else _signed_text(margin), MISSING if kl is None else f"{kl.value:.2g}"]
+        kl, margin = _kl(compared), _margin(compared)
+        told = [kl_text(kl).removeprefix("KL ") if kl else MISSING, _signed_text(margin) if margin else MISSING]
         return [*told, *texts]
 
     def record(self, task: str, compared: Compared) -> JsonObject:
@@ -79,9 +80,9 @@ class MarginColumns(ItemColumns):
         if not _have_margins(results):
             return super().notes(results)
         return [
-            f"The margin is how much likelier an item's right ending is than its likeliest wrong one, in nats per "
-            f"{_CHARACTERS} characters; the table has its mean change from 16 bits, paired over the items. KL is the "
-            "mean of KL(16 bits || quantized) over the tokens of right endings, in nats.",
+            "KL is the mean of KL(16 bits || quantized) over the tokens of right endings, in nats. The margin is how "
+            "much likelier an item's right ending is than its likeliest wrong one; the table has its mean change from "
+            f"16 bits, in nats per {_CHARACTERS} characters.",
             *super().notes(results),
         ]
 

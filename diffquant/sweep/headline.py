@@ -34,8 +34,11 @@ def headline(sweep: SweepResult) -> list[str]:
 
 
 def _leading_changes(task: str, table: Sequence[Row]) -> list[_Change]:
-    """The changes from 16 bits by the first measure that was taken of any row."""
-    for change in kind_of(task).columns.changes:
+    """The changes from 16 bits by the first measure that was taken of any row; one with a sign if items can be lost."""
+    columns = kind_of(task).columns
+    for change in columns.changes:
+        if columns.by_item and change.is_log:
+            continue
         measured = [(row, change.of(row.results[task])) for row in table if row.results[task].result]
         changes = [_Change(row, drawn) for row, drawn in measured if drawn is not None]
         if changes:
