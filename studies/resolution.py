@@ -10,7 +10,7 @@ import json
 import shlex
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
 import typer
@@ -22,6 +22,7 @@ from diffquant.evals.task_result import TaskResult
 from diffquant.report.tables import markdown
 from diffquant.support.code import provenance
 from diffquant.support.files import write_atomically
+from diffquant.sweep.grid import Point
 from diffquant.sweep.result import SweepResult, read_sweep
 
 # Normal quantiles of a two-sided 95 % interval and of a power of 80 %.
@@ -50,12 +51,12 @@ def items_needed(differences: np.ndarray) -> float:
     return float(((_LEVEL + _POWER) * differences.std(ddof=1) / mean) ** 2) if mean else float("inf")
 
 
-def _rows(sweep: SweepResult, point: Any) -> list[dict[str, object]]:
+def _rows(sweep: SweepResult, point: Point) -> list[dict[str, object]]:
     baseline = sweep.baseline(point)
-    results = [sweep.result_of(each, "hellaswag") for each in (baseline, point) if each]
-    if len(results) < 2 or None in results:
+    before = sweep.result_of(baseline, "hellaswag") if baseline else None
+    after = sweep.result_of(point, "hellaswag")
+    if before is None or after is None:
         return []
-    before, after = results
     return [_row(point.scheme, name, *of) for name, of in _differences(before, after).items()]
 
 

@@ -149,8 +149,8 @@ def _compared(measure: str, before: Outcome, after: Outcome) -> Comparison:
         if old.are_right_or_wrong and new.are_right_or_wrong:
             changed = [(i, b > a) for i, a, b in zip(before.ids, old.values, new.values, strict=True) if a != b]
             flips = ItemFlips([i for i, is_gain in changed if is_gain], [i for i, is_gain in changed if not is_gain])
-    means = (mean_interval(scores.values, scores.weights).mean for scores in (old, new))
-    return Comparison(measure, old.unit, len(old.values), *means, difference, flips)
+    means = [mean_interval(scores.values, scores.weights).mean for scores in (old, new)]
+    return Comparison(measure, old.unit, len(old.values), means[0], means[1], difference, flips)
 
 
 def _told(asked: JsonObject, name: str) -> str:

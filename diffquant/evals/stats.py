@@ -117,7 +117,7 @@ def mcnemar(gained: int, lost: int) -> float:
     for count in range(min(gained, lost) + 1):
         tail += ways
         ways = ways * (flipped - count) // (count + 1)
-    return min(1.0, 2 * tail / 2**flipped)
+    return min(1.0, 2 * tail / (1 << flipped))
 
 
 def recovery(difference: Difference, baseline: float) -> Difference | None:

@@ -10,7 +10,7 @@ from diffquant.errors import UsageError
 from diffquant.evals.columns import ItemColumns
 from diffquant.evals.plots.shots import plot_shots
 from diffquant.evals.stats import estimate
-from diffquant.evals.task import LIMIT, Task, TaskOption, at_least_one
+from diffquant.evals.task import LIMIT, Draw, Task, TaskOption, at_least_one
 from diffquant.evals.task_result import TaskResult
 from diffquant.evals.tasks import register
 from diffquant.support.plain_data import JsonObject
@@ -48,7 +48,7 @@ class ManyShot(Task):
     usage: ClassVar = "many-shot:SHOTS[:DRAWS]"
     options: ClassVar = (LIMIT, _TRAIN, _TEST, _FINE)
     columns: ClassVar = ItemColumns()
-    plots: ClassVar = {"shots.png": plot_shots}
+    plots: ClassVar[Mapping[str, Draw]] = {"shots.png": plot_shots}
 
     data: "Dataset"
     plan: "ManyShotPlan"
