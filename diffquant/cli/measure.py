@@ -1,4 +1,4 @@
-"""The commands that measure: sweep, eval."""
+"""The commands that measure: sweep, eval, and compare, which reads what was measured."""
 
 import json
 from dataclasses import dataclass
@@ -141,3 +141,26 @@ def eval_(
     results = evaluate(at_revision(model, revision), recipe_options.given(), options, progress_for("eval"), runtime_of)
     as_dicts = {name: result.to_dict() for name, result in results.items()}
     typer.echo(json.dumps(as_dicts) if run.as_json else results_text(results))
+
+
+_SOURCE = (
+    "A sweep's folder; FOLDER@WORDS for its configuration of that model, target or scheme; or a samples_*.jsonl of "
+    "lm-eval."
+)
+
+
+@verb("compare sweep@16 sweep@6:tensor")
+def compare(
+    before: Annotated[str, typer.Argument(metavar="A", help=_SOURCE)],
+    after: Annotated[str, typer.Argument(metavar="B", help="The same, for what is compared with A.")],
+    *,
+    as_json: AsJson = False,
+) -> None:
+    """Compare two results on the same items, item by item.
+
+    Shows the paired difference with its 95 % interval, McNemar's exact test, and which items flipped.
+    """
+    from diffquant.sweep.compare import compare as compare_sources
+
+    report = compare_sources(before, after)
+    typer.echo(json.dumps(report.to_dict()) if as_json else report.summary())
