@@ -56,9 +56,14 @@ class Sleep(Task):
 
 @dataclass(frozen=True)
 class Sleeper:
-    """A model that is nothing; both what is measured and the session that measures it."""
+    """A model that is nothing; both what is measured and the session that measures it.
+
+    Attributes:
+        gate: file without which it does not open; None where it opens at once.
+    """
 
     name: str
+    gate: Path | None = None
     device: ClassVar = "cpu"
     held_bytes: ClassVar = 0
 
@@ -72,6 +77,8 @@ class Sleeper:
         return self
 
     def open(self) -> Self:
+        while self.gate is not None and not self.gate.exists():
+            time.sleep(0.02)
         return self
 
     def run(self, task: Task, recipe: Recipe | None, reference: object, progress: Progress) -> TaskResult:
@@ -83,17 +90,25 @@ class Sleeper:
         return Measurement(result, time.monotonic() - started, 0, 0.0)
 
 
-def sleeping_work(folder: Path, batches: int, cells: int, seconds: float, deadly: Collection[str] = ()) -> Work:
+def sleeping_work(
+    folder: Path,
+    batches: int,
+    cells: int,
+    seconds: float,
+    deadly: Collection[str] = (),
+    gate: Path | None = None,
+) -> Work:
     """The cells that a folder does not hold yet.
 
     Args:
         batches, cells: number of batches, and of cells over all of them.
         deadly: names of cells, such as "cell 7", that kill the process which measures them.
+        gate: file for which workers wait when they have their first claim; None where they do not wait.
     """
     folder.mkdir(parents=True, exist_ok=True)
     made = []
     for number in range(batches):
-        sleeper = Sleeper(f"sleeper {number}")
+        sleeper = Sleeper(f"sleeper {number}", gate)
         jobs = [_job(folder, sleeper, f"cell {cell}", seconds, deadly) for cell in range(number, cells, batches)]
         made.append(Batch(sleeper, tuple(job for job in jobs if job.cell.read() is None)))
     return Work.of(folder, [batch for batch in made if batch.jobs])

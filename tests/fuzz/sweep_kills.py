@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
@@ -24,10 +25,12 @@ from typing import Annotated, Any
 import typer
 
 from diffquant.bench.environment import environment
+from diffquant.bench.programs.ray_here import RayHere
 from diffquant.bench.programs.sleepers import scores, sleeping_work
 from diffquant.errors import DiffQuantError
 from diffquant.support.files import write_atomically
 from diffquant.support.progress import silent
+from diffquant.sweep.claims import Claims, latest_claims
 from diffquant.sweep.engines.local import LocalEngine
 from diffquant.sweep.worker import Worker
 
@@ -41,6 +44,7 @@ VICTIMS = {
 }
 _FOLDER_WORKERS = 3
 _MOST_STARTS = 8
+_SECONDS_TO_END = 300
 
 
 def drive(engine: str, folder: Path, address: str = "") -> None:
@@ -54,6 +58,9 @@ def drive(engine: str, folder: Path, address: str = "") -> None:
         RayEngine(address, 2).run(work, silent)
     else:
         LocalEngine({"process": 1, "processes": 2}[engine]).run(work, silent)
+    # As every sweep does in the end.
+    latest = latest_claims(os.listdir(folder))
+    Claims(folder).clear(latest, latest)
 
 
 def survives(engine: str, victim: str, seed: int, place: Path, expected: dict[str, float]) -> str | None:
@@ -62,24 +69,36 @@ def survives(engine: str, victim: str, seed: int, place: Path, expected: dict[st
     Returns:
         What is wrong in the end; None where every cell is as expected and nothing else is left.
     """
+    cluster = RayHere(2) if engine == "ray" else None
+    try:
+        return _outcome(engine, victim, random.Random(seed), place, expected, cluster)
+    finally:
+        if cluster:
+            cluster.stop()
+
+
+def _outcome(
+    engine: str, victim: str, chance: random.Random, place: Path, expected: dict[str, float], cluster: RayHere | None
+) -> str | None:
     shutil.rmtree(place, ignore_errors=True)
-    with _Cluster() if engine == "ray" else _NoCluster() as cluster:
-        chance = random.Random(seed)
-        drivers = [_start(engine, place, cluster.address) for _ in range(_FOLDER_WORKERS if engine == "folder" else 1)]
-        while len(scores(place)) < 2 and any(driver.poll() is None for driver in drivers):
-            time.sleep(0.02)
-        time.sleep(chance.uniform(0, CELLS * SECONDS / 2))
-        pids = {"worker": _holders(place), "driver": [driver.pid for driver in drivers], "head": cluster.head}[victim]
-        for pid in pids if victim == "head" else [chance.choice(pids)] if pids else []:
+    count = _FOLDER_WORKERS if engine == "folder" else 1
+    drivers = [_start(engine, place, cluster) for _ in range(count)]
+    while len(scores(place)) < 2 and any(driver.poll() is None for driver in drivers):
+        time.sleep(0.02)
+    time.sleep(chance.uniform(0, CELLS * SECONDS / 2))
+    if cluster and victim == "head":
+        for pid in (*cluster.head, drivers[0].pid):
             os.kill(pid, signal.SIGKILL)
-        if victim == "head":
-            for driver in drivers:
-                driver.kill()
-            cluster.start_again()
-        for _ in range(_MOST_STARTS):
-            if all(driver.wait(timeout=120) == 0 for driver in drivers) and len(scores(place)) == CELLS:
-                break
-            drivers = [_start(engine, place, cluster.address)]
+        cluster.start_again()
+    elif pids := _holders(place) if victim == "worker" else [driver.pid for driver in drivers]:
+        with suppress(ProcessLookupError):
+            os.kill(chance.choice(pids), signal.SIGKILL)
+    for _ in range(_MOST_STARTS):
+        # All are waited for, whatever the first of them ended with.
+        statuses = [driver.wait(timeout=_SECONDS_TO_END) for driver in drivers]
+        if not any(statuses) and len(scores(place)) == CELLS:
+            break
+        drivers = [_start(engine, place, cluster)]
     if scores(place) != expected:
         return f"{len(scores(place))} of {CELLS} cells, or others than expected"
     left = [file.name for file in place.iterdir() if file.suffix != ".json" and not file.name.endswith(".tmp")]
@@ -97,44 +116,11 @@ def _holders(place: Path) -> list[int]:
     return pids
 
 
-def _start(engine: str, place: Path, address: str) -> "subprocess.Popen[bytes]":
-    code = f"from tests.fuzz.sweep_kills import drive; from pathlib import Path; drive({engine!r}, Path({str(place)!r}), {address!r})"
+def _start(engine: str, place: Path, cluster: RayHere | None) -> "subprocess.Popen[bytes]":
+    address = cluster.address if cluster else ""
+    call = f"drive({engine!r}, Path({str(place)!r}), {address!r})"
+    code = f"from pathlib import Path; from tests.fuzz.sweep_kills import drive; {call}"
     return subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
-
-
-class _NoCluster:
-    address = ""
-    head: tuple[int, ...] = ()
-
-    def __enter__(self) -> "_NoCluster":
-        return self
-
-    def __exit__(self, *_: object) -> None: ...
-
-    def start_again(self) -> None: ...
-
-
-class _Cluster(_NoCluster):
-    """A Ray cluster of two processors on this machine."""
-
-    def __enter__(self) -> "_Cluster":
-        self.start_again()
-        return self
-
-    def start_again(self) -> None:
-        from ray.cluster_utils import Cluster
-
-        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (os.getcwd(), *sys.path)))
-        self._cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
-        self.address = self._cluster.address
-
-    @property
-    def head(self) -> tuple[int, ...]:  # type: ignore[override]
-        processes = self._cluster.head_node.all_processes
-        return tuple(info.process.pid for kind in ("raylet", "gcs_server") for info in processes.get(kind, []))
-
-    def __exit__(self, *_: object) -> None:
-        self._cluster.shutdown()
 
 
 def main(
@@ -169,9 +155,8 @@ def main(
     }
     if file:
         write_atomically(file, json.dumps(result, indent=2) + "\n")
-    typer.echo(
-        f"{count - len(faults)} of {count} sweeps came to the same end ({', '.join(f'{k} {n}' for k, n in tried.items())})"
-    )
+    kills = ", ".join(f"{name} {number}" for name, number in tried.items())
+    typer.echo(f"{count - len(faults)} of {count} sweeps came to the same end ({kills})")
     if faults:
         raise DiffQuantError(f"{len(faults)} sweeps did not")
 
