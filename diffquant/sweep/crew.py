@@ -9,7 +9,7 @@ from typing import Literal, Protocol
 from diffquant.errors import DiffQuantError
 from diffquant.support.progress import Progress
 from diffquant.sweep.claims import latest_claims
-from diffquant.sweep.work import Work
+from diffquant.sweep.work import Missing, Work
 
 _SECONDS_BETWEEN_LOOKS = 0.2
 _SECONDS_TO_LEAVE = 5.0
@@ -63,18 +63,18 @@ class Crew:
         Raises:
             DiffQuantError: the folder of the cells is gone, or no worker stays alive.
         """
-        left = self.work.jobs
-        total = len(left)
+        missing = Missing(self.work)
+        total = len(missing.jobs)
         places = range(min(self.size, total))
         try:
             while True:
-                names = self.work.look()
-                left = self.work.unsettled(left, names)
-                progress(total - len(left), total, f"{len(places)} workers")
+                names = missing.look()
+                left = len(missing.jobs)
+                progress(total - left, total, f"{len(places)} workers")
                 if not left:
                     self._see_them_off()
                     return
-                self._take_leave((len(left), sum(latest_claims(names).values())))
+                self._take_leave((left, sum(latest_claims(names).values())))
                 for place in places:
                     if place not in self._members and place not in self._closed:
                         self._members[place] = self.start(place)

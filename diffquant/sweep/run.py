@@ -22,7 +22,7 @@ from diffquant.sweep.grid import SweepOptions
 from diffquant.sweep.plan import SweepPlan, plan_sweep
 from diffquant.sweep.result import MeasuredCell, SweepResult
 from diffquant.sweep.session import weights_of
-from diffquant.sweep.work import Batch, Job, Work
+from diffquant.sweep.work import Batch, Job, Missing, Work
 from diffquant.sweep.worker import Worker
 
 
@@ -86,8 +86,9 @@ def join_sweep(
         Worker(sweep.work, progress, start=random.random()).run(is_patient=False)
     except KeyboardInterrupt:
         raise sweep.interruption() from None
-    names = sweep.work.look()
-    if sweep.work.unsettled(sweep.work.jobs, names):
+    missing = Missing(sweep.work)
+    names = missing.look()
+    if missing.jobs:
         return None
     tables = f"tables-{plain_digest([job.cell.name for job in sweep.jobs])[:16]}"
     claim = Claims(sweep.work.folder).take(tables, latest_claims(names))
@@ -112,7 +113,9 @@ class _OpenSweep:
 
     def interruption(self) -> KeyboardInterrupt:
         """What an interruption says of how to go on."""
-        done = len(self.jobs) - len(self.work.unsettled(self.work.jobs, self.work.look()))
+        missing = Missing(self.work)
+        missing.look()
+        done = len(self.jobs) - len(missing.jobs)
         return KeyboardInterrupt(
             f"interrupted: {done} of {len(self.jobs)} cells are done and kept in {self.work.folder}; "
             "run the same command again to go on"

@@ -1,7 +1,7 @@
 """The work of a sweep: its missing cells, and the folder in which any number of processes share them."""
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
@@ -84,24 +84,44 @@ class Work:
                 "when it is there again, run the same command to go on"
             ) from error
 
-    def unsettled(self, jobs: Iterable[Job], names: frozenset[str]) -> list[Job]:
-        """Those cells that were neither measured nor failed since the sweep was planned, by the folder's files."""
-        return [job for job in jobs if not any(map(self._is_new, names.intersection(_files(job))))]
-
     def is_settled(self, job: Job) -> bool:
         """Whether a cell was measured, or failed, since the sweep was planned."""
-        return any(map(self._is_new, _files(job)))
+        return any(map(self.is_new, (job.cell.path.name, job.cell.failure_path.name)))
 
-    def _is_new(self, name: str) -> bool:
+    def is_new(self, name: str) -> bool:
+        """Whether a file of a cell was written since the sweep was planned."""
         try:
             return _stamp(self.folder / name) != self.before.get(name)
         except FileNotFoundError:
             return False
 
 
-def _files(job: Job) -> tuple[str, str]:
-    """Names of the files that settle a cell."""
-    return f"{job.cell.name}.json", f"{job.cell.name}.failed.json"
+class Missing:
+    """The cells of some work that are neither measured nor failed yet, as one look at their folder after another shows.
+
+    Attributes:
+        jobs: what is missing, by the cells' names.
+    """
+
+    def __init__(self, work: Work) -> None:
+        self.jobs = {job.cell.name: job for job in work.jobs}
+        self._work = work
+        self._seen: frozenset[str] = frozenset()
+
+    def look(self) -> frozenset[str]:
+        """Look at the folder; returns the names of its files.
+
+        Raises:
+            DiffQuantError: it cannot be read.
+        """
+        names = self._work.look()
+        # Files that stood in a cell's place may be replaced under their names.
+        for name in (names - self._seen) | (names & self._work.before.keys()):
+            cell = name.partition(".")[0]
+            if name.endswith(".json") and cell in self.jobs and self._work.is_new(name):
+                del self.jobs[cell]
+        self._seen = names
+        return names
 
 
 def _stamp(file: Path) -> _Stamp:

@@ -2,13 +2,13 @@
 
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from diffquant.support.progress import Progress
 from diffquant.sweep.claims import Claim, Claims, latest_claims
 from diffquant.sweep.measurement import Failure, Measurement
-from diffquant.sweep.work import Job, Work
+from diffquant.sweep.work import Job, Missing, Work
 
 if TYPE_CHECKING:
     from diffquant.sweep.session import Session
@@ -33,12 +33,12 @@ class Worker:
             device: device that computes, in place of the one that was planned; None for that.
         """
         self.work, self.device = work, device
-        self._left = work.jobs
+        self._missing = Missing(work)
         self._batch_of = {job.cell.name: number for number, batch in enumerate(work.batches) for job in batch.jobs}
         self._at = int(start * len(work.batches))
         self._opened: tuple[int, Session] | None = None
         self._claims = Claims(work.folder)
-        self._tell = _CellProgress(len(self._left), progress)
+        self._tell = _CellProgress(len(self._missing.jobs), progress)
 
     def run(self, is_patient: bool) -> None:
         """Measure cells until none is left, or, if not patient, until all that are left have holders that are alive.
@@ -58,10 +58,8 @@ class Worker:
 
     def _next(self, is_patient: bool) -> tuple[Job, Claim] | None:
         while True:
-            names = self.work.look()
-            self._left = self.work.unsettled(self._left, names)
-            self._tell.left = len(self._left)
-            latest = latest_claims(names)
+            latest = latest_claims(self._missing.look())
+            self._tell.left = len(self._missing.jobs)
             for job in self._candidates(latest):
                 claim = self._claims.take(job.cell.name, latest)
                 if claim is None:
@@ -70,26 +68,27 @@ class Worker:
                     return job, claim
                 with claim:
                     pass  # Another settled it between the look and the claim.
-            if not self._left or not (is_patient or self._may_be_lost(latest)):
+            if not self._missing.jobs or not (is_patient or self._may_be_lost(latest)):
                 return None
             time.sleep(_SECONDS_BETWEEN_LOOKS)
 
     def _may_be_lost(self, latest: Mapping[str, int]) -> bool:
         """Whether a cell is left whose holder is not known to be alive."""
-        names = [job.cell.name for job in self._left]
-        return any(name not in latest or self._claims.life(name, latest[name]) != "alive" for name in names)
+        return any(
+            name not in latest or self._claims.life(name, latest[name]) != "alive" for name in self._missing.jobs
+        )
 
-    def _candidates(self, latest: Mapping[str, int]) -> list[Job]:
-        """The cells that are left, those that are best for this worker first."""
+    def _candidates(self, latest: Mapping[str, int]) -> Iterator[Job]:
+        """The cells that are missing, those that are best for this worker first; it may find the last ones twice."""
         shared = {self._batch_of[name] for name in latest if name in self._batch_of}
-        held = None if self._opened is None else self._opened[0]
-
-        def rank(job: Job) -> tuple[bool, int, int]:
-            number = self._batch_of[job.cell.name]
-            way = 0 if number == held else 2 if number in shared else 1
-            return job.cell.name in latest, way, (number - self._at) % len(self.work.batches)
-
-        return sorted(self._left, key=rank)
+        count = len(self.work.batches)
+        order = [(self._at + number) % count for number in range(count)]
+        held = [] if self._opened is None else [self._opened[0]]
+        for number in (*held, *(n for n in order if n not in shared), *(n for n in order if n in shared)):
+            for job in self.work.batches[number].jobs:
+                if job.cell.name in self._missing.jobs and job.cell.name not in latest:
+                    yield job
+        yield from [job for name, job in self._missing.jobs.items() if name in latest]
 
     def _measured(self, job: Job, deaths: int) -> Measurement | Failure:
         if deaths >= _MOST_DEATHS:
