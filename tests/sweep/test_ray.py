@@ -62,6 +62,12 @@ def test_a_folder_that_vanishes_is_named(address, tmp_path):
         RayEngine(address).run(sleeping_work(tmp_path / "cells", 2, 40, 0.1), vanish)
 
 
-def test_an_address_without_a_cluster_is_refused(tmp_path):
-    with pytest.raises(UsageError, match=r"no Ray cluster at 127\.0\.0\.1:1: "):
-        RayEngine("127.0.0.1:1").run(sleeping_work(tmp_path, 1, 1, 0.0), silent)
+def test_an_address_without_a_cluster_is_refused(tmp_path, monkeypatch):
+    def find_none(**options):
+        raise ConnectionError("Could not find any running Ray instance.\nmore")
+
+    monkeypatch.setattr("ray.init", find_none)
+    with pytest.raises(
+        UsageError, match=r"no Ray cluster at auto: Could not find any running Ray instance\.; `ray start"
+    ):
+        RayEngine("auto").run(sleeping_work(tmp_path, 1, 1, 0.0), silent)
