@@ -206,7 +206,7 @@ def test_a_change_of_the_code_that_computes_a_cell_measures_it_again(model, copy
     def digest(roots, picking):
         return "0123456789abcdef" if "diffquant.evals.tasks.perplexity" in roots else code_digest(roots, picking)
 
-    monkeypatch.setattr("diffquant.sweep.run.code_digest", digest)
+    monkeypatch.setattr("diffquant.sweep.addresses.code_digest", digest)
     result = run_sweep([model], OPTIONS, copy_of)
     assert loads == ["16", "4:row", "4:tensor"]
     assert len(list((copy_of / "cells").iterdir())) == CELLS + CELLS // 2
@@ -297,8 +297,6 @@ def test_bad_input_is_refused_before_any_cell(model, tmp_path):
     for task_options, said in (({"limit": 0}, "limit must be 1 or more"), ({"window": 8, "stride": 9}, "stride 9")):
         with pytest.raises(UsageError, match=said):
             run_sweep([model], replace(OPTIONS, task_options=task_options), tmp_path / "out")
-    with pytest.raises(UsageError, match="unknown engine 'cloud'; known are local"):
-        run_sweep([model], OPTIONS, tmp_path / "out", engine="cloud")
     with pytest.raises(UsageError, match="dtype"):
         run_sweep([model], SweepOptions(dtype="int8"), tmp_path / "out")
     with pytest.raises(UsageError, match="unknown attention backend 'fast'"):
