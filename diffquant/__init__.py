@@ -4,8 +4,9 @@
     diffquant.quantize("checkpoint", "checkpoint-4bit", {"weights": "4:g32", "kv": 8})
     model = diffquant.load("checkpoint-4bit")
 
-Make: `quantize`, `convert`, `search`, `calibrate`. Measure: `evaluate`, `sweep`. Run: `load`, `load_tokenizer`,
-`generate`, `export`. Recipes are `Recipe`s, or what `Recipe.parse` reads; every error is a `DiffQuantError`.
+Make: `quantize`, `convert`, `search`, `calibrate`. Measure: `evaluate`, `sweep`, `compare`. Run: `load`,
+`load_tokenizer`, `generate`, `export`. Recipes are `Recipe`s, or what `Recipe.parse` reads; every error is a
+`DiffQuantError`.
 
 Names are resolved when first used, so that importing the package does not import torch. Once it is imported,
 transformers' `AutoModelForCausalLM` opens every folder that diffquant writes.
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from diffquant.recipe import Recipe
     from diffquant.scheme import Scheme
     from diffquant.source.tokenizer import load_tokenizer
+    from diffquant.sweep.compare import compare
     from diffquant.verbs.calibrate import calibrate
     from diffquant.verbs.evaluate import evaluate
     from diffquant.verbs.export import export
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "calibrate": "diffquant.verbs.calibrate",
+    "compare": "diffquant.sweep.compare",
     "convert": "diffquant.conversion",
     "evaluate": "diffquant.verbs.evaluate",
     "export": "diffquant.verbs.export",
@@ -58,6 +61,7 @@ __all__ = [
     "Scheme",
     "__version__",
     "calibrate",
+    "compare",
     "convert",
     "evaluate",
     "export",

@@ -24,6 +24,7 @@ REQUIRED = (
     "jinja2",
     "tqdm",
     "filelock",
+    "psutil",
 )
 _BUILD = "python -m diffquant.export.native builds it"
 EXTRAS = {
@@ -33,6 +34,7 @@ EXTRAS = {
     "flash": (("flash-attn",), "the flash_attn attention backend, which no other part needs"),
     "bnb": (("bitsandbytes",), "a peer of the bench's linear layers on CUDA"),
     "search": (("scipy",), "the search command"),
+    "ray": (("ray",), "sweeps on a Ray cluster"),
     "peers": (("lm-eval", "compressed-tensors"), "lm-eval's tasks, and quantized checkpoints in stock transformers"),
     "quantizers": (("bitsandbytes", "torchao", "hqq"), "the libraries beside ours in studies.rounding"),
 }

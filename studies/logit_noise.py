@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy
 
 from diffquant.attention.logits import from_coded, magnitudes, prepare_logits, round_logits, to_coded
 from diffquant.attention.naive import masked_softmax
-from diffquant.evals.protocols.perplexity import next_token_kl
+from diffquant.evals.divergence import next_token_kl
 from diffquant.family.mask import Mask
 from diffquant.family.norm import PairNorm, pair_norm
 from diffquant.model.attention import DiffAttention

@@ -23,8 +23,8 @@ from diffquant.bench.environment import environment
 from diffquant.calib.calibration.observe import observe_ranges
 from diffquant.calib.calibration.observers import Observer
 from diffquant.data import books_text
+from diffquant.evals.divergence import next_token_kl
 from diffquant.evals.language_model import States
-from diffquant.evals.protocols.perplexity import next_token_kl
 from diffquant.evals.scoring import token_scores
 from diffquant.evals.stats import mean_interval, paired_difference
 from diffquant.evals.torch_model import TorchModel

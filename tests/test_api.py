@@ -18,7 +18,7 @@ from diffquant.source.source import open_source
 from diffquant.support import progress as progress_module
 from tests.support.checkpoints import write_checkpoint, write_llama
 
-VERBS = ["calibrate", "convert", "evaluate", "export", "generate", "load", "quantize", "search", "sweep"]
+VERBS = ["calibrate", "compare", "convert", "evaluate", "export", "generate", "load", "quantize", "search", "sweep"]
 IDS = torch.arange(11)[None]
 
 

@@ -1,9 +1,9 @@
-"""The commands that measure: sweep, eval."""
+"""The commands that measure: sweep, eval, and compare, which reads what was measured."""
 
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -26,8 +26,13 @@ from diffquant.cli.options import (
     chosen_device,
     widths,
 )
+from diffquant.errors import UsageError
 from diffquant.support.comma_lists import split_list
 from diffquant.support.progress import progress_for
+
+if TYPE_CHECKING:
+    from diffquant.sweep.grid import SweepOptions
+    from diffquant.sweep.result import SweepResult
 
 
 @dataclass(frozen=True)
@@ -40,6 +45,33 @@ class RunOptions:
     device_map: DeviceMap = None
     offload_folder: OffloadFolder = None
     as_json: AsJson = False
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """The options that say which processes measure a sweep's cells."""
+
+    workers: Annotated[
+        int | None,
+        typer.Option(
+            metavar="NUMBER",
+            min=1,
+            help="Number of processes, here or on the Ray cluster, which share the cores.",
+        ),
+    ] = None
+    devices: Annotated[
+        str, typer.Option(metavar="LIST", help="Devices such as cuda:0,cuda:1, in place of --device; a process each.")
+    ] = ""
+    ray: Annotated[
+        str | None,
+        typer.Option(metavar="ADDRESS", help="Ray cluster that measures; auto finds the one that runs here."),
+    ] = None
+    worker: Annotated[
+        bool,
+        typer.Option(
+            "--worker", help="Measure what no other --worker has claimed, and leave; the last one writes the tables."
+        ),
+    ] = False
 
 
 @verb("sweep transformer diff -o sweep --target logits --bits 16,8,6,4")
@@ -72,10 +104,12 @@ def sweep(
     ] = None,
     task_options: TaskOptions,
     run: RunOptions,
+    processes: EngineOptions,
 ) -> None:
     """Measure what each bit width costs, in a table and a page.
 
-    Exported folders may be among the models. Results that the folder holds already are not measured again.
+    Exported folders may be among the models. Results that the folder holds already are not measured again, and any
+    number of sweeps may write into one folder at a time.
     """
     from diffquant.sweep.grid import SweepOptions
 
@@ -94,16 +128,51 @@ def sweep(
         offload_folder=run.offload_folder,
     )
     from diffquant.export.targets import runtime_of
-    from diffquant.sweep.outputs import write_outputs
-    from diffquant.sweep.run import run_sweep
-    from diffquant.sweep.table import text_table
 
     chosen_device(run.device)
-    result = run_sweep(models, options, output, progress_for("sweep"), runtime_of)
-    written = write_outputs(result, output)
-    typer.echo(result.to_json() if run.as_json else text_table(result))
-    typer.echo(f"wrote {', '.join(map(str, written))}", err=run.as_json)
+    if processes.worker:
+        _work_along(models, options, output, processes, run.as_json)
+        return
+    from diffquant.sweep.engines.choice import chosen_engine
+    from diffquant.sweep.outputs import write_outputs
+    from diffquant.sweep.run import run_sweep
+
+    options, engine = chosen_engine(options, processes.workers, split_list(processes.devices), processes.ray, _note)
+    result = run_sweep(models, options, output, progress_for("sweep"), runtime_of, engine)
+    _show(result, write_outputs(result, output), run.as_json)
+
+
+def _work_along(
+    models: list[Path], options: "SweepOptions", output: Path, processes: EngineOptions, as_json: bool
+) -> None:
+    """Measure what no other process has claimed."""
+    from diffquant.export.targets import runtime_of
+    from diffquant.sweep.run import join_sweep
+
+    if processes.workers is not None or processes.devices or processes.ray:
+        raise UsageError("--worker is one process: leave out --workers, --devices and --ray, and start more of it")
+    result = join_sweep(models, options, output, progress_for("sweep"), runtime_of)
+    if result is None:
+        _note("nothing is left to claim; whoever finishes last writes the tables")
+        return
+    _show(result, [output / "sweep.json"], as_json)
+
+
+def _show(result: "SweepResult", written: list[Path], as_json: bool) -> None:
+    """Print a sweep's table.
+
+    Raises:
+        FailedCellsError: cells failed.
+    """
+    from diffquant.sweep.table import text_table
+
+    typer.echo(result.to_json() if as_json else text_table(result))
+    typer.echo(f"wrote {', '.join(map(str, written))}", err=as_json)
     result.require_complete()
+
+
+def _note(text: str) -> None:
+    typer.echo(text, err=True)
 
 
 @verb("eval model-4bit --task perplexity", name="eval")
@@ -141,3 +210,26 @@ def eval_(
     results = evaluate(at_revision(model, revision), recipe_options.given(), options, progress_for("eval"), runtime_of)
     as_dicts = {name: result.to_dict() for name, result in results.items()}
     typer.echo(json.dumps(as_dicts) if run.as_json else results_text(results))
+
+
+_SOURCE = (
+    "A sweep's folder; FOLDER@WORDS for its configuration of that model, target or scheme; or a samples_*.jsonl of "
+    "lm-eval."
+)
+
+
+@verb("compare sweep@16 sweep@6:tensor")
+def compare(
+    before: Annotated[str, typer.Argument(metavar="A", help=_SOURCE)],
+    after: Annotated[str, typer.Argument(metavar="B", help="The same, for what is compared with A.")],
+    *,
+    as_json: AsJson = False,
+) -> None:
+    """Compare two results on the same items, item by item.
+
+    Shows the paired difference with its 95 % interval, McNemar's exact test, and which items flipped.
+    """
+    from diffquant.sweep.compare import compare as compare_sources
+
+    report = compare_sources(before, after)
+    typer.echo(json.dumps(report.to_dict()) if as_json else report.summary())

@@ -1,6 +1,6 @@
 """Columns: what tables and plots show of a task's results. No torch here."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple, Protocol
 
@@ -42,19 +42,33 @@ class Drawn(NamedTuple):
     high: float
 
 
+class Change(NamedTuple):
+    """A way to tell how far a configuration is from 16 bits.
+
+    Attributes:
+        label: text of its axis.
+        is_log: whether it spans decades; it then has no sign.
+        of: function from results to the change with its 95 % interval; None where that was not measured.
+        text: function from a change to words, such as "-5.8 points [-10.4, -1.1]".
+    """
+
+    label: str
+    is_log: bool
+    of: Callable[[Compared], Drawn | None]
+    text: Callable[[Drawn], str]
+
+
 class Columns(Protocol):
     """The columns that a task's results fill in a table, and what a plot draws of them.
 
     Attributes:
         by_item: whether results are scores of items. Tables show such tasks first.
-        is_log: whether the change from 16 bits spans decades.
-        change_label: text of the axis of changes.
+        changes: ways to tell how far a configuration is from 16 bits, the one that resolves most first.
         score_label: text of the axis of scores.
     """
 
     by_item: ClassVar[bool]
-    is_log: ClassVar[bool]
-    change_label: ClassVar[str]
+    changes: ClassVar[Sequence[Change]]
     score_label: ClassVar[str]
 
     def heads(self, task: str, results: Sequence[TaskResult], alone: bool) -> list[str]:
@@ -64,8 +78,8 @@ class Columns(Protocol):
             alone: whether the table shows no other task that is scored by item.
         """
 
-    def texts(self, compared: Compared) -> list[str]:
-        """Texts of one row under the heads."""
+    def texts(self, compared: Compared, results: Sequence[TaskResult]) -> list[str]:
+        """Texts of one row under the heads of these results."""
 
     def record(self, task: str, compared: Compared) -> JsonObject:
         """Numbers of one row in full."""
@@ -73,14 +87,8 @@ class Columns(Protocol):
     def unmeasured(self) -> JsonObject:
         """Numbers that rows have also in a sweep without the task."""
 
-    def change(self, compared: Compared) -> Drawn | None:
-        """How far one row is from 16 bits, with its 95 % interval; None where that was not measured."""
-
     def score(self, compared: Compared) -> Drawn | None:
         """The score of one row by itself, with its 95 % interval; None where the change says it all."""
-
-    def change_text(self, change: Drawn) -> str:
-        """A change in words, such as "-5.8 points [-10.4, -1.1]"."""
 
     def notes(self, results: Sequence[TaskResult]) -> list[str]:
         """What a reader must know, over all tasks with these columns."""
@@ -114,6 +122,21 @@ class Accuracy:
         return cls(score, interval, change, _flips(result, baseline), recovery(change, _score(baseline).mean))
 
 
+def _points(compared: Compared) -> Drawn | None:
+    if compared.result is None:
+        return None
+    change = Accuracy.of(compared.result, compared.baseline).difference
+    return _drawn(change) if change else None
+
+
+def _points_text(change: Drawn) -> str:
+    return f"{change.value:+.1f} points [{change.low:+.1f}, {change.high:+.1f}]"
+
+
+# The paired difference of a score.
+POINTS = Change("difference from 16 bits, points", is_log=False, of=_points, text=_points_text)
+
+
 @dataclass(frozen=True)
 class ItemColumns:
     """Columns of a task that is scored item by item: score, difference from 16 bits, flips.
@@ -123,8 +146,7 @@ class ItemColumns:
     """
 
     by_item: ClassVar[bool] = True
-    is_log: ClassVar[bool] = False
-    change_label: ClassVar[str] = "difference from 16 bits, points"
+    changes: ClassVar[Sequence[Change]] = (POINTS,)
     score_label: ClassVar[str] = "score, %"
 
     named_alone: bool = True
@@ -134,7 +156,7 @@ class ItemColumns:
         prefix = f"{task} " if self.named_alone or not alone else ""
         return [f"{prefix}{metric} % [95 %]", "difference [95 %]", "flips"]
 
-    def texts(self, compared: Compared) -> list[str]:
+    def texts(self, compared: Compared, results: Sequence[TaskResult]) -> list[str]:  # noqa: ARG002
         if compared.result is None:
             return [FAILED, MISSING, MISSING]
         accuracy = Accuracy.of(compared.result, compared.baseline)
@@ -175,13 +197,6 @@ class ItemColumns:
     def unmeasured(self) -> JsonObject:
         return {}
 
-    def change(self, compared: Compared) -> Drawn | None:
-        """The paired difference from 16 bits, in points."""
-        if compared.result is None:
-            return None
-        change = Accuracy.of(compared.result, compared.baseline).difference
-        return _drawn(change) if change else None
-
     def score(self, compared: Compared) -> Drawn | None:
         """The score in percent."""
         if compared.result is None:
@@ -189,9 +204,6 @@ class ItemColumns:
         accuracy = Accuracy.of(compared.result, None)
         mean = accuracy.score.mean
         return _drawn(accuracy.interval or Difference(mean, mean, mean))
-
-    def change_text(self, change: Drawn) -> str:
-        return f"{change.value:+.1f} points [{change.low:+.1f}, {change.high:+.1f}]"
 
     def notes(self, results: Sequence[TaskResult]) -> list[str]:
         counts = sorted({_score(result).n for result in results})
@@ -204,6 +216,11 @@ class ItemColumns:
             "Student's for other scores. The difference from 16 bits, in points, is paired over the same items; flips "
             "are the items that became right (+) and wrong (-)."
         ]
+
+
+def kl_text(change: Drawn) -> str:
+    """A mean KL in words, with its interval where it has one."""
+    return f"KL {change.value:.2g}" + (f" [{change.low:.2g}, {change.high:.2g}]" if change.low < change.high else "")
 
 
 def number_text(value: float | None, spec: str) -> str:

@@ -7,7 +7,7 @@ batches of one length, so that there is no padding either.
 
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -34,21 +34,36 @@ class Score(NamedTuple):
     greedy: bool
 
 
+class Watcher(Protocol):
+    """Something that sees the states from which continuations are scored, as they pass."""
+
+    def see(self, owners: Sequence[int], states: States) -> None:
+        """Look at states, each with the index of the request whose token it predicts.
+
+        A request's states come in the order of its tokens, in one call or several.
+        """
+
+
 @torch.inference_mode()
 def score(
-    model: LanguageModel, requests: Sequence[Request], batch_tokens: int = BATCH_TOKENS, progress: Progress = silent
+    model: LanguageModel,
+    requests: Sequence[Request],
+    batch_tokens: int = BATCH_TOKENS,
+    progress: Progress = silent,
+    watcher: Watcher | None = None,
 ) -> list[Score]:
     """Score every request, in the order given.
 
     Args:
         batch_tokens: most tokens of one pass, cached context and padding included; bounds memory.
+        watcher: what sees the states that the scores are made of.
 
     Raises:
         NonFiniteError: the model's logits are not finite.
 
     Source: the numbers are those of lm-eval's HFLM (`_loglikelihood_tokens`).
     """
-    totals = _Totals(len(requests), progress)
+    totals = _Totals(len(requests), progress, watcher)
     run = _score_shared if model.shares_prefixes else _score_whole
     run(model, requests, batch_tokens, totals)
     if not totals.logprob.isfinite().all():
@@ -89,12 +104,13 @@ def _logits_entries(device: torch.device) -> int:
 class _Totals:
     """Running sums over each request's tokens."""
 
-    def __init__(self, count: int, progress: Progress) -> None:
+    def __init__(self, count: int, progress: Progress, watcher: Watcher | None) -> None:
         self.logprob = torch.zeros(count, dtype=torch.float64)
         self.greedy = torch.ones(count, dtype=torch.bool)
         self.count = count
         self.done = 0
         self.progress = progress
+        self.watcher = watcher
 
     def add(self, owners: list[int], logprobs: Tensor, greedy: Tensor) -> None:
         """Add tokens, with one entry each: its request, its log-probability, whether it was the likeliest."""
@@ -142,7 +158,11 @@ def _add_first_tokens(states: States, requests: Sequence[Request], owners: list[
     targets = torch.tensor([row + [0] * (most - len(row)) for row in first], device=states.values.device)
     real = torch.tensor([[column < len(row) for column in range(most)] for row in first])
     logprobs, greedy = token_scores(states, targets)
-    totals.add([i for group in owners for i in group], logprobs.cpu()[real], greedy.cpu()[real])
+    owner_of = [i for group in owners for i in group]
+    totals.add(owner_of, logprobs.cpu()[real], greedy.cpu()[real])
+    if totals.watcher:
+        rows = torch.tensor([row for row, group in enumerate(owners) for _ in group])
+        totals.watcher.see(owner_of, states[rows])
 
 
 def _add_further_tokens(
@@ -182,9 +202,8 @@ def _add_continuations(
     real = torch.tensor([[column < len(t) - 1 for column in range(width)] for t in tokens], device=device)
     cache.select(chosen)
     states = model.read(padded[:, :-1], torch.cat([mask[chosen], real.to(mask.dtype)], 1), cache)
-    logprobs, greedy = token_scores(states[real], padded[:, 1:][real].unsqueeze(1))
     owner_of = [i for i, t in zip(owners, tokens, strict=True) for _ in t[1:]]
-    totals.add(owner_of, logprobs.flatten(), greedy.flatten())
+    _add_tokens(states[real], padded[:, 1:][real], owner_of, totals)
 
 
 def _score_whole(model: LanguageModel, requests: Sequence[Request], batch_tokens: int, totals: _Totals) -> None:
@@ -206,6 +225,13 @@ def _add_sequences(model: LanguageModel, requests: list[Request], owners: list[i
     columns = torch.arange(1, tokens.shape[1], device=tokens.device)
     starts = torch.tensor([len(r.context) for r in requests], device=tokens.device)
     scored = columns >= starts.unsqueeze(1)
-    logprobs, greedy = token_scores(states[scored], tokens[:, 1:][scored].unsqueeze(1))
     owner_of = [i for i, r in zip(owners, requests, strict=True) for _ in r.continuation]
-    totals.add(owner_of, logprobs.flatten(), greedy.flatten())
+    _add_tokens(states[scored], tokens[:, 1:][scored], owner_of, totals)
+
+
+def _add_tokens(states: States, targets: Tensor, owners: list[int], totals: _Totals) -> None:
+    """Add tokens [N], each with the state that predicts it and its request."""
+    logprobs, greedy = token_scores(states, targets.unsqueeze(1))
+    totals.add(owners, logprobs.flatten(), greedy.flatten())
+    if totals.watcher:
+        totals.watcher.see(owners, states)

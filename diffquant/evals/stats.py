@@ -106,6 +106,20 @@ def flips(
     )
 
 
+def mcnemar(gained: int, lost: int) -> float:
+    """Two-sided p-value of as many items won as lost, by McNemar's exact test: items that did not flip tell nothing.
+
+    Source: McNemar, "Note on the sampling error of the difference between correlated proportions or percentages",
+    Psychometrika 12 (1947); its binomial form.
+    """
+    flipped = gained + lost
+    ways, tail = 1, 0
+    for count in range(min(gained, lost) + 1):
+        tail += ways
+        ways = ways * (flipped - count) // (count + 1)
+    return min(1.0, 2 * tail / (1 << flipped))
+
+
 def recovery(difference: Difference, baseline: float) -> Difference | None:
     """Quantized score over the 16-bit one, which is taken as it is, with its 95 % interval; None where that is 0."""
     if not baseline:

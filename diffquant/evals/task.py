@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Generic, Protocol, Self, TypeVar, cast
 
 from diffquant.errors import UsageError
+from diffquant.evals import defaults
 from diffquant.evals.columns import Columns
 from diffquant.evals.task_result import TaskResult
 from diffquant.support.plain_data import JsonObject
@@ -59,8 +60,18 @@ def at_least_one(option: TaskOption[int | None], values: Mapping[str, object]) -
     return count
 
 
+def _all_if_zero(count: int) -> int | None:
+    return count or None
+
+
 LIMIT = TaskOption[int | None]("limit", None, "Number of items per task; all by default.", int, minimum=2)
-TEXT = TaskOption[Path | None]("text", None, "Text for perplexity and needle; by default the prose that ships.", Path)
+TEXT = TaskOption[Path | None](
+    "text", None, "Text for perplexity, nll and needle; by default the prose that ships.", Path
+)
+CHARACTERS = TaskOption[int | None](
+    "characters", 65536, "Number of characters of the text to read; 0 reads all.", int, minimum=0, read=_all_if_zero
+)
+WINDOW = TaskOption("window", defaults.WINDOW, "Number of tokens that the model sees at once, of a text.", int)
 
 
 @dataclass(frozen=True)

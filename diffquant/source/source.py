@@ -123,9 +123,9 @@ class Source:
         """
         return load_tokenizer(self.path)
 
-    def __reduce__(self) -> "tuple[Callable[[Path, str], Source], tuple[Path, str]]":
+    def __reduce__(self) -> "tuple[Callable[[Path, str, FilesState], Source], tuple[Path, str, FilesState]]":
         # It travels to another process as its path, and is opened there.
-        return _open_again, (self.path, self.fingerprint)
+        return _open_again, (self.path, self.fingerprint, self.state)
 
     def check_unchanged(self) -> None:
         """Check that the checkpoint's files are those that were opened; to be called before a result is recorded.
@@ -176,13 +176,16 @@ def open_source(path: Path | str | Source | WeightSource) -> Source:
     return Source(checkpoint, adapter, check_tensors(checkpoint, adapter), state)
 
 
-def _open_again(path: Path, fingerprint: str) -> Source:
+def _open_again(path: Path, fingerprint: str, state: FilesState) -> Source:
     """A checkpoint that was opened in another process.
 
     Raises:
         CheckpointError: it is no longer the one that was opened there.
     """
     source = open_source(path)
-    if source.fingerprint != fingerprint:
+    if source.state == state:
+        # The very same files, which need not be read to be known.
+        vars(source)["fingerprint"] = fingerprint
+    elif source.fingerprint != fingerprint:
         raise source._changed()
     return source

@@ -12,7 +12,10 @@ from pathlib import Path
 _PACKAGE = Path(__file__).parents[1]
 
 # They show results and compute nothing of them.
-_SHOWING = ("diffquant.cli", "diffquant.report", "diffquant.evals.columns", "diffquant.evals.plots")
+_SHOWING = (
+    *("diffquant.cli", "diffquant.report"),
+    *(f"diffquant.evals.{name}" for name in ("columns", "margin_columns", "position_columns", "plots")),
+)
 
 # An import of ours wherever it stands, inside functions too: they are most of those that torch hangs on.
 _IMPORT = re.compile(

@@ -3,6 +3,7 @@
 import hashlib
 import json
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from diffquant.support.files import write_atomically
@@ -27,13 +28,18 @@ class Cell:
         """SHA-256 of the key."""
         return hashlib.sha256(json.dumps(self.key, sort_keys=True).encode()).hexdigest()
 
+    @cached_property
+    def name(self) -> str:
+        """Name of its files, without their endings."""
+        return self.address[:32]
+
     @property
     def path(self) -> Path:
-        return self.folder / f"{self.address[:32]}.json"
+        return self.folder / f"{self.name}.json"
 
     @property
     def failure_path(self) -> Path:
-        return self.path.with_suffix(".failed.json")
+        return self.folder / f"{self.name}.failed.json"
 
     def read(self) -> Measurement | None:
         """The measurement; None where there is none, or one that is not what was written."""
@@ -56,7 +62,9 @@ class Cell:
         write_atomically(self.path, json.dumps(entry, indent=1) + "\n")
         self.failure_path.unlink(missing_ok=True)
 
-    def read_failure(self) -> str:
-        """One line that says what went wrong the last time."""
-        error: str = json.loads(self.failure_path.read_text(encoding="utf-8"))["error"]
-        return error
+    def read_failure(self) -> str | None:
+        """One line that says what went wrong the last time; None where nothing is known to have."""
+        try:
+            return str(parse_json(self.failure_path.read_bytes())["error"])
+        except (OSError, ValueError, LookupError, TypeError):
+            return None

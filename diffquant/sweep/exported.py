@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -115,6 +115,14 @@ class ExportedSubject:
         touched = folder_state(self.folder) != self.state
         if touched and self.runtime.describe(self.folder, self.device) != self.model:
             raise CheckpointError(f"{self.folder} changed while it was in use; run the same command again")
+
+    def on(self, device: str) -> "ExportedSubject":
+        compared = self.compared_with.on(device) if self.compared_with else None
+        return replace(self, compared_with=compared, setup=replace(self.setup, device=device), device=device)
+
+    @property
+    def held_bytes(self) -> int:
+        return self.model.weight_bytes + (self.compared_with.held_bytes if self.compared_with else 0)
 
     def open(self) -> "ExportedSession":
         return ExportedSession(self, self.compared_with.open() if self.compared_with else None)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from diffquant.evals.columns import Columns, Drawn
+from diffquant.evals.columns import Drawn
 from diffquant.evals.tasks import kind_of
 from diffquant.sweep.result import SweepResult
 from diffquant.sweep.table import Row, rows, tasks_of
@@ -13,8 +13,12 @@ class _Change(NamedTuple):
     row: Row
     drawn: Drawn
 
-    def named(self, columns: Columns) -> str:
-        return f"{self.row.model} at {self.row.point.label}, {columns.change_text(self.drawn)}"
+    def named(self, task: str) -> str:
+        """The row with all that is known of its change."""
+        compared = self.row.results[task]
+        known = [(change, change.of(compared)) for change in kind_of(task).columns.changes]
+        texts = [change.text(drawn) for change, drawn in known if drawn is not None]
+        return ", ".join([f"{self.row.model} at {self.row.point.label}", *texts])
 
 
 def headline(sweep: SweepResult) -> list[str]:
@@ -22,32 +26,44 @@ def headline(sweep: SweepResult) -> list[str]:
     sentences = [f"{len(sweep.failed)} of {len(sweep.cells)} cells failed."] if sweep.failed else []
     table = rows(sweep)
     for task in tasks_of(sweep):
-        columns = kind_of(task).columns
-        measured = [(row, columns.change(row.results[task])) for row in table if row.results[task].result]
-        changes = [_Change(row, drawn) for row, drawn in measured if drawn is not None]
+        changes = _leading_changes(task, table)
         if changes:
-            sentences.append(_of_items(task, columns, changes) if columns.by_item else _of_text(task, columns, changes))
+            tell = _of_items if kind_of(task).columns.by_item else _of_text
+            sentences.append(tell(task, changes))
     return sentences or ["Nothing here is compared with 16 bits."]
 
 
-def _of_items(task: str, columns: Columns, changes: Sequence[_Change]) -> str:
+def _leading_changes(task: str, table: Sequence[Row]) -> list[_Change]:
+    """The changes from 16 bits by the first measure that was taken of any row; one with a sign if items can be lost."""
+    columns = kind_of(task).columns
+    for change in columns.changes:
+        if columns.by_item and change.is_log:
+            continue
+        measured = [(row, change.of(row.results[task])) for row in table if row.results[task].result]
+        changes = [_Change(row, drawn) for row, drawn in measured if drawn is not None]
+        if changes:
+            return changes
+    return []
+
+
+def _of_items(task: str, changes: Sequence[_Change]) -> str:
     worst = min(changes, key=lambda change: change.drawn.value)
     lower = [change for change in changes if change.drawn.high < 0]
     of_all = f"of {len(changes)} configurations"
     if not lower:
         return (
             f"{task}: no measurable loss in any {of_all}, whose intervals all reach 0; the lowest is "
-            f"{worst.named(columns)}."
+            f"{worst.named(task)}."
         )
-    told = f"{task}: {len(lower)} {of_all} lose; the most is lost by {worst.named(columns)}."
+    told = f"{task}: {len(lower)} {of_all} lose; the most is lost by {worst.named(task)}."
     kept = [change.row.point.bits for change in changes]
     safe = min((bits for bits in kept if bits > max(change.row.point.bits for change in lower)), default=None)
     return told if safe is None else f"{told} From {safe} bits up no loss is measurable."
 
 
-def _of_text(task: str, columns: Columns, changes: Sequence[_Change]) -> str:
+def _of_text(task: str, changes: Sequence[_Change]) -> str:
     ordered = sorted(changes, key=lambda change: change.drawn.value)
-    least, most = (change.named(columns) for change in (ordered[0], ordered[-1]))
+    least, most = (change.named(task) for change in (ordered[0], ordered[-1]))
     if len(ordered) == 1:
         return f"{task}: {most}."
     return f"{task}: least changed is {least}; most is {most}."

@@ -5,13 +5,13 @@ A panel is what is quantized at one granularity, a line in it is a model.
 Source: the presentation follows figure 8 of arXiv 2410.05258.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from diffquant.errors import UsageError
-from diffquant.evals.columns import Compared, Drawn
+from diffquant.evals.columns import Change, Compared, Drawn
 from diffquant.evals.tasks import kind_of
 from diffquant.report.plots import REFERENCE, Tips, as_svg, literal, look, new_figure, plain_log_scale, tidy
 from diffquant.sweep.grid import EXPORTED, RECIPE, Point
@@ -93,7 +93,15 @@ class Chart:
 
 def bands(sweep: SweepResult) -> list[Band]:
     """What there is to draw, in the table's order of tasks; what failed is left out."""
-    return [band for task in tasks_of(sweep) for band in (_band(sweep, task, True), _band(sweep, task, False)) if band]
+    found = [
+        band
+        for task in tasks_of(sweep)
+        for band in (
+            *(_change_band(sweep, task, change) for change in kind_of(task).columns.changes),
+            _score_band(sweep, task),
+        )
+    ]
+    return [band for band in found if band.lines]
 
 
 def plot(sweep: SweepResult, path: Path) -> None:
@@ -131,9 +139,19 @@ def bars_text(drawn: Sequence[Band]) -> str:
     return "bars: 95 % intervals, of differences paired over the same items; dashed: 16 bits"
 
 
-def _band(sweep: SweepResult, task: str, is_change: bool) -> Band | None:
+def _change_band(sweep: SweepResult, task: str, change: Change) -> Band:
+    return Band(task, change.label, True, change.is_log, _lines(sweep, task, change.of, is_change=True))
+
+
+def _score_band(sweep: SweepResult, task: str) -> Band:
     columns = kind_of(task).columns
-    drawn_by = columns.change if is_change else columns.score
+    return Band(task, columns.score_label, False, False, _lines(sweep, task, columns.score, is_change=False))
+
+
+def _lines(
+    sweep: SweepResult, task: str, drawn_by: Callable[[Compared], Drawn | None], is_change: bool
+) -> dict[str, list[BitsLine]]:
+    """The lines of a task by their panel's title; a change has nothing at 16 bits."""
     full: dict[str, Drawn | None] = {}
     drawn: dict[tuple[str, str], list[tuple[int, Drawn]]] = {}
     for row in rows(sweep):
@@ -147,8 +165,7 @@ def _band(sweep: SweepResult, task: str, is_change: bool) -> Band | None:
     for (title, model), narrow in drawn.items():
         at_16 = None if is_change else full.get(model)
         lines.setdefault(title, []).append(BitsLine(model, tuple(narrow), at_16))
-    label = columns.change_label if is_change else columns.score_label
-    return Band(task, label, is_change, is_change and columns.is_log, lines) if lines else None
+    return lines
 
 
 def _figure(drawn: list[Band]) -> "Figure":

@@ -2,7 +2,7 @@
 
 import gc
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -55,6 +55,17 @@ class Subject(Protocol):
 
     def modules(self, recipe: Recipe) -> tuple[str, ...]:
         """Names of the modules that a result's computation starts from, beside the task's."""
+
+    @property
+    def device(self) -> str:
+        """Name of the device that computes."""
+
+    def on(self, device: str) -> "Subject":
+        """The same on another device of the same kind, where its results are the same."""
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of weights that a session holds at most."""
 
     def open(self) -> Session:
         """A session that holds nothing yet."""
@@ -119,6 +130,17 @@ class CheckpointSubject:
 
     def modules(self, recipe: Recipe) -> tuple[str, ...]:
         return (__name__, type(rounding_named(recipe.rounding.name)).__module__)
+
+    @property
+    def device(self) -> str:
+        return self.setup.device
+
+    def on(self, device: str) -> "CheckpointSubject":
+        return replace(self, setup=replace(self.setup, device=device))
+
+    @property
+    def held_bytes(self) -> int:
+        return self.source.weights * self.setup.dtype.itemsize
 
     def open(self) -> "CheckpointSession":
         return CheckpointSession(self)

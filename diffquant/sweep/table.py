@@ -38,7 +38,7 @@ def rows(sweep: SweepResult) -> list[Row]:
 
 def text_table(sweep: SweepResult) -> str:
     """The table as text: aligned columns, and below them what the numbers are."""
-    heads, lines = _columns(sweep), [_texts(row) for row in rows(sweep)]
+    heads, lines = cells_of(sweep)
     return "\n".join([*aligned(heads, lines, names=3), "", *notes(sweep)])
 
 
@@ -54,7 +54,7 @@ def json_rows(sweep: SweepResult) -> list[JsonObject]:
 
 def cells_of(sweep: SweepResult) -> tuple[list[str], list[list[str]]]:
     """The text table's heads and lines, unaligned."""
-    return _columns(sweep), [_texts(row) for row in rows(sweep)]
+    return _columns(sweep), [_texts(row, sweep) for row in rows(sweep)]
 
 
 def notes(sweep: SweepResult) -> list[str]:
@@ -65,9 +65,11 @@ def notes(sweep: SweepResult) -> list[str]:
         results_by_columns.setdefault(type(kind_of(task).columns), []).extend(_results(sweep, task))
     texts = [note for kind, results in results_by_columns.items() for note in columns_of[kind].notes(results)]
     compared = sum(
-        kind_of(task).columns.by_item and kind_of(task).columns.change(result) is not None
+        change.of(result) is not None
         for row in rows(sweep)
         for task, result in row.results.items()
+        for change in kind_of(task).columns.changes
+        if not change.is_log
     )
     if compared > 1:
         texts.append(
@@ -127,8 +129,12 @@ def _columns(sweep: SweepResult) -> list[str]:
     return ["model", "target", "scheme", *(head for of_task in heads for head in of_task), "stored"]
 
 
-def _texts(row: Row) -> list[str]:
-    texts = [text for task, compared in row.results.items() for text in kind_of(task).columns.texts(compared)]
+def _texts(row: Row, sweep: SweepResult) -> list[str]:
+    texts = [
+        text
+        for task, compared in row.results.items()
+        for text in kind_of(task).columns.texts(compared, _results(sweep, task))
+    ]
     return [row.model, row.point.target or MISSING, row.point.scheme, *texts, _stored(row)]
 
 

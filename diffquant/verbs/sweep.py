@@ -1,11 +1,13 @@
 """The verb `sweep`: a grid of bit widths, measured and written."""
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 
 from diffquant.export.targets import runtime_of
 from diffquant.source.places import DeviceMap
 from diffquant.support.progress import Progress, progress_for
+from diffquant.sweep.engines.choice import chosen_engine
 from diffquant.sweep.grid import SweepOptions
 from diffquant.sweep.outputs import write_outputs
 from diffquant.sweep.result import SweepResult
@@ -28,6 +30,9 @@ def sweep(
     device: str = "auto",
     device_map: DeviceMap | None = None,
     offload_folder: Path | str | None = None,
+    workers: int | None = None,
+    devices: str | Sequence[str] = (),
+    ray: str | None = None,
     progress: Progress | None = None,
     **task_options: object,
 ) -> SweepResult:
@@ -35,7 +40,7 @@ def sweep(
 
         diffquant.sweep(["needle-diff-v1", "needle-transformer"], "run", "needle", bits="16,8,4", limit=20)
 
-    Cells that `output` holds already are not measured again.
+    Cells that `output` holds already are not measured again, and other sweeps may write into it at the same time.
 
     Args:
         models: a checkpoint, or several, such as a Transformer beside its DIFF; exported folders.
@@ -50,6 +55,9 @@ def sweep(
         attention: name of an attention backend, or "auto".
         device: device that models run on; "auto" is CUDA where there is one, else the processor.
         device_map, offload_folder: places of a model that is larger than one device, as `load` takes them.
+        workers: number of processes on this machine, or on the Ray cluster, which share the cells.
+        devices: devices such as "cuda:0,cuda:1", in place of `device`; a process each.
+        ray: address of a Ray cluster that measures; "auto" finds the one that runs on this machine.
         progress: function called with the cells done; by default a line on a terminal, one per minute in a log.
         task_options: options of the tasks, such as limit=100 or lengths="64,128".
 
@@ -75,7 +83,8 @@ def sweep(
         device_map=device_map,
         offload_folder=path_or_none(offload_folder),
     )
-    result = run_sweep(paths(models), options, Path(output), progress or progress_for("sweep"), runtime_of)
+    options, engine = chosen_engine(options, workers, texts(devices), ray, logging.getLogger(__name__).info)
+    result = run_sweep(paths(models), options, Path(output), progress or progress_for("sweep"), runtime_of, engine)
     write_outputs(result, Path(output))
     result.require_complete()
     return result

@@ -9,7 +9,7 @@ from settings import Schedule
 from torch import Tensor
 from torch.nn.functional import cross_entropy, linear
 
-from diffquant.evals.protocols.perplexity import next_token_kl
+from diffquant.evals.divergence import next_token_kl
 from diffquant.model.modeling import DiffTransformer
 
 # Tokens whose logits exist at once: 0.8 GB in float32 for a vocabulary of 49,152.

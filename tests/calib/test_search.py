@@ -25,7 +25,7 @@ from diffquant.calib.search.sensitivity import Sensitivity
 from diffquant.calib.search.table import search_table, uniform_kl
 from diffquant.calib.search.units import Unit, find_units, to_recipe
 from diffquant.errors import CheckpointError, GroupSizeError, UsageError
-from diffquant.evals.protocols.perplexity import next_token_kl
+from diffquant.evals.divergence import next_token_kl
 from diffquant.formats.opening import open_checkpoint
 from diffquant.loading import load
 from diffquant.model.adapters import adapter_for

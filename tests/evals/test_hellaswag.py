@@ -92,6 +92,8 @@ def test_gzip_that_unpacks_to_more_than_any_items_is_refused_before_it_is_unpack
 
 
 def test_acc_counts_sums_and_acc_norm_divides_by_characters():
-    outcome = HellaSwagOutcome(logprobs=[[-4.0, -5.0]], choices=[0], choices_norm=[1], labels=[1])
+    outcome = HellaSwagOutcome(
+        logprobs=[[-4.0, -5.0]], choices=[0], choices_norm=[1], labels=[1], margins=[0.1], tokens=[2], kl=None
+    )
     assert outcome.correct == [False]
     assert outcome.correct_norm == [True]

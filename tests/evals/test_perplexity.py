@@ -6,8 +6,9 @@ from torch.nn.functional import cross_entropy, kl_div
 
 from diffquant import data
 from diffquant.errors import NonFiniteError, UsageError
-from diffquant.evals.protocols import perplexity
-from diffquant.evals.protocols.perplexity import next_token_kl, reference_of, score_text
+from diffquant.evals import divergence
+from diffquant.evals.divergence import next_token_kl
+from diffquant.evals.protocols.perplexity import reference_of, score_text
 from diffquant.evals.torch_model import TorchModel
 from diffquant.text.corpus import load_text
 from tests.support import tiny_lm
@@ -48,7 +49,7 @@ def test_strided_windows_predict_every_token_once_with_their_context(window, str
 
 
 def test_windows_tell_apart_what_the_mean_sums_over(monkeypatch):
-    monkeypatch.setattr(perplexity, "_KL_ENTRIES", 7 * tiny_lm.WORDS)
+    monkeypatch.setattr(divergence, "_KL_ENTRIES", 7 * tiny_lm.WORDS)
     model, other, tokenizer = tiny_lm.llama(), tiny_lm.llama(seed=1), tiny_lm.tokenizer()
     tokens = [0, *tokenizer.encode(TEXT[:400])]
     reference = reference_of(TorchModel(model), tokenizer, TEXT[:400], 64, 64)
@@ -62,7 +63,7 @@ def test_windows_tell_apart_what_the_mean_sums_over(monkeypatch):
 
 
 def test_kl_is_the_mean_over_positions_of_torchs_kl_over_the_whole_vocabulary(monkeypatch):
-    monkeypatch.setattr(perplexity, "_KL_ENTRIES", 7 * tiny_lm.WORDS)
+    monkeypatch.setattr(divergence, "_KL_ENTRIES", 7 * tiny_lm.WORDS)
     model, other, tokenizer = tiny_lm.llama(2048), tiny_lm.llama(2048, seed=1), tiny_lm.tokenizer()
     tokens = tokenizer.encode(TEXT)
     p, q = (full_logits(m, tokens).log_softmax(-1) for m in (model, other))

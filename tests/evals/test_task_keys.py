@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from diffquant.errors import UsageError
 from diffquant.evals.columns import Compared
-from diffquant.evals.tasks import kind_of, make_tasks
+from diffquant.evals.tasks import kind_of, make_tasks, task_options
 from diffquant.sweep.measurement import Measurement
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results"
@@ -80,7 +81,9 @@ def test_committed_cells_read_and_write_as_they_are(path):
         assert result.to_dict() == cell["result"]
         # What is compared with itself has no difference, and what is compared with nothing no KL.
         columns, compared = kind_of(cell["task"]).columns, Compared(result.result, result.result)
-        drawn = [each for each in (columns.change(compared), columns.score(compared)) if each]
+        drawn = [
+            each for each in (*(change.of(compared) for change in columns.changes), columns.score(compared)) if each
+        ]
         assert all(each.low <= each.value <= each.high for each in drawn)
         assert drawn or cell["bits"] == 16
 
@@ -103,3 +106,12 @@ def _in_todays_format(identity):
         return identity
     assert identity["items"] in (1, 2)
     return identity | {"items": 2}
+
+
+def test_an_option_that_no_task_has_is_refused():
+    with pytest.raises(UsageError, match="perplexity: limit would change nothing; possible are characters, stride"):
+        make_tasks(["perplexity"], {"limit": 5, "characters": 5000}, 4096)
+    with pytest.raises(UsageError, match="hellaswag: characters, window would change nothing"):
+        make_tasks(["hellaswag"], {"limit": 5, "characters": 5000, "window": 64}, 4096)
+    every_default = {option.name: option.default for option in task_options()}
+    assert len(make_tasks(["perplexity", "hellaswag"], every_default | {"limit": 5, "window": 1000}, 4096)) == 2

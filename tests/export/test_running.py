@@ -263,6 +263,8 @@ def test_an_export_is_a_row_of_the_sweep_compared_with_its_source(source, plain,
     assert exported.point.compared_with == source
     records = json_rows(result)
     assert records[2]["hellaswag difference"] == 0
+    assert records[2]["hellaswag kl"] == pytest.approx(0, abs=1e-5)
+    assert records[2]["hellaswag margin_change"] == pytest.approx(0, abs=1e-4)
     assert records[2]["perplexity"] == pytest.approx(records[0]["perplexity"], rel=1e-4)
     assert records[2]["kl"] == pytest.approx(0, abs=1e-6)
     assert exported.weight_bytes == sum((plain / name).stat().st_size for name in ("model.onnx", "model.onnx.data"))

@@ -1,12 +1,29 @@
-"""Engines: any order gives the same cells, and what an engine is given can be sent elsewhere."""
+"""Engines: whoever measures a sweep's cells, they are the same; what dies is replaced, and what is gone is named."""
 
+import json
+import os
 import pickle
+import shutil
+import signal
+import subprocess
+import sys
+import threading
 from dataclasses import replace
 
 import pytest
 
-from diffquant.sweep import SweepOptions, engines, run_sweep
-from diffquant.sweep.engines.local import measure_job
+from diffquant.bench.programs.sleepers import Sleeper, scores, sleeping_work
+from diffquant.errors import CheckpointError, DiffQuantError, MissingDependencyError, UsageError
+from diffquant.support.progress import silent
+from diffquant.sweep import SweepOptions, run_sweep
+from diffquant.sweep.addresses import check_alike
+from diffquant.sweep.crew import Crew
+from diffquant.sweep.engines import local
+from diffquant.sweep.engines.choice import chosen_engine
+from diffquant.sweep.engines.local import LocalEngine
+from diffquant.sweep.run import join_sweep
+from diffquant.sweep.session import CheckpointSession
+from diffquant.sweep.worker import Worker
 from tests.support import tiny_lm
 
 OPTIONS = SweepOptions(
@@ -17,29 +34,7 @@ OPTIONS = SweepOptions(
     task_options={"limit": 4, "characters": 500, "window": 64, "stride": 32},
     dtype="float32",
 )
-
-
-class Backwards:
-    """Runs the last cell first, each in a session of its own."""
-
-    def run(self, batches, recorder):
-        for batch in reversed(batches):
-            for job in reversed(batch.jobs):
-                session = batch.subject.open()
-                recorder.done(job, measure_job(session, job, recorder.progress_of(job)))
-
-
-class Elsewhere:
-    """Sends every batch away and takes outcomes back, as bytes."""
-
-    def run(self, batches, recorder):
-        for batch in batches:
-            sent = pickle.loads(pickle.dumps(batch))
-            assert sent.subject.source is not batch.subject.source
-            session = sent.subject.open()
-            for job, there in zip(batch.jobs, sent.jobs, strict=True):
-                outcome = measure_job(session, there, lambda *_: None)
-                recorder.done(job, pickle.loads(pickle.dumps(outcome)))
+CELLS = 6
 
 
 @pytest.fixture(scope="module")
@@ -47,41 +42,265 @@ def model(tmp_path_factory):
     return tiny_lm.write_diff_v2(tmp_path_factory.mktemp("models") / "diff-v2")
 
 
-@pytest.fixture
-def names(monkeypatch):
-    engines.engine_named("local")
-    monkeypatch.setattr(engines, "_ENGINES", dict(engines._ENGINES))
-    engines.register("backwards", Backwards)
-    engines.register("elsewhere", Elsewhere)
-    with pytest.raises(ValueError, match="registered twice"):
-        engines.register("backwards", Backwards)
-    return ("local", "backwards", "elsewhere")
+@pytest.fixture(scope="module")
+def undisturbed(model, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sweep")
+    run_sweep([model], OPTIONS, folder)
+    return folder
 
 
-def test_every_engine_gives_the_same_cells(model, names, tmp_path):
-    results = {name: run_sweep([model], OPTIONS, tmp_path / name, engine=name) for name in names}
-    cells = {}
-    for name, result in results.items():
+def lasting(folder):
+    """A folder's sweep.json without dates and seconds, as text."""
+    sweep = json.loads((folder / "sweep.json").read_text())
+    sweep["settings"]["date"] = ""
+    for cell in sweep["cells"]:
+        cell["result"]["seconds"] = 0
+    return json.dumps(sweep, indent=1)
+
+
+def left_over(folder):
+    return [file.name for file in (folder / "cells").iterdir() if file.suffix != ".json"]
+
+
+class Backwards:
+    """Works from the last batch on, in pieces that each travel as bytes."""
+
+    def run(self, work, progress):
+        for batch in reversed(work.batches):
+            sent = pickle.loads(pickle.dumps(replace(work, batches=(batch,))))
+            assert sent.batches[0].subject.source is not batch.subject.source
+            Worker(sent, progress).run(is_patient=True)
+
+
+class Stopping:
+    """Stops as Ctrl-C does, after some cells."""
+
+    def __init__(self, cells):
+        self.cells = cells
+
+    def run(self, work, progress):
+        def stop(done, total, what):
+            if done == self.cells:
+                raise KeyboardInterrupt
+
+        Worker(work, stop).run(is_patient=True)
+
+
+def test_every_engine_gives_the_same_sweep(model, undisturbed, tmp_path):
+    expected = lasting(undisturbed)
+    for name, engine in {"backwards": Backwards(), "processes": LocalEngine(2)}.items():
+        run_sweep([model], OPTIONS, tmp_path / name, engine=engine).require_complete()
+        assert lasting(tmp_path / name) == expected
+        assert not left_over(tmp_path / name)
+
+
+def test_a_sweep_that_stops_under_one_engine_goes_on_under_another(model, undisturbed, tmp_path):
+    with pytest.raises(KeyboardInterrupt, match=f"2 of {CELLS} cells are done"):
+        run_sweep([model], OPTIONS, tmp_path, engine=Stopping(2))
+    with pytest.raises(KeyboardInterrupt, match=f"3 of {CELLS} cells are done"):
+        run_sweep([model], OPTIONS, tmp_path, engine=Stopping(1))
+    assert join_sweep([model], OPTIONS, tmp_path) is not None
+    assert lasting(tmp_path) == lasting(undisturbed)
+
+
+def test_sweeps_into_one_folder_at_once_measure_each_cell_once_and_all_end_well(
+    model, undisturbed, tmp_path, monkeypatch
+):
+    measure, measured = CheckpointSession.measure, []
+
+    def counted(self, task, recipe, progress):
+        measured.append((task.name, recipe))
+        return measure(self, task, recipe, progress)
+
+    monkeypatch.setattr(CheckpointSession, "measure", counted)
+    ended = []
+
+    def sweep():
+        result = run_sweep([model], OPTIONS, tmp_path)
         result.require_complete()
-        cells[name] = [(c.point.label, c.task, replace(c.measurement, seconds=0)) for c in result.cells]
-    assert cells["backwards"] == cells["local"]
-    assert cells["elsewhere"] == cells["local"]
-    files = [{file.name for file in (tmp_path / name / "cells").iterdir()} for name in names]
-    assert files[0] == files[1] == files[2]
+        ended.append(result)
+
+    threads = [threading.Thread(target=sweep) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(ended) == 3
+    assert len(measured) == CELLS
+    assert lasting(tmp_path) == lasting(undisturbed)
 
 
-def test_a_batch_holds_the_cells_of_one_set_of_weights(model, monkeypatch, tmp_path):
-    engines.engine_named("local")
-    monkeypatch.setattr(engines, "_ENGINES", dict(engines._ENGINES))
-    seen = []
+def test_workers_on_a_folder_share_its_cells_and_the_last_one_writes_the_tables(
+    model, undisturbed, tmp_path, monkeypatch
+):
+    measure, both_measure = CheckpointSession.measure, threading.Barrier(2, timeout=60)
+    first = set()
 
-    class Watching(engines._ENGINES["local"]):
-        def run(self, batches, recorder):
-            seen.extend(batches)
-            super().run(batches, recorder)
+    def together(self, task, recipe, progress):
+        if threading.get_ident() not in first:
+            first.add(threading.get_ident())
+            both_measure.wait()
+        return measure(self, task, recipe, progress)
 
-    engines.register("watching", Watching)
-    run_sweep([model], OPTIONS, tmp_path, engine="watching")
-    weights = [[str(job.point.recipe.weights) for job in batch.jobs] for batch in seen]
-    assert weights == [["16"] * 4, ["4:row"] * 2]
-    assert seen[0].subject is seen[1].subject
+    monkeypatch.setattr(CheckpointSession, "measure", together)
+    ended = []
+    threads = [threading.Thread(target=lambda: ended.append(join_sweep([model], OPTIONS, tmp_path))) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(ended) == 2
+    assert any(ended)
+    assert {"sweep.json", "table.csv", "report.html"} < {file.name for file in tmp_path.iterdir()}
+    assert lasting(tmp_path) == lasting(undisturbed)
+    assert not left_over(tmp_path)
+
+
+def test_a_worker_leaves_cells_whose_holder_is_alive(model, tmp_path, monkeypatch):
+    measure, held, ended = CheckpointSession.measure, threading.Event(), threading.Event()
+
+    def slow(self, task, recipe, progress):
+        held.set()
+        ended.wait(60)
+        return measure(self, task, recipe, progress)
+
+    options = replace(OPTIONS, tasks=("perplexity",), bits=(16,))
+    monkeypatch.setattr(CheckpointSession, "measure", slow)
+    other = threading.Thread(target=run_sweep, args=([model], options, tmp_path))
+    other.start()
+    held.wait(60)
+    assert join_sweep([model], options, tmp_path) is None
+    assert not (tmp_path / "sweep.json").exists()
+    ended.set()
+    other.join()
+    assert (tmp_path / "sweep.json").exists()
+
+
+def test_a_worker_that_is_killed_is_replaced_and_its_cell_tried_again(tmp_path, caplog):
+    killed = []
+
+    def kill_the_first_holder(done, total, what):
+        for claim in [] if killed else tmp_path.glob("*.claim"):
+            if content := claim.read_text():
+                killed.append(json.loads(content)["pid"])
+                os.kill(killed[0], signal.SIGKILL)
+                break
+
+    LocalEngine(2).run(sleeping_work(tmp_path, 4, 60, 0.05), kill_the_first_holder)
+    assert f"the worker in process {killed[0]} died; another takes its place" in caplog.text
+    assert len(scores(tmp_path)) == 60
+    assert {file.suffix for file in tmp_path.iterdir()} == {".json"}
+
+
+def test_a_cell_that_kills_its_worker_twice_is_reported_and_the_others_are_measured(tmp_path):
+    work = sleeping_work(tmp_path, 2, 10, 0.0, deadly={"cell 3"})
+    LocalEngine(2).run(work, silent)
+    assert sorted(scores(tmp_path)) == sorted(f"cell {number}" for number in range(10) if number != 3)
+    (lost,) = [job for job in work.jobs if job.cell.read() is None]
+    assert lost.cell.read_failure().startswith("the process that measured it died, 2 times")
+    assert {file.suffix for file in tmp_path.iterdir()} == {".json"}
+    # The next run tries it anew.
+    Worker(sleeping_work(tmp_path, 2, 10, 0.0), silent).run(is_patient=True)
+    assert len(scores(tmp_path)) == 10
+
+
+def test_workers_end_with_the_process_that_started_them(tmp_path):
+    code = (
+        "from diffquant.bench.programs.sleepers import sleeping_work; from diffquant.support.progress import silent\n"
+        "from diffquant.sweep.engines.local import LocalEngine; from pathlib import Path\n"
+        f"LocalEngine(2).run(sleeping_work(Path({str(tmp_path)!r}), 4, 1000, 0.05), silent)\n"
+    )
+    driver = subprocess.Popen([sys.executable, "-c", code])
+    while len(scores(tmp_path)) < 4:
+        assert driver.poll() is None
+        threading.Event().wait(0.05)
+    driver.kill()
+    driver.wait()
+    # Those that go on would make a new cell in much less than a second; those that end take the time they need.
+    count = -1
+    while count != len(scores(tmp_path)) or list(tmp_path.glob("*.claim")):
+        count = len(scores(tmp_path))
+        threading.Event().wait(1.0)
+    assert count < 1000
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_folder_that_vanishes_is_named(tmp_path, workers):
+    work = sleeping_work(tmp_path / "cells", 2, 20, 0.05)
+
+    def vanish(done, total, what):
+        if done:
+            shutil.rmtree(tmp_path / "cells", ignore_errors=True)
+
+    with pytest.raises(DiffQuantError, match=f"{tmp_path}/cells, where the sweep's cells lie, cannot be read any more"):
+        LocalEngine(workers).run(work, vanish)
+
+
+@pytest.mark.parametrize(
+    ("ending", "said"),
+    [("failed", "every worker failed"), ("died", "workers die before they measure anything")],
+)
+def test_workers_that_fail_or_die_at_once_end_the_sweep(tmp_path, ending, said):
+    class Gone:
+        name = "nowhere"
+
+        def end(self):
+            return ending
+
+        def stop(self):
+            pass
+
+    with pytest.raises(DiffQuantError, match=said):
+        Crew(sleeping_work(tmp_path, 1, 2, 0.0), 2, lambda place: Gone()).run(silent)
+
+
+def test_more_workers_than_memory_holds_are_refused_before_a_cell(tmp_path, monkeypatch):
+    monkeypatch.setattr(Sleeper, "held_bytes", 4 * 10**9)
+    monkeypatch.setattr(local, "free_memory", lambda: 9 * 10**9)
+    monkeypatch.setattr(Crew, "run", lambda self, progress: None)
+    work, said = sleeping_work(tmp_path, 1, 2, 0.0), []
+    with pytest.raises(UsageError, match=r"3 x 4\.00 GB of weights in 9\.00 GB of main memory that are free"):
+        LocalEngine(3, say=said.append).run(work, silent)
+    LocalEngine(2, say=said.append).run(work, silent)
+    assert said == ["2 workers with 1 thread each; 2 x 4.00 GB of weights in 9.00 GB of main memory that are free"]
+
+
+def test_options_that_exclude_each_other_are_refused():
+    for options, values, said in (
+        (SweepOptions(device="cpu"), (None, ("cpu",), None), "--devices takes the place of --device"),
+        (SweepOptions(device_map="auto"), (2, (), None), "leave out --workers"),
+        (SweepOptions(), (None, ("cpu", "meta"), None), "not of one kind"),
+        (SweepOptions(), (None, ("cpu",), "auto"), "Ray gives each of its workers a GPU"),
+        (SweepOptions(), (0, (), None), "must be 1 or more"),
+    ):
+        with pytest.raises(UsageError, match=said):
+            chosen_engine(options, *values, silent)
+    options, engine = chosen_engine(SweepOptions(), None, ("cpu", "cpu"), None, silent)
+    assert (options.device, engine.workers, engine.devices) == ("cpu", 2, ("cpu", "cpu"))
+
+
+def test_without_ray_its_extra_is_named_and_without_asking_it_is_not_imported(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(MissingDependencyError, match=r"pip install 'diffquant\[ray\]'"):
+        chosen_engine(SweepOptions(), None, (), "auto", silent)
+    code = "import sys, diffquant.sweep.run, diffquant.sweep.engines.choice; print('ray' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
+
+
+def test_a_worker_needs_no_torch_until_it_measures():
+    code = "import sys, diffquant.sweep.worker, diffquant.sweep.orders; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
+
+
+def test_a_machine_that_would_measure_other_cells_is_refused(model, tmp_path, monkeypatch):
+    class Asking:
+        def run(self, work, progress):
+            check_alike(work)
+            monkeypatch.setattr("diffquant.sweep.addresses.code_digest", lambda roots, picking: "0123")
+            with pytest.raises(CheckpointError, match="would measure other cells than were planned, since code differ"):
+                check_alike(work)
+            Worker(work, progress).run(is_patient=True)
+
+    run_sweep([model], replace(OPTIONS, bits=(16,)), tmp_path, engine=Asking())

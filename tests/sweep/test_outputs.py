@@ -134,17 +134,18 @@ def test_bars_are_the_paired_interval_of_the_difference_from_16_bits(sweep):
 def test_the_bar_of_a_share_is_wilsons_interval():
     right = TaskResult(metric="acc", score=1.0, n=5, values=[1.0] * 5)
     assert ItemColumns().score(Compared(right, right)) == pytest.approx((100, 100 * wilson_interval(5, 5)[0], 100))
-    assert ItemColumns().texts(Compared(right, None))[0] == "100.0 [56.6, 100.0]"
+    assert ItemColumns().texts(Compared(right, None), [right])[0] == "100.0 [56.6, 100.0]"
 
 
 def test_a_text_is_drawn_as_kl_with_its_interval_over_windows_and_not_at_16_bits():
     text = kind_of("perplexity").columns
     kl = TaskResult(metric="perplexity", details={"kl": 0.3, "kl_by_window": [0.2, 0.5], "tokens_by_window": [64, 32]})
     interval = mean_interval([0.2, 0.5], [64, 32])
-    assert text.change(Compared(kl, None)) == (0.3, interval.low, interval.high)
+    (change,) = text.changes
+    assert change.of(Compared(kl, None)) == (0.3, interval.low, interval.high)
     earlier = TaskResult(metric="perplexity", details={"kl": 0.3})
-    assert text.change(Compared(earlier, None)) == (0.3, 0.3, 0.3)
-    assert text.change(Compared(TaskResult(metric="perplexity", details={"kl": None}), None)) is None
+    assert change.of(Compared(earlier, None)) == (0.3, 0.3, 0.3)
+    assert change.of(Compared(TaskResult(metric="perplexity", details={"kl": None}), None)) is None
 
 
 def test_every_task_and_granularity_has_a_panel_of_its_own(sweep):

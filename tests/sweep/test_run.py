@@ -32,6 +32,7 @@ OPTIONS = SweepOptions(
     dtype="float32",
 )
 CELLS = 2 * 5
+PERPLEXITY = {"tasks": ("perplexity",), "task_options": {"characters": 600, "window": 64, "stride": 32}}
 
 
 @pytest.fixture(scope="module")
@@ -154,7 +155,7 @@ def test_a_model_that_is_replaced_during_a_sweep_leaves_no_cell_under_its_old_ad
         return result
 
     monkeypatch.setattr(perplexity, "score_text", score_and_replace)
-    options = replace(OPTIONS, tasks=("perplexity",))
+    options = replace(OPTIONS, **PERPLEXITY)
     result = run_sweep([model], options, tmp_path / "out")
     with pytest.raises(FailedCellsError):
         result.require_complete()
@@ -205,7 +206,7 @@ def test_a_change_of_the_code_that_computes_a_cell_measures_it_again(model, copy
     def digest(roots, picking):
         return "0123456789abcdef" if "diffquant.evals.tasks.perplexity" in roots else code_digest(roots, picking)
 
-    monkeypatch.setattr("diffquant.sweep.run.code_digest", digest)
+    monkeypatch.setattr("diffquant.sweep.addresses.code_digest", digest)
     result = run_sweep([model], OPTIONS, copy_of)
     assert loads == ["16", "4:row", "4:tensor"]
     assert len(list((copy_of / "cells").iterdir())) == CELLS + CELLS // 2
@@ -220,7 +221,7 @@ def test_a_change_of_the_code_that_computes_a_cell_measures_it_again(model, copy
 def test_a_rounding_s_cells_depend_on_its_own_code_alone(model, tmp_path):
     recipe = tmp_path / "mse.yaml"
     recipe.write_text("weights: 4:row\nrounding: mse\n")
-    options = replace(OPTIONS, tasks=("perplexity",), bits=(4,), targets=("weights",), granularities=("row",))
+    options = replace(OPTIONS, **PERPLEXITY, bits=(4,), targets=("weights",), granularities=("row",))
     result = run_sweep([model], replace(options, recipes=(recipe,)), tmp_path / "out")
     full, nearest, mse = (cell.code for cell in result.cells)
     assert full == nearest != mse
@@ -296,8 +297,6 @@ def test_bad_input_is_refused_before_any_cell(model, tmp_path):
     for task_options, said in (({"limit": 0}, "limit must be 1 or more"), ({"window": 8, "stride": 9}, "stride 9")):
         with pytest.raises(UsageError, match=said):
             run_sweep([model], replace(OPTIONS, task_options=task_options), tmp_path / "out")
-    with pytest.raises(UsageError, match="unknown engine 'cloud'; known are local"):
-        run_sweep([model], OPTIONS, tmp_path / "out", engine="cloud")
     with pytest.raises(UsageError, match="dtype"):
         run_sweep([model], SweepOptions(dtype="int8"), tmp_path / "out")
     with pytest.raises(UsageError, match="unknown attention backend 'fast'"):

@@ -22,7 +22,7 @@ import diffquant
 from diffquant import data
 from diffquant.conversion import convert
 from diffquant.errors import CheckpointError, GroupSizeError, OutputExistsError, UsageError
-from diffquant.evals.protocols.perplexity import next_token_kl
+from diffquant.evals.divergence import next_token_kl
 from diffquant.model.modeling import DiffTransformer
 from diffquant.support.program import run_commands
 from tests.support import tiny_lm

@@ -11,15 +11,17 @@ import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from diffquant import data
 from diffquant.errors import UsageError
 from diffquant.evals.defaults import BATCH_TOKENS
+from diffquant.evals.divergence import KlMeter, StatesKeeper
 from diffquant.evals.encoding import Request, RequestEncoder
 from diffquant.evals.faults import first_few
-from diffquant.evals.language_model import LanguageModel
+from diffquant.evals.language_model import LanguageModel, States
 from diffquant.evals.scoring import score
 from diffquant.support.plain_data import JsonObject, parse_json
 from diffquant.support.progress import Progress, silent
@@ -61,12 +63,19 @@ class HellaSwagOutcome:
         choices: each item's ending of the largest log-probability (acc).
         choices_norm: each item's ending of the largest log-probability per character (acc_norm).
         labels: each item's right ending.
+        margins: by how much each item's right ending is likelier than the likeliest wrong one, in nats per character;
+            negative where acc_norm calls the item wrong.
+        tokens: number of tokens in each item's right ending.
+        kl: mean KL(reference ‖ model) over the tokens of each item's right ending, in nats; None without a reference.
     """
 
     logprobs: list[list[float]]
     choices: list[int]
     choices_norm: list[int]
     labels: list[int]
+    margins: list[float]
+    tokens: list[int]
+    kl: list[float] | None
 
     @property
     def correct(self) -> list[bool]:
@@ -83,20 +92,53 @@ def evaluate_hellaswag(
     items: Sequence[HellaSwagItem],
     batch_tokens: int = BATCH_TOKENS,
     progress: Progress = silent,
+    reference: States | None = None,
 ) -> HellaSwagOutcome:
-    """Score every item zero-shot, without demonstrations."""
+    """Score every item zero-shot, without demonstrations.
+
+    Args:
+        reference: states of another model, from `reference_of`.
+    """
     requests = _requests(tokenizer, model.max_length(tokenizer), tuple(items))
-    scores = iter(score(model, requests, batch_tokens, progress))
+    lengths = {index: len(requests[index].continuation) for index in _right_requests(items)}
+    meter = None if reference is None else KlMeter(reference, lengths)
+    scores = iter(score(model, requests, batch_tokens, progress, meter))
     logprobs = [[next(scores).logprob for _ in item.endings] for item in items]
+    by_character = [
+        [p / len(e) for p, e in zip(row, item.endings, strict=True)] for row, item in zip(logprobs, items, strict=True)
+    ]
     return HellaSwagOutcome(
         logprobs=logprobs,
         choices=[_index_of_largest(row) for row in logprobs],
-        choices_norm=[
-            _index_of_largest([p / len(e) for p, e in zip(row, item.endings, strict=True)])
-            for row, item in zip(logprobs, items, strict=True)
-        ],
+        choices_norm=[_index_of_largest(row) for row in by_character],
         labels=[item.label for item in items],
+        margins=[_margin(row, item.label) for row, item in zip(by_character, items, strict=True)],
+        tokens=list(lengths.values()),
+        kl=meter.means() if meter else None,
     )
+
+
+def reference_of(
+    model: LanguageModel,
+    tokenizer: "PreTrainedTokenizerBase",
+    items: Sequence[HellaSwagItem],
+    batch_tokens: int = BATCH_TOKENS,
+    progress: Progress = silent,
+) -> States:
+    """A model's states at every token of the right endings, which `evaluate_hellaswag` compares other models with.
+
+    The right endings are what people wrote; with the wrong ones, four times as many states would have to be held.
+    """
+    requests = _requests(tokenizer, model.max_length(tokenizer), tuple(items))
+    keeper = StatesKeeper()
+    score(model, [requests[index] for index in _right_requests(items)], batch_tokens, progress, keeper)
+    return keeper.states()
+
+
+def _right_requests(items: Sequence[HellaSwagItem]) -> list[int]:
+    """The index of the request of each item's right ending."""
+    firsts = accumulate((len(item.endings) for item in items), initial=0)
+    return [first + item.label for first, item in zip(firsts, items, strict=False)]
 
 
 # A sweep asks once for each of a model's cells, and encoding may take longer than a GPU's scoring.
@@ -181,6 +223,10 @@ def _parse_label(label: object, endings: int) -> int:
     if not 0 <= number < endings:
         raise UsageError(f"label {number} is not one of {endings} endings")
     return number
+
+
+def _margin(scores: Sequence[float], label: int) -> float:
+    return scores[label] - max(value for index, value in enumerate(scores) if index != label)
 
 
 def _index_of_largest(values: Sequence[float]) -> int:

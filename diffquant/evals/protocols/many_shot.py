@@ -9,7 +9,7 @@ Source: arXiv 2410.05258, section 3.5 (figure 6); the protocol is that of Bertsc
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise, takewhile
+from itertools import accumulate, pairwise, takewhile, zip_longest
 from typing import TYPE_CHECKING
 
 from diffquant.errors import UsageError
@@ -48,6 +48,10 @@ class ManyShotPlan:
         if self.draws < 1 or (self.shots is not None and self.shots < 1):
             raise UsageError(f"many-shot: {self.shots} demonstrations, {self.draws} draws; both must be 1 or more")
 
+    def prompts(self, train: Sequence[Example], shots: int) -> list[str]:
+        """The demonstrations' text of every draw."""
+        return [prompt(demonstrations(train, self.seed, draw), shots, self.seed) for draw in range(self.draws)]
+
     def check(self, data: Dataset) -> None:
         """Check that there are enough examples.
 
@@ -59,6 +63,24 @@ class ManyShotPlan:
                 f"many-shot: {self.shots} demonstrations are asked for and --train has {len(data.train)}; "
                 "ask for fewer, or for many-shot:all"
             )
+
+
+@dataclass(frozen=True)
+class OrderPlan(ManyShotPlan):
+    """A plan of one set of demonstrations in several orders, which stand in the place of draws.
+
+    Attributes:
+        alternates: whether each order goes round the classes, and not from any example to any other.
+
+    Source: arXiv 2410.05258, section 3.5 (figure 7): demonstrations randomly arranged, and alternately by class.
+    """
+
+    alternates: bool = False
+
+    def prompts(self, train: Sequence[Example], shots: int) -> list[str]:
+        shown = demonstrations(train, self.seed, 0)[:shots]
+        orders = (random.Random(f"{self.seed} order {number}").sample(shown, shots) for number in range(self.draws))
+        return [BETWEEN.join(map(demonstration, _alternating(o) if self.alternates else o)) for o in orders]
 
 
 @dataclass(frozen=True)
@@ -114,11 +136,10 @@ def evaluate_many_shot(
     asked = question_order(data.test, plan.seed)[:limit]
     labels = label_tokens(encoder, data.labels)
     queries = query_tokens(encoder, [example.text for example in asked], data.train[0])
-    draws = [demonstrations(data.train, plan.seed, draw) for draw in range(plan.draws)]
     after = max(map(len, queries)) + max(map(len, labels))
     room = encoder.max_length - after
-    shots = _most_shots(encoder, draws, plan.seed, room) if plan.shots is None else plan.shots
-    prompts = [encoder.encode(prompt(drawn, shots, plan.seed)) for drawn in draws]
+    shots = _most_shots(encoder, data.train, plan, room) if plan.shots is None else plan.shots
+    prompts = [encoder.encode(text) for text in plan.prompts(data.train, shots)]
     longest = max(map(len, prompts))
     if longest > room:
         raise UsageError(
@@ -195,16 +216,25 @@ def label_tokens(encoder: RequestEncoder, labels: Sequence[str]) -> list[tuple[i
     return tokens
 
 
-def _most_shots(encoder: RequestEncoder, draws: Sequence[Sequence[Example]], seed: int, room: int) -> int:
+def _alternating(examples: Sequence[Example]) -> list[Example]:
+    """The examples in rounds of one of each class, as long as a class has some; classes and examples as they come."""
+    classes: dict[str, list[Example]] = {}
+    for example in examples:
+        classes.setdefault(example.label, []).append(example)
+    return [example for turn in zip_longest(*classes.values()) for example in turn if example is not None]
+
+
+def _most_shots(encoder: RequestEncoder, train: Sequence[Example], plan: ManyShotPlan, room: int) -> int:
     """The largest number of demonstrations for which every draw has room.
 
     Raises:
         UsageError: not one has.
     """
+    draws = (demonstrations(train, plan.seed, draw) for draw in range(plan.draws))
     fitting = (takewhile(lambda total: total <= room, accumulate(_lengths(encoder, drawn))) for drawn in draws)
     shots = min(sum(1 for _ in totals) for totals in fitting)
     # Rarely: tokens can differ where demonstrations meet.
-    while shots and max(len(encoder.encode(prompt(drawn, shots, seed))) for drawn in draws) > room:
+    while shots and max(len(encoder.encode(text)) for text in plan.prompts(train, shots)) > room:
         shots -= 1
     if not shots:
         raise UsageError(f"many-shot: the model sees {encoder.max_length} tokens, which one demonstration does not fit")

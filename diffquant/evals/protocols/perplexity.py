@@ -15,6 +15,7 @@ from torch import Tensor
 
 from diffquant.errors import NonFiniteError, UsageError
 from diffquant.evals.defaults import BATCH_TOKENS, STRIDE, WINDOW
+from diffquant.evals.divergence import kl_by_position
 from diffquant.evals.language_model import LanguageModel, States, joined
 from diffquant.evals.scoring import token_scores
 from diffquant.support.progress import Progress, silent
@@ -22,9 +23,6 @@ from diffquant.text.tokens import encode_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-# Entries of float32 vocabulary logits that KL holds of each model at once: 32 MiB.
-_KL_ENTRIES = 1 << 23
 
 
 @dataclass(frozen=True)
@@ -86,7 +84,7 @@ def score_text(
         counts.append(len(states))
         nll.append(-float(logprobs.mean(dtype=torch.float64)))
         if reference is not None:
-            kl.append(_mean_kl(reference[done : done + len(states)], states))
+            kl.append(float(kl_by_position(reference[done : done + len(states)], states).mean()))
         done += len(states)
         progress(done, len(tokens) - 1, "reading")
     nll_sum = sum(map(mul, counts, nll))
@@ -117,12 +115,6 @@ def reference_of(
         parts.append(states)
         progress(sum(map(len, parts)), len(tokens) - 1, "reading with the 16-bit model")
     return joined(parts)
-
-
-def next_token_kl(p_logits: Tensor, q_logits: Tensor) -> Tensor:
-    """KL(P ‖ Q) in nats at each position, of softmaxes over the vocabulary; float32 [N, V] in, [N] out."""
-    p, q = p_logits.log_softmax(-1), q_logits.log_softmax(-1)
-    return (p.exp() * (p - q)).sum(-1)
 
 
 def check_windows(window: int, stride: int) -> None:
@@ -160,13 +152,3 @@ def _spans(count: int, window: int, stride: int) -> Iterator[tuple[int, int]]:
         scored = min(stride, count - end)
         end += scored
         yield end, scored
-
-
-def _mean_kl(p: States, q: States) -> float:
-    """Mean KL(P ‖ Q) over positions, in nats."""
-    rows = max(1, _KL_ENTRIES // p.vocabulary)
-    sums = [
-        next_token_kl(p_part.exact_logits(), q_part.exact_logits()).sum(dtype=torch.float64)
-        for p_part, q_part in zip(p.split(rows), q.split(rows), strict=True)
-    ]
-    return sum(map(float, sums)) / len(p)

@@ -69,7 +69,8 @@ def make_tasks(names: Sequence[str], values: Mapping[str, object], batch_tokens:
     """The tasks of some names, their items and text read.
 
     Raises:
-        UsageError: an unknown task, or items or text that cannot be read; all of them are named.
+        UsageError: an unknown task, items or text that cannot be read, or an option is given that none of the tasks
+            has; all of them are named.
         MissingDependencyError: a package that a task needs is not installed.
     """
     tasks, faults = [], []
@@ -78,9 +79,21 @@ def make_tasks(names: Sequence[str], values: Mapping[str, object], batch_tokens:
             tasks.append(kind_of(name).parse(name, values, batch_tokens))
         except UsageError as error:
             faults.append(str(error))
+    if not faults:
+        faults = _idle_options(tasks, values)
     if faults:
         raise UsageError("; ".join(dict.fromkeys(faults)))
     return tasks
+
+
+def _idle_options(tasks: Sequence[Task], values: Mapping[str, object]) -> list[str]:
+    """A sentence where options were given that none of the tasks has."""
+    taken = {option.name for task in tasks for option in task.options}
+    idle = [o.name for o in task_options() if o.name not in taken and o.of(values) != o.default]
+    if not tasks or not idle:
+        return []
+    names = ", ".join(task.name for task in tasks)
+    return [f"{names}: {', '.join(idle)} would change nothing; possible are {', '.join(sorted(taken))}"]
 
 
 @cache

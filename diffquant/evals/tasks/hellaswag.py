@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Self
 
-from diffquant.evals.columns import ItemColumns
-from diffquant.evals.stats import estimate
+from diffquant.evals.margin_columns import MarginColumns
+from diffquant.evals.stats import estimate, mean_interval
 from diffquant.evals.task import LIMIT, Task, TaskOption, at_least_one
 from diffquant.evals.task_result import TaskResult
 from diffquant.evals.tasks import register
@@ -34,7 +34,8 @@ class HellaSwag(Task):
     kind: ClassVar = "hellaswag"
     usage: ClassVar = "hellaswag"
     options: ClassVar = (LIMIT, _ITEMS)
-    columns: ClassVar = ItemColumns(named_alone=False)
+    columns: ClassVar = MarginColumns(named_alone=False)
+    compares_with_16_bits: ClassVar = True
 
     items: "tuple[HellaSwagItem, ...]"
 
@@ -66,12 +67,13 @@ class HellaSwag(Task):
         self,
         model: "LanguageModel",
         tokenizer: "PreTrainedTokenizerBase",
-        reference: "States | None",  # noqa: ARG002
+        reference: "States | None",
         progress: Progress,
     ) -> TaskResult:
         from diffquant.evals.protocols import hellaswag
 
-        outcome = hellaswag.evaluate_hellaswag(model, tokenizer, self.items, self.batch_tokens, progress)
+        outcome = hellaswag.evaluate_hellaswag(model, tokenizer, self.items, self.batch_tokens, progress, reference)
+        kl = {"kl": mean_interval(outcome.kl, outcome.tokens).mean, "kl_by_item": outcome.kl} if outcome.kl else {}
         acc, acc_norm = estimate(outcome.correct), estimate(outcome.correct_norm)
         return TaskResult(
             metric="acc_norm",
@@ -84,8 +86,17 @@ class HellaSwag(Task):
                 "acc_se": acc.se,
                 "acc_norm": acc_norm.mean,
                 "acc_norm_se": acc_norm.se,
+                "margin": estimate(outcome.margins).mean,
                 "choices_by_sum": outcome.choices,
                 "labels": outcome.labels,
                 "logprobs": [[round(p, 5) for p in row] for row in outcome.logprobs],
-            },
+                "margins": outcome.margins,
+                "tokens_by_item": outcome.tokens,
+            }
+            | kl,
         )
+
+    def reference(self, model: "LanguageModel", tokenizer: "PreTrainedTokenizerBase", progress: Progress) -> "States":
+        from diffquant.evals.protocols.hellaswag import reference_of
+
+        return reference_of(model, tokenizer, self.items, self.batch_tokens, progress)

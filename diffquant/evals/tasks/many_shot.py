@@ -10,7 +10,7 @@ from diffquant.errors import UsageError
 from diffquant.evals.columns import ItemColumns
 from diffquant.evals.plots.shots import plot_shots
 from diffquant.evals.stats import estimate
-from diffquant.evals.task import LIMIT, Task, TaskOption, at_least_one
+from diffquant.evals.task import LIMIT, Draw, Task, TaskOption, at_least_one
 from diffquant.evals.task_result import TaskResult
 from diffquant.evals.tasks import register
 from diffquant.support.plain_data import JsonObject
@@ -48,7 +48,7 @@ class ManyShot(Task):
     usage: ClassVar = "many-shot:SHOTS[:DRAWS]"
     options: ClassVar = (LIMIT, _TRAIN, _TEST, _FINE)
     columns: ClassVar = ItemColumns()
-    plots: ClassVar = {"shots.png": plot_shots}
+    plots: ClassVar[Mapping[str, Draw]] = {"shots.png": plot_shots}
 
     data: "Dataset"
     plan: "ManyShotPlan"
@@ -56,7 +56,6 @@ class ManyShot(Task):
 
     @classmethod
     def parse(cls, name: str, values: Mapping[str, object], batch_tokens: int) -> Self:
-        from diffquant.evals.labelled import load_dataset
         from diffquant.evals.protocols.many_shot import ManyShotPlan
 
         parts = _NAME.fullmatch(name)
@@ -64,6 +63,13 @@ class ManyShot(Task):
             raise cls.misread(name, "many-shot:48 or :all:5")
         shots, draws = parts.groups(default="1")
         plan = ManyShotPlan(None if shots == "all" else int(shots), int(draws))
+        return cls.of_plan(name, plan, values, batch_tokens)
+
+    @classmethod
+    def of_plan(cls, name: str, plan: "ManyShotPlan", values: Mapping[str, object], batch_tokens: int) -> Self:
+        """The task of a plan, its data read."""
+        from diffquant.evals.labelled import load_dataset
+
         train = _TRAIN.of(values)
         if train is None:
             raise UsageError(f"{name} needs labelled texts: give --train FILE and --test FILE")

@@ -4,10 +4,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Self
 
-from diffquant.evals.columns import FAILED, Compared, Drawn, number_text
-from diffquant.evals.defaults import STRIDE, WINDOW
+from diffquant.evals.columns import FAILED, Change, Compared, Drawn, kl_text, number_text
+from diffquant.evals.defaults import STRIDE
 from diffquant.evals.stats import mean_interval
-from diffquant.evals.task import TEXT, Task, TaskOption, at_least_one
+from diffquant.evals.task import CHARACTERS, TEXT, WINDOW, Task, TaskOption, at_least_one
 from diffquant.evals.task_result import TaskResult
 from diffquant.evals.tasks import register
 from diffquant.support.plain_data import JsonObject
@@ -21,60 +21,51 @@ if TYPE_CHECKING:
 _NUMBERS = ("perplexity", "bits_per_byte", "kl", "kl_low", "kl_high")
 
 
-def _all_if_zero(count: int) -> int | None:
-    return count or None
-
-
-_CHARACTERS = TaskOption[int | None](
-    "characters", 65536, "Number of characters of the text to read; 0 reads all.", int, minimum=0, read=_all_if_zero
-)
-_WINDOW = TaskOption("window", WINDOW, "Number of tokens that the model sees at once, for perplexity.", int)
 _STRIDE = TaskOption("stride", STRIDE, "Number of tokens from one window to the next.", int)
+
+
+def _numbers(compared: Compared) -> JsonObject:
+    details = compared.result.details if compared.result else {}
+    bounds = {}
+    # Results of earlier versions have no windows, and one window has no interval.
+    if len(details.get("kl_by_window", [])) > 1:
+        kl = mean_interval(details["kl_by_window"], details["tokens_by_window"])
+        bounds = {"kl_low": kl.low, "kl_high": kl.high}
+    return {name: (details | bounds).get(name) for name in _NUMBERS}
+
+
+def _kl(compared: Compared) -> Drawn | None:
+    """KL with its interval over windows; 16 bits have none."""
+    numbers = _numbers(compared)
+    kl = numbers["kl"]
+    if kl is None:
+        return None
+    return Drawn(kl, *(kl if numbers[end] is None else numbers[end] for end in ("kl_low", "kl_high")))
 
 
 class TextColumns:
     """Columns of how well a text was predicted: perplexity and KL."""
 
     by_item: ClassVar[bool] = False
-    is_log: ClassVar[bool] = True
-    change_label: ClassVar[str] = "KL from 16 bits, nats"
+    changes: ClassVar[Sequence[Change]] = (Change("KL from 16 bits, nats", is_log=True, of=_kl, text=kl_text),)
     score_label: ClassVar[str] = "perplexity"
 
     def heads(self, task: str, results: Sequence[TaskResult], alone: bool) -> list[str]:  # noqa: ARG002
         return ["ppl", "KL"]
 
-    def texts(self, compared: Compared) -> list[str]:
-        numbers = self.record("", compared)
+    def texts(self, compared: Compared, results: Sequence[TaskResult]) -> list[str]:  # noqa: ARG002
+        numbers = _numbers(compared)
         perplexity = FAILED if compared.result is None else f"{numbers['perplexity']:.4g}"
         return [perplexity, number_text(numbers["kl"], ".2g")]
 
     def record(self, task: str, compared: Compared) -> JsonObject:  # noqa: ARG002
-        details = compared.result.details if compared.result else {}
-        bounds = {}
-        # Results of earlier versions have no windows, and one window has no interval.
-        if len(details.get("kl_by_window", [])) > 1:
-            kl = mean_interval(details["kl_by_window"], details["tokens_by_window"])
-            bounds = {"kl_low": kl.low, "kl_high": kl.high}
-        return {name: (details | bounds).get(name) for name in _NUMBERS}
+        return _numbers(compared)
 
     def unmeasured(self) -> JsonObject:
         return dict.fromkeys(_NUMBERS)
 
-    def change(self, compared: Compared) -> Drawn | None:
-        """KL with its interval over windows; 16 bits have none."""
-        numbers = self.record("", compared)
-        kl = numbers["kl"]
-        if kl is None:
-            return None
-        return Drawn(kl, *(kl if numbers[end] is None else numbers[end] for end in ("kl_low", "kl_high")))
-
     def score(self, compared: Compared) -> Drawn | None:  # noqa: ARG002
         return None
-
-    def change_text(self, change: Drawn) -> str:
-        return f"KL {change.value:.2g}" + (
-            f" [{change.low:.2g}, {change.high:.2g}]" if change.low < change.high else ""
-        )
 
     def notes(self, results: Sequence[TaskResult]) -> list[str]:  # noqa: ARG002
         return [
@@ -95,7 +86,7 @@ class Perplexity(Task):
 
     kind: ClassVar = "perplexity"
     usage: ClassVar = "perplexity"
-    options: ClassVar = (TEXT, _CHARACTERS, _WINDOW, _STRIDE)
+    options: ClassVar = (TEXT, CHARACTERS, WINDOW, _STRIDE)
     columns: ClassVar = TextColumns()
     compares_with_16_bits: ClassVar = True
 
@@ -110,9 +101,9 @@ class Perplexity(Task):
 
         if name != cls.kind:
             raise cls.misread(name)
-        window, stride = _WINDOW.of(values), _STRIDE.of(values)
+        window, stride = WINDOW.of(values), _STRIDE.of(values)
         check_windows(window, stride)
-        text = load_text(TEXT.of(values), at_least_one(_CHARACTERS, values))
+        text = load_text(TEXT.of(values), at_least_one(CHARACTERS, values))
         return cls(text=text, window=window, stride=stride, batch_tokens=batch_tokens)
 
     @property

@@ -2,8 +2,10 @@
 
 from statistics import median
 
+from diffquant.evals.stats import mean_interval
+from diffquant.sweep.compare import compare
 from diffquant.sweep.table import text_table
-from tests.docs.page import Page, Unmeasured
+from tests.docs.page import RESULTS, Page, Unmeasured
 from tests.docs.raw import difference, measured, points, raw, sweep
 
 GGUF, V2 = "SmolLM2-135M-Instruct.Q4_1.gguf", "smollm2-135m-diff-v2"
@@ -57,6 +59,65 @@ PAGE.says(
     measured("smollm2-logits-kl", GGUF, "3:row:shift").details["perplexity"],
 )
 PAGE.leaves("at most 0.30 of 16 bits at 4,096 tokens", "a bound that tests/model/test_cache.py asserts")
+
+# What resolves a change
+
+PAGE.shows(
+    "diffquant sweep SmolLM2-135M-Instruct.Q4_1.gguf -o margins",
+    lambda: text_table(sweep("smollm2-margins")).splitlines(),
+)
+
+
+def _compared() -> list[str]:
+    sides = (f"{RESULTS / 'smollm2-margins'}@{words}" for words in ("16", "6:tensor"))
+    return ["A is margins@16", "B is margins@6:tensor", *compare(*sides).summary().splitlines()[2:]]
+
+
+PAGE.shows("diffquant compare margins@16 margins@6:tensor", _compared)
+
+
+def _needed(measure: str) -> list[float]:
+    """Items that a measure needs at 6 bits per tensor, with its interval; or the lower end and the items there were."""
+    (row,) = (
+        each
+        for each in raw("smollm2-margins/items.json")["rows"]
+        if (each["scheme"], each["measure"]) == ("6:tensor", measure)
+    )
+    if row["items_needed"] is None:
+        return [row["items_needed_low"], row["n"]]
+    return [row[f"items_needed{end}"] for end in ("", "_low", "_high")]
+
+
+PAGE.table("measure | items needed", lambda row, head: _needed({"accuracy": "acc_norm"}.get(row, row)))
+_LOWEST = {
+    scheme: mean_interval(cell.details["kl_by_item"], cell.details["tokens_by_item"])
+    for scheme in ("8:tensor", "6:tensor", "4:tensor")
+    if (cell := measured("smollm2-margins", GGUF, scheme))
+}
+PAGE.means(
+    "KL orders all three widths with intervals far apart",
+    all(_LOWEST[a].high < _LOWEST[b].low / 2 for a, b in (("8:tensor", "6:tensor"), ("6:tensor", "4:tensor"))),
+)
+PAGE.means(
+    "The margin and the accuracy tell none of them from 16 bits",
+    all(
+        change.low < 0 < change.high
+        for scheme in _LOWEST
+        for change in (
+            difference("smollm2-margins", GGUF, scheme),
+            mean_interval(
+                [
+                    now - before
+                    for now, before in zip(
+                        measured("smollm2-margins", GGUF, scheme).details["margins"],
+                        measured("smollm2-margins", GGUF, "16").details["margins"],
+                        strict=True,
+                    )
+                ]
+            ),
+        )
+    ),
+)
 
 # HellaSwag beside lm-eval
 

@@ -1,0 +1,126 @@
+"""Sweeps whose cells sleep in place of computing, which leaves what it costs to share them."""
+
+import hashlib
+import json
+import os
+import signal
+import time
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, Self
+
+from diffquant.evals.columns import ItemColumns
+from diffquant.evals.task import Task
+from diffquant.evals.task_result import TaskResult
+from diffquant.recipe import Recipe
+from diffquant.support.plain_data import JsonObject
+from diffquant.support.progress import Progress
+from diffquant.sweep.addresses import cell_key
+from diffquant.sweep.cell import Cell
+from diffquant.sweep.grid import Point
+from diffquant.sweep.measurement import Measurement
+from diffquant.sweep.work import Batch, Job, Work
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sleep(Task):
+    """A task that takes its time; its score is a digest of its name.
+
+    Attributes:
+        is_deadly: whether it kills the process that measures it.
+    """
+
+    kind: ClassVar = "sleep"
+    usage: ClassVar = "sleep"
+    columns: ClassVar = ItemColumns()
+
+    name: str = "sleep"
+    seconds: float
+    is_deadly: bool = False
+    batch_tokens: int = 1
+
+    @classmethod
+    def parse(cls, name: str, values: object, batch_tokens: int) -> Self:
+        raise cls.misread(name)
+
+    def identity(self) -> JsonObject:
+        return {"name": self.name}
+
+    def run(self, model: object, tokenizer: object, reference: object, progress: Progress) -> TaskResult:
+        if self.is_deadly:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(self.seconds)
+        return TaskResult(metric="digest", score=int(hashlib.sha256(self.name.encode()).hexdigest()[:8], 16), n=1)
+
+
+@dataclass(frozen=True)
+class Sleeper:
+    """A model that is nothing; both what is measured and the session that measures it.
+
+    Attributes:
+        gate: file without which it does not open; None where it opens at once.
+    """
+
+    name: str
+    gate: Path | None = None
+    device: ClassVar = "cpu"
+    held_bytes: ClassVar = 0
+
+    def key(self, recipe: Recipe) -> JsonObject:
+        return {"model": self.name, "recipe": recipe.to_dict()}
+
+    def modules(self, recipe: Recipe) -> tuple[str, ...]:
+        return (__name__,)
+
+    def on(self, device: str) -> Self:
+        return self
+
+    def open(self) -> Self:
+        while self.gate is not None and not self.gate.exists():
+            time.sleep(0.02)
+        return self
+
+    def run(self, task: Task, recipe: Recipe | None, reference: object, progress: Progress) -> TaskResult:
+        return task.run(None, None, None, progress)  # type: ignore[arg-type]
+
+    def measure(self, task: Task, recipe: Recipe, progress: Progress) -> Measurement:
+        started = time.monotonic()
+        result = self.run(task, recipe, None, progress)
+        return Measurement(result, time.monotonic() - started, 0, 0.0)
+
+
+def sleeping_work(
+    folder: Path,
+    batches: int,
+    cells: int,
+    seconds: float,
+    deadly: Collection[str] = (),
+    gate: Path | None = None,
+) -> Work:
+    """The cells that a folder does not hold yet.
+
+    Args:
+        batches, cells: number of batches, and of cells over all of them.
+        deadly: names of cells, such as "cell 7", that kill the process which measures them.
+        gate: file for which workers wait when they have their first claim; None where they do not wait.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    made = []
+    for number in range(batches):
+        sleeper = Sleeper(f"sleeper {number}", gate)
+        jobs = [_job(folder, sleeper, f"cell {cell}", seconds, deadly) for cell in range(number, cells, batches)]
+        made.append(Batch(sleeper, tuple(job for job in jobs if job.cell.read() is None)))
+    return Work.of(folder, [batch for batch in made if batch.jobs])
+
+
+def scores(folder: Path) -> dict[str, float]:
+    """What the cells of a folder hold, by the cells' names."""
+    entries = [json.loads(file.read_text(encoding="utf-8")) for file in folder.glob("*.json")]
+    return {entry["key"]["task"]["name"]: entry["result"]["score"] for entry in entries if "result" in entry}
+
+
+def _job(folder: Path, sleeper: Sleeper, name: str, seconds: float, deadly: Collection[str]) -> Job:
+    point = Point(Path(sleeper.name), "", 16, "", Recipe(), None)
+    task = Sleep(name=name, seconds=seconds, is_deadly=name in deadly)
+    return Job(point, task, Cell(folder, cell_key(sleeper, point.recipe, task, task.identity())))

@@ -1,0 +1,161 @@
+"""Two results on the same items, compared item by item. No torch here."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from diffquant.errors import UsageError
+from diffquant.evals.faults import first_few
+from diffquant.evals.stats import Difference, mcnemar, mean_interval, paired_difference
+from diffquant.evals.task_result import TaskResult
+from diffquant.support.plain_data import JsonObject
+
+# Fields of a task's identity that say nothing of what was asked.
+_NOT_ASKED = ("name", "batch_tokens")
+
+
+class Unit(NamedTuple):
+    """How a measure is written: its name, what numbers are multiplied by, and the format of a value."""
+
+    name: str
+    factor: float
+    format: str
+
+
+PERCENT = Unit("%", 100, ".1f")
+MARGIN = Unit("nats per 100 characters", 100, ".2f")
+_NLL = Unit("nats per token", 1, ".4f")
+PLAIN = Unit("", 1, ".4g")
+
+
+@dataclass(frozen=True)
+class Scores:
+    """One number of each item, and how much each weighs; all alike by default."""
+
+    values: Sequence[float]
+    unit: Unit
+    weights: Sequence[float] | None = None
+
+    @property
+    def are_right_or_wrong(self) -> bool:
+        return set(self.values) <= {0, 1}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one configuration scored on one task.
+
+    Attributes:
+        name: name of the configuration; empty where nothing tells it from others of its source.
+        asked: all that says which items were asked, by name; two outcomes are compared where it is equal.
+        ids: id of each item; of a text there are windows in place of items.
+        scores: scores by the measure's name, those that resolve most first.
+        prompts: digest of the prompts; None where the items say it all.
+    """
+
+    name: str
+    task: str
+    asked: JsonObject
+    ids: Sequence[int | str]
+    scores: Mapping[str, Scores]
+    prompts: str | None = None
+
+
+@dataclass(frozen=True)
+class ItemFlips:
+    """Items that were wrong before and right after, and the reverse.
+
+    Attributes:
+        p: p-value of McNemar's exact test that as many are gained as lost.
+    """
+
+    gained: list[int | str]
+    lost: list[int | str]
+
+    @property
+    def p(self) -> float:
+        return mcnemar(len(self.gained), len(self.lost))
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two outcomes by one measure: before, after, and the paired difference after - before with its 95 % interval.
+
+    Attributes:
+        flips: None where items are not right or wrong.
+    """
+
+    measure: str
+    unit: Unit
+    n: int
+    before: float
+    after: float
+    difference: Difference
+    flips: ItemFlips | None
+
+
+def outcome_of(name: str, task: str, identity: JsonObject, result: TaskResult) -> Outcome:
+    """The outcome of a cell, whose task's identity says what was asked."""
+    details = result.details
+    asked = {field: value for field, value in identity.items() if field not in _NOT_ASKED}
+    # Needles and windows follow the tokenizer, which the identity does not name.
+    asked |= {"needles": details["items"]} if "items" in details else {}
+    scores: dict[str, Scores] = {}
+    if "margins" in details:
+        scores["margin"] = Scores(details["margins"], MARGIN)
+    if result.values:
+        shares = all(0 <= value <= 1 for value in result.values)
+        scores[result.metric] = Scores(result.values, PERCENT if shares else PLAIN)
+    if details.get("nll_by_window"):
+        asked["tokens"] = sum(details["tokens_by_window"])
+        scores["NLL"] = Scores(details["nll_by_window"], _NLL, details["tokens_by_window"])
+    count = max((len(each.values) for each in scores.values()), default=0)
+    return Outcome(name, task, asked, range(1, count + 1), scores)
+
+
+def compare_outcomes(before: Outcome, after: Outcome) -> list[Comparison]:
+    """Compare two outcomes by every measure that both have.
+
+    Raises:
+        UsageError: they are of other tasks, items or texts, or have no measure in common.
+    """
+    if before.task != after.task:
+        raise UsageError(f"A is of task {before.task} and B of {after.task}; only one task's results can be paired")
+    differing = [
+        f"{name}: {_told(before.asked, name)} and {_told(after.asked, name)}"
+        for name in dict.fromkeys([*before.asked, *after.asked])
+        if before.asked.get(name) != after.asked.get(name)
+    ]
+    if differing:
+        raise UsageError(
+            f"{before.task}: A and B were not asked the same ({first_few(differing)}); measure both with the same "
+            "options, on the same items or text"
+        )
+    shared = [name for name in before.scores if name in after.scores]
+    if not shared:
+        raise UsageError(
+            f"{before.task}: A and B have no scores of items in common ({_measures(before)}; {_measures(after)})"
+        )
+    return [_compared(name, before, after) for name in shared]
+
+
+def _compared(measure: str, before: Outcome, after: Outcome) -> Comparison:
+    old, new = before.scores[measure], after.scores[measure]
+    flips = None
+    if old.weights is not None:
+        difference = mean_interval([b - a for a, b in zip(old.values, new.values, strict=True)], old.weights)
+    else:
+        difference = paired_difference(new.values, old.values)
+        if old.are_right_or_wrong and new.are_right_or_wrong:
+            changed = [(i, b > a) for i, a, b in zip(before.ids, old.values, new.values, strict=True) if a != b]
+            flips = ItemFlips([i for i, is_gain in changed if is_gain], [i for i, is_gain in changed if not is_gain])
+    means = [mean_interval(scores.values, scores.weights).mean for scores in (old, new)]
+    return Comparison(measure, old.unit, len(old.values), means[0], means[1], difference, flips)
+
+
+def _told(asked: JsonObject, name: str) -> str:
+    return str(asked.get(name, "absent"))
+
+
+def _measures(outcome: Outcome) -> str:
+    return ", ".join(outcome.scores) or "none"

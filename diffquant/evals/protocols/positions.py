@@ -1,0 +1,94 @@
+"""The protocol of loss by place: how well a token is predicted by what stands before it.
+
+A text is read in windows that do not overlap, so a window's n-th prediction has n tokens before it: their running mean
+is the cumulative average NLL of arXiv 2410.05258, figure 4. A token is an AR-hit (associative recall) where it ends a
+bigram that stood in its window before; table 6 there tells such tokens and others apart, after Arora et al., arXiv
+2312.04927, who leave out the commonest bigrams of the training data, which are not known here.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from diffquant.errors import NonFiniteError, UsageError
+from diffquant.evals.defaults import BATCH_TOKENS, WINDOW
+from diffquant.evals.language_model import LanguageModel
+from diffquant.evals.scoring import token_scores
+from diffquant.support.progress import Progress, silent
+from diffquant.text.tokens import encode_text
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class PositionScore:
+    """Negative log-likelihoods of a text's tokens.
+
+    Attributes:
+        nll: float64 [N, W] in nats: of N windows the n-th prediction, which n tokens stand before.
+        is_hit: bool [N, W]: the predicted token ends a bigram that stood in its window before.
+    """
+
+    nll: Tensor
+    is_hit: Tensor
+
+    @property
+    def cumulative(self) -> Tensor:
+        """float64 [N, W]: the mean NLL of each window's predictions up to each."""
+        return self.nll.cumsum(1) / torch.arange(1, self.nll.shape[1] + 1)
+
+    @property
+    def positions(self) -> list[int]:
+        """Powers of two up to the window, and the window."""
+        window = self.nll.shape[1]
+        return sorted({*(2**power for power in range(window.bit_length())), window})
+
+
+@torch.inference_mode()
+def score_positions(
+    model: LanguageModel,
+    tokenizer: "PreTrainedTokenizerBase",
+    text: str,
+    window: int = WINDOW,
+    batch_tokens: int = BATCH_TOKENS,
+    progress: Progress = silent,
+) -> PositionScore:
+    """Read a text in windows of one length; what is left at its end is not read.
+
+    Raises:
+        UsageError: the text or the window is too short.
+        NonFiniteError: the model's logits are not finite.
+    """
+    tokens = encode_text(tokenizer, text, model.device)
+    window = min(window, len(tokens) - 1, model.max_length(None))
+    if window < 2:
+        raise UsageError(f"nll needs windows of 2 tokens or more, got {window}")
+    windows = tokens[: (len(tokens) - 1) // window * window].view(-1, window)
+    # The token after a window is predicted, never read.
+    targets = tokens[1 : windows.numel() + 1].view(-1, window)
+    nll = torch.empty(windows.shape, dtype=torch.float64)
+    rows = max(1, batch_tokens // window)
+    for first in range(0, len(windows), rows):
+        states = model.read(windows[first : first + rows])
+        for row, wanted in enumerate(targets[first : first + rows]):
+            nll[first + row] = -token_scores(states[row], wanted[:, None])[0].flatten().double()
+        progress(min(first + rows, len(windows)) * window, windows.numel(), "reading")
+    if not nll.isfinite().all():
+        raise NonFiniteError("the model computes NaN or infinity; use --dtype float32, or wider bits")
+    both = zip(windows.tolist(), targets.tolist(), strict=True)
+    return PositionScore(nll, torch.tensor([recalls([*seen, wanted[-1]]) for seen, wanted in both]))
+
+
+def recalls(ids: Sequence[int]) -> list[bool]:
+    """Whether each token but the first ends a bigram that stood before it."""
+    seen: set[tuple[int, int]] = set()
+    hits = []
+    for bigram in pairwise(ids):
+        hits.append(bigram in seen)
+        seen.add(bigram)
+    return hits

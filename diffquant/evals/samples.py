@@ -1,0 +1,118 @@
+"""Reading of lm-eval's `samples_*.jsonl`, which `lm_eval --log_samples` writes: an object a line for each document.
+
+Source: lm-eval 0.4.13, `evaluator.evaluate` and `EvaluationTracker.save_results_samples`.
+"""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from diffquant.errors import UsageError
+from diffquant.evals.comparison import MARGIN, PERCENT, PLAIN, Outcome, Scores
+from diffquant.evals.faults import first_few
+from diffquant.support.plain_data import JsonObject, parse_json, plain_digest
+
+_NAME = re.compile(r"samples_(.+)_\d{4}-\d\d-\d\dT[\d.:-]+")
+_DEFAULT_FILTER = "none"
+
+
+def read_samples(path: Path) -> Outcome:
+    """What a model scored on one task of lm-eval: every metric that is one number for each document.
+
+    Where a document's choices were scored by log-probability, the margin of the right one is there too.
+
+    Raises:
+        UsageError: the file cannot be read, or has lines that are no samples (all are counted).
+    """
+    by_filter: dict[str, dict[int | str, JsonObject]] = {}
+    faults = []
+    for number, line in _lines(path):
+        try:
+            sample = _sample(line)
+            documents = by_filter.setdefault(str(sample["filter"]), {})
+            if sample["doc_id"] in documents:
+                raise ValueError(f"document {sample['doc_id']} stands twice")
+            documents[sample["doc_id"]] = sample
+        except ValueError as error:
+            faults.append(f"line {number}: {error}")
+    if faults:
+        raise UsageError(f"{len(faults)} lines of {path} are no samples of lm-eval: {first_few(faults)}")
+    if not by_filter:
+        raise UsageError(f"{path} is empty: it needs the lines that lm_eval --log_samples writes")
+    first = next(iter(by_filter.values()))
+    uneven = [name for name, documents in by_filter.items() if documents.keys() != first.keys()]
+    if uneven:
+        raise UsageError(f"{path}: filter {', '.join(uneven)} has other documents than the first")
+    scores: dict[str, Scores] = {}
+    for name, documents in by_filter.items():
+        ending = "" if name == _DEFAULT_FILTER else f",{name}"
+        found = _scores([documents[each] for each in first])
+        scores |= {f"{metric}{ending}": each for metric, each in found.items()}
+    named = _NAME.fullmatch(path.stem)
+    return Outcome(
+        "",
+        named[1] if named else path.stem,
+        {f"document {each}": sample["doc_hash"] + sample["target_hash"] for each, sample in first.items()},
+        list(first),
+        scores,
+        plain_digest([sample["prompt_hash"] for sample in first.values()]),
+    )
+
+
+def _lines(path: Path) -> Iterator[tuple[int, str]]:
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"cannot read {path}: {error}") from error
+    yield from ((number, line) for number, line in enumerate(lines, 1) if line.strip())
+
+
+def _sample(line: str) -> JsonObject:
+    """One line's object.
+
+    Raises:
+        ValueError: it is no JSON, or lacks a field.
+    """
+    sample = parse_json(line)
+    if not isinstance(sample, dict):
+        raise ValueError(f"expected a JSON object, got {type(sample).__name__}")
+    # One filter and no list of metrics: what earlier versions wrote.
+    sample = {"filter": _DEFAULT_FILTER, "prompt_hash": ""} | sample
+    missing = [name for name in ("doc_id", "doc_hash", "target_hash", "metrics") if name not in sample]
+    if missing:
+        raise ValueError(f"has no {', '.join(missing)}")
+    if not isinstance(sample["doc_id"], int | str) or not isinstance(sample["metrics"], list):
+        raise ValueError("doc_id must be a number or a text, and metrics a list of names")
+    return sample
+
+
+def _scores(samples: list[JsonObject]) -> dict[str, Scores]:
+    scores: dict[str, Scores] = {}
+    margins = [_margin(sample) for sample in samples]
+    told = [margin for margin in margins if margin is not None]
+    if len(told) == len(samples):
+        scores["margin"] = Scores(told, MARGIN)
+    for metric in samples[0]["metrics"]:
+        values = [sample.get(metric) for sample in samples]
+        numbers = [float(value) for value in values if isinstance(value, int | float)]
+        if len(numbers) == len(values):
+            shares = all(0 <= value <= 1 for value in numbers)
+            scores[metric] = Scores(numbers, PERCENT if shares else PLAIN)
+    return scores
+
+
+def _margin(sample: JsonObject) -> float | None:
+    """By how much the right choice is likelier than the likeliest wrong one, in nats per character; None if unknown."""
+    # Mutual information asks for every choice twice.
+    if not {"acc", "acc_norm"} & set(sample["metrics"]) or "acc_mutual_info" in sample["metrics"]:
+        return None
+    try:
+        choices = [arguments["arg_1"].removeprefix(" ") for arguments in sample["arguments"].values()]
+        logprobs = [float(logprob) for logprob, _ in sample["filtered_resps"]]
+        right = int(sample["target"])
+        by_character = [p / len(choice) for p, choice in zip(logprobs, choices, strict=True)]
+    except (AttributeError, LookupError, TypeError, ValueError, ZeroDivisionError):
+        # A target in words, or answers that are no log-probabilities.
+        return None
+    wrong = [value for index, value in enumerate(by_character) if index != right]
+    return by_character[right] - max(wrong) if 0 <= right < len(by_character) and wrong else None

@@ -1,0 +1,90 @@
+"""Robustness of in-context classification to the order of its demonstrations, as a task."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, ClassVar, Self
+
+from diffquant.evals.columns import MISSING, Compared, ItemColumns
+from diffquant.evals.task import Draw
+from diffquant.evals.task_result import TaskResult
+from diffquant.evals.tasks import register
+from diffquant.evals.tasks.many_shot import ManyShot
+from diffquant.support.plain_data import JsonObject
+from diffquant.support.progress import Progress
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from diffquant.evals.language_model import LanguageModel, States
+    from diffquant.evals.protocols.many_shot import OrderPlan
+
+_NAME = re.compile(r"shot-order:([0-9]{1,9})(?::([0-9]{1,9}))?(:alternate)?")
+# The paper sweeps as many seeds.
+_ORDERS = "10"
+
+
+class OrderColumns(ItemColumns):
+    """Columns of accuracy over all orders, and of how far the best order is from the worst."""
+
+    def heads(self, task: str, results: Sequence[TaskResult], alone: bool) -> list[str]:
+        return [*super().heads(task, results, alone), "best - worst"]
+
+    def texts(self, compared: Compared, results: Sequence[TaskResult]) -> list[str]:
+        spread = compared.result.details["spread"] if compared.result else None
+        return [*super().texts(compared, results), MISSING if spread is None else f"{100 * spread:.1f}"]
+
+    def record(self, task: str, compared: Compared) -> JsonObject:
+        details = compared.result.details if compared.result else {}
+        spreads = {f"{task} {name}": details.get(name) for name in ("best", "worst", "spread")}
+        return super().record(task, compared) | spreads
+
+    def notes(self, results: Sequence[TaskResult]) -> list[str]:
+        told = "best - worst is between orders of the same demonstrations, in points of accuracy."
+        return [*super().notes(results), *([told] if results else [])]
+
+
+@register
+@dataclass(frozen=True, kw_only=True)
+class ShotOrder(ManyShot):
+    """Classification after one set of demonstrations in several orders, randomly arranged or alternately by class.
+
+    Source: arXiv 2410.05258, section 3.5 (figure 7): the margin between the best and the worst order.
+    """
+
+    kind: ClassVar = "shot-order"
+    usage: ClassVar = "shot-order:SHOTS[:ORDERS][:alternate]"
+    columns: ClassVar = OrderColumns()
+    plots: ClassVar[Mapping[str, Draw]] = {}
+
+    plan: "OrderPlan"
+
+    @classmethod
+    def parse(cls, name: str, values: Mapping[str, object], batch_tokens: int) -> Self:
+        from diffquant.evals.protocols.many_shot import OrderPlan
+
+        parts = _NAME.fullmatch(name)
+        if parts is None:
+            raise cls.misread(name, "shot-order:48:10 or shot-order:48:10:alternate")
+        shots, orders, alternate = parts.groups()
+        plan = OrderPlan(int(shots), int(orders or _ORDERS), alternates=alternate is not None)
+        return cls.of_plan(name, plan, values, batch_tokens)
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind}:{self.plan.shots}:{self.plan.draws}" + (":alternate" if self.plan.alternates else "")
+
+    def run(
+        self,
+        model: "LanguageModel",
+        tokenizer: "PreTrainedTokenizerBase",
+        reference: "States | None",
+        progress: Progress,
+    ) -> TaskResult:
+        result = super().run(model, tokenizer, reference, progress)
+        details = {name: value for name, value in result.details.items() if name not in ("by_draw", "choices_by_draw")}
+        by_order = result.details["by_draw"]
+        best, worst = max(by_order), min(by_order)
+        told = {"by_order": by_order, "best": best, "worst": worst, "spread": best - worst}
+        choices = result.details.get("choices_by_draw")
+        return replace(result, details=details | told | ({"choices_by_order": choices} if choices else {}))

@@ -1,0 +1,180 @@
+"""Claims: files beside a sweep's cells that say who measures which, so that any number of processes can share them.
+
+A claim is made by creating a file that must not exist yet, which only one process can, on NFS too. Its holder touches
+it every few seconds. A claim whose holder is gone is overruled by one of the next number, so the number says how many
+holders of a cell have died. Two holders of one cell would do no harm: they write the same result.
+"""
+
+import json
+import os
+import socket
+import time
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from threading import Event, Thread
+from types import TracebackType
+from typing import Literal, Self
+
+import psutil
+
+_SECONDS_BETWEEN_BEATS = 5.0
+# A claim that was not touched for so long, by the clock of who watches it, is nobody's any more. NFS shows a touched
+# file's new time to whoever opens it.
+STALE_SECONDS = 60.0
+
+_SUFFIX = ".claim"
+
+
+@dataclass(frozen=True)
+class Claimant:
+    """A process that claims cells.
+
+    Attributes:
+        host: name of its machine, for people.
+        machine: what tells apart machines since their start, and containers that number their processes alone.
+        pid: number of the process there.
+    """
+
+    host: str
+    machine: str
+    pid: int
+
+    @classmethod
+    def here(cls) -> Self:
+        """This process."""
+        return cls(socket.gethostname(), _machine(), os.getpid())
+
+    def is_dead(self) -> bool | None:
+        """Whether the process has ended; None where it is of another machine, and that cannot be known."""
+        if self.machine != _machine():
+            return None
+        try:
+            return bool(psutil.Process(self.pid).status() == psutil.STATUS_ZOMBIE)
+        except psutil.NoSuchProcess:
+            return True
+
+
+# What is known of a claim's holder. Of one on another machine that takes a beat, or the lack of many.
+Life = Literal["alive", "dead", "unknown"]
+
+
+class Claim:
+    """A claim that this process holds, from when it is entered: what is claimed is done when it is left in peace.
+
+    Attributes:
+        deaths: number of earlier holders that died.
+    """
+
+    def __init__(self, path: Path, name: str, deaths: int) -> None:
+        self._path, self._name, self.deaths = path, name, deaths
+        self._released = Event()
+        Thread(target=self._beat, daemon=True).start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._released.set()
+        # Left by an error, earlier claims stay, and with them the number of deaths. The own one goes last, since
+        # without it an earlier one would be the latest.
+        for number in range(0 if kind is None else self.deaths, self.deaths + 1):
+            with suppress(OSError):
+                _path_of(self._path.parent, self._name, number).unlink()
+
+    def _beat(self) -> None:
+        while not self._released.wait(_SECONDS_BETWEEN_BEATS):
+            with suppress(OSError):
+                os.utime(self._path)
+
+
+class Claims:
+    """The claims in a folder as one process sees and makes them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        # The time of each claim, when it was first seen to have it, and whether it had another before.
+        self._watched: dict[str, tuple[int, float, bool]] = {}
+
+    def take(self, name: str, latest: Mapping[str, int]) -> Claim | None:
+        """Claim something that nobody holds, or whose holder is gone; None where another has it.
+
+        Args:
+            latest: numbers of the claims in the folder, as `latest_claims` gives them.
+
+        Raises:
+            OSError: the folder is gone, or cannot be written.
+        """
+        if name in latest and self.life(name, latest[name]) != "dead":
+            return None
+        number = latest.get(name, -1) + 1
+        path = _path_of(self.folder, name, number)
+        try:
+            with path.open("x", encoding="utf-8") as file:
+                json.dump(asdict(Claimant.here()), file)
+        except FileExistsError:
+            return None
+        return Claim(path, name, number)
+
+    def clear(self, names: Iterable[str], latest: Mapping[str, int]) -> None:
+        """Remove the claims that dead processes left on things that are done."""
+        for name in names:
+            if name in latest and self.life(name, latest[name]) == "dead":
+                for number in range(latest[name] + 1):
+                    _path_of(self.folder, name, number).unlink(missing_ok=True)
+
+    def life(self, name: str, number: int) -> Life:
+        """What is known of the holder of a claim; the more, the longer it is watched."""
+        path = _path_of(self.folder, name, number)
+        try:
+            with path.open(encoding="utf-8") as file:
+                time_of_beat = os.fstat(file.fileno()).st_mtime_ns
+                claimant = _claimant(file.read())
+        except FileNotFoundError:
+            return "unknown"  # It was released since; the next look shows that.
+        is_dead = None if claimant is None else claimant.is_dead()
+        if is_dead is not None:
+            return "dead" if is_dead else "alive"
+        now = time.monotonic()
+        known, since, has_beaten = self._watched.get(path.name, (time_of_beat, now, False))
+        if known != time_of_beat:
+            since, has_beaten = now, True
+        self._watched[path.name] = (time_of_beat, since, has_beaten)
+        if now - since > STALE_SECONDS:
+            return "dead"
+        return "alive" if has_beaten else "unknown"
+
+
+def latest_claims(names: Iterable[str]) -> dict[str, int]:
+    """What the files of a folder claim, each with the number of its latest claim."""
+    latest: dict[str, int] = {}
+    for file in names:
+        if file.endswith(_SUFFIX):
+            name, _, number = file.removesuffix(_SUFFIX).rpartition(".")
+            latest[name] = max(int(number), latest.get(name, -1))
+    return latest
+
+
+def _path_of(folder: Path, name: str, number: int) -> Path:
+    return folder / f"{name}.{number}{_SUFFIX}"
+
+
+def _claimant(text: str) -> Claimant | None:
+    """Who made a claim; None where the file is not written yet."""
+    try:
+        return Claimant(**json.loads(text))
+    except (ValueError, TypeError):
+        return None
+
+
+@cache
+def _machine() -> str:
+    try:
+        start = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{socket.gethostname()} {start} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return f"{socket.gethostname()} {psutil.boot_time():.0f}"

@@ -1,0 +1,99 @@
+"""Comparison of two sweeps, of configurations of sweeps, or of lm-eval's samples. No torch here."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from diffquant.errors import UsageError
+from diffquant.evals.comparison import Outcome, compare_outcomes, outcome_of
+from diffquant.evals.samples import read_samples
+from diffquant.sweep.comparison_report import Compared, ComparisonReport
+from diffquant.sweep.grid import Point
+from diffquant.sweep.result import SweepResult, model_names, read_sweep
+
+
+def compare(before: str | Path, after: str | Path) -> ComparisonReport:
+    """Compare what two sources measured on the same items, item by item.
+
+        print(diffquant.compare("run@16", "run@6:tensor").summary())
+
+    Args:
+        before, after: a sweep's folder or sweep.json; FOLDER@WORDS for what of a sweep has these words as model,
+            target or scheme, such as "run@6:tensor" or "run@logits 16"; or a samples_*.jsonl of lm-eval.
+
+    Where each side has one configuration the two are compared, whatever they are called; otherwise those of one name.
+
+    Raises:
+        UsageError: a source cannot be read, the two have nothing in common, or were asked different items.
+    """
+    sides = [_outcomes(str(source)) for source in (before, after)]
+    is_one_each = all(len({outcome.name for outcome in side}) == 1 for side in sides)
+    keyed = [{("" if is_one_each else outcome.name, outcome.task): outcome for outcome in side} for side in sides]
+    shared = [key for key in keyed[0] if key in keyed[1]]
+    if not shared and is_one_each:
+        first, second = (", ".join(sorted({task for _, task in side})) for side in keyed)
+        raise UsageError(f"nothing to compare: A has {first}, and B has {second}; both need results of one task")
+    if not shared:
+        first, second = (_names(side) for side in sides)
+        raise UsageError(
+            f"nothing to compare: A has {first}, and B has {second}; choose one configuration of each, such as "
+            "run@16 and run@6:tensor"
+        )
+    alone = [
+        f"{letter}'s {' '.join(filter(None, key))}"
+        for letter, side, other in (("A", *keyed), ("B", *reversed(keyed)))
+        for key in side
+        if key not in other
+    ]
+    compared = [
+        Compared(keyed[0][key], keyed[1][key], compare_outcomes(keyed[0][key], keyed[1][key])) for key in shared
+    ]
+    return ComparisonReport(str(before), str(after), compared, alone)
+
+
+def _outcomes(source: str) -> list[Outcome]:
+    """What a source measured."""
+    path, words = Path(source), ""
+    if not path.exists() and "@" in source:
+        folder, _, words = source.rpartition("@")
+        path = Path(folder)
+    if not path.exists():
+        raise UsageError(f"{source}: no such file or folder")
+    if path.suffix == ".jsonl":
+        return [read_samples(path)]
+    file = path / "sweep.json" if path.is_dir() else path
+    if not file.is_file():
+        raise UsageError(f"{path} has no sweep.json: give a sweep's folder, or a samples_*.jsonl of lm-eval")
+    try:
+        sweep = read_sweep(file)
+        outcomes = _of_sweep(sweep, words.split())
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise UsageError(f"cannot read {file} as a sweep: {type(error).__name__}: {error}") from error
+    if not outcomes:
+        names = model_names([point.model for point in sweep.points])
+        known = ", ".join(dict.fromkeys(_point_name(point, names) for point in sweep.points))
+        raise UsageError(f"{source}: no measured configuration is called {words!r}; there are {known}")
+    return outcomes
+
+
+def _of_sweep(sweep: SweepResult, words: Sequence[str]) -> list[Outcome]:
+    names = model_names([point.model for point in sweep.points])
+    chosen = [
+        cell for cell in sweep.cells if cell.result and set(words) <= {*_point_name(cell.point, names).split(" ")}
+    ]
+    # One model is the same row of another sweep, wherever its file lies.
+    if len({cell.point.model for cell in chosen}) == 1:
+        names = dict.fromkeys(names, "")
+    identities = {task["name"]: task for task in sweep.settings["tasks"]}
+    return [
+        outcome_of(_point_name(cell.point, names), cell.task, identities[cell.task], cell.result)
+        for cell in chosen
+        if cell.result
+    ]
+
+
+def _point_name(point: Point, names: dict[Path, str]) -> str:
+    return " ".join(filter(None, (names[point.model], point.target, point.scheme)))
+
+
+def _names(outcomes: list[Outcome]) -> str:
+    return ", ".join(dict.fromkeys(outcome.name or "one configuration" for outcome in outcomes))

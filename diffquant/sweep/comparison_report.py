@@ -1,0 +1,133 @@
+"""The report of a comparison: a table for a terminal, plain data for programs. No torch here."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from diffquant.evals.comparison import Comparison, ItemFlips, Outcome
+from diffquant.evals.faults import first_few
+from diffquant.report.tables import aligned
+from diffquant.support.plain_data import JsonObject
+
+# Items that a text names of each kind of flip.
+_NAMED_ITEMS = 20
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One task's results of two configurations, beside each other."""
+
+    before: Outcome
+    after: Outcome
+    comparisons: list[Comparison]
+
+    @property
+    def name(self) -> str:
+        """The configuration, or both."""
+        names = list(dict.fromkeys([self.before.name, self.after.name]))
+        return " -> ".join(names)
+
+
+@dataclass(frozen=True)
+class ComparisonReport:
+    """All that two sources have in common, compared.
+
+    Attributes:
+        before, after: what A and B are, as the caller named them.
+        alone: what only one of them has.
+    """
+
+    before: str
+    after: str
+    compared: list[Compared]
+    alone: list[str]
+
+    def summary(self) -> str:
+        """A table with a row for each measure, and what its numbers are."""
+        heads = ["configuration", "task", "measure", "n", "A", "B", "B - A [95 %]", "McNemar p", "flips"]
+        lines = [_texts(each, comparison) for each in self.compared for comparison in each.comparisons]
+        told = [f"A is {self.before}", f"B is {self.after}", "", *aligned(heads, lines, 3), "", *self._notes()]
+        return "\n".join(told)
+
+    def to_dict(self) -> JsonObject:
+        """Everything as plain data, with the ids of all flipped items."""
+        rows = [
+            {
+                "configuration_a": each.before.name,
+                "configuration_b": each.after.name,
+                "task": each.before.task,
+                "measure": comparison.measure,
+                "n": comparison.n,
+                "a": comparison.before,
+                "b": comparison.after,
+                "difference": comparison.difference.mean,
+                "low": _finite(comparison.difference.low),
+                "high": _finite(comparison.difference.high),
+                **_flips_record(comparison.flips),
+            }
+            for each in self.compared
+            for comparison in each.comparisons
+        ]
+        return {"a": self.before, "b": self.after, "comparisons": rows, "alone": self.alone}
+
+    def _notes(self) -> Iterable[str]:
+        rows = [(each, comparison) for each in self.compared for comparison in each.comparisons]
+        yield (
+            "Differences are paired over the same items: Bonett and Price's interval for right and wrong, Student's "
+            "for other numbers. McNemar's exact test asks whether as many items became right (+) as wrong (-)."
+        )
+        if units := {f"{c.measure} in {c.unit.name}" for _, c in rows if c.unit.name}:
+            yield f"Units: {', '.join(sorted(units))}."
+        flipped = [(each, c) for each, c in rows if c.flips and (c.flips.gained or c.flips.lost)]
+        if len({each.name for each in self.compared}) == 1:
+            for each, comparison in flipped:
+                yield f"{each.before.task} {comparison.measure}: {_items_text(comparison.flips)}."
+        elif flipped:
+            yield "--json names the items that flipped."
+        if len(rows) > 1:
+            yield f"{len(rows)} differences are shown; by chance, one 95 % interval in twenty misses the truth."
+        if any(each.before.prompts != each.after.prompts for each in self.compared):
+            yield "The prompts of A and B differ, around the same documents."
+        if self.alone:
+            yield f"Not compared, since one side alone has it: {first_few(self.alone)}."
+
+
+def _texts(each: Compared, comparison: Comparison) -> list[str]:
+    unit, difference = comparison.unit, comparison.difference
+    before, after, mean, low, high = (
+        unit.factor * value
+        for value in (comparison.before, comparison.after, difference.mean, difference.low, difference.high)
+    )
+    bounds = f" [{low:+{unit.format}}, {high:+{unit.format}}]" if math.isfinite(low) else ""
+    flips = comparison.flips
+    return [
+        each.name or "-",
+        each.before.task,
+        comparison.measure,
+        str(comparison.n),
+        format(before, unit.format),
+        format(after, unit.format),
+        f"{mean:+{unit.format}}{bounds}",
+        f"{flips.p:.2g}" if flips else "-",
+        f"+{len(flips.gained)} -{len(flips.lost)}" if flips else "-",
+    ]
+
+
+def _items_text(flips: ItemFlips | None) -> str:
+    kinds = (("right", flips.gained), ("wrong", flips.lost)) if flips else ()
+    return "; ".join(
+        f"became {kind}: items {', '.join(map(str, items[:_NAMED_ITEMS]))}"
+        + (f" and {len(items) - _NAMED_ITEMS} more" if len(items) > _NAMED_ITEMS else "")
+        for kind, items in kinds
+        if items
+    )
+
+
+def _flips_record(flips: ItemFlips | None) -> JsonObject:
+    if flips is None:
+        return {"p": None, "gained": None, "lost": None}
+    return {"p": flips.p, "gained": flips.gained, "lost": flips.lost}
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

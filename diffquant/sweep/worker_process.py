@@ -1,0 +1,50 @@
+"""A process that is started as a worker: it reads its order from stdin, and ends when that is closed.
+
+Nothing heavy is imported before the order is read, so that who sends it can go on.
+"""
+
+import _thread
+import os
+import pickle
+import sys
+from threading import Thread
+
+from diffquant.errors import DiffQuantError
+from diffquant.support import interruption
+
+_STDIN = 0
+
+
+def main() -> int:
+    """Carry out the order; returns 0 when nothing is left to do, 1 for an error, and 130 when it was ended."""
+    interruption.watch()
+    try:
+        content = _read(int.from_bytes(_read(8)))
+        Thread(target=_end_with_parent, daemon=True).start()
+        pickle.loads(content).carry_out()
+    except KeyboardInterrupt:
+        return 130
+    except (DiffQuantError, OSError) as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 1
+    return 0
+
+
+def _read(count: int) -> bytes:
+    # Without Python's buffer, whose lock a thread that waits here would hold when the process ends.
+    pieces: list[bytes] = []
+    while count:
+        pieces.append(os.read(_STDIN, count))
+        if not pieces[-1]:
+            raise KeyboardInterrupt
+        count -= len(pieces[-1])
+    return b"".join(pieces)
+
+
+def _end_with_parent() -> None:
+    os.read(_STDIN, 1)
+    _thread.interrupt_main()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,167 @@
+"""Sweeps whose processes are killed at random, and started again, until they come to an end.
+
+A sweep of cells that sleep runs under an engine. After a random time a worker, the process that started the workers, or
+a Ray cluster's head is ended as `kill -9` does. What was started first is then started again until it ends well. Every
+cell has to hold what it holds in a sweep that nothing disturbs, and no claim may be left.
+
+    python -m tests.fuzz.sweep_kills --count 200 --json bench/results/sweep-kills.json
+"""
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from contextlib import suppress
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from diffquant.bench.environment import environment
+from diffquant.bench.programs.ray_here import RayHere
+from diffquant.bench.programs.sleepers import scores, sleeping_work
+from diffquant.errors import DiffQuantError
+from diffquant.support.files import write_atomically
+from diffquant.support.progress import silent
+from diffquant.sweep.claims import Claims, latest_claims
+from diffquant.sweep.engines.local import LocalEngine
+from diffquant.sweep.worker import Worker
+
+BATCHES, CELLS, SECONDS = 5, 40, 0.05
+# What is killed under each engine. Processes of "folder" are started alone and share nothing but the folder.
+VICTIMS = {
+    "process": ("driver",),
+    "processes": ("worker", "driver"),
+    "folder": ("worker",),
+    "ray": ("worker", "driver", "head"),
+}
+_FOLDER_WORKERS = 3
+_MOST_STARTS = 8
+_SECONDS_TO_END = 300
+
+
+def drive(engine: str, folder: Path, address: str = "") -> None:
+    """Run the sweep that is left, as the process that a person starts."""
+    work = sleeping_work(folder, BATCHES, CELLS, SECONDS)
+    if engine == "folder":
+        Worker(work, silent, start=random.random()).run(is_patient=False)
+    elif engine == "ray":
+        from diffquant.sweep.engines.ray_cluster import RayEngine
+
+        RayEngine(address, 2).run(work, silent)
+    else:
+        LocalEngine({"process": 1, "processes": 2}[engine]).run(work, silent)
+    # As every sweep does in the end.
+    latest = latest_claims(os.listdir(folder))
+    Claims(folder).clear(latest, latest)
+
+
+def survives(engine: str, victim: str, seed: int, place: Path, expected: dict[str, float]) -> str | None:
+    """Kill a victim after a random time, and start again what has to be.
+
+    Returns:
+        What is wrong in the end; None where every cell is as expected and nothing else is left.
+    """
+    cluster = RayHere(2) if engine == "ray" else None
+    try:
+        return _outcome(engine, victim, random.Random(seed), place, expected, cluster)
+    finally:
+        if cluster:
+            cluster.stop()
+
+
+def _outcome(
+    engine: str, victim: str, chance: random.Random, place: Path, expected: dict[str, float], cluster: RayHere | None
+) -> str | None:
+    shutil.rmtree(place, ignore_errors=True)
+    count = _FOLDER_WORKERS if engine == "folder" else 1
+    drivers = [_start(engine, place, cluster) for _ in range(count)]
+    while len(scores(place)) < 2 and any(driver.poll() is None for driver in drivers):
+        time.sleep(0.02)
+    time.sleep(chance.uniform(0, CELLS * SECONDS / 2))
+    if cluster and victim == "head":
+        for pid in (*cluster.head, drivers[0].pid):
+            os.kill(pid, signal.SIGKILL)
+        cluster.start_again()
+    elif pids := _holders(place) if victim == "worker" else [driver.pid for driver in drivers]:
+        with suppress(ProcessLookupError):
+            os.kill(chance.choice(pids), signal.SIGKILL)
+    for _ in range(_MOST_STARTS):
+        # All are waited for, whatever the first of them ended with.
+        statuses = [driver.wait(timeout=_SECONDS_TO_END) for driver in drivers]
+        if not any(statuses) and len(scores(place)) == CELLS:
+            break
+        drivers = [_start(engine, place, cluster)]
+    if scores(place) != expected:
+        return f"{len(scores(place))} of {CELLS} cells, or others than expected"
+    left = [file.name for file in place.iterdir() if file.suffix != ".json" and not file.name.endswith(".tmp")]
+    return f"left behind: {', '.join(left)}" if left else None
+
+
+def _holders(place: Path) -> list[int]:
+    """Processes that hold a claim."""
+    pids = []
+    for claim in place.glob("*.claim"):
+        try:
+            pids.append(json.loads(claim.read_text())["pid"])
+        except (OSError, ValueError):
+            continue  # It was released, or is not written yet.
+    return pids
+
+
+def _start(engine: str, place: Path, cluster: RayHere | None) -> "subprocess.Popen[bytes]":
+    address = cluster.address if cluster else ""
+    call = f"drive({engine!r}, Path({str(place)!r}), {address!r})"
+    code = f"from pathlib import Path; from tests.fuzz.sweep_kills import drive; {call}"
+    return subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+
+
+def main(
+    count: Annotated[int, typer.Option(min=1, help="Number of kills.")] = 20,
+    engine: Annotated[str, typer.Option(help="Engines, separated by commas.")] = "process,processes,folder,ray",
+    seed: Annotated[int, typer.Option(help="Seed of what is killed when.")] = 0,
+    file: Annotated[Path | None, typer.Option("--json", help="Where to write the counts.")] = None,
+) -> None:
+    """Kill processes of sweeps at random, and print what did not come back."""
+    pairs = [(name, victim) for name in engine.split(",") for victim in VICTIMS[name]]
+    if find_spec("ray") is None:
+        pairs = [pair for pair in pairs if pair[0] != "ray"]
+    started, tried, faults = time.monotonic(), Counter[str](), []
+    with tempfile.TemporaryDirectory() as folder:
+        Worker(sleeping_work(Path(folder, "whole"), BATCHES, CELLS, 0.0), silent).run(is_patient=True)
+        expected = scores(Path(folder, "whole"))
+        for number in range(count):
+            name, victim = pairs[number % len(pairs)]
+            fault = survives(name, victim, seed + number, Path(folder, "killed"), expected)
+            tried[f"{name}: {victim}"] += 1
+            if fault:
+                faults.append(f"{name}, {victim} killed, seed {seed + number}: {fault}")
+                typer.echo(faults[-1], err=True)
+    result: dict[str, Any] = {
+        "environment": environment("ray"),
+        "cells": {"count": CELLS, "batches": BATCHES, "seconds": SECONDS},
+        "seed": seed,
+        "kills": dict(tried),
+        "came_back": count - len(faults),
+        "faults": faults,
+        "seconds": round(time.monotonic() - started, 1),
+    }
+    if file:
+        write_atomically(file, json.dumps(result, indent=2) + "\n")
+    kills = ", ".join(f"{name} {number}" for name, number in tried.items())
+    typer.echo(f"{count - len(faults)} of {count} sweeps came to the same end ({kills})")
+    if faults:
+        raise DiffQuantError(f"{len(faults)} sweeps did not")
+
+
+if __name__ == "__main__":
+    from diffquant.support.program import run_program
+
+    run_program(main)

@@ -1,0 +1,114 @@
+"""Claims: one process of any number holds a cell, and one that is gone holds nothing."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from dataclasses import asdict
+
+import pytest
+
+from diffquant.sweep import claims
+from diffquant.sweep.claims import Claimant, Claims, latest_claims
+
+ABSENT = "another machine"
+
+
+@pytest.fixture
+def now(monkeypatch):
+    """The clock of who watches a claim, as a list of one time."""
+    times = [1000.0]
+    monkeypatch.setattr(claims.time, "monotonic", lambda: times[0])
+    return times
+
+
+def latest(folder):
+    return latest_claims(os.listdir(folder))
+
+
+def leave_claim(folder, name, number, pid, machine=None):
+    """A claim as another process leaves it."""
+    here = Claimant.here()
+    path = folder / f"{name}.{number}.claim"
+    path.write_text(json.dumps(asdict(Claimant(here.host, machine or here.machine, pid))))
+    return path
+
+
+def dead_pid():
+    done = subprocess.Popen([sys.executable, "-c", ""])
+    done.wait()
+    return done.pid
+
+
+def test_of_many_threads_one_gets_the_claim(tmp_path):
+    together = threading.Barrier(16)
+    taken = []
+
+    def take():
+        own = Claims(tmp_path)
+        together.wait()
+        taken.append(own.take("cell", {}))
+
+    threads = [threading.Thread(target=take) for _ in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len([claim for claim in taken if claim]) == 1
+    assert latest(tmp_path) == {"cell": 0}
+
+
+def test_what_is_done_leaves_no_claim_and_what_failed_keeps_the_count_of_deaths(tmp_path):
+    leave_claim(tmp_path, "cell", 0, dead_pid())
+    own = Claims(tmp_path)
+    interrupted = own.take("cell", latest(tmp_path))
+    assert interrupted.deaths == 1
+    interrupted.__exit__(KeyboardInterrupt, KeyboardInterrupt(), None)
+    assert latest(tmp_path) == {"cell": 0}
+    with own.take("cell", latest(tmp_path)) as claim:
+        assert claim.deaths == 1
+        assert Claims(tmp_path).take("cell", latest(tmp_path)) is None
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_process_that_was_killed_and_not_waited_for_holds_nothing(tmp_path):
+    killed = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    leave_claim(tmp_path, "cell", 0, killed.pid)
+    assert Claims(tmp_path).life("cell", 0) == "alive"
+    killed.kill()
+    os.waitid(os.P_PID, killed.pid, os.WEXITED | os.WNOWAIT)
+    assert Claims(tmp_path).life("cell", 0) == "dead"
+    killed.wait()
+
+
+def test_a_claim_of_another_machine_is_taken_over_when_it_was_not_touched_for_a_minute(tmp_path, now):
+    path = leave_claim(tmp_path, "cell", 0, 1, ABSENT)
+    own = Claims(tmp_path)
+    assert own.life("cell", 0) == "unknown"
+    now[0] += claims.STALE_SECONDS - 1
+    assert own.take("cell", latest(tmp_path)) is None
+    # The other's clock may be hours off: only a change of the time counts.
+    os.utime(path, ns=(5, 5))
+    assert own.life("cell", 0) == "alive"
+    now[0] += claims.STALE_SECONDS - 1
+    assert own.take("cell", latest(tmp_path)) is None
+    now[0] += 2
+    with own.take("cell", latest(tmp_path)) as claim:
+        assert claim.deaths == 1
+
+
+def test_a_claim_that_is_not_written_yet_is_anothers(tmp_path, now):
+    (tmp_path / "cell.0.claim").touch()
+    assert Claims(tmp_path).take("cell", latest(tmp_path)) is None
+
+
+def test_a_holder_touches_its_claim_until_it_is_done(tmp_path, monkeypatch):
+    monkeypatch.setattr(claims, "_SECONDS_BETWEEN_BEATS", 0.01)
+    path = tmp_path / "cell.0.claim"
+    with Claims(tmp_path).take("cell", {}):
+        os.utime(path, ns=(5, 5))
+        while path.stat().st_mtime_ns == 5:
+            threading.Event().wait(0.01)
+    threading.Event().wait(0.05)
+    assert not list(tmp_path.iterdir())

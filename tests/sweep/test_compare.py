@@ -1,0 +1,253 @@
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from lm_eval import simple_evaluate
+from lm_eval.loggers import EvaluationTracker
+from lm_eval.models.huggingface import HFLM
+from lm_eval.tasks import TaskManager
+from scipy.stats import binomtest, ttest_rel
+
+import diffquant
+from diffquant.errors import UsageError
+from diffquant.evals.comparison import compare_outcomes, outcome_of
+from diffquant.evals.protocols import hellaswag
+from diffquant.evals.samples import read_samples
+from diffquant.evals.stats import mcnemar, mean_interval, paired_difference
+from diffquant.evals.task_result import TaskResult
+from diffquant.sweep import SweepOptions, run_sweep
+from diffquant.sweep.compare import compare
+from tests.support import tiny_lm
+
+OPTIONS = SweepOptions(
+    tasks=("hellaswag", "perplexity"),
+    bits=(3,),
+    granularities=("row", "tensor"),
+    task_options={"limit": 12, "characters": 900, "window": 64, "stride": 32},
+    dtype="float32",
+)
+COMMITTED = Path(__file__).parents[2] / "bench/results/smollm2-logits-500"
+SMOLLM2 = "SmolLM2-135M-Instruct.Q4_1"
+
+
+@pytest.mark.parametrize(("gained", "lost"), [(0, 0), (1, 0), (7, 10), (0, 12), (56, 85), (900, 1100)])
+def test_mcnemar_is_the_exact_binomial_test_of_scipy(gained, lost):
+    expected = binomtest(gained, gained + lost, 0.5).pvalue if gained + lost else 1.0
+    assert mcnemar(gained, lost) == pytest.approx(expected)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return tiny_lm.write_diff_v2(tmp_path_factory.mktemp("models") / "model")
+
+
+@pytest.fixture(scope="module")
+def run(model, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sweeps") / "run"
+    run_sweep([model], OPTIONS, folder).require_complete()
+    return folder
+
+
+def result(run, task, scheme):
+    cells = json.loads((run / "sweep.json").read_text())["cells"]
+    (found,) = (
+        cell["result"]
+        for cell in cells
+        if cell["task"] == task and f"{cell['bits']}:{cell['granularity']}".strip(":") == scheme
+    )
+    return found
+
+
+def test_two_configurations_of_a_sweep_are_compared_by_every_measure(run):
+    report = compare(f"{run}@16", f"{run}@3:tensor")
+    rows = {row["measure"]: row for row in report.to_dict()["comparisons"]}
+    assert list(rows) == ["margin", "acc_norm", "NLL"]
+    before, after = (result(run, "hellaswag", scheme) for scheme in ("16", "3:tensor"))
+    margin = ttest_rel(after["margins"], before["margins"]).confidence_interval(0.95)
+    assert (rows["margin"]["low"], rows["margin"]["high"]) == pytest.approx((margin.low, margin.high))
+    assert rows["margin"]["difference"] == pytest.approx(after["margin"] - before["margin"])
+    gained = [n for n, (a, b) in enumerate(zip(before["values"], after["values"], strict=True), 1) if b > a]
+    lost = [n for n, (a, b) in enumerate(zip(before["values"], after["values"], strict=True), 1) if b < a]
+    assert gained + lost
+    assert (rows["acc_norm"]["gained"], rows["acc_norm"]["lost"]) == (gained, lost)
+    assert rows["acc_norm"]["p"] == pytest.approx(binomtest(len(gained), len(gained + lost), 0.5).pvalue)
+    assert rows["acc_norm"]["difference"] == pytest.approx(after["score"] - before["score"])
+    text = report.summary()
+    for items in (gained, lost):
+        assert not items or f"items {', '.join(map(str, items))}" in text
+
+
+def test_a_text_is_compared_by_window_as_its_tokens_weigh(run):
+    report = compare(f"{run}@16", f"{run}@3:tensor")
+    (row,) = (row for row in report.to_dict()["comparisons"] if row["measure"] == "NLL")
+    before, after = (result(run, "perplexity", scheme) for scheme in ("16", "3:tensor"))
+    change = [b - a for a, b in zip(before["nll_by_window"], after["nll_by_window"], strict=True)]
+    expected = mean_interval(change, before["tokens_by_window"])
+    assert (row["difference"], row["low"], row["high"]) == pytest.approx((expected.mean, expected.low, expected.high))
+
+
+def test_two_sweeps_are_compared_where_their_configurations_have_one_name(model, run, tmp_path):
+    other = tiny_lm.write_diff_v2(tmp_path / "other", seed=3)
+    run_sweep([other], replace(OPTIONS, bits=(3, 2), granularities=("row",)), tmp_path / "out")
+    report = compare(run, tmp_path / "out" / "sweep.json")
+    assert [(each.name, each.before.task) for each in report.compared] == [
+        ("16", "hellaswag"), ("16", "perplexity"), ("logits 3:row", "hellaswag"), ("logits 3:row", "perplexity")
+    ]  # fmt: skip
+    assert report.alone == [
+        *(f"A's logits 3:tensor {task}" for task in OPTIONS.tasks),
+        *(f"B's logits 2:row {task}" for task in OPTIONS.tasks),
+    ]
+    assert "A's logits 3:tensor hellaswag" in report.summary()
+
+
+def test_committed_results_are_compared_as_their_table_has_it():
+    report = diffquant.compare(f"{COMMITTED}@{SMOLLM2} 16", f"{COMMITTED}@{SMOLLM2} 6:tensor")
+    (comparison,) = report.compared[0].comparisons
+    assert (len(comparison.flips.gained), len(comparison.flips.lost)) == (7, 10)
+    assert comparison.flips.p == pytest.approx(binomtest(7, 17, 0.5).pvalue)
+    assert [round(100 * x, 1) for x in (comparison.difference.low, comparison.difference.high)] == [-2.3, 1.1]
+
+
+def test_what_cannot_be_compared_is_said(run, model, tmp_path):
+    for source, message in (
+        (tmp_path / "absent", "absent: no such file or folder"),
+        (tmp_path, "has no sweep.json"),
+        (f"{run}@5:row", "no measured configuration is called '5:row'; there are model 16, model logits 3:row"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            compare(run, source)
+    (tmp_path / "sweep.json").write_text('{"cells": [{}]}')
+    with pytest.raises(UsageError, match=r"cannot read .*sweep\.json as a sweep: KeyError"):
+        compare(run, tmp_path)
+    with pytest.raises(UsageError, match="choose one configuration of each, such as run@16"):
+        compare(f"{run}@16", f"{run}@logits")
+    for task in OPTIONS.tasks:
+        run_sweep([model], replace(OPTIONS, tasks=(task,), bits=(16,)), tmp_path / task)
+    with pytest.raises(UsageError, match="A has hellaswag, and B has perplexity"):
+        compare(tmp_path / "hellaswag", tmp_path / "perplexity")
+
+
+@pytest.mark.parametrize(
+    ("task", "changed"),
+    [("hellaswag", {"limit": 11}), ("perplexity", {"characters": 800}), ("perplexity", {"stride": 64})],
+    ids=["items", "text", "windows"],
+)
+def test_other_items_and_texts_are_refused(run, model, tmp_path, task, changed):
+    options = replace(OPTIONS, tasks=(task,), bits=(16,), task_options=OPTIONS.task_options | changed)
+    run_sweep([model], options, tmp_path)
+    name, value = next(iter(changed.items()))
+    told = f"n: 12 and {value}" if name == "limit" else rf"{name}: \d+ and {value}"
+    with pytest.raises(UsageError, match=rf"{task}: A and B were not asked the same \(.*{told}"):
+        compare(f"{run}@16", tmp_path)
+
+
+def test_a_result_without_scores_of_items_is_refused():
+    whole = outcome_of("", "lm-eval:wikitext", {}, TaskResult(metric="word_perplexity", score=20.0, n=3))
+    with pytest.raises(UsageError, match="no scores of items in common"):
+        compare_outcomes(whole, whole)
+
+
+TASK = """
+task: quiz
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {data}}}}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{{{query}}}}"
+doc_to_choice: endings
+doc_to_target: label
+metric_list:
+  - metric: acc
+  - metric: acc_norm
+"""
+
+
+@pytest.fixture(scope="module")
+def samples(tmp_path_factory):
+    """Files of two models on one task, as lm-eval itself writes them."""
+    folder = tmp_path_factory.mktemp("harness")
+    entries = [{"query": i.query, "endings": list(i.endings), "label": i.label} for i in hellaswag.load_items(limit=15)]
+    (folder / "quiz.jsonl").write_text("\n".join(map(json.dumps, entries)))
+    (folder / "quiz.yaml").write_text(TASK.format(data=folder / "quiz.jsonl"))
+    manager = TaskManager(include_path=str(folder), include_defaults=False)
+    files = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_DATASETS_OFFLINE", "1")
+        patch.setenv("HF_HOME", str(folder / "hf"))
+        for seed in (0, 1):
+            model = HFLM(pretrained=tiny_lm.llama(seed=seed), tokenizer=tiny_lm.tokenizer())
+            output = simple_evaluate(model=model, tasks=["quiz"], task_manager=manager, bootstrap_iters=0)
+            tracker = EvaluationTracker(output_path=str(folder / str(seed)))
+            tracker.save_results_aggregated(results=dict(output), samples=output["samples"])
+            tracker.save_results_samples("quiz", output["samples"]["quiz"])
+            (file,) = (folder / str(seed)).rglob("samples_*.jsonl")
+            files.append((file, output["results"]["quiz"]))
+    return files
+
+
+def test_samples_that_lm_eval_wrote_are_compared_by_document(samples):
+    (first, before), (second, after) = samples
+    report = compare(first, second)
+    rows = {row["measure"]: row for row in report.to_dict()["comparisons"]}
+    assert list(rows) == ["margin", "acc", "acc_norm"]
+    assert {row["task"] for row in rows.values()} == {"quiz"}
+    for metric in ("acc", "acc_norm"):
+        values = [[json.loads(line)[metric] for line in file.read_text().splitlines()] for file in (first, second)]
+        assert (rows[metric]["a"], rows[metric]["b"]) == pytest.approx(
+            (before[f"{metric},none"], after[f"{metric},none"])
+        )
+        assert rows[metric]["low"] == pytest.approx(paired_difference(*reversed(values)).low)
+        assert rows[metric]["gained"] == [i for i, (a, b) in enumerate(zip(*values, strict=True)) if b > a]
+
+
+def test_a_margin_of_samples_is_positive_where_lm_eval_calls_the_document_right(samples):
+    for file, _ in samples:
+        outcome = read_samples(file)
+        right = [json.loads(line)["acc_norm"] for line in file.read_text().splitlines()]
+        assert [float(margin > 0) for margin in outcome.scores["margin"].values] == right
+        assert set(right) == {0.0, 1.0}
+
+
+def edited(file, folder, edit):
+    folder.mkdir()
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    path = folder / file.name
+    path.write_text("\n".join(line if isinstance(line, str) else json.dumps(line) for line in edit(lines)))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda lines: lines[:-2], r"not asked the same \(document 13: [0-9a-f]+ and absent; document 14: "),
+        (lambda lines: [lines[0] | {"doc_hash": "x"}, *lines[1:]], r"document 0: [0-9a-f]+ and x"),
+        (lambda lines: [*lines, lines[3]], "1 lines of .*line 16: document 3 stands twice"),
+        (lambda lines: ["{", *lines], "1 lines of .* are no samples of lm-eval: line 1: "),
+        (lambda lines: [{"text": "a"}, *lines], "line 1: has no doc_id, doc_hash, target_hash, metrics"),
+        (lambda lines: [], "is empty"),
+        (lambda lines: [*lines, lines[0] | {"filter": "strict"}], "filter strict has other documents"),
+    ],
+    ids=["fewer", "other text", "twice", "no json", "no sample", "empty", "uneven filters"],
+)
+def test_samples_that_cannot_be_paired_are_refused(samples, tmp_path, edit, message):
+    ((first, _), (second, _)) = samples
+    with pytest.raises(UsageError, match=message):
+        compare(first, edited(second, tmp_path / "edited", edit))
+
+
+def test_samples_of_other_tasks_are_refused_and_other_prompts_are_said(samples, tmp_path):
+    ((first, _), (second, _)) = samples
+    renamed = tmp_path / second.name.replace("quiz", "trivia")
+    renamed.write_text(second.read_text())
+    with pytest.raises(UsageError, match="A has quiz, and B has trivia"):
+        compare(first, renamed)
+    assert "prompts" not in compare(first, second).summary()
+    chat = edited(second, tmp_path / "chat", lambda lines: [line | {"prompt_hash": "x"} for line in lines])
+    assert "The prompts of A and B differ" in compare(first, chat).summary()
+
+
+def test_every_filter_of_samples_is_a_measure_of_its_own(samples, tmp_path):
+    ((first, _), _) = samples
+    both = edited(first, tmp_path / "both", lambda lines: [*lines, *(line | {"filter": "strict"} for line in lines)])
+    assert {"acc", "acc,strict"} <= set(read_samples(both).scores)
