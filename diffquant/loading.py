@@ -86,7 +86,7 @@ def load(
 
 def _rewrite_as_stored(source: Source, schemes: Mapping[str, Scheme], recipe: Recipe) -> Rewrite:
     """Rewriting of each parameter into what `quantize` stores of it, under the recipe's rounding."""
-    rounder = rounding_named(recipe.rounding.name).prepare(source, recipe.rounding, silent)
+    rounder = rounding_named(recipe.rounding.name).prepare(source, schemes, recipe.rounding, silent)
 
     unpacked = unpacked_dtypes(source)
 

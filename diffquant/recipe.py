@@ -20,6 +20,8 @@ _ALLOWED = {
     "logits": ("tensor", "map", "head", "pair", "row", "block", "static"),
 }
 LAYER_TARGETS = ("k", "v", "logits")
+# What a rounding that compensates may be told, and the choices; the first is what it does by itself.
+ROUNDING_OPTIONS = {"inputs": ("rounded", "unrounded"), "target": ("layer", "model"), "order": ("stored", "activation")}
 # Groups of 128 are the custom, but do not divide every width in use (576 in SmolLM2-135M); 32 do, and
 # gain more at 4 bits than their half bit of scales costs.
 DEFAULT_GRANULARITY = {"weights": "g32", "k": "row", "v": "row", "logits": "row"}
@@ -42,21 +44,37 @@ class RoundingSettings:
             ships by default.
         tokens: number of tokens of the text that are read; the rule's own number by default.
         window: number of tokens that the model sees at once while it reads; the rule's own number by default.
+        inputs: inputs that a layer's weights are rounded for: "rounded", those that it has once the layers before it
+            are rounded, or "unrounded", those of the 16-bit model.
+        target: output that a layer's weights are to keep: "layer", their own for the same inputs, or "model", the
+            16-bit model's, so that they also make up for what was lost before them (GPTAQ, arXiv 2504.02692).
+        order: order in which a weight's columns are rounded: "stored", or "activation", those of the largest inputs
+            first, with scales that are chosen before.
     """
 
     name: str = "nearest"
     text: Path | None = None
     tokens: int | None = None
     window: int | None = None
+    inputs: str | None = None
+    target: str | None = None
+    order: str | None = None
 
     def __post_init__(self) -> None:
         for what, number in (("tokens", self.tokens), ("window", self.window)):
             if number is not None and (type(number) is not int or number < 2):
                 raise UsageError(f"rounding: {what} must be a number of 2 or more, got {number!r}")
+        for what, choice in self.options.items():
+            if choice not in ROUNDING_OPTIONS[what]:
+                raise UsageError(f"rounding: {what} must be {' or '.join(ROUNDING_OPTIONS[what])}, got {choice!r}")
+        if (self.inputs, self.target) == ("unrounded", "model"):
+            raise UsageError(
+                "rounding: on unrounded inputs a layer's output is the model's; leave out inputs, or target"
+            )
 
     @classmethod
     def parse(cls, entry: "str | Mapping[str, Any]") -> "RoundingSettings":
-        """Read a recipe's entry: a rounding's name, or a mapping with its name, text, tokens and window.
+        """Read a recipe's entry: a rounding's name, or a mapping with its name, text, tokens, window and options.
 
         Raises:
             UsageError: a key is unknown (the nearest known one is named), or a value has the wrong type.
@@ -72,7 +90,12 @@ class RoundingSettings:
         text = entry.get("text")
         if text is not None and not isinstance(text, str):
             raise UsageError(f"rounding: text must be the name of a file, got {text!r}")
-        return cls(entry["name"], None if text is None else Path(text), entry.get("tokens"), entry.get("window"))
+        return cls(**{**entry, "text": None if text is None else Path(text)})
+
+    @property
+    def options(self) -> dict[str, str]:
+        """The options that are given, by name."""
+        return {name: given for name in ROUNDING_OPTIONS if (given := getattr(self, name)) is not None}
 
     @property
     def reads(self) -> bool:
@@ -81,13 +104,14 @@ class RoundingSettings:
 
     def to_plain(self) -> str | dict[str, Any]:
         """Plain data that `parse` reads: the name where nothing else is stated."""
-        if not self.reads:
+        if not self.reads and not self.options:
             return self.name
         entries = {
             "name": self.name,
             "text": None if self.text is None else str(self.text),
             "tokens": self.tokens,
             "window": self.window,
+            **self.options,
         }
         return {key: value for key, value in entries.items() if value is not None}
 

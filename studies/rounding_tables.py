@@ -6,7 +6,7 @@ from typing import Any
 
 from diffquant.evals.stats import Difference, mean_interval, paired_difference
 from diffquant.report.tables import markdown
-from studies.quantizers import METHODS
+from studies.quantizers import METHODS, VARIANTS
 
 FULL = "16 bits"
 _READERS = ("gptq",)
@@ -19,7 +19,7 @@ def method_table(result: dict[str, Any]) -> str:
     KL with half of its own. A row that kept no windows has no interval.
     """
     rows = result["results"]
-    names = [name for name in (FULL, *(method.name for method in METHODS)) if name in rows]
+    names = [name for name in (FULL, *(method.name for method in (*METHODS, *VARIANTS))) if name in rows]
     heads = [
         "perplexity",
         "KL, nats",
