@@ -120,5 +120,5 @@ def _simulated_schemes(source: Source, recipe: Recipe | None) -> dict[str, Schem
         raise UsageError(
             f"{source.path} holds quantized weights already; give a recipe without weights, or its 16-bit original"
         )
-    recipe.check_layers(source.architecture.target_layers)
+    source.architecture.check_recipe(recipe)
     return {}

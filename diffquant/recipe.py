@@ -297,6 +297,11 @@ class Recipe:
         """Every scheme that some layer may have for "k", "v" or "logits"."""
         return {getattr(self, target)} | {s for pattern, s in self.overrides.items() if target_of(pattern) == target}
 
+    @property
+    def rotates_cache(self) -> bool:
+        """Whether some layer's keys or values are rotated before they are rounded."""
+        return any(scheme.rotated for target in ("k", "v") for scheme in self.schemes_of(target))
+
     def is_static(self, target: str) -> bool:
         """Whether some layer's "k", "v" or "logits" takes calibrated scales."""
         return any(scheme.granularity == "static" for scheme in self.schemes_of(target))
@@ -363,5 +368,9 @@ def _check_allowed(target: str, scheme: Scheme, what: str | None = None) -> None
         raise UsageError(f"{what}: shift is for logits, which softmax sees only up to a constant a row")
     if scheme.alike and target != "logits":
         raise UsageError(f"{what}: alike is for logits, of which there are two maps")
+    if scheme.rotated and target not in ("k", "v"):
+        raise UsageError(f"{what}: rotated is for k and v, the cache's keys and values; leave it out")
+    if scheme.rotated and scheme.granularity == "static":
+        raise UsageError(f"{what}: static scales are of channels as they are; leave out rotated")
     if scheme.shift and scheme.granularity == "static":
         raise UsageError(f"{what}: static scales are of logits as they are; leave out shift")
