@@ -21,7 +21,7 @@ _ALLOWED = {
 }
 LAYER_TARGETS = ("k", "v", "logits")
 # What a rounding that compensates may be told, and the choices; the first is what it does by itself.
-ROUNDING_OPTIONS = {"inputs": ("rounded", "unrounded"), "target": ("layer", "model"), "order": ("stored", "activation")}
+ROUNDING_OPTIONS = {"inputs": ("rounded", "unrounded"), "target": ("model", "layer"), "order": ("stored", "activation")}
 # Groups of 128 are the custom, but do not divide every width in use (576 in SmolLM2-135M); 32 do, and
 # gain more at 4 bits than their half bit of scales costs.
 DEFAULT_GRANULARITY = {"weights": "g32", "k": "row", "v": "row", "logits": "row"}
@@ -46,8 +46,8 @@ class RoundingSettings:
         window: number of tokens that the model sees at once while it reads; the rule's own number by default.
         inputs: inputs that a layer's weights are rounded for: "rounded", those that it has once the layers before it
             are rounded, or "unrounded", those of the 16-bit model.
-        target: output that a layer's weights are to keep: "layer", their own for the same inputs, or "model", the
-            16-bit model's, so that they also make up for what was lost before them (GPTAQ, arXiv 2504.02692).
+        target: output that a layer's weights are to keep: "model", the 16-bit model's, so that they also make up for
+            what was lost before them (GPTAQ, arXiv 2504.02692), or "layer", the layer's own for the inputs it has.
         order: order in which a weight's columns are rounded: "stored", or "activation", those of the largest inputs
             first, with scales that are chosen before.
     """

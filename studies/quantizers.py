@@ -190,9 +190,8 @@ METHODS = (
 _OPTIONS: Mapping[str, Mapping[str, str]] = {
     "": {},
     ", unrounded inputs": {"inputs": "unrounded"},
-    ", the model's target": {"target": "model"},
+    ", target layer": {"target": "layer"},
     ", order of activation": {"order": "activation"},
-    ", both": {"target": "model", "order": "activation"},
 }
 # gptq as it may be told to work.
 VARIANTS = tuple(

@@ -22,17 +22,18 @@ class Moments:
 
     Attributes:
         products: XᵀX [in, in].
-        lost: (Y - X)ᵀX [in, in] for the input Y that the 16-bit model has there; 0 where Y is not seen.
+        lost: (Y - X)ᵀX [in, in] for the input Y that the 16-bit model has there; None where that is not looked at.
     """
 
     products: Tensor = field(default_factory=lambda: torch.zeros(()))
-    lost: Tensor = field(default_factory=lambda: torch.zeros(()))
+    lost: Tensor | None = None
 
     def add(self, x: Tensor, exact: Tensor | None = None) -> None:
         """Add a batch's input [N, in], and what the 16-bit model has in its place."""
         self.products = self.products + x.mT @ x
         if exact is not None:
-            self.lost = self.lost + (exact - x).mT @ x
+            lost = (exact - x).mT @ x
+            self.lost = lost if self.lost is None else self.lost + lost
 
 
 def readers_by_input(walk: Walk[State], layer: nn.Module, state: State) -> tuple[list[list[str]], State]:

@@ -99,7 +99,7 @@ class _LayerWeights:
         """Round the weights of modules that read one input, and let the model run on."""
         products = damped(moments.products)
         inputs = Inputs.of(products, by_activation=self.settings.order == "activation")
-        moved = retargeting(products, moments.lost) if self.settings.target == "model" else None
+        moved = None if moments.lost is None else retargeting(products, moments.lost)
         for module in filter(self.is_rounded, modules):
             self._round(module, inputs, moved)
 
@@ -154,7 +154,7 @@ def _round_in_turn(
         The rounded layer's output for `states`, and the 16-bit layer's for `exact` where it is a target.
     """
     layer, exact_inputs = weights.layer, [dict[str, Tensor]() for _ in states]
-    if weights.settings.target == "model":
+    if weights.settings.target != "layer":
         firsts = [names[0] for names in groups]
         runs = [inputs_on_the_way(walk, layer, firsts, state) for state in exact]
         exact_inputs, exact = [dict(seen) for seen, _ in runs], [output for _, output in runs]
