@@ -23,7 +23,7 @@ from diffquant.support.files import write_atomically
 from diffquant.support.progress import Progress, progress_for, silent
 from studies.quantizers import METHODS, PACKAGES, VARIANTS, Method
 from studies.rounded_model import RoundingOptions, Subject
-from studies.rounding_tables import FULL, lead_table, method_table
+from studies.rounding_tables import FULL, lead_table, method_table, option_table
 
 FORMAT = 1
 _CODE = ("studies.rounded_model", "studies.quantizers")
@@ -48,7 +48,7 @@ def main(
         results = [read_result(path) for path in paths]
         for result in results:
             print(f"{result['settings']['model']}\n\n{method_table(result)}\n")
-        print(lead_table(results))
+        print(f"{lead_table(results)}\n\n{option_table(results)}")
         return
     if len(paths) != 1 or file is None:
         raise UsageError("give one model and --json, or --show and results")

@@ -21,12 +21,14 @@ def rotation(width: int) -> Tensor:
     generator = torch.Generator().manual_seed(width)
     if width & (width - 1):
         normal = torch.randn(width, width, dtype=torch.float64, generator=generator)
-        return torch.linalg.qr(normal).Q
+        orthogonal: Tensor = torch.linalg.qr(normal).Q
+        return orthogonal
     hadamard = torch.ones(1, 1, dtype=torch.float64)
     while len(hadamard) < width:
         hadamard = torch.cat([torch.cat([hadamard, hadamard], 1), torch.cat([hadamard, -hadamard], 1)])
     signs = torch.randint(0, 2, (width, 1), generator=generator) * 2 - 1
-    return signs * hadamard * width**-0.5
+    matrix: Tensor = signs * hadamard * width**-0.5
+    return matrix
 
 
 def rotated(x: Tensor, matrix: Tensor) -> Tensor:

@@ -74,7 +74,8 @@ def retargeting(products: Tensor, lost: Tensor) -> Tensor:
 
     Source: the target is that of Li et al., GPTAQ, arXiv 2504.02692, equation 5, solved for all columns at once.
     """
-    return torch.linalg.solve(products.double(), lost.double(), left=False).float()
+    solution: Tensor = torch.linalg.solve(products.double(), lost.double(), left=False)
+    return solution.float()
 
 
 def compensate(values: Tensor, inputs: Inputs, scheme: Scheme, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
