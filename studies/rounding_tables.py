@@ -75,8 +75,8 @@ def lead(result: dict[str, Any], ours: str) -> tuple[str, Difference | None, Dif
 
 
 def option_table(results: Sequence[dict[str, Any]]) -> str:
-    """Markdown with KL of gptq under each of its options less that of gptq by itself, and their seconds, by model."""
-    heads = ["model", "gptq", "bits", "KL, nats", "more than by itself", "elsewhere: KL, nats", "more", "times as long"]
+    """Markdown with KL of gptq under each of its options less that of gptq by itself, by model."""
+    heads = ["model", "gptq", "bits", "KL, nats", "more than by itself", "elsewhere: KL, nats", "more"]
     rows = [
         [result["settings"]["model"], name, *option_cells(result, name)]
         for result in results
@@ -90,10 +90,21 @@ def option_cells(result: dict[str, Any], name: str) -> list[str]:
     """Cells of the row of gptq under an option."""
     row, own = result["results"][name], result["results"][name.split(",", maxsplit=1)[0]]
     cells = [_bits(row)]
-    for ours, theirs in ((row, own), (row["elsewhere"], own["elsewhere"])):
-        more = None if row is own else _kl_less(ours, theirs)
-        cells += [f"{ours['kl']:.4f}", f"{more.mean:+.4f} [{more.low:+.4f}, {more.high:+.4f}]" if more else "-"]
-    return [*cells, f"{row['seconds'] / own['seconds']:.2f}"]
+    for scores, more in zip((row, row["elsewhere"]), more_kl(result, name), strict=True):
+        cells += [f"{scores['kl']:.4f}", _signed(None if row is own else more)]
+    return cells
+
+
+def more_kl(result: dict[str, Any], name: str) -> tuple[Difference | None, Difference | None]:
+    """What gptq under an option has of KL more than by itself, on the prose and elsewhere."""
+    row, own = result["results"][name], result["results"][name.split(",", maxsplit=1)[0]]
+    return _kl_less(row, own), _kl_less(row["elsewhere"], own["elsewhere"])
+
+
+def _signed(difference: Difference | None) -> str:
+    if difference is None:
+        return "-"
+    return f"{difference.mean:+.4f} [{difference.low:+.4f}, {difference.high:+.4f}]"
 
 
 def _kl_less(row: dict[str, Any], other: dict[str, Any]) -> Difference | None:
@@ -116,10 +127,7 @@ def _leads(result: dict[str, Any], tier: str) -> list[list[str]]:
 def lead_cells(result: dict[str, Any], ours: str) -> list[str]:
     """Cells of the row of one of our methods: the best other, and both differences."""
     best, *differences = lead(result, ours)
-    return [
-        best,
-        *("-" if each is None else f"{each.mean:+.4f} [{each.low:+.4f}, {each.high:+.4f}]" for each in differences),
-    ]
+    return [best, *map(_signed, differences)]
 
 
 def _bits(row: dict[str, Any]) -> str:
