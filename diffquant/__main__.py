@@ -13,6 +13,13 @@ def main() -> None:
     except KeyboardInterrupt:
         sys.stderr.write("\ninterrupted\n")
         raise SystemExit(130) from None
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.startswith("diffquant"):
+            raise
+        from diffquant.support.installation import install_command
+
+        sys.stderr.write(f"diffquant needs {error.name}, which is not installed: {install_command()}\n")
+        raise SystemExit(5) from None
     run()
 
 

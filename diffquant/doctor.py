@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass
 from importlib import metadata
 from typing import TYPE_CHECKING
 
+from diffquant.support.installation import install_command
 from diffquant.support.machine import cores
 
 if TYPE_CHECKING:
@@ -76,7 +77,7 @@ class Diagnosis:
         for extra, versions in self.extras.items():
             missing = [name for name, version in versions.items() if version is None]
             present = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
-            state = f"lacks {', '.join(missing)}: pip install 'diffquant[{extra}]' adds {EXTRAS[extra][1]}"
+            state = f"lacks {', '.join(missing)}: {install_command(extra)} adds {EXTRAS[extra][1]}"
             lines.append(
                 f"extra {extra}: {present + '; ' if present and missing else present}{state if missing else ''}"
             )

@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from diffquant.errors import MissingDependencyError
+from diffquant.support.installation import install_command
 
 if TYPE_CHECKING:
     from diffquant.export.exporter import export
@@ -36,7 +37,7 @@ def require() -> None:
     """
     missing = [name for name in ("onnx", "onnxruntime") if find_spec(name) is None]
     if missing:
-        raise MissingDependencyError(f"ONNX models need {', '.join(missing)}: pip install 'diffquant[onnx]'")
+        raise MissingDependencyError(f"ONNX models need {', '.join(missing)}: {install_command('onnx')}")
 
 
 if not TYPE_CHECKING:  # A type checker that saw this function would take any name for one of the package's.

@@ -201,7 +201,10 @@ def _make_notes(plan: ExportPlan, streamed: Sequence[Streamed]) -> list[str]:
     options, notes = plan.options, []
     for scheme, (nbytes, weights) in _scheme_sizes(plan, streamed).items():
         container = container_bits(scheme)
-        notes.append(f"weights {scheme}: {megabytes(nbytes)}, {stored_bits(nbytes, weights):.2f} stored bits each")
+        notes.append(
+            f"weights {scheme}: {megabytes(nbytes)}, {stored_bits(nbytes, weights):.2f} stored bits each, "
+            f"with scales in {options.dtype}"
+        )
         if container != scheme.bits:
             notes[-1] += f" in {container}-bit containers, which hold them exactly"
     recipe = plan.source.recipe

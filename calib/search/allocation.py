@@ -10,6 +10,7 @@ import numpy as np
 from diffquant.calib.search.units import Unit
 from diffquant.errors import DiffQuantError, MissingDependencyError, UsageError
 from diffquant.report.sizes import stored_bits
+from diffquant.support.installation import install_command
 
 # The cost of each unit at each width, and the width of each unit.
 Costs = Mapping[Unit, Mapping[int, float]]
@@ -91,7 +92,7 @@ def require_scipy() -> None:
         import scipy.optimize  # noqa: F401
     except ImportError as error:
         raise MissingDependencyError(
-            "the search needs scipy's integer programmes: pip install 'diffquant[search]'"
+            f"the search needs scipy's integer programmes: {install_command('search')}"
         ) from error
 
 

@@ -36,8 +36,9 @@ def doctor(as_json: AsJson = False) -> None:
     from diffquant.doctor import diagnose
     from diffquant.errors import MissingDependencyError
     from diffquant.export.native import kernel_name
+    from diffquant.support.installation import install_command
 
     diagnosis = diagnose(kernel_name())
     typer.echo(json.dumps(diagnosis.to_dict(), indent=2) if as_json else str(diagnosis))
     if not diagnosis.complete:
-        raise MissingDependencyError("a required package is missing: pip install diffquant")
+        raise MissingDependencyError(f"a required package is missing: {install_command()}")

@@ -1,9 +1,12 @@
 """A Linear whose weight stays packed."""
 
+from __future__ import annotations
+
+import torch
 from torch import Tensor, nn
 
 from diffquant.kernels.linear.linear import linear
-from diffquant.kernels.linear.repack import PackedWeight
+from diffquant.kernels.linear.repack import PackedWeight, join, join_refusal
 
 
 class QuantizedLinear(nn.Module):
@@ -30,6 +33,15 @@ class QuantizedLinear(nn.Module):
     def packed(self) -> PackedWeight:
         shape = self.out_features, self.in_features
         return PackedWeight(self.low, self.high, self.scales, self.row_scale, self.bits, self.group, shape)
+
+    def with_rows_of(self, other: QuantizedLinear) -> QuantizedLinear | None:
+        """One layer x [..., K] -> [..., N1 + N2] for this layer's product and another's, or None if none can be."""
+        if join_refusal(self.packed, other.packed) or (self.bias is None) != (other.bias is None):
+            return None
+        joined = QuantizedLinear(join(self.packed, other.packed))
+        if self.bias is not None and other.bias is not None:
+            joined.bias = nn.Parameter(torch.cat([self.bias, other.bias]), requires_grad=False)
+        return joined
 
     def forward(self, x: Tensor) -> Tensor:
         return linear(x, self.packed, self.bias)

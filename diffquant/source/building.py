@@ -12,6 +12,7 @@ from diffquant.kernels.arguments import HALF_TYPES
 from diffquant.kernels.linear.repack import PackedWeight, group_refusal, repack
 from diffquant.model.architecture import Architecture
 from diffquant.model.causal import CausalModel
+from diffquant.model.mlp import DiffMLP
 from diffquant.model.quantized_linear import QuantizedLinear
 from diffquant.numerics import check_finite
 from diffquant.scheme import Scheme
@@ -71,6 +72,9 @@ def build_model(
     model.tie_weights()
     model.eval().requires_grad_(False)
     placement.finish(model)
+    for module in model.modules():
+        if isinstance(module, DiffMLP):
+            module.join_gate_and_up()
     return model
 
 

@@ -9,6 +9,7 @@ import onnxruntime as ort
 from onnx import TensorProto, helper
 
 from diffquant.errors import MissingDependencyError, UsageError
+from diffquant.support.installation import install_command
 
 CPU = "CPUExecutionProvider"
 CUDA = "CUDAExecutionProvider"
@@ -73,7 +74,7 @@ class RuntimeDevice:
         if self.provider not in ort.get_available_providers():
             raise MissingDependencyError(
                 f"this onnxruntime {ort.__version__} has no {self.provider}: "
-                "pip uninstall onnxruntime, then pip install 'diffquant[onnx-gpu]'; or use --device cpu"
+                f"pip uninstall onnxruntime, then {install_command('onnx-gpu')}; or use --device cpu"
             )
 
     def check_taken(self, session: ort.InferenceSession) -> None:

@@ -27,6 +27,7 @@ from diffquant.model.adapters import adapter_for
 from diffquant.scheme import Scheme
 from diffquant.source.tokenizer import load_tokenizer
 from diffquant.support.files import file_digest
+from diffquant.support.installation import install_command
 from diffquant.sweep.exported import ExportedModel
 from diffquant.text.tokens import max_length
 
@@ -76,7 +77,7 @@ class OnnxRuntime:
         """
         model = OnnxModel(folder, device=device)
         if device == "auto" and model.device.kind == "cpu" and torch.cuda.is_available():
-            why = "ONNX Runtime does not start on CUDA here; pip install 'diffquant[onnx-gpu]' may help"
+            why = f"ONNX Runtime does not start on CUDA here; {install_command('onnx-gpu')} may help"
             logging.getLogger(__name__).warning("%s runs on the processor: %s", folder, why)
         if fallbacks := model.fallbacks:
             logging.getLogger(__name__).warning("%s: %s", folder, on_cpu_text(fallbacks))

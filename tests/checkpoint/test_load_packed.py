@@ -45,7 +45,32 @@ def test_packed_layers_hold_what_the_reader_decodes(tmp_path):
     assert layers
     for name, layer in layers.items():
         identity = torch.eye(layer.in_features, dtype=torch.float16)
-        assert torch.equal(layer(identity).T, expanded.get_submodule(name).weight), name
+        parts = [name.replace("gate_up", part) for part in ("gate", "up")] if "gate_up" in name else [name]
+        weight = torch.cat([expanded.get_submodule(part).weight for part in parts])
+        assert torch.equal(layer(identity).T, weight), name
+
+
+@pytest.mark.parametrize(
+    ("weights", "overrides", "inner", "is_one"),
+    [
+        ("4:g32", {}, 96, True),
+        ("6:row", {}, 96, True),
+        ("8:tensor", {}, 96, True),
+        ("4:g32", {"*.up_proj": "6:g32"}, 96, False),
+        ("4:g32", {"*.up_proj": "4:g16"}, 96, False),
+        # 104 rows end within a block of 16.
+        ("6:g32", {"*.down_proj": "8:row"}, 104, False),
+    ],
+)
+def test_gate_and_up_are_one_layer_where_they_are_packed_alike(tmp_path, weights, overrides, inner, is_one):
+    source = tmp_path / "source"
+    config = UNILM | {"model_type": "diff_v2", "num_key_value_heads": 2, "mlp_bias": True, "intermediate_size": inner}
+    write_random(source, config, torch.float32)
+    quantize(source, tmp_path / "low", Recipe.of(weights=weights, overrides=overrides))
+    packed = load(tmp_path / "low", packed=True)
+    mlps = {name.rsplit(".", 1)[-1] for name in packed_layers(packed) if ".mlp." in name}
+    assert mlps == {"down_proj"} | ({"gate_up_proj"} if is_one else {"gate_proj", "up_proj"})
+    assert torch.equal(packed(ids()).logits, load(tmp_path / "low")(ids()).logits)
 
 
 def test_repeated_kv_rows_load_packed(tmp_path):

@@ -2,11 +2,13 @@
 
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from diffquant.cli import app
@@ -15,6 +17,7 @@ from diffquant.recipe import Recipe
 from diffquant.support.plain_data import parse_json
 from diffquant.support.yaml_text import parse_yaml
 from tests.docs.page import ROOT
+from tests.support.checkpoints import write_llama
 
 
 def blocks(page, language):
@@ -67,6 +70,31 @@ def test_the_tutorial_runs_as_written_and_shows_what_it_says(pocket, tmp_path):
     variables = {}
     exec(python, variables)
     assert variables["answer"].strip() == "42"
+
+
+def test_the_readme_runs_as_written_from_top_to_bottom(tmp_path, monkeypatch):
+    """With a small Llama in the place of SmolLM2's file, and fewer items."""
+    monkeypatch.chdir(tmp_path)
+    prose = pocket_models("prose")[0]
+    sizes = {"vocab_size": 2048, "hidden_size": 64, "intermediate_size": 96, "max_position_embeddings": 2048}
+    llama = write_llama(tmp_path / "llama", torch.bfloat16, tie_word_embeddings=True, **sizes)
+    for file in prose.glob("tokenizer*"):
+        shutil.copy(file, llama)
+    (tmp_path / "diffquant").symlink_to(ROOT / "diffquant")
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    text = text.replace("SmolLM2-135M-Instruct.Q4_1.gguf", "llama")
+    lines = re.findall(r"^(?:\$ )?(diffquant (?!doctor|demo).*)$", "\n".join(text.split("```")[1::2]), re.MULTILINE)
+    verbs = ["convert", "quantize", "generate", "export", "run", "sweep", "sweep", "sweep"]
+    assert [line.split()[1] for line in lines] == verbs
+    for written in lines:
+        line = re.sub(r"--(characters|limit) \d+", "", written)
+        output_of(f"{line} --characters 2000 --limit 2" if "diffquant sweep" in line else line)
+    assert len([*tmp_path.glob("*/report.html")]) == 3
+
+    (python,) = blocks("README.md", "python")
+    exec(python.replace("characters=8192", "characters=2000"), {})
+    assert (tmp_path / "results/report.html").is_file()
+    assert (tmp_path / "mse-onnx/model.onnx").is_file()
 
 
 def test_the_program_for_genai_runs_as_written(pocket):

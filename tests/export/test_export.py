@@ -1,6 +1,7 @@
 """Exported models against torch: every source, every precision, codes bit for bit."""
 
 import json
+import re
 
 import numpy as np
 import onnx
@@ -162,7 +163,9 @@ def test_a_quantized_checkpoint_is_not_quantized_again(tmp_path):
     with pytest.raises(diffquant.DiffQuantError, match="quantized weights already"):
         exported(tmp_path / "quantized", tmp_path / "out", weights="4:g32")
     report = export(tmp_path / "quantized", tmp_path / "out")
-    assert any("recipe (k 8:row" in note for note in report.notes)
+    text = "\n".join(report.notes)
+    assert "recipe (k 8:row" in text
+    assert re.search(r"weights 4:g32: .*, 5\.00 stored bits each, with scales in float32\n", text)
 
 
 @pytest.mark.parametrize("options", [{"weights": "8:row"}, {"weights": "6:g16"}, {"embed_bits": 8}], ids=str)

@@ -1,5 +1,7 @@
 """Weight-only linear kernels, interpreted, against float64."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -8,7 +10,7 @@ from diffquant.kernels.configs import trying
 from diffquant.kernels.linear import gemm
 from diffquant.kernels.linear.expand import launch_expand
 from diffquant.kernels.linear.linear import launch, linear, packed_linear
-from diffquant.kernels.linear.repack import dequantize_weight, repack
+from diffquant.kernels.linear.repack import dequantize_weight, join, repack
 from diffquant.model.quantized_linear import QuantizedLinear
 from tests.support.packed_weights import (
     exact_weight,
@@ -85,6 +87,19 @@ def test_activations_of_any_strides(tokens):
     wide = random_activations(tokens, 2 * 192)
     for x in (wide[:, ::2], wide[:, 5:197], wide.T[:192, :].contiguous().T):
         assert relative_error(launch(x, packed, None), x.double() @ exact.T) < 6e-4
+
+
+@interpreted
+@pytest.mark.parametrize("tokens", [1, 9, 33])
+@pytest.mark.parametrize(("bits", "group"), [(4, 32), (6, "tensor"), (8, 64)])
+def test_joined_weights_are_one_product(tokens, bits, group):
+    """With groups, rows have scales of their own besides."""
+    (first, exact_first), (second, exact_second) = (random_case(rows, 192, bits, group, seed=rows) for rows in (32, 21))
+    x = random_activations(tokens, 192)
+    joined = join(first, replace(second, row_scale=8 * second.row_scale))
+    expected = x.double() @ torch.cat([exact_first, 8 * exact_second]).T
+    assert relative_error(launch(x, joined, None), expected) < 6e-4
+    assert relative_error(launch_expand(joined, torch.float32), torch.cat([exact_first, 8 * exact_second])) < 1e-6
 
 
 @interpreted

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from diffquant.errors import UsageError
 from diffquant.kernels.linear import repack as module
-from diffquant.kernels.linear.repack import dequantize_weight, repack
+from diffquant.kernels.linear.repack import dequantize_weight, join, repack
 from tests.support.packed_weights import exact_weight, random_case, random_scale, random_words
 
 
@@ -36,6 +36,30 @@ def test_dequantizes_to_codes_times_scales(rows, sixteens, bits, kind, seed, dat
 def test_widths_that_fill_no_fragment(bits):
     packed, exact = random_case(5, 37, bits, "row", torch.float32)
     assert torch.equal(dequantize_weight(packed, torch.float32), exact.float())
+
+
+@pytest.mark.parametrize("bits", [4, 6, 8])
+@pytest.mark.parametrize("group", [32, "row", "tensor"])
+def test_two_weights_joined_are_their_rows_below_each_other(bits, group):
+    (first, exact_first), (second, exact_second) = (random_case(rows, 96, bits, group, seed=rows) for rows in (48, 21))
+    joined = join(first, second)
+    assert joined.shape == (69, 96)
+    assert torch.equal(dequantize_weight(joined, torch.float64), torch.cat([exact_first, exact_second]))
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "message"),
+    [
+        ((40, 96, 4, 32), (48, 96, 4, 32), "the first's 40 rows do not fill blocks of 16"),
+        ((48, 96, 4, 32), (48, 96, 6, 32), r"\(4, 32, 96, torch.float16\) and \(6, 32, 96, torch.float16\)"),
+        ((48, 96, 4, 32), (48, 96, 4, 48), "are .* and "),
+        ((48, 96, 4, 32), (48, 64, 4, 32), "are .* and "),
+        ((48, 96, 4, 32), (48, 96, 4, "row"), "are .* and "),
+    ],
+)
+def test_weights_packed_apart_are_not_joined(first, second, message):
+    with pytest.raises(UsageError, match=f"two packed weights cannot be one: .*{message}"):
+        join(random_case(*first)[0], random_case(*second)[0])
 
 
 def test_large_weights_go_in_slabs(monkeypatch):

@@ -36,11 +36,17 @@ def exact_weight(words: Tensor, scale: Tensor, bits: int, width: int) -> Tensor:
 
 
 def random_case(
-    rows: int, width: int, bits: int, group: int | str, dtype: torch.dtype = torch.float16, device: str = "cpu"
+    rows: int,
+    width: int,
+    bits: int,
+    group: int | str,
+    dtype: torch.dtype = torch.float16,
+    device: str = "cpu",
+    seed: int = 0,
 ) -> tuple[PackedWeight, Tensor]:
     """A random packed weight, and its values [N, K] in float64."""
-    words = random_words(rows, width, bits, device)
-    scale = random_scale(rows, width, group, dtype, device)
+    words = random_words(rows, width, bits, device, seed)
+    scale = random_scale(rows, width, group, dtype, device, seed + 1)
     return repack(words, scale, bits, width), exact_weight(words, scale, bits, width)
 
 

@@ -12,6 +12,7 @@ from diffquant.errors import MissingDependencyError, UsageError
 from diffquant.evals.defaults import BATCH_TOKENS
 from diffquant.evals.language_model import LanguageModel
 from diffquant.evals.task_result import TaskResult
+from diffquant.support.installation import install_command
 from diffquant.support.plain_data import JsonObject
 from diffquant.support.progress import Progress, silent
 
@@ -30,7 +31,7 @@ def require_lm_eval() -> None:
         MissingDependencyError: it is not installed.
     """
     if importlib.util.find_spec("lm_eval") is None:
-        raise MissingDependencyError("lm-eval tasks need the lm-eval package: pip install 'diffquant[peers]'")
+        raise MissingDependencyError(f"lm-eval tasks need the lm-eval package: {install_command('peers')}")
 
 
 def task_identity(task: str) -> dict[str, str]:

@@ -116,6 +116,32 @@ def dequantize_weight(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
     return (values * (row_scale if len(row_scale) == 1 else row_scale[:, None])).to(dtype)
 
 
+def join_refusal(first: PackedWeight, second: PackedWeight) -> str | None:
+    """Reason why two packed weights cannot be one, the second's rows below the first's, or None."""
+    if first.shape[0] % FRAGMENT:
+        return f"the first's {first.shape[0]} rows do not fill blocks of {FRAGMENT}"
+    layouts = [(w.bits, w.group, w.shape[1], None if w.scales is None else w.scales.dtype) for w in (first, second)]
+    if layouts[0] != layouts[1]:
+        return f"bits, group, width and scales' dtype are {layouts[0]} and {layouts[1]}"
+    return None
+
+
+def join(first: PackedWeight, second: PackedWeight) -> PackedWeight:
+    """Two packed weights [N1, K] and [N2, K] as one [N1 + N2, K], whose product is one launch.
+
+    Raises:
+        UsageError: as `join_refusal` says.
+    """
+    if reason := join_refusal(first, second):
+        raise UsageError(f"two packed weights cannot be one: {reason}")
+    row_scales = [w.row_scale.expand(w.shape[0]) for w in (first, second)]
+    high = None if first.high is None or second.high is None else torch.cat([first.high, second.high])
+    scales = None if first.scales is None or second.scales is None else torch.cat([first.scales, second.scales], 1)
+    shape = first.shape[0] + second.shape[0], first.shape[1]
+    low = torch.cat([first.low, second.low])
+    return PackedWeight(low, high, scales, torch.cat(row_scales), first.bits, first.group, shape)
+
+
 def _count_rows_and_groups(words: Tensor, scale: Tensor, bits: int, width: int) -> tuple[int, int]:
     """N, and the number of groups in a row (0 or 1 without groups).
 

@@ -1,0 +1,64 @@
+"""What messages say to install."""
+
+import json
+import shlex
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from diffquant.support import installation
+from diffquant.support.installation import install_command
+
+ROOT = Path(__file__).parents[1]
+WITHOUT_TYPER = "import sys; sys.modules['typer'] = None; from diffquant.__main__ import main; main()"
+
+
+@pytest.fixture
+def installed(tmp_path, monkeypatch):
+    """A package installed from a url, as pip records it."""
+    monkeypatch.setattr(installation, "__file__", str(tmp_path / "site-packages/diffquant/support/installation.py"))
+
+    def record(url):
+        text = None if url is None else json.dumps({"url": url, "dir_info": {}})
+        recorded = type("Recorded", (), {"read_text": lambda _, name: text if name == "direct_url.json" else None})()
+        monkeypatch.setattr(metadata, "distribution", lambda _: recorded)
+
+    return record
+
+
+def test_a_clone_that_runs_in_place_is_named():
+    assert install_command("onnx") == f"pip install -e {shlex.quote(f'{ROOT}[onnx]')}"
+    assert install_command() == f"pip install -e {ROOT}"
+
+
+def test_a_clone_or_wheel_that_was_installed_is_named_while_it_is_there(installed, tmp_path):
+    clone = tmp_path / "a clone"
+    clone.mkdir()
+    installed(clone.as_uri())
+    assert install_command("search") == f"pip install '{clone}[search]'"
+    clone.rmdir()
+    assert install_command("search") == "pip install 'diffquant[search]'"
+
+
+@pytest.mark.parametrize("url", [None, "https://example.org/diffquant-0.1.0-py3-none-any.whl"])
+def test_what_came_over_a_network_is_installed_by_its_name(installed, url):
+    installed(url)
+    assert install_command("onnx") == "pip install 'diffquant[onnx]'"
+    assert install_command() == "pip install diffquant"
+
+
+def test_a_package_that_is_not_on_record_is_installed_by_its_name(installed, monkeypatch):
+    def absent(_):
+        raise metadata.PackageNotFoundError
+
+    monkeypatch.setattr(metadata, "distribution", absent)
+    assert install_command() == "pip install diffquant"
+
+
+def test_without_what_is_required_the_command_line_says_what_to_install():
+    done = subprocess.run([sys.executable, "-c", WITHOUT_TYPER, "doctor"], cwd=ROOT, capture_output=True, text=True)
+    assert done.stderr == f"diffquant needs typer, which is not installed: {install_command()}\n"
+    assert done.returncode == 5
