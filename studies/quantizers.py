@@ -22,7 +22,7 @@ from diffquant.quantization.roundings.nearest import round_to_nearest
 from diffquant.scheme import Scheme
 
 PACKAGES = ("bitsandbytes", "torchao", "hqq")
-TIERS = ("4.5 bits", "4.125 bits", "6.125 bits", "3.5 bits")
+TIERS = ("4.5 bits", "4.125 bits", "6.125 bits")
 _SCALE = torch.float16
 
 
@@ -170,7 +170,7 @@ def _of_ours(tier: str, bits: int, least: int) -> list[Method]:
     return [Method(f"{rule} {bits}:g{least}", tier, _ours(rule, bits, least)) for rule in ("nearest", "mse", "gptq")]
 
 
-_FINE, _COARSE, _SIX, _THREE = TIERS
+_FINE, _COARSE, _SIX = TIERS
 METHODS = (
     *_of_ours(_FINE, 4, 32),
     Method("bitsandbytes nf4, blocks of 64", _FINE, _bitsandbytes("nf4", nested=False), "bitsandbytes"),
@@ -196,6 +196,6 @@ _OPTIONS: Mapping[str, Mapping[str, str]] = {
 # gptq as it may be told to work.
 VARIANTS = tuple(
     Method(f"gptq {bits}:g{least}{name}", tier, _ours("gptq", bits, least, options))
-    for tier, bits, least in ((_FINE, 4, 32), (_COARSE, 4, 128), (_THREE, 3, 32))
+    for tier, bits, least in ((_FINE, 4, 32), (_COARSE, 4, 128), ("3.5 bits", 3, 32))
     for name, options in _OPTIONS.items()
 )
