@@ -86,7 +86,7 @@ def load(
 
 def _rewrite_as_stored(source: Source, schemes: Mapping[str, Scheme], recipe: Recipe) -> Rewrite:
     """Rewriting of each parameter into what `quantize` stores of it, under the recipe's rounding."""
-    rounder = rounding_named(recipe.rounding.name).prepare(source, recipe.rounding, silent)
+    rounder = rounding_named(recipe.rounding.name).prepare(source, schemes, recipe.rounding, silent)
 
     unpacked = unpacked_dtypes(source)
 
@@ -120,5 +120,5 @@ def _simulated_schemes(source: Source, recipe: Recipe | None) -> dict[str, Schem
         raise UsageError(
             f"{source.path} holds quantized weights already; give a recipe without weights, or its 16-bit original"
         )
-    recipe.check_layers(source.architecture.target_layers)
+    source.architecture.check_recipe(recipe)
     return {}

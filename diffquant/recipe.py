@@ -20,6 +20,8 @@ _ALLOWED = {
     "logits": ("tensor", "map", "head", "pair", "row", "block", "static"),
 }
 LAYER_TARGETS = ("k", "v", "logits")
+# What a rounding that compensates may be told, and the choices; the first is what it does by itself.
+ROUNDING_OPTIONS = {"inputs": ("rounded", "unrounded"), "target": ("model", "layer"), "order": ("stored", "activation")}
 # Groups of 128 are the custom, but do not divide every width in use (576 in SmolLM2-135M); 32 do, and
 # gain more at 4 bits than their half bit of scales costs.
 DEFAULT_GRANULARITY = {"weights": "g32", "k": "row", "v": "row", "logits": "row"}
@@ -42,21 +44,37 @@ class RoundingSettings:
             ships by default.
         tokens: number of tokens of the text that are read; the rule's own number by default.
         window: number of tokens that the model sees at once while it reads; the rule's own number by default.
+        inputs: inputs that a layer's weights are rounded for: "rounded", those that it has once the layers before it
+            are rounded, or "unrounded", those of the 16-bit model.
+        target: output that a layer's weights are to keep: "model", the 16-bit model's, so that they also make up for
+            what was lost before them (GPTAQ, arXiv 2504.02692), or "layer", the layer's own for the inputs it has.
+        order: order in which a weight's columns are rounded: "stored", or "activation", those of the largest inputs
+            first, with scales that are chosen before.
     """
 
     name: str = "nearest"
     text: Path | None = None
     tokens: int | None = None
     window: int | None = None
+    inputs: str | None = None
+    target: str | None = None
+    order: str | None = None
 
     def __post_init__(self) -> None:
         for what, number in (("tokens", self.tokens), ("window", self.window)):
             if number is not None and (type(number) is not int or number < 2):
                 raise UsageError(f"rounding: {what} must be a number of 2 or more, got {number!r}")
+        for what, choice in self.options.items():
+            if choice not in ROUNDING_OPTIONS[what]:
+                raise UsageError(f"rounding: {what} must be {' or '.join(ROUNDING_OPTIONS[what])}, got {choice!r}")
+        if (self.inputs, self.target) == ("unrounded", "model"):
+            raise UsageError(
+                "rounding: on unrounded inputs a layer's output is the model's; leave out inputs, or target"
+            )
 
     @classmethod
     def parse(cls, entry: "str | Mapping[str, Any]") -> "RoundingSettings":
-        """Read a recipe's entry: a rounding's name, or a mapping with its name, text, tokens and window.
+        """Read a recipe's entry: a rounding's name, or a mapping with its name, text, tokens, window and options.
 
         Raises:
             UsageError: a key is unknown (the nearest known one is named), or a value has the wrong type.
@@ -72,7 +90,12 @@ class RoundingSettings:
         text = entry.get("text")
         if text is not None and not isinstance(text, str):
             raise UsageError(f"rounding: text must be the name of a file, got {text!r}")
-        return cls(entry["name"], None if text is None else Path(text), entry.get("tokens"), entry.get("window"))
+        return cls(**{**entry, "text": None if text is None else Path(text)})
+
+    @property
+    def options(self) -> dict[str, str]:
+        """The options that are given, by name."""
+        return {name: given for name in ROUNDING_OPTIONS if (given := getattr(self, name)) is not None}
 
     @property
     def reads(self) -> bool:
@@ -81,13 +104,14 @@ class RoundingSettings:
 
     def to_plain(self) -> str | dict[str, Any]:
         """Plain data that `parse` reads: the name where nothing else is stated."""
-        if not self.reads:
+        if not self.reads and not self.options:
             return self.name
         entries = {
             "name": self.name,
             "text": None if self.text is None else str(self.text),
             "tokens": self.tokens,
             "window": self.window,
+            **self.options,
         }
         return {key: value for key, value in entries.items() if value is not None}
 
@@ -273,6 +297,11 @@ class Recipe:
         """Every scheme that some layer may have for "k", "v" or "logits"."""
         return {getattr(self, target)} | {s for pattern, s in self.overrides.items() if target_of(pattern) == target}
 
+    @property
+    def rotates_cache(self) -> bool:
+        """Whether some layer's keys or values are rotated before they are rounded."""
+        return any(scheme.rotated for target in ("k", "v") for scheme in self.schemes_of(target))
+
     def is_static(self, target: str) -> bool:
         """Whether some layer's "k", "v" or "logits" takes calibrated scales."""
         return any(scheme.granularity == "static" for scheme in self.schemes_of(target))
@@ -339,5 +368,9 @@ def _check_allowed(target: str, scheme: Scheme, what: str | None = None) -> None
         raise UsageError(f"{what}: shift is for logits, which softmax sees only up to a constant a row")
     if scheme.alike and target != "logits":
         raise UsageError(f"{what}: alike is for logits, of which there are two maps")
+    if scheme.rotated and target not in ("k", "v"):
+        raise UsageError(f"{what}: rotated is for k and v, the cache's keys and values; leave it out")
+    if scheme.rotated and scheme.granularity == "static":
+        raise UsageError(f"{what}: static scales are of channels as they are; leave out rotated")
     if scheme.shift and scheme.granularity == "static":
         raise UsageError(f"{what}: static scales are of logits as they are; leave out shift")

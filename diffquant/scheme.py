@@ -9,10 +9,10 @@ from diffquant.support.suggestion import did_you_mean
 GRANULARITIES = ("tensor", "map", "head", "pair", "row", "column", "group", "block", "static")
 _SIZED = {"g": "group", "c": "column", "b": "block"}
 _LETTERS = {name: letter for letter, name in _SIZED.items()}
-_FLAGS = ("shift", "alike")
+_FLAGS = ("shift", "alike", "rotated")
 # No scheme is as long; what is would only fill the screen.
 _LONGEST = 64
-_GRAMMAR = "BITS[:GRANULARITY][:shift or :alike], such as 4:g32, 6:row, 8:head, 4:tensor:shift or 16"
+_GRAMMAR = "BITS[:GRANULARITY][:shift, :alike or :rotated], such as 4:g32, 6:row, 8:head, 4:tensor:shift or 16"
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,8 @@ class Scheme:
         shift: whether the row maximum of logits is subtracted first: all 2^bits levels then serve one side.
         alike: whether logits are rounded as the mean of both maps and half their difference, so that the
             mean's rounding error is in both maps alike; one map has none to share it with and is rounded as without.
+        rotated: whether the channels of keys or values are rotated before they are rounded, which attention makes good:
+            queries are rotated as keys are, and what is read of values is rotated back.
     """
 
     bits: int
@@ -36,10 +38,11 @@ class Scheme:
     size: int | None = None
     shift: bool = False
     alike: bool = False
+    rotated: bool = False
 
     def __post_init__(self) -> None:
         if self.bits == 16:
-            if self.granularity or self.size or self.shift or self.alike:
+            if self.granularity or self.size or self.shift or self.alike or self.rotated:
                 raise UsageError("16 bits means not quantized and takes no granularity")
             return
         if not 2 <= self.bits <= 8:
@@ -60,7 +63,7 @@ class Scheme:
         """Read the text form; `default` is the granularity where the text names none.
 
         Raises:
-            UsageError: the text is not `BITS[:GRANULARITY][:shift or :alike]`.
+            UsageError: the text is not `BITS[:GRANULARITY][:shift, :alike or :rotated]`.
         """
         if not isinstance(text, str) and type(text) is not int:
             raise UsageError(f"cannot read a scheme from a {type(text).__name__}: expected {_GRAMMAR}")

@@ -4,9 +4,10 @@ Every library quantizes and dequantizes by itself; what it stores is counted fro
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -40,8 +41,11 @@ class Quantized:
     held: int
 
 
+# (gptq's options, scheme of a weight by its width) -> gptq made ready for the model.
+Compensated = Callable[[Mapping[str, str], Callable[[int], Scheme]], Rounder]
+
 # (name, weight [out, in] float16, what compensates) -> the weight quantized.
-Quantize = Callable[[str, Tensor, Callable[[], Rounder]], Quantized]
+Quantize = Callable[[str, Tensor, Compensated], Quantized]
 
 
 @dataclass(frozen=True)
@@ -72,10 +76,14 @@ def reason(error: Exception, method: Method) -> str:
     return failure(error)
 
 
-def _ours(rule: str, bits: int, least: int) -> Quantize:
-    def quantize(name: str, weight: Tensor, compensated: Callable[[], Rounder]) -> Quantized:
-        rounder = {"nearest": Rounder(round_to_nearest), "mse": Rounder(round_with_clipping)}.get(rule) or compensated()
-        scheme = Scheme(bits, "group", group_size(weight.shape[1], least))
+def _ours(rule: str, bits: int, least: int, options: Mapping[str, str] = MappingProxyType({})) -> Quantize:
+    def scheme_of(width: int) -> Scheme:
+        return Scheme(bits, "group", group_size(width, least))
+
+    def quantize(name: str, weight: Tensor, compensated: Compensated) -> Quantized:
+        data_free = {"nearest": Rounder(round_to_nearest), "mse": Rounder(round_with_clipping)}
+        rounder = data_free.get(rule) or compensated(options, scheme_of)
+        scheme = scheme_of(weight.shape[1])
         scales = math.prod(packed_shapes((weight.shape[0], weight.shape[1]), scheme)[SCALE])
         stored = weight.numel() * bits + scales * 8 * _SCALE.itemsize
         return Quantized(as_stored(rounder, name, weight.float(), scheme, _SCALE), stored, stored)
@@ -84,7 +92,7 @@ def _ours(rule: str, bits: int, least: int) -> Quantize:
 
 
 def _bitsandbytes(kind: str, nested: bool) -> Quantize:
-    def quantize(name: str, weight: Tensor, compensated: Callable[[], Rounder]) -> Quantized:
+    def quantize(name: str, weight: Tensor, compensated: Compensated) -> Quantized:
         functional = import_module("bitsandbytes.functional")
         packed, state = functional.quantize_4bit(
             weight.float(), blocksize=64, compress_statistics=nested, quant_type=kind
@@ -99,7 +107,7 @@ def _bitsandbytes(kind: str, nested: bool) -> Quantize:
 def _torchao_int4(least: int) -> Quantize:
     """torchao's int4 with a bfloat16 scale and zero a group, as its tinygemm layouts have it."""
 
-    def quantize(name: str, weight: Tensor, compensated: Callable[[], Rounder]) -> Quantized:
+    def quantize(name: str, weight: Tensor, compensated: Compensated) -> Quantized:
         primitives = import_module("torchao.quantization.quant_primitives")
         block = (1, group_size(weight.shape[1], least))
         kind, values = torch.bfloat16, weight.float()
@@ -120,7 +128,7 @@ def _torchao_int4(least: int) -> Quantize:
 def _torchao_intx(bits: int, least: int) -> Quantize:
     """torchao's weight-only integers of any width, asymmetric; codes lie in bytes."""
 
-    def quantize(name: str, weight: Tensor, compensated: Callable[[], Rounder]) -> Quantized:
+    def quantize(name: str, weight: Tensor, compensated: Compensated) -> Quantized:
         quantization = import_module("torchao.quantization")
         granularity = import_module("torchao.quantization.granularity")
         linear = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False)
@@ -141,7 +149,7 @@ def _torchao_intx(bits: int, least: int) -> Quantize:
 def _hqq(bits: int, group: int) -> Quantize:
     """HQQ along the input axis, the one its fast kernels read; scale and zero in float16, as `HQQLinear` keeps them."""
 
-    def quantize(name: str, weight: Tensor, compensated: Callable[[], Rounder]) -> Quantized:
+    def quantize(name: str, weight: Tensor, compensated: Compensated) -> Quantized:
         quantizer = import_module("hqq.core.quantize").Quantizer
         packed, meta = quantizer.quantize(
             weight.float(), nbits=bits, group_size=group, axis=1, compute_dtype=_SCALE, device="cpu"
@@ -177,4 +185,17 @@ METHODS = (
     *_of_ours(_SIX, 6, 128),
     Method("torchao int6, groups of 192", _SIX, _torchao_intx(6, 192), "torchao"),
     Method("HQQ 6 bits, groups of 256", _SIX, _hqq(6, 256), "hqq"),
+)
+
+_OPTIONS: Mapping[str, Mapping[str, str]] = {
+    "": {},
+    ", unrounded inputs": {"inputs": "unrounded"},
+    ", target layer": {"target": "layer"},
+    ", order of activation": {"order": "activation"},
+}
+# gptq as it may be told to work.
+VARIANTS = tuple(
+    Method(f"gptq {bits}:g{least}{name}", tier, _ours("gptq", bits, least, options))
+    for tier, bits, least in ((_FINE, 4, 32), (_COARSE, 4, 128), ("3.5 bits", 3, 32))
+    for name, options in _OPTIONS.items()
 )

@@ -1,6 +1,7 @@
 """A model whose weights a method quantizes, and what that costs its outputs on prose like gptq's and on other text."""
 
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,6 +18,7 @@ from diffquant.evals.torch_model import TorchModel
 from diffquant.loading import load
 from diffquant.quantization.roundings import Rounder, rounding_named
 from diffquant.recipe import Recipe, RoundingSettings
+from diffquant.scheme import Scheme
 from diffquant.source.source import open_source
 from diffquant.support.progress import silent
 from diffquant.text.corpus import load_text, text_digest
@@ -68,6 +70,7 @@ class Subject:
         }
         for name, (_, weight) in self._weights.items():
             self._model.get_parameter(name).data = weight.float()
+        self._ready: tuple[object, Rounder] | None = None
         self._items = hellaswag.load_items(limit=options.items) if options.items else []
 
     def settings(self) -> dict[str, Any]:
@@ -106,10 +109,12 @@ class Subject:
         """Give the model a method's weights while open; yields what they store and lose."""
         bits = held = elements = 0
         errors: list[float] = []
+        seconds = 0.0
         try:
             for name, (source, weight) in self._weights.items():
-                made = method.quantize(source, weight, lambda: self._compensated)
-                exact = weight.float()
+                exact, started = weight.float(), time.perf_counter()
+                made = method.quantize(source, weight, self._compensated)
+                seconds += time.perf_counter() - started
                 errors.append(float((made.values - exact).norm() / exact.norm()))
                 self._model.get_parameter(name).data = made.values
                 bits, held, elements = bits + made.bits, held + made.held, elements + weight.numel()
@@ -118,6 +123,7 @@ class Subject:
                 "bits": bits / elements,
                 "held_bits": held / elements,
                 "mean_relative_rms_error": sum(errors) / len(errors),
+                "seconds": seconds,
             }
         finally:
             for name, (_, weight) in self._weights.items():
@@ -159,10 +165,17 @@ class Subject:
         )
         return prose, elsewhere
 
-    @cached_property
-    def _compensated(self) -> Rounder:
-        settings = RoundingSettings("gptq", self.options.text, self.options.tokens, self.options.window)
-        return rounding_named("gptq").prepare(self._source, settings, silent)
+    def _compensated(self, given: Mapping[str, str], scheme_of: Callable[[int], Scheme]) -> Rounder:
+        """gptq made ready for the model; kept until another one is asked for."""
+        schemes = {
+            source.removesuffix(".weight"): scheme_of(weight.shape[1]) for source, weight in self._weights.values()
+        }
+        asked = (dict(given), schemes)
+        if self._ready is None or self._ready[0] != asked:
+            options = self.options
+            settings = RoundingSettings("gptq", options.text, options.tokens, options.window, **given)
+            self._ready = asked, rounding_named("gptq").prepare(self._source, schemes, settings, silent)
+        return self._ready[1]
 
 
 def _is_scored(row: Mapping[str, Any]) -> bool:

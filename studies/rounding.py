@@ -21,9 +21,9 @@ from diffquant.errors import UsageError
 from diffquant.support.code import code_digest
 from diffquant.support.files import write_atomically
 from diffquant.support.progress import Progress, progress_for, silent
-from studies.quantizers import METHODS, PACKAGES, Method
+from studies.quantizers import METHODS, PACKAGES, VARIANTS, Method
 from studies.rounded_model import RoundingOptions, Subject
-from studies.rounding_tables import FULL, lead_table, method_table
+from studies.rounding_tables import FULL, lead_table, method_table, option_table
 
 FORMAT = 1
 _CODE = ("studies.rounded_model", "studies.quantizers")
@@ -40,6 +40,7 @@ def main(
     items: Annotated[int, typer.Option(help="Items of HellaSwag; 0 for none.")] = RoundingOptions.items,
     only: Annotated[str, typer.Option(help="Parts of methods' names, with semicolons; all by default.")] = "",
     file: Annotated[Path | None, typer.Option("--json", help="Where the numbers are and go.")] = None,
+    variants: Annotated[bool, typer.Option("--variants", help="gptq's options in place of other libraries.")] = False,
     show: Annotated[bool, typer.Option("--show", help="Only print results side by side.")] = False,
 ) -> None:
     """Compare what our roundings, bitsandbytes, torchao and HQQ cost a model at equal bits."""
@@ -47,26 +48,32 @@ def main(
         results = [read_result(path) for path in paths]
         for result in results:
             print(f"{result['settings']['model']}\n\n{method_table(result)}\n")
-        print(lead_table(results))
+        print(f"{lead_table(results)}\n\n{option_table(results)}")
         return
     if len(paths) != 1 or file is None:
         raise UsageError("give one model and --json, or --show and results")
     options = RoundingOptions(text, characters, window, tokens, items)
-    print(method_table(measure_methods(paths[0], options, chosen(only), file, progress_for("rounding"))))
+    print(
+        method_table(
+            measure_methods(
+                paths[0], options, chosen(only, VARIANTS if variants else METHODS), file, progress_for("rounding")
+            )
+        )
+    )
 
 
-def chosen(parts: str) -> list[Method]:
+def chosen(parts: str, methods: Sequence[Method] = METHODS) -> list[Method]:
     """Methods whose names contain one of the parts.
 
     Raises:
         UsageError: no name contains one of the parts.
     """
     wanted = [part.strip() for part in parts.split(";") if part.strip()]
-    unknown = [part for part in wanted if not any(part in method.name for method in METHODS)]
+    unknown = [part for part in wanted if not any(part in method.name for method in methods)]
     if unknown:
-        known = "; ".join(method.name for method in METHODS)
+        known = "; ".join(method.name for method in methods)
         raise UsageError(f"no method is called {', '.join(map(repr, unknown))}; known are {known}")
-    return [method for method in METHODS if not wanted or any(part in method.name for part in wanted)]
+    return [method for method in methods if not wanted or any(part in method.name for part in wanted)]
 
 
 def measure_methods(

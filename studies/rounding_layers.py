@@ -31,7 +31,7 @@ from diffquant.support.files import write_atomically
 from diffquant.support.progress import Progress, progress_for, silent
 from diffquant.text.corpus import load_text
 from diffquant.text.tokens import encode_text
-from studies.quantizers import METHODS, PACKAGES, Method, reason
+from studies.quantizers import METHODS, PACKAGES, Compensated, Method, reason
 
 _LINEARS = ("self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj")
 _WINDOW = 512
@@ -155,15 +155,14 @@ def _of_method(method: Method, layers_by_name: dict[str, Layer]) -> dict[str, An
     return {"bits": bits / elements, "decibels": {kind: sum(values) / len(values) for kind, values in decibels.items()}}
 
 
-def _compensation(layer: Layer) -> Callable[[], Rounder]:
+def _compensation(layer: Layer) -> Compensated:
     """Maker of gptq for one layer, from the inputs it may read."""
 
     @cache
-    def compensated() -> Rounder:
-        inputs = Inputs.of(damped(layer.read.T @ layer.read))
-        return Rounder(lambda _, values, scheme, dtype: compensate(values, inputs, scheme, dtype))
+    def inputs() -> Inputs:
+        return Inputs.of(damped(layer.read.T @ layer.read))
 
-    return compensated
+    return lambda *_: Rounder(lambda _, values, scheme, dtype: compensate(values, inputs(), scheme, dtype))
 
 
 def _normal(weight: Tensor, generator: torch.Generator) -> Tensor:

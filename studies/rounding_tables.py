@@ -6,10 +6,11 @@ from typing import Any
 
 from diffquant.evals.stats import Difference, mean_interval, paired_difference
 from diffquant.report.tables import markdown
-from studies.quantizers import METHODS
+from studies.quantizers import METHODS, VARIANTS
 
 FULL = "16 bits"
 _READERS = ("gptq",)
+_OURS = tuple(method.name for method in METHODS if method.name.startswith(("mse", "gptq")))
 
 
 def method_table(result: dict[str, Any]) -> str:
@@ -19,7 +20,8 @@ def method_table(result: dict[str, Any]) -> str:
     KL with half of its own. A row that kept no windows has no interval.
     """
     rows = result["results"]
-    names = [name for name in (FULL, *(method.name for method in METHODS)) if name in rows]
+    known = dict.fromkeys([FULL, *(method.name for method in (*METHODS, *VARIANTS))])
+    names = [name for name in known if name in rows]
     heads = [
         "perplexity",
         "KL, nats",
@@ -46,7 +48,7 @@ def lead_table(results: Sequence[dict[str, Any]]) -> str:
     """Markdown with KL of `mse` and `gptq` less that of the best other method of their tier, by model.
 
     `mse` is compared with the methods that read no text, `gptq` with all. The best other is the one of the lowest KL on
-    the prose; the same stands on the other text.
+    the prose; the same stands on the other text. Options of ours stand in `option_table`.
     """
     lines = [lead for result in results for tier in _tiers(result) for lead in _leads(result, tier)]
     return "\n".join(markdown(["model", "bits", "ours", "best other", "KL less, nats", "elsewhere"], lines))
@@ -62,7 +64,7 @@ def lead(result: dict[str, Any], ours: str) -> tuple[str, Difference | None, Dif
     others = [
         name
         for name, row in rows.items()
-        if name != ours
+        if name.split(",")[0] != ours
         and "kl" in row
         and row.get("tier") == rows[ours]["tier"]
         and (reads or not name.startswith(_READERS))
@@ -70,6 +72,39 @@ def lead(result: dict[str, Any], ours: str) -> tuple[str, Difference | None, Dif
     best = min(others, key=lambda name: float(rows[name]["kl"]))
     elsewhere = (rows[name].get("elsewhere", {}) for name in (ours, best))
     return best, _kl_less(rows[ours], rows[best]), _kl_less(*elsewhere)
+
+
+def option_table(results: Sequence[dict[str, Any]]) -> str:
+    """Markdown with KL of gptq under each of its options less that of gptq by itself, by model."""
+    heads = ["model", "gptq", "bits", "KL, nats", "more than by itself", "elsewhere: KL, nats", "more"]
+    rows = [
+        [result["settings"]["model"], name, *option_cells(result, name)]
+        for result in results
+        for name in result["results"]
+        if name.startswith(_READERS) and name.split(",")[0] in result["results"]
+    ]
+    return "\n".join(markdown(heads, rows))
+
+
+def option_cells(result: dict[str, Any], name: str) -> list[str]:
+    """Cells of the row of gptq under an option."""
+    row, own = result["results"][name], result["results"][name.split(",", maxsplit=1)[0]]
+    cells = [_bits(row)]
+    for scores, more in zip((row, row["elsewhere"]), more_kl(result, name), strict=True):
+        cells += [f"{scores['kl']:.4f}", _signed(None if row is own else more)]
+    return cells
+
+
+def more_kl(result: dict[str, Any], name: str) -> tuple[Difference | None, Difference | None]:
+    """What gptq under an option has of KL more than by itself, on the prose and elsewhere."""
+    row, own = result["results"][name], result["results"][name.split(",", maxsplit=1)[0]]
+    return _kl_less(row, own), _kl_less(row["elsewhere"], own["elsewhere"])
+
+
+def _signed(difference: Difference | None) -> str:
+    if difference is None:
+        return "-"
+    return f"{difference.mean:+.4f} [{difference.low:+.4f}, {difference.high:+.4f}]"
 
 
 def _kl_less(row: dict[str, Any], other: dict[str, Any]) -> Difference | None:
@@ -85,17 +120,14 @@ def _tiers(result: dict[str, Any]) -> list[str]:
 
 def _leads(result: dict[str, Any], tier: str) -> list[list[str]]:
     rows = result["results"]
-    ours = [name for name, row in rows.items() if row.get("tier") == tier and name.startswith(("mse", "gptq"))]
+    ours = [name for name, row in rows.items() if row.get("tier") == tier and name in _OURS]
     return [[result["settings"]["model"], tier, name, *lead_cells(result, name)] for name in ours if "kl" in rows[name]]
 
 
 def lead_cells(result: dict[str, Any], ours: str) -> list[str]:
     """Cells of the row of one of our methods: the best other, and both differences."""
     best, *differences = lead(result, ours)
-    return [
-        best,
-        *("-" if each is None else f"{each.mean:+.4f} [{each.low:+.4f}, {each.high:+.4f}]" for each in differences),
-    ]
+    return [best, *map(_signed, differences)]
 
 
 def _bits(row: dict[str, Any]) -> str:

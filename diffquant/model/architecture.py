@@ -5,7 +5,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from diffquant.errors import UsageError
 from diffquant.family.spec import DiffSpec
+from diffquant.recipe import Recipe
 
 if TYPE_CHECKING:
     from diffquant.model.causal import CausalModel
@@ -62,6 +64,24 @@ class Architecture(ABC):
     @abstractmethod
     def attention_name(self, layer: int) -> str:
         """Full name of the module that holds a layer's λ."""
+
+    @property
+    def can_rotate_cache(self) -> bool:
+        """Whether keys and values can be rotated before they are rounded."""
+        return True
+
+    def check_recipe(self, recipe: Recipe) -> None:
+        """Check that a recipe for cache and logits fits the model's layers.
+
+        Raises:
+            UsageError: an override matches no layer, or keys or values are rotated that more than one layer reads.
+        """
+        recipe.check_layers(self.target_layers)
+        if recipe.rotates_cache and not self.can_rotate_cache:
+            raise UsageError(
+                f"{type(self).__name__} has layers that read the keys and values of another one, and those cannot be "
+                "rotated; leave out :rotated"
+            )
 
     def is_wide(self, parameter: str) -> bool:  # noqa: ARG002  none is, unless an architecture says so
         """Whether a parameter stays in float32 where the model is in a half type."""

@@ -17,6 +17,7 @@ from diffquant.family.norm import PairNorm
 from diffquant.family.spec import DiffSpec
 from diffquant.model.config import DiffTransformerConfig
 from diffquant.model.fused_cache import FusedCache
+from diffquant.numerics.rotation import rotated
 from diffquant.scheme import FULL
 
 
@@ -29,6 +30,8 @@ class PairAttention(nn.Module):
         logits: scheme of the logits.
         logit_ranges: ranges of a static scheme.
         meter: counter of what is rounded.
+        key_rotation, value_rotation: matrices [d, d] and [dv, dv] that keys and values are rotated by before they are
+            stored; None for none.
         lam_init: λ_init of the layer; 0 where λ has none.
         post_factor: factor behind the norm of a pair.
     """
@@ -44,6 +47,8 @@ class PairAttention(nn.Module):
         self.backend = "auto"
         self.logits = FULL
         self.logit_ranges: Tensor | None = None
+        self.key_rotation: Tensor | None = None
+        self.value_rotation: Tensor | None = None
         self.meter = LogitMeter()
         if spec.lam == "exp":
             for name in LAMBDA_VECTORS:
@@ -77,12 +82,22 @@ class PairAttention(nn.Module):
         return lam_from_vectors(*vectors, init=self.lam_init)
 
     def post(self) -> PairNorm | None:
-        """Norm over a pair's output, with its factor 1 - λ_init; None without one."""
+        """Norm over a pair's output, with its factor 1 - λ_init; None without one.
+
+        Where values are rotated it has no weight: that belongs to channels which `rotated_back` restores first.
+        """
         spec = self.spec
         if spec.post_norm == "none":
             return None
-        weight = self.subln.weight if spec.post_norm == "affine" else None
+        weight = self.subln.weight if spec.post_norm == "affine" and self.value_rotation is None else None
         return PairNorm(spec.post_norm_eps, weight, self.post_factor)
+
+    def rotated_back(self, y: Tensor) -> Tensor:
+        """Output [B, T, h·dv] of rotated values as it is of values that are not; the norm's length is the same."""
+        if self.value_rotation is None:
+            return y
+        pairs = rotated(y.unflatten(-1, (self.spec.pairs, -1)), self.value_rotation.mT)
+        return (pairs * self.subln.weight if self.spec.post_norm == "affine" else pairs).flatten(-2)
 
 
 class DiffAttention(PairAttention):
@@ -105,6 +120,10 @@ class DiffAttention(PairAttention):
         """Output [B, T, D] for an input x [B, T, D]; `rotary` is cos and sin, [B or 1, T, d]."""
         q, k, v = self.project(x, rotary)
         lam = self.lam(x)
+        if self.key_rotation is not None:
+            q, k = rotated(q, self.key_rotation), rotated(k, self.key_rotation)
+        if self.value_rotation is not None:
+            v = rotated(v, self.value_rotation)
         if cache is not None:
             k = without_padding(k, mask)
         y, gate = None, self.signal_gate(x)
@@ -117,6 +136,7 @@ class DiffAttention(PairAttention):
             if cache is not None:
                 k, v = cache.update(k, v, self.layer)
             y = self.attend(q, k, v, lam, mask, gate)
+        y = self.rotated_back(y)
         if self.spec.output_gate:
             y = y * self.output_gate_proj(x).sigmoid()
         out: Tensor = self.o_proj(y)

@@ -19,7 +19,9 @@ from diffquant.model.cache import PackedLayer
 from diffquant.model.graphed_steps import GraphedSteps
 from diffquant.model.quantized_linear import QuantizedLinear
 from diffquant.model.walk import Walk
+from diffquant.numerics.rotation import rotation
 from diffquant.recipe import LAYER_TARGETS, Recipe
+from diffquant.scheme import Scheme
 
 _LAMBDA_STD = 0.1
 
@@ -274,9 +276,18 @@ class CausalModel(CausalPreTrainedModel, GenerationMixin):
             )
         self.model.recipe = recipe
         for attention in self.attentions:
-            attention.logits = recipe.at_layer(attention.layer).logits
+            of_layer, spec = recipe.at_layer(attention.layer), attention.spec
+            attention.logits = of_layer.logits
+            attention.key_rotation = self._rotation(of_layer.k, spec.head_dim)
+            attention.value_rotation = self._rotation(of_layer.v, spec.value_dim)
             attention.logit_ranges = self.model.ranges.get(f"layers.{attention.layer}.logits")
         self.reset_logit_report()
+
+    def _rotation(self, scheme: Scheme, width: int) -> Tensor | None:
+        """Rotation [width, width] that a scheme asks for, as exact as the model's numbers."""
+        if not scheme.rotated:
+            return None
+        return rotation(width).to(self.device, torch.float64 if self.dtype == torch.float64 else torch.float32)
 
     def use_attention(self, backend: str) -> None:
         """Compute attention with one backend of `diffquant.attention.BACKENDS`, or "auto", the fastest that can.

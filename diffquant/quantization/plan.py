@@ -199,7 +199,7 @@ def checked_schemes(source: Source | WeightSource, recipe: Recipe) -> dict[str, 
     if isinstance(source, WeightSource):
         _check_weights_alone(source, recipe, schemes)
     else:
-        recipe.check_layers(source.architecture.target_layers)
+        source.architecture.check_recipe(recipe)
     _check_packable(source.checkpoint, {targets.weights[module]: scheme for module, scheme in schemes.items()})
     checked_rounding(recipe.rounding, schemes)
     return schemes

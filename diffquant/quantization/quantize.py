@@ -136,7 +136,7 @@ def quantize(
     check_output(path, destination, overwrite)
     opened = source if isinstance(source, WeightSource) else open_source(source)
     plan = plan_quantization(opened, recipe, as_dtype(dtype))
-    rounder = rounding_named(recipe.rounding.name).prepare(opened, recipe.rounding, progress)
+    rounder = rounding_named(recipe.rounding.name).prepare(opened, plan.schemes, recipe.rounding, progress)
     rounded = {"name": recipe.rounding.name, **rounder.identity}
     key = {
         "verb": "quantize",
@@ -184,7 +184,7 @@ def pack_job(checkpoint: Checkpoint, tensor: PlannedTensor, rounder: Rounder) ->
         total = _sum_of_squares(values)
         if not math.isfinite(total):
             check_rows(rows, tensor.name, first)
-        codes, scale = rounded.rows(values)
+        codes, scale = rounded.rows(first, values)
         pieces = {module + PACKED: (first, pack(codes, scheme.bits))}
         if first == 0:
             pieces[module + SHAPE] = (0, torch.tensor(tensor.info.shape, dtype=torch.int64))

@@ -37,8 +37,11 @@ class RoundedWeight:
         self._guard = threading.Lock()
         self._shared_scale: Tensor | None = None
 
-    def rows(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Codes int8 [rows, in] and stored scale of some rows of the weight, whose values are float32."""
+    def rows(self, first: int, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Codes int8 [rows, in] and stored scale of the rows from `first` on, whose values are float32."""
+        if self._name in self._rounder.made:
+            codes, scale = self._rounder.made[self._name]
+            return codes[first : first + len(values)], scale[first : first + len(values)]
         if self._scheme.granularity != "tensor":
             return self._rounder.round(self._name, values, self._scheme, self._dtype)
         scale = self._tensor_scale()
@@ -78,7 +81,7 @@ def as_stored(rounder: Rounder, name: str, weight: Tensor, scheme: Scheme, dtype
     rounded = RoundedWeight(rounder, name, read, tuple(weight.shape), scheme, dtype or scale_dtype(weight.dtype))
 
     def read_back(first: int, last: int) -> Tensor:
-        return decode_codes(*rounded.rows(weight[first:last].float()), scheme).to(weight.dtype)
+        return decode_codes(*rounded.rows(first, weight[first:last].float()), scheme).to(weight.dtype)
 
     # Products of matrices depend, in their last bits, on the number of rows and of threads: both are `quantize`'s own.
     with workers() as pool:

@@ -39,7 +39,7 @@ def panel_title(point: Point) -> str:
     if point.granularity == "static":
         return f"{title}, static"
     shared, _, form = point.granularity.partition(":")
-    return f"{title}, per {shared}" + (f" with {form}" if form else "")
+    return f"{title}, per {shared}" + ({"": "", "rotated": ", rotated"}.get(form, f" with {form}"))
 
 
 @dataclass(frozen=True)

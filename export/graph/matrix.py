@@ -73,7 +73,7 @@ class Matrix:
         if self.stored.quantizes:
             words = self._read_ordered(self._sibling(PACKED), first, last)
             return unpack(words, self.stored.bits, self.shape[1])
-        codes, _ = self._rounded.rows(self.values(first, last).float())
+        codes, _ = self._rounded.rows(first, self.values(first, last).float())
         return codes
 
     def scales(self, first: int, last: int) -> Tensor:
@@ -83,7 +83,7 @@ class Matrix:
             is_shared = self.checkpoint.tensors[name].shape == (1,)
             scale = self.checkpoint.read(name) if is_shared else self._read_ordered(name, first, last)
         else:
-            _, scale = self._rounded.rows(self.values(first, last).float())
+            _, scale = self._rounded.rows(first, self.values(first, last).float())
         return scale.expand(last - first, 1) if scale.numel() == 1 else scale
 
     def dequantized(self, first: int, last: int, scale_dtype: torch.dtype = torch.float32) -> Tensor:

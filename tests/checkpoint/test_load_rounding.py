@@ -71,7 +71,7 @@ class Telling(Rounding):
 
     name = "telling"
 
-    def prepare(self, source, settings, progress):
+    def prepare(self, source, schemes, settings, progress):
         def tell(name, values, scheme, dtype):
             codes = torch.full(values.shape, 8 * torch.get_num_threads() + len(values) % 8, dtype=torch.int8)
             return codes, torch.ones(len(values), 1, dtype=dtype)

@@ -25,7 +25,9 @@ from diffquant.model.cache import PackedLayer
 from diffquant.model.sambay.config import SambaYConfig
 from diffquant.model.sambay.mamba import Mamba
 from diffquant.model.windowed_cache import WindowedLayer
-from diffquant.quantization.roundings.gptq.inputs import layer_products
+from diffquant.quantization.roundings.gptq.sequence import rounded_layers
+from diffquant.recipe import RoundingSettings
+from diffquant.scheme import Scheme
 from diffquant.source.source import open_source
 from diffquant.support.progress import silent
 from diffquant.sweep.grid import SweepOptions
@@ -398,16 +400,16 @@ def test_outliers_are_those_of_the_formulas(checkpoint, model):
     assert overall[LOGITS].count == sum(map(len, formulas.seen.values()))
 
 
-def test_gptq_reads_the_inputs_of_every_weight(checkpoint, tmp_path):
+def test_gptq_rounds_every_weight_for_its_inputs(checkpoint, tmp_path):
     folder = tmp_path / "plain"
     write_random(folder, CONFIG | {"vocab_size": tiny_lm.WORDS}, torch.float32)
     tiny_lm.tokenizer().save_pretrained(folder)
     source = open_source(folder)
-    read = layer_products(source, books_text()[:2000], tokens=64, window=32, progress=silent)
-    weights = set(source.adapter.source_linears())
-    assert set(read.products) == weights
-    inner = 2 * CONFIG["hidden_size"]
-    assert read.products["model.layers.6.attn.out_proj.weight"].shape == (inner, inner)
+    shapes = source.adapter.source_linears()
+    schemes = {name.removesuffix(".weight"): Scheme(4, "row") for name in shapes}
+    settings = RoundingSettings("gptq", tokens=64, window=32)
+    rounded = rounded_layers(source, schemes, settings, books_text()[:2000], silent)
+    assert {name: tuple(codes.shape) for name, (codes, _) in rounded.made.items()} == dict(shapes)
 
 
 def test_a_cache_that_cannot_hold_the_states_is_refused(model):

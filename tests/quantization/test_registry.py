@@ -32,7 +32,7 @@ class Truncate(Rounding):
 
     name = "truncate"
 
-    def prepare(self, source, settings, progress):
+    def prepare(self, source, schemes, settings, progress):
         return Rounder(truncated)
 
 

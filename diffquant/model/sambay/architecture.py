@@ -68,6 +68,10 @@ class SambaYArchitecture(Architecture):
         return kinds_of(self.num_hidden_layers)
 
     @property
+    def can_rotate_cache(self) -> bool:
+        return False
+
+    @property
     def target_layers(self) -> Mapping[str, Sequence[int]]:
         return layers_of_targets(self.num_hidden_layers)
 

@@ -34,13 +34,17 @@ def checked_rounding(settings: RoundingSettings, schemes: Mapping[str, Scheme]) 
         schemes: scheme of each module whose weight is quantized.
 
     Raises:
-        UsageError: there is no such rounding, the settings name a text and it reads none, or it works row by row
-            and scales span rows; every such module is named.
+        UsageError: there is no such rounding, the settings name a text and it reads none, or options that it does not
+            have, or it works row by row and scales span rows; every such module is named.
     """
     rounding = rounding_named(settings.name)
     if settings.reads and not rounding.needs_text:
         readers = " or ".join(name for name, each in ROUNDINGS.items() if each.needs_text)
         raise UsageError(f"--text and --tokens say what --rounding {readers} reads; give them with it alone")
+    foreign = [name for name in settings.options if name not in rounding.options]
+    if foreign:
+        owners = " or ".join(name for name, each in ROUNDINGS.items() if each.options.issuperset(foreign))
+        raise UsageError(f"rounding {rounding.name} takes no {', '.join(foreign)}; leave out, or name {owners}")
     spanning = [module for module, scheme in schemes.items() if scheme.granularity == "tensor"]
     if spanning and rounding.row_by_row:
         raise UsageError(

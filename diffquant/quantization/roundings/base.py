@@ -27,10 +27,13 @@ class Rounder:
         round: function of any rows of one of the checkpoint's weights, in float32, whose scales do not span rows;
             called from several threads.
         identity: plain data on which its result depends beside the checkpoint, the scheme and the rounding's name.
+        made: codes int8 [out, in] and stored scale of whole weights, by name, where a rule rounds them while it is made
+            ready; `round` serves the others.
     """
 
     round: Round
     identity: Mapping[str, Any] = field(default_factory=dict)
+    made: Mapping[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
 
 class Rounding(ABC):
@@ -39,21 +42,30 @@ class Rounding(ABC):
     Attributes:
         name: name that recipes and `--rounding` give it.
         needs_text: whether it reads a text, which the recipe's settings then name.
+        options: names of the settings beside the text that it takes.
         row_by_row: whether it works on rows alone, so that no scale can span rows. A rule that does not leaves a scale
             of the whole tensor to absmax, with every weight at its nearest code.
     """
 
     name: ClassVar[str]
     needs_text: ClassVar[bool] = False
+    options: ClassVar[frozenset[str]] = frozenset()
     row_by_row: ClassVar[bool] = True
 
     @abstractmethod
-    def prepare(self, source: Source | WeightSource, settings: RoundingSettings, progress: Progress) -> Rounder:
+    def prepare(
+        self,
+        source: Source | WeightSource,
+        schemes: Mapping[str, Scheme],
+        settings: RoundingSettings,
+        progress: Progress,
+    ) -> Rounder:
         """Make the rule ready for a checkpoint, once before the first of its weights.
 
         Args:
             source: a 16-bit checkpoint; for a rule with `needs_text` one that runs.
-            settings: text, tokens and window that a rule with `needs_text` reads; unset for any other.
+            schemes: scheme of each module whose weight is quantized, by the checkpoint's own names.
+            settings: options, and text, tokens and window that a rule with `needs_text` reads; unset for any other.
             progress: called while a text is read.
 
         Raises:

@@ -1,5 +1,7 @@
 """Rounding by the scales with the least squared error, with every weight at its nearest code."""
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -75,7 +77,13 @@ class Mse(Rounding):
 
     name = "mse"
 
-    def prepare(self, source: Source | WeightSource, settings: RoundingSettings, progress: Progress) -> Rounder:  # noqa: ARG002
+    def prepare(
+        self,
+        source: Source | WeightSource,  # noqa: ARG002
+        schemes: Mapping[str, Scheme],  # noqa: ARG002
+        settings: RoundingSettings,  # noqa: ARG002
+        progress: Progress,  # noqa: ARG002
+    ) -> Rounder:
         return Rounder(round_with_clipping)
 
 

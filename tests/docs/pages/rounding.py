@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from diffquant.evals.stats import Difference, estimate
-from studies.rounding_tables import lead, lead_cells, method_cells
+from studies.rounding_tables import lead, lead_cells, method_cells, more_kl, option_cells
 from tests.docs.numbers import Expected
 from tests.docs.page import CellValues, Page, Unmeasured, Values
 from tests.docs.raw import raw
@@ -169,6 +169,33 @@ def _is_below_zero(difference: Difference | None) -> bool:
     return difference is not None and difference.high < 0
 
 
+_PLAIN = "gptq 4:g32, unrounded inputs"
+_LESS = [_below_the_best("gptq 4:g32", result, _PLAIN) for result in SHIPPED.values()]
+_LESS_THERE = [_below_the_best("gptq 4:g32", _elsewhere(result), _PLAIN) for result in SHIPPED.values()]
+_SLOWER = [
+    result["results"]["gptq 4:g32"]["seconds"] / result["results"][_PLAIN]["seconds"] for result in SHIPPED.values()
+]
+PAGE.says("That is {} to {} % less KL on the prose than on the inputs of", min(_LESS), max(_LESS))
+PAGE.says("and {} to {} % less elsewhere", min(_LESS_THERE), max(_LESS_THERE))
+PAGE.says("Rounding took {} to {} times as long", min(_SLOWER), max(_SLOWER))
+PAGE.means(
+    "no interval of the difference contains zero. Rounding",
+    all(each and each.low > 0 for result in SHIPPED.values() for each in more_kl(result, _PLAIN)),
+)
+
+
+def _option_cell(row: str, column: str) -> str:
+    model, _, name = row.partition(", ")
+    return dict(zip(_OPTION_COLUMNS, option_cells(_BY_FILE[model], name), strict=True))[column]
+
+
+_OPTION_COLUMNS = ["bits", "KL", "more", "elsewhere: KL", "elsewhere: more"]
+PAGE.table(
+    "model | gptq | bits | KL, nats | more than by itself | elsewhere: KL, nats | more",
+    _option_cell,
+    names=2,
+    columns=_OPTION_COLUMNS,
+)
 PAGE.means(
     "every interval of its difference excludes zero on both texts",
     all(_is_below_zero(each) for result in SHIPPED.values() for each in lead(result, "gptq 4:g32")[1:]),

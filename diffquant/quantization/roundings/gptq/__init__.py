@@ -1,4 +1,4 @@
-"""GPTQ: a run over a text that collects the layers' inputs, and the error compensation made of them."""
+"""GPTQ: a run over a text that rounds layer by layer, and the error compensation of each weight."""
 
 from diffquant.quantization.roundings.gptq.rule import Gptq
 

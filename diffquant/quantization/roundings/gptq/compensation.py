@@ -28,15 +28,24 @@ class Inputs:
 
     Attributes:
         products: XᵀX [in, in] float32, damped.
-        factor: upper Cholesky factor of the inverse of the products [in, in] float32.
+        factor: upper Cholesky factor of the inverse of the products [in, in] float32, their columns in `order`.
+        order: columns in the order in which they are rounded, int64 [in]; None as they are stored.
     """
 
     products: Tensor
     factor: Tensor
+    order: Tensor | None = None
 
     @classmethod
-    def of(cls, products: Tensor) -> "Inputs":
-        """The second moments that damped products are, with their factor."""
+    def of(cls, products: Tensor, by_activation: bool = False) -> "Inputs":
+        """The second moments that damped products are, with their factor.
+
+        Args:
+            by_activation: whether the columns of the largest inputs are rounded first.
+        """
+        if by_activation:
+            order = products.diagonal().argsort(descending=True, stable=True)
+            return cls(products, cls.of(products[order][:, order]).factor, order)
         # With both axes reversed, the factor of the products themselves is the inverse of the one that is wanted.
         reversed_factor = torch.linalg.cholesky(products.double().flip(0, 1)).flip(0, 1)
         identity = torch.eye(len(products), dtype=torch.float64)
@@ -47,6 +56,26 @@ def damped(products: Tensor) -> Tensor:
     """XᵀX [in, in] with enough on its diagonal that it can be inverted."""
     diagonal = products.diagonal()
     return products + torch.diag_embed(torch.full_like(diagonal, float(_DAMPING * diagonal.mean() + 1e-12)))
+
+
+def retargeting(products: Tensor, lost: Tensor) -> Tensor:
+    """What a weight [out, in] times it is to be moved by so that it gives the 16-bit model's outputs.
+
+    With X what the layer reads, Y what the 16-bit model has there and H = XᵀX + damping, the weight that comes nearest
+    to W·Yᵀ on X, as far as damping lets it go from W, is W + W·(Y - X)ᵀX·H⁻¹. What rounding it then adds is weighed by
+    H as before.
+
+    Args:
+        products: H [in, in].
+        lost: (Y - X)ᵀX [in, in].
+
+    Returns:
+        (Y - X)ᵀX·H⁻¹ [in, in] float32.
+
+    Source: the target is that of Li et al., GPTAQ, arXiv 2504.02692, equation 5, solved for all columns at once.
+    """
+    solution: Tensor = torch.linalg.solve(products.double(), lost.double(), left=False)
+    return solution.float()
 
 
 def compensate(values: Tensor, inputs: Inputs, scheme: Scheme, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -62,7 +91,10 @@ def compensate(values: Tensor, inputs: Inputs, scheme: Scheme, dtype: torch.dtyp
         int8 [rows, in], and the scale [rows, in/g] or [rows, 1].
     """
     size = scheme.size or values.shape[1]
-    codes, scale = in_one_pass(values, inputs.factor, scheme.bits, size, dtype)
+    if inputs.order is None:
+        codes, scale = in_one_pass(values, inputs.factor, scheme.bits, size, dtype)
+    else:
+        codes, scale = in_order_of_inputs(values, inputs, inputs.order, scheme.bits, size, dtype)
     for _ in range(_PASSES):
         codes, scale = _descended(values, codes, scale, inputs.products, scheme.bits, size)
     return codes.to(torch.int8), scale
@@ -84,6 +116,27 @@ def in_one_pass(values: Tensor, factor: Tensor, bits: int, size: int, dtype: tor
 
     _walk(values.clone(), factor, size, start, settle)
     return codes, torch.cat(scales, 1)
+
+
+def in_order_of_inputs(
+    values: Tensor, inputs: Inputs, order: Tensor, bits: int, size: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """GPTQ's pass with the columns in another order: codes float32 [rows, in] and scales [rows, in/size].
+
+    Groups stay where they are stored, so their scales are chosen before the pass.
+    """
+    groups, weights = values.unflatten(1, (-1, size)), inputs.products.diagonal().unflatten(0, (-1, size))
+    scales = torch.cat([fitted_scale(groups[:, at], bits, dtype, of_group) for at, of_group in enumerate(weights)], 1)
+    codes, column_scales = torch.empty_like(values), scales.float().repeat_interleave(size, 1)
+
+    def settle(place: int, weight: Tensor) -> Tensor:
+        column = int(order[place])
+        scale = column_scales[:, column, None]
+        codes[:, column, None] = code = all_codes(weight, scale, bits).float()
+        return (weight - code * scale) / inputs.factor[place, place]
+
+    _walk(values[:, order], inputs.factor, len(order), lambda *_: None, settle)
+    return codes, scales
 
 
 def _descended(

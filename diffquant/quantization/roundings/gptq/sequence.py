@@ -1,0 +1,166 @@
+"""A checkpoint's weights rounded in the order in which the model reads them, each for the inputs that it then has."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from diffquant.formats.compressed_tensors import decode_codes, scale_dtype
+from diffquant.formats.row_stream import in_order, row_blocks, workers
+from diffquant.model.walk import Walk, batches
+from diffquant.quantization.roundings.gptq.compensation import Inputs, compensate, damped, retargeting
+from diffquant.quantization.roundings.gptq.layer_inputs import Moments, input_of, inputs_on_the_way, readers_by_input
+from diffquant.recipe import RoundingSettings
+from diffquant.scheme import Scheme
+from diffquant.source.building import build_model
+from diffquant.source.source import Source
+from diffquant.support.progress import Progress
+from diffquant.text.tokens import max_length, token_windows
+
+TOKENS = 16384
+WINDOW = 512
+_BATCH_TOKENS = 4096
+
+Made = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class RoundedLayers:
+    """Weights of the layers' linear modules, rounded over a text.
+
+    Attributes:
+        made: codes int8 [out, in] and stored scale of each weight, by the checkpoint's own names.
+        tokens: number of tokens that were read.
+        window: number of tokens that the model saw at once.
+    """
+
+    made: Mapping[str, Made]
+    tokens: int
+    window: int
+
+
+def rounded_layers(
+    source: Source, schemes: Mapping[str, Scheme], settings: RoundingSettings, text: str, progress: Progress
+) -> RoundedLayers:
+    """Run a model over a text in float32, layer by layer, and round each layer's weights before the next one reads.
+
+    It runs on the CPU whatever the model is loaded on later, so that every reader of a recipe gets the same codes.
+    Beside the model, memory holds the text's states and the second moments of one layer.
+
+    Args:
+        schemes: scheme of each module whose weight is quantized, by the checkpoint's own names.
+
+    Raises:
+        DiffQuantError: the checkpoint or its tokenizer cannot be read, or the text holds no window.
+    """
+    tokenizer, tokens = source.tokenizer, settings.tokens or TOKENS
+    model = build_model(source, torch.float32)
+    window = min(settings.window or WINDOW, tokens, max_length(model.config, tokenizer))
+    ids = token_windows(model, tokenizer, text, window, tokens)
+    made: dict[str, Made] = {}
+    with torch.inference_mode():
+        # Two tokens tell in which order a layer's modules run.
+        walk, glance = model.walk(window), model.walk(2)
+        states = [walk.embed(batch) for batch in batches(ids, _BATCH_TOKENS)]
+        exact, glimpse = list(states), glance.embed(ids[:1, :2])
+        for number, layer in enumerate(walk.layers):
+            readers, glimpse = readers_by_input(glance, layer, glimpse)
+            weights = _LayerWeights(source, schemes, settings, layer, f"model.layers.{number}", made)
+            groups = [names for names in readers if any(map(weights.is_rounded, names))]
+            if settings.inputs == "unrounded":
+                states = _round_for_unrounded(walk, weights, groups, states)
+            else:
+                states, exact = _round_in_turn(walk, weights, groups, states, exact)
+            progress(number + 1, len(walk.layers), "rounding by layers")
+    return RoundedLayers(made, ids.numel(), window)
+
+
+class _LayerWeights:
+    """The weights of one layer, in the checkpoint and in the model that runs."""
+
+    def __init__(
+        self,
+        source: Source,
+        schemes: Mapping[str, Scheme],
+        settings: RoundingSettings,
+        layer: nn.Module,
+        prefix: str,
+        made: dict[str, Made],
+    ) -> None:
+        self._source, self._schemes, self.settings, self.layer = source, schemes, settings, layer
+        self._prefix, self._made = prefix, made
+
+    def is_rounded(self, module: str) -> bool:
+        return self._stored_name(module).removesuffix(".weight") in self._schemes
+
+    def round(self, modules: Sequence[str], moments: Moments) -> None:
+        """Round the weights of modules that read one input, and let the model run on."""
+        products = damped(moments.products)
+        inputs = Inputs.of(products, by_activation=self.settings.order == "activation")
+        moved = None if moments.lost is None else retargeting(products, moments.lost)
+        for module in filter(self.is_rounded, modules):
+            self._round(module, inputs, moved)
+
+    def _round(self, module: str, inputs: Inputs, moved: Tensor | None) -> None:
+        name, checkpoint = self._stored_name(module), self._source.checkpoint
+        scheme = self._schemes[name.removesuffix(".weight")]
+        weight, dtype = checkpoint.read(name), scale_dtype(checkpoint.written_dtype(name))
+
+        def rounded(first: int, last: int) -> Made:
+            values = weight[first:last].float()
+            return compensate(values if moved is None else values + values @ moved, inputs, scheme, dtype)
+
+        with workers() as pool:
+            codes, scales = zip(*in_order(pool, rounded, row_blocks(*weight.shape)), strict=True)
+        self._made[name] = made = torch.cat(codes), torch.cat(scales)
+        read_back = decode_codes(*made, scheme).to(weight.dtype).float()
+        order = self._source.adapter.row_order(self._name(module))
+        self.layer.get_submodule(module).weight.data = read_back if order is None else read_back[order]
+
+    def _stored_name(self, module: str) -> str:
+        return self._source.adapter.source_name(self._name(module))
+
+    def _name(self, module: str) -> str:
+        return f"{self._prefix}.{module}.weight"
+
+
+def _round_for_unrounded(
+    walk: Walk[Any], weights: _LayerWeights, groups: Sequence[Sequence[str]], states: Sequence[Any]
+) -> list[Any]:
+    """Round a layer for the 16-bit model's inputs, and give that model's output."""
+    outputs, moments = [], [Moments() for _ in groups]
+    for state in states:
+        seen, output = inputs_on_the_way(walk, weights.layer, [names[0] for names in groups], state)
+        outputs.append(output)
+        for names, of_group in zip(groups, moments, strict=True):
+            of_group.add(seen[names[0]])
+    for names, of_group in zip(groups, moments, strict=True):
+        weights.round(names, of_group)
+    return outputs
+
+
+def _round_in_turn(
+    walk: Walk[Any],
+    weights: _LayerWeights,
+    groups: Sequence[Sequence[str]],
+    states: Sequence[Any],
+    exact: Sequence[Any],
+) -> tuple[list[Any], list[Any]]:
+    """Round a layer for the inputs that its modules have once what runs before them is rounded.
+
+    Returns:
+        The rounded layer's output for `states`, and the 16-bit layer's for `exact` where it is a target.
+    """
+    layer, exact_inputs = weights.layer, [dict[str, Tensor]() for _ in states]
+    if weights.settings.target != "layer":
+        firsts = [names[0] for names in groups]
+        runs = [inputs_on_the_way(walk, layer, firsts, state) for state in exact]
+        exact_inputs, exact = [dict(seen) for seen, _ in runs], [output for _, output in runs]
+    for names in groups:
+        moments = Moments()
+        for state, of_exact in zip(states, exact_inputs, strict=True):
+            moments.add(input_of(walk, layer, names[0], state), of_exact.get(names[0]))
+        weights.round(names, moments)
+    return [walk.run(layer, state) for state in states], list(exact)

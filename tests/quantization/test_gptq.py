@@ -1,0 +1,184 @@
+"""GPTQ over a model: the inputs that a layer's weights are rounded for, the outputs that they keep, and their order."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+import scipy.linalg
+import torch
+from torch import nn
+
+from diffquant import Recipe, load, quantize
+from diffquant.data import books_text
+from diffquant.errors import UsageError
+from diffquant.quantization.roundings.gptq import sequence
+from diffquant.quantization.roundings.gptq.compensation import Inputs, damped, in_order_of_inputs, retargeting
+from diffquant.quantization.roundings.gptq.layer_inputs import readers_by_input
+from diffquant.quantization.roundings.mse import fitted_scale
+from diffquant.recipe import RoundingSettings
+from diffquant.source.source import open_source
+from diffquant.text.tokens import token_windows
+from tests.support import tiny_lm
+from tests.support.checkpoints import write_checkpoint
+from tests.support.models import random_ids
+
+TOKENS, WINDOW = 256, 64
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return tiny_lm.write_diff_v2(tmp_path_factory.mktemp("tiny") / "diff-v2")
+
+
+def settings(**options):
+    return {"name": "gptq", "tokens": TOKENS, "window": WINDOW, **options}
+
+
+@contextmanager
+def seen_inputs(model) -> Iterator[dict[str, torch.Tensor]]:
+    """Inputs [N, in] of every linear module of the layers, by name, of what the model reads in the body."""
+    seen = {}
+    hooks = [
+        module.register_forward_pre_hook(lambda _, args, name=name: seen.update({name: args[0].flatten(0, -2)}))
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and ".layers." in name
+    ]
+    yield seen
+    for hook in hooks:
+        hook.remove()
+
+
+def inputs_of(model, source):
+    ids = token_windows(model, open_source(source).tokenizer, books_text(), WINDOW, TOKENS)
+    with seen_inputs(model) as seen:
+        model(ids)
+    return seen
+
+
+@pytest.fixture
+def summed(monkeypatch):
+    """Moments by the name of each weight that they are rounded with."""
+    moments, plain = {}, sequence._LayerWeights.round
+
+    def watched(self, modules, of_group):
+        moments.update({self._name(module).removesuffix(".weight"): of_group for module in modules})
+        plain(self, modules, of_group)
+
+    monkeypatch.setattr(sequence._LayerWeights, "round", watched)
+    return moments
+
+
+@pytest.mark.parametrize("target", ["model", "layer"])
+def test_a_layer_is_rounded_for_the_inputs_that_it_will_have(checkpoint, tmp_path, summed, target):
+    recipe = Recipe.of(weights="3:g16", rounding=settings(target=target))
+    quantize(checkpoint, tmp_path / "low", recipe)
+    rounded = inputs_of(load(tmp_path / "low", dtype=torch.float32), checkpoint)
+    exact = inputs_of(load(checkpoint, dtype=torch.float32), checkpoint)
+    assert summed.keys() >= rounded.keys()
+    for name, x in rounded.items():
+        torch.testing.assert_close(summed[name].products, x.mT @ x, rtol=1e-3, atol=1e-3 * float(x.square().sum()))
+        if target == "layer":
+            assert summed[name].lost is None
+        else:
+            y = exact[name]
+            torch.testing.assert_close(
+                summed[name].lost, (y - x).mT @ x, rtol=1e-3, atol=1e-3 * float(x.norm() * y.norm())
+            )
+    last = "model.layers.1.mlp.down_proj"
+    assert (rounded[last] - exact[last]).norm() > 0.05 * exact[last].norm()
+
+
+def test_unrounded_inputs_are_the_16_bit_models(checkpoint, tmp_path, summed):
+    quantize(checkpoint, tmp_path / "low", Recipe.of(weights="3:g16", rounding=settings(inputs="unrounded")))
+    for name, x in inputs_of(load(checkpoint, dtype=torch.float32), checkpoint).items():
+        torch.testing.assert_close(summed[name].products, x.mT @ x, rtol=1e-4, atol=1e-5 * float(x.square().sum()))
+
+
+def test_the_models_target_brings_its_outputs_nearer(checkpoint):
+    ids = token_windows(load(checkpoint), open_source(checkpoint).tokenizer, books_text(), WINDOW, TOKENS)
+    exact = load(checkpoint, dtype=torch.float32)(ids).logits
+    lost = {
+        target: float((load(checkpoint, recipe, torch.float32)(ids).logits - exact).norm())
+        for target in ("model", "layer")
+        if (recipe := Recipe.of(weights="3:g16", rounding=settings(target=target)))
+    }
+    assert lost["model"] < lost["layer"]
+
+
+def test_retargeted_weights_are_the_ridge_solution_of_another_solver():
+    generator = np.random.default_rng(0)
+    y = generator.normal(size=(300, 24))
+    x = y + 0.2 * generator.normal(size=(300, 24))
+    weight = generator.normal(size=(5, 24))
+    products = torch.from_numpy(x.T @ x)
+    ridge = damped(products) - products
+    moved = torch.from_numpy(weight) @ retargeting(damped(products), torch.from_numpy((y - x).T @ x)).double()
+    # Rows that draw the solution to the weight, as the ridge does.
+    roots = np.diag(np.sqrt(ridge.diagonal().numpy()))
+    theirs, *_ = scipy.linalg.lstsq(np.vstack([x, roots]), np.vstack([y @ weight.T, roots @ weight.T]))
+    torch.testing.assert_close(moved + torch.from_numpy(weight), torch.from_numpy(theirs.T), rtol=0, atol=1e-5)
+    assert np.linalg.norm(theirs.T - weight) > 0.05 * np.linalg.norm(weight)
+
+
+def test_columns_in_order_of_inputs_are_gptqs_recurrence_over_them_in_float64():
+    torch.manual_seed(0)
+    weight = torch.randn(9, 32)
+    x = torch.randn(200, 32) * torch.linspace(0.2, 3, 32)[torch.randperm(32)]
+    products = damped(x.T @ x)
+    inputs = Inputs.of(products, by_activation=True)
+    codes, scales = in_order_of_inputs(weight, inputs, inputs.order, 4, 8, torch.float32)
+    assert (products.diagonal()[inputs.order].diff() <= 0).all()
+    assert not torch.equal(inputs.order, torch.arange(32))
+    for group in range(4):
+        columns = slice(8 * group, 8 * group + 8)
+        fitted = fitted_scale(weight[:, columns], 4, torch.float32, products.diagonal()[columns])
+        assert torch.equal(scales[:, group, None], fitted)
+    left, inverse, expected = weight.double().clone(), products.double().inverse(), torch.empty_like(weight)
+    for column in inputs.order.tolist():
+        scale = scales[:, column // 8].double()
+        code = (left[:, column] / scale).round().clamp(-8, 7)
+        expected[:, column] = code.float()
+        left -= ((left[:, column] - code * scale) / inverse[column, column])[:, None] * inverse[column]
+        inverse = inverse - inverse[:, column, None] * inverse[column] / inverse[column, column]
+        inverse[column, column] = 1.0
+    assert (codes == expected).float().mean() > 0.99
+
+
+def test_modules_that_read_one_input_are_found_in_the_order_of_their_run(tmp_path):
+    model = load(write_checkpoint(tmp_path / "gated", "gated"))
+    walk = model.walk(2)
+    state = walk.embed(random_ids(1, 2))
+    groups, _ = readers_by_input(walk, walk.layers[0], state)
+    assert [set(names) for names in groups] == [
+        {f"self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "output_gate_proj", "lambda_proj")},
+        {"self_attn.o_proj"},
+        {"mlp.gate_proj", "mlp.up_proj"},
+        {"mlp.down_proj"},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("rounding", "message"),
+    [
+        ({"name": "gptq", "inputs": "rouned"}, "inputs must be rounded or unrounded, got 'rouned'"),
+        ({"name": "gptq", "inputs": "unrounded", "target": "model"}, "leave out inputs, or target"),
+        ({"name": "gptq", "ordr": "activation"}, "unknown rounding key 'ordr'; did you mean 'order'"),
+    ],
+)
+def test_options_that_cannot_be_are_refused(rounding, message):
+    with pytest.raises(UsageError, match=message):
+        Recipe.of(weights="4:g32", rounding=rounding)
+
+
+def test_another_rule_takes_no_options(checkpoint, tmp_path):
+    recipe = Recipe.of(weights="4:g16", rounding={"name": "mse", "order": "activation"})
+    with pytest.raises(UsageError, match="rounding mse takes no order; leave out, or name gptq"):
+        quantize(checkpoint, tmp_path / "low", recipe)
+
+
+def test_options_make_the_round_trip_through_yaml(tmp_path):
+    recipe = Recipe.of(weights="4:g32", rounding={"name": "gptq", "target": "layer", "order": "activation"})
+    (tmp_path / "recipe.yaml").write_text(recipe.to_yaml())
+    assert Recipe.read(tmp_path / "recipe.yaml") == recipe
+    assert recipe.rounding == RoundingSettings("gptq", target="layer", order="activation")
