@@ -304,7 +304,7 @@ def test_an_export_that_is_replaced_during_a_sweep_is_not_recorded(plain, source
         return result
 
     monkeypatch.setattr(Perplexity, "run", run_and_replace)
-    options = SweepOptions(tasks=("perplexity",), task_options=TASK_OPTIONS)
+    options = SweepOptions(tasks=("perplexity",), task_options={"characters": 1500, "window": 64, "stride": 32})
     result = run_sweep([folder], options, tmp_path / "sweep", runtime_of=runtime_of)
     assert [cell.error for cell in result.cells] == [
         f"{folder} changed while it was in use; run the same command again"
