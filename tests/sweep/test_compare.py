@@ -20,11 +20,12 @@ from diffquant.sweep import SweepOptions, run_sweep
 from diffquant.sweep.compare import compare
 from tests.support import tiny_lm
 
+OPTIONS_OF = {"hellaswag": {"limit": 12}, "perplexity": {"characters": 900, "window": 64, "stride": 32}}
 OPTIONS = SweepOptions(
     tasks=("hellaswag", "perplexity"),
     bits=(3,),
     granularities=("row", "tensor"),
-    task_options={"limit": 12, "characters": 900, "window": 64, "stride": 32},
+    task_options=OPTIONS_OF["hellaswag"] | OPTIONS_OF["perplexity"],
     dtype="float32",
 )
 COMMITTED = Path(__file__).parents[2] / "bench/results/smollm2-logits-500"
@@ -123,7 +124,7 @@ def test_what_cannot_be_compared_is_said(run, model, tmp_path):
     with pytest.raises(UsageError, match="choose one configuration of each, such as run@16"):
         compare(f"{run}@16", f"{run}@logits")
     for task in OPTIONS.tasks:
-        run_sweep([model], replace(OPTIONS, tasks=(task,), bits=(16,)), tmp_path / task)
+        run_sweep([model], replace(OPTIONS, tasks=(task,), bits=(16,), task_options=OPTIONS_OF[task]), tmp_path / task)
     with pytest.raises(UsageError, match="A has hellaswag, and B has perplexity"):
         compare(tmp_path / "hellaswag", tmp_path / "perplexity")
 
@@ -134,7 +135,7 @@ def test_what_cannot_be_compared_is_said(run, model, tmp_path):
     ids=["items", "text", "windows"],
 )
 def test_other_items_and_texts_are_refused(run, model, tmp_path, task, changed):
-    options = replace(OPTIONS, tasks=(task,), bits=(16,), task_options=OPTIONS.task_options | changed)
+    options = replace(OPTIONS, tasks=(task,), bits=(16,), task_options=OPTIONS_OF[task] | changed)
     run_sweep([model], options, tmp_path)
     name, value = next(iter(changed.items()))
     told = f"n: 12 and {value}" if name == "limit" else rf"{name}: \d+ and {value}"

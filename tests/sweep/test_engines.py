@@ -26,12 +26,13 @@ from diffquant.sweep.session import CheckpointSession
 from diffquant.sweep.worker import Worker
 from tests.support import tiny_lm
 
+OF_PERPLEXITY = {"characters": 500, "window": 64, "stride": 32}
 OPTIONS = SweepOptions(
     tasks=("hellaswag", "perplexity"),
     bits=(16, 4),
     targets=("logits", "weights"),
     granularities=("row",),
-    task_options={"limit": 4, "characters": 500, "window": 64, "stride": 32},
+    task_options={"limit": 4} | OF_PERPLEXITY,
     dtype="float32",
 )
 CELLS = 6
@@ -164,7 +165,7 @@ def test_a_worker_leaves_cells_whose_holder_is_alive(model, tmp_path, monkeypatc
         ended.wait(60)
         return measure(self, task, recipe, progress)
 
-    options = replace(OPTIONS, tasks=("perplexity",), bits=(16,))
+    options = replace(OPTIONS, tasks=("perplexity",), bits=(16,), task_options=OF_PERPLEXITY)
     monkeypatch.setattr(CheckpointSession, "measure", slow)
     other = threading.Thread(target=run_sweep, args=([model], options, tmp_path))
     other.start()

@@ -68,6 +68,7 @@ def test_an_address_without_a_cluster_is_refused(tmp_path, monkeypatch):
 
     monkeypatch.setattr("ray.init", find_none)
     with pytest.raises(
-        UsageError, match=r"no Ray cluster at auto: Could not find any running Ray instance\.; `ray start"
+        UsageError,
+        match=r"no Ray cluster at auto: Could not find any running Ray instance\.; start one with `ray start",
     ):
         RayEngine("auto").run(sleeping_work(tmp_path, 1, 1, 0.0), silent)
