@@ -88,7 +88,8 @@ def test_the_readme_runs_as_written_from_top_to_bottom(tmp_path, monkeypatch):
     assert [line.split()[1] for line in lines] == verbs
     for written in lines:
         line = re.sub(r"--(characters|limit) \d+", "", written)
-        output_of(f"{line} --characters 2000 --limit 2" if "diffquant sweep" in line else line)
+        less = " --characters 2000" if "perplexity" in line else " --limit 2"
+        output_of(line + less if "diffquant sweep" in line else line)
     assert len([*tmp_path.glob("*/report.html")]) == 3
 
     (python,) = blocks("README.md", "python")

@@ -16,6 +16,7 @@ PAGE.says(
     len(FIRST),
     sum(first["mse"] for first in FIRST),
 )
+PAGE.leaves("0.4.13. With 0.4.13, import", "a version")
 PAGE.means("more than ten times as fast as by transformers' loader", raw("opening.json")["ratio"] > 10)
 PAGE.leaves(
     "off by up to 0.66 of a weight at 3 bits",
