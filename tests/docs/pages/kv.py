@@ -41,6 +41,31 @@ PAGE.says(
     max(_THREE),
 )
 PAGE.says("and {} to {} % elsewhere", min(_THERE), max(_THERE))
+_PLAIN = [
+    change
+    for model in ("prose-transformer", "prose-diff-v2")
+    for bits in (4, 3)
+    for keys in ("row", "c32")
+    for text in TEXTS
+    if (change := gain(MODELS[model]["results"], f"{bits}:{keys}, {bits}:row:rotated", text))
+]
+PAGE.means(
+    "of their sixteen intervals one lies below zero, by less than 0.001 nats",
+    len(_PLAIN) == 16
+    and [change.mean > -0.001 for change in _PLAIN if change.high < 0] == [True]
+    and not [change for change in _PLAIN if change.low > 0],
+)
+PAGE.means(
+    "Rotated keys gain nothing on any of the three models",
+    all(
+        change is None or change.high >= 0
+        for model in MODELS.values()
+        for bits in (4, 3)
+        for text in TEXTS
+        for change in [gain(model["results"], f"{bits}:row:rotated, {bits}:row", text)]
+    ),
+)
+PAGE.leaves("by less than 0.001 nats", "a bound that a claim beside it checks")
 PAGE.means(
     "every interval of that lies above zero",
     all(
