@@ -18,6 +18,7 @@ from diffquant.bench.contest.peers import failure
 from diffquant.bench.contest.workloads import Model, Workload, model_named
 from diffquant.bench.environment import environment
 from diffquant.bench.programs import programs
+from diffquant.bench.programs.sharing import share_sweep
 from diffquant.errors import FailedCellsError, MissingDependencyError, UsageError
 from diffquant.export import require
 from diffquant.support.code import code_digest
@@ -64,6 +65,7 @@ class BenchOptions:
         peers: names of attention's and decode's peers; all by default.
         checkpoints: folders or .gguf files for the sections that run whole programs.
         graph: whether CUDA graphs are replayed.
+        workers: numbers of workers that share a sweep on the first checkpoint, each beside the first; none by default.
     """
 
     sections: tuple[str, ...] = SECTIONS
@@ -76,6 +78,7 @@ class BenchOptions:
     peers: tuple[str, ...] = ()
     checkpoints: tuple[Path, ...] = ()
     graph: bool = False
+    workers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         unknown = [name for name in self.sections if name not in SECTIONS]
@@ -86,8 +89,8 @@ class BenchOptions:
             raise UsageError(f"the bench runs on cpu or cuda, not on {self.device!r}")
         if self.graph and self.device != "cuda":
             raise UsageError("--graph: only CUDA devices have graphs")
-        if self.repeats < 1 or min(self.batches, default=0) < 1:
-            raise UsageError("--repeats and --batches take counts of at least 1")
+        if self.repeats < 1 or min(self.batches, default=0) < 1 or min(self.workers, default=1) < 1:
+            raise UsageError("--repeats, --batches and --workers take counts of at least 1")
         missing = [str(path) for path in self.checkpoints if not path.exists()]
         if missing:
             raise UsageError(f"no such checkpoint: {', '.join(missing)}")
@@ -193,6 +196,7 @@ def _settings(options: BenchOptions) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "checkpoints": [path.name for path in options.checkpoints],
         "graph": options.graph,
+        "workers": list(options.workers),
     }
 
 
@@ -281,9 +285,17 @@ def _export(options: BenchOptions) -> list[Part]:
 
 
 def _sweep(options: BenchOptions) -> list[Part]:
-    return _with_checkpoint(
+    scoring = _with_checkpoint(
         "sweep", options, lambda progress: programs.scoring(options.checkpoints[:1], 20, 1, progress)
     )
+    if not options.workers or not options.checkpoints:
+        return scoring
+    turns = min(options.repeats, 3)
+    sharing = Part(
+        "workers",
+        lambda progress: share_sweep(options.checkpoints[0], options.workers, turns, progress=progress),
+    )
+    return [*scoring, sharing]
 
 
 def _with_checkpoint(section: str, options: BenchOptions, measure: Callable[[Progress], list[BenchCell]]) -> list[Part]:

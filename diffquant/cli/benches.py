@@ -55,6 +55,9 @@ def bench(
     threads: Annotated[
         int, typer.Option(metavar="NUMBER", min=0, help="Number of torch's threads; 0 leaves it as it is.")
     ] = 0,
+    workers: Annotated[
+        str, typer.Option(metavar="LIST", help="Numbers of workers that share a sweep, such as 1,2; none by default.")
+    ] = "",
     graph: Annotated[bool, typer.Option("--graph", help="Replay CUDA graphs.")] = False,
     compare: Annotated[
         Path | None,
@@ -99,6 +102,7 @@ def bench(
         peers=tuple(peer or ()),
         checkpoints=tuple(checkpoint or run.demo_checkpoints()),
         graph=graph,
+        workers=tuple(parse_counts(workers)) if workers else (),
     )
     result = run.run_bench(options, output, progress_for("bench"))
     written = run.write_bench_outputs(result, output)

@@ -3,6 +3,7 @@
 import json
 import sys
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,11 +12,12 @@ from typer.testing import CliRunner
 from diffquant.bench import memory, run, timing
 from diffquant.bench.cells import BenchCell
 from diffquant.bench.gpu import tune
-from diffquant.bench.programs import comparison, generate, hellaswag, peer_engines, programs
+from diffquant.bench.programs import comparison, generate, hellaswag, peer_engines, programs, sharing
 from diffquant.bench.run import SECTIONS, BenchOptions, Part
 from diffquant.cli import app
-from diffquant.errors import FailedCellsError, MissingDependencyError, UsageError
+from diffquant.errors import DiffQuantError, FailedCellsError, MissingDependencyError, UsageError
 from diffquant.kernels.configs import AttentionTile
+from diffquant.sweep.grid import SweepOptions
 from tests.support import tiny_lm
 from tests.support.models import random_llama
 
@@ -142,6 +144,42 @@ def test_a_model_that_transformers_does_not_know_has_no_hflm_beside_it(tmp_path)
     model = tiny_lm.write_diff_v2(tmp_path / "model")
     (cell,) = programs.scoring([model], items=2, repeats=1)
     assert "which transformers does not know" in cell.missing
+
+
+def test_a_shared_sweep_is_measured_beside_one_that_is_not(tmp_path, monkeypatch):
+    model = tiny_lm.write_diff_v2(tmp_path / "model")
+    grid = SweepOptions(bits=(16, 8), task_options={"limit": 2}, dtype="float32")
+    one, two = sharing.share_sweep(model, (1, 2), 2, grid)
+    assert (one.path, two.path, two.baseline, two.unit) == ("1 worker", "2 workers", "1 worker", "cells/min")
+    assert one.workload == two.workload == "model, 2 cells"
+    assert len(one.values) == len(two.values) == 2
+    assert not two.falls
+
+    options = BenchOptions(sections=("sweep",), checkpoints=(model,), workers=(1, 2))
+    assert [part.name for part in run._PARTS["sweep"](options)] == ["checkpoints", "workers"]
+    assert [part.name for part in run._PARTS["sweep"](replace(options, workers=()))] == ["checkpoints"]
+    with pytest.raises(UsageError, match="--workers take counts of at least 1"):
+        replace(options, workers=(0, 1))
+
+    monkeypatch.setattr(sharing, "run_sweep", other_scores(sharing.run_sweep))
+    with pytest.raises(DiffQuantError, match=r"2 workers found .*, and the first sweep"):
+        sharing.share_sweep(model, (1, 2), 1, grid)
+
+
+def other_scores(run_sweep):
+    """The sweep, which finds other scores where two workers share it."""
+
+    def shifted(models, options, folder, engine):
+        result = run_sweep(models, options, folder, engine=replace(engine, workers=1))
+        if engine.workers == 1:
+            return result
+        cells = [
+            replace(c, measurement=replace(c.measurement, result=replace(c.result, score=c.result.score + 0.5)))
+            for c in result.cells
+        ]
+        return replace(result, cells=cells)
+
+    return shifted
 
 
 def test_shares_are_of_the_float32_export_and_of_torch():
