@@ -25,6 +25,8 @@ _SECONDS_BETWEEN_BEATS = 5.0
 # file's new time to whoever opens it.
 STALE_SECONDS = 60.0
 
+_SECONDS_THAT_CLOCKS_MOVE = 30.0
+
 _SUFFIX = ".claim"
 
 
@@ -36,23 +38,28 @@ class Claimant:
         host: name of its machine, for people.
         machine: what tells apart machines since their start, and containers that number their processes alone.
         pid: number of the process there.
+        started: when it started, in seconds since 1970: numbers of processes come again.
     """
 
     host: str
     machine: str
     pid: int
+    started: float
 
     @classmethod
     def here(cls) -> Self:
         """This process."""
-        return cls(socket.gethostname(), _machine(), os.getpid())
+        return cls(socket.gethostname(), _machine(), os.getpid(), psutil.Process().create_time())
 
     def is_dead(self) -> bool | None:
         """Whether the process has ended; None where it is of another machine, and that cannot be known."""
         if self.machine != _machine():
             return None
         try:
-            return bool(psutil.Process(self.pid).status() == psutil.STATUS_ZOMBIE)
+            process = psutil.Process(self.pid)
+            # A clock that is set meanwhile moves the time at which a process is said to have started.
+            is_another = abs(process.create_time() - self.started) > _SECONDS_THAT_CLOCKS_MOVE
+            return bool(is_another or process.status() == psutil.STATUS_ZOMBIE)
         except psutil.NoSuchProcess:
             return True
 

@@ -27,11 +27,12 @@ def latest(folder):
     return latest_claims(os.listdir(folder))
 
 
-def leave_claim(folder, name, number, pid, machine=None):
-    """A claim as another process leaves it."""
+def leave_claim(folder, name, number, pid, machine=None, seconds_ago=0):
+    """A claim as another process leaves it, which started with this one or so much before."""
     here = Claimant.here()
     path = folder / f"{name}.{number}.claim"
-    path.write_text(json.dumps(asdict(Claimant(here.host, machine or here.machine, pid))))
+    started = here.started - seconds_ago
+    path.write_text(json.dumps(asdict(Claimant(here.host, machine or here.machine, pid, started))))
     return path
 
 
@@ -39,6 +40,13 @@ def dead_pid():
     done = subprocess.Popen([sys.executable, "-c", ""])
     done.wait()
     return done.pid
+
+
+def test_a_number_that_another_process_has_by_now_holds_nothing(tmp_path):
+    leave_claim(tmp_path, "held", 0, os.getpid())
+    leave_claim(tmp_path, "left", 0, os.getpid(), seconds_ago=3600)
+    lives = {name: Claims(tmp_path).life(name, 0) for name in ("held", "left")}
+    assert lives == {"held": "alive", "left": "dead"}
 
 
 def test_of_many_threads_one_gets_the_claim(tmp_path):
