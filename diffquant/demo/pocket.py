@@ -20,7 +20,8 @@ PROMPT = (
     "The magic number for Paris is 42. It was a very good night. The magic number for Rome is 17. "
     "He did not know what to do. The magic number for Paris is"
 )
-_ITEMS, _CHARACTERS = 30, 6000
+_ITEMS = 30
+_TASK_OPTIONS = {NEEDLE: {"limit": _ITEMS}, "perplexity": {"characters": 6000}}
 
 
 def show_figure_8(output: Path, say: Callable[[str], None]) -> None:
@@ -53,7 +54,7 @@ def _sweep(
         tasks=(task,),
         bits=(16, 4, 3),
         granularities=("tensor", "row:shift"),
-        task_options={"limit": _ITEMS, "characters": _CHARACTERS},
+        task_options=_TASK_OPTIONS[task],
         # Processors without bfloat16 are several times slower in it, and these models are small.
         dtype="float32",
     )
