@@ -6,6 +6,7 @@ Nothing heavy is imported before the order is read, so that who sends it can go 
 import _thread
 import os
 import pickle
+import signal
 import sys
 from threading import Thread
 
@@ -43,7 +44,8 @@ def _read(count: int) -> bytes:
 
 def _end_with_parent() -> None:
     os.read(_STDIN, 1)
-    _thread.interrupt_main()
+    # What was started in a shell's background ignores SIGINT, which is what this would send.
+    _thread.interrupt_main(signal.SIGTERM)
 
 
 if __name__ == "__main__":

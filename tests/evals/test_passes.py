@@ -1,5 +1,6 @@
 """What evaluation on a CUDA device saves: forward passes, planning and encoding."""
 
+import copy
 import re
 from collections.abc import Sequence
 
@@ -100,7 +101,8 @@ def test_the_device_chooses_the_budget_unless_it_is_given():
 
 
 def test_a_models_cells_share_one_encoding_of_the_items(monkeypatch):
-    tokenizer, items = tiny_lm.tokenizer(), hellaswag.load_items(limit=3)
+    # One that no other test has encoded with.
+    tokenizer, items = copy.deepcopy(tiny_lm.tokenizer()), hellaswag.load_items(limit=3)
     encoded = []
     encode = type(tokenizer).encode
     monkeypatch.setattr(type(tokenizer), "encode", lambda self, *a, **k: encoded.append(a) or encode(self, *a, **k))

@@ -206,7 +206,9 @@ def test_a_cell_that_kills_its_worker_twice_is_reported_and_the_others_are_measu
 
 
 def test_workers_end_with_the_process_that_started_them(tmp_path):
+    # Whoever is started in a shell's background ignores SIGINT, and so do those that it starts.
     code = (
+        "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
         "from diffquant.bench.programs.sleepers import sleeping_work; from diffquant.support.progress import silent\n"
         "from diffquant.sweep.engines.local import LocalEngine; from pathlib import Path\n"
         f"LocalEngine(2).run(sleeping_work(Path({str(tmp_path)!r}), 4, 1000, 0.05), silent)\n"
