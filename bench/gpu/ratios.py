@@ -170,6 +170,8 @@ def main() -> int:
     )
     parser.add_argument("--minutes", type=float, default=_MINUTES, help="begin no group after so many")
     options = parser.parse_args()
+    if options.estimate and options.file:
+        parser.error("--estimate prints and writes no file; leave out --json")
     if options.estimate:
         # Read when kernels are imported.
         os.environ["TRITON_INTERPRET"] = "0"
