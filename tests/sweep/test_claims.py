@@ -7,6 +7,7 @@ import sys
 import threading
 from dataclasses import asdict
 
+import psutil
 import pytest
 
 from diffquant.sweep import claims
@@ -28,11 +29,12 @@ def latest(folder):
 
 
 def leave_claim(folder, name, number, pid, machine=None, seconds_ago=0):
-    """A claim as another process leaves it, which started with this one or so much before."""
+    """A claim as a process leaves it, or as one left it that had its number so much before."""
     here = Claimant.here()
     path = folder / f"{name}.{number}.claim"
-    started = here.started - seconds_ago
-    path.write_text(json.dumps(asdict(Claimant(here.host, machine or here.machine, pid, started))))
+    started = psutil.Process(pid).create_time() if psutil.pid_exists(pid) else here.started
+    claimant = Claimant(here.host, machine or here.machine, pid, started - seconds_ago)
+    path.write_text(json.dumps(asdict(claimant)))
     return path
 
 
