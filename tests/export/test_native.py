@@ -9,30 +9,12 @@ import onnxruntime as ort
 import pytest
 import torch
 
-from diffquant.export.native import kernel_calls, kernel_name, library_path, use_kernel
+from diffquant.export.native import kernel_calls
 from diffquant.scheme import Scheme
 from tests.support.attention_cases import Case, codes_in, expected, feed, on_a_lattice, one_node, quotients
 from tests.support.native_cases import inputs_of, native, past_of, session
 
-KERNELS = ("plain", "avx2", "avx512")
 ROPE = {1: "interleaved", 2: "half"}
-
-
-@pytest.fixture
-def library():
-    path = library_path()
-    if path is None:
-        pytest.skip("the native kernel is not built")
-    return path
-
-
-@pytest.fixture(params=KERNELS)
-def kernel(request, library):
-    best = kernel_name()
-    if not use_kernel(request.param):
-        pytest.skip(f"this processor has no {request.param}")
-    yield library
-    use_kernel(best)
 
 
 def assert_close(actual, wanted, atol=1e-5):

@@ -242,6 +242,7 @@ FAULTS = {
     "a layer's attention left out": ("llama", skipped(f"{N}.Add", "layers.0.output")),
     "a residual left out": ("v1", given(f"{N}.output", 0, "layers.0.output")),
     "attention scale x 1.1": ("v2", lambda e: e.set_attribute("scale", 1.1 * 16**-0.5)),
+    "a Transformer's attention scale x 1.1": ("llama", lambda e: e.set_attribute("scale", 1.1 * 16**-0.5)),
     "a window of 16": ("float32", lambda e: e.set_attribute("local_window_size", 16)),
     "rotation of other channels": ("v2", lambda e: e.set_attribute("rotary_interleaved", 1)),
     "cosines shifted by one": ("v1", rolled("cos_cache")),
@@ -249,6 +250,7 @@ FAULTS = {
     # The function body, which stock ONNX Runtime computes.
     "body: the noise is added": ("v1", body_adds_the_noise),
     "body: no rotation": ("v2", body_without_rotation),
+    "body: no rotation in a Transformer": ("llama", body_without_rotation),
     "body: queries rotated one place late": ("pure", body_position_late),
 }
 
@@ -296,6 +298,11 @@ NATIVE = {
         "sums[c] *= scale[c]",
         "sums[c] *= scale[FAULT ? 0 : c]",
     ),
+    "one map's weights that do not add up to 1": (
+        "softmax.h",
+        "V::store(at, V::mul(V::load(at), share));",
+        "V::store(at, V::mul(V::load(at), FAULT ? V::mul(share, V::broadcast(1.01f)) : share));",
+    ),
     "values of the batch's first sequence": (
         "attend.h",
         "read_rows<V>(problem_.values, block_.sequence,",
@@ -326,6 +333,7 @@ NATIVE = {
 OTHER_BASES = {
     "the noise's λ of another pair": "v2",
     "queries scaled for the first map's keys": "v1, a key for each map",
+    "one map's weights that do not add up to 1": "llama",
 }
 
 
