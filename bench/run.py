@@ -34,7 +34,7 @@ _DEFAULT_LENGTHS = {"cpu": (256, 512, 1024, 2048), "cuda": (1024, 2048, 4096, 81
 _DEFAULT_MODELS = {"cpu": ("830M", "smollm2-135m-diff-v2"), "cuda": ("3B", "smollm2-135m-diff-v2")}
 _PACKAGES = ("onnx", "onnxruntime", "onnxruntime-genai", "lm_eval", "llama_cpp_python", "bitsandbytes", "torchao")
 _DECODE_FACTOR = 4
-_KIND_ITEMS = 20
+_KIND_ITEMS = 10
 
 
 @dataclass(frozen=True)
@@ -295,7 +295,7 @@ def _sweep(options: BenchOptions) -> list[Part]:
     model, turns = options.checkpoints[0], min(options.repeats, 3)
     kinds = Part(
         "kinds of cells",
-        lambda progress: cell_speeds(model, ("float32", "bfloat16"), _KIND_ITEMS, turns, progress),
+        lambda progress: cell_speeds(model, (options.chosen_dtype,), _KIND_ITEMS, turns, progress),
     )
     if not options.workers:
         return [*scoring, kinds]

@@ -1,12 +1,19 @@
-"""HellaSwag items a second by kind of cell: what each target and each sharing of a scale makes of a sweep's speed."""
+"""HellaSwag items per second by kind of cell: what each target and each sharing of a scale makes of a sweep's speed.
 
+python -m diffquant.bench.programs.cell_speeds diffquant/data/pocket/prose-diff-v1 --json bench/results/sweep-cells.json
+"""
+
+import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated
 
 import torch
+import typer
 
-from diffquant.bench.cells import BenchCell
+from diffquant.bench.cells import BenchCell, BenchResult
+from diffquant.bench.environment import environment
 from diffquant.evals.defaults import batch_tokens_on
 from diffquant.evals.tasks import make_tasks
 from diffquant.recipe import Recipe
@@ -31,7 +38,7 @@ KINDS = {
 def cell_speeds(
     model: Path, dtypes: Sequence[str], items: int, repeats: int, progress: Progress = silent
 ) -> list[BenchCell]:
-    """Cells of HellaSwag items a second on the processor, each beside the model's 16 bits; kinds take turns.
+    """Cells of HellaSwag items per second on the processor, each beside the model's 16 bits; kinds take turns.
 
     Every kind but 16 bits is compared with them as in a sweep. Loading a model and running its 16 bits for the
     comparison are not timed.
@@ -56,3 +63,27 @@ def cell_speeds(
             for kind, values in speeds.items()
         ]
     return cells
+
+
+def main(
+    models: Annotated[list[Path], typer.Argument(help="A .gguf file or a folder, each.")],
+    items: Annotated[int, typer.Option(min=1, help="HellaSwag items of each run.")] = 40,
+    repeats: Annotated[int, typer.Option(min=1, help="Turns of each kind.")] = 5,
+    dtypes: Annotated[str, typer.Option(metavar="LIST", help="Dtypes of the models.")] = "float32,bfloat16",
+    file: Annotated[Path | None, typer.Option("--json", help="Where to write the numbers.")] = None,
+) -> None:
+    """Measure the speed of each kind of a sweep's cells."""
+    cells = [cell for model in models for cell in cell_speeds(model, dtypes.split(","), items, repeats)]
+    settings = {"items": items, "repeats": repeats, "threads": torch.get_num_threads()}
+    result = BenchResult(environment(), {}, settings, tuple(cells))
+    for cell in cells:
+        if cell.spread:
+            print(f"{cell.workload}  {cell.path:20} {cell.spread.median:8.2f} items/s  {result.ratio(cell):.2f}")
+    if file:
+        file.write_text(json.dumps(result.to_dict(), indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    from diffquant.support.program import run_program
+
+    run_program(main)
