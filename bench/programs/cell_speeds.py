@@ -1,6 +1,6 @@
 """HellaSwag items per second by kind of cell: what each target and each sharing of a scale makes of a sweep's speed.
 
-python -m diffquant.bench.programs.cell_speeds diffquant/data/pocket/prose-diff-v1 --json bench/results/sweep-cells.json
+`python -m diffquant.bench.programs.cell_speeds MODEL --json FILE` writes the speeds of kinds that took turns.
 """
 
 import json
