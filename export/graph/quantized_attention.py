@@ -12,16 +12,9 @@ from diffquant.export.graph.op import DOMAIN, VERSION, parameter
 QUANTIZED_ATTENTION = "QuantizedAttention"
 
 
-# GroupQueryAttention's attributes by the same names, which the function body copies.
-_COPIED = {
-    "num_heads": OpSchema.AttrType.INT,
-    "kv_num_heads": OpSchema.AttrType.INT,
-    "scale": OpSchema.AttrType.FLOAT,
-    "do_rotary": OpSchema.AttrType.INT,
-    "rotary_interleaved": OpSchema.AttrType.INT,
-    "local_window_size": OpSchema.AttrType.INT,
-}
-_ATTRIBUTES = _COPIED | {"kv_bit_width": OpSchema.AttrType.INT}
+# Whole numbers that GroupQueryAttention has by the same names.
+_COPIED = ("num_heads", "kv_num_heads", "do_rotary", "rotary_interleaved", "local_window_size")
+_ATTRIBUTES = dict.fromkeys((*_COPIED, "kv_bit_width"), OpSchema.AttrType.INT) | {"scale": OpSchema.AttrType.FLOAT}
 
 
 def quantized_attention_schema() -> OpSchema:
@@ -74,7 +67,8 @@ def quantized_attention_function(opset: int) -> FunctionProto:
 
 
 _OPTIONS = [
-    *(f"{name}: {kind.name.lower()} = @{name}" for name, kind in _COPIED.items()),
+    *(f"{name}: int = @{name}" for name in _COPIED),
+    "scale: float = @scale",
     "kv_cache_bit_width: int = @kv_bit_width",
     'k_quant_type = "PER_CHANNEL"',
     'v_quant_type = "PER_CHANNEL"',

@@ -15,7 +15,7 @@ from diffquant.export.graph.quantized_attention import (
     quantized_attention_function,
     quantized_attention_schema,
 )
-from tests.support.attention_cases import codes_in
+from tests.support.attention_cases import Shape, codes_in
 
 OPSET, IR = 23, 10
 
@@ -99,11 +99,11 @@ class HeadCase:
     ) -> onnx.ModelProto:
         """ONNX model of one node, with its function body or without."""
         cache = TensorProto.INT8 if self.bits == 8 else TensorProto.UINT8
-        past = (cache, ["B", self.kv_heads, "P", self.stored])
-        kv = (float_type, ["B", "T", self.kv_heads * self.width])
-        table = (float_type, ["M", self.width // 2])
-        scale = (TensorProto.FLOAT, [1, self.kv_heads, 1, self.width])
-        values = {
+        past: tuple[int, Shape] = (cache, ["B", self.kv_heads, "P", self.stored])
+        kv: tuple[int, Shape] = (float_type, ["B", "T", self.kv_heads * self.width])
+        table: tuple[int, Shape] = (float_type, ["M", self.width // 2])
+        scale: tuple[int, Shape] = (TensorProto.FLOAT, [1, self.kv_heads, 1, self.width])
+        values: dict[str, tuple[int, Shape]] = {
             "query": (float_type, ["B", "T", self.heads * self.width]),
             "key": kv,
             "value": kv,
@@ -114,8 +114,8 @@ class HeadCase:
             "k_scale": scale,
             "v_scale": scale,
         }
-        present = (cache, ["B", self.kv_heads, "S", self.stored])
-        outputs = {"output": (float_type, ["B", "T", self.heads * self.width])}
+        present: tuple[int, Shape] = (cache, ["B", self.kv_heads, "S", self.stored])
+        outputs: dict[str, tuple[int, Shape]] = {"output": (float_type, ["B", "T", self.heads * self.width])}
         outputs |= {"present_key": present, "present_value": present}
         attributes = {
             "num_heads": self.heads,
@@ -128,16 +128,17 @@ class HeadCase:
         }
         names = [each.name if each.name in values else "" for each in quantized_attention_schema().inputs]
         node = helper.make_node(QUANTIZED_ATTENTION, names, list(outputs), domain=DOMAIN, **attributes)
-        declared = [
-            [helper.make_tensor_value_info(name, *kind) for name, kind in each.items()] for each in (values, outputs)
-        ]
         domains = {"": OPSET, DOMAIN: VERSION} | ({CONTRIB: 1} if has_body else {})
         return helper.make_model(
-            helper.make_graph([node], "one_node", *declared),
+            helper.make_graph([node], "one_node", _declared(values), _declared(outputs)),
             opset_imports=[helper.make_opsetid(*domain) for domain in domains.items()],
             functions=[quantized_attention_function(OPSET)] if has_body else [],
             ir_version=IR,
         )
+
+
+def _declared(values: dict[str, tuple[int, Shape]]) -> list[onnx.ValueInfoProto]:
+    return [helper.make_tensor_value_info(name, *kind) for name, kind in values.items()]
 
 
 def feed(
