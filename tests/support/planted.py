@@ -95,10 +95,10 @@ class PlantedExport:
                 self.model.graph.initializer.append(numpy_helper.from_array(np.array(values, np.int64), name))
 
 
-def weight(name: str) -> str:
-    """Name of a linear's weight in the damaged layer, without its suffix."""
+def weight(name: str, layer: int = LAYER) -> str:
+    """Name of a linear's weight in a layer, without its suffix."""
     room = "self_attn" if name[0] in "qkvo" else "mlp"
-    return f"model.layers.{LAYER}.{room}.{name}_proj.weight"
+    return f"model.layers.{layer}.{room}.{name}_proj.weight"
 
 
 def present(part: str, layer: int = LAYER) -> str:
