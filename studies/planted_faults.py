@@ -13,7 +13,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
-import numpy as np
 import typer
 
 from diffquant.bench.environment import environment
@@ -23,44 +22,13 @@ from diffquant.export.manifest import read_manifest
 from diffquant.export.verification.report import Verification
 from diffquant.support.files import write_atomically
 from diffquant.support.progress import progress_for
-from tests.support.planted import END, PlantedExport, emptied, present, weight, with_rows
+from tests.support.planted import PlantedExport, cache_emptied, pairs_swapped, row_overwritten, scales_larger
 
-# The layer of the faults that are in one layer.
-LAYER = 10
-_ATTENTION = "DifferentialAttention"
-
-
-def cache_emptied(export: PlantedExport) -> None:
-    """Empty one layer's cache after every call."""
-    for part in ("key", "value"):
-        emptied(export, present(part, LAYER))
-
-
-def row_overwritten(export: PlantedExport) -> None:
-    """Overwrite the cache's second row with its first in all layers."""
-    for output in export.model.graph.output:
-        if output.name.startswith("present."):
-            with_rows(export, output.name, (0, 1), (0, 1), (2, END))
-
-
-def scales_larger(export: PlantedExport) -> None:
-    """Multiply the scales of one matrix by 1.05."""
-    export.change(f"{weight('up', LAYER)}_scale", lambda scales: scales * np.float32(1.05))
-
-
-def pairs_swapped(export: PlantedExport) -> None:
-    """Swap the queries of one layer's first two pairs."""
-    attention = next(node for node in export.model.graph.node if node.op_type == _ATTENTION)
-    pairs = next(attribute.i for attribute in attention.attribute if attribute.name == "num_pairs")
-    order = [1, 0, *range(2, pairs)]
-    for part in ("codes", "scale"):
-        export.change(f"{weight('q', LAYER)}_{part}", lambda rows: rows.reshape(pairs, -1)[order].reshape(rows.shape))
-
-
-FAULTS: dict[str, Callable[[PlantedExport], None] | None] = {
-    "none": None,
+SOUND = "none"
+# Faults by name; those that are in one layer are in the one given.
+FAULTS: dict[str, Callable[[PlantedExport, int], None]] = {
     "one layer's cache emptied after every call": cache_emptied,
-    "a cache row overwritten in all layers": row_overwritten,
+    "a cache row overwritten in all layers": lambda export, _layer: row_overwritten(export),
     "one matrix's scales x 1.05": scales_larger,
     "swapped query pairs": pairs_swapped,
 }
@@ -70,35 +38,35 @@ def main(
     export: Annotated[Path, typer.Argument(help="Exported folder of 4-bit weights.")],
     checkpoint: Annotated[Path, typer.Argument(help="Checkpoint that it was made of.")],
     file: Annotated[Path, typer.Option("--json", help="Where the numbers go.")],
+    layer: Annotated[int, typer.Option(help="Layer of the faults that are in one layer.")] = 10,
     threads: Annotated[int, typer.Option(help="Threads of ONNX Runtime; 0 takes all cores.")] = 0,
 ) -> None:
     """Verify an export as it is and with each fault."""
-    model = {"export": export.name, **read_manifest(export).files.to_dict()}
+    model = {"export": export.name, "layer": layer, **read_manifest(export).files.to_dict()}
     results: dict[str, Any] = {}
     if file.exists():
         former = json.loads(file.read_text(encoding="utf-8"))
         if former["model"] != model:
-            raise UsageError(f"{file} is of another export; name another file with --json")
+            raise UsageError(f"{file} is of another export or layer; name another file with --json")
         results = former["results"]
     progress = progress_for("faults")
-    for number, (name, edit) in enumerate(FAULTS.items()):
-        progress(number, len(FAULTS), name)
+    names = [SOUND, *FAULTS]
+    for number, name in enumerate(names):
+        progress(number, len(names), name)
         if name not in results:
-            results[name] = verified_with(edit, export, checkpoint, threads)
-            written = {"environment": environment("onnxruntime"), "model": model, "layer": LAYER, "results": results}
+            results[name] = verified_with(name, layer, export, checkpoint, threads)
+            written = {"environment": environment("onnxruntime"), "model": model, "results": results}
             write_atomically(file, json.dumps(written, indent=1, ensure_ascii=False) + "\n")
         print(f"{name}: {'refused: ' if results[name]['refused'] else ''}{results[name]['verdict']}", flush=True)
-    progress(len(FAULTS), len(FAULTS), "done")
+    progress(len(names), len(names), "done")
 
 
-def verified_with(
-    edit: Callable[[PlantedExport], None] | None, export: Path, checkpoint: Path, threads: int
-) -> dict[str, Any]:
+def verified_with(fault: str, layer: int, export: Path, checkpoint: Path, threads: int = 0) -> dict[str, Any]:
     """What `verify` says of a copy with a fault in it, with the worst value of each route as a part of its limit."""
     with tempfile.TemporaryDirectory() as folder:
         planted = PlantedExport.copy(export, Path(folder) / export.name)
-        if edit is not None:
-            edit(planted)
+        if fault != SOUND:
+            FAULTS[fault](planted, layer)
             planted.save()
         try:
             verification = verify(planted.folder, checkpoint, threads=threads)
