@@ -21,12 +21,18 @@ from diffquant.errors import UsageError
 from diffquant.support.code import code_digest
 from diffquant.support.files import write_atomically
 from diffquant.support.progress import Progress, progress_for, silent
-from studies.quantizers import METHODS, PACKAGES, VARIANTS, Method
+from studies.quantizers import METHODS, VARIANTS
 from studies.rounded_model import RoundingOptions, Subject
+from studies.rounding_method import Contestant
 from studies.rounding_tables import FULL, lead_table, method_table, option_table
+from studies.text_quantizers import TEXT_METHODS
 
 FORMAT = 1
-_CODE = ("studies.rounded_model", "studies.quantizers")
+CONTESTANTS: tuple[Contestant, ...] = (*METHODS, *TEXT_METHODS)
+_PACKAGES = tuple(sorted({method.package for method in CONTESTANTS if method.package}))
+_CODE = tuple(
+    f"studies.{name}" for name in ("rounded_model", "model_reading", "rounding_method", "quantizers", "text_quantizers")
+)
 
 
 def main(
@@ -56,13 +62,13 @@ def main(
     print(
         method_table(
             measure_methods(
-                paths[0], options, chosen(only, VARIANTS if variants else METHODS), file, progress_for("rounding")
+                paths[0], options, chosen(only, VARIANTS if variants else CONTESTANTS), file, progress_for("rounding")
             )
         )
     )
 
 
-def chosen(parts: str, methods: Sequence[Method] = METHODS) -> list[Method]:
+def chosen(parts: str, methods: Sequence[Contestant] = CONTESTANTS) -> list[Contestant]:
     """Methods whose names contain one of the parts.
 
     Raises:
@@ -77,7 +83,7 @@ def chosen(parts: str, methods: Sequence[Method] = METHODS) -> list[Method]:
 
 
 def measure_methods(
-    path: Path, options: RoundingOptions, methods: Sequence[Method], file: Path, progress: Progress = silent
+    path: Path, options: RoundingOptions, methods: Sequence[Contestant], file: Path, progress: Progress = silent
 ) -> dict[str, Any]:
     """Measure every method, writing the file after each.
 
@@ -104,7 +110,7 @@ def _begin(file: Path, settings: dict[str, Any]) -> dict[str, Any]:
     Raises:
         UsageError: the file holds something else.
     """
-    fresh = {"format": FORMAT, "environment": environment(*PACKAGES), "settings": settings, "results": {}}
+    fresh = {"format": FORMAT, "environment": environment(*_PACKAGES), "settings": settings, "results": {}}
     if not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True)
         return fresh
@@ -130,9 +136,9 @@ def read_result(file: Path) -> dict[str, Any]:
     return result
 
 
-def _provenance(method: Method | None) -> dict[str, Any]:
+def _provenance(method: Contestant | None) -> dict[str, Any]:
     """What made a row, on what and when: a file may be the work of several days."""
-    now = environment(*PACKAGES)
+    now = environment(*_PACKAGES)
     package = None if method is None else method.package
     maker = f"{package} {now['versions'][package]}" if package else f"diffquant {now['commit']}"
     about = {name: now[name] for name in ("commit", "date", "device")}

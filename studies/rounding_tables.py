@@ -7,9 +7,12 @@ from typing import Any
 from diffquant.evals.stats import Difference, mean_interval, paired_difference
 from diffquant.report.tables import markdown
 from studies.quantizers import METHODS, VARIANTS
+from studies.rounding_method import Contestant
+from studies.text_quantizers import TEXT_METHODS
 
 FULL = "16 bits"
-_READERS = ("gptq",)
+_GPTQ = "gptq"
+_READERS = (_GPTQ, *(method.name for method in TEXT_METHODS))
 _OURS = tuple(method.name for method in METHODS if method.name.startswith(("mse", "gptq")))
 
 
@@ -20,7 +23,8 @@ def method_table(result: dict[str, Any]) -> str:
     KL with half of its own. A row that kept no windows has no interval.
     """
     rows = result["results"]
-    known = dict.fromkeys([FULL, *(method.name for method in (*METHODS, *VARIANTS))])
+    methods: tuple[Contestant, ...] = (*METHODS, *TEXT_METHODS, *VARIANTS)
+    known = dict.fromkeys([FULL, *(method.name for method in methods)])
     names = [name for name in known if name in rows]
     heads = [
         "perplexity",
@@ -81,7 +85,7 @@ def option_table(results: Sequence[dict[str, Any]]) -> str:
         [result["settings"]["model"], name, *option_cells(result, name)]
         for result in results
         for name in result["results"]
-        if name.startswith(_READERS) and name.split(",")[0] in result["results"]
+        if name.startswith(_GPTQ) and name.split(",")[0] in result["results"]
     ]
     return "\n".join(markdown(heads, rows))
 
