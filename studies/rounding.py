@@ -1,12 +1,13 @@
-"""Cost of quantized weights to a model: our roundings beside bitsandbytes, torchao and HQQ at equal bits.
+"""Cost of quantized weights to a model: our roundings beside other libraries at equal bits.
 
     python -m studies.rounding MODEL --json bench/results/rounding/MODEL.json
     python -m studies.rounding --show bench/results/rounding/*.json
 
 Every method quantizes the weights of the same linear layers, rounded to float16 first, and the model runs in
-float32 on what it gives back; embedding, head, norms and λ stay as they are. The text's first half is what gptq
-reads; what is scored is its second half and, as text of another kind, the contexts of HellaSwag. Each result is on
-the disk before the next is measured: started again, the program measures what is missing.
+float32 on what it gives back; embedding, head, norms and λ stay as they are. The text's first half is what gptq and
+the other methods that read one are given; what is scored is its second half and, as text of another kind, the
+contexts of HellaSwag. Each result is on the disk before the next is measured: started again, the program measures
+what is missing.
 """
 
 import json
@@ -42,14 +43,14 @@ def main(
         int, typer.Option(help="Characters that are scored of the second half and of the other text.")
     ] = RoundingOptions.characters,
     window: Annotated[int, typer.Option(help="Tokens the model sees at once.")] = RoundingOptions.window,
-    tokens: Annotated[int, typer.Option(help="Tokens that gptq reads.")] = RoundingOptions.tokens,
+    tokens: Annotated[int, typer.Option(help="Tokens of the first half that methods may read.")] = RoundingOptions.tokens,
     items: Annotated[int, typer.Option(help="Items of HellaSwag; 0 for none.")] = RoundingOptions.items,
     only: Annotated[str, typer.Option(help="Parts of methods' names, with semicolons; all by default.")] = "",
     file: Annotated[Path | None, typer.Option("--json", help="Where the numbers are and go.")] = None,
     variants: Annotated[bool, typer.Option("--variants", help="gptq's options in place of other libraries.")] = False,
     show: Annotated[bool, typer.Option("--show", help="Only print results side by side.")] = False,
 ) -> None:
-    """Compare what our roundings, bitsandbytes, torchao and HQQ cost a model at equal bits."""
+    """Compare what our roundings and those of other libraries cost a model at equal bits."""
     if show:
         results = [read_result(path) for path in paths]
         for result in results:
