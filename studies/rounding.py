@@ -43,7 +43,7 @@ def main(
         int, typer.Option(help="Characters that are scored of the second half and of the other text.")
     ] = RoundingOptions.characters,
     window: Annotated[int, typer.Option(help="Tokens the model sees at once.")] = RoundingOptions.window,
-    tokens: Annotated[int, typer.Option(help="Tokens of the first half that methods may read.")] = RoundingOptions.tokens,
+    tokens: Annotated[int, typer.Option(help="Tokens of the first half that are read.")] = RoundingOptions.tokens,
     items: Annotated[int, typer.Option(help="Items of HellaSwag; 0 for none.")] = RoundingOptions.items,
     only: Annotated[str, typer.Option(help="Parts of methods' names, with semicolons; all by default.")] = "",
     file: Annotated[Path | None, typer.Option("--json", help="Where the numbers are and go.")] = None,
