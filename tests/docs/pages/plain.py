@@ -21,14 +21,15 @@ RECIPES.table("key | takes | meaning", lambda *_: Unmeasured("a grammar"))
 TUTORIAL.leaves("with a 95 % interval", "a level")
 CLI.table("exit code | meaning", lambda *_: Unmeasured("definitions"))
 PAPERS.table("of | what it shows | command | our results", lambda *_: Unmeasured("numbers of tables and sections"))
-for heads in (
-    "member of the family | generation | `signals_per_noise` | `lambda` | gates",
-    "# | name | type | shape | ",
-    "name | type | values",
-    "b | type | c | layout",
-    "# | input | type | shape",
-):
-    OPERATOR.table(heads, lambda *_: Unmeasured("definitions"))
+for heads, sections in {
+    "member of the family | generation | `signals_per_noise` | `lambda` | gates": (None,),
+    "# | name | type | shape | ": ("Inputs", "Inputs of QuantizedAttention"),
+    "name | type | values": ("Attributes", "Attributes of QuantizedAttention"),
+    "b | type | c | layout": (None,),
+    "# | input | type | shape": (None,),
+}.items():
+    for section in sections:
+        OPERATOR.table(heads, lambda *_: Unmeasured("definitions"), section=section)
 MODELS.table(
     "model | `model_type` | attention | what runs | checked against | weights | licence",
     lambda *_: Unmeasured("names, and counts of published indexes, which test_motif.py and test_phi4flash.py have"),
