@@ -163,7 +163,7 @@ def measure_forms(
 
 @torch.inference_mode()
 def decoded(model: CausalModel, ids: Tensor, scored: int) -> HiddenStates:
-    """States [N, scored] after the last tokens of windows [N, T], which are read one by one after all before at once."""
+    """States [N, scored] after the last tokens of windows [N, T], read one by one behind the others."""
     reader = TorchModel(model)
     cache = reader.new_cache()
     reader.read(ids[:, :-scored], cache=cache)
