@@ -33,6 +33,8 @@ DEFAULT_GRANULARITY = {"weights": "g32", "k": "row", "v": "row", "logits": "row"
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "int4": {"weights": "4:g32"},
     "int8": {"weights": "8:row", "kv": "8"},
+    # The least KL per byte of docs/kv.md's table at about 4 bits.
+    "kv-4bit-best": {"k": "4:c32", "v": "4:row:rotated", "residual": 32},
     "paper": {"logits": "4:tensor"},
 }
 

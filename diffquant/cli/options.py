@@ -35,10 +35,11 @@ Push = Annotated[
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the folder if it exists.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 Preset = Annotated[
-    Literal["int4", "int8", "paper"] | None,
+    Literal["int4", "int8", "kv-4bit-best", "paper"] | None,
     typer.Option(
-        help="int4: weights 4:g32, known as w4a16. int8: weights 8:row and a KV cache of 8 bits. paper: logits "
-        "4:tensor, the fewest bits in the DIFF paper's Figure 8."
+        help="int4: weights 4:g32, known as w4a16. int8: weights 8:row and a KV cache of 8 bits. kv-4bit-best: a KV "
+        "cache of k 4:c32, v 4:row:rotated and residual 32. paper: logits 4:tensor, the fewest bits in the DIFF "
+        "paper's Figure 8."
     ),
 ]
 Weights = Annotated[
