@@ -191,7 +191,7 @@ def is_beaten(results: Mapping[str, Any], name: str, text: str, size: str) -> bo
 
 def byte_table(results: Sequence[Mapping[str, Any]]) -> str:
     """Markdown with a row for each model and cache, the smallest of a model first: bytes, and KL on both texts."""
-    heads = ["model", "keys, values", "bytes per token", f"in {LONG:,} tokens", "KL, nats", "elsewhere: KL, nats"]
+    heads = ["model", "keys, values", "bytes per token", f"in {LONG:,} tokens", "KL, 0.001 nats", "elsewhere"]
     rows = [
         [one["settings"]["model"], name, *byte_cells(one["results"], name)]
         for one in results
@@ -206,7 +206,7 @@ def byte_cells(results: Mapping[str, Any], name: str) -> list[str]:
     cells = [f"{row['bytes']:,.0f}", f"{row['bytes_long']:,.0f}"]
     for text in TEXTS:
         kl = kl_interval(row, text)
-        cell = f"{kl.mean:.4f} [{kl.low:.4f}, {kl.high:.4f}]"
+        cell = f"{1000 * kl.mean:.2f} [{1000 * kl.low:.2f}, {1000 * kl.high:.2f}]"
         cells.append(cell if is_beaten(results, name, text, "bytes") else f"**{cell}**")
     return cells
 

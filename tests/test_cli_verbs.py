@@ -83,7 +83,7 @@ def test_an_option_has_one_kind_of_value_in_all_verbs():
     ("name", "recipe"),
     [
         ("int4", {"weights": "4:g32"}),
-        ("kv-4bit-best", {"k": "4:c32", "v": "4:row:rotated", "residual": 32}),
+        ("kv-4bit-best", {"k": "4:c32", "v": "4:row:rotated", "residual": 64}),
         ("paper", {"logits": "4:tensor"}),
     ],
 )

@@ -38,7 +38,7 @@ Preset = Annotated[
     Literal["int4", "int8", "kv-4bit-best", "paper"] | None,
     typer.Option(
         help="int4: weights 4:g32, known as w4a16. int8: weights 8:row and a KV cache of 8 bits. kv-4bit-best: a KV "
-        "cache of k 4:c32, v 4:row:rotated and residual 32. paper: logits 4:tensor, the fewest bits in the DIFF "
+        "cache of k 4:c32, v 4:row:rotated and residual 64. paper: logits 4:tensor, the fewest bits in the DIFF "
         "paper's Figure 8."
     ),
 ]

@@ -16,7 +16,7 @@ from tests.docs.page import RESULTS
 from tests.support.checkpoints import SOURCES, write_checkpoint
 from tests.support.models import random_ids
 
-BEST = CacheForm("4:c32", "4:row:rotated", 32)
+BEST = CacheForm("4:c32", "4:row:rotated", 64)
 
 
 @pytest.mark.parametrize("name", SOURCES)

@@ -87,3 +87,25 @@ PAGE.means(
 PAGE.leaves("The models have 1.25 M parameters", "a count")
 PAGE.leaves("with its 95 % interval", "a level")
 PAGE.leaves("one per channel over 32 tokens", "a scheme")
+
+# The best 4-bit cache
+
+DECODED = {
+    file.stem: raw(f"kv-decoded/{file.name}") for file in sorted((RESULTS / "kv-decoded").glob("*.json"))
+}
+BEST = "4:c32, 4:row:rotated, residual 32"
+
+
+def _decoded_cell(row: str, column: str) -> str:
+    model, _, cache = row.partition(", ")
+    names = ("bytes", "long", *TEXTS)
+    results = next(one["results"] for one in DECODED.values() if one["settings"]["model"] == model)
+    return dict(zip(names, byte_cells(results, cache), strict=True))[column]
+
+
+PAGE.table(
+    "model | keys, values | bytes per token | in 4,096 tokens | KL, 0.001 nats | elsewhere",
+    _decoded_cell,
+    names=2,
+    columns=["bytes", "long", "prose", "elsewhere"],
+)
