@@ -1,6 +1,6 @@
 """The figures of docs/qk.md."""
 
-from studies.qk import MODELS, Measured
+from studies.qk import Measured
 from tests.docs.page import Page
 from tests.docs.raw import sweep
 
