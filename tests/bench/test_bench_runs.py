@@ -161,20 +161,22 @@ def test_a_shared_sweep_is_measured_beside_one_that_is_not(tmp_path, monkeypatch
     with pytest.raises(UsageError, match="--workers take counts of at least 1"):
         replace(options, workers=(0, 1))
 
-    monkeypatch.setattr(sharing, "run_sweep", other_scores(sharing.run_sweep))
-    with pytest.raises(DiffQuantError, match=r"2 workers found .*, and the first sweep"):
+    monkeypatch.setattr(sharing, "run_sweep", other_answers(sharing.run_sweep))
+    with pytest.raises(DiffQuantError, match="with 2 workers 2 of 2 items turned out otherwise"):
         sharing.share_sweep(model, (1, 2), 1, grid)
 
 
-def other_scores(run_sweep):
-    """The sweep, which finds other scores where two workers share it."""
+def other_answers(run_sweep):
+    """The sweep, in which every item turns out otherwise where two workers share it."""
 
     def shifted(models, options, folder, engine):
         result = run_sweep(models, options, folder, engine=replace(engine, workers=1))
         if engine.workers == 1:
             return result
         cells = [
-            replace(c, measurement=replace(c.measurement, result=replace(c.result, score=c.result.score + 0.5)))
+            replace(
+                c, measurement=replace(c.measurement, result=replace(c.result, values=[1 - v for v in c.result.values]))
+            )
             for c in result.cells
         ]
         return replace(result, cells=cells)

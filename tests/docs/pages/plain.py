@@ -9,7 +9,7 @@ MANY_SHOT, OPERATOR, CLAIMS, MODELS, ANY_MODEL, RESULTS, SCHEMES, RECIPES, CLI, 
     Page(f"docs/{name}.md")
     for name in (
         *("many-shot", "differential-attention-op", "claims", "models", "any-model", "results", "schemes", "recipes"),
-        *("cli", "papers", "glossary", "tutorial", "architecture", "faq", "genai", "gpu", "cluster", "python"),
+        *("cli", "papers", "glossary", "tutorial", "architecture", "faq", "genai", "gpu", "python"),
     )
 ]
 MANY_SHOT.leaves("takes over 250 times as long", "arithmetic: each text runs once and again for each token")
