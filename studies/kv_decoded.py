@@ -90,9 +90,6 @@ FORMS = (
     CacheForm("4:c32", "4:row:rotated", 32, True),
     CacheForm("6:c32", "6:row:rotated"),
     CacheForm("3:c32", "3:row:rotated"),
-    CacheForm("4:c32", "3:row:rotated", 32),
-    CacheForm("3:c32", "4:row:rotated", 32),
-    CacheForm("4:c64", "4:row", 64),
 )
 
 

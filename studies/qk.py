@@ -1,6 +1,6 @@
 """What rounding queries and keys costs beside rounding the logits that they make, from a sweep of both.
 
-The tables of docs/qk.md: `python -m studies.qk bench/results/figure8-qk`.
+The table of docs/qk.md: `python -m studies.qk bench/results/figure8-qk`.
 """
 
 from pathlib import Path
@@ -20,7 +20,7 @@ ROWS = {
     for shared in ("tensor", "head", "b64", "row")
     for target, granularity in (("logits", shared), ("qk", shared), ("qk", f"{shared}:smooth"))
 }
-WIDTHS = (8, 6, 4, 3)
+BITS = 4
 
 
 class Measured:
@@ -33,37 +33,35 @@ class Measured:
             if cell.result is not None
         }
 
-    def kl(self, model: str, row: str, bits: int) -> Difference:
+    def kl(self, model: str, row: str) -> Difference:
         """Mean KL over windows, with its 95 % interval, of a model in `MODELS` and a row of `ROWS`."""
-        by_window, tokens = self.windows(model, row, bits)
+        by_window, tokens = self.windows(model, row)
         return mean_interval(by_window, tokens)
 
-    def windows(self, model: str, row: str, bits: int) -> tuple[list[float], list[int]]:
+    def windows(self, model: str, row: str) -> tuple[list[float], list[int]]:
         """KL of each window, and the tokens that it is a mean over."""
         target, granularity = ROWS[row]
-        details = self._results[MODELS[model], target, f"{bits}:{granularity}"].details
+        details = self._results[MODELS[model], target, f"{BITS}:{granularity}"].details
         return details["kl_by_window"], details["tokens_by_window"]
 
-    def cell(self, row: str, model: str, bits: int) -> str:
+    def cell(self, row: str, model: str) -> str:
         """A cell of the table: KL with its interval, in thousandths of a nat."""
-        kl = self.kl(model, row, bits)
+        kl = self.kl(model, row)
         return f"{1000 * kl.mean:.2f} [{1000 * kl.low:.2f}, {1000 * kl.high:.2f}]"
 
-    def cells(self, row: str, bits: int) -> str:
-        """All models' KL without interval."""
-        return ", ".join(f"{1000 * self.kl(model, row, bits).mean:.2f}" for model in MODELS)
+    def change(self, ours: tuple[str, str], others: tuple[str, str]) -> Difference:
+        """What KL changes by from one model and row to another, over the same windows, with its 95 % interval."""
+        (values, tokens), (baseline, _) = self.windows(*ours), self.windows(*others)
+        return mean_interval([a - b for a, b in zip(values, baseline, strict=True)], tokens)
 
 
 def main(
     folder: Annotated[Path, typer.Argument(help="Folder of a sweep of logits and of queries and keys.")],
 ) -> None:
-    """Print the tables of docs/qk.md."""
+    """Print the table of docs/qk.md."""
     measured = Measured(read_sweep(folder / "sweep.json"))
-    heads = ["rounded, 4 bits", *MODELS]
-    print("\n".join(markdown(heads, [[row, *(measured.cell(row, model, 4) for model in MODELS)] for row in ROWS])))
-    others = [bits for bits in WIDTHS if bits != 4]
-    heads = ["rounded", *(f"{bits} bits" for bits in others)]
-    print("\n".join(["", *markdown(heads, [[row, *(measured.cells(row, bits) for bits in others)] for row in ROWS])]))
+    rows = [[row, *(measured.cell(row, model) for model in MODELS)] for row in ROWS]
+    print("\n".join(markdown(["rounded", *MODELS], rows)))
 
 
 if __name__ == "__main__":
