@@ -18,6 +18,7 @@ from diffquant.bench.contest.peers import failure
 from diffquant.bench.contest.workloads import Model, Workload, model_named
 from diffquant.bench.environment import environment
 from diffquant.bench.programs import programs
+from diffquant.bench.programs.cell_speeds import cell_speeds
 from diffquant.bench.programs.sharing import share_sweep
 from diffquant.errors import FailedCellsError, MissingDependencyError, UsageError
 from diffquant.export import require
@@ -33,6 +34,7 @@ _DEFAULT_LENGTHS = {"cpu": (256, 512, 1024, 2048), "cuda": (1024, 2048, 4096, 81
 _DEFAULT_MODELS = {"cpu": ("830M", "smollm2-135m-diff-v2"), "cuda": ("3B", "smollm2-135m-diff-v2")}
 _PACKAGES = ("onnx", "onnxruntime", "onnxruntime-genai", "lm_eval", "llama_cpp_python", "bitsandbytes", "torchao")
 _DECODE_FACTOR = 4
+_KIND_ITEMS = 10
 
 
 @dataclass(frozen=True)
@@ -288,14 +290,17 @@ def _sweep(options: BenchOptions) -> list[Part]:
     scoring = _with_checkpoint(
         "sweep", options, lambda progress: programs.scoring(options.checkpoints[:1], 20, 1, progress)
     )
-    if not options.workers or not options.checkpoints:
+    if not options.checkpoints:
         return scoring
-    turns = min(options.repeats, 3)
-    sharing = Part(
-        "workers",
-        lambda progress: share_sweep(options.checkpoints[0], options.workers, turns, progress=progress),
+    model, turns = options.checkpoints[0], min(options.repeats, 3)
+    kinds = Part(
+        "kinds of cells",
+        lambda progress: cell_speeds(model, (options.chosen_dtype,), _KIND_ITEMS, turns, progress),
     )
-    return [*scoring, sharing]
+    if not options.workers:
+        return [*scoring, kinds]
+    sharing = Part("workers", lambda progress: share_sweep(model, options.workers, turns, progress=progress))
+    return [*scoring, kinds, sharing]
 
 
 def _with_checkpoint(section: str, options: BenchOptions, measure: Callable[[Progress], list[BenchCell]]) -> list[Part]:

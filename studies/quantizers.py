@@ -1,11 +1,10 @@
-"""Weight quantizers at equal bits: ours, and what other libraries make of the same weight.
+"""Weight quantizers at equal bits: ours, and what other libraries that read no text make of the same weight.
 
 Every library quantizes and dequantizes by itself; what it stores is counted from the tensors it holds.
 """
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from importlib import import_module
 from types import MappingProxyType
 from typing import Any
@@ -13,67 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diffquant.bench.contest.peers import failure
 from diffquant.formats.compressed_tensors import SCALE, packed_shapes
 from diffquant.quantization.rounded_weight import as_stored
 from diffquant.quantization.roundings import Rounder
 from diffquant.quantization.roundings.mse import round_with_clipping
 from diffquant.quantization.roundings.nearest import round_to_nearest
 from diffquant.scheme import Scheme
+from studies.rounding_method import TIERS, Compensated, Method, Quantize, Quantized, group_size
 
-PACKAGES = ("bitsandbytes", "torchao", "hqq")
-TIERS = ("4.5 bits", "4.125 bits", "6.125 bits")
 _SCALE = torch.float16
-
-
-@dataclass(frozen=True)
-class Quantized:
-    """A weight as a method gives it back.
-
-    Attributes:
-        values: weight [out, in] in float32.
-        bits: number of bits of the codes at their own width, with scales and zeros.
-        held: number of bits of the tensors that the library holds, where codes lie in wider containers; else `bits`.
-    """
-
-    values: Tensor
-    bits: int
-    held: int
-
-
-# (gptq's options, scheme of a weight by its width) -> gptq made ready for the model.
-Compensated = Callable[[Mapping[str, str], Callable[[int], Scheme]], Rounder]
-
-# (name, weight [out, in] float16, what compensates) -> the weight quantized.
-Quantize = Callable[[str, Tensor, Compensated], Quantized]
-
-
-@dataclass(frozen=True)
-class Method:
-    """A way to quantize a weight.
-
-    Attributes:
-        tier: one of `TIERS`; methods of one tier are compared.
-        quantize: function that quantizes a weight.
-        package: package that it needs.
-    """
-
-    name: str
-    tier: str
-    quantize: Quantize
-    package: str | None = None
-
-
-def group_size(width: int, least: int) -> int:
-    """Smallest divisor of a weight's width that is no smaller than `least`; the width itself where that is less."""
-    return next(size for size in range(min(least, width), width + 1) if width % size == 0)
-
-
-def reason(error: Exception, method: Method) -> str:
-    """Reason why a library's method gave nothing."""
-    if isinstance(error, ModuleNotFoundError):
-        return f"{error.name} is not installed: pip install {method.package}"
-    return failure(error)
 
 
 def _ours(rule: str, bits: int, least: int, options: Mapping[str, str] = MappingProxyType({})) -> Quantize:
@@ -170,7 +117,7 @@ def _of_ours(tier: str, bits: int, least: int) -> list[Method]:
     return [Method(f"{rule} {bits}:g{least}", tier, _ours(rule, bits, least)) for rule in ("nearest", "mse", "gptq")]
 
 
-_FINE, _COARSE, _SIX = TIERS
+_FINE, _COARSE, _SIX, _LOW = TIERS
 METHODS = (
     *_of_ours(_FINE, 4, 32),
     Method("bitsandbytes nf4, blocks of 64", _FINE, _bitsandbytes("nf4", nested=False), "bitsandbytes"),
@@ -185,6 +132,9 @@ METHODS = (
     *_of_ours(_SIX, 6, 128),
     Method("torchao int6, groups of 192", _SIX, _torchao_intx(6, 192), "torchao"),
     Method("HQQ 6 bits, groups of 256", _SIX, _hqq(6, 256), "hqq"),
+    *_of_ours(_LOW, 3, 32),
+    Method("torchao int3, groups of 48", _LOW, _torchao_intx(3, 48), "torchao"),
+    Method("HQQ 3 bits, groups of 64", _LOW, _hqq(3, 64), "hqq"),
 )
 
 _OPTIONS: Mapping[str, Mapping[str, str]] = {
@@ -196,6 +146,6 @@ _OPTIONS: Mapping[str, Mapping[str, str]] = {
 # gptq as it may be told to work.
 VARIANTS = tuple(
     Method(f"gptq {bits}:g{least}{name}", tier, _ours("gptq", bits, least, options))
-    for tier, bits, least in ((_FINE, 4, 32), (_COARSE, 4, 128), ("3.5 bits", 3, 32))
+    for tier, bits, least in ((_FINE, 4, 32), (_COARSE, 4, 128), (_LOW, 3, 32))
     for name, options in _OPTIONS.items()
 )

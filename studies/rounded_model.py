@@ -1,7 +1,7 @@
 """A model whose weights a method quantizes, and what that costs its outputs on prose like gptq's and on other text."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,13 +16,11 @@ from diffquant.evals.protocols import hellaswag
 from diffquant.evals.protocols.perplexity import reference_of, score_text
 from diffquant.evals.torch_model import TorchModel
 from diffquant.loading import load
-from diffquant.quantization.roundings import Rounder, rounding_named
-from diffquant.recipe import Recipe, RoundingSettings
-from diffquant.scheme import Scheme
+from diffquant.recipe import Recipe
 from diffquant.source.source import open_source
-from diffquant.support.progress import silent
 from diffquant.text.corpus import load_text, text_digest
-from studies.quantizers import Method, reason
+from studies.model_reading import ModelReading, ReadingOptions
+from studies.rounding_method import Contestant, reason
 
 
 @dataclass(frozen=True)
@@ -33,7 +31,7 @@ class RoundingOptions:
         text: file with a text of two halves; the prose that ships by default.
         characters: number of characters that are scored of the second half, and of HellaSwag's contexts.
         window: number of tokens the model sees at once, scored and read.
-        tokens: number of tokens of the first half that gptq reads.
+        tokens: number of tokens of the first half that are read.
         items: number of HellaSwag items; 0 for none.
     """
 
@@ -70,7 +68,9 @@ class Subject:
         }
         for name, (_, weight) in self._weights.items():
             self._model.get_parameter(name).data = weight.float()
-        self._ready: tuple[object, Rounder] | None = None
+        self._reading = ModelReading(
+            self._source, self._weights, ReadingOptions(options.text, options.tokens, options.window)
+        )
         self._items = hellaswag.load_items(limit=options.items) if options.items else []
 
     def settings(self) -> dict[str, Any]:
@@ -90,7 +90,7 @@ class Subject:
         """Whether a former result lacks something that is asked for."""
         return not _is_scored(former) or former.get("items", 0) < len(self._items)
 
-    def measured(self, method: Method | None, former: Mapping[str, Any]) -> dict[str, Any]:
+    def measured(self, method: Contestant | None, former: Mapping[str, Any]) -> dict[str, Any]:
         """Numbers of a method, or why there are none; None is the model as it is."""
         # Computed before a method changes the weights.
         references = None if _is_scored(former) else self._references
@@ -105,16 +105,18 @@ class Subject:
             return {"missing": reason(error, method)}
 
     @contextmanager
-    def _quantized(self, method: Method) -> Iterator[dict[str, Any]]:
+    def _quantized(self, method: Contestant) -> Iterator[dict[str, Any]]:
         """Give the model a method's weights while open; yields what they store and lose."""
         bits = held = elements = 0
         errors: list[float] = []
-        seconds = 0.0
         try:
+            started = time.process_time()
+            quantized = method.over(self._reading)
+            seconds = time.process_time() - started
             for name, (source, weight) in self._weights.items():
-                exact, started = weight.float(), time.perf_counter()
-                made = method.quantize(source, weight, self._compensated)
-                seconds += time.perf_counter() - started
+                exact, started = weight.float(), time.process_time()
+                made = quantized(source, weight)
+                seconds += time.process_time() - started
                 errors.append(float((made.values - exact).norm() / exact.norm()))
                 self._model.get_parameter(name).data = made.values
                 bits, held, elements = bits + made.bits, held + made.held, elements + weight.numel()
@@ -123,7 +125,7 @@ class Subject:
                 "bits": bits / elements,
                 "held_bits": held / elements,
                 "mean_relative_rms_error": sum(errors) / len(errors),
-                "seconds": seconds,
+                "cpu_seconds": seconds,
             }
         finally:
             for name, (_, weight) in self._weights.items():
@@ -164,18 +166,6 @@ class Subject:
             for text in (self._scored, self._elsewhere)
         )
         return prose, elsewhere
-
-    def _compensated(self, given: Mapping[str, str], scheme_of: Callable[[int], Scheme]) -> Rounder:
-        """gptq made ready for the model; kept until another one is asked for."""
-        schemes = {
-            source.removesuffix(".weight"): scheme_of(weight.shape[1]) for source, weight in self._weights.values()
-        }
-        asked = (dict(given), schemes)
-        if self._ready is None or self._ready[0] != asked:
-            options = self.options
-            settings = RoundingSettings("gptq", options.text, options.tokens, options.window, **given)
-            self._ready = asked, rounding_named("gptq").prepare(self._source, schemes, settings, silent)
-        return self._ready[1]
 
 
 def _is_scored(row: Mapping[str, Any]) -> bool:

@@ -1,12 +1,13 @@
-"""Cost of quantized weights to a model: our roundings beside bitsandbytes, torchao and HQQ at equal bits.
+"""Cost of quantized weights to a model: our roundings beside other libraries at equal bits.
 
     python -m studies.rounding MODEL --json bench/results/rounding/MODEL.json
     python -m studies.rounding --show bench/results/rounding/*.json
 
 Every method quantizes the weights of the same linear layers, rounded to float16 first, and the model runs in
-float32 on what it gives back; embedding, head, norms and λ stay as they are. The text's first half is what gptq
-reads; what is scored is its second half and, as text of another kind, the contexts of HellaSwag. Each result is on
-the disk before the next is measured: started again, the program measures what is missing.
+float32 on what it gives back; embedding, head, norms and λ stay as they are. The text's first half is what gptq and
+the other methods that read one are given; what is scored is its second half and, as text of another kind, the
+contexts of HellaSwag. Each result is on the disk before the next is measured: started again, the program measures
+what is missing.
 """
 
 import json
@@ -21,12 +22,18 @@ from diffquant.errors import UsageError
 from diffquant.support.code import code_digest
 from diffquant.support.files import write_atomically
 from diffquant.support.progress import Progress, progress_for, silent
-from studies.quantizers import METHODS, PACKAGES, VARIANTS, Method
+from studies.quantizers import METHODS, VARIANTS
 from studies.rounded_model import RoundingOptions, Subject
+from studies.rounding_method import Contestant
 from studies.rounding_tables import FULL, lead_table, method_table, option_table
+from studies.text_quantizers import TEXT_METHODS
 
 FORMAT = 1
-_CODE = ("studies.rounded_model", "studies.quantizers")
+CONTESTANTS: tuple[Contestant, ...] = (*METHODS, *TEXT_METHODS)
+_PACKAGES = tuple(sorted({method.package for method in CONTESTANTS if method.package}))
+_CODE = tuple(
+    f"studies.{name}" for name in ("rounded_model", "model_reading", "rounding_method", "quantizers", "text_quantizers")
+)
 
 
 def main(
@@ -36,14 +43,14 @@ def main(
         int, typer.Option(help="Characters that are scored of the second half and of the other text.")
     ] = RoundingOptions.characters,
     window: Annotated[int, typer.Option(help="Tokens the model sees at once.")] = RoundingOptions.window,
-    tokens: Annotated[int, typer.Option(help="Tokens that gptq reads.")] = RoundingOptions.tokens,
+    tokens: Annotated[int, typer.Option(help="Tokens of the first half that are read.")] = RoundingOptions.tokens,
     items: Annotated[int, typer.Option(help="Items of HellaSwag; 0 for none.")] = RoundingOptions.items,
     only: Annotated[str, typer.Option(help="Parts of methods' names, with semicolons; all by default.")] = "",
     file: Annotated[Path | None, typer.Option("--json", help="Where the numbers are and go.")] = None,
     variants: Annotated[bool, typer.Option("--variants", help="gptq's options in place of other libraries.")] = False,
     show: Annotated[bool, typer.Option("--show", help="Only print results side by side.")] = False,
 ) -> None:
-    """Compare what our roundings, bitsandbytes, torchao and HQQ cost a model at equal bits."""
+    """Compare what our roundings and those of other libraries cost a model at equal bits."""
     if show:
         results = [read_result(path) for path in paths]
         for result in results:
@@ -56,13 +63,13 @@ def main(
     print(
         method_table(
             measure_methods(
-                paths[0], options, chosen(only, VARIANTS if variants else METHODS), file, progress_for("rounding")
+                paths[0], options, chosen(only, VARIANTS if variants else CONTESTANTS), file, progress_for("rounding")
             )
         )
     )
 
 
-def chosen(parts: str, methods: Sequence[Method] = METHODS) -> list[Method]:
+def chosen(parts: str, methods: Sequence[Contestant] = CONTESTANTS) -> list[Contestant]:
     """Methods whose names contain one of the parts.
 
     Raises:
@@ -77,7 +84,7 @@ def chosen(parts: str, methods: Sequence[Method] = METHODS) -> list[Method]:
 
 
 def measure_methods(
-    path: Path, options: RoundingOptions, methods: Sequence[Method], file: Path, progress: Progress = silent
+    path: Path, options: RoundingOptions, methods: Sequence[Contestant], file: Path, progress: Progress = silent
 ) -> dict[str, Any]:
     """Measure every method, writing the file after each.
 
@@ -104,7 +111,7 @@ def _begin(file: Path, settings: dict[str, Any]) -> dict[str, Any]:
     Raises:
         UsageError: the file holds something else.
     """
-    fresh = {"format": FORMAT, "environment": environment(*PACKAGES), "settings": settings, "results": {}}
+    fresh = {"format": FORMAT, "environment": environment(*_PACKAGES), "settings": settings, "results": {}}
     if not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True)
         return fresh
@@ -130,9 +137,9 @@ def read_result(file: Path) -> dict[str, Any]:
     return result
 
 
-def _provenance(method: Method | None) -> dict[str, Any]:
+def _provenance(method: Contestant | None) -> dict[str, Any]:
     """What made a row, on what and when: a file may be the work of several days."""
-    now = environment(*PACKAGES)
+    now = environment(*_PACKAGES)
     package = None if method is None else method.package
     maker = f"{package} {now['versions'][package]}" if package else f"diffquant {now['commit']}"
     about = {name: now[name] for name in ("commit", "date", "device")}

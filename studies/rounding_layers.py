@@ -31,7 +31,8 @@ from diffquant.support.files import write_atomically
 from diffquant.support.progress import Progress, progress_for, silent
 from diffquant.text.corpus import load_text
 from diffquant.text.tokens import encode_text
-from studies.quantizers import METHODS, PACKAGES, Compensated, Method, reason
+from studies.quantizers import METHODS
+from studies.rounding_method import Compensated, Method, reason
 
 _LINEARS = ("self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj")
 _WINDOW = 512
@@ -93,7 +94,7 @@ def measure_layers(
             rows[method.name] = {"missing": reason(error, method)}
     progress(len(methods), len(methods), "done")
     return {
-        "environment": environment(*PACKAGES),
+        "environment": environment(*sorted({method.package for method in methods if method.package})),
         "settings": {
             "model": path.name,
             "layers": list(options.layers),

@@ -7,9 +7,13 @@ from typing import Any
 from diffquant.evals.stats import Difference, mean_interval, paired_difference
 from diffquant.report.tables import markdown
 from studies.quantizers import METHODS, VARIANTS
+from studies.rounding_method import TIERS, Contestant
+from studies.text_quantizers import TEXT_METHODS
 
 FULL = "16 bits"
-_READERS = ("gptq",)
+_GPTQ = "gptq"
+# What the names of methods that read a text begin with.
+READERS = (_GPTQ, *(method.name for method in TEXT_METHODS))
 _OURS = tuple(method.name for method in METHODS if method.name.startswith(("mse", "gptq")))
 
 
@@ -20,8 +24,9 @@ def method_table(result: dict[str, Any]) -> str:
     KL with half of its own. A row that kept no windows has no interval.
     """
     rows = result["results"]
-    known = dict.fromkeys([FULL, *(method.name for method in (*METHODS, *VARIANTS))])
-    names = [name for name in known if name in rows]
+    methods: tuple[Contestant, ...] = (*METHODS, *TEXT_METHODS, *VARIANTS)
+    by_tier = sorted(methods, key=lambda method: TIERS.index(method.tier))
+    names = [name for name in dict.fromkeys([FULL, *(method.name for method in by_tier)]) if name in rows]
     heads = [
         "perplexity",
         "KL, nats",
@@ -60,18 +65,17 @@ def lead(result: dict[str, Any], ours: str) -> tuple[str, Difference | None, Dif
     There is no difference where one of the two kept no windows.
     """
     rows = result["results"]
-    reads = ours.startswith(_READERS)
+    reads = ours.startswith(READERS)
     others = [
         name
         for name, row in rows.items()
         if name.split(",")[0] != ours
         and "kl" in row
         and row.get("tier") == rows[ours]["tier"]
-        and (reads or not name.startswith(_READERS))
+        and (reads or not name.startswith(READERS))
     ]
     best = min(others, key=lambda name: float(rows[name]["kl"]))
-    elsewhere = (rows[name].get("elsewhere", {}) for name in (ours, best))
-    return best, _kl_less(rows[ours], rows[best]), _kl_less(*elsewhere)
+    return best, *kl_less(result, ours, best)
 
 
 def option_table(results: Sequence[dict[str, Any]]) -> str:
@@ -81,7 +85,7 @@ def option_table(results: Sequence[dict[str, Any]]) -> str:
         [result["settings"]["model"], name, *option_cells(result, name)]
         for result in results
         for name in result["results"]
-        if name.startswith(_READERS) and name.split(",")[0] in result["results"]
+        if name.startswith(_GPTQ) and name.split(",")[0] in result["results"]
     ]
     return "\n".join(markdown(heads, rows))
 
@@ -97,8 +101,13 @@ def option_cells(result: dict[str, Any], name: str) -> list[str]:
 
 def more_kl(result: dict[str, Any], name: str) -> tuple[Difference | None, Difference | None]:
     """What gptq under an option has of KL more than by itself, on the prose and elsewhere."""
-    row, own = result["results"][name], result["results"][name.split(",", maxsplit=1)[0]]
-    return _kl_less(row, own), _kl_less(row["elsewhere"], own["elsewhere"])
+    return kl_less(result, name, name.split(",", maxsplit=1)[0])
+
+
+def kl_less(result: dict[str, Any], ours: str, other: str) -> tuple[Difference | None, Difference | None]:
+    """What a method has of KL less another's, on the prose and elsewhere, where both kept their windows."""
+    row, others = result["results"][ours], result["results"][other]
+    return _kl_less(row, others), _kl_less(row.get("elsewhere", {}), others.get("elsewhere", {}))
 
 
 def _signed(difference: Difference | None) -> str:

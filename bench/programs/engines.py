@@ -129,11 +129,11 @@ def write_export(options: dict[str, Any], model: Path, folder: Path) -> None:
     export(model, folder, parsed, ranges=ranges)
 
 
-def open_export(folder: Path, threads: int) -> Engine:
-    """Engine of diffquant's export, with a cache that is extended in place."""
+def open_export(folder: Path, threads: int, native: bool = True) -> Engine:
+    """Engine of diffquant's export, by the native kernel or the function body; its cache is extended in place."""
     from diffquant.export.runtime.session import InPlaceDecoder, OnnxModel
 
-    model = OnnxModel(folder, threads, device="cpu")
+    model = OnnxModel(folder, threads, native=native, device="cpu")
     return stepping(lambda rows: InPlaceDecoder(model, 1, rows).step)
 
 

@@ -82,11 +82,14 @@ class Settings:
 
 
 LOW_BITS = {"weights": "4:g32", "kv_bits": 8, "embed_bits": 8}
+KV_4 = LOW_BITS | {"kv_bits": 4}
 TORCH, FLOAT = "torch float32", "export float32"
 CONTESTANTS = {
     TORCH: Contestant(None, open_torch),
     FLOAT: Contestant(partial(write_export, {}), open_export),
     "export 4:g32 kv 8 embed 8": Contestant(partial(write_export, LOW_BITS), open_export),
+    "export 4:g32 kv 4 embed 8": Contestant(partial(write_export, KV_4), open_export),
+    "function body, 4:g32 kv 8": Contestant(partial(write_export, LOW_BITS), partial(open_export, native=False)),
     "transformers export": Contestant(partial(write_transformers, None), open_transformers, peer=True),
     "transformers export, fused": Contestant(partial(write_transformers, "cpu"), open_transformers, peer=True),
     "onnxruntime-genai int4": Contestant(write_genai, open_genai, peer=True),

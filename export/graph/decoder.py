@@ -14,6 +14,7 @@ from diffquant.export.graph.maps import MapOutputs
 from diffquant.export.graph.nodes import CONTRIB, Graph
 from diffquant.export.graph.op import DOMAIN, GATES, NAME, VERSION, OpAttributes
 from diffquant.export.graph.plan import EMBEDDING, HEAD, ExportPlan, key_width
+from diffquant.export.graph.quantized_attention import QUANTIZED_ATTENTION, quantized_attention_function
 from diffquant.export.graph.streaming import Streamed, place
 from diffquant.export.options import IR_VERSION
 from diffquant.family.lam import LAMBDA_VECTORS, lam_from_vectors
@@ -78,6 +79,8 @@ class _Decoder:
         own = functions(self.config.hidden_act, self.options.opset)
         if self.spec.maps == 2:
             own.append(self._attention_function())
+        elif self.scales:
+            own.append(quantized_attention_function(self.options.opset))
         domains = ({} if self.options.pure else {CONTRIB: 1}) | ({DOMAIN: VERSION} if own else {})
         model = self.graph.model(initializers, self.options.opset, domains, IR_VERSION)
         model.functions.extend(own)
@@ -150,8 +153,7 @@ class _Decoder:
         attended = f"layers.{layer}.attention"
         outputs = [attended, *present]
         if self.spec.maps == 1:
-            inputs = [q, k, v, *past, *lengths, *tables, "", "", "", *scales]
-            self.graph.add_all("GroupQueryAttention", _trimmed(inputs), outputs, CONTRIB, **self._plain_attributes())
+            self._plain_attention([q, k, v, *past, *lengths, *tables], scales, outputs)
             if gate := self._output_gate(x, layer):
                 attended = self.graph.add("Mul", attended, gate)
         else:
@@ -167,20 +169,21 @@ class _Decoder:
                 self.graph.output(name, self.cache_kind, self._cache_shape("present"))
         return self._linear(self._post(attended, layer), prefix + "o_proj", biased)
 
-    def _plain_attributes(self) -> dict[str, float | int | str]:
-        """Attributes of GroupQueryAttention as a plain Transformer's attention."""
-        spec = self.spec
-        attributes: dict[str, float | int | str] = {
-            "num_heads": spec.pairs,
-            "kv_num_heads": spec.kv_pairs,
-            "scale": spec.scale,
-            "do_rotary": int(spec.rope != "none"),
-            "rotary_interleaved": int(spec.rope == "interleaved"),
+    def _plain_attention(self, inputs: list[str], scales: list[str], outputs: list[str]) -> None:
+        """Add a Transformer's attention: ONNX Runtime's own, or where the cache is quantized an op with a kernel."""
+        attributes: dict[str, float | int] = {
+            "num_heads": self.spec.pairs,
+            "kv_num_heads": self.spec.kv_pairs,
+            "scale": self.spec.scale,
+            "do_rotary": int(self.spec.rope != "none"),
+            "rotary_interleaved": int(self.spec.rope == "interleaved"),
+            "local_window_size": -1,
         }
-        if self.scales:
-            attributes |= {"kv_cache_bit_width": self.options.kv_bits}
-            attributes |= {"k_quant_type": "PER_CHANNEL", "v_quant_type": "PER_CHANNEL"}
-        return attributes
+        if scales:
+            attributes["kv_bit_width"] = self.options.kv_bits
+            self.graph.add_all(QUANTIZED_ATTENTION, [*inputs, *scales], outputs, DOMAIN, **attributes)
+        else:
+            self.graph.add_all("GroupQueryAttention", _trimmed(inputs), outputs, CONTRIB, **attributes)
 
     def _signal_gate_and_lam(self, x: str, layer: int) -> tuple[str, str]:
         """Names of the signal map's gate, "" for none, and of λ, in float32: [1] (V1), or [B, T, h] (V2, V3)."""

@@ -100,25 +100,25 @@ def schema() -> OpSchema:
         VERSION,
         doc="gate·softmax(Q1·K1ᵀ·scale)·V - λ·softmax(Q2·K2ᵀ·scale)·V, causal, over a KV cache that it extends.",
         inputs=[
-            _parameter("query", "T", "[B, T, (h+n)·d]"),
-            _parameter("key", "T", "[B, T, h_kv·dk]"),
-            _parameter("value", "T", "[B, T, h_kv·dv]"),
-            _parameter("lambda", "TL", "[1] or [B, T, h]"),
-            _parameter("past_key", "TC", "[B, h_kv, P, dk·c]", optional=True),
-            _parameter("past_value", "TC", "[B, h_kv, P, dv·c]", optional=True),
-            _parameter("seqlens_k", "TI", "[B]"),
-            _parameter("total_sequence_length", "TI", "scalar"),
-            _parameter("cos_cache", "T", "[positions, dk/2]", optional=True),
-            _parameter("sin_cache", "T", "[positions, dk/2]", optional=True),
-            _parameter("k_scale", "TL", "[1, h_kv, 1, dk]", optional=True),
-            _parameter("v_scale", "TL", "[1, h_kv, 1, dv]", optional=True),
-            _parameter("signal_gate", "TL", "[1] or [B, T, h]", optional=True),
-            _parameter("output_gate", "T", "[B, T, h·dv]", optional=True),
+            parameter("query", "T", "[B, T, (h+n)·d]"),
+            parameter("key", "T", "[B, T, h_kv·dk]"),
+            parameter("value", "T", "[B, T, h_kv·dv]"),
+            parameter("lambda", "TL", "[1] or [B, T, h]"),
+            parameter("past_key", "TC", "[B, h_kv, P, dk·c]", optional=True),
+            parameter("past_value", "TC", "[B, h_kv, P, dv·c]", optional=True),
+            parameter("seqlens_k", "TI", "[B]"),
+            parameter("total_sequence_length", "TI", "scalar"),
+            parameter("cos_cache", "T", "[positions, dk/2]", optional=True),
+            parameter("sin_cache", "T", "[positions, dk/2]", optional=True),
+            parameter("k_scale", "TL", "[1, h_kv, 1, dk]", optional=True),
+            parameter("v_scale", "TL", "[1, h_kv, 1, dv]", optional=True),
+            parameter("signal_gate", "TL", "[1] or [B, T, h]", optional=True),
+            parameter("output_gate", "T", "[B, T, h·dv]", optional=True),
         ],
         outputs=[
-            _parameter("output", "T", "[B, T, h·dv]"),
-            _parameter("present_key", "TC", "[B, h_kv, max(P, total_sequence_length), dk·c]"),
-            _parameter("present_value", "TC", "[B, h_kv, max(P, total_sequence_length), dv·c]"),
+            parameter("output", "T", "[B, T, h·dv]"),
+            parameter("present_key", "TC", "[B, h_kv, max(P, total_sequence_length), dk·c]"),
+            parameter("present_value", "TC", "[B, h_kv, max(P, total_sequence_length), dv·c]"),
         ],
         type_constraints=[
             ("T", ["tensor(float)", "tensor(float16)"], "Activations."),
@@ -136,6 +136,7 @@ def attribute_types() -> dict[str, OpSchema.AttrType]:
     return {name: kinds[kind] for name, kind in OpAttributes.__annotations__.items()}
 
 
-def _parameter(name: str, kind: str, shape: str, optional: bool = False) -> OpSchema.FormalParameter:
+def parameter(name: str, kind: str, shape: str, optional: bool = False) -> OpSchema.FormalParameter:
+    """An input or output of an op: its name, its type constraint, and its shape as the page writes it."""
     option = OpSchema.FormalParameterOption.Optional if optional else OpSchema.FormalParameterOption.Single
     return OpSchema.FormalParameter(name, kind, shape, param_option=option)

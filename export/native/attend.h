@@ -1,4 +1,4 @@
-// Differential attention of one block of rows, for any vector type.
+// Differential attention, or attention with one map, of one block of rows, for any vector type.
 //
 // A block holds the logits of all keys it sees: memory is linear in S, K and V are each read once, and since both
 // softmaxes are then known before V is read, V meets their difference in one product instead of one a map.
@@ -45,15 +45,16 @@ class BlockAttention {
     const int64_t widest = larger(problem.keys.width, problem.values.width);
     const int64_t buffer = read_rows_ * widest;
     Scratch& scratch = Scratch::of_this_thread();
-    scratch.reset(2 * logits_of_map_ + 2 * problem.width * rows_ + problem.values.width * rows_ + buffer + widest +
-                      2 * problem.width + 2 * rows_,
+    const int64_t maps = problem.maps;
+    scratch.reset(maps * logits_of_map_ + maps * problem.width * rows_ + problem.values.width * rows_ + buffer +
+                      widest + maps * problem.width + 2 * rows_,
                   8);
-    logits_ = scratch.take(2 * logits_of_map_);
-    queries_ = scratch.take(2 * problem.width * rows_);
+    logits_ = scratch.take(maps * logits_of_map_);
+    queries_ = scratch.take(maps * problem.width * rows_);
     sums_ = scratch.take(problem.values.width * rows_);
     buffer_ = scratch.take(buffer);
     angles_ = scratch.take(widest);
-    row_ = scratch.take(2 * problem.width);
+    row_ = scratch.take(maps * problem.width);
     of_rows_ = scratch.take(rows_);
     gates_ = scratch.take(rows_);
   }
@@ -76,8 +77,7 @@ class BlockAttention {
       multiply_keys();
     }
     hide(kHidden);
-    gather_weights();
-    for (int64_t i = 0; i < runs(); ++i) subtract_maps<V>(run(0, i), run(1, i), lanes(gates_, i), lanes(of_rows_, i));
+    weigh_keys();
     multiply_values();
     write_output();
   }
@@ -118,7 +118,7 @@ class BlockAttention {
     V::store_first(of_rows + i, x, 1);
   }
 
-  // Queries rotated and scaled, [2][width][rows] in a tall panel and [2][rows][width] in a flat one. Whatever
+  // Queries rotated and scaled, [maps][width][rows] in a tall panel and [maps][rows][width] in a flat one. Whatever
   // multiplies a key channel's codes multiplies the query here instead, once.
   void gather_queries() {
     const int64_t width = problem_.width;
@@ -127,16 +127,16 @@ class BlockAttention {
     for (int64_t row = 0; row < rows_; ++row) {
       if (row < block_.rows) {
         // Neighbouring rows of a block lie a page apart, where no processor looks ahead by itself.
-        for (int map = 0; map < 2; ++map) {
+        for (int map = 0; map < problem_.maps; ++map) {
           if (row + kAhead < block_.rows) prefetch(query(row + kAhead, map), width * sizeof(float));
           decode<V>(problem_.activations, query(row, map), width, row_ + map * width);
         }
         rotation.move_to(problem_.start[block_.sequence] + token(row));
-        for (int64_t c = 0; c < 2 * width; c += problem_.keys.width) rotation.turn(row_ + c);
+        for (int64_t c = 0; c < problem_.maps * width; c += problem_.keys.width) rotation.turn(row_ + c);
       } else {
-        for (int64_t c = 0; c < 2 * width; ++c) row_[c] = 0;
+        for (int64_t c = 0; c < problem_.maps * width; ++c) row_[c] = 0;
       }
-      for (int map = 0; map < 2; ++map) {
+      for (int map = 0; map < problem_.maps; ++map) {
         float* to = queries_ + map * width * rows_ + (tall_ ? row : row * width);
         for (int64_t c = 0; c < width; ++c) {
           const float channel = key_scale ? key_scale[problem_.key_offset(map) + c] : 1.0f;
@@ -153,7 +153,7 @@ class BlockAttention {
       const int64_t count = smaller(read_rows_, keys_ - first);
       const float* keys =
           read_rows<V>(problem_.keys, block_.sequence, block_.kv_pair, first_key_ + first, count, buffer_);
-      for (int map = 0; map < 2; ++map) {
+      for (int map = 0; map < problem_.maps; ++map) {
         const float* queries = queries_ + map * width * rows_;
         const float* of_map = keys + problem_.key_offset(map);
         float* logits = logits_ + map * logits_of_map_ + first * key_stride_;
@@ -171,7 +171,7 @@ class BlockAttention {
     const int64_t padded = tall_ ? keys_ : row_stride_;
     for (int64_t row = 0; row < block_.rows; ++row) {
       const KeyRange seen = seen_by(row);
-      for (int map = 0; map < 2; ++map) {
+      for (int map = 0; map < problem_.maps; ++map) {
         float* logits = logits_ + map * logits_of_map_ + row * row_stride_;
         for (int64_t k = 0; k < seen.first - first_key_; ++k) logits[k * key_stride_] = with;
         for (int64_t k = seen.end - first_key_; k < padded; ++k) logits[k * key_stride_] = with;
@@ -207,6 +207,16 @@ class BlockAttention {
     for (int64_t row = block_.rows; row < rows_; ++row) steps[row] = 1;
     const float lowest = scheme.shift ? -static_cast<float>((1 << scheme.bits) - 1) : kHidden;
     for (int64_t i = 0; i < runs(); ++i) round_to_steps<V>(run(map, i), lanes(steps, i), lowest);
+  }
+
+  // Replaces logits by what the values of their keys weigh: one map's share, or both maps' difference.
+  void weigh_keys() {
+    if (problem_.maps == 1) {
+      for (int64_t i = 0; i < runs(); ++i) normalize<V>(run(0, i));
+      return;
+    }
+    gather_weights();
+    for (int64_t i = 0; i < runs(); ++i) subtract_maps<V>(run(0, i), run(1, i), lanes(gates_, i), lanes(of_rows_, i));
   }
 
   // What multiplies each row's maps: the signal's gate, and λ.
@@ -285,7 +295,7 @@ template <class V>
 int64_t block_rows(const Problem& problem) {
   int64_t longest = 1;
   for (int64_t i = 0; i < problem.batch; ++i) longest = larger(longest, problem.length[i]);
-  const int64_t fitting = kLogitBytes / (2 * sizeof(float) * longest) / V::kLanes * V::kLanes;
+  const int64_t fitting = kLogitBytes / (problem.maps * sizeof(float) * longest) / V::kLanes * V::kLanes;
   return larger<int64_t>(V::kLanes, smaller(kMostRows, fitting));
 }
 

@@ -12,10 +12,6 @@ namespace {
 
 using Shape = std::vector<int64_t>;
 
-enum Input {
-  kQuery, kKey, kValue, kLambda, kPastKey, kPastValue, kSeqlens, kTotal, kCos, kSin, kKeyScale, kValueScale,
-  kSignalGate, kOutputGate
-};
 constexpr const char* kInputNames[] = {"query",     "key",        "value",     "lambda",
                                        "past_key",  "past_value", "seqlens_k", "total_sequence_length",
                                        "cos_cache", "sin_cache",  "k_scale",   "v_scale",
@@ -89,27 +85,40 @@ Storage cache_storage(int64_t bits, Element element, Storage activations) {
 
 }  // namespace
 
-Node::Node(ort::Api api, const ort::KernelInfo* info, Element activations, Element cache) : api_(api) {
-  pairs_ = integer(api, info, "num_pairs");
-  kv_pairs_ = integer(api, info, "num_kv_pairs");
-  signals_ = signals_per_noise(api, info);
-  generation_ = integer(api, info, "generation");
+Node::Node(ort::Api api, const ort::KernelInfo* info, int64_t maps, Element activations, Element cache)
+    : api_(api), maps_(maps) {
+  maps == 2 ? read_pairs(info) : read_heads(info);
   scale_ = attribute<float>(api, info, "scale", ort::kGetAttributeFloat);
   rotary_ = integer(api, info, "do_rotary");
   interleaved_ = integer(api, info, "rotary_interleaved");
   window_ = integer(api, info, "local_window_size");
-  logits_ = {integer(api, info, "logit_bits"), granularity(api, info), integer(api, info, "logit_shift") != 0};
   activations_ = activations == Element::kHalf ? Storage::kHalf : Storage::kFloat;
   cache_ = cache_storage(integer(api, info, "kv_bit_width"), cache, activations_);
+  require(generation_ == 2 || !rotary_ || interleaved_, "generation 1 rotates interleaved channels only");
+  require(window_ == -1 || window_ > 0, "attribute local_window_size must be -1 or at least 1");
+}
+
+void Node::read_pairs(const ort::KernelInfo* info) {
+  pairs_ = integer(api_, info, "num_pairs");
+  kv_pairs_ = integer(api_, info, "num_kv_pairs");
+  signals_ = signals_per_noise(api_, info);
+  generation_ = integer(api_, info, "generation");
+  logits_ = {integer(api_, info, "logit_bits"), granularity(api_, info), integer(api_, info, "logit_shift") != 0};
   const std::string counts = std::to_string(kv_pairs_) + " does not divide num_pairs " + std::to_string(pairs_);
   require(pairs_ > 0 && kv_pairs_ > 0 && pairs_ % kv_pairs_ == 0, "attribute num_kv_pairs " + counts);
   require(signals_ > 0 && pairs_ % (signals_ * kv_pairs_) == 0,
           "attribute signals_per_noise " + std::to_string(signals_) + " times num_kv_pairs " +
               std::to_string(kv_pairs_) + " does not divide num_pairs " + std::to_string(pairs_));
   require(generation_ == 1 || generation_ == 2, "attribute generation must be 1 or 2");
-  require(generation_ == 2 || !rotary_ || interleaved_, "generation 1 rotates interleaved channels only");
-  require(window_ == -1 || window_ > 0, "attribute local_window_size must be -1 or at least 1");
   require(logits_.bits == 0 || (logits_.bits >= 2 && logits_.bits <= 8), "attribute logit_bits must be 0 or 2 to 8");
+}
+
+void Node::read_heads(const ort::KernelInfo* info) {
+  pairs_ = signals_ = integer(api_, info, "num_heads");
+  kv_pairs_ = integer(api_, info, "kv_num_heads");
+  require(pairs_ > 0 && kv_pairs_ > 0 && pairs_ % kv_pairs_ == 0,
+          "attribute kv_num_heads " + std::to_string(kv_pairs_) + " does not divide num_heads " +
+              std::to_string(pairs_));
 }
 
 // Inputs and outputs of one call, and its computation.
@@ -120,7 +129,7 @@ class Call {
     read_lengths();
     make_caches();
     read_rotation();
-    read_gates();
+    if (problem_.maps == 2) read_lambda_and_gates();
     problem_.output = output(0, {problem_.batch, problem_.tokens, problem_.pairs * problem_.values.width});
   }
 
@@ -138,35 +147,39 @@ class Call {
 
  private:
   void read_sizes() {
-    const Shape query = shape(kQuery), key = shape(kKey), value = shape(kValue), lambda = shape(kLambda);
-    require(query.size() == 3, "query is " + text(query) + ", expected [B, T, (h+n)·d]");
-    const int64_t batch = query[0], tokens = query[1], pairs = node_.pairs_, kv_pairs = node_.kv_pairs_;
-    const int64_t heads = pairs + pairs / node_.signals_;
+    problem_.maps = node_.maps_;
+    problem_.pairs = node_.pairs_;
+    problem_.kv_pairs = node_.kv_pairs_;
+    problem_.signals = node_.signals_;
+    const Shape query = shape(kQuery), key = shape(kKey), value = shape(kValue);
+    const bool differential = problem_.maps == 2;
+    require(query.size() == 3,
+            "query is " + text(query) + ", expected " + (differential ? "[B, T, (h+n)·d]" : "[B, T, h·d]"));
+    const int64_t batch = query[0], tokens = query[1], kv_pairs = node_.kv_pairs_;
+    const int64_t heads = problem_.query_heads();
     const int64_t width = query[2] / heads;
+    const std::string counted = differential ? "its heads, num_pairs " + std::to_string(node_.pairs_) +
+                                                   " and a noise head for every " + std::to_string(node_.signals_) +
+                                                   ", " + std::to_string(heads)
+                                             : "num_heads " + std::to_string(heads);
     require(width > 0 && query[2] == heads * width,
-            "query is " + text(query) + ": its last axis is no multiple of its heads, num_pairs " +
-                std::to_string(pairs) + " and a noise head for every " + std::to_string(node_.signals_) + ", " +
-                std::to_string(heads));
+            "query is " + text(query) + ": its last axis is no multiple of " + counted);
     const int64_t row = node_.generation_ == 1 ? 2 * width : width;
     require_shape(kKey, key, {batch, tokens, kv_pairs * row});
     require_shape(kValue, value, {batch, tokens, kv_pairs * row});
-    problem_.lambda_per_pair = lambda.size() == 3;
-    require_shape(kLambda, lambda, problem_.lambda_per_pair ? Shape{batch, tokens, pairs} : Shape{1});
     require(row * storage_bits(node_.cache_) % 8 == 0,
             "kv_bit_width " + std::to_string(storage_bits(node_.cache_)) + " does not fill bytes in rows of " +
                 std::to_string(row));
     problem_.batch = batch;
     problem_.tokens = tokens;
-    problem_.pairs = pairs;
-    problem_.kv_pairs = kv_pairs;
-    problem_.signals = node_.signals_;
     problem_.width = width;
     problem_.shared_keys = node_.generation_ == 2;
     problem_.activations = node_.activations_;
     problem_.query = data(kQuery);
     problem_.key = data(kKey);
     problem_.value = data(kValue);
-    problem_.lambda = static_cast<const float*>(data(kLambda));
+    problem_.signal_gate = nullptr;
+    problem_.output_gate = nullptr;
     problem_.scale = node_.scale_;
     problem_.window = node_.window_ < 0 ? std::numeric_limits<int64_t>::max() / 2 : node_.window_;
     problem_.logits = node_.logits_;
@@ -213,13 +226,15 @@ class Call {
     problem_.sin = data(kSin);
   }
 
-  void read_gates() {
-    problem_.signal_gate = nullptr;
-    problem_.output_gate = nullptr;
+  void read_lambda_and_gates() {
+    const Shape per_pair = {problem_.batch, problem_.tokens, problem_.pairs};
+    const Shape lambda = shape(kLambda);
+    problem_.lambda_per_pair = lambda.size() == 3;
+    require_shape(kLambda, lambda, problem_.lambda_per_pair ? per_pair : Shape{1});
+    problem_.lambda = static_cast<const float*>(data(kLambda));
     if (present(kSignalGate)) {
       const Shape given = shape(kSignalGate);
       problem_.signal_gate_per_pair = given.size() == 3;
-      const Shape per_pair = {problem_.batch, problem_.tokens, problem_.pairs};
       require_shape(kSignalGate, given, problem_.signal_gate_per_pair ? per_pair : Shape{1});
       problem_.signal_gate = static_cast<const float*>(data(kSignalGate));
     }
@@ -363,7 +378,7 @@ class Call {
 
   const ort::Value* value(Input input) const {
     const ort::Value* out = nullptr;
-    check(ort::kGetInput(api_)(context_, input, &out));
+    check(ort::kGetInput(api_)(context_, place_of(input, node_.maps_), &out));
     return out;
   }
   bool present(Input input) const { return value(input) != nullptr; }

@@ -47,7 +47,8 @@ struct LogitScheme {
 
 struct Problem {
   int64_t batch, tokens, pairs, kv_pairs;
-  int64_t signals;      // pairs that share a noise head
+  int64_t maps;         // 2, or 1 where heads stand in the place of pairs
+  int64_t signals;      // pairs that share a noise head; every head where there is one map and so no noise head
   int64_t width;        // d, of one map's query and key
   bool shared_keys;     // generation 2: both maps read the same key
   Storage activations;  // of query, key, value, cos, sin and output
@@ -69,7 +70,7 @@ struct Problem {
 
   DIFFQUANT_INLINE int64_t group() const { return pairs / kv_pairs; }
   DIFFQUANT_INLINE int64_t key_offset(int map) const { return shared_keys ? 0 : map * width; }
-  DIFFQUANT_INLINE int64_t query_heads() const { return pairs + pairs / signals; }
+  DIFFQUANT_INLINE int64_t query_heads() const { return maps == 2 ? pairs + pairs / signals : pairs; }
   // Head of a token's query that holds a pair's map: its signal heads and then its noise head stand for each noise map.
   DIFFQUANT_INLINE int64_t query_head(int64_t pair, int map) const {
     return pair / signals * (signals + 1) + (map ? signals : pair % signals);

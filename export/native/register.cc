@@ -1,4 +1,4 @@
-// What ONNX Runtime finds in the library: the op, once for each pair of activation and cache types.
+// What ONNX Runtime finds in the library: its ops, each once for each pair of activation and cache types.
 #include <atomic>
 #include <mutex>
 #include <new>
@@ -12,7 +12,7 @@
 namespace diffquant {
 namespace {
 
-constexpr size_t kInputs = 14, kOutputs = 3;
+constexpr size_t kOutputs = 3;
 constexpr int kRequired = 0, kOptional = 1;
 constexpr int kDefaultMemory = 0;
 // Version 1 is version 2 with a noise head for each pair and without gates.
@@ -21,13 +21,15 @@ constexpr int kOldestVersion = 1, kNewestVersion = 2;
 std::atomic<int64_t> calls{0};
 
 struct Op : ort::CustomOp {
+  int64_t maps;
   Element activations, cache;
 
+  const char* title() const { return maps == 2 ? "DifferentialAttention" : "QuantizedAttention"; }
   Element input_element(size_t i) const {
-    switch (i) {
-      case 3: case 10: case 11: case 12: return Element::kFloat;  // lambda, scales and the signal's gate
-      case 4: case 5: return cache;
-      case 6: case 7: return Element::kInt32;  // lengths
+    switch (input_at(i, maps)) {
+      case kLambda: case kKeyScale: case kValueScale: case kSignalGate: return Element::kFloat;
+      case kPastKey: case kPastValue: return cache;
+      case kSeqlens: case kTotal: return Element::kInt32;
       default: return activations;
     }
   }
@@ -36,60 +38,64 @@ struct Op : ort::CustomOp {
 // A kernel of ONNX Runtime, which hands only itself to its calls.
 struct Instance {
   ort::Api api;
+  const Op& op;
   Node node;
 };
 
 const Op& as_op(const ort::CustomOp* op) { return *static_cast<const Op*>(op); }
 
-ort::Status* failure(ort::Api api, int code, const char* what) {
-  const std::string message = std::string("diffquant::DifferentialAttention: ") + what;
+ort::Status* failure(ort::Api api, const Op& op, int code, const char* what) {
+  const std::string message = std::string("diffquant::") + op.title() + ": " + what;
   return ort::kCreateStatus(api)(code, message.c_str());
 }
 
 // Runs `body`; what it throws becomes a status, since nothing may be thrown into ONNX Runtime.
 template <class Body>
-ort::Status* guarded(ort::Api api, const Body& body) {
+ort::Status* guarded(ort::Api api, const Op& op, const Body& body) {
   try {
     body();
     return nullptr;
   } catch (const RefusedByRuntime& refused) {
     return refused.status;
   } catch (const InvalidArgument& error) {
-    return failure(api, ort::kInvalidArgument, error.what());
+    return failure(api, op, ort::kInvalidArgument, error.what());
   } catch (const std::bad_alloc&) {
-    return failure(api, ort::kFail, "out of memory");
+    return failure(api, op, ort::kFail, "out of memory");
   } catch (const std::exception& error) {
-    return failure(api, ort::kFail, error.what());
+    return failure(api, op, ort::kFail, error.what());
   }
 }
 
 ort::Status* create_kernel(const ort::CustomOp* op, ort::Api api, const ort::KernelInfo* info, void** kernel) {
-  return guarded(api, [&] {
-    *kernel = new Instance{api, Node(api, info, as_op(op).activations, as_op(op).cache)};
+  const Op& made = as_op(op);
+  return guarded(api, made, [&] {
+    *kernel = new Instance{api, made, Node(api, info, made.maps, made.activations, made.cache)};
   });
 }
 
 ort::Status* compute(void* kernel, ort::KernelContext* context) {
   ++calls;
   const Instance& instance = *static_cast<Instance*>(kernel);
-  return guarded(instance.api, [&] { instance.node.compute(context); });
+  return guarded(instance.api, instance.op, [&] { instance.node.compute(context); });
 }
 
-Op make_op(Element activations, Element cache) {
+Op make_op(int64_t maps, Element activations, Element cache) {
   Op op{};
+  op.maps = maps;
   op.activations = activations;
   op.cache = cache;
   op.version = ort::kApiVersion;
-  op.name = [](const ort::CustomOp*) { return "DifferentialAttention"; };
+  op.name = [](const ort::CustomOp* op) { return as_op(op).title(); };
   op.execution_provider = [](const ort::CustomOp*) { return "CPUExecutionProvider"; };
-  op.input_count = [](const ort::CustomOp*) { return kInputs; };
+  op.input_count = [](const ort::CustomOp* op) { return input_count(as_op(op).maps); };
   op.output_count = [](const ort::CustomOp*) { return kOutputs; };
   op.input_type = [](const ort::CustomOp* op, size_t i) { return static_cast<int>(as_op(op).input_element(i)); };
   op.output_type = [](const ort::CustomOp* op, size_t i) {
     return static_cast<int>(i == 0 ? as_op(op).activations : as_op(op).cache);
   };
-  op.input_characteristic = [](const ort::CustomOp*, size_t i) {
-    return i == 4 || i == 5 || i >= 8 ? kOptional : kRequired;
+  op.input_characteristic = [](const ort::CustomOp* op, size_t i) {
+    const Input input = input_at(i, as_op(op).maps);
+    return input == kPastKey || input == kPastValue || input >= kCos ? kOptional : kRequired;
   };
   op.output_characteristic = [](const ort::CustomOp*, size_t) { return kRequired; };
   op.input_memory_type = [](const ort::CustomOp*, size_t) { return kDefaultMemory; };
@@ -104,9 +110,11 @@ Op make_op(Element activations, Element cache) {
 }
 
 const Op kOps[] = {
-    make_op(Element::kFloat, Element::kFloat), make_op(Element::kFloat, Element::kInt8),
-    make_op(Element::kFloat, Element::kUint8), make_op(Element::kHalf, Element::kHalf),
-    make_op(Element::kHalf, Element::kInt8),   make_op(Element::kHalf, Element::kUint8),
+    make_op(2, Element::kFloat, Element::kFloat), make_op(2, Element::kFloat, Element::kInt8),
+    make_op(2, Element::kFloat, Element::kUint8), make_op(2, Element::kHalf, Element::kHalf),
+    make_op(2, Element::kHalf, Element::kInt8),   make_op(2, Element::kHalf, Element::kUint8),
+    make_op(1, Element::kFloat, Element::kInt8),  make_op(1, Element::kFloat, Element::kUint8),
+    make_op(1, Element::kHalf, Element::kInt8),   make_op(1, Element::kHalf, Element::kUint8),
 };
 
 ort::Status* make_domain(ort::Api api, ort::CustomOpDomain** domain) {

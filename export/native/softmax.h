@@ -1,4 +1,4 @@
-// Softmax of both maps and their difference, and simulated low-bit logits before it.
+// Softmax of one map, or of both and their difference, and simulated low-bit logits before it.
 #pragma once
 
 #include <initializer_list>
@@ -69,6 +69,16 @@ void subtract_maps(const Run& signal, const Run& noise, typename V::Vec gate, ty
   for (int64_t i = 0; i < signal.count; ++i) {
     float* at = signal.data + i * signal.stride;
     V::store(at, V::fma(V::load(at), plus, V::mul(V::load(noise.data + i * noise.stride), minus)));
+  }
+}
+
+// softmax(logits), in their place.
+template <class V>
+void normalize(const Run& logits) {
+  const typename V::Vec share = V::div(V::broadcast(1), exponentiate<V>(logits));
+  for (int64_t i = 0; i < logits.count; ++i) {
+    float* at = logits.data + i * logits.stride;
+    V::store(at, V::mul(V::load(at), share));
   }
 }
 

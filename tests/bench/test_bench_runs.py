@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from diffquant.bench import memory, run, timing
 from diffquant.bench.cells import BenchCell
 from diffquant.bench.gpu import tune
-from diffquant.bench.programs import comparison, generate, hellaswag, peer_engines, programs, sharing
+from diffquant.bench.programs import cell_speeds, comparison, generate, hellaswag, peer_engines, programs, sharing
 from diffquant.bench.run import SECTIONS, BenchOptions, Part
 from diffquant.cli import app
 from diffquant.errors import DiffQuantError, FailedCellsError, MissingDependencyError, UsageError
@@ -156,14 +156,26 @@ def test_a_shared_sweep_is_measured_beside_one_that_is_not(tmp_path, monkeypatch
     assert not two.falls
 
     options = BenchOptions(sections=("sweep",), checkpoints=(model,), workers=(1, 2))
-    assert [part.name for part in run._PARTS["sweep"](options)] == ["checkpoints", "workers"]
-    assert [part.name for part in run._PARTS["sweep"](replace(options, workers=()))] == ["checkpoints"]
+    assert [part.name for part in run._PARTS["sweep"](options)] == ["checkpoints", "kinds of cells", "workers"]
+    assert [part.name for part in run._PARTS["sweep"](replace(options, workers=()))] == [
+        "checkpoints",
+        "kinds of cells",
+    ]
     with pytest.raises(UsageError, match="--workers take counts of at least 1"):
         replace(options, workers=(0, 1))
 
     monkeypatch.setattr(sharing, "run_sweep", other_answers(sharing.run_sweep))
     with pytest.raises(DiffQuantError, match="with 2 workers 2 of 2 items turned out otherwise"):
         sharing.share_sweep(model, (1, 2), 1, grid)
+
+
+def test_each_kind_of_cell_has_a_speed_beside_16_bits(tmp_path):
+    model = tiny_lm.write_diff_v2(tmp_path / "model")
+    cells = cell_speeds.cell_speeds(model, ["float32"], items=2, repeats=2)
+    assert [cell.path for cell in cells] == list(cell_speeds.KINDS)
+    assert {cell.baseline for cell in cells} == {"16 bits"}
+    assert len({cell.workload for cell in cells}) == 1
+    assert all(len(cell.values) == 2 and min(cell.values) > 0 and not cell.falls for cell in cells)
 
 
 def other_answers(run_sweep):

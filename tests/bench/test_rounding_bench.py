@@ -13,8 +13,9 @@ from diffquant.loading import load
 from diffquant.quantization.quantize import quantize
 from diffquant.recipe import Recipe
 from studies import quantizers, rounding, rounding_layers, rounding_tables
-from studies.quantizers import METHODS, TIERS, Method, Quantized, group_size
+from studies.quantizers import METHODS
 from studies.rounded_model import _SCORES, RoundingOptions, Subject
+from studies.rounding_method import TIERS, Method, Quantized, group_size
 from tests.support import tiny_lm
 
 OPTIONS = RoundingOptions(characters=1500, window=64, tokens=512, items=4)

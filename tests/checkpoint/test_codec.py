@@ -121,6 +121,12 @@ def with_weights(**changes):
     return config
 
 
+def with_targets(targets):
+    config = with_weights()
+    config["config_groups"]["group_0"]["targets"] = targets
+    return config
+
+
 @pytest.mark.parametrize(
     ("entry", "complaint"),
     [
@@ -131,6 +137,9 @@ def with_weights(**changes):
         (with_weights(type="float"), "has float codes"),
         (with_weights(strategy="block"), "strategy 'block'"),
         (with_weights(num_bits=1), "has 1 bits"),
+        (with_weights(num_bits=9), "has 9 bits"),
+        (with_targets("Linear"), "has no list of targets"),
+        (with_targets([7]), "has no list of targets"),
         (with_weights(group_size=None), "has no group_size"),
         (with_weights(actorder="group"), "reorders columns"),
         (None, "yet the weights of .*up_proj are packed"),

@@ -109,6 +109,17 @@ def test_lambda_norms_embedding_and_head_stay_as_they_are(tmp_path, source):
     assert all(torch.equal(before.read(name), after.read(name)) for name in kept)
 
 
+def test_progress_counts_the_bytes_of_all_shards_and_never_falls(tmp_path, source):
+    told = []
+    quantize(source, tmp_path / "out", Recipe.of(weights="8:row"), progress=lambda *about: told.append(about))
+    done, totals, _ = zip(*told, strict=True)
+    data = sum(sum(t.nbytes for t in load_file(f).values()) for f in (tmp_path / "out").glob("*.safetensors"))
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) > 2
+    assert set(totals) == {data}
+    assert list(done) == sorted(done)
+    assert done[-1] == data
+
+
 def test_names_shards_and_side_files_are_kept(tmp_path, source):
     side = {
         "tokenizer.json": b"{ }\r\n",

@@ -16,3 +16,26 @@ def few_positions(monkeypatch):
 
     monkeypatch.setattr(passages, "LONGEST", 32)
     monkeypatch.setattr(passages, "POSITIONS", 128)
+
+
+@pytest.fixture
+def library():
+    """Path of the native library."""
+    from diffquant.export.native import library_path
+
+    path = library_path()
+    if path is None:
+        pytest.skip("the native kernel is not built")
+    return path
+
+
+@pytest.fixture(params=("plain", "avx2", "avx512"))
+def kernel(request, library):
+    """Path of the native library, which uses each instruction set of this machine in turn."""
+    from diffquant.export.native import kernel_name, use_kernel
+
+    best = kernel_name()
+    if not use_kernel(request.param):
+        pytest.skip(f"this processor has no {request.param}")
+    yield library
+    use_kernel(best)

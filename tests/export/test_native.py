@@ -9,30 +9,12 @@ import onnxruntime as ort
 import pytest
 import torch
 
-from diffquant.export.native import kernel_calls, kernel_name, library_path, use_kernel
+from diffquant.export.native import kernel_calls
 from diffquant.scheme import Scheme
 from tests.support.attention_cases import Case, codes_in, expected, feed, on_a_lattice, one_node, quotients
 from tests.support.native_cases import inputs_of, native, past_of, session
 
-KERNELS = ("plain", "avx2", "avx512")
 ROPE = {1: "interleaved", 2: "half"}
-
-
-@pytest.fixture
-def library():
-    path = library_path()
-    if path is None:
-        pytest.skip("the native kernel is not built")
-    return path
-
-
-@pytest.fixture(params=KERNELS)
-def kernel(request, library):
-    best = kernel_name()
-    if not use_kernel(request.param):
-        pytest.skip(f"this processor has no {request.param}")
-    yield library
-    use_kernel(best)
 
 
 def assert_close(actual, wanted, atol=1e-5):
@@ -402,11 +384,9 @@ def test_shared_noise_heads_and_gates_equal_naive(kernel, case):
 @pytest.mark.parametrize("text", ["8:row", "7:head:shift", "7:pair", "8:tensor"])
 def test_rounded_logits_of_shared_noise_heads_equal_naive(kernel, text):
     case = Case(pairs=8, kv_pairs=2, signals=4, logits=Scheme.parse(text))
-    inputs = inputs_of(case, 1, 40)
+    inputs = on_a_lattice(case, 1, 40)
     output = native(kernel, case)(feed(inputs, slice(0, 40), past_of(case, 1, 0)))[0]
-    # A logit on the border between two codes may fall either way in float32.
-    wrong = np.abs(output - expected(case, inputs, slice(0, 40))).max(-1) > 1e-4
-    assert wrong.mean() < 0.1
+    assert_close(output, expected(case, inputs, slice(0, 40), torch.float32))
 
 
 def test_half_types_take_a_half_output_gate(kernel):

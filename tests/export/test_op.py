@@ -1,4 +1,4 @@
-"""The op's schema and its specification page say the same."""
+"""The schemas of the ops of attention and their specification page say the same."""
 
 import re
 from pathlib import Path
@@ -8,13 +8,16 @@ from onnx.defs import OpSchema
 
 from diffquant.errors import UsageError
 from diffquant.export.graph.op import OpAttributes, schema
+from diffquant.export.graph.quantized_attention import quantized_attention_schema
 
 PAGE = (Path(__file__).parents[2] / "docs" / "differential-attention-op.md").read_text()
+SCHEMAS = {"DifferentialAttention": schema, "QuantizedAttention": quantized_attention_schema}
 
 
-def table(heading):
-    """Rows of the section's first table, code marks removed."""
-    section = PAGE.split(f"## {heading}\n")[1].split("\n## ")[0]
+def table(heading, op="DifferentialAttention"):
+    """Rows of the first table in a section of an op's page, code marks removed."""
+    page = PAGE.split(f"# diffquant::{op}, ")[1].split("\n# ")[0]
+    section = page.split(f"## {heading}\n")[1].split("\n## ")[0]
     rows = [line.strip("|").split("|") for line in section.splitlines() if line.startswith("|")]
     return [[cell.strip().strip("`") for cell in row] for row in rows[2:]]
 
@@ -26,24 +29,33 @@ def of_schema(parameters):
     ]
 
 
+@pytest.mark.parametrize("op", SCHEMAS)
 @pytest.mark.parametrize("heading", ["Inputs", "Outputs"])
-def test_page_and_schema_name_the_same_inputs_and_outputs(heading):
-    parameters = schema().inputs if heading == "Inputs" else schema().outputs
-    types = [re.sub("; .*", "", row[2]) for row in table(heading)]
-    assert [[*row[:2], kind] for row, kind in zip(table(heading), types, strict=True)] == of_schema(parameters)
+def test_page_and_schema_name_the_same_inputs_and_outputs(heading, op):
+    parameters = getattr(SCHEMAS[op](), heading.lower())
+    rows = table(heading, op)
+    types = [re.sub("; .*", "", row[2]) for row in rows]
+    assert [[*row[:2], kind] for row, kind in zip(rows, types, strict=True)] == of_schema(parameters)
 
 
+@pytest.mark.parametrize("op", SCHEMAS)
 @pytest.mark.parametrize("heading", ["Inputs", "Outputs"])
-def test_page_and_schema_name_the_same_shapes(heading):
-    parameters = schema().inputs if heading == "Inputs" else schema().outputs
-    assert [row[3] for row in table(heading)] == [p.description for p in parameters]
+def test_page_and_schema_name_the_same_shapes(heading, op):
+    parameters = getattr(SCHEMAS[op](), heading.lower())
+    assert [row[3] for row in table(heading, op)] == [p.description for p in parameters]
 
 
-def test_page_schema_and_attributes_agree():
-    listed = {row[0]: row[1] for row in table("Attributes")}
-    assert listed == {name: str(a.type).split(".")[-1] for name, a in schema().attributes.items()}
-    assert all(a.required for a in schema().attributes.values())
-    assert list(listed) == list(OpAttributes(2, 1, 2, 0.5).to_dict())
+@pytest.mark.parametrize("op", SCHEMAS)
+def test_page_and_schema_name_the_same_attributes(op):
+    attributes = SCHEMAS[op]().attributes
+    assert {row[0]: row[1] for row in table("Attributes", op)} == {
+        name: str(a.type).split(".")[-1] for name, a in attributes.items()
+    }
+    assert all(a.required for a in attributes.values())
+
+
+def test_the_page_lists_attributes_as_nodes_have_them():
+    assert [row[0] for row in table("Attributes")] == list(OpAttributes(2, 1, 2, 0.5).to_dict())
 
 
 @pytest.mark.parametrize(

@@ -15,16 +15,21 @@ from diffquant.export.native import kernel_calls
 from diffquant.export.native.build import LIBRARY, SOURCES, build, find_compiler
 from diffquant.export.verification import passages, reference
 from diffquant.recipe import Recipe
+from studies.planted_faults import SOUND as AS_EXPORTED
+from studies.planted_faults import verified_with
 from tests.support.checkpoints import write_checkpoint
 from tests.support.exports import cache_ranges
 from tests.support.planted import (
-    END,
     LAYER,
     PlantedExport,
     batch_turned,
+    cache_emptied,
     emptied,
     gathered,
+    pairs_swapped,
     present,
+    row_overwritten,
+    scales_larger,
     weight,
     with_rows,
 )
@@ -189,12 +194,9 @@ def exchanged(e, first, second):
 N = f"layers.{LAYER}"
 FAULTS = {
     # The cache.
-    "one layer's cache emptied after every call": ("v2", lambda e: [emptied(e, present(p)) for p in ("key", "value")]),
+    "one layer's cache emptied after every call": ("v2", cache_emptied),
     "one layer's keys alone emptied": ("v1", lambda e: emptied(e, present("key"))),
-    "a cache row overwritten in all layers": (
-        "v2",
-        of_every_layer(lambda e, x: with_rows(e, x, (0, 1), (0, 1), (2, END))),
-    ),
+    "a cache row overwritten in all layers": ("v2", row_overwritten),
     "values one row late": ("v1", lambda e: with_rows(e, present("value"), (0, 1), (0, -1))),
     "the newest row lost": ("v2", lambda e: with_rows(e, present("key"), (0, -1), (-2, -1))),
     "a KV head replaced by another": ("v2", lambda e: gathered(e, present("value"), 1, [1, 1])),
@@ -207,7 +209,7 @@ FAULTS = {
     "cache scales four times too small": ("v1", scaled(f"{N}.v_scale", 0.25)),
     "cache scales that clip every fourth channel": ("llama", every_fourth(f"{N}.k_scale", 1 / 16)),
     # Weights.
-    "scales x 1.05": ("v2", scaled(f"{weight('up')}_scale", 1.05)),
+    "scales x 1.05": ("v2", scales_larger),
     "scales of one row x 1.05": (
         "v1",
         lambda e: e.change(
@@ -217,7 +219,7 @@ FAULTS = {
     "another zero point": ("v1", zero_point_of_7),
     "one code off by one": ("v2", one_code),
     "rows off by one": ("v1", rolled(f"{weight('gate')}_codes")),
-    "swapped query pairs": ("v2", reordered(f"{weight('q')}_codes", f"{weight('q')}_scale", rows=(1, 0))),
+    "swapped query pairs": ("v2", pairs_swapped),
     "signal and noise swapped": ("float32", reordered(f"{weight('q')}", rows=(1, 0, 3, 2))),
     "KV heads swapped in their weights": ("v2", reordered(f"{weight('k')}_codes", f"{weight('k')}_scale", rows=(1, 0))),
     "gate and up exchanged": ("float32", lambda e: exchanged(e, weight("gate"), weight("up"))),
@@ -242,6 +244,7 @@ FAULTS = {
     "a layer's attention left out": ("llama", skipped(f"{N}.Add", "layers.0.output")),
     "a residual left out": ("v1", given(f"{N}.output", 0, "layers.0.output")),
     "attention scale x 1.1": ("v2", lambda e: e.set_attribute("scale", 1.1 * 16**-0.5)),
+    "a Transformer's attention scale x 1.1": ("llama", lambda e: e.set_attribute("scale", 1.1 * 16**-0.5)),
     "a window of 16": ("float32", lambda e: e.set_attribute("local_window_size", 16)),
     "rotation of other channels": ("v2", lambda e: e.set_attribute("rotary_interleaved", 1)),
     "cosines shifted by one": ("v1", rolled("cos_cache")),
@@ -249,6 +252,7 @@ FAULTS = {
     # The function body, which stock ONNX Runtime computes.
     "body: the noise is added": ("v1", body_adds_the_noise),
     "body: no rotation": ("v2", body_without_rotation),
+    "body: no rotation in a Transformer": ("llama", body_without_rotation),
     "body: queries rotated one place late": ("pure", body_position_late),
 }
 
@@ -262,6 +266,16 @@ def test_a_planted_fault_is_refused(exported, tmp_path, fault):
     planted.save()
     with pytest.raises(ToleranceError):
         verify(planted.folder, checkpoint, threads=1)
+
+
+def test_the_study_of_a_trained_models_faults_says_which_export_is_sound(exported):
+    checkpoint, folder = exported("v2")
+    said = {
+        name: verified_with(name, LAYER, folder, checkpoint, threads=1) for name in (AS_EXPORTED, "swapped query pairs")
+    }
+    assert [each["refused"] for each in said.values()] == [False, True]
+    worst = [max(max(filter(None, route.values())) for route in each["routes"].values()) for each in said.values()]
+    assert worst[0] <= 1 < worst[1]
 
 
 # Lines of the kernel's C++, each with a fault that is there where DIFFQUANT_FAULT has its number.
@@ -296,6 +310,11 @@ NATIVE = {
         "sums[c] *= scale[c]",
         "sums[c] *= scale[FAULT ? 0 : c]",
     ),
+    "one map's weights that do not add up to 1": (
+        "softmax.h",
+        "V::store(at, V::mul(V::load(at), share));",
+        "V::store(at, V::mul(V::load(at), FAULT ? V::mul(share, V::broadcast(1.01f)) : share));",
+    ),
     "values of the batch's first sequence": (
         "attend.h",
         "read_rows<V>(problem_.values, block_.sequence,",
@@ -326,6 +345,7 @@ NATIVE = {
 OTHER_BASES = {
     "the noise's λ of another pair": "v2",
     "queries scaled for the first map's keys": "v1, a key for each map",
+    "one map's weights that do not add up to 1": "llama",
 }
 
 

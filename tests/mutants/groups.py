@@ -29,6 +29,7 @@ CHECKPOINT_TESTS = (
     "tests/model/test_sizes.py",
     "tests/calib/test_statistics.py",
     "tests/calib/test_export_scales.py",
+    "tests/test_hub.py",
 )
 GROUPS = {
     "numerics": Group(

@@ -95,10 +95,10 @@ class PlantedExport:
                 self.model.graph.initializer.append(numpy_helper.from_array(np.array(values, np.int64), name))
 
 
-def weight(name: str) -> str:
-    """Name of a linear's weight in the damaged layer, without its suffix."""
+def weight(name: str, layer: int = LAYER) -> str:
+    """Name of a linear's weight in a layer, without its suffix."""
     room = "self_attn" if name[0] in "qkvo" else "mlp"
-    return f"model.layers.{LAYER}.{room}.{name}_proj.weight"
+    return f"model.layers.{layer}.{room}.{name}_proj.weight"
 
 
 def present(part: str, layer: int = LAYER) -> str:
@@ -157,3 +157,33 @@ def batch_turned(export: PlantedExport, output: str) -> None:
         axis0=[0],
         back=[-1],
     )
+
+
+# Faults, each of them whole.
+
+
+def cache_emptied(export: PlantedExport, layer: int = LAYER) -> None:
+    """Empty a layer's cache after every call."""
+    for part in ("key", "value"):
+        emptied(export, present(part, layer))
+
+
+def row_overwritten(export: PlantedExport) -> None:
+    """Overwrite the cache's second row with its first in all layers."""
+    for output in export.model.graph.output:
+        if output.name.startswith("present."):
+            with_rows(export, output.name, (0, 1), (0, 1), (2, END))
+
+
+def scales_larger(export: PlantedExport, layer: int = LAYER) -> None:
+    """Multiply the scales of one of a layer's matrices by 1.05."""
+    export.change(f"{weight('up', layer)}_scale", lambda scales: scales * np.float32(1.05))
+
+
+def pairs_swapped(export: PlantedExport, layer: int = LAYER) -> None:
+    """Swap the queries of a layer's first two pairs."""
+    attention = next(node for node in export.model.graph.node if node.op_type == "DifferentialAttention")
+    pairs = next(attribute.i for attribute in attention.attribute if attribute.name == "num_pairs")
+    order = [1, 0, *range(2, pairs)]
+    for part in ("codes", "scale"):
+        export.change(f"{weight('q', layer)}_{part}", lambda rows: rows.reshape(pairs, -1)[order].reshape(rows.shape))

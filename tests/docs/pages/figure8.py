@@ -5,7 +5,7 @@ from collections.abc import Callable
 from statistics import median
 from typing import Any
 
-from diffquant.evals.stats import paired_difference
+from diffquant.evals.stats import mean_interval, paired_difference
 from studies.figure8_model import advantage, advantage_by_book, by_passage, mean_kl, parts, predicted
 from tests.docs.numbers import About, Expected
 from tests.docs.page import Page, Unmeasured
@@ -515,8 +515,88 @@ _BETWEEN = [
 PAGE.says("V2 differs by {} to {} bits between them", min(_BETWEEN), max(_BETWEEN))
 _SEED_1 = paired_difference(PROSE1["diff-v2"]["kl"]["3:tensor:alike"], PROSE1["transformer"]["kl"]["3:tensor"])
 PAGE.says("within its interval (KL {} [{}, {}])", _SEED_1.mean, _SEED_1.low, _SEED_1.high)
+
+# Heads and learning rate
+
+_SEED_0 = {kind: raw(f"figure8-prose-kl-seed-0/prose-{kind}.json") for kind in KINDS}
+_CONTROLS = {
+    "Transformer": _SEED_0["transformer"],
+    "Transformer with half the heads": raw("figure8-prose-kl-controls/prose-half-heads.json"),
+    "DIFF V1": _SEED_0["diff-v1"],
+    "DIFF V1 at twice the rate": raw("figure8-prose-kl-controls/prose-diff-v1-rate-4e-3.json"),
+}
+
+
+def _ratio(name: str, other: str = "Transformer") -> list[Expected]:
+    """Perplexity over another model's, with the interval of the paired difference of the windows' logarithms."""
+    change = paired_difference(_CONTROLS[name]["nll"], _CONTROLS[other]["nll"])
+    return [math.exp(each) for each in (change.mean, change.low, change.high)]
+
+
+def _control(row: str, column: str) -> list[Expected]:
+    result = _CONTROLS[row]
+    if column == "perplexity":
+        return [math.exp(mean_interval(result["nll"]).mean)]
+    if column == "over the Transformer's":
+        return _ratio(row)
+    trio = {"transformer": _SEED_0["transformer"], "control": result}
+    if column in ("range", "sensitivity"):
+        return [bits_of_parts(trio, "control", "4:tensor")[column == "sensitivity"]]
+    return [bits(trio, "control", f"4:{column}")]
+
+
+PAGE.table("seed 0 | perplexity | over the Transformer's", _control)
+PAGE.table(
+    "bits won | `tensor` | `head` | `row` | `row:shift` | range | sensitivity",
+    _control,
+    columns=["tensor", "head", "row", "row:shift", "range", "sensitivity"],
+)
+_HALF, _FAST = "Transformer with half the heads", "DIFF V1 at twice the rate"
+_PLAIN_SCHEMES = ("tensor", "head", "row", "row:shift")
+
+
+def _cost(name: str, scheme: str) -> list[Expected]:
+    """The paired difference of KL from the Transformer's, whose one map is rounded as ever, with its interval."""
+    result, plain = _CONTROLS[name]["kl"], _CONTROLS["Transformer"]["kl"]
+    change = paired_difference(result[scheme], plain[scheme.removesuffix(":alike")])
+    return [change.mean, change.low, change.high]
+
+
+def _lost(name: str, other: str = "Transformer") -> list[float]:
+    """Bits that a model needs more than another, by scheme."""
+    trio = {"transformer": _CONTROLS[other], "control": _CONTROLS[name]}
+    return [-bits(trio, "control", f"4:{scheme}") for scheme in _PLAIN_SCHEMES]
+
+
+PAGE.says("cost it less (per tensor {} [{}, {}] nats)", *_cost(_HALF, "4:tensor"))
+PAGE.means(
+    "4 bits per tensor, head or row cost it less", all(_cost(_HALF, f"4:{s}")[2] < 0 for s in ("tensor", "head", "row"))
+)
+PAGE.says("V1's loss per tensor is larger, {} bits", _lost("DIFF V1", _HALF)[0])
+PAGE.says(
+    "At twice the rate V1's perplexity is {} % lower and {} [{}, {}] of",
+    100 * (1 - _ratio(_FAST, "DIFF V1")[0]),
+    *_ratio(_FAST),
+)
+PAGE.says(
+    "It loses {} to {} bits instead of {} to {}",
+    min(_lost(_FAST)),
+    max(_lost(_FAST)),
+    min(_lost("DIFF V1")),
+    max(_lost("DIFF V1")),
+)
+PAGE.says("predicts no worse than the Transformer and loses {} to {} bits", min(_lost(_FAST)), max(_lost(_FAST)))
+PAGE.says("by {} [{}, {}] nats per tensor and {} [{}, {}] per row", *_cost(_FAST, "4:tensor"), *_cost(_FAST, "4:row"))
+PAGE.says(
+    "{} [{}, {}] nats per tensor, {} [{}, {}] per head and {} [{}, {}] per row",
+    *(each for scheme in ("tensor", "head", "row") for each in _cost(_FAST, f"4:{scheme}:alike")),
+)
+_SHARES_OF_LOSS = bits_of_parts(
+    {"transformer": _SEED_0["transformer"], "control": _SEED_0["diff-v1"]}, "control", "4:tensor"
+)
+PAGE.means("Sensitivity, which was two thirds of the loss", 0.6 < _SHARES_OF_LOSS[1] / sum(_SHARES_OF_LOSS) < 0.72)
 _V1_BEHIND = 100 * (_perplexity("diff-v1", "16")["perplexity"] / _perplexity("transformer", "16")["perplexity"] - 1)
-PAGE.says("V1 is the weaker model here, by {} % of perplexity", _V1_BEHIND)
+PAGE.says("V1 is the weaker model, by {} % of perplexity", _V1_BEHIND)
 _SHIFTED = [100 * (_perplexity(k, "4:row:shift")["perplexity"] / _perplexity(k, "16")["perplexity"] - 1) for k in KINDS]
 PAGE.says("at 4 bits it costs each of the models {} % of perplexity or less", max(_SHIFTED))
 

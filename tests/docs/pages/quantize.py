@@ -60,7 +60,8 @@ def _kl(name: str) -> float:
 
 
 PAGE.says(
-    "falls from {} nats (nearest) to {} (mse) and {} (gptq); HQQ has {} at the same bits and bitsandbytes nf4 {}",
+    "falls from {} nats (nearest) to {} (mse) and {} (gptq as it was, with `inputs: unrounded`; as it is now it was "
+    "not measured there); HQQ has {} at the same bits and bitsandbytes nf4 {}",
     _kl("nearest 4:g32"),
     _kl("mse 4:g32"),
     _kl("gptq 4:g32"),

@@ -6,6 +6,8 @@ from statistics import median
 from diffquant.calib.search.result import SearchResult, read_search
 from diffquant.calib.search.table import uniform_kl
 from diffquant.report.tables import aligned, megabytes
+from studies.figure8_model import advantage
+from studies.searched import SEARCHED, TEXTS, UNIFORM, gain, searched_cells
 from tests.docs.numbers import About, Expected
 from tests.docs.page import RESULTS, Page
 from tests.docs.raw import raw
@@ -172,6 +174,72 @@ def _chosen(result: SearchResult) -> list[int]:
 PAGE.says(
     "At 4.5 bits {} tensors get 4 bits, {} get 6 and {} get 8; at 5.5 it is {}, {} and {}", *_chosen(W45), *_chosen(W55)
 )
+
+# Models trained here
+
+POCKET = {name: raw(f"search-prose/{name}.json") for name in ("prose-transformer", "prose-diff-v1", "prose-diff-v2")}
+_COLUMNS = ("uniform bytes", "searched bytes", *TEXTS)
+
+
+def _searched(row: str, column: str) -> str:
+    name, _, uniform = row.partition(", ")
+    return dict(zip(_COLUMNS, searched_cells(POCKET[name], uniform.removesuffix(" bits")), strict=True))[column]
+
+
+PAGE.table(
+    "model | uniform | bytes | searched, bytes | KL, nats | elsewhere: KL, nats", _searched, names=2, columns=_COLUMNS
+)
+_RUNS = [(name, width) for name, result in POCKET.items() for width in result["results"]]
+_GAINS = {
+    (name, width, text): below(*(POCKET[name]["results"][width][which][text]["kl"] for which in (SEARCHED, UNIFORM)))
+    for name, width in _RUNS
+    for text in TEXTS
+}
+_V2 = [less for (name, *_), less in _GAINS.items() if name == "prose-diff-v2"]
+_OTHERS = [less for (name, *_), less in _GAINS.items() if name != "prose-diff-v2"]
+PAGE.says(
+    "have {} to {} % less KL in the Transformer and V1, and {} to {} % less in V2",
+    min(_OTHERS),
+    max(_OTHERS),
+    min(_V2),
+    max(_V2),
+)
+PAGE.means(
+    "and as much less elsewhere as on prose",
+    all(abs(_GAINS[name, width, "prose"] - _GAINS[name, width, "elsewhere"]) < 3 for name, width in _RUNS),
+)
+PAGE.means("No interval contains zero", all(gain(POCKET[name], width, text).high < 0 for name, width, text in _GAINS))
+_BYTES = [[POCKET[name]["results"][width][which]["bytes"] for which in (SEARCHED, UNIFORM)] for name, width in _RUNS]
+PAGE.means("Files are as large as the uniform ones or smaller", all(ours <= plain for ours, plain in _BYTES))
+PAGE.says("or smaller, by {} % at most", max(below(*sizes) for sizes in _BYTES))
+_BITS_WON = [advantage(1 - less / 100, 1) for less in _GAINS.values()]
+_A_BIT_MORE = [
+    below(*(result["results"][each][UNIFORM][text]["kl"] for each in (str(width + 1), str(width))))
+    for result in POCKET.values()
+    for width in (4, 5)
+    for text in TEXTS
+]
+PAGE.says(
+    "worth {} to {} bits of each weight: one bit more everywhere takes {} to {} % off KL",
+    min(_BITS_WON),
+    max(_BITS_WON),
+    min(_A_BIT_MORE),
+    max(_A_BIT_MORE),
+)
+PAGE.means(
+    "At 4 bits nothing but queries and keys gets 3",
+    all(
+        name.endswith(("q_proj", "k_proj"))
+        for result in POCKET.values()
+        for name, scheme in result["results"]["4"][SEARCHED]["recipe"]["overrides"].items()
+        if scheme.startswith("3")
+    ),
+)
+_SETTINGS = POCKET["prose-diff-v2"]["settings"]
+PAGE.says("in float32, on {} characters in windows of {}", _SETTINGS["characters"], _SETTINGS["window"])
+PAGE.leaves("with its 95 % interval", "a level")
+_COUNTS = [len(POCKET["prose-diff-v2"]["results"]["4"][SEARCHED][text]["kl_by_window"]) for text in TEXTS]
+PAGE.means("Student's over the 31 and 35 windows", _COUNTS == [31, 35])
 
 # K, V and logits
 

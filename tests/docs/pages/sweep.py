@@ -87,6 +87,17 @@ PAGE.says(
 PAGE.leaves("the English models of 1.25 M parameters", "a count")
 
 
+# Speeds of kinds of cells
+
+_SPEEDS = {cell["path"]: cell for cell in raw("sweep-cells.json")["cells"] if ", float32," in cell["workload"]}
+PAGE.table(
+    "kind of cell | items per second | × 16 bits",
+    lambda row, head: [_SPEEDS[row]["median" if head == "items per second" else "ratio"]],
+)
+_BFLOAT16 = [cell["values"] for cell in raw("sweep-cells.json")["cells"] if ", bfloat16," in cell["workload"]]
+PAGE.means("They differ by up to a factor of four", 3.5 < max(max(v) / min(v) for v in _BFLOAT16) < 4.5)
+PAGE.leaves("prose-diff-v1 in float32, 20 HellaSwag items", "a setting")
+
 # What resolves a change
 
 PAGE.shows(

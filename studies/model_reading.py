@@ -1,0 +1,124 @@
+"""A model that reads the text of a rounding contest: what every method that needs more than a weight gets of it."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from diffquant.loading import load
+from diffquant.model.causal import CausalModel
+from diffquant.model.walk import batches
+from diffquant.quantization.roundings import Rounder, rounding_named
+from diffquant.quantization.roundings.gptq.layer_inputs import inputs_on_the_way, readers_by_input
+from diffquant.recipe import Recipe, RoundingSettings
+from diffquant.scheme import Scheme
+from diffquant.source.source import Source
+from diffquant.support.progress import silent
+from diffquant.text.corpus import load_text
+from diffquant.text.tokens import token_windows
+
+_BATCH_TOKENS = 4096
+
+# (source name, weight [out, in], inputs [N, in]) -> the weight that takes its place, or None to leave it.
+Visit = Callable[[str, Tensor, Tensor], Tensor | None]
+
+
+@dataclass(frozen=True)
+class ReadingOptions:
+    """What is read: the beginning of a text.
+
+    Attributes:
+        text: file with a text; the prose that ships by default.
+        tokens: number of tokens that are read.
+        window: number of tokens the model sees at once.
+    """
+
+    text: Path | None
+    tokens: int
+    window: int
+
+
+class ModelReading:
+    """A checkpoint's model over a text.
+
+    Attributes:
+        weights: name in the checkpoint and value [out, in] float16 of each weight that is quantized, by its name in the
+            model.
+    """
+
+    def __init__(self, source: Source, weights: Mapping[str, tuple[str, Tensor]], options: ReadingOptions) -> None:
+        self._source, self.weights, self._options = source, weights, options
+        self._ready: tuple[object, Rounder] | None = None
+
+    def model(self) -> CausalModel:
+        """The model anew, in float32 with the weights rounded to float16."""
+        model = load(self._source, Recipe(), torch.float32, "cpu")
+        for name, (_, weight) in self.weights.items():
+            model.get_parameter(name).data = weight.float()
+        return model
+
+    @property
+    def tokenizer(self) -> Any:
+        """The checkpoint's tokenizer."""
+        return self._source.tokenizer
+
+    @cached_property
+    def windows(self) -> Tensor:
+        """Token ids [N, window] of the text."""
+        options = self._options
+        text = load_text(options.text)
+        return token_windows(self.model(), self._source.tokenizer, text, options.window, options.tokens)
+
+    def gptq(self, given: Mapping[str, str], scheme_of: Callable[[int], Scheme]) -> Rounder:
+        """Our gptq made ready for the model; kept until another one is asked for.
+
+        Args:
+            given: gptq's options.
+            scheme_of: function from a weight's width to its scheme.
+        """
+        schemes = {
+            source.removesuffix(".weight"): scheme_of(weight.shape[1]) for source, weight in self.weights.values()
+        }
+        asked = (dict(given), schemes)
+        if self._ready is None or self._ready[0] != asked:
+            options = self._options
+            settings = RoundingSettings("gptq", options.text, options.tokens, options.window, **given)
+            self._ready = asked, rounding_named("gptq").prepare(self._source, schemes, settings, silent)
+        return self._ready[1]
+
+    @cached_property
+    def mean_squares(self) -> Mapping[str, Tensor]:
+        """Mean square [in] of each input of a weight in the 16-bit model, by the weight's name in the checkpoint."""
+        means: dict[str, Tensor] = {}
+        self.walk(lambda name, _, inputs: means.update({name: inputs.square().mean(0)}))
+        return means
+
+    @torch.inference_mode()
+    def walk(self, visit: Visit) -> None:
+        """Run the text through the model, and show `visit` each weight with its inputs, layer by layer.
+
+        What it gives takes the weight's place once the layer has been seen, so later layers read its outputs.
+        """
+        model = self.model()
+        walk, glance = model.walk(self.windows.shape[1]), model.walk(2)
+        states = [walk.embed(batch) for batch in batches(self.windows, _BATCH_TOKENS)]
+        glimpse = glance.embed(self.windows[:1, :2])
+        for number, layer in enumerate(walk.layers):
+            readers, glimpse = readers_by_input(glance, layer, glimpse)
+            runs = [inputs_on_the_way(walk, layer, [names[0] for names in readers], state) for state in states]
+            replaced: dict[str, Tensor] = {}
+            for names in readers:
+                inputs = torch.cat([seen[names[0]] for seen, _ in runs])
+                for module in names:
+                    if (name := f"model.layers.{number}.{module}.weight") in self.weights:
+                        source, weight = self.weights[name]
+                        new = visit(source, weight.float(), inputs)
+                        if new is not None:
+                            replaced[module] = new
+            for module, new in replaced.items():
+                layer.get_submodule(module).weight.data = new
+            states = [walk.run(layer, state) for state in states] if replaced else [output for _, output in runs]
