@@ -229,5 +229,5 @@ def _head_counts(spec: DiffSpec) -> str:
 
 
 def _scheme_list(recipe: Recipe) -> str:
-    schemes = [f"{name} {getattr(recipe, name)}" for name in ("weights", *LAYER_TARGETS)]
+    schemes = [f"{name} {text}" for name, text in recipe.to_dict().items() if name in ("weights", *LAYER_TARGETS)]
     return ", ".join([*schemes, f"overrides {len(recipe.overrides)}"] if recipe.overrides else schemes)

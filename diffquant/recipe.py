@@ -18,18 +18,23 @@ _ALLOWED = {
     "k": ("row", "group", "column", "static"),
     "v": ("row", "group", "static"),
     "logits": ("tensor", "map", "head", "pair", "row", "block", "static"),
+    "qk": ("tensor", "head", "row", "block"),
 }
-LAYER_TARGETS = ("k", "v", "logits")
+LAYER_TARGETS = ("k", "v", "logits", "qk")
+# Those that can be calibrated, and that a search chooses the widths of.
+CALIBRATED_TARGETS = ("k", "v", "logits")
 # What a rounding that compensates may be told, and the choices; the first is what it does by itself.
 ROUNDING_OPTIONS = {"inputs": ("rounded", "unrounded"), "target": ("model", "layer"), "order": ("stored", "activation")}
 # Groups of 128 are the custom, but do not divide every width in use (576 in SmolLM2-135M); 32 do, and
 # gain more at 4 bits than their half bit of scales costs.
-DEFAULT_GRANULARITY = {"weights": "g32", "k": "row", "v": "row", "logits": "row"}
+DEFAULT_GRANULARITY = {"weights": "g32", "k": "row", "v": "row", "logits": "row", "qk": "row"}
 
 # Arguments of `Recipe.of` by the field's own names; 4-bit weights beside 16-bit activations are known as w4a16 too.
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "int4": {"weights": "4:g32"},
     "int8": {"weights": "8:row", "kv": "8"},
+    # The least KL of the caches of docs/kv.md that take at most 0.3 of 16 bits in a long context.
+    "kv-4bit-best": {"k": "4:c32", "v": "4:row:rotated", "residual": 64},
     "paper": {"logits": "4:tensor"},
 }
 
@@ -132,10 +137,11 @@ class Recipe:
         weights: scheme of the linear layers' weights.
         k, v: schemes of the KV cache.
         logits: scheme of Q·Kᵀ·scale of each map, before softmax (simulated).
+        qk: scheme of the queries and keys that Q·Kᵀ is computed of (simulated).
         residual: number of newest tokens of the cache that stay 16-bit.
         overrides: schemes by name pattern (shell wildcards); the first match wins. A pattern names modules whose
-            weight it is about, or where it ends in ".k", ".v" or ".logits" the cache or logits of a layer:
-            "model.layers.3.self_attn.k".
+            weight it is about, or where it ends in ".k", ".v", ".logits" or ".qk" the cache, logits or operands
+            of a layer: "model.layers.3.self_attn.k".
         rounding: rule by which weights become codes and scales.
     """
 
@@ -143,6 +149,7 @@ class Recipe:
     k: Scheme = FULL
     v: Scheme = FULL
     logits: Scheme = FULL
+    qk: Scheme = FULL
     residual: int = 0
     overrides: Mapping[str, Scheme] = field(default_factory=dict)
     rounding: RoundingSettings = NEAREST
@@ -166,6 +173,7 @@ class Recipe:
         residual: int = 0,
         overrides: Mapping[str, str] | None = None,
         rounding: str | Mapping[str, Any] = NEAREST.name,
+        qk: str | int = 16,
     ) -> "Recipe":
         """A recipe from scheme texts; `kv` serves whichever of `k` and `v` is not given.
 
@@ -177,6 +185,7 @@ class Recipe:
             k=_parse_for("k", kv if k is None else k),
             v=_parse_for("v", kv if v is None else v),
             logits=_parse_for("logits", logits),
+            qk=_parse_for("qk", qk),
             residual=residual,
             overrides=_parse_overrides(overrides or {}),
             rounding=RoundingSettings.parse(rounding),
@@ -247,11 +256,12 @@ class Recipe:
             raise UsageError(f"recipe {path}: {error}") from error
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data: scheme texts, the residual, the overrides, and the rounding where it is not to the nearest."""
-        # A recipe that rounds to the nearest code has one form, which cells and checkpoints are known by.
+        """Plain data: scheme texts, the residual and the overrides; operands and rounding where they are not plain."""
+        # A recipe without the latter has one form, which cells and checkpoints are known by.
+        schemes = {target: str(getattr(self, target)) for target in _ALLOWED if target != "qk" or self.qk.quantizes}
         rounding = {} if self.rounding == NEAREST else {"rounding": self.rounding.to_plain()}
         return {
-            **{target: str(getattr(self, target)) for target in _ALLOWED},
+            **schemes,
             "residual": self.residual,
             "overrides": {pattern: str(scheme) for pattern, scheme in self.overrides.items()},
             **rounding,
@@ -289,12 +299,12 @@ class Recipe:
         return {pattern: scheme for pattern, scheme in self.overrides.items() if target_of(pattern) == "weights"}
 
     def at_layer(self, layer: int) -> "Recipe":
-        """This recipe with the `k`, `v` and `logits` of one layer, overrides applied."""
-        k, v, logits = (self._scheme_at(target, layer) for target in LAYER_TARGETS)
-        return replace(self, k=k, v=v, logits=logits, overrides=self.weight_overrides)
+        """This recipe with the `k`, `v`, `logits` and `qk` of one layer, overrides applied."""
+        k, v, logits, qk = (self._scheme_at(target, layer) for target in LAYER_TARGETS)
+        return replace(self, k=k, v=v, logits=logits, qk=qk, overrides=self.weight_overrides)
 
     def schemes_of(self, target: str) -> set[Scheme]:
-        """Every scheme that some layer may have for "k", "v" or "logits"."""
+        """Every scheme that some layer may have for "k", "v", "logits" or "qk"."""
         return {getattr(self, target)} | {s for pattern, s in self.overrides.items() if target_of(pattern) == target}
 
     @property
@@ -338,7 +348,7 @@ RecipeLike = Recipe | str | int | Path | Mapping[str, Any]
 
 
 def target_of(pattern: str) -> str:
-    """The target of an override: "k", "v" or "logits" where its last part says so, else "weights"."""
+    """The target of an override: "k", "v", "logits" or "qk" where its last part says so, else "weights"."""
     last = pattern.rsplit(".", 1)[-1]
     return last if last in LAYER_TARGETS else "weights"
 
@@ -372,5 +382,7 @@ def _check_allowed(target: str, scheme: Scheme, what: str | None = None) -> None
         raise UsageError(f"{what}: rotated is for k and v, the cache's keys and values; leave it out")
     if scheme.rotated and scheme.granularity == "static":
         raise UsageError(f"{what}: static scales are of channels as they are; leave out rotated")
+    if scheme.smooth and target != "qk":
+        raise UsageError(f"{what}: smooth is for qk, whose keys may lose their mean before Q·Kᵀ; leave it out")
     if scheme.shift and scheme.granularity == "static":
         raise UsageError(f"{what}: static scales are of logits as they are; leave out shift")

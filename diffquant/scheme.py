@@ -9,10 +9,10 @@ from diffquant.support.suggestion import did_you_mean
 GRANULARITIES = ("tensor", "map", "head", "pair", "row", "column", "group", "block", "static")
 _SIZED = {"g": "group", "c": "column", "b": "block"}
 _LETTERS = {name: letter for letter, name in _SIZED.items()}
-_FLAGS = ("shift", "alike", "rotated")
+_FLAGS = ("shift", "alike", "rotated", "smooth")
 # No scheme is as long; what is would only fill the screen.
 _LONGEST = 64
-_GRAMMAR = "BITS[:GRANULARITY][:shift, :alike or :rotated], such as 4:g32, 6:row, 8:head, 4:tensor:shift or 16"
+_GRAMMAR = "BITS[:GRANULARITY][:shift, :alike, :rotated or :smooth], such as 4:g32, 6:row, 8:head, 4:tensor:shift or 16"
 
 
 @dataclass(frozen=True)
@@ -23,14 +23,17 @@ class Scheme:
         bits: width of the codes, 2 to 8, or 16 for not quantized.
         granularity: what shares a scale, one of `GRANULARITIES`; "" at 16 bits. A "row" is a token or an output
             channel, a "group" `size` neighbours along the contracted axis, a "column" a channel over `size` tokens
-            (or all), a "block" a `size` x `size` tile of logits, a "map" one map of a layer's logits over all heads, a
-            "pair" both maps of a head; "static" is a calibrated scale a channel of the cache or a head of the logits.
+            (or all), a "block" a `size` x `size` tile of logits, or `size` tokens of queries and of keys, a "map" one
+            map of a layer's logits over all heads, a "pair" both maps of a head; "static" is a calibrated scale a
+            channel of the cache or a head of the logits.
         size: number of entries along an axis that share a scale, for "group", "column" and "block".
         shift: whether the row maximum of logits is subtracted first: all 2^bits levels then serve one side.
         alike: whether logits are rounded as the mean of both maps and half their difference, so that the
             mean's rounding error is in both maps alike; one map has none to share it with and is rounded as without.
         rotated: whether the channels of keys or values are rotated before they are rounded, which attention makes good:
             queries are rotated as keys are, and what is read of values is rotated back.
+        smooth: whether keys lose their mean over a sequence's tokens before they are rounded for Q·Kᵀ, which softmax
+            does not see.
     """
 
     bits: int
@@ -39,10 +42,11 @@ class Scheme:
     shift: bool = False
     alike: bool = False
     rotated: bool = False
+    smooth: bool = False
 
     def __post_init__(self) -> None:
         if self.bits == 16:
-            if self.granularity or self.size or self.shift or self.alike or self.rotated:
+            if self.granularity or self.size or self.shift or self.alike or self.rotated or self.smooth:
                 raise UsageError("16 bits means not quantized and takes no granularity")
             return
         if not 2 <= self.bits <= 8:
@@ -63,7 +67,7 @@ class Scheme:
         """Read the text form; `default` is the granularity where the text names none.
 
         Raises:
-            UsageError: the text is not `BITS[:GRANULARITY][:shift, :alike or :rotated]`.
+            UsageError: the text is not `BITS[:GRANULARITY][:shift, :alike, :rotated or :smooth]`.
         """
         if not isinstance(text, str) and type(text) is not int:
             raise UsageError(f"cannot read a scheme from a {type(text).__name__}: expected {_GRAMMAR}")

@@ -212,8 +212,9 @@ def _make_notes(plan: ExportPlan, streamed: Sequence[Streamed]) -> list[str]:
         if container != scheme.bits:
             notes[-1] += f" in {container}-bit containers, which hold them exactly"
     recipe = plan.source.recipe
-    simulated = {target: sorted(map(str, recipe.schemes_of(target))) for target in LAYER_TARGETS}
-    if any(texts != ["16"] for texts in simulated.values()):
+    texts_by_target = {target: sorted(map(str, recipe.schemes_of(target))) for target in LAYER_TARGETS}
+    simulated = {target: texts for target, texts in texts_by_target.items() if texts != ["16"]}
+    if simulated:
         schemes = ", ".join(f"{target} {' or '.join(texts)}" for target, texts in simulated.items())
         notes.append(
             f"the checkpoint's recipe ({schemes}) is simulated by DiffTransformer; the exported cache and logits "

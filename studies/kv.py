@@ -72,11 +72,7 @@ def measure_caches(
     """
     source = open_source(path)
     model, tokenizer = load(source, Recipe(), torch.float32, "cpu"), source.tokenizer
-    text = load_text()
-    texts = {
-        "prose": text[len(text) // 2 :][:characters],
-        "elsewhere": "\n".join(item.query for item in hellaswag.load_items())[:characters],
-    }
+    texts = texts_of(characters)
     settings = {
         "model": path.name,
         "fingerprint": source.fingerprint,
@@ -84,7 +80,7 @@ def measure_caches(
         "window": _WINDOW,
         **{name: text_digest(part) for name, part in texts.items()},
     }
-    results = _former(file, settings)
+    results = former_results(file, settings)
     references = {
         name: reference_of(TorchModel(model), tokenizer, part, _WINDOW, _WINDOW) for name, part in texts.items()
     }
@@ -109,7 +105,16 @@ def measure_caches(
     return {"settings": settings, "results": results}
 
 
-def _former(file: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
+def texts_of(characters: int) -> dict[str, str]:
+    """What is read of each text, by the names in `TEXTS`."""
+    text = load_text()
+    return {
+        "prose": text[len(text) // 2 :][:characters],
+        "elsewhere": "\n".join(item.query for item in hellaswag.load_items())[:characters],
+    }
+
+
+def former_results(file: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
     """Results that the file holds already.
 
     Raises:

@@ -79,7 +79,14 @@ def test_an_option_has_one_kind_of_value_in_all_verbs():
     assert not differing
 
 
-@pytest.mark.parametrize(("name", "recipe"), [("int4", {"weights": "4:g32"}), ("paper", {"logits": "4:tensor"})])
+@pytest.mark.parametrize(
+    ("name", "recipe"),
+    [
+        ("int4", {"weights": "4:g32"}),
+        ("kv-4bit-best", {"k": "4:c32", "v": "4:row:rotated", "residual": 64}),
+        ("paper", {"logits": "4:tensor"}),
+    ],
+)
 def test_a_preset_is_a_recipe_of_its_own(name, recipe):
     assert RecipeOptions(preset=name).required() == Recipe.of(**recipe)
     assert all(Recipe.of(**settings) != Recipe() for settings in PRESETS.values())

@@ -6,12 +6,14 @@ import torch
 from torch import Tensor
 
 from diffquant.attention.logits import from_coded, magnitudes, prepare_logits, round_logits, to_coded
+from diffquant.attention.operands import rounded_operands
 from diffquant.family.heads import HeadLayout, each_pairs_noise
 from diffquant.family.spec import DiffSpec
 from diffquant.model.cache import PackedCache
 from diffquant.model.modeling import DiffLayer, TransformerWalk
-from diffquant.model.walk import causal_logits
+from diffquant.model.walk import CAUSAL, causal_logits
 from diffquant.numerics.logit_scales import logit_scale
+from diffquant.numerics.rotation import rotated
 from diffquant.scheme import FULL, Scheme
 
 
@@ -30,9 +32,13 @@ def last_weights(walk: TransformerWalk, layer: DiffLayer, x: Tensor) -> tuple[Te
     attention = layer.self_attn
     normed = layer.input_layernorm(x)
     q, k, v = attention.project(normed, walk.rotary)
+    if attention.key_rotation is not None:
+        q, k = rotated(q, attention.key_rotation), rotated(k, attention.key_rotation)
     if walk.model.model.has_quantized_cache:
         cache = PackedCache(walk.model.recipe, len(walk.layers), walk.model.model.ranges)
         k, _ = cache.update(k, v, attention.layer)
+    if attention.qk.quantizes:
+        q, k = rounded_operands(q, k, CAUSAL, attention.qk)
     maps = last_maps(q, k, attention.spec, attention.logits, attention.logit_ranges)
     gate, lam = attention.signal_gate(normed[:, -1:]), attention.lam(normed[:, -1:])
     signal = maps[0] if gate is None else gate.reshape(-1, 1) * maps[0]

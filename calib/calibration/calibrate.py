@@ -8,7 +8,7 @@ from diffquant.calib.calibration.observe import BATCH_TOKENS, observe_ranges, to
 from diffquant.calib.calibration.observers import Observer
 from diffquant.errors import UsageError
 from diffquant.loading import load
-from diffquant.recipe import LAYER_TARGETS, Recipe
+from diffquant.recipe import CALIBRATED_TARGETS, Recipe
 from diffquant.source.places import Places
 from diffquant.source.ranges import Ranges
 from diffquant.source.source import Source, open_source
@@ -23,7 +23,7 @@ class CalibrationOptions:
     """Options of a run of `calibrate`.
 
     Attributes:
-        targets: activations to find ranges of, among `LAYER_TARGETS`.
+        targets: activations to find ranges of, among `CALIBRATED_TARGETS`.
         observer: rule from magnitudes to ranges.
         text: file whose one half is observed and whose other half is reported on; the prose that ships by default.
         tokens: most tokens of the text, over both halves.
@@ -34,7 +34,7 @@ class CalibrationOptions:
         batch_tokens: most tokens of one pass.
     """
 
-    targets: tuple[str, ...] = LAYER_TARGETS
+    targets: tuple[str, ...] = CALIBRATED_TARGETS
     observer: Observer = field(default_factory=Observer)
     text: Path | None = None
     tokens: int = 16384
@@ -45,10 +45,10 @@ class CalibrationOptions:
     batch_tokens: int = BATCH_TOKENS
 
     def __post_init__(self) -> None:
-        known = ", ".join(LAYER_TARGETS)
+        known = ", ".join(CALIBRATED_TARGETS)
         if "hidden" in self.targets:
             raise UsageError(f"no scheme quantizes hidden states, so they have no ranges; calibrate {known}")
-        unknown = [target for target in self.targets if target not in LAYER_TARGETS]
+        unknown = [target for target in self.targets if target not in CALIBRATED_TARGETS]
         if unknown or not self.targets:
             raise UsageError(f"unknown target {', '.join(map(repr, unknown))}; known are {known}")
 

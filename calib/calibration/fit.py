@@ -12,7 +12,7 @@ from diffquant.family.spec import DiffSpec
 from diffquant.model.modeling import DiffTransformer
 from diffquant.model.walk import causal_logits, visible_entries
 from diffquant.numerics import max_code
-from diffquant.recipe import LAYER_TARGETS
+from diffquant.recipe import CALIBRATED_TARGETS
 from diffquant.report.tables import aligned
 from diffquant.support.progress import Progress, silent
 
@@ -55,7 +55,7 @@ def measure_fit(
     spec, layers = model.config.diff_spec, model.config.num_hidden_layers
     fits: list[Fit] = []
     for number, projections in enumerate(projected_layers(model, ids, batch_tokens)):
-        names = {target: f"layers.{number}.{target}" for target in LAYER_TARGETS}
+        names = {target: f"layers.{number}.{target}" for target in CALIBRATED_TARGETS}
         ranges = {target: tensors[name] for target, name in names.items() if name in tensors}
         losses = _layer_losses(projections, ranges, bits, spec)
         fits += [loss.to_fit(number, target) for target, loss in losses.items()]

@@ -15,12 +15,12 @@ from diffquant.quantization.plan import plan_quantization
 from diffquant.quantization.rounded_weight import as_stored
 from diffquant.quantization.roundings import Rounder
 from diffquant.quantization.roundings.nearest import round_to_nearest
-from diffquant.recipe import DEFAULT_GRANULARITY, LAYER_TARGETS, Recipe
+from diffquant.recipe import CALIBRATED_TARGETS, DEFAULT_GRANULARITY, Recipe
 from diffquant.scheme import FULL, Scheme
 from diffquant.source.source import Source
 from diffquant.sweep.storage import state_bytes_per_token
 
-TARGETS = ("weights", *LAYER_TARGETS)
+TARGETS = ("weights", *CALIBRATED_TARGETS)
 _WIDTHS = range(2, 9)
 
 
@@ -77,7 +77,7 @@ def find_units(source: Source, targets: Sequence[str], granularity: str) -> list
     if unknown or not targets:
         raise UsageError(f"unknown target {', '.join(map(repr, unknown))}; known are {', '.join(TARGETS)}")
     units = _weight_units(source, granularity) if "weights" in targets else []
-    for target in LAYER_TARGETS:
+    for target in CALIBRATED_TARGETS:
         if target in targets:
             elements, stored = _entries(source.spec, target)
             units += [

@@ -85,7 +85,7 @@ def sweep(
     task: Tasks = "hellaswag",
     bits: Annotated[str, typer.Option(metavar="LIST", help="Bit widths, 2 to 8; 16 is always measured.")] = "16,8,6,4",
     target: Annotated[
-        str, typer.Option(metavar="LIST", help="What to quantize, each alone: logits, weights, kv, k, v.")
+        str, typer.Option(metavar="LIST", help="What to quantize, each alone: logits, qk, weights, kv, k, v.")
     ] = "logits",
     granularity: Annotated[
         str,

@@ -35,10 +35,11 @@ Push = Annotated[
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the folder if it exists.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 Preset = Annotated[
-    Literal["int4", "int8", "paper"] | None,
+    Literal["int4", "int8", "kv-4bit-best", "paper"] | None,
     typer.Option(
-        help="int4: weights 4:g32, known as w4a16. int8: weights 8:row and a KV cache of 8 bits. paper: logits "
-        "4:tensor, the fewest bits in the DIFF paper's Figure 8."
+        help="int4: weights 4:g32, known as w4a16. int8: weights 8:row and a KV cache of 8 bits. kv-4bit-best: a KV "
+        "cache of k 4:c32, v 4:row:rotated and residual 64. paper: logits 4:tensor, the fewest bits in the DIFF "
+        "paper's Figure 8."
     ),
 ]
 Weights = Annotated[
@@ -62,6 +63,13 @@ Logits = Annotated[
         help="Scheme of attention logits, whose rounding is simulated: 6:row, 4:tensor, 4:row:shift or 16.",
     ),
 ]
+Qk = Annotated[
+    str,
+    typer.Option(
+        metavar="SCHEME",
+        help="Scheme of the queries and keys of Q·Kᵀ, whose rounding is simulated: 8:row, 4:b64:smooth or 16.",
+    ),
+]
 Residual = Annotated[
     int, typer.Option(metavar="TOKENS", help="Number of newest tokens of the KV cache that stay 16-bit.")
 ]
@@ -69,7 +77,7 @@ Override = Annotated[
     list[str] | None,
     typer.Option(
         metavar="PATTERN=SCHEME",
-        help="Scheme for some weights, or layers' .k, .v and .logits: '*.mlp.*=6:row', '*.layers.3.*.k=8'; "
+        help="Scheme for some weights, or layers' .k, .v, .logits and .qk: '*.mlp.*=6:row', '*.layers.3.*.k=8'; "
         "the first match wins. May be repeated.",
     ),
 ]
@@ -139,6 +147,7 @@ class RecipeOptions:
     override: Override = None
     recipe: RecipeFile = None
     preset: Preset = None
+    qk: Qk = "16"
 
     def given(self) -> Recipe | None:
         """The recipe that the options make; None where none was given.
@@ -146,14 +155,14 @@ class RecipeOptions:
         Raises:
             UsageError: a scheme is malformed, or a file is given along with other options.
         """
-        options = (self.weights, self.kv, self.k, self.v, self.logits, self.residual, self.override)
-        if options == ("16", "16", None, None, "16", 0, None):
+        options = (self.weights, self.kv, self.k, self.v, self.logits, self.qk, self.residual, self.override)
+        if options == ("16", "16", None, None, "16", "16", 0, None):
             return self._ready_made()
         if self.recipe is not None or self.preset is not None:
             option = "--preset" if self.recipe is None else "--recipe"
             raise UsageError(f"{option} replaces the other recipe options; give one or the other")
         overrides = dict(_split_override(text) for text in self.override or ())
-        return Recipe.of(self.weights, self.kv, self.k, self.v, self.logits, self.residual, overrides)
+        return Recipe.of(self.weights, self.kv, self.k, self.v, self.logits, self.residual, overrides, qk=self.qk)
 
     def _ready_made(self) -> Recipe | None:
         if self.recipe is not None and self.preset is not None:

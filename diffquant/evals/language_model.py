@@ -141,7 +141,8 @@ class LanguageModel(ABC):
 def shares_prefixes(recipe: Recipe) -> bool:
     """Whether a prefix computed once serves every continuation: no scale may span tokens of a sequence."""
     cached = recipe.schemes_of("k") | recipe.schemes_of("v")
-    rows_only = {scheme.granularity for scheme in recipe.schemes_of("logits")} <= {"", "row", "static"}
+    rounded = recipe.schemes_of("logits") | recipe.schemes_of("qk")
+    rows_only = all(s.granularity in ("", "row", "static") and not s.smooth for s in rounded)
     tokens_only = {scheme.granularity for scheme in cached} <= {"", "row", "group", "static"}
     # The newest tokens of a context are old ones once a continuation follows.
     ages = bool(recipe.residual) and any(scheme.quantizes for scheme in cached)

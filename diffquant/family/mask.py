@@ -65,9 +65,7 @@ class Mask:
         if self.keys is not None:
             valid = self.keys[:, None, None, :]
             seen = valid.expand(-1, 1, queries.stop - queries.start, -1) if seen is None else seen & valid
-            # More queries than keys: the first ones have no position, which is as padding.
-            valid_queries = pad(self.keys, (max(length - keys, 0), 0))[:, -length:]
-            seen = seen & valid_queries[:, None, queries, None]
+            seen = seen & cast(Tensor, self.valid_queries(length))[:, None, queries, None]
         if self.hides_by_window(keys):
             near = self._within_window(queries, length, keys, device)
             seen = near if seen is None else seen & near
@@ -76,6 +74,13 @@ class Mask:
     def dense(self, length: int, keys: int, device: torch.device) -> Tensor | None:
         """Which keys each of the T queries sees, as `visible` gives it."""
         return self.visible(slice(0, length), length, keys, device)
+
+    def valid_queries(self, length: int) -> Tensor | None:
+        """Validity of the last `length` positions, bool [B, length]; None without padding."""
+        if self.keys is None:
+            return None
+        # More queries than keys: the first ones have no position, which is as padding.
+        return pad(self.keys, (max(length - self.keys.shape[1], 0), 0))[:, -length:]
 
     def needed_keys(self, keys: int) -> int:
         """Number of the newest of so many positions that a query after them may still see; all without a window."""

@@ -10,6 +10,7 @@ from transformers.cache_utils import Cache
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from diffquant.attention import LogitMeter, attend
+from diffquant.attention.operands import rounded_operands
 from diffquant.family.heads import HeadLayout
 from diffquant.family.lam import LAMBDA_VECTORS, lam_from_vectors
 from diffquant.family.mask import Mask
@@ -29,6 +30,8 @@ class PairAttention(nn.Module):
         backend: name of the backend that computes it, or "auto".
         logits: scheme of the logits.
         logit_ranges: ranges of a static scheme.
+        qk: scheme of queries and keys.
+        qk_calls: number of attentions whose queries and keys were rounded.
         meter: counter of what is rounded.
         key_rotation, value_rotation: matrices [d, d] and [dv, dv] that keys and values are rotated by before they are
             stored; None for none.
@@ -47,6 +50,8 @@ class PairAttention(nn.Module):
         self.backend = "auto"
         self.logits = FULL
         self.logit_ranges: Tensor | None = None
+        self.qk = FULL
+        self.qk_calls = 0
         self.key_rotation: Tensor | None = None
         self.value_rotation: Tensor | None = None
         self.meter = LogitMeter()
@@ -60,6 +65,11 @@ class PairAttention(nn.Module):
         self, q: Tensor, k: Tensor, v: Tensor, lam: Tensor | None, mask: Mask, signal_gate: Tensor | None = None
     ) -> Tensor:
         """Output [B, T, h·dv] of queries [B, query heads, T, d] over keys [B, key heads, S, d] and their values."""
+        dtype = v.dtype
+        if self.qk.quantizes:
+            q, k = rounded_operands(q, k, mask, self.qk)
+            v = v.to(q.dtype)
+            self.qk_calls += 1
         y = attend(
             self.layout.query_maps(q),
             self.layout.key_maps(k),
@@ -74,7 +84,7 @@ class PairAttention(nn.Module):
             signal_gate=signal_gate,
             backend=self.backend,
         )
-        return y.transpose(1, 2).flatten(2)
+        return y.to(dtype).transpose(1, 2).flatten(2)
 
     def scalar_lam(self) -> Tensor:
         """λ of a V1 layer, a float32 scalar."""
@@ -128,7 +138,8 @@ class DiffAttention(PairAttention):
             k = without_padding(k, mask)
         y, gate = None, self.signal_gate(x)
         # The decode kernel has no gate, and a caller may bring its cache to any model.
-        if isinstance(cache, FusedCache) and self.backend == "auto" and not self.logits.quantizes and gate is None:
+        is_exact = not (self.logits.quantizes or self.qk.quantizes)
+        if isinstance(cache, FusedCache) and self.backend == "auto" and is_exact and gate is None:
             queries, post = self.layout.query_maps(q), self.post()
             fused = cache.attend(self.layer, queries, k, v, lam, scale=self.spec.scale, mask=mask, post=post)
             y = None if fused is None else fused.transpose(1, 2).flatten(2)

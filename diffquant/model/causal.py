@@ -262,7 +262,7 @@ class CausalModel(CausalPreTrainedModel, GenerationMixin):
         return self.model.recipe
 
     def apply_recipe(self, recipe: Recipe) -> None:
-        """Simulate the recipe's logits and KV cache from now on, and start new logit reports.
+        """Simulate the recipe's logits, operands and KV cache from now on, and start new logit reports.
 
         Raises:
             UsageError: an override is about a layer that is not there, or a scheme is static and its ranges are not.
@@ -278,6 +278,7 @@ class CausalModel(CausalPreTrainedModel, GenerationMixin):
         for attention in self.attentions:
             of_layer, spec = recipe.at_layer(attention.layer), attention.spec
             attention.logits = of_layer.logits
+            attention.qk = of_layer.qk
             attention.key_rotation = self._rotation(of_layer.k, spec.head_dim)
             attention.value_rotation = self._rotation(of_layer.v, spec.value_dim)
             attention.logit_ranges = self.model.ranges.get(f"layers.{attention.layer}.logits")
@@ -310,17 +311,25 @@ class CausalModel(CausalPreTrainedModel, GenerationMixin):
     def reset_logit_report(self) -> None:
         for attention in self.attentions:
             attention.meter = LogitMeter()
+            attention.qk_calls = 0
 
     def require_fired(self) -> None:
-        """Check that every layer's logit quantizer ran since the last reset.
+        """Check that every layer's quantizers of logits, and of queries and keys, ran since the last reset.
 
         Raises:
-            NotFiredError: it did not in some layers, which are named.
+            NotFiredError: one did not in some layers, which are named.
         """
-        not_called = [attention.layer for attention in self.attentions if not attention.meter.calls]
-        idle = [str(layer) for layer in not_called if self.recipe.at_layer(layer).logits.quantizes]
-        if idle:
-            raise NotFiredError(f"logits are to be quantized, but layers {', '.join(idle)} did not")
+        idle_by_target = {
+            "logits": [a.layer for a in self.attentions if a.logits.quantizes and not a.meter.calls],
+            "queries and keys": [a.layer for a in self.attentions if a.qk.quantizes and not a.qk_calls],
+        }
+        faults = [
+            f"{what} are to be quantized, but layers {', '.join(map(str, idle))} did not"
+            for what, idle in idle_by_target.items()
+            if idle
+        ]
+        if faults:
+            raise NotFiredError("; ".join(faults))
 
 
 def _valid_keys(attention_mask: Tensor | None, keys: int) -> Tensor | None:

@@ -32,6 +32,7 @@ def quantized_card(plan: QuantizationPlan, errors: Mapping[str, float]) -> str:
         f"| K cache | {recipe.k} |",
         f"| V cache | {recipe.v} |",
         f"| attention logits | {recipe.logits} |",
+        *([f"| queries and keys | {recipe.qk} |"] if recipe.qk.quantizes else []),
         *(f"| `{pattern}` | {scheme} |" for pattern, scheme in recipe.overrides.items()),
         "",
         f"Tensors take {plan.size}.",

@@ -44,7 +44,7 @@ def evaluate(
 
     Raises:
         DiffQuantError: the checkpoint, the tasks or their data cannot be read; all before the first item.
-        NotFiredError: a layer did not quantize its logits.
+        NotFiredError: a layer did not quantize its logits, or its queries and keys.
     """
     device = resolve_device(options.computing_device)
     check_backend(options.attention)

@@ -16,7 +16,7 @@ from diffquant.support.plain_data import JsonObject
 EXPORTED, RECIPE = "onnx", "recipe"
 
 # The recipe's fields that each target sets.
-TARGETS = {"weights": ("weights",), "kv": ("k", "v"), "k": ("k",), "v": ("v",), "logits": ("logits",)}
+TARGETS = {"weights": ("weights",), "kv": ("k", "v"), "k": ("k",), "v": ("v",), "logits": ("logits",), "qk": ("qk",)}
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-TITLES = {"logits": "attention logits", "kv": "KV cache", "k": "keys", "v": "values"}
+TITLES = {"logits": "attention logits", "kv": "KV cache", "k": "keys", "v": "values", "qk": "queries and keys"}
 # Distance in bits between two models at one width; panels side by side.
 _SPREAD, _COLUMNS = 0.12, 5
 # Where a logarithmic axis ends, as a share of the lowest point: an interval that holds 0 would have no end.

@@ -35,14 +35,14 @@ class Session(Protocol):
         """Run a task under a recipe, or under the model's own; compared with a reference where there is one.
 
         Raises:
-            NotFiredError: a layer did not quantize its logits.
+            NotFiredError: a layer did not quantize its logits, or its queries and keys.
         """
 
     def measure(self, task: Task, recipe: Recipe, progress: Progress) -> Measurement:
         """Run a task under a recipe, compared with 16 bits; returns the result with its time and what is stored.
 
         Raises:
-            NotFiredError: a layer did not quantize its logits.
+            NotFiredError: a layer did not quantize its logits, or its queries and keys.
             CheckpointError: the model's files changed since they were opened.
         """
 
@@ -158,7 +158,7 @@ class CheckpointSession:
     def run(self, task: Task, recipe: Recipe | None, reference: States | None, progress: Progress) -> TaskResult:
         model = self.model(recipe)
         result = task.run(TorchModel(model), self.subject.source.tokenizer, reference, progress)
-        if _quantizes_logits(model.recipe):
+        if _rounds_in_attention(model.recipe):
             model.require_fired()
         return result
 
@@ -216,3 +216,8 @@ def weights_of(recipe: Recipe) -> str:
 
 def _quantizes_logits(recipe: Recipe) -> bool:
     return any(scheme.quantizes for scheme in recipe.schemes_of("logits"))
+
+
+def _rounds_in_attention(recipe: Recipe) -> bool:
+    """Whether some layer's attention has logits or operands to quantize."""
+    return any(scheme.quantizes for target in ("logits", "qk") for scheme in recipe.schemes_of(target))

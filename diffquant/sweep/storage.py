@@ -31,19 +31,19 @@ def state_bytes_per_token(scheme: Scheme, heads: int, width: int) -> float:
     return states.nbytes / _KV_TOKENS
 
 
-def kv_bytes_per_token(model: CausalModel) -> float:
-    """Bytes of keys and values that the recipe's cache holds for a token of one sequence, over 1,024 tokens of 16 bits.
+def kv_bytes_per_token(model: CausalModel, tokens: int = _KV_TOKENS) -> float:
+    """Bytes of keys and values that the recipe's cache holds for a token of one sequence, over tokens of 16 bits.
 
     Layers that see a window hold no more than that; states of recurrent layers do not count, since no token adds to
     them.
     """
     spec = model.config.diff_spec
-    keys = torch.zeros(1, spec.key_heads, _KV_TOKENS, spec.head_dim, dtype=torch.bfloat16)
-    values = torch.zeros(1, spec.kv_pairs, _KV_TOKENS, spec.value_dim, dtype=torch.bfloat16)
+    keys = torch.zeros(1, spec.key_heads, tokens, spec.head_dim, dtype=torch.bfloat16)
+    values = torch.zeros(1, spec.kv_pairs, tokens, spec.value_dim, dtype=torch.bfloat16)
     cache_bytes = 0
     for layer in model.stored_layers():
         # One layer's states at a time, so that a 16-bit cache of many layers is never held whole.
         layer.update(keys, values)
         cache_bytes += layer.nbytes
         layer.reset()
-    return cache_bytes / _KV_TOKENS
+    return cache_bytes / tokens

@@ -143,7 +143,7 @@ def _stored(row: Row) -> str:
     cache = f"{row.kv_bytes / 1e3:.2f} kB/token" if row.kv_bytes is not None else MISSING
     if row.point.target in ("", EXPORTED, RECIPE):
         return f"{weights}, {cache}"
-    return {"weights": weights, "logits": MISSING}.get(row.point.target, cache)
+    return {"weights": weights, "logits": MISSING, "qk": MISSING}.get(row.point.target, cache)
 
 
 def _record(row: Row) -> JsonObject:

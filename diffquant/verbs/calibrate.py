@@ -7,7 +7,7 @@ from diffquant.calib.calibration.calibrate import CalibrationOptions
 from diffquant.calib.calibration.calibrate import calibrate as observe
 from diffquant.calib.calibration.fit import Fit
 from diffquant.calib.calibration.observers import Observer
-from diffquant.recipe import LAYER_TARGETS
+from diffquant.recipe import CALIBRATED_TARGETS
 from diffquant.source.places import DeviceMap, Places
 from diffquant.source.ranges import check_ranges_output, write_ranges
 from diffquant.source.source import Source
@@ -19,7 +19,7 @@ def calibrate(
     model: Path | str | Source,
     output: Path | str,
     *,
-    targets: str | Sequence[str] = LAYER_TARGETS,
+    targets: str | Sequence[str] = CALIBRATED_TARGETS,
     observer: str = "absmax",
     percentile: float = 99.99,
     bits: int = 8,

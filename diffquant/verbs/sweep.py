@@ -47,7 +47,7 @@ def sweep(
         output: folder for cells, table, plots and report.
         tasks: names of tasks, such as "hellaswag,perplexity" or "needle:4:2".
         bits: widths, 2 to 8; 16 is always measured.
-        targets: what is quantized, each alone: logits, weights, kv, k, v.
+        targets: what is quantized, each alone: logits, qk, weights, kv, k, v.
         granularities: what shares one scale, such as "row,tensor,row:shift"; each target's default otherwise.
         recipes: YAML files of recipes to measure beside the grid.
         scales: files of calibrated ranges, for static schemes, one for each model.

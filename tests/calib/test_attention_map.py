@@ -77,6 +77,7 @@ def test_diffllamas_attention_is_the_difference_of_its_eager_maps():
 
 RECIPES = [{}, {"kv": "4:row"}, {"k": "4:c8", "v": "4:row"}, {"kv": "4:row", "residual": 9}]
 RECIPES += [{"logits": "3:tensor"}, {"logits": "3:tensor:shift"}, {"logits": "4:b16", "kv": "6:row"}]
+RECIPES += [{"qk": "3:b8:smooth"}, {"qk": "4:tensor"}, {"k": "3:row:rotated"}]
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=str)

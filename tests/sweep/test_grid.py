@@ -24,8 +24,8 @@ def test_a_models_16_bits_come_once_and_first_whatever_bits_are_asked_for():
 
 
 def test_each_target_sets_its_own_part_of_the_recipe():
-    grid = points([MODEL], SweepOptions(bits=(6,), targets=("weights", "kv", "k", "v", "logits")))
-    fields = ("weights", "kv", "k", "v", "logits")
+    grid = points([MODEL], SweepOptions(bits=(6,), targets=("weights", "kv", "k", "v", "logits", "qk")))
+    fields = ("weights", "kv", "k", "v", "logits", "qk")
     assert [p.recipe for p in grid[1:]] == [Recipe.of(**{field: 6}) for field in fields]
 
 
@@ -36,6 +36,13 @@ def test_a_granularity_serves_the_targets_that_know_it():
         "logits 4:tensor:shift",
         "kv 4:row",
         "kv 4:g32",
+    ]
+    assert labels(bits=(4,), targets=("logits", "qk"), granularities=("b64", "head:smooth", "pair")) == [
+        "16 bits",
+        "logits 4:b64",
+        "logits 4:pair",
+        "qk 4:b64",
+        "qk 4:head:smooth",
     ]
 
 

@@ -23,7 +23,7 @@ def kinds_of(layers: int) -> list[Kind]:
 
 
 def layers_of_targets(layers: int) -> dict[str, list[int]]:
-    """Numbers of the layers that have logits, and of those with keys and values of their own."""
+    """Numbers of the layers that have logits and operands, and of those with keys and values of their own."""
     attention = [layer for layer, kind in enumerate(kinds_of(layers)) if kind.endswith("attention")]
     stored = [layer for layer in attention if kind_of(layer, layers) != "cross attention"]
-    return {"k": stored, "v": stored, "logits": attention}
+    return {"k": stored, "v": stored, "logits": attention, "qk": attention}

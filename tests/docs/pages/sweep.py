@@ -60,6 +60,33 @@ PAGE.says(
 )
 PAGE.leaves("at most 0.30 of 16 bits at 4,096 tokens", "a bound that tests/model/test_cache.py asserts")
 
+# Loss by place
+
+PAGE.shows(
+    "diffquant sweep prose-transformer prose-diff-v1 prose-diff-v2 -o nll",
+    lambda: text_table(sweep("pocket-nll")).splitlines(),
+)
+_NLL = {
+    cell.point.model.name: cell.result.details
+    for cell in sweep("pocket-nll").cells
+    if cell.point.is_baseline and cell.result is not None
+}
+TRIO = ("prose-transformer", "prose-diff-v1", "prose-diff-v2")
+PAGE.says(
+    "Up to the sixteenth position the mean is {} (Transformer), {} (DIFF V1) and {} (DIFF V2), and over all {} it is "
+    "{}, {} and {}",
+    *(_NLL[model]["cumulative_nll"][_NLL[model]["positions"].index(16)] for model in TRIO),
+    _NLL[TRIO[0]]["positions"][-1],
+    *(_NLL[model]["cumulative_nll"][-1] for model in TRIO),
+)
+PAGE.says(
+    "One text, {} windows and {} AR-hits",
+    len(_NLL[TRIO[0]]["ar_hits_by_window"]),
+    sum(_NLL[TRIO[0]]["ar_hits_by_window"]),
+)
+PAGE.leaves("the English models of 1.25 M parameters", "a count")
+
+
 # Speeds of kinds of cells
 
 _SPEEDS = {cell["path"]: cell for cell in raw("sweep-cells.json")["cells"] if ", float32," in cell["workload"]}

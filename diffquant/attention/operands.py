@@ -1,0 +1,62 @@
+"""Simulated low-bit operands: absmax-quantize queries and keys themselves before Q·Kᵀ, which stays exact.
+
+Kernels of low-bit attention, such as SageAttention's (arXiv 2410.02367) and FlashAttention-3's (arXiv 2407.08608),
+round Q and K where the paper's experiment rounds their product. Scales span valid tokens only and never two sequences.
+Blocks of tokens are counted from the first one of a call, which padding on the left moves.
+"""
+
+import torch
+from torch import Tensor
+
+from diffquant.family.mask import Mask
+from diffquant.numerics.absmax import Axes, absmax_scale, compute_dtype, dequantize, quantize
+from diffquant.scheme import Scheme
+
+_SHARING: dict[str, Axes] = {"tensor": (1, 2, 3), "head": (2, 3), "row": 3}
+
+
+def rounded_operands(q: Tensor, k: Tensor, mask: Mask, scheme: Scheme) -> tuple[Tensor, Tensor]:
+    """Queries and keys as codes times scales read back, those that are padding as zeros.
+
+    Args:
+        q: [B, query heads, T, d], all maps' heads.
+        k: [B, key heads, S, d], likewise; what the maps share is rounded once.
+        mask: mask that says which tokens are valid.
+        scheme: scheme of both; "tensor" is one sequence's Q, or K, over all heads, "block" `size` tokens of a head.
+            With `smooth` the keys lose their mean over a sequence's tokens, which softmax does not see.
+
+    Returns:
+        Both in float32, or float64 where they come so.
+    """
+    valid_queries, valid_keys = (
+        None if valid is None else valid[:, None, :, None] for valid in (mask.valid_queries(q.shape[2]), mask.keys)
+    )
+    queries, keys = _without_padding(q, valid_queries), _without_padding(k, valid_keys)
+    if scheme.smooth:
+        keys = _without_padding(keys - _mean_token(keys, valid_keys), valid_keys)
+    return _read_back(queries, scheme), _read_back(keys, scheme)
+
+
+def _without_padding(x: Tensor, valid: Tensor | None) -> Tensor:
+    wide = x.to(compute_dtype(x))
+    return wide if valid is None else wide.masked_fill(~valid, 0.0)
+
+
+def _mean_token(x: Tensor, valid: Tensor | None) -> Tensor:
+    """Mean [B, H, 1, d] over the valid tokens of x, which is 0 at the others."""
+    if valid is None:
+        return x.mean(2, keepdim=True)
+    return x.sum(2, keepdim=True) / valid.sum(2, keepdim=True).clamp(min=1)
+
+
+def _read_back(x: Tensor, scheme: Scheme) -> Tensor:
+    if scheme.granularity != "block":
+        return _rounded(x, scheme.bits, _SHARING[scheme.granularity])
+    size, length = scheme.size or 1, x.shape[2]
+    blocks = torch.nn.functional.pad(x, (0, 0, 0, -length % size)).unflatten(2, (-1, size))
+    return _rounded(blocks, scheme.bits, (3, 4)).flatten(2, 3)[:, :, :length]
+
+
+def _rounded(x: Tensor, bits: int, dim: Axes) -> Tensor:
+    scale = absmax_scale(x, bits, dim)
+    return dequantize(quantize(x, scale, bits), scale)

@@ -1,0 +1,148 @@
+"""Queries and keys rounded before Q·Kᵀ: against loops over heads and tokens in NumPy's float64, in the whole family."""
+
+import numpy as np
+import pytest
+import torch
+
+from diffquant import Recipe, load
+from diffquant.attention.operands import rounded_operands
+from diffquant.errors import NotFiredError, UsageError
+from diffquant.evals.language_model import shares_prefixes
+from diffquant.family.mask import Mask
+from diffquant.scheme import Scheme
+from tests.support.checkpoints import PHI4FLASH, SOURCES, write_checkpoint
+from tests.support.models import random_ids
+
+SCHEMES = ["8:tensor", "4:head", "3:row", "4:b4", "4:tensor:smooth", "3:head:smooth", "4:row:smooth", "3:b5:smooth"]
+# Two sequences of 13 keys, one with padding on the left, one with a hole on the right.
+PADDED = torch.ones(2, 13, dtype=torch.bool)
+PADDED[0, :4] = PADDED[1, -3:] = False
+
+
+def in_numpy(x, valid, scheme, is_keys):
+    """x [B, H, T, d] with each scale's entries rounded by themselves, and what is padding at zero."""
+    out = np.zeros(x.shape)
+    size, largest = scheme.size or x.shape[2], 2 ** (scheme.bits - 1) - 1
+    for b, sequence in enumerate(x.double().numpy()):
+        real = valid[b].numpy()
+        heads = sequence * real[:, None]
+        if scheme.smooth and is_keys:
+            heads = (heads - heads.sum(1, keepdims=True) / real.sum()) * real[:, None]
+        top = np.abs(heads).max()
+        for h, head in enumerate(heads):
+            for t, row in enumerate(head):
+                first = t // size * size
+                spans = {"row": row, "head": head, "block": head[first : first + size]}
+                shared = top if scheme.granularity == "tensor" else np.abs(spans[scheme.granularity]).max()
+                scale = shared / largest if shared else 1.0
+                out[b, h, t] = np.round(row / scale) * scale
+    return torch.from_numpy(out)
+
+
+def random_heads(heads, tokens, width=6, seed=0):
+    x = torch.randn(2, heads, tokens, width, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    # A mean that is large beside the rest, which is what smoothing is for.
+    return x + 3 * x[:, :, :1]
+
+
+@pytest.mark.parametrize("length", [13, 5, 1])
+@pytest.mark.parametrize("mask", [Mask(), Mask(PADDED)], ids=["whole", "padded"])
+@pytest.mark.parametrize("text", SCHEMES)
+def test_operands_are_rounded_as_loops_round_them(text, mask, length):
+    scheme, q, k = Scheme.parse(text), random_heads(4, length), random_heads(2, 13, seed=1)
+    valid = torch.ones(2, 13, dtype=torch.bool) if mask.keys is None else mask.keys
+    queries, keys = rounded_operands(q, k, mask, scheme)
+    torch.testing.assert_close(queries, in_numpy(q, valid[:, -length:], scheme, False), rtol=0, atol=1e-12)
+    torch.testing.assert_close(keys, in_numpy(k, valid, scheme, True), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("text", ["4:tensor", "3:b4:smooth"])
+@pytest.mark.parametrize("name", [*SOURCES, *PHI4FLASH])
+def test_attention_of_the_whole_family_reads_rounded_operands(tmp_path, name, text):
+    model = load(write_checkpoint(tmp_path / "model", name)).double()
+    attention, spec = model.attentions[0], model.config.diff_spec
+    q = random_heads(attention.layout.query_heads, 13, spec.head_dim)
+    k = random_heads(spec.key_heads, 13, spec.head_dim, seed=1)
+    v = random_heads(spec.kv_pairs, 13, spec.value_dim, seed=2)
+    lam = None if spec.maps == 1 else torch.full((2, spec.pairs, 13, 1), 0.4, dtype=torch.float64)
+    gate = None if spec.lam != "two-gates" else torch.full((2, spec.pairs, 13, 1), 0.7, dtype=torch.float64)
+    scheme, mask = Scheme.parse(text), Mask(PADDED)
+    wanted = attention.attend(in_numpy(q, PADDED, scheme, False), in_numpy(k, PADDED, scheme, True), v, lam, mask, gate)
+    model.apply_recipe(Recipe.of(qk=text))
+    torch.testing.assert_close(attention.attend(q, k, v, lam, mask, gate), wanted, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", ["llama", "diffllama", "unilm-v2", "motif-grouped"])
+def test_keys_without_their_mean_give_the_same_attention(tmp_path, name):
+    model = load(write_checkpoint(tmp_path / "model", name)).double()
+    attention, spec = model.attentions[0], model.config.diff_spec
+    q = random_heads(attention.layout.query_heads, 13, spec.head_dim)
+    k = random_heads(spec.key_heads, 13, spec.head_dim, seed=1)
+    v = random_heads(spec.kv_pairs, 13, spec.value_dim, seed=2)
+    lam = None if spec.maps == 1 else torch.full((2, spec.pairs, 13, 1), 0.4, dtype=torch.float64)
+    smoothed = k - k.mean(2, keepdim=True)
+    exact = attention.attend(q, k, v, lam, Mask())
+    torch.testing.assert_close(attention.attend(q, smoothed, v, lam, Mask()), exact, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", ["llama", "diffllama", "unilm-v2", "motif-grouped", "phi4flash"])
+@pytest.mark.parametrize("text", ["4:tensor", "4:head:smooth", "4:row:smooth"])
+def test_padding_and_batching_never_count(tmp_path, name, text):
+    model, ids = load(write_checkpoint(tmp_path / "model", name)), random_ids(batch=2, length=13)
+    model.apply_recipe(Recipe.of(qk=text))
+    alone = model(ids[:1, 4:]).logits
+    together = model(ids, attention_mask=torch.tensor([[0] * 4 + [1] * 9, [1] * 13])).logits
+    torch.testing.assert_close(together[:1, 4:], alone, rtol=0, atol=2e-4)
+
+
+def test_rows_read_token_by_token_are_those_of_a_whole_text(tmp_path):
+    model, ids = load(write_checkpoint(tmp_path / "model", "unilm-v2")), random_ids(batch=1, length=9)
+    model.apply_recipe(Recipe.of(qk="4:row"))
+    cache = model.new_cache()
+    steps = [model(token, past_key_values=cache, use_cache=True).logits for token in ids.split(1, 1)]
+    torch.testing.assert_close(torch.cat(steps, 1), model(ids).logits, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("text", "shares"),
+    [("4:row", True), ("4:row:smooth", False), ("4:b64", False), ("4:head", False), ("4:tensor", False)],
+)
+def test_a_prefix_is_shared_where_no_scale_and_no_mean_spans_tokens(text, shares):
+    assert shares_prefixes(Recipe.of(qk=text)) == shares
+
+
+def test_every_layer_has_to_round_its_operands(tmp_path):
+    model = load(write_checkpoint(tmp_path / "model", "diffllama"))
+    model.apply_recipe(Recipe.of(qk="4:row", overrides={"*.layers.0.*.qk": "16"}))
+    with pytest.raises(NotFiredError, match="queries and keys are to be quantized, but layers 1 did not"):
+        model.require_fired()
+    model(random_ids())
+    model.require_fired()
+    assert [attention.qk_calls for attention in model.attentions] == [0, 1]
+
+
+def test_half_types_are_rounded_in_float32_and_come_back(tmp_path):
+    model = load(write_checkpoint(tmp_path / "model", "unilm-v2"), dtype=torch.bfloat16)
+    model.apply_recipe(Recipe.of(qk="8:row"))
+    assert model(random_ids()).logits.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("recipe", "said"),
+    [
+        ({"qk": "4:pair"}, "qk cannot be quantized per pair; use tensor, head, row, block"),
+        ({"qk": "4:row:shift"}, "shift is for logits"),
+        ({"qk": "4:row:rotated"}, "rotated is for k and v"),
+        ({"logits": "4:row:smooth"}, "smooth is for qk"),
+        ({"overrides": {"*.layers.0.*.k": "4:row:smooth"}}, "smooth is for qk"),
+    ],
+)
+def test_what_operands_cannot_be_is_refused(recipe, said):
+    with pytest.raises(UsageError, match=said):
+        Recipe.of(**recipe)
+
+
+def test_a_recipe_without_operands_has_the_form_it_had():
+    assert "qk" not in Recipe.of(logits="4:row").to_dict()
+    recipe = Recipe.of(qk="4:b64:smooth", overrides={"*.layers.1.*.qk": "8:row"})
+    assert Recipe.from_dict(recipe.to_dict()) == recipe
