@@ -15,9 +15,9 @@ SCHEMAS = {"DifferentialAttention": schema, "QuantizedAttention": quantized_atte
 
 
 def table(heading, op="DifferentialAttention"):
-    """Rows of the first table in a section of an op's page, code marks removed."""
-    page = PAGE.split(f"# diffquant::{op}, ")[1].split("\n# ")[0]
-    section = page.split(f"## {heading}\n")[1].split("\n## ")[0]
+    """Rows of the first table in an op's section, code marks removed."""
+    title = heading if op == "DifferentialAttention" else f"{heading} of {op}"
+    section = PAGE.split(f"## {title}\n")[1].split("\n## ")[0]
     rows = [line.strip("|").split("|") for line in section.splitlines() if line.startswith("|")]
     return [[cell.strip().strip("`") for cell in row] for row in rows[2:]]
 
