@@ -319,9 +319,10 @@ class CausalModel(CausalPreTrainedModel, GenerationMixin):
         Raises:
             NotFiredError: one did not in some layers, which are named.
         """
+        asked = {attention: self.recipe.at_layer(attention.layer) for attention in self.attentions}
         idle_by_target = {
-            "logits": [a.layer for a in self.attentions if a.logits.quantizes and not a.meter.calls],
-            "queries and keys": [a.layer for a in self.attentions if a.qk.quantizes and not a.qk_calls],
+            "logits": [a.layer for a, recipe in asked.items() if recipe.logits.quantizes and not a.meter.calls],
+            "queries and keys": [a.layer for a, recipe in asked.items() if recipe.qk.quantizes and not a.qk_calls],
         }
         faults = [
             f"{what} are to be quantized, but layers {', '.join(map(str, idle))} did not"

@@ -129,8 +129,10 @@ class DiffTransformerModel(Decoder):
         attentions = [cast(DiffLayer, layer).self_attn for layer in self.layers]
         if chosen := sorted({attention.backend for attention in attentions} - {"auto"}):
             return f"attention was asked to run on {', '.join(chosen)}"
-        if any(attention.logits.quantizes or attention.qk.quantizes for attention in attentions):
-            return "attention logits, or queries and keys, are quantized, for which K and V are read back"
+        if any(attention.logits.quantizes for attention in attentions):
+            return "attention logits are quantized, for which K and V are read back"
+        if any(attention.qk.quantizes for attention in attentions):
+            return "queries and keys are quantized before their product, for which K and V are read back"
         # accelerate's hooks copy weights from where they lie, and no graph holds that.
         if any(hasattr(layer, "_hf_hook") for layer in self.layers):
             return "the model is spread over several places"
