@@ -27,7 +27,6 @@ test: lint $(NATIVE)
 # The other libraries' quantizers in the rounding contest. They have an environment of their own, which sees the first
 # one's packages: transformers imports some of them wherever it finds them. llm-compressor asks for an older transformers,
 # which its GPTQ of one weight does without. llama.cpp's are tested where llama-cpp-python is there, which is compiled.
-# AutoRound's test wants another environment: in this one it does not run.
 test-quantizers: $(VENV)/.ready
 	test -x build/quantizers/bin/python || $(PYTHON) -m venv build/quantizers
 	$(BIN)/python -c 'import site; print(site.getsitepackages()[0])' \
@@ -36,7 +35,7 @@ test-quantizers: $(VENV)/.ready
 	build/quantizers/bin/python -m pip install --quiet --no-deps llmcompressor==0.14.0.1
 	build/quantizers/bin/python -c 'import auto_round, bitsandbytes, hqq, llmcompressor, torchao'
 	build/quantizers/bin/python -m pytest tests/bench/test_rounding_bench.py tests/bench/test_rounding_text_methods.py \
-		-k '(stored_bits or nf4) and not AutoRound'
+		-k 'stored_bits or nf4'
 
 # Kernels as Triton 3.6.0 compiles them. The wheel, of 188 MB, is fetched once.
 test-triton: $(VENV)/.ready $(OTHER_TRITON)/triton

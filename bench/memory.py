@@ -1,6 +1,7 @@
 """Memory of processes as Linux counts it, and of a CUDA device as torch's allocator does."""
 
 import ctypes
+import mmap
 import threading
 import time
 from collections.abc import Callable
@@ -9,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 _POLL_SECONDS = 0.01
+# Large beside what Linux may leave out of a peak.
+_KNOWN = 1 << 22
 # glibc's number for the size from which a block has pages of its own; half a page, so that hardly any block shares one.
 _MMAP_THRESHOLD, _OWN_PAGES_FROM = -3, 2048
 
@@ -59,12 +62,26 @@ def cpu_peak(call: Callable[[], Any]) -> int:
         OSError: this is not Linux.
     """
     ctypes.CDLL(None).malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5")
-    before = status_bytes(Path("/proc/self/status").read_text(), "VmRSS")
+    # Linux counts VmRSS exactly, but the peak without each core's latest pages. So what was there before is read off a
+    # peak, too: that of a block of known size.
+    _forget_peak()
+    _fill_pages(_KNOWN)
+    before = resident().peak - _KNOWN
+    _forget_peak()
     held = call()
     grown = resident().peak - before
     del held
     return grown
+
+
+def _forget_peak() -> None:
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def _fill_pages(nbytes: int) -> None:
+    """Touch so many bytes of new pages, and give them back."""
+    with mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as pages:
+        pages[:: mmap.PAGESIZE] = b"1" * (nbytes // mmap.PAGESIZE)
 
 
 class AnonymousPeak:

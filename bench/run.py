@@ -1,6 +1,5 @@
 """Runs of the bench: its options, its sections one after the other, and the files they leave."""
 
-import json
 import os
 import time
 from collections.abc import Callable
@@ -24,7 +23,7 @@ from diffquant.errors import FailedCellsError, MissingDependencyError, UsageErro
 from diffquant.export import require
 from diffquant.support.code import code_digest
 from diffquant.support.devices import resolve_device
-from diffquant.support.files import write_atomically
+from diffquant.support.files import write_atomically, write_json
 from diffquant.support.journal import Journal
 from diffquant.support.progress import Progress, silent
 
@@ -148,7 +147,7 @@ def run_bench(options: BenchOptions, folder: Path, progress: Progress = silent) 
     settings |= {"seconds": round(time.monotonic() - started, 1), "failed_sections": failed}
     result = BenchResult(about, machine, settings, tuple(cells))
     folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(folder / "bench.json", json.dumps(result.to_dict(), indent=1) + "\n")
+    write_json(folder / "bench.json", result.to_dict())
     journal.discard()
     return result
 

@@ -30,7 +30,7 @@ from diffquant.model.modeling import DiffTransformer
 from diffquant.recipe import Recipe
 from diffquant.scheme import Scheme
 from diffquant.source.source import open_source
-from diffquant.support.files import write_atomically
+from diffquant.support.files import write_json
 from diffquant.support.progress import Progress, progress_for, silent
 from diffquant.text import corpus
 from diffquant.text import tokens as token_ids
@@ -104,7 +104,7 @@ def _result_of(model: Path, output: Path, settings: Settings) -> dict[str, Any]:
     file = output / f"{model.name}.json"
     if not file.exists():
         output.mkdir(parents=True, exist_ok=True)
-        write_atomically(file, json.dumps(measure_model(model, settings, progress_for(model.name)), indent=1) + "\n")
+        write_json(file, measure_model(model, settings, progress_for(model.name)))
     result: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     return result
 

@@ -16,9 +16,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from diffquant.bench.environment import environment
 from diffquant.errors import UsageError
-from diffquant.evals.protocols import hellaswag
 from diffquant.evals.protocols.perplexity import reference_of, score_text
 from diffquant.evals.stats import Difference, mean_interval
 from diffquant.evals.torch_model import TorchModel
@@ -26,12 +24,10 @@ from diffquant.loading import load
 from diffquant.recipe import Recipe
 from diffquant.report.tables import markdown
 from diffquant.source.source import open_source
-from diffquant.support.files import write_atomically
 from diffquant.support.progress import Progress, progress_for, silent
 from diffquant.sweep.storage import kv_bytes_per_token
-from diffquant.text.corpus import load_text, text_digest
+from studies.kv_results import TEXTS, KVResults, settings_of, texts_of
 
-TEXTS = ("prose", "elsewhere")
 # Schemes of keys and values at b bits: each rotated one stands behind the one that it is compared with.
 FORMS = (
     ("{b}:row", "{b}:row"),
@@ -73,18 +69,11 @@ def measure_caches(
     source = open_source(path)
     model, tokenizer = load(source, Recipe(), torch.float32, "cpu"), source.tokenizer
     texts = texts_of(characters)
-    settings = {
-        "model": path.name,
-        "fingerprint": source.fingerprint,
-        "characters": characters,
-        "window": _WINDOW,
-        **{name: text_digest(part) for name, part in texts.items()},
-    }
-    results = former_results(file, settings)
+    results = KVResults(file, settings_of(source, texts, characters, window=_WINDOW))
     references = {
         name: reference_of(TorchModel(model), tokenizer, part, _WINDOW, _WINDOW) for name, part in texts.items()
     }
-    todo = [recipe for width in widths for recipe in recipes(width) if cache_name(recipe) not in results]
+    todo = [recipe for width in widths for recipe in recipes(width) if cache_name(recipe) not in results.rows]
     for number, recipe in enumerate(todo):
         progress(number, len(todo), cache_name(recipe))
         model.apply_recipe(recipe)
@@ -97,36 +86,9 @@ def measure_caches(
                 "tokens_by_window": score.tokens_by_window,
                 "kl_by_window": score.kl_by_window,
             }
-        results[cache_name(recipe)] = row
-        file.parent.mkdir(parents=True, exist_ok=True)
-        written = {"environment": environment(), "settings": settings, "results": results}
-        write_atomically(file, json.dumps(written, indent=1) + "\n")
+        results.add(cache_name(recipe), row)
     progress(len(todo), len(todo), "done")
-    return {"settings": settings, "results": results}
-
-
-def texts_of(characters: int) -> dict[str, str]:
-    """What is read of each text, by the names in `TEXTS`."""
-    text = load_text()
-    return {
-        "prose": text[len(text) // 2 :][:characters],
-        "elsewhere": "\n".join(item.query for item in hellaswag.load_items())[:characters],
-    }
-
-
-def former_results(file: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Results that the file holds already.
-
-    Raises:
-        UsageError: they are of another model, text or length.
-    """
-    if not file.exists():
-        return {}
-    former: dict[str, Any] = json.loads(file.read_text())
-    if former["settings"] != settings:
-        raise UsageError(f"{file} holds results of another model, text or length; name another file with --json")
-    results: dict[str, Any] = former["results"]
-    return results
+    return results.to_dict()
 
 
 def recipes(width: int) -> list[Recipe]:

@@ -18,7 +18,6 @@ import torch
 import typer
 from torch import Tensor
 
-from diffquant.bench.environment import environment
 from diffquant.errors import UsageError
 from diffquant.evals.divergence import kl_by_position
 from diffquant.evals.stats import Difference, mean_interval
@@ -28,12 +27,10 @@ from diffquant.model.causal import CausalModel
 from diffquant.recipe import Recipe
 from diffquant.report.tables import markdown
 from diffquant.source.source import open_source
-from diffquant.support.files import write_atomically
 from diffquant.support.progress import Progress, progress_for, silent
 from diffquant.sweep.storage import kv_bytes_per_token
-from diffquant.text.corpus import text_digest
 from diffquant.text.tokens import encode_text
-from studies.kv import TEXTS, former_results, texts_of
+from studies.kv_results import TEXTS, KVResults, settings_of, texts_of
 
 # Length of a cache whose bytes are given beside those of the windows.
 LONG = 4096
@@ -124,20 +121,12 @@ def measure_forms(
     source = open_source(path)
     model, tokenizer = load(source, Recipe(), torch.float32, "cpu"), source.tokenizer
     texts = texts_of(characters)
-    settings = {
-        "model": path.name,
-        "fingerprint": source.fingerprint,
-        "characters": characters,
-        "window": window,
-        "scored": scored,
-        **{name: text_digest(text) for name, text in texts.items()},
-    }
-    results = former_results(file, settings)
+    results = KVResults(file, settings_of(source, texts, characters, window=window, scored=scored))
     windows = {
         name: encode_text(tokenizer, text, model.device).unfold(0, window, window) for name, text in texts.items()
     }
     references = {name: [decoded(model, part, scored) for part in ids.split(batch)] for name, ids in windows.items()}
-    todo = [form for form in FORMS if form.name not in results]
+    todo = [form for form in FORMS if form.name not in results.rows]
     for number, form in enumerate(todo):
         progress(number, len(todo), form.name)
         model.apply_recipe(form.recipe(len(model.model.layers)))
@@ -153,12 +142,9 @@ def measure_forms(
                 for of_reference, of_cache in zip(_each(kept), _each(decoded(model, part, scored)), strict=True)
             ]
             row[name] = {"kl": sum(kl) / len(kl), "kl_by_window": kl}
-        results[form.name] = row
-        file.parent.mkdir(parents=True, exist_ok=True)
-        written = {"environment": environment(), "settings": settings, "results": results}
-        write_atomically(file, json.dumps(written, indent=1) + "\n")
+        results.add(form.name, row)
     progress(len(todo), len(todo), "done")
-    return {"settings": settings, "results": results}
+    return results.to_dict()
 
 
 @torch.inference_mode()

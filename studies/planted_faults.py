@@ -20,7 +20,7 @@ from diffquant.errors import ToleranceError, UsageError
 from diffquant.export import verify
 from diffquant.export.manifest import read_manifest
 from diffquant.export.verification.report import Verification
-from diffquant.support.files import write_atomically
+from diffquant.support.files import write_json
 from diffquant.support.progress import progress_for
 from tests.support.planted import PlantedExport, cache_emptied, pairs_swapped, row_overwritten, scales_larger
 
@@ -56,7 +56,7 @@ def main(
         if name not in results:
             results[name] = verified_with(name, layer, export, checkpoint, threads)
             written = {"environment": environment("onnxruntime"), "model": model, "results": results}
-            write_atomically(file, json.dumps(written, indent=1, ensure_ascii=False) + "\n")
+            write_json(file, written)
         print(f"{name}: {'refused: ' if results[name]['refused'] else ''}{results[name]['verdict']}", flush=True)
     progress(len(names), len(names), "done")
 

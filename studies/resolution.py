@@ -6,7 +6,6 @@ Of the differences d from 16 bits, item by item, n = ((1.96 + 0.84) sd(d) / mean
 that misses 0 in four of five draws of items. Its own interval is over resampled items.
 """
 
-import json
 import shlex
 import sys
 from pathlib import Path
@@ -21,7 +20,7 @@ from diffquant.evals.stats import Difference, mean_interval
 from diffquant.evals.task_result import TaskResult
 from diffquant.report.tables import markdown
 from diffquant.support.code import provenance
-from diffquant.support.files import write_atomically
+from diffquant.support.files import write_json
 from diffquant.sweep.grid import Point
 from diffquant.sweep.result import SweepResult, read_sweep
 
@@ -40,7 +39,7 @@ def main(
     if not rows:
         raise UsageError(f"{sweep} has no quantized configuration beside its 16 bits")
     record = {"command": shlex.join(["python", "-m", "studies.resolution", *sys.argv[1:]]), "rows": rows}
-    write_atomically(output, json.dumps(record | provenance(__name__), indent=1) + "\n")
+    write_json(output, record | provenance(__name__))
     heads = ["scheme", "measure", "items", "mean", "low", "high", "items needed", "low", "high"]
     typer.echo("\n".join(markdown(heads, [[str(value) for value in row.values()] for row in rows])))
 

@@ -20,7 +20,7 @@ import typer
 from diffquant.bench.environment import environment
 from diffquant.errors import UsageError
 from diffquant.support.code import code_digest
-from diffquant.support.files import write_atomically
+from diffquant.support.files import write_json
 from diffquant.support.progress import Progress, progress_for, silent
 from studies.quantizers import METHODS, VARIANTS
 from studies.rounded_model import RoundingOptions, Subject
@@ -100,7 +100,7 @@ def measure_methods(
         if subject.lacking(former):
             progress(number, len(todo), name)
             result["results"][name] = subject.measured(method, former) | _provenance(method)
-            write_atomically(file, json.dumps(result, indent=1) + "\n")
+            write_json(file, result)
     progress(len(todo), len(todo), "done")
     return result
 

@@ -7,7 +7,6 @@ the model's own, over the second half of a text (gptq reads others, over the fir
 or random: normal, heavy-tailed, with columns or rows ten times as large.
 """
 
-import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -27,7 +26,7 @@ from diffquant.quantization.roundings.gptq.compensation import Inputs, compensat
 from diffquant.recipe import Recipe
 from diffquant.report.tables import markdown
 from diffquant.source.source import open_source
-from diffquant.support.files import write_atomically
+from diffquant.support.files import write_json
 from diffquant.support.progress import Progress, progress_for, silent
 from diffquant.text.corpus import load_text
 from diffquant.text.tokens import encode_text
@@ -73,8 +72,7 @@ def main(
     """Measure what quantized weights cost a layer's output on a model's own inputs."""
     options = LayerOptions(tuple(int(layer) for layer in layers.split(",")))
     result = measure_layers(model, options, METHODS, progress_for("layers"))
-    file.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(file, json.dumps(result, indent=1) + "\n")
+    write_json(file, result)
     print(layer_table(result))
 
 

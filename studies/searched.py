@@ -31,7 +31,7 @@ from diffquant.loading import load
 from diffquant.recipe import Recipe
 from diffquant.report.tables import markdown
 from diffquant.source.source import Source, open_source
-from diffquant.support.files import write_atomically
+from diffquant.support.files import write_json
 from diffquant.support.progress import Progress, progress_for, silent
 from diffquant.sweep.storage import weight_bytes
 from diffquant.text.corpus import load_text, text_digest
@@ -63,7 +63,7 @@ def main(
         if not file.exists():
             output.mkdir(parents=True, exist_ok=True)
             measured = measure_searches(path, widths, characters, output, progress_for(path.name))
-            write_atomically(file, json.dumps(measured, indent=1) + "\n")
+            write_json(file, measured)
         results.append(json.loads(file.read_text(encoding="utf-8")))
     print(searched_table(results))
 

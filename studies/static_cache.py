@@ -33,7 +33,7 @@ from diffquant.model.modeling import DiffTransformer
 from diffquant.recipe import Recipe
 from diffquant.report.tables import markdown
 from diffquant.source.source import open_source
-from diffquant.support.files import write_atomically
+from diffquant.support.files import write_json
 from diffquant.support.progress import Progress, progress_for, silent
 from diffquant.text.corpus import text_digest
 from diffquant.text.tokens import encode_text
@@ -83,8 +83,7 @@ def main(
 ) -> None:
     """Measure what a KV cache with static scales costs, one factor at a time."""
     if not file.exists():
-        file.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(file, json.dumps(measure_cache(model, progress_for(model.name)), indent=1) + "\n")
+        write_json(file, measure_cache(model, progress_for(model.name)))
     print(cache_table(json.loads(file.read_text())))
 
 

@@ -110,6 +110,8 @@ def _auto_round(bits: int, least: int) -> Callable[[ModelReading], Prepared]:
         made: dict[str, Quantized] = {}
         for name, (source, weight) in weights.items():
             linear, (rows, width) = model.get_submodule(name), weight.shape
+            if not hasattr(linear, "scale"):
+                raise RuntimeError(f"{source}: AutoRound left it in 16 bits; it wants multiples of 32, not {rows} rows")
             stored = weight.numel() * bits + linear.scale[:rows].numel() * _SCALE_BITS
             made[source] = Quantized(linear.weight.data[:rows, :width].float(), stored, stored)
         return lambda name, _: made[name]

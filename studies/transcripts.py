@@ -6,7 +6,6 @@ The commands are the pages' own, in the order in which each finds what it needs,
 print goes to bench/results/transcripts.json and into the pages' blocks; a machine that is busy tells other times.
 """
 
-import json
 import os
 import shlex
 import subprocess
@@ -19,7 +18,7 @@ import typer
 
 from diffquant.bench.environment import environment
 from diffquant.errors import UsageError
-from diffquant.support.files import write_atomically
+from diffquant.support.files import write_atomically, write_json
 
 ROOT = Path(__file__).parents[1]
 PAGES = (ROOT / "README.md", ROOT / "docs" / "quantize.md", ROOT / "docs" / "verify.md")
@@ -44,7 +43,7 @@ def main(
         outputs = {call: _printed_by(call, Path(folder)) for call in calls}
     calls_and_outputs = [{"command": call, "output": output} for call, output in outputs.items()]
     result = {"environment": environment("onnxruntime"), "transcripts": calls_and_outputs}
-    write_atomically(RECORDED, json.dumps(result, indent=1, ensure_ascii=False) + "\n")
+    write_json(RECORDED, result)
     for page, page_lines in lines_by_page.items():
         write_atomically(page, "\n".join(with_outputs(page_lines, outputs)) + "\n")
     typer.echo(f"wrote {RECORDED} and {', '.join(map(str, PAGES))}")

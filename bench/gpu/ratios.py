@@ -24,7 +24,7 @@ from diffquant.bench.contest.peers import failure
 from diffquant.bench.contest.roofline import measure_roofline
 from diffquant.bench.environment import environment
 from diffquant.bench.gpu.groups import Aim, Group, groups
-from diffquant.support.files import write_atomically
+from diffquant.support.files import write_json
 
 _RUNS = 2
 _SECONDS_A_GROUP = 150
@@ -205,7 +205,7 @@ def measure_all(chosen: Sequence[Group], file: Path | None, seconds: float, devi
         result["groups"].append(entry(group, (), "the time was over") if over else run_group(group))
         print(group_text(result["groups"][-1], ceilings), flush=True)
         if file:
-            write_atomically(file, json.dumps(result, indent=1) + "\n")
+            write_json(file, result)
     return result
 
 

@@ -3,7 +3,6 @@
 The file is what `DIFFQUANT_KERNEL_CONFIGS` names: {"kernel/device class/case": {field: value}}.
 """
 
-import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -20,7 +19,7 @@ from diffquant.bench.timing import interleaved, prepare, spread
 from diffquant.errors import UsageError
 from diffquant.kernels.configs import PREFILL, choose, trying
 from diffquant.kernels.gpu import device_class
-from diffquant.support.files import write_atomically
+from diffquant.support.files import write_json
 from diffquant.support.progress import Progress, silent
 
 # A new configuration must be faster by more than timers scatter.
@@ -56,7 +55,7 @@ def tune(path: Path, device: str, progress: Progress = silent) -> str:
         if changed:
             tuned[key] = changed
         lines.append(f"{key}: {before:.3f} -> {now:.3f} ms" + (f" with {changed}" if changed else ", as shipped"))
-    write_atomically(path, json.dumps(tuned, indent=1) + "\n")
+    write_json(path, tuned)
     return "\n".join([*lines, f"wrote {len(tuned)} of {len(keys)} entries to {path}"])
 
 

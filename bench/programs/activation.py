@@ -22,6 +22,7 @@ from diffquant.bench.environment import environment
 from diffquant.bench.programs.engines import Engine, open_export, write_export
 from diffquant.export import native
 from diffquant.model.adapters import adapter_for
+from diffquant.support.files import write_json
 
 SIZES: dict[str, Any] = {
     "vocab_size": 8192,
@@ -100,7 +101,7 @@ def main(
         **measure(threads, repeats),
     }
     if file:
-        file.write_text(json.dumps(result, indent=1) + "\n")
+        write_json(file, result)
     print(json.dumps(result["median"]), f"ratio {result['motif_of_diffllama']:.3f}")
 
 

@@ -3,7 +3,6 @@
 `python -m diffquant.bench.programs.cell_speeds MODEL --json FILE` writes the speeds of kinds that took turns.
 """
 
-import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,6 +18,7 @@ from diffquant.evals.tasks import make_tasks
 from diffquant.recipe import Recipe
 from diffquant.source.source import open_source
 from diffquant.support.devices import resolve_dtype
+from diffquant.support.files import write_json
 from diffquant.support.progress import Progress, silent
 from diffquant.sweep.session import CheckpointSubject, Setup
 
@@ -80,7 +80,7 @@ def main(
         if cell.spread:
             print(f"{cell.workload}  {cell.path:20} {cell.spread.median:8.2f} items/s  {result.ratio(cell):.2f}")
     if file:
-        file.write_text(json.dumps(result.to_dict(), indent=1) + "\n")
+        write_json(file, result.to_dict())
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ Workers hold their first claim before time is taken, so that the start of proces
 that of the worker with the most cells if they are shared out evenly; all beyond it is lost.
 """
 
-import json
 import math
 import multiprocessing
 import os
@@ -23,7 +22,7 @@ from diffquant.bench.environment import environment
 from diffquant.bench.programs.ray_here import RayHere
 from diffquant.bench.programs.sleepers import scores, sleeping_work
 from diffquant.errors import DiffQuantError
-from diffquant.support.files import write_atomically
+from diffquant.support.files import write_json
 from diffquant.support.progress import Progress
 from diffquant.sweep.claims import latest_claims
 from diffquant.sweep.crew import Crew, End
@@ -63,7 +62,7 @@ def main(
     settings = {"workers": workers, "cells": cells, "batches": batches, "seconds": seconds}
     if file:
         result = {"environment": environment("ray"), "settings": settings, "runs": runs}
-        write_atomically(file, json.dumps(result, indent=2) + "\n")
+        write_json(file, result)
     for name, run in runs.items():
         typer.echo(f"{name}: {run['seconds']:.1f} s where {run['best']:.1f} s are best, {run['lost']:.1%} lost")
 

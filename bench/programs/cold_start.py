@@ -5,7 +5,6 @@
 Processes take turns. Processor time is kept beside time on the clock: other work on the machine does not count in it.
 """
 
-import json
 import os
 import subprocess
 import sys
@@ -19,7 +18,7 @@ import typer
 
 from diffquant.bench.environment import environment
 from diffquant.errors import DiffQuantError
-from diffquant.support.files import write_atomically
+from diffquant.support.files import write_json
 
 _TORCH, _INSPECT, _TRANSFORMERS = "import torch", "diffquant inspect", "import transformers"
 
@@ -45,7 +44,7 @@ def main(
     """Time `diffquant inspect` from start to exit, beside `import torch`."""
     result = measure_cold_start(model, repeats)
     if file:
-        write_atomically(file, json.dumps(result, indent=2) + "\n")
+        write_json(file, result)
     typer.echo(cold_start_summary(result))
 
 

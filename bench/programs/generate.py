@@ -45,6 +45,7 @@ from diffquant.bench.programs.peer_engines import (
     write_transformers,
 )
 from diffquant.errors import MissingDependencyError, UsageError
+from diffquant.support.files import write_json
 
 
 @dataclass(frozen=True)
@@ -257,7 +258,7 @@ def main(
         everyone |= {name: row for name, row in rows.items() if name != TORCH or name not in everyone}
         compare_with_export(everyone, FLOAT)
         if file:
-            file.write_text(json.dumps(result, indent=1) + "\n")
+            write_json(file, result)
         print(table(model.name, everyone), flush=True)
 
 

@@ -8,7 +8,6 @@ both must choose the same ending of every item. Each one's defaults are not of o
 checkpoint's, which is float32 for a GGUF file, where ours is bfloat16 on a machine that has it.
 """
 
-import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -30,6 +29,7 @@ from diffquant.loading import load
 from diffquant.report.tables import aligned
 from diffquant.source.tokenizer import load_tokenizer
 from diffquant.support.devices import resolve_dtype
+from diffquant.support.files import write_json
 
 # HFLM's own default, and the size at which it was fastest on the machine this was written on.
 _BATCH_SIZES = (1, 8)
@@ -66,7 +66,7 @@ def main(
     """Measure HellaSwag's items a second beside lm-eval's HFLM."""
     result = measure_scorers(model, items, repeats)
     if file:
-        file.write_text(json.dumps(result, indent=1) + "\n")
+        write_json(file, result)
     print(scorer_summary(result))
     _require(result)
 

@@ -16,7 +16,7 @@ import typer
 
 from diffquant.bench.environment import environment
 from diffquant.errors import DiffQuantError
-from diffquant.support.files import write_atomically
+from diffquant.support.files import write_json
 
 _OURS = """
 import json, resource, sys, time
@@ -62,7 +62,7 @@ def main(
     """Time opening a GGUF file and reading all its tensors."""
     result = measure_opening(model, repeats)
     if file:
-        write_atomically(file, json.dumps(result, indent=2) + "\n")
+        write_json(file, result)
     typer.echo(opening_summary(result))
 
 

@@ -27,6 +27,7 @@ from diffquant.bench.memory import resident, status_bytes
 from diffquant.bench.synthetic import PRESETS, preset, sized_diffllama, synthesize
 from diffquant.errors import DiffQuantError, ToleranceError
 from diffquant.formats.staging import partial_folder
+from diffquant.support.files import write_json
 from diffquant.support.progress import progress_for
 
 MEMORY_LIMIT = 10**9
@@ -82,7 +83,7 @@ def main(
             synthesize(checkpoint, config, shards, progress_for("synthesize"))
         result = measure_quantizing(checkpoint, Path(place), weights)
     if file:
-        file.write_text(json.dumps(result, indent=2) + "\n")
+        write_json(file, result)
     print(quantizing_summary(result))
     _require(result)
 

@@ -9,7 +9,6 @@ both, and CPU seconds are given too. The checkpoint was just written, so its fil
 environment of its own, as `make test-quantizers` sets it up.
 """
 
-import json
 import shutil
 import tempfile
 import time
@@ -32,6 +31,7 @@ from diffquant.quantization.quantize import quantize
 from diffquant.recipe import Recipe
 from diffquant.report.tables import aligned
 from diffquant.source.source import Source, open_source
+from diffquant.support.files import write_json
 from diffquant.support.progress import progress_for, silent
 
 # A group that torchao's layout for processors takes too.
@@ -74,7 +74,7 @@ def main(
         "turns": {name: asdict(each) for name, each in times.items()},
     }
     if file:
-        file.write_text(json.dumps(result, indent=1) + "\n")
+        write_json(file, result)
     print(summary(times, packed_bytes))
 
 

@@ -98,6 +98,11 @@ class LanguageModel(ABC):
     def shares_prefixes(self) -> bool:
         """Whether a prefix computed once serves every continuation of it."""
 
+    @property
+    def takes_padding(self) -> bool:
+        """Whether padding before a whole sequence leaves its states as they are."""
+        return True
+
     @abstractmethod
     def max_length(self, tokenizer: "PreTrainedTokenizerBase | None") -> int:
         """Number of tokens that the model sees at once; what the tokenizer says where the model does not."""
@@ -143,7 +148,18 @@ def shares_prefixes(recipe: Recipe) -> bool:
     cached = recipe.schemes_of("k") | recipe.schemes_of("v")
     rounded = recipe.schemes_of("logits") | recipe.schemes_of("qk")
     rows_only = all(s.granularity in ("", "row", "static") and not s.smooth for s in rounded)
-    tokens_only = {scheme.granularity for scheme in cached} <= {"", "row", "group", "static"}
     # The newest tokens of a context are old ones once a continuation follows.
     ages = bool(recipe.residual) and any(scheme.quantizes for scheme in cached)
-    return rows_only and tokens_only and not ages
+    return rows_only and _by_token(recipe) and not ages
+
+
+def takes_padding(recipe: Recipe) -> bool:
+    """Whether padding before a sequence leaves its states as they are: no scale may span so many tokens or rows."""
+    rounded = recipe.schemes_of("logits") | recipe.schemes_of("qk")
+    return _by_token(recipe) and all(scheme.granularity != "block" for scheme in rounded)
+
+
+def _by_token(recipe: Recipe) -> bool:
+    """Whether each of a cache's scales is of one token."""
+    cached = recipe.schemes_of("k") | recipe.schemes_of("v")
+    return {scheme.granularity for scheme in cached} <= {"", "row", "group", "static"}

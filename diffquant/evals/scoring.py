@@ -1,12 +1,13 @@
 """Scoring of continuations by their log-probabilities: a context runs once, and its continuations reuse the cache.
 
 Contexts are left-padded, so that they end together; continuations are right-padded. Where a scale of the
-recipe spans rows of one sequence, a shared prefix would change it: such recipes run whole sequences, in
-batches of one length, so that there is no padding either.
+recipe spans rows of one sequence, a shared prefix would change it: such recipes run whole sequences,
+left-padded. Where it spans so many tokens, padding would move them too: then batches are of one length.
 """
 
 from collections import defaultdict
 from collections.abc import Sequence
+from itertools import groupby
 from typing import NamedTuple, Protocol
 
 import torch
@@ -207,24 +208,26 @@ def _add_continuations(
 
 
 def _score_whole(model: LanguageModel, requests: Sequence[Request], batch_tokens: int, totals: _Totals) -> None:
-    by_length: dict[int, list[int]] = defaultdict(list)
-    for index, request in enumerate(requests):
-        by_length[len(request.context) + len(request.continuation) - 1].append(index)
-    for length in sorted(by_length, reverse=True):
-        rows = max(1, batch_tokens // length)
-        for start in range(0, len(by_length[length]), rows):
-            owners = by_length[length][start : start + rows]
+    lengths = [len(request.context) + len(request.continuation) - 1 for request in requests]
+    order = sorted(range(len(requests)), key=lengths.__getitem__, reverse=True)
+    groups = [order] if model.takes_padding else [list(alike) for _, alike in groupby(order, lengths.__getitem__)]
+    for group in groups:
+        widths, pass_cost = [lengths[index] for index in group], pass_cost_on(model.device.type)
+        for run in split_into_runs(widths, batch_tokens, pass_cost=pass_cost):
+            owners = [group[place] for place in run]
             _add_sequences(model, [requests[i] for i in owners], owners, totals)
             totals.finish(len(owners))
 
 
 def _add_sequences(model: LanguageModel, requests: list[Request], owners: list[int], totals: _Totals) -> None:
-    """Run sequences [R, T] of one length; only the continuations' tokens are scored."""
-    tokens = torch.tensor([r.context + r.continuation for r in requests], device=model.device)
-    states = model.read(tokens[:, :-1])
-    columns = torch.arange(1, tokens.shape[1], device=tokens.device)
-    starts = torch.tensor([len(r.context) for r in requests], device=tokens.device)
-    scored = columns >= starts.unsqueeze(1)
+    """Run sequences [R, T], left-padded; only the continuations' tokens are scored."""
+    sequences = [request.context + request.continuation for request in requests]
+    width = max(map(len, sequences))
+    tokens = torch.tensor([(0,) * (width - len(s)) + s for s in sequences], device=model.device)
+    columns = torch.arange(1, width, device=tokens.device)
+    first = torch.tensor([[width - len(s)] for s in sequences], device=tokens.device)
+    states = model.read(tokens[:, :-1], (columns > first).long() if first.any() else None)
+    scored = columns >= first + torch.tensor([[len(r.context)] for r in requests], device=tokens.device)
     owner_of = [i for i, r in zip(owners, requests, strict=True) for _ in r.continuation]
     _add_tokens(states[scored], tokens[:, 1:][scored], owner_of, totals)
 

@@ -199,8 +199,9 @@ def pack_job(checkpoint: Checkpoint, tensor: PlannedTensor, rounder: Rounder) ->
 
 def _sum_of_squares(values: Tensor) -> float:
     """The sum of squares in float32, or where that overflows in float64."""
-    total = float(values.square().sum())
-    return total if math.isfinite(total) else float(values.double().square().sum())
+    flat = values.reshape(-1)
+    total = float(flat.dot(flat))
+    return total if math.isfinite(total) else float(flat.double().square().sum())
 
 
 def _shards(plan: QuantizationPlan, rounder: Rounder) -> list[Shard]:

@@ -1,6 +1,7 @@
 """Files that are written whole or not at all, and digests that tell files apart."""
 
 import hashlib
+import json
 import os
 import secrets
 import tempfile
@@ -50,3 +51,9 @@ def write_atomically(file: Path, content: str | bytes) -> None:
         os.replace(temporary, file)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def write_json(file: Path, value: object) -> None:
+    """Write plain data for people and programs to read, whole or not at all, in a folder that is made if need be."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(file, json.dumps(value, indent=1, ensure_ascii=False) + "\n")

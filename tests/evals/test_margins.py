@@ -27,6 +27,12 @@ class WholeSequences(TorchModel):
     shares_prefixes = False
 
 
+class SequencesOfOneLength(WholeSequences):
+    """A model that takes no padding either."""
+
+    takes_padding = False
+
+
 def ending_logprobs(model, item):
     """Next-token log-probabilities [T, V] over each ending, each in a pass of its own, and the ending's tokens."""
     encoder = RequestEncoder(tiny_lm.tokenizer(), 512)
@@ -36,7 +42,7 @@ def ending_logprobs(model, item):
         yield logits.log_softmax(-1)[len(request.context) - 1 : -1], torch.tensor(request.continuation)
 
 
-@pytest.mark.parametrize("wrapper", [TorchModel, WholeSequences], ids=["shared", "whole"])
+@pytest.mark.parametrize("wrapper", [TorchModel, WholeSequences, SequencesOfOneLength])
 @pytest.mark.parametrize("batch_tokens", [1, 700], ids=["one", "many"])
 def test_kl_and_margins_are_those_of_each_ending_run_alone(wrapper, batch_tokens):
     model, other, tokenizer = tiny_lm.llama(), tiny_lm.llama(seed=1), tiny_lm.tokenizer()

@@ -6,7 +6,7 @@ from lm_eval.models.huggingface import HFLM
 from diffquant.errors import DiffQuantError, NonFiniteError
 from diffquant.evals import scoring
 from diffquant.evals.encoding import RequestEncoder
-from diffquant.evals.language_model import shares_prefixes
+from diffquant.evals.language_model import shares_prefixes, takes_padding
 from diffquant.evals.protocols import hellaswag
 from diffquant.evals.scoring import score
 from diffquant.evals.torch_model import TorchModel
@@ -89,6 +89,12 @@ RECIPES = {
     "kv group": Recipe.of(kv="4:g4", logits="6:row"),
     "tensor": Recipe.of(logits="4:tensor"),
     "pair": Recipe.of(logits="4:pair"),
+    "head shift": Recipe.of(logits="4:head:shift"),
+    "map": Recipe.of(logits="4:map", kv="4:row"),
+    "alike": Recipe.of(logits="4:tensor:alike"),
+    "qk tensor": Recipe.of(qk="4:tensor"),
+    "qk smooth": Recipe.of(qk="4:head:smooth"),
+    "qk block": Recipe.of(qk="4:b16"),
     "block": Recipe.of(logits="4:b16"),
     "k column": Recipe.of(k="4:c16", v="4:row"),
     "residual": Recipe.of(kv="4:row", residual=9),
@@ -114,6 +120,22 @@ def test_a_quantized_score_is_that_of_its_sequence_run_alone(diff_v2, recipe):
 def test_prefixes_are_shared_only_where_no_scale_spans_rows():
     shared = {name for name, recipe in RECIPES.items() if shares_prefixes(recipe)}
     assert shared == {"16 bits", "row", "row shift", "kv row", "kv group"}
+
+
+def test_sequences_are_padded_only_where_no_scale_spans_so_many_tokens():
+    padded = {name for name, recipe in RECIPES.items() if takes_padding(recipe)}
+    assert set(RECIPES) - padded == {"block", "qk block", "k column"}
+
+
+@pytest.mark.parametrize(("granularity", "passes"), [("tensor", 1), ("b16", 5)])
+def test_whole_sequences_of_alike_lengths_run_together(diff_v2, granularity, passes):
+    model, lengths = load(diff_v2, Recipe.of(logits=f"4:{granularity}")), [9, 10, 11, 12, 13, 10]
+    requests = [scoring.Request((1,) * (length - 2), (2, 3)) for length in lengths]
+    read = []
+    model.model.register_forward_pre_hook(lambda *call: read.append(call[2]["input_ids"].shape), with_kwargs=True)
+    score(TorchModel(model), requests)
+    assert len(read) == passes
+    assert sum(rows for rows, _ in read) == len(requests)
 
 
 def test_contexts_run_once_and_only_scored_positions_reach_the_vocabulary(monkeypatch):

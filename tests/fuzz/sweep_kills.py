@@ -28,7 +28,7 @@ from diffquant.bench.environment import environment
 from diffquant.bench.programs.ray_here import RayHere
 from diffquant.bench.programs.sleepers import scores, sleeping_work
 from diffquant.errors import DiffQuantError
-from diffquant.support.files import write_atomically
+from diffquant.support.files import write_json
 from diffquant.support.progress import silent
 from diffquant.sweep.claims import Claims, latest_claims
 from diffquant.sweep.engines.local import LocalEngine
@@ -52,6 +52,8 @@ def drive(engine: str, folder: Path, address: str = "") -> None:
     work = sleeping_work(folder, BATCHES, CELLS, SECONDS)
     if engine == "folder":
         Worker(work, silent, start=random.random()).run(is_patient=False)
+    elif not work.batches:
+        pass  # All was done before the kill, and a sweep then asks no engine.
     elif engine == "ray":
         from diffquant.sweep.engines.ray_cluster import RayEngine
 
@@ -99,6 +101,10 @@ def _outcome(
         if not any(statuses) and len(scores(place)) == CELLS:
             break
         drivers = [_start(engine, place, cluster)]
+    else:
+        drivers[0].kill()
+        said = _log(place).read_text(errors="replace").strip().splitlines()[-1:]
+        return f"started {_MOST_STARTS} times, and ended with {statuses[0]} at last: {''.join(said)}"
     if scores(place) != expected:
         return f"{len(scores(place))} of {CELLS} cells, or others than expected"
     left = [file.name for file in place.iterdir() if file.suffix != ".json" and not file.name.endswith(".tmp")]
@@ -120,7 +126,13 @@ def _start(engine: str, place: Path, cluster: RayHere | None) -> "subprocess.Pop
     address = cluster.address if cluster else ""
     call = f"drive({engine!r}, Path({str(place)!r}), {address!r})"
     code = f"from pathlib import Path; from tests.fuzz.sweep_kills import drive; {call}"
-    return subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    with _log(place).open("wb") as log:
+        return subprocess.Popen([sys.executable, "-c", code], stderr=log, stdout=log)
+
+
+def _log(place: Path) -> Path:
+    """What the processes that were started last have printed."""
+    return place.with_suffix(".log")
 
 
 def main(
@@ -154,7 +166,7 @@ def main(
         "seconds": round(time.monotonic() - started, 1),
     }
     if file:
-        write_atomically(file, json.dumps(result, indent=2) + "\n")
+        write_json(file, result)
     kills = ", ".join(f"{name} {number}" for name, number in tried.items())
     typer.echo(f"{count - len(faults)} of {count} sweeps came to the same end ({kills})")
     if faults:

@@ -21,6 +21,7 @@ from typing import Any
 
 import yaml
 
+from diffquant.support.files import write_json
 from tests.mutants.groups import GROUPS, Group
 from tests.mutants.planting import Mutant, mutants_of
 from tests.mutants.reach import Reach, measure
@@ -48,7 +49,7 @@ def main() -> int:
         run = _this_run()
         for name in arguments.groups or GROUPS:
             results[name]["runs"].append(run)
-        file.write_text(json.dumps({"groups": results}, indent=2, ensure_ascii=False) + "\n")
+        write_json(file, {"groups": results})
     return int(any(result["killed"] < LEAST * result["planted"] for result in results.values()))
 
 

@@ -32,7 +32,7 @@ def tokenizer(adds_bos: bool = False) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token="<s>", eos_token="</s>")
 
 
-def llama(max_length: int = 512, seed: int = 0) -> LlamaForCausalLM:
+def llama(max_length: int = 512, seed: int = 0, key_heads: int = 2) -> LlamaForCausalLM:
     """Tiny Llama of random weights, large enough that its choices differ."""
     return random_llama(
         seed,
@@ -41,7 +41,7 @@ def llama(max_length: int = 512, seed: int = 0) -> LlamaForCausalLM:
         intermediate_size=48,
         num_hidden_layers=2,
         num_attention_heads=4,
-        num_key_value_heads=2,
+        num_key_value_heads=key_heads,
         head_dim=8,
         max_position_embeddings=max_length,
         initializer_range=0.3,

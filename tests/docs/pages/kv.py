@@ -2,8 +2,9 @@
 
 from collections.abc import Iterable
 
-from studies.kv import TEXTS, cost_cells, gain
+from studies.kv import cost_cells, gain
 from studies.kv_decoded import byte_cells
+from studies.kv_results import TEXTS
 from tests.docs.page import Page
 from tests.docs.raw import raw
 

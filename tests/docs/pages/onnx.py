@@ -3,7 +3,7 @@
 from tests.docs.page import Page
 from tests.docs.raw import raw
 
-GGUF, V2, V1 = "SmolLM2-135M-Instruct.Q4_1.gguf", "smollm2-135m-diff-v2", "diffllama-1b"
+GGUF, V2, V1 = "SmolLM2-135M-Instruct.Q4_1.gguf", "smollm2-135m-diff-v2", "diffllama-0.6gb"
 PAGE = Page("docs/onnx.md")
 
 # Generation in ONNX Runtime
@@ -12,9 +12,9 @@ _ROWS = {
     "torch float32 (DiffTransformer)": "torch float32",
     "float32 export": "export float32",
     "4:g32, KV 8, embedding 8": "export 4:g32 kv 8 embed 8",
-    "transformers' own export, plain": "transformers export",
-    "transformers' own export, fused": "transformers export, fused",
-    "transformers' own export, fused, NNCF's 4 bits": "transformers export, fused, 4 bits",
+    "the same with KV 4": "export 4:g32 kv 4 embed 8",
+    "KV 8 by the function body": "function body, 4:g32 kv 8",
+    "onnxruntime-genai's int4": "onnxruntime-genai int4",
     "llama.cpp, Q4_0": "llama.cpp Q4_0",
 }
 _COLUMNS = {
@@ -43,17 +43,49 @@ def _written(model: str) -> tuple[float, float]:
     return row["write_seconds"], row["write_anonymous_bytes"] / 1e6
 
 
+_MODELS = raw("generate.json")["models"]
+_FLOAT, _LOW = "export float32", "export 4:g32 kv 8 embed 8"
+
+
+def _prefill(model: str, row: str) -> float:
+    return float(_MODELS[model][row]["prefill_median"])
+
+
+PAGE.says("that makes the prefill {} times as fast", _prefill(GGUF, _LOW) / _prefill(GGUF, "function body, 4:g32 kv 8"))
+PAGE.says(
+    "It is {} times llama.cpp's and {} times that of the float32 export",
+    _prefill(GGUF, _LOW) / _prefill(GGUF, "llama.cpp Q4_0"),
+    _prefill(GGUF, _LOW) / _prefill(GGUF, _FLOAT),
+)
+PAGE.says(
+    "DIFF V2's 4-bit prefill is {} of its float32 export's, V1's {}",
+    *(_prefill(model, _LOW) / _prefill(model, _FLOAT) for model in (V2, V1)),
+)
+PAGE.says("a random DiffLlama V1 of {} B parameters", _MODELS[V1][_FLOAT]["folder_bytes"] / 4e9)
+PAGE.leaves("We aimed at 0.9", "an aim")
+_LLAMA_CPP = _MODELS[GGUF]["llama.cpp Q4_0"]["decode"]
+PAGE.says("llama.cpp's five turns were {} to {} tokens per second", min(_LLAMA_CPP), max(_LLAMA_CPP))
 PAGE.says(
     "Writing the 4-bit folder took {} s and {} MB beyond mapped files for SmolLM2, {} s and {} MB for its V2, {} s "
-    "and {} MB for the 1 B model",
+    "and {} MB for the random model",
     *_written(GGUF),
     *_written(V2),
     *_written(V1),
 )
+_EARLIER = raw("generate-2026-11-20.json")["models"]
 PAGE.says(
-    "it decoded slower ({}) than its own float32 ({})",
-    *_generation("transformers' own export, fused, NNCF's 4 bits", "decode, tokens/s"),
-    *_generation("transformers' own export, fused", "decode, tokens/s"),
+    "4-bit export of SmolLM2 decoded {} tokens per second, {} times as many as torch, and its V2 {}, {} times as many; "
+    "llama.cpp decoded {}",
+    *(_EARLIER[model][_LOW][name] for model in (GGUF, V2) for name in ("decode_median", "decode_of_torch")),
+    _EARLIER[GGUF]["llama.cpp Q4_0"]["decode_median"],
+)
+PAGE.says(
+    "its prefill was {} of the float32 export's",
+    _EARLIER[GGUF][_LOW]["prefill_median"] / _EARLIER[GGUF][_FLOAT]["prefill_median"],
+)
+PAGE.says(
+    "{} tokens per second, {} with its fused operators, and {} with NNCF's 4 bits",
+    *(_EARLIER[GGUF][f"transformers export{kind}"]["decode_median"] for kind in ("", ", fused", ", fused, 4 bits")),
 )
 PAGE.leaves("calibrated on 64 random tokens", "a setting of the program")
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from diffquant.data import pocket_models
 from tests.docs.page import ROOT, Page
-from tests.docs.raw import recorded
+from tests.docs.raw import raw, recorded
 
 PAGE = Page("docs/verify.md")
 PAGE.shows("diffquant verify", lambda: recorded("diffquant verify"))
@@ -34,4 +34,10 @@ FAULTS = {
 }
 PAGE.table("in | faults", lambda row, _: "; ".join(FAULTS[row]))
 PAGE.says("none of {} sound exports", len(_TESTED["SOUND"]) + len(pocket_models("prose")))
+_TRAINED = raw("planted-faults.json")["results"]
+PAGE.means(
+    "`verify` refuses all four and passes the export as it is",
+    len(_TRAINED) == 5 and all(each["refused"] == (name != "none") for name, each in _TRAINED.items()),
+)
+PAGE.leaves("scales x 1.05; swapped query pairs) were", "the size of a fault")
 PAGE.leaves("with its 95 % interval", "a level")
