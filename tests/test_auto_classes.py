@@ -22,9 +22,9 @@ import torch
 assert "diffquant.loading" not in sys.modules
 logits = {{}}
 for name, folder in json.loads(sys.argv[1]).items():
-    model = AutoModelForCausalLM.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
     with torch.no_grad():
-        logits[name] = model(torch.tensor({ids})).logits.double().tolist()
+        logits[name] = model(torch.tensor({ids})).logits.tolist()
 print(json.dumps(logits))
 """
 ORDERS = {
@@ -59,8 +59,8 @@ def test_a_fresh_process_that_imported_diffquant_opens_every_kind_of_folder(fold
     assert opened.keys() == folders.keys()
     ids = torch.tensor(IDS)
     for name, folder in folders.items():
-        expected = load(folder)(ids).logits
-        torch.testing.assert_close(torch.tensor(opened[name]).to(expected.dtype), expected, rtol=0, atol=1e-5)
+        expected = load(folder, dtype=torch.float64)(ids).logits
+        torch.testing.assert_close(torch.tensor(opened[name], dtype=torch.float64), expected, rtol=0, atol=1e-5)
     # Made of a stock Llama, which computes the same.
     stock = LlamaForCausalLM.from_pretrained(folders["diff-v2"].with_name("diff-v2-source"))(ids).logits
     torch.testing.assert_close(torch.tensor(opened["diff-v2"]).float(), stock, rtol=0, atol=1e-3)

@@ -198,10 +198,12 @@ def pack_job(checkpoint: Checkpoint, tensor: PlannedTensor, rounder: Rounder) ->
 
 
 def _sum_of_squares(values: Tensor) -> float:
-    """The sum of squares in float32, or where that overflows in float64."""
-    flat = values.reshape(-1)
-    total = float(flat.dot(flat))
-    return total if math.isfinite(total) else float(flat.double().square().sum())
+    """The sum of squares in float32, or where that overflows in float64.
+
+    A BLAS's dot product is faster, but its last bit may depend on where in memory the values begin.
+    """
+    total = float(values.square().sum())
+    return total if math.isfinite(total) else float(values.double().square().sum())
 
 
 def _shards(plan: QuantizationPlan, rounder: Rounder) -> list[Shard]:

@@ -152,7 +152,9 @@ def test_peak_memory_grows_with_the_length_and_holds_what_torch_allocated(name):
         assert peak >= known_bytes(work)[1]
         # Beyond torch's own blocks there are the libraries' buffers, of which each thread has one.
         counted = allocated_by_torch(peers.PEERS[name], work)
-        assert counted - UNCOUNTED <= peak <= 1.1 * counted + 4e6
+        # Simulated logits allocate their output before they write its first rows, and Linux counts what is written.
+        unwritten = known_bytes(work)[1] if name.startswith("DIFF, simulated logits") else 0
+        assert counted - unwritten - UNCOUNTED <= peak <= 1.1 * counted + 4e6
 
 
 def test_decoding_takes_memory_too():

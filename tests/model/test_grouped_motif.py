@@ -147,4 +147,5 @@ def test_a_saved_model_is_grouped_still(grouped, tmp_path):
     again = load(tmp_path / "native", Recipe(), torch.float64)
     assert again.config.diff_spec.signals_per_noise == 4
     ids = random_ids(1, 7)
-    assert torch.equal(again(ids).logits, model(ids).logits)
+    # Not to the last bit: a BLAS may compute otherwise where weights begin elsewhere in memory.
+    torch.testing.assert_close(again(ids).logits, model(ids).logits, rtol=0, atol=1e-12)
