@@ -1,5 +1,6 @@
 """One torch thread a test process: tests run side by side, and tiny tensors gain nothing from more."""
 
+import gc
 import os
 
 import pytest
@@ -22,7 +23,18 @@ def _no_device_unless_named(monkeypatch):
     monkeypatch.setattr("diffquant.support.devices._fastest_device", lambda: "cpu")
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _imports_are_no_garbage():
+    """What was imported so far is millions of objects, which each collection of garbage would go through."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def _no_gradients():
     with torch.no_grad():
         yield
+
+
+def pytest_unconfigure():
+    gc.unfreeze()

@@ -13,6 +13,7 @@ from diffquant.errors import UsageError
 from diffquant.model.adapters import READERS, adapter_for
 from tests.support import tiny_lm
 from tests.support.checkpoints import write_checkpoint
+from tests.support.thorough import sampled
 
 IDS = [[5, 17, 3, 42, 8, 1, 60]]
 PROGRAM = """
@@ -49,7 +50,7 @@ def folders(tmp_path_factory):
     return kinds
 
 
-@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("order", sampled(ORDERS, 2))
 def test_a_fresh_process_that_imported_diffquant_opens_every_kind_of_folder(folders, order):
     program = PROGRAM.format(imports=ORDERS[order], ids=IDS)
     paths = json.dumps({name: str(folder) for name, folder in folders.items()})

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.thorough import thorough
+
 ROOT = Path(__file__).parents[1]
 BENCH = "bench_launches.py"
 SECONDS_A_KERNEL = 4.0
@@ -39,6 +41,7 @@ def kernels_by_file(folder):
 
 
 # One test, since two might count in two processes.
+@thorough
 def test_tests_and_bench_compile_no_more_for_a_gpu_than_their_minutes_allow(tmp_path):
     pytest.importorskip("triton")
     kernels = kernels_by_file(tmp_path)

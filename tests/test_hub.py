@@ -11,6 +11,7 @@ import pytest
 from diffquant.source.source import open_source
 from tests.support import tiny_lm
 from tests.support.hub import TOKEN, serving
+from tests.support.thorough import sampled, thorough
 
 MODEL = "someone/tiny-diff"
 
@@ -71,6 +72,7 @@ def test_a_revision_is_named_by_an_option_or_behind_the_name(run):
     assert run("inspect", f"{MODEL}@v3")[::2] == (1, f"error: {MODEL} on the hub has no revision 'v3'\n")
 
 
+@thorough
 def test_transformers_opens_a_revision_of_a_model_of_the_hub(run):
     code = f"""
 import diffquant
@@ -84,12 +86,19 @@ print(AutoModelForCausalLM.from_pretrained({MODEL!r}, revision="v2").config.rms_
 
 @pytest.mark.parametrize(
     ("arguments", "environment", "message"),
-    [
-        (["inspect", "someone/nothing"], {}, "someone/nothing is neither a folder or .gguf file here nor on the hub"),
-        (["inspect", "someone/gated"], {}, "someone/gated is gated: accept its terms on the hub"),
-        (["inspect", MODEL], {"HF_HUB_OFFLINE": "1"}, "the hub cannot be reached"),
-        (["inspect", MODEL], {"HF_ENDPOINT": "http://127.0.0.1:9"}, "the hub cannot be reached"),
-    ],
+    sampled(
+        [
+            (
+                ["inspect", "someone/nothing"],
+                {},
+                "someone/nothing is neither a folder or .gguf file here nor on the hub",
+            ),
+            (["inspect", "someone/gated"], {}, "someone/gated is gated: accept its terms on the hub"),
+            (["inspect", MODEL], {"HF_HUB_OFFLINE": "1"}, "the hub cannot be reached"),
+            (["inspect", MODEL], {"HF_ENDPOINT": "http://127.0.0.1:9"}, "the hub cannot be reached"),
+        ],
+        2,
+    ),
     ids=["unknown", "gated", "offline", "unreachable"],
 )
 def test_what_the_hub_does_not_give_is_one_line(run, hub, arguments, environment, message):
@@ -119,6 +128,7 @@ def test_a_quantized_folder_is_pushed_with_its_card(run, hub, folder, tmp_path):
     assert b"# model, quantized" in pushed["README.md"]
 
 
+@thorough
 def test_an_exported_folder_is_pushed_with_a_card(run, hub, folder):
     code, _, err = run("export", folder, "-o", "onnx", "--push", "tester/onnx", HF_TOKEN=TOKEN)
     assert code == 0, err
@@ -129,7 +139,7 @@ def test_an_exported_folder_is_pushed_with_a_card(run, hub, folder):
 
 @pytest.mark.parametrize(
     ("name", "token", "message"),
-    [("low", TOKEN, "expected ORG/NAME"), ("tester/low", "", "log in"), ("tester/low", "wrong", "refuses")],
+    sampled([("tester/low", "", "log in"), ("low", TOKEN, "expected ORG/NAME"), ("tester/low", "wrong", "refuses")], 3),
 )
 def test_what_cannot_be_pushed_is_said_before_the_work(run, hub, folder, tmp_path, name, token, message):
     code, _, err = run("quantize", folder, "-o", "low", "--weights", "8:row", "--push", name, HF_TOKEN=token)

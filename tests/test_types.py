@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.thorough import thorough
+
 ROOT = Path(__file__).parents[1]
 UNCHECKED = shutil.ignore_patterns(".[!m]*", "data", "results", "__pycache__", "*.so")
 FAULTS = """
@@ -54,6 +56,7 @@ def reports(tree, code):
     return done.stdout
 
 
+@thorough
 def test_mypy_reports_a_wrong_call_from_the_command_line_into_a_room(tree):
     said = reports(tree, FAULTS)
     assert 'Module "diffquant.export" has no attribute "no_such_name"' in said

@@ -183,8 +183,9 @@ class CheckpointSession:
         """The model under a recipe, read again only where the weights differ; under its own where there is none."""
         wanted = self.subject.source.recipe if recipe is None else recipe
         if self._loaded is None or weights_of(self._loaded.recipe) != weights_of(wanted):
-            self._loaded = None
-            gc.collect()
+            if self._loaded is not None:
+                self._loaded = None
+                gc.collect()
             subject, setup = self.subject, self.subject.setup
             self._loaded = load(
                 subject.source, recipe, setup.dtype, setup.device, scales=subject.scales, device_map=setup.places

@@ -20,6 +20,7 @@ from diffquant.kernels.configs import AttentionTile
 from diffquant.sweep.grid import SweepOptions
 from tests.support import tiny_lm
 from tests.support.models import random_llama
+from tests.support.thorough import thorough
 
 
 def test_calls_take_turns():
@@ -146,6 +147,7 @@ def test_a_model_that_transformers_does_not_know_has_no_hflm_beside_it(tmp_path)
     assert "which transformers does not know" in cell.missing
 
 
+@thorough
 def test_a_shared_sweep_is_measured_beside_one_that_is_not(tmp_path, monkeypatch):
     model = tiny_lm.write_diff_v2(tmp_path / "model")
     grid = SweepOptions(bits=(16, 8), task_options={"limit": 2}, dtype="float32")
@@ -262,6 +264,7 @@ def test_llama_bench_that_is_not_installed_is_named(tmp_path, monkeypatch):
         peer_engines.open_llama_bench(tmp_path, 1)
 
 
+@thorough
 def test_genais_int4_model_is_built_and_continues_tokens(tmp_path):
     pytest.importorskip("onnxruntime_genai")
     model = tmp_path / "llama"
@@ -324,6 +327,7 @@ def test_tuning_takes_the_fastest_neighbour_that_is_right(monkeypatch):
     assert tune.improve("k/sm_90/128", shipped, lambda: None, lambda: False)[2] == {}
 
 
+@thorough
 def test_generation_gives_the_same_tokens_in_torch_and_in_the_float32_export(tmp_path):
     pytest.importorskip("onnxruntime")
     model = tiny_lm.write_diff_v2(tmp_path / "diff-v2")

@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import replace
-from itertools import accumulate
+from itertools import accumulate, product
 from multiprocessing import get_context
 
 import pytest
@@ -12,6 +12,7 @@ from diffquant.bench.contest import contest, decode, kernels, linears, peers, th
 from diffquant.bench.contest.contest import Contest
 from diffquant.bench.contest.workloads import MODELS, Model, Workload, lengths, model_named
 from diffquant.errors import UsageError
+from tests.support.thorough import sampled
 
 V1 = Model("v1", 128, 1, 2, 2, 64, 128, 192, 211)
 V2 = Model("v2", 128, 1, 4, 2, 64, 64, 192, 211)
@@ -55,8 +56,7 @@ def test_every_peer_agrees_with_naive_or_says_why_it_cannot_run(section, work):
             assert "CUDA" in cell.missing or "not installed" in cell.missing or "no DIFF V2" in cell.missing
 
 
-@pytest.mark.parametrize("bits", decode.RECIPES)
-@pytest.mark.parametrize("generation", ["v1", "v2"])
+@pytest.mark.parametrize(("bits", "generation"), sampled(product(decode.RECIPES, ["v1", "v2"]), 3))
 def test_the_decode_kernel_reads_what_is_stored_for_it(generation, bits):
     pytest.importorskip("triton")
     call = peers.differential(Workload(WORKS[generation].model, 1, 150, 2, "float32"), "cpu")

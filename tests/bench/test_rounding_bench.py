@@ -17,6 +17,7 @@ from studies.quantizers import METHODS
 from studies.rounded_model import _SCORES, RoundingOptions, Subject
 from studies.rounding_method import TIERS, Method, Quantized, group_size
 from tests.support import tiny_lm
+from tests.support.thorough import thorough
 
 OPTIONS = RoundingOptions(characters=1500, window=64, tokens=512, items=4)
 NAMED = {method.name: method for method in METHODS}
@@ -271,6 +272,7 @@ def test_an_unknown_method_and_too_short_a_text_are_refused(checkpoint, tmp_path
         Subject(checkpoint, RoundingOptions(text=tmp_path / "short.txt", tokens=512))
 
 
+@thorough
 def test_layers_rank_as_theory_says(checkpoint):
     ours = [method for method in METHODS if method.package is None]
     result = rounding_layers.measure_layers(checkpoint, rounding_layers.LayerOptions((0, 1), 16, 512, 256), ours)

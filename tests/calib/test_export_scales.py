@@ -23,6 +23,7 @@ from diffquant.source.ranges import Ranges, write_ranges
 from diffquant.source.source import open_source
 from tests.support.checkpoints import SOURCES, write_checkpoint
 from tests.support.models import random_ids
+from tests.support.thorough import sampled
 
 IDS = random_ids(3, 40).numpy()
 
@@ -42,7 +43,7 @@ def bounds_of(key: np.ndarray, spec) -> np.ndarray:
     return np.repeat(np.hypot(key[..., 0::2], key[..., 1::2]), 2, -1)
 
 
-@pytest.mark.parametrize("name", SOURCES)
+@pytest.mark.parametrize("name", sampled(SOURCES, 3))
 def test_scales_are_those_of_the_cache_that_the_exported_model_fills_itself(tmp_path, name):
     source = write_checkpoint(tmp_path / "source", name)
     export(source, tmp_path / "float")

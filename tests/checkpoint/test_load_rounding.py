@@ -9,6 +9,7 @@ from diffquant.quantization import roundings
 from diffquant.quantization.roundings import Rounder, Rounding, rounding_named
 from tests.support import tiny_lm
 from tests.support.checkpoints import write_diffllama, write_llama, write_random
+from tests.support.thorough import sampled
 
 UNILM = {
     "model_type": "diff_v1",
@@ -56,7 +57,7 @@ def different(one, other):
     return [name for name, parameter in one.named_parameters() if not torch.equal(parameter, theirs[name])]
 
 
-@pytest.mark.parametrize("rounding", ROUNDINGS)
+@pytest.mark.parametrize("rounding", sampled(ROUNDINGS, 2))
 def test_load_gives_the_weights_that_quantize_stores(source, tmp_path, rounding):
     recipe = Recipe.of(weights="4:g16", overrides={"*.mlp.up_proj": "6:row"}, rounding=ROUNDINGS[rounding])
     quantize(source, tmp_path / "low", recipe)

@@ -5,10 +5,12 @@ import json
 import pytest
 
 from tests.docs.page import ROOT
+from tests.support.thorough import thorough
 
 NOTEBOOK = ROOT / "examples" / "tour.ipynb"
 
 
+@thorough
 def test_the_notebook_runs_and_its_models_name_the_number(tmp_path, monkeypatch):
     nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
     pytest.importorskip("ipykernel")

@@ -2,6 +2,7 @@
 
 import json
 import re
+from itertools import product
 
 import numpy as np
 import onnx
@@ -27,6 +28,7 @@ from diffquant.scheme import Scheme
 from tests.support.checkpoints import SOURCES, write_checkpoint
 from tests.support.exports import cache_ranges
 from tests.support.models import random_ids
+from tests.support.thorough import sampled
 
 PRECISIONS = {
     "int4": {"weights": "4:g32"},
@@ -75,8 +77,9 @@ def test_every_source_computes_what_torch_does(checkpoint, tmp_path, source):
     assert found.tokens[0].tokens.agreement == 1.0
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("source", ["unilm-v1", "unilm-v2-half", "motif-grouped"])
+@pytest.mark.parametrize(
+    ("precision", "source"), sampled(product(PRECISIONS, ["unilm-v1", "unilm-v2-half", "motif-grouped"]), 4)
+)
 def test_every_precision_computes_what_its_simulation_does(checkpoint, tmp_path, source, precision):
     folder = exported(checkpoint(source), tmp_path / "out", **PRECISIONS[precision])
     found = verify(folder, checkpoint(source))
@@ -113,8 +116,11 @@ def test_logits_equal_stock_transformers(checkpoint, tmp_path):
     np.testing.assert_allclose(logits, oracle.numpy(), rtol=0, atol=2e-5)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("weights", ["4:g32", "6:g32", "8:row", "4:tensor"])
+@pytest.mark.parametrize(
+    ("weights", "dtype"),
+    sampled(product(["4:g32", "6:g32", "8:row", "4:tensor"], [torch.float32, torch.bfloat16]), 3),
+    ids=str,
+)
 def test_a_quantized_checkpoint_keeps_its_codes_and_scales(tmp_path, weights, dtype):
     plain = write_checkpoint(tmp_path / "plain", "diffllama", dtype)
     quantized = tmp_path / "quantized"

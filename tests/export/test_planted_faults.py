@@ -33,6 +33,7 @@ from tests.support.planted import (
     weight,
     with_rows,
 )
+from tests.support.thorough import sampled
 
 LOW = {"weights": "4:g32", "kv_bits": 8, "embed_bits": 8}
 BASES = {
@@ -257,7 +258,7 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", sampled(FAULTS, 4))
 def test_a_planted_fault_is_refused(exported, tmp_path, fault):
     base, edit = FAULTS[fault]
     checkpoint, folder = exported(base)
@@ -376,7 +377,7 @@ def faulty_kernel(tmp_path_factory):
     return folder / LIBRARY
 
 
-@pytest.mark.parametrize("fault", [None, *NATIVE])
+@pytest.mark.parametrize("fault", sampled([None, *NATIVE], 4))
 def test_a_fault_in_the_native_kernel_is_refused(exported, faulty_kernel, monkeypatch, fault):
     monkeypatch.setenv("DIFFQUANT_NATIVE_LIBRARY", str(faulty_kernel))
     monkeypatch.setenv("DIFFQUANT_FAULT", str(1 + list(NATIVE).index(fault) if fault else 0))
@@ -406,7 +407,7 @@ SOUND = {
 }
 
 
-@pytest.mark.parametrize("name", SOUND)
+@pytest.mark.parametrize("name", sampled(SOUND, 4))
 def test_no_sound_export_is_refused(exported, tmp_path, monkeypatch, name):
     monkeypatch.setattr(passages, "LONGEST", 160)
     monkeypatch.setattr(passages, "POSITIONS", 512)
@@ -415,7 +416,7 @@ def test_no_sound_export_is_refused(exported, tmp_path, monkeypatch, name):
     assert verify(export_to(checkpoint, tmp_path / "out", options), checkpoint, threads=1).passed
 
 
-@pytest.mark.parametrize("checkpoint", pocket_models("prose"), ids=lambda path: path.name)
+@pytest.mark.parametrize("checkpoint", sampled(pocket_models("prose"), 3), ids=lambda path: path.name)
 def test_no_sound_export_of_a_trained_model_is_refused(tmp_path, monkeypatch, checkpoint):
     monkeypatch.setattr(passages, "LONGEST", 160)
     monkeypatch.setattr(passages, "POSITIONS", 512)

@@ -3,8 +3,10 @@
 import sys
 
 from tests.fuzz import large
+from tests.support.thorough import thorough
 
 
+@thorough
 def test_memory_does_not_grow_with_the_tensors(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["large", "--tensor-gigabytes", "0.3", "--scheme", "4:tensor"])
     monkeypatch.setattr(large, "LIMIT", 500_000_000)

@@ -12,6 +12,9 @@ from diffquant.recipe import Recipe
 from diffquant.scheme import Scheme
 from tests.support.kernel_inputs import on_call, random_call
 from tests.support.offline import compiled
+from tests.support.thorough import thorough
+
+pytestmark = thorough
 
 DECODING = (80, 86, 89, 90, 100, 120)
 # Beside those that test_decode_compiled has.

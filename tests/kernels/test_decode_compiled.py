@@ -10,6 +10,7 @@ from diffquant.kernels.cache.kv_store import KVStore
 from diffquant.recipe import Recipe
 from tests.support.kernel_inputs import random_call
 from tests.support.offline import SHARED_LIMIT, compiled
+from tests.support.thorough import thorough
 
 # Generation, width, recipe, capability, and how many instructions a thread may spend on an element of K
 # or V, all of attention included.
@@ -43,6 +44,7 @@ def launches():
 
 
 # One test, so that workers side by side do not each compile all of it.
+@thorough
 def test_shipped_configurations_unpack_cheaply_and_without_barriers():
     binaries = compiled(__file__)
     for name, (generation, width, recipe, capability, most) in CASES.items():

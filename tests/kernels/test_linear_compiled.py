@@ -8,10 +8,13 @@ import torch
 from diffquant.kernels.linear.repack import repack
 from diffquant.numerics import packed_words
 from tests.support.offline import SHARED_LIMIT, compiled
+from tests.support.thorough import thorough
 
 # Instructions a weight of a thread's, all of the loop's. At the pace of an H200's memory (4.8 TB/s, 132
 # processors at 1.75 GHz, 128 instructions a cycle) there is time for 3.1, 4.1 and 6.2, which 6 bits just miss;
 # an A100's leaves more.
+pytestmark = thorough
+
 MOST_INSTRUCTIONS = {(90, 4): 2.8, (90, 6): 4.2, (90, 8): 4.5, (80, 4): 3.0, (80, 6): 4.6, (80, 8): 4.5}
 # Hopper's table is compiled in one half type, Ampere's in the other, which has more to do for 8 bits.
 DTYPES = {90: torch.float16, 80: torch.bfloat16}

@@ -9,6 +9,9 @@ from diffquant.family.norm import PairNorm
 from diffquant.scheme import Scheme
 from tests.support.kernel_inputs import on_call, random_call
 from tests.support.offline import SHARED_LIMIT, compiled
+from tests.support.thorough import thorough
+
+pytestmark = thorough
 
 INT8 = [
     ("v1", 90, 128, "fp8"),

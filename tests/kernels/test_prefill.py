@@ -1,5 +1,7 @@
 """The prefill kernels, interpreted, against the plain form in float64."""
 
+from itertools import product
+
 import pytest
 import torch
 
@@ -12,6 +14,7 @@ from diffquant.kernels.arguments import empty_output
 from diffquant.kernels.attention import prefill as module
 from diffquant.kernels.attention.prefill import prefill_refusal
 from tests.support.kernel_inputs import CAUSAL, expected, on_call, padding, random_call, relative_error
+from tests.support.thorough import sampled
 
 prefill = on_call(module.prefill)
 LIMIT = 2e-3
@@ -36,8 +39,7 @@ def device_class(request, monkeypatch, has_capability):
     return request.param
 
 
-@pytest.mark.parametrize("name", SEEN)
-@pytest.mark.parametrize("generation", ["v1", "v2"])
+@pytest.mark.parametrize(("name", "generation"), sampled(product(SEEN, ["v1", "v2"]), 3))
 def test_equals_the_plain_form(generation, name):
     queries, keys, mask = SEEN[name]
     inputs = random_call(generation, queries, keys, batch=2, pairs=2)
@@ -46,9 +48,7 @@ def test_equals_the_plain_form(generation, name):
     assert relative_error(out, expected(*inputs, scale=0.3, mask=mask)) <= LIMIT
 
 
-@pytest.mark.parametrize("wide", [False, True], ids=["dv=d", "dv=2d"])
-@pytest.mark.parametrize("width", [64, 128])
-@pytest.mark.parametrize("generation", ["v1", "v2"])
+@pytest.mark.parametrize(("generation", "width", "wide"), sampled(product(["v1", "v2"], [64, 128], [False, True]), 3))
 def test_shipped_tiles_serve_every_width(generation, width, wide):
     q, k, _, lam = random_call(generation, 129, 129, width=width, pairs=4, kv_pairs=2)
     v = torch.randn(1, 2, 129, width * 2 if wide else width, generator=torch.Generator().manual_seed(1)).half()

@@ -12,6 +12,7 @@ from diffquant.kernels.arguments import empty_output
 from diffquant.kernels.attention import prefill_int8 as module
 from diffquant.kernels.attention.prefill_int8 import TILES, prefill_int8_refusal
 from tests.support.kernel_inputs import CAUSAL, expected, on_call, padding, random_call, relative_error
+from tests.support.thorough import sampled
 
 pytestmark = pytest.mark.usefixtures("rounded_as_a_gpu_does")
 
@@ -42,7 +43,7 @@ def _either_path(request, _on_hopper, has_capability):
 
 
 @pytest.mark.usefixtures("_either_path")
-@pytest.mark.parametrize("name", SEEN)
+@pytest.mark.parametrize("name", sampled(SEEN, 3))
 @pytest.mark.parametrize(("generation", "pv"), [("v1", "fp8"), ("v2", "fp16")])
 def test_close_to_the_plain_form(generation, pv, name):
     queries, keys, mask = SEEN[name]
@@ -54,7 +55,7 @@ def test_close_to_the_plain_form(generation, pv, name):
 
 
 @pytest.mark.parametrize("pv", LIMITS)
-@pytest.mark.parametrize(("generation", "width"), [("plain", 64), ("v1", 64), ("v1", 128), ("v2", 128)])
+@pytest.mark.parametrize(("generation", "width"), sampled([("plain", 64), ("v1", 64), ("v1", 128), ("v2", 128)], 2))
 def test_shipped_tiles_serve_every_width(generation, width, pv):
     inputs = random_call(generation, 65, 130, width=width, pairs=2)
     out = prefill_int8(*inputs, scale=width**-0.5, pv=pv)

@@ -9,6 +9,7 @@ from diffquant.model.cache import PackedCache
 from diffquant.model.fused_cache import FusedCache, fused_cache_refusal
 from diffquant.recipe import Recipe
 from tests.support.models import SIZES, ours, random_diffllama, random_ids, random_llama
+from tests.support.thorough import sampled, thorough
 
 pytest.importorskip("triton")
 
@@ -37,13 +38,16 @@ def generated(model, cache, ids, mask, **settings):
 
 @pytest.mark.parametrize(
     ("generation", "recipe"),
-    [
-        ("v1", Recipe.of(k="4:c16", v=4, residual=5)),
-        ("v1", Recipe.of(kv=6)),
-        ("v2", Recipe.of(kv=8, residual=3)),
-        ("plain", Recipe.of(k="6:c16", v=16)),
-        ("plain", Recipe.of()),
-    ],
+    sampled(
+        [
+            ("v1", Recipe.of(k="4:c16", v=4, residual=5)),
+            ("v1", Recipe.of(kv=6)),
+            ("plain", Recipe.of(k="6:c16", v=16)),
+            ("v2", Recipe.of(kv=8, residual=3)),
+            ("plain", Recipe.of()),
+        ],
+        3,
+    ),
     ids=lambda x: x if isinstance(x, str) else f"{x.k}-{x.v}-{x.residual}",
 )
 def test_the_same_tokens_as_with_the_packed_cache(generation, recipe):
@@ -65,6 +69,7 @@ def test_logits_of_chunks_are_those_of_the_packed_cache():
         torch.testing.assert_close(out, model(chunk, past_key_values=packed).logits, rtol=1e-4, atol=1e-4)
 
 
+@thorough
 def test_beams_move_whole_sequences():
     model, recipe, ids = small_model("plain"), Recipe.of(kv=8, residual=2), random_ids(batch=1, length=9)
     wanted = generated(model, PackedCache(recipe, 1), ids, None, num_beams=2)
@@ -85,7 +90,7 @@ def states(tokens, seed):
     return torch.randn(2, 1, tokens, 64, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("recipe", [Recipe.of(), Recipe.of(k="4:c16", v=8, residual=3)], ids=["16", "c16"])
+@pytest.mark.parametrize("recipe", sampled([Recipe.of(), Recipe.of(k="4:c16", v=8, residual=3)], 2), ids=["16", "c16"])
 def test_a_cache_grows_unless_its_capacity_is_given(recipe):
     k, v = states(130, 0), states(130, 1)
     growing, fixed = FusedCache(recipe, 1), FusedCache(recipe, 1, capacity=128)
@@ -110,7 +115,7 @@ def test_what_decodes_is_asked_of_the_attention_not_of_tensors():
     assert "run on CUDA devices" in fused_cache_refusal(Recipe.of(kv=4), spec, torch.float16, torch.device("cpu"))
 
 
-@pytest.mark.parametrize("recipe", [Recipe.of(), Recipe.of(kv=4, residual=2)], ids=["16", "4"])
+@pytest.mark.parametrize("recipe", sampled([Recipe.of(), Recipe.of(kv=4, residual=2)], 2), ids=["16", "4"])
 def test_generation_takes_it_where_the_kernels_run(recipe, monkeypatch):
     model, ids = small_model("v1"), random_ids(length=9)
     model.apply_recipe(recipe)

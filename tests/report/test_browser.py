@@ -2,11 +2,13 @@
 
 import json
 import shutil
+from itertools import product
 from pathlib import Path
 
 import pytest
 
 from diffquant.cli.runs import write_index
+from tests.support.thorough import sampled
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="selenium drives the browser: pip install selenium")
 
@@ -90,8 +92,7 @@ def texts(browser, selector):
     return browser.execute_script(f"return {shown}.map((each) => each.textContent)")
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [390, 768, 1400])
+@pytest.mark.parametrize(("width", "scheme"), sampled(product([390, 768, 1400], ["light", "dark"]), 3))
 def test_no_page_scrolls_sideways_or_has_faint_text(browser, pages, width, scheme):
     for page in ("index.html", *(f"{name}/{file}" for name, file in RUNS.items())):
         show(browser, pages / page, width, scheme)
