@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.thorough import thorough
+
 ROOT = Path(__file__).parents[1]
 TEST = """
 import torch
@@ -27,6 +29,7 @@ def test_it():
 """
 
 
+@thorough
 def test_kernels_are_counted_once_each_in_workers_too(tmp_path):
     pytest.importorskip("triton")
     (tmp_path / "test_it.py").write_text(TEST)

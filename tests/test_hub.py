@@ -65,6 +65,7 @@ def test_a_model_of_the_hub_is_quantized_by_its_name_and_what_it_needs_is_fetche
     assert not [request for request in hub.requests if re.match("GET .*/resolve/", request)]
 
 
+@thorough
 def test_a_revision_is_named_by_an_option_or_behind_the_name(run):
     code, out, _ = run("inspect", MODEL, "--revision", "v2", "--json")
     assert code == 0

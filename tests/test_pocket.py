@@ -47,13 +47,14 @@ def test_all_tell_four_needles_apart_down_to_6_bits_of_logits_a_tensor_and_4_a_r
 
 
 @NAMES
+@thorough
 def test_3_bits_of_logits_a_tensor_lose_the_needles_and_shifted_rows_keep_them(name):
     assert retrieved(name, logits="3:tensor") <= 0.1
     assert retrieved(name, logits="3:row:shift") >= 0.94
 
 
 @NAMES
-@pytest.mark.parametrize("recipe", [{"weights": "3:row"}, {"kv": "4:row"}], ids=str)
+@pytest.mark.parametrize("recipe", sampled([{"weights": "3:row"}, {"kv": "4:row"}], 2), ids=str)
 def test_all_keep_their_needles_in_low_bit_weights_and_cache(name, recipe):
     assert retrieved(name, **recipe) >= 0.9
 

@@ -18,6 +18,7 @@ from diffquant.export.runtime.scoring import OnnxRuntime
 from diffquant.inspection import inspect_checkpoint
 from tests.support import tiny_lm
 from tests.support.checkpoints import write_checkpoint
+from tests.support.thorough import sampled
 
 TEXT = data.books_text()[5000:5400]
 # Widths that no power of two divides, three KV pairs, groups of 3 signal heads.
@@ -47,7 +48,7 @@ PACKED = dict.fromkeys(SOURCES, 3 * 7) | {"phi4flash": 8 * 2 + 3 * 3 + 5 * 2}
 NOT_EXPORTED = ("phi4flash",)
 
 
-@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("source", sampled(SOURCES, 3))
 def test_a_source_goes_the_whole_way(source, tmp_path):
     plain, low, onnx = (tmp_path / name for name in ("plain", "low", "onnx"))
     write_checkpoint(plain, source, **AWKWARD | SOURCES[source])

@@ -63,6 +63,7 @@ def test_mypy_reports_a_wrong_call_from_the_command_line_into_a_room(tree):
     assert 'Unexpected keyword argument "nonsense" for "export"' in said
 
 
+@thorough
 def test_mypy_knows_the_verbs_of_the_package(tree):
     said = reports(tree, VERBS)
     assert 'Argument 1 to "sweep" has incompatible type "int"' in said

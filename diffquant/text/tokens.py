@@ -8,6 +8,8 @@ from torch import Tensor
 from diffquant.errors import DiffQuantError, UsageError
 
 DEFAULT_MAX_LENGTH = 2048
+# A text's end may change the tokens before it, never so many.
+_TOKENS_OF_AN_END = 256
 # What transformers' tokenizers say when nobody told them.
 _UNSET_LENGTH = int(1e30)
 
@@ -32,7 +34,7 @@ def token_windows(model: Any, tokenizer: Any, text: str, window: int, tokens: in
         )
     if tokens is not None and tokens < window:
         raise UsageError(f"{tokens} tokens hold no window of {window}; read more tokens, or in shorter windows")
-    ids = encode_text(tokenizer, text, model.device)[:tokens]
+    ids = encode_text(tokenizer, text, model.device, tokens)
     count = len(ids) // window
     if not count:
         raise UsageError(
@@ -73,14 +75,30 @@ def max_length(config: Any, tokenizer: Any) -> int:
     return DEFAULT_MAX_LENGTH if length is None or length >= _UNSET_LENGTH else int(length)
 
 
-def encode_text(tokenizer: Any, text: str, device: torch.device) -> Tensor:
-    """Token ids [N + 1]: the prefix token, then the N of the text.
+def encode_text(tokenizer: Any, text: str, device: torch.device, tokens: int | None = None) -> Tensor:
+    """Token ids [N + 1]: the prefix token, then the N of the text; the first `tokens` of them if that is given.
 
     Raises:
         UsageError: the text has no two tokens.
     """
-    # Quiet about a text longer than the context, which no pass sees as one.
-    ids = tokenizer.encode(text, add_special_tokens=False, verbose=False)
+    ids = _encoded(tokenizer, text) if tokens is None else _first_encoded(tokenizer, text, tokens)
     if len(ids) < 2:
         raise UsageError(f"the text has {len(ids)} tokens; perplexity needs two or more")
-    return torch.tensor([prefix_token(tokenizer), *ids], device=device)
+    return torch.tensor([prefix_token(tokenizer), *ids], device=device)[:tokens]
+
+
+def _first_encoded(tokenizer: Any, text: str, tokens: int) -> list[int]:
+    """At least so many of a text's tokens, or all that it has, without encoding a long text whole."""
+    wanted = tokens + _TOKENS_OF_AN_END
+    length = 8 * wanted
+    ids = _encoded(tokenizer, text[:length])
+    while len(ids) < wanted and length < len(text):
+        length *= 2
+        ids = _encoded(tokenizer, text[:length])
+    return ids
+
+
+def _encoded(tokenizer: Any, text: str) -> list[int]:
+    # Quiet about a text longer than the context, which no pass sees as one.
+    ids: list[int] = tokenizer.encode(text, add_special_tokens=False, verbose=False)
+    return ids

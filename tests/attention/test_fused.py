@@ -1,6 +1,7 @@
 """The dispatcher and the Triton kernels together, interpreted as if this were a device that runs them."""
 
 import logging
+from itertools import product
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from diffquant.family.norm import PairNorm
 from diffquant.kernels.attention import prefill, prefill_int8, prefill_simulated
 from diffquant.scheme import Scheme
 from tests.support.kernel_inputs import random_call, relative_error
+from tests.support.thorough import sampled
 
 POST = PairNorm(1e-5, torch.rand(128), 0.7)
 
@@ -53,8 +55,10 @@ def test_kernels_serve_what_the_plain_form_computes(backend, limit, generation, 
     assert relative_error(compute(call, backend), compute(call, "naive").double()) <= limit
 
 
-@pytest.mark.parametrize("scheme", ["4:row", "6:tensor", "4:head:shift", "8:pair"])
-@pytest.mark.parametrize("generation", ["plain", "v1", "v2"])
+@pytest.mark.parametrize(
+    ("generation", "scheme"),
+    sampled(product(["plain", "v1", "v2"], ["4:row", "6:tensor", "4:head:shift", "8:pair"]), 3),
+)
 def test_simulated_logits_are_those_of_the_plain_form_and_counted_alike(generation, scheme):
     call = call_of(generation, 29, 40, masks(40)[1])
     logits, meter, blocked = Scheme.parse(scheme), LogitMeter(), LogitMeter()

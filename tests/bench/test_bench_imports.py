@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from diffquant.bench.programs import generate
 from diffquant.errors import UsageError
 from studies import rounding
+from tests.support.thorough import thorough
 
 ROOT = Path(__file__).parents[2]
 WITHOUT = """
@@ -60,6 +61,7 @@ print(len(groups.groups()), len(tune.shipped()) > 0, *contest.SECTIONS)
     assert done.stdout.split()[1:] == ["True", "attention", "decode"]
 
 
+@thorough
 def test_the_bench_runs_without_onnx_and_says_what_it_leaves_out():
     code = """
 import importlib.util, sys

@@ -42,7 +42,7 @@ def checkpoints(tmp_path_factory):
             "quantize DIFFLLAMA -o OUT --weights 4:g32",
             "convert LLAMA -o OUT --to diff-v2",
         ],
-        3,
+        6,
     ),
 )
 def test_a_verb_on_a_checkpoint_imports_no_models_and_no_compiler(tmp_path, checkpoints, command):

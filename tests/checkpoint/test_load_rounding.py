@@ -57,7 +57,7 @@ def different(one, other):
     return [name for name, parameter in one.named_parameters() if not torch.equal(parameter, theirs[name])]
 
 
-@pytest.mark.parametrize("rounding", sampled(ROUNDINGS, 2))
+@pytest.mark.parametrize("rounding", sampled(ROUNDINGS, 4))
 def test_load_gives_the_weights_that_quantize_stores(source, tmp_path, rounding):
     recipe = Recipe.of(weights="4:g16", overrides={"*.mlp.up_proj": "6:row"}, rounding=ROUNDINGS[rounding])
     quantize(source, tmp_path / "low", recipe)

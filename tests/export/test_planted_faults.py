@@ -33,7 +33,7 @@ from tests.support.planted import (
     weight,
     with_rows,
 )
-from tests.support.thorough import sampled
+from tests.support.thorough import sampled, thorough
 
 LOW = {"weights": "4:g32", "kv_bits": 8, "embed_bits": 8}
 BASES = {
@@ -377,7 +377,8 @@ def faulty_kernel(tmp_path_factory):
     return folder / LIBRARY
 
 
-@pytest.mark.parametrize("fault", sampled([None, *NATIVE], 4))
+@thorough
+@pytest.mark.parametrize("fault", [None, *NATIVE])
 def test_a_fault_in_the_native_kernel_is_refused(exported, faulty_kernel, monkeypatch, fault):
     monkeypatch.setenv("DIFFQUANT_NATIVE_LIBRARY", str(faulty_kernel))
     monkeypatch.setenv("DIFFQUANT_FAULT", str(1 + list(NATIVE).index(fault) if fault else 0))

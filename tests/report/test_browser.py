@@ -92,7 +92,7 @@ def texts(browser, selector):
     return browser.execute_script(f"return {shown}.map((each) => each.textContent)")
 
 
-@pytest.mark.parametrize(("width", "scheme"), sampled(product([390, 768, 1400], ["light", "dark"]), 3))
+@pytest.mark.parametrize(("width", "scheme"), sampled(product([390, 768, 1400], ["light", "dark"]), 6))
 def test_no_page_scrolls_sideways_or_has_faint_text(browser, pages, width, scheme):
     for page in ("index.html", *(f"{name}/{file}" for name, file in RUNS.items())):
         show(browser, pages / page, width, scheme)

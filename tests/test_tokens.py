@@ -1,0 +1,43 @@
+"""The first tokens of a long text, which is not encoded whole for them."""
+
+import pytest
+import torch
+
+from diffquant.data import books_text, pocket_models
+from diffquant.source.source import open_source
+from diffquant.text.tokens import encode_text
+from tests.support import tiny_lm
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module", params=["words", *pocket_models("prose")[:1]], ids=["words", "bytes"])
+def tokenizer(request):
+    return tiny_lm.tokenizer() if request.param == "words" else open_source(request.param).tokenizer
+
+
+class Counting:
+    """A tokenizer that counts the characters that it encodes."""
+
+    def __init__(self, tokenizer):
+        self._tokenizer, self.characters = tokenizer, 0
+        self.bos_token_id, self.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
+
+    def encode(self, text, **options):
+        self.characters += len(text)
+        return self._tokenizer.encode(text, **options)
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 300, 5000])
+def test_first_tokens_are_those_of_the_whole_text(tokenizer, tokens):
+    text, counting = books_text(), Counting(tokenizer)
+    assert torch.equal(encode_text(counting, text, CPU, tokens), encode_text(tokenizer, text, CPU)[:tokens])
+    assert counting.characters < len(text)
+
+
+def test_a_text_whose_tokens_are_long_or_that_has_fewer_is_read_to_its_end(tokenizer):
+    # Spaces are no tokens of one tokenizer, and long ones of the other.
+    text = " " * 50_000 + books_text()[:1000]
+    whole = encode_text(tokenizer, text, CPU)
+    for tokens in (100, 10 * len(whole)):
+        assert torch.equal(encode_text(tokenizer, text, CPU, tokens), whole[:tokens])
