@@ -80,7 +80,9 @@ def measure(files: list[str], tests: tuple[str, ...], result: Path) -> int:
     watcher = _Watcher(measured)
     before = set(sys.modules)
     measured.start()
-    status = pytest.main(["-q", "--durations=0", "-p", "no:cacheprovider", "-n", "0", *tests], plugins=[watcher])
+    status = pytest.main(
+        ["-q", "-m", "", "--durations=0", "-p", "no:cacheprovider", "-n", "0", *tests], plugins=[watcher]
+    )
     measured.stop()
     data = measured.get_data()
     reached: dict[str, dict[str, list[int]]] = {test: {} for test in watcher.seconds}

@@ -61,7 +61,18 @@ def outcome(mutant: Mutant, tests: Sequence[str], limit: float) -> str:
         sys.meta_path.insert(0, _Finder(mutant))
         # The first failure decides; looking for a smaller one takes minutes.
         settings.register_profile("mutants", deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate])
-        options = ["-x", "--hypothesis-profile=mutants", "-q", "--durations=0", "-p", "no:cacheprovider", "-n", "0"]
+        options = [
+            "-x",
+            "-m",
+            "",
+            "--hypothesis-profile=mutants",
+            "-q",
+            "--durations=0",
+            "-p",
+            "no:cacheprovider",
+            "-n",
+            "0",
+        ]
         return int(pytest.main([*options, *tests]))
 
     status = in_a_process(run, limit)
