@@ -11,9 +11,15 @@ PAGE.says(
     *(_CLUSTER["settings"][name] for name in ("workers", "cells", "seconds")),
     *(100 * _CLUSTER["runs"][engine]["lost"] for engine in ("folder", "ray")),
 )
-_KILLS = [raw(f"sweep-kills/{name}.json") for name in ("local", "local-again")]
+_KILLS = [raw(f"sweep-kills/{name}.json") for name in ("local", "local-again", "ray")]
+_COUNTS = [sum(run["kills"].values()) for run in _KILLS]
 PAGE.says(
-    "That was so after each of {} kills of processes on one machine", sum(sum(run["kills"].values()) for run in _KILLS)
+    "That was so after each of {} kills, {} of processes on one machine and {} in a Ray cluster, {} of them of its "
+    "head",
+    sum(_COUNTS),
+    sum(_COUNTS[:2]),
+    _COUNTS[2],
+    _KILLS[2]["kills"]["ray: head"],
 )
 PAGE.means("Every cell then has to be as in a sweep", not any(run["faults"] for run in _KILLS))
 _WORKERS = {cell["path"]: cell for cell in raw("sweep-workers.json")["cells"] if cell["unit"] == "cells/min"}
