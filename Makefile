@@ -25,7 +25,7 @@ test: lint $(NATIVE)
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 # What `make test` leaves out: kernels compiled for every card, demos and benches run whole, and further cases of what
-# it tries a few of. Takes about 20 minutes on two cores.
+# it tries a few of. Takes 12 minutes on two cores.
 test-thorough: $(NATIVE) test-triton
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m thorough
 
