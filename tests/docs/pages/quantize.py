@@ -62,6 +62,13 @@ PAGE.says(
     _MORE * _TORCHAO / _OURS,
     _TORCHAO / _OURS,
 )
+PAGE.means("That was an AMD EPYC", "AMD EPYC" in _PEERS["environment"]["cpu"])
+_BEFORE = raw("quantize-peers-2026-11-22.json")
+PAGE.says(
+    "on a Xeon the day before, it was {} times as fast for each byte that is packed",
+    median(_BEFORE["turns"]["torchao in memory"]["seconds"])
+    / median(_BEFORE["turns"]["diffquant quantize"]["seconds"]),
+)
 _STARTS = {name: medians(turns, "seconds") for name, turns in raw("inspect-motif-2-12.7b.json")["turns"].items()}
 PAGE.says(
     "answers in {} s, {} times as long as importing torch alone",
