@@ -1,6 +1,7 @@
 """The figures of docs/sweep.md."""
 
 from statistics import median
+from typing import Any
 
 from diffquant.evals.stats import mean_interval
 from diffquant.sweep.compare import compare
@@ -89,22 +90,31 @@ PAGE.leaves("the English models of 1.25 M parameters", "a count")
 
 # Speeds of kinds of cells
 
-_SPEEDS = {cell["path"]: cell for cell in raw("sweep-cells.json")["cells"] if ", float32," in cell["workload"]}
+_CELLS = {"after": raw("sweep-cells-padded.json")["cells"], "before": raw("sweep-cells.json")["cells"]}
+
+
+def _speeds(when: str, dtype: str) -> dict[str, dict[str, Any]]:
+    return {cell["path"]: cell for cell in _CELLS[when] if f", {dtype}," in cell["workload"]}
+
+
 PAGE.table(
-    "kind of cell | items per second | × 16 bits",
-    lambda row, head: [_SPEEDS[row]["median" if head == "items per second" else "ratio"]],
+    "kind of cell | items per second | × 16 bits | × 16 bits before",
+    lambda row, head: [
+        _speeds("before" if "before" in head else "after", "float32")[row]["median" if "items" in head else "ratio"]
+    ],
 )
-_TURNS = [cell["values"] for cell in raw("sweep-cells.json")["cells"]]
-PAGE.says("turns of one kind differ by up to a factor of {}", max(max(turns) / min(turns) for turns in _TURNS))
-PAGE.means("medians of five turns", {len(turns) for turns in _TURNS} == {5})
-_PADDED = {cell["path"]: cell["ratio"] for cell in raw("sweep-cells-padded.json")["cells"]}
 PAGE.says(
-    "20 items with a scale per tensor, head or pair ran at {}, {} and {} of 16 bits",
-    *(_PADDED[f"logits 4:{granularity}"] for granularity in ("tensor", "head", "pair")),
+    "differ by up to a factor of {}, and before by up to {}",
+    *(max(max(cell["values"]) / min(cell["values"]) for cell in cells) for cells in _CELLS.values()),
+)
+PAGE.means("medians of five turns", {len(cell["values"]) for cells in _CELLS.values() for cell in cells} == {5})
+PAGE.says(
+    "cells with a scale per tensor ran at {} of 16 bits and with one per row at {}",
+    *(_speeds("after", "bfloat16")[f"logits 4:{granularity}"]["ratio"] for granularity in ("tensor", "row")),
 )
 _SMOLLM2 = {cell["path"]: cell.get("ratio") for cell in raw("sweep-workers.json")["cells"]}
 PAGE.says(
-    "cells with a scale per tensor run at {} of 16 bits, with a scale per row at {}",
+    "of SmolLM2's DIFF V2, cells with a scale per tensor ran at {} of 16 bits, with a scale per row at {}",
     _SMOLLM2["logits 4:tensor"],
     _SMOLLM2["logits 4:row"],
 )
