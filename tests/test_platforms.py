@@ -10,6 +10,7 @@ import pytest
 
 from diffquant.data import pocket_models
 from diffquant.support.placed_file import PlacedFile
+from tests.support.thorough import thorough
 
 ROOT = Path(__file__).parents[1]
 
@@ -68,6 +69,7 @@ assert not [path.name for path in folder.iterdir() if "diffquant-" in path.name 
 """
 
 
+@thorough
 def test_modules_import_and_checkpoints_are_written_where_the_system_is_not_posix(tmp_path):
     code = WITHOUT_POSIX + EVERY_MODULE + EVERY_WRITER
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, capture_output=True, text=True)

@@ -60,6 +60,7 @@ def test_all_keep_their_needles_in_low_bit_weights_and_cache(name, recipe):
 
 
 @NAMES
+@thorough
 def test_2_bits_of_weights_lose_the_needles(name):
     assert retrieved(name, weights="2:row") <= 0.3
 

@@ -46,7 +46,7 @@ def generated(model, cache, ids, mask, **settings):
             ("v2", Recipe.of(kv=8, residual=3)),
             ("plain", Recipe.of()),
         ],
-        3,
+        5,
     ),
     ids=lambda x: x if isinstance(x, str) else f"{x.k}-{x.v}-{x.residual}",
 )

@@ -140,6 +140,7 @@ def test_sampling_ends_and_streams_as_it_does_unrecorded(recordings, monkeypatch
     assert pieces == "".join(stream(model, tokenizer, "It was a dark", 6)) != ""
 
 
+@thorough
 def test_sequences_that_move_between_steps_are_not_recorded(recordings):
     model, ids = small_model("plain"), random_ids(batch=1, length=9)
     wanted = model.generate(
