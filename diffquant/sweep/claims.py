@@ -69,7 +69,7 @@ Life = Literal["alive", "dead", "unknown"]
 
 
 class Claim:
-    """A claim that this process holds, from when it is entered: what is claimed is done when it is left in peace.
+    """A claim of this process: what is claimed is done when the claim is left in peace.
 
     Attributes:
         deaths: number of earlier holders that died.
@@ -78,7 +78,16 @@ class Claim:
     def __init__(self, path: Path, name: str, deaths: int) -> None:
         self._path, self._name, self.deaths = path, name, deaths
         self._released = Event()
+
+    def make(self) -> bool:
+        """Create the claim's file; returns whether it is held now, since another may have been before."""
+        try:
+            with self._path.open("x", encoding="utf-8") as file:
+                json.dump(asdict(Claimant.here()), file)
+        except FileExistsError:
+            return False
         Thread(target=self._beat, daemon=True).start()
+        return True
 
     def __enter__(self) -> Self:
         return self
@@ -86,12 +95,21 @@ class Claim:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._released.set()
         # Left by an error, earlier claims stay, and with them the number of deaths. The own one goes last, since
         # without it an earlier one would be the latest.
         for number in range(0 if kind is None else self.deaths, self.deaths + 1):
             with suppress(OSError):
                 _path_of(self._path.parent, self._name, number).unlink()
+        self._released.set()
+
+    def let_go(self) -> None:
+        """Release it if it is held; an interrupt may have come while it was made, or before it was left."""
+        if self._released.is_set():
+            return
+        self._released.set()
+        with suppress(OSError):
+            if _claimant(self._path.read_text(encoding="utf-8")) in (Claimant.here(), None):
+                self._path.unlink()
 
     def _beat(self) -> None:
         while not self._released.wait(_SECONDS_BETWEEN_BEATS):
@@ -100,15 +118,23 @@ class Claim:
 
 
 class Claims:
-    """The claims in a folder as one process sees and makes them."""
+    """The claims in a folder as one process sees and makes them; when it is left, it holds none any more."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         # The time of each claim, when it was first seen to have it, and whether it had another before.
         self._watched: dict[str, tuple[int, float, bool]] = {}
+        self._tried: Claim | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._tried is not None:
+            self._tried.let_go()
 
     def take(self, name: str, latest: Mapping[str, int]) -> Claim | None:
-        """Claim something that nobody holds, or whose holder is gone; None where another has it.
+        """Claim something that nobody holds, or whose holder is gone; None where another has it. One at a time.
 
         Args:
             latest: numbers of the claims in the folder, as `latest_claims` gives them.
@@ -119,13 +145,11 @@ class Claims:
         if name in latest and self.life(name, latest[name]) != "dead":
             return None
         number = latest.get(name, -1) + 1
-        path = _path_of(self.folder, name, number)
-        try:
-            with path.open("x", encoding="utf-8") as file:
-                json.dump(asdict(Claimant.here()), file)
-        except FileExistsError:
-            return None
-        return Claim(path, name, number)
+        # Known before its file exists: an interrupt may come in between.
+        self._tried = Claim(_path_of(self.folder, name, number), name, number)
+        if not self._tried.make():
+            self._tried = None
+        return self._tried
 
     def clear(self, names: Iterable[str], latest: Mapping[str, int]) -> None:
         """Remove the claims that dead processes left on things that are done."""

@@ -91,12 +91,13 @@ def join_sweep(
     if missing.jobs:
         return None
     tables = f"tables-{plain_digest([job.cell.name for job in sweep.jobs])[:16]}"
-    claim = Claims(sweep.work.folder).take(tables, latest_claims(names))
-    if claim is None:
-        return None
-    with claim:
-        result = sweep.write_result()
-        write_outputs(result, output)
+    with Claims(sweep.work.folder) as claims:
+        claim = claims.take(tables, latest_claims(names))
+        if claim is None:
+            return None
+        with claim:
+            result = sweep.write_result()
+            write_outputs(result, output)
     return result
 
 

@@ -47,11 +47,12 @@ class Worker:
             DiffQuantError: the folder of the cells is gone.
         """
         try:
-            while (taken := self._next(is_patient)) is not None:
-                job, claim = taken
-                with claim:
-                    job.cell.write(self._measured(job, claim.deaths))
-                self._tell.settled(job)
+            with self._claims:
+                while (taken := self._next(is_patient)) is not None:
+                    job, claim = taken
+                    with claim:
+                        job.cell.write(self._measured(job, claim.deaths))
+                    self._tell.settled(job)
         except OSError:
             self.work.look()  # Says so where the folder is gone.
             raise

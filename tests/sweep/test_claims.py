@@ -10,7 +10,9 @@ from dataclasses import asdict
 import psutil
 import pytest
 
-from diffquant.sweep import claims
+from diffquant.bench.programs.sleepers import sleeping_work
+from diffquant.support.progress import silent
+from diffquant.sweep import claims, worker
 from diffquant.sweep.claims import Claimant, Claims, latest_claims
 
 ABSENT = "another machine"
@@ -80,6 +82,40 @@ def test_what_is_done_leaves_no_claim_and_what_failed_keeps_the_count_of_deaths(
         assert claim.deaths == 1
         assert Claims(tmp_path).take("cell", latest(tmp_path)) is None
     assert not list(tmp_path.iterdir())
+
+
+def interrupted_at(event, work):
+    """Carry work out, interrupted at a line of the modules that claim; returns whether there are so many."""
+    count = 0
+
+    def trace(frame, kind, _):
+        nonlocal count
+        if frame.f_code.co_filename not in {claims.__file__, worker.__file__}:
+            return None
+        if kind == "line":
+            count += 1
+            if count == event:
+                raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        worker.Worker(work, silent).run(is_patient=False)
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
+
+
+def test_an_interrupt_at_any_line_leaves_no_claim(tmp_path):
+    event = 0
+    left = []
+    while interrupted_at(event := event + 1, sleeping_work(tmp_path / f"at {event}", 1, 2, 0.0)):
+        left += [(event, file.name) for file in (tmp_path / f"at {event}").glob("*.claim")]
+    assert event > 100
+    assert not left
 
 
 def test_a_process_that_was_killed_and_not_waited_for_holds_nothing(tmp_path):
