@@ -73,21 +73,21 @@ class ModelReading:
         text = load_text(options.text)
         return token_windows(self.model(), self._source.tokenizer, text, options.window, options.tokens)
 
-    def gptq(self, given: Mapping[str, str], scheme_of: Callable[[int], Scheme]) -> Rounder:
-        """Our gptq made ready for the model; kept until another one is asked for.
+    def rounder(self, rule: str, given: Mapping[str, str], scheme_of: Callable[[int], Scheme]) -> Rounder:
+        """A rounding of ours that reads a text, made ready for the model; kept until another one is asked for.
 
         Args:
-            given: gptq's options.
+            given: its options.
             scheme_of: function from a weight's width to its scheme.
         """
         schemes = {
             source.removesuffix(".weight"): scheme_of(weight.shape[1]) for source, weight in self.weights.values()
         }
-        asked = (dict(given), schemes)
+        asked = (rule, dict(given), schemes)
         if self._ready is None or self._ready[0] != asked:
             options = self._options
-            settings = RoundingSettings("gptq", options.text, options.tokens, options.window, **given)
-            self._ready = asked, rounding_named("gptq").prepare(self._source, schemes, settings, silent)
+            settings = RoundingSettings(rule, options.text, options.tokens, options.window, **given)
+            self._ready = asked, rounding_named(rule).prepare(self._source, schemes, settings, silent)
         return self._ready[1]
 
     @cached_property

@@ -18,7 +18,9 @@ from diffquant.quantization.roundings import Rounder
 from diffquant.quantization.roundings.mse import round_with_clipping
 from diffquant.quantization.roundings.nearest import round_to_nearest
 from diffquant.scheme import Scheme
-from studies.rounding_method import TIERS, Compensated, Method, Quantize, Quantized, group_size
+from studies.rounding_method import TIERS, Method, Quantize, Quantized, ReadRule, group_size
+
+RULES = ("nearest", "mse", "gptq", "tuned")
 
 _SCALE = torch.float16
 
@@ -27,9 +29,9 @@ def _ours(rule: str, bits: int, least: int, options: Mapping[str, str] = Mapping
     def scheme_of(width: int) -> Scheme:
         return Scheme(bits, "group", group_size(width, least))
 
-    def quantize(name: str, weight: Tensor, compensated: Compensated) -> Quantized:
+    def quantize(name: str, weight: Tensor, read_rule: ReadRule) -> Quantized:
         data_free = {"nearest": Rounder(round_to_nearest), "mse": Rounder(round_with_clipping)}
-        rounder = data_free.get(rule) or compensated(options, scheme_of)
+        rounder = data_free.get(rule) or read_rule(rule, options, scheme_of)
         scheme = scheme_of(weight.shape[1])
         scales = math.prod(packed_shapes((weight.shape[0], weight.shape[1]), scheme)[SCALE])
         stored = weight.numel() * bits + scales * 8 * _SCALE.itemsize
@@ -39,7 +41,7 @@ def _ours(rule: str, bits: int, least: int, options: Mapping[str, str] = Mapping
 
 
 def _bitsandbytes(kind: str, nested: bool) -> Quantize:
-    def quantize(name: str, weight: Tensor, compensated: Compensated) -> Quantized:
+    def quantize(name: str, weight: Tensor, read_rule: ReadRule) -> Quantized:
         functional = import_module("bitsandbytes.functional")
         packed, state = functional.quantize_4bit(
             weight.float(), blocksize=64, compress_statistics=nested, quant_type=kind
@@ -54,7 +56,7 @@ def _bitsandbytes(kind: str, nested: bool) -> Quantize:
 def _torchao_int4(least: int) -> Quantize:
     """torchao's int4 with a bfloat16 scale and zero a group, as its tinygemm layouts have it."""
 
-    def quantize(name: str, weight: Tensor, compensated: Compensated) -> Quantized:
+    def quantize(name: str, weight: Tensor, read_rule: ReadRule) -> Quantized:
         primitives = import_module("torchao.quantization.quant_primitives")
         block = (1, group_size(weight.shape[1], least))
         kind, values = torch.bfloat16, weight.float()
@@ -75,7 +77,7 @@ def _torchao_int4(least: int) -> Quantize:
 def _torchao_intx(bits: int, least: int) -> Quantize:
     """torchao's weight-only integers of any width, asymmetric; codes lie in bytes."""
 
-    def quantize(name: str, weight: Tensor, compensated: Compensated) -> Quantized:
+    def quantize(name: str, weight: Tensor, read_rule: ReadRule) -> Quantized:
         quantization = import_module("torchao.quantization")
         granularity = import_module("torchao.quantization.granularity")
         linear = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False)
@@ -96,7 +98,7 @@ def _torchao_intx(bits: int, least: int) -> Quantize:
 def _hqq(bits: int, group: int) -> Quantize:
     """HQQ along the input axis, the one its fast kernels read; scale and zero in float16, as `HQQLinear` keeps them."""
 
-    def quantize(name: str, weight: Tensor, compensated: Compensated) -> Quantized:
+    def quantize(name: str, weight: Tensor, read_rule: ReadRule) -> Quantized:
         quantizer = import_module("hqq.core.quantize").Quantizer
         packed, meta = quantizer.quantize(
             weight.float(), nbits=bits, group_size=group, axis=1, compute_dtype=_SCALE, device="cpu"
@@ -114,7 +116,7 @@ def _bits(*tensors: Tensor) -> int:
 
 
 def _of_ours(tier: str, bits: int, least: int) -> list[Method]:
-    return [Method(f"{rule} {bits}:g{least}", tier, _ours(rule, bits, least)) for rule in ("nearest", "mse", "gptq")]
+    return [Method(f"{rule} {bits}:g{least}", tier, _ours(rule, bits, least)) for rule in RULES]
 
 
 _FINE, _COARSE, _SIX, _LOW = TIERS

@@ -31,7 +31,7 @@ from diffquant.support.progress import Progress, progress_for, silent
 from diffquant.text.corpus import load_text
 from diffquant.text.tokens import encode_text
 from studies.quantizers import METHODS
-from studies.rounding_method import Compensated, Method, reason
+from studies.rounding_method import Method, ReadRule, reason
 
 _LINEARS = ("self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj")
 _WINDOW = 512
@@ -64,6 +64,10 @@ class Layer:
     weight: Tensor
 
 
+# `tuned` rounds the weights of a decoder layer together, so a weight alone says nothing of it.
+LAYER_METHODS = tuple(method for method in METHODS if not method.name.startswith("tuned"))
+
+
 def main(
     model: Annotated[Path, typer.Argument(help="A checkpoint folder or a .gguf file.")],
     file: Annotated[Path, typer.Option("--json", help="Where to write the numbers.")],
@@ -71,7 +75,7 @@ def main(
 ) -> None:
     """Measure what quantized weights cost a layer's output on a model's own inputs."""
     options = LayerOptions(tuple(int(layer) for layer in layers.split(",")))
-    result = measure_layers(model, options, METHODS, progress_for("layers"))
+    result = measure_layers(model, options, LAYER_METHODS, progress_for("layers"))
     write_json(file, result)
     print(layer_table(result))
 
@@ -154,7 +158,7 @@ def _of_method(method: Method, layers_by_name: dict[str, Layer]) -> dict[str, An
     return {"bits": bits / elements, "decibels": {kind: sum(values) / len(values) for kind, values in decibels.items()}}
 
 
-def _compensation(layer: Layer) -> Compensated:
+def _compensation(layer: Layer) -> ReadRule:
     """Maker of gptq for one layer, from the inputs it may read."""
 
     @cache

@@ -28,14 +28,14 @@ class Quantized:
     held: int
 
 
-# (gptq's options, scheme of a weight by its width) -> gptq made ready for the model.
-Compensated = Callable[[Mapping[str, str], Callable[[int], Scheme]], Rounder]
+# (rule of ours that reads a text, its options, scheme of a weight by its width) -> the rule made ready for the model.
+ReadRule = Callable[[str, Mapping[str, str], Callable[[int], Scheme]], Rounder]
 
 # (name in the checkpoint, weight [out, in] float16) -> the weight quantized.
 Prepared = Callable[[str, Tensor], Quantized]
 
-# (name in the checkpoint, weight [out, in] float16, what compensates) -> the weight quantized.
-Quantize = Callable[[str, Tensor, Compensated], Quantized]
+# (name in the checkpoint, weight [out, in] float16, rules of ours that read a text) -> the weight quantized.
+Quantize = Callable[[str, Tensor, ReadRule], Quantized]
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Method:
 
     def over(self, reading: ModelReading) -> Prepared:
         """The method for the weights of a model."""
-        return lambda name, weight: self.quantize(name, weight, reading.gptq)
+        return lambda name, weight: self.quantize(name, weight, reading.rounder)
 
 
 @dataclass(frozen=True)

@@ -6,15 +6,15 @@ from typing import Any
 
 from diffquant.evals.stats import Difference, mean_interval, paired_difference
 from diffquant.report.tables import markdown
-from studies.quantizers import METHODS, VARIANTS
+from studies.quantizers import METHODS, RULES, VARIANTS
 from studies.rounding_method import TIERS, Contestant
 from studies.text_quantizers import TEXT_METHODS
 
 FULL = "16 bits"
 _GPTQ = "gptq"
 # What the names of methods that read a text begin with.
-READERS = (_GPTQ, *(method.name for method in TEXT_METHODS))
-_OURS = tuple(method.name for method in METHODS if method.name.startswith(("mse", "gptq")))
+READERS = (_GPTQ, "tuned", *(method.name for method in TEXT_METHODS))
+_LEADING = tuple(method.name for method in METHODS if method.name.startswith(RULES[1:]))
 
 
 def method_table(result: dict[str, Any]) -> str:
@@ -50,17 +50,17 @@ def method_cells(result: dict[str, Any], name: str) -> list[str]:
 
 
 def lead_table(results: Sequence[dict[str, Any]]) -> str:
-    """Markdown with KL of `mse` and `gptq` less that of the best other method of their tier, by model.
+    """Markdown with KL of our roundings less that of the best method of another library in their tier, by model.
 
-    `mse` is compared with the methods that read no text, `gptq` with all. The best other is the one of the lowest KL on
-    the prose; the same stands on the other text. Options of ours stand in `option_table`.
+    `mse` is compared with the methods that read no text, `gptq` and `tuned` with all. The best other is the one of the
+    lowest KL on the prose; the same stands on the other text. Options of ours stand in `option_table`.
     """
     lines = [lead for result in results for tier in _tiers(result) for lead in _leads(result, tier)]
     return "\n".join(markdown(["model", "bits", "ours", "best other", "KL less, nats", "elsewhere"], lines))
 
 
 def lead(result: dict[str, Any], ours: str) -> tuple[str, Difference | None, Difference | None]:
-    """The best other method of a tier, and what `ours` has of KL less its own on the prose and elsewhere.
+    """The best method of another library in a tier, and what `ours` has of KL less its own on the prose and elsewhere.
 
     There is no difference where one of the two kept no windows.
     """
@@ -69,7 +69,7 @@ def lead(result: dict[str, Any], ours: str) -> tuple[str, Difference | None, Dif
     others = [
         name
         for name, row in rows.items()
-        if name.split(",")[0] != ours
+        if not name.startswith(RULES)
         and "kl" in row
         and row.get("tier") == rows[ours]["tier"]
         and (reads or not name.startswith(READERS))
@@ -129,7 +129,7 @@ def _tiers(result: dict[str, Any]) -> list[str]:
 
 def _leads(result: dict[str, Any], tier: str) -> list[list[str]]:
     rows = result["results"]
-    ours = [name for name, row in rows.items() if row.get("tier") == tier and name in _OURS]
+    ours = [name for name, row in rows.items() if row.get("tier") == tier and name in _LEADING]
     return [[result["settings"]["model"], tier, name, *lead_cells(result, name)] for name in ours if "kl" in rows[name]]
 
 

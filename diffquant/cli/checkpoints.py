@@ -72,16 +72,19 @@ def quantize(
         typer.Option(
             metavar="NAME",
             help="nearest, the default, takes each scale from the largest magnitude; mse searches the scale of the "
-            "least squared error; gptq also compensates errors over a text.",
+            "least squared error; gptq also compensates errors over a text; tuned goes on from there by "
+            "gradients, for the least loss, and takes several times as long.",
         ),
     ] = None,
     text: Annotated[
         Path | None,
-        typer.Option("--text", metavar="FILE", help="Text for gptq; by default the prose that ships."),
+        typer.Option("--text", metavar="FILE", help="Text for gptq and tuned; by default the prose that ships."),
     ] = None,
     tokens: Annotated[
         int | None,
-        typer.Option(metavar="NUMBER", min=2, help="Number of tokens of the text that gptq reads; 16384 by default."),
+        typer.Option(
+            metavar="NUMBER", min=2, help="Number of tokens of the text that gptq or tuned reads; 16384 by default."
+        ),
     ] = None,
     weights_only: Annotated[
         bool,

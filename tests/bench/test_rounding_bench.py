@@ -69,7 +69,7 @@ def test_every_tier_has_all_our_roundings_and_the_libraries_that_reach_it():
     assert {method.tier for method in METHODS} == set(TIERS)
     for tier in TIERS:
         ours = [method for method in METHODS if method.tier == tier and method.package is None]
-        assert [method.name.split()[0] for method in ours] == ["nearest", "mse", "gptq"]
+        assert [method.name.split()[0] for method in ours] == ["nearest", "mse", "gptq", "tuned"]
         assert {method.package for method in METHODS if method.tier == tier} > {"torchao", "hqq"}
 
 
@@ -202,16 +202,17 @@ def test_intervals_of_a_table_are_scipys():
 
 
 def test_the_best_other_of_mse_reads_no_text_and_windows_are_paired():
-    names = ("mse 4:g32", "nearest 4:g32")
-    result = _result(dict(zip(names, KL.tolist(), strict=True)) | {"gptq 4:g32": (KL[0] / 2).tolist()})
-    result["results"]["nearest 6:g128"] = _row((KL[0] / 9).tolist(), "6.125 bits")
+    names = ("mse 4:g32", "HQQ 4 bits, groups of 64")
+    readers = ("gptq 4:g32", "tuned 4:g32", "AutoRound 4 bits, groups of 32")
+    read = {name: (KL[0] / number).tolist() for number, name in enumerate(readers, 2)}
+    result = _result(dict(zip(names, KL.tolist(), strict=True)) | read)
+    result["results"]["HQQ 6 bits, groups of 256"] = _row((KL[0] / 9).tolist(), "6.125 bits")
     best, prose, elsewhere = rounding_tables.lead(result, "mse 4:g32")
     low, high = scipy.stats.ttest_rel(*KL).confidence_interval(0.95)
-    assert best == "nearest 4:g32"
+    assert best == names[1]
     assert (prose.low, prose.high) == pytest.approx((low, high))
     assert (elsewhere.low, elsewhere.high) == pytest.approx((2 * low, 2 * high))
-    closest = min(names, key=lambda name: result["results"][name]["kl"])
-    assert rounding_tables.lead(result, "gptq 4:g32")[0] == closest
+    assert {rounding_tables.lead(result, name)[0] for name in readers[:2]} == {readers[2]}
 
 
 def test_a_row_without_windows_has_no_interval():
@@ -274,7 +275,7 @@ def test_an_unknown_method_and_too_short_a_text_are_refused(checkpoint, tmp_path
 
 @thorough
 def test_layers_rank_as_theory_says(checkpoint):
-    ours = [method for method in METHODS if method.package is None]
+    ours = [method for method in rounding_layers.LAYER_METHODS if method.package is None]
     result = rounding_layers.measure_layers(checkpoint, rounding_layers.LayerOptions((0, 1), 16, 512, 256), ours)
     decibels = {name: row["decibels"] for name, row in result["results"].items()}
     for kind in rounding_layers.KINDS:

@@ -25,7 +25,8 @@ from diffquant.model.cache import PackedLayer
 from diffquant.model.sambay.config import SambaYConfig
 from diffquant.model.sambay.mamba import Mamba
 from diffquant.model.windowed_cache import WindowedLayer
-from diffquant.quantization.roundings.gptq.sequence import rounded_layers
+from diffquant.quantization.roundings import rounding_named
+from diffquant.quantization.roundings.tuned import descent
 from diffquant.recipe import RoundingSettings
 from diffquant.scheme import Scheme
 from diffquant.source.source import open_source
@@ -400,15 +401,17 @@ def test_outliers_are_those_of_the_formulas(checkpoint, model):
     assert overall[LOGITS].count == sum(map(len, formulas.seen.values()))
 
 
-def test_gptq_rounds_every_weight_for_its_inputs(checkpoint, tmp_path):
+@pytest.mark.parametrize("name", ["gptq", "tuned"])
+def test_rules_that_read_a_text_round_every_weight_of_the_layers(tmp_path, monkeypatch, name):
+    monkeypatch.setattr(descent, "_STEPS", 4)
     folder = tmp_path / "plain"
     write_random(folder, CONFIG | {"vocab_size": tiny_lm.WORDS}, torch.float32)
     tiny_lm.tokenizer().save_pretrained(folder)
     source = open_source(folder)
     shapes = source.adapter.source_linears()
     schemes = {name.removesuffix(".weight"): Scheme(4, "row") for name in shapes}
-    settings = RoundingSettings("gptq", tokens=64, window=32)
-    rounded = rounded_layers(source, schemes, settings, books_text()[:2000], silent)
+    settings = RoundingSettings(name, tokens=64, window=32)
+    rounded = rounding_named(name).prepare(source, schemes, settings, silent)
     assert {name: tuple(codes.shape) for name, (codes, _) in rounded.made.items()} == dict(shapes)
 
 

@@ -59,13 +59,13 @@ def inputs_of(model, source):
 @pytest.fixture
 def summed(monkeypatch):
     """Moments by the name of each weight that they are rounded with."""
-    moments, plain = {}, sequence._LayerWeights.round
+    moments, plain = {}, sequence.LayerWeights.round
 
     def watched(self, modules, of_group):
         moments.update({self._name(module).removesuffix(".weight"): of_group for module in modules})
         plain(self, modules, of_group)
 
-    monkeypatch.setattr(sequence._LayerWeights, "round", watched)
+    monkeypatch.setattr(sequence.LayerWeights, "round", watched)
     return moments
 
 

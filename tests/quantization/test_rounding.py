@@ -166,7 +166,8 @@ def checkpoint(tmp_path_factory):
 
 
 def test_every_rounding_writes_the_same_layout(checkpoint, tmp_path):
-    rules = {"nearest": "nearest", "mse": "mse", "gptq": {"name": "gptq", "tokens": 1024, "window": 128}}
+    read = {"tokens": 1024, "window": 128}
+    rules = {"nearest": "nearest", "mse": "mse", "gptq": {"name": "gptq", **read}, "tuned": {"name": "tuned", **read}}
     errors, layouts = {}, {}
     exact = load(checkpoint, dtype=torch.float32)
     ids = torch.arange(5, 130)[None]
@@ -179,11 +180,11 @@ def test_every_rounding_writes_the_same_layout(checkpoint, tmp_path):
         assert json.loads((tmp_path / name / "diffquant.json").read_text())["rounding"]["name"] == name
         assert f"rounding: {name}" in (tmp_path / name / "README.md").read_text()
         assert load(tmp_path / name, dtype=torch.float32)(ids).logits.isfinite().all()
-    assert layouts["nearest"] == layouts["mse"] == layouts["gptq"]
+    assert layouts["nearest"] == layouts["mse"] == layouts["gptq"] == layouts["tuned"]
     assert errors["mse"] < errors["nearest"]
     assert exact(ids).logits.isfinite().all()
     packed = "model.layers.0.mlp.up_proj.weight_packed"
-    for name in ("mse", "gptq"):
+    for name in ("mse", "gptq", "tuned"):
         tensors = load_file(tmp_path / name / "model.safetensors")
         width = int(tensors[packed.replace("packed", "shape")][1])
         codes = unpack_from_int32(tensors[packed], 4, torch.Size([tensors[packed].shape[0], width]))

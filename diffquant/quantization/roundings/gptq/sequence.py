@@ -1,6 +1,6 @@
 """A checkpoint's weights rounded in the order in which the model reads them, each for the inputs that it then has."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,9 +21,11 @@ from diffquant.text.tokens import max_length, token_windows
 
 TOKENS = 16384
 WINDOW = 512
-_BATCH_TOKENS = 4096
+_BATCH_TOKENS = 512
 
 Made = tuple[Tensor, Tensor]
+# (walk, weights of a rounded layer, its inputs, the outputs it is to have): changes codes and scales once more.
+Finish = Callable[[Walk[Any], "LayerWeights", Sequence[Any], Sequence[Any]], None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,7 +44,12 @@ class RoundedLayers:
 
 
 def rounded_layers(
-    source: Source, schemes: Mapping[str, Scheme], settings: RoundingSettings, text: str, progress: Progress
+    source: Source,
+    schemes: Mapping[str, Scheme],
+    settings: RoundingSettings,
+    text: str,
+    progress: Progress,
+    finish: Finish | None = None,
 ) -> RoundedLayers:
     """Run a model over a text in float32, layer by layer, and round each layer's weights before the next one reads.
 
@@ -51,6 +58,7 @@ def rounded_layers(
 
     Args:
         schemes: scheme of each module whose weight is quantized, by the checkpoint's own names.
+        finish: function that is called with each layer once it is rounded, before the next one reads.
 
     Raises:
         DiffQuantError: the checkpoint or its tokenizer cannot be read, or the text holds no window.
@@ -60,24 +68,28 @@ def rounded_layers(
     window = min(settings.window or WINDOW, tokens, max_length(model.config, tokenizer))
     ids = token_windows(model, tokenizer, text, window, tokens)
     made: dict[str, Made] = {}
-    with torch.inference_mode():
+    with torch.no_grad():
         # Two tokens tell in which order a layer's modules run.
         walk, glance = model.walk(window), model.walk(2)
         states = [walk.embed(batch) for batch in batches(ids, _BATCH_TOKENS)]
-        exact, glimpse = list(states), glance.embed(ids[:1, :2])
+        exact: Sequence[Any] = list(states)
+        glimpse = glance.embed(ids[:1, :2])
         for number, layer in enumerate(walk.layers):
             readers, glimpse = readers_by_input(glance, layer, glimpse)
-            weights = _LayerWeights(source, schemes, settings, layer, f"model.layers.{number}", made)
+            weights = LayerWeights(source, schemes, settings, layer, f"model.layers.{number}", made)
             groups = [names for names in readers if any(map(weights.is_rounded, names))]
             if settings.inputs == "unrounded":
                 states = _round_for_unrounded(walk, weights, groups, states)
             else:
-                states, exact = _round_in_turn(walk, weights, groups, states, exact)
+                inputs, exact = states, _round_in_turn(walk, weights, groups, states, exact)
+                if finish is not None:
+                    finish(walk, weights, inputs, exact)
+                states = [walk.run(layer, state) for state in inputs]
             progress(number + 1, len(walk.layers), "rounding by layers")
     return RoundedLayers(made, ids.numel(), window)
 
 
-class _LayerWeights:
+class LayerWeights:
     """The weights of one layer, in the checkpoint and in the model that runs."""
 
     def __init__(
@@ -105,7 +117,7 @@ class _LayerWeights:
 
     def _round(self, module: str, inputs: Inputs, moved: Tensor | None) -> None:
         name, checkpoint = self._stored_name(module), self._source.checkpoint
-        scheme = self._schemes[name.removesuffix(".weight")]
+        scheme = self._scheme(name)
         weight, dtype = checkpoint.read(name), scale_dtype(checkpoint.written_dtype(name))
 
         def rounded(first: int, last: int) -> Made:
@@ -114,10 +126,29 @@ class _LayerWeights:
 
         with workers() as pool:
             codes, scales = zip(*in_order(pool, rounded, row_blocks(*weight.shape)), strict=True)
-        self._made[name] = made = torch.cat(codes), torch.cat(scales)
-        read_back = decode_codes(*made, scheme).to(weight.dtype).float()
+        self.take(module, (torch.cat(codes), torch.cat(scales)))
+
+    def take(self, module: str, made: Made) -> None:
+        """Give a module codes and a scale, in the checkpoint and in the model that runs."""
+        name = self._stored_name(module)
+        self._made[name] = made
+        scheme, dtype = self._scheme(name), self._source.checkpoint.written_dtype(name)
+        self.layer.get_submodule(module).weight.data = self.in_order(module, decode_codes(*made, scheme).to(dtype))
+
+    def rounded(self) -> Iterator[tuple[str, Tensor, Made, Scheme]]:
+        """Modules that are rounded by now: name, 16-bit weight [out, in], codes and scale, and scheme."""
+        for module in (name for name, each in self.layer.named_modules() if isinstance(each, nn.Linear)):
+            name = self._stored_name(module)
+            if self.is_rounded(module) and name in self._made:
+                yield module, self._source.checkpoint.read(name).float(), self._made[name], self._scheme(name)
+
+    def in_order(self, module: str, weight: Tensor) -> Tensor:
+        """A checkpoint's weight [out, in] in float32, its rows as the model has them."""
         order = self._source.adapter.row_order(self._name(module))
-        self.layer.get_submodule(module).weight.data = read_back if order is None else read_back[order]
+        return weight.float() if order is None else weight.float()[order]
+
+    def _scheme(self, name: str) -> Scheme:
+        return self._schemes[name.removesuffix(".weight")]
 
     def _stored_name(self, module: str) -> str:
         return self._source.adapter.source_name(self._name(module))
@@ -127,7 +158,7 @@ class _LayerWeights:
 
 
 def _round_for_unrounded(
-    walk: Walk[Any], weights: _LayerWeights, groups: Sequence[Sequence[str]], states: Sequence[Any]
+    walk: Walk[Any], weights: LayerWeights, groups: Sequence[Sequence[str]], states: Sequence[Any]
 ) -> list[Any]:
     """Round a layer for the 16-bit model's inputs, and give that model's output."""
     outputs, moments = [], [Moments() for _ in groups]
@@ -143,15 +174,15 @@ def _round_for_unrounded(
 
 def _round_in_turn(
     walk: Walk[Any],
-    weights: _LayerWeights,
+    weights: LayerWeights,
     groups: Sequence[Sequence[str]],
     states: Sequence[Any],
     exact: Sequence[Any],
-) -> tuple[list[Any], list[Any]]:
+) -> Sequence[Any]:
     """Round a layer for the inputs that its modules have once what runs before them is rounded.
 
     Returns:
-        The rounded layer's output for `states`, and the 16-bit layer's for `exact` where it is a target.
+        The 16-bit layer's output for `exact` where it is a target.
     """
     layer, exact_inputs = weights.layer, [dict[str, Tensor]() for _ in states]
     if weights.settings.target != "layer":
@@ -163,4 +194,4 @@ def _round_in_turn(
         for state, of_exact in zip(states, exact_inputs, strict=True):
             moments.add(input_of(walk, layer, names[0], state), of_exact.get(names[0]))
         weights.round(names, moments)
-    return [walk.run(layer, state) for state in states], list(exact)
+    return exact

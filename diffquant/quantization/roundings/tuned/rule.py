@@ -1,0 +1,38 @@
+"""Tuning as a rounding: gptq first, then gradient descent on each layer's codes and scales together."""
+
+from collections.abc import Mapping
+
+from diffquant.quantization.roundings.base import Rounder, Rounding, register
+from diffquant.quantization.roundings.mse import round_with_clipping
+from diffquant.recipe import RoundingSettings
+from diffquant.scheme import Scheme
+from diffquant.source.source import Source, open_source
+from diffquant.source.weight_source import WeightSource
+from diffquant.support.progress import Progress
+from diffquant.text.corpus import load_text, text_digest
+
+
+class Tuned(Rounding):
+    """Codes and scales of a layer's weights, tuned together; a weight outside the layers is rounded as by mse."""
+
+    name = "tuned"
+    needs_text = True
+
+    def prepare(
+        self,
+        source: Source | WeightSource,
+        schemes: Mapping[str, Scheme],
+        settings: RoundingSettings,
+        progress: Progress,
+    ) -> Rounder:
+        # It runs a model, which the other rules and this one's name do without.
+        from diffquant.quantization.roundings.gptq.sequence import rounded_layers
+        from diffquant.quantization.roundings.tuned.descent import tune_layer
+
+        text = load_text(settings.text)
+        rounded = rounded_layers(open_source(source), schemes, settings, text, progress, finish=tune_layer)
+        identity = {"text": text_digest(text), "tokens": rounded.tokens, "window": rounded.window}
+        return Rounder(round_with_clipping, identity, rounded.made)
+
+
+register(Tuned())

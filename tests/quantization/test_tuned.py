@@ -1,0 +1,118 @@
+"""Tuned rounding: it brings layers nearer to the 16-bit model than gptq's codes, or leaves those."""
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from torch.nn.functional import kl_div
+
+from diffquant import Recipe, load, quantize
+from diffquant.data import books_text, pocket_models
+from diffquant.quantization.roundings.tuned import descent
+from diffquant.scheme import Scheme
+from diffquant.source.source import open_source
+from diffquant.text.tokens import token_windows
+from tests.support import tiny_lm
+from tests.support.checkpoints import write_checkpoint
+from tests.support.thorough import sampled, thorough
+
+READ = {"tokens": 1024, "window": 64}
+# One of every way in which heads form maps; unilm-v1 and motif-grouped store rows in another order than the model's.
+FAMILY = ["diffllama", "llama", "unilm-v1", "unilm-v2", "motif-grouped", "gated"]
+
+
+@pytest.fixture
+def fewer_steps(monkeypatch):
+    monkeypatch.setattr(descent, "_STEPS", 50)
+
+
+@pytest.fixture
+def checkpoint(tmp_path, request):
+    folder = write_checkpoint(tmp_path / "source", request.param, vocab_size=tiny_lm.WORDS)
+    tiny_lm.tokenizer().save_pretrained(folder)
+    return folder
+
+
+def low_bit(checkpoint, name, bits="3:g16"):
+    quantize(checkpoint, checkpoint.with_name(name), Recipe.of(weights=bits, rounding={"name": name, **READ}))
+    return checkpoint.with_name(name)
+
+
+def lost(folder, source, ids):
+    """Squared error of the last layer's output on a text."""
+    return float((last_hidden(folder, ids) - last_hidden(source, ids)).square().sum())
+
+
+def last_hidden(folder, ids):
+    model, seen = load(folder, dtype=torch.float32), []
+    model.model.layers[-1].register_forward_hook(lambda _module, _args, output: seen.append(output))
+    model(ids)
+    return seen[0]
+
+
+@pytest.mark.usefixtures("fewer_steps")
+@pytest.mark.parametrize("checkpoint", sampled(FAMILY, 2), indirect=True)
+def test_the_text_that_is_read_loses_less_than_by_gptq(checkpoint):
+    tokenizer = open_source(checkpoint).tokenizer
+    ids = token_windows(load(checkpoint), tokenizer, books_text(), READ["window"], READ["tokens"])
+    by_gptq, by_tuned = (lost(low_bit(checkpoint, name), checkpoint, ids) for name in ("gptq", "tuned"))
+    assert by_tuned < 0.9 * by_gptq
+
+
+@thorough
+@pytest.mark.parametrize("source", pocket_models("prose"), ids=lambda source: source.name)
+def test_another_text_is_predicted_more_as_by_the_16_bit_model_than_after_gptq(source):
+    model = load(source, dtype=torch.float32)
+    ids = token_windows(model, open_source(source).tokenizer, books_text()[-40_000:], 256, 8192)
+    exact = model(ids).logits.log_softmax(-1)
+
+    def divergence(name):
+        low = load(source, Recipe.of(weights="4:g32", rounding={"name": name, "window": 256}), torch.float32)
+        return float(kl_div(low(ids).logits.log_softmax(-1), exact, reduction="batchmean", log_target=True))
+
+    assert divergence("tuned") < 0.95 * divergence("gptq")
+
+
+@pytest.mark.parametrize("checkpoint", ["unilm-v2"], indirect=True)
+def test_a_layer_that_does_not_gain_keeps_gptqs_codes(checkpoint, monkeypatch):
+    monkeypatch.setattr(descent, "_STEPS", 2)
+    monkeypatch.setattr(descent, "_CODE_TRAVEL", 50.0)
+    gptq, tuned = (load_file(low_bit(checkpoint, name) / "model.safetensors") for name in ("gptq", "tuned"))
+    assert gptq.keys() == tuned.keys()
+    assert all(torch.equal(tensor, tuned[name]) for name, tensor in gptq.items())
+
+
+@pytest.mark.usefixtures("fewer_steps")
+@pytest.mark.parametrize("checkpoint", ["diffllama"], indirect=True)
+def test_load_finds_the_codes_that_quantize_stores(checkpoint):
+    stored = load(low_bit(checkpoint, "tuned"), dtype=torch.float32)
+    again = load(checkpoint, Recipe.of(weights="3:g16", rounding={"name": "tuned", **READ}), torch.float32)
+    for name, weight in again.named_parameters():
+        assert torch.equal(stored.get_parameter(name), weight), name
+
+
+def test_gradients_pass_through_rounding_and_stop_where_codes_end():
+    scheme, scale = Scheme(3, "group", 2), torch.tensor([[0.5, -0.25]])
+    codes = torch.tensor([[-4, 3, 1, 0]], dtype=torch.int8)
+    weight = torch.tensor([[-2.1, 1.4, -0.3, 0.06]])
+    latent = descent._Latent(weight, (codes, scale), scheme)
+    torch.testing.assert_close(latent.shift.detach(), torch.tensor([[-0.2, -0.2, 0.2, -0.24]]).clone().clamp(-0.3, 0.3))
+    with torch.enable_grad():
+        latent.shift.data[0, 0] = -0.7
+        (latent() * torch.tensor([[1.0, 2.0, 3.0, 5.0]])).sum().backward()
+    # Of a code's shift: its scale, but for the code that would be -5; of a scale's stretch: what it multiplies.
+    torch.testing.assert_close(latent.shift.grad, torch.tensor([[0.0, 1.0, -0.75, -1.25]]))
+    torch.testing.assert_close(latent.stretch.grad, torch.tensor([[0.5 * (-4 + 2 * 3), -0.25 * 3 * 1]]))
+
+
+def test_rounded_as_it_is_computed():
+    torch.manual_seed(0)
+    module = nn.Linear(32, 8, bias=False)
+    scheme, scale = Scheme(4, "row"), torch.full((8, 1), 0.03, dtype=torch.float16)
+    latent = descent._Latent(module.weight, (torch.randint(-8, 8, (8, 32)).to(torch.int8), scale), scheme)
+    latent.shift.data.normal_()
+    latent.stretch.data.normal_(0, 0.1)
+    codes, stretched = latent.made()
+    assert stretched.dtype == scale.dtype
+    assert (int(codes.min()), int(codes.max())) == (-8, 7)
+    torch.testing.assert_close(codes.float() * stretched.float(), latent(), rtol=1e-3, atol=0)
