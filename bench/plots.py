@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from diffquant.bench.cells import BenchCell, BenchResult
-from diffquant.report.plots import Tips, as_svg, literal, look, new_figure, tidy
+from diffquant.report.plots import Tips, as_svg, literal, look, new_figure, plain_log_scale, tidy
 
 _PANELS_A_ROW = 2
 
@@ -87,13 +87,12 @@ def _lines(panels: dict[str, list[BenchCell]], paths: list[str], label: str, val
                 legend[path] = _line(axis, points, path, paths.index(path), tips)
         lengths = sorted({cell.length or 0 for cell in panel})
         axis.set_xscale("log", base=2)
-        axis.set_yscale("log")
         axis.set_xticks(lengths, [_short(length) for length in lengths])
         axis.xaxis.set_minor_locator(NullLocator())
-        axis.yaxis.set_major_formatter("{x:g}")
         axis.set_xlabel("tokens of context")
         axis.set_title(title, fontsize=10)
         tidy(axis, "both")
+    plain_log_scale(axes[0, 0])
     for row in axes:
         row[0].set_ylabel(label)
     for axis in axes.flat[len(panels) :]:

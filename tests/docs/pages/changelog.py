@@ -24,7 +24,7 @@ PAGE.leaves(
 )
 PAGE.says("so 4:g32 is {} bits; it was {}", 4 + 16 / 32, 4 + 32 / 32)
 PAGE.leaves("the former 4.5 is 5 for weights in groups of 32", "arithmetic: 16 / 32")
-PAGE.leaves("59 of 152 read under 0.1 MB", "a count over a file that is withdrawn; bench/results/cpu/bench.md has it")
+PAGE.leaves("59 of 152 read under 0.1 MB", "a count over figures that are withdrawn")
 PAGE.says(
     "HellaSwag's ratios are of medians ({} and {} where the best of two gave {} and {})",
     *(
