@@ -11,8 +11,9 @@ const BITS = [16, 8, 6, 4];
 const FETCH = "Fetch the libraries once:\n\ncd examples/web && npm ci --ignore-scripts --omit=dev";
 
 const $ = (id) => document.getElementById(id);
-const worker = new Worker("./worker.js", { type: "module" });
 const models = await (await fetch("./models.json")).json();
+// Nothing is awaited between this and its handlers: an error before them would be heard by nobody.
+const worker = new Worker("./worker.js", { type: "module" });
 let about = null;
 let reading = null;
 let shown = null;

@@ -84,9 +84,13 @@ async function missingModel() {
   return { error: await text("error"), maps: await isVisible("maps"), go: await page.isEnabled("#go") };
 }
 
-/** The error of the page where one of the libraries is not there. */
+/** The error of the page where one of the libraries is not there, which is known before the list of models is. */
 async function missingLibrary(file) {
   await page.route(`**/${file}`, (route) => route.abort());
+  await page.route("**/models.json", async (route) => {
+    await new Promise((resume) => setTimeout(resume, 1000));
+    await route.continue();
+  });
   await page.goto(url);
   await page.waitForSelector("#error:not([hidden])");
   return text("error");
