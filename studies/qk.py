@@ -1,6 +1,6 @@
 """What rounding queries and keys costs beside rounding the logits that they make, from a sweep of both.
 
-The table of docs/qk.md: `python -m studies.qk bench/results/figure8-qk`.
+The tables of docs/qk.md: `python -m studies.qk bench/results/figure8-qk`.
 """
 
 from pathlib import Path
@@ -21,12 +21,14 @@ ROWS = {
     for target, granularity in (("logits", shared), ("qk", shared), ("qk", f"{shared}:smooth"))
 }
 BITS = 4
+OTHER_BITS = (8, 6, 3)
 
 
 class Measured:
-    """KL of next tokens by what is rounded, over the windows of one text."""
+    """KL of next tokens by what is rounded to so many bits, over the windows of one text."""
 
-    def __init__(self, sweep: SweepResult) -> None:
+    def __init__(self, sweep: SweepResult, bits: int = BITS) -> None:
+        self._bits = bits
         self._results: dict[tuple[str, str, str], TaskResult] = {
             (cell.point.model.name, cell.point.target, cell.point.scheme): cell.result
             for cell in sweep.cells
@@ -41,7 +43,7 @@ class Measured:
     def windows(self, model: str, row: str) -> tuple[list[float], list[int]]:
         """KL of each window, and the tokens that it is a mean over."""
         target, granularity = ROWS[row]
-        details = self._results[MODELS[model], target, f"{BITS}:{granularity}"].details
+        details = self._results[MODELS[model], target, f"{self._bits}:{granularity}"].details
         return details["kl_by_window"], details["tokens_by_window"]
 
     def cell(self, row: str, model: str) -> str:
@@ -58,10 +60,15 @@ class Measured:
 def main(
     folder: Annotated[Path, typer.Argument(help="Folder of a sweep of logits and of queries and keys.")],
 ) -> None:
-    """Print the table of docs/qk.md."""
-    measured = Measured(read_sweep(folder / "sweep.json"))
-    rows = [[row, *(measured.cell(row, model) for model in MODELS)] for row in ROWS]
-    print("\n".join(markdown(["rounded", *MODELS], rows)))
+    """Print the tables of docs/qk.md: 4 bits, and then the others."""
+    sweep = read_sweep(folder / "sweep.json")
+    print("\n".join(markdown(["rounded", *MODELS], _rows(Measured(sweep)))))
+    others = [[f"{bits} bits", *row] for bits in OTHER_BITS for row in _rows(Measured(sweep, bits))]
+    print("\n" + "\n".join(markdown(["bits", "rounded", *MODELS], others)))
+
+
+def _rows(measured: Measured) -> list[list[str]]:
+    return [[row, *(measured.cell(row, model) for model in MODELS)] for row in ROWS]
 
 
 if __name__ == "__main__":

@@ -24,8 +24,8 @@ from diffquant.support.files import write_json
 from diffquant.support.progress import Progress, progress_for, silent
 from studies.quantizers import METHODS, VARIANTS
 from studies.rounded_model import RoundingOptions, Subject
-from studies.rounding_method import Contestant
-from studies.rounding_tables import FULL, lead_table, method_table, option_table
+from studies.rounding_method import TIERS, Contestant
+from studies.rounding_tables import FULL, lead_table, method_table, option_table, size_table
 from studies.text_quantizers import TEXT_METHODS
 
 FORMAT = 1
@@ -54,8 +54,8 @@ def main(
     if show:
         results = [read_result(path) for path in paths]
         for result in results:
-            print(f"{result['settings']['model']}\n\n{method_table(result)}\n")
-        print(f"{lead_table(results)}\n\n{option_table(results)}")
+            print(f"{result['settings']['model']}\n\n{method_table(result, TIERS[:1])}\n")
+        print(f"{size_table(results, TIERS[1:])}\n\n{lead_table(results)}\n\n{option_table(results)}")
         return
     if len(paths) != 1 or file is None:
         raise UsageError("give one model and --json, or --show and results")

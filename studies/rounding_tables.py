@@ -1,7 +1,7 @@
 """Tables of what quantized weights cost: each method with its intervals, and who leads at equal bits."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from diffquant.evals.stats import Difference, mean_interval, paired_difference
@@ -17,16 +17,14 @@ READERS = (_GPTQ, "tuned", *(method.name for method in TEXT_METHODS))
 _LEADING = tuple(method.name for method in METHODS if method.name.startswith(RULES[1:]))
 
 
-def method_table(result: dict[str, Any]) -> str:
+def method_table(result: dict[str, Any], tiers: Sequence[str] = TIERS) -> str:
     """Markdown with a row for each method, tier by tier.
 
     Perplexity and HellaSwag stand with the 95 % interval of their change from 16 bits over the same windows or items,
     KL with half of its own. A row that kept no windows has no interval.
     """
     rows = result["results"]
-    methods: tuple[Contestant, ...] = (*METHODS, *TEXT_METHODS, *VARIANTS)
-    by_tier = sorted(methods, key=lambda method: TIERS.index(method.tier))
-    names = [name for name in dict.fromkeys([FULL, *(method.name for method in by_tier)]) if name in rows]
+    names = [name for name in (FULL, *_names(tiers)) if name in rows]
     heads = [
         "perplexity",
         "KL, nats",
@@ -37,6 +35,30 @@ def method_table(result: dict[str, Any]) -> str:
     return "\n".join(
         markdown(["method", "bits", *heads], [[name, _bits(rows[name]), *method_cells(result, name)] for name in names])
     )
+
+
+def size_table(results: Sequence[dict[str, Any]], tiers: Sequence[str]) -> str:
+    """Markdown with KL of each method on the prose and elsewhere, models side by side, tier by tier."""
+    heads = [head for result in results for head in (f"{result['settings']['model']}: KL, nats", "elsewhere")]
+    rows = [
+        [name, *size_cells(results, name)]
+        for name in _names(tiers)
+        if all("elsewhere" in result["results"].get(name, {}) for result in results)
+    ]
+    return "\n".join(markdown(["method", "bits", *heads], rows))
+
+
+def size_cells(results: Sequence[dict[str, Any]], name: str) -> list[str]:
+    """Cells of a method's row: its bits on the models, and KL on the two texts of each."""
+    rows = [result["results"][name] for result in results]
+    scores = [_kl(texts) for row in rows for texts in (row, row["elsewhere"])]
+    return [_bits(*rows), *scores]
+
+
+def _names(tiers: Sequence[str]) -> list[str]:
+    """Names of the methods of some tiers, tier by tier."""
+    methods: tuple[Contestant, ...] = (*METHODS, *TEXT_METHODS, *VARIANTS)
+    return list(dict.fromkeys(method.name for tier in tiers for method in methods if method.tier == tier))
 
 
 def method_cells(result: dict[str, Any], name: str) -> list[str]:
@@ -85,9 +107,13 @@ def option_table(results: Sequence[dict[str, Any]]) -> str:
         [result["settings"]["model"], name, *option_cells(result, name)]
         for result in results
         for name in result["results"]
-        if name.startswith(_GPTQ) and name.split(",")[0] in result["results"]
+        if name.startswith(_GPTQ) and _has_options(result["results"], name.split(",", maxsplit=1)[0])
     ]
     return "\n".join(markdown(heads, rows))
+
+
+def _has_options(rows: Mapping[str, Any], own: str) -> bool:
+    return own in rows and any(name.startswith(f"{own},") for name in rows)
 
 
 def option_cells(result: dict[str, Any], name: str) -> list[str]:
@@ -139,21 +165,36 @@ def lead_cells(result: dict[str, Any], ours: str) -> list[str]:
     return [best, *map(_signed, differences)]
 
 
-def _bits(row: dict[str, Any]) -> str:
-    if "bits" not in row:
+def _bits(*rows: dict[str, Any]) -> str:
+    """Bits of codes, scales and zeros, and of the tensors that hold them where they are wider; the span over models."""
+    if "bits" not in rows[0]:
         return "-"
-    bits = f"{row['bits']:.3f}".rstrip("0").rstrip(".")
-    return bits if row.get("held_bits", row["bits"]) == row["bits"] else f"{bits}, held in {row['held_bits']:.3f}"
+    bits, held = _span([row["bits"] for row in rows]), _span([row.get("held_bits", row["bits"]) for row in rows])
+    return bits if held == bits else f"{bits}, held in {held}"
+
+
+def _span(values: Sequence[float]) -> str:
+    ends = (f"{value:.3f}".rstrip("0").rstrip(".") for value in (min(values), max(values)))
+    return " to ".join(dict.fromkeys(ends))
 
 
 def _scores(row: dict[str, Any], full: dict[str, Any]) -> list[str]:
     """Perplexity and KL on one text."""
     if "kl" not in row:
         return ["-", "-"]
-    perplexity, kl = f"{row['perplexity']:.3f}", f"{row['kl']:.4f}"
-    if row is full or "kl_by_window" not in row:
-        return [perplexity, kl]
-    return [f"{perplexity} ({_growth(row, full)})", f"{kl} ± {_half(row):.4f}"]
+    perplexity = f"{row['perplexity']:.3f}"
+    if row is full:
+        return [perplexity, f"{row['kl']:.4f}"]
+    return [f"{perplexity} ({_growth(row, full)})" if "kl_by_window" in row else perplexity, _kl(row)]
+
+
+def _kl(row: dict[str, Any]) -> str:
+    """KL on one text with half of its interval, where windows were kept."""
+    kl = f"{row['kl']:.4f}"
+    if "kl_by_window" not in row:
+        return kl
+    interval = mean_interval(row["kl_by_window"], row["tokens_by_window"])
+    return f"{kl} ± {interval.high - interval.mean:.4f}"
 
 
 def _growth(row: dict[str, Any], full: dict[str, Any]) -> str:
@@ -162,11 +203,6 @@ def _growth(row: dict[str, Any], full: dict[str, Any]) -> str:
     change = mean_interval(differences, row["tokens_by_window"])
     mean, low, high = (100 * math.expm1(nats) for nats in (change.mean, change.low, change.high))
     return f"{mean:+.2f} % [{low:+.2f}, {high:+.2f}]"
-
-
-def _half(row: dict[str, Any]) -> float:
-    interval = mean_interval(row["kl_by_window"], row["tokens_by_window"])
-    return interval.high - interval.mean
 
 
 def _accuracy(row: dict[str, Any], full: dict[str, Any]) -> str:

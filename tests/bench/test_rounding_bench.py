@@ -222,6 +222,22 @@ def test_a_row_without_windows_has_no_interval():
     assert rounding_tables.lead_table([result]).endswith("| mse 4:g32 | HQQ 4 bits, groups of 64 | - | - |")
 
 
+def test_a_size_stands_with_all_models_beside_each_other():
+    name = "torchao int3, groups of 48"
+    results = [_result({}, **{name: _row(kl.tolist(), "3.5 bits")}) for kl in KL]
+    results[0]["results"][name] |= {"bits": 3.354, "held_bits": 8.354}
+    results[1]["results"][name] |= {"bits": 3.395, "held_bits": 8.395}
+    results[0]["results"]["HQQ 3 bits, groups of 64"] = _row(KL[0].tolist(), "3.5 bits")
+    lines = rounding_tables.size_table(results, ["3.5 bits"]).splitlines()
+    cells = lines[2].strip("| ").split(" | ")
+    assert cells[:2] == [name, "3.354 to 3.395, held in 8.354 to 8.395"]
+    halves = [scipy.stats.t.interval(0.95, 5, 0, scipy.stats.sem(kl))[1] for kl in KL]
+    assert cells[2:] == [
+        f"{kl.mean():.4f} ± {n * half:.4f}" for kl, half in zip(KL, halves, strict=True) for n in (1, 2)
+    ]
+    assert len(lines) == 3  # what was not measured on every model is left out
+
+
 def test_another_runs_file_is_refused(checkpoint, tmp_path):
     file = tmp_path / "out.json"
     rounding.measure_methods(checkpoint, OPTIONS, [], file)
