@@ -67,7 +67,7 @@ def test_another_text_is_predicted_more_as_by_the_16_bit_model_than_after_gptq(s
     exact = model(ids).logits.log_softmax(-1)
 
     def divergence(name):
-        low = load(source, Recipe.of(weights="4:g32", rounding={"name": name, "window": 256}), torch.float32)
+        low = load(source, Recipe.of(weights="4:row", rounding={"name": name, "window": 256}), torch.float32)
         return float(kl_div(low(ids).logits.log_softmax(-1), exact, reduction="batchmean", log_target=True))
 
     assert divergence("tuned") < 0.95 * divergence("gptq")
