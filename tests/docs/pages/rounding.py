@@ -386,6 +386,10 @@ PAGE.means(
         for kind, size in (("IQ4_NL", "4:g32"), ("IQ4_XS", "4:g128"))
     ),
 )
+PAGE.means(
+    "and IQ4_XS of `tuned`",
+    _is_below_zero(kl_less(SMOLLM2, "llama.cpp IQ4_XS, imatrix", "tuned 4:g128")[1]),
+)
 PAGE.says(
     "With {} tokens `gptq` took {} seconds of CPU time, `tuned` {} and AutoRound {}",
     SMOLLM2["settings"]["tokens"],
