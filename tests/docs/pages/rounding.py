@@ -307,6 +307,38 @@ PAGE.means(
 )
 
 
+_BY_OWN = {
+    option: [100 * (_kl(f"gptq 4:g32, {option}", r) / _kl("gptq 4:g32", r) - 1) for r in SHIPPED.values()]
+    for option in ("target layer", "order of activation")
+}
+PAGE.says(
+    "it has {} to {} % more on the prose, about as much as on the 16-bit model's inputs",
+    min(_BY_OWN["target layer"]),
+    max(_BY_OWN["target layer"]),
+)
+PAGE.means(
+    "None of `gptq`'s options helps",
+    not any(
+        map(
+            _is_below_zero, (each for r in SHIPPED.values() for o in _BY_OWN for each in more_kl(r, f"gptq 4:g32, {o}"))
+        )
+    ),
+)
+PAGE.says(
+    "`order: activation` has {} to {} % more",
+    min(_BY_OWN["order of activation"]),
+    max(_BY_OWN["order of activation"]),
+)
+PAGE.means(
+    "on DIFF V1 both intervals of that contain zero, on the others none does",
+    all(
+        each is not None and (each.low > 0) == (model != "DIFF V1") and each.high > 0
+        for model, result in SHIPPED.items()
+        for each in more_kl(result, "gptq 4:g32, order of activation")
+    ),
+)
+
+
 def _option_cell(row: str, column: str) -> str:
     model, _, name = row.partition(", ")
     return dict(zip(_OPTION_COLUMNS, option_cells(_BY_FILE[model], name), strict=True))[column]
