@@ -127,7 +127,8 @@ def test_columns_in_order_of_inputs_are_gptqs_recurrence_over_them_in_float64():
     x = torch.randn(200, 32) * torch.linspace(0.2, 3, 32)[torch.randperm(32)]
     products = damped(x.T @ x)
     inputs = Inputs.of(products, by_activation=True)
-    codes, scales = in_order_of_inputs(weight, inputs, inputs.order, 4, 8, torch.float32)
+    made = in_order_of_inputs(weight.mT.contiguous(), inputs, inputs.order, 4, 8, torch.float32)
+    codes, scales = (each.mT for each in made)
     assert (products.diagonal()[inputs.order].diff() <= 0).all()
     assert not torch.equal(inputs.order, torch.arange(32))
     for group in range(4):

@@ -114,7 +114,7 @@ def test_the_pass_follows_the_papers_recurrence(text):
         inverse -= inverse[:, column : column + 1] * inverse[column : column + 1] / inverse[column, column]
         inverse[column, column] = 1.0
     factor = Inputs.of(damped(x.T @ x)).factor
-    codes, scale = in_one_pass(weight, factor, scheme.bits, size, torch.float32)
+    codes, scale = (made.mT for made in in_one_pass(weight.mT.contiguous(), factor, scheme.bits, size, torch.float32))
     assert (codes == expected).float().mean() > 0.99
     assert (codes - expected).abs().max() <= 1
     torch.testing.assert_close(scale, torch.cat(scales, 1), rtol=1e-3, atol=0)

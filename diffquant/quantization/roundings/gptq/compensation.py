@@ -90,52 +90,57 @@ def compensate(values: Tensor, inputs: Inputs, scheme: Scheme, dtype: torch.dtyp
     Returns:
         int8 [rows, in], and the scale [rows, in/g] or [rows, 1].
     """
-    size = scheme.size or values.shape[1]
+    # Columns are read one after another; each has its rows side by side in what follows.
+    columns, size = values.mT.contiguous(), scheme.size or values.shape[1]
     if inputs.order is None:
-        codes, scale = in_one_pass(values, inputs.factor, scheme.bits, size, dtype)
+        codes, scales = in_one_pass(columns, inputs.factor, scheme.bits, size, dtype)
     else:
-        codes, scale = in_order_of_inputs(values, inputs, inputs.order, scheme.bits, size, dtype)
+        codes, scales = in_order_of_inputs(columns, inputs, inputs.order, scheme.bits, size, dtype)
     for _ in range(_PASSES):
-        codes, scale = _descended(values, codes, scale, inputs.products, scheme.bits, size)
-    return codes.to(torch.int8), scale
+        codes, scales = _descended(columns, codes, scales, inputs.products, scheme.bits, size)
+    return codes.mT.to(torch.int8, memory_format=torch.contiguous_format), scales.mT.contiguous()
 
 
 def in_one_pass(values: Tensor, factor: Tensor, bits: int, size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """GPTQ's pass: codes float32 [rows, in] and scales [rows, in/size]."""
-    codes, scales = torch.empty_like(values), []
+    """GPTQ's pass over values [in, rows]: codes float32 [in, rows] and scales [in/size, rows]."""
+    codes, scales = torch.empty_like(values), torch.empty(len(values) // size, values.shape[1], dtype=dtype)
     # What an error in a column costs once those after it have made up for it.
-    costs = factor.diagonal().square().reciprocal()
+    costs, diagonal = factor.diagonal().square().reciprocal(), factor.diagonal().tolist()
+    work, divisors = values.clone(), torch.empty_like(values[0])
 
-    def start(columns: slice, moved: Tensor) -> None:
-        scales.append(fitted_scale(moved[:, columns], bits, dtype, costs[columns]))
+    def start(columns: slice) -> None:
+        scale = fitted_scale(work[columns].mT.contiguous(), bits, dtype, costs[columns]).squeeze(1)
+        scales[columns.start // size] = scale
+        divisors.copy_(scale)
 
-    def settle(column: int, weight: Tensor) -> Tensor:
-        code = all_codes(weight, scales[-1], bits).float()
-        codes[:, column : column + 1] = code
-        return (weight - code * scales[-1].float()) / factor[column, column]
+    def settle(column: int) -> Tensor:
+        weight, code = work[column], codes[column]
+        torch.div(weight, divisors, out=code).round_().clamp_(lowest_code(bits), max_code(bits))
+        return torch.addcmul(weight, code, divisors, value=-1).div_(diagonal[column])
 
-    _walk(values.clone(), factor, size, start, settle)
-    return codes, torch.cat(scales, 1)
+    _walk(work, factor, size, start, settle)
+    return codes, scales
 
 
 def in_order_of_inputs(
     values: Tensor, inputs: Inputs, order: Tensor, bits: int, size: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """GPTQ's pass with the columns in another order: codes float32 [rows, in] and scales [rows, in/size].
+    """GPTQ's pass with the columns in another order: codes float32 [in, rows] and scales [in/size, rows].
 
     Groups stay where they are stored, so their scales are chosen before the pass.
     """
-    groups, weights = values.unflatten(1, (-1, size)), inputs.products.diagonal().unflatten(0, (-1, size))
-    scales = torch.cat([fitted_scale(groups[:, at], bits, dtype, of_group) for at, of_group in enumerate(weights)], 1)
-    codes, column_scales = torch.empty_like(values), scales.float().repeat_interleave(size, 1)
+    groups, weights = values.unflatten(0, (-1, size)), inputs.products.diagonal().unflatten(0, (-1, size))
+    scales = torch.cat([fitted_scale(g.mT, bits, dtype, w).mT for g, w in zip(groups, weights, strict=True)])
+    codes, work, columns = torch.empty_like(values), values[order], order.tolist()
 
-    def settle(place: int, weight: Tensor) -> Tensor:
-        column = int(order[place])
-        scale = column_scales[:, column, None]
-        codes[:, column, None] = code = all_codes(weight, scale, bits).float()
+    def settle(place: int) -> Tensor:
+        column, weight = columns[place], work[place]
+        scale = scales[column // size].float()
+        code = all_codes(weight, scale, bits).float()
+        codes[column] = code
         return (weight - code * scale) / inputs.factor[place, place]
 
-    _walk(values[:, order], inputs.factor, len(order), lambda *_: None, settle)
+    _walk(work, inputs.factor, len(order), lambda _: None, settle)
     return codes, scales
 
 
@@ -143,28 +148,27 @@ def _descended(
     values: Tensor, codes: Tensor, scale: Tensor, products: Tensor, bits: int, size: int
 ) -> tuple[Tensor, Tensor]:
     """Codes and scales after each scale and then each code has gone, in turn, to where the error is least."""
-    codes, scales = codes.clone(), scale.float()
+    codes, scales, diagonal = codes.clone(), scale.float(), products.diagonal().tolist()
     # Minus half the gradient of the error by each weight.
-    pull = (values - codes * scales.repeat_interleave(size, 1)) @ products
+    pull = products @ (values - codes * scales.repeat_interleave(size, 0))
 
-    def start(columns: slice, pull: Tensor) -> None:
-        at = columns.start // size
-        group, old = codes[:, columns], scales[:, at : at + 1]
-        seen = group @ products[columns, columns]
-        curvature = (seen * group).sum(1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
-        force = (pull[:, columns] * group).sum(1, keepdim=True)
+    def start(columns: slice) -> None:
+        group, old = codes[columns], scales[columns.start // size]
+        seen = products[columns, columns] @ group
+        curvature = (seen * group).sum(0).clamp(min=torch.finfo(torch.float32).tiny)
+        force = (pull[columns] * group).sum(0)
         new = storable(old + force / curvature, bits, scale.dtype)
         change = new.float() - old
         change = change.where(change * (2 * force - change * curvature) > 0, 0.0)
-        scales[:, at : at + 1] += change
-        pull[:, columns.start :] -= (change * group) @ products[columns, columns.start :]
+        old += change
+        pull[columns.start :].addmm_(products[columns.start :, columns], change * group, alpha=-1)
 
-    def settle(column: int, pull: Tensor) -> Tensor:
-        scale = scales[:, column // size, None]
-        old = codes[:, column : column + 1]
-        new = (old + pull / (scale * products[column, column])).round_().clamp_(lowest_code(bits), max_code(bits))
-        moved = (new - old) * scale
-        codes[:, column : column + 1] = new
+    def settle(column: int) -> Tensor:
+        code, step = codes[column], scales[column // size]
+        new = torch.addcdiv(code, pull[column], step, value=1 / diagonal[column])
+        new.round_().clamp_(lowest_code(bits), max_code(bits))
+        moved = torch.sub(new, code).mul_(step)
+        code.copy_(new)
         return moved
 
     _walk(pull, products, size, start, settle)
@@ -172,26 +176,22 @@ def _descended(
 
 
 def _walk(
-    work: Tensor,
-    matrix: Tensor,
-    size: int,
-    start: Callable[[slice, Tensor], None],
-    settle: Callable[[int, Tensor], Tensor],
+    work: Tensor, matrix: Tensor, size: int, start: Callable[[slice], None], settle: Callable[[int], Tensor]
 ) -> None:
     """Column by column, take what `settle` makes of it times the matrix's row from the columns after it.
 
     Args:
-        work: [rows, in], changed in place.
+        work: [in, rows], changed in place.
         matrix: [in, in].
         size: columns that share a scale; `start` is called with each such group before its first column.
     """
-    width = work.shape[1]
+    width, rows = work.shape
     for first in range(0, width, size):
-        start(slice(first, first + size), work)
+        start(slice(first, first + size))
         for begin in range(first, first + size, _BLOCK):
             end = min(begin + _BLOCK, first + size)
-            moved = torch.empty(len(work), end - begin)
+            moved = torch.empty(end - begin, rows)
             for column in range(begin, end):
-                moved[:, column - begin, None] = change = settle(column, work[:, column : column + 1])
-                work[:, column + 1 : end] -= change * matrix[column, column + 1 : end]
-            work[:, end:] -= moved @ matrix[begin:end, end:]
+                moved[column - begin] = change = settle(column)
+                work[column + 1 : end].addr_(matrix[column, column + 1 : end], change, alpha=-1)
+            work[end:].addmm_(matrix[begin:end, end:].mT, moved, alpha=-1)
