@@ -91,18 +91,40 @@ def test_load_finds_the_codes_that_quantize_stores(checkpoint):
         assert torch.equal(stored.get_parameter(name), weight), name
 
 
-def test_gradients_pass_through_rounding_and_stop_where_codes_end():
-    scheme, scale = Scheme(3, "group", 2), torch.tensor([[0.5, -0.25]])
-    codes = torch.tensor([[-4, 3, 1, 0]], dtype=torch.int8)
-    weight = torch.tensor([[-2.1, 1.4, -0.3, 0.06]])
-    latent = descent._Latent(weight, (codes, scale), scheme)
-    torch.testing.assert_close(latent.shift.detach(), torch.tensor([[-0.2, -0.2, 0.2, -0.24]]).clone().clamp(-0.3, 0.3))
+def latent_of(weight, codes, scale, bits=3, size=2):
+    return descent._Latent(weight, (torch.tensor(codes, dtype=torch.int8), scale), Scheme(bits, "group", size))
+
+
+def test_weights_start_between_their_codes_and_where_the_16_bit_weight_is():
+    weight, scale = torch.tensor([[-2.1, 1.4, -0.3, 0.06]]), torch.tensor([[0.5, -0.25]])
+    latent = latent_of(weight, [[-4, 3, 1, 0]], scale)
+    torch.testing.assert_close(latent.place.detach(), torch.tensor([[-4.2, 2.8, 1.2, -0.24]]))
+    far = latent_of(weight + 0.4, [[-4, 3, 1, 0]], scale)
+    torch.testing.assert_close(far.place.detach(), torch.tensor([[-3.7, 3.3, 0.7, -0.3]]))
+    assert torch.equal(far.made()[0], torch.tensor([[-4, 3, 1, 0]]))
+
+
+def test_gradients_pass_through_rounding():
+    scale = torch.tensor([[0.5, -0.25]], dtype=torch.float64)
+    latent = latent_of(torch.tensor([[-2.1, 1.4, -0.3, 0.06]]), [[-4, 3, 1, 0]], scale)
+    latent.stretch.data = torch.tensor([[0.5, -0.1]])
+    upstream = torch.tensor([[1.0, 2.0, 3.0, 5.0]])
     with torch.enable_grad():
-        latent.shift.data[0, 0] = -0.7
-        (latent() * torch.tensor([[1.0, 2.0, 3.0, 5.0]])).sum().backward()
-    # Of a code's shift: its scale, but for the code that would be -5; of a scale's stretch: what it multiplies.
-    torch.testing.assert_close(latent.shift.grad, torch.tensor([[0.0, 1.0, -0.75, -1.25]]))
-    torch.testing.assert_close(latent.stretch.grad, torch.tensor([[0.5 * (-4 + 2 * 3), -0.25 * 3 * 1]]))
+        (latent() * upstream).sum().backward()
+        place, stretch = latent.place.detach().requires_grad_(), latent.stretch.detach().requires_grad_()
+        passed = place + (place.round() - place).detach()
+        weight = passed * (scale.float() * (1 + stretch)).repeat_interleave(2, 1)
+        (weight * upstream).sum().backward()
+    torch.testing.assert_close(latent().detach(), weight.detach())
+    torch.testing.assert_close(latent.place.grad, place.grad)
+    torch.testing.assert_close(latent.stretch.grad, stretch.grad)
+
+
+def test_places_beyond_the_last_codes_come_back_to_them():
+    latent = latent_of(torch.zeros(1, 4), [[0, 0, 0, 0]], torch.ones(1, 2))
+    latent.place.data = torch.tensor([[-9.0, 9.0, -4.1, 2.9]])
+    latent.stay_in_range()
+    torch.testing.assert_close(latent.place.detach(), torch.tensor([[-4.3, 3.3, -4.1, 2.9]]))
 
 
 def test_rounded_as_it_is_computed():
@@ -110,7 +132,8 @@ def test_rounded_as_it_is_computed():
     module = nn.Linear(32, 8, bias=False)
     scheme, scale = Scheme(4, "row"), torch.full((8, 1), 0.03, dtype=torch.float16)
     latent = descent._Latent(module.weight, (torch.randint(-8, 8, (8, 32)).to(torch.int8), scale), scheme)
-    latent.shift.data.normal_()
+    latent.place.data += torch.randn(8, 32)
+    latent.stay_in_range()
     latent.stretch.data.normal_(0, 0.1)
     codes, stretched = latent.made()
     assert stretched.dtype == scale.dtype

@@ -21,11 +21,12 @@ from diffquant.text.tokens import max_length, token_windows
 
 TOKENS = 16384
 WINDOW = 512
-_BATCH_TOKENS = 512
+BATCH_TOKENS = 512
 
 Made = tuple[Tensor, Tensor]
-# (walk, weights of a rounded layer, its inputs, the outputs it is to have): changes codes and scales once more.
-Finish = Callable[[Walk[Any], "LayerWeights", Sequence[Any], Sequence[Any]], None]
+# (walk, weights of a rounded layer, its inputs, the outputs it is to have): changes codes and scales once more, and
+# gives the outputs that the layer then has.
+Finish = Callable[[Walk[Any], "LayerWeights", Sequence[Any], Sequence[Any]], Sequence[Any]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,6 +51,7 @@ def rounded_layers(
     text: str,
     progress: Progress,
     finish: Finish | None = None,
+    batch_tokens: int = BATCH_TOKENS,
 ) -> RoundedLayers:
     """Run a model over a text in float32, layer by layer, and round each layer's weights before the next one reads.
 
@@ -59,6 +61,7 @@ def rounded_layers(
     Args:
         schemes: scheme of each module whose weight is quantized, by the checkpoint's own names.
         finish: function that is called with each layer once it is rounded, before the next one reads.
+        batch_tokens: number of tokens that run at once, one window at least.
 
     Raises:
         DiffQuantError: the checkpoint or its tokenizer cannot be read, or the text holds no window.
@@ -71,8 +74,8 @@ def rounded_layers(
     with torch.no_grad():
         # Two tokens tell in which order a layer's modules run.
         walk, glance = model.walk(window), model.walk(2)
-        states = [walk.embed(batch) for batch in batches(ids, _BATCH_TOKENS)]
-        exact: Sequence[Any] = list(states)
+        states: Sequence[Any] = [walk.embed(batch) for batch in batches(ids, batch_tokens)]
+        exact = states
         glimpse = glance.embed(ids[:1, :2])
         for number, layer in enumerate(walk.layers):
             readers, glimpse = readers_by_input(glance, layer, glimpse)
@@ -82,9 +85,10 @@ def rounded_layers(
                 states = _round_for_unrounded(walk, weights, groups, states)
             else:
                 inputs, exact = states, _round_in_turn(walk, weights, groups, states, exact)
-                if finish is not None:
-                    finish(walk, weights, inputs, exact)
-                states = [walk.run(layer, state) for state in inputs]
+                if finish is None:
+                    states = [walk.run(layer, state) for state in inputs]
+                else:
+                    states = finish(walk, weights, inputs, exact)
             progress(number + 1, len(walk.layers), "rounding by layers")
     return RoundedLayers(made, ids.numel(), window)
 
@@ -159,7 +163,7 @@ class LayerWeights:
 
 def _round_for_unrounded(
     walk: Walk[Any], weights: LayerWeights, groups: Sequence[Sequence[str]], states: Sequence[Any]
-) -> list[Any]:
+) -> Sequence[Any]:
     """Round a layer for the 16-bit model's inputs, and give that model's output."""
     outputs, moments = [], [Moments() for _ in groups]
     for state in states:

@@ -24,40 +24,68 @@ _CODE_TRAVEL, _SCALE_TRAVEL = 1.0, 0.25
 _FARTHEST_START = 0.3
 
 
+class _Rounded(torch.autograd.Function):
+    """A weight from places between codes and stretched scales, whose gradient passes through rounding.
+
+    One function in place of several: all weights of a layer do not fit in a CPU's cache, and each would read them anew.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, place: Tensor, stretch: Tensor, scale: Tensor) -> Tensor:
+        codes, stretched = place.round(), scale * (1 + stretch)
+        ctx.save_for_backward(codes, stretched, scale)
+        return _times(codes, stretched)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
+        (gradient,) = gradients
+        codes, stretched, scale = ctx.saved_tensors
+        of_stretch = torch.linalg.vecdot(_by_scale(gradient, scale), _by_scale(codes, scale)).mul_(scale)
+        return _times(gradient, stretched), of_stretch, None
+
+
+def _by_scale(values: Tensor, scale: Tensor) -> Tensor:
+    """Values [out, in] as [out, in/g, g], for a scale [out, in/g]."""
+    parted: Tensor = values.unflatten(1, (scale.shape[1], -1))
+    return parted
+
+
+def _times(values: Tensor, scale: Tensor) -> Tensor:
+    """Values [out, in] times the scale [out, in/g] of each."""
+    product: Tensor = (_by_scale(values, scale) * scale[..., None]).flatten(1)
+    return product
+
+
 class _Latent(nn.Module):
     """A weight's codes and scale as numbers that can descend.
 
     Attributes:
-        shift: what is added to each code before it is rounded again, [out, in]; it starts where the 16-bit weight is.
+        place: what is rounded to each code, [out, in]; it starts near the code, on the side of the 16-bit weight.
         stretch: change of each scale as a share of it, [out, in/g] or [out, 1].
     """
 
     def __init__(self, weight: Tensor, made: Made, scheme: Scheme) -> None:
         super().__init__()
         codes, scale = made
-        self._bits, self._size, self._dtype = scheme.bits, scheme.size or codes.shape[1], scale.dtype
-        self._codes, self._scale = codes.float(), scale.float()
-        away = weight / self._scale.repeat_interleave(self._size, 1) - self._codes
-        self.shift = nn.Parameter(away.clamp(-_FARTHEST_START, _FARTHEST_START))
+        self._bits, self._dtype, self._scale = scheme.bits, scale.dtype, scale.float()
+        away = _times(weight, 1 / self._scale) - codes
+        self.place = nn.Parameter(codes + away.clamp(-_FARTHEST_START, _FARTHEST_START))
         self.stretch = nn.Parameter(torch.zeros_like(self._scale))
+        self.stay_in_range()
 
     def forward(self) -> Tensor:
         """The weight [out, in], whose gradient passes through rounding."""
-        exact = self._codes + self.shift
-        codes = self._in_range(exact + (exact.round() - exact).detach())
-        weight: Tensor = (codes.unflatten(1, (-1, self._size)) * self._stretched()[..., None]).flatten(1)
+        weight: Tensor = _Rounded.apply(self.place, self.stretch, self._scale)
         return weight
+
+    def stay_in_range(self) -> None:
+        """Bring places beyond the last code of either end back to where they are rounded to it."""
+        self.place.data.clamp_(lowest_code(self._bits) - _FARTHEST_START, max_code(self._bits) + _FARTHEST_START)
 
     def made(self) -> Made:
         """Codes int8 and scale as they are stored."""
-        codes = self._in_range((self._codes + self.shift).round())
-        return codes.to(torch.int8), storable(self._stretched(), self._bits, self._dtype)
-
-    def _stretched(self) -> Tensor:
-        return self._scale * (1 + self.stretch)
-
-    def _in_range(self, codes: Tensor) -> Tensor:
-        return codes.clamp(lowest_code(self._bits), max_code(self._bits))
+        scale = storable(self._scale * (1 + self.stretch), self._bits, self._dtype)
+        return self.place.round().to(torch.int8), scale
 
 
 class _Output(nn.Module):
@@ -71,25 +99,34 @@ class _Output(nn.Module):
         return self._walk.hidden(self._walk.run(self.layer, state))
 
 
-def tune_layer(walk: Walk[Any], weights: LayerWeights, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
+def tune_layer(walk: Walk[Any], weights: LayerWeights, inputs: Sequence[Any], exact: Sequence[Any]) -> Sequence[Any]:
     """Tune the codes and scales of a rounded layer together, and keep them where they lower its error.
 
     Args:
         inputs: batches of what the layer reads.
-        outputs: the 16-bit model's output for each.
+        exact: the 16-bit model's output for each.
+
+    Returns:
+        The layer's output for each, with the codes and scales that it has from now on.
     """
-    before = {module: made for module, _, made, _ in weights.rounded()}
+    rounded, before = _outputs(walk, weights.layer, inputs), {module: made for module, _, made, _ in weights.rounded()}
     if not before:
-        return
+        return rounded
     latents = {module: _Latent(weight, made, scheme) for module, weight, made, scheme in weights.rounded()}
-    output, targets = _Output(walk, weights.layer), [walk.hidden(state) for state in outputs]
-    least = _error(output, inputs, targets)
-    _descend(output, weights, latents, inputs, targets)
+    targets = [walk.hidden(state) for state in exact]
+    _descend(_Output(walk, weights.layer), weights, latents, inputs, targets)
     for module, latent in latents.items():
         weights.take(module, latent.made())
-    if not _error(output, inputs, targets) < least:
-        for module, made in before.items():
-            weights.take(module, made)
+    tuned = _outputs(walk, weights.layer, inputs)
+    if _error(walk, tuned, targets) < _error(walk, rounded, targets):
+        return tuned
+    for module, made in before.items():
+        weights.take(module, made)
+    return rounded
+
+
+def _outputs(walk: Walk[Any], layer: nn.Module, inputs: Sequence[Any]) -> Sequence[Any]:
+    return [walk.run(layer, state) for state in inputs]
 
 
 def _descend(
@@ -101,11 +138,11 @@ def _descend(
 ) -> None:
     """Move the latents by Adam with a step that falls to zero; each step reads one batch."""
     travels = {
-        _CODE_TRAVEL: [latent.shift for latent in latents.values()],
+        _CODE_TRAVEL: [latent.place for latent in latents.values()],
         _SCALE_TRAVEL: [latent.stretch for latent in latents.values()],
     }
     groups = [{"params": numbers, "lr": 2 * travel / _STEPS} for travel, numbers in travels.items()]
-    optimizer = torch.optim.Adam(groups, betas=(0.9, 0.95))
+    optimizer = torch.optim.Adam(groups, betas=(0.9, 0.95), fused=True)
     falling = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / _STEPS)
     generator = torch.Generator().manual_seed(0)
     for batch in torch.randint(len(inputs), (_STEPS,), generator=generator).tolist():
@@ -115,8 +152,11 @@ def _descend(
             lost.square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
+        for latent in latents.values():
+            latent.stay_in_range()
         falling.step()
 
 
-def _error(output: _Output, inputs: Sequence[Any], targets: Sequence[Tensor]) -> float:
-    return sum(float((output(state) - target).square().sum()) for state, target in zip(inputs, targets, strict=True))
+def _error(walk: Walk[Any], outputs: Sequence[Any], targets: Sequence[Tensor]) -> float:
+    pairs = zip(map(walk.hidden, outputs), targets, strict=True)
+    return sum(float((output - target).square().sum()) for output, target in pairs)

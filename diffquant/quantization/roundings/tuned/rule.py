@@ -1,6 +1,7 @@
 """Tuning as a rounding: gptq first, then gradient descent on each layer's codes and scales together."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from diffquant.quantization.roundings.base import Rounder, Rounding, register
 from diffquant.quantization.roundings.mse import round_with_clipping
@@ -10,6 +11,9 @@ from diffquant.source.source import Source, open_source
 from diffquant.source.weight_source import WeightSource
 from diffquant.support.progress import Progress
 from diffquant.text.corpus import load_text, text_digest
+
+# Steps of descent read one window: more steps over shorter windows bring more in the same time.
+_WINDOW = 256
 
 
 class Tuned(Rounding):
@@ -29,8 +33,9 @@ class Tuned(Rounding):
         from diffquant.quantization.roundings.gptq.sequence import rounded_layers
         from diffquant.quantization.roundings.tuned.descent import tune_layer
 
+        settings = replace(settings, window=settings.window or _WINDOW)
         text = load_text(settings.text)
-        rounded = rounded_layers(open_source(source), schemes, settings, text, progress, finish=tune_layer)
+        rounded = rounded_layers(open_source(source), schemes, settings, text, progress, tune_layer, _WINDOW)
         identity = {"text": text_digest(text), "tokens": rounded.tokens, "window": rounded.window}
         return Rounder(round_with_clipping, identity, rounded.made)
 
