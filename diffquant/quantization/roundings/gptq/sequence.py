@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from diffquant.formats.compressed_tensors import decode_codes, scale_dtype
-from diffquant.formats.row_stream import in_order, row_blocks, workers
+from diffquant.formats.row_stream import workers
 from diffquant.model.walk import Walk, batches
 from diffquant.quantization.roundings.gptq.compensation import Inputs, compensate, damped, retargeting
 from diffquant.quantization.roundings.gptq.layer_inputs import Moments, input_of, inputs_on_the_way, readers_by_input
@@ -22,6 +22,8 @@ from diffquant.text.tokens import max_length, token_windows
 TOKENS = 16384
 WINDOW = 512
 BATCH_TOKENS = 512
+# Rows that a worker rounds at once. It goes column by column, and with few rows the calls themselves take the time.
+_ROWS = 2048
 
 Made = tuple[Tensor, Tensor]
 # (walk, weights of a rounded layer, its inputs, the outputs it is to have): changes codes and scales once more, and
@@ -116,21 +118,23 @@ class LayerWeights:
         products = damped(moments.products)
         inputs = Inputs.of(products, by_activation=self.settings.order == "activation")
         moved = None if moments.lost is None else retargeting(products, moments.lost)
-        for module in filter(self.is_rounded, modules):
-            self._round(module, inputs, moved)
-
-    def _round(self, module: str, inputs: Inputs, moved: Tensor | None) -> None:
-        name, checkpoint = self._stored_name(module), self._source.checkpoint
-        scheme = self._scheme(name)
-        weight, dtype = checkpoint.read(name), scale_dtype(checkpoint.written_dtype(name))
-
-        def rounded(first: int, last: int) -> Made:
-            values = weight[first:last].float()
-            return compensate(values if moved is None else values + values @ moved, inputs, scheme, dtype)
-
         with workers() as pool:
-            codes, scales = zip(*in_order(pool, rounded, row_blocks(*weight.shape)), strict=True)
-        self.take(module, (torch.cat(codes), torch.cat(scales)))
+            under_way = {
+                module: [pool.submit(self._rounded, module, rows, inputs, moved) for rows in self._rows(module)]
+                for module in filter(self.is_rounded, modules)
+            }
+            for module, blocks in under_way.items():
+                codes, scales = zip(*(block.result() for block in blocks), strict=True)
+                self.take(module, (torch.cat(codes), torch.cat(scales)))
+
+    def _rows(self, module: str) -> Sequence[Tensor]:
+        rows: Sequence[Tensor] = self._source.checkpoint.read(self._stored_name(module)).split(_ROWS)
+        return rows
+
+    def _rounded(self, module: str, rows: Tensor, inputs: Inputs, moved: Tensor | None) -> Made:
+        name = self._stored_name(module)
+        values, dtype = rows.float(), scale_dtype(self._source.checkpoint.written_dtype(name))
+        return compensate(values if moved is None else values + values @ moved, inputs, self._scheme(name), dtype)
 
     def take(self, module: str, made: Made) -> None:
         """Give a module codes and a scale, in the checkpoint and in the model that runs."""

@@ -17,7 +17,7 @@ from diffquant.quantization.roundings.gptq.sequence import LayerWeights, Made
 from diffquant.quantization.roundings.mse import lowest_code, storable
 from diffquant.scheme import Scheme
 
-_STEPS = 200
+_STEPS = 150
 # About how far the steps take a number that always goes one way: a code by one, a scale by a quarter of it.
 _CODE_TRAVEL, _SCALE_TRAVEL = 1.0, 0.25
 # How far from its code a weight may start, in codes; one at 0.5 would change its code in the first step.
