@@ -39,7 +39,7 @@ import sys
 from pathlib import Path
 from diffquant.quantization.quantize import quantize
 from diffquant.recipe import Recipe
-report = quantize(Path(sys.argv[1]), Path(sys.argv[2]), Recipe.of(weights=sys.argv[3]))
+report = quantize(Path(sys.argv[1]), Path(sys.argv[2]), Recipe.of(weights=sys.argv[3], rounding=sys.argv[4]))
 print(report.seconds, report.resumed)
 """
 
@@ -120,14 +120,16 @@ def inspect_once(source: Path) -> float:
     return time.monotonic() - started
 
 
-def quantize_once(source: Path, destination: Path, weights: str, kill_at: int | None = None) -> QuantizingRun:
+def quantize_once(
+    source: Path, destination: Path, weights: str, rounding: str = "nearest", kill_at: int | None = None
+) -> QuantizingRun:
     """Quantize in a process of its own, watched and, once it has written so many bytes, killed.
 
     Raises:
         DiffQuantError: it failed, or ended before it could be killed.
     """
     started, cpu_before = time.monotonic(), _children_cpu()
-    command = [sys.executable, "-c", _WORKER, str(source), str(destination), weights]
+    command = [sys.executable, "-c", _WORKER, str(source), str(destination), weights, rounding]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         peak, anonymous = _watch(process, partial_folder(destination), kill_at)
         output = process.communicate()[0].split()

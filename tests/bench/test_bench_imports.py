@@ -38,6 +38,7 @@ PROGRAMS = [
     "diffquant.bench.programs.native_op",
     "diffquant.bench.programs.quantize",
     "diffquant.bench.programs.quantize_peers",
+    "diffquant.bench.programs.roundings",
     "diffquant.bench.synthetic",
     "studies.figure8",
     "studies.rounding",
