@@ -94,7 +94,8 @@ def _rewrite_as_stored(source: Source, schemes: Mapping[str, Scheme], recipe: Re
         scheme, dtype = schemes.get(name.removesuffix(".weight")), source.checkpoint.written_dtype(name)
         if scheme is None:
             return data.to(unpacked.get(name, dtype))
-        return as_stored(rounder, name, data, scheme, scale_dtype(dtype))
+        # As unpacked codes, the products are rounded once, to the run's dtype.
+        return as_stored(rounder, name, data.float(), scheme, scale_dtype(dtype))
 
     return rounded
 

@@ -53,13 +53,14 @@ def test_a_quantized_checkpoint_computes_as_stock_transformers(source, tmp_path,
     torch.testing.assert_close(load(tmp_path / "low")(ids()).logits, stock(ids()).logits, rtol=0, atol=1e-4)
 
 
+@pytest.mark.parametrize("run", [None, torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_simulated_weights_are_those_that_quantize_stores(tmp_path, dtype):
+def test_simulated_weights_are_those_that_quantize_stores(tmp_path, dtype, run):
     source = write_diffllama(tmp_path / "source", dtype=dtype)
     overrides = {"*.mlp.*": "6:row", "*.o_proj": "8:tensor", "lm_head": "8:row"}
     recipe = Recipe.of(weights="4:g32", overrides=overrides)
     quantize(source, tmp_path / "low", recipe)
-    simulated, stored = load(source, recipe), load(tmp_path / "low")
+    simulated, stored = load(source, recipe, run), load(tmp_path / "low", dtype=run)
     for (name, ours), theirs in zip(simulated.named_parameters(), stored.parameters(), strict=True):
         assert torch.equal(ours, theirs), name
     assert not torch.equal(simulated.lm_head.weight, load(source).lm_head.weight)

@@ -96,6 +96,14 @@ PAGE.says(
     _kl("HQQ 4 bits, groups of 64"),
     _kl("bitsandbytes nf4, blocks of 64"),
 )
+_BY_TUNED = raw("quantize-roundings.json")
+PAGE.says(
+    "`tuned` took {} s on the {} cores of an AMD EPYC without AVX-512, and {} GB beyond the mapped files (one run)",
+    _BY_TUNED["roundings"]["tuned"]["process_seconds"],
+    _BY_TUNED["environment"]["cores"],
+    _BY_TUNED["roundings"]["tuned"]["peak_anonymous"] / 1e9,
+)
+PAGE.means("on the 2 cores of an AMD EPYC", _BY_TUNED["environment"]["cpu"] == "AMD EPYC")
 PAGE.leaves("4.5 stored bits with their 16-bit scales", "arithmetic: 4 + 16 / 32")
 PAGE.leaves("Scales take 16\nbits", "a format")
 
