@@ -98,12 +98,12 @@ PAGE.says(
 )
 _BY_TUNED = raw("quantize-roundings.json")
 PAGE.says(
-    "`tuned` took {} s on the {} cores of an AMD EPYC without AVX-512, and {} GB beyond the mapped files (one run)",
+    "{} s for SmolLM2 on the {} cores of an AMD EPYC without AVX-512, with {} GB beyond the mapped files (one run)",
     _BY_TUNED["roundings"]["tuned"]["process_seconds"],
     _BY_TUNED["environment"]["cores"],
     _BY_TUNED["roundings"]["tuned"]["peak_anonymous"] / 1e9,
 )
-PAGE.means("on the 2 cores of an AMD EPYC", _BY_TUNED["environment"]["cpu"] == "AMD EPYC")
+PAGE.means("SmolLM2 on the 2 cores of an AMD EPYC", _BY_TUNED["environment"]["cpu"] == "AMD EPYC")
 PAGE.leaves("4.5 stored bits with their 16-bit scales", "arithmetic: 4 + 16 / 32")
 PAGE.leaves("Scales take 16\nbits", "a format")
 
