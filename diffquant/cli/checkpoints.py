@@ -83,7 +83,9 @@ def quantize(
     tokens: Annotated[
         int | None,
         typer.Option(
-            metavar="NUMBER", min=2, help="Number of tokens of the text that gptq or tuned reads; 16384 by default."
+            metavar="NUMBER",
+            min=2,
+            help="Number of tokens of the text to read; gptq takes 16384 by itself, tuned 8192.",
         ),
     ] = None,
     weights_only: Annotated[
