@@ -21,11 +21,13 @@ def method_table(result: dict[str, Any], tiers: Sequence[str] = TIERS) -> str:
     """Markdown with a row for each method, tier by tier.
 
     Perplexity and HellaSwag stand with the 95 % interval of their change from 16 bits over the same windows or items,
-    KL with half of its own. A row that kept no windows has no interval.
+    KL with half of its own. A row that kept no windows has no interval. CPU seconds are those of quantizing, where one
+    kind of machine measured all rows.
     """
     rows = result["results"]
     names = [name for name in (FULL, *_names(tiers)) if name in rows]
     heads = [
+        *(["CPU seconds"] if _is_timed(result) else []),
         "perplexity",
         "KL, nats",
         "elsewhere: perplexity",
@@ -68,6 +70,8 @@ def method_cells(result: dict[str, Any], name: str) -> list[str]:
         cells = [f"not measured: {row['missing']}", "-", "-", "-"]
     else:
         cells = [*_scores(row, full), *_scores(row.get("elsewhere", {}), full.get("elsewhere", {}))]
+    if _is_timed(result):
+        cells = [f"{row['cpu_seconds']:,.0f}" if "cpu_seconds" in row else "-", *cells]
     return [*cells, _accuracy(row, full)] if _has_items(result) else cells
 
 
@@ -214,6 +218,12 @@ def _accuracy(row: dict[str, Any], full: dict[str, Any]) -> str:
         return accuracy
     change = paired_difference(correct, of_full)
     return f"{accuracy} ({100 * change.mean:+.1f} [{100 * change.low:+.1f}, {100 * change.high:+.1f}])"
+
+
+def _is_timed(result: dict[str, Any]) -> bool:
+    """Whether one kind of machine measured the time of all methods."""
+    quantized = [row for name, row in result["results"].items() if name != FULL and "bits" in row]
+    return len({row.get("device") for row in quantized}) == 1 and all("cpu_seconds" in row for row in quantized)
 
 
 def _has_items(result: dict[str, Any]) -> bool:

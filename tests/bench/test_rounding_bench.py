@@ -201,6 +201,21 @@ def test_intervals_of_a_table_are_scipys():
     assert lines[2].startswith("| 16 bits | 16 | 20.086 | 0.0000 | ")
 
 
+def test_seconds_stand_beside_bits_where_one_kind_of_machine_took_them():
+    result = _result(dict(zip(("mse 4:g32", "gptq 4:g32"), KL.tolist(), strict=True)))
+    mse, gptq = (result["results"][name] for name in ("mse 4:g32", "gptq 4:g32"))
+    mse |= {"cpu_seconds": 7.6, "device": "a"}
+    gptq |= {"cpu_seconds": 1234.5, "device": "a"}
+    lines = rounding_tables.method_table(result).splitlines()
+    assert lines[0].startswith("| method | bits | CPU seconds | perplexity |")
+    starts = ["| 16 bits | 16 | - |", "| mse 4:g32 | 4.5 | 8 |", "| gptq 4:g32 | 4.5 | 1,234 |"]
+    assert all(map(str.startswith, lines[2:], starts))
+    gptq["device"] = "b"
+    assert "CPU seconds" not in rounding_tables.method_table(result)
+    del gptq["cpu_seconds"]
+    assert "CPU seconds" not in rounding_tables.method_table(result)
+
+
 def test_the_best_other_of_mse_reads_no_text_and_windows_are_paired():
     names = ("mse 4:g32", "HQQ 4 bits, groups of 64")
     readers = ("gptq 4:g32", "tuned 4:g32", "AutoRound 4 bits, groups of 32")
