@@ -5,7 +5,8 @@ parameter, through which gradients pass unchanged. It starts from the nearest co
 scales that may move freely, and Adam in place of the gradient's sign.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
@@ -136,7 +137,7 @@ def _descend(
     inputs: Sequence[Any],
     targets: Sequence[Tensor],
 ) -> None:
-    """Move the latents by Adam with a step that falls to zero; each step reads one batch."""
+    """Move the latents by Adam with a step that falls to zero; each step reads one batch, and none twice before all."""
     travels = {
         _CODE_TRAVEL: [latent.place for latent in latents.values()],
         _SCALE_TRAVEL: [latent.stretch for latent in latents.values()],
@@ -144,8 +145,7 @@ def _descend(
     groups = [{"params": numbers, "lr": 2 * travel / _STEPS} for travel, numbers in travels.items()]
     optimizer = torch.optim.Adam(groups, betas=(0.9, 0.95), fused=True)
     falling = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / _STEPS)
-    generator = torch.Generator().manual_seed(0)
-    for batch in torch.randint(len(inputs), (_STEPS,), generator=generator).tolist():
+    for batch in islice(_shuffled(len(inputs)), _STEPS):
         with torch.enable_grad():
             tried = {f"layer.{name}.weight": weights.in_order(name, latent()) for name, latent in latents.items()}
             lost = torch.func.functional_call(output, tried, (inputs[batch],)) - targets[batch]
@@ -155,6 +155,13 @@ def _descend(
         for latent in latents.values():
             latent.stay_in_range()
         falling.step()
+
+
+def _shuffled(count: int) -> Iterator[int]:
+    """Numbers below `count` in an order that is drawn anew each time all have come, without end."""
+    generator = torch.Generator().manual_seed(0)
+    while True:
+        yield from torch.randperm(count, generator=generator).tolist()
 
 
 def _error(walk: Walk[Any], outputs: Sequence[Any], targets: Sequence[Tensor]) -> float:
