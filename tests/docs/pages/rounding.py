@@ -48,15 +48,12 @@ def _windows_cell(result: dict[str, Any], columns: Sequence[str]) -> CellValues:
 
 _SCORES = ("perplexity", "KL", "elsewhere: perplexity", "elsewhere: KL")
 _HEAD = "perplexity | KL, nats | elsewhere: perplexity | KL, nats"
-PAGE.table(
-    f"method | bits | CPU seconds | {_HEAD}",
-    _windows_cell(SMOLLM2, ("CPU seconds", *_SCORES)),
-    section="SmolLM2-135M",
-    columns=["bits", "CPU seconds", *_SCORES],
-)
-for _section, _result in SHIPPED.items():
+for _section, _result in ({"SmolLM2-135M": SMOLLM2} | SHIPPED).items():
     PAGE.table(
-        f"method | bits | {_HEAD}", _windows_cell(_result, _SCORES), section=_section, columns=["bits", *_SCORES]
+        f"method | bits | CPU seconds | {_HEAD}",
+        _windows_cell(_result, ("CPU seconds", *_SCORES)),
+        section=_section,
+        columns=["bits", "CPU seconds", *_SCORES],
     )
 
 
@@ -200,11 +197,8 @@ def _tuner_less(ours: str) -> dict[str, tuple[float, float]]:
 
 _TUNED_LESS, _GPTQ_LESS = _tuner_less("tuned"), _tuner_less("gptq")
 PAGE.says(
-    "on the prose by {} to {} % of its KL at 4.5 bits, {} to {} % at 4.12 and −{} to {} % at 3.5",
-    *_TUNED_LESS["4:g32"],
-    *_TUNED_LESS["4:g128"],
-    -_TUNED_LESS["3:g32"][0],
-    _TUNED_LESS["3:g32"][1],
+    "less by {} to {} % of AutoRound's KL at 4.5 bits, {} to {} % at 4.12 and {} to {} % at 3.5",
+    *(end for size in _TUNERS for end in _TUNED_LESS[size]),
 )
 _AGAINST_TUNER = {
     (model, size, text): difference
@@ -214,21 +208,26 @@ _AGAINST_TUNER = {
     if difference is not None
 }
 PAGE.says(
-    "Of the {} intervals of these differences (three models, three sizes, two texts) {} lie below zero and none above",
+    "Of the {} intervals of these differences (three models, three sizes, two texts) {} lie below zero and one above",
     len(_AGAINST_TUNER),
     sum(map(_is_below_zero, _AGAINST_TUNER.values())),
 )
 PAGE.means(
-    "the two are level on the Transformer at 4.12 bits, and at 3.5 bits on the Transformer elsewhere and on DIFF V2 on "
-    "the prose",
+    "on the Transformer at 3.5 bits AutoRound is ahead elsewhere",
+    [place for place, each in _AGAINST_TUNER.items() if each.low > 0] == [("Transformer", "3:g32", "elsewhere")],
+)
+PAGE.means(
+    "and less than AutoRound in all places but one",
+    [place for place, each in _AGAINST_TUNER.items() if each.mean > 0] == [("Transformer", "3:g32", "elsewhere")],
+)
+PAGE.means(
+    "The two are level on the prose on the Transformer and DIFF V2 at 4.12 bits, and on DIFF V2 at 3.5",
     {place for place, each in _AGAINST_TUNER.items() if each.low <= 0 <= each.high}
     == {
         ("Transformer", "4:g128", "prose"),
-        ("Transformer", "4:g128", "elsewhere"),
-        ("Transformer", "3:g32", "elsewhere"),
+        ("DIFF V2", "4:g128", "prose"),
         ("DIFF V2", "3:g32", "prose"),
-    }
-    and not any(each.low > 0 for each in _AGAINST_TUNER.values()),
+    },
 )
 PAGE.means(
     "`tuned` has less KL than all others but AutoRound on the three models trained here, on both texts at every size",
@@ -248,21 +247,16 @@ _MORE_BITS = [
 ]
 PAGE.says("AutoRound has {} to {} % more bits", min(_MORE_BITS), max(_MORE_BITS))
 _TIMED = [
-    [result["results"][names[size]]["cpu_seconds"] for size in ("4:g128", "3:g32") for result in SHIPPED.values()]
+    [result["results"][names[size]]["cpu_seconds"] for size in _TUNERS for result in SHIPPED.values()]
     for names in (_TUNERS, {size: f"tuned {size}" for size in _TUNERS}, {size: f"gptq {size}" for size in _TUNERS})
 ]
 PAGE.says(
-    "it took {} to {} seconds of CPU time a model, `tuned` {} to {} and `gptq` {} to {}",
+    "and took {} to {} seconds of CPU time a model, `tuned` {} to {} and `gptq` {} to {}",
     *(end for seconds in _TIMED for end in (min(seconds), max(seconds))),
 )
 PAGE.means(
-    "on one kind of machine",
-    {
-        result["results"][name]["device"]
-        for result in SHIPPED.values()
-        for size in ("4:g128", "3:g32")
-        for name in (_TUNERS[size], f"tuned {size}", f"gptq {size}")
-    }
+    "were measured on one core each of an AMD EPYC with AVX-512",
+    {row["device"] for result in (SMOLLM2, *SHIPPED.values()) for row in result["results"].values() if "device" in row}
     == {"AMD EPYC"},
 )
 _BY_Q4_K, _BY_MIX = (dict.fromkeys(SHIPPED, name) for name in ("llama.cpp Q4_K, imatrix", "llama.cpp Q4_K_M, imatrix"))
@@ -273,8 +267,15 @@ PAGE.says(
     *(-end for size in _TUNERS for end in reversed(_GPTQ_LESS[size])),
 )
 PAGE.means(
-    "at 4.5 bits on DIFF V1 the two are level",
-    all(each is not None and each.low <= 0 <= each.high for each in _less("DIFF V1", _TUNER)),
+    "at 4.5 and 4.12 bits on DIFF V1 the two are level elsewhere",
+    {
+        (model, size, text)
+        for model in SHIPPED
+        for size, tuner in _TUNERS.items()
+        for text, each in zip(("prose", "elsewhere"), _less(model, tuner, f"gptq {size}"), strict=True)
+        if each is not None and each.low <= 0 <= each.high
+    }
+    == {("DIFF V1", "4:g32", "elsewhere"), ("DIFF V1", "4:g128", "elsewhere")},
 )
 PAGE.says("It has {} to {} % less KL than llama.cpp's Q4_K", *_range_below(_BY_Q4_K)[:2])
 PAGE.says(
@@ -301,7 +302,7 @@ _SLOWER = [
 ]
 PAGE.says("That is {} to {} % less KL on the prose than on the inputs of", min(_LESS), max(_LESS))
 PAGE.says("and {} to {} % less elsewhere", min(_LESS_THERE), max(_LESS_THERE))
-PAGE.says("Rounding took {} to {} times as long", min(_SLOWER), max(_SLOWER))
+PAGE.says("Rounding took {} to {} times the CPU time", min(_SLOWER), max(_SLOWER))
 PAGE.means(
     "no interval of the difference contains zero. Rounding",
     all(each and each.low > 0 for result in SHIPPED.values() for each in more_kl(result, _PLAIN)),
@@ -409,20 +410,47 @@ def _smollm2_less(ours: str, rival: str) -> list[float]:
 
 
 _SMOLLM2_HQQ = "HQQ 4 bits, groups of 64"
-PAGE.says(
-    "At 4.5 bits `tuned` has {} % less KL than AutoRound on the prose and {} % less elsewhere",
-    *_smollm2_less("tuned 4:g32", _TUNER),
-)
-PAGE.means("neither interval contains zero", all(map(_is_below_zero, kl_less(SMOLLM2, "tuned 4:g32", _TUNER))))
-PAGE.means(
-    "`gptq` is level with AutoRound there",
-    all(each and each.low <= 0 <= each.high for each in kl_less(SMOLLM2, "gptq 4:g32", _TUNER)),
+_SMOLLM2_TUNED, _SMOLLM2_GPTQ = (
+    {size: _smollm2_less(f"{ours} {size}", tuner) for size, tuner in _TUNERS.items()} for ours in ("tuned", "gptq")
 )
 PAGE.says(
-    "and has {} % less KL than HQQ on the prose and {} % less elsewhere", *_smollm2_less("gptq 4:g32", _SMOLLM2_HQQ)
+    "On the prose `tuned` has {} % less KL than AutoRound at 4.5 bits, {} % less at 4.12 and {} % less at 3.5, and "
+    "elsewhere {}, {} and {} % less",
+    *(_SMOLLM2_TUNED[size][text] for text in (0, 1) for size in _TUNERS),
+)
+
+
+def _smollm2_places(ours: str, is_so: Callable[[Difference], bool]) -> set[tuple[str, str]]:
+    """Sizes and texts at which the difference of one of ours from AutoRound on SmolLM2 is so."""
+    return {
+        (size, text)
+        for size, tuner in _TUNERS.items()
+        for text, each in zip(("prose", "elsewhere"), kl_less(SMOLLM2, f"{ours} {size}", tuner), strict=True)
+        if each is not None and is_so(each)
+    }
+
+
+PAGE.means(
+    "elsewhere at 4.12 and 3.5 bits the two are level, and none of the other intervals contains zero",
+    _smollm2_places("tuned", lambda each: each.high >= 0) == {("4:g128", "elsewhere"), ("3:g32", "elsewhere")}
+    and not _smollm2_places("tuned", lambda each: each.low > 0),
 )
 PAGE.means(
-    "llama.cpp's IQ4_NL and IQ4_XS, to which a text tells only mean squares, are ahead of `gptq` there",
+    "`gptq` is level with AutoRound at 4.5 bits on both texts and behind it at the other two sizes",
+    _smollm2_places("gptq", lambda each: each.low <= 0 <= each.high) == {("4:g32", "prose"), ("4:g32", "elsewhere")}
+    and not _smollm2_places("gptq", _is_below_zero),
+)
+_TUNER_LESS_THAN_GPTQ = [
+    _smollm2_less(_TUNERS[size], f"gptq {size}")[text] for text in (0, 1) for size in ("4:g128", "3:g32")
+]
+PAGE.says(
+    "AutoRound has {} and {} % less KL than `gptq` on the prose, and {} and {} % less elsewhere", *_TUNER_LESS_THAN_GPTQ
+)
+PAGE.says(
+    "`gptq` has {} % less KL than HQQ on the prose and {} % less elsewhere", *_smollm2_less("gptq 4:g32", _SMOLLM2_HQQ)
+)
+PAGE.means(
+    "llama.cpp's IQ4_NL and IQ4_XS, to which it tells only mean squares, are ahead of `gptq` there",
     all(
         _is_below_zero(kl_less(SMOLLM2, f"llama.cpp {kind}, imatrix", f"gptq {size}")[1])
         for kind, size in (("IQ4_NL", "4:g32"), ("IQ4_XS", "4:g128"))
@@ -437,11 +465,52 @@ PAGE.says(
     SMOLLM2["settings"]["tokens"],
     *(SMOLLM2["results"][name]["cpu_seconds"] for name in ("gptq 4:g32", "tuned 4:g32", _TUNER)),
 )
+
+
+def _changes(older: Mapping[str, Any], models: Sequence[str], methods: tuple[str, ...]) -> list[float]:
+    """Least and most percent by which the KL of methods has changed since older rows, on the prose and elsewhere."""
+    pairs = [
+        (old, _BY_NAME[model]["results"][name])
+        for model in models
+        for name, old in older[model]["results"].items()
+        if name.startswith(methods)
+    ]
+    here = [100 * (new["kl"] / old["kl"] - 1) for old, new in pairs]
+    there = [100 * (new["elsewhere"]["kl"] / old["elsewhere"]["kl"] - 1) for old, new in pairs]
+    return [min(here), max(here), min(there), max(there)]
+
+
+_BY_NAME = {"smollm2-135m-windows": SMOLLM2} | {_FILES[model]: result for model, result in SHIPPED.items()}
+_BEFORE, _MORE_STEPS = raw("rounding/earlier-processors.json"), raw("rounding/tuned-200-steps.json")
+_AGAIN = _changes(_BEFORE, list(_BEFORE), ("AutoRound",))
 PAGE.says(
-    "AutoRound has {} % less KL than `gptq` on the prose and {} % less elsewhere",
-    *_smollm2_less("AutoRound 3 bits, groups of 32", "gptq 3:g32"),
+    "in these {} rows its KL changed by −{} to {} % on the prose and −{} to {} % elsewhere",
+    sum(name.startswith("AutoRound") for each in _BEFORE.values() for name in each["results"]),
+    -_AGAIN[0],
+    _AGAIN[1],
+    -_AGAIN[2],
+    _AGAIN[3],
 )
-PAGE.means("At 3.5 bits, where `tuned` has not been run", "tuned 3:g32" not in SMOLLM2["results"])
+PAGE.says(
+    "its KL of SmolLM2 at 4.12 bits was {} % lower on the prose",
+    100 * (1 - _kl("gptq 4:g128", _BEFORE["smollm2-135m-windows"]) / _kl("gptq 4:g128", SMOLLM2)),
+)
+_FEWER = _changes(_MORE_STEPS, [*_FILES.values()], ("tuned",))
+PAGE.says(
+    "KL changed by −{} to {} % on the prose and −{} to {} % elsewhere on the models trained here",
+    -_FEWER[0],
+    _FEWER[1],
+    -_FEWER[2],
+    _FEWER[3],
+)
+_FEWER_ON_SMOLLM2 = _changes(_MORE_STEPS, ["smollm2-135m-windows"], ("tuned",))
+PAGE.says(
+    "On SmolLM2 it became {} to {} % higher on the prose and {} to {} % lower elsewhere",
+    *_FEWER_ON_SMOLLM2[:2],
+    -_FEWER_ON_SMOLLM2[3],
+    -_FEWER_ON_SMOLLM2[2],
+)
+PAGE.leaves("`tuned` took 200 steps of 512 tokens when it was first measured. It now takes 150 of 256", "settings")
 _RISE = SHIPPED["DIFF V1"]["results"]
 PAGE.says(
     "`nearest` has {} on DIFF V1 where 16 bits have {}, with {} nats",
@@ -511,18 +580,17 @@ PAGE.leaves("(16,384 tokens by default)", "a default")
 PAGE.leaves("over 8,192 tokens in windows of 256 by default", "a default")
 PAGE.leaves("normal with 1 % of the columns or rows ten times as large", "how weights were made")
 PAGE.leaves("each 95 % interval", "a level")
+PAGE.leaves("on the Transformer at 3.5 bits AutoRound is ahead", "a tier's name")
+PAGE.leaves("and DIFF V2 at 4.12 bits, and on DIFF V2 at 3.5", "tiers' names")
+PAGE.leaves("at 4.5 and 4.12 bits on DIFF V1 the two", "tiers' names")
+PAGE.leaves("elsewhere at 4.12 and 3.5 bits the two are level", "tiers' names")
+PAGE.leaves("is level with AutoRound at 4.5 bits on both texts", "a tier's name")
+PAGE.leaves("At 4.5 bits `gptq` has", "a tier's name")
 PAGE.leaves("4,096 characters, 2,048 tokens read", "settings")
 PAGE.leaves("At 4.12 bits nf4", "a tier's name")
-PAGE.leaves("At 4.12 and 3.5 bits, on one kind", "tiers' names")
-PAGE.leaves("level on the Transformer at 4.12 bits, and at 3.5 bits on", "tiers' names")
-PAGE.leaves("at 4.5 bits on DIFF V1", "a tier's name")
 PAGE.leaves("and at 3.5 bits on all four", "a tier's name")
 PAGE.leaves("At 4.5 bits it is first", "a tier's name")
 PAGE.leaves("on DIFF V2 at 3.5 bits on both texts", "a tier's name")
-PAGE.leaves("At 3.5 bits, where `tuned` has not been run", "a tier's name")
-PAGE.leaves("AutoRound was run at 4.5 and 3.5 bits", "tiers' names")
-PAGE.leaves("the sizes but 4.5 bits", "a tier's name")
-PAGE.leaves("the rest of 4.5 bits on two", "a tier's name")
 PAGE.leaves("a model and a size: at 4.5 bits", "a tier's name")
 PAGE.leaves("On SmolLM2 at 4.5 bits nf4", "a tier's name")
 PAGE.table(" | scales | codes | needs", lambda *_: Unmeasured("formulas"))
