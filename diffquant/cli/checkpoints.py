@@ -85,7 +85,7 @@ def quantize(
         typer.Option(
             metavar="NUMBER",
             min=2,
-            help="Number of tokens of the text to read; gptq takes 16384 by itself, tuned 8192.",
+            help="Number of tokens of the text to read; 16384 by default.",
         ),
     ] = None,
     weights_only: Annotated[

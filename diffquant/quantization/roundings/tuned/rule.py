@@ -12,8 +12,8 @@ from diffquant.source.weight_source import WeightSource
 from diffquant.support.progress import Progress
 from diffquant.text.corpus import load_text, text_digest
 
-# Half of what gptq reads by itself: descent takes most of the time, and each of its steps reads one window.
-_TOKENS, _WINDOW = 8192, 256
+# Each step of descent reads one window.
+_WINDOW = 256
 
 
 class Tuned(Rounding):
@@ -33,7 +33,7 @@ class Tuned(Rounding):
         from diffquant.quantization.roundings.gptq.sequence import rounded_layers
         from diffquant.quantization.roundings.tuned.descent import tune_layer
 
-        settings = replace(settings, tokens=settings.tokens or _TOKENS, window=settings.window or _WINDOW)
+        settings = replace(settings, window=settings.window or _WINDOW)
         text = load_text(settings.text)
         rounded = rounded_layers(open_source(source), schemes, settings, text, progress, tune_layer, _WINDOW)
         identity = {"text": text_digest(text), "tokens": rounded.tokens, "window": rounded.window}
