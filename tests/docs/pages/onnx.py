@@ -1,5 +1,9 @@
 """The figures of docs/onnx.md."""
 
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
 from tests.docs.page import Page
 from tests.docs.raw import raw
 
@@ -15,7 +19,10 @@ _ROWS = {
     "the same with KV 4": "export 4:g32 kv 4 embed 8",
     "KV 8 by the function body": "function body, 4:g32 kv 8",
     "onnxruntime-genai's int4": "onnxruntime-genai int4",
+    "transformers' own export": "transformers export",
+    "the same with its fused operators": "transformers export, fused",
     "llama.cpp, Q4_0": "llama.cpp Q4_0",
+    "llama-bench, Q4_0": "llama-bench Q4_0",
 }
 _COLUMNS = {
     "decode, tokens/s": ("decode_median", 1),
@@ -26,15 +33,19 @@ _COLUMNS = {
 }
 
 
-def _generation(row: str, head: str) -> list[float]:
+def _generation(models: Mapping[str, Any], row: str, head: str) -> list[float]:
     """Values of the models that the row was measured for; one where all of them are 1."""
     name, unit = _COLUMNS[head]
-    rows = [raw("generate.json")["models"][model].get(_ROWS[row], {}) for model in (GGUF, V2, V1)]
-    values = [each[name] / unit for each in rows if name in each]
+    rows = [models[model].get(_ROWS[row], {}) for model in (GGUF, V2, V1) if model in models]
+    values = [each[name] / unit for each in rows if each.get(name) is not None]
     return values[:1] if set(values) == {1.0} else values
 
 
-PAGE.table(f" | {' | '.join(_COLUMNS)}", _generation)
+_ELSEWHERE = raw("generate-amd.json")["models"]
+PAGE.table(
+    f" | {' | '.join(_COLUMNS)}", partial(_generation, _ELSEWHERE), section="On another processor, with llama-bench"
+)
+PAGE.table(f" | {' | '.join(_COLUMNS)}", partial(_generation, raw("generate.json")["models"]))
 
 
 def _written(model: str) -> tuple[float, float]:
@@ -86,6 +97,19 @@ PAGE.says(
 PAGE.says(
     "{} tokens per second, {} with its fused operators, and {} with NNCF's 4 bits",
     *(_EARLIER[GGUF][f"transformers export{kind}"]["decode_median"] for kind in ("", ", fused", ", fused, 4 bits")),
+)
+_DECODED = {name: row["decode_median"] for name, row in _ELSEWHERE[GGUF].items()}
+PAGE.says(
+    "onnxruntime-genai decodes {} times as fast as this project's 4-bit export of the Transformer, and llama-bench {} "
+    "times",
+    *(_DECODED[name] / _DECODED[_LOW] for name in ("onnxruntime-genai int4", "llama-bench Q4_0")),
+)
+PAGE.says(
+    "float32 ones on this processor ({} and {} of the float32 export's",
+    *(_ELSEWHERE[model][_LOW]["prefill_median"] / _ELSEWHERE[model][_FLOAT]["prefill_median"] for model in (GGUF, V2)),
+)
+PAGE.means(
+    "llama-bench runs with `-t 2 -r 1`", _ELSEWHERE[GGUF]["llama-bench Q4_0"]["about"]["flags"].startswith("-t 2 -r 1")
 )
 PAGE.leaves("calibrated on 64 random tokens", "a setting of the program")
 
