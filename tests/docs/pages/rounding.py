@@ -492,7 +492,7 @@ PAGE.says(
     _AGAIN[3],
 )
 PAGE.says(
-    "its KL of SmolLM2 at 4.12 bits was {} % lower on the prose",
+    "on SmolLM2 at 4.12 bits its KL was {} % lower on the prose",
     100 * (1 - _kl("gptq 4:g128", _BEFORE["smollm2-135m-windows"]) / _kl("gptq 4:g128", SMOLLM2)),
 )
 _FEWER = _changes(_MORE_STEPS, [*_FILES.values()], ("tuned",))
