@@ -5,9 +5,14 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
+import huggingface_hub
 import pytest
+from huggingface_hub.utils import are_progress_bars_disabled, enable_progress_bars
 
+from diffquant.errors import UsageError
+from diffquant.formats.hub import check_pushable, local_path
 from diffquant.source.source import open_source
 from tests.support import tiny_lm
 from tests.support.hub import TOKEN, serving
@@ -147,3 +152,21 @@ def test_what_cannot_be_pushed_is_said_before_the_work(run, hub, folder, tmp_pat
     assert code in (1, 2)
     assert message in err
     assert not (tmp_path / "low").exists()
+
+
+@pytest.mark.parametrize("name", ["model", "a/b/c", ".hidden/model"])
+def test_a_name_that_the_hub_cannot_have_is_refused_before_it_is_asked(name):
+    with pytest.raises(UsageError, match="expected ORG/NAME"):
+        check_pushable(name)
+
+
+def test_bars_of_progress_are_for_terminals(tmp_path, monkeypatch):
+    fetched = []
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda model, **_: fetched.append(model) or tmp_path)
+    enable_progress_bars()
+    try:
+        assert local_path(Path("someone/tiny")) == tmp_path
+        assert fetched == ["someone/tiny"]
+        assert are_progress_bars_disabled()
+    finally:
+        enable_progress_bars()

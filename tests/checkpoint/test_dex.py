@@ -1,6 +1,7 @@
 """DEX checkpoints against transformers' Llama with DEX's formula put literally behind its attention, in float64."""
 
 import json
+import math
 
 import pytest
 import torch
@@ -132,8 +133,9 @@ def test_quantized_it_is_the_folded_llama_quantized(tmp_path):
         ({"weight": torch.eye(8)}, r"0\.self_attn\.dex\. has not one of|is \[8, 8\], not"),
         ({"head_mask": torch.ones(3)}, r"dex\.head_mask is \[3\], not \[4\]"),
         ({"gate": torch.ones(3)}, r"dex\.gate is no part of DEX"),
+        ({"lambda_learn": torch.tensor(math.nan)}, r"dex\.lambda_learn"),
     ],
-    ids=["annealed", "no lambda", "no matrix", "two matrices", "mask", "unknown"],
+    ids=["annealed", "no lambda", "no matrix", "two matrices", "mask", "unknown", "no number"],
 )
 def test_what_does_not_fold_is_refused_by_name(tmp_path, changes, complaint):
     write_dex(tmp_path / "dex")

@@ -203,3 +203,9 @@ def test_smollm2_computes_the_same_as_its_diff_v2(tmp_path):
     generated = plain.generate(**prompt, **settings)
     assert torch.equal(generated, differential.generate(**prompt, **settings))
     assert "Paris" in tokenizer.decode(generated[0])
+
+
+def test_a_tokenizer_that_cannot_be_read_is_refused_with_the_reason(tmp_path):
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"cannot read a tokenizer from .*: \w"):
+        load_tokenizer(tmp_path)

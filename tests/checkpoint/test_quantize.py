@@ -160,6 +160,8 @@ def test_recipe_errors_sizes_and_digests_are_recorded(tmp_path, source):
     # Scales of 16 bits, from a float32 source as well: half a bit for each of 32 weights.
     assert report.packed_bits == pytest.approx(4.5, abs=0.05)
     assert "relative RMS error" in report.summary()
+    largest = [line.split()[1] for line in report.summary().splitlines() if line.startswith("  ")]
+    assert largest == [each.name for each in report.errors[:3]]
 
 
 FAMILY = {

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file
 
 from diffquant.errors import DiffQuantError
-from diffquant.formats import atomic_folder
-from diffquant.formats.atomic_folder import partial_folder, staged
+from diffquant.formats import atomic_folder, staging
+from diffquant.formats.atomic_folder import RECORD, partial_folder, staged
 from diffquant.formats.row_stream import in_order, row_blocks, shard_names, workers
 from diffquant.formats.writer import OutputTensor, ShardFile
 
@@ -158,3 +158,16 @@ def test_free_bytes_are_those_of_the_nearest_folder_that_exists(tmp_path):
     found = atomic_folder._free_bytes(tmp_path / "not" / "there" / "yet")
     there = os.statvfs(tmp_path)
     assert found == pytest.approx(there.f_bavail * there.f_frsize, rel=0.01)
+
+
+def test_all_of_an_output_is_on_the_disk_before_it_takes_its_name(tmp_path, monkeypatch):
+    synced, destination = [], tmp_path / "out"
+    monkeypatch.setattr(staging, "sync", lambda path: synced.append((path, destination.exists())))
+    with staged(destination, {}, 0, overwrite=False) as stage:
+        (stage.folder / "config.json").write_text("{}")
+        stage.finish("config.json", {})
+        synced.clear()
+        partial = stage.folder
+    assert {path for path, _ in synced} == {partial, partial / "config.json", partial / RECORD}
+    assert not any(in_place for _, in_place in synced)
+    assert (destination / "config.json").exists()

@@ -30,6 +30,7 @@ CHECKPOINT_TESTS = (
     "tests/calib/test_statistics.py",
     "tests/calib/test_export_scales.py",
     "tests/test_hub.py",
+    "tests/test_api.py",
 )
 GROUPS = {
     "numerics": Group(

@@ -8,6 +8,8 @@ from torch.nn.functional import kl_div
 
 from diffquant import Recipe, load, quantize
 from diffquant.data import books_text, pocket_models
+from diffquant.errors import DiffQuantError
+from diffquant.quantization.roundings.gptq import sequence
 from diffquant.quantization.roundings.tuned import descent
 from diffquant.scheme import Scheme
 from diffquant.source.source import open_source
@@ -71,6 +73,21 @@ def test_another_text_is_predicted_more_as_by_the_16_bit_model_than_after_gptq(s
         return float(kl_div(low(ids).logits.log_softmax(-1), exact, reduction="batchmean", log_target=True))
 
     assert divergence("tuned") < 0.95 * divergence("gptq")
+
+
+@pytest.mark.parametrize("checkpoint", ["unilm-v2"], indirect=True)
+def test_a_text_is_read_in_windows_of_256_and_as_much_of_it_as_by_gptq(checkpoint, monkeypatch):
+    seen = []
+
+    def stop(_source, _schemes, settings, *_):
+        seen.append((settings.tokens or sequence.TOKENS, settings.window))
+        raise DiffQuantError("read")
+
+    monkeypatch.setattr(sequence, "rounded_layers", stop)
+    for name in ("gptq", "tuned"):
+        with pytest.raises(DiffQuantError, match="read"):
+            quantize(checkpoint, checkpoint.with_name(name), Recipe.of(weights="4:g16", rounding=name))
+    assert seen == [(sequence.TOKENS, None), (sequence.TOKENS, 256)]
 
 
 @pytest.mark.parametrize("checkpoint", ["unilm-v2"], indirect=True)
