@@ -44,7 +44,7 @@ for section in ("Quantized models", "When DIFF attention loses less by low bits"
 CLAIMS.leaves("at most 1.3 M parameters", "a count")
 _GROUPS = raw("mutants.json")["groups"].values()
 CLAIMS.says(
-    "of {} in the numerics, attention and the statistics {} make a test fail",
+    "of {} in the numerics, attention, the statistics and the rooms of checkpoints {} make a test fail",
     sum(group["planted"] for group in _GROUPS),
     sum(group["killed"] for group in _GROUPS),
 )
