@@ -309,18 +309,26 @@ PAGE.means(
 )
 
 
-_HALF = {model: raw(f"rounding/half-text/{file}.json") for model, file in _FILES.items()}
-
-
-def _more_by_half(rule: str) -> list[float]:
-    """Least and most percent of KL that half the text costs a rule on the prose, and elsewhere."""
-    pairs = [(_HALF[model]["results"][rule], SHIPPED[model]["results"][rule]) for model in SHIPPED]
-    here = [100 * (half["kl"] / full["kl"] - 1) for half, full in pairs]
-    there = [100 * (half["elsewhere"]["kl"] / full["elsewhere"]["kl"] - 1) for half, full in pairs]
+def _more(pairs: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> list[float]:
+    """Least and most percent of KL that the first of each two rows has more, on the prose and elsewhere."""
+    here = [100 * (row["kl"] / other["kl"] - 1) for row, other in pairs]
+    there = [100 * (row["elsewhere"]["kl"] / other["elsewhere"]["kl"] - 1) for row, other in pairs]
     return [min(here), max(here), min(there), max(there)]
 
 
-_GPTQ_BY_HALF, _TUNED_BY_HALF = _more_by_half("gptq 4:g32"), _more_by_half("tuned 4:g32")
+_HALF = {model: raw(f"rounding/half-text/{file}.json") for model, file in _FILES.items()}
+_GPTQ_BY_HALF, _TUNED_BY_HALF = (
+    _more([(_HALF[model]["results"][rule], SHIPPED[model]["results"][rule]) for model in SHIPPED])
+    for rule in ("gptq 4:g32", "tuned 4:g32")
+)
+
+
+def _more_by_half(model: str, rule: str, than: str) -> tuple[Difference | None, Difference | None]:
+    """What a rule over half the text has of KL more than another over all of it, on the prose and elsewhere."""
+    both = {"half": _HALF[model]["results"][rule], "full": SHIPPED[model]["results"][than]}
+    return kl_less({"results": both}, "half", "full")
+
+
 PAGE.says(
     "Over {} tokens instead of {}, `gptq` has {} to {} % more KL on the prose at 4.5 bits and `tuned` {} to {} %; "
     "elsewhere it is {} to {} % and {} to {} %",
@@ -332,8 +340,19 @@ PAGE.says(
     *_TUNED_BY_HALF[2:],
 )
 PAGE.means(
-    "So `tuned` over half the text has more KL on the prose than `gptq` over all of it, on each of the three models",
-    all(_kl("tuned 4:g32", _HALF[model]) > _kl("gptq 4:g32", SHIPPED[model]) for model in SHIPPED),
+    "and no interval of these differences contains zero (`bench/results/rounding/half-text/`)",
+    all(
+        each is not None and each.low > 0
+        for model in SHIPPED
+        for rule in ("gptq 4:g32", "tuned 4:g32")
+        for each in _more_by_half(model, rule, rule)
+    ),
+)
+_HALF_OF_TUNED = {model: _more_by_half(model, "tuned 4:g32", "gptq 4:g32")[0] for model in SHIPPED}
+PAGE.means(
+    "level with `gptq` over all of it on the prose on the two DIFF models and behind it on the Transformer",
+    [model for model, each in _HALF_OF_TUNED.items() if each and each.low > 0] == ["Transformer"]
+    and not any(map(_is_below_zero, _HALF_OF_TUNED.values())),
 )
 
 _BY_OWN = {
@@ -437,9 +456,7 @@ def _smollm2_less(ours: str, rival: str) -> list[float]:
 
 
 _SMOLLM2_HQQ = "HQQ 4 bits, groups of 64"
-_SMOLLM2_TUNED, _SMOLLM2_GPTQ = (
-    {size: _smollm2_less(f"{ours} {size}", tuner) for size, tuner in _TUNERS.items()} for ours in ("tuned", "gptq")
-)
+_SMOLLM2_TUNED = {size: _smollm2_less(f"tuned {size}", tuner) for size, tuner in _TUNERS.items()}
 PAGE.says(
     "On the prose `tuned` has {} % less KL than AutoRound at 4.5 bits, {} % less at 4.12 and {} % less at 3.5, and "
     "elsewhere {}, {} and {} % less",
@@ -494,22 +511,21 @@ PAGE.says(
 )
 
 
-def _changes(older: Mapping[str, Any], models: Sequence[str], methods: tuple[str, ...]) -> list[float]:
+def _changes(older: Mapping[str, Any], models: Sequence[str], method: str) -> list[float]:
     """Least and most percent by which the KL of methods has changed since older rows, on the prose and elsewhere."""
-    pairs = [
-        (old, _BY_NAME[model]["results"][name])
-        for model in models
-        for name, old in older[model]["results"].items()
-        if name.startswith(methods)
-    ]
-    here = [100 * (new["kl"] / old["kl"] - 1) for old, new in pairs]
-    there = [100 * (new["elsewhere"]["kl"] / old["elsewhere"]["kl"] - 1) for old, new in pairs]
-    return [min(here), max(here), min(there), max(there)]
+    return _more(
+        [
+            (_BY_NAME[model]["results"][name], old)
+            for model in models
+            for name, old in older[model]["results"].items()
+            if name.startswith(method)
+        ]
+    )
 
 
 _BY_NAME = {"smollm2-135m-windows": SMOLLM2} | {_FILES[model]: result for model, result in SHIPPED.items()}
 _BEFORE, _MORE_STEPS = raw("rounding/earlier-processors.json"), raw("rounding/tuned-200-steps.json")
-_AGAIN = _changes(_BEFORE, list(_BEFORE), ("AutoRound",))
+_AGAIN = _changes(_BEFORE, list(_BEFORE), "AutoRound")
 PAGE.says(
     "in these {} rows its KL changed by −{} to {} % on the prose and −{} to {} % elsewhere",
     sum(name.startswith("AutoRound") for each in _BEFORE.values() for name in each["results"]),
@@ -518,11 +534,19 @@ PAGE.says(
     -_AGAIN[2],
     _AGAIN[3],
 )
+_GPTQ_AGAIN = _changes(_BEFORE, [*_FILES.values()], "gptq")
+PAGE.says(
+    "changed by −{} to {} % and −{} to {} % on the models trained here, but on SmolLM2",
+    -_GPTQ_AGAIN[0],
+    _GPTQ_AGAIN[1],
+    -_GPTQ_AGAIN[2],
+    _GPTQ_AGAIN[3],
+)
 PAGE.says(
     "on SmolLM2 at 4.12 bits its KL was {} % lower on the prose",
     100 * (1 - _kl("gptq 4:g128", _BEFORE["smollm2-135m-windows"]) / _kl("gptq 4:g128", SMOLLM2)),
 )
-_FEWER = _changes(_MORE_STEPS, [*_FILES.values()], ("tuned",))
+_FEWER = _changes(_MORE_STEPS, [*_FILES.values()], "tuned")
 PAGE.says(
     "KL changed by −{} to {} % on the prose and −{} to {} % elsewhere on the models trained here",
     -_FEWER[0],
@@ -530,7 +554,7 @@ PAGE.says(
     -_FEWER[2],
     _FEWER[3],
 )
-_FEWER_ON_SMOLLM2 = _changes(_MORE_STEPS, ["smollm2-135m-windows"], ("tuned",))
+_FEWER_ON_SMOLLM2 = _changes(_MORE_STEPS, ["smollm2-135m-windows"], "tuned")
 PAGE.says(
     "On SmolLM2 it became {} to {} % higher on the prose and {} to {} % lower elsewhere",
     *_FEWER_ON_SMOLLM2[:2],
