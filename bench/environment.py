@@ -14,6 +14,9 @@ from diffquant.support.version import __version__
 
 _PACKAGES = ("torch", "triton", "numpy", "transformers", "safetensors", "compressed-tensors")
 
+# Processors of one name differ in these, and in speed by several times.
+_INSTRUCTIONS = ("avx2", "avx512f", "avx512_bf16", "amx_tile", "asimd", "bf16", "sve")
+
 # Its sections reach whatever the programs beside it time.
 _BENCH = "diffquant.bench.run"
 
@@ -26,6 +29,7 @@ def environment(*packages: str) -> dict[str, Any]:
         "code": code_digest((_BENCH,)),
         "device": _gpu_name() or _cpu_name(),
         "cpu": _cpu_name(),
+        "instructions": [name for name in _INSTRUCTIONS if name in _cpu_line("flags", "Features").split()],
         "cores": cores(),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "load_average": round(os.getloadavg()[0], 2),
@@ -43,11 +47,16 @@ def _gpu_name() -> str | None:
 
 
 def _cpu_name() -> str:
+    return _cpu_line("model name") or platform.processor() or platform.machine()
+
+
+def _cpu_line(*heads: str) -> str:
+    """What /proc/cpuinfo says of the first processor under one of these heads; "" where it says nothing."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
-        return platform.processor()
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+        return ""
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith(heads)), "")
 
 
 def _version(package: str) -> str | None:
