@@ -25,6 +25,7 @@ from diffquant.model.adapters import Adapter, adapter_for
 from diffquant.model.architecture import Shape
 from diffquant.quantization.card import converted_card
 from diffquant.report.tables import megabytes
+from diffquant.serve.folder import config_for_engines, write_modelling_file
 from diffquant.source.dex import DEX, DexCheckpoint
 from diffquant.source.source import Source, open_source
 from diffquant.support.devices import as_dtype
@@ -144,6 +145,8 @@ def convert(
         checkpoint.write_side_files(staging.folder)
         records = write_shards(shards, staging, total, progress)
         error = _rounding_error(records)
+        config = config_for_engines(config, target)
+        write_modelling_file(staging.folder, config, target)
         write_atomically(staging.folder / "config.json", json.dumps(config, indent=2) + "\n")
         what = f"The function is unchanged{_rounding_note(written, error)}: {_CARDS[to]}"
         card = converted_card(checkpoint.name, source_type, config["model_type"], what)

@@ -69,21 +69,30 @@ def converted_card(name: str, source_type: str, target_type: str, what: str) -> 
     )
 
 
-# Of the types that diffquant runs, those that transformers has a model for.
-_OF_TRANSFORMERS = ("diffllama", "llama")
+_BY_CODE = (
+    "`AutoModelForCausalLM.from_pretrained(path, trust_remote_code=True)` opens it by modeling_diffquant.py, which is "
+    "part of this folder and needs transformers alone"
+)
+_KEPT_ELSEWHERE = (
+    "What that format cannot say (cache and logits) stands in config.json under `diffquant_config`, and diffquant "
+    "alone applies it."
+)
 
 
 def _loaded_by(plan: QuantizationPlan) -> str:
     """The rest of the sentence that names the weights' format: who reads it."""
     if plan.rules:
         return ".\n"
-    model_type = plan.checkpoint.config.get("model_type")
-    if model_type in _OF_TRANSFORMERS:
-        reader = ", which transformers loads by itself"
-    else:
-        reader = f"; transformers has no {model_type} model of its own: `AutoModelForCausalLM` opens it after "
-        reader += "`import diffquant`"
-    return f"{reader}; what that format cannot say (cache and logits) stands in config.json under `diffquant_config`.\n"
+    match plan.checkpoint.config.get("model_type"):
+        case "llama":
+            reader = "which transformers loads by itself"
+        case "diffllama":
+            reader = f"which transformers loads by itself; {_BY_CODE}, too, and then batches of requests are right"
+        case "phi4flash":
+            reader = "and `AutoModelForCausalLM` opens it after `import diffquant`"
+        case _:
+            reader = f"and {_BY_CODE}"
+    return f", {reader}. {_KEPT_ELSEWHERE}\n"
 
 
 def _weights_paragraph(plan: QuantizationPlan, errors: Mapping[str, float]) -> str:

@@ -30,6 +30,7 @@ from diffquant.quantization.roundings import Rounder, rounding_named
 from diffquant.recipe import Recipe, RecipeLike, RoundingSettings
 from diffquant.report.sizes import compared_size
 from diffquant.scheme import Scheme
+from diffquant.serve.folder import config_for_engines, write_modelling_file
 from diffquant.source.source import Source, open_source
 from diffquant.source.weight_source import WeightSource
 from diffquant.support.devices import as_dtype
@@ -151,7 +152,7 @@ def quantize(
         opened.checkpoint.write_side_files(staging.folder)
         records = write_shards(_shards(plan, rounder), staging, plan.bytes_after, progress)
         errors = _errors(plan, records)
-        _write_descriptions(plan, rounded, records, errors, staging.folder)
+        _write_descriptions(plan, opened, rounded, records, errors, staging.folder)
     return Quantization(
         destination,
         plan.bytes_before,
@@ -235,23 +236,27 @@ def _relative_rms(error: float, total: float) -> float:
 
 def _write_descriptions(
     plan: QuantizationPlan,
+    source: Source | WeightSource,
     rounding: Mapping[str, Any],
     records: Mapping[str, Mapping[str, Any]],
     errors: Mapping[str, TensorError],
     folder: Path,
 ) -> None:
-    """Write config.json, recipe.yaml, diffquant.json and the model card."""
+    """Write config.json, recipe.yaml, diffquant.json, the model card and what engines need."""
     recorded = {"version": CONFIG_VERSION, "recipe": plan.recipe.to_dict()}
     if plan.run_dtype is not None:
         recorded["dtype"] = str(plan.run_dtype).removeprefix("torch.")
     config = plan.checkpoint.written_config | {"diffquant_config": recorded}
+    adapter = source.adapter if isinstance(source, Source) else None
+    if adapter is not None:
+        config = config_for_engines(config, adapter)
+    code = write_modelling_file(folder, config, adapter)
     if plan.schemes:
         config["quantization_config"] = quantization_config(plan.schemes, plan.linears)
     write_atomically(folder / "config.json", json.dumps(config, indent=2) + "\n")
     write_atomically(folder / "recipe.yaml", plan.recipe.to_yaml())
-    write_atomically(
-        folder / "diffquant.json", json.dumps(_account(plan, records, errors) | {"rounding": rounding}, indent=2) + "\n"
-    )
+    account = _account(plan, records, errors) | {"rounding": rounding} | ({"code": code} if code else {})
+    write_atomically(folder / "diffquant.json", json.dumps(account, indent=2) + "\n")
     card = quantized_card(plan, {e.name: e.error for e in errors.values()})
     write_atomically(folder / "README.md", card)
 

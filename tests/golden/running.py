@@ -29,7 +29,8 @@ def run(case: Case, folder: Path) -> dict[str, Any]:
     code, printed = _command(case.command, folder)
     written = [name for name, content in _files(folder).items() if there.get(name) != content]
     # A cell's name changes with the code that measures it, and sweep.json has all that it holds.
-    files = {name: view(folder / name, case.is_exact) for name in written if "/cells/" not in name}
+    names = {re.sub(r"-[0-9a-f]{12}\.", "-KEY.", name): folder / name for name in written if "/cells/" not in name}
+    files = {name: view(file, case.is_exact) for name, file in names.items()}
     return {"exit": code, "printed": _printed(printed.replace(f"{folder}/", "")), "files": files}
 
 

@@ -64,3 +64,11 @@ def test_a_sliding_window_is_refused_never_ignored(model_type):
 @pytest.mark.parametrize("off", [{"sliding_window": None}, {"sliding_window": 512, "use_sliding_window": False}])
 def test_a_window_that_is_switched_off_is_none(off):
     assert adapter_for(SIZES | {"model_type": "llama"} | off).architecture.hidden_size == SIZES["hidden_size"]
+
+
+def test_heads_of_a_native_model_are_as_wide_as_its_spec_says():
+    spec = {"pairs": 4, "kv_pairs": 2, "head_dim": 8, "value_dim": 8, "maps": 1}
+    config = SIZES | {"model_type": "diff_transformer", "spec": spec}
+    assert adapter_for(config).architecture.head_dim == 8
+    with pytest.raises(CheckpointError, match="head_dim is 16, and `spec` has 8"):
+        adapter_for(config | {"head_dim": 16})

@@ -1,0 +1,1 @@
+"""What other engines need to run the folders that diffquant writes, without diffquant."""

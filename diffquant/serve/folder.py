@@ -1,0 +1,100 @@
+"""A folder that opens anywhere: config.json says what an engine needs, and the modelling file travels with it."""
+
+import hashlib
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from diffquant.errors import CheckpointError
+from diffquant.model.adapters import Adapter
+from diffquant.model.transformer import TransformerArchitecture
+from diffquant.support.files import write_atomically
+
+MODELLING_FILE = "modeling_diffquant.py"
+_MODULE = MODELLING_FILE.removesuffix(".py")
+_AUTO_MAP = {
+    "AutoConfig": f"{_MODULE}.DiffConfig",
+    "AutoModel": f"{_MODULE}.DiffModel",
+    "AutoModelForCausalLM": f"{_MODULE}.DiffForCausalLM",
+}
+_MODEL_TYPE = 'MODEL_TYPE = "diff_transformer"'
+_OUTPUT = ".self_attn.o_proj."
+# Where a config states these they may be changed there; the rest is settled by the weights.
+_TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
+
+
+def modelling_file(model_type: str) -> str:
+    """Text of the modelling file for folders of a model_type, which transformers wants to find in the class."""
+    return _source().replace(_MODEL_TYPE, f'MODEL_TYPE = "{model_type}"')
+
+
+def carries_modelling_file(config: Mapping[str, Any], adapter: Adapter) -> bool:
+    """Whether the modelling file runs a folder's model: all that `DiffTransformer` runs but Llamas, which engines know.
+
+    It calls parameters as `DiffTransformer` does, but for the output projection.
+    """
+    is_ours = isinstance(adapter.architecture, TransformerArchitecture) and config["model_type"] != "llama"
+    return is_ours and adapter.renames.keys() <= {_OUTPUT}
+
+
+def config_for_engines(config: Mapping[str, Any], adapter: Adapter) -> dict[str, Any]:
+    """A config.json that names its architecture, and under `diff_model` what the modelling file builds."""
+    architecture = adapter.architecture
+    if not isinstance(architecture, TransformerArchitecture):
+        return dict(config)
+    # mlx-lm reads this key alone, and takes 10000 without a word where it is missing.
+    written = {"rope_theta": architecture.rope_parameters["rope_theta"]} | dict(config)
+    if config["model_type"] == "llama":
+        return {"architectures": ["LlamaForCausalLM"]} | written
+    if not carries_modelling_file(config, adapter):
+        return written
+    return written | {
+        "architectures": ["DiffForCausalLM"],
+        "auto_map": _AUTO_MAP,
+        "diff_model": _resolved(architecture, adapter, config),
+    }
+
+
+def write_modelling_file(folder: Path, config: Mapping[str, Any], adapter: Adapter | None) -> dict[str, str]:
+    """Put the modelling file into a folder that is being written, in place of code of the source's.
+
+    Args:
+        adapter: adapter of the folder's format; None where diffquant does not run its architecture.
+
+    Returns:
+        SHA-256 of each file of code by its name, for the record.
+
+    Raises:
+        CheckpointError: the source has another file of that name, where ours does not replace it.
+    """
+    place = folder / MODELLING_FILE
+    if adapter is None or not carries_modelling_file(config, adapter):
+        if place.exists():
+            raise CheckpointError(f"the source holds {MODELLING_FILE}, which is diffquant's name: rename that file")
+        return {}
+    for file in folder.glob("*.py"):
+        file.unlink()
+    text = modelling_file(config["model_type"])
+    write_atomically(place, text)
+    return {MODELLING_FILE: hashlib.sha256(text.encode()).hexdigest()}
+
+
+def _resolved(architecture: TransformerArchitecture, adapter: Adapter, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Sizes and settings with each format's defaults filled in, in Llama's words, and the attention."""
+    settings = {name: getattr(architecture, name) for name in architecture.__dataclass_fields__ if name != "diff_spec"}
+    stated = {name: value for name, value in settings.items() if name not in _TOKENS or name not in config}
+    repeated = next(iter(adapter.repeated.values()), None)
+    return stated | {
+        "rope_parameters": dict(architecture.rope_parameters),
+        "attention": architecture.diff_spec.to_dict()
+        | {
+            "kv_repeats": repeated.heads // repeated.source_heads if repeated else 1,
+            "output": adapter.source_name(_OUTPUT).split(".")[2],
+        },
+    }
+
+
+@cache
+def _source() -> str:
+    return (Path(__file__).parent / MODELLING_FILE).read_text(encoding="utf-8")

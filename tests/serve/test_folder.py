@@ -1,0 +1,122 @@
+"""Folders that diffquant writes open in transformers alone, and compute there what diffquant computes."""
+
+import hashlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import diffquant
+from diffquant.errors import CheckpointError
+from diffquant.model.adapters import adapter_for
+from diffquant.serve.folder import MODELLING_FILE, modelling_file
+from tests.support.checkpoints import MOTIF, NATIVE, UNILM, edit_json, write_checkpoint
+from tests.support.models import random_ids
+
+SOURCES = ["diffllama", *UNILM, *MOTIF, *NATIVE]
+RECIPES = {"16": {"kv": "8:row"}, "8": {"weights": "8:row"}, "4": {"weights": "4:row"}}
+# The angles of positions are float32 in both, and sums run in another order.
+CLOSE = 1e-4
+
+
+def reference(folder):
+    """Logits and tokens of `diffquant.load` without the recipe's cache, which another loader does not have."""
+    model = diffquant.load(folder, {"kv": 16}, dtype="float32")
+    ids = random_ids(batch=2, length=21)
+    mask = torch.ones_like(ids)
+    mask[0, :6] = 0
+    torch.save(
+        {
+            "ids": ids,
+            "mask": mask,
+            "logits": model(ids).logits,
+            "padded": model(ids, attention_mask=mask).logits,
+            "tokens": model.generate(ids, attention_mask=mask, max_new_tokens=8, do_sample=False, pad_token_id=0),
+        },
+        folder / "reference.pt",
+    )
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """What transformers alone measured of each source under each recipe; the folders; what it wrote to stderr."""
+    root = tmp_path_factory.mktemp("folders")
+    folders = {}
+    with torch.no_grad():
+        for source in SOURCES:
+            checkpoint = write_checkpoint(root / source, source)
+            for bits, recipe in RECIPES.items():
+                folders[source, bits] = root / f"{source}-{bits}"
+                diffquant.quantize(checkpoint, folders[source, bits], recipe)
+                reference(folders[source, bits])
+    program = Path(__file__).parent / "alone.py"
+    done = subprocess.run(
+        [sys.executable, program, *map(str, folders.values())], capture_output=True, text=True, cwd=root
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    measured = json.loads(done.stdout.splitlines()[-1])
+    return {key: measured[str(folder)] for key, folder in folders.items()}, folders, done.stderr
+
+
+@pytest.mark.parametrize("bits", RECIPES)
+@pytest.mark.parametrize("source", SOURCES)
+def test_a_folder_computes_the_same_in_transformers_alone(alone, source, bits):
+    found = alone[0][source, bits]
+    assert found["class"] == MODELLING_FILE.removesuffix(".py")
+    assert max(*found["sdpa"], *found["eager"]) < CLOSE
+    assert found["tokens None"]
+    assert found["tokens static"]
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_a_configuration_that_transformers_saved_again_says_what_the_folder_said(alone, source):
+    before, after = (
+        json.loads((alone[1][source, "16"] / place / "config.json").read_text()) for place in (".", "saved")
+    )
+    assert adapter_for(after).architecture == adapter_for(before).architecture
+
+
+@pytest.mark.parametrize("source", ["unilm-v2", "phi4flash", "llama"])
+def test_the_record_has_the_digest_of_the_code_that_travels(tmp_path, source):
+    diffquant.quantize(write_checkpoint(tmp_path / "model", source), tmp_path / "out", {"weights": "8:row"})
+    code = json.loads((tmp_path / "out/diffquant.json").read_text()).get("code", {})
+    travelling = {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in (tmp_path / "out").glob("*.py")}
+    assert code == travelling
+    assert bool(code) == (source == "unilm-v2")
+
+
+def test_a_strangers_code_is_not_carried_where_ours_serves(tmp_path):
+    source = write_checkpoint(tmp_path / "model", "motif")
+    (source / MODELLING_FILE).write_text("raise SystemExit('not this one')")
+    (source / "modeling_motif.py").write_text("raise SystemExit('nor this')")
+    edit_json(source / "config.json", auto_map={"AutoModelForCausalLM": "modeling_motif.Motif"})
+    diffquant.quantize(source, tmp_path / "out", {"weights": "8:row"})
+    assert [file.name for file in (tmp_path / "out").glob("*.py")] == [MODELLING_FILE]
+    assert (tmp_path / "out" / MODELLING_FILE).read_text() == modelling_file("Motif")
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    assert set(config["auto_map"].values()) == {
+        f"modeling_diffquant.{name}" for name in ("DiffConfig", "DiffModel", "DiffForCausalLM")
+    }
+
+
+def test_our_files_name_is_refused_where_ours_does_not_serve(tmp_path):
+    source = write_checkpoint(tmp_path / "model", "phi4flash")
+    (source / MODELLING_FILE).write_text("pass")
+    with pytest.raises(CheckpointError, match=rf"{MODELLING_FILE}.*rename"):
+        diffquant.quantize(source, tmp_path / "out", {"weights": "8:row"})
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_converted_folder_opens_too(tmp_path):
+    diffquant.convert(write_checkpoint(tmp_path / "model", "llama"), tmp_path / "out", "diff-v2")
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    assert config["architectures"] == ["DiffForCausalLM"]
+    assert config["rope_theta"] == config["rope_parameters"]["rope_theta"]
+    assert (tmp_path / "out" / MODELLING_FILE).read_text() == modelling_file("diff_v2")
+
+
+def test_what_the_recipe_asks_beyond_weights_is_said_where_it_is_not_honoured(alone):
+    assert "k 8:row, v 8:row" in alone[2]
