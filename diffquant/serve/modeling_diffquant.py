@@ -30,7 +30,7 @@ _VECTORS = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")
 _STATED = ("num_attention_heads", "num_key_value_heads", "head_dim")
 _ROTARY = ("rope_theta", "rope_scaling", "rope_angles")
 Rotary = tuple[Tensor, Tensor]
-_NOT_HERE = "{} is not honoured here: {}. The model runs with 16 bits there; diffquant.load applies the whole recipe."
+_NOT_HERE = "{} of the recipe are not honoured here: this model runs them with 16 bits, and diffquant.load as asked"
 
 
 class DiffConfig(PreTrainedConfig):
@@ -307,4 +307,4 @@ class DiffForCausalLM(LlamaForCausalLM):
         asked = {name: recipe[name] for name in ("k", "v", "logits", "qk") if recipe.get(name, "16") != "16"}
         if asked:
             schemes = ", ".join(f"{name} {scheme}" for name, scheme in asked.items())
-            logging.get_logger(__name__).warning(_NOT_HERE.format("The recipe's cache and logits", schemes))
+            logging.get_logger(__name__).warning(_NOT_HERE.format(schemes))

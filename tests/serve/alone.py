@@ -7,7 +7,7 @@ from pathlib import Path
 sys.modules["diffquant"] = None  # type: ignore[assignment]
 
 import torch  # noqa: E402
-from transformers import AutoModelForCausalLM  # noqa: E402
+from transformers import AutoModelForCausalLM, GenerationConfig  # noqa: E402
 
 torch.set_grad_enabled(False)
 torch.set_num_threads(1)
@@ -35,4 +35,16 @@ def measured(folder: Path) -> dict[str, object]:
     return found
 
 
-print(json.dumps({folder: measured(Path(folder)) for folder in sys.argv[1:]}))
+def batched(folder: Path) -> bool:
+    """Whether continuous batching of prompts of several lengths gives the tokens that each gives alone."""
+    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=torch.float32).eval()
+    ids = torch.load(folder / "reference.pt")["ids"][1].tolist()
+    prompts = [ids, ids[5:12], ids[:16]]
+    asked = GenerationConfig(max_new_tokens=6, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    together = [request.generated_tokens for request in model.generate_batch(prompts, asked).values()]
+    alone = [model.generate(torch.tensor([prompt]), asked)[0, len(prompt) :].tolist() for prompt in prompts]
+    return together == alone
+
+
+measure = batched if sys.argv[1] == "batched" else measured
+print(json.dumps({folder: measure(Path(folder)) for folder in sys.argv[2:]}))

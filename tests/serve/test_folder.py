@@ -15,6 +15,7 @@ from diffquant.model.adapters import adapter_for
 from diffquant.serve.folder import MODELLING_FILE, modelling_file
 from tests.support.checkpoints import MOTIF, NATIVE, UNILM, edit_json, write_checkpoint
 from tests.support.models import random_ids
+from tests.support.thorough import thorough
 
 SOURCES = ["diffllama", *UNILM, *MOTIF, *NATIVE]
 RECIPES = {"16": {"kv": "8:row"}, "8": {"weights": "8:row"}, "4": {"weights": "4:row"}}
@@ -52,13 +53,16 @@ def alone(tmp_path_factory):
                 folders[source, bits] = root / f"{source}-{bits}"
                 diffquant.quantize(checkpoint, folders[source, bits], recipe)
                 reference(folders[source, bits])
-    program = Path(__file__).parent / "alone.py"
-    done = subprocess.run(
-        [sys.executable, program, *map(str, folders.values())], capture_output=True, text=True, cwd=root
-    )
+    measured, errors = transformers_alone("measured", list(folders.values()))
+    return {key: measured[str(folder)] for key, folder in folders.items()}, folders, errors
+
+
+def transformers_alone(measure, folders):
+    """What tests/serve/alone.py measured of folders, and what it wrote to stderr."""
+    command = [sys.executable, Path(__file__).parent / "alone.py", measure, *map(str, folders)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=folders[0].parent)
     assert done.returncode == 0, done.stderr[-3000:]
-    measured = json.loads(done.stdout.splitlines()[-1])
-    return {key: measured[str(folder)] for key, folder in folders.items()}, folders, done.stderr
+    return json.loads(done.stdout.splitlines()[-1]), done.stderr
 
 
 @pytest.mark.parametrize("bits", RECIPES)
@@ -116,6 +120,14 @@ def test_a_converted_folder_opens_too(tmp_path):
     assert config["architectures"] == ["DiffForCausalLM"]
     assert config["rope_theta"] == config["rope_parameters"]["rope_theta"]
     assert (tmp_path / "out" / MODELLING_FILE).read_text() == modelling_file("diff_v2")
+
+
+# transformers takes most of a minute to end a batch on a processor.
+@thorough
+def test_requests_batched_by_transformers_give_what_each_gives_alone(alone):
+    folders = [alone[1][source, "16"] for source in ("diffllama", "unilm-v2")]
+    measured, _ = transformers_alone("batched", folders)
+    assert all(measured.values())
 
 
 def test_what_the_recipe_asks_beyond_weights_is_said_where_it_is_not_honoured(alone):
