@@ -39,4 +39,3 @@ def equalize(model: DiffTransformer, largest: float) -> None:
         for projection in (attention.q_proj, attention.k_proj):
             projection.__class__ = NormedLinear
             projection.head, projection.gain = attention.spec.head_dim, gain
-

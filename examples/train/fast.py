@@ -147,9 +147,7 @@ class _AddNorm(Function):
     """A sum in float32, of x and of an addend in bfloat16 or None, and its RMSNorm in bfloat16."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, added: Tensor | None, weight: Tensor, epsilon: float
-    ) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, x: Tensor, added: Tensor | None, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
         x = x.contiguous()
         total = x.view_as(x) if added is None else torch.empty_like(x)
         out, inverse = torch.empty_like(x, dtype=BF16), x.new_empty(x.numel() // x.shape[-1])

@@ -103,9 +103,7 @@ def _spec(kind: str, heads: int, width: int) -> DiffSpec:
 
 
 def _extra_rows(kind: str, sizes: Sizes) -> int:
-    """Rows, as wide as the model, that a kind's attention has more than the Transformer's: V2's second queries and λ's
-    projection, or the gates.
-    """
+    """Rows that a kind's attention has more than the Transformer's: V2's second queries and λ, or gates."""
     return {"diff-v2": sizes.heads * (sizes.head_dim + 1), GATED: sizes.heads * sizes.head_dim}.get(kind, 0)
 
 

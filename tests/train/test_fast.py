@@ -1,24 +1,19 @@
-"""The fast training step: its loss and gradients beside float64, what it refuses, and that a resumed run is the same."""
+"""The fast training step: its loss and gradients beside float64, what it refuses, and that it resumes."""
 
 import copy
 from dataclasses import replace
 
-import kernels
 import pytest
 import torch
-import train as program
 from equalized import equalize
 from fast import FastLoss
 from kernels import is_supported
-from loop import Trainer
 from models import CONTROLS, GATED, KINDS, matched
-from prose import Prose
-from settings import Schedule, Settings, Sizes
+from settings import Sizes
 from torch.nn.functional import cross_entropy
 
-from diffquant import data
-from diffquant.errors import DiffQuantError, MissingDependencyError, UsageError
 from diffquant.model.modeling import DiffTransformer
+from studies.logit_noise import observed
 
 SMALL = Sizes(hidden=128, layers=2, heads=4, head_dim=32, inner=344, context=512, init=0.06, bias=False, theta=1e4)
 LARGE = replace(SMALL, hidden=256, heads=8, inner=688)
@@ -71,3 +66,20 @@ def test_loss_and_gradients_are_those_of_float64_within_bf16(kind, sizes, length
     true_loss, true_gradients = exact(model, ids, weights)
     assert abs(loss / true_loss - 1) < 2e-3
     assert (gradients - true_gradients).norm() < 0.05 * true_gradients.norm()
+
+
+@needs_bf16
+@pytest.mark.parametrize("kind", KINDS)
+def test_equalized_logits_train_alike_and_stay_within_their_limit(kind):
+    model = model_of(kind, SMALL)
+    equalize(model, 28.0)
+    ids = torch.randint(0, 320, (2, 92))
+    weights = torch.rand(2, 91) / 91
+    loss, gradients = with_gradients(model, FastLoss(model)(ids, weights))
+    true_loss, true_gradients = exact(model, ids, weights)
+    assert abs(loss / true_loss - 1) < 2e-3
+    assert (gradients - true_gradients).norm() < 0.1 * true_gradients.norm()
+    largest = []
+    with observed(model, lambda seen: largest.extend(float(logits.detach().abs().max()) for logits in seen.logits)):
+        model(ids, use_cache=False)
+    assert 10 < max(largest) <= 28.001
