@@ -168,12 +168,12 @@ def best_rate(kind: str, there: Mapping[str, Result]) -> float | None:
     best = _best_of_grid(kind, there)
     if best not in EDGES:
         return best
-    losses = {rate: _validation(_grid_name(kind, rate), there) for rate in (best, EDGES[best])}
+    losses = {rate: _validation(grid_name(kind, rate), there) for rate in (best, EDGES[best])}
     return None if None in losses.values() else _lowest(losses)
 
 
 def _best_of_grid(kind: str, there: Mapping[str, Result]) -> float | None:
-    losses = {rate: _validation(_grid_name(kind, rate), there) for rate in GRID}
+    losses = {rate: _validation(grid_name(kind, rate), there) for rate in GRID}
     return None if None in losses.values() else _lowest(losses)
 
 
@@ -184,7 +184,8 @@ def _checked(run: Run, there: Mapping[str, Result]) -> float | None:
     return None if None in losses.values() else _lowest(losses)
 
 
-def _grid_name(kind: str, rate: float) -> str:
+def grid_name(kind: str, rate: float) -> str:
+    """Name of the run of a rate's choice."""
     return f"e1-{kind}-rate-{rate * 1000:g}e-3"
 
 

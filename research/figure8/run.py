@@ -142,8 +142,7 @@ def train_and_score(run: Run, text: Path, output: Path, until: float) -> Path:
         record |= scores(model, batches.tokenizer, progress_for(run.name))
         model.save_pretrained(folder / "model")
         batches.tokenizer.save_pretrained(folder / "model")
-    log = [json.loads(line) for line in (folder / LOG).read_text(encoding="utf-8").splitlines()]
-    record |= {"losses": {line["step"]: line["loss"] for line in log}}
+    record |= {"losses": losses(folder / LOG)}
     file = write_result(record, output)
     (folder / CHECKPOINT).unlink(missing_ok=True)
     return file
@@ -170,6 +169,12 @@ def train(
         if time.monotonic() > until:
             raise DiffQuantError(f"{run.name}: the time is up at step {trainer.step}; the same command goes on")
         trainer.train(batches, folder, until=trainer.step + EVERY, every=EVERY, progress=progress)
+
+
+def losses(log: Path) -> dict[int, float]:
+    """Losses of a training by step, each the mean of the steps since the one before; none if it ended too early."""
+    lines = log.read_text(encoding="utf-8").splitlines() if log.exists() else []
+    return {entry["step"]: entry["loss"] for entry in map(json.loads, lines)}
 
 
 def weights_digest(model: DiffTransformer) -> str:

@@ -1,0 +1,113 @@
+"""The program of Figure 8's runs: a raw file from a text, whether it was interrupted on the way or not."""
+
+import itertools
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from diffquant import data
+from diffquant.errors import DiffQuantError, UsageError
+from research.figure8 import plan, run, scoring, text
+from research.figure8.plan import Run, read_result
+
+SCHEMES = ["4:tensor", "3:row:shift"]
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch, tmp_path):
+    """Runs of four steps, scored under two schemes on three short passages."""
+    monkeypatch.setattr(text, "HELD_OUT", 16)
+    monkeypatch.setattr(scoring, "SCHEMES", SCHEMES)
+    monkeypatch.setattr(scoring, "OPERANDS", ["4:row"])
+    monkeypatch.setattr(scoring, "STEPS", (2.0,))
+    monkeypatch.setattr(scoring, "BOOKS", scoring.Settings(passages=3, windows=2, window=32))
+    monkeypatch.setattr(scoring, "WEB", scoring.Settings(passages=3, windows=2, window=32))
+    monkeypatch.setattr(run, "EVERY", 2)
+    monkeypatch.setattr(plan, "TOKENS_PER_STEP", 512)
+    with torch.enable_grad():
+        yield
+
+
+@pytest.fixture(scope="module")
+def books(tmp_path_factory):
+    file = tmp_path_factory.mktemp("text") / "books.txt"
+    file.write_text(data.books_text(), encoding="utf-8")
+    return file
+
+
+def made(kind, books, folder, monkeypatch, times=(0.0,), minutes=1.0):
+    """Raw result of a run whose clock shows `times` and then stands still."""
+    ticks = itertools.chain(times, itertools.repeat(times[-1]))
+    monkeypatch.setattr(run, "time", SimpleNamespace(monotonic=lambda: next(ticks)))
+    monkeypatch.setattr(run, "BUILD", folder / "build")
+    planned = Run(f"e1-{kind}-rate-4e-3", kind, "1.25M", 4, "4e-3", 100, "bf16")
+    return read_result(run.train_and_score(planned, books, folder / "raw", 60 * minutes))
+
+
+def test_an_interrupted_run_has_the_results_of_a_straight_one(books, tmp_path, monkeypatch):
+    kind = "diff-v1"
+    straight = made(kind, books, tmp_path / "straight", monkeypatch)
+    with pytest.raises(DiffQuantError, match="time is up at step 2; the same command goes on"):
+        made(kind, books, tmp_path / "parts", monkeypatch, times=(0.0, 61.0))
+    assert not (tmp_path / "parts" / "raw").exists()
+    resumed = made(kind, books, tmp_path / "parts", monkeypatch)
+    del resumed["environment"], straight["environment"]
+    assert resumed == straight
+    assert straight["books"]["kl"].keys() == set(SCHEMES)
+    assert len(straight["weights"]) == 64
+    assert straight["losses"].keys() == {"2", "4"}
+
+
+def test_a_training_whose_loss_is_no_number_is_a_result(books, tmp_path, monkeypatch):
+    monkeypatch.setattr(run, "rate_of", lambda *_: 1e38)
+    result = made("transformer", books, tmp_path, monkeypatch)
+    assert "lower the learning rate" in result["diverged"]
+    assert result["validation"]["nll"] is None
+    assert "books" not in result
+
+
+def test_held_out_windows_are_never_trained_on(books, tmp_path):
+    made_of = text.TrainingText(data.books_text(), tmp_path)
+    held_out = {bytes(window) for window in made_of.held_out[:, 1:].to(torch.uint8)}
+    windows = 0
+    for step in range(60):
+        ids, _ = made_of.batch(0, step, 4, text.WINDOW)
+        windows += len(ids)
+        assert not held_out & {bytes(window) for window in ids[:, 1:].to(torch.uint8)}
+    assert windows * text.WINDOW > 0.7 * made_of.describe()["training_tokens"]
+
+
+def test_two_processes_never_take_one_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(run, "BUILD", tmp_path)
+    with run.claimed(None, tmp_path) as first, run.claimed(None, tmp_path) as second:
+        assert first != second
+        with pytest.raises(UsageError, match="another process"), run.claimed(first.name, tmp_path):
+            pass
+
+
+def test_a_run_without_a_rate_yet_is_refused_by_name(tmp_path, monkeypatch):
+    monkeypatch.setattr(run, "BUILD", tmp_path)
+    claim = run.claimed("e1-diff-v1-seed-101", tmp_path)
+    with pytest.raises(UsageError, match="decide the rate of e1-diff-v1-seed-101"), claim:
+        pass
+
+
+def test_a_text_too_short_to_hold_any_out_is_refused(tmp_path):
+    with pytest.raises(UsageError, match="tokens; give one of"):
+        text.TrainingText(data.books_text()[:20000], tmp_path)
+
+
+def test_every_passage_of_every_kind_is_scored(tmp_path):
+    tokenizer = text.TrainingText(data.books_text(), tmp_path).tokenizer
+    for kind in ("gated", "diff-v2-equalized"):
+        model = run.new_model(Run("x", kind, "1.25M", 4, "4e-3", 100, "bf16"), len(tokenizer))
+        found = scoring.scores(model, tokenizer)
+        for part in (
+            found["books"]["kl"],
+            found["books"]["kl_of_qk"],
+            found["books"]["kl_of_steps"],
+            found["web"]["kl"],
+        ):
+            assert all(len(values) == 3 and min(values) > 0 for values in part.values())
+        assert found["outliers"]["overall"]["logits"]["top"][1] > 0
