@@ -57,7 +57,10 @@ class Comparison:
     @property
     def names(self) -> list[tuple[str, str]]:
         """Names of each seed's two runs."""
-        return [tuple(f"{self.experiment}-{kind}-seed-{s}" for kind in (self.kind, self.base)) for s in self.seeds]
+        return [
+            (f"{self.experiment}-{self.kind}-seed-{seed}", f"{self.experiment}-{self.base}-seed-{seed}")
+            for seed in self.seeds
+        ]
 
     def is_complete(self, there: Mapping[str, Result]) -> bool:
         """Whether every training is there, diverged or not."""

@@ -37,12 +37,12 @@ from research.figure8.plan import (
     EQUALIZED,
     LARGEST,
     RESULTS,
+    RUNS,
     SIZES,
     Run,
+    listed,
     rate_of,
-    raw_file,
     results,
-    run_named,
     upcoming,
 )
 from research.figure8.scoring import scores, validation
@@ -87,21 +87,24 @@ def claimed(name: str | None, output: Path) -> Iterator[Run]:
         UsageError: the run has a raw file, has no rate yet or is another process's; or none is left.
     """
     there = results(output)
-    candidates = upcoming(there) if name is None else [run_named(name)]
-    if name is not None and (file := raw_file(name, output)):
-        raise UsageError(f"{file} is there already")
+    candidates = upcoming(there) if name is None else [run for run in listed() if run.name == name]
+    if name is not None and not candidates:
+        raise UsageError(f"{RUNS} has no run {name!r}")
+    if name in there:
+        raise UsageError(f"{name} has a raw file in {output} already")
     if name is not None and rate_of(candidates[0], there) is None:
         raise UsageError(f"the trainings that decide the rate of {name}, or whether it is needed, are not there yet")
     BUILD.mkdir(parents=True, exist_ok=True)
     for run in candidates:
-        lock = FileLock(BUILD / f"{run.name}.lock")
         try:
-            lock.acquire(timeout=0)
+            held = FileLock(BUILD / f"{run.name}.lock").acquire(timeout=0)
         except Timeout:
             continue
-        with lock:
-            yield run
-            return
+        with held:
+            # The process that had it may have ended since the folder was read.
+            if run.name not in results(output):
+                yield run
+                return
     raise UsageError("every run that can begin has a raw file or is another process's")
 
 

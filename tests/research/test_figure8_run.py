@@ -9,7 +9,7 @@ import torch
 from diffquant import data
 from diffquant.errors import DiffQuantError, UsageError
 from research.figure8 import plan, run, scoring, text
-from research.figure8.plan import Run, read_result
+from research.figure8.plan import Run, results
 
 SCHEMES = ["4:tensor", "3:row:shift"]
 
@@ -42,7 +42,8 @@ def made(kind, books, folder, monkeypatch, times=(0.0,), minutes=1.0):
     monkeypatch.setattr(run, "time", SimpleNamespace(monotonic=lambda: next(ticks)))
     monkeypatch.setattr(run, "BUILD", folder / "build")
     planned = Run(f"e1-{kind}-rate-4e-3", kind, "1.25M", 4, "4e-3", 100, "bf16")
-    return read_result(run.train_and_score(planned, books, folder / "raw", 60 * minutes))
+    run.train_and_score(planned, books, folder / "raw", 60 * minutes)
+    return results(folder / "raw")[planned.name]
 
 
 def test_an_interrupted_run_has_the_results_of_a_straight_one(books, tmp_path, monkeypatch):
@@ -86,10 +87,18 @@ def test_two_processes_never_take_one_run(tmp_path, monkeypatch):
             pass
 
 
-def test_a_run_without_a_rate_yet_is_refused_by_name(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("e1-diff-v1-seed-101", "decide the rate of e1-diff-v1-seed-101"),
+        ("e1-diff-v1-rate-4e-3", "has a raw file"),
+        ("e1-diff-v3", "has no run 'e1-diff-v3'"),
+    ],
+)
+def test_a_run_that_cannot_begin_is_refused_by_name(name, said, tmp_path, monkeypatch):
     monkeypatch.setattr(run, "BUILD", tmp_path)
-    claim = run.claimed("e1-diff-v1-seed-101", tmp_path)
-    with pytest.raises(UsageError, match="decide the rate of e1-diff-v1-seed-101"), claim:
+    (tmp_path / "e1-diff-v1-rate-4e-3.json").write_text("{}")
+    with pytest.raises(UsageError, match=said), run.claimed(name, tmp_path):
         pass
 
 

@@ -24,7 +24,7 @@ from studies.logit_noise import observed
 SMALL = Sizes(hidden=128, layers=2, heads=4, head_dim=32, inner=344, context=512, init=0.06, bias=False, theta=1e4)
 LARGE = replace(SMALL, hidden=256, heads=8, inner=688)
 ALL_KINDS = (*KINDS, *CONTROLS, GATED)
-needs_bf16 = pytest.mark.skipif(not is_supported(), reason="needs a processor with AVX-512 BF16")
+needs_bf16 = pytest.mark.skipif(not is_supported(), reason="this processor has no AVX-512 BF16")
 
 
 @pytest.fixture(autouse=True)
