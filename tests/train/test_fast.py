@@ -8,13 +8,13 @@ import pytest
 import torch
 import train as program
 from equalized import equalize
-from fast import FastLoss
+from fast import FastLoss, _AddNorm
 from kernels import is_supported
 from loop import Trainer
 from models import CONTROLS, GATED, KINDS, matched, place
 from prose import Prose
 from settings import Schedule, Settings, Sizes
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, rms_norm
 
 from diffquant import data
 from diffquant.errors import DiffQuantError, MissingDependencyError, UsageError
@@ -151,6 +151,13 @@ def test_a_fast_run_interrupted_and_resumed_ends_bit_identical(kind, prose, tmp_
     resumed.train(prose, tmp_path / "parts")
     for (name, a), b in zip(straight.model.named_parameters(), resumed.model.parameters(), strict=True):
         assert torch.equal(a, b), name
+
+
+@needs_bf16
+def test_the_norm_keeps_its_epsilon_where_inputs_are_small():
+    x, weight = 1e-3 * torch.randn(5, 64), torch.rand(64)
+    _, out = _AddNorm.apply(x, None, weight, 1e-5)
+    torch.testing.assert_close(out.float(), rms_norm(x, (64,), weight, 1e-5), rtol=2**-8, atol=0)
 
 
 @needs_bf16
