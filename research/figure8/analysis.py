@@ -155,6 +155,7 @@ def summary(there: Mapping[str, Result]) -> str:
 
 def _rates(there: Mapping[str, Result]) -> list[str]:
     rates, lines = sorted({*GRID, *EDGES.values()}), []
+    check_alike([result for name, result in there.items() if "-rate-" in name])
     for kind in KINDS:
         found = [there.get(grid_name(kind, rate), {}).get("validation") for rate in rates]
         shown = ["" if each is None else f"{each['perplexity'] or math.inf:.2f}" for each in found]

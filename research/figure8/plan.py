@@ -70,11 +70,9 @@ class Run:
         kind = self.kind.removesuffix(EQUALIZED)
         return kind if kind in KINDS else "transformer"
 
-    @property
-    def schedule(self) -> Schedule:
-        """Schedule but for the rate, which is 0."""
-        lengths = ((0.0, 128), (0.5, 256))
-        return Schedule(self.steps, 100, TOKENS_PER_STEP, lengths, rate=0.0, seed=self.seed)
+    def schedule(self, rate: float) -> Schedule:
+        """Schedule at a rate."""
+        return Schedule(self.steps, 100, TOKENS_PER_STEP, ((0.0, 128), (0.5, 256)), rate, seed=self.seed)
 
     @property
     def carry(self) -> float:

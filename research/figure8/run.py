@@ -15,7 +15,6 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -39,6 +38,8 @@ from research.figure8.plan import (
     RESULTS,
     RUNS,
     SIZES,
+    TOKENS_PER_STEP,
+    Result,
     Run,
     listed,
     rate_of,
@@ -112,10 +113,12 @@ def train_and_score(run: Run, text: Path, output: Path, until: float) -> Path:
     """Train a run, or go on, and write its raw file; returns the file.
 
     Raises:
+        UsageError: the folder has raw files of another text or arithmetic.
         DiffQuantError: the time is up; the checkpoint is kept.
     """
     torch.set_num_threads(1)
-    rate = rate_of(run, results(output))
+    there = results(output)
+    rate = rate_of(run, there)
     batches = TrainingText(read_text(text, None), BUILD)
     model = new_model(run, len(batches.tokenizer))
     arithmetic = run.arithmetic if is_supported() else "float32"
@@ -125,12 +128,13 @@ def train_and_score(run: Run, text: Path, output: Path, until: float) -> Path:
         "size": run.size,
         "parameters": model.num_parameters(),
         "steps": run.steps,
-        "tokens": run.steps * run.schedule.tokens,
+        "tokens": run.steps * TOKENS_PER_STEP,
         "rate": rate,
         "seed": run.seed,
         "arithmetic": arithmetic,
         "training_text": batches.describe(),
     }
+    check_fits(run, record, there)
     folder = BUILD / run.name
     claim(folder, record)
     record |= {"environment": environment()}
@@ -151,6 +155,22 @@ def train_and_score(run: Run, text: Path, output: Path, until: float) -> Path:
     return file
 
 
+def check_fits(run: Run, record: Result, there: Mapping[str, Result]) -> None:
+    """Check, before it is trained, that a run can be compared with those that are there.
+
+    Raises:
+        UsageError: it cannot.
+    """
+    if texts := {each["training_text"]["sha256"] for each in there.values()} - {record["training_text"]["sha256"]}:
+        raise UsageError(f"the raw files are of another text, of SHA-256 {texts.pop()}: give it, or another --output")
+    usual = {each["arithmetic"] for name, each in there.items() if not name.startswith("arithmetic-")}
+    if run.arithmetic == "bf16" and usual - {record["arithmetic"]}:
+        raise UsageError(
+            f"the raw files are of {usual.pop()}, and this processor would train in {record['arithmetic']}: use one "
+            "like theirs, or another --output"
+        )
+
+
 def new_model(run: Run, vocabulary: int) -> DiffTransformer:
     """Model of random weights that depend on the run's kind, size and seed."""
     torch.manual_seed(run.seed)
@@ -164,7 +184,7 @@ def train(
     run: Run, rate: float, model: DiffTransformer, batches: TrainingText, arithmetic: str, folder: Path, until: float
 ) -> None:
     """Train to the end, from the folder's checkpoint on if it has one."""
-    trainer = Trainer(model, replace(run.schedule, rate=rate), False, objective_of(model, arithmetic))
+    trainer = Trainer(model, run.schedule(rate), False, objective_of(model, arithmetic))
     if not trainer.resume(folder):
         (folder / LOG).unlink(missing_ok=True)
     progress = progress_for(run.name)

@@ -1,10 +1,12 @@
 """The program of Figure 8's runs: a raw file from a text, whether it was interrupted on the way or not."""
 
 import itertools
+import json
 from types import SimpleNamespace
 
 import pytest
 import torch
+from kernels import is_supported
 
 from diffquant import data
 from diffquant.errors import DiffQuantError, UsageError
@@ -41,6 +43,7 @@ def made(kind, books, folder, monkeypatch, times=(0.0,), minutes=1.0):
     ticks = itertools.chain(times, itertools.repeat(times[-1]))
     monkeypatch.setattr(run, "time", SimpleNamespace(monotonic=lambda: next(ticks)))
     monkeypatch.setattr(run, "BUILD", folder / "build")
+    monkeypatch.setattr(run, "scores", lambda *_: {"books": "scored"})
     planned = Run(f"e1-{kind}-rate-4e-3", kind, "1.25M", 4, "4e-3", 100, "bf16")
     run.train_and_score(planned, books, folder / "raw", 60 * minutes)
     return results(folder / "raw")[planned.name]
@@ -55,7 +58,7 @@ def test_an_interrupted_run_has_the_results_of_a_straight_one(books, tmp_path, m
     resumed = made(kind, books, tmp_path / "parts", monkeypatch)
     del resumed["environment"], straight["environment"]
     assert resumed == straight
-    assert straight["books"]["kl"].keys() == set(SCHEMES)
+    assert straight["books"] == "scored"
     assert len(straight["weights"]) == 64
     assert straight["losses"].keys() == {"2", "4"}
 
@@ -66,6 +69,23 @@ def test_a_training_whose_loss_is_no_number_is_a_result(books, tmp_path, monkeyp
     assert "lower the learning rate" in result["diverged"]
     assert result["validation"]["nll"] is None
     assert "books" not in result
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"training_text": {"sha256": "f00d"}}, "another text, of SHA-256 f00d"),
+        ({"arithmetic": "another"}, "are of another, and this processor would train in"),
+    ],
+)
+def test_a_run_that_could_not_be_compared_is_refused_before_it_trains(changed, said, books, tmp_path, monkeypatch):
+    digest = text.TrainingText(data.books_text(), tmp_path / "build").digest
+    usual = {"training_text": {"sha256": digest}, "arithmetic": "bf16" if is_supported() else "float32"}
+    (tmp_path / "raw").mkdir()
+    (tmp_path / "raw" / "e1-diff-v2-rate-4e-3.json").write_text(json.dumps(usual | changed))
+    with pytest.raises(UsageError, match=said):
+        made("diff-v1", books, tmp_path, monkeypatch)
+    assert not (tmp_path / "build" / "e1-diff-v1-rate-4e-3").exists()
 
 
 def test_held_out_windows_are_never_trained_on(books, tmp_path):
