@@ -2,6 +2,9 @@
 
 import itertools
 import json
+import os
+import runpy
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -69,6 +72,23 @@ def test_a_training_whose_loss_is_no_number_is_a_result(books, tmp_path, monkeyp
     assert "lower the learning rate" in result["diverged"]
     assert result["validation"]["nll"] is None
     assert "books" not in result
+
+
+def test_the_program_begins_again_with_the_allocator_that_training_needs(monkeypatch):
+    begun = []
+
+    def execve(program, arguments, environment):
+        begun.append((program, arguments, environment))
+        raise SystemExit
+
+    monkeypatch.setattr(os, "execve", execve)
+    monkeypatch.setattr(sys, "argv", ["run", "--next", "--text", "books.txt"])
+    monkeypatch.delenv("MALLOC_MMAP_THRESHOLD_", raising=False)
+    with pytest.raises(SystemExit):
+        runpy.run_path(run.__file__, run_name="__main__")
+    ((program, arguments, environment),) = begun
+    assert arguments == [program, "-m", "research.figure8.run", "--next", "--text", "books.txt"]
+    assert environment.items() >= run._ENVIRONMENT.items()
 
 
 @pytest.mark.parametrize(
