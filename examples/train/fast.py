@@ -3,6 +3,7 @@
 It computes what `DiffTransformer` and cross entropy do, in another arithmetic; `kernels.cc` has the kernels.
 """
 
+from ctypes import addressof
 from typing import Any
 
 import torch
@@ -109,14 +110,8 @@ class _Heads:
     def layout(self, projections: Tensor) -> Layout:
         """Layout of projections [B, T, channels] for the kernels."""
         heads = (self.queries, self.keys, self.values)
-        pointers = [_address(array) for array in (*heads, self.key_of, self.value_of)]
+        pointers = [addressof(array) for array in (*heads, self.key_of, self.value_of)]
         return Layout(*projections.shape, *map(len, heads), self.width, self.value_width, self.scale, *pointers)
-
-
-def _address(array: Any) -> int:
-    from ctypes import addressof
-
-    return addressof(array)
 
 
 class _Attention(Function):

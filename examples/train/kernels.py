@@ -1,6 +1,7 @@
 """The compiled kernels of `kernels.cc`: built once with a C++ compiler, when a training first asks for them."""
 
 import ctypes
+import os
 import subprocess
 from collections.abc import Sequence
 from functools import cache
@@ -79,7 +80,9 @@ def _converted(argument: Tensor | Layout | int | float | None) -> object:
         return ctypes.c_void_p(argument.data_ptr())
     if isinstance(argument, Layout):
         return ctypes.byref(argument)
-    return ctypes.c_float(argument) if isinstance(argument, float) else argument and ctypes.c_long(argument)
+    if argument is None:
+        return None
+    return ctypes.c_float(argument) if isinstance(argument, float) else ctypes.c_long(argument)
 
 
 def _compile(file: Path) -> None:
@@ -88,7 +91,7 @@ def _compile(file: Path) -> None:
         raise MissingDependencyError("bf16 training compiles its kernels: install g++ or clang++, or name one in CXX")
     BUILD.mkdir(parents=True, exist_ok=True)
     # A name of its own until it is whole: two trainings may begin at once.
-    partial = file.with_suffix(f".{id(file):x}.tmp")
+    partial = file.with_suffix(f".{os.getpid()}.tmp")
     try:
         subprocess.run([compiler, *_FLAGS, "-o", str(partial), str(SOURCE)], check=True, capture_output=True, text=True)
         partial.replace(file)
