@@ -7,7 +7,7 @@ import json
 import lzma
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -70,17 +70,16 @@ class Run:
         kind = self.kind.removesuffix(EQUALIZED)
         return kind if kind in KINDS else "transformer"
 
-    @property
-    def schedule(self) -> Schedule:
-        """Schedule but for the rate, which is 0."""
-        lengths = ((0.0, 128), (0.5, 256))
-        return Schedule(self.steps, 100, TOKENS_PER_STEP, lengths, rate=0.0, seed=self.seed)
+    def schedule(self, rate: float) -> Schedule:
+        """Schedule at a rate."""
+        return Schedule(self.steps, 100, TOKENS_PER_STEP, ((0.0, 128), (0.5, 256)), rate, seed=self.seed)
 
     @property
     def carry(self) -> float:
         """Factor from the best rate of the small models to this run's."""
-        wider = SIZES[self.size].hidden / _SMALL.hidden
-        return (self.steps / _STEPS) ** _EXPONENT / wider
+        wider: float = SIZES[self.size].hidden / _SMALL.hidden
+        fewer: float = (self.steps / _STEPS) ** _EXPONENT
+        return fewer / wider
 
 
 @cache
@@ -107,40 +106,14 @@ def listed(file: Path = RUNS) -> tuple[Run, ...]:
     return tuple(runs)
 
 
-def run_named(name: str) -> Run:
-    """A run of the list.
-
-    Raises:
-        UsageError: there is none of that name.
-    """
-    found = [run for run in listed() if run.name == name]
-    if not found:
-        raise UsageError(f"{RUNS} has no run {name!r}")
-    return found[0]
-
-
-def raw_file(name: str, folder: Path = RESULTS) -> Path | None:
-    """Raw file of a run; None where it has none yet."""
-    files = (folder / f"{name}.json", folder / f"{name}.json.xz")
-    return next((file for file in files if file.exists()), None)
-
-
-def read_result(file: Path) -> Result:
-    """Content of a raw file."""
-    with lzma.open(file, "rt", encoding="utf-8") if file.suffix == ".xz" else file.open(encoding="utf-8") as stream:
-        result: Result = json.load(stream)
-    return result
-
-
 def results(folder: Path = RESULTS) -> dict[str, Result]:
     """Every raw result by its run's name."""
-    return {file.name.partition(".json")[0]: read_result(file) for file in sorted(folder.glob("*.json*"))}
+    return {file.name.partition(".json")[0]: _read(file) for file in sorted(folder.glob("*.json*"))}
 
 
-def upcoming(there: Mapping[str, Result], runs: Iterable[Run] | None = None) -> list[Run]:
+def upcoming(there: Mapping[str, Result]) -> list[Run]:
     """Runs that have no result and can begin, in the list's order."""
-    runs = listed() if runs is None else runs
-    return [run for run in runs if run.name not in there and rate_of(run, there) is not None]
+    return [run for run in listed() if run.name not in there and rate_of(run, there) is not None]
 
 
 def rate_of(run: Run, there: Mapping[str, Result]) -> float | None:
@@ -154,10 +127,9 @@ def rate_of(run: Run, there: Mapping[str, Result]) -> float | None:
     best = best_rate(run.base, there)
     if best is None:
         return None
-    if rule["checked"]:
-        factor = _checked(run, there)
-        return None if factor is None else round(best * run.carry * factor, 6)
-    return round(best * run.carry * {"×": 2.0, "/": 0.5}.get(rule["sign"], 1.0), 6)
+    neighbours = {"×": 2.0, "/": 0.5, None: 1.0}
+    factor = _checked(run.kind, there) if rule["checked"] else neighbours[rule["sign"]]
+    return None if factor is None else round(best * run.carry * factor, 6)
 
 
 def best_rate(kind: str, there: Mapping[str, Result]) -> float | None:
@@ -166,35 +138,33 @@ def best_rate(kind: str, there: Mapping[str, Result]) -> float | None:
     Where the best is an end of the grid, the next rate beyond it is tried too.
     """
     best = _best_of_grid(kind, there)
-    if best not in EDGES:
-        return best
-    losses = {rate: _validation(_grid_name(kind, rate), there) for rate in (best, EDGES[best])}
-    return None if None in losses.values() else _lowest(losses)
+    return _lowest({rate: grid_name(kind, rate) for rate in (best, EDGES[best])}, there) if best in EDGES else best
 
 
-def _best_of_grid(kind: str, there: Mapping[str, Result]) -> float | None:
-    losses = {rate: _validation(_grid_name(kind, rate), there) for rate in GRID}
-    return None if None in losses.values() else _lowest(losses)
-
-
-def _checked(run: Run, there: Mapping[str, Result]) -> float | None:
-    """Factor 1, 2 or ½ of the neighbour that is best at a quarter of the tokens."""
-    names = {1.0: "", 2.0: "-double", 0.5: "-half"}
-    losses = {factor: _validation(f"e3-{run.kind}-check{name}", there) for factor, name in names.items()}
-    return None if None in losses.values() else _lowest(losses)
-
-
-def _grid_name(kind: str, rate: float) -> str:
+def grid_name(kind: str, rate: float) -> str:
+    """Name of the run of a rate's choice."""
     return f"e1-{kind}-rate-{rate * 1000:g}e-3"
 
 
-def _validation(name: str, there: Mapping[str, Result]) -> float | None:
-    if name not in there:
+def _read(file: Path) -> Result:
+    with lzma.open(file, "rt", encoding="utf-8") if file.suffix == ".xz" else file.open(encoding="utf-8") as stream:
+        result: Result = json.load(stream)
+    return result
+
+
+def _best_of_grid(kind: str, there: Mapping[str, Result]) -> float | None:
+    return _lowest({rate: grid_name(kind, rate) for rate in GRID}, there)
+
+
+def _checked(kind: str, there: Mapping[str, Result]) -> float | None:
+    """Factor 1, 2 or ½ of the neighbour that is best at a quarter of the tokens."""
+    return _lowest({1.0: f"e3-{kind}-check", 2.0: f"e3-{kind}-check-double", 0.5: f"e3-{kind}-check-half"}, there)
+
+
+def _lowest(names: Mapping[float, str], there: Mapping[str, Result]) -> float | None:
+    """Number whose run has the lowest loss on the held-out windows; None while one of the runs is missing."""
+    if any(name not in there for name in names.values()):
         return None
+    losses = {number: there[name]["validation"]["nll"] for number, name in names.items()}
     # A training whose loss left the finite numbers is a rate that nobody would take.
-    loss = there[name]["validation"]["nll"]
-    return math.inf if loss is None else loss
-
-
-def _lowest(losses: Mapping[float, float | None]) -> float:
-    return min(losses, key=lambda rate: losses[rate] or 0.0)
+    return min(losses, key=lambda number: math.inf if losses[number] is None else losses[number])

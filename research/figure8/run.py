@@ -15,7 +15,6 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -37,12 +36,14 @@ from research.figure8.plan import (
     EQUALIZED,
     LARGEST,
     RESULTS,
+    RUNS,
     SIZES,
+    TOKENS_PER_STEP,
+    Result,
     Run,
+    listed,
     rate_of,
-    raw_file,
     results,
-    run_named,
     upcoming,
 )
 from research.figure8.scoring import scores, validation
@@ -87,21 +88,24 @@ def claimed(name: str | None, output: Path) -> Iterator[Run]:
         UsageError: the run has a raw file, has no rate yet or is another process's; or none is left.
     """
     there = results(output)
-    candidates = upcoming(there) if name is None else [run_named(name)]
-    if name is not None and (file := raw_file(name, output)):
-        raise UsageError(f"{file} is there already")
+    candidates = upcoming(there) if name is None else [run for run in listed() if run.name == name]
+    if name is not None and not candidates:
+        raise UsageError(f"{RUNS} has no run {name!r}")
+    if name in there:
+        raise UsageError(f"{name} has a raw file in {output} already")
     if name is not None and rate_of(candidates[0], there) is None:
         raise UsageError(f"the trainings that decide the rate of {name}, or whether it is needed, are not there yet")
     BUILD.mkdir(parents=True, exist_ok=True)
     for run in candidates:
-        lock = FileLock(BUILD / f"{run.name}.lock")
         try:
-            lock.acquire(timeout=0)
+            held = FileLock(BUILD / f"{run.name}.lock").acquire(timeout=0)
         except Timeout:
             continue
-        with lock:
-            yield run
-            return
+        with held:
+            # The process that had it may have ended since the folder was read.
+            if run.name not in results(output):
+                yield run
+                return
     raise UsageError("every run that can begin has a raw file or is another process's")
 
 
@@ -109,10 +113,12 @@ def train_and_score(run: Run, text: Path, output: Path, until: float) -> Path:
     """Train a run, or go on, and write its raw file; returns the file.
 
     Raises:
+        UsageError: the folder has raw files of another text or arithmetic.
         DiffQuantError: the time is up; the checkpoint is kept.
     """
     torch.set_num_threads(1)
-    rate = rate_of(run, results(output))
+    there = results(output)
+    rate = rate_of(run, there)
     batches = TrainingText(read_text(text, None), BUILD)
     model = new_model(run, len(batches.tokenizer))
     arithmetic = run.arithmetic if is_supported() else "float32"
@@ -122,12 +128,13 @@ def train_and_score(run: Run, text: Path, output: Path, until: float) -> Path:
         "size": run.size,
         "parameters": model.num_parameters(),
         "steps": run.steps,
-        "tokens": run.steps * run.schedule.tokens,
+        "tokens": run.steps * TOKENS_PER_STEP,
         "rate": rate,
         "seed": run.seed,
         "arithmetic": arithmetic,
         "training_text": batches.describe(),
     }
+    check_fits(run, record, there)
     folder = BUILD / run.name
     claim(folder, record)
     record |= {"environment": environment()}
@@ -142,11 +149,26 @@ def train_and_score(run: Run, text: Path, output: Path, until: float) -> Path:
         record |= scores(model, batches.tokenizer, progress_for(run.name))
         model.save_pretrained(folder / "model")
         batches.tokenizer.save_pretrained(folder / "model")
-    log = [json.loads(line) for line in (folder / LOG).read_text(encoding="utf-8").splitlines()]
-    record |= {"losses": {line["step"]: line["loss"] for line in log}}
+    record |= {"losses": losses(folder / LOG)}
     file = write_result(record, output)
     (folder / CHECKPOINT).unlink(missing_ok=True)
     return file
+
+
+def check_fits(run: Run, record: Result, there: Mapping[str, Result]) -> None:
+    """Check, before it is trained, that a run can be compared with those that are there.
+
+    Raises:
+        UsageError: it cannot.
+    """
+    if texts := {each["training_text"]["sha256"] for each in there.values()} - {record["training_text"]["sha256"]}:
+        raise UsageError(f"the raw files are of another text, of SHA-256 {texts.pop()}: give it, or another --output")
+    usual = {each["arithmetic"] for name, each in there.items() if not name.startswith("arithmetic-")}
+    if run.arithmetic == "bf16" and usual - {record["arithmetic"]}:
+        raise UsageError(
+            f"the raw files are of {usual.pop()}, and this processor would train in {record['arithmetic']}: use one "
+            "like theirs, or another --output"
+        )
 
 
 def new_model(run: Run, vocabulary: int) -> DiffTransformer:
@@ -162,7 +184,7 @@ def train(
     run: Run, rate: float, model: DiffTransformer, batches: TrainingText, arithmetic: str, folder: Path, until: float
 ) -> None:
     """Train to the end, from the folder's checkpoint on if it has one."""
-    trainer = Trainer(model, replace(run.schedule, rate=rate), False, objective_of(model, arithmetic))
+    trainer = Trainer(model, run.schedule(rate), False, objective_of(model, arithmetic))
     if not trainer.resume(folder):
         (folder / LOG).unlink(missing_ok=True)
     progress = progress_for(run.name)
@@ -170,6 +192,12 @@ def train(
         if time.monotonic() > until:
             raise DiffQuantError(f"{run.name}: the time is up at step {trainer.step}; the same command goes on")
         trainer.train(batches, folder, until=trainer.step + EVERY, every=EVERY, progress=progress)
+
+
+def losses(log: Path) -> dict[int, float]:
+    """Losses of a training by step, each the mean of the steps since the one before; none if it ended too early."""
+    lines = log.read_text(encoding="utf-8").splitlines() if log.exists() else []
+    return {entry["step"]: entry["loss"] for entry in map(json.loads, lines)}
 
 
 def weights_digest(model: DiffTransformer) -> str:

@@ -57,7 +57,8 @@ class TrainingText:
 
     def batch(self, seed: int, step: int, rows: int, length: int) -> tuple[Tensor, Tensor]:
         """Token ids [rows, length + 1], <s> first, and equal weights [rows, length]."""
-        return shuffled_windows(self._ids, self.tokenizer.bos_token_id, seed, step, rows, length)
+        ids, weights = shuffled_windows(self._ids, self.tokenizer.bos_token_id, seed, step, rows, length)
+        return ids, weights
 
     def describe(self) -> dict[str, Any]:
         """The text, for a run's record."""
