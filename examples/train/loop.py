@@ -40,8 +40,21 @@ class Trainer:
     from step to step.
     """
 
-    def __init__(self, model: DiffTransformer, schedule: Schedule, compiled: bool) -> None:
+    def __init__(
+        self,
+        model: DiffTransformer,
+        schedule: Schedule,
+        compiled: bool,
+        objective: Callable[[Tensor, Tensor], Tensor] | None = None,
+    ) -> None:
+        """Start at step 0.
+
+        Args:
+            objective: differentiable loss of ids [rows, length + 1] and weights [rows, length], in place of the model's
+                own forward pass and cross entropy.
+        """
         self.model = model
+        self._objective = objective or self._loss
         self.schedule = schedule
         self.step = 0
         self._live = [p for p in model.parameters() if p.requires_grad]
@@ -127,11 +140,14 @@ class Trainer:
 
     def _differentiate(self, ids: Tensor, weights: Tensor) -> float:
         """Leave a micro-batch's gradients in the model; returns its loss."""
-        logits = self._forward(ids[:, :-1], use_cache=False).logits
-        losses = cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
-        loss = (losses * weights.flatten()).sum()
+        loss = self._objective(ids, weights)
         loss.backward()
         return loss.item()
+
+    def _loss(self, ids: Tensor, weights: Tensor) -> Tensor:
+        logits = self._forward(ids[:, :-1], use_cache=False).logits
+        losses = cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
+        return (losses * weights.flatten()).sum()
 
     @torch.no_grad()
     def _refresh(self) -> None:

@@ -11,6 +11,8 @@ from diffquant.model.modeling import DiffTransformer
 KINDS = ("transformer", "diff-v1", "diff-v2")
 # What V1's wide heads do without a second map: alone, and with V1's norm behind them.
 CONTROLS = ("half-heads", "half-heads-norm")
+# A Transformer whose heads can say nothing: a sigmoid of the layer's input gates each channel of their output.
+GATED = "gated"
 
 
 def matched(kind: str, sizes: Sizes, vocabulary: int) -> DiffTransformerConfig:
@@ -19,18 +21,21 @@ def matched(kind: str, sizes: Sizes, vocabulary: int) -> DiffTransformerConfig:
     V1 has half as many pairs as the Transformer has heads, values twice as wide, and so the same
     projections; λ and the per-pair norm add under 1 %. V2 has as many pairs, which doubles its queries:
     its network is narrowed by what they and λ's projection cost. The controls are Transformers with V1's
-    number of heads, twice as wide as the Transformer's, one of them with V1's norm behind each.
+    number of heads, twice as wide as the Transformer's, one of them with V1's norm behind each. The gated
+    Transformer's network is narrowed by what its gates cost.
 
     Raises:
         UsageError: the kind is unknown, or one with half the heads is asked for with an odd number of them.
 
-    Source: arXiv 2410.05258, section 2 and appendix D; microsoft/unilm, Diff-Transformer-V2.
+    Source: arXiv 2410.05258, section 2 and appendix D; microsoft/unilm, Diff-Transformer-V2; the gate is that of arXiv
+    2505.06708, elementwise behind attention.
     """
-    if kind not in (*KINDS, *CONTROLS):
-        raise UsageError(f"unknown kind {kind!r}; known are {', '.join((*KINDS, *CONTROLS))}")
+    known = (*KINDS, *CONTROLS, GATED)
+    if kind not in known:
+        raise UsageError(f"unknown kind {kind!r}; known are {', '.join(known)}")
     if kind in ("diff-v1", *CONTROLS) and sizes.heads % 2:
         raise UsageError(f"{kind} halves the Transformer's heads and needs an even number, got {sizes.heads}")
-    inner = sizes.inner - _width_of_extra_queries(sizes) if kind == "diff-v2" else sizes.inner
+    inner = sizes.inner - _width_of(_extra_rows(kind, sizes))
     spec = _spec(kind, sizes.heads, sizes.head_dim)
     return DiffTransformerConfig(
         vocab_size=vocabulary,
@@ -88,6 +93,8 @@ def _spec(kind: str, heads: int, width: int) -> DiffSpec:
         return DiffSpec(heads, heads, width, width, maps=1)
     if kind == "diff-v1":
         return DiffSpec(heads // 2, heads // 2, width, 2 * width, lam="exp", post_norm="affine", scale_by_init=True)
+    if kind == GATED:
+        return DiffSpec(heads, heads, width, width, maps=1, output_gate=True)
     if kind == "half-heads":
         return DiffSpec(heads // 2, heads // 2, 2 * width, 2 * width, maps=1)
     if kind == "half-heads-norm":
@@ -95,6 +102,11 @@ def _spec(kind: str, heads: int, width: int) -> DiffSpec:
     return DiffSpec(heads, heads, width, width, shared_k=True, lam="sigmoid")
 
 
-def _width_of_extra_queries(sizes: Sizes) -> int:
-    """Number of channels of the SwiGLU network, three matrices wide, that weigh what V2 adds."""
-    return round(sizes.heads * (sizes.head_dim + 1) / 3)
+def _extra_rows(kind: str, sizes: Sizes) -> int:
+    """Rows that a kind's attention has more than the Transformer's: V2's second queries and λ, or gates."""
+    return {"diff-v2": sizes.heads * (sizes.head_dim + 1), GATED: sizes.heads * sizes.head_dim}.get(kind, 0)
+
+
+def _width_of(rows: int) -> int:
+    """Number of channels of the SwiGLU network, three matrices wide, that weigh as much as some rows."""
+    return round(rows / 3)

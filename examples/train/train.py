@@ -17,8 +17,9 @@ from typing import Annotated
 
 import torch
 import typer
+from fast import FastLoss
 from loop import LOG, Batches, Trainer
-from models import CONTROLS, KINDS, look_back, matched, place
+from models import CONTROLS, GATED, KINDS, look_back, matched, place
 from needles import Needles
 from prose import Prose
 from settings import Settings
@@ -36,17 +37,20 @@ RUN = "training.json"
 
 def main(
     settings: Annotated[Path, typer.Argument(help="YAML file, such as needle.yaml beside this program.")],
-    kind: Annotated[str, typer.Option(help=f"Kind of model: {', '.join((*KINDS, *CONTROLS))}.")],
+    kind: Annotated[str, typer.Option(help=f"Kind of model: {', '.join((*KINDS, *CONTROLS, GATED))}.")],
     text: Annotated[Path, typer.Option(help="English prose, UTF-8 (.xz is unpacked).")],
     output: Annotated[Path, typer.Option(help="Folder to make, or to go on in.")],
     characters: Annotated[int | None, typer.Option(help="Read only so many of the text; all by default.")] = None,
     steps: Annotated[int | None, typer.Option(help="Steps instead of the settings'.")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of weights and data instead of the settings'.")] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    arithmetic: Annotated[
+        str, typer.Option(help="On a CPU: float32, or bf16, about three times as fast with AVX-512 BF16.")
+    ] = "float32",
 ) -> None:
     """Train one model of a matched set."""
     with interruptible(output):
-        train(Settings.read(settings, steps, seed), kind, text, output, characters, device)
+        train(Settings.read(settings, steps, seed), kind, text, output, characters, device, arithmetic)
 
 
 @contextmanager
@@ -59,7 +63,13 @@ def interruptible(output: Path) -> Iterator[None]:
 
 
 def train(
-    settings: Settings, kind: str, text: Path, output: Path, characters: int | None = None, device: str = "cpu"
+    settings: Settings,
+    kind: str,
+    text: Path,
+    output: Path,
+    characters: int | None = None,
+    device: str = "cpu",
+    arithmetic: str = "float32",
 ) -> None:
     """Train, or go on training, into a folder.
 
@@ -75,8 +85,11 @@ def train(
     model = new_model(settings, kind, len(batches.tokenizer), device)
     digest = hashlib.sha256(prose.encode()).hexdigest()
     run = {"kind": kind, "parameters": model.num_parameters(), "text": digest, **batches.describe(), **asdict(settings)}
+    # Another arithmetic is another run; what was begun before there were two of them goes on.
+    run |= {} if arithmetic == "float32" else {"arithmetic": arithmetic}
+    objective = objective_of(model, arithmetic, device)
     claim(output, run)
-    trainer = Trainer(model, settings.schedule, compiled=device.startswith("cuda"))
+    trainer = Trainer(model, settings.schedule, device.startswith("cuda"), objective)
     if not trainer.resume(output):
         (output / LOG).unlink(missing_ok=True)
     trainer.train(batches, output, progress=progress_for(f"train {kind}"))
@@ -111,6 +124,19 @@ def new_model(settings: Settings, kind: str, vocabulary: int, device: str) -> Di
             attention.backend = "flashdiff1"
         return model
     return place(model, device, torch.bfloat16)
+
+
+def objective_of(model: DiffTransformer, arithmetic: str, device: str = "cpu") -> FastLoss | None:
+    """What `Trainer` differentiates under an arithmetic: "bf16" by fused kernels, or None for the model's own forward.
+
+    Raises:
+        UsageError: the arithmetic is unknown, or this machine or model is not one for it.
+    """
+    if arithmetic not in ("float32", "bf16"):
+        raise UsageError(f"unknown arithmetic {arithmetic!r}; known are float32, bf16")
+    if arithmetic == "bf16" and device != "cpu":
+        raise UsageError("--arithmetic is for CPUs; on CUDA models train in bfloat16 anyway")
+    return FastLoss(model) if arithmetic == "bf16" else None
 
 
 def read_text(path: Path, characters: int | None) -> str:

@@ -16,7 +16,7 @@ from tests.docs.raw import raw
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 PAGES.append(ROOT / "diffquant/data/pocket/README.md")
 COMMANDS = typer.main.get_command(app).commands
-_BEGINNING = r"((?:diffquant|python -m (?:diffquant|studies)[\w.]*|make) [^`\n]+)"
+_BEGINNING = r"((?:diffquant|python -m (?:diffquant|research|studies)[\w.]*|make) [^`\n]+)"
 _IN_BLOCK, _IN_SPAN = re.compile(rf"^(?:\$ )?{_BEGINNING}", re.MULTILINE), re.compile(f"`{_BEGINNING}`")
 
 

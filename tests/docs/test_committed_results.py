@@ -57,7 +57,8 @@ def test_16_bits_store_two_bytes_a_weight(name):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_raw_file_and_test_that_a_page_names_is_there(page):
-    named = re.findall(r"`((?:bench/results|tests|studies|examples)/[\w./*-]+)`", page.read_text(encoding="utf-8"))
+    folders = "bench/results|tests|research|studies|examples"
+    named = re.findall(rf"`((?:{folders})/[\w./*-]+)`", page.read_text(encoding="utf-8"))
     # "bench/results/figure8-*/" stands for several.
     assert not [name for name in named if not list(ROOT.glob(name.rstrip("/")))]
 

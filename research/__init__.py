@@ -1,0 +1,1 @@
+"""Research that the package does not need: its programs, protocols and raw results."""

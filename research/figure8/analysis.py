@@ -1,0 +1,270 @@
+"""What the raw files say, as protocol.md compares them.
+
+    python -m research.figure8.analysis [FOLDER]
+
+Prints Markdown: how many trainings there are, each kind's rate, the comparisons with intervals over trainings, and the
+controls. Before a comparison has all its trainings, it has no interval and no verdict.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Annotated, Any
+
+import typer
+
+from diffquant.errors import UsageError
+from diffquant.evals.stats import mean_interval
+from diffquant.report.tables import markdown
+from diffquant.support.code import CHANGED
+from research.figure8.plan import EDGES, EQUALIZED, GRID, KINDS, RESULTS, Result, best_rate, grid_name, results
+from research.figure8.scoring import SCHEMES
+from studies.figure8_model import advantage, parts
+
+DIFFS = KINDS[1:]
+SIX, THREE = range(101, 107), range(101, 104)
+PRIMARY = "4:tensor"
+LEVEL = 0.05
+# What the trainings of a comparison have in common.
+_SAME: dict[str, Callable[[Result], Any]] = {
+    "arithmetic": lambda each: each["arithmetic"],
+    "size": lambda each: each["size"],
+    "steps": lambda each: each["steps"],
+    "training text": lambda each: each["training_text"]["sha256"],
+    "scored text": lambda each: each.get("books", {}).get("reading", {}).get("text"),
+}
+
+Measure = Callable[[Result, Result], float]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One kind against another, seed by seed.
+
+    Attributes:
+        kind, base: kinds of the models, bits won by the first.
+        experiment: beginning of the runs' names.
+        seeds: seeds that the protocol asks for.
+    """
+
+    kind: str
+    base: str = "transformer"
+    experiment: str = "e1"
+    seeds: Sequence[int] = SIX
+
+    @property
+    def names(self) -> list[tuple[str, str]]:
+        """Names of each seed's two runs."""
+        return [
+            (f"{self.experiment}-{self.kind}-seed-{seed}", f"{self.experiment}-{self.base}-seed-{seed}")
+            for seed in self.seeds
+        ]
+
+    def is_complete(self, there: Mapping[str, Result]) -> bool:
+        """Whether every training is there, diverged or not."""
+        return all(name in there for pair in self.names for name in pair)
+
+    def values(self, there: Mapping[str, Result], measure: Measure) -> list[float]:
+        """A measure of every pair of trainings that is there; one that diverged has none.
+
+        Raises:
+            UsageError: the trainings may not be compared.
+        """
+        found = [(there[a], there[b]) for a, b in self.names if a in there and b in there]
+        check_alike([result for pair in found for result in pair])
+        return [measure(*pair) for pair in found if not any("diverged" in result for result in pair)]
+
+
+def check_alike(trainings: Sequence[Result]) -> None:
+    """Check that trainings may be compared.
+
+    Raises:
+        UsageError: their sources were not committed, or they differ in arithmetic, size, steps or text.
+    """
+    if changed := [each["run"] for each in trainings if (each["environment"]["commit"] or CHANGED).endswith(CHANGED)]:
+        raise UsageError(f"sources differed from their commit, so these are no results: {', '.join(changed)}")
+    for what, of in _SAME.items():
+        found = {of(each): each["run"] for each in trainings if of(each) is not None}
+        if len(found) > 1:
+            listed = ", ".join(f"{value} ({run})" for value, run in found.items())
+            raise UsageError(f"trainings that differ in {what} are not compared: {listed}")
+
+
+def bits_won(scheme: str, text: str = "books", among: str = "kl") -> Measure:
+    """Measure of a comparison: bits that the first model may do with less for the same KL, averaged over passages."""
+    return lambda diff, plain: advantage(fmean(diff[text][among][scheme]), fmean(plain[text][among][scheme]))
+
+
+def range_won(diff: Result, plain: Result) -> float:
+    """Bits that a smaller range wins at the primary scheme, as the simple model of studies.figure8_model says."""
+    return advantage(parts(diff["books"], PRIMARY)[0], parts(plain["books"], PRIMARY)[0])
+
+
+def sensitivity_won(diff: Result, plain: Result) -> float:
+    """Bits that a smaller sensitivity wins, likewise."""
+    return advantage(parts(diff["books"], PRIMARY)[1], parts(plain["books"], PRIMARY)[1])
+
+
+def perplexity_ratio(diff: Result, plain: Result) -> float:
+    """Perplexity on the held-out training text over the other model's."""
+    return math.exp(diff["validation"]["nll"] - plain["validation"]["nll"])
+
+
+MAIN = [Comparison(kind) for kind in DIFFS]
+
+
+def p_value(differences: Sequence[float]) -> float:
+    """Two-sided p of Student's t test that the mean is zero."""
+    from scipy.stats import ttest_1samp
+
+    return float(ttest_1samp(differences, 0.0).pvalue)
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """P-values adjusted by Holm's method, in the order they came.
+
+    Source: Holm, "A Simple Sequentially Rejective Multiple Test Procedure", Scand. J. Statistics 6 (1979).
+    """
+    adjusted, largest = [0.0] * len(p_values), 0.0
+    for place, index in enumerate(sorted(range(len(p_values)), key=p_values.__getitem__)):
+        largest = max(largest, min(1.0, (len(p_values) - place) * p_values[index]))
+        adjusted[index] = largest
+    return adjusted
+
+
+def verdict(mean: float, p: float) -> str:
+    """Verdict of a primary comparison whose p has been adjusted."""
+    return "undecided" if p >= LEVEL else "DIFF wins" if mean > 0 else "DIFF loses"
+
+
+def summary(there: Mapping[str, Result]) -> str:
+    """Everything in Markdown."""
+    sections = {
+        "Rates": _rates(there),
+        "Primary: bits won at 4:tensor on books, seeds 101 to 106": _primary(there),
+        "Secondary: 36 schemes, Holm over 72": _secondary(there),
+        "Secondary: parts, fixed steps, operands, the other text, perplexity": _parts(there),
+        "Arithmetic": _arithmetic(there),
+        "Controls, E2 and E3: bits won at 4:tensor, three seeds": _others(there),
+        "Outliers, means over seeds": _outliers(there),
+    }
+    return "\n\n".join(f"## {title}\n\n" + "\n".join(lines) for title, lines in sections.items())
+
+
+def _rates(there: Mapping[str, Result]) -> list[str]:
+    rates, lines = sorted({*GRID, *EDGES.values()}), []
+    check_alike([result for name, result in there.items() if "-rate-" in name])
+    for kind in KINDS:
+        found = [there.get(grid_name(kind, rate), {}).get("validation") for rate in rates]
+        shown = ["" if each is None else f"{each['perplexity'] or math.inf:.2f}" for each in found]
+        lines.append([kind, *shown, str(best_rate(kind, there) or "not decided yet")])
+    return markdown(["held-out perplexity", *map(str, rates), "chosen"], lines)
+
+
+def _primary(there: Mapping[str, Result]) -> list[str]:
+    found = [comparison.values(there, bits_won(PRIMARY)) for comparison in MAIN]
+    if not _are_complete(there):
+        count = sum(f"e1-{kind}-seed-{seed}" in there for kind in KINDS for seed in SIX)
+        lines = [f"{count} of 18 trainings are there: no interval and no verdict before all of them.", ""]
+        return lines + markdown(["", "by seed"], [[c.kind, _signed(v)] for c, v in zip(MAIN, found, strict=True)])
+    rows = [
+        [c.kind, str(len(values)), _signed(values), _interval(values), f"{p:.2g}", verdict(fmean(values), p)]
+        for c, values, p in zip(MAIN, found, holm([p_value(values) for values in found]), strict=True)
+    ]
+    return markdown(["", "trainings", "by seed", "mean", "p, Holm", "verdict"], rows)
+
+
+def _secondary(there: Mapping[str, Result]) -> list[str]:
+    if not _are_complete(there):
+        return ["Not before the primary ones."]
+    found = {(s, c.kind): c.values(there, bits_won(s)) for s in SCHEMES for c in MAIN}
+    adjusted = holm([p_value(values) for values in found.values()])
+    cells = {at: [_interval(v), f"{p:.2g}"] for (at, v), p in zip(found.items(), adjusted, strict=True)}
+    rows = [[f"`{s}`", *(text for kind in DIFFS for text in cells[s, kind])] for s in SCHEMES]
+    return markdown(["scheme", *(head for kind in DIFFS for head in (f"{kind}, bits won", "p, Holm"))], rows)
+
+
+def _parts(there: Mapping[str, Result]) -> list[str]:
+    measures: dict[str, Measure] = {"range": range_won, "sensitivity": sensitivity_won}
+    measures |= {f"steps of {step}": bits_won(step, among="kl_of_steps") for step in ("1", "2", "4", "8")}
+    measures |= {f"qk {s}": bits_won(s, among="kl_of_qk") for s in ("4:tensor", "4:head", "4:row")}
+    measures |= {f"web {s}": bits_won(s, "web") for s in (PRIMARY, "4:row", "4:row:shift")}
+    measures |= {"perplexity over the Transformer's": perplexity_ratio}
+    return markdown(["", *DIFFS], [[name, *(_over(there, c, m) for c in MAIN)] for name, m in measures.items()])
+
+
+def _arithmetic(there: Mapping[str, Result]) -> list[str]:
+    rows = []
+    for c in MAIN:
+        ours, theirs = (replace(c, experiment=name, seeds=(101,)) for name in ("e1", "arithmetic"))
+        moved = [b - a for a, b in zip(*(x.values(there, bits_won(PRIMARY)) for x in (ours, theirs)), strict=False)]
+        if not moved or not c.is_complete(there):
+            rows.append([c.kind, "not yet", "", ""])
+            continue
+        limit = 2 * stdev(c.values(there, bits_won(PRIMARY)))
+        holds = "does not matter" if abs(moved[0]) <= limit else "matters: E1 is to be repeated in float32"
+        rows.append([c.kind, f"{moved[0]:+.2f}", f"{limit:.2f}", holds])
+    return markdown(["", "float32 − bf16, bits won of seed 101", "limit", "the arithmetic"], rows)
+
+
+def _others(there: Mapping[str, Result]) -> list[str]:
+    equalized = [Comparison(kind + EQUALIZED, "transformer" + EQUALIZED, seeds=THREE) for kind in DIFFS]
+    controls = [Comparison(kind, seeds=THREE) for kind in ("half-heads", "gated")]
+    longer = [Comparison(kind, experiment=name, seeds=THREE) for name in ("e2", "e3") for kind in DIFFS]
+    measures: list[Measure] = [bits_won(PRIMARY), range_won, sensitivity_won, perplexity_ratio]
+    rows = [
+        [f"{c.experiment}: {c.kind} − {c.base}", *(_over(there, c, measure) for measure in measures)]
+        for c in (*controls, *equalized, *longer)
+    ]
+    return markdown(["", "bits won", "range", "sensitivity", "perplexity"], rows)
+
+
+def _outliers(there: Mapping[str, Result]) -> list[str]:
+    groups: dict[str, list[list[float]]] = {}
+    for name, result in there.items():
+        group, has_seed, _ = name.partition("-seed-")
+        if has_seed and "outliers" in result:
+            magnitudes = (result["outliers"]["overall"][kind] for kind in ("logits", "hidden"))
+            values = [value for each in magnitudes for value in (each["top"]["1"], each["top"]["10"], each["median"])]
+            groups.setdefault(group, []).append(values)
+    rows = [
+        [group, str(len(found)), *(f"{fmean(column):.3g}" for column in zip(*found, strict=True))]
+        for group, found in groups.items()
+    ]
+    heads = [f"{kind}, {rank}" for kind in ("logits", "hidden") for rank in ("top 1", "top 10", "median")]
+    return markdown(["", "trainings", *heads], rows)
+
+
+def _are_complete(there: Mapping[str, Result]) -> bool:
+    return all(comparison.is_complete(there) for comparison in MAIN)
+
+
+def _over(there: Mapping[str, Result], comparison: Comparison, measure: Measure) -> str:
+    values = comparison.values(there, measure)
+    if comparison.is_complete(there):
+        return _interval(values)
+    return f"{_signed(values)} ({len(values)} of {len(comparison.seeds)})" if values else ""
+
+
+def _signed(values: Sequence[float]) -> str:
+    return " ".join(f"{value:+.2f}" for value in values)
+
+
+def _interval(values: Sequence[float]) -> str:
+    mean = mean_interval(values)
+    return f"{mean.mean:+.2f} [{mean.low:+.2f}, {mean.high:+.2f}]"
+
+
+def main(
+    folder: Annotated[Path, typer.Argument(help="Folder of raw files.")] = RESULTS,
+) -> None:
+    """Compare what the raw files hold."""
+    print(summary(results(folder)))
+
+
+if __name__ == "__main__":
+    from diffquant.support.program import run_program
+
+    run_program(main)

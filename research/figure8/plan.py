@@ -1,0 +1,170 @@
+"""The list of runs, which of them are there, and the rate that the protocol gives each.
+
+Source of every number here: protocol.md beside this file.
+"""
+
+import json
+import lzma
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from settings import Schedule, Sizes
+
+from diffquant.errors import UsageError
+
+FOLDER = Path(__file__).parent
+RESULTS = FOLDER / "results"
+RUNS = FOLDER / "runs.md"
+
+KINDS = ("transformer", "diff-v1", "diff-v2")
+GRID = (1e-3, 2e-3, 4e-3, 8e-3)
+EDGES = {GRID[0]: 5e-4, GRID[-1]: 16e-3}
+EQUALIZED = "-equalized"
+# Largest magnitude of a logit in an equalized model: about what trained Transformers of this size reach.
+LARGEST = 28.0
+
+_SMALL = Sizes(hidden=128, layers=5, heads=4, head_dim=32, inner=344, context=512, init=0.06, bias=False, theta=10000.0)
+_LARGE = Sizes(hidden=256, layers=6, heads=8, head_dim=32, inner=688, context=512, init=0.06, bias=False, theta=10000.0)
+SIZES = {"1.25M": _SMALL, "5.3M": _LARGE}
+TOKENS_PER_STEP = 4096
+_STEPS = 1800
+# What the best rate falls with: tokens to this power, and width.
+_EXPONENT = -0.32
+_RATE = re.compile(r"(?P<number>[\d.e-]+)(?P<edge>\?)?|best(?: (?P<sign>[×/]) 2)?|(?P<checked>checked)")
+
+Result = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Run:
+    """A line of runs.md.
+
+    Attributes:
+        name: name of the run and of its raw file.
+        kind: kind of model, with "-equalized" behind it where queries and keys have one length.
+        size: name of its sizes in `SIZES`.
+        steps: number of optimizer steps.
+        rule: how its rate is found: a number, a number with "?" (needed only behind the end of the grid that is best),
+            "best" (of its kind, carried to its tokens and width; with "× 2" or "/ 2" for its neighbours), or "checked"
+            (the best of the three neighbours at a quarter of the tokens, carried on).
+        seed: seed of weights and data.
+        arithmetic: "bf16", or "float32".
+    """
+
+    name: str
+    kind: str
+    size: str
+    steps: int
+    rule: str
+    seed: int
+    arithmetic: str
+
+    @property
+    def base(self) -> str:
+        """Kind whose best rate the run takes: a control takes that of the kind it controls."""
+        kind = self.kind.removesuffix(EQUALIZED)
+        return kind if kind in KINDS else "transformer"
+
+    def schedule(self, rate: float) -> Schedule:
+        """Schedule at a rate."""
+        return Schedule(self.steps, 100, TOKENS_PER_STEP, ((0.0, 128), (0.5, 256)), rate, seed=self.seed)
+
+    @property
+    def carry(self) -> float:
+        """Factor from the best rate of the small models to this run's."""
+        wider: float = SIZES[self.size].hidden / _SMALL.hidden
+        fewer: float = (self.steps / _STEPS) ** _EXPONENT
+        return fewer / wider
+
+
+@cache
+def listed(file: Path = RUNS) -> tuple[Run, ...]:
+    """All runs in their order.
+
+    Raises:
+        UsageError: a line cannot be read, or two runs have one name.
+    """
+    runs = []
+    for line in file.read_text(encoding="utf-8").splitlines():
+        cells = [cell.strip() for cell in line.strip("| ").split("|")]
+        if not line.startswith("|") or cells[0] == "run" or set(line) <= set("|- "):
+            continue
+        try:
+            name, kind, size, steps, rule, seed, arithmetic = cells
+            runs.append(Run(name, kind, size, int(steps.replace(",", "")), rule, int(seed), arithmetic))
+        except ValueError as error:
+            raise UsageError(f"{file}: cannot read the run {line!r}: {error}") from error
+        if not _RATE.fullmatch(rule) or size not in SIZES:
+            raise UsageError(f"{file}: {name} has a rate {rule!r} or a size {size!r} that is unknown")
+    if len({run.name for run in runs}) < len(runs):
+        raise UsageError(f"{file}: two runs have one name")
+    return tuple(runs)
+
+
+def results(folder: Path = RESULTS) -> dict[str, Result]:
+    """Every raw result by its run's name."""
+    return {file.name.partition(".json")[0]: _read(file) for file in sorted(folder.glob("*.json*"))}
+
+
+def upcoming(there: Mapping[str, Result]) -> list[Run]:
+    """Runs that have no result and can begin, in the list's order."""
+    return [run for run in listed() if run.name not in there and rate_of(run, there) is not None]
+
+
+def rate_of(run: Run, there: Mapping[str, Result]) -> float | None:
+    """Learning rate that the protocol gives a run; None where it is not needed, or what decides is not there yet."""
+    rule = _RATE.fullmatch(run.rule)
+    if rule is None:
+        raise UsageError(f"{run.name} has an unknown rate {run.rule!r}")
+    if rule["number"]:
+        rate = float(rule["number"])
+        return rate if not rule["edge"] or EDGES.get(_best_of_grid(run.base, there) or 0.0) == rate else None
+    best = best_rate(run.base, there)
+    if best is None:
+        return None
+    neighbours = {"×": 2.0, "/": 0.5, None: 1.0}
+    factor = _checked(run.kind, there) if rule["checked"] else neighbours[rule["sign"]]
+    return None if factor is None else round(best * run.carry * factor, 6)
+
+
+def best_rate(kind: str, there: Mapping[str, Result]) -> float | None:
+    """Rate of lowest perplexity on the held-out training text; None while one of the trainings that decide is missing.
+
+    Where the best is an end of the grid, the next rate beyond it is tried too.
+    """
+    best = _best_of_grid(kind, there)
+    return _lowest({rate: grid_name(kind, rate) for rate in (best, EDGES[best])}, there) if best in EDGES else best
+
+
+def grid_name(kind: str, rate: float) -> str:
+    """Name of the run of a rate's choice."""
+    return f"e1-{kind}-rate-{rate * 1000:g}e-3"
+
+
+def _read(file: Path) -> Result:
+    with lzma.open(file, "rt", encoding="utf-8") if file.suffix == ".xz" else file.open(encoding="utf-8") as stream:
+        result: Result = json.load(stream)
+    return result
+
+
+def _best_of_grid(kind: str, there: Mapping[str, Result]) -> float | None:
+    return _lowest({rate: grid_name(kind, rate) for rate in GRID}, there)
+
+
+def _checked(kind: str, there: Mapping[str, Result]) -> float | None:
+    """Factor 1, 2 or ½ of the neighbour that is best at a quarter of the tokens."""
+    return _lowest({1.0: f"e3-{kind}-check", 2.0: f"e3-{kind}-check-double", 0.5: f"e3-{kind}-check-half"}, there)
+
+
+def _lowest(names: Mapping[float, str], there: Mapping[str, Result]) -> float | None:
+    """Number whose run has the lowest loss on the held-out windows; None while one of the runs is missing."""
+    if any(name not in there for name in names.values()):
+        return None
+    losses = {number: there[name]["validation"]["nll"] for number, name in names.items()}
+    # A training whose loss left the finite numbers is a rate that nobody would take.
+    return min(losses, key=lambda number: math.inf if losses[number] is None else losses[number])

@@ -1,0 +1,118 @@
+"""What is measured of a trained model: KL under every scheme by passage, ranges, sensitivities, and its outliers."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from diffquant import data
+from diffquant.calib.analysis.outliers import measure_magnitudes
+from diffquant.evals.stats import estimate
+from diffquant.model.modeling import DiffTransformer
+from diffquant.recipe import Recipe
+from diffquant.scheme import Scheme
+from diffquant.support.progress import Progress, silent
+from diffquant.text.corpus import text_digest
+from studies.figure8 import Settings, analyse, prose_readings
+from studies.figure8_model import by_passage
+from studies.logit_noise import Reading, SeenAttention, difference, divergences, observed, predictions_of
+
+BITS = (8, 6, 4, 3)
+SHARED = ("tensor", "head", "pair", "row", "tensor:alike", "head:alike", "row:alike", "tensor:shift", "row:shift")
+SCHEMES = [f"{bits}:{shared}" for shared in SHARED for bits in BITS]
+OPERANDS = [f"{bits}:{shared}" for shared in ("tensor", "head", "row") for bits in BITS]
+# Steps that logits are rounded to whatever their range is.
+STEPS = (1.0, 2.0, 4.0, 8.0)
+BOOKS, WEB = Settings(windows=4), Settings(windows=2)
+_BATCH = 16
+
+
+@torch.inference_mode()
+def validation(model: DiffTransformer, held_out: Tensor) -> dict[str, Any]:
+    """Negative log-likelihood in nats a token and perplexity on text held out of the training text."""
+    losses = []
+    for ids in held_out.split(_BATCH):
+        logits = model(ids[:, :-1], use_cache=False).logits.float()
+        losses += cross_entropy(logits.mT, ids[:, 1:], reduction="none").mean(1).tolist()
+    nll = estimate(losses)
+    return {"nll": nll.mean, "se": nll.se, "perplexity": float(torch.tensor(nll.mean).exp())}
+
+
+@torch.inference_mode()
+def scores(model: DiffTransformer, tokenizer: Any, progress: Progress = silent) -> dict[str, Any]:
+    """All that is measured of a model, as plain data; lists are by passage."""
+    books = prose_readings(model, tokenizer, data.books_text(), BOOKS)
+    schemes = [Scheme.parse(name) for name in SCHEMES]
+    measured = analyse(model, books, schemes, progress)
+    reading = {"passages": BOOKS.passages, "window": BOOKS.window, "text": text_digest(data.books_text())}
+    web = web_text()
+    exact = predictions_of(model, books)
+    return {
+        # Values are by passage, so a passage has one.
+        "books": {
+            "reading": reading | {"windows_in_a_passage": BOOKS.windows, "windows": 1, "books": 4},
+            "nll": _passages(measured["nll"], BOOKS),
+            "layers": measured["layers"],
+            "kl": {scheme: _passages(values, BOOKS) for scheme, values in measured["kl"].items()},
+            "kl_of_steps": {f"{step:g}": _passages(_under_step(model, books, exact, step), BOOKS) for step in STEPS},
+            "kl_of_qk": _under(model, books, {name: Recipe.of(qk=name) for name in OPERANDS}, BOOKS)["kl"],
+        },
+        "web": {"reading": reading | {"windows_in_a_passage": WEB.windows, "text": text_digest(web)}}
+        | _under(
+            model,
+            prose_readings(model, tokenizer, web, WEB),
+            {name: Recipe(logits=scheme) for name, scheme in zip(SCHEMES, schemes, strict=True)},
+            WEB,
+        ),
+        "outliers": _outliers(model, books),
+    }
+
+
+def web_text() -> str:
+    """HellaSwag's contexts with their right endings: another domain than books."""
+    items = [json.loads(line) for line in data.hellaswag_lines()]
+    return "\n\n".join(f"{item['ctx_a']} {item['ctx_b']} {item['endings'][item['label']]}" for item in items)
+
+
+def _under(
+    model: DiffTransformer, readings: Sequence[Reading], recipes: Mapping[str, Recipe], settings: Settings
+) -> dict[str, Any]:
+    """NLL at 16 bits, and KL under each recipe."""
+    model.apply_recipe(Recipe())
+    exact = predictions_of(model, readings)
+    nll = [float(x) for reading, logits in zip(readings, exact, strict=True) for x in reading.nll(logits)]
+    kl = {}
+    for name, recipe in recipes.items():
+        model.apply_recipe(recipe)
+        kl[name] = _passages(divergences(exact, predictions_of(model, readings)), settings)
+    model.apply_recipe(Recipe())
+    return {"nll": _passages(nll, settings), "kl": kl}
+
+
+def _under_step(
+    model: DiffTransformer, readings: Sequence[Reading], exact: Sequence[Tensor], step: float
+) -> list[float]:
+    """KL of logits rounded to multiples of a step, which no range decides and no code limits."""
+
+    def see(attention: SeenAttention) -> Tensor:
+        return difference(attention.terms([(logits / step).round() * step for logits in attention.logits]))
+
+    with observed(model, see):
+        return divergences(exact, predictions_of(model, readings))
+
+
+def _outliers(model: DiffTransformer, readings: Sequence[Reading]) -> dict[str, Any]:
+    """Table 5: the largest magnitudes and the median of logits and hidden states, by layer and of all layers."""
+    layers, overall = measure_magnitudes(model, torch.cat([reading.ids[:, :-1] for reading in readings]))
+    as_data = [
+        {kind: {"top": found.top, "median": found.median} for kind, found in magnitudes.items()}
+        for magnitudes in (*layers, overall)
+    ]
+    return {"layers": as_data[:-1], "overall": as_data[-1]}
+
+
+def _passages(values: Sequence[float], settings: Settings) -> list[float]:
+    return by_passage({"reading": {"windows": settings.windows}}, values)

@@ -1,0 +1,163 @@
+"""The comparisons of Figure 8's trainings, on results that were made up so that their answer is known."""
+
+from itertools import combinations
+
+import pytest
+from scipy.stats import ttest_1samp
+
+from diffquant.errors import UsageError
+from research.figure8 import analysis
+from research.figure8.analysis import MAIN, SIX, bits_won, check_alike, holm, p_value, summary
+from research.figure8.plan import EDGES, GRID, KINDS, best_rate, grid_name, listed, rate_of, upcoming
+from research.figure8.scoring import OPERANDS, SCHEMES, STEPS
+
+BITS = {"diff-v1": [-0.6, -0.5, -0.4, -0.7, -0.55, -0.3], "diff-v2": [0.2, -0.2, 0.1, 0.3, -0.3, 0.05]}
+
+
+def result(run, kl=0.04, **changed):
+    """A raw result whose KL is `kl` under every scheme, in unequal passages."""
+    passages = [kl * weight for weight in (0.5, 1.0, 1.5)]
+    errors = {scheme: {"variance": [kl]} for scheme in SCHEMES}
+    return {
+        "run": run,
+        **{"arithmetic": "bf16", "size": "1.25M", "steps": 1800, "training_text": {"sha256": "a"}},
+        "environment": {"commit": "c"},
+        "validation": {"nll": 4.0, "perplexity": 54.6},
+        "books": {
+            "reading": {"text": "b", "windows": 1},
+            "kl": dict.fromkeys(SCHEMES, passages),
+            "kl_of_steps": {f"{step:g}": passages for step in STEPS},
+            "kl_of_qk": dict.fromkeys(OPERANDS, passages),
+            "layers": [{"sensitivity": {"first": 1.0}, "errors": errors}],
+        },
+        "web": {"kl": dict.fromkeys(SCHEMES, passages)},
+        "outliers": {"overall": {kind: {"top": {"1": 9.0, "10": 8.0}, "median": 1.0} for kind in ("logits", "hidden")}},
+    } | changed
+
+
+def second_stage():
+    """Results of E1's second stage; each DIFF model wins its bits over a Transformer that differs by seed."""
+    there = {}
+    for number, seed in enumerate(SIX):
+        plain = 0.03 + 0.004 * number
+        there[f"e1-transformer-seed-{seed}"] = plain
+        there |= {f"e1-{kind}-seed-{seed}": plain * 4 ** -bits[number] for kind, bits in BITS.items()}
+    return {name: result(name, kl) for name, kl in there.items()}
+
+
+def test_bits_won_are_compared_over_trainings_as_scipy_does():
+    there = second_stage()
+    for comparison in MAIN:
+        values = comparison.values(there, bits_won("4:tensor"))
+        assert values == pytest.approx(BITS[comparison.kind])
+        oracle = ttest_1samp(BITS[comparison.kind], 0.0)
+        assert p_value(values) == pytest.approx(oracle.pvalue)
+        low, high = oracle.confidence_interval()
+        assert analysis._interval(values).endswith(f"[{low:+.2f}, {high:+.2f}]")
+    text = summary(there)
+    primary = text[text.index("## Primary") : text.index("## Secondary")]
+    v1, v2 = primary.strip().splitlines()[-2:]
+    assert "DIFF loses" in v1
+    assert "undecided" in v2
+    assert text.count("\n| `") == 36
+
+
+def test_holms_p_values_are_those_of_closed_testing():
+    p_values = [0.04, 0.001, 0.03, 0.2, 0.012]
+    closed = [
+        max(
+            min(1.0, len(subset) * min(p_values[i] for i in subset))
+            for size in range(1, 6)
+            for subset in combinations(range(5), size)
+            if index in subset
+        )
+        for index in range(5)
+    ]
+    assert holm(p_values) == pytest.approx(closed)
+
+
+@pytest.mark.parametrize("missing", ["e1-transformer-seed-106", "e1-diff-v2-seed-101"])
+def test_nothing_is_decided_before_all_trainings_are_there(missing):
+    there = second_stage()
+    del there[missing]
+    text = summary(there)
+    assert "17 of 18 trainings" in text
+    assert not any(word in text for word in ("DIFF wins", "DIFF loses", "undecided"))
+    text = text[text.index("## Primary") : text.index("## Secondary: parts")]
+    assert "[" not in text
+
+
+@pytest.mark.parametrize(
+    ("named", "changed"),
+    [
+        ("arithmetic", {"arithmetic": "float32"}),
+        ("size", {"size": "5.3M"}),
+        ("steps", {"steps": 5400}),
+        ("training text", {"training_text": {"sha256": "other"}}),
+        ("scored text", {"books": result("x")["books"] | {"reading": {"text": "other", "windows": 1}}}),
+        ("sources differed", {"environment": {"commit": "c+changes"}}),
+    ],
+)
+def test_trainings_that_differ_in_anything_but_kind_are_not_compared(named, changed):
+    there = second_stage()
+    there["e1-diff-v1-seed-103"] |= changed
+    with pytest.raises(UsageError, match=rf"{named}.*e1-diff-v1-seed-103"):
+        MAIN[0].values(there, bits_won("4:tensor"))
+    check_alike([there["e1-diff-v1-seed-104"], there["e1-transformer-seed-104"]])
+
+
+def test_a_training_that_diverged_drops_out_of_its_comparison():
+    there = second_stage()
+    there["e1-diff-v1-seed-103"] = {k: v for k, v in result("e1-diff-v1-seed-103").items() if k != "books"} | {
+        "diverged": "the loss at step 7 is nan"
+    }
+    assert MAIN[0].values(there, bits_won("4:tensor")) == pytest.approx([*BITS["diff-v1"][:2], *BITS["diff-v1"][3:]])
+    assert MAIN[0].is_complete(there)
+
+
+@pytest.mark.parametrize(("moved", "said"), [(0.1, "does not matter"), (0.4, "matters: E1")])
+def test_the_arithmetic_matters_where_it_moves_more_than_two_standard_deviations(moved, said):
+    there = second_stage()
+    there["arithmetic-transformer-seed-101"] = result("t", 0.05, arithmetic="float32")
+    there["arithmetic-diff-v1-seed-101"] = result("d", 0.05 * 4 ** -(-0.6 + moved), arithmetic="float32")
+    line = next(x for x in summary(there).splitlines() if x.startswith(f"| diff-v1 | {moved:+.2f} |"))
+    assert said in line
+
+
+def losses(kind, by_rate):
+    return {grid_name(kind, rate): {"validation": {"nll": nll}} for rate, nll in by_rate.items()}
+
+
+def test_a_kind_takes_the_rate_of_lowest_loss_and_looks_beyond_an_end_of_the_grid():
+    inside = losses("diff-v1", dict(zip(GRID, (4.2, 4.1, 4.0, 4.3), strict=True)))
+    assert best_rate("diff-v1", inside) == 4e-3
+    assert best_rate("diff-v1", dict(list(inside.items())[:3])) is None
+    ending = losses("diff-v1", dict(zip(GRID, (4.3, 4.2, 4.1, 4.0), strict=True)))
+    assert best_rate("diff-v1", ending) is None
+    assert [run.name for run in upcoming(ending) if run.kind == "diff-v1"] == ["e1-diff-v1-rate-16e-3"]
+    assert best_rate("diff-v1", ending | losses("diff-v1", {16e-3: 3.9})) == 16e-3
+    assert best_rate("diff-v1", ending | losses("diff-v1", {16e-3: None})) == 8e-3
+
+
+def test_the_list_can_be_run_from_its_beginning_to_its_end():
+    """Whatever decides a rate stands before it, and only rates beyond the grid stay away."""
+    there, rates = {}, {}
+    while runs := upcoming(there):
+        run = runs[0]
+        rates[run.name] = rate_of(run, there)
+        there[run.name] = {"validation": {"nll": 5 - (rates[run.name] in (4e-3, 2e-3)) - (run.rule == "best × 2")}}
+    left = [run for run in listed() if run.name not in there]
+    assert {run.rule for run in left} == {"0.5e-3?", "16e-3?"}
+    assert list(there) == [run.name for run in listed() if run not in left]
+    best = rates["e1-diff-v2-seed-101"]
+    assert rates["e2-diff-v2-seed-101"] == pytest.approx(best * 3**-0.32, rel=1e-3)
+    assert rates["e3-diff-v2-check-half"] == pytest.approx(best / 4 * (1950 / 1800) ** -0.32, rel=1e-3)
+    assert rates["e3-diff-v2-seed-101"] == pytest.approx(best * (7800 / 1800) ** -0.32, rel=1e-3)
+    assert rates["e1-gated-seed-101"] == rates["e1-transformer-seed-101"]
+
+
+def test_the_list_has_what_the_protocol_asks_for():
+    names = {run.name for run in listed()}
+    assert {grid_name(kind, rate) for kind in KINDS for rate in (*GRID, *EDGES.values())} <= names
+    assert {name for comparison in MAIN for pair in comparison.names for name in pair} <= names
+    assert all(run.arithmetic == "bf16" for run in listed() if not run.name.startswith("arithmetic"))
