@@ -1,0 +1,136 @@
+"""Tiny GGUF files whose angles are scaled in every way that llama.cpp computes for a Llama, and its logits for them.
+
+`python -m tests.llama_cpp.cases` asks llama.cpp and writes recorded.json, once `make test-llama-cpp` has fetched it.
+"""
+
+import json
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from gguf import GGMLQuantizationType
+from safetensors.torch import save_file
+
+from diffquant.model.adapters import adapter_for
+from tests.support.gguf_files import write_gguf
+
+HERE = Path(__file__).parent
+RECORDED = HERE / "recorded.json"
+IS_INSTALLED = bool(shutil.which("node")) and (HERE / "node_modules/node-llama-cpp").is_dir()
+
+CONFIG: dict[str, Any] = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 90,
+    "hidden_size": 128,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 1024,
+}
+TOKENS = [int(token) for token in np.random.default_rng(1).integers(3, 90, 48)]
+# Where the logits are recorded: the shortest texts and the longest.
+POSITIONS = (0, 7, 30, 47)
+LLAMA3_1 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 256}
+LLAMA3_2 = LLAMA3_1 | {"factor": 32.0}
+
+_SCALING = "llama.rope.scaling."
+_LINEAR = {_SCALING + "type": "linear", _SCALING + "factor": 4.0}
+_YARN = _LINEAR | {_SCALING + "type": "yarn"}
+_SHORT = {_SCALING + "original_context_length": 64}
+# Metadata, and the settings of Llama 3.1 behind the divisors that the file holds.
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
+    "plain": ({}, None),
+    "another base": ({"llama.rope.freq_base": 100.0}, None),
+    "linear": (_LINEAR, None),
+    "linear unsaid": ({_SCALING + "factor": 4.0}, None),
+    "linear of 2023": ({"llama.rope.scale_linear": 4.0}, None),
+    "none": (_LINEAR | {_SCALING + "type": "none"}, None),
+    "yarn": (_YARN | _SHORT, None),
+    "yarn of the whole context": (_YARN, None),
+    "yarn with a factor of attention": (_YARN | _SHORT | {_SCALING + "attn_factor": 0.7}, None),
+    "llama 3.1": ({}, LLAMA3_1),
+    "llama 3.2": ({}, LLAMA3_2),
+    "llama 3 by another band": ({}, LLAMA3_1 | {"low_freq_factor": 2.0, "high_freq_factor": 12.0}),
+    "sizes by layer": ({"llama.attention.head_count": [4, 4], "llama.attention.head_count_kv": [2, 2]}, None),
+    "widths of heads": ({"llama.attention.key_length": 32, "llama.attention.value_length": 32}, None),
+}
+
+
+def factors(settings: dict[str, Any], head_dim: int = 32, theta: float = 10000.0) -> list[float]:
+    """The divisors that llama.cpp's converter writes for these settings, wave by wave in float32 as it does."""
+    found = []
+    for frequency in 1.0 / theta ** (np.arange(0, head_dim, 2, dtype=np.float32) / head_dim):
+        wavelength = 2 * np.pi / frequency
+        original, low, high = (
+            settings[key] for key in ("original_max_position_embeddings", "low_freq_factor", "high_freq_factor")
+        )
+        if wavelength < original / high:
+            found.append(1.0)
+        elif wavelength > original / low:
+            found.append(settings["factor"])
+        else:
+            smooth = (original / wavelength - low) / (high - low)
+            found.append(1 / ((1 - smooth) / settings["factor"] + smooth))
+    return [float(np.float32(factor)) for factor in found]
+
+
+def write_llama(folder: Path) -> Path:
+    """A Llama of CONFIG; its weights come from NumPy's generator, which keeps its numbers from release to release."""
+    folder.mkdir(parents=True)
+    random = np.random.default_rng(0)
+    tensors = {}
+    for name, shape in adapter_for(CONFIG).source_shapes().items():
+        values = random.standard_normal(shape) * 0.15 if len(shape) > 1 else 1 + random.standard_normal(shape) * 0.1
+        tensors[name] = torch.from_numpy(values.astype(np.float32))
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    return folder
+
+
+def write_case(case: str, folder: Path, llama: Path) -> Path:
+    """The GGUF file of a case."""
+    metadata, settings = CASES[case]
+    tensors = {} if settings is None else {"rope_freqs.weight": factors(settings)}
+    metadata = {"llama.context_length": CONFIG["max_position_embeddings"]} | metadata
+    return write_gguf(folder / f"{case}.gguf", llama, GGMLQuantizationType.F32, metadata, tensors)
+
+
+def llama_cpp_logits(files: Sequence[Path]) -> dict[str, Any]:
+    """llama.cpp's release, and its logits [files, POSITIONS, vocabulary]."""
+    request = {"models": [str(file) for file in files], "tokens": TOKENS, "length": CONFIG["max_position_embeddings"]}
+    command = ["node", str(HERE / "logits.mjs")]
+    done = subprocess.run(command, input=json.dumps(request), capture_output=True, text=True, timeout=300)
+    if done.returncode:
+        raise RuntimeError(f"llama.cpp failed:\n{done.stderr}")
+    answer = json.loads(done.stdout)
+    logits = [[rows[position] for position in POSITIONS] for rows in answer["answers"]]
+    return {"release": answer["release"], "logits": logits}
+
+
+def record() -> None:
+    """Write down what llama.cpp computes for every case."""
+    with tempfile.TemporaryDirectory() as folder:
+        llama = write_llama(Path(folder) / "llama")
+        answer = llama_cpp_logits([write_case(case, Path(folder), llama) for case in CASES])
+    content = {
+        "llama.cpp": answer["release"],
+        "node-llama-cpp": json.loads((HERE / "package.json").read_text())["dependencies"]["node-llama-cpp"],
+        "logits": {
+            case: [[round(logit, 5) for logit in row] for row in rows]
+            for case, rows in zip(CASES, answer["logits"], strict=True)
+        },
+    }
+    RECORDED.write_text(json.dumps(content, indent=0) + "\n")
+
+
+if __name__ == "__main__":
+    record()
