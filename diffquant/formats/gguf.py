@@ -16,6 +16,7 @@ from diffquant.errors import CheckpointError
 from diffquant.formats.gguf_config import llama_config
 from diffquant.formats.gguf_header import Header, read_header
 from diffquant.formats.gguf_rope import FACTORS, Factors
+from diffquant.formats.gguf_tokenizer import load_gguf_tokenizer
 from diffquant.formats.reader import Checkpoint, TensorInfo
 
 # In the order of a Llama's layer.
@@ -103,12 +104,8 @@ class GgufCheckpoint(Checkpoint):
         return [self.path]
 
     def write_side_files(self, folder: Path) -> None:
-        from transformers import AutoTokenizer
-
         try:
-            tokenizer = AutoTokenizer.from_pretrained(
-                self.path.parent, gguf_file=self.path.name, local_files_only=True, trust_remote_code=False
-            )
+            tokenizer = load_gguf_tokenizer(self.path)
         except Exception as error:
             raise CheckpointError(f"cannot read the tokenizer in {self.path}: {error}") from error
         tokenizer.save_pretrained(folder)

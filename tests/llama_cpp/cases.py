@@ -13,13 +13,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from gguf import GGMLQuantizationType
+from gguf import GGMLQuantizationType, GGUFWriter
 from safetensors.torch import save_file
 
+import diffquant.data
 from diffquant.model.adapters import adapter_for
 from tests.support.gguf_files import write_gguf
 
 HERE = Path(__file__).parent
+POCKET = Path(diffquant.data.__file__).parent / "pocket"
 RECORDED = HERE / "recorded.json"
 IS_INSTALLED = bool(shutil.which("node")) and (HERE / "node_modules/node-llama-cpp").is_dir()
 
@@ -65,6 +67,16 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
 }
 
 
+# Names of ways to split a text before merging; None is a file that names none.
+SPLITS = (None, "default", "gpt-2", "llama-bpe", "tekken", "qwen2", "smollm")
+BOS = 1
+TEXTS = (
+    "It was 12345 and 7; it's 2024-01-01, I'LL go\n\n\n  there",
+    "  a1b22c333 4444  55555\t\tnaïve ①② ½ 3.14159e10 1,000,000",
+    "don't DON'T we've\r\n\r\nfoo_bar __init__ HelloWorld !!!??? \n",
+)
+
+
 def factors(settings: dict[str, Any], head_dim: int = 32, theta: float = 10000.0) -> list[float]:
     """The divisors that llama.cpp's converter writes for these settings, wave by wave in float32 as it does."""
     found = []
@@ -106,14 +118,51 @@ def write_case(case: str, folder: Path, llama: Path) -> Path:
 
 def llama_cpp_logits(files: Sequence[Path]) -> dict[str, Any]:
     """llama.cpp's release, and its logits [files, POSITIONS, vocabulary]."""
-    request = {"models": [str(file) for file in files], "tokens": TOKENS, "length": CONFIG["max_position_embeddings"]}
-    command = ["node", str(HERE / "logits.mjs")]
+    length = CONFIG["max_position_embeddings"]
+    answer = _ask("logits.mjs", {"models": [str(file) for file in files], "tokens": TOKENS, "length": length})
+    logits = [[rows[position] for position in POSITIONS] for rows in answer["answers"]]
+    return {"release": answer["release"], "logits": logits}
+
+
+def write_vocabulary(split: str | None, folder: Path) -> Path:
+    """A GGUF file of the vocabulary of the models trained on prose, without weights."""
+    content = json.loads((POCKET / "prose-transformer/tokenizer.json").read_text())
+    vocabulary = content["model"]["vocab"]
+    path = folder / f"{split}.gguf"
+    writer = GGUFWriter(path, "llama")
+    for add in (writer.add_context_length, writer.add_embedding_length, writer.add_block_count):
+        add(1)
+    writer.add_feed_forward_length(1)
+    writer.add_head_count(1)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_tokenizer_model("gpt2")
+    if split is not None:
+        writer.add_tokenizer_pre(split)
+    writer.add_token_list(sorted(vocabulary, key=vocabulary.get))
+    writer.add_token_types([1] * len(vocabulary))
+    merges = content["model"]["merges"]
+    writer.add_token_merges([merge if isinstance(merge, str) else " ".join(merge) for merge in merges])
+    # node-llama-cpp takes a token 0 for none.
+    writer.add_bos_token_id(BOS)
+    writer.add_eos_token_id(0)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    return path
+
+
+def llama_cpp_tokens(files: Sequence[Path]) -> list[dict[str, Any]]:
+    """For each file whether llama.cpp begins a text with BOS, and its tokens of TEXTS."""
+    answers: list[dict[str, Any]] = _ask("tokens.mjs", {"models": [str(file) for file in files], "texts": TEXTS})
+    return answers
+
+
+def _ask(program: str, request: dict[str, Any]) -> Any:
+    command = ["node", str(HERE / program)]
     done = subprocess.run(command, input=json.dumps(request), capture_output=True, text=True, timeout=300)
     if done.returncode:
         raise RuntimeError(f"llama.cpp failed:\n{done.stderr}")
-    answer = json.loads(done.stdout)
-    logits = [[rows[position] for position in POSITIONS] for rows in answer["answers"]]
-    return {"release": answer["release"], "logits": logits}
+    return json.loads(done.stdout)
 
 
 def record() -> None:
@@ -121,6 +170,7 @@ def record() -> None:
     with tempfile.TemporaryDirectory() as folder:
         llama = write_llama(Path(folder) / "llama")
         answer = llama_cpp_logits([write_case(case, Path(folder), llama) for case in CASES])
+        tokens = llama_cpp_tokens([write_vocabulary(split, Path(folder)) for split in SPLITS])
     content = {
         "llama.cpp": answer["release"],
         "node-llama-cpp": json.loads((HERE / "package.json").read_text())["dependencies"]["node-llama-cpp"],
@@ -128,8 +178,9 @@ def record() -> None:
             case: [[round(logit, 5) for logit in row] for row in rows]
             for case, rows in zip(CASES, answer["logits"], strict=True)
         },
+        "tokens": dict(zip(map(str, SPLITS), tokens, strict=True)),
     }
-    RECORDED.write_text(json.dumps(content, indent=0) + "\n")
+    RECORDED.write_text(json.dumps(content) + "\n")
 
 
 if __name__ == "__main__":

@@ -4,25 +4,33 @@ import json
 
 import pytest
 import torch
+from gguf import GGUFWriter
 from transformers import LlamaForCausalLM
 
 import diffquant
 from diffquant import Recipe
+from diffquant.errors import CheckpointError
 from diffquant.formats.gguf import GgufCheckpoint
 from tests.llama_cpp.cases import (
+    BOS,
     CASES,
     IS_INSTALLED,
     LLAMA3_1,
     LLAMA3_2,
     POSITIONS,
     RECORDED,
+    SPLITS,
+    TEXTS,
     TOKENS,
     llama_cpp_logits,
+    llama_cpp_tokens,
     write_case,
     write_llama,
+    write_vocabulary,
 )
 
-ANSWERS = {case: torch.tensor(rows) for case, rows in json.loads(RECORDED.read_text())["logits"].items()}
+RECORD = json.loads(RECORDED.read_text())
+ANSWERS = {case: torch.tensor(rows) for case, rows in RECORD["logits"].items()}
 IDS = torch.tensor([TOKENS])
 
 
@@ -70,8 +78,36 @@ def test_a_converted_folder_states_the_scaling_as_transformers_does(tmp_path, ll
     torch.testing.assert_close(logits(path), found, rtol=0, atol=1e-4)
 
 
+@pytest.mark.parametrize("split", SPLITS)
+def test_tokens_of_a_gguf_files_tokenizer_are_llama_cpps(tmp_path, split):
+    expected = RECORD["tokens"][str(split)]
+    tokenizer = diffquant.load_tokenizer(write_vocabulary(split, tmp_path))
+    tokenizer.save_pretrained(tmp_path / "saved")
+    for reader in (tokenizer, diffquant.load_tokenizer(tmp_path / "saved")):
+        for text, tokens in zip(TEXTS, expected["tokens"], strict=True):
+            assert reader.encode(text, add_special_tokens=False) == tokens
+            assert reader.encode(text) == [BOS] * expected["begins"] + tokens
+
+
+def test_a_file_says_whether_texts_begin_with_bos(tmp_path, monkeypatch):
+    path = write_vocabulary("llama-bpe", tmp_path)
+    assert diffquant.load_tokenizer(path).encode("It") == [BOS, *diffquant.load_tokenizer(path).encode("It")[1:]]
+    write = GGUFWriter.add_tokenizer_pre
+    monkeypatch.setattr(
+        GGUFWriter, "add_tokenizer_pre", lambda self, pre: (write(self, pre), self.add_add_bos_token(False))
+    )
+    assert BOS not in diffquant.load_tokenizer(write_vocabulary("llama-bpe", tmp_path)).encode("It")
+
+
+def test_an_unknown_way_to_split_is_refused(tmp_path):
+    with pytest.raises(CheckpointError, match=r"tokenizer\.ggml\.pre is 'of-tomorrow'"):
+        diffquant.load_tokenizer(write_vocabulary("of-tomorrow", tmp_path))
+
+
 @pytest.mark.skipif(not IS_INSTALLED, reason="needs Node and what make test-llama-cpp fetches")
 def test_llama_cpp_computes_what_is_recorded(tmp_path, llama):
     found = llama_cpp_logits([write_case(case, tmp_path, llama) for case in CASES])
     for case, rows in zip(CASES, found["logits"], strict=True):
         torch.testing.assert_close(torch.tensor(rows), ANSWERS[case], rtol=0, atol=1e-4, msg=case)
+    for split, answer in zip(SPLITS, llama_cpp_tokens([write_vocabulary(s, tmp_path) for s in SPLITS]), strict=True):
+        assert answer == RECORD["tokens"][str(split)]
