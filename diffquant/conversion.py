@@ -28,6 +28,7 @@ from diffquant.report.tables import megabytes
 from diffquant.source.dex import DEX, DexCheckpoint
 from diffquant.source.source import Source, open_source
 from diffquant.support.devices import as_dtype
+from diffquant.support.escaping import one_line
 from diffquant.support.files import write_atomically
 from diffquant.support.progress import Progress, progress_for
 from diffquant.support.versions import versions
@@ -65,7 +66,7 @@ class Conversion:
 
     def summary(self) -> str:
         return (
-            f"{self.destination}: {self.source_type} -> {self.target_type}, the same function"
+            f"{one_line(str(self.destination))}: {self.source_type} -> {self.target_type}, the same function"
             f"{_rounding_note(self.dtype, self.rounding_error)}\n"
             f"{megabytes(self.bytes_after)} from the source's {megabytes(self.bytes_before)}, in {self.seconds:.1f} s"
         )

@@ -47,8 +47,11 @@ def load_gguf_tokenizer(path: Path) -> Any:
 
 def _split_as_llama_cpp(tokenizer: Any, metadata: Mapping[str, Value]) -> None:
     from tokenizers import Regex, pre_tokenizers
-    from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
+    try:
+        from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS as known
+    except ImportError:  # an older transformers, which splits as GPT-2 whatever the file says
+        known = {}
     kind = metadata.get("tokenizer.ggml.pre", "default")
     backend = tokenizer.backend_tokenizer
     if kind in _LIKE_LLAMA_3:
@@ -62,8 +65,8 @@ def _split_as_llama_cpp(tokenizer: Any, metadata: Mapping[str, Value]) -> None:
         splits = [pre_tokenizers.Split(Regex(split), "isolated") for split in _DEFAULT_SPLITS]
         plain = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         backend.pre_tokenizer = pre_tokenizers.Sequence([*splits, plain])
-    elif kind not in GGUF_PRE_TOKENIZER_SPLITS and kind not in _LIKE_GPT_2:
+    elif kind not in known and kind not in _LIKE_GPT_2:
         raise CheckpointError(
-            f"tokenizer.ggml.pre is {kind!r}, and how it splits text is not known here; convert the model and put the "
-            "tokenizer that it was made with into the folder"
+            f"tokenizer.ggml.pre is {kind!r}, and how it splits text is not known here; upgrade transformers, or put the "
+            "tokenizer that the model was made with into the converted folder"
         )
