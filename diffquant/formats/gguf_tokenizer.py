@@ -67,6 +67,6 @@ def _split_as_llama_cpp(tokenizer: Any, metadata: Mapping[str, Value]) -> None:
         backend.pre_tokenizer = pre_tokenizers.Sequence([*splits, plain])
     elif kind not in known and kind not in _LIKE_GPT_2:
         raise CheckpointError(
-            f"tokenizer.ggml.pre is {kind!r}, and how it splits text is not known here; upgrade transformers, or put the "
-            "tokenizer that the model was made with into the converted folder"
+            f"tokenizer.ggml.pre is {kind!r}, and how it splits text is not known here; upgrade transformers, or put "
+            "the tokenizer that the model was made with into the converted folder"
         )

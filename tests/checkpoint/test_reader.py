@@ -107,6 +107,27 @@ def test_old_buffers_and_a_tied_head_are_tolerated(tmp_path):
     assert check(folder) == {}
 
 
+@pytest.mark.parametrize("part", ["name", "entry"])
+def test_a_header_that_gives_something_twice_is_refused_by_name(tmp_path, part):
+    folder = write_diffllama(tmp_path / "model")
+    file = folder / "model.safetensors"
+    content = file.read_bytes()
+    size = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + size])
+    name = "model.norm.weight"
+    entry = json.dumps(header[name])
+    again = f'"{name}": {entry}' if part == "name" else '"model.more": {"dtype": "F32", ' + entry[1:]
+    text = (json.dumps(header)[:-1] + f", {again}}}").encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text + content[8 + size :])
+    # safetensors itself takes the last of two names.
+    if part == "name":
+        assert name in load_file(file)
+    with pytest.raises(
+        CheckpointError, match=r"model\.safetensors .*it gives '(model\.norm\.weight|dtype)' twice|damaged"
+    ):
+        open_checkpoint(folder)
+
+
 def test_pickles_are_not_opened(tmp_path):
     write_diffllama(tmp_path / "model")
     (tmp_path / "model/model.safetensors").rename(tmp_path / "model/pytorch_model.bin")
