@@ -1,7 +1,8 @@
 """The tokenizer in a GGUF file, which splits text and begins it as llama.cpp does.
 
 transformers reads vocabulary and merges; how text is split before merging it knows for some of the names that
-`tokenizer.ggml.pre` may have, and splits as GPT-2 for the others. What else llama.cpp does by that name is done here.
+`tokenizer.ggml.pre` may have, and splits as GPT-2 for the others. What else llama.cpp does by that name is done here,
+and the space that it puts before the text of a SentencePiece vocabulary, also where there is one.
 
 Source: llama.cpp, src/llama-vocab.cpp, llama_vocab::impl::load and llm_tokenizer_bpe.
 """
@@ -23,6 +24,7 @@ _LIKE_LLAMA_3 = {
 _BY_DIGITS = {"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"}
 _LIKE_GPT_2 = {"gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion", "granite-docling"}
 _GPT_2_SPLIT = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
+_SPACE = "\u2581"
 _DEFAULT_SPLITS = (r"[\p{P}\$\+<=>\^~\|]+", _GPT_2_SPLIT, r"\p{N}+", r"[0-9][0-9][0-9]")
 
 
@@ -40,9 +42,23 @@ def load_gguf_tokenizer(path: Path) -> Any:
     tokenizer = AutoTokenizer.from_pretrained(
         path.parent, gguf_file=path.name, local_files_only=True, trust_remote_code=False
     )
-    if metadata.get("tokenizer.ggml.model") == "gpt2":
+    kind = metadata.get("tokenizer.ggml.model")
+    if kind == "gpt2":
         _split_as_llama_cpp(tokenizer, metadata)
+    elif kind == "llama":
+        _prefix_as_llama_cpp(tokenizer.backend_tokenizer, bool(metadata.get("tokenizer.ggml.add_space_prefix", True)))
     return tokenizer
+
+
+def _prefix_as_llama_cpp(backend: Any, has_prefix: bool) -> None:
+    from tokenizers import decoders, normalizers
+
+    prefix = [normalizers.Prepend(_SPACE)] if has_prefix else []
+    backend.normalizer = normalizers.Sequence([*prefix, normalizers.Replace(" ", _SPACE)])
+    backend.pre_tokenizer = None
+    strip = [decoders.Strip(" ", 1, 0)] if has_prefix else []
+    parts = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
+    backend.decoder = decoders.Sequence(parts)
 
 
 def _split_as_llama_cpp(tokenizer: Any, metadata: Mapping[str, Value]) -> None:

@@ -69,8 +69,14 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
 
 # Names of ways to split a text before merging; None is a file that names none.
 SPLITS = (None, "default", "gpt-2", "llama-bpe", "tekken", "qwen2", "smollm")
+# Vocabularies of SentencePiece, by whether the file asks for a space before a text; None is a file that does not say.
+PREFIXES = (None, True, False)
 BOS = 1
 TEXTS = (
+    " leading",
+    "  two spaces",
+    "",
+    "a",
     "It was 12345 and 7; it's 2024-01-01, I'LL go\n\n\n  there",
     "  a1b22c333 4444  55555\t\tnaïve ①② ½ 3.14159e10 1,000,000",
     "don't DON'T we've\r\n\r\nfoo_bar __init__ HelloWorld !!!??? \n",
@@ -129,13 +135,7 @@ def write_vocabulary(split: str | None, folder: Path) -> Path:
     content = json.loads((POCKET / "prose-transformer/tokenizer.json").read_text())
     vocabulary = content["model"]["vocab"]
     path = folder / f"{split}.gguf"
-    writer = GGUFWriter(path, "llama")
-    for add in (writer.add_context_length, writer.add_embedding_length, writer.add_block_count):
-        add(1)
-    writer.add_feed_forward_length(1)
-    writer.add_head_count(1)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_tokenizer_model("gpt2")
+    writer = _vocabulary_writer(path, "gpt2")
     if split is not None:
         writer.add_tokenizer_pre(split)
     writer.add_token_list(sorted(vocabulary, key=vocabulary.get))
@@ -145,6 +145,48 @@ def write_vocabulary(split: str | None, folder: Path) -> Path:
     # node-llama-cpp takes a token 0 for none.
     writer.add_bos_token_id(BOS)
     writer.add_eos_token_id(0)
+    return _written(writer, path)
+
+
+def write_pieces(prefix: bool | None, folder: Path) -> Path:
+    """A GGUF file of a vocabulary as SentencePiece has it, with bytes for what it lacks, without weights."""
+    vocabulary = json.loads((POCKET / "prose-transformer/tokenizer.json").read_text())["model"]["vocab"]
+    by_place = sorted(vocabulary, key=vocabulary.get)[2:]
+    pieces = [token.replace("\u0120", "\u2581") for token in by_place if token.replace("\u0120", "").isascii()]
+    pieces.sort(key=lambda piece: len(piece) > 1)
+    path = folder / f"pieces-{prefix}.gguf"
+    writer = _vocabulary_writer(path, "llama")
+    writer.add_token_list(["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *pieces])
+    writer.add_token_types([2, 3, 3, *[6] * 256, *[1] * len(pieces)])
+    writer.add_token_scores([0.0] * 259 + [-float(place) for place in range(len(pieces))])
+    writer.add_bos_token_id(BOS)
+    writer.add_eos_token_id(2)
+    writer.add_unk_token_id(0)
+    if prefix is not None:
+        writer.add_add_space_prefix(prefix)
+    return _written(writer, path)
+
+
+def write_vocabularies(folder: Path) -> list[Path]:
+    """The files of SPLITS, then those of PREFIXES."""
+    return [
+        *(write_vocabulary(split, folder) for split in SPLITS),
+        *(write_pieces(prefix, folder) for prefix in PREFIXES),
+    ]
+
+
+def _vocabulary_writer(path: Path, kind: str) -> GGUFWriter:
+    writer = GGUFWriter(path, "llama")
+    for add in (writer.add_context_length, writer.add_embedding_length, writer.add_block_count):
+        add(1)
+    writer.add_feed_forward_length(1)
+    writer.add_head_count(1)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_tokenizer_model(kind)
+    return writer
+
+
+def _written(writer: GGUFWriter, path: Path) -> Path:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()
@@ -170,7 +212,7 @@ def record() -> None:
     with tempfile.TemporaryDirectory() as folder:
         llama = write_llama(Path(folder) / "llama")
         answer = llama_cpp_logits([write_case(case, Path(folder), llama) for case in CASES])
-        tokens = llama_cpp_tokens([write_vocabulary(split, Path(folder)) for split in SPLITS])
+        tokens = llama_cpp_tokens(write_vocabularies(Path(folder)))
     content = {
         "llama.cpp": answer["release"],
         "node-llama-cpp": json.loads((HERE / "package.json").read_text())["dependencies"]["node-llama-cpp"],
@@ -178,7 +220,7 @@ def record() -> None:
             case: [[round(logit, 5) for logit in row] for row in rows]
             for case, rows in zip(CASES, answer["logits"], strict=True)
         },
-        "tokens": dict(zip(map(str, SPLITS), tokens, strict=True)),
+        "tokens": tokens,
     }
     RECORDED.write_text(json.dumps(content) + "\n")
 

@@ -18,6 +18,7 @@ from tests.llama_cpp.cases import (
     LLAMA3_1,
     LLAMA3_2,
     POSITIONS,
+    PREFIXES,
     RECORDED,
     SPLITS,
     TEXTS,
@@ -26,6 +27,7 @@ from tests.llama_cpp.cases import (
     llama_cpp_tokens,
     write_case,
     write_llama,
+    write_vocabularies,
     write_vocabulary,
 )
 
@@ -78,15 +80,16 @@ def test_a_converted_folder_states_the_scaling_as_transformers_does(tmp_path, ll
     torch.testing.assert_close(logits(path), found, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("split", SPLITS)
-def test_tokens_of_a_gguf_files_tokenizer_are_llama_cpps(tmp_path, split):
-    expected = RECORD["tokens"][str(split)]
-    tokenizer = diffquant.load_tokenizer(write_vocabulary(split, tmp_path))
+@pytest.mark.parametrize("place", range(len(SPLITS) + len(PREFIXES)), ids=map(str, (*SPLITS, *PREFIXES)))
+def test_tokens_of_a_gguf_files_tokenizer_are_llama_cpps(tmp_path, place):
+    expected = RECORD["tokens"][place]
+    tokenizer = diffquant.load_tokenizer(write_vocabularies(tmp_path)[place])
     tokenizer.save_pretrained(tmp_path / "saved")
     for reader in (tokenizer, diffquant.load_tokenizer(tmp_path / "saved")):
         for text, tokens in zip(TEXTS, expected["tokens"], strict=True):
             assert reader.encode(text, add_special_tokens=False) == tokens
             assert reader.encode(text) == [BOS] * expected["begins"] + tokens
+            assert reader.decode(tokens, clean_up_tokenization_spaces=False) == text
 
 
 def test_a_file_says_whether_texts_begin_with_bos(tmp_path, monkeypatch):
@@ -109,5 +112,4 @@ def test_llama_cpp_computes_what_is_recorded(tmp_path, llama):
     found = llama_cpp_logits([write_case(case, tmp_path, llama) for case in CASES])
     for case, rows in zip(CASES, found["logits"], strict=True):
         torch.testing.assert_close(torch.tensor(rows), ANSWERS[case], rtol=0, atol=1e-4, msg=case)
-    for split, answer in zip(SPLITS, llama_cpp_tokens([write_vocabulary(s, tmp_path) for s in SPLITS]), strict=True):
-        assert answer == RECORD["tokens"][str(split)]
+    assert llama_cpp_tokens(write_vocabularies(tmp_path)) == RECORD["tokens"]
