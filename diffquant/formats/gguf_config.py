@@ -103,10 +103,10 @@ def llama_config(metadata: Mapping[str, Value], factors: Factors | None, *, is_t
         stated["vocab_size"] = metadata.get("tokenizer.ggml.tokens")
     config = _DEFAULTS | {key: value for key, value in stated.items() if value is not None}
     config |= _derived(config)
-    if factors is not None and len(factors) != config.get("head_dim", 0) // 2:
-        raise CheckpointError(
-            f"{FACTORS} has {len(factors)} numbers for the {config.get('head_dim', 0) // 2} pairs of channels of a head"
-        )
+    width = config.get("head_dim")
+    pairs = width // 2 if isinstance(width, int) else 0
+    if factors is not None and (len(factors) != pairs or not pairs):
+        raise CheckpointError(f"{FACTORS} has {len(factors)} numbers for the {pairs} pairs of channels of a head")
     return config | {
         "dtype": "float32",
         "tie_word_embeddings": is_tied,

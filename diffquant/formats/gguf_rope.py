@@ -80,6 +80,8 @@ def _of_factors(factors: Factors, theta: float) -> dict[str, Any]:
     """
     if not np.isfinite(factors).all() or (factors <= 0).any():
         raise CheckpointError(f"{FACTORS} holds numbers that are not positive, and angles are divided by them")
+    if not 0 < theta < math.inf:
+        raise CheckpointError(f"llama.rope.freq_base is {theta:g}, and angles come of a positive number")
     largest = float(factors.max())
     if np.allclose(factors, largest, rtol=_TOLERANCE, atol=0):
         return {} if abs(largest - 1) < _TOLERANCE else {"rope_type": "linear", "factor": largest}
@@ -123,12 +125,14 @@ def _guesses(factors: Factors, wavelengths: Factors) -> Iterator[tuple[float, fl
     smooth = (1 / factors[is_between] - 1 / largest) / (1 - 1 / largest)
     if is_between.sum() > 1:
         # smooth = original / (high - 1) / wavelength - 1 / (high - 1)
-        slope, offset = np.polyfit(1 / wavelengths[is_between], smooth, 1)
-        if offset < 0:
+        inverse = 1 / wavelengths[is_between]
+        slope, offset = map(float, np.linalg.lstsq(np.stack([inverse, np.ones_like(inverse)], 1), smooth)[0])
+        # Lines that are flat or lie elsewhere begin and end at no wavelength.
+        if slope > 1e-6 and offset < -1e-6:
             high, original = 1 - 1 / offset, -slope / offset
             yield float(round(original)), float(round(high))
-            yield float(round(original)), round(float(high), 3)
-            yield float(original), float(high)
+            yield float(round(original)), round(high, 3)
+            yield original, high
         return
     for high in (4.0, 2.0, 1.5, 1.2, 1.1, 1.01):
         if is_between.any():

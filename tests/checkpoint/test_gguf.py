@@ -229,6 +229,13 @@ def test_divisors_that_no_scaling_gives_are_refused(tmp_path, divisors, message)
         GgufCheckpoint(path)
 
 
+@pytest.mark.parametrize("theta", [0.0, -1.0, 1.0, 1e-30, 1e30, float("inf"), float("nan")])
+def test_divisors_under_a_base_that_gives_no_angles_are_refused(theta):
+    divisors = np.array(librarys_divisors(LLAMA3))
+    with pytest.raises(CheckpointError, match=r"freq_base is|as no scaling of Llama 3's does"):
+        rope_parameters({"llama.rope.freq_base": theta}, divisors)
+
+
 def test_divisors_of_llama_3_1_and_3_2_together_are_refused():
     first, second = librarys_divisors(LLAMA3, 128), librarys_divisors(LLAMA3 | {"factor": 32.0}, 128)
     with pytest.raises(CheckpointError, match=r"of 64 pairs .* the nearest settings differ at pair \d+ by"):
@@ -250,6 +257,7 @@ UNREAD = [
     ("llama.nextn_predict_layers", 1, "llama.nextn_predict_layers is 1"),
     ("llama.rope.scaling.attn_factor", 0.5, "llama.rope.scaling.attn_factor is 0.5"),
     ("llama.rope.scaling.type", "longrope", "llama.rope.scaling.type is 'longrope'"),
+    ("llama.rope.dimension_count", "16", "rope_freqs.weight has 8 numbers for the 0 pairs"),
     ("llama.rope.scaling.factor", "4", "llama.rope.scaling.factor is '4'"),
     ("llama.rope.scaling.yarn_beta_fast", 8.0, "llama.rope.scaling.yarn_beta_fast is 8.0"),
     ("llama.rope.scaling.yarn_log_multiplier", 0.5, "llama.rope.scaling.yarn_log_multiplier is 0.5"),
@@ -262,7 +270,8 @@ UNREAD = [
 
 @pytest.mark.parametrize(("key", "value", "message"), UNREAD, ids=[key for key, *_ in UNREAD])
 def test_a_key_that_is_not_computed_is_named(tmp_path, key, value, message):
-    path = write_gguf(tmp_path / "tiny.gguf", write_llama(tmp_path / "llama"), metadata={key: value})
+    tensors = {"rope_freqs.weight": [1.0] * PAIRS} if key == "llama.rope.dimension_count" else {}
+    path = write_gguf(tmp_path / "tiny.gguf", write_llama(tmp_path / "llama"), metadata={key: value}, tensors=tensors)
     with pytest.raises(CheckpointError, match=rf"tiny\.gguf: .*{message}"):
         GgufCheckpoint(path)
 
@@ -282,6 +291,8 @@ def test_keys_that_change_nothing_are_taken(tmp_path):
         "llama.expert_count": 0,
         "llama.rope.scaling.finetuned": True,
         "llama.logit_scale": 1.0,
+        # A factor of 0 is none, as in llama.cpp.
+        "llama.rope.scaling.factor": 0.0,
     }
     folder = write_llama(tmp_path / "llama")
     plain = GgufCheckpoint(write_gguf(tmp_path / "plain.gguf", folder))
@@ -289,11 +300,11 @@ def test_keys_that_change_nothing_are_taken(tmp_path):
 
 
 def test_every_token_that_ends_a_text_is_kept(tmp_path):
-    stated = {"tokenizer.ggml.eot_token_id": 5, "tokenizer.ggml.eom_token_id": 2}
+    stated = {"tokenizer.ggml.eot_token_id": 5, "tokenizer.ggml.eom_token_id": 7}
     path = write_gguf(tmp_path / "tiny.gguf", write_llama(tmp_path / "llama"), metadata=stated)
     quantize(path, tmp_path / "out", Recipe.of(weights="8:row"))
     for name in ("config.json", "generation_config.json"):
-        assert json.loads((tmp_path / "out" / name).read_text())["eos_token_id"] == [2, 5]
+        assert json.loads((tmp_path / "out" / name).read_text())["eos_token_id"] == [2, 5, 7]
 
 
 def test_what_a_file_gives_twice_is_named(tiny):
