@@ -164,9 +164,10 @@ def test_progress_lines_are_drawn_as_before(monkeypatch, capsys):
         sys.stderr.write("\n\x1b[A")
         sys.stderr.write("\r\x1b[K")
         sys.stderr.write("\x1b[Aup\x1b[31m")
+        sys.stderr.writelines(["a\x07", "b"])
         assert not sys.stderr.isatty()
     sys.stderr.write("\x1b")
-    assert capsys.readouterr().err == "\rhalf\n\x1b[A\r\x1b[K\x1b[Aup\\u001b[31m\x1b"
+    assert capsys.readouterr().err == "\rhalf\n\x1b[A\r\x1b[K\x1b[Aup\\u001b[31ma\\u0007b\x1b"
 
 
 @each_name

@@ -5,7 +5,7 @@ Each place has one function here, and whoever writes there calls it. A page's te
 
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -54,6 +54,10 @@ class _VisibleStream:
         kept = moves[0] if moves else ""
         self._stream.write(kept + visible(text[len(kept) :]))
         return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self.write(line)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
