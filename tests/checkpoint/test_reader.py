@@ -49,12 +49,18 @@ def test_missing_and_truncated_shards_are_all_named(sharded):
 
 
 @pytest.mark.parametrize(
-    "place", ["../outside.safetensors", "/tmp/outside.safetensors", "link.safetensors", "loop.safetensors"]
+    "place",
+    ["../outside.safetensors", "/tmp/outside.safetensors", "link.safetensors", "loop.safetensors", "blob.safetensors"],
 )
 def test_a_shard_outside_the_folder_is_refused(sharded, tmp_path, place):
     shutil.copy(sharded / shards_of(sharded)[0], tmp_path / "outside.safetensors")
     (sharded / "link.safetensors").symlink_to(tmp_path / "outside.safetensors")
     (sharded / "loop.safetensors").symlink_to("loop.safetensors")
+    # Another model's cache, which is laid out as this one's would be.
+    other = tmp_path / "other/blobs/outside"
+    other.parent.mkdir(parents=True)
+    shutil.copy(sharded / shards_of(sharded)[0], other)
+    (sharded / "blob.safetensors").symlink_to(other)
     index = json.loads((sharded / INDEX).read_text())
     name = next(iter(index["weight_map"]))
     edit_json(sharded / INDEX, weight_map=index["weight_map"] | {name: place})
