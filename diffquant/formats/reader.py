@@ -38,7 +38,7 @@ _DTYPES = {
 # Suffixes of what else makes a checkpoint usable, the model's own code included, which is copied and never run; what
 # holds weights, in any format, is not copied.
 SIDE_SUFFIXES = {".json", ".jinja", ".txt", ".model", ".tiktoken", ".vocab", ".py"}
-_OWN_NAMES = {"config.json", "diffquant.json", "recipe.yaml", "README.md"}
+_OWN_NAMES = {"config.json", "diffquant.json"}
 
 
 @dataclass(frozen=True)
