@@ -1,4 +1,5 @@
 import json
+import re
 import shutil
 
 import pytest
@@ -104,6 +105,15 @@ def test_missing_lambda_wrong_shape_wrong_type_and_surplus_are_named_together(tm
         "not part of the model: model.layers.0.self_attn.q_proj.bias",
     ):
         assert part in str(caught.value)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8])
+def test_a_weight_in_8_bits_without_its_scale_is_no_plain_weight(tmp_path, dtype):
+    folder = write_diffllama(tmp_path / "model")
+    name = "model.layers.0.mlp.up_proj.weight"
+    rewrite(folder, "model.safetensors", lambda tensors: tensors.update({name: tensors[name].to(dtype)}))
+    with pytest.raises(CheckpointError, match=rf"wrong type: {re.escape(name)} is {dtype}"):
+        open_source(folder)
 
 
 def test_old_buffers_and_a_tied_head_are_tolerated(tmp_path):
