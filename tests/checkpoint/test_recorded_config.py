@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from safetensors.torch import load_file
 
 import diffquant
 from diffquant.errors import CheckpointError
@@ -49,3 +50,14 @@ def test_what_cannot_be_read_is_refused(quantized, entry, message):
     edit_json(quantized / "config.json", diffquant_config=entry)
     with pytest.raises(CheckpointError, match=message):
         diffquant.load(quantized)
+
+
+def test_the_index_says_the_size_of_all_tensors_and_where_each_lies(tmp_path):
+    source = write_diffllama(tmp_path / "source", shard_size="150KB")
+    diffquant.quantize(source, tmp_path / "out", {"weights": "4:g16"})
+    index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())
+    files = {file.name: load_file(file) for file in (tmp_path / "out").glob("*.safetensors")}
+    assert len(files) > 1
+    assert index["weight_map"] == {name: file for file, tensors in files.items() for name in tensors}
+    sizes = [tensor.nbytes for tensors in files.values() for tensor in tensors.values()]
+    assert index["metadata"]["total_size"] == sum(sizes)
