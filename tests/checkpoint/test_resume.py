@@ -9,6 +9,8 @@ import pytest
 
 from diffquant.errors import DiffQuantError, OutputExistsError
 from diffquant.quantization.quantize import quantize
+from diffquant.quantization.roundings.base import Rounder
+from diffquant.quantization.roundings.nearest import Nearest, round_to_nearest
 from diffquant.recipe import Recipe
 from tests.support.checkpoints import contents, write_diffllama
 
@@ -80,6 +82,12 @@ def test_other_options_start_over(killed, left, options):
     assert quantize(killed / "source", left.parent / "out", RECIPE, **options).resumed == 0
     quantize(killed / "source", left.parent / "fresh", RECIPE, **options)
     assert contents(left.parent / "out") == contents(left.parent / "fresh")
+
+
+def test_a_rounding_that_read_something_else_starts_over(killed, left, monkeypatch):
+    rounder = Rounder(round_to_nearest, identity={"text": "another"})
+    monkeypatch.setattr(Nearest, "prepare", lambda *_: rounder)
+    assert quantize(killed / "source", left.parent / "out", RECIPE).resumed == 0
 
 
 def test_another_release_starts_over(killed, left, monkeypatch):
