@@ -67,7 +67,7 @@ class _VisibleStream:
 def visible_streams() -> Iterator[None]:
     """Have stdout and stderr show hidden characters."""
     streams = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = _VisibleStream(sys.stdout), _VisibleStream(sys.stderr)  # type: ignore[assignment]
+    sys.stdout, sys.stderr = _VisibleStream(sys.stdout), _VisibleStream(sys.stderr)
     try:
         yield
     finally:
