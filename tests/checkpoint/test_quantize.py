@@ -286,6 +286,16 @@ def test_overwrite_replaces_only_checkpoints(tmp_path, source):
     assert (tmp_path / "thesis/chapter1.txt").exists()
 
 
+def test_a_folder_in_the_place_of_a_file_that_was_written_is_not_overwritten(tmp_path, source):
+    quantize(source, tmp_path / "out", Recipe.of(weights="8:row"))
+    (tmp_path / "out/README.md").unlink()
+    (tmp_path / "out/README.md").mkdir()
+    (tmp_path / "out/README.md/notes.txt").write_text("years of work")
+    with pytest.raises(OutputExistsError, match=r"holds README\.md, which diffquant did not write"):
+        quantize(source, tmp_path / "out", Recipe.of(weights="8:row"), overwrite=True)
+    assert (tmp_path / "out/README.md/notes.txt").exists()
+
+
 @pytest.mark.parametrize("place", [".", "quantized", ".."])
 def test_the_input_is_never_an_output(tmp_path, source, place):
     with pytest.raises(UsageError, match="overlaps the input"):

@@ -7,6 +7,7 @@ from safetensors.torch import load_file
 
 import diffquant
 from diffquant.errors import CheckpointError
+from diffquant.formats.compressed_tensors import PACKED, read_schemes
 from diffquant.source.source import open_source
 from diffquant.support.versions import CONFIG_VERSION
 from tests.support.checkpoints import edit_json, write_diffllama
@@ -61,3 +62,16 @@ def test_the_index_says_the_size_of_all_tensors_and_where_each_lies(tmp_path):
     assert index["weight_map"] == {name: file for file, tensors in files.items() for name in tensors}
     sizes = [tensor.nbytes for tensors in files.values() for tensor in tensors.values()]
     assert index["metadata"]["total_size"] == sum(sizes)
+
+
+def test_an_expression_of_a_target_has_to_match_from_the_start(quantized):
+    entry = json.loads((quantized / "config.json").read_text())["quantization_config"]
+    modules = [name.removesuffix(PACKED) for name in open_source(quantized).checkpoint.tensors if name.endswith(PACKED)]
+    (group,) = entry["config_groups"].values()
+    for target, covers in ((r"re:model\..*", True), (r"re:layers\..*", False)):
+        config = {"quantization_config": entry | {"config_groups": {"group_0": group | {"targets": [target]}}}}
+        if covers:
+            assert read_schemes(config, modules)
+        else:
+            with pytest.raises(CheckpointError, match="no group of quantization_config covers"):
+                read_schemes(config, modules)
