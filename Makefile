@@ -15,8 +15,9 @@ HAS_TORCH := $(PYTHON) -c 'import torch, transformers' 2>/dev/null
 # The Triton of torch 2.10 and 2.11, whose machine code for Hopper is checked beside that of the installed one.
 OTHER_TRITON := build/triton-3.6.0
 WEB := examples/web
+LLAMA_CPP := tests/llama_cpp
 
-.PHONY: demo test test-quantizers test-thorough test-triton test-web test-webgpu lint docs docs-check dist plots mutants gpu gpu-bench gpu-test fuzz pairs sanitize clean
+.PHONY: demo test test-llama-cpp test-quantizers test-thorough test-triton test-web test-webgpu lint docs docs-check dist plots mutants gpu gpu-bench gpu-test fuzz pairs sanitize clean
 
 demo: $(VENV)/.ready
 	$(BIN)/diffquant demo --output demo-output --overwrite
@@ -48,6 +49,13 @@ test-triton: $(VENV)/.ready $(OTHER_TRITON)/triton
 
 $(OTHER_TRITON)/triton: | $(VENV)/.ready
 	$(BIN)/python -m pip install --quiet --no-deps --target $(OTHER_TRITON) triton==3.6.0
+
+# GGUF files against llama.cpp itself, which npm has compiled for x86-64 Linux; where npm is not installed the test is
+# skipped, and says so. `make test` holds them to what it answered. Optional packages are its builds for other machines.
+test-llama-cpp: $(VENV)/.ready
+	! command -v npm || test -d $(LLAMA_CPP)/node_modules \
+		|| npm install --prefix $(LLAMA_CPP) --ignore-scripts --omit=optional --no-package-lock --no-audit --no-fund
+	$(BIN)/python -m pytest $(LLAMA_CPP) -rs
 
 # The page of examples/web under Node and in Chromium. npm fetches its packages once; where Node or Chromium is not
 # installed the tests are skipped, and say so.

@@ -29,6 +29,7 @@ from diffquant.serve.folder import config_for_engines, write_modelling_file
 from diffquant.source.dex import DEX, DexCheckpoint
 from diffquant.source.source import Source, open_source
 from diffquant.support.devices import as_dtype
+from diffquant.support.escaping import one_line
 from diffquant.support.files import write_atomically
 from diffquant.support.progress import Progress, progress_for
 from diffquant.support.versions import versions
@@ -66,7 +67,7 @@ class Conversion:
 
     def summary(self) -> str:
         return (
-            f"{self.destination}: {self.source_type} -> {self.target_type}, the same function"
+            f"{one_line(str(self.destination))}: {self.source_type} -> {self.target_type}, the same function"
             f"{_rounding_note(self.dtype, self.rounding_error)}\n"
             f"{megabytes(self.bytes_after)} from the source's {megabytes(self.bytes_before)}, in {self.seconds:.1f} s"
         )

@@ -19,6 +19,7 @@ from diffquant.report.sizes import bytes_at_16_bits, stored_bits
 from diffquant.report.tables import megabytes
 from diffquant.source.source import Source, open_source
 from diffquant.source.weight_source import WeightSource, open_weights
+from diffquant.support.escaping import one_line
 
 WIDTHS = ("8:g32", "6:g32", "4:g32", "4:g128")
 
@@ -58,7 +59,7 @@ class Inspection:
     def __str__(self) -> str:
         spec = self.spec
         lines = [
-            f"{self.path}: {spec.generation} ({self.model_type}), {self.parameters / 1e6:.1f} M parameters",
+            f"{one_line(self.path)}: {spec.generation} ({self.model_type}), {self.parameters / 1e6:.1f} M parameters",
             f"{self.layers} layers, hidden {self.hidden_size}, {_head_counts(spec)}",
             f"RoPE {spec.rope}, post-norm {spec.post_norm}",
         ]
@@ -139,7 +140,9 @@ class WeightInspection:
         return asdict(self)
 
     def __str__(self) -> str:
-        head = f"{self.path} (model_type {self.model_type!r}) is of no kind that is run; {self.tensors} tensors"
+        head = (
+            f"{one_line(self.path)} (model_type {self.model_type!r}) is of no kind that is run; {self.tensors} tensors"
+        )
         if self.packed:
             return f"{head}, {self.packed} weights are packed\n{_size_line('as it is', self.sizes, self.packed_bits)}"
         lines = [

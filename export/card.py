@@ -2,6 +2,7 @@
 
 from diffquant.export.files import MODEL_FILE
 from diffquant.export.graph.plan import ExportPlan
+from diffquant.support.escaping import markdown_code, markdown_text
 
 _CARD = """---
 library_name: onnx
@@ -11,9 +12,9 @@ tags:
 - differential-transformer
 ---
 
-# {name}, for ONNX Runtime
+# {title}, for ONNX Runtime
 
-Exported from `{name}` ({model_type}) by diffquant.
+Exported from {name} ({model_type}) by diffquant.
 
 | part | precision |
 |---|---|
@@ -32,8 +33,9 @@ def exported_card(plan: ExportPlan) -> str:
     """Model card of an exported folder: what it was made from, at which precision, and what runs it."""
     checkpoint, options = plan.source.checkpoint, plan.options
     return _CARD.format(
-        name=checkpoint.name,
-        model_type=checkpoint.config.get("model_type"),
+        title=markdown_text(checkpoint.name),
+        name=markdown_code(checkpoint.name),
+        model_type=markdown_text(str(checkpoint.config.get("model_type"))),
         weights="as the checkpoint stores them" if plan.source.packed else options.weights,
         cache=f"{options.kv_bits} bits" if options.cache else "none",
         logits=options.logits,

@@ -12,11 +12,11 @@ from typing import Any
 from diffquant.errors import CheckpointError, DiffQuantError, OutputExistsError, UsageError
 from diffquant.formats.reader import read_json
 from diffquant.formats.staging import Staging, forget, left_behind, locked, partial_folder
-from diffquant.support.files import write_atomically
+from diffquant.support.files import check_writable, write_atomically
 
 # What is written of an output as a whole; its "files" are all that `overwrite` may replace.
 RECORD = "diffquant.json"
-# Bytes for the tokenizer and what describes the weights.
+# Bytes for the tokenizer and what describes the weights, which nobody counts before.
 _MARGIN = 16 * 2**20
 
 
@@ -68,13 +68,14 @@ def check_output(source: Path, destination: Path, overwrite: bool) -> None:
     """Check, before any work and before the source is opened, that an output destroys nothing.
 
     Raises:
-        UsageError: source and destination overlap.
+        UsageError: source and destination overlap, or nothing can be written there.
         OutputExistsError: the destination exists and `overwrite` is false, or it holds what diffquant did not write.
         DiffQuantError: another run is putting its output there.
     """
     input_path, output_path = source.resolve(), destination.resolve()
     if input_path == output_path or output_path in input_path.parents or input_path in output_path.parents:
         raise UsageError(f"the output {destination} overlaps the input {source}; choose a folder apart from it")
+    check_writable(output_path.parent)
     if _replaced_folder(destination).is_dir() or left_behind(destination):
         with locked(destination):
             _restore(destination)
@@ -119,14 +120,15 @@ def _check_space(destination: Path, nbytes: int) -> None:
     """Check that the disk can hold the output.
 
     Raises:
-        DiffQuantError: it cannot; the bytes needed and free are named.
+        DiffQuantError: it cannot; the bytes needed, kept and free are named.
     """
     partial = partial_folder(destination)
     written = sum(_allocated_bytes(file) for file in partial.iterdir()) if partial.is_dir() else 0
     available = _free_bytes(destination) + written
     if nbytes + _MARGIN > available:
         raise DiffQuantError(
-            f"{destination} needs {nbytes} bytes and only {available} are free there; make room or choose another disk"
+            f"{destination} needs {nbytes} bytes for its weights and {_MARGIN} for what may lie beside them, and only "
+            f"{available} are free there; make room or choose another disk"
         )
 
 
@@ -171,8 +173,11 @@ def _free_bytes(destination: Path) -> int:
 def _write_error(error: OSError, destination: Path, nbytes: int) -> DiffQuantError:
     partial = partial_folder(destination)
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        free = _free_bytes(destination)
+        # A quota or the number of files may be at its end where bytes are not.
+        limit = "" if free < nbytes else f"; {os.strerror(error.errno)}, so look at quotas and the number of files too"
         return DiffQuantError(
-            f"the disk is full: {destination} needs {nbytes} bytes and {_free_bytes(destination)} are free; "
+            f"the disk is full: {destination} needs {nbytes} bytes and {free} are free{limit}; "
             f"finished shards are kept in {partial}: make room and run the same command again to go on from there"
         )
     return DiffQuantError(f"writing {destination} failed: {error}; finished shards, if any, are kept in {partial}")

@@ -13,41 +13,11 @@ from gguf.quants import dequantize
 from torch import Tensor
 
 from diffquant.errors import CheckpointError
-from diffquant.formats.gguf_header import Header, Value, read_header
+from diffquant.formats.gguf_config import llama_config
+from diffquant.formats.gguf_header import Header, read_header
+from diffquant.formats.gguf_rope import FACTORS, Factors
+from diffquant.formats.gguf_tokenizer import load_gguf_tokenizer
 from diffquant.formats.reader import Checkpoint, TensorInfo
-
-_SIZES = {
-    "max_position_embeddings": "context_length",
-    "num_hidden_layers": "block_count",
-    "intermediate_size": "feed_forward_length",
-    "hidden_size": "embedding_length",
-    "head_dim": "rope.dimension_count",
-    "num_attention_heads": "attention.head_count",
-    "num_key_value_heads": "attention.head_count_kv",
-    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
-    "vocab_size": "vocab_size",
-}
-_TOKENS = {
-    "bos_token_id": "bos_token_id",
-    "eos_token_id": "eos_token_id",
-    "unk_token_id": "unknown_token_id",
-    "pad_token_id": "padding_token_id",
-}
-# What LlamaConfig has where a file says nothing, as a test checks.
-_DEFAULTS: dict[str, Any] = {
-    "hidden_act": "silu",
-    "max_position_embeddings": 2048,
-    "initializer_range": 0.02,
-    "rms_norm_eps": 1e-6,
-    "use_cache": True,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pretraining_tp": 1,
-    "attention_bias": False,
-    "attention_dropout": 0.0,
-    "mlp_bias": False,
-}
-_THETA = 10000.0
 
 # In the order of a Llama's layer.
 _LAYER = {
@@ -72,8 +42,8 @@ _PLAIN_TYPES = {
     GGMLQuantizationType.F16: torch.float16,
     GGMLQuantizationType.BF16: torch.bfloat16,
 }
-# Tables that are computed from the config.
-_ROTARY = ("rope_freqs.weight", "attn_rot_embd.weight")
+# The first is a part of the config, and the other is computed from it.
+_ROTARY = re.compile(rf"{re.escape(FACTORS)}|(blk\.\d+\.)?attn_rot_embd\.weight")
 _IN_LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.weight")
 
 
@@ -88,11 +58,11 @@ class GgufCheckpoint(Checkpoint):
         self._bytes = _map(path)
         try:
             header = read_header(self._bytes.data)
-            self.config = _config(header)
             _check_kinds(header)
+            self.config = llama_config(header.metadata, self._factors(header), is_tied=_HEAD not in header.tensors)
         except CheckpointError as error:
             raise CheckpointError(f"cannot read {path}: {error}") from error
-        names = sorted((name for name in header.tensors if not name.endswith(_ROTARY)), key=_place)
+        names = sorted((name for name in header.tensors if not _ROTARY.fullmatch(name)), key=_place)
         self._stored = {_llama_name(name): header.tensors[name] for name in names}
         self.tensors = {
             name: TensorInfo(torch.float32, stored.shape, path.name) for name, stored in self._stored.items()
@@ -134,12 +104,8 @@ class GgufCheckpoint(Checkpoint):
         return [self.path]
 
     def write_side_files(self, folder: Path) -> None:
-        from transformers import AutoTokenizer
-
         try:
-            tokenizer = AutoTokenizer.from_pretrained(
-                self.path.parent, gguf_file=self.path.name, local_files_only=True, trust_remote_code=False
-            )
+            tokenizer = load_gguf_tokenizer(self.path)
         except Exception as error:
             raise CheckpointError(f"cannot read the tokenizer in {self.path}: {error}") from error
         tokenizer.save_pretrained(folder)
@@ -147,6 +113,14 @@ class GgufCheckpoint(Checkpoint):
             key: self.config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in self.config
         }
         (folder / "generation_config.json").write_text(json.dumps(tokens, indent=2) + "\n")
+
+    def _factors(self, header: Header) -> Factors | None:
+        """What the file divides the frequencies of each pair of channels by, where it says so."""
+        stored = header.tensors.get(FACTORS)
+        if stored is None:
+            return None
+        data = self._bytes[stored.start : stored.start + stored.nbytes].reshape(*stored.shape[:-1], -1)
+        return dequantize(data, stored.kind).astype(np.float64).ravel()
 
     def _interleaved_heads(self, name: str) -> int | None:
         """The number of heads of a projection whose rows llama.cpp stores for interleaved rotation; None for others."""
@@ -168,45 +142,6 @@ def _map(path: Path) -> "np.ndarray[Any, np.dtype[np.uint8]]":
     if path.stat().st_size == 0:
         raise CheckpointError(f"cannot read {path}: it is empty")
     return np.asarray(np.memmap(path, np.uint8, mode="r"))
-
-
-def _config(header: Header) -> dict[str, Any]:
-    """The content of config.json for the Llama in a GGUF file.
-
-    Raises:
-        CheckpointError: the file holds another model.
-    """
-    metadata = header.metadata
-    architecture = metadata.get("general.architecture")
-    if architecture != "llama":
-        raise CheckpointError(f"it holds a model of architecture {architecture!r}, and only a llama's GGUF is read")
-    stated = {key: metadata.get(f"llama.{theirs}") for key, theirs in _SIZES.items()}
-    stated |= {key: metadata.get(f"tokenizer.ggml.{theirs}") for key, theirs in _TOKENS.items()}
-    if stated["vocab_size"] is None:
-        stated["vocab_size"] = metadata.get("tokenizer.ggml.tokens")
-    config = _DEFAULTS | {key: value for key, value in stated.items() if value is not None}
-    return (
-        config
-        | _derived(config)
-        | {
-            "dtype": "float32",
-            "tie_word_embeddings": _HEAD not in header.tensors,
-            "rope_parameters": {"rope_theta": metadata.get("llama.rope.freq_base", _THETA), "rope_type": "default"},
-            "model_type": "llama",
-            "architectures": ["LlamaForCausalLM"],
-        }
-    )
-
-
-def _derived(config: dict[str, Value]) -> dict[str, Value]:
-    """The entries that a Llama's config fills in from other sizes."""
-    heads, width = config.get("num_attention_heads"), config.get("hidden_size")
-    if not isinstance(heads, int) or not isinstance(width, int) or heads < 1:
-        return {}
-    return {
-        "num_key_value_heads": config.get("num_key_value_heads", heads),
-        "head_dim": config.get("head_dim", width // heads),
-    }
 
 
 def _check_kinds(header: Header) -> None:

@@ -1,13 +1,14 @@
 """The header of a GGUF file: its metadata, and where each tensor's data lies.
 
 gguf's own reader makes an array of every token and every merge of the tokenizer, which takes seconds; of an array
-only the length is taken here.
+of texts only the length is taken here.
 
 Source: the GGUF specification, https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
 """
 
 import math
 import struct
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -31,7 +32,8 @@ _SCALARS = {
     GGUFValueType.FLOAT64: "d",
 }
 
-Value = int | float | bool | str
+Numbers = tuple[int | float, ...]
+Value = int | float | bool | str | Numbers
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,7 @@ class Header:
     """The header of a GGUF file.
 
     Attributes:
-        metadata: scalars and strings by key; an array is represented by its length.
+        metadata: values by key; an array of texts is represented by its length.
         tensors: tensors as stored, by the file's own names.
     """
 
@@ -82,8 +84,8 @@ def read_header(data: memoryview) -> Header:
         data: bytes of the file, mapped.
 
     Raises:
-        CheckpointError: it is no GGUF file of version 2 or 3, is cut off, or has tensors of a type that gguf does not
-            know or whose data lies beyond its end; every such tensor is named.
+        CheckpointError: it is no GGUF file of version 2 or 3, is cut off, gives a key or a tensor twice, or has tensors
+            of a type that gguf does not know or whose data lies beyond its end; every such one is named.
     """
     if bytes(data[:4]) != _MAGIC:
         raise CheckpointError("it does not start as a GGUF file does")
@@ -93,11 +95,15 @@ def read_header(data: memoryview) -> Header:
         if version not in _VERSIONS:
             raise CheckpointError(f"its GGUF version is {version}; {' and '.join(map(str, _VERSIONS))} are read")
         tensor_count, key_count = cursor.scalar("Q"), cursor.scalar("Q")
-        metadata = {cursor.string(): cursor.value(cursor.scalar("I")) for _ in range(key_count)}
+        pairs = [(cursor.string(), cursor.value(cursor.scalar("I"))) for _ in range(key_count)]
         entries = [cursor.tensor() for _ in range(tensor_count)]
     except (struct.error, UnicodeDecodeError) as error:
         raise CheckpointError(f"its header is cut off or damaged at byte {cursor.offset} of {len(data)}") from error
-    alignment = int(metadata.get("general.alignment", GGUF_DEFAULT_ALIGNMENT)) or 1
+    _check_unique([key for key, _ in pairs], [entry.name for entry in entries])
+    metadata = dict(pairs)
+    alignment = metadata.get("general.alignment", GGUF_DEFAULT_ALIGNMENT)
+    if not isinstance(alignment, int) or alignment < 1:
+        raise CheckpointError(f"its general.alignment is {alignment!r}, not a positive number of bytes")
     data_start = math.ceil(cursor.offset / alignment) * alignment
     return Header(metadata, _checked(entries, data_start, len(data)))
 
@@ -133,11 +139,11 @@ class _Cursor:
         return text
 
     def value(self, kind: int) -> Value:
-        """The next value of metadata, or for an array its length."""
+        """The next value of metadata, or for an array of texts its length."""
         if kind == GGUFValueType.STRING:
             return self.string()
         if kind == GGUFValueType.ARRAY:
-            return self._skipped_array()
+            return self._array()
         return self.scalar(self._letter(kind))
 
     def tensor(self) -> _Entry:
@@ -147,14 +153,16 @@ class _Cursor:
         shape = tuple(self.scalar("Q") for _ in range(dimensions))
         return _Entry(name, shape[::-1], self.scalar("I"), self.scalar("Q"))
 
-    def _skipped_array(self) -> int:
+    def _array(self) -> Value:
         kind, length = self.scalar("I"), self.scalar("Q")
         if kind in (GGUFValueType.STRING, GGUFValueType.ARRAY):
             for _ in range(length):
-                self._skip(self.scalar("Q")) if kind == GGUFValueType.STRING else self._skipped_array()
-        else:
-            self._skip(length * struct.calcsize("<" + self._letter(kind)))
-        return length
+                self._skip(self.scalar("Q")) if kind == GGUFValueType.STRING else self._array()
+            return length
+        letter = self._letter(kind)
+        start = self.offset
+        self._skip(length * struct.calcsize("<" + letter))
+        return struct.unpack_from(f"<{length}{letter}", self.data, start)
 
     def _letter(self, kind: int) -> str:
         if kind not in _SCALARS:
@@ -168,6 +176,18 @@ class _Cursor:
     def _require(self, nbytes: int) -> None:
         if nbytes > len(self.data) - self.offset:
             raise struct.error
+
+
+def _check_unique(keys: list[str], tensors: list[str]) -> None:
+    """Check that nothing is given twice, of which readers would choose one or the other.
+
+    Raises:
+        CheckpointError: something is; all of it is named.
+    """
+    twice = [f"the key {key}" for key, times in Counter(keys).items() if times > 1]
+    twice += [f"the tensor {name}" for name, times in Counter(tensors).items() if times > 1]
+    if twice:
+        raise CheckpointError(f"it gives {', '.join(twice)} more than once")
 
 
 def _checked(entries: list[_Entry], data_start: int, file_nbytes: int) -> dict[str, StoredTensor]:

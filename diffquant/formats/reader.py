@@ -38,7 +38,7 @@ _DTYPES = {
 # Suffixes of what else makes a checkpoint usable, the model's own code included, which is copied and never run; what
 # holds weights, in any format, is not copied.
 SIDE_SUFFIXES = {".json", ".jinja", ".txt", ".model", ".tiktoken", ".vocab", ".py"}
-_OWN_NAMES = {"config.json", "diffquant.json", "recipe.yaml", "README.md"}
+_OWN_NAMES = {"config.json", "diffquant.json"}
 
 
 @dataclass(frozen=True)
@@ -220,12 +220,25 @@ def _open_all(folder: Path, files: Mapping[str, Path]) -> tuple[dict[str, Any], 
             continue
         try:
             handles[shard] = safe_open(file, "pt")
+            _check_header(file)
         except FileNotFoundError:
             problems.append(f"{shard} is missing")
         except (SafetensorError, OSError) as error:
             size = file.stat().st_size
             problems.append(f"{shard} ({size} bytes) is truncated or damaged ({error})")
+        except ValueError as error:
+            problems.append(f"{shard} has a header that readers take differently: {error}")
     return handles, problems
+
+
+def _check_header(file: Path) -> None:
+    """Check that a safetensors file, which opens, gives no tensor twice: safetensors takes the last.
+
+    Raises:
+        ValueError: it does; the name is given.
+    """
+    with file.open("rb") as stream:
+        parse_json(stream.read(int.from_bytes(stream.read(8), "little")))
 
 
 def _is_inside(folder: Path, shard: str) -> bool:

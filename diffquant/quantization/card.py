@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 from diffquant.quantization.plan import QuantizationPlan
 from diffquant.scheme import Scheme
+from diffquant.support.escaping import markdown_code, markdown_text
 
 _HEAD = """---
 library_name: transformers
@@ -20,12 +21,12 @@ def quantized_card(plan: QuantizationPlan, errors: Mapping[str, float]) -> str:
     Args:
         errors: relative RMS error of each packed weight, by name.
     """
-    name = plan.checkpoint.name
+    name, model_type = plan.checkpoint.name, str(plan.checkpoint.config.get("model_type"))
     recipe = plan.recipe
     lines = [
         _HEAD.format(tags=_tags(plan)),
-        f"# {name}, quantized\n",
-        f"Made from `{name}` ({plan.checkpoint.config.get('model_type')}) by diffquant, after training.\n",
+        f"# {markdown_text(name)}, quantized\n",
+        f"Made from {markdown_code(name)} ({markdown_text(model_type)}) by diffquant, after training.\n",
         "| target | scheme |",
         "|---|---|",
         f"| weights | {recipe.weights} |",
@@ -33,7 +34,7 @@ def quantized_card(plan: QuantizationPlan, errors: Mapping[str, float]) -> str:
         f"| V cache | {recipe.v} |",
         f"| attention logits | {recipe.logits} |",
         *([f"| queries and keys | {recipe.qk} |"] if recipe.qk.quantizes else []),
-        *(f"| `{pattern}` | {scheme} |" for pattern, scheme in recipe.overrides.items()),
+        *(f"| {markdown_code(pattern)} | {scheme} |" for pattern, scheme in recipe.overrides.items()),
         "",
         f"Tensors take {plan.size}.",
     ]
@@ -63,8 +64,8 @@ def converted_card(name: str, source_type: str, target_type: str, what: str) -> 
     return "\n".join(
         [
             _HEAD.format(tags=_FAMILY),
-            f"# {name}, as {target_type}\n",
-            f"Converted from `{name}` ({source_type}) by diffquant. {what}\n",
+            f"# {markdown_text(name)}, as {target_type}\n",
+            f"Converted from {markdown_code(name)} ({markdown_text(source_type)}) by diffquant. {what}\n",
         ]
     )
 

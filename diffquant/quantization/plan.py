@@ -4,7 +4,7 @@ import difflib
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -22,6 +22,7 @@ from diffquant.report.tables import aligned, megabytes
 from diffquant.scheme import FULL, Scheme
 from diffquant.source.check import is_surplus
 from diffquant.source.source import Source
+from diffquant.source.weight_layout import stored_transposed
 from diffquant.source.weight_rules import WeightRules
 from diffquant.source.weight_source import WeightSource
 
@@ -230,6 +231,24 @@ def _check_weights_alone(source: WeightSource, recipe: Recipe, schemes: Mapping[
             f"no tensor of {source.path} is packed: of {len(source.checkpoint.tensors)}, {len(source.weights)} are "
             f"weights by their names, and the recipe or the rules keep all of them; the rules pack "
             f"{', '.join((*source.rules.linears, *source.rules.experts))}. Give rules of your own with --weight-rules"
+        )
+    _refuse_transposed(source, {source.weights[module] for module in schemes})
+
+
+def _refuse_transposed(source: WeightSource, chosen: Collection[str]) -> None:
+    """Refuse to pack weights whose first axis is not their outputs.
+
+    Raises:
+        CheckpointError: some of the chosen are; all are named.
+    """
+    tensors = source.checkpoint.tensors
+    transposed = [name for name in stored_transposed(tensors) if name in chosen]
+    if transposed:
+        shapes = ", ".join(f"{name} {list(tensors[name].shape)}" for name in transposed)
+        raise CheckpointError(
+            f"{len(transposed)} weights of {source.path} are stored [in, out], as GPT-2's Conv1D and some experts are, "
+            f"and would be packed along the wrong axis: {shapes}; leave them as they are with --keep PATTERN, or write "
+            "them [out, in] for a model of Linear layers"
         )
 
 

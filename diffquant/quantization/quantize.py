@@ -35,6 +35,7 @@ from diffquant.source.source import Source, open_source
 from diffquant.source.weight_source import WeightSource
 from diffquant.support.devices import as_dtype
 from diffquant.support.digests import FileDigests
+from diffquant.support.escaping import one_line
 from diffquant.support.files import write_atomically
 from diffquant.support.progress import Progress, progress_for
 from diffquant.support.versions import CONFIG_VERSION, versions
@@ -82,7 +83,7 @@ class Quantization:
     def summary(self, worst: int = 3) -> str:
         """A few lines for people, with the `worst` weights by their error."""
         lines = [
-            f"{self.destination}: {compared_size(self.bytes_after, self.bytes_before, self.weights)}, "
+            f"{one_line(str(self.destination))}: {compared_size(self.bytes_after, self.bytes_before, self.weights)}, "
             f"in {self.seconds:.1f} s"
             + (f", {self.resumed} shards taken over from an interrupted run" if self.resumed else "")
         ]
@@ -92,7 +93,7 @@ class Quantization:
                 f"{len(self.errors)} weights packed at {self.packed_bits:.2f} stored bits each, "
                 f"relative RMS error {mean:.2%} on average; the largest:"
             )
-            lines += [f"  {e.error:.2%}  {e.name}  {e.scheme}" for e in self.errors[:worst]]
+            lines += [f"  {e.error:.2%}  {one_line(e.name)}  {e.scheme}" for e in self.errors[:worst]]
         return "\n".join(lines)
 
 

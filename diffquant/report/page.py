@@ -13,6 +13,8 @@ from importlib.resources import files
 from typing import ClassVar, TypeAlias
 from urllib.parse import quote
 
+from diffquant.support.escaping import visible
+
 # Tables with more rows have a field that filters them.
 _FEW_ROWS = 12
 _NUMBER = re.compile(r"[+-]?(?:\d[\d,]*)?\.?\d+(?:e[+-]?\d+)?", re.IGNORECASE)
@@ -178,7 +180,14 @@ def page(report: Report, links: Sequence[Link] = ()) -> str:
     # Here, since only a report needs it: commands that draw none start without it.
     from jinja2 import Environment, StrictUndefined
 
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, keep_trailing_newline=True)
+    environment = Environment(
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        keep_trailing_newline=True,
+        # What the template marks safe is a str of a class of its own.
+        finalize=lambda value: visible(value) if type(value) is str else value,
+    )
     environment.filters["sort_value"] = sort_value
     template, style, script = (
         files(__package__).joinpath(name).read_text(encoding="utf-8")

@@ -4,13 +4,16 @@ import csv
 import io
 from collections.abc import Mapping, Sequence
 
+from diffquant.support.escaping import one_line
+
 
 def aligned(head: Sequence[str], lines: Sequence[Sequence[str]], names: int = 1) -> list[str]:
-    """The head, a rule and the lines, in columns as wide as their longest text.
+    """The head, a rule and the lines, in columns as wide as their longest text; a text takes one line.
 
     Args:
         names: number of first columns that hold names, set to the left; the others hold numbers, to the right.
     """
+    head, *lines = ([one_line(text) for text in texts] for texts in (head, *lines))
     widths = [max(map(len, column)) for column in zip(head, *lines, strict=True)]
     rule = "  ".join("-" * width for width in widths)
     first, *rest = (_line(texts, widths, names) for texts in (head, *lines))
@@ -25,8 +28,9 @@ def _line(texts: Sequence[str], widths: Sequence[int], names: int) -> str:
 
 
 def markdown(head: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]:
-    """The head, a rule and the lines as a Markdown table."""
-    return [f"| {' | '.join(texts)} |" for texts in (head, ["---"] * len(head), *lines)]
+    """The head, a rule and the lines as a Markdown table, whose cells may hold Markdown."""
+    rows = ([one_line(text) for text in texts] for texts in (head, ["---"] * len(head), *lines))
+    return [f"| {' | '.join(texts)} |" for texts in rows]
 
 
 def csv_text(records: Sequence[Mapping[str, object]]) -> str:
@@ -40,7 +44,10 @@ def csv_text(records: Sequence[Mapping[str, object]]) -> str:
 
 
 def _as_text(value: object) -> object:
-    return f"'{value}" if isinstance(value, str) and value.startswith(tuple("=+-@\t\r")) else value
+    if not isinstance(value, str):
+        return value
+    shown = one_line(value)
+    return f"'{shown}" if shown.startswith(tuple("=+-@ ")) else shown
 
 
 def megabytes(size: float) -> str:

@@ -170,7 +170,12 @@ class DexCheckpoint(Checkpoint):
         }
         misshapen = [part for part, shape in shapes.items() if shape is not None and shape not in sizes[part]]
         problems += [f"{block}{_PART}{part} is {shapes[part]}, not {sizes[part][0]}" for part in misshapen]
-        return problems or self._annealing_problem(block)
+        return problems or self._mask_problem(block) or self._annealing_problem(block)
+
+    def _mask_problem(self, block: str) -> list[str]:
+        mask = self._part(block, "head_mask")
+        other = [] if mask is None else [value for value in mask.flatten().tolist() if value not in (0, 1)]
+        return [f"{block}{_PART}head_mask holds {other[0]:g}, and selects with 0 and 1"] if other else []
 
     def _annealing_problem(self, block: str) -> list[str]:
         for part in _PARTS:

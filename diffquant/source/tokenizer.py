@@ -39,7 +39,10 @@ def load_tokenizer(path: Path | str) -> Any:
     logging.set_verbosity_error()
     try:
         if path.suffix == ".gguf":
-            return AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, **safely)
+            # Here, since a folder is opened without the time that importing gguf takes.
+            from diffquant.formats.gguf_tokenizer import load_gguf_tokenizer
+
+            return load_gguf_tokenizer(path)
         return AutoTokenizer.from_pretrained(path, **safely)
     except Exception as error:  # tokenizers raise anything, bare Exception included
         why = str(error).strip().partition("\n")[0]

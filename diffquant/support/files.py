@@ -3,12 +3,21 @@
 import hashlib
 import json
 import os
+import re
 import secrets
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from diffquant.errors import UsageError
+
+try:
+    import fcntl
+except ImportError:  # Windows, which removes no file that is open, and has no locks that fit
+    fcntl = None  # type: ignore[assignment]
+
+_TEMPORARY = ".diffquant.tmp"
 
 
 def check_writable(folder: Path) -> None:
@@ -43,14 +52,60 @@ def file_digest(file: Path) -> str:
 
 
 def write_atomically(file: Path, content: str | bytes) -> None:
-    """Write a file whole or not at all; text is written as UTF-8."""
-    # A name of its own: two processes may write the same file at once, and the last one stays.
-    temporary = file.with_name(f".{file.name}.{secrets.token_hex(4)}.tmp")
+    """Write a file whole or not at all; text is written as UTF-8. What killed runs left of it goes away."""
+    data = content.encode() if isinstance(content, str) else content
+    _remove_left(file)
+    while True:
+        # A name of its own: two processes may write the same file at once, and the last one stays.
+        temporary = file.with_name(f".{file.name}.{secrets.token_hex(4)}{_TEMPORARY}")
+        try:
+            with _held(temporary):
+                temporary.write_bytes(data)
+                os.replace(temporary, file)
+            return
+        except FileNotFoundError:
+            # Where a disk that machines share has no locks between them, another may have taken it for left.
+            if not file.parent.is_dir():
+                raise
+        finally:
+            temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def _held(temporary: Path) -> Iterator[None]:
+    """Hold a lock on a new file that ends with this process, however it ends."""
+    if fcntl is None:
+        yield
+        return
+    descriptor = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
     try:
-        temporary.write_bytes(content.encode() if isinstance(content, str) else content)
-        os.replace(temporary, file)
+        # Without locks a file counts as in use for ever.
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
     finally:
-        temporary.unlink(missing_ok=True)
+        os.close(descriptor)
+
+
+def _remove_left(file: Path) -> None:
+    """Remove the temporary files of a file that no process holds: the runs that wrote them were killed."""
+    if fcntl is None:
+        return
+    name = re.compile(rf"\.{re.escape(file.name)}\.[0-9a-f]{{8}}{re.escape(_TEMPORARY)}")
+    with suppress(OSError), os.scandir(file.parent) as entries:
+        for entry in entries:
+            if name.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
+                _remove_unheld(entry.path)
+
+
+def _remove_unheld(path: str) -> None:
+    with suppress(OSError):
+        descriptor = os.open(path, os.O_RDWR)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.unlink(path)
+        finally:
+            os.close(descriptor)
 
 
 def write_json(file: Path, value: object) -> None:

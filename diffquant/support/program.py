@@ -11,6 +11,7 @@ import typer
 
 from diffquant.errors import DiffQuantError
 from diffquant.support import interruption
+from diffquant.support.escaping import visible_streams
 from diffquant.support.progress import clear_lines
 
 
@@ -27,6 +28,11 @@ def run_commands(program: typer.Typer) -> None:
     if isinstance(sys.stdout, TextIOWrapper):
         # The code pages of Windows lack λ and others of our letters.
         sys.stdout.reconfigure(errors="replace")
+    with visible_streams():
+        _run(program)
+
+
+def _run(program: typer.Typer) -> None:
     try:
         program()
     except DiffQuantError as error:

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from threading import Event, Thread
 from typing import TYPE_CHECKING
 
+from diffquant.support.escaping import one_line
+
 if TYPE_CHECKING:
     from tqdm import tqdm
 
@@ -64,7 +66,7 @@ class TerminalProgress:
     def __call__(self, done: float, total: float, what: str) -> None:
         share = done / total if total else 1.0
         line = self._line or self._start(share, what)
-        line.set_postfix_str(what, refresh=False)
+        line.set_postfix_str(one_line(what), refresh=False)
         self._countdown.report(share)
         if share < 1:
             line.update(share - line.n)
@@ -101,7 +103,7 @@ class TerminalProgress:
             desc=self.label,
             total=1.0,
             initial=share,
-            postfix=what,
+            postfix=one_line(what),
             file=sys.stderr,
             bar_format=_UNDER_WAY,
             mininterval=0.2,
@@ -152,7 +154,11 @@ class LogProgress:
             self._lines = int(elapsed / _SECONDS_BETWEEN_LOG_LINES)
             left = self._countdown.left
             rest = f", about {_minutes(left)} left" if left and share < 1 else ""
-            print(f"{self.label} {share:.0%} after {_minutes(elapsed)}{rest}: {what}", file=sys.stderr, flush=True)
+            print(
+                f"{self.label} {share:.0%} after {_minutes(elapsed)}{rest}: {one_line(what)}",
+                file=sys.stderr,
+                flush=True,
+            )
 
 
 def _minutes(seconds: float) -> str:

@@ -12,6 +12,7 @@ from threading import Thread
 
 from diffquant.errors import DiffQuantError
 from diffquant.support import interruption
+from diffquant.support.escaping import visible
 
 _STDIN = 0
 
@@ -26,7 +27,7 @@ def main() -> int:
     except KeyboardInterrupt:
         return 130
     except (DiffQuantError, OSError) as error:
-        sys.stderr.write(f"error: {error}\n")
+        sys.stderr.write(visible(f"error: {error}\n"))
         return 1
     return 0
 

@@ -125,17 +125,18 @@ def test_quantized_it_is_the_folded_llama_quantized(tmp_path):
     ("changes", "complaint"),
     [
         (
-            {"step": torch.tensor(STEPS // 2)},
-            r"0\.self_attn\.dex\.step is 50 of dex_steps 100: λ is still half annealed",
+            {"step": torch.tensor(STEPS - 1)},
+            r"0\.self_attn\.dex\.step is 99 of dex_steps 100: λ is still half annealed",
         ),
         ({"lambda_learn": None}, r"0\.self_attn\.dex\.lambda_learn is missing"),
         ({"proj.weight": None}, r"0\.self_attn\.dex\. has not one of weight and proj\.weight"),
         ({"weight": torch.eye(8)}, r"0\.self_attn\.dex\. has not one of|is \[8, 8\], not"),
         ({"head_mask": torch.ones(3)}, r"dex\.head_mask is \[3\], not \[4\]"),
+        ({"head_mask": torch.tensor([1.0, 0.0, 0.5, 1.0])}, r"dex\.head_mask holds 0\.5, and selects with 0 and 1"),
         ({"gate": torch.ones(3)}, r"dex\.gate is no part of DEX"),
         ({"lambda_learn": torch.tensor(math.nan)}, r"dex\.lambda_learn"),
     ],
-    ids=["annealed", "no lambda", "no matrix", "two matrices", "mask", "unknown", "no number"],
+    ids=["annealed", "no lambda", "no matrix", "two matrices", "mask", "soft mask", "unknown", "no number"],
 )
 def test_what_does_not_fold_is_refused_by_name(tmp_path, changes, complaint):
     write_dex(tmp_path / "dex")

@@ -1,12 +1,17 @@
+import json
+
+import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from diffquant.errors import CheckpointError
 from diffquant.formats import gguf as gguf_format
 from diffquant.formats.gguf import GgufCheckpoint
 from diffquant.formats.gguf_header import read_header
+from diffquant.formats.gguf_rope import rope_parameters
 from diffquant.quantization.quantize import quantize
 from diffquant.recipe import Recipe
 from diffquant.source.source import open_source
@@ -87,7 +92,9 @@ def test_the_header_is_what_ggufs_own_reader_finds(tiny):
     assert header.metadata.keys() == fields.keys()
     for name, value in header.metadata.items():
         contents = fields[name].contents()
-        assert value == (len(contents) if isinstance(contents, list) else contents)
+        if isinstance(contents, list):
+            contents = len(contents) if isinstance(contents[0], str) else tuple(contents)
+        assert value == contents
 
 
 def test_rows_are_those_of_the_whole_tensor(tiny):
@@ -157,6 +164,156 @@ def test_a_tensor_that_no_llama_has_is_refused(tmp_path, monkeypatch):
     path = write_gguf(tmp_path / "tiny.gguf", write_llama(tmp_path / "llama"))
     with pytest.raises(CheckpointError, match=r"not part of the model: blk\.0\.attn_q\.bias"):
         open_source(path)
+
+
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+
+
+def librarys_divisors(settings, head_dim=64, theta=500000.0):
+    """What transformers' scaling of Llama 3 divides each frequency by."""
+    config = LlamaConfig(
+        hidden_size=4 * head_dim,
+        num_attention_heads=4,
+        max_position_embeddings=131072,
+        rope_parameters={"rope_type": "llama3", "rope_theta": theta} | settings,
+    )
+    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
+    return (1 / (theta ** (torch.arange(0, head_dim, 2).float() / head_dim)) / scaled).tolist()
+
+
+@pytest.mark.parametrize("head_dim", [32, 64, 128, 256])
+@pytest.mark.parametrize("factor", [8.0, 32.0, 1.5])
+@pytest.mark.parametrize("original", [8192, 2048, 12345])
+def test_the_settings_behind_the_divisors_are_found_again(head_dim, factor, original):
+    settings = LLAMA3 | {"factor": factor, "original_max_position_embeddings": original}
+    found = rope_parameters({"llama.rope.freq_base": 5e5}, np.array(librarys_divisors(settings, head_dim)))
+    assert found == {"rope_theta": 5e5, "rope_type": "llama3"} | settings
+
+
+@pytest.mark.parametrize("head_dim", [2, 4, 8, 16, 64])
+@pytest.mark.parametrize("original", [64, 100, 1000, 8192])
+def test_other_settings_behind_the_divisors_give_the_same_frequencies(head_dim, original):
+    settings = {
+        "factor": 6.0,
+        "low_freq_factor": 1.7,
+        "high_freq_factor": 3.1,
+        "original_max_position_embeddings": original,
+    }
+    divisors = librarys_divisors(settings, head_dim, 10000.0)
+    found = rope_parameters({}, np.array(divisors))
+    rope_type = found.pop("rope_type")
+    assert found.pop("rope_theta") == 10000.0
+    again = {
+        "default": lambda: [1.0] * len(divisors),
+        "linear": lambda: [found["factor"]] * len(divisors),
+        "llama3": lambda: librarys_divisors(found, head_dim, 10000.0),
+    }[rope_type]()
+    np.testing.assert_allclose(again, divisors, rtol=2e-4)
+
+
+PAIRS = 8
+UNREAD_DIVISORS = {
+    "of two models": ([1.0, 1.0, 1.2, 1.5, 6.0, 8.0, 32.0, 32.0], "as no scaling of Llama 3's does"),
+    "not in order": ([1.0, 8.0] * 4, "as no scaling of Llama 3's does"),
+    "not positive": ([1.0] * 7 + [0.0], "not positive"),
+    "not finite": ([1.0] * 7 + [float("nan")], "not positive"),
+    "of another width": ([1.0] * 7, "has 7 numbers for the 8 pairs of channels"),
+}
+
+
+@pytest.mark.parametrize(("divisors", "message"), UNREAD_DIVISORS.values(), ids=UNREAD_DIVISORS)
+def test_divisors_that_no_scaling_gives_are_refused(tmp_path, divisors, message):
+    folder = write_llama(tmp_path / "llama")
+    path = write_gguf(tmp_path / "tiny.gguf", folder, tensors={"rope_freqs.weight": divisors})
+    with pytest.raises(CheckpointError, match=rf"rope_freqs\.weight .*{message}"):
+        GgufCheckpoint(path)
+
+
+@pytest.mark.parametrize("theta", [0.0, -1.0, 1.0, 1e-30, 1e30, float("inf"), float("nan")])
+def test_divisors_under_a_base_that_gives_no_angles_are_refused(theta):
+    divisors = np.array(librarys_divisors(LLAMA3))
+    with pytest.raises(CheckpointError, match=r"freq_base is|as no scaling of Llama 3's does"):
+        rope_parameters({"llama.rope.freq_base": theta}, divisors)
+
+
+def test_divisors_of_llama_3_1_and_3_2_together_are_refused():
+    first, second = librarys_divisors(LLAMA3, 128), librarys_divisors(LLAMA3 | {"factor": 32.0}, 128)
+    with pytest.raises(CheckpointError, match=r"of 64 pairs .* the nearest settings differ at pair \d+ by"):
+        rope_parameters({"llama.rope.freq_base": 5e5}, np.array(first[:33] + second[33:]))
+
+
+# Key, value, and what the message names.
+UNREAD = [
+    ("llama.attention.causal", False, "llama.attention.causal is False"),
+    ("llama.attention.head_count", [4, 2, 4], r"llama.attention.head_count differs from layer to layer: \[4, 2, 4\]"),
+    ("llama.attention.key_length", 8, "llama.rope.dimension_count is 16, llama.attention.key_length is 8"),
+    ("llama.attention.value_length", 8, "llama.attention.value_length is 8"),
+    ("llama.attention.scale", 0.5, "llama.attention.scale is 0.5"),
+    ("llama.attention.sliding_window", 4096, "llama.attention.sliding_window is 4096"),
+    ("llama.attn_logit_softcapping", 50.0, "llama.attn_logit_softcapping is 50.0"),
+    ("llama.expert_count", 8, "llama.expert_count is 8"),
+    ("llama.feed_forward_length", [96, 80, 96], "llama.feed_forward_length differs"),
+    ("llama.logit_scale", 0.5, "llama.logit_scale is 0.5"),
+    ("llama.nextn_predict_layers", 1, "llama.nextn_predict_layers is 1"),
+    ("llama.rope.scaling.attn_factor", 0.5, "llama.rope.scaling.attn_factor is 0.5"),
+    ("llama.rope.scaling.type", "longrope", "llama.rope.scaling.type is 'longrope'"),
+    ("llama.rope.dimension_count", "16", "rope_freqs.weight has 8 numbers for the 0 pairs"),
+    ("llama.rope.scaling.factor", "4", "llama.rope.scaling.factor is '4'"),
+    ("llama.rope.scaling.yarn_beta_fast", 8.0, "llama.rope.scaling.yarn_beta_fast is 8.0"),
+    ("llama.rope.scaling.yarn_log_multiplier", 0.5, "llama.rope.scaling.yarn_log_multiplier is 0.5"),
+    ("llama.something.new", 1, "llama.something.new is 1; .*gguf-new-metadata --remove-metadata"),
+    ("general.type", "adapter", "general.type is 'adapter'"),
+    ("general.alignment", 0, "general.alignment is 0"),
+    ("split.count", 3, "one of 3 parts"),
+]
+
+
+@pytest.mark.parametrize(("key", "value", "message"), UNREAD, ids=[key for key, *_ in UNREAD])
+def test_a_key_that_is_not_computed_is_named(tmp_path, key, value, message):
+    tensors = {"rope_freqs.weight": [1.0] * PAIRS} if key == "llama.rope.dimension_count" else {}
+    path = write_gguf(tmp_path / "tiny.gguf", write_llama(tmp_path / "llama"), metadata={key: value}, tensors=tensors)
+    with pytest.raises(CheckpointError, match=rf"tiny\.gguf: .*{message}"):
+        GgufCheckpoint(path)
+
+
+def test_two_scalings_of_angles_at_once_are_refused(tmp_path):
+    scaling = {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0}
+    divisors = {"rope_freqs.weight": [1.0, 1.0, 1.0, 1.0, 8.0, 8.0, 8.0, 8.0]}
+    path = write_gguf(tmp_path / "tiny.gguf", write_llama(tmp_path / "llama"), metadata=scaling, tensors=divisors)
+    with pytest.raises(CheckpointError, match=r"twice, by rope_freqs\.weight and by llama\.rope\.scaling\.type linear"):
+        GgufCheckpoint(path)
+
+
+def test_keys_that_change_nothing_are_taken(tmp_path):
+    stated = {
+        "llama.tensor_data_layout": "Meta AI original pth",
+        "llama.attention.causal": True,
+        "llama.expert_count": 0,
+        "llama.rope.scaling.finetuned": True,
+        "llama.logit_scale": 1.0,
+        # A factor of 0 is none, as in llama.cpp.
+        "llama.rope.scaling.factor": 0.0,
+    }
+    folder = write_llama(tmp_path / "llama")
+    plain = GgufCheckpoint(write_gguf(tmp_path / "plain.gguf", folder))
+    assert GgufCheckpoint(write_gguf(tmp_path / "stated.gguf", folder, metadata=stated)).config == plain.config
+
+
+def test_every_token_that_ends_a_text_is_kept(tmp_path):
+    stated = {"tokenizer.ggml.eot_token_id": 5, "tokenizer.ggml.eom_token_id": 7}
+    path = write_gguf(tmp_path / "tiny.gguf", write_llama(tmp_path / "llama"), metadata=stated)
+    quantize(path, tmp_path / "out", Recipe.of(weights="8:row"))
+    for name in ("config.json", "generation_config.json"):
+        assert json.loads((tmp_path / "out" / name).read_text())["eos_token_id"] == [2, 5, 7]
+
+
+def test_what_a_file_gives_twice_is_named(tiny):
+    data = tiny.read_bytes()
+    for once, again in ((b"general.name", b"llama.context_length"), (b"blk.1.ffn_up.weight", b"blk.0.ffn_up.weight")):
+        twice = data.replace(len(once).to_bytes(8, "little") + once, len(again).to_bytes(8, "little") + again)
+        tiny.write_bytes(twice)
+        with pytest.raises(CheckpointError, match=f"{again.decode()} more than once"):
+            GgufCheckpoint(tiny)
 
 
 @pytest.mark.parametrize("weights", ["4:g32", "8:tensor"])

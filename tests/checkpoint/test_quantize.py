@@ -1,6 +1,8 @@
 import errno
 import json
+import re
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -284,6 +286,16 @@ def test_overwrite_replaces_only_checkpoints(tmp_path, source):
     assert (tmp_path / "thesis/chapter1.txt").exists()
 
 
+def test_a_folder_in_the_place_of_a_file_that_was_written_is_not_overwritten(tmp_path, source):
+    quantize(source, tmp_path / "out", Recipe.of(weights="8:row"))
+    (tmp_path / "out/README.md").unlink()
+    (tmp_path / "out/README.md").mkdir()
+    (tmp_path / "out/README.md/notes.txt").write_text("years of work")
+    with pytest.raises(OutputExistsError, match=r"holds README\.md, which diffquant did not write"):
+        quantize(source, tmp_path / "out", Recipe.of(weights="8:row"), overwrite=True)
+    assert (tmp_path / "out/README.md/notes.txt").exists()
+
+
 @pytest.mark.parametrize("place", [".", "quantized", ".."])
 def test_the_input_is_never_an_output(tmp_path, source, place):
     with pytest.raises(UsageError, match="overlaps the input"):
@@ -292,10 +304,26 @@ def test_the_input_is_never_an_output(tmp_path, source, place):
 
 
 def test_too_small_a_disk_is_refused_before_work(tmp_path, source, monkeypatch):
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(100, 90, 10))
-    with pytest.raises(DiffQuantError, match=r"needs \d+ bytes and only 10 are free"):
-        quantize(source, tmp_path / "out", Recipe.of(weights="8:row"))
+    # More than the weights, and less than what is kept beside them.
+    for free in (10, 16 << 20):
+        monkeypatch.setattr(shutil, "disk_usage", lambda path, free=free: shutil._ntuple_diskusage(free, 0, free))
+        with pytest.raises(DiffQuantError, match=r"needs \d+ bytes for .* and \d+ for .* only \d+ are free") as refusal:
+            quantize(source, tmp_path / "out", Recipe.of(weights="8:row"))
+        weights, beside, said = map(int, re.findall(r" (\d+) (?:bytes|for|are)", str(refusal.value)))
+        assert said == free < weights + beside
     assert not (tmp_path / "out.partial").exists()
+
+
+@pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="this processor has no /proc, where nobody can write")
+def test_a_place_where_nothing_can_be_written_is_no_full_disk(source):
+    with pytest.raises(UsageError, match=r"cannot write into /proc: .*; choose another output"):
+        quantize(source, "/proc/out", Recipe.of(weights="8:row"))
+
+
+def test_a_quota_is_no_full_disk(tmp_path, source, monkeypatch):
+    monkeypatch.setattr("os.pwrite", fill_up_after(0))
+    with pytest.raises(DiffQuantError, match=r"needs \d+ bytes and \d+ are free; .*quotas and the number of files"):
+        quantize(source, tmp_path / "out", Recipe.of(weights="8:row"))
 
 
 def test_a_disk_that_fills_up_says_how_to_go_on(tmp_path, source, monkeypatch):

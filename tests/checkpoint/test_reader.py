@@ -1,4 +1,5 @@
 import json
+import re
 import shutil
 
 import pytest
@@ -49,12 +50,18 @@ def test_missing_and_truncated_shards_are_all_named(sharded):
 
 
 @pytest.mark.parametrize(
-    "place", ["../outside.safetensors", "/tmp/outside.safetensors", "link.safetensors", "loop.safetensors"]
+    "place",
+    ["../outside.safetensors", "/tmp/outside.safetensors", "link.safetensors", "loop.safetensors", "blob.safetensors"],
 )
 def test_a_shard_outside_the_folder_is_refused(sharded, tmp_path, place):
     shutil.copy(sharded / shards_of(sharded)[0], tmp_path / "outside.safetensors")
     (sharded / "link.safetensors").symlink_to(tmp_path / "outside.safetensors")
     (sharded / "loop.safetensors").symlink_to("loop.safetensors")
+    # Another model's cache, which is laid out as this one's would be.
+    other = tmp_path / "other/blobs/outside"
+    other.parent.mkdir(parents=True)
+    shutil.copy(sharded / shards_of(sharded)[0], other)
+    (sharded / "blob.safetensors").symlink_to(other)
     index = json.loads((sharded / INDEX).read_text())
     name = next(iter(index["weight_map"]))
     edit_json(sharded / INDEX, weight_map=index["weight_map"] | {name: place})
@@ -100,11 +107,41 @@ def test_missing_lambda_wrong_shape_wrong_type_and_surplus_are_named_together(tm
         assert part in str(caught.value)
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8])
+def test_a_weight_in_8_bits_without_its_scale_is_no_plain_weight(tmp_path, dtype):
+    folder = write_diffllama(tmp_path / "model")
+    name = "model.layers.0.mlp.up_proj.weight"
+    rewrite(folder, "model.safetensors", lambda tensors: tensors.update({name: tensors[name].to(dtype)}))
+    with pytest.raises(CheckpointError, match=rf"wrong type: {re.escape(name)} is {dtype}"):
+        open_source(folder)
+
+
 def test_old_buffers_and_a_tied_head_are_tolerated(tmp_path):
     folder = write_diffllama(tmp_path / "model", tie_word_embeddings=True)
     surplus = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8), "lm_head.weight": torch.ones(90, 64)}
     rewrite(folder, "model.safetensors", lambda tensors: tensors.update(surplus))
     assert check(folder) == {}
+
+
+@pytest.mark.parametrize("part", ["name", "entry"])
+def test_a_header_that_gives_something_twice_is_refused_by_name(tmp_path, part):
+    folder = write_diffllama(tmp_path / "model")
+    file = folder / "model.safetensors"
+    content = file.read_bytes()
+    size = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + size])
+    name = "model.norm.weight"
+    entry = json.dumps(header[name])
+    again = f'"{name}": {entry}' if part == "name" else '"model.more": {"dtype": "F32", ' + entry[1:]
+    text = (json.dumps(header)[:-1] + f", {again}}}").encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text + content[8 + size :])
+    # safetensors itself takes the last of two names.
+    if part == "name":
+        assert name in load_file(file)
+    with pytest.raises(
+        CheckpointError, match=r"model\.safetensors .*it gives '(model\.norm\.weight|dtype)' twice|damaged"
+    ):
+        open_checkpoint(folder)
 
 
 def test_pickles_are_not_opened(tmp_path):

@@ -1,5 +1,6 @@
 import hashlib
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -8,6 +9,8 @@ import pytest
 
 from diffquant.errors import DiffQuantError, OutputExistsError
 from diffquant.quantization.quantize import quantize
+from diffquant.quantization.roundings.base import Rounder
+from diffquant.quantization.roundings.nearest import Nearest, round_to_nearest
 from diffquant.recipe import Recipe
 from tests.support.checkpoints import contents, write_diffllama
 
@@ -72,6 +75,34 @@ def test_another_recipe_starts_over(killed, left):
     assert quantize(killed / "source", left.parent / "out", other).resumed == 0
     quantize(killed / "source", left.parent / "fresh", other)
     assert contents(left.parent / "out") == contents(left.parent / "fresh")
+
+
+@pytest.mark.parametrize("options", [{"dtype": "float16"}, {"rounding": "mse"}], ids=["dtype", "rounding"])
+def test_other_options_start_over(killed, left, options):
+    assert quantize(killed / "source", left.parent / "out", RECIPE, **options).resumed == 0
+    quantize(killed / "source", left.parent / "fresh", RECIPE, **options)
+    assert contents(left.parent / "out") == contents(left.parent / "fresh")
+
+
+def test_a_rounding_that_read_something_else_starts_over(killed, left, monkeypatch):
+    rounder = Rounder(round_to_nearest, identity={"text": "another"})
+    monkeypatch.setattr(Nearest, "prepare", lambda *_: rounder)
+    assert quantize(killed / "source", left.parent / "out", RECIPE).resumed == 0
+
+
+def test_another_release_starts_over(killed, left, monkeypatch):
+    monkeypatch.setattr("diffquant.quantization.quantize.versions", lambda: {"diffquant": "99"})
+    assert quantize(killed / "source", left.parent / "out", RECIPE).resumed == 0
+
+
+def test_a_source_that_was_written_again_starts_over(killed, left):
+    shard = sorted((killed / "source").glob("*.safetensors"))[0]
+    times = shard.stat()
+    os.utime(shard, ns=(times.st_atime_ns, times.st_mtime_ns + 1_000_000))
+    try:
+        assert quantize(killed / "source", left.parent / "out", RECIPE).resumed == 0
+    finally:
+        os.utime(shard, ns=(times.st_atime_ns, times.st_mtime_ns))
 
 
 def test_an_unreadable_journal_starts_over(killed, left):

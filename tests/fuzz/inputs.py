@@ -189,13 +189,16 @@ def _ranges(folder: Path) -> Kind:
 
 
 def _gguf(folder: Path) -> Kind:
-    path = write_gguf(folder / "tiny.gguf", write_llama(folder / "llama"))
+    stated = {"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 2.0}
+    scaled = write_gguf(folder / "scaled.gguf", write_llama(folder / "scaled"), metadata=stated).read_bytes()
+    divisors = {"rope_freqs.weight": [1.0, 1.0, 1.0, 2.0, 8.0, 8.0, 8.0, 8.0]}
+    path = write_gguf(folder / "tiny.gguf", write_llama(folder / "llama"), tensors=divisors)
     ids = torch.arange(1, 9)[None]
 
     def computes(path: Path) -> bool:
         return bool(torch.isfinite(load(path, dtype=torch.float32)(ids).logits).all())
 
-    return Kind((path.read_bytes(),), _reading(path, computes))
+    return Kind((path.read_bytes(), scaled), _reading(path, computes))
 
 
 def changed(content: bytes, chance: random.Random) -> bytes:

@@ -126,7 +126,7 @@ def survives(verb: Verb, inputs: Path, place: Path, expected: object, kill_at: i
         return f"the next run failed; left are {sorted(entry.name for entry in place.iterdir())}"
     if not output.exists() or verb.result(output) != expected:
         return "the next run made another output"
-    left = sorted(entry.name for entry in place.iterdir() if entry != output and not entry.name.endswith(".tmp"))
+    left = sorted(entry.name for entry in place.iterdir() if entry != output)
     return f"left behind: {', '.join(left)}" if left else None
 
 

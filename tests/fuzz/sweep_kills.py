@@ -107,7 +107,7 @@ def _outcome(
         return f"started {_MOST_STARTS} times, and ended with {statuses[0]} at last: {''.join(said)}"
     if scores(place) != expected:
         return f"{len(scores(place))} of {CELLS} cells, or others than expected"
-    left = [file.name for file in place.iterdir() if file.suffix != ".json" and not file.name.endswith(".tmp")]
+    left = [file.name for file in place.iterdir() if file.suffix != ".json"]
     return f"left behind: {', '.join(left)}" if left else None
 
 

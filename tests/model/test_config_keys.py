@@ -15,6 +15,7 @@ from transformers import (
     LlamaForCausalLM,
     PreTrainedConfig,
 )
+from transformers.masking_utils import create_causal_mask
 from transformers.modeling_rope_utils import RopeParameters, RotaryEmbeddingConfigMixin
 
 import diffquant
@@ -104,6 +105,9 @@ REFUSED = {
     "per_layer_config": ({"per_layer_config": {"1": {"rms_norm_eps": 0.1}}}, "per_layer_config"),
     "layer_types": ({"layer_types": ["full_attention", "chunked_attention"]}, "layer_types has chunked_attention"),
     "sliding_window": ({"sliding_window": 8}, "sliding_window is 8"),
+    # Read by what builds the masks of every model; vLLM reads both.
+    "is_causal": ({"is_causal": False}, "is_causal is False"),
+    "logit_scale": ({"logit_scale": 0.5}, "logit_scale is 0.5"),
 }
 OF_DIFFLLAMA = {"mlp_bias": ({"mlp_bias": True}, "mlp_bias is true")}
 
@@ -151,6 +155,7 @@ def keys_of_the_library():
         )
     ]
     taken = re.findall(r'(?:kwargs\.(?:pop|get)\(|(?:has|get)attr\(self, )"(\w+)"', "\n".join(sources))
+    taken += re.findall(r'getattr\(config, "(\w+)"', inspect.getsource(create_causal_mask))
     return fields | set(taken) | {f"rope_parameters.{key}" for key in RopeParameters.__annotations__}
 
 

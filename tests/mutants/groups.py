@@ -23,6 +23,7 @@ class Group:
 
 CHECKPOINT_TESTS = (
     "tests/checkpoint",
+    "tests/llama_cpp",
     "tests/quantization",
     "tests/model/test_adapters.py",
     "tests/model/test_new_format.py",

@@ -1,6 +1,7 @@
 """A Llama checkpoint folder as a GGUF file."""
 
 import json
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,23 @@ _NAMES = {
     "post_attention_layernorm": "ffn_norm",
 }
 
+_ADDERS: dict[type, Callable[[GGUFWriter, str, Any], None]] = {
+    bool: GGUFWriter.add_bool,
+    int: GGUFWriter.add_uint32,
+    float: GGUFWriter.add_float32,
+    str: GGUFWriter.add_string,
+    list: GGUFWriter.add_array,
+}
 
-def write_gguf(path: Path, folder: Path, kind: GGMLQuantizationType = GGMLQuantizationType.Q8_0) -> Path:
-    """A Llama checkpoint folder with its matrices in one quantization type.
+
+def write_gguf(
+    path: Path,
+    folder: Path,
+    kind: GGMLQuantizationType = GGMLQuantizationType.Q8_0,
+    metadata: Mapping[str, Any] | None = None,
+    tensors: Mapping[str, Any] | None = None,
+) -> Path:
+    """A Llama checkpoint folder with its matrices in one quantization type, and more metadata and tensors.
 
     gguf packs few types; those of the others are random bytes, small enough for finite scales.
     """
@@ -60,6 +75,11 @@ def write_gguf(path: Path, folder: Path, kind: GGMLQuantizationType = GGMLQuanti
             writer.add_tensor(theirs, data)
         else:
             writer.add_tensor(theirs, _packed(np.ascontiguousarray(data), kind), raw_dtype=kind)
+    for theirs, data in (tensors or {}).items():
+        writer.add_tensor(theirs, np.asarray(data, np.float32))
+    for key, value in (metadata or {}).items():
+        writer.kv_data[0].pop(key, None)
+        _ADDERS[type(value)](writer, key, value)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -19,6 +19,8 @@ from diffquant.support.discovery import import_all
 
 import_all(sys.modules[__name__])
 _FULL = "full_attention"
+# Settings that transformers or vLLM compute for any model, and the values at which they change nothing.
+_NEUTRAL = {"is_causal": (None, True), "logit_scale": (None, 1)}
 
 
 def adapter_for(config: dict[str, Any]) -> Adapter:
@@ -40,6 +42,7 @@ def adapter_for(config: dict[str, Any]) -> Adapter:
     if model_type not in WITH_WINDOWS:
         _refuse_windows(config)
     _refuse_kinds_of_layers(config)
+    _refuse_settings(config)
     adapter = READERS[model_type](config)
     if isinstance(adapter.architecture, TransformerArchitecture):
         check_angles(adapter.architecture)
@@ -65,6 +68,15 @@ def _refuse_kinds_of_layers(config: dict[str, Any]) -> None:
     if config.get("per_layer_config"):
         raise CheckpointError(
             "config.json: per_layer_config gives layers settings of their own, which are not computed"
+        )
+
+
+def _refuse_settings(config: dict[str, Any]) -> None:
+    """Refuse settings that other runtimes compute whatever the model is, such as attention that is not causal."""
+    stated = [f"{key} is {config[key]!r}" for key, neutral in _NEUTRAL.items() if config.get(key) not in neutral]
+    if stated:
+        raise CheckpointError(
+            f"config.json: {', '.join(stated)}, which is not computed; if the model does without, remove it"
         )
 
 

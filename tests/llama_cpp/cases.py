@@ -1,0 +1,229 @@
+"""Tiny GGUF files whose angles are scaled in every way that llama.cpp computes for a Llama, and its logits for them.
+
+`python -m tests.llama_cpp.cases` asks llama.cpp and writes recorded.json, once `make test-llama-cpp` has fetched it.
+"""
+
+import json
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from gguf import GGMLQuantizationType, GGUFWriter
+from safetensors.torch import save_file
+
+import diffquant.data
+from diffquant.model.adapters import adapter_for
+from tests.support.gguf_files import write_gguf
+
+HERE = Path(__file__).parent
+POCKET = Path(diffquant.data.__file__).parent / "pocket"
+RECORDED = HERE / "recorded.json"
+IS_INSTALLED = bool(shutil.which("node")) and (HERE / "node_modules/node-llama-cpp").is_dir()
+
+CONFIG: dict[str, Any] = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 90,
+    "hidden_size": 128,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 1024,
+}
+TOKENS = [int(token) for token in np.random.default_rng(1).integers(3, 90, 48)]
+# Where the logits are recorded: the shortest texts and the longest.
+POSITIONS = (0, 7, 30, 47)
+LLAMA3_1 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 256}
+LLAMA3_2 = LLAMA3_1 | {"factor": 32.0}
+
+_SCALING = "llama.rope.scaling."
+_LINEAR = {_SCALING + "type": "linear", _SCALING + "factor": 4.0}
+_YARN = _LINEAR | {_SCALING + "type": "yarn"}
+_SHORT = {_SCALING + "original_context_length": 64}
+# Metadata, and the settings of Llama 3.1 behind the divisors that the file holds.
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
+    "plain": ({}, None),
+    "another base": ({"llama.rope.freq_base": 100.0}, None),
+    "linear": (_LINEAR, None),
+    "linear unsaid": ({_SCALING + "factor": 4.0}, None),
+    "linear of 2023": ({"llama.rope.scale_linear": 4.0}, None),
+    "none": (_LINEAR | {_SCALING + "type": "none"}, None),
+    "yarn": (_YARN | _SHORT, None),
+    "yarn of the whole context": (_YARN, None),
+    "yarn with a factor of attention": (_YARN | _SHORT | {_SCALING + "attn_factor": 0.7}, None),
+    "llama 3.1": ({}, LLAMA3_1),
+    "llama 3.2": ({}, LLAMA3_2),
+    "llama 3 by another band": ({}, LLAMA3_1 | {"low_freq_factor": 2.0, "high_freq_factor": 12.0}),
+    "sizes by layer": ({"llama.attention.head_count": [4, 4], "llama.attention.head_count_kv": [2, 2]}, None),
+    "widths of heads": ({"llama.attention.key_length": 32, "llama.attention.value_length": 32}, None),
+}
+
+
+# Names of ways to split a text before merging; None is a file that names none.
+SPLITS = (None, "default", "gpt-2", "llama-bpe", "tekken", "qwen2", "smollm")
+# Vocabularies of SentencePiece, by whether the file asks for a space before a text; None is a file that does not say.
+PREFIXES = (None, True, False)
+BOS = 1
+TEXTS = (
+    " leading",
+    "  two spaces",
+    "",
+    "a",
+    "It was 12345 and 7; it's 2024-01-01, I'LL go\n\n\n  there",
+    "  a1b22c333 4444  55555\t\tnaïve ①② ½ 3.14159e10 1,000,000",
+    "don't DON'T we've\r\n\r\nfoo_bar __init__ HelloWorld !!!??? \n",
+)
+
+
+def factors(settings: dict[str, Any], head_dim: int = 32, theta: float = 10000.0) -> list[float]:
+    """The divisors that llama.cpp's converter writes for these settings, wave by wave in float32 as it does."""
+    found = []
+    for frequency in 1.0 / theta ** (np.arange(0, head_dim, 2, dtype=np.float32) / head_dim):
+        wavelength = 2 * np.pi / frequency
+        original, low, high = (
+            settings[key] for key in ("original_max_position_embeddings", "low_freq_factor", "high_freq_factor")
+        )
+        if wavelength < original / high:
+            found.append(1.0)
+        elif wavelength > original / low:
+            found.append(settings["factor"])
+        else:
+            smooth = (original / wavelength - low) / (high - low)
+            found.append(1 / ((1 - smooth) / settings["factor"] + smooth))
+    return [float(np.float32(factor)) for factor in found]
+
+
+def write_llama(folder: Path) -> Path:
+    """A Llama of CONFIG; its weights come from NumPy's generator, which keeps its numbers from release to release."""
+    folder.mkdir(parents=True)
+    random = np.random.default_rng(0)
+    tensors = {}
+    for name, shape in adapter_for(CONFIG).source_shapes().items():
+        values = random.standard_normal(shape) * 0.15 if len(shape) > 1 else 1 + random.standard_normal(shape) * 0.1
+        tensors[name] = torch.from_numpy(values.astype(np.float32))
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    return folder
+
+
+def write_case(case: str, folder: Path, llama: Path) -> Path:
+    """The GGUF file of a case."""
+    metadata, settings = CASES[case]
+    tensors = {} if settings is None else {"rope_freqs.weight": factors(settings)}
+    metadata = {"llama.context_length": CONFIG["max_position_embeddings"]} | metadata
+    return write_gguf(folder / f"{case}.gguf", llama, GGMLQuantizationType.F32, metadata, tensors)
+
+
+def llama_cpp_logits(files: Sequence[Path]) -> dict[str, Any]:
+    """llama.cpp's release, and its logits [files, POSITIONS, vocabulary]."""
+    length = CONFIG["max_position_embeddings"]
+    answer = _ask("logits.mjs", {"models": [str(file) for file in files], "tokens": TOKENS, "length": length})
+    logits = [[rows[position] for position in POSITIONS] for rows in answer["answers"]]
+    return {"release": answer["release"], "logits": logits}
+
+
+def write_vocabulary(split: str | None, folder: Path) -> Path:
+    """A GGUF file of the vocabulary of the models trained on prose, without weights."""
+    content = json.loads((POCKET / "prose-transformer/tokenizer.json").read_text())
+    vocabulary = content["model"]["vocab"]
+    path = folder / f"{split}.gguf"
+    writer = _vocabulary_writer(path, "gpt2")
+    if split is not None:
+        writer.add_tokenizer_pre(split)
+    writer.add_token_list(sorted(vocabulary, key=vocabulary.get))
+    writer.add_token_types([1] * len(vocabulary))
+    merges = content["model"]["merges"]
+    writer.add_token_merges([merge if isinstance(merge, str) else " ".join(merge) for merge in merges])
+    # node-llama-cpp takes a token 0 for none.
+    writer.add_bos_token_id(BOS)
+    writer.add_eos_token_id(0)
+    return _written(writer, path)
+
+
+def write_pieces(prefix: bool | None, folder: Path) -> Path:
+    """A GGUF file of a vocabulary as SentencePiece has it, with bytes for what it lacks, without weights."""
+    vocabulary = json.loads((POCKET / "prose-transformer/tokenizer.json").read_text())["model"]["vocab"]
+    by_place = sorted(vocabulary, key=vocabulary.get)[2:]
+    pieces = [token.replace("\u0120", "\u2581") for token in by_place if token.replace("\u0120", "").isascii()]
+    pieces.sort(key=lambda piece: len(piece) > 1)
+    path = folder / f"pieces-{prefix}.gguf"
+    writer = _vocabulary_writer(path, "llama")
+    writer.add_token_list(["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *pieces])
+    writer.add_token_types([2, 3, 3, *[6] * 256, *[1] * len(pieces)])
+    writer.add_token_scores([0.0] * 259 + [-float(place) for place in range(len(pieces))])
+    writer.add_bos_token_id(BOS)
+    writer.add_eos_token_id(2)
+    writer.add_unk_token_id(0)
+    if prefix is not None:
+        writer.add_add_space_prefix(prefix)
+    return _written(writer, path)
+
+
+def write_vocabularies(folder: Path) -> list[Path]:
+    """The files of SPLITS, then those of PREFIXES."""
+    return [
+        *(write_vocabulary(split, folder) for split in SPLITS),
+        *(write_pieces(prefix, folder) for prefix in PREFIXES),
+    ]
+
+
+def _vocabulary_writer(path: Path, kind: str) -> GGUFWriter:
+    writer = GGUFWriter(path, "llama")
+    for add in (writer.add_context_length, writer.add_embedding_length, writer.add_block_count):
+        add(1)
+    writer.add_feed_forward_length(1)
+    writer.add_head_count(1)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_tokenizer_model(kind)
+    return writer
+
+
+def _written(writer: GGUFWriter, path: Path) -> Path:
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    return path
+
+
+def llama_cpp_tokens(files: Sequence[Path]) -> list[dict[str, Any]]:
+    """For each file whether llama.cpp begins a text with BOS, and its tokens of TEXTS."""
+    answers: list[dict[str, Any]] = _ask("tokens.mjs", {"models": [str(file) for file in files], "texts": TEXTS})
+    return answers
+
+
+def _ask(program: str, request: dict[str, Any]) -> Any:
+    command = ["node", str(HERE / program)]
+    done = subprocess.run(command, input=json.dumps(request), capture_output=True, text=True, timeout=300)
+    if done.returncode:
+        raise RuntimeError(f"llama.cpp failed:\n{done.stderr}")
+    return json.loads(done.stdout)
+
+
+def record() -> None:
+    """Write down what llama.cpp computes for every case."""
+    with tempfile.TemporaryDirectory() as folder:
+        llama = write_llama(Path(folder) / "llama")
+        answer = llama_cpp_logits([write_case(case, Path(folder), llama) for case in CASES])
+        tokens = llama_cpp_tokens(write_vocabularies(Path(folder)))
+    content = {
+        "llama.cpp": answer["release"],
+        "node-llama-cpp": json.loads((HERE / "package.json").read_text())["dependencies"]["node-llama-cpp"],
+        "logits": {
+            case: [[round(logit, 5) for logit in row] for row in rows]
+            for case, rows in zip(CASES, answer["logits"], strict=True)
+        },
+        "tokens": tokens,
+    }
+    RECORDED.write_text(json.dumps(content) + "\n")
+
+
+if __name__ == "__main__":
+    record()

@@ -1,0 +1,15 @@
+// Tokens that llama.cpp makes of texts with the vocabulary of each of some GGUF files; request and answer are JSON.
+
+import { readFileSync } from "node:fs";
+import { getLlama } from "node-llama-cpp";
+
+const { models, texts } = JSON.parse(readFileSync(0));
+const llama = await getLlama({ gpu: false, build: "never", logLevel: "disabled", maxThreads: 1, skipDownload: true });
+const answers = [];
+for (const modelPath of models) {
+  const model = await llama.loadModel({ modelPath, vocabOnly: true });
+  const tokens = texts.map((text) => Array.from(model.tokenize(text)));
+  answers.push({ begins: model.tokens.shouldPrependBosToken, tokens });
+  await model.dispose();
+}
+process.stdout.write(JSON.stringify(answers), () => process.exit(0));
