@@ -26,6 +26,7 @@ from diffquant.export.verification.report import (
     SessionTokens,
     Verification,
     far_measures,
+    loses_tokens,
     measures,
     nearest_limits,
 )
@@ -107,6 +108,7 @@ class Comparison:
             rotation: error of the tables of cosines and sines; None without them.
         """
         compared: list[Route] = []
+        failures: list[str] = []
         refusals: list[str] = []
         fallbacks: dict[str, int] = {}
         sessions = self._sessions()
@@ -122,10 +124,13 @@ class Comparison:
                     of_session.append(route)
                     self._progress(len(compared) + len(of_session), total, f"{session.name}, {route.name}")
             except _RouteError as error:
-                if of_session or not session.runs_body:
-                    raise
-                # GroupQueryAttention does not take every width of a head, the native kernel does.
-                refusals.append(f"{session.name}: does not run, and so the folder needs the native kernel ({error})")
+                if session.is_folder and not of_session:
+                    raise CheckpointError(f"ONNX Runtime cannot run {self._folder}: {error}") from error
+                if session.runs_body and not of_session:
+                    # GroupQueryAttention does not take every width of a head, the native kernel does.
+                    refusals.append(f"{error}, and so the folder needs the native kernel")
+                else:
+                    failures.append(str(error))
             compared += of_session
         self._progress(1, 1, "done")
         return Verification(
@@ -138,6 +143,7 @@ class Comparison:
             self._cache,
             scales,
             rotation,
+            tuple(failures),
             tuple(self._tokens),
             (*self._notes(scales), *([on_cpu_text(fallbacks)] if fallbacks else []), *refusals),
         )
@@ -221,8 +227,7 @@ class Comparison:
         try:
             yield
         except _RUNTIME_ERRORS as error:
-            message = f"ONNX Runtime cannot run {self._folder} ({session.name}, {route}): {error}"
-            raise _RouteError(message) from error
+            raise _RouteError(f"{session.name}, {route}: does not run ({error})") from error
 
     def _reading_of(self, run: Run) -> Reading:
         return Reading(run.calls) if self._spans_rows and len(run.calls) > 1 else WHOLE
@@ -253,7 +258,7 @@ class Comparison:
                 "ONNX Runtime rounds activations on this processor by a rule unknown here: products with int8 "
                 "activations are held to no more than what such rounding costs"
             )
-        if self._rounds and self._tokens[0].tokens.agreement < self._tokens[1].tokens.agreement:
+        if self._rounds and loses_tokens(self._tokens):
             yield "where that difference matters, export with --accuracy-level 1, which is slower"
         if self._reference.cache is not None and scales is None:
             yield (

@@ -84,6 +84,11 @@ class SessionTokens:
     tokens: TokenComparison
 
 
+def loses_tokens(sessions: Sequence[SessionTokens]) -> bool:
+    """Whether the first session's likeliest tokens agree with the reference less often than the second's."""
+    return len(sessions) > 1 and sessions[0].tokens.agreement < sessions[1].tokens.agreement
+
+
 @dataclass(frozen=True)
 class Verification:
     """How an exported folder compares with its checkpoint.
@@ -100,6 +105,7 @@ class Verification:
         scales: largest relative difference of the cache's scales from those that calibration found; None where the
             folder has no record of it.
         rotation: how far cosines and sines are off, in parts of what their rounding explains; None without a rotation.
+        failures: routes that ONNX Runtime cannot run, with its error.
         tokens: what the differences do to next tokens, by session.
         notes: sentences that a reader should know.
     """
@@ -113,13 +119,14 @@ class Verification:
     cache: Measure | None
     scales: Measure | None
     rotation: Measure | None
+    failures: tuple[str, ...]
     tokens: tuple[SessionTokens, ...]
     notes: tuple[str, ...]
 
     @property
     def passed(self) -> bool:
         beside = (self.cache, self.scales, self.rotation)
-        return all(each.passed for each in (*self.routes, *beside) if each is not None)
+        return not self.failures and all(each.passed for each in (*self.routes, *beside) if each is not None)
 
     def __str__(self) -> str:
         read = (
@@ -136,7 +143,8 @@ class Verification:
                 f"cache: scales within {self.scales.value:.1%} of calibration's (limit {self.scales.limit:.0%})"
             )
         lines += [f"{each.session}: {each.tokens}" for each in self.tokens]
-        return "\n".join([*lines, *self.notes, "within tolerance" if self.passed else self.divergence()])
+        verdict = "within tolerance" if self.passed else self.divergence()
+        return "\n".join([*lines, *self.notes, *self.failures, verdict])
 
     def divergence(self) -> str:
         """A sentence about where the model first leaves its tolerance."""
@@ -156,7 +164,9 @@ class Verification:
             return f"the tables of cosines and sines are not the model's ({self.rotation} roundings)"
         if self.scales is not None and not self.scales.passed:
             return f"the scales of the quantized cache are not those that calibration found ({self.scales})"
-        return "the scales of the quantized cache do not fit the model"
+        if self.cache is not None and not self.cache.passed:
+            return "the scales of the quantized cache do not fit the model"
+        return "ONNX Runtime cannot run it by every route"
 
 
 def measures(
