@@ -129,10 +129,13 @@ class Verification:
         return not self.failures and all(each.passed for each in (*self.routes, *beside) if each is not None)
 
     def __str__(self) -> str:
-        read = (
-            f"{self.positions} positions in {self.passages} passages, and single tokens up to position {self.reached:,}"
-        )
-        lines = [f"{read}; relative errors, each of its limit", _HEADER, *map(_row, self.routes)]
+        lines = [
+            f"PASS: {self.folder} is within tolerance" if self.passed else f"FAIL: {self.folder} {self.divergence()}",
+            f"{self.positions} positions in {self.passages} passages, single tokens up to position {self.reached:,}; "
+            "relative errors, each of its limit",
+            _HEADER,
+            *map(_row, self.routes),
+        ]
         if self.cache is not None:
             lines.append(
                 f"cache: rounds {self.cache.value:.1f} times as much as scales fitted to these passages would "
@@ -143,11 +146,10 @@ class Verification:
                 f"cache: scales within {self.scales.value:.1%} of calibration's (limit {self.scales.limit:.0%})"
             )
         lines += [f"{each.session}: {each.tokens}" for each in self.tokens]
-        verdict = "within tolerance" if self.passed else self.divergence()
-        return "\n".join([*lines, *self.notes, *self.failures, verdict])
+        return "\n".join([*lines, *self.notes, *self.failures])
 
     def divergence(self) -> str:
-        """A sentence about where the model first leaves its tolerance."""
+        """What the folder does where it first leaves its tolerance, as a sentence without its subject."""
         stages = [(number, route) for route in self.routes for number in route.stages_out_of_tolerance()]
         if stages:
             number, route = min(stages, key=lambda found: found[0])
@@ -159,14 +161,14 @@ class Verification:
             if not route.passed
         ]
         if wrong:
-            return f"every stage is within its tolerance; the logits of whole runs are not: {'; '.join(wrong)}"
+            return f"has every stage within its tolerance; the logits of whole runs are not: {'; '.join(wrong)}"
         if self.rotation is not None and not self.rotation.passed:
-            return f"the tables of cosines and sines are not the model's ({self.rotation} roundings)"
+            return f"rotates by cosines and sines that are not the model's ({self.rotation} roundings)"
         if self.scales is not None and not self.scales.passed:
-            return f"the scales of the quantized cache are not those that calibration found ({self.scales})"
+            return f"has scales of the quantized cache that are not those that calibration found ({self.scales})"
         if self.cache is not None and not self.cache.passed:
-            return "the scales of the quantized cache do not fit the model"
-        return "ONNX Runtime cannot run it by every route"
+            return f"has scales of the quantized cache that do not fit the model ({self.cache})"
+        return f"does not run by every route: {self.failures[0]}"
 
 
 def measures(

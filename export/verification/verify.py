@@ -62,7 +62,7 @@ def verify(
         scales=_scale_error(folder, manifest, reference), rotation=None if rotation is None else Measure(rotation, 1.0)
     )
     if not verification.passed:
-        raise ToleranceError(f"{folder} does not compute what {source.path} does:\n{verification}", verification)
+        raise ToleranceError(str(verification), verification)
     return verification
 
 
