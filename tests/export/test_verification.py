@@ -179,6 +179,15 @@ def test_a_cache_of_much_memory_is_not_followed_to_the_end_and_that_is_said(tmp_
     assert "of 96 positions of the context 51 were reached" in str(report)
 
 
+def test_a_long_context_without_a_cache_is_not_read_to_the_end_and_that_is_said(tmp_path, monkeypatch):
+    checkpoint, folder = made(tmp_path, cache=False)
+    monkeypatch.setattr(long_context, "_MOST_UNCACHED", 40)
+    report = verify(folder, checkpoint, threads=1)
+    assert report.reached == 40
+    assert "of 96 positions of the context 40 were reached: there is no cache" in str(report)
+    assert {route.name for route in report.routes} == {"prefill", "padded batch", "long context"}
+
+
 def test_rows_before_a_token_are_read_as_the_model_stores_them():
     orders = torch.tensor([[2, 0], [3, 1]]), torch.tensor([[0, 1, 2, 3]])
     keys = np.array([[[[0x2F, 0x81]], [[0x70, 0x0F]]]], np.uint8)
