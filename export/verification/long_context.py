@@ -7,7 +7,7 @@ import numpy as np
 import onnxruntime as ort
 
 from diffquant.export.runtime.session import CacheShape, OnnxModel, bind_tokens
-from diffquant.export.verification.reference import Reading, Reference
+from diffquant.export.verification.reference import WHOLE, Reading, Reference
 
 LONG_CONTEXT = "long context"
 # Tokens that are read behind each past. The median over them does not notice a code that one of them flips.
@@ -50,10 +50,10 @@ def far_calls(
     text = np.concatenate(passages, 1)
     end = reach(model, reference.model.config.max_position_embeddings)
     tokens = [text[:, [at]] for at in np.linspace(0, text.shape[1] - 1, TOKENS, dtype=int)]
-    yield FarCalls(Reading(), tokens, [_read(model, token, outputs) for token in tokens])
+    yield FarCalls(WHOLE, tokens, [_read(model, token, outputs) for token in tokens])
     if model.cache is None:
         whole = np.resize(text, (1, end))
-        yield FarCalls(Reading(), [whole], [_read(model, whole, outputs)])
+        yield FarCalls(WHOLE, [whole], [_read(model, whole, outputs)])
         return
     sizes = _row_sizes(model, passages[-1])
     for length in past_lengths(end):
