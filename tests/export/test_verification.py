@@ -198,9 +198,10 @@ def test_rows_before_a_token_are_read_as_the_model_stores_them():
     scales = {5: (torch.tensor([0.5, 2.0]).view(1, 2, 1, 1), torch.full((1, 1, 1, 4), 3.0))}
     cache = GrowingCache(StaticCache(scales, 4), past)
     for _ in range(2):
-        read, values = cache.update(torch.full((1, 2, 1, 2), 1.3), torch.full((1, 1, 1, 4), 99.0), 5)
+        read, values = cache.update(torch.full((1, 2, 1, 2), 1.3), torch.tensor([[[[99.0, -99.0, 0.0, 0.0]]]]), 5)
     assert read[0, :, :, 0].tolist() == [[-3.5, 1.5, 1.5], [0.0, 2.0, 2.0]]
     assert values[0, 0, :, 0].tolist() == [21.0, 21.0, 21.0]
+    assert values[0, 0, :, 1].tolist() == [-18.0, -24.0, -24.0]
 
 
 def test_tables_of_angles_are_held_to_their_rounding_at_every_position():
@@ -262,6 +263,18 @@ def test_an_older_export_is_verified_and_what_was_not_compared_is_said(tmp_path)
     report = verify(folder, checkpoint, threads=1)
     assert report.scales is None
     assert "no record of its cache's calibration" in str(report)
+
+
+def test_a_cache_that_rounds_too_much_in_one_layer_is_refused_without_a_record(tmp_path):
+    checkpoint, folder = made(tmp_path, kv_bits=8)
+    planted = PlantedExport.copy(folder, tmp_path / "planted")
+    planted.change("layers.1.k_scale", lambda scales: scales * np.float32(16))
+    planted.save()
+    record = json.loads((planted.folder / "diffquant.json").read_text())
+    del record["calibration"]
+    (planted.folder / "diffquant.json").write_text(json.dumps(record))
+    with pytest.raises(ToleranceError, match="do not fit the model"):
+        verify(planted.folder, checkpoint, threads=1)
 
 
 @pytest.mark.parametrize(("by", "is_sound"), [(1.009, True), (1.011, False), (0.991, True), (0.989, False)])
