@@ -12,7 +12,7 @@ import onnx
 
 from diffquant.errors import CheckpointError, UsageError
 from diffquant.export.card import exported_card
-from diffquant.export.files import DATA_FILE, MODEL_FILE
+from diffquant.export.files import DATA_FILE, MODEL_FILE, RANGES_FILE
 from diffquant.export.graph.cache_scales import Scales, static_scales
 from diffquant.export.graph.decoder import build
 from diffquant.export.graph.linears import container_bits
@@ -30,7 +30,7 @@ from diffquant.recipe import LAYER_TARGETS
 from diffquant.report.sizes import compared_size, stored_bits
 from diffquant.report.tables import megabytes
 from diffquant.scheme import Scheme
-from diffquant.source.ranges import Ranges, read_ranges
+from diffquant.source.ranges import Ranges, read_ranges, write_ranges
 from diffquant.source.source import Source, open_source
 from diffquant.support.digests import FileDigests
 from diffquant.support.files import write_atomically
@@ -114,6 +114,8 @@ def export(
         checked.checkpoint.write_side_files(folder)
         write(folder / DATA_FILE, streamed, progress)
         onnx.save(model, folder / MODEL_FILE)
+        if ranges is not None:
+            write_ranges(folder / RANGES_FILE, ranges)
         _write_descriptions(plan, streamed, folder)
         bytes_after = sum((folder / name).stat().st_size for name in (MODEL_FILE, DATA_FILE))
     return OnnxReport(

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from diffquant.errors import CheckpointError, UsageError
-from diffquant.export.files import DATA_FILE, MODEL_FILE
+from diffquant.export.files import DATA_FILE, MODEL_FILE, RANGES_FILE
 from diffquant.export.options import ExportOptions, runtime_floor
 from diffquant.formats.reader import read_json
 from diffquant.support.digests import FileDigests
@@ -30,6 +30,8 @@ class Manifest:
         origin: digests of the files that a quantized checkpoint was made from; none where `quantize` did not make it.
         tensors: bits, container bits, stored bits (scales included) and granularity of each quantized weight, by name.
         files: digests of the model's files.
+        calibration: digest of the ranges that the quantized cache's scales were made of; none for a cache in the
+            activations' type, and in exports that older versions wrote.
     """
 
     options: ExportOptions
@@ -39,6 +41,7 @@ class Manifest:
     origin: FileDigests
     tensors: Mapping[str, Any]
     files: FileDigests
+    calibration: FileDigests
 
 
 def write_manifest(folder: Path, options: ExportOptions, source: Mapping[str, Any], tensors: Mapping[str, Any]) -> None:
@@ -50,6 +53,7 @@ def write_manifest(folder: Path, options: ExportOptions, source: Mapping[str, An
         "options": options.to_dict(),
         "source": source,
         **FileDigests.of(folder / name for name in (MODEL_FILE, DATA_FILE)).to_dict(),
+        "calibration": FileDigests.of(file for file in [folder / RANGES_FILE] if file.exists()).to_dict(),
         "tensors": tensors,
     }
     write_atomically(folder / FILE, json.dumps(entry, indent=2) + "\n")
@@ -73,18 +77,19 @@ def read_manifest(folder: Path) -> Manifest:
             _origin(entry["source"]),
             entry["tensors"],
             FileDigests.read(entry),
+            FileDigests.read(entry.get("calibration", {})),
         )
     except (KeyError, TypeError, UsageError) as error:
         raise CheckpointError(f"{folder / FILE} is not an export's record ({error}); export the model again") from error
 
 
 def check_unchanged(folder: Path, manifest: Manifest) -> None:
-    """Compare a folder's files with the digests in its record.
+    """Compare the model's files, and the ranges of its cache, with the digests in the folder's record.
 
     Raises:
         CheckpointError: some were edited, damaged or removed after export; the message names them all.
     """
-    changed = manifest.files.changed(folder)
+    changed = [*manifest.files.changed(folder), *manifest.calibration.changed(folder)]
     if changed:
         raise CheckpointError(
             f"{folder}: {', '.join(changed)} changed since export (its digest is not {FILE}'s); export the model again"

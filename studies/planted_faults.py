@@ -81,8 +81,8 @@ def verified_with(fault: str, layer: int, export: Path, checkpoint: Path, thread
         "routes": {
             f"{route.session}, {route.name}": {
                 "stages": max((each.ratio for each in (*route.typical, *route.largest)), default=None),
-                "logits": route.logits.ratio,
-                "against prefill": route.against_prefill.ratio,
+                "logits": route.logits.ratio if route.logits else None,
+                "against prefill": route.against_prefill.ratio if route.against_prefill else None,
             }
             for route in verification.routes
         },

@@ -136,7 +136,7 @@ def verify(
     from diffquant.export.verification.verify import verify as run
 
     try:
-        verification = run(folder, at_revision(model, revision), tolerance, threads, device)
+        verification = run(folder, at_revision(model, revision), tolerance, threads, device, progress_for("verify"))
     except ToleranceError as missed:
         if as_json:
             typer.echo(to_json(missed.report))

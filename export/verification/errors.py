@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from diffquant.errors import DiffQuantError
-from diffquant.export.verification.reference import FLIPPING, Reference
+from diffquant.export.verification.reference import FLIPPING, FLIPPING_LOGITS, WHOLE, Reading, Reference
 
 
 @dataclass(frozen=True)
@@ -43,10 +43,12 @@ class StageNoise:
     Attributes:
         rounded: errors where every result is disturbed by its own rounding.
         flipped: errors where it is disturbed so much that some codes fall to their neighbours.
+        many_flipped: errors where codes of every kind do.
     """
 
     rounded: StageErrors
     flipped: StageErrors
+    many_flipped: StageErrors
 
     def typical(self, firsts: Sequence[int]) -> tuple[float, ...]:
         """What the median over some passages' positions, from first ones on, hardly ever exceeds, by stage."""
@@ -60,11 +62,15 @@ class StageNoise:
     @property
     def largest(self) -> float:
         """The largest error of any stage: which stage a code flips in is chance."""
-        return max(self.flipped.largest)
+        return max(self.many_flipped.largest)
 
 
 def stage_errors(
-    reference: Reference, passages: Sequence[np.ndarray], states: Sequence[Sequence[Tensor]], firsts: Sequence[int]
+    reference: Reference,
+    passages: Sequence[np.ndarray],
+    states: Sequence[Sequence[Tensor]],
+    firsts: Sequence[int],
+    readings: Sequence[Reading],
 ) -> StageErrors:
     """Errors of what each stage of the runtime makes of the state that it was given.
 
@@ -73,16 +79,22 @@ def stage_errors(
         passages: token ids [1, T].
         states: outputs of all stages [1, T, ...] for each passage, as the runtime computed them.
         firsts: first position of each passage to look at.
+        readings: how each passage was read.
     """
-    errors = [
-        tuple(position_errors(got, *pair) for got, pair in zip(outputs, _wanted(reference, ids, outputs), strict=True))
-        for ids, outputs in zip(passages, states, strict=False)
-    ]
+    errors = []
+    for ids, outputs, reading in zip(passages, states, readings, strict=False):
+        with reference.reading(reading):
+            wanted = _wanted(reference, ids, outputs)
+            errors.append(tuple(position_errors(got, *pair) for got, pair in zip(outputs, wanted, strict=True)))
     return StageErrors(tuple(errors)).behind(firsts)
 
 
 def stage_noise(
-    reference: Reference, passages: Sequence[np.ndarray], states: Sequence[Sequence[Tensor]], rounds: bool
+    reference: Reference,
+    passages: Sequence[np.ndarray],
+    states: Sequence[Sequence[Tensor]],
+    rounds: bool,
+    reading: Reading = WHOLE,
 ) -> StageNoise:
     """Errors that rounding explains: of the reference's stages disturbed, given the same states.
 
@@ -91,19 +103,22 @@ def stage_noise(
         passages: token ids [1, T].
         states: outputs of all stages for each passage, as the runtime computed them.
         rounds: whether activations are rounded.
+        reading: how every passage was read.
     """
-    disturbed: dict[float, list[tuple[Tensor, ...]]] = {0.0: [], FLIPPING: []}
+    sizes = (0.0, FLIPPING, FLIPPING_LOGITS if reference.rounds_logits else FLIPPING)
+    disturbed: dict[float, list[tuple[Tensor, ...]]] = {size: [] for size in sizes}
     # Rounding by a rule unknown here may differ by as much as the rounding itself.
     rounds_anew = rounds and reference.knows_rounding
-    for ids, outputs in zip(passages, states, strict=True):
-        with reference.arithmetic(rounds=rounds):
-            wanted = list(_wanted(reference, ids, outputs))
-        for noise, errors in disturbed.items():
-            with reference.arithmetic(rounds=rounds_anew, noise=noise):
-                got = [output for output, _ in _wanted(reference, ids, outputs)]
-            errors.append(tuple(position_errors(x, *pair) for x, pair in zip(got, wanted, strict=True)))
+    with reference.reading(reading):
+        for ids, outputs in zip(passages, states, strict=True):
+            with reference.arithmetic(rounds=rounds):
+                wanted = list(_wanted(reference, ids, outputs))
+            for noise, errors in disturbed.items():
+                with reference.arithmetic(rounds=rounds_anew, noise=noise):
+                    got = [output for output, _ in _wanted(reference, ids, outputs)]
+                errors.append(tuple(position_errors(x, *pair) for x, pair in zip(got, wanted, strict=True)))
     # Whether a code flips at all is chance; how much a flip does is seen where many do.
-    return StageNoise(StageErrors(tuple(disturbed[0.0])), StageErrors(tuple(disturbed[FLIPPING])))
+    return StageNoise(*(StageErrors(tuple(disturbed[size])) for size in sizes))
 
 
 def cache_excess(reference: Reference, passages: Sequence[np.ndarray], states: Sequence[Sequence[Tensor]]) -> float:
@@ -130,8 +145,8 @@ def cache_excess(reference: Reference, passages: Sequence[np.ndarray], states: S
                 rounded = [output for output, _ in _wanted(reference, ids, outputs)]
             of_cache.append(tuple(position_errors(x, *pair) for x, pair in zip(rounded, wanted, strict=True)))
         errors.append(StageErrors(tuple(of_cache)).quantile(0.5)[1:-1])
-    ratios = (rounded / max(fitted, 1e-30) for rounded, fitted in zip(*errors, strict=True))
-    return float(max(ratios))
+    # NumPy's maximum is NaN where some ratio is.
+    return float(np.max([rounded / max(fitted, 1e-30) for rounded, fitted in zip(*errors, strict=True)]))
 
 
 def position_errors(got: Tensor, wanted: Tensor, before: Tensor) -> Tensor:

@@ -6,15 +6,12 @@ of the stages before, so that an error is seen where it is made, and not through
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import numpy as np
-import onnx
 import torch
-from onnx import numpy_helper
 from torch import Tensor, nn
-from transformers import DynamicCache
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from diffquant.export.graph.cache_scales import Scales, state_order
@@ -22,6 +19,7 @@ from diffquant.export.graph.linears import container_bits, int8_block
 from diffquant.export.graph.plan import EMBEDDING, HEAD, ExportPlan
 from diffquant.export.options import ExportOptions
 from diffquant.export.verification.activations import Rounding, round_by_block, runtime_rounding
+from diffquant.export.verification.caches import GrowingCache, Past, StaticCache, to_model_order
 from diffquant.family.mask import Mask
 from diffquant.loading import load
 from diffquant.model.modeling import DiffLayer, DiffTransformer
@@ -32,6 +30,24 @@ from diffquant.source.source import Source
 _SUM = 2.0**-24
 # A disturbance by which some of a few hundred positions have a code that falls to its neighbour.
 FLIPPING = 2.0**-18
+# One by which some logits have, of which there are few levels and far fewer near a boundary.
+FLIPPING_LOGITS = 2.0**-14
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How a sequence goes through a model; by default whole and from its beginning.
+
+    Attributes:
+        calls: number of tokens of each call, in which a scale of the logits lives; none for one call.
+        past: rows of every layer's cache before the sequence; None for none.
+    """
+
+    calls: tuple[int, ...] = ()
+    past: Past | None = None
+
+
+WHOLE = Reading()
 
 
 class Reference:
@@ -41,20 +57,23 @@ class Reference:
         model: model with the exported weights' values.
         layers: number of layers.
         rounds: whether some products round their activations to int8.
+        rounds_logits: whether attention logits are rounded.
         knows_rounding: whether ONNX Runtime rounds activations by a rule that torch follows here.
     """
 
     def __init__(self, source: Source, options: ExportOptions, scales: Mapping[int, Scales]) -> None:
         self._plan = ExportPlan(source, options)
-        orders = state_order(source)
-        by_layer = {layer: _to_model_order(layer_scales, orders) for layer, layer_scales in scales.items()}
+        self._orders = state_order(source)
+        by_layer = {layer: to_model_order(layer_scales, self._orders) for layer, layer_scales in scales.items()}
         self._cache = StaticCache(by_layer, options.kv_bits) if scales else None
         self.model: DiffTransformer = load(source, Recipe(logits=options.logits), torch.float32, device="cpu")
         self.layers = self.model.config.num_hidden_layers
         self.rounds = False
+        self.rounds_logits = options.logits.quantizes
         self.knows_rounding = True
         self._is_rounding = False
         self._noise: float | None = None
+        self._reading = WHOLE
         self._random = torch.Generator()
         self._take_weights()
         self._hook_products()
@@ -90,6 +109,15 @@ class Reference:
         finally:
             self._cache = before
 
+    @contextmanager
+    def reading(self, reading: Reading) -> Iterator[None]:
+        """Read sequences in certain calls, or behind rows of a cache."""
+        self._reading = reading
+        try:
+            yield
+        finally:
+            self._reading = WHOLE
+
     @torch.no_grad()
     def stage(self, number: int, x: Tensor) -> Tensor:
         """A stage's output [1, T, D or V] of the output of the stage before, or of token ids [1, T]."""
@@ -100,10 +128,18 @@ class Reference:
         if number > self.layers:
             logits: Tensor = self.model.lm_head(model.norm(x))
             return logits
-        rotary = model.rotary_emb(x, position_ids=torch.arange(x.shape[1])[None])
         layer = cast(DiffLayer, model.layers[number - 1])
-        out: Tensor = layer(x, rotary, Mask(None), self._cache)
-        return out
+        calls, past = self._reading.calls, self._reading.past
+        cache = GrowingCache(self._cache, past) if calls or past else self._cache
+        first, parts = past.length if past else 0, []
+        for chunk in x.split(list(calls) or x.shape[1], 1):
+            parts.append(layer(chunk, self._rotary(chunk, first), Mask(None), cache))
+            first += chunk.shape[1]
+        return torch.cat(parts, 1)
+
+    def past(self, keys: np.ndarray, values: np.ndarray) -> Past:
+        """Rows of the exported model's caches [1, h_kv, P, entries], as `reading` takes them."""
+        return Past.of(keys, values, self._orders)
 
     def run(self, ids: np.ndarray) -> Tensor:
         """Logits [1, T, V] of token ids [1, T]: all stages."""
@@ -116,6 +152,17 @@ class Reference:
     def cache(self) -> "StaticCache | None":
         """Quantized cache that keys and values go through; None for one in the activations' type."""
         return self._cache
+
+    def _rotary(self, x: Tensor, first: int) -> tuple[Tensor, Tensor]:
+        """Cosines and sines [1, T, d] of the positions of x [1, T, D], which begin at a first one."""
+        rotary = self.model.model.rotary_emb
+        cos, sin = rotary(x, position_ids=torch.arange(first, first + x.shape[1])[None])
+        if self._noise is None or not first:
+            return cos, sin
+        # Powers of a base differ between processors in the last digit, and so do far positions' angles.
+        angle = torch.arange(first, first + x.shape[1])[:, None] * rotary.inv_freq.repeat(2)
+        turn = angle * _SUM * torch.randn(angle.shape[-1], generator=self._random)
+        return cos - turn * sin, sin + turn * cos
 
     def _take_weights(self) -> None:
         """Replace weights by what the export stores: codes · scale multiplied in float32, or values in its type."""
@@ -163,61 +210,3 @@ class Reference:
             return output * (1 + max(size, self._noise) * torch.randn(output.shape, generator=self._random))
 
         return hook
-
-
-def _to_model_order(scales: Scales, orders: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """k_scale as [1, key heads, 1, d] and v_scale as [1, h_kv, 1, dv] of DiffTransformer."""
-    keys, values = (torch.from_numpy(s.flatten())[at][None, :, None] for s, at in zip(scales, orders, strict=True))
-    return keys, values
-
-
-class StaticCache(DynamicCache):
-    """A cache of whole sequences that gives keys and values back as their codes are read, and keeps none.
-
-    Attributes:
-        scales: scales of keys and values by layer.
-        bits: width of the codes.
-        largest: largest magnitudes of keys and values by layer that it was given, in the scales' shapes.
-    """
-
-    def __init__(self, scales: Mapping[int, tuple[Tensor, Tensor]], bits: int) -> None:
-        super().__init__()
-        self.scales = scales
-        self.bits = bits
-        self.largest: dict[int, tuple[Tensor, Tensor]] = {}
-
-    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:  # noqa: ARG002
-        limit = 2 ** (self.bits - 1)
-        states = (key_states, value_states)
-        seen = [x.abs().amax(2, keepdim=True) for x in states]
-        before = self.largest.get(layer_idx, tuple(torch.zeros_like(x) for x in seen))
-        keys, values = (torch.maximum(a, b) for a, b in zip(before, seen, strict=True))
-        self.largest[layer_idx] = keys, values
-        return tuple(
-            (x / scale).round().clamp(-limit, limit - 1) * scale
-            for x, scale in zip(states, self.scales[layer_idx], strict=True)
-        )
-
-    def fitted(self) -> "StaticCache":
-        """A cache of the same width whose scales fit what this one was given."""
-        limit = 2 ** (self.bits - 1) - 1
-        scales = {}
-        for layer, largest in self.largest.items():
-            keys, values = (torch.where(x == 0, 1.0, x / limit) for x in largest)
-            scales[layer] = keys, values
-        return StaticCache(scales, self.bits)
-
-
-def cache_scales(graph: onnx.ModelProto) -> dict[int, Scales]:
-    """Static scales of the cache by layer, as the model holds them; empty for an unquantized cache."""
-    tensors = {
-        tensor.name: tensor for tensor in graph.graph.initializer if tensor.name.endswith(("k_scale", "v_scale"))
-    }
-    layers = {int(name.split(".")[1]) for name in tensors}
-    return {
-        layer: (
-            numpy_helper.to_array(tensors[f"layers.{layer}.k_scale"]),
-            numpy_helper.to_array(tensors[f"layers.{layer}.v_scale"]),
-        )
-        for layer in sorted(layers)
-    }

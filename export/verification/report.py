@@ -44,21 +44,25 @@ class Route:
         typical: median error over the positions of what a stage makes of its input, by stage; empty where only logits
             were seen.
         largest: largest such error over the positions, by stage.
-        logits: relative RMS error of the logits of whole runs.
-        against_prefill: relative RMS difference of the logits from prefill's.
+        logits: relative RMS error of the logits of whole runs; None where only stages were compared.
+        against_prefill: relative RMS difference of the logits from prefill's; None where they may differ.
     """
 
     session: str
     name: str
     typical: tuple[Measure, ...]
     largest: tuple[Measure, ...]
-    logits: Measure
-    against_prefill: Measure
+    logits: Measure | None
+    against_prefill: Measure | None
+
+    @property
+    def of_logits(self) -> tuple[Measure, ...]:
+        """The measures of the logits that there are."""
+        return tuple(each for each in (self.logits, self.against_prefill) if each is not None)
 
     @property
     def passed(self) -> bool:
-        all_measures = (*self.typical, *self.largest, self.logits, self.against_prefill)
-        return all(measure.passed for measure in all_measures)
+        return all(measure.passed for measure in (*self.typical, *self.largest, *self.of_logits))
 
     def stages_out_of_tolerance(self) -> Iterator[int]:
         """Numbers of the stages that leave their tolerance, in order."""
@@ -80,6 +84,11 @@ class SessionTokens:
     tokens: TokenComparison
 
 
+def loses_tokens(sessions: Sequence[SessionTokens]) -> bool:
+    """Whether the first session's likeliest tokens agree with the reference less often than the second's."""
+    return len(sessions) > 1 and sessions[0].tokens.agreement < sessions[1].tokens.agreement
+
+
 @dataclass(frozen=True)
 class Verification:
     """How an exported folder compares with its checkpoint.
@@ -88,10 +97,15 @@ class Verification:
         folder: folder that was verified.
         passages: number of passages that were read.
         positions: number of their tokens.
+        reached: number of the context's positions that single tokens reached.
         stages: names of the stages in order.
         routes: every way of running the folder.
         cache: typical rounding of the quantized cache against that under scales fitted to the passages; None for a
             cache in the activations' type.
+        scales: largest relative difference of the cache's scales from those that calibration found; None where the
+            folder has no record of it.
+        rotation: how far cosines and sines are off, in parts of what their rounding explains; None without a rotation.
+        failures: routes that ONNX Runtime cannot run, with its error.
         tokens: what the differences do to next tokens, by session.
         notes: sentences that a reader should know.
     """
@@ -99,42 +113,62 @@ class Verification:
     folder: Path
     passages: int
     positions: int
+    reached: int
     stages: tuple[str, ...]
     routes: tuple[Route, ...]
     cache: Measure | None
+    scales: Measure | None
+    rotation: Measure | None
+    failures: tuple[str, ...]
     tokens: tuple[SessionTokens, ...]
     notes: tuple[str, ...]
 
     @property
     def passed(self) -> bool:
-        return all(route.passed for route in self.routes) and (self.cache is None or self.cache.passed)
+        beside = (self.cache, self.scales, self.rotation)
+        return not self.failures and all(each.passed for each in (*self.routes, *beside) if each is not None)
 
     def __str__(self) -> str:
-        lines = [f"{self.positions} positions in {self.passages} passages; relative errors, each of its limit", _HEADER]
-        lines += map(_row, self.routes)
+        lines = [
+            f"PASS: {self.folder} is within tolerance" if self.passed else f"FAIL: {self.folder} {self.divergence()}",
+            f"{self.positions} positions in {self.passages} passages, single tokens up to position {self.reached:,}; "
+            "relative errors, each of its limit",
+            _HEADER,
+            *map(_row, self.routes),
+        ]
         if self.cache is not None:
             lines.append(
                 f"cache: rounds {self.cache.value:.1f} times as much as scales fitted to these passages would "
                 f"(limit {self.cache.limit:g})"
             )
+        if self.scales is not None:
+            lines.append(
+                f"cache: scales within {self.scales.value:.1%} of calibration's (limit {self.scales.limit:.0%})"
+            )
         lines += [f"{each.session}: {each.tokens}" for each in self.tokens]
-        return "\n".join([*lines, *self.notes, "within tolerance" if self.passed else self.divergence()])
+        return "\n".join([*lines, *self.notes, *self.failures])
 
     def divergence(self) -> str:
-        """A sentence about where the model first leaves its tolerance."""
+        """What the folder does where it first leaves its tolerance, as a sentence without its subject."""
         stages = [(number, route) for route in self.routes for number in route.stages_out_of_tolerance()]
         if stages:
             number, route = min(stages, key=lambda found: found[0])
             error = nearest_limit((route.typical[number], route.largest[number]))
             return f"diverges first in {self.stages[number]} ({route.session}, {route.name}: {error})"
         wrong = [
-            f"{route.session}, {route.name} ({nearest_limit((route.logits, route.against_prefill))})"
+            f"{route.session}, {route.name} ({nearest_limit(route.of_logits)})"
             for route in self.routes
             if not route.passed
         ]
         if wrong:
-            return f"every stage is within its tolerance; the logits of whole runs are not: {'; '.join(wrong)}"
-        return "the scales of the quantized cache do not fit the model"
+            return f"has every stage within its tolerance; the logits of whole runs are not: {'; '.join(wrong)}"
+        if self.rotation is not None and not self.rotation.passed:
+            return f"rotates by cosines and sines that are not the model's ({self.rotation} roundings)"
+        if self.scales is not None and not self.scales.passed:
+            return f"has scales of the quantized cache that are not those that calibration found ({self.scales})"
+        if self.cache is not None and not self.cache.passed:
+            return f"has scales of the quantized cache that do not fit the model ({self.cache})"
+        return f"does not run by every route: {self.failures[0]}"
 
 
 def measures(
@@ -155,6 +189,30 @@ def measures(
     )
 
 
+def far_measures(
+    errors: StageErrors, noise: StageNoise, usual: StageNoise, margin: float
+) -> tuple[tuple[Measure, ...], tuple[Measure, ...]]:
+    """Typical and largest errors of the stages in a few calls that were read alike, with their limits.
+
+    Args:
+        errors: errors of the calls.
+        noise: errors that rounding explains in these very calls.
+        usual: errors that it explains in passages, among whose many positions a code more often flips.
+        margin: factor of the noise.
+    """
+    typical = zip(errors.quantile(0.5), noise.flipped.quantile(0.9), strict=True)
+    largest = max(noise.largest, usual.largest)
+    return (
+        tuple(Measure(value, margin * limit) for value, limit in typical),
+        tuple(Measure(value, margin * largest) for value in errors.largest),
+    )
+
+
+def nearest_limits(of: Sequence[Sequence[Measure]]) -> tuple[Measure, ...]:
+    """Stage by stage, the measure that is nearest to its limit."""
+    return tuple(map(nearest_limit, zip(*of, strict=True)))
+
+
 def nearest_limit(of: Sequence[Measure]) -> Measure:
     """The measure that is nearest to its limit, or farthest beyond it."""
     return max(of, key=lambda measure: measure.ratio)
@@ -166,4 +224,5 @@ _HEADER = _ROW.format("", "", "stage, typical", "stage, largest", "logits", "aga
 
 def _row(route: Route) -> str:
     stages = [str(nearest_limit(errors)) if errors else "" for errors in (route.typical, route.largest)]
-    return _ROW.format(route.session, route.name, *stages, str(route.logits), str(route.against_prefill))
+    logits = [str(each) if each else "" for each in (route.logits, route.against_prefill)]
+    return _ROW.format(route.session, route.name, *stages, *logits).rstrip()

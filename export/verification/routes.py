@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from diffquant.export.options import ExportOptions
 from diffquant.export.runtime.session import InPlaceDecoder, OnnxModel
 
 # From passages [1, T] to a run of each; a route may leave out later passages.
@@ -21,19 +20,20 @@ class Run:
 
     Attributes:
         states: values of the graph at every position, [1, T, ...] each, as they were asked for.
+        calls: numbers of tokens of the calls that read it.
         first: first position that tells this route from prefill: one that was read behind a cache, where there is one.
     """
 
     states: list[np.ndarray]
+    calls: tuple[int, ...]
     first: int = 0
 
 
-def routes(model: OnnxModel, options: ExportOptions) -> Iterator[tuple[str, Runner]]:
+def routes(model: OnnxModel) -> Iterator[tuple[str, Runner]]:
     """Names and runners of the routes that a model has, prefill first."""
     yield "prefill", prefill
     yield "padded batch", _padded
-    # A logit scale that spans rows spans those of a call: chunks have scales of their own.
-    if model.cache is not None and options.logits.granularity in ("", "row"):
+    if model.cache is not None:
         yield "chunked prefill", _chunked
         yield "decode", _decoded
         yield "batch decode", _padded_then_decoded
@@ -44,7 +44,7 @@ def decoded_in_place(model: OnnxModel, passage: np.ndarray) -> Run:
     state = InPlaceDecoder(model, 1, passage.shape[1])
     lengths = _prompt_then_tokens(passage.shape[1])
     logits = [state.step(chunk) for chunk in np.split(passage, _ends(lengths), 1)]
-    return Run([np.concatenate(logits, 1)], lengths[0] if len(lengths) > 1 else 0)
+    return Run([np.concatenate(logits, 1)], tuple(lengths), lengths[0] if len(lengths) > 1 else 0)
 
 
 def prefill(model: OnnxModel, passages: Sequence[np.ndarray], outputs: tuple[str, ...]) -> list[Run]:
@@ -68,13 +68,14 @@ def _in_chunks(model: OnnxModel, ids: np.ndarray, lengths: list[int], outputs: t
         states, cache = model.run(chunk, np.ones((1, end), np.int64), cache, outputs)
         parts.append(states)
     states = [np.concatenate(values, 1) for values in zip(*parts, strict=True)]
-    return Run(states, lengths[0] if len(lengths) > 1 else 0)
+    return Run(states, tuple(lengths), lengths[0] if len(lengths) > 1 else 0)
 
 
 def _padded(model: OnnxModel, passages: Sequence[np.ndarray], outputs: tuple[str, ...]) -> list[Run]:
     padded, mask = _right_padded(passages)
     states, _ = model.run(padded, mask, model.empty_cache(len(passages)), outputs)
-    return [Run([values[i : i + 1, : ids.shape[1]] for values in states]) for i, ids in enumerate(passages)]
+    lengths = [ids.shape[1] for ids in passages]
+    return [Run([values[i : i + 1, :length] for values in states], (length,)) for i, length in enumerate(lengths)]
 
 
 def _padded_then_decoded(model: OnnxModel, passages: Sequence[np.ndarray], outputs: tuple[str, ...]) -> list[Run]:
@@ -93,8 +94,12 @@ def _padded_then_decoded(model: OnnxModel, passages: Sequence[np.ndarray], outpu
         for i, part in enumerate(parts):
             part.append([values[i : i + 1] for values in states])
     return [
-        Run([np.concatenate(values, 1) for values in zip(*part, strict=True)], part[0][0].shape[1] if steps else 0)
-        for part in parts
+        Run(
+            [np.concatenate(values, 1) for values in zip(*part, strict=True)],
+            (ids.shape[1], *[1] * steps),
+            ids.shape[1] if steps else 0,
+        )
+        for ids, part in zip(read, parts, strict=True)
     ]
 
 

@@ -16,7 +16,7 @@ from diffquant.export.exporter import export
 from diffquant.export.graph.external import load_graph
 from diffquant.export.options import ExportOptions
 from diffquant.export.runtime.session import OnnxModel
-from diffquant.export.verification.reference import cache_scales
+from diffquant.export.verification.caches import cache_scales
 from diffquant.export.verification.verify import verify
 from diffquant.loading import load
 from diffquant.source.ranges import Ranges, write_ranges

@@ -1,13 +1,40 @@
 """The parts of a verification against what nobody here wrote."""
 
+import json
+
 import numpy as np
+import onnx
 import pytest
 import torch
+from safetensors.torch import load_file
 from scipy.stats import entropy
+from transformers.models.llama.modeling_llama import LlamaConfig, LlamaRotaryEmbedding
 
+from diffquant.errors import CheckpointError, ToleranceError
+from diffquant.export import ExportOptions, export, verify
+from diffquant.export.files import MODEL_FILE, RANGES_FILE
+from diffquant.export.graph.external import load_graph
+from diffquant.export.runtime.session import OnnxModel
+from diffquant.export.verification import long_context
 from diffquant.export.verification.activations import keep, round_by_block, round_by_row, runtime_rounding
-from diffquant.export.verification.errors import relative_rms
-from diffquant.export.verification.tokens import compare_tokens
+from diffquant.export.verification.caches import GrowingCache, Past, StaticCache, cache_scales
+from diffquant.export.verification.errors import StageErrors, StageNoise, relative_rms
+from diffquant.export.verification.long_context import past_lengths
+from diffquant.export.verification.report import (
+    Measure,
+    SessionTokens,
+    far_measures,
+    loses_tokens,
+    measures,
+    nearest_limit,
+)
+from diffquant.export.verification.rotation import rotation_excess
+from diffquant.export.verification.routes import decoded_in_place, routes
+from diffquant.export.verification.tokens import TokenComparison, compare_tokens
+from diffquant.source.ranges import write_ranges
+from tests.support.checkpoints import write_checkpoint
+from tests.support.exports import cache_ranges
+from tests.support.planted import PlantedExport
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -37,3 +64,260 @@ def test_divergences_are_scipys():
 def test_an_error_is_relative_to_the_spread_of_the_logits():
     wanted = torch.tensor([[[10.0, 12.0], [8.0, 12.0]]])
     assert relative_rms([(wanted + 1, wanted)]) == pytest.approx(np.sqrt(4 / 10))
+
+
+def test_a_number_that_is_none_passes_no_limit():
+    for measure in (Measure(np.nan, 1.0), Measure(1.0, np.nan), Measure(np.nan, np.inf)):
+        assert not measure.passed
+    assert Measure(1.0, 1.0).passed
+    assert not Measure(np.nextafter(1.0, 2.0), 1.0).passed
+    assert nearest_limit([Measure(0.9, 1.0), Measure(np.nan, 1.0), Measure(3.0, 1.0)]).ratio == np.inf
+
+
+def errors_of(*passages):
+    """Errors of one stage at the positions of some passages."""
+    return StageErrors(tuple((torch.tensor(values, dtype=torch.float64),) for values in passages))
+
+
+@pytest.mark.parametrize("passages", [5, 9, 16, 100])
+def test_the_typical_limit_is_what_a_median_exceeds_by_four_standard_errors(passages):
+    rounded = np.random.default_rng(0).lognormal(size=(passages, 41))
+    # The standard error of a median's rank among n is 1 / (2 √n); a passage counts as four.
+    share = 0.5 + 4 / (2 * np.sqrt(4 * passages))
+    noise = StageNoise(errors_of(*rounded), errors_of(*rounded * 100), errors_of(*rounded * 1000))
+    (typical,) = noise.typical([0] * passages)
+    assert typical == pytest.approx(np.quantile(rounded, share), rel=1e-9)
+    (typical,) = noise.typical([31] * passages)
+    assert typical == pytest.approx(np.quantile(rounded[:, 31:], share), rel=1e-9)
+
+
+def test_of_few_passages_and_of_calls_far_away_flipped_codes_are_typical():
+    rounded, flipped, many = np.random.default_rng(0).lognormal(size=(3, 4, 41))
+    noise = StageNoise(errors_of(*rounded), errors_of(*flipped), errors_of(*many))
+    assert noise.typical([0] * 4) == pytest.approx([np.quantile(flipped, 0.9)], rel=1e-9)
+    (typical,), (largest,) = measures(errors_of(*rounded), noise, [0] * 4, 4.0)
+    assert typical.limit == pytest.approx(4 * np.quantile(flipped, 0.9))
+    assert largest.limit == pytest.approx(4 * many.max())
+    assert (typical.value, largest.value) == pytest.approx((np.median(rounded), rounded.max()))
+    usual = StageNoise(errors_of(*rounded), errors_of(*rounded), errors_of(*many * 3))
+    (typical,), (largest,) = far_measures(errors_of(*rounded), noise, usual, 4.0)
+    assert typical.limit == pytest.approx(4 * np.quantile(flipped, 0.9))
+    assert largest.limit == pytest.approx(12 * many.max())
+
+
+def test_the_note_on_accuracy_is_for_a_folder_that_loses_tokens():
+    def of(agreement):
+        return SessionTokens("", TokenComparison(100, agreement, 0.0, 1.0, 0.0, 0.0))
+
+    assert loses_tokens([of(0.9), of(0.95)])
+    assert not loses_tokens([of(0.95), of(0.9)])
+    assert not loses_tokens([of(0.9), of(0.9)])
+    assert not loses_tokens([of(0.9)])
+
+
+def made(tmp_path, source="unilm-v2-half", **options):
+    """A checkpoint and its export."""
+    checkpoint = write_checkpoint(tmp_path / "checkpoint", source)
+    parsed = ExportOptions.parse(**options)
+    export(checkpoint, tmp_path / "out", parsed, ranges=cache_ranges(checkpoint, parsed))
+    return checkpoint, tmp_path / "out"
+
+
+def test_routes_count_positions_that_were_read_behind_a_cache_alone(tmp_path):
+    _, folder = made(tmp_path)
+    model = OnnxModel(folder, 1)
+    passages = [np.arange(n)[None] % 90 for n in (30, 21)]
+    runs = {name: route(model, passages, ("logits",)) for name, route in routes(model)}
+    found = {name: [(run.first, run.calls) for run in of_route] for name, of_route in runs.items()}
+    assert found == {
+        "prefill": [(0, (30,)), (0, (21,))],
+        "padded batch": [(0, (30,)), (0, (21,))],
+        "chunked prefill": [(10, (10, 10, 10)), (7, (7, 7, 7))],
+        "decode": [(22, (22, *[1] * 8))],
+        "batch decode": [(27, (27, 1, 1, 1)), (18, (18, 1, 1, 1))],
+    }
+    in_place = decoded_in_place(model, passages[0])
+    assert (in_place.first, in_place.calls) == (22, (22, *[1] * 8))
+    for run, ids in zip(runs["prefill"], passages, strict=True):
+        assert run.states[-1].shape[:2] == ids.shape
+
+
+def test_both_columns_of_logits_have_the_limit_that_rounding_gives(tmp_path):
+    checkpoint, folder = made(tmp_path, weights="4:g32", kv_bits=8)
+    report = verify(folder, checkpoint, threads=1)
+    by_session = {}
+    for route in report.routes:
+        by_session.setdefault(route.session, set()).update(measure.limit for measure in route.of_logits)
+    assert len(by_session) >= 2
+    assert all(len(limits) == 1 for limits in by_session.values())
+    assert [len(route.of_logits) for route in report.routes] == [2, 2, 2, 2, 2, 2, 0] * len(by_session)
+    assert (report.scales.value, report.scales.limit) == (pytest.approx(0, abs=1e-6), 0.01)
+    assert report.rotation.value < 1e-3
+    assert report.reached == 96
+    assert ("--accuracy-level 1" in str(report)) == loses_tokens(report.tokens)
+    tight = min(measure.limit for route in report.routes for measure in route.of_logits)
+    given = verify(folder, checkpoint, tolerance=tight * 50, threads=1)
+    assert {measure.limit for route in given.routes for measure in route.of_logits} == {tight * 50}
+
+
+@pytest.mark.parametrize("context", [2, 96, 256, 257, 301, 302, 512, 2048, 3000, 131072])
+def test_pasts_lead_to_the_last_position(context):
+    lengths = past_lengths(context)
+    assert lengths == sorted(set(lengths))
+    assert lengths[-1] == context - 1
+    powers = [2**power - 1 for power in range(9, 18)]
+    assert [n for n in (255, 300, *powers) if n < context - 1] == lengths[:-1]
+
+
+def test_a_cache_of_much_memory_is_not_followed_to_the_end_and_that_is_said(tmp_path, monkeypatch):
+    checkpoint, folder = made(tmp_path, kv_bits=4)
+    layers, as_codes = 2, 8
+    row = OnnxModel(folder, 1).cache.row_bytes // layers * as_codes
+    monkeypatch.setattr(long_context, "_MOST_BYTES", 50 * row)
+    report = verify(folder, checkpoint, threads=1)
+    assert report.reached == 51
+    assert "of 96 positions of the context 51 were reached" in str(report)
+
+
+def test_a_long_context_without_a_cache_is_not_read_to_the_end_and_that_is_said(tmp_path, monkeypatch):
+    checkpoint, folder = made(tmp_path, cache=False)
+    monkeypatch.setattr(long_context, "_MOST_UNCACHED", 40)
+    report = verify(folder, checkpoint, threads=1)
+    assert report.reached == 40
+    assert "of 96 positions of the context 40 were reached: there is no cache" in str(report)
+    assert {route.name for route in report.routes} == {"prefill", "padded batch", "long context"}
+
+
+def test_rows_before_a_token_are_read_as_the_model_stores_them():
+    orders = torch.tensor([[2, 0], [3, 1]]), torch.tensor([[0, 1, 2, 3]])
+    keys = np.array([[[[0x2F, 0x81]], [[0x70, 0x0F]]]], np.uint8)
+    past = Past.of(keys[:, :1], keys[:, :1], orders)
+    # The lower half of a byte comes first, and code 0 stands for -8.
+    assert past.keys.tolist() == [[[[-7.0, 7.0]], [[0.0, -6.0]]]]
+    assert past.values.tolist() == [[[[7.0, -6.0, -7.0, 0.0]]]]
+    scales = {5: (torch.tensor([0.5, 2.0]).view(1, 2, 1, 1), torch.full((1, 1, 1, 4), 3.0))}
+    cache = GrowingCache(StaticCache(scales, 4), past)
+    for _ in range(2):
+        read, values = cache.update(torch.full((1, 2, 1, 2), 1.3), torch.tensor([[[[99.0, -99.0, 0.0, 0.0]]]]), 5)
+    assert read[0, :, :, 0].tolist() == [[-3.5, 1.5, 1.5], [0.0, 2.0, 2.0]]
+    assert values[0, 0, :, 0].tolist() == [21.0, 21.0, 21.0]
+    assert values[0, 0, :, 1].tolist() == [-18.0, -24.0, -24.0]
+
+
+def test_tables_of_angles_are_held_to_their_rounding_at_every_position():
+    config = LlamaConfig(hidden_size=64, num_attention_heads=4, max_position_embeddings=20000)
+    rotary = LlamaRotaryEmbedding(config)
+    angles = np.arange(20000)[:, None] * 10000.0 ** -(np.arange(8) / 8)
+
+    def excess(sines, cosines=None, positions=20000):
+        tables = {"cos_cache": np.cos(angles) if cosines is None else cosines, "sin_cache": sines}
+        tensors = [onnx.numpy_helper.from_array(x.astype(np.float32), name) for name, x in tables.items()]
+        graph = onnx.GraphProto(initializer=tensors)
+        return rotation_excess(onnx.ModelProto(graph=graph), rotary, positions)
+
+    # In float64 it is another rounding of the same angles.
+    assert 0 < excess(np.sin(angles)) < 1
+    assert 0 < excess(np.tile(np.sin(angles), 2), np.tile(np.cos(angles), 2)) < 1
+    for position in (300, 8191, 19999):
+        late = angles + np.where(np.arange(20000) == position, 0.02, 0)[:, None]
+        assert excess(np.sin(late), np.cos(late)) > 1
+    assert not Measure(excess(np.where(angles == 7.0, np.nan, np.sin(angles))), 1.0).passed
+    assert excess(np.sin(angles[:-1])) == np.inf
+    assert rotation_excess(onnx.ModelProto(), rotary, 20000) is None
+
+
+def test_an_export_carries_what_calibration_found(tmp_path):
+    checkpoint = write_checkpoint(tmp_path / "checkpoint", "unilm-v1")
+    options = ExportOptions.parse(kv_bits=8)
+    ranges = cache_ranges(checkpoint, options)
+    write_ranges(tmp_path / "given.safetensors", ranges)
+    for name, given in (("found", ranges), ("from a file", tmp_path / "given.safetensors")):
+        folder = tmp_path / name
+        export(checkpoint, folder, options, ranges=given)
+        kept = load_file(folder / RANGES_FILE)
+        for layer, scales in cache_scales(load_graph(folder)).items():
+            for part, scale in zip("kv", scales, strict=True):
+                held = np.sort(scale.flatten()) * 127
+                np.testing.assert_allclose(held, np.sort(kept[f"layers.{layer}.{part}"].flatten()), rtol=1e-6)
+        assert verify(folder, checkpoint, threads=1).scales.passed
+
+
+def test_a_record_of_calibration_that_was_edited_is_refused(tmp_path):
+    checkpoint, folder = made(tmp_path, kv_bits=8)
+    content = bytearray((folder / RANGES_FILE).read_bytes())
+    content[-1] ^= 1
+    (folder / RANGES_FILE).write_bytes(content)
+    with pytest.raises(CheckpointError, match=f"{RANGES_FILE} changed since export"):
+        verify(folder, checkpoint, threads=1)
+    (folder / RANGES_FILE).unlink()
+    with pytest.raises(CheckpointError, match=f"{RANGES_FILE} changed since export"):
+        verify(folder, checkpoint, threads=1)
+
+
+def test_an_older_export_is_verified_and_what_was_not_compared_is_said(tmp_path):
+    checkpoint, folder = made(tmp_path, kv_bits=8)
+    record = json.loads((folder / "diffquant.json").read_text())
+    del record["calibration"]
+    (folder / "diffquant.json").write_text(json.dumps(record))
+    (folder / RANGES_FILE).unlink()
+    report = verify(folder, checkpoint, threads=1)
+    assert report.scales is None
+    assert "no record of its cache's calibration" in str(report)
+
+
+def test_a_cache_that_rounds_too_much_in_one_layer_is_refused_without_a_record(tmp_path):
+    checkpoint, folder = made(tmp_path, kv_bits=8)
+    planted = PlantedExport.copy(folder, tmp_path / "planted")
+    planted.change("layers.1.k_scale", lambda scales: scales * np.float32(16))
+    planted.save()
+    record = json.loads((planted.folder / "diffquant.json").read_text())
+    del record["calibration"]
+    (planted.folder / "diffquant.json").write_text(json.dumps(record))
+    with pytest.raises(ToleranceError, match="do not fit the model"):
+        verify(planted.folder, checkpoint, threads=1)
+
+
+@pytest.mark.parametrize(("by", "is_sound"), [(1.009, True), (1.011, False), (0.991, True), (0.989, False)])
+def test_a_scale_within_a_hundredth_of_calibrations_is_taken(tmp_path, by, is_sound):
+    checkpoint, folder = made(tmp_path, kv_bits=8)
+    planted = PlantedExport.copy(folder, tmp_path / "planted")
+
+    def one(values):
+        values[0, 1, 0, 5] *= by
+        return values
+
+    planted.change("layers.1.v_scale", one)
+    planted.save()
+    if is_sound:
+        assert verify(planted.folder, checkpoint, threads=1).passed
+    else:
+        with pytest.raises(ToleranceError, match="are not those that calibration found"):
+            verify(planted.folder, checkpoint, threads=1)
+
+
+def test_a_graph_that_cannot_run_at_all_is_an_error_of_the_folder(tmp_path):
+    checkpoint, folder = made(tmp_path)
+    planted = PlantedExport.copy(folder, tmp_path / "planted")
+    planted.constants(beyond=[10**6], axis=[0])
+    node = next(node for node in planted.model.graph.node if node.op_type == "ReduceSum")
+    nodes = [
+        onnx.helper.make_node("Gather", ["axis", "beyond"], ["nothing"]),
+        onnx.helper.make_node("Add", ["attention_mask", "nothing"], ["masked"]),
+    ]
+    node.input[0] = "masked"
+    for each in reversed(nodes):
+        planted.model.graph.node.insert(0, each)
+    planted.save()
+    with pytest.raises(CheckpointError, match=r"cannot run .*prefill.*Gather"):
+        verify(planted.folder, checkpoint, threads=1)
+    assert (planted.folder / MODEL_FILE).exists()
+
+
+def test_progress_comes_to_its_end(tmp_path):
+    checkpoint, folder = made(tmp_path, cache=False)
+    reported = []
+    verify(folder, checkpoint, threads=1, progress=lambda *done: reported.append(done))
+    shares = [done / total for done, total, _ in reported]
+    assert shares == sorted(shares)
+    assert shares[-1] == 1
+    assert [what for *_, what in reported].count("as exported, long context") == 1

@@ -47,7 +47,7 @@ class PlantedExport:
         """Replace an initializer's values by others of the same shape."""
         proto = next(tensor for tensor in self.model.graph.initializer if tensor.name == name)
         if proto.data_location != TensorProto.EXTERNAL:
-            proto.CopyFrom(numpy_helper.from_array(edit(numpy_helper.to_array(proto)), name))
+            proto.CopyFrom(numpy_helper.from_array(edit(numpy_helper.to_array(proto).copy()), name))
             return
         entries = {entry.key: entry.value for entry in proto.external_data}
         dtype = helper.tensor_dtype_to_np_dtype(proto.data_type)

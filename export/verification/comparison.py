@@ -1,0 +1,288 @@
+"""An exported folder in ONNX Runtime against its reference in torch, stage by stage and route by route."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from onnxruntime.capi import onnxruntime_pybind11_state as runtime_errors
+from torch import Tensor
+
+from diffquant.errors import CheckpointError
+from diffquant.evals.language_model import shares_prefixes
+from diffquant.export.graph.decoder import EMBEDDED, LAYER_OUTPUT
+from diffquant.export.manifest import Manifest
+from diffquant.export.native import library_path
+from diffquant.export.runtime.device import on_cpu_text
+from diffquant.export.runtime.session import OnnxModel
+from diffquant.export.verification.errors import StageNoise, cache_excess, relative_rms, stage_errors, stage_noise
+from diffquant.export.verification.long_context import LONG_CONTEXT, FarCalls, far_calls, reach
+from diffquant.export.verification.reference import FLIPPING, WHOLE, Reading, Reference
+from diffquant.export.verification.report import (
+    Measure,
+    Route,
+    SessionTokens,
+    Verification,
+    far_measures,
+    loses_tokens,
+    measures,
+    nearest_limits,
+)
+from diffquant.export.verification.routes import IN_PLACE, Run, decoded_in_place, prefill, routes
+from diffquant.export.verification.tokens import compare_tokens
+from diffquant.recipe import Recipe
+from diffquant.support.progress import Progress
+
+# Of a run with bound inputs ONNX Runtime raises a plain RuntimeError.
+_RUNTIME_ERRORS = (runtime_errors.InvalidArgument, runtime_errors.Fail, runtime_errors.NotImplemented, RuntimeError)
+
+# A difference may be this many times what rounding alone makes of the reference.
+MARGIN = 4.0
+# Typical rounding of the cache against that under scales fitted to the passages themselves: two bits lost.
+CACHE_LIMIT = 4.0
+
+
+class _RouteError(CheckpointError):
+    """ONNX Runtime cannot run the folder by a route."""
+
+
+@dataclass(frozen=True)
+class _Session:
+    """One way of opening the folder, with every stage's output to be seen.
+
+    Attributes:
+        name: what users call it.
+        rounds: whether its products round activations to int8.
+        accuracy_level: precision of products with codes; None for the folder's own.
+        runs_body: whether attention is the function body although there is a native kernel.
+        is_folder: whether it computes what the folder does where nothing is changed.
+    """
+
+    name: str
+    rounds: bool
+    accuracy_level: int | None = None
+    runs_body: bool = False
+    is_folder: bool = False
+
+
+class Comparison:
+    """A folder's sessions and routes against one reference."""
+
+    def __init__(
+        self,
+        folder: Path,
+        manifest: Manifest,
+        reference: Reference,
+        passages: list[np.ndarray],
+        tolerance: float | None,
+        threads: int,
+        device: str,
+        progress: Progress,
+    ) -> None:
+        self._folder = folder
+        self._manifest = manifest
+        self._reference = reference
+        self._passages = passages
+        self._tolerance = tolerance
+        self._threads = threads
+        self._device = device
+        self._progress = progress
+        # The processor's products alone round activations.
+        self._rounds = reference.rounds and device == "cpu"
+        # A scale that spans rows of logits spans those of one call, whose reference has to read the same calls.
+        self._spans_rows = not shares_prefixes(Recipe(logits=manifest.options.logits))
+        self._outputs = (EMBEDDED, *(LAYER_OUTPUT.format(layer=i) for i in range(reference.layers)), "logits")
+        self._whole = self._logits(rounds=False)
+        self._expectations: dict[bool, tuple[list[Tensor], float, StageNoise]] = {}
+        self._tokens: list[SessionTokens] = []
+        self._cache: Measure | None = None
+        self._reached = 0
+
+    def verification(self, scales: Measure | None, rotation: Measure | None) -> Verification:
+        """What the comparison says.
+
+        Args:
+            scales: error of the cache's scales against calibration's; None where there is none to compare.
+            rotation: error of the tables of cosines and sines; None without them.
+        """
+        compared: list[Route] = []
+        failures: list[str] = []
+        refusals: list[str] = []
+        fallbacks: dict[str, int] = {}
+        sessions = self._sessions()
+        # Prefill, padded batch and long context, and with a cache four more.
+        total = len(sessions) * (7 if self._manifest.options.cache else 3)
+        for session in sessions:
+            self._progress(len(compared), total, session.name)
+            model = self._open(session)
+            fallbacks |= model.fallbacks
+            of_session: list[Route] = []
+            try:
+                for route in self._compared(session, model):
+                    of_session.append(route)
+                    self._progress(len(compared) + len(of_session), total, f"{session.name}, {route.name}")
+            except _RouteError as error:
+                if session.is_folder and not of_session:
+                    raise CheckpointError(f"ONNX Runtime cannot run {self._folder}: {error}") from error
+                if session.runs_body and not of_session:
+                    # GroupQueryAttention does not take every width of a head, the native kernel does.
+                    refusals.append(f"{error}, and so the folder needs the native kernel")
+                else:
+                    failures.append(str(error))
+            compared += of_session
+        self._progress(1, 1, "done")
+        return Verification(
+            self._folder,
+            len(self._passages),
+            sum(ids.shape[1] for ids in self._passages),
+            self._reached,
+            tuple(self._reference.stages),
+            tuple(compared),
+            self._cache,
+            scales,
+            rotation,
+            tuple(failures),
+            tuple(self._tokens),
+            (*self._notes(scales), *([on_cpu_text(fallbacks)] if fallbacks else []), *refusals),
+        )
+
+    def _sessions(self) -> list[_Session]:
+        """The folder as it is, with float32 products where it rounds activations, and without the native kernel."""
+        rounds = self._rounds
+        sessions = [_Session("int8 activations" if rounds else "as exported", rounds, is_folder=True)]
+        if rounds:
+            # What rounding hides is seen here: nothing but float32 arithmetic lies between this and torch.
+            sessions.append(_Session("float32 products", False, 1))
+        # A Transformer's attention over a float cache is ONNX Runtime's own either way.
+        has_kernel = self._reference.model.config.diff_spec.maps > 1 or self._reference.cache is not None
+        if library_path() is not None and self._device == "cpu" and has_kernel:
+            sessions.append(_Session("function body", False, 1 if rounds else None, runs_body=True))
+        return sessions
+
+    def _open(self, session: _Session) -> OnnxModel:
+        seen, native = self._outputs[:-1], not session.runs_body
+        return OnnxModel(self._folder, self._threads, seen, session.accuracy_level, native, self._device)
+
+    def _compared(self, session: _Session, model: OnnxModel) -> Iterator[Route]:
+        """Every route of a session, compared."""
+        with self._running(session, "prefill"):
+            read = _states_of(prefill(model, self._passages, self._outputs))
+        # Sessions that compute alike share what rounding explains.
+        if session.rounds not in self._expectations:
+            self._expectations[session.rounds] = self._expected(session, read)
+        whole, limit, noise = self._expectations[session.rounds]
+        last = [states[-1] for states in read]
+        self._tokens.append(SessionTokens(session.name, compare_tokens(zip(self._whole, last, strict=True))))
+        if session.is_folder and self._reference.cache is not None:
+            self._cache = Measure(cache_excess(self._reference, self._passages, read), CACHE_LIMIT)
+
+        def logits_errors(runs: Sequence[Run]) -> tuple[Measure, Measure | None]:
+            """Errors of the logits against the reference's and against prefill's."""
+            is_cut = self._spans_rows and any(len(run.calls) > 1 for run in runs)
+            wanted = self._logits(session.rounds, runs=runs) if is_cut else whole
+            against = [_relative_error(runs, others) for others in (wanted, *([] if is_cut else [last]))]
+            return Measure(against[0], limit), None if is_cut else Measure(against[1], limit)
+
+        for name, route in routes(model):
+            with self._running(session, name):
+                runs = route(model, self._passages, self._outputs)
+            firsts = [run.first for run in runs]
+            with self._reference.arithmetic(rounds=session.rounds):
+                errors = stage_errors(
+                    self._reference, self._passages, _states_of(runs), firsts, list(map(self._reading_of, runs))
+                )
+            yield Route(session.name, name, *measures(errors, noise, firsts, MARGIN), *logits_errors(runs))
+        if model.cache is not None:
+            with self._running(session, IN_PLACE):
+                # The folder itself is opened once more without a thing changed, as `diffquant run` uses it.
+                used = OnnxModel(self._folder, self._threads, device=self._device) if session.is_folder else model
+                runs = [decoded_in_place(used, self._passages[0])]
+            yield Route(session.name, IN_PLACE, (), (), *logits_errors(runs))
+        yield self._long_context(session, model, noise)
+
+    def _long_context(self, session: _Session, model: OnnxModel, usual: StageNoise) -> Route:
+        """Calls far into the context, each held to what rounding does to such calls."""
+        found = []
+        self._reached = reach(model, self._reference.model.config.max_position_embeddings)
+        calls = far_calls(model, self._reference, self._passages, self._outputs)
+        while far := self._next(calls, session):
+            states = [[_float32(values) for values in each] for each in far.states]
+            firsts, readings = [0] * len(states), [far.reading] * len(states)
+            with self._reference.arithmetic(rounds=session.rounds):
+                errors = stage_errors(self._reference, far.sequences, states, firsts, readings)
+            noise = stage_noise(self._reference, far.sequences, states, session.rounds, far.reading)
+            found.append(far_measures(errors, noise, usual, MARGIN))
+        typical, largest = (nearest_limits(parts) for parts in zip(*found, strict=True))
+        return Route(session.name, LONG_CONTEXT, typical, largest, None, None)
+
+    def _next(self, calls: Iterator[FarCalls], session: _Session) -> FarCalls | None:
+        with self._running(session, LONG_CONTEXT):
+            return next(calls, None)
+
+    @contextmanager
+    def _running(self, session: _Session, route: str) -> Iterator[None]:
+        """Say of an error of the runtime's where it arose."""
+        try:
+            yield
+        except _RUNTIME_ERRORS as error:
+            raise _RouteError(f"{session.name}, {route}: does not run ({error})") from error
+
+    def _reading_of(self, run: Run) -> Reading:
+        return Reading(run.calls) if self._spans_rows and len(run.calls) > 1 else WHOLE
+
+    def _logits(self, rounds: bool, noise: float | None = None, runs: Sequence[Run] | None = None) -> list[Tensor]:
+        """Logits of the passages by the reference, whole or as some runs read them."""
+        readings = [WHOLE for _ in self._passages] if runs is None else map(self._reading_of, runs)
+        logits = []
+        with self._reference.arithmetic(rounds=rounds, noise=noise):
+            for ids, reading in zip(self._passages, readings, strict=False):
+                with self._reference.reading(reading):
+                    logits.append(self._reference.run(ids))
+        return logits
+
+    def _expected(self, session: _Session, read: list[list[Tensor]]) -> tuple[list[Tensor], float, StageNoise]:
+        """Logits that a session should have, how far they may be off, and what rounding does to its stages."""
+        whole = self._logits(rounds=True) if session.rounds else self._whole
+        rounds_anew = session.rounds and self._reference.knows_rounding
+        limit = self._tolerance
+        if limit is None:
+            limit = MARGIN * relative_rms(zip(self._logits(rounds_anew, FLIPPING), whole, strict=True))
+        return whole, limit, stage_noise(self._reference, self._passages, read, session.rounds)
+
+    def _notes(self, scales: Measure | None) -> Iterator[str]:
+        """Sentences about int8 activations, and about what was not compared."""
+        if self._device == "cpu" and not self._reference.knows_rounding:
+            yield (
+                "ONNX Runtime rounds activations on this processor by a rule unknown here: products with int8 "
+                "activations are held to no more than what such rounding costs"
+            )
+        if self._rounds and loses_tokens(self._tokens):
+            yield "where that difference matters, export with --accuracy-level 1, which is slower"
+        if self._reference.cache is not None and scales is None:
+            yield (
+                "the folder has no record of its cache's calibration, which older versions did not write: the scales "
+                f"are held to no more than a factor of {CACHE_LIMIT:g}; export it again to have each compared"
+            )
+        positions = self._reference.model.config.max_position_embeddings
+        if self._reached < positions:
+            why = "more rows of a cache take much memory" if self._manifest.options.cache else "there is no cache"
+            yield f"of {positions:,} positions of the context {self._reached:,} were reached: {why}"
+
+
+def _relative_error(runs: Sequence[Run], wanted: Sequence[Tensor]) -> float:
+    """Relative RMS error of the logits of some runs, where they tell a route from prefill."""
+    return relative_rms(
+        (states[-1][:, run.first :], logits[:, run.first :])
+        for run, states, logits in zip(runs, _states_of(runs), wanted, strict=False)
+    )
+
+
+def _states_of(runs: Sequence[Run]) -> list[list[Tensor]]:
+    """States of each passage's run in float32."""
+    return [[_float32(values) for values in run.states] for run in runs]
+
+
+def _float32(values: np.ndarray) -> Tensor:
+    return torch.from_numpy(values.astype(np.float32))
