@@ -365,7 +365,7 @@ def _parse_overrides(overrides: Mapping[str, str]) -> dict[str, Scheme]:
 
 
 def _parse_for(target: str, text: str | int) -> Scheme:
-    return Scheme.parse(text, DEFAULT_GRANULARITY[target])
+    return Scheme.parse(text, DEFAULT_GRANULARITY[target], target)
 
 
 def _check_allowed(target: str, scheme: Scheme, what: str | None = None) -> None:

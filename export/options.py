@@ -58,7 +58,8 @@ class ExportOptions:
     @classmethod
     def parse(cls, weights: str = "16", logits: str = "16", **others: Any) -> "ExportOptions":
         """Options with schemes in their text form."""
-        return cls(weights=Scheme.parse(weights, "g32"), logits=Scheme.parse(logits, "row"), **others)
+        schemes = {"weights": Scheme.parse(weights, "g32", "weights"), "logits": Scheme.parse(logits, "row", "logits")}
+        return cls(**schemes, **others)
 
     @property
     def torch_dtype(self) -> torch.dtype:
