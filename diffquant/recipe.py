@@ -12,6 +12,7 @@ from typing import Any
 from diffquant.errors import UsageError
 from diffquant.scheme import FULL, Scheme
 from diffquant.support.suggestion import did_you_mean
+from diffquant.support.version import CONFIG_VERSION
 
 _ALLOWED = {
     "weights": ("tensor", "row", "group"),
@@ -266,6 +267,10 @@ class Recipe:
             "overrides": {pattern: str(scheme) for pattern, scheme in self.overrides.items()},
             **rounding,
         }
+
+    def to_config(self) -> dict[str, Any]:
+        """The content of `diffquant_config` in the config.json of a checkpoint under this recipe."""
+        return {"version": CONFIG_VERSION, "recipe": self.to_dict()}
 
     def __repr__(self) -> str:
         """An expression that makes the recipe, without what is at its default."""

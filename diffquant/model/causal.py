@@ -1,7 +1,9 @@
 """What every model that runs has in common: a decoder under a recipe, its head, its caches and its reports."""
 
+import os
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, MutableSequence, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +24,7 @@ from diffquant.model.walk import Walk
 from diffquant.numerics.rotation import rotation
 from diffquant.recipe import LAYER_TARGETS, Recipe
 from diffquant.scheme import Scheme
+from diffquant.support.files import write_atomically
 
 _LAMBDA_STD = 0.1
 
@@ -216,19 +219,38 @@ class CausalModel(CausalPreTrainedModel, GenerationMixin):
             kwargs.setdefault("graphed_steps", graphs)
         return super().generate(*args, **kwargs)
 
-    def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
-        """Save a checkpoint as transformers' `save_pretrained` does.
+    @classmethod
+    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
+        """The model of a folder that `save_pretrained` wrote, under the recipe that it records."""
+        loaded = super().from_pretrained(*args, **kwargs)
+        model = loaded[0] if isinstance(loaded, tuple) else loaded
+        if recorded := getattr(model.config, "diffquant_config", None):
+            model.apply_recipe(Recipe.from_dict(recorded["recipe"]))
+        return loaded
+
+    def save_pretrained(
+        self, save_directory: str | os.PathLike[str], is_main_process: bool = True, *args: Any, **kwargs: Any
+    ) -> None:
+        """Save a checkpoint as transformers' `save_pretrained` does, with the recipe of its cache and logits.
 
         Raises:
-            UsageError: the weights are at low bits, packed or simulated: transformers would write them at 16 bits, and
-                the recipe would be lost.
+            UsageError: the weights are at low bits, packed or simulated, which transformers would write at 16 bits.
         """
         if self.has_low_bit_weights:
             raise UsageError(
                 "the weights of this model are at low bits, which save_pretrained cannot write: copy the quantized "
                 "checkpoint's folder, or make one with diffquant.quantize"
             )
-        super().save_pretrained(*args, **kwargs)
+        recorded = {} if self.recipe == Recipe() else {"diffquant_config": self.recipe.to_config()}
+        # The recipe may change while the configuration stays: it is recorded in the file alone.
+        vars(self.config).pop("diffquant_config", None)
+        vars(self.config).update(recorded)
+        try:
+            super().save_pretrained(save_directory, is_main_process, *args, **kwargs)
+        finally:
+            vars(self.config).pop("diffquant_config", None)
+        if recorded and is_main_process:
+            write_atomically(Path(save_directory) / "recipe.yaml", self.recipe.to_yaml())
 
     @property
     def has_low_bit_weights(self) -> bool:
