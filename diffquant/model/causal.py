@@ -16,7 +16,9 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from diffquant.attention import LogitMeter, check_backend
 from diffquant.errors import NotFiredError, UsageError
 from diffquant.family.lam import LAMBDA_VECTORS
+from diffquant.family.mask import Mask
 from diffquant.model.attention import PairAttention
+from diffquant.model.attention_mask import packed_mask, read_mask
 from diffquant.model.cache import PackedLayer
 from diffquant.model.graphed_steps import GraphedSteps
 from diffquant.model.quantized_linear import QuantizedLinear
@@ -68,8 +70,10 @@ class Decoder(CausalPreTrainedModel):
 
         Args:
             input_ids: [B, T].
-            attention_mask: [B, S] over cached and new tokens, 0 where padding; None without padding.
-            position_ids: [B, T]; counted over what is not padding by default.
+            attention_mask: [B, S] over cached and new tokens, 0 where padding; or [B or 1, 1, T, S], which keys each
+                query sees, as `read_mask` takes it; None without padding.
+            position_ids: [B, T]; counted over what is not padding by default. Where they start again, without cache
+                and mask, sequences are packed into one row and do not see each other.
             past_key_values: cache to read and extend.
             inputs_embeds: embeddings [B, T, D] in place of `input_ids`.
             use_cache: whether to return a cache where none was passed.
@@ -95,9 +99,11 @@ class Decoder(CausalPreTrainedModel):
             replayed = self.run_graphed(graphed_steps, x, attention_mask, position_ids, past_key_values)
             if replayed is not None:
                 return BaseModelOutputWithPast(last_hidden_state=replayed, past_key_values=past_key_values)
-        valid = _valid_keys(attention_mask, past + x.shape[1])
+        mask = read_mask(attention_mask, len(x), x.shape[1], past + x.shape[1])
+        if position_ids is not None and attention_mask is None and past_key_values is None:
+            mask = packed_mask(position_ids) or mask
         states: list[Tensor] | None = [] if output_hidden_states else None
-        x = self.run_layers(x, valid, past, position_ids, cache, states)
+        x = self.run_layers(x, mask, past, position_ids, cache, states)
         return BaseModelOutputWithPast(
             last_hidden_state=x,
             past_key_values=past_key_values,
@@ -108,7 +114,7 @@ class Decoder(CausalPreTrainedModel):
     def run_layers(
         self,
         x: Tensor,
-        valid: Tensor | None,
+        mask: Mask,
         past: int,
         position_ids: Tensor | None,
         cache: Cache | None,
@@ -118,7 +124,7 @@ class Decoder(CausalPreTrainedModel):
 
         Args:
             x: [B, T, D].
-            valid: validity [B, S] of cached and new tokens, as `Mask` takes it.
+            mask: mask over cached and new tokens.
             past: number of cached tokens.
             position_ids: [B, T]; counted over what is valid by default.
             cache: cache to read and extend; None to keep nothing.
@@ -353,14 +359,3 @@ class CausalModel(CausalPreTrainedModel, GenerationMixin):
         ]
         if faults:
             raise NotFiredError("; ".join(faults))
-
-
-def _valid_keys(attention_mask: Tensor | None, keys: int) -> Tensor | None:
-    """Validity [B, S] of positions, as `Mask` takes it."""
-    if attention_mask is None or attention_mask.all():
-        return None
-    if attention_mask.dim() != 2 or attention_mask.shape[1] != keys:
-        raise UsageError(
-            f"attention_mask must be [batch, {keys}] over cached and new tokens, got {list(attention_mask.shape)}"
-        )
-    return attention_mask.bool()

@@ -189,5 +189,5 @@ def test_a_layer_whose_logit_quantizer_did_not_fire_is_named():
 
 def test_an_attention_mask_of_the_wrong_length_is_refused():
     model = ours(random_diffllama())
-    with pytest.raises(UsageError, match=r"attention_mask must be \[batch, 37\].*got \[2, 30\]"):
+    with pytest.raises(UsageError, match=r"attention_mask must be \[2, 37\].*got \[2, 30\]"):
         model(random_ids(), attention_mask=torch.zeros(2, 30))
