@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 # Arguments of transformers' `from_pretrained` that change nothing of what is loaded here, or are resolved already.
 _WITHOUT_EFFECT = {
     "adapter_kwargs",
-    "attn_implementation",
     "local_files_only",
     "low_cpu_mem_usage",
     "trust_remote_code",
@@ -116,6 +115,7 @@ class LoadedModel:
         device_map: "DeviceMap | int | None" = None,
         max_memory: Mapping[int | str, int | str] | None = None,
         revision: str | None = None,
+        attn_implementation: str | None = None,
         **options: object,
     ) -> "CausalModel":
         """The model of a folder, with its recipe applied.
@@ -127,6 +127,7 @@ class LoadedModel:
             device_map: device of all of the model, the processor by default, or a map as `diffquant.load` takes it.
             max_memory: most bytes of each place, as `diffquant.load` takes it.
             revision: revision of a model on the hub.
+            attn_implementation: "sdpa", "eager" or "flash_attention_2", as `set_attn_implementation` takes it.
             options: other arguments of transformers' `from_pretrained`.
 
         Raises:
@@ -147,6 +148,8 @@ class LoadedModel:
         place = f"{path}@{revision}" if revision and not Path(path).exists() else path
         device, spread = _place(device_map)
         model = load(place, None, wanted, device, device_map=spread, max_memory=max_memory)
+        if attn_implementation is not None:
+            model.set_attn_implementation(attn_implementation)
         # transformers' models can be trained on; low bits cannot.
         model.requires_grad_(not model.has_low_bit_weights)
         return model

@@ -95,6 +95,7 @@ class FusedCache(Cache):
     def __init__(self, recipe: Recipe, layers: int, capacity: int | None = None) -> None:
         """A cache for `capacity` tokens, or one that grows."""
         super().__init__(layers=[FusedLayer(recipe.at_layer(layer), capacity) for layer in range(layers)])
+        self.recipe = recipe
 
     @property
     def nbytes(self) -> int:

@@ -80,6 +80,10 @@ class SambaYModel(Decoder):
     def needs_own_cache(self, implementation: str | None) -> bool:  # noqa: ARG002  no other would hold the states
         return True
 
+    @property
+    def crop_refusal(self) -> str | None:
+        return "Mamba's states and the windows of this model do not hold what was before"
+
     def new_cache(self) -> SambaYCache:
         """An empty cache as the recipe wants it."""
         return SambaYCache(self.recipe, len(self.layers), self.config.sliding_window, self.ranges)
