@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 # Kinds of caches that hold what they have read and nothing else.
 _GROWING = ("dynamic", "dynamic_full", "offloaded", "quantized")
 # The ways to ask for drafts, beside an assistant.
-_DRAFTING = ("prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp")
+_DRAFTING = ("prompt_lookup_num_tokens", "use_mtp")
 # Names that transformers has for attention, and the backend that is meant.
 BACKEND_OF = {"sdpa": "auto", "eager": "naive", "flash_attention_2": "flash_attn"}
 
@@ -69,7 +69,13 @@ def check_generation(model: "CausalModel", given: Mapping[str, Any]) -> None:
         value = given.get(name)
         return getattr(settings, name, None) if value is None else value
 
+    if asked("assistant_early_exit"):
+        raise UsageError("assistant_early_exit: this model runs all of its layers; pass an assistant_model instead")
     kind = asked("cache_implementation")
+    if kind == "paged":
+        model.init_continuous_batching()
+    if kind == "offloaded" and model.device.type == "cpu":
+        raise UsageError("cache_implementation='offloaded' moves a cache off a GPU, and the model is on the CPU")
     if kind is not None and kind not in _GROWING:
         raise UsageError(
             f"cache_implementation={kind!r} is a cache with room for tokens to come, which this attention does not "
@@ -85,7 +91,7 @@ def check_generation(model: "CausalModel", given: Mapping[str, Any]) -> None:
     if refusal is not None:
         raise UsageError(
             f"assisted decoding and prompt lookup would give other tokens than decoding step by step: {refusal}; leave "
-            f"out assistant_model, {', '.join(_DRAFTING[:2])}"
+            "out assistant_model and prompt_lookup_num_tokens"
         )
     for drafter in (given.get("assistant_model"), model if asked("is_assistant") else None):
         refusal = getattr(getattr(drafter, "model", None), "crop_refusal", None)

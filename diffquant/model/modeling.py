@@ -142,6 +142,13 @@ class DiffTransformerModel(Decoder):
             return f"RoPE of type {self.rotary_emb.rope_type} looks at the positions to choose its frequencies"
         return None
 
+    @property
+    def crop_refusal(self) -> str | None:
+        blocks = [scheme for scheme in self.recipe.schemes_of("k") if scheme.granularity == "column"]
+        if blocks and self.has_fused_cache:
+            return f"keys at {blocks[0]} are packed by blocks of tokens, which the kernels' cache does not divide"
+        return None
+
     def needs_own_cache(self, implementation: str | None) -> bool:
         return self.has_quantized_cache or (self.has_fused_cache and implementation is None)
 
