@@ -115,19 +115,18 @@ class LoadedModel:
         device_map: "DeviceMap | int | None" = None,
         max_memory: Mapping[int | str, int | str] | None = None,
         revision: str | None = None,
-        attn_implementation: str | None = None,
         **options: object,
     ) -> "CausalModel":
         """The model of a folder, with its recipe applied.
 
         Args:
             path: folder or name on the hub.
-            config: configuration that the auto class has read.
+            config: configuration that the auto class has read, an `attn_implementation` with it, which
+                `set_attn_implementation` takes.
             dtype, torch_dtype: dtype or its name; the checkpoint's by default.
             device_map: device of all of the model, the processor by default, or a map as `diffquant.load` takes it.
             max_memory: most bytes of each place, as `diffquant.load` takes it.
             revision: revision of a model on the hub.
-            attn_implementation: "sdpa", "eager" or "flash_attention_2", as `set_attn_implementation` takes it.
             options: other arguments of transformers' `from_pretrained`.
 
         Raises:
@@ -148,8 +147,8 @@ class LoadedModel:
         place = f"{path}@{revision}" if revision and not Path(path).exists() else path
         device, spread = _place(device_map)
         model = load(place, None, wanted, device, device_map=spread, max_memory=max_memory)
-        if attn_implementation is not None:
-            model.set_attn_implementation(attn_implementation)
+        if config._attn_implementation is not None:
+            model.set_attn_implementation(config._attn_implementation)
         # transformers' models can be trained on; low bits cannot.
         model.requires_grad_(not model.has_low_bit_weights)
         return model
