@@ -71,7 +71,8 @@ class Conversion:
         return (
             f"{self.destination}: {self.source_type} -> {self.target_type}, the same function"
             f"{_rounding_note(self.dtype, self.rounding_error)}\n"
-            f"{megabytes(self.bytes_after)} from the source's {megabytes(self.bytes_before)}, in {self.seconds:.1f} s{recipe}"
+            f"{megabytes(self.bytes_after)} from the source's {megabytes(self.bytes_before)}, in {self.seconds:.1f} s"
+            f"{recipe}"
         )
 
 

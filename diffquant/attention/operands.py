@@ -29,7 +29,8 @@ def rounded_operands(q: Tensor, k: Tensor, mask: Mask, scheme: Scheme) -> tuple[
         Both in float32, or float64 where they come so.
     """
     valid_queries, valid_keys = (
-        None if valid is None else valid[:, None, :, None] for valid in (mask.valid_queries(q.shape[2]), mask.valid_keys)
+        None if valid is None else valid[:, None, :, None]
+        for valid in (mask.valid_queries(q.shape[2]), mask.valid_keys)
     )
     queries, keys = _without_padding(q, valid_queries), _without_padding(k, valid_keys)
     if scheme.smooth:

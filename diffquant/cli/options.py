@@ -44,7 +44,7 @@ Preset = Annotated[
 ]
 Weights = Annotated[
     str,
-    typer.Option(metavar="SCHEME", help="Scheme of the weights, as BITS[:GRANULARITY]: 4:g32, 6:channel, 8:tensor or 16."),
+    typer.Option(metavar="SCHEME", help="Scheme of the weights, as BITS[:GRANULARITY]: 4:g32, 6:channel or 16."),
 ]
 Kv = Annotated[str, typer.Option("--kv", metavar="SCHEME", help="Scheme of the KV cache: 8, 4:token, 4:g32 or 16.")]
 K = Annotated[

@@ -169,7 +169,10 @@ def check_tensors(
         raise UsageError(
             f"attention: {noises} noise heads do not divide {pairs} pairs into groups that {kv_pairs} KV pairs serve"
         )
-    _require_one_place(attended, {"lam": lam, "signal_gate": signal_gate, "mask": valid if seen is None else seen, "norm weight": norm_weight})
+    _require_one_place(
+        attended,
+        {"lam": lam, "signal_gate": signal_gate, "mask": valid if seen is None else seen, "norm weight": norm_weight},
+    )
 
 
 def _by_map(name: str, maps: Sequence[Tensor]) -> dict[str, Tensor]:

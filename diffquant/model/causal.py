@@ -196,7 +196,7 @@ class CausalModel(CausalPreTrainedModel, GenerationMixin):
     lm_head: nn.Linear
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
 
-    @can_return_tuple
+    @can_return_tuple  # type: ignore[untyped-decorator]
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -309,13 +309,14 @@ class CausalModel(CausalPreTrainedModel, GenerationMixin):
                 "checkpoint's folder, or make one with diffquant.quantize"
             )
         recorded = {} if self.recipe == Recipe() else {"diffquant_config": self.recipe.to_config()}
+        fields: dict[str, Any] = self.config.__dict__
         # The recipe may change while the configuration stays: it is recorded in the file alone.
-        vars(self.config).pop("diffquant_config", None)
-        vars(self.config).update(recorded)
+        fields.pop("diffquant_config", None)
+        fields.update(recorded)
         try:
             super().save_pretrained(save_directory, is_main_process, *args, **kwargs)
         finally:
-            vars(self.config).pop("diffquant_config", None)
+            fields.pop("diffquant_config", None)
         if recorded and is_main_process:
             write_atomically(Path(save_directory) / "recipe.yaml", self.recipe.to_yaml())
 

@@ -1,25 +1,20 @@
 """A guard of generation: tokens are not chosen from logits that overflowed, and the layer where that began is named."""
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
-from transformers import LogitsProcessor
+from transformers import LogitsProcessor, PreTrainedModel
 
 from diffquant.errors import NonFiniteError
-
-if TYPE_CHECKING:
-    from diffquant.model.causal import CausalModel
 
 
 class FiniteLogits(LogitsProcessor):
     """Refuses vocabulary logits of which the largest is no number; minus infinity is how others rule tokens out."""
 
-    def __init__(self, model: "CausalModel", attention_mask: Tensor | None, has_ids: bool) -> None:
+    def __init__(self, model: PreTrainedModel, attention_mask: Tensor | None, has_ids: bool) -> None:
         """A guard of one call of `generate`.
 
         Args:
-            model: model that generates.
+            model: `CausalModel` that generates.
             attention_mask: [B, T] of the prompt, as it was passed; None for none.
             has_ids: whether the prompt came as tokens, so that it can be read again.
         """

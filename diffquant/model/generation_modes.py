@@ -1,16 +1,14 @@
 """What transformers' callers may bring or ask for and this attention does not compute, said at the first call."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 
 from diffquant.errors import UsageError
 from diffquant.recipe import Recipe, target_of
 from diffquant.scheme import Scheme
-
-if TYPE_CHECKING:
-    from diffquant.model.causal import CausalModel
 
 # Kinds of caches that hold what they have read and nothing else.
 _GROWING = ("dynamic", "dynamic_full", "offloaded", "quantized")
@@ -54,10 +52,11 @@ def check_cache(cache: Cache, recipe: Recipe, is_quantized: bool) -> None:
         )
 
 
-def check_generation(model: "CausalModel", given: Mapping[str, Any]) -> None:
+def check_generation(model: PreTrainedModel, given: Mapping[str, Any]) -> None:
     """Check what `generate` is asked for.
 
     Args:
+        model: a `CausalModel`.
         given: arguments of `generate` by name.
 
     Raises:

@@ -46,7 +46,8 @@ def with_stored(recipe: Recipe, stored: Recipe) -> tuple[Recipe, tuple[str, ...]
             continue
         if new == _of_target(Recipe(), target):
             scheme, overrides = old
-            recipe = replace(recipe, **{target: scheme}, overrides={**recipe.overrides, **overrides})
+            changes: dict[str, Any] = {target: scheme, "overrides": {**recipe.overrides, **overrides}}
+            recipe = replace(recipe, **changes)
             carried.append(target)
         else:
             notes.append(f"{_text(recipe, target)} replaces the source's {_text(stored, target)}")

@@ -160,7 +160,9 @@ def _granularities_of(target: str, options: SweepOptions) -> list[str]:
         return [DEFAULT_GRANULARITY[TARGETS[target][0]]]
     served = [name for name in options.granularities if _why_refused(target, name) is None]
     # As cells are known by it, whichever of its names was given.
-    return list(dict.fromkeys(getattr(_recipe(target, 4, name), TARGETS[target][0]).granularity_text for name in served))
+    return list(
+        dict.fromkeys(getattr(_recipe(target, 4, name), TARGETS[target][0]).granularity_text for name in served)
+    )
 
 
 def _check_granularities(options: SweepOptions) -> None:

@@ -60,9 +60,8 @@ def test_weights_are_quantized_beside_the_sources_recipe_and_that_is_said(kept, 
     report = quantize(kept, tmp_path / "low", Recipe.of(weights="8:row", logits="6:row:shift"))
     assert stored(tmp_path / "low") == Recipe.of(**{**arguments(RECIPE), "weights": "8:row"}).to_dict()
     assert load(tmp_path / "low").recipe.residual == 3
-    assert report.notes == (
-        "the source's recipe goes along where this one says nothing: k 4:row, *.layers.1.*.k 8:row, v 4:row, residual 3",
-    )
+    carried = "k 4:row, *.layers.1.*.k 8:row, v 4:row, residual 3"
+    assert report.notes == (f"the source's recipe goes along where this one says nothing: {carried}",)
     assert report.notes[0] in report.summary()
 
 

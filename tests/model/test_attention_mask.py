@@ -73,7 +73,13 @@ def test_a_causal_mask_with_padding_is_the_padding_mask_also_to_scales_of_logits
     valid[1, :4] = 0
     seen = (order() & valid[:, None, None].bool()) & valid[:, None, :, None].bool()
     positions = (valid.cumsum(1) - 1).clamp(min=0)
-    for recipe in ({}, {"logits": "4:tensor"}, {"logits": "4:row:shift"}, {"logits": "5:pair"}, {"qk": "4:head:smooth"}):
+    for recipe in (
+        {},
+        {"logits": "4:tensor"},
+        {"logits": "4:row:shift"},
+        {"logits": "5:pair"},
+        {"qk": "4:head:smooth"},
+    ):
         model.apply_recipe(Recipe.of(**recipe))
         found = model(ids, attention_mask=seen, position_ids=positions).logits
         expected = model(ids, attention_mask=valid).logits
@@ -115,7 +121,7 @@ def test_sequences_packed_by_their_positions_do_not_see_each_other_as_in_transfo
         (torch.ones(BATCH, 7), r"attention_mask must be \[2, 13\] over cached and new tokens"),
         ({"full_attention": scattered()}, "must be a tensor, got dict"),
     ],
-    ids="ones bias integers heads three-axes keys padding dict".split(),
+    ids=["ones", "bias", "integers", "heads", "three-axes", "keys", "padding", "dict"],
 )
 def test_a_mask_that_is_not_computed_is_refused_by_name(mask, said):
     with pytest.raises(UsageError, match=said):
