@@ -80,6 +80,12 @@ def test_what_a_new_recipe_says_replaces_the_sources_and_that_is_said(kept, tmp_
     )
 
 
+def test_a_residual_of_its_own_goes_before_the_sources(kept, tmp_path):
+    report = quantize(kept, tmp_path / "low", Recipe.of(weights="8:row", residual=5))
+    assert load(tmp_path / "low").recipe.residual == 5
+    assert report.notes[-1] == "residual 5 replaces the source's residual 3"
+
+
 def test_a_checkpoint_without_a_recipe_has_no_word_about_one(tmp_path):
     report = quantize(write_checkpoint(tmp_path / "source", "unilm-v2"), tmp_path / "low", RECIPE)
     assert report.notes == ()

@@ -71,7 +71,13 @@ def test_growing_caches_serve_16_bits_as_the_models_own():
     refused("moves a cache off a GPU", asked, model, cache_implementation="offloaded")
 
 
-EXACT = [{}, {"kv": "8"}, {"k": "4:g4", "v": "6:row:rotated"}, {"kv": "8", "logits": "6:row:shift", "qk": "8:row"}]
+EXACT = [
+    {},
+    {"residual": 3},
+    {"kv": "8"},
+    {"k": "4:g4", "v": "6:row:rotated"},
+    {"kv": "8", "logits": "6:row:shift", "qk": "8:row"},
+]
 DEPENDENT = {
     "newest 3 tokens stay at 16 bits": {"kv": "8", "residual": 3},
     "keys at 4:c4 are rounded by blocks of tokens": {"k": "4:c4", "v": "8"},
