@@ -17,7 +17,10 @@ OTHER_TRITON := build/triton-3.6.0
 WEB := examples/web
 LLAMA_CPP := tests/llama_cpp
 
-.PHONY: demo test test-llama-cpp test-quantizers test-thorough test-triton test-web test-webgpu lint docs docs-check dist plots mutants gpu gpu-bench gpu-test fuzz pairs sanitize clean
+OLDEST := build/oldest
+OLDEST_TRANSFORMERS := $(shell sed -n 's/.*"transformers>=\(.*\)".*/\1/p' pyproject.toml)
+
+.PHONY: demo test test-llama-cpp test-oldest test-quantizers test-thorough test-triton test-web test-webgpu lint docs docs-check dist plots mutants gpu gpu-bench gpu-test fuzz pairs sanitize clean
 
 demo: $(VENV)/.ready
 	$(BIN)/diffquant demo --output demo-output --overwrite
@@ -42,6 +45,15 @@ test-quantizers: $(VENV)/.ready
 	build/quantizers/bin/python -c 'import auto_round, bitsandbytes, hqq, llmcompressor, torchao'
 	build/quantizers/bin/python -m pytest tests/bench/test_rounding_bench.py tests/bench/test_rounding_text_methods.py \
 		-k 'stored_bits or nf4'
+
+# The oldest transformers that pyproject.toml allows, which vLLM and rented machines may have, with the huggingface_hub that
+# it asks for. Its environment sees the first one's packages behind its own.
+test-oldest: $(VENV)/.ready
+	test -x $(OLDEST)/bin/python || $(PYTHON) -m venv $(OLDEST)
+	$(BIN)/python -c 'import site; print(site.getsitepackages()[0])' \
+		> "$$($(OLDEST)/bin/python -c 'import site; print(site.getsitepackages()[0])')/diffquant-tests.pth"
+	$(OLDEST)/bin/python -m pip install --quiet transformers==$(OLDEST_TRANSFORMERS)
+	$(OLDEST)/bin/python -m pytest tests/model tests/attention tests/checkpoint tests/test_auto_classes.py tests/test_generation.py
 
 # Kernels as Triton 3.6.0 compiles them. The wheel, of 188 MB, is fetched once.
 test-triton: $(VENV)/.ready $(OTHER_TRITON)/triton

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 # Arguments of transformers' `from_pretrained` that change nothing of what is loaded here, or are resolved already.
 _WITHOUT_EFFECT = {
     "adapter_kwargs",
-    "attn_implementation",
     "local_files_only",
     "low_cpu_mem_usage",
     "trust_remote_code",
@@ -122,7 +121,8 @@ class LoadedModel:
 
         Args:
             path: folder or name on the hub.
-            config: configuration that the auto class has read.
+            config: configuration that the auto class has read, an `attn_implementation` with it, which
+                `set_attn_implementation` takes.
             dtype, torch_dtype: dtype or its name; the checkpoint's by default.
             device_map: device of all of the model, the processor by default, or a map as `diffquant.load` takes it.
             max_memory: most bytes of each place, as `diffquant.load` takes it.
@@ -147,6 +147,8 @@ class LoadedModel:
         place = f"{path}@{revision}" if revision and not Path(path).exists() else path
         device, spread = _place(device_map)
         model = load(place, None, wanted, device, device_map=spread, max_memory=max_memory)
+        if config._attn_implementation is not None:
+            model.set_attn_implementation(config._attn_implementation)
         # transformers' models can be trained on; low bits cannot.
         model.requires_grad_(not model.has_low_bit_weights)
         return model

@@ -24,6 +24,7 @@ from diffquant.formats.writer import OutputTensor
 from diffquant.model.adapters import Adapter, adapter_for
 from diffquant.model.architecture import Shape
 from diffquant.quantization.card import converted_card
+from diffquant.recipe import Recipe
 from diffquant.report.tables import megabytes
 from diffquant.serve.folder import config_for_engines, write_modelling_file
 from diffquant.source.dex import DEX, DexCheckpoint
@@ -53,6 +54,7 @@ class Conversion:
         bytes_after: bytes of all tensors written.
         dtype: dtype of the matrices written.
         rounding_error: relative RMS error of what was rounded to that dtype; 0 where nothing changed.
+        recipe: recipe of cache and logits that the source records, and the destination with it; 16 bits without one.
         seconds: seconds that the run took.
     """
 
@@ -63,13 +65,16 @@ class Conversion:
     bytes_after: int
     dtype: torch.dtype
     rounding_error: float
+    recipe: Recipe
     seconds: float
 
     def summary(self) -> str:
+        recipe = "" if self.recipe == Recipe() else f"\nthe source's recipe goes along: {self.recipe!r}"
         return (
             f"{one_line(str(self.destination))}: {self.source_type} -> {self.target_type}, the same function"
             f"{_rounding_note(self.dtype, self.rounding_error)}\n"
             f"{megabytes(self.bytes_after)} from the source's {megabytes(self.bytes_before)}, in {self.seconds:.1f} s"
+            f"{recipe}"
         )
 
 
@@ -133,6 +138,8 @@ def convert(
     written = dtype or checkpoint.written_dtype("model.embed_tokens.weight")
     dtype_name = str(written).removeprefix("torch.")
     config = {key: value for key, value in config.items() if key != "torch_dtype"} | {"dtype": dtype_name}
+    if opened.recipe != Recipe():
+        config["diffquant_config"] = opened.recipe.to_config()
     shards = _shards(checkpoint, target, origins, dtype)
     total = sum(output.nbytes for shard in shards for output in shard.outputs)
     key = {
@@ -150,6 +157,9 @@ def convert(
         write_modelling_file(staging.folder, config, target)
         write_atomically(staging.folder / "config.json", json.dumps(config, indent=2) + "\n")
         what = f"The function is unchanged{_rounding_note(written, error)}: {_CARDS[to]}"
+        if opened.recipe != Recipe():
+            write_atomically(staging.folder / "recipe.yaml", opened.recipe.to_yaml())
+            what += f" Its recipe goes along: `{opened.recipe!r}`."
         card = converted_card(checkpoint.name, source_type, config["model_type"], what)
         write_atomically(staging.folder / "README.md", card)
     return Conversion(
@@ -160,6 +170,7 @@ def convert(
         total,
         written,
         error,
+        opened.recipe,
         time.monotonic() - started,
     )
 

@@ -12,6 +12,7 @@ from typing import Any
 from diffquant.errors import UsageError
 from diffquant.scheme import FULL, Scheme
 from diffquant.support.suggestion import did_you_mean
+from diffquant.support.version import CONFIG_VERSION
 
 _ALLOWED = {
     "weights": ("tensor", "row", "group"),
@@ -267,6 +268,10 @@ class Recipe:
             **rounding,
         }
 
+    def to_config(self) -> dict[str, Any]:
+        """The content of `diffquant_config` in the config.json of a checkpoint under this recipe."""
+        return {"version": CONFIG_VERSION, "recipe": self.to_dict()}
+
     def __repr__(self) -> str:
         """An expression that makes the recipe, without what is at its default."""
         entries, defaults = self.to_dict(), Recipe().to_dict()
@@ -365,7 +370,7 @@ def _parse_overrides(overrides: Mapping[str, str]) -> dict[str, Scheme]:
 
 
 def _parse_for(target: str, text: str | int) -> Scheme:
-    return Scheme.parse(text, DEFAULT_GRANULARITY[target])
+    return Scheme.parse(text, DEFAULT_GRANULARITY[target], target)
 
 
 def _check_allowed(target: str, scheme: Scheme, what: str | None = None) -> None:

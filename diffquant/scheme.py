@@ -10,6 +10,8 @@ GRANULARITIES = ("tensor", "map", "head", "pair", "row", "column", "group", "blo
 _SIZED = {"g": "group", "c": "column", "b": "block"}
 _LETTERS = {name: letter for letter, name in _SIZED.items()}
 _FLAGS = ("shift", "alike", "rotated", "smooth")
+# Other names of "row", by the targets whose rows they are.
+_ROWS = {"channel": ("weights",), "token": ("k", "v", "logits", "qk")}
 # No scheme is as long; what is would only fill the screen.
 _LONGEST = 64
 _GRAMMAR = "BITS[:GRANULARITY][:shift, :alike, :rotated or :smooth], such as 4:g32, 6:row, 8:head, 4:tensor:shift or 16"
@@ -63,11 +65,17 @@ class Scheme:
             raise UsageError(f"granularity {self.granularity} takes no size {self.size}")
 
     @classmethod
-    def parse(cls, text: str | int, default: str = "row") -> "Scheme":
-        """Read the text form; `default` is the granularity where the text names none.
+    def parse(cls, text: str | int, default: str = "row", target: str = "") -> "Scheme":
+        """Read the text form.
+
+        Args:
+            text: `BITS[:GRANULARITY][:shift, :alike, :rotated or :smooth]`.
+            default: granularity where the text names none.
+            target: what the scheme is for, where that is known: "weights", whose rows may be called "channel", or "k",
+                "v", "logits" or "qk", whose rows may be called "token".
 
         Raises:
-            UsageError: the text is not `BITS[:GRANULARITY][:shift, :alike, :rotated or :smooth]`.
+            UsageError: the text is no such form, or names the rows of another target.
         """
         if not isinstance(text, str) and type(text) is not int:
             raise UsageError(f"cannot read a scheme from a {type(text).__name__}: expected {_GRAMMAR}")
@@ -80,7 +88,7 @@ class Scheme:
             raise UsageError(f"cannot read scheme {text!r}: expected {_GRAMMAR}")
         if int(bits) == 16:
             return cls(16, "".join(names), **flags)
-        granularity, size = _parse_granularity(names[0] if names else default, str(text))
+        granularity, size = _parse_granularity(names[0] if names else default, str(text), target)
         return cls(int(bits), granularity, size, **flags)
 
     @property
@@ -104,16 +112,29 @@ def _meaning_of(name: str) -> str:
     return f"{known[1]}-bit weights beside 16-bit activations are --weights {known[1]}:g32 here; "
 
 
-def _parse_granularity(name: str, text: str) -> tuple[str, int | None]:
-    if name == "channel":
+def _parse_granularity(name: str, text: str, target: str) -> tuple[str, int | None]:
+    if name in _ROWS:
+        if target not in _ROWS[name]:
+            raise UsageError(f"cannot read scheme {text!r}: {_why_not_rows(name, target)}")
         return "row", None
     sized = re.fullmatch(r"([gcb])([0-9]{1,9})", name)
     if sized:
         return _SIZED[sized[1]], int(sized[2])
     if name not in GRANULARITIES:
-        choices = ("tensor", "map", "head", "pair", "row", "column", "channel", "group", "block", "g32", "c64", "b64")
+        choices = (*GRANULARITIES, *_ROWS, "g32", "c64", "b64")
         raise UsageError(f"cannot read scheme {text!r}: unknown granularity {name!r}{did_you_mean(name, choices)}")
     return name, None
+
+
+def _why_not_rows(name: str, target: str) -> str:
+    """Why a target's rows do not have a name, and what to write."""
+    if name == "channel" and target in ("k", "v"):
+        return (
+            "a channel of the cache has a scale for each block of tokens; for keys write c32, a scale per channel over "
+            "32 tokens, and for values token, a scale per token"
+        )
+    rows = {"weights": "channel", "": "row"}.get(target, "token")
+    return f"{target or 'a scheme by itself'} has no scale per {name}; write {rows}"
 
 
 FULL = Scheme(16)

@@ -58,7 +58,8 @@ class ExportOptions:
     @classmethod
     def parse(cls, weights: str = "16", logits: str = "16", **others: Any) -> "ExportOptions":
         """Options with schemes in their text form."""
-        return cls(weights=Scheme.parse(weights, "g32"), logits=Scheme.parse(logits, "row"), **others)
+        of_weights, of_logits = Scheme.parse(weights, "g32", "weights"), Scheme.parse(logits, "row", "logits")
+        return cls(weights=of_weights, logits=of_logits, **others)
 
     @property
     def torch_dtype(self) -> torch.dtype:

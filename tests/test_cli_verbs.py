@@ -113,6 +113,8 @@ def test_an_exports_cache_takes_a_scheme_whose_scales_are_calibrated():
     assert [cache_bits(text) for text in ("16", "8", "8:static", "4:static")] == [16, 8, 8, 4]
     with pytest.raises(UsageError, match="calibrated scales, one per channel; give 8"):
         cache_bits("8:row")
+    with pytest.raises(UsageError, match="calibrated scales, one per channel; give 8"):
+        cache_bits("8:channel")
 
 
 def test_a_transformer_where_diff_may_have_been_meant_is_said_in_a_line(run, tmp_path):

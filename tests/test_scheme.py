@@ -52,6 +52,34 @@ def test_malformed_text_is_refused(text):
         Scheme.parse(text)
 
 
+def test_rows_have_the_name_that_they_have_in_each_target_and_are_stored_as_before():
+    recipe = Recipe.of(weights="8:channel", kv="4:token", logits="6:token:shift", overrides={"*.3.*.k": "8:token"})
+    assert recipe == Recipe.of(weights="8:row", kv="4:row", logits="6:row:shift", overrides={"*.3.*.k": "8:row"})
+    assert recipe.to_dict()["k"] == "4:row"
+    assert recipe.to_dict()["weights"] == "8:row"
+
+
+@pytest.mark.parametrize(
+    ("entries", "said"),
+    [
+        ({"kv": "4:channel"}, "for keys write c32, a scale per channel over 32 tokens, and for values token"),
+        ({"v": "4:channel:rotated"}, "for keys write c32"),
+        ({"overrides": {"*.k": "4:channel"}}, "for keys write c32"),
+        ({"logits": "4:channel"}, "logits has no scale per channel; write token"),
+        ({"weights": "4:token"}, "weights has no scale per token; write channel"),
+    ],
+    ids=str,
+)
+def test_the_rows_of_another_target_are_refused_with_what_to_write(entries, said):
+    with pytest.raises(UsageError, match=said):
+        Recipe.from_dict(entries)
+
+
+def test_a_scheme_by_itself_has_rows_alone():
+    with pytest.raises(UsageError, match="a scheme by itself has no scale per channel; write row"):
+        Scheme.parse("4:channel")
+
+
 def test_an_unknown_key_names_the_nearest_known_one():
     with pytest.raises(UsageError, match=r"unknown recipe key 'wieghts'; did you mean 'weights'"):
         Recipe.from_dict({"wieghts": "4:g32"})

@@ -53,7 +53,7 @@ class Unit:
 
     def scheme(self, bits: int) -> Scheme:
         """The unit's scheme at a width."""
-        return Scheme.parse(f"{bits}:{self.granularity}")
+        return Scheme.parse(f"{bits}:{self.granularity}", target=self.target)
 
     @property
     def in_attention(self) -> bool:

@@ -43,6 +43,11 @@ def attend(
     """
     call = AttentionCall(q, k, v, lam, scale, mask, post, logits, ranges, meter, signal_gate)
     check_backend(backend, [logits])
+    if not call.q[0].numel():
+        # No kernel need know what no sequence, or no token, is.
+        if meter is not None:
+            meter.calls += int(logits.quantizes)
+        return v.new_empty(*q[0].shape[:3], v.shape[-1])
     if backend == "auto":
         return fastest(call).compute(call)
     if refusal := BACKENDS[backend].refuses(call):

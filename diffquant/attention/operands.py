@@ -29,7 +29,8 @@ def rounded_operands(q: Tensor, k: Tensor, mask: Mask, scheme: Scheme) -> tuple[
         Both in float32, or float64 where they come so.
     """
     valid_queries, valid_keys = (
-        None if valid is None else valid[:, None, :, None] for valid in (mask.valid_queries(q.shape[2]), mask.keys)
+        None if valid is None else valid[:, None, :, None]
+        for valid in (mask.valid_queries(q.shape[2]), mask.valid_keys)
     )
     queries, keys = _without_padding(q, valid_queries), _without_padding(k, valid_keys)
     if scheme.smooth:
@@ -50,6 +51,8 @@ def _mean_token(x: Tensor, valid: Tensor | None) -> Tensor:
 
 
 def _read_back(x: Tensor, scheme: Scheme) -> Tensor:
+    if not x.numel():
+        return x
     if scheme.granularity != "block":
         return _rounded(x, scheme.bits, _SHARING[scheme.granularity])
     size, length = scheme.size or 1, x.shape[2]

@@ -44,9 +44,9 @@ Preset = Annotated[
 ]
 Weights = Annotated[
     str,
-    typer.Option(metavar="SCHEME", help="Scheme of the weights, as BITS[:GRANULARITY]: 4:g32, 6:row, 8:tensor or 16."),
+    typer.Option(metavar="SCHEME", help="Scheme of the weights, as BITS[:GRANULARITY]: 4:g32, 6:channel or 16."),
 ]
-Kv = Annotated[str, typer.Option("--kv", metavar="SCHEME", help="Scheme of the KV cache: 8, 4:g32 or 16.")]
+Kv = Annotated[str, typer.Option("--kv", metavar="SCHEME", help="Scheme of the KV cache: 8, 4:token, 4:g32 or 16.")]
 K = Annotated[
     str | None,
     typer.Option(
@@ -218,10 +218,10 @@ def cache_bits(scheme: str) -> int:
     Raises:
         UsageError: the scheme has another granularity.
     """
-    cache = Scheme.parse(scheme, default="static")
-    if cache.quantizes and cache.granularity != "static":
-        raise UsageError(f"--kv {scheme}: an exported cache has calibrated scales, one per channel; give {cache.bits}")
-    return cache.bits
+    bits, _, granularity = scheme.partition(":")
+    if granularity not in ("", "static"):
+        raise UsageError(f"--kv {scheme}: an exported cache has calibrated scales, one per channel; give {bits}")
+    return Scheme.parse(scheme, default="static").bits
 
 
 def widths(text: str) -> tuple[int, ...]:

@@ -155,6 +155,9 @@ def check_tensors(
     # A store's keys may have room for tokens to come, which a mask does not cover.
     if valid is not None and (valid.dtype != torch.bool or valid.dim() != 2 or valid.shape[0] != batch):
         wrong.append(f"mask {valid.dtype} {list(valid.shape)}, not torch.bool {[batch, keys]}")
+    seen = mask.seen
+    if seen is not None and (seen.dtype != torch.bool or seen.shape[1:] != (1, queries, keys)):
+        wrong.append(f"mask {seen.dtype} {list(seen.shape)}, not torch.bool {[batch, 1, queries, keys]}")
     norm_weight = post.weight if post else None
     if norm_weight is not None and norm_weight.shape != (value_width,):
         wrong.append(f"norm weight {list(norm_weight.shape)}, not {[value_width]}")
@@ -166,7 +169,10 @@ def check_tensors(
         raise UsageError(
             f"attention: {noises} noise heads do not divide {pairs} pairs into groups that {kv_pairs} KV pairs serve"
         )
-    _require_one_place(attended, {"lam": lam, "signal_gate": signal_gate, "mask": valid, "norm weight": norm_weight})
+    _require_one_place(
+        attended,
+        {"lam": lam, "signal_gate": signal_gate, "mask": valid if seen is None else seen, "norm weight": norm_weight},
+    )
 
 
 def _by_map(name: str, maps: Sequence[Tensor]) -> dict[str, Tensor]:

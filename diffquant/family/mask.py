@@ -11,7 +11,7 @@ from torch.nn.functional import pad
 
 @dataclass(frozen=True)
 class Mask:
-    """Causal order, padding and window of an attention, without a T x S matrix.
+    """Causal order, padding and window of an attention, without a T x S matrix unless the caller has one.
 
     A query sees keys up to its own position; queries are the last T of the S positions. A query that is padding
     itself sees nothing, so that it enters no scale.
@@ -19,10 +19,13 @@ class Mask:
     Attributes:
         keys: validity of positions, bool [B, S], False where one is padding; None without padding.
         window: number of newest keys that a query sees, its own included; padding does not count. None for all.
+        seen: keys that each query sees, bool [B or 1, 1, T, S], in place of causal order, padding and window; None
+            where these say it.
     """
 
     keys: Tensor | None = None
     window: int | None = None
+    seen: Tensor | None = None
 
     @property
     def ranges(self) -> tuple[Tensor, Tensor] | None:
@@ -58,6 +61,8 @@ class Mask:
         Returns:
             bool [B or 1, 1, queries in the range, S], or None where all is visible.
         """
+        if self.seen is not None:
+            return self.seen[:, :, queries]
         seen = None
         if length > 1:
             position = (torch.arange(queries.start, queries.stop, device=device) + (keys - length))[:, None]
@@ -76,11 +81,18 @@ class Mask:
         return self.visible(slice(0, length), length, keys, device)
 
     def valid_queries(self, length: int) -> Tensor | None:
-        """Validity of the last `length` positions, bool [B, length]; None without padding."""
+        """Validity of the last `length` positions, bool [B or 1, length]; None without padding."""
+        if self.seen is not None:
+            return self.seen.any(-1)[:, 0]
         if self.keys is None:
             return None
         # More queries than keys: the first ones have no position, which is as padding.
         return pad(self.keys, (max(length - self.keys.shape[1], 0), 0))[:, -length:]
+
+    @property
+    def valid_keys(self) -> Tensor | None:
+        """Validity of keys, bool [B or 1, S]: of those that a query sees, where the caller says which; else `keys`."""
+        return self.keys if self.seen is None else self.seen.any(-2)[:, 0]
 
     def needed_keys(self, keys: int) -> int:
         """Number of the newest of so many positions that a query after them may still see; all without a window."""

@@ -262,6 +262,7 @@ class PackedCache(Cache):
             return {t: by_name[name] for t in ("k", "v") if (name := f"layers.{layer}.{t}") in by_name}
 
         super().__init__(layers=[PackedLayer(recipe.at_layer(i), ranges_of(i)) for i in range(layers)])
+        self.recipe = recipe
 
     @property
     def nbytes(self) -> int:

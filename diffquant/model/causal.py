@@ -1,27 +1,36 @@
 """What every model that runs has in common: a decoder under a recipe, its head, its caches and its reports."""
 
+import inspect
+import os
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, MutableSequence, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import LogitsProcessorList, PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.generation import GenerationMixin
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.utils.generic import can_return_tuple
 
 from diffquant.attention import LogitMeter, check_backend
 from diffquant.errors import NotFiredError, UsageError
 from diffquant.family.lam import LAMBDA_VECTORS
+from diffquant.family.mask import Mask
 from diffquant.model.attention import PairAttention
+from diffquant.model.attention_mask import packed_mask, read_mask
 from diffquant.model.cache import PackedLayer
+from diffquant.model.finite import FiniteLogits
+from diffquant.model.generation_modes import BACKEND_OF, check_cache, check_generation, dependence_on_steps
 from diffquant.model.graphed_steps import GraphedSteps
 from diffquant.model.quantized_linear import QuantizedLinear
 from diffquant.model.walk import Walk
 from diffquant.numerics.rotation import rotation
 from diffquant.recipe import LAYER_TARGETS, Recipe
 from diffquant.scheme import Scheme
+from diffquant.support.files import write_atomically
 
 _LAMBDA_STD = 0.1
 
@@ -65,25 +74,33 @@ class Decoder(CausalPreTrainedModel):
 
         Args:
             input_ids: [B, T].
-            attention_mask: [B, S] over cached and new tokens, 0 where padding; None without padding.
-            position_ids: [B, T]; counted over what is not padding by default.
+            attention_mask: [B, S] over cached and new tokens, 0 where padding; or [B or 1, 1, T, S], which keys each
+                query sees, as `read_mask` takes it; None without padding.
+            position_ids: [B, T]; counted over what is not padding by default. Where they start again, without cache
+                and mask, sequences are packed into one row and do not see each other.
             past_key_values: cache to read and extend.
             inputs_embeds: embeddings [B, T, D] in place of `input_ids`.
             use_cache: whether to return a cache where none was passed.
-            output_hidden_states: whether to return the embeddings and each layer's output too, the last one normed.
-            output_attentions: refused where true.
+            output_hidden_states: whether to return the embeddings and each layer's output too, the last one normed;
+                the configuration's choice by default.
+            output_attentions: refused where true, here or in the configuration.
             graphed_steps: graphs to decode with where that can be; None for none.
             kwargs: other arguments, none of which changes the result.
 
         Raises:
-            UsageError: inputs contradict each other, or attention maps are asked for, which are never stored.
+            UsageError: inputs contradict each other, a cache does not keep what the recipe says, or attention maps are
+                asked for, which are never stored.
         """
-        if output_attentions:
+        if self.config.output_attentions if output_attentions is None else output_attentions:
             raise UsageError("output_attentions is not supported: attention maps are not kept")
+        if output_hidden_states is None:
+            output_hidden_states = self.config.output_hidden_states
         if (input_ids is None) == (inputs_embeds is None):
             raise UsageError("pass either input_ids or inputs_embeds")
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        if use_cache and past_key_values is None:
+        if past_key_values is not None:
+            check_cache(past_key_values, self.recipe, self.has_quantized_cache)
+        elif use_cache:
             past_key_values = self.new_cache()
         # Attention reads K and V as a quantized cache stores them, also where the caller keeps none.
         cache = self.new_cache() if past_key_values is None and self.has_quantized_cache else past_key_values
@@ -92,9 +109,11 @@ class Decoder(CausalPreTrainedModel):
             replayed = self.run_graphed(graphed_steps, x, attention_mask, position_ids, past_key_values)
             if replayed is not None:
                 return BaseModelOutputWithPast(last_hidden_state=replayed, past_key_values=past_key_values)
-        valid = _valid_keys(attention_mask, past + x.shape[1])
+        mask = read_mask(attention_mask, len(x), x.shape[1], past + x.shape[1])
+        if position_ids is not None and attention_mask is None and past_key_values is None:
+            mask = packed_mask(position_ids) or mask
         states: list[Tensor] | None = [] if output_hidden_states else None
-        x = self.run_layers(x, valid, past, position_ids, cache, states)
+        x = self.run_layers(x, mask, past, position_ids, cache, states)
         return BaseModelOutputWithPast(
             last_hidden_state=x,
             past_key_values=past_key_values,
@@ -105,7 +124,7 @@ class Decoder(CausalPreTrainedModel):
     def run_layers(
         self,
         x: Tensor,
-        valid: Tensor | None,
+        mask: Mask,
         past: int,
         position_ids: Tensor | None,
         cache: Cache | None,
@@ -115,7 +134,7 @@ class Decoder(CausalPreTrainedModel):
 
         Args:
             x: [B, T, D].
-            valid: validity [B, S] of cached and new tokens, as `Mask` takes it.
+            mask: mask over cached and new tokens.
             past: number of cached tokens.
             position_ids: [B, T]; counted over what is valid by default.
             cache: cache to read and extend; None to keep nothing.
@@ -152,6 +171,15 @@ class Decoder(CausalPreTrainedModel):
         """
         return self.has_quantized_cache
 
+    @property
+    def crop_refusal(self) -> str | None:
+        """Reason why tokens that were read cannot be taken back from the model's own cache, or None."""
+        return None
+
+    def draft_refusal(self) -> str | None:
+        """Reason why drafts that are checked at once give other tokens than decoding step by step, or None."""
+        return self.crop_refusal or dependence_on_steps(self.recipe)
+
     @abstractmethod
     def new_cache(self) -> Cache:
         """An empty cache as the recipe wants it."""
@@ -168,6 +196,7 @@ class CausalModel(CausalPreTrainedModel, GenerationMixin):
     lm_head: nn.Linear
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
 
+    @can_return_tuple  # type: ignore[untyped-decorator]
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -207,28 +236,89 @@ class CausalModel(CausalPreTrainedModel, GenerationMixin):
 
     @torch.no_grad()
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Tokens from transformers' `generate`, with the recipe's cache unless one is passed."""
-        makes_cache = self.model.needs_own_cache(kwargs.get("cache_implementation"))
-        if makes_cache and kwargs.get("use_cache") is not False:
-            kwargs.setdefault("past_key_values", self.new_cache())
-        # An assistant would be handed them too.
-        if kwargs.get("assistant_model") is None and (graphs := self.model.new_graphs()) is not None:
-            kwargs.setdefault("graphed_steps", graphs)
-        return super().generate(*args, **kwargs)
-
-    def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
-        """Save a checkpoint as transformers' `save_pretrained` does.
+        """Tokens from transformers' `generate`, with the recipe's cache unless one is passed.
 
         Raises:
-            UsageError: the weights are at low bits, packed or simulated: transformers would write them at 16 bits, and
-                the recipe would be lost.
+            UsageError: what is asked for is not computed, or would give other tokens than greedy search does.
+            NonFiniteError: logits overflow; the layer where that begins is named.
+        """
+        given = inspect.signature(super().generate).bind(*args, **kwargs).arguments
+        given |= given.pop("kwargs", {})
+        check_generation(self, given)
+        makes_cache = self.model.needs_own_cache(given.get("cache_implementation"))
+        if makes_cache and given.get("use_cache") is not False and given.get("past_key_values") is None:
+            given["past_key_values"] = self.new_cache()
+        # An assistant would be handed them too.
+        if given.get("assistant_model") is None and (graphs := self.model.new_graphs()) is not None:
+            given.setdefault("graphed_steps", graphs)
+        # An assistant is handed the guard of the model that it serves.
+        guards = [each for each in given.get("logits_processor") or [] if not isinstance(each, FiniteLogits)]
+        has_ids = given.get("inputs_embeds") is None
+        guards.append(FiniteLogits(self, given.get("attention_mask"), has_ids))
+        given["logits_processor"] = LogitsProcessorList(guards)
+        return super().generate(**given)
+
+    def init_continuous_batching(self, *_: Any, **__: Any) -> Any:
+        """Refused, and `generate_batch` with it.
+
+        Raises:
+            UsageError: always.
+        """
+        raise UsageError(
+            "continuous batching (generate_batch) pages K and V through transformers' attention interface, which this "
+            "attention does not go through; use generate with a batch, padded on the left"
+        )
+
+    def set_attn_implementation(self, attn_implementation: str | dict[str, str], *_: Any, **__: Any) -> None:
+        """Compute attention as transformers calls it: "sdpa" is the fastest that can, "eager" whole maps in memory.
+
+        Raises:
+            UsageError: it is none of those, or cannot quantize logits where the recipe does.
+        """
+        name = attn_implementation.get("") if isinstance(attn_implementation, dict) else attn_implementation
+        if name not in BACKEND_OF:
+            raise UsageError(
+                f"attn_implementation {name!r} is not computed here; choose {', '.join(BACKEND_OF)}, or a backend of "
+                "diffquant's by use_attention()"
+            )
+        check_backend(BACKEND_OF[name], self.recipe.schemes_of("logits"))
+        self.use_attention(BACKEND_OF[name])
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
+        """The model of a folder that `save_pretrained` wrote, under the recipe that it records."""
+        loaded = super().from_pretrained(*args, **kwargs)
+        model = loaded[0] if isinstance(loaded, tuple) else loaded
+        if model.config._attn_implementation in BACKEND_OF:
+            model.set_attn_implementation(model.config._attn_implementation)
+        if recorded := getattr(model.config, "diffquant_config", None):
+            model.apply_recipe(Recipe.from_dict(recorded["recipe"]))
+        return loaded
+
+    def save_pretrained(
+        self, save_directory: str | os.PathLike[str], is_main_process: bool = True, *args: Any, **kwargs: Any
+    ) -> None:
+        """Save a checkpoint as transformers' `save_pretrained` does, with the recipe of its cache and logits.
+
+        Raises:
+            UsageError: the weights are at low bits, packed or simulated, which transformers would write at 16 bits.
         """
         if self.has_low_bit_weights:
             raise UsageError(
                 "the weights of this model are at low bits, which save_pretrained cannot write: copy the quantized "
                 "checkpoint's folder, or make one with diffquant.quantize"
             )
-        super().save_pretrained(*args, **kwargs)
+        recorded = {} if self.recipe == Recipe() else {"diffquant_config": self.recipe.to_config()}
+        fields: dict[str, Any] = self.config.__dict__
+        # The recipe may change while the configuration stays: it is recorded in the file alone.
+        fields.pop("diffquant_config", None)
+        fields.update(recorded)
+        try:
+            super().save_pretrained(save_directory, is_main_process, *args, **kwargs)
+        finally:
+            fields.pop("diffquant_config", None)
+        if recorded and is_main_process:
+            write_atomically(Path(save_directory) / "recipe.yaml", self.recipe.to_yaml())
 
     @property
     def has_low_bit_weights(self) -> bool:
@@ -331,14 +421,3 @@ class CausalModel(CausalPreTrainedModel, GenerationMixin):
         ]
         if faults:
             raise NotFiredError("; ".join(faults))
-
-
-def _valid_keys(attention_mask: Tensor | None, keys: int) -> Tensor | None:
-    """Validity [B, S] of positions, as `Mask` takes it."""
-    if attention_mask is None or attention_mask.all():
-        return None
-    if attention_mask.dim() != 2 or attention_mask.shape[1] != keys:
-        raise UsageError(
-            f"attention_mask must be [batch, {keys}] over cached and new tokens, got {list(attention_mask.shape)}"
-        )
-    return attention_mask.bool()

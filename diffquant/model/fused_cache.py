@@ -95,6 +95,7 @@ class FusedCache(Cache):
     def __init__(self, recipe: Recipe, layers: int, capacity: int | None = None) -> None:
         """A cache for `capacity` tokens, or one that grows."""
         super().__init__(layers=[FusedLayer(recipe.at_layer(layer), capacity) for layer in range(layers)])
+        self.recipe = recipe
 
     @property
     def nbytes(self) -> int:
@@ -143,7 +144,7 @@ class FusedCache(Cache):
         """
         from diffquant.kernels.cache.decode import MAX_QUERIES, decode
 
-        if q[0].shape[2] > MAX_QUERIES or (mask.keys is not None and mask.ranges is None):
+        if q[0].shape[2] > MAX_QUERIES or mask.seen is not None or (mask.keys is not None and mask.ranges is None):
             return None
         if q[-1].shape[1] % v.shape[1]:
             # The kernel takes whole noise heads for each KV head.

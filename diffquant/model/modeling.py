@@ -63,15 +63,15 @@ class DiffTransformerModel(Decoder):
     def run_layers(
         self,
         x: Tensor,
-        valid: Tensor | None,
+        mask: Mask,
         past: int,
         position_ids: Tensor | None,
         cache: Cache | None,
         states: MutableSequence[Tensor] | None,
     ) -> Tensor:
         if position_ids is None:
-            position_ids = _positions(valid, past, x.shape[1], x.device)
-        return self._run_layers(x, position_ids, Mask(valid), cache, states)
+            position_ids = _positions(mask.keys, past, x.shape[1], x.device)
+        return self._run_layers(x, position_ids, mask, cache, states)
 
     def run_graphed(
         self,
@@ -82,6 +82,8 @@ class DiffTransformerModel(Decoder):
         cache: Cache,
     ) -> Tensor | None:
         if x.shape[1] != 1 or not isinstance(cache, FusedCache):
+            return None
+        if attention_mask is not None and attention_mask.dim() != 2:
             return None
         if position_ids is None:
             valid = None if attention_mask is None else attention_mask.bool()
@@ -138,6 +140,13 @@ class DiffTransformerModel(Decoder):
             return "the model is spread over several places"
         if self.rotary_emb.rope_type not in _STATIC_ROPE:
             return f"RoPE of type {self.rotary_emb.rope_type} looks at the positions to choose its frequencies"
+        return None
+
+    @property
+    def crop_refusal(self) -> str | None:
+        blocks = [scheme for scheme in self.recipe.schemes_of("k") if scheme.granularity == "column"]
+        if blocks and self.has_fused_cache:
+            return f"keys at {blocks[0]} are packed by blocks of tokens, which the kernels' cache does not divide"
         return None
 
     def needs_own_cache(self, implementation: str | None) -> bool:

@@ -22,6 +22,7 @@ from diffquant.report.tables import aligned, megabytes
 from diffquant.scheme import FULL, Scheme
 from diffquant.source.check import is_surplus
 from diffquant.source.source import Source
+from diffquant.source.stored_recipe import stored_dtype, with_stored
 from diffquant.source.weight_layout import stored_transposed
 from diffquant.source.weight_rules import WeightRules
 from diffquant.source.weight_source import WeightSource
@@ -68,7 +69,9 @@ class QuantizationPlan:
         tensors: tensors that are copied or packed.
         linears: every module that a reader will see as a Linear, packed or not.
         rules: rules that chose the weights of an architecture that is not run; None for one that is.
-        run_dtype: dtype that the source runs in, where matrices that are not packed are written in another; else None.
+        run_dtype: dtype that the source runs in, where matrices that are not packed are written in another, or were
+            before; else None.
+        notes: sentences for people, about what the source's own recipe adds.
     """
 
     checkpoint: Checkpoint
@@ -77,6 +80,7 @@ class QuantizationPlan:
     linears: tuple[str, ...]
     rules: WeightRules | None = None
     run_dtype: torch.dtype | None = None
+    notes: tuple[str, ...] = ()
 
     @property
     def schemes(self) -> dict[str, Scheme]:
@@ -119,7 +123,7 @@ class QuantizationPlan:
             )
         rows = aligned(("tensor", "count", "shape", "scheme", "stored bits", "size"), lines)
         packed = f"; packed weights {self.packed_bits:.2f} stored bits each" if self.schemes else ""
-        return "\n".join([*rows, f"total {self.size}{packed}"])
+        return "\n".join([*rows, f"total {self.size}{packed}", *self.notes])
 
     def _alike_tensors(self) -> dict[tuple[str, tuple[int, ...], Scheme], list[PlannedTensor]]:
         groups: dict[tuple[str, tuple[int, ...], Scheme], list[PlannedTensor]] = {}
@@ -134,6 +138,8 @@ def plan_quantization(
 ) -> QuantizationPlan:
     """Decide what becomes of each tensor.
 
+    Where the source records a recipe of its cache and logits, that goes along for what `recipe` says nothing of.
+
     Args:
         dtype: dtype of the matrices that are not packed, as `unpacked_dtypes` takes it.
 
@@ -145,6 +151,9 @@ def plan_quantization(
             unknown, or cannot do these schemes; or the recipe asks more of a `WeightSource` than packed weights.
     """
     _refuse_quantized(source)
+    notes: tuple[str, ...] = ()
+    if isinstance(source, Source):
+        recipe, notes = with_stored(recipe, source.recipe)
     schemes = checked_schemes(source, recipe)
     packed = {name: schemes[module] for module, name in targets_of(source).weights.items() if module in schemes}
     # A recipe of the cache alone copies the weights.
@@ -156,8 +165,9 @@ def plan_quantization(
     )
     _check_names(tensors)
     rules = source.rules if isinstance(source, WeightSource) else None
-    run_dtype = source.dtype if isinstance(source, Source) and unpacked else None
-    return QuantizationPlan(source.checkpoint, recipe, tensors, _linears(source), rules, run_dtype)
+    is_rounded = bool(unpacked) or stored_dtype(source.checkpoint.config) is not None
+    run_dtype = source.dtype if isinstance(source, Source) and is_rounded else None
+    return QuantizationPlan(source.checkpoint, recipe, tensors, _linears(source), rules, run_dtype, notes)
 
 
 def unpacked_dtypes(source: Source | WeightSource, dtype: torch.dtype | None = None) -> dict[str, torch.dtype]:

@@ -38,7 +38,7 @@ from diffquant.support.digests import FileDigests
 from diffquant.support.escaping import one_line
 from diffquant.support.files import write_atomically
 from diffquant.support.progress import Progress, progress_for
-from diffquant.support.versions import CONFIG_VERSION, versions
+from diffquant.support.versions import versions
 
 
 @dataclass(frozen=True)
@@ -69,6 +69,7 @@ class Quantization:
         seconds: seconds that this run took.
         resumed: number of shards taken over from an interrupted run.
         errors: error of every packed weight, the worst first.
+        notes: sentences for people, about what the source's own recipe added or lost.
     """
 
     destination: Path
@@ -79,6 +80,7 @@ class Quantization:
     seconds: float
     resumed: int
     errors: tuple[TensorError, ...]
+    notes: tuple[str, ...] = ()
 
     def summary(self, worst: int = 3) -> str:
         """A few lines for people, with the `worst` weights by their error."""
@@ -94,7 +96,7 @@ class Quantization:
                 f"relative RMS error {mean:.2%} on average; the largest:"
             )
             lines += [f"  {e.error:.2%}  {one_line(e.name)}  {e.scheme}" for e in self.errors[:worst]]
-        return "\n".join(lines)
+        return "\n".join([*lines, *self.notes])
 
 
 def quantize(
@@ -116,7 +118,7 @@ def quantize(
             an open `WeightSource`, whose weights are chosen by name.
         destination: the folder to make; it appears whole or not at all.
         recipe: recipe for the weights, as `Recipe.parse` takes it; its cache and logits are only recorded, in
-            `diffquant_config`.
+            `diffquant_config`. What the source's own recipe has of them goes along where this one says nothing.
         rounding: rounding in place of the recipe's, as `RoundingSettings.parse` takes it: "mse", or
             {"name": "gptq", "tokens": 4096}.
         dtype: dtype in which matrices that are not packed are stored; the checkpoint's by default, bfloat16 where that
@@ -143,7 +145,7 @@ def quantize(
     key = {
         "verb": "quantize",
         "source": checkpoint_stamp(opened.checkpoint),
-        "recipe": recipe.to_dict(),
+        "recipe": plan.recipe.to_dict(),
         "rounding": rounded,
         "rules": plan.rules.to_dict() if plan.rules else None,
         "dtype": str(as_dtype(dtype)),
@@ -163,6 +165,7 @@ def quantize(
         time.monotonic() - started,
         staging.resumed,
         tuple(sorted(errors.values(), key=lambda e: -e.error)),
+        plan.notes,
     )
 
 
@@ -244,7 +247,7 @@ def _write_descriptions(
     folder: Path,
 ) -> None:
     """Write config.json, recipe.yaml, diffquant.json, the model card and what engines need."""
-    recorded = {"version": CONFIG_VERSION, "recipe": plan.recipe.to_dict()}
+    recorded = plan.recipe.to_config()
     if plan.run_dtype is not None:
         recorded["dtype"] = str(plan.run_dtype).removeprefix("torch.")
     config = plan.checkpoint.written_config | {"diffquant_config": recorded}

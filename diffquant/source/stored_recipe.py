@@ -1,14 +1,16 @@
 """The recipe that a quantized checkpoint records in its config.json, and the dtype that its model runs in."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from diffquant.errors import CheckpointError, UsageError
-from diffquant.recipe import Recipe
+from diffquant.recipe import LAYER_TARGETS, Recipe, target_of
+from diffquant.scheme import Scheme
 from diffquant.support.devices import DTYPES
-from diffquant.support.versions import CONFIG_VERSION
+from diffquant.support.version import CONFIG_VERSION
 
 
 def stored_recipe(config: Mapping[str, Any]) -> Recipe:
@@ -27,6 +29,49 @@ def stored_recipe(config: Mapping[str, Any]) -> Recipe:
         return Recipe.from_dict(entry.get("recipe", {}))
     except (UsageError, AttributeError, TypeError) as error:
         raise CheckpointError(f"config.json: diffquant_config is malformed: {error}") from error
+
+
+def with_stored(recipe: Recipe, stored: Recipe) -> tuple[Recipe, tuple[str, ...]]:
+    """A recipe for a checkpoint that records one of its cache and logits already.
+
+    Returns:
+        The recipe, with what is stored of each target that it says nothing of; and what to tell people: what goes
+        along, and what replaces what is stored.
+    """
+    carried: list[str] = []
+    notes: list[str] = []
+    for target in LAYER_TARGETS:
+        old, new = _of_target(stored, target), _of_target(recipe, target)
+        if old == _of_target(Recipe(), target) or old == new:
+            continue
+        if new == _of_target(Recipe(), target):
+            scheme, overrides = old
+            changes: dict[str, Any] = {target: scheme, "overrides": {**recipe.overrides, **overrides}}
+            recipe = replace(recipe, **changes)
+            carried.append(target)
+        else:
+            notes.append(f"{_text(recipe, target)} replaces the source's {_text(stored, target)}")
+    residual = f"residual {stored.residual}"
+    if stored.residual and not recipe.residual and {"k", "v"} & set(carried):
+        recipe = replace(recipe, residual=stored.residual)
+        carried.append(residual)
+    elif stored.residual and stored.residual != recipe.residual:
+        notes.append(f"residual {recipe.residual} replaces the source's {residual}")
+    if carried:
+        said = [_text(recipe, name) if name in LAYER_TARGETS else name for name in carried]
+        notes.insert(0, f"the source's recipe goes along where this one says nothing: {', '.join(said)}")
+    return recipe, tuple(notes)
+
+
+def _of_target(recipe: Recipe, target: str) -> tuple[Scheme, dict[str, Scheme]]:
+    """The scheme of a target of layers and the overrides of it."""
+    own = {pattern: scheme for pattern, scheme in recipe.overrides.items() if target_of(pattern) == target}
+    return getattr(recipe, target), own
+
+
+def _text(recipe: Recipe, target: str) -> str:
+    scheme, overrides = _of_target(recipe, target)
+    return ", ".join([f"{target} {scheme}", *(f"{pattern} {own}" for pattern, own in overrides.items())])
 
 
 def stored_dtype(config: Mapping[str, Any]) -> torch.dtype | None:

@@ -6,9 +6,6 @@ import torch
 
 from diffquant.support.version import __version__
 
-# The version of config.json's `diffquant_config`; a reader refuses what is newer than it knows.
-CONFIG_VERSION = 1
-
 
 def versions() -> dict[str, str]:
     """Versions of diffquant and torch by name."""

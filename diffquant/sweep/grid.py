@@ -158,7 +158,11 @@ def _recipe(target: str, bits: int, granularity: str) -> Recipe:
 def _granularities_of(target: str, options: SweepOptions) -> list[str]:
     if not options.granularities:
         return [DEFAULT_GRANULARITY[TARGETS[target][0]]]
-    return [name for name in dict.fromkeys(options.granularities) if _why_refused(target, name) is None]
+    served = [name for name in options.granularities if _why_refused(target, name) is None]
+    # As cells are known by it, whichever of its names was given.
+    return list(
+        dict.fromkeys(getattr(_recipe(target, 4, name), TARGETS[target][0]).granularity_text for name in served)
+    )
 
 
 def _check_granularities(options: SweepOptions) -> None:

@@ -78,12 +78,13 @@ def test_beams_move_whole_sequences():
 
 def test_masks_with_holes_go_the_other_way():
     model, recipe, ids = small_model("v1"), Recipe.of(kv=8), random_ids(batch=1, length=9)
-    mask = torch.ones_like(ids)
-    mask[0, 4] = 0
-    outs = [
-        model(ids, attention_mask=mask, past_key_values=cache(recipe, 1)).logits for cache in (PackedCache, FusedCache)
-    ]
-    assert torch.equal(*outs)
+    hole = torch.ones_like(ids)
+    hole[0, 4] = 0
+    seen = torch.ones(1, 1, 9, 9, dtype=torch.bool).tril()
+    seen[..., 4:, 1] = False
+    for mask in (hole, seen):
+        caches = [PackedCache(recipe, 1), FusedCache(recipe, 1)]
+        assert torch.equal(*(model(ids, attention_mask=mask, past_key_values=cache).logits for cache in caches))
 
 
 def states(tokens, seed):

@@ -59,9 +59,11 @@ def write_gguf(
     writer.add_rope_freq_base(10000.0)
     writer.add_vocab_size(sizes["vocab_size"])
     writer.add_tokenizer_model("gpt2")
-    writer.add_token_list([chr(0x100 + i) for i in range(sizes["vocab_size"] - 1)] + ["\u0100\u0101"])
+    # Two merges: transformers before 5.20 reads a list of one as what is in it.
+    merged = ["\u0100\u0101", "\u0102\u0103"]
+    writer.add_token_list([chr(0x100 + i) for i in range(sizes["vocab_size"] - 2)] + merged)
     writer.add_token_types([1] * sizes["vocab_size"])
-    writer.add_token_merges(["\u0100 \u0101"])
+    writer.add_token_merges([" ".join(pair) for pair in merged])
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
     for name, tensor in load_file(folder / "model.safetensors").items():

@@ -46,6 +46,13 @@ def test_a_granularity_serves_the_targets_that_know_it():
     ]
 
 
+def test_a_row_by_another_name_is_the_same_cell():
+    names = {"bits": (4,), "targets": ("weights", "kv", "logits")}
+    rows = labels(**names, granularities=("row",))
+    assert labels(**names, granularities=("channel", "token", "row")) == rows
+    assert labels(**names, granularities=("channel", "token")) == rows
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [

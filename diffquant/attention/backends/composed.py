@@ -47,9 +47,10 @@ def flash_attn(call: AttentionCall) -> Tensor:
 def sdpa(call: AttentionCall) -> MapAttention:
     """Attention of one map by torch's SDPA under a call's mask; a query that sees nothing gives 0."""
     length, keys = call.length, call.keys
-    plainly_causal = call.mask.keys is None and length == keys and not call.mask.hides_by_window(keys)
+    is_plain = call.mask.keys is None and call.mask.seen is None
+    plainly_causal = is_plain and length == keys and not call.mask.hides_by_window(keys)
     visible = None if plainly_causal else call.mask.dense(length, keys, call.v.device)
-    may_be_blind = call.mask.keys is not None or length > keys
+    may_be_blind = not is_plain or length > keys
     blind = ~visible.any(-1, keepdim=True) if may_be_blind and visible is not None else None
 
     def one_map(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
@@ -100,7 +101,7 @@ def _flash_attn_refuses(call: AttentionCall) -> str | None:
         return "flash-attn runs on CUDA only"
     if call.v.dtype not in (torch.float16, torch.bfloat16):
         return f"flash-attn takes float16 and bfloat16, not {call.v.dtype}"
-    if call.mask.keys is not None:
+    if call.mask.keys is not None or call.mask.seen is not None:
         return "flash-attn is called without padding masks here"
     if call.mask.hides_by_window(call.keys):
         return "flash-attn is called without windows here"

@@ -143,6 +143,8 @@ def _shares_keys(q: Sequence[Tensor], store: KVStore, lam: Tensor | None, mask: 
     check_tensors(q, [keys] * len(q), values, lam, mask, post)
     if q[0].is_cuda and q[0].dtype not in HALF_TYPES:
         raise UsageError(f"decode takes float16 and bfloat16 on CUDA, got {q[0].dtype}")
+    if mask.seen is not None:
+        raise UsageError("decode: the kernels have causal masks alone, and the caller says which keys each query sees")
     if mask.window is not None:
         raise UsageError(f"decode: the kernels have no window, and queries see {mask.window} keys")
     if mask.keys is not None and mask.ranges is None:

@@ -100,6 +100,7 @@ class SambaYCache(Cache):
             elif kind in ("windowed attention", "full attention"):
                 kept.append(PackedLayer(recipe.at_layer(layer), of_layer))
         super().__init__(layers=kept)
+        self.recipe = recipe
 
     def get_seq_length(self, layer_idx: int | None = None) -> int:
         """Number of tokens read, which the full attention's layer, the last, has all of."""

@@ -12,6 +12,7 @@ from torch.nn import LayerNorm
 from transformers.cache_utils import Cache
 
 from diffquant.errors import UsageError
+from diffquant.family.mask import Mask
 from diffquant.model.attention import PairAttention
 from diffquant.model.cache import PackedLayer
 from diffquant.model.causal import CausalModel, Decoder
@@ -45,7 +46,7 @@ class SambaYModel(Decoder):
     def run_layers(
         self,
         x: Tensor,
-        valid: Tensor | None,
+        mask: Mask,
         past: int,  # noqa: ARG002  there are no positions to count from it
         position_ids: Tensor | None,  # noqa: ARG002
         cache: Cache | None,
@@ -54,11 +55,16 @@ class SambaYModel(Decoder):
         """As `Decoder.run_layers`; positions play no part.
 
         Raises:
-            UsageError: the cache is no `SambaYCache`.
+            UsageError: the cache is no `SambaYCache`, or the mask is another than causal order with padding.
         """
+        if mask.seen is not None:
+            raise UsageError(
+                "Mamba's layers read tokens one after the other: neither a 4-D attention_mask nor sequences packed by "
+                "position_ids can be honoured; pass sequences as rows of a batch, and an attention_mask [batch, tokens]"
+            )
         if cache is not None and not isinstance(cache, SambaYCache):
             raise UsageError(f"{type(cache).__name__} does not hold Mamba's states; pass what new_cache() gives")
-        reading = Reading.of(valid, x.shape[1], self.config.sliding_window, cache)
+        reading = Reading.of(mask.keys, x.shape[1], self.config.sliding_window, cache)
         flow = self.start(x)
         for layer in self.layers:
             if states is not None:
@@ -73,6 +79,10 @@ class SambaYModel(Decoder):
 
     def needs_own_cache(self, implementation: str | None) -> bool:  # noqa: ARG002  no other would hold the states
         return True
+
+    @property
+    def crop_refusal(self) -> str | None:
+        return "Mamba's states and the windows of this model do not hold what was before"
 
     def new_cache(self) -> SambaYCache:
         """An empty cache as the recipe wants it."""

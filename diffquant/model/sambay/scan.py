@@ -27,6 +27,8 @@ def selective_scan(
     Returns:
         y [B, T, E], and h after the last token; all in the dtype of the arguments, which is one.
     """
+    if not u.shape[1]:
+        return u, state
     read: list[Tensor] = []
     parts = (x.split(_BLOCK_TOKENS, 1) for x in (u, step, b, c))
     for inputs, steps, into, out_of in zip(*parts, strict=True):
@@ -52,6 +54,8 @@ def causal_convolution(u: Tensor, weight: Tensor, bias: Tensor | None, earlier: 
     Returns:
         [B, T, E].
     """
+    if not u.shape[1]:
+        return u
     inputs = torch.cat([earlier, u], 1).mT
     return conv1d(inputs, weight, bias, groups=len(weight)).mT
 
