@@ -9,6 +9,7 @@ import onnxruntime
 import torch
 
 from diffquant.errors import UsageError
+from diffquant.recipe import Recipe
 from diffquant.scheme import FULL, Scheme
 
 # RMSNormalization became standard in opset 23, which ONNX Runtime takes from 1.23 on.
@@ -63,6 +64,12 @@ class ExportOptions:
     @property
     def torch_dtype(self) -> torch.dtype:
         return DTYPES[self.dtype]
+
+    @property
+    def recipe(self) -> Recipe:
+        """The schemes that the graph computes with."""
+        cache = Scheme(self.kv_bits, "static") if self.kv_bits < 16 else FULL
+        return Recipe(weights=self.weights, k=cache, v=cache, logits=self.logits)
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self) | {"weights": str(self.weights), "logits": str(self.logits)}

@@ -24,6 +24,7 @@ from diffquant.export.runtime.generation import Generator
 from diffquant.export.runtime.session import OnnxModel
 from diffquant.formats.reader import read_json, side_files
 from diffquant.model.adapters import adapter_for
+from diffquant.recipe import Recipe
 from diffquant.scheme import Scheme
 from diffquant.source.tokenizer import load_tokenizer
 from diffquant.support.files import file_digest
@@ -102,6 +103,7 @@ class OnnxLanguageModel(LanguageModel):
 
     def __init__(self, runtime: OnnxModel) -> None:
         self.runtime = runtime
+        self._recipe = read_manifest(runtime.folder).options.recipe
         # The config of the checkpoint that it was exported from.
         self._config = adapter_for(read_json(runtime.folder / "config.json")).architecture
 
@@ -110,13 +112,18 @@ class OnnxLanguageModel(LanguageModel):
         return torch.device("cpu")
 
     @property
-    def shares_prefixes(self) -> bool:
-        return True
+    def recipe(self) -> Recipe:
+        return self._recipe
+
+    @property
+    def has_cache(self) -> bool:
+        return self.runtime.cache is not None
 
     def max_length(self, tokenizer: PreTrainedTokenizerBase | None) -> int:
         return max_length(self._config, tokenizer)
 
     def new_cache(self) -> OnnxCache:
+        self.runtime.check_cache()
         return OnnxCache()
 
     def read(self, ids: Tensor, mask: Tensor | None = None, cache: TokenCache | None = None) -> LogitStates:

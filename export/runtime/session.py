@@ -100,6 +100,16 @@ class OnnxModel:
         """Number of nodes by operator that the processor runs although another device was asked for."""
         return {} if self.device.kind == "cpu" else nodes_on_cpu(self.session)
 
+    def check_cache(self) -> CacheShape:
+        """The shape of the cache.
+
+        Raises:
+            CheckpointError: the model was exported without one.
+        """
+        if self.cache is None:
+            raise CheckpointError(f"{self.folder} was exported without a cache; export it again without --no-cache")
+        return self.cache
+
     def empty_cache(self, batch: int, rows: int = 0) -> list[ort.OrtValue]:
         """Caches on the device that hold no token, in the order of `cache.inputs`, with room for `rows` tokens."""
         if self.cache is None:
@@ -135,22 +145,21 @@ class InPlaceDecoder:
     """Decoding of one batch with caches that stay where they are: nothing is copied from step to step."""
 
     def __init__(self, model: OnnxModel, batch: int, rows: int) -> None:
-        if model.cache is None:
-            raise CheckpointError(f"{model.folder} was exported without a cache; export it again without --no-cache")
+        self.cache = model.check_cache()
         self.model = model
         self.batch = batch
         self.rows = rows
         self.length = 0
         self._binding = model.session.io_binding()
         self._buffers = model.empty_cache(batch, rows)
-        for past, present, buffer in zip(model.cache.inputs, model.cache.outputs, self._buffers, strict=True):
+        for past, present, buffer in zip(self.cache.inputs, self.cache.outputs, self._buffers, strict=True):
             self._binding.bind_ortvalue_input(past, buffer)
             self._binding.bind_ortvalue_output(present, buffer)
 
     @property
     def nbytes(self) -> int:
         """Size of the caches."""
-        return 0 if self.model.cache is None else self.model.cache.row_bytes * self.batch * self.rows
+        return self.cache.row_bytes * self.batch * self.rows
 
     def step(self, ids: np.ndarray) -> np.ndarray:
         """Append tokens [B, T] to the batch, and return their logits [B, T, V]."""
