@@ -3,20 +3,22 @@
 import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import onnxruntime
-import torch
 
 from diffquant.errors import UsageError
 from diffquant.recipe import Recipe
 from diffquant.scheme import FULL, Scheme
 
+if TYPE_CHECKING:
+    import torch
+
 # RMSNormalization became standard in opset 23, which ONNX Runtime takes from 1.23 on.
 OLDEST_OPSET, NEWEST_OPSET = 23, 26
 IR_VERSION = 10
 LOGIT_GRANULARITIES = ("row", "head", "pair", "tensor")
-DTYPES = {"float32": torch.float32, "float16": torch.float16}
+DTYPES = ("float32", "float16")
 
 
 @dataclass(frozen=True)
@@ -62,8 +64,11 @@ class ExportOptions:
         return cls(weights=Scheme.parse(weights, "g32"), logits=Scheme.parse(logits, "row"), **others)
 
     @property
-    def torch_dtype(self) -> torch.dtype:
-        return DTYPES[self.dtype]
+    def torch_dtype(self) -> "torch.dtype":
+        # Here, since who runs an exported folder reads its options without torch.
+        import torch
+
+        return {"float32": torch.float32, "float16": torch.float16}[self.dtype]
 
     @property
     def recipe(self) -> Recipe:

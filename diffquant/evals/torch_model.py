@@ -108,7 +108,7 @@ class TorchModel(LanguageModel):
             stop_strings=list(stops),
             tokenizer=tokenizer,
             pad_token_id=end_token(tokenizer),
-            **sampling,
+            **{"do_sample": False, **sampling},
         )
         tokens: list[int] = out[0, len(prompt) :].tolist()
         return tokens

@@ -7,6 +7,7 @@ padding is read.
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +23,8 @@ from diffquant.export.native import kernel_name
 from diffquant.export.runtime.device import RuntimeDevice, on_cpu_text
 from diffquant.export.runtime.generation import Generator
 from diffquant.export.runtime.session import OnnxModel
-from diffquant.formats.reader import read_json, side_files
+from diffquant.formats.json_object import read_json
+from diffquant.formats.reader import side_files
 from diffquant.model.adapters import adapter_for
 from diffquant.recipe import Recipe
 from diffquant.scheme import Scheme
@@ -59,7 +61,7 @@ class OnnxRuntime:
             scheme=scheme,
             identity={
                 **manifest.files.to_dict(),
-                "tokenizer": [file_digest(file) for file in side_files(folder)],
+                "tokenizer": [file_digest(file) for file in (folder / "config.json", *side_files(folder))],
                 "onnxruntime": onnxruntime.__version__,
                 # The op's own kernel is the processor's.
                 "kernel": kernel_name() if RuntimeDevice.parse(device).kind == "cpu" else None,
@@ -150,11 +152,15 @@ class OnnxLanguageModel(LanguageModel):
         if sampling.get("do_sample"):
             raise UsageError("an exported model generates greedily in lm-eval; choose a task that does not sample")
         made: list[int] = []
-        for token in Generator(self.runtime.folder, model=self.runtime).tokens(list(prompt), new_tokens):
+        for token in self._generator.tokens(list(prompt), new_tokens):
             made.append(token)
             if any(stop in tokenizer.decode(made) for stop in stops):
                 break
         return made
+
+    @cached_property
+    def _generator(self) -> Generator:
+        return Generator(self.runtime.folder, model=self.runtime)
 
     def _run(self, ids: Tensor, past: list[onnxruntime.OrtValue]) -> tuple[Tensor, list[onnxruntime.OrtValue]]:
         """Logits [T, V] of one sequence's tokens, and its cache after them."""
