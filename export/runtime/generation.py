@@ -98,7 +98,7 @@ class Generator:
         """
         ids = self.text.encode_chat(prompt) if chat else self.text.encode(prompt)
         pick = _greedy if temperature == 0 else _sampler(temperature, seed)
-        yielded = ""
+        yielded = text = ""
         tokens: list[int] = []
         for token in self.tokens(ids, max_new_tokens, pick):
             tokens.append(token)
@@ -107,6 +107,8 @@ class Generator:
             if not text.endswith("\ufffd"):
                 yield text[len(yielded) :]
                 yielded = text
+        if text != yielded:
+            yield text[len(yielded) :]
 
     def tokens(
         self, ids: list[int], max_new_tokens: int, pick: Callable[[np.ndarray], int] | None = None

@@ -261,6 +261,14 @@ def test_every_written_location_is_the_data_file_itself(folder):
     assert {entry.value for entry in entries} == {DATA_FILE}
 
 
+def test_every_tensor_starts_on_a_page_of_the_data_file(folder):
+    """A runtime maps the file, and uses such tensors where they lie."""
+    model = onnx.load(folder / MODEL_FILE, load_external_data=False)
+    offsets = {int(entry.value) for t in model.graph.initializer for entry in t.external_data if entry.key == "offset"}
+    assert len(offsets) > 5
+    assert {offset % 4096 for offset in offsets} == {0}
+
+
 @pytest.mark.parametrize("name", [MODEL_FILE, DATA_FILE])
 def test_a_model_edited_after_export_is_not_verified(source, folder, name):
     content = bytearray((folder / name).read_bytes())

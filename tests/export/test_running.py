@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 import diffquant
 from diffquant import cli
 from diffquant.calib.calibration.kv_cache import calibrate_cache
-from diffquant.errors import CheckpointError
+from diffquant.errors import CheckpointError, UsageError
 from diffquant.evals.constrained import choose
 from diffquant.evals.encoding import Request
 from diffquant.evals.scoring import score
@@ -160,6 +160,53 @@ def test_sampling_follows_its_seed(folder):
         list(generator.stream(" "))
     with pytest.raises(diffquant.DiffQuantError, match="context ends at 256"):
         list(generator.stream(PROMPT * 60))
+
+
+@pytest.mark.parametrize("temperature", [0.4, 1.5])
+def test_samples_follow_the_softmax_of_logits_over_the_temperature(temperature):
+    logits, draws = np.array([1.0, 0.2, -0.7, 1.6], np.float32), 4000
+    pick = generation._sampler(temperature, seed=3)
+    wanted = torch.from_numpy(logits / temperature).double().softmax(0).numpy()
+    counts = np.bincount([pick(logits) for _ in range(draws)], minlength=4)
+    # Four standard deviations of a count.
+    assert (np.abs(counts - draws * wanted) < 4 * np.sqrt(draws * wanted * (1 - wanted))).all()
+
+
+def test_a_text_ends_with_the_context(source, plain):
+    endless = Generator(plain, 1)
+    endless._ends = ()
+    ids = np.random.default_rng(0).integers(2, tiny_lm.WORDS, 256).tolist()
+    for room in (1, 3):
+        made = list(endless.tokens(ids[:-room], 64))
+        assert len(made) == room
+        with torch.inference_mode():
+            logits = diffquant.load(source)(torch.tensor([ids[:-room] + made[:-1]])).logits[0, -room:]
+        assert made == logits.argmax(-1).tolist()
+    with pytest.raises(UsageError, match="the prompt has 256 tokens; the model's context ends at 256"):
+        next(endless.tokens(ids, 1))
+
+
+@pytest.mark.parametrize("text", ["café ☃ 😀 naïve", "half a character ☃"])
+def test_pieces_are_whole_characters_and_the_text_is_that_of_all_tokens(plain, monkeypatch, text):
+    generator, tokenizer = Generator(plain, 1), tiny_lm.tokenizer()
+    # The second one ends within its last character.
+    ids = tokenizer(text).input_ids[: -1 if text.endswith("☃") else None]
+    monkeypatch.setattr(generator, "tokens", lambda *_: iter([0, *ids, 0]))
+    *pieces, last = generator.stream(PROMPT)
+    assert "".join([*pieces, last]) == tokenizer.decode([0, *ids, 0], skip_special_tokens=True)
+    assert not any("\ufffd" in piece for piece in pieces)
+
+
+def test_genai_is_told_the_sizes_of_the_model(source, plain):
+    config = diffquant.load(source).config
+    described = json.loads((plain / "genai_config.json").read_text())
+    decoder = described["model"]["decoder"]
+    assert described["model"]["context_length"] == described["search"]["max_length"] == config.max_position_embeddings
+    assert (described["model"]["vocab_size"], decoder["hidden_size"]) == (config.vocab_size, config.hidden_size)
+    past = {i.name: i.shape for i in OnnxModel(plain, 1).session.get_inputs() if i.name.startswith("past")}
+    assert decoder["num_hidden_layers"] * 2 == len(past)
+    assert {tuple(shape[1::2]) for shape in past.values()} == {(decoder["num_key_value_heads"], decoder["head_size"])}
+    assert described["search"]["do_sample"] is False
 
 
 def test_genai_runs_the_folder_as_it_is(folder):
