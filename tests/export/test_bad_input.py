@@ -162,9 +162,10 @@ def test_values_beyond_float16_are_named(source, tmp_path):
 
 def test_a_truncated_data_file_is_refused(folder):
     data = (folder / DATA_FILE).read_bytes()
-    (folder / DATA_FILE).write_bytes(data[: len(data) // 2])
-    with pytest.raises(CheckpointError, match="truncated"):
-        OnnxModel(folder)
+    for kept in (len(data) // 2, len(data) - 1):
+        (folder / DATA_FILE).write_bytes(data[:kept])
+        with pytest.raises(CheckpointError, match="truncated"):
+            OnnxModel(folder)
 
 
 def test_data_that_leaves_the_folder_is_refused(folder, tmp_path):
