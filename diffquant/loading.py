@@ -38,6 +38,9 @@ def load(
         model = diffquant.load("checkpoint", {"weights": "4:g32", "logits": "6:row"}, dtype="bfloat16")
         logits = model(ids).logits  # ids [B, T] -> [B, T, V]
 
+    Its `generate` ends texts where transformers' does, by generation_config.json, and decodes greedily unless its
+    arguments say otherwise: other settings of that file are not taken.
+
     Args:
         path: a folder of any model_type that an adapter reads, plain or quantized; a .gguf file
             of a llama, or either as an open `Source`.

@@ -4,6 +4,7 @@ diffquant export MODEL -o model --weights 4:g32
 python onnxruntime_minimal.py model "The capital of France is"
 """
 
+import json
 import sys
 
 import numpy as np
@@ -12,6 +13,10 @@ from tokenizers import Tokenizer
 
 folder, prompt = sys.argv[1], sys.argv[2]
 tokenizer = Tokenizer.from_file(f"{folder}/tokenizer.json")
+tokenizer.no_truncation()
+tokenizer.no_padding()
+with open(f"{folder}/genai_config.json", encoding="utf-8") as file:
+    ends = json.load(file)["model"]["eos_token_id"]
 session = ort.InferenceSession(f"{folder}/model.onnx")
 cache = [i for i in session.get_inputs() if i.name.startswith("past_key_values.")]
 kinds = {"tensor(float)": np.float32, "tensor(float16)": np.float16, "tensor(int8)": np.int8, "tensor(uint8)": np.uint8}
@@ -23,4 +28,6 @@ for step in range(32):
     logits, *present = session.run(None, feeds)
     feeds.update(zip((i.name for i in cache), present, strict=True))
     ids.append(int(logits[0, -1].argmax()))
+    if ids[-1] in ends:
+        break
 print(tokenizer.decode(ids))

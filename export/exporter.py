@@ -24,7 +24,8 @@ from diffquant.export.runtime.device import RuntimeDevice
 from diffquant.export.runtime.genai import write_genai_config
 from diffquant.export.runtime.web import write_web_description
 from diffquant.formats.atomic_folder import check_output, staged
-from diffquant.formats.reader import Checkpoint, read_json
+from diffquant.formats.json_object import read_json
+from diffquant.formats.reader import Checkpoint
 from diffquant.formats.row_stream import checkpoint_stamp
 from diffquant.recipe import LAYER_TARGETS
 from diffquant.report.sizes import compared_size, stored_bits
@@ -36,6 +37,7 @@ from diffquant.support.digests import FileDigests
 from diffquant.support.files import write_atomically
 from diffquant.support.progress import Progress, silent
 from diffquant.support.versions import versions
+from diffquant.text.special_tokens import read_special_tokens
 
 
 @dataclass(frozen=True)
@@ -137,7 +139,10 @@ def check_export(source: Path | str | Source, destination: Path, options: Export
     """
     check_output(source.path if isinstance(source, Source) else Path(source), destination, overwrite)
     check_runtime(options)
-    return plan_export(open_source(source), options)
+    opened = open_source(source)
+    # A damaged generation_config.json is refused before the work.
+    read_special_tokens(opened.path, opened.checkpoint.config)
+    return plan_export(opened, options)
 
 
 def _cache_scales(source: Source, options: ExportOptions, ranges: Ranges | None) -> dict[int, Scales]:
@@ -157,12 +162,12 @@ def _cache_scales(source: Source, options: ExportOptions, ranges: Ranges | None)
 
 def _write_descriptions(plan: ExportPlan, streamed: Sequence[Streamed], folder: Path) -> None:
     """Write config.json, genai_config.json, web.json, the card and diffquant.json."""
-    checkpoint = plan.source.checkpoint
+    checkpoint, tokens = plan.source.checkpoint, plan.source.special_tokens
     write_atomically(folder / "config.json", json.dumps(checkpoint.config, indent=2) + "\n")
     if plan.options.cache:
-        write_genai_config(folder, plan.config, RuntimeDevice.parse(plan.options.genai_device))
+        write_genai_config(folder, plan.config, tokens, RuntimeDevice.parse(plan.options.genai_device))
     if plan.options.web:
-        write_web_description(folder, plan.config)
+        write_web_description(folder, plan.config, tokens)
     write_atomically(folder / "README.md", exported_card(plan))
     write_manifest(folder, plan.options, _source_record(checkpoint), _tensor_records(plan, streamed))
 

@@ -9,10 +9,9 @@ from typing import Any
 from diffquant.errors import CheckpointError, UsageError
 from diffquant.export.files import DATA_FILE, MODEL_FILE, RANGES_FILE
 from diffquant.export.options import ExportOptions, runtime_floor
-from diffquant.formats.reader import read_json
+from diffquant.formats.json_object import read_json
 from diffquant.support.digests import FileDigests
 from diffquant.support.files import write_atomically
-from diffquant.support.versions import versions
 
 FILE = "diffquant.json"
 FORMAT = "onnx"
@@ -46,6 +45,9 @@ class Manifest:
 
 def write_manifest(folder: Path, options: ExportOptions, source: Mapping[str, Any], tensors: Mapping[str, Any]) -> None:
     """Write the record of a finished folder."""
+    # Here, since it imports torch, without which a record is read.
+    from diffquant.support.versions import versions
+
     entry = {
         "format": FORMAT,
         "versions": versions(),

@@ -3,19 +3,22 @@
 import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import onnxruntime
-import torch
 
 from diffquant.errors import UsageError
+from diffquant.recipe import Recipe
 from diffquant.scheme import FULL, Scheme
+
+if TYPE_CHECKING:
+    import torch
 
 # RMSNormalization became standard in opset 23, which ONNX Runtime takes from 1.23 on.
 OLDEST_OPSET, NEWEST_OPSET = 23, 26
 IR_VERSION = 10
 LOGIT_GRANULARITIES = ("row", "head", "pair", "tensor")
-DTYPES = {"float32": torch.float32, "float16": torch.float16}
+DTYPES = ("float32", "float16")
 
 
 @dataclass(frozen=True)
@@ -62,8 +65,17 @@ class ExportOptions:
         return cls(weights=of_weights, logits=of_logits, **others)
 
     @property
-    def torch_dtype(self) -> torch.dtype:
-        return DTYPES[self.dtype]
+    def torch_dtype(self) -> "torch.dtype":
+        # Here, since who runs an exported folder reads its options without torch.
+        import torch
+
+        return {"float32": torch.float32, "float16": torch.float16}[self.dtype]
+
+    @property
+    def recipe(self) -> Recipe:
+        """The schemes that the graph computes with."""
+        cache = Scheme(self.kv_bits, "static") if self.kv_bits < 16 else FULL
+        return Recipe(weights=self.weights, k=cache, v=cache, logits=self.logits)
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self) | {"weights": str(self.weights), "logits": str(self.logits)}

@@ -24,7 +24,7 @@ from diffquant.errors import MissingDependencyError, ToleranceError, UsageError
 from diffquant.evals.protocols.harness import require_lm_eval
 from diffquant.evals.protocols.hellaswag import HellaSwagItem, evaluate_hellaswag, load_items
 from diffquant.evals.torch_model import TorchModel
-from diffquant.formats.reader import read_json
+from diffquant.formats.json_object import read_json
 from diffquant.loading import load
 from diffquant.report.tables import aligned
 from diffquant.source.tokenizer import load_tokenizer

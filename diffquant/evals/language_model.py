@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Protocol, Self
 import torch
 from torch import Tensor
 
+from diffquant.evals.prefixes import shares_prefixes, takes_padding
 from diffquant.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -95,13 +96,23 @@ class LanguageModel(ABC):
 
     @property
     @abstractmethod
+    def recipe(self) -> Recipe:
+        """The schemes that the model computes its cache and its logits with."""
+
+    @property
+    def has_cache(self) -> bool:
+        """Whether the model can go on from tokens that it read before."""
+        return True
+
+    @property
     def shares_prefixes(self) -> bool:
         """Whether a prefix computed once serves every continuation of it."""
+        return self.has_cache and shares_prefixes(self.recipe)
 
     @property
     def takes_padding(self) -> bool:
         """Whether padding before a whole sequence leaves its states as they are."""
-        return True
+        return takes_padding(self.recipe)
 
     @abstractmethod
     def max_length(self, tokenizer: "PreTrainedTokenizerBase | None") -> int:
@@ -141,25 +152,3 @@ class LanguageModel(ABC):
         Raises:
             UsageError: the model cannot sample.
         """
-
-
-def shares_prefixes(recipe: Recipe) -> bool:
-    """Whether a prefix computed once serves every continuation: no scale may span tokens of a sequence."""
-    cached = recipe.schemes_of("k") | recipe.schemes_of("v")
-    rounded = recipe.schemes_of("logits") | recipe.schemes_of("qk")
-    rows_only = all(s.granularity in ("", "row", "static") and not s.smooth for s in rounded)
-    # The newest tokens of a context are old ones once a continuation follows.
-    ages = bool(recipe.residual) and any(scheme.quantizes for scheme in cached)
-    return rows_only and _by_token(recipe) and not ages
-
-
-def takes_padding(recipe: Recipe) -> bool:
-    """Whether padding before a sequence leaves its states as they are: no scale may span so many tokens or rows."""
-    rounded = recipe.schemes_of("logits") | recipe.schemes_of("qk")
-    return _by_token(recipe) and all(scheme.granularity != "block" for scheme in rounded)
-
-
-def _by_token(recipe: Recipe) -> bool:
-    """Whether each of a cache's scales is of one token."""
-    cached = recipe.schemes_of("k") | recipe.schemes_of("v")
-    return {scheme.granularity for scheme in cached} <= {"", "row", "group", "static"}

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from transformers import Cache, DynamicCache, PreTrainedModel
 
-from diffquant.evals.language_model import LanguageModel, States, TokenCache, shares_prefixes, takes_padding
+from diffquant.evals.language_model import LanguageModel, States, TokenCache
 from diffquant.recipe import Recipe
 from diffquant.source.placement import at_hand
 from diffquant.text.tokens import end_token, max_length
@@ -76,15 +76,7 @@ class TorchModel(LanguageModel):
         return device
 
     @property
-    def shares_prefixes(self) -> bool:
-        return shares_prefixes(self._recipe)
-
-    @property
-    def takes_padding(self) -> bool:
-        return takes_padding(self._recipe)
-
-    @property
-    def _recipe(self) -> Recipe:
+    def recipe(self) -> Recipe:
         # A model without a recipe is not quantized.
         return getattr(self.model, "recipe", None) or Recipe()
 
@@ -116,7 +108,7 @@ class TorchModel(LanguageModel):
             stop_strings=list(stops),
             tokenizer=tokenizer,
             pad_token_id=end_token(tokenizer),
-            **sampling,
+            **{"do_sample": False, **sampling},
         )
         tokens: list[int] = out[0, len(prompt) :].tolist()
         return tokens

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from diffquant.errors import CheckpointError, DiffQuantError, OutputExistsError, UsageError
-from diffquant.formats.reader import read_json
+from diffquant.formats.json_object import read_json
 from diffquant.formats.staging import Staging, forget, left_behind, locked, partial_folder
 from diffquant.support.files import check_writable, write_atomically
 

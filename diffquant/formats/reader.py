@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from diffquant.errors import CheckpointError
-from diffquant.support.plain_data import parse_json
+from diffquant.formats.json_object import read_json
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -177,23 +177,6 @@ def _check_links(folder: Path) -> None:
             f"checkpoint {folder} has links to files outside it, which are not followed: {', '.join(outside)}; "
             "put the files themselves there, or remove the links"
         )
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file.
-
-    Raises:
-        CheckpointError: the file is absent, or does not hold a JSON object.
-    """
-    try:
-        content = parse_json(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(f"{path.parent} has no {path.name}; a checkpoint folder needs one") from None
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"cannot read {path}: {error}") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path} must hold a JSON object, not {type(content).__name__}")
-    return content
 
 
 def _read_index(folder: Path) -> dict[str, str] | None:

@@ -46,8 +46,9 @@ def build_model(
 
     Raises:
         NonFiniteError: a parameter holds NaN or infinity.
+        CheckpointError: generation_config.json is damaged.
     """
-    architecture = source.architecture
+    architecture, tokens = source.architecture, source.special_tokens
     model = _empty_model(architecture)
     dtype = dtype or source.dtype
     placement: Placement = OneDevice(device)
@@ -70,6 +71,9 @@ def build_model(
         state["lm_head.weight"] = state["model.embed_tokens.weight"]
     model.load_state_dict(state, assign=True)
     model.tie_weights()
+    settings = model.generation_config
+    # Texts end where transformers' `generate` ends them.
+    settings.bos_token_id, settings.eos_token_id, settings.pad_token_id = tokens.bos, tokens.eos, tokens.pad
     model.eval().requires_grad_(False)
     placement.finish(model)
     for module in model.modules():

@@ -24,6 +24,7 @@ from diffquant.source.identity import FilesState, checkpoint_fingerprint, checkp
 from diffquant.source.stored_recipe import stored_dtype, stored_recipe
 from diffquant.source.tokenizer import load_tokenizer
 from diffquant.source.weight_source import WeightSource
+from diffquant.text.special_tokens import SpecialTokens, read_special_tokens
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,6 +114,15 @@ class Source:
         if self._state_now() != self.state:
             raise self._changed()
         return fingerprint
+
+    @cached_property
+    def special_tokens(self) -> SpecialTokens:
+        """The tokens that begin, end and pad what the model writes.
+
+        Raises:
+            CheckpointError: as `read_special_tokens` raises it.
+        """
+        return read_special_tokens(self.path, self.checkpoint.config)
 
     @cached_property
     def tokenizer(self) -> Any:

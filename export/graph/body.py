@@ -35,8 +35,10 @@ def body(
         gates: those of `GATES` that nodes have.
 
     Raises:
-        UsageError: the kind cannot compute these attributes.
+        UsageError: the kind cannot compute these attributes, or a quantized cache has no past.
     """
+    if attributes.kv_bit_width and not cached:
+        raise UsageError(f"a {attributes.kv_bit_width}-bit cache needs past_key and past_value, which tell its type")
     is_contrib = kind == "contrib"
     problems = contrib_problems(attributes, width) if is_contrib else []
     if problems:

@@ -94,8 +94,11 @@ Op make_op(int64_t maps, Element activations, Element cache) {
     return static_cast<int>(i == 0 ? as_op(op).activations : as_op(op).cache);
   };
   op.input_characteristic = [](const ort::CustomOp* op, size_t i) {
-    const Input input = input_at(i, as_op(op).maps);
-    return input == kPastKey || input == kPastValue || input >= kCos ? kOptional : kRequired;
+    const int64_t maps = as_op(op).maps;
+    const Input input = input_at(i, maps);
+    // A cache of codes alone: what it is read from tells their type.
+    if (input == kPastKey || input == kPastValue) return maps == 2 ? kOptional : kRequired;
+    return input >= kCos ? kOptional : kRequired;
   };
   op.output_characteristic = [](const ort::CustomOp*, size_t) { return kRequired; };
   op.input_memory_type = [](const ort::CustomOp*, size_t) { return kDefaultMemory; };

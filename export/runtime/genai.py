@@ -9,19 +9,20 @@ from diffquant.export.graph.plan import key_width
 from diffquant.export.runtime.device import RuntimeDevice
 from diffquant.model.config import DiffTransformerConfig
 from diffquant.support.files import write_atomically
+from diffquant.text.special_tokens import SpecialTokens
 
 FILE = "genai_config.json"
 
 
-def write_genai_config(folder: Path, config: DiffTransformerConfig, device: RuntimeDevice) -> None:
+def write_genai_config(
+    folder: Path, config: DiffTransformerConfig, tokens: SpecialTokens, device: RuntimeDevice
+) -> None:
     """Describe the model as onnxruntime-genai's "decoder": names, sizes, special tokens, and where it runs."""
-    write_atomically(folder / FILE, json.dumps(_entry(config, device), indent=2) + "\n")
+    write_atomically(folder / FILE, json.dumps(_entry(config, tokens, device), indent=2) + "\n")
 
 
-def _entry(config: DiffTransformerConfig, device: RuntimeDevice) -> dict[str, Any]:
+def _entry(config: DiffTransformerConfig, tokens: SpecialTokens, device: RuntimeDevice) -> dict[str, Any]:
     spec = config.diff_spec
-    eos = config.eos_token_id
-    ends = eos if isinstance(eos, list) else [eos] if eos is not None else []
     context = config.max_position_embeddings
     decoder = {
         "session_options": {"log_id": "onnxruntime-genai", "provider_options": _providers(device)},
@@ -47,10 +48,10 @@ def _entry(config: DiffTransformerConfig, device: RuntimeDevice) -> dict[str, An
         "type": "decoder",
         "vocab_size": config.vocab_size,
         "context_length": context,
-        "bos_token_id": config.bos_token_id if config.bos_token_id is not None else 0,
+        "bos_token_id": 0 if tokens.bos is None else tokens.bos,
         # Without a special token only its length stops generation; numbers outside of the vocabulary are refused.
-        "eos_token_id": ends,
-        "pad_token_id": config.pad_token_id if config.pad_token_id is not None else (ends or [0])[0],
+        "eos_token_id": tokens.ends,
+        "pad_token_id": (*tokens.ends, 0)[0] if tokens.pad is None else tokens.pad,
         "decoder": decoder,
     }
     search = {

@@ -11,8 +11,11 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from diffquant.errors import CheckpointError, UsageError
+from diffquant.evals.prefixes import shares_prefixes
+from diffquant.export.manifest import check_unchanged, read_manifest
 from diffquant.export.runtime.session import InPlaceDecoder, OnnxModel
-from diffquant.support.plain_data import parse_json
+from diffquant.formats.json_object import read_json
+from diffquant.text.special_tokens import read_special_tokens
 
 _PREFILL_CHUNK = 512
 
@@ -57,18 +60,25 @@ class Generator:
     """
 
     def __init__(self, folder: Path, threads: int = 0, model: OnnxModel | None = None, device: str = "auto") -> None:
-        """Open a folder, or take a model of it that is open already.
+        """Open a folder whose files are those that were exported, or take a model of it that is open already.
 
         Raises:
-            CheckpointError: the folder is damaged, or has no cache or no tokenizer.
+            CheckpointError: the folder is damaged, changed since it was exported, or has no cache or no tokenizer.
             MissingDependencyError: ONNX Runtime cannot use the device.
         """
-        self.model = model or OnnxModel(Path(folder), threads, device=device)
-        self.text = FolderTokenizer(Path(folder))
-        config = _read_config(Path(folder) / "config.json")
-        eos = config.get("eos_token_id")
-        self._ends = set(eos) if isinstance(eos, list) else {eos}
-        self._context: int = config.get("max_position_embeddings", 2048)
+        folder = Path(folder)
+        manifest, config = read_manifest(folder), read_json(folder / "config.json")
+        if model is None:
+            check_unchanged(folder, manifest)
+        self.model = model or OnnxModel(folder, threads, device=device)
+        self.model.check_cache()
+        self.text = FolderTokenizer(folder)
+        self._ends = read_special_tokens(folder, config).ends
+        self._context = config.get("max_position_embeddings", 2048)
+        if type(self._context) is not int:
+            raise CheckpointError(f"{folder / 'config.json'}: max_position_embeddings is {self._context!r}, no number")
+        # Logit scales that span rows are of one call.
+        self._chunk = _PREFILL_CHUNK if shares_prefixes(manifest.options.recipe) else self._context
         self.speed = Speed()
 
     def stream(
@@ -88,7 +98,7 @@ class Generator:
         """
         ids = self.text.encode_chat(prompt) if chat else self.text.encode(prompt)
         pick = _greedy if temperature == 0 else _sampler(temperature, seed)
-        yielded = ""
+        yielded = text = ""
         tokens: list[int] = []
         for token in self.tokens(ids, max_new_tokens, pick):
             tokens.append(token)
@@ -97,6 +107,8 @@ class Generator:
             if not text.endswith("\ufffd"):
                 yield text[len(yielded) :]
                 yielded = text
+        if text != yielded:
+            yield text[len(yielded) :]
 
     def tokens(
         self, ids: list[int], max_new_tokens: int, pick: Callable[[np.ndarray], int] | None = None
@@ -113,8 +125,8 @@ class Generator:
         started = time.perf_counter()
         state = InPlaceDecoder(self.model, 1, len(ids) + room)
         logits = np.empty(0)
-        for first in range(0, len(ids), _PREFILL_CHUNK):
-            logits = state.step(np.array([ids[first : first + _PREFILL_CHUNK]]))[0, -1]
+        for first in range(0, len(ids), self._chunk):
+            logits = state.step(np.array([ids[first : first + self._chunk]]))[0, -1]
         self.speed = Speed(len(ids), 0, time.perf_counter() - started, cache_bytes=state.nbytes)
         for count in range(room):
             token = pick(logits)
@@ -142,6 +154,9 @@ class FolderTokenizer:
                 self._fast = Tokenizer.from_file(str(file))
             except Exception as error:  # the library raises bare Exception
                 raise CheckpointError(f"cannot read {file}: {error}") from error
+            # What a fine-tuning cut its texts to, and filled its batches with, may stand in the file.
+            self._fast.no_truncation()
+            self._fast.no_padding()
         else:
             self._slow = self._through_transformers()
 
@@ -193,17 +208,6 @@ def peak_bytes() -> int:
         return int(getattr(memory, "peak_wset", memory.rss))
     largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return largest if sys.platform == "darwin" else largest * 1024
-
-
-def _read_config(path: Path) -> dict[str, Any]:
-    # formats.reader has the like, and imports torch.
-    try:
-        config = parse_json(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"cannot read {path}: {error}; export the model again") from error
-    if not isinstance(config, dict):
-        raise CheckpointError(f"{path} must hold a JSON object; export the model again")
-    return config
 
 
 def _greedy(logits: np.ndarray) -> int:

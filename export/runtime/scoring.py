@@ -7,6 +7,7 @@ padding is read.
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -22,8 +23,10 @@ from diffquant.export.native import kernel_name
 from diffquant.export.runtime.device import RuntimeDevice, on_cpu_text
 from diffquant.export.runtime.generation import Generator
 from diffquant.export.runtime.session import OnnxModel
-from diffquant.formats.reader import read_json, side_files
+from diffquant.formats.json_object import read_json
+from diffquant.formats.reader import side_files
 from diffquant.model.adapters import adapter_for
+from diffquant.recipe import Recipe
 from diffquant.scheme import Scheme
 from diffquant.source.tokenizer import load_tokenizer
 from diffquant.support.files import file_digest
@@ -58,7 +61,7 @@ class OnnxRuntime:
             scheme=scheme,
             identity={
                 **manifest.files.to_dict(),
-                "tokenizer": [file_digest(file) for file in side_files(folder)],
+                "tokenizer": [file_digest(file) for file in (folder / "config.json", *side_files(folder))],
                 "onnxruntime": onnxruntime.__version__,
                 # The op's own kernel is the processor's.
                 "kernel": kernel_name() if RuntimeDevice.parse(device).kind == "cpu" else None,
@@ -102,6 +105,7 @@ class OnnxLanguageModel(LanguageModel):
 
     def __init__(self, runtime: OnnxModel) -> None:
         self.runtime = runtime
+        self._recipe = read_manifest(runtime.folder).options.recipe
         # The config of the checkpoint that it was exported from.
         self._config = adapter_for(read_json(runtime.folder / "config.json")).architecture
 
@@ -110,13 +114,18 @@ class OnnxLanguageModel(LanguageModel):
         return torch.device("cpu")
 
     @property
-    def shares_prefixes(self) -> bool:
-        return True
+    def recipe(self) -> Recipe:
+        return self._recipe
+
+    @property
+    def has_cache(self) -> bool:
+        return self.runtime.cache is not None
 
     def max_length(self, tokenizer: PreTrainedTokenizerBase | None) -> int:
         return max_length(self._config, tokenizer)
 
     def new_cache(self) -> OnnxCache:
+        self.runtime.check_cache()
         return OnnxCache()
 
     def read(self, ids: Tensor, mask: Tensor | None = None, cache: TokenCache | None = None) -> LogitStates:
@@ -143,11 +152,15 @@ class OnnxLanguageModel(LanguageModel):
         if sampling.get("do_sample"):
             raise UsageError("an exported model generates greedily in lm-eval; choose a task that does not sample")
         made: list[int] = []
-        for token in Generator(self.runtime.folder, model=self.runtime).tokens(list(prompt), new_tokens):
+        for token in self._generator.tokens(list(prompt), new_tokens):
             made.append(token)
             if any(stop in tokenizer.decode(made) for stop in stops):
                 break
         return made
+
+    @cached_property
+    def _generator(self) -> Generator:
+        return Generator(self.runtime.folder, model=self.runtime)
 
     def _run(self, ids: Tensor, past: list[onnxruntime.OrtValue]) -> tuple[Tensor, list[onnxruntime.OrtValue]]:
         """Logits [T, V] of one sequence's tokens, and its cache after them."""

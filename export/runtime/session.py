@@ -1,8 +1,6 @@
 """An exported folder in a session of ONNX Runtime: opened, fed, its cache kept in place."""
 
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnx
@@ -14,33 +12,7 @@ from diffquant.export.files import MODEL_FILE
 from diffquant.export.graph.external import load_graph
 from diffquant.export.native import library_path
 from diffquant.export.runtime.device import RuntimeDevice, nodes_on_cpu
-
-_PAST = "past_key_values."
-_PRESENT = "present."
-
-
-@dataclass(frozen=True)
-class CacheShape:
-    """Names and sizes of a model's KV cache.
-
-    Attributes:
-        inputs: names of the inputs that take the past, by layer and part.
-        outputs: names of the outputs that give the present, in the same order.
-        kv_pairs: number h_kv of KV pairs.
-        width: entries that a KV pair stores a token, two codes of 4 bits to an entry.
-        dtype: dtype of the entries.
-    """
-
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
-    kv_pairs: int
-    width: int
-    dtype: np.dtype
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes that one token of one sequence takes in all layers."""
-        return len(self.inputs) * self.kv_pairs * self.width * self.dtype.itemsize
+from diffquant.export.runtime.interface import CacheShape, read_interface
 
 
 class OnnxModel:
@@ -81,13 +53,14 @@ class OnnxModel:
         self.device.check()
         graph = load_graph(folder)
         self.folder = folder
-        self.cache = _cache_shape(graph)
-        logits = _logits_type(graph)
-        self.vocabulary: int = logits.shape.dim[2].dim_value
-        self.dtype = helper.tensor_dtype_to_np_dtype(logits.elem_type)
+        interface = read_interface(graph.graph, folder / MODEL_FILE)
+        self.cache = interface.cache
+        self.vocabulary = interface.vocabulary
+        self.dtype = interface.dtype
         is_changed = bool(extra_outputs) or accuracy_level is not None
         if extra_outputs:
-            _add_outputs(graph, extra_outputs)
+            kind = interface.kind
+            graph.graph.output.extend(helper.make_tensor_value_info(name, kind, None) for name in extra_outputs)
         if accuracy_level is not None:
             _set_accuracy(graph, accuracy_level)
         options = session_options(threads, native and self.device.kind == "cpu")
@@ -99,6 +72,16 @@ class OnnxModel:
     def fallbacks(self) -> dict[str, int]:
         """Number of nodes by operator that the processor runs although another device was asked for."""
         return {} if self.device.kind == "cpu" else nodes_on_cpu(self.session)
+
+    def check_cache(self) -> CacheShape:
+        """The shape of the cache.
+
+        Raises:
+            CheckpointError: the model was exported without one.
+        """
+        if self.cache is None:
+            raise CheckpointError(f"{self.folder} was exported without a cache; export it again without --no-cache")
+        return self.cache
 
     def empty_cache(self, batch: int, rows: int = 0) -> list[ort.OrtValue]:
         """Caches on the device that hold no token, in the order of `cache.inputs`, with room for `rows` tokens."""
@@ -126,31 +109,42 @@ class OnnxModel:
                 binding.bind_ortvalue_input(name, value)
             for name in self.cache.outputs:
                 binding.bind_output(name, self.device.kind, self.device.index)
-        self.session.run_with_iobinding(binding)
+        self.run_bound(binding)
         results = binding.get_outputs()
         return [value.numpy() for value in results[: len(outputs)]], results[len(outputs) :]
+
+    def run_bound(self, binding: ort.IOBinding) -> None:
+        """Compute the outputs that are bound of the inputs that are.
+
+        Raises:
+            CheckpointError: the runtime fails, as it does where a damaged graph contradicts itself.
+        """
+        try:
+            self.session.run_with_iobinding(binding)
+        except Exception as error:  # the runtime's own exception types differ between its versions
+            file = self.folder / MODEL_FILE
+            raise CheckpointError(f"ONNX Runtime {ort.__version__} fails in {file}: {error}") from error
 
 
 class InPlaceDecoder:
     """Decoding of one batch with caches that stay where they are: nothing is copied from step to step."""
 
     def __init__(self, model: OnnxModel, batch: int, rows: int) -> None:
-        if model.cache is None:
-            raise CheckpointError(f"{model.folder} was exported without a cache; export it again without --no-cache")
+        self.cache = model.check_cache()
         self.model = model
         self.batch = batch
         self.rows = rows
         self.length = 0
         self._binding = model.session.io_binding()
         self._buffers = model.empty_cache(batch, rows)
-        for past, present, buffer in zip(model.cache.inputs, model.cache.outputs, self._buffers, strict=True):
+        for past, present, buffer in zip(self.cache.inputs, self.cache.outputs, self._buffers, strict=True):
             self._binding.bind_ortvalue_input(past, buffer)
             self._binding.bind_ortvalue_output(present, buffer)
 
     @property
     def nbytes(self) -> int:
         """Size of the caches."""
-        return 0 if self.model.cache is None else self.model.cache.row_bytes * self.batch * self.rows
+        return self.cache.row_bytes * self.batch * self.rows
 
     def step(self, ids: np.ndarray) -> np.ndarray:
         """Append tokens [B, T] to the batch, and return their logits [B, T, V]."""
@@ -159,7 +153,7 @@ class InPlaceDecoder:
         # Bound to an array of ours: the runtime's own output would be copied into one.
         logits = np.empty((*ids.shape, self.model.vocabulary), self.model.dtype)
         self._binding.bind_ortvalue_output("logits", ort.OrtValue.ortvalue_from_numpy(logits))
-        self.model.session.run_with_iobinding(self._binding)
+        self.model.run_bound(self._binding)
         return logits
 
 
@@ -178,16 +172,6 @@ def session_options(threads: int = 0, native: bool = True) -> ort.SessionOptions
     if library is not None:
         options.register_custom_ops_library(str(library))
     return options
-
-
-def _logits_type(graph: onnx.ModelProto) -> onnx.TypeProto.Tensor:
-    kind: onnx.TypeProto.Tensor = next(v.type.tensor_type for v in graph.graph.output if v.name == "logits")
-    return kind
-
-
-def _add_outputs(graph: onnx.ModelProto, names: tuple[str, ...]) -> None:
-    kind = _logits_type(graph).elem_type
-    graph.graph.output.extend(helper.make_tensor_value_info(name, kind, None) for name in names)
 
 
 def _set_accuracy(graph: onnx.ModelProto, level: int) -> None:
@@ -209,18 +193,3 @@ def _open(
         return ort.InferenceSession(changed.SerializeToString(), options, providers=device.providers)
     except Exception as error:  # the runtime's own exception types differ between its versions
         raise CheckpointError(f"ONNX Runtime {ort.__version__} cannot open {folder / MODEL_FILE}: {error}") from error
-
-
-def _cache_shape(graph: onnx.ModelProto) -> CacheShape | None:
-    inputs = [value for value in graph.graph.input if value.name.startswith(_PAST)]
-    if not inputs:
-        return None
-    kind: Any = inputs[0].type.tensor_type
-    _, kv_pairs, _, width = (dim.dim_value for dim in kind.shape.dim)
-    return CacheShape(
-        tuple(value.name for value in inputs),
-        tuple(value.name for value in graph.graph.output if value.name.startswith(_PRESENT)),
-        kv_pairs,
-        width,
-        helper.tensor_dtype_to_np_dtype(kind.elem_type),
-    )

@@ -6,17 +6,18 @@ from typing import Any
 
 from diffquant.model.config import DiffTransformerConfig
 from diffquant.support.files import write_atomically
+from diffquant.text.special_tokens import SpecialTokens
 
 FILE = "web.json"
 
 
-def write_web_description(folder: Path, config: DiffTransformerConfig) -> None:
+def write_web_description(folder: Path, config: DiffTransformerConfig, tokens: SpecialTokens) -> None:
     """Describe the model by the words of docs/differential-attention-op.md."""
-    write_atomically(folder / FILE, json.dumps(_entry(config), indent=2) + "\n")
+    write_atomically(folder / FILE, json.dumps(_entry(config, tokens), indent=2) + "\n")
 
 
-def _entry(config: DiffTransformerConfig) -> dict[str, Any]:
-    spec, eos = config.diff_spec, config.eos_token_id
+def _entry(config: DiffTransformerConfig, tokens: SpecialTokens) -> dict[str, Any]:
+    spec = config.diff_spec
     return {
         "generation": spec.generation,
         "layers": config.num_hidden_layers,
@@ -27,5 +28,5 @@ def _entry(config: DiffTransformerConfig) -> dict[str, Any]:
         "shares_keys": spec.shared_k,
         "scale": spec.scale,
         "context": config.max_position_embeddings,
-        "ends": eos if isinstance(eos, list) else [] if eos is None else [eos],
+        "ends": tokens.ends,
     }

@@ -7,7 +7,7 @@ import torch
 from diffquant import Recipe, load
 from diffquant.attention.operands import rounded_operands
 from diffquant.errors import NotFiredError, UsageError
-from diffquant.evals.language_model import shares_prefixes
+from diffquant.evals.prefixes import shares_prefixes
 from diffquant.family.mask import Mask
 from diffquant.scheme import Scheme
 from tests.support.checkpoints import PHI4FLASH, SOURCES, write_checkpoint

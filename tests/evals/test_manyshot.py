@@ -233,7 +233,7 @@ class Favouring(LanguageModel):
     """A model that likes two tokens wherever it is: the one given best, then 7."""
 
     device = torch.device("cpu")
-    shares_prefixes = True
+    recipe = Recipe()
 
     def __init__(self, token):
         self.liked = torch.zeros(500)

@@ -14,6 +14,7 @@ from diffquant.evals.language_model import LanguageModel, LogitStates
 from diffquant.evals.protocols import hellaswag
 from diffquant.evals.scoring import score
 from diffquant.evals.torch_model import TorchModel
+from diffquant.recipe import Recipe
 from diffquant.sweep.grid import SweepOptions
 from tests.support import tiny_lm
 
@@ -30,7 +31,7 @@ class Counting(LanguageModel):
     """A model of two tokens that knows nothing, and counts its passes."""
 
     device = torch.device("cpu")
-    shares_prefixes = True
+    recipe = Recipe()
 
     def __init__(self):
         self.passes = 0

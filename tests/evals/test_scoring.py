@@ -6,7 +6,7 @@ from lm_eval.models.huggingface import HFLM
 from diffquant.errors import DiffQuantError, NonFiniteError
 from diffquant.evals import scoring
 from diffquant.evals.encoding import RequestEncoder
-from diffquant.evals.language_model import shares_prefixes, takes_padding
+from diffquant.evals.prefixes import shares_prefixes, takes_padding
 from diffquant.evals.protocols import hellaswag
 from diffquant.evals.scoring import score
 from diffquant.evals.torch_model import TorchModel

@@ -3,9 +3,12 @@
 import hashlib
 import json
 
+import numpy as np
 import onnx
 import pytest
 import torch
+from onnx import TensorProto
+from onnx.helper import make_node, make_tensor_value_info
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
@@ -24,9 +27,11 @@ from diffquant.errors import (
 from diffquant.export import ExportOptions, Generator, export, options, verify
 from diffquant.export.files import DATA_FILE, MODEL_FILE
 from diffquant.export.manifest import FILE as RECORD
-from diffquant.export.runtime.session import OnnxModel
-from tests.support.checkpoints import write_checkpoint
+from diffquant.export.runtime.session import InPlaceDecoder, OnnxModel
+from tests.support import tiny_lm
+from tests.support.checkpoints import edit_json, write_checkpoint
 from tests.support.exports import cache_ranges
+from tests.support.models import random_ids
 from tests.support.planted import PlantedExport
 
 
@@ -157,9 +162,10 @@ def test_values_beyond_float16_are_named(source, tmp_path):
 
 def test_a_truncated_data_file_is_refused(folder):
     data = (folder / DATA_FILE).read_bytes()
-    (folder / DATA_FILE).write_bytes(data[: len(data) // 2])
-    with pytest.raises(CheckpointError, match="truncated"):
-        OnnxModel(folder)
+    for kept in (len(data) // 2, len(data) - 1):
+        (folder / DATA_FILE).write_bytes(data[:kept])
+        with pytest.raises(CheckpointError, match="truncated"):
+            OnnxModel(folder)
 
 
 def test_data_that_leaves_the_folder_is_refused(folder, tmp_path):
@@ -182,10 +188,86 @@ def test_a_place_in_the_data_that_is_no_number_is_refused(folder, key, value):
         OnnxModel(folder)
 
 
+def renamed(values, name, to):
+    next(value for value in values if value.name == name).name = to
+
+
+BROKEN = {
+    "empty": (
+        lambda graph: graph.Clear(),
+        r"no input input_ids; it has no input attention_mask; it has no output logits",
+    ),
+    "no logits": (lambda graph: renamed(graph.output, "logits", "scores"), "no output logits"),
+    "no mask": (lambda graph: graph.input.pop(1), "no input attention_mask"),
+    "another input": (
+        lambda graph: graph.input.add().CopyFrom(make_tensor_value_info("position_ids", TensorProto.INT64, ["b", "t"])),
+        "its inputs position_ids take",
+    ),
+    "no present": (lambda graph: renamed(graph.output, "present.1.value", "x"), r"no output present\.1\.value"),
+    "one axis": (lambda graph: graph.output[0].type.tensor_type.shape.dim.pop(), r"not \[batch, sequence, vocabulary"),
+    "integers": (lambda graph: setattr(graph.output[0].type.tensor_type, "elem_type", TensorProto.INT64), "no floats"),
+    "a cache axis": (lambda graph: graph.input[3].type.tensor_type.shape.dim.pop(), "its caches are not"),
+    "a cache type": (
+        lambda graph: setattr(graph.input[3].type.tensor_type, "elem_type", TensorProto.INT8),
+        "its caches are not",
+    ),
+}
+
+
+@pytest.mark.parametrize(("damage", "message"), BROKEN.values(), ids=BROKEN.keys())
+def test_a_graph_with_another_interface_is_refused_by_file(folder, damage, message):
+    model = onnx.load(folder / MODEL_FILE, load_external_data=False)
+    damage(model.graph)
+    onnx.save(model, folder / MODEL_FILE)
+    with pytest.raises(CheckpointError, match=f"{folder / MODEL_FILE} is not a model.*{message}.*export it again"):
+        OnnxModel(folder)
+
+
+def test_an_empty_model_is_refused_by_file(folder):
+    (folder / MODEL_FILE).write_bytes(b"")
+    with pytest.raises(CheckpointError, match=f"{folder / MODEL_FILE} is not a model that diffquant exported"):
+        OnnxModel(folder)
+    with pytest.raises(CheckpointError, match=f"{MODEL_FILE} changed since export"):
+        Generator(folder)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda model, ids: model.run(ids, np.ones_like(ids), model.empty_cache(1)),
+        lambda model, ids: InPlaceDecoder(model, *ids.shape).step(ids),
+    ],
+    ids=["growing", "in place"],
+)
+def test_a_graph_that_fails_while_it_runs_is_refused_by_file(folder, tmp_path, call):
+    planted = PlantedExport.copy(folder, tmp_path / "planted")
+    planted.behind("logits", lambda before, after: [make_node("Reshape", [before, "shape"], [after])], shape=(7, -1, 5))
+    planted.save()
+    model, ids = OnnxModel(planted.folder, 1), random_ids(1, 3).numpy()
+    with pytest.raises(CheckpointError, match=f"fails in {planted.folder / MODEL_FILE}"):
+        call(model, ids)
+
+
+@pytest.mark.parametrize("length", [None, "512", 3.5])
+def test_a_context_that_is_no_number_is_refused_by_file(folder, length):
+    tiny_lm.tokenizer().save_pretrained(folder)
+    edit_json(folder / "config.json", max_position_embeddings=length)
+    with pytest.raises(CheckpointError, match=r"config\.json: max_position_embeddings is"):
+        Generator(folder)
+
+
 def test_every_written_location_is_the_data_file_itself(folder):
     model = onnx.load(folder / MODEL_FILE, load_external_data=False)
     entries = [entry for t in model.graph.initializer for entry in t.external_data if entry.key == "location"]
     assert {entry.value for entry in entries} == {DATA_FILE}
+
+
+def test_every_tensor_starts_on_a_page_of_the_data_file(folder):
+    """A runtime maps the file, and uses such tensors where they lie."""
+    model = onnx.load(folder / MODEL_FILE, load_external_data=False)
+    offsets = {int(entry.value) for t in model.graph.initializer for entry in t.external_data if entry.key == "offset"}
+    assert len(offsets) > 5
+    assert {offset % 4096 for offset in offsets} == {0}
 
 
 @pytest.mark.parametrize("name", [MODEL_FILE, DATA_FILE])

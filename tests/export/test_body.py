@@ -123,6 +123,13 @@ def test_without_a_past_the_call_stands_alone(run, generation):
 
 
 @pytest.mark.parametrize("kind", ["contrib", "pure"])
+@pytest.mark.parametrize("bits", [8, 4])
+def test_a_quantized_cache_needs_a_past_that_tells_its_type(kind, bits):
+    with pytest.raises(UsageError, match=f"a {bits}-bit cache needs past_key and past_value"):
+        one_node(Case(kv_bits=bits), kind, cached=False)
+
+
+@pytest.mark.parametrize("kind", ["contrib", "pure"])
 def test_float16_stays_within_its_rounding(kind):
     case = Case()
     inputs = random_inputs(case, batch=1, length=12)

@@ -25,7 +25,8 @@ from diffquant.formats.opening import open_checkpoint
 from diffquant.model.adapters import adapter_for
 from diffquant.numerics import unpack
 from diffquant.scheme import Scheme
-from tests.support.checkpoints import SOURCES, write_checkpoint
+from diffquant.source.source import open_source
+from tests.support.checkpoints import SIZES, SOURCES, write_checkpoint
 from tests.support.exports import cache_ranges
 from tests.support.models import random_ids
 from tests.support.thorough import sampled
@@ -108,12 +109,21 @@ def test_the_plain_transformer_takes_the_same_options(checkpoint, tmp_path, prec
     assert verify(folder, checkpoint("llama")).passed
 
 
-def test_logits_equal_stock_transformers(checkpoint, tmp_path):
-    ids = random_ids(2, 33).numpy()
+def test_logits_equal_stock_transformers_to_the_end_of_the_context(checkpoint, tmp_path):
+    ids = random_ids(2, SIZES["max_position_embeddings"]).numpy()
     model = OnnxModel(exported(checkpoint("diffllama"), tmp_path / "out"), 1)
     (logits,), _ = model.run(ids, np.ones_like(ids), model.empty_cache(2))
     oracle = DiffLlamaForCausalLM.from_pretrained(checkpoint("diffllama")).eval()(torch.from_numpy(ids)).logits
     np.testing.assert_allclose(logits, oracle.numpy(), rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("width", "scheme"), [(72, "8:row"), (80, "8:g16"), (96, "8:g32"), (64, "8:g64"), (128, "8:g128"), (256, "8:g128")]
+)
+def test_an_8_bit_embedding_shares_scales_over_the_largest_group_that_divides_its_width(tmp_path, width, scheme):
+    source = write_checkpoint(tmp_path / "source", "diffllama", hidden_size=width, num_hidden_layers=1)
+    matrices = plan.plan_export(open_source(source), ExportOptions(embed_bits=8)).matrices
+    assert str(matrices[plan.EMBEDDING].scheme) == scheme
 
 
 @pytest.mark.parametrize(

@@ -82,11 +82,10 @@ def test_heads_wider_than_what_is_read_at_once(kernel):
         assert_close(output, case.expected(inputs, tokens, past), atol=1e-4)
 
 
-def test_without_a_past_the_call_stands_alone(kernel):
-    case = HeadCase()
-    inputs = case.inputs(2, 40)
-    output, *present = call_of(kernel, case, is_cached=False)(feed(inputs, slice(0, 40), None))
-    assert_close(output, case.expected(inputs, slice(0, 40), present))
+@pytest.mark.parametrize("bits", [8, 6, 4])
+def test_a_node_without_a_past_is_refused_when_the_model_is_loaded(library, bits):
+    with pytest.raises(Exception, match=r"invalid model.*QuantizedAttention"):
+        session(HeadCase(bits).one_node(is_cached=False), library)
 
 
 @pytest.mark.parametrize("rows", [0, 64], ids=["growing cache", "poisoned buffer"])

@@ -10,18 +10,22 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
 import diffquant
 from diffquant import cli
 from diffquant.calib.calibration.kv_cache import calibrate_cache
+from diffquant.errors import CheckpointError, UsageError
 from diffquant.evals.constrained import choose
 from diffquant.evals.encoding import Request
 from diffquant.evals.scoring import score
 from diffquant.evals.tasks.perplexity import Perplexity
 from diffquant.evals.torch_model import TorchModel
 from diffquant.export import ExportOptions, Generator, export
+from diffquant.export.files import DATA_FILE, MODEL_FILE
 from diffquant.export.native import library_path
+from diffquant.export.runtime import generation
 from diffquant.export.runtime.scoring import OnnxLanguageModel
 from diffquant.export.runtime.session import InPlaceDecoder, OnnxModel
 from diffquant.export.targets import runtime_of
@@ -31,7 +35,7 @@ from diffquant.sweep.grid import SweepOptions
 from diffquant.sweep.run import run_sweep
 from diffquant.sweep.table import json_rows, rows, text_table
 from tests.support import tiny_lm
-from tests.support.checkpoints import write_checkpoint
+from tests.support.checkpoints import edit_json, write_checkpoint
 
 TASK_OPTIONS = {"limit": 4, "characters": 1500, "window": 64, "stride": 32}
 PROMPT = "It was a dark and stormy night, and the"
@@ -93,6 +97,34 @@ def test_tokens_are_those_of_torch(source, plain):
     assert ids + list(generator.tokens(ids, 20)) == [token for token in oracle if token != 1]
 
 
+@pytest.fixture
+def cutting(plain, tmp_path):
+    """An export whose tokenizer.json cuts and pads, as a fine-tuning left it."""
+    out = shutil.copytree(plain, tmp_path / "cutting")
+    cut = {"direction": "Right", "max_length": 8, "strategy": "LongestFirst", "stride": 0}
+    padded = {"strategy": {"Fixed": 64}, "direction": "Right", "pad_to_multiple_of": None}
+    padded |= {"pad_id": 1, "pad_type_id": 0, "pad_token": "</s>"}
+    edit_json(out / "tokenizer.json", truncation=cut, padding=padded)
+    return out
+
+
+def test_prompts_are_encoded_as_transformers_encodes_them_whatever_the_tokenizer_cuts_and_pads(cutting):
+    wanted = AutoTokenizer.from_pretrained(cutting)(PROMPT).input_ids
+    assert 8 < len(wanted) < 64
+    assert Generator(cutting, 1).text.encode(PROMPT) == wanted
+
+
+@pytest.mark.parametrize("logits", ["4:tensor", "4:head:shift", "4:row"])
+def test_a_prompt_longer_than_a_chunk_is_continued_as_torch_continues_it(source, tmp_path, monkeypatch, logits):
+    monkeypatch.setattr(generation, "_PREFILL_CHUNK", 7)
+    export(source, tmp_path / "out", ExportOptions.parse(logits=logits))
+    generator, model = Generator(tmp_path / "out", 1), diffquant.load(source, {"logits": logits})
+    for first in range(2, 14):
+        ids = generator.text.encode(PROMPT)[:first] * 3
+        oracle = model.generate(torch.tensor([ids]), max_new_tokens=8, do_sample=False)[0].tolist()
+        assert ids + list(generator.tokens(ids, 8)) == [token for token in oracle if token != 1]
+
+
 def test_running_does_not_import_torch(plain):
     code = f"""
 import sys
@@ -130,6 +162,53 @@ def test_sampling_follows_its_seed(folder):
         list(generator.stream(PROMPT * 60))
 
 
+@pytest.mark.parametrize("temperature", [0.4, 1.5])
+def test_samples_follow_the_softmax_of_logits_over_the_temperature(temperature):
+    logits, draws = np.array([1.0, 0.2, -0.7, 1.6], np.float32), 4000
+    pick = generation._sampler(temperature, seed=3)
+    wanted = torch.from_numpy(logits / temperature).double().softmax(0).numpy()
+    counts = np.bincount([pick(logits) for _ in range(draws)], minlength=4)
+    # Four standard deviations of a count.
+    assert (np.abs(counts - draws * wanted) < 4 * np.sqrt(draws * wanted * (1 - wanted))).all()
+
+
+def test_a_text_ends_with_the_context(source, plain):
+    endless = Generator(plain, 1)
+    endless._ends = ()
+    ids = np.random.default_rng(0).integers(2, tiny_lm.WORDS, 256).tolist()
+    for room in (1, 3):
+        made = list(endless.tokens(ids[:-room], 64))
+        assert len(made) == room
+        with torch.inference_mode():
+            logits = diffquant.load(source)(torch.tensor([ids[:-room] + made[:-1]])).logits[0, -room:]
+        assert made == logits.argmax(-1).tolist()
+    with pytest.raises(UsageError, match="the prompt has 256 tokens; the model's context ends at 256"):
+        next(endless.tokens(ids, 1))
+
+
+@pytest.mark.parametrize("text", ["café ☃ 😀 naïve", "half a character ☃"])
+def test_pieces_are_whole_characters_and_the_text_is_that_of_all_tokens(plain, monkeypatch, text):
+    generator, tokenizer = Generator(plain, 1), tiny_lm.tokenizer()
+    # The second one ends within its last character.
+    ids = tokenizer(text).input_ids[: -1 if text.endswith("☃") else None]
+    monkeypatch.setattr(generator, "tokens", lambda *_: iter([0, *ids, 0]))
+    *pieces, last = generator.stream(PROMPT)
+    assert "".join([*pieces, last]) == tokenizer.decode([0, *ids, 0], skip_special_tokens=True)
+    assert not any("\ufffd" in piece for piece in pieces)
+
+
+def test_genai_is_told_the_sizes_of_the_model(source, plain):
+    config = diffquant.load(source).config
+    described = json.loads((plain / "genai_config.json").read_text())
+    decoder = described["model"]["decoder"]
+    assert described["model"]["context_length"] == described["search"]["max_length"] == config.max_position_embeddings
+    assert (described["model"]["vocab_size"], decoder["hidden_size"]) == (config.vocab_size, config.hidden_size)
+    past = {i.name: i.shape for i in OnnxModel(plain, 1).session.get_inputs() if i.name.startswith("past")}
+    assert decoder["num_hidden_layers"] * 2 == len(past)
+    assert {tuple(shape[1::2]) for shape in past.values()} == {(decoder["num_key_value_heads"], decoder["head_size"])}
+    assert described["search"]["do_sample"] is False
+
+
 def test_genai_runs_the_folder_as_it_is(folder):
     genai = pytest.importorskip("onnxruntime_genai")
     ids = tiny_lm.tokenizer()(PROMPT)["input_ids"]
@@ -161,12 +240,27 @@ def test_genai_is_told_of_the_cuda_device_and_otherwise_finds_the_same_folder(so
     assert genai.Model(config).device_type.lower() == "cpu"
 
 
-def test_the_example_needs_onnxruntime_alone(folder):
+def by_the_example(folder):
     found = subprocess.run([sys.executable, EXAMPLE, folder, PROMPT], capture_output=True, text=True)
     assert found.returncode == 0, found.stderr
+    return found.stdout.removesuffix("\n")
+
+
+def test_the_example_needs_onnxruntime_alone(folder):
+    wanted = by_whole_sequences(folder, tiny_lm.tokenizer()(PROMPT)["input_ids"], 32)
+    assert by_the_example(folder) == tiny_lm.tokenizer().decode(wanted, skip_special_tokens=True)
+
+
+def test_the_example_reads_whole_prompts_and_ends_texts(source, cutting, tmp_path):
     ids = tiny_lm.tokenizer()(PROMPT)["input_ids"]
-    wanted = by_whole_sequences(folder, ids, 32)
-    assert found.stdout.strip().startswith(tiny_lm.tokenizer().decode(wanted, skip_special_tokens=True).strip()[:60])
+    stop = by_whole_sequences(cutting, ids, 5)[-1]
+    ending = shutil.copytree(source, tmp_path / "ending")
+    (ending / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, stop]}))
+    export(ending, tmp_path / "out")
+    shutil.copy(cutting / "tokenizer.json", tmp_path / "out")
+    made = list(Generator(tmp_path / "out", 1).tokens(ids, 32))
+    assert len(made) < 5
+    assert by_the_example(tmp_path / "out") == tiny_lm.tokenizer().decode([*ids, *made, stop], skip_special_tokens=True)
 
 
 def test_scores_are_those_of_torch(source, plain):
@@ -309,6 +403,17 @@ def test_an_export_that_is_replaced_during_a_sweep_is_not_recorded(plain, source
     assert [cell.error for cell in result.cells] == [
         f"{folder} changed while it was in use; run the same command again"
     ]
+
+
+@pytest.mark.parametrize("name", [MODEL_FILE, DATA_FILE])
+def test_an_export_that_changed_is_not_run(plain, tmp_path, name):
+    folder = shutil.copytree(plain, tmp_path / "edited")
+    content = bytearray((folder / name).read_bytes())
+    content[-9] ^= 1
+    (folder / name).write_bytes(content)
+    run = CliRunner().invoke(cli.app, ["run", str(folder), "--prompt", PROMPT])
+    assert isinstance(run.exception, CheckpointError)
+    assert f"{name} changed since export" in str(run.exception)
 
 
 def test_a_sweep_refuses_an_export_that_changed(plain, tmp_path):

@@ -1,0 +1,24 @@
+"""JSON objects of a checkpoint's or an export's folder. No torch."""
+
+from pathlib import Path
+from typing import Any
+
+from diffquant.errors import CheckpointError
+from diffquant.support.plain_data import parse_json
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file.
+
+    Raises:
+        CheckpointError: the file is absent, or does not hold a JSON object.
+    """
+    try:
+        content = parse_json(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"{path.parent} has no {path.name}; a checkpoint folder needs one") from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"cannot read {path}: {error}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} must hold a JSON object, not {type(content).__name__}")
+    return content
