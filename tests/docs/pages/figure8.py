@@ -655,8 +655,8 @@ PAGE.says(
     *(take(100 * share for share in REMAINS.values() if share >= 0.5) for take in (min, max)),
 )
 PAGE.means(
-    "More than half of the loss remains in five schemes: `tensor`, `head`, `pair`, `tensor:alike` and `head:alike` at 3 "
-    "bits",
+    "More than half of the loss remains in five schemes: `tensor`, `head`, `pair`, `tensor:alike` and `head:alike` at "
+    "3 bits",
     [scheme for scheme in _STAYS if REMAINS[scheme] > 0.5] == _STAYS
     and sum(share > 0.5 for share in REMAINS.values()) == len(_STAYS)
     and all(before < 0 for before, _ in AT_BOTH_RATES.values()),
