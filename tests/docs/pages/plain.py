@@ -16,7 +16,7 @@ MANY_SHOT.leaves("takes over 250 times as long", "arithmetic: each text runs onc
 MANY_SHOT.table("suffix | what it holds", lambda *_: Unmeasured("formats"))
 GLOSSARY.table("word | meaning", lambda *_: Unmeasured("definitions"))
 SCHEMES.table("you want | options | what you get", lambda *_: Unmeasured("options, and what they mean"))
-SCHEMES.leaves("is 4.5 bits", "arithmetic: a scale of 16 bits for 32 codes of 4")
+SCHEMES.leaves("is 4.5 stored bits", "arithmetic: a scale of 16 bits for 32 codes of 4")
 RECIPES.table("key | takes | meaning", lambda *_: Unmeasured("a grammar"))
 TUTORIAL.leaves("with a 95 % interval", "a level")
 CLI.table("exit code | meaning", lambda *_: Unmeasured("definitions"))
