@@ -94,7 +94,7 @@ def predicted_bits(seed: Seed, generation: str, scheme: str) -> tuple[float, flo
 
 
 def holm(p_values: Mapping[str, float]) -> dict[str, float]:
-        """p-values corrected for how many there are, so that one of those at most 0.05 is wrong in 5 % of families at most.
+    """p-values corrected for how many there are: in at most 5 % of families is one of those up to 0.05 wrong.
 
     Source: Holm, "A Simple Sequentially Rejective Multiple Test Procedure", Scandinavian Journal of Statistics 6 (1979)
     """
