@@ -2,16 +2,19 @@
 
 A page stays plain Markdown. Its declaration says of each table, transcript and figure in a sentence which value of
 which raw file it is; numbers are compared as rounded as they are written. What looks like a measurement and is not
-declared is an error, unless it is listed as unmeasured with its reason.
+declared is an error, unless it is listed as unmeasured with its reason. What a page says in words of its results is
+declared, too, or stands in a list of sentences that were read (`tests.docs.reading`).
 """
 
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cache, cached_property
 from pathlib import Path
 
 from tests.docs.markdown import Call, Document, Passage, Row, Table, read_document
 from tests.docs.numbers import NUMBER, Expected, faults, numbers_in
+from tests.docs.reading import digests_of, units_of
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "bench" / "results"
@@ -63,7 +66,7 @@ class Sentence:
     text: str
     values: Sequence[Expected]
 
-    @property
+    @cached_property
     def pattern(self) -> "re.Pattern[str]":
         pieces = [r"\s+".join(map(re.escape, re.split(r"\s+", piece))) for piece in self.text.split("{}")]
         return re.compile(f"({NUMBER})".join(pieces))
@@ -92,9 +95,17 @@ class Transcript:
 
 @dataclass
 class Page:
-    """A page's declaration."""
+    """A page's declaration.
+
+    Attributes:
+        name: its path from the root.
+        is_guide: whether the whole page tells how to do something; only its declared sentences are held then.
+        guides: headings of the sections that do so, on a page that also tells results.
+    """
 
     name: str
+    is_guide: bool = False
+    guides: tuple[str, ...] = ()
     tables: list[TableFigures] = field(default_factory=list)
     sentences: list[Sentence] = field(default_factory=list)
     claims: list[Claim] = field(default_factory=list)
@@ -112,7 +123,7 @@ class Page:
     ) -> None:
         """Declare a table by its heads, which " | " parts."""
         texts = tuple(head.strip() for head in heads.split(" | "))
-        self.tables.append(TableFigures(texts, values, row, section, names, tuple(columns) or texts[names:]))
+        self.tables.append(TableFigures(texts, cache(values), row, section, names, tuple(columns) or texts[names:]))
 
     def says(self, text: str, *values: Expected) -> None:
         """Declare the figures of a sentence."""
@@ -132,9 +143,23 @@ class Page:
 
     def check(self, text_file: Path | None = None) -> list[str]:
         """Every fault of the page, each with its file and line."""
-        document = read_document(text_file or ROOT / self.name, self.name)
-        checks = (_table_faults, _transcript_faults, _claim_faults, _sentence_faults)
+        document = self.document(text_file)
+        checks = (_table_faults, _transcript_faults, _claim_faults, _sentence_faults, _unread_faults)
         return [fault for faults_of in checks for fault in faults_of(self, document)]
+
+    def document(self, text_file: Path | None = None) -> Document:
+        """The page, or another text in its place, as its parts, and the cells that no raw file is compared with."""
+        document = read_document(text_file or ROOT / self.name, self.name)
+        for table in document.tables:
+            declared = next((each for each in self.tables if each.is_of(table)), None)
+            document.cells += _cells_of_words(table, declared)
+        return document
+
+    def spans(self, passage: Passage) -> list[tuple[int, int]]:
+        """Where the pieces of a passage are that its declarations compute or list."""
+        patterns = [sentence.pattern for sentence in self.sentences]
+        patterns += [_words(text) for text in (*(claim.text for claim in self.claims), *self.unmeasured)]
+        return [match.span() for pattern in patterns for match in pattern.finditer(passage.text)]
 
 
 def _table_faults(page: Page, document: Document) -> list[str]:
@@ -156,8 +181,36 @@ def _table_faults(page: Page, document: Document) -> list[str]:
     ]
 
 
+def _cells_of_words(table: Table, declared: TableFigures | None) -> list[Passage]:
+    """The cells that no raw file is compared with: all of a table without figures, else those listed as unmeasured."""
+    names = declared.names if declared else len(table.heads)
+    figures = [
+        (row, cell, _is_unmeasured(declared, _label(row, names), column))
+        for row in table.rows
+        if declared
+        for column, cell in zip(declared.columns, row.cells[names:], strict=True)
+        if numbers_in(_without_code(cell))
+    ]
+    if all(is_unmeasured for *_, is_unmeasured in figures):
+        cells = [(row, cell) for row in table.rows for cell in row.cells]
+    else:
+        cells = [(row, cell) for row, cell, is_unmeasured in figures if is_unmeasured]
+    return [Passage(cell, (0,), row.line, table.section) for row, cell in cells if cell]
+
+
+def _is_unmeasured(declared: TableFigures, label: str, column: str) -> bool:
+    try:
+        return isinstance(declared.values(label, column), Unmeasured)
+    except (LookupError, ValueError):
+        return False
+
+
+def _label(row: Row, names: int) -> str:
+    return ", ".join(map(_without_marks, row.cells[:names]))
+
+
 def _row_faults(name: str, row: Row, declared: TableFigures) -> list[str]:
-    label = ", ".join(map(_without_marks, row.cells[: declared.names]))
+    label = _label(row, declared.names)
     faults_by_column = {
         column: _cell_fault(cell, declared.values, label, column)
         for column, cell in zip(declared.columns, row.cells[declared.names :], strict=True)
@@ -224,7 +277,7 @@ def _line_faults(name: str, call: Call, printed: Sequence[str]) -> list[str]:
 def _claim_faults(page: Page, document: Document) -> list[str]:
     wrong = []
     for claim in page.claims:
-        matches = _places_of(claim.text, document)
+        matches = _places_of(_words(claim.text), document)
         if not matches:
             wrong.append(f"{page.name}: nowhere does it say {claim.text!r}, which is declared")
         for passage, match in matches:
@@ -236,31 +289,46 @@ def _claim_faults(page: Page, document: Document) -> list[str]:
     return wrong
 
 
-def _places_of(text: str, document: Document) -> list[tuple[Passage, "re.Match[str]"]]:
-    pattern = re.compile(r"\s+".join(map(re.escape, text.split())))
-    return [(passage, match) for passage in document.passages for match in pattern.finditer(passage.text)]
+def _places_of(pattern: "re.Pattern[str]", document: Document) -> list[tuple[Passage, "re.Match[str]"]]:
+    texts = (*document.passages, *document.cells)
+    return [(passage, match) for passage in texts for match in pattern.finditer(passage.text)]
+
+
+@cache
+def _words(text: str) -> "re.Pattern[str]":
+    return re.compile(r"\s+".join(map(re.escape, text.split())))
 
 
 def _sentence_faults(page: Page, document: Document) -> list[str]:
     wrong: list[str] = []
     covered: dict[int, list[tuple[int, int]]] = {id(passage): [] for passage in document.passages}
     for sentence in page.sentences:
-        matches = [(p, match) for p in document.passages for match in sentence.pattern.finditer(p.text)]
+        matches = _places_of(sentence.pattern, document)
         if not matches:
             wrong.append(f"{page.name}: nowhere does it say {sentence.text!r}, which is declared")
         for passage, match in matches:
-            covered[id(passage)].append(match.span())
+            covered.setdefault(id(passage), []).append(match.span())
             if why := faults(match.groups(), sentence.values):
                 wrong.append(
                     f"{page.name}:{passage.line_at(match.start())}: the page says {match.group()!r}, but {why}"
                 )
     for text in page.unmeasured:
-        matches = _places_of(text, document)
+        matches = _places_of(_words(text), document)
         if not matches:
             wrong.append(f"{page.name}: nowhere does it say {text!r}, which is listed as unmeasured")
         for passage, match in matches:
-            covered[id(passage)].append(match.span())
+            covered.setdefault(id(passage), []).append(match.span())
     return wrong + [fault for p in document.passages for fault in _uncovered(page.name, p, covered[id(p)])]
+
+
+def _unread_faults(page: Page, document: Document) -> list[str]:
+    """Sentences and cells that tell results in words, are computed by no declaration, and are not listed as read."""
+    return [
+        f"{page.name}:{unit.line}: {unit.text!r} is new or was changed, and no declaration computes it; read it "
+        f"against what it rests on, then run python -m tests.docs.reading {page.name}"
+        for unit in units_of(page, document)
+        if unit.digest not in digests_of(page.name)
+    ]
 
 
 def _uncovered(name: str, passage: Passage, covered: Sequence[tuple[int, int]]) -> list[str]:

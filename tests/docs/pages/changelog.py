@@ -9,7 +9,7 @@ from tests.docs.pages.rounding import FIRST
 from tests.docs.pages.sweep import BFLOAT16_EXCESS, turns
 from tests.docs.raw import medians, raw
 
-PAGE = Page("CHANGELOG.md")
+PAGE = Page("CHANGELOG.md", is_guide=True)
 
 PAGE.says(
     "in {} of {} combinations of a model and a size, `mse` in {}",

@@ -2,7 +2,7 @@
 
 from tests.docs.page import Page, Unmeasured
 
-PAGE = Page("docs/kernels.md")
+PAGE = Page("docs/kernels.md", is_guide=True)
 PAGE.leaves("within limits of 2 % for int8 and 8 % for e4m3", "the tests' limits")
 PAGE.leaves("(2d + dv) · 2 bytes per token", "arithmetic")
 PAGE.leaves("a thread reads 16 bytes", "how a kernel is built")

@@ -3,15 +3,15 @@
 from tests.docs.page import Page, Unmeasured
 from tests.docs.raw import raw
 
-MANY_SHOT, OPERATOR, CLAIMS, MODELS, ANY_MODEL, RESULTS, SCHEMES, RECIPES, CLI, PAPERS, GLOSSARY, TUTORIAL, *_OTHERS = (
+_GUIDES = (
+    *("many-shot", "differential-attention-op", "any-model", "schemes", "recipes", "cli", "glossary", "tutorial"),
+    *("architecture", "faq", "genai", "gpu", "python"),
+)
+_TOLD = ("claims", "models", "results", "papers")
+PAGES = [*(Page(f"docs/{name}.md", is_guide=True) for name in _GUIDES), *(Page(f"docs/{name}.md") for name in _TOLD)]
+MANY_SHOT, OPERATOR, ANY_MODEL, SCHEMES, RECIPES, CLI, GLOSSARY, TUTORIAL, *_OTHERS, CLAIMS, MODELS, RESULTS, PAPERS = (
     PAGES
-) = [
-    Page(f"docs/{name}.md")
-    for name in (
-        *("many-shot", "differential-attention-op", "claims", "models", "any-model", "results", "schemes", "recipes"),
-        *("cli", "papers", "glossary", "tutorial", "architecture", "faq", "genai", "gpu", "python"),
-    )
-]
+)
 MANY_SHOT.leaves("takes over 250 times as long", "arithmetic: each text runs once and again for each token")
 MANY_SHOT.table("suffix | what it holds", lambda *_: Unmeasured("formats"))
 GLOSSARY.table("word | meaning", lambda *_: Unmeasured("definitions"))

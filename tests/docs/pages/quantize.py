@@ -5,7 +5,10 @@ from statistics import median
 from tests.docs.page import Page
 from tests.docs.raw import medians, raw, recorded
 
-PAGE = Page("docs/quantize.md")
+PAGE = Page(
+    "docs/quantize.md",
+    guides=("Recipes", "From Python", "What a quantized folder is", "Sources", "Convert and inspect"),
+)
 PAGE.shows("diffquant inspect", lambda: recorded("diffquant inspect"))
 
 # Opening, quantizing, writing

@@ -12,7 +12,7 @@ from tests.docs.numbers import About, Expected
 from tests.docs.page import RESULTS, Page
 from tests.docs.raw import raw
 
-PAGE = Page("docs/search.md")
+PAGE = Page("docs/search.md", guides=("Sensitivity and bit search", "What is measured", "How bits are chosen"))
 W45, W55, C45, C55, C5 = (
     read_search(RESULTS / file)
     for file in (

@@ -14,7 +14,7 @@ from tests.docs.page import RESULTS, Page, Unmeasured
 from tests.docs.raw import difference, measured, points, raw, sweep
 
 GGUF, V2 = "SmolLM2-135M-Instruct.Q4_1.gguf", "smollm2-135m-diff-v2"
-PAGE = Page("docs/sweep.md")
+PAGE = Page("docs/sweep.md", guides=("A sweep of bit widths", "Comparing two results"))
 PAGE.shows(
     "diffquant sweep SmolLM2-135M-Instruct.Q4_1.gguf smollm2-135m-diff-v2 -o logits",
     lambda: text_table(sweep("smollm2-logits-500")).splitlines(),
