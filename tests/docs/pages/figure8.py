@@ -93,14 +93,14 @@ PAGE.table(
 )
 
 
-def _hidden(kind: str) -> float:
+def hidden(kind: str) -> float:
     return float(_OUTLIERS[f"prose-{kind}"]["hidden"]["top"]["1"])
 
 
 PAGE.says(
     "V1's largest is {} and V2's {} of the Transformer's",
-    _hidden("diff-v1") / _hidden("transformer"),
-    _hidden("diff-v2") / _hidden("transformer"),
+    hidden("diff-v1") / hidden("transformer"),
+    hidden("diff-v2") / hidden("transformer"),
 )
 PAGE.says("(the paper: {})", 1688.2 / 3608.6)
 
@@ -226,11 +226,9 @@ _KEPT = [
     if cell["task"] == "needle:4:1" and (cell["bits"] == 6 or cell["granularity"] == "row:shift")
 ]
 PAGE.says("all keep at least {} at 6 bits and under `row:shift` down to 3 bits", min(_KEPT))
-_CELLS = [
-    f"{bits_}:{g} → {bits_}:{g}:alike, {n}" for bits_ in (4, 3) for g in ("tensor", "head", "row") for n in (1, 4)
-]
-_LEADS = [_under_alike(row, f"less Transformer, {kind}") for row in _CELLS for kind in ("V1", "V2")]
-_WON = [lead[0] for lead in _LEADS if lead[1] > 0]
+CELLS = [f"{bits_}:{g} → {bits_}:{g}:alike, {n}" for bits_ in (4, 3) for g in ("tensor", "head", "row") for n in (1, 4)]
+LEADS = [_under_alike(row, f"less Transformer, {kind}") for row in CELLS for kind in ("V1", "V2")]
+_WON = [lead[0] for lead in LEADS if lead[1] > 0]
 PAGE.says("at 3 bits per tensor and per head, by {} to {} points", min(_WON), max(_WON))
 PAGE.says("by {} to {} of 100 numbers, and V2 nowhere", min(_WON), max(_WON))
 
@@ -248,45 +246,45 @@ def _gained(row: str, kind: str) -> float:
     return round(100 * (alike - plain))
 
 
-_AHEAD = {
-    (kind, number): [row for row in _CELLS if _against(row, kind, number)[1] > 0]
+AHEAD = {
+    (kind, number): [row for row in CELLS if _against(row, kind, number)[1] > 0]
     for kind in ("diff-v1", "diff-v2")
     for number in (0, 1)
 }
 PAGE.means(
     "V1 wins eight and V2 five, and neither loses one. "
     "V1 does not owe that to `alike`: rounded plainly it wins the same eight",
-    len(_AHEAD["diff-v1", 1]) == 8
-    and len(_AHEAD["diff-v2", 1]) == 5
-    and _AHEAD["diff-v1", 0] == _AHEAD["diff-v1", 1]
-    and not any(_against(row, kind, 1)[2] < 0 for row in _CELLS for kind in ("diff-v1", "diff-v2")),
+    len(AHEAD["diff-v1", 1]) == 8
+    and len(AHEAD["diff-v2", 1]) == 5
+    and AHEAD["diff-v1", 0] == AHEAD["diff-v1", 1]
+    and not any(_against(row, kind, 1)[2] < 0 for row in CELLS for kind in ("diff-v1", "diff-v2")),
 )
 PAGE.says(
     "it gives {} and {} points at 3 bits per tensor and takes {} and {} away at 3 bits per head",
-    *(_gained(row, "V1") for row in _CELLS[6:8]),
-    *(-_gained(row, "V1") for row in _CELLS[8:10]),
+    *(_gained(row, "V1") for row in CELLS[6:8]),
+    *(-_gained(row, "V1") for row in CELLS[8:10]),
 )
-PAGE.says("To V2 it gives {} and {} at 3 bits per row", *(_gained(row, "V2") for row in _CELLS[10:12]))
-_OTHER = [_gained(_CELLS[index], "V2") for index in (0, 1, 6, 7, 8, 9)]
+PAGE.says("To V2 it gives {} and {} at 3 bits per row", *(_gained(row, "V2") for row in CELLS[10:12]))
+_OTHER = [_gained(CELLS[index], "V2") for index in (0, 1, 6, 7, 8, 9)]
 PAGE.says("and {} to {} in the other cells of 3 bits or one scale per tensor", min(_OTHER), max(_OTHER))
 
 
-def _directions(kind: str, folders: tuple[str, str]) -> tuple[int, int, int]:
+def directions(kind: str, folders: tuple[str, str]) -> tuple[int, int, int]:
     """In how many cells `alike` retrieves more than plain rounding, fewer, and as many."""
-    pairs = [_under_alike(row, kind, folders) for row in _CELLS]
+    pairs = [_under_alike(row, kind, folders) for row in CELLS]
     gains = [alike - plain for plain, alike in pairs]
     return sum(gain > 0 for gain in gains), sum(gain < 0 for gain in gains), sum(gain == 0 for gain in gains)
 
 
-_FIRST = ("pocket-needle", _ALIKE)
+FIRST, SECOND = ("pocket-needle", _ALIKE), (_AGAIN, _AGAIN)
 PAGE.says(
     "In this training `alike` raises V1 in all {} cells and V2 in {}",
-    _directions("V1", _FIRST)[0],
-    _directions("V2", _FIRST)[0],
+    directions("V1", FIRST)[0],
+    directions("V2", FIRST)[0],
 )
 PAGE.means(
     "For V1 `alike` is above plain rounding in five of the 12 cells, below it in five, and equal in two",
-    _directions("V1", (_AGAIN, _AGAIN)) == (5, 5, 2),
+    directions("V1", SECOND) == (5, 5, 2),
 )
 
 # What decides it
@@ -480,7 +478,7 @@ def _alike(row: str, column: str) -> list[Expected]:
     schemes = [f"4:{scheme}" for scheme in row.split(" → ")]
     kind = kind_of(column)
     if column.endswith("against Transformer"):
-        return [_bits_alike(PASSAGES, kind, scheme) for scheme in schemes]
+        return [alike_bits(PASSAGES, kind, scheme) for scheme in schemes]
     if column.endswith("by book"):
         return by_book(kind, schemes[-1], schemes[0])
     if column.endswith("KL"):
@@ -491,14 +489,14 @@ def _alike(row: str, column: str) -> list[Expected]:
 PAGE.table("logits | V1 | V2 | V1 against Transformer | V2 against Transformer | V2, by book | V2, KL", _alike)
 
 
-def _bits_alike(trio: Trio, kind: str, scheme: str) -> float:
+def alike_bits(trio: Trio, kind: str, scheme: str) -> float:
     """Bits won over the Transformer, whose one map is rounded as ever."""
     plain = "4:tensor" if scheme == "4:map" else scheme.removesuffix(":alike")
     return advantage(mean_kl(trio[kind], scheme).mean, mean_kl(trio["transformer"], plain).mean)
 
 
 def _gain(kind: str, scheme: str, less: str) -> float:
-    return _bits_alike(PASSAGES, kind, scheme) - _bits_alike(PASSAGES, kind, less)
+    return alike_bits(PASSAGES, kind, scheme) - alike_bits(PASSAGES, kind, less)
 
 
 PAGE.says(
@@ -519,7 +517,7 @@ _FAIR = ("4:head:alike", "4:row:alike")
 PAGE.says(
     "it leads this Transformer by {} to {} bits ({} to {} with a second seed)",
     *(
-        take(_bits_alike(trio, "diff-v2", scheme) for scheme in _FAIR)
+        take(alike_bits(trio, "diff-v2", scheme) for scheme in _FAIR)
         for trio in (PASSAGES, PROSE1)
         for take in (min, max)
     ),
@@ -559,7 +557,7 @@ PAGE.says(
 
 def _second_seed(row: str, column: str) -> list[Expected]:
     kind, _, seed = column.partition(": seed ")
-    return [_bits_alike(PROSE if seed == "0" else PROSE1, kind_of(kind), f"4:{row}")]
+    return [alike_bits(PROSE if seed == "0" else PROSE1, kind_of(kind), f"4:{row}")]
 
 
 PAGE.table(
@@ -573,7 +571,7 @@ PAGE.says(
     *bits_of_parts(PROSE1, "diff-v2", "4:tensor"),
 )
 _BETWEEN = [
-    abs(_bits_alike(PROSE, "diff-v2", scheme) - _bits_alike(PROSE1, "diff-v2", scheme))
+    abs(alike_bits(PROSE, "diff-v2", scheme) - alike_bits(PROSE1, "diff-v2", scheme))
     for scheme in ("4:head", "4:row", "4:row:shift")
 ]
 PAGE.says("V2 differs by {} to {} bits between them", min(_BETWEEN), max(_BETWEEN))

@@ -38,6 +38,12 @@ def _won(generation: str) -> Callable[[str, str], list[Expected]]:
     return values
 
 
+PAGE.means(
+    "All models read the same 21 windows of 256 tokens",
+    {len(result["nll"]) for seed in SEEDS.values() for result in seed.values()} == {21}
+    and {result["reading"]["window"] for seed in SEEDS.values() for result in seed.values()} == {256},
+)
+
 for name in ("V1", "V2"):
     PAGE.table(f"{name}, bits won | seed 0 | seed 1 | seed 2 | seed 3 | mean", _won(f"DIFF {name}"))
 

@@ -98,6 +98,13 @@ PAGE.says(
     "{} tokens per second, {} with its fused operators, and {} with NNCF's 4 bits",
     *(_EARLIER[GGUF][f"transformers export{kind}"]["decode_median"] for kind in ("", ", fused", ", fused, 4 bits")),
 )
+PAGE.means(
+    "In decode, onnxruntime-genai is ahead",
+    all(
+        models[GGUF]["onnxruntime-genai int4"]["decode_of_torch"] > 1.1 * models[GGUF][_LOW]["decode_of_torch"]
+        for models in (_MODELS, _ELSEWHERE)
+    ),
+)
 PAGE.says(
     "by its ratio to that torch it has {} times what diffquant's export has",
     _MODELS[GGUF]["onnxruntime-genai int4"]["decode_of_torch"] / _MODELS[GGUF][_LOW]["decode_of_torch"],

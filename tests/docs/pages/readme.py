@@ -1,7 +1,13 @@
 """The figures of README.md."""
 
-from tests.docs.page import Page, Unmeasured
+import re
+
+from studies.figure8_seeds import bits_won
+from tests.docs.page import ROOT, Page, Unmeasured
 from tests.docs.pages.figure8 import REMAINS
+from tests.docs.pages.figure8_seeds import SEEDS
+from tests.docs.pages.rounding import CHANCE, SHARES, SHIPPED, SMOLLM2
+from tests.docs.pages.verify import PAGE as VERIFY
 from tests.docs.raw import measured, raw, recorded
 
 PAGE = Page("README.md")
@@ -31,6 +37,30 @@ PAGE.means(
         for kind in ("transformer", "diff-v1", "diff-v2")
     )
     == 2,
+)
+PAGE.means(
+    "in each of four trainings, DIFF lost more than the Transformer when rounded as the paper rounds",
+    len(SEEDS) == 4
+    and all(bits_won(seed, f"DIFF {name}", "4:tensor") < 0 for seed in SEEDS.values() for name in ("V1", "V2")),
+)
+PAGE.means(
+    "less than AutoRound on small DIFF models, level with it on their plain Transformer",
+    all(share < 0 for (model, *_), share in SHARES.items() if model != "Transformer")
+    and sum(abs(share) < CHANCE for (model, *_), share in SHARES.items() if model == "Transformer") == 5,
+)
+PAGE.means(
+    "`gptq` takes less than half the time",
+    all(
+        rows[f"gptq {size}"]["cpu_seconds"] < rows[f"tuned {size}"]["cpu_seconds"] / 2
+        for rows in (result["results"] for result in (SMOLLM2, *SHIPPED.values()))
+        for size in ("4:g32", "4:g128", "6:g128", "3:g32")
+    ),
+)
+PAGE.says("`--weights 4:g32`, {} stored bits", 4 + 16 / 32)
+PAGE.means(
+    "layer by layer, by six routes",
+    len(re.findall(r'yield "', (ROOT / "export/verification/routes.py").read_text(encoding="utf-8"))) + 1 == 6
+    and sum(len(table.rows) for table in VERIFY.document().tables if table.heads[0] == "route") == 6,
 )
 PAGE.leaves("its paired 95 % interval", "a level of confidence")
 PAGE.leaves("tested on Linux with Python 3.11", "a version")

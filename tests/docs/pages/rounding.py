@@ -185,14 +185,14 @@ def _blind(result: dict[str, Any], tier: str = "4.5 bits") -> list[str]:
 _TUNER = "AutoRound 4 bits, groups of 32"
 _SIZES = ("4:g32", "4:g128", "6:g128", "3:g32")
 # AutoRound at our sizes.
-_TUNERS = {"4:g32": _TUNER, "4:g128": "AutoRound 4 bits, groups of 128", "3:g32": "AutoRound 3 bits, groups of 32"}
+TUNERS = {"4:g32": _TUNER, "4:g128": "AutoRound 4 bits, groups of 128", "3:g32": "AutoRound 3 bits, groups of 32"}
 
 
 def _tuner_less(ours: str) -> dict[str, tuple[float, float]]:
     """Least and most percent of KL that one of ours has less than AutoRound on the prose, by size, over models."""
     less = {
         size: [_below_the_best(f"{ours} {size}", result, tuner) for result in SHIPPED.values()]
-        for size, tuner in _TUNERS.items()
+        for size, tuner in TUNERS.items()
     }
     return {size: (min(each), max(each)) for size, each in less.items()}
 
@@ -200,12 +200,12 @@ def _tuner_less(ours: str) -> dict[str, tuple[float, float]]:
 _TUNED_LESS, _GPTQ_LESS = _tuner_less("tuned"), _tuner_less("gptq")
 PAGE.says(
     "less by {} to {} % of AutoRound's KL at 4.5 bits, {} to {} % at 4.12 and {} to {} % at 3.5",
-    *(end for size in _TUNERS for end in _TUNED_LESS[size]),
+    *(end for size in TUNERS for end in _TUNED_LESS[size]),
 )
 AGAINST_TUNER = {
     (model, size, text): difference
     for model in SHIPPED
-    for size, tuner in _TUNERS.items()
+    for size, tuner in TUNERS.items()
     for text, difference in zip(("prose", "elsewhere"), _less(model, tuner, f"tuned {size}"), strict=True)
     if difference is not None
 }
@@ -221,7 +221,7 @@ PAGE.means(
 
 # Chance in rounding: AutoRound measured again, with another order of the same sums.
 
-_RERUNS = [
+RERUNS = [
     math.log(now["kl"] / before["kl"])
     for file, former in raw("rounding/earlier-processors.json").items()
     for name, row in former["results"].items()
@@ -229,15 +229,15 @@ _RERUNS = [
     for now_row in [raw(f"rounding/{file}.json")["results"][name]]
     for now, before in ((now_row, row), (now_row["elsewhere"], row["elsewhere"]))
 ]
-_RERUN = math.sqrt(sum(change**2 for change in _RERUNS) / len(_RERUNS))
+RERUN = math.sqrt(sum(change**2 for change in RERUNS) / len(RERUNS))
 # Shares of AutoRound's KL that another run of it does not explain.
-CHANCE = 1.96 * _RERUN
+CHANCE = 1.96 * RERUN
 
 
 def _share(model: str, size: str, text: str) -> float:
     """KL of `tuned` over AutoRound's, less one."""
     result = SHIPPED[model] if text == "prose" else _elsewhere(SHIPPED[model])
-    return _kl(f"tuned {size}", result) / _kl(_TUNERS[size], result) - 1
+    return _kl(f"tuned {size}", result) / _kl(TUNERS[size], result) - 1
 
 
 SHARES = {place: _share(*place) for place in AGAINST_TUNER}
@@ -246,8 +246,8 @@ _ON_V1 = [-100 * share for (model, *_), share in SHARES.items() if model == "DIF
 PAGE.says(
     "AutoRound's own KL changed by {} % (root mean square of the {} reruns [below](#what-it-does-not-show)), so a "
     "difference under {} % may be chance. Of the {} differences {} are smaller than that",
-    100 * _RERUN,
-    len(_RERUNS),
+    100 * RERUN,
+    len(RERUNS),
     100 * CHANCE,
     len(SHARES),
     sum(_BY_CHANCE.values()),
@@ -261,10 +261,10 @@ PAGE.says("none on DIFF V1, where `tuned` has {} to {} % less", min(_ON_V1), max
 _PASSAGE = len(load_text()) / 16
 
 
-def _by_passage(model: str, size: str) -> Difference:
+def by_passage(model: str, size: str) -> Difference:
     """KL of `tuned` less AutoRound's on the prose, with a passage as one observation."""
     rows = SHIPPED[model]["results"]
-    ours, theirs = rows[f"tuned {size}"], rows[_TUNERS[size]]
+    ours, theirs = rows[f"tuned {size}"], rows[TUNERS[size]]
     less: dict[int, list[tuple[float, int]]] = {}
     for window, tokens in enumerate(ours["tokens_by_window"]):
         middle = (window + 0.5) / len(ours["tokens_by_window"]) * SHIPPED[model]["settings"]["characters"]
@@ -281,8 +281,8 @@ def _by_passage(model: str, size: str) -> Difference:
 PAGE.means(
     "With a passage as one observation, four on the prose, the intervals on DIFF V1 lie below zero at all three sizes, "
     "on DIFF V2 at 4.5 bits, and on the Transformer at none",
-    [place for model in SHIPPED for size in _TUNERS if _by_passage(*(place := (model, size))).high < 0]
-    == [*(("DIFF V1", size) for size in _TUNERS), ("DIFF V2", "4:g32")],
+    [place for model in SHIPPED for size in TUNERS if by_passage(*(place := (model, size))).high < 0]
+    == [*(("DIFF V1", size) for size in TUNERS), ("DIFF V2", "4:g32")],
 )
 PAGE.means(
     "it is clearly ahead on DIFF V1, mostly on DIFF V2, and level on the Transformer",
@@ -298,18 +298,18 @@ PAGE.means(
         for size in _SIZES
         for name, row in result["results"].items()
         if row.get("tier") == result["results"][f"tuned {size}"]["tier"]
-        if name not in (f"tuned {size}", _TUNERS.get(size))
+        if name not in (f"tuned {size}", TUNERS.get(size))
     ),
 )
 _MORE_BITS = [
     100 * (result["results"][tuner]["bits"] / result["results"][f"tuned {size}"]["bits"] - 1)
-    for size, tuner in _TUNERS.items()
+    for size, tuner in TUNERS.items()
     for result in SHIPPED.values()
 ]
 PAGE.says("AutoRound has {} to {} % more bits", min(_MORE_BITS), max(_MORE_BITS))
 _TIMED = [
-    [result["results"][names[size]]["cpu_seconds"] for size in _TUNERS for result in SHIPPED.values()]
-    for names in (_TUNERS, {size: f"tuned {size}" for size in _TUNERS}, {size: f"gptq {size}" for size in _TUNERS})
+    [result["results"][names[size]]["cpu_seconds"] for size in TUNERS for result in SHIPPED.values()]
+    for names in (TUNERS, {size: f"tuned {size}" for size in TUNERS}, {size: f"gptq {size}" for size in TUNERS})
 ]
 PAGE.says(
     "and took {} to {} seconds of CPU time a model, `tuned` {} to {} and `gptq` {} to {}",
@@ -325,14 +325,14 @@ _BY_GPTQ = _lowest([f"llm-compressor GPTQ, 4 bits, groups of 32, {observer}" for
 _BY_BLIND = {model: min(_blind(result), key=lambda name: _kl(name, result)) for model, result in SHIPPED.items()}
 PAGE.says(
     "It has {} to {} % more KL than AutoRound at 4.5 bits on the prose, {} to {} % at 4.12 and {} to {} % at 3.5",
-    *(-end for size in _TUNERS for end in reversed(_GPTQ_LESS[size])),
+    *(-end for size in TUNERS for end in reversed(_GPTQ_LESS[size])),
 )
 PAGE.means(
     "at 4.5 and 4.12 bits on DIFF V1 the two are level elsewhere",
     {
         (model, size, text)
         for model in SHIPPED
-        for size, tuner in _TUNERS.items()
+        for size, tuner in TUNERS.items()
         for text, each in zip(("prose", "elsewhere"), _less(model, tuner, f"gptq {size}"), strict=True)
         if each is not None and each.low <= 0 <= each.high
     }
@@ -345,7 +345,8 @@ PAGE.says(
     *(take(result["results"][_BY_MIX[model]]["bits"] for model, result in SHIPPED.items()) for take in (min, max)),
 )
 PAGE.says("it has {} to {} % less than llm-compressor's GPTQ", *_range_below(_BY_GPTQ)[:2])
-PAGE.says("it is {} to {} % on the prose and {} to {} % on HellaSwag's contexts", *_range_below(_BY_BLIND))
+AGAINST_BLIND = _range_below(_BY_BLIND)
+PAGE.says("it is {} to {} % on the prose and {} to {} % on HellaSwag's contexts", *AGAINST_BLIND)
 PAGE.means(
     "No interval of these differences contains zero, on either text",
     all(map(_is_below_all, (_BY_Q4_K, _BY_MIX, _BY_GPTQ, _BY_BLIND))),
@@ -522,11 +523,11 @@ def _smollm2_less(ours: str, rival: str) -> list[float]:
 
 
 _SMOLLM2_HQQ = "HQQ 4 bits, groups of 64"
-_SMOLLM2_TUNED = {size: _smollm2_less(f"tuned {size}", tuner) for size, tuner in _TUNERS.items()}
+_SMOLLM2_TUNED = {size: _smollm2_less(f"tuned {size}", tuner) for size, tuner in TUNERS.items()}
 PAGE.says(
     "On the prose `tuned` has {} % less KL than AutoRound at 4.5 bits, {} % less at 4.12 and {} % less at 3.5, and "
     "elsewhere {}, {} and {} % less",
-    *(_SMOLLM2_TUNED[size][text] for text in (0, 1) for size in _TUNERS),
+    *(_SMOLLM2_TUNED[size][text] for text in (0, 1) for size in TUNERS),
 )
 
 
@@ -534,7 +535,7 @@ def _smollm2_places(ours: str, is_so: Callable[[Difference], bool]) -> set[tuple
     """Sizes and texts at which the difference of one of ours from AutoRound on SmolLM2 is so."""
     return {
         (size, text)
-        for size, tuner in _TUNERS.items()
+        for size, tuner in TUNERS.items()
         for text, each in zip(("prose", "elsewhere"), kl_less(SMOLLM2, f"{ours} {size}", tuner), strict=True)
         if each is not None and is_so(each)
     }
@@ -551,7 +552,7 @@ PAGE.means(
     and not _smollm2_places("gptq", _is_below_zero),
 )
 _TUNER_LESS_THAN_GPTQ = [
-    _smollm2_less(_TUNERS[size], f"gptq {size}")[text] for text in (0, 1) for size in ("4:g128", "3:g32")
+    _smollm2_less(TUNERS[size], f"gptq {size}")[text] for text in (0, 1) for size in ("4:g128", "3:g32")
 ]
 PAGE.says(
     "AutoRound has {} and {} % less KL than `gptq` on the prose, and {} and {} % less elsewhere", *_TUNER_LESS_THAN_GPTQ

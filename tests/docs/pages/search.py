@@ -182,13 +182,13 @@ PAGE.table(
     "model | uniform | bytes | searched, bytes | KL, nats | elsewhere: KL, nats", _searched, names=2, columns=_COLUMNS
 )
 _RUNS = [(name, width) for name, result in POCKET.items() for width in result["results"]]
-_GAINS = {
+GAINS = {
     (name, width, text): below(*(POCKET[name]["results"][width][which][text]["kl"] for which in (SEARCHED, UNIFORM)))
     for name, width in _RUNS
     for text in TEXTS
 }
-_V2 = [less for (name, *_), less in _GAINS.items() if name == "prose-diff-v2"]
-_OTHERS = [less for (name, *_), less in _GAINS.items() if name != "prose-diff-v2"]
+_V2 = [less for (name, *_), less in GAINS.items() if name == "prose-diff-v2"]
+_OTHERS = [less for (name, *_), less in GAINS.items() if name != "prose-diff-v2"]
 PAGE.says(
     "have {} to {} % less KL in the Transformer and V1, and {} to {} % less in V2",
     min(_OTHERS),
@@ -198,13 +198,13 @@ PAGE.says(
 )
 PAGE.means(
     "and as much less elsewhere as on prose",
-    all(abs(_GAINS[name, width, "prose"] - _GAINS[name, width, "elsewhere"]) < 3 for name, width in _RUNS),
+    all(abs(GAINS[name, width, "prose"] - GAINS[name, width, "elsewhere"]) < 3 for name, width in _RUNS),
 )
-PAGE.means("No interval contains zero", all(gain(POCKET[name], width, text).high < 0 for name, width, text in _GAINS))
+PAGE.means("No interval contains zero", all(gain(POCKET[name], width, text).high < 0 for name, width, text in GAINS))
 _BYTES = [[POCKET[name]["results"][width][which]["bytes"] for which in (SEARCHED, UNIFORM)] for name, width in _RUNS]
 PAGE.means("Files are as large as the uniform ones or smaller", all(ours <= plain for ours, plain in _BYTES))
 PAGE.says("or smaller, by {} % at most", max(below(*sizes) for sizes in _BYTES))
-_BITS_WON = [advantage(1 - less / 100, 1) for less in _GAINS.values()]
+_BITS_WON = [advantage(1 - less / 100, 1) for less in GAINS.values()]
 _A_BIT_MORE = [
     below(*(result["results"][each][UNIFORM][text]["kl"] for each in (str(width + 1), str(width))))
     for result in POCKET.values()
