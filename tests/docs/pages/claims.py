@@ -87,6 +87,8 @@ PAGE.means(
     all(figure8.directions("V2", folders)[0] > 6 for folders in (figure8.FIRST, figure8.SECOND)),
 )
 
+PAGE.says("twice as wide, has {} [{}, {}] of the other's perplexity", *figure8.ratio("Transformer with half the heads"))
+
 # Speed
 
 PAGE.says("of its decode rate ({} of a DiffLlama's)", raw("motif-decode.json")["motif_of_diffllama"])

@@ -589,7 +589,7 @@ _CONTROLS = {
 }
 
 
-def _ratio(name: str, other: str = "Transformer") -> list[Expected]:
+def ratio(name: str, other: str = "Transformer") -> list[Expected]:
     """Perplexity over another model's, with the interval of the paired difference of the windows' logarithms."""
     change = paired_difference(_CONTROLS[name]["nll"], _CONTROLS[other]["nll"])
     return [math.exp(each) for each in (change.mean, change.low, change.high)]
@@ -600,7 +600,7 @@ def _control(row: str, column: str) -> list[Expected]:
     if column == "perplexity":
         return [math.exp(mean_interval(result["nll"]).mean)]
     if column == "over the Transformer's":
-        return _ratio(row)
+        return ratio(row)
     trio = {"transformer": _SEED_0["transformer"], "control": result}
     if column in ("range", "sensitivity"):
         return [bits_of_parts(trio, "control", "4:tensor")[column == "sensitivity"]]
@@ -637,8 +637,8 @@ PAGE.means(
 PAGE.says("V1's loss per tensor is larger, {} bits", _lost("DIFF V1", _HALF)[0])
 PAGE.says(
     "Its perplexity is {} % lower and {} [{}, {}] of the Transformer's at the common rate",
-    100 * (1 - _ratio(_FAST, "DIFF V1")[0]),
-    *_ratio(_FAST),
+    100 * (1 - ratio(_FAST, "DIFF V1")[0]),
+    *ratio(_FAST),
 )
 PAGE.says(
     "In the four schemes above it loses {} to {} bits instead of {} to {}",

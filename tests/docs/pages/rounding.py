@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from diffquant.evals.stats import Difference, estimate, mean_interval
+from diffquant.quantization.roundings.tuned.descent import _STEPS
 from diffquant.text.corpus import load_text
 from studies.rounding_tables import READERS, kl_less, lead, lead_cells, method_cells, more_kl, option_cells, size_cells
 from tests.docs.numbers import Expected
@@ -351,6 +352,9 @@ PAGE.means(
     "No interval of these differences contains zero, on either text",
     all(map(_is_below_all, (_BY_Q4_K, _BY_MIX, _BY_GPTQ, _BY_BLIND))),
 )
+PAGE.says("{} steps of Adam", _STEPS)
+PAGE.leaves("200 steps of eight windows, signed gradients", "AutoRound's own settings")
+PAGE.leaves("chosen among seven pairs of values", "trials that were not kept")
 PAGE.leaves("Q5_0 of 5.5 bits for Q4_K", "what llama.cpp's format takes")
 PAGE.leaves("this project's environment has 2.13.0", "a version")
 
