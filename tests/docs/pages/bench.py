@@ -3,7 +3,7 @@
 from tests.docs.page import Page
 from tests.docs.raw import raw
 
-PAGE = Page("docs/bench.md")
+PAGE = Page("docs/bench.md", guides=("On a GPU",))
 
 # The bench
 

@@ -77,7 +77,7 @@ _OUTLIERS = {
 _RANKS = {"top 1": "1", "top 10": "10"}
 
 
-def _outliers(row: str, column: str) -> list[Expected] | Unmeasured:
+def outliers(row: str, column: str) -> list[Expected] | Unmeasured:
     if row.startswith("the paper"):
         return Unmeasured("the paper's Table 5")
     kind, _, rank = column.partition(", ")
@@ -88,7 +88,7 @@ def _outliers(row: str, column: str) -> list[Expected] | Unmeasured:
 
 PAGE.table(
     " | logits, top 1 | top 10 | median | hidden, top 1 | top 10 | median",
-    _outliers,
+    outliers,
     columns=[f"{kind}, {rank}" for kind in ("logits", "hidden") for rank in ("top 1", "top 10", "median")],
 )
 
@@ -121,19 +121,19 @@ PAGE.says("a hundred times as large, reach {}.", _OUTLIERS["SmolLM2-135M-Instruc
 # Figure 8, perplexity and KL
 
 
-def _perplexity(kind: str, scheme: str, target: str = "logits") -> dict[str, float]:
+def perplexity(kind: str, scheme: str, target: str = "logits") -> dict[str, float]:
     folder = "figure8-prose" if target == "logits" else "figure8-prose-stored"
     return measured(folder, f"prose-{kind}", scheme, target=target).details
 
 
 def _rise_and_kl(row: str, column: str) -> list[Expected]:
     kind = kind_of(column)
-    rounded, full = _perplexity(kind, row), _perplexity(kind, "16")
+    rounded, full = perplexity(kind, row), perplexity(kind, "16")
     return [100 * (rounded["perplexity"] / full["perplexity"] - 1), rounded["kl"]]
 
 
 PAGE.table("logits | Transformer | DIFF V1 | DIFF V2", _rise_and_kl, row="6:tensor")
-PAGE.says("is {} (Transformer), {} (V1) and {} (V2): V1", *(_perplexity(kind, "16")["perplexity"] for kind in KINDS))
+PAGE.says("is {} (Transformer), {} (V1) and {} (V2): V1", *(perplexity(kind, "16")["perplexity"] for kind in KINDS))
 
 
 def _won(row: str, column: str) -> list[Expected]:
@@ -429,7 +429,7 @@ PAGE.says(
 )
 
 
-def _norm(row: str, column: str) -> list[Expected]:
+def norm_errors(row: str, column: str) -> list[Expected]:
     layer = PROSE[kind_of(column)]["layers"][int(row)]
     if "terms" in column:
         return [layer["cancellation"]]
@@ -437,7 +437,8 @@ def _norm(row: str, column: str) -> list[Expected]:
 
 
 PAGE.table(
-    "layer | Transformer | V1, before | V1, after | V1, terms over difference | V2 | V2, terms over difference", _norm
+    "layer | Transformer | V1, before | V1, after | V1, terms over difference | V2 | V2, terms over difference",
+    norm_errors,
 )
 
 
@@ -529,11 +530,11 @@ PAGE.says(
 def _stored(row: str, column: str) -> list[Expected]:
     target, _, width = row.partition(", ")
     scheme = f"{width[0]}:row"
-    return [_perplexity(kind_of(column), scheme, target.lower())["kl"]]
+    return [perplexity(kind_of(column), scheme, target.lower())["kl"]]
 
 
 PAGE.table(" | Transformer | DIFF V1 | DIFF V2", _stored)
-_CACHE = {kind: _perplexity(kind, "4:row", "kv")["kl"] for kind in KINDS}
+_CACHE = {kind: perplexity(kind, "4:row", "kv")["kl"] for kind in KINDS}
 PAGE.says("(its KL is {} times theirs)", _CACHE["diff-v1"] / _CACHE["transformer"])
 PAGE.says(
     "its KL is {}, {} and {} at 6, 4 and 3 bits",
@@ -697,9 +698,9 @@ PAGE.says(
     "{} [{}, {}] nats per tensor, {} [{}, {}] per head and {} [{}, {}] per row",
     *(each for scheme in ("tensor", "head", "row") for each in _cost(_FAST, f"4:{scheme}:alike")),
 )
-_V1_BEHIND = 100 * (_perplexity("diff-v1", "16")["perplexity"] / _perplexity("transformer", "16")["perplexity"] - 1)
+_V1_BEHIND = 100 * (perplexity("diff-v1", "16")["perplexity"] / perplexity("transformer", "16")["perplexity"] - 1)
 PAGE.says("V1 is the weaker model, by {} % of perplexity", _V1_BEHIND)
-_SHIFTED = [100 * (_perplexity(k, "4:row:shift")["perplexity"] / _perplexity(k, "16")["perplexity"] - 1) for k in KINDS]
+_SHIFTED = [100 * (perplexity(k, "4:row:shift")["perplexity"] / perplexity(k, "16")["perplexity"] - 1) for k in KINDS]
 PAGE.says("at 4 bits it costs each of the models {} % of perplexity or less", max(_SHIFTED))
 
 # Not measured

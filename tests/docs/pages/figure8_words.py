@@ -1,14 +1,16 @@
 """What docs/figure8.md says in words: shares, counts and verdicts, each computed as its figures are."""
 
 import math
+from statistics import median
 
-from studies.figure8_model import by_passage, mean_kl
+from studies.figure8_model import advantage, by_passage, mean_kl
 from tests.docs.pages.figure8 import (
     AHEAD,
     AT600,
     CELLS,
     KINDS,
     LEADS,
+    NEEDLE,
     PAGE,
     PASSAGES,
     PROSE,
@@ -17,8 +19,12 @@ from tests.docs.pages.figure8 import (
     bits,
     by_book,
     hidden,
+    norm_errors,
+    outliers,
+    perplexity,
     ratios,
 )
+from tests.docs.raw import measured
 
 DIFF = KINDS[1:]
 GRANULARITIES = ("tensor", "map", "head", "pair", "row", "tensor:shift", "row:shift")
@@ -152,4 +158,69 @@ _WIDE = [
 ]
 PAGE.means(
     "the two predict the KL of the small English models within about a quarter", min(_WIDE) > 0.74 and max(_WIDE) < 1.26
+)
+
+
+# Table 5, errors of a layer, retrieval in the median context
+
+
+def _largest(kind: str) -> float:
+    return float(outliers(f"prose-{kind}", "logits, top 1")[0])
+
+
+PAGE.means(
+    "V1's largest is a quarter larger than the Transformer's", 1.2 < _largest("diff-v1") / _largest("transformer") < 1.3
+)
+_ERRORS = [(norm_errors(str(layer), "V1, after")[0], norm_errors(str(layer), "Transformer")[0]) for layer in range(5)]
+PAGE.means(
+    "there the error is almost one and a half times the Transformer's",
+    1.4 < max(ours / theirs for ours, theirs in _ERRORS) < 1.5,
+)
+PAGE.means(
+    "In its other layers V1's outputs have a *smaller* error than the Transformer's",
+    sum(ours < theirs for ours, theirs in _ERRORS) == len(_ERRORS) - 1,
+)
+
+
+def _median(kind: str, scheme: str) -> float:
+    return median(NEEDLE[kind]["kl"][scheme])
+
+
+PAGE.means(
+    "In the median context V1 loses less than the Transformer down to 4 bits per head or row, and more at 4 bits per "
+    "tensor",
+    all(
+        _median("diff-v1", f"{bits}:{granularity}") < _median("transformer", f"{bits}:{granularity}")
+        for bits in (8, 6, 4)
+        for granularity in ("head", "row")
+    )
+    and _median("diff-v1", "4:tensor") > _median("transformer", "4:tensor"),
+)
+
+# Cache and weights
+
+
+def _kl(kind: str, scheme: str, target: str) -> float:
+    return float(perplexity(kind, scheme, target)["kl"])
+
+
+_WEIGHTS = [[_kl(kind, f"{bits}:row", "weights") for kind in KINDS] for bits in (6, 4, 3)]
+PAGE.means(
+    "Quantized weights cost the three models about as much, V1 most",
+    all(max(trio) == trio[1] and max(trio) < 1.25 * min(trio) for trio in _WEIGHTS),
+)
+PAGE.means(
+    "V2's costs as much as the Transformer's",
+    all(0.9 < _kl("diff-v2", f"{b}:row", "kv") / _kl("transformer", f"{b}:row", "kv") < 1.1 for b in (6, 4, 3)),
+)
+_NARROW = [
+    measured("figure8-prose-stored-g32", "prose-diff-v1", f"{b}:g32").details["kl"] / _kl("diff-v1", f"{b}:row", "kv")
+    for b in (6, 4, 3)
+]
+PAGE.means("So the wider scale explains a fifth of its KL", all(0.75 < ratio < 0.85 for ratio in _NARROW))
+PAGE.means(
+    "V1's cache needs one bit more than the others'",
+    all(
+        0.8 < advantage(_kl("transformer", f"{b}:row", "kv"), _kl("diff-v1", f"{b}:row", "kv")) < 1.2 for b in (6, 4, 3)
+    ),
 )
