@@ -14,7 +14,7 @@ from pathlib import Path
 
 from tests.docs.markdown import Call, Document, Passage, Row, Table, read_document
 from tests.docs.numbers import NUMBER, Expected, faults, numbers_in
-from tests.docs.reading import digests_of, units_of
+from tests.docs.reading import listed, units_of
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "bench" / "results"
@@ -323,11 +323,19 @@ def _sentence_faults(page: Page, document: Document) -> list[str]:
 
 def _unread_faults(page: Page, document: Document) -> list[str]:
     """Sentences and cells that tell results in words, are computed by no declaration, and are not listed as read."""
-    return [
+    units, known = units_of(page, document), listed(page.name)
+    program = f"then run python -m tests.docs.reading {page.name}"
+    changed = [
         f"{page.name}:{unit.line}: {unit.text!r} is new or was changed, and no declaration computes it; read it "
-        f"against what it rests on, then run python -m tests.docs.reading {page.name}"
-        for unit in units_of(page, document)
-        if unit.digest not in digests_of(page.name)
+        f"against what it rests on, {program}"
+        for unit in units
+        if unit.digest not in known
+    ]
+    gone = known.keys() - {unit.digest for unit in units}
+    return changed + [
+        f"{page.name}: the sentence {known[digest]!r}... is gone; see whether the page still says enough, {program}"
+        for digest in known
+        if digest in gone
     ]
 
 

@@ -3,14 +3,14 @@
     python -m tests.docs.reading [PAGE...]
 
 A page's sentences are declared piece by piece. What is left of a sentence stands in `read/PAGE.txt` by its digest. A
-word that is changed there is an error until the sentence is listed again, which this program does. That a sentence is
-listed proves that it is as it was when somebody read it, and not that it is true.
+word that is changed there, or a sentence that is taken out, is an error until the list is written again, which this
+program does. That a sentence is listed proves that it is as it was when somebody read it, and not that it is true.
 """
 
 import hashlib
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -44,11 +44,11 @@ class Unit:
 
 
 @cache
-def digests_of(name: str) -> frozenset[str]:
-    """Digests of a page's list."""
+def listed(name: str) -> Mapping[str, str]:
+    """How each sentence of a page's list begins, by its digest."""
     file = _list_of(name)
     lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
-    return frozenset(line.split(" ", 1)[0] for line in lines)
+    return dict(line.split(" ", 1) for line in lines)
 
 
 def units_of(page: "Page", document: Document) -> list[Unit]:
