@@ -31,5 +31,5 @@ def test_nine_in_ten_of_sixty_words_drawn_at_random_are_noticed(tmp_path):
 
 def test_without_its_list_a_page_is_checked_by_what_is_computed_alone(tmp_path, monkeypatch):
     """The two tests above can fail: with every sentence listed as it is altered, words go by unnoticed."""
-    monkeypatch.setattr("tests.docs.page._unread_faults", lambda *_: [])
+    monkeypatch.setattr("tests.docs.checks.unread_faults", lambda *_: [])
     assert len(missed(drawn(DECLARED, 60, seed=2026), tmp_path)) > 6

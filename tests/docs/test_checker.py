@@ -35,7 +35,7 @@ VALUES = {("one", "KL, nats"): [0.00219, 0.001949, 0.0031], ("one", "bits"): [4]
 @pytest.fixture(autouse=True)
 def all_are_read(monkeypatch):
     """No sentence needs to be listed, but in the tests of the lists."""
-    monkeypatch.setattr("tests.docs.page.listed", lambda _: _Everything())
+    monkeypatch.setattr("tests.docs.checks.listed", lambda _: _Everything())
 
 
 class _Everything(dict):
@@ -175,7 +175,7 @@ def unread(tmp_path, monkeypatch, text, declare=lambda page: None, **kind):
         declare(page)
     (tmp_path / "page.md").write_text(TOLD)
     known = {unit.digest: unit.text for unit in units_of(pages[0], pages[0].document(tmp_path / "page.md"))}
-    monkeypatch.setattr("tests.docs.page.listed", lambda _: known)
+    monkeypatch.setattr("tests.docs.checks.listed", lambda _: known)
     (tmp_path / "page.md").write_text(text)
     return pages[1].check(tmp_path / "page.md")
 
