@@ -25,6 +25,10 @@ PAGE.says(
     sum(share < 0.5 for share in REMAINS.values()),
     len(REMAINS),
 )
+PAGE.means(
+    "and more than half as many in the other five, all at 3 bits",
+    [scheme[0] for scheme, share in REMAINS.items() if share > 0.5] == ["3"] * 5,
+)
 _KL = {
     scheme: measured("smollm2-logits-kl", "SmolLM2-135M-Instruct.Q4_1.gguf", scheme).details["kl"]
     for scheme in ("6:tensor", "4:tensor:shift")
