@@ -124,7 +124,7 @@ def main(
         raise UsageError("give one model and --json, or --show and results")
     if not 1 <= scored < window:
         raise UsageError(f"{scored} of a window's {window} tokens cannot be scored behind a prompt")
-    chosen = [CacheForm.named(name) for name in forms] if forms else FORMS
+    chosen: Sequence[CacheForm] = [CacheForm.named(name) for name in forms] if forms else FORMS
     print(byte_table([measure_forms(paths[0], chosen, characters, window, scored, batch, file, progress_for("kv"))]))
 
 

@@ -102,7 +102,7 @@ def test_the_demo_says_which_training_it_shows_and_that_another_came_out_the_oth
     text = " ".join(" ".join(said).split())
     (seed,) = {json.loads((path / "training.json").read_text())["schedule"]["seed"] for path in MODELS.values()}
     assert f"These models are of one training, with seed {seed}" in text
-    assert "in another training the Transformer lost most, where these DIFF models do" in text
+    assert "in another training the Transformer lost most" in text
     kept = [
         [accuracy(folder, f"needle-{kind}", "4:tensor", 4) for kind in ("transformer", "diff-v1", "diff-v2")]
         for folder in ("pocket-needle", "pocket-needle-seed-1")
