@@ -34,11 +34,9 @@ def show_figure_8(output: Path, say: Callable[[str], None]) -> None:
     if data.pocket_models("prose"):
         say("Three others predict English:\n")
         _sweep("prose", "perplexity", output / "english", "KL from the model's own 16 bits, nats", _divergence, say)
-    say(
-        f"These models are of one training, with seed {seed_of_the_models()}. Which loses most at 4 bits with one scale per"
-    )
-    say("tensor is an accident of it on retrieval: in another training the Transformer lost most. On English the DIFF")
-    say("models lost more in all four trainings. With row:shift 3 bits cost none of them much.")
+    say(f"These models are of one training, with seed {seed_of_the_models()}. Which loses most at 4 bits with one")
+    say("scale per tensor is an accident of it on retrieval: in another training the Transformer lost most. On English")
+    say("the DIFF models lost more in all four trainings. With row:shift 3 bits cost none of them much.")
     say("docs/figure8.md has intervals and the other trainings.\n")
 
 
