@@ -10,6 +10,7 @@ measured.
 """
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -49,6 +50,19 @@ class CacheForm(NamedTuple):
     values: str
     residual: int = 0
     keeps_ends: bool = False
+
+    @classmethod
+    def named(cls, name: str) -> "CacheForm":
+        """The cache that has this name.
+
+        Raises:
+            UsageError: no cache has it.
+        """
+        parts = re.fullmatch(r"([\w:]+), ([\w:]+)(?:, residual (\d+))?(, ends 16)?", name)
+        if parts is None:
+            raise UsageError(f"{name!r} is no cache; write one as '4:c32, 4:row:rotated, residual 64'")
+        keys, values, residual, ends = parts.groups()
+        return cls(keys, values, int(residual or 0), ends is not None)
 
     @property
     def name(self) -> str:
@@ -96,6 +110,9 @@ def main(
     window: Annotated[int, typer.Option(help="Tokens of a window.")] = 256,
     scored: Annotated[int, typer.Option(help="Tokens of a window that are scored, behind its prompt.")] = 128,
     batch: Annotated[int, typer.Option(help="Windows that are read together.")] = 64,
+    forms: Annotated[
+        list[str] | None, typer.Option("--form", help="A cache by its name in the table; all of FORMS without it.")
+    ] = None,
     file: Annotated[Path | None, typer.Option("--json", help="Where the numbers are and go.")] = None,
     show: Annotated[bool, typer.Option("--show", help="Only print results side by side.")] = False,
 ) -> None:
@@ -107,13 +124,21 @@ def main(
         raise UsageError("give one model and --json, or --show and results")
     if not 1 <= scored < window:
         raise UsageError(f"{scored} of a window's {window} tokens cannot be scored behind a prompt")
-    print(byte_table([measure_forms(paths[0], characters, window, scored, batch, file, progress_for("kv"))]))
+    chosen: Sequence[CacheForm] = [CacheForm.named(name) for name in forms] if forms else FORMS
+    print(byte_table([measure_forms(paths[0], chosen, characters, window, scored, batch, file, progress_for("kv"))]))
 
 
 def measure_forms(
-    path: Path, characters: int, window: int, scored: int, batch: int, file: Path, progress: Progress = silent
+    path: Path,
+    forms: Sequence[CacheForm],
+    characters: int,
+    window: int,
+    scored: int,
+    batch: int,
+    file: Path,
+    progress: Progress = silent,
 ) -> dict[str, Any]:
-    """Measure every form, writing the file after each; what it holds already is kept.
+    """Measure caches, writing the file after each; what it holds already is kept.
 
     Raises:
         UsageError: the file holds results of another model, text or window.
@@ -126,7 +151,7 @@ def measure_forms(
         name: encode_text(tokenizer, text, model.device).unfold(0, window, window) for name, text in texts.items()
     }
     references = {name: [decoded(model, part, scored) for part in ids.split(batch)] for name, ids in windows.items()}
-    todo = [form for form in FORMS if form.name not in results.rows]
+    todo = [form for form in forms if form.name not in results.rows]
     for number, form in enumerate(todo):
         progress(number, len(todo), form.name)
         model.apply_recipe(form.recipe(len(model.model.layers)))

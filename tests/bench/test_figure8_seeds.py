@@ -6,7 +6,7 @@ import pytest
 from scipy import stats
 
 from diffquant.errors import UsageError
-from studies.figure8_seeds import bits_won, predicted_bits, read_seed, seeds_summary
+from studies.figure8_seeds import bits_won, holm, predicted_bits, read_seed, seeds_summary
 
 READING = {"passages": 2, "windows": 2, "text": "t"}
 
@@ -63,3 +63,17 @@ def test_a_folder_is_one_model_of_each_generation(tmp_path):
         read_seed(tmp_path)
     with pytest.raises(UsageError, match="no model"):
         read_seed(tmp_path / "none")
+
+
+def test_holm_corrects_as_r_does():
+    """R: p.adjust(c(0.01, 0.04, 0.03, 0.005), "holm") and p.adjust(c(0.5, 0.6), "holm")."""
+    assert holm({"a": 0.01, "b": 0.04, "c": 0.03, "d": 0.005}) == pytest.approx(
+        {"d": 0.02, "a": 0.03, "c": 0.06, "b": 0.06}
+    )
+    assert holm({"a": 0.5, "b": 0.6}) == {"a": 1.0, "b": 1.0}
+
+
+def test_holm_rejects_one_by_one_until_the_first_that_fails():
+    p = dict(zip("abcde", (0.001, 0.0125, 0.016, 0.03, 0.2), strict=True))
+    # By hand: 0.05 / 5, / 4, / 3, / 2 and / 1 are 0.01, 0.0125, 0.01667, 0.025 and 0.05.
+    assert [name for name, corrected in holm(p).items() if corrected <= 0.05] == ["a", "b", "c"]

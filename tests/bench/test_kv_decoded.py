@@ -8,10 +8,10 @@ import torch
 from diffquant import Recipe, load
 from diffquant.cli.options import RecipeOptions
 from diffquant.data import pocket_models
+from diffquant.errors import UsageError
 from diffquant.evals.stats import mean_interval
 from diffquant.sweep.storage import kv_bytes_per_token
-from studies import kv_decoded
-from studies.kv_decoded import LONG, CacheForm, decoded, is_beaten, measure_forms
+from studies.kv_decoded import FORMS, LONG, CacheForm, decoded, is_beaten, measure_forms
 from tests.docs.page import RESULTS
 from tests.support.checkpoints import SOURCES, write_checkpoint
 from tests.support.models import random_ids
@@ -37,17 +37,27 @@ def test_a_residual_keeps_what_a_whole_text_would_round(tmp_path):
     assert (decoded(model, ids, 3).logits() - exact).abs().max() > 1e-3
 
 
-def test_forms_are_measured_once_each_and_named_by_what_they_are(tmp_path, monkeypatch):
+@pytest.mark.parametrize("form", [*FORMS, CacheForm("4:c64", "4:row", 64)], ids=lambda form: form.name)
+def test_a_cache_is_found_by_its_name(form):
+    assert CacheForm.named(form.name) == form
+
+
+@pytest.mark.parametrize("name", ["4:row", "4:row,4:row", "4:row, 4:row, residual", "4:row, 4:row, ends", "4:row, "])
+def test_a_name_that_no_cache_has_is_refused(name):
+    with pytest.raises(UsageError, match="no cache"):
+        CacheForm.named(name)
+
+
+def test_forms_are_measured_once_each_and_named_by_what_they_are(tmp_path):
     forms = (CacheForm("4:row", "3:row:rotated"), CacheForm("8:row", "8:row", 4, True))
-    monkeypatch.setattr(kv_decoded, "FORMS", forms)
     file = tmp_path / "kv.json"
     model = pocket_models("prose")[1]
-    measured = measure_forms(model, 250, 24, 4, 8, file)
+    measured = measure_forms(model, forms, 250, 24, 4, 8, file)
     assert list(measured["results"]) == ["4:row, 3:row:rotated", "8:row, 8:row, residual 4, ends 16"]
     low, high = measured["results"].values()
     assert low["prose"]["kl"] > 10 * high["prose"]["kl"] > 0
     assert mean_interval(low["prose"]["kl_by_window"]).mean == pytest.approx(low["prose"]["kl"])
-    assert measure_forms(model, 250, 24, 4, 8, file)["results"] == json.loads(file.read_text())["results"]
+    assert measure_forms(model, forms, 250, 24, 4, 8, file)["results"] == json.loads(file.read_text())["results"]
 
 
 def test_a_cache_is_beaten_by_one_of_as_few_bytes_and_less_kl():

@@ -46,11 +46,13 @@ class Passage:
         text: the lines, joined by single spaces.
         starts: offset of each line in the text.
         first: number of the first line.
+        section: the heading that it stands under.
     """
 
     text: str
     starts: tuple[int, ...]
     first: int
+    section: str = ""
 
     def line_at(self, offset: int) -> int:
         return self.first + bisect_right(self.starts, offset) - 1
@@ -58,12 +60,17 @@ class Passage:
 
 @dataclass
 class Document:
-    """A page's parts, in order."""
+    """A page's parts, in order.
+
+    Attributes:
+        cells: cells of tables that are to be read as running text; who declares the page chooses them.
+    """
 
     name: str
     tables: list[Table] = field(default_factory=list)
     calls: list[Call] = field(default_factory=list)
     passages: list[Passage] = field(default_factory=list)
+    cells: list[Passage] = field(default_factory=list)
 
 
 def read_document(file: Path, name: str) -> Document:
@@ -75,7 +82,7 @@ def read_document(file: Path, name: str) -> Document:
         line = lines[at]
         is_break = not line.strip() or line.startswith(("#", "|", "```"))
         if pending and (is_break or re.match(r"\s*(?:[-*]|\d+\.) ", line)):
-            document.passages.append(_passage(pending))
+            document.passages.append(_passage(pending, section))
             pending = []
         if line.startswith("```"):
             end = next(n for n in range(at + 1, len(lines)) if lines[n].startswith("```"))
@@ -91,16 +98,16 @@ def read_document(file: Path, name: str) -> Document:
             pending.append((at + 1, line.strip()))
         at += 1
     if pending:
-        document.passages.append(_passage(pending))
+        document.passages.append(_passage(pending, section))
     return document
 
 
-def _passage(lines: list[tuple[int, str]]) -> Passage:
+def _passage(lines: list[tuple[int, str]], section: str) -> Passage:
     starts, offset = [], 0
     for _, text in lines:
         starts.append(offset)
         offset += len(text) + 1
-    return Passage(" ".join(text for _, text in lines), tuple(starts), lines[0][0])
+    return Passage(" ".join(text for _, text in lines), tuple(starts), lines[0][0], section)
 
 
 def _table(section: str, lines: list[str], first: int) -> Table:

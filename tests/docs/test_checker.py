@@ -6,6 +6,7 @@ import pytest
 
 from tests.docs.numbers import About, Disputed, fault, numbers_in
 from tests.docs.page import Page, Unmeasured
+from tests.docs.reading import units_of
 
 TEXT = """\
 # A page
@@ -29,6 +30,17 @@ $ diffquant other
 """
 PRINTED = ["head  value", "one   0.5", "two   1", "three 2", "four  0.25", "a footnote"]
 VALUES = {("one", "KL, nats"): [0.00219, 0.001949, 0.0031], ("one", "bits"): [4], ("two", "bits"): [4]}
+
+
+@pytest.fixture(autouse=True)
+def all_are_read(monkeypatch):
+    """No sentence needs to be listed, but in the tests of the lists."""
+    monkeypatch.setattr("tests.docs.checks.listed", lambda _: _Everything())
+
+
+class _Everything(dict):
+    def __contains__(self, _):
+        return True
 
 
 @pytest.fixture
@@ -150,3 +162,53 @@ def test_numbers_are_told_from_names():
         "0.94",
         "0.95",
     ]
+
+
+TOLD = "# Results\n\nThe error is 0.5 nats in all three. Nobody saw it grow.\n\n# How to\n\nGive two models.\n"
+
+
+def unread(tmp_path, monkeypatch, text, declare=lambda page: None, **kind):
+    """Faults of a text whose sentences are listed as they stand in `TOLD`."""
+    pages = [Page("page.md", **kind) for _ in range(2)]
+    for page in pages:
+        page.says("error is {} nats", 0.5)
+        declare(page)
+    (tmp_path / "page.md").write_text(TOLD)
+    known = {unit.digest: unit.text for unit in units_of(pages[0], pages[0].document(tmp_path / "page.md"))}
+    monkeypatch.setattr("tests.docs.checks.listed", lambda _: known)
+    (tmp_path / "page.md").write_text(text)
+    return pages[1].check(tmp_path / "page.md")
+
+
+def test_a_sentence_that_nothing_computes_may_not_change(tmp_path, monkeypatch):
+    assert unread(tmp_path, monkeypatch, TOLD) == []
+    for old, new in (("all three", "all four"), ("Nobody", "Everybody"), ("Give two", "Give ten")):
+        fault, gone = unread(tmp_path, monkeypatch, TOLD.replace(old, new))
+        assert new in fault
+        assert "python -m tests.docs.reading page.md" in fault
+        assert old in gone
+    (gone,) = unread(tmp_path, monkeypatch, TOLD.replace(" Nobody saw it grow.", ""))
+    assert gone.startswith("page.md: the sentence 'Nobody saw it grow.'... is gone")
+
+
+def test_what_a_declaration_computes_may_change_with_its_raw_file(tmp_path, monkeypatch):
+    (fault,) = unread(tmp_path, monkeypatch, TOLD.replace("0.5", "0.6"))
+    assert "the raw file has 0.5" in fault
+    is_declared = {"declare": lambda page: page.means("all three", True)}
+    (fault,) = unread(tmp_path, monkeypatch, TOLD.replace("all three", "all four"), **is_declared)[1:2]
+    assert "all four" in fault
+
+
+def test_how_to_is_held_only_where_it_tells_a_result(tmp_path, monkeypatch):
+    altered = TOLD.replace("two", "ten")
+    assert unread(tmp_path, monkeypatch, altered, guides=("How to",)) == []
+    assert unread(tmp_path, monkeypatch, altered.replace("Nobody", "Everybody"), is_guide=True) == []
+    assert len(unread(tmp_path, monkeypatch, altered.replace("all three", "no"), is_guide=True)) == 2
+
+
+def test_a_cell_in_words_is_a_sentence(tmp_path, monkeypatch):
+    text = "# Results\n\n| claim | n |\n|---|---|\n| `a` loses less | 5 |\n"
+    page = Page("page.md")
+    page.table("claim | n", lambda *_: Unmeasured("a size"))
+    (tmp_path / "page.md").write_text(text)
+    assert [unit.text for unit in units_of(page, page.document(tmp_path / "page.md"))] == ["`a` loses less", "5"]

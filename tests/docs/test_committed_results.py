@@ -73,7 +73,18 @@ def test_the_claims_name_every_result():
     """What is measured and committed bears on some claim; what bears on none is to be deleted."""
     claims = (ROOT / "docs/claims.md").read_text(encoding="utf-8")
     results = {file.name for file in RESULTS.iterdir() if file.is_dir() or file.suffix == ".json"}
-    assert not [name for name in sorted(results) if f"bench/results/{name}" not in claims]
+    assert not results - named_in(claims)
+
+
+def test_a_result_is_named_as_a_whole():
+    """`kv-decoded` and `generate-amd.json` name neither `kv` nor `generate.json`."""
+    text = "`bench/results/kv-decoded/`, `bench/results/generate-amd.json` and `bench/results/smollm2-search/a.json`"
+    assert named_in(text) == {"kv-decoded", "generate-amd.json", "smollm2-search"}
+
+
+def named_in(text):
+    """Names of the files and folders of bench/results that a text has."""
+    return set(re.findall(r"bench/results/([\w.-]+)", text))
 
 
 def test_the_claims_name_what_uncommitted_trees_measured():

@@ -10,7 +10,11 @@ from tests.docs.page import ROOT, Page
 
 _MODULES = [import_module(f"{pages.__name__}.{module.name}") for module in iter_modules(pages.__path__)]
 DECLARED: list[Page] = [
-    page for module in _MODULES for page in getattr(module, "PAGES", [getattr(module, "PAGE", None)])
+    page
+    for module in _MODULES
+    # A page's declaration may stand in two modules, the second of which adds to the first's.
+    if not module.__name__.endswith("_words")
+    for page in getattr(module, "PAGES", None) or [module.PAGE]
 ]
 
 

@@ -4,7 +4,7 @@ from diffquant.calib.analysis.attention_map_outputs import attention_table
 from studies.results import read_attention_maps
 from tests.docs.page import RESULTS, Page, Unmeasured
 
-PAGE = Page("docs/attention-map.md")
+PAGE = Page("docs/attention-map.md", guides=("What is measured",))
 POCKET, SMOLLM2 = (
     read_attention_maps(RESULTS / folder / "attention-map.json")
     for folder in ("pocket-attention-map", "smollm2-attention-map")

@@ -3,7 +3,7 @@
 from tests.docs.page import Page
 from tests.docs.raw import raw
 
-PAGE = Page("docs/cluster.md")
+PAGE = Page("docs/cluster.md", guides=("A laptop", "Several GPUs", "Anywhere that sees the folder", "Ray"))
 _CLUSTER = raw("cluster.json")
 PAGE.says(
     "With {} of them and {} cells of {} seconds each, all on two cores, {} % of the time is lost where they share a "

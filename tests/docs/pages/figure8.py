@@ -77,7 +77,7 @@ _OUTLIERS = {
 _RANKS = {"top 1": "1", "top 10": "10"}
 
 
-def _outliers(row: str, column: str) -> list[Expected] | Unmeasured:
+def outliers(row: str, column: str) -> list[Expected] | Unmeasured:
     if row.startswith("the paper"):
         return Unmeasured("the paper's Table 5")
     kind, _, rank = column.partition(", ")
@@ -88,19 +88,19 @@ def _outliers(row: str, column: str) -> list[Expected] | Unmeasured:
 
 PAGE.table(
     " | logits, top 1 | top 10 | median | hidden, top 1 | top 10 | median",
-    _outliers,
+    outliers,
     columns=[f"{kind}, {rank}" for kind in ("logits", "hidden") for rank in ("top 1", "top 10", "median")],
 )
 
 
-def _hidden(kind: str) -> float:
+def hidden(kind: str) -> float:
     return float(_OUTLIERS[f"prose-{kind}"]["hidden"]["top"]["1"])
 
 
 PAGE.says(
     "V1's largest is {} and V2's {} of the Transformer's",
-    _hidden("diff-v1") / _hidden("transformer"),
-    _hidden("diff-v2") / _hidden("transformer"),
+    hidden("diff-v1") / hidden("transformer"),
+    hidden("diff-v2") / hidden("transformer"),
 )
 PAGE.says("(the paper: {})", 1688.2 / 3608.6)
 
@@ -121,19 +121,19 @@ PAGE.says("a hundred times as large, reach {}.", _OUTLIERS["SmolLM2-135M-Instruc
 # Figure 8, perplexity and KL
 
 
-def _perplexity(kind: str, scheme: str, target: str = "logits") -> dict[str, float]:
+def perplexity(kind: str, scheme: str, target: str = "logits") -> dict[str, float]:
     folder = "figure8-prose" if target == "logits" else "figure8-prose-stored"
     return measured(folder, f"prose-{kind}", scheme, target=target).details
 
 
 def _rise_and_kl(row: str, column: str) -> list[Expected]:
     kind = kind_of(column)
-    rounded, full = _perplexity(kind, row), _perplexity(kind, "16")
+    rounded, full = perplexity(kind, row), perplexity(kind, "16")
     return [100 * (rounded["perplexity"] / full["perplexity"] - 1), rounded["kl"]]
 
 
 PAGE.table("logits | Transformer | DIFF V1 | DIFF V2", _rise_and_kl, row="6:tensor")
-PAGE.says("is {} (Transformer), {} (V1) and {} (V2): V1", *(_perplexity(kind, "16")["perplexity"] for kind in KINDS))
+PAGE.says("is {} (Transformer), {} (V1) and {} (V2): V1", *(perplexity(kind, "16")["perplexity"] for kind in KINDS))
 
 
 def _won(row: str, column: str) -> list[Expected]:
@@ -226,11 +226,9 @@ _KEPT = [
     if cell["task"] == "needle:4:1" and (cell["bits"] == 6 or cell["granularity"] == "row:shift")
 ]
 PAGE.says("all keep at least {} at 6 bits and under `row:shift` down to 3 bits", min(_KEPT))
-_CELLS = [
-    f"{bits_}:{g} → {bits_}:{g}:alike, {n}" for bits_ in (4, 3) for g in ("tensor", "head", "row") for n in (1, 4)
-]
-_LEADS = [_under_alike(row, f"less Transformer, {kind}") for row in _CELLS for kind in ("V1", "V2")]
-_WON = [lead[0] for lead in _LEADS if lead[1] > 0]
+CELLS = [f"{bits_}:{g} → {bits_}:{g}:alike, {n}" for bits_ in (4, 3) for g in ("tensor", "head", "row") for n in (1, 4)]
+LEADS = [_under_alike(row, f"less Transformer, {kind}") for row in CELLS for kind in ("V1", "V2")]
+_WON = [lead[0] for lead in LEADS if lead[1] > 0]
 PAGE.says("at 3 bits per tensor and per head, by {} to {} points", min(_WON), max(_WON))
 PAGE.says("by {} to {} of 100 numbers, and V2 nowhere", min(_WON), max(_WON))
 
@@ -248,28 +246,46 @@ def _gained(row: str, kind: str) -> float:
     return round(100 * (alike - plain))
 
 
-_AHEAD = {
-    (kind, number): [row for row in _CELLS if _against(row, kind, number)[1] > 0]
+AHEAD = {
+    (kind, number): [row for row in CELLS if _against(row, kind, number)[1] > 0]
     for kind in ("diff-v1", "diff-v2")
     for number in (0, 1)
 }
 PAGE.means(
     "V1 wins eight and V2 five, and neither loses one. "
     "V1 does not owe that to `alike`: rounded plainly it wins the same eight",
-    len(_AHEAD["diff-v1", 1]) == 8
-    and len(_AHEAD["diff-v2", 1]) == 5
-    and _AHEAD["diff-v1", 0] == _AHEAD["diff-v1", 1]
-    and not any(_against(row, kind, 1)[2] < 0 for row in _CELLS for kind in ("diff-v1", "diff-v2")),
+    len(AHEAD["diff-v1", 1]) == 8
+    and len(AHEAD["diff-v2", 1]) == 5
+    and AHEAD["diff-v1", 0] == AHEAD["diff-v1", 1]
+    and not any(_against(row, kind, 1)[2] < 0 for row in CELLS for kind in ("diff-v1", "diff-v2")),
 )
 PAGE.says(
-    "gives V1 {} and {} points at 3 bits per tensor and takes {} and {} away at 3 bits per head",
-    *(_gained(row, "V1") for row in _CELLS[6:8]),
-    *(-_gained(row, "V1") for row in _CELLS[8:10]),
+    "it gives {} and {} points at 3 bits per tensor and takes {} and {} away at 3 bits per head",
+    *(_gained(row, "V1") for row in CELLS[6:8]),
+    *(-_gained(row, "V1") for row in CELLS[8:10]),
 )
-PAGE.says("to V2 it gives {} and {} at 3 bits per row", *(_gained(row, "V2") for row in _CELLS[10:12]))
-_OTHER = [_gained(_CELLS[index], "V2") for index in (0, 1, 6, 7, 8, 9)]
+PAGE.says("To V2 it gives {} and {} at 3 bits per row", *(_gained(row, "V2") for row in CELLS[10:12]))
+_OTHER = [_gained(CELLS[index], "V2") for index in (0, 1, 6, 7, 8, 9)]
 PAGE.says("and {} to {} in the other cells of 3 bits or one scale per tensor", min(_OTHER), max(_OTHER))
 
+
+def directions(kind: str, folders: tuple[str, str]) -> tuple[int, int, int]:
+    """In how many cells `alike` retrieves more than plain rounding, fewer, and as many."""
+    pairs = [_under_alike(row, kind, folders) for row in CELLS]
+    gains = [alike - plain for plain, alike in pairs]
+    return sum(gain > 0 for gain in gains), sum(gain < 0 for gain in gains), sum(gain == 0 for gain in gains)
+
+
+FIRST, SECOND = ("pocket-needle", _ALIKE), (_AGAIN, _AGAIN)
+PAGE.says(
+    "In this training `alike` raises V1 in all {} cells and V2 in {}",
+    directions("V1", FIRST)[0],
+    directions("V2", FIRST)[0],
+)
+PAGE.means(
+    "For V1 `alike` is above plain rounding in five of the 12 cells, below it in five, and equal in two",
+    directions("V1", SECOND) == (5, 5, 2),
+)
 
 # What decides it
 
@@ -413,7 +429,7 @@ PAGE.says(
 )
 
 
-def _norm(row: str, column: str) -> list[Expected]:
+def norm_errors(row: str, column: str) -> list[Expected]:
     layer = PROSE[kind_of(column)]["layers"][int(row)]
     if "terms" in column:
         return [layer["cancellation"]]
@@ -421,7 +437,8 @@ def _norm(row: str, column: str) -> list[Expected]:
 
 
 PAGE.table(
-    "layer | Transformer | V1, before | V1, after | V1, terms over difference | V2 | V2, terms over difference", _norm
+    "layer | Transformer | V1, before | V1, after | V1, terms over difference | V2 | V2, terms over difference",
+    norm_errors,
 )
 
 
@@ -444,6 +461,12 @@ def _growth(kind: str) -> float:
     return mean_kl(PROSE[kind], "4:tensor").mean / mean_kl(AT600[kind], "4:tensor").mean
 
 
+PAGE.says(
+    "at step 600, with a perplexity of {}, has {} of the KL at `4:tensor` that it has at its end, with {}",
+    math.exp(mean_interval(AT600["transformer"]["nll"]).mean),
+    1 / _growth("transformer"),
+    math.exp(mean_interval(PROSE["transformer"]["nll"]).mean),
+)
 PAGE.says("and grows {} times in V2", _growth("diff-v2"))
 PAGE.says("log2(318.0 / 38.8) = {} bits", math.log2(318.0 / 38.8))
 PAGE.says("a step of 318.0 / 31 = {}, DIFF at 4 bits one of 38.8 / 7 = {}", 318.0 / 31, 38.8 / 7)
@@ -456,7 +479,7 @@ def _alike(row: str, column: str) -> list[Expected]:
     schemes = [f"4:{scheme}" for scheme in row.split(" → ")]
     kind = kind_of(column)
     if column.endswith("against Transformer"):
-        return [_bits_alike(PASSAGES, kind, scheme) for scheme in schemes]
+        return [alike_bits(PASSAGES, kind, scheme) for scheme in schemes]
     if column.endswith("by book"):
         return by_book(kind, schemes[-1], schemes[0])
     if column.endswith("KL"):
@@ -467,14 +490,14 @@ def _alike(row: str, column: str) -> list[Expected]:
 PAGE.table("logits | V1 | V2 | V1 against Transformer | V2 against Transformer | V2, by book | V2, KL", _alike)
 
 
-def _bits_alike(trio: Trio, kind: str, scheme: str) -> float:
+def alike_bits(trio: Trio, kind: str, scheme: str) -> float:
     """Bits won over the Transformer, whose one map is rounded as ever."""
     plain = "4:tensor" if scheme == "4:map" else scheme.removesuffix(":alike")
     return advantage(mean_kl(trio[kind], scheme).mean, mean_kl(trio["transformer"], plain).mean)
 
 
 def _gain(kind: str, scheme: str, less: str) -> float:
-    return _bits_alike(PASSAGES, kind, scheme) - _bits_alike(PASSAGES, kind, less)
+    return alike_bits(PASSAGES, kind, scheme) - alike_bits(PASSAGES, kind, less)
 
 
 PAGE.says(
@@ -495,7 +518,7 @@ _FAIR = ("4:head:alike", "4:row:alike")
 PAGE.says(
     "it leads this Transformer by {} to {} bits ({} to {} with a second seed)",
     *(
-        take(_bits_alike(trio, "diff-v2", scheme) for scheme in _FAIR)
+        take(alike_bits(trio, "diff-v2", scheme) for scheme in _FAIR)
         for trio in (PASSAGES, PROSE1)
         for take in (min, max)
     ),
@@ -507,11 +530,11 @@ PAGE.says(
 def _stored(row: str, column: str) -> list[Expected]:
     target, _, width = row.partition(", ")
     scheme = f"{width[0]}:row"
-    return [_perplexity(kind_of(column), scheme, target.lower())["kl"]]
+    return [perplexity(kind_of(column), scheme, target.lower())["kl"]]
 
 
 PAGE.table(" | Transformer | DIFF V1 | DIFF V2", _stored)
-_CACHE = {kind: _perplexity(kind, "4:row", "kv")["kl"] for kind in KINDS}
+_CACHE = {kind: perplexity(kind, "4:row", "kv")["kl"] for kind in KINDS}
 PAGE.says("(its KL is {} times theirs)", _CACHE["diff-v1"] / _CACHE["transformer"])
 PAGE.says(
     "its KL is {}, {} and {} at 6, 4 and 3 bits",
@@ -535,7 +558,7 @@ PAGE.says(
 
 def _second_seed(row: str, column: str) -> list[Expected]:
     kind, _, seed = column.partition(": seed ")
-    return [_bits_alike(PROSE if seed == "0" else PROSE1, kind_of(kind), f"4:{row}")]
+    return [alike_bits(PROSE if seed == "0" else PROSE1, kind_of(kind), f"4:{row}")]
 
 
 PAGE.table(
@@ -549,7 +572,7 @@ PAGE.says(
     *bits_of_parts(PROSE1, "diff-v2", "4:tensor"),
 )
 _BETWEEN = [
-    abs(_bits_alike(PROSE, "diff-v2", scheme) - _bits_alike(PROSE1, "diff-v2", scheme))
+    abs(alike_bits(PROSE, "diff-v2", scheme) - alike_bits(PROSE1, "diff-v2", scheme))
     for scheme in ("4:head", "4:row", "4:row:shift")
 ]
 PAGE.says("V2 differs by {} to {} bits between them", min(_BETWEEN), max(_BETWEEN))
@@ -567,7 +590,7 @@ _CONTROLS = {
 }
 
 
-def _ratio(name: str, other: str = "Transformer") -> list[Expected]:
+def ratio(name: str, other: str = "Transformer") -> list[Expected]:
     """Perplexity over another model's, with the interval of the paired difference of the windows' logarithms."""
     change = paired_difference(_CONTROLS[name]["nll"], _CONTROLS[other]["nll"])
     return [math.exp(each) for each in (change.mean, change.low, change.high)]
@@ -578,7 +601,7 @@ def _control(row: str, column: str) -> list[Expected]:
     if column == "perplexity":
         return [math.exp(mean_interval(result["nll"]).mean)]
     if column == "over the Transformer's":
-        return _ratio(row)
+        return ratio(row)
     trio = {"transformer": _SEED_0["transformer"], "control": result}
     if column in ("range", "sensitivity"):
         return [bits_of_parts(trio, "control", "4:tensor")[column == "sensitivity"]]
@@ -614,30 +637,70 @@ PAGE.means(
 )
 PAGE.says("V1's loss per tensor is larger, {} bits", _lost("DIFF V1", _HALF)[0])
 PAGE.says(
-    "At twice the rate V1's perplexity is {} % lower and {} [{}, {}] of",
-    100 * (1 - _ratio(_FAST, "DIFF V1")[0]),
-    *_ratio(_FAST),
+    "Its perplexity is {} % lower and {} [{}, {}] of the Transformer's at the common rate",
+    100 * (1 - ratio(_FAST, "DIFF V1")[0]),
+    *ratio(_FAST),
 )
 PAGE.says(
-    "It loses {} to {} bits instead of {} to {}",
+    "In the four schemes above it loses {} to {} bits instead of {} to {}",
     min(_lost(_FAST)),
     max(_lost(_FAST)),
     min(_lost("DIFF V1")),
     max(_lost("DIFF V1")),
 )
-PAGE.says("predicts no worse than the Transformer and loses {} to {} bits", min(_lost(_FAST)), max(_lost(_FAST)))
+
+
+# Every scheme at both rates. Where V1's maps are rounded alike, the Transformer's only map is rounded plainly.
+SCHEMES = list(_CONTROLS[_FAST]["kl"])
+AT_BOTH_RATES = {
+    scheme: tuple(
+        advantage(
+            mean_kl(_CONTROLS[name], scheme).mean, mean_kl(_CONTROLS["Transformer"], scheme.removesuffix(":alike")).mean
+        )
+        for name in ("DIFF V1", _FAST)
+    )
+    for scheme in SCHEMES
+}
+REMAINS = {scheme: after / before for scheme, (before, after) in AT_BOTH_RATES.items()}
+_STAYS = ["3:tensor", "3:head", "3:pair", "3:tensor:alike", "3:head:alike"]
+PAGE.table(
+    "logits | 8 bits | 6 bits | 4 bits | 3 bits",
+    lambda row, column: [*AT_BOTH_RATES[f"{column[0]}:{row}"], 100 * REMAINS[f"{column[0]}:{row}"]],
+)
+PAGE.says(
+    "it loses fewer bits in all of the {} schemes measured, and less than half as many in {} of them",
+    sum(after > before for before, after in AT_BOTH_RATES.values()),
+    sum(share < 0.5 for share in REMAINS.values()),
+)
+PAGE.says(
+    "In the other five, all at {} bits, {} to {} % of the loss remains",
+    3,
+    *(take(100 * share for share in REMAINS.values() if share >= 0.5) for take in (min, max)),
+)
+PAGE.means(
+    "More than half of the loss remains in five schemes: `tensor`, `head`, `pair`, `tensor:alike` and `head:alike` at "
+    "3 bits",
+    [scheme for scheme in _STAYS if REMAINS[scheme] > 0.5] == _STAYS
+    and sum(share > 0.5 for share in REMAINS.values()) == len(_STAYS)
+    and all(before < 0 for before, _ in AT_BOTH_RATES.values()),
+)
+PAGE.means(
+    "At 4 bits per tensor the formula puts all of that loss down to the range",
+    _control(_FAST, "sensitivity")[0] > 0 > _control(_FAST, "range")[0],
+)
+PAGE.says(
+    "There KL is higher than the Transformer's by {} [{}, {}], {} [{}, {}], {} [{}, {}], {} [{}, {}] and {} [{}, {}] "
+    "nats",
+    *(each for scheme in _STAYS for each in _cost(_FAST, scheme)),
+)
 PAGE.says("by {} [{}, {}] nats per tensor and {} [{}, {}] per row", *_cost(_FAST, "4:tensor"), *_cost(_FAST, "4:row"))
 PAGE.says(
     "{} [{}, {}] nats per tensor, {} [{}, {}] per head and {} [{}, {}] per row",
     *(each for scheme in ("tensor", "head", "row") for each in _cost(_FAST, f"4:{scheme}:alike")),
 )
-_SHARES_OF_LOSS = bits_of_parts(
-    {"transformer": _SEED_0["transformer"], "control": _SEED_0["diff-v1"]}, "control", "4:tensor"
-)
-PAGE.means("Sensitivity, which was two thirds of the loss", 0.6 < _SHARES_OF_LOSS[1] / sum(_SHARES_OF_LOSS) < 0.72)
-_V1_BEHIND = 100 * (_perplexity("diff-v1", "16")["perplexity"] / _perplexity("transformer", "16")["perplexity"] - 1)
+_V1_BEHIND = 100 * (perplexity("diff-v1", "16")["perplexity"] / perplexity("transformer", "16")["perplexity"] - 1)
 PAGE.says("V1 is the weaker model, by {} % of perplexity", _V1_BEHIND)
-_SHIFTED = [100 * (_perplexity(k, "4:row:shift")["perplexity"] / _perplexity(k, "16")["perplexity"] - 1) for k in KINDS]
+_SHIFTED = [100 * (perplexity(k, "4:row:shift")["perplexity"] / perplexity(k, "16")["perplexity"] - 1) for k in KINDS]
 PAGE.says("at 4 bits it costs each of the models {} % of perplexity or less", max(_SHIFTED))
 
 # Not measured

@@ -1,8 +1,10 @@
 """The figures of docs/kv.md."""
 
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any
 
+from diffquant.evals.stats import Difference, paired_difference
 from studies.kv import cost_cells, gain
 from studies.kv_decoded import byte_cells
 from studies.kv_results import TEXTS
@@ -29,15 +31,15 @@ PAGE.says(
 )
 
 
-def _less(bits: int, text: str) -> list[float]:
+def less(bits: int, text: str) -> list[float]:
     """Percent of DIFF V1's KL that rotated values take off, by the scheme of its keys."""
     results = MODELS["prose-diff-v1"]["results"]
     pairs = [(f"{bits}:{keys}, {bits}:row:rotated", f"{bits}:{keys}, {bits}:row") for keys in ("row", "c32")]
     return [100 * (1 - results[ours][text]["kl"] / results[plain][text]["kl"]) for ours, plain in pairs]
 
 
-_FOUR, _THREE = _less(4, "prose"), _less(3, "prose")
-_THERE = _less(4, "elsewhere") + _less(3, "elsewhere")
+_FOUR, _THREE = less(4, "prose"), less(3, "prose")
+_THERE = less(4, "elsewhere") + less(3, "elsewhere")
 PAGE.says(
     "takes {} to {} % of its KL off DIFF V1 at 4 bits and {} to {} % at 3 bits",
     min(_FOUR),
@@ -70,6 +72,10 @@ PAGE.means(
         for change in [gain(model["results"], f"{bits}:row:rotated, {bits}:row", text)]
     ),
 )
+PAGE.means(
+    "one lies below zero, by less than 0.001 nats, and none above",
+    sum(change.high < 0 for change in _PLAIN) == 1 and not any(change.low > 0 for change in _PLAIN),
+)
 PAGE.leaves("by less than 0.001 nats", "a bound that a claim beside it checks")
 PAGE.means(
     "every interval of that lies above zero",
@@ -97,22 +103,28 @@ PAGE.leaves("one per channel over 32 tokens", "a scheme")
 
 DECODED = {name: raw(f"kv-decoded/{name}.json") for name in MODELS}
 SMOLLM2 = raw("kv-decoded/smollm2-135m.json")
+LONG = raw("kv-decoded/smollm2-135m-4096.json")
 C32 = "4:c32, 4:row:rotated"
 BEST = f"{C32}, residual 64"
 # Bytes of a token at 16 bits, in each of the models.
 _FULL = 2560
+_SMOLLM2_FULL = 30 * 3 * 2 * 64 * 2
 
 
-def _decoded_cell(row: str, column: str) -> str:
+def _decoded_cell(row: str, column: str, smollm2: Mapping[str, Any] = SMOLLM2) -> str:
     model, _, cache = row.partition(", ")
-    result = DECODED.get(model, SMOLLM2)
+    result = DECODED.get(model, smollm2)
     return dict(zip(("bytes", "long", *TEXTS), byte_cells(result["results"], cache), strict=True))[column]
 
 
-for _section in ("The best 4-bit cache", "SmolLM2-135M"):
+for _section, _smollm2 in {
+    "The best 4-bit cache": SMOLLM2,
+    "SmolLM2-135M": SMOLLM2,
+    "In a context of 4,096 tokens": LONG,
+}.items():
     PAGE.table(
         "model | keys, values | bytes per token | in 4,096 tokens | KL, 0.001 nats | elsewhere",
-        _decoded_cell,
+        partial(_decoded_cell, smollm2=_smollm2),
         section=_section,
         names=2,
         columns=["bytes", "long", *TEXTS],
@@ -150,6 +162,7 @@ def _is_best(text: str) -> bool:
     return all(_best(one["results"], text, _FULL) == BEST for one in DECODED.values())
 
 
+BEST_IN_WINDOWS = all(_is_best(text) and _best(SMOLLM2["results"], text, _SMOLLM2_FULL) == BEST for text in TEXTS)
 PAGE.means("it has the lowest KL for each of the three models trained here", _is_best("prose"))
 PAGE.means("Elsewhere that is so, too", _is_best("elsewhere"))
 PAGE.says(
@@ -157,6 +170,10 @@ PAGE.says(
     *(_long_bytes(model, BEST) for model in ("prose-diff-v2", "prose-diff-v1")),
 )
 PAGE.leaves("where 16 bits take 2,560", "arithmetic")
+PAGE.says(
+    "in the windows that KL was measured in it takes {} (DIFF V1: {})",
+    *(DECODED[model]["results"][BEST]["bytes"] for model in ("prose-diff-v2", "prose-diff-v1")),
+)
 _KEPT = [
     {_long_bytes(model, f"{C32}, residual {kept}") - _long_bytes(model, C32) for model in MODELS} for kept in (32, 64)
 ]
@@ -188,6 +205,10 @@ PAGE.says(
     *_ends(_times("3:c32, 4:row:rotated", "4:c32, 3:row:rotated").values()),
     *_ends(_times("8:c32, 4:row:rotated", "4:c32, 8:row:rotated").values()),
 )
+PAGE.means(
+    "whose newest block is not rounded, all three want the wider values",
+    max(_times("3:c32, 4:row:rotated", "4:c32, 3:row:rotated").values()) < 1,
+)
 _TURNED = _times(C32, "4:c32, 4:row")
 PAGE.says(
     "have {} % less KL in DIFF V1 and change it by at most {} % in the others",
@@ -202,8 +223,6 @@ PAGE.says(
 
 
 # SmolLM2
-
-_SMOLLM2_FULL = 30 * 3 * 2 * 64 * 2
 
 
 def _smollm2_times(ours: str, others: str) -> float:
@@ -250,6 +269,49 @@ PAGE.says(
     SMOLLM2["results"]["5:c32, 5:row:rotated"]["bytes_long"],
     100 * (1 - _smollm2_times("5:c32, 5:row:rotated", C32)),
 )
+
+# A long context
+
+_LONG_SETTINGS = LONG["settings"]
+PAGE.says(
+    "in windows of {} tokens: {} of them as a prompt and {} one by one, {} characters of either text, {} windows of "
+    "the prose and {} elsewhere",
+    _LONG_SETTINGS["window"],
+    _LONG_SETTINGS["window"] - _LONG_SETTINGS["scored"],
+    _LONG_SETTINGS["scored"],
+    _LONG_SETTINGS["characters"],
+    *(len(LONG["results"][BEST][text]["kl_by_window"]) for text in TEXTS),
+)
+# Caches of at most three tenths of 16 bits that keep 64 tokens at 16 bits, as the preset does.
+_ALTERNATIVES = ("4:c32, 4:row, residual 64", "4:c64, 4:row, residual 64", "4:row, 4:row, residual 64")
+
+
+def _beside_the_best(other: str, text: str) -> Difference:
+    """KL of the preset less another cache's over the same windows."""
+    return paired_difference(*(LONG["results"][name][text]["kl_by_window"] for name in (BEST, other)))
+
+
+LONG_LEVEL = all(
+    each.low < 0 < each.high for other in _ALTERNATIVES for text in TEXTS for each in [_beside_the_best(other, text)]
+)
+PAGE.means(
+    "No interval of a paired difference between the preset and one of the three others that keep 64 tokens misses zero",
+    LONG_LEVEL,
+)
+PAGE.says(
+    "It has {} thousandths of a nat less than the same without rotation on the prose and {} more elsewhere",
+    -1000 * _beside_the_best(_ALTERNATIVES[0], "prose").mean,
+    1000 * _beside_the_best(_ALTERNATIVES[0], "elsewhere").mean,
+)
+PAGE.says(
+    "has {} and {} thousandths where it has {} and {} in windows of 512",
+    *(1000 * rows["results"][BEST][text]["kl"] for rows in (LONG, SMOLLM2) for text in TEXTS),
+)
+PAGE.says(
+    "`4:row, 4:row, residual 64` has {} and {} times its KL",
+    *(LONG["results"][_ALTERNATIVES[2]][text]["kl"] / LONG["results"][BEST][text]["kl"] for text in TEXTS),
+)
+PAGE.leaves("4,096 tokens were read by one model, in seven windows", "a length, and the windows above")
 PAGE.leaves("a cache of 4,096 tokens", "a length")
 PAGE.leaves("three tenths of 16 bits in 4,096 tokens", "a bound")
 PAGE.leaves("KL is in thousandths of a nat, with its 95 % interval", "a level")

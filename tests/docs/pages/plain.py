@@ -1,22 +1,21 @@
 """Pages that give no result: whatever looks like one on them is listed here with its reason."""
 
 from tests.docs.page import Page, Unmeasured
-from tests.docs.raw import raw
 
-MANY_SHOT, OPERATOR, CLAIMS, MODELS, ANY_MODEL, RESULTS, SCHEMES, RECIPES, CLI, PAPERS, GLOSSARY, TUTORIAL, *_OTHERS = (
+_GUIDES = (
+    *("many-shot", "differential-attention-op", "any-model", "schemes", "recipes", "cli", "glossary", "tutorial"),
+    *("architecture", "faq", "genai", "gpu", "python"),
+)
+_TOLD = ("models", "results", "papers")
+PAGES = [*(Page(f"docs/{name}.md", is_guide=True) for name in _GUIDES), *(Page(f"docs/{name}.md") for name in _TOLD)]
+MANY_SHOT, OPERATOR, ANY_MODEL, SCHEMES, RECIPES, CLI, GLOSSARY, TUTORIAL, *_OTHERS, CLAIMS, MODELS, RESULTS, PAPERS = (
     PAGES
-) = [
-    Page(f"docs/{name}.md")
-    for name in (
-        *("many-shot", "differential-attention-op", "claims", "models", "any-model", "results", "schemes", "recipes"),
-        *("cli", "papers", "glossary", "tutorial", "architecture", "faq", "genai", "gpu", "python"),
-    )
-]
+)
 MANY_SHOT.leaves("takes over 250 times as long", "arithmetic: each text runs once and again for each token")
 MANY_SHOT.table("suffix | what it holds", lambda *_: Unmeasured("formats"))
 GLOSSARY.table("word | meaning", lambda *_: Unmeasured("definitions"))
 SCHEMES.table("you want | options | what you get", lambda *_: Unmeasured("options, and what they mean"))
-SCHEMES.leaves("is 4.5 bits", "arithmetic: a scale of 16 bits for 32 codes of 4")
+SCHEMES.leaves("is 4.5 stored bits", "arithmetic: a scale of 16 bits for 32 codes of 4")
 RECIPES.table("key | takes | meaning", lambda *_: Unmeasured("a grammar"))
 TUTORIAL.leaves("with a 95 % interval", "a level")
 CLI.table("exit code | meaning", lambda *_: Unmeasured("definitions"))
@@ -38,14 +37,3 @@ RESULTS.table("number | raw result | made by", lambda *_: Unmeasured("names of f
 ANY_MODEL.table("to change it | ", lambda *_: Unmeasured("options"))
 for stored in ("16        32.00", "4:g32         4.52", "16        16.00", "4:g32         4.50"):
     ANY_MODEL.leaves(stored, "arithmetic, of a small checkpoint that the tests write")
-for section in ("Quantized models", "When DIFF attention loses less by low bits", "Speed and memory"):
-    heads = "claim | n, interval | raw file | made by | refuted by"
-    CLAIMS.table(heads, lambda *_: Unmeasured("how much was measured"), section=section)
-CLAIMS.leaves("at most 1.3 M parameters", "a count")
-_GROUPS = raw("mutants.json")["groups"].values()
-CLAIMS.says(
-    "of {} in the numerics, attention, the statistics and the rooms of checkpoints {} make a test fail",
-    sum(group["planted"] for group in _GROUPS),
-    sum(group["killed"] for group in _GROUPS),
-)
-CLAIMS.says("of the other {} the file says why", sum(len(group["survivors"]) for group in _GROUPS))

@@ -177,3 +177,16 @@ def _steps(row: str, column: str) -> list[Expected]:
 PAGE.table("kind | seeds | solved | the others, unsolved, were followed for | and name, N = 2 | N = 4", _steps)
 PAGE.means("V1 with seed 0, the one of the table", [run["seed"] for run in _RUNS if _is_solved(run)] == [0])
 PAGE.leaves("until it names 95 %", "a setting")
+
+_KEPT = {
+    kind: accuracy("pocket-needle", f"needle-{kind}", "4:tensor", 4) for kind in ("transformer", "diff-v1", "diff-v2")
+}
+_AT_3_ROW = [accuracy("pocket-needle", f"needle-{kind}", "3:row", 4) for kind in ("transformer", "diff-v1", "diff-v2")]
+PAGE.means(
+    "the Transformer keeps all, V1 little more than half and V2 a third",
+    _KEPT["transformer"] > 0.98 and 0.5 < _KEPT["diff-v1"] < 0.6 and 0.28 < _KEPT["diff-v2"] < 0.36,
+)
+PAGE.means(
+    "at 3 bits a row the Transformer keeps nearly all and the DIFF models about a third or less",
+    _AT_3_ROW[0] > 0.9 and max(_AT_3_ROW[1:]) < 0.36,
+)

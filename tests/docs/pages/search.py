@@ -1,18 +1,18 @@
 """The figures of docs/search.md."""
 
 import math
+from functools import partial
 from statistics import median
 
 from diffquant.calib.search.result import SearchResult, read_search
 from diffquant.calib.search.table import uniform_kl
-from diffquant.report.tables import aligned, megabytes
 from studies.figure8_model import advantage
 from studies.searched import SEARCHED, TEXTS, UNIFORM, gain, searched_cells
 from tests.docs.numbers import About, Expected
 from tests.docs.page import RESULTS, Page
 from tests.docs.raw import raw
 
-PAGE = Page("docs/search.md")
+PAGE = Page("docs/search.md", guides=("Sensitivity and bit search", "What is measured", "How bits are chosen"))
 W45, W55, C45, C55, C5 = (
     read_search(RESULTS / file)
     for file in (
@@ -25,35 +25,27 @@ W45, W55, C45, C55, C5 = (
 )
 
 
-def _as_printed(result: SearchResult) -> list[str]:
-    """The lines of `diffquant search` at the files' commit, whose bits were those of the codes alone."""
-    rows = [
-        [
-            each.name,
-            ", ".join(f"{target} {mean:.2f}" for target, mean in each.bits.items()).removeprefix("weights "),
-            megabytes(each.nbytes),
-            f"{each.perplexity:.3f}",
-            f"{each.kl:.4g}",
-            "-" if each.predicted is None else f"{each.predicted:.4g}",
-        ]
-        for each in result.candidates
-    ]
-    heads = ["recipe", "bits", "checkpoint", "perplexity", "KL", "predicted KL"]
-    verdict = (
-        f"budget {result.budget}: KL {kl(result, 'searched'):.4g} on text held out, against {uniform_kl(result):.4g} "
-        f"of uniform bits of the same average (interpolated), {kl(result, 'spread evenly'):.4g} of the same widths "
-        "spread evenly"
+_BUDGETS = {"4.5": (W45, C45), "5.5": (W55, C55), "4.5, of 8, 6, 5, 4": (C5, C5)}
+
+
+def _searched_cell(row: str, column: str, at: int) -> list[Expected]:
+    budget, _, name = row.rpartition(", ")
+    each = next(each for each in _BUDGETS[budget][at].candidates if each.name == name)
+    if column == "bits of the codes":
+        return list(each.bits.values())
+    values = {"checkpoint": each.nbytes / 1e6, "perplexity": each.perplexity, "KL": each.kl}
+    return [{**values, "predicted KL": each.predicted}[column] or math.nan]
+
+
+for _at, _section in enumerate(("SmolLM2-135M as DIFF V2", "K, V and logits of the same model")):
+    PAGE.table(
+        "budget, bits of the codes | recipe | bits of the codes | checkpoint | perplexity | KL | predicted KL",
+        partial(_searched_cell, at=_at),
+        section=_section,
+        names=2,
     )
-    return [*aligned(heads, [["16 bits", "16", "", f"{result.perplexity:.3f}", "", ""], *rows], names=2), "", verdict]
-
-
-_WEIGHTS = "diffquant search smollm2-135m-diff-v2 -o search --budget {} --windows 2 --window 128 --characters"
-_CACHE = "diffquant search smollm2-135m-diff-v2 -o search --target k,v,logits --"
-PAGE.shows(_WEIGHTS.format(4.5), lambda: _as_printed(W45))
-PAGE.shows(_WEIGHTS.format(5.5), lambda: _as_printed(W55))
-PAGE.shows(_CACHE + "budget 4.5", lambda: _as_printed(C45))
-PAGE.shows(_CACHE + "budget 5.5", lambda: _as_printed(C55))
-PAGE.shows(_CACHE + "bits 8,6,5,4 --budget 4.5", lambda: _as_printed(C5))
+PAGE.says("The model has a perplexity of {} at 16 bits there", W45.perplexity)
+PAGE.says("on which perplexity is {} at 16 bits", C45.perplexity)
 
 
 def kl(result: SearchResult, name: str) -> float:
@@ -190,13 +182,13 @@ PAGE.table(
     "model | uniform | bytes | searched, bytes | KL, nats | elsewhere: KL, nats", _searched, names=2, columns=_COLUMNS
 )
 _RUNS = [(name, width) for name, result in POCKET.items() for width in result["results"]]
-_GAINS = {
+GAINS = {
     (name, width, text): below(*(POCKET[name]["results"][width][which][text]["kl"] for which in (SEARCHED, UNIFORM)))
     for name, width in _RUNS
     for text in TEXTS
 }
-_V2 = [less for (name, *_), less in _GAINS.items() if name == "prose-diff-v2"]
-_OTHERS = [less for (name, *_), less in _GAINS.items() if name != "prose-diff-v2"]
+_V2 = [less for (name, *_), less in GAINS.items() if name == "prose-diff-v2"]
+_OTHERS = [less for (name, *_), less in GAINS.items() if name != "prose-diff-v2"]
 PAGE.says(
     "have {} to {} % less KL in the Transformer and V1, and {} to {} % less in V2",
     min(_OTHERS),
@@ -206,13 +198,13 @@ PAGE.says(
 )
 PAGE.means(
     "and as much less elsewhere as on prose",
-    all(abs(_GAINS[name, width, "prose"] - _GAINS[name, width, "elsewhere"]) < 3 for name, width in _RUNS),
+    all(abs(GAINS[name, width, "prose"] - GAINS[name, width, "elsewhere"]) < 3 for name, width in _RUNS),
 )
-PAGE.means("No interval contains zero", all(gain(POCKET[name], width, text).high < 0 for name, width, text in _GAINS))
+PAGE.means("No interval contains zero", all(gain(POCKET[name], width, text).high < 0 for name, width, text in GAINS))
 _BYTES = [[POCKET[name]["results"][width][which]["bytes"] for which in (SEARCHED, UNIFORM)] for name, width in _RUNS]
 PAGE.means("Files are as large as the uniform ones or smaller", all(ours <= plain for ours, plain in _BYTES))
 PAGE.says("or smaller, by {} % at most", max(below(*sizes) for sizes in _BYTES))
-_BITS_WON = [advantage(1 - less / 100, 1) for less in _GAINS.values()]
+_BITS_WON = [advantage(1 - less / 100, 1) for less in GAINS.values()]
 _A_BIT_MORE = [
     below(*(result["results"][each][UNIFORM][text]["kl"] for each in (str(width + 1), str(width))))
     for result in POCKET.values()
@@ -284,9 +276,9 @@ PAGE.says(
     About(median((u.kl[4] + u.kl[6]) / 2 / u.kl[5] for u in C5.measurements), 0.05),
 )
 PAGE.says("4:g32 stores {} bits", 4 + 16 / 32)
-PAGE.leaves("and 5.5 is 6", "arithmetic: 16-bit scales in groups of 32 are half a bit")
-PAGE.says("is {} of K and V and {} of logits", 4.5 + 16 / 64, 4.5)
-PAGE.says("The model's {} MB are float32's", C45.candidates[0].nbytes / 1e6)
+PAGE.says("`--budget 5` is {} here, and 6 is {}", 5 - 16 / 32, 6 - 16 / 32)
+PAGE.says("a budget of {} here is {} of K and V and {} of logits", 4.5, 4.5 + 16 / 64, 4.5)
+
 PAGE.leaves(
     "The files take 129.6 MB and 144.2 MB now, where uniform 4, 5 and 6 bits take 122.4, 136.9 and 151.4 MB",
     "arithmetic of shapes and widths: what `quantize --dry-run` says of the recipes beside the raw files",

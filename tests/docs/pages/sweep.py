@@ -1,16 +1,20 @@
 """The figures of docs/sweep.md."""
 
+import math
 from statistics import median
 from typing import Any
+
+import numpy as np
 
 from diffquant.evals.stats import mean_interval
 from diffquant.sweep.compare import compare
 from diffquant.sweep.table import text_table
+from studies.resolution import items_needed
 from tests.docs.page import RESULTS, Page, Unmeasured
 from tests.docs.raw import difference, measured, points, raw, sweep
 
 GGUF, V2 = "SmolLM2-135M-Instruct.Q4_1.gguf", "smollm2-135m-diff-v2"
-PAGE = Page("docs/sweep.md")
+PAGE = Page("docs/sweep.md", guides=("A sweep of bit widths", "Comparing two results"))
 PAGE.shows(
     "diffquant sweep SmolLM2-135M-Instruct.Q4_1.gguf smollm2-135m-diff-v2 -o logits",
     lambda: text_table(sweep("smollm2-logits-500")).splitlines(),
@@ -108,16 +112,6 @@ PAGE.says(
     *(max(max(cell["values"]) / min(cell["values"]) for cell in cells) for cells in _CELLS.values()),
 )
 PAGE.means("medians of five turns", {len(cell["values"]) for cells in _CELLS.values() for cell in cells} == {5})
-PAGE.says(
-    "cells with a scale per tensor ran at {} of 16 bits and with one per row at {}",
-    *(_speeds("after", "bfloat16")[f"logits 4:{granularity}"]["ratio"] for granularity in ("tensor", "row")),
-)
-_SMOLLM2 = {cell["path"]: cell.get("ratio") for cell in raw("sweep-workers.json")["cells"]}
-PAGE.says(
-    "of SmolLM2's DIFF V2, cells with a scale per tensor ran at {} of 16 bits, with a scale per row at {}",
-    _SMOLLM2["logits 4:tensor"],
-    _SMOLLM2["logits 4:row"],
-)
 PAGE.leaves("prose-diff-v1 in float32, 20 HellaSwag items", "a setting")
 
 # What resolves a change
@@ -148,6 +142,34 @@ def _needed(measure: str) -> list[float]:
     return [row[f"items_needed{end}"] for end in ("", "_low", "_high")]
 
 
+def _told_apart(wide: str, narrow: str) -> float:
+    """Items after which KL tells two widths apart, paired over items, each weighed by its tokens."""
+    cells = [measured("smollm2-margins", GGUF, scheme).details for scheme in (narrow, wide)]
+    tokens = np.array(cells[0]["tokens_by_item"])
+    less = np.subtract(*(np.array(cell["kl_by_item"]) for cell in cells))
+    return items_needed(less * tokens / tokens.mean())
+
+
+PAGE.says(
+    "{} of them tell 6 bits from 8 and {} tell 4 bits from 6",
+    math.ceil(_told_apart("8:tensor", "6:tensor")),
+    math.ceil(_told_apart("6:tensor", "4:tensor")),
+)
+_SHIFT_AGAINST_6 = [
+    measured("figure8-prose", f"prose-{kind}", "4:tensor:shift").details["kl"]
+    / measured("figure8-prose", f"prose-{kind}", "6:tensor").details["kl"]
+    for kind in ("transformer", "diff-v2", "diff-v1")
+]
+PAGE.says("4 bits of `tensor:shift` have {} and {} times the KL of 6 bits of `tensor`", *_SHIFT_AGAINST_6[:2])
+PAGE.means(
+    "it holds for DIFF V1, and for the Transformer and DIFF V2 4 bits",
+    _SHIFT_AGAINST_6[2] < 1 < min(_SHIFT_AGAINST_6[:2]),
+)
+PAGE.means(
+    "So 4 bits of `tensor:shift` lose less than 6 of `tensor` here",
+    measured("smollm2-logits-kl", GGUF, "4:tensor:shift").details["kl"]
+    < measured("smollm2-logits-kl", GGUF, "6:tensor").details["kl"],
+)
 PAGE.table("measure | items needed", lambda row, head: _needed({"accuracy": "acc_norm"}.get(row, row)))
 _LOWEST = {
     scheme: mean_interval(cell.details["kl_by_item"], cell.details["tokens_by_item"])
