@@ -136,6 +136,7 @@ class _OpenSweep:
             "options": options.to_dict()
             | {"device": plan.setup.device, "batch_tokens": options.pass_tokens(plan.setup.device)},
             "tasks": list(self.identities.values()),
+            "unseen": {task.name: unseen for task in plan.tasks if (unseen := task.unseen())},
             "models": {str(path): source.fingerprint for path, source in plan.sources.items()},
             "quantized": [str(path) for path, source in plan.sources.items() if source.packed or path.is_file()],
             "source_bytes": {str(path): source.checkpoint.stored_nbytes for path, source in plan.sources.items()},
