@@ -48,6 +48,7 @@ def run_sweep(
 
     Raises:
         UsageError, CheckpointError, MissingDependencyError: what can be known before the first cell.
+        OutputExistsError: `output` holds files of a sweep's names that no sweep wrote.
         DiffQuantError: `output` is gone, or no process is left that could measure the cells.
         KeyboardInterrupt: with a message that says how to go on.
     """
@@ -148,6 +149,9 @@ class _OpenSweep:
 
 
 def _open_sweep(models: Sequence[Path], options: SweepOptions, output: Path, runtime_of: RuntimeOf) -> _OpenSweep:
+    from diffquant.sweep.outputs import run_files
+
+    run_files().check(output)
     plan = plan_sweep([Path(model) for model in models], options, runtime_of)
     folder = output / "cells"
     identities = {task.name: task.identity() for task in plan.tasks}
