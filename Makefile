@@ -16,7 +16,7 @@ HAS_TORCH := $(PYTHON) -c 'import torch, transformers' 2>/dev/null
 OTHER_TRITON := build/triton-3.6.0
 WEB := examples/web
 
-.PHONY: demo test test-quantizers test-thorough test-triton test-web test-webgpu lint docs docs-check dist plots mutants gpu gpu-bench gpu-test fuzz pairs sanitize clean
+.PHONY: demo test test-eighth test-quantizers test-thorough test-triton test-web test-webgpu lint docs docs-check dist plots mutants gpu gpu-bench gpu-test fuzz pairs sanitize clean
 
 demo: $(VENV)/.ready
 	$(BIN)/diffquant demo --output demo-output --overwrite
@@ -28,6 +28,10 @@ test: lint $(NATIVE)
 # it tries a few of. Takes 12 minutes on two cores.
 test-thorough: $(NATIVE) test-triton
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m thorough
+
+# An eighth of the thorough tests, which takes a minute or two: another each day, or the one that DIFFQUANT_EIGHTH says.
+test-eighth: $(NATIVE)
+	DIFFQUANT_EIGHTH=$${DIFFQUANT_EIGHTH:-today} $(BIN)/python -m pytest -n 2 --dist worksteal -m thorough
 
 # The other libraries' quantizers in the rounding contest. They have an environment of their own, which sees the first
 # one's packages: transformers imports some of them wherever it finds them. llm-compressor asks for an older transformers,

@@ -60,7 +60,9 @@ def _quick_bench(monkeypatch):
         BenchCell("attention", f"{n} tokens", "dense", values=(1.0, 2.0), peak_bytes=n, length=n) for n in (16, 32)
     ]
     monkeypatch.setitem(bench._PARTS, "attention", lambda _: [bench.Part("dense", lambda _: cells)])
-    monkeypatch.setattr(bench.roofline, "measure_roofline", lambda *arguments: {"copy": {"bytes a second": 1.0}, "matmul": {}})
+    monkeypatch.setattr(
+        bench.roofline, "measure_roofline", lambda *arguments: {"copy": {"bytes a second": 1.0}, "matmul": {}}
+    )
 
 
 @pytest.fixture
