@@ -115,10 +115,3 @@ def test_an_eighth_that_is_none_is_refused(wrong, monkeypatch):
     monkeypatch.setenv(VARIABLE, wrong)
     with pytest.raises(pytest.UsageError, match=f"{VARIABLE} must be today or a number from 0 to 7, got {wrong}"):
         thorough.pytest_sessionstart(Session())
-
-
-def test_placed_tests_are_there():
-    """A test that was renamed would be placed by its hash, unseen."""
-    for name in thorough._PLACED:
-        file, _, function = name.partition("::")
-        assert f"def {function}(" in (ROOT / file).read_text(), name

@@ -151,3 +151,12 @@ def test_baselines_are_shaded_and_names_stand_left():
 )
 def test_a_cell_sorts_by_the_number_that_it_begins_with(text, value):
     assert sort_value(text) == value
+
+
+@pytest.mark.parametrize(("rows", "has_filter"), [(1, False), (12, False), (13, True)])
+def test_a_table_of_more_than_a_dozen_rows_has_a_field_that_filters_them(rows, has_filter):
+    assert ("input" in Tags(document(Table(["a"], [["1"]] * rows))).tags) == has_filter
+
+
+def test_a_page_ends_with_a_line_feed():
+    assert document(Note("text")).endswith("</html>\n")

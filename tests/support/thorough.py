@@ -16,9 +16,6 @@ import pytest
 VARIABLE = "DIFFQUANT_EIGHTH"
 EIGHTHS = 8
 
-# The longest tests of a case or two, of which no day shall have many; their first cases go where this says.
-_PLACED: dict[str, int] = {}
-
 thorough = pytest.mark.thorough
 
 
@@ -48,7 +45,7 @@ def eighth_of(items: Iterable[pytest.Item]) -> dict[pytest.Item, int]:
     for item in items:
         if item.get_closest_marker(thorough.name):
             name = item.nodeid.partition("[")[0]
-            first = _PLACED.get(name, int(hashlib.sha256(name.encode()).hexdigest(), 16))
+            first = int(hashlib.sha256(name.encode()).hexdigest(), 16)
             eighths[item] = (first + seen[name]) % EIGHTHS
             seen[name] += 1
     return eighths
