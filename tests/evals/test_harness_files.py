@@ -180,6 +180,14 @@ def test_a_task_without_files_of_its_own_keeps_its_address(place):
     assert identity == {"name": "lm-eval:quiz.yaml", "limit": None, "batch_tokens": 4096, "yaml": digest}
 
 
+def test_a_folder_by_the_name_of_a_reader_is_in_nobodys_way(place):
+    write(place, {"quiz.yaml": reading("{data_files: {test: d.json}}"), "d.json": "", "json/other.txt": ""})
+    assert place / "d.json" in opened_by_lm_eval(place)
+    before = task_identity("quiz.yaml")
+    (place / "d.json").write_text("[]")
+    assert task_identity("quiz.yaml") != before
+
+
 def test_a_file_of_prompts_is_read(place):
     """lm-eval 0.4.13 opens it, and cannot use it for tasks of several choices."""
     write(

@@ -10,6 +10,7 @@ from diffquant.report.sizes import bytes_at_16_bits, compared_size, stored_bits
 def test_stored_bits_are_all_bytes_over_the_weights():
     assert stored_bits(576, 1024) == 4.5
     assert stored_bits(0, 0) == 0
+    assert stored_bits(3, 1) == 24
     assert bytes_at_16_bits(1024) == 2048
 
 

@@ -5,7 +5,8 @@ Source: lm-eval 0.4.13, `tasks._yaml_loader` and `tasks._index`; datasets 5.2, `
 
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -139,13 +140,14 @@ class TaskFiles:
             return
         elif folder and not patterns:
             self.files.add(_existing(Path(folder).expanduser().absolute(), self.yaml))
-        base = Path(path if Path(path).is_dir() else "", folder or "")
+        # A folder may be called "json", which is a reader of `datasets`, too.
+        bases = [Path(place, folder or "").expanduser().absolute() for place in ("", path) if Path(place).is_dir()]
         for pattern in _flat(patterns):
             local = pattern.rpartition("::")[2]
             if "://" in local:
                 self.unseen.append(local)
             else:
-                self.files |= set(_matching(local, base, self.yaml))
+                self.files |= set(_matching(local, bases, self.yaml))
         self._follow_values({key: value for key, value in arguments.items() if key not in ("data_files", "data_dir")})
 
     def _defining(self, name: object) -> list[Path]:
@@ -196,15 +198,18 @@ def _files_named(text: str, folder: Path) -> Iterator[Path]:
                 continue
 
 
-def _matching(pattern: str, folder: Path, yaml: Path) -> list[Path]:
+def _matching(pattern: str, folders: Sequence[Path], yaml: Path) -> list[Path]:
+    """The files that a pattern of data means, from any of some folders."""
     from datasets.data_files import resolve_pattern
 
-    try:
-        return [Path(file) for file in resolve_pattern(pattern, str(folder.expanduser().absolute()))]
-    except FileNotFoundError as error:
-        raise UsageError(
-            f"{yaml} reads data that are not there: {pattern}, looked for from {folder.absolute()}"
-        ) from error
+    found: list[Path] = []
+    for folder in folders:
+        with suppress(FileNotFoundError):
+            found += map(Path, resolve_pattern(pattern, str(folder)))
+    if not found:
+        places = " and ".join(map(str, folders))
+        raise UsageError(f"{yaml} reads data that are not there: {pattern}, looked for from {places}")
+    return found
 
 
 def _existing(path: Path, yaml: Path) -> Path:
