@@ -91,7 +91,8 @@ docs: $(VENV)/.ready
 plots: $(VENV)/.ready
 	$(BIN)/python -m studies.plots
 
-# Faults planted in a sample of places; the tests should notice each of them. Takes about half an hour on two cores.
+# Faults planted in a sample of places; the tests should notice each of them. Takes an hour and more on two cores; of some
+# rooms: python -m tests.mutants report sweep --json bench/results/mutants.json
 mutants: $(VENV)/.ready
 	$(BIN)/python -m tests.mutants --json bench/results/mutants.json
 

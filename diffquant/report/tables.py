@@ -32,7 +32,7 @@ def markdown(head: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]:
 def csv_text(records: Sequence[Mapping[str, object]]) -> str:
     """Records as CSV with a head, numbers in full; a text that a spreadsheet would compute follows an apostrophe."""
     heads = list(dict.fromkeys(name for record in records for name in record))
-    rows = [heads, *([_as_text(record.get(name, "")) for name in heads] for record in records)]
+    rows: list[list[object]] = [[*heads], *([_as_text(record.get(name, "")) for name in heads] for record in records)]
     return "".join(f"{_csv_line(row)}\n" for row in rows)
 
 

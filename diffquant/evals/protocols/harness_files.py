@@ -174,10 +174,15 @@ def _without_names(config: _Config) -> _Config:
 
 
 def _parsed(file: Path) -> _Config:
-    loader = type("Loader", (yaml.SafeLoader,), {})
-    loader.add_constructor("!function", lambda loader, node: _Function(str(loader.construct_scalar(node)), file.parent))
+    class Loader(yaml.SafeLoader):
+        """Safe, but for functions, which it takes down by name."""
+
+    def function(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> _Function:
+        return _Function(str(loader.construct_scalar(node)), file.parent)
+
+    Loader.add_constructor("!function", function)
     try:
-        config = yaml.load(file.read_bytes(), Loader=loader)
+        config = yaml.load(file.read_bytes(), Loader=Loader)
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise UsageError(f"cannot read {file} as a task of lm-eval: {error}") from error
     if not isinstance(config, dict):
