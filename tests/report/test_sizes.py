@@ -1,9 +1,9 @@
-"""Sizes beside 16 bits, and the ticks of a logarithmic axis."""
+"""Sizes beside 16 bits, the ticks of a logarithmic axis, and the frame of a plot."""
 
 import pytest
 from matplotlib.figure import Figure
 
-from diffquant.report.plots import plain_log_scale
+from diffquant.report.plots import plain_log_scale, tidy
 from diffquant.report.sizes import bytes_at_16_bits, compared_size, stored_bits
 
 
@@ -44,3 +44,11 @@ def test_ticks_are_written_out_and_closer_where_an_axis_spans_little(limits, tic
     ]
     assert shown == ticks
     assert len(axis.yaxis.get_minorticklocs()) == 0
+
+
+def test_a_tidy_plot_has_no_frame_on_its_right_and_above():
+    axis = Figure().subplots()
+    tidy(axis)
+    assert {side: axis.spines[side].get_visible() for side in ("top", "right", "left", "bottom")} == {
+        "top": False, "right": False, "left": True, "bottom": True
+    }  # fmt: skip

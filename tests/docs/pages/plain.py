@@ -48,4 +48,6 @@ CLAIMS.says(
     sum(group["planted"] for group in _GROUPS),
     sum(group["killed"] for group in _GROUPS),
 )
+_REPORTS = raw("mutants.json")["groups"]["report"]
+CLAIMS.says("In the reports {} of {} do", _REPORTS["killed"], _REPORTS["planted"])
 CLAIMS.says("of the other {} the file says why", sum(len(group["survivors"]) for group in _GROUPS))
