@@ -20,7 +20,7 @@ LLAMA_CPP := tests/llama_cpp
 OLDEST := build/oldest
 OLDEST_TRANSFORMERS := $(shell sed -n 's/.*"transformers>=\(.*\)".*/\1/p' pyproject.toml)
 
-.PHONY: demo test test-llama-cpp test-oldest test-quantizers test-thorough test-triton test-web test-webgpu lint docs docs-check dist plots mutants gpu gpu-bench gpu-test fuzz pairs sanitize clean
+.PHONY: demo test test-eighth test-llama-cpp test-oldest test-quantizers test-thorough test-triton test-web test-webgpu lint docs docs-check dist plots mutants gpu gpu-bench gpu-test fuzz pairs sanitize clean
 
 demo: $(VENV)/.ready
 	$(BIN)/diffquant demo --output demo-output --overwrite
@@ -32,6 +32,10 @@ test: lint $(NATIVE)
 # it tries a few of. Takes 12 minutes on two cores.
 test-thorough: $(NATIVE) test-triton
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m thorough
+
+# An eighth of the thorough tests, which takes a minute or two: another each day, or the one that DIFFQUANT_EIGHTH says.
+test-eighth: $(NATIVE)
+	DIFFQUANT_EIGHTH=$${DIFFQUANT_EIGHTH:-today} $(BIN)/python -m pytest -n 2 --dist worksteal -m thorough
 
 # The other libraries' quantizers in the rounding contest. They have an environment of their own, which sees the first
 # one's packages: transformers imports some of them wherever it finds them. llm-compressor asks for an older transformers,
@@ -107,7 +111,8 @@ docs: $(VENV)/.ready
 plots: $(VENV)/.ready
 	$(BIN)/python -m studies.plots
 
-# Faults planted in a sample of places; the tests should notice each of them. Takes about half an hour on two cores.
+# Faults planted in a sample of places; the tests should notice each of them. Takes an hour and more on two cores; of some
+# rooms: python -m tests.mutants report sweep --json bench/results/mutants.json
 mutants: $(VENV)/.ready
 	$(BIN)/python -m tests.mutants --json bench/results/mutants.json
 

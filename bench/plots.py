@@ -33,6 +33,11 @@ class Plot:
         return as_svg(self.figure, self.title, self.tips)
 
 
+def plot_names(section: str) -> tuple[str, str]:
+    """The names of a section's plots, of time and of memory."""
+    return f"{section}-time", f"{section}-memory"
+
+
 def plots(result: BenchResult) -> list[Plot]:
     """Plots of every section whose cells have lengths."""
     drawn = []
@@ -42,10 +47,11 @@ def plots(result: BenchResult) -> list[Plot]:
             continue
         speed = cells[0].unit == "tokens/s"
         what = "tokens per second" if speed else "milliseconds per call"
-        drawn.append(Plot(f"{section}-time", f"{section}: {what}", *_figure(cells, what, _time)))
+        of_time, of_memory = plot_names(section)
+        drawn.append(Plot(of_time, f"{section}: {what}", *_figure(cells, what, _time)))
         if any(cell.peak_bytes for cell in cells):
             label = "peak memory beyond the inputs, MB"
-            drawn.append(Plot(f"{section}-memory", f"{section}: {label}", *_figure(cells, label, _megabytes)))
+            drawn.append(Plot(of_memory, f"{section}: {label}", *_figure(cells, label, _megabytes)))
     return drawn
 
 

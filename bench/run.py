@@ -25,6 +25,7 @@ from diffquant.support.code import code_digest
 from diffquant.support.devices import resolve_device
 from diffquant.support.files import write_atomically, write_json
 from diffquant.support.journal import Journal
+from diffquant.support.outputs import RunFiles
 from diffquant.support.progress import Progress, silent
 
 SECTIONS = ("attention", "decode", "linear", "throughput", "generate", "quantize", "export", "sweep")
@@ -123,6 +124,14 @@ class BenchOptions:
         return tuple(name for name in self.peers if name in contest.SECTIONS[section] or name not in known)
 
 
+def run_files() -> RunFiles:
+    """The files of a bench."""
+    from diffquant.bench.plots import plot_names
+
+    plots = (f"{name}.png" for section in SECTIONS for name in plot_names(section))
+    return RunFiles("bench.json", frozenset({"settings", "cells"}), ("bench.md", "bench.csv", "report.html", *plots))
+
+
 def run_bench(options: BenchOptions, folder: Path, progress: Progress = silent) -> BenchResult:
     """Run all sections, one after the other, and write bench.json; what fails is a cell that says so.
 
@@ -130,8 +139,10 @@ def run_bench(options: BenchOptions, folder: Path, progress: Progress = silent) 
     to its end is measured anew.
 
     Raises:
+        OutputExistsError: the folder holds files of a bench's names that no bench wrote.
         KeyboardInterrupt: the run was interrupted; the message says how to go on.
     """
+    run_files().check(folder)
     settings = _settings(options)
     about = environment(*_PACKAGES)
     code = code_digest((__name__,))

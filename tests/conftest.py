@@ -8,6 +8,7 @@ import torch
 from hypothesis import settings
 
 from tests.support.completeness import pytest_sessionfinish, pytest_terminal_summary  # noqa: F401
+from tests.support.thorough import pytest_collection_modifyitems, pytest_sessionstart  # noqa: F401
 
 torch.set_num_threads(1)
 # Triton reads this where a kernel is declared: without a GPU kernels run interpreted, on CPU tensors.

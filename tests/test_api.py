@@ -3,6 +3,7 @@
 import gc
 import inspect
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -46,8 +47,9 @@ def test_a_verb_states_its_arguments_and_shows_an_example(verb):
     assert inspect.signature(getattr(diffquant, verb)) == inspect.signature(function)
     documentation = inspect.getdoc(function)
     assert f"diffquant.{verb}(" in documentation
-    arguments = [name for name in inspect.signature(function).parameters if name != "destination"]
-    assert not [name for name in arguments if name not in documentation]
+    entries = re.search(r"^Args:\n((?: {4}.*\n|\n)*)", documentation, re.MULTILINE)[1]
+    stated = {name for line in re.findall(r"^ {4}(\w[\w, ]*): \S", entries, re.MULTILINE) for name in line.split(", ")}
+    assert stated == inspect.signature(function).parameters.keys()
     assert "Raises:" in documentation
 
 

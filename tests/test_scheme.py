@@ -1,3 +1,5 @@
+import re
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -113,11 +115,20 @@ def test_a_recipe_makes_the_round_trip_through_yaml(tmp_path):
     assert Recipe.read(path) == recipe
 
 
-@pytest.mark.parametrize("text", ["- 4", "weights: [", "residual: many", "overrides: 4", "residual: -1"])
-def test_a_malformed_recipe_file_is_refused_by_name(tmp_path, text):
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ("- 4", "must be a mapping of weights, k, v, logits"),
+        ("weights: [", "while parsing"),
+        ("residual: many", "residual must be a number of tokens, got 'many'"),
+        ("overrides: 4", "overrides must map name patterns to schemes, got 4"),
+        ("residual: -1", "residual must be 0 or more tokens, got -1"),
+    ],
+)
+def test_a_malformed_recipe_file_is_refused_by_name(tmp_path, text, fault):
     path = tmp_path / "broken.yaml"
     path.write_text(text)
-    with pytest.raises(UsageError):
+    with pytest.raises(UsageError, match=rf"recipe {re.escape(str(path))}:? .*{fault}"):
         Recipe.read(path)
 
 

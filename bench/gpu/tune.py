@@ -20,6 +20,8 @@ from diffquant.errors import UsageError
 from diffquant.kernels.configs import PREFILL, choose, trying
 from diffquant.kernels.gpu import device_class
 from diffquant.support.files import write_json
+from diffquant.support.outputs import check_written_file, has_fields
+from diffquant.support.plain_data import parse_json
 from diffquant.support.progress import Progress, silent
 
 # A new configuration must be faster by more than timers scatter.
@@ -36,10 +38,12 @@ def tune(path: Path, device: str, progress: Progress = silent) -> str:
 
     Raises:
         UsageError: there is no CUDA device.
+        OutputExistsError: what is at the path holds no configurations.
     """
     if device != "cuda" or not torch.cuda.is_available():
         raise UsageError("--tune tries kernels on a CUDA device: give --device cuda on a machine that has one")
     tables = shipped()
+    check_written_file(path, has_fields(path, ()) and parse_json(path.read_bytes()).keys() <= tables.keys())
     here = f"/{device_class(torch.device('cuda'))}/"
     keys = [key for key in tables if here in key]
     tuned: dict[str, dict[str, int]] = {}

@@ -8,6 +8,7 @@ from diffquant.calib.analysis.needle_parts import PARTS
 from diffquant.report.plots import COLOURS, literal, new_figure, tidy
 from diffquant.report.tables import aligned
 from diffquant.support.files import write_atomically
+from diffquant.support.outputs import RunFiles
 
 _TITLES = {
     "answer": "answer",
@@ -44,8 +45,16 @@ def attention_table(attention: AttentionMaps) -> str:
     return "\n".join([*aligned(head, lines), "", note])
 
 
+FILES = RunFiles("attention-map.json", frozenset({"models", "settings"}), ("attention-map.png",))
+
+
 def write_attention_maps(attention: AttentionMaps, folder: Path) -> list[Path]:
-    """Write attention-map.json and attention-map.png."""
+    """Write attention-map.json and attention-map.png.
+
+    Raises:
+        OutputExistsError: the folder holds files of these names that diffquant did not write.
+    """
+    FILES.check(folder)
     folder.mkdir(parents=True, exist_ok=True)
     data, picture = folder / "attention-map.json", folder / "attention-map.png"
     write_atomically(data, attention.to_json())

@@ -8,6 +8,7 @@ from diffquant.report.page import Charts, Drawing, Facts, Key, Note, Report, Sec
 from diffquant.report.plots import GLYPHS, Tips, as_svg, literal, look, new_figure, plain_log_scale, tidy
 from diffquant.report.tables import aligned
 from diffquant.support.files import write_atomically
+from diffquant.support.outputs import RunFiles
 
 TITLES = {LOGITS: "attention logits, |q·k|/√d", HIDDEN: "hidden states, |layer output|"}
 # What is drawn of each layer: the largest magnitude, the hundredth, the middle one.
@@ -79,8 +80,16 @@ def _note(outliers: Outliers) -> str:
     )
 
 
+FILES = RunFiles("outliers.json", frozenset({"models", "settings"}), ("outliers.png", "outliers.html"))
+
+
 def write_outliers(outliers: Outliers, folder: Path) -> list[Path]:
-    """Write outliers.json, outliers.png and outliers.html."""
+    """Write outliers.json, outliers.png and outliers.html.
+
+    Raises:
+        OutputExistsError: the folder holds files of these names that diffquant did not write.
+    """
+    FILES.check(folder)
     folder.mkdir(parents=True, exist_ok=True)
     data, picture, report = (folder / f"outliers.{end}" for end in ("json", "png", "html"))
     write_atomically(data, outliers.to_json())

@@ -1,5 +1,6 @@
 """The files that a search leaves: recipe, numbers, plots and report."""
 
+import os
 from pathlib import Path
 
 from diffquant.calib.search.plots import heat_map, plot_pareto
@@ -7,22 +8,46 @@ from diffquant.calib.search.report import search_report
 from diffquant.calib.search.result import SearchResult, read_searches
 from diffquant.report.page import page
 from diffquant.support.files import write_atomically
+from diffquant.support.outputs import RunFiles, check_replaced, has_fields
 
 
 def write_search(result: SearchResult, folder: Path) -> list[Path]:
     """Write recipe.yaml, search.json and search.png, named after the budget, and what all of a folder's searches share.
 
     These are pareto.png and search.html.
+
+    Raises:
+        OutputExistsError: the folder holds files of these names that no search wrote.
     """
-    stem = result.budget.replace(" ", "-")
-    recipe, data, picture = (folder / f"{name}-{stem}.{end}" for name, end in _FILES)
+    check_search_output(result.budget, folder)
+    recipe, data, picture = (folder / name for name in _names(result.budget))
     write_atomically(recipe, result.recipe.to_yaml())
     write_atomically(data, result.to_json())
     heat_map(result, picture)
-    pareto, report = folder / "pareto.png", folder / "search.html"
+    pareto, report = (folder / name for name in _SHARED)
     plot_pareto(read_searches(folder), pareto)
     write_atomically(report, page(search_report(folder)))
     return [recipe, data, picture, pareto, report]
 
 
-_FILES = (("recipe", "yaml"), ("search", "json"), ("search", "png"))
+def check_search_output(budget: str, folder: Path) -> None:
+    """Check, before the work, that a search's files can be written and replace none but those of earlier searches.
+
+    Raises:
+        OutputExistsError: files of these names are there that no search wrote.
+        UsageError: nothing can be written there.
+    """
+    recipe, data, picture = _names(budget)
+    RunFiles(data, _FIELDS, (recipe, picture)).check(folder)
+    shared = [name for name in _SHARED if os.path.lexists(folder / name)]
+    is_of_searches = any(has_fields(file, _FIELDS) for file in folder.glob("search-*.json"))
+    check_replaced(folder, shared, shared if is_of_searches else ())
+
+
+def _names(budget: str) -> list[str]:
+    stem = budget.replace(" ", "-")
+    return [f"recipe-{stem}.yaml", f"search-{stem}.json", f"search-{stem}.png"]
+
+
+_FIELDS = frozenset({"budget", "candidates", "measurements", "settings"})
+_SHARED = ("pareto.png", "search.html")

@@ -56,13 +56,12 @@ def outliers(
 
     The table has each layer's largest magnitudes beside its median.
     """
-    from diffquant.calib.analysis.outlier_outputs import outlier_table, write_outliers
+    from diffquant.calib.analysis.outlier_outputs import FILES, outlier_table, write_outliers
     from diffquant.calib.analysis.outliers import OutlierOptions, find_outliers
     from diffquant.source.places import Places
-    from diffquant.support.files import check_writable
 
     if output is not None:
-        check_writable(output)
+        FILES.check(output)
     places = Places.of(device, device_map, offload_folder)
     options = OutlierOptions(text, tokens, window, dtype, chosen_device(device), places)
     outliers_by_model = find_outliers(models, options, progress_for("outliers"))
@@ -95,12 +94,11 @@ def attention_map(
     The answer is a number hidden in a context, at several depths.
     """
     from diffquant.calib.analysis.attention_map import AttentionMapOptions, map_attention
-    from diffquant.calib.analysis.attention_map_outputs import attention_table, write_attention_maps
+    from diffquant.calib.analysis.attention_map_outputs import FILES, attention_table, write_attention_maps
     from diffquant.evals.protocols.needle import NeedlePlan
-    from diffquant.support.files import check_writable
 
     if output is not None:
-        check_writable(output)
+        FILES.check(output)
     wanted = RecipeOptions("16", "16", None, None, logits, 0, None, recipe).given()
     plan = NeedlePlan(needles, 1, lengths_of(lengths), samples)
     options = AttentionMapOptions(plan, text, wanted, dtype, chosen_device(device))
@@ -150,10 +148,9 @@ def search(
     They are written as a recipe, which quantize, generate, eval and sweep take.
     """
     from diffquant.calib.search.allocation import Budget
-    from diffquant.calib.search.outputs import write_search
+    from diffquant.calib.search.outputs import check_search_output, write_search
     from diffquant.calib.search.search import Search, SearchOptions
     from diffquant.calib.search.table import search_table
-    from diffquant.support.files import check_writable
 
     options = SearchOptions(
         split_list(target),
@@ -166,11 +163,13 @@ def search(
         dtype,
         chosen_device(device),
     )
-    run = Search(at_revision(model, revision), Budget.parse(budget), options, output)
+    wanted = Budget.parse(budget)
+    if not dry_run:
+        check_search_output(str(wanted), output)
+    run = Search(at_revision(model, revision), wanted, options, output)
     if dry_run:
         typer.echo(run.estimate())
         return
-    check_writable(output)
     result = run.run(progress_for("search"))
     written = write_search(result, output)
     typer.echo(result.to_json().rstrip() if as_json else search_table(result))

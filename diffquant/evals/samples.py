@@ -3,6 +3,7 @@
 Source: lm-eval 0.4.13, `evaluator.evaluate` and `EvaluationTracker.save_results_samples`.
 """
 
+import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,9 +18,11 @@ _DEFAULT_FILTER = "none"
 
 
 def read_samples(path: Path) -> Outcome:
-    """What a model scored on one task of lm-eval: every metric that is one number for each document.
+    """What a model scored on one task of lm-eval: every metric, NaN where it is no number for a document.
 
-    Where a document's choices were scored by log-probability, the margin of the right one is there too.
+    Where a document's choices were scored by log-probability, the margin of the right one is there too. Documents are
+    in the order of their ids: lm-eval gathers its processes' samples one process after the other, so that the order
+    of the lines depends on how many there were.
 
     Raises:
         UsageError: the file cannot be read, or has lines that are no samples (all are counted).
@@ -39,7 +42,7 @@ def read_samples(path: Path) -> Outcome:
         raise UsageError(f"{len(faults)} lines of {path} are no samples of lm-eval: {first_few(faults)}")
     if not by_filter:
         raise UsageError(f"{path} is empty: it needs the lines that lm_eval --log_samples writes")
-    first = next(iter(by_filter.values()))
+    first = dict(sorted(next(iter(by_filter.values())).items(), key=lambda item: _place(item[0])))
     uneven = [name for name, documents in by_filter.items() if documents.keys() != first.keys()]
     if uneven:
         raise UsageError(f"{path}: filter {', '.join(uneven)} has other documents than the first")
@@ -57,6 +60,11 @@ def read_samples(path: Path) -> Outcome:
         scores,
         plain_digest([sample["prompt_hash"] for sample in first.values()]),
     )
+
+
+def _place(doc_id: int | str) -> tuple[bool, int | str]:
+    """The order of documents: numbers first."""
+    return isinstance(doc_id, str), doc_id
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
@@ -92,12 +100,11 @@ def _scores(samples: list[JsonObject]) -> dict[str, Scores]:
     told = [margin for margin in margins if margin is not None]
     if len(told) == len(samples):
         scores["margin"] = Scores(told, MARGIN)
-    for metric in samples[0]["metrics"]:
+    for metric in dict.fromkeys(name for sample in samples for name in sample["metrics"]):
         values = [sample.get(metric) for sample in samples]
-        numbers = [float(value) for value in values if isinstance(value, int | float)]
-        if len(numbers) == len(values):
-            shares = all(0 <= value <= 1 for value in numbers)
-            scores[metric] = Scores(numbers, PERCENT if shares else PLAIN)
+        numbers = [float(value) if isinstance(value, int | float) else math.nan for value in values]
+        shares = all(0 <= value <= 1 for value in numbers)
+        scores[metric] = Scores(numbers, PERCENT if shares else PLAIN)
     return scores
 
 
@@ -115,4 +122,7 @@ def _margin(sample: JsonObject) -> float | None:
         # A target in words, or answers that are no log-probabilities.
         return None
     wrong = [value for index, value in enumerate(by_character) if index != right]
-    return by_character[right] - max(wrong) if 0 <= right < len(by_character) and wrong else None
+    if not (0 <= right < len(by_character) and wrong):
+        return None
+    # max() passes over a NaN, or returns it, as the order has it.
+    return math.nan if any(map(math.isnan, by_character)) else by_character[right] - max(wrong)

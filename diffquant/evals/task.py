@@ -152,6 +152,10 @@ class Task(ABC):
     def identity(self) -> JsonObject:
         """All that the result depends on beside model and recipe."""
 
+    def unseen(self) -> list[str]:
+        """What the result depends on that `identity` cannot know: cells are kept when it changes."""
+        return []
+
     @abstractmethod
     def run(
         self,

@@ -13,6 +13,7 @@ from diffquant.errors import CheckpointError, DiffQuantError, OutputExistsError,
 from diffquant.formats.json_object import read_json
 from diffquant.formats.staging import Staging, forget, left_behind, locked, partial_folder
 from diffquant.support.files import check_writable, write_atomically
+from diffquant.support.outputs import check_replaced
 
 # What is written of an output as a whole; its "files" are all that `overwrite` may replace.
 RECORD = "diffquant.json"
@@ -89,13 +90,7 @@ def _check_destination(destination: Path, overwrite: bool) -> None:
         raise OutputExistsError(f"{destination} exists; choose another output or pass --overwrite")
     if not destination.is_dir() or destination.is_symlink():
         raise OutputExistsError(f"{destination} exists and is no folder: it will not be overwritten")
-    foreign = sorted({entry.name for entry in destination.iterdir()} - _recorded_files(destination))
-    if foreign:
-        more = f" and {len(foreign) - 5} more" if len(foreign) > 5 else ""
-        raise OutputExistsError(
-            f"{destination} holds {', '.join(foreign[:5])}{more}, which diffquant did not write there; "
-            "it will not be overwritten: move it away or choose another output"
-        )
+    check_replaced(destination, (entry.name for entry in destination.iterdir()), _recorded_files(destination))
 
 
 def _recorded_files(folder: Path) -> set[str]:

@@ -208,5 +208,5 @@ def sort_value(text: str | Link) -> float | None:
     number = _NUMBER.match(shown)
     if number is None:
         return None
-    unit = shown[number.end() :].split(",")[0].strip()
+    unit = re.split("[,/]", shown[number.end() :])[0].strip()
     return float(number[0].replace(",", "")) * _UNITS.get(unit, 1.0)

@@ -35,12 +35,16 @@ def markdown(head: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]:
 
 def csv_text(records: Sequence[Mapping[str, object]]) -> str:
     """Records as CSV with a head, numbers in full; a text that a spreadsheet would compute follows an apostrophe."""
-    out = io.StringIO()
     heads = list(dict.fromkeys(name for record in records for name in record))
-    writer = csv.DictWriter(out, heads, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows({name: _as_text(value) for name, value in record.items()} for record in records)
-    return out.getvalue()
+    rows: list[list[object]] = [[*heads], *([_as_text(record.get(name, "")) for name in heads] for record in records)]
+    return "".join(f"{_csv_line(row)}\n" for row in rows)
+
+
+def _csv_line(values: Sequence[object]) -> str:
+    """Values as a line of CSV, without its end; the writer quotes the characters that it ends lines with."""
+    out = io.StringIO(newline="")
+    csv.writer(out, lineterminator="\r\n").writerow(values)
+    return out.getvalue().removesuffix("\r\n")
 
 
 def _as_text(value: object) -> object:

@@ -20,7 +20,8 @@ from torch import Tensor
 from diffquant.errors import CheckpointError, OutputExistsError, UsageError
 from diffquant.recipe import LAYER_TARGETS, Recipe
 from diffquant.source.source import Source
-from diffquant.support.files import check_writable, write_atomically
+from diffquant.support.files import write_atomically
+from diffquant.support.outputs import check_written_file
 from diffquant.support.plain_data import parse_json, plain_digest
 
 # Files of version 1 had no digest, so damage could pass for a range.
@@ -96,7 +97,7 @@ def check_ranges_output(path: Path, overwrite: bool) -> None:
     """Check that a file of ranges can be written at a path.
 
     Raises:
-        OutputExistsError: the file is there and `overwrite` is false.
+        OutputExistsError: the file is there and `overwrite` is false, or it is none that diffquant wrote.
         UsageError: it is a folder, or nothing can be written beside it.
     """
     if path.is_dir():
@@ -106,7 +107,15 @@ def check_ranges_output(path: Path, overwrite: bool) -> None:
     folder = path.absolute().parent
     if not folder.is_dir():
         raise UsageError(f"there is no folder {folder} to write {path.name} into")
-    check_writable(folder)
+    check_written_file(path, _is_of_ranges(path))
+
+
+def _is_of_ranges(path: Path) -> bool:
+    try:
+        with safe_open(path, framework="pt") as file:
+            return "diffquant" in (file.metadata() or {})
+    except (OSError, SafetensorError):
+        return False
 
 
 def write_ranges(path: Path, ranges: Ranges) -> None:

@@ -1,10 +1,12 @@
 """Comparison of two sweeps, of configurations of sweeps, or of lm-eval's samples. No torch here."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 from diffquant.errors import UsageError
-from diffquant.evals.comparison import Outcome, compare_outcomes, outcome_of
+from diffquant.evals.comparison import Outcome, compare_outcomes, left_out, outcome_of
 from diffquant.evals.samples import read_samples
 from diffquant.sweep.comparison_report import Compared, ComparisonReport
 from diffquant.sweep.grid import Point
@@ -20,12 +22,13 @@ def compare(before: str | Path, after: str | Path) -> ComparisonReport:
         before, after: a sweep's folder or sweep.json; FOLDER@WORDS for what of a sweep has these words as model,
             target or scheme, such as "run@6:tensor" or "run@logits 16"; or a samples_*.jsonl of lm-eval.
 
-    Where each side has one configuration the two are compared, whatever they are called; otherwise those of one name.
+    Where each side has one configuration the two are compared, whatever they are called; otherwise those of one model,
+    which is the one at the same path, or else of the same name.
 
     Raises:
         UsageError: a source cannot be read, the two have nothing in common, or were asked different items.
     """
-    sides = [_outcomes(str(source)) for source in (before, after)]
+    sides = _named_alike(*(_outcomes(str(source)) for source in (before, after)))
     is_one_each = all(len({outcome.name for outcome in side}) == 1 for side in sides)
     keyed = [{("" if is_one_each else outcome.name, outcome.task): outcome for outcome in side} for side in sides]
     shared = [key for key in keyed[0] if key in keyed[1]]
@@ -47,10 +50,19 @@ def compare(before: str | Path, after: str | Path) -> ComparisonReport:
     compared = [
         Compared(keyed[0][key], keyed[1][key], compare_outcomes(keyed[0][key], keyed[1][key])) for key in shared
     ]
-    return ComparisonReport(str(before), str(after), compared, alone)
+    without = [reason for each in compared for reason in left_out(each.before, each.after)]
+    return ComparisonReport(str(before), str(after), compared, alone, without)
 
 
-def _outcomes(source: str) -> list[Outcome]:
+class _Measured(NamedTuple):
+    """An outcome, named for its target and scheme, with its model's path and what the sweep's table calls that."""
+
+    model: Path
+    called: str
+    outcome: Outcome
+
+
+def _outcomes(source: str) -> list[_Measured]:
     """What a source measured."""
     path, words = Path(source), ""
     if not path.exists() and "@" in source:
@@ -59,7 +71,7 @@ def _outcomes(source: str) -> list[Outcome]:
     if not path.exists():
         raise UsageError(f"{source}: no such file or folder")
     if path.suffix == ".jsonl":
-        return [read_samples(path)]
+        return [_Measured(path, "", read_samples(path))]
     file = path / "sweep.json" if path.is_dir() else path
     if not file.is_file():
         raise UsageError(f"{path} has no sweep.json: give a sweep's folder, or a samples_*.jsonl of lm-eval")
@@ -75,24 +87,39 @@ def _outcomes(source: str) -> list[Outcome]:
     return outcomes
 
 
-def _of_sweep(sweep: SweepResult, words: Sequence[str]) -> list[Outcome]:
+def _of_sweep(sweep: SweepResult, words: Sequence[str]) -> list[_Measured]:
     names = model_names([point.model for point in sweep.points])
-    chosen = [
-        cell for cell in sweep.cells if cell.result and set(words) <= {*_point_name(cell.point, names).split(" ")}
-    ]
-    # One model is the same row of another sweep, wherever its file lies.
-    if len({cell.point.model for cell in chosen}) == 1:
-        names = dict.fromkeys(names, "")
     identities = {task["name"]: task for task in sweep.settings["tasks"]}
     return [
-        outcome_of(_point_name(cell.point, names), cell.task, identities[cell.task], cell.result)
-        for cell in chosen
-        if cell.result
+        _Measured(
+            cell.point.model,
+            names[cell.point.model],
+            outcome_of(_configuration(cell.point), cell.task, identities[cell.task], cell.result),
+        )
+        for cell in sweep.cells
+        if cell.result and set(words) <= {*_point_name(cell.point, names).split(" ")}
     ]
+
+
+def _named_alike(before: list[_Measured], after: list[_Measured]) -> list[list[Outcome]]:
+    """The outcomes of two sides, each named for its model and configuration as those of A are."""
+    sides = (before, after)
+    if all(len({each.model for each in side}) == 1 for side in sides):
+        # One model is the same row of another sweep, wherever its file lies.
+        return [[each.outcome for each in side] for side in sides]
+    own = {each.model: each.called for each in before}
+    return [
+        [replace(each.outcome, name=f"{own.get(each.model, each.called)} {each.outcome.name}") for each in side]
+        for side in sides
+    ]
+
+
+def _configuration(point: Point) -> str:
+    return " ".join(filter(None, (point.target, point.scheme)))
 
 
 def _point_name(point: Point, names: dict[Path, str]) -> str:
-    return " ".join(filter(None, (names[point.model], point.target, point.scheme)))
+    return f"{names[point.model]} {_configuration(point)}"
 
 
 def _names(outcomes: list[Outcome]) -> str:

@@ -35,12 +35,14 @@ class ComparisonReport:
     Attributes:
         before, after: what A and B are, as the caller named them.
         alone: what only one of them has.
+        left_out: measures that are not compared, and why.
     """
 
     before: str
     after: str
     compared: list[Compared]
     alone: list[str]
+    left_out: list[str]
 
     def summary(self) -> str:
         """A table with a row for each measure, and what its numbers are."""
@@ -68,7 +70,7 @@ class ComparisonReport:
             for each in self.compared
             for comparison in each.comparisons
         ]
-        return {"a": self.before, "b": self.after, "comparisons": rows, "alone": self.alone}
+        return {"a": self.before, "b": self.after, "comparisons": rows, "alone": self.alone, "left_out": self.left_out}
 
     def _notes(self) -> Iterable[str]:
         rows = [(each, comparison) for each in self.compared for comparison in each.comparisons]
@@ -90,6 +92,8 @@ class ComparisonReport:
             yield "The prompts of A and B differ, around the same documents."
         if self.alone:
             yield f"Not compared, since one side alone has it: {first_few(self.alone)}."
+        if self.left_out:
+            yield f"Not compared: {first_few(self.left_out)}."
 
 
 def _texts(each: Compared, comparison: Comparison) -> list[str]:

@@ -9,10 +9,17 @@ from diffquant.evals.task import PlottedCell, Task
 from diffquant.evals.tasks import kind_of, task_kinds
 from diffquant.report.page import page
 from diffquant.support.files import write_atomically
+from diffquant.support.outputs import RunFiles
 from diffquant.sweep.plot import panel_title, plot
 from diffquant.sweep.report import sweep_report
 from diffquant.sweep.result import SweepResult, model_names
 from diffquant.sweep.table import csv_table
+
+
+def run_files() -> RunFiles:
+    """The files of a sweep beside its cells, its tasks' own plots among them."""
+    plots = (name for kind in task_kinds() for name in kind.plots)
+    return RunFiles("sweep.json", frozenset({"settings", "cells"}), ("table.csv", "report.html", "plot.png", *plots))
 
 
 def write_outputs(sweep: SweepResult, folder: Path) -> list[Path]:

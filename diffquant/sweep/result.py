@@ -119,10 +119,18 @@ def read_sweep(file: Path, compared: dict[str, str] | None = None) -> SweepResul
 
 
 def model_names(models: list[Path]) -> dict[Path, str]:
-    """A short name for each checkpoint: its file's or folder's, with its parent's where two are alike."""
+    """A name for each checkpoint that no other one has: its file's or folder's, with as many parents as that takes.
+
+    The ending of a GGUF file is left out, unless that alone tells it from a folder.
+    """
     distinct = list(dict.fromkeys(models))
-    stems = [model.stem if model.suffix == ".gguf" else model.name for model in map(Path.absolute, distinct)]
-    return {
-        model: stem if stems.count(stem) == 1 else f"{model.absolute().parent.name}/{stem}"
-        for model, stem in zip(distinct, stems, strict=True)
-    }
+    full = {model: model.absolute().parts[1:] or (str(model),) for model in distinct}
+    short = {model: (*parts[:-1], parts[-1].removesuffix(".gguf")) for model, parts in full.items()}
+    names: dict[Path, str] = {}
+    for parts in (short, full):
+        for depth in range(1, max(map(len, parts.values()), default=0) + 1):
+            endings = {model: "/".join(parts[model][-depth:]) for model in distinct}
+            taken = list(endings.values())
+            names |= {model: name for model, name in endings.items() if model not in names and taken.count(name) == 1}
+    is_told = len({*names.values()}) == len(distinct)
+    return {model: names[model] if is_told else str(model) for model in distinct}

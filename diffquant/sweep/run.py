@@ -48,6 +48,7 @@ def run_sweep(
 
     Raises:
         UsageError, CheckpointError, MissingDependencyError: what can be known before the first cell.
+        OutputExistsError: `output` holds files of a sweep's names that no sweep wrote.
         DiffQuantError: `output` is gone, or no process is left that could measure the cells.
         KeyboardInterrupt: with a message that says how to go on.
     """
@@ -136,6 +137,7 @@ class _OpenSweep:
             "options": options.to_dict()
             | {"device": plan.setup.device, "batch_tokens": options.pass_tokens(plan.setup.device)},
             "tasks": list(self.identities.values()),
+            "unseen": {task.name: unseen for task in plan.tasks if (unseen := task.unseen())},
             "models": {str(path): source.fingerprint for path, source in plan.sources.items()},
             "quantized": [str(path) for path, source in plan.sources.items() if source.packed or path.is_file()],
             "source_bytes": {str(path): source.checkpoint.stored_nbytes for path, source in plan.sources.items()},
@@ -147,6 +149,9 @@ class _OpenSweep:
 
 
 def _open_sweep(models: Sequence[Path], options: SweepOptions, output: Path, runtime_of: RuntimeOf) -> _OpenSweep:
+    from diffquant.sweep.outputs import run_files
+
+    run_files().check(output)
     plan = plan_sweep([Path(model) for model in models], options, runtime_of)
     folder = output / "cells"
     identities = {task.name: task.identity() for task in plan.tasks}

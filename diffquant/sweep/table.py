@@ -85,6 +85,10 @@ def notes(sweep: SweepResult) -> list[str]:
         texts.append(
             f"Weights that were quantized before this sweep: {quantized}. 16 bits there are not the model as trained."
         )
+    texts += [
+        f"{task} reads {', '.join(unseen)}: its cells are kept when that changes."
+        for task, unseen in sweep.settings.get("unseen", {}).items()
+    ]
     changed = sum(bool(c.measurement and (c.measurement.commit or "").endswith(CHANGED)) for c in sweep.cells)
     if changed:
         texts.append(f"{changed} of {len(sweep.cells)} cells were measured by code with uncommitted changes.")

@@ -4,11 +4,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from diffquant.calib.search.allocation import Budget
-from diffquant.calib.search.outputs import write_search
+from diffquant.calib.search.outputs import check_search_output, write_search
 from diffquant.calib.search.result import SearchResult
 from diffquant.calib.search.search import Search, SearchOptions
 from diffquant.source.source import Source
-from diffquant.support.files import check_writable
 from diffquant.support.progress import Progress, progress_for
 from diffquant.verbs.arguments import numbers, path_or_none, texts
 
@@ -65,8 +64,9 @@ def search(
         dtype,
         device,
     )
-    run = Search(model if isinstance(model, Source) else Path(model), Budget.parse(str(budget)), options, folder)
-    check_writable(folder)
+    wanted = Budget.parse(str(budget))
+    check_search_output(str(wanted), folder)
+    run = Search(model if isinstance(model, Source) else Path(model), wanted, options, folder)
     result = run.run(progress or progress_for("search"))
     write_search(result, folder)
     return result

@@ -3,6 +3,7 @@
 import sys
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
@@ -306,16 +307,33 @@ def test_queries_that_are_padding_enter_no_scale(granularity):
 
 
 def test_shift_keeps_more_of_a_one_sided_row_than_plain_absmax():
-    torch.manual_seed(0)
-    q, k = torch.randn(1, 4, 64, 16), torch.randn(1, 4, 64, 16)
+    """Both by the formula in NumPy: 7 steps to the largest magnitude, or 15 steps down from the row's maximum."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 4, 64, 16, generator=generator, dtype=torch.float64) for _ in range(3))
     q[..., 0] = k[..., 0] = 6.0
-    v = torch.randn(1, 4, 64, 16)
-    exact = attend([q], [k], v, None, scale=0.25, mask=Mask())
-    error = {
-        text: (attend([q], [k], v, None, scale=0.25, mask=Mask(), logits=Scheme.parse(text)) - exact).norm()
-        for text in ("4:row", "4:row:shift")
+    rows = np.where(np.tri(64, dtype=bool), (q @ k.mT).numpy() * 0.25, np.nan)
+    top = np.nanmax(rows, -1, keepdims=True)
+    depth = np.minimum(top - np.nanmin(rows, -1, keepdims=True), 12)
+    step = {"4:row": np.nanmax(abs(rows), -1, keepdims=True) / 7, "4:row:shift": np.where(depth, depth / 15, 1)}
+    codes = {
+        "4:row": np.rint(rows / step["4:row"]),
+        "4:row:shift": np.maximum(np.rint((rows - top) / step["4:row:shift"]), -15),
     }
-    assert error["4:row:shift"] < error["4:row"] / 2
+    exact, error = _softmax(rows) @ v.numpy(), {}
+    for text, chosen in codes.items():
+        rounded = attend([q], [k], v, None, scale=0.25, mask=Mask(), logits=Scheme.parse(text)).numpy()
+        np.testing.assert_allclose(rounded, _softmax(chosen * step[text]) @ v.numpy(), rtol=0, atol=1e-9)
+        error[text] = np.linalg.norm(rounded - exact)
+    # Rounding errors are in proportion to steps.
+    finer = np.mean(step["4:row:shift"][:, :, 1:] / step["4:row"][:, :, 1:])
+    assert error["4:row:shift"] / error["4:row"] == pytest.approx(finer, rel=0.3)
+    assert finer < 0.4
+
+
+def _softmax(rows):
+    """Softmax of rows in which NaN stands for what is masked."""
+    weights = np.nan_to_num(np.exp(rows - np.nanmax(rows, -1, keepdims=True)))
+    return weights / weights.sum(-1, keepdims=True)
 
 
 def test_the_meter_counts_visible_entries_steps_and_clipping():

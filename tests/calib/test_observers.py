@@ -96,6 +96,20 @@ def test_no_position_exceeds_the_range_of_a_rotated_key(make):
     assert (far > own * 1.001).any()
 
 
+@pytest.mark.parametrize("make", [random_llama, random_diffllama], ids=["llama", "diffllama"])
+def test_two_channels_that_rotate_into_each_other_have_the_range_of_least_error_over_both(make):
+    spec = ours(make(num_key_value_heads=4)).config.diff_spec
+    half = spec.head_dim // 2
+    keys = heavy_tails(3000, 2, spec.head_dim)
+    keys[..., :half] *= 5
+    first, second = key_ranges(Observer("mse", bits=4), keys, spec).view(2, 2, half).unbind(1)
+    assert torch.equal(first, second)
+    for head, channel in ((0, 0), (1, half - 1)):
+        both = keys[:, head, [channel, channel + half]].abs().double().numpy().ravel()
+        fine = min(squared_error(both, share * both.max(), 4) for share in np.geomspace(0.01, 1, 1601))
+        assert squared_error(both, float(first[head, channel]), 4) <= 1.03 * fine
+
+
 def test_a_static_cache_reads_back_what_the_formula_says():
     states, ranges = heavy_tails(2, 3, 11, 8), torch.rand(3, 8) + 0.5
     cache = PackedStates(Scheme.parse("4:static"), residual=2, ranges=ranges)
@@ -158,6 +172,21 @@ def test_the_fit_is_that_of_the_values_held_out():
     assert fits[0].clipped == pytest.approx((np.abs(held) > top).mean(), abs=1e-9)
     sqnr = 10 * np.log10(np.square(held).sum() / np.square(held - read_back).sum())
     assert fits[0].sqnr == pytest.approx(sqnr, abs=0.05)
+
+
+def test_the_fit_of_logits_counts_those_that_a_query_sees():
+    model = ours(random_llama())
+    ids = random_ids(4, 31)
+    tensors = observe_ranges(model, ids[:2], ("logits",), Observer("percentile", 90.0, bits=6))
+    (fit, *_) = measure_fit(model, ids[2:], tensors, 6, batch_tokens=40)
+    with torch.inference_mode():
+        q, k, _ = next(projected_layers(model, ids[2:], 4096))[0]
+    k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
+    logits = (q.double() @ k.double().mT).numpy() * q.shape[-1] ** -0.5
+    seen = np.broadcast_to(np.tri(31, dtype=bool), logits.shape)
+    beyond = np.abs(logits) > tensors["layers.0.logits"].double().numpy()[:, None, None]
+    assert fit.clipped == pytest.approx(beyond[seen].mean(), abs=1e-4)
+    assert 0.05 < fit.clipped < 0.2
 
 
 def test_ranges_of_another_width_or_target_are_refused():

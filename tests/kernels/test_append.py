@@ -1,10 +1,13 @@
 """What a store holds after appends, against `PackedStates` after the same ones."""
 
+import random
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis.strategies import data, integers, lists, permutations, sampled_from
 from torch.library import opcheck
+from triton.runtime import interpreter
 
 from diffquant.errors import UsageError
 from diffquant.kernels.cache import append as append_module
@@ -40,6 +43,34 @@ def assert_same(store, twins):
             packed = twin.words.shape[2]
             assert torch.equal(side._unpacked(packed), unpack(twin.words, side.scheme.bits, side.width))
             assert torch.equal(side.scales[:, :, : twin.scales.shape[2]], twin.scales)
+
+
+@pytest.fixture(params=["from the last", "at random"])
+def _order_of_programs(request, monkeypatch):
+    """Programs of a launch run in any order, as on a device; the interpreter's own is from the first on."""
+    own = interpreter.interpreter_builder.set_grid_idx
+    generator = random.Random(0)
+    orders = {}
+
+    def permuted(x, y, z):
+        count = interpreter.interpreter_builder.grid_dim[0]
+        if x == 0 or count not in orders:
+            orders[count] = list(range(count))
+            if request.param == "from the last":
+                orders[count].reverse()
+            if request.param == "at random":
+                generator.shuffle(orders[count])
+        own(orders[count][x], y, z)
+
+    monkeypatch.setattr(interpreter.interpreter_builder, "set_grid_idx", permuted)
+
+
+@pytest.mark.usefixtures("_order_of_programs")
+@pytest.mark.parametrize("chunks", [(9, 30), (35, 16)], ids=str)
+def test_what_is_stored_does_not_depend_on_the_order_of_programs(chunks):
+    """A step may not write into the window what another has yet to pack from it."""
+    recipe = Recipe.of(k="4:c16", v=8, residual=7)
+    assert_same(*appended(recipe, states(sum(chunks), 64), states(sum(chunks), 64, seed=1), chunks))
 
 
 @pytest.mark.parametrize(

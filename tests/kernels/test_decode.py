@@ -71,6 +71,17 @@ def test_equals_the_plain_form(generation, recipe):
     check(recipe, random_call(generation, 1, 129))
 
 
+@pytest.mark.parametrize("recipe", [Recipe.of(k="4:c16", v=4), Recipe.of(k="8:c16", v=8)], ids=["4 bits", "8 bits"])
+def test_key_scales_of_fewer_tokens_than_a_warp_takes_are_each_tokens_own(recipe):
+    tile = module.choose(module.TILES, f"decode/{module.device_class(torch.device('cpu'))}/64/{recipe.v.bits}")
+    assert tile.tokens > 16
+    q, k, v, lam = random_call("v2", 1, 129)
+    # Blocks of 16 tokens differ by a factor of 4, and so do their scales.
+    sizes = 4.0 ** (torch.arange(129) // 16 % 2 * 2 - 1)
+    k = [k[0] * sizes[:, None].half()] * 2
+    check(recipe, (q, k, v, lam))
+
+
 @pytest.mark.parametrize(
     ("keys", "queries", "mask"),
     [

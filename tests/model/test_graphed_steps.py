@@ -62,6 +62,30 @@ class Never(GraphedSteps):
         return None
 
 
+class Filled:
+    """As much of a cache as a step asks: it stays in place, and has as many tokens as it is told."""
+
+    capacity, stamps = 4, (1,)
+
+    def __init__(self, length):
+        self.length = length
+
+    def get_seq_length(self):
+        return self.length
+
+    def count(self, length):
+        self.length = length
+
+
+def test_no_step_is_replayed_into_a_cache_that_is_full(recordings):
+    """A kernel would write beyond its end."""
+    steps, cache = GraphedSteps(), Filled(2)
+    x, positions = torch.zeros(1, 1, 8), torch.zeros(1, 1, dtype=torch.long)
+    ran = [steps.run(lambda x, *_: x + 1, cache, x, positions, None) is not None for _ in range(5)]
+    assert ran == [False, True, True, False, False]
+    assert (cache.length, recordings.replays) == (cache.capacity, [2])
+
+
 def small_model(generation, **sizes):
     if generation == "v2":
         torch.manual_seed(0)

@@ -11,10 +11,12 @@ class Group:
     Attributes:
         modules: patterns of files, from the root of the repository.
         tests: files and folders of tests; those of them that reach a changed line are run.
+        sample: faults that are planted, unless the command line says how many.
     """
 
     modules: tuple[str, ...]
     tests: tuple[str, ...]
+    sample: int = 120
 
     @property
     def files(self) -> list[str]:
@@ -52,4 +54,66 @@ GROUPS = {
         ("diffquant/formats/*.py", "diffquant/source/*.py", "diffquant/quantization/**/*.py"), CHECKPOINT_TESTS
     ),
     "stats": Group(("diffquant/evals/stats.py",), ("tests/evals/test_stats.py",)),
+    "report": Group(
+        ("diffquant/report/*.py",),
+        (
+            "tests/report/test_page.py",
+            "tests/report/test_runs.py",
+            "tests/report/test_sizes.py",
+            "tests/report/test_tables.py",
+            "tests/sweep/test_outputs.py",
+            "tests/calib/test_search_report.py",
+        ),
+        40,
+    ),
+    "sweep": Group(
+        (
+            "diffquant/sweep/*.py",
+            "diffquant/sweep/engines/*.py",
+            "diffquant/evals/comparison.py",
+            "diffquant/evals/samples.py",
+        ),
+        (
+            "tests/sweep/test_claims.py",
+            "tests/sweep/test_compare.py",
+            "tests/sweep/test_engines.py",
+            "tests/sweep/test_grid.py",
+            "tests/sweep/test_outputs.py",
+            "tests/sweep/test_run.py",
+        ),
+        40,
+    ),
+    "cache": Group(
+        ("diffquant/model/*cache.py", "diffquant/model/graphed_steps.py"),
+        ("tests/model/test_cache.py", "tests/model/test_fused_cache.py", "tests/model/test_graphed_steps.py"),
+        40,
+    ),
+    "calib": Group(
+        ("calib/*.py", "calib/analysis/*.py", "calib/calibration/*.py", "calib/search/*.py"), ("tests/calib",), 40
+    ),
+    "cli": Group(
+        ("diffquant/cli/*.py", "diffquant/verbs/*.py"),
+        (
+            "tests/test_api.py",
+            "tests/test_cli.py",
+            "tests/test_cli_verbs.py",
+            "tests/test_own_files.py",
+            "tests/calib/test_calib_cli.py",
+        ),
+        40,
+    ),
+    "graph": Group(
+        ("export/graph/*.py",),
+        (
+            "tests/export/test_activations.py",
+            "tests/export/test_body.py",
+            "tests/export/test_export.py",
+            "tests/export/test_op.py",
+            "tests/export/test_quantized_attention.py",
+        ),
+        40,
+    ),
+    "verification": Group(
+        ("export/verification/*.py",), ("tests/export/test_planted_faults.py", "tests/export/test_verification.py"), 40
+    ),
 }

@@ -139,6 +139,8 @@ def test_baselines_are_shaded_and_names_stand_left():
         ("+0.0 [-0.8, +0.8]", 0.0),
         ("269.0 MB, 23.04 kB/token", 269e6),
         ("1.20 GB", 1.2e9),
+        ("0.72 kB/token", 720.0),
+        ("11.5 MB", 11.5e6),
         ("84,213,760", 84213760),
         ("2.5e-05", 2.5e-5),
         (".5", 0.5),
@@ -149,3 +151,12 @@ def test_baselines_are_shaded_and_names_stand_left():
 )
 def test_a_cell_sorts_by_the_number_that_it_begins_with(text, value):
     assert sort_value(text) == value
+
+
+@pytest.mark.parametrize(("rows", "has_filter"), [(1, False), (12, False), (13, True)])
+def test_a_table_of_more_than_a_dozen_rows_has_a_field_that_filters_them(rows, has_filter):
+    assert ("input" in Tags(document(Table(["a"], [["1"]] * rows))).tags) == has_filter
+
+
+def test_a_page_ends_with_a_line_feed():
+    assert document(Note("text")).endswith("</html>\n")

@@ -53,7 +53,7 @@ def test_runs_of_every_kind_get_pages_that_lead_to_each_other(runs):
 
 def test_a_page_that_is_no_index_is_not_replaced(runs):
     (runs / "index.html").write_text("<title>mine</title>")
-    assert "is no index of runs" in str(report(runs).exception)
+    assert "holds index.html, which diffquant did not write there" in str(report(runs).exception)
     assert (runs / "index.html").read_text() == "<title>mine</title>"
     assert report(runs, "-o", runs / "all.html").exit_code == 0
 

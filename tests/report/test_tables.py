@@ -1,7 +1,9 @@
 import csv
 import io
 
-from diffquant.report.tables import aligned, csv_text, markdown
+import pytest
+
+from diffquant.report.tables import aligned, csv_text, markdown, megabytes
 
 
 def test_names_stand_left_and_numbers_right():
@@ -23,8 +25,23 @@ def test_a_markdown_table_has_a_rule_below_its_head():
 
 
 def test_csv_is_read_back_and_no_text_in_it_is_a_formula():
-    records = [{"model": "=HYPERLINK(1)", "kl": -0.5}, {"model": 'a "b", c', "bits": 4}, {"model": "@x"}]
-    first, second, third = csv.DictReader(io.StringIO(csv_text(records)))
+    records = [{"model": "=HYPERLINK(1)", "kl": -0.5}, {"model": 'a "b", c', "bits": 4}]
+    first, second = csv.DictReader(io.StringIO(csv_text(records)))
     assert first == {"model": "'=HYPERLINK(1)", "kl": "-0.5", "bits": ""}
     assert second == {"model": 'a "b", c', "kl": "", "bits": "4"}
-    assert third["model"] == "'@x"
+
+
+@pytest.mark.parametrize("start", ["=", "+", "-", "@", "\t", "\r"])
+def test_a_text_that_a_spreadsheet_would_compute_follows_an_apostrophe(start):
+    """OWASP's list of what begins a formula."""
+    text = f"{start}1+1"
+    assert list(csv.DictReader(io.StringIO(csv_text([{"a": text}]), newline=""))) == [{"a": f"'{text}"}]
+    assert list(csv.DictReader(io.StringIO(csv_text([{"a": f"x{text}"}]), newline=""))) == [{"a": f"x{text}"}]
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [(999_949_999, "999.9 MB"), (1e9, "1.00 GB"), (1.555e9, "1.55 GB"), (49_999, "0.0 MB"), (0, "0.0 MB")],
+)
+def test_sizes_are_in_powers_of_ten(size, text):
+    assert megabytes(size) == text

@@ -53,6 +53,12 @@ def test_a_number_that_another_process_has_by_now_holds_nothing(tmp_path):
     assert lives == {"held": "alive", "left": "dead"}
 
 
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
+def test_the_latest_claim_is_the_one_of_the_highest_number_in_whatever_order_files_are_listed(order):
+    names = [f"a.cell.{number}.claim" for number in (*order, 10)] + ["b.0.claim", "b.failed.json", "c.json"]
+    assert latest_claims(names) == latest_claims(names[::-1]) == {"a.cell": 10, "b": 0}
+
+
 def test_of_many_threads_one_gets_the_claim(tmp_path):
     together = threading.Barrier(16)
     taken = []

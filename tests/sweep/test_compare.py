@@ -1,8 +1,11 @@
 import json
+import math
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 from lm_eval import simple_evaluate
 from lm_eval.loggers import EvaluationTracker
 from lm_eval.models.huggingface import HFLM
@@ -18,6 +21,8 @@ from diffquant.evals.stats import mcnemar, mean_interval, paired_difference
 from diffquant.evals.task_result import TaskResult
 from diffquant.sweep import SweepOptions, run_sweep
 from diffquant.sweep.compare import compare
+from diffquant.sweep.result import model_names
+from diffquant.sweep.table import json_rows
 from tests.support import tiny_lm
 
 OPTIONS_OF = {"hellaswag": {"limit": 12}, "perplexity": {"characters": 900, "window": 64, "stride": 32}}
@@ -86,6 +91,44 @@ def test_a_text_is_compared_by_window_as_its_tokens_weigh(run):
     change = [b - a for a, b in zip(before["nll_by_window"], after["nll_by_window"], strict=True)]
     expected = mean_interval(change, before["tokens_by_window"])
     assert (row["difference"], row["low"], row["high"]) == pytest.approx((expected.mean, expected.low, expected.high))
+
+
+def test_models_whose_last_folders_are_alike_are_told_apart(tmp_path):
+    """And a model is compared with itself, whatever else was swept beside it."""
+    models = [tiny_lm.write_diff_v2(tmp_path / name / "c" / "hf", seed=seed) for seed, name in enumerate("AB")]
+    options = replace(OPTIONS, tasks=("perplexity",), bits=(16,), task_options=OPTIONS_OF["perplexity"])
+    both = run_sweep(models, options, tmp_path / "both")
+    run_sweep(models[:1], options, tmp_path / "first")
+    assert [row["model"] for row in json_rows(both)] == ["A/c/hf", "B/c/hf"]
+    report = compare(tmp_path / "both", tmp_path / "first")
+    assert [
+        (row["configuration_a"], row["configuration_b"], row["difference"]) for row in report.to_dict()["comparisons"]
+    ] == [("A/c/hf 16", "A/c/hf 16", 0.0)]
+    assert report.alone == ["A's B/c/hf 16 perplexity"]
+    mirrored = compare(tmp_path / "both", tmp_path / "both")
+    assert [each.name for each in mirrored.compared] == ["A/c/hf 16", "B/c/hf 16"]
+    assert (
+        compare(f"{tmp_path / 'both'}@A/c/hf", f"{tmp_path / 'both'}@B/c/hf").compared[0].comparisons[0].difference.mean
+    )
+
+
+@pytest.mark.parametrize(
+    ("paths", "names"),
+    [
+        (["a/x", "b/y"], ["x", "y"]),
+        (["a/x", "b/x", "b/y"], ["a/x", "b/x", "y"]),
+        (["a/c/x", "b/c/x", "d/x"], ["a/c/x", "b/c/x", "d/x"]),
+        (["a/x.gguf", "a/y.gguf"], ["x", "y"]),
+        (["a/x.gguf", "a/x"], ["x.gguf", "x"]),
+        (["a/x.gguf", "b/x"], ["a/x", "b/x"]),
+        (["/x", "/a/x"], None),
+        (["/a/x.gguf.gguf", "/a/x.gguf", "/a/x"], None),
+    ],
+)
+def test_a_name_is_as_short_as_it_is_unique(paths, names):
+    found = model_names([Path(path) for path in paths])
+    assert len({*found.values()}) == len(paths)
+    assert names is None or list(found.values()) == names
 
 
 def test_two_sweeps_are_compared_where_their_configurations_have_one_name(model, run, tmp_path):
@@ -164,9 +207,37 @@ metric_list:
 """
 
 
+class OfTwoProcesses(HFLM):
+    """One of two processes of lm-eval. The second one runs first, and leaves what it sends for the first to gather."""
+
+    def of(self, rank, sent):
+        self._rank, self._world_size, self._sent = rank, 2, sent
+        return self
+
+    def all_gather(self, tensor):
+        return torch.stack([tensor, tensor])
+
+    def gather_object(self, obj, dst=0):
+        if self.rank == dst:
+            return [obj, self._sent.pop(0)]
+        return self._sent.append(obj)
+
+    def barrier(self):
+        pass
+
+
+def write_samples(folder, output):
+    """The file that lm-eval writes of its own output."""
+    tracker = EvaluationTracker(output_path=str(folder))
+    tracker.save_results_aggregated(results=dict(output), samples=output["samples"])
+    tracker.save_results_samples("quiz", output["samples"]["quiz"])
+    (file,) = folder.rglob("samples_*.jsonl")
+    return file
+
+
 @pytest.fixture(scope="module")
-def samples(tmp_path_factory):
-    """Files of two models on one task, as lm-eval itself writes them."""
+def runs(tmp_path_factory):
+    """Files of two models on one task, as lm-eval itself writes them, and the second's of two processes."""
     folder = tmp_path_factory.mktemp("harness")
     entries = [{"query": i.query, "endings": list(i.endings), "label": i.label} for i in hellaswag.load_items(limit=15)]
     (folder / "quiz.jsonl").write_text("\n".join(map(json.dumps, entries)))
@@ -179,12 +250,18 @@ def samples(tmp_path_factory):
         for seed in (0, 1):
             model = HFLM(pretrained=tiny_lm.llama(seed=seed), tokenizer=tiny_lm.tokenizer())
             output = simple_evaluate(model=model, tasks=["quiz"], task_manager=manager, bootstrap_iters=0)
-            tracker = EvaluationTracker(output_path=str(folder / str(seed)))
-            tracker.save_results_aggregated(results=dict(output), samples=output["samples"])
-            tracker.save_results_samples("quiz", output["samples"]["quiz"])
-            (file,) = (folder / str(seed)).rglob("samples_*.jsonl")
-            files.append((file, output["results"]["quiz"]))
-    return files
+            files.append((write_samples(folder / str(seed), output), output["results"]["quiz"]))
+        model, sent = OfTwoProcesses(pretrained=tiny_lm.llama(seed=1), tokenizer=tiny_lm.tokenizer()), []
+        for rank in (1, 0):
+            output = simple_evaluate(
+                model=model.of(rank, sent), tasks=["quiz"], task_manager=manager, bootstrap_iters=0
+            )
+        return *files, (write_samples(folder / "two", output), output["results"]["quiz"])
+
+
+@pytest.fixture(scope="module")
+def samples(runs):
+    return runs[:2]
 
 
 def test_samples_that_lm_eval_wrote_are_compared_by_document(samples):
@@ -200,6 +277,55 @@ def test_samples_that_lm_eval_wrote_are_compared_by_document(samples):
         )
         assert rows[metric]["low"] == pytest.approx(paired_difference(*reversed(values)).low)
         assert rows[metric]["gained"] == [i for i, (a, b) in enumerate(zip(*values, strict=True)) if b > a]
+
+
+def test_samples_are_paired_by_document_however_many_processes_ran(runs):
+    (first, _), (second, alone), (of_two, together) = runs
+    by_document = [{s["doc_id"]: s for s in map(json.loads, file.read_text().splitlines())} for file in (first, of_two)]
+    assert list(by_document[1]) == [*range(0, 15, 2), *range(1, 15, 2)]
+    assert alone["acc,none"] == together["acc,none"]
+    report = compare(first, of_two)
+    assert report.to_dict()["comparisons"] == compare(first, second).to_dict()["comparisons"]
+    assert "prompts" not in report.summary()
+    row = next(row for row in report.to_dict()["comparisons"] if row["measure"] == "acc")
+    change = {i: by_document[1][i]["acc"] - by_document[0][i]["acc"] for i in range(15)}
+    assert (row["gained"], row["lost"]) == ([i for i in change if change[i] > 0], [i for i in change if change[i] < 0])
+    flipped = len(row["gained"] + row["lost"])
+    assert flipped
+    assert row["p"] == pytest.approx(binomtest(len(row["gained"]), flipped).pvalue)
+
+
+def with_acc(value, lines):
+    """Samples of which the fourth has another acc."""
+    return [*lines[:3], lines[3] | {"acc": value}, *lines[4:]]
+
+
+def test_a_measure_that_is_no_finite_number_of_an_item_is_left_out_and_said(samples, tmp_path):
+    ((first, _), (second, _)) = samples
+    for name, value in (("nan", math.nan), ("infinite", math.inf), ("null", None), ("words", [1, 2])):
+        broken = edited(second, tmp_path / name, partial(with_acc, value))
+        report = compare(first, broken)
+        assert [row["measure"] for row in report.to_dict()["comparisons"]] == ["margin", "acc_norm"]
+        assert report.to_dict()["left_out"] == ["B's quiz acc is no finite number for item 3"]
+        assert "Not compared: B's quiz acc is no finite number for item 3." in report.summary()
+    lost = {"acc": math.nan, "acc_norm": math.nan, "filtered_resps": [[math.nan, False]] * 4}
+    empty = edited(second, tmp_path / "empty", lambda lines: [line | lost for line in lines])
+    with pytest.raises(UsageError, match="nothing to compare: B's quiz margin is no finite number for item 0, 1, 2, 3"):
+        compare(first, empty)
+
+
+def test_a_metric_that_one_side_lacks_is_said(samples, tmp_path):
+    ((first, _), (second, _)) = samples
+    less = edited(second, tmp_path / "less", lambda lines: [line | {"metrics": ["acc_norm"]} for line in lines])
+    assert compare(first, less).left_out == ["B has no quiz acc"]
+
+
+def test_results_of_other_numbers_of_items_are_refused():
+    few, more = (
+        outcome_of("", "lm-eval:x", {}, TaskResult(metric="acc", score=1.0, n=n, values=[1.0] * n)) for n in (3, 4)
+    )
+    with pytest.raises(UsageError, match="A has scores of 3 items and B of 4, which cannot be paired"):
+        compare_outcomes(few, more)
 
 
 def test_a_margin_of_samples_is_positive_where_lm_eval_calls_the_document_right(samples):

@@ -1,9 +1,7 @@
 """The protocol of lm-eval's tasks: lm-eval makes the requests and the metrics, our scorer answers."""
 
-import hashlib
 import importlib.metadata
 import importlib.util
-import re
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,7 +9,9 @@ from typing import TYPE_CHECKING
 from diffquant.errors import MissingDependencyError, UsageError
 from diffquant.evals.defaults import BATCH_TOKENS
 from diffquant.evals.language_model import LanguageModel
+from diffquant.evals.protocols.harness_files import TaskFiles
 from diffquant.evals.task_result import TaskResult
+from diffquant.support.files import file_digest
 from diffquant.support.installation import install_command
 from diffquant.support.plain_data import JsonObject
 from diffquant.support.progress import Progress, silent
@@ -34,12 +34,24 @@ def require_lm_eval() -> None:
         raise MissingDependencyError(f"lm-eval tasks need the lm-eval package: {install_command('peers')}")
 
 
-def task_identity(task: str) -> dict[str, str]:
-    """What a task's results depend on: lm-eval's version, and the digest of the task's own YAML file if it has one."""
-    identity = {"lm_eval": importlib.metadata.version("lm_eval")}
+def task_identity(task: str) -> JsonObject:
+    """What a task's results depend on: lm-eval's version, and the digests of its own YAML file and what that reads.
+
+    Raises:
+        UsageError: one of these files cannot be read.
+    """
+    identity: JsonObject = {"lm_eval": importlib.metadata.version("lm_eval")}
     if _is_file(task):
-        identity["yaml"] = hashlib.sha256(Path(task).read_bytes()).hexdigest()[:16]
+        identity["yaml"] = file_digest(Path(task))[:16]
+        digests = TaskFiles.of(Path(task)).digests()
+        # Cells of tasks that read nothing more have addresses without it.
+        identity |= {"files": digests} if digests else {}
     return identity
+
+
+def unseen(task: str) -> list[str]:
+    """What a task reads that is not on this machine, so that its changes are not in `task_identity`."""
+    return TaskFiles.of(Path(task)).unseen if _is_file(task) else ["the data that lm-eval fetches for it"]
 
 
 def run_task(
@@ -50,10 +62,10 @@ def run_task(
     batch_tokens: int = BATCH_TOKENS,
     progress: Progress = silent,
 ) -> TaskResult:
-    """Measure a task: all of its metrics, and the first preferred one item by item.
+    """Measure a task: all of its metrics, and the first preferred one item by item, by the task's first filter.
 
     Args:
-        task: name that lm-eval knows, or path to a task's YAML file.
+        task: name that lm-eval knows, or path to the YAML file of a task or a group.
         limit: number of items of each subtask; None for all.
 
     Returns:
@@ -89,16 +101,23 @@ def _task_result(task: str, output: JsonObject) -> TaskResult:
     metric = next((name for name in _PREFERRED if name in names), None)
     if metric is None:
         raise UsageError(f"lm-eval task {task!r} has none of the metrics {', '.join(_PREFERRED)}; it has {names}")
-    values = [document[metric] for leaf in leaves for document in samples[leaf] if metric in document]
+    filters = {leaf: _first_filter(samples[leaf], metric) for leaf in leaves}
+    documents = [each for leaf in leaves for each in samples[leaf] if each["filter"] == filters[leaf]]
+    values = [document[metric] for document in documents if metric in document]
     per_item = [float(value) for value in values if isinstance(value, int | float)]
     by_item = len(per_item) == len(values) and bool(values)
     return TaskResult(
         metric=metric,
         score=sum(per_item) / len(per_item) if by_item else _mean_reported(results, leaves, metric),
-        n=sum(len(samples[leaf]) for leaf in leaves),
+        n=len(documents),
         values=per_item if by_item else None,
         details={"metrics": {key: value for key, value in metrics.items() if isinstance(value, int | float)}},
     )
+
+
+def _first_filter(samples: list[JsonObject], metric: str) -> str:
+    """The first filter of a task that has a metric: every filter has each document once more."""
+    return next((str(sample["filter"]) for sample in samples if metric in sample), str(samples[0]["filter"]))
 
 
 def _mean_reported(results: dict[str, JsonObject], leaves: list[str], metric: str) -> float:
@@ -111,11 +130,15 @@ def _resolve(task: str) -> tuple[str, "TaskManager"]:
         return task, _all_tasks()
     from lm_eval.tasks import TaskManager
 
-    named = re.search(r"^task:\s*(\S+)\s*$", Path(task).read_text(encoding="utf-8"), re.MULTILINE)
-    if named is None:
-        raise UsageError(f"{task} names no task: it needs a line 'task: NAME'")
+    file = Path(task).resolve()
+    name = TaskFiles(file).name
     # lm-eval's own tasks take it many seconds to index; a file of one's own does not need them.
-    return named[1].strip("'\""), TaskManager(include_path=str(Path(task).parent), include_defaults=False)
+    manager = TaskManager(include_path=str(file.parent), include_defaults=False)
+    entry = manager.task_index.get(name)
+    found = entry.get("yaml_path") if isinstance(entry, dict) else getattr(entry, "yaml_path", None)
+    if found and Path(found).resolve() != file:
+        raise UsageError(f"{found} defines {name} as well, and lm-eval would take it in place of {file}; rename one")
+    return name, manager
 
 
 @cache

@@ -23,7 +23,7 @@ class Harness(Task):
     """A task of lm-eval.
 
     Attributes:
-        task: name that lm-eval knows, or path of a task's YAML file.
+        task: name that lm-eval knows, or path of the YAML file of a task or a group of tasks.
         limit: number of items of each subtask; None for all.
     """
 
@@ -53,6 +53,11 @@ class Harness(Task):
         from diffquant.evals.protocols.harness import task_identity
 
         return {"name": self.name, "limit": self.limit, "batch_tokens": self.batch_tokens} | task_identity(self.task)
+
+    def unseen(self) -> list[str]:
+        from diffquant.evals.protocols.harness import unseen
+
+        return unseen(self.task)
 
     def run(
         self,

@@ -1,0 +1,91 @@
+"""The Python files that a module of somebody's own is made of: itself and what it imports, but what is installed."""
+
+import ast
+import importlib.util
+import os
+import sys
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+from diffquant.errors import UsageError
+
+
+def module_file(name: str, folder: Path) -> Path | None:
+    """The file of a module: beside its user, or wherever Python finds it; None for an installed or built-in one."""
+    places = (folder.joinpath(*name.split(".")), *_found_by_python(name))
+    files = (file for place in places for file in (place.with_name(f"{place.name}.py"), place / "__init__.py"))
+    return next((Path(os.path.abspath(file)) for file in files if file.is_file() and not _is_installed(file)), None)
+
+
+def imported_files(file: Path) -> list[Path]:
+    """A module's file and those of all that it imports, however far and wherever in its text.
+
+    Raises:
+        UsageError: one of them cannot be read.
+    """
+    found: dict[Path, None] = {}
+    pending = [file]
+    while pending:
+        each = pending.pop()
+        if each not in found:
+            found[each] = None
+            names = [(part, folder) for name, folder in _imports(each) for part in _with_packages(name)]
+            pending += [other for name, folder in names if (other := module_file(name, folder))]
+    return list(found)
+
+
+def texts_in(file: Path) -> list[str]:
+    """The text constants of a module, among which are the names of files that it reads."""
+    return [
+        node.value for node in ast.walk(_tree(file)) if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    ]
+
+
+def _imports(file: Path) -> Iterator[tuple[str, Path]]:
+    """Names that may be modules, each with the folder that it is looked for in first."""
+    for node in ast.walk(_tree(file)):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, file.parent) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            folder = file.parents[max(0, node.level - 1)]
+            package = node.module or ""
+            yield from ((package, folder),) if package else ()
+            yield from ((".".join(filter(None, (package, alias.name))), folder) for alias in node.names)
+
+
+def _with_packages(name: str) -> list[str]:
+    """A module's name after those of the packages that are imported before it."""
+    parts = name.split(".")
+    return [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
+
+
+def _tree(file: Path) -> ast.Module:
+    try:
+        return ast.parse(file.read_bytes(), str(file))
+    except (OSError, SyntaxError, ValueError) as error:
+        raise UsageError(f"cannot read {file}, which a task of lm-eval uses: {error}") from error
+
+
+def _found_by_python(name: str) -> Iterator[Path]:
+    """Where a module would lie, without its ending, by its first package's place."""
+    first, *rest = name.split(".")
+    if not first or first in sys.stdlib_module_names:
+        return
+    try:
+        spec = importlib.util.find_spec(first)
+    except (ImportError, ValueError):
+        return
+    if spec is None:
+        return
+    for folder in spec.submodule_search_locations or ():
+        yield Path(folder, *rest)
+    if spec.origin and not rest and spec.origin.endswith(".py"):
+        yield Path(spec.origin).with_suffix("")
+
+
+def _is_installed(file: Path) -> bool:
+    """Whether a file came with Python or a package, whose version tells it."""
+    paths = sysconfig.get_paths()
+    folders = {Path(paths[kind]).resolve() for kind in ("stdlib", "platstdlib", "purelib", "platlib")}
+    return not folders.isdisjoint(file.resolve().parents)
