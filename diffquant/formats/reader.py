@@ -16,6 +16,7 @@ from torch import Tensor
 
 from diffquant.errors import CheckpointError
 from diffquant.formats.json_object import read_json
+from diffquant.support.plain_data import parse_json
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
