@@ -11,7 +11,7 @@ from onnxruntime.capi import onnxruntime_pybind11_state as runtime_errors
 from torch import Tensor
 
 from diffquant.errors import CheckpointError
-from diffquant.evals.language_model import shares_prefixes
+from diffquant.evals.prefixes import shares_prefixes
 from diffquant.export.graph.decoder import EMBEDDED, LAYER_OUTPUT
 from diffquant.export.manifest import Manifest
 from diffquant.export.native import library_path

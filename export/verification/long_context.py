@@ -6,7 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 import onnxruntime as ort
 
-from diffquant.export.runtime.session import CacheShape, OnnxModel, bind_tokens
+from diffquant.export.runtime.interface import CacheShape
+from diffquant.export.runtime.session import OnnxModel, bind_tokens
 from diffquant.export.verification.reference import WHOLE, Reading, Reference
 
 LONG_CONTEXT = "long context"
