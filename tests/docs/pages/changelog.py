@@ -23,6 +23,9 @@ PAGE.means(
     [sum(share < -CHANCE for (name, *_), share in SHARES.items() if name == model) for model in SHIPPED] == [1, 6, 3],
 )
 PAGE.leaves("less KL than AutoRound at 4.5, 4.12 and 3.5 bits", "sizes")
+PAGE.leaves("transformers 5.16.1 and later", "a version")
+PAGE.leaves("GGUF files of Llama 3.1, 3.2 and 3.3", "names of models")
+PAGE.leaves("holds each scale of a cache to 1 % of", "a tolerance")
 PAGE.leaves("in 4,096 tokens", "a length")
 PAGE.leaves("In 4,096 tokens nothing", "a length")
 PAGE.says(
