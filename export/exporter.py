@@ -31,6 +31,7 @@ from diffquant.recipe import LAYER_TARGETS
 from diffquant.report.sizes import compared_size, stored_bits
 from diffquant.report.tables import megabytes
 from diffquant.scheme import Scheme
+from diffquant.serve.folder import without_code
 from diffquant.source.ranges import Ranges, read_ranges, write_ranges
 from diffquant.source.source import Source, open_source
 from diffquant.support.digests import FileDigests
@@ -163,7 +164,7 @@ def _cache_scales(source: Source, options: ExportOptions, ranges: Ranges | None)
 def _write_descriptions(plan: ExportPlan, streamed: Sequence[Streamed], folder: Path) -> None:
     """Write config.json, genai_config.json, web.json, the card and diffquant.json."""
     checkpoint, tokens = plan.source.checkpoint, plan.source.special_tokens
-    write_atomically(folder / "config.json", json.dumps(checkpoint.config, indent=2) + "\n")
+    write_atomically(folder / "config.json", json.dumps(without_code(checkpoint.config, folder), indent=2) + "\n")
     if plan.options.cache:
         write_genai_config(folder, plan.config, tokens, RuntimeDevice.parse(plan.options.genai_device))
     if plan.options.web:

@@ -80,6 +80,13 @@ def write_modelling_file(folder: Path, config: Mapping[str, Any], adapter: Adapt
     return {MODELLING_FILE: hashlib.sha256(text.encode()).hexdigest()}
 
 
+def without_code(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """A config.json that names no code, for a folder that another runtime runs; the code in it is taken out."""
+    for file in folder.glob("*.py"):
+        file.unlink()
+    return {key: value for key, value in config.items() if key not in ("auto_map", "diff_model")}
+
+
 def _resolved(architecture: TransformerArchitecture, adapter: Adapter, config: Mapping[str, Any]) -> dict[str, Any]:
     """Sizes and settings with each format's defaults filled in, in Llama's words, and the attention."""
     settings = {name: getattr(architecture, name) for name in architecture.__dataclass_fields__ if name != "diff_spec"}

@@ -132,3 +132,10 @@ def test_requests_batched_by_transformers_give_what_each_gives_alone(alone):
 
 def test_what_the_recipe_asks_beyond_weights_is_said_where_it_is_not_honoured(alone):
     assert "k 8:row, v 8:row" in alone[2]
+
+
+def test_an_export_carries_no_code(tmp_path):
+    diffquant.quantize(write_checkpoint(tmp_path / "model", "unilm-v2"), tmp_path / "low", {"weights": "8:row"})
+    diffquant.export(tmp_path / "low", tmp_path / "onnx")
+    assert not list((tmp_path / "onnx").glob("*.py"))
+    assert not {"auto_map", "diff_model"} & json.loads((tmp_path / "onnx/config.json").read_text()).keys()
