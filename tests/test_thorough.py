@@ -14,7 +14,7 @@ from tests.support import thorough
 from tests.support.thorough import EIGHTHS, VARIABLE, eighth_of, eighth_of_today
 
 ROOT = Path(__file__).parents[1]
-FILES = ("tests/test_pocket.py", "tests/fuzz", "tests/export/test_planted_faults.py")
+FILES = ("tests/test_pocket.py", "tests/fuzz", "tests/kernels/test_decode.py", "tests/kernels/test_prefill.py")
 # Collects once, and asks the hook for every eighth of what there is.
 COLLECT = """
 import json, os, sys

@@ -15,6 +15,10 @@ from diffquant.export.runtime.device import RuntimeDevice, nodes_on_cpu
 from diffquant.export.runtime.interface import CacheShape, read_interface
 
 
+class GraphError(CheckpointError):
+    """ONNX Runtime fails in the middle of a graph."""
+
+
 class OnnxModel:
     """An exported model in a session.
 
@@ -117,13 +121,13 @@ class OnnxModel:
         """Compute the outputs that are bound of the inputs that are.
 
         Raises:
-            CheckpointError: the runtime fails, as it does where a damaged graph contradicts itself.
+            GraphError: the runtime fails, as it does where a damaged graph contradicts itself.
         """
         try:
             self.session.run_with_iobinding(binding)
         except Exception as error:  # the runtime's own exception types differ between its versions
             file = self.folder / MODEL_FILE
-            raise CheckpointError(f"ONNX Runtime {ort.__version__} fails in {file}: {error}") from error
+            raise GraphError(f"ONNX Runtime {ort.__version__} fails in {file}: {error}") from error
 
 
 class InPlaceDecoder:

@@ -16,7 +16,7 @@ from diffquant.export.graph.decoder import EMBEDDED, LAYER_OUTPUT
 from diffquant.export.manifest import Manifest
 from diffquant.export.native import library_path
 from diffquant.export.runtime.device import on_cpu_text
-from diffquant.export.runtime.session import OnnxModel
+from diffquant.export.runtime.session import GraphError, OnnxModel
 from diffquant.export.verification.errors import StageNoise, cache_excess, relative_rms, stage_errors, stage_noise
 from diffquant.export.verification.long_context import LONG_CONTEXT, FarCalls, far_calls, reach
 from diffquant.export.verification.reference import FLIPPING, WHOLE, Reading, Reference
@@ -35,8 +35,8 @@ from diffquant.export.verification.tokens import compare_tokens
 from diffquant.recipe import Recipe
 from diffquant.support.progress import Progress
 
-# Of a run with bound inputs ONNX Runtime raises a plain RuntimeError.
-_RUNTIME_ERRORS = (runtime_errors.InvalidArgument, runtime_errors.Fail, runtime_errors.NotImplemented, RuntimeError)
+# A session that cannot be made raises the runtime's own.
+_RUNTIME_ERRORS = (GraphError, runtime_errors.InvalidArgument, runtime_errors.Fail, runtime_errors.NotImplemented)
 
 # A difference may be this many times what rounding alone makes of the reference.
 MARGIN = 4.0

@@ -118,7 +118,7 @@ def _behind(
         for number, (past, present) in enumerate(zip(model.cache.inputs, model.cache.outputs, strict=True)):
             binding.bind_ortvalue_input(past, buffers[number % 2])
             binding.bind_ortvalue_output(present, buffers[number % 2])
-        model.session.run_with_iobinding(binding)
+        model.run_bound(binding)
         results: list[ort.OrtValue] = binding.get_outputs()
         states.append([value.numpy() for value in results[: len(outputs)]])
     return states

@@ -9,7 +9,7 @@ import diffquant
 from diffquant.errors import CheckpointError
 from diffquant.formats.compressed_tensors import PACKED, read_schemes
 from diffquant.source.source import open_source
-from diffquant.support.versions import CONFIG_VERSION
+from diffquant.support.version import CONFIG_VERSION
 from tests.support.checkpoints import edit_json, write_diffllama
 
 

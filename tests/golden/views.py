@@ -97,13 +97,21 @@ def _words(text: str) -> list[str]:
 def _tensors(path: Path, is_exact: bool) -> dict[str, Any]:
     with safe_open(path, "pt") as file:
         tensors = {name: file.get_tensor(name) for name in sorted(file.keys())}
-        metadata = stable(file.metadata() or {})
+        metadata = {key: stable(_data(value)) for key, value in (file.metadata() or {}).items()}
     shown = {}
     for name, tensor in tensors.items():
         kind = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
         raw = tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
         shown[name] = f"{kind} {_digest(raw)}" if is_exact else kind
     return {"metadata": metadata, "tensors": shown}
+
+
+def _data(text: str) -> Any:
+    """What a text says as JSON, or the text."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
 
 
 def _graph(path: Path, is_exact: bool) -> dict[str, Any]:

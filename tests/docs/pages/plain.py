@@ -15,7 +15,10 @@ GLOSSARY.table("word | meaning", lambda *_: Unmeasured("definitions"))
 SCHEMES.table("you want | options | what you get", lambda *_: Unmeasured("options, and what they mean"))
 SCHEMES.leaves("is 4.5 stored bits", "arithmetic: a scale of 16 bits for 32 codes of 4")
 RECIPES.table("key | takes | meaning", lambda *_: Unmeasured("a grammar"))
-SERVING.table("where | folders | compared with `diffquant.load` in float32", lambda *_: Unmeasured("limits of tests, and versions"))
+SERVING.table(
+    "where | folders | compared with `diffquant.load` in float32",
+    lambda *_: Unmeasured("limits of tests, and versions"),
+)
 TUTORIAL.leaves("with a 95 % interval", "a level")
 CLI.table("exit code | meaning", lambda *_: Unmeasured("definitions"))
 PAPERS.table("of | what it shows | command | our results", lambda *_: Unmeasured("numbers of tables and sections"))
