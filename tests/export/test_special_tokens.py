@@ -69,12 +69,17 @@ def stop(endless):
         (None, {"eos_token_id": "stop"}),
         (None, {"eos_token_id": [1, "stop"]}),
         (None, {"eos_token_id": None}),
+        (None, {"eos_token_id": "unsaid"}),
     ],
-    ids=["list", "number", "null", "none said", "config", "config list", "config null"],
+    ids=["list", "number", "null", "none said", "config", "config list", "config null", "config's default"],
 )
 def test_texts_end_where_transformers_ends_them(source, stop, tmp_path, generation, config):
     generation, config = json.loads(json.dumps([generation, config]).replace('"stop"', str(stop)))
     edit_json(source / "config.json", **config)
+    if config.get("eos_token_id") == "unsaid":
+        stated = json.loads((source / "config.json").read_text())
+        del stated["eos_token_id"]
+        (source / "config.json").write_text(json.dumps(stated))
     if generation is None:
         (source / "generation_config.json").unlink()
     else:
