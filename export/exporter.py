@@ -164,9 +164,7 @@ def _cache_scales(source: Source, options: ExportOptions, ranges: Ranges | None)
 def _write_descriptions(plan: ExportPlan, streamed: Sequence[Streamed], folder: Path) -> None:
     """Write config.json, genai_config.json, web.json, the card and diffquant.json."""
     checkpoint, tokens = plan.source.checkpoint, plan.source.special_tokens
-    # `run` reads token ids without knowing what the format means where it states none.
-    config = plan.source.stated_tokens | without_code(checkpoint.config, folder)
-    write_atomically(folder / "config.json", json.dumps(config, indent=2) + "\n")
+    write_atomically(folder / "config.json", json.dumps(without_code(checkpoint.config, folder), indent=2) + "\n")
     if plan.options.cache:
         write_genai_config(folder, plan.config, tokens, RuntimeDevice.parse(plan.options.genai_device))
     if plan.options.web:

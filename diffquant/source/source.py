@@ -122,12 +122,7 @@ class Source:
         Raises:
             CheckpointError: as `read_special_tokens` raises it.
         """
-        return read_special_tokens(self.path, self.stated_tokens | self.checkpoint.config)
-
-    @property
-    def stated_tokens(self) -> dict[str, Any]:
-        """The token ids of config.json, its format's defaults where it leaves them out."""
-        return {f"{name}_token_id": getattr(self.architecture, f"{name}_token_id") for name in ("bos", "eos", "pad")}
+        return read_special_tokens(self.path, self.checkpoint.config)
 
     @cached_property
     def tokenizer(self) -> Any:

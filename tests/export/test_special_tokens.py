@@ -71,7 +71,7 @@ def stop(endless):
         (None, {"eos_token_id": None}),
         (None, {"eos_token_id": "unsaid"}),
     ],
-    ids=["list", "number", "null", "none said", "config", "config list", "config null", "config's default"],
+    ids=["list", "number", "null", "none said", "config", "config list", "config null", "config silent"],
 )
 def test_texts_end_where_transformers_ends_them(source, stop, tmp_path, generation, config):
     generation, config = json.loads(json.dumps([generation, config]).replace('"stop"', str(stop)))
