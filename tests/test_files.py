@@ -52,6 +52,8 @@ def test_what_a_live_run_is_writing_stays(tmp_path):
     other = writer(file, "SIGSTOP")
     try:
         assert other.stdout.readline() == b"writing\n"
+        # A signal to go on is lost on a process that has not stopped yet.
+        os.waitid(os.P_PID, other.pid, os.WSTOPPED)
         (temporary,) = names(tmp_path)
         write_atomically(file, "ours")
         assert names(tmp_path) == [temporary, "report.html"]

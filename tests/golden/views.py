@@ -16,7 +16,7 @@ from safetensors import safe_open
 _VOLATILE_KEYS = re.compile(
     r"(seconds|_s|date|commit|code|version|versions|torch|python|platform|processor|machine|threads|cores|host"
     r"|diffquant|producer_version|onnxruntime|transformers|transformers_version|packages|instructions|kernel|peak_bytes"
-    r"|process_peak|memory|tokens_per_second|sha256)$"
+    r"|kv_ranges\.safetensors|process_peak|memory|tokens_per_second|sha256)$"
 )
 _VOLATILE_TEXT = (
     (re.compile(r"\b\d+(\.\d+)? (s|ms|seconds|minutes|min)\b"), "N s"),
