@@ -2,6 +2,8 @@
 
 import json
 
+import torch
+
 import diffquant
 from diffquant.recipe import Recipe
 from tests.golden.sources import POCKET, WRITTEN
@@ -10,6 +12,7 @@ from tests.golden.sources import POCKET, WRITTEN
 def test_an_old_quantized_folder_keeps_its_recipe():
     model = diffquant.load(WRITTEN / "quantized", dtype="float32")
     assert model.recipe == Recipe.of(weights="4:g32", k="4:c32", v="4:row:rotated", residual=64, logits="6:row:shift")
+    assert model(torch.arange(3, 90)[None]).logits.isfinite().all()
 
 
 def test_cells_keep_all_of_their_address_but_code_and_versions(tmp_path):
