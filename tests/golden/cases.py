@@ -14,7 +14,7 @@ class Case:
         command: words after `diffquant`.
         sources: checkpoints in the folder, by name.
         is_exact: whether every processor writes the same bits. Where a model runs, products are summed in another order
-            elsewhere, so numbers are compared within a hundredth and tensors by their shapes; such runs round to 8 bits,
+            elsewhere, so numbers are compared within a hundredth, tensors by their shapes; such runs round to 8 bits,
             where a code that flips moves no item.
         before: commands that make what this one reads, such as the folder that `export` quantizes first.
     """
