@@ -81,8 +81,9 @@ class DiffConfig(PreTrainedConfig):
             self.head_dim = heads.width
             self.num_key_value_heads = heads.kv_pairs * heads.key_maps * heads.cuts
             self.num_attention_heads = self.num_key_value_heads * heads.group
-            # Column shards part the maps of a pair where a projection has all signal heads first.
-            if heads.are_in_halves:
+            # Column shards would part the maps of a pair where a projection has all signal heads first, and the gate
+            # whose means PolyNorm takes.
+            if heads.are_in_halves or self.hidden_act == "poly_norm":
                 self.base_model_tp_plan = None
 
     def to_dict(self) -> dict[str, Any]:

@@ -97,7 +97,7 @@ def _words(text: str) -> list[str]:
 def _tensors(path: Path, is_exact: bool) -> dict[str, Any]:
     with safe_open(path, "pt") as file:
         tensors = {name: file.get_tensor(name) for name in sorted(file.keys())}
-        metadata = stable({key: _data(value) for key, value in (file.metadata() or {}).items()})
+        metadata = stable({key: _data(value) for key, value in sorted((file.metadata() or {}).items())})
     shown = {}
     for name, tensor in tensors.items():
         kind = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"

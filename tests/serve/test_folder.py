@@ -12,13 +12,15 @@ import torch
 import diffquant
 from diffquant.errors import CheckpointError
 from diffquant.model.adapters import adapter_for
-from diffquant.serve.folder import MODELLING_FILE, modelling_file
-from tests.support.checkpoints import MOTIF, NATIVE, UNILM, edit_json, write_checkpoint
+from diffquant.serve import modeling_diffquant
+from diffquant.serve.folder import MODELLING_FILE, config_for_engines, modelling_file
+from tests.support.checkpoints import MOTIF, NATIVE, SIZES, UNILM, edit_json, write_checkpoint
 from tests.support.models import random_ids
 from tests.support.thorough import thorough
 
 SOURCES = ["diffllama", *UNILM, *MOTIF, *NATIVE]
 RECIPES = {"16": {"kv": "8:row"}, "8": {"weights": "8:row"}, "4": {"weights": "4:row"}}
+CONFIGS = {"diffllama": SIZES | {"model_type": "diffllama"}, **UNILM, **MOTIF}
 # The angles of positions are float32 in both, and sums run in another order.
 CLOSE = 1e-4
 
@@ -139,3 +141,13 @@ def test_an_export_carries_no_code(tmp_path):
     diffquant.export(tmp_path / "low", tmp_path / "onnx")
     assert not list((tmp_path / "onnx").glob("*.py"))
     assert not {"auto_map", "diff_model"} & json.loads((tmp_path / "onnx/config.json").read_text()).keys()
+
+
+def test_what_a_rank_would_compute_wrongly_has_no_plan_for_ranks():
+    """Pairs of heads that lie apart, and the gate that PolyNorm takes means of."""
+    configs = {source: config_for_engines(CONFIGS[source], adapter_for(CONFIGS[source])) for source in CONFIGS}
+    plans = {
+        source: modeling_diffquant.DiffConfig(diff_model=config["diff_model"]).base_model_tp_plan
+        for source, config in configs.items()
+    }
+    assert {source for source, plan in plans.items() if plan is None} == {"diffllama", *MOTIF}
