@@ -72,7 +72,7 @@ def converted_card(name: str, source_type: str, target_type: str, what: str) -> 
 
 _BY_CODE = (
     "`AutoModelForCausalLM.from_pretrained(path, trust_remote_code=True)` opens it by modeling_diffquant.py, which is "
-    "part of this folder and needs transformers alone"
+    "part of this folder and needs transformers, and compressed-tensors for packed weights"
 )
 _KEPT_ELSEWHERE = (
     "What that format cannot say (cache and logits) stands in config.json under `diffquant_config`, and diffquant "
