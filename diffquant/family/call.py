@@ -4,7 +4,7 @@ Shapes: B batch, T queries, S keys, h pairs, n noise heads, h_kv KV pairs, d que
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Protocol
 
 import torch
@@ -53,6 +53,7 @@ class AttentionCall:
     k: Sequence[Tensor]
     v: Tensor
     lam: Tensor | None
+    _: KW_ONLY
     scale: float
     mask: Mask
     post: PairNorm | None = None

@@ -47,7 +47,7 @@ def test_equals_the_plain_form(generation, dtype, width, name):
     inputs = random_call(
         generation, queries, keys, width=width, pairs=6, kv_pairs=3, batch=2, dtype=dtype, device=DEVICE
     )
-    assert prefill_refusal(AttentionCall(*inputs, 0.125, CAUSAL)) is None
+    assert prefill_refusal(AttentionCall(*inputs, scale=0.125, mask=CAUSAL)) is None
     out = prefill(*inputs, scale=width**-0.5, mask=mask)
     assert relative_error(out, expected(*inputs, scale=width**-0.5, mask=mask)) <= LIMITS[dtype]
 

@@ -59,7 +59,7 @@ def test_close_to_the_plain_form(generation, dtype, width, name, pv):
     inputs = random_call(
         generation, queries, keys, width=width, pairs=6, kv_pairs=3, batch=2, dtype=dtype, device=DEVICE
     )
-    assert prefill_int8_refusal(AttentionCall(*inputs, 0.125, CAUSAL), pv) is None
+    assert prefill_int8_refusal(AttentionCall(*inputs, scale=0.125, mask=CAUSAL), pv) is None
     out = prefill_int8(*inputs, scale=width**-0.5, mask=mask, pv=pv)
     wanted = expected(*inputs, scale=width**-0.5, mask=mask)
     assert relative_error(out, wanted) <= LIMITS[pv]

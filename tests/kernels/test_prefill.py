@@ -191,6 +191,6 @@ def test_gradients_are_refused_not_dropped():
 
 def test_the_dispatcher_hears_why_not():
     assert (
-        prefill_refusal(AttentionCall(*random_call("v1", 5, 5), 0.125, CAUSAL))
+        prefill_refusal(AttentionCall(*random_call("v1", 5, 5), scale=0.125, mask=CAUSAL))
         == "Triton kernels run on CUDA devices, not on cpu"
     )

@@ -177,5 +177,6 @@ def test_what_a_device_or_the_kernel_cannot_do_is_said(has_capability):
     with torch.enable_grad(), pytest.raises(UsageError, match="no backward pass"):
         prefill_int8(inputs[0], inputs[1], inputs[2].requires_grad_(), inputs[3], scale=0.125)
     assert (
-        prefill_int8_refusal(AttentionCall(*inputs, 0.125, CAUSAL)) == "Triton kernels run on CUDA devices, not on cpu"
+        prefill_int8_refusal(AttentionCall(*inputs, scale=0.125, mask=CAUSAL))
+        == "Triton kernels run on CUDA devices, not on cpu"
     )

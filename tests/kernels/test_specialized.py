@@ -154,7 +154,7 @@ def test_rounded_logits_equal_the_plain_form_at_every_border(generation, text, n
     shared = {"scale": 0.0625, "mask": mask, "scheme": scheme}
     with configs.trying(TWO_STAGES):
         out = simulated(*inputs, **shared, meter=meters[0], specialized=True)
-    wanted = naive(*inputs, 0.0625, mask, scheme).double()
+    wanted = naive(AttentionCall(*inputs, scale=0.0625, mask=mask, logits=scheme)).double()
     assert relative_error(out, wanted) <= LIMITS[16]
     on_call(in_blocks.simulated)(*inputs, **shared, meter=meters[1])
     assert meters[0].report() == meters[1].report()
@@ -165,7 +165,12 @@ def test_wide_rounded_logits_are_normed_as_the_plain_ones():
     post = PairNorm(1e-5, torch.linspace(0.5, 2, 256).half(), 0.64)
     scheme = Scheme.parse("8:row")
     out = simulated(*inputs, scale=2**-5, post=post, scheme=scheme, specialized=True)
-    assert relative_error(out, normed(naive(*inputs, 2**-5, CAUSAL, scheme).double(), post)) <= LIMITS[16]
+    assert (
+        relative_error(
+            out, normed(naive(AttentionCall(*inputs, scale=2**-5, mask=CAUSAL, logits=scheme)).double(), post)
+        )
+        <= LIMITS[16]
+    )
 
 
 def test_what_the_kernels_do_not_take_is_said(has_capability):
@@ -179,5 +184,5 @@ def test_what_the_kernels_do_not_take_is_said(has_capability):
         prefill_specialized(*random_call("v1", 5, 5), scale=0.125)
     with pytest.raises(UsageError, match=r"simulated logits: .* made for Hopper"):
         simulated(*random_call("v1", 5, 5), scale=0.125, scheme=Scheme.parse("8:row"), specialized=True)
-    call = AttentionCall(*random_call("v1", 5, 5), 0.125, CAUSAL)
+    call = AttentionCall(*random_call("v1", 5, 5), scale=0.125, mask=CAUSAL)
     assert prefill_specialized_refusal(call) == "Triton kernels run on CUDA devices, not on cpu"

@@ -63,7 +63,7 @@ def padding(
 
 
 def on_call(kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """A kernel as a function of `naive`'s arguments."""
+    """A kernel as a function of a call's parts."""
 
     def run(
         q: Sequence[Tensor],
@@ -78,7 +78,9 @@ def on_call(kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
         meter: LogitMeter | None = None,
         **options: Any,
     ) -> Tensor:
-        return kernel(AttentionCall(q, k, v, lam, scale, mask, post, scheme, meter=meter), **options)
+        return kernel(
+            AttentionCall(q, k, v, lam, scale=scale, mask=mask, post=post, logits=scheme, meter=meter), **options
+        )
 
     return run
 
@@ -95,7 +97,7 @@ def expected(
 ) -> Tensor:
     """Output [B, h, T, dv] of `naive` in float64."""
     wide = [x.double() for x in q], [x.double() for x in k], v.double(), None if lam is None else lam.double()
-    out = naive(*wide, scale, mask)
+    out = naive(AttentionCall(*wide, scale=scale, mask=mask))
     return out if post is None else normed(out, post)
 
 
