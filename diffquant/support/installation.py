@@ -1,7 +1,8 @@
-"""What pip must be told to add to this very installation of diffquant, wherever it came from."""
+"""This very installation of diffquant, wherever it came from: what it needs, and what pip must be told to add to it."""
 
 import json
 import shlex
+import tomllib
 from importlib import metadata
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -10,10 +11,41 @@ from urllib.request import url2pathname
 
 def install_command(extra: str = "") -> str:
     """The pip command that adds an extra, or all that is required, to this installation."""
-    clone = Path(__file__).parents[2]
-    is_run_in_place = (clone / "pyproject.toml").is_file()
-    what = (str(clone) if is_run_in_place else _origin() or "diffquant") + (f"[{extra}]" if extra else "")
-    return f"pip install {'-e ' if is_run_in_place else ''}{shlex.quote(what)}"
+    project = _project_file()
+    what = (str(project.parent) if project.is_file() else _origin() or "diffquant") + (f"[{extra}]" if extra else "")
+    return f"pip install {'-e ' if project.is_file() else ''}{shlex.quote(what)}"
+
+
+def requirements() -> dict[str, list[str]]:
+    """Packages that this installation needs on this machine, under "", and those that each extra adds, by extra.
+
+    A clone that runs in place says so in pyproject.toml, which may have changed since pip read it; others in metadata.
+
+    Raises:
+        PackageNotFoundError: it is neither a clone nor on pip's record.
+    """
+    from packaging.requirements import Requirement
+
+    project = _project_file()
+    if project.is_file():
+        declared = tomllib.loads(project.read_text(encoding="utf-8"))["project"]
+        texts = {"": declared["dependencies"]} | declared["optional-dependencies"]
+    else:
+        recorded = metadata.metadata("diffquant")
+        extras = ["", *(recorded.get_all("Provides-Extra") or [])]
+        texts = dict.fromkeys(extras, recorded.get_all("Requires-Dist") or [])
+
+    def packages(extra: str) -> list[str]:
+        wanted = map(Requirement, texts[extra])
+        return [each.name for each in wanted if each.marker is None or each.marker.evaluate({"extra": extra})]
+
+    always = packages("")
+    return {"": always} | {extra: [name for name in packages(extra) if name not in always] for extra in texts if extra}
+
+
+def _project_file() -> Path:
+    """pyproject.toml of the clone that runs in place, where it is one."""
+    return Path(__file__).parents[2] / "pyproject.toml"
 
 
 def _origin() -> str | None:
