@@ -8,6 +8,7 @@ from diffquant.family.call import AttentionCall
 from diffquant.family.mask import Mask
 from diffquant.family.norm import PairNorm
 from diffquant.kernels.arguments import empty_output
+from diffquant.kernels.attention import operator
 from diffquant.kernels.attention import prefill_specialized as module
 from diffquant.kernels.attention.prefill_simulated import prefill_simulated
 from diffquant.kernels.attention.prefill_specialized import prefill_specialized_refusal
@@ -31,7 +32,7 @@ if torch.cuda.get_device_capability()[0] != 9:
 
 @pytest.fixture(autouse=True)
 def _poisoned_outputs(monkeypatch):
-    monkeypatch.setattr(module, "empty_output", lambda q, width: empty_output(q, width).fill_(torch.nan))
+    monkeypatch.setattr(operator, "empty_output", lambda q, width: empty_output(q, width).fill_(torch.nan))
 
 
 # (queries, keys, what two sequences see)

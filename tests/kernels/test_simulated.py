@@ -16,10 +16,19 @@ from diffquant.family.mask import Mask
 from diffquant.family.norm import PairNorm
 from diffquant.kernels import configs
 from diffquant.kernels.arguments import empty_output
+from diffquant.kernels.attention import operator
 from diffquant.kernels.attention import prefill_simulated as module
 from diffquant.kernels.attention.prefill_simulated import TILES, prefill_simulated_refusal
 from diffquant.scheme import FULL, Scheme
-from tests.support.kernel_inputs import expected, normed, on_call, padding, random_call, relative_error
+from tests.support.kernel_inputs import (
+    expected,
+    normed,
+    on_call,
+    operator_arguments,
+    padding,
+    random_call,
+    relative_error,
+)
 from tests.support.thorough import sampled
 
 simulated, blocked = on_call(module.prefill_simulated), on_call(in_blocks.simulated)
@@ -46,7 +55,7 @@ def device_class(request, has_capability):
 
 @pytest.fixture(autouse=True)
 def _poisoned(monkeypatch):
-    monkeypatch.setattr(module, "empty_output", lambda q, width: empty_output(q, width).fill_(torch.nan))
+    monkeypatch.setattr(operator, "empty_output", lambda q, width: empty_output(q, width).fill_(torch.nan))
 
 
 def whole_numbers(generation, queries, keys, **shape):
@@ -176,12 +185,7 @@ def test_logits_of_any_size_stay_finite():
 
 @pytest.mark.parametrize("generation", ["plain", "v1", "v2"])
 def test_the_operator_is_well_formed(generation):
-    q, k, v, lam = random_call(generation, 17, 33)
-    second = (q[1], k[0], k[1]) if len(q) == 2 else (None, k[0], None)
-    arguments = (
-        q[0], *second, v, lam, None, torch.tensor([30], dtype=torch.int32), torch.ones(v.shape[-1]), 0.125,
-        4, "pair", True, True, 1e-5, 0.8, False,
-    )  # fmt: skip
+    arguments = (*operator_arguments(generation), 4, "pair", True, False)
     checks = ["test_schema", "test_faketensor"]
     torch.library.opcheck(torch.ops.diffquant.simulated_logits.default, arguments, test_utils=checks)
 

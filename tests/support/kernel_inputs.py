@@ -50,6 +50,13 @@ def random_call(
     return q, k, v, lam[generation]
 
 
+def operator_arguments(generation: str) -> tuple[object, ...]:
+    """What every prefill operator takes before its options: a call with padding and a norm, taken apart."""
+    q, k, v, lam = random_call(generation, 17, 33)
+    ends, weight = torch.tensor([30], dtype=torch.int32), torch.ones(v.shape[-1])
+    return q, k[:1] if generation == "v2" else k, v, lam, None, ends, weight, 0.125, True, 1e-5, 0.8
+
+
 def padding(
     keys: int,
     starts: Sequence[int] | None = None,
