@@ -189,11 +189,14 @@ def _broadcasts(x: Tensor, shape: tuple[int, ...]) -> bool:
 
 def _require_one_place(attended: dict[str, Tensor], beside: dict[str, Tensor | None]) -> None:
     if len({x.dtype for x in attended.values()}) > 1:
-        raise UsageError(f"attention: {', '.join(f'{n} is {_short(x.dtype)}' for n, x in attended.items())}; use one")
+        raise UsageError(
+            f"attention: {', '.join(f'{n} is {dtype_name(x.dtype)}' for n, x in attended.items())}; use one"
+        )
     placed = attended | {name: x for name, x in beside.items() if x is not None}
     if len({x.device for x in placed.values()}) > 1:
         raise UsageError(f"attention: {', '.join(f'{n} is on {x.device}' for n, x in placed.items())}; use one device")
 
 
-def _short(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
+    """A dtype's name as messages have it, such as "float16"."""
     return str(dtype).removeprefix("torch.")
