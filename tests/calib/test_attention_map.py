@@ -72,7 +72,7 @@ RECIPES += [{"logits": "3:tensor:shift"}, {"logits": "4:b16", "kv": "6:row"}, {"
 RECIPES += [{"qk": "3:b8:smooth"}, {"kv": "3:row:rotated"}, {"kv": "4:row:rotated", "logits": "3:head"}]
 # A Transformer has no other map that these could look at.
 OF_PAIRS = [{"logits": text} for text in ("3:map", "3:pair", "4:tensor:alike", "3:row:alike")]
-MODELS = ["llama", "diffllama", "unilm-v2", "gated", "motif-grouped"]
+MODELS = ["llama", "diffllama", "motif", "unilm-v2", "gated", "motif-grouped"]
 
 
 @pytest.fixture(scope="module")
