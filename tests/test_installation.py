@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from diffquant.errors import MissingDependencyError
 from diffquant.support import installation
 from diffquant.support.installation import install_command
 
@@ -88,6 +89,18 @@ def test_a_clone_that_was_never_installed_needs_what_its_project_file_says(monke
     needed = installation.requirements()
     assert {"xxhash", "huggingface_hub"} <= set(needed[""])
     assert needed["search"] == ["scipy"]
+
+
+@pytest.mark.parametrize("missing", ["diffquant", "packaging"])
+def test_where_nobody_can_say_what_is_needed_that_is_said(installed, monkeypatch, missing):
+    installed(None)
+    if missing == "packaging":
+        monkeypatch.setitem(sys.modules, "packaging.requirements", None)
+    else:
+        monkeypatch.setattr(metadata, "distribution", metadata.Distribution.from_name)
+        monkeypatch.setattr(metadata.Distribution, "discover", lambda **_: iter(()))
+    with pytest.raises(MissingDependencyError, match=f"^{missing} is not installed, or pip does not know: pip install"):
+        installation.requirements()
 
 
 def test_without_what_is_required_the_command_line_says_what_to_install():

@@ -8,6 +8,8 @@ from pathlib import Path
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
+from diffquant.errors import MissingDependencyError
+
 
 def install_command(extra: str = "") -> str:
     """The pip command that adds an extra, or all that is required, to this installation."""
@@ -22,18 +24,15 @@ def requirements() -> dict[str, list[str]]:
     A clone that runs in place says so in pyproject.toml, which may have changed since pip read it; others in metadata.
 
     Raises:
-        PackageNotFoundError: it is neither a clone nor on pip's record.
+        MissingDependencyError: it is neither a clone nor on pip's record, or `packaging`, which reads them, is missing.
     """
-    from packaging.requirements import Requirement
+    try:
+        from packaging.requirements import Requirement
 
-    project = _project_file()
-    if project.is_file():
-        declared = tomllib.loads(project.read_text(encoding="utf-8"))["project"]
-        texts = {"": declared["dependencies"]} | declared["optional-dependencies"]
-    else:
-        recorded = metadata.metadata("diffquant")
-        extras = ["", *(recorded.get_all("Provides-Extra") or [])]
-        texts = dict.fromkeys(extras, recorded.get_all("Requires-Dist") or [])
+        texts = _declared()
+    except ModuleNotFoundError as error:
+        name = str(error.name).partition(".")[0]
+        raise MissingDependencyError(f"{name} is not installed, or pip does not know: {install_command()}") from None
 
     def packages(extra: str) -> list[str]:
         wanted = map(Requirement, texts[extra])
@@ -41,6 +40,17 @@ def requirements() -> dict[str, list[str]]:
 
     always = packages("")
     return {"": always} | {extra: [name for name in packages(extra) if name not in always] for extra in texts if extra}
+
+
+def _declared() -> dict[str, list[str]]:
+    """Requirements under "", and by extra; those of another extra may be among them, under a marker that says so."""
+    project = _project_file()
+    if project.is_file():
+        declared = tomllib.loads(project.read_text(encoding="utf-8"))["project"]
+        return {"": declared["dependencies"]} | declared["optional-dependencies"]
+    recorded = metadata.metadata("diffquant")
+    extras = ["", *(recorded.get_all("Provides-Extra") or [])]
+    return dict.fromkeys(extras, recorded.get_all("Requires-Dist") or [])
 
 
 def _project_file() -> Path:
