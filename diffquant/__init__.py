@@ -14,10 +14,12 @@ transformers' `AutoModelForCausalLM` opens every folder that diffquant writes.
 
 import sys
 from importlib import import_module
+from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from diffquant.auto_classes import register_with_transformers
+from diffquant.support.links import require_links
 from diffquant.support.version import __version__
 
 if TYPE_CHECKING:
@@ -112,5 +114,6 @@ class _Package(ModuleType):
         super().__setattr__(name, value)
 
 
+require_links(Path(__file__).parent)
 sys.modules[__name__].__class__ = _Package
 register_with_transformers()

@@ -5,38 +5,24 @@ from dataclasses import asdict, dataclass
 from importlib import metadata
 from typing import TYPE_CHECKING
 
-from diffquant.support.installation import install_command
+from diffquant.support.installation import install_command, requirements
 from diffquant.support.machine import cores
 
 if TYPE_CHECKING:
     from diffquant.kernels.survey import KernelSurvey
 
-REQUIRED = (
-    "torch",
-    "transformers",
-    "safetensors",
-    "gguf",
-    "accelerate",
-    "numpy",
-    "pyyaml",
-    "typer",
-    "matplotlib",
-    "jinja2",
-    "tqdm",
-    "filelock",
-    "psutil",
-)
 _BUILD = "python -m diffquant.export.native builds it"
-EXTRAS = {
-    "onnx": (("onnx", "onnxruntime"), "the export, verify and run commands, and eval of exported models"),
-    "onnx-gpu": (("onnx", "onnxruntime-gpu"), "exported models on --device cuda, in the place of onnxruntime"),
-    "gpu": (("triton",), "the CUDA kernels"),
-    "flash": (("flash-attn",), "the flash_attn attention backend, which no other part needs"),
-    "bnb": (("bitsandbytes",), "a peer of the bench's linear layers on CUDA"),
-    "search": (("scipy",), "the search command"),
-    "ray": (("ray",), "sweeps on a Ray cluster"),
-    "peers": (("lm-eval", "compressed-tensors"), "lm-eval's tasks, and quantized checkpoints in stock transformers"),
-    "quantizers": (("auto-round", "bitsandbytes", "torchao", "hqq"), "the libraries beside ours in studies.rounding"),
+# What each extra adds; those that only developers want are left out.
+ADDED_BY = {
+    "onnx": "the export, verify and run commands, and eval of exported models",
+    "onnx-gpu": "exported models on --device cuda, in the place of onnxruntime",
+    "gpu": "the CUDA kernels",
+    "flash": "the flash_attn attention backend, which no other part needs",
+    "bnb": "a peer of the bench's linear layers on CUDA",
+    "search": "the search command",
+    "ray": "sweeps on a Ray cluster",
+    "peers": "lm-eval's tasks, and quantized checkpoints in stock transformers",
+    "quantizers": "the libraries beside ours in studies.rounding",
 }
 
 
@@ -79,7 +65,7 @@ class Diagnosis:
         for extra, versions in self.extras.items():
             missing = [name for name, version in versions.items() if version is None]
             present = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
-            state = f"lacks {', '.join(missing)}: {install_command(extra)} adds {EXTRAS[extra][1]}"
+            state = f"lacks {', '.join(missing)}: {install_command(extra)} adds {ADDED_BY[extra]}"
             lines.append(
                 f"extra {extra}: {present + '; ' if present and missing else present}{state if missing else ''}"
             )
@@ -94,7 +80,8 @@ def diagnose(native_kernel: str | None) -> Diagnosis:
     """
     from diffquant.support.version import __version__
 
-    required = {name: _version(name) for name in REQUIRED}
+    versions = {extra: {name: _version(name) for name in names} for extra, names in requirements().items()}
+    required = versions[""]
     device, bfloat16 = _device() if required["torch"] else ("unknown without torch", False)
     return Diagnosis(
         diffquant=__version__,
@@ -105,7 +92,7 @@ def diagnose(native_kernel: str | None) -> Diagnosis:
         native_kernel=native_kernel,
         cuda_kernels=_cuda_kernels() if required["torch"] else None,
         required=required,
-        extras={extra: {name: _version(name) for name in names} for extra, (names, _) in EXTRAS.items()},
+        extras={extra: versions[extra] for extra in ADDED_BY if extra in versions},
     )
 
 

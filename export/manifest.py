@@ -17,7 +17,7 @@ FILE = "diffquant.json"
 FORMAT = "onnx"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Manifest:
     """An export's record.
 
@@ -72,14 +72,14 @@ def read_manifest(folder: Path) -> Manifest:
     entry = read_json(folder / FILE)
     try:
         return Manifest(
-            ExportOptions.from_dict(entry["options"]),
-            entry["onnxruntime"],
-            entry["source"],
-            FileDigests.read(entry["source"]),
-            _origin(entry["source"]),
-            entry["tensors"],
-            FileDigests.read(entry),
-            FileDigests.read(entry.get("calibration", {})),
+            options=ExportOptions.parse(**entry["options"]),
+            floor=entry["onnxruntime"],
+            source=entry["source"],
+            weights=FileDigests.read(entry["source"]),
+            origin=_origin(entry["source"]),
+            tensors=entry["tensors"],
+            files=FileDigests.read(entry),
+            calibration=FileDigests.read(entry.get("calibration", {})),
         )
     except (KeyError, TypeError, UsageError) as error:
         raise CheckpointError(f"{folder / FILE} is not an export's record ({error}); export the model again") from error

@@ -80,11 +80,6 @@ class ExportOptions:
     def to_dict(self) -> dict[str, Any]:
         return asdict(self) | {"weights": str(self.weights), "logits": str(self.logits)}
 
-    @classmethod
-    def from_dict(cls, entries: dict[str, Any]) -> "ExportOptions":
-        """Inverse of `to_dict`."""
-        return cls.parse(**entries)
-
     def _problems(self) -> Iterator[str]:
         if self.kv_bits not in (16, 8, 4):
             yield f"no kernel reads a {self.kv_bits}-bit KV cache; --kv takes 16, 8 or 4"

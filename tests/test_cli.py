@@ -1,6 +1,7 @@
 """The command line as a user meets it: output, exit codes, one clear line for what went wrong."""
 
 import json
+import re
 import subprocess
 import sys
 import tomllib
@@ -136,13 +137,18 @@ def test_bad_input_gives_one_clear_error_and_its_exit_code(run, checkpoint, tmp_
     assert sorted(checkpoint.iterdir()) == before
 
 
-def test_doctor_names_every_extra(run):
-    code, out, _ = run("doctor")
+def test_doctor_names_every_requirement_and_every_extra(run):
+    code, out, _ = run("doctor", "--json")
     assert code == 0
+    found = json.loads(out)
     project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
-    assert all(
-        f"extra {extra}:" in out for extra in project["optional-dependencies"].keys() - {"test", "docs", "release"}
-    )
+    assert list(found["required"]) == [re.split("[>=]", text)[0] for text in project["dependencies"]]
+    assert all(found["required"].values())
+    extras = project["optional-dependencies"].keys() - {"test", "docs", "release"}
+    assert found["extras"].keys() == extras
+    assert list(found["extras"]["onnx-gpu"]) == ["onnx", "onnxruntime-gpu"]
+    _, out, _ = run("doctor")
+    assert all(f"extra {extra}:" in out for extra in extras)
 
 
 def test_doctor_says_what_the_kernels_make_of_the_device(run, monkeypatch):

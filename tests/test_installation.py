@@ -4,11 +4,13 @@ import json
 import shlex
 import subprocess
 import sys
+from email import message_from_string
 from importlib import metadata
 from pathlib import Path
 
 import pytest
 
+from diffquant.errors import MissingDependencyError
 from diffquant.support import installation
 from diffquant.support.installation import install_command
 
@@ -56,6 +58,49 @@ def test_a_package_that_is_not_on_record_is_installed_by_its_name(installed, mon
 
     monkeypatch.setattr(metadata, "distribution", absent)
     assert install_command() == "pip install diffquant"
+
+
+RECORD = f"""\
+Metadata-Version: 2.4
+Name: diffquant
+Requires-Dist: torch>=2.7
+Requires-Dist: here>=3; sys_platform == "{sys.platform}"
+Requires-Dist: elsewhere>=3; sys_platform != "{sys.platform}"
+Requires-Dist: onnx[reference]>=1.20; extra == "onnx"
+Requires-Dist: torch; extra == "onnx"
+Requires-Dist: triton>=3.6; sys_platform == "{sys.platform}" and extra == "gpu"
+Requires-Dist: metal>=1; sys_platform != "{sys.platform}" and extra == "gpu"
+Provides-Extra: onnx
+Provides-Extra: gpu
+"""
+
+
+def test_an_installed_package_needs_what_its_record_asks_for_on_this_platform(installed, monkeypatch):
+    installed(None)
+    monkeypatch.setattr(metadata, "metadata", lambda _: message_from_string(RECORD))
+    assert installation.requirements() == {"": ["torch", "here"], "onnx": ["onnx"], "gpu": ["triton"]}
+
+
+def test_a_clone_that_was_never_installed_needs_what_its_project_file_says(monkeypatch):
+    def absent(_):
+        raise metadata.PackageNotFoundError
+
+    monkeypatch.setattr(metadata, "metadata", absent)
+    needed = installation.requirements()
+    assert {"xxhash", "huggingface_hub"} <= set(needed[""])
+    assert needed["search"] == ["scipy"]
+
+
+@pytest.mark.parametrize("missing", ["diffquant", "packaging"])
+def test_where_nobody_can_say_what_is_needed_that_is_said(installed, monkeypatch, missing):
+    installed(None)
+    if missing == "packaging":
+        monkeypatch.setitem(sys.modules, "packaging.requirements", None)
+    else:
+        monkeypatch.setattr(metadata, "distribution", metadata.Distribution.from_name)
+        monkeypatch.setattr(metadata.Distribution, "discover", lambda **_: iter(()))
+    with pytest.raises(MissingDependencyError, match=f"^{missing} is not installed, or pip does not know: pip install"):
+        installation.requirements()
 
 
 def test_without_what_is_required_the_command_line_says_what_to_install():

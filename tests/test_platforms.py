@@ -1,6 +1,8 @@
 """What Windows and macOS lack is needed by no module and by no verb that writes."""
 
 import os
+import shlex
+import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +15,7 @@ from diffquant.support.placed_file import PlacedFile
 from tests.support.thorough import thorough
 
 ROOT = Path(__file__).parents[1]
+LINKS = ["bench", "calib", "export"]
 
 # Other libraries come first, since they have ways of their own on other systems.
 WITHOUT_POSIX = """
@@ -99,3 +102,25 @@ def test_threads_put_bytes_in_their_places(tmp_path, monkeypatch, has_pwrite):
         pieces = [(max(0, o), expected[max(0, o) : o + 7]) for o in offsets]
         list(pool.map(lambda piece: file.put(memoryview(piece[1]), piece[0]), pieces))
     assert (tmp_path / "file").read_bytes() == expected
+
+
+@pytest.fixture
+def clone_without_links(tmp_path):
+    """The files that an import or an installation starts from, as `git clone -c core.symlinks=false` leaves them."""
+    left_out = shutil.ignore_patterns("data", *LINKS)
+    shutil.copytree(ROOT / "diffquant", tmp_path / "diffquant", ignore=left_out)
+    shutil.copy(ROOT / "setup.py", tmp_path)
+    for link in LINKS:
+        (tmp_path / "diffquant" / link).write_text(f"../{link}")
+    return tmp_path
+
+
+@pytest.mark.parametrize("command", ["-c 'import diffquant'", "-m diffquant --help", "setup.py egg_info"])
+def test_a_clone_without_symbolic_links_says_how_to_make_them(clone_without_links, command):
+    call = [sys.executable, *shlex.split(command)]
+    done = subprocess.run(call, cwd=clone_without_links, capture_output=True, text=True)
+    assert done.returncode == 1
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("ImportError: this clone was made without symbolic links")
+    assert all(f"diffquant/{link}" in last for link in LINKS)
+    assert "git config core.symlinks true" in last

@@ -74,7 +74,7 @@ def fused(bits: int) -> Peer:
 def _cached(call: AttentionCall, cache: Any, keys: Tensor, values: Tensor) -> CachedCall:
     shared = call.k[0] is call.k[1]
     k = [keys] * 2 if shared else list(keys.chunk(2, 1))
-    return CachedCall(call.q, k, values, call.lam, call.scale, call.mask, cache=cache)
+    return CachedCall(call.q, k, values, call.lam, scale=call.scale, mask=call.mask, cache=cache)
 
 
 def _cache_of(call: AttentionCall) -> Any:

@@ -1,7 +1,7 @@
 """transformers' DiffLlama as a peer: its attention module, with projections that give tensors made beforehand."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ class ModuleCall(AttentionCall):
         run: function that gives the module's output [B, h, T, dv].
     """
 
-    run: Callable[[], Tensor] = field(kw_only=True)
+    run: Callable[[], Tensor]
 
 
 class _Projected(nn.Module):
@@ -76,7 +76,7 @@ def make_call(implementation: str, work: Workload, device: str) -> AttentionCall
         rows: Tensor = module(hidden, position_embeddings=rotary, attention_mask=mask)[0]
         return torch.unflatten(rows, -1, (model.pairs, -1)).transpose(1, 2)
 
-    return ModuleCall(call.q, call.k, call.v, lam, call.scale, call.mask, post, run=run)
+    return ModuleCall(call.q, call.k, call.v, lam, scale=call.scale, mask=call.mask, post=post, run=run)
 
 
 def attention(call: AttentionCall) -> Tensor:

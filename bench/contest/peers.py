@@ -82,13 +82,11 @@ def _reason_of(name: str) -> Callable[[AttentionCall], str | None]:
 
 
 def _simulated(scheme: Scheme) -> Attention:
-    return lambda call: attend(
-        call.q, call.k, call.v, call.lam, scale=call.scale, mask=call.mask, logits=scheme, post=call.post
-    )
+    return lambda call: attend(replace(call, logits=scheme))
 
 
 def _rounded_eagerly(call: AttentionCall) -> Tensor:
-    return naive(call.q, call.k, call.v, call.lam, call.scale, call.mask, ROW_8)
+    return naive(replace(call, logits=ROW_8))
 
 
 def _padded(work: Workload, device: str) -> AttentionCall:
@@ -232,17 +230,15 @@ def _naive(call: AttentionCall, rows: slice, keys: int, logits: Scheme) -> Tenso
     """Output of `naive` in float32 for some queries, which are the last of the keys they see."""
     lam = call.lam if call.lam is None or call.lam.dim() < 4 else call.lam[:, :, rows]
     k = [x[:, :, :keys].float() for x in call.k]
-    shared = len(k) == 2 and call.k[0] is call.k[1]
-    return attend(
-        [x[:, :, rows].float() for x in call.q],
-        [k[0], k[0]] if shared else k,
-        call.v[:, :, :keys].float(),
-        lam,
-        scale=call.scale,
-        mask=call.mask,
-        logits=logits,
-        post=call.post,
-        backend="naive",
+    return naive(
+        replace(
+            call,
+            q=[x[:, :, rows].float() for x in call.q],
+            k=[k[0], k[0]] if call.shares_keys else k,
+            v=call.v[:, :, :keys].float(),
+            lam=lam,
+            logits=logits,
+        )
     )
 
 

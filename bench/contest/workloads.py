@@ -131,7 +131,7 @@ def differential(work: Workload, device: str) -> AttentionCall:
         k = list(heads(2 * model.kv_pairs, work.keys, model.width).unflatten(1, (model.kv_pairs, 2)).unbind(2))
         lam = torch.tensor(LAM, device=device)
     v = heads(model.kv_pairs, work.keys, model.value_width)
-    return AttentionCall(list(q), k, v, lam, model.width**-0.5, Mask())
+    return AttentionCall(list(q), k, v, lam, scale=model.width**-0.5, mask=Mask())
 
 
 def transformer(work: Workload, device: str) -> AttentionCall:
@@ -145,7 +145,7 @@ def transformer(work: Workload, device: str) -> AttentionCall:
         return rows.to(work.torch_dtype).transpose(1, 2)
 
     q, k, v = heads(2 * model.pairs, work.queries), heads(kv_heads, work.keys), heads(kv_heads, work.keys)
-    return AttentionCall([q], [k], v, None, model.width**-0.5, Mask())
+    return AttentionCall([q], [k], v, None, scale=model.width**-0.5, mask=Mask())
 
 
 def lengths(text: str) -> list[int]:

@@ -1,6 +1,7 @@
 """The paths that are estimated, of the 3B model's attention and linear layers, and the aims they are held to."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -125,7 +126,7 @@ def _simulated(name: str, call: AttentionCall, scheme: str, specialized: bool) -
     def work(launch: Launch) -> Work:
         return _attention(_SHORT, 128, keys_of_a_step[launch.binary.kernel], launch)
 
-    rounded = AttentionCall(call.q, call.k, call.v, call.lam, call.scale, call.mask, logits=Scheme.parse(scheme))
+    rounded = replace(call, logits=Scheme.parse(scheme))
     return Path(name, partial(prefill_simulated, rounded, specialized), work)
 
 

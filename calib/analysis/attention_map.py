@@ -17,13 +17,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from diffquant.calib.analysis.last_row import last_weights
+from diffquant.attention.weights import attention_weights
 from diffquant.calib.analysis.needle_parts import PARTS, Prompt, make_prompt
 from diffquant.errors import NonFiniteError, UsageError
 from diffquant.evals.protocols import needle
 from diffquant.evals.torch_model import TorchModel
 from diffquant.loading import load
-from diffquant.model.modeling import DiffTransformer
+from diffquant.model.attention import observed
+from diffquant.model.modeling import DiffLayer, DiffTransformer, TransformerWalk
 from diffquant.recipe import LAYER_TARGETS, Recipe
 from diffquant.source.source import Source, open_source
 from diffquant.support.code import provenance
@@ -182,15 +183,33 @@ def attention_by_part(model: DiffTransformer, prompt: Prompt) -> tuple[Tensor, b
     x = walk.embed(torch.tensor([prompt.ids], device=model.device))
     sums_by_layer = []
     for layer in walk.layers:
-        maps, weights = last_weights(walk, layer, x)
+        x, weights, maps = last_weights(walk, layer, x)
         share = weights.abs() / weights.abs().sum(-1, keepdim=True)
         sums_by_layer.append(torch.stack([share, weights, *maps]).mean(1).cpu().double() @ parts)
-        x = walk.run(layer, x)
     logits = model.lm_head(model.model.norm(x[0, -1]))
     sums = torch.stack(sums_by_layer)
     if not (sums.isfinite().all() and logits.isfinite().all()):
         raise NonFiniteError("the model computes NaN or infinity; use --dtype float32, or wider bits")
     return sums, int(logits.argmax()) == prompt.answer
+
+
+def last_weights(walk: TransformerWalk, layer: DiffLayer, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """A layer's output, and the weights that its last position gives each position's value, under the model's recipe.
+
+    They are those of the very call that the layer makes.
+
+    Args:
+        walk: walk over the model.
+        layer: layer that is run.
+        x: [1, T, D] its input.
+
+    Returns:
+        [1, T, D]; [h, T], the weights: map 1 - λ·map 2, or the only map; and [maps, h, T], each map's softmax.
+    """
+    with observed(layer.self_attn) as calls:
+        x = walk.run(layer, x)
+    weights, maps = attention_weights(calls[0], x.shape[1] - 1)
+    return x, weights[0, :, 0], maps[:, 0, :, 0]
 
 
 def _mean_at(length: int, depth: float, observed: list[tuple[Tensor, bool]]) -> Place:

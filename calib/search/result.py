@@ -30,7 +30,7 @@ class Candidate:
     perplexity: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Measurement:
     """The cost of a unit at each width, and the width that it got.
 

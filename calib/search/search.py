@@ -154,14 +154,14 @@ class Search:
             ) from None
         measurements = [
             Measurement(
-                u.name,
-                u.target,
-                u.layer,
-                u.kind,
-                u.elements,
-                {b: cost.kl for b, cost in by.items()},
-                {b: cost.attention for b, cost in by.items()},
-                chosen[u],
+                name=u.name,
+                target=u.target,
+                layer=u.layer,
+                kind=u.kind,
+                elements=u.elements,
+                kl={b: cost.kl for b, cost in by.items()},
+                attention={b: cost.attention for b, cost in by.items()},
+                chosen=chosen[u],
             )
             for u, by in costs.items()
         ]

@@ -24,7 +24,7 @@ TARGETS = ("weights", *CALIBRATED_TARGETS)
 _WIDTHS = range(2, 9)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Unit:
     """A tensor whose width is chosen. Both maps of a pair lie in one: they never differ in bits.
 
@@ -82,13 +82,13 @@ def find_units(source: Source, targets: Sequence[str], granularity: str) -> list
             elements, stored = _entries(source.spec, target)
             units += [
                 Unit(
-                    target,
-                    f"model.layers.{layer}.self_attn.{target}",
-                    layer,
-                    target,
-                    DEFAULT_GRANULARITY[target],
-                    elements,
-                    stored,
+                    target=target,
+                    name=f"model.layers.{layer}.self_attn.{target}",
+                    layer=layer,
+                    kind=target,
+                    granularity=DEFAULT_GRANULARITY[target],
+                    elements=elements,
+                    stored=stored,
                 )
                 for layer in range(source.layers)
             ]
@@ -147,15 +147,15 @@ def _weight_units(source: Source, granularity: str) -> list[Unit]:
         _, _, layer, kind = parameter.removesuffix(".weight").split(".", 3)
         units.append(
             Unit(
-                "weights",
-                stored_name.removesuffix(".weight"),
-                int(layer),
-                kind,
-                granularity,
-                torch.Size(info.shape).numel(),
-                {bits: sizes[stored_name] for bits, sizes in stored.items()},
-                parameter,
-                scale_dtype(source.checkpoint.written_dtype(stored_name)),
+                target="weights",
+                name=stored_name.removesuffix(".weight"),
+                layer=int(layer),
+                kind=kind,
+                granularity=granularity,
+                elements=torch.Size(info.shape).numel(),
+                stored={bits: sizes[stored_name] for bits, sizes in stored.items()},
+                parameter=parameter,
+                dtype=scale_dtype(source.checkpoint.written_dtype(stored_name)),
             )
         )
     return units

@@ -1,53 +1,34 @@
 """Attention by the fastest backend that can compute it, or by the one asked for."""
 
 import logging
-from collections.abc import Sequence
 
 from torch import Tensor
 
 from diffquant.attention.registry import BACKENDS, Backend, by_priority, check_backend
 from diffquant.errors import UsageError
-from diffquant.family.call import AttentionCall, Meter
-from diffquant.family.mask import Mask
-from diffquant.family.norm import PairNorm
-from diffquant.scheme import FULL, Scheme
+from diffquant.family.call import AttentionCall
 from diffquant.support.logs import log_once
 
 
-def attend(
-    q: Sequence[Tensor],
-    k: Sequence[Tensor],
-    v: Tensor,
-    lam: Tensor | None,
-    *,
-    scale: float,
-    mask: Mask,
-    logits: Scheme = FULL,
-    meter: Meter | None = None,
-    post: PairNorm | None = None,
-    ranges: Tensor | None = None,
-    signal_gate: Tensor | None = None,
-    backend: str = "auto",
-) -> Tensor:
-    """Differential attention, or plain attention with one map; arguments as `AttentionCall` has them.
+def attend(call: AttentionCall, backend: str = "auto") -> Tensor:
+    """Differential attention, or plain attention with one map.
 
     Args:
+        call: tensors and options of the attention.
         backend: a name in `BACKENDS`, or "auto".
 
     Returns:
         [B, h, T, dv] in v's dtype.
 
     Raises:
-        UsageError: arguments disagree in shape, dtype or device, or the backend is unknown or cannot
-            do what is asked.
+        UsageError: the backend is unknown or cannot do what is asked.
     """
-    call = AttentionCall(q, k, v, lam, scale, mask, post, logits, ranges, meter, signal_gate)
-    check_backend(backend, [logits])
+    check_backend(backend, [call.logits])
     if not call.q[0].numel():
         # No kernel need know what no sequence, or no token, is.
-        if meter is not None:
-            meter.calls += int(logits.quantizes)
-        return v.new_empty(*q[0].shape[:3], v.shape[-1])
+        if call.meter is not None:
+            call.meter.calls += int(call.logits.quantizes)
+        return call.v.new_empty(*call.q[0].shape[:3], call.v.shape[-1])
     if backend == "auto":
         return fastest(call).compute(call)
     if refusal := BACKENDS[backend].refuses(call):

@@ -4,7 +4,7 @@ Shapes: B batch, T queries, S keys, h pairs, n noise heads, h_kv KV pairs, d que
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Protocol
 
 import torch
@@ -15,6 +15,9 @@ from diffquant.family.heads import each_pairs_noise
 from diffquant.family.mask import Mask
 from diffquant.family.norm import PairNorm
 from diffquant.scheme import FULL, Scheme
+
+# Names of q, k and v in messages, by the number of maps.
+_NAMES = {1: ("q", "k", "v"), 2: ("q1", "q2", "k1", "k2", "v")}
 
 
 class Meter(Protocol):
@@ -53,6 +56,7 @@ class AttentionCall:
     k: Sequence[Tensor]
     v: Tensor
     lam: Tensor | None
+    _: KW_ONLY
     scale: float
     mask: Mask
     post: PairNorm | None = None
@@ -63,9 +67,10 @@ class AttentionCall:
 
     def __post_init__(self) -> None:
         check_tensors(self.q, self.k, self.v, self.lam, self.mask, self.post, self.signal_gate)
-        heads = sum(x.shape[1] for x in self.q)
-        if self.logits.granularity == "static" and (self.ranges is None or self.ranges.numel() != heads):
-            raise UsageError(f"logits at {self.logits} need {heads} calibrated ranges, one a head of each map")
+        if self.logits.granularity == "static":
+            heads = sum(x.shape[1] for x in self.q)
+            if self.ranges is None or self.ranges.numel() != heads:
+                raise UsageError(f"logits at {self.logits} need {heads} calibrated ranges, one a head of each map")
 
     @property
     def maps(self) -> int:
@@ -133,23 +138,24 @@ def check_tensors(
             "attention takes one map without λ or two with it, and gates the signal of two alone; got "
             f"{maps} Q, {len(k)} K, λ {lam is not None}, gate {signal_gate is not None}"
         )
-    attended = {**_by_map("q", q), **_by_map("k", k), "v": v}
-    not_of_four_axes = [f"{name} {list(x.shape)}" for name, x in attended.items() if x.dim() != 4]
+    # Each layer of each decoded token comes by here: what messages say is put together where something is wrong.
+    names, attended = _NAMES[maps], (*q, *k, v)
+    not_of_four_axes = [f"{name} {list(x.shape)}" for name, x in zip(names, attended, strict=True) if x.dim() != 4]
     if not_of_four_axes:
         raise UsageError(f"attention: tensors are [batch, heads, length, width]; got {', '.join(not_of_four_axes)}")
     batch, pairs, queries, width = q[0].shape
-    kv_pairs, keys, value_width = v.shape[1:]
+    _, kv_pairs, keys, value_width = v.shape
     noises = q[-1].shape[1]
-    shapes = {
-        **{name: (batch, heads, queries, width) for name, heads in zip(_by_map("q", q), (pairs, noises), strict=False)},
-        **dict.fromkeys(_by_map("k", k), (batch, kv_pairs, keys, width)),
-        "v": (batch, kv_pairs, keys, value_width),
-    }
+    of_signal, of_noise = (batch, pairs, queries, width), (batch, noises, queries, width)
+    of_keys, of_values = (batch, kv_pairs, keys, width), (batch, kv_pairs, keys, value_width)
+    shapes = (of_signal, *(of_noise,) * (maps - 1), *(of_keys,) * maps, of_values)
     wrong = [
-        f"{name} {list(x.shape)}, not {list(shapes[name])}" for name, x in attended.items() if x.shape != shapes[name]
+        f"{name} {list(x.shape)}, not {list(shape)}"
+        for name, x, shape in zip(names, attended, shapes, strict=True)
+        if x.shape != shape
     ]
     for name, weight in (("lam", lam), ("signal_gate", signal_gate)):
-        if weight is not None and not _broadcasts(weight, (batch, pairs, queries, 1)):
+        if weight is not None and not _broadcasts(weight.shape, (batch, pairs, queries, 1)):
             wrong.append(f"{name} {list(weight.shape)}, not one value or {[batch, pairs, queries, 1]}")
     valid = mask.keys
     # A store's keys may have room for tokens to come, which a mask does not cover.
@@ -169,30 +175,27 @@ def check_tensors(
         raise UsageError(
             f"attention: {noises} noise heads do not divide {pairs} pairs into groups that {kv_pairs} KV pairs serve"
         )
-    _require_one_place(
-        attended,
-        {"lam": lam, "signal_gate": signal_gate, "mask": valid if seen is None else seen, "norm weight": norm_weight},
+    _require_one_place(names, attended, (lam, signal_gate, valid if seen is None else seen, norm_weight))
+
+
+def _broadcasts(shape: Sequence[int], target: Sequence[int]) -> bool:
+    return len(shape) <= len(target) and all(
+        size in (1, wanted) for size, wanted in zip(reversed(shape), reversed(target), strict=False)
     )
 
 
-def _by_map(name: str, maps: Sequence[Tensor]) -> dict[str, Tensor]:
-    """Each map's tensor by the name it has in messages."""
-    return {name: maps[0]} if len(maps) == 1 else {f"{name}{i}": tensor for i, tensor in enumerate(maps, 1)}
+def _require_one_place(names: Sequence[str], attended: Sequence[Tensor], beside: Sequence[Tensor | None]) -> None:
+    """Check that Q, K and V have one dtype, and with λ, gate, mask and norm weight one device."""
+    first = attended[0]
+    if any(x.dtype != first.dtype for x in attended):
+        dtypes = (f"{name} is {dtype_name(x.dtype)}" for name, x in zip(names, attended, strict=True))
+        raise UsageError(f"attention: {', '.join(dtypes)}; use one")
+    if any(x is not None and x.device != first.device for x in (*attended, *beside)):
+        placed = zip((*names, "lam", "signal_gate", "mask", "norm weight"), (*attended, *beside), strict=True)
+        devices = (f"{name} is on {x.device}" for name, x in placed if x is not None)
+        raise UsageError(f"attention: {', '.join(devices)}; use one device")
 
 
-def _broadcasts(x: Tensor, shape: tuple[int, ...]) -> bool:
-    return x.dim() <= len(shape) and all(
-        size in (1, target) for size, target in zip(reversed(x.shape), reversed(shape), strict=False)
-    )
-
-
-def _require_one_place(attended: dict[str, Tensor], beside: dict[str, Tensor | None]) -> None:
-    if len({x.dtype for x in attended.values()}) > 1:
-        raise UsageError(f"attention: {', '.join(f'{n} is {_short(x.dtype)}' for n, x in attended.items())}; use one")
-    placed = attended | {name: x for name, x in beside.items() if x is not None}
-    if len({x.device for x in placed.values()}) > 1:
-        raise UsageError(f"attention: {', '.join(f'{n} is on {x.device}' for n, x in placed.items())}; use one device")
-
-
-def _short(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
+    """A dtype's name as messages have it, such as "float16"."""
     return str(dtype).removeprefix("torch.")

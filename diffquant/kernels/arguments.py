@@ -8,7 +8,7 @@ from collections.abc import Collection
 import torch
 from torch import Tensor
 
-from diffquant.family.call import AttentionCall
+from diffquant.family.call import AttentionCall, dtype_name
 
 HALF_TYPES = (torch.float16, torch.bfloat16)
 
@@ -33,7 +33,7 @@ def call_refusal(call: AttentionCall) -> str | None:
 def widths_refusal(q: Tensor, v: Tensor, dtypes: Collection[torch.dtype] = HALF_TYPES) -> str | None:
     """Reason why an attention kernel for d of 64 or 128, and dv of d or 2d, refuses these widths or types, or None."""
     if q.dtype not in dtypes:
-        return f"q, k and v are {_short(q.dtype)}; the kernel takes {' and '.join(map(_short, dtypes))}"
+        return f"q, k and v are {dtype_name(q.dtype)}; the kernel takes {' and '.join(map(dtype_name, dtypes))}"
     width, value_width = q.shape[-1], v.shape[-1]
     if width not in (64, 128):
         return f"q and k are {width} wide; the kernel takes head widths 64 and 128"
@@ -46,7 +46,3 @@ def empty_output(q: Tensor, value_width: int) -> Tensor:
     """Empty [B, h, T, dv], its memory [B, T, h, dv], so that the output projection flattens heads without a copy."""
     batch, pairs, queries, _ = q.shape
     return q.new_empty(batch, queries, pairs, value_width).transpose(1, 2)
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

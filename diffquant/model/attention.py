@@ -3,6 +3,9 @@
 Parameters keep the row order of the checkpoint they came from; the spec's `layout` says how to see heads in it.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
@@ -11,6 +14,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from diffquant.attention import LogitMeter, attend
 from diffquant.attention.operands import rounded_operands
+from diffquant.family.call import AttentionCall
 from diffquant.family.heads import HeadLayout
 from diffquant.family.lam import LAMBDA_VECTORS, lam_from_vectors
 from diffquant.family.mask import Mask
@@ -33,6 +37,7 @@ class PairAttention(nn.Module):
         qk: scheme of queries and keys.
         qk_calls: number of attentions whose queries and keys were rounded.
         meter: counter of what is rounded.
+        calls: list that every call is added to, which then keeps to the backends; None to keep none.
         key_rotation, value_rotation: matrices [d, d] and [dv, dv] that keys and values are rotated by before they are
             stored; None for none.
         lam_init: λ_init of the layer; 0 where λ has none.
@@ -55,6 +60,7 @@ class PairAttention(nn.Module):
         self.key_rotation: Tensor | None = None
         self.value_rotation: Tensor | None = None
         self.meter = LogitMeter()
+        self.calls: list[AttentionCall] | None = None
         if spec.lam == "exp":
             for name in LAMBDA_VECTORS:
                 self.register_parameter(name, nn.Parameter(torch.empty(spec.head_dim)))
@@ -70,7 +76,7 @@ class PairAttention(nn.Module):
             q, k = rounded_operands(q, k, mask, self.qk)
             v = v.to(q.dtype)
             self.qk_calls += 1
-        y = attend(
+        call = AttentionCall(
             self.layout.query_maps(q),
             self.layout.key_maps(k),
             v,
@@ -82,9 +88,10 @@ class PairAttention(nn.Module):
             post=self.post(),
             ranges=self.logit_ranges,
             signal_gate=signal_gate,
-            backend=self.backend,
         )
-        return y.to(dtype).transpose(1, 2).flatten(2)
+        if self.calls is not None:
+            self.calls.append(call)
+        return attend(call, self.backend).to(dtype).transpose(1, 2).flatten(2)
 
     def scalar_lam(self) -> Tensor:
         """λ of a V1 layer, a float32 scalar."""
@@ -137,9 +144,9 @@ class DiffAttention(PairAttention):
         if cache is not None:
             k = without_padding(k, mask)
         y, gate = None, self.signal_gate(x)
-        # The decode kernel has no gate, and a caller may bring its cache to any model.
-        is_exact = not (self.logits.quantizes or self.qk.quantizes)
-        if isinstance(cache, FusedCache) and self.backend == "auto" and is_exact and gate is None:
+        # The decode kernel rounds nothing and has no gate, and a caller may bring its cache to any model.
+        is_taken = not (self.logits.quantizes or self.qk.quantizes) and gate is None and self.calls is None
+        if isinstance(cache, FusedCache) and self.backend == "auto" and is_taken:
             queries, post = self.layout.query_maps(q), self.post()
             fused = cache.attend(self.layer, queries, k, v, lam, scale=self.spec.scale, mask=mask, post=post)
             y = None if fused is None else fused.transpose(1, 2).flatten(2)
@@ -172,6 +179,16 @@ class DiffAttention(PairAttention):
     def signal_gate(self, x: Tensor) -> Tensor | None:
         """The signal map's factor in float32 for an input x, [B, h, T, 1] (V3); None for 1."""
         return _gates(x, self.lambda_proj.weight[0::2]) if self.spec.lam == "two-gates" else None
+
+
+@contextmanager
+def observed(attention: PairAttention) -> Iterator[list[AttentionCall]]:
+    """The calls that an attention makes meanwhile, in order."""
+    attention.calls = calls = []
+    try:
+        yield calls
+    finally:
+        attention.calls = None
 
 
 def _gates(x: Tensor, weight: Tensor) -> Tensor:

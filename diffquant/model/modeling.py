@@ -187,7 +187,9 @@ class DiffTransformer(CausalModel):
         return dict.fromkeys(LAYER_TARGETS, range(len(self.model.layers)))
 
     def walk(self, length: int) -> "TransformerWalk":
-        return TransformerWalk.over(self, length)
+        positions = torch.arange(length, device=self.device)[None]
+        like = torch.empty(0, dtype=self.dtype, device=self.device)
+        return TransformerWalk(self, self.model.rotary_emb(like, position_ids=positions))
 
     def stored_layers(self) -> Sequence[PackedLayer]:
         # Not the model's own kind of cache: on CUDA that one has room for tokens to come.
@@ -206,12 +208,6 @@ class TransformerWalk(Walk[Tensor]):
 
     model: DiffTransformer
     rotary: tuple[Tensor, Tensor]
-
-    @classmethod
-    def over(cls, model: DiffTransformer, length: int) -> "TransformerWalk":
-        positions = torch.arange(length, device=model.device)[None]
-        like = torch.empty(0, dtype=model.dtype, device=model.device)
-        return cls(model, model.model.rotary_emb(like, position_ids=positions))
 
     @property
     def layers(self) -> list[DiffLayer]:

@@ -50,14 +50,13 @@ class Walk(ABC, Generic[State]):
         return None
 
 
-def causal_logits(q: Tensor, k: Tensor, spec: DiffSpec, start: int = 0) -> Iterator[tuple[int, Tensor]]:
+def causal_logits(q: Tensor, k: Tensor, spec: DiffSpec) -> Iterator[tuple[int, Tensor]]:
     """Logits Q·Kᵀ·scale of all maps in float32, by blocks of queries.
 
     Args:
         q: [B, query heads, T, d], first maps before second ones.
         k: [B, key heads, T, d].
         spec: specification of the attention.
-        start: first query to yield.
 
     Yields:
         The position n of a block's first query, and its logits [B, query heads, R, S] against the S = n + R first
@@ -66,7 +65,7 @@ def causal_logits(q: Tensor, k: Tensor, spec: DiffSpec, start: int = 0) -> Itera
     batch, heads, length, _ = q.shape
     keys = _keys_of_maps(k, spec)
     rows = max(1, min(128, _BLOCK_ENTRIES // (batch * heads * length)))
-    for first in range(start, length, rows):
+    for first in range(0, length, rows):
         last = min(first + rows, length)
         products = q[:, :, first:last].float() @ keys[:, :, :last].float().mT
         yield first, products.mul_(spec.scale)

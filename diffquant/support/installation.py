@@ -1,19 +1,61 @@
-"""What pip must be told to add to this very installation of diffquant, wherever it came from."""
+"""This very installation of diffquant, wherever it came from: what it needs, and what pip must be told to add to it."""
 
 import json
 import shlex
+import tomllib
 from importlib import metadata
 from pathlib import Path
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
+from diffquant.errors import MissingDependencyError
+
 
 def install_command(extra: str = "") -> str:
     """The pip command that adds an extra, or all that is required, to this installation."""
-    clone = Path(__file__).parents[2]
-    is_run_in_place = (clone / "pyproject.toml").is_file()
-    what = (str(clone) if is_run_in_place else _origin() or "diffquant") + (f"[{extra}]" if extra else "")
-    return f"pip install {'-e ' if is_run_in_place else ''}{shlex.quote(what)}"
+    project = _project_file()
+    what = (str(project.parent) if project.is_file() else _origin() or "diffquant") + (f"[{extra}]" if extra else "")
+    return f"pip install {'-e ' if project.is_file() else ''}{shlex.quote(what)}"
+
+
+def requirements() -> dict[str, list[str]]:
+    """Packages that this installation needs on this machine, under "", and those that each extra adds, by extra.
+
+    A clone that runs in place says so in pyproject.toml, which may have changed since pip read it; others in metadata.
+
+    Raises:
+        MissingDependencyError: it is neither a clone nor on pip's record, or `packaging`, which reads them, is missing.
+    """
+    try:
+        from packaging.requirements import Requirement
+
+        texts = _declared()
+    except ModuleNotFoundError as error:
+        name = str(error.name).partition(".")[0]
+        raise MissingDependencyError(f"{name} is not installed, or pip does not know: {install_command()}") from None
+
+    def packages(extra: str) -> list[str]:
+        wanted = map(Requirement, texts[extra])
+        return [each.name for each in wanted if each.marker is None or each.marker.evaluate({"extra": extra})]
+
+    always = packages("")
+    return {"": always} | {extra: [name for name in packages(extra) if name not in always] for extra in texts if extra}
+
+
+def _declared() -> dict[str, list[str]]:
+    """Requirements under "", and by extra; those of another extra may be among them, under a marker that says so."""
+    project = _project_file()
+    if project.is_file():
+        declared = tomllib.loads(project.read_text(encoding="utf-8"))["project"]
+        return {"": declared["dependencies"]} | declared["optional-dependencies"]
+    recorded = metadata.metadata("diffquant")
+    extras = ["", *(recorded.get_all("Provides-Extra") or [])]
+    return dict.fromkeys(extras, recorded.get_all("Requires-Dist") or [])
+
+
+def _project_file() -> Path:
+    """pyproject.toml of the clone that runs in place, where it is one."""
+    return Path(__file__).parents[2] / "pyproject.toml"
 
 
 def _origin() -> str | None:

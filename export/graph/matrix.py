@@ -126,18 +126,6 @@ def read_matrix(source: Source, name: str, shape: tuple[int, int], wanted: Schem
     return Matrix(source.checkpoint, stored_name, name, shape, stored, FULL if stored.quantizes else wanted, order)
 
 
-def read_vector(source: Source, name: str) -> Tensor:
-    """A norm's weight, a bias or a λ vector in float32, its entries in the order of its matrix's rows.
-
-    Raises:
-        NonFiniteError: it holds NaN or infinity.
-    """
-    vector = source.read(name)
-    check_finite(vector, source.adapter.source_name(name))
-    order = row_order(source.adapter, name)
-    return (vector if order is None else vector[order]).float()
-
-
 def row_order(adapter: Adapter, name: str) -> Tensor | None:
     """The checkpoint's row at each exported row of a parameter; None where no row moves."""
     return adapter.rows_as(op_layout(adapter.architecture.diff_spec), name)

@@ -9,12 +9,13 @@ from diffquant.errors import CheckpointError, UsageError
 from diffquant.export.graph.activations import EMITTED
 from diffquant.export.graph.body import contrib_row_problems
 from diffquant.export.graph.linears import check_blocks
-from diffquant.export.graph.matrix import Matrix, read_matrix, read_vector
+from diffquant.export.graph.matrix import Matrix, read_matrix, row_order
 from diffquant.export.options import ExportOptions
 from diffquant.family.spec import DiffSpec
 from diffquant.model.adapters import Adapter
 from diffquant.model.architecture import Shape
 from diffquant.model.config import DiffTransformerConfig
+from diffquant.numerics import check_finite
 from diffquant.scheme import FULL, Scheme
 from diffquant.source.source import Source
 
@@ -61,8 +62,15 @@ class ExportPlan:
         return matrix.dequantized(0, rows) if matrix.scheme.quantizes else matrix.values(0, rows).float()
 
     def vector(self, name: str) -> Tensor:
-        """A norm's weight, a bias or a λ vector in float32."""
-        return read_vector(self.source, name)
+        """A norm's weight, a bias or a λ vector in float32, its entries in the order of its matrix's rows.
+
+        Raises:
+            NonFiniteError: it holds NaN or infinity.
+        """
+        vector = self.source.read(name)
+        check_finite(vector, self.adapter.source_name(name))
+        order = row_order(self.adapter, name)
+        return (vector if order is None else vector[order]).float()
 
     @cached_property
     def _shapes(self) -> dict[str, Shape]:

@@ -76,6 +76,7 @@ class Comparison:
         manifest: Manifest,
         reference: Reference,
         passages: list[np.ndarray],
+        *,
         tolerance: float | None,
         threads: int,
         device: str,
@@ -134,18 +135,18 @@ class Comparison:
             compared += of_session
         self._progress(1, 1, "done")
         return Verification(
-            self._folder,
-            len(self._passages),
-            sum(ids.shape[1] for ids in self._passages),
-            self._reached,
-            tuple(self._reference.stages),
-            tuple(compared),
-            self._cache,
-            scales,
-            rotation,
-            tuple(failures),
-            tuple(self._tokens),
-            (*self._notes(scales), *([on_cpu_text(fallbacks)] if fallbacks else []), *refusals),
+            folder=self._folder,
+            passages=len(self._passages),
+            positions=sum(ids.shape[1] for ids in self._passages),
+            reached=self._reached,
+            stages=tuple(self._reference.stages),
+            routes=tuple(compared),
+            cache=self._cache,
+            scales=scales,
+            rotation=rotation,
+            failures=tuple(failures),
+            tokens=tuple(self._tokens),
+            notes=(*self._notes(scales), *([on_cpu_text(fallbacks)] if fallbacks else []), *refusals),
         )
 
     def _sessions(self) -> list[_Session]:

@@ -89,7 +89,7 @@ def loses_tokens(sessions: Sequence[SessionTokens]) -> bool:
     return len(sessions) > 1 and sessions[0].tokens.agreement < sessions[1].tokens.agreement
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Verification:
     """How an exported folder compares with its checkpoint.
 

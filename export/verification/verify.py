@@ -57,7 +57,16 @@ def verify(
     reference = Reference(source, manifest.options, cache_scales(graph))
     rotation = rotation_excess(graph, reference.model.model.rotary_emb, source.architecture.max_position_embeddings)
     passages = sample_passages(source, reference.model.config)
-    comparison = Comparison(folder, manifest, reference, passages, tolerance, threads, chosen.name, progress)
+    comparison = Comparison(
+        folder,
+        manifest,
+        reference,
+        passages,
+        tolerance=tolerance,
+        threads=threads,
+        device=chosen.name,
+        progress=progress,
+    )
     verification = comparison.verification(
         scales=_scale_error(folder, manifest, reference), rotation=None if rotation is None else Measure(rotation, 1.0)
     )

@@ -9,8 +9,8 @@ import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from diffquant.attention import BACKENDS, LogitMeter, attend
-from diffquant.attention.backends import composed, simulated
+from diffquant.attention import BACKENDS, LogitMeter, attend, weights
+from diffquant.attention.backends import composed
 from diffquant.errors import UsageError
 from diffquant.family.call import AttentionCall
 from diffquant.family.mask import Mask
@@ -73,7 +73,7 @@ def equation_1(q, k, v, lam, scale, valid, quantize=lambda logits, seen: logits)
 def test_backends_equal_the_equation(backend, generation, length, keys, padded):
     q, k, v, lam = random_inputs(generation, length, keys)
     valid = left_padding(2, keys) if padded else torch.ones(2, keys, dtype=torch.bool)
-    out = attend(q, k, v, lam, scale=0.3, mask=Mask(keys=valid if padded else None), backend=backend)
+    out = attend(AttentionCall(q, k, v, lam, scale=0.3, mask=Mask(keys=valid if padded else None)), backend)
     torch.testing.assert_close(out, equation_1(q, k, v, lam, 0.3, valid), rtol=0, atol=1e-6)
 
 
@@ -105,7 +105,7 @@ def test_the_pair_norm_is_transformers_rms_norm(weight):
 @pytest.mark.parametrize("backend", ["naive", "flashdiff1", "flashdiff2"])
 def test_more_pairs_than_channels_serve(backend):
     q, k, v, lam = random_inputs("v1", 5, 5, pairs=24, groups=12)
-    out = attend(q, k, v, lam, scale=0.3, mask=Mask(), backend=backend)
+    out = attend(AttentionCall(q, k, v, lam, scale=0.3, mask=Mask()), backend)
     expected = equation_1(q, k, v, lam, 0.3, torch.ones(2, 5, dtype=torch.bool))
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-6)
 
@@ -113,9 +113,9 @@ def test_more_pairs_than_channels_serve(backend):
 @pytest.mark.parametrize("backend", ["naive", "flashdiff2"])
 def test_any_strides_serve(backend):
     q, k, v, lam = random_inputs("v1", 13, 13)
-    expected = attend(q, k, v, lam, scale=0.3, mask=Mask(), backend=backend)
+    expected = attend(AttentionCall(q, k, v, lam, scale=0.3, mask=Mask()), backend)
     turned = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (*q, *k, v)]
-    out = attend(turned[:2], turned[2:4], turned[4], lam, scale=0.3, mask=Mask(), backend=backend)
+    out = attend(AttentionCall(turned[:2], turned[2:4], turned[4], lam, scale=0.3, mask=Mask()), backend)
     torch.testing.assert_close(out, expected)
 
 
@@ -184,7 +184,7 @@ def test_quantized_logits_are_those_of_visible_entries_that_share_a_scale(
     expected = equation_1(q, k, v, lam, 0.3, valid, quantized_by(text))
     mask = Mask(keys=valid if padded else None)
     for backend in ("auto", "naive"):
-        out = attend(q, k, v, lam, scale=0.3, mask=mask, logits=Scheme.parse(text), backend=backend)
+        out = attend(AttentionCall(q, k, v, lam, scale=0.3, mask=mask, logits=Scheme.parse(text)), backend)
         torch.testing.assert_close(out, expected, rtol=0, atol=1e-6)
 
 
@@ -198,7 +198,7 @@ def test_the_meter_reports_the_scales_and_what_they_clip(text, backend):
     scales, clipped, meter = [], [], LogitMeter()
     equation_1(q, k, v, lam, 0.3, left_padding(2, 17), quantized_by(text, scales, clipped))
     mask = Mask(keys=left_padding(2, 17))
-    attend(q, k, v, lam, scale=0.3, mask=mask, logits=Scheme.parse(text), meter=meter, backend=backend)
+    attend(AttentionCall(q, k, v, lam, scale=0.3, mask=mask, logits=Scheme.parse(text), meter=meter), backend)
     found = meter.report()
     assert found["calls"] == 1
     assert found["entries"] == 2 * 6 * (sum(range(7, 18)) + sum(range(2, 13)))
@@ -218,7 +218,7 @@ def test_static_logits_clip_at_the_range_of_their_map_and_head(backend):
     expected = equation_1(q, k, v, lam, 0.3, every, quantized_by("4:static", scales, clipped, static))
     scheme, mask = Scheme.parse("4:static"), Mask()
     out = attend(
-        q, k, v, lam, scale=0.3, mask=mask, logits=scheme, ranges=static.flatten(), meter=meter, backend=backend
+        AttentionCall(q, k, v, lam, scale=0.3, mask=mask, logits=scheme, ranges=static.flatten(), meter=meter), backend
     )
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-6)
     assert meter.report()["clipped"] == sum(clipped) > 0
@@ -240,7 +240,7 @@ def test_alike_rounds_the_mean_of_both_maps_and_half_their_difference(granularit
     valid = left_padding(2, 17)
     expected = equation_1(q, k, v, lam, 0.3, valid, quantize)
     scheme = Scheme.parse(f"4:{granularity}:alike")
-    out = attend(q, k, v, lam, scale=0.3, mask=Mask(keys=valid), logits=scheme)
+    out = attend(AttentionCall(q, k, v, lam, scale=0.3, mask=Mask(keys=valid), logits=scheme))
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-6)
 
 
@@ -248,7 +248,7 @@ def test_alike_rounds_the_mean_of_both_maps_and_half_their_difference(granularit
 def test_alike_means_nothing_to_a_plain_transformer(backend):
     q, k, v, lam = random_inputs("plain", 9, 9)
     alike, without = (
-        attend(q, k, v, lam, scale=0.3, mask=Mask(), logits=Scheme.parse(text), backend=backend)
+        attend(AttentionCall(q, k, v, lam, scale=0.3, mask=Mask(), logits=Scheme.parse(text)), backend)
         for text in ("4:tensor:alike", "4:tensor")
     )
     assert torch.equal(alike, without)
@@ -258,7 +258,9 @@ def test_equal_maps_rounded_alike_stay_equal():
     q, k, v, _ = random_inputs("v2", 9, 9)
     meter = LogitMeter()
     scheme = Scheme.parse("3:row:alike")
-    out = attend([q[0], q[0]], k, v, torch.tensor(1.0), scale=0.3, mask=Mask(), logits=scheme, meter=meter)
+    out = attend(
+        AttentionCall([q[0], q[0]], k, v, torch.tensor(1.0), scale=0.3, mask=Mask(), logits=scheme, meter=meter)
+    )
     assert out.abs().max() == 0
     assert meter.entries == 2 * 2 * 6 * 45
 
@@ -267,12 +269,12 @@ def test_equal_maps_rounded_alike_stay_equal():
 @pytest.mark.parametrize("granularity", GRANULARITIES + ALIKE)
 @pytest.mark.parametrize("generation", GENERATIONS)
 def test_blocks_of_queries_equal_full_maps(generation, granularity, bits, monkeypatch):
-    monkeypatch.setattr(simulated, "_BLOCK_ENTRIES", 2000)
+    monkeypatch.setattr(weights, "_BLOCK_ENTRIES", 2000)
     q, k, v, lam = random_inputs(generation, 37, 45)
     scheme, mask = Scheme.parse(f"{bits}:{granularity}"), Mask(keys=left_padding(2, 45))
     meters = LogitMeter(), LogitMeter()
-    blocked = attend(q, k, v, lam, scale=0.3, mask=mask, logits=scheme, meter=meters[0])
-    full = attend(q, k, v, lam, scale=0.3, mask=mask, logits=scheme, meter=meters[1], backend="naive")
+    blocked = attend(AttentionCall(q, k, v, lam, scale=0.3, mask=mask, logits=scheme, meter=meters[0]))
+    full = attend(AttentionCall(q, k, v, lam, scale=0.3, mask=mask, logits=scheme, meter=meters[1]), "naive")
     torch.testing.assert_close(blocked, full, rtol=0, atol=1e-12)
     (counted, in_full) = (meter.report() for meter in meters)
     assert (counted["entries"], counted["clipped"]) == (in_full["entries"], in_full["clipped"])
@@ -283,9 +285,17 @@ def test_blocks_of_queries_equal_full_maps(generation, granularity, bits, monkey
 def test_padding_and_batching_do_not_change_a_sequence(granularity):
     q, k, v, lam = random_inputs("v1", 12, 12)
     scheme = Scheme.parse(f"4:{granularity}")
-    together = attend(q, k, v, lam, scale=0.3, mask=Mask(keys=left_padding(2, 12)), logits=scheme)
+    together = attend(AttentionCall(q, k, v, lam, scale=0.3, mask=Mask(keys=left_padding(2, 12)), logits=scheme))
     alone = attend(
-        [x[1:, :, 4:] for x in q], [x[1:, :, 4:] for x in k], v[1:, :, 4:], lam, scale=0.3, mask=Mask(), logits=scheme
+        AttentionCall(
+            [x[1:, :, 4:] for x in q],
+            [x[1:, :, 4:] for x in k],
+            v[1:, :, 4:],
+            lam,
+            scale=0.3,
+            mask=Mask(),
+            logits=scheme,
+        )
     )
     torch.testing.assert_close(together[1:, :, 4:], alone, rtol=0, atol=1e-12)
 
@@ -299,9 +309,9 @@ def test_queries_that_are_padding_enter_no_scale(granularity):
     for x in q:
         x[0, :, 7:] *= 100
     meter = LogitMeter()
-    padded = attend(q, k, v, lam, scale=0.3, mask=Mask(keys=valid), logits=scheme, meter=meter)
+    padded = attend(AttentionCall(q, k, v, lam, scale=0.3, mask=Mask(keys=valid), logits=scheme, meter=meter))
     first = [[x[:1, :, :7] for x in xs] for xs in (q, k)]
-    alone = attend(*first, v[:1, :, :7], lam[:1, :, :7], scale=0.3, mask=Mask(), logits=scheme)
+    alone = attend(AttentionCall(*first, v[:1, :, :7], lam[:1, :, :7], scale=0.3, mask=Mask(), logits=scheme))
     torch.testing.assert_close(padded[:1, :, :7], alone, rtol=0, atol=1e-12)
     assert meter.entries == 2 * 6 * (7 * 8 // 2 + 12 * 13 // 2)
 
@@ -321,7 +331,7 @@ def test_shift_keeps_more_of_a_one_sided_row_than_plain_absmax():
     }
     exact, error = _softmax(rows) @ v.numpy(), {}
     for text, chosen in codes.items():
-        rounded = attend([q], [k], v, None, scale=0.25, mask=Mask(), logits=Scheme.parse(text)).numpy()
+        rounded = attend(AttentionCall([q], [k], v, None, scale=0.25, mask=Mask(), logits=Scheme.parse(text))).numpy()
         np.testing.assert_allclose(rounded, _softmax(chosen * step[text]) @ v.numpy(), rtol=0, atol=1e-9)
         error[text] = np.linalg.norm(rounded - exact)
     # Rounding errors are in proportion to steps.
@@ -339,11 +349,15 @@ def _softmax(rows):
 def test_the_meter_counts_visible_entries_steps_and_clipping():
     q, k, v, lam = random_inputs("v1", 5, 5)
     meter = LogitMeter()
-    attend(q, k, v, lam, scale=0.3, mask=Mask(), logits=Scheme.parse("4:row"), meter=meter)
+    attend(AttentionCall(q, k, v, lam, scale=0.3, mask=Mask(), logits=Scheme.parse("4:row"), meter=meter))
     assert meter.entries == 2 * 6 * 15 * 2
     assert meter.clipped == 0
     assert 0 < meter.report()["step_mean"] <= meter.scale_max
-    attend([x * 40 for x in q], k, v, lam, scale=0.3, mask=Mask(), logits=Scheme.parse("4:row:shift"), meter=meter)
+    attend(
+        AttentionCall(
+            [x * 40 for x in q], k, v, lam, scale=0.3, mask=Mask(), logits=Scheme.parse("4:row:shift"), meter=meter
+        )
+    )
     assert meter.calls == 2
     assert meter.clipped > 0
     assert meter.scale_max <= 12 / 15
@@ -356,7 +370,7 @@ def test_metering_never_waits_for_a_device():
         meter = LogitMeter()
         for _ in range(2):
             scheme = Scheme.parse("4:row:shift")
-            attend([q, q], [k, k], v, lam[..., :1], scale=0.3, mask=Mask(), logits=scheme, meter=meter)
+            attend(AttentionCall([q, q], [k, k], v, lam[..., :1], scale=0.3, mask=Mask(), logits=scheme, meter=meter))
     assert meter.calls == 2
     with pytest.raises(DataDependentOutputException):
         meter.report()
@@ -364,11 +378,11 @@ def test_metering_never_waits_for_a_device():
 
 def test_memory_of_simulated_logits_is_linear_in_the_keys(monkeypatch):
     largest = []
-    original = simulated.prepare_logits
-    monkeypatch.setattr(simulated, "prepare_logits", lambda x, *rest: largest.append(x.numel()) or original(x, *rest))
-    monkeypatch.setattr(simulated, "_BLOCK_ENTRIES", 1 << 14)
+    original = weights.prepare_logits
+    monkeypatch.setattr(weights, "prepare_logits", lambda x, *rest: largest.append(x.numel()) or original(x, *rest))
+    monkeypatch.setattr(weights, "_BLOCK_ENTRIES", 1 << 14)
     q, k, v, lam = random_inputs("v1", 512, 512, batch=1, dtype=torch.float32)
-    attend(q, k, v, lam, scale=0.3, mask=Mask(), logits=Scheme.parse("4:row"))
+    attend(AttentionCall(q, k, v, lam, scale=0.3, mask=Mask(), logits=Scheme.parse("4:row")))
     assert max(largest) <= 1 << 14
 
 
@@ -384,21 +398,21 @@ def test_memory_of_simulated_logits_is_linear_in_the_keys(monkeypatch):
 )
 def test_arguments_that_disagree_are_refused(change, message):
     with pytest.raises(UsageError, match=message):
-        attend(*change(*random_inputs("v1", 7, 7)), scale=0.3, mask=Mask())
+        attend(AttentionCall(*change(*random_inputs("v1", 7, 7)), scale=0.3, mask=Mask()))
 
 
 def test_a_backend_that_cannot_serve_says_why():
     inputs = random_inputs("v1", 7, 7)
     with pytest.raises(UsageError, match="flash-attn runs on CUDA only"):
-        attend(*inputs, scale=0.3, mask=Mask(), backend="flash_attn")
+        attend(AttentionCall(*inputs, scale=0.3, mask=Mask()), "flash_attn")
     with pytest.raises(UsageError, match="unknown attention backend 'fast'"):
-        attend(*inputs, scale=0.3, mask=Mask(), backend="fast")
+        attend(AttentionCall(*inputs, scale=0.3, mask=Mask()), "fast")
     with pytest.raises(UsageError, match=r"'triton': Triton kernels run on CUDA devices, not on cpu; use auto"):
-        attend(*inputs, scale=0.3, mask=Mask(), backend="triton")
+        attend(AttentionCall(*inputs, scale=0.3, mask=Mask()), "triton")
     with pytest.raises(UsageError, match="cannot quantize them"):
-        attend(*inputs, scale=0.3, mask=Mask(), logits=Scheme.parse("4:row"), backend="flashdiff1")
+        attend(AttentionCall(*inputs, scale=0.3, mask=Mask(), logits=Scheme.parse("4:row")), "flashdiff1")
     with pytest.raises(UsageError, match="'simulated' computes quantized logits alone"):
-        attend(*inputs, scale=0.3, mask=Mask(), backend="simulated")
+        attend(AttentionCall(*inputs, scale=0.3, mask=Mask()), "simulated")
 
 
 @pytest.mark.parametrize("generation", GENERATIONS)
@@ -418,7 +432,7 @@ def test_the_flash_attn_package_is_asked_for_the_equation(monkeypatch, generatio
 
     monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace(flash_attn_func=flash_attn_func))
     q, k, v, lam = random_inputs(generation, length, 29)
-    out = composed.flash_attn(AttentionCall(q, k, v, lam, 0.3, Mask()))
+    out = composed.flash_attn(AttentionCall(q, k, v, lam, scale=0.3, mask=Mask()))
     torch.testing.assert_close(out, equation_1(q, k, v, lam, 0.3, torch.ones(2, 29, dtype=torch.bool)))
 
 

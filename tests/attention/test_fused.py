@@ -1,6 +1,7 @@
 """The dispatcher and the Triton kernels together, interpreted as if this were a device that runs them."""
 
 import logging
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -36,13 +37,11 @@ def masks(keys):
 
 def call_of(generation, queries, keys, mask):
     q, k, v, lam = random_call(generation, queries, keys, batch=2)
-    return AttentionCall(q, k, v, lam, 0.125, mask, POST if generation == "v1" else None)
+    return AttentionCall(q, k, v, lam, scale=0.125, mask=mask, post=POST if generation == "v1" else None)
 
 
 def compute(call, backend, **options):
-    return attend(
-        call.q, call.k, call.v, call.lam, scale=call.scale, mask=call.mask, post=call.post, backend=backend, **options
-    )
+    return attend(replace(call, **options), backend)
 
 
 @pytest.mark.parametrize("which", range(2), ids=["causal", "left-padded"])

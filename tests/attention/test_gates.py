@@ -1,11 +1,14 @@
 """Gates of the signal map and of the output: against a formula of one query at a time, and against V2."""
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from torch.nn.functional import linear
 
 from diffquant import load
-from diffquant.attention import attend
+from diffquant.attention import BACKENDS, attend
 from diffquant.errors import CheckpointError, UsageError
 from diffquant.family.call import AttentionCall
 from diffquant.family.mask import Mask
@@ -61,14 +64,28 @@ def one_at_a_time(q, k, v, lam, signal_gate, scale, mask):
 @pytest.mark.parametrize("backend", ["naive", "flashdiff1", "flashdiff2", "auto"])
 def test_backends_equal_the_formula(backend, noises):
     given = random_call(noises)
-    torch.testing.assert_close(attend(**given, backend=backend), one_at_a_time(**given), rtol=0, atol=1e-12)
+    torch.testing.assert_close(attend(AttentionCall(**given), backend), one_at_a_time(**given), rtol=0, atol=1e-12)
+
+
+def test_contributings_example_of_a_backend_computes_both_gates():
+    page = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r"```python\n(# diffquant/attention/backends/naive_float64\.py\n.*?)```", page, re.DOTALL)
+    given = random_call(2)
+    try:
+        exec(example, {})
+        found = attend(AttentionCall(**given), "naive-float64")
+    finally:
+        BACKENDS.pop("naive-float64", None)
+    torch.testing.assert_close(found, one_at_a_time(**given), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("scheme", ["4:row", "4:tensor", "5:head:alike"])
 def test_a_gate_weighs_the_rounded_map_and_is_in_no_scale(scheme):
     given = random_call(logits=Scheme.parse(scheme))
-    halved = attend(**given | {"signal_gate": given["signal_gate"] / 2, "lam": given["lam"] / 2}, backend="simulated")
-    whole = attend(**given, backend="naive")
+    halved = attend(
+        AttentionCall(**given | {"signal_gate": given["signal_gate"] / 2, "lam": given["lam"] / 2}), "simulated"
+    )
+    whole = attend(AttentionCall(**given), "naive")
     torch.testing.assert_close(2 * halved, whole, rtol=0, atol=1e-12)
 
 
@@ -81,11 +98,11 @@ def test_kernels_leave_gates_to_the_other_backends():
 
 def test_a_gate_of_other_queries_is_refused_with_its_shape():
     with pytest.raises(UsageError, match=r"signal_gate \[2, 4, 3, 1\], not one value or \[2, 4, 7, 1\]"):
-        attend(**random_call(signal_gate=torch.ones(2, 4, 3, 1, dtype=torch.float64)))
+        attend(AttentionCall(**random_call(signal_gate=torch.ones(2, 4, 3, 1, dtype=torch.float64))))
     one_map = random_call()
     one_map |= {"q": one_map["q"][:1], "k": one_map["k"][:1], "lam": None}
     with pytest.raises(UsageError, match="gates the signal of two alone"):
-        attend(**one_map)
+        attend(AttentionCall(**one_map))
 
 
 @pytest.mark.parametrize(

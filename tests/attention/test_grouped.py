@@ -5,7 +5,7 @@ import logging
 import pytest
 import torch
 
-from diffquant.attention import LogitMeter, attend
+from diffquant.attention import BACKENDS, LogitMeter, attend
 from diffquant.attention.backends import triton
 from diffquant.family.call import AttentionCall
 from diffquant.family.mask import Mask
@@ -58,7 +58,7 @@ def one_at_a_time(q, k, v, lam, scale, mask):
 @pytest.mark.parametrize("backend", ["naive", "flashdiff1", "flashdiff2", "auto"])
 def test_backends_equal_the_formula(backend, shape, shares_keys):
     given = random_call(shape, shares_keys=shares_keys)
-    torch.testing.assert_close(attend(**given, backend=backend), one_at_a_time(**given), rtol=0, atol=1e-12)
+    torch.testing.assert_close(attend(AttentionCall(**given), backend), one_at_a_time(**given), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("text", SCHEMES)
@@ -69,8 +69,8 @@ def test_rounded_logits_are_those_of_pairs_with_noise_heads_of_their_own(backend
     pairs, noises, _ = SHAPES[shape]
     own = [given["q"][1][:, s // (pairs // noises)] for s in range(pairs)]
     expanded = given | {"q": [given["q"][0], torch.stack(own, 1)]}
-    wanted = attend(**expanded, backend="naive")
-    torch.testing.assert_close(attend(**given, backend=backend), wanted, rtol=0, atol=1e-12)
+    wanted = attend(AttentionCall(**expanded), "naive")
+    torch.testing.assert_close(attend(AttentionCall(**given), backend), wanted, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("backend", ["naive", "simulated"])
@@ -80,8 +80,8 @@ def test_static_ranges_are_those_of_signal_heads_and_then_of_noise_heads(backend
     given = random_call("4:1", logits=Scheme.parse("5:static"), ranges=ranges)
     own = torch.cat([ranges[:pairs], ranges[pairs:].repeat_interleave(4)])
     expanded = given | {"q": [given["q"][0], given["q"][1].repeat_interleave(4, 1)], "ranges": own}
-    wanted = attend(**expanded, backend="naive")
-    torch.testing.assert_close(attend(**given, backend=backend), wanted, rtol=0, atol=1e-12)
+    wanted = attend(AttentionCall(**expanded), "naive")
+    torch.testing.assert_close(attend(AttentionCall(**given), backend), wanted, rtol=0, atol=1e-12)
     assert torch.equal(AttentionCall(**given).expanded().ranges, own)
 
 
@@ -91,19 +91,20 @@ def test_a_shared_noise_map_is_rounded_once(backend):
     for text in ("row", "pair"):
         meters[text] = LogitMeter()
         given = random_call("4:1", length=21, meter=meters[text], logits=Scheme.parse(f"4:{text}"))
-        attend(**given, backend=backend)
+        attend(AttentionCall(**given), backend)
     entries = 2 * 21 * 22 // 2
     assert int(meters["row"].entries) == 10 * entries
     # A scale that both maps of a pair share differs from pair to pair.
     assert int(meters["pair"].entries) == 16 * entries
 
 
-def test_kernels_refuse_shared_noise_heads_and_their_backends_repeat_them(caplog):
+def test_kernels_refuse_shared_noise_heads_and_their_backends_repeat_them(caplog, monkeypatch):
     call = AttentionCall(**random_call("4:1"))
     assert call.signals_per_noise == 4
     seen = []
+    monkeypatch.setattr(triton, "_kernel", lambda name: (lambda each: seen.append(each) or each.v, None))
     with caplog.at_level(logging.INFO):
-        triton._with_own_noise(lambda each: seen.append(each) or each.v)(call)
+        BACKENDS["triton"].compute(call)
     assert torch.equal(seen[0].q[1], call.q[1].repeat_interleave(4, 1))
     assert "every noise head is repeated 4 times" in caplog.text
     assert call_refusal(call).startswith("4 pairs share a noise head")

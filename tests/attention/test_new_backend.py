@@ -19,7 +19,7 @@ CALLS = []
 
 def compute(call):
     CALLS.append(call)
-    return naive(call.q, call.k, call.v, call.lam, call.scale, call.mask, call.logits, call.ranges)
+    return naive(call)
 
 
 @pytest.fixture
@@ -41,13 +41,14 @@ def inputs(length=5):
 
 
 def result(backend="auto", length=5, logits=FULL):
-    return attend(*inputs(length), scale=0.3, mask=Mask(), logits=logits, backend=backend)
+    return attend(AttentionCall(*inputs(length), scale=0.3, mask=Mask(), logits=logits), backend)
 
 
-def test_it_is_found_by_name(toy):
+def test_it_is_found_by_name_and_given_the_call_whole(toy):
     toy()
-    assert torch.equal(result("toy"), result("naive"))
-    assert len(CALLS) == 1
+    gated = AttentionCall(*inputs(), scale=0.3, mask=Mask(window=3), signal_gate=torch.tensor(0.7))
+    assert torch.equal(attend(gated, "toy"), attend(gated, "naive"))
+    assert [gated] == CALLS
     with pytest.raises(UsageError, match=r"known are auto, .*, toy, triton"):
         check_backend("tyo")
 
@@ -93,7 +94,7 @@ def test_a_name_is_given_once(toy):
 def test_where_nobody_serves_a_call_each_says_why(monkeypatch):
     monkeypatch.setattr(dispatch, "by_priority", lambda logits: [Backend("toy", compute, lambda call: "it is a toy")])
     with pytest.raises(UsageError, match="no attention backend serves this call: toy: it is a toy"):
-        dispatch.fastest(AttentionCall(*inputs(), 0.3, Mask()))
+        dispatch.fastest(AttentionCall(*inputs(), scale=0.3, mask=Mask()))
 
 
 def test_the_command_lines_help_names_backends_that_are_there():

@@ -41,7 +41,7 @@ def test_eager_operations_are_what_torch_counts(model):
     work = prompt(model)
     call = differential(work, "cpu")
     with FlopCounterMode(display=False) as counter:
-        naive(call.q, call.k, call.v, call.lam, call.scale, call.mask)
+        naive(call)
     assert counts.eager(work).operations == counter.get_total_flops()
 
 

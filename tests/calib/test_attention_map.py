@@ -6,33 +6,25 @@ import pytest
 import torch
 
 from diffquant import data
-from diffquant.attention.naive import naive
-from diffquant.calib.analysis.attention_map import AttentionMapOptions, attention_by_part, map_attention
-from diffquant.calib.analysis.last_row import last_maps, last_weights
+from diffquant.calib.analysis.attention_map import AttentionMapOptions, attention_by_part, last_weights, map_attention
 from diffquant.calib.analysis.needle_parts import PARTS, Prompt, make_prompt
 from diffquant.errors import NonFiniteError, UsageError
 from diffquant.evals.encoding import RequestEncoder
 from diffquant.evals.protocols import needle
 from diffquant.evals.protocols.needle import DEPTHS, NeedlePlan, make_items
 from diffquant.family.mask import Mask
-from diffquant.family.spec import DiffSpec
 from diffquant.loading import load
-from diffquant.model.adapters import adapter_for
 from diffquant.model.config import DiffTransformerConfig
+from diffquant.model.fused_cache import FusedCache
 from diffquant.model.modeling import DiffTransformer
 from diffquant.recipe import Recipe
-from diffquant.scheme import Scheme
 from diffquant.source.tokenizer import load_tokenizer
 from tests.support import tiny_lm
-from tests.support.models import SIZES, ours, random_diffllama, random_ids, random_llama
+from tests.support.checkpoints import write_checkpoint
+from tests.support.models import ours, random_diffllama, random_ids, random_llama
 
 LENGTH = 37
 LAMBDAS = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")
-
-
-def random_diff_v2():
-    torch.manual_seed(0)
-    return adapter_for(SIZES | {"model_type": "diff_v2", "num_key_value_heads": 2}).architecture.new_model().eval()
 
 
 def random_prompt(length=LENGTH):
@@ -76,53 +68,59 @@ def test_diffllamas_attention_is_the_difference_of_its_eager_maps():
 
 
 RECIPES = [{}, {"kv": "4:row"}, {"k": "4:c8", "v": "4:row"}, {"kv": "4:row", "residual": 9}]
-RECIPES += [{"logits": "3:tensor"}, {"logits": "3:tensor:shift"}, {"logits": "4:b16", "kv": "6:row"}]
-RECIPES += [{"qk": "3:b8:smooth"}, {"qk": "4:tensor"}, {"k": "3:row:rotated"}]
+RECIPES += [{"logits": "3:tensor:shift"}, {"logits": "4:b16", "kv": "6:row"}, {"logits": "3:row", "qk": "4:row"}]
+RECIPES += [{"qk": "3:b8:smooth"}, {"kv": "3:row:rotated"}, {"kv": "4:row:rotated", "logits": "3:head"}]
+# A Transformer has no other map that these could look at.
+OF_PAIRS = [{"logits": text} for text in ("3:map", "3:pair", "4:tensor:alike", "3:row:alike")]
+MODELS = ["llama", "diffllama", "motif", "unilm-v2", "gated", "motif-grouped"]
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=str)
-@pytest.mark.parametrize("make", [random_diff_v2, lambda: ours(random_llama())], ids=["diff-v2", "transformer"])
-def test_the_weights_give_the_models_own_output(make, recipe):
-    model, ids = make(), random_ids(1, LENGTH)
-    model.apply_recipe(Recipe.of(**recipe))
-    walk = model.walk(LENGTH)
-    x = walk.embed(ids)
-    layer = walk.layers[0]
-    attended = []
-    layer.self_attn.o_proj.register_forward_pre_hook(lambda _, inputs: attended.append(inputs[0][0, -1]))
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("members")
+    return {source: write_checkpoint(folder / source, source, torch.float64) for source in MODELS}
+
+
+@pytest.mark.parametrize(
+    ("source", "recipe"),
+    [(source, recipe) for source in MODELS for recipe in RECIPES + (OF_PAIRS if source != "llama" else [])],
+    ids=str,
+)
+def test_the_weights_give_the_models_own_output(folders, source, recipe):
+    model, ids = load(folders[source], Recipe.of(**recipe), torch.float64), random_ids(1, LENGTH)
+    walk, layer = model.walk(LENGTH), model.model.layers[1]
+    attention, spec = layer.self_attn, model.config.diff_spec
+    x = walk.run(walk.layers[0], walk.embed(ids))
+    computed = []
+    attention.o_proj.register_forward_pre_hook(lambda _, inputs: computed.append(inputs[0][0, -1]))
     cache = model.new_cache()
-    layer(x, walk.rotary, Mask(), cache)
-    _, weights = last_weights(walk, layer, x)
-    stored = cache.layers[0]
+    wanted = layer(x, walk.rotary, Mask(), cache)
+    out, weights, maps = last_weights(walk, layer, x)
+    assert torch.equal(out, wanted)
+    torch.testing.assert_close(maps.sum(-1), torch.ones(spec.maps, spec.pairs, dtype=torch.float64))
+    stored = cache.layers[1]
     values = stored.stored_values.read() if hasattr(stored, "stored_values") else stored.values
-    repeats = weights.shape[0] // values.shape[1]
-    expected = weights[:, None] @ values[0].repeat_interleave(repeats, 0)
-    torch.testing.assert_close(attended[0], expected.flatten(), rtol=1e-4, atol=1e-5)
+    found = weights[:, None] @ values[0].repeat_interleave(spec.pairs // spec.kv_pairs, 0)
+    if attention.value_rotation is not None:
+        found = found @ attention.value_rotation.double().T
+    if spec.post_norm != "none":
+        found = found * torch.rsqrt(found.square().mean(-1, keepdim=True) + spec.post_norm_eps) * spec.post_factor(1)
+        found = found * attention.subln.weight if spec.post_norm == "affine" else found
+    if spec.output_gate:
+        found = found * attention.output_gate_proj(layer.input_layernorm(x)[0, -1]).sigmoid().view(spec.pairs, 1, -1)
+    # λ, gates and norms are computed in float32.
+    torch.testing.assert_close(found.flatten(), computed[0], rtol=1e-5, atol=1e-6)
 
 
-LOGITS = ["16", "3:tensor", "3:map", "4:tensor:shift", "3:head", "4:pair", "3:pair:shift", "4:row", "3:row:shift"]
-LOGITS += ["4:b16", "3:b5:shift", "4:static", "3:row:alike", "3:head:alike", "3:tensor:alike"]
-
-
-@pytest.mark.parametrize("scheme", LOGITS)
-@pytest.mark.parametrize("shared_k", [False, True])
-def test_the_last_row_is_that_of_whole_maps(scheme, shared_k, monkeypatch):
-    # Blocks of three queries, so that what shares a scale lies in several of them.
-    monkeypatch.setattr("diffquant.model.walk._BLOCK_ENTRIES", 3 * 8 * LENGTH)
-    scheme = Scheme.parse(scheme)
-    spec = DiffSpec(pairs=4, kv_pairs=2, head_dim=8, value_dim=8, shared_k=shared_k, lam="sigmoid")
-    generator = torch.Generator().manual_seed(0)
-    q = 3 * torch.randn(1, spec.query_heads, LENGTH, 8, generator=generator)
-    k = 3 * torch.randn(1, spec.key_heads, LENGTH, 8, generator=generator)
-    ranges = torch.rand(spec.query_heads, generator=generator) * 20 + 5
-    maps = q.chunk(2, 1)
-    keys = (k, k) if shared_k else k.chunk(2, 1)
-    eye = torch.eye(LENGTH).expand(1, spec.kv_pairs, LENGTH, LENGTH)
-    whole = torch.tensor(0.25)
-    both = naive(maps, keys, eye, whole, spec.scale, Mask(), scheme, ranges)[0, :, -1]
-    found = last_maps(q, k, spec, scheme, ranges)
-    torch.testing.assert_close(found[0] - 0.25 * found[1], both, rtol=0, atol=1e-5)
-    torch.testing.assert_close(found.sum(-1), torch.ones(2, spec.pairs))
+def test_a_call_that_is_looked_at_is_not_the_decode_kernels(folders, monkeypatch):
+    monkeypatch.setattr(FusedCache, "attend", lambda *_, **__: pytest.fail("its result has no call"))
+    monkeypatch.setattr(FusedCache, "update", lambda _, k, v, __: (k, v))
+    model = load(folders["unilm-v2"], dtype=torch.float32)
+    monkeypatch.setattr(type(model.model), "has_quantized_cache", True)
+    monkeypatch.setattr(model.model, "new_cache", lambda: FusedCache(Recipe(), 2))
+    walk = model.walk(2)
+    _, weights, _ = last_weights(walk, walk.layers[0], walk.embed(random_ids(1, 2)))
+    assert weights.shape == (2, 2)
 
 
 def hand_made(lam):

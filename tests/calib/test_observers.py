@@ -131,8 +131,9 @@ def test_static_logits_are_the_same_by_blocks_and_whole(maps):
     v, lam = heavy_tails(2, 2, 9, 8, seed=9), torch.tensor(0.4) if maps == 2 else None
     ranges = torch.arange(1.0, 4 * maps + 1)
     scheme = Scheme.parse("4:static")
-    whole = naive(q, k, v, lam, 8**-0.5, Mask(), scheme, ranges)
-    in_blocks = simulated(AttentionCall(q, k, v, lam, 8**-0.5, Mask(), logits=scheme, ranges=ranges))
+    call = AttentionCall(q, k, v, lam, scale=8**-0.5, mask=Mask(), logits=scheme, ranges=ranges)
+    whole = naive(call)
+    in_blocks = simulated(call)
     torch.testing.assert_close(in_blocks, whole)
     wide = [x.double() * 8**-0.5 @ y.double().repeat_interleave(2, 1).mT for x, y in zip(q, k, strict=True)]
     steps = [part.view(1, -1, 1, 1).double() / 7 for part in ranges.chunk(maps)]

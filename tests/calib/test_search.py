@@ -51,7 +51,15 @@ def checkpoint(tmp_path_factory):
 
 def toy(sizes, target="weights"):
     return [
-        Unit(target, f"u{i}", i, "x", "row", size, {b: size * b // 8 + size // 32 for b in WIDTHS})
+        Unit(
+            target=target,
+            name=f"u{i}",
+            layer=i,
+            kind="x",
+            granularity="row",
+            elements=size,
+            stored={b: size * b // 8 + size // 32 for b in WIDTHS},
+        )
         for i, size in enumerate(sizes)
     ]
 

@@ -22,7 +22,15 @@ def test_with_16_bit_scales_a_budget_half_a_bit_larger_gives_every_weight_the_sa
         elements = entry["elements"]
         # A scale of 16 bits for 32 codes, and the shape that each packed weight has.
         sizes = {bits: elements * (bits + 0.5) / 8 + SHAPE_BYTES for bits in (4, 6, 8)}
-        unit = Unit("weights", entry["name"], entry["layer"], entry["kind"], "g32", elements, sizes)
+        unit = Unit(
+            target="weights",
+            name=entry["name"],
+            layer=entry["layer"],
+            kind=entry["kind"],
+            granularity="g32",
+            elements=elements,
+            stored=sizes,
+        )
         costs[unit] = {int(bits): kl for bits, kl in entry["kl"].items()}
         chosen[unit] = entry["chosen"]
     assert len(chosen) == 210

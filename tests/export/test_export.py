@@ -185,6 +185,7 @@ def test_a_quantized_checkpoint_is_not_quantized_again(tmp_path):
     assert re.search(r"weights 4:g32: .*, 5\.00 stored bits each, with scales in float32\n", text)
 
 
+@pytest.mark.usefixtures("library")
 @pytest.mark.parametrize(
     "options", sampled([{"weights": "6:g16"}, {"weights": "8:row"}, {"embed_bits": 8}], 3), ids=str
 )

@@ -326,8 +326,21 @@ FAULTS = {
 }
 
 
+# A body has these numbers written into it, or tells them from shapes: the native kernel alone is misled.
+OF_THE_KERNEL = {
+    "a first call of one token counted as two",
+    "attention scale x 1.1",
+    "a window of 16",
+    "rotation of other channels",
+    "a window of 250 in one layer",
+    "a window of 40 in one layer, without a cache",
+}
+
+
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_planted_fault_is_refused(exported, tmp_path, fault):
+def test_a_planted_fault_is_refused(exported, tmp_path, request, fault):
+    if fault in OF_THE_KERNEL:
+        request.getfixturevalue("library")
     base, edit = FAULTS[fault]
     checkpoint, folder = exported(base)
     planted = PlantedExport.copy(folder, tmp_path / "planted")

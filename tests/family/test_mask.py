@@ -70,11 +70,11 @@ def test_backends_compute_a_window_as_dense_softmax_in_float64_does(keys, logits
             wanted[row, pair, query] = (maps[0] - lam * maps[1]) @ v[row, pair // 2, seen]
     if not scheme.quantizes:
         for backend in ("naive", "flashdiff1", "flashdiff2", "auto"):
-            y = attend(q, k, v, lam, scale=0.2, mask=mask, backend=backend)
+            y = attend(AttentionCall(q, k, v, lam, scale=0.2, mask=mask), backend)
             torch.testing.assert_close(y, wanted, rtol=0, atol=1e-8)
         return
     naive, simulated = (
-        attend(q, k, v, lam, scale=0.2, mask=mask, logits=scheme, backend=b) for b in ("naive", "simulated")
+        attend(AttentionCall(q, k, v, lam, scale=0.2, mask=mask, logits=scheme), b) for b in ("naive", "simulated")
     )
     torch.testing.assert_close(simulated, naive, rtol=0, atol=1e-12)
     assert 0 < (naive - wanted).abs().max() < 0.5
@@ -82,6 +82,6 @@ def test_backends_compute_a_window_as_dense_softmax_in_float64_does(keys, logits
 
 def test_the_kernels_refuse_windows_that_hide_something():
     q = torch.zeros(1, 2, 4, 64, dtype=torch.float16)
-    call = AttentionCall((q,), (q,), q, None, 1.0, Mask(None, 3))
+    call = AttentionCall((q,), (q,), q, None, scale=1.0, mask=Mask(None, 3))
     assert call_refusal(call) == "the kernel has no window, and queries see 3 of 4 keys"
-    assert call_refusal(AttentionCall((q,), (q,), q, None, 1.0, Mask(None, 4))) is None
+    assert call_refusal(AttentionCall((q,), (q,), q, None, scale=1.0, mask=Mask(None, 4))) is None

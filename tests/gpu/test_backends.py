@@ -5,6 +5,7 @@ import torch
 
 from diffquant.attention import attend
 from diffquant.attention.naive import naive
+from diffquant.family.call import AttentionCall
 from diffquant.family.mask import Mask
 from diffquant.scheme import Scheme
 
@@ -55,8 +56,8 @@ def test_backends_equal_float64(backend, generation, dtype, width, length, keys,
     valid = torch.ones(2, keys, dtype=torch.bool, device="cuda")
     valid[1, : keys // 3] = not padded
     mask = Mask(keys=valid if padded else None)
-    expected = naive(*in_float64(*inputs), width**-0.5, mask)
-    out = attend(*inputs, scale=width**-0.5, mask=mask, backend=backend)
+    expected = naive(AttentionCall(*in_float64(*inputs), scale=width**-0.5, mask=mask))
+    out = attend(AttentionCall(*inputs, scale=width**-0.5, mask=mask), backend)
     assert relative_error(out, expected) <= LIMITS[dtype]
 
 
@@ -65,7 +66,7 @@ def test_backends_equal_float64(backend, generation, dtype, width, length, keys,
 def test_simulated_logits_equal_full_maps(generation, granularity):
     inputs = random_inputs(generation, 129, 129, 64, torch.float16)
     scheme = Scheme.parse(f"8:{granularity}")
-    expected = naive(*inputs, 0.125, Mask(), scheme)
-    out = attend(*inputs, scale=0.125, mask=Mask(), logits=scheme)
+    expected = naive(AttentionCall(*inputs, scale=0.125, mask=Mask(), logits=scheme))
+    out = attend(AttentionCall(*inputs, scale=0.125, mask=Mask(), logits=scheme))
     # A logit on the border of two codes may round either way.
     assert relative_error(out, expected.double()) <= 1e-2

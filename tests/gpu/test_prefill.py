@@ -7,6 +7,7 @@ from diffquant.family.call import AttentionCall
 from diffquant.family.mask import Mask
 from diffquant.family.norm import PairNorm
 from diffquant.kernels.arguments import empty_output
+from diffquant.kernels.attention import operator
 from diffquant.kernels.attention import prefill as module
 from diffquant.kernels.attention.prefill import prefill_refusal
 from tests.support.kernel_inputs import CAUSAL, expected, on_call, padding, random_call, relative_error
@@ -22,7 +23,7 @@ if not torch.cuda.is_available():
 
 @pytest.fixture(autouse=True)
 def _poisoned_outputs(monkeypatch):
-    monkeypatch.setattr(module, "empty_output", lambda q, width: empty_output(q, width).fill_(torch.nan))
+    monkeypatch.setattr(operator, "empty_output", lambda q, width: empty_output(q, width).fill_(torch.nan))
 
 
 # (queries, keys, what two sequences see)
@@ -47,7 +48,7 @@ def test_equals_the_plain_form(generation, dtype, width, name):
     inputs = random_call(
         generation, queries, keys, width=width, pairs=6, kv_pairs=3, batch=2, dtype=dtype, device=DEVICE
     )
-    assert prefill_refusal(AttentionCall(*inputs, 0.125, CAUSAL)) is None
+    assert prefill_refusal(AttentionCall(*inputs, scale=0.125, mask=CAUSAL)) is None
     out = prefill(*inputs, scale=width**-0.5, mask=mask)
     assert relative_error(out, expected(*inputs, scale=width**-0.5, mask=mask)) <= LIMITS[dtype]
 

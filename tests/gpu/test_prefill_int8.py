@@ -7,6 +7,7 @@ from diffquant.family.call import AttentionCall
 from diffquant.family.mask import Mask
 from diffquant.family.norm import PairNorm
 from diffquant.kernels.arguments import empty_output
+from diffquant.kernels.attention import operator
 from diffquant.kernels.attention import prefill_int8 as module
 from diffquant.kernels.attention.prefill_int8 import prefill_int8_refusal
 from tests.support.kernel_inputs import CAUSAL, expected, on_call, padding, random_call, relative_error
@@ -24,7 +25,7 @@ if not torch.cuda.is_available():
 
 @pytest.fixture(autouse=True)
 def _poisoned_outputs(monkeypatch):
-    monkeypatch.setattr(module, "empty_output", lambda q, width: empty_output(q, width).fill_(torch.nan))
+    monkeypatch.setattr(operator, "empty_output", lambda q, width: empty_output(q, width).fill_(torch.nan))
 
 
 @pytest.fixture(params=LIMITS)
@@ -59,7 +60,7 @@ def test_close_to_the_plain_form(generation, dtype, width, name, pv):
     inputs = random_call(
         generation, queries, keys, width=width, pairs=6, kv_pairs=3, batch=2, dtype=dtype, device=DEVICE
     )
-    assert prefill_int8_refusal(AttentionCall(*inputs, 0.125, CAUSAL), pv) is None
+    assert prefill_int8_refusal(AttentionCall(*inputs, scale=0.125, mask=CAUSAL), pv) is None
     out = prefill_int8(*inputs, scale=width**-0.5, mask=mask, pv=pv)
     wanted = expected(*inputs, scale=width**-0.5, mask=mask)
     assert relative_error(out, wanted) <= LIMITS[pv]

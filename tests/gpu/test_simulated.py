@@ -10,6 +10,7 @@ from diffquant.family.call import AttentionCall
 from diffquant.family.mask import Mask
 from diffquant.family.norm import PairNorm
 from diffquant.kernels.arguments import empty_output
+from diffquant.kernels.attention import operator
 from diffquant.kernels.attention import prefill_simulated as module
 from diffquant.kernels.attention.prefill_simulated import prefill_simulated_refusal
 from diffquant.scheme import Scheme
@@ -28,7 +29,7 @@ if not torch.cuda.is_available():
 
 @pytest.fixture(autouse=True)
 def _poisoned_outputs(monkeypatch):
-    monkeypatch.setattr(module, "empty_output", lambda q, width: empty_output(q, width).fill_(torch.nan))
+    monkeypatch.setattr(operator, "empty_output", lambda q, width: empty_output(q, width).fill_(torch.nan))
 
 
 @pytest.fixture(autouse=True)
@@ -58,7 +59,7 @@ def whole_numbers(generation, queries, keys, **shape):
 
 def plain(q, k, v, lam, scale, mask, scheme):
     """The plain form, its values in float64 and its logits in float32."""
-    return naive(q, k, v, lam, scale, mask, scheme).double()
+    return naive(AttentionCall(q, k, v, lam, scale=scale, mask=mask, logits=scheme)).double()
 
 
 @pytest.mark.parametrize("name", SEEN)
@@ -69,7 +70,7 @@ def test_equals_the_plain_form_at_every_border(generation, dtype, width, text, n
     queries, keys, mask = SEEN[name]
     inputs = whole_numbers(generation, queries, keys, width=width, pairs=6, kv_pairs=3, batch=2, dtype=dtype)
     scheme = Scheme.parse(text)
-    assert prefill_simulated_refusal(AttentionCall(*inputs, 0.125, mask, logits=scheme)) is None
+    assert prefill_simulated_refusal(AttentionCall(*inputs, scale=0.125, mask=mask, logits=scheme)) is None
     out = simulated(*inputs, scale=width**-0.5, mask=mask, scheme=scheme)
     assert relative_error(out, plain(*inputs, width**-0.5, mask, scheme)) <= LIMITS[dtype]
 

@@ -8,6 +8,7 @@ from diffquant.family.call import AttentionCall
 from diffquant.family.mask import Mask
 from diffquant.family.norm import PairNorm
 from diffquant.kernels.arguments import empty_output
+from diffquant.kernels.attention import operator
 from diffquant.kernels.attention import prefill_specialized as module
 from diffquant.kernels.attention.prefill_simulated import prefill_simulated
 from diffquant.kernels.attention.prefill_specialized import prefill_specialized_refusal
@@ -31,7 +32,7 @@ if torch.cuda.get_device_capability()[0] != 9:
 
 @pytest.fixture(autouse=True)
 def _poisoned_outputs(monkeypatch):
-    monkeypatch.setattr(module, "empty_output", lambda q, width: empty_output(q, width).fill_(torch.nan))
+    monkeypatch.setattr(operator, "empty_output", lambda q, width: empty_output(q, width).fill_(torch.nan))
 
 
 # (queries, keys, what two sequences see)
@@ -59,7 +60,7 @@ def test_close_to_the_plain_form(generation, bits, width, dtype, name):
     inputs = random_call(
         generation, queries, keys, width=width, pairs=6, kv_pairs=3, batch=2, dtype=dtype, device=DEVICE
     )
-    assert prefill_specialized_refusal(AttentionCall(*inputs, 0.125, CAUSAL), bits) is None
+    assert prefill_specialized_refusal(AttentionCall(*inputs, scale=0.125, mask=CAUSAL), bits) is None
     out = prefill_specialized(*inputs, scale=width**-0.5, mask=mask, bits=bits)
     assert relative_error(out, expected(*inputs, scale=width**-0.5, mask=mask)) <= limit(bits, dtype)
 
@@ -129,4 +130,7 @@ def test_rounded_logits_fall_on_the_codes_of_the_plain_form(generation, text):
     inputs = [x.mul(2).round() for x in q], [rounded[id(x)] for x in k], v, lam
     scheme = Scheme.parse(text)
     out = simulated(*inputs, scale=0.0625, scheme=scheme, specialized=True)
-    assert relative_error(out, naive(*inputs, 0.0625, CAUSAL, scheme).double()) <= LIMITS[16]
+    assert (
+        relative_error(out, naive(AttentionCall(*inputs, scale=0.0625, mask=CAUSAL, logits=scheme)).double())
+        <= LIMITS[16]
+    )

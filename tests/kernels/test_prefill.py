@@ -11,9 +11,18 @@ from diffquant.family.mask import Mask
 from diffquant.family.norm import PairNorm
 from diffquant.kernels import configs
 from diffquant.kernels.arguments import empty_output
+from diffquant.kernels.attention import operator
 from diffquant.kernels.attention import prefill as module
 from diffquant.kernels.attention.prefill import prefill_refusal
-from tests.support.kernel_inputs import CAUSAL, expected, on_call, padding, random_call, relative_error
+from tests.support.kernel_inputs import (
+    CAUSAL,
+    expected,
+    on_call,
+    operator_arguments,
+    padding,
+    random_call,
+    relative_error,
+)
 from tests.support.thorough import sampled
 
 prefill = on_call(module.prefill)
@@ -35,7 +44,7 @@ SEEN = {
 def device_class(request, monkeypatch, has_capability):
     """Both code paths, and outputs that hold NaN until a kernel stores them."""
     has_capability(int(request.param[3]), 0)
-    monkeypatch.setattr(module, "empty_output", lambda q, width: empty_output(q, width).fill_(torch.nan))
+    monkeypatch.setattr(operator, "empty_output", lambda q, width: empty_output(q, width).fill_(torch.nan))
     return request.param
 
 
@@ -126,23 +135,9 @@ def test_nothing_in_gives_nothing_out():
 
 @pytest.mark.parametrize("generation", ["v1", "v2"])
 def test_the_operator_is_well_formed(generation):
-    q, k, v, lam = random_call(generation, 17, 33)
-    second = None if generation == "v2" else k[1]
-    arguments = (
-        *q,
-        k[0],
-        second,
-        v,
-        lam,
-        None,
-        torch.tensor([30], dtype=torch.int32),
-        torch.ones(v.shape[-1]),
-        0.125,
-        True,
-        1e-5,
-        0.8,
-    )
-    torch.library.opcheck(torch.ops.diffquant.prefill.default, arguments, test_utils=["test_schema", "test_faketensor"])
+    arguments = operator_arguments(generation)
+    checks = ["test_schema", "test_faketensor"]
+    torch.library.opcheck(torch.ops.diffquant.prefill.default, arguments, test_utils=checks)
 
 
 def test_a_compiled_model_keeps_the_operator(device_class):
@@ -191,6 +186,6 @@ def test_gradients_are_refused_not_dropped():
 
 def test_the_dispatcher_hears_why_not():
     assert (
-        prefill_refusal(AttentionCall(*random_call("v1", 5, 5), 0.125, CAUSAL))
+        prefill_refusal(AttentionCall(*random_call("v1", 5, 5), scale=0.125, mask=CAUSAL))
         == "Triton kernels run on CUDA devices, not on cpu"
     )

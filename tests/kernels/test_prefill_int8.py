@@ -9,9 +9,18 @@ from diffquant.family.mask import Mask
 from diffquant.family.norm import PairNorm
 from diffquant.kernels import configs
 from diffquant.kernels.arguments import empty_output
+from diffquant.kernels.attention import operator
 from diffquant.kernels.attention import prefill_int8 as module
 from diffquant.kernels.attention.prefill_int8 import TILES, prefill_int8_refusal
-from tests.support.kernel_inputs import CAUSAL, expected, on_call, padding, random_call, relative_error
+from tests.support.kernel_inputs import (
+    CAUSAL,
+    expected,
+    on_call,
+    operator_arguments,
+    padding,
+    random_call,
+    relative_error,
+)
 from tests.support.thorough import sampled
 
 pytestmark = pytest.mark.usefixtures("rounded_as_a_gpu_does")
@@ -34,7 +43,7 @@ SEEN = {
 def _on_hopper(monkeypatch, has_capability):
     """With outputs that hold NaN until a kernel stores them."""
     has_capability(9, 0)
-    monkeypatch.setattr(module, "empty_output", lambda q, width: empty_output(q, width).fill_(torch.nan))
+    monkeypatch.setattr(operator, "empty_output", lambda q, width: empty_output(q, width).fill_(torch.nan))
 
 
 @pytest.fixture(params=["sm_89", "sm_90"])
@@ -126,12 +135,7 @@ def test_nothing_in_gives_nothing_out():
 
 @pytest.mark.parametrize("generation", ["plain", "v1", "v2"])
 def test_the_operator_is_well_formed(generation):
-    q, k, v, lam = random_call(generation, 17, 33)
-    ends = torch.tensor([30], dtype=torch.int32)
-    arguments = (
-        q[0], q[1] if len(q) == 2 else None, k[0], k[1] if generation == "v1" else None, v, lam, None, ends,
-        torch.ones(v.shape[-1]), 0.125, True, 1e-5, 0.8, "fp8",
-    )  # fmt: skip
+    arguments = (*operator_arguments(generation), "fp8")
     checks = ["test_schema", "test_faketensor"]
     torch.library.opcheck(torch.ops.diffquant.prefill_int8.default, arguments, test_utils=checks)
 
@@ -177,5 +181,6 @@ def test_what_a_device_or_the_kernel_cannot_do_is_said(has_capability):
     with torch.enable_grad(), pytest.raises(UsageError, match="no backward pass"):
         prefill_int8(inputs[0], inputs[1], inputs[2].requires_grad_(), inputs[3], scale=0.125)
     assert (
-        prefill_int8_refusal(AttentionCall(*inputs, 0.125, CAUSAL)) == "Triton kernels run on CUDA devices, not on cpu"
+        prefill_int8_refusal(AttentionCall(*inputs, scale=0.125, mask=CAUSAL))
+        == "Triton kernels run on CUDA devices, not on cpu"
     )

@@ -16,10 +16,19 @@ from diffquant.family.mask import Mask
 from diffquant.family.norm import PairNorm
 from diffquant.kernels import configs
 from diffquant.kernels.arguments import empty_output
+from diffquant.kernels.attention import operator
 from diffquant.kernels.attention import prefill_simulated as module
 from diffquant.kernels.attention.prefill_simulated import TILES, prefill_simulated_refusal
 from diffquant.scheme import FULL, Scheme
-from tests.support.kernel_inputs import normed, on_call, padding, random_call, relative_error
+from tests.support.kernel_inputs import (
+    expected,
+    normed,
+    on_call,
+    operator_arguments,
+    padding,
+    random_call,
+    relative_error,
+)
 from tests.support.thorough import sampled
 
 simulated, blocked = on_call(module.prefill_simulated), on_call(in_blocks.simulated)
@@ -46,7 +55,7 @@ def device_class(request, has_capability):
 
 @pytest.fixture(autouse=True)
 def _poisoned(monkeypatch):
-    monkeypatch.setattr(module, "empty_output", lambda q, width: empty_output(q, width).fill_(torch.nan))
+    monkeypatch.setattr(operator, "empty_output", lambda q, width: empty_output(q, width).fill_(torch.nan))
 
 
 def whole_numbers(generation, queries, keys, **shape):
@@ -57,7 +66,7 @@ def whole_numbers(generation, queries, keys, **shape):
 
 
 def plain(q, k, v, lam, scale, mask, scheme):
-    return naive(q, k, v, lam, scale, mask, scheme).double()
+    return naive(AttentionCall(q, k, v, lam, scale=scale, mask=mask, logits=scheme)).double()
 
 
 @pytest.mark.parametrize("name", sampled(SEEN, 2))
@@ -150,7 +159,7 @@ def test_the_pair_norm_is_part_of_the_kernel():
     inputs = whole_numbers("v1", 17, 33)
     post = PairNorm(1e-5, torch.linspace(0.5, 2, 128).half(), 0.64)
     out = simulated(*inputs, scale=0.125, scheme=Scheme.parse("8:row"), post=post)
-    wanted = naive(*inputs[:2], inputs[2].double(), inputs[3], 0.125, Mask())
+    wanted = expected(*inputs, scale=0.125)
     assert relative_error(out, normed(wanted, post)) <= 5e-2
     unquantized = plain(*inputs, 0.125, Mask(), Scheme.parse("8:row"))
     assert relative_error(out, normed(unquantized, post)) <= LIMIT
@@ -176,12 +185,7 @@ def test_logits_of_any_size_stay_finite():
 
 @pytest.mark.parametrize("generation", ["plain", "v1", "v2"])
 def test_the_operator_is_well_formed(generation):
-    q, k, v, lam = random_call(generation, 17, 33)
-    second = (q[1], k[0], k[1]) if len(q) == 2 else (None, k[0], None)
-    arguments = (
-        q[0], *second, v, lam, None, torch.tensor([30], dtype=torch.int32), torch.ones(v.shape[-1]), 0.125,
-        4, "pair", True, True, 1e-5, 0.8, False,
-    )  # fmt: skip
+    arguments = (*operator_arguments(generation), 4, "pair", True, False)
     checks = ["test_schema", "test_faketensor"]
     torch.library.opcheck(torch.ops.diffquant.simulated_logits.default, arguments, test_utils=checks)
 
@@ -211,6 +215,6 @@ def test_what_the_kernel_does_not_take_is_an_error():
     with torch.enable_grad(), pytest.raises(UsageError, match="no backward pass"):
         simulated(q, k, v.requires_grad_(), lam, **call)
     assert (
-        prefill_simulated_refusal(AttentionCall(q, k, v, lam, 0.125, Mask(), logits=call["scheme"]))
+        prefill_simulated_refusal(AttentionCall(q, k, v, lam, scale=0.125, mask=Mask(), logits=call["scheme"]))
         == "Triton kernels run on CUDA devices, not on cpu"
     )

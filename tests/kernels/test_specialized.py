@@ -12,13 +12,23 @@ from diffquant.family.mask import Mask
 from diffquant.family.norm import PairNorm
 from diffquant.kernels import configs
 from diffquant.kernels.arguments import empty_output
+from diffquant.kernels.attention import operator
 from diffquant.kernels.attention import prefill_int8 as today
 from diffquant.kernels.attention import prefill_specialized as module
 from diffquant.kernels.attention.prefill_simulated import prefill_simulated
 from diffquant.kernels.attention.prefill_specialized import TILES, prefill_specialized_refusal
 from diffquant.scheme import Scheme
 from tests.support.gluon_machine import Launcher
-from tests.support.kernel_inputs import CAUSAL, expected, normed, on_call, padding, random_call, relative_error
+from tests.support.kernel_inputs import (
+    CAUSAL,
+    expected,
+    normed,
+    on_call,
+    operator_arguments,
+    padding,
+    random_call,
+    relative_error,
+)
 from tests.support.thorough import sampled
 
 pytestmark = pytest.mark.usefixtures("rounded_as_a_gpu_does")
@@ -45,7 +55,7 @@ SEEN = {
 def _on_a_hopper_of_threads(monkeypatch, has_capability):
     """With outputs that hold NaN until a kernel stores them."""
     has_capability(9, 0)
-    monkeypatch.setattr(module, "empty_output", lambda q, width: empty_output(q, width).fill_(torch.nan))
+    monkeypatch.setattr(operator, "empty_output", lambda q, width: empty_output(q, width).fill_(torch.nan))
     for name in ("attend_specialized", "attend_fp8_specialized"):
         monkeypatch.setattr(module, name, Launcher(getattr(module, name)))
 
@@ -126,12 +136,7 @@ def test_nothing_in_gives_nothing_out():
 
 @pytest.mark.parametrize(("generation", "bits"), CASES, ids=IDS)
 def test_the_operator_is_well_formed(generation, bits):
-    q, k, v, lam = random_call(generation, 17, 33)
-    ends = torch.tensor([30], dtype=torch.int32)
-    arguments = (
-        q[0], q[1] if len(q) == 2 else None, k[0], k[1] if generation == "v1" else None, v, lam, None, ends,
-        torch.ones(v.shape[-1]), 0.125, True, 1e-5, 0.8, bits == 8,
-    )  # fmt: skip
+    arguments = (*operator_arguments(generation), bits)
     checks = ["test_schema", "test_faketensor"]
     torch.library.opcheck(torch.ops.diffquant.prefill_specialized.default, arguments, test_utils=checks)
 
@@ -154,7 +159,7 @@ def test_rounded_logits_equal_the_plain_form_at_every_border(generation, text, n
     shared = {"scale": 0.0625, "mask": mask, "scheme": scheme}
     with configs.trying(TWO_STAGES):
         out = simulated(*inputs, **shared, meter=meters[0], specialized=True)
-    wanted = naive(*inputs, 0.0625, mask, scheme).double()
+    wanted = naive(AttentionCall(*inputs, scale=0.0625, mask=mask, logits=scheme)).double()
     assert relative_error(out, wanted) <= LIMITS[16]
     on_call(in_blocks.simulated)(*inputs, **shared, meter=meters[1])
     assert meters[0].report() == meters[1].report()
@@ -165,7 +170,12 @@ def test_wide_rounded_logits_are_normed_as_the_plain_ones():
     post = PairNorm(1e-5, torch.linspace(0.5, 2, 256).half(), 0.64)
     scheme = Scheme.parse("8:row")
     out = simulated(*inputs, scale=2**-5, post=post, scheme=scheme, specialized=True)
-    assert relative_error(out, normed(naive(*inputs, 2**-5, CAUSAL, scheme).double(), post)) <= LIMITS[16]
+    assert (
+        relative_error(
+            out, normed(naive(AttentionCall(*inputs, scale=2**-5, mask=CAUSAL, logits=scheme)).double(), post)
+        )
+        <= LIMITS[16]
+    )
 
 
 def test_what_the_kernels_do_not_take_is_said(has_capability):
@@ -179,5 +189,5 @@ def test_what_the_kernels_do_not_take_is_said(has_capability):
         prefill_specialized(*random_call("v1", 5, 5), scale=0.125)
     with pytest.raises(UsageError, match=r"simulated logits: .* made for Hopper"):
         simulated(*random_call("v1", 5, 5), scale=0.125, scheme=Scheme.parse("8:row"), specialized=True)
-    call = AttentionCall(*random_call("v1", 5, 5), 0.125, CAUSAL)
+    call = AttentionCall(*random_call("v1", 5, 5), scale=0.125, mask=CAUSAL)
     assert prefill_specialized_refusal(call) == "Triton kernels run on CUDA devices, not on cpu"

@@ -6,6 +6,7 @@ import torch
 from diffquant import load
 from diffquant.attention import attend
 from diffquant.errors import UsageError
+from diffquant.family.call import AttentionCall
 from diffquant.family.mask import Mask
 from diffquant.recipe import Recipe
 from tests.attention.test_attention import random_inputs
@@ -92,8 +93,8 @@ def test_backends_agree_on_what_each_query_sees(backend, generation):
     q, k, v, lam = random_inputs(generation, 13, 13)
     seen = scattered()
     seen[1, :, 6] = False
-    found = attend(q, k, v, lam, scale=0.3, mask=Mask(seen=seen), backend=backend)
-    expected = attend(q, k, v, lam, scale=0.3, mask=Mask(seen=seen), backend="naive")
+    found = attend(AttentionCall(q, k, v, lam, scale=0.3, mask=Mask(seen=seen)), backend)
+    expected = attend(AttentionCall(q, k, v, lam, scale=0.3, mask=Mask(seen=seen)), "naive")
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
     assert not found[1, :, 6].any()
 

@@ -8,13 +8,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from diffquant import Recipe, load, quantize
-from diffquant.calib.analysis.last_row import last_maps, last_weights
+from diffquant.calib.analysis.attention_map import last_weights
 from diffquant.calib.analysis.outlier_result import LOGITS
 from diffquant.calib.analysis.outliers import measure_magnitudes
 from diffquant.inspection import inspect_checkpoint
-from diffquant.model.modeling import DiffTransformer
 from diffquant.model.walk import CAUSAL
-from diffquant.scheme import Scheme
 from tests.support.checkpoints import write_checkpoint
 from tests.support.models import random_ids
 
@@ -131,12 +129,8 @@ def test_outliers_count_a_shared_noise_map_once(grouped, expanded):
 def test_the_last_positions_maps_are_those_of_the_repeated_model(grouped, expanded, text):
     both = []
     for folder in (grouped, expanded):
-        model: DiffTransformer = load(folder, dtype=torch.float64)
-        walk = model.walk(13)
-        layer = walk.layers[1]
-        x = walk.embed(random_ids(1, 13))
-        q, k, _ = walk.project(layer, x)
-        both.append((last_maps(q, k, model.config.diff_spec, Scheme.parse(text)), last_weights(walk, layer, x)[1]))
+        walk = load(folder, Recipe.of(logits=text), torch.float64).walk(13)
+        both.append(last_weights(walk, walk.layers[1], walk.embed(random_ids(1, 13))))
     for ours, theirs in zip(*both, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
 

@@ -12,6 +12,7 @@ from onnx import TensorProto, helper
 from diffquant.attention.naive import naive
 from diffquant.export.graph.body import CONTRIB, body
 from diffquant.export.graph.op import DOMAIN, GATES, NAME, VERSION, OpAttributes, schema
+from diffquant.family.call import AttentionCall
 from diffquant.family.mask import Mask
 from diffquant.model.attention import rotate
 from diffquant.scheme import FULL, Scheme
@@ -145,18 +146,14 @@ def expected(
     groups = q[:, :, tokens].unflatten(1, (-1, case.signals + 1))
     queries = [groups[:, :, :-1].flatten(1, 2), groups[:, :, -1]]
     keys = [k[:, i::2] for i in (0, 1)] if case.generation == 1 else [k, k]
-    scale, scheme = case.width**-0.5, case.logits
-
-    def attention(weight: torch.Tensor) -> torch.Tensor:
-        if case.window > 0:
-            return _windowed(case, queries, keys, v, weight, tokens)
-        return naive(queries, keys, v, weight, scale, Mask(), scheme)
-
-    y = attention(lam)
     gates = {name: torch.from_numpy(inputs[name][:, tokens]).to(dtype) for name in case.gates}
-    if "signal_gate" in gates:
-        # naive has no such gate, and is linear in λ: λ = 0 leaves the signal map's share.
-        y = y + (gates["signal_gate"].transpose(1, 2)[..., None] - 1) * attention(torch.zeros(1, dtype=dtype))
+    signal_gate = gates["signal_gate"].transpose(1, 2)[..., None] if "signal_gate" in gates else None
+    mask = Mask(window=case.window if case.window > 0 else None)
+    y = naive(
+        AttentionCall(
+            queries, keys, v, lam, scale=case.width**-0.5, mask=mask, logits=case.logits, signal_gate=signal_gate
+        )
+    )
     y = y.transpose(1, 2).flatten(2)
     return (y * gates["output_gate"] if "output_gate" in gates else y).float().numpy()
 
@@ -200,20 +197,6 @@ def _heads(rows: torch.Tensor, count: int) -> torch.Tensor:
 
 def _by_row(heads: torch.Tensor) -> torch.Tensor:
     return heads.transpose(1, 2).flatten(2)
-
-
-def _windowed(
-    case: Case, queries: list[torch.Tensor], keys: list[torch.Tensor], v: torch.Tensor, lam: torch.Tensor, tokens: slice
-) -> torch.Tensor:
-    """Output [B, h, T, dv] of one query at a time over the keys in its window."""
-    rows = []
-    for t in range(tokens.start, tokens.stop):
-        near = slice(max(t + 1 - case.window, 0), t + 1)
-        at = t - tokens.start
-        here = lam if lam.numel() == 1 else lam[:, :, at : at + 1]
-        args = ([q[:, :, at : at + 1] for q in queries], [k[:, :, near] for k in keys], v[:, :, near], here)
-        rows.append(naive(*args, case.width**-0.5, Mask()))
-    return torch.cat(rows, 2)
 
 
 def one_node(

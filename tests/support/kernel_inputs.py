@@ -50,6 +50,13 @@ def random_call(
     return q, k, v, lam[generation]
 
 
+def operator_arguments(generation: str) -> tuple[object, ...]:
+    """What every prefill operator takes before its options: a call with padding and a norm, taken apart."""
+    q, k, v, lam = random_call(generation, 17, 33)
+    ends, weight = torch.tensor([30], dtype=torch.int32), torch.ones(v.shape[-1])
+    return q, k[:1] if generation == "v2" else k, v, lam, None, ends, weight, 0.125, True, 1e-5, 0.8
+
+
 def padding(
     keys: int,
     starts: Sequence[int] | None = None,
@@ -63,7 +70,7 @@ def padding(
 
 
 def on_call(kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """A kernel as a function of `naive`'s arguments."""
+    """A kernel as a function of a call's parts."""
 
     def run(
         q: Sequence[Tensor],
@@ -78,7 +85,9 @@ def on_call(kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
         meter: LogitMeter | None = None,
         **options: Any,
     ) -> Tensor:
-        return kernel(AttentionCall(q, k, v, lam, scale, mask, post, scheme, meter=meter), **options)
+        return kernel(
+            AttentionCall(q, k, v, lam, scale=scale, mask=mask, post=post, logits=scheme, meter=meter), **options
+        )
 
     return run
 
@@ -95,7 +104,7 @@ def expected(
 ) -> Tensor:
     """Output [B, h, T, dv] of `naive` in float64."""
     wide = [x.double() for x in q], [x.double() for x in k], v.double(), None if lam is None else lam.double()
-    out = naive(*wide, scale, mask)
+    out = naive(AttentionCall(*wide, scale=scale, mask=mask))
     return out if post is None else normed(out, post)
 
 

@@ -10,7 +10,7 @@ by kernel; of a folder's files the first one that launches a kernel compiles it,
 import json
 import os
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from importlib import import_module
 from pathlib import Path
@@ -20,6 +20,8 @@ import pytest
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+
+from diffquant.family.call import AttentionCall
 
 COUNTS = "DIFFQUANT_COUNTS"
 # What meta tensors cannot say, and what the tests hear instead.
@@ -92,9 +94,9 @@ def _count(*, key: str, fn: Any, **_: Any) -> bool:
     return True
 
 
-def _shape_of_output(q: Sequence[Tensor], _k: object, v: Tensor, *_: object, **__: object) -> Tensor:
+def _shape_of_output(call: AttentionCall) -> Tensor:
     """`naive` without its values."""
-    return q[0].new_empty(*q[0].shape[:-1], v.shape[-1])
+    return call.q[0].new_empty(*call.q[0].shape[:-1], call.v.shape[-1])
 
 
 def _call_once(calls: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:

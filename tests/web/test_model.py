@@ -8,10 +8,11 @@ import torch
 from tokenizers import Tokenizer
 
 from diffquant.attention.naive import naive
-from diffquant.calib.analysis.last_row import last_maps
+from diffquant.attention.weights import attention_weights
 from diffquant.data import books_text
 from diffquant.export import Generator
 from diffquant.export.runtime.session import OnnxModel
+from diffquant.family.call import AttentionCall
 from diffquant.family.mask import Mask
 from diffquant.model.adapters import adapter_for
 from diffquant.scheme import FULL, Scheme
@@ -49,7 +50,7 @@ def test_tokens_and_text_are_those_of_the_tokenizer_in_python(folders):
 
 @pytest.mark.parametrize("source", [*POCKET, "motif-grouped", "gated"])
 def test_maps_are_those_of_torch_and_of_the_attention_map(folders, source):
-    """Every row in float64, to 1e-9, and the last one by `attention-map`'s own function in float32, to 1e-5."""
+    """Every row in float64, to 1e-9, and the last one by what `attention-map` uses in float32, to 1e-5."""
     folder = folders(source)
     config = json.loads((folder / "config.json").read_text())
     spec = adapter_for(config).architecture.diff_spec
@@ -65,9 +66,9 @@ def test_maps_are_those_of_torch_and_of_the_attention_map(folders, source):
         for name, factors in {"signal": (gate, 0), "noise": (0, -1), "difference": (gate, lam)}.items():
             wanted = weights(q, k, spec, scheme, *factors)[0, request["pair"]]
             np.testing.assert_allclose(drawn[name], wanted, rtol=0, atol=1e-9, err_msg=f"{request} {name}")
-        last = last_maps(q.float(), k.float(), spec, scheme)[:, request["pair"]]
-        last[0] *= gate.expand(1, spec.pairs, 17, 1)[0, request["pair"], -1]
-        for row, name in zip(last, ("signal", "noise"), strict=True):
+        _, last = attention_weights(call_of(q.float(), k.float(), spec, scheme, lam, gate), 16)
+        last[0] *= gate.expand(1, spec.pairs, 17, 1)[..., -1:, :]
+        for row, name in zip(last[:, 0, request["pair"], 0], ("signal", "noise"), strict=True):
             np.testing.assert_allclose(drawn[name][-1], row, rtol=0, atol=1e-5, err_msg=f"{request} {name}")
 
 
@@ -105,8 +106,13 @@ def by_query(values, spec):
 
 def weights(q, k, spec, scheme, gate, lam):
     """gate · map 1 - lam · map 2 of every pair, [1, h, T, T]: what attention gives for values that are unit vectors."""
-    length = q.shape[2]
-    units = torch.eye(length, dtype=torch.float64).expand(1, spec.kv_pairs, length, length)
     gate, lam = (torch.as_tensor(factor, dtype=torch.float64) for factor in (gate, lam))
+    return naive(call_of(q, k, spec, scheme, lam, gate)).numpy()
+
+
+def call_of(q, k, spec, scheme, lam, gate):
+    """Attention whose values are unit vectors."""
+    length = q.shape[2]
+    units = torch.eye(length, dtype=q.dtype).expand(1, spec.kv_pairs, length, length)
     maps = spec.layout.query_maps(q), spec.layout.key_maps(k)
-    return naive(*maps, units, lam, spec.scale, Mask(), scheme, signal_gate=gate).numpy()
+    return AttentionCall(*maps, units, lam, scale=spec.scale, mask=Mask(), logits=scheme, signal_gate=gate)

@@ -7,14 +7,13 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from diffquant.errors import UsageError
 from diffquant.family.call import AttentionCall
-from diffquant.family.norm import PairNorm
-from diffquant.kernels.arguments import call_refusal, empty_output, widths_refusal
+from diffquant.kernels.arguments import call_refusal, widths_refusal
 from diffquant.kernels.attention.attend_int8 import attend_int8
+from diffquant.kernels.attention.operator import Operands, as_operator
 from diffquant.kernels.attention.quantize_qkv import QuantizedKV, quantize_qkv
 from diffquant.kernels.configs import AttentionTile, choose
 from diffquant.kernels.descriptors import allow_descriptors, describable
 from diffquant.kernels.gpu import device_class, device_refusal, fp8_refusal
-from diffquant.kernels.strides import same_strides
 
 # 128 keys a step halve the rescaling of 64, and softmax is what 8-bit attention spends most on.
 TILES = {
@@ -41,13 +40,7 @@ def prefill_int8(call: AttentionCall, pv: str = "fp16") -> Tensor:
     """
     if reason := _unsupported(call, pv):
         raise UsageError(f"prefill_int8: {reason}")
-    norm = call.post or PairNorm(0.0)
-    starts, ends = call.mask.ranges or (None, None)
-    out: Tensor = _op(
-        call.q[0], call.q[1] if call.maps == 2 else None, call.k[0],
-        call.k[1] if call.maps == 2 and not call.shares_keys else None, call.v, call.lam, starts, ends,
-        norm.weight, call.scale, call.post is not None, norm.eps, norm.factor, pv,
-    )  # fmt: skip
+    out: Tensor = _operator(call, pv)
     return out
 
 
@@ -64,40 +57,19 @@ def _unsupported(call: AttentionCall, pv: str) -> str | None:
     return call_refusal(call) or widths_refusal(call.q[0], call.v)
 
 
-@torch.library.custom_op("diffquant::prefill_int8", mutates_args=())
-def _op(
-    q1: Tensor,
-    q2: Tensor | None,
-    k1: Tensor,
-    k2: Tensor | None,
-    v: Tensor,
-    lam: Tensor | None,
-    starts: Tensor | None,
-    ends: Tensor | None,
-    weight: Tensor | None,
-    scale: float,
-    normed: bool,
-    eps: float,
-    factor: float,
-    pv: str,
-) -> Tensor:
-    """Output of `prefill_int8` for a call taken apart; k2 is None where the maps share keys (V2)."""
-    batch, heads, length, width = q1.shape
-    kv_heads, keys, value_width = v.shape[1:]
-    out = empty_output(q1, value_width)
-    if out.numel() == 0:
-        return out
-    if keys == 0:
+def _launch(x: Operands, pv: str) -> Tensor:
+    """Output of `prefill_int8`."""
+    out, q, k, v, lam = x.out, x.q, x.k, x.v, x.lam
+    if x.is_blind:
         return out.zero_()
+    batch, heads, length, width = q[0].shape
+    kv_heads, keys, value_width = v.shape[1:]
     device_kind = device_class(v.device)
     tile = choose(TILES, f"prefill_int8/{device_kind}/{width}")
-    q = same_strides(q1) if q2 is None else same_strides(q1, q2)
-    k = same_strides(k1) if k2 is None else same_strides(k1, k2)
-    (v,) = same_strides(v)
-    packed = len(q) // len(k)
-    lam = None if lam is None else lam.float().expand(batch, heads, length, 1)
     with torch.cuda.device_of(v):
-        codes = quantize_qkv(q, k, v, starts, ends, scale, tile_rows=tile.queries, block=tile.keys, values=pv == "fp8")
+        codes = quantize_qkv(
+            q, k, v, x.starts, x.ends, x.scale, tile_rows=tile.queries, block=tile.keys, values=pv == "fp8"
+        )
         described = device_kind == "sm_90"
         if described and not describable(v):
             v = v.clone(memory_format=torch.contiguous_format)
@@ -106,10 +78,10 @@ def _op(
             allow_descriptors()
         # No model of the family has a window or sees later keys: the kernel's branches for both are compiled away.
         attend_int8[(codes.q.shape[3] // tile.queries * batch * heads,)](
-            *operands, codes.q_scale, codes.k_scale, codes.v_scale, lam, starts, ends, weight,
+            *operands, codes.q_scale, codes.k_scale, codes.v_scale, lam, x.starts, x.ends, x.weight,
             out, out.view(torch.float16), v.stride()[:3], None if lam is None else lam.stride()[:3], out.stride()[:3],
-            heads, heads // kv_heads, length, keys, codes.q.shape[3], codes.k.shape[3], None, eps, factor,
-            CAUSAL=True, NORM=normed, MAPS=len(k), PACK=packed, D=width, DV=value_width, FP8=pv == "fp8",
+            heads, heads // kv_heads, length, keys, codes.q.shape[3], codes.k.shape[3], None, x.eps, x.factor,
+            CAUSAL=True, NORM=x.normed, MAPS=len(k), PACK=len(q) // len(k), D=width, DV=value_width, FP8=pv == "fp8",
             DESCRIBED=described, PINNED=described and not triton.knobs.runtime.interpret,
             BM=tile.queries, BN=tile.keys,
             num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=True,
@@ -117,9 +89,7 @@ def _op(
     return out
 
 
-@_op.register_fake
-def _(q1: Tensor, q2: Tensor | None, k1: Tensor, k2: Tensor | None, v: Tensor, *_rest: object) -> Tensor:
-    return empty_output(q1, v.shape[-1])
+_operator = as_operator("prefill_int8", _launch, ", str pv")
 
 
 def _described(codes: QuantizedKV, v: Tensor, tile: AttentionTile) -> tuple[TensorDescriptor | Tensor, ...]:

@@ -13,14 +13,13 @@ from torch import Tensor
 
 from diffquant.errors import UsageError
 from diffquant.family.call import AttentionCall
-from diffquant.family.norm import PairNorm
-from diffquant.kernels.arguments import call_refusal, empty_output, widths_refusal
+from diffquant.kernels.arguments import call_refusal, widths_refusal
 from diffquant.kernels.attention.attend_rounded import attend_rounded, extremes
+from diffquant.kernels.attention.operator import Operands, as_operator
 from diffquant.kernels.attention.prefill_specialized import launch_specialized, specialized_refusal
 from diffquant.kernels.configs import AttentionTile, choose
 from diffquant.kernels.descriptors import allow_descriptors, describable
 from diffquant.kernels.gpu import device_class, device_refusal
-from diffquant.kernels.strides import same_strides
 from diffquant.numerics.logit_scales import logit_scale
 from diffquant.scheme import Scheme
 
@@ -51,17 +50,12 @@ def prefill_simulated(call: AttentionCall, specialized: bool = False) -> Tensor:
         raise UsageError(f"simulated logits take a scale that is not negative, got {call.scale}")
     if reason := _unsupported(call, specialized):
         raise UsageError(f"simulated logits: {reason}")
-    norm, scheme = call.post or PairNorm(0.0), call.logits
-    starts, ends = call.mask.ranges or (None, None)
-    second_q, second_k = (call.q[1], call.k[1]) if call.maps == 2 else (None, None)
+    scheme = call.logits
     out: Tensor
-    out, largest, clipped = _op(
-        call.q[0], second_q, call.k[0], second_k, call.v, call.lam, starts, ends, norm.weight, call.scale,
-        scheme.bits, scheme.granularity, scheme.shift, call.post is not None, norm.eps, norm.factor, specialized,
-    )  # fmt: skip
+    out, largest, clipped = _operator(call, scheme.bits, scheme.granularity, scheme.shift, specialized)
     if call.meter is not None:
         call.meter.calls += 1
-        call.meter.count(_visible_entries(call, starts, ends) * call.pairs * call.maps, clipped.sum())
+        call.meter.count(_visible_entries(call) * call.pairs * call.maps, clipped.sum())
         for magnitudes in largest.expand(-1, -1, call.maps, -1).unbind(2):
             call.meter.record_scales(logit_scale(magnitudes, scheme), magnitudes)
     return out
@@ -85,50 +79,28 @@ def _unsupported(call: AttentionCall, specialized: bool) -> str | None:
     return call_refusal(call) or widths_refusal(call.q[0], call.v)
 
 
-@torch.library.custom_op("diffquant::simulated_logits", mutates_args=())
-def _op(
-    q1: Tensor,
-    q2: Tensor | None,
-    k1: Tensor,
-    k2: Tensor | None,
-    v: Tensor,
-    lam: Tensor | None,
-    starts: Tensor | None,
-    ends: Tensor | None,
-    weight: Tensor | None,
-    scale: float,
-    bits: int,
-    granularity: str,
-    shift: bool,
-    normed: bool,
-    eps: float,
-    factor: float,
-    specialized: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Output of `prefill_simulated` for a call taken apart, and what a meter counts.
+def _launch(x: Operands, bits: int, granularity: str, shift: bool, specialized: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Output of `prefill_simulated`, and what a meter counts.
 
     Returns:
         The output; the largest magnitudes of logits that share a scale, [B, h, maps, T] with shared axes of size 1;
         and the number of clipped logits of each query, int32 [B, h, maps, T].
     """
-    batch, heads, length, width = q1.shape
+    out, q, v, lam = x.out, x.q, x.v, x.lam
+    batch, heads, length, width = q[0].shape
     kv_heads, keys, value_width = v.shape[1:]
-    maps = 1 if q2 is None else 2
-    out = empty_output(q1, value_width)
+    maps = len(q)
     clipped = torch.zeros(batch, heads, maps, length, dtype=torch.int32, device=v.device)
     top, bottom = torch.zeros(2, batch, heads, maps, length, device=v.device)
-    if out.numel() == 0 or keys == 0:
+    if x.is_blind:
         return out.zero_(), _shared(top, granularity), clipped
-    q = same_strides(q1) if q2 is None else same_strides(q1, q2)
-    k = same_strides(k1) if k2 is None else same_strides(k1, k2)
-    (v,) = same_strides(v)
+    k = x.k * (maps // len(x.k))
     device_kind = device_class(v.device)
     described = device_kind == "sm_90"
     if described:
         k = k if describable(*k) else [x.clone(memory_format=torch.contiguous_format) for x in k]
         v = v if describable(v) else v.clone(memory_format=torch.contiguous_format)
     tile = choose(TILES, f"simulated/{device_kind}/{width}")
-    lam = None if lam is None else lam.float().expand(batch, heads, length, 1)
     scheme = Scheme(bits, granularity, shift=shift)
     # No model of the family has a window or sees later keys: the kernel's branches for both are compiled away.
     lengths = (heads, heads // kv_heads, length, keys, None)
@@ -136,8 +108,8 @@ def _op(
         if described:
             allow_descriptors()
         extremes[(triton.cdiv(length, tile.queries) * batch * heads * maps,)](
-            q[0], q[-1], k[0], k[-1], starts, ends, top, bottom,
-            q[0].stride()[:3], k[0].stride()[:3], *lengths, scale,
+            q[0], q[-1], k[0], k[-1], x.starts, x.ends, top, bottom,
+            q[0].stride()[:3], k[0].stride()[:3], *lengths, x.scale,
             MAPS=maps, CAUSAL=True, DESCRIBED=described, D=width, BM=tile.queries, BN=tile.keys,
             num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False,
         )  # fmt: skip
@@ -149,42 +121,37 @@ def _op(
             q[0].stride()[:3], k[0].stride()[:3], v.stride()[:3],
             None if lam is None else lam.stride()[:3], out.stride()[:3],
         )  # fmt: skip
+        parked = out.view(torch.float16)
         # Nothing is contracted behind the formula's back: a product rounded to float32 decides codes at their borders.
         if specialized:
             launch_specialized(
-                q, k, v, (lam, starts, ends, weight, top, scales, clipped, out, out.view(torch.float16), *strides),
-                (scale, log2(e), 2.0**bits - 1, eps, factor), rounded=True, shift=shift, normed=normed,
+                q, k, v, (lam, x.starts, x.ends, x.weight, top, scales, clipped, out, parked, *strides),
+                (x.scale, log2(e), 2.0**bits - 1, x.eps, x.factor), rounded=True, shift=shift, normed=x.normed,
             )  # fmt: skip
         else:
             attend_rounded[(triton.cdiv(length, tile.queries) * batch * heads,)](
-                q[0], q[-1], k[0], k[-1], v, lam, starts, ends, weight, top, scales, out, out.view(torch.float16),
-                clipped, *strides, *lengths, scale, log2(e), 2**bits - 1, eps, factor,
-                MAPS=maps, CAUSAL=True, SHIFT=shift, NORM=normed, DESCRIBED=described, D=width, DV=value_width,
+                q[0], q[-1], k[0], k[-1], v, lam, x.starts, x.ends, x.weight, top, scales, out, parked,
+                clipped, *strides, *lengths, x.scale, log2(e), 2**bits - 1, x.eps, x.factor,
+                MAPS=maps, CAUSAL=True, SHIFT=shift, NORM=x.normed, DESCRIBED=described, D=width, DV=value_width,
                 HALVES=2 if value_width > tile.queries and not described else 1, BM=tile.queries, BN=tile.keys,
                 num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False,
             )  # fmt: skip
     return out, largest, clipped
 
 
-@_op.register_fake
-def _(
-    q1: Tensor,
-    q2: Tensor | None,
-    k1: Tensor,
-    k2: Tensor | None,
-    v: Tensor,
-    lam: Tensor | None,
-    starts: Tensor | None,
-    ends: Tensor | None,
-    weight: Tensor | None,
-    scale: float,
-    bits: int,
-    granularity: str,
-    *_rest: object,
-) -> tuple[Tensor, Tensor, Tensor]:
-    batch, heads, length, _ = q1.shape
-    rows = q1.new_empty(batch, heads, 1 if q2 is None else 2, length, dtype=torch.float32)
-    return empty_output(q1, v.shape[-1]), _shared(rows, granularity), rows.to(torch.int32)
+def _empty(out: Tensor, q: list[Tensor], _bits: int, granularity: str, *_: object) -> tuple[Tensor, Tensor, Tensor]:
+    """What `_launch` returns, without its values."""
+    rows = out.new_empty(*out.shape[:2], len(q), out.shape[2], dtype=torch.float32)
+    return out, _shared(rows, granularity), rows.to(torch.int32)
+
+
+_operator = as_operator(
+    "simulated_logits",
+    _launch,
+    ", int bits, str granularity, bool shift, bool specialized",
+    "(Tensor, Tensor, Tensor)",
+    _empty,
+)
 
 
 def _shared(rows: Tensor, granularity: str) -> Tensor:
@@ -193,8 +160,9 @@ def _shared(rows: Tensor, granularity: str) -> Tensor:
     return rows.amax(axes, keepdim=True) if axes else rows.clone()
 
 
-def _visible_entries(call: AttentionCall, starts: Tensor | None, ends: Tensor | None) -> Tensor:
+def _visible_entries(call: AttentionCall) -> Tensor:
     """Number of visible logits of one head and map, over the batch; on the call's device."""
+    starts, ends = call.mask.ranges or (None, None)
     batch, device = call.v.shape[0], call.v.device
     position = torch.arange(call.keys - call.length, call.keys, device=device)
     start = torch.zeros(batch, 1, dtype=torch.long, device=device) if starts is None else starts[:, None]

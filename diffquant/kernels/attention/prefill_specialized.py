@@ -9,15 +9,14 @@ from torch import Tensor
 
 from diffquant.errors import UsageError
 from diffquant.family.call import AttentionCall
-from diffquant.family.norm import PairNorm
-from diffquant.kernels.arguments import call_refusal, empty_output, widths_refusal
+from diffquant.kernels.arguments import call_refusal, widths_refusal
 from diffquant.kernels.attention.attend_fp8_specialized import attend_fp8_specialized
 from diffquant.kernels.attention.attend_specialized import attend_specialized
+from diffquant.kernels.attention.operator import Operands, as_operator
 from diffquant.kernels.attention.quantize_qkv import quantize_qkv
 from diffquant.kernels.configs import choose
 from diffquant.kernels.descriptors import allow_descriptors, describable
 from diffquant.kernels.gpu import device_class, device_refusal
-from diffquant.kernels.strides import same_strides
 
 
 @dataclass(frozen=True)
@@ -71,13 +70,7 @@ def prefill_specialized(call: AttentionCall, bits: int = 16) -> Tensor:
         raise UsageError(f"prefill takes a positive scale, got {call.scale}")
     if reason := _unsupported(call, bits):
         raise UsageError(f"specialized prefill: {reason}")
-    norm = call.post or PairNorm(0.0)
-    starts, ends = call.mask.ranges or (None, None)
-    out: Tensor = _op(
-        call.q[0], call.q[1] if call.maps == 2 else None, call.k[0],
-        call.k[1] if call.maps == 2 and not call.shares_keys else None, call.v, call.lam, starts, ends,
-        norm.weight, call.scale, call.post is not None, norm.eps, norm.factor, bits == 8,
-    )  # fmt: skip
+    out: Tensor = _operator(call, bits)
     return out
 
 
@@ -138,64 +131,40 @@ def _unsupported(call: AttentionCall, bits: int) -> str | None:
     return call_refusal(call) or widths_refusal(call.q[0], call.v)
 
 
-@torch.library.custom_op("diffquant::prefill_specialized", mutates_args=())
-def _op(
-    q1: Tensor,
-    q2: Tensor | None,
-    k1: Tensor,
-    k2: Tensor | None,
-    v: Tensor,
-    lam: Tensor | None,
-    starts: Tensor | None,
-    ends: Tensor | None,
-    weight: Tensor | None,
-    scale: float,
-    normed: bool,
-    eps: float,
-    factor: float,
-    in_8_bits: bool,
-) -> Tensor:
-    """Output of `prefill_specialized` for a call taken apart; k2 is None where the maps share keys (V2)."""
-    batch, heads, length, width = q1.shape
-    kv_heads, keys, value_width = v.shape[1:]
-    out = empty_output(q1, value_width)
-    if out.numel() == 0:
-        return out
-    if keys == 0:
+def _launch(x: Operands, bits: int) -> Tensor:
+    """Output of `prefill_specialized`."""
+    out, q, k, v, lam = x.out, x.q, x.k, x.v, x.lam
+    if x.is_blind:
         return out.zero_()
-    q = same_strides(q1) if q2 is None else same_strides(q1, q2)
-    k = same_strides(k1) if k2 is None else same_strides(k1, k2)
-    (v,) = same_strides(v)
-    lam = None if lam is None else lam.float().expand(batch, heads, length, 1)
+    batch, heads, length, width = q[0].shape
+    kv_heads, keys, value_width = v.shape[1:]
     lam_strides = None if lam is None else lam.stride()[:3]
     # The noise map waits in the output's own memory.
     parked = out.view(torch.float16)
     with torch.cuda.device_of(v):
-        if in_8_bits:
+        if bits == 8:
             tile = choose(TILES, f"prefill_fp8_specialized/sm_90/{width}x{value_width}")
-            codes = quantize_qkv(q, k, v, starts, ends, scale, tile_rows=_ROWS, block=tile.keys, values=True)
+            codes = quantize_qkv(q, k, v, x.starts, x.ends, x.scale, tile_rows=_ROWS, block=tile.keys, values=True)
             rows = codes.q.shape[3]
             allow_descriptors()
             attend_fp8_specialized[(rows // _ROWS * batch * heads,)](
-                codes.q, codes.k, codes.v, codes.q_scale, codes.k_scale, codes.v_scale, lam, starts, ends, weight,
+                codes.q, codes.k, codes.v, codes.q_scale, codes.k_scale, codes.v_scale, lam, x.starts, x.ends, x.weight,
                 out, parked, lam_strides, out.stride()[:3],
-                heads, heads // kv_heads, length, keys, rows, codes.k.shape[3], eps, factor,
-                NORM=normed, MAPS=len(k), PACK=len(q) // len(k), D=width, DV=value_width,
+                heads, heads // kv_heads, length, keys, rows, codes.k.shape[3], x.eps, x.factor,
+                NORM=x.normed, MAPS=len(k), PACK=len(q) // len(k), D=width, DV=value_width,
                 BN=tile.keys, STAGES=tile.stages, num_warps=4, enable_fp_fusion=True,
             )  # fmt: skip
         else:
             q, k, (v,) = _describable(q), _describable(k), _describable([v])
             strides = q[0].stride()[:3], k[0].stride()[:3], v.stride()[:3], lam_strides, out.stride()[:3]
             launch_specialized(
-                q, k, v, (lam, starts, ends, weight, None, None, None, out, parked, *strides),
-                (scale * log2(e), 0.0, 0.0, eps, factor), rounded=False, shift=False, normed=normed,
+                q, k, v, (lam, x.starts, x.ends, x.weight, None, None, None, out, parked, *strides),
+                (x.scale * log2(e), 0.0, 0.0, x.eps, x.factor), rounded=False, shift=False, normed=x.normed,
             )  # fmt: skip
     return out
 
 
-@_op.register_fake
-def _(q1: Tensor, q2: Tensor | None, k1: Tensor, k2: Tensor | None, v: Tensor, *_rest: object) -> Tensor:
-    return empty_output(q1, v.shape[-1])
+_operator = as_operator("prefill_specialized", _launch, ", int bits")
 
 
 def _describable(tensors: list[Tensor]) -> list[Tensor]:

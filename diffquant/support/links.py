@@ -1,0 +1,20 @@
+"""The folders of the package that are symbolic links in a clone: git writes small text files where it may make none."""
+
+from pathlib import Path
+
+LINKS = ("bench", "calib", "export")
+
+
+def require_links(package: Path) -> None:
+    """Check that a package's linked folders are folders.
+
+    Raises:
+        ImportError: git wrote text files in their place.
+    """
+    texts = [f"diffquant/{name}" for name in LINKS if (package / name).is_file()]
+    if texts:
+        cure = f"git config core.symlinks true` and `git checkout -- {' '.join(texts)}"
+        raise ImportError(
+            f"this clone was made without symbolic links: {', '.join(texts)} are text files; run `{cure}` "
+            "(on Windows turn on developer mode first), or pip install a wheel of diffquant"
+        )
