@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from diffquant.family.heads import PROJECTIONS
 from diffquant.family.lam import LAMBDA_VECTORS
+from diffquant.model.activations import activation_named
 from diffquant.model.architecture import Architecture, Shape
-from diffquant.model.mlp import activation_named
 from diffquant.recipe import LAYER_TARGETS
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from diffquant.export.graph.quantized_attention import QUANTIZED_ATTENTION, quan
 from diffquant.export.graph.streaming import Streamed, place
 from diffquant.export.options import IR_VERSION
 from diffquant.family.lam import LAMBDA_VECTORS, lam_from_vectors
-from diffquant.model.mlp import activation_named
+from diffquant.model.activations import activation_named
 
 PAST = "past_key_values.{layer}.{part}"
 PRESENT = "present.{layer}.{part}"

@@ -6,9 +6,9 @@ from typing import Any
 
 from diffquant.errors import CheckpointError
 from diffquant.family.spec import DiffSpec
+from diffquant.model.activations import activation_named
 from diffquant.model.adapters.base import Adapter, count_pairs, register
 from diffquant.model.adapters.sizes import LLAMA, check_width, read_sizes
-from diffquant.model.mlp import activation_named
 from diffquant.model.sambay.architecture import SambaYArchitecture
 
 # Defaults of Phi4FlashConfig, and those of Mamba that its modelling code builds whatever the config says.

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from diffquant.errors import CheckpointError
+from diffquant.model.activations import activation_named
 from diffquant.model.adapters.base import is_a, not_valid
 from diffquant.model.adapters.rotary import read_rope
-from diffquant.model.mlp import activation_named
 
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 

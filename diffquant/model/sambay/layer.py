@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor, nn
 from torch.nn import LayerNorm
 
-from diffquant.model.mlp import activation_named
+from diffquant.model.activations import activation_named
 from diffquant.model.sambay.attention import CrossAttention, KeysValues, SambaYAttention
 from diffquant.model.sambay.config import SambaYConfig
 from diffquant.model.sambay.kinds import kind_of
