@@ -1,15 +1,12 @@
 """The network behind a layer's attention."""
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor, nn
 
 from diffquant.model.activations import Activation, activation_named
+from diffquant.model.blocks import MLPBlock
+from diffquant.model.linears import add_linears
 from diffquant.model.quantized_linear import QuantizedLinear
-
-if TYPE_CHECKING:
-    from diffquant.model.config import DiffTransformerConfig
 
 
 class DiffMLP(nn.Module):
@@ -21,15 +18,13 @@ class DiffMLP(nn.Module):
 
     gate_proj: nn.Module
     up_proj: nn.Module
+    down_proj: nn.Module
     gate_up_proj: nn.Module | None
 
-    def __init__(self, config: "DiffTransformerConfig") -> None:
+    def __init__(self, block: MLPBlock) -> None:
         super().__init__()
-        width, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
-        self.gate_proj = nn.Linear(width, inner, bias=bias)
-        self.up_proj = nn.Linear(width, inner, bias=bias)
-        self.down_proj = nn.Linear(inner, width, bias=bias)
-        self.act_fn = _ActivationModule(activation_named(config.hidden_act))
+        add_linears(self, block)
+        self.act_fn = _ActivationModule(activation_named(block.activation))
         self.gate_up_proj = None
 
     def join_gate_and_up(self) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor
 from diffquant.errors import CheckpointError, GroupSizeError
 from diffquant.formats.compressed_tensors import PACKED, SCALE, SHAPE, pack_weight, packed_modules, unpack_weight
 from diffquant.model.adapters import adapter_for
-from diffquant.model.architecture import Shape
+from diffquant.model.blocks import Shape
 from diffquant.model.config import DiffTransformerConfig
 from diffquant.model.modeling import DiffTransformer
 from diffquant.scheme import Scheme

@@ -13,7 +13,7 @@ from diffquant.export.graph.matrix import Matrix, read_matrix, read_vector
 from diffquant.export.options import ExportOptions
 from diffquant.family.spec import DiffSpec
 from diffquant.model.adapters import Adapter
-from diffquant.model.architecture import Shape
+from diffquant.model.blocks import Shape
 from diffquant.model.config import DiffTransformerConfig
 from diffquant.scheme import FULL, Scheme
 from diffquant.source.source import Source

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from diffquant.errors import CheckpointError
-from diffquant.family.heads import PROJECTIONS, HeadLayout
-from diffquant.model.architecture import Architecture, Shape
+from diffquant.family.heads import HeadLayout
+from diffquant.model.architecture import Architecture
+from diffquant.model.blocks import Parameters, Shape
 
 
 @dataclass(frozen=True)
@@ -63,13 +64,17 @@ class Adapter:
             canonical = canonical.replace(ours, theirs)
         return canonical
 
+    @cached_property
+    def source_parameters(self) -> Parameters:
+        """Each tensor that the checkpoint must hold, by its own name."""
+        return {
+            self.source_name(name): replace(parameter, shape=self._source_shape(name, parameter.shape))
+            for name, parameter in self.architecture.parameters.items()
+        }
+
     def source_shapes(self) -> dict[str, Shape]:
         """Shape of each tensor that the checkpoint must hold, by its own name."""
-        return self._as_stored(self.architecture.parameter_shapes())
-
-    def source_linears(self) -> dict[str, Shape]:
-        """Shape [out, in] of each linear layer's weight, by the checkpoint's own name."""
-        return self._as_stored(self.architecture.linear_shapes())
+        return {name: parameter.shape for name, parameter in self.source_parameters.items()}
 
     def row_order(self, canonical: str) -> Tensor | None:
         """Source row of each row of a parameter of the model; None where they are the same."""
@@ -79,14 +84,11 @@ class Adapter:
     def rows_as(self, layout: HeadLayout, canonical: str) -> Tensor | None:
         """Source row of each row of a parameter whose heads are laid out as `layout` has them; None for the same."""
         repeated = self.row_order(canonical)
-        projection = next((name for name in PROJECTIONS if f".{name}." in canonical), None)
+        projection = self.architecture.parameters[canonical].projection
         order = None if projection is None else self.architecture.diff_spec.layout.order_as(layout, projection)
         if order is None or repeated is None:
             return repeated if order is None else order
         return repeated[order]
-
-    def _as_stored(self, shapes: Mapping[str, Shape]) -> dict[str, Shape]:
-        return {self.source_name(name): self._source_shape(name, shape) for name, shape in shapes.items()}
 
     def _source_shape(self, canonical: str, shape: Shape) -> Shape:
         heads = self._heads_of(canonical)
