@@ -40,17 +40,20 @@ def quantized_card(plan: QuantizationPlan, errors: Mapping[str, float]) -> str:
     ]
     if plan.schemes:
         lines.append(_weights_paragraph(plan, errors))
-    lines.append(_NOT_RUN if plan.rules else _RUN)
+    lines.append(_NOT_RUN if plan.rules else _RUN + (f"{_EXPERTS}\n" if plan.has_experts else ""))
     return "\n".join(lines)
 
 
 _RUN = """`diffquant.load(path)` gives the model with all of the recipe applied. diffquant.json has each
 tensor's bits, error and size.
 """
-_NOT_RUN = """The weights were chosen by their names, since diffquant does not run this architecture: **nothing measured
-what quantizing did to the model**. A loader needs the architecture's own code, and has to read compressed-tensors.
+_EXPERTS = """\
 Weights of experts in one tensor are packed along their last axis, as [experts, out, words], and belong to no Linear: a
-loader that only replaces Linear modules does not find them, and may go on with random ones. diffquant.json has the
+loader that only replaces Linear modules does not find them, and may go on with random ones."""
+_NOT_RUN = f"""\
+The weights were chosen by their names, since diffquant does not run this architecture: **nothing measured
+what quantizing did to the model**. A loader needs the architecture's own code, and has to read compressed-tensors.
+{_EXPERTS} diffquant.json has the
 rules, and each tensor's bits, error and size; docs/any-model.md of diffquant says how to decode a tensor.
 """
 

@@ -34,14 +34,14 @@ def carries_modelling_file(config: Mapping[str, Any], adapter: Adapter) -> bool:
 
     It calls parameters as `DiffTransformer` does, but for the output projection.
     """
-    is_ours = isinstance(adapter.architecture, TransformerArchitecture) and config["model_type"] != "llama"
+    is_ours = type(adapter.architecture) is TransformerArchitecture and config["model_type"] != "llama"
     return is_ours and adapter.renames.keys() <= {_OUTPUT}
 
 
 def config_for_engines(config: Mapping[str, Any], adapter: Adapter) -> dict[str, Any]:
     """A config.json that names its architecture, and under `diff_model` what the modelling file builds."""
     architecture = adapter.architecture
-    if not isinstance(architecture, TransformerArchitecture):
+    if type(architecture) is not TransformerArchitecture:
         return dict(config)
     # mlx-lm reads this key alone, and takes 10000 without a word where it is missing.
     written = {"rope_theta": architecture.rope_parameters["rope_theta"]} | dict(config)
