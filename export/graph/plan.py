@@ -13,7 +13,7 @@ from diffquant.export.graph.matrix import Matrix, read_matrix, read_vector
 from diffquant.export.options import ExportOptions
 from diffquant.family.spec import DiffSpec
 from diffquant.model.adapters import Adapter
-from diffquant.model.blocks import Shape
+from diffquant.model.blocks import Parameters
 from diffquant.model.config import DiffTransformerConfig
 from diffquant.scheme import FULL, Scheme
 from diffquant.source.source import Source
@@ -64,9 +64,10 @@ class ExportPlan:
         """A norm's weight, a bias or a λ vector in float32."""
         return read_vector(self.source, name)
 
-    @cached_property
-    def _shapes(self) -> dict[str, Shape]:
-        return self.source.architecture.parameter_shapes()
+    @property
+    def parameters(self) -> Parameters:
+        """Every parameter by DiffTransformer's name."""
+        return self.source.architecture.parameters
 
     @property
     def _end_scheme(self) -> Scheme:
@@ -78,7 +79,7 @@ class ExportPlan:
         return Scheme(8, "group", group) if group else Scheme(8, "row")
 
     def _matrix(self, name: str, wanted: Scheme) -> Matrix:
-        out, width = self._shapes[name]
+        out, width = self.parameters[name].shape
         return read_matrix(self.source, name, (out, width), wanted)
 
 
