@@ -1,6 +1,10 @@
 """A mixture of experts of two files, taken through every verb: nothing else of diffquant knows it."""
 
 import json
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -40,6 +44,19 @@ def mixture():
     register("mixture")(read_mixture)
     yield
     del READERS["mixture"]
+
+
+@pytest.fixture
+def ungated(monkeypatch):
+    """The example of CONTRIBUTING.md, as if its two files were there."""
+    text = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text()
+    examples = re.findall(r"```python\n# (diffquant/model/(?:adapters/llama_)?ungated)\.py\n(.*?)```", text, re.DOTALL)
+    for place, code in examples:
+        module = ModuleType(place.replace("/", "."))
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+        exec(code, vars(module))
+    yield
+    del READERS["llama_ungated"]
 
 
 @pytest.fixture
@@ -120,6 +137,17 @@ def test_a_saved_model_is_the_model(checkpoint, tmp_path):
     assert type(load(checkpoint)).from_pretrained(tmp_path / "saved").model.architecture == (
         open_source(checkpoint).architecture
     )
+
+
+def test_the_example_of_contributing_runs(ungated, tmp_path):
+    config = SIZES | {"model_type": "llama_ungated", "vocab_size": tiny_lm.WORDS}
+    tensors = write_random(tmp_path / "plain", config, torch.float32)
+    quantize(tmp_path / "plain", tmp_path / "low", Recipe.of(weights="4:g32"))
+    assert len(open_source(tmp_path / "low").packed) == SIZES["num_hidden_layers"] * 6
+    assert torch.equal(logits(tmp_path / "low"), logits(tmp_path / "plain", Recipe.of(weights="4:g32")))
+    network, x = load(tmp_path / "plain").model.layers[1].mlp, torch.randn(3, SIZES["hidden_size"])
+    up, down = (tensors[f"model.layers.1.mlp.{name}_proj.weight"] for name in ("up", "down"))
+    torch.testing.assert_close(network(x), (x @ up.T).clamp(min=0).square() @ down.T)
 
 
 @pytest.mark.parametrize(
