@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from diffquant.errors import UsageError
 from diffquant.family.spec import DiffSpec
@@ -55,13 +55,17 @@ class Architecture(ABC):
     def final_norm(self) -> tuple[str, Block]:
         """Name and block of the norm behind the layers."""
 
+    @property
+    def settings(self) -> dict[str, Any]:
+        """All of its fields but the attention's specification."""
+        own = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "diff_spec"}
+        # Whoever gets them may write into them, as transformers does.
+        return {name: dict(value) if isinstance(value, Mapping) else value for name, value in own.items()}
+
     @cached_property
     def config(self) -> "PreTrainedConfig":
         """Configuration that its model is built from."""
-        own = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "diff_spec"}
-        # transformers writes into mappings.
-        values = {name: dict(value) if isinstance(value, Mapping) else value for name, value in own.items()}
-        return resolve_name(self.model).config_class(**values, spec=self.diff_spec.to_dict())
+        return resolve_name(self.model).config_class(**self.settings, spec=self.diff_spec.to_dict())
 
     def new_model(self) -> "PreTrainedModel":
         """A model with parameters as they are before any training; only here transformers is imported."""

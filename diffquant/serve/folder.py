@@ -89,11 +89,9 @@ def without_code(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
 
 def _resolved(architecture: TransformerArchitecture, adapter: Adapter, config: Mapping[str, Any]) -> dict[str, Any]:
     """Sizes and settings with each format's defaults filled in, in Llama's words, and the attention."""
-    settings = {name: getattr(architecture, name) for name in architecture.__dataclass_fields__ if name != "diff_spec"}
-    stated = {name: value for name, value in settings.items() if name not in _TOKENS or name not in config}
+    stated = {name: value for name, value in architecture.settings.items() if name not in _TOKENS or name not in config}
     repeated = next(iter(adapter.repeated.values()), None)
     return stated | {
-        "rope_parameters": dict(architecture.rope_parameters),
         "attention": architecture.diff_spec.to_dict()
         | {
             "kv_repeats": repeated.heads // repeated.source_heads if repeated else 1,

@@ -4,7 +4,7 @@ Its attention is that of the model_type named by "attention"; its experts are Mi
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from diffquant.model.adapters import Adapter, adapter_for
@@ -67,5 +67,4 @@ def read_mixture(config: Mapping[str, Any]) -> Adapter:
     base = adapter_for({**config, "model_type": config["attention"]}).architecture
     own = {name: config[name] for name in ("num_local_experts", "num_experts_per_tok")}
     own |= {name: config[name] for name in ("dense_layers", "is_transposed") if name in config}
-    sizes = {field.name: getattr(base, field.name) for field in fields(base)}
-    return Adapter(MixtureArchitecture(**sizes, **own))
+    return Adapter(MixtureArchitecture(**base.settings, **own, diff_spec=base.diff_spec))
