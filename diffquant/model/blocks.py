@@ -59,17 +59,6 @@ class TokenRows:
     window: int | None = None
 
 
-@dataclass(frozen=True)
-class RecurrentState:
-    """State that a recurrence keeps of a sequence, however long it is.
-
-    Attributes:
-        shapes: shape of each of its tensors, without the batch.
-    """
-
-    shapes: tuple[Shape, ...]
-
-
 class Block(ABC):
     """A part of a layer: a mixer of tokens, a network or a norm.
 
@@ -77,7 +66,7 @@ class Block(ABC):
         module: "module:class" that runs it, which takes the block.
         kind: name that people know a layer with it by; "" for what every layer has.
         targets: those of a recipe's `LAYER_TARGETS` that it has.
-        stored: what it keeps in a cache, or None.
+        stored: what it keeps in a cache: rows of each token, the shapes of a state without the batch, or None.
     """
 
     module: ClassVar[str]
@@ -89,7 +78,7 @@ class Block(ABC):
         """Its parameters by their names below the block."""
 
     @property
-    def stored(self) -> TokenRows | RecurrentState | None:
+    def stored(self) -> TokenRows | tuple[Shape, ...] | None:
         return None
 
     def new_module(self) -> "nn.Module":
@@ -172,16 +161,16 @@ class MLPBlock(Block):
     Attributes:
         width: hidden width.
         inner: width between its two steps.
-        biased: whether its matrices have biases.
         activation: name of what it does to its gate.
+        biased: whether its matrices have biases.
     """
 
     module = "diffquant.model.mlp:DiffMLP"
 
     width: int
     inner: int
-    biased: bool
     activation: str
+    biased: bool = False
 
     def parameters(self) -> Parameters:
         own = activation_named(self.activation).parameters

@@ -61,7 +61,7 @@ class TransformerArchitecture(Architecture):
 
     def network(self, layer: int) -> Block:  # noqa: ARG002  all are alike, unless an architecture says otherwise
         """The network of a 0-based layer."""
-        return MLPBlock(self.hidden_size, self.intermediate_size, self.mlp_bias, self.hidden_act)
+        return MLPBlock(self.hidden_size, self.intermediate_size, self.hidden_act, self.mlp_bias)
 
     @property
     def final_norm(self) -> tuple[str, Block]:

@@ -62,5 +62,6 @@ class SambaYArchitecture(Architecture):
             return GatedMemoryBlock(width, inner)
         if layer < middle:
             return FusedAttentionBlock(layer, spec, width, "windowed attention", self.sliding_window)
-        block = FusedAttentionBlock if layer == middle + 1 else CrossAttentionBlock
-        return block(layer, spec, width)
+        if layer == middle + 1:
+            return FusedAttentionBlock(layer, spec, width, "full attention")
+        return CrossAttentionBlock(layer, spec, width, "cross attention")

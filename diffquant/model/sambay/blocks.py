@@ -7,9 +7,11 @@ from diffquant.family.heads import PROJECTIONS
 from diffquant.family.spec import DiffSpec
 from diffquant.model.blocks import (
     Block,
+    MLPBlock,
     Parameter,
     Parameters,
-    RecurrentState,
+    RMSNormBlock,
+    Shape,
     TokenRows,
     linear,
     pair_parameters,
@@ -29,7 +31,7 @@ class FusedAttentionBlock(Block):
         layer: number of its layer, which λ_init depends on.
         spec: specification of the attention.
         width: hidden width.
-        kind: windowed or full attention.
+        kind: windowed, full or cross attention.
         window: number of newest keys that a query sees; None for all.
     """
 
@@ -39,7 +41,7 @@ class FusedAttentionBlock(Block):
     layer: int
     spec: DiffSpec
     width: int
-    kind: str = "full attention"
+    kind: str
     window: int | None = None
 
     @property
@@ -60,14 +62,11 @@ class FusedAttentionBlock(Block):
         return token_rows(self.spec, self.window)
 
 
-@dataclass(frozen=True)
 class CrossAttentionBlock(FusedAttentionBlock):
     """Attention of a layer's own queries over the keys and values that an earlier layer keeps."""
 
     module = "diffquant.model.sambay.attention:CrossAttention"
     targets = ("logits", "qk")
-
-    kind: str = "cross attention"
 
     @property
     def heights(self) -> list[int]:
@@ -114,8 +113,9 @@ class MambaBlock(Block):
         }
 
     @property
-    def stored(self) -> RecurrentState:
-        return RecurrentState(((self.seen - 1, self.inner), (self.inner, self.states)))
+    def stored(self) -> tuple[Shape, ...]:
+        """Newest inputs of the convolution, and the state."""
+        return (self.seen - 1, self.inner), (self.inner, self.states)
 
 
 @dataclass(frozen=True)
@@ -137,35 +137,20 @@ class GatedMemoryBlock(Block):
         return linear("in_proj", self.inner, self.width) | linear("out_proj", self.width, self.inner)
 
 
-@dataclass(frozen=True)
-class FusedMLPBlock(Block):
-    """A gated network whose gate and value lie in one weight, the gate first.
-
-    Attributes:
-        width: hidden width.
-        inner: width of the gate.
-        activation: name of what it does to its gate, which has no parameters.
-    """
+class FusedMLPBlock(MLPBlock):
+    """A gated network whose gate and value lie in one weight, the gate first; its activation has no parameters."""
 
     module = "diffquant.model.sambay.layer:SambaYMLP"
-
-    width: int
-    inner: int
-    activation: str
 
     def parameters(self) -> Parameters:
         return linear("fc1", 2 * self.inner, self.width) | linear("fc2", self.width, self.inner)
 
 
-@dataclass(frozen=True)
-class LayerNormBlock(Block):
+class LayerNormBlock(RMSNormBlock):
     """A LayerNorm with a weight and a bias."""
 
-    width: int
-    eps: float
-
     def parameters(self) -> Parameters:
-        return {"weight": Parameter((self.width,)), "bias": Parameter((self.width,))}
+        return super().parameters() | {"bias": Parameter((self.width,))}
 
     def new_module(self) -> "nn.Module":
         from torch.nn import LayerNorm

@@ -25,7 +25,7 @@ class Mamba(nn.Module):
 
     def __init__(self, block: MambaBlock) -> None:
         super().__init__()
-        self.sizes, self.kept = [block.rank, block.states, block.states], block.stored.shapes
+        self.sizes, self.kept = [block.rank, block.states, block.states], block.stored
         add_linears(self, block)
         self.conv1d = nn.Conv1d(block.inner, block.inner, block.seen, groups=block.inner)
         states = torch.arange(1, block.states + 1, dtype=torch.float32)
