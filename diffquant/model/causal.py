@@ -41,6 +41,7 @@ class CausalPreTrainedModel(PreTrainedModel):
     """A model as transformers sees it, and how λ starts."""
 
     base_model_prefix = "model"
+    _no_split_modules = ["DiffLayer", "SambaYLayer"]  # noqa: RUF012
     _supports_sdpa = True
 
     @torch.no_grad()
@@ -360,9 +361,9 @@ class CausalModel(CausalPreTrainedModel, GenerationMixin):
         """Make the tensors that no checkpoint holds, after the model was made on the meta device."""
 
     @property
-    @abstractmethod
-    def attentions(self) -> Sequence[PairAttention]:
-        """The attention of every layer that has some, in order."""
+    def attentions(self) -> Sequence[Any]:
+        """The attention of every layer that has some, in order: `PairAttention`, or what the model makes of it."""
+        return [module for module in self.modules() if isinstance(module, PairAttention)]
 
     @abstractmethod
     def walk(self, length: int) -> Walk[Any]:

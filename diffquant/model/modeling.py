@@ -3,7 +3,7 @@
 Llama's decoder layer around attention that a `DiffSpec` describes.
 """
 
-from collections.abc import MutableSequence, Sequence
+from collections.abc import MutableSequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -45,7 +45,6 @@ class DiffTransformerModel(Decoder):
     config_class = DiffTransformerConfig
     layer_class = DiffLayer
     norm: nn.Module
-    _no_split_modules = ["DiffLayer"]  # noqa: RUF012
 
     def __init__(self, config: ArchitectureConfig) -> None:
         super().__init__(config)
@@ -63,7 +62,13 @@ class DiffTransformerModel(Decoder):
     ) -> Tensor:
         if position_ids is None:
             position_ids = _positions(mask.keys, past, x.shape[1], x.device)
-        return self._run_layers(x, position_ids, mask, cache, states)
+        rotary = self.rotary_emb(x, position_ids=position_ids)
+        for layer in self.layers:
+            if states is not None:
+                states.append(x)
+            x = layer(x, rotary, mask, cache)
+        normed: Tensor = self.norm(x)
+        return normed
 
     def run_graphed(
         self,
@@ -82,25 +87,9 @@ class DiffTransformerModel(Decoder):
             position_ids = _positions(valid, cache.get_seq_length(), 1, x.device)
 
         def step(x: Tensor, positions: Tensor, mask: Mask) -> Tensor:
-            return self._run_layers(x, positions, mask, cache, None)
+            return self.run_layers(x, mask, 0, positions, cache, None)
 
         return graphs.run(step, cache, x, position_ids, attention_mask)
-
-    def _run_layers(
-        self,
-        x: Tensor,
-        position_ids: Tensor,
-        mask: Mask,
-        cache: Cache | None,
-        states: MutableSequence[Tensor] | None,
-    ) -> Tensor:
-        rotary = self.rotary_emb(x, position_ids=position_ids)
-        for layer in self.layers:
-            if states is not None:
-                states.append(x)
-            x = layer(x, rotary, mask, cache)
-        normed: Tensor = self.norm(x)
-        return normed
 
     @property
     def has_fused_cache(self) -> bool:
@@ -158,15 +147,9 @@ class DiffTransformer(CausalModel):
     config_class = DiffTransformerConfig
     decoder_class = DiffTransformerModel
     model: DiffTransformerModel
-    _no_split_modules = ["DiffLayer"]  # noqa: RUF012
 
     def make_tables(self) -> None:
         self.model.rotary_emb = LlamaRotaryEmbedding(self.config)
-
-    @property
-    def attentions(self) -> Sequence[DiffAttention]:
-        """Every layer's attention, in order."""
-        return [cast(DiffLayer, layer).self_attn for layer in self.model.layers]
 
     def walk(self, length: int) -> "TransformerWalk":
         return TransformerWalk.over(self, length)

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from diffquant.errors import CheckpointError
-from diffquant.family.heads import HeadLayout
+from diffquant.family.heads import HeadLayout, Projection
 from diffquant.model.architecture import Architecture
-from diffquant.model.blocks import Parameters, Shape
+from diffquant.model.blocks import Parameter, Parameters, Shape
 
 
 @dataclass(frozen=True)
@@ -42,13 +42,13 @@ class Adapter:
     Attributes:
         architecture: model as plain data, with the class that runs it.
         renames: parts of a canonical name that the source spells otherwise, canonical to source.
-        repeated: heads that are repeated on load, by a part of a parameter's canonical name.
+        repeated: heads that are repeated on load, by their projection.
         may_lack_norm_weight: whether older checkpoints of the format have no weight in the per-pair norm.
     """
 
     architecture: Architecture
     renames: Mapping[str, str] = field(default_factory=dict)
-    repeated: Mapping[str, RepeatedHeads] = field(default_factory=dict)
+    repeated: Mapping[Projection, RepeatedHeads] = field(default_factory=dict)
     may_lack_norm_weight: bool = False
 
     def fitted_to(self, tensors: Collection[str]) -> "Adapter":
@@ -67,10 +67,12 @@ class Adapter:
     @cached_property
     def source_parameters(self) -> Parameters:
         """Each tensor that the checkpoint must hold, by its own name."""
-        return {
-            self.source_name(name): replace(parameter, shape=self._source_shape(name, parameter.shape))
-            for name, parameter in self.architecture.parameters.items()
-        }
+        parameters: Parameters = {}
+        for name, parameter in self.architecture.parameters.items():
+            heads = self._repeated(parameter)
+            shape = parameter.shape if heads is None else (heads.width * heads.source_heads, *parameter.shape[1:])
+            parameters[self.source_name(name)] = replace(parameter, shape=shape)
+        return parameters
 
     def source_shapes(self) -> dict[str, Shape]:
         """Shape of each tensor that the checkpoint must hold, by its own name."""
@@ -78,7 +80,7 @@ class Adapter:
 
     def row_order(self, canonical: str) -> Tensor | None:
         """Source row of each row of a parameter of the model; None where they are the same."""
-        heads = self._heads_of(canonical)
+        heads = self._repeated(self.architecture.parameters[canonical])
         return None if heads is None else heads.rows
 
     def rows_as(self, layout: HeadLayout, canonical: str) -> Tensor | None:
@@ -90,12 +92,8 @@ class Adapter:
             return repeated if order is None else order
         return repeated[order]
 
-    def _source_shape(self, canonical: str, shape: Shape) -> Shape:
-        heads = self._heads_of(canonical)
-        return shape if heads is None else (heads.width * heads.source_heads, *shape[1:])
-
-    def _heads_of(self, canonical: str) -> RepeatedHeads | None:
-        return next((heads for part, heads in self.repeated.items() if part in canonical), None)
+    def _repeated(self, parameter: Parameter) -> RepeatedHeads | None:
+        return self.repeated.get(parameter.projection) if parameter.projection else None
 
 
 # From a config.json to its adapter.

@@ -11,26 +11,19 @@ from diffquant.errors import CheckpointError
 from diffquant.model.activations import activation_named
 from diffquant.model.adapters.base import is_a, not_valid
 from diffquant.model.adapters.rotary import read_rope
+from diffquant.model.transformer import DEFAULTS
 
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 
-# Defaults of LlamaConfig and DiffLlamaConfig; SIZES must be stated.
-LLAMA: Mapping[str, Any] = {
-    "num_key_value_heads": None,
-    "head_dim": None,
-    "hidden_act": "silu",
-    "max_position_embeddings": 2048,
-    "initializer_range": 0.02,
-    "rms_norm_eps": 1e-6,
-    "pad_token_id": None,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "tie_word_embeddings": False,
-    "attention_bias": False,
-    "mlp_bias": False,
-}
 # Beyond it no size of a model lies, and beyond 2^63 none that torch takes.
 _LARGEST = 2**40
+# Defaults of LlamaConfig and DiffLlamaConfig; SIZES must be stated.
+LLAMA: Mapping[str, Any] = {
+    **{key: DEFAULTS[key] for key in DEFAULTS if key not in SIZES},
+    "rms_norm_eps": 1e-6,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 DIFFLLAMA = {**LLAMA, "rms_norm_eps": 1e-5}
 
 _TYPES: Mapping[str, tuple[type, ...]] = {

@@ -13,6 +13,7 @@ per-pair norm had none.
 from typing import Any, Literal
 
 from diffquant.errors import CheckpointError
+from diffquant.family.heads import Projection
 from diffquant.family.spec import DiffSpec
 from diffquant.model.adapters.base import Adapter, RepeatedHeads, count_pairs, register
 from diffquant.model.adapters.sizes import DIFFLLAMA, read_sizes
@@ -44,9 +45,9 @@ def read_unilm_v1(config: dict[str, Any]) -> Adapter:
         scale_by_init=True,
         rope=_rope_style(config),
     )
-    repeated = {
-        ".k_proj.": RepeatedHeads(width, 2 * source_kv_pairs, 2 * pairs),
-        ".v_proj.": RepeatedHeads(2 * width, source_kv_pairs, pairs),
+    repeated: dict[Projection, RepeatedHeads] = {
+        "k_proj": RepeatedHeads(width, 2 * source_kv_pairs, 2 * pairs),
+        "v_proj": RepeatedHeads(2 * width, source_kv_pairs, pairs),
     }
     if plain:
         sizes["num_key_value_heads"] = 2 * pairs

@@ -3,7 +3,7 @@
 Source: arXiv 2507.06607; the modelling code of microsoft/Phi-4-mini-flash-reasoning.
 """
 
-from collections.abc import MutableSequence, Sequence
+from collections.abc import MutableSequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -13,7 +13,6 @@ from transformers.cache_utils import Cache
 
 from diffquant.errors import UsageError
 from diffquant.family.mask import Mask
-from diffquant.model.attention import PairAttention
 from diffquant.model.causal import CausalModel, Decoder
 from diffquant.model.config import ArchitectureConfig
 from diffquant.model.sambay.architecture import SambaYArchitecture
@@ -33,7 +32,6 @@ class SambaYModel(Decoder):
     layer_class = SambaYLayer
     architecture: SambaYArchitecture
     final_layernorm: LayerNorm
-    _no_split_modules = ["SambaYLayer"]  # noqa: RUF012
 
     def __init__(self, config: ArchitectureConfig) -> None:
         super().__init__(config)
@@ -91,12 +89,6 @@ class SambaY(CausalModel):
     config_class = SambaYConfig
     decoder_class = SambaYModel
     model: SambaYModel
-    _no_split_modules = ["SambaYLayer"]  # noqa: RUF012
-
-    @property
-    def attentions(self) -> Sequence[PairAttention]:
-        mixers = (cast(SambaYLayer, layer).attn for layer in self.model.layers)
-        return [mixer.inner_cross_attn for mixer in mixers if isinstance(mixer, SambaYAttention)]
 
     def walk(self, length: int) -> "SambaYWalk":
         return SambaYWalk(self, length)
