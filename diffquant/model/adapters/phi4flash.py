@@ -5,10 +5,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from diffquant.errors import CheckpointError
-from diffquant.family.spec import DiffSpec
 from diffquant.model.activations import activation_named
-from diffquant.model.adapters.base import Adapter, count_pairs, register
-from diffquant.model.adapters.sizes import LLAMA, check_width, read_sizes
+from diffquant.model.adapters.base import Adapter, register
+from diffquant.model.adapters.sizes import LLAMA, check_width, read_eps, read_sizes, v1_spec
 from diffquant.model.sambay.architecture import SambaYArchitecture
 
 # Defaults of Phi4FlashConfig, and those of Mamba that its modelling code builds whatever the config says.
@@ -36,23 +35,13 @@ def read_phi4flash(config: dict[str, Any]) -> Adapter:
     Source: configuration_phi4flash.py and modeling_phi4flash.py of microsoft/Phi-4-mini-flash-reasoning.
     """
     _refuse_settings(config)
-    sizes = read_sizes(config | {"rms_norm_eps": _layer_norm_eps(config)}, PHI4FLASH)
+    eps = read_eps(config, "layer_norm_eps")
+    sizes = read_sizes(config | {"rms_norm_eps": eps}, PHI4FLASH)
     check_width(config, sizes)
     if sizes["head_dim"] * sizes["num_attention_heads"] != sizes["hidden_size"]:
         raise CheckpointError(f"config.json: head_dim is {sizes['head_dim']}, and heads must make up the hidden_size")
-    spec = DiffSpec(
-        pairs=count_pairs(sizes["num_attention_heads"], "num_attention_heads"),
-        kv_pairs=count_pairs(sizes["num_key_value_heads"], "num_key_value_heads"),
-        head_dim=sizes["head_dim"],
-        value_dim=2 * sizes["head_dim"],
-        lam="exp",
-        post_norm="affine",
-        post_norm_eps=_SUBLN_EPS,
-        scale_by_init=True,
-        rope="none",
-    )
-    eps = sizes.pop("rms_norm_eps")
-    for transformers_own in ("attention_bias", "mlp_bias", "rope_parameters"):
+    spec = v1_spec(sizes, post_norm="affine", post_norm_eps=_SUBLN_EPS, rope="none")
+    for transformers_own in ("rms_norm_eps", "attention_bias", "mlp_bias", "rope_parameters"):
         del sizes[transformers_own]
     return Adapter(SambaYArchitecture(**sizes, **_mamba_sizes(config), layer_norm_eps=eps, diff_spec=spec))
 
@@ -74,13 +63,6 @@ def _refuse_settings(config: dict[str, Any]) -> None:
         wrong.append(f"hidden_act is {config['hidden_act']!r}, which has parameters")
     if wrong:
         raise CheckpointError(f"config.json: {'; '.join(wrong)}, which is not computed for phi4flash")
-
-
-def _layer_norm_eps(config: dict[str, Any]) -> float:
-    eps = config.get("layer_norm_eps", 1e-5)
-    if not isinstance(eps, float) or not 0 <= eps < math.inf:
-        raise CheckpointError(f"config.json is not a valid phi4flash configuration: layer_norm_eps is {eps!r}")
-    return eps
 
 
 def _mamba_sizes(config: dict[str, Any]) -> dict[str, Any]:

@@ -8,8 +8,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from diffquant.errors import CheckpointError
+from diffquant.family.spec import DiffSpec
 from diffquant.model.activations import activation_named
-from diffquant.model.adapters.base import is_a, not_valid
+from diffquant.model.adapters.base import count_pairs, is_a, not_valid
 from diffquant.model.adapters.rotary import read_rope
 from diffquant.model.transformer import DEFAULTS
 
@@ -101,3 +102,27 @@ def check_width(config: Mapping[str, Any], sizes: Mapping[str, Any]) -> None:
         raise CheckpointError(
             f"{not_valid(config)}: hidden_size {width} is not a multiple of num_attention_heads {heads}"
         )
+
+
+def read_eps(config: Mapping[str, Any], key: str, default: float = 1e-5) -> float:
+    """Epsilon of a norm.
+
+    Raises:
+        CheckpointError: it is none.
+    """
+    eps = config.get(key, default)
+    if not isinstance(eps, float) or not 0 <= eps < math.inf:
+        raise CheckpointError(f"{not_valid(config)}: {key} is {eps!r}, not a float from 0 on")
+    return eps
+
+
+def v1_spec(sizes: Mapping[str, Any], **own: Any) -> DiffSpec:
+    """DIFF V1's attention: two heads a pair unless `own` counts pairs, whose values are twice as wide as its keys.
+
+    Raises:
+        CheckpointError: heads make up no pairs, or fields of `own` contradict them.
+    """
+    counts = {"pairs": "num_attention_heads", "kv_pairs": "num_key_value_heads"}
+    pairs = {field: count_pairs(sizes[key], key) for field, key in counts.items() if field not in own}
+    width = sizes["head_dim"]
+    return DiffSpec(**pairs, head_dim=width, value_dim=2 * width, lam="exp", scale_by_init=True, **own)
