@@ -123,7 +123,10 @@ def test_large_experts_are_rounded_in_blocks_to_the_same_values(checkpoint, tmp_
 
 def test_the_card_says_that_stock_loaders_do_not_find_experts(checkpoint, tmp_path):
     quantize(checkpoint, tmp_path / "low", Recipe.of(weights="4:g32"))
-    assert "experts in one tensor are packed along their last axis" in (tmp_path / "low" / "README.md").read_text()
+    card = (tmp_path / "low" / "README.md").read_text()
+    assert "experts in one tensor are packed along their last axis" in card
+    assert "modeling_diffquant" not in card
+    assert not list((tmp_path / "low").glob("*.py"))
     dense = {"model_type": "diff_v2", "num_key_value_heads": 2}
     write_random(tmp_path / "dense", SIZES | dense, torch.bfloat16)
     quantize(tmp_path / "dense", tmp_path / "dense-low", Recipe.of(weights="4:g32"))
