@@ -71,7 +71,7 @@ class Block(ABC):
 
     module: ClassVar[str]
     kind: str = ""
-    targets: tuple[str, ...] = ()
+    targets: ClassVar[tuple[str, ...]] = ()
 
     @abstractmethod
     def parameters(self) -> Parameters:

@@ -99,7 +99,7 @@ def check_places(source: Source, places: Places, dtype: torch.dtype) -> None:
 def _empty_model(architecture: Architecture) -> CausalModel:
     """The model without storage, but for what no checkpoint holds."""
     with torch.device("meta"):
-        model = architecture.new_model()
+        model: CausalModel = architecture.new_model()
     model.make_tables()
     return model
 

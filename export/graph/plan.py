@@ -41,7 +41,8 @@ class ExportPlan:
 
     @property
     def config(self) -> DiffTransformerConfig:
-        return self.source.transformer("export").config
+        config: DiffTransformerConfig = self.source.transformer("export").config
+        return config
 
     @property
     def spec(self) -> DiffSpec:

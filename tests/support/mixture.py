@@ -19,12 +19,9 @@ class Mixture(nn.Module):
         super().__init__()
         self.chosen, self.is_transposed = block.chosen, block.is_transposed
         add_linears(self, block)
-        self.experts = nn.Module()
-        for name, parameter in block.parameters().items():
-            if name.startswith("experts."):
-                self.experts.register_parameter(
-                    name.removeprefix("experts."), nn.Parameter(torch.zeros(parameter.shape))
-                )
+        shapes = {name: parameter.shape for name, parameter in block.parameters().items()}
+        parts = ("gate_up_proj", "down_proj")
+        self.experts = nn.ParameterDict({part: torch.zeros(shapes[f"experts.{part}"]) for part in parts})
 
     def forward(self, x: Tensor) -> Tensor:
         """Every expert on every token [B, T, D]: plain, not fast."""
@@ -32,10 +29,10 @@ class Mixture(nn.Module):
         shares = shares / shares.sum(-1, keepdim=True)
         weights = (one_hot(chosen, self.gate.out_features) * shares[..., None]).sum(-2).to(x.dtype)
         outputs = []
-        for gate_up, down in zip(self.experts.gate_up_proj, self.experts.down_proj, strict=True):
+        for gate_up, down in zip(self.experts["gate_up_proj"], self.experts["down_proj"], strict=True):
             gate, up = linear(x, gate_up).chunk(2, -1)
             outputs.append(linear(silu(gate) * up, down.mT if self.is_transposed else down))
-        return (torch.stack(outputs, -1) * weights[..., None, :]).sum(-1)
+        return torch.stack(outputs, -1).mul(weights[..., None, :]).sum(-1)
 
 
 class MixtureConfig(ArchitectureConfig, architecture=MixtureArchitecture):

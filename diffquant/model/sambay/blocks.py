@@ -1,7 +1,7 @@
 """The blocks of a SambaY model, as plain data. The modules are named as the checkpoints name them."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from diffquant.family.heads import PROJECTIONS
 from diffquant.family.spec import DiffSpec
@@ -36,7 +36,7 @@ class FusedAttentionBlock(Block):
     """
 
     module = "diffquant.model.sambay.attention:SambaYAttention"
-    targets = LAYER_TARGETS
+    targets: ClassVar[tuple[str, ...]] = LAYER_TARGETS
 
     layer: int
     spec: DiffSpec
