@@ -432,7 +432,7 @@ def test_a_cache_that_cannot_hold_the_states_is_refused(model):
         ({"mb_per_layer": 4}, "mb_per_layer is 4, not 2"),
         ({"sliding_window": [512]}, r"sliding_window is \[512\], not a number"),
         ({"sliding_window": 0}, "sliding_window is 0"),
-        ({"mamba_dt_rank": 128}, "mamba_dt_rank is 128, while the model is built with 160"),
+        ({"mamba_dt_rank": 128}, "mamba_dt_rank is 128, not 160"),
         ({"mamba_d_state": "16"}, "mamba_d_state is '16'"),
         ({"mamba_proj_bias": True}, "mamba_proj_bias is True, not False"),
         ({"mamba_conv_bias": False}, "mamba_conv_bias is False, not True"),

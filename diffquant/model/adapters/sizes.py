@@ -5,14 +5,14 @@ transformers' own config classes would read them, but importing them takes secon
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, get_args, get_origin, get_type_hints
 
 from diffquant.errors import CheckpointError
 from diffquant.family.spec import DiffSpec
 from diffquant.model.activations import activation_named
 from diffquant.model.adapters.base import count_pairs, is_a, not_valid
 from diffquant.model.adapters.rotary import read_rope
-from diffquant.model.transformer import DEFAULTS
+from diffquant.model.transformer import DEFAULTS, TransformerArchitecture
 
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 
@@ -27,20 +27,16 @@ LLAMA: Mapping[str, Any] = {
 }
 DIFFLLAMA = {**LLAMA, "rms_norm_eps": 1e-5}
 
-_TYPES: Mapping[str, tuple[type, ...]] = {
-    "num_key_value_heads": (int, type(None)),
-    "head_dim": (int, type(None)),
-    "hidden_act": (str,),
-    "max_position_embeddings": (int,),
-    "initializer_range": (float,),
-    "rms_norm_eps": (float,),
-    "pad_token_id": (int, type(None)),
-    "bos_token_id": (int, type(None)),
-    "eos_token_id": (int, list, type(None)),
-    "tie_word_embeddings": (bool,),
-    "attention_bias": (bool,),
-    "mlp_bias": (bool,),
-}
+_HINTS = get_type_hints(TransformerArchitecture)
+
+
+def _types(key: str) -> tuple[type, ...]:
+    """Types that a field of the architecture has, and null where the config may leave it to other sizes."""
+    hint = _HINTS[key] | None if LLAMA[key] is None else _HINTS[key]
+    return tuple(get_origin(kind) or kind for kind in get_args(hint) or (hint,))
+
+
+_TYPES = {key: _types(key) for key in LLAMA}
 
 
 def read_sizes(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
