@@ -41,7 +41,6 @@ class CausalPreTrainedModel(PreTrainedModel):
     """A model as transformers sees it, and how λ starts."""
 
     base_model_prefix = "model"
-    _no_split_modules = ["DiffLayer", "SambaYLayer"]  # noqa: RUF012
     _supports_sdpa = True
 
     @torch.no_grad()
@@ -75,6 +74,7 @@ class Decoder(CausalPreTrainedModel):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
         layers = enumerate(self.architecture.layers)
         self.layers = nn.ModuleList(self.layer_class(blocks, layer) for layer, blocks in layers)
+        self._no_split_modules = [self.layer_class.__name__]
         name, norm = self.architecture.final_norm
         self.add_module(name, norm.new_module())
         self.recipe = Recipe()
@@ -361,8 +361,8 @@ class CausalModel(CausalPreTrainedModel, GenerationMixin):
         """Make the tensors that no checkpoint holds, after the model was made on the meta device."""
 
     @property
-    def attentions(self) -> Sequence[Any]:
-        """The attention of every layer that has some, in order: `PairAttention`, or what the model makes of it."""
+    def attentions(self) -> Sequence[PairAttention]:
+        """The attention of every layer that has some, in order."""
         return [module for module in self.modules() if isinstance(module, PairAttention)]
 
     @abstractmethod

@@ -270,9 +270,10 @@ def _refuse_transposed(source: Source | WeightSource, chosen: Collection[str]) -
     transposed = [name for name in found if name in chosen]
     if transposed:
         shapes = ", ".join(f"{name} {list(tensors[name].shape)}" for name in transposed)
+        cure = "--keep PATTERN" if isinstance(source, WeightSource) else "an override at 16 bits"
         raise CheckpointError(
             f"{len(transposed)} weights of {source.path} are stored [in, out], as GPT-2's Conv1D and some experts are, "
-            f"and would be packed along the wrong axis: {shapes}; leave them as they are with --keep PATTERN, or write "
+            f"and would be packed along the wrong axis: {shapes}; leave them as they are with {cure}, or write "
             "them [out, in] for a model of Linear layers"
         )
 
