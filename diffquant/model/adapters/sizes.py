@@ -119,6 +119,6 @@ def v1_spec(sizes: Mapping[str, Any], **own: Any) -> DiffSpec:
         CheckpointError: heads make up no pairs, or fields of `own` contradict them.
     """
     counts = {"pairs": "num_attention_heads", "kv_pairs": "num_key_value_heads"}
-    pairs = {field: count_pairs(sizes[key], key) for field, key in counts.items() if field not in own}
+    own |= {field: count_pairs(sizes[key], key) for field, key in counts.items() if field not in own}
     width = sizes["head_dim"]
-    return DiffSpec(**pairs, head_dim=width, value_dim=2 * width, lam="exp", scale_by_init=True, **own)
+    return DiffSpec(head_dim=width, value_dim=2 * width, lam="exp", scale_by_init=True, **own)
