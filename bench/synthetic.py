@@ -17,7 +17,7 @@ from diffquant.formats.atomic_folder import staged
 from diffquant.formats.row_stream import Block, Job, Shard, write_shards
 from diffquant.formats.writer import OutputTensor
 from diffquant.model.adapters import adapter_for
-from diffquant.model.architecture import Shape
+from diffquant.model.blocks import Shape
 from diffquant.support.files import write_atomically
 from diffquant.support.progress import Progress, progress_for, silent
 from diffquant.support.suggestion import did_you_mean

@@ -158,7 +158,8 @@ class LoadedModel:
         """A model of a configuration, with parameters as they are before any training."""
         from diffquant.model.adapters import adapter_for
 
-        return adapter_for(config.to_dict()).architecture.new_model()
+        model: CausalModel = adapter_for(config.to_dict()).architecture.new_model()
+        return model
 
 
 def _place(device_map: "DeviceMap | int | None") -> "tuple[str, DeviceMap | None]":

@@ -22,7 +22,7 @@ from diffquant.formats.reader import Checkpoint
 from diffquant.formats.row_stream import Block, Job, Shard, check_rows, checkpoint_stamp, in_dtype, write_shards
 from diffquant.formats.writer import OutputTensor
 from diffquant.model.adapters import Adapter, adapter_for
-from diffquant.model.architecture import Shape
+from diffquant.model.blocks import Shape
 from diffquant.quantization.card import converted_card
 from diffquant.recipe import Recipe
 from diffquant.report.tables import megabytes

@@ -191,17 +191,15 @@ def _size_line(scheme: str, sizes: Mapping[str, int | None], packed_bits: Mappin
 def _lambdas(source: Source) -> list[float]:
     spec = source.spec
 
-    def read(layer: int, name: str) -> Tensor:
-        return source.read(f"{source.architecture.attention_name(layer)}.{name}").float()
+    def read(name: str) -> list[Tensor]:
+        """The parameter of a name in each layer that has it."""
+        return [source.read(each).float() for each in source.architecture.parameters if each.endswith(f".{name}")]
 
-    layers = source.architecture.target_layers["logits"]
     if spec.lam == "exp":
-        vectors = ([read(layer, name) for name in LAMBDA_VECTORS] for layer in layers)
-        inits = (spec.lam_init(layer) for layer in layers)
-        return [float(lam_from_vectors(*four, init=init)) for four, init in zip(vectors, inits, strict=True)]
-    if spec.gates:
-        return [float(read(layer, "lambda_proj.weight").square().mean().sqrt()) for layer in layers]
-    return []
+        inits = map(spec.lam_init, source.architecture.target_layers["logits"])
+        layers = zip(*map(read, LAMBDA_VECTORS), inits, strict=True)
+        return [float(lam_from_vectors(*vectors, init=init)) for *vectors, init in layers]
+    return [float(weight.square().mean().sqrt()) for weight in read("lambda_proj.weight")]
 
 
 def _plans(source: Source | WeightSource) -> dict[str, QuantizationPlan | None]:
@@ -221,7 +219,8 @@ def _stored_packed_bits(source: Source) -> dict[str, float]:
         return {}
     tensors, shapes = source.checkpoint.tensors, source.adapter.source_shapes()
     nbytes = sum(tensors[module + suffix].nbytes for module in source.packed for suffix in (PACKED, SCALE, SHAPE))
-    weights = sum(torch.Size(shapes[f"{module}.weight"]).numel() for module in source.packed)
+    packed = [shape for name, shape in shapes.items() if name.removesuffix(".weight") in source.packed]
+    weights = sum(torch.Size(shape).numel() for shape in packed)
     return {"as it is": stored_bits(nbytes, weights)}
 
 

@@ -53,6 +53,8 @@ def installed(tmp_path_factory):
         ("evals/tasks/perplexity.py", True, False),
         ("evals/protocols/perplexity.py", True, False),
         ("numerics/packing.py", True, True),
+        ("model/modeling.py", True, True),
+        ("model/sambay/scan.py", True, True),
         ("export/native/node.cc", False, True),
         ("export/runtime/session.py", False, True),
         ("report/tables.py", False, False),

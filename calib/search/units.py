@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from diffquant.errors import UsageError
-from diffquant.family.spec import DiffSpec
 from diffquant.formats.compressed_tensors import scale_dtype
+from diffquant.model.blocks import TokenRows
 from diffquant.model.modeling import DiffTransformer
 from diffquant.quantization.plan import plan_quantization
 from diffquant.quantization.rounded_weight import as_stored
@@ -79,7 +79,7 @@ def find_units(source: Source, targets: Sequence[str], granularity: str) -> list
     units = _weight_units(source, granularity) if "weights" in targets else []
     for target in CALIBRATED_TARGETS:
         if target in targets:
-            elements, stored = _entries(source.spec, target)
+            elements, stored = _entries(source.architecture.token_rows[0], target)
             units += [
                 Unit(
                     target=target,
@@ -95,11 +95,11 @@ def find_units(source: Source, targets: Sequence[str], granularity: str) -> list
     return sorted(units, key=lambda unit: unit.layer)
 
 
-def _entries(spec: DiffSpec, target: str) -> tuple[int, dict[int, float]]:
+def _entries(rows: TokenRows, target: str) -> tuple[int, dict[int, float]]:
     """Entries of one layer's "k" or "v" a token, and their bytes at each width; of "logits" one entry."""
     if target == "logits":
         return 1, {bits: bits / 8 for bits in _WIDTHS}
-    heads, width = (spec.key_heads, spec.head_dim) if target == "k" else (spec.kv_pairs, spec.value_dim)
+    heads, width = rows.keys if target == "k" else rows.values
     schemes = {bits: Scheme.parse(f"{bits}:{DEFAULT_GRANULARITY[target]}") for bits in _WIDTHS}
     return heads * width, {bits: state_bytes_per_token(scheme, heads, width) for bits, scheme in schemes.items()}
 

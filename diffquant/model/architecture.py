@@ -2,26 +2,32 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, fields
+from functools import cached_property
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from diffquant.errors import UsageError
 from diffquant.family.spec import DiffSpec
-from diffquant.recipe import Recipe
+from diffquant.model.blocks import Block, Blocks, Parameter, Parameters, Shape, TokenRows
+from diffquant.recipe import LAYER_TARGETS, Recipe
 
 if TYPE_CHECKING:
-    from diffquant.model.causal import CausalModel
-
-Shape = tuple[int, ...]
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 
 @dataclass(frozen=True)
 class Architecture(ABC):
-    """A decoder-only model: its sizes as Llama names them, its parameters, and the class that runs it.
+    """A decoder-only model: its sizes as Llama names them, and the blocks that its layers are composed of.
+
+    All else that is known of it without a model is derived from these, its table of parameters above all.
 
     Attributes:
+        model: "module:class" of the `CausalModel` that runs it.
         diff_spec: specification of the attention.
     """
+
+    model: ClassVar[str]
 
     vocab_size: int
     hidden_size: int
@@ -39,36 +45,72 @@ class Architecture(ABC):
     tie_word_embeddings: bool
     diff_spec: DiffSpec
 
+    @property
     @abstractmethod
-    def new_model(self) -> "CausalModel":
+    def layers(self) -> Sequence[Blocks]:
+        """Blocks of each layer by the names of their modules; the mixer of tokens comes first."""
+
+    @property
+    @abstractmethod
+    def final_norm(self) -> tuple[str, Block]:
+        """Name and block of the norm behind the layers."""
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """All of its fields but the attention's specification."""
+        own = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "diff_spec"}
+        # Whoever gets them may write into them, as transformers does.
+        return {name: dict(value) if isinstance(value, Mapping) else value for name, value in own.items()}
+
+    @cached_property
+    def config(self) -> "PreTrainedConfig":
+        """Configuration that its model is built from."""
+        return resolve_name(self.model).config_class(**self.settings, spec=self.diff_spec.to_dict())
+
+    def new_model(self) -> "PreTrainedModel":
         """A model with parameters as they are before any training; only here transformers is imported."""
+        return resolve_name(self.model)(self.config)
 
-    @abstractmethod
+    @cached_property
+    def parameters(self) -> Parameters:
+        """Every parameter by its full name; a tied head is not one."""
+        matrix = Parameter((self.vocab_size, self.hidden_size), packing="named")
+        name, norm = self.final_norm
+        blocks = {f"layers.{i}.{part}": block for i, layer in enumerate(self.layers) for part, block in layer.items()}
+        return {
+            "model.embed_tokens.weight": matrix,
+            **{
+                f"model.{place}.{parameter}": what
+                for place, block in (blocks | {name: norm}).items()
+                for parameter, what in block.parameters().items()
+            },
+            **({} if self.tie_word_embeddings else {"lm_head.weight": matrix}),
+        }
+
     def parameter_shapes(self) -> dict[str, Shape]:
-        """Shape of each parameter, by full name; a tied head is not one."""
+        """Shape of each parameter, by full name."""
+        return {name: parameter.shape for name, parameter in self.parameters.items()}
 
-    @abstractmethod
     def linear_shapes(self) -> dict[str, Shape]:
-        """Shape [out, in] of each linear weight that a recipe's `weights` applies to, by full name."""
+        """Shape [..., out, in] of each weight that a recipe's `weights` applies to, by full name."""
+        return {name: each.shape for name, each in self.parameters.items() if each.packing == "weights"}
 
     @property
-    @abstractmethod
     def layer_kinds(self) -> Sequence[str]:
-        """What each layer mixes its tokens by."""
+        """What each layer is called after its blocks."""
+        return [" with ".join(block.kind for block in layer.values() if block.kind) for layer in self.layers]
 
-    @property
-    @abstractmethod
+    @cached_property
     def target_layers(self) -> Mapping[str, Sequence[int]]:
         """Numbers of the layers that have each of `recipe.LAYER_TARGETS`: logits, or keys and values of their own."""
+        targets = [{target for block in layer.values() for target in block.targets} for layer in self.layers]
+        return {target: [i for i, own in enumerate(targets) if target in own] for target in LAYER_TARGETS}
 
-    @abstractmethod
-    def attention_name(self, layer: int) -> str:
-        """Full name of the module that holds a layer's λ."""
-
-    @property
-    def can_rotate_cache(self) -> bool:
-        """Whether keys and values can be rotated before they are rounded."""
-        return True
+    @cached_property
+    def token_rows(self) -> Mapping[int, TokenRows]:
+        """Keys and values of a token that layers keep, by the number of the layer."""
+        blocks = ((i, block) for i, layer in enumerate(self.layers) for block in layer.values())
+        return {i: block.stored for i, block in blocks if isinstance(block.stored, TokenRows)}
 
     def check_recipe(self, recipe: Recipe) -> None:
         """Check that a recipe for cache and logits fits the model's layers.
@@ -77,12 +119,8 @@ class Architecture(ABC):
             UsageError: an override matches no layer, or keys or values are rotated that more than one layer reads.
         """
         recipe.check_layers(self.target_layers)
-        if recipe.rotates_cache and not self.can_rotate_cache:
+        if recipe.rotates_cache and self.target_layers["k"] != self.target_layers["logits"]:
             raise UsageError(
                 f"{type(self).__name__} has layers that read the keys and values of another one, and those cannot be "
                 "rotated; leave out :rotated"
             )
-
-    def is_wide(self, parameter: str) -> bool:  # noqa: ARG002  none is, unless an architecture says so
-        """Whether a parameter stays in float32 where the model is in a half type."""
-        return False

@@ -20,8 +20,9 @@ from diffquant.family.lam import LAMBDA_VECTORS, lam_from_vectors
 from diffquant.family.mask import Mask
 from diffquant.family.norm import PairNorm
 from diffquant.family.spec import DiffSpec
-from diffquant.model.config import DiffTransformerConfig
+from diffquant.model.blocks import AttentionBlock
 from diffquant.model.fused_cache import FusedCache
+from diffquant.model.linears import add_linears
 from diffquant.numerics.rotation import rotated
 from diffquant.scheme import FULL
 
@@ -120,18 +121,16 @@ class PairAttention(nn.Module):
 class DiffAttention(PairAttention):
     """Differential attention of a layer, from its Q, K and V projections to its output projection."""
 
-    def __init__(self, config: DiffTransformerConfig, layer: int) -> None:
-        spec = config.diff_spec
-        super().__init__(spec, layer)
-        width, bias = config.hidden_size, config.attention_bias
-        self.q_proj = nn.Linear(width, self.layout.height("q_proj"), bias=bias)
-        self.k_proj = nn.Linear(width, self.layout.height("k_proj"), bias=bias)
-        self.v_proj = nn.Linear(width, self.layout.height("v_proj"), bias=bias)
-        self.o_proj = nn.Linear(spec.pairs * spec.value_dim, width, bias=bias)
-        if spec.gates:
-            self.lambda_proj = nn.Linear(width, spec.gates, bias=False)
-        if spec.output_gate:
-            self.output_gate_proj = nn.Linear(width, spec.pairs * spec.value_dim, bias=False)
+    q_proj: nn.Linear
+    k_proj: nn.Linear
+    v_proj: nn.Linear
+    o_proj: nn.Linear
+    lambda_proj: nn.Linear
+    output_gate_proj: nn.Linear
+
+    def __init__(self, block: AttentionBlock) -> None:
+        super().__init__(block.spec, block.layer)
+        add_linears(self, block)
 
     def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], mask: Mask, cache: Cache | None) -> Tensor:
         """Output [B, T, D] for an input x [B, T, D]; `rotary` is cos and sin, [B or 1, T, d]."""

@@ -245,6 +245,11 @@ class PackedLayer(CacheLayerMixin):
         self.stored_values.replace_tensors(change)
 
 
+def ranges_of_layer(ranges: Mapping[str, Tensor], layer: int) -> dict[str, Tensor]:
+    """Ranges by "k" and "v" of one layer, of those by "layers.N.k" and "layers.N.v"."""
+    return {target: ranges[name] for target in ("k", "v") if (name := f"layers.{layer}.{target}") in ranges}
+
+
 class PackedCache(Cache):
     """KV cache with the recipe's `k`, `v` and `residual`, for `generate(past_key_values=...)`."""
 
@@ -256,12 +261,8 @@ class PackedCache(Cache):
             layers: number of layers.
             ranges: ranges by "layers.N.k" and "layers.N.v" where the recipe's schemes are static.
         """
-        by_name = ranges or {}
-
-        def ranges_of(layer: int) -> dict[str, Tensor]:
-            return {t: by_name[name] for t in ("k", "v") if (name := f"layers.{layer}.{t}") in by_name}
-
-        super().__init__(layers=[PackedLayer(recipe.at_layer(i), ranges_of(i)) for i in range(layers)])
+        of_layers = [ranges_of_layer(ranges or {}, layer) for layer in range(layers)]
+        super().__init__(layers=[PackedLayer(recipe.at_layer(i), ranges) for i, ranges in enumerate(of_layers)])
         self.recipe = recipe
 
     @property

@@ -3,9 +3,9 @@
 import inspect
 import os
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping, MutableSequence, Sequence
+from collections.abc import Mapping, MutableSequence, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -19,9 +19,11 @@ from diffquant.attention import LogitMeter, check_backend
 from diffquant.errors import NotFiredError, UsageError
 from diffquant.family.lam import LAMBDA_VECTORS
 from diffquant.family.mask import Mask
+from diffquant.model.architecture import Architecture
 from diffquant.model.attention import PairAttention
 from diffquant.model.attention_mask import packed_mask, read_mask
-from diffquant.model.cache import PackedLayer
+from diffquant.model.blocks import Blocks
+from diffquant.model.config import ArchitectureConfig
 from diffquant.model.finite import FiniteLogits
 from diffquant.model.generation_modes import BACKEND_OF, check_cache, check_generation, dependence_on_steps
 from diffquant.model.graphed_steps import GraphedSteps
@@ -49,13 +51,34 @@ class CausalPreTrainedModel(PreTrainedModel):
                 nn.init.normal_(getattr(module, name), 0.0, _LAMBDA_STD)
 
 
+class DecoderLayer(nn.Module):
+    """A layer that is composed of its architecture's blocks."""
+
+    def __init__(self, blocks: Blocks, layer: int) -> None:
+        super().__init__()
+        self.layer = layer
+        for name, block in blocks.items():
+            self.add_module(name, block.new_module())
+
+
 class Decoder(CausalPreTrainedModel):
     """A decoder without its head: embedding, layers, final norm, and the recipe of its cache and logits."""
 
-    embed_tokens: nn.Embedding
-    layers: nn.ModuleList
-    recipe: Recipe
-    ranges: Mapping[str, Tensor]
+    layer_class: ClassVar[type[DecoderLayer]]
+    config: ArchitectureConfig
+    architecture: Architecture
+
+    def __init__(self, config: ArchitectureConfig) -> None:
+        super().__init__(config)
+        self.architecture = config.architecture
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
+        layers = enumerate(self.architecture.layers)
+        self.layers = nn.ModuleList(self.layer_class(blocks, layer) for layer, blocks in layers)
+        self._no_split_modules = [self.layer_class.__name__]
+        name, norm = self.architecture.final_norm
+        self.add_module(name, norm.new_module())
+        self.recipe = Recipe()
+        self.ranges: Mapping[str, Tensor] = {}
 
     def forward(
         self,
@@ -192,9 +215,17 @@ class CausalModel(CausalPreTrainedModel, GenerationMixin):
     when they are loaded.
     """
 
+    decoder_class: ClassVar[type[Decoder]]
+    config: ArchitectureConfig
     model: Decoder
     lm_head: nn.Linear
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
+
+    def __init__(self, config: ArchitectureConfig) -> None:
+        super().__init__(config)
+        self.model = self.decoder_class(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
 
     @can_return_tuple  # type: ignore[untyped-decorator]
     def forward(
@@ -330,22 +361,13 @@ class CausalModel(CausalPreTrainedModel, GenerationMixin):
         """Make the tensors that no checkpoint holds, after the model was made on the meta device."""
 
     @property
-    @abstractmethod
     def attentions(self) -> Sequence[PairAttention]:
         """The attention of every layer that has some, in order."""
-
-    @property
-    @abstractmethod
-    def target_layers(self) -> Mapping[str, Sequence[int]]:
-        """Numbers of the layers that have each target, as `Architecture.target_layers` says."""
+        return [module for module in self.modules() if isinstance(module, PairAttention)]
 
     @abstractmethod
     def walk(self, length: int) -> Walk[Any]:
         """A walk through the layers over sequences of one length without padding."""
-
-    @abstractmethod
-    def stored_layers(self) -> Iterable[PackedLayer]:
-        """Empty storage for each layer's keys and values under the recipe, without room for tokens to come."""
 
     @property
     def recipe(self) -> Recipe:
@@ -357,8 +379,9 @@ class CausalModel(CausalPreTrainedModel, GenerationMixin):
         Raises:
             UsageError: an override is about a layer that is not there, or a scheme is static and its ranges are not.
         """
-        recipe.check_layers(self.target_layers)
-        first = {target: f"layers.{layers[0]}.{target}" for target, layers in self.target_layers.items()}
+        layers_of = self.model.architecture.target_layers
+        recipe.check_layers(layers_of)
+        first = {target: f"layers.{layers[0]}.{target}" for target, layers in layers_of.items()}
         lacking = [t for t in LAYER_TARGETS if recipe.is_static(t) and first[t] not in self.model.ranges]
         if lacking:
             raise UsageError(

@@ -1,42 +1,50 @@
-"""The configuration of a DiffTransformer, as transformers keeps one."""
+"""Configurations as transformers keeps them, whose fields are those of an architecture."""
 
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any, ClassVar
 
 from transformers import PreTrainedConfig
 
 from diffquant.family.spec import DiffSpec, read_spec
+from diffquant.model.architecture import Architecture
+from diffquant.model.transformer import DEFAULTS, TransformerArchitecture
 
 
-class DiffTransformerConfig(PreTrainedConfig):
-    """Sizes of a decoder-only model, as Llama names them, and the `DiffSpec` of its attention.
+class ArchitectureConfig(PreTrainedConfig):
+    """The fields of an architecture, and under `spec` those of its `DiffSpec` as plain data, for config.json.
 
-    `spec` holds the fields of a `DiffSpec` as plain data, so that it survives config.json;
-    `diff_spec` is the checked object.
+    A subclass names its architecture: `class SambaYConfig(ArchitectureConfig, architecture=SambaYArchitecture)`.
     """
 
-    model_type = "diff_transformer"
+    architecture_class: ClassVar[type[Architecture]]
     keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012
 
-    vocab_size: int = 32000
-    hidden_size: int = 2048
-    intermediate_size: int = 8192
-    num_hidden_layers: int = 16
-    num_attention_heads: int = 32
-    num_key_value_heads: int | None = None
-    head_dim: int | None = None
-    hidden_act: str = "silu"
-    max_position_embeddings: int = 2048
-    initializer_range: float = 0.02
-    rms_norm_eps: float = 1e-5
     use_cache: bool = True
-    pad_token_id: int | None = None
-    bos_token_id: int | None = None
-    eos_token_id: int | list[int] | None = None
-    tie_word_embeddings: bool = False
-    rope_parameters: dict[str, Any] | None = None
-    attention_bias: bool = False
-    mlp_bias: bool = False
     spec: dict[str, Any] | None = None
+
+    def __init_subclass__(
+        cls, architecture: type[Architecture], defaults: Mapping[str, Any] | None = None, **kwargs: Any
+    ) -> None:
+        cls.architecture_class = architecture
+        own = [field.name for field in fields(architecture) if field.name != "diff_spec"]
+        cls.__annotations__ = dict.fromkeys(own, Any)
+        for name in own:
+            setattr(cls, name, (defaults or {}).get(name))
+        # transformers makes a dataclass of what stands in the class by now.
+        super().__init_subclass__(**kwargs)
+
+    @property
+    def architecture(self) -> Any:
+        """The architecture, one of `architecture_class`.
+
+        Raises:
+            CheckpointError: `spec` is missing or contradicts itself.
+        """
+        own = {field.name: getattr(self, field.name) for field in fields(self.architecture_class)}
+        own["num_key_value_heads"] = own["num_key_value_heads"] or own["num_attention_heads"]
+        own["head_dim"] = own["head_dim"] or own["diff_spec"].head_dim
+        return self.architecture_class(**own)
 
     @property
     def diff_spec(self) -> DiffSpec:
@@ -46,3 +54,9 @@ class DiffTransformerConfig(PreTrainedConfig):
             CheckpointError: the specification is missing or contradicts itself.
         """
         return read_spec(self.spec)
+
+
+class DiffTransformerConfig(ArchitectureConfig, architecture=TransformerArchitecture, defaults=DEFAULTS):
+    """Configuration of a DiffTransformer."""
+
+    model_type = "diff_transformer"

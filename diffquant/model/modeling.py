@@ -3,39 +3,35 @@
 Llama's decoder layer around attention that a `DiffSpec` describes.
 """
 
-from collections.abc import Mapping, MutableSequence, Sequence
+from collections.abc import MutableSequence
 from dataclasses import dataclass
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicCache
-from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from diffquant.family.mask import Mask
 from diffquant.model.attention import DiffAttention
-from diffquant.model.cache import PackedCache, PackedLayer
-from diffquant.model.causal import CausalModel, Decoder
-from diffquant.model.config import DiffTransformerConfig
+from diffquant.model.cache import PackedCache
+from diffquant.model.causal import CausalModel, Decoder, DecoderLayer
+from diffquant.model.config import ArchitectureConfig, DiffTransformerConfig
 from diffquant.model.fused_cache import FusedCache, fused_cache_refusal, warn_of_slow_decoding
 from diffquant.model.graphed_steps import GraphedSteps, warn_of_ungraphed_decoding
-from diffquant.model.mlp import DiffMLP
 from diffquant.model.walk import CAUSAL, Walk
-from diffquant.recipe import LAYER_TARGETS, Recipe
 
 # Kinds of RoPE whose frequencies do not depend on the sequence.
 _STATIC_ROPE = ("default", "linear", "llama3", "yarn", "proportional")
 
 
-class DiffLayer(nn.Module):
-    """Attention and a gated network, each behind its norm and added to the residual."""
+class DiffLayer(DecoderLayer):
+    """Attention and a network, each behind its norm and added to the residual."""
 
-    def __init__(self, config: DiffTransformerConfig, layer: int) -> None:
-        super().__init__()
-        self.self_attn = DiffAttention(config, layer)
-        self.mlp = DiffMLP(config)
-        self.input_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
+    self_attn: DiffAttention
+    mlp: nn.Module
+    input_layernorm: nn.Module
+    post_attention_layernorm: nn.Module
 
     def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], mask: Mask, cache: Cache | None) -> Tensor:
         attended: Tensor = x + self.self_attn(self.input_layernorm(x), rotary, mask, cache)
@@ -47,17 +43,12 @@ class DiffTransformerModel(Decoder):
     """The decoder without its head: embedding, layers, final norm."""
 
     config_class = DiffTransformerConfig
-    config: DiffTransformerConfig
-    _no_split_modules = ["DiffLayer"]  # noqa: RUF012
+    layer_class = DiffLayer
+    norm: nn.Module
 
-    def __init__(self, config: DiffTransformerConfig) -> None:
+    def __init__(self, config: ArchitectureConfig) -> None:
         super().__init__(config)
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
-        self.layers = nn.ModuleList(DiffLayer(config, layer) for layer in range(config.num_hidden_layers))
-        self.norm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.rotary_emb = LlamaRotaryEmbedding(config)
-        self.recipe = Recipe()
-        self.ranges: Mapping[str, Tensor] = {}
         self.post_init()
 
     def run_layers(
@@ -71,7 +62,13 @@ class DiffTransformerModel(Decoder):
     ) -> Tensor:
         if position_ids is None:
             position_ids = _positions(mask.keys, past, x.shape[1], x.device)
-        return self._run_layers(x, position_ids, mask, cache, states)
+        rotary = self.rotary_emb(x, position_ids=position_ids)
+        for layer in self.layers:
+            if states is not None:
+                states.append(x)
+            x = layer(x, rotary, mask, cache)
+        normed: Tensor = self.norm(x)
+        return normed
 
     def run_graphed(
         self,
@@ -90,30 +87,14 @@ class DiffTransformerModel(Decoder):
             position_ids = _positions(valid, cache.get_seq_length(), 1, x.device)
 
         def step(x: Tensor, positions: Tensor, mask: Mask) -> Tensor:
-            return self._run_layers(x, positions, mask, cache, None)
+            return self.run_layers(x, mask, 0, positions, cache, None)
 
         return graphs.run(step, cache, x, position_ids, attention_mask)
-
-    def _run_layers(
-        self,
-        x: Tensor,
-        position_ids: Tensor,
-        mask: Mask,
-        cache: Cache | None,
-        states: MutableSequence[Tensor] | None,
-    ) -> Tensor:
-        rotary = self.rotary_emb(x, position_ids=position_ids)
-        for layer in self.layers:
-            if states is not None:
-                states.append(x)
-            x = layer(x, rotary, mask, cache)
-        normed: Tensor = self.norm(x)
-        return normed
 
     @property
     def has_fused_cache(self) -> bool:
         """Whether decoding runs on the kernels that read the cache as it is stored; on CUDA it is said why not."""
-        refusal = fused_cache_refusal(self.recipe, self.config.diff_spec, self.dtype, self.device)
+        refusal = fused_cache_refusal(self.recipe, self.architecture.diff_spec, self.dtype, self.device)
         if refusal is not None and self.device.type == "cuda":
             warn_of_slow_decoding(refusal)
         return refusal is None
@@ -164,37 +145,16 @@ class DiffTransformer(CausalModel):
     """A decoder-only language model with differential (or plain) attention in each layer."""
 
     config_class = DiffTransformerConfig
-    config: DiffTransformerConfig
+    decoder_class = DiffTransformerModel
     model: DiffTransformerModel
-    _no_split_modules = ["DiffLayer"]  # noqa: RUF012
-
-    def __init__(self, config: DiffTransformerConfig) -> None:
-        super().__init__(config)
-        self.model = DiffTransformerModel(config)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.post_init()
 
     def make_tables(self) -> None:
         self.model.rotary_emb = LlamaRotaryEmbedding(self.config)
-
-    @property
-    def attentions(self) -> Sequence[DiffAttention]:
-        """Every layer's attention, in order."""
-        return [cast(DiffLayer, layer).self_attn for layer in self.model.layers]
-
-    @property
-    def target_layers(self) -> Mapping[str, Sequence[int]]:
-        return dict.fromkeys(LAYER_TARGETS, range(len(self.model.layers)))
 
     def walk(self, length: int) -> "TransformerWalk":
         positions = torch.arange(length, device=self.device)[None]
         like = torch.empty(0, dtype=self.dtype, device=self.device)
         return TransformerWalk(self, self.model.rotary_emb(like, position_ids=positions))
-
-    def stored_layers(self) -> Sequence[PackedLayer]:
-        # Not the model's own kind of cache: on CUDA that one has room for tokens to come.
-        cache = PackedCache(self.recipe, len(self.model.layers), self.model.ranges)
-        return [cast(PackedLayer, layer) for layer in cache.layers]
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,8 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from diffquant.errors import UsageError
-from diffquant.model.cache import PackedLayer
+from diffquant.model.blocks import TokenRows
+from diffquant.model.cache import PackedLayer, ranges_of_layer
 from diffquant.recipe import Recipe
 
 
@@ -58,3 +59,14 @@ class WindowedLayer(PackedLayer):
         """
         if tokens_to_remove:
             raise UsageError("a cache over a window cannot go back: the tokens before it are gone; fill a new one")
+
+
+def storage_of(rows: TokenRows, layer: int, recipe: Recipe, ranges: Mapping[str, Tensor]) -> PackedLayer:
+    """Empty storage for what a layer keeps of each token, as a model's recipe wants it.
+
+    Args:
+        layer: number of the layer.
+        ranges: ranges by "layers.N.k" and "layers.N.v" where the recipe's schemes are static.
+    """
+    own = recipe.at_layer(layer), ranges_of_layer(ranges, layer)
+    return PackedLayer(*own) if rows.window is None else WindowedLayer(*own, rows.window)

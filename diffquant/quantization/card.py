@@ -15,11 +15,12 @@ tags:
 _FAMILY = "- differential-transformer\n"
 
 
-def quantized_card(plan: QuantizationPlan, errors: Mapping[str, float]) -> str:
+def quantized_card(plan: QuantizationPlan, errors: Mapping[str, float], carries_code: bool) -> str:
     """Model card of a quantized checkpoint: what was quantized, how, and how to load it.
 
     Args:
         errors: relative RMS error of each packed weight, by name.
+        carries_code: whether the modelling file is part of the folder.
     """
     name, model_type = plan.checkpoint.name, str(plan.checkpoint.config.get("model_type"))
     recipe = plan.recipe
@@ -39,18 +40,21 @@ def quantized_card(plan: QuantizationPlan, errors: Mapping[str, float]) -> str:
         f"Tensors take {plan.size}.",
     ]
     if plan.schemes:
-        lines.append(_weights_paragraph(plan, errors))
-    lines.append(_NOT_RUN if plan.rules else _RUN)
+        lines.append(_weights_paragraph(plan, errors, carries_code))
+    lines.append(_NOT_RUN if plan.rules else _RUN + (f"{_EXPERTS}\n" if plan.has_experts else ""))
     return "\n".join(lines)
 
 
 _RUN = """`diffquant.load(path)` gives the model with all of the recipe applied. diffquant.json has each
 tensor's bits, error and size.
 """
-_NOT_RUN = """The weights were chosen by their names, since diffquant does not run this architecture: **nothing measured
-what quantizing did to the model**. A loader needs the architecture's own code, and has to read compressed-tensors.
+_EXPERTS = """\
 Weights of experts in one tensor are packed along their last axis, as [experts, out, words], and belong to no Linear: a
-loader that only replaces Linear modules does not find them, and may go on with random ones. diffquant.json has the
+loader that only replaces Linear modules does not find them, and may go on with random ones."""
+_NOT_RUN = f"""\
+The weights were chosen by their names, since diffquant does not run this architecture: **nothing measured
+what quantizing did to the model**. A loader needs the architecture's own code, and has to read compressed-tensors.
+{_EXPERTS} diffquant.json has the
 rules, and each tensor's bits, error and size; docs/any-model.md of diffquant says how to decode a tensor.
 """
 
@@ -80,7 +84,7 @@ _KEPT_ELSEWHERE = (
 )
 
 
-def _loaded_by(plan: QuantizationPlan) -> str:
+def _loaded_by(plan: QuantizationPlan, carries_code: bool) -> str:
     """The rest of the sentence that names the weights' format: who reads it."""
     if plan.rules:
         return ".\n"
@@ -89,14 +93,14 @@ def _loaded_by(plan: QuantizationPlan) -> str:
             reader = "which transformers loads by itself"
         case "diffllama":
             reader = f"which transformers loads by itself; {_BY_CODE}, too, and then batches of requests are right"
-        case "phi4flash":
-            reader = "and `AutoModelForCausalLM` opens it after `import diffquant`"
-        case _:
+        case _ if carries_code:
             reader = f"and {_BY_CODE}"
+        case _:
+            reader = "and `AutoModelForCausalLM` opens it after `import diffquant`"
     return f", {reader}. {_KEPT_ELSEWHERE}\n"
 
 
-def _weights_paragraph(plan: QuantizationPlan, errors: Mapping[str, float]) -> str:
+def _weights_paragraph(plan: QuantizationPlan, errors: Mapping[str, float], carries_code: bool) -> str:
     by_scheme: dict[Scheme, list[float]] = {}
     for tensor in plan.tensors:
         if tensor.scheme.quantizes:
@@ -104,5 +108,5 @@ def _weights_paragraph(plan: QuantizationPlan, errors: Mapping[str, float]) -> s
     parts = [f"{len(e)} weights at {scheme} ({sum(e) / len(e):.2%} mean error)" for scheme, e in by_scheme.items()]
     return (
         f"Packed: {', '.join(parts)}; {plan.packed_bits:.2f} stored bits a weight, scales included; rounding: "
-        f"{plan.recipe.rounding.name}. The format is compressed-tensors' pack-quantized{_loaded_by(plan)}"
+        f"{plan.recipe.rounding.name}. The format is compressed-tensors' pack-quantized{_loaded_by(plan, carries_code)}"
     )

@@ -88,6 +88,11 @@ class QuantizationPlan:
         return {tensor.module: tensor.scheme for tensor in self.tensors if tensor.scheme.quantizes}
 
     @property
+    def has_experts(self) -> bool:
+        """Whether experts in one tensor are packed."""
+        return any(tensor.scheme.quantizes and len(tensor.info.shape) > 2 for tensor in self.tensors)
+
+    @property
     def bytes_before(self) -> int:
         """Bytes that the source takes."""
         return self.checkpoint.stored_nbytes
@@ -206,19 +211,25 @@ def checked_schemes(source: Source | WeightSource, recipe: Recipe) -> dict[str, 
     """
     targets = targets_of(source)
     schemes = targets.schemes(recipe)
+    by_name = {targets.weights[module]: scheme for module, scheme in schemes.items()}
     _check_overrides(recipe, targets)
     if isinstance(source, WeightSource):
         _check_weights_alone(source, recipe, schemes)
     else:
         source.architecture.check_recipe(recipe)
-    _check_packable(source.checkpoint, {targets.weights[module]: scheme for module, scheme in schemes.items()})
-    checked_rounding(recipe.rounding, schemes)
+    _refuse_transposed(source, by_name)
+    _check_packable(source.checkpoint, by_name)
+    if checked_rounding(recipe.rounding, schemes).needs_text:
+        _refuse_experts(source.checkpoint, by_name, recipe.rounding.name)
     return schemes
 
 
 def _linears(source: Source | WeightSource) -> tuple[str, ...]:
     """Every module that a reader may see as a Linear."""
-    modules = source.matrices() if isinstance(source, WeightSource) else targets_of(source).weights
+    if isinstance(source, WeightSource):
+        modules = source.matrices()
+    else:
+        modules = [module for module, name in targets_of(source).weights.items() if name != module]
     # A tied head has no weight of its own, yet a reader meets its module.
     return tuple(name for name in dict.fromkeys([*modules, "lm_head"]) if name != _EMBEDDING)
 
@@ -242,23 +253,42 @@ def _check_weights_alone(source: WeightSource, recipe: Recipe, schemes: Mapping[
             f"weights by their names, and the recipe or the rules keep all of them; the rules pack "
             f"{', '.join((*source.rules.linears, *source.rules.experts))}. Give rules of your own with --weight-rules"
         )
-    _refuse_transposed(source, {source.weights[module] for module in schemes})
 
 
-def _refuse_transposed(source: WeightSource, chosen: Collection[str]) -> None:
-    """Refuse to pack weights whose first axis is not their outputs.
+def _refuse_transposed(source: Source | WeightSource, chosen: Collection[str]) -> None:
+    """Refuse to pack weights whose last axis is not their inputs.
 
     Raises:
         CheckpointError: some of the chosen are; all are named.
     """
     tensors = source.checkpoint.tensors
-    transposed = [name for name in stored_transposed(tensors) if name in chosen]
+    if isinstance(source, WeightSource):
+        found = stored_transposed(tensors)
+    else:
+        parameters = source.adapter.source_parameters
+        found = [name for name, each in parameters.items() if each.contracted not in (-1, len(each.shape) - 1)]
+    transposed = [name for name in found if name in chosen]
     if transposed:
         shapes = ", ".join(f"{name} {list(tensors[name].shape)}" for name in transposed)
+        cure = "--keep PATTERN" if isinstance(source, WeightSource) else "an override at 16 bits"
         raise CheckpointError(
             f"{len(transposed)} weights of {source.path} are stored [in, out], as GPT-2's Conv1D and some experts are, "
-            f"and would be packed along the wrong axis: {shapes}; leave them as they are with --keep PATTERN, or write "
+            f"and would be packed along the wrong axis: {shapes}; leave them as they are with {cure}, or write "
             "them [out, in] for a model of Linear layers"
+        )
+
+
+def _refuse_experts(checkpoint: Checkpoint, chosen: Collection[str], rounding: str) -> None:
+    """Refuse experts in one tensor to a rounding that reads the inputs of Linears.
+
+    Raises:
+        UsageError: some of the chosen are; all are named.
+    """
+    experts = [name for name in chosen if len(checkpoint.tensors[name].shape) > 2]
+    if experts:
+        raise UsageError(
+            f"--rounding {rounding} reads the inputs of Linears, and {', '.join(experts)} are experts in one tensor; "
+            "use nearest or mse, or keep them at 16 bits with an override"
         )
 
 

@@ -67,22 +67,24 @@ def as_stored(rounder: Rounder, name: str, weight: Tensor, scheme: Scheme, dtype
     Args:
         rounder: rounding made ready for the checkpoint.
         name: the weight's name in the checkpoint.
-        weight: [out, in] finite floats, with the checkpoint's own rows.
+        weight: [out, in] or [experts, out, in] finite floats, with the checkpoint's own rows.
         scheme: granularity tensor, row or group.
         dtype: dtype of the stored scale; by default that in which a weight of this dtype has its scale stored.
 
     Returns:
-        codes * scale [out, in] in the weight's dtype.
+        codes * scale in the weight's shape and dtype.
     """
+    # The rows of all experts, one after another.
+    rows = weight.flatten(0, -2)
 
     def read(first: int, last: int) -> Tensor:
-        return weight[first:last]
+        return rows[first:last]
 
-    rounded = RoundedWeight(rounder, name, read, tuple(weight.shape), scheme, dtype or scale_dtype(weight.dtype))
+    rounded = RoundedWeight(rounder, name, read, tuple(rows.shape), scheme, dtype or scale_dtype(weight.dtype))
 
     def read_back(first: int, last: int) -> Tensor:
-        return decode_codes(*rounded.rows(first, weight[first:last].float()), scheme).to(weight.dtype)
+        return decode_codes(*rounded.rows(first, rows[first:last].float()), scheme).to(weight.dtype)
 
     # Products of matrices depend, in their last bits, on the number of rows and of threads: both are `quantize`'s own.
     with workers() as pool:
-        return torch.cat(list(in_order(pool, read_back, row_blocks(*weight.shape))))
+        return torch.cat(list(in_order(pool, read_back, row_blocks(*rows.shape)))).reshape(weight.shape)

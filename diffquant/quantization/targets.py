@@ -39,10 +39,9 @@ def targets_of(source: Source | WeightSource) -> Targets:
     if isinstance(source, WeightSource):
         is_tied = bool(source.checkpoint.config.get("tie_word_embeddings"))
         return Targets(source.weights, set(source.linears), is_tied)
-    shapes = source.adapter.source_shapes()
-    matrices = [name for name, shape in shapes.items() if len(shape) == 2 and name.endswith(".weight")]
-    linears = {name.removesuffix(".weight") for name in source.adapter.source_linears()}
-    weights = {name.removesuffix(".weight"): name for name in matrices}
+    parameters = source.adapter.source_parameters
+    weights = {name.removesuffix(".weight"): name for name, each in parameters.items() if each.packing != "never"}
+    linears = {module for module, name in weights.items() if parameters[name].packing == "weights"}
     return Targets(weights, linears, source.adapter.architecture.tie_word_embeddings)
 
 

@@ -34,14 +34,14 @@ def carries_modelling_file(config: Mapping[str, Any], adapter: Adapter) -> bool:
 
     It calls parameters as `DiffTransformer` does, but for the output projection.
     """
-    is_ours = isinstance(adapter.architecture, TransformerArchitecture) and config["model_type"] != "llama"
+    is_ours = type(adapter.architecture) is TransformerArchitecture and config["model_type"] != "llama"
     return is_ours and adapter.renames.keys() <= {_OUTPUT}
 
 
 def config_for_engines(config: Mapping[str, Any], adapter: Adapter) -> dict[str, Any]:
     """A config.json that names its architecture, and under `diff_model` what the modelling file builds."""
     architecture = adapter.architecture
-    if not isinstance(architecture, TransformerArchitecture):
+    if type(architecture) is not TransformerArchitecture:
         return dict(config)
     # mlx-lm reads this key alone, and takes 10000 without a word where it is missing.
     written = {"rope_theta": architecture.rope_parameters["rope_theta"]} | dict(config)
@@ -89,11 +89,9 @@ def without_code(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
 
 def _resolved(architecture: TransformerArchitecture, adapter: Adapter, config: Mapping[str, Any]) -> dict[str, Any]:
     """Sizes and settings with each format's defaults filled in, in Llama's words, and the attention."""
-    settings = {name: getattr(architecture, name) for name in architecture.__dataclass_fields__ if name != "diff_spec"}
-    stated = {name: value for name, value in settings.items() if name not in _TOKENS or name not in config}
+    stated = {name: value for name, value in architecture.settings.items() if name not in _TOKENS or name not in config}
     repeated = next(iter(adapter.repeated.values()), None)
     return stated | {
-        "rope_parameters": dict(architecture.rope_parameters),
         "attention": architecture.diff_spec.to_dict()
         | {
             "kv_repeats": repeated.heads // repeated.source_heads if repeated else 1,

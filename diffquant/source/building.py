@@ -60,12 +60,12 @@ def build_model(
         packed = has_packed_kernels(device, dtype)
     packed_schemes = _packable_schemes(source) if packed else {}
     state: dict[str, Tensor] = {}
-    for name in architecture.parameter_shapes():
+    for name, parameter in architecture.parameters.items():
         if name in packed_schemes:
             weight = _packed_weight(source, name, packed_schemes[name], dtype, device)
             state |= _install(model, name.removesuffix(".weight"), weight)
         else:
-            wanted = torch.float32 if dtype in HALF_TYPES and architecture.is_wide(name) else dtype
+            wanted = torch.float32 if dtype in HALF_TYPES and parameter.is_wide else dtype
             state[name] = placement.put(name, _in_dtype(_parameter(source, name, rewrite), wanted, name))
     if architecture.tie_word_embeddings:
         state["lm_head.weight"] = state["model.embed_tokens.weight"]
@@ -99,7 +99,7 @@ def check_places(source: Source, places: Places, dtype: torch.dtype) -> None:
 def _empty_model(architecture: Architecture) -> CausalModel:
     """The model without storage, but for what no checkpoint holds."""
     with torch.device("meta"):
-        model = architecture.new_model()
+        model: CausalModel = architecture.new_model()
     model.make_tables()
     return model
 
@@ -109,7 +109,8 @@ def _packable_schemes(source: Source) -> dict[str, Scheme]:
     adapter = source.adapter
     schemes = {
         name: source.packed.get(adapter.source_name(name).removesuffix(".weight"))
-        for name in adapter.architecture.linear_shapes()
+        for name, shape in adapter.architecture.linear_shapes().items()
+        if len(shape) == 2
     }
     return {name: scheme for name, scheme in schemes.items() if scheme and not group_refusal(scheme.size or 0)}
 

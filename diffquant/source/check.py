@@ -8,7 +8,7 @@ from diffquant.errors import CheckpointError
 from diffquant.formats.compressed_tensors import PACKED, SHAPE, packed_modules, packed_shapes, read_schemes
 from diffquant.formats.reader import Checkpoint, TensorInfo
 from diffquant.model.adapters import Adapter
-from diffquant.model.architecture import Shape
+from diffquant.model.blocks import Parameters, Shape
 from diffquant.scheme import Scheme
 
 _HEAD = "lm_head.weight"
@@ -30,10 +30,10 @@ def check_tensors(checkpoint: Checkpoint, adapter: Adapter) -> dict[str, Scheme]
             f"{checkpoint.path}: config.json has {layers} layers, and there are {len(checkpoint.tensors)} tensors"
         )
     schemes = read_schemes(checkpoint.config, packed_modules(checkpoint.tensors))
-    plain = adapter.source_shapes()
-    problems = _differences(stored_shapes(plain, schemes), checkpoint, adapter.architecture.tie_word_embeddings)
+    parameters = adapter.source_parameters
+    problems = _differences(stored_shapes(parameters, schemes), checkpoint, adapter.architecture.tie_word_embeddings)
     if not problems:
-        problems = _other_shapes(checkpoint, plain, schemes)
+        problems = _other_shapes(checkpoint, parameters, schemes)
     if problems:
         raise CheckpointError(
             f"{checkpoint.path} does not hold the {checkpoint.config.get('model_type')} model of its config.json: "
@@ -42,15 +42,15 @@ def check_tensors(checkpoint: Checkpoint, adapter: Adapter) -> dict[str, Scheme]
     return schemes
 
 
-def stored_shapes(plain: dict[str, Shape], schemes: dict[str, Scheme]) -> dict[str, Shape]:
+def stored_shapes(parameters: Parameters, schemes: dict[str, Scheme]) -> dict[str, Shape]:
     """Shapes of a model's tensors with the weights of `schemes` packed."""
     shapes: dict[str, Shape] = {}
-    for name, shape in plain.items():
+    for name, parameter in parameters.items():
         module = name.removesuffix(".weight")
-        if module in schemes and len(shape) == 2:
-            shapes |= {module + suffix: s for suffix, s in packed_shapes(shape, schemes[module]).items()}
+        if module in schemes and parameter.packing != "never":
+            shapes |= {module + suffix: s for suffix, s in packed_shapes(parameter.shape, schemes[module]).items()}
         else:
-            shapes[name] = shape
+            shapes[name] = parameter.shape
     return shapes
 
 
@@ -81,13 +81,14 @@ def _differences(expected: dict[str, Shape], checkpoint: Checkpoint, tied: bool)
     )
 
 
-def _other_shapes(checkpoint: Checkpoint, plain: dict[str, Shape], schemes: dict[str, Scheme]) -> list[str]:
+def _other_shapes(checkpoint: Checkpoint, parameters: Parameters, schemes: dict[str, Scheme]) -> list[str]:
     """Packed weights whose stored shape, which readers unpack by, is not the model's."""
     problems = []
-    for module in schemes:
-        stored, expected = checkpoint.read(module + SHAPE).tolist(), list(plain[module + ".weight"])
-        if stored != expected:
-            problems.append(f"{module} says {stored}, not {expected}")
+    for name, parameter in parameters.items():
+        if (module := name.removesuffix(".weight")) in schemes:
+            stored, expected = checkpoint.read(module + SHAPE).tolist(), list(parameter.shape)
+            if stored != expected:
+                problems.append(f"{module} says {stored}, not {expected}")
     return _problem("wrong packed shape: ", problems)
 
 

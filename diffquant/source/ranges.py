@@ -197,12 +197,8 @@ def _check_shapes(tensors: Mapping[str, Tensor], source: Source, origin: str) ->
     Raises:
         CheckpointError: some are missing, of another shape, or no ranges of this checkpoint; they are named.
     """
-    spec = source.spec
-    shape_of = {
-        "k": (spec.key_heads, spec.head_dim),
-        "v": (spec.kv_pairs, spec.value_dim),
-        "logits": (spec.query_heads,),
-    }
+    rows = source.architecture.token_rows[0]
+    shape_of = {"k": rows.keys, "v": rows.values, "logits": (source.spec.query_heads,)}
     targets = {name.rpartition(".")[2] for name in tensors} & set(shape_of)
     expected = {f"layers.{n}.{target}": shape_of[target] for n in range(source.layers) for target in targets}
     found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}

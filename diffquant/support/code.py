@@ -21,6 +21,8 @@ _SHOWING = (
 _IMPORT = re.compile(
     r"^[ \t]*(?:from (diffquant[\w.]*) import (\([^)]*\)|[^\n]*)|import (diffquant[\w.]*))", re.MULTILINE
 )
+# "module:name" of ours, which `pkgutil.resolve_name` imports.
+_NAMED = re.compile(r"\"(diffquant(?:\.\w+)+):\w+\"")
 _COMMENT = re.compile(r"#[^\n]*")
 _IMPORTED_NAME = re.compile(r"(\w+)(?: as \w+)?")
 
@@ -96,7 +98,8 @@ def _git(*arguments: str) -> str | None:
 
 
 def _imported_by(text: str) -> Iterator[str]:
-    """Names of our modules that a source text imports."""
+    """Names of our modules that a source text imports, or names as "module:name"."""
+    yield from _NAMED.findall(text)
     for package, names, module in _IMPORT.findall(text):
         if module:
             yield module

@@ -4,6 +4,7 @@ import torch
 
 from diffquant.model.cache import PackedStates
 from diffquant.model.causal import CausalModel
+from diffquant.model.windowed_cache import storage_of
 from diffquant.quantization.plan import plan_quantization
 from diffquant.recipe import Recipe
 from diffquant.report.sizes import bytes_at_16_bits
@@ -37,13 +38,10 @@ def kv_bytes_per_token(model: CausalModel, tokens: int = _KV_TOKENS) -> float:
     Layers that see a window hold no more than that; states of recurrent layers do not count, since no token adds to
     them.
     """
-    spec = model.config.diff_spec
-    keys = torch.zeros(1, spec.key_heads, tokens, spec.head_dim, dtype=torch.bfloat16)
-    values = torch.zeros(1, spec.kv_pairs, tokens, spec.value_dim, dtype=torch.bfloat16)
     cache_bytes = 0
-    for layer in model.stored_layers():
+    for layer, rows in model.model.architecture.token_rows.items():
         # One layer's states at a time, so that a 16-bit cache of many layers is never held whole.
-        layer.update(keys, values)
-        cache_bytes += layer.nbytes
-        layer.reset()
+        storage = storage_of(rows, layer, model.recipe, model.model.ranges)
+        storage.update(*(torch.zeros(1, n, tokens, d, dtype=torch.bfloat16) for n, d in (rows.keys, rows.values)))
+        cache_bytes += storage.nbytes
     return cache_bytes / tokens

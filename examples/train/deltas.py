@@ -19,8 +19,6 @@ from torch import Tensor
 
 from diffquant.errors import CheckpointError, GroupSizeError
 from diffquant.formats.compressed_tensors import PACKED, SCALE, SHAPE, pack_weight, packed_modules, unpack_weight
-from diffquant.model.adapters import adapter_for
-from diffquant.model.architecture import Shape
 from diffquant.model.config import DiffTransformerConfig
 from diffquant.model.modeling import DiffTransformer
 from diffquant.scheme import Scheme
@@ -64,7 +62,7 @@ def check_groups(config: DiffTransformerConfig, scheme: Scheme) -> None:
     shapes = {
         f"{kind}: {name} {list(shape)}"
         for kind in KINDS
-        for name, shape in _linear_shapes(config_of(kind, config)).items()
+        for name, shape in config_of(kind, config).architecture.linear_shapes().items()
         if ".layers.0.self_attn." in name and shape[1] % (scheme.size or 1)
     }
     if shapes:
@@ -82,7 +80,7 @@ def difference(
 ) -> Delta:
     """Delta of trained weights, float32 by full name, from the model that starts on `original`'s."""
     start = dict(new_model(kind, original, levels).named_parameters())
-    matrices = _linear_shapes(config_of(kind, original.config))
+    matrices = config_of(kind, original.config).architecture.linear_shapes()
     tensors: dict[str, Tensor] = {}
     for name, weight in trained.items():
         if name in matrices:
@@ -160,8 +158,3 @@ def read_delta(path: Path) -> Delta:
 def _levels(tensors: Mapping[str, Tensor]) -> list[Level]:
     count = sum(name.endswith(".gain") for name in tensors)
     return [Level(tensors[f"levels.{i}.constant"], tensors[f"levels.{i}.gain"]) for i in range(count)]
-
-
-def _linear_shapes(config: DiffTransformerConfig) -> dict[str, Shape]:
-    """Shape [out, in] of each linear weight of a model, by full name."""
-    return adapter_for(config.to_dict()).architecture.linear_shapes()

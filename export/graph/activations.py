@@ -6,7 +6,7 @@ from onnx import FunctionProto, parser
 
 from diffquant.export.graph.nodes import Graph
 from diffquant.export.graph.op import DOMAIN
-from diffquant.model.mlp import POLY_NORM_EPS
+from diffquant.model.activations import POLY_NORM_EPS
 
 POLY_NORM = "PolyNorm"
 _FLOAT = 1

@@ -17,8 +17,8 @@ from diffquant.export.graph.plan import EMBEDDING, HEAD, ExportPlan, key_width
 from diffquant.export.graph.quantized_attention import QUANTIZED_ATTENTION, quantized_attention_function
 from diffquant.export.graph.streaming import Streamed, place
 from diffquant.export.options import IR_VERSION
+from diffquant.family.heads import PROJECTIONS
 from diffquant.family.lam import LAMBDA_VECTORS, lam_from_vectors
-from diffquant.model.mlp import activation_named
 
 PAST = "past_key_values.{layer}.{part}"
 PRESENT = "present.{layer}.{part}"
@@ -133,19 +133,17 @@ class _Decoder:
         return self.graph.add("Add", x, expanded, name=LAYER_OUTPUT.format(layer=layer))
 
     def _mlp(self, x: str, prefix: str) -> str:
-        gate, up = (self._linear(x, prefix + name, self.config.mlp_bias) for name in ("gate_proj", "up_proj"))
-        name = self.config.hidden_act
+        gate, up = (self._linear(x, prefix + name) for name in ("gate_proj", "up_proj"))
+        own = [name for name in self.plan.parameters if name.startswith(f"{prefix}act_fn.")]
         parameters = {
-            part: self.graph.constant(f"{prefix}act_fn.{part}", self.plan.vector(f"{prefix}act_fn.{part}").numpy())
-            for part in activation_named(name).parameters
+            name.rpartition(".")[2]: self.graph.constant(name, self.plan.vector(name).numpy()) for name in own
         }
-        active = EMITTED[name](self.graph, gate, parameters)
-        return self._linear(self.graph.add("Mul", active, up), prefix + "down_proj", self.config.mlp_bias)
+        active = EMITTED[self.config.hidden_act](self.graph, gate, parameters)
+        return self._linear(self.graph.add("Mul", active, up), prefix + "down_proj")
 
     def _attention(self, x: str, layer: int, lengths: tuple[str, str]) -> str:
         prefix = f"model.layers.{layer}.self_attn."
-        biased = self.config.attention_bias
-        q, k, v = (self._linear(x, f"{prefix}{name}_proj", biased) for name in "qkv")
+        q, k, v = (self._linear(x, prefix + name) for name in PROJECTIONS)
         past = [self._cache_input(layer, part) for part in ("key", "value")] if self.options.cache else ["", ""]
         present = [PRESENT.format(layer=layer, part=part) for part in ("key", "value")]
         tables = list(self._tables()) if self.spec.rope != "none" else ["", ""]
@@ -167,7 +165,7 @@ class _Decoder:
         if self.options.cache:
             for name in present:
                 self.graph.output(name, self.cache_kind, self._cache_shape("present"))
-        return self._linear(self._post(attended, layer), prefix + "o_proj", biased)
+        return self._linear(self._post(attended, layer), prefix + "o_proj")
 
     def _plain_attention(self, inputs: list[str], scales: list[str], outputs: list[str]) -> None:
         """Add a Transformer's attention: ONNX Runtime's own, or where the cache is quantized an op with a kernel."""
@@ -232,8 +230,8 @@ class _Decoder:
         weight = self.graph.typed(name, self.plan.vector(name))
         return self.graph.add("RMSNormalization", x, weight, axis=-1, epsilon=eps)
 
-    def _linear(self, x: str, module: str, biased: bool) -> str:
-        bias = self.plan.vector(module + ".bias") if biased else None
+    def _linear(self, x: str, module: str) -> str:
+        bias = self.plan.vector(module + ".bias") if module + ".bias" in self.plan.parameters else None
         return self.linears.product(x, self.plan.matrices[module + ".weight"], bias)
 
     def _tables(self) -> tuple[str, str]:

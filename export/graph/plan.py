@@ -13,7 +13,7 @@ from diffquant.export.graph.matrix import Matrix, read_matrix, row_order
 from diffquant.export.options import ExportOptions
 from diffquant.family.spec import DiffSpec
 from diffquant.model.adapters import Adapter
-from diffquant.model.architecture import Shape
+from diffquant.model.blocks import Parameters
 from diffquant.model.config import DiffTransformerConfig
 from diffquant.numerics import check_finite
 from diffquant.scheme import FULL, Scheme
@@ -42,7 +42,8 @@ class ExportPlan:
 
     @property
     def config(self) -> DiffTransformerConfig:
-        return self.source.transformer("export").config
+        config: DiffTransformerConfig = self.source.transformer("export").config
+        return config
 
     @property
     def spec(self) -> DiffSpec:
@@ -72,9 +73,10 @@ class ExportPlan:
         order = row_order(self.adapter, name)
         return (vector if order is None else vector[order]).float()
 
-    @cached_property
-    def _shapes(self) -> dict[str, Shape]:
-        return self.source.architecture.parameter_shapes()
+    @property
+    def parameters(self) -> Parameters:
+        """Every parameter by DiffTransformer's name."""
+        return self.source.architecture.parameters
 
     @property
     def _end_scheme(self) -> Scheme:
@@ -86,7 +88,7 @@ class ExportPlan:
         return Scheme(8, "group", group) if group else Scheme(8, "row")
 
     def _matrix(self, name: str, wanted: Scheme) -> Matrix:
-        out, width = self._shapes[name]
+        out, width = self.parameters[name].shape
         return read_matrix(self.source, name, (out, width), wanted)
 
 

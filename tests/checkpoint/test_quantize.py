@@ -180,7 +180,7 @@ def test_every_member_of_the_family_is_packed_under_its_own_names(tmp_path, mode
     overrides = {"*.1.self_attn.lambda_proj": "8:row"} if model_type == "diff_v2" else {}
     quantize(tmp_path / "source", tmp_path / "out", Recipe.of(weights="4:g16", overrides=overrides))
     out = open_source(tmp_path / "out")
-    packed = {name.removesuffix(".weight") for name in out.adapter.source_linears()}
+    packed = {out.adapter.source_name(name).removesuffix(".weight") for name in out.architecture.linear_shapes()}
     assert set(out.packed) == packed | ({"model.layers.1.self_attn.lambda_proj"} if overrides else set())
 
 

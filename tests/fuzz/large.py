@@ -19,7 +19,7 @@ from typing import Any
 from diffquant.bench.programs.quantize import quantize_once
 from diffquant.bench.synthetic import sized_diffllama
 from diffquant.model.adapters import adapter_for
-from diffquant.model.architecture import Shape
+from diffquant.model.blocks import Shape
 
 LIMIT = 10**9
 _SHARD = 5 * 10**9

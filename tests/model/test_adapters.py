@@ -3,8 +3,14 @@ import torch
 
 from diffquant.errors import CheckpointError, UnknownModelTypeError
 from diffquant.model.adapters import READERS, adapter_for
+from diffquant.model.cache import PackedLayer
+from diffquant.model.sambay.cache import RecurrentLayer
 from tests.support.models import SIZES
 
+GATED = {
+    "pairs": 4, "kv_pairs": 2, "head_dim": 16, "value_dim": 16, "shared_k": True, "lam": "two-gates",
+    "output_gate": True,
+}  # fmt: skip
 CASES = [
     {"model_type": "diffllama", "num_key_value_heads": 4},
     {"model_type": "diff_v1", "num_key_value_heads": 4},
@@ -12,18 +18,51 @@ CASES = [
     {"model_type": "diff_v2", "num_key_value_heads": 2},
     {"model_type": "phi4flash", "num_hidden_layers": 8},
     {"model_type": "llama", "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+    {"model_type": "motif", "num_attention_heads": 10, "num_noise_heads": 2, "num_key_value_heads": 4, "head_dim": 16},
+    {"model_type": "diff_transformer", "spec": GATED},
 ]
 
+each_family = pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(str(x) for x in case.values()))
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(str(x) for x in case.values()))
-def test_shapes_without_a_model_equal_the_models(case):
+
+@each_family
+def test_the_table_is_that_of_the_modules(case):
     architecture = adapter_for(SIZES | case).architecture
     with torch.device("meta"):
         model = architecture.new_model()
     assert architecture.parameter_shapes() == {name: tuple(p.shape) for name, p in model.named_parameters()}
     linears = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
-    kept = ("lambda_proj", "lm_head", "dt_proj")
+    kept = ("lambda_proj", "output_gate_proj", "lm_head", "dt_proj")
     assert set(architecture.linear_shapes()) == {n for n in linears if not any(part in n for part in kept)}
+    for blocks, layer in zip(architecture.layers, model.model.layers, strict=True):
+        for name, module in layer.named_children():
+            stated = {name: parameter.shape for name, parameter in blocks[name].parameters().items()}
+            assert stated == {name: tuple(p.shape) for name, p in module.named_parameters()}
+
+
+@each_family
+def test_a_models_configuration_gives_its_architecture_back(case):
+    architecture = adapter_for(SIZES | case).architecture
+    config = architecture.config
+    assert type(config)(**config.to_dict()).architecture == architecture
+
+
+@each_family
+def test_a_cache_holds_what_the_blocks_say(case):
+    """Of 16-bit states: keys and values of as many heads and widths as a model stores of its own tokens."""
+    architecture = adapter_for(SIZES | case).architecture
+    model = architecture.new_model()
+    cache = model.new_cache()
+    model(torch.randint(0, 90, (1, 5)), past_key_values=cache)
+    for layer, rows in architecture.token_rows.items():
+        kept = cache.layers[layer]
+        is_ours = isinstance(kept, PackedLayer)
+        stored = (kept.stored_keys.read(), kept.stored_values.read()) if is_ours else (kept.keys, kept.values)
+        assert [(x.shape[1], x.shape[3]) for x in stored] == [rows.keys, rows.values]
+    states = [block.stored for layer in architecture.layers for block in layer.values()]
+    states = [state for state in states if isinstance(state, tuple)]
+    recurrent = [layer for layer in cache.layers if isinstance(layer, RecurrentLayer)]
+    assert states == [tuple(x[0].shape for x in layer.read()) for layer in recurrent]
 
 
 def test_an_unknown_model_type_lists_what_is_read():

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from diffquant import Recipe, load, quantize
 from diffquant.errors import CheckpointError, UnknownModelTypeError
 from diffquant.inspection import inspect_checkpoint
+from diffquant.model.activations import poly_norm
 from diffquant.model.adapters import adapter_for
-from diffquant.model.mlp import poly_norm
 from tests.support.checkpoints import SIZES, write_checkpoint
 from tests.support.models import random_diffllama, random_ids
 

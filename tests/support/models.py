@@ -32,7 +32,7 @@ def random_llama(seed: int = 0, **changes: Any) -> LlamaForCausalLM:
 
 def ours(oracle: PreTrainedModel) -> CausalModel:
     """DiffTransformer with a stock model's weights."""
-    model = adapter_for(oracle.config.to_dict()).architecture.new_model()
+    model: CausalModel = adapter_for(oracle.config.to_dict()).architecture.new_model()
     model.eval()
     model.load_state_dict(oracle.state_dict())
     return model

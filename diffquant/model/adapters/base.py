@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from diffquant.errors import CheckpointError
-from diffquant.family.heads import PROJECTIONS, HeadLayout
-from diffquant.model.architecture import Architecture, Shape
+from diffquant.family.heads import HeadLayout, Projection
+from diffquant.model.architecture import Architecture
+from diffquant.model.blocks import Parameter, Parameters, Shape
 
 
 @dataclass(frozen=True)
@@ -41,13 +42,13 @@ class Adapter:
     Attributes:
         architecture: model as plain data, with the class that runs it.
         renames: parts of a canonical name that the source spells otherwise, canonical to source.
-        repeated: heads that are repeated on load, by a part of a parameter's canonical name.
+        repeated: heads that are repeated on load, by their projection.
         may_lack_norm_weight: whether older checkpoints of the format have no weight in the per-pair norm.
     """
 
     architecture: Architecture
     renames: Mapping[str, str] = field(default_factory=dict)
-    repeated: Mapping[str, RepeatedHeads] = field(default_factory=dict)
+    repeated: Mapping[Projection, RepeatedHeads] = field(default_factory=dict)
     may_lack_norm_weight: bool = False
 
     def fitted_to(self, tensors: Collection[str]) -> "Adapter":
@@ -63,37 +64,36 @@ class Adapter:
             canonical = canonical.replace(ours, theirs)
         return canonical
 
+    @cached_property
+    def source_parameters(self) -> Parameters:
+        """Each tensor that the checkpoint must hold, by its own name."""
+        parameters: Parameters = {}
+        for name, parameter in self.architecture.parameters.items():
+            heads = self._repeated(parameter)
+            shape = parameter.shape if heads is None else (heads.width * heads.source_heads, *parameter.shape[1:])
+            parameters[self.source_name(name)] = replace(parameter, shape=shape)
+        return parameters
+
     def source_shapes(self) -> dict[str, Shape]:
         """Shape of each tensor that the checkpoint must hold, by its own name."""
-        return self._as_stored(self.architecture.parameter_shapes())
-
-    def source_linears(self) -> dict[str, Shape]:
-        """Shape [out, in] of each linear layer's weight, by the checkpoint's own name."""
-        return self._as_stored(self.architecture.linear_shapes())
+        return {name: parameter.shape for name, parameter in self.source_parameters.items()}
 
     def row_order(self, canonical: str) -> Tensor | None:
         """Source row of each row of a parameter of the model; None where they are the same."""
-        heads = self._heads_of(canonical)
+        heads = self._repeated(self.architecture.parameters[canonical])
         return None if heads is None else heads.rows
 
     def rows_as(self, layout: HeadLayout, canonical: str) -> Tensor | None:
         """Source row of each row of a parameter whose heads are laid out as `layout` has them; None for the same."""
         repeated = self.row_order(canonical)
-        projection = next((name for name in PROJECTIONS if f".{name}." in canonical), None)
+        projection = self.architecture.parameters[canonical].projection
         order = None if projection is None else self.architecture.diff_spec.layout.order_as(layout, projection)
         if order is None or repeated is None:
             return repeated if order is None else order
         return repeated[order]
 
-    def _as_stored(self, shapes: Mapping[str, Shape]) -> dict[str, Shape]:
-        return {self.source_name(name): self._source_shape(name, shape) for name, shape in shapes.items()}
-
-    def _source_shape(self, canonical: str, shape: Shape) -> Shape:
-        heads = self._heads_of(canonical)
-        return shape if heads is None else (heads.width * heads.source_heads, *shape[1:])
-
-    def _heads_of(self, canonical: str) -> RepeatedHeads | None:
-        return next((heads for part, heads in self.repeated.items() if part in canonical), None)
+    def _repeated(self, parameter: Parameter) -> RepeatedHeads | None:
+        return self.repeated.get(parameter.projection) if parameter.projection else None
 
 
 # From a config.json to its adapter.

@@ -3,9 +3,8 @@
 from typing import Any
 
 from diffquant.errors import CheckpointError
-from diffquant.family.spec import DiffSpec
-from diffquant.model.adapters.base import Adapter, count_pairs, register
-from diffquant.model.adapters.sizes import DIFFLLAMA, read_sizes
+from diffquant.model.adapters.base import Adapter, register
+from diffquant.model.adapters.sizes import DIFFLLAMA, read_sizes, v1_spec
 from diffquant.model.transformer import TransformerArchitecture
 
 
@@ -24,15 +23,5 @@ def read_diffllama(config: dict[str, Any]) -> Adapter:
             "config.json: mlp_bias is true, and diffllama's MLP has no biases, which transformers would leave out; if "
             "the checkpoint holds none, remove the key"
         )
-    spec = DiffSpec(
-        pairs=count_pairs(sizes["num_attention_heads"], "num_attention_heads"),
-        kv_pairs=count_pairs(sizes["num_key_value_heads"], "num_key_value_heads"),
-        head_dim=sizes["head_dim"],
-        value_dim=2 * sizes["head_dim"],
-        head_order="halves",
-        lam="exp",
-        post_norm="plain",
-        post_norm_eps=sizes["rms_norm_eps"],
-        scale_by_init=True,
-    )
+    spec = v1_spec(sizes, head_order="halves", post_norm="plain", post_norm_eps=sizes["rms_norm_eps"])
     return Adapter(TransformerArchitecture(**sizes, diff_spec=spec))

@@ -9,9 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from diffquant.errors import CheckpointError, UnknownModelTypeError
-from diffquant.family.spec import DiffSpec
-from diffquant.model.adapters.base import Adapter, count_pairs, register
-from diffquant.model.adapters.sizes import LLAMA, check_width, read_sizes
+from diffquant.model.adapters.base import Adapter, register
+from diffquant.model.adapters.sizes import LLAMA, check_width, read_eps, read_sizes, v1_spec
 from diffquant.model.transformer import TransformerArchitecture
 
 MOTIF: Mapping[str, Any] = {
@@ -22,7 +21,6 @@ MOTIF: Mapping[str, Any] = {
     "eos_token_id": None,
 }
 _MOTIF_3 = ("kv_lora_rank", "q_lora_rank", "diff_v2", "num_experts")
-_SUBLN_EPS = 1e-5
 
 
 @register("motif")
@@ -41,35 +39,20 @@ def read_motif(config: dict[str, Any]) -> Adapter:
     sizes = read_sizes(config | {"attention_bias": bias, "mlp_bias": bias}, MOTIF)
     _refuse_stretched(sizes["rope_parameters"])
     is_grouped = config.get("num_noise_heads") is not None
-    pairs, kv_pairs, noises = _count_groups(config, sizes) if is_grouped else _count_pairs(config, sizes)
-    spec = DiffSpec(
-        pairs=pairs,
-        kv_pairs=kv_pairs,
-        signals_per_noise=pairs // noises,
-        head_dim=sizes["head_dim"],
-        value_dim=2 * sizes["head_dim"],
-        lam="exp",
-        lam_init_offset=-1,
-        post_norm="affine",
-        post_norm_eps=_norm_eps(config),
-        scale_by_init=True,
-    )
-    return Adapter(TransformerArchitecture(**sizes, diff_spec=spec))
-
-
-def _count_pairs(config: dict[str, Any], sizes: dict[str, Any]) -> tuple[int, int, int]:
-    """Numbers of pairs, KV pairs and noise heads of Motif-2.6B."""
-    if config.get("k_ratio") not in (None, 1):
+    if not is_grouped and config.get("k_ratio") not in (None, 1):
         raise CheckpointError(
             f"config.json: k_ratio is {config['k_ratio']!r} without num_noise_heads: no Motif model has that mix"
         )
-    check_width(config, sizes)
-    pairs = count_pairs(sizes["num_attention_heads"], "num_attention_heads")
-    return pairs, count_pairs(sizes["num_key_value_heads"], "num_key_value_heads"), pairs
+    if not is_grouped:
+        check_width(config, sizes)
+    groups = _count_groups(config, sizes) if is_grouped else {}
+    eps = read_eps(config, "attn_rms_norm_eps")
+    spec = v1_spec(sizes, **groups, lam_init_offset=-1, post_norm="affine", post_norm_eps=eps)
+    return Adapter(TransformerArchitecture(**sizes, diff_spec=spec))
 
 
-def _count_groups(config: dict[str, Any], sizes: dict[str, Any]) -> tuple[int, int, int]:
-    """Numbers of pairs, KV pairs and noise heads of Motif-2-12.7B."""
+def _count_groups(config: dict[str, Any], sizes: dict[str, Any]) -> dict[str, int]:
+    """Numbers of pairs and KV pairs of Motif-2-12.7B, and how many of its signal heads share a noise head."""
     heads, noises, kv_heads = sizes["num_attention_heads"], config["num_noise_heads"], sizes["num_key_value_heads"]
     problems = []
     if type(noises) is not int or not 0 < noises < heads or heads % noises:
@@ -86,16 +69,7 @@ def _count_groups(config: dict[str, Any], sizes: dict[str, Any]) -> tuple[int, i
         problems.append("head_dim is missing, which the other sizes do not tell")
     if problems:
         raise CheckpointError(f"config.json is not a valid Motif configuration: {'; '.join(problems)}")
-    return heads - noises, kv_heads // 2, noises
-
-
-def _norm_eps(config: dict[str, Any]) -> float:
-    eps = config.get("attn_rms_norm_eps", _SUBLN_EPS)
-    if not isinstance(eps, float):
-        raise CheckpointError(
-            f"config.json is not a valid Motif configuration: attn_rms_norm_eps is {eps!r}, not float"
-        )
-    return eps
+    return {"pairs": heads - noises, "kv_pairs": kv_heads // 2, "signals_per_noise": heads // noises - 1}
 
 
 def _refuse_motif_3(config: dict[str, Any]) -> None:

@@ -5,48 +5,38 @@ transformers' own config classes would read them, but importing them takes secon
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, get_args, get_origin, get_type_hints
 
 from diffquant.errors import CheckpointError
-from diffquant.model.adapters.base import is_a, not_valid
+from diffquant.family.spec import DiffSpec
+from diffquant.model.activations import activation_named
+from diffquant.model.adapters.base import count_pairs, is_a, not_valid
 from diffquant.model.adapters.rotary import read_rope
-from diffquant.model.mlp import activation_named
+from diffquant.model.transformer import DEFAULTS, TransformerArchitecture
 
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 
-# Defaults of LlamaConfig and DiffLlamaConfig; SIZES must be stated.
-LLAMA: Mapping[str, Any] = {
-    "num_key_value_heads": None,
-    "head_dim": None,
-    "hidden_act": "silu",
-    "max_position_embeddings": 2048,
-    "initializer_range": 0.02,
-    "rms_norm_eps": 1e-6,
-    "pad_token_id": None,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "tie_word_embeddings": False,
-    "attention_bias": False,
-    "mlp_bias": False,
-}
 # Beyond it no size of a model lies, and beyond 2^63 none that torch takes.
 _LARGEST = 2**40
+# Defaults of LlamaConfig and DiffLlamaConfig; SIZES must be stated.
+LLAMA: Mapping[str, Any] = {
+    **{key: DEFAULTS[key] for key in DEFAULTS if key not in SIZES},
+    "rms_norm_eps": 1e-6,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 DIFFLLAMA = {**LLAMA, "rms_norm_eps": 1e-5}
 
-_TYPES: Mapping[str, tuple[type, ...]] = {
-    "num_key_value_heads": (int, type(None)),
-    "head_dim": (int, type(None)),
-    "hidden_act": (str,),
-    "max_position_embeddings": (int,),
-    "initializer_range": (float,),
-    "rms_norm_eps": (float,),
-    "pad_token_id": (int, type(None)),
-    "bos_token_id": (int, type(None)),
-    "eos_token_id": (int, list, type(None)),
-    "tie_word_embeddings": (bool,),
-    "attention_bias": (bool,),
-    "mlp_bias": (bool,),
-}
+_HINTS = get_type_hints(TransformerArchitecture)
+
+
+def _types(key: str) -> tuple[type, ...]:
+    """Types that a field of the architecture has, and null where the config may leave it to other sizes."""
+    hint = _HINTS[key] | None if LLAMA[key] is None else _HINTS[key]
+    return tuple(get_origin(kind) or kind for kind in get_args(hint) or (hint,))
+
+
+_TYPES = {key: _types(key) for key in LLAMA}
 
 
 def read_sizes(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
@@ -108,3 +98,27 @@ def check_width(config: Mapping[str, Any], sizes: Mapping[str, Any]) -> None:
         raise CheckpointError(
             f"{not_valid(config)}: hidden_size {width} is not a multiple of num_attention_heads {heads}"
         )
+
+
+def read_eps(config: Mapping[str, Any], key: str, default: float = 1e-5) -> float:
+    """Epsilon of a norm.
+
+    Raises:
+        CheckpointError: it is none.
+    """
+    eps = config.get(key, default)
+    if not isinstance(eps, float) or not 0 <= eps < math.inf:
+        raise CheckpointError(f"{not_valid(config)}: {key} is {eps!r}, not a float from 0 on")
+    return eps
+
+
+def v1_spec(sizes: Mapping[str, Any], **own: Any) -> DiffSpec:
+    """DIFF V1's attention: two heads a pair unless `own` counts pairs, whose values are twice as wide as its keys.
+
+    Raises:
+        CheckpointError: heads make up no pairs, or fields of `own` contradict them.
+    """
+    counts = {"pairs": "num_attention_heads", "kv_pairs": "num_key_value_heads"}
+    own |= {field: count_pairs(sizes[key], key) for field, key in counts.items() if field not in own}
+    width = sizes["head_dim"]
+    return DiffSpec(head_dim=width, value_dim=2 * width, lam="exp", scale_by_init=True, **own)

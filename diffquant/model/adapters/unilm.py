@@ -13,9 +13,10 @@ per-pair norm had none.
 from typing import Any, Literal
 
 from diffquant.errors import CheckpointError
+from diffquant.family.heads import Projection
 from diffquant.family.spec import DiffSpec
 from diffquant.model.adapters.base import Adapter, RepeatedHeads, count_pairs, register
-from diffquant.model.adapters.sizes import DIFFLLAMA, read_sizes
+from diffquant.model.adapters.sizes import DIFFLLAMA, read_sizes, v1_spec
 from diffquant.model.transformer import TransformerArchitecture
 
 _SUBLN_EPS = 1e-5
@@ -28,32 +29,21 @@ def read_unilm_v1(config: dict[str, Any]) -> Adapter:
     Source: microsoft/unilm, Diff-Transformer/multihead_diffattn.py and multihead_flashdiff_1.py.
     """
     sizes = read_sizes(config, DIFFLLAMA)
-    pairs = count_pairs(sizes["num_attention_heads"], "num_attention_heads")
-    source_kv_pairs = count_pairs(sizes["num_key_value_heads"], "num_key_value_heads")
-    plain = _choice(config, "gqa_pairing", ("flash", "plain")) == "plain"
-    width = sizes["head_dim"]
     sizes["rope_parameters"] = _rotary(config, sizes)
-    spec = DiffSpec(
-        pairs=pairs,
-        kv_pairs=pairs if plain else source_kv_pairs,
-        head_dim=width,
-        value_dim=2 * width,
-        lam="exp",
-        post_norm="affine",
-        post_norm_eps=_SUBLN_EPS,
-        scale_by_init=True,
-        rope=_rope_style(config),
-    )
-    repeated = {
-        ".k_proj.": RepeatedHeads(width, 2 * source_kv_pairs, 2 * pairs),
-        ".v_proj.": RepeatedHeads(2 * width, source_kv_pairs, pairs),
+    source_heads, width = sizes["num_key_value_heads"], sizes["head_dim"]
+    count_pairs(source_heads, "num_key_value_heads")
+    if _choice(config, "gqa_pairing", ("flash", "plain")) == "plain":
+        sizes["num_key_value_heads"] = sizes["num_attention_heads"]
+    spec = v1_spec(sizes, post_norm="affine", post_norm_eps=_SUBLN_EPS, rope=_rope_style(config))
+    heads = sizes["num_key_value_heads"]
+    repeated: dict[Projection, RepeatedHeads] = {
+        "k_proj": RepeatedHeads(width, source_heads, heads),
+        "v_proj": RepeatedHeads(2 * width, source_heads // 2, heads // 2),
     }
-    if plain:
-        sizes["num_key_value_heads"] = 2 * pairs
     return Adapter(
         TransformerArchitecture(**sizes, diff_spec=spec),
         renames={".self_attn.o_proj.": ".self_attn.out_proj."},
-        repeated=repeated if plain and source_kv_pairs != pairs else {},
+        repeated=repeated if heads != source_heads else {},
         may_lack_norm_weight=True,
     )
 

@@ -4,7 +4,8 @@ from torch import Tensor, nn
 
 from diffquant.errors import UsageError
 from diffquant.model.attention import PairAttention, without_padding
-from diffquant.model.sambay.config import SambaYConfig
+from diffquant.model.linears import add_linears
+from diffquant.model.sambay.blocks import FusedAttentionBlock
 from diffquant.model.sambay.reading import Reading
 
 KeysValues = tuple[Tensor, Tensor]
@@ -16,16 +17,18 @@ class SambaYAttention(nn.Module):
     Attributes:
         inner_cross_attn: λ, maps and norm, under the name that checkpoints have for them.
         window: number of newest keys that a query sees; None for all.
+        has_own_keys: whether the layer keeps keys and values of its own.
     """
 
-    def __init__(self, config: SambaYConfig, layer: int, window: int | None = None) -> None:
+    Wqkv: nn.Linear
+    out_proj: nn.Linear
+
+    def __init__(self, block: FusedAttentionBlock) -> None:
         super().__init__()
-        spec = config.diff_spec
-        self.layer, self.window = layer, window
-        self.layout = spec.layout
-        self.inner_cross_attn = PairAttention(spec, layer)
-        self.Wqkv = nn.Linear(config.hidden_size, sum(self._heights))
-        self.out_proj = nn.Linear(spec.pairs * spec.value_dim, config.hidden_size)
+        self.layer, self.window, self.has_own_keys = block.layer, block.window, block.stored is not None
+        self.layout, self.heights = block.spec.layout, block.heights
+        self.inner_cross_attn = PairAttention(block.spec, block.layer)
+        add_linears(self, block)
 
     def forward(self, x: Tensor, reading: Reading, shared: KeysValues | None) -> tuple[Tensor, KeysValues]:
         """Output [B, T, D] for an input x [B, T, D], and the keys and values that its queries read.
@@ -42,18 +45,8 @@ class SambaYAttention(nn.Module):
 
     def project(self, x: Tensor, shared: KeysValues | None) -> tuple[Tensor, Tensor, Tensor]:  # noqa: ARG002
         """Queries of x, and the keys and values that they read but for those of a cache, [B, heads, T, width] each."""
-        q, k, v = self.Wqkv(x).split(self._heights, -1)
+        q, k, v = self.Wqkv(x).split(self.heights, -1)
         return self.layout.queries(q), self.layout.keys(k), self.layout.values(v)
-
-    @property
-    def has_own_keys(self) -> bool:
-        return True
-
-    @property
-    def _heights(self) -> list[int]:
-        """Rows of each projection in the one weight."""
-        layout = self.layout
-        return [layout.height("q_proj"), layout.height("k_proj"), layout.height("v_proj")]
 
 
 class CrossAttention(SambaYAttention):
@@ -63,11 +56,3 @@ class CrossAttention(SambaYAttention):
         if shared is None:
             raise UsageError(f"layer {self.layer} reads keys and values that no earlier layer left")
         return self.layout.queries(self.Wqkv(x)), *shared
-
-    @property
-    def has_own_keys(self) -> bool:
-        return False
-
-    @property
-    def _heights(self) -> list[int]:
-        return [self.layout.height("q_proj")]

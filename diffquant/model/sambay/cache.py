@@ -6,9 +6,9 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from diffquant.errors import UsageError
-from diffquant.model.cache import PackedLayer
-from diffquant.model.sambay.kinds import kinds_of
-from diffquant.model.windowed_cache import WindowedLayer
+from diffquant.model.architecture import Architecture
+from diffquant.model.blocks import TokenRows
+from diffquant.model.windowed_cache import storage_of
 from diffquant.recipe import Recipe
 
 
@@ -78,28 +78,22 @@ class RecurrentLayer:
 class SambaYCache(Cache):
     """Cache of the layers that keep something, the recipe's `k`, `v` and `residual` in those with attention."""
 
-    def __init__(
-        self, recipe: Recipe, layers: int, window: int | None, ranges: Mapping[str, Tensor] | None = None
-    ) -> None:
+    def __init__(self, recipe: Recipe, architecture: Architecture, ranges: Mapping[str, Tensor] | None = None) -> None:
         """An empty cache.
 
         Args:
             recipe: recipe of the model.
-            layers: number of all layers.
-            window: number of newest tokens that windowed layers see; None for all.
+            architecture: architecture whose blocks say what is kept.
             ranges: ranges by "layers.N.k" and "layers.N.v" where the recipe's schemes are static.
         """
-        by_name = ranges or {}
-        kept: list[PackedLayer | RecurrentLayer] = []
-        for layer, kind in enumerate(kinds_of(layers)):
-            of_layer = {t: by_name[name] for t in ("k", "v") if (name := f"layers.{layer}.{t}") in by_name}
-            if kind == "mamba":
-                kept.append(RecurrentLayer())
-            elif kind == "windowed attention" and window is not None:
-                kept.append(WindowedLayer(recipe.at_layer(layer), of_layer, window))
-            elif kind in ("windowed attention", "full attention"):
-                kept.append(PackedLayer(recipe.at_layer(layer), of_layer))
-        super().__init__(layers=kept)
+        stored = enumerate(blocks["attn"].stored for blocks in architecture.layers)
+        super().__init__(
+            layers=[
+                storage_of(kept, layer, recipe, ranges or {}) if isinstance(kept, TokenRows) else RecurrentLayer()
+                for layer, kept in stored
+                if kept is not None
+            ]
+        )
         self.recipe = recipe
 
     def get_seq_length(self, layer_idx: int | None = None) -> int:

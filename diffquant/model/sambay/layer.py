@@ -5,10 +5,11 @@ from dataclasses import dataclass, replace
 from torch import Tensor, nn
 from torch.nn import LayerNorm
 
-from diffquant.model.mlp import activation_named
-from diffquant.model.sambay.attention import CrossAttention, KeysValues, SambaYAttention
-from diffquant.model.sambay.config import SambaYConfig
-from diffquant.model.sambay.kinds import kind_of
+from diffquant.model.activations import activation_named
+from diffquant.model.causal import DecoderLayer
+from diffquant.model.linears import add_linears
+from diffquant.model.sambay.attention import KeysValues
+from diffquant.model.sambay.blocks import FusedMLPBlock
 from diffquant.model.sambay.mamba import GatedMemory, Mamba
 from diffquant.model.sambay.reading import Reading
 
@@ -31,11 +32,13 @@ class Flow:
 class SambaYMLP(nn.Module):
     """A gated network whose gate and value lie in one weight, the gate first."""
 
-    def __init__(self, config: SambaYConfig) -> None:
+    fc1: nn.Linear
+    fc2: nn.Linear
+
+    def __init__(self, block: FusedMLPBlock) -> None:
         super().__init__()
-        self.fc1 = nn.Linear(config.hidden_size, 2 * config.intermediate_size, bias=False)
-        self.fc2 = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
-        self.activate = activation_named(config.hidden_act).compute
+        add_linears(self, block)
+        self.activate = activation_named(block.activation).compute
 
     def forward(self, x: Tensor) -> Tensor:
         gate, value = self.fc1(x).chunk(2, -1)
@@ -43,19 +46,16 @@ class SambaYMLP(nn.Module):
         return out
 
 
-class SambaYLayer(nn.Module):
+class SambaYLayer(DecoderLayer):
     """A mixer of one of the kinds and a gated network, each behind its norm and added to the residual.
 
     The residual stays in float32 where the parameters are of a half type, as it does behind Mamba in the reference.
     """
 
-    def __init__(self, config: SambaYConfig, layer: int) -> None:
-        super().__init__()
-        self.layer = layer
-        self.attn = _mixer(config, layer)
-        self.mlp = SambaYMLP(config)
-        self.input_layernorm = LayerNorm(config.hidden_size, config.layer_norm_eps)
-        self.post_attention_layernorm = LayerNorm(config.hidden_size, config.layer_norm_eps)
+    attn: nn.Module
+    mlp: nn.Module
+    input_layernorm: LayerNorm
+    post_attention_layernorm: LayerNorm
 
     def forward(self, flow: Flow, reading: Reading) -> Flow:
         mixed, flow = self._mix(self.mixer_input(flow.x), flow, reading)
@@ -83,15 +83,3 @@ def normed(norm: LayerNorm, x: Tensor) -> Tensor:
     """LayerNorm of a residual [B, T, D], in the norm's own dtype."""
     out: Tensor = norm(x.to(norm.weight.dtype))
     return out
-
-
-def _mixer(config: SambaYConfig, layer: int) -> nn.Module:
-    """The mixer of a layer."""
-    kind = kind_of(layer, config.num_hidden_layers)
-    if kind == "mamba":
-        return Mamba(config)
-    if kind == "gated memory":
-        return GatedMemory(config)
-    if kind == "cross attention":
-        return CrossAttention(config, layer)
-    return SambaYAttention(config, layer, config.sliding_window if kind == "windowed attention" else None)

@@ -4,8 +4,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, silu, softplus
 
+from diffquant.model.linears import add_linears
+from diffquant.model.sambay.blocks import GatedMemoryBlock, MambaBlock
 from diffquant.model.sambay.cache import RecurrentLayer
-from diffquant.model.sambay.config import SambaYConfig
 from diffquant.model.sambay.packing import Packing
 from diffquant.model.sambay.scan import causal_convolution, last_inputs, selective_scan
 from diffquant.numerics.absmax import compute_dtype
@@ -17,18 +18,19 @@ class Mamba(nn.Module):
     Source: arXiv 2312.00752, section 3.
     """
 
-    def __init__(self, config: SambaYConfig) -> None:
+    in_proj: nn.Linear
+    x_proj: nn.Linear
+    dt_proj: nn.Linear
+    out_proj: nn.Linear
+
+    def __init__(self, block: MambaBlock) -> None:
         super().__init__()
-        width, inner = config.hidden_size, config.mamba_expand * config.hidden_size
-        self.sizes = [config.mamba_dt_rank, config.mamba_d_state, config.mamba_d_state]
-        self.in_proj = nn.Linear(width, 2 * inner, bias=False)
-        self.conv1d = nn.Conv1d(inner, inner, config.mamba_d_conv, groups=inner)
-        self.x_proj = nn.Linear(inner, sum(self.sizes), bias=False)
-        self.dt_proj = nn.Linear(config.mamba_dt_rank, inner)
-        states = torch.arange(1, config.mamba_d_state + 1, dtype=torch.float32)
-        self.A_log = nn.Parameter(states.log().repeat(inner, 1))
-        self.D = nn.Parameter(torch.ones(inner))
-        self.out_proj = nn.Linear(inner, width, bias=False)
+        self.sizes, self.kept = [block.rank, block.states, block.states], block.stored
+        add_linears(self, block)
+        self.conv1d = nn.Conv1d(block.inner, block.inner, block.seen, groups=block.inner)
+        states = torch.arange(1, block.states + 1, dtype=torch.float32)
+        self.A_log = nn.Parameter(states.log().repeat(block.inner, 1))
+        self.D = nn.Parameter(torch.ones(block.inner))
 
     def forward(self, x: Tensor, packing: Packing | None, states: RecurrentLayer | None) -> tuple[Tensor, Tensor]:
         """Output [B, T, D] for an input x [B, T, D], and the scan's output before its gate [B, T, E].
@@ -62,18 +64,19 @@ class Mamba(nn.Module):
 
     def _start(self, u: Tensor, wide: torch.dtype) -> tuple[Tensor, Tensor]:
         """What a sequence starts from: no inputs before the first, and an empty state."""
-        earlier = u.new_zeros(len(u), self.conv1d.kernel_size[0] - 1, u.shape[-1])
-        return earlier, u.new_zeros(len(u), u.shape[-1], self.sizes[1], dtype=wide)
+        inputs, state = self.kept
+        return u.new_zeros(len(u), *inputs), u.new_zeros(len(u), *state, dtype=wide)
 
 
 class GatedMemory(nn.Module):
     """A gate on the memory that the last Mamba layer left: out_proj(memory · silu(in_proj(x))), token by token."""
 
-    def __init__(self, config: SambaYConfig) -> None:
+    in_proj: nn.Linear
+    out_proj: nn.Linear
+
+    def __init__(self, block: GatedMemoryBlock) -> None:
         super().__init__()
-        width, inner = config.hidden_size, config.mamba_expand * config.hidden_size
-        self.in_proj = nn.Linear(width, inner, bias=False)
-        self.out_proj = nn.Linear(inner, width, bias=False)
+        add_linears(self, block)
 
     def forward(self, x: Tensor, memory: Tensor) -> Tensor:
         """Output [B, T, D] for an input x [B, T, D] and the memory [B, T, E]."""

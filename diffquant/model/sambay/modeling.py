@@ -3,7 +3,7 @@
 Source: arXiv 2507.06607; the modelling code of microsoft/Phi-4-mini-flash-reasoning.
 """
 
-from collections.abc import Mapping, MutableSequence, Sequence
+from collections.abc import MutableSequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -13,34 +13,28 @@ from transformers.cache_utils import Cache
 
 from diffquant.errors import UsageError
 from diffquant.family.mask import Mask
-from diffquant.model.attention import PairAttention
-from diffquant.model.cache import PackedLayer
 from diffquant.model.causal import CausalModel, Decoder
+from diffquant.model.config import ArchitectureConfig
+from diffquant.model.sambay.architecture import SambaYArchitecture
 from diffquant.model.sambay.attention import SambaYAttention
 from diffquant.model.sambay.cache import SambaYCache
 from diffquant.model.sambay.config import SambaYConfig
-from diffquant.model.sambay.kinds import layers_of_targets
 from diffquant.model.sambay.layer import Flow, SambaYLayer, normed
 from diffquant.model.sambay.reading import Reading
 from diffquant.model.walk import Walk
 from diffquant.numerics.absmax import compute_dtype
-from diffquant.recipe import Recipe
 
 
 class SambaYModel(Decoder):
     """The decoder without its head: embedding, layers, final norm."""
 
     config_class = SambaYConfig
-    config: SambaYConfig
-    _no_split_modules = ["SambaYLayer"]  # noqa: RUF012
+    layer_class = SambaYLayer
+    architecture: SambaYArchitecture
+    final_layernorm: LayerNorm
 
-    def __init__(self, config: SambaYConfig) -> None:
+    def __init__(self, config: ArchitectureConfig) -> None:
         super().__init__(config)
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
-        self.layers = nn.ModuleList(SambaYLayer(config, layer) for layer in range(config.num_hidden_layers))
-        self.final_layernorm = LayerNorm(config.hidden_size, config.layer_norm_eps)
-        self.recipe = Recipe()
-        self.ranges: Mapping[str, Tensor] = {}
         self.post_init()
 
     def run_layers(
@@ -64,7 +58,7 @@ class SambaYModel(Decoder):
             )
         if cache is not None and not isinstance(cache, SambaYCache):
             raise UsageError(f"{type(cache).__name__} does not hold Mamba's states; pass what new_cache() gives")
-        reading = Reading.of(mask.keys, x.shape[1], self.config.sliding_window, cache)
+        reading = Reading.of(mask.keys, x.shape[1], self.architecture.sliding_window, cache)
         flow = self.start(x)
         for layer in self.layers:
             if states is not None:
@@ -86,37 +80,18 @@ class SambaYModel(Decoder):
 
     def new_cache(self) -> SambaYCache:
         """An empty cache as the recipe wants it."""
-        return SambaYCache(self.recipe, len(self.layers), self.config.sliding_window, self.ranges)
+        return SambaYCache(self.recipe, self.architecture, self.ranges)
 
 
 class SambaY(CausalModel):
     """A decoder-only language model of Mamba, windowed and shared differential attention."""
 
     config_class = SambaYConfig
-    config: SambaYConfig
+    decoder_class = SambaYModel
     model: SambaYModel
-    _no_split_modules = ["SambaYLayer"]  # noqa: RUF012
-
-    def __init__(self, config: SambaYConfig) -> None:
-        super().__init__(config)
-        self.model = SambaYModel(config)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.post_init()
-
-    @property
-    def attentions(self) -> Sequence[PairAttention]:
-        mixers = (cast(SambaYLayer, layer).attn for layer in self.model.layers)
-        return [mixer.inner_cross_attn for mixer in mixers if isinstance(mixer, SambaYAttention)]
-
-    @property
-    def target_layers(self) -> Mapping[str, Sequence[int]]:
-        return layers_of_targets(len(self.model.layers))
 
     def walk(self, length: int) -> "SambaYWalk":
         return SambaYWalk(self, length)
-
-    def stored_layers(self) -> Sequence[PackedLayer]:
-        return [layer for layer in self.model.new_cache().layers if isinstance(layer, PackedLayer)]
 
 
 @dataclass(frozen=True)
@@ -145,7 +120,7 @@ class SambaYWalk(Walk[Flow]):
         decoder = self.model.model
         # A fresh cache for each layer: of a quantized one only what the layer reads back counts.
         cache = decoder.new_cache() if decoder.has_quantized_cache else None
-        out: Flow = layer(state, Reading.of(None, self.length, decoder.config.sliding_window, cache))
+        out: Flow = layer(state, Reading.of(None, self.length, decoder.architecture.sliding_window, cache))
         return out
 
     def project(self, layer: nn.Module, state: Flow) -> tuple[Tensor, Tensor, Tensor] | None:
