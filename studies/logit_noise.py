@@ -20,7 +20,7 @@ from diffquant.family.mask import Mask
 from diffquant.family.norm import PairNorm, pair_norm
 from diffquant.model.attention import DiffAttention
 from diffquant.model.modeling import DiffTransformer
-from diffquant.numerics.logit_scales import logit_scale
+from diffquant.numbers.logit_scales import logit_scale
 from diffquant.scheme import Scheme
 
 # Small enough that KL is quadratic in it, large enough to stand far above float32's own noise.

@@ -52,7 +52,7 @@ def installed(tmp_path_factory):
         ("family/lam.py", True, True),
         ("evals/tasks/perplexity.py", True, False),
         ("evals/protocols/perplexity.py", True, False),
-        ("numerics/packing.py", True, True),
+        ("numbers/packing.py", True, True),
         ("export/native/node.cc", False, True),
         ("export/runtime/session.py", False, True),
         ("report/tables.py", False, False),

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from diffquant.family.call import AttentionCall
-from diffquant.numerics import absmax_scale, dequantize, pack, quantize
+from diffquant.numbers import absmax_scale, dequantize, pack, quantize
 from diffquant.recipe import Recipe
 
 

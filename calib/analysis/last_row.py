@@ -12,8 +12,8 @@ from diffquant.family.spec import DiffSpec
 from diffquant.model.cache import PackedCache
 from diffquant.model.modeling import DiffLayer, TransformerWalk
 from diffquant.model.walk import CAUSAL, causal_logits
-from diffquant.numerics.logit_scales import logit_scale
-from diffquant.numerics.rotation import rotated
+from diffquant.numbers.logit_scales import logit_scale
+from diffquant.numbers.rotation import rotated
 from diffquant.scheme import FULL, Scheme
 
 

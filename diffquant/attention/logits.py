@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from diffquant.family.call import Meter
-from diffquant.numerics import max_code
-from diffquant.numerics.logit_scales import logit_scale
+from diffquant.numbers import max_code
+from diffquant.numbers.logit_scales import logit_scale
 from diffquant.scheme import Scheme
 
 

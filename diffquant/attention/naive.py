@@ -17,8 +17,8 @@ from diffquant.attention.logits import (
 from diffquant.family.call import Meter
 from diffquant.family.heads import each_pairs_noise
 from diffquant.family.mask import Mask
-from diffquant.numerics.absmax import compute_dtype
-from diffquant.numerics.logit_scales import logit_scale
+from diffquant.numbers.absmax import compute_dtype
+from diffquant.numbers.logit_scales import logit_scale
 from diffquant.scheme import FULL, Scheme
 
 

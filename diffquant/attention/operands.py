@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from diffquant.family.mask import Mask
-from diffquant.numerics.absmax import Axes, absmax_scale, compute_dtype, dequantize, quantize
+from diffquant.numbers.absmax import Axes, absmax_scale, compute_dtype, dequantize, quantize
 from diffquant.scheme import Scheme
 
 _SHARING: dict[str, Axes] = {"tensor": (1, 2, 3), "head": (2, 3), "row": 3}

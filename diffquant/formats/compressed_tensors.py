@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from diffquant.errors import CheckpointError
-from diffquant.numerics import absmax_scale, pack, packed_words, quantize, sharing_view, unpack
+from diffquant.numbers import absmax_scale, pack, packed_words, quantize, sharing_view, unpack
 from diffquant.scheme import Scheme
 
 PACKED, SCALE, SHAPE = ".weight_packed", ".weight_scale", ".weight_shape"

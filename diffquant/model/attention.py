@@ -18,7 +18,7 @@ from diffquant.family.norm import PairNorm
 from diffquant.family.spec import DiffSpec
 from diffquant.model.config import DiffTransformerConfig
 from diffquant.model.fused_cache import FusedCache
-from diffquant.numerics.rotation import rotated
+from diffquant.numbers.rotation import rotated
 from diffquant.scheme import FULL
 
 

@@ -12,8 +12,8 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from diffquant.errors import UsageError
-from diffquant.numerics import absmax_scale, dequantize, max_code, pack, quantize, unpack
-from diffquant.numerics.absmax import sharing_view
+from diffquant.numbers import absmax_scale, dequantize, max_code, pack, quantize, unpack
+from diffquant.numbers.absmax import sharing_view
 from diffquant.recipe import Recipe
 from diffquant.scheme import Scheme
 

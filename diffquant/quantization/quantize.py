@@ -22,7 +22,7 @@ from diffquant.formats.compressed_tensors import (
 )
 from diffquant.formats.reader import Checkpoint
 from diffquant.formats.row_stream import Block, Job, Shard, check_rows, checkpoint_stamp, copy_job, write_shards
-from diffquant.numerics import pack
+from diffquant.numbers import pack
 from diffquant.quantization.card import quantized_card
 from diffquant.quantization.plan import PlannedTensor, QuantizationPlan, plan_quantization
 from diffquant.quantization.rounded_weight import RoundedWeight

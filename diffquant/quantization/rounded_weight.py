@@ -8,7 +8,7 @@ from torch import Tensor
 
 from diffquant.formats.compressed_tensors import decode_codes, scale_dtype, weight_codes
 from diffquant.formats.row_stream import in_order, row_blocks, workers
-from diffquant.numerics import absmax_scale
+from diffquant.numbers import absmax_scale
 from diffquant.quantization.roundings.base import Rounder
 from diffquant.scheme import Scheme
 

@@ -14,7 +14,7 @@ from diffquant.model.architecture import Architecture
 from diffquant.model.causal import CausalModel
 from diffquant.model.mlp import DiffMLP
 from diffquant.model.quantized_linear import QuantizedLinear
-from diffquant.numerics import check_finite
+from diffquant.numbers import check_finite
 from diffquant.scheme import Scheme
 from diffquant.source.placement import OneDevice, Placement, Spread
 from diffquant.source.places import Places

@@ -14,7 +14,7 @@ from diffquant.export.graph.matrix import Matrix, checked_cast
 from diffquant.export.graph.nodes import CONTRIB, Graph
 from diffquant.export.graph.streaming import Rows, Streamed
 from diffquant.export.options import ExportOptions
-from diffquant.numerics import pack
+from diffquant.numbers import pack
 from diffquant.scheme import Scheme
 
 _BLOCKS = (256, 128, 64, 32, 16)

@@ -15,7 +15,7 @@ from diffquant.family.spec import DiffSpec
 from diffquant.formats.compressed_tensors import PACKED, SCALE, decode_codes, scale_dtype
 from diffquant.formats.reader import Checkpoint
 from diffquant.model.adapters import Adapter
-from diffquant.numerics import check_finite, unpack
+from diffquant.numbers import check_finite, unpack
 from diffquant.quantization.rounded_weight import RoundedWeight
 from diffquant.quantization.roundings.base import Rounder
 from diffquant.quantization.roundings.nearest import round_to_nearest

@@ -16,7 +16,7 @@ from diffquant.formats.compressed_tensors import (
     weight_codes,
     weight_scale,
 )
-from diffquant.numerics import max_code
+from diffquant.numbers import max_code
 from diffquant.scheme import Scheme
 
 SCHEMES = ["4:g32", "6:row", "8:tensor", "4:g16", "6:g32", "3:row", "2:tensor"]

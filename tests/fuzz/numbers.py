@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from diffquant.formats.compressed_tensors import pack_weight, scale_dtype, unpack_weight
-from diffquant.numerics import max_code
+from diffquant.numbers import max_code
 from diffquant.scheme import Scheme
 from tests.fuzz.program import run
 

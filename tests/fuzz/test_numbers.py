@@ -2,7 +2,7 @@
 
 import torch
 
-from diffquant.numerics import absmax
+from diffquant.numbers import absmax
 from diffquant.scheme import Scheme
 from tests.fuzz.numbers import DTYPES, MAKES, problem_with, try_numbers, weight_of
 

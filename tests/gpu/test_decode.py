@@ -1,4 +1,4 @@
-"""The KV store on a CUDA device: codes against `numerics`, attention against the plain form in float64."""
+"""The KV store on a CUDA device: codes against `numbers`, attention against the plain form in float64."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from diffquant.kernels.cache import decode as module
 from diffquant.kernels.cache.append import append
 from diffquant.kernels.cache.decode import decode, decode_refusal
 from diffquant.kernels.cache.kv_store import KVStore, tokens_a_scale
-from diffquant.numerics import absmax_scale, dequantize, quantize, sharing_view
+from diffquant.numbers import absmax_scale, dequantize, quantize, sharing_view
 from diffquant.recipe import Recipe
 from tests.support.kernel_inputs import expected, padding, random_call, relative_error
 
@@ -83,7 +83,7 @@ def as_stored(x, scheme, residual):
     ids=str,
 )
 @pytest.mark.parametrize("recipe", RECIPES, ids=named)
-def test_what_is_stored_are_the_codes_of_numerics(recipe, dtype, chunks):
+def test_what_is_stored_are_the_codes_of_numbers(recipe, dtype, chunks):
     _, k, v, _ = random_call("v1", 1, sum(chunks), width=128, kv_pairs=2, batch=2, dtype=dtype, device=DEVICE)
     k = both(k)
     store = KVStore(recipe, k, v, sum(chunks))

@@ -14,7 +14,7 @@ from diffquant.kernels.cache import append as append_module
 from diffquant.kernels.cache.append import append
 from diffquant.kernels.cache.kv_store import KVStore
 from diffquant.model.cache import PackedStates
-from diffquant.numerics import absmax_scale, dequantize, quantize, sharing_view, unpack
+from diffquant.numbers import absmax_scale, dequantize, quantize, sharing_view, unpack
 from diffquant.recipe import Recipe
 
 

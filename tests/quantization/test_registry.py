@@ -8,7 +8,7 @@ import torch
 from diffquant.errors import UsageError
 from diffquant.formats.compressed_tensors import weight_scale
 from diffquant.loading import load
-from diffquant.numerics import sharing_view
+from diffquant.numbers import sharing_view
 from diffquant.quantization import roundings
 from diffquant.quantization.quantize import quantize
 from diffquant.quantization.roundings import Rounder, Rounding, register, rounding_named

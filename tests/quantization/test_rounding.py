@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from diffquant.errors import UsageError
 from diffquant.formats.compressed_tensors import decode_codes, scale_dtype
 from diffquant.loading import load
-from diffquant.numerics import absmax_scale
+from diffquant.numbers import absmax_scale
 from diffquant.quantization.quantize import quantize
 from diffquant.quantization.roundings.gptq import compensation
 from diffquant.quantization.roundings.gptq.compensation import Inputs, compensate, damped, in_one_pass

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from diffquant.numerics import absmax_scale, dequantize, quantize, sharing_view
+from diffquant.numbers import absmax_scale, dequantize, quantize, sharing_view
 
 
 def fake_quantize(x: Tensor, bits: int, granularity: str, size: int | None = None) -> Tensor:

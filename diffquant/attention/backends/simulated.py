@@ -22,8 +22,8 @@ from diffquant.family.call import AttentionCall
 from diffquant.family.heads import each_pairs_noise
 from diffquant.family.mask import Mask
 from diffquant.family.norm import pair_norm
-from diffquant.numerics.absmax import compute_dtype
-from diffquant.numerics.logit_scales import logit_scale
+from diffquant.numbers.absmax import compute_dtype
+from diffquant.numbers.logit_scales import logit_scale
 from diffquant.scheme import Scheme
 
 # Logits held at once, over maps and heads: large enough for full matrix products, a few tens of MB.

@@ -21,7 +21,7 @@ from diffquant.kernels.configs import AttentionTile, choose
 from diffquant.kernels.descriptors import allow_descriptors, describable
 from diffquant.kernels.gpu import device_class, device_refusal
 from diffquant.kernels.strides import same_strides
-from diffquant.numerics.logit_scales import logit_scale
+from diffquant.numbers.logit_scales import logit_scale
 from diffquant.scheme import Scheme
 
 TILES = {

@@ -1,6 +1,6 @@
 """Appending new tokens to a `KVStore`: what leaves the unquantized window is quantized and packed, once.
 
-Codes and scales are those of `diffquant.numerics`: scales in the states' dtype, division rounded
+Codes and scales are those of `diffquant.numbers`: scales in the states' dtype, division rounded
 correctly, halves to even. The length is read and advanced on the device, so the launch may be captured in
 a CUDA graph.
 """
@@ -14,7 +14,7 @@ from diffquant.errors import UsageError
 from diffquant.kernels.cache.append_tokens import append_tokens
 from diffquant.kernels.cache.kv_store import TOKENS_A_STEP, KVStore
 from diffquant.kernels.linear.repack import FRAGMENT
-from diffquant.numerics import storable_scale
+from diffquant.numbers import storable_scale
 
 
 def append(store: KVStore, k: Tensor, v: Tensor) -> None:

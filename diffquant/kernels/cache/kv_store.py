@@ -16,7 +16,7 @@ from torch import Tensor
 
 from diffquant.errors import UsageError
 from diffquant.kernels.linear.repack import FRAGMENT
-from diffquant.numerics import dequantize
+from diffquant.numbers import dequantize
 from diffquant.recipe import Recipe
 from diffquant.scheme import Scheme
 

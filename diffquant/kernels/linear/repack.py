@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from diffquant.errors import UsageError
-from diffquant.numerics import packed_words, unpack
+from diffquant.numbers import packed_words, unpack
 
 FRAGMENT = 16
 # Codes laid out at a time, a slab of rows: memory stays well below that of one 16-bit weight.
@@ -75,7 +75,7 @@ def repack(words: Tensor, scale: Tensor, bits: int, width: int, dtype: torch.dty
     """A checkpoint's packed weight, laid out for the kernels.
 
     Args:
-        words: int32 [N, packed_words(K, bits)], as `numerics.pack` makes them; any strides.
+        words: int32 [N, packed_words(K, bits)], as `numbers.pack` makes them; any strides.
         scale: [N, K/group], [N, 1] or [1]; any strides.
         bits: 2 to 8.
         width: K.

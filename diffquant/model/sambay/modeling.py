@@ -23,7 +23,7 @@ from diffquant.model.sambay.kinds import layers_of_targets
 from diffquant.model.sambay.layer import Flow, SambaYLayer, normed
 from diffquant.model.sambay.reading import Reading
 from diffquant.model.walk import Walk
-from diffquant.numerics.absmax import compute_dtype
+from diffquant.numbers.absmax import compute_dtype
 from diffquant.recipe import Recipe
 
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from diffquant.numerics import absmax_scale, max_code, sharing_view, storable_scale
+from diffquant.numbers import absmax_scale, max_code, sharing_view, storable_scale
 from diffquant.quantization.roundings.base import Rounder, Rounding, register
 from diffquant.recipe import RoundingSettings
 from diffquant.scheme import Scheme

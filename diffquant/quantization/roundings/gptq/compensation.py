@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from diffquant.numerics import max_code
+from diffquant.numbers import max_code
 from diffquant.quantization.roundings.mse import all_codes, fitted_scale, lowest_code, storable
 from diffquant.scheme import Scheme
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from diffquant.model.walk import Walk
-from diffquant.numerics import max_code
+from diffquant.numbers import max_code
 from diffquant.quantization.roundings.gptq.sequence import LayerWeights, Made
 from diffquant.quantization.roundings.mse import lowest_code, storable
 from diffquant.scheme import Scheme

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from diffquant.numerics.absmax import max_code
+from diffquant.numbers.absmax import max_code
 from diffquant.scheme import Scheme
 
 # exp(-12) is 6e-6: what lies further below the row maximum weighs nothing, and a finer scale above pays.

@@ -1,6 +1,6 @@
 """Pure tensor functions: absmax quantization and dense packing of its codes."""
 
-from diffquant.numerics.absmax import (
+from diffquant.numbers.absmax import (
     absmax_scale,
     check_finite,
     dequantize,
@@ -9,7 +9,7 @@ from diffquant.numerics.absmax import (
     sharing_view,
     storable_scale,
 )
-from diffquant.numerics.packing import pack, packed_words, unpack
+from diffquant.numbers.packing import pack, packed_words, unpack
 
 __all__ = [
     "absmax_scale",

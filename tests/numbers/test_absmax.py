@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from diffquant.errors import NonFiniteError, UsageError
-from diffquant.numerics import absmax_scale, check_finite, dequantize, max_code, quantize, sharing_view
+from diffquant.numbers import absmax_scale, check_finite, dequantize, max_code, quantize, sharing_view
 from tests.support.fake_quantizer import fake_quantize
 
 BITS = st.integers(2, 8)
