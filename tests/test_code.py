@@ -12,7 +12,7 @@ from diffquant.support.code import CHANGED, code_digest, commit
 
 ROOT = Path(__file__).parents[1]
 ROOTS = ("diffquant.sweep.session", "diffquant.evals.tasks.perplexity")
-PICKED = ("diffquant.evals.tasks", "diffquant.quantization.roundings")
+PICKED = ("diffquant.evals.tasks", "diffquant.numbers.formats", "diffquant.quantization.roundings")
 
 DIGEST = f"""
 import time, sys
@@ -53,6 +53,7 @@ def installed(tmp_path_factory):
         ("evals/tasks/perplexity.py", True, False),
         ("evals/protocols/perplexity.py", True, False),
         ("numbers/packing.py", True, True),
+        ("numbers/formats/integer.py", True, True),
         ("export/native/node.cc", False, True),
         ("export/runtime/session.py", False, True),
         ("report/tables.py", False, False),

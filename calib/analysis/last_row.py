@@ -77,7 +77,8 @@ def last_maps(q: Tensor, k: Tensor, spec: DiffSpec, scheme: Scheme = FULL, range
         # A column's largest magnitude stands for all queries that share a scale with the last one.
         tops = magnitudes(layout.query_maps(largest), scheme, ranges)
         rounded = [
-            round_logits(logits, logit_scale(top, scheme), scheme) for logits, top in zip(last, tops, strict=True)
+            round_logits(logits, logit_scale(top, scheme.format, scheme.shift), scheme)
+            for logits, top in zip(last, tops, strict=True)
         ]
         last = from_coded(rounded, scheme)
     return torch.cat(last).squeeze(-2).softmax(-1)
@@ -90,9 +91,7 @@ def _with_own_noise(heads: Tensor, layout: HeadLayout) -> Tensor:
 
 def _first_sharing_query(scheme: Scheme, length: int) -> int:
     """Position of the first query whose logits the last one's scale depends on."""
-    if scheme.granularity in ("tensor", "map", "head", "pair"):
+    if scheme.sharing.spans_rows:
         return 0
-    if scheme.granularity == "block":
-        size = scheme.size or 1
-        return (length - 1) // size * size
-    return length - 1
+    tile = scheme.sharing.tile or 1
+    return (length - 1) // tile * tile

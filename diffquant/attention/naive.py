@@ -68,7 +68,10 @@ def naive(
         if meter is not None:
             meter.calls += 1
             record_logits(meter, coded, largest, visible, logits)
-        rounded = [round_logits(x, logit_scale(top, logits), logits) for x, top in zip(coded, largest, strict=True)]
+        rounded = [
+            round_logits(x, logit_scale(top, logits.format, logits.shift), logits)
+            for x, top in zip(coded, largest, strict=True)
+        ]
         map_logits = from_coded(rounded, logits)
     maps = [masked_softmax(x, visible) for x in map_logits]
     signal = maps[0] if signal_gate is None else signal_gate.to(dtype) * maps[0]

@@ -75,7 +75,7 @@ class ExportPlan:
             return FULL
         width = self.config.hidden_size
         group = next((size for size in (128, 64, 32, 16) if width % size == 0), None)
-        return Scheme(8, "group", group) if group else Scheme(8, "row")
+        return Scheme.parse(f"8:g{group}" if group else "8:row")
 
     def _matrix(self, name: str, wanted: Scheme) -> Matrix:
         out, width = self._shapes[name]

@@ -10,7 +10,7 @@ from onnx import TensorProto
 from diffquant.errors import UsageError
 from diffquant.export.graph.op import OpAttributes
 from diffquant.export.graph.pure_cache import stored_rows
-from diffquant.numbers import max_code
+from diffquant.numbers.absmax import max_code
 from diffquant.numbers.logit_scales import SHIFT_RANGE
 
 

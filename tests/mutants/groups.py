@@ -37,7 +37,7 @@ CHECKPOINT_TESTS = (
 )
 GROUPS = {
     "numerics": Group(
-        ("diffquant/numbers/*.py",),
+        ("diffquant/numbers/**/*.py",),
         (
             "tests/numbers",
             "tests/attention/test_attention.py",

@@ -43,15 +43,17 @@ def simulated(call: AttentionCall) -> Tensor:
     v, lam, logits, meter = call.v, call.lam, call.logits, call.meter
     dtype = compute_dtype(v)
     blocks = _Blocks([x.to(dtype) for x in call.q], [x.to(dtype) for x in call.k], call.scale, call.mask, logits)
-    spans_rows = logits.granularity in ("tensor", "map", "head", "pair")
-    shared = _largest_over_rows(blocks, logits) if spans_rows else None
+    shared = _largest_over_rows(blocks, logits) if logits.sharing.spans_rows else None
     values = v.to(dtype)
     out = torch.empty(*call.q[0].shape[:3], v.shape[-1], dtype=v.dtype, device=v.device)
     for rows, prepared, visible in blocks:
         largest = shared or magnitudes(prepared, logits, call.ranges)
         if meter is not None:
             record_logits(meter, prepared, largest, visible, logits)
-        rounded = [round_logits(x, logit_scale(top, logits), logits) for x, top in zip(prepared, largest, strict=True)]
+        rounded = [
+            round_logits(x, logit_scale(top, logits.format, logits.shift), logits)
+            for x, top in zip(prepared, largest, strict=True)
+        ]
         maps = [masked_softmax(x, visible) for x in from_coded(rounded, logits)]
         if call.signal_gate is not None:
             maps[0].mul_(_rows_of(call.signal_gate, rows).to(dtype))
@@ -77,7 +79,7 @@ class _Blocks:
     def __iter__(self) -> Iterator[tuple[slice, list[Tensor], Tensor | None]]:
         batch, heads, length, _ = self.q[0].shape
         keys = self.k[0].shape[2]
-        tile = (self.logits.size or 1) if self.logits.granularity == "block" else 1
+        tile = self.logits.sharing.tile or 1
         fitting = _BLOCK_ENTRIES // (batch * heads * len(self.q) * keys)
         size = max(fitting // tile, 1) * tile
         for start in range(0, length, size):

@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from diffquant.errors import UsageError
-from diffquant.numbers import packed_words, unpack
+from diffquant.numbers.packing import packed_words, unpack
+from diffquant.scheme import Scheme
 
 FRAGMENT = 16
 # Codes laid out at a time, a slab of rows: memory stays well below that of one 16-bit weight.
@@ -62,6 +63,11 @@ def container_bits(bits: int) -> int:
 def fields_in_word(bits: int) -> int:
     """Number of fragments that share one word."""
     return 2 if bits == 8 else 4
+
+
+def repack_refusal(scheme: Scheme) -> str | None:
+    """Reason why a weight of this scheme cannot be repacked, or None."""
+    return scheme.format.integer_refusal or group_refusal(scheme.size or 0)
 
 
 def group_refusal(group: int) -> str | None:
