@@ -1,5 +1,6 @@
 """A number format is one file: a toy serves every verb, and whoever reads integers alone refuses it by name."""
 
+import csv
 import json
 import re
 from pathlib import Path
@@ -10,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from diffquant.attention.logits import round_logits
+from diffquant.data import pocket_models
 from diffquant.errors import CheckpointError, UsageError
 from diffquant.formats.compressed_tensors import pack_weight, unpack_weight
 from diffquant.inspection import inspect_checkpoint
@@ -17,11 +19,14 @@ from diffquant.kernels.cache.kv_store import store_refusal
 from diffquant.loading import load
 from diffquant.numbers.formats import FORMATS, NumberFormat, format_named, register
 from diffquant.numbers.logit_scales import logit_scale
+from diffquant.quantization.plan import plan_quantization
 from diffquant.quantization.quantize import quantize
 from diffquant.recipe import Recipe
 from diffquant.scheme import Scheme
+from diffquant.source.source import open_source
 from diffquant.sweep import SweepOptions, run_sweep
 from diffquant.sweep.evaluate import evaluate
+from diffquant.sweep.table import csv_table
 from tests.support import tiny_lm
 
 OPTIONS = SweepOptions(
@@ -83,28 +88,33 @@ def checkpoint(tmp_path_factory):
     return tiny_lm.write_diff_v2(tmp_path_factory.mktemp("tiny") / "diff-v2")
 
 
-def test_a_format_needs_its_file_alone_to_be_quantized_loaded_and_swept(ternary, checkpoint, tmp_path):
+def test_a_format_needs_its_file_alone_to_be_quantized_loaded_and_swept(ternary, tmp_path):
+    (model,) = (folder for folder in pocket_models("prose") if folder.name.endswith("v2"))
     file = tmp_path / "three.yaml"
-    file.write_text("weights: ternary:g16\nk: ternary:row\nv: ternary:g8:rotated\nlogits: ternary:row\n")
+    file.write_text("weights: ternary:g4\nk: ternary:row\nv: ternary:g8:rotated\nlogits: ternary:row\n")
     recipe = Recipe.read(file)
-    quantize(checkpoint, tmp_path / "low", recipe)
-    stored, simulated, plain = load(tmp_path / "low"), load(checkpoint, recipe), load(checkpoint)
+    quantize(model, tmp_path / "low", recipe)
+    stored, simulated, plain = load(tmp_path / "low"), load(model, recipe), load(model)
     ours, exact = (each.get_parameter(NAME) for each in (simulated, plain))
     assert torch.equal(stored.get_parameter(NAME), ours)
-    groups, exact = ours.unflatten(1, (-1, 16)), exact.unflatten(1, (-1, 16))
+    groups, exact = ours.float().unflatten(1, (-1, 4)), exact.float().unflatten(1, (-1, 4))
     step = groups.abs().amax(-1, keepdim=True)
-    assert torch.equal(step, exact.abs().amax(-1, keepdim=True).bfloat16().float())
+    assert torch.equal(step, exact.abs().amax(-1, keepdim=True))
     assert torch.equal(groups, (exact / step).round() * step)
 
-    result = run_sweep([checkpoint], OPTIONS.__class__(**vars(OPTIONS) | {"recipes": (file,)}), tmp_path / "sweep")
+    result = run_sweep([model], OPTIONS.__class__(**vars(OPTIONS) | {"recipes": (file,)}), tmp_path / "sweep")
     swept = {each.point.target: each.result.details["perplexity"] for each in result.cells}
-    alone = evaluate(checkpoint, recipe, OPTIONS)["perplexity"].details["perplexity"]
-    assert swept["recipe"] == alone == evaluate(tmp_path / "low", None, OPTIONS)["perplexity"].details["perplexity"]
-    assert swept["recipe"] != swept[""]
+    assert swept["recipe"] == evaluate(tmp_path / "low", None, OPTIONS)["perplexity"].details["perplexity"]
+    assert swept["recipe"] > 1.5 * swept[""]
+    bytes_after = json.loads((tmp_path / "low" / "diffquant.json").read_text())["bytes"]
+    row = next(csv.DictReader(line for line in csv_table(result).splitlines() if "three" in line or "bits" in line))
+    assert (row["granularity"], int(row["weight_bytes"])) == ("three", bytes_after)
+    assert float(row["kv_bytes_per_token"]) < 2560 / 4
 
 
 def test_reports_name_the_format_and_the_bits_it_stores(ternary, checkpoint, tmp_path):
-    report = quantize(checkpoint, tmp_path / "low", "ternary:row")
+    recipe = Recipe.of(weights="ternary:row")
+    report = quantize(checkpoint, tmp_path / "low", recipe)
     account = json.loads((tmp_path / "low" / "diffquant.json").read_text())
     tensor = account["tensors"][NAME]
     # Rows of 48 take 10 bytes of codes and 2 of a scale, and three numbers say the shape.
@@ -114,7 +124,11 @@ def test_reports_name_the_format_and_the_bits_it_stores(ternary, checkpoint, tmp
     looked_at = inspect_checkpoint(tmp_path / "low")
     assert "recipe: weights ternary:row" in str(looked_at)
     assert looked_at.packed_bits["as it is"] == pytest.approx(report.packed_bits)
-    assert "| weights | ternary:row |" in (tmp_path / "low" / "README.md").read_text()
+    planned = plan_quantization(open_source(checkpoint), recipe).table()
+    assert re.search(r"down_proj.weight .* ternary:row +2\.08 ", planned)
+    card = (tmp_path / "low" / "README.md").read_text()
+    assert "| weights | ternary:row |" in card
+    assert f"{report.packed_bits:.2f} stored bits a weight" in card
 
 
 def test_stock_loaders_refuse_a_layout_of_our_own_and_the_card_says_so(ternary, tmp_path):
