@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from diffquant.errors import UsageError
-from diffquant.formats.compressed_tensors import scale_dtype
 from diffquant.model.causal import CausalModel
 from diffquant.quantization.plan import checked_schemes, unpacked_dtypes
 from diffquant.quantization.rounded_weight import as_stored
@@ -98,7 +97,7 @@ def _rewrite_as_stored(source: Source, schemes: Mapping[str, Scheme], recipe: Re
         if scheme is None:
             return data.to(unpacked.get(name, dtype))
         # As unpacked codes, the products are rounded once, to the run's dtype.
-        return as_stored(rounder, name, data.float(), scheme, scale_dtype(dtype))
+        return as_stored(rounder, name, data.float(), scheme, scheme.format.scale_dtype(dtype))
 
     return rounded
 

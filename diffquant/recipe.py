@@ -14,14 +14,8 @@ from diffquant.scheme import FULL, Scheme
 from diffquant.support.suggestion import did_you_mean
 from diffquant.support.version import CONFIG_VERSION
 
-_ALLOWED = {
-    "weights": ("tensor", "row", "group"),
-    "k": ("row", "group", "column", "static"),
-    "v": ("row", "group", "static"),
-    "logits": ("tensor", "map", "head", "pair", "row", "block", "static"),
-    "qk": ("tensor", "head", "row", "block"),
-}
 LAYER_TARGETS = ("k", "v", "logits", "qk")
+_TARGETS = ("weights", *LAYER_TARGETS)
 # Those that can be calibrated, and that a search chooses the widths of.
 CALIBRATED_TARGETS = ("k", "v", "logits")
 # What a rounding that compensates may be told, and the choices; the first is what it does by itself.
@@ -156,7 +150,7 @@ class Recipe:
     rounding: RoundingSettings = NEAREST
 
     def __post_init__(self) -> None:
-        for target in _ALLOWED:
+        for target in _TARGETS:
             _check_allowed(target, getattr(self, target))
         for pattern, scheme in self.overrides.items():
             _check_allowed(target_of(pattern), scheme, f"override {pattern!r}")
@@ -235,7 +229,7 @@ class Recipe:
             raise UsageError(f"residual must be a number of tokens, got {residual!r}")
         if "kv" in entries:
             entries = {"k": entries["kv"], "v": entries["kv"], **entries}
-        schemes = {target: _parse_for(target, entries[target]) for target in _ALLOWED if target in entries}
+        schemes = {target: _parse_for(target, entries[target]) for target in _TARGETS if target in entries}
         rounding = RoundingSettings.parse(entries.get("rounding", NEAREST.name))
         return cls(**schemes, residual=residual, overrides=_parse_overrides(overrides), rounding=rounding)
 
@@ -259,7 +253,7 @@ class Recipe:
     def to_dict(self) -> dict[str, Any]:
         """Plain data: scheme texts, the residual and the overrides; operands and rounding where they are not plain."""
         # A recipe without the latter has one form, which cells and checkpoints are known by.
-        schemes = {target: str(getattr(self, target)) for target in _ALLOWED if target != "qk" or self.qk.quantizes}
+        schemes = {target: str(getattr(self, target)) for target in _TARGETS if target != "qk" or self.qk.quantizes}
         rounding = {} if self.rounding == NEAREST else {"rounding": self.rounding.to_plain()}
         return {
             **schemes,
@@ -313,13 +307,18 @@ class Recipe:
         return {getattr(self, target)} | {s for pattern, s in self.overrides.items() if target_of(pattern) == target}
 
     @property
+    def schemes(self) -> set[Scheme]:
+        """Every scheme of some tensor."""
+        return {*(getattr(self, target) for target in _TARGETS), *self.overrides.values()}
+
+    @property
     def rotates_cache(self) -> bool:
         """Whether some layer's keys or values are rotated before they are rounded."""
         return any(scheme.rotated for target in ("k", "v") for scheme in self.schemes_of(target))
 
     def is_static(self, target: str) -> bool:
         """Whether some layer's "k", "v" or "logits" takes calibrated scales."""
-        return any(scheme.granularity == "static" for scheme in self.schemes_of(target))
+        return any(scheme.sharing.is_static for scheme in self.schemes_of(target))
 
     def check_layers(self, layers: Mapping[str, Sequence[int]]) -> None:
         """Check that every override of a cache or of logits is about some layer.
@@ -375,19 +374,17 @@ def _parse_for(target: str, text: str | int) -> Scheme:
 
 def _check_allowed(target: str, scheme: Scheme, what: str | None = None) -> None:
     what = what or target
-    if scheme.quantizes and scheme.granularity not in _ALLOWED[target]:
-        raise UsageError(f"{what} cannot be quantized per {scheme.granularity}; use {', '.join(_ALLOWED[target])}")
-    if target == "k" and scheme.granularity == "column" and not scheme.size:
-        raise UsageError("k per column needs a block of tokens that share scales, such as 4:c64")
+    if scheme.quantizes and (refusal := scheme.sharing.refusal(target)):
+        raise UsageError(f"{what} {refusal}")
     if scheme.shift and target != "logits":
         raise UsageError(f"{what}: shift is for logits, which softmax sees only up to a constant a row")
     if scheme.alike and target != "logits":
         raise UsageError(f"{what}: alike is for logits, of which there are two maps")
     if scheme.rotated and target not in ("k", "v"):
         raise UsageError(f"{what}: rotated is for k and v, the cache's keys and values; leave it out")
-    if scheme.rotated and scheme.granularity == "static":
+    if scheme.rotated and scheme.sharing.is_static:
         raise UsageError(f"{what}: static scales are of channels as they are; leave out rotated")
     if scheme.smooth and target != "qk":
         raise UsageError(f"{what}: smooth is for qk, whose keys may lose their mean before Q·Kᵀ; leave it out")
-    if scheme.shift and scheme.granularity == "static":
+    if scheme.shift and scheme.sharing.is_static:
         raise UsageError(f"{what}: static scales are of logits as they are; leave out shift")

@@ -1,17 +1,13 @@
-"""A `Scheme` says how one kind of tensor is quantized: bits, and which entries share a scale. It needs no torch."""
+"""A `Scheme` says how one kind of tensor is quantized: number format x what shares a scale x transform. No torch."""
 
 import re
 from dataclasses import dataclass
 
 from diffquant.errors import UsageError
-from diffquant.support.suggestion import did_you_mean
+from diffquant.numbers.formats import FORMATS, NumberFormat, format_named
+from diffquant.numbers.sharing import UNSHARED, Sharing
 
-GRANULARITIES = ("tensor", "map", "head", "pair", "row", "column", "group", "block", "static")
-_SIZED = {"g": "group", "c": "column", "b": "block"}
-_LETTERS = {name: letter for letter, name in _SIZED.items()}
 _FLAGS = ("shift", "alike", "rotated", "smooth")
-# Other names of "row", by the targets whose rows they are.
-_ROWS = {"channel": ("weights",), "token": ("k", "v", "logits", "qk")}
 # No scheme is as long; what is would only fill the screen.
 _LONGEST = 64
 _GRAMMAR = "BITS[:GRANULARITY][:shift, :alike, :rotated or :smooth], such as 4:g32, 6:row, 8:head, 4:tensor:shift or 16"
@@ -19,16 +15,11 @@ _GRAMMAR = "BITS[:GRANULARITY][:shift, :alike, :rotated or :smooth], such as 4:g
 
 @dataclass(frozen=True)
 class Scheme:
-    """How one kind of tensor is quantized: its bits, and which entries share one scale.
+    """How one kind of tensor is quantized: the format of its codes, and which entries share one scale.
 
     Attributes:
-        bits: width of the codes, 2 to 8, or 16 for not quantized.
-        granularity: what shares a scale, one of `GRANULARITIES`; "" at 16 bits. A "row" is a token or an output
-            channel, a "group" `size` neighbours along the contracted axis, a "column" a channel over `size` tokens
-            (or all), a "block" a `size` x `size` tile of logits, or `size` tokens of queries and of keys, a "map" one
-            map of a layer's logits over all heads, a "pair" both maps of a head; "static" is a calibrated scale a
-            channel of the cache or a head of the logits.
-        size: number of entries along an axis that share a scale, for "group", "column" and "block".
+        format: number format of the codes; 16 bits for not quantized.
+        sharing: what shares a scale; none at 16 bits.
         shift: whether the row maximum of logits is subtracted first: all 2^bits levels then serve one side.
         alike: whether logits are rounded as the mean of both maps and half their difference, so that the
             mean's rounding error is in both maps alike; one map has none to share it with and is rounded as without.
@@ -38,38 +29,35 @@ class Scheme:
             does not see.
     """
 
-    bits: int
-    granularity: str = ""
-    size: int | None = None
+    format: NumberFormat
+    sharing: Sharing = UNSHARED
     shift: bool = False
     alike: bool = False
     rotated: bool = False
     smooth: bool = False
 
     def __post_init__(self) -> None:
-        if self.bits == 16:
-            if self.granularity or self.size or self.shift or self.alike or self.rotated or self.smooth:
+        flags = [flag for flag in _FLAGS if getattr(self, flag)]
+        if not self.format.quantizes:
+            if self.sharing != UNSHARED or flags:
                 raise UsageError("16 bits means not quantized and takes no granularity")
             return
-        if not 2 <= self.bits <= 8:
-            raise UsageError(f"bits must be 2 to 8, or 16 for not quantized; got {self.bits}")
-        if self.granularity not in GRANULARITIES:
-            raise UsageError(f"unknown granularity {self.granularity!r}{did_you_mean(self.granularity, GRANULARITIES)}")
-        if self.granularity in ("group", "block") and not self.size:
-            raise UsageError(f"granularity {self.granularity} needs a size, such as {_LETTERS[self.granularity]}32")
+        if self.sharing == UNSHARED:
+            raise UsageError(f"{self.format.name} needs a granularity, such as {self.format.name}:row")
         if self.alike and self.shift:
             raise UsageError("shift and alike do not combine; leave out one")
-        if self.alike and self.granularity not in ("tensor", "head", "row"):
+        if self.alike and not self.sharing.serves_alike:
             raise UsageError(f"alike cannot be per {self.granularity}; use tensor, head or row")
-        if self.size is not None and (self.granularity not in _LETTERS or self.size < 1):
-            raise UsageError(f"granularity {self.granularity} takes no size {self.size}")
+        if self.shift and not self.format.is_even:
+            raise UsageError(f"shift counts even steps from the row's maximum, and {self.format.name} has others")
 
     @classmethod
     def parse(cls, text: str | int, default: str = "row", target: str = "") -> "Scheme":
         """Read the text form.
 
         Args:
-            text: `BITS[:GRANULARITY][:shift, :alike, :rotated or :smooth]`.
+            text: `FORMAT[:GRANULARITY][:shift, :alike, :rotated or :smooth]`; a format is 2 to 8 for integers of so
+                many bits, 16, or the name of another one.
             default: granularity where the text names none.
             target: what the scheme is for, where that is known: "weights", whose rows may be called "channel", or "k",
                 "v", "logits" or "qk", whose rows may be called "token".
@@ -79,29 +67,61 @@ class Scheme:
         """
         if not isinstance(text, str) and type(text) is not int:
             raise UsageError(f"cannot read a scheme from a {type(text).__name__}: expected {_GRAMMAR}")
-        bits, *rest = str(text).strip().lower().split(":") if len(str(text)) < _LONGEST else [""]
-        if not re.fullmatch("[0-9]{1,9}", bits):
-            raise UsageError(f"cannot read scheme {str(text)[:_LONGEST]!r}: {_meaning_of(bits)}expected {_GRAMMAR}")
+        name, *rest = str(text).strip().lower().split(":") if len(str(text)) < _LONGEST else [""]
+        name = str(int(name)) if re.fullmatch("[0-9]{1,9}", name) else name
+        if name not in FORMATS:
+            raise UsageError(_unknown_format(name, str(text)))
         flags = {flag: flag in rest for flag in _FLAGS}
         names = [part for part in rest if part not in _FLAGS]
         if len(names) > 1 or len(rest) - len(names) > sum(flags.values()):
             raise UsageError(f"cannot read scheme {text!r}: expected {_GRAMMAR}")
-        if int(bits) == 16:
-            return cls(16, "".join(names), **flags)
-        granularity, size = _parse_granularity(names[0] if names else default, str(text), target)
-        return cls(int(bits), granularity, size, **flags)
+        number_format = format_named(name)
+        if not number_format.quantizes and not names:
+            return cls(number_format, UNSHARED, **flags)
+        try:
+            sharing = Sharing.parse(names[0] if names else default, target)
+        except UsageError as error:
+            raise UsageError(f"cannot read scheme {str(text)!r}: {error}") from error
+        return cls(number_format, sharing, **flags)
 
     @property
     def quantizes(self) -> bool:
-        return self.bits < 16
+        return self.format.quantizes
+
+    @property
+    def bits(self) -> int:
+        """Width of an integer's codes, or 16.
+
+        Raises:
+            UsageError: the format is no integer.
+        """
+        return self.format.bits
+
+    @property
+    def granularity(self) -> str:
+        """Name of what shares a scale; "" at 16 bits."""
+        return self.sharing.name
+
+    @property
+    def size(self) -> int | None:
+        """Number of entries along an axis that share a scale, where the granularity has a size."""
+        return self.sharing.size
 
     @property
     def granularity_text(self) -> str:
-        name = f"{_LETTERS[self.granularity]}{self.size}" if self.size else self.granularity
-        return ":".join([name, *(flag for flag in _FLAGS if getattr(self, flag))])
+        return ":".join([str(self.sharing), *(flag for flag in _FLAGS if getattr(self, flag))])
 
     def __str__(self) -> str:
-        return f"{self.bits}:{self.granularity_text}" if self.quantizes else "16"
+        return f"{self.format.name}:{self.granularity_text}" if self.quantizes else self.format.name
+
+
+def _unknown_format(name: str, text: str) -> str:
+    """Why a scheme's format is not known, and what to write."""
+    if re.fullmatch("[0-9]{1,9}", name):
+        return f"bits must be 2 to 8, or 16 for not quantized; got {name}"
+    named = [known for known in FORMATS if not known.isdecimal()]
+    others = f"; other formats are {', '.join(named)}" if named else ""
+    return f"cannot read scheme {text[:_LONGEST]!r}: {_meaning_of(name)}expected {_GRAMMAR}{others}"
 
 
 def _meaning_of(name: str) -> str:
@@ -112,29 +132,4 @@ def _meaning_of(name: str) -> str:
     return f"{known[1]}-bit weights beside 16-bit activations are --weights {known[1]}:g32 here; "
 
 
-def _parse_granularity(name: str, text: str, target: str) -> tuple[str, int | None]:
-    if name in _ROWS:
-        if target not in _ROWS[name]:
-            raise UsageError(f"cannot read scheme {text!r}: {_why_not_rows(name, target)}")
-        return "row", None
-    sized = re.fullmatch(r"([gcb])([0-9]{1,9})", name)
-    if sized:
-        return _SIZED[sized[1]], int(sized[2])
-    if name not in GRANULARITIES:
-        choices = (*GRANULARITIES, *_ROWS, "g32", "c64", "b64")
-        raise UsageError(f"cannot read scheme {text!r}: unknown granularity {name!r}{did_you_mean(name, choices)}")
-    return name, None
-
-
-def _why_not_rows(name: str, target: str) -> str:
-    """Why a target's rows do not have a name, and what to write."""
-    if name == "channel" and target in ("k", "v"):
-        return (
-            "a channel of the cache has a scale for each block of tokens; for keys write c32, a scale per channel over "
-            "32 tokens, and for values token, a scale per token"
-        )
-    rows = {"weights": "channel", "": "row"}.get(target, "token")
-    return f"{target or 'a scheme by itself'} has no scale per {name}; write {rows}"
-
-
-FULL = Scheme(16)
+FULL = Scheme(format_named("16"))

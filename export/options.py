@@ -74,7 +74,7 @@ class ExportOptions:
     @property
     def recipe(self) -> Recipe:
         """The schemes that the graph computes with."""
-        cache = Scheme(self.kv_bits, "static") if self.kv_bits < 16 else FULL
+        cache = Scheme.parse(self.kv_bits, default="static")
         return Recipe(weights=self.weights, k=cache, v=cache, logits=self.logits)
 
     def to_dict(self) -> dict[str, Any]:
@@ -91,8 +91,11 @@ class ExportOptions:
             yield f"accuracy level {self.accuracy_level} is not 1 (float32 activations) or 4 (int8 activations)"
         if not OLDEST_OPSET <= self.opset <= NEWEST_OPSET:
             yield f"opset {self.opset} is not within {OLDEST_OPSET} to {NEWEST_OPSET}"
-        if self.weights.quantizes and self.weights.granularity not in ("tensor", "row", "group"):
-            yield f"weights cannot be quantized per {self.weights.granularity}; use tensor, row or group"
+        if self.weights.quantizes and (refusal := self.weights.sharing.refusal("weights")):
+            yield f"weights {refusal}"
+        for what, scheme in (("weights", self.weights), ("logits", self.logits)):
+            if scheme.format.integer_refusal:
+                yield f"{what} at {scheme}: {scheme.format.integer_refusal}"
         if self.logits.quantizes and self.logits.granularity not in LOGIT_GRANULARITIES:
             yield f"logits per {self.logits.granularity} cannot be exported; use {', '.join(LOGIT_GRANULARITIES)}"
         if self.logits.alike:

@@ -27,7 +27,7 @@ _SCALE = torch.float16
 
 def _ours(rule: str, bits: int, least: int, options: Mapping[str, str] = MappingProxyType({})) -> Quantize:
     def scheme_of(width: int) -> Scheme:
-        return Scheme(bits, "group", group_size(width, least))
+        return Scheme.parse(f"{bits}:g{group_size(width, least)}")
 
     def quantize(name: str, weight: Tensor, read_rule: ReadRule) -> Quantized:
         data_free = {"nearest": Rounder(round_to_nearest), "mse": Rounder(round_with_clipping)}

@@ -12,7 +12,7 @@ from diffquant.support.code import CHANGED, code_digest, commit
 
 ROOT = Path(__file__).parents[1]
 ROOTS = ("diffquant.sweep.session", "diffquant.evals.tasks.perplexity")
-PICKED = ("diffquant.evals.tasks", "diffquant.quantization.roundings")
+PICKED = ("diffquant.evals.tasks", "diffquant.numbers.formats", "diffquant.quantization.roundings")
 
 DIGEST = f"""
 import time, sys
@@ -52,9 +52,10 @@ def installed(tmp_path_factory):
         ("family/lam.py", True, True),
         ("evals/tasks/perplexity.py", True, False),
         ("evals/protocols/perplexity.py", True, False),
-        ("numerics/packing.py", True, True),
+        ("numbers/packing.py", True, True),
         ("model/modeling.py", True, True),
         ("model/sambay/scan.py", True, True),
+        ("numbers/formats/integer.py", True, True),
         ("export/native/node.cc", False, True),
         ("export/runtime/session.py", False, True),
         ("report/tables.py", False, False),

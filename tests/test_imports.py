@@ -64,6 +64,11 @@ except SystemExit:
     assert not modules_after(code) & {"torch", "transformers", "numpy", "matplotlib", "yaml"}
 
 
+def test_recipes_are_read_without_torch():
+    code = "from diffquant.recipe import Recipe; Recipe.of(weights='4:g32', kv='4:row:rotated', logits='6:b8:shift')"
+    assert not modules_after(code) & {"torch", "transformers", "numpy", "matplotlib", "yaml"}
+
+
 def test_attention_needs_torch_and_numpy_alone():
     unneeded = {"transformers", "typer", "yaml", "matplotlib", "safetensors"}
     assert not modules_after("import diffquant.attention") & unneeded

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from diffquant.family.call import AttentionCall
-from diffquant.numerics import absmax_scale, dequantize, pack, quantize
+from diffquant.numbers.formats import format_named
 from diffquant.recipe import Recipe
 
 
@@ -51,11 +51,12 @@ def packed_weight(weight: Tensor, bits: int, group: int) -> tuple[Any, Tensor]:
     from diffquant.kernels.linear.repack import repack
 
     groups = weight.float().unflatten(-1, (-1, group))
-    scale = absmax_scale(groups, bits, -1, torch.float32)
-    codes = quantize(groups, scale, bits)
-    words = pack(codes.flatten(-2), bits)
+    integers = format_named(str(bits))
+    scale = integers.scale(groups, -1, torch.float32)
+    codes = integers.codes(groups, scale)
+    words = integers.pack(codes.flatten(-2))
     packed = repack(words, scale.squeeze(-1), bits, weight.shape[1], weight.dtype)
-    return packed, dequantize(codes, scale).flatten(-2)
+    return packed, integers.decode(codes, scale).flatten(-2)
 
 
 def packed_product(x: Tensor, weight: Any) -> Tensor:

@@ -11,7 +11,7 @@ from diffquant.calib.calibration.layers import Projections, by_token, projected_
 from diffquant.family.spec import DiffSpec
 from diffquant.model.modeling import DiffTransformer
 from diffquant.model.walk import causal_logits, visible_entries
-from diffquant.numerics import max_code
+from diffquant.numbers.absmax import max_code
 from diffquant.recipe import CALIBRATED_TARGETS
 from diffquant.report.tables import aligned
 from diffquant.support.progress import Progress, silent

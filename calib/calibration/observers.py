@@ -9,7 +9,7 @@ from torch import Tensor
 
 from diffquant.errors import UsageError
 from diffquant.family.spec import DiffSpec
-from diffquant.numerics import max_code
+from diffquant.numbers.absmax import max_code
 
 KINDS = ("absmax", "percentile", "mse")
 # The search for the least squared error goes down from the largest magnitude by this factor a step, to a

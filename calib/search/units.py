@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 import torch
 
 from diffquant.errors import UsageError
-from diffquant.formats.compressed_tensors import scale_dtype
 from diffquant.model.blocks import TokenRows
 from diffquant.model.modeling import DiffTransformer
 from diffquant.quantization.plan import plan_quantization
@@ -38,7 +37,7 @@ class Unit:
         stored: bytes at each width from 2 to 8 bits, scales included: a weight's as `quantize` writes it, K's or V's of
             a token as the cache holds it; for logits, which nothing stores, those of the codes.
         parameter: name of the model's parameter, for weights.
-        dtype: dtype in which the weight's scales are stored.
+        dtype: dtype in which the weight is written.
     """
 
     target: str
@@ -119,7 +118,8 @@ def unit_at_width(model: DiffTransformer, unit: Unit, bits: int) -> Iterator[Non
         parameter = model.get_parameter(unit.parameter)
         original = parameter.data
         scheme = unit.scheme(bits)
-        parameter.data = as_stored(Rounder(round_to_nearest), unit.name, original, scheme, unit.dtype)
+        dtype = scheme.format.scale_dtype(unit.dtype)
+        parameter.data = as_stored(Rounder(round_to_nearest), unit.name, original, scheme, dtype)
         try:
             yield
         finally:
@@ -155,7 +155,7 @@ def _weight_units(source: Source, granularity: str) -> list[Unit]:
                 elements=torch.Size(info.shape).numel(),
                 stored={bits: sizes[stored_name] for bits, sizes in stored.items()},
                 parameter=parameter,
-                dtype=scale_dtype(source.checkpoint.written_dtype(stored_name)),
+                dtype=source.checkpoint.written_dtype(stored_name),
             )
         )
     return units

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from diffquant.family.call import Meter
-from diffquant.numerics import max_code
-from diffquant.numerics.logit_scales import logit_scale
+from diffquant.numbers.logit_scales import logit_scale
+from diffquant.numbers.sharing import Sharing
 from diffquant.scheme import Scheme
 
 
@@ -81,7 +81,7 @@ def prepare_logits(logits: Tensor, visible: Tensor | None, shift: bool) -> Tenso
 
 def binds_maps(scheme: Scheme) -> bool:
     """Whether a map's codes depend on the other map of its pair, so that no two pairs can share a noise map."""
-    return scheme.quantizes and (scheme.alike or scheme.granularity == "pair")
+    return scheme.quantizes and (scheme.alike or scheme.sharing.binds_pairs)
 
 
 def to_coded(prepared: Sequence[Tensor], scheme: Scheme) -> list[Tensor]:
@@ -114,41 +114,34 @@ def magnitudes(prepared: Sequence[Tensor], scheme: Scheme, ranges: Tensor | None
         One tensor a map, broadcastable to it: [B,1,1,1] for tensor and map, [B,h,1,1] for head and pair,
         [1,h,1,1] for static, [B,h,T,1] for row, [B,h,T,S] for block (each tile's value repeated over it).
     """
-    if ranges is not None and scheme.granularity == "static":
+    if ranges is not None and scheme.sharing.is_static:
         by_map = ranges.split([logits.shape[1] for logits in prepared])
         return [map_ranges.view(1, -1, 1, 1).to(prepared[0]) for map_ranges in by_map]
-    rows = [logits.abs().amax(-1, keepdim=True) for logits in prepared] if scheme.granularity != "block" else []
-    if scheme.granularity == "row":
-        return rows
-    if scheme.granularity == "block":
-        return [_tile_magnitude(logits, scheme.size or 1) for logits in prepared]
-    heads = [row.amax(-2, keepdim=True) for row in rows]
-    if scheme.granularity == "head":
-        return heads
-    if scheme.granularity == "map" or scheme.alike:
-        # The mean and half the difference have ranges of their own, as two maps do.
-        return [head.amax(1, keepdim=True) for head in heads]
-    shared = heads if scheme.granularity == "pair" else [head.amax(1, keepdim=True) for head in heads]
-    return [torch.stack(shared).amax(0)] * len(prepared)
+    largest = [_largest(logits, scheme.sharing) for logits in prepared]
+    # The mean and half the difference have ranges of their own, as two maps do.
+    is_shared = scheme.sharing.joins_maps and not scheme.alike
+    return [torch.stack(largest).amax(0)] * len(largest) if is_shared else largest
 
 
 def round_logits(prepared: Tensor, scale: Tensor, scheme: Scheme) -> Tensor:
     """Prepared logits rounded to multiples of a scale, in place; shifted ones clip below, static ones on both sides."""
-    codes = prepared.div_(scale).round_()
+    # With `shift` codes go beyond those of both sides, and even levels go on as integers do.
+    ratio = prepared.div_(scale)
+    levels = ratio.round_() if scheme.shift else scheme.format.rounded_(ratio)
     if scheme.shift:
-        codes.clamp_(min=-(2**scheme.bits - 1))
-    if scheme.granularity == "static":
-        codes.clamp_(-max_code(scheme.bits), max_code(scheme.bits))
-    return codes.mul_(scale)
+        levels.clamp_(min=-scheme.format.steps)
+    if scheme.sharing.is_static:
+        levels.clamp_(-scheme.format.largest, scheme.format.largest)
+    return levels.mul_(scale)
 
 
 def count_clipped(prepared: Tensor, scale: Tensor, scheme: Scheme) -> int | Tensor:
     """Number of prepared logits that lie more than half a code beyond the last one; on their device."""
-    if scheme.granularity == "static":
-        return (prepared.abs() > (max_code(scheme.bits) + 0.5) * scale).sum()
+    if scheme.sharing.is_static:
+        return (prepared.abs() > scheme.format.reach * scale).sum()
     if not scheme.shift:
         return 0
-    below: Tensor = prepared < -(2**scheme.bits - 0.5) * scale
+    below: Tensor = prepared < -(scheme.format.steps + 0.5) * scale
     return below.sum()
 
 
@@ -169,9 +162,17 @@ def record_logits(
     seen = batch * length * keys if visible is None else visible.sum() * (batch // visible.shape[0])
     meter.count(seen * heads, 0)
     for logits, top in zip(prepared, largest, strict=True):
-        scale = logit_scale(top, scheme)
+        scale = logit_scale(top, scheme.format, scheme.shift)
         meter.count(0, count_clipped(logits, scale, scheme))
         meter.record_scales(scale, top)
+
+
+def _largest(logits: Tensor, sharing: Sharing) -> Tensor:
+    """Largest |logit| of [B, h, T, S] that share a scale in one map, broadcastable to them."""
+    if sharing.tile:
+        return _tile_magnitude(logits, sharing.tile)
+    rows = logits.abs().amax(-1, keepdim=True)
+    return rows.amax(sharing.leading, keepdim=True) if sharing.leading else rows
 
 
 def _tile_magnitude(logits: Tensor, size: int) -> Tensor:

@@ -15,8 +15,8 @@ from diffquant.attention.logits import (
 from diffquant.family.call import AttentionCall
 from diffquant.family.heads import each_pairs_noise
 from diffquant.family.norm import pair_norm
-from diffquant.numerics.absmax import compute_dtype
-from diffquant.numerics.logit_scales import logit_scale
+from diffquant.numbers.absmax import compute_dtype
+from diffquant.numbers.logit_scales import logit_scale
 
 
 def naive(call: AttentionCall) -> Tensor:
@@ -41,7 +41,10 @@ def naive(call: AttentionCall) -> Tensor:
         if call.meter is not None:
             call.meter.calls += 1
             record_logits(call.meter, coded, largest, visible, logits)
-        rounded = [round_logits(x, logit_scale(top, logits), logits) for x, top in zip(coded, largest, strict=True)]
+        rounded = [
+            round_logits(x, logit_scale(top, logits.format, logits.shift), logits)
+            for x, top in zip(coded, largest, strict=True)
+        ]
         map_logits = from_coded(rounded, logits)
     maps = [masked_softmax(x, visible) for x in map_logits]
     weights = maps[0] if call.signal_gate is None else call.signal_gate.to(dtype) * maps[0]

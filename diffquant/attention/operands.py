@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from diffquant.family.mask import Mask
-from diffquant.numerics.absmax import Axes, absmax_scale, compute_dtype, dequantize, quantize
+from diffquant.numbers.absmax import Axes, compute_dtype
+from diffquant.numbers.formats import NumberFormat
 from diffquant.scheme import Scheme
-
-_SHARING: dict[str, Axes] = {"tensor": (1, 2, 3), "head": (2, 3), "row": 3}
 
 
 def rounded_operands(q: Tensor, k: Tensor, mask: Mask, scheme: Scheme) -> tuple[Tensor, Tensor]:
@@ -53,13 +52,13 @@ def _mean_token(x: Tensor, valid: Tensor | None) -> Tensor:
 def _read_back(x: Tensor, scheme: Scheme) -> Tensor:
     if not x.numel():
         return x
-    if scheme.granularity != "block":
-        return _rounded(x, scheme.bits, _SHARING[scheme.granularity])
-    size, length = scheme.size or 1, x.shape[2]
+    size, length = scheme.sharing.tile, x.shape[2]
+    if not size:
+        return _rounded(x, scheme.format, (*scheme.sharing.leading, 3))
     blocks = torch.nn.functional.pad(x, (0, 0, 0, -length % size)).unflatten(2, (-1, size))
-    return _rounded(blocks, scheme.bits, (3, 4)).flatten(2, 3)[:, :, :length]
+    return _rounded(blocks, scheme.format, (3, 4)).flatten(2, 3)[:, :, :length]
 
 
-def _rounded(x: Tensor, bits: int, dim: Axes) -> Tensor:
-    scale = absmax_scale(x, bits, dim)
-    return dequantize(quantize(x, scale, bits), scale)
+def _rounded(x: Tensor, number_format: NumberFormat, dim: Axes) -> Tensor:
+    scale = number_format.scale(x, dim)
+    return number_format.decode(number_format.codes(x, scale), scale)

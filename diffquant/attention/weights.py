@@ -18,8 +18,8 @@ from diffquant.attention.logits import (
 from diffquant.attention.naive import masked_softmax
 from diffquant.family.call import AttentionCall
 from diffquant.family.heads import each_pairs_noise
-from diffquant.numerics.absmax import compute_dtype
-from diffquant.numerics.logit_scales import logit_scale
+from diffquant.numbers.absmax import compute_dtype
+from diffquant.numbers.logit_scales import logit_scale
 
 # Logits held at once, over maps and heads: large enough for full matrix products, a few tens of MB.
 _BLOCK_ENTRIES = 1 << 21
@@ -58,7 +58,7 @@ def softmax_blocks(call: AttentionCall, first: int = 0) -> Iterator[tuple[slice,
         call = call.expanded()
     logits = call.logits
     shared = None
-    if logits.granularity in ("tensor", "map", "head", "pair"):
+    if logits.sharing.spans_rows:
         by_block = [magnitudes(coded, logits) for _, coded, _ in _coded_blocks(call, 0)]
         shared = [torch.stack(map_magnitudes).amax(0) for map_magnitudes in zip(*by_block, strict=True)]
     for rows, coded, visible in _coded_blocks(call, first):
@@ -67,7 +67,7 @@ def softmax_blocks(call: AttentionCall, first: int = 0) -> Iterator[tuple[slice,
             if call.meter is not None:
                 record_logits(call.meter, coded, largest, visible, logits)
             for each, top in zip(coded, largest, strict=True):
-                round_logits(each, logit_scale(top, logits), logits)
+                round_logits(each, logit_scale(top, logits.format, logits.shift), logits)
         yield rows, [masked_softmax(x, visible) for x in from_coded(coded, logits)]
 
 
@@ -94,7 +94,7 @@ def _coded_blocks(call: AttentionCall, first: int) -> Iterator[tuple[slice, list
     dtype, scheme = compute_dtype(call.v), call.logits
     q, k = ([x.to(dtype) for x in maps] for maps in (call.q, call.k))
     batch, heads, length, _ = q[0].shape
-    tile = (scheme.size or 1) if scheme.granularity == "block" else 1
+    tile = scheme.sharing.tile or 1
     size = max(_BLOCK_ENTRIES // (batch * heads * len(q) * call.keys) // tile, 1) * tile
     for start in range(first // tile * tile, length, size):
         rows = slice(start, min(start + size, length))

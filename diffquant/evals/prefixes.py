@@ -7,7 +7,7 @@ def shares_prefixes(recipe: Recipe) -> bool:
     """Whether a prefix computed once serves every continuation: no scale may span tokens of a sequence."""
     cached = recipe.schemes_of("k") | recipe.schemes_of("v")
     rounded = recipe.schemes_of("logits") | recipe.schemes_of("qk")
-    rows_only = all(s.granularity in ("", "row", "static") and not s.smooth for s in rounded)
+    rows_only = all(s.sharing.by_token and not s.smooth for s in rounded)
     # The newest tokens of a context are old ones once a continuation follows.
     ages = bool(recipe.residual) and any(scheme.quantizes for scheme in cached)
     return rows_only and _by_token(recipe) and not ages
@@ -16,10 +16,10 @@ def shares_prefixes(recipe: Recipe) -> bool:
 def takes_padding(recipe: Recipe) -> bool:
     """Whether padding before a sequence leaves its states as they are: no scale may span so many tokens or rows."""
     rounded = recipe.schemes_of("logits") | recipe.schemes_of("qk")
-    return _by_token(recipe) and all(scheme.granularity != "block" for scheme in rounded)
+    return _by_token(recipe) and not any(scheme.sharing.counts_tokens for scheme in rounded)
 
 
 def _by_token(recipe: Recipe) -> bool:
     """Whether each of a cache's scales is of one token."""
     cached = recipe.schemes_of("k") | recipe.schemes_of("v")
-    return {scheme.granularity for scheme in cached} <= {"", "row", "group", "static"}
+    return all(scheme.sharing.by_token for scheme in cached)

@@ -67,7 +67,7 @@ class AttentionCall:
 
     def __post_init__(self) -> None:
         check_tensors(self.q, self.k, self.v, self.lam, self.mask, self.post, self.signal_gate)
-        if self.logits.granularity == "static":
+        if self.logits.sharing.is_static:
             heads = sum(x.shape[1] for x in self.q)
             if self.ranges is None or self.ranges.numel() != heads:
                 raise UsageError(f"logits at {self.logits} need {heads} calibrated ranges, one a head of each map")

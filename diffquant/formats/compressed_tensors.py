@@ -1,9 +1,12 @@
-"""The pack-quantized format of compressed-tensors: packed codes and scales, and their entry in config.json.
+"""Packed weights as compressed-tensors stores them: packed codes and scales, and their entry in config.json.
 
-A Linear at prefix P is stored as P.weight_packed (int32 [out, packed_words(in, bits)]),
+A Linear at prefix P is stored as P.weight_packed ([out, words of in codes], int32 for integers),
 P.weight_scale ([out, in/g], [out, 1] or [1], in 16 bits) and P.weight_shape (int64 [2]).
 Experts in one tensor [experts, out, in] have a leading axis more in the first two, and weight_shape [3].
 Codes are computed against the scale as stored, after its rounding to a half type.
+
+Integers are compressed-tensors' pack-quantized. A number format that it does not have is stored in the same three
+tensors under a format's name of ours, which its readers refuse.
 
 Source: compressed-tensors 0.20, compressors/pack_quantized.
 """
@@ -16,11 +19,12 @@ import torch
 from torch import Tensor
 
 from diffquant.errors import CheckpointError
-from diffquant.numerics import absmax_scale, pack, packed_words, quantize, sharing_view, unpack
+from diffquant.numbers.formats import FORMATS, NumberFormat
+from diffquant.numbers.formats.integer import PACK_QUANTIZED
+from diffquant.numbers.sharing import Sharing
 from diffquant.scheme import Scheme
 
 PACKED, SCALE, SHAPE = ".weight_packed", ".weight_scale", ".weight_shape"
-FORMAT = "pack-quantized"
 
 # The version whose layout this is; from 0.17 on 6-bit codes are dense.
 _LAYOUT_VERSION = "0.20.0"
@@ -39,29 +43,20 @@ def pack_weight(weight: Tensor, scheme: Scheme) -> dict[str, Tensor]:
         "weight_packed", "weight_scale" and "weight_shape", as in the module's docstring.
     """
     values = weight.float()
-    scale = weight_scale(values, scheme, scale_dtype(weight.dtype))
+    scale = weight_scale(values, scheme, scheme.format.scale_dtype(weight.dtype))
     return {
-        "weight_packed": pack(weight_codes(values, scale, scheme), scheme.bits),
+        "weight_packed": scheme.format.pack(weight_codes(values, scale, scheme)),
         "weight_scale": scale,
         "weight_shape": torch.tensor(weight.shape, dtype=torch.int64),
     }
 
 
 def unpack_weight(packed: Tensor, scale: Tensor, shape: Tensor, scheme: Scheme) -> Tensor:
-    """Inverse of `pack_weight`: codes * scale, [out, in] or [experts, out, in], as `decode_codes` gives them."""
+    """Inverse of `pack_weight`: levels * scale, [out, in] or [experts, out, in], as `decode_codes` gives them."""
     sizes = shape.tolist()
     words = packed.reshape(-1, packed.shape[-1])
-    scale = scale if scheme.granularity == "tensor" else scale.reshape(-1, scale.shape[-1])
-    return decode_codes(unpack(words, scheme.bits, sizes[-1]), scale, scheme).reshape(sizes)
-
-
-def scale_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Dtype in which scales are stored of a weight that would itself be stored in `dtype`: 16 bits in any case.
-
-    A half type is its own. For wider types it is bfloat16, which has float32's range, so that no scale is lost, and
-    whose numbers float16 and float32 hold exactly: readers turn scales into the dtype in which they run.
-    """
-    return dtype if dtype in (torch.float16, torch.bfloat16) else torch.bfloat16
+    codes = scheme.format.unpack(words, sizes[-1])
+    return decode_codes(codes, scale.reshape(scheme.sharing.scale_shape(codes.shape)), scheme).reshape(sizes)
 
 
 def weight_scale(values: Tensor, scheme: Scheme, dtype: torch.dtype | None = None) -> Tensor:
@@ -70,11 +65,11 @@ def weight_scale(values: Tensor, scheme: Scheme, dtype: torch.dtype | None = Non
     Args:
         values: [out, in] finite floats.
         scheme: granularity tensor, row or group.
-        dtype: dtype of the scale, as `scale_dtype` gives it; that of `values` by default.
+        dtype: dtype of the scale, as the format's `scale_dtype` gives it; that of `values` by default.
     """
-    view, dim = sharing_view(values, scheme.granularity, scheme.size)
-    scale = absmax_scale(view, scheme.bits, dim, dtype or values.dtype)
-    return scale.reshape(1) if scheme.granularity == "tensor" else scale.reshape(len(values), -1)
+    view, dim = scheme.sharing.view(values)
+    scale = scheme.format.scale(view, dim, dtype or values.dtype)
+    return scale.reshape(scheme.sharing.scale_shape(values.shape))
 
 
 def weight_codes(values: Tensor, scale: Tensor, scheme: Scheme) -> Tensor:
@@ -84,27 +79,27 @@ def weight_codes(values: Tensor, scale: Tensor, scheme: Scheme) -> Tensor:
         values: [rows, in]; float32 is fastest.
         scale: stored scale of these rows, as `weight_scale` gives it.
     """
-    view, _ = sharing_view(values, scheme.granularity, scheme.size)
+    view, _ = scheme.sharing.view(values)
     wide = scale.to(torch.promote_types(values.dtype, torch.float32))
-    return quantize(view, _spread(wide, scheme), scheme.bits).reshape(values.shape)
+    return scheme.format.codes(view, scheme.sharing.spread(wide)).reshape(values.shape)
 
 
 def decode_codes(codes: Tensor, scale: Tensor, scheme: Scheme) -> Tensor:
-    """codes * scale of codes [rows, in] and their stored scale, in float32 (float64 for such a scale).
+    """levels * scale of codes [rows, in] and their stored scale, in float32 (float64 for such a scale).
 
     Products of codes and 16-bit scales are exact there. A reader that runs in a half type, as transformers does,
     multiplies in that: the same numbers, once rounded.
     """
-    view, _ = sharing_view(codes, scheme.granularity, scheme.size)
+    view, _ = scheme.sharing.view(codes)
     wide = scale.to(torch.promote_types(scale.dtype, torch.float32))
-    return (view * _spread(wide, scheme)).reshape(codes.shape)
+    return scheme.format.decode(view, scheme.sharing.spread(wide)).reshape(codes.shape)
 
 
 def packed_shapes(shape: tuple[int, ...], scheme: Scheme) -> dict[str, tuple[int, ...]]:
     """Shapes of the three tensors of a packed weight [out, in] or [experts, out, in], by the suffix of their names."""
     *rows, width = shape
-    per_row = {"group": (*rows, width // (scheme.size or width)), "row": (*rows, 1), "tensor": (1,)}
-    return {PACKED: (*rows, packed_words(width, scheme.bits)), SCALE: per_row[scheme.granularity], SHAPE: (len(shape),)}
+    packed = (*rows, scheme.format.stored_width(width))
+    return {PACKED: packed, SCALE: scheme.sharing.scale_shape(shape), SHAPE: (len(shape),)}
 
 
 def quantization_config(schemes: Mapping[str, Scheme], linears: Iterable[str]) -> dict[str, Any]:
@@ -119,12 +114,18 @@ def quantization_config(schemes: Mapping[str, Scheme], linears: Iterable[str]) -
     for name, scheme in schemes.items():
         groups.setdefault(scheme, []).append(name)
     plain = len(groups) == 1 and set(schemes) <= set(linears)
+    # A name that other readers do not know stands where all of them look first.
+    own = [scheme.format.layout for scheme in groups if not scheme.format.is_standard]
     return {
         "quant_method": "compressed-tensors",
-        "format": FORMAT,
+        "format": own[0] if own else PACK_QUANTIZED,
         "quantization_status": "compressed",
         "config_groups": {
-            f"group_{i}": {"targets": ["Linear"] if plain else name_patterns(names), "weights": _weights_entry(scheme)}
+            f"group_{i}": {
+                "targets": ["Linear"] if plain else name_patterns(names),
+                "weights": _weights_entry(scheme),
+                **({"format": scheme.format.layout} if own else {}),
+            }
             for i, (scheme, names) in enumerate(groups.items())
         },
         "ignore": name_patterns(unpacked),
@@ -181,16 +182,9 @@ def _alternatives(numbers: list[str]) -> str:
     return numbers[0] if len(numbers) == 1 else f"({'|'.join(numbers)})"
 
 
-def _spread(scale: Tensor, scheme: Scheme) -> Tensor:
-    """The stored scale in a shape that broadcasts to the sharing view."""
-    return scale.unsqueeze(-1) if scheme.granularity == "group" else scale
-
-
 def _weights_entry(scheme: Scheme) -> dict[str, Any]:
     return {
-        "num_bits": scheme.bits,
-        "type": "int",
-        "symmetric": True,
+        **scheme.format.description,
         "strategy": _STRATEGY_OF[scheme.granularity],
         "group_size": scheme.size,
         "dynamic": False,
@@ -206,9 +200,11 @@ def _checked_groups(entry: Any) -> dict[str, Scheme]:
     if not isinstance(entry, Mapping) or entry.get("quant_method") != "compressed-tensors":
         method = entry.get("quant_method") if isinstance(entry, Mapping) else entry
         raise CheckpointError(
-            f"this checkpoint is quantized by {method!r}; read are 16-bit checkpoints and compressed-tensors {FORMAT}"
+            f"this checkpoint is quantized by {method!r}; read are 16-bit checkpoints and compressed-tensors "
+            f"{PACK_QUANTIZED}"
         )
-    problems = [f"its format is {entry.get('format')!r}"] if entry.get("format") != FORMAT else []
+    layout = entry.get("format")
+    problems = [] if _in_layout(layout) else [f"its format is {layout!r}"]
     if entry.get("kv_cache_scheme"):
         problems.append("it has a kv_cache_scheme")
     targets: dict[str, Scheme] = {}
@@ -216,19 +212,31 @@ def _checked_groups(entry: Any) -> dict[str, Scheme]:
     if not isinstance(groups, Mapping):
         raise CheckpointError("config.json: config_groups of quantization_config must be a mapping")
     for name, group in groups.items():
-        group_problems = _group_problems(group)
+        group_problems = _group_problems(group, layout)
         problems += [f"{name} {problem}" for problem in group_problems]
-        if not group_problems:
-            targets |= dict.fromkeys(group["targets"], _scheme(group["weights"]))
+        if not group_problems and (number_format := _format_of(group, layout)):
+            targets |= dict.fromkeys(group["targets"], _scheme(number_format, group["weights"]))
     if problems:
         raise CheckpointError(
             f"this checkpoint's quantization_config is not read: {'; '.join(problems)}; read is compressed-tensors "
-            f"{FORMAT} with symmetric integer weights of 2 to 8 bits per tensor, channel or group"
+            f"{PACK_QUANTIZED} with symmetric integer weights of 2 to 8 bits per tensor, channel or group"
         )
     return targets
 
 
-def _group_problems(group: Any) -> list[str]:
+def _in_layout(layout: object) -> list[NumberFormat]:
+    """The number formats that are stored in a layout."""
+    return [each for each in FORMATS.values() if each.quantizes and each.layout == layout]
+
+
+def _format_of(group: Mapping[str, Any], layout: object) -> NumberFormat | None:
+    """The number format of a config group, whose own layout goes before the folder's; None for an unknown one."""
+    weights = {"type": "int", "symmetric": True, **group["weights"]}
+    formats = _in_layout(group.get("format") or layout)
+    return next((each for each in formats if each.description.items() <= weights.items()), None)
+
+
+def _group_problems(group: Any, layout: object) -> list[str]:
     """The problems of a config group: what it asks for that is not read."""
     weights = group.get("weights") if isinstance(group, Mapping) else None
     if not isinstance(weights, Mapping):
@@ -237,14 +245,13 @@ def _group_problems(group: Any) -> list[str]:
     targets = group.get("targets")
     if not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):
         problems.append("has no list of targets")
-    if weights.get("type", "int") != "int":
-        problems.append(f"has {weights['type']} codes")
-    if not weights.get("symmetric", True):
-        problems.append("is asymmetric")
+    own = group.get("format") or layout
+    if not _in_layout(own):
+        problems += [f"has format {own!r}"] if own != layout else []
+    elif _format_of(group, layout) is None:
+        problems += _unknown_codes(weights)
     if not isinstance(weights.get("strategy"), str) or weights["strategy"] not in _STRATEGIES:
         problems.append(f"has strategy {weights.get('strategy')!r}")
-    if type(weights.get("num_bits")) is not int or weights["num_bits"] not in range(2, 9):
-        problems.append(f"has {weights.get('num_bits')!r} bits")
     size = weights.get("group_size")
     if weights.get("strategy") == "group" and (type(size) is not int or size < 1):
         problems.append("has no group_size" if size is None else f"has group_size {size!r}")
@@ -252,14 +259,24 @@ def _group_problems(group: Any) -> list[str]:
         problems.append("reorders columns (actorder)")
     if group.get("input_activations") or group.get("output_activations"):
         problems.append("quantizes activations")
-    if group.get("format") not in (None, FORMAT):
-        problems.append(f"has format {group['format']!r}")
     return problems
 
 
-def _scheme(weights: Mapping[str, Any]) -> Scheme:
+def _unknown_codes(weights: Mapping[str, Any]) -> list[str]:
+    """What of a group's weights no number format of its layout has."""
+    problems = []
+    if weights.get("type", "int") != "int":
+        problems.append(f"has {weights['type']} codes")
+    if not weights.get("symmetric", True):
+        problems.append("is asymmetric")
+    if not problems:
+        problems.append(f"has {weights.get('num_bits')!r} bits")
+    return problems
+
+
+def _scheme(number_format: NumberFormat, weights: Mapping[str, Any]) -> Scheme:
     granularity = _STRATEGIES[weights["strategy"]]
-    return Scheme(weights["num_bits"], granularity, weights["group_size"] if granularity == "group" else None)
+    return Scheme(number_format, Sharing(granularity, weights["group_size"] if granularity == "group" else None))
 
 
 def _scheme_of(module: str, targets: Mapping[str, Scheme]) -> Scheme | None:

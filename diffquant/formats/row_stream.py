@@ -22,7 +22,7 @@ from diffquant.errors import CheckpointError
 from diffquant.formats.reader import INDEX, SINGLE, Checkpoint
 from diffquant.formats.staging import Staging
 from diffquant.formats.writer import OutputTensor, ShardFile
-from diffquant.numerics import check_finite
+from diffquant.numbers.absmax import check_finite
 from diffquant.support.digests import content_digest
 from diffquant.support.files import write_atomically
 from diffquant.support.machine import cores

@@ -23,7 +23,7 @@ from diffquant.family.spec import DiffSpec
 from diffquant.model.blocks import AttentionBlock
 from diffquant.model.fused_cache import FusedCache
 from diffquant.model.linears import add_linears
-from diffquant.numerics.rotation import rotated
+from diffquant.numbers.rotation import rotated
 from diffquant.scheme import FULL
 
 

@@ -12,8 +12,6 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from diffquant.errors import UsageError
-from diffquant.numerics import absmax_scale, dequantize, max_code, pack, quantize, unpack
-from diffquant.numerics.absmax import sharing_view
 from diffquant.recipe import Recipe
 from diffquant.scheme import Scheme
 
@@ -30,7 +28,7 @@ class PackedStates:
         """Empty storage.
 
         Args:
-            scheme: bits of the codes and what shares a scale.
+            scheme: format of the codes and what shares a scale.
             residual: number of newest tokens that stay unquantized.
             ranges: [H, d] what the largest code stands for, where the scheme is static.
         """
@@ -83,7 +81,7 @@ class PackedStates:
         from_packed = 0 if self.words is None else min(tokens, self.words.shape[2])
         if self.words is not None and from_packed:
             self.words = self.words[:, :, from_packed:].clone()
-            scales = self._forget_blocks(from_packed) if self.scheme.granularity == "column" else from_packed
+            scales = self._forget_blocks(from_packed) if self.block_lengths else from_packed
             self.scales = None if self.scales is None else self.scales[:, :, scales:].clone()
         if tokens > from_packed:
             self.recent = self.recent[:, :, tokens - from_packed :].clone()
@@ -111,21 +109,22 @@ class PackedStates:
         """Number of tokens that leave the residual window, whole blocks of them."""
         if not self.scheme.quantizes:
             return 0
-        block = self.scheme.size or 1 if self.scheme.granularity == "column" else 1
+        block = self.scheme.sharing.tokens
         return max(recent - self.residual, 0) // block * block
 
     def _quantize(self, states: Tensor) -> None:
-        scheme = self.scheme
-        if scheme.granularity == "static":
-            words = pack(quantize(states, self._static_scale(states), scheme.bits), scheme.bits)
+        number_format, sharing = self.scheme.format, self.scheme.sharing
+        if sharing.is_static:
+            words = number_format.pack(number_format.codes(states, self._static_scale(states)))
             self.words = words if self.words is None else torch.cat([self.words, words], 2)
             return
-        view, dim = sharing_view(states, scheme.granularity, scheme.size)
-        scale = absmax_scale(view, scheme.bits, dim, states.dtype)
-        words = pack(quantize(view, scale, scheme.bits).reshape(states.shape), scheme.bits)
+        view, dim = sharing.view(states)
+        scale = number_format.scale(view, dim, states.dtype)
+        codes = number_format.codes(view, scale)
+        words = number_format.pack(codes if view is states else codes.reshape(states.shape))
         scale = scale.squeeze(dim)
-        if scheme.granularity == "column":
-            self.block_lengths += [scheme.size or 1] * scale.shape[2]
+        if not sharing.by_token:
+            self.block_lengths += [sharing.tokens] * scale.shape[2]
         self.words = words if self.words is None else torch.cat([self.words, words], 2)
         self.scales = scale if self.scales is None else torch.cat([self.scales, scale], 2)
 
@@ -133,22 +132,21 @@ class PackedStates:
         """Scales [1, H, 1, d] of a static scheme, in the dtype and on the device of the states."""
         if self.ranges is None:
             raise UsageError(f"a cache at {self.scheme} needs calibrated ranges")
-        return (self.ranges / max_code(self.scheme.bits))[None, :, None].to(states)
+        return (self.ranges / self.scheme.format.largest)[None, :, None].to(states)
 
     def _dequantize(self) -> Tensor:
         if self.words is None or self.recent is None:
             raise UsageError("the cache holds no packed tokens")
-        width = self.recent.shape[-1]
-        codes = unpack(self.words, self.scheme.bits, width)
+        number_format, sharing = self.scheme.format, self.scheme.sharing
+        codes = number_format.unpack(self.words, self.recent.shape[-1])
         if self.scales is None:
-            return dequantize(codes, self._static_scale(self.recent))
-        if self.scheme.granularity == "group":
-            view, _ = sharing_view(codes, "group", self.scheme.size)
-            return dequantize(view, self.scales.unsqueeze(-1)).flatten(-2)
-        if self.scheme.granularity == "row":
-            return dequantize(codes, self.scales.unsqueeze(-1))
+            return number_format.decode(codes, self._static_scale(self.recent))
+        if sharing.by_token:
+            view, _ = sharing.view(codes)
+            values = number_format.decode(view, self.scales.unsqueeze(-1))
+            return values if view is codes else values.flatten(-2)
         lengths = torch.tensor(self.block_lengths, device=codes.device)
-        return dequantize(codes, self.scales.repeat_interleave(lengths, 2))
+        return number_format.decode(codes, self.scales.repeat_interleave(lengths, 2))
 
     def _crop_packed(self, tokens: int) -> None:
         if self.words is None:
@@ -157,7 +155,7 @@ class PackedStates:
         self.words = self.words[:, :, :remaining].clone()
         if self.scales is None:
             return
-        if self.scheme.granularity == "column":
+        if not self.scheme.sharing.by_token:
             tokens = sum(self.block_lengths) - remaining
             while tokens:
                 last = self.block_lengths.pop()

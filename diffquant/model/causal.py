@@ -29,7 +29,7 @@ from diffquant.model.generation_modes import BACKEND_OF, check_cache, check_gene
 from diffquant.model.graphed_steps import GraphedSteps
 from diffquant.model.quantized_linear import QuantizedLinear
 from diffquant.model.walk import Walk
-from diffquant.numerics.rotation import rotation
+from diffquant.numbers.rotation import rotation
 from diffquant.recipe import LAYER_TARGETS, Recipe
 from diffquant.scheme import Scheme
 from diffquant.support.files import write_atomically

@@ -103,12 +103,12 @@ def dependence_on_steps(recipe: Recipe) -> str | None:
     of_cache = [scheme for target in ("k", "v") for scheme in recipe.schemes_of(target) if scheme.quantizes]
     if of_cache and recipe.residual:
         return f"of the cache the newest {recipe.residual} tokens stay at 16 bits (residual), and drafts push some out"
-    blocks = [scheme for scheme in of_cache if scheme.granularity == "column"]
+    blocks = [scheme for scheme in of_cache if not scheme.sharing.by_token]
     if blocks:
         return f"keys at {blocks[0]} are rounded by blocks of tokens, and drafts fill some"
     for target, what in (("logits", "logits"), ("qk", "queries and keys")):
         for scheme in recipe.schemes_of(target):
-            if scheme.quantizes and (scheme.granularity not in ("row", "static") or scheme.smooth):
+            if scheme.quantizes and (not scheme.sharing.by_token or scheme.smooth):
                 return f"{what} at {scheme} have scales over several tokens, and drafts are read at once"
     return None
 

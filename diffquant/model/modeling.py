@@ -125,7 +125,7 @@ class DiffTransformerModel(Decoder):
 
     @property
     def crop_refusal(self) -> str | None:
-        blocks = [scheme for scheme in self.recipe.schemes_of("k") if scheme.granularity == "column"]
+        blocks = [scheme for scheme in self.recipe.schemes_of("k") if not scheme.sharing.by_token]
         if blocks and self.has_fused_cache:
             return f"keys at {blocks[0]} are packed by blocks of tokens, which the kernels' cache does not divide"
         return None

@@ -12,7 +12,7 @@ from diffquant.kernels.linear.repack import PackedWeight, join, join_refusal
 class QuantizedLinear(nn.Module):
     """Linear layer x [..., K] -> x · Wᵀ + bias [..., N] on a packed weight, whose parts are buffers.
 
-    Its `state_dict` holds the kernels' layout, for a model that is packed alike; checkpoints hold `numerics.pack`'s.
+    Its `state_dict` holds the kernels' layout, for a model that is packed alike; checkpoints hold `numbers.pack`'s.
     """
 
     low: Tensor

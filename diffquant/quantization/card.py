@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 
+from diffquant.numbers.formats.integer import PACK_QUANTIZED
 from diffquant.quantization.plan import QuantizationPlan
 from diffquant.scheme import Scheme
 from diffquant.support.escaping import markdown_code, markdown_text
@@ -60,7 +61,13 @@ rules, and each tensor's bits, error and size; docs/any-model.md of diffquant sa
 
 
 def _tags(plan: QuantizationPlan) -> str:
-    return ("" if plan.rules else _FAMILY) + ("- compressed-tensors\n" if plan.schemes else "")
+    is_standard = plan.schemes and not _own_formats(plan)
+    return ("" if plan.rules else _FAMILY) + ("- compressed-tensors\n" if is_standard else "")
+
+
+def _own_formats(plan: QuantizationPlan) -> list[str]:
+    """Names of the packed weights' number formats that compressed-tensors does not have."""
+    return sorted({scheme.format.name for scheme in plan.schemes.values() if not scheme.format.is_standard})
 
 
 def converted_card(name: str, source_type: str, target_type: str, what: str) -> str:
@@ -85,9 +92,15 @@ _KEPT_ELSEWHERE = (
 
 
 def _loaded_by(plan: QuantizationPlan, carries_code: bool) -> str:
-    """The rest of the sentence that names the weights' format: who reads it."""
+    """The sentence that names the weights' format, and says who reads it."""
+    if own := _own_formats(plan):
+        return (
+            f"The codes of {', '.join(own)} are packed in a layout of diffquant's own, which `diffquant.load` "
+            "alone reads; transformers, vLLM and other readers of compressed-tensors refuse this folder.\n"
+        )
+    standard = f"The format is compressed-tensors' {PACK_QUANTIZED}"
     if plan.rules:
-        return ".\n"
+        return f"{standard}.\n"
     match plan.checkpoint.config.get("model_type"):
         case "llama":
             reader = "which transformers loads by itself"
@@ -97,7 +110,7 @@ def _loaded_by(plan: QuantizationPlan, carries_code: bool) -> str:
             reader = f"and {_BY_CODE}"
         case _:
             reader = "and `AutoModelForCausalLM` opens it after `import diffquant`"
-    return f", {reader}. {_KEPT_ELSEWHERE}\n"
+    return f"{standard}, {reader}. {_KEPT_ELSEWHERE}\n"
 
 
 def _weights_paragraph(plan: QuantizationPlan, errors: Mapping[str, float], carries_code: bool) -> str:
@@ -108,5 +121,5 @@ def _weights_paragraph(plan: QuantizationPlan, errors: Mapping[str, float], carr
     parts = [f"{len(e)} weights at {scheme} ({sum(e) / len(e):.2%} mean error)" for scheme, e in by_scheme.items()]
     return (
         f"Packed: {', '.join(parts)}; {plan.packed_bits:.2f} stored bits a weight, scales included; rounding: "
-        f"{plan.recipe.rounding.name}. The format is compressed-tensors' pack-quantized{_loaded_by(plan, carries_code)}"
+        f"{plan.recipe.rounding.name}. {_loaded_by(plan, carries_code)}"
     )

@@ -11,7 +11,7 @@ from fnmatch import fnmatchcase
 import torch
 
 from diffquant.errors import CheckpointError, GroupSizeError, UsageError
-from diffquant.formats.compressed_tensors import SCALE, SHAPE, packed_shapes, scale_dtype
+from diffquant.formats.compressed_tensors import PACKED, SCALE, SHAPE, packed_shapes
 from diffquant.formats.reader import Checkpoint, TensorInfo
 from diffquant.formats.writer import OutputTensor
 from diffquant.quantization.roundings import checked_rounding, rounding_named
@@ -344,7 +344,7 @@ def _check_packable(checkpoint: Checkpoint, schemes: Mapping[str, Scheme]) -> No
         raise CheckpointError(
             f"weights must be float16, bfloat16 or float32 to be quantized: {', '.join(mistyped)}; convert them first"
         )
-    spanning = [n for n, scheme in schemes.items() if scheme.granularity == "tensor" and len(infos[n].shape) > 2]
+    spanning = [n for n, scheme in schemes.items() if scheme.sharing.spans_rows and len(infos[n].shape) > 2]
     if spanning:
         raise UsageError(
             f"one scale a tensor would span all experts of {', '.join(spanning)}; use a group or row granularity"
@@ -379,9 +379,7 @@ def _planned(
     if not scheme.quantizes:
         return PlannedTensor(name, info, scheme, (OutputTensor(name, unpacked or written, info.shape),))
     module = name.removesuffix(".weight")
-    types = {SCALE: scale_dtype(written), SHAPE: torch.int64}
+    types = {PACKED: scheme.format.stored_dtype, SCALE: scheme.format.scale_dtype(written), SHAPE: torch.int64}
     shapes = packed_shapes(info.shape, scheme)
-    outputs = tuple(
-        OutputTensor(module + suffix, types.get(suffix, torch.int32), shape) for suffix, shape in shapes.items()
-    )
+    outputs = tuple(OutputTensor(module + suffix, types[suffix], shape) for suffix, shape in shapes.items())
     return PlannedTensor(name, info, scheme, outputs)

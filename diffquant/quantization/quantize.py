@@ -18,11 +18,9 @@ from diffquant.formats.compressed_tensors import (
     SHAPE,
     decode_codes,
     quantization_config,
-    scale_dtype,
 )
 from diffquant.formats.reader import Checkpoint
 from diffquant.formats.row_stream import Block, Job, Shard, check_rows, checkpoint_stamp, copy_job, write_shards
-from diffquant.numerics import pack
 from diffquant.quantization.card import quantized_card
 from diffquant.quantization.plan import PlannedTensor, QuantizationPlan, plan_quantization
 from diffquant.quantization.rounded_weight import RoundedWeight
@@ -180,7 +178,7 @@ def pack_job(checkpoint: Checkpoint, tensor: PlannedTensor, rounder: Rounder) ->
         # The rows of all experts, one after another; of a mapped file no others are touched.
         return checkpoint.read(tensor.name).reshape(height, width)[first:last]
 
-    dtype = scale_dtype(checkpoint.written_dtype(tensor.name))
+    dtype = scheme.format.scale_dtype(checkpoint.written_dtype(tensor.name))
     rounded = RoundedWeight(rounder, tensor.name, read, (height, width), scheme, dtype)
 
     def make(first: int, last: int) -> Block:
@@ -190,10 +188,10 @@ def pack_job(checkpoint: Checkpoint, tensor: PlannedTensor, rounder: Rounder) ->
         if not math.isfinite(total):
             check_rows(rows, tensor.name, first)
         codes, scale = rounded.rows(first, values)
-        pieces = {module + PACKED: (first, pack(codes, scheme.bits))}
+        pieces = {module + PACKED: (first, scheme.format.pack(codes))}
         if first == 0:
             pieces[module + SHAPE] = (0, torch.tensor(tensor.info.shape, dtype=torch.int64))
-        if first == 0 or scheme.granularity != "tensor":
+        if first == 0 or not scheme.sharing.spans_rows:
             pieces[module + SCALE] = (first, scale)
         # Of a float32 source, `values` are the mapped file itself: only what was decoded may be written to.
         error = _sum_of_squares(decode_codes(codes, scale, scheme).sub_(values))
@@ -284,7 +282,7 @@ def _account(
         **FileDigests({name: record["digest"] for name, record in records.items()}).to_dict(),
         "tensors": {
             tensor.name: {
-                "bits": tensor.scheme.bits,
+                **tensor.scheme.format.account(),
                 "granularity": tensor.scheme.granularity_text,
                 "stored_bytes": tensor.stored_bytes,
                 "stored_bits": round(tensor.stored_bits, 4),

@@ -6,9 +6,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from diffquant.formats.compressed_tensors import decode_codes, scale_dtype, weight_codes
+from diffquant.formats.compressed_tensors import decode_codes, weight_codes
 from diffquant.formats.row_stream import in_order, row_blocks, workers
-from diffquant.numerics import absmax_scale
 from diffquant.quantization.roundings.base import Rounder
 from diffquant.scheme import Scheme
 
@@ -42,7 +41,7 @@ class RoundedWeight:
         if self._name in self._rounder.made:
             codes, scale = self._rounder.made[self._name]
             return codes[first : first + len(values)], scale[first : first + len(values)]
-        if self._scheme.granularity != "tensor":
+        if not self._scheme.sharing.spans_rows:
             return self._rounder.round(self._name, values, self._scheme, self._dtype)
         scale = self._tensor_scale()
         return weight_codes(values, scale, self._scheme), scale
@@ -57,7 +56,7 @@ class RoundedWeight:
                 for first, last in row_blocks(*self._shape):
                     block_largest = self._read(first, last).abs().amax()
                     largest = torch.maximum(largest.to(block_largest.dtype), block_largest)
-                self._shared_scale = absmax_scale(largest.reshape(1), self._scheme.bits, 0, self._dtype)
+                self._shared_scale = self._scheme.format.scale(largest.reshape(1), 0, self._dtype)
             return self._shared_scale
 
 
@@ -80,7 +79,8 @@ def as_stored(rounder: Rounder, name: str, weight: Tensor, scheme: Scheme, dtype
     def read(first: int, last: int) -> Tensor:
         return rows[first:last]
 
-    rounded = RoundedWeight(rounder, name, read, tuple(rows.shape), scheme, dtype or scale_dtype(weight.dtype))
+    dtype = dtype or scheme.format.scale_dtype(weight.dtype)
+    rounded = RoundedWeight(rounder, name, read, tuple(rows.shape), scheme, dtype)
 
     def read_back(first: int, last: int) -> Tensor:
         return decode_codes(*rounded.rows(first, rows[first:last].float()), scheme).to(weight.dtype)

@@ -9,12 +9,12 @@ from torch import Tensor, nn
 from diffquant.errors import NonFiniteError
 from diffquant.formats.compressed_tensors import PACKED, SCALE, SHAPE, unpack_weight
 from diffquant.kernels.arguments import HALF_TYPES
-from diffquant.kernels.linear.repack import PackedWeight, group_refusal, repack
+from diffquant.kernels.linear.repack import PackedWeight, repack, repack_refusal
 from diffquant.model.architecture import Architecture
 from diffquant.model.causal import CausalModel
 from diffquant.model.mlp import DiffMLP
 from diffquant.model.quantized_linear import QuantizedLinear
-from diffquant.numerics import check_finite
+from diffquant.numbers.absmax import check_finite
 from diffquant.scheme import Scheme
 from diffquant.source.placement import OneDevice, Placement, Spread
 from diffquant.source.places import Places
@@ -112,14 +112,14 @@ def _packable_schemes(source: Source) -> dict[str, Scheme]:
         for name, shape in adapter.architecture.linear_shapes().items()
         if len(shape) == 2
     }
-    return {name: scheme for name, scheme in schemes.items() if scheme and not group_refusal(scheme.size or 0)}
+    return {name: scheme for name, scheme in schemes.items() if scheme and not repack_refusal(scheme)}
 
 
 def _packed_weight(source: Source, name: str, scheme: Scheme, dtype: torch.dtype, device: str) -> PackedWeight:
     module = source.adapter.source_name(name).removesuffix(".weight")
     words, scale, shape = (source.checkpoint.read(module + suffix) for suffix in (PACKED, SCALE, SHAPE))
     check_finite(scale, module + SCALE)
-    _in_dtype(scale * 2 ** (scheme.bits - 1), dtype, name)
+    _in_dtype(scale * -scheme.format.lowest, dtype, name)
     order = source.adapter.row_order(name)
     if order is not None:
         words, scale = words[order], scale if scale.numel() == 1 else scale[order]

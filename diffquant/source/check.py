@@ -2,14 +2,12 @@
 
 from collections.abc import Iterable
 
-import torch
-
 from diffquant.errors import CheckpointError
-from diffquant.formats.compressed_tensors import PACKED, SHAPE, packed_modules, packed_shapes, read_schemes
+from diffquant.formats.compressed_tensors import PACKED, SCALE, SHAPE, packed_modules, packed_shapes, read_schemes
 from diffquant.formats.reader import Checkpoint, TensorInfo
 from diffquant.model.adapters import Adapter
 from diffquant.model.blocks import Parameters, Shape
-from diffquant.scheme import Scheme
+from diffquant.scheme import FULL, Scheme
 
 _HEAD = "lm_head.weight"
 
@@ -31,7 +29,8 @@ def check_tensors(checkpoint: Checkpoint, adapter: Adapter) -> dict[str, Scheme]
         )
     schemes = read_schemes(checkpoint.config, packed_modules(checkpoint.tensors))
     parameters = adapter.source_parameters
-    problems = _differences(stored_shapes(parameters, schemes), checkpoint, adapter.architecture.tie_word_embeddings)
+    tied = adapter.architecture.tie_word_embeddings
+    problems = _differences(stored_shapes(parameters, schemes), checkpoint, schemes, tied)
     if not problems:
         problems = _other_shapes(checkpoint, parameters, schemes)
     if problems:
@@ -59,7 +58,9 @@ def is_surplus(name: str, tied: bool) -> bool:
     return name.endswith("rotary_emb.inv_freq") or (tied and name == _HEAD)
 
 
-def _differences(expected: dict[str, Shape], checkpoint: Checkpoint, tied: bool) -> list[str]:
+def _differences(
+    expected: dict[str, Shape], checkpoint: Checkpoint, schemes: dict[str, Scheme], tied: bool
+) -> list[str]:
     stored = checkpoint.tensors
     missing = [f"{name} {list(shape)}" for name, shape in expected.items() if name not in stored]
     unexpected = [name for name in stored if name not in expected and not is_surplus(name, tied)]
@@ -71,7 +72,7 @@ def _differences(expected: dict[str, Shape], checkpoint: Checkpoint, tied: bool)
     retyped = [
         f"{name} is {stored[name].dtype}"
         for name in expected
-        if name in stored and not _has_right_type(name, stored[name])
+        if name in stored and not _has_right_type(name, stored[name], schemes)
     ]
     return (
         _problem("missing ", missing)
@@ -97,9 +98,13 @@ def _problem(what: str, names: Iterable[str]) -> list[str]:
     return [what + text] if text else []
 
 
-def _has_right_type(name: str, info: TensorInfo) -> bool:
-    if name.endswith(PACKED):
-        return info.dtype == torch.int32
+def _has_right_type(name: str, info: TensorInfo, schemes: dict[str, Scheme]) -> bool:
+    module, _, part = name.rpartition(".")
+    scheme = schemes.get(module, FULL)
+    if not scheme.quantizes or f".{part}" not in (PACKED, SCALE, SHAPE):
+        return info.dtype.is_floating_point and info.dtype.itemsize > 1
     if name.endswith(SHAPE):
         return not info.dtype.is_floating_point
-    return info.dtype.is_floating_point and info.dtype.itemsize > 1
+    if name.endswith(PACKED):
+        return info.dtype == scheme.format.stored_dtype
+    return scheme.format.reads_scale(info.dtype)

@@ -20,7 +20,7 @@ from torch import Tensor
 from diffquant.errors import CheckpointError
 from diffquant.formats.reader import Checkpoint, TensorInfo
 from diffquant.model.adapters import adapter_for
-from diffquant.numerics import check_finite
+from diffquant.numbers.absmax import check_finite
 
 DEX = "dex_llama"
 _PART = ".dex."

@@ -72,10 +72,10 @@ class Ranges:
             UsageError: a target was not calibrated, or was for another width.
         """
         for target in LAYER_TARGETS:
-            static = [scheme for scheme in recipe.schemes_of(target) if scheme.granularity == "static"]
+            static = [scheme for scheme in recipe.schemes_of(target) if scheme.sharing.is_static]
             if static and f"layers.0.{target}" not in self.tensors:
                 raise UsageError(f"{target} {static[0]}: these ranges hold none of {target}; calibrate it too")
-            wrong = [scheme for scheme in static if self.bits not in (None, scheme.bits)]
+            wrong = [scheme for scheme in static if self.bits is not None and self.bits != scheme.bits]
             if wrong:
                 raise UsageError(
                     f"{target} {wrong[0]}: these ranges were clipped for {self.bits} bits; calibrate with "

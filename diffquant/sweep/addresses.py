@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 # Changes with what a result holds, so that cells of an older form are measured again.
 RESULT_FORMAT = 1
 
-# A cell uses one task and one rounding; the code of the others is not its own.
-_PICKED_BY_NAME = ("diffquant.evals.tasks", "diffquant.quantization.roundings")
+# A cell uses one task, one rounding and the formats of its schemes; the code of the others is not its own.
+_PICKED_BY_NAME = ("diffquant.evals.tasks", "diffquant.numbers.formats", "diffquant.quantization.roundings")
 
 
 def cell_key(subject: "Subject", recipe: Recipe, task: Task, identity: JsonObject) -> JsonObject:

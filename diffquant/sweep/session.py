@@ -129,7 +129,8 @@ class CheckpointSubject:
         return scales | read | model | expanded | setup.common_key() | setup.key()
 
     def modules(self, recipe: Recipe) -> tuple[str, ...]:
-        return (__name__, type(rounding_named(recipe.rounding.name)).__module__)
+        formats = {type(scheme.format).__module__ for scheme in (*recipe.schemes, *self.source.packed.values())}
+        return (__name__, type(rounding_named(recipe.rounding.name)).__module__, *sorted(formats))
 
     @property
     def device(self) -> str:

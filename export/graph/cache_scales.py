@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from diffquant.export.graph.matrix import op_layout
-from diffquant.numerics import max_code
+from diffquant.numbers.absmax import max_code
 from diffquant.recipe import Recipe
 from diffquant.source.ranges import Ranges
 from diffquant.source.source import Source

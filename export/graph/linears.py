@@ -9,12 +9,12 @@ from onnx import TensorProto
 from torch import Tensor
 from torch.nn.functional import pad
 
-from diffquant.errors import GroupSizeError
+from diffquant.errors import GroupSizeError, UsageError
 from diffquant.export.graph.matrix import Matrix, checked_cast
 from diffquant.export.graph.nodes import CONTRIB, Graph
 from diffquant.export.graph.streaming import Rows, Streamed
 from diffquant.export.options import ExportOptions
-from diffquant.numerics import pack
+from diffquant.numbers.packing import pack
 from diffquant.scheme import Scheme
 
 _BLOCKS = (256, 128, 64, 32, 16)
@@ -40,11 +40,16 @@ def block_size(scheme: Scheme, width: int, pure: bool) -> int | None:
 
 
 def check_blocks(matrices: list[Matrix], pure: bool) -> None:
-    """Refuse group sizes that no kernel has.
+    """Refuse number formats and group sizes that no kernel has.
 
     Raises:
-        GroupSizeError: some weights have one; the message names them all.
+        UsageError: some weights are no integers; the message names them all.
+        GroupSizeError: some weights have such a size; the message names them all.
     """
+    unread = [m for m in matrices if m.scheme.format.integer_refusal]
+    if unread:
+        named = ", ".join(f"{m.name} {m.scheme}" for m in unread)
+        raise UsageError(f"cannot export {named}: {unread[0].scheme.format.integer_refusal}")
     refused = [m for m in matrices if m.scheme.quantizes and block_size(m.scheme, m.shape[1], pure) is None]
     if refused:
         raise GroupSizeError(

@@ -12,10 +12,10 @@ from torch import Tensor
 from diffquant.errors import DiffQuantError
 from diffquant.family.heads import HeadLayout
 from diffquant.family.spec import DiffSpec
-from diffquant.formats.compressed_tensors import PACKED, SCALE, decode_codes, scale_dtype
+from diffquant.formats.compressed_tensors import PACKED, SCALE, decode_codes
 from diffquant.formats.reader import Checkpoint
 from diffquant.model.adapters import Adapter
-from diffquant.numerics import check_finite, unpack
+from diffquant.numbers.absmax import check_finite
 from diffquant.quantization.rounded_weight import RoundedWeight
 from diffquant.quantization.roundings.base import Rounder
 from diffquant.quantization.roundings.nearest import round_to_nearest
@@ -72,7 +72,7 @@ class Matrix:
         """Codes of some rows, int8 [rows, in]."""
         if self.stored.quantizes:
             words = self._read_ordered(self._sibling(PACKED), first, last)
-            return unpack(words, self.stored.bits, self.shape[1])
+            return self.stored.format.unpack(words, self.shape[1])
         codes, _ = self._rounded.rows(first, self.values(first, last).float())
         return codes
 
@@ -89,7 +89,7 @@ class Matrix:
     def dequantized(self, first: int, last: int, scale_dtype: torch.dtype = torch.float32) -> Tensor:
         """codes · scale in float32, the scale as the exported model stores it."""
         scale = self.scales(first, last).to(scale_dtype).float()
-        flat = scale.flatten()[:1] if self.scheme.granularity == "tensor" else scale
+        flat = scale.flatten()[:1] if self.scheme.sharing.spans_rows else scale
         return decode_codes(self.codes(first, last), flat, self.scheme)
 
     @cached_property
@@ -101,7 +101,7 @@ class Matrix:
         def read(first: int, last: int) -> Tensor:
             return self.checkpoint.read_rows(self.stored_name, slice(first, last))
 
-        dtype = scale_dtype(self.checkpoint.written_dtype(self.stored_name))
+        dtype = self.wanted.format.scale_dtype(self.checkpoint.written_dtype(self.stored_name))
         return RoundedWeight(Rounder(round_to_nearest), self.stored_name, read, info.shape, self.wanted, dtype)
 
     def _read_ordered(self, name: str, first: int, last: int) -> Tensor:

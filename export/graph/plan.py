@@ -15,7 +15,7 @@ from diffquant.family.spec import DiffSpec
 from diffquant.model.adapters import Adapter
 from diffquant.model.blocks import Parameters
 from diffquant.model.config import DiffTransformerConfig
-from diffquant.numerics import check_finite
+from diffquant.numbers import check_finite
 from diffquant.scheme import FULL, Scheme
 from diffquant.source.source import Source
 
@@ -85,7 +85,7 @@ class ExportPlan:
             return FULL
         width = self.config.hidden_size
         group = next((size for size in (128, 64, 32, 16) if width % size == 0), None)
-        return Scheme(8, "group", group) if group else Scheme(8, "row")
+        return Scheme.parse(f"8:g{group}" if group else "8:row")
 
     def _matrix(self, name: str, wanted: Scheme) -> Matrix:
         out, width = self.parameters[name].shape

@@ -10,8 +10,8 @@ from onnx import TensorProto
 from diffquant.errors import UsageError
 from diffquant.export.graph.op import OpAttributes
 from diffquant.export.graph.pure_cache import stored_rows
-from diffquant.numerics import max_code
-from diffquant.numerics.logit_scales import SHIFT_RANGE
+from diffquant.numbers.absmax import max_code
+from diffquant.numbers.logit_scales import SHIFT_RANGE
 
 
 def pure_text(attributes: OpAttributes, width: int, cached: bool = True, gates: Collection[str] = ()) -> str:

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from diffquant.export.graph.cache_scales import Scales
-from diffquant.numerics import max_code
+from diffquant.numbers.absmax import max_code
 from diffquant.source.ranges import Ranges
 
 

@@ -16,7 +16,7 @@ from diffquant.formats.compressed_tensors import (
     weight_codes,
     weight_scale,
 )
-from diffquant.numerics import max_code
+from diffquant.numbers.absmax import max_code
 from diffquant.scheme import Scheme
 
 SCHEMES = ["4:g32", "6:row", "8:tensor", "4:g16", "6:g32", "3:row", "2:tensor"]
@@ -53,7 +53,7 @@ def test_codes_against_the_stored_scale_are_off_by_half_a_step_at_any_magnitude(
     generator = torch.Generator().manual_seed(seed)
     largest = torch.finfo(dtype).max
     weight = (torch.randn(4, 32, generator=generator, dtype=torch.float64) * 10.0**exponent).clamp(-largest, largest)
-    weight, scheme = weight.to(dtype), Scheme(bits, "group", 16)
+    weight, scheme = weight.to(dtype), Scheme.parse(f"{bits}:g16")
     packed, scale, shape = pack_weight(weight, scheme).values()
     decoded = unpack_weight(packed, scale, shape, scheme)
     assert torch.isfinite(decoded).all()
@@ -70,8 +70,8 @@ def test_scales_too_small_for_their_digits_are_rounded_up_and_clip_nothing(bits,
     numbers = torch.finfo(dtype)
     steps = torch.arange(1, 400, dtype=torch.float64)[:, None] / 7
     weight = (steps * numbers.smallest_normal * numbers.eps * torch.linspace(-1, 1, 32)).to(dtype)
-    packed, scale, shape = pack_weight(weight, Scheme(bits, "row")).values()
-    decoded = unpack_weight(packed, scale, shape, Scheme(bits, "row"))
+    packed, scale, shape = pack_weight(weight, Scheme.parse(f"{bits}:row")).values()
+    decoded = unpack_weight(packed, scale, shape, Scheme.parse(f"{bits}:row"))
     assert (scale > 0).all()
     assert ((decoded.double() - weight.double()).abs() <= scale.double() / 2 * (1 + 1e-6)).all()
 

@@ -174,6 +174,6 @@ def test_what_a_body_cannot_compute_is_refused():
     with pytest.raises(UsageError, match="multiples of 16 wide, not 24"):
         body("contrib", Case(width=12).attributes, 12, 23)
     with pytest.raises(UsageError, match=r"cannot quantize them.*not 6"):
-        body("contrib", Case(logits=Scheme(4, "row"), kv_bits=6).attributes, 16, 23)
+        body("contrib", Case(logits=Scheme.parse("4:row"), kv_bits=6).attributes, 16, 23)
     with pytest.raises(UsageError, match="not 6"):
         body("pure", Case(kv_bits=6).attributes, 16, 23)

@@ -23,7 +23,7 @@ from diffquant.export.runtime.session import OnnxModel
 from diffquant.formats.compressed_tensors import pack_weight
 from diffquant.formats.opening import open_checkpoint
 from diffquant.model.adapters import adapter_for
-from diffquant.numerics import unpack
+from diffquant.numbers.packing import unpack
 from diffquant.scheme import Scheme
 from diffquant.source.source import open_source
 from tests.support.checkpoints import SIZES, SOURCES, write_checkpoint

@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from diffquant.formats.compressed_tensors import pack_weight, scale_dtype, unpack_weight
-from diffquant.numerics import max_code
+from diffquant.formats.compressed_tensors import pack_weight, unpack_weight
+from diffquant.numbers.absmax import max_code
 from diffquant.scheme import Scheme
 from tests.fuzz.program import run
 
@@ -98,7 +98,7 @@ def problem_with(weight: Tensor, scheme: Scheme) -> str | None:
     size = {"tensor": weight.numel(), "row": _COLUMNS}.get(scheme.granularity, scheme.size or 0)
     exact = weight.double().reshape(-1, size).abs().amax(1) / max_code(scheme.bits)
     too_small = (exact - scale.flatten()).clamp(min=0)
-    numbers = torch.finfo(scale_dtype(weight.dtype))
+    numbers = torch.finfo(scheme.format.scale_dtype(weight.dtype))
     # A scale is rounded to nearest, upwards where it is subnormal, and down where codes would leave its dtype's range.
     allowed = torch.where(scale.flatten() < numbers.tiny, 0.0, exact * numbers.eps / 2)
     allowed = torch.where(

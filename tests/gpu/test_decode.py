@@ -1,4 +1,4 @@
-"""The KV store on a CUDA device: codes against `numerics`, attention against the plain form in float64."""
+"""The KV store on a CUDA device: codes against `numbers`, attention against the plain form in float64."""
 
 import pytest
 import torch
@@ -9,8 +9,7 @@ from diffquant.kernels.arguments import empty_output
 from diffquant.kernels.cache import decode as module
 from diffquant.kernels.cache.append import append
 from diffquant.kernels.cache.decode import decode, decode_refusal
-from diffquant.kernels.cache.kv_store import KVStore, tokens_a_scale
-from diffquant.numerics import absmax_scale, dequantize, quantize, sharing_view
+from diffquant.kernels.cache.kv_store import KVStore
 from diffquant.recipe import Recipe
 from tests.support.kernel_inputs import expected, padding, random_call, relative_error
 
@@ -63,13 +62,13 @@ def wanted(q, store, k, lam, **options):
 
 def as_stored(x, scheme, residual):
     """What must be read back of states [B, H, S, w]."""
-    block = tokens_a_scale(scheme)
+    block = scheme.sharing.tokens
     packed = max(x.shape[2] - residual, 0) // block * block if scheme.quantizes else 0
     if not packed:
         return x
-    view, dim = sharing_view(x[:, :, :packed], scheme.granularity, scheme.size)
-    scale = absmax_scale(view, scheme.bits, dim, x.dtype)
-    old = dequantize(quantize(view, scale, scheme.bits), scale).reshape(*x.shape[:2], packed, -1)
+    view, dim = scheme.sharing.view(x[:, :, :packed])
+    scale = scheme.format.scale(view, dim, x.dtype)
+    old = scheme.format.decode(scheme.format.codes(view, scale), scale).reshape(*x.shape[:2], packed, -1)
     return torch.cat([old, x[:, :, packed:]], 2)
 
 
@@ -83,7 +82,7 @@ def as_stored(x, scheme, residual):
     ids=str,
 )
 @pytest.mark.parametrize("recipe", RECIPES, ids=named)
-def test_what_is_stored_are_the_codes_of_numerics(recipe, dtype, chunks):
+def test_what_is_stored_are_the_codes_of_numbers(recipe, dtype, chunks):
     _, k, v, _ = random_call("v1", 1, sum(chunks), width=128, kv_pairs=2, batch=2, dtype=dtype, device=DEVICE)
     k = both(k)
     store = KVStore(recipe, k, v, sum(chunks))

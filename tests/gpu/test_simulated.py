@@ -77,10 +77,10 @@ def test_equals_the_plain_form_at_every_border(generation, dtype, width, text, n
 
 @pytest.mark.parametrize("bits", range(2, 9))
 @pytest.mark.parametrize("granularity", ["tensor", "head", "pair", "row"])
-@pytest.mark.parametrize("shift", [False, True], ids=["absmax", "shift"])
+@pytest.mark.parametrize("shift", ["", ":shift"], ids=["absmax", "shift"])
 def test_the_meter_counts_as_the_blocked_form(shift, granularity, bits):
     inputs = whole_numbers("v1", 300, 300, batch=2)
-    mask, scheme = padding(300, starts=[0, 41], device=DEVICE), Scheme(bits, granularity, shift=shift)
+    mask, scheme = padding(300, starts=[0, 41], device=DEVICE), Scheme.parse(f"{bits}:{granularity}{shift}")
     ours, theirs = LogitMeter(), LogitMeter()
     simulated(*inputs, scale=0.5, mask=mask, scheme=scheme, meter=ours)
     blocked(*inputs, scale=0.5, mask=mask, scheme=scheme, meter=theirs)

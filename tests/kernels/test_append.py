@@ -14,7 +14,6 @@ from diffquant.kernels.cache import append as append_module
 from diffquant.kernels.cache.append import append
 from diffquant.kernels.cache.kv_store import KVStore
 from diffquant.model.cache import PackedStates
-from diffquant.numerics import absmax_scale, dequantize, quantize, sharing_view, unpack
 from diffquant.recipe import Recipe
 
 
@@ -41,7 +40,7 @@ def assert_same(store, twins):
         assert torch.equal(read, twin.read())
         if twin.words is not None:
             packed = twin.words.shape[2]
-            assert torch.equal(side._unpacked(packed), unpack(twin.words, side.scheme.bits, side.width))
+            assert torch.equal(side._unpacked(packed), side.scheme.format.unpack(twin.words, side.width))
             assert torch.equal(side.scales[:, :, : twin.scales.shape[2]], twin.scales)
 
 
@@ -121,9 +120,9 @@ def test_any_recipe_strides_and_chunks(draw):
         packed = side.packed(store.length, 0)
         if side.scheme.quantizes and packed:
             scheme = side.scheme
-            view, dim = sharing_view(states[:, :, :packed], scheme.granularity, scheme.size)
-            scale = absmax_scale(view, scheme.bits, dim, states.dtype)
-            old = dequantize(quantize(view, scale, scheme.bits), scale).reshape(states[:, :, :packed].shape)
+            view, dim = scheme.sharing.view(states[:, :, :packed])
+            scale = scheme.format.scale(view, dim, states.dtype)
+            old = scheme.format.decode(scheme.format.codes(view, scale), scale).reshape(states[:, :, :packed].shape)
             states = torch.cat([old, states[:, :, packed:]], 2)
         assert torch.equal(read, states)
 

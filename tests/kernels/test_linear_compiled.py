@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from diffquant.kernels.linear.repack import repack
-from diffquant.numerics import packed_words
+from diffquant.numbers.packing import packed_words
 from tests.support.offline import SHARED_LIMIT, compiled
 from tests.support.thorough import thorough
 

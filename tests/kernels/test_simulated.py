@@ -98,8 +98,8 @@ def test_logits_between_codes_go_where_float32_division_puts_them():
     v = torch.randn(1, 1, 128, 64, generator=torch.Generator().manual_seed(0)).half()
     for bits in range(2, 9):
         call = [q], [k], v, None
-        out = simulated(*call, scale=0.3, scheme=Scheme(bits, "row"))
-        assert relative_error(out, plain(*call, 0.3, Mask(), Scheme(bits, "row"))) <= LIMIT
+        out = simulated(*call, scale=0.3, scheme=Scheme.parse(f"{bits}:row"))
+        assert relative_error(out, plain(*call, 0.3, Mask(), Scheme.parse(f"{bits}:row"))) <= LIMIT
 
 
 def test_the_kernels_quotient_is_ieee_division():

@@ -35,7 +35,7 @@ pytestmark = pytest.mark.skipif(
 
 def zeros(bits, rows):
     from diffquant.kernels.linear.repack import repack
-    from diffquant.numerics import packed_words
+    from diffquant.numbers.packing import packed_words
 
     words = torch.zeros(rows, packed_words(3072, bits), dtype=torch.int32)
     return repack(words, torch.ones(rows, 3072 // 128, dtype=torch.float16), bits, 3072)

@@ -11,7 +11,7 @@ from diffquant import Recipe, load, quantize
 from diffquant.errors import UsageError
 from diffquant.model.cache import PackedLayer
 from diffquant.model.walk import CAUSAL
-from diffquant.numerics.rotation import rotated, rotation
+from diffquant.numbers.rotation import rotated, rotation
 from tests.support.checkpoints import SOURCES, write_checkpoint
 from tests.support.models import random_ids
 

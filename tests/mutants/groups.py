@@ -37,9 +37,9 @@ CHECKPOINT_TESTS = (
 )
 GROUPS = {
     "numerics": Group(
-        ("diffquant/numerics/*.py",),
+        ("diffquant/numbers/**/*.py",),
         (
-            "tests/numerics",
+            "tests/numbers",
             "tests/attention/test_attention.py",
             "tests/checkpoint/test_codec.py",
             "tests/calib/test_observers.py",

@@ -12,6 +12,7 @@ from torch import nn
 from diffquant import Recipe, load, quantize
 from diffquant.data import books_text
 from diffquant.errors import UsageError
+from diffquant.numbers.formats import format_named
 from diffquant.quantization.roundings.gptq import sequence
 from diffquant.quantization.roundings.gptq.compensation import Inputs, damped, in_order_of_inputs, retargeting
 from diffquant.quantization.roundings.gptq.layer_inputs import readers_by_input
@@ -127,13 +128,13 @@ def test_columns_in_order_of_inputs_are_gptqs_recurrence_over_them_in_float64():
     x = torch.randn(200, 32) * torch.linspace(0.2, 3, 32)[torch.randperm(32)]
     products = damped(x.T @ x)
     inputs = Inputs.of(products, by_activation=True)
-    made = in_order_of_inputs(weight.mT.contiguous(), inputs, inputs.order, 4, 8, torch.float32)
+    made = in_order_of_inputs(weight.mT.contiguous(), inputs, inputs.order, format_named("4"), 8, torch.float32)
     codes, scales = (each.mT for each in made)
     assert (products.diagonal()[inputs.order].diff() <= 0).all()
     assert not torch.equal(inputs.order, torch.arange(32))
     for group in range(4):
         columns = slice(8 * group, 8 * group + 8)
-        fitted = fitted_scale(weight[:, columns], 4, torch.float32, products.diagonal()[columns])
+        fitted = fitted_scale(weight[:, columns], format_named("4"), torch.float32, products.diagonal()[columns])
         assert torch.equal(scales[:, group, None], fitted)
     left, inverse, expected = weight.double().clone(), products.double().inverse(), torch.empty_like(weight)
     for column in inputs.order.tolist():

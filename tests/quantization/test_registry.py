@@ -8,7 +8,6 @@ import torch
 from diffquant.errors import UsageError
 from diffquant.formats.compressed_tensors import weight_scale
 from diffquant.loading import load
-from diffquant.numerics import sharing_view
 from diffquant.quantization import roundings
 from diffquant.quantization.quantize import quantize
 from diffquant.quantization.roundings import Rounder, Rounding, register, rounding_named
@@ -38,7 +37,7 @@ class Truncate(Rounding):
 
 def truncated(name, values, scheme, dtype):
     scale = weight_scale(values, scheme, dtype)
-    view, _ = sharing_view(values, scheme.granularity, scheme.size)
+    view, _ = scheme.sharing.view(values)
     codes = (view / scale.float().view(*view.shape[:-1], 1)).trunc()
     return codes.to(torch.int8).reshape(values.shape), scale
 

@@ -8,9 +8,9 @@ from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_in
 from safetensors.torch import load_file
 
 from diffquant.errors import UsageError
-from diffquant.formats.compressed_tensors import decode_codes, scale_dtype
+from diffquant.formats.compressed_tensors import decode_codes
 from diffquant.loading import load
-from diffquant.numerics import absmax_scale
+from diffquant.numbers.formats import format_named
 from diffquant.quantization.quantize import quantize
 from diffquant.quantization.roundings.gptq import compensation
 from diffquant.quantization.roundings.gptq.compensation import Inputs, compensate, damped, in_one_pass
@@ -62,8 +62,8 @@ def test_a_fitted_scale_comes_near_the_best_of_a_thousand(bits, slack, weighted)
         kept = (values / scale).round().clamp(-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) * scale
         return ((kept - values).square() * weights).sum(-1)
 
-    found = error(fitted_scale(values, bits, torch.float32, weights if weighted else None))
-    whole = absmax_scale(values, bits, -1)
+    found = error(fitted_scale(values, format_named(str(bits)), torch.float32, weights if weighted else None))
+    whole = format_named(str(bits)).scale(values, -1)
     tried = torch.stack([error(whole * share * sign) for share in torch.linspace(0.1, 1.1, 500) for sign in (-1, 1)])
     assert (found <= error(whole) * (1 + 1e-6)).all()
     assert found.sum() < slack * tried.amin(0).sum()
@@ -80,7 +80,7 @@ def test_the_largest_magnitude_gets_the_lowest_code_on_either_side():
 def test_the_largest_half_floats_stay_finite(bits):
     largest = torch.finfo(torch.float16).max
     values = torch.tensor([[largest, -largest, 1.0, 0.0], [-largest, 0.9 * largest, 3.0, 2.0], [0.0, 0.0, 0.0, 0.0]])
-    scheme = Scheme(bits, "group", 4)
+    scheme = Scheme.parse(f"{bits}:g4")
     inputs = Inputs.of(damped(torch.eye(4)))
     for rounded in (
         round_with_clipping("", values, scheme, torch.float16),
@@ -105,7 +105,7 @@ def test_the_pass_follows_the_papers_recurrence(text):
     for column in range(48):
         if column % size == 0:
             group = slice(column, column + size)
-            scales.append(fitted_scale(moved[:, group].float(), scheme.bits, torch.float32, costs[group].float()))
+            scales.append(fitted_scale(moved[:, group].float(), scheme.format, torch.float32, costs[group].float()))
         scale = scales[-1][:, 0].double()
         code = (moved[:, column] / scale).round().clamp(-(2 ** (scheme.bits - 1)), 2 ** (scheme.bits - 1) - 1)
         expected[:, column] = code.float()
@@ -114,7 +114,7 @@ def test_the_pass_follows_the_papers_recurrence(text):
         inverse -= inverse[:, column : column + 1] * inverse[column : column + 1] / inverse[column, column]
         inverse[column, column] = 1.0
     factor = Inputs.of(damped(x.T @ x)).factor
-    codes, scale = (made.mT for made in in_one_pass(weight.mT.contiguous(), factor, scheme.bits, size, torch.float32))
+    codes, scale = (made.mT for made in in_one_pass(weight.mT.contiguous(), factor, scheme.format, size, torch.float32))
     assert (codes == expected).float().mean() > 0.99
     assert (codes - expected).abs().max() <= 1
     torch.testing.assert_close(scale, torch.cat(scales, 1), rtol=1e-3, atol=0)
@@ -209,8 +209,8 @@ def test_a_scale_over_all_rows_takes_nearest_alone(checkpoint, tmp_path):
 def test_fitted_scales_of_the_largest_numbers_decode_to_finite_values(bits, dtype):
     numbers = torch.finfo(dtype)
     weight = torch.randn(8, 32, generator=torch.Generator().manual_seed(bits), dtype=torch.float64) * numbers.max
-    weight, scheme = weight.clamp(-numbers.max, numbers.max).to(dtype), Scheme(bits, "group", 16)
-    decoded = decode_codes(*round_with_clipping("w", weight.float(), scheme, scale_dtype(dtype)), scheme)
+    weight, scheme = weight.clamp(-numbers.max, numbers.max).to(dtype), Scheme.parse(f"{bits}:g16")
+    decoded = decode_codes(*round_with_clipping("w", weight.float(), scheme, scheme.format.scale_dtype(dtype)), scheme)
     assert torch.isfinite(decoded.to(dtype)).all()
 
 

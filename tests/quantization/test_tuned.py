@@ -109,7 +109,7 @@ def test_load_finds_the_codes_that_quantize_stores(checkpoint):
 
 
 def latent_of(weight, codes, scale, bits=3, size=2):
-    return descent._Latent(weight, (torch.tensor(codes, dtype=torch.int8), scale), Scheme(bits, "group", size))
+    return descent._Latent(weight, (torch.tensor(codes, dtype=torch.int8), scale), Scheme.parse(f"{bits}:g{size}"))
 
 
 def test_weights_start_between_their_codes_and_where_the_16_bit_weight_is():
@@ -147,7 +147,7 @@ def test_places_beyond_the_last_codes_come_back_to_them():
 def test_rounded_as_it_is_computed():
     torch.manual_seed(0)
     module = nn.Linear(32, 8, bias=False)
-    scheme, scale = Scheme(4, "row"), torch.full((8, 1), 0.03, dtype=torch.float16)
+    scheme, scale = Scheme.parse("4:row"), torch.full((8, 1), 0.03, dtype=torch.float16)
     latent = descent._Latent(module.weight, (torch.randint(-8, 8, (8, 32)).to(torch.int8), scale), scheme)
     latent.place.data += torch.randn(8, 32)
     latent.stay_in_range()

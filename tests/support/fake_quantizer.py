@@ -2,11 +2,13 @@
 
 from torch import Tensor
 
-from diffquant.numerics import absmax_scale, dequantize, quantize, sharing_view
+from diffquant.numbers.formats import format_named
+from diffquant.numbers.sharing import Sharing
 
 
 def fake_quantize(x: Tensor, bits: int, granularity: str, size: int | None = None) -> Tensor:
-    """x [..., rows, columns] read back from codes of `bits`, in its own dtype; see `sharing_view` for the rest."""
-    view, dim = sharing_view(x, granularity, size)
-    scale = absmax_scale(view, bits, dim)
-    return dequantize(quantize(view, scale, bits), scale).to(x.dtype).reshape(x.shape)
+    """x [..., rows, columns] read back from integers of `bits`, in its own dtype; a granularity by name and size."""
+    integers = format_named(str(bits))
+    view, dim = Sharing(granularity, size).view(x)
+    scale = integers.scale(view, dim)
+    return integers.decode(integers.codes(view, scale), scale).to(x.dtype).reshape(x.shape)

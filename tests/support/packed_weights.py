@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from diffquant.kernels.linear.repack import PackedWeight, repack
-from diffquant.numerics import pack, unpack
+from diffquant.numbers.packing import pack, unpack
 
 
 def random_words(rows: int, width: int, bits: int, device: str = "cpu", seed: int = 0) -> Tensor:

@@ -9,7 +9,7 @@ from diffquant.attention.registry import BACKENDS, Backend, register
 from diffquant.attention.weights import grouped_product, softmax_blocks, weigh
 from diffquant.family.call import AttentionCall
 from diffquant.family.norm import pair_norm
-from diffquant.numerics.absmax import compute_dtype
+from diffquant.numbers.absmax import compute_dtype
 
 
 def simulated(call: AttentionCall) -> Tensor:

@@ -20,8 +20,8 @@ from diffquant.kernels.attention.prefill_specialized import launch_specialized, 
 from diffquant.kernels.configs import AttentionTile, choose
 from diffquant.kernels.descriptors import allow_descriptors, describable
 from diffquant.kernels.gpu import device_class, device_refusal
-from diffquant.numerics.logit_scales import logit_scale
-from diffquant.scheme import Scheme
+from diffquant.numbers.formats import format_named
+from diffquant.numbers.logit_scales import logit_scale
 
 TILES = {
     "simulated/sm_90/64": AttentionTile(128, 128, 8, 2),
@@ -57,7 +57,7 @@ def prefill_simulated(call: AttentionCall, specialized: bool = False) -> Tensor:
         call.meter.calls += 1
         call.meter.count(_visible_entries(call) * call.pairs * call.maps, clipped.sum())
         for magnitudes in largest.expand(-1, -1, call.maps, -1).unbind(2):
-            call.meter.record_scales(logit_scale(magnitudes, scheme), magnitudes)
+            call.meter.record_scales(logit_scale(magnitudes, scheme.format, scheme.shift), magnitudes)
     return out
 
 
@@ -72,6 +72,8 @@ def _unsupported(call: AttentionCall, specialized: bool) -> str | None:
         return reason
     if not scheme.quantizes:
         return "16 bits are not quantized; use a kernel without simulation"
+    if scheme.format.integer_refusal:
+        return f"logits at {scheme}: {scheme.format.integer_refusal}"
     if scheme.granularity not in GRANULARITIES:
         return f"one scale a {scheme.granularity} is not served; the kernel takes {', '.join(GRANULARITIES)}"
     if scheme.alike and call.maps == 2:
@@ -101,7 +103,6 @@ def _launch(x: Operands, bits: int, granularity: str, shift: bool, specialized: 
         k = k if describable(*k) else [x.clone(memory_format=torch.contiguous_format) for x in k]
         v = v if describable(v) else v.clone(memory_format=torch.contiguous_format)
     tile = choose(TILES, f"simulated/{device_kind}/{width}")
-    scheme = Scheme(bits, granularity, shift=shift)
     # No model of the family has a window or sees later keys: the kernel's branches for both are compiled away.
     lengths = (heads, heads // kv_heads, length, keys, None)
     with torch.cuda.device_of(v):
@@ -114,7 +115,7 @@ def _launch(x: Operands, bits: int, granularity: str, shift: bool, specialized: 
             num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False,
         )  # fmt: skip
         largest = _shared(top - bottom if shift else torch.maximum(top.abs(), bottom.abs()), granularity)
-        scales = logit_scale(largest, scheme).expand(batch, heads, maps, length).contiguous()
+        scales = logit_scale(largest, format_named(str(bits)), shift).expand(batch, heads, maps, length).contiguous()
         if described:
             allow_descriptors()
         strides = (

@@ -1,6 +1,6 @@
 """Appending new tokens to a `KVStore`: what leaves the unquantized window is quantized and packed, once.
 
-Codes and scales are those of `diffquant.numerics`: scales in the states' dtype, division rounded
+Codes and scales are those of `diffquant.numbers`: scales in the states' dtype, division rounded
 correctly, halves to even. The length is read and advanced on the device, so the launch may be captured in
 a CUDA graph.
 """
@@ -14,7 +14,7 @@ from diffquant.errors import UsageError
 from diffquant.kernels.cache.append_tokens import append_tokens
 from diffquant.kernels.cache.kv_store import TOKENS_A_STEP, KVStore
 from diffquant.kernels.linear.repack import FRAGMENT
-from diffquant.numerics import storable_scale
+from diffquant.numbers.absmax import max_code, storable_scale
 
 
 def append(store: KVStore, k: Tensor, v: Tensor) -> None:
@@ -111,4 +111,4 @@ def _most_waiting_steps(tokens: int, ring: int, block: int) -> int:
 @cache
 def _largest_scale(bits: int, dtype: torch.dtype) -> float:
     """Largest scale whose products with codes a dtype can hold."""
-    return 1.0 if bits == 16 else float(storable_scale(torch.tensor(torch.inf), bits, dtype))
+    return 1.0 if bits == 16 else float(storable_scale(torch.tensor(torch.inf), max_code(bits), dtype))

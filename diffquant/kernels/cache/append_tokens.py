@@ -149,7 +149,7 @@ def _states(
 
 @triton.jit
 def _scale(largest, BITS: tl.constexpr, LIMIT: tl.constexpr, DTYPE: tl.constexpr):
-    """Scale of a largest magnitude, as `numerics.absmax_scale` computes it."""
+    """Scale of a largest magnitude, as `numbers.absmax` computes it."""
     LARGEST: tl.constexpr = 2 ** (BITS - 1) - 1
     quotient = tl.div_rn(largest, tl.full(largest.shape, LARGEST, tl.float32))
     scale = quotient.to(DTYPE).to(tl.float32)
@@ -163,7 +163,7 @@ def _scale(largest, BITS: tl.constexpr, LIMIT: tl.constexpr, DTYPE: tl.constexpr
 def _stored(
     states, of_tokens, Scales, BITS: tl.constexpr, BLOCK: tl.constexpr, LIMIT: tl.constexpr, DTYPE: tl.constexpr
 ):
-    """Unsigned codes, as `numerics.quantize` computes them; scales per channel are stored as well."""
+    """Unsigned codes, as integers' `codes` computes them; scales per channel are stored as well."""
     LARGEST: tl.constexpr = 2 ** (BITS - 1) - 1
     if BLOCK > 1:
         scale = _scale(tl.max(tl.abs(states), 0), BITS, LIMIT, DTYPE)[None, :]

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from diffquant.errors import UsageError
 from diffquant.kernels.linear.repack import FRAGMENT
-from diffquant.numerics import dequantize
+from diffquant.numbers.absmax import dequantize
 from diffquant.recipe import Recipe
 from diffquant.scheme import Scheme
 
@@ -26,6 +26,10 @@ TOKENS_A_STEP = FRAGMENT
 # Tokens by which capacities grow: a whole step of every kernel.
 CAPACITY_STEP = 128
 _STAMPS = count()
+_UNSERVED = {
+    "static": "calibrated scales; the kernels compute theirs",
+    "group": "scales per group of channels; the kernels take one a token (row) or, for k, c64",
+}
 
 
 @dataclass
@@ -54,7 +58,7 @@ class StoredSide:
     def empty(cls, scheme: Scheme, residual: int, transposed: bool, like: Tensor, capacity: int) -> "StoredSide":
         """Empty storage for `capacity` tokens of states as `like` [B, H, T, w]."""
         batch, heads, _, width = like.shape
-        block = tokens_a_scale(scheme)
+        block = scheme.sharing.tokens
         ring = ring_length(scheme, residual)
 
         def room(*shape: int, dtype: torch.dtype = like.dtype) -> Tensor:
@@ -94,7 +98,7 @@ class StoredSide:
     @property
     def block(self) -> int:
         """Number of tokens that share the scales of their channels; 1 where each token has its own."""
-        return tokens_a_scale(self.scheme)
+        return self.scheme.sharing.tokens
 
     @property
     def ring(self) -> int:
@@ -258,15 +262,10 @@ def channels_in_word(bits: int) -> int:
     return {16: 1, 8: 2}.get(bits, 4)
 
 
-def tokens_a_scale(scheme: Scheme) -> int:
-    """Number of tokens that share the scales of their channels; 1 where each token has its own."""
-    return scheme.size or 1 if scheme.granularity == "column" else 1
-
-
 def ring_length(scheme: Scheme, residual: int) -> int:
     """Number of slots for the tokens that may wait unquantized: whole steps, so that a step never wraps around."""
-    waiting = residual + tokens_a_scale(scheme) - 1
-    step = max(tokens_a_scale(scheme), TOKENS_A_STEP)
+    waiting = residual + scheme.sharing.tokens - 1
+    step = max(scheme.sharing.tokens, TOKENS_A_STEP)
     return -(-waiting // step) * step if scheme.quantizes else 0
 
 
@@ -279,13 +278,13 @@ def store_refusal(recipe: Recipe, width: int, value_width: int, dtype: torch.dty
             f"keys are {width} and values {value_width} wide; keys must be 64 or 128, values as wide or twice as wide"
         )
     for name, scheme in (("k", recipe.k), ("v", recipe.v)):
+        if scheme.format.integer_refusal:
+            return f"{name} is {scheme}; the kernels unpack integers of 4, 6 and 8 bits, and take 16"
         if scheme.bits not in (4, 6, 8, 16):
             return f"{name} has {scheme.bits} bits; the kernels unpack 4, 6 and 8, and take 16"
-        if scheme.granularity == "static":
-            return f"{name} has calibrated scales; the kernels compute theirs"
-        if scheme.granularity == "group":
-            return f"{name} has scales per group of channels; the kernels take one a token (row) or, for k, c64"
-        if scheme.granularity == "column" and scheme.size not in (16, 32, 64, 128):
+        if scheme.granularity in _UNSERVED:
+            return f"{name} has {_UNSERVED[scheme.granularity]}"
+        if scheme.sharing.counts_tokens and scheme.size not in (16, 32, 64, 128):
             return f"{name} has blocks of {scheme.size} tokens; the kernels take c16, c32, c64 and c128"
     return None
 

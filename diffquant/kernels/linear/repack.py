@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from diffquant.errors import UsageError
-from diffquant.numerics import packed_words, unpack
+from diffquant.numbers.packing import packed_words, unpack
+from diffquant.scheme import Scheme
 
 FRAGMENT = 16
 # Codes laid out at a time, a slab of rows: memory stays well below that of one 16-bit weight.
@@ -64,6 +65,11 @@ def fields_in_word(bits: int) -> int:
     return 2 if bits == 8 else 4
 
 
+def repack_refusal(scheme: Scheme) -> str | None:
+    """Reason why a weight of this scheme cannot be repacked, or None."""
+    return scheme.format.integer_refusal or group_refusal(scheme.size or 0)
+
+
 def group_refusal(group: int) -> str | None:
     """Reason why a group of this size cannot be repacked, or None; 0 means no groups."""
     if group % FRAGMENT:
@@ -75,7 +81,7 @@ def repack(words: Tensor, scale: Tensor, bits: int, width: int, dtype: torch.dty
     """A checkpoint's packed weight, laid out for the kernels.
 
     Args:
-        words: int32 [N, packed_words(K, bits)], as `numerics.pack` makes them; any strides.
+        words: int32 [N, packed_words(K, bits)], as `numbers.pack` makes them; any strides.
         scale: [N, K/group], [N, 1] or [1]; any strides.
         bits: 2 to 8.
         width: K.

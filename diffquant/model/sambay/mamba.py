@@ -9,7 +9,7 @@ from diffquant.model.sambay.blocks import GatedMemoryBlock, MambaBlock
 from diffquant.model.sambay.cache import RecurrentLayer
 from diffquant.model.sambay.packing import Packing
 from diffquant.model.sambay.scan import causal_convolution, last_inputs, selective_scan
-from diffquant.numerics.absmax import compute_dtype
+from diffquant.numbers.absmax import compute_dtype
 
 
 class Mamba(nn.Module):

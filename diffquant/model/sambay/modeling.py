@@ -22,7 +22,7 @@ from diffquant.model.sambay.config import SambaYConfig
 from diffquant.model.sambay.layer import Flow, SambaYLayer, normed
 from diffquant.model.sambay.reading import Reading
 from diffquant.model.walk import Walk
-from diffquant.numerics.absmax import compute_dtype
+from diffquant.numbers.absmax import compute_dtype
 
 
 class SambaYModel(Decoder):

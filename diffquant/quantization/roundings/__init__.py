@@ -35,7 +35,8 @@ def checked_rounding(settings: RoundingSettings, schemes: Mapping[str, Scheme]) 
 
     Raises:
         UsageError: there is no such rounding, the settings name a text and it reads none, or options that it does not
-            have, or it works row by row and scales span rows; every such module is named.
+            have, or it works row by row and scales span rows, every such module named; or it computes with codes, and a
+            format's levels are no codes.
     """
     rounding = rounding_named(settings.name)
     if settings.reads and not rounding.needs_text:
@@ -45,11 +46,17 @@ def checked_rounding(settings: RoundingSettings, schemes: Mapping[str, Scheme]) 
     if foreign:
         owners = " or ".join(name for name, each in ROUNDINGS.items() if each.options.issuperset(foreign))
         raise UsageError(f"rounding {rounding.name} takes no {', '.join(foreign)}; leave out, or name {owners}")
-    spanning = [module for module, scheme in schemes.items() if scheme.granularity == "tensor"]
+    spanning = [module for module, scheme in schemes.items() if scheme.sharing.spans_rows]
     if spanning and rounding.row_by_row:
         raise UsageError(
             f"--rounding {rounding.name} works row by row and {', '.join(spanning)} have one scale a tensor; use a "
             "group or row granularity, or --rounding nearest"
+        )
+    uneven = sorted({scheme.format.name for scheme in schemes.values() if not scheme.format.is_even})
+    if uneven and rounding.needs_even_levels:
+        raise UsageError(
+            f"--rounding {rounding.name} computes with codes, and the levels of {', '.join(uneven)} are unevenly far "
+            "apart; use --rounding nearest"
         )
     return rounding
 

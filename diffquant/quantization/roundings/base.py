@@ -45,12 +45,14 @@ class Rounding(ABC):
         options: names of the settings beside the text that it takes.
         row_by_row: whether it works on rows alone, so that no scale can span rows. A rule that does not leaves a scale
             of the whole tensor to absmax, with every weight at its nearest code.
+        needs_even_levels: whether it computes with codes, which then have to be a format's levels themselves.
     """
 
     name: ClassVar[str]
     needs_text: ClassVar[bool] = False
     options: ClassVar[frozenset[str]] = frozenset()
     row_by_row: ClassVar[bool] = True
+    needs_even_levels: ClassVar[bool] = False
 
     @abstractmethod
     def prepare(

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from diffquant.numerics import max_code
-from diffquant.quantization.roundings.mse import all_codes, fitted_scale, lowest_code, storable
+from diffquant.numbers.formats import NumberFormat
+from diffquant.quantization.roundings.mse import all_codes, fitted_scale, storable
 from diffquant.scheme import Scheme
 
 # Share of the mean diagonal that is added to it, so that inputs that never vary do not make it singular.
@@ -93,29 +93,32 @@ def compensate(values: Tensor, inputs: Inputs, scheme: Scheme, dtype: torch.dtyp
     # Columns are read one after another; each has its rows side by side in what follows.
     columns, size = values.mT.contiguous(), scheme.size or values.shape[1]
     if inputs.order is None:
-        codes, scales = in_one_pass(columns, inputs.factor, scheme.bits, size, dtype)
+        codes, scales = in_one_pass(columns, inputs.factor, scheme.format, size, dtype)
     else:
-        codes, scales = in_order_of_inputs(columns, inputs, inputs.order, scheme.bits, size, dtype)
+        codes, scales = in_order_of_inputs(columns, inputs, inputs.order, scheme.format, size, dtype)
     for _ in range(_PASSES):
-        codes, scales = _descended(columns, codes, scales, inputs.products, scheme.bits, size)
+        codes, scales = _descended(columns, codes, scales, inputs.products, scheme.format, size)
     return codes.mT.to(torch.int8, memory_format=torch.contiguous_format), scales.mT.contiguous()
 
 
-def in_one_pass(values: Tensor, factor: Tensor, bits: int, size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def in_one_pass(
+    values: Tensor, factor: Tensor, levels: NumberFormat, size: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     """GPTQ's pass over values [in, rows]: codes float32 [in, rows] and scales [in/size, rows]."""
     codes, scales = torch.empty_like(values), torch.empty(len(values) // size, values.shape[1], dtype=dtype)
     # What an error in a column costs once those after it have made up for it.
     costs, diagonal = factor.diagonal().square().reciprocal(), factor.diagonal().tolist()
     work, divisors = values.clone(), torch.empty_like(values[0])
+    lowest, largest = levels.lowest, levels.largest
 
     def start(columns: slice) -> None:
-        scale = fitted_scale(work[columns].mT.contiguous(), bits, dtype, costs[columns]).squeeze(1)
+        scale = fitted_scale(work[columns].mT.contiguous(), levels, dtype, costs[columns]).squeeze(1)
         scales[columns.start // size] = scale
         divisors.copy_(scale)
 
     def settle(column: int) -> Tensor:
         weight, code = work[column], codes[column]
-        torch.div(weight, divisors, out=code).round_().clamp_(lowest_code(bits), max_code(bits))
+        torch.div(weight, divisors, out=code).round_().clamp_(lowest, largest)
         return torch.addcmul(weight, code, divisors, value=-1).div_(diagonal[column])
 
     _walk(work, factor, size, start, settle)
@@ -123,20 +126,20 @@ def in_one_pass(values: Tensor, factor: Tensor, bits: int, size: int, dtype: tor
 
 
 def in_order_of_inputs(
-    values: Tensor, inputs: Inputs, order: Tensor, bits: int, size: int, dtype: torch.dtype
+    values: Tensor, inputs: Inputs, order: Tensor, levels: NumberFormat, size: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """GPTQ's pass with the columns in another order: codes float32 [in, rows] and scales [in/size, rows].
 
     Groups stay where they are stored, so their scales are chosen before the pass.
     """
     groups, weights = values.unflatten(0, (-1, size)), inputs.products.diagonal().unflatten(0, (-1, size))
-    scales = torch.cat([fitted_scale(g.mT, bits, dtype, w).mT for g, w in zip(groups, weights, strict=True)])
+    scales = torch.cat([fitted_scale(g.mT, levels, dtype, w).mT for g, w in zip(groups, weights, strict=True)])
     codes, work, columns = torch.empty_like(values), values[order], order.tolist()
 
     def settle(place: int) -> Tensor:
         column, weight = columns[place], work[place]
         scale = scales[column // size].float()
-        code = all_codes(weight, scale, bits).float()
+        code = all_codes(weight, scale, levels).float()
         codes[column] = code
         return (weight - code * scale) / inputs.factor[place, place]
 
@@ -145,10 +148,11 @@ def in_order_of_inputs(
 
 
 def _descended(
-    values: Tensor, codes: Tensor, scale: Tensor, products: Tensor, bits: int, size: int
+    values: Tensor, codes: Tensor, scale: Tensor, products: Tensor, levels: NumberFormat, size: int
 ) -> tuple[Tensor, Tensor]:
     """Codes and scales after each scale and then each code has gone, in turn, to where the error is least."""
     codes, scales, diagonal = codes.clone(), scale.float(), products.diagonal().tolist()
+    lowest, largest = levels.lowest, levels.largest
     # Minus half the gradient of the error by each weight.
     pull = products @ (values - codes * scales.repeat_interleave(size, 0))
 
@@ -157,7 +161,7 @@ def _descended(
         seen = products[columns, columns] @ group
         curvature = (seen * group).sum(0).clamp(min=torch.finfo(torch.float32).tiny)
         force = (pull[columns] * group).sum(0)
-        new = storable(old + force / curvature, bits, scale.dtype)
+        new = storable(old + force / curvature, levels, scale.dtype)
         change = new.float() - old
         change = change.where(change * (2 * force - change * curvature) > 0, 0.0)
         old += change
@@ -166,7 +170,7 @@ def _descended(
     def settle(column: int) -> Tensor:
         code, step = codes[column], scales[column // size]
         new = torch.addcdiv(code, pull[column], step, value=1 / diagonal[column])
-        new.round_().clamp_(lowest_code(bits), max_code(bits))
+        new.round_().clamp_(lowest, largest)
         moved = torch.sub(new, code).mul_(step)
         code.copy_(new)
         return moved

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from diffquant.formats.compressed_tensors import decode_codes, scale_dtype
+from diffquant.formats.compressed_tensors import decode_codes
 from diffquant.formats.row_stream import workers
 from diffquant.model.walk import Walk, batches
 from diffquant.quantization.roundings.gptq.compensation import Inputs, compensate, damped, retargeting
@@ -133,8 +133,9 @@ class LayerWeights:
 
     def _rounded(self, module: str, rows: Tensor, inputs: Inputs, moved: Tensor | None) -> Made:
         name = self._stored_name(module)
-        values, dtype = rows.float(), scale_dtype(self._source.checkpoint.written_dtype(name))
-        return compensate(values if moved is None else values + values @ moved, inputs, self._scheme(name), dtype)
+        values, scheme = rows.float(), self._scheme(name)
+        dtype = scheme.format.scale_dtype(self._source.checkpoint.written_dtype(name))
+        return compensate(values if moved is None else values + values @ moved, inputs, scheme, dtype)
 
     def take(self, module: str, made: Made) -> None:
         """Give a module codes and a scale, in the checkpoint and in the model that runs."""

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from diffquant.model.walk import Walk
-from diffquant.numerics import max_code
 from diffquant.quantization.roundings.gptq.sequence import LayerWeights, Made
-from diffquant.quantization.roundings.mse import lowest_code, storable
+from diffquant.quantization.roundings.mse import storable
 from diffquant.scheme import Scheme
 
 _STEPS = 150
@@ -68,7 +67,7 @@ class _Latent(nn.Module):
     def __init__(self, weight: Tensor, made: Made, scheme: Scheme) -> None:
         super().__init__()
         codes, scale = made
-        self._bits, self._dtype, self._scale = scheme.bits, scale.dtype, scale.float()
+        self._format, self._dtype, self._scale = scheme.format, scale.dtype, scale.float()
         away = _times(weight, 1 / self._scale) - codes
         self.place = nn.Parameter(codes + away.clamp(-_FARTHEST_START, _FARTHEST_START))
         self.stretch = nn.Parameter(torch.zeros_like(self._scale))
@@ -81,11 +80,11 @@ class _Latent(nn.Module):
 
     def stay_in_range(self) -> None:
         """Bring places beyond the last code of either end back to where they are rounded to it."""
-        self.place.data.clamp_(lowest_code(self._bits) - _FARTHEST_START, max_code(self._bits) + _FARTHEST_START)
+        self.place.data.clamp_(self._format.lowest - _FARTHEST_START, self._format.largest + _FARTHEST_START)
 
     def made(self) -> Made:
         """Codes int8 and scale as they are stored."""
-        scale = storable(self._scale * (1 + self.stretch), self._bits, self._dtype)
+        scale = storable(self._scale * (1 + self.stretch), self._format, self._dtype)
         return self.place.round().to(torch.int8), scale
 
 

@@ -20,7 +20,7 @@ class Tuned(Rounding):
     """Codes and scales of a layer's weights, tuned together; a weight outside the layers is rounded as by mse."""
 
     name = "tuned"
-    needs_text = True
+    needs_text = needs_even_levels = True
 
     def prepare(
         self,

@@ -4,7 +4,7 @@ from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diffquant.numerics import pack, packed_words, unpack
+from diffquant.numbers.packing import pack, packed_words, unpack
 
 
 def random_codes(bits, *shape, seed=0):

@@ -5,53 +5,53 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from diffquant.errors import NonFiniteError, UsageError
-from diffquant.numerics import absmax_scale, check_finite, dequantize, max_code, quantize, sharing_view
+from diffquant.numbers.absmax import check_finite, max_code
+from diffquant.numbers.formats import format_named
+from diffquant.numbers.sharing import Sharing
 from tests.support.fake_quantizer import fake_quantize
 
-BITS = st.integers(2, 8)
+INTEGERS = st.integers(2, 8).map(lambda bits: format_named(str(bits)))
 MATRICES = hnp.arrays("float32", (4, 24), elements=st.floats(-(2.0**99), 2.0**99, width=32)).map(torch.from_numpy)
-GRANULARITIES = st.sampled_from(
-    [("tensor", None), ("head", None), ("row", None), ("group", 8), ("column", None), ("column", 2)]
-)
+SHARINGS = st.sampled_from(["tensor", "head", "row", "g8", "column", "c2"]).map(Sharing.parse)
 
 
-@given(MATRICES, BITS, GRANULARITIES)
-def test_error_is_at_most_half_a_step(x, bits, shared):
-    view, dim = sharing_view(x, *shared)
-    scale = absmax_scale(view, bits, dim)
-    back = dequantize(quantize(view, scale, bits), scale)
+@given(MATRICES, INTEGERS, SHARINGS)
+def test_error_is_at_most_half_a_step(x, integers, shared):
+    view, dim = shared.view(x)
+    scale = integers.scale(view, dim)
+    back = integers.decode(integers.codes(view, scale), scale)
     assert ((back.double() - view.double()).abs() <= scale.double() / 2 * (1 + 1e-5) + 1e-44).all()
 
 
-@given(MATRICES, BITS, GRANULARITIES)
-def test_codes_stay_within_range_and_the_largest_entry_gets_the_largest_code(x, bits, shared):
-    view, dim = sharing_view(x, *shared)
-    scale = absmax_scale(view, bits, dim)
-    codes = quantize(view, scale, bits)
-    assert codes.abs().max() <= max_code(bits)
+@given(MATRICES, INTEGERS, SHARINGS)
+def test_codes_stay_within_range_and_the_largest_entry_gets_the_largest_code(x, integers, shared):
+    view, dim = shared.view(x)
+    scale = integers.scale(view, dim)
+    codes = integers.codes(view, scale)
+    assert codes.abs().max() <= integers.largest
     reached = codes.abs().amax(dim, keepdim=True)
-    assert ((reached == max_code(bits)) | (view.abs().amax(dim, keepdim=True) < 1e-36)).all()
+    assert ((reached == integers.largest) | (view.abs().amax(dim, keepdim=True) < 1e-36)).all()
 
 
-@given(MATRICES, BITS)
-def test_quantizing_again_gives_the_same_codes(x, bits):
-    scale = absmax_scale(x, bits, -1)
-    codes = quantize(x, scale, bits)
-    back = dequantize(codes, scale)
-    assert torch.equal(quantize(back, absmax_scale(back, bits, -1), bits), codes)
+@given(MATRICES, INTEGERS)
+def test_quantizing_again_gives_the_same_codes(x, integers):
+    scale = integers.scale(x, -1)
+    codes = integers.codes(x, scale)
+    back = integers.decode(codes, scale)
+    assert torch.equal(integers.codes(back, integers.scale(back, -1)), codes)
 
 
-@given(MATRICES, BITS)
-def test_codes_are_monotone_in_the_values(x, bits):
+@given(MATRICES, INTEGERS)
+def test_codes_are_monotone_in_the_values(x, integers):
     row = x.flatten().sort().values
-    codes = quantize(row, absmax_scale(row, bits, -1), bits)
+    codes = integers.codes(row, integers.scale(row, -1))
     assert (codes.int().diff() >= 0).all()
 
 
-@given(MATRICES, BITS)
-def test_negating_the_values_negates_the_codes(x, bits):
-    scale = absmax_scale(x, bits, -1)
-    assert torch.equal(quantize(-x, absmax_scale(-x, bits, -1), bits), -quantize(x, scale, bits))
+@given(MATRICES, INTEGERS)
+def test_negating_the_values_negates_the_codes(x, integers):
+    scale = integers.scale(x, -1)
+    assert torch.equal(integers.codes(-x, integers.scale(-x, -1)), -integers.codes(x, scale))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
@@ -75,16 +75,17 @@ def test_the_largest_finite_value_survives(dtype):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_types_are_computed_in_float32(dtype):
     x = torch.randn(64, 96, generator=torch.Generator().manual_seed(0)).to(dtype)
-    scale = absmax_scale(x, 6, -1)
+    integers = format_named("6")
+    scale = integers.scale(x, -1)
     assert scale.dtype == torch.float32
-    assert torch.equal(scale, absmax_scale(x.float(), 6, -1))
+    assert torch.equal(scale, integers.scale(x.float(), -1))
     stored = scale.to(dtype)
-    assert torch.equal(quantize(x, stored, 6), quantize(x.float(), stored.float(), 6))
+    assert torch.equal(integers.codes(x, stored), integers.codes(x.float(), stored.float()))
 
 
 def test_halfway_values_round_to_even():
     x = torch.tensor([[7.0, 0.5, 1.5, 2.5, -0.5, -1.5]])
-    assert quantize(x, torch.ones(1, 1), 4).tolist() == [[7, 0, 2, 2, 0, -2]]
+    assert format_named("4").codes(x, torch.ones(1, 1)).tolist() == [[7, 0, 2, 2, 0, -2]]
 
 
 @pytest.mark.parametrize("columns", [1, 7, 31])
@@ -106,8 +107,13 @@ def test_values_that_sum_to_infinity_are_not_refused():
 
 
 def test_an_unknown_granularity_is_refused():
-    with pytest.raises(UsageError, match="'rows' does not name"):
-        sharing_view(torch.ones(2, 8), "rows")
+    with pytest.raises(UsageError, match="unknown granularity 'rows'; did you mean 'row'"):
+        Sharing.parse("rows")
+
+
+def test_what_shares_scales_of_logits_alone_is_no_part_of_one_tensor():
+    with pytest.raises(UsageError, match="'pair' does not name"):
+        Sharing.parse("pair").view(torch.ones(2, 8))
 
 
 def test_a_group_that_does_not_divide_is_refused():

@@ -1,0 +1,69 @@
+"""Symmetric absmax quantization: the largest magnitude becomes the largest code, zero stays zero."""
+
+import torch
+from torch import Tensor
+
+from diffquant.errors import NonFiniteError, UsageError
+
+Axes = int | tuple[int, ...]
+
+
+def max_code(bits: int) -> int:
+    """Largest code of a symmetric `bits`-bit integer; the smallest is its negative."""
+    if not 2 <= bits <= 8:
+        raise UsageError(f"bits must be 2 to 8, got {bits}; 16 means not quantized and has no codes")
+    return (1 << (bits - 1)) - 1
+
+
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """Dtype to compute in: float32 for half types, the tensor's own otherwise."""
+    return torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype
+
+
+def absmax_scale(x: Tensor, top: float, dim: Axes, dtype: torch.dtype | None = None) -> Tensor:
+    """Scale that maps the largest magnitude along `dim` to the largest level.
+
+    Args:
+        x: [...] finite floats.
+        top: largest level of the format; for b bits 2^(b-1) - 1.
+        dim: axes that share one scale; kept with size 1.
+        dtype: dtype that the scale will be stored in; float32 (float64 for float64) by default.
+
+    Returns:
+        `x`'s shape with `dim` reduced to 1. Where all of x is zero, or so small that the scale would
+        be, it is 1.
+
+    Source: dynamic absmax quantization, arXiv 2410.05258, section 3.7.
+    """
+    largest = x.abs().amax(dim, keepdim=True).to(compute_dtype(x))
+    return storable_scale(largest / top, top, dtype or largest.dtype)
+
+
+def storable_scale(scale: Tensor, top: float, dtype: torch.dtype) -> Tensor:
+    """A scale rounded to `dtype`: 1 where it is zero, and no larger than what the largest level can multiply."""
+    numbers = torch.finfo(dtype)
+    rounded = scale.to(dtype)
+    # Rounding down makes the largest code clip: by a fraction of a step, but by many where few digits are left.
+    clips = (rounded < scale) & (rounded < numbers.smallest_normal)
+    rounded = torch.where(clips, rounded + numbers.smallest_normal * numbers.eps, rounded)
+    # The quotient is rounded first: its product with the largest level may lie just beyond the largest number.
+    limit = numbers.max / top * (1 - numbers.eps)
+    return torch.where(rounded == 0, 1.0, rounded.clamp(max=limit))
+
+
+def dequantize(codes: Tensor, scale: Tensor) -> Tensor:
+    """codes * scale, in the scale's dtype: what a reader of the checkpoint computes."""
+    return codes.to(scale.dtype) * scale
+
+
+def check_finite(x: Tensor, name: str) -> None:
+    """Raise NonFiniteError, naming the tensor and its first offending index, unless all of x is finite."""
+    if torch.isfinite(x.sum(dtype=torch.float64)):
+        return
+    offenders = (~torch.isfinite(x)).nonzero()
+    if len(offenders):
+        at = offenders[0].tolist()
+        raise NonFiniteError(
+            f"{name} {list(x.shape)} holds {len(offenders)} NaN or infinite values, the first ({x[tuple(at)].item()}) "
+            f"at {at}; repair the checkpoint, absmax scales are not defined for it"
+        )

@@ -1,0 +1,223 @@
+"""The noun `NumberFormat`: which numbers a scale multiplies, and how their codes become bytes.
+
+Files of formats import torch inside of methods, since the command line reads schemes without it.
+"""
+
+from abc import ABC
+from collections.abc import Mapping
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from diffquant.errors import UsageError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from diffquant.numbers.absmax import Axes
+
+
+class NumberFormat(ABC):
+    """A number format: a value is read back as a level times a scale.
+
+    A level's code is its place in `levels`, counted from zero's; where levels are whole numbers without a gap, codes
+    are the levels themselves. What a format does not override follows from its name and levels.
+
+    Attributes:
+        name: name that schemes give it: "4" in "4:g32".
+        levels: numbers that codes stand for, ascending, 0 among them; at most 256.
+        quantizes: whether it rounds anything; only 16 bits do not.
+    """
+
+    name: str
+    levels: tuple[float, ...]
+    quantizes: ClassVar[bool] = True
+
+    @cached_property
+    def largest(self) -> float:
+        """Level that absmax maps the largest magnitude to."""
+        return self.levels[-1]
+
+    @cached_property
+    def lowest(self) -> float:
+        """Lowest level, which scales that need not be symmetric may use."""
+        return self.levels[0]
+
+    @cached_property
+    def reach(self) -> float:
+        """Largest magnitude, in scales, that is not clipped: half a step beyond the last level."""
+        return self.largest + (self.largest - self.levels[-2]) / 2
+
+    @cached_property
+    def steps(self) -> int:
+        """Number of steps from the lowest to the last level: codes of one side where all levels serve that."""
+        return len(self.levels) - 1
+
+    @cached_property
+    def is_even(self) -> bool:
+        """Whether codes are the levels themselves, so that codes can be computed with."""
+        return self.levels == tuple(range(int(self.lowest), int(self.largest) + 1))
+
+    @cached_property
+    def code_width(self) -> int:
+        """Bits that tell all codes apart."""
+        return self.steps.bit_length()
+
+    @property
+    def integer_refusal(self) -> str | None:
+        """Why a reader of integers, such as a kernel, cannot have this format, in one sentence; None where it can."""
+        return f"{self.name} is no integer of 2 to 8 bits, which is all that is read here; use one, such as 4"
+
+    @property
+    def bits(self) -> int:
+        """Width of an integer's codes, or 16.
+
+        Raises:
+            UsageError: the format is no integer; whoever asks for bits knows no other.
+        """
+        raise UsageError(self.integer_refusal or "")
+
+    # What a scale is.
+
+    def scale_dtype(self, dtype: "torch.dtype") -> "torch.dtype":
+        """Dtype in which scales are stored of a weight that would itself be stored in `dtype`: 16 bits in any case.
+
+        A half type is its own. For wider types it is bfloat16, which has float32's range, so that no scale is lost, and
+        whose numbers float16 and float32 hold exactly: readers turn scales into the dtype in which they run.
+        """
+        import torch
+
+        return dtype if dtype in (torch.float16, torch.bfloat16) else torch.bfloat16
+
+    def reads_scale(self, dtype: "torch.dtype") -> bool:
+        """Whether a checkpoint's scales may be of a dtype."""
+        return dtype.is_floating_point and dtype.itemsize > 1
+
+    def scale(self, x: "Tensor", dim: "Axes", dtype: "torch.dtype | None" = None) -> "Tensor":
+        """Scale that maps the largest magnitude along `dim` to the largest level, as `absmax_scale` says."""
+        from diffquant.numbers.absmax import absmax_scale
+
+        return absmax_scale(x, self.largest, dim, dtype)
+
+    # Values and codes.
+
+    def codes(self, x: "Tensor", scale: "Tensor") -> "Tensor":
+        """Codes of the levels nearest to x / scale; of two as near, the one whose code is even.
+
+        Args:
+            x: [...] finite floats.
+            scale: positive, broadcastable to x.
+
+        Returns:
+            int8, x's shape.
+        """
+        import torch
+
+        from diffquant.numbers.absmax import compute_dtype
+
+        ratio = (x.to(compute_dtype(x)) / scale).contiguous()
+        levels = torch.tensor(self.levels, dtype=ratio.dtype, device=ratio.device)
+        middles = (levels[1:] + levels[:-1]) / 2
+        zero = self.levels.index(0)
+        below, above = (torch.bucketize(ratio, middles, right=up, out_int32=True) - zero for up in (False, True))
+        return torch.where(below % 2 == 0, below, above).to(torch.int8)
+
+    def values(self, codes: "Tensor", dtype: "torch.dtype") -> "Tensor":
+        """Levels of codes, in a dtype."""
+        import torch
+
+        levels = torch.tensor(self.levels, dtype=dtype, device=codes.device)
+        return levels[codes.long() + self.levels.index(0)]
+
+    def rounded_(self, ratio: "Tensor") -> "Tensor":
+        """Nearest levels of values over their scale, in place."""
+        return ratio.copy_(self.values(self.codes(ratio, ratio.new_ones(())), ratio.dtype))
+
+    def decode(self, codes: "Tensor", scale: "Tensor") -> "Tensor":
+        """Levels times their scale, in the scale's dtype: what a reader of the checkpoint computes."""
+        return self.values(codes, scale.dtype) * scale
+
+    # Codes and bytes.
+
+    @property
+    def stored_dtype(self) -> "torch.dtype":
+        """Dtype of the tensor that packed codes are stored in."""
+        import torch
+
+        return torch.int32
+
+    def stored_width(self, length: int) -> int:
+        """Number of entries of `stored_dtype` that `length` codes take."""
+        from diffquant.numbers.packing import packed_words
+
+        return packed_words(length, self.code_width)
+
+    def pack(self, codes: "Tensor") -> "Tensor":
+        """Codes int8 [..., n] as they are stored, [..., stored_width(n)]."""
+        from diffquant.numbers.packing import pack
+
+        return pack(codes, self.code_width)
+
+    def unpack(self, stored: "Tensor", length: int) -> "Tensor":
+        """Codes int8 [..., length] of what `pack` gave."""
+        from diffquant.numbers.packing import unpack
+
+        return unpack(stored, self.code_width, length)
+
+    # How a checkpoint's config.json says it.
+
+    @property
+    def layout(self) -> str:
+        """Name of the layout of packed weights: a format of compressed-tensors, or one that no other reader knows."""
+        return f"diffquant-{self.name}"
+
+    @property
+    def is_standard(self) -> bool:
+        """Whether readers of compressed-tensors open the layout."""
+        return not self.layout.startswith("diffquant-")
+
+    @property
+    def description(self) -> Mapping[str, Any]:
+        """What `weights` of a config group says of the format; readers that do not know its type refuse the folder."""
+        return {"type": self.name}
+
+    def account(self) -> Mapping[str, Any]:
+        """What diffquant.json says of the format of a packed tensor."""
+        return {"format": self.name}
+
+    def __repr__(self) -> str:
+        return f"format_named({self.name!r})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """There is one object a format, in each process that a scheme travels to."""
+        return format_named, (self.name,)
+
+
+FORMATS: dict[str, NumberFormat] = {}
+
+
+def register(number_format: NumberFormat) -> None:
+    """Let schemes name a format.
+
+    Raises:
+        UsageError: another one has its name, or its name or levels cannot be.
+    """
+    name, levels = number_format.name, number_format.levels
+    if name in FORMATS:
+        raise UsageError(f"there is a format {name!r} already; give the new one another name")
+    if (not name.isidentifier() and not name.isdecimal()) or name != name.lower():
+        raise UsageError(f"format {name!r}: a name is of small letters, digits and underscores, as schemes spell it")
+    if number_format.quantizes and (list(levels) != sorted(set(levels)) or 0 not in levels or len(levels) > 256):
+        raise UsageError(f"format {name}: its levels must ascend, hold 0 and be 256 at most")
+    FORMATS[name] = number_format
+
+
+def format_named(name: str) -> NumberFormat:
+    """The format that has a name.
+
+    Raises:
+        UsageError: there is none; all are named.
+    """
+    if name not in FORMATS:
+        raise UsageError(f"unknown number format {name!r}; known are {', '.join(FORMATS)}")
+    return FORMATS[name]

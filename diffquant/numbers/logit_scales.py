@@ -1,0 +1,23 @@
+"""Scales of simulated low-bit logits."""
+
+import torch
+from torch import Tensor
+
+from diffquant.numbers.formats import NumberFormat
+
+# exp(-12) is 6e-6: what lies further below the row maximum weighs nothing, and a finer scale above pays.
+SHIFT_RANGE = 12.0
+
+
+def logit_scale(magnitude: Tensor, number_format: NumberFormat, shift: bool) -> Tensor:
+    """Scale that maps a largest magnitude to the largest level; 1 where it is 0.
+
+    Args:
+        magnitude: largest |logit| of the entries that share a scale, any shape.
+        number_format: format of the logits' codes.
+        shift: whether all logits are at most 0, since their row's maximum was subtracted: every code then stands for
+            one.
+    """
+    largest = number_format.steps if shift else number_format.largest
+    scale = (magnitude.clamp(max=SHIFT_RANGE) if shift else magnitude) / largest
+    return torch.where(scale == 0, 1.0, scale)
