@@ -1,5 +1,6 @@
 """Running a sweep: every missing cell is measured, and written as soon as it is."""
 
+import logging
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from diffquant.support.files import write_atomically
 from diffquant.support.plain_data import JsonObject, plain_digest
 from diffquant.support.progress import Progress, silent
 from diffquant.support.versions import versions_of_run
-from diffquant.sweep.addresses import cell_key
+from diffquant.sweep.addresses import cell_key, why_again
 from diffquant.sweep.cell import Cell
 from diffquant.sweep.claims import Claims, latest_claims
 from diffquant.sweep.engines import Engine
@@ -24,6 +25,8 @@ from diffquant.sweep.result import MeasuredCell, SweepResult
 from diffquant.sweep.session import weights_of
 from diffquant.sweep.work import Batch, Job, Missing, Work
 from diffquant.sweep.worker import Worker
+
+_logger = logging.getLogger(__name__)
 
 
 def run_sweep(
@@ -162,6 +165,8 @@ def _open_sweep(models: Sequence[Path], options: SweepOptions, output: Path, run
     ]
     folder.mkdir(parents=True, exist_ok=True)
     pending = [job for job in jobs if job.cell.read() is None]
+    if pending and (why := why_again(folder, [job.cell.key for job in pending])):
+        _logger.warning("%s; they are measured again", why)
     return _OpenSweep(plan, options, output, identities, jobs, Work.of(folder, _batches(pending, plan)))
 
 

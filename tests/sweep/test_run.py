@@ -18,7 +18,9 @@ from diffquant.source.tokenizer import load_tokenizer
 from diffquant.support.code import code_digest, commit
 from diffquant.support.plain_data import plain_digest
 from diffquant.sweep import SweepOptions, run_sweep, session
+from diffquant.sweep.cell import Cell
 from diffquant.sweep.evaluate import evaluate
+from diffquant.sweep.measurement import Measurement
 from diffquant.sweep.table import rows
 from diffquant.text.corpus import load_text
 from tests.support import tiny_lm
@@ -219,6 +221,36 @@ def test_a_change_of_the_code_that_computes_a_cell_measures_it_again(model, copy
     assert len(codes) == 2
     assert {cell["result"].get("commit") for cell in written["cells"]} == {written["settings"]["commit"]} == {commit()}
     assert result.cells[0].code != "0123456789abcdef"
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"code": "0123456789abcdef"}, "other code"),
+        ({"versions": {"torch": "1.0"}}, f"torch 1.0, which is {torch.__version__} now"),
+    ],
+)
+def test_a_sweep_says_in_one_line_why_cells_of_a_folder_are_measured_again(
+    model, copy_of, caplog, monkeypatch, change, reason
+):
+    for file in (copy_of / "cells").iterdir():
+        entry = json.loads(file.read_text())
+        if entry["key"]["task"]["name"] == "perplexity":
+            key = entry["key"] | change | {"versions": entry["key"]["versions"] | change.get("versions", {})}
+            Cell(copy_of / "cells", key).write(Measurement.from_dict(entry["result"]))
+            file.unlink()
+    monkeypatch.setattr(session.CheckpointSession, "measure", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        run_sweep([model], OPTIONS, copy_of)
+    assert caplog.messages == [
+        f"{CELLS // 2} of the {CELLS // 2} missing cells were measured into {copy_of}/cells before, by {reason}; "
+        "they are measured again"
+    ]
+
+
+def test_cells_that_were_never_measured_need_no_reason(model, copy_of, caplog):
+    run_sweep([model], replace(OPTIONS, **PERPLEXITY, bits=(8,), targets=("logits",)), copy_of)
+    assert not caplog.messages
 
 
 def test_a_rounding_s_cells_depend_on_its_own_code_alone(model, tmp_path):
