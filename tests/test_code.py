@@ -13,7 +13,7 @@ from diffquant.support.code import CHANGED, code_digest, commit
 from diffquant.support.syntax import Syntax, SyntaxCache, native_digest
 
 ROOT = Path(__file__).parents[1]
-ROOTS = ("diffquant.sweep.session", "diffquant.evals.tasks.perplexity")
+ROOTS = ("diffquant.sweep.subject", "diffquant.evals.tasks.perplexity")
 PICKED = ("diffquant.evals.tasks", "diffquant.quantization.roundings")
 
 DIGEST = f"""

@@ -20,7 +20,7 @@ from diffquant.source.source import open_source
 from diffquant.support.devices import resolve_dtype
 from diffquant.support.files import write_json
 from diffquant.support.progress import Progress, silent
-from diffquant.sweep.session import CheckpointSubject, Setup
+from diffquant.sweep.subject import CheckpointSubject, Setup
 
 FULL = "16 bits"
 KINDS = {

@@ -15,7 +15,7 @@ from diffquant.sweep.claims import Claimant
 from diffquant.sweep.work import Job, Work
 
 if TYPE_CHECKING:
-    from diffquant.sweep.session import Subject
+    from diffquant.sweep.subject import Subject
 
 # Changes with what a result holds, so that cells of an older form are measured again.
 RESULT_FORMAT = 1

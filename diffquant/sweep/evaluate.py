@@ -21,7 +21,7 @@ from diffquant.sweep.exported import (
     folder_state,
 )
 from diffquant.sweep.grid import SweepOptions
-from diffquant.sweep.session import CheckpointSubject, Setup, Subject
+from diffquant.sweep.subject import CheckpointSubject, Setup, Subject
 
 
 def evaluate(

@@ -20,7 +20,7 @@ from diffquant.support.plain_data import JsonObject
 from diffquant.support.progress import Progress
 from diffquant.sweep.grid import EXPORTED, Point, SweepOptions
 from diffquant.sweep.measurement import Measurement
-from diffquant.sweep.session import CheckpointSession, CheckpointSubject, Setup
+from diffquant.sweep.subject import CheckpointSession, CheckpointSubject, Setup
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

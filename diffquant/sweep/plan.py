@@ -24,7 +24,7 @@ from diffquant.sweep.exported import (
     runtimes_among,
 )
 from diffquant.sweep.grid import Point, SweepOptions, points
-from diffquant.sweep.session import CheckpointSubject, Setup, Subject
+from diffquant.sweep.subject import CheckpointSubject, Setup, Subject
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from diffquant.sweep.exported import RuntimeOf, checkpoints_alone
 from diffquant.sweep.grid import SweepOptions
 from diffquant.sweep.plan import SweepPlan, plan_sweep
 from diffquant.sweep.result import MeasuredCell, SweepResult
-from diffquant.sweep.session import weights_of
+from diffquant.sweep.subject import weights_of
 from diffquant.sweep.work import Batch, Job, Missing, Work
 from diffquant.sweep.worker import Worker
 

@@ -12,7 +12,7 @@ from diffquant.sweep.cell import Cell
 from diffquant.sweep.grid import Point
 
 if TYPE_CHECKING:
-    from diffquant.sweep.session import Subject
+    from diffquant.sweep.subject import Subject
 
 # Inode and time of a file: another pair is another file.
 _Stamp = tuple[int, int]

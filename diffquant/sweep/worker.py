@@ -11,7 +11,7 @@ from diffquant.sweep.measurement import Failure, Measurement
 from diffquant.sweep.work import Job, Missing, Work
 
 if TYPE_CHECKING:
-    from diffquant.sweep.session import Session
+    from diffquant.sweep.subject import Session
 
 _SECONDS_BETWEEN_LOOKS = 0.5
 # A cell whose worker died is tried once more.

@@ -22,7 +22,7 @@ from diffquant.sweep.engines import local
 from diffquant.sweep.engines.choice import chosen_engine
 from diffquant.sweep.engines.local import LocalEngine
 from diffquant.sweep.run import join_sweep
-from diffquant.sweep.session import CheckpointSession
+from diffquant.sweep.subject import CheckpointSession
 from diffquant.sweep.worker import Worker
 from tests.support import tiny_lm
 

@@ -17,7 +17,7 @@ from diffquant.source.source import open_source
 from diffquant.source.tokenizer import load_tokenizer
 from diffquant.support.code import code_digest, commit
 from diffquant.support.plain_data import plain_digest
-from diffquant.sweep import SweepOptions, run_sweep, session
+from diffquant.sweep import SweepOptions, run_sweep, subject
 from diffquant.sweep.cell import Cell
 from diffquant.sweep.evaluate import evaluate
 from diffquant.sweep.measurement import Measurement
@@ -64,7 +64,7 @@ def loads(monkeypatch):
         seen.append(str(recipe.weights))
         return load(path, recipe, *others, **named)
 
-    monkeypatch.setattr(session, "load", counted)
+    monkeypatch.setattr(subject, "load", counted)
     return seen
 
 
@@ -185,7 +185,7 @@ def test_a_model_whose_files_are_only_touched_is_the_same_model(tmp_path):
 
 
 def test_eval_refuses_a_backend_that_cannot_quantize_logits_before_it_loads(model, monkeypatch):
-    monkeypatch.setattr("diffquant.sweep.session.load", None)
+    monkeypatch.setattr("diffquant.sweep.subject.load", None)
     with pytest.raises(UsageError, match="'flashdiff1' keeps logits inside its kernel"):
         evaluate(model, Recipe.of(logits="4:row"), replace(OPTIONS, attention="flashdiff1"))
 
@@ -239,7 +239,7 @@ def test_a_sweep_says_in_one_line_why_cells_of_a_folder_are_measured_again(
             key = entry["key"] | change | {"versions": entry["key"]["versions"] | change.get("versions", {})}
             Cell(copy_of / "cells", key).write(Measurement.from_dict(entry["result"]))
             file.unlink()
-    monkeypatch.setattr(session.CheckpointSession, "measure", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(subject.CheckpointSession, "measure", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         run_sweep([model], OPTIONS, copy_of)
     assert caplog.messages == [
@@ -263,7 +263,7 @@ def test_a_rounding_s_cells_depend_on_its_own_code_alone(model, tmp_path):
 
 
 def test_an_interrupted_sweep_keeps_its_cells_and_goes_on(model, tmp_path, monkeypatch):
-    measure, calls = session.CheckpointSession.measure, []
+    measure, calls = subject.CheckpointSession.measure, []
 
     def interrupted(self, task, recipe, progress):
         calls.append(task.name)
@@ -271,7 +271,7 @@ def test_an_interrupted_sweep_keeps_its_cells_and_goes_on(model, tmp_path, monke
             raise KeyboardInterrupt
         return measure(self, task, recipe, progress)
 
-    monkeypatch.setattr(session.CheckpointSession, "measure", interrupted)
+    monkeypatch.setattr(subject.CheckpointSession, "measure", interrupted)
     with pytest.raises(KeyboardInterrupt, match=rf"3 of {CELLS} cells are done.*same command again"):
         run_sweep([model], OPTIONS, tmp_path)
     assert len(list((tmp_path / "cells").iterdir())) == 3
