@@ -41,7 +41,7 @@ def check_alike(work: Work) -> None:
     Raises:
         CheckpointError: it does not; everything that differs is named.
     """
-    differing = {name for batch in work.batches for name in _differences(batch.subject, batch.jobs[0])}
+    differing = {name for batch in work.batches for name in _differences(batch[0])}
     if differing:
         raise CheckpointError(
             f"{Claimant.here().host} would measure other cells than were planned, since {', '.join(sorted(differing))} "
@@ -49,9 +49,9 @@ def check_alike(work: Work) -> None:
         )
 
 
-def _differences(subject: "Subject", job: Job) -> list[str]:
+def _differences(job: Job) -> list[str]:
     planned = job.cell.key
-    own = cell_key(subject, job.point.recipe, job.task, planned["task"])
+    own = cell_key(job.subject, job.point.recipe, job.task, planned["task"])
     return [name for name in own | planned if own.get(name) != planned.get(name)]
 
 

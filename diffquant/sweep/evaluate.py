@@ -60,8 +60,7 @@ def evaluate(
         subject: Subject = ExportedSubject(path, model, runtime, None, setup, options.device, state)
     else:
         subject = _checkpoint_subject(path, recipe, options, setup)
-    session = subject.open()
-    return {task.name: session.run(task, recipe, None, progress) for task in tasks}
+    return {task.name: subject.measure(task, recipe, None, progress).result for task in tasks}
 
 
 def results_text(results: Mapping[str, TaskResult]) -> str:

@@ -14,6 +14,8 @@ from diffquant.source.building import check_places
 from diffquant.source.ranges import check_ranges_used, read_any_ranges
 from diffquant.source.source import Source, open_source
 from diffquant.support.devices import resolve_device, resolve_dtype
+from diffquant.sweep.addresses import cell_key
+from diffquant.sweep.cell import Cell
 from diffquant.sweep.exported import (
     ExportedSubject,
     RuntimeOf,
@@ -25,6 +27,7 @@ from diffquant.sweep.exported import (
 )
 from diffquant.sweep.grid import Point, SweepOptions, points
 from diffquant.sweep.subject import CheckpointSubject, Setup, Subject
+from diffquant.sweep.work import Job
 
 
 @dataclass(frozen=True)
@@ -39,9 +42,20 @@ class SweepPlan:
 
     points: list[Point]
     tasks: list[Task]
+    options: SweepOptions
     sources: dict[Path, Source]
     subjects: dict[Path, Subject]
     setup: Setup
+
+    def jobs(self, folder: Path) -> list[Job]:
+        """Every cell, whose place is in this folder."""
+        identities = {task.name: task.identity() for task in self.tasks}
+        return [
+            Job(subject, point, task, Cell(folder, cell_key(subject, point.recipe, task, identities[task.name])))
+            for point in self.points
+            for subject in [self.subjects[point.model]]
+            for task in self.tasks
+        ]
 
 
 def plan_sweep(models: Sequence[Path], options: SweepOptions, runtime_of: RuntimeOf) -> SweepPlan:
@@ -89,7 +103,7 @@ def plan_sweep(models: Sequence[Path], options: SweepOptions, runtime_of: Runtim
         )
         for point in folders
     }
-    return SweepPlan(grid + folders, tasks, sources, {**checkpoints_by_path, **exports}, setup)
+    return SweepPlan(grid + folders, tasks, options, sources, {**checkpoints_by_path, **exports}, setup)
 
 
 def _scales_by_model(sources: Mapping[Path, Source], files: Sequence[Path]) -> dict[Path, Path]:

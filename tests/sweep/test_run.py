@@ -239,7 +239,7 @@ def test_a_sweep_says_in_one_line_why_cells_of_a_folder_are_measured_again(
             key = entry["key"] | change | {"versions": entry["key"]["versions"] | change.get("versions", {})}
             Cell(copy_of / "cells", key).write(Measurement.from_dict(entry["result"]))
             file.unlink()
-    monkeypatch.setattr(subject.CheckpointSession, "measure", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(subject.CheckpointSubject, "measure", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         run_sweep([model], OPTIONS, copy_of)
     assert caplog.messages == [
@@ -263,15 +263,15 @@ def test_a_rounding_s_cells_depend_on_its_own_code_alone(model, tmp_path):
 
 
 def test_an_interrupted_sweep_keeps_its_cells_and_goes_on(model, tmp_path, monkeypatch):
-    measure, calls = subject.CheckpointSession.measure, []
+    measure, calls = subject.CheckpointSubject.measure, []
 
-    def interrupted(self, task, recipe, progress):
+    def interrupted(self, task, *others):
         calls.append(task.name)
         if len(calls) == 4:
             raise KeyboardInterrupt
-        return measure(self, task, recipe, progress)
+        return measure(self, task, *others)
 
-    monkeypatch.setattr(subject.CheckpointSession, "measure", interrupted)
+    monkeypatch.setattr(subject.CheckpointSubject, "measure", interrupted)
     with pytest.raises(KeyboardInterrupt, match=rf"3 of {CELLS} cells are done.*same command again"):
         run_sweep([model], OPTIONS, tmp_path)
     assert len(list((tmp_path / "cells").iterdir())) == 3

@@ -2,13 +2,22 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 from diffquant.errors import UsageError
 from diffquant.support.devices import check_device
+from diffquant.support.progress import Progress
 from diffquant.sweep.engines import Engine
-from diffquant.sweep.engines.local import LocalEngine
-from diffquant.sweep.engines.ray_cluster import RayEngine
+from diffquant.sweep.engines.local import run_processes
+from diffquant.sweep.engines.ray_cluster import require_ray, run_on_ray
 from diffquant.sweep.grid import SweepOptions
+from diffquant.sweep.work import Work
+from diffquant.sweep.worker import Worker
+
+
+def run_here(work: Work, progress: Progress) -> None:
+    """The engine that is one worker in this process."""
+    Worker(work).run(progress)
 
 
 def chosen_engine(
@@ -30,14 +39,18 @@ def chosen_engine(
         UsageError: options that exclude each other, or a device that is not there.
         MissingDependencyError: Ray is not installed.
     """
+    if workers is not None and workers < 1:
+        raise UsageError(f"the number of workers must be 1 or more, got {workers}")
     if options.device_map is not None and (workers not in (None, 1) or devices or ray):
         raise UsageError("--device-map spreads each model over all devices: leave out --workers, --devices and --ray")
     if ray is not None:
         if devices:
             raise UsageError("--devices are this machine's; Ray gives each of its workers a GPU: leave one of them out")
-        return options, RayEngine(ray, workers)
+        require_ray()
+        return options, partial(run_on_ray, address=ray, workers=workers)
     if not devices:
-        return options, LocalEngine(1 if workers is None else workers, say=say)
+        count = workers or 1
+        return options, run_here if count == 1 else partial(run_processes, workers=count, say=say)
     if options.device != "auto":
         raise UsageError("--devices takes the place of --device; give one or the other")
     for device in devices:
@@ -47,4 +60,5 @@ def chosen_engine(
         raise UsageError(
             f"--devices {','.join(devices)} are not of one kind, and results of another kind are other cells"
         )
-    return replace(options, device=kinds.pop()), LocalEngine(len(devices) if workers is None else workers, devices, say)
+    processes = partial(run_processes, workers=workers or len(devices), devices=devices, say=say)
+    return replace(options, device=kinds.pop()), processes
