@@ -53,9 +53,9 @@ def cell_speeds(
         for turn in range(repeats):
             for place, (kind, recipe) in enumerate(KINDS.items()):
                 progress(number + (turn + place / len(KINDS)) / repeats, len(dtypes), f"sweep: {dtype}, {kind}")
-                reference, model = subject.reference(task, recipe, silent), TorchModel(subject.model(recipe))
+                reference, running = subject.reference(task, recipe, silent), TorchModel(subject.model(recipe))
                 started = time.perf_counter()
-                task.run(model, source.tokenizer, reference, silent)
+                task.run(running, source.tokenizer, reference, silent)
                 speeds[kind].append(items / (time.perf_counter() - started))
         workload = f"{source.checkpoint.name}, {items} HellaSwag items, {dtype}, {torch.get_num_threads()} threads"
         cells += [

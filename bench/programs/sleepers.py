@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Self
 
-from diffquant.evals.columns import ItemColumns
+from diffquant.evals.columns import ITEMS
 from diffquant.evals.task import Task
 from diffquant.evals.task_result import TaskResult
 from diffquant.recipe import Recipe
@@ -33,7 +33,7 @@ class Sleep(Task):
 
     kind: ClassVar = "sleep"
     usage: ClassVar = "sleep"
-    columns: ClassVar = ItemColumns()
+    columns: ClassVar = ITEMS
 
     name: str = "sleep"
     seconds: float

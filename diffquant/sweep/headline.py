@@ -16,8 +16,8 @@ class _Change(NamedTuple):
     def named(self, task: str) -> str:
         """The row with all that is known of its change."""
         compared = self.row.results[task]
-        known = [(change, change.of(compared)) for change in kind_of(task).columns.changes]
-        texts = [change.text(drawn) for change, drawn in known if drawn is not None]
+        known = [(change.text, change.of(compared)) for change in kind_of(task).columns.changes]
+        texts = [text(drawn) for text, drawn in known if text and drawn]
         return ", ".join([f"{self.row.model} at {self.row.point.label}", *texts])
 
 

@@ -5,13 +5,13 @@ A panel is what is quantized at one granularity, a line in it is a model.
 Source: the presentation follows figure 8 of arXiv 2410.05258.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from diffquant.errors import UsageError
-from diffquant.evals.columns import Change, Compared, Drawn
+from diffquant.evals.columns import Drawn, Metric
 from diffquant.evals.tasks import kind_of
 from diffquant.report.plots import REFERENCE, Tips, as_svg, literal, look, new_figure, plain_log_scale, tidy
 from diffquant.sweep.grid import EXPORTED, RECIPE, Point
@@ -97,8 +97,8 @@ def bands(sweep: SweepResult) -> list[Band]:
         band
         for task in tasks_of(sweep)
         for band in (
-            *(_change_band(sweep, task, change) for change in kind_of(task).columns.changes),
-            _score_band(sweep, task),
+            *(_band(sweep, task, change, is_change=True) for change in kind_of(task).columns.changes),
+            *(_band(sweep, task, score, is_change=False) for score in [kind_of(task).columns.score] if score),
         )
     ]
     return [band for band in found if band.lines]
@@ -139,24 +139,17 @@ def bars_text(drawn: Sequence[Band]) -> str:
     return "bars: 95 % intervals, of differences paired over the same items; dashed: 16 bits"
 
 
-def _change_band(sweep: SweepResult, task: str, change: Change) -> Band:
-    return Band(task, change.label, True, change.is_log, _lines(sweep, task, change.of, is_change=True))
+def _band(sweep: SweepResult, task: str, metric: Metric, is_change: bool) -> Band:
+    return Band(task, metric.label, is_change, metric.is_log, _lines(sweep, task, metric, is_change))
 
 
-def _score_band(sweep: SweepResult, task: str) -> Band:
-    columns = kind_of(task).columns
-    return Band(task, columns.score_label, False, False, _lines(sweep, task, columns.score, is_change=False))
-
-
-def _lines(
-    sweep: SweepResult, task: str, drawn_by: Callable[[Compared], Drawn | None], is_change: bool
-) -> dict[str, list[BitsLine]]:
+def _lines(sweep: SweepResult, task: str, metric: Metric, is_change: bool) -> dict[str, list[BitsLine]]:
     """The lines of a task by their panel's title; a change has nothing at 16 bits."""
     full: dict[str, Drawn | None] = {}
     drawn: dict[tuple[str, str], list[tuple[int, Drawn]]] = {}
     for row in rows(sweep):
-        compared: Compared = row.results[task]
-        value = drawn_by(compared) if compared.result else None
+        compared = row.results[task]
+        value = metric.of(compared) if compared.result else None
         if row.point.is_baseline:
             full[row.model] = value
         elif value is not None and row.point.target not in (EXPORTED, RECIPE):

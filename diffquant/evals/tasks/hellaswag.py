@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Self
 
-from diffquant.evals.margin_columns import MarginColumns
+from diffquant.evals.margin_columns import MARGINS
 from diffquant.evals.stats import estimate, mean_interval
 from diffquant.evals.task import LIMIT, Task, TaskOption, at_least_one
 from diffquant.evals.task_result import TaskResult
@@ -34,7 +34,7 @@ class HellaSwag(Task):
     kind: ClassVar = "hellaswag"
     usage: ClassVar = "hellaswag"
     options: ClassVar = (LIMIT, _ITEMS)
-    columns: ClassVar = MarginColumns(named_alone=False)
+    columns: ClassVar = MARGINS
     compares_with_16_bits: ClassVar = True
 
     items: "tuple[HellaSwagItem, ...]"
