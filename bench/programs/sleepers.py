@@ -76,7 +76,7 @@ class Sleeper:
     def apart(self, device: str | None) -> Self:
         return self
 
-    def reference(self, task: Task, recipe: Recipe, progress: Progress) -> None:
+    def reference(self, task: Task, recipe: Recipe | None, progress: Progress) -> None:
         return None
 
     def measure(self, task: Task, recipe: Recipe | None, reference: object, progress: Progress) -> Measurement:

@@ -113,9 +113,8 @@ class ExportedSubject:
         setup = replace(self.setup, device=device or self.setup.device)
         return replace(self, compared_with=compared, setup=setup, device=device or self.device)
 
-    def reference(self, task: Task, recipe: Recipe, progress: Progress) -> States | None:  # noqa: ARG002
-        # The recipe of its 16 bits is empty, as its own is.
-        return self.compared_with.reference_at_16_bits(task, progress) if self.compared_with else None
+    def reference(self, task: Task, recipe: Recipe | None, progress: Progress) -> States | None:  # noqa: ARG002
+        return self.compared_with.reference(task, None, progress) if self.compared_with else None
 
     def measure(self, task: Task, recipe: Recipe | None, reference: States | None, progress: Progress) -> Measurement:  # noqa: ARG002
         model, tokenizer = self._opened

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from diffquant.errors import UsageError
 from diffquant.evals.columns import Drawn, Metric
 from diffquant.evals.tasks import kind_of
+from diffquant.report.page import Drawing
 from diffquant.report.plots import REFERENCE, Tips, as_svg, literal, look, new_figure, plain_log_scale, tidy
 from diffquant.sweep.grid import EXPORTED, RECIPE, Point
 from diffquant.sweep.result import SweepResult
@@ -78,19 +79,6 @@ class Band:
         return list(dict.fromkeys(line.model for lines in self.lines.values() for line in lines))
 
 
-@dataclass(frozen=True)
-class Chart:
-    """One panel as a page shows it.
-
-    Attributes:
-        title: what is quantized.
-        svg: drawing as one <svg> element.
-    """
-
-    title: str
-    svg: str
-
-
 def bands(sweep: SweepResult) -> list[Band]:
     """What there is to draw, in the table's order of tasks; what failed is left out."""
     found = [
@@ -116,7 +104,7 @@ def plot(sweep: SweepResult, path: Path) -> None:
     _figure(drawn).savefig(path, dpi=160)
 
 
-def charts(band: Band, models: Sequence[str]) -> list[Chart]:
+def charts(band: Band, models: Sequence[str]) -> list[Drawing]:
     """Each panel of a band by itself, with texts that tell its values.
 
     Args:
@@ -128,7 +116,7 @@ def charts(band: Band, models: Sequence[str]) -> list[Chart]:
         axis = figure.subplots()
         _draw(axis, lines, models, band, tips)
         axis.set_ylabel(band.label)
-        found.append(Chart(title, as_svg(figure, f"{band.task}, {title}: {band.label}", tips)))
+        found.append(Drawing(as_svg(figure, f"{band.task}, {title}: {band.label}", tips), title))
     return found
 
 

@@ -47,8 +47,8 @@ class Subject(Protocol):
     def apart(self, device: str | None) -> Self:
         """The same model, held apart; on another device of its kind if one is named, where results are the same."""
 
-    def reference(self, task: Task, recipe: Recipe, progress: Progress) -> States | None:
-        """What a task compares a recipe with: the states of 16 bits; None where it does not, or that is the recipe."""
+    def reference(self, task: Task, recipe: Recipe | None, progress: Progress) -> States | None:
+        """What a task compares a recipe with: states at 16 bits; None where it does not, or that is the recipe."""
 
     def measure(self, task: Task, recipe: Recipe | None, reference: States | None, progress: Progress) -> Measurement:
         """Run a task under a recipe, or under the model's own; the result with its time and what is stored.
@@ -133,12 +133,8 @@ class CheckpointSubject:
     def apart(self, device: str | None) -> "CheckpointSubject":
         return replace(self, setup=replace(self.setup, device=device or self.device))
 
-    def reference(self, task: Task, recipe: Recipe, progress: Progress) -> States | None:
-        return None if recipe == Recipe() else self.reference_at_16_bits(task, progress)
-
-    def reference_at_16_bits(self, task: Task, progress: Progress) -> States | None:
-        """The model's own states at 16 bits, for a task that compares with them."""
-        if not task.compares_with_16_bits:
+    def reference(self, task: Task, recipe: Recipe | None, progress: Progress) -> States | None:
+        if recipe == Recipe() or not task.compares_with_16_bits:
             return None
         if task.name not in self._references:
             model = TorchModel(self.model(Recipe()))

@@ -6,18 +6,10 @@ from functools import partial
 
 from diffquant.errors import UsageError
 from diffquant.support.devices import check_device
-from diffquant.support.progress import Progress
 from diffquant.sweep.engines import Engine
 from diffquant.sweep.engines.local import run_processes
 from diffquant.sweep.engines.ray_cluster import require_ray, run_on_ray
 from diffquant.sweep.grid import SweepOptions
-from diffquant.sweep.work import Work
-from diffquant.sweep.worker import Worker
-
-
-def run_here(work: Work, progress: Progress) -> None:
-    """The engine that is one worker in this process."""
-    Worker(work).run(progress)
 
 
 def chosen_engine(
@@ -26,8 +18,8 @@ def chosen_engine(
     devices: Sequence[str],
     ray: str | None,
     say: Callable[[str], None],
-) -> tuple[SweepOptions, Engine]:
-    """The engine, and the options with the device that it computes on.
+) -> tuple[SweepOptions, Engine | None]:
+    """The engine, or None for this process, and the options with the device that it computes on.
 
     Args:
         workers: number of processes; None for one per device, or one.
@@ -49,8 +41,7 @@ def chosen_engine(
         require_ray()
         return options, partial(run_on_ray, address=ray, workers=workers)
     if not devices:
-        count = workers or 1
-        return options, run_here if count == 1 else partial(run_processes, workers=count, say=say)
+        return options, partial(run_processes, workers=workers, say=say) if workers and workers > 1 else None
     if options.device != "auto":
         raise UsageError("--devices takes the place of --device; give one or the other")
     for device in devices:
