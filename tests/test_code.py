@@ -153,7 +153,29 @@ def test_whatever_a_source_says_to_python_changes_its_digest(before, after):
 def test_every_version_of_python_gives_a_source_one_digest():
     # As 3.11, 3.12 and 3.13 have it, whose `ast.dump` gives three.
     assert Syntax.of(SAMPLE.encode()).digest == "3afdbbdfed6babe87a9b05127295b4fc"
-    assert Syntax.of(SAMPLE.encode()).imports == (("torch", ()), ("diffquant.errors", ("UsageError",)))
+
+
+def test_what_is_imported_inside_functions_or_named_as_text_counts_and_what_a_docstring_shows_does_not():
+    source = b'''
+"""An example.
+
+from diffquant.cli import main
+"""
+import diffquant.scheme
+
+CLASS = "diffquant.model.modeling:DiffTransformer"
+
+def late():
+    from diffquant.errors import (
+        CheckpointError,  # where it is read
+        UsageError as Wrong,
+    )
+'''
+    assert sorted(Syntax.of(source).imports) == [
+        ("diffquant.errors", ("CheckpointError", "UsageError")),
+        ("diffquant.model.modeling", ()),
+        ("diffquant.scheme", ()),
+    ]
 
 
 def test_processes_and_installations_agree(installed):

@@ -92,7 +92,7 @@ def _git(*arguments: str) -> str | None:
 def _modules_imported(syntax: Syntax) -> Iterator[str]:
     """Names of our modules that a source imports."""
     for package, names in syntax.imports:
-        if package.partition(".")[0] != _PACKAGE.name:
+        if package.partition(".")[0] != _PACKAGE.name or not _file_of(package):
             continue
         inner = [f"{package}.{name}" for name in names]
         modules = [name for name in inner if _file_of(name)]

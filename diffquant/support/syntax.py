@@ -20,6 +20,9 @@ _FORM = 1
 # Some hundred bytes each, of several versions of this package.
 _MOST_KEPT = 4000
 
+# "module:name", which `pkgutil.resolve_name` imports.
+_NAMED = re.compile(r"(\w+(?:\.\w+)+):\w+")
+
 # Whether a name is read or written follows from its place; u"" is "".
 _LEFT_OUT = ("ctx", "kind", "type_comment")
 
@@ -32,7 +35,8 @@ class Syntax(NamedTuple):
 
     Attributes:
         digest: 32 hex digits of its syntax tree, without docstrings.
-        imports: packages with the names that are imported from each; no names where it is imported itself.
+        imports: packages with the names that are imported from each; no names where it is imported itself, or named
+            as "module:name".
         fills_itself: whether it calls `import_all`, as packages that are registries do.
     """
 
@@ -144,3 +148,5 @@ def _imported_by(node: ast.AST) -> Iterator[tuple[str, tuple[str, ...]]]:
         yield from ((alias.name, ()) for alias in node.names)
     elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
         yield node.module, tuple(alias.name for alias in node.names)
+    elif isinstance(node, ast.Constant) and isinstance(node.value, str) and (named := _NAMED.fullmatch(node.value)):
+        yield named[1], ()
