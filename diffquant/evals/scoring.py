@@ -6,9 +6,9 @@ left-padded. Where it spans so many tokens, padding would move them too: then ba
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,14 +35,9 @@ class Score(NamedTuple):
     greedy: bool
 
 
-class Watcher(Protocol):
-    """Something that sees the states from which continuations are scored, as they pass."""
-
-    def see(self, owners: Sequence[int], states: States) -> None:
-        """Look at states, each with the index of the request whose token it predicts.
-
-        A request's states come in the order of its tokens, in one call or several.
-        """
+# A function that sees the states from which continuations are scored, each with the index of the request whose token it
+# predicts. A request's states come in the order of its tokens, in one call or several.
+Watch = Callable[[Sequence[int], States], None]
 
 
 class _Predictions(NamedTuple):
@@ -67,13 +62,13 @@ def score(
     requests: Sequence[Request],
     batch_tokens: int = BATCH_TOKENS,
     progress: Progress = silent,
-    watcher: Watcher | None = None,
+    watch: Watch | None = None,
 ) -> list[Score]:
     """Score every request, in the order given.
 
     Args:
         batch_tokens: most tokens of one pass, cached context and padding included; bounds memory.
-        watcher: what sees the states that the scores are made of.
+        watch: function that sees the states that the scores are made of.
 
     Raises:
         NonFiniteError: the model's logits are not finite.
@@ -90,9 +85,9 @@ def score(
         index = torch.tensor(owner_of, dtype=torch.long)
         totals.index_add_(0, index, logprobs.cpu()[real].double())
         is_greedy[index[~greedy.cpu()[real]]] = False
-        if watcher:
+        if watch:
             rows = torch.tensor([number for number, row in enumerate(owners) for _ in row])
-            watcher.see(owner_of, states if targets.shape[1] == 1 else states[rows])
+            watch(owner_of, states if targets.shape[1] == 1 else states[rows])
         done += finished
         if finished:
             progress(done, len(requests), "scoring")

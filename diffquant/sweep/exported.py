@@ -1,11 +1,11 @@
 """Exported folders as rows of a sweep. What runs them is handed in, since the core does not import `export`."""
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, Self
 
 from diffquant.errors import CheckpointError, UsageError
 from diffquant.evals.language_model import LanguageModel, States
@@ -70,29 +70,33 @@ class Runtime(Protocol):
 RuntimeOf = Callable[[Path], Runtime | None]
 
 
-def checkpoints_alone(path: Path) -> Runtime | None:  # noqa: ARG001
-    """A `RuntimeOf` that takes every path for a checkpoint."""
-    return None
-
-
 @dataclass(eq=False)
 class ExportedSubject:
     """An exported folder to measure, as it is.
 
     Attributes:
-        compared_with: checkpoint whose 16 bits it is compared with; None where there is none.
         setup: how the sweep's checkpoints run.
         device: device that the folder runs on; of "auto" the runtime chooses its own.
         state: state of the folder's files before it was described.
+        compared_with: checkpoint whose 16 bits it is compared with; None where there is none.
     """
 
     folder: Path
-    model: ExportedModel
     runtime: Runtime
-    compared_with: CheckpointSubject | None
     setup: Setup
     device: str
     state: FilesState
+    model: ExportedModel
+    compared_with: CheckpointSubject | None = None
+
+    @classmethod
+    def of(cls, folder: Path, runtime: Runtime, setup: Setup, device: str) -> Self:
+        """The subject of a folder, which is described now.
+
+        Raises:
+            CheckpointError: the folder is damaged, or changed since it was exported.
+        """
+        return cls(folder, runtime, setup, device, _folder_state(folder), runtime.describe(folder, device))
 
     @property
     def held_bytes(self) -> int:
@@ -124,7 +128,7 @@ class ExportedSubject:
         result = bounded.run(model, tokenizer, reference, progress)
         seconds = round(time.monotonic() - started, 2)
         # Touched files are read again: only another content is another model.
-        touched = folder_state(self.folder) != self.state
+        touched = _folder_state(self.folder) != self.state
         if touched and self.runtime.describe(self.folder, self.device) != self.model:
             raise CheckpointError(f"{self.folder} changed while it was in use; run the same command again")
         return Measurement(result, seconds, self.model.weight_bytes, self.model.kv_bytes, commit=commit())
@@ -134,7 +138,7 @@ class ExportedSubject:
         return self.runtime.open(self.folder, self.device)
 
 
-def folder_state(folder: Path) -> FilesState:
+def _folder_state(folder: Path) -> FilesState:
     """The state of an exported folder's files."""
     return files_state(file for file in sorted(folder.rglob("*")) if file.is_file())
 
@@ -163,12 +167,6 @@ def check_as_it_is(options: SweepOptions, recipe: Recipe | None = None) -> None:
         raise UsageError(
             "an exported model is measured as it is: leave out the recipe options, --scales, --dtype and --attention"
         )
-
-
-def runtimes_among(paths: Sequence[Path], runtime_of: RuntimeOf) -> dict[Path, Runtime]:
-    """The exported folders among these paths, with what opens each."""
-    runtimes = {path: runtime_of(path) for path in paths}
-    return {path: runtime for path, runtime in runtimes.items() if runtime is not None}
 
 
 def exported_points(exported: Mapping[Path, ExportedModel], sources: Mapping[Path, Source]) -> list[Point]:

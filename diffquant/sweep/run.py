@@ -15,7 +15,7 @@ from diffquant.support.versions import versions_of_run
 from diffquant.sweep.addresses import why_again
 from diffquant.sweep.claims import Claims, latest_claims
 from diffquant.sweep.engines import Engine
-from diffquant.sweep.exported import RuntimeOf, checkpoints_alone
+from diffquant.sweep.exported import RuntimeOf
 from diffquant.sweep.grid import SweepOptions
 from diffquant.sweep.plan import SweepPlan, plan_sweep
 from diffquant.sweep.result import MeasuredCell, SweepResult
@@ -31,7 +31,7 @@ def run_sweep(
     options: SweepOptions,
     output: Path,
     progress: Progress = silent,
-    runtime_of: RuntimeOf = checkpoints_alone,
+    runtime_of: RuntimeOf | None = None,
     engine: Engine | None = None,
 ) -> SweepResult:
     """Measure every cell that `output` does not hold yet.
@@ -39,7 +39,7 @@ def run_sweep(
     Args:
         models: checkpoints, and exported folders, each of which is one row, compared with the checkpoint
             it was made from where that is swept too.
-        runtime_of: finds what opens an exported folder.
+        runtime_of: function that finds what opens an exported folder; None where all are checkpoints.
         engine: what has the cells measured; this process by default.
 
     A cell that fails is recorded and the rest goes on; `SweepResult.require_complete` tells. Interrupted,
@@ -68,7 +68,7 @@ def join_sweep(
     options: SweepOptions,
     output: Path,
     progress: Progress = silent,
-    runtime_of: RuntimeOf = checkpoints_alone,
+    runtime_of: RuntimeOf | None = None,
 ) -> SweepResult | None:
     """Measure cells until others have claimed all that are left; who comes last writes sweep.json, tables and plots.
 
@@ -104,7 +104,7 @@ def join_sweep(
 
 
 def _open(
-    models: Sequence[Path], options: SweepOptions, output: Path, runtime_of: RuntimeOf
+    models: Sequence[Path], options: SweepOptions, output: Path, runtime_of: RuntimeOf | None
 ) -> tuple[SweepPlan, list[Job], Work]:
     """A sweep's plan, all of its cells, and those that are missing."""
     from diffquant.sweep.outputs import run_files
