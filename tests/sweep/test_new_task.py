@@ -41,10 +41,6 @@ class Colours(Task):
             raise cls.misread(name)
         return cls(shout=SHOUT.of(values), batch_tokens=batch_tokens)
 
-    @property
-    def name(self):
-        return self.kind
-
     def identity(self):
         return {"name": self.name, "shout": self.shout, "batch_tokens": self.batch_tokens}
 

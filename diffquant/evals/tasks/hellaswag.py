@@ -48,10 +48,6 @@ class HellaSwag(Task):
         items = load_items(_ITEMS.of(values), at_least_one(LIMIT, values))
         return cls(items=tuple(items), batch_tokens=batch_tokens)
 
-    @property
-    def name(self) -> str:
-        return self.kind
-
     def identity(self) -> JsonObject:
         from diffquant.evals.protocols.hellaswag import hellaswag_digest
 

@@ -99,10 +99,6 @@ class Perplexity(Task):
         text = load_text(TEXT.of(values), at_least_one(CHARACTERS, values))
         return cls(text=text, window=window, stride=stride, batch_tokens=batch_tokens)
 
-    @property
-    def name(self) -> str:
-        return self.kind
-
     def identity(self) -> JsonObject:
         from diffquant.text.corpus import text_digest
 
