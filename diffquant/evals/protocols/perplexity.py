@@ -131,7 +131,7 @@ def check_windows(window: int, stride: int) -> None:
 def _windows(
     model: LanguageModel, tokens: Tensor, window: int, stride: int, batch_tokens: int
 ) -> Iterator[tuple[Tensor, list[int]]]:
-    """Passes over the text in order: windows [B, T + 1], each with the token after it, and how many tokens it scores."""
+    """Passes over the text in order: windows [B, T + 1], each with the next token, and how many tokens it scores."""
     check_windows(window, stride)
     window = min(window, len(tokens) - 1, model.max_length(None))
     spans = list(_spans(len(tokens) - 1, window, min(stride, window)))
