@@ -72,6 +72,15 @@ def backwards(work, progress):
         Worker(sent).run(progress)
 
 
+def side_by_side(work, progress):
+    """Two workers in threads, which share the work that they were made of and must share no model."""
+    threads = [threading.Thread(target=Worker(work, place / 2).run) for place in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
 def stopping(cells):
     """An engine that stops as Ctrl-C does, after some cells."""
 
@@ -87,7 +96,8 @@ def stopping(cells):
 
 def test_every_engine_gives_the_same_sweep(model, undisturbed, tmp_path):
     expected = lasting(undisturbed)
-    for name, engine in {"backwards": backwards, "processes": partial(run_processes, workers=2)}.items():
+    engines = {"backwards": backwards, "side by side": side_by_side, "processes": partial(run_processes, workers=2)}
+    for name, engine in engines.items():
         run_sweep([model], OPTIONS, tmp_path / name, engine=engine).require_complete()
         assert lasting(tmp_path / name) == expected
         assert not left_over(tmp_path / name)
