@@ -15,12 +15,13 @@ from diffquant.bench.cells import BenchCell, BenchResult
 from diffquant.bench.environment import environment
 from diffquant.evals.defaults import batch_tokens_on
 from diffquant.evals.tasks import make_tasks
+from diffquant.evals.torch_model import TorchModel
 from diffquant.recipe import Recipe
 from diffquant.source.source import open_source
 from diffquant.support.devices import resolve_dtype
 from diffquant.support.files import write_json
 from diffquant.support.progress import Progress, silent
-from diffquant.sweep.session import CheckpointSubject, Setup
+from diffquant.sweep.subject import CheckpointSubject, Setup
 
 FULL = "16 bits"
 KINDS = {
@@ -47,15 +48,14 @@ def cell_speeds(
     source = open_source(model)
     cells = []
     for number, dtype in enumerate(dtypes):
-        session = CheckpointSubject(source, Setup(resolve_dtype(dtype, "cpu"), "cpu", "auto")).open()
-        reference = session.reference(task, silent)
+        subject = CheckpointSubject(source, Setup(resolve_dtype(dtype, "cpu"), "cpu", "auto"))
         speeds: dict[str, list[float]] = {kind: [] for kind in KINDS}
         for turn in range(repeats):
             for place, (kind, recipe) in enumerate(KINDS.items()):
                 progress(number + (turn + place / len(KINDS)) / repeats, len(dtypes), f"sweep: {dtype}, {kind}")
-                session.model(recipe)
+                reference, running = subject.reference(task, recipe, silent), TorchModel(subject.model(recipe))
                 started = time.perf_counter()
-                session.run(task, recipe, None if kind == FULL else reference, silent)
+                task.run(running, source.tokenizer, reference, silent)
                 speeds[kind].append(items / (time.perf_counter() - started))
         workload = f"{source.checkpoint.name}, {items} HellaSwag items, {dtype}, {torch.get_num_threads()} threads"
         cells += [

@@ -25,9 +25,9 @@ from diffquant.errors import DiffQuantError
 from diffquant.support.files import write_json
 from diffquant.support.progress import Progress
 from diffquant.sweep.claims import latest_claims
-from diffquant.sweep.crew import Crew, End
-from diffquant.sweep.orders import Order
+from diffquant.sweep.crew import End, Member, keep_at_work
 from diffquant.sweep.work import Work
+from diffquant.sweep.worker import Worker
 
 
 @dataclass
@@ -90,34 +90,33 @@ def measure_loss(
     return {"seconds": took, "best": best, "lost": 1 - best / took, "processor_seconds_per_cell": computed / cells}
 
 
-class _Fork:
-    """A worker in a process that was forked, which costs nothing to start."""
+def _fork(worker: Worker) -> Member:
+    """Start a worker in a process that is forked, which costs nothing."""
+    process = multiprocessing.get_context("fork").Process(target=worker.run)
+    process.start()
 
-    def __init__(self, order: Order) -> None:
-        self._process = multiprocessing.get_context("fork").Process(target=order.carry_out)
-        self._process.start()
-        self.name = f"process {self._process.pid}"
-
-    def end(self) -> End | None:
-        if self._process.is_alive():
+    def end() -> End | None:
+        if process.is_alive():
             return None
-        return "left" if self._process.exitcode == 0 else "died"
+        return "left" if process.exitcode == 0 else "died"
 
-    def stop(self) -> None:
-        self._process.terminate()
-        self._process.join()
+    def stop() -> None:
+        process.terminate()
+        process.join()
+
+    return Member(f"process {process.pid}", end, stop)
 
 
 def _on_folder(work: Work, workers: int, progress: Progress) -> None:
-    Crew(work, workers, lambda place: _Fork(Order(work, place / workers))).run(progress)
+    keep_at_work(work, workers, lambda place: _fork(Worker(work, place / workers)), progress)
 
 
 def _on_ray(work: Work, workers: int, progress: Progress) -> None:
-    from diffquant.sweep.engines.ray_cluster import RayEngine
+    from diffquant.sweep.engines.ray_cluster import run_on_ray
 
     cluster = RayHere(workers)
     try:
-        RayEngine(cluster.address, workers).run(work, progress)
+        run_on_ray(work, progress, cluster.address, workers)
     finally:
         cluster.stop()
 

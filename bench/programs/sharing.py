@@ -3,12 +3,13 @@
 import tempfile
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from diffquant.bench.cells import BenchCell
 from diffquant.errors import DiffQuantError
 from diffquant.support.progress import Progress, silent
-from diffquant.sweep.engines.local import LocalEngine
+from diffquant.sweep.engines.local import run_processes
 from diffquant.sweep.grid import SweepOptions
 from diffquant.sweep.result import SweepResult
 from diffquant.sweep.run import run_sweep
@@ -36,7 +37,7 @@ def share_sweep(
             progress(turn * len(counts) + done, repeats * len(counts), f"sweep: {count} workers")
             with tempfile.TemporaryDirectory() as folder:
                 start = time.perf_counter()
-                result = run_sweep([model], options, Path(folder), engine=LocalEngine(count))
+                result = run_sweep([model], options, Path(folder), engine=partial(run_processes, workers=count))
                 seconds = time.perf_counter() - start
             result.require_complete()
             _check_alike(result, first, count)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Self
 
-from diffquant.evals.columns import ItemColumns
+from diffquant.evals.columns import ITEMS
 from diffquant.evals.task import Task
 from diffquant.evals.task_result import TaskResult
 from diffquant.recipe import Recipe
@@ -20,7 +20,7 @@ from diffquant.sweep.addresses import cell_key
 from diffquant.sweep.cell import Cell
 from diffquant.sweep.grid import Point
 from diffquant.sweep.measurement import Measurement
-from diffquant.sweep.work import Batch, Job, Work
+from diffquant.sweep.work import Job, Work
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +33,7 @@ class Sleep(Task):
 
     kind: ClassVar = "sleep"
     usage: ClassVar = "sleep"
-    columns: ClassVar = ItemColumns()
+    columns: ClassVar = ITEMS
 
     name: str = "sleep"
     seconds: float
@@ -56,10 +56,10 @@ class Sleep(Task):
 
 @dataclass(frozen=True)
 class Sleeper:
-    """A model that is nothing; both what is measured and the session that measures it.
+    """A model that is nothing.
 
     Attributes:
-        gate: file without which it does not open; None where it opens at once.
+        gate: file without which nothing is measured; None where no worker waits.
     """
 
     name: str
@@ -73,20 +73,17 @@ class Sleeper:
     def modules(self, recipe: Recipe) -> tuple[str, ...]:
         return (__name__,)
 
-    def on(self, device: str) -> Self:
+    def apart(self, device: str | None) -> Self:
         return self
 
-    def open(self) -> Self:
+    def reference(self, task: Task, recipe: Recipe | None, progress: Progress) -> None:
+        return None
+
+    def measure(self, task: Task, recipe: Recipe | None, reference: object, progress: Progress) -> Measurement:
         while self.gate is not None and not self.gate.exists():
             time.sleep(0.02)
-        return self
-
-    def run(self, task: Task, recipe: Recipe | None, reference: object, progress: Progress) -> TaskResult:
-        return task.run(None, None, None, progress)  # type: ignore[arg-type]
-
-    def measure(self, task: Task, recipe: Recipe, progress: Progress) -> Measurement:
         started = time.monotonic()
-        result = self.run(task, recipe, None, progress)
+        result = task.run(None, None, None, progress)  # type: ignore[arg-type]
         return Measurement(result, time.monotonic() - started, 0, 0.0)
 
 
@@ -110,8 +107,8 @@ def sleeping_work(
     for number in range(batches):
         sleeper = Sleeper(f"sleeper {number}", gate)
         jobs = [_job(folder, sleeper, f"cell {cell}", seconds, deadly) for cell in range(number, cells, batches)]
-        made.append(Batch(sleeper, tuple(job for job in jobs if job.cell.read() is None)))
-    return Work.of(folder, [batch for batch in made if batch.jobs])
+        made.append([job for job in jobs if job.cell.read() is None])
+    return Work(folder, [batch for batch in made if batch])
 
 
 def scores(folder: Path) -> dict[str, float]:
@@ -123,4 +120,4 @@ def scores(folder: Path) -> dict[str, float]:
 def _job(folder: Path, sleeper: Sleeper, name: str, seconds: float, deadly: Collection[str]) -> Job:
     point = Point(Path(sleeper.name), "", 16, "", Recipe(), None)
     task = Sleep(name=name, seconds=seconds, is_deadly=name in deadly)
-    return Job(point, task, Cell(folder, cell_key(sleeper, point.recipe, task, task.identity())))
+    return Job(sleeper, point, task, Cell(folder, cell_key(sleeper, point.recipe, task, task.identity())))

@@ -2,12 +2,11 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple, Protocol
+from typing import NamedTuple
 
 from diffquant.evals.stats import (
     Difference,
     Estimate,
-    Flips,
     estimate,
     flips,
     mean_interval,
@@ -42,34 +41,64 @@ class Drawn(NamedTuple):
     high: float
 
 
-class Change(NamedTuple):
-    """A way to tell how far a configuration is from 16 bits.
+class Column(NamedTuple):
+    """A column of the text table.
+
+    Attributes:
+        head: head of the column; {task} and {metric} stand for the names of the task and of its score.
+        text: function from results to the text of a row.
+        needs: detail without which results have no such column; empty where all have it.
+    """
+
+    head: str
+    text: Callable[[Compared], str]
+    needs: str = ""
+
+
+class Metric(NamedTuple):
+    """A number that plots draw: a score, or how far a configuration is from 16 bits.
 
     Attributes:
         label: text of its axis.
+        of: function from results to the number with its 95 % interval; None where that was not measured.
+        text: function from a change to words, such as "-5.8 points [-10.4, -1.1]"; None for a score.
         is_log: whether it spans decades; it then has no sign.
-        of: function from results to the change with its 95 % interval; None where that was not measured.
-        text: function from a change to words, such as "-5.8 points [-10.4, -1.1]".
     """
 
     label: str
-    is_log: bool
     of: Callable[[Compared], Drawn | None]
-    text: Callable[[Drawn], str]
+    text: Callable[[Drawn], str] | None = None
+    is_log: bool = False
 
 
-class Columns(Protocol):
-    """The columns that a task's results fill in a table, and what a plot draws of them.
+@dataclass(frozen=True)
+class Columns:
+    """What tables and plots show of a task's results.
 
     Attributes:
-        by_item: whether results are scores of items. Tables show such tasks first.
+        table: columns of the text table.
         changes: ways to tell how far a configuration is from 16 bits, the one that resolves most first.
-        score_label: text of the axis of scores.
+        score: the score by itself; None where the change says it all.
+        record: function from results to the numbers of a row in full.
+        notes: function from the results of all tasks with these columns to what a reader must know.
+        by_item: whether results are scores of items. Tables show such tasks first.
+        named_alone: whether heads name the task also where no other is scored by item.
+        has_own_names: whether the task's name stands before the names of its numbers. Where it does not, rows have
+            these numbers in a sweep without the task too.
     """
 
-    by_item: ClassVar[bool]
-    changes: ClassVar[Sequence[Change]]
-    score_label: ClassVar[str]
+    table: tuple[Column, ...]
+    changes: tuple[Metric, ...]
+    score: Metric | None
+    record: Callable[[Compared], JsonObject]
+    notes: Callable[[Sequence[TaskResult]], list[str]]
+    by_item: bool = True
+    named_alone: bool = True
+    has_own_names: bool = True
+
+    def shown(self, results: Sequence[TaskResult]) -> list[Column]:
+        """The columns of the text table that these results have."""
+        return [each for each in self.table if not each.needs or any(each.needs in r.details for r in results)]
 
     def heads(self, task: str, results: Sequence[TaskResult], alone: bool) -> list[str]:
         """Heads of the text table's columns.
@@ -77,166 +106,127 @@ class Columns(Protocol):
         Args:
             alone: whether the table shows no other task that is scored by item.
         """
-
-    def texts(self, compared: Compared, results: Sequence[TaskResult]) -> list[str]:
-        """Texts of one row under the heads of these results."""
-
-    def record(self, task: str, compared: Compared) -> JsonObject:
-        """Numbers of one row in full."""
-
-    def unmeasured(self) -> JsonObject:
-        """Numbers that rows have also in a sweep without the task."""
-
-    def score(self, compared: Compared) -> Drawn | None:
-        """The score of one row by itself, with its 95 % interval; None where the change says it all."""
-
-    def notes(self, results: Sequence[TaskResult]) -> list[str]:
-        """What a reader must know, over all tasks with these columns."""
+        name = f"{task} " if self.named_alone or not alone else ""
+        metric = results[0].metric if results else "score"
+        return [column.head.format(task=name, metric=metric) for column in self.shown(results)]
 
 
-@dataclass(frozen=True)
-class Accuracy:
-    """A score over items, and how it compares with 16 bits on the same items.
-
-    Attributes:
-        interval: score with its 95 % interval; None where the score has no scores of items.
-        difference, flips, recovery: comparison with 16 bits; None where there is no 16-bit result, flips also
-            where the task keeps no choices.
-    """
-
-    score: Estimate
-    interval: Difference | None = None
-    difference: Difference | None = None
-    flips: Flips | None = None
-    recovery: Difference | None = None
-
-    @classmethod
-    def of(cls, result: TaskResult, baseline: TaskResult | None) -> "Accuracy":
-        """The accuracy of a result, compared with the 16-bit one where there is one."""
-        score, interval = _score(result), _share_interval(result.values) if result.values else None
-        if baseline is None:
-            return cls(score, interval)
-        if result.values is None or baseline.values is None:
-            return cls(score, interval)
-        change = paired_difference(result.values, baseline.values)
-        return cls(score, interval, change, _flips(result, baseline), recovery(change, _score(baseline).mean))
+def _difference(compared: Compared) -> Difference | None:
+    """The paired difference of the score, as a share."""
+    now, before = compared
+    if now is None or before is None or now.values is None or before.values is None:
+        return None
+    return paired_difference(now.values, before.values)
 
 
 def _points(compared: Compared) -> Drawn | None:
+    change = _difference(compared)
+    return _percent(change) if change else None
+
+
+def _percentage(compared: Compared) -> Drawn | None:
     if compared.result is None:
         return None
-    change = Accuracy.of(compared.result, compared.baseline).difference
-    return _drawn(change) if change else None
+    mean = _estimate(compared.result).mean
+    return _percent(_interval(compared.result) or Difference(mean, mean, mean))
 
 
-def _points_text(change: Drawn) -> str:
-    return f"{change.value:+.1f} points [{change.low:+.1f}, {change.high:+.1f}]"
+def _score_text(compared: Compared) -> str:
+    if compared.result is None:
+        return FAILED
+    if compared.result.values:
+        return bounded(_percentage(compared), ".1f")
+    # A perplexity, over documents, for instance.
+    return f"{_estimate(compared.result).mean:.4g}"
+
+
+def bounded(number: Drawn | None, spec: str, unit: str = "") -> str:
+    """A number with its interval, such as "-5.8 points [-10.4, -1.1]"."""
+    return MISSING if number is None else f"{number.value:{spec}}{unit} [{number.low:{spec}}, {number.high:{spec}}]"
+
+
+def kl_text(number: Drawn | None) -> str:
+    """A mean KL, with its interval where it has one."""
+    return f"{number.value:.2g}" if number and number.low == number.high else bounded(number, ".2g")
+
+
+def _flips_text(compared: Compared) -> str:
+    numbers = _flips(compared)
+    return f"+{numbers['gained']} -{numbers['lost']}" if numbers["gained"] is not None else MISSING
+
+
+def _flips(compared: Compared) -> JsonObject:
+    now, before = compared
+    names = ("gained", "lost", "choices_changed")
+    if _difference(compared) is None or now is None or before is None or now.choices is None or before.choices is None:
+        return dict.fromkeys(names)
+    right, right_before = ([bool(value) for value in each.values or ()] for each in (now, before))
+    told = flips(right, right_before, now.choices, before.choices)
+    return dict(zip(names, (told.gained, told.lost, told.choices), strict=True))
+
+
+def _item_record(compared: Compared) -> JsonObject:
+    """Numbers of a task that is scored item by item: score, difference from 16 bits, flips, recovery."""
+    result, baseline = compared
+    score = _estimate(result) if result else None
+    change = _difference(compared)
+    recovered = recovery(change, _estimate(baseline).mean) if change and baseline else None
+    return {
+        "metric": result.metric if result else None,
+        "score": score.mean if score else None,
+        "se": score.se if score else None,
+        **_ends(("low", "high"), _interval(result) if result else None),
+        "n": score.n if score else None,
+        "difference": change.mean if change else None,
+        **_ends(("difference_low", "difference_high"), change),
+        **_flips(compared),
+        "recovery": recovered.mean if recovered else None,
+        **_ends(("recovery_low", "recovery_high"), recovered),
+    }
+
+
+def _item_notes(results: Sequence[TaskResult]) -> list[str]:
+    """What a reader must know of scores of items."""
+    counts = sorted({_estimate(result).n for result in results})
+    if not counts:
+        return []
+    shots = sorted({result.shots for result in results if result.shots is not None})
+    shown = f"many-shot after {', '.join(map(str, shots))} demonstrations" if shots else "zero-shot"
+    return [
+        f"{', '.join(map(str, counts))} items, {shown}. Brackets hold 95 % intervals: Wilson's for shares, "
+        "Student's for other scores. The difference from 16 bits, in points, is paired over the same items; flips "
+        "are the items that became right (+) and wrong (-)."
+    ]
 
 
 # The paired difference of a score.
-POINTS = Change("difference from 16 bits, points", is_log=False, of=_points, text=_points_text)
+POINTS = Metric("difference from 16 bits, points", _points, lambda change: bounded(change, "+.1f", " points"))
+
+ITEMS = Columns(
+    table=(
+        Column("{task}{metric} % [95 %]", _score_text),
+        Column("difference [95 %]", lambda compared: bounded(_points(compared), "+.1f")),
+        Column("flips", _flips_text),
+    ),
+    changes=(POINTS,),
+    score=Metric("score, %", _percentage),
+    record=_item_record,
+    notes=_item_notes,
+)
 
 
-@dataclass(frozen=True)
-class ItemColumns:
-    """Columns of a task that is scored item by item: score, difference from 16 bits, flips.
-
-    Attributes:
-        named_alone: whether heads name the task also where no other is shown.
-    """
-
-    by_item: ClassVar[bool] = True
-    changes: ClassVar[Sequence[Change]] = (POINTS,)
-    score_label: ClassVar[str] = "score, %"
-
-    named_alone: bool = True
-
-    def heads(self, task: str, results: Sequence[TaskResult], alone: bool) -> list[str]:
-        metric = results[0].metric if results else "score"
-        prefix = f"{task} " if self.named_alone or not alone else ""
-        return [f"{prefix}{metric} % [95 %]", "difference [95 %]", "flips"]
-
-    def texts(self, compared: Compared, results: Sequence[TaskResult]) -> list[str]:  # noqa: ARG002
-        if compared.result is None:
-            return [FAILED, MISSING, MISSING]
-        accuracy = Accuracy.of(compared.result, compared.baseline)
-        score, change, flipped = accuracy.interval, accuracy.difference, accuracy.flips
-        return [
-            f"{accuracy.score.mean:.4g}" if score is None else _percent_text(score, ".1f"),
-            _percent_text(change, "+.1f") if change else MISSING,
-            f"+{flipped.gained} -{flipped.lost}" if flipped else MISSING,
-        ]
-
-    def record(self, task: str, compared: Compared) -> JsonObject:
-        result = compared.result
-        accuracy = Accuracy.of(result, compared.baseline) if result else None
-        score = accuracy.score if accuracy else None
-        interval = accuracy.interval if accuracy else None
-        change = accuracy.difference if accuracy else None
-        flipped = accuracy.flips if accuracy else None
-        recovered = accuracy.recovery if accuracy else None
-        numbers = {
-            "metric": result.metric if result else None,
-            "score": score.mean if score else None,
-            "se": score.se if score else None,
-            "low": interval.low if interval else None,
-            "high": interval.high if interval else None,
-            "n": score.n if score else None,
-            "difference": change.mean if change else None,
-            "difference_low": change.low if change else None,
-            "difference_high": change.high if change else None,
-            "gained": flipped.gained if flipped else None,
-            "lost": flipped.lost if flipped else None,
-            "choices_changed": flipped.choices if flipped else None,
-            "recovery": recovered.mean if recovered else None,
-            "recovery_low": recovered.low if recovered else None,
-            "recovery_high": recovered.high if recovered else None,
-        }
-        return {f"{task} {name}": value for name, value in numbers.items()}
-
-    def unmeasured(self) -> JsonObject:
-        return {}
-
-    def score(self, compared: Compared) -> Drawn | None:
-        """The score in percent."""
-        if compared.result is None:
-            return None
-        accuracy = Accuracy.of(compared.result, None)
-        mean = accuracy.score.mean
-        return _drawn(accuracy.interval or Difference(mean, mean, mean))
-
-    def notes(self, results: Sequence[TaskResult]) -> list[str]:
-        counts = sorted({_score(result).n for result in results})
-        if not counts:
-            return []
-        shots = sorted({result.shots for result in results if result.shots is not None})
-        shown = f"many-shot after {', '.join(map(str, shots))} demonstrations" if shots else "zero-shot"
-        return [
-            f"{', '.join(map(str, counts))} items, {shown}. Brackets hold 95 % intervals: Wilson's for shares, "
-            "Student's for other scores. The difference from 16 bits, in points, is paired over the same items; flips "
-            "are the items that became right (+) and wrong (-)."
-        ]
-
-
-def kl_text(change: Drawn) -> str:
-    """A mean KL in words, with its interval where it has one."""
-    return f"KL {change.value:.2g}" + (f" [{change.low:.2g}, {change.high:.2g}]" if change.low < change.high else "")
-
-
-def number_text(value: float | None, spec: str) -> str:
-    """A number as a table writes it."""
-    return MISSING if value is None else format(value, spec)
-
-
-def _score(result: TaskResult) -> Estimate:
+def _estimate(result: TaskResult) -> Estimate:
     """The score of a result; one that has no scores of items (a perplexity over documents) has no standard error."""
     if result.values:
         return estimate(result.values)
     return Estimate(result.score or 0.0, None, result.n or 0)
 
 
-def _share_interval(values: Sequence[float]) -> Difference:
-    """Mean of scores with its 95 % interval, Wilson's where each is 0 or 1."""
+def _interval(result: TaskResult) -> Difference | None:
+    """Mean of scores with its 95 % interval, Wilson's where each is 0 or 1; None without scores of items."""
+    values = result.values
+    if not values:
+        return None
     n = len(values)
     if set(values) <= {0.0, 1.0}:
         share = sum(values) / n
@@ -246,21 +236,13 @@ def _share_interval(values: Sequence[float]) -> Difference:
     interval = mean_interval(values)
     if not all(0 <= value <= 1 for value in values):
         return interval
-    # Nothing is retrieved less often than never, or more often than always.
+    # Shares end at 0 and 1.
     return Difference(interval.mean, max(interval.low, 0.0), min(interval.high, 1.0))
 
 
-def _percent_text(interval: Difference, spec: str) -> str:
-    mean, low, high = (format(100 * end, spec) for end in (interval.mean, interval.low, interval.high))
-    return f"{mean} [{low}, {high}]"
-
-
-def _drawn(share: Difference) -> Drawn:
+def _percent(share: Difference) -> Drawn:
     return Drawn(100 * share.mean, 100 * share.low, 100 * share.high)
 
 
-def _flips(result: TaskResult, baseline: TaskResult) -> Flips | None:
-    if result.choices is None or baseline.choices is None or result.values is None or baseline.values is None:
-        return None
-    correct, correct_before = ([bool(value) for value in values] for values in (result.values, baseline.values))
-    return flips(correct, correct_before, result.choices, baseline.choices)
+def _ends(names: tuple[str, str], interval: Difference | None) -> JsonObject:
+    return dict(zip(names, (interval.low, interval.high) if interval else (None, None), strict=True))

@@ -92,9 +92,11 @@ class Comparison:
     """Two outcomes by one measure: before, after, and the paired difference after - before with its 95 % interval.
 
     Attributes:
+        outcomes: outcomes before and after.
         flips: None where items are not right or wrong.
     """
 
+    outcomes: tuple[Outcome, Outcome]
     measure: str
     unit: Unit
     n: int
@@ -102,6 +104,15 @@ class Comparison:
     after: float
     difference: Difference
     flips: ItemFlips | None
+
+    @property
+    def name(self) -> str:
+        """The configuration, or both."""
+        return " -> ".join(dict.fromkeys(outcome.name for outcome in self.outcomes))
+
+    @property
+    def task(self) -> str:
+        return self.outcomes[0].task
 
 
 def outcome_of(name: str, task: str, identity: JsonObject, result: TaskResult) -> Outcome:
@@ -183,7 +194,7 @@ def _compared(measure: str, before: Outcome, after: Outcome) -> Comparison:
             changed = [(i, b > a) for i, a, b in zip(before.ids, old.values, new.values, strict=True) if a != b]
             flips = ItemFlips([i for i, is_gain in changed if is_gain], [i for i, is_gain in changed if not is_gain])
     means = [mean_interval(scores.values, scores.weights).mean for scores in (old, new)]
-    return Comparison(measure, old.unit, len(old.values), means[0], means[1], difference, flips)
+    return Comparison((before, after), measure, old.unit, len(old.values), means[0], means[1], difference, flips)
 
 
 def _told(asked: JsonObject, name: str) -> str:

@@ -11,14 +11,14 @@ Source: Ratner et al., arXiv 2212.10947, whose restricted decoding arXiv 2410.05
 import copy
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from typing import Protocol, Self
+from typing import Self
 
 import torch
 from torch import Tensor
 
 from diffquant.errors import NonFiniteError
 from diffquant.evals.defaults import BATCH_TOKENS
-from diffquant.evals.language_model import LanguageModel, TokenCache
+from diffquant.evals.language_model import LanguageModel
 from diffquant.support.progress import Progress, silent
 
 Tokens = Sequence[int]
@@ -45,7 +45,7 @@ def choose(
     Raises:
         NonFiniteError: the model's logits are not finite.
     """
-    start: _Sequences = (_CachedSequences if model.shares_prefixes else _RerunSequences)(model, prefix)
+    start = _Sequences(model, prefix)
     chosen = [0] * len(queries)
     done = 0
     for batch in _batches_of_one_length(queries, len(prefix) + max(map(len, labels)), batch_tokens):
@@ -57,51 +57,36 @@ def choose(
     return chosen
 
 
-class _Sequences(Protocol):
-    """A batch of token sequences that grow, one a row; at first there is one, the prefix."""
+class _Sequences:
+    """A batch of token sequences that grow, one a row; at first there is one, the prefix.
+
+    Keys and values are kept where the model shares prefixes; otherwise sequences run from their first token each time.
+    """
+
+    def __init__(self, model: LanguageModel, prefix: Tokens) -> None:
+        self.model = model
+        self.rows = [list(prefix)]
+        self.cache = model.new_cache() if model.shares_prefixes else None
+        if self.cache is not None:
+            model.read(torch.tensor(self.rows, device=model.device), cache=self.cache)
 
     def branch(self) -> Self:
         """A copy of the sequences that is extended apart."""
-
-    def extend(self, rows: list[int], tokens: Sequence[Tokens]) -> Tensor:
-        """Keep these R rows, in this order, and append tokens [R, T]; returns logits [R, V] of what follows."""
-
-
-class _CachedSequences:
-    """Sequences whose keys and values are kept."""
-
-    def __init__(self, model: LanguageModel, prefix: Tokens) -> None:
-        self.model = model
-        self.cache = model.new_cache()
-        self.count = 1
-        model.read(torch.tensor([list(prefix)], device=model.device), cache=self.cache)
-
-    def branch(self) -> Self:
         other = copy.copy(self)
-        other.cache = self.cache.branch()
+        other.cache = None if self.cache is None else self.cache.branch()
         return other
 
     def extend(self, rows: list[int], tokens: Sequence[Tokens]) -> Tensor:
+        """Keep these R rows, in this order, and append tokens [R, T]; returns logits [R, V] of what follows."""
         # A long prefix fills much of the memory; it is copied only where rows change.
-        if rows != list(range(self.count)):
+        if self.cache is not None and rows != list(range(len(self.rows))):
             self.cache.select(torch.tensor(rows, device=self.model.device))
-            self.count = len(rows)
-        return _next_logits(self.model, tokens, self.cache)
-
-
-class _RerunSequences:
-    """Sequences that run from their first token each time."""
-
-    def __init__(self, model: LanguageModel, prefix: Tokens) -> None:
-        self.model = model
-        self.sequences = [list(prefix)]
-
-    def branch(self) -> Self:
-        return copy.copy(self)
-
-    def extend(self, rows: list[int], tokens: Sequence[Tokens]) -> Tensor:
-        self.sequences = [self.sequences[row] + list(new) for row, new in zip(rows, tokens, strict=True)]
-        return _next_logits(self.model, self.sequences, None)
+        self.rows = [self.rows[row] + list(new) for row, new in zip(rows, tokens, strict=True)]
+        ids = torch.tensor(self.rows if self.cache is None else [*map(list, tokens)], device=self.model.device)
+        logits = self.model.read(ids, cache=self.cache)[:, -1].logits()
+        if not logits.isfinite().all():
+            raise NonFiniteError("the model computes NaN or infinity; use --dtype float32, or wider bits")
+        return logits
 
 
 def _spell(sequences: _Sequences, queries: Sequence[Tokens], labels: Sequence[Tokens]) -> list[int]:
@@ -129,14 +114,6 @@ def _likeliest(logits: Tensor, allowed: list[list[int]]) -> list[int]:
     # Padded with the first, which then wins no sooner.
     tokens = torch.tensor([ids + ids[:1] * (most - len(ids)) for ids in allowed], device=logits.device)
     return tokens.gather(1, logits.gather(1, tokens).argmax(1, keepdim=True)).flatten().tolist()
-
-
-def _next_logits(model: LanguageModel, tokens: Sequence[Tokens], cache: TokenCache | None) -> Tensor:
-    ids = torch.tensor([list(row) for row in tokens], device=model.device)
-    logits = model.read(ids, cache=cache)[:, -1].logits()
-    if not logits.isfinite().all():
-        raise NonFiniteError("the model computes NaN or infinity; use --dtype float32, or wider bits")
-    return logits
 
 
 def _batches_of_one_length(queries: Sequence[Tokens], cached: int, batch_tokens: int) -> Iterator[list[int]]:

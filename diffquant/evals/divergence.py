@@ -7,7 +7,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from diffquant.evals.language_model import States, joined
+from diffquant.evals.language_model import States
 
 # Entries of float32 vocabulary logits held of each model at once: 32 MiB.
 _KL_ENTRIES = 1 << 23
@@ -26,28 +26,11 @@ def kl_by_position(p: States, q: States) -> Tensor:
     return torch.cat([next_token_kl(a.exact_logits(), b.exact_logits()).double() for a, b in parts])
 
 
-class StatesKeeper:
-    """A watcher of `score` that keeps every state."""
-
-    def __init__(self) -> None:
-        self._owners: list[int] = []
-        self._parts: list[States] = []
-
-    def see(self, owners: Sequence[int], states: States) -> None:
-        self._owners += owners
-        self._parts.append(states)
-
-    def states(self) -> States:
-        """What was seen: one request after another, each in the order of its tokens."""
-        order = sorted(range(len(self._owners)), key=self._owners.__getitem__)
-        return joined(self._parts)[torch.tensor(order)]
-
-
 class KlMeter:
-    """A watcher of `score` that measures how far some requests' distributions are from another model's.
+    """How far some requests' distributions are from another model's; `see` watches `score`.
 
     Args:
-        reference: states of the other model, as `StatesKeeper` gives those of the same requests.
+        reference: states of the other model for these requests.
         lengths: number of tokens of each request that is measured, by its index, in the reference's order.
     """
 

@@ -6,10 +6,9 @@ likeliest wrong one, per character: it has a sign, and moves also where the choi
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import replace
 
-from diffquant.evals.columns import MISSING, POINTS, Change, Compared, Drawn, ItemColumns, kl_text
+from diffquant.evals.columns import ITEMS, POINTS, Column, Compared, Drawn, Metric, bounded, kl_text
 from diffquant.evals.stats import mean_interval
 from diffquant.evals.task_result import TaskResult
 from diffquant.support.plain_data import JsonObject
@@ -24,77 +23,63 @@ def _margin(compared: Compared) -> Drawn | None:
     margins = [result.details["margins"] for result in results if "margins" in result.details]
     if len(margins) < 2:
         return None
-    return Drawn(*_interval([_CHARACTERS * (now - before) for now, before in zip(*margins, strict=True)]))
+    return _interval([_CHARACTERS * (now - before) for now, before in zip(*margins, strict=True)])
 
 
 def _kl(compared: Compared) -> Drawn | None:
     """Mean KL over the tokens of right endings, in nats, with its interval over items."""
     details = compared.result.details if compared.result else {}
-    if "kl_by_item" not in details:
-        return None
-    return Drawn(*_interval(details["kl_by_item"], details["tokens_by_item"]))
+    return _interval(details["kl_by_item"], details["tokens_by_item"]) if "kl_by_item" in details else None
 
 
-def _margin_text(change: Drawn) -> str:
-    return f"margin {_signed_text(change)} nats per {_CHARACTERS} characters"
-
-
-MARGIN = Change(
-    f"change of the margin,\nnats per {_CHARACTERS} characters", is_log=False, of=_margin, text=_margin_text
-)
-KL = Change("KL from 16 bits, nats", is_log=True, of=_kl, text=kl_text)
-
-
-@dataclass(frozen=True)
-class MarginColumns(ItemColumns):
-    """Columns of KL and margin before those of the score; results of before there were margins have the score alone."""
-
-    changes: ClassVar[Sequence[Change]] = (KL, MARGIN, POINTS)
-
-    def heads(self, task: str, results: Sequence[TaskResult], alone: bool) -> list[str]:
-        heads = super().heads(task, results, alone)
-        return ["KL [95 %]", "margin [95 %]", *heads] if _have_margins(results) else heads
-
-    def texts(self, compared: Compared, results: Sequence[TaskResult]) -> list[str]:
-        texts = super().texts(compared, results)
-        if not _have_margins(results):
-            return texts
-        kl, margin = _kl(compared), _margin(compared)
-        told = [kl_text(kl).removeprefix("KL ") if kl else MISSING, _signed_text(margin) if margin else MISSING]
-        return [*told, *texts]
-
-    def record(self, task: str, compared: Compared) -> JsonObject:
-        margin, kl = _margin(compared), _kl(compared)
-        numbers = {
-            "margin": compared.result.details.get("margin") if compared.result else None,
-            "margin_change": margin.value / _CHARACTERS if margin else None,
-            "margin_change_low": margin.low / _CHARACTERS if margin else None,
-            "margin_change_high": margin.high / _CHARACTERS if margin else None,
-            "kl": kl.value if kl else None,
-            "kl_low": kl.low if kl else None,
-            "kl_high": kl.high if kl else None,
-        }
-        return {f"{task} {name}": value for name, value in numbers.items()} | super().record(task, compared)
-
-    def notes(self, results: Sequence[TaskResult]) -> list[str]:
-        if not _have_margins(results):
-            return super().notes(results)
-        return [
-            "KL is the mean of KL(16 bits || quantized) over the tokens of right endings, in nats. The margin is how "
-            "much likelier an item's right ending is than its likeliest wrong one; the table has its mean change from "
-            f"16 bits, in nats per {_CHARACTERS} characters.",
-            *super().notes(results),
-        ]
-
-
-def _have_margins(results: Sequence[TaskResult]) -> bool:
-    return any("margins" in result.details for result in results)
-
-
-def _interval(values: Sequence[float], weights: Sequence[float] | None = None) -> tuple[float, float, float]:
+def _interval(values: Sequence[float], weights: Sequence[float] | None = None) -> Drawn:
     interval = mean_interval(values, weights)
-    return interval.mean, interval.low, interval.high
+    return Drawn(interval.mean, interval.low, interval.high)
 
 
-def _signed_text(change: Drawn) -> str:
-    return f"{change.value:+.2f} [{change.low:+.2f}, {change.high:+.2f}]"
+MARGIN = Metric(
+    f"change of the margin,\nnats per {_CHARACTERS} characters",
+    _margin,
+    lambda change: f"margin {bounded(change, '+.2f')} nats per {_CHARACTERS} characters",
+)
+KL = Metric("KL from 16 bits, nats", _kl, lambda change: f"KL {kl_text(change)}", is_log=True)
+
+
+def _record(compared: Compared) -> JsonObject:
+    margin, kl = _margin(compared), _kl(compared)
+    return {
+        "margin": compared.result.details.get("margin") if compared.result else None,
+        "margin_change": margin.value / _CHARACTERS if margin else None,
+        "margin_change_low": margin.low / _CHARACTERS if margin else None,
+        "margin_change_high": margin.high / _CHARACTERS if margin else None,
+        "kl": kl.value if kl else None,
+        "kl_low": kl.low if kl else None,
+        "kl_high": kl.high if kl else None,
+        **ITEMS.record(compared),
+    }
+
+
+def _notes(results: Sequence[TaskResult]) -> list[str]:
+    if not any("margins" in result.details for result in results):
+        return ITEMS.notes(results)
+    return [
+        "KL is the mean of KL(16 bits || quantized) over the tokens of right endings, in nats. The margin is how "
+        "much likelier an item's right ending is than its likeliest wrong one; the table has its mean change from "
+        f"16 bits, in nats per {_CHARACTERS} characters.",
+        *ITEMS.notes(results),
+    ]
+
+
+# Results of before there were margins have the score alone.
+MARGINS = replace(
+    ITEMS,
+    table=(
+        Column("KL [95 %]", lambda compared: kl_text(_kl(compared)), needs="margins"),
+        Column("margin [95 %]", lambda compared: bounded(_margin(compared), "+.2f"), needs="margins"),
+        *ITEMS.table,
+    ),
+    changes=(KL, MARGIN, POINTS),
+    record=_record,
+    notes=_notes,
+    named_alone=False,
+)

@@ -6,9 +6,9 @@ left-padded. Where it spans so many tokens, padding would move them too: then ba
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from diffquant.errors import NonFiniteError
 from diffquant.evals.batching import pass_cost_on, split_into_runs
 from diffquant.evals.defaults import BATCH_TOKENS
 from diffquant.evals.encoding import Request
-from diffquant.evals.language_model import LanguageModel, States, TokenCache
+from diffquant.evals.language_model import LanguageModel, States
 from diffquant.support.progress import Progress, silent
 
 # Entries of vocabulary logits held at once: 16 MiB in float32 stay in a CPU's cache, where the softmax over
@@ -35,14 +35,25 @@ class Score(NamedTuple):
     greedy: bool
 
 
-class Watcher(Protocol):
-    """Something that sees the states from which continuations are scored, as they pass."""
+# A function that sees the states from which continuations are scored, each with the index of the request whose token it
+# predicts. A request's states come in the order of its tokens, in one call or several.
+Watch = Callable[[Sequence[int], States], None]
 
-    def see(self, owners: Sequence[int], states: States) -> None:
-        """Look at states, each with the index of the request whose token it predicts.
 
-        A request's states come in the order of its tokens, in one call or several.
-        """
+class _Predictions(NamedTuple):
+    """Tokens to score, and the states that predict them.
+
+    Attributes:
+        states: states at N positions.
+        targets: [N, M] tokens; a row may be padded.
+        owners: for each row the requests whose tokens its first columns are, by index.
+        finished: number of requests of which these are the last tokens.
+    """
+
+    states: States
+    targets: Tensor
+    owners: list[list[int]]
+    finished: int
 
 
 @torch.inference_mode()
@@ -51,25 +62,38 @@ def score(
     requests: Sequence[Request],
     batch_tokens: int = BATCH_TOKENS,
     progress: Progress = silent,
-    watcher: Watcher | None = None,
+    watch: Watch | None = None,
 ) -> list[Score]:
     """Score every request, in the order given.
 
     Args:
         batch_tokens: most tokens of one pass, cached context and padding included; bounds memory.
-        watcher: what sees the states that the scores are made of.
+        watch: function that sees the states that the scores are made of.
 
     Raises:
         NonFiniteError: the model's logits are not finite.
 
     Source: the numbers are those of lm-eval's HFLM (`_loglikelihood_tokens`).
     """
-    totals = _Totals(len(requests), progress, watcher)
-    run = _score_shared if model.shares_prefixes else _score_whole
-    run(model, requests, batch_tokens, totals)
-    if not totals.logprob.isfinite().all():
+    totals, is_greedy = torch.zeros(len(requests), dtype=torch.float64), torch.ones(len(requests), dtype=torch.bool)
+    done = 0
+    passes = _after_contexts if model.shares_prefixes else _whole
+    for states, targets, owners, finished in passes(model, requests, batch_tokens):
+        logprobs, greedy = token_scores(states, targets)
+        real = torch.arange(targets.shape[1]) < torch.tensor([[len(row)] for row in owners])
+        owner_of = [owner for row in owners for owner in row]
+        index = torch.tensor(owner_of, dtype=torch.long)
+        totals.index_add_(0, index, logprobs.cpu()[real].double())
+        is_greedy[index[~greedy.cpu()[real]]] = False
+        if watch:
+            rows = torch.tensor([number for number, row in enumerate(owners) for _ in row])
+            watch(owner_of, states if targets.shape[1] == 1 else states[rows])
+        done += finished
+        if finished:
+            progress(done, len(requests), "scoring")
+    if not totals.isfinite().all():
         raise NonFiniteError("the model computes NaN or infinity; use --dtype float32, or wider bits")
-    return totals.scores()
+    return [Score(logprob, greedy) for logprob, greedy in zip(totals.tolist(), is_greedy.tolist(), strict=True)]
 
 
 def token_scores(states: States, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -102,139 +126,63 @@ def _logits_entries(device: torch.device) -> int:
     return min(_CUDA_LOGITS_ENTRIES, memory // (_CUDA_SHARE * torch.float32.itemsize))
 
 
-class _Totals:
-    """Running sums over each request's tokens."""
-
-    def __init__(self, count: int, progress: Progress, watcher: Watcher | None) -> None:
-        self.logprob = torch.zeros(count, dtype=torch.float64)
-        self.greedy = torch.ones(count, dtype=torch.bool)
-        self.count = count
-        self.done = 0
-        self.progress = progress
-        self.watcher = watcher
-
-    def add(self, owners: list[int], logprobs: Tensor, greedy: Tensor) -> None:
-        """Add tokens, with one entry each: its request, its log-probability, whether it was the likeliest."""
-        index = torch.tensor(owners, dtype=torch.long)
-        self.logprob.index_add_(0, index, logprobs.double().cpu())
-        self.greedy[index[~greedy.cpu()]] = False
-
-    def finish(self, requests: int) -> None:
-        """Count requests as done."""
-        self.done += requests
-        self.progress(self.done, self.count, "scoring")
-
-    def scores(self) -> list[Score]:
-        return [Score(p, g) for p, g in zip(self.logprob.tolist(), self.greedy.tolist(), strict=True)]
-
-
-def _score_shared(model: LanguageModel, requests: Sequence[Request], batch_tokens: int, totals: _Totals) -> None:
-    continuations: dict[tuple[int, ...], list[int]] = defaultdict(list)
+def _after_contexts(model: LanguageModel, requests: Sequence[Request], batch_tokens: int) -> Iterator[_Predictions]:
+    """Run each context once, and after it the continuations of the requests that share it."""
+    sharers: dict[tuple[int, ...], list[int]] = defaultdict(list)
     for index, request in enumerate(requests):
-        continuations[request.context].append(index)
-    contexts = sorted(continuations, key=len, reverse=True)
-    lengths, pass_cost = [len(context) for context in contexts], pass_cost_on(model.device.type)
-    for run in split_into_runs(lengths, batch_tokens, pass_cost=pass_cost):
+        sharers[request.context].append(index)
+    contexts = sorted(sharers, key=len, reverse=True)
+    pass_cost = pass_cost_on(model.device.type)
+    for run in split_into_runs([*map(len, contexts)], batch_tokens, pass_cost=pass_cost):
         batch = [contexts[i] for i in run]
-        owners = [continuations[context] for context in batch]
-        cache, mask, states = _prefill(model, batch)
-        _add_first_tokens(states, requests, owners, totals)
-        _add_further_tokens(model, cache, mask, requests, owners, batch_tokens, totals)
-        totals.finish(sum(map(len, owners)))
+        owners = [sharers[context] for context in batch]
+        # Contexts [B, S], left-padded: the state after the last token predicts each continuation's first.
+        ids, mask = (padded.to(model.device) for padded in _padded(batch, is_left=True))
+        cache = model.new_cache()
+        states = model.read(ids, mask, cache)[:, -1]
+        first, _ = _padded([[requests[i].continuation[0] for i in group] for group in owners])
+        rows = [(row, i) for row, group in enumerate(owners) for i in group if len(requests[i].continuation) > 1]
+        yield _Predictions(states, first.to(model.device), owners, sum(map(len, owners)) - len(rows))
+        rows.sort(key=lambda row: len(requests[row[1]].continuation), reverse=True)
+        lengths = [len(requests[i].continuation) - 1 for _, i in rows]
+        for part in split_into_runs(lengths, batch_tokens, mask.shape[1], pass_cost):
+            # Continuations [R, T], right-padded, each after the cached context of its row.
+            picked = [i for _, i in rows[part.start : part.stop]]
+            branch = cache if part.stop == len(rows) else cache.branch()
+            chosen = torch.tensor([row for row, _ in rows[part.start : part.stop]], device=model.device)
+            branch.select(chosen)
+            tokens, real = (padded.to(model.device) for padded in _padded([requests[i].continuation for i in picked]))
+            scored = real[:, 1:].bool()
+            states = model.read(tokens[:, :-1], torch.cat([mask[chosen], real[:, 1:]], 1), branch)[scored]
+            owner_of = [[i] for i in picked for _ in requests[i].continuation[1:]]
+            yield _Predictions(states, tokens[:, 1:][scored].unsqueeze(1), owner_of, len(picked))
 
 
-def _prefill(model: LanguageModel, contexts: list[tuple[int, ...]]) -> tuple[TokenCache, Tensor, States]:
-    """Run contexts [B, S], left-padded; returns cache, mask [B, S], and the states after each context's last token."""
-    width = max(map(len, contexts))
-    ids = torch.tensor([[0] * (width - len(c)) + list(c) for c in contexts], device=model.device)
-    mask = torch.tensor([[0] * (width - len(c)) + [1] * len(c) for c in contexts], device=model.device)
-    cache = model.new_cache()
-    return cache, mask, model.read(ids, mask, cache)[:, -1]
-
-
-def _add_first_tokens(states: States, requests: Sequence[Request], owners: list[list[int]], totals: _Totals) -> None:
-    """Add each continuation's first token, which the context's last state predicts."""
-    most = max(map(len, owners))
-    first = [[requests[i].continuation[0] for i in group] for group in owners]
-    targets = torch.tensor([row + [0] * (most - len(row)) for row in first], device=states.values.device)
-    real = torch.tensor([[column < len(row) for column in range(most)] for row in first])
-    logprobs, greedy = token_scores(states, targets)
-    owner_of = [i for group in owners for i in group]
-    totals.add(owner_of, logprobs.cpu()[real], greedy.cpu()[real])
-    if totals.watcher:
-        rows = torch.tensor([row for row, group in enumerate(owners) for _ in group])
-        totals.watcher.see(owner_of, states[rows])
-
-
-def _add_further_tokens(
-    model: LanguageModel,
-    cache: TokenCache,
-    mask: Tensor,
-    requests: Sequence[Request],
-    owners: list[list[int]],
-    batch_tokens: int,
-    totals: _Totals,
-) -> None:
-    """Run the continuations that have more tokens than one, in batches of alike length."""
-    rows = [(b, i) for b, group in enumerate(owners) for i in group if len(requests[i].continuation) > 1]
-    rows.sort(key=lambda row: len(requests[row[1]].continuation), reverse=True)
-    lengths = [len(requests[i].continuation) - 1 for _, i in rows]
-    for run in split_into_runs(lengths, batch_tokens, mask.shape[1], pass_cost_on(model.device.type)):
-        picked = [rows[k] for k in run]
-        branch = cache if run.stop == len(rows) else cache.branch()
-        _add_continuations(model, branch, mask, [b for b, _ in picked], [i for _, i in picked], requests, totals)
-
-
-def _add_continuations(
-    model: LanguageModel,
-    cache: TokenCache,
-    mask: Tensor,
-    contexts: list[int],
-    owners: list[int],
-    requests: Sequence[Request],
-    totals: _Totals,
-) -> None:
-    """Run continuations [R, T], right-padded, each after the cached context of its row."""
-    tokens = [requests[i].continuation for i in owners]
-    width = max(map(len, tokens)) - 1
-    device = mask.device
-    chosen = torch.tensor(contexts, device=device)
-    padded = torch.tensor([list(t) + [0] * (width + 1 - len(t)) for t in tokens], device=device)
-    real = torch.tensor([[column < len(t) - 1 for column in range(width)] for t in tokens], device=device)
-    cache.select(chosen)
-    states = model.read(padded[:, :-1], torch.cat([mask[chosen], real.to(mask.dtype)], 1), cache)
-    owner_of = [i for i, t in zip(owners, tokens, strict=True) for _ in t[1:]]
-    _add_tokens(states[real], padded[:, 1:][real], owner_of, totals)
-
-
-def _score_whole(model: LanguageModel, requests: Sequence[Request], batch_tokens: int, totals: _Totals) -> None:
-    lengths = [len(request.context) + len(request.continuation) - 1 for request in requests]
+def _whole(model: LanguageModel, requests: Sequence[Request], batch_tokens: int) -> Iterator[_Predictions]:
+    """Run whole sequences [R, T], left-padded, or of one length where the model takes no padding."""
+    sequences = [request.context + request.continuation for request in requests]
+    lengths = [len(sequence) - 1 for sequence in sequences]
     order = sorted(range(len(requests)), key=lengths.__getitem__, reverse=True)
     groups = [order] if model.takes_padding else [list(alike) for _, alike in groupby(order, lengths.__getitem__)]
     for group in groups:
         widths, pass_cost = [lengths[index] for index in group], pass_cost_on(model.device.type)
         for run in split_into_runs(widths, batch_tokens, pass_cost=pass_cost):
             owners = [group[place] for place in run]
-            _add_sequences(model, [requests[i] for i in owners], owners, totals)
-            totals.finish(len(owners))
+            tokens, real = (padded.to(model.device) for padded in _padded([sequences[i] for i in owners], is_left=True))
+            new = torch.tensor([[len(requests[i].continuation)] for i in owners], device=model.device)
+            # The continuations' tokens alone are scored.
+            scored = torch.arange(1, tokens.shape[1], device=model.device) >= tokens.shape[1] - new
+            states = model.read(tokens[:, :-1], None if real.all() else real[:, :-1])[scored]
+            owner_of = [[i] for i in owners for _ in requests[i].continuation]
+            yield _Predictions(states, tokens[:, 1:][scored].unsqueeze(1), owner_of, len(owners))
 
 
-def _add_sequences(model: LanguageModel, requests: list[Request], owners: list[int], totals: _Totals) -> None:
-    """Run sequences [R, T], left-padded; only the continuations' tokens are scored."""
-    sequences = [request.context + request.continuation for request in requests]
-    width = max(map(len, sequences))
-    tokens = torch.tensor([(0,) * (width - len(s)) + s for s in sequences], device=model.device)
-    columns = torch.arange(1, width, device=tokens.device)
-    first = torch.tensor([[width - len(s)] for s in sequences], device=tokens.device)
-    states = model.read(tokens[:, :-1], (columns > first).long() if first.any() else None)
-    scored = columns >= first + torch.tensor([[len(r.context)] for r in requests], device=tokens.device)
-    owner_of = [i for i, r in zip(owners, requests, strict=True) for _ in r.continuation]
-    _add_tokens(states[scored], tokens[:, 1:][scored], owner_of, totals)
-
-
-def _add_tokens(states: States, targets: Tensor, owners: list[int], totals: _Totals) -> None:
-    """Add tokens [N], each with the state that predicts it and its request."""
-    logprobs, greedy = token_scores(states, targets.unsqueeze(1))
-    totals.add(owners, logprobs.flatten(), greedy.flatten())
-    if totals.watcher:
-        totals.watcher.see(owners, states)
+def _padded(rows: Sequence[Sequence[int]], is_left: bool = False) -> tuple[Tensor, Tensor]:
+    """Rows of tokens [R, T] with zeros beside them, and a mask [R, T] that is 0 there."""
+    width = max(map(len, rows))
+    ids, mask = torch.zeros(2, len(rows), width, dtype=torch.long)
+    for number, row in enumerate(rows):
+        place = slice(width - len(row), width) if is_left else slice(len(row))
+        ids[number, place] = torch.tensor(row)
+        mask[number, place] = 1
+    return ids, mask

@@ -1,13 +1,14 @@
 """The code behind a result: a digest of the modules that computed it, and the commit they stand in."""
 
 import hashlib
-import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
+
+from diffquant.support.syntax import Syntax, SyntaxCache, native_digest
 
 _PACKAGE = Path(__file__).parents[1]
 
@@ -16,15 +17,6 @@ _SHOWING = (
     *("diffquant.cli", "diffquant.report"),
     *(f"diffquant.evals.{name}" for name in ("columns", "margin_columns", "position_columns", "plots")),
 )
-
-# An import of ours wherever it stands, inside functions too: they are most of those that torch hangs on.
-_IMPORT = re.compile(
-    r"^[ \t]*(?:from (diffquant[\w.]*) import (\([^)]*\)|[^\n]*)|import (diffquant[\w.]*))", re.MULTILINE
-)
-# "module:name" of ours, which `pkgutil.resolve_name` imports.
-_NAMED = re.compile(r"\"(diffquant(?:\.\w+)+):\w+\"")
-_COMMENT = re.compile(r"#[^\n]*")
-_IMPORTED_NAME = re.compile(r"(\w+)(?: as \w+)?")
 
 # What a commit's name ends with where sources differ from it.
 CHANGED = "+changes"
@@ -35,9 +27,10 @@ _NATIVE_SOURCES = ("*.cc", "*.h")
 
 @cache
 def code_digest(roots: tuple[str, ...], picking: tuple[str, ...] = ()) -> str:
-    """16 hex digits of the source text of some modules and of all of diffquant's that they import, however far.
+    """16 hex digits of what some modules say to Python, and all of diffquant's that they import, however far.
 
-    What shows results is left out. A package that imports all of its modules, as registries do, reaches them all.
+    Comments, docstrings and layout change nothing. What shows results is left out. A package that imports all of its
+    modules, as registries do, reaches them all.
 
     Args:
         roots: names of modules; those that are not diffquant's have to be imported already.
@@ -46,27 +39,26 @@ def code_digest(roots: tuple[str, ...], picking: tuple[str, ...] = ()) -> str:
     Raises:
         ValueError: a root has no source file.
     """
-    sources: dict[str, bytes] = {}
+    digests: dict[str, str] = {}
     pending = list(roots)
     while pending:
         module = pending.pop()
-        if module in sources or module.startswith(_SHOWING):
+        if module in digests or module.startswith(_SHOWING):
             continue
         file = _file_of(module)
         if file is None:
             raise ValueError(f"module {module} has no source file whose code could be told apart")
-        sources[module] = file.read_bytes()
-        pending += _imported_by(sources[module].decode())
+        syntax = _syntaxes().syntax(file.read_bytes())
+        digests[module] = syntax.digest
+        pending += _modules_imported(syntax)
         if file.name == "__init__.py":
-            if b"import_all(" in sources[module] and module not in picking:
+            if syntax.fills_itself and module not in picking:
                 pending += [f"{module}.{name}" for name in _modules_in(file.parent)]
             native = [found for pattern in _NATIVE_SOURCES for found in file.parent.glob(pattern)]
-            sources |= {f"{module}/{each.name}": each.read_bytes() for each in native}
-    digest = hashlib.sha256()
-    for name in sorted(sources):
-        digest.update(f"{name} {len(sources[name])}\n".encode())
-        digest.update(sources[name])
-    return digest.hexdigest()[:16]
+            digests |= {f"{module}/{each.name}": native_digest(each.read_bytes()) for each in native}
+    _syntaxes().keep()
+    listed = "".join(f"{name} {digests[name]}\n" for name in sorted(digests))
+    return hashlib.sha256(listed.encode()).hexdigest()[:16]
 
 
 @cache
@@ -97,18 +89,21 @@ def _git(*arguments: str) -> str | None:
     return done.stdout.strip()
 
 
-def _imported_by(text: str) -> Iterator[str]:
-    """Names of our modules that a source text imports, or names as "module:name"."""
-    yield from _NAMED.findall(text)
-    for package, names, module in _IMPORT.findall(text):
-        if module:
-            yield module
+def _modules_imported(syntax: Syntax) -> Iterator[str]:
+    """Names of our modules that a source imports."""
+    for package, names in syntax.imports:
+        if package.partition(".")[0] != _PACKAGE.name or not _file_of(package):
             continue
-        inner = [f"{package}.{name}" for name in _IMPORTED_NAME.findall(_COMMENT.sub("", names))]
+        inner = [f"{package}.{name}" for name in names]
         modules = [name for name in inner if _file_of(name)]
         yield from modules
-        if len(modules) < len(inner):
+        if not names or len(modules) < len(inner):
             yield package
+
+
+@cache
+def _syntaxes() -> SyntaxCache:
+    return SyntaxCache()
 
 
 @cache

@@ -33,6 +33,11 @@ def check_writable(folder: Path) -> None:
         raise UsageError(f"cannot write into {folder}: {error.strerror}; choose another output") from error
 
 
+def cache_folder() -> Path:
+    """The folder of what can be made again, for this user; it need not be there."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "diffquant"
+
+
 def check_distinct(paths: Sequence[Path]) -> None:
     """Check that no file or folder is named twice.
 

@@ -1,17 +1,21 @@
 """Addresses of cells: all that a result depends on, put together."""
 
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from diffquant.errors import CheckpointError
 from diffquant.evals.task import Task
 from diffquant.recipe import Recipe
 from diffquant.support.code import code_digest
-from diffquant.support.plain_data import JsonObject
+from diffquant.support.plain_data import JsonObject, parse_json
 from diffquant.sweep.claims import Claimant
 from diffquant.sweep.work import Job, Work
 
 if TYPE_CHECKING:
-    from diffquant.sweep.session import Subject
+    from diffquant.sweep.subject import Subject
 
 # Changes with what a result holds, so that cells of an older form are measured again.
 RESULT_FORMAT = 1
@@ -37,7 +41,7 @@ def check_alike(work: Work) -> None:
     Raises:
         CheckpointError: it does not; everything that differs is named.
     """
-    differing = {name for batch in work.batches for name in _differences(batch.subject, batch.jobs[0])}
+    differing = {name for batch in work.batches for name in _differences(batch[0])}
     if differing:
         raise CheckpointError(
             f"{Claimant.here().host} would measure other cells than were planned, since {', '.join(sorted(differing))} "
@@ -45,7 +49,42 @@ def check_alike(work: Work) -> None:
         )
 
 
-def _differences(subject: "Subject", job: Job) -> list[str]:
+def _differences(job: Job) -> list[str]:
     planned = job.cell.key
-    own = cell_key(subject, job.point.recipe, job.task, planned["task"])
+    own = cell_key(job.subject, job.point.recipe, job.task, planned["task"])
     return [name for name in own | planned if own.get(name) != planned.get(name)]
+
+
+def why_again(folder: Path, missing: Sequence[JsonObject]) -> str | None:
+    """Why cells are missing that a folder holds of other code or other versions; None where it holds none of them.
+
+    Args:
+        missing: keys of the missing cells.
+    """
+    before = {_lasting(key): key for key in _keys_in(folder)}
+    pairs = [(before[_lasting(key)], key) for key in missing if _lasting(key) in before]
+    if not pairs:
+        return None
+    reasons = ["other code"] if any(old.get("code") != new["code"] for old, new in pairs) else []
+    for old, new in pairs:
+        was, now = old.get("versions", {}), new["versions"]
+        reasons += [
+            f"{name} {was.get(name, 'absent')}, which is {now.get(name, 'absent')} now"
+            for name in {**was, **now}
+            if was.get(name) != now.get(name)
+        ]
+    told = ", and by ".join(dict.fromkeys(reasons))
+    return f"{len(pairs)} of the {len(missing)} missing cells were measured into {folder} before, by {told}"
+
+
+def _lasting(key: JsonObject) -> str:
+    """A key without what an update changes."""
+    return json.dumps({name: value for name, value in key.items() if name not in ("code", "versions")}, sort_keys=True)
+
+
+def _keys_in(folder: Path) -> Iterator[JsonObject]:
+    for file in sorted(folder.glob("*.json")):
+        with suppress(OSError, ValueError, LookupError, TypeError):
+            entry = parse_json(file.read_bytes())
+            if "result" in entry and isinstance(entry["key"], dict):
+                yield entry["key"]

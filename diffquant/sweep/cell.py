@@ -8,7 +8,7 @@ from pathlib import Path
 
 from diffquant.support.files import write_atomically
 from diffquant.support.plain_data import JsonObject, parse_json, plain_digest
-from diffquant.sweep.measurement import Failure, Measurement
+from diffquant.sweep.measurement import Measurement
 
 
 @dataclass(frozen=True)
@@ -51,16 +51,17 @@ class Cell:
         except (OSError, ValueError, LookupError, TypeError):
             return None
 
-    def write(self, outcome: Measurement | Failure) -> None:
-        """Write a measurement in place of any failure, or a failure beside."""
-        if isinstance(outcome, Failure):
-            entry = {"key": self.key, "error": outcome.error, "trace": outcome.trace.splitlines()}
-            write_atomically(self.failure_path, json.dumps(entry, indent=1) + "\n")
-            return
-        result = outcome.to_dict()
+    def write(self, measurement: Measurement) -> None:
+        """Write a measurement in place of any failure."""
+        result = measurement.to_dict()
         entry = {"key": self.key, "result": result, "sha256": plain_digest(result)}
         write_atomically(self.path, json.dumps(entry, indent=1) + "\n")
         self.failure_path.unlink(missing_ok=True)
+
+    def write_failure(self, error: str, trace: str) -> None:
+        """Write what went wrong, in a line and as a traceback."""
+        entry = {"key": self.key, "error": error, "trace": trace.splitlines()}
+        write_atomically(self.failure_path, json.dumps(entry, indent=1) + "\n")
 
     def read_failure(self) -> str | None:
         """One line that says what went wrong the last time; None where nothing is known to have."""

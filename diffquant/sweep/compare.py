@@ -8,7 +8,7 @@ from typing import NamedTuple
 from diffquant.errors import UsageError
 from diffquant.evals.comparison import Outcome, compare_outcomes, left_out, outcome_of
 from diffquant.evals.samples import read_samples
-from diffquant.sweep.comparison_report import Compared, ComparisonReport
+from diffquant.sweep.comparison_report import ComparisonReport
 from diffquant.sweep.grid import Point
 from diffquant.sweep.result import SweepResult, model_names, read_sweep
 
@@ -47,11 +47,10 @@ def compare(before: str | Path, after: str | Path) -> ComparisonReport:
         for key in side
         if key not in other
     ]
-    compared = [
-        Compared(keyed[0][key], keyed[1][key], compare_outcomes(keyed[0][key], keyed[1][key])) for key in shared
-    ]
-    without = [reason for each in compared for reason in left_out(each.before, each.after)]
-    return ComparisonReport(str(before), str(after), compared, alone, without)
+    pairs = [(keyed[0][key], keyed[1][key]) for key in shared]
+    comparisons = [comparison for pair in pairs for comparison in compare_outcomes(*pair)]
+    without = [reason for pair in pairs for reason in left_out(*pair)]
+    return ComparisonReport(str(before), str(after), comparisons, alone, without)
 
 
 class _Measured(NamedTuple):

@@ -4,28 +4,13 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from diffquant.evals.comparison import Comparison, ItemFlips, Outcome
+from diffquant.evals.comparison import Comparison, ItemFlips
 from diffquant.evals.faults import first_few
 from diffquant.report.tables import aligned
 from diffquant.support.plain_data import JsonObject
 
 # Items that a text names of each kind of flip.
 _NAMED_ITEMS = 20
-
-
-@dataclass(frozen=True)
-class Compared:
-    """One task's results of two configurations, beside each other."""
-
-    before: Outcome
-    after: Outcome
-    comparisons: list[Comparison]
-
-    @property
-    def name(self) -> str:
-        """The configuration, or both."""
-        names = list(dict.fromkeys([self.before.name, self.after.name]))
-        return " -> ".join(names)
 
 
 @dataclass(frozen=True)
@@ -40,14 +25,14 @@ class ComparisonReport:
 
     before: str
     after: str
-    compared: list[Compared]
+    comparisons: list[Comparison]
     alone: list[str]
     left_out: list[str]
 
     def summary(self) -> str:
         """A table with a row for each measure, and what its numbers are."""
         heads = ["configuration", "task", "measure", "n", "A", "B", "B - A [95 %]", "McNemar p", "flips"]
-        lines = [_texts(each, comparison) for each in self.compared for comparison in each.comparisons]
+        lines = [*map(_texts, self.comparisons)]
         told = [f"A is {self.before}", f"B is {self.after}", "", *aligned(heads, lines, 3), "", *self._notes()]
         return "\n".join(told)
 
@@ -55,9 +40,9 @@ class ComparisonReport:
         """Everything as plain data, with the ids of all flipped items."""
         rows = [
             {
-                "configuration_a": each.before.name,
-                "configuration_b": each.after.name,
-                "task": each.before.task,
+                "configuration_a": comparison.outcomes[0].name,
+                "configuration_b": comparison.outcomes[1].name,
+                "task": comparison.task,
                 "measure": comparison.measure,
                 "n": comparison.n,
                 "a": comparison.before,
@@ -67,28 +52,27 @@ class ComparisonReport:
                 "high": _finite(comparison.difference.high),
                 **_flips_record(comparison.flips),
             }
-            for each in self.compared
-            for comparison in each.comparisons
+            for comparison in self.comparisons
         ]
         return {"a": self.before, "b": self.after, "comparisons": rows, "alone": self.alone, "left_out": self.left_out}
 
     def _notes(self) -> Iterable[str]:
-        rows = [(each, comparison) for each in self.compared for comparison in each.comparisons]
+        rows = self.comparisons
         yield (
             "Differences are paired over the same items: Bonett and Price's interval for right and wrong, Student's "
             "for other numbers. McNemar's exact test asks whether as many items became right (+) as wrong (-)."
         )
-        if units := {f"{c.measure} in {c.unit.name}" for _, c in rows if c.unit.name}:
+        if units := {f"{c.measure} in {c.unit.name}" for c in rows if c.unit.name}:
             yield f"Units: {', '.join(sorted(units))}."
-        flipped = [(each, c) for each, c in rows if c.flips and (c.flips.gained or c.flips.lost)]
-        if len({each.name for each in self.compared}) == 1:
-            for each, comparison in flipped:
-                yield f"{each.before.task} {comparison.measure}: {_items_text(comparison.flips)}."
+        flipped = [c for c in rows if c.flips and (c.flips.gained or c.flips.lost)]
+        if len({comparison.name for comparison in rows}) == 1:
+            for comparison in flipped:
+                yield f"{comparison.task} {comparison.measure}: {_items_text(comparison.flips)}."
         elif flipped:
             yield "--json names the items that flipped."
         if len(rows) > 1:
             yield f"{len(rows)} differences are shown; by chance, one 95 % interval in twenty misses the truth."
-        if any(each.before.prompts != each.after.prompts for each in self.compared):
+        if any(before.prompts != after.prompts for before, after in (c.outcomes for c in rows)):
             yield "The prompts of A and B differ, around the same documents."
         if self.alone:
             yield f"Not compared, since one side alone has it: {first_few(self.alone)}."
@@ -96,7 +80,7 @@ class ComparisonReport:
             yield f"Not compared: {first_few(self.left_out)}."
 
 
-def _texts(each: Compared, comparison: Comparison) -> list[str]:
+def _texts(comparison: Comparison) -> list[str]:
     unit, difference = comparison.unit, comparison.difference
     before, after, mean, low, high = (
         unit.factor * value
@@ -105,8 +89,8 @@ def _texts(each: Compared, comparison: Comparison) -> list[str]:
     bounds = f" [{low:+{unit.format}}, {high:+{unit.format}}]" if math.isfinite(low) else ""
     flips = comparison.flips
     return [
-        each.name or "-",
-        each.before.task,
+        comparison.name or "-",
+        comparison.task,
         comparison.measure,
         str(comparison.n),
         format(before, unit.format),

@@ -3,13 +3,13 @@
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from dataclasses import dataclass
+from typing import Literal
 
 from diffquant.errors import DiffQuantError
 from diffquant.support.progress import Progress
 from diffquant.sweep.claims import latest_claims
-from diffquant.sweep.work import Missing, Work
+from diffquant.sweep.work import Work
 
 _SECONDS_BETWEEN_LOOKS = 0.2
 _SECONDS_TO_LEAVE = 5.0
@@ -22,91 +22,68 @@ _logger = logging.getLogger(__name__)
 End = Literal["left", "failed", "died"]
 
 
-class Member(Protocol):
+@dataclass(frozen=True)
+class Member:
     """A worker that was started.
 
     Attributes:
         name: what people can find it by, such as "process 123".
+        end: function that tells how it ended; None while it works.
+        stop: function that ends it as Ctrl-C does, and waits until it has ended.
     """
 
     name: str
-
-    def end(self) -> End | None:
-        """How it ended; None while it works."""
-
-    def stop(self) -> None:
-        """End it as Ctrl-C does, and wait until it has ended."""
+    end: Callable[[], End | None]
+    stop: Callable[[], None]
 
 
-@dataclass
-class Crew:
-    """Workers of a sweep.
+def keep_at_work(work: Work, size: int, start: Callable[[int], Member], progress: Progress) -> None:
+    """Keep workers at work until every cell is settled.
 
     One that died is replaced, so its cell is tried again; one that failed by an error of its own would fail again.
 
-    Attributes:
+    Args:
         size: most workers at a time.
         start: function that starts the worker of a place, counted from 0.
+
+    Raises:
+        DiffQuantError: the folder of the cells is gone, or no worker stays alive.
     """
-
-    work: Work
-    size: int
-    start: Callable[[int], Member]
-    _members: dict[int, Member] = field(default_factory=dict)
-    _closed: set[int] = field(default_factory=set)
-    _idle_deaths: int = 0
-    _state_at_death: tuple[int, int] | None = None
-
-    def run(self, progress: Progress) -> None:
-        """Keep workers at work until every cell is settled.
-
-        Raises:
-            DiffQuantError: the folder of the cells is gone, or no worker stays alive.
-        """
-        missing = Missing(self.work)
-        total = len(missing.jobs)
-        places = range(min(self.size, total))
-        try:
-            while True:
-                names = missing.look()
-                left = len(missing.jobs)
-                progress(total - left, total, f"{len(places)} workers")
-                if not left:
-                    self._see_them_off()
-                    return
-                self._take_leave((left, sum(latest_claims(names).values())))
-                for place in places:
-                    if place not in self._members and place not in self._closed:
-                        self._members[place] = self.start(place)
-                if len(self._closed) == len(places):
-                    raise DiffQuantError("every worker failed; what went wrong stands above")
-                time.sleep(_SECONDS_BETWEEN_LOOKS)
-        finally:
-            for member in self._members.values():
-                member.stop()
-
-    def _see_them_off(self) -> None:
-        """Wait a little, since workers end by themselves when nothing is left."""
-        deadline = time.monotonic() + _SECONDS_TO_LEAVE
-        while time.monotonic() < deadline and any(member.end() is None for member in self._members.values()):
+    total = len(work.left)
+    open_places = set(range(min(size, total)))
+    members: dict[int, Member] = {}
+    idle_deaths, state_at_death = 0, None
+    try:
+        while True:
+            # Whoever claims or settles a cell changes this.
+            state = sum(latest_claims(work.look()).values()), len(work.left)
+            progress(total - len(work.left), total, f"{min(size, total)} workers")
+            if not work.left:
+                _wait_for(members)
+                return
+            for place, end in [(place, member.end()) for place, member in members.items()]:
+                if end == "failed":
+                    open_places.remove(place)
+                elif end == "died":
+                    _logger.warning("the worker in %s died; another takes its place", members[place].name)
+                    idle_deaths = idle_deaths + 1 if state == state_at_death else 0
+                    state_at_death = state
+                if end is not None:
+                    del members[place]
+                if idle_deaths == _MOST_IDLE_DEATHS:
+                    raise DiffQuantError("workers die before they measure anything; is there memory for as many?")
+            if not open_places:
+                raise DiffQuantError("every worker failed; what went wrong stands above")
+            for place in sorted(open_places - members.keys()):
+                members[place] = start(place)
             time.sleep(_SECONDS_BETWEEN_LOOKS)
+    finally:
+        for member in members.values():
+            member.stop()
 
-    def _take_leave(self, state: tuple[int, int]) -> None:
-        """Let go of workers that ended.
 
-        Args:
-            state: numbers that a worker changes by what it does.
-        """
-        for place, member in list(self._members.items()):
-            end = member.end()
-            if end is None:
-                continue
-            del self._members[place]
-            if end == "failed":
-                self._closed.add(place)
-            if end == "died":
-                self._idle_deaths = self._idle_deaths + 1 if state == self._state_at_death else 0
-                self._state_at_death = state
-                _logger.warning("the worker in %s died; another takes its place", member.name)
-            if self._idle_deaths == _MOST_IDLE_DEATHS:
-                raise DiffQuantError("workers die before they measure anything; is there memory for as many?")
+def _wait_for(members: dict[int, Member]) -> None:
+    """Wait a little, since workers end by themselves when nothing is left."""
+    deadline = time.monotonic() + _SECONDS_TO_LEAVE
+    while time.monotonic() < deadline and any(member.end() is None for member in members.values()):
+        time.sleep(_SECONDS_BETWEEN_LOOKS)

@@ -17,11 +17,9 @@ from diffquant.sweep.exported import (
     RuntimeOf,
     check_as_it_is,
     check_on_one_device,
-    checkpoints_alone,
-    folder_state,
 )
 from diffquant.sweep.grid import SweepOptions
-from diffquant.sweep.session import CheckpointSubject, Setup, Subject
+from diffquant.sweep.subject import CheckpointSubject, Setup, Subject
 
 
 def evaluate(
@@ -29,7 +27,7 @@ def evaluate(
     recipe: Recipe | None,
     options: SweepOptions,
     progress: Progress = silent,
-    runtime_of: RuntimeOf = checkpoints_alone,
+    runtime_of: RuntimeOf | None = None,
 ) -> dict[str, TaskResult]:
     """Measure every task of one configuration.
 
@@ -37,7 +35,7 @@ def evaluate(
         path: checkpoint, or exported folder, which is measured as it is.
         recipe: recipe to simulate; a quantized checkpoint's own by default.
         options: tasks and their options, dtype, device and scales; what concerns a grid is not looked at.
-        runtime_of: finds what opens an exported folder.
+        runtime_of: function that finds what opens an exported folder; None where all are checkpoints.
 
     Returns:
         Results by the task's name.
@@ -48,20 +46,17 @@ def evaluate(
     """
     device = resolve_device(options.computing_device)
     check_backend(options.attention)
-    runtime = runtime_of(path)
+    runtime = runtime_of(path) if runtime_of else None
     if runtime is not None:
         check_on_one_device([path], options)
         check_as_it_is(options, recipe)
     tasks = make_tasks(options.tasks, options.task_options, options.pass_tokens(device))
     setup = Setup(resolve_dtype(options.dtype, device), device, options.attention, options.places)
     if runtime is not None:
-        state = folder_state(path)
-        model = runtime.describe(path, options.device)
-        subject: Subject = ExportedSubject(path, model, runtime, None, setup, options.device, state)
+        subject: Subject = ExportedSubject.of(path, runtime, setup, options.device)
     else:
         subject = _checkpoint_subject(path, recipe, options, setup)
-    session = subject.open()
-    return {task.name: session.run(task, recipe, None, progress) for task in tasks}
+    return {task.name: subject.measure(task, recipe, None, progress).result for task in tasks}
 
 
 def results_text(results: Mapping[str, TaskResult]) -> str:

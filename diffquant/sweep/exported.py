@@ -1,16 +1,15 @@
 """Exported folders as rows of a sweep. What runs them is handed in, since the core does not import `export`."""
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, Self
 
 from diffquant.errors import CheckpointError, UsageError
 from diffquant.evals.language_model import LanguageModel, States
 from diffquant.evals.task import Task
-from diffquant.evals.task_result import TaskResult
 from diffquant.recipe import Recipe
 from diffquant.source.identity import FilesState, files_state
 from diffquant.source.source import Source
@@ -20,7 +19,7 @@ from diffquant.support.plain_data import JsonObject
 from diffquant.support.progress import Progress
 from diffquant.sweep.grid import EXPORTED, Point, SweepOptions
 from diffquant.sweep.measurement import Measurement
-from diffquant.sweep.session import CheckpointSession, CheckpointSubject, Setup
+from diffquant.sweep.subject import CheckpointSubject, Setup
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -71,29 +70,37 @@ class Runtime(Protocol):
 RuntimeOf = Callable[[Path], Runtime | None]
 
 
-def checkpoints_alone(path: Path) -> Runtime | None:  # noqa: ARG001
-    """A `RuntimeOf` that takes every path for a checkpoint."""
-    return None
-
-
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class ExportedSubject:
-    """An exported folder to measure.
+    """An exported folder to measure, as it is.
 
     Attributes:
-        compared_with: checkpoint whose 16 bits it is compared with; None where there is none.
         setup: how the sweep's checkpoints run.
         device: device that the folder runs on; of "auto" the runtime chooses its own.
         state: state of the folder's files before it was described.
+        compared_with: checkpoint whose 16 bits it is compared with; None where there is none.
     """
 
     folder: Path
-    model: ExportedModel
     runtime: Runtime
-    compared_with: CheckpointSubject | None
     setup: Setup
     device: str
     state: FilesState
+    model: ExportedModel
+    compared_with: CheckpointSubject | None = None
+
+    @classmethod
+    def of(cls, folder: Path, runtime: Runtime, setup: Setup, device: str) -> Self:
+        """The subject of a folder, which is described now.
+
+        Raises:
+            CheckpointError: the folder is damaged, or changed since it was exported.
+        """
+        return cls(folder, runtime, setup, device, _folder_state(folder), runtime.describe(folder, device))
+
+    @property
+    def held_bytes(self) -> int:
+        return self.model.weight_bytes + (self.compared_with.held_bytes if self.compared_with else 0)
 
     def key(self, recipe: Recipe) -> JsonObject:  # noqa: ARG002
         baseline = self.compared_with
@@ -105,62 +112,33 @@ class ExportedSubject:
         compared = self.compared_with.modules(recipe) if self.compared_with else ()
         return (__name__, type(self.runtime).__module__, *compared)
 
-    def check_unchanged(self) -> None:
-        """Check that the folder's files are those that were described; to be called before a result is recorded.
+    def apart(self, device: str | None) -> "ExportedSubject":
+        compared = self.compared_with.apart(device) if self.compared_with else None
+        setup = replace(self.setup, device=device or self.setup.device)
+        return replace(self, compared_with=compared, setup=setup, device=device or self.device)
 
-        Raises:
-            CheckpointError: they changed, or are gone.
-        """
+    def reference(self, task: Task, recipe: Recipe | None, progress: Progress) -> States | None:  # noqa: ARG002
+        return self.compared_with.reference(task, None, progress) if self.compared_with else None
+
+    def measure(self, task: Task, recipe: Recipe | None, reference: States | None, progress: Progress) -> Measurement:  # noqa: ARG002
+        model, tokenizer = self._opened
+        started = time.monotonic()
+        # Each sequence runs by itself, so the task's batches only bound memory.
+        bounded = task.in_batches_of(self.runtime.batch_tokens)
+        result = bounded.run(model, tokenizer, reference, progress)
+        seconds = round(time.monotonic() - started, 2)
         # Touched files are read again: only another content is another model.
-        touched = folder_state(self.folder) != self.state
+        touched = _folder_state(self.folder) != self.state
         if touched and self.runtime.describe(self.folder, self.device) != self.model:
             raise CheckpointError(f"{self.folder} changed while it was in use; run the same command again")
-
-    def on(self, device: str) -> "ExportedSubject":
-        compared = self.compared_with.on(device) if self.compared_with else None
-        return replace(self, compared_with=compared, setup=replace(self.setup, device=device), device=device)
-
-    @property
-    def held_bytes(self) -> int:
-        return self.model.weight_bytes + (self.compared_with.held_bytes if self.compared_with else 0)
-
-    def open(self) -> "ExportedSession":
-        return ExportedSession(self, self.compared_with.open() if self.compared_with else None)
-
-
-@dataclass
-class ExportedSession:
-    """An exported folder under measurement, as it is."""
-
-    subject: ExportedSubject
-    compared_with: CheckpointSession | None
-
-    def run(
-        self,
-        task: Task,
-        recipe: Recipe | None,  # noqa: ARG002
-        reference: States | None,
-        progress: Progress,
-    ) -> TaskResult:
-        model, tokenizer = self._opened
-        # Each sequence runs by itself, so the task's batches only bound memory.
-        return task.in_batches_of(self.subject.runtime.batch_tokens).run(model, tokenizer, reference, progress)
-
-    def measure(self, task: Task, recipe: Recipe, progress: Progress) -> Measurement:
-        reference = self.compared_with.reference(task, progress) if self.compared_with else None
-        started = time.monotonic()
-        result = self.run(task, recipe, reference, progress)
-        seconds = round(time.monotonic() - started, 2)
-        stored = self.subject.model
-        self.subject.check_unchanged()
-        return Measurement(result, seconds, stored.weight_bytes, stored.kv_bytes, commit=commit())
+        return Measurement(result, seconds, self.model.weight_bytes, self.model.kv_bytes, commit=commit())
 
     @cached_property
     def _opened(self) -> "tuple[LanguageModel, PreTrainedTokenizerBase]":
-        return self.subject.runtime.open(self.subject.folder, self.subject.device)
+        return self.runtime.open(self.folder, self.device)
 
 
-def folder_state(folder: Path) -> FilesState:
+def _folder_state(folder: Path) -> FilesState:
     """The state of an exported folder's files."""
     return files_state(file for file in sorted(folder.rglob("*")) if file.is_file())
 
@@ -189,12 +167,6 @@ def check_as_it_is(options: SweepOptions, recipe: Recipe | None = None) -> None:
         raise UsageError(
             "an exported model is measured as it is: leave out the recipe options, --scales, --dtype and --attention"
         )
-
-
-def runtimes_among(paths: Sequence[Path], runtime_of: RuntimeOf) -> dict[Path, Runtime]:
-    """The exported folders among these paths, with what opens each."""
-    runtimes = {path: runtime_of(path) for path in paths}
-    return {path: runtime for path, runtime in runtimes.items() if runtime is not None}
 
 
 def exported_points(exported: Mapping[Path, ExportedModel], sources: Mapping[Path, Source]) -> list[Point]:

@@ -1,24 +1,11 @@
 """The sentences that say what a sweep shows. No torch here."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from diffquant.evals.columns import Drawn
 from diffquant.evals.tasks import kind_of
 from diffquant.sweep.result import SweepResult
 from diffquant.sweep.table import Row, rows, tasks_of
-
-
-class _Change(NamedTuple):
-    row: Row
-    drawn: Drawn
-
-    def named(self, task: str) -> str:
-        """The row with all that is known of its change."""
-        compared = self.row.results[task]
-        known = [(change, change.of(compared)) for change in kind_of(task).columns.changes]
-        texts = [change.text(drawn) for change, drawn in known if drawn is not None]
-        return ", ".join([f"{self.row.model} at {self.row.point.label}", *texts])
 
 
 def headline(sweep: SweepResult) -> list[str]:
@@ -33,37 +20,42 @@ def headline(sweep: SweepResult) -> list[str]:
     return sentences or ["Nothing here is compared with 16 bits."]
 
 
-def _leading_changes(task: str, table: Sequence[Row]) -> list[_Change]:
+def _leading_changes(task: str, table: Sequence[Row]) -> list[tuple[Row, Drawn]]:
     """The changes from 16 bits by the first measure that was taken of any row; one with a sign if items can be lost."""
     columns = kind_of(task).columns
     for change in columns.changes:
         if columns.by_item and change.is_log:
             continue
         measured = [(row, change.of(row.results[task])) for row in table if row.results[task].result]
-        changes = [_Change(row, drawn) for row, drawn in measured if drawn is not None]
-        if changes:
+        if changes := [(row, drawn) for row, drawn in measured if drawn is not None]:
             return changes
     return []
 
 
-def _of_items(task: str, changes: Sequence[_Change]) -> str:
-    worst = min(changes, key=lambda change: change.drawn.value)
-    lower = [change for change in changes if change.drawn.high < 0]
+def _of_items(task: str, changes: Sequence[tuple[Row, Drawn]]) -> str:
+    worst, _ = min(changes, key=lambda change: change[1].value)
+    lower = [row.point.bits for row, drawn in changes if drawn.high < 0]
     of_all = f"of {len(changes)} configurations"
     if not lower:
         return (
             f"{task}: no measurable loss in any {of_all}, whose intervals all reach 0; the lowest is "
-            f"{worst.named(task)}."
+            f"{_named(worst, task)}."
         )
-    told = f"{task}: {len(lower)} {of_all} lose; the most is lost by {worst.named(task)}."
-    kept = [change.row.point.bits for change in changes]
-    safe = min((bits for bits in kept if bits > max(change.row.point.bits for change in lower)), default=None)
+    told = f"{task}: {len(lower)} {of_all} lose; the most is lost by {_named(worst, task)}."
+    safe = min((row.point.bits for row, _ in changes if row.point.bits > max(lower)), default=None)
     return told if safe is None else f"{told} From {safe} bits up no loss is measurable."
 
 
-def _of_text(task: str, changes: Sequence[_Change]) -> str:
-    ordered = sorted(changes, key=lambda change: change.drawn.value)
-    least, most = (change.named(task) for change in (ordered[0], ordered[-1]))
+def _of_text(task: str, changes: Sequence[tuple[Row, Drawn]]) -> str:
+    ordered = sorted(changes, key=lambda change: change[1].value)
+    least, most = (_named(row, task) for row, _ in (ordered[0], ordered[-1]))
     if len(ordered) == 1:
         return f"{task}: {most}."
     return f"{task}: least changed is {least}; most is {most}."
+
+
+def _named(row: Row, task: str) -> str:
+    """A row with all that is known of its change."""
+    known = [(change.text, change.of(row.results[task])) for change in kind_of(task).columns.changes]
+    texts = [text(drawn) for text, drawn in known if text and drawn]
+    return ", ".join([f"{row.model} at {row.point.label}", *texts])

@@ -58,16 +58,3 @@ class Measurement:
             raise ValueError("a measurement needs seconds and stored sizes, with a list of logit reports if any")
         result = TaskResult.from_dict({name: value for name, value in cell.items() if name not in own})
         return cls(result, own["seconds"], stored["weights"], stored["kv_per_token"], report, made)
-
-
-@dataclass(frozen=True)
-class Failure:
-    """What a cell has in place of a measurement.
-
-    Attributes:
-        error: line that says what went wrong.
-        trace: traceback of the error.
-    """
-
-    error: str
-    trace: str

@@ -1,7 +1,7 @@
 """The plan of a sweep: everything that can be wrong is wrong here, before the first cell."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from diffquant.attention import check_backend
@@ -14,17 +14,18 @@ from diffquant.source.building import check_places
 from diffquant.source.ranges import check_ranges_used, read_any_ranges
 from diffquant.source.source import Source, open_source
 from diffquant.support.devices import resolve_device, resolve_dtype
+from diffquant.sweep.addresses import cell_key
+from diffquant.sweep.cell import Cell
 from diffquant.sweep.exported import (
     ExportedSubject,
     RuntimeOf,
     check_as_it_is,
     check_on_one_device,
     exported_points,
-    folder_state,
-    runtimes_among,
 )
 from diffquant.sweep.grid import Point, SweepOptions, points
-from diffquant.sweep.session import CheckpointSubject, Setup, Subject
+from diffquant.sweep.subject import CheckpointSubject, Setup, Subject
+from diffquant.sweep.work import Job
 
 
 @dataclass(frozen=True)
@@ -39,31 +40,44 @@ class SweepPlan:
 
     points: list[Point]
     tasks: list[Task]
+    options: SweepOptions
     sources: dict[Path, Source]
     subjects: dict[Path, Subject]
     setup: Setup
 
+    def jobs(self, folder: Path) -> list[Job]:
+        """Every cell, whose place is in this folder."""
+        identities = {task.name: task.identity() for task in self.tasks}
+        return [
+            Job(subject, point, task, Cell(folder, cell_key(subject, point.recipe, task, identities[task.name])))
+            for point in self.points
+            for subject in [self.subjects[point.model]]
+            for task in self.tasks
+        ]
 
-def plan_sweep(models: Sequence[Path], options: SweepOptions, runtime_of: RuntimeOf) -> SweepPlan:
+
+def plan_sweep(models: Sequence[Path], options: SweepOptions, runtime_of: RuntimeOf | None) -> SweepPlan:
     """Open every model and read every task's items.
 
     Raises:
         UsageError, CheckpointError, MissingDependencyError: whatever is wrong with models, options or data.
     """
-    runtimes = runtimes_among(models, runtime_of)
+    found = {model: runtime_of(model) if runtime_of else None for model in models}
+    runtimes = {model: runtime for model, runtime in found.items() if runtime is not None}
     check_on_one_device(runtimes, options)
-    states = {folder: folder_state(folder) for folder in runtimes}
-    exported = {folder: runtime.describe(folder, options.device) for folder, runtime in runtimes.items()}
+    device = resolve_device(options.computing_device)
+    setup = Setup(resolve_dtype(options.dtype, device), device, options.attention, options.places)
+    exported = {
+        folder: ExportedSubject.of(folder, runtime, setup, options.device) for folder, runtime in runtimes.items()
+    }
     checkpoints = [model for model in models if model not in exported]
     if not checkpoints and exported:
         check_as_it_is(options)
     grid = points(checkpoints, options) if checkpoints or not exported else []
-    device = resolve_device(options.computing_device)
     tasks = make_tasks(options.tasks, options.task_options, options.pass_tokens(device))
     check_backend(options.attention, (scheme for point in grid for scheme in point.recipe.schemes_of("logits")))
     sources = {model: open_source(model) for model in checkpoints}
     recipes = {model: [point.recipe for point in grid if point.model == model] for model in checkpoints}
-    setup = Setup(resolve_dtype(options.dtype, device), device, options.attention, options.places)
     for model, source in sources.items():
         check_loadable(source, recipes[model])
         if setup.places is not None:
@@ -73,23 +87,11 @@ def plan_sweep(models: Sequence[Path], options: SweepOptions, runtime_of: Runtim
         _check_scales(point, scales.get(point.model))
     for model, file in scales.items():
         check_ranges_used(file, recipes[model])
-    checkpoints_by_path = {
-        model: CheckpointSubject(source, setup, scales.get(model)) for model, source in sources.items()
-    }
-    folders = exported_points(exported, sources)
-    exports = {
-        point.model: ExportedSubject(
-            point.model,
-            exported[point.model],
-            runtimes[point.model],
-            checkpoints_by_path[point.compared_with] if point.compared_with else None,
-            setup,
-            options.device,
-            states[point.model],
-        )
-        for point in folders
-    }
-    return SweepPlan(grid + folders, tasks, sources, {**checkpoints_by_path, **exports}, setup)
+    subjects = {model: CheckpointSubject(source, setup, scales.get(model)) for model, source in sources.items()}
+    folders = exported_points({folder: subject.model for folder, subject in exported.items()}, sources)
+    origins = {point.model: point.compared_with and subjects[point.compared_with] for point in folders}
+    compared = {folder: replace(subject, compared_with=origins[folder]) for folder, subject in exported.items()}
+    return SweepPlan(grid + folders, tasks, options, sources, {**subjects, **compared}, setup)
 
 
 def _scales_by_model(sources: Mapping[Path, Source], files: Sequence[Path]) -> dict[Path, Path]:

@@ -5,14 +5,15 @@ A panel is what is quantized at one granularity, a line in it is a model.
 Source: the presentation follows figure 8 of arXiv 2410.05258.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from diffquant.errors import UsageError
-from diffquant.evals.columns import Change, Compared, Drawn
+from diffquant.evals.columns import Drawn, Metric
 from diffquant.evals.tasks import kind_of
+from diffquant.report.page import Drawing
 from diffquant.report.plots import REFERENCE, Tips, as_svg, literal, look, new_figure, plain_log_scale, tidy
 from diffquant.sweep.grid import EXPORTED, RECIPE, Point
 from diffquant.sweep.result import SweepResult
@@ -78,27 +79,14 @@ class Band:
         return list(dict.fromkeys(line.model for lines in self.lines.values() for line in lines))
 
 
-@dataclass(frozen=True)
-class Chart:
-    """One panel as a page shows it.
-
-    Attributes:
-        title: what is quantized.
-        svg: drawing as one <svg> element.
-    """
-
-    title: str
-    svg: str
-
-
 def bands(sweep: SweepResult) -> list[Band]:
     """What there is to draw, in the table's order of tasks; what failed is left out."""
     found = [
         band
         for task in tasks_of(sweep)
         for band in (
-            *(_change_band(sweep, task, change) for change in kind_of(task).columns.changes),
-            _score_band(sweep, task),
+            *(_band(sweep, task, change, is_change=True) for change in kind_of(task).columns.changes),
+            *(_band(sweep, task, score, is_change=False) for score in [kind_of(task).columns.score] if score),
         )
     ]
     return [band for band in found if band.lines]
@@ -116,7 +104,7 @@ def plot(sweep: SweepResult, path: Path) -> None:
     _figure(drawn).savefig(path, dpi=160)
 
 
-def charts(band: Band, models: Sequence[str]) -> list[Chart]:
+def charts(band: Band, models: Sequence[str]) -> list[Drawing]:
     """Each panel of a band by itself, with texts that tell its values.
 
     Args:
@@ -128,7 +116,7 @@ def charts(band: Band, models: Sequence[str]) -> list[Chart]:
         axis = figure.subplots()
         _draw(axis, lines, models, band, tips)
         axis.set_ylabel(band.label)
-        found.append(Chart(title, as_svg(figure, f"{band.task}, {title}: {band.label}", tips)))
+        found.append(Drawing(as_svg(figure, f"{band.task}, {title}: {band.label}", tips), title))
     return found
 
 
@@ -139,24 +127,17 @@ def bars_text(drawn: Sequence[Band]) -> str:
     return "bars: 95 % intervals, of differences paired over the same items; dashed: 16 bits"
 
 
-def _change_band(sweep: SweepResult, task: str, change: Change) -> Band:
-    return Band(task, change.label, True, change.is_log, _lines(sweep, task, change.of, is_change=True))
+def _band(sweep: SweepResult, task: str, metric: Metric, is_change: bool) -> Band:
+    return Band(task, metric.label, is_change, metric.is_log, _lines(sweep, task, metric, is_change))
 
 
-def _score_band(sweep: SweepResult, task: str) -> Band:
-    columns = kind_of(task).columns
-    return Band(task, columns.score_label, False, False, _lines(sweep, task, columns.score, is_change=False))
-
-
-def _lines(
-    sweep: SweepResult, task: str, drawn_by: Callable[[Compared], Drawn | None], is_change: bool
-) -> dict[str, list[BitsLine]]:
+def _lines(sweep: SweepResult, task: str, metric: Metric, is_change: bool) -> dict[str, list[BitsLine]]:
     """The lines of a task by their panel's title; a change has nothing at 16 bits."""
     full: dict[str, Drawn | None] = {}
     drawn: dict[tuple[str, str], list[tuple[int, Drawn]]] = {}
     for row in rows(sweep):
-        compared: Compared = row.results[task]
-        value = drawn_by(compared) if compared.result else None
+        compared = row.results[task]
+        value = metric.of(compared) if compared.result else None
         if row.point.is_baseline:
             full[row.model] = value
         elif value is not None and row.point.target not in (EXPORTED, RECIPE):

@@ -6,7 +6,6 @@ from pathlib import Path
 from diffquant.report.page import (
     Block,
     Charts,
-    Drawing,
     Facts,
     Fold,
     Items,
@@ -52,11 +51,8 @@ def _charts_sections(drawn: Sequence[Band]) -> list[Section]:
         mine = [band for band in drawn if band.task == task]
         blocks: list[Block] = []
         for band in mine:
-            drawings = [Drawing(chart.svg, chart.title) for chart in charts(band, models)]
-            blocks += [
-                Subtitle(band.label[0].upper() + band.label[1:]),
-                Charts(drawings, keys if band is mine[0] else ()),
-            ]
+            legend = keys if band is mine[0] else ()
+            blocks += [Subtitle(band.label[0].upper() + band.label[1:]), Charts(charts(band, models), legend)]
         sections.append(Section(task, [*blocks, Note(f"{bars_text(mine).capitalize()}.")]))
     return sections
 

@@ -1,8 +1,8 @@
 """Running a sweep: every missing cell is measured, and written as soon as it is."""
 
+import logging
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -12,18 +12,18 @@ from diffquant.support.files import write_atomically
 from diffquant.support.plain_data import JsonObject, plain_digest
 from diffquant.support.progress import Progress, silent
 from diffquant.support.versions import versions_of_run
-from diffquant.sweep.addresses import cell_key
-from diffquant.sweep.cell import Cell
+from diffquant.sweep.addresses import why_again
 from diffquant.sweep.claims import Claims, latest_claims
 from diffquant.sweep.engines import Engine
-from diffquant.sweep.engines.local import LocalEngine
-from diffquant.sweep.exported import RuntimeOf, checkpoints_alone
+from diffquant.sweep.exported import RuntimeOf
 from diffquant.sweep.grid import SweepOptions
 from diffquant.sweep.plan import SweepPlan, plan_sweep
 from diffquant.sweep.result import MeasuredCell, SweepResult
-from diffquant.sweep.session import weights_of
-from diffquant.sweep.work import Batch, Job, Missing, Work
+from diffquant.sweep.subject import weights_of
+from diffquant.sweep.work import Job, Work
 from diffquant.sweep.worker import Worker
+
+_logger = logging.getLogger(__name__)
 
 
 def run_sweep(
@@ -31,7 +31,7 @@ def run_sweep(
     options: SweepOptions,
     output: Path,
     progress: Progress = silent,
-    runtime_of: RuntimeOf = checkpoints_alone,
+    runtime_of: RuntimeOf | None = None,
     engine: Engine | None = None,
 ) -> SweepResult:
     """Measure every cell that `output` does not hold yet.
@@ -39,7 +39,7 @@ def run_sweep(
     Args:
         models: checkpoints, and exported folders, each of which is one row, compared with the checkpoint
             it was made from where that is swept too.
-        runtime_of: finds what opens an exported folder.
+        runtime_of: function that finds what opens an exported folder; None where all are checkpoints.
         engine: what has the cells measured; this process by default.
 
     A cell that fails is recorded and the rest goes on; `SweepResult.require_complete` tells. Interrupted,
@@ -52,13 +52,15 @@ def run_sweep(
         DiffQuantError: `output` is gone, or no process is left that could measure the cells.
         KeyboardInterrupt: with a message that says how to go on.
     """
-    sweep = _open_sweep(models, options, output, runtime_of)
+    plan, jobs, work = _open(models, options, output, runtime_of)
     try:
-        if sweep.work.batches:
-            (engine or LocalEngine()).run(sweep.work, progress)
+        if work.batches and engine:
+            engine(work, progress)
+        elif work.batches:
+            Worker(work).run(progress)
     except KeyboardInterrupt:
-        raise sweep.interruption() from None
-    return sweep.write_result()
+        raise _interruption(work, len(jobs)) from None
+    return _write_result(plan, jobs, output)
 
 
 def join_sweep(
@@ -66,7 +68,7 @@ def join_sweep(
     options: SweepOptions,
     output: Path,
     progress: Progress = silent,
-    runtime_of: RuntimeOf = checkpoints_alone,
+    runtime_of: RuntimeOf | None = None,
 ) -> SweepResult | None:
     """Measure cells until others have claimed all that are left; who comes last writes sweep.json, tables and plots.
 
@@ -82,95 +84,79 @@ def join_sweep(
     """
     from diffquant.sweep.outputs import write_outputs
 
-    sweep = _open_sweep(models, options, output, runtime_of)
+    plan, jobs, work = _open(models, options, output, runtime_of)
     try:
-        Worker(sweep.work, progress, start=random.random()).run(is_patient=False)
+        Worker(work, start=random.random()).run(progress, is_patient=False)
     except KeyboardInterrupt:
-        raise sweep.interruption() from None
-    missing = Missing(sweep.work)
-    names = missing.look()
-    if missing.jobs:
+        raise _interruption(work, len(jobs)) from None
+    names = work.look()
+    if work.left:
         return None
-    tables = f"tables-{plain_digest([job.cell.name for job in sweep.jobs])[:16]}"
-    with Claims(sweep.work.folder) as claims:
+    tables = f"tables-{plain_digest([job.cell.name for job in jobs])[:16]}"
+    with Claims(work.folder) as claims:
         claim = claims.take(tables, latest_claims(names))
         if claim is None:
             return None
         with claim:
-            result = sweep.write_result()
+            result = _write_result(plan, jobs, output)
             write_outputs(result, output)
     return result
 
 
-@dataclass(frozen=True)
-class _OpenSweep:
-    """A sweep that is planned, with all of its cells and those that are missing."""
-
-    plan: SweepPlan
-    options: SweepOptions
-    output: Path
-    identities: dict[str, JsonObject]
-    jobs: list[Job]
-    work: Work
-
-    def interruption(self) -> KeyboardInterrupt:
-        """What an interruption says of how to go on."""
-        missing = Missing(self.work)
-        missing.look()
-        done = len(self.jobs) - len(missing.jobs)
-        return KeyboardInterrupt(
-            f"interrupted: {done} of {len(self.jobs)} cells are done and kept in {self.work.folder}; "
-            "run the same command again to go on"
-        )
-
-    def write_result(self) -> SweepResult:
-        """Write sweep.json, and let go of what dead processes claimed."""
-        names = self.work.look()
-        Claims(self.work.folder).clear((job.cell.name for job in self.jobs), latest_claims(names))
-        result = SweepResult([_read_cell(job) for job in self.jobs], self._settings())
-        write_atomically(self.output / "sweep.json", result.to_json())
-        return result
-
-    def _settings(self) -> JsonObject:
-        plan, options = self.plan, self.options
-        return {
-            "options": options.to_dict()
-            | {"device": plan.setup.device, "batch_tokens": options.pass_tokens(plan.setup.device)},
-            "tasks": list(self.identities.values()),
-            "unseen": {task.name: unseen for task in plan.tasks if (unseen := task.unseen())},
-            "models": {str(path): source.fingerprint for path, source in plan.sources.items()},
-            "quantized": [str(path) for path, source in plan.sources.items() if source.packed or path.is_file()],
-            "source_bytes": {str(path): source.checkpoint.stored_nbytes for path, source in plan.sources.items()},
-            "dtype": plan.setup.dtype_name,
-            "versions": versions_of_run(plan.setup.device),
-            "commit": commit(),
-            "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        }
-
-
-def _open_sweep(models: Sequence[Path], options: SweepOptions, output: Path, runtime_of: RuntimeOf) -> _OpenSweep:
+def _open(
+    models: Sequence[Path], options: SweepOptions, output: Path, runtime_of: RuntimeOf | None
+) -> tuple[SweepPlan, list[Job], Work]:
+    """A sweep's plan, all of its cells, and those that are missing."""
     from diffquant.sweep.outputs import run_files
 
     run_files().check(output)
     plan = plan_sweep([Path(model) for model in models], options, runtime_of)
     folder = output / "cells"
-    identities = {task.name: task.identity() for task in plan.tasks}
-    jobs = [
-        Job(point, task, Cell(folder, cell_key(plan.subjects[point.model], point.recipe, task, identities[task.name])))
-        for point in plan.points
-        for task in plan.tasks
-    ]
+    jobs = plan.jobs(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    pending = [job for job in jobs if job.cell.read() is None]
-    return _OpenSweep(plan, options, output, identities, jobs, Work.of(folder, _batches(pending, plan)))
+    missing = [job for job in jobs if job.cell.read() is None]
+    if missing and (why := why_again(folder, [job.cell.key for job in missing])):
+        _logger.warning("%s; they are measured again", why)
+    # A model's points follow each other, and so do its batches.
+    batches: dict[tuple[Path, str], list[Job]] = {}
+    for job in missing:
+        batches.setdefault((job.point.model, weights_of(job.point.recipe)), []).append(job)
+    return plan, jobs, Work(folder, list(batches.values()))
 
 
-def _batches(pending: Sequence[Job], plan: SweepPlan) -> list[Batch]:
-    """Jobs of one model and one set of weights together; a model's batches follow each other, as its points do."""
-    groups: dict[tuple[Path, str], list[Job]] = {}
-    for job in pending:
-        groups.setdefault((job.point.model, weights_of(job.point.recipe)), []).append(job)
-    return [Batch(plan.subjects[model], tuple(jobs)) for (model, _), jobs in groups.items()]
+def _interruption(work: Work, cells: int) -> KeyboardInterrupt:
+    """What an interruption says of how to go on."""
+    work.look()
+    return KeyboardInterrupt(
+        f"interrupted: {cells - len(work.left)} of {cells} cells are done and kept in {work.folder}; "
+        "run the same command again to go on"
+    )
+
+
+def _write_result(plan: SweepPlan, jobs: Sequence[Job], output: Path) -> SweepResult:
+    """Write sweep.json, and let go of what dead processes claimed."""
+    folder = output / "cells"
+    latest = latest_claims(Work(folder, ()).look())
+    Claims(folder).clear((job.cell.name for job in jobs), latest)
+    result = SweepResult([_read_cell(job) for job in jobs], _settings(plan, jobs))
+    write_atomically(output / "sweep.json", result.to_json())
+    return result
+
+
+def _settings(plan: SweepPlan, jobs: Sequence[Job]) -> JsonObject:
+    options, setup = plan.options, plan.setup
+    return {
+        "options": options.to_dict() | {"device": setup.device, "batch_tokens": options.pass_tokens(setup.device)},
+        "tasks": list({job.task.name: job.cell.key["task"] for job in jobs}.values()),
+        "unseen": {task.name: unseen for task in plan.tasks if (unseen := task.unseen())},
+        "models": {str(path): source.fingerprint for path, source in plan.sources.items()},
+        "quantized": [str(path) for path, source in plan.sources.items() if source.packed or path.is_file()],
+        "source_bytes": {str(path): source.checkpoint.stored_nbytes for path, source in plan.sources.items()},
+        "dtype": setup.dtype_name,
+        "versions": versions_of_run(setup.device),
+        "commit": commit(),
+        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+    }
 
 
 def _read_cell(job: Job) -> MeasuredCell:

@@ -59,11 +59,10 @@ def cells_of(sweep: SweepResult) -> tuple[list[str], list[list[str]]]:
 
 def notes(sweep: SweepResult) -> list[str]:
     """What a reader must know to read the table."""
-    results_by_columns: dict[type[Columns], list[TaskResult]] = {}
-    columns_of = {type(columns): columns for task in sweep.tasks if (columns := kind_of(task).columns)}
+    results_by_columns: dict[Columns, list[TaskResult]] = {}
     for task in tasks_of(sweep):
-        results_by_columns.setdefault(type(kind_of(task).columns), []).extend(_results(sweep, task))
-    texts = [note for kind, results in results_by_columns.items() for note in columns_of[kind].notes(results)]
+        results_by_columns.setdefault(kind_of(task).columns, []).extend(_results(sweep, task))
+    texts = [note for columns, results in results_by_columns.items() for note in columns.notes(results)]
     compared = sum(
         change.of(result) is not None
         for row in rows(sweep)
@@ -135,9 +134,9 @@ def _columns(sweep: SweepResult) -> list[str]:
 
 def _texts(row: Row, sweep: SweepResult) -> list[str]:
     texts = [
-        text
+        column.text(compared)
         for task, compared in row.results.items()
-        for text in kind_of(task).columns.texts(compared, _results(sweep, task))
+        for column in kind_of(task).columns.shown(_results(sweep, task))
     ]
     return [row.model, row.point.target or MISSING, row.point.scheme, *texts, _stored(row)]
 
@@ -159,8 +158,11 @@ def _record(row: Row) -> JsonObject:
         "granularity": point.granularity,
     }
     for task, compared in row.results.items():
-        record |= kind_of(task).columns.record(task, compared)
+        columns = kind_of(task).columns
+        before = f"{task} " if columns.has_own_names else ""
+        record |= {f"{before}{name}": value for name, value in columns.record(compared).items()}
     measured = {kind_of(task) for task in row.results}
     for kind in task_kinds():
-        record |= {} if kind in measured else kind.columns.unmeasured()
+        if kind not in measured and not kind.columns.has_own_names:
+            record |= kind.columns.record(Compared(None, None))
     return record | {"weight_bytes": row.weight_bytes, "kv_bytes_per_token": row.kv_bytes}

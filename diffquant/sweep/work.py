@@ -2,7 +2,8 @@
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
@@ -12,7 +13,7 @@ from diffquant.sweep.cell import Cell
 from diffquant.sweep.grid import Point
 
 if TYPE_CHECKING:
-    from diffquant.sweep.session import Subject
+    from diffquant.sweep.subject import Subject
 
 # Inode and time of a file: another pair is another file.
 _Stamp = tuple[int, int]
@@ -20,8 +21,9 @@ _Stamp = tuple[int, int]
 
 @dataclass(frozen=True)
 class Job:
-    """A cell to measure, as plain data."""
+    """A cell to measure, as plain data: which model, under which recipe, on which task."""
 
+    subject: "Subject"
     point: Point
     task: Task
     cell: Cell
@@ -31,97 +33,68 @@ class Job:
         return f"{self.point.model.name}, {self.point.label}, {self.task.name}"
 
 
-@dataclass(frozen=True)
-class Batch:
-    """Cells that one set of a model's weights serves: plain data that can be sent elsewhere.
-
-    Attributes:
-        subject: model to measure; a checkpoint's `Source` travels as its path.
-        jobs: one cell or more, of points with the same weights.
-    """
-
-    subject: "Subject"
-    jobs: tuple[Job, ...]
-
-
-@dataclass(frozen=True)
+@dataclass
 class Work:
     """The cells that were missing when a sweep was planned: plain data that can be sent elsewhere.
 
     Attributes:
         folder: folder of the cells.
-        batches: missing cells; the batches of one model follow each other.
-        before: stamps of files that stood in a missing cell's place: damaged cells, and failures of earlier runs.
+        batches: the missing cells, those together that one set of weights serves; a model's batches follow each other.
+        left: cells that were neither measured nor failed when this process looked last, by their names.
     """
 
     folder: Path
-    batches: tuple[Batch, ...]
-    before: Mapping[str, _Stamp]
+    batches: Sequence[Sequence[Job]]
+    left: dict[str, Job] = field(init=False)
+    # Files that stood in a missing cell's place: damaged cells, and failures of earlier runs.
+    _before: Mapping[str, _Stamp] = field(init=False)
+    _seen: frozenset[str] = field(init=False, default=frozenset())
 
-    @classmethod
-    def of(cls, folder: Path, batches: Sequence[Batch]) -> Self:
-        """The work that is planned now."""
-        cells = [job.cell for batch in batches for job in batch.jobs]
-        files = [file for cell in cells for file in (cell.path, cell.failure_path)]
-        return cls(folder, tuple(batches), {file.name: _stamp(file) for file in files if file.exists()})
+    def __post_init__(self) -> None:
+        self.left = {job.cell.name: job for job in self.jobs}
+        files = [file for job in self.jobs for file in (job.cell.path, job.cell.failure_path)]
+        self._before = {file.name: _stamp(file) for file in files if file.exists()}
 
     @property
     def jobs(self) -> list[Job]:
-        """Every missing cell."""
-        return [job for batch in self.batches for job in batch.jobs]
+        """Every cell that was missing."""
+        return [job for batch in self.batches for job in batch]
+
+    def apart(self) -> Self:
+        """The same work, for another who looks."""
+        other = copy(self)
+        other.left = dict(self.left)
+        return other
 
     def look(self) -> frozenset[str]:
-        """The names of the files that are in the folder now.
+        """Look at the folder, and strike off what was settled; returns the names of the files that are there.
 
         Raises:
             DiffQuantError: it cannot be read.
         """
         try:
-            return frozenset(os.listdir(self.folder))
+            names = frozenset(os.listdir(self.folder))
         except OSError as error:
             raise DiffQuantError(
                 f"{self.folder}, where the sweep's cells lie, cannot be read any more: {error.strerror}; "
                 "when it is there again, run the same command to go on"
             ) from error
+        # Files that stood in a cell's place may be replaced under their names.
+        for name in (names - self._seen) | (names & self._before.keys()):
+            if name.endswith(".json") and self._is_new(name):
+                self.left.pop(name.partition(".")[0], None)
+        self._seen = names
+        return names
 
     def is_settled(self, job: Job) -> bool:
         """Whether a cell was measured, or failed, since the sweep was planned."""
-        return any(map(self.is_new, (job.cell.path.name, job.cell.failure_path.name)))
+        return any(map(self._is_new, (job.cell.path.name, job.cell.failure_path.name)))
 
-    def is_new(self, name: str) -> bool:
-        """Whether a file of a cell was written since the sweep was planned."""
+    def _is_new(self, name: str) -> bool:
         try:
-            return _stamp(self.folder / name) != self.before.get(name)
+            return _stamp(self.folder / name) != self._before.get(name)
         except FileNotFoundError:
             return False
-
-
-class Missing:
-    """The cells of some work that are neither measured nor failed yet, as one look at their folder after another shows.
-
-    Attributes:
-        jobs: what is missing, by the cells' names.
-    """
-
-    def __init__(self, work: Work) -> None:
-        self.jobs = {job.cell.name: job for job in work.jobs}
-        self._work = work
-        self._seen: frozenset[str] = frozenset()
-
-    def look(self) -> frozenset[str]:
-        """Look at the folder; returns the names of its files.
-
-        Raises:
-            DiffQuantError: it cannot be read.
-        """
-        names = self._work.look()
-        # Files that stood in a cell's place may be replaced under their names.
-        for name in (names - self._seen) | (names & self._work.before.keys()):
-            cell = name.partition(".")[0]
-            if name.endswith(".json") and cell in self.jobs and self._work.is_new(name):
-                del self.jobs[cell]
-        self._seen = names
-        return names
 
 
 def _stamp(file: Path) -> _Stamp:

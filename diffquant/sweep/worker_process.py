@@ -1,6 +1,6 @@
-"""A process that is started as a worker: it reads its order from stdin, and ends when that is closed.
+"""A process that is started as a worker: it reads which from stdin, and ends when that is closed.
 
-Nothing heavy is imported before the order is read, so that who sends it can go on.
+Nothing heavy is imported before that is read, so that who sends it can go on.
 """
 
 import _thread
@@ -18,12 +18,12 @@ _STDIN = 0
 
 
 def main() -> int:
-    """Carry out the order; returns 0 when nothing is left to do, 1 for an error, and 130 when it was ended."""
+    """Work; returns 0 when nothing is left to do, 1 for an error, and 130 when it was ended."""
     interruption.watch()
     try:
         content = _read(int.from_bytes(_read(8)))
         Thread(target=_end_with_parent, daemon=True).start()
-        pickle.loads(content).carry_out()
+        pickle.loads(content).run()
     except KeyboardInterrupt:
         return 130
     except (DiffQuantError, OSError) as error:

@@ -7,7 +7,7 @@ from torch.nn.functional import kl_div
 
 from diffquant.evals.columns import Compared
 from diffquant.evals.encoding import RequestEncoder
-from diffquant.evals.margin_columns import KL, MARGIN, MarginColumns
+from diffquant.evals.margin_columns import KL, MARGIN, MARGINS
 from diffquant.evals.protocols import hellaswag
 from diffquant.evals.task_result import TaskResult
 from diffquant.evals.tasks import make_tasks
@@ -97,12 +97,10 @@ def test_kl_is_a_mean_over_tokens():
 
 def test_results_of_before_there_were_margins_have_the_columns_that_they_had():
     old = TaskResult(metric="acc_norm", score=0.5, n=2, values=[0, 1], choices=[1, 1])
-    columns = MarginColumns(named_alone=False)
-    heads = columns.heads("hellaswag", [old], True)
-    assert heads == ["acc_norm % [95 %]", "difference [95 %]", "flips"]
-    assert len(columns.texts(Compared(old, None), [old])) == 3
-    assert [change.of(Compared(old, old)) is not None for change in columns.changes] == [False, False, True]
-    (note,) = columns.notes([old])
+    assert MARGINS.heads("hellaswag", [old], True) == ["acc_norm % [95 %]", "difference [95 %]", "flips"]
+    assert [column.text(Compared(old, None)) for column in MARGINS.shown([old])] == ["50.0 [9.5, 90.5]", "-", "-"]
+    assert [change.of(Compared(old, old)) is not None for change in MARGINS.changes] == [False, False, True]
+    (note,) = MARGINS.notes([old])
     assert "margin" not in note
 
 
@@ -113,7 +111,7 @@ def test_a_sweep_leads_with_what_resolves_and_has_the_accuracy_beside_it(tmp_pat
     sweep.require_complete()
     head = text_table(sweep).splitlines()[0]
     assert head.index("KL [95 %]") < head.index("margin [95 %]") < head.index("acc_norm") < head.index("flips")
-    assert [band.label for band in bands(sweep)] == [*(c.label for c in MarginColumns.changes), "score, %"]
+    assert [band.label for band in bands(sweep)] == [*(c.label for c in MARGINS.changes), "score, %"]
     (told,) = headline(sweep)
     assert "no measurable loss" in told or " lose" in told
     assert (

@@ -8,7 +8,7 @@ from diffquant import data
 from diffquant.errors import NonFiniteError, UsageError
 from diffquant.evals.columns import Compared
 from diffquant.evals.plots.positions import position_panels
-from diffquant.evals.position_columns import PositionColumns
+from diffquant.evals.position_columns import POSITIONS
 from diffquant.evals.protocols.positions import recalls, score_positions
 from diffquant.evals.stats import mean_interval
 from diffquant.evals.tasks import make_tasks
@@ -71,7 +71,7 @@ def test_hits_and_others_together_are_all_tokens():
 
 def test_changes_are_paired_over_windows_and_weigh_as_their_tokens():
     now, before = measured(1), measured(0)
-    (all_, hit, other) = (change.of(Compared(now, before)) for change in PositionColumns.changes)
+    (all_, hit, other) = (change.of(Compared(now, before)) for change in POSITIONS.changes)
     differences = [
         a - b for a, b in zip(now.details["ar_hit_nll_by_window"], before.details["ar_hit_nll_by_window"], strict=True)
     ]
@@ -87,7 +87,7 @@ def test_a_window_without_hits_has_no_loss_of_hits():
     assert details["ar_hit_nll"] is None
     assert details["other_nll"] == pytest.approx(details["nll"])
     compared = Compared(measured(1, window=2), measured(0, window=2))
-    assert [change.of(compared) is None for change in PositionColumns.changes] == [False, True, False]
+    assert [change.of(compared) is None for change in POSITIONS.changes] == [False, True, False]
 
 
 def test_a_sweep_tabulates_and_draws_the_loss_by_place(tmp_path):

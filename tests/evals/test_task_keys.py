@@ -81,9 +81,8 @@ def test_committed_cells_read_and_write_as_they_are(path):
         assert result.to_dict() == cell["result"]
         # What is compared with itself has no difference, and what is compared with nothing no KL.
         columns, compared = kind_of(cell["task"]).columns, Compared(result.result, result.result)
-        drawn = [
-            each for each in (*(change.of(compared) for change in columns.changes), columns.score(compared)) if each
-        ]
+        metrics = [*columns.changes, *([columns.score] if columns.score else [])]
+        drawn = [each for each in (metric.of(compared) for metric in metrics) if each]
         assert all(each.low <= each.value <= each.high for each in drawn)
         assert drawn or cell["bits"] == 16
 

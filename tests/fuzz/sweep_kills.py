@@ -31,7 +31,7 @@ from diffquant.errors import DiffQuantError
 from diffquant.support.files import write_json
 from diffquant.support.progress import silent
 from diffquant.sweep.claims import Claims, latest_claims
-from diffquant.sweep.engines.local import LocalEngine
+from diffquant.sweep.engines.local import run_processes
 from diffquant.sweep.worker import Worker
 
 BATCHES, CELLS, SECONDS = 5, 40, 0.05
@@ -51,15 +51,15 @@ def drive(engine: str, folder: Path, address: str = "") -> None:
     """Run the sweep that is left, as the process that a person starts."""
     work = sleeping_work(folder, BATCHES, CELLS, SECONDS)
     if engine == "folder":
-        Worker(work, silent, start=random.random()).run(is_patient=False)
+        Worker(work, start=random.random()).run(is_patient=False)
     elif not work.batches:
         pass  # All was done before the kill, and a sweep then asks no engine.
     elif engine == "ray":
-        from diffquant.sweep.engines.ray_cluster import RayEngine
+        from diffquant.sweep.engines.ray_cluster import run_on_ray
 
-        RayEngine(address, 2).run(work, silent)
+        run_on_ray(work, silent, address, 2)
     else:
-        LocalEngine({"process": 1, "processes": 2}[engine]).run(work, silent)
+        run_processes(work, silent, {"process": 1, "processes": 2}[engine])
     # As every sweep does in the end.
     latest = latest_claims(os.listdir(folder))
     Claims(folder).clear(latest, latest)
@@ -147,7 +147,7 @@ def main(
         pairs = [pair for pair in pairs if pair[0] != "ray"]
     started, tried, faults = time.monotonic(), Counter[str](), []
     with tempfile.TemporaryDirectory() as folder:
-        Worker(sleeping_work(Path(folder, "whole"), BATCHES, CELLS, 0.0), silent).run(is_patient=True)
+        Worker(sleeping_work(Path(folder, "whole"), BATCHES, CELLS, 0.0)).run()
         expected = scores(Path(folder, "whole"))
         for number in range(count):
             name, victim = pairs[number % len(pairs)]

@@ -11,7 +11,6 @@ import psutil
 import pytest
 
 from diffquant.bench.programs.sleepers import sleeping_work
-from diffquant.support.progress import silent
 from diffquant.sweep import claims, worker
 from diffquant.sweep.claims import Claimant, Claims, latest_claims
 
@@ -107,7 +106,7 @@ def interrupted_at(event, work):
     before = sys.gettrace()
     sys.settrace(trace)
     try:
-        worker.Worker(work, silent).run(is_patient=False)
+        worker.Worker(work).run(is_patient=False)
     except KeyboardInterrupt:
         return True
     finally:

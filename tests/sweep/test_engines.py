@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -17,12 +18,12 @@ from diffquant.errors import CheckpointError, DiffQuantError, MissingDependencyE
 from diffquant.support.progress import silent
 from diffquant.sweep import SweepOptions, run_sweep
 from diffquant.sweep.addresses import check_alike
-from diffquant.sweep.crew import Crew
+from diffquant.sweep.crew import Member, keep_at_work
 from diffquant.sweep.engines import local
 from diffquant.sweep.engines.choice import chosen_engine
-from diffquant.sweep.engines.local import LocalEngine
+from diffquant.sweep.engines.local import run_processes
 from diffquant.sweep.run import join_sweep
-from diffquant.sweep.session import CheckpointSession
+from diffquant.sweep.subject import CheckpointSubject
 from diffquant.sweep.worker import Worker
 from tests.support import tiny_lm
 
@@ -63,33 +64,40 @@ def left_over(folder):
     return [file.name for file in (folder / "cells").iterdir() if file.suffix != ".json"]
 
 
-class Backwards:
+def backwards(work, progress):
     """Works from the last batch on, in pieces that each travel as bytes."""
-
-    def run(self, work, progress):
-        for batch in reversed(work.batches):
-            sent = pickle.loads(pickle.dumps(replace(work, batches=(batch,))))
-            assert sent.batches[0].subject.source is not batch.subject.source
-            Worker(sent, progress).run(is_patient=True)
+    for batch in reversed(work.batches):
+        sent = pickle.loads(pickle.dumps(replace(work, batches=(batch,))))
+        assert sent.jobs[0].subject.source is not batch[0].subject.source
+        Worker(sent).run(progress)
 
 
-class Stopping:
-    """Stops as Ctrl-C does, after some cells."""
+def side_by_side(work, progress):
+    """Two workers in threads, which share the work that they were made of and must share no model."""
+    threads = [threading.Thread(target=Worker(work, place / 2).run) for place in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
-    def __init__(self, cells):
-        self.cells = cells
 
-    def run(self, work, progress):
+def stopping(cells):
+    """An engine that stops as Ctrl-C does, after some cells."""
+
+    def run(work, progress):
         def stop(done, total, what):
-            if done == self.cells:
+            if done == cells:
                 raise KeyboardInterrupt
 
-        Worker(work, stop).run(is_patient=True)
+        Worker(work).run(stop)
+
+    return run
 
 
 def test_every_engine_gives_the_same_sweep(model, undisturbed, tmp_path):
     expected = lasting(undisturbed)
-    for name, engine in {"backwards": Backwards(), "processes": LocalEngine(2)}.items():
+    engines = {"backwards": backwards, "side by side": side_by_side, "processes": partial(run_processes, workers=2)}
+    for name, engine in engines.items():
         run_sweep([model], OPTIONS, tmp_path / name, engine=engine).require_complete()
         assert lasting(tmp_path / name) == expected
         assert not left_over(tmp_path / name)
@@ -97,9 +105,9 @@ def test_every_engine_gives_the_same_sweep(model, undisturbed, tmp_path):
 
 def test_a_sweep_that_stops_under_one_engine_goes_on_under_another(model, undisturbed, tmp_path):
     with pytest.raises(KeyboardInterrupt, match=f"2 of {CELLS} cells are done"):
-        run_sweep([model], OPTIONS, tmp_path, engine=Stopping(2))
+        run_sweep([model], OPTIONS, tmp_path, engine=stopping(2))
     with pytest.raises(KeyboardInterrupt, match=f"3 of {CELLS} cells are done"):
-        run_sweep([model], OPTIONS, tmp_path, engine=Stopping(1))
+        run_sweep([model], OPTIONS, tmp_path, engine=stopping(1))
     assert join_sweep([model], OPTIONS, tmp_path) is not None
     assert lasting(tmp_path) == lasting(undisturbed)
 
@@ -107,13 +115,13 @@ def test_a_sweep_that_stops_under_one_engine_goes_on_under_another(model, undist
 def test_sweeps_into_one_folder_at_once_measure_each_cell_once_and_all_end_well(
     model, undisturbed, tmp_path, monkeypatch
 ):
-    measure, measured = CheckpointSession.measure, []
+    measure, measured = CheckpointSubject.measure, []
 
-    def counted(self, task, recipe, progress):
+    def counted(self, task, recipe, *others):
         measured.append((task.name, recipe))
-        return measure(self, task, recipe, progress)
+        return measure(self, task, recipe, *others)
 
-    monkeypatch.setattr(CheckpointSession, "measure", counted)
+    monkeypatch.setattr(CheckpointSubject, "measure", counted)
     ended = []
 
     def sweep():
@@ -134,16 +142,16 @@ def test_sweeps_into_one_folder_at_once_measure_each_cell_once_and_all_end_well(
 def test_workers_on_a_folder_share_its_cells_and_the_last_one_writes_the_tables(
     model, undisturbed, tmp_path, monkeypatch
 ):
-    measure, both_measure = CheckpointSession.measure, threading.Barrier(2, timeout=60)
+    measure, both_measure = CheckpointSubject.measure, threading.Barrier(2, timeout=60)
     first = set()
 
-    def together(self, task, recipe, progress):
+    def together(self, task, recipe, *others):
         if threading.get_ident() not in first:
             first.add(threading.get_ident())
             both_measure.wait()
-        return measure(self, task, recipe, progress)
+        return measure(self, task, recipe, *others)
 
-    monkeypatch.setattr(CheckpointSession, "measure", together)
+    monkeypatch.setattr(CheckpointSubject, "measure", together)
     ended = []
     threads = [threading.Thread(target=lambda: ended.append(join_sweep([model], OPTIONS, tmp_path))) for _ in range(2)]
     for thread in threads:
@@ -158,15 +166,15 @@ def test_workers_on_a_folder_share_its_cells_and_the_last_one_writes_the_tables(
 
 
 def test_a_worker_leaves_cells_whose_holder_is_alive(model, tmp_path, monkeypatch):
-    measure, held, ended = CheckpointSession.measure, threading.Event(), threading.Event()
+    measure, held, ended = CheckpointSubject.measure, threading.Event(), threading.Event()
 
-    def slow(self, task, recipe, progress):
+    def slow(self, task, recipe, *others):
         held.set()
         ended.wait(60)
-        return measure(self, task, recipe, progress)
+        return measure(self, task, recipe, *others)
 
     options = replace(OPTIONS, tasks=("perplexity",), bits=(16,), task_options=OF_PERPLEXITY)
-    monkeypatch.setattr(CheckpointSession, "measure", slow)
+    monkeypatch.setattr(CheckpointSubject, "measure", slow)
     other = threading.Thread(target=run_sweep, args=([model], options, tmp_path))
     other.start()
     held.wait(60)
@@ -187,7 +195,7 @@ def test_a_worker_that_is_killed_is_replaced_and_its_cell_tried_again(tmp_path, 
                 os.kill(killed[0], signal.SIGKILL)
                 break
 
-    LocalEngine(2).run(sleeping_work(tmp_path, 4, 60, 0.05), kill_the_first_holder)
+    run_processes(sleeping_work(tmp_path, 4, 60, 0.05), kill_the_first_holder, 2)
     assert f"the worker in process {killed[0]} died; another takes its place" in caplog.text
     assert len(scores(tmp_path)) == 60
     assert {file.suffix for file in tmp_path.iterdir()} == {".json"}
@@ -195,13 +203,13 @@ def test_a_worker_that_is_killed_is_replaced_and_its_cell_tried_again(tmp_path, 
 
 def test_a_cell_that_kills_its_worker_twice_is_reported_and_the_others_are_measured(tmp_path):
     work = sleeping_work(tmp_path, 2, 10, 0.0, deadly={"cell 3"})
-    LocalEngine(2).run(work, silent)
+    run_processes(work, silent, 2)
     assert sorted(scores(tmp_path)) == sorted(f"cell {number}" for number in range(10) if number != 3)
     (lost,) = [job for job in work.jobs if job.cell.read() is None]
     assert lost.cell.read_failure().startswith("the process that measured it died, 2 times")
     assert {file.suffix for file in tmp_path.iterdir()} == {".json"}
     # The next run tries it anew.
-    Worker(sleeping_work(tmp_path, 2, 10, 0.0), silent).run(is_patient=True)
+    Worker(sleeping_work(tmp_path, 2, 10, 0.0)).run()
     assert len(scores(tmp_path)) == 10
 
 
@@ -210,8 +218,8 @@ def test_workers_end_with_the_process_that_started_them(tmp_path):
     code = (
         "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
         "from diffquant.bench.programs.sleepers import sleeping_work; from diffquant.support.progress import silent\n"
-        "from diffquant.sweep.engines.local import LocalEngine; from pathlib import Path\n"
-        f"LocalEngine(2).run(sleeping_work(Path({str(tmp_path)!r}), 4, 1000, 0.05), silent)\n"
+        "from diffquant.sweep.engines.local import run_processes; from pathlib import Path\n"
+        f"run_processes(sleeping_work(Path({str(tmp_path)!r}), 4, 1000, 0.05), silent, 2)\n"
     )
     driver = subprocess.Popen([sys.executable, "-c", code])
     while len(scores(tmp_path)) < 4:
@@ -239,7 +247,7 @@ def test_a_folder_that_vanishes_is_named(tmp_path, workers):
             shutil.rmtree(tmp_path / "cells", ignore_errors=True)
 
     with pytest.raises(DiffQuantError, match=f"{tmp_path}/cells, where the sweep's cells lie, cannot be read any more"):
-        LocalEngine(workers).run(work, vanish)
+        run_processes(work, vanish, workers)
 
 
 @pytest.mark.parametrize(
@@ -247,27 +255,19 @@ def test_a_folder_that_vanishes_is_named(tmp_path, workers):
     [("failed", "every worker failed"), ("died", "workers die before they measure anything")],
 )
 def test_workers_that_fail_or_die_at_once_end_the_sweep(tmp_path, ending, said):
-    class Gone:
-        name = "nowhere"
-
-        def end(self):
-            return ending
-
-        def stop(self):
-            pass
-
+    gone = Member("nowhere", lambda: ending, lambda: None)
     with pytest.raises(DiffQuantError, match=said):
-        Crew(sleeping_work(tmp_path, 1, 2, 0.0), 2, lambda place: Gone()).run(silent)
+        keep_at_work(sleeping_work(tmp_path, 1, 2, 0.0), 2, lambda place: gone, silent)
 
 
 def test_more_workers_than_memory_holds_are_refused_before_a_cell(tmp_path, monkeypatch):
     monkeypatch.setattr(Sleeper, "held_bytes", 4 * 10**9)
     monkeypatch.setattr(local, "free_memory", lambda: 9 * 10**9)
-    monkeypatch.setattr(Crew, "run", lambda self, progress: None)
+    monkeypatch.setattr(local, "keep_at_work", lambda *_: None)
     work, said = sleeping_work(tmp_path, 1, 2, 0.0), []
     with pytest.raises(UsageError, match=r"3 x 4\.00 GB of weights in 9\.00 GB of main memory that are free"):
-        LocalEngine(3, say=said.append).run(work, silent)
-    LocalEngine(2, say=said.append).run(work, silent)
+        run_processes(work, silent, 3, say=said.append)
+    run_processes(work, silent, 2, say=said.append)
     assert said == ["2 workers with 1 thread each; 2 x 4.00 GB of weights in 9.00 GB of main memory that are free"]
 
 
@@ -282,7 +282,7 @@ def test_options_that_exclude_each_other_are_refused():
         with pytest.raises(UsageError, match=said):
             chosen_engine(options, *values, silent)
     options, engine = chosen_engine(SweepOptions(), None, ("cpu", "cpu"), None, silent)
-    assert (options.device, engine.workers, engine.devices) == ("cpu", 2, ("cpu", "cpu"))
+    assert (options.device, engine.keywords["workers"], engine.keywords["devices"]) == ("cpu", 2, ("cpu", "cpu"))
 
 
 def test_without_ray_its_extra_is_named_and_without_asking_it_is_not_imported(monkeypatch):
@@ -295,18 +295,17 @@ def test_without_ray_its_extra_is_named_and_without_asking_it_is_not_imported(mo
 
 
 def test_a_worker_needs_no_torch_until_it_measures():
-    code = "import sys, diffquant.sweep.worker, diffquant.sweep.orders; print('torch' in sys.modules)"
+    code = "import sys, diffquant.sweep.worker; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"
 
 
 def test_a_machine_that_would_measure_other_cells_is_refused(model, tmp_path, monkeypatch):
-    class Asking:
-        def run(self, work, progress):
+    def asking(work, progress):
+        check_alike(work)
+        monkeypatch.setattr("diffquant.sweep.addresses.code_digest", lambda roots, picking: "0123")
+        with pytest.raises(CheckpointError, match="would measure other cells than were planned, since code differ"):
             check_alike(work)
-            monkeypatch.setattr("diffquant.sweep.addresses.code_digest", lambda roots, picking: "0123")
-            with pytest.raises(CheckpointError, match="would measure other cells than were planned, since code differ"):
-                check_alike(work)
-            Worker(work, progress).run(is_patient=True)
+        Worker(work).run(progress)
 
-    run_sweep([model], replace(OPTIONS, bits=(16,)), tmp_path, engine=Asking())
+    run_sweep([model], replace(OPTIONS, bits=(16,)), tmp_path, engine=asking)

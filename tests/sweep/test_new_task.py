@@ -9,7 +9,7 @@ import pytest
 
 from diffquant.errors import UsageError
 from diffquant.evals import tasks
-from diffquant.evals.columns import ItemColumns
+from diffquant.evals.columns import ITEMS
 from diffquant.evals.encoding import RequestEncoder
 from diffquant.evals.scoring import score
 from diffquant.evals.task import LIMIT, Task, TaskOption
@@ -31,7 +31,7 @@ class Colours(Task):
     kind: ClassVar = "colours"
     usage: ClassVar = "colours"
     options: ClassVar = (SHOUT,)
-    columns: ClassVar = ItemColumns()
+    columns: ClassVar = ITEMS
 
     shout: bool
 
@@ -40,10 +40,6 @@ class Colours(Task):
         if name != cls.kind:
             raise cls.misread(name)
         return cls(shout=SHOUT.of(values), batch_tokens=batch_tokens)
-
-    @property
-    def name(self):
-        return self.kind
 
     def identity(self):
         return {"name": self.name, "shout": self.shout, "batch_tokens": self.batch_tokens}

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from diffquant.evals.columns import Compared, ItemColumns
+from diffquant.evals.columns import ITEMS, Compared
 from diffquant.evals.stats import mean_interval, paired_difference, wilson_interval
 from diffquant.evals.task_result import TaskResult
 from diffquant.evals.tasks import kind_of
@@ -133,8 +133,8 @@ def test_bars_are_the_paired_interval_of_the_difference_from_16_bits(sweep):
 
 def test_the_bar_of_a_share_is_wilsons_interval():
     right = TaskResult(metric="acc", score=1.0, n=5, values=[1.0] * 5)
-    assert ItemColumns().score(Compared(right, right)) == pytest.approx((100, 100 * wilson_interval(5, 5)[0], 100))
-    assert ItemColumns().texts(Compared(right, None), [right])[0] == "100.0 [56.6, 100.0]"
+    assert ITEMS.score.of(Compared(right, right)) == pytest.approx((100, 100 * wilson_interval(5, 5)[0], 100))
+    assert ITEMS.table[0].text(Compared(right, None)) == "100.0 [56.6, 100.0]"
 
 
 def test_a_text_is_drawn_as_kl_with_its_interval_over_windows_and_not_at_16_bits():

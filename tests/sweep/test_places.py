@@ -15,7 +15,7 @@ from diffquant.recipe import Recipe
 from diffquant.source.places import Places
 from diffquant.source.source import open_source
 from diffquant.sweep import SweepOptions, run_sweep
-from diffquant.sweep.session import CheckpointSubject, Setup
+from diffquant.sweep.subject import CheckpointSubject, Setup
 from tests.support import tiny_lm
 from tests.support.checkpoints import write_checkpoint
 

@@ -11,7 +11,7 @@ from diffquant.bench.programs.ray_here import RayHere
 from diffquant.bench.programs.sleepers import scores, sleeping_work
 from diffquant.errors import DiffQuantError, UsageError
 from diffquant.support.progress import silent
-from diffquant.sweep.engines.ray_cluster import RayEngine
+from diffquant.sweep.engines.ray_cluster import run_on_ray
 
 pytest.importorskip("ray")
 
@@ -35,7 +35,7 @@ def test_a_worker_that_is_killed_in_the_middle_is_replaced_and_the_sweep_ends_wh
                 os.kill(killed[0], signal.SIGKILL)
                 break
 
-    RayEngine(address, 2).run(sleeping_work(tmp_path, 4, 60, 0.1), kill_the_first_holder)
+    run_on_ray(sleeping_work(tmp_path, 4, 60, 0.1), kill_the_first_holder, address, 2)
     assert killed
     assert "died; another takes its place" in caplog.text
     assert len(scores(tmp_path)) == 60
@@ -49,7 +49,7 @@ def test_a_machine_that_would_measure_other_cells_is_refused_before_the_first(ad
     with pytest.raises(
         UsageError, match=r"cannot take part: .* would measure other cells than were planned, since code"
     ):
-        RayEngine(address, 1).run(work, silent)
+        run_on_ray(work, silent, address, 1)
     assert not list(tmp_path.iterdir())
 
 
@@ -59,7 +59,7 @@ def test_a_folder_that_vanishes_is_named(address, tmp_path):
             shutil.rmtree(tmp_path / "cells", ignore_errors=True)
 
     with pytest.raises(DiffQuantError, match=f"{tmp_path}/cells, where the sweep's cells lie, cannot be read any more"):
-        RayEngine(address).run(sleeping_work(tmp_path / "cells", 2, 40, 0.1), vanish)
+        run_on_ray(sleeping_work(tmp_path / "cells", 2, 40, 0.1), vanish, address)
 
 
 def test_an_address_without_a_cluster_is_refused(tmp_path, monkeypatch):
@@ -71,4 +71,4 @@ def test_an_address_without_a_cluster_is_refused(tmp_path, monkeypatch):
         UsageError,
         match=r"no Ray cluster at auto: Could not find any running Ray instance\.; start one with `ray start",
     ):
-        RayEngine("auto").run(sleeping_work(tmp_path, 1, 1, 0.0), silent)
+        run_on_ray(sleeping_work(tmp_path, 1, 1, 0.0), silent, "auto")

@@ -17,8 +17,10 @@ from diffquant.source.source import open_source
 from diffquant.source.tokenizer import load_tokenizer
 from diffquant.support.code import code_digest, commit
 from diffquant.support.plain_data import plain_digest
-from diffquant.sweep import SweepOptions, run_sweep, session
+from diffquant.sweep import SweepOptions, run_sweep, subject
+from diffquant.sweep.cell import Cell
 from diffquant.sweep.evaluate import evaluate
+from diffquant.sweep.measurement import Measurement
 from diffquant.sweep.table import rows
 from diffquant.text.corpus import load_text
 from tests.support import tiny_lm
@@ -62,7 +64,7 @@ def loads(monkeypatch):
         seen.append(str(recipe.weights))
         return load(path, recipe, *others, **named)
 
-    monkeypatch.setattr(session, "load", counted)
+    monkeypatch.setattr(subject, "load", counted)
     return seen
 
 
@@ -183,7 +185,7 @@ def test_a_model_whose_files_are_only_touched_is_the_same_model(tmp_path):
 
 
 def test_eval_refuses_a_backend_that_cannot_quantize_logits_before_it_loads(model, monkeypatch):
-    monkeypatch.setattr("diffquant.sweep.session.load", None)
+    monkeypatch.setattr("diffquant.sweep.subject.load", None)
     with pytest.raises(UsageError, match="'flashdiff1' keeps logits inside its kernel"):
         evaluate(model, Recipe.of(logits="4:row"), replace(OPTIONS, attention="flashdiff1"))
 
@@ -221,6 +223,36 @@ def test_a_change_of_the_code_that_computes_a_cell_measures_it_again(model, copy
     assert result.cells[0].code != "0123456789abcdef"
 
 
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"code": "0123456789abcdef"}, "other code"),
+        ({"versions": {"torch": "1.0"}}, f"torch 1.0, which is {torch.__version__} now"),
+    ],
+)
+def test_a_sweep_says_in_one_line_why_cells_of_a_folder_are_measured_again(
+    model, copy_of, caplog, monkeypatch, change, reason
+):
+    for file in (copy_of / "cells").iterdir():
+        entry = json.loads(file.read_text())
+        if entry["key"]["task"]["name"] == "perplexity":
+            key = entry["key"] | change | {"versions": entry["key"]["versions"] | change.get("versions", {})}
+            Cell(copy_of / "cells", key).write(Measurement.from_dict(entry["result"]))
+            file.unlink()
+    monkeypatch.setattr(subject.CheckpointSubject, "measure", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        run_sweep([model], OPTIONS, copy_of)
+    assert caplog.messages == [
+        f"{CELLS // 2} of the {CELLS // 2} missing cells were measured into {copy_of}/cells before, by {reason}; "
+        "they are measured again"
+    ]
+
+
+def test_cells_that_were_never_measured_need_no_reason(model, copy_of, caplog):
+    run_sweep([model], replace(OPTIONS, **PERPLEXITY, bits=(8,), targets=("logits",)), copy_of)
+    assert not caplog.messages
+
+
 def test_a_rounding_s_cells_depend_on_its_own_code_alone(model, tmp_path):
     recipe = tmp_path / "mse.yaml"
     recipe.write_text("weights: 4:row\nrounding: mse\n")
@@ -231,15 +263,15 @@ def test_a_rounding_s_cells_depend_on_its_own_code_alone(model, tmp_path):
 
 
 def test_an_interrupted_sweep_keeps_its_cells_and_goes_on(model, tmp_path, monkeypatch):
-    measure, calls = session.CheckpointSession.measure, []
+    measure, calls = subject.CheckpointSubject.measure, []
 
-    def interrupted(self, task, recipe, progress):
+    def interrupted(self, task, *others):
         calls.append(task.name)
         if len(calls) == 4:
             raise KeyboardInterrupt
-        return measure(self, task, recipe, progress)
+        return measure(self, task, *others)
 
-    monkeypatch.setattr(session.CheckpointSession, "measure", interrupted)
+    monkeypatch.setattr(subject.CheckpointSubject, "measure", interrupted)
     with pytest.raises(KeyboardInterrupt, match=rf"3 of {CELLS} cells are done.*same command again"):
         run_sweep([model], OPTIONS, tmp_path)
     assert len(list((tmp_path / "cells").iterdir())) == 3

@@ -15,13 +15,15 @@ from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+
 from diffquant import data
 from diffquant.errors import UsageError
 from diffquant.evals.defaults import BATCH_TOKENS
-from diffquant.evals.divergence import KlMeter, StatesKeeper
+from diffquant.evals.divergence import KlMeter
 from diffquant.evals.encoding import Request, RequestEncoder
 from diffquant.evals.faults import first_few
-from diffquant.evals.language_model import LanguageModel, States
+from diffquant.evals.language_model import LanguageModel, States, joined
 from diffquant.evals.scoring import score
 from diffquant.support.plain_data import JsonObject, parse_json
 from diffquant.support.progress import Progress, silent
@@ -102,7 +104,7 @@ def evaluate_hellaswag(
     requests = _requests(tokenizer, model.max_length(tokenizer), tuple(items))
     lengths = {index: len(requests[index].continuation) for index in _right_requests(items)}
     meter = None if reference is None else KlMeter(reference, lengths)
-    scores = iter(score(model, requests, batch_tokens, progress, meter))
+    scores = iter(score(model, requests, batch_tokens, progress, meter.see if meter else None))
     logprobs = [[next(scores).logprob for _ in item.endings] for item in items]
     by_character = [
         [p / len(e) for p, e in zip(row, item.endings, strict=True)] for row, item in zip(logprobs, items, strict=True)
@@ -130,9 +132,16 @@ def reference_of(
     The right endings are what people wrote; with the wrong ones, four times as many states would have to be held.
     """
     requests = _requests(tokenizer, model.max_length(tokenizer), tuple(items))
-    keeper = StatesKeeper()
-    score(model, [requests[index] for index in _right_requests(items)], batch_tokens, progress, keeper)
-    return keeper.states()
+    seen: list[int] = []
+    parts: list[States] = []
+
+    def keep(owners: Sequence[int], states: States) -> None:
+        seen.extend(owners)
+        parts.append(states)
+
+    score(model, [requests[index] for index in _right_requests(items)], batch_tokens, progress, keep)
+    # One item after another, each in the order of its tokens.
+    return joined(parts)[torch.tensor(sorted(range(len(seen)), key=seen.__getitem__))]
 
 
 def _right_requests(items: Sequence[HellaSwagItem]) -> list[int]:

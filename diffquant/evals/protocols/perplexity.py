@@ -79,14 +79,15 @@ def score_text(
     nll: list[float] = []
     kl: list[float] = []
     done = 0
-    for states, targets in _predictions(model, tokens, window, stride, batch_tokens):
-        logprobs, _ = token_scores(states, targets.unsqueeze(1))
-        counts.append(len(states))
-        nll.append(-float(logprobs.mean(dtype=torch.float64)))
-        if reference is not None:
-            kl.append(float(kl_by_position(reference[done : done + len(states)], states).mean()))
-        done += len(states)
-        progress(done, len(tokens) - 1, "reading")
+    for ids, scored in _windows(model, tokens, window, stride, batch_tokens):
+        for states, targets in _by_window(model.read(ids[:, :-1]), ids, scored):
+            logprobs, _ = token_scores(states, targets.unsqueeze(1))
+            counts.append(len(states))
+            nll.append(-float(logprobs.mean(dtype=torch.float64)))
+            if reference is not None:
+                kl.append(float(kl_by_position(reference[done : done + len(states)], states).mean()))
+            done += len(states)
+            progress(done, len(tokens) - 1, "reading")
     nll_sum = sum(map(mul, counts, nll))
     if not math.isfinite(nll_sum):
         raise NonFiniteError("the model computes NaN or infinity; use --dtype float32, or wider bits")
@@ -111,8 +112,8 @@ def reference_of(
     """
     tokens = encode_text(tokenizer, text, model.device)
     parts: list[States] = []
-    for states, _ in _predictions(model, tokens, window, stride, batch_tokens):
-        parts.append(states)
+    for ids, scored in _windows(model, tokens, window, stride, batch_tokens):
+        parts += [states for states, _ in _by_window(model.read(ids[:, :-1]), ids, scored)]
         progress(sum(map(len, parts)), len(tokens) - 1, "reading with the 16-bit model")
     return joined(parts)
 
@@ -127,21 +128,23 @@ def check_windows(window: int, stride: int) -> None:
         raise UsageError(f"stride {stride} must be between 1 and the window, {window} tokens")
 
 
-def _predictions(
+def _windows(
     model: LanguageModel, tokens: Tensor, window: int, stride: int, batch_tokens: int
-) -> Iterator[tuple[States, Tensor]]:
-    """A model's predictions in the text's order: states of P positions, and the token [P] that follows each."""
+) -> Iterator[tuple[Tensor, list[int]]]:
+    """Passes over the text in order: windows [B, T + 1], each with the next token, and how many tokens it scores."""
     check_windows(window, stride)
     window = min(window, len(tokens) - 1, model.max_length(None))
-    stride = min(stride, window)
-    spans = list(_spans(len(tokens) - 1, window, stride))
+    spans = list(_spans(len(tokens) - 1, window, min(stride, window)))
     rows = max(1, batch_tokens // window)
     for first in range(0, len(spans), rows):
-        batch = spans[first : first + rows]
-        ids = torch.stack([tokens[end - window : end + 1] for end, _ in batch])
-        states = model.read(ids[:, :-1])
-        for index, (row, (_, scored)) in enumerate(zip(ids, batch, strict=True)):
-            yield states[index][window - scored :], row[len(row) - scored :]
+        ends, scored = zip(*spans[first : first + rows], strict=True)
+        yield torch.stack([tokens[end - window : end + 1] for end in ends]), list(scored)
+
+
+def _by_window(states: States, ids: Tensor, scored: list[int]) -> Iterator[tuple[States, Tensor]]:
+    """For each window the states of the P positions that it scores, and the token [P] that follows each."""
+    for index, (row, count) in enumerate(zip(ids, scored, strict=True)):
+        yield states[index][len(row) - 1 - count :], row[len(row) - count :]
 
 
 def _spans(count: int, window: int, stride: int) -> Iterator[tuple[int, int]]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Self
 
-from diffquant.evals.margin_columns import MarginColumns
+from diffquant.evals.margin_columns import MARGINS
 from diffquant.evals.stats import estimate, mean_interval
 from diffquant.evals.task import LIMIT, Task, TaskOption, at_least_one
 from diffquant.evals.task_result import TaskResult
@@ -34,7 +34,7 @@ class HellaSwag(Task):
     kind: ClassVar = "hellaswag"
     usage: ClassVar = "hellaswag"
     options: ClassVar = (LIMIT, _ITEMS)
-    columns: ClassVar = MarginColumns(named_alone=False)
+    columns: ClassVar = MARGINS
     compares_with_16_bits: ClassVar = True
 
     items: "tuple[HellaSwagItem, ...]"
@@ -47,10 +47,6 @@ class HellaSwag(Task):
             raise cls.misread(name)
         items = load_items(_ITEMS.of(values), at_least_one(LIMIT, values))
         return cls(items=tuple(items), batch_tokens=batch_tokens)
-
-    @property
-    def name(self) -> str:
-        return self.kind
 
     def identity(self) -> JsonObject:
         from diffquant.evals.protocols.hellaswag import hellaswag_digest

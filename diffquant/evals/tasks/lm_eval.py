@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Self
 
-from diffquant.evals.columns import ItemColumns
+from diffquant.evals.columns import ITEMS
 from diffquant.evals.task import LIMIT, Task, at_least_one
 from diffquant.evals.task_result import TaskResult
 from diffquant.evals.tasks import register
@@ -30,7 +30,7 @@ class Harness(Task):
     kind: ClassVar = "lm-eval"
     usage: ClassVar = "lm-eval:NAME"
     options: ClassVar = (LIMIT,)
-    columns: ClassVar = ItemColumns()
+    columns: ClassVar = ITEMS
 
     task: str
     limit: int | None

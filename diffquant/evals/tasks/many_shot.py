@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Self
 
 from diffquant.errors import UsageError
-from diffquant.evals.columns import ItemColumns
+from diffquant.evals.columns import ITEMS
 from diffquant.evals.plots.shots import plot_shots
 from diffquant.evals.stats import estimate
 from diffquant.evals.task import LIMIT, Draw, Task, TaskOption, at_least_one
@@ -47,7 +47,7 @@ class ManyShot(Task):
     kind: ClassVar = "many-shot"
     usage: ClassVar = "many-shot:SHOTS[:DRAWS]"
     options: ClassVar = (LIMIT, _TRAIN, _TEST, _FINE)
-    columns: ClassVar = ItemColumns()
+    columns: ClassVar = ITEMS
     plots: ClassVar[Mapping[str, Draw]] = {"shots.png": plot_shots}
 
     data: "Dataset"

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Self
 
-from diffquant.evals.columns import ItemColumns
+from diffquant.evals.columns import ITEMS
 from diffquant.evals.defaults import LENGTHS
 from diffquant.evals.plots.places import plot_places
 from diffquant.evals.stats import estimate
@@ -51,7 +51,7 @@ class Needle(Task):
     kind: ClassVar = "needle"
     usage: ClassVar = "needle[:N[:R]]"
     options: ClassVar = (LIMIT, TEXT, _LENGTHS)
-    columns: ClassVar = ItemColumns()
+    columns: ClassVar = ITEMS
     plots: ClassVar = {"places.png": plot_places}
 
     text: str

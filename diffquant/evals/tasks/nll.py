@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, ClassVar, Self
 
 from diffquant.errors import UsageError
 from diffquant.evals.plots.positions import plot_positions
-from diffquant.evals.position_columns import PositionColumns
+from diffquant.evals.position_columns import POSITIONS
 from diffquant.evals.task import CHARACTERS, TEXT, WINDOW, Task, at_least_one
 from diffquant.evals.task_result import TaskResult
 from diffquant.evals.tasks import register
@@ -35,7 +35,7 @@ class Nll(Task):
     kind: ClassVar = "nll"
     usage: ClassVar = "nll"
     options: ClassVar = (TEXT, CHARACTERS, WINDOW)
-    columns: ClassVar = PositionColumns()
+    columns: ClassVar = POSITIONS
     plots: ClassVar = {"positions.png": plot_positions}
 
     text: str
@@ -52,10 +52,6 @@ class Nll(Task):
             raise UsageError(f"nll needs windows of 2 tokens or more, got {window}")
         text = load_text(TEXT.of(values), at_least_one(CHARACTERS, values))
         return cls(text=text, window=window, batch_tokens=batch_tokens)
-
-    @property
-    def name(self) -> str:
-        return self.kind
 
     def identity(self) -> JsonObject:
         from diffquant.text.corpus import text_digest

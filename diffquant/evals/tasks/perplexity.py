@@ -1,10 +1,10 @@
 """Perplexity of a text as a task, with the KL divergence from the 16-bit model."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Self
 
-from diffquant.evals.columns import FAILED, Change, Compared, Drawn, kl_text, number_text
+from diffquant.evals.columns import FAILED, MISSING, Column, Columns, Compared, Drawn, Metric, kl_text
 from diffquant.evals.defaults import STRIDE
 from diffquant.evals.stats import mean_interval
 from diffquant.evals.task import CHARACTERS, TEXT, WINDOW, Task, TaskOption, at_least_one
@@ -43,35 +43,28 @@ def _kl(compared: Compared) -> Drawn | None:
     return Drawn(kl, *(kl if numbers[end] is None else numbers[end] for end in ("kl_low", "kl_high")))
 
 
-class TextColumns:
-    """Columns of how well a text was predicted: perplexity and KL."""
+def _perplexity_text(compared: Compared) -> str:
+    return FAILED if compared.result is None else f"{_numbers(compared)['perplexity']:.4g}"
 
-    by_item: ClassVar[bool] = False
-    changes: ClassVar[Sequence[Change]] = (Change("KL from 16 bits, nats", is_log=True, of=_kl, text=kl_text),)
-    score_label: ClassVar[str] = "perplexity"
 
-    def heads(self, task: str, results: Sequence[TaskResult], alone: bool) -> list[str]:  # noqa: ARG002
-        return ["ppl", "KL"]
+_NOTE = (
+    "KL is the mean of KL(16 bits || quantized) over next-token distributions, in nats; plots have its 95 % "
+    "interval over windows of the text."
+)
 
-    def texts(self, compared: Compared, results: Sequence[TaskResult]) -> list[str]:  # noqa: ARG002
-        numbers = _numbers(compared)
-        perplexity = FAILED if compared.result is None else f"{numbers['perplexity']:.4g}"
-        return [perplexity, number_text(numbers["kl"], ".2g")]
-
-    def record(self, task: str, compared: Compared) -> JsonObject:  # noqa: ARG002
-        return _numbers(compared)
-
-    def unmeasured(self) -> JsonObject:
-        return dict.fromkeys(_NUMBERS)
-
-    def score(self, compared: Compared) -> Drawn | None:  # noqa: ARG002
-        return None
-
-    def notes(self, results: Sequence[TaskResult]) -> list[str]:  # noqa: ARG002
-        return [
-            "KL is the mean of KL(16 bits || quantized) over next-token distributions, in nats; plots have its 95 % "
-            "interval over windows of the text."
-        ]
+# How well a text was predicted.
+TEXT_COLUMNS = Columns(
+    table=(
+        Column("ppl", _perplexity_text),
+        Column("KL", lambda compared: f"{kl.value:.2g}" if (kl := _kl(compared)) else MISSING),
+    ),
+    changes=(Metric("KL from 16 bits, nats", _kl, lambda change: f"KL {kl_text(change)}", is_log=True),),
+    score=None,
+    record=_numbers,
+    notes=lambda _: [_NOTE],
+    by_item=False,
+    has_own_names=False,
+)
 
 
 @register
@@ -87,7 +80,7 @@ class Perplexity(Task):
     kind: ClassVar = "perplexity"
     usage: ClassVar = "perplexity"
     options: ClassVar = (TEXT, CHARACTERS, WINDOW, _STRIDE)
-    columns: ClassVar = TextColumns()
+    columns: ClassVar = TEXT_COLUMNS
     compares_with_16_bits: ClassVar = True
 
     text: str
@@ -105,10 +98,6 @@ class Perplexity(Task):
         check_windows(window, stride)
         text = load_text(TEXT.of(values), at_least_one(CHARACTERS, values))
         return cls(text=text, window=window, stride=stride, batch_tokens=batch_tokens)
-
-    @property
-    def name(self) -> str:
-        return self.kind
 
     def identity(self) -> JsonObject:
         from diffquant.text.corpus import text_digest

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Self
 
-from diffquant.evals.columns import MISSING, Compared, ItemColumns
+from diffquant.evals.columns import ITEMS, MISSING, Column, Compared
 from diffquant.evals.task import Draw
 from diffquant.evals.task_result import TaskResult
 from diffquant.evals.tasks import register
@@ -24,24 +24,22 @@ _NAME = re.compile(r"shot-order:([0-9]{1,9})(?::([0-9]{1,9}))?(:alternate)?")
 _ORDERS = "10"
 
 
-class OrderColumns(ItemColumns):
-    """Columns of accuracy over all orders, and of how far the best order is from the worst."""
+def _spread_text(compared: Compared) -> str:
+    return MISSING if compared.result is None else f"{100 * compared.result.details['spread']:.1f}"
 
-    def heads(self, task: str, results: Sequence[TaskResult], alone: bool) -> list[str]:
-        return [*super().heads(task, results, alone), "best - worst"]
 
-    def texts(self, compared: Compared, results: Sequence[TaskResult]) -> list[str]:
-        spread = compared.result.details["spread"] if compared.result else None
-        return [*super().texts(compared, results), MISSING if spread is None else f"{100 * spread:.1f}"]
+def _record(compared: Compared) -> JsonObject:
+    details = compared.result.details if compared.result else {}
+    return ITEMS.record(compared) | {name: details.get(name) for name in ("best", "worst", "spread")}
 
-    def record(self, task: str, compared: Compared) -> JsonObject:
-        details = compared.result.details if compared.result else {}
-        spreads = {f"{task} {name}": details.get(name) for name in ("best", "worst", "spread")}
-        return super().record(task, compared) | spreads
 
-    def notes(self, results: Sequence[TaskResult]) -> list[str]:
-        told = "best - worst is between orders of the same demonstrations, in points of accuracy."
-        return [*super().notes(results), *([told] if results else [])]
+def _notes(results: Sequence[TaskResult]) -> list[str]:
+    told = "best - worst is between orders of the same demonstrations, in points of accuracy."
+    return [*ITEMS.notes(results), *([told] if results else [])]
+
+
+# Accuracy over all orders, and how far the best order is from the worst.
+_COLUMNS = replace(ITEMS, table=(*ITEMS.table, Column("best - worst", _spread_text)), record=_record, notes=_notes)
 
 
 @register
@@ -54,7 +52,7 @@ class ShotOrder(ManyShot):
 
     kind: ClassVar = "shot-order"
     usage: ClassVar = "shot-order:SHOTS[:ORDERS][:alternate]"
-    columns: ClassVar = OrderColumns()
+    columns: ClassVar = _COLUMNS
     plots: ClassVar[Mapping[str, Draw]] = {}
 
     plan: "OrderPlan"

@@ -1,18 +1,16 @@
 """Engines, which have a sweep's missing cells measured: one file each."""
 
-from typing import Protocol
+from collections.abc import Callable
 
 from diffquant.support.progress import Progress
 from diffquant.sweep.work import Work
 
+Engine = Callable[[Work, Progress], None]
+"""A function that has every cell of some work measured, or recorded as failed.
 
-class Engine(Protocol):
-    """A way to have cells measured: it starts workers, which share the cells by claims in their folder."""
+It starts workers, which share the cells by claims in their folder.
 
-    def run(self, work: Work, progress: Progress) -> None:
-        """Have every cell measured, or recorded as failed.
-
-        Raises:
-            UsageError: what the engine needs is not there; before the first cell.
-            DiffQuantError: the folder of the cells is gone, or no worker is left that could measure them.
-        """
+Raises:
+    UsageError: what the engine needs is not there; before the first cell.
+    DiffQuantError: the folder of the cells is gone, or no worker is left that could measure them.
+"""

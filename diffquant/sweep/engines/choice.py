@@ -2,12 +2,13 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 from diffquant.errors import UsageError
 from diffquant.support.devices import check_device
 from diffquant.sweep.engines import Engine
-from diffquant.sweep.engines.local import LocalEngine
-from diffquant.sweep.engines.ray_cluster import RayEngine
+from diffquant.sweep.engines.local import run_processes
+from diffquant.sweep.engines.ray_cluster import require_ray, run_on_ray
 from diffquant.sweep.grid import SweepOptions
 
 
@@ -17,8 +18,8 @@ def chosen_engine(
     devices: Sequence[str],
     ray: str | None,
     say: Callable[[str], None],
-) -> tuple[SweepOptions, Engine]:
-    """The engine, and the options with the device that it computes on.
+) -> tuple[SweepOptions, Engine | None]:
+    """The engine, or None for this process, and the options with the device that it computes on.
 
     Args:
         workers: number of processes; None for one per device, or one.
@@ -30,14 +31,17 @@ def chosen_engine(
         UsageError: options that exclude each other, or a device that is not there.
         MissingDependencyError: Ray is not installed.
     """
+    if workers is not None and workers < 1:
+        raise UsageError(f"the number of workers must be 1 or more, got {workers}")
     if options.device_map is not None and (workers not in (None, 1) or devices or ray):
         raise UsageError("--device-map spreads each model over all devices: leave out --workers, --devices and --ray")
     if ray is not None:
         if devices:
             raise UsageError("--devices are this machine's; Ray gives each of its workers a GPU: leave one of them out")
-        return options, RayEngine(ray, workers)
+        require_ray()
+        return options, partial(run_on_ray, address=ray, workers=workers)
     if not devices:
-        return options, LocalEngine(1 if workers is None else workers, say=say)
+        return options, partial(run_processes, workers=workers, say=say) if workers and workers > 1 else None
     if options.device != "auto":
         raise UsageError("--devices takes the place of --device; give one or the other")
     for device in devices:
@@ -47,4 +51,5 @@ def chosen_engine(
         raise UsageError(
             f"--devices {','.join(devices)} are not of one kind, and results of another kind are other cells"
         )
-    return replace(options, device=kinds.pop()), LocalEngine(len(devices) if workers is None else workers, devices, say)
+    processes = partial(run_processes, workers=workers or len(devices), devices=devices, say=say)
+    return replace(options, device=kinds.pop()), processes

@@ -1,17 +1,16 @@
-"""The engine of this machine: this process, or several, on one device each."""
+"""The engine of this machine: several processes, on one device each."""
 
 import os
 import pickle
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
 
 from diffquant.errors import UsageError
 from diffquant.support.machine import free_memory, threads
 from diffquant.support.progress import Progress
-from diffquant.sweep.crew import Crew, End
-from diffquant.sweep.orders import Order
+from diffquant.sweep.crew import End, Member, keep_at_work
 from diffquant.sweep.work import Work
 from diffquant.sweep.worker import Worker
 
@@ -19,60 +18,58 @@ from diffquant.sweep.worker import Worker
 _TIME_TO_STOP = 10.0
 
 
-@dataclass(frozen=True)
-class LocalEngine:
-    """An engine that runs workers on this machine.
+def run_processes(
+    work: Work,
+    progress: Progress,
+    workers: int,
+    devices: Sequence[str] = (),
+    say: Callable[[str], None] = lambda _: None,
+) -> None:
+    """Have cells measured by workers on this machine.
 
-    Attributes:
+    Args:
         workers: number of processes, which share torch's threads; this process where it is 1.
         devices: devices of the processes, in turn, such as ("cuda:0", "cuda:1"); none where all take the one that was
             planned.
         say: function that is told in a line how threads and memory are shared out.
+
+    Raises:
+        UsageError: there is less memory than the workers need.
+        DiffQuantError: the folder of the cells is gone, or no worker is left that could measure them.
     """
+    devices_by_place = [devices[place % len(devices)] if devices else None for place in range(workers)]
+    if workers == 1:
+        Worker(work, device=devices_by_place[0]).run(progress)
+        return
+    share = max(1, threads() // workers)
+    memory = _check_memory(work, devices_by_place)
+    say(f"{workers} workers with {share} thread{'s' * (share > 1)} each; {memory}")
 
-    workers: int = 1
-    devices: Sequence[str] = ()
-    say: Callable[[str], None] = lambda _: None
+    def start(place: int) -> Member:
+        return _start_process(Worker(work, place / workers, devices_by_place[place]), share)
 
-    def __post_init__(self) -> None:
-        if self.workers < 1:
-            raise UsageError(f"the number of workers must be 1 or more, got {self.workers}")
+    keep_at_work(work, workers, start, progress)
 
-    def run(self, work: Work, progress: Progress) -> None:
-        if self.workers == 1:
-            Worker(work, progress, device=self.devices[0] if self.devices else None).run(is_patient=True)
-            return
-        share = max(1, threads() // self.workers)
-        self.say(f"{self.workers} workers with {share} thread{'s' * (share > 1)} each; {self._check_memory(work)}")
 
-        def start(place: int) -> _Process:
-            device = self.devices[place % len(self.devices)] if self.devices else None
-            return _Process(Order(work, place / self.workers, device), share)
+def _check_memory(work: Work, devices_by_place: Sequence[str | None]) -> str:
+    """Check that every worker can hold a model.
 
-        Crew(work, self.workers, start).run(progress)
+    Returns:
+        What is needed, and what is free.
 
-    def _check_memory(self, work: Work) -> str:
-        """Check that every worker can hold a model.
-
-        Returns:
-            What is needed, and what is free.
-
-        Raises:
-            UsageError: a device has less.
-        """
-        most = max(batch.subject.held_bytes for batch in work.batches)
-        count_by_device: dict[str, int] = {}
-        for place in range(self.workers):
-            device = self.devices[place % len(self.devices)] if self.devices else work.batches[0].subject.device
-            memory = device if device.startswith("cuda") else "main memory"
-            count_by_device[memory] = count_by_device.get(memory, 0) + 1
-        said = []
-        for device, count in count_by_device.items():
-            free = free_memory() if device == "main memory" else _free_on(device)
-            said.append(f"{count} x {most / 1e9:.2f} GB of weights in {free / 1e9:.2f} GB of {device} that are free")
-            if count * most > free:
-                raise UsageError(f"too little memory: {said[-1]}; take fewer --workers, or --device-map without them")
-        return ", ".join(said)
+    Raises:
+        UsageError: a device has less.
+    """
+    most = max(job.subject.held_bytes for job in work.jobs)
+    places = [device or work.jobs[0].subject.device for device in devices_by_place]
+    memories = [device if device.startswith("cuda") else "main memory" for device in places]
+    said = []
+    for memory in dict.fromkeys(memories):
+        count, free = memories.count(memory), free_memory() if memory == "main memory" else _free_on(memory)
+        said.append(f"{count} x {most / 1e9:.2f} GB of weights in {free / 1e9:.2f} GB of {memory} that are free")
+        if count * most > free:
+            raise UsageError(f"too little memory: {said[-1]}; take fewer --workers, or --device-map without them")
+    return ", ".join(said)
 
 
 def _free_on(device: str) -> int:
@@ -81,39 +78,34 @@ def _free_on(device: str) -> int:
     return int(torch.cuda.mem_get_info(device)[0])
 
 
-class _Process:
-    """A worker in a process of its own, which ends itself when this one is gone."""
+def _start_process(worker: Worker, threads: int) -> Member:
+    """Start a worker in a process of its own, which ends itself when this one is gone."""
+    # The path as multiprocessing gives it on, so that the process finds what this one has found.
+    path = os.pathsep.join(filter(None, sys.path))
+    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": str(threads)}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "diffquant.sweep.worker_process"], stdin=subprocess.PIPE, env=environment
+    )
+    content = pickle.dumps(worker)
+    pipe = process.stdin
+    if pipe is None:
+        raise ValueError("a worker's process has no pipe")
+    with suppress(BrokenPipeError):  # It has ended already, and how is asked for.
+        pipe.write(len(content).to_bytes(8) + content)
+        pipe.flush()
 
-    def __init__(self, order: Order, threads: int) -> None:
-        # The path as multiprocessing gives it on, so that the process finds what this one has found.
-        path = os.pathsep.join(filter(None, sys.path))
-        environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": str(threads)}
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "diffquant.sweep.worker_process"], stdin=subprocess.PIPE, env=environment
-        )
-        self.name = f"process {self._process.pid}"
-        self._send(pickle.dumps(order))
-
-    def _send(self, content: bytes) -> None:
-        pipe = self._process.stdin
-        if pipe is None:
-            raise ValueError("a worker's process has no pipe")
-        try:
-            pipe.write(len(content).to_bytes(8) + content)
-            pipe.flush()
-        except BrokenPipeError:
-            pass  # It has ended already, and how is asked for.
-
-    def end(self) -> End | None:
-        status = self._process.poll()
+    def end() -> End | None:
+        status = process.poll()
         if status is None:
             return None
         return "left" if status == 0 else "failed" if status == 1 else "died"
 
-    def stop(self) -> None:
-        self._process.terminate()
+    def stop() -> None:
+        process.terminate()
         try:
-            self._process.wait(_TIME_TO_STOP)
+            process.wait(_TIME_TO_STOP)
         except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+            process.kill()
+            process.wait()
+
+    return Member(f"process {process.pid}", end, stop)

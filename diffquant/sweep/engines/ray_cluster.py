@@ -1,183 +1,168 @@
-"""The engine of a Ray cluster: workers are Ray's tasks. Ray is imported when an engine is made."""
+"""The engine of a Ray cluster: Ray starts the workers, as its tasks. It is imported when it is asked for."""
 
 import os
 import pickle
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from diffquant.errors import DiffQuantError, MissingDependencyError, UsageError
 from diffquant.support.progress import Progress
 from diffquant.sweep.claims import Claimant
-from diffquant.sweep.crew import Crew, End
-from diffquant.sweep.orders import Order
+from diffquant.sweep.crew import End, Member, keep_at_work
 from diffquant.sweep.work import Work
+from diffquant.sweep.worker import Worker
 
 # Seconds that a worker has to let go of its claim.
 _TIME_TO_STOP = 10.0
 
 
-class RayEngine:
-    """An engine that runs workers on a Ray cluster, whose machines all see the models and the sweep's folder.
+def require_ray() -> Any:
+    """Ray.
 
-    Attributes:
+    Raises:
+        MissingDependencyError: it is not installed.
+    """
+    try:
+        import ray
+    except ImportError as error:
+        raise MissingDependencyError("--ray needs Ray: pip install 'diffquant[ray]'") from error
+    return ray
+
+
+def run_on_ray(work: Work, progress: Progress, address: str, workers: int | None = None) -> None:
+    """Have cells measured by workers on a Ray cluster, whose machines all see the models and the sweep's folder.
+
+    Args:
         address: address of the cluster as `ray.init` takes it; "auto" finds the one that runs here.
         workers: number of workers; None for one per GPU, or per machine where processors compute.
+
+    Raises:
+        MissingDependencyError: Ray is not installed.
+        UsageError: there is no such cluster, it has too little for one worker, or machines cannot take part.
+        DiffQuantError: the folder of the cells is gone, or no worker is left that could measure them.
     """
+    ray = require_ray()
+    with _connected(ray, address):
+        nodes = [node for node in ray.nodes() if node["Alive"]]
+        _check_nodes(ray, nodes, work)
+        size, resources = _share_out(ray, nodes, work, address, workers)
+        run_there = ray.remote(_run_there).options(max_retries=0, **resources)
 
-    def __init__(self, address: str, workers: int | None = None) -> None:
-        """Find Ray.
+        def start(place: int) -> Member:
+            reference = run_there.remote(os.getcwd(), pickle.dumps(Worker(work, place / size)))
+            return _member(ray, reference, f"Ray's task {place + 1}")
 
-        Raises:
-            MissingDependencyError: it is not installed.
-            UsageError: no worker is asked for.
-        """
-        try:
-            import ray
-        except ImportError as error:
-            raise MissingDependencyError("--ray needs Ray: pip install 'diffquant[ray]'") from error
-        if workers is not None and workers < 1:
-            raise UsageError(f"the number of workers must be 1 or more, got {workers}")
-        self._ray: Any = ray
-        self.address, self.workers = address, workers
-
-    def run(self, work: Work, progress: Progress) -> None:
-        with self._connected():
-            nodes = [node for node in self._ray.nodes() if node["Alive"]]
-            self._check_nodes(work, nodes)
-            size, resources = self._share_out(work, nodes)
-            carry_out = self._ray.remote(_carry_out).options(max_retries=0, **resources)
-
-            def start(place: int) -> _Task:
-                return _Task(self._ray, carry_out.remote(_packed(Order(work, place / size))), place)
-
-            Crew(work, size, start).run(progress)
-
-    @contextmanager
-    def _connected(self) -> Iterator[None]:
-        try:
-            self._ray.init(address=self.address, log_to_driver=True, logging_level="WARNING")
-        except (ConnectionError, ValueError, RuntimeError) as error:
-            reason = str(error).partition("\n")[0]
-            raise UsageError(
-                f"no Ray cluster at {self.address}: {reason}; start one with `ray start --head`"
-            ) from error
-        try:
-            yield
-        finally:
-            self._ray.shutdown()
-
-    def _check_nodes(self, work: Work, nodes: list[dict[str, Any]]) -> None:
-        """Check on every machine that it sees the models and the folder, and would measure the same cells.
-
-        Raises:
-            UsageError: some do not; each is named.
-        """
-        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-        beacon = work.folder / f"{secrets.token_hex(8)}.beacon"
-        beacon.touch()
-        try:
-            content = _packed(work)
-            check = self._ray.remote(_fault_here)
-            faults = self._ray.get(
-                [
-                    check.options(
-                        num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-                    ).remote(content, str(beacon))
-                    for node in nodes
-                ]
-            )
-        finally:
-            beacon.unlink(missing_ok=True)
-        if wrong := [fault for fault in faults if fault]:
-            raise UsageError("; ".join(dict.fromkeys(wrong)))
-
-    def _share_out(self, work: Work, nodes: list[dict[str, Any]]) -> tuple[int, dict[str, float]]:
-        """The number of workers, and what Ray keeps for each.
-
-        Raises:
-            UsageError: the cluster has not enough for one.
-        """
-        resources: dict[str, float] = self._ray.cluster_resources()
-        if work.batches[0].subject.device.startswith("cuda"):
-            size = int(resources.get("GPU", 0)) if self.workers is None else self.workers
-            if size < 1 or resources.get("GPU", 0) < 1:
-                raise UsageError(f"the Ray cluster at {self.address} has no GPU; use --device cpu")
-            return size, {"num_gpus": 1, "num_cpus": 1}
-        processors = [node["Resources"].get("CPU", 0.0) for node in nodes]
-        size = sum(count > 0 for count in processors) if self.workers is None else self.workers
-        if max(processors, default=0) < 1:
-            raise UsageError(f"the Ray cluster at {self.address} has no processors to compute on")
-        return size, {"num_cpus": max(1, min(int(sum(processors) / size), int(max(processors))))}
+        keep_at_work(work, size, start, progress)
 
 
-@dataclass(frozen=True)
-class _Packed:
-    """Something that travels to another machine, with the folder that relative paths start from."""
-
-    folder: str
-    content: bytes
-
-    def open(self) -> Any:
-        """What was packed.
-
-        Raises:
-            DiffQuantError: this machine does not see the folder, or a model.
-        """
-        try:
-            os.chdir(self.folder)
-        except OSError as error:
-            raise DiffQuantError(f"it does not see {self.folder}") from error
-        return pickle.loads(self.content)
+@contextmanager
+def _connected(ray: Any, address: str) -> Iterator[None]:
+    try:
+        ray.init(address=address, log_to_driver=True, logging_level="WARNING")
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        reason = str(error).partition("\n")[0]
+        raise UsageError(f"no Ray cluster at {address}: {reason}; start one with `ray start --head`") from error
+    try:
+        yield
+    finally:
+        ray.shutdown()
 
 
-class _Task:
+def _check_nodes(ray: Any, nodes: list[dict[str, Any]], work: Work) -> None:
+    """Check on every machine that it sees the models and the folder, and would measure the same cells.
+
+    Raises:
+        UsageError: some do not; each is named.
+    """
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    beacon = work.folder / f"{secrets.token_hex(8)}.beacon"
+    beacon.touch()
+    places = [NodeAffinitySchedulingStrategy(node["NodeID"], soft=False) for node in nodes]
+    try:
+        check = ray.remote(_fault_there)
+        sent = (os.getcwd(), pickle.dumps(work), str(beacon))
+        asked = [check.options(num_cpus=0, scheduling_strategy=place).remote(*sent) for place in places]
+        wrong = [fault for fault in ray.get(asked) if fault]
+    finally:
+        beacon.unlink(missing_ok=True)
+    if wrong:
+        raise UsageError("; ".join(dict.fromkeys(wrong)))
+
+
+def _share_out(
+    ray: Any, nodes: list[dict[str, Any]], work: Work, address: str, workers: int | None
+) -> tuple[int, dict[str, float]]:
+    """The number of workers, and what Ray keeps for each.
+
+    Raises:
+        UsageError: the cluster has not enough for one.
+    """
+    if work.jobs[0].subject.device.startswith("cuda"):
+        gpus = int(ray.cluster_resources().get("GPU", 0))
+        if gpus < 1:
+            raise UsageError(f"the Ray cluster at {address} has no GPU; use --device cpu")
+        return workers or gpus, {"num_gpus": 1, "num_cpus": 1}
+    processors = [node["Resources"].get("CPU", 0.0) for node in nodes]
+    if max(processors, default=0) < 1:
+        raise UsageError(f"the Ray cluster at {address} has no processors to compute on")
+    size = workers or sum(count > 0 for count in processors)
+    return size, {"num_cpus": max(1, min(int(sum(processors) / size), int(max(processors))))}
+
+
+def _member(ray: Any, reference: Any, name: str) -> Member:
     """A worker that Ray runs."""
 
-    def __init__(self, ray: Any, reference: Any, place: int) -> None:
-        self._ray, self._reference = ray, reference
-        self.name = f"Ray's task {place + 1}"
-
-    def end(self) -> End | None:
-        done, _ = self._ray.wait([self._reference], timeout=0)
+    def end() -> End | None:
+        done, _ = ray.wait([reference], timeout=0)
         if not done:
             return None
         try:
-            self._ray.get(self._reference)
-        except self._ray.exceptions.RayTaskError as error:
-            print(f"{self.name}: {error}", flush=True)
+            ray.get(reference)
+        except ray.exceptions.RayTaskError as error:
+            print(f"{name}: {error}", flush=True)
             return "failed"
-        except self._ray.exceptions.RayError:
+        except ray.exceptions.RayError:
             return "died"
         return "left"
 
-    def stop(self) -> None:
-        self._ray.cancel(self._reference)
-        self._ray.wait([self._reference], timeout=_TIME_TO_STOP)
+    def stop() -> None:
+        ray.cancel(reference)
+        ray.wait([reference], timeout=_TIME_TO_STOP)
+
+    return Member(name, end, stop)
 
 
-def _packed(content: Work | Order) -> _Packed:
-    return _Packed(os.getcwd(), pickle.dumps(content))
+def _opened(folder: str, content: bytes) -> Any:
+    """What was sent from a process of another machine, whose relative paths start from the folder.
+
+    Raises:
+        DiffQuantError: this machine does not see the folder, or a model.
+    """
+    try:
+        os.chdir(folder)
+    except OSError as error:
+        raise DiffQuantError(f"it does not see {folder}") from error
+    return pickle.loads(content)
 
 
-def _carry_out(packed: _Packed) -> None:
-    packed.open().carry_out()
+def _run_there(folder: str, worker: bytes) -> None:
+    _opened(folder, worker).run()
 
 
-def _fault_here(packed: _Packed, beacon: str) -> str | None:
-    """What keeps this machine from taking part; None where nothing does."""
+def _fault_there(folder: str, work: bytes, beacon: str) -> str | None:
+    """What keeps a machine from taking part; None where nothing does."""
     from diffquant.sweep.addresses import check_alike
 
     host = Claimant.here().host
     try:
-        work = packed.open()
+        sent = _opened(folder, work)
         if not Path(beacon).is_file():
-            return f"{host} does not see {work.folder}; the folder has to be on storage that all machines share"
-        check_alike(work)
+            return f"{host} does not see {sent.folder}; the folder has to be on storage that all machines share"
+        check_alike(sent)
     except (DiffQuantError, OSError) as error:
         return f"{host} cannot take part: {error}; models have to be on storage that all machines share"
     return None

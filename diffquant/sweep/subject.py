@@ -1,16 +1,15 @@
-"""Subjects, which say what is measured, and sessions, which hold one open while its cells are measured."""
+"""Subjects: models as a sweep measures them, plain data that can travel until the first cell is measured."""
 
 import gc
 import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, Self
 
 import torch
 
 from diffquant.evals.language_model import States
 from diffquant.evals.task import Task
-from diffquant.evals.task_result import TaskResult
 from diffquant.evals.torch_model import TorchModel
 from diffquant.loading import load
 from diffquant.model.causal import CausalModel
@@ -28,27 +27,16 @@ from diffquant.sweep.measurement import Measurement
 from diffquant.sweep.storage import kv_bytes_per_token, weight_bytes
 
 
-class Session(Protocol):
-    """A model under measurement; holds one set of weights at a time."""
-
-    def run(self, task: Task, recipe: Recipe | None, reference: States | None, progress: Progress) -> TaskResult:
-        """Run a task under a recipe, or under the model's own; compared with a reference where there is one.
-
-        Raises:
-            NotFiredError: a layer did not quantize its logits, or its queries and keys.
-        """
-
-    def measure(self, task: Task, recipe: Recipe, progress: Progress) -> Measurement:
-        """Run a task under a recipe, compared with 16 bits; returns the result with its time and what is stored.
-
-        Raises:
-            NotFiredError: a layer did not quantize its logits, or its queries and keys.
-            CheckpointError: the model's files changed since they were opened.
-        """
-
-
 class Subject(Protocol):
-    """A model as the plain data from which an engine, here or elsewhere, opens a session."""
+    """A model under measurement; it holds one set of weights at a time, and none before the first cell."""
+
+    @property
+    def device(self) -> str:
+        """Name of the device that computes."""
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of weights that it holds at most."""
 
     def key(self, recipe: Recipe) -> JsonObject:
         """All that a result depends on beside the task, and beside the code."""
@@ -56,19 +44,19 @@ class Subject(Protocol):
     def modules(self, recipe: Recipe) -> tuple[str, ...]:
         """Names of the modules that a result's computation starts from, beside the task's."""
 
-    @property
-    def device(self) -> str:
-        """Name of the device that computes."""
+    def apart(self, device: str | None) -> Self:
+        """The same model, held apart; on another device of its kind if one is named, where results are the same."""
 
-    def on(self, device: str) -> "Subject":
-        """The same on another device of the same kind, where its results are the same."""
+    def reference(self, task: Task, recipe: Recipe | None, progress: Progress) -> States | None:
+        """What a task compares a recipe with: states at 16 bits; None where it does not, or that is the recipe."""
 
-    @property
-    def held_bytes(self) -> int:
-        """Bytes of weights that a session holds at most."""
+    def measure(self, task: Task, recipe: Recipe | None, reference: States | None, progress: Progress) -> Measurement:
+        """Run a task under a recipe, or under the model's own; the result with its time and what is stored.
 
-    def open(self) -> Session:
-        """A session that holds nothing yet."""
+        Raises:
+            NotFiredError: a layer did not quantize its logits, or its queries and keys.
+            CheckpointError: the model's files changed since they were opened.
+        """
 
 
 @dataclass(frozen=True)
@@ -101,9 +89,9 @@ class Setup:
         return {"dtype": self.dtype_name, "versions": versions_of_run(self.device)}
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class CheckpointSubject:
-    """A checkpoint to measure.
+    """A checkpoint to measure; of two models with different weights the earlier is let go before the next is read.
 
     Attributes:
         source: opened checkpoint; it travels as its path.
@@ -113,6 +101,17 @@ class CheckpointSubject:
     source: Source
     setup: Setup
     scales: Path | None = None
+    _loaded: CausalModel | None = field(init=False, default=None)
+    _references: dict[str, States | None] = field(init=False, default_factory=dict)
+    _weight_bytes: dict[str, int] = field(init=False, default_factory=dict)
+
+    @property
+    def device(self) -> str:
+        return self.setup.device
+
+    @property
+    def held_bytes(self) -> int:
+        return self.source.weights * self.setup.dtype.itemsize
 
     def key(self, recipe: Recipe) -> JsonObject:
         is_static = any(recipe.is_static(target) for target in LAYER_TARGETS)
@@ -132,83 +131,46 @@ class CheckpointSubject:
         formats = {type(scheme.format).__module__ for scheme in (*recipe.schemes, *self.source.packed.values())}
         return (__name__, type(rounding_named(recipe.rounding.name)).__module__, *sorted(formats))
 
-    @property
-    def device(self) -> str:
-        return self.setup.device
+    def apart(self, device: str | None) -> "CheckpointSubject":
+        return replace(self, setup=replace(self.setup, device=device or self.device))
 
-    def on(self, device: str) -> "CheckpointSubject":
-        return replace(self, setup=replace(self.setup, device=device))
+    def reference(self, task: Task, recipe: Recipe | None, progress: Progress) -> States | None:
+        if recipe == Recipe() or not task.compares_with_16_bits:
+            return None
+        if task.name not in self._references:
+            model = TorchModel(self.model(Recipe()))
+            self._references[task.name] = task.reference(model, self.source.tokenizer, progress)
+        return self._references[task.name]
 
-    @property
-    def held_bytes(self) -> int:
-        return self.source.weights * self.setup.dtype.itemsize
-
-    def open(self) -> "CheckpointSession":
-        return CheckpointSession(self)
-
-
-@dataclass
-class CheckpointSession:
-    """A checkpoint under measurement; of two models with different weights the earlier is let go before the next."""
-
-    subject: CheckpointSubject
-    _loaded: CausalModel | None = None
-    _references: dict[str, States | None] = field(default_factory=dict)
-    _weight_bytes: dict[str, int] = field(default_factory=dict)
-
-    def run(self, task: Task, recipe: Recipe | None, reference: States | None, progress: Progress) -> TaskResult:
-        model = self.model(recipe)
-        result = task.run(TorchModel(model), self.subject.source.tokenizer, reference, progress)
-        if _rounds_in_attention(model.recipe):
-            model.require_fired()
-        return result
-
-    def measure(self, task: Task, recipe: Recipe, progress: Progress) -> Measurement:
-        reference = None if recipe == Recipe() else self.reference(task, progress)
+    def measure(self, task: Task, recipe: Recipe | None, reference: States | None, progress: Progress) -> Measurement:
         model = self.model(recipe)
         started = time.monotonic()
-        result = self.run(task, recipe, reference, progress)
+        result = task.run(TorchModel(model), self.source.tokenizer, reference, progress)
         seconds = round(time.monotonic() - started, 2)
-        weights = self._stored_weights(recipe)
-        self.subject.source.check_unchanged()
-        return Measurement(
-            result,
-            seconds,
-            weights,
-            kv_bytes_per_token(model),
-            model.logit_report() if _quantizes_logits(recipe) else None,
-            commit(),
-        )
+        measured = self.source.recipe if recipe is None else recipe
+        if any(_quantizes(measured, target) for target in ("logits", "qk")):
+            model.require_fired()
+        weights = weights_of(measured)
+        if weights not in self._weight_bytes:
+            self._weight_bytes[weights] = weight_bytes(self.source, measured)
+        self.source.check_unchanged()
+        report = model.logit_report() if _quantizes(measured, "logits") else None
+        return Measurement(result, seconds, self._weight_bytes[weights], kv_bytes_per_token(model), report, commit())
 
     def model(self, recipe: Recipe | None) -> CausalModel:
         """The model under a recipe, read again only where the weights differ; under its own where there is none."""
-        wanted = self.subject.source.recipe if recipe is None else recipe
+        wanted = self.source.recipe if recipe is None else recipe
         if self._loaded is None or weights_of(self._loaded.recipe) != weights_of(wanted):
             if self._loaded is not None:
                 self._loaded = None
                 gc.collect()
-            subject, setup = self.subject, self.subject.setup
+            setup = self.setup
             self._loaded = load(
-                subject.source, recipe, setup.dtype, setup.device, scales=subject.scales, device_map=setup.places
+                self.source, recipe, setup.dtype, setup.device, scales=self.scales, device_map=setup.places
             )
             self._loaded.use_attention(setup.attention)
         self._loaded.apply_recipe(wanted)
         return self._loaded
-
-    def reference(self, task: Task, progress: Progress) -> States | None:
-        """What the model computes at 16 bits, where the task compares with that."""
-        if not task.compares_with_16_bits:
-            return None
-        if task.name not in self._references:
-            model = TorchModel(self.model(Recipe()))
-            self._references[task.name] = task.reference(model, self.subject.source.tokenizer, progress)
-        return self._references[task.name]
-
-    def _stored_weights(self, recipe: Recipe) -> int:
-        weights = weights_of(recipe)
-        if weights not in self._weight_bytes:
-            self._weight_bytes[weights] = weight_bytes(self.subject.source, recipe)
-        return self._weight_bytes[weights]
 
 
 def weights_of(recipe: Recipe) -> str:
@@ -216,10 +178,5 @@ def weights_of(recipe: Recipe) -> str:
     return Recipe().with_weights_of(recipe).to_yaml()
 
 
-def _quantizes_logits(recipe: Recipe) -> bool:
-    return any(scheme.quantizes for scheme in recipe.schemes_of("logits"))
-
-
-def _rounds_in_attention(recipe: Recipe) -> bool:
-    """Whether some layer's attention has logits or operands to quantize."""
-    return any(scheme.quantizes for target in ("logits", "qk") for scheme in recipe.schemes_of(target))
+def _quantizes(recipe: Recipe, target: str) -> bool:
+    return any(scheme.quantizes for scheme in recipe.schemes_of(target))
