@@ -29,7 +29,7 @@ REQUIRED = (
 _BUILD = "python -m diffquant.export.native builds it"
 EXTRAS = {
     "onnx": (("onnx", "onnxruntime"), "the export, verify and run commands, and eval of exported models"),
-    "onnx-gpu": (("onnx", "onnxruntime-gpu"), "exported models on --device cuda, in the place of onnxruntime"),
+    "onnx-gpu": (("onnx", "onnxruntime-gpu"), "exported models on CUDA, in the place of onnxruntime"),
     "gpu": (("triton",), "the CUDA kernels"),
     "flash": (("flash-attn",), "the flash_attn attention backend, which no other part needs"),
     "bnb": (("bitsandbytes",), "a peer of the bench's linear layers on CUDA"),

@@ -30,7 +30,7 @@ class NonFiniteError(CheckpointError):
 
 
 class OutputExistsError(DiffQuantError):
-    """The destination is already there and `--overwrite` was not given."""
+    """The destination is already there and it may not be overwritten."""
 
 
 class NotFiredError(DiffQuantError):

@@ -4,6 +4,7 @@ import re
 from dataclasses import dataclass
 
 from diffquant.errors import UsageError
+from diffquant.support.spelling import spelled
 from diffquant.support.suggestion import did_you_mean
 
 GRANULARITIES = ("tensor", "map", "head", "pair", "row", "column", "group", "block", "static")
@@ -109,7 +110,7 @@ def _meaning_of(name: str) -> str:
     known = re.fullmatch(r"(?:w|int|uint|nf|q|iq)([2-8])(?:a16|_.*|)", name)
     if known is None:
         return ""
-    return f"{known[1]}-bit weights beside 16-bit activations are --weights {known[1]}:g32 here; "
+    return f"{known[1]}-bit weights beside 16-bit activations are {spelled('weights', f'{known[1]}:g32')} here; "
 
 
 def _parse_granularity(name: str, text: str, target: str) -> tuple[str, int | None]:

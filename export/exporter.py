@@ -37,6 +37,7 @@ from diffquant.source.source import Source, open_source
 from diffquant.support.digests import FileDigests
 from diffquant.support.files import write_atomically
 from diffquant.support.progress import Progress, silent
+from diffquant.support.spelling import spelled
 from diffquant.support.versions import versions
 from diffquant.text.special_tokens import read_special_tokens
 
@@ -150,7 +151,10 @@ def _cache_scales(source: Source, options: ExportOptions, ranges: Ranges | None)
     """Scales of the quantized cache by layer; none for a cache in the activations' type."""
     if options.kv_bits == 16:
         if ranges is not None:
-            raise UsageError("--scales are of a quantized KV cache: give --kv 8 or --kv 4 with them")
+            raise UsageError(
+                f"{spelled('scales')} are of a quantized KV cache: give {spelled('kv', 8)} or {spelled('kv', 4)} with "
+                "them"
+            )
         return {}
     if ranges is None:
         raise UsageError(
@@ -229,7 +233,9 @@ def _make_notes(plan: ExportPlan, streamed: Sequence[Streamed]) -> list[str]:
             "follow the options of this export alone"
         )
     if options.kv_bits == 4:
-        notes.append("KV cache of 4 bits: experimental; compare its quality with --kv 8 before relying on it")
+        notes.append(
+            f"KV cache of 4 bits: experimental; compare its quality with {spelled('kv', 8)} before relying on it"
+        )
     if options.logits.quantizes:
         notes.append(f"logits {options.logits} are rounded by the graph's body in standard ops, which holds whole maps")
     return notes

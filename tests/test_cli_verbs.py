@@ -96,7 +96,7 @@ def test_a_preset_is_a_recipe_of_its_own(name, recipe):
 
 @pytest.mark.parametrize("name", ["w4a16", "int4", "nf4", "Q4_K_M"])
 def test_a_scheme_by_another_librarys_name_is_explained(name):
-    with pytest.raises(UsageError, match="4-bit weights beside 16-bit activations are --weights 4:g32 here"):
+    with pytest.raises(UsageError, match="4-bit weights beside 16-bit activations are weights='4:g32' here"):
         Scheme.parse(name)
 
 
@@ -106,7 +106,7 @@ def test_a_misspelt_group_is_understood():
 
 
 def test_lists_know_k_for_1024():
-    assert split_numbers("--lengths", "256,1K,4K", "1K") == (256, 1024, 4096)
+    assert split_numbers("lengths", "256,1K,4K", "1K") == (256, 1024, 4096)
 
 
 def test_an_exports_cache_takes_a_scheme_whose_scales_are_calibrated():

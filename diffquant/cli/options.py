@@ -226,12 +226,12 @@ def cache_bits(scheme: str) -> int:
 
 def widths(text: str) -> tuple[int, ...]:
     """The numbers of a --bits option."""
-    return split_numbers("--bits", text, "16,8,6,4")
+    return split_numbers("bits", text, "16,8,6,4")
 
 
 def lengths_of(text: str) -> tuple[int, ...]:
     """The numbers of a --lengths option."""
-    return split_numbers("--lengths", text, "256,1K,4K")
+    return split_numbers("lengths", text, "256,1K,4K")
 
 
 def _split_override(text: str) -> tuple[str, str]:

@@ -5,6 +5,8 @@ from typing import Any
 
 from typer.core import TyperArgument, TyperCommand, TyperGroup
 
+from diffquant.support.spelling import command_line
+
 # Headings of the help with their verbs, in order; others stand under one more.
 GROUPS = {
     "Make": ("quantize", "convert", "search", "calibrate"),
@@ -41,7 +43,8 @@ class Verb(TyperCommand):
                 import torch  # noqa: F401
             finally:
                 sys.stderr.write("\r\x1b[K")
-        return super().invoke(ctx)
+        with command_line():
+            return super().invoke(ctx)
 
 
 class VerbGroup(TyperGroup):

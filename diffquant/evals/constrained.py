@@ -20,6 +20,7 @@ from diffquant.errors import NonFiniteError
 from diffquant.evals.defaults import BATCH_TOKENS
 from diffquant.evals.language_model import LanguageModel, TokenCache
 from diffquant.support.progress import Progress, silent
+from diffquant.support.spelling import spelled
 
 Tokens = Sequence[int]
 
@@ -135,7 +136,7 @@ def _next_logits(model: LanguageModel, tokens: Sequence[Tokens], cache: TokenCac
     ids = torch.tensor([list(row) for row in tokens], device=model.device)
     logits = model.read(ids, cache=cache)[:, -1].logits()
     if not logits.isfinite().all():
-        raise NonFiniteError("the model computes NaN or infinity; use --dtype float32, or wider bits")
+        raise NonFiniteError(f"the model computes NaN or infinity; use {spelled('dtype', 'float32')}, or wider bits")
     return logits
 
 

@@ -85,7 +85,7 @@ class ComparisonReport:
             for each, comparison in flipped:
                 yield f"{each.before.task} {comparison.measure}: {_items_text(comparison.flips)}."
         elif flipped:
-            yield "--json names the items that flipped."
+            yield "The JSON form names the items that flipped."
         if len(rows) > 1:
             yield f"{len(rows)} differences are shown; by chance, one 95 % interval in twenty misses the truth."
         if any(each.before.prompts != each.after.prompts for each in self.compared):

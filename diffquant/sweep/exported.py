@@ -18,6 +18,7 @@ from diffquant.support.code import commit
 from diffquant.support.digests import FileDigests
 from diffquant.support.plain_data import JsonObject
 from diffquant.support.progress import Progress
+from diffquant.support.spelling import spelled
 from diffquant.sweep.grid import EXPORTED, Point, SweepOptions
 from diffquant.sweep.measurement import Measurement
 from diffquant.sweep.session import CheckpointSession, CheckpointSubject, Setup
@@ -173,7 +174,7 @@ def check_on_one_device(folders: Collection[Path], options: SweepOptions) -> Non
     """
     if folders and options.device_map is not None:
         raise UsageError(
-            f"ONNX Runtime keeps an exported folder on one device: leave out --device-map, or "
+            f"ONNX Runtime keeps an exported folder on one device: leave out {spelled('device_map')}, or "
             f"{', '.join(map(str, folders))}"
         )
 
@@ -187,7 +188,8 @@ def check_as_it_is(options: SweepOptions, recipe: Recipe | None = None) -> None:
     asked = (options.dtype, options.attention, options.scales)
     if recipe is not None or asked != ("auto", "auto", ()):
         raise UsageError(
-            "an exported model is measured as it is: leave out the recipe options, --scales, --dtype and --attention"
+            f"an exported model is measured as it is: leave out the recipe, {spelled('scales')}, {spelled('dtype')} "
+            f"and {spelled('attention')}"
         )
 
 

@@ -14,6 +14,7 @@ from diffquant.source.building import check_places
 from diffquant.source.ranges import check_ranges_used, read_any_ranges
 from diffquant.source.source import Source, open_source
 from diffquant.support.devices import resolve_device, resolve_dtype
+from diffquant.support.spelling import spelled
 from diffquant.sweep.exported import (
     ExportedSubject,
     RuntimeOf,
@@ -121,6 +122,6 @@ def _check_scales(point: Point, scales: Path | None) -> None:
     """
     static = [target for target in LAYER_TARGETS if point.recipe.is_static(target)]
     if static and scales is None:
-        raise UsageError(f"{point.label} needs scales calibrated on {point.model}: pass --scales")
+        raise UsageError(f"{point.label} needs scales calibrated on {point.model}: pass {spelled('scales')}")
     if static and scales is not None:
         read_any_ranges(scales).check(point.recipe)

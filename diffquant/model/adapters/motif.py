@@ -13,6 +13,7 @@ from diffquant.family.spec import DiffSpec
 from diffquant.model.adapters.base import Adapter, count_pairs, register
 from diffquant.model.adapters.sizes import LLAMA, check_width, read_sizes
 from diffquant.model.transformer import TransformerArchitecture
+from diffquant.support.spelling import spelled
 
 MOTIF: Mapping[str, Any] = {
     **LLAMA,
@@ -103,7 +104,7 @@ def _refuse_motif_3(config: dict[str, Any]) -> None:
     if keys:
         raise UnknownModelTypeError(
             f"config.json has {', '.join(keys)}: this is Motif-3, whose latent attention and experts are not computed; "
-            "its weights can be quantized, with `quantize --weights-only`, but not run"
+            f"its weights can be quantized, by `quantize` with {spelled('weights_only', True)}, but not run"
         )
 
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from diffquant.errors import UsageError
 from diffquant.support.devices import check_device
+from diffquant.support.spelling import spelled
 from diffquant.sweep.engines import Engine
 from diffquant.sweep.engines.local import LocalEngine
 from diffquant.sweep.engines.ray_cluster import RayEngine
@@ -31,20 +32,26 @@ def chosen_engine(
         MissingDependencyError: Ray is not installed.
     """
     if options.device_map is not None and (workers not in (None, 1) or devices or ray):
-        raise UsageError("--device-map spreads each model over all devices: leave out --workers, --devices and --ray")
+        raise UsageError(
+            f"{spelled('device_map')} spreads each model over all devices: leave out {spelled('workers')}, "
+            f"{spelled('devices')} and {spelled('ray')}"
+        )
     if ray is not None:
         if devices:
-            raise UsageError("--devices are this machine's; Ray gives each of its workers a GPU: leave one of them out")
+            raise UsageError(
+                f"{spelled('devices')} are this machine's, and {spelled('ray')} gives each of its workers a GPU: "
+                "leave one of them out"
+            )
         return options, RayEngine(ray, workers)
     if not devices:
         return options, LocalEngine(1 if workers is None else workers, say=say)
     if options.device != "auto":
-        raise UsageError("--devices takes the place of --device; give one or the other")
+        raise UsageError(f"{spelled('devices')} takes the place of {spelled('device')}; give one or the other")
     for device in devices:
         check_device(device)
     kinds = {device.partition(":")[0] for device in devices}
     if len(kinds) > 1:
         raise UsageError(
-            f"--devices {','.join(devices)} are not of one kind, and results of another kind are other cells"
+            f"{spelled('devices', ','.join(devices))} are not of one kind, and results of another kind are other cells"
         )
     return replace(options, device=kinds.pop()), LocalEngine(len(devices) if workers is None else workers, devices, say)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from diffquant.errors import UsageError
 from diffquant.support.machine import free_memory, threads
 from diffquant.support.progress import Progress
+from diffquant.support.spelling import spelled
 from diffquant.sweep.crew import Crew, End
 from diffquant.sweep.orders import Order
 from diffquant.sweep.work import Work
@@ -71,7 +72,9 @@ class LocalEngine:
             free = free_memory() if device == "main memory" else _free_on(device)
             said.append(f"{count} x {most / 1e9:.2f} GB of weights in {free / 1e9:.2f} GB of {device} that are free")
             if count * most > free:
-                raise UsageError(f"too little memory: {said[-1]}; take fewer --workers, or --device-map without them")
+                raise UsageError(
+                    f"too little memory: {said[-1]}; take fewer {spelled('workers')}, or {spelled('device_map')}"
+                )
         return ", ".join(said)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from diffquant.errors import DiffQuantError, MissingDependencyError, UsageError
 from diffquant.support.progress import Progress
+from diffquant.support.spelling import spelled
 from diffquant.sweep.claims import Claimant
 from diffquant.sweep.crew import Crew, End
 from diffquant.sweep.orders import Order
@@ -38,7 +39,7 @@ class RayEngine:
         try:
             import ray
         except ImportError as error:
-            raise MissingDependencyError("--ray needs Ray: pip install 'diffquant[ray]'") from error
+            raise MissingDependencyError(f"{spelled('ray')} needs Ray: pip install 'diffquant[ray]'") from error
         if workers is not None and workers < 1:
             raise UsageError(f"the number of workers must be 1 or more, got {workers}")
         self._ray: Any = ray
@@ -106,7 +107,7 @@ class RayEngine:
         if work.batches[0].subject.device.startswith("cuda"):
             size = int(resources.get("GPU", 0)) if self.workers is None else self.workers
             if size < 1 or resources.get("GPU", 0) < 1:
-                raise UsageError(f"the Ray cluster at {self.address} has no GPU; use --device cpu")
+                raise UsageError(f"the Ray cluster at {self.address} has no GPU; use {spelled('device', 'cpu')}")
             return size, {"num_gpus": 1, "num_cpus": 1}
         processors = [node["Resources"].get("CPU", 0.0) for node in nodes]
         size = sum(count > 0 for count in processors) if self.workers is None else self.workers
