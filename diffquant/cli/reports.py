@@ -20,7 +20,7 @@ def report(
 
     Runs are folders that sweep, search, outliers or bench wrote. Their pages link to each other and to the index.
     """
-    from diffquant.cli.runs import write_index
+    from diffquant.verbs.runs import write_index
 
     index, *pages = write_index(runs, output)
     typer.echo(f"wrote {index} and the pages of {len(pages)} runs")
