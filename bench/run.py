@@ -224,7 +224,7 @@ def require_complete(result: BenchResult) -> None:
     failed = result.settings["failed_sections"]
     reasons = [f"{cell.section}: {cell.missing}" for cell in result.cells if cell.section in failed and cell.missing]
     if failed:
-        raise FailedCellsError(f"{len(failed)} sections failed:\n" + "\n".join(reasons))
+        raise FailedCellsError(f"{len(failed)} sections failed:\n" + "\n".join(reasons), result)
 
 
 def write_bench_outputs(result: BenchResult, folder: Path) -> list[Path]:

@@ -1,4 +1,4 @@
-"""The verb `export`: a checkpoint, plain or quantized, becomes a folder that ONNX Runtime opens."""
+"""A checkpoint, plain or quantized, becomes a folder that ONNX Runtime opens."""
 
 import json
 import time
@@ -97,11 +97,23 @@ def export(
         DiffQuantError: anything wrong with the source, the options, the ranges or the destination; nothing is left
             then.
     """
-    started = time.monotonic()
-    destination = Path(destination)
-    options = options or ExportOptions()
-    plan = check_export(source, destination, options, overwrite)
-    checked = plan.source
+    plan = check_export(source, Path(destination), options or ExportOptions(), overwrite)
+    return write_export(plan, Path(destination), ranges, overwrite, progress)
+
+
+def write_export(
+    plan: ExportPlan,
+    destination: Path,
+    ranges: Ranges | Path | str | None = None,
+    overwrite: bool = False,
+    progress: Progress = silent,
+) -> OnnxReport:
+    """Write what `check_export` planned.
+
+    Raises:
+        DiffQuantError: anything wrong with the ranges; nothing is left then.
+    """
+    started, checked, options = time.monotonic(), plan.source, plan.options
     if isinstance(ranges, Path | str):
         ranges = read_ranges(Path(ranges), checked)
     scales = _cache_scales(checked, options, ranges)
@@ -134,7 +146,7 @@ def export(
 
 
 def check_export(source: Path | str | Source, destination: Path, options: ExportOptions, overwrite: bool) -> ExportPlan:
-    """Check all of an export that needs no ranges.
+    """The plan of an export, checked in all that needs no ranges.
 
     Raises:
         DiffQuantError: as `export` raises it.

@@ -20,7 +20,21 @@ from diffquant.support import progress as progress_module
 from tests.support.checkpoints import write_checkpoint, write_llama
 from tests.support.thorough import sampled
 
-VERBS = ["calibrate", "compare", "convert", "evaluate", "export", "generate", "load", "quantize", "search", "sweep"]
+VERBS = [
+    *(
+        "attention_map",
+        "calibrate",
+        "compare",
+        "convert",
+        "evaluate",
+        "export",
+        "generate",
+        "inspect",
+        "load",
+        "outliers",
+    ),
+    *("quantize", "run", "search", "sweep", "verify"),
+]
 IDS = torch.arange(11)[None]
 
 

@@ -54,7 +54,7 @@ def folder(source, tmp_path):
         ({"dtype": "bfloat16"}, "unknown dtype"),
         ({"opset": 21}, "opset 21 is not within 23 to"),
         ({"accuracy_level": 2}, "accuracy level 2"),
-        ({"genai_device": "cuda:x"}, "--genai-device takes cpu, cuda or cuda:N, not 'cuda:x'"),
+        ({"genai_device": "cuda:x"}, "genai_device takes cpu, cuda or cuda:N, not 'cuda:x'"),
         ({"genai_device": "cuda", "cache": False}, "leave out cache=False or genai_device"),
         ({"logits": "4:b16"}, "logits per block"),
         ({"logits": "4:map"}, "logits per map"),
