@@ -27,6 +27,7 @@ from diffquant.support.files import write_atomically, write_json
 from diffquant.support.journal import Journal
 from diffquant.support.outputs import RunFiles
 from diffquant.support.progress import Progress, silent
+from diffquant.support.spelling import spelled
 
 SECTIONS = ("attention", "decode", "linear", "throughput", "generate", "quantize", "export", "sweep")
 _DEFAULT_DTYPES = {"cpu": "float32", "cuda": "bfloat16"}
@@ -90,9 +91,11 @@ class BenchOptions:
         if self.device not in ("cpu", "cuda"):
             raise UsageError(f"the bench runs on cpu or cuda, not on {self.device!r}")
         if self.graph and self.device != "cuda":
-            raise UsageError("--graph: only CUDA devices have graphs")
+            raise UsageError(f"{spelled('graph')}: only CUDA devices have graphs")
         if self.repeats < 1 or min(self.batches, default=0) < 1 or min(self.workers, default=1) < 1:
-            raise UsageError("--repeats, --batches and --workers take counts of at least 1")
+            raise UsageError(
+                f"{spelled('repeats')}, {spelled('batches')} and {spelled('workers')} take counts of at least 1"
+            )
         missing = [str(path) for path in self.checkpoints if not path.exists()]
         if missing:
             raise UsageError(f"no such checkpoint: {', '.join(missing)}")
@@ -221,7 +224,7 @@ def require_complete(result: BenchResult) -> None:
     failed = result.settings["failed_sections"]
     reasons = [f"{cell.section}: {cell.missing}" for cell in result.cells if cell.section in failed and cell.missing]
     if failed:
-        raise FailedCellsError(f"{len(failed)} sections failed:\n" + "\n".join(reasons))
+        raise FailedCellsError(f"{len(failed)} sections failed:\n" + "\n".join(reasons), result)
 
 
 def write_bench_outputs(result: BenchResult, folder: Path) -> list[Path]:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from diffquant.errors import NonFiniteError
+from diffquant.support.spelling import spelled
 
 # The lower bits of a float32 that a bin ignores: 128 bins an octave.
 _DROPPED_BITS = 16
@@ -61,7 +62,7 @@ class Magnitudes:
         """
         bins = (magnitudes.reshape(-1).view(torch.int32) >> _DROPPED_BITS).bincount(minlength=_INFINITY)
         if len(bins) > _INFINITY:
-            raise NonFiniteError("the model computes NaN or infinity; use --dtype float32")
+            raise NonFiniteError(f"the model computes NaN or infinity; use {spelled('dtype', 'float32')}")
         bins[0] -= zeros_to_ignore
         self.counts += bins.cpu()
 

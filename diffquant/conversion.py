@@ -110,8 +110,6 @@ def convert(
 ) -> Conversion:
     """Write a checkpoint as another member of the family, the same function of its input.
 
-        diffquant.convert("SmolLM2-135M-Instruct.Q4_1.gguf", "smollm2-diff-v2", "diff-v2")
-
     Args:
         source: a folder with model_type diff_v1 for "diffllama"; a Llama, folder or .gguf file, for "diff-v2"; a folder
             with model_type dex_llama for "llama".

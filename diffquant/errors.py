@@ -2,9 +2,17 @@
 
 
 class DiffQuantError(Exception):
-    """Base of every error a user can cause. `exit_code` is what the command line returns."""
+    """Base of every error a user can cause. `exit_code` is what the command line returns.
+
+    Attributes:
+        result: what the work came to all the same, such as a sweep some of whose cells failed; None where it left none.
+    """
 
     exit_code = 1
+
+    def __init__(self, message: str = "", result: object = None) -> None:
+        super().__init__(message)
+        self.result = result
 
 
 class UsageError(DiffQuantError):
@@ -30,7 +38,7 @@ class NonFiniteError(CheckpointError):
 
 
 class OutputExistsError(DiffQuantError):
-    """The destination is already there and `--overwrite` was not given."""
+    """The destination is already there and it may not be overwritten."""
 
 
 class NotFiredError(DiffQuantError):
@@ -44,17 +52,9 @@ class FailedCellsError(DiffQuantError):
 
 
 class ToleranceError(DiffQuantError):
-    """Two computations that must agree differ by more than the tolerance.
-
-    Attributes:
-        report: dataclass of all that was compared; None where the message says it all.
-    """
+    """Two computations that must agree differ by more than the tolerance."""
 
     exit_code = 4
-
-    def __init__(self, message: str, report: object = None) -> None:
-        super().__init__(message)
-        self.report = report
 
 
 class MissingDependencyError(DiffQuantError):

@@ -9,6 +9,7 @@ from transformers import StoppingCriteria, StoppingCriteriaList, TextIteratorStr
 
 from diffquant.errors import UsageError
 from diffquant.model.causal import CausalModel
+from diffquant.support.spelling import spelled
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -90,7 +91,7 @@ def _model_inputs(tokenizer: "PreTrainedTokenizerBase", prompt: str, chat: bool)
                 message, add_generation_prompt=True, return_tensors="pt", return_dict=True
             )
         except Exception as error:  # a template is a program, and may fail in any way
-            raise UsageError(f"--chat: the tokenizer's chat template fails: {error}") from error
+            raise UsageError(f"{spelled('chat')}: the tokenizer's chat template fails: {error}") from error
     else:
-        raise UsageError("--chat: the checkpoint's tokenizer has no chat template")
+        raise UsageError(f"{spelled('chat')}: the checkpoint's tokenizer has no chat template")
     return {name: encoded[name] for name in ("input_ids", "attention_mask")}

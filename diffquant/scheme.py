@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from diffquant.errors import UsageError
 from diffquant.numbers.formats import FORMATS, NumberFormat, format_named
 from diffquant.numbers.sharing import UNSHARED, Sharing
+from diffquant.support.spelling import spelled
 
 _FLAGS = ("shift", "alike", "rotated", "smooth")
 # No scheme is as long; what is would only fill the screen.
@@ -129,7 +130,7 @@ def _meaning_of(name: str) -> str:
     known = re.fullmatch(r"(?:w|int|uint|nf|q|iq)([2-8])(?:a16|_.*|)", name)
     if known is None:
         return ""
-    return f"{known[1]}-bit weights beside 16-bit activations are --weights {known[1]}:g32 here; "
+    return f"{known[1]}-bit weights beside 16-bit activations are {spelled('weights', f'{known[1]}:g32')} here; "
 
 
 FULL = Scheme(format_named("16"))

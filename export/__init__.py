@@ -9,7 +9,6 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from diffquant.errors import MissingDependencyError
-from diffquant.support.installation import install_command
 
 if TYPE_CHECKING:
     from diffquant.export.exporter import export
@@ -37,6 +36,8 @@ def require() -> None:
     """
     missing = [name for name in ("onnx", "onnxruntime") if find_spec(name) is None]
     if missing:
+        from diffquant.support.installation import install_command
+
         raise MissingDependencyError(f"ONNX models need {', '.join(missing)}: {install_command('onnx')}")
 
 

@@ -1,4 +1,4 @@
-"""The verb `export`: a checkpoint, plain or quantized, becomes a folder that ONNX Runtime opens."""
+"""A checkpoint, plain or quantized, becomes a folder that ONNX Runtime opens."""
 
 import json
 import time
@@ -37,6 +37,7 @@ from diffquant.source.source import Source, open_source
 from diffquant.support.digests import FileDigests
 from diffquant.support.files import write_atomically
 from diffquant.support.progress import Progress, silent
+from diffquant.support.spelling import spelled
 from diffquant.support.versions import versions
 from diffquant.text.special_tokens import read_special_tokens
 
@@ -96,11 +97,23 @@ def export(
         DiffQuantError: anything wrong with the source, the options, the ranges or the destination; nothing is left
             then.
     """
-    started = time.monotonic()
-    destination = Path(destination)
-    options = options or ExportOptions()
-    plan = check_export(source, destination, options, overwrite)
-    checked = plan.source
+    plan = check_export(source, Path(destination), options or ExportOptions(), overwrite)
+    return write_export(plan, Path(destination), ranges, overwrite, progress)
+
+
+def write_export(
+    plan: ExportPlan,
+    destination: Path,
+    ranges: Ranges | Path | str | None = None,
+    overwrite: bool = False,
+    progress: Progress = silent,
+) -> OnnxReport:
+    """Write what `check_export` planned.
+
+    Raises:
+        DiffQuantError: anything wrong with the ranges; nothing is left then.
+    """
+    started, checked, options = time.monotonic(), plan.source, plan.options
     if isinstance(ranges, Path | str):
         ranges = read_ranges(Path(ranges), checked)
     scales = _cache_scales(checked, options, ranges)
@@ -133,7 +146,7 @@ def export(
 
 
 def check_export(source: Path | str | Source, destination: Path, options: ExportOptions, overwrite: bool) -> ExportPlan:
-    """Check all of an export that needs no ranges.
+    """The plan of an export, checked in all that needs no ranges.
 
     Raises:
         DiffQuantError: as `export` raises it.
@@ -150,7 +163,10 @@ def _cache_scales(source: Source, options: ExportOptions, ranges: Ranges | None)
     """Scales of the quantized cache by layer; none for a cache in the activations' type."""
     if options.kv_bits == 16:
         if ranges is not None:
-            raise UsageError("--scales are of a quantized KV cache: give --kv 8 or --kv 4 with them")
+            raise UsageError(
+                f"{spelled('scales')} are of a quantized KV cache: give {spelled('kv', 8)} or {spelled('kv', 4)} with "
+                "them"
+            )
         return {}
     if ranges is None:
         raise UsageError(
@@ -229,7 +245,9 @@ def _make_notes(plan: ExportPlan, streamed: Sequence[Streamed]) -> list[str]:
             "follow the options of this export alone"
         )
     if options.kv_bits == 4:
-        notes.append("KV cache of 4 bits: experimental; compare its quality with --kv 8 before relying on it")
+        notes.append(
+            f"KV cache of 4 bits: experimental; compare its quality with {spelled('kv', 8)} before relying on it"
+        )
     if options.logits.quantizes:
         notes.append(f"logits {options.logits} are rounded by the graph's body in standard ops, which holds whole maps")
     return notes

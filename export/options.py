@@ -10,6 +10,7 @@ import onnxruntime
 from diffquant.errors import UsageError
 from diffquant.recipe import Recipe
 from diffquant.scheme import FULL, Scheme
+from diffquant.support.spelling import spelled
 
 if TYPE_CHECKING:
     import torch
@@ -82,9 +83,9 @@ class ExportOptions:
 
     def _problems(self) -> Iterator[str]:
         if self.kv_bits not in (16, 8, 4):
-            yield f"no kernel reads a {self.kv_bits}-bit KV cache; --kv takes 16, 8 or 4"
+            yield f"no kernel reads a {self.kv_bits}-bit KV cache; {spelled('kv')} takes 16, 8 or 4"
         if self.embed_bits not in (16, 8):
-            yield f"no kernel gathers {self.embed_bits}-bit embeddings; --embed takes 16 or 8"
+            yield f"no kernel gathers {self.embed_bits}-bit embeddings; {spelled('embed')} takes 16 or 8"
         if self.dtype not in DTYPES:
             yield f"unknown dtype {self.dtype!r}; known are {', '.join(DTYPES)}"
         if self.accuracy_level not in (1, 4):
@@ -101,21 +102,26 @@ class ExportOptions:
         if self.logits.alike:
             yield "the operator rounds each map by itself; leave out alike"
         if not re.fullmatch("cpu|cuda(:[0-9]+)?", self.genai_device):
-            yield f"--genai-device takes cpu, cuda or cuda:N, not {self.genai_device!r}"
+            yield f"{spelled('genai_device')} takes cpu, cuda or cuda:N, not {self.genai_device!r}"
         if not self.cache and self.genai_device != "cpu":
-            yield "onnxruntime-genai needs a KV cache: leave out --no-cache or --genai-device"
+            yield (
+                f"onnxruntime-genai needs a KV cache: leave out {spelled('cache', False)} or {spelled('genai_device')}"
+            )
         if not self.cache and self.kv_bits < 16:
-            yield f"--kv {self.kv_bits} and --no-cache contradict each other"
+            yield f"{spelled('kv', self.kv_bits)} and {spelled('cache', False)} contradict each other"
         if self.web:
             yield from self._web_problems()
 
     def _web_problems(self) -> Iterator[str]:
         if not self.cache or self.kv_bits < 16:
-            yield "--web reads the keys in a float32 KV cache: leave out --no-cache and --kv"
+            yield (
+                f"{spelled('web')} reads the keys in a float32 KV cache: leave out {spelled('cache', False)} and "
+                f"{spelled('kv')}"
+            )
         if self.dtype != "float32":
-            yield "--web is float32: leave out --dtype"
+            yield f"{spelled('web')} is float32: leave out {spelled('dtype')}"
         if self.logits.quantizes:
-            yield "--web rounds logits in the page: leave out --logits"
+            yield f"{spelled('web')} rounds logits in the page: leave out {spelled('logits')}"
 
 
 def check_runtime(options: ExportOptions) -> None:

@@ -71,9 +71,9 @@ def verified_with(fault: str, layer: int, export: Path, checkpoint: Path, thread
         try:
             verification = verify(planted.folder, checkpoint, threads=threads)
         except ToleranceError as error:
-            if not isinstance(error.report, Verification):
+            if not isinstance(error.result, Verification):
                 raise
-            verification = error.report
+            verification = error.result
     return {
         "refused": not verification.passed,
         "verdict": "within tolerance" if verification.passed else verification.divergence(),

@@ -20,7 +20,21 @@ from diffquant.support import progress as progress_module
 from tests.support.checkpoints import write_checkpoint, write_llama
 from tests.support.thorough import sampled
 
-VERBS = ["calibrate", "compare", "convert", "evaluate", "export", "generate", "load", "quantize", "search", "sweep"]
+VERBS = [
+    *(
+        "attention_map",
+        "calibrate",
+        "compare",
+        "convert",
+        "evaluate",
+        "export",
+        "generate",
+        "inspect",
+        "load",
+        "outliers",
+    ),
+    *("quantize", "run", "search", "sweep", "verify"),
+]
 IDS = torch.arange(11)[None]
 
 
@@ -207,9 +221,9 @@ def test_a_device_map_that_cannot_serve_is_refused_before_anything_is_read(tmp_p
         diffquant.load(source, device_map={"": "disk"}, offload_folder=tmp_path / "offload")
     with pytest.raises(UsageError, match=r"no module of the model: model\.layer\.1$"):
         diffquant.load(source, device_map={"": "cpu", "model.layer.1": "cpu"})
-    with pytest.raises(UsageError, match="leave out --device or --device-map"):
+    with pytest.raises(UsageError, match="leave out device or device_map"):
         diffquant.load(source, device="cpu", device_map="auto")
-    with pytest.raises(UsageError, match="give --device-map auto too"):
+    with pytest.raises(UsageError, match="give device_map='auto' too"):
         diffquant.load(source, offload_folder=tmp_path / "offload")
     with pytest.raises(UsageError, match="leave out packed"):
         diffquant.load(source, packed=True, device_map="auto")

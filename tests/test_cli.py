@@ -11,7 +11,7 @@ import pytest
 
 from diffquant.cli import main
 from diffquant.kernels.survey import KernelSurvey
-from diffquant.quantization import plan
+from diffquant.quantization import quantize as quantizing
 from diffquant.quantization.plan import plan_quantization
 from tests.support.checkpoints import write_diffllama
 
@@ -68,7 +68,7 @@ def test_the_command_line_goes_before_the_recipes_rounding(run, checkpoint, tmp_
     (tmp_path / "recipe.yaml").write_text("weights: 4:g32\nrounding: {name: gptq, tokens: 64}\n")
     seen = []
     monkeypatch.setattr(
-        plan,
+        quantizing,
         "plan_quantization",
         lambda source, recipe, dtype: seen.append(recipe) or plan_quantization(source, recipe, dtype),
     )

@@ -79,7 +79,7 @@ def which_change(installed, file, change):
         ("export/native/node.cc", False, True),
         ("export/runtime/session.py", False, True),
         ("report/tables.py", False, False),
-        ("cli/measure.py", False, False),
+        ("cli/show.py", False, False),
         ("evals/plots/places.py", False, False),
         ("evals/columns.py", False, False),
         ("evals/tasks/hellaswag.py", False, False),

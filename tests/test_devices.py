@@ -1,5 +1,7 @@
 """`--device auto`: CUDA where it is there, the processor elsewhere, and what says so."""
 
+import logging
+
 import onnxruntime
 import pytest
 import torch
@@ -17,6 +19,7 @@ from diffquant.support.devices import resolve_device
 from diffquant.sweep.exported import ExportedSubject
 from diffquant.sweep.grid import SweepOptions
 from diffquant.sweep.plan import plan_sweep
+from diffquant.verbs.notes import chosen_device
 from tests.support import tiny_lm
 
 COMMANDS = typer.main.get_command(app).commands
@@ -88,9 +91,8 @@ def test_a_runtime_whose_cuda_does_not_start_falls_back_to_the_processor(monkeyp
     _starts_on_cuda.cache_clear()
 
 
-@pytest.mark.parametrize(("device", "said"), [("auto", "runs on meta\n"), ("cpu", "")])
-def test_the_device_is_said_where_auto_found_another_than_the_processor(capsys, other_device, device, said):
-    from diffquant.cli.options import chosen_device
-
-    chosen_device(device)
-    assert capsys.readouterr().err == said
+@pytest.mark.parametrize(("device", "said"), [("auto", ["runs on meta"]), ("cpu", [])])
+def test_the_device_is_said_where_auto_found_another_than_the_processor(caplog, other_device, device, said):
+    with caplog.at_level(logging.INFO, logger="diffquant.verbs"):
+        chosen_device(device)
+    assert caplog.messages == said

@@ -125,9 +125,9 @@ def test_a_path_goes_before_the_hub_and_a_folder_that_is_there_is_not_looked_up(
 
 
 def test_a_quantized_folder_is_pushed_with_its_card(run, hub, folder, tmp_path):
-    code, out, err = run("quantize", folder, "-o", "low", "--weights", "8:row", "--push", "tester/low", HF_TOKEN=TOKEN)
+    code, _, err = run("quantize", folder, "-o", "low", "--weights", "8:row", "--push", "tester/low", HF_TOKEN=TOKEN)
     assert code == 0, err
-    assert f"{hub.address}/tester/low" in out
+    assert f"{hub.address}/tester/low" in err
     written = {str(file.relative_to(tmp_path / "low")): file.read_bytes() for file in (tmp_path / "low").iterdir()}
     pushed = hub.models["tester/low"]["main"]
     assert {name: pushed[name] for name in written} == written

@@ -23,6 +23,7 @@ from diffquant.support.files import write_json
 from diffquant.support.outputs import check_written_file, has_fields
 from diffquant.support.plain_data import parse_json
 from diffquant.support.progress import Progress, silent
+from diffquant.support.spelling import spelled
 
 # A new configuration must be faster by more than timers scatter.
 GAIN = 1.03
@@ -41,7 +42,9 @@ def tune(path: Path, device: str, progress: Progress = silent) -> str:
         OutputExistsError: what is at the path holds no configurations.
     """
     if device != "cuda" or not torch.cuda.is_available():
-        raise UsageError("--tune tries kernels on a CUDA device: give --device cuda on a machine that has one")
+        raise UsageError(
+            f"{spelled('tune')} tries kernels on a CUDA device: give {spelled('device', 'cuda')} where there is one"
+        )
     tables = shipped()
     check_written_file(path, has_fields(path, ()) and parse_json(path.read_bytes()).keys() <= tables.keys())
     here = f"/{device_class(torch.device('cuda'))}/"

@@ -46,6 +46,7 @@ from diffquant.bench.programs.peer_engines import (
 )
 from diffquant.errors import MissingDependencyError, UsageError
 from diffquant.support.files import write_json
+from diffquant.support.spelling import spelled
 
 
 @dataclass(frozen=True)
@@ -236,7 +237,7 @@ def main(
     names = chosen(contestants)
     if only_write:
         if exports is None:
-            raise UsageError("--write needs --exports FOLDER to keep what it writes")
+            raise UsageError(f"{spelled('write')} needs {spelled('exports', 'FOLDER')} to keep what it writes")
         for model in models:
             print(json.dumps({model.name: write_all(model, _place(exports, model), names)}, indent=1))
         return

@@ -31,6 +31,7 @@ from diffquant.support.code import provenance
 from diffquant.support.devices import resolve_device, resolve_dtype
 from diffquant.support.files import check_distinct
 from diffquant.support.progress import Progress, silent
+from diffquant.support.spelling import spelled
 from diffquant.support.versions import versions
 from diffquant.text.corpus import load_text, text_digest
 
@@ -189,7 +190,7 @@ def attention_by_part(model: DiffTransformer, prompt: Prompt) -> tuple[Tensor, b
     logits = model.lm_head(model.model.norm(x[0, -1]))
     sums = torch.stack(sums_by_layer)
     if not (sums.isfinite().all() and logits.isfinite().all()):
-        raise NonFiniteError("the model computes NaN or infinity; use --dtype float32, or wider bits")
+        raise NonFiniteError(f"the model computes NaN or infinity; use {spelled('dtype', 'float32')}, or wider bits")
     return sums, int(logits.argmax()) == prompt.answer
 
 

@@ -9,6 +9,7 @@ from diffquant.errors import NonFiniteError
 from diffquant.model.modeling import DiffTransformer
 from diffquant.model.walk import batches
 from diffquant.source.placement import at_hand
+from diffquant.support.spelling import spelled
 
 # A layer's rotated queries and keys and its values, [B, heads, T, width] each.
 Projections = tuple[Tensor, Tensor, Tensor]
@@ -34,7 +35,7 @@ def projected_layers(model: DiffTransformer, ids: Tensor, batch_tokens: int) -> 
         yield projections
         inputs = [walk.run(layer, x) for x in inputs]
         if not all(torch.isfinite(x.sum(dtype=torch.float64)) for x in inputs):
-            raise NonFiniteError(f"layer {number} computes NaN or infinity; use --dtype float32")
+            raise NonFiniteError(f"layer {number} computes NaN or infinity; use {spelled('dtype', 'float32')}")
 
 
 def by_token(states: Tensor) -> Tensor:

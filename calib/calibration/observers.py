@@ -10,6 +10,7 @@ from torch import Tensor
 from diffquant.errors import UsageError
 from diffquant.family.spec import DiffSpec
 from diffquant.numbers.absmax import max_code
+from diffquant.support.spelling import spelled
 
 KINDS = ("absmax", "percentile", "mse")
 # The search for the least squared error goes down from the largest magnitude by this factor a step, to a
@@ -35,7 +36,7 @@ class Observer:
         if self.kind not in KINDS:
             raise UsageError(f"unknown observer {self.kind!r}; known are {', '.join(KINDS)}")
         if not 50 <= self.percentile <= 100:
-            raise UsageError(f"--percentile must be between 50 and 100, got {self.percentile:g}")
+            raise UsageError(f"{spelled('percentile')} must be between 50 and 100, got {self.percentile:g}")
         max_code(self.bits)
 
     def ranges(self, magnitudes: Tensor, lengths: Tensor | None = None) -> Tensor:

@@ -11,6 +11,7 @@ from diffquant.calib.search.units import Unit
 from diffquant.errors import DiffQuantError, MissingDependencyError, UsageError
 from diffquant.report.sizes import stored_bits
 from diffquant.support.installation import install_command
+from diffquant.support.spelling import spelled
 
 # The cost of each unit at each width, and the width of each unit.
 Costs = Mapping[Unit, Mapping[int, float]]
@@ -74,7 +75,8 @@ class Budget:
                 needed = f"{least / 1e6:.1f} MB" if self.nbytes is not None else f"{each:.2f} stored bits each"
                 raise UsageError(
                     f"the budget of {self} is below the narrowest width: {group[0].target} at {min(widths)} bits take "
-                    f"{needed}, scales included; raise --budget, or add a narrower width to --bits"
+                    f"{needed}, scales included; raise {spelled('budget')}, or add a narrower width to "
+                    f"{spelled('bits')}"
                 )
         if all(sum(unit.stored[max(widths)] for unit in group) < limit for group, limit in self.limits(units)):
             raise UsageError(

@@ -22,6 +22,7 @@ from diffquant.support.code import code_digest, provenance
 from diffquant.support.devices import resolve_device, resolve_dtype
 from diffquant.support.journal import Journal
 from diffquant.support.progress import Progress, silent
+from diffquant.support.spelling import spelled
 from diffquant.support.versions import versions_of_run
 from diffquant.sweep.storage import weight_bytes
 from diffquant.text.corpus import load_text, text_digest
@@ -63,7 +64,9 @@ class SearchOptions:
 
     def __post_init__(self) -> None:
         if len(set(self.widths)) < 2 or not all(2 <= bits <= 8 for bits in self.widths):
-            raise UsageError(f"--bits needs two or more widths between 2 and 8, got {', '.join(map(str, self.widths))}")
+            raise UsageError(
+                f"{spelled('bits')} needs two or more widths between 2 and 8, got {', '.join(map(str, self.widths))}"
+            )
 
 
 class Search:

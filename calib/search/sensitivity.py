@@ -11,6 +11,7 @@ from diffquant.calib.search.products import OneDnnProducts
 from diffquant.calib.search.units import Unit, unit_at_width
 from diffquant.errors import NonFiniteError
 from diffquant.model.modeling import DiffLayer, DiffTransformer
+from diffquant.support.spelling import spelled
 
 # Entries of the 16-bit model's log-probabilities in memory: 128 MB.
 _EXPECTED_ENTRIES = 1 << 25
@@ -67,7 +68,7 @@ class Sensitivity:
             self._expected = self._logits(x).log_softmax(-1)
         self.seconds = time.monotonic() - started
         if not torch.isfinite(self._expected).all():
-            raise NonFiniteError("the model computes NaN or infinity; use --dtype float32")
+            raise NonFiniteError(f"the model computes NaN or infinity; use {spelled('dtype', 'float32')}")
 
     @torch.inference_mode()
     def cost_of(self, unit: Unit, bits: int) -> Cost:

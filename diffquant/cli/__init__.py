@@ -1,6 +1,5 @@
-"""The command line. Every body imports what it needs when it is called, so `--help` stays instant."""
+"""The command line: a command for each verb, whose body imports what it needs, so that `--help` is instant."""
 
-from diffquant.cli import benches, calibrate, checkpoints, measure, onnx, reports, setup
 from diffquant.cli.app import app, main
 
-__all__ = ["app", "benches", "calibrate", "checkpoints", "main", "measure", "onnx", "reports", "setup"]
+__all__ = ["app", "main"]

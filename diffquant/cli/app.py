@@ -1,13 +1,14 @@
-"""The typer application that commands register with."""
+"""The typer application: a command for each verb."""
 
-from collections.abc import Callable
-from typing import Annotated, TypeVar
+from typing import Annotated
 
 import typer
 
-from diffquant import __version__
+from diffquant.cli.command import command, example_of, former_names, name_of
 from diffquant.cli.verbs import Verb, VerbGroup
 from diffquant.support.program import run_commands
+from diffquant.support.version import __version__
+from diffquant.verbs import GROUPS
 
 app = typer.Typer(
     name="diffquant",
@@ -18,18 +19,6 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-
-_Command = TypeVar("_Command", bound=Callable[..., None])
-
-
-def verb(example: str, name: str | None = None) -> Callable[[_Command], _Command]:
-    """Make a function a verb of the command line.
-
-    Args:
-        example: command line, without the program's name, that ends the verb's own help.
-        name: name of the verb; the function's by default.
-    """
-    return app.command(name, cls=Verb, epilog=f"Example: `diffquant {example}`")
 
 
 def main() -> None:
@@ -50,3 +39,13 @@ def _options(
     ] = False,
 ) -> None:
     """What every command line may have before its verb."""
+
+
+for _verb in (verb for group in GROUPS.values() for verb in group):
+    _former = former_names(_verb)
+    app.command(
+        name_of(_verb),
+        cls=Verb,
+        epilog=f"Example: `{example_of(_verb)}`",
+        context_settings={"token_normalize_func": lambda name, former=_former: former.get(name, name)},
+    )(command(_verb))

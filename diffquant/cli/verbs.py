@@ -5,13 +5,9 @@ from typing import Any
 
 from typer.core import TyperArgument, TyperCommand, TyperGroup
 
-# Headings of the help with their verbs, in order; others stand under one more.
-GROUPS = {
-    "Make": ("quantize", "convert", "search", "calibrate"),
-    "Measure": ("eval", "sweep", "compare", "report", "outliers", "attention-map", "bench"),
-    "Run": ("generate", "export", "verify", "run"),
-    "Set up": ("inspect", "doctor", "demo"),
-}
+from diffquant.cli.command import name_of
+from diffquant.support.spelling import command_line
+from diffquant.verbs import GROUPS
 
 
 class Verb(TyperCommand):
@@ -41,20 +37,18 @@ class Verb(TyperCommand):
                 import torch  # noqa: F401
             finally:
                 sys.stderr.write("\r\x1b[K")
-        return super().invoke(ctx)
+        with command_line():
+            return super().invoke(ctx)
 
 
 class VerbGroup(TyperGroup):
     """The verbs under headings, each with the first sentence of its help."""
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:  # noqa: ARG002
-        sentences = {name: (command.help or "").partition("\n")[0] for name, command in self.commands.items()}
-        grouped = {name for verbs in GROUPS.values() for name in verbs}
-        groups = GROUPS | {"More": tuple(name for name in sentences if name not in grouped)}
-        for group, verbs in groups.items():
-            if rows := [(name, sentences[name]) for name in verbs if name in sentences]:
-                with formatter.section(group):
-                    formatter.write_dl(rows)
+        for group, verbs in GROUPS.items():
+            names = [name_of(verb) for verb in verbs]
+            with formatter.section(group):
+                formatter.write_dl([(name, (self.commands[name].help or "").partition("\n")[0]) for name in names])
 
 
 def _nothing(ctx: Any) -> None:

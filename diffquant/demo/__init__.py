@@ -7,6 +7,7 @@ from diffquant.demo.budget import Budget
 from diffquant.demo.pocket import ask_the_pocket_model, show_figure_8
 from diffquant.demo.smollm2 import check_recipes, gguf_file, quantize_and_export, score_what_was_quantized
 from diffquant.errors import OutputExistsError
+from diffquant.support.spelling import spelled
 
 
 def demo(output: Path, minutes: float, pocket: bool, overwrite: bool, say: Callable[[str], None]) -> None:
@@ -24,7 +25,7 @@ def demo(output: Path, minutes: float, pocket: bool, overwrite: bool, say: Calla
     """
     budget = Budget(60 * minutes)
     if output.exists() and not overwrite:
-        raise OutputExistsError(f"{output} exists; give --overwrite to run the demo in it again")
+        raise OutputExistsError(f"{output} exists; give {spelled('overwrite', True)} to run the demo in it again")
     weights = None if pocket else gguf_file()
     check_recipes(output)
     output.mkdir(parents=True, exist_ok=True)

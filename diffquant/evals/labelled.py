@@ -20,6 +20,7 @@ from typing import NamedTuple
 from diffquant.errors import UsageError
 from diffquant.evals.faults import first_few
 from diffquant.support.plain_data import parse_json
+from diffquant.support.spelling import spelled
 
 TREC = ".label"
 CLINC = ".json"
@@ -90,9 +91,11 @@ def load_dataset(train: Path, test: Path | None = None, fine: bool = False) -> D
             classes, or labels in `test` that `train` does not have.
     """
     if test is None and train.suffix != CLINC:
-        raise UsageError(f"{train} has no test examples: give --test FILE")
+        raise UsageError(f"{train} has no test examples: give {spelled('test')}")
     if fine and {train.suffix, (test or train).suffix} != {TREC}:
-        raise UsageError(f"--fine chooses among TREC's labels, in {TREC} files; {train} has one kind of label")
+        raise UsageError(
+            f"{spelled('fine')} chooses among TREC's labels, in {TREC} files; {train} has one kind of label"
+        )
     dataset = Dataset(_read(train, "train", fine), _read(test or train, "test", fine))
     if len(dataset.labels) < 2:
         raise UsageError(f"{train}: every example is {dataset.labels[0]!r}; two classes or more are needed")

@@ -19,6 +19,7 @@ from diffquant.evals.defaults import BATCH_TOKENS
 from diffquant.evals.encoding import Request
 from diffquant.evals.language_model import LanguageModel, States
 from diffquant.support.progress import Progress, silent
+from diffquant.support.spelling import spelled
 
 # Entries of vocabulary logits held at once: 16 MiB in float32 stay in a CPU's cache, where the softmax over
 # them ran much faster than on 64 MiB.
@@ -92,7 +93,7 @@ def score(
         if finished:
             progress(done, len(requests), "scoring")
     if not totals.isfinite().all():
-        raise NonFiniteError("the model computes NaN or infinity; use --dtype float32, or wider bits")
+        raise NonFiniteError(f"the model computes NaN or infinity; use {spelled('dtype', 'float32')}, or wider bits")
     return [Score(logprob, greedy) for logprob, greedy in zip(totals.tolist(), is_greedy.tolist(), strict=True)]
 
 

@@ -14,6 +14,7 @@ from diffquant.formats.json_object import read_json
 from diffquant.formats.staging import Staging, forget, left_behind, locked, partial_folder
 from diffquant.support.files import check_writable, write_atomically
 from diffquant.support.outputs import check_replaced
+from diffquant.support.spelling import spelled
 
 # What is written of an output as a whole; its "files" are all that `overwrite` may replace.
 RECORD = "diffquant.json"
@@ -87,7 +88,7 @@ def _check_destination(destination: Path, overwrite: bool) -> None:
     if not os.path.lexists(destination):
         return
     if not overwrite:
-        raise OutputExistsError(f"{destination} exists; choose another output or pass --overwrite")
+        raise OutputExistsError(f"{destination} exists; choose another output or pass {spelled('overwrite', True)}")
     if not destination.is_dir() or destination.is_symlink():
         raise OutputExistsError(f"{destination} exists and is no folder: it will not be overwritten")
     check_replaced(destination, (entry.name for entry in destination.iterdir()), _recorded_files(destination))

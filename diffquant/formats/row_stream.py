@@ -27,6 +27,7 @@ from diffquant.support.digests import content_digest
 from diffquant.support.files import write_atomically
 from diffquant.support.machine import cores
 from diffquant.support.progress import Progress
+from diffquant.support.spelling import spelled
 
 # Float32 intermediates of a block stay within a core's cache; larger blocks are much slower.
 BLOCK_ELEMENTS = 1 << 18
@@ -118,7 +119,7 @@ def in_dtype(rows: Tensor, dtype: torch.dtype, name: str) -> Tensor:
     if dtype.itemsize < rows.dtype.itemsize and not torch.isfinite(converted).all():
         raise CheckpointError(
             f"{name} would hold values of up to {rows.abs().max().item():g}, which overflow {dtype}; write it with "
-            "--dtype bfloat16 or float32"
+            f"{spelled('dtype', 'bfloat16')} or float32"
         )
     return converted
 

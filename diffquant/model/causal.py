@@ -33,6 +33,7 @@ from diffquant.numbers.rotation import rotation
 from diffquant.recipe import LAYER_TARGETS, Recipe
 from diffquant.scheme import Scheme
 from diffquant.support.files import write_atomically
+from diffquant.support.spelling import spelled
 
 _LAMBDA_STD = 0.1
 
@@ -385,7 +386,8 @@ class CausalModel(CausalPreTrainedModel, GenerationMixin):
         lacking = [t for t in LAYER_TARGETS if recipe.is_static(t) and first[t] not in self.model.ranges]
         if lacking:
             raise UsageError(
-                f"static {', '.join(lacking)} need calibrated ranges: pass --scales with diffquant calibrate's file"
+                f"static {', '.join(lacking)} need calibrated ranges: pass {spelled('scales')} with what "
+                "calibrate wrote"
             )
         self.model.recipe = recipe
         for attention in self.attentions:

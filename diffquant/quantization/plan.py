@@ -26,6 +26,7 @@ from diffquant.source.stored_recipe import stored_dtype, with_stored
 from diffquant.source.weight_layout import stored_transposed
 from diffquant.source.weight_rules import WeightRules
 from diffquant.source.weight_source import WeightSource
+from diffquant.support.spelling import spelled
 
 _QUANTIZED_TYPES = (torch.float32, torch.float16, torch.bfloat16)
 _EMBEDDING = "model.embed_tokens"
@@ -192,7 +193,7 @@ def unpacked_dtypes(source: Source | WeightSource, dtype: torch.dtype | None = N
         if dtype is not None:
             raise UsageError(
                 f"{source.path} (model_type {source.model_type!r}) is quantized by its tensors' names, and what is not "
-                "packed stays as it is; leave out --dtype"
+                f"packed stays as it is; leave out {spelled('dtype')}"
             )
         return {}
     own = {name: source.checkpoint.written_dtype(name) for name in targets_of(source).weights.values()}
@@ -240,18 +241,19 @@ def _check_weights_alone(source: WeightSource, recipe: Recipe, schemes: Mapping[
     if targets:
         raise UsageError(
             f"{source.path} (model_type {source.model_type!r}) is quantized by its tensors' names and not run: it has "
-            f"no {', '.join(targets)} to quantize; give --weights alone"
+            f"no {', '.join(targets)} to quantize; give {spelled('weights')} alone"
         )
     if rounding_named(recipe.rounding.name).needs_text:
         raise UsageError(
-            f"--rounding {recipe.rounding.name} runs the model, and {source.path} (model_type {source.model_type!r}) "
-            "is quantized by its tensors' names alone; use nearest or mse"
+            f"{spelled('rounding', recipe.rounding.name)} runs the model, and {source.path} (model_type "
+            f"{source.model_type!r}) is quantized by its tensors' names alone; use nearest or mse"
         )
     if not schemes:
         raise CheckpointError(
             f"no tensor of {source.path} is packed: of {len(source.checkpoint.tensors)}, {len(source.weights)} are "
             f"weights by their names, and the recipe or the rules keep all of them; the rules pack "
-            f"{', '.join((*source.rules.linears, *source.rules.experts))}. Give rules of your own with --weight-rules"
+            f"{', '.join((*source.rules.linears, *source.rules.experts))}. Give rules of your own with "
+            f"{spelled('weight_rules')}"
         )
 
 
@@ -270,7 +272,7 @@ def _refuse_transposed(source: Source | WeightSource, chosen: Collection[str]) -
     transposed = [name for name in found if name in chosen]
     if transposed:
         shapes = ", ".join(f"{name} {list(tensors[name].shape)}" for name in transposed)
-        cure = "--keep PATTERN" if isinstance(source, WeightSource) else "an override at 16 bits"
+        cure = spelled("keep", "PATTERN") if isinstance(source, WeightSource) else "an override at 16 bits"
         raise CheckpointError(
             f"{len(transposed)} weights of {source.path} are stored [in, out], as GPT-2's Conv1D and some experts are, "
             f"and would be packed along the wrong axis: {shapes}; leave them as they are with {cure}, or write "
@@ -287,8 +289,8 @@ def _refuse_experts(checkpoint: Checkpoint, chosen: Collection[str], rounding: s
     experts = [name for name in chosen if len(checkpoint.tensors[name].shape) > 2]
     if experts:
         raise UsageError(
-            f"--rounding {rounding} reads the inputs of Linears, and {', '.join(experts)} are experts in one tensor; "
-            "use nearest or mse, or keep them at 16 bits with an override"
+            f"{spelled('rounding', rounding)} reads the inputs of Linears, and {', '.join(experts)} are experts in one "
+            "tensor; use nearest or mse, or keep them at 16 bits with an override"
         )
 
 

@@ -3,7 +3,7 @@
 import json
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -105,11 +105,10 @@ def quantize(
     rounding: str | Mapping[str, Any] | None = None,
     dtype: torch.dtype | str | None = None,
     overwrite: bool = False,
+    planned: Callable[[QuantizationPlan], None] | None = None,
     progress: Progress | None = None,
 ) -> Quantization:
-    """Write a quantized copy of a checkpoint.
-
-        diffquant.quantize("checkpoint", "checkpoint-4bit", {"weights": "4:g32", "kv": 8}, rounding="mse")
+    """Write a quantized copy of a checkpoint, as the verb `quantize` has it done.
 
     Args:
         source: a folder of safetensors, a .gguf file, or either as an open `Source`; or a folder of any architecture as
@@ -122,6 +121,7 @@ def quantize(
         dtype: dtype in which matrices that are not packed are stored; the checkpoint's by default, bfloat16 where that
             is float32. The model runs in the checkpoint's all the same, unless `load` is told otherwise.
         overwrite: replace an existing checkpoint there, at the end.
+        planned: function called with the plan before anything is written; what it raises ends the run.
         progress: function called with layers while a rounding reads a text, then with output bytes; by default a line
             on a terminal, one per minute in a log.
 
@@ -138,6 +138,8 @@ def quantize(
     check_output(path, destination, overwrite)
     opened = source if isinstance(source, WeightSource) else open_source(source)
     plan = plan_quantization(opened, recipe, as_dtype(dtype))
+    if planned is not None:
+        planned(plan)
     rounder = rounding_named(recipe.rounding.name).prepare(opened, plan.schemes, recipe.rounding, progress)
     rounded = {"name": recipe.rounding.name, **rounder.identity}
     key = {

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from diffquant.errors import UsageError
 from diffquant.model.causal import CausalModel
 from diffquant.source.places import Places
+from diffquant.support.spelling import spelled
 
 _EMBEDDING = "model.embed_tokens"
 
@@ -118,7 +119,7 @@ class Spread:
     def _new_folder(model: CausalModel, parent: Path | None) -> Path:
         """A folder that no other model shares, which would overwrite this one's weights; it goes with the model."""
         if parent is None:
-            raise UsageError("device_map puts parts of the model on disk: give offload_folder, or --offload-folder")
+            raise UsageError(f"the device map puts parts of the model on disk: give {spelled('offload_folder')}")
         try:
             parent.mkdir(parents=True, exist_ok=True)
             folder = Path(tempfile.mkdtemp(prefix="model-", dir=parent))

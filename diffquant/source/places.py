@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Self
 
 from diffquant.errors import UsageError
+from diffquant.support.spelling import spelled
 
 # "auto", or the place of each module by its name: a device, "cpu" or "disk".
 DeviceMap = str | Mapping[str, str | int]
@@ -40,13 +41,16 @@ class Places:
         """
         if device_map is None:
             if offload_folder is not None:
-                raise UsageError("an offload folder is for a model that is spread: give --device-map auto too")
+                raise UsageError(
+                    f"an offload folder is for a model that is spread: give {spelled('device_map', 'auto')} too"
+                )
             return None
         if isinstance(device_map, str) and device_map != "auto":
             raise UsageError(f"device_map is 'auto' or a mapping from modules to devices, got {device_map!r}")
         if device != "auto":
             raise UsageError(
-                f"device {device!r} holds a whole model, a device map spreads it: leave out --device or --device-map"
+                f"device {device!r} holds a whole model, a device map spreads it: leave out {spelled('device')} or "
+                f"{spelled('device_map')}"
             )
         return cls(device_map, max_memory, None if offload_folder is None else Path(offload_folder))
 

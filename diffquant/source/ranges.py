@@ -23,6 +23,7 @@ from diffquant.source.source import Source
 from diffquant.support.files import write_atomically
 from diffquant.support.outputs import check_written_file
 from diffquant.support.plain_data import parse_json, plain_digest
+from diffquant.support.spelling import spelled
 
 # Files of version 1 had no digest, so damage could pass for a range.
 _VERSION = "2"
@@ -79,7 +80,7 @@ class Ranges:
             if wrong:
                 raise UsageError(
                     f"{target} {wrong[0]}: these ranges were clipped for {self.bits} bits; calibrate with "
-                    f"--bits {wrong[0].bits}, or with an observer that serves every width"
+                    f"{spelled('bits', wrong[0].bits)}, or with an observer that serves every width"
                 )
 
 
@@ -90,7 +91,9 @@ def check_ranges_used(file: Path | str | None, recipes: Iterable[Recipe]) -> Non
         UsageError: no recipe has a static scheme.
     """
     if file is not None and not any(recipe.is_static(target) for recipe in recipes for target in LAYER_TARGETS):
-        raise UsageError(f"nothing takes the ranges in {file}: give a static scheme, such as --kv 8:static")
+        raise UsageError(
+            f"nothing takes the ranges in {file}: give a static scheme, such as {spelled('kv', '8:static')}"
+        )
 
 
 def check_ranges_output(path: Path, overwrite: bool) -> None:
@@ -103,7 +106,7 @@ def check_ranges_output(path: Path, overwrite: bool) -> None:
     if path.is_dir():
         raise UsageError(f"{path} is a folder; name a file to write, such as {path / 'scales.safetensors'}")
     if path.exists() and not overwrite:
-        raise OutputExistsError(f"{path} exists; choose another output or pass --overwrite")
+        raise OutputExistsError(f"{path} exists; choose another output or pass {spelled('overwrite', True)}")
     folder = path.absolute().parent
     if not folder.is_dir():
         raise UsageError(f"there is no folder {folder} to write {path.name} into")

@@ -3,6 +3,7 @@
 import re
 
 from diffquant.errors import UsageError
+from diffquant.support.spelling import spelled
 
 
 def split_list(text: str) -> tuple[str, ...]:
@@ -10,8 +11,8 @@ def split_list(text: str) -> tuple[str, ...]:
     return tuple(part.strip() for part in text.split(",") if part.strip())
 
 
-def split_numbers(option: str, text: str, example: str) -> tuple[int, ...]:
-    """The numbers in an option's text; 4K is 4096.
+def split_numbers(parameter: str, text: str, example: str) -> tuple[int, ...]:
+    """The numbers in a parameter's text; 4K is 4096.
 
     Raises:
         UsageError: a part is no number; the example shows how it is written.
@@ -19,7 +20,7 @@ def split_numbers(option: str, text: str, example: str) -> tuple[int, ...]:
     unread = [part for part in split_list(text) if not re.fullmatch("[0-9]{1,9}K?", part)]
     if unread:
         raise UsageError(
-            f"cannot read {option} {text[:80]!r}: {unread[0][:40]!r} is no whole number below a billion; expected such "
-            f"as {example}"
+            f"cannot read {spelled(parameter)} {text[:80]!r}: {unread[0][:40]!r} is no whole number below a billion; "
+            f"expected such as {example}"
         )
     return tuple(int(part.removesuffix("K")) * (1024 if part.endswith("K") else 1) for part in split_list(text))

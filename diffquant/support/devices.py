@@ -3,6 +3,7 @@
 import torch
 
 from diffquant.errors import UsageError
+from diffquant.support.spelling import spelled
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -74,4 +75,4 @@ def check_device(device: str) -> None:
     except RuntimeError as error:
         raise UsageError(f"unknown device {device!r}: use auto, cpu, cuda or cuda:N") from error
     if kind == "cuda" and not torch.cuda.is_available():
-        raise UsageError("device 'cuda' is not there: torch finds no CUDA device; use --device cpu")
+        raise UsageError(f"device 'cuda' is not there: torch finds no CUDA device; use {spelled('device', 'cpu')}")

@@ -13,6 +13,7 @@ from diffquant.errors import DiffQuantError
 from diffquant.support import interruption
 from diffquant.support.escaping import visible_streams
 from diffquant.support.progress import clear_lines
+from diffquant.support.spelling import command_line
 
 
 def run_program(command: Callable[..., None]) -> None:
@@ -28,7 +29,7 @@ def run_commands(program: typer.Typer) -> None:
     if isinstance(sys.stdout, TextIOWrapper):
         # The code pages of Windows lack λ and others of our letters.
         sys.stdout.reconfigure(errors="replace")
-    with visible_streams():
+    with visible_streams(), command_line():
         _run(program)
 
 

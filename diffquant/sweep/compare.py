@@ -16,8 +16,6 @@ from diffquant.sweep.result import SweepResult, model_names, read_sweep
 def compare(before: str | Path, after: str | Path) -> ComparisonReport:
     """Compare what two sources measured on the same items, item by item.
 
-        print(diffquant.compare("run@16", "run@6:tensor").summary())
-
     Args:
         before, after: a sweep's folder or sweep.json; FOLDER@WORDS for what of a sweep has these words as model,
             target or scheme, such as "run@6:tensor" or "run@logits 16"; or a samples_*.jsonl of lm-eval.

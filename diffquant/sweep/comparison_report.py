@@ -69,7 +69,7 @@ class ComparisonReport:
             for comparison in flipped:
                 yield f"{comparison.task} {comparison.measure}: {_items_text(comparison.flips)}."
         elif flipped:
-            yield "--json names the items that flipped."
+            yield "The JSON form names the items that flipped."
         if len(rows) > 1:
             yield f"{len(rows)} differences are shown; by chance, one 95 % interval in twenty misses the truth."
         if any(before.prompts != after.prompts for before, after in (c.outcomes for c in rows)):

@@ -17,6 +17,7 @@ from diffquant.support.code import commit
 from diffquant.support.digests import FileDigests
 from diffquant.support.plain_data import JsonObject
 from diffquant.support.progress import Progress
+from diffquant.support.spelling import spelled
 from diffquant.sweep.grid import EXPORTED, Point, SweepOptions
 from diffquant.sweep.measurement import Measurement
 from diffquant.sweep.subject import CheckpointSubject, Setup
@@ -151,7 +152,7 @@ def check_on_one_device(folders: Collection[Path], options: SweepOptions) -> Non
     """
     if folders and options.device_map is not None:
         raise UsageError(
-            f"ONNX Runtime keeps an exported folder on one device: leave out --device-map, or "
+            f"ONNX Runtime keeps an exported folder on one device: leave out {spelled('device_map')}, or "
             f"{', '.join(map(str, folders))}"
         )
 
@@ -165,7 +166,8 @@ def check_as_it_is(options: SweepOptions, recipe: Recipe | None = None) -> None:
     asked = (options.dtype, options.attention, options.scales)
     if recipe is not None or asked != ("auto", "auto", ()):
         raise UsageError(
-            "an exported model is measured as it is: leave out the recipe options, --scales, --dtype and --attention"
+            f"an exported model is measured as it is: leave out the recipe, {spelled('scales')}, {spelled('dtype')} "
+            f"and {spelled('attention')}"
         )
 
 

@@ -14,6 +14,7 @@ from diffquant.source.building import check_places
 from diffquant.source.ranges import check_ranges_used, read_any_ranges
 from diffquant.source.source import Source, open_source
 from diffquant.support.devices import resolve_device, resolve_dtype
+from diffquant.support.spelling import spelled
 from diffquant.sweep.addresses import cell_key
 from diffquant.sweep.cell import Cell
 from diffquant.sweep.exported import (
@@ -89,8 +90,8 @@ def plan_sweep(models: Sequence[Path], options: SweepOptions, runtime_of: Runtim
         check_ranges_used(file, recipes[model])
     subjects = {model: CheckpointSubject(source, setup, scales.get(model)) for model, source in sources.items()}
     folders = exported_points({folder: subject.model for folder, subject in exported.items()}, sources)
-    origins = {point.model: point.compared_with and subjects[point.compared_with] for point in folders}
-    compared = {folder: replace(subject, compared_with=origins[folder]) for folder, subject in exported.items()}
+    origins = {point.model: subjects.get(point.compared_with) for point in folders if point.compared_with}
+    compared = {folder: replace(subject, compared_with=origins.get(folder)) for folder, subject in exported.items()}
     return SweepPlan(grid + folders, tasks, options, sources, {**subjects, **compared}, setup)
 
 
@@ -123,6 +124,6 @@ def _check_scales(point: Point, scales: Path | None) -> None:
     """
     static = [target for target in LAYER_TARGETS if point.recipe.is_static(target)]
     if static and scales is None:
-        raise UsageError(f"{point.label} needs scales calibrated on {point.model}: pass --scales")
+        raise UsageError(f"{point.label} needs scales calibrated on {point.model}: pass {spelled('scales')}")
     if static and scales is not None:
         read_any_ranges(scales).check(point.recipe)

@@ -68,14 +68,15 @@ class SweepResult:
         """Check that every cell has a result.
 
         Raises:
-            FailedCellsError: cells failed; each is named with its error.
+            FailedCellsError: cells failed; each is named with its error, and `result` is this.
         """
         if self.failed:
             names = model_names([point.model for point in self.points])
             lines = [f"{names[c.point.model]}, {c.point.label}, {c.task}: {c.error}" for c in self.failed]
             raise FailedCellsError(
                 f"{len(self.failed)} of {len(self.cells)} cells failed; run the same command again to retry them "
-                "alone:\n" + "\n".join(lines)
+                "alone:\n" + "\n".join(lines),
+                self,
             )
 
     def to_json(self) -> str:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from diffquant.errors import DiffQuantError, UsageError
+from diffquant.support.spelling import spelled
 
 DEFAULT_MAX_LENGTH = 2048
 # A text's end may change the tokens before it, never so many.
@@ -30,7 +31,7 @@ def token_windows(model: Any, tokenizer: Any, text: str, window: int, tokens: in
     if not 2 <= window <= max_length(model.config, tokenizer):
         raise UsageError(
             f"window {window} must be between 2 and the model's context, {max_length(model.config, tokenizer)} tokens; "
-            "give --window"
+            f"give {spelled('window')}"
         )
     if tokens is not None and tokens < window:
         raise UsageError(f"{tokens} tokens hold no window of {window}; read more tokens, or in shorter windows")

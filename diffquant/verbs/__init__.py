@@ -1,4 +1,31 @@
-"""The verbs that `diffquant` has beside `load`, `quantize` and `convert`.
+"""The verbs: each is a function of Python and a command of the command line, which its signature and docstring make.
 
-Each does what the command of its name does: `evaluate` what `eval` does.
+Importing them is quick, since their bodies import what they need.
 """
+
+from diffquant.verbs.attention_map import attention_map as attention_map
+from diffquant.verbs.bench import bench as bench
+from diffquant.verbs.calibrate import calibrate as calibrate
+from diffquant.verbs.compare import compare as compare
+from diffquant.verbs.convert import convert as convert
+from diffquant.verbs.demo import demo as demo
+from diffquant.verbs.doctor import doctor as doctor
+from diffquant.verbs.evaluate import evaluate as evaluate
+from diffquant.verbs.export import export as export
+from diffquant.verbs.generate import generate as generate
+from diffquant.verbs.inspect import inspect as inspect
+from diffquant.verbs.outliers import outliers as outliers
+from diffquant.verbs.quantize import quantize as quantize
+from diffquant.verbs.report import report as report
+from diffquant.verbs.run import run as run
+from diffquant.verbs.search import search as search
+from diffquant.verbs.sweep import sweep as sweep
+from diffquant.verbs.verify import verify as verify
+
+# Headings of the command line's help with their verbs, in order.
+GROUPS = {
+    "Make": (quantize, convert, search, calibrate),
+    "Measure": (evaluate, sweep, compare, report, outliers, attention_map, bench),
+    "Run": (generate, export, verify, run),
+    "Set up": (inspect, doctor, demo),
+}

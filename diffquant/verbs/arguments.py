@@ -23,7 +23,7 @@ def numbers(name: str, given: str | Sequence[int]) -> tuple[int, ...]:
 
 
 def paths(given: Path | str | Sequence[Path | str]) -> tuple[Path, ...]:
-    """One path, or several."""
+    """One path, or several; none for ()."""
     return (Path(given),) if isinstance(given, Path | str) else tuple(Path(path) for path in given)
 
 
@@ -39,8 +39,7 @@ def task_values(given: Mapping[str, object]) -> dict[str, object]:
 
 
 def _read(option: TaskOption[object], value: object) -> object:
-    if not isinstance(value, str):
-        return value
-    if option.read is not None and option.kind is str:
-        return option.read(value)  # type: ignore[arg-type]  # of a text, as its kind says
-    return option.kind(value)
+    if isinstance(value, str):
+        value = option.kind(value)
+    is_written = option.read is not None and isinstance(value, option.kind)
+    return option.read(value) if is_written else value  # type: ignore[arg-type,misc]  # of what it reads

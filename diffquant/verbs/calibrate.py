@@ -1,57 +1,58 @@
 """The verb `calibrate`: static ranges of K, V and logits, in a file."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from diffquant.calib.calibration.calibrate import CalibrationOptions
-from diffquant.calib.calibration.calibrate import calibrate as observe
-from diffquant.calib.calibration.fit import Fit
-from diffquant.calib.calibration.observers import Observer
-from diffquant.recipe import CALIBRATED_TARGETS
-from diffquant.source.places import DeviceMap, Places
-from diffquant.source.ranges import check_ranges_output, write_ranges
-from diffquant.source.source import Source
+from diffquant.source.places import Places
 from diffquant.support.progress import Progress, progress_for
+from diffquant.verbs import kinds
 from diffquant.verbs.arguments import path_or_none, texts
+from diffquant.verbs.hub import at_revision
+from diffquant.verbs.notes import chosen_device, wrote
+
+if TYPE_CHECKING:
+    from diffquant.calib.calibration.fit import Fit
 
 
 def calibrate(
-    model: Path | str | Source,
-    output: Path | str,
+    model: kinds.Model,
+    output: kinds.NewFile,
     *,
-    targets: str | Sequence[str] = CALIBRATED_TARGETS,
-    observer: str = "absmax",
+    targets: kinds.Targets = "k,v,logits",
+    observer: kinds.Name = "absmax",
     percentile: float = 99.99,
     bits: int = 8,
-    text: Path | str | None = None,
-    tokens: int = 16384,
+    text: kinds.File | None = None,
+    tokens: kinds.Tokens = 16384,
     window: int = 512,
-    dtype: str = "float32",
-    device: str = "auto",
-    device_map: DeviceMap | None = None,
+    dtype: kinds.Name = "float32",
+    device: kinds.Name = "auto",
+    device_map: kinds.DeviceMap | None = None,
     max_memory: Mapping[int | str, int | str] | None = None,
-    offload_folder: Path | str | None = None,
+    offload_folder: kinds.Folder | None = None,
+    revision: kinds.Name | None = None,
     overwrite: bool = False,
     progress: Progress | None = None,
-) -> list[Fit]:
-    """Find static ranges of K, V and logits on half of a text, and report on the other half.
+) -> "list[Fit]":
+    """Find static ranges of keys, values and logits on a text.
 
-        diffquant.calibrate("checkpoint", "scales.safetensors", targets="k,v")
-        model = diffquant.load("checkpoint", {"kv": "8:static"}, scales="scales.safetensors")
+        diffquant calibrate model -o scales.safetensors
+        diffquant.calibrate("model", "scales.safetensors", targets="k,v")
+
+    Ranges come from one half of the text, and the report is about the other half.
 
     Args:
-        model: checkpoint to observe.
-        output: file to write.
-        targets: names among k, v and logits.
-        observer: rule from magnitudes to ranges: "absmax", "percentile" or "mse".
-        percentile: percentage of magnitudes that are not clipped, for "percentile".
-        bits: width that "mse" clips for and the report is about.
-        text: file to read; prose ships.
-        tokens: most tokens of the text, over both halves.
-        window: tokens that the model sees at once.
-        dtype: name of the model's dtype.
-        device: device that it runs on; "auto" is CUDA where there is one, else the processor.
-        device_map, max_memory, offload_folder: places of a model that is larger than one device, as `load` takes them.
+        model, revision: as `quantize` takes them.
+        output: file to write, such as scales.safetensors.
+        targets: what to find ranges of: k, v, logits.
+        observer: observer, which finds a range: absmax, percentile or mse.
+        percentile: percentage of magnitudes that the percentile observer does not clip.
+        bits: width that the mse observer clips for, and that the report is about.
+        tokens: largest number of tokens to read from the text.
+        text, window, dtype, device: as `search` takes them.
+        device_map, offload_folder: as `generate` takes them.
+        max_memory: most bytes of each place, as `load` takes it.
         overwrite: replace the file if it exists.
         progress: function called with the windows done; by default a line on a terminal, one per minute in a log.
 
@@ -61,11 +62,18 @@ def calibrate(
     Raises:
         DiffQuantError: the checkpoint, the options, the text or the output do not fit.
     """
+    from diffquant.calib.calibration.calibrate import CalibrationOptions
+    from diffquant.calib.calibration.calibrate import calibrate as observe
+    from diffquant.calib.calibration.observers import Observer
+    from diffquant.source.ranges import check_ranges_output, write_ranges
+
     check_ranges_output(Path(output), overwrite)
     rule = Observer(observer, percentile, bits)
     places = Places.of(device, device_map, offload_folder, max_memory)
-    options = CalibrationOptions(texts(targets), rule, path_or_none(text), tokens, window, dtype, device, places)
-    path = model if isinstance(model, Source) else Path(model)
-    ranges, fits = observe(path, options, progress or progress_for("calibrate"))
+    options = CalibrationOptions(
+        texts(targets), rule, path_or_none(text), tokens, window, dtype, chosen_device(device), places
+    )
+    ranges, fits = observe(at_revision(model, revision), options, progress or progress_for("calibrate"))
     write_ranges(Path(output), ranges)
+    wrote([output])
     return fits

@@ -1,45 +1,55 @@
 """The verb `evaluate`: one configuration of one model, measured now."""
 
-from collections.abc import Sequence
-from pathlib import Path
+from typing import TYPE_CHECKING
 
-from diffquant.evals.task_result import TaskResult
-from diffquant.export.targets import runtime_of
-from diffquant.recipe import Recipe, RecipeLike
-from diffquant.source.places import DeviceMap
 from diffquant.support.progress import Progress, progress_for
-from diffquant.sweep.evaluate import evaluate as measure
-from diffquant.sweep.grid import SweepOptions
+from diffquant.verbs import kinds
 from diffquant.verbs.arguments import path_or_none, paths, task_values, texts
+from diffquant.verbs.hub import at_revision
+from diffquant.verbs.notes import chosen_device
+from diffquant.verbs.recipes import chosen_recipe
+
+if TYPE_CHECKING:
+    from diffquant.evals.task_result import TaskResult
 
 
 def evaluate(
-    model: Path | str,
-    tasks: str | Sequence[str] = "hellaswag",
-    recipe: RecipeLike | None = None,
+    model: kinds.PathModel,
+    tasks: kinds.Tasks = "hellaswag",
+    recipe: kinds.RecipeFile | None = None,
     *,
-    scales: Path | str | None = None,
-    dtype: str = "auto",
-    attention: str = "auto",
-    device: str = "auto",
-    device_map: DeviceMap | None = None,
-    offload_folder: Path | str | None = None,
+    preset: kinds.Preset | None = None,
+    weights: kinds.Scheme | None = None,
+    kv: kinds.Scheme | None = None,
+    k: kinds.Scheme | None = None,
+    v: kinds.Scheme | None = None,
+    logits: kinds.Scheme | None = None,
+    qk: kinds.Scheme | None = None,
+    residual: kinds.Residual | None = None,
+    overrides: kinds.Overrides = (),
+    scales: kinds.File | None = None,
+    dtype: kinds.Name = "auto",
+    attention: kinds.Name = "auto",
+    device: kinds.Name = "auto",
+    device_map: kinds.DeviceMap | None = None,
+    offload_folder: kinds.Folder | None = None,
+    revision: kinds.Name | None = None,
     progress: Progress | None = None,
     **task_options: object,
-) -> dict[str, TaskResult]:
-    """Measure one configuration of a model.
+) -> "dict[str, TaskResult]":
+    """Measure one configuration of one model.
 
-        diffquant.evaluate("checkpoint", "perplexity", {"kv": 8}, characters=4096)["perplexity"].score
+        diffquant eval model-4bit --tasks perplexity
+        diffquant.evaluate("model", "perplexity", {"kv": 8}, characters=4096)["perplexity"].score
+
+    A quantized checkpoint runs under its own recipe by default, and an exported folder as it is.
 
     Args:
-        model: checkpoint, plain or quantized, or an exported folder, which is measured as it is.
-        tasks: names of tasks, such as "hellaswag,perplexity" or "needle:4:2".
-        recipe: recipe to simulate, as `Recipe.parse` takes it; a quantized checkpoint's own by default.
-        scales: file of calibrated ranges, for static schemes.
-        dtype: "auto" (bfloat16 where it is native, else float32), or a dtype's name.
-        attention: name of an attention backend, or "auto".
-        device: device that the model runs on; "auto" is CUDA where there is one, else the processor.
-        device_map, offload_folder: places of a model that is larger than one device, as `load` takes them.
+        model, revision: as `quantize` takes them.
+        tasks: tasks, separated by commas.
+        recipe, preset, weights, kv, k, v, logits, qk, residual, overrides: as `quantize` takes them.
+        dtype: as `search` takes it.
+        scales, attention, device, device_map, offload_folder: as `generate` takes them.
         progress: function called with the items done; by default a line on a terminal, one per minute in a log.
         task_options: options of the tasks, such as limit=100 or lengths="64,128".
 
@@ -49,6 +59,10 @@ def evaluate(
     Raises:
         DiffQuantError: the checkpoint, the recipe, the tasks or their data cannot be read; all before the first item.
     """
+    from diffquant.export.targets import runtime_of
+    from diffquant.sweep.evaluate import evaluate as measure
+    from diffquant.sweep.grid import SweepOptions
+
     options = SweepOptions(
         tasks=texts(tasks),
         scales=() if scales is None else paths(scales),
@@ -59,5 +73,8 @@ def evaluate(
         device_map=device_map,
         offload_folder=path_or_none(offload_folder),
     )
-    wanted = None if recipe is None else Recipe.parse(recipe)
-    return measure(Path(model), wanted, options, progress or progress_for("evaluate"), runtime_of)
+    chosen_device(device)
+    wanted = chosen_recipe(
+        recipe, preset, weights=weights, kv=kv, k=k, v=v, logits=logits, qk=qk, residual=residual, overrides=overrides
+    )
+    return measure(at_revision(model, revision), wanted, options, progress or progress_for("eval"), runtime_of)

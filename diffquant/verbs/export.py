@@ -1,79 +1,114 @@
 """The verb `export`: a checkpoint as an ONNX model, the ranges of a quantized cache found where none are given."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
-from diffquant.calib.calibration.kv_cache import calibrate_cache
-from diffquant.export import require
-from diffquant.export.targets.onnx import ONNX
+from diffquant.errors import UsageError
 from diffquant.recipe import Recipe
-from diffquant.source.ranges import Ranges
-from diffquant.source.source import Source
+from diffquant.scheme import Scheme as ParsedScheme
 from diffquant.support.progress import Progress, progress_for
+from diffquant.support.spelling import spelled
+from diffquant.verbs import kinds
 from diffquant.verbs.arguments import path_or_none
+from diffquant.verbs.hub import at_revision, check_push, push_folder
+from diffquant.verbs.notes import note_if_transformer
 
 if TYPE_CHECKING:
     from diffquant.export.exporter import OnnxReport
+    from diffquant.source.ranges import Ranges
+
+Bits = Annotated[int, kinds.Kind(int, "BITS")]
 
 
 def export(
-    source: Path | str | Source,
-    destination: Path | str,
+    model: kinds.Model,
+    output: kinds.NewFolder,
     *,
-    weights: str | int = 16,
-    kv: int = 16,
-    logits: str | int = 16,
-    embed: int = 16,
-    scales: Path | str | None = None,
-    dtype: str = "float32",
+    weights: kinds.Scheme = 16,
+    kv: kinds.Scheme = 16,
+    scales: kinds.File | None = None,
+    logits: kinds.Scheme = 16,
+    dtype: kinds.Name = "float32",
+    embed: Bits = 16,
     cache: bool = True,
     opset: int = 23,
     pure_onnx: bool = False,
     accuracy_level: int = 4,
+    genai_device: kinds.Name = "cpu",
+    web: bool = False,
+    revision: kinds.Name | None = None,
+    push: kinds.Push | None = None,
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> "OnnxReport":
-    """Write a checkpoint, plain or quantized, as an ONNX model for ONNX Runtime.
+    """Write a checkpoint as a model for ONNX Runtime.
 
-        print(diffquant.export("checkpoint-4bit", "checkpoint-onnx", kv=8).summary())
+        diffquant export model -o model-onnx --weights 4:g32 --kv 8
+        print(diffquant.export("model-4bit", "model-onnx", kv=8).summary())
 
     Args:
-        source: a folder of safetensors, plain or quantized, or a .gguf file.
-        destination: the folder to make; it appears whole or not at all.
-        weights: scheme of a plain checkpoint's weights, such as "4:g32".
-        kv: bits of the KV cache: 16, 8, or 4 (experimental).
-        logits: scheme of the attention logits.
+        model, output, logits, revision, push, overwrite: as `quantize` takes them.
+        weights: scheme of a plain checkpoint's weights: 4:g32, 6:row, 8 or 16.
+        kv: scheme of the KV cache: 16, 8:static, or 4:static (experimental).
+        scales: ranges of the KV cache that diffquant calibrate wrote; a short run finds them otherwise.
+        dtype: dtype of the activations: float32 or float16.
         embed: bits of embedding and head: 16 or 8.
-        scales: file of ranges that `calibrate` wrote, for a quantized cache; found by a short run otherwise.
-        dtype: dtype of the activations, "float32" or "float16".
-        cache: whether the model has a KV cache.
-        opset: opset of ONNX's standard domain.
-        pure_onnx: whether standard ONNX ops alone are used.
-        accuracy_level: 4 to round activations to int8 in products with codes, or 1 to keep float32, which is slow.
-        overwrite: replace an existing folder there, at the end.
+        cache: False makes a model without a KV cache.
+        opset: opset of the standard ONNX operators.
+        pure_onnx: use standard ONNX operators alone.
+        accuracy_level: precision of products with codes: 4 rounds activations to int8, 1 keeps float32, which is slow.
+        genai_device: device that onnxruntime-genai will use: cpu, cuda or cuda:N.
+        web: add the outputs that examples/web draws attention maps from.
         progress: function called with the work done; by default a line on a terminal, one per minute in a log.
 
+    Returns:
+        Sizes, and the oldest ONNX Runtime that opens the model.
+
     Raises:
-        DiffQuantError: anything wrong with the source, the options or the destination; nothing is left then.
+        DiffQuantError: anything wrong with the checkpoint, the options or the output; nothing is left then.
         MissingDependencyError: onnx or onnxruntime is not installed.
     """
+    from diffquant.export import require
+
     require()
+    from diffquant.calib.calibration.kv_cache import calibrate_cache
+    from diffquant.export.exporter import check_export, write_export
     from diffquant.export.options import ExportOptions
 
     options = ExportOptions.parse(
         str(weights),
         str(logits),
-        kv_bits=kv,
+        kv_bits=_cache_bits(kv),
         dtype=dtype,
         embed_bits=embed,
         cache=cache,
         opset=opset,
         pure=pure_onnx,
         accuracy_level=accuracy_level,
+        genai_device=genai_device,
+        web=web,
     )
-    shown = progress or progress_for("export")
-    checked = ONNX.check(source if isinstance(source, Source) else Path(source), Path(destination), options, overwrite)
+    check_push(push)
+    folder, shown = Path(output), progress or progress_for("export")
+    plan = check_export(at_revision(model, revision), folder, options, overwrite)
+    note_if_transformer(plan.source)
     ranges: Ranges | Path | None = path_or_none(scales)
-    if kv < 16 and ranges is None:
-        ranges = calibrate_cache(checked, Recipe(weights=options.weights, logits=options.logits), progress=shown)
-    return ONNX.write(checked, Path(destination), options, ranges, overwrite, shown)
+    if options.kv_bits < 16 and ranges is None:
+        ranges = calibrate_cache(plan.source, Recipe(weights=options.weights, logits=options.logits), progress=shown)
+    report = write_export(plan, folder, ranges, overwrite, shown)
+    push_folder(folder, push)
+    return report
+
+
+def _cache_bits(scheme: str | int) -> int:
+    """The bits of an exported model's KV cache, whose scales are calibrated.
+
+    Raises:
+        UsageError: the scheme has another granularity.
+    """
+    bits, _, granularity = str(scheme).partition(":")
+    if granularity not in ("", "static"):
+        raise UsageError(
+            f"{spelled('kv', scheme)}: an exported cache has calibrated scales, one per channel; give {bits}"
+        )
+    return ParsedScheme.parse(scheme, default="static").bits

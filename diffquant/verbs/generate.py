@@ -1,52 +1,76 @@
 """The verb `generate`: the text that follows a prompt."""
 
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-import torch
-import transformers
+from typing import TYPE_CHECKING, Annotated
 
 from diffquant.errors import UsageError
-from diffquant.generation import stream
-from diffquant.loading import load
-from diffquant.model.causal import CausalModel
-from diffquant.recipe import RecipeLike
-from diffquant.source.places import DeviceMap
-from diffquant.source.source import Source, open_source
+from diffquant.source.places import Places
+from diffquant.verbs import kinds
+from diffquant.verbs.hub import at_revision
+from diffquant.verbs.notes import chosen_device
+from diffquant.verbs.recipes import chosen_recipe
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedTokenizerBase
+
+    from diffquant.model.causal import CausalModel
+    from diffquant.source.source import Source
+
+AnyModel = Annotated["Path | str | Source | CausalModel", kinds.Kind(Path, "MODEL", by_place=True)]
+Dtype = Annotated["torch.dtype | str", kinds.Kind(str, "NAME")]
 
 
 def generate(
-    model: Path | str | Source | CausalModel,
-    prompt: str,
+    model: AnyModel,
+    prompt: kinds.Text,
     *,
     tokenizer: "PreTrainedTokenizerBase | None" = None,
-    recipe: RecipeLike | None = None,
-    max_new_tokens: int = 64,
-    temperature: float = 0.0,
-    seed: int = 0,
+    recipe: kinds.RecipeFile | None = None,
+    preset: kinds.Preset | None = None,
+    weights: kinds.Scheme | None = None,
+    kv: kinds.Scheme | None = None,
+    k: kinds.Scheme | None = None,
+    v: kinds.Scheme | None = None,
+    logits: kinds.Scheme | None = None,
+    qk: kinds.Scheme | None = None,
+    residual: kinds.Residual | None = None,
+    overrides: kinds.Overrides = (),
+    scales: kinds.File | None = None,
+    max_new_tokens: kinds.Count = 64,
+    temperature: kinds.Temperature = 0.0,
+    seed: kinds.Seed = 0,
     chat: bool = False,
-    dtype: torch.dtype | str | None = None,
-    device: str = "auto",
-    device_map: DeviceMap | None = None,
-    offload_folder: Path | str | None = None,
+    dtype: Dtype | None = None,
+    attention: kinds.Name = "auto",
+    device: kinds.Name = "auto",
+    device_map: kinds.DeviceMap | None = None,
+    offload_folder: kinds.Folder | None = None,
+    revision: kinds.Name | None = None,
+    said: Callable[[str], None] | None = None,
 ) -> str:
-    """Continue a prompt.
+    """Continue a prompt, token by token.
 
-        print(diffquant.generate("checkpoint-4bit", "The capital of France is", max_new_tokens=8))
+        diffquant generate model --prompt 'Once upon a time' --kv 8
+        print(diffquant.generate("model-4bit", "The capital of France is", max_new_tokens=8))
 
     Args:
-        model: checkpoint, which is loaded for this one text; or a model that is loaded, with its tokenizer.
-        prompt: text to continue.
+        model: as `quantize` takes it. In Python also a model that is loaded, with its tokenizer.
+        prompt: text to continue; - reads standard input. In Python - is a text like others.
         tokenizer: tokenizer of a model that is loaded, as `load_tokenizer` gives it; a checkpoint has its own.
-        recipe: recipe to simulate, as `Recipe.parse` takes it; not for a model that is loaded.
-        max_new_tokens: largest number of tokens that follow the prompt.
-        temperature: divisor of the vocabulary logits that tokens are drawn from; 0 decodes greedily.
-        seed: seed of the draws where the temperature is above 0.
-        chat: whether the prompt is wrapped in the tokenizer's chat template, as a user's message.
-        dtype, device, device_map, offload_folder: as `load` takes them; not for a model that is loaded.
+        recipe, preset, weights, kv, k, v, logits, qk, residual, overrides, revision: as `quantize` takes them.
+        scales: ranges that diffquant calibrate wrote, for static schemes such as 8:static.
+        max_new_tokens: largest number of tokens to add to the prompt.
+        temperature: randomness of the choice of tokens; 0 takes the likeliest.
+        seed: seed of the random choice where the temperature is above 0.
+        chat: wrap the prompt in the model's chat template.
+        dtype: dtype of the model: float32, bfloat16 or float16; the checkpoint's by default.
+        attention: attention backend: auto, naive, flashdiff1, flashdiff2, triton, triton-int8, ...
+        device: as `search` takes it.
+        device_map: spread models over devices, then main memory, then the disk, in place of `device`.
+        offload_folder: folder where `device_map` puts what only the disk has room for.
+        said: function called with each piece of text as it comes.
 
     Returns:
         The continuation alone, without special tokens.
@@ -56,20 +80,49 @@ def generate(
             is missing.
         DiffQuantError: as `load` raises it.
     """
+    import transformers
+
+    from diffquant.attention import check_backend
+    from diffquant.generation import stream
+    from diffquant.loading import load
+    from diffquant.model.causal import CausalModel
+    from diffquant.source.ranges import check_ranges_used
+    from diffquant.source.source import open_source
+    from diffquant.support.devices import as_dtype
+
+    wanted = chosen_recipe(
+        recipe, preset, weights=weights, kv=kv, k=k, v=v, logits=logits, qk=qk, residual=residual, overrides=overrides
+    )
+    check_backend(attention)
     if isinstance(model, CausalModel):
+        for_loading = (wanted, scales, dtype, device_map, offload_folder, revision)
         if tokenizer is None:
             raise UsageError(
                 "a model that is loaded needs its tokenizer: tokenizer=diffquant.load_tokenizer(checkpoint)"
             )
-        if (recipe, dtype, device, device_map, offload_folder) != (None, None, "auto", None, None):
+        if any(given is not None for given in for_loading) or (attention, device) != ("auto", "auto"):
             raise UsageError(
                 "recipe, dtype, device and its map are for loading; this model is loaded already: apply_recipe, to"
             )
         loaded = model
     else:
-        source = open_source(model)
+        places, chosen = Places.of(device, device_map, offload_folder), chosen_device(device)
+        wanted_dtype = as_dtype(dtype, chosen)
+        source = open_source(at_revision(model, revision))
         tokenizer = tokenizer or source.tokenizer
-        loaded = load(source, recipe, dtype, device, device_map=device_map, offload_folder=offload_folder)
+        loaded = load(source, wanted, wanted_dtype, chosen, scales=scales, device_map=places)
+        check_ranges_used(scales, [loaded.recipe])
+        loaded.use_attention(attention)
     if temperature:
         transformers.set_seed(seed)
-    return "".join(stream(loaded, tokenizer, prompt, max_new_tokens, temperature, chat))
+    return joined(stream(loaded, tokenizer, prompt, max_new_tokens, temperature, chat), said)
+
+
+def joined(pieces: Iterable[str], said: Callable[[str], None] | None) -> str:
+    """Pieces of text as one, each of which is said as it comes."""
+    made = []
+    for piece in pieces:
+        made.append(piece)
+        if said is not None:
+            said(piece)
+    return "".join(made)

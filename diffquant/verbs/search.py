@@ -1,58 +1,75 @@
 """The verb `search`: the widths that cost least under a budget."""
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
-from diffquant.calib.search.allocation import Budget
-from diffquant.calib.search.outputs import check_search_output, write_search
-from diffquant.calib.search.result import SearchResult
-from diffquant.calib.search.search import Search, SearchOptions
-from diffquant.source.source import Source
 from diffquant.support.progress import Progress, progress_for
+from diffquant.verbs import kinds
 from diffquant.verbs.arguments import numbers, path_or_none, texts
+from diffquant.verbs.hub import at_revision
+from diffquant.verbs.notes import chosen_device, wrote
+
+if TYPE_CHECKING:
+    from diffquant.calib.search.result import SearchResult
+    from diffquant.calib.search.search import Search
+
+Size = Annotated[str | float, kinds.Kind(str, "SIZE")]
 
 
 def search(
-    model: Path | str | Source,
-    output: Path | str,
-    budget: str | float,
+    model: kinds.Model,
+    output: kinds.NewFolder,
+    budget: Size,
     *,
-    targets: str | Sequence[str] = "weights",
-    bits: str | Sequence[int] = (8, 6, 4),
-    granularity: str = "g32",
-    text: Path | str | None = None,
-    windows: int = 8,
+    targets: kinds.Targets = "weights",
+    bits: kinds.Numbers = "8,6,4",
+    granularity: kinds.Name = "g32",
+    text: kinds.File | None = None,
+    windows: kinds.Count = 8,
     window: int = 256,
-    check_characters: int = 16384,
-    dtype: str = "float32",
-    device: str = "auto",
+    characters: kinds.Count = 16384,
+    dtype: kinds.Name = "float32",
+    device: kinds.Name = "auto",
+    revision: kinds.Name | None = None,
+    planned: "Callable[[Search], None] | None" = None,
     progress: Progress | None = None,
-) -> SearchResult:
-    """Find the widths that cost least under a budget, and write them as a recipe.
+) -> "SearchResult":
+    """Find the widths that cost least under a budget.
 
-        recipe = diffquant.search("checkpoint", "searched", 4.75).recipe
-        diffquant.quantize("checkpoint", "checkpoint-searched", recipe)
+        diffquant search model -o search --budget 4.5
+        recipe = diffquant.search("model", "search", 4.5).recipe
+
+    They are written as a recipe, which quantize, generate, eval and sweep take.
 
     Args:
-        model: checkpoint to search.
-        output: folder for the recipe, the measurements and a plot; an interrupted search goes on there.
-        budget: average stored bits of each target, scales included, such as 4.5; or bytes of weights, such as "90MB".
-        targets: names among weights, k, v and logits.
+        model, revision: as `quantize` takes them.
+        output: folder for the recipe, measurements and plot. In Python too an interrupted search goes on there.
+        budget: average stored bits of each target, scales included, such as 4.5; or size of the weights, such as 90MB.
+        targets: what to quantize, together: weights, k, v, logits.
         bits: widths to choose among.
-        granularity: what shares one scale of a weight: "g32", "g128", "row".
-        text: file whose first half is measured on and whose second half is compared on; prose ships.
-        windows: number of windows that are measured on.
-        window: tokens of a window.
-        check_characters: most characters of the second half that are compared on.
-        dtype: name of the models' dtype.
-        device: device that they run on; "auto" is CUDA where there is one, else the processor.
+        granularity: what shares one scale of a weight: g32, g128 or row.
+        text: UTF-8 text to read; by default the prose that ships.
+        windows: number of windows of the text's first half to measure on.
+        window: number of tokens that the model sees at once.
+        characters: number of characters of the text's second half to compare on.
+        dtype: dtype of models that run: auto (bfloat16 where it is native), float32, bfloat16 or float16.
+        device: device that models run on: cpu, cuda or cuda:N; auto uses CUDA where there is a CUDA device.
+        planned: function called with the search before the first measurement; what it raises ends the run.
         progress: function called with the measurements done; by default a line on a terminal, one per minute in a log.
+
+    Returns:
+        The recipe, and what was measured.
 
     Raises:
         DiffQuantError: the checkpoint, the text, the targets, the widths or the budget do not fit.
         MissingDependencyError: scipy is not installed.
     """
-    folder = Path(output)
+    from diffquant.calib.search.allocation import Budget
+    from diffquant.calib.search.outputs import check_search_output, write_search
+    from diffquant.calib.search.search import Search, SearchOptions
+
+    folder, wanted = Path(output), Budget.parse(str(budget))
     options = SearchOptions(
         texts(targets),
         numbers("bits", bits),
@@ -60,13 +77,14 @@ def search(
         path_or_none(text),
         windows,
         window,
-        check_characters,
+        characters,
         dtype,
-        device,
+        chosen_device(device),
     )
-    wanted = Budget.parse(str(budget))
     check_search_output(str(wanted), folder)
-    run = Search(model if isinstance(model, Source) else Path(model), wanted, options, folder)
+    run = Search(at_revision(model, revision), wanted, options, folder)
+    if planned is not None:
+        planned(run)
     result = run.run(progress or progress_for("search"))
-    write_search(result, folder)
+    wrote(write_search(result, folder))
     return result

@@ -1,74 +1,88 @@
 """The verb `sweep`: a grid of bit widths, measured and written."""
 
-import logging
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
-from diffquant.export.targets import runtime_of
-from diffquant.source.places import DeviceMap
+from diffquant.errors import UsageError
 from diffquant.support.progress import Progress, progress_for
-from diffquant.sweep.engines.choice import chosen_engine
-from diffquant.sweep.grid import SweepOptions
-from diffquant.sweep.outputs import write_outputs
-from diffquant.sweep.result import SweepResult
-from diffquant.sweep.run import run_sweep
+from diffquant.support.spelling import spelled
+from diffquant.verbs import kinds
 from diffquant.verbs.arguments import numbers, path_or_none, paths, task_values, texts
+from diffquant.verbs.notes import chosen_device, say, wrote
+
+if TYPE_CHECKING:
+    from diffquant.sweep.result import SweepResult
+
+Granularities = Annotated[str | Sequence[str], kinds.Kind(str, "LIST", former="granularity")]
+Recipes = Annotated[kinds.PathText | Sequence[kinds.PathText], kinds.Kind(Path, "FILE", repeats=True, former="recipe")]
+Address = Annotated[str, kinds.Kind(str, "ADDRESS")]
 
 
 def sweep(
-    models: Path | str | Sequence[Path | str],
-    output: Path | str,
-    tasks: str | Sequence[str] = "hellaswag",
+    models: kinds.Models,
+    output: kinds.NewFolder,
+    tasks: kinds.Tasks = "hellaswag",
     *,
-    bits: str | Sequence[int] = (16, 8, 6, 4),
-    targets: str | Sequence[str] = "logits",
-    granularities: str | Sequence[str] = (),
-    recipes: Path | str | Sequence[Path | str] = (),
-    scales: Path | str | Sequence[Path | str] = (),
-    dtype: str = "auto",
-    attention: str = "auto",
-    device: str = "auto",
-    device_map: DeviceMap | None = None,
-    offload_folder: Path | str | None = None,
-    workers: int | None = None,
-    devices: str | Sequence[str] = (),
-    ray: str | None = None,
+    bits: kinds.Numbers = "16,8,6,4",
+    targets: kinds.Targets = "logits",
+    granularities: Granularities = "",
+    recipes: Recipes = (),
+    scales: kinds.Files = (),
+    dtype: kinds.Name = "auto",
+    attention: kinds.Name = "auto",
+    device: kinds.Name = "auto",
+    device_map: kinds.DeviceMap | None = None,
+    offload_folder: kinds.Folder | None = None,
+    workers: kinds.Count | None = None,
+    devices: kinds.Names = "",
+    ray: Address | None = None,
+    worker: bool = False,
     progress: Progress | None = None,
     **task_options: object,
-) -> SweepResult:
-    """Measure what each bit width costs, and write tables, plots and a report.
+) -> "SweepResult":
+    """Measure what each bit width costs, in a table and a page.
 
-        diffquant.sweep(["needle-diff-v1", "needle-transformer"], "run", "needle", bits="16,8,4", limit=20)
+        diffquant sweep transformer diff -o sweep --targets logits --bits 16,8,6,4
+        diffquant.sweep(["transformer", "diff"], "sweep", "needle", bits="16,8,4", limit=20)
 
-    Cells that `output` holds already are not measured again, and other sweeps may write into it at the same time.
+    Exported folders may be among the models. Results that the folder holds already are not measured again, and any
+    number of sweeps may write into one folder at a time.
 
     Args:
-        models: a checkpoint, or several, such as a Transformer beside its DIFF; exported folders.
-        output: folder for cells, table, plots and report.
-        tasks: names of tasks, such as "hellaswag,perplexity" or "needle:4:2".
-        bits: widths, 2 to 8; 16 is always measured.
-        targets: what is quantized, each alone: logits, qk, weights, kv, k, v.
-        granularities: what shares one scale, such as "row,tensor,row:shift"; each target's default otherwise.
-        recipes: YAML files of recipes to measure beside the grid.
-        scales: files of calibrated ranges, for static schemes, one for each model.
-        dtype: "auto" (bfloat16 where it is native, else float32), or a dtype's name.
-        attention: name of an attention backend, or "auto".
-        device: device that models run on; "auto" is CUDA where there is one, else the processor.
-        device_map, offload_folder: places of a model that is larger than one device, as `load` takes them.
-        workers: number of processes on this machine, or on the Ray cluster, which share the cells.
-        devices: devices such as "cuda:0,cuda:1", in place of `device`; a process each.
-        ray: address of a Ray cluster that measures; "auto" finds the one that runs on this machine.
+        models: each a checkpoint folder (safetensors), .gguf file, or ORG/NAME[@REVISION] on the Hugging Face hub; for
+            instance a DIFF model and its Transformer.
+        output: folder for cells, table, plot and report.
+        tasks: tasks, separated by commas.
+        bits: bit widths, 2 to 8; 16 is always measured.
+        targets: what to quantize, each alone: logits, qk, weights, kv, k, v.
+        granularities: what shares one scale, such as row,tensor,row:shift; each applies to the targets that have it.
+        recipes: YAML file of a recipe to measure as well.
+        scales: ranges that diffquant calibrate wrote for one of the models, for static schemes.
+        dtype: as `search` takes it.
+        attention, device, device_map, offload_folder: as `generate` takes them.
+        workers: number of processes, here or on the Ray cluster, which share the cores.
+        devices: devices such as cuda:0,cuda:1, in place of `device`; a process each.
+        ray: Ray cluster that measures; auto finds the one that runs here.
+        worker: measure what no other `worker` has claimed, and leave; the last one writes the tables.
         progress: function called with the cells done; by default a line on a terminal, one per minute in a log.
         task_options: options of the tasks, such as limit=100 or lengths="64,128".
 
     Returns:
-        All cells, those that were there included.
+        All cells, those that were there included; none for a worker that leaves others measuring.
 
     Raises:
         DiffQuantError: what can be known before the first cell is wrong.
-        FailedCellsError: some cells failed; the others are written.
+        FailedCellsError: some cells failed; the others are written, and the error's `result` has them all.
         KeyboardInterrupt: with a message that says how to go on.
     """
+    from diffquant.export.targets import runtime_of
+    from diffquant.sweep.engines.choice import chosen_engine
+    from diffquant.sweep.grid import SweepOptions
+    from diffquant.sweep.outputs import write_outputs
+    from diffquant.sweep.result import SweepResult
+    from diffquant.sweep.run import join_sweep, run_sweep
+
     options = SweepOptions(
         tasks=texts(tasks),
         bits=numbers("bits", bits),
@@ -83,8 +97,21 @@ def sweep(
         device_map=device_map,
         offload_folder=path_or_none(offload_folder),
     )
-    options, engine = chosen_engine(options, workers, texts(devices), ray, logging.getLogger(__name__).info)
-    result = run_sweep(paths(models), options, Path(output), progress or progress_for("sweep"), runtime_of, engine)
-    write_outputs(result, Path(output))
+    chosen_device(device)
+    folder, shown = Path(output), progress or progress_for("sweep")
+    if worker:
+        if workers is not None or devices or ray:
+            others = ", ".join(map(spelled, ("workers", "devices", "ray")))
+            raise UsageError(f"{spelled('worker')} is one process: leave out {others}, and start more of it")
+        joined = join_sweep(paths(models), options, folder, shown, runtime_of)
+        if joined is None:
+            say("nothing is left to claim; whoever finishes last writes the tables")
+        else:
+            wrote([folder / "sweep.json"])
+        result = joined or SweepResult([], {})
+    else:
+        options, engine = chosen_engine(options, workers, texts(devices), ray, say)
+        result = run_sweep(paths(models), options, folder, shown, runtime_of, engine)
+        wrote(write_outputs(result, folder))
     result.require_complete()
     return result

@@ -21,6 +21,7 @@ from diffquant.quantization.roundings.base import Rounder
 from diffquant.quantization.roundings.nearest import round_to_nearest
 from diffquant.scheme import FULL, Scheme
 from diffquant.source.source import Source
+from diffquant.support.spelling import spelled
 
 
 @dataclass(frozen=True)
@@ -150,5 +151,5 @@ def checked_cast(values: Tensor, dtype: torch.dtype, name: str) -> Tensor:
     """
     cast = values.to(dtype)
     if not torch.isfinite(cast.sum(dtype=torch.float64)) and not torch.isfinite(cast).all():
-        raise DiffQuantError(f"{name} holds values beyond {dtype}'s range; export with --dtype float32")
+        raise DiffQuantError(f"{name} holds values beyond {dtype}'s range; export with {spelled('dtype', 'float32')}")
     return cast

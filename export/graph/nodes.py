@@ -10,6 +10,7 @@ from onnx import NodeProto, TensorProto, ValueInfoProto, helper, numpy_helper
 from torch import Tensor
 
 from diffquant.errors import DiffQuantError
+from diffquant.support.spelling import spelled
 
 CONTRIB = "com.microsoft"
 
@@ -74,7 +75,9 @@ class Graph:
         with np.errstate(over="ignore"):
             cast = value.numpy().astype(helper.tensor_dtype_to_np_dtype(self.kind))
         if not np.isfinite(cast).all():
-            raise DiffQuantError(f"{name} holds values beyond {cast.dtype}'s range; export with --dtype float32")
+            raise DiffQuantError(
+                f"{name} holds values beyond {cast.dtype}'s range; export with {spelled('dtype', 'float32')}"
+            )
         return self.constant(name, cast)
 
     def int64(self, name: str, values: Sequence[int]) -> str:

@@ -15,9 +15,10 @@ from diffquant.family.spec import DiffSpec
 from diffquant.model.adapters import Adapter
 from diffquant.model.blocks import Parameters
 from diffquant.model.config import DiffTransformerConfig
-from diffquant.numbers import check_finite
+from diffquant.numbers.absmax import check_finite
 from diffquant.scheme import FULL, Scheme
 from diffquant.source.source import Source
+from diffquant.support.spelling import spelled
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # Rotary embeddings whose tables depend on the length of the sequence.
@@ -102,7 +103,8 @@ def plan_export(source: Source, options: ExportOptions) -> ExportPlan:
     """
     if source.packed and options.weights.quantizes:
         raise UsageError(
-            f"{source.path} holds quantized weights already: they are exported as they are; leave out --weights"
+            f"{source.path} holds quantized weights already: they are exported as they are; leave out "
+            f"{spelled('weights')}"
         )
     problems = _problems(source, options)
     if problems:
@@ -124,9 +126,13 @@ def _problems(source: Source, options: ExportOptions) -> list[str]:
     if spec.value_dim != key_width(spec):
         problems.append(f"its values are {spec.value_dim} wide, its keys {key_width(spec)}")
     if spec.maps == 1 and (options.pure or options.logits.quantizes):
-        problems.append("a Transformer's attention is ONNX Runtime's own: leave out --pure-onnx and --logits")
+        problems.append(
+            f"a Transformer's attention is ONNX Runtime's own: leave out {spelled('pure_onnx')} and {spelled('logits')}"
+        )
     if spec.maps == 1 and options.web:
-        problems.append("a Transformer has no second map to show: leave out --web, or convert it --to diff-v2")
+        problems.append(
+            f"a Transformer has no second map to show: leave out {spelled('web')}, or convert it to diff-v2"
+        )
     if spec.maps == 1:
         widths = contrib_row_problems(spec.head_dim, spec.rope != "none")
         problems += [f"ONNX Runtime's GroupQueryAttention cannot compute it: {problem}" for problem in widths]

@@ -10,6 +10,7 @@ from onnx import TensorProto, helper
 
 from diffquant.errors import MissingDependencyError, UsageError
 from diffquant.support.installation import install_command
+from diffquant.support.spelling import spelled
 
 CPU = "CPUExecutionProvider"
 CUDA = "CUDAExecutionProvider"
@@ -74,7 +75,7 @@ class RuntimeDevice:
         if self.provider not in ort.get_available_providers():
             raise MissingDependencyError(
                 f"this onnxruntime {ort.__version__} has no {self.provider}: "
-                f"pip uninstall onnxruntime, then {install_command('onnx-gpu')}; or use --device cpu"
+                f"pip uninstall onnxruntime, then {install_command('onnx-gpu')}; or use {spelled('device', 'cpu')}"
             )
 
     def check_taken(self, session: ort.InferenceSession) -> None:
@@ -87,7 +88,7 @@ class RuntimeDevice:
             raise MissingDependencyError(
                 f"ONNX Runtime {ort.__version__} could not start its {self.provider}: it needs an NVIDIA driver, and "
                 "CUDA's and cuDNN's libraries, which pip install 'onnxruntime-gpu[cuda,cudnn]' brings; or use "
-                "--device cpu"
+                f"{spelled('device', 'cpu')}"
             )
 
     def prepare(self, options: ort.SessionOptions) -> None:

@@ -15,6 +15,7 @@ from diffquant.evals.prefixes import shares_prefixes
 from diffquant.export.manifest import check_unchanged, read_manifest
 from diffquant.export.runtime.session import InPlaceDecoder, OnnxModel
 from diffquant.formats.json_object import read_json
+from diffquant.support.spelling import spelled
 from diffquant.text.special_tokens import read_special_tokens
 
 _PREFILL_CHUNK = 512
@@ -178,12 +179,12 @@ class FolderTokenizer:
         """
         self._slow = self._slow or self._through_transformers()
         if not getattr(self._slow, "chat_template", None):
-            raise UsageError("--chat: the model's tokenizer has no chat template")
+            raise UsageError(f"{spelled('chat')}: the model's tokenizer has no chat template")
         message = [{"role": "user", "content": prompt}]
         try:
             encoded = self._slow.apply_chat_template(message, add_generation_prompt=True, return_dict=True)
         except Exception as error:  # a template is a program, and may fail in any way
-            raise UsageError(f"--chat: the tokenizer's chat template fails: {error}") from error
+            raise UsageError(f"{spelled('chat')}: the tokenizer's chat template fails: {error}") from error
         return list(encoded["input_ids"])
 
     def decode(self, ids: list[int]) -> str:

@@ -13,6 +13,7 @@ from diffquant.export.graph.external import load_graph
 from diffquant.export.native import library_path
 from diffquant.export.runtime.device import RuntimeDevice, nodes_on_cpu
 from diffquant.export.runtime.interface import CacheShape, read_interface
+from diffquant.support.spelling import spelled
 
 
 class GraphError(CheckpointError):
@@ -84,7 +85,9 @@ class OnnxModel:
             CheckpointError: the model was exported without one.
         """
         if self.cache is None:
-            raise CheckpointError(f"{self.folder} was exported without a cache; export it again without --no-cache")
+            raise CheckpointError(
+                f"{self.folder} was exported without a cache; export it again without {spelled('cache', False)}"
+            )
         return self.cache
 
     def empty_cache(self, batch: int, rows: int = 0) -> list[ort.OrtValue]:

@@ -2,9 +2,9 @@
 
 import sys
 
-from diffquant.export.targets.registry import ExportReport, ExportTarget, register, runtime_of, target_of
+from diffquant.export.targets.registry import ExportTarget, register, runtime_of, target_of
 from diffquant.support.discovery import import_all
 
 import_all(sys.modules[__name__])
 
-__all__ = ["ExportReport", "ExportTarget", "register", "runtime_of", "target_of"]
+__all__ = ["ExportTarget", "register", "runtime_of", "target_of"]

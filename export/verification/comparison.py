@@ -34,6 +34,7 @@ from diffquant.export.verification.routes import IN_PLACE, Run, decoded_in_place
 from diffquant.export.verification.tokens import compare_tokens
 from diffquant.recipe import Recipe
 from diffquant.support.progress import Progress
+from diffquant.support.spelling import spelled
 
 # A session that cannot be made raises the runtime's own.
 _RUNTIME_ERRORS = (GraphError, runtime_errors.InvalidArgument, runtime_errors.Fail, runtime_errors.NotImplemented)
@@ -260,7 +261,7 @@ class Comparison:
                 "activations are held to no more than what such rounding costs"
             )
         if self._rounds and loses_tokens(self._tokens):
-            yield "where that difference matters, export with --accuracy-level 1, which is slower"
+            yield f"where that difference matters, export with {spelled('accuracy_level', 1)}, which is slower"
         if self._reference.cache is not None and scales is None:
             yield (
                 "the folder has no record of its cache's calibration, which older versions did not write: the scales "

@@ -44,7 +44,7 @@ def verify(
     Raises:
         CheckpointError: the folder was edited after export, or made from another checkpoint, or cannot run.
         MissingDependencyError: ONNX Runtime cannot use the device.
-        ToleranceError: something differs by more than rounding explains; its `report` is the Verification.
+        ToleranceError: something differs by more than rounding explains; its `result` is the Verification.
     """
     folder, source = Path(folder), open_source(source)
     source.transformer("verify")

@@ -1,14 +1,13 @@
 """A backend of one file: registered here, nothing else of diffquant changed, then chosen by name and by rank."""
 
-from typing import get_args
-
 import pytest
 import torch
 
+from diffquant import verbs
 from diffquant.attention import BACKENDS, attend, check_backend, dispatch
 from diffquant.attention.naive import naive
 from diffquant.attention.registry import Backend, register
-from diffquant.cli.options import Attention
+from diffquant.cli.command import options_of
 from diffquant.errors import UsageError
 from diffquant.family.call import AttentionCall
 from diffquant.family.mask import Mask
@@ -98,6 +97,6 @@ def test_where_nobody_serves_a_call_each_says_why(monkeypatch):
 
 
 def test_the_command_lines_help_names_backends_that_are_there():
-    _, option = get_args(Attention)
+    (option,) = (option for option in options_of(verbs.sweep) if option.name == "attention")
     _, named = option.help.removesuffix(", ...").split(": ")
     assert set(named.split(", ")) <= {"auto", *BACKENDS}

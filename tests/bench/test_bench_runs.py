@@ -163,7 +163,7 @@ def test_a_shared_sweep_is_measured_beside_one_that_is_not(tmp_path, monkeypatch
         "checkpoints",
         "kinds of cells",
     ]
-    with pytest.raises(UsageError, match="--workers take counts of at least 1"):
+    with pytest.raises(UsageError, match="workers take counts of at least 1"):
         replace(options, workers=(0, 1))
 
     monkeypatch.setattr(sharing, "run_sweep", other_answers(sharing.run_sweep))

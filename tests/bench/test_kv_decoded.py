@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from diffquant import Recipe, load
-from diffquant.cli.options import RecipeOptions
 from diffquant.data import pocket_models
 from diffquant.errors import UsageError
 from diffquant.evals.stats import mean_interval
 from diffquant.sweep.storage import kv_bytes_per_token
+from diffquant.verbs.recipes import chosen_recipe
 from studies.kv_decoded import FORMS, LONG, CacheForm, decoded, is_beaten, measure_forms
 from tests.docs.page import RESULTS
 from tests.support.checkpoints import SOURCES, write_checkpoint
@@ -70,7 +70,7 @@ def test_a_cache_is_beaten_by_one_of_as_few_bytes_and_less_kl():
 
 @pytest.mark.parametrize("model", pocket_models("prose"), ids=lambda path: path.name)
 def test_the_preset_stores_the_bytes_of_its_row(model):
-    recipe = RecipeOptions(preset="kv-4bit-best").required()
+    recipe = chosen_recipe(preset="kv-4bit-best")
     assert recipe == BEST.recipe(5)
     loaded = load(model, recipe)
     row = json.loads((RESULTS / "kv-decoded" / f"{model.name}.json").read_text())["results"][BEST.name]

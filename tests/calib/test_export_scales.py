@@ -98,7 +98,7 @@ def test_ranges_of_another_checkpoint_are_refused_and_nothing_is_left(tmp_path):
 @pytest.mark.parametrize(
     ("kv_bits", "observer", "targets", "message"),
     [
-        (16, Observer("absmax"), ("k", "v"), "give --kv 8"),
+        (16, Observer("absmax"), ("k", "v"), "give kv=8"),
         (4, Observer("mse", bits=8), ("k", "v"), "clipped for 8 bits"),
         (8, Observer("absmax"), ("k",), "hold none of v"),
     ],

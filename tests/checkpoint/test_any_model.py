@@ -235,7 +235,7 @@ def test_what_would_run_it_refuses_and_says_what_works(tmp_path, source, capsys,
     if quantized:
         quantize(open_weights(source), tmp_path / "low", Recipe.of(weights="4:g32"))
     folder = tmp_path / "low" if quantized else source
-    message = "'motif3' is not read.*`quantize --weights-only` packs them, but nothing runs it"
+    message = "'motif3' is not read.*`quantize` packs them, with weights_only=True, but nothing runs it"
     if verb == "load":
         with pytest.raises(UnknownModelTypeError, match=message):
             load(folder)
@@ -269,7 +269,7 @@ def test_one_scale_for_all_experts_is_refused(source):
 def test_what_needs_a_model_that_runs_is_refused(source):
     with pytest.raises(UsageError, match="not run: it has no k, v, logits to quantize"):
         refused(source, Recipe.of(weights="4:g32", kv=8, logits=8))
-    with pytest.raises(UsageError, match="gptq runs the model"):
+    with pytest.raises(UsageError, match="rounding='gptq' runs the model"):
         refused(source, Recipe.of(weights="4:g32", rounding="gptq"))
 
 

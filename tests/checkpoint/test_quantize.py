@@ -264,7 +264,7 @@ def test_nan_and_infinity_are_named_and_leave_nothing(tmp_path, name, value):
 def test_an_existing_output_survives_unless_replaced_whole(tmp_path, source):
     quantize(source, tmp_path / "out", Recipe.of(weights="8:row"))
     before = contents(tmp_path / "out")
-    with pytest.raises(OutputExistsError, match="--overwrite"):
+    with pytest.raises(OutputExistsError, match="pass overwrite=True"):
         quantize(source, tmp_path / "out", Recipe.of(weights="4:row"))
 
     def interrupt(done, total, what):

@@ -9,13 +9,16 @@ import typer
 
 from diffquant.calib.analysis.outliers import OutlierOptions, find_outliers
 from diffquant.cli import app
+from diffquant.cli.command import former_names, name_of
 from diffquant.data import pocket_models
+from diffquant.verbs import GROUPS
 from tests.docs.page import ROOT
 from tests.docs.raw import raw
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 PAGES.append(ROOT / "diffquant/data/pocket/README.md")
 COMMANDS = typer.main.get_command(app).commands
+VERBS = {name_of(verb): verb for group in GROUPS.values() for verb in group}
 _BEGINNING = r"((?:diffquant|python -m (?:diffquant|research|studies)[\w.]*|make) [^`\n]+)"
 _IN_BLOCK, _IN_SPAN = re.compile(rf"^(?:\$ )?{_BEGINNING}", re.MULTILINE), re.compile(f"`{_BEGINNING}`")
 
@@ -44,6 +47,7 @@ def fault_of(call):
     if words[1] not in COMMANDS:
         return f"there is no command {words[1]}"
     names = [name for option in COMMANDS[words[1]].params for name in (*option.opts, *option.secondary_opts)]
+    names += [f"--{former}" for former in former_names(VERBS[words[1]])]
     options = [word.partition("=")[0] for word in words[2:] if re.match(r"--?[a-z]", word)]
     unknown = [option for option in options if option not in (*names, "--help")]
     return f"{words[1]} has no {', '.join(unknown)}" if unknown else None

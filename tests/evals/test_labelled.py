@@ -122,9 +122,9 @@ def test_labels_that_are_only_in_the_test_file_are_named(tmp_path):
 
 def test_a_train_file_alone_and_fine_labels_elsewhere_are_refused(tmp_path):
     path = write(tmp_path, "train.jsonl", JSONL)
-    with pytest.raises(UsageError, match="give --test"):
+    with pytest.raises(UsageError, match="give test"):
         load_dataset(path)
-    with pytest.raises(UsageError, match=r"--fine chooses among TREC's labels, in .label files"):
+    with pytest.raises(UsageError, match=r"fine chooses among TREC's labels, in .label files"):
         load_dataset(path, path, fine=True)
     coarse = write(tmp_path, "coarse.label", "NUM How far ?\nHUM Who ?\n")
     assert load_dataset(coarse, coarse).labels == ("human", "numeric")

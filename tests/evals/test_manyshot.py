@@ -298,7 +298,7 @@ def test_what_does_not_fit_or_cannot_be_told_apart_is_refused():
         evaluate_many_shot(TorchModel(tiny_lm.llama(300)), tokenizer, dataset, ManyShotPlan(shots=40))
     with pytest.raises(UsageError, match="which one demonstration does not fit"):
         evaluate_many_shot(TorchModel(tiny_lm.llama(40)), tokenizer, dataset, ManyShotPlan(shots=None))
-    with pytest.raises(UsageError, match=r"61 demonstrations are asked for and --train has 60"):
+    with pytest.raises(UsageError, match=r"61 demonstrations are asked for and train has 60"):
         ManyShotPlan(shots=61).check(dataset)
 
     class Words:

@@ -54,8 +54,8 @@ def folder(source, tmp_path):
         ({"dtype": "bfloat16"}, "unknown dtype"),
         ({"opset": 21}, "opset 21 is not within 23 to"),
         ({"accuracy_level": 2}, "accuracy level 2"),
-        ({"genai_device": "cuda:x"}, "--genai-device takes cpu, cuda or cuda:N, not 'cuda:x'"),
-        ({"genai_device": "cuda", "cache": False}, "leave out --no-cache or --genai-device"),
+        ({"genai_device": "cuda:x"}, "genai_device takes cpu, cuda or cuda:N, not 'cuda:x'"),
+        ({"genai_device": "cuda", "cache": False}, "leave out cache=False or genai_device"),
         ({"logits": "4:b16"}, "logits per block"),
         ({"logits": "4:map"}, "logits per map"),
         ({"logits": "4:row:alike"}, "the operator rounds each map by itself"),
@@ -95,7 +95,7 @@ def test_standard_4_bit_rows_of_odd_width_are_refused(tmp_path):
 def test_what_the_graph_cannot_express_is_refused(tmp_path):
     config = {"hidden_act": "gelu", "rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}
     source = write_checkpoint(tmp_path / "source", "llama", **config)
-    with pytest.raises(CheckpointError, match=r"'gelu' is not silu.*'dynamic' changes.*leave out --pure-onnx"):
+    with pytest.raises(CheckpointError, match=r"'gelu' is not silu.*'dynamic' changes.*leave out pure_onnx"):
         export(source, tmp_path / "out", ExportOptions(pure=True))
 
 
@@ -134,7 +134,7 @@ def test_what_is_wrong_is_said_before_the_cache_is_calibrated(source, folder, mo
 
 def test_an_existing_folder_is_kept_unless_told_otherwise(source, folder):
     before = (folder / MODEL_FILE).read_bytes()
-    with pytest.raises(OutputExistsError, match="--overwrite"):
+    with pytest.raises(OutputExistsError, match="pass overwrite=True"):
         export(source, folder)
     assert (folder / MODEL_FILE).read_bytes() == before
     export(source, folder, ExportOptions(cache=False), overwrite=True)
@@ -156,7 +156,7 @@ def test_values_beyond_float16_are_named(source, tmp_path):
     tensors = load_file(source / "model.safetensors")
     tensors["model.layers.0.mlp.up_proj.weight"][3, 3] = 1e6
     save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(diffquant.DiffQuantError, match=r"layers\.0\.mlp\.up_proj.*--dtype float32"):
+    with pytest.raises(diffquant.DiffQuantError, match=r"layers\.0\.mlp\.up_proj.*dtype='float32'"):
         export(source, tmp_path / "out", ExportOptions(dtype="float16"))
 
 

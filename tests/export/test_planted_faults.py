@@ -520,7 +520,7 @@ def test_no_sound_export_of_a_trained_model_is_refused(tmp_path, monkeypatch, ch
     assert verification.positions >= 512
     rounded, exact = (each.tokens for each in verification.tokens[:2])
     assert rounded.low < rounded.agreement < exact.agreement
-    assert "export with --accuracy-level 1" in str(verification)
+    assert "export with accuracy_level=1" in str(verification)
 
 
 def test_activations_rounded_by_an_unknown_rule_are_held_to_what_rounding_costs(exported, tmp_path, monkeypatch):

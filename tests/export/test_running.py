@@ -289,15 +289,15 @@ def test_tasks_run_on_an_exported_folder(source, plain):
 def test_an_export_is_measured_as_it_is(plain):
     with pytest.raises(diffquant.DiffQuantError, match="as it is"):
         evaluate(plain, diffquant.Recipe.of(kv=8), SweepOptions(), runtime_of=runtime_of)
-    with pytest.raises(diffquant.DiffQuantError, match=r"leave out .* --scales"):
+    with pytest.raises(diffquant.DiffQuantError, match=r"leave out .* scales"):
         evaluate(plain, None, SweepOptions(scales=(Path("scales.safetensors"),)), runtime_of=runtime_of)
 
 
 def test_an_export_cannot_be_spread_over_devices(source, plain, tmp_path):
     options = SweepOptions(tasks=("hellaswag",), device_map="auto", task_options={"limit": 1})
-    with pytest.raises(diffquant.DiffQuantError, match=r"an exported folder on one device: leave out --device-map"):
+    with pytest.raises(diffquant.DiffQuantError, match=r"an exported folder on one device: leave out device_map"):
         evaluate(plain, None, options, runtime_of=runtime_of)
-    with pytest.raises(diffquant.DiffQuantError, match=f"leave out --device-map, or {plain}"):
+    with pytest.raises(diffquant.DiffQuantError, match=f"leave out device_map, or {plain}"):
         run_sweep([source, plain], options, tmp_path / "out", runtime_of=runtime_of)
 
 

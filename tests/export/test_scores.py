@@ -74,5 +74,5 @@ def test_an_export_scores_and_chooses_as_torch_does(source, requests, tmp_path, 
 
 def test_an_export_without_a_cache_gives_none(source, tmp_path):
     export(source, tmp_path / "out", ExportOptions(cache=False))
-    with pytest.raises(CheckpointError, match="was exported without a cache; export it again without --no-cache"):
+    with pytest.raises(CheckpointError, match="was exported without a cache; export it again without cache=False"):
         OnnxLanguageModel(OnnxModel(tmp_path / "out", 1)).new_cache()

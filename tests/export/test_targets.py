@@ -4,8 +4,7 @@ import json
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,7 +12,6 @@ import torch
 from typer.testing import CliRunner
 
 from diffquant import cli
-from diffquant.errors import UsageError
 from diffquant.evals.torch_model import TorchModel
 from diffquant.export.targets import register, registry, runtime_of, target_of
 from diffquant.export.targets.onnx import ONNX
@@ -22,26 +20,11 @@ from diffquant.loading import load
 from diffquant.model.adapters import adapter_for
 from diffquant.source.source import open_source
 from diffquant.source.tokenizer import load_tokenizer
-from diffquant.support.progress import silent
 from diffquant.sweep.exported import ExportedModel
 from diffquant.sweep.grid import SweepOptions
 from diffquant.sweep.run import run_sweep
 from diffquant.sweep.table import json_rows
 from tests.support import tiny_lm
-
-
-@dataclass(frozen=True)
-class ArrayOptions:
-    dtype: str = "float32"
-
-
-@dataclass(frozen=True)
-class ArrayReport:
-    destination: Path
-    arrays: int
-
-    def summary(self):
-        return f"{self.destination}: {self.arrays} arrays"
 
 
 class ArrayRuntime:
@@ -69,26 +52,19 @@ class ArrayTarget:
     def opens(self, folder):
         return (folder / "model.npz").is_file()
 
-    def check(self, source, destination, options, overwrite):
-        opened = open_source(source)
-        check_output(opened.path, destination, overwrite)
-        if options.dtype not in ("float32", "float64"):
-            raise UsageError(f"arrays of {options.dtype} are not written; use float32 or float64")
-        return opened
-
-    def write(self, source, destination, options, ranges, overwrite, progress):
-        source = self.check(source, destination, options, overwrite)
-        state = load(source, dtype=torch.float32).state_dict()
-        with staged(destination, {"time": time.time()}, source.checkpoint.nbytes, overwrite) as staging:
-            source.checkpoint.write_side_files(staging.folder)
-            arrays = {name: tensor.numpy().astype(options.dtype) for name, tensor in state.items()}
-            np.savez(staging.folder / "model.npz", **arrays)
-            (staging.folder / "config.json").write_text(json.dumps(source.checkpoint.config))
-        progress(1, 1, "model.npz")
-        return ArrayReport(destination, len(arrays))
-
     def runtime(self):
         return ArrayRuntime()
+
+
+def write_arrays(source, destination):
+    """What a verb of the target's own would do."""
+    opened = open_source(source)
+    check_output(opened.path, destination, False)
+    state = load(opened, dtype=torch.float32).state_dict()
+    with staged(destination, {"time": time.time()}, opened.checkpoint.nbytes, False) as staging:
+        opened.checkpoint.write_side_files(staging.folder)
+        np.savez(staging.folder / "model.npz", **{name: tensor.numpy() for name, tensor in state.items()})
+        (staging.folder / "config.json").write_text(json.dumps(opened.checkpoint.config))
 
 
 @pytest.fixture
@@ -104,8 +80,7 @@ def source(tmp_path_factory):
 
 def test_a_target_is_added_through_the_registry_alone(npz, source, tmp_path):
     folder = tmp_path / "out"
-    report = npz.write(npz.check(source, folder, ArrayOptions(), False), folder, ArrayOptions(), None, False, silent)
-    assert "arrays" in report.summary()
+    write_arrays(source, folder)
     assert (target_of(folder), target_of(source)) == (npz, None)
     options = SweepOptions(
         tasks=("perplexity",), bits=(), task_options={"characters": 1500, "window": 64, "stride": 32}
@@ -120,12 +95,6 @@ def row_of(model, options, output):
     """The row of a model that is swept alone."""
     (row,) = json_rows(run_sweep([model], options, output, runtime_of=runtime_of))
     return row
-
-
-def test_a_target_refuses_before_it_writes(npz, source, tmp_path):
-    with pytest.raises(UsageError, match="arrays of int4"):
-        npz.check(source, tmp_path / "out", ArrayOptions("int4"), False)
-    assert not (tmp_path / "out").exists()
 
 
 def test_the_command_line_exports_to_onnx_with_ranges_of_its_own(source, tmp_path):

@@ -154,7 +154,7 @@ def test_both_columns_of_logits_have_the_limit_that_rounding_gives(tmp_path):
     assert (report.scales.value, report.scales.limit) == (pytest.approx(0, abs=1e-6), 0.01)
     assert report.rotation.value < 1e-3
     assert report.reached == 96
-    assert ("--accuracy-level 1" in str(report)) == loses_tokens(report.tokens)
+    assert ("accuracy_level=1" in str(report)) == loses_tokens(report.tokens)
     tight = min(measure.limit for route in report.routes for measure in route.of_logits)
     given = verify(folder, checkpoint, tolerance=tight * 50, threads=1)
     assert {measure.limit for route in given.routes for measure in route.of_logits} == {tight * 50}

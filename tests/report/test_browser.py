@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from diffquant.cli.runs import write_index
+from diffquant.verbs.runs import write_index
 from tests.support.thorough import sampled
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="selenium drives the browser: pip install selenium")

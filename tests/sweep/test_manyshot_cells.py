@@ -141,7 +141,7 @@ def test_demonstrations_beyond_the_context_fail_their_cell_alone(files, model, t
         ("many-shot:3:2:1", "expected many-shot:SHOTS"),
         ("many-shot:0", "0 demonstrations"),
         ("many-shot:all:0", "0 draws"),
-        ("many-shot:31", "31 demonstrations are asked for and --train has 30"),
+        ("many-shot:31", "31 demonstrations are asked for and train has 30"),
     ],
 )
 def test_a_malformed_task_is_refused_before_any_cell(task, message, files, model, tmp_path):
@@ -151,7 +151,7 @@ def test_a_malformed_task_is_refused_before_any_cell(task, message, files, model
 
 
 def test_without_data_the_options_are_named_and_bad_data_is_named_once(files, model, tmp_path):
-    with pytest.raises(UsageError, match="give --train FILE and --test FILE"):
+    with pytest.raises(UsageError, match="give train and test"):
         run_sweep([model], SweepOptions(tasks=("many-shot:3",)), tmp_path / "out")
     files["test"].write_text("Who was it?\n")
     with pytest.raises(UsageError, match="1 lines of") as caught:

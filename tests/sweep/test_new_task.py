@@ -117,15 +117,22 @@ def test_without_it_neither_task_nor_option_is_known(model, tmp_path):
 def test_the_command_line_offers_its_option_and_passes_it_on(model, monkeypatch, capsys):
     import typer
 
-    from diffquant.cli.expanded import TaskOptions, expanded
+    from diffquant.cli.command import command
+    from diffquant.cli.show import SHOWN, Shown
+    from diffquant.verbs.arguments import task_values
 
+    def show(**task_options: object) -> str:
+        """Show options.
+
+            diffquant show
+
+        No more.
+        """
+        return json.dumps(task_values(task_options), default=str)
+
+    monkeypatch.setitem(SHOWN, "show", Shown(lambda text, _: text, data=None))
     app = typer.Typer()
-
-    @app.command()
-    @expanded
-    def show(*, task_options: TaskOptions) -> None:
-        typer.echo(json.dumps(task_options.values, default=str))
-
+    app.command()(command(show))
     monkeypatch.setattr(sys, "argv", ["show", "--shout", "--lengths", "32,64", "--characters", "0"])
     with pytest.raises(SystemExit):
         app()

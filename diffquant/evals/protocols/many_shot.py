@@ -19,6 +19,7 @@ from diffquant.evals.encoding import RequestEncoder
 from diffquant.evals.labelled import Dataset, Example
 from diffquant.evals.language_model import LanguageModel
 from diffquant.support.progress import Progress, silent
+from diffquant.support.spelling import spelled
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -60,7 +61,7 @@ class ManyShotPlan:
         """
         if self.shots is not None and self.shots > len(data.train):
             raise UsageError(
-                f"many-shot: {self.shots} demonstrations are asked for and --train has {len(data.train)}; "
+                f"many-shot: {self.shots} demonstrations are asked for and {spelled('train')} has {len(data.train)}; "
                 "ask for fewer, or for many-shot:all"
             )
 

@@ -22,6 +22,7 @@ from diffquant.evals.encoding import RequestEncoder
 from diffquant.evals.language_model import LanguageModel
 from diffquant.evals.scoring import score
 from diffquant.support.progress import Progress, silent
+from diffquant.support.spelling import spelled
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -155,7 +156,9 @@ def make_items_for(
     """
     seen = model.max_length(tokenizer)
     if max(plan.lengths) > seen:
-        raise UsageError(f"needle: the model sees {seen} tokens, fewer than {max(plan.lengths)}; give --lengths")
+        raise UsageError(
+            f"needle: the model sees {seen} tokens, fewer than {max(plan.lengths)}; give {spelled('lengths')}"
+        )
     return make_items(tokenizer, text, plan)
 
 
@@ -191,7 +194,7 @@ class Haystack:
         if len(known) < _FEWEST_SENTENCES:
             raise UsageError(
                 f"needle: the tokenizer can spell {len(known)} of the text's {len(in_text)} sentences; "
-                "give another --text"
+                f"give another {spelled('text')}"
             )
         self.sentences = known
 
@@ -215,7 +218,7 @@ class Haystack:
                 return item
             if not prose:
                 raise UsageError(
-                    f"needle: {plan.needles} needles do not fit into {length} tokens; give longer --lengths"
+                    f"needle: {plan.needles} needles do not fit into {length} tokens; give longer {spelled('lengths')}"
                 )
             # Rarely: tokens can differ where sentences meet.
             prose = prose[:-1]

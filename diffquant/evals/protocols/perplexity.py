@@ -19,6 +19,7 @@ from diffquant.evals.divergence import kl_by_position
 from diffquant.evals.language_model import LanguageModel, States, joined
 from diffquant.evals.scoring import token_scores
 from diffquant.support.progress import Progress, silent
+from diffquant.support.spelling import spelled
 from diffquant.text.tokens import encode_text
 
 if TYPE_CHECKING:
@@ -90,7 +91,7 @@ def score_text(
             progress(done, len(tokens) - 1, "reading")
     nll_sum = sum(map(mul, counts, nll))
     if not math.isfinite(nll_sum):
-        raise NonFiniteError("the model computes NaN or infinity; use --dtype float32, or wider bits")
+        raise NonFiniteError(f"the model computes NaN or infinity; use {spelled('dtype', 'float32')}, or wider bits")
     mean_kl = sum(map(mul, counts, kl)) / done if kl else None
     return TextScore(nll_sum, done, len(text.encode()), mean_kl, counts, nll, kl)
 

@@ -19,6 +19,7 @@ from diffquant.evals.defaults import BATCH_TOKENS, WINDOW
 from diffquant.evals.language_model import LanguageModel
 from diffquant.evals.scoring import token_scores
 from diffquant.support.progress import Progress, silent
+from diffquant.support.spelling import spelled
 from diffquant.text.tokens import encode_text
 
 if TYPE_CHECKING:
@@ -79,7 +80,7 @@ def score_positions(
             nll[first + row] = -token_scores(states[row], wanted[:, None])[0].flatten().double()
         progress(min(first + rows, len(windows)) * window, windows.numel(), "reading")
     if not nll.isfinite().all():
-        raise NonFiniteError("the model computes NaN or infinity; use --dtype float32, or wider bits")
+        raise NonFiniteError(f"the model computes NaN or infinity; use {spelled('dtype', 'float32')}, or wider bits")
     both = zip(windows.tolist(), targets.tolist(), strict=True)
     return PositionScore(nll, torch.tensor([recalls([*seen, wanted[-1]]) for seen, wanted in both]))
 

@@ -15,6 +15,7 @@ from diffquant.evals.task_result import TaskResult
 from diffquant.evals.tasks import register
 from diffquant.support.plain_data import JsonObject
 from diffquant.support.progress import Progress
+from diffquant.support.spelling import spelled
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -28,7 +29,7 @@ _TRAIN = TaskOption[Path | None](
     "train", None, "Labelled texts for many-shot: .jsonl, .csv, .tsv, .label, .json.", Path
 )
 _TEST = TaskOption[Path | None](
-    "test", None, "Texts that many-shot asks about; Clinc150 has them in --train's file.", Path
+    "test", None, "Texts that many-shot asks about; Clinc150 has them in the file of `train`.", Path
 )
 _FINE = TaskOption("fine", False, "TREC's fine labels in place of its coarse ones.", bool)
 
@@ -72,7 +73,7 @@ class ManyShot(Task):
 
         train = _TRAIN.of(values)
         if train is None:
-            raise UsageError(f"{name} needs labelled texts: give --train FILE and --test FILE")
+            raise UsageError(f"{name} needs labelled texts: give {spelled('train')} and {spelled('test')}")
         data = load_dataset(train, _TEST.of(values), _FINE.of(values))
         plan.check(data)
         return cls(data=data, plan=plan, limit=at_least_one(LIMIT, values), batch_tokens=batch_tokens)

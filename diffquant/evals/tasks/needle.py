@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def _read_lengths(text: str) -> tuple[int, ...]:
-    return split_numbers("--lengths", text, "1024,4096")
+    return split_numbers("lengths", text, "1024,4096")
 
 
 _LENGTHS = TaskOption[tuple[int, ...]](

@@ -16,6 +16,7 @@ from diffquant.model.adapters.base import READERS, WITH_WINDOWS, Adapter, regist
 from diffquant.model.adapters.rotary import check_angles
 from diffquant.model.transformer import TransformerArchitecture
 from diffquant.support.discovery import import_all
+from diffquant.support.spelling import spelled
 
 import_all(sys.modules[__name__])
 _FULL = "full_attention"
@@ -36,8 +37,8 @@ def adapter_for(config: dict[str, Any]) -> Adapter:
         raise UnknownModelTypeError(
             f"model_type {config.get('model_type')!r} is not read; supported are {', '.join(READERS)}. A unilm "
             "checkpoint needs a config.json with model_type diff_v1 or diff_v2 and Llama's keys for the sizes. Of "
-            "any other architecture `inspect` counts the weights and `quantize --weights-only` packs them, but nothing "
-            "runs it"
+            f"any other architecture `inspect` counts the weights and `quantize` packs them, with "
+            f"{spelled('weights_only', True)}, but nothing runs it"
         )
     if model_type not in WITH_WINDOWS:
         _refuse_windows(config)

@@ -12,6 +12,7 @@ from diffquant.errors import CheckpointError, UnknownModelTypeError
 from diffquant.model.adapters.base import Adapter, register
 from diffquant.model.adapters.sizes import LLAMA, check_width, read_eps, read_sizes, v1_spec
 from diffquant.model.transformer import TransformerArchitecture
+from diffquant.support.spelling import spelled
 
 MOTIF: Mapping[str, Any] = {
     **LLAMA,
@@ -77,7 +78,7 @@ def _refuse_motif_3(config: dict[str, Any]) -> None:
     if keys:
         raise UnknownModelTypeError(
             f"config.json has {', '.join(keys)}: this is Motif-3, whose latent attention and experts are not computed; "
-            "its weights can be quantized, with `quantize --weights-only`, but not run"
+            f"its weights can be quantized, by `quantize` with {spelled('weights_only', True)}, but not run"
         )
 
 

@@ -8,6 +8,7 @@ from diffquant.quantization.roundings.base import ROUNDINGS, Round, Rounder, Rou
 from diffquant.recipe import RoundingSettings
 from diffquant.scheme import Scheme
 from diffquant.support.discovery import import_all
+from diffquant.support.spelling import spelled
 from diffquant.support.suggestion import did_you_mean
 from diffquant.text.corpus import load_text, text_digest
 
@@ -41,7 +42,10 @@ def checked_rounding(settings: RoundingSettings, schemes: Mapping[str, Scheme]) 
     rounding = rounding_named(settings.name)
     if settings.reads and not rounding.needs_text:
         readers = " or ".join(name for name, each in ROUNDINGS.items() if each.needs_text)
-        raise UsageError(f"--text and --tokens say what --rounding {readers} reads; give them with it alone")
+        raise UsageError(
+            f"{spelled('text')} and {spelled('tokens')} say what {spelled('rounding', readers)} reads; give them "
+            "with it alone"
+        )
     foreign = [name for name in settings.options if name not in rounding.options]
     if foreign:
         owners = " or ".join(name for name, each in ROUNDINGS.items() if each.options.issuperset(foreign))
@@ -49,14 +53,14 @@ def checked_rounding(settings: RoundingSettings, schemes: Mapping[str, Scheme]) 
     spanning = [module for module, scheme in schemes.items() if scheme.sharing.spans_rows]
     if spanning and rounding.row_by_row:
         raise UsageError(
-            f"--rounding {rounding.name} works row by row and {', '.join(spanning)} have one scale a tensor; use a "
-            "group or row granularity, or --rounding nearest"
+            f"{spelled('rounding', rounding.name)} works row by row and {', '.join(spanning)} have one scale a tensor; "
+            f"use a group or row granularity, or {spelled('rounding', 'nearest')}"
         )
     uneven = sorted({scheme.format.name for scheme in schemes.values() if not scheme.format.is_even})
     if uneven and rounding.needs_even_levels:
         raise UsageError(
-            f"--rounding {rounding.name} computes with codes, and the levels of {', '.join(uneven)} are unevenly far "
-            "apart; use --rounding nearest"
+            f"{spelled('rounding', rounding.name)} computes with codes, and the levels of {', '.join(uneven)} are unevenly far "
+            f"apart; use {spelled('rounding', 'nearest')}"
         )
     return rounding
 

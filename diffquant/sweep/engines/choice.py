@@ -6,6 +6,7 @@ from functools import partial
 
 from diffquant.errors import UsageError
 from diffquant.support.devices import check_device
+from diffquant.support.spelling import spelled
 from diffquant.sweep.engines import Engine
 from diffquant.sweep.engines.local import run_processes
 from diffquant.sweep.engines.ray_cluster import require_ray, run_on_ray
@@ -34,22 +35,28 @@ def chosen_engine(
     if workers is not None and workers < 1:
         raise UsageError(f"the number of workers must be 1 or more, got {workers}")
     if options.device_map is not None and (workers not in (None, 1) or devices or ray):
-        raise UsageError("--device-map spreads each model over all devices: leave out --workers, --devices and --ray")
+        raise UsageError(
+            f"{spelled('device_map')} spreads each model over all devices: leave out {spelled('workers')}, "
+            f"{spelled('devices')} and {spelled('ray')}"
+        )
     if ray is not None:
         if devices:
-            raise UsageError("--devices are this machine's; Ray gives each of its workers a GPU: leave one of them out")
+            raise UsageError(
+                f"{spelled('devices')} are this machine's, and {spelled('ray')} gives each of its workers a GPU: "
+                "leave one of them out"
+            )
         require_ray()
         return options, partial(run_on_ray, address=ray, workers=workers)
     if not devices:
         return options, partial(run_processes, workers=workers, say=say) if workers and workers > 1 else None
     if options.device != "auto":
-        raise UsageError("--devices takes the place of --device; give one or the other")
+        raise UsageError(f"{spelled('devices')} takes the place of {spelled('device')}; give one or the other")
     for device in devices:
         check_device(device)
     kinds = {device.partition(":")[0] for device in devices}
     if len(kinds) > 1:
         raise UsageError(
-            f"--devices {','.join(devices)} are not of one kind, and results of another kind are other cells"
+            f"{spelled('devices', ','.join(devices))} are not of one kind, and results of another kind are other cells"
         )
     processes = partial(run_processes, workers=workers or len(devices), devices=devices, say=say)
     return replace(options, device=kinds.pop()), processes

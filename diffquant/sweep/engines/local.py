@@ -10,6 +10,7 @@ from contextlib import suppress
 from diffquant.errors import UsageError
 from diffquant.support.machine import free_memory, threads
 from diffquant.support.progress import Progress
+from diffquant.support.spelling import spelled
 from diffquant.sweep.crew import End, Member, keep_at_work
 from diffquant.sweep.work import Work
 from diffquant.sweep.worker import Worker
@@ -68,7 +69,9 @@ def _check_memory(work: Work, devices_by_place: Sequence[str | None]) -> str:
         count, free = memories.count(memory), free_memory() if memory == "main memory" else _free_on(memory)
         said.append(f"{count} x {most / 1e9:.2f} GB of weights in {free / 1e9:.2f} GB of {memory} that are free")
         if count * most > free:
-            raise UsageError(f"too little memory: {said[-1]}; take fewer --workers, or --device-map without them")
+            raise UsageError(
+                f"too little memory: {said[-1]}; take fewer {spelled('workers')}, or {spelled('device_map')}"
+            )
     return ", ".join(said)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from diffquant.errors import DiffQuantError, MissingDependencyError, UsageError
 from diffquant.support.progress import Progress
+from diffquant.support.spelling import spelled
 from diffquant.sweep.claims import Claimant
 from diffquant.sweep.crew import End, Member, keep_at_work
 from diffquant.sweep.work import Work
@@ -28,7 +29,7 @@ def require_ray() -> Any:
     try:
         import ray
     except ImportError as error:
-        raise MissingDependencyError("--ray needs Ray: pip install 'diffquant[ray]'") from error
+        raise MissingDependencyError(f"{spelled('ray')} needs Ray: pip install 'diffquant[ray]'") from error
     return ray
 
 
@@ -104,7 +105,7 @@ def _share_out(
     if work.jobs[0].subject.device.startswith("cuda"):
         gpus = int(ray.cluster_resources().get("GPU", 0))
         if gpus < 1:
-            raise UsageError(f"the Ray cluster at {address} has no GPU; use --device cpu")
+            raise UsageError(f"the Ray cluster at {address} has no GPU; use {spelled('device', 'cpu')}")
         return workers or gpus, {"num_gpus": 1, "num_cpus": 1}
     processors = [node["Resources"].get("CPU", 0.0) for node in nodes]
     if max(processors, default=0) < 1:

@@ -1,0 +1,165 @@
+"""What the terminal shows of each verb: its result as text or JSON, and what it says beside that."""
+
+import json
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import typer
+
+from diffquant.verbs.notes import LOGGER
+
+Values = Mapping[str, Any]
+
+
+def _as_text(result: Any, _: Values) -> str:
+    return result.summary() if hasattr(result, "summary") else str(result)
+
+
+def _as_json(result: Any, _: Values) -> str:
+    if hasattr(result, "to_json"):
+        return str(result.to_json()).rstrip()
+    return json.dumps(result.to_dict() if hasattr(result, "to_dict") else asdict(result), indent=2, default=str)
+
+
+@dataclass(frozen=True)
+class Shown:
+    """How a verb's result is shown, of the result and of what the verb was given.
+
+    Attributes:
+        text: text for people; None where nothing is left to say.
+        data: JSON for programs; None for a verb that has none.
+        plan: text of what is only planned.
+        say: function that prints text that comes before the result.
+    """
+
+    text: Callable[[Any, Values], str | None] = _as_text
+    data: Callable[[Any, Values], str] | None = _as_json
+    plan: Callable[[Any], str] = str
+    say: Callable[[str], None] = typer.echo
+
+    def show(self, result: Any, given: Values, as_json: bool, told: str = "") -> None:
+        """Print a result.
+
+        Args:
+            told: text of an error that follows, which is not printed twice.
+        """
+        text = self.data(result, given) if as_json and self.data else self.text(result, given)
+        if text is not None and text != told:
+            typer.echo(text)
+
+    def stop_at(self, plan: Any) -> None:
+        """Print a plan, and end the command before anything is written."""
+        typer.echo(self.plan(plan))
+        raise typer.Exit
+
+
+class _Notes(logging.Handler):
+    """Prints what verbs say; what follows a result is kept until that has been shown."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: list[logging.LogRecord] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if getattr(record, "follows", False):
+            self.kept.append(record)
+        else:
+            typer.echo(record.getMessage(), err=True)
+
+
+@contextmanager
+def notes(as_json: bool) -> Iterator[None]:
+    """While it is open, what verbs say is printed on stderr, and at its end what follows the result.
+
+    Args:
+        as_json: whether stdout is a program's, so that nothing else goes there.
+    """
+    handler, level = _Notes(), LOGGER.level
+    LOGGER.addHandler(handler)
+    LOGGER.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        LOGGER.removeHandler(handler)
+        LOGGER.setLevel(level)
+        for record in handler.kept:
+            typer.echo(record.getMessage(), err=as_json or record.aside)  # type: ignore[attr-defined]
+
+
+def _piece(text: str) -> None:
+    typer.echo(text, nl=False)
+
+
+def _continuation(text: str, given: Values) -> str:
+    return json.dumps({"prompt": given["prompt"], "text": text})
+
+
+def _evaluation(results: Any, _: Values) -> str:
+    from diffquant.sweep.evaluate import results_text
+
+    return results_text(results)
+
+
+def _sweep_table(result: Any, _: Values) -> str | None:
+    from diffquant.sweep.table import text_table
+
+    return text_table(result) if result.cells else None
+
+
+def _search_table(result: Any, _: Values) -> str:
+    from diffquant.calib.search.table import search_table
+
+    return search_table(result)
+
+
+def _fits(fits: Any, given: Values) -> str:
+    from diffquant.calib.calibration.fit import fit_table
+
+    return fit_table(fits, given["bits"])
+
+
+def _calibration(fits: Any, given: Values) -> str:
+    from diffquant.calib.calibration import calibrate
+    from diffquant.source.ranges import read_any_ranges
+    from diffquant.support.code import provenance
+
+    settings = {**read_any_ranges(given["output"]).settings, **provenance(calibrate.__name__)}
+    return json.dumps({"settings": settings, "fits": [asdict(fit) for fit in fits]})
+
+
+def _outliers(result: Any, _: Values) -> str:
+    from diffquant.calib.analysis.outlier_outputs import outlier_table
+
+    return outlier_table(result)
+
+
+def _attention(result: Any, _: Values) -> str:
+    from diffquant.calib.analysis.attention_map_outputs import attention_table
+
+    return attention_table(result)
+
+
+def _bench(result: Any, _: Values) -> str:
+    from diffquant.bench.report import markdown
+
+    return result if isinstance(result, str) else markdown(result)
+
+
+# What is shown in another way than as the summary of the result.
+SHOWN = {
+    "quantize": Shown(plan=lambda plan: plan.table()),
+    "search": Shown(_search_table, plan=lambda search: search.estimate()),
+    "calibrate": Shown(_fits, _calibration),
+    "eval": Shown(_evaluation, lambda results, _: json.dumps({name: each.to_dict() for name, each in results.items()})),
+    "sweep": Shown(_sweep_table),
+    "report": Shown(lambda pages, _: f"wrote {pages[0]} and the pages of {len(pages) - 1} runs", data=None),
+    "outliers": Shown(_outliers),
+    "attention-map": Shown(_attention),
+    "bench": Shown(_bench),
+    "generate": Shown(lambda *_: "", _continuation, say=_piece),
+    "run": Shown(lambda *_: "", _continuation, say=_piece),
+    "demo": Shown(lambda *_: None, data=None),
+}

@@ -1,0 +1,34 @@
+"""Parameters as their user spells them: keywords in Python, options on the command line.
+
+A verb is one function for both, so a message that tells what to give names the parameter by `spelled`.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+_on_command_line = False
+
+
+def spelled(parameter: str, value: object = None) -> str:
+    """A parameter, with a value if there is one: "overwrite=True", on the command line "--overwrite".
+
+    Args:
+        value: what to give it; False is an option's opposite, such as "--no-cache".
+    """
+    if not _on_command_line:
+        return parameter if value is None else f"{parameter}={value!r}"
+    words = parameter.replace("_", "-")
+    if value is False:
+        return f"--no-{words}"
+    return f"--{words}" if value is None or value is True else f"--{words} {value}"
+
+
+@contextmanager
+def command_line() -> Iterator[None]:
+    """While it is open, the user is at the command line."""
+    global _on_command_line  # noqa: PLW0603  # the process has one user; threads see it too, as a context they would not
+    before, _on_command_line = _on_command_line, True
+    try:
+        yield
+    finally:
+        _on_command_line = before

@@ -1,0 +1,37 @@
+"""The verb `compare`: two results on the same items."""
+
+from typing import TYPE_CHECKING, Annotated
+
+from diffquant.verbs import kinds
+
+if TYPE_CHECKING:
+    from diffquant.sweep.comparison_report import ComparisonReport
+
+Before = Annotated[kinds.PathText, kinds.Kind(str, "A", by_place=True)]
+After = Annotated[kinds.PathText, kinds.Kind(str, "B", by_place=True)]
+
+
+def compare(before: Before, after: After) -> "ComparisonReport":
+    """Compare two results on the same items, item by item.
+
+        diffquant compare sweep@16 sweep@6:tensor
+        print(diffquant.compare("sweep@16", "sweep@6:tensor").summary())
+
+    Shows the paired difference with its 95 % interval, McNemar's exact test, and which items flipped. Where each side
+    has one configuration the two are compared, whatever they are called; otherwise those of one model, which is the one
+    at the same path, or else of the same name.
+
+    Args:
+        before: a sweep's folder; FOLDER@WORDS for its configuration of that model, target or scheme; or a
+            samples_*.jsonl of lm-eval.
+        after: the same, for what is compared with A.
+
+    Returns:
+        Differences with intervals, and the items that flipped.
+
+    Raises:
+        UsageError: a source cannot be read, the two have nothing in common, or were asked different items.
+    """
+    from diffquant.sweep.compare import compare as compare_sources
+
+    return compare_sources(before, after)

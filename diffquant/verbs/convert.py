@@ -1,0 +1,50 @@
+"""The verb `convert`: a checkpoint as another kind of model that computes the same function."""
+
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from diffquant.support.progress import Progress, progress_for
+from diffquant.verbs import kinds
+from diffquant.verbs.hub import at_revision, check_push, push_folder
+
+if TYPE_CHECKING:
+    from diffquant.conversion import Conversion
+
+Kind = Annotated[str, kinds.Kind(Literal["diffllama", "diff-v2", "llama"])]
+
+
+def convert(
+    model: kinds.Model,
+    output: kinds.NewFolder,
+    to: Kind,
+    *,
+    dtype: kinds.StoredDtype | None = None,
+    revision: kinds.Name | None = None,
+    push: kinds.Push | None = None,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+) -> "Conversion":
+    """Rewrite a checkpoint as another kind with the same function.
+
+        diffquant convert model -o model-diff-v2 --to diff-v2
+        diffquant.convert("SmolLM2-135M-Instruct.Q4_1.gguf", "smollm2-diff-v2", "diff-v2")
+
+    Args:
+        model, output, revision, push, overwrite: as `quantize` takes them.
+        to: kind to make: diffllama of unilm's V1, diff-v2 of llama, llama of DEX.
+        dtype: dtype of matrices: bfloat16, float16 or float32; by default the source's, or bfloat16 for a GGUF file's
+            codes. In Python too vectors (norms, biases, λ) keep theirs.
+        progress: function called with output bytes; by default a line on a terminal, one per minute in a log.
+
+    Returns:
+        Types and sizes, and the error of what was rounded.
+
+    Raises:
+        DiffQuantError: anything wrong with the checkpoint or the output, or no exact way leads there.
+    """
+    from diffquant.conversion import convert as write
+
+    check_push(push)
+    shown = progress or progress_for("convert")
+    report = write(at_revision(model, revision), output, to, dtype=dtype, overwrite=overwrite, progress=shown)
+    push_folder(output, push)
+    return report

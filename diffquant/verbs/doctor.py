@@ -1,0 +1,26 @@
+"""The verb `doctor`: what is installed, and what each extra would add."""
+
+from typing import TYPE_CHECKING
+
+from diffquant.errors import MissingDependencyError
+
+if TYPE_CHECKING:
+    from diffquant.doctor import Diagnosis
+
+
+def doctor() -> "Diagnosis":
+    """Say what is installed, and what each extra would add.
+
+        diffquant doctor
+
+    Raises:
+        MissingDependencyError: a required package is missing; its `result` is the diagnosis.
+    """
+    from diffquant.doctor import diagnose
+    from diffquant.export.native import kernel_name
+    from diffquant.support.installation import install_command
+
+    diagnosis = diagnose(kernel_name())
+    if not diagnosis.complete:
+        raise MissingDependencyError(f"a required package is missing: {install_command()}", diagnosis)
+    return diagnosis

@@ -1,0 +1,39 @@
+"""What verbs do about the Hugging Face hub, where models come from and outputs may go."""
+
+from pathlib import Path
+from typing import TypeVar
+
+from diffquant.verbs.notes import say
+
+_Opened = TypeVar("_Opened")
+
+
+def at_revision(model: Path | str | _Opened, revision: str | None) -> Path | _Opened:
+    """A model's path, a revision of the hub as part of its name; what is open already stays as it is."""
+    if not isinstance(model, Path | str):
+        return model
+    return Path(model) if revision is None else Path(f"{model}@{revision}")
+
+
+def check_push(model: str | None) -> None:
+    """Check, before the work, that its output can be pushed where that is wanted.
+
+    Raises:
+        DiffQuantError: as `diffquant.formats.hub.check_pushable` raises it.
+    """
+    if model is not None:
+        from diffquant.formats.hub import check_pushable
+
+        check_pushable(model)
+
+
+def push_folder(folder: Path | str, model: str | None) -> None:
+    """Push a folder where that is wanted, and say where it is now.
+
+    Raises:
+        CheckpointError: the hub refuses, or cannot be reached.
+    """
+    if model is not None:
+        from diffquant.formats.hub import push
+
+        say(f"pushed to {push(Path(folder), model)}")

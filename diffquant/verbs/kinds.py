@@ -1,0 +1,78 @@
+"""Kinds of verbs' parameters: what Python may give, and beside it how the command line reads it. No torch here."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+if TYPE_CHECKING:
+    import torch
+
+    from diffquant.recipe import RecipeLike
+    from diffquant.source.places import DeviceMap as AnyDeviceMap
+    from diffquant.source.source import Source
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How the command line reads a parameter. Numbers and flags need none; what has neither only Python can give.
+
+    Attributes:
+        type: type of a value: `str`, `Path`, `int`, `float`, or a `Literal` of the values there are.
+        word: word for a value in the help; the values themselves by default.
+        by_place: whether it is known by its place, not by its name.
+        repeats: whether it may be given several times.
+        short: letter for it, such as "-o".
+        former: name that it had, and still goes by.
+        least, most: bounds of a number.
+        known: function that says which values there are, for the end of its help.
+    """
+
+    type: Any
+    word: str | None = None
+    by_place: bool = False
+    repeats: bool = False
+    short: str = ""
+    former: str = ""
+    least: float | None = None
+    most: float | None = None
+    known: Callable[[], Iterable[str]] | None = None
+
+
+def _task_usages() -> list[str]:
+    from diffquant.evals.tasks import task_kinds
+
+    return [kind.usage for kind in task_kinds()]
+
+
+PathText = Path | str
+Model = Annotated["PathText | Source", Kind(Path, "MODEL", by_place=True)]
+PathModel = Annotated[PathText, Kind(Path, "MODEL", by_place=True)]
+Models = Annotated[PathText | Sequence[PathText], Kind(Path, "MODELS", by_place=True, repeats=True)]
+Exported = Annotated[PathText, Kind(Path, "FOLDER", by_place=True)]
+NewFolder = Annotated[PathText, Kind(Path, "FOLDER", short="-o")]
+NewFile = Annotated[PathText, Kind(Path, "FILE", short="-o")]
+Folder = Annotated[PathText, Kind(Path, "FOLDER")]
+File = Annotated[PathText, Kind(Path, "FILE")]
+Files = Annotated[PathText | Sequence[PathText], Kind(Path, "FILE", repeats=True)]
+
+Name = Annotated[str, Kind(str, "NAME")]
+Text = Annotated[str, Kind(str, "TEXT")]
+Names = Annotated[str | Sequence[str], Kind(str, "LIST")]
+Numbers = Annotated[str | Sequence[int], Kind(str, "LIST")]
+Targets = Annotated[str | Sequence[str], Kind(str, "LIST", former="target")]
+Tasks = Annotated[str | Sequence[str], Kind(str, "LIST", former="task", known=_task_usages)]
+Count = Annotated[int, Kind(int, "NUMBER", least=1)]
+Tokens = Annotated[int, Kind(int, "NUMBER", least=2)]
+Threads = Annotated[int, Kind(int, "NUMBER", least=0)]
+Seed = Annotated[int, Kind(int, "NUMBER", least=0, most=2**32 - 1)]
+Temperature = Annotated[float, Kind(float, "NUMBER", least=0.0)]
+
+Scheme = Annotated[str | int, Kind(str, "SCHEME")]
+RecipeFile = Annotated["RecipeLike", Kind(Path, "FILE")]
+Preset = Annotated[str, Kind(Literal["int4", "int8", "kv-4bit-best", "paper"])]
+Residual = Annotated[int, Kind(int, "TOKENS")]
+Overrides = Annotated[Mapping[str, str] | Sequence[str], Kind(str, "PATTERN=SCHEME", repeats=True, former="override")]
+StoredDtype = Annotated["torch.dtype | str", Kind(Literal["bfloat16", "float16", "float32"], "NAME")]
+DeviceMap = Annotated["AnyDeviceMap", Kind(Literal["auto"])]
+Push = Annotated[str, Kind(str, "ORG/NAME")]

@@ -1,0 +1,58 @@
+"""The verb `outliers`: the largest attention logits and hidden states of models."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from diffquant.source.places import Places
+from diffquant.support.progress import Progress, progress_for
+from diffquant.verbs import kinds
+from diffquant.verbs.arguments import path_or_none, paths
+from diffquant.verbs.notes import chosen_device, wrote
+
+if TYPE_CHECKING:
+    from diffquant.calib.analysis.outlier_result import Outliers
+
+
+def outliers(
+    models: kinds.Models,
+    output: kinds.NewFolder | None = None,
+    *,
+    text: kinds.File | None = None,
+    tokens: kinds.Tokens = 400_000,
+    window: int = 1024,
+    dtype: kinds.Name = "auto",
+    device: kinds.Name = "auto",
+    device_map: kinds.DeviceMap | None = None,
+    offload_folder: kinds.Folder | None = None,
+    progress: Progress | None = None,
+) -> "Outliers":
+    """Find the largest attention logits and hidden states.
+
+        diffquant outliers transformer diff -o outliers
+        diffquant.outliers(["transformer", "diff"], "outliers")
+
+    The table has each layer's largest magnitudes beside its median.
+
+    Args:
+        models: as `sweep` takes them.
+        output: folder for outliers.json and its plot.
+        text, tokens, window, dtype, device, device_map, offload_folder: as `calibrate` takes them.
+        progress: function called with the windows done; by default a line on a terminal, one per minute in a log.
+
+    Returns:
+        Magnitudes by model, layer and kind.
+
+    Raises:
+        DiffQuantError: a checkpoint, the text or the output do not fit.
+    """
+    from diffquant.calib.analysis.outlier_outputs import FILES, write_outliers
+    from diffquant.calib.analysis.outliers import OutlierOptions, find_outliers
+
+    if output is not None:
+        FILES.check(Path(output))
+    places = Places.of(device, device_map, offload_folder)
+    options = OutlierOptions(path_or_none(text), tokens, window, dtype, chosen_device(device), places)
+    found = find_outliers(paths(models), options, progress or progress_for("outliers"))
+    if output is not None:
+        wrote(write_outliers(found, Path(output)))
+    return found

@@ -1,0 +1,153 @@
+"""The verb `quantize`: a checkpoint with its weights packed, and a recipe for its cache and logits."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from diffquant.errors import UnknownModelTypeError, UsageError
+from diffquant.recipe import NEAREST, Recipe, RoundingSettings
+from diffquant.support.progress import Progress, progress_for
+from diffquant.support.spelling import spelled
+from diffquant.verbs import kinds
+from diffquant.verbs.hub import at_revision, check_push, push_folder
+from diffquant.verbs.notes import note_if_transformer, say
+from diffquant.verbs.recipes import chosen_recipe
+
+if TYPE_CHECKING:
+    from diffquant.quantization.plan import QuantizationPlan
+    from diffquant.quantization.quantize import Quantization
+    from diffquant.source.source import Source
+    from diffquant.source.weight_source import WeightSource
+
+AnyModel = Annotated["Path | str | Source | WeightSource", kinds.Kind(Path, "MODEL", by_place=True)]
+Rounding = Annotated[str | Mapping[str, Any], kinds.Kind(str, "NAME")]
+Keep = Annotated[str | Sequence[str], kinds.Kind(str, "PATTERN", repeats=True)]
+
+
+def quantize(
+    model: AnyModel,
+    output: kinds.NewFolder,
+    recipe: kinds.RecipeFile | None = None,
+    *,
+    preset: kinds.Preset | None = None,
+    weights: kinds.Scheme | None = None,
+    kv: kinds.Scheme | None = None,
+    k: kinds.Scheme | None = None,
+    v: kinds.Scheme | None = None,
+    logits: kinds.Scheme | None = None,
+    qk: kinds.Scheme | None = None,
+    residual: kinds.Residual | None = None,
+    overrides: kinds.Overrides = (),
+    rounding: Rounding | None = None,
+    text: kinds.File | None = None,
+    tokens: kinds.Tokens | None = None,
+    weights_only: bool = False,
+    keep: Keep = (),
+    weight_rules: kinds.File | None = None,
+    dtype: kinds.StoredDtype | None = None,
+    revision: kinds.Name | None = None,
+    push: kinds.Push | None = None,
+    overwrite: bool = False,
+    planned: "Callable[[QuantizationPlan], None] | None" = None,
+    progress: Progress | None = None,
+) -> "Quantization":
+    """Quantize a checkpoint's weights, KV cache and logits.
+
+        diffquant quantize model -o model-4bit --preset int4
+        diffquant.quantize("model", "model-4bit", {"weights": "4:g32", "kv": 8}, rounding="mse")
+
+    Tensors stream through memory, so a checkpoint may be larger than the memory. The folder has compressed-tensors'
+    format. Its recipe records how cache and logits are to be rounded, which happens when the model runs.
+
+    Args:
+        model: a checkpoint folder (safetensors), .gguf file, or ORG/NAME[@REVISION] on the Hugging Face hub. In Python
+            also an open `Source` or `WeightSource`.
+        output: folder to create. In Python too it appears whole or not at all.
+        recipe: YAML file of a recipe, in place of the schemes. In Python also a scheme of the weights such as "4:g32",
+            a mapping such as {"weights": "4:g32", "kv": 8}, or a `Recipe`.
+        preset: name of a recipe. int4: weights 4:g32, known as w4a16. int8: weights 8:row and a KV cache of 8 bits.
+            kv-4bit-best: a KV cache of k 4:c32, v 4:row:rotated and residual 64. paper: logits 4:tensor, the fewest
+            bits in the DIFF paper's Figure 8.
+        weights: scheme of the weights, as BITS[:GRANULARITY]: 4:g32, 6:channel or 16.
+        kv: scheme of the KV cache: 8, 4:token, 4:g32 or 16.
+        k: scheme of keys, in place of `kv`; 4:c64 has one scale per channel and 64 tokens.
+        v: scheme of values, in place of `kv`.
+        logits: scheme of attention logits, whose rounding is simulated: 6:row, 4:tensor, 4:row:shift or 16.
+        qk: scheme of the queries and keys of Q·Kᵀ, whose rounding is simulated: 8:row, 4:b64:smooth or 16.
+        residual: number of newest tokens of the KV cache that stay 16-bit; none by default.
+        overrides: scheme for some weights, or layers' .k, .v, .logits and .qk: '*.mlp.*=6:row', '*.layers.3.*.k=8'; the
+            first match wins. In Python also a mapping from patterns to schemes.
+        rounding: rule from weights to codes. nearest, the default, takes each scale from the largest magnitude; mse
+            searches the scale of the least squared error; gptq also compensates errors over a text; tuned goes on from
+            there by gradients, for the least loss, and takes several times as long. In Python also a mapping, as a
+            recipe has it.
+        text: text for gptq and tuned; by default the prose that ships.
+        tokens: number of tokens of the text to read; 16384 by default.
+        weights_only: choose weights by their names, whatever the architecture; automatic where the model_type is
+            unknown.
+        keep: pattern of the names of tensors that are not quantized, beside those that the rules keep.
+        weight_rules: YAML file of rules (linears, experts, keep), in place of diffquant's own.
+        dtype: dtype of matrices that are not packed: bfloat16, float16 or float32; by default the source's, or bfloat16
+            where that is float32.
+        revision: branch, tag or commit of a model on the hub; main by default.
+        push: model on the hub to upload the folder to, with its model card.
+        overwrite: replace the folder if it exists.
+        planned: function called with the plan before anything is written; what it raises ends the run.
+        progress: function called with the work done; by default a line on a terminal, one per minute in a log.
+
+    Returns:
+        Sizes, and the error of every packed weight.
+
+    Raises:
+        DiffQuantError: anything wrong with the checkpoint, the recipe or the output; nothing is left then.
+        KeyboardInterrupt: finished shards are kept, and the message says how to go on.
+    """
+    from diffquant.quantization.quantize import quantize as write
+
+    wanted = chosen_recipe(
+        recipe, preset, weights=weights, kv=kv, k=k, v=v, logits=logits, qk=qk, residual=residual, overrides=overrides
+    )
+    if wanted is None or replace(wanted, rounding=NEAREST) == Recipe():
+        ways = ", ".join(map(spelled, ("preset", "weights", "kv", "logits")))
+        raise UsageError(
+            f"nothing to quantize: give {ways} or {spelled('recipe')}, such as {spelled('preset', 'int4')}"
+        )
+    wanted = replace(wanted, rounding=_rounding(wanted.rounding, rounding, text, tokens))
+    check_push(push)
+    kept = (keep,) if isinstance(keep, str) else tuple(keep)
+    source = _opened(at_revision(model, revision), weights_only, kept, weight_rules)
+    note_if_transformer(source)
+    shown = progress or progress_for("quantize")
+    report = write(source, output, wanted, dtype=dtype, overwrite=overwrite, planned=planned, progress=shown)
+    push_folder(output, push)
+    return report
+
+
+def _opened(
+    model: "Path | Source | WeightSource", weights_only: bool, keep: tuple[str, ...], rules_file: Path | str | None
+) -> "Source | WeightSource":
+    """The checkpoint as a model that is known, or as weights by name where that is asked for or all there is."""
+    from diffquant.source.source import open_source
+    from diffquant.source.weight_rules import WeightRules
+    from diffquant.source.weight_source import WeightSource, open_weights
+
+    if isinstance(model, WeightSource):
+        return model
+    if not isinstance(model, Path):
+        return open_source(model)
+    if not (weights_only or keep or rules_file):
+        try:
+            return open_source(model)
+        except UnknownModelTypeError as error:
+            say(f"note: {error}; its weights are chosen by name")
+    return open_weights(model, WeightRules.read(None if rules_file is None else Path(rules_file), keep))
+
+
+def _rounding(
+    settings: RoundingSettings, given: str | Mapping[str, Any] | None, text: Path | str | None, tokens: int | None
+) -> RoundingSettings:
+    """A recipe's rounding with what is given beside it; another rule than the recipe's starts afresh."""
+    if given is not None and given != settings.name:
+        settings = RoundingSettings.parse(given)
+    return replace(settings, text=Path(text) if text else settings.text, tokens=tokens or settings.tokens)

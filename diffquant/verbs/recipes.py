@@ -1,0 +1,45 @@
+"""The recipe that a verb's parameters make."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from diffquant.errors import UsageError
+from diffquant.recipe import PRESETS, Recipe, RecipeLike
+from diffquant.support.spelling import spelled
+
+
+def chosen_recipe(recipe: RecipeLike | None = None, preset: str | None = None, **settings: Any) -> Recipe | None:
+    """The recipe that is given whole, by a preset's name or by its settings; None where nothing is given.
+
+    Args:
+        settings: what `Recipe.of` takes; None is not given, and overrides may be "PATTERN=SCHEME" texts.
+
+    Raises:
+        UsageError: more than one of the three is given, or one cannot be read.
+    """
+    stated = {name: value for name, value in settings.items() if value is not None and value != ()}
+    whole = [name for name, given in (("recipe", recipe), ("preset", preset)) if given is not None]
+    if len(whole) == 2:
+        raise UsageError(f"{spelled('recipe')} and {spelled('preset')} are two recipes; give one or the other")
+    if whole and stated:
+        raise UsageError(f"{spelled(whole[0])} replaces {', '.join(map(spelled, stated))}; give one or the other")
+    if preset is not None:
+        if preset not in PRESETS:
+            raise UsageError(f"unknown preset {preset!r}; known are {', '.join(PRESETS)}")
+        return Recipe.of(**PRESETS[preset])
+    if recipe is not None:
+        return Recipe.parse(recipe)
+    if "overrides" in stated:
+        stated["overrides"] = _overrides(stated["overrides"])
+    return Recipe.of(**stated) if stated else None
+
+
+def _overrides(given: Mapping[str, str] | Sequence[str]) -> Mapping[str, str]:
+    return given if isinstance(given, Mapping) else dict(map(_override, given))
+
+
+def _override(text: str) -> tuple[str, str]:
+    pattern, separator, scheme = text.partition("=")
+    if not separator or not pattern:
+        raise UsageError(f"cannot read override {text!r}: expected PATTERN=SCHEME, such as '*.mlp.*=6:row'")
+    return pattern, scheme

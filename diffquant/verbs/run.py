@@ -1,0 +1,56 @@
+"""The verb `run`: the text that follows a prompt, by an exported folder."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from diffquant.verbs import kinds
+from diffquant.verbs.generate import joined
+from diffquant.verbs.notes import add, say
+
+
+def run(
+    folder: kinds.Exported,
+    prompt: kinds.Text,
+    *,
+    max_new_tokens: kinds.Count = 64,
+    temperature: kinds.Temperature = 0.0,
+    seed: kinds.Seed = 0,
+    chat: bool = False,
+    threads: kinds.Threads = 0,
+    device: kinds.Name = "auto",
+    said: Callable[[str], None] | None = None,
+) -> str:
+    """Continue a prompt in ONNX Runtime.
+
+        diffquant run model-onnx --prompt 'Once upon a time'
+        print(diffquant.run("model-onnx", "Once upon a time"))
+
+    Speed and memory go to stderr.
+
+    Args:
+        folder: a folder that `diffquant export` wrote.
+        prompt, max_new_tokens, temperature, seed, chat, device, said: as `generate` takes them.
+        threads: number of ONNX Runtime's threads; 0 takes all cores.
+
+    Returns:
+        The continuation alone, without special tokens.
+
+    Raises:
+        CheckpointError: the folder is damaged, changed since it was exported, or has no cache or no tokenizer.
+        UsageError: the prompt is empty, longer than the model's context, or there is no chat template.
+        MissingDependencyError: ONNX Runtime is not installed, or cannot use the device.
+    """
+    from diffquant.export import require
+
+    require()
+    from diffquant.export.runtime.device import on_cpu_text
+    from diffquant.export.runtime.generation import Generator
+
+    generator = Generator(Path(folder), threads, device=device)
+    if device == "auto" and generator.model.device.kind != "cpu":
+        say(f"runs on {generator.model.device.name}")
+    if fallbacks := generator.model.fallbacks:
+        say(on_cpu_text(fallbacks))
+    text = joined(generator.stream(prompt, max_new_tokens, temperature, seed, chat), said)
+    add(str(generator.speed), aside=True)
+    return text

@@ -1,0 +1,40 @@
+"""A message names a parameter as the person in front of it spells it."""
+
+import re
+import sys
+
+import pytest
+
+import diffquant
+from diffquant.cli import main
+from diffquant.errors import OutputExistsError
+from diffquant.support.spelling import command_line, spelled
+from tests.support.checkpoints import write_checkpoint
+
+
+@pytest.mark.parametrize(
+    ("parameter", "value", "in_python", "as_an_option"),
+    [
+        ("overwrite", True, "overwrite=True", "--overwrite"),
+        ("cache", False, "cache=False", "--no-cache"),
+        ("kv", 8, "kv=8", "--kv 8"),
+        ("weights", "4:g32", "weights='4:g32'", "--weights 4:g32"),
+        ("device_map", None, "device_map", "--device-map"),
+    ],
+)
+def test_a_parameter_is_spelled_for_python_and_for_the_command_line(parameter, value, in_python, as_an_option):
+    assert spelled(parameter, value) == in_python
+    with command_line(), command_line():
+        assert spelled(parameter, value) == as_an_option
+    assert spelled(parameter, value) == in_python
+
+
+def test_one_error_speaks_to_python_of_a_keyword_and_to_the_command_line_of_an_option(tmp_path, monkeypatch, capsys):
+    source, taken = write_checkpoint(tmp_path / "source", "unilm-v2"), tmp_path / "taken"
+    taken.mkdir()
+    with pytest.raises(OutputExistsError, match=f"^{re.escape(str(taken))} exists.* pass overwrite=True$"):
+        diffquant.quantize(source, taken, "4:row")
+    monkeypatch.setattr(sys, "argv", ["diffquant", "quantize", str(source), "-o", str(taken), "--weights", "4:row"])
+    with pytest.raises(SystemExit):
+        main()
+    assert capsys.readouterr().err.endswith("pass --overwrite\n")

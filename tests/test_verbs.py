@@ -1,0 +1,187 @@
+"""A verb is one function: what Python gives as a parameter the command line gives as an option of the same name."""
+
+import inspect
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+
+import diffquant
+from diffquant import verbs
+from diffquant.cli import app
+from diffquant.cli.command import command, former_names, name_of
+from diffquant.cli.show import SHOWN, Shown
+from diffquant.errors import UsageError
+from diffquant.evals.tasks import task_options
+from diffquant.recipe import PRESETS, Recipe
+from diffquant.verbs.kinds import Model
+from diffquant.verbs.recipes import chosen_recipe
+from tests.support import tiny_lm
+from tests.support.checkpoints import write_checkpoint
+
+VERBS = [verb for group in verbs.GROUPS.values() for verb in group]
+COMMANDS = typer.main.get_command(app).commands
+# What only the terminal has, and what only a program can give.
+TERMINALS = {"as_json", "dry_run"}
+PROGRAMS = {"progress", "planned", "said", "tokenizer", "max_memory"}
+ROOMS = {"bench", "demo", "doctor", "report"}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return tiny_lm.write_diff_v2(tmp_path_factory.mktemp("tiny") / "model")
+
+
+@pytest.mark.parametrize("verb", VERBS, ids=name_of)
+def test_each_option_is_a_parameter_and_each_parameter_an_option_of_its_name(verb):
+    parameters = inspect.signature(verb).parameters
+    expected = {name for name, each in parameters.items() if each.kind is not each.VAR_KEYWORD} - PROGRAMS
+    if len(expected | PROGRAMS & parameters.keys()) < len(parameters):
+        expected |= {option.name for option in task_options()}
+    params = {param.name: param for param in COMMANDS[name_of(verb)].params}
+    assert params.keys() - TERMINALS == expected
+    for name, param in params.items():
+        if param.param_type_name == "argument" or name in TERMINALS:
+            continue
+        words = name.replace("_", "-")
+        is_inverted = name in parameters and parameters[name].default is True
+        assert param.opts[0] == (f"--no-{words}" if is_inverted else f"--{words}")
+
+
+@pytest.mark.parametrize("verb", VERBS, ids=name_of)
+def test_a_default_is_that_of_the_signature(verb):
+    parameters, params = (
+        inspect.signature(verb).parameters,
+        {each.name: each for each in COMMANDS[name_of(verb)].params},
+    )
+    for name, each in parameters.items():
+        if name not in params:
+            continue
+        default = each.default
+        if default is each.empty:
+            assert params[name].required
+        elif default is True:
+            assert params[name].default is False
+        else:
+            assert (params[name].default or None) in (default or None, str(default))
+
+
+def test_every_verb_that_is_no_room_is_a_name_of_the_package():
+    names = {verb.__name__ for verb in VERBS}
+    assert names - ROOMS < set(diffquant.__all__)
+    assert all(inspect.unwrap(getattr(diffquant, name)) is getattr(verbs, name) for name in names - ROOMS)
+
+
+def test_importing_the_verbs_brings_neither_torch_nor_typer():
+    code = "import sys, diffquant.verbs; print(*{'torch', 'numpy', 'typer', 'transformers', 'yaml'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parents[1])
+    assert (done.returncode, done.stdout.split()) == (0, []), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "expected"),
+    [
+        ("sweep", "m -o out --task nll --target kv --granularity row --recipe r.yaml", ["nll", "kv", "row", "r.yaml"]),
+        ("sweep", "m -o out --tasks nll --targets kv --granularities row", ["nll", "kv", "row"]),
+        ("search", "m -o out --budget 4 --target k,v", ["k,v"]),
+        ("quantize", "m -o out --override *.mlp.*=8", ["*.mlp.*=8"]),
+    ],
+)
+def test_names_that_options_had_still_work_and_are_not_shown(name, words, expected):
+    verb = COMMANDS[name]
+    given = verb.make_context(name, words.split()).params
+    found = [given[key] for key in ("tasks", "targets", "granularities", "recipes", "overrides") if given.get(key)]
+    found = [each for each in found if each != "hellaswag"]
+    assert [str(each[0]) if isinstance(each, list | tuple) else each for each in found] == expected
+    shown = {word for each in verb.params for word in each.opts}
+    assert former_names(getattr(verbs, name)).keys() & {word.lstrip("-") for word in shown} == set()
+
+
+def test_a_flag_turns_off_what_is_on_and_what_only_the_terminal_has_stays_there(monkeypatch, capsys):
+    seen = {}
+
+    def toy(model: Model, *, cache: bool = True, said: object = None):
+        """Be a toy.
+
+            diffquant toy model
+
+        Args:
+            model: as `export` takes it.
+            cache: False leaves the cache out.
+            said: function called with text.
+
+        Raises:
+            UsageError: with what was made.
+        """
+        seen.update(model=model, cache=cache, said=said)
+        raise UsageError("half made", {"half": 1})
+
+    monkeypatch.setitem(SHOWN, "toy", Shown(lambda made, _: f"made {made}", lambda made, _: json.dumps(made)))
+    program = typer.Typer()
+    program.command()(command(toy))
+    monkeypatch.setattr(sys, "argv", ["toy", "here", "--no-cache", "--json"])
+    with pytest.raises(UsageError, match="half made"):
+        program(standalone_mode=False)
+    assert seen == {"model": Path("here"), "cache": False, "said": None}
+    assert json.loads(capsys.readouterr().out) == {"half": 1}
+    monkeypatch.setattr(sys, "argv", ["toy", "here"])
+    with pytest.raises(UsageError):
+        program(standalone_mode=False)
+    assert (seen["cache"], seen["said"] is None) == (True, False)
+    assert capsys.readouterr().out == "made {'half': 1}\n"
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"recipe": 8, "kv": 8}, "recipe replaces kv"),
+        ({"preset": "int4", "weights": 4, "residual": 0}, "preset replaces weights, residual"),
+        ({"recipe": 8, "preset": "int4"}, "recipe and preset are two recipes"),
+        ({"preset": "int5"}, f"unknown preset 'int5'; known are {', '.join(PRESETS)}"),
+        ({"overrides": ["q_proj"]}, "expected PATTERN=SCHEME"),
+    ],
+)
+def test_a_recipe_is_given_in_one_way(settings, message):
+    with pytest.raises(UsageError, match=message):
+        chosen_recipe(**settings)
+
+
+def test_a_recipe_is_what_its_settings_say_and_none_without_any():
+    assert chosen_recipe() is chosen_recipe(weights=None, overrides=()) is None
+    expected = Recipe.of(weights="4:g32", kv=8, overrides={"*.mlp.*": "6:row"})
+    assert chosen_recipe(weights="4:g32", kv=8, overrides=["*.mlp.*=6:row"]) == expected
+    assert chosen_recipe(weights="4:g32", kv="8", overrides={"*.mlp.*": "6:row"}) == expected
+    assert chosen_recipe(kv=16) == Recipe()
+
+
+def test_python_quantizes_with_rules_and_settings_of_the_command(tmp_path):
+    model, plans = write_checkpoint(tmp_path / "model", "unilm-v2"), []
+    report = diffquant.quantize(
+        model, tmp_path / "out", weights="4:g32", overrides=["*.mlp.*=8:row"], keep="*.q_proj.*", planned=plans.append
+    )
+    schemes = {error.name: str(error.scheme) for error in report.errors}
+    assert not [name for name in schemes if "q_proj" in name]
+    assert {scheme for name, scheme in schemes.items() if ".mlp." in name} == {"8:row"}
+    assert plans[0].table()
+    with pytest.raises(UsageError, match="nothing to quantize: give preset, weights"):
+        diffquant.quantize(model, tmp_path / "other")
+
+
+def test_python_exports_what_only_the_command_did(tmp_path, model):
+    diffquant.export(model, tmp_path / "out", web=True, genai_device="cuda:1")
+    assert (tmp_path / "out/web.json").is_file()
+    assert "cuda" in (tmp_path / "out/genai_config.json").read_text()
+    with pytest.raises(UsageError, match="web is float32: leave out dtype"):
+        diffquant.export(model, tmp_path / "other", web=True, dtype="float16")
+
+
+def test_python_runs_and_proves_an_export_and_hears_each_piece(tmp_path, model):
+    diffquant.export(model, tmp_path / "out")
+    pieces = []
+    made = diffquant.run(tmp_path / "out", "It was", max_new_tokens=3, said=pieces.append)
+    assert "".join(pieces) == made == diffquant.generate(model, "It was", max_new_tokens=3)
+    assert diffquant.verify(tmp_path / "out", model).passed
+    assert diffquant.inspect(model).to_dict()["generation"] == "DIFF V2"
