@@ -183,7 +183,8 @@ class DiffAttention(PairAttention):
 @contextmanager
 def observed(attention: PairAttention) -> Iterator[list[AttentionCall]]:
     """The calls that an attention makes meanwhile, in order."""
-    attention.calls = calls = []
+    calls: list[AttentionCall] = []
+    attention.calls = calls
     try:
         yield calls
     finally:

@@ -47,7 +47,7 @@ def _declared() -> dict[str, list[str]]:
     project = _project_file()
     if project.is_file():
         declared = tomllib.loads(project.read_text(encoding="utf-8"))["project"]
-        return {"": declared["dependencies"]} | declared["optional-dependencies"]
+        return {"": declared["dependencies"], **declared["optional-dependencies"]}
     recorded = metadata.metadata("diffquant")
     extras = ["", *(recorded.get_all("Provides-Extra") or [])]
     return dict.fromkeys(extras, recorded.get_all("Requires-Dist") or [])

@@ -71,8 +71,8 @@ def as_operator(
     def run(q: list[Tensor], k: list[Tensor], v: Tensor, lam: Tensor | None, *rest: Any) -> Any:
         out = empty_output(q[0], v.shape[-1])
         lam = None if lam is None else lam.float().expand(*q[0].shape[:3], 1)
-        numbers, given = rest[:7], rest[7:]
-        return launch(Operands(out, same_strides(*q), same_strides(*k), *same_strides(v), lam, *numbers), *given)
+        (v,) = same_strides(v)
+        return launch(Operands(out, same_strides(*q), same_strides(*k), v, lam, *rest[:7]), *rest[7:])
 
     op = torch.library.custom_op(f"diffquant::{name}", run, mutates_args=(), schema=f"({_PARTS}{options}) -> {returns}")
     op.register_fake(lambda q, _k, v, *rest: fake(empty_output(q[0], v.shape[-1]), q, *rest[8:]))
