@@ -31,7 +31,9 @@ def imported_at_once(statements: list[ast.stmt]) -> Iterator[str]:
 
 
 @pytest.mark.parametrize(
-    "file", python_files("diffquant/demo", "diffquant/cli", "diffquant/verbs"), ids=lambda file: str(file.relative_to(ROOT))
+    "file",
+    python_files("diffquant/demo", "diffquant/cli", "diffquant/verbs"),
+    ids=lambda file: str(file.relative_to(ROOT)),
 )
 def test_the_command_line_imports_a_room_when_it_is_asked_for(file):
     modules = imported_at_once(ast.parse(file.read_text()).body)
