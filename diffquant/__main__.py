@@ -9,7 +9,8 @@ def main() -> None:
     """Run the command line."""
     interruption.watch()
     try:
-        from diffquant.cli import main as run
+        from diffquant.cli.app import app
+        from diffquant.support.program import run_commands
     except KeyboardInterrupt:
         sys.stderr.write("\ninterrupted\n")
         raise SystemExit(130) from None
@@ -20,7 +21,7 @@ def main() -> None:
 
         sys.stderr.write(f"diffquant needs {error.name}, which is not installed: {install_command()}\n")
         raise SystemExit(5) from None
-    run()
+    run_commands(app)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Union, get_args, get_origin
 import typer
 
 from diffquant import verbs
-from diffquant.cli.show import SHOWN, Shown, notes
+from diffquant.cli.show import SHOWN, Shown, notes, show_loading
 from diffquant.errors import DiffQuantError
 from diffquant.evals.task import TaskOption
 from diffquant.evals.tasks import task_options
@@ -100,7 +100,8 @@ def command(verb: Callable[..., Any]) -> Callable[..., None]:
             given["said"] = shown.say
         if dry_run:
             given["planned"] = shown.stop_at
-        with notes(as_json):
+        show_loading()
+        with command_line(), notes(as_json):
             try:
                 result = verb(**given)
             except DiffQuantError as error:

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -87,6 +88,17 @@ def notes(as_json: bool) -> Iterator[None]:
         LOGGER.setLevel(level)
         for record in handler.kept:
             typer.echo(record.getMessage(), err=as_json or record.aside)  # type: ignore[attr-defined]
+
+
+def show_loading() -> None:
+    """Import torch with a sign of life on a terminal, since that may take longer than people wait for one."""
+    if sys.stderr.isatty() and "torch" not in sys.modules:
+        sys.stderr.write("loading ...")
+        sys.stderr.flush()
+        try:
+            import torch  # noqa: F401
+        finally:
+            sys.stderr.write("\r\x1b[K")
 
 
 def _piece(text: str) -> None:

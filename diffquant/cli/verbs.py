@@ -1,17 +1,15 @@
-"""Verbs in the help: in groups, in whole sentences, with words for values. A verb says at once that it is loading."""
+"""Verbs in the help: in groups, in whole sentences, with words for values."""
 
-import sys
 from typing import Any
 
 from typer.core import TyperArgument, TyperCommand, TyperGroup
 
 from diffquant.cli.command import name_of
-from diffquant.support.spelling import command_line
 from diffquant.verbs import GROUPS
 
 
 class Verb(TyperCommand):
-    """A command whose help has words for values, and which says at once that it is loading."""
+    """A command whose help has words for values."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -27,18 +25,6 @@ class Verb(TyperCommand):
         # In one line, however long, so that it can be copied.
         with formatter.section("Example"):
             formatter.write(f"{'':{formatter.current_indent}}{(self.epilog or '').split('`')[1]}\n")
-
-    def invoke(self, ctx: Any) -> Any:
-        # On a terminal, since importing torch may take longer than people wait for a sign of life.
-        if sys.stderr.isatty() and "torch" not in sys.modules:
-            sys.stderr.write("loading ...")
-            sys.stderr.flush()
-            try:
-                import torch  # noqa: F401
-            finally:
-                sys.stderr.write("\r\x1b[K")
-        with command_line():
-            return super().invoke(ctx)
 
 
 class VerbGroup(TyperGroup):

@@ -30,29 +30,25 @@ def run_commands(program: typer.Typer) -> None:
         # The code pages of Windows lack λ and others of our letters.
         sys.stdout.reconfigure(errors="replace")
     with visible_streams(), command_line():
-        _run(program)
-
-
-def _run(program: typer.Typer) -> None:
-    try:
-        program()
-    except DiffQuantError as error:
-        _fail(f"error: {error}", error.exit_code)
-    except OSError as error:
-        _fail(f"error: {error}", 1)
-    except SystemExit as stop:
-        interrupt = _interrupt_behind(stop)
-        if interrupt is None:
-            raise
-        _fail(f"\n{interrupt}" if str(interrupt) else "\ninterrupted", 130)
-    except KeyboardInterrupt:
-        _fail("\ninterrupted", 130)
-    except MemoryError:
-        _fail("error: out of memory; nothing was put in place. Close other programs or take a smaller batch", 1)
-    except Exception as error:
-        if interruption.came():
+        try:
+            program()
+        except DiffQuantError as error:
+            _fail(f"error: {error}", error.exit_code)
+        except OSError as error:
+            _fail(f"error: {error}", 1)
+        except SystemExit as stop:
+            interrupt = _interrupt_behind(stop)
+            if interrupt is None:
+                raise
+            _fail(f"\n{interrupt}" if str(interrupt) else "\ninterrupted", 130)
+        except KeyboardInterrupt:
             _fail("\ninterrupted", 130)
-        _fail(f"error: {_report(error)}", 1)
+        except MemoryError:
+            _fail("error: out of memory; nothing was put in place. Close other programs or take a smaller batch", 1)
+        except Exception as error:
+            if interruption.came():
+                _fail("\ninterrupted", 130)
+            _fail(f"error: {_report(error)}", 1)
 
 
 def _report(error: Exception) -> str:
