@@ -5,7 +5,7 @@
     model = diffquant.load("checkpoint-4bit")
 
 Make: `quantize`, `convert`, `search`, `calibrate`. Measure: `evaluate`, `sweep`, `compare`. Run: `load`,
-`load_tokenizer`, `generate`, `export`. Recipes are `Recipe`s, or what `Recipe.parse` reads; every error is a
+`load_tokenizer`, `generate`, `serve`, `export`. Recipes are `Recipe`s, or what `Recipe.parse` reads; every error is a
 `DiffQuantError`.
 
 Names are resolved when first used, so that importing the package does not import torch. Once it is imported,
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from diffquant.quantization.quantize import quantize
     from diffquant.recipe import Recipe
     from diffquant.scheme import Scheme
+    from diffquant.serve.server import serve
     from diffquant.source.tokenizer import load_tokenizer
     from diffquant.sweep.compare import compare
     from diffquant.verbs.calibrate import calibrate
@@ -47,13 +48,14 @@ _HOMES = {
     "load_tokenizer": "diffquant.source.tokenizer",
     "quantize": "diffquant.quantization.quantize",
     "search": "diffquant.verbs.search",
+    "serve": "diffquant.serve.server",
     "sweep": "diffquant.verbs.sweep",
     "DiffQuantError": "diffquant.errors",
     "Recipe": "diffquant.recipe",
     "Scheme": "diffquant.scheme",
 }
 # Verbs whose names are those of rooms too.
-_ROOMS = ("export", "sweep")
+_ROOMS = ("export", "serve", "sweep")
 
 __all__ = [
     "DiffQuantError",
@@ -70,6 +72,7 @@ __all__ = [
     "load_tokenizer",
     "quantize",
     "search",
+    "serve",
     "sweep",
 ]
 

@@ -9,7 +9,7 @@ from typer.core import TyperArgument, TyperCommand, TyperGroup
 GROUPS = {
     "Make": ("quantize", "convert", "search", "calibrate"),
     "Measure": ("eval", "sweep", "compare", "report", "outliers", "attention-map", "bench"),
-    "Run": ("generate", "export", "verify", "run"),
+    "Run": ("generate", "serve", "export", "verify", "run"),
     "Set up": ("inspect", "doctor", "demo"),
 }
 

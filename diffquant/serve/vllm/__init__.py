@@ -9,7 +9,7 @@ from diffquant.serve.vllm.versions import note_untested
 
 
 def register() -> None:
-    """Make vLLM know the family's configurations and models, and packed widths that it has no kernel for on a processor.
+    """Make vLLM know the family's configurations and models, and, on a processor, packed weights of every width.
 
     vLLM calls it once or more in each of its processes.
     """

@@ -89,9 +89,3 @@ def register_configs() -> None:
     """Have transformers, which reads configurations for vLLM, make those of the family of these classes."""
     for config in _CONFIGS:
         AutoConfig.register(config.model_type, config, exist_ok=True)
-
-
-def beyond_weights(config: Any) -> dict[str, str]:
-    """What a folder's recipe asks of cache and logits, which vLLM does not do; empty where it asks nothing."""
-    recipe = (getattr(config, "diffquant_config", None) or {}).get("recipe", {})
-    return {name: recipe[name] for name in ("k", "v", "logits", "qk") if recipe.get(name, "16") != "16"}

@@ -1,7 +1,6 @@
 """Models of the family for vLLM: Llama's decoder around differential attention."""
 
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +15,9 @@ from vllm.model_executor.models.llama import LlamaDecoderLayer, LlamaForCausalLM
 
 from diffquant.errors import UsageError
 from diffquant.model.mlp import POLY_NORM_EPS
+from diffquant.serve.folder import beyond_weights
 from diffquant.serve.modeling_diffquant import DiffConfig
 from diffquant.serve.vllm.attention import ServedAttention, row_orders
-from diffquant.serve.vllm.config import beyond_weights
 
 logger = init_logger(__name__)
 
@@ -90,10 +89,10 @@ class DiffForCausalLM(LlamaForCausalLM):
                 f"{config.model_type} has all signal heads first, and LoRA adapters to it are served on one rank alone"
             )
         super().__init__(vllm_config=vllm_config, prefix=prefix, layer_type=DiffDecoderLayer)
-        if asked := beyond_weights(config):
+        if asked := beyond_weights(getattr(config, "diffquant_config", None)):
             logger.warning(
                 "%s of the recipe are not done by vLLM: K and V are stored as %s, and logits are exact",
-                ", ".join(f"{name} {scheme}" for name, scheme in asked.items()),
+                asked,
                 vllm_config.cache_config.cache_dtype,
             )
 
@@ -105,7 +104,6 @@ class DiffForCausalLM(LlamaForCausalLM):
         dtypes = {name: parameter.dtype for name, parameter in self.named_parameters()}
         for name, tensor in weights:
             order = self.row_orders.get(name.rsplit(".", 2)[-2])
-            if order is not None and not name.endswith("weight_shape"):
-                tensor = tensor[order]
-            # vLLM would do the same, with a warning for each.
-            yield name, tensor.to(dtypes.get(name, tensor.dtype))
+            moves = order is not None and not name.endswith("weight_shape")
+            # vLLM would convert them, too, with a warning for each.
+            yield name, (tensor[order] if moves else tensor).to(dtypes.get(name, tensor.dtype))

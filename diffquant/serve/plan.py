@@ -1,0 +1,236 @@
+"""How vLLM's server has to be started for a folder: its model, dtype, context and cache, and what it will not do."""
+
+import json
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any, Literal
+
+from diffquant.errors import CheckpointError, MissingDependencyError, UnknownModelTypeError, UsageError
+from diffquant.formats.opening import open_checkpoint
+from diffquant.formats.reader import Checkpoint
+from diffquant.model.adapters import Adapter, adapter_for
+from diffquant.model.transformer import TransformerArchitecture
+from diffquant.serve.folder import beyond_weights, modelling_file
+from diffquant.serve.vllm.versions import TESTED, installed_vllm
+from diffquant.support.installation import install_command
+
+Dtype = Literal["bfloat16", "float16", "float32"]
+Implementation = Literal["plugin", "folder"]
+_ITEMSIZES: Mapping[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
+# vLLM gives out its cache in blocks of tokens, a request's last one and one more being partly empty.
+_BLOCKS = 256
+# Requests of full length that the cache has room for, where memory has.
+_REQUESTS = 16
+# What vLLM and a batch take beside weights and cache.
+_APART = 2 << 30
+
+
+@dataclass(frozen=True)
+class ServerPlan:
+    """A server that is not started yet.
+
+    Attributes:
+        command: command line of vLLM's OpenAI server.
+        environment: variables that it needs beside this process's.
+        url: URL of its API.
+        name: name that requests call the model by.
+        notes: sentences about what of the folder it does not do, and what was not tested.
+    """
+
+    command: list[str]
+    environment: dict[str, str]
+    url: str
+    name: str
+    notes: list[str]
+
+    @property
+    def curl(self) -> str:
+        """A command line that asks it for a few tokens."""
+        asked = json.dumps({"model": self.name, "prompt": "The capital of France is", "max_tokens": 16})
+        return f"curl {self.url}/completions -H 'Content-Type: application/json' -d '{asked}'"
+
+
+@dataclass(frozen=True)
+class Room:
+    """Tokens of a request, and bytes of the cache that all requests share."""
+
+    context: int
+    cache: int
+
+
+def plan_server(
+    model: Path,
+    *,
+    host: str,
+    port: int,
+    context: int | None,
+    cache: Literal["16", "fp8"],
+    dtype: Dtype | None,
+    ranks: int,
+    implementation: Implementation,
+    memory: int | None,
+) -> ServerPlan:
+    """Look at a folder and say how to serve it; nothing is started.
+
+    Args:
+        memory: free bytes of main memory; None on a machine with a GPU, whose memory vLLM measures.
+
+    Raises:
+        MissingDependencyError: vLLM is not installed, or does not find the plugin.
+        UnknownModelTypeError: vLLM has no layers for the model.
+        UsageError: a request of the context does not fit into the memory.
+        CheckpointError: the folder holds code that is not diffquant's, where that would run.
+    """
+    check_installed(implementation)
+    checkpoint = open_checkpoint(model)
+    if not checkpoint.path.is_dir():
+        raise UsageError(f"{model} is no folder: vLLM serves folders, which `diffquant quantize` makes of it")
+    config, adapter = checkpoint.config, _adapter(checkpoint)
+    dtype = dtype or _dtype(config)
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(checkpoint.path)]
+    name = checkpoint.path.name
+    command += ["--served-model-name", name, "--host", host, "--port", str(port), "--dtype", dtype]
+    command += ["--tensor-parallel-size", str(ranks)]
+    if cache != "16":
+        command += ["--kv-cache-dtype", cache]
+    if memory is None or adapter is None:
+        command += ["--max-model-len", str(context or "auto")]
+    else:
+        room = room_in(memory, checkpoint, adapter, 1 if cache == "fp8" else _ITEMSIZES[dtype], dtype, context)
+        command += ["--max-model-len", str(room.context), "--kv-cache-memory-bytes", str(room.cache)]
+    if memory is not None:
+        # Compiling takes minutes on a processor.
+        command.append("--enforce-eager")
+    if implementation == "folder":
+        check_code(checkpoint.path, config)
+        command += ["--model-impl", "transformers", "--trust-remote-code"]
+    shown = f"[{host}]" if ":" in host else host
+    return ServerPlan(command, _environment(implementation), f"http://{shown}:{port}/v1", name, _notes(config, cache))
+
+
+def check_installed(implementation: Implementation) -> None:
+    """Check that vLLM is installed, and that it finds the plugin where that is to serve.
+
+    Raises:
+        MissingDependencyError: it is not, or does not.
+    """
+    from importlib.metadata import entry_points
+
+    if installed_vllm() is None:
+        raise MissingDependencyError(
+            f"vLLM is not installed: {install_command('vllm')} for a processor, and pip install 'vllm=={TESTED[-1]}.*' "
+            "for a GPU"
+        )
+    if implementation == "plugin" and "diffquant" not in {plugin.name for plugin in entry_points(group=_GROUP)}:
+        raise MissingDependencyError(f"vLLM does not find diffquant's plugin: {install_command()} makes it known")
+
+
+_GROUP = "vllm.general_plugins"
+
+
+def check_code(folder: Path, config: Mapping[str, Any]) -> None:
+    """Check that every Python file of a folder is diffquant's modelling file, byte for byte.
+
+    Raises:
+        CheckpointError: another one is there, or none.
+    """
+    ours = modelling_file(config["model_type"]).encode()
+    files = sorted(folder.rglob("*.py"))
+    strange = [str(file.relative_to(folder)) for file in files if file.read_bytes() != ours]
+    if strange:
+        raise CheckpointError(
+            f"{folder} holds code that is not this diffquant's, and --implementation folder would run it: "
+            f"{', '.join(strange)}; the plugin, which is the default, runs none of it"
+        )
+    if not files:
+        raise CheckpointError(f"{folder} holds no modelling file: leave out --implementation folder")
+
+
+def room_in(
+    memory: int, checkpoint: Checkpoint, adapter: Adapter, itemsize: int, dtype: Dtype, context: int | None
+) -> Room:
+    """The context and the cache that fit into free memory beside the weights.
+
+    Args:
+        memory: free bytes.
+        itemsize: bytes of a stored channel of a key or value.
+        context: tokens of a request that are asked for; by default as many as the model knows
+            and the memory has room for.
+
+    Raises:
+        UsageError: not one request of that context fits.
+    """
+    architecture = adapter.architecture
+    spec, layers = architecture.diff_spec, architecture.num_hidden_layers
+    # Each map's keys stand beside the values that it reads, which are cut to the keys' width.
+    a_token = 2 * layers * spec.key_heads * spec.value_dim * itemsize
+    free = memory - _APART - _weight_bytes(checkpoint, adapter, dtype)
+    fits = max(0, free // a_token - _BLOCKS)
+    wanted = context or min(architecture.max_position_embeddings, fits)
+    if not 0 < wanted <= fits:
+        raise UsageError(
+            f"the cache of {wanted or 'a few'} tokens takes {a_token * (wanted + _BLOCKS) / 1e9:.1f} GB, and beside "
+            f"the weights {max(0, free) / 1e9:.1f} GB of memory are free: a --context of {fits} tokens fits"
+        )
+    return Room(wanted, min(free, _REQUESTS * (wanted + _BLOCKS) * a_token))
+
+
+def _adapter(checkpoint: Checkpoint) -> Adapter | None:
+    """Adapter of a folder's format; None where vLLM may know a model that diffquant does not run.
+
+    Raises:
+        UnknownModelTypeError: vLLM has no layers for the model.
+    """
+    try:
+        adapter = adapter_for(checkpoint.config)
+    except UnknownModelTypeError:
+        return None
+    if not isinstance(adapter.architecture, TransformerArchitecture):
+        raise UnknownModelTypeError(
+            f"{checkpoint.path}: vLLM does not serve {checkpoint.config['model_type']}, which has layers of other "
+            "kinds than attention; `diffquant generate` runs it"
+        )
+    return adapter
+
+
+def _dtype(config: Mapping[str, Any]) -> Dtype:
+    """The dtype that a folder is served in: the checkpoint's, or bfloat16 where weights are packed."""
+    stated = config.get("dtype") or config.get("torch_dtype")
+    if "quantization_config" in config or stated not in _ITEMSIZES:
+        return "bfloat16"
+    return stated
+
+
+def _weight_bytes(checkpoint: Checkpoint, adapter: Adapter, dtype: Dtype) -> int:
+    """Bytes of the weights as they are served: packed in 4 bits where vLLM multiplies these, or one by one."""
+    groups = checkpoint.config.get("quantization_config", {}).get("config_groups", {})
+    widths = {group["weights"]["num_bits"] for group in groups.values()}
+    if widths == {4} and dtype != "float32":
+        return sum(tensor.nbytes for tensor in checkpoint.tensors.values())
+    return sum(prod(shape) for shape in adapter.source_shapes().values()) * _ITEMSIZES[dtype]
+
+
+def _environment(implementation: Implementation) -> dict[str, str]:
+    """Variables of the server: no statistics sent, threads left to the system, and our plugin or none."""
+    chosen = os.environ.get("VLLM_PLUGINS")
+    environment = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+    environment["VLLM_CPU_OMP_THREADS_BIND"] = os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    if implementation == "folder":
+        environment["VLLM_PLUGINS"] = "none"
+    elif chosen is not None and "diffquant" not in chosen.split(","):
+        environment["VLLM_PLUGINS"] = f"{chosen},diffquant"
+    return environment
+
+
+def _notes(config: Mapping[str, Any], cache: str) -> list[str]:
+    version, notes = installed_vllm() or "", []
+    if asked := beyond_weights(config.get("diffquant_config")):
+        stored = "in vLLM's fp8" if cache == "fp8" else "with 16 bits"
+        notes.append(f"{asked} of the recipe are not done by vLLM: K and V are stored {stored}, and logits are exact")
+    if not version.startswith(tuple(f"{tested}." for tested in TESTED)):
+        notes.append(f"the plugin was tested with vLLM {', '.join(TESTED)}, and this is {version}")
+    return notes
