@@ -162,7 +162,7 @@ def room_in(
             and the memory has room for.
 
     Raises:
-        UsageError: not one request of that context fits.
+        UsageError: not one request of that context fits, or the model knows fewer positions.
     """
     architecture = adapter.architecture
     spec, layers = architecture.diff_spec, architecture.num_hidden_layers
@@ -170,6 +170,9 @@ def room_in(
     a_token = 2 * layers * spec.key_heads * spec.value_dim * itemsize
     free = memory - _APART - _weight_bytes(checkpoint, adapter, dtype)
     fits = max(0, free // a_token - _BLOCKS)
+    if context is not None and context > architecture.max_position_embeddings:
+        known = architecture.max_position_embeddings
+        raise UsageError(f"--context {context} is more than the {known} positions that the model knows")
     wanted = context or min(architecture.max_position_embeddings, fits)
     if not 0 < wanted <= fits:
         raise UsageError(

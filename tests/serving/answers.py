@@ -19,7 +19,8 @@ def expected(folder: Path, prompts: list[list[int]], dtype: str = "float32", new
     with torch.no_grad():
         for prompt in prompts:
             ids = torch.tensor([prompt])
-            tokens = model.generate(ids, max_new_tokens=new, do_sample=False, eos_token_id=None, pad_token_id=0)
+            asked = {"max_new_tokens": new, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+            tokens = model.generate(ids, attention_mask=torch.ones_like(ids), **asked)
             logprobs = (
                 model(tokens).logits.float().log_softmax(-1)[0, :-1].gather(1, tokens[0, 1:, None])[:, 0].tolist()
             )

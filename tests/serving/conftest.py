@@ -45,7 +45,7 @@ Engine = Callable[..., tuple[list[Any], str]]
 
 @pytest.fixture(scope="session")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
-    """Runs jobs of tests/serving/engine.py, all in one process, under further variables; the answers, and its stderr."""
+    """Runs jobs of tests/serving/engine.py in one process, with further variables; the answers, and what it printed."""
 
     def run(jobs: list[dict[str, Any]], **variables: str) -> tuple[list[Any], str]:
         folder = tmp_path_factory.mktemp("engine")

@@ -17,7 +17,8 @@ from diffquant.errors import UsageError
 from diffquant.model.mlp import POLY_NORM_EPS
 from diffquant.serve.folder import beyond_weights
 from diffquant.serve.modeling_diffquant import DiffConfig
-from diffquant.serve.vllm.attention import ServedAttention, row_orders
+from diffquant.serve.vllm.attention import ServedAttention
+from diffquant.serve.vllm.ranks import row_orders
 
 logger = init_logger(__name__)
 
