@@ -6,6 +6,8 @@ from typing import Any
 from tests.support.checkpoints import MOTIF, NATIVE, UNILM, write_checkpoint
 
 FAMILY = ["diffllama", *UNILM, *MOTIF, *NATIVE]
+# Models that were trained, since low bits say little of random ones.
+KINDS = ("prose-diff-v1", "prose-diff-v2")
 _SIZES = {"hidden_size": 128, "intermediate_size": 192, "vocab_size": 320, "max_position_embeddings": 256}
 _HEADS = {"head_dim": 32, "num_attention_heads": 8, "num_key_value_heads": 4}
 _GATED = {"pairs": 4, "kv_pairs": 2, "head_dim": 32, "value_dim": 32, "shared_k": True, "lam": "two-gates"}

@@ -12,6 +12,10 @@ from typing import Any
 
 import pytest
 
+import diffquant
+from diffquant.data import books_text, pocket_models
+from tests.serving.checkpoints import KINDS
+
 _PROBE = "import torch, vllm, vllm._C; from vllm.platforms import current_platform; print(current_platform.is_cpu())"
 # The engine in the process that asks it, no statistics, and threads where the system puts them.
 ENVIRONMENT = {
@@ -60,3 +64,20 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
         return json.loads((folder / "answers.json").read_text()), done.stdout + done.stderr
 
     return run
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Folders at 4 bits of models that were trained, by `KINDS`."""
+    root = tmp_path_factory.mktemp("trained")
+    pockets = {path.name: path for path in pocket_models("prose")}
+    for kind in KINDS:
+        diffquant.quantize(pockets[kind], root / kind, {"weights": "4:row", "kv": "8:row"})
+    return {kind: root / kind for kind in KINDS}
+
+
+@pytest.fixture(scope="session")
+def prose(trained: dict[str, Path]) -> list[int]:
+    """A text that these models were trained on the like of."""
+    ids: list[int] = diffquant.load_tokenizer(trained[KINDS[0]])(books_text()[5000:5600])["input_ids"]
+    return ids[:120]

@@ -7,10 +7,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-import diffquant
-from diffquant.data import books_text, pocket_models
-from tests.serving.answers import CLOSE, expected, furthest
-from tests.serving.checkpoints import write_served
+from tests.serving.answers import check, check_low_bits, expected
+from tests.serving.checkpoints import KINDS, write_served
 from tests.support.checkpoints import write_checkpoint
 
 CHUNKED = {"max_num_batched_tokens": 64, "enable_chunked_prefill": True, "enable_prefix_caching": True}
@@ -23,11 +21,6 @@ def made(tmp_path_factory):
     root = tmp_path_factory.mktemp("made")
     folders = {source: write_served(root / source, source) for source in ("diffllama", "unilm-v2", "motif-grouped")}
     folders["phi4flash"] = write_checkpoint(root / "phi4flash", "phi4flash")
-    for pocket in pocket_models("prose"):
-        if "diff" in pocket.name:
-            folders[pocket.name] = pocket
-            folders[f"{pocket.name}-4"] = root / f"{pocket.name}-4"
-            diffquant.quantize(pocket, folders[f"{pocket.name}-4"], {"weights": "4:row"})
     return folders
 
 
@@ -65,20 +58,15 @@ def long():
 
 
 @pytest.fixture(scope="module")
-def prose(made):
-    return [diffquant.load_tokenizer(made["prose-diff-v2"])(books_text()[5000:])["input_ids"][:120]]
-
-
-@pytest.fixture(scope="module")
-def answers(engine, made, adapter, long, prose):
+def answers(engine, made, adapter, long, trained, prose):
     """What the engine answers to every job, by the job's name."""
     jobs = {
         **{
             f"chunked {source}": {"prompts": long, "options": CHUNKED, "rounds": 2, "reads_prompts": False}
             for source in ("diffllama", "unilm-v2")
         },
-        **{f"bfloat16 {kind}-4": {"prompts": prose, "options": {"dtype": "bfloat16"}} for kind in TRAINED},
-        **{f"fp8 {kind}": {"prompts": prose, "options": {"kv_cache_dtype": "fp8"}} for kind in TRAINED},
+        **{f"bfloat16 {kind}": {"prompts": [prose], "options": {"dtype": "bfloat16"}} for kind in KINDS},
+        **{f"fp8 {kind}": {"prompts": [prose], "options": {"kv_cache_dtype": "fp8"}} for kind in KINDS},
         "adapter unilm-v2": {
             "prompts": long,
             "adapter": str(adapter[0]),
@@ -89,46 +77,31 @@ def answers(engine, made, adapter, long, prose):
         "refused phi4flash": {"prompts": long},
     }
     for name, job in jobs.items():
-        job["folder"] = str(made[name.split()[1]])
+        job["folder"] = str((made | trained)[name.split()[1]])
     return dict(zip(jobs, engine(list(jobs.values()))[0], strict=True))
-
-
-TRAINED = ("prose-diff-v1", "prose-diff-v2")
 
 
 @pytest.mark.parametrize("source", ["diffllama", "unilm-v2"])
 def test_chunks_and_shared_beginnings_change_nothing(answers, made, long, source):
-    first, second = answers[f"chunked {source}"]
-    wanted = expected(made[source], long)
-    for found in (first, second):
-        difference, is_same = furthest(found, wanted)
-        assert difference < CLOSE
-        assert is_same
-    assert [answer["cached"] for answer in second] == [64, 64, 64]
+    check("chunked", source, "16", answers[f"chunked {source}"], expected(made[source], long))
+    assert [answer["cached"] for answer in answers[f"chunked {source}"][1]] == [64, 64, 64]
 
 
-@pytest.mark.parametrize("kind", TRAINED)
-def test_four_bits_lose_no_more_than_in_our_own_bfloat16(answers, made, prose, kind):
-    """Through vLLM's own kernel for 4 bits where it takes a layer's sizes; means over a text."""
-    folder = made[f"{kind}-4"]
-    exact, own = expected(folder, prose)[0]["prompt"], expected(folder, prose, "bfloat16")[0]["prompt"]
-    found = answers[f"bfloat16 {kind}-4"][0][0]["prompt"]
-    theirs, ours = (mean(abs(a - b) for a, b in zip(each, exact, strict=True)) for each in (found, own))
-    assert theirs < 1.5 * ours
+@pytest.mark.parametrize("kind", KINDS)
+def test_four_bits_lose_no_more_than_in_our_own_bfloat16(answers, trained, prose, kind):
+    """Through vLLM's own kernel for 4 bits where it takes a layer's sizes."""
+    check_low_bits(trained[kind], answers[f"bfloat16 {kind}"], prose)
 
 
-@pytest.mark.parametrize("kind", TRAINED)
-def test_vllms_fp8_cache_is_close(answers, made, prose, kind):
+@pytest.mark.parametrize("kind", KINDS)
+def test_vllms_fp8_cache_is_close(answers, trained, prose, kind):
     """A float of 8 bits has 3 for the fraction: keys and values are off by up to a sixteenth."""
-    exact = expected(made[kind], prose)[0]["prompt"]
-    differences = [abs(a - b) for a, b in zip(answers[f"fp8 {kind}"][0][0]["prompt"], exact, strict=True)]
-    assert 1e-4 < mean(differences) < 0.1
+    exact, found = expected(trained[kind], [prose])[0]["prompt"], answers[f"fp8 {kind}"][0][0]["prompt"]
+    assert 1e-4 < mean(abs(a - b) for a, b in zip(found, exact, strict=True)) < 0.1
 
 
 def test_an_adapter_gives_what_its_products_give_in_the_weights(answers, adapter, long):
-    difference, is_same = furthest(answers["adapter unilm-v2"][0], expected(adapter[1], long))
-    assert difference < CLOSE
-    assert is_same
+    check("adapter", "unilm-v2", "16", answers["adapter unilm-v2"], expected(adapter[1], long))
 
 
 def test_phi_4_mini_flash_is_refused_by_name(answers):
@@ -152,8 +125,5 @@ RANKS = [
 
 @pytest.mark.parametrize("number", range(4), ids=[f"{source} {next(iter(ranks))}" for source, ranks in RANKS])
 def test_two_ranks_compute_what_one_computes(on_ranks, made, long, number):
-    source, _ = RANKS[number]
-    assert not isinstance(on_ranks[number], str), on_ranks[number]
-    difference, is_same = furthest(on_ranks[number][0], expected(made[source], long))
-    assert difference < CLOSE
-    assert is_same
+    source, ranks = RANKS[number]
+    check(next(iter(ranks)), source, "16", on_ranks[number], expected(made[source], long))
