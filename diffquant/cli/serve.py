@@ -39,10 +39,10 @@ def serve(
     ] = "plugin",
     revision: Revision = None,
 ) -> None:
-    """Serve a model with vLLM, to any client of OpenAI's API, until Ctrl-C.
+    """Serve a model to any client of OpenAI's API, with vLLM.
 
-    The URL and a command line that asks for a few tokens are printed once it answers. Only this machine can connect
-    unless --host says otherwise, and vLLM asks for a key where VLLM_API_KEY is set.
+    It runs until Ctrl-C. The URL and a command line that asks for a few tokens are printed once it answers. Only this
+    machine can connect unless --host says otherwise, and vLLM asks for a key where VLLM_API_KEY is set.
     """
     from diffquant.serve.server import serve as serve_model
 

@@ -18,7 +18,6 @@ from diffquant.serve.folder import beyond_weights, modelling_file
 from diffquant.serve.vllm.versions import TESTED, installed_vllm
 from diffquant.support.installation import install_command
 
-Dtype = Literal["bfloat16", "float16", "float32"]
 Implementation = Literal["plugin", "folder"]
 _ITEMSIZES: Mapping[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
 # vLLM gives out its cache in blocks of tokens, a request's last one and one more being partly empty.
@@ -69,7 +68,7 @@ def plan_server(
     port: int,
     context: int | None,
     cache: Literal["16", "fp8"],
-    dtype: Dtype | None,
+    dtype: str | None,
     ranks: int,
     implementation: Implementation,
     memory: int | None,
@@ -82,7 +81,7 @@ def plan_server(
     Raises:
         MissingDependencyError: vLLM is not installed, or does not find the plugin.
         UnknownModelTypeError: vLLM has no layers for the model.
-        UsageError: a request of the context does not fit into the memory.
+        UsageError: a request of the context does not fit into the memory, or vLLM has no such dtype.
         CheckpointError: the folder holds code that is not diffquant's, where that would run.
     """
     check_installed(implementation)
@@ -91,6 +90,8 @@ def plan_server(
         raise UsageError(f"{model} is no folder: vLLM serves folders, which `diffquant quantize` makes of it")
     config, adapter = checkpoint.config, _adapter(checkpoint)
     dtype = dtype or _dtype(config)
+    if dtype not in _ITEMSIZES:
+        raise UsageError(f"dtype {dtype!r} is none of {', '.join(_ITEMSIZES)}")
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(checkpoint.path)]
     name = checkpoint.path.name
     command += ["--served-model-name", name, "--host", host, "--port", str(port), "--dtype", dtype]
@@ -151,7 +152,7 @@ def check_code(folder: Path, config: Mapping[str, Any]) -> None:
 
 
 def room_in(
-    memory: int, checkpoint: Checkpoint, adapter: Adapter, itemsize: int, dtype: Dtype, context: int | None
+    memory: int, checkpoint: Checkpoint, adapter: Adapter, itemsize: int, dtype: str, context: int | None
 ) -> Room:
     """The context and the cache that fit into free memory beside the weights.
 
@@ -200,15 +201,13 @@ def _adapter(checkpoint: Checkpoint) -> Adapter | None:
     return adapter
 
 
-def _dtype(config: Mapping[str, Any]) -> Dtype:
+def _dtype(config: Mapping[str, Any]) -> str:
     """The dtype that a folder is served in: the checkpoint's, or bfloat16 where weights are packed."""
     stated = config.get("dtype") or config.get("torch_dtype")
-    if "quantization_config" in config or stated not in _ITEMSIZES:
-        return "bfloat16"
-    return stated
+    return "bfloat16" if "quantization_config" in config or stated not in _ITEMSIZES else str(stated)
 
 
-def _weight_bytes(checkpoint: Checkpoint, adapter: Adapter, dtype: Dtype) -> int:
+def _weight_bytes(checkpoint: Checkpoint, adapter: Adapter, dtype: str) -> int:
     """Bytes of the weights as they are served: packed in 4 bits where vLLM multiplies these, or one by one."""
     groups = checkpoint.config.get("quantization_config", {}).get("config_groups", {})
     widths = {group["weights"]["num_bits"] for group in groups.values()}

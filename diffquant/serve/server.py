@@ -12,7 +12,7 @@ from urllib.error import URLError
 from urllib.request import urlopen
 
 from diffquant.errors import DiffQuantError, UsageError
-from diffquant.serve.plan import Dtype, Implementation, ServerPlan, plan_server
+from diffquant.serve.plan import Implementation, ServerPlan, plan_server
 from diffquant.support.machine import free_memory
 
 _PAUSE = 0.5
@@ -27,7 +27,7 @@ def serve(
     port: int = 8000,
     context: int | None = None,
     cache: Literal["16", "fp8"] = "16",
-    dtype: Dtype | None = None,
+    dtype: str | None = None,
     tensor_parallel: int = 1,
     implementation: Implementation = "plugin",
     ready: Callable[[ServerPlan], None] | None = None,
