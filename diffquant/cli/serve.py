@@ -25,9 +25,10 @@ def serve(
         Literal["16", "fp8"], typer.Option(help="Width of keys and values in the cache; fp8 is vLLM's own.")
     ] = "16",
     dtype: Annotated[
-        Literal["bfloat16", "float16", "float32"] | None,
+        str | None,
         typer.Option(
-            help="Dtype of the model; by default the checkpoint's, and bfloat16 where its weights are packed."
+            metavar="NAME",
+            help="Dtype of the model; by default the checkpoint's, and bfloat16 where weights are packed.",
         ),
     ] = None,
     tensor_parallel: Annotated[
