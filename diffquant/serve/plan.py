@@ -5,6 +5,7 @@ import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib import metadata
 from math import prod
 from pathlib import Path
 from typing import Any, Literal
@@ -15,9 +16,10 @@ from diffquant.formats.reader import Checkpoint
 from diffquant.model.adapters import Adapter, adapter_for
 from diffquant.model.transformer import TransformerArchitecture
 from diffquant.serve.folder import beyond_weights, modelling_file
-from diffquant.serve.vllm.versions import TESTED, installed_vllm
+from diffquant.serve.vllm.versions import TESTED, cuda_builds, installed_vllm
 from diffquant.support.installation import install_command
 
+_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 Implementation = Literal["plugin", "folder"]
 _ITEMSIZES: Mapping[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
 # vLLM gives out its cache in blocks of tokens, a request's last one and one more being partly empty.
@@ -93,7 +95,8 @@ def plan_server(
     if dtype not in _ITEMSIZES:
         raise UsageError(f"dtype {dtype!r} is none of {', '.join(_ITEMSIZES)}")
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(checkpoint.path)]
-    name = checkpoint.path.name
+    # The folder of a model of the hub is named after a commit.
+    name = checkpoint.path.resolve().name if model.exists() else str(model).partition("@")[0]
     command += ["--served-model-name", name, "--host", host, "--port", str(port), "--dtype", dtype]
     command += ["--tensor-parallel-size", str(ranks)]
     if cache != "16":
@@ -114,23 +117,23 @@ def plan_server(
 
 
 def check_installed(implementation: Implementation) -> None:
-    """Check that vLLM is installed, and that it finds the plugin where that is to serve.
+    """Check that vLLM is installed and can be imported, and that it finds the plugin where that is to serve.
 
     Raises:
-        MissingDependencyError: it is not, or does not.
+        MissingDependencyError: it is not, cannot, or does not.
     """
-    from importlib.metadata import entry_points
-
     if installed_vllm() is None:
         raise MissingDependencyError(
-            f"vLLM is not installed: {install_command('vllm')} for a processor, and pip install 'vllm=={TESTED[-1]}.*' "
-            "for a GPU"
+            f"vLLM is not installed: {install_command('vllm')} --extra-index-url {_CPU_INDEX} for a processor, and "
+            f"pip install 'vllm=={TESTED[-1]}.*' for a GPU"
         )
-    if implementation == "plugin" and "diffquant" not in {plugin.name for plugin in entry_points(group=_GROUP)}:
+    if packages := " ".join(cuda_builds()):
+        raise MissingDependencyError(
+            f"vLLM's import fails beside builds for CUDA of {packages}: pip uninstall {packages}, or take them from "
+            f"{_CPU_INDEX}"
+        )
+    if implementation == "plugin" and not metadata.entry_points(group="vllm.general_plugins", name="diffquant"):
         raise MissingDependencyError(f"vLLM does not find diffquant's plugin: {install_command()} makes it known")
-
-
-_GROUP = "vllm.general_plugins"
 
 
 def check_code(folder: Path, config: Mapping[str, Any]) -> None:

