@@ -6,7 +6,6 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import metadata
-from math import prod
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,19 +14,13 @@ from diffquant.formats.opening import open_checkpoint
 from diffquant.formats.reader import Checkpoint
 from diffquant.model.adapters import Adapter, adapter_for
 from diffquant.model.transformer import TransformerArchitecture
-from diffquant.serve.folder import beyond_weights, modelling_file
+from diffquant.serve.folder import beyond_weights, carries_modelling_file, config_for_engines, modelling_file
+from diffquant.serve.room import ITEMSIZES, room_in
 from diffquant.serve.vllm.versions import TESTED, cuda_builds, installed_vllm
 from diffquant.support.installation import install_command
 
 _CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 Implementation = Literal["plugin", "folder"]
-_ITEMSIZES: Mapping[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
-# vLLM gives out its cache in blocks of tokens, a request's last one and one more being partly empty.
-_BLOCKS = 256
-# Requests of full length that the cache has room for, where memory has.
-_REQUESTS = 16
-# What vLLM and a batch take beside weights and cache.
-_APART = 2 << 30
 
 
 @dataclass(frozen=True)
@@ -55,14 +48,6 @@ class ServerPlan:
         return f"curl {self.url}/completions -H 'Content-Type: application/json' -d '{asked}'"
 
 
-@dataclass(frozen=True)
-class Room:
-    """Tokens of a request, and bytes of the cache that all requests share."""
-
-    context: int
-    cache: int
-
-
 def plan_server(
     model: Path,
     *,
@@ -83,7 +68,8 @@ def plan_server(
     Raises:
         MissingDependencyError: vLLM is not installed, or does not find the plugin.
         UnknownModelTypeError: vLLM has no layers for the model.
-        UsageError: a request of the context does not fit into the memory, or vLLM has no such dtype.
+        UsageError: a request of the context does not fit into the memory, the ranks would part pairs, or vLLM has no
+            such dtype.
         CheckpointError: the folder holds code that is not diffquant's, where that would run.
     """
     check_installed(implementation)
@@ -92,8 +78,8 @@ def plan_server(
         raise UsageError(f"{model} is no folder: vLLM serves folders, which `diffquant quantize` makes of it")
     config, adapter = checkpoint.config, _adapter(checkpoint)
     dtype = dtype or _dtype(config)
-    if dtype not in _ITEMSIZES:
-        raise UsageError(f"dtype {dtype!r} is none of {', '.join(_ITEMSIZES)}")
+    if dtype not in ITEMSIZES:
+        raise UsageError(f"dtype {dtype!r} is none of {', '.join(ITEMSIZES)}")
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(checkpoint.path)]
     # The folder of a model of the hub is named after a commit.
     name = checkpoint.path.resolve().name if model.exists() else str(model).partition("@")[0]
@@ -101,11 +87,13 @@ def plan_server(
     command += ["--tensor-parallel-size", str(ranks)]
     if cache != "16":
         command += ["--kv-cache-dtype", cache]
+    if adapter is not None and ranks > 1:
+        check_ranks(config, adapter, ranks, implementation)
     if memory is None or adapter is None:
         command += ["--max-model-len", str(context or "auto")]
     else:
-        room = room_in(memory, checkpoint, adapter, 1 if cache == "fp8" else _ITEMSIZES[dtype], dtype, context)
-        command += ["--max-model-len", str(room.context), "--kv-cache-memory-bytes", str(room.cache)]
+        room = room_in(memory, checkpoint, adapter, 1 if cache == "fp8" else ITEMSIZES[dtype], dtype, context)
+        command += ["--max-model-len", str(room.context), "--kv-cache-memory-bytes", str(room.cache // ranks)]
     if memory is not None:
         # Compiling takes minutes on a processor.
         command.append("--enforce-eager")
@@ -154,36 +142,22 @@ def check_code(folder: Path, config: Mapping[str, Any]) -> None:
         raise CheckpointError(f"{folder} holds no modelling file: leave out --implementation folder")
 
 
-def room_in(
-    memory: int, checkpoint: Checkpoint, adapter: Adapter, itemsize: int, dtype: str, context: int | None
-) -> Room:
-    """The context and the cache that fit into free memory beside the weights.
-
-    Args:
-        memory: free bytes.
-        itemsize: bytes of a stored channel of a key or value.
-        context: tokens of a request that are asked for; by default as many as the model knows
-            and the memory has room for.
+def check_ranks(config: Mapping[str, Any], adapter: Adapter, ranks: int, implementation: Implementation) -> None:
+    """Check that a DIFF model can be shared by ranks.
 
     Raises:
-        UsageError: not one request of that context fits, or the model knows fewer positions.
+        UsageError: they would part pairs, or the modelling file has no plan for them.
     """
-    architecture = adapter.architecture
-    spec, layers = architecture.diff_spec, architecture.num_hidden_layers
-    # Each map's keys stand beside the values that it reads, which are cut to the keys' width.
-    a_token = 2 * layers * spec.key_heads * spec.value_dim * itemsize
-    free = memory - _APART - _weight_bytes(checkpoint, adapter, dtype)
-    fits = max(0, free // a_token - _BLOCKS)
-    if context is not None and context > architecture.max_position_embeddings:
-        known = architecture.max_position_embeddings
-        raise UsageError(f"--context {context} is more than the {known} positions that the model knows")
-    wanted = context or min(architecture.max_position_embeddings, fits)
-    if not 0 < wanted <= fits:
-        raise UsageError(
-            f"the cache of {wanted or 'a few'} tokens takes {a_token * (wanted + _BLOCKS) / 1e9:.1f} GB, and beside "
-            f"the weights {max(0, free) / 1e9:.1f} GB of memory are free: a --context of {fits} tokens fits"
-        )
-    return Room(wanted, min(free, _REQUESTS * (wanted + _BLOCKS) * a_token))
+    if not carries_modelling_file(config, adapter):
+        return
+    # They import transformers' models, which a plan for one rank does without.
+    from diffquant.serve.modeling_diffquant import DiffConfig
+    from diffquant.serve.vllm.ranks import heads_of_rank
+
+    built = config_for_engines(config, adapter)["diff_model"]
+    heads_of_rank(built["attention"], ranks)
+    if implementation == "folder" and DiffConfig(diff_model=built).base_model_tp_plan is None:
+        raise UsageError(f"{config['model_type']} needs the plugin on {ranks} ranks: leave out --implementation folder")
 
 
 def _adapter(checkpoint: Checkpoint) -> Adapter | None:
@@ -207,16 +181,7 @@ def _adapter(checkpoint: Checkpoint) -> Adapter | None:
 def _dtype(config: Mapping[str, Any]) -> str:
     """The dtype that a folder is served in: the checkpoint's, or bfloat16 where weights are packed."""
     stated = config.get("dtype") or config.get("torch_dtype")
-    return "bfloat16" if "quantization_config" in config or stated not in _ITEMSIZES else str(stated)
-
-
-def _weight_bytes(checkpoint: Checkpoint, adapter: Adapter, dtype: str) -> int:
-    """Bytes of the weights as they are served: packed in 4 bits where vLLM multiplies these, or one by one."""
-    groups = checkpoint.config.get("quantization_config", {}).get("config_groups", {})
-    widths = {group["weights"]["num_bits"] for group in groups.values()}
-    if widths == {4} and dtype != "float32":
-        return sum(tensor.nbytes for tensor in checkpoint.tensors.values())
-    return sum(prod(shape) for shape in adapter.source_shapes().values()) * _ITEMSIZES[dtype]
+    return "bfloat16" if "quantization_config" in config or stated not in ITEMSIZES else str(stated)
 
 
 def _environment(implementation: Implementation) -> dict[str, str]:

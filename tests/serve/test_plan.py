@@ -15,7 +15,8 @@ from diffquant.family.spec import DiffSpec
 from diffquant.formats.opening import open_checkpoint
 from diffquant.model.adapters import adapter_for
 from diffquant.serve.folder import MODELLING_FILE
-from diffquant.serve.plan import plan_server, room_in
+from diffquant.serve.plan import plan_server
+from diffquant.serve.room import room_in
 from diffquant.serve.server import serve
 from diffquant.serve.vllm.ranks import heads_of_rank, row_orders
 from diffquant.serve.vllm.versions import TESTED, note_untested
@@ -219,6 +220,19 @@ def test_a_rank_has_whole_pairs_with_both_halves_of_their_values():
     assert orders["k_proj"].tolist() == [0, 1, 4, 5, 2, 3, 6, 7]
     assert orders["v_proj"].tolist() == [0, 1, 4, 5, 2, 3, 6, 7]
     assert row_orders(V1, 1) == row_orders(V2, 2) == {}
+
+
+@pytest.mark.parametrize("source", ["diffllama", "motif"])
+def test_what_the_folder_cannot_do_on_ranks_is_refused_before_anything_starts(vllm, tmp_path, source):
+    """Two pairs over one KV pair, and one rank too many for them."""
+    diffquant.quantize(write_checkpoint(tmp_path / "model", source), tmp_path / "folder", {"weights": "8:row"})
+    with pytest.raises(UsageError, match="tensor_parallel_size 2 does not divide"):
+        plan_server(tmp_path / "folder", **ASKED | {"ranks": 2})
+    wider = write_checkpoint(tmp_path / "wider", source, num_attention_heads=8, num_key_value_heads=4)
+    diffquant.quantize(wider, tmp_path / "wide", {"weights": "8:row"})
+    assert option(plan_server(tmp_path / "wide", **ASKED | {"ranks": 2}), "--tensor-parallel-size") == "2"
+    with pytest.raises(UsageError, match="needs the plugin on 2 ranks"):
+        plan_server(tmp_path / "wide", **ASKED | {"ranks": 2, "implementation": "folder"})
 
 
 def test_ranks_that_would_part_a_pair_are_refused():
