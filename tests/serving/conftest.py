@@ -60,6 +60,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
             text=True,
             env=os.environ | ENVIRONMENT | variables,
         )
+        (folder / "log.txt").write_text(done.stdout + done.stderr)
         assert done.returncode == 0, done.stderr[-4000:]
         return json.loads((folder / "answers.json").read_text()), done.stdout + done.stderr
 
