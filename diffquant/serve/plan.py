@@ -185,9 +185,9 @@ def _dtype(config: Mapping[str, Any]) -> str:
 
 
 def _environment(implementation: Implementation) -> dict[str, str]:
-    """Variables of the server: no statistics sent, threads left to the system, and our plugin or none."""
+    """Variables of the server: nothing sent or fetched, threads left to the system, and our plugin or none."""
     chosen = os.environ.get("VLLM_PLUGINS")
-    environment = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+    environment = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1"}
     environment["VLLM_CPU_OMP_THREADS_BIND"] = os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     if implementation == "folder":
         environment["VLLM_PLUGINS"] = "none"

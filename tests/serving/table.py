@@ -31,7 +31,7 @@ _COLUMNS = {
     "8 bits": ("plugin", "8"),
     "4 bits": ("plugin", "4"),
     "the folder alone, 16 bits": ("folder", "16"),
-    "plugin, two tensor-parallel ranks": ("tensor_parallel_size", "16"),
+    "plugin, two tensor-parallel ranks": ("two ranks", "16"),
 }
 
 
