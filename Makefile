@@ -16,11 +16,12 @@ HAS_TORCH := $(PYTHON) -c 'import torch, transformers' 2>/dev/null
 OTHER_TRITON := build/triton-3.6.0
 WEB := examples/web
 LLAMA_CPP := tests/llama_cpp
+SERVING := build/serving
 
 OLDEST := build/oldest
 OLDEST_TRANSFORMERS := $(shell sed -n 's/.*"transformers>=\(.*\)".*/\1/p' pyproject.toml)
 
-.PHONY: demo test test-eighth test-llama-cpp test-oldest test-quantizers test-thorough test-triton test-web test-webgpu lint docs docs-check dist plots mutants gpu gpu-bench gpu-test fuzz pairs sanitize clean
+.PHONY: demo test test-eighth test-llama-cpp test-oldest test-quantizers test-serving test-thorough test-triton test-web test-webgpu lint docs docs-check dist plots mutants gpu gpu-bench gpu-test fuzz pairs sanitize clean
 
 demo: $(VENV)/.ready
 	$(BIN)/diffquant demo --output demo-output --overwrite
@@ -58,6 +59,19 @@ test-oldest: $(VENV)/.ready
 		> "$$($(OLDEST)/bin/python -c 'import site; print(site.getsitepackages()[0])')/diffquant-tests.pth"
 	$(OLDEST)/bin/python -m pip install --quiet transformers==$(OLDEST_TRANSFORMERS)
 	$(OLDEST)/bin/python -m pytest tests/model tests/attention tests/checkpoint tests/test_auto_classes.py tests/test_generation.py
+
+# What vLLM computes of the family, by the plugin and by the folders alone, and `diffquant serve` over HTTP, on a processor.
+# vLLM's environment is its own, since it asks for older libraries; the first one's packages, torch among them, stand behind.
+test-serving: $(SERVING)/.ready
+	DIFFQUANT_COMPLETE=1 $(SERVING)/bin/python -m pytest tests/serving
+
+$(SERVING)/.ready: pyproject.toml constraints-serving.txt | $(VENV)/.ready
+	test -x $(SERVING)/bin/python || $(PYTHON) -m venv $(SERVING)
+	$(BIN)/python -c 'import site; print(site.getsitepackages()[0])' \
+		> "$$($(SERVING)/bin/python -c 'import site; print(site.getsitepackages()[0])')/diffquant-tests.pth"
+	$(SERVING)/bin/python -m pip install --quiet --no-deps --requirement constraints-serving.txt
+	$(SERVING)/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable .
+	touch $@
 
 # Kernels as Triton 3.6.0 compiles them. The wheel, of 188 MB, is fetched once.
 test-triton: $(VENV)/.ready $(OTHER_TRITON)/triton

@@ -5,8 +5,8 @@
     model = diffquant.load("checkpoint-4bit")
 
 Make: `quantize`, `convert`, `search`, `calibrate`. Measure: `evaluate`, `sweep`, `compare`, `outliers`,
-`attention_map`. Run: `load`, `load_tokenizer`, `generate`, `export`, `verify`, `run`. Look: `inspect`. Recipes are
-`Recipe`s, or what `Recipe.parse` reads; every error is a `DiffQuantError`.
+`attention_map`, `fidelity`. Run: `load`, `load_tokenizer`, `generate`, `serve`, `export`, `verify`, `run`. Look:
+`inspect`. Recipes are `Recipe`s, or what `Recipe.parse` reads; every error is a `DiffQuantError`.
 
 Importing the package does not import torch. Once it is imported, transformers' `AutoModelForCausalLM` opens every
 folder that diffquant writes.
@@ -42,7 +42,7 @@ from diffquant.verbs import (
 if TYPE_CHECKING:
     from diffquant.loading import load
     from diffquant.source.tokenizer import load_tokenizer
-    from diffquant.verbs import export, sweep
+    from diffquant.verbs import export, serve, sweep
 
 __all__ = [
     "DiffQuantError",
@@ -63,6 +63,7 @@ __all__ = [
     "quantize",
     "run",
     "search",
+    "serve",
     "sweep",
     "verify",
 ]
@@ -102,9 +103,10 @@ class _Room(ModuleType):
 # A clone without symbolic links has no room of that name, and should say so.
 require_links(Path(__file__).parent)
 import diffquant.export as _export  # noqa: E402
+import diffquant.serve as _serve  # noqa: E402
 import diffquant.sweep as _sweep  # noqa: E402
 
-for _room, _verb in ((_export, _verbs.export), (_sweep, _verbs.sweep)):
+for _room, _verb in ((_export, _verbs.export), (_serve, _verbs.serve), (_sweep, _verbs.sweep)):
     _room.__class__, vars(_room)["__wrapped__"] = _Room, _verb
 
 register_with_transformers()

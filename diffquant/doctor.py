@@ -22,6 +22,7 @@ ADDED_BY = {
     "search": "the search command",
     "ray": "sweeps on a Ray cluster",
     "peers": "lm-eval's tasks, and quantized checkpoints in stock transformers",
+    "vllm": "the serve command on a processor; on a GPU it takes the vllm that is installed",
     "quantizers": "the other libraries of the rounding contest",
 }
 

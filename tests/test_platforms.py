@@ -39,7 +39,7 @@ for name in ("SIGKILL", "SIGALRM", "SIGUSR1", "SIGHUP", "pthread_sigmask"):
 EVERY_MODULE = """
 import importlib
 import diffquant
-NEED_MORE = {"triton", "lm_eval", "scipy", "flash_attn", "onnx", "onnxruntime", "onnx_ir", "bitsandbytes"}
+NEED_MORE = {"triton", "vllm", "lm_eval", "scipy", "flash_attn", "onnx", "onnxruntime", "onnx_ir", "bitsandbytes"}
 for module in pkgutil.walk_packages(diffquant.__path__, "diffquant."):
     if module.name.endswith(("__main__", "libdiffquant_onnx")):
         continue

@@ -173,5 +173,6 @@ SHOWN = {
     "bench": Shown(_bench),
     "generate": Shown(lambda *_: "", _continuation, say=_piece),
     "run": Shown(lambda *_: "", _continuation, say=_piece),
+    "serve": Shown(lambda *_: None, data=None),
     "demo": Shown(lambda *_: None, data=None),
 }

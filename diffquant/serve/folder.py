@@ -87,6 +87,13 @@ def without_code(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     return {key: value for key, value in config.items() if key not in ("auto_map", "diff_model")}
 
 
+def beyond_weights(diffquant_config: Mapping[str, Any] | None) -> str:
+    """What a folder's recipe asks of cache and logits, which other engines do not do; nothing where it asks nothing."""
+    recipe = (diffquant_config or {}).get("recipe", {})
+    asked = {name: recipe[name] for name in ("k", "v", "logits", "qk") if recipe.get(name, "16") != "16"}
+    return ", ".join(f"{name} {scheme}" for name, scheme in asked.items())
+
+
 def _resolved(architecture: TransformerArchitecture, adapter: Adapter, config: Mapping[str, Any]) -> dict[str, Any]:
     """Sizes and settings with each format's defaults filled in, in Llama's words, and the attention."""
     stated = {name: value for name, value in architecture.settings.items() if name not in _TOKENS or name not in config}

@@ -19,6 +19,7 @@ from diffquant.verbs.quantize import quantize as quantize
 from diffquant.verbs.report import report as report
 from diffquant.verbs.run import run as run
 from diffquant.verbs.search import search as search
+from diffquant.verbs.serve import serve as serve
 from diffquant.verbs.sweep import sweep as sweep
 from diffquant.verbs.verify import verify as verify
 
@@ -26,6 +27,6 @@ from diffquant.verbs.verify import verify as verify
 GROUPS = {
     "Make": (quantize, convert, search, calibrate),
     "Measure": (evaluate, sweep, compare, report, outliers, attention_map, bench),
-    "Run": (generate, export, verify, run),
+    "Run": (generate, serve, export, verify, run),
     "Set up": (inspect, doctor, demo),
 }

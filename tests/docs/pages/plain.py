@@ -19,6 +19,9 @@ SERVING.table(
     "where | folders | compared with `diffquant.load` in float32",
     lambda *_: Unmeasured("limits of tests, and versions"),
 )
+SERVING.table(
+    "model | plugin, 16 bits | 8 bits", lambda *_: Unmeasured("tests/serve/test_table.py holds it to its file")
+)
 TUTORIAL.leaves("with a 95 % interval", "a level")
 CLI.table("exit code | meaning", lambda *_: Unmeasured("definitions"))
 PAPERS.table("of | what it shows | command | our results", lambda *_: Unmeasured("numbers of tables and sections"))

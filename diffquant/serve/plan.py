@@ -1,0 +1,209 @@
+"""How vLLM's server has to be started for a folder: its model, dtype, context and cache, and what it will not do."""
+
+import json
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Literal
+
+from diffquant.errors import CheckpointError, MissingDependencyError, UnknownModelTypeError, UsageError
+from diffquant.formats.opening import open_checkpoint
+from diffquant.formats.reader import Checkpoint
+from diffquant.model.adapters import Adapter, adapter_for
+from diffquant.model.transformer import TransformerArchitecture
+from diffquant.serve.folder import beyond_weights, carries_modelling_file, config_for_engines, modelling_file
+from diffquant.serve.room import ITEMSIZES, room_in
+from diffquant.serve.vllm.versions import TESTED, cuda_builds, installed_vllm
+from diffquant.support.installation import install_command
+from diffquant.support.spelling import spelled
+
+_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
+Implementation = Literal["plugin", "folder"]
+
+
+@dataclass(frozen=True)
+class ServerPlan:
+    """A server that is not started yet.
+
+    Attributes:
+        command: command line of vLLM's OpenAI server.
+        environment: variables that it needs beside this process's.
+        url: URL of its API.
+        name: name that requests call the model by.
+        notes: sentences about what of the folder it does not do, and what was not tested.
+    """
+
+    command: list[str]
+    environment: dict[str, str]
+    url: str
+    name: str
+    notes: list[str]
+
+    @property
+    def curl(self) -> str:
+        """A command line that asks it for a few tokens."""
+        asked = json.dumps({"model": self.name, "prompt": "The capital of France is", "max_tokens": 16})
+        return f"curl {self.url}/completions -H 'Content-Type: application/json' -d '{asked}'"
+
+
+def plan_server(
+    model: Path,
+    *,
+    host: str,
+    port: int,
+    context: int | None,
+    cache: Literal["16", "fp8"],
+    dtype: str | None,
+    ranks: int,
+    implementation: Implementation,
+    memory: int | None,
+) -> ServerPlan:
+    """Look at a folder and say how to serve it; nothing is started.
+
+    Args:
+        memory: free bytes of main memory; None on a machine with a GPU, whose memory vLLM measures.
+
+    Raises:
+        MissingDependencyError: vLLM is not installed, or does not find the plugin.
+        UnknownModelTypeError: vLLM has no layers for the model.
+        UsageError: a request of the context does not fit into the memory, the ranks would part pairs, or vLLM has no
+            such dtype.
+        CheckpointError: the folder holds code that is not diffquant's, where that would run.
+    """
+    check_installed(implementation)
+    checkpoint = open_checkpoint(model)
+    if not checkpoint.path.is_dir():
+        raise UsageError(f"{model} is no folder: vLLM serves folders, which `diffquant quantize` makes of it")
+    config, adapter = checkpoint.config, _adapter(checkpoint)
+    dtype = dtype or _dtype(config)
+    if dtype not in ITEMSIZES:
+        raise UsageError(f"dtype {dtype!r} is none of {', '.join(ITEMSIZES)}")
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(checkpoint.path)]
+    # The folder of a model of the hub is named after a commit.
+    name = checkpoint.path.resolve().name if model.exists() else str(model).partition("@")[0]
+    command += ["--served-model-name", name, "--host", host, "--port", str(port), "--dtype", dtype]
+    command += ["--tensor-parallel-size", str(ranks)]
+    if cache != "16":
+        command += ["--kv-cache-dtype", cache]
+    if adapter is not None and ranks > 1:
+        check_ranks(config, adapter, ranks, implementation)
+    if memory is None or adapter is None:
+        command += ["--max-model-len", str(context or "auto")]
+    else:
+        room = room_in(memory, checkpoint, adapter, 1 if cache == "fp8" else ITEMSIZES[dtype], dtype, context)
+        command += ["--max-model-len", str(room.context), "--kv-cache-memory-bytes", str(room.cache // ranks)]
+    if memory is not None:
+        # Compiling takes minutes on a processor.
+        command.append("--enforce-eager")
+    if implementation == "folder":
+        check_code(checkpoint.path, config)
+        command += ["--model-impl", "transformers", "--trust-remote-code"]
+    shown = f"[{host}]" if ":" in host else host
+    return ServerPlan(command, _environment(implementation), f"http://{shown}:{port}/v1", name, _notes(config, cache))
+
+
+def check_installed(implementation: Implementation) -> None:
+    """Check that vLLM is installed and can be imported, and that it finds the plugin where that is to serve.
+
+    Raises:
+        MissingDependencyError: it is not, cannot, or does not.
+    """
+    if installed_vllm() is None:
+        raise MissingDependencyError(
+            f"vLLM is not installed: {install_command('vllm')} --extra-index-url {_CPU_INDEX} for a processor, and "
+            f"pip install 'vllm=={TESTED[-1]}.*' for a GPU"
+        )
+    if packages := " ".join(cuda_builds()):
+        raise MissingDependencyError(
+            f"vLLM's import fails beside builds for CUDA of {packages}: pip uninstall {packages}, or take them from "
+            f"{_CPU_INDEX}"
+        )
+    if implementation == "plugin" and not metadata.entry_points(group="vllm.general_plugins", name="diffquant"):
+        raise MissingDependencyError(f"vLLM does not find diffquant's plugin: {install_command()} makes it known")
+
+
+def check_code(folder: Path, config: Mapping[str, Any]) -> None:
+    """Check that every Python file of a folder is diffquant's modelling file, byte for byte.
+
+    Raises:
+        CheckpointError: another one is there, or none.
+    """
+    ours = modelling_file(config["model_type"]).encode()
+    files = sorted(folder.rglob("*.py"))
+    strange = [str(file.relative_to(folder)) for file in files if file.read_bytes() != ours]
+    if strange:
+        raise CheckpointError(
+            f"{folder} holds code that is not this diffquant's, and {spelled('implementation', 'folder')} would run it: "
+            f"{', '.join(strange)}; the plugin, which is the default, runs none of it"
+        )
+    if not files:
+        raise CheckpointError(f"{folder} holds no modelling file: leave out {spelled('implementation', 'folder')}")
+
+
+def check_ranks(config: Mapping[str, Any], adapter: Adapter, ranks: int, implementation: Implementation) -> None:
+    """Check that a DIFF model can be shared by ranks.
+
+    Raises:
+        UsageError: they would part pairs, or the modelling file has no plan for them.
+    """
+    if not carries_modelling_file(config, adapter):
+        return
+    # They import transformers' models, which a plan for one rank does without.
+    from diffquant.serve.modeling_diffquant import DiffConfig
+    from diffquant.serve.vllm.ranks import heads_of_rank
+
+    built = config_for_engines(config, adapter)["diff_model"]
+    heads_of_rank(built["attention"], ranks)
+    if implementation == "folder" and DiffConfig(diff_model=built).base_model_tp_plan is None:
+        raise UsageError(
+            f"{config['model_type']} needs the plugin on {ranks} ranks: leave out {spelled('implementation', 'folder')}"
+        )
+
+
+def _adapter(checkpoint: Checkpoint) -> Adapter | None:
+    """Adapter of a folder's format; None where vLLM may know a model that diffquant does not run.
+
+    Raises:
+        UnknownModelTypeError: vLLM has no layers for the model.
+    """
+    try:
+        adapter = adapter_for(checkpoint.config)
+    except UnknownModelTypeError:
+        return None
+    if not isinstance(adapter.architecture, TransformerArchitecture):
+        raise UnknownModelTypeError(
+            f"{checkpoint.path}: vLLM does not serve {checkpoint.config['model_type']}, which has layers of other "
+            "kinds than attention; `diffquant generate` runs it"
+        )
+    return adapter
+
+
+def _dtype(config: Mapping[str, Any]) -> str:
+    """The dtype that a folder is served in: the checkpoint's, or bfloat16 where weights are packed."""
+    stated = config.get("dtype") or config.get("torch_dtype")
+    return "bfloat16" if "quantization_config" in config or stated not in ITEMSIZES else str(stated)
+
+
+def _environment(implementation: Implementation) -> dict[str, str]:
+    """Variables of the server: nothing sent or fetched, threads left to the system, and our plugin or none."""
+    chosen = os.environ.get("VLLM_PLUGINS")
+    environment = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1"}
+    environment["VLLM_CPU_OMP_THREADS_BIND"] = os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    if implementation == "folder":
+        environment["VLLM_PLUGINS"] = "none"
+    elif chosen is not None and "diffquant" not in chosen.split(","):
+        environment["VLLM_PLUGINS"] = f"{chosen},diffquant"
+    return environment
+
+
+def _notes(config: Mapping[str, Any], cache: str) -> list[str]:
+    version, notes = installed_vllm() or "", []
+    if asked := beyond_weights(config.get("diffquant_config")):
+        stored = "in vLLM's fp8" if cache == "fp8" else "with 16 bits"
+        notes.append(f"{asked} of the recipe are not done by vLLM: K and V are stored {stored}, and logits are exact")
+    if not version.startswith(tuple(f"{tested}." for tested in TESTED)):
+        notes.append(f"the plugin was tested with vLLM {', '.join(TESTED)}, and this is {version}")
+    return notes

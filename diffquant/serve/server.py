@@ -1,0 +1,124 @@
+"""vLLM's OpenAI server for a folder that diffquant wrote, run until it is interrupted."""
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal
+from urllib.error import URLError
+from urllib.request import urlopen
+
+from diffquant.errors import DiffQuantError, UsageError
+from diffquant.serve.plan import Implementation, ServerPlan, plan_server
+from diffquant.support.machine import free_memory
+from diffquant.support.spelling import spelled
+
+_PAUSE = 0.5
+# Seconds that the server has to end its requests in.
+_PATIENCE = 20
+
+
+def serve(
+    model: Path | str,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    context: int | None = None,
+    cache: Literal["16", "fp8"] = "16",
+    dtype: str | None = None,
+    tensor_parallel: int = 1,
+    implementation: Implementation = "plugin",
+    ready: Callable[[ServerPlan], None] | None = None,
+) -> None:
+    """Serve a model with vLLM, to any client of OpenAI's API, until it is interrupted.
+
+    Args:
+        model: folder, or ORG/NAME on the hub.
+        host: address to listen at, by default one that only this machine reaches. vLLM asks for a key where
+            VLLM_API_KEY is set.
+        port: port to listen at.
+        context: most tokens of a request, its answer included; what the model knows and the memory has room for by
+            default.
+        cache: width of keys and values in the cache: 16 bits, or vLLM's fp8. The recipe's own cache is diffquant's.
+        dtype: dtype of the model; the checkpoint's by default, and bfloat16 where its weights are packed.
+        tensor_parallel: number of ranks that share each layer.
+        implementation: what runs the model: diffquant's plugin, or the modelling file in the folder, as where diffquant
+            is not installed.
+        ready: called once the server answers.
+
+    Raises:
+        MissingDependencyError: vLLM is not installed, or does not find the plugin.
+        UnknownModelTypeError: vLLM has no layers for the model.
+        UsageError: the port is taken, or a request of the context does not fit into the memory.
+        CheckpointError: the folder cannot be opened, or holds code that is not diffquant's and that would run.
+        DiffQuantError: the server ended by itself.
+    """
+    plan = plan_server(
+        Path(model),
+        host=host,
+        port=port,
+        context=context,
+        cache=cache,
+        dtype=dtype,
+        ranks=tensor_parallel,
+        implementation=implementation,
+        memory=None if _has_gpu() else free_memory(),
+    )
+    _check_port(host, port)
+    for note in plan.notes:
+        sys.stderr.write(f"note: {note}\n")
+    # What vLLM prints is progress: stdout is for what the caller says.
+    server = subprocess.Popen(plan.command, env=os.environ | plan.environment, stdout=sys.stderr)
+    try:
+        _wait_until_ready(server, plan)
+        if ready is not None:
+            ready(plan)
+        server.wait()
+    finally:
+        _end(server)
+    raise DiffQuantError(f"vLLM's server ended with status {server.returncode}; what it said stands above")
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def _check_port(host: str, port: int) -> None:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise UsageError(
+                f"cannot listen at {host}, port {port}: {error.strerror}; choose another {spelled('port')}"
+            ) from error
+
+
+def _wait_until_ready(server: "subprocess.Popen[bytes]", plan: ServerPlan) -> None:
+    """Wait until the server answers, or has ended."""
+    everywhere = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}
+    address = plan.url.removesuffix("/v1").removeprefix("http://")
+    host, _, port = address.rpartition(":")
+    while server.poll() is None:
+        try:
+            with urlopen(f"http://{everywhere.get(host, host)}:{port}/health", timeout=5):
+                return
+        except (URLError, OSError):
+            time.sleep(_PAUSE)
+    raise DiffQuantError(f"vLLM's server did not start (status {server.returncode}); what it said stands above")
+
+
+def _end(server: "subprocess.Popen[bytes]") -> None:
+    if server.poll() is None:
+        server.terminate()
+        try:
+            server.wait(_PATIENCE)
+        except subprocess.TimeoutExpired:
+            server.kill()
+            server.wait()

@@ -1,0 +1,105 @@
+"""Differential attention on vLLM's layers: its projections, rotary embedding, paged cache and attention kernels."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from vllm.config import CacheConfig
+from vllm.distributed import get_tensor_model_parallel_world_size
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.linear import ColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+from vllm.model_executor.layers.quantization import QuantizationConfig
+from vllm.model_executor.layers.rotary_embedding import get_rope
+from vllm.model_executor.models.utils import extract_layer_index
+
+from diffquant.family.lam import LAMBDA_VECTORS
+from diffquant.serve.modeling_diffquant import DiffAttention, DiffConfig, PlainHeads
+from diffquant.serve.vllm.ranks import heads_of_rank
+
+
+class ServedAttention(DiffAttention):
+    """A rank's share of a layer's attention: whole pairs, with their λ and both maps.
+
+    The difference of the maps and the norm behind it are those of the modelling file.
+    """
+
+    def __init__(
+        self, config: DiffConfig, cache_config: CacheConfig | None, quant_config: QuantizationConfig | None, prefix: str
+    ) -> None:
+        # The modelling file's layers are transformers'.
+        nn.Module.__init__(self)
+        self.spec = spec = config.diff_model["attention"]
+        self.heads = heads = heads_of_rank(spec, get_tensor_model_parallel_world_size())
+        whole, width, bias = PlainHeads(spec), config.hidden_size, config.attention_bias
+        noises = whole.pairs // whole.sharing if whole.has_noise else 0
+        self.qkv_proj = QKVParallelLinear(
+            width,
+            whole.width,
+            whole.pairs + noises,
+            whole.kv_pairs // whole.repeats * whole.key_maps,
+            bias=bias,
+            quant_config=quant_config,
+            prefix=f"{prefix}.qkv_proj",
+            return_bias=False,
+            v_head_size=whole.value_width // whole.key_maps,
+        )
+        made_of = {"bias": False, "quant_config": quant_config, "return_bias": False}
+        output = RowParallelLinear(
+            whole.pairs * whole.value_width, width, prefix=f"{prefix}.{spec['output']}", **made_of | {"bias": bias}
+        )
+        self.add_module(spec["output"], output)
+        if spec["lam"] == "exp":
+            for name in LAMBDA_VECTORS:
+                vector = torch.zeros(whole.width, dtype=torch.float32)
+                self.register_parameter(name, nn.Parameter(vector, requires_grad=False))
+        elif whole.has_noise:
+            gates = whole.pairs * (2 if spec["lam"] == "two-gates" else 1)
+            self.lambda_proj = ColumnParallelLinear(width, gates, prefix=f"{prefix}.lambda_proj", **made_of)
+        if spec["output_gate"]:
+            channels = whole.pairs * whole.value_width
+            self.output_gate_proj = ColumnParallelLinear(
+                width, channels, prefix=f"{prefix}.output_gate_proj", **made_of
+            )
+        if spec["post_norm"] == "affine":
+            self.subln = LlamaRMSNorm(whole.value_width, spec["post_norm_eps"])
+        self.lam_init = 0.8 - 0.6 * math.exp(-0.3 * (extract_layer_index(prefix) + spec["lam_init_offset"]))
+        self.rotary_emb = None
+        if spec["rope"] != "none":
+            self.rotary_emb = get_rope(
+                whole.width,
+                max_position=config.max_position_embeddings,
+                rope_parameters=config.rope_parameters,
+                is_neox_style=spec["rope"] == "half",
+            )
+        kv_heads = heads.kv_pairs * heads.key_maps * heads.cuts
+        self.attn = Attention(
+            kv_heads * heads.group,
+            heads.width,
+            heads.width**-0.5,
+            num_kv_heads=kv_heads,
+            cache_config=cache_config,
+            quant_config=quant_config,
+            prefix=f"{prefix}.attn",
+        )
+
+    def forward(self, positions: Tensor, hidden_states: Tensor) -> Tensor:  # type: ignore[override]
+        """Output [T, D] for the tokens [T, D] of all requests at their positions [T]."""
+        qkv = self.qkv_proj
+        heights = [qkv.num_heads * qkv.head_size, qkv.num_kv_heads * qkv.head_size, qkv.num_kv_heads * qkv.v_head_size]
+        q, k, v = qkv(hidden_states).split(heights, -1)
+        if self.rotary_emb is not None:
+            q, k = self.rotary_emb(positions, q, k)
+        plain = (self.heads.queries(q[None], _TURNED), self.heads.keys(k[None], _TURNED), self.heads.values(v[None]))
+        heads = self.attn(*(x[0].transpose(0, 1).flatten(1) for x in plain))
+        signal, noise = self.heads.outputs(heads[None])
+        noise = None if noise is None else noise[0]
+        out = self._normed(self._difference(signal[0], noise, hidden_states)).flatten(-2)
+        if self.spec["output_gate"]:
+            out = out * self.output_gate_proj(hidden_states).sigmoid()
+        return getattr(self, self.spec["output"])(out)
+
+
+# Heads are turned as they come from the projection, before a map is read more than once.
+_TURNED: Any = None

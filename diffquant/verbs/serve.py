@@ -1,0 +1,66 @@
+"""The verb `serve`: a model behind OpenAI's API, with vLLM."""
+
+from collections.abc import Callable
+from typing import Annotated, Literal
+
+from diffquant.verbs import kinds
+from diffquant.verbs.hub import at_revision
+
+Cache = Annotated[Literal["16", "fp8"], kinds.Kind(Literal["16", "fp8"])]
+Implementation = Annotated[Literal["plugin", "folder"], kinds.Kind(Literal["plugin", "folder"])]
+Address = Annotated[str, kinds.Kind(str, "ADDRESS")]
+Context = Annotated[int, kinds.Kind(int, "TOKENS", least=1)]
+
+
+def serve(
+    model: kinds.PathModel,
+    *,
+    host: Address = "127.0.0.1",
+    port: int = 8000,
+    context: Context | None = None,
+    cache: Cache = "16",
+    dtype: kinds.Name | None = None,
+    tensor_parallel: kinds.Count = 1,
+    implementation: Implementation = "plugin",
+    revision: kinds.Name | None = None,
+    said: Callable[[str], None] | None = None,
+) -> None:
+    """Serve a model to any client of OpenAI's API, with vLLM.
+
+        diffquant serve model-4bit
+        diffquant.serve("model-4bit", port=8001)
+
+    It runs until Ctrl-C. The URL and a command line that asks for a few tokens are printed once it answers. Only this
+    machine can connect unless `host` says otherwise, and vLLM asks for a key where VLLM_API_KEY is set.
+
+    Args:
+        model, revision: as `quantize` takes them.
+        host: address to listen at.
+        port: port to listen at.
+        context: most tokens of a request, its answer included; by default what model and memory have room for.
+        cache: width of keys and values in the cache; fp8 is vLLM's own. The recipe's own cache is diffquant's.
+        dtype: dtype of the model; by default the checkpoint's, and bfloat16 where weights are packed.
+        tensor_parallel: number of ranks that share each layer.
+        implementation: what runs the model: diffquant's plugin, or the modelling file that the folder carries.
+        said: function called with the URL and a command line once the server answers.
+
+    Raises:
+        MissingDependencyError: vLLM is not installed, or does not find the plugin.
+        UnknownModelTypeError: vLLM has no layers for the model.
+        UsageError: the port is taken, or a request of the context does not fit into the memory.
+        CheckpointError: the folder cannot be opened, or holds code that is not diffquant's and that would run.
+        DiffQuantError: the server ended by itself.
+    """
+    from diffquant.serve.server import serve as serve_until_interrupted
+
+    serve_until_interrupted(
+        at_revision(model, revision),
+        host=host,
+        port=port,
+        context=context,
+        cache=cache,
+        dtype=dtype,
+        tensor_parallel=tensor_parallel,
+        implementation=implementation,
+        ready=lambda plan: said(f"{plan.url}\n{plan.curl}") if said else None,
+    )

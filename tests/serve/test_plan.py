@@ -1,0 +1,244 @@
+"""How a server is started for a folder, and what is refused before one is; none of it needs vLLM."""
+
+import socket
+import tomllib
+from importlib.metadata import EntryPoint
+from pathlib import Path
+
+import pytest
+import torch
+
+import diffquant
+from diffquant.data import pocket_models
+from diffquant.errors import CheckpointError, MissingDependencyError, UnknownModelTypeError, UsageError
+from diffquant.family.spec import DiffSpec
+from diffquant.formats.opening import open_checkpoint
+from diffquant.model.adapters import adapter_for
+from diffquant.serve.folder import MODELLING_FILE
+from diffquant.serve.plan import plan_server
+from diffquant.serve.room import room_in
+from diffquant.serve.server import serve
+from diffquant.serve.vllm.ranks import heads_of_rank, row_orders
+from diffquant.serve.vllm.versions import TESTED, note_untested
+from tests.support.checkpoints import write_checkpoint
+
+ROOT = Path(__file__).parents[2]
+GIGABYTE = 1 << 30
+POCKET = next(path for path in pocket_models("needle") if path.name.endswith("v2"))
+ASKED = {
+    "host": "127.0.0.1",
+    "port": 8000,
+    "context": None,
+    "cache": "16",
+    "dtype": None,
+    "ranks": 1,
+    "implementation": "plugin",
+    "memory": 8 * GIGABYTE,
+}
+
+
+@pytest.fixture
+def vllm(monkeypatch):
+    """A machine on which vLLM is installed and finds the plugin."""
+    monkeypatch.setattr("diffquant.serve.plan.installed_vllm", lambda: f"{TESTED[-1]}.0")
+    plugin = EntryPoint("diffquant", "diffquant.serve.vllm:register", "vllm.general_plugins")
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda group, name: [plugin])
+
+
+@pytest.fixture
+def packed(tmp_path):
+    diffquant.quantize(POCKET, tmp_path / "packed", {"weights": "4:row", "kv": "8:row"})
+    return tmp_path / "packed"
+
+
+def option(plan, name):
+    return plan.command[plan.command.index(name) + 1]
+
+
+def test_the_entry_point_is_there_and_imports_no_torch():
+    from tests.test_imports import modules_after
+
+    plugins = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]["vllm.general_plugins"]
+    module, _, name = plugins["diffquant"].partition(":")
+    loaded = modules_after(f"import {module}; {module}.{name}")
+    assert module in loaded
+    assert not loaded & {"torch", "transformers", "vllm"}
+
+
+def test_a_packed_folder_is_served_in_bfloat16_to_this_machine_alone(vllm, packed):
+    plan = plan_server(packed, **ASKED)
+    assert (option(plan, "--dtype"), option(plan, "--host")) == ("bfloat16", "127.0.0.1")
+    assert option(plan, "--max-model-len") == str(open_checkpoint(packed).config["max_position_embeddings"])
+    assert "--trust-remote-code" not in plan.command
+    assert plan.url == "http://127.0.0.1:8000/v1"
+    assert f'"model": "{packed.name}"' in plan.curl
+    assert plan.notes == [
+        "k 8:row, v 8:row of the recipe are not done by vLLM: K and V are stored with 16 bits, and logits are exact"
+    ]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_plain_checkpoint_is_served_in_its_own_dtype(vllm, tmp_path, dtype):
+    source = write_checkpoint(tmp_path / "model", "llama", getattr(torch, dtype))
+    assert option(plan_server(source, **ASKED), "--dtype") == dtype
+
+
+def test_the_context_is_what_the_memory_has_room_for():
+    """Weights of 32 bits; two layers of two KV heads of width 16, keys and values."""
+    checkpoint = open_checkpoint(POCKET)
+    adapter = adapter_for(checkpoint.config)
+    layers, spec = adapter.architecture.num_hidden_layers, adapter.architecture.diff_spec
+    a_token = layers * 2 * spec.kv_pairs * spec.head_dim * 4
+    weights = 4 * sum(tensor.nbytes // tensor.dtype.itemsize for tensor in checkpoint.tensors.values())
+    memory = 2 * GIGABYTE + weights + a_token * (256 + 40)
+    assert room_in(memory, checkpoint, adapter, 4, "float32", None).context == 40
+    assert room_in(memory, checkpoint, adapter, 2, "float32", None).context > 40
+    with pytest.raises(UsageError, match="a --context of 40 tokens fits"):
+        room_in(memory, checkpoint, adapter, 4, "float32", 41)
+    with pytest.raises(UsageError, match=r"0\.0 GB of memory are free"):
+        room_in(GIGABYTE, checkpoint, adapter, 4, "float32", None)
+
+
+def test_a_context_beyond_what_the_model_knows_is_refused(vllm, packed):
+    with pytest.raises(UsageError, match="--context 100000 is more than the"):
+        plan_server(packed, **ASKED | {"context": 100_000})
+
+
+def test_v1_stores_each_maps_keys_beside_both_halves_of_its_values():
+    checkpoint = open_checkpoint(next(path for path in pocket_models("needle") if path.name.endswith("v1")))
+    adapter = adapter_for(checkpoint.config)
+    spec, layers = adapter.architecture.diff_spec, adapter.architecture.num_hidden_layers
+    room = room_in(8 * GIGABYTE, checkpoint, adapter, 2, "bfloat16", 10)
+    # Four plain heads a pair, each with a key and a value.
+    assert room.cache == 16 * (10 + 256) * layers * spec.kv_pairs * 4 * 2 * spec.head_dim * 2
+
+
+def test_the_folders_code_is_run_only_where_it_is_ours(vllm, packed):
+    asked = ASKED | {"implementation": "folder"}
+    plan = plan_server(packed, **asked)
+    assert plan.command[-3:] == ["--model-impl", "transformers", "--trust-remote-code"]
+    assert plan.environment["VLLM_PLUGINS"] == "none"
+    ours = (packed / MODELLING_FILE).read_bytes()
+    (packed / MODELLING_FILE).write_bytes(ours + b"\n")
+    with pytest.raises(CheckpointError, match=f"code that is not this diffquant's.*{MODELLING_FILE}"):
+        plan_server(packed, **asked)
+    assert "--trust-remote-code" not in plan_server(packed, **ASKED).command
+    (packed / MODELLING_FILE).write_bytes(ours)
+    (packed / "deeper").mkdir()
+    (packed / "deeper/tokenization.py").write_text("")
+    with pytest.raises(CheckpointError, match=r"deeper/tokenization\.py"):
+        plan_server(packed, **asked)
+    (packed / "deeper/tokenization.py").unlink()
+    (packed / MODELLING_FILE).unlink()
+    with pytest.raises(CheckpointError, match="no modelling file"):
+        plan_server(packed, **asked)
+
+
+def test_phi_4_mini_flash_is_refused_by_name(vllm, tmp_path):
+    with pytest.raises(UnknownModelTypeError, match=r"phi4flash.*diffquant generate"):
+        plan_server(write_checkpoint(tmp_path / "model", "phi4flash"), **ASKED)
+
+
+def test_the_plugin_is_added_where_others_were_chosen(vllm, packed, monkeypatch):
+    monkeypatch.setenv("VLLM_PLUGINS", "lora_filesystem_resolver")
+    assert plan_server(packed, **ASKED).environment["VLLM_PLUGINS"] == "lora_filesystem_resolver,diffquant"
+
+
+def test_without_vllm_the_command_says_what_to_install(monkeypatch):
+    monkeypatch.setattr("diffquant.serve.plan.installed_vllm", lambda: None)
+    with pytest.raises(MissingDependencyError, match=r"pip install .*\[vllm\].* for a processor") as error:
+        serve(POCKET)
+    assert error.value.exit_code == 5
+
+
+def test_builds_for_cuda_that_break_vllms_import_are_said(vllm, monkeypatch):
+    """PyPI's torchvision beside a torch for processors, which pip chooses where it is not told of another index."""
+    versions = {"torch": "2.13.0+cpu", "torchvision": "0.28.0", "torchaudio": "2.13.0+cpu"}
+    monkeypatch.setattr("diffquant.serve.vllm.versions._version", lambda package: versions.get(package, ""))
+    with pytest.raises(MissingDependencyError, match="pip uninstall torchvision, or take"):
+        plan_server(POCKET, **ASKED)
+    versions["torch"] = "2.13.0"
+    plan_server(POCKET, **ASKED)
+
+
+def test_requests_name_a_folder_by_its_name_whatever_the_path_says(vllm, packed, monkeypatch):
+    monkeypatch.chdir(packed)
+    assert plan_server(Path("."), **ASKED).name == packed.name
+
+
+def test_a_plugin_that_vllm_does_not_find_is_said(monkeypatch):
+    monkeypatch.setattr("diffquant.serve.plan.installed_vllm", lambda: f"{TESTED[-1]}.0")
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda group, name: [])
+    with pytest.raises(MissingDependencyError, match="does not find diffquant's plugin"):
+        plan_server(POCKET, **ASKED)
+
+
+def test_a_port_that_is_taken_is_refused_before_anything_starts(vllm):
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        with pytest.raises(UsageError, match=f"port {port}"):
+            serve(POCKET, port=port)
+
+
+def test_a_server_that_does_not_start_is_an_error(vllm):
+    """vLLM is not there to be started."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with pytest.raises(diffquant.DiffQuantError, match="did not start"):
+        serve(POCKET, port=port)
+
+
+class Spoken:
+    def __init__(self):
+        self.said = []
+
+    def warning(self, *message):
+        self.said.append(message)
+
+
+@pytest.mark.parametrize(("version", "is_said"), [("0.32.1", False), ("0.33.0", True), ("0.3.20", True), (None, False)])
+def test_another_release_of_vllm_than_the_tested_is_said(monkeypatch, version, is_said):
+    monkeypatch.setattr("diffquant.serve.vllm.versions.installed_vllm", lambda: version)
+    logger = Spoken()
+    note_untested(logger)
+    assert bool(logger.said) == is_said
+
+
+HALVES = {"head_order": "halves", "lam": "exp", "post_norm": "plain", "scale_by_init": True}
+V1 = DiffSpec(pairs=4, kv_pairs=2, head_dim=2, value_dim=4, **HALVES).to_dict() | {"kv_repeats": 1, "output": "o_proj"}
+V2 = DiffSpec(pairs=4, kv_pairs=2, head_dim=2, value_dim=2, shared_k=True, lam="sigmoid").to_dict() | {"kv_repeats": 1}
+
+
+def test_a_rank_has_whole_pairs_with_both_halves_of_their_values():
+    """DiffLlama's rows: signal heads s0 to s3, then noise heads; first halves of both values, then second halves."""
+    orders = row_orders(V1, 2)
+    s, n = ([[2 * head, 2 * head + 1] for head in heads] for heads in (range(4), range(4, 8)))
+    assert orders["q_proj"].tolist() == [row for pair in zip(s, n, strict=True) for head in pair for row in head]
+    assert orders["k_proj"].tolist() == [0, 1, 4, 5, 2, 3, 6, 7]
+    assert orders["v_proj"].tolist() == [0, 1, 4, 5, 2, 3, 6, 7]
+    assert row_orders(V1, 1) == row_orders(V2, 2) == {}
+
+
+@pytest.mark.parametrize("source", ["diffllama", "motif"])
+def test_what_the_folder_cannot_do_on_ranks_is_refused_before_anything_starts(vllm, tmp_path, source):
+    """Two pairs over one KV pair, and one rank too many for them."""
+    diffquant.quantize(write_checkpoint(tmp_path / "model", source), tmp_path / "folder", {"weights": "8:row"})
+    with pytest.raises(UsageError, match="tensor_parallel_size 2 does not divide"):
+        plan_server(tmp_path / "folder", **ASKED | {"ranks": 2})
+    wider = write_checkpoint(tmp_path / "wider", source, num_attention_heads=8, num_key_value_heads=4)
+    diffquant.quantize(wider, tmp_path / "wide", {"weights": "8:row"})
+    assert option(plan_server(tmp_path / "wide", **ASKED | {"ranks": 2}), "--tensor-parallel-size") == "2"
+    with pytest.raises(UsageError, match="needs the plugin on 2 ranks"):
+        plan_server(tmp_path / "wide", **ASKED | {"ranks": 2, "implementation": "folder"})
+
+
+def test_ranks_that_would_part_a_pair_are_refused():
+    assert heads_of_rank(V1, 2).pairs == 2
+    # One map of keys may be on two ranks each.
+    assert (heads_of_rank(V2, 4).pairs, heads_of_rank(V2, 4).kv_pairs) == (1, 1)
+    for spec, ranks in ((V1, 4), (V1, 3), (V2, 8)):
+        with pytest.raises(UsageError, match=f"tensor_parallel_size {ranks} does not divide"):
+            heads_of_rank(spec, ranks)

@@ -1,0 +1,84 @@
+"""What the tests of serving share: vLLM, where it is there and runs, and its answers to a list of jobs."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import diffquant
+from diffquant.data import books_text, pocket_models
+from tests.serving.checkpoints import KINDS
+
+_PROBE = "import torch, vllm, vllm._C; from vllm.platforms import current_platform; print(current_platform.is_cpu())"
+# The engine in the process that asks it, no statistics, and threads where the system puts them.
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+}
+
+
+@cache
+def why_not() -> str | None:
+    """Reason for which vLLM does not run here; None where it does."""
+    if find_spec("vllm") is None:
+        return "needs vLLM, which is what make test-serving fetches"
+    done = subprocess.run([sys.executable, "-c", _PROBE], capture_output=True, text=True)
+    if done.returncode:
+        last = (done.stderr.strip() or f"status {done.returncode}").splitlines()[-1]
+        return f"this processor has no instructions that vLLM's wheel needs, or it is damaged: {last}"
+    return None
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _vllm() -> None:
+    if (reason := why_not()) is not None:
+        pytest.skip(reason)
+
+
+Engine = Callable[..., tuple[list[Any], str]]
+
+
+@pytest.fixture(scope="session")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
+    """Runs jobs of tests/serving/engine.py in one process, with further variables; the answers, and what it printed."""
+
+    def run(jobs: list[dict[str, Any]], **variables: str) -> tuple[list[Any], str]:
+        folder = tmp_path_factory.mktemp("engine")
+        (folder / "jobs.json").write_text(json.dumps(jobs))
+        done = subprocess.run(
+            [sys.executable, Path(__file__).parent / "engine.py", folder / "jobs.json", folder / "answers.json"],
+            capture_output=True,
+            text=True,
+            env=os.environ | ENVIRONMENT | variables,
+        )
+        (folder / "log.txt").write_text(done.stdout + done.stderr)
+        assert done.returncode == 0, done.stderr[-4000:]
+        return json.loads((folder / "answers.json").read_text()), done.stdout + done.stderr
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Folders at 4 bits of models that were trained, by `KINDS`."""
+    root = tmp_path_factory.mktemp("trained")
+    pockets = {path.name: path for path in pocket_models("prose")}
+    for kind in KINDS:
+        diffquant.quantize(pockets[kind], root / kind, {"weights": "4:row", "kv": "8:row"})
+    return {kind: root / kind for kind in KINDS}
+
+
+@pytest.fixture(scope="session")
+def prose(trained: dict[str, Path]) -> list[int]:
+    """A text that these models were trained on the like of."""
+    ids: list[int] = diffquant.load_tokenizer(trained[KINDS[0]])(books_text()[5000:5600])["input_ids"]
+    return ids[:120]

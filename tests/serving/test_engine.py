@@ -1,0 +1,125 @@
+"""What vLLM does with requests, caches, ranks and adapters, it does with the plugin's models as well."""
+
+import json
+from statistics import mean
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.serving.answers import check, check_low_bits, expected
+from tests.serving.checkpoints import KINDS, write_served
+from tests.support.checkpoints import write_checkpoint
+
+CHUNKED = {"max_num_batched_tokens": 64, "enable_chunked_prefill": True, "enable_prefix_caching": True}
+ALPHA, RANK = 16, 8
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """Random checkpoints as others than diffquant write them."""
+    root = tmp_path_factory.mktemp("made")
+    folders = {source: write_served(root / source, source) for source in ("diffllama", "unilm-v2", "motif-grouped")}
+    folders["one KV head"] = write_served(root / "one", "unilm-v2", num_key_value_heads=1)
+    folders["phi4flash"] = write_checkpoint(root / "phi4flash", "phi4flash")
+    return folders
+
+
+@pytest.fixture(scope="module")
+def adapter(made):
+    """A LoRA adapter of every projection of DIFF V2, and the checkpoint with its products added to the weights."""
+    folder, merged = made["unilm-v2"].parent / "adapter", made["unilm-v2"].parent / "merged"
+    folder.mkdir()
+    merged.mkdir()
+    tensors, generator, adapter = (
+        load_file(made["unilm-v2"] / "model.safetensors"),
+        torch.Generator().manual_seed(5),
+        {},
+    )
+    for name in [name for name in tensors if "_proj.weight" in name]:
+        out, width = tensors[name].shape
+        down, up = (torch.randn(shape, generator=generator) * 0.1 for shape in ((RANK, width), (out, RANK)))
+        module = f"base_model.model.{name.removesuffix('.weight')}"
+        adapter |= {f"{module}.lora_A.weight": down, f"{module}.lora_B.weight": up}
+        tensors[name] = tensors[name] + ALPHA / RANK * up @ down
+    save_file(adapter, folder / "adapter_model.safetensors")
+    targets = sorted({name.split(".")[-3] for name in adapter})
+    settings = {"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA, "target_modules": targets, "bias": "none"}
+    (folder / "adapter_config.json").write_text(json.dumps(settings))
+    save_file(tensors, merged / "model.safetensors", metadata={"format": "pt"})
+    (merged / "config.json").write_text((made["unilm-v2"] / "config.json").read_text())
+    return folder, merged
+
+
+@pytest.fixture(scope="module")
+def long():
+    """Prompts that begin alike and end in blocks of their own."""
+    start = torch.randint(0, 320, (70,), generator=torch.Generator().manual_seed(4)).tolist()
+    return [start + [number] * (3 + 7 * number) for number in range(3)]
+
+
+@pytest.fixture(scope="module")
+def answers(engine, made, adapter, long, trained, prose):
+    """What the engine answers to every job, by the job's name."""
+    jobs = {
+        **{
+            f"chunked {source}": {"prompts": long, "options": CHUNKED, "rounds": 2, "reads_prompts": False}
+            for source in ("diffllama", "unilm-v2")
+        },
+        **{f"bfloat16 {kind}": {"prompts": [prose], "options": {"dtype": "bfloat16"}} for kind in KINDS},
+        **{f"fp8 {kind}": {"prompts": [prose], "options": {"kv_cache_dtype": "fp8"}} for kind in KINDS},
+        "adapter unilm-v2": {
+            "prompts": long,
+            "adapter": str(adapter[0]),
+            # vLLM on a processor has no log-probabilities of a prompt under an adapter.
+            "reads_prompts": False,
+            "options": {"enable_lora": True, "max_lora_rank": RANK},
+        },
+        "refused phi4flash": {"prompts": long},
+    }
+    for name, job in jobs.items():
+        job["folder"] = str((made | trained)[name.split()[1]])
+    return dict(zip(jobs, engine(list(jobs.values()))[0], strict=True))
+
+
+@pytest.mark.parametrize("source", ["diffllama", "unilm-v2"])
+def test_chunks_and_shared_beginnings_change_nothing(answers, made, long, source):
+    check("chunked", source, "16", answers[f"chunked {source}"], expected(made[source], long))
+    assert [answer["cached"] for answer in answers[f"chunked {source}"][1]] == [64, 64, 64]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_four_bits_lose_no_more_than_in_our_own_bfloat16(answers, trained, prose, kind):
+    """Through vLLM's own kernel for 4 bits where it takes a layer's sizes."""
+    check_low_bits(trained[kind], answers[f"bfloat16 {kind}"], prose)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_vllms_fp8_cache_is_close(answers, trained, prose, kind):
+    """A float of 8 bits has 3 for the fraction: keys and values are off by up to a sixteenth."""
+    exact, found = expected(trained[kind], [prose])[0]["prompt"], answers[f"fp8 {kind}"][0][0]["prompt"]
+    assert 1e-4 < mean(abs(a - b) for a, b in zip(found, exact, strict=True)) < 0.1
+
+
+def test_an_adapter_gives_what_its_products_give_in_the_weights(answers, adapter, long):
+    check("adapter", "unilm-v2", "16", answers["adapter unilm-v2"], expected(adapter[1], long))
+
+
+def test_phi_4_mini_flash_is_refused_by_name(answers):
+    assert "Phi-4-mini-flash is not served by vLLM" in answers["refused phi4flash"]
+
+
+# The last has its one KV head on both ranks.
+ON_RANKS = ["diffllama", "unilm-v2", "motif-grouped", "one KV head"]
+
+
+@pytest.fixture(scope="module")
+def on_ranks(engine, made, long):
+    two = {"tensor_parallel_size": 2}
+    jobs = [{"folder": str(made[source]), "prompts": long, "options": two} for source in ON_RANKS]
+    return dict(zip(ON_RANKS, engine(jobs, VLLM_ENABLE_V1_MULTIPROCESSING="1")[0], strict=True))
+
+
+@pytest.mark.parametrize("source", ON_RANKS)
+def test_two_ranks_compute_what_one_computes(on_ranks, made, long, source):
+    check("two ranks", source, "16", on_ranks[source], expected(made[source], long))
