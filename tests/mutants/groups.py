@@ -9,7 +9,8 @@ class Group:
     """Modules that are changed together with the tests that are asked about them.
 
     Attributes:
-        modules: patterns of files, from the root of the repository.
+        modules: patterns of files, from the root of the repository. Rooms at the top are reached through the links in
+            diffquant/, by which their modules are called.
         tests: files and folders of tests; those of them that reach a changed line are run.
         sample: faults that are planted, unless the command line says how many.
     """
@@ -89,7 +90,14 @@ GROUPS = {
         40,
     ),
     "calib": Group(
-        ("calib/*.py", "calib/analysis/*.py", "calib/calibration/*.py", "calib/search/*.py"), ("tests/calib",), 40
+        (
+            "diffquant/calib/*.py",
+            "diffquant/calib/analysis/*.py",
+            "diffquant/calib/calibration/*.py",
+            "diffquant/calib/search/*.py",
+        ),
+        ("tests/calib",),
+        40,
     ),
     "cli": Group(
         ("diffquant/cli/*.py", "diffquant/verbs/*.py"),
@@ -103,7 +111,7 @@ GROUPS = {
         40,
     ),
     "graph": Group(
-        ("export/graph/*.py",),
+        ("diffquant/export/graph/*.py",),
         (
             "tests/export/test_activations.py",
             "tests/export/test_body.py",
@@ -114,6 +122,8 @@ GROUPS = {
         40,
     ),
     "verification": Group(
-        ("export/verification/*.py",), ("tests/export/test_planted_faults.py", "tests/export/test_verification.py"), 40
+        ("diffquant/export/verification/*.py",),
+        ("tests/export/test_planted_faults.py", "tests/export/test_verification.py"),
+        40,
     ),
 }

@@ -76,7 +76,7 @@ class _Watcher:
 def measure(files: list[str], tests: tuple[str, ...], result: Path) -> int:
     """Run tests and write their `Reach` to a file; the exit status of pytest."""
     digest = _digest(files, tests)
-    measured = coverage.Coverage(data_file=None, include=[os.path.abspath(file) for file in files])
+    measured = coverage.Coverage(data_file=None, include=[os.path.realpath(file) for file in files])
     watcher = _Watcher(measured)
     before = set(sys.modules)
     measured.start()
@@ -87,7 +87,7 @@ def measure(files: list[str], tests: tuple[str, ...], result: Path) -> int:
     data = measured.get_data()
     reached: dict[str, dict[str, list[int]]] = {test: {} for test in watcher.seconds}
     for file in files:
-        for line, contexts in data.contexts_by_lineno(os.path.abspath(file)).items():
+        for line, contexts in data.contexts_by_lineno(os.path.realpath(file)).items():
             # What runs when a module is imported belongs to no test, so each of them may notice it.
             for test in reached if contexts == [""] else filter(None, contexts):
                 reached[test].setdefault(file, []).append(line)
