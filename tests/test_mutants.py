@@ -1,6 +1,7 @@
 """The faults that mutation testing plants."""
 
 import ast
+import json
 
 import pytest
 import yaml
@@ -8,7 +9,8 @@ import yaml
 from tests.mutants.__main__ import REASONS, reasons_for_surviving
 from tests.mutants.groups import GROUPS
 from tests.mutants.planting import mutants_of, planted
-from tests.mutants.reach import Reach
+from tests.mutants.reach import Reach, measure
+from tests.mutants.trial import KILLED, in_a_process, outcome
 
 SOURCE = '''"""A docstring of 3."""
 
@@ -81,3 +83,31 @@ def test_every_reason_is_of_a_fault_that_can_be_planted():
     files = {file for group in GROUPS.values() for file in group.files}
     faults = {(file, mutant.code, mutant.change) for file in files for mutant in mutants_of(file)}
     assert reasons_for_surviving(yaml.safe_load(REASONS.read_text())).keys() <= faults
+
+
+@pytest.fixture
+def room(tmp_path, monkeypatch):
+    """A folder with a package that is reached through a link, as the rooms at the top are, and its tests."""
+    (tmp_path / "room").mkdir()
+    (tmp_path / "diffquant_toy").mkdir()
+    (tmp_path / "diffquant_toy/room").symlink_to("../room")
+    (tmp_path / "room/parts.py").write_text("def doubled(x):\n    return 2 * x\n\n\ndef halved(x):\n    return x / 2\n")
+    (tmp_path / "test_parts.py").write_text(
+        "import pytest\nfrom diffquant_toy.room.parts import doubled, halved\n\n\n"
+        "@pytest.fixture(scope='module')\ndef four():\n    return doubled(2)\n\n\n"
+        "def test_it_is_a_number(four):\n    assert isinstance(four, int | float)\n\n\n"
+        "def test_it_is_four(four):\n    assert four == 4\n\n\n"
+        "def test_half():\n    assert halved(4) == 2\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    return "diffquant_toy/room/parts.py"
+
+
+def test_faults_in_a_linked_room_meet_every_test_that_reaches_them_a_shared_fixture_included(room, tmp_path):
+    file = tmp_path / "reach.json"
+    assert in_a_process(lambda: measure([room], ("test_parts.py",), file), 60) == 0
+    reach = Reach(**json.loads(file.read_text()))
+    assert set(reach.of(room, (2, 2), 99)) == {"test_parts.py::test_it_is_a_number", "test_parts.py::test_it_is_four"}
+    assert reach.of(room, (6, 6), 99) == ["test_parts.py::test_half"]
+    assert {outcome(mutant, reach.of(room, mutant.lines, 99), 60) for mutant in mutants_of(room)} == {KILLED}

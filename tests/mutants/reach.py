@@ -6,6 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -58,19 +59,46 @@ class Reach:
 
 
 class _Watcher:
-    """A plugin of pytest that tells coverage which test runs."""
+    """A plugin of pytest that tells coverage which test runs, or which fixture is made that tests share.
+
+    Attributes:
+        seconds: processor time of each test.
+        users: tests that have a shared fixture, by the context in which it is made.
+    """
 
     def __init__(self, measured: coverage.Coverage) -> None:
-        self.measured = measured
         self.seconds: dict[str, float] = {}
+        self.users: dict[str, list[str]] = {}
+        self._measured = measured
+        self._contexts = [""]
 
     @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
-        self.measured.switch_context(item.nodeid)
+    def pytest_runtest_protocol(self, item: pytest.Function) -> Iterator[None]:
+        fixtures = [each for name in item.fixturenames for each in item._fixtureinfo.name2fixturedefs.get(name, ())]
+        for fixture in fixtures:
+            self.users.setdefault(_made(fixture), []).append(item.nodeid)
         started = time.process_time()
-        yield
+        with self._context(item.nodeid):
+            yield
         self.seconds[item.nodeid] = time.process_time() - started
-        self.measured.switch_context("")
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_fixture_setup(self, fixturedef: pytest.FixtureDef[object]) -> Iterator[None]:
+        with self._context(self._contexts[-1] if fixturedef.scope == "function" else _made(fixturedef)):
+            return (yield)
+
+    @contextmanager
+    def _context(self, name: str) -> Iterator[None]:
+        self._contexts.append(name)
+        self._measured.switch_context(name)
+        yield
+        self._contexts.pop()
+        self._measured.switch_context(self._contexts[-1])
+
+
+def _made(fixture: pytest.FixtureDef[object]) -> str:
+    """The context in which a fixture is made."""
+    return f"fixture {fixture.baseid}::{fixture.argname}"
 
 
 def measure(files: list[str], tests: tuple[str, ...], result: Path) -> int:
@@ -89,7 +117,12 @@ def measure(files: list[str], tests: tuple[str, ...], result: Path) -> int:
     for file in files:
         for line, contexts in data.contexts_by_lineno(os.path.realpath(file)).items():
             # What runs when a module is imported belongs to no test, so each of them may notice it.
-            for test in reached if contexts == [""] else filter(None, contexts):
+            tests_of_line = (
+                reached
+                if contexts == [""]
+                else {test for context in filter(None, contexts) for test in watcher.users.get(context, [context])}
+            )
+            for test in sorted(tests_of_line):
                 reached[test].setdefault(file, []).append(line)
     packages = [name for name in sys.modules if name not in before and not name.startswith(_OURS)]
     result.write_text(json.dumps(asdict(Reach(reached, watcher.seconds, packages, digest))))
