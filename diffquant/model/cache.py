@@ -147,7 +147,7 @@ class PackedStates:
             return dequantize(view, self.scales.unsqueeze(-1)).flatten(-2)
         if self.scheme.granularity == "row":
             return dequantize(codes, self.scales.unsqueeze(-1))
-        lengths = torch.tensor(self.block_lengths, device=codes.device)
+        lengths = torch.tensor(self.block_lengths, dtype=torch.int64, device=codes.device)
         return dequantize(codes, self.scales.repeat_interleave(lengths, 2))
 
     def _crop_packed(self, tokens: int) -> None:

@@ -86,7 +86,13 @@ GROUPS = {
     ),
     "cache": Group(
         ("diffquant/model/*cache.py", "diffquant/model/graphed_steps.py"),
-        ("tests/model/test_cache.py", "tests/model/test_fused_cache.py", "tests/model/test_graphed_steps.py"),
+        (
+            "tests/model/test_cache.py",
+            "tests/model/test_fused_cache.py",
+            "tests/model/test_generation_modes.py",
+            "tests/model/test_graphed_steps.py",
+            "tests/model/test_phi4flash.py",
+        ),
         40,
     ),
     "calib": Group(
