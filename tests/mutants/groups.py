@@ -120,10 +120,12 @@ GROUPS = {
         ("diffquant/export/graph/*.py",),
         (
             "tests/export/test_activations.py",
+            "tests/export/test_bad_input.py",
             "tests/export/test_body.py",
             "tests/export/test_export.py",
             "tests/export/test_op.py",
             "tests/export/test_quantized_attention.py",
+            "tests/export/test_web.py",
         ),
         40,
     ),
