@@ -27,6 +27,38 @@ def inside(x: "1 < 2", low=0) -> "2 > 1":
     raise ValueError(f"{x + 1} is no 4")
 '''
 
+# A module and its tests, which import it late.
+PARTS = """FACTOR = 2
+
+
+def doubled(x):
+    return FACTOR * x
+
+
+def halved(x):
+    return x / 2
+"""
+TESTS_OF_PARTS = """import pytest
+
+@pytest.fixture(scope="module")
+def four():
+    from diffquant_toy.room.parts import doubled
+    return doubled(2)
+
+def test_a_number(four):
+    assert isinstance(four, int | float)
+
+def test_four(four):
+    assert four == 4
+
+def test_half():
+    from diffquant_toy.room.parts import halved
+    assert halved(4) == 2
+
+def test_nothing_of_it():
+    assert True
+"""
+
 
 @pytest.fixture
 def file(tmp_path):
@@ -91,23 +123,17 @@ def room(tmp_path, monkeypatch):
     (tmp_path / "room").mkdir()
     (tmp_path / "diffquant_toy").mkdir()
     (tmp_path / "diffquant_toy/room").symlink_to("../room")
-    (tmp_path / "room/parts.py").write_text("def doubled(x):\n    return 2 * x\n\n\ndef halved(x):\n    return x / 2\n")
-    (tmp_path / "test_parts.py").write_text(
-        "import pytest\nfrom diffquant_toy.room.parts import doubled, halved\n\n\n"
-        "@pytest.fixture(scope='module')\ndef four():\n    return doubled(2)\n\n\n"
-        "def test_it_is_a_number(four):\n    assert isinstance(four, int | float)\n\n\n"
-        "def test_it_is_four(four):\n    assert four == 4\n\n\n"
-        "def test_half():\n    assert halved(4) == 2\n"
-    )
+    (tmp_path / "room/parts.py").write_text(PARTS)
+    (tmp_path / "test_parts.py").write_text(TESTS_OF_PARTS)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     return "diffquant_toy/room/parts.py"
 
 
-def test_faults_in_a_linked_room_meet_every_test_that_reaches_them_a_shared_fixture_included(room, tmp_path):
+def test_faults_in_a_linked_room_meet_the_tests_that_reach_them_by_an_import_or_a_shared_fixture_too(room, tmp_path):
     file = tmp_path / "reach.json"
     assert in_a_process(lambda: measure([room], ("test_parts.py",), file), 60) == 0
     reach = Reach(**json.loads(file.read_text()))
-    assert set(reach.of(room, (2, 2), 99)) == {"test_parts.py::test_it_is_a_number", "test_parts.py::test_it_is_four"}
-    assert reach.of(room, (6, 6), 99) == ["test_parts.py::test_half"]
+    found = {line: {test.partition("::test_")[2] for test in reach.of(room, (line, line), 99)} for line in (1, 5, 9)}
+    assert found == {1: {"a_number", "four", "half"}, 5: {"a_number", "four"}, 9: {"half"}}
     assert {outcome(mutant, reach.of(room, mutant.lines, 99), 60) for mutant in mutants_of(room)} == {KILLED}

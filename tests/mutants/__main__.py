@@ -73,7 +73,7 @@ def run_group(
     else:
         survived = {(survivor["file"], survivor["number"]) for survivor in earlier["survivors"]}
         chosen = [mutant for mutant in every if (mutant.file, mutant.number) in survived]
-    outcomes = _outcomes(sorted(chosen, key=lambda m: (m.file, m.number)), reach, arguments.jobs)
+    outcomes = _outcomes(sorted(chosen, key=lambda m: (m.file, m.number)), group.first, reach, arguments.jobs)
     survivors = [mutant for mutant, found in outcomes if found == SURVIVED]
     planted = earlier["planted"]
     killed = planted - len(survivors)
@@ -94,9 +94,9 @@ def run_group(
     }
 
 
-def _outcomes(mutants: Sequence[Mutant], reach: Reach, jobs: int) -> list[tuple[Mutant, str]]:
+def _outcomes(mutants: Sequence[Mutant], first: Sequence[str], reach: Reach, jobs: int) -> list[tuple[Mutant, str]]:
     def trial(mutant: Mutant) -> tuple[Mutant, str]:
-        tests = reach.of(mutant.file, mutant.lines, BUDGET)
+        tests = list(dict.fromkeys([*first, *reach.of(mutant.file, mutant.lines, BUDGET)]))
         found = outcome(mutant, tests, 15 + 3 * sum(reach.seconds[test] for test in tests))
         if found != KILLED:
             print(f"{found}: {mutant.file}:{mutant.lines[0]}  {mutant.change}  [{len(tests)} tests]", flush=True)

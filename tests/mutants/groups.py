@@ -13,11 +13,13 @@ class Group:
             diffquant/, by which their modules are called.
         tests: files and folders of tests; those of them that reach a changed line are run.
         sample: faults that are planted, unless the command line says how many.
+        first: tests among them that are run for every fault, since no line tells that they read what it made.
     """
 
     modules: tuple[str, ...]
     tests: tuple[str, ...]
     sample: int = 120
+    first: tuple[str, ...] = ()
 
     @property
     def files(self) -> list[str]:
@@ -81,6 +83,7 @@ GROUPS = {
             "tests/sweep/test_grid.py",
             "tests/sweep/test_outputs.py",
             "tests/sweep/test_run.py",
+            "tests/golden/test_golden.py",
         ),
         40,
     ),
@@ -113,8 +116,10 @@ GROUPS = {
             "tests/test_cli_verbs.py",
             "tests/test_own_files.py",
             "tests/calib/test_calib_cli.py",
+            "tests/golden/test_golden.py",
         ),
         40,
+        ("tests/golden/test_golden.py::test_help_says_what_it_said",),
     ),
     "graph": Group(
         ("diffquant/export/graph/*.py",),

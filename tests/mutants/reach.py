@@ -1,11 +1,12 @@
 """Which tests reach which lines, how long each takes, and which packages they need: one run of a group's tests."""
 
+import ast
 import hashlib
 import json
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -87,6 +88,10 @@ class _Watcher:
         with self._context(self._contexts[-1] if fixturedef.scope == "function" else _made(fixturedef)):
             return (yield)
 
+    def tests_in(self, contexts: Iterable[str]) -> set[str]:
+        """The tests that some contexts stand for."""
+        return {test for context in filter(None, contexts) for test in self.users.get(context, [context])}
+
     @contextmanager
     def _context(self, name: str) -> Iterator[None]:
         self._contexts.append(name)
@@ -115,18 +120,24 @@ def measure(files: list[str], tests: tuple[str, ...], result: Path) -> int:
     data = measured.get_data()
     reached: dict[str, dict[str, list[int]]] = {test: {} for test in watcher.seconds}
     for file in files:
-        for line, contexts in data.contexts_by_lineno(os.path.realpath(file)).items():
-            # What runs when a module is imported belongs to no test, so each of them may notice it.
-            tests_of_line = (
-                reached
-                if contexts == [""]
-                else {test for context in filter(None, contexts) for test in watcher.users.get(context, [context])}
-            )
-            for test in sorted(tests_of_line):
+        contexts = data.contexts_by_lineno(os.path.realpath(file))
+        tests_by_line = {line: watcher.tests_in(contexts[line]) for line in contexts}
+        in_functions = _lines_in_functions(file)
+        users = {test for line in in_functions for test in tests_by_line.get(line, ())}
+        for line, tests_of_line in tests_by_line.items():
+            # What runs when a module is imported belongs to no test: whichever uses the module may notice it.
+            for test in sorted(tests_of_line if line in in_functions else users) or reached:
                 reached[test].setdefault(file, []).append(line)
     packages = [name for name in sys.modules if name not in before and not name.startswith(_OURS)]
     result.write_text(json.dumps(asdict(Reach(reached, watcher.seconds, packages, digest))))
     return int(status)
+
+
+def _lines_in_functions(file: str) -> set[int]:
+    """Lines of a file that run when a function of it is called, not when it is imported."""
+    nodes = ast.walk(ast.parse(Path(file).read_text()))
+    bodies = [node.body for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    return {line for body in bodies for line in range(body[0].lineno, (body[-1].end_lineno or 0) + 1)}
 
 
 def _digest(files: list[str], tests: tuple[str, ...]) -> str:
