@@ -48,7 +48,7 @@ def main() -> int:
     if file:
         run = _this_run()
         for name in arguments.groups or GROUPS:
-            results[name]["runs"].append(run)
+            results[name]["runs"].append(run | {"killed": results[name]["killed"]})
         write_json(file, {"groups": results})
     return int(any(result["killed"] < LEAST * result["planted"] for result in results.values()))
 
