@@ -2,6 +2,7 @@
 
     python -m tests.mutants [GROUP ...] [--sample N] [--seed N] [--json FILE]
     python -m tests.mutants [GROUP ...] --again FILE                  # those that survived, with the tests of now
+    python -m tests.mutants GROUP --again FILE --ask TEST ...         # the same by these tests alone, at once
 
 An own runner, since the common ones start Python for each fault, or run all tests before they begin, and neither draws
 a sample: importing torch and transformers takes seconds, so here each trial is a fork of a process that has done it.
@@ -24,7 +25,7 @@ import yaml
 from diffquant.support.files import write_json
 from tests.mutants.groups import GROUPS, Group
 from tests.mutants.planting import Mutant, mutants_of
-from tests.mutants.reach import Reach, measure
+from tests.mutants.reach import Asked, Reach, measure
 from tests.mutants.trial import KILLED, SURVIVED, in_a_process, outcome
 
 REASONS = Path(__file__).with_name("survivors.yaml")
@@ -63,7 +64,7 @@ def run_group(
 ) -> dict[str, Any]:
     """Plant a group's sample, or what survived of an earlier one, and collect what became of it."""
     with tempfile.TemporaryDirectory() as folder:
-        reach = _reach(name, group, arguments.reach or Path(folder))
+        reach = Asked(arguments.ask) if arguments.ask else _reach(name, group, arguments.reach or Path(folder))
     _import(reach.packages)
     every = [mutant for file in group.files for mutant in mutants_of(file)]
     if earlier is None:
@@ -73,7 +74,8 @@ def run_group(
     else:
         survived = {(survivor["file"], survivor["number"]) for survivor in earlier["survivors"]}
         chosen = [mutant for mutant in every if (mutant.file, mutant.number) in survived]
-    outcomes = _outcomes(sorted(chosen, key=lambda m: (m.file, m.number)), group.first, reach, arguments.jobs)
+    first = () if arguments.ask else group.first
+    outcomes = _outcomes(sorted(chosen, key=lambda m: (m.file, m.number)), first, reach, arguments.jobs)
     survivors = [mutant for mutant, found in outcomes if found == SURVIVED]
     planted = earlier["planted"]
     killed = planted - len(survivors)
@@ -94,10 +96,12 @@ def run_group(
     }
 
 
-def _outcomes(mutants: Sequence[Mutant], first: Sequence[str], reach: Reach, jobs: int) -> list[tuple[Mutant, str]]:
+def _outcomes(
+    mutants: Sequence[Mutant], first: Sequence[str], reach: Reach | Asked, jobs: int
+) -> list[tuple[Mutant, str]]:
     def trial(mutant: Mutant) -> tuple[Mutant, str]:
         tests = list(dict.fromkeys([*first, *reach.of(mutant.file, mutant.lines, BUDGET)]))
-        found = outcome(mutant, tests, 15 + 3 * sum(reach.seconds[test] for test in tests))
+        found = outcome(mutant, tests, 15 + 3 * reach.seconds_of(tests))
         if found != KILLED:
             print(f"{found}: {mutant.file}:{mutant.lines[0]}  {mutant.change}  [{len(tests)} tests]", flush=True)
         return mutant, found
@@ -140,8 +144,13 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=2, help="trials at once")
     parser.add_argument("--json", type=Path, help="file for the results")
     parser.add_argument("--again", type=Path, help="file of results whose survivors are planted again, and corrected")
+    parser.add_argument(
+        "--ask", nargs="+", metavar="TEST", help="tests of these survivors, in place of those that reach"
+    )
     parser.add_argument("--reach", type=Path, help="folder that keeps what the tests reach")
     arguments = parser.parse_args()
+    if arguments.ask and not arguments.again:
+        parser.error("--ask is for --again")
     if unknown := set(arguments.groups) - set(GROUPS):
         parser.error(f"no group is called {', '.join(sorted(unknown))}; known are {', '.join(GROUPS)}")
     return arguments

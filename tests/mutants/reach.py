@@ -38,6 +38,10 @@ class Reach:
         """Whether these files and tests are still what they were."""
         return self.digest == _digest(files, tests)
 
+    def seconds_of(self, tests: list[str]) -> float:
+        """Processor time of some tests."""
+        return sum(self.seconds[test] for test in tests)
+
     def of(self, file: str, lines: tuple[int, int], budget: float) -> list[str]:
         """Tests that reach some lines of a file, one of each test function first and the quick ones first.
 
@@ -57,6 +61,27 @@ class Reach:
                 break
             chosen.append(test)
         return chosen
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Tests that are named, whatever they reach.
+
+    Attributes:
+        names: files, or tests in them.
+        packages: modules of other packages that they need.
+    """
+
+    names: list[str]
+    packages: tuple[str, ...] = ("torch", "transformers", "onnx", "onnxruntime", "scipy.optimize", "matplotlib.pyplot")
+
+    def of(self, _file: str, _lines: tuple[int, int], _budget: float) -> list[str]:
+        """All of them."""
+        return self.names
+
+    def seconds_of(self, tests: list[str]) -> float:
+        """Seconds that tests may take, since how long they do is not known."""
+        return 60.0 * len(tests)
 
 
 class _Watcher:
