@@ -261,7 +261,3 @@ def test_two_windows_are_enough_to_calibrate_on_one_and_report_on_the_other(tmp_
     assert len(fits) == 2
     with pytest.raises(UsageError, match="one window of 32 tokens; two are needed"):
         calibrate(model, CalibrationOptions(("v",), tokens=63, window=32))
-
-
-def test_by_default_whole_windows_are_read_half_of_them_to_report_on():
-    assert CalibrationOptions().tokens % (2 * CalibrationOptions().window) == 0
