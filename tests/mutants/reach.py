@@ -166,7 +166,8 @@ def _lines_in_functions(file: str) -> set[int]:
 
 
 def _digest(files: list[str], tests: tuple[str, ...]) -> str:
-    test_files = [file for test in tests for file in (sorted(Path(test).rglob("*.py")) or [Path(test)])]
+    places = [Path(test.partition("::")[0]) for test in tests]
+    test_files = [file for place in places for file in (sorted(place.rglob("*.py")) or [place])]
     return hashlib.sha256(b"".join(file.read_bytes() for file in (*map(Path, files), *test_files))).hexdigest()
 
 
