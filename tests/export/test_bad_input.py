@@ -29,8 +29,6 @@ from diffquant.export import ExportOptions, Generator, export, options, verify
 from diffquant.export.files import DATA_FILE, MODEL_FILE
 from diffquant.export.manifest import FILE as RECORD
 from diffquant.export.runtime.session import InPlaceDecoder, OnnxModel
-from diffquant.quantization.quantize import quantize
-from diffquant.recipe import Recipe
 from tests.support import tiny_lm
 from tests.support.checkpoints import edit_json, write_checkpoint
 from tests.support.exports import cache_ranges
@@ -136,12 +134,6 @@ def test_ranges_that_do_not_serve_the_cache_are_refused(source, tmp_path, change
             source, tmp_path / "out", ExportOptions(kv_bits=8), ranges=replace(ranges, **changes | {"tensors": kept})
         )
     assert not (tmp_path / "out").exists()
-
-
-def test_weights_that_are_quantized_are_not_quantized_again(source, tmp_path):
-    quantize(source, tmp_path / "low", Recipe.of(weights="4:g32"))
-    with pytest.raises(UsageError, match="exported as they are; leave out --weights"):
-        export(tmp_path / "low", tmp_path / "out", ExportOptions.parse(weights="8:g32"))
 
 
 def test_progress_counts_the_bytes_that_were_written(source, tmp_path):
