@@ -95,7 +95,8 @@ def test_a_number_that_is_none_passes_no_limit():
         assert not measure.passed
     assert Measure(1.0, 1.0).passed
     assert not Measure(np.nextafter(1.0, 2.0), 1.0).passed
-    assert nearest_limit([Measure(0.9, 1.0), Measure(np.nan, 1.0), Measure(3.0, 1.0)]).ratio == np.inf
+    assert [Measure(0.5, 2.0).ratio, Measure(np.nan, 1.0).ratio] == [0.25, np.inf]
+    assert np.isnan(nearest_limit([Measure(0.9, 1.0), Measure(np.nan, 1.0), Measure(3.0, 1.0)]).value)
 
 
 def errors_of(*passages):
