@@ -62,9 +62,10 @@ class KVResults:
         self.rows = former["results"]
 
     def add(self, name: str, row: Mapping[str, Any]) -> None:
-        """Take a cache's result, and write the file."""
-        self.rows[name] = row
-        write_json(self.file, {"environment": environment(), **self.to_dict()})
+        """Take a cache's result, with the day and the commit that it is of, and write the file."""
+        here = environment()
+        self.rows[name] = {**row, "date": here["date"], "commit": here["commit"]}
+        write_json(self.file, {"environment": here, **self.to_dict()})
 
     def to_dict(self) -> dict[str, Any]:
         """Settings and results as the file has them, without the surroundings that measured them."""

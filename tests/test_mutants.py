@@ -1,6 +1,7 @@
 """The faults that mutation testing plants."""
 
 import ast
+import json
 
 import pytest
 import yaml
@@ -8,7 +9,8 @@ import yaml
 from tests.mutants.__main__ import REASONS, reasons_for_surviving
 from tests.mutants.groups import GROUPS
 from tests.mutants.planting import mutants_of, planted
-from tests.mutants.reach import Reach
+from tests.mutants.reach import Reach, measure
+from tests.mutants.trial import KILLED, in_a_process, outcome
 
 SOURCE = '''"""A docstring of 3."""
 
@@ -24,6 +26,38 @@ def inside(x: "1 < 2", low=0) -> "2 > 1":
         return max(x, 2.5)
     raise ValueError(f"{x + 1} is no 4")
 '''
+
+# A module and its tests, which import it late.
+PARTS = """FACTOR = 2
+
+
+def doubled(x):
+    return FACTOR * x
+
+
+def halved(x):
+    return x / 2
+"""
+TESTS_OF_PARTS = """import pytest
+
+@pytest.fixture(scope="module")
+def four():
+    from diffquant_toy.room.parts import doubled
+    return doubled(2)
+
+def test_a_number(four):
+    assert isinstance(four, int | float)
+
+def test_four(four):
+    assert four == 4
+
+def test_half():
+    from diffquant_toy.room.parts import halved
+    assert halved(4) == 2
+
+def test_nothing_of_it():
+    assert True
+"""
 
 
 @pytest.fixture
@@ -81,3 +115,25 @@ def test_every_reason_is_of_a_fault_that_can_be_planted():
     files = {file for group in GROUPS.values() for file in group.files}
     faults = {(file, mutant.code, mutant.change) for file in files for mutant in mutants_of(file)}
     assert reasons_for_surviving(yaml.safe_load(REASONS.read_text())).keys() <= faults
+
+
+@pytest.fixture
+def room(tmp_path, monkeypatch):
+    """A folder with a package that is reached through a link, as the rooms at the top are, and its tests."""
+    (tmp_path / "room").mkdir()
+    (tmp_path / "diffquant_toy").mkdir()
+    (tmp_path / "diffquant_toy/room").symlink_to("../room")
+    (tmp_path / "room/parts.py").write_text(PARTS)
+    (tmp_path / "test_parts.py").write_text(TESTS_OF_PARTS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    return "diffquant_toy/room/parts.py"
+
+
+def test_faults_in_a_linked_room_meet_the_tests_that_reach_them_by_an_import_or_a_shared_fixture_too(room, tmp_path):
+    file = tmp_path / "reach.json"
+    assert in_a_process(lambda: measure([room], ("test_parts.py",), file), 60) == 0
+    reach = Reach(**json.loads(file.read_text()))
+    found = {line: {test.partition("::test_")[2] for test in reach.of(room, (line, line), 99)} for line in (1, 5, 9)}
+    assert found == {1: {"a_number", "four", "half"}, 5: {"a_number", "four"}, 9: {"half"}}
+    assert {outcome(mutant, reach.of(room, mutant.lines, 99), 60) for mutant in mutants_of(room)} == {KILLED}

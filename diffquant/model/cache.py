@@ -145,7 +145,7 @@ class PackedStates:
             view, _ = sharing.view(codes)
             values = number_format.decode(view, self.scales.unsqueeze(-1))
             return values if view is codes else values.flatten(-2)
-        lengths = torch.tensor(self.block_lengths, device=codes.device)
+        lengths = torch.tensor(self.block_lengths, dtype=torch.int64, device=codes.device)
         return number_format.decode(codes, self.scales.repeat_interleave(lengths, 2))
 
     def _crop_packed(self, tokens: int) -> None:

@@ -136,8 +136,8 @@ def check_code(folder: Path, config: Mapping[str, Any]) -> None:
     strange = [str(file.relative_to(folder)) for file in files if file.read_bytes() != ours]
     if strange:
         raise CheckpointError(
-            f"{folder} holds code that is not this diffquant's, and {spelled('implementation', 'folder')} would run it: "
-            f"{', '.join(strange)}; the plugin, which is the default, runs none of it"
+            f"{folder} holds code that is not this diffquant's, and {spelled('implementation', 'folder')} would run "
+            f"it: {', '.join(strange)}; the plugin, which is the default, runs none of it"
         )
     if not files:
         raise CheckpointError(f"{folder} holds no modelling file: leave out {spelled('implementation', 'folder')}")

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from diffquant import data
+from diffquant.calib.analysis import attention_map
 from diffquant.calib.analysis.attention_map import AttentionMapOptions, attention_by_part, last_weights, map_attention
 from diffquant.calib.analysis.needle_parts import PARTS, Prompt, make_prompt
 from diffquant.errors import NonFiniteError, UsageError
@@ -223,6 +224,17 @@ def test_a_conversion_shares_its_attention_as_its_source_and_halves_it(models, t
             assert source["share"] == pytest.approx(source["signed"], abs=1e-5)
             assert made["share"] == pytest.approx(source["share"], abs=1e-5)
             assert made["signed"] == pytest.approx({k: v / 2 for k, v in source["signal"].items()}, abs=1e-5)
+
+
+def test_right_is_the_share_of_a_places_items_and_progress_counts_them_all(models, text, monkeypatch):
+    # Of the five depths the first sample's, then the second's.
+    answers, told = iter([True, True, False, False, False, True, False, False, False, True]), []
+    measured = attention_map.attention_by_part
+    monkeypatch.setattr(attention_map, "attention_by_part", lambda *given: (measured(*given)[0], next(answers)))
+    options = AttentionMapOptions(NeedlePlan(2, lengths=(120,), samples=2), text, dtype="float32")
+    (model,) = map_attention(models[:1], options, lambda *done: told.append(done)).models
+    assert [place.right for place in model.places] == [1, 0.5, 0, 0, 0.5]
+    assert told == [(done, 10, "llama") for done in range(1, 11)]
 
 
 def test_right_is_what_greedy_decoding_says_first(models, text):

@@ -1,12 +1,15 @@
 """outliers, attention-map, calibrate and search as a user meets them: output, files, exit codes, one clear line."""
 
 import json
+import re
 import sys
 
 import pytest
 from safetensors import safe_open
 
 from diffquant import data
+from diffquant.calib.calibration.calibrate import CalibrationOptions
+from diffquant.calib.search.search import SearchOptions
 from diffquant.cli import main
 from tests.support import tiny_lm
 
@@ -174,3 +177,18 @@ def test_an_output_that_cannot_be_written_is_refused_before_the_work(run, models
         assert (code, out) == (2, "")
         assert message in err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "folder"]
+
+
+@pytest.mark.parametrize(
+    ("verb", "options", "names"),
+    [
+        ("search", SearchOptions(), {"windows": "windows", "window": "window", "characters": "check_characters"}),
+        ("calibrate", CalibrationOptions(), {"tokens": "tokens", "window": "window"}),
+    ],
+    ids=["search", "calibrate"],
+)
+def test_options_in_python_are_by_default_what_the_help_says(run, verb, options, names):
+    code, out, _ = run(verb, "--help")
+    assert code == 0
+    said = {name: re.search(rf"--{name} NUMBER.*?\[default: (\d+)", out, re.DOTALL)[1] for name in names}
+    assert said == {name: str(getattr(options, attribute)) for name, attribute in names.items()}

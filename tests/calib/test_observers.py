@@ -253,3 +253,12 @@ def test_a_checkpoint_that_is_replaced_while_it_is_calibrated_gives_no_ranges(tm
 
     with pytest.raises(CheckpointError, match="changed while"):
         calibrate(model, CalibrationOptions(("v",), tokens=128, window=32), replace_it)
+
+
+def test_two_windows_are_enough_to_calibrate_on_one_and_report_on_the_other(tmp_path):
+    model = tiny_lm.write_llama(tmp_path / "model")
+    ranges, fits = calibrate(model, CalibrationOptions(("v",), tokens=64, window=32))
+    assert set(ranges.tensors) == {"layers.0.v", "layers.1.v"}
+    assert len(fits) == 2
+    with pytest.raises(UsageError, match="one window of 32 tokens; two are needed"):
+        calibrate(model, CalibrationOptions(("v",), tokens=63, window=32))

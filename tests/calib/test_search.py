@@ -17,6 +17,7 @@ from tests.support import tiny_lm
 
 pytest.importorskip("scipy")
 
+from diffquant.calib.search import search as search_module
 from diffquant.calib.search.allocation import Budget, allocate, average_bits, spread_evenly
 from diffquant.calib.search.outputs import write_search
 from diffquant.calib.search.products import OneDnnProducts
@@ -143,6 +144,24 @@ def test_both_maps_of_a_pair_lie_in_one_unit(checkpoint):
     assert len(units) == 2 * (7 + 3)
 
 
+def test_the_text_that_widths_are_chosen_on_is_not_the_one_they_are_compared_on(checkpoint, tmp_path, monkeypatch):
+    words = load_text()[:6000]
+    (tmp_path / "text.txt").write_text(words)
+    read = []
+    windows, score = search_module.token_windows, search_module.score_text
+    monkeypatch.setattr(
+        search_module, "token_windows", lambda *given: read.append(("chosen on", given[2])) or windows(*given)
+    )
+    monkeypatch.setattr(
+        search_module,
+        "score_text",
+        lambda *given, **more: read.append(("compared on", given[2])) or score(*given, **more),
+    )
+    options = replace(OPTIONS, targets=("v",), text=tmp_path / "text.txt")
+    Search(checkpoint, Budget.parse("7"), options, tmp_path / "out").run()
+    assert set(read) == {("chosen on", words[:3000]), ("compared on", words[3000:3600])}
+
+
 def test_a_search_beats_an_even_spread_resumes_and_its_recipe_quantizes(checkpoint, tmp_path):
     # Weights in groups of 16 have a bit of scales each, K and V of 8 entries two bits.
     search = Search(checkpoint, Budget.parse("6.6"), OPTIONS, tmp_path / "out")
@@ -264,6 +283,8 @@ def test_onednn_products_are_linear_to_float32(bias):
     with torch.inference_mode(), OneDnnProducts():
         torch.testing.assert_close(linear(x, weight, offset).double(), exact, rtol=0, atol=1e-4)
         assert linear(x.double(), weight.double()).dtype == torch.float64
+        # No bias is nothing that oneDNN would refuse.
+        torch.testing.assert_close(linear(x.double(), weight.double(), None), x.double() @ weight.double().T)
         assert linear(x[:0], weight).shape == (0, 37, 29)
     with torch.enable_grad(), OneDnnProducts():
         assert linear(x, weight.clone().requires_grad_()).requires_grad

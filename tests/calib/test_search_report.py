@@ -5,9 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from diffquant.calib.search.outputs import check_search_output
 from diffquant.calib.search.plots import draw_pareto
 from diffquant.calib.search.report import search_report
 from diffquant.calib.search.result import alike, read_searches
+from diffquant.errors import OutputExistsError
 from diffquant.report.page import Fold, Table, page
 from diffquant.report.plots import Tips, new_figure
 
@@ -53,3 +55,12 @@ def test_the_report_says_each_verdict_and_lists_every_unit_the_costliest_first(f
     text = page(report)
     assert text.count("<svg") == 2 + 3
     assert 'href="./search-4.5-bits.json"' in text
+
+
+def test_a_search_replaces_pages_of_earlier_searches_alone(folder, tmp_path):
+    for name in ("pareto.png", "search.html"):
+        (tmp_path / name).write_text("a user's own")
+    with pytest.raises(OutputExistsError, match=r"pareto\.png.*search\.html"):
+        check_search_output("4.5 bits", tmp_path)
+    shutil.copy(folder / "search-5.5-bits.json", tmp_path)
+    check_search_output("4.5 bits", tmp_path)

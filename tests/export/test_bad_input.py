@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from dataclasses import replace
 
 import numpy as np
 import onnx
@@ -116,6 +117,35 @@ def test_a_quantized_cache_needs_ranges(source, tmp_path):
     with pytest.raises(UsageError, match=r"8-bit KV cache needs calibrated ranges: pass ranges=.*calibrate_cache"):
         export(source, tmp_path / "out", ExportOptions(kv_bits=8))
     assert sorted(p.name for p in tmp_path.iterdir()) == ["source"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"bits": 4}, "these ranges were clipped for 4 bits"),
+        ({"tensors": {"layers.0.k": None, "layers.1.k": None}}, "these ranges hold none of v; calibrate it too"),
+    ],
+)
+def test_ranges_that_do_not_serve_the_cache_are_refused(source, tmp_path, changes, message):
+    ranges = cache_ranges(source, ExportOptions(kv_bits=8))
+    kept = {name: ranges.tensors[name] for name in changes.get("tensors", ranges.tensors)}
+    with pytest.raises(UsageError, match=message):
+        export(
+            source, tmp_path / "out", ExportOptions(kv_bits=8), ranges=replace(ranges, **changes | {"tensors": kept})
+        )
+    assert not (tmp_path / "out").exists()
+
+
+def test_progress_counts_the_bytes_that_were_written(source, tmp_path):
+    told = []
+    export(source, tmp_path / "out", progress=lambda *done: told.append(done))
+    written = [done for done, *_ in told]
+    assert written == sorted(set(written))
+    (total,) = {total for _, total, _ in told}
+    assert written[0] > 0
+    assert written[-1] == total
+    # Tensors begin on pages.
+    assert total <= (tmp_path / "out" / DATA_FILE).stat().st_size < total + 4096 * len(told)
 
 
 def test_calibration_on_prose_needs_a_tokenizer(source):

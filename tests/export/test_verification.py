@@ -1,12 +1,13 @@
 """The parts of a verification against what nobody here wrote."""
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import onnx
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from scipy.stats import entropy
 from transformers.models.llama.modeling_llama import LlamaConfig, LlamaRotaryEmbedding
 
@@ -14,12 +15,14 @@ from diffquant.errors import CheckpointError, ToleranceError
 from diffquant.export import ExportOptions, export, verify
 from diffquant.export.files import MODEL_FILE, RANGES_FILE
 from diffquant.export.graph.external import load_graph
+from diffquant.export.runtime.interface import CacheShape
 from diffquant.export.runtime.session import OnnxModel
-from diffquant.export.verification import long_context
+from diffquant.export.verification import activations, long_context, passages
 from diffquant.export.verification.activations import keep, round_by_block, round_by_row, runtime_rounding
 from diffquant.export.verification.caches import GrowingCache, Past, StaticCache, cache_scales
 from diffquant.export.verification.errors import StageErrors, StageNoise, relative_rms
-from diffquant.export.verification.long_context import past_lengths
+from diffquant.export.verification.long_context import far_calls, past_lengths, reach
+from diffquant.export.verification.reference import Reference
 from diffquant.export.verification.report import (
     Measure,
     SessionTokens,
@@ -32,6 +35,7 @@ from diffquant.export.verification.rotation import rotation_excess
 from diffquant.export.verification.routes import decoded_in_place, routes
 from diffquant.export.verification.tokens import TokenComparison, compare_tokens
 from diffquant.source.ranges import write_ranges
+from diffquant.source.source import open_source
 from tests.support.checkpoints import write_checkpoint
 from tests.support.exports import cache_ranges
 from tests.support.planted import PlantedExport
@@ -41,6 +45,26 @@ from tests.support.planted import PlantedExport
 @pytest.mark.parametrize("block", [16, 32, 64, 128])
 def test_the_rule_by_which_the_runtime_rounds_activations_is_found(bits, block):
     assert runtime_rounding(bits, block) in (round_by_block, round_by_row, keep)
+
+
+@pytest.mark.parametrize(
+    ("of_one", "of_many", "found"),
+    [
+        (round_by_block, round_by_block, round_by_block),
+        (round_by_row, round_by_row, round_by_row),
+        (keep, keep, keep),
+        (round_by_block, round_by_row, None),
+        (keep, round_by_block, None),
+        (lambda x, block: 1.01 * x, lambda x, block: 1.01 * x, None),
+    ],
+    ids=["blocks", "rows", "none", "one row otherwise", "one row not", "unknown"],
+)
+def test_a_rule_is_found_only_where_one_row_and_many_are_rounded_by_it(monkeypatch, of_one, of_many, found):
+    def runtime(x, bits, block):
+        return (of_one if len(x) == 1 else of_many)(x, block)
+
+    monkeypatch.setattr(activations, "_through_identity", runtime)
+    assert runtime_rounding.__wrapped__(4, 16) is found
 
 
 def test_activations_are_rounded_to_127_steps_of_their_blocks_largest():
@@ -71,7 +95,8 @@ def test_a_number_that_is_none_passes_no_limit():
         assert not measure.passed
     assert Measure(1.0, 1.0).passed
     assert not Measure(np.nextafter(1.0, 2.0), 1.0).passed
-    assert nearest_limit([Measure(0.9, 1.0), Measure(np.nan, 1.0), Measure(3.0, 1.0)]).ratio == np.inf
+    assert [Measure(0.5, 2.0).ratio, Measure(np.nan, 1.0).ratio] == [0.25, np.inf]
+    assert np.isnan(nearest_limit([Measure(0.9, 1.0), Measure(np.nan, 1.0), Measure(3.0, 1.0)]).value)
 
 
 def errors_of(*passages):
@@ -188,6 +213,41 @@ def test_a_long_context_without_a_cache_is_not_read_to_the_end_and_that_is_said(
     assert {route.name for route in report.routes} == {"prefill", "padded batch", "long context"}
 
 
+@pytest.mark.parametrize(("dtype", "as_floats"), [(np.int8, 1), (np.float32, 1), (np.uint8, 2)])
+def test_at_8_heads_of_64_channels_65536_rows_are_followed(dtype, as_floats):
+    shape = SimpleNamespace(cache=CacheShape((), (), 8, 64 // as_floats, np.dtype(dtype)))
+    assert reach(shape, 131072) == 65537
+    assert reach(shape, 40000) == 40000
+
+
+def test_random_rows_are_as_large_as_a_passages_keys_and_values(tmp_path):
+    checkpoint = write_checkpoint(tmp_path / "checkpoint", "unilm-v1")
+    weights = load_file(checkpoint / "model.safetensors")
+    save_file({name: x * 3 if "v_proj" in name else x for name, x in weights.items()}, checkpoint / "model.safetensors")
+    export(checkpoint, tmp_path / "out", ExportOptions())
+    source, model = open_source(checkpoint), OnnxModel(tmp_path / "out", 1)
+    passage = np.arange(60)[None] % 90
+    _, held = model.run(passage, np.ones_like(passage), model.empty_cache(1))
+    sizes = [np.sqrt(np.mean([np.square(value.numpy()).mean() for value in held[part::2]])) for part in (0, 1)]
+    assert sizes[1] > 2 * sizes[0]
+    calls = list(far_calls(model, Reference(source, ExportOptions(), {}), [passage], ("logits",)))
+    assert [call.reading.past.length for call in calls[1:]] == [95]
+    past = calls[-1].reading.past
+    assert [float(x.square().mean().sqrt()) for x in (past.keys, past.values)] == pytest.approx(sizes, rel=0.1)
+
+
+@pytest.mark.parametrize("context", [96, 40, 3])
+def test_passages_differ_in_length_and_fit_the_context(tmp_path, monkeypatch, context):
+    monkeypatch.setattr(passages, "LONGEST", 64)
+    source = open_source(write_checkpoint(tmp_path / "checkpoint", "llama", max_position_embeddings=context))
+    config = SimpleNamespace(max_position_embeddings=context, vocab_size=90)
+    lengths = [ids.shape[1] for ids in passages.sample_passages(source, config)]
+    assert sum(lengths) >= 128
+    assert lengths[0] == max(lengths) == min(64, context - 1)
+    assert min(lengths) >= 2
+    assert context == 3 or len(set(lengths)) >= 3
+
+
 def test_rows_before_a_token_are_read_as_the_model_stores_them():
     orders = torch.tensor([[2, 0], [3, 1]]), torch.tensor([[0, 1, 2, 3]])
     keys = np.array([[[[0x2F, 0x81]], [[0x70, 0x0F]]]], np.uint8)
@@ -209,9 +269,9 @@ def test_tables_of_angles_are_held_to_their_rounding_at_every_position():
     rotary = LlamaRotaryEmbedding(config)
     angles = np.arange(20000)[:, None] * 10000.0 ** -(np.arange(8) / 8)
 
-    def excess(sines, cosines=None, positions=20000):
+    def excess(sines, cosines=None, positions=20000, dtype=np.float32):
         tables = {"cos_cache": np.cos(angles) if cosines is None else cosines, "sin_cache": sines}
-        tensors = [onnx.numpy_helper.from_array(x.astype(np.float32), name) for name, x in tables.items()]
+        tensors = [onnx.numpy_helper.from_array(x.astype(dtype), name) for name, x in tables.items()]
         graph = onnx.GraphProto(initializer=tensors)
         return rotation_excess(onnx.ModelProto(graph=graph), rotary, positions)
 
@@ -221,6 +281,8 @@ def test_tables_of_angles_are_held_to_their_rounding_at_every_position():
     for position in (300, 8191, 19999):
         late = angles + np.where(np.arange(20000) == position, 0.02, 0)[:, None]
         assert excess(np.sin(late), np.cos(late)) > 1
+        assert excess(np.sin(late), np.cos(late), dtype=np.float16) > 1
+    assert 0.1 < excess(np.sin(angles), dtype=np.float16) < 1
     assert not Measure(excess(np.where(angles == 7.0, np.nan, np.sin(angles))), 1.0).passed
     assert excess(np.sin(angles[:-1])) == np.inf
     assert rotation_excess(onnx.ModelProto(), rotary, 20000) is None
@@ -313,11 +375,35 @@ def test_a_graph_that_cannot_run_at_all_is_an_error_of_the_folder(tmp_path):
     assert (planted.folder / MODEL_FILE).exists()
 
 
-def test_progress_comes_to_its_end(tmp_path):
-    checkpoint, folder = made(tmp_path, cache=False)
+def test_a_kernels_folder_is_verified_without_it_too(tmp_path, library):
+    sessions = {}
+    for source, options in (
+        ("unilm-v1", {}),
+        ("unilm-v2", {"cache": False}),
+        ("llama", {}),
+        ("llama", {"kv_bits": 8}),
+    ):
+        place = tmp_path / str(len(sessions))
+        place.mkdir()
+        checkpoint, folder = made(place, source, **options)
+        routes_of = verify(folder, checkpoint, threads=1).routes
+        sessions[source, *options] = list(dict.fromkeys(route.session for route in routes_of))
+    assert sessions == {
+        ("unilm-v1",): ["as exported", "function body"],
+        ("unilm-v2", "cache"): ["as exported", "function body"],
+        # Its attention over a float cache is ONNX Runtime's own.
+        ("llama",): ["as exported"],
+        ("llama", "kv_bits"): ["as exported", "function body"],
+    }
+
+
+@pytest.mark.parametrize("cache", [True, False])
+def test_progress_comes_to_its_end(tmp_path, cache):
+    checkpoint, folder = made(tmp_path, cache=cache)
     reported = []
     verify(folder, checkpoint, threads=1, progress=lambda *done: reported.append(done))
     shares = [done / total for done, total, _ in reported]
     assert shares == sorted(shares)
-    assert shares[-1] == 1
+    # Every route counts as one, and all are done before "done" is said.
+    assert shares[-2:] == [1, 1]
     assert [what for *_, what in reported].count("as exported, long context") == 1

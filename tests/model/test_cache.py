@@ -5,6 +5,7 @@ import torch
 
 from diffquant.errors import NotFiredError, UsageError
 from diffquant.model.cache import PackedCache, PackedStates
+from diffquant.model.windowed_cache import WindowedLayer
 from diffquant.recipe import Recipe
 from diffquant.scheme import Scheme
 from tests.support.fake_quantizer import fake_quantize
@@ -86,7 +87,7 @@ def test_a_token_is_quantized_once(scheme):
 
 
 @pytest.mark.parametrize("scheme", ["4:row", "6:g8", "8:c8", "16"])
-@pytest.mark.parametrize("cropped", [1, 5, 13, 30])
+@pytest.mark.parametrize("cropped", [1, 5, 13, 30, 37])
 def test_crop_forgets_the_newest_and_keeps_the_rest(scheme, cropped):
     held = stored(scheme, 6, states(37))
     before = held.read()
@@ -97,6 +98,48 @@ def test_crop_forgets_the_newest_and_keeps_the_rest(scheme, cropped):
     assert held.length == 37 - cropped + 9
     kept = min(packed, 37 - cropped)
     assert torch.equal(held.read()[:, :, :kept], before[:, :, :kept])
+
+
+@pytest.mark.parametrize("scheme", ["4:row", "6:g8", "8:c8", "16"])
+@pytest.mark.parametrize("forgotten", [-2, 0, 1, 8, 13, 24, 33, 37])
+def test_the_oldest_tokens_are_forgotten_and_the_others_stay_as_they_are(scheme, forgotten):
+    held = stored(scheme, 6, states(37))
+    before, size = held.read(), held.nbytes
+    held.forget_oldest(forgotten)
+    gone = max(forgotten, 0)
+    assert torch.equal(held.read(), before[:, :, gone:])
+    assert held.nbytes < size or not gone
+    packed = 0 if held.words is None else held.words.shape[2]
+    held.append(states(9, seed=1))
+    assert held.length == 46 - gone
+    held.crop(12)
+    kept = min(packed, held.length)
+    assert torch.equal(held.read()[:, :, :kept], before[:, :, gone : gone + kept])
+
+
+def test_a_static_cache_without_its_ranges_says_what_is_missing():
+    held = stored("8:static", 2, states(2))
+    with pytest.raises(UsageError, match="a cache at 8:static needs calibrated ranges"):
+        held.append(states(1))
+
+
+def test_a_layer_with_a_window_holds_what_later_tokens_see_and_returns_what_these_see():
+    layer = WindowedLayer(Recipe.of(k=16, v=16), {}, 5)
+    x, y, seen = states(19), states(19, seed=1), 0
+    for chunk in (7, 1, 2, 9):
+        end = seen + chunk
+        keys, values = layer.update(x[:, :, seen:end], y[:, :, seen:end])
+        first = max(seen - 4, 0)
+        assert torch.equal(keys, x[:, :, first:end])
+        assert torch.equal(values, y[:, :, first:end])
+        assert (layer.stored_keys.length, layer.stored_values.length) == (4, 4)
+        seen = end
+    # Where the newest tokens are padding in one sequence, others stay.
+    layer.update(x[:, :, :1], y[:, :, :1], needed=2)
+    assert layer.stored_keys.length == layer.stored_values.length == 2
+    layer.crop(0)
+    with pytest.raises(UsageError, match="cannot go back"):
+        layer.crop(-1)
 
 
 @pytest.mark.parametrize("scheme", ["4:row", "6:g8", "8:c8"])

@@ -2,6 +2,10 @@
 
     python -m tests.mutants [GROUP ...] [--sample N] [--seed N] [--json FILE]
     python -m tests.mutants [GROUP ...] --again FILE                  # those that survived, with the tests of now
+    python -m tests.mutants GROUP --draw --json FILE                  # the sample alone: all of it counts as survivors
+    python -m tests.mutants GROUP --again FILE --ask TEST ...         # survivors by these tests alone, at once
+
+With --seconds, a run ends early, and the next one with --again begins with what is left.
 
 An own runner, since the common ones start Python for each fault, or run all tests before they begin, and neither draws
 a sample: importing torch and transformers takes seconds, so here each trial is a fork of a process that has done it.
@@ -10,6 +14,7 @@ a sample: importing torch and transformers takes seconds, so here each trial is 
 import argparse
 import importlib
 import json
+import math
 import os
 import random
 import sys
@@ -24,13 +29,15 @@ import yaml
 from diffquant.support.files import write_json
 from tests.mutants.groups import GROUPS, Group
 from tests.mutants.planting import Mutant, mutants_of
-from tests.mutants.reach import Reach, measure
-from tests.mutants.trial import KILLED, SURVIVED, in_a_process, outcome
+from tests.mutants.reach import Asked, Reach, measure
+from tests.mutants.trial import KILLED, SURVIVED, in_a_process, outcome, pass_without_fault
 
 REASONS = Path(__file__).with_name("survivors.yaml")
 # Seconds of tests that one fault is given; those that reach it and do not fit are left out.
 BUDGET = 10.0
 LEAST = 0.9
+# What becomes of a fault that there was no time for.
+LEFT = "left"
 
 # (file, first line of the changed statement, change) -> why no test can notice.
 Reasons = dict[tuple[str, str, str], str]
@@ -46,9 +53,9 @@ def main() -> int:
     for name in arguments.groups or GROUPS:
         results[name] = run_group(name, GROUPS[name], arguments, reasons, earlier.get(name))
     if file:
-        run = _this_run()
+        run = None if arguments.draw else _this_run()
         for name in arguments.groups or GROUPS:
-            results[name]["runs"].append(run)
+            results[name]["runs"] += [run | {"killed": results[name]["killed"]}] if run else []
         write_json(file, {"groups": results})
     return int(any(result["killed"] < LEAST * result["planted"] for result in results.values()))
 
@@ -62,19 +69,16 @@ def run_group(
     name: str, group: Group, arguments: argparse.Namespace, reasons: Reasons, earlier: dict[str, Any] | None
 ) -> dict[str, Any]:
     """Plant a group's sample, or what survived of an earlier one, and collect what became of it."""
-    with tempfile.TemporaryDirectory() as folder:
-        reach = _reach(name, group, arguments.reach or Path(folder))
-    _import(reach.packages)
     every = [mutant for file in group.files for mutant in mutants_of(file)]
     if earlier is None:
         count = min(arguments.sample or group.sample, len(every))
         earlier = {"runs": [], "seed": arguments.seed, "possible": len(every), "planted": count}
         chosen = random.Random(arguments.seed).sample(every, count)
+        chosen.sort(key=lambda mutant: (mutant.file, mutant.number))
     else:
-        survived = {(survivor["file"], survivor["number"]) for survivor in earlier["survivors"]}
-        chosen = [mutant for mutant in every if (mutant.file, mutant.number) in survived]
-    outcomes = _outcomes(sorted(chosen, key=lambda m: (m.file, m.number)), reach, arguments.jobs)
-    survivors = [mutant for mutant, found in outcomes if found == SURVIVED]
+        by_place = {(mutant.file, mutant.number): mutant for mutant in every}
+        chosen = [by_place[survivor["file"], survivor["number"]] for survivor in earlier["survivors"]]
+    survivors = chosen if arguments.draw else _survivors(name, group, chosen, arguments)
     planted = earlier["planted"]
     killed = planted - len(survivors)
     print(f"{name}: {killed} of {planted} killed ({killed / planted:.1%})", flush=True)
@@ -94,16 +98,39 @@ def run_group(
     }
 
 
-def _outcomes(mutants: Sequence[Mutant], reach: Reach, jobs: int) -> list[tuple[Mutant, str]]:
+def _survivors(name: str, group: Group, mutants: Sequence[Mutant], arguments: argparse.Namespace) -> list[Mutant]:
+    """Faults that no test notices, those first that there was no time for."""
+    with tempfile.TemporaryDirectory() as folder:
+        reach = Asked(arguments.ask) if arguments.ask else _reach(name, group, arguments.reach or Path(folder))
+    _import(reach.packages)
+    if arguments.ask and not pass_without_fault(arguments.ask, reach.seconds_of(arguments.ask)):
+        sys.exit(f"tests fail without any fault: {' '.join(arguments.ask)}")
+    outcomes = _outcomes(mutants, () if arguments.ask else group.first, reach, arguments.jobs, arguments.seconds)
+    return [mutant for kind in (LEFT, SURVIVED) for mutant, found in outcomes if found == kind]
+
+
+def _outcomes(
+    mutants: Sequence[Mutant], first: Sequence[str], reach: Reach | Asked, jobs: int, seconds: float
+) -> list[tuple[Mutant, str]]:
+    before = _spent()
+
     def trial(mutant: Mutant) -> tuple[Mutant, str]:
-        tests = reach.of(mutant.file, mutant.lines, BUDGET)
-        found = outcome(mutant, tests, 15 + 3 * sum(reach.seconds[test] for test in tests))
+        if _spent() - before > seconds:
+            return mutant, LEFT
+        tests = list(dict.fromkeys([*first, *reach.of(mutant.file, mutant.lines, BUDGET)]))
+        found = outcome(mutant, tests, 15 + 3 * reach.seconds_of(tests))
         if found != KILLED:
             print(f"{found}: {mutant.file}:{mutant.lines[0]}  {mutant.change}  [{len(tests)} tests]", flush=True)
         return mutant, found
 
     with ThreadPoolExecutor(jobs) as pool:
         return list(pool.map(trial, mutants))
+
+
+def _spent() -> float:
+    """Processor time of the processes that have ended."""
+    times = os.times()
+    return times.children_user + times.children_system
 
 
 def _reach(name: str, group: Group, folder: Path) -> Reach:
@@ -140,8 +167,15 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=2, help="trials at once")
     parser.add_argument("--json", type=Path, help="file for the results")
     parser.add_argument("--again", type=Path, help="file of results whose survivors are planted again, and corrected")
+    parser.add_argument(
+        "--ask", nargs="+", metavar="TEST", help="tests of these survivors, in place of those that reach"
+    )
+    parser.add_argument("--draw", action="store_true", help="plant nothing: only say what the sample is")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="processor time after which nothing is planted")
     parser.add_argument("--reach", type=Path, help="folder that keeps what the tests reach")
     arguments = parser.parse_args()
+    if arguments.ask and not arguments.again:
+        parser.error("--ask is for --again")
     if unknown := set(arguments.groups) - set(GROUPS):
         parser.error(f"no group is called {', '.join(sorted(unknown))}; known are {', '.join(GROUPS)}")
     return arguments

@@ -1,11 +1,13 @@
 """Which tests reach which lines, how long each takes, and which packages they need: one run of a group's tests."""
 
+import ast
 import hashlib
 import json
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -36,6 +38,10 @@ class Reach:
         """Whether these files and tests are still what they were."""
         return self.digest == _digest(files, tests)
 
+    def seconds_of(self, tests: list[str]) -> float:
+        """Processor time of some tests."""
+        return sum(self.seconds[test] for test in tests)
+
     def of(self, file: str, lines: tuple[int, int], budget: float) -> list[str]:
         """Tests that reach some lines of a file, one of each test function first and the quick ones first.
 
@@ -57,26 +63,78 @@ class Reach:
         return chosen
 
 
+@dataclass(frozen=True)
+class Asked:
+    """Tests that are named, whatever they reach.
+
+    Attributes:
+        names: files, or tests in them.
+        packages: modules of other packages that they need.
+    """
+
+    names: list[str]
+    packages: tuple[str, ...] = ("torch", "transformers", "onnx", "onnxruntime", "scipy.optimize", "matplotlib.pyplot")
+
+    def of(self, _file: str, _lines: tuple[int, int], _budget: float) -> list[str]:
+        """All of them."""
+        return self.names
+
+    def seconds_of(self, tests: list[str]) -> float:
+        """Seconds that tests may take, since how long they do is not known."""
+        return 60.0 * len(tests)
+
+
 class _Watcher:
-    """A plugin of pytest that tells coverage which test runs."""
+    """A plugin of pytest that tells coverage which test runs, or which fixture is made that tests share.
+
+    Attributes:
+        seconds: processor time of each test.
+        users: tests that have a shared fixture, by the context in which it is made.
+    """
 
     def __init__(self, measured: coverage.Coverage) -> None:
-        self.measured = measured
         self.seconds: dict[str, float] = {}
+        self.users: dict[str, list[str]] = {}
+        self._measured = measured
+        self._contexts = [""]
 
     @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
-        self.measured.switch_context(item.nodeid)
+    def pytest_runtest_protocol(self, item: pytest.Function) -> Iterator[None]:
+        fixtures = [each for name in item.fixturenames for each in item._fixtureinfo.name2fixturedefs.get(name, ())]
+        for fixture in fixtures:
+            self.users.setdefault(_made(fixture), []).append(item.nodeid)
         started = time.process_time()
-        yield
+        with self._context(item.nodeid):
+            yield
         self.seconds[item.nodeid] = time.process_time() - started
-        self.measured.switch_context("")
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_fixture_setup(self, fixturedef: pytest.FixtureDef[object]) -> Iterator[None]:
+        with self._context(self._contexts[-1] if fixturedef.scope == "function" else _made(fixturedef)):
+            return (yield)
+
+    def tests_in(self, contexts: Iterable[str]) -> set[str]:
+        """The tests that some contexts stand for."""
+        return {test for context in filter(None, contexts) for test in self.users.get(context, [context])}
+
+    @contextmanager
+    def _context(self, name: str) -> Iterator[None]:
+        self._contexts.append(name)
+        self._measured.switch_context(name)
+        yield
+        self._contexts.pop()
+        self._measured.switch_context(self._contexts[-1])
+
+
+def _made(fixture: pytest.FixtureDef[object]) -> str:
+    """The context in which a fixture is made."""
+    return f"fixture {fixture.baseid}::{fixture.argname}"
 
 
 def measure(files: list[str], tests: tuple[str, ...], result: Path) -> int:
     """Run tests and write their `Reach` to a file; the exit status of pytest."""
     digest = _digest(files, tests)
-    measured = coverage.Coverage(data_file=None, include=[os.path.abspath(file) for file in files])
+    measured = coverage.Coverage(data_file=None, include=[os.path.realpath(file) for file in files])
     watcher = _Watcher(measured)
     before = set(sys.modules)
     measured.start()
@@ -87,17 +145,29 @@ def measure(files: list[str], tests: tuple[str, ...], result: Path) -> int:
     data = measured.get_data()
     reached: dict[str, dict[str, list[int]]] = {test: {} for test in watcher.seconds}
     for file in files:
-        for line, contexts in data.contexts_by_lineno(os.path.abspath(file)).items():
-            # What runs when a module is imported belongs to no test, so each of them may notice it.
-            for test in reached if contexts == [""] else filter(None, contexts):
+        contexts = data.contexts_by_lineno(os.path.realpath(file))
+        tests_by_line = {line: watcher.tests_in(contexts[line]) for line in contexts}
+        in_functions = _lines_in_functions(file)
+        users = {test for line in in_functions for test in tests_by_line.get(line, ())}
+        for line, tests_of_line in tests_by_line.items():
+            # What runs when a module is imported belongs to no test: whichever uses the module may notice it.
+            for test in sorted(tests_of_line if line in in_functions else users) or reached:
                 reached[test].setdefault(file, []).append(line)
     packages = [name for name in sys.modules if name not in before and not name.startswith(_OURS)]
     result.write_text(json.dumps(asdict(Reach(reached, watcher.seconds, packages, digest))))
     return int(status)
 
 
+def _lines_in_functions(file: str) -> set[int]:
+    """Lines of a file that run when a function of it is called, not when it is imported."""
+    nodes = ast.walk(ast.parse(Path(file).read_text()))
+    bodies = [node.body for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    return {line for body in bodies for line in range(body[0].lineno, (body[-1].end_lineno or 0) + 1)}
+
+
 def _digest(files: list[str], tests: tuple[str, ...]) -> str:
-    test_files = [file for test in tests for file in (sorted(Path(test).rglob("*.py")) or [Path(test)])]
+    places = [Path(test.partition("::")[0]) for test in tests]
+    test_files = [file for place in places for file in (sorted(place.rglob("*.py")) or [place])]
     return hashlib.sha256(b"".join(file.read_bytes() for file in (*map(Path, files), *test_files))).hexdigest()
 
 

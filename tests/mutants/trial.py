@@ -59,26 +59,36 @@ def outcome(mutant: Mutant, tests: Sequence[str], limit: float) -> str:
 
     def run() -> int:
         sys.meta_path.insert(0, _Finder(mutant))
-        # The first failure decides; looking for a smaller one takes minutes.
-        settings.register_profile("mutants", deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate])
-        options = [
-            "-x",
-            "-m",
-            "",
-            "--hypothesis-profile=mutants",
-            "-q",
-            "--durations=0",
-            "-p",
-            "no:cacheprovider",
-            "-n",
-            "0",
-        ]
-        return int(pytest.main([*options, *tests]))
+        return _status_of(tests)
 
     status = in_a_process(run, limit)
     if status is None:
         return TIMED_OUT
     return SURVIVED if status == 0 else KILLED
+
+
+def pass_without_fault(tests: Sequence[str], limit: float) -> bool:
+    """Whether tests pass: only then does their failing say that a fault was noticed."""
+    return in_a_process(lambda: _status_of(tests), limit) == 0
+
+
+def _status_of(tests: Sequence[str]) -> int:
+    """Exit status of pytest, which ends at the first failure."""
+    # Looking for a smaller example takes minutes.
+    settings.register_profile("mutants", deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate])
+    options = [
+        "-x",
+        "-m",
+        "",
+        "--hypothesis-profile=mutants",
+        "-q",
+        "--durations=0",
+        "-p",
+        "no:cacheprovider",
+        "-n",
+        "0",
+    ]
+    return int(pytest.main([*options, *tests]))
 
 
 class _Finder(importlib.abc.MetaPathFinder):

@@ -14,7 +14,7 @@ from vllm.model_executor.layers.quantization import QuantizationConfig
 from vllm.model_executor.models.llama import LlamaDecoderLayer, LlamaForCausalLM
 
 from diffquant.errors import UsageError
-from diffquant.model.mlp import POLY_NORM_EPS
+from diffquant.model.activations import POLY_NORM_EPS
 from diffquant.serve.folder import beyond_weights
 from diffquant.serve.modeling_diffquant import DiffConfig
 from diffquant.serve.vllm.attention import ServedAttention

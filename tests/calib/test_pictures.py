@@ -1,0 +1,102 @@
+"""What tables and pictures of searches and of attention show, read from the figures."""
+
+import numpy as np
+import pytest
+from matplotlib.colors import to_rgba
+
+from diffquant.calib.analysis import attention_map_outputs
+from diffquant.calib.analysis.attention_map import AttentionMaps, ModelAttention, Place
+from diffquant.calib.analysis.needle_parts import PARTS
+from diffquant.calib.search.plots import draw_pareto, heat_figure
+from diffquant.calib.search.result import Candidate, Measurement, SearchResult
+from diffquant.calib.search.table import search_table
+from diffquant.recipe import Recipe
+from diffquant.report.plots import new_figure
+
+KINDS = ("self_attn.q_proj", "mlp.up_proj")
+# KL of each unit at 4 bits, by kind and layer: the larger, the lighter its cell.
+COSTS = np.array([[0.001, 0.01, 0.1], [1.0, 0.0001, 0.02]])
+
+
+def search(costs=COSTS, budget="5 bits"):
+    measurements = [
+        Measurement(
+            f"model.layers.{layer}.{kind}",
+            "weights",
+            layer,
+            kind,
+            64,
+            {8: float(cost) / 100, 6: float(cost) / 10, 4: float(cost)},
+            {8: None, 6: None, 4: None},
+            6 if cost > 0.05 else 4,
+        )
+        for kind, row in zip(KINDS, costs, strict=True)
+        for layer, cost in enumerate(row)
+    ]
+    candidates = [
+        Candidate(name, {"weights": bits}, size, None, kl, 20.0)
+        for name, bits, size, kl in (
+            ("searched", 5, 103_400_000, 0.02),
+            ("spread evenly", 5, 99_400_000, 0.03),
+            ("uniform 4", 4.5, 9_100_000, 0.05),
+        )
+    ]
+    return SearchResult("a model", budget, 19.0, candidates, measurements, Recipe(), {})
+
+
+def test_sizes_stand_below_each_other_at_the_right_of_their_column():
+    head, _, _, *lines = search_table(search()).splitlines()[:6]
+    assert {line.index(" MB") + 3 for line in lines} == {head.index("checkpoint") + len("checkpoint")}
+
+
+def test_a_heat_map_shows_what_the_narrowest_width_alone_costs_and_the_width_given():
+    axis = heat_figure(search()).axes[0]
+    (image,) = axis.images
+    np.testing.assert_allclose(image.get_array(), COSTS)
+    said = {(int(text.get_position()[1]), int(text.get_position()[0])): text for text in axis.texts}
+    assert {place: text.get_text() for place, text in said.items()} == {
+        (kind, layer): "6" if COSTS[kind, layer] > 0.05 else "4" for kind in range(2) for layer in range(3)
+    }
+    assert {place for place, text in said.items() if text.get_fontweight() == "bold"} == {(0, 2), (1, 0)}
+    # Dark letters over light cells: a cell's luminance and its letter's lie on two sides of the middle.
+    for (kind, layer), text in said.items():
+        cell = np.dot(image.to_rgba(image.get_array())[kind, layer, :3], (0.299, 0.587, 0.114))
+        letter = np.dot(to_rgba(text.get_color())[:3], (0.299, 0.587, 0.114))
+        assert abs(cell - letter) > 0.35, (cell, letter)
+
+
+def test_units_that_cost_the_same_can_be_drawn():
+    figure = heat_figure(search(np.full((2, 3), 0.25)))
+    (image,) = figure.axes[0].images
+    assert image.norm.vmin == 0.25 < image.norm.vmax
+    figure.canvas.draw()
+
+
+def test_the_families_of_candidates_have_a_legend_and_all_points_are_in_sight():
+    axis = new_figure(4, 4).subplots()
+    draw_pareto(axis, [search(), search(budget="6 bits")])
+    assert [text.get_text() for text in axis.get_legend().get_texts()] == ["uniform", "spread evenly", "searched"]
+    names = {text.get_text() for text in axis.texts}
+    # Uniform widths that two budgets were compared with are one point.
+    assert names == {"uniform 4"} | {f"{name}, {n} bits" for name in ("searched", "spread evenly") for n in (5, 6)}
+    low, high = axis.get_ylim()
+    assert low < 0.02
+    assert high > 0.05
+
+
+def test_parts_of_a_prompt_fill_the_panel_to_its_top_in_colours_of_their_own(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(attention_map_outputs, "new_figure", lambda *size: drawn.append(new_figure(*size)) or drawn[-1])
+    share = dict(zip(PARTS, (0.3, 0.05, 0.1, 0.25, 0.1, 0.2), strict=True))
+    places = [Place(120, depth, 2, 0.5, {"share": share}, []) for depth in (0.0, 0.5, 1.0)]
+    model = ModelAttention("a model", "DIFF V1", "", {}, "", places)
+    attention_map_outputs.plot_attention(AttentionMaps([model], {}), tmp_path / "a.png")
+    axis = drawn[0].axes[0]
+    assert axis.get_ylim() == (0, 100)
+    bars = {group.get_label(): group for group in axis.containers}
+    assert set(bars) == {text.get_text() for legend in drawn[0].legends for text in legend.get_texts()}
+    heights = {part: [bar.get_height() for bar in bars[attention_map_outputs._TITLES[part]]] for part in PARTS}
+    assert heights == {part: pytest.approx([100 * share[part]] * 3) for part in PARTS}
+    tops = [max(bar.get_y() + bar.get_height() for bar in group) for group in bars.values()]
+    assert max(tops) == pytest.approx(100)
+    assert len({group[0].get_facecolor() for group in bars.values()}) == len(PARTS)
