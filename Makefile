@@ -107,14 +107,14 @@ docs: $(VENV)/.ready
 	$(PIP) 'diffquant[docs]'
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
 
-# Every plot in bench/results drawn again from the raw files beside it.
+# Every plot among the results drawn again from the raw files beside it.
 plots: $(VENV)/.ready
 	$(BIN)/python -m studies.plots
 
 # Faults planted in a sample of places; the tests should notice each of them. Takes an hour and more on two cores; of some
-# rooms: python -m tests.mutants report sweep --json bench/results/mutants.json
+# rooms: python -m tests.mutants report sweep --json research/results/mutants.json
 mutants: $(VENV)/.ready
-	$(BIN)/python -m tests.mutants --json bench/results/mutants.json
+	$(BIN)/python -m tests.mutants --json research/results/mutants.json
 
 # On a machine with a CUDA device: what only it can show. Both take the python at hand, which needs torch, triton and
 # numpy, for the tests pytest as well; nothing is installed. Each is made to end within six minutes on 16 cores.

@@ -1,7 +1,7 @@
 """Cost of a low-bit KV cache: what shares a scale, with keys and values rotated first and without.
 
-    python -m studies.kv MODEL --json bench/results/kv/MODEL.json
-    python -m studies.kv --show bench/results/kv/*.json
+    python -m studies.kv MODEL --json research/results/kv/MODEL.json
+    python -m studies.kv --show research/results/kv/*.json
 
 Weights and logits stay at 16 bits. Keys and values are read as a cache stores them, over windows of prose that ships
 and of HellaSwag's contexts, and KL is that of the model's own predictions at 16 bits. Each result is on the disk before

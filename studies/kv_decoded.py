@@ -1,7 +1,7 @@
 """KL per stored byte of low-bit KV caches, read as generation reads them: a prompt at once, then token by token.
 
-    python -m studies.kv_decoded MODEL --json bench/results/kv-decoded/MODEL.json
-    python -m studies.kv_decoded --show bench/results/kv-decoded/*.json
+    python -m studies.kv_decoded MODEL --json research/results/kv-decoded/MODEL.json
+    python -m studies.kv_decoded --show research/results/kv-decoded/*.json
 
 Weights and logits stay at 16 bits. A window's first tokens are its prompt, and each of the others is scored with what
 the cache holds by then: the newest tokens at 16 bits where the recipe keeps a residual, blocks of a scale per channel

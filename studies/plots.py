@@ -1,4 +1,4 @@
-"""Redraw every plot in bench/results from the raw files beside it.
+"""Redraw every plot among the results from the raw files beside it.
 
     python -m studies.plots [FOLDER...]
 
@@ -36,7 +36,7 @@ from studies.figure8_plots import plot_against_prediction, plot_by_bits
 from studies.results import read_attention_maps, read_json
 
 ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "bench" / "results"
+RESULTS = (ROOT / "research" / "results", ROOT / "bench" / "results")
 
 # The name of the text inside a picture that says what it was drawn from.
 STAMP = "diffquant digest"
@@ -72,7 +72,7 @@ def main(
     folders: Annotated[list[Path] | None, typer.Argument(help="Folders of results; all by default.")] = None,
 ) -> None:
     """Redraw every plot of a result from the raw files beside it."""
-    pictures = [picture for folder in folders or [RESULTS] for picture in sorted(folder.rglob("*.png"))]
+    pictures = [picture for folder in folders or RESULTS for picture in sorted(folder.rglob("*.png"))]
     unknown = [picture for picture in pictures if picture.name not in drawings(picture.parent)]
     if unknown:
         raise UsageError(f"nothing here draws {', '.join(map(str, unknown))}; add it to studies/plots.py")

@@ -1,7 +1,7 @@
 """Cost of quantized weights to a model: our roundings beside other libraries at equal bits.
 
-    python -m studies.rounding MODEL --json bench/results/rounding/MODEL.json
-    python -m studies.rounding --show bench/results/rounding/*.json
+    python -m studies.rounding MODEL --json research/results/rounding/MODEL.json
+    python -m studies.rounding --show research/results/rounding/*.json
 
 Every method quantizes the weights of the same linear layers, rounded to float16 first, and the model runs in
 float32 on what it gives back; embedding, head, norms and λ stay as they are. The text's first half is what gptq and

@@ -1,6 +1,6 @@
 """Cost of quantized weights to a layer's output: signal over noise on a model's own inputs, by kind of weight.
 
-    python -m studies.rounding_layers MODEL --json bench/results/rounding/layers.json
+    python -m studies.rounding_layers MODEL --json research/results/rounding/layers.json
 
 A model's weights say little about others': those of a GGUF file lie on a 4-bit grid already. Here the inputs are
 the model's own, over the second half of a text (gptq reads others, over the first), and the weights are its own

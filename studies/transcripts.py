@@ -3,7 +3,7 @@
     python -m studies.transcripts SmolLM2-135M-Instruct.Q4_1.gguf
 
 The commands are the pages' own, in the order in which each finds what it needs, in a folder of their own. What they
-print goes to bench/results/transcripts.json and into the pages' blocks; a machine that is busy tells other times.
+print goes to research/results/transcripts.json and into the pages' blocks; a machine that is busy tells other times.
 """
 
 import os
@@ -22,7 +22,7 @@ from diffquant.support.files import write_atomically, write_json
 
 ROOT = Path(__file__).parents[1]
 PAGES = (ROOT / "README.md", ROOT / "docs" / "quantize.md", ROOT / "docs" / "verify.md")
-RECORDED = ROOT / "bench" / "results" / "transcripts.json"
+RECORDED = ROOT / "research" / "results" / "transcripts.json"
 
 # Sweeps take an hour each and have raw files of their own.
 ORDER = ("convert", "inspect", "quantize", "generate", "export", "verify", "run")

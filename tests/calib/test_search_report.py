@@ -11,7 +11,7 @@ from diffquant.calib.search.result import alike, read_searches
 from diffquant.report.page import Fold, Table, page
 from diffquant.report.plots import Tips, new_figure
 
-RESULTS = Path(__file__).parents[2] / "bench" / "results"
+RESULTS = Path(__file__).parents[2] / "research" / "results"
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ pytest.importorskip("scipy")
 from diffquant.calib.search.allocation import Budget, allocate, average_bits
 from diffquant.calib.search.units import Unit
 
-RESULTS = Path(__file__).parents[2] / "bench/results/smollm2-search"
+RESULTS = Path(__file__).parents[2] / "research/results/smollm2-search"
 SHAPE_BYTES = 16
 
 

@@ -9,18 +9,19 @@ from diffquant.evals.stats import Difference, paired_difference
 from diffquant.evals.task_result import TaskResult
 from diffquant.sweep.result import SweepResult, read_sweep
 from studies.results import read_json
-from tests.docs.page import RESULTS
+from tests.docs.page import BENCHED, RESULTS
 
 
 @cache
 def raw(name: str) -> Any:
-    """A JSON file of bench/results."""
-    return read_json(RESULTS / name)
+    """A JSON file of research/results, or of bench/results."""
+    file = RESULTS / name
+    return read_json(file if file.exists() else BENCHED / name)
 
 
 @cache
 def sweep(folder: str, compared: tuple[tuple[str, str], ...] = ()) -> SweepResult:
-    """The sweep of a folder of bench/results; `compared` names the checkpoint of each exported folder."""
+    """The sweep of a folder of research/results; `compared` names the checkpoint of each exported folder."""
     return read_sweep(RESULTS / folder / "sweep.json", dict(compared))
 
 
@@ -35,7 +36,7 @@ def measured(folder: str, model: str, scheme: str, task: str | None = None, targ
         and (target is None or cell.point.is_baseline or cell.point.target == target)
     ]
     if len(found) != 1 or found[0] is None:
-        raise LookupError(f"bench/results/{folder}: {len(found)} cells are {model} {target} {scheme} {task}")
+        raise LookupError(f"research/results/{folder}: {len(found)} cells are {model} {target} {scheme} {task}")
     return found[0]
 
 

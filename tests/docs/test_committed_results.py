@@ -7,7 +7,7 @@ from collections import defaultdict
 import pytest
 
 from tests.docs.markdown import read_document
-from tests.docs.page import RESULTS, ROOT
+from tests.docs.page import BENCHED, RESULTS, ROOT
 from tests.docs.pages import verify
 from tests.docs.raw import raw
 
@@ -59,7 +59,7 @@ def test_16_bits_store_two_bytes_a_weight(name):
 def test_every_raw_file_and_test_that_a_page_names_is_there(page):
     folders = "bench/results|tests|research|studies|examples"
     named = re.findall(rf"`((?:{folders})/[\w./*-]+)`", page.read_text(encoding="utf-8"))
-    # "bench/results/figure8-*/" stands for several.
+    # "research/results/figure8-*/" stands for several.
     assert not [name for name in named if not list(ROOT.glob(name.rstrip("/")))]
 
 
@@ -72,22 +72,28 @@ def test_the_faults_that_verify_is_said_to_refuse_are_planted():
 def test_the_claims_name_every_result():
     """What is measured and committed bears on some claim; what bears on none is to be deleted."""
     claims = (ROOT / "docs/claims.md").read_text(encoding="utf-8")
-    results = {file.name for file in RESULTS.iterdir() if file.is_dir() or file.suffix == ".json"}
+    results = {
+        file.name
+        for folder in (RESULTS, BENCHED)
+        for file in folder.iterdir()
+        if file.is_dir() or file.suffix == ".json"
+    }
     assert not results - named_in(claims)
 
 
 def test_a_result_is_named_as_a_whole():
     """`kv-decoded` and `generate-amd.json` name neither `kv` nor `generate.json`."""
-    text = "`bench/results/kv-decoded/`, `bench/results/generate-amd.json` and `bench/results/smollm2-search/a.json`"
+    text = "`research/results/kv-decoded/`, `research/results/generate-amd.json` and `research/results/smollm2-search/a.json`"
     assert named_in(text) == {"kv-decoded", "generate-amd.json", "smollm2-search"}
 
 
 def named_in(text):
-    """Names of the files and folders of bench/results that a text has."""
-    return set(re.findall(r"bench/results/([\w.-]+)", text))
+    """Names of the files and folders of results that a text has."""
+    return set(re.findall(r"(?:bench|research)/results/([\w.-]+)", text))
 
 
 def test_the_claims_name_what_uncommitted_trees_measured():
     claims = (ROOT / "docs/claims.md").read_text(encoding="utf-8").partition("## Raw files and their code")[2]
-    changed = {str(f.relative_to(ROOT)) for f in RESULTS.rglob("*.json") if "+changes" in f.read_text(encoding="utf-8")}
+    files = [file for folder in (RESULTS, BENCHED) for file in folder.rglob("*.json")]
+    changed = {str(file.relative_to(ROOT)) for file in files if "+changes" in file.read_text(encoding="utf-8")}
     assert {name for name in changed if f"`{name}`" in claims} == changed

@@ -10,7 +10,7 @@ from diffquant.evals.columns import Compared
 from diffquant.evals.tasks import kind_of, make_tasks, task_options
 from diffquant.sweep.measurement import Measurement
 
-RESULTS = Path(__file__).parents[2] / "bench" / "results"
+RESULTS = Path(__file__).parents[2] / "research" / "results"
 SWEEPS = sorted(RESULTS.glob("*/sweep.json"))
 LABELLED = "numeric\tHow far is it?\nhuman\tWho was it?\nnumeric\tHow much?\nhuman\tWho came?\n"
 # Cells that people keep have these in their keys.

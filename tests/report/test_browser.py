@@ -12,7 +12,7 @@ from tests.support.thorough import sampled
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="selenium drives the browser: pip install selenium")
 
-RESULTS = Path(__file__).parents[2] / "bench" / "results"
+ROOT = Path(__file__).parents[2]
 RUNS = {
     "smollm2-logits-500": "report.html",
     "smollm2-search-cache": "search.html",
@@ -59,7 +59,8 @@ return faint;
 def pages(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
     for name in RUNS:
-        shutil.copytree(RESULTS / name, folder / name, ignore=shutil.ignore_patterns("with-5-bits"))
+        wing = "bench" if name == "cpu" else "research"
+        shutil.copytree(ROOT / wing / "results" / name, folder / name, ignore=shutil.ignore_patterns("with-5-bits"))
     write_index([folder], None)
     return folder
 

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from diffquant.cli import app
 from diffquant.errors import UsageError
 
-RESULTS = Path(__file__).parents[2] / "bench" / "results"
+RESULTS = Path(__file__).parents[2] / "research" / "results"
 
 
 @pytest.fixture

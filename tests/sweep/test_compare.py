@@ -33,7 +33,7 @@ OPTIONS = SweepOptions(
     task_options=OPTIONS_OF["hellaswag"] | OPTIONS_OF["perplexity"],
     dtype="float32",
 )
-COMMITTED = Path(__file__).parents[2] / "bench/results/smollm2-logits-500"
+COMMITTED = Path(__file__).parents[2] / "research/results/smollm2-logits-500"
 SMOLLM2 = "SmolLM2-135M-Instruct.Q4_1"
 
 

@@ -23,7 +23,7 @@ from diffquant.sweep.outputs import plotted_cells
 from diffquant.sweep.table import json_rows, text_table
 from tests.support import tiny_lm
 
-RESULTS = Path(__file__).parents[2] / "bench" / "results"
+RESULTS = Path(__file__).parents[2] / "research" / "results"
 PLAN = NeedlePlan(needles=4, asked=2, lengths=(160, 300), samples=3)
 
 

@@ -111,9 +111,9 @@ PAGE.says(
     len(_SWEEPS) - len(_WITH_CODE),
 )
 PAGE.means(
-    "Of the 21 committed sweeps five have them: `bench/results/figure8-needle-alike-seed-1/`, "
-    "`bench/results/figure8-qk/`, `bench/results/pocket-nll/`, `bench/results/smollm2-logits-kl/` and "
-    "`bench/results/smollm2-margins/`",
+    "Of the 21 committed sweeps five have them: `research/results/figure8-needle-alike-seed-1/`, "
+    "`research/results/figure8-qk/`, `research/results/pocket-nll/`, `research/results/smollm2-logits-kl/` and "
+    "`research/results/smollm2-margins/`",
     {"figure8-needle-alike-seed-1", "figure8-qk", "pocket-nll", "smollm2-logits-kl", "smollm2-margins"} == _WITH_CODE,
 )
 PAGE.leaves("about 3,240 figures of tables", "an audit's count, whose programs are not in this repository")

@@ -411,7 +411,7 @@ PAGE.says(
     *_TUNED_BY_HALF[2:],
 )
 PAGE.means(
-    "and no interval of these differences contains zero (`bench/results/rounding/half-text/`)",
+    "and no interval of these differences contains zero (`research/results/rounding/half-text/`)",
     all(
         each is not None and each.low > 0
         for model in SHIPPED
