@@ -109,7 +109,7 @@ docs: $(VENV)/.ready
 
 # Every plot among the results drawn again from the raw files beside it.
 plots: $(VENV)/.ready
-	$(BIN)/python -m studies.plots
+	$(BIN)/python -m research.studies.plots
 
 # Faults planted in a sample of places; the tests should notice each of them. Takes an hour and more on two cores; of some
 # rooms: python -m tests.mutants report sweep --json research/results/mutants.json

@@ -36,7 +36,7 @@ EXTRAS = {
     "search": (("scipy",), "the search command"),
     "ray": (("ray",), "sweeps on a Ray cluster"),
     "peers": (("lm-eval", "compressed-tensors"), "lm-eval's tasks, and quantized checkpoints in stock transformers"),
-    "quantizers": (("auto-round", "bitsandbytes", "torchao", "hqq"), "the libraries beside ours in studies.rounding"),
+    "quantizers": (("auto-round", "bitsandbytes", "torchao", "hqq"), "the other libraries of the rounding contest"),
 }
 
 

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from diffquant.bench.programs import generate
 from diffquant.errors import UsageError
-from studies import rounding
+from research.studies import rounding
 from tests.support.thorough import thorough
 
 ROOT = Path(__file__).parents[2]
@@ -40,9 +40,9 @@ PROGRAMS = [
     "diffquant.bench.programs.quantize_peers",
     "diffquant.bench.programs.roundings",
     "diffquant.bench.synthetic",
-    "studies.figure8",
-    "studies.rounding",
-    "studies.rounding_layers",
+    "research.studies.figure8",
+    "research.studies.rounding",
+    "research.studies.rounding_layers",
 ]
 
 
@@ -78,7 +78,7 @@ print(run._export(run.BenchOptions(("export",)))[0].measure(silent)[0].missing)
     assert done.stdout.startswith("ONNX models need onnx, onnxruntime: pip install")
 
 
-@pytest.mark.parametrize("folder", ["bench", "studies"])
+@pytest.mark.parametrize("folder", ["bench", "research"])
 def test_the_projects_modules_are_imported_by_name_and_not_by_string(folder):
     for file in sorted((ROOT / folder).rglob("*.py")):
         for node in ast.walk(ast.parse(file.read_text())):

@@ -16,8 +16,16 @@ from diffquant.model.modeling import DiffTransformer
 from diffquant.recipe import Recipe
 from diffquant.scheme import Scheme
 from diffquant.support.program import run_program
-from studies import figure8, figure8_model, figure8_plots
-from studies.logit_noise import Reading, difference, divergences, layers_of, observed, predictions_of, sensitivity
+from research.studies import figure8, figure8_model, figure8_plots
+from research.studies.logit_noise import (
+    Reading,
+    difference,
+    divergences,
+    layers_of,
+    observed,
+    predictions_of,
+    sensitivity,
+)
 from tests.support.tiny_lm import tokenizer
 
 SPECS = {

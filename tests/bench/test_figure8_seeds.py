@@ -6,7 +6,7 @@ import pytest
 from scipy import stats
 
 from diffquant.errors import UsageError
-from studies.figure8_seeds import bits_won, holm, predicted_bits, read_seed, seeds_summary
+from research.studies.figure8_seeds import bits_won, holm, predicted_bits, read_seed, seeds_summary
 
 READING = {"passages": 2, "windows": 2, "text": "t"}
 

@@ -11,7 +11,7 @@ from diffquant.data import pocket_models
 from diffquant.errors import UsageError
 from diffquant.evals.stats import mean_interval
 from diffquant.sweep.storage import kv_bytes_per_token
-from studies.kv_decoded import FORMS, LONG, CacheForm, decoded, is_beaten, measure_forms
+from research.studies.kv_decoded import FORMS, LONG, CacheForm, decoded, is_beaten, measure_forms
 from tests.docs.page import RESULTS
 from tests.support.checkpoints import SOURCES, write_checkpoint
 from tests.support.models import random_ids

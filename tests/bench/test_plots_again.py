@@ -5,7 +5,7 @@ import shutil
 import pytest
 
 from diffquant.errors import UsageError
-from studies.plots import RESULTS, ROOT, drawings, is_stale, main
+from research.studies.plots import RESULTS, ROOT, drawings, is_stale, main
 
 PICTURES = sorted(picture for folder in RESULTS for picture in folder.rglob("*.png"))
 
@@ -13,7 +13,7 @@ PICTURES = sorted(picture for folder in RESULTS for picture in folder.rglob("*.p
 @pytest.mark.parametrize("picture", PICTURES, ids=lambda picture: str(picture.relative_to(ROOT)))
 def test_the_command_knows_every_committed_picture(picture):
     assert picture.name in drawings(picture.parent), (
-        f"{picture}: no program draws it from the raw files beside it; add them to studies/plots.py"
+        f"{picture}: no program draws it from the raw files beside it; add them to research/studies/plots.py"
     )
 
 

@@ -12,10 +12,10 @@ from diffquant.errors import UsageError
 from diffquant.loading import load
 from diffquant.quantization.quantize import quantize
 from diffquant.recipe import Recipe
-from studies import quantizers, rounding, rounding_layers, rounding_tables
-from studies.quantizers import METHODS
-from studies.rounded_model import _SCORES, RoundingOptions, Subject
-from studies.rounding_method import TIERS, Method, Quantized, group_size
+from research.studies import quantizers, rounding, rounding_layers, rounding_tables
+from research.studies.quantizers import METHODS
+from research.studies.rounded_model import _SCORES, RoundingOptions, Subject
+from research.studies.rounding_method import TIERS, Method, Quantized, group_size
 from tests.support import tiny_lm
 from tests.support.thorough import thorough
 

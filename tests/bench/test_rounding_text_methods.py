@@ -7,10 +7,10 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType, dequantize, quantize
 
-from studies import text_quantizers
-from studies.rounded_model import RoundingOptions, Subject
-from studies.rounding_method import TIERS, TextMethod
-from studies.text_quantizers import TEXT_METHODS
+from research.studies import text_quantizers
+from research.studies.rounded_model import RoundingOptions, Subject
+from research.studies.rounding_method import TIERS, TextMethod
+from research.studies.text_quantizers import TEXT_METHODS
 from tests.support import tiny_lm
 
 OPTIONS = RoundingOptions(characters=1500, window=64, tokens=512, items=0)

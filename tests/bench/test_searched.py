@@ -12,8 +12,8 @@ from diffquant import quantize
 from diffquant.data import books_text
 from diffquant.loading import load
 from diffquant.recipe import Recipe
-from studies import searched
-from studies.searched import SEARCHED, TEXTS, UNIFORM, gain, measure_searches, searched_table
+from research.studies import searched
+from research.studies.searched import SEARCHED, TEXTS, UNIFORM, gain, measure_searches, searched_table
 from tests.support import tiny_lm
 
 

@@ -11,8 +11,8 @@ from diffquant.calib.calibration.observers import Observer
 from diffquant.data import books_text
 from diffquant.loading import load
 from diffquant.recipe import Recipe
-from studies import static_cache
-from studies.static_cache import CALIBRATIONS, SCORED, USUAL, CacheRow, cache_table, measure_cache
+from research.studies import static_cache
+from research.studies.static_cache import CALIBRATIONS, SCORED, USUAL, CacheRow, cache_table, measure_cache
 from tests.support import tiny_lm
 
 

@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 from diffquant.errors import UsageError
-from studies import transcripts
+from research.studies import transcripts
 from tests.docs.page import ROOT
 from tests.support import tiny_lm
 
@@ -53,7 +53,7 @@ def test_what_commands_print_is_recorded_and_put_onto_the_page(page, tmp_path):
 
 
 def test_a_command_that_fails_leaves_the_page_as_it_is(page, tmp_path):
-    absent = shutil.copytree(ROOT / "studies", tmp_path / "v2")
+    absent = shutil.copytree(ROOT / "docs", tmp_path / "v2")
     with pytest.raises(UsageError, match=r"`diffquant inspect v2` ended with \d"):
         transcripts.main(absent)
     assert page.read_text() == PAGE

@@ -8,7 +8,7 @@ from typing import Any
 from diffquant.evals.stats import Difference, paired_difference
 from diffquant.evals.task_result import TaskResult
 from diffquant.sweep.result import SweepResult, read_sweep
-from studies.results import read_json
+from research.studies.results import read_json
 from tests.docs.page import BENCHED, RESULTS
 
 
@@ -63,7 +63,7 @@ def medians(entries: Sequence[dict[str, Any]], name: str) -> float:
 
 
 def recorded(command: str) -> list[str]:
-    """What the command that begins so printed when `python -m studies.transcripts` ran it."""
+    """What the command that begins so printed when `python -m research.studies.transcripts` ran it."""
     return next(
         call["output"] for call in raw("transcripts.json")["transcripts"] if call["command"].startswith(command)
     )

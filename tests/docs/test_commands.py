@@ -16,7 +16,7 @@ from tests.docs.raw import raw
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 PAGES.append(ROOT / "diffquant/data/pocket/README.md")
 COMMANDS = typer.main.get_command(app).commands
-_BEGINNING = r"((?:diffquant|python -m (?:diffquant|research|studies)[\w.]*|make) [^`\n]+)"
+_BEGINNING = r"((?:diffquant|python -m (?:diffquant|research)[\w.]*|make) [^`\n]+)"
 _IN_BLOCK, _IN_SPAN = re.compile(rf"^(?:\$ )?{_BEGINNING}", re.MULTILINE), re.compile(f"`{_BEGINNING}`")
 
 
@@ -58,7 +58,7 @@ def test_every_command_on_a_page_is_one_that_there_is(page):
 def test_commands_that_there_are_not_are_named():
     assert fault_of("diffquant quantise MODEL") == "there is no command quantise"
     assert fault_of("diffquant inspect MODEL --everything -o x") == "inspect has no --everything, -o"
-    assert fault_of("python -m studies.nothing") == "there is no module studies.nothing"
+    assert fault_of("python -m research.studies.nothing") == "there is no module research.studies.nothing"
     assert fault_of("make nothing") == "there is no target nothing"
     assert fault_of("diffquant sweep A B -o out --bits 8,6 --task needle:4") is None
 

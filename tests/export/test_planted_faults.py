@@ -16,8 +16,8 @@ from diffquant.export.native import kernel_calls
 from diffquant.export.native.build import LIBRARY, SOURCES, build, find_compiler
 from diffquant.export.verification import passages, reference
 from diffquant.recipe import Recipe
-from studies.planted_faults import SOUND as AS_EXPORTED
-from studies.planted_faults import verified_with
+from research.studies.planted_faults import SOUND as AS_EXPORTED
+from research.studies.planted_faults import verified_with
 from tests.support.checkpoints import SIZES, write_checkpoint
 from tests.support.exports import cache_ranges
 from tests.support.planted import (

@@ -19,7 +19,7 @@ from torch.nn.functional import cross_entropy, rms_norm
 from diffquant import data
 from diffquant.errors import DiffQuantError, MissingDependencyError, UsageError
 from diffquant.model.modeling import DiffTransformer
-from studies.logit_noise import observed
+from research.studies.logit_noise import observed
 
 SMALL = Sizes(hidden=128, layers=2, heads=4, head_dim=32, inner=344, context=512, init=0.06, bias=False, theta=1e4)
 LARGE = replace(SMALL, hidden=256, heads=8, inner=688)

@@ -1,7 +1,7 @@
 """The figures of docs/attention-map.md."""
 
 from diffquant.calib.analysis.attention_map_outputs import attention_table
-from studies.results import read_attention_maps
+from research.studies.results import read_attention_maps
 from tests.docs.page import RESULTS, Page, Unmeasured
 
 PAGE = Page("docs/attention-map.md", guides=("What is measured",))

@@ -7,7 +7,7 @@ from statistics import median
 from typing import Any
 
 from diffquant.evals.stats import mean_interval, paired_difference
-from studies.figure8_model import advantage, advantage_by_book, by_passage, mean_kl, parts, predicted
+from research.studies.figure8_model import advantage, advantage_by_book, by_passage, mean_kl, parts, predicted
 from tests.docs.numbers import About, Expected
 from tests.docs.page import Page, Unmeasured
 from tests.docs.pages.pocket import accuracy

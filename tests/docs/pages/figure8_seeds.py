@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from scipy.stats import ttest_1samp
 
 from diffquant.evals.stats import mean_interval
-from studies.figure8_seeds import bits_won, holm, predicted_bits, read_seed
+from research.studies.figure8_seeds import bits_won, holm, predicted_bits, read_seed
 from tests.docs.numbers import Expected
 from tests.docs.page import RESULTS, Page
 

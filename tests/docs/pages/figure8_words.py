@@ -3,7 +3,7 @@
 import math
 from statistics import median
 
-from studies.figure8_model import advantage, by_passage, mean_kl
+from research.studies.figure8_model import advantage, by_passage, mean_kl
 from tests.docs.pages.figure8 import (
     AHEAD,
     AT600,

@@ -5,9 +5,9 @@ from functools import partial
 from typing import Any
 
 from diffquant.evals.stats import Difference, paired_difference
-from studies.kv import cost_cells, gain
-from studies.kv_decoded import byte_cells
-from studies.kv_results import TEXTS
+from research.studies.kv import cost_cells, gain
+from research.studies.kv_decoded import byte_cells
+from research.studies.kv_results import TEXTS
 from tests.docs.page import Page
 from tests.docs.raw import raw
 

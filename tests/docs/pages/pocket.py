@@ -7,7 +7,7 @@ from typing import Any
 
 from diffquant.evals.defaults import SAMPLES
 from diffquant.evals.protocols.needle import CITIES, DEPTHS, NUMBERS
-from studies.results import read_json
+from research.studies.results import read_json
 from tests.docs.numbers import Expected
 from tests.docs.page import RESULTS, CellValues, Page
 from tests.docs.raw import measured, raw

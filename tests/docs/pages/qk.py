@@ -2,8 +2,8 @@
 
 from collections.abc import Iterable
 
-from studies.figure8_model import advantage
-from studies.qk import BITS, MODELS, OTHER_BITS, ROWS, Measured
+from research.studies.figure8_model import advantage
+from research.studies.qk import BITS, MODELS, OTHER_BITS, ROWS, Measured
 from tests.docs.page import Page, Unmeasured
 from tests.docs.raw import sweep
 

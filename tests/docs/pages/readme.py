@@ -2,7 +2,7 @@
 
 import re
 
-from studies.figure8_seeds import bits_won
+from research.studies.figure8_seeds import bits_won
 from tests.docs.page import ROOT, Page, Unmeasured
 from tests.docs.pages import kv
 from tests.docs.pages.figure8 import REMAINS

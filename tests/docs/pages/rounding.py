@@ -7,7 +7,16 @@ from typing import Any
 from diffquant.evals.stats import Difference, estimate, mean_interval
 from diffquant.quantization.roundings.tuned.descent import _STEPS
 from diffquant.text.corpus import load_text
-from studies.rounding_tables import READERS, kl_less, lead, lead_cells, method_cells, more_kl, option_cells, size_cells
+from research.studies.rounding_tables import (
+    READERS,
+    kl_less,
+    lead,
+    lead_cells,
+    method_cells,
+    more_kl,
+    option_cells,
+    size_cells,
+)
 from tests.docs.numbers import Expected
 from tests.docs.page import CellValues, Page, Unmeasured, Values
 from tests.docs.raw import raw

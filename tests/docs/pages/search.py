@@ -6,8 +6,8 @@ from statistics import median
 
 from diffquant.calib.search.result import SearchResult, read_search
 from diffquant.calib.search.table import uniform_kl
-from studies.figure8_model import advantage
-from studies.searched import SEARCHED, TEXTS, UNIFORM, gain, searched_cells
+from research.studies.figure8_model import advantage
+from research.studies.searched import SEARCHED, TEXTS, UNIFORM, gain, searched_cells
 from tests.docs.numbers import About, Expected
 from tests.docs.page import RESULTS, Page
 from tests.docs.raw import raw

@@ -9,7 +9,7 @@ import numpy as np
 from diffquant.evals.stats import mean_interval
 from diffquant.sweep.compare import compare
 from diffquant.sweep.table import text_table
-from studies.resolution import items_needed
+from research.studies.resolution import items_needed
 from tests.docs.page import RESULTS, Page, Unmeasured
 from tests.docs.raw import difference, measured, points, raw, sweep
 

@@ -1,7 +1,7 @@
 """Figure 8 of the paper, taken apart: when DIFF attention bears low-bit logits better than a Transformer.
 
-    python -m studies.figure8 MODEL... -o FOLDER                      # KL over prose
-    python -m studies.figure8 MODEL... -o FOLDER --needles 1          # KL of a needle's number
+    python -m research.studies.figure8 MODEL... -o FOLDER                      # KL over prose
+    python -m research.studies.figure8 MODEL... -o FOLDER --needles 1          # KL of a needle's number
 
 Of every model and scheme: KL from the model's own 16-bit logits, measured, and what a simple model predicts: for every
 layer the mean square of a uniform error as wide as the scale times the KL that noise on that layer's logits costs. The
@@ -35,8 +35,8 @@ from diffquant.support.progress import Progress, progress_for, silent
 from diffquant.text import corpus
 from diffquant.text import tokens as token_ids
 from diffquant.text.tokens import max_length
-from studies.figure8_model import figure8_summary
-from studies.logit_noise import NOISES, Reading, divergences, layers_of, predictions_of, sensitivity
+from research.studies.figure8_model import figure8_summary
+from research.studies.logit_noise import NOISES, Reading, divergences, layers_of, predictions_of, sensitivity
 
 GRANULARITIES = "tensor,map,head,pair,row,tensor:alike,head:alike,row:alike,tensor:shift,row:shift"
 WIDTHS = "8,6,4,3"
@@ -95,7 +95,7 @@ def main(
     settings = Settings(text, passages, windows, window, needles, samples, bits, granularity)
     results = [_result_of(model, output, settings) for model in models]
     print(figure8_summary(results))
-    from studies.figure8_plots import write_plots
+    from research.studies.figure8_plots import write_plots
 
     write_plots(results, output)
 

@@ -6,9 +6,9 @@ from typing import Any
 
 from diffquant.evals.stats import Difference, mean_interval, paired_difference
 from diffquant.report.tables import markdown
-from studies.quantizers import METHODS, RULES, VARIANTS
-from studies.rounding_method import TIERS, Contestant
-from studies.text_quantizers import TEXT_METHODS
+from research.studies.quantizers import METHODS, RULES, VARIANTS
+from research.studies.rounding_method import TIERS, Contestant
+from research.studies.text_quantizers import TEXT_METHODS
 
 FULL = "16 bits"
 _GPTQ = "gptq"

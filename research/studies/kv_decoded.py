@@ -1,7 +1,7 @@
 """KL per stored byte of low-bit KV caches, read as generation reads them: a prompt at once, then token by token.
 
-    python -m studies.kv_decoded MODEL --json research/results/kv-decoded/MODEL.json
-    python -m studies.kv_decoded --show research/results/kv-decoded/*.json
+    python -m research.studies.kv_decoded MODEL --json research/results/kv-decoded/MODEL.json
+    python -m research.studies.kv_decoded --show research/results/kv-decoded/*.json
 
 Weights and logits stay at 16 bits. A window's first tokens are its prompt, and each of the others is scored with what
 the cache holds by then: the newest tokens at 16 bits where the recipe keeps a residual, blocks of a scale per channel
@@ -31,7 +31,7 @@ from diffquant.source.source import open_source
 from diffquant.support.progress import Progress, progress_for, silent
 from diffquant.sweep.storage import kv_bytes_per_token
 from diffquant.text.tokens import encode_text
-from studies.kv_results import TEXTS, KVResults, settings_of, texts_of
+from research.studies.kv_results import TEXTS, KVResults, settings_of, texts_of
 
 # Length of a cache whose bytes are given beside those of the windows.
 LONG = 4096

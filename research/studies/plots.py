@@ -1,6 +1,6 @@
 """Redraw every plot among the results from the raw files beside it.
 
-    python -m studies.plots [FOLDER...]
+    python -m research.studies.plots [FOLDER...]
 
 Each picture holds a digest of those files and of the code that draws, by which `is_stale` knows it without drawing. A
 plot that no program here draws is named, and the command fails: a picture without its numbers proves nothing.
@@ -32,14 +32,15 @@ from diffquant.evals.tasks import task_kinds
 from diffquant.sweep.outputs import plotted_cells
 from diffquant.sweep.plot import plot
 from diffquant.sweep.result import read_sweep
-from studies.figure8_plots import plot_against_prediction, plot_by_bits
-from studies.results import read_attention_maps, read_json
+from research.studies.figure8_plots import plot_against_prediction, plot_by_bits
+from research.studies.results import read_attention_maps, read_json
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 RESULTS = (ROOT / "research" / "results", ROOT / "bench" / "results")
 
 # The name of the text inside a picture that says what it was drawn from.
 STAMP = "diffquant digest"
+COLOURS = 64
 
 _Draw = Callable[[Path], object]
 
@@ -75,7 +76,7 @@ def main(
     pictures = [picture for folder in folders or RESULTS for picture in sorted(folder.rglob("*.png"))]
     unknown = [picture for picture in pictures if picture.name not in drawings(picture.parent)]
     if unknown:
-        raise UsageError(f"nothing here draws {', '.join(map(str, unknown))}; add it to studies/plots.py")
+        raise UsageError(f"nothing here draws {', '.join(map(str, unknown))}; add it to research/studies/plots.py")
     for picture in pictures:
         drawing = drawings(picture.parent)[picture.name]
         drawing.draw(picture)
@@ -109,8 +110,9 @@ def _stamp(picture: Path, digest: str) -> None:
     info = PngInfo()
     info.add_text(STAMP, digest)
     with Image.open(picture) as image:
-        image.load()
-        image.save(picture, pnginfo=info, dpi=image.info.get("dpi", (160, 160)))
+        # A palette takes a third of the bytes, and plots have few colours.
+        few = image.convert("RGB").quantize(COLOURS, dither=Image.Dither.NONE)
+        few.save(picture, pnginfo=info, dpi=image.info.get("dpi", (160, 160)), optimize=True)
 
 
 @cache
@@ -177,7 +179,7 @@ def _of_figure8(file: Path) -> Iterator[tuple[str, Drawing]]:
     """A file a model in one folder, a Transformer first, as the study takes them."""
     files = tuple(each for each in sorted(file.parent.glob("*.json")) if "kl" in read_json(each))
     if files:
-        code = ("studies/figure8_plots.py", "studies/figure8_model.py")
+        code = ("research/studies/figure8_plots.py", "research/studies/figure8_model.py")
         for name, figure in (("kl.png", plot_by_bits), ("prediction.png", plot_against_prediction)):
             yield name, Drawing(partial(_draw_figure8, figure, files), files, code)
 

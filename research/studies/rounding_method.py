@@ -8,7 +8,7 @@ from torch import Tensor
 from diffquant.bench.contest.peers import failure
 from diffquant.quantization.roundings import Rounder
 from diffquant.scheme import Scheme
-from studies.model_reading import ModelReading
+from research.studies.model_reading import ModelReading
 
 TIERS = ("4.5 bits", "4.125 bits", "6.125 bits", "3.5 bits")
 

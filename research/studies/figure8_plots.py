@@ -6,7 +6,7 @@ from statistics import quantiles
 from typing import Any
 
 from diffquant.report.plots import REFERENCE, look, new_figure, tidy
-from studies.figure8_model import mean_kl, predicted
+from research.studies.figure8_model import mean_kl, predicted
 
 _COLUMNS = 3
 # Distance of two lines at one width; where the axis ends below the lowest point.

@@ -19,8 +19,8 @@ from diffquant.loading import load
 from diffquant.recipe import Recipe
 from diffquant.source.source import open_source
 from diffquant.text.corpus import load_text, text_digest
-from studies.model_reading import ModelReading, ReadingOptions
-from studies.rounding_method import Contestant, reason
+from research.studies.model_reading import ModelReading, ReadingOptions
+from research.studies.rounding_method import Contestant, reason
 
 
 @dataclass(frozen=True)

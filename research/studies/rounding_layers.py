@@ -1,6 +1,6 @@
 """Cost of quantized weights to a layer's output: signal over noise on a model's own inputs, by kind of weight.
 
-    python -m studies.rounding_layers MODEL --json research/results/rounding/layers.json
+    python -m research.studies.rounding_layers MODEL --json research/results/rounding/layers.json
 
 A model's weights say little about others': those of a GGUF file lie on a 4-bit grid already. Here the inputs are
 the model's own, over the second half of a text (gptq reads others, over the first), and the weights are its own
@@ -30,8 +30,8 @@ from diffquant.support.files import write_json
 from diffquant.support.progress import Progress, progress_for, silent
 from diffquant.text.corpus import load_text
 from diffquant.text.tokens import encode_text
-from studies.quantizers import METHODS
-from studies.rounding_method import Method, ReadRule, reason
+from research.studies.quantizers import METHODS
+from research.studies.rounding_method import Method, ReadRule, reason
 
 _LINEARS = ("self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj")
 _WINDOW = 512

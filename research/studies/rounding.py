@@ -1,7 +1,7 @@
 """Cost of quantized weights to a model: our roundings beside other libraries at equal bits.
 
-    python -m studies.rounding MODEL --json research/results/rounding/MODEL.json
-    python -m studies.rounding --show research/results/rounding/*.json
+    python -m research.studies.rounding MODEL --json research/results/rounding/MODEL.json
+    python -m research.studies.rounding --show research/results/rounding/*.json
 
 Every method quantizes the weights of the same linear layers, rounded to float16 first, and the model runs in
 float32 on what it gives back; embedding, head, norms and λ stay as they are. The text's first half is what gptq and
@@ -22,11 +22,11 @@ from diffquant.errors import UsageError
 from diffquant.support.code import code_digest
 from diffquant.support.files import write_json
 from diffquant.support.progress import Progress, progress_for, silent
-from studies.quantizers import METHODS, VARIANTS
-from studies.rounded_model import RoundingOptions, Subject
-from studies.rounding_method import TIERS, Contestant
-from studies.rounding_tables import FULL, lead_table, method_table, option_table, size_table
-from studies.text_quantizers import TEXT_METHODS
+from research.studies.quantizers import METHODS, VARIANTS
+from research.studies.rounded_model import RoundingOptions, Subject
+from research.studies.rounding_method import TIERS, Contestant
+from research.studies.rounding_tables import FULL, lead_table, method_table, option_table, size_table
+from research.studies.text_quantizers import TEXT_METHODS
 
 FORMAT = 1
 CONTESTANTS: tuple[Contestant, ...] = (*METHODS, *TEXT_METHODS)

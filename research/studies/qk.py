@@ -1,6 +1,6 @@
 """What rounding queries and keys costs beside rounding the logits that they make, from a sweep of both.
 
-The tables of docs/qk.md: `python -m studies.qk research/results/figure8-qk`.
+The tables of docs/qk.md: `python -m research.studies.qk research/results/figure8-qk`.
 """
 
 from pathlib import Path

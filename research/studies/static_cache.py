@@ -1,6 +1,6 @@
 """Cost of a KV cache with static scales, one factor at a time: the text they are found on, its length, rule and width.
 
-    python -m studies.static_cache MODEL --json research/results/smollm2-kv-scales/held-out.json
+    python -m research.studies.static_cache MODEL --json research/results/smollm2-kv-scales/held-out.json
 
 The prose that ships is sixteen passages of four books in turn. One window of each of the first eight is scored; scales
 are found on windows of the others. One calibration alone sees windows that are scored, to say what that is worth. KL

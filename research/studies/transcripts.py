@@ -1,6 +1,6 @@
 """Record what the commands on README, docs/quantize.md and docs/verify.md print, and put it onto the pages.
 
-    python -m studies.transcripts SmolLM2-135M-Instruct.Q4_1.gguf
+    python -m research.studies.transcripts SmolLM2-135M-Instruct.Q4_1.gguf
 
 The commands are the pages' own, in the order in which each finds what it needs, in a folder of their own. What they
 print goes to research/results/transcripts.json and into the pages' blocks; a machine that is busy tells other times.
@@ -20,7 +20,7 @@ from diffquant.bench.environment import environment
 from diffquant.errors import UsageError
 from diffquant.support.files import write_atomically, write_json
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PAGES = (ROOT / "README.md", ROOT / "docs" / "quantize.md", ROOT / "docs" / "verify.md")
 RECORDED = ROOT / "research" / "results" / "transcripts.json"
 

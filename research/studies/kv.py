@@ -1,7 +1,7 @@
 """Cost of a low-bit KV cache: what shares a scale, with keys and values rotated first and without.
 
-    python -m studies.kv MODEL --json research/results/kv/MODEL.json
-    python -m studies.kv --show research/results/kv/*.json
+    python -m research.studies.kv MODEL --json research/results/kv/MODEL.json
+    python -m research.studies.kv --show research/results/kv/*.json
 
 Weights and logits stay at 16 bits. Keys and values are read as a cache stores them, over windows of prose that ships
 and of HellaSwag's contexts, and KL is that of the model's own predictions at 16 bits. Each result is on the disk before
@@ -26,7 +26,7 @@ from diffquant.report.tables import markdown
 from diffquant.source.source import open_source
 from diffquant.support.progress import Progress, progress_for, silent
 from diffquant.sweep.storage import kv_bytes_per_token
-from studies.kv_results import TEXTS, KVResults, settings_of, texts_of
+from research.studies.kv_results import TEXTS, KVResults, settings_of, texts_of
 
 # Schemes of keys and values at b bits: each rotated one stands behind the one that it is compared with.
 FORMS = (

@@ -1,8 +1,8 @@
 """Figure 8 over several trainings: the bits that each DIFF may do with less than the Transformer of its own seed.
 
-    python -m studies.figure8_seeds FOLDER... [--schemes 4:tensor,4:row]
+    python -m research.studies.figure8_seeds FOLDER... [--schemes 4:tensor,4:row]
 
-Each folder holds what `studies.figure8` measured of one seed: a Transformer and the DIFF models trained beside it.
+Each folder holds what `figure8` measured of one seed: a Transformer and the DIFF models trained beside it.
 Prints every model's perplexity at 16 bits and every scheme's bits, seed by seed, with their mean and Student's 95 %
 interval: the trainings are the observations, so the interval is about another seed and not about another text. The bits
 of the first scheme are split into range and sensitivity, as the simple model predicts them.
@@ -19,7 +19,7 @@ import typer
 from diffquant.errors import UsageError
 from diffquant.evals.stats import mean_interval
 from diffquant.report.tables import markdown
-from studies.figure8_model import advantage, mean_kl, parts
+from research.studies.figure8_model import advantage, mean_kl, parts
 
 SCHEMES = "4:tensor,4:head,4:row,4:row:shift,4:tensor:alike,4:head:alike,4:row:alike"
 _PLAIN = "Transformer"
@@ -30,7 +30,7 @@ Seed = Mapping[str, Result]
 
 
 def main(
-    folders: Annotated[list[Path], typer.Argument(help="Folders of studies.figure8, one a seed.")],
+    folders: Annotated[list[Path], typer.Argument(help="Folders of research.studies.figure8, one a seed.")],
     schemes: Annotated[str, typer.Option(help="Schemes, with commas.")] = SCHEMES,
 ) -> None:
     """Compare Figure 8 over seeds."""
@@ -48,7 +48,7 @@ def read_seed(folder: Path) -> Seed:
     if _PLAIN not in generations or len(generations) < 2 or len(set(generations)) < len(generations):
         raise UsageError(
             f"{folder} holds results of {', '.join(generations) or 'no model'}; a seed is one Transformer and one DIFF "
-            "model of each generation, measured by studies.figure8"
+            "model of each generation, measured by research.studies.figure8"
         )
     return dict(zip(generations, results, strict=True))
 

@@ -1,6 +1,6 @@
 """How many HellaSwag items each measure needs to tell a configuration from 16 bits.
 
-    python -m studies.resolution SWEEP OUTPUT.json
+    python -m research.studies.resolution SWEEP OUTPUT.json
 
 Of the differences d from 16 bits, item by item, n = ((1.96 + 0.84) sd(d) / mean(d))² items give an interval of 95 %
 that misses 0 in four of five draws of items. Its own interval is over resampled items.

@@ -1,6 +1,6 @@
 """The simple model of Figure 8, a range times a sensitivity, and what measured results say beside it.
 
-Results are what `studies.figure8` stores of a model. A passage's windows count as one observation, and Student's t
+Results are what `figure8` stores of a model. A passage's windows count as one observation, and Student's t
 gives the intervals.
 """
 

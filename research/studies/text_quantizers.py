@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from diffquant.model.walk import Walk
-from studies.model_reading import ModelReading
-from studies.rounding_method import TIERS, Prepared, Quantized, TextMethod, group_size
+from research.studies.model_reading import ModelReading
+from research.studies.rounding_method import TIERS, Prepared, Quantized, TextMethod, group_size
 
 _SCALE_BITS = 16
 _FINE, _COARSE, _, _LOW = TIERS

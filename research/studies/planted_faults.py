@@ -1,6 +1,6 @@
 """Faults planted in the export of a trained model, each of which `diffquant verify` has to refuse.
 
-    python -m studies.planted_faults EXPORT CHECKPOINT --json research/results/planted-faults.json
+    python -m research.studies.planted_faults EXPORT CHECKPOINT --json research/results/planted-faults.json
 
 `tests/export/test_planted_faults.py` plants many faults in small models with random weights. In a model of many layers
 one of them weighs less, so four are planted in the export given, in copies whose digests agree, and the sound export is

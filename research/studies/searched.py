@@ -1,7 +1,7 @@
 """KL of searched widths beside one width for all weights, at equal stored bits.
 
-    python -m studies.searched MODEL... -o FOLDER
-    python -m studies.searched --show FOLDER/*.json
+    python -m research.studies.searched MODEL... -o FOLDER
+    python -m research.studies.searched --show FOLDER/*.json
 
 The budget of a search is what a uniform width stores, scales included, and any of the other widths may be chosen. The
 costs are measured on the first half of the prose that ships. Both recipes are then scored on its second half, and on

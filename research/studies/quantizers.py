@@ -18,7 +18,7 @@ from diffquant.quantization.roundings import Rounder
 from diffquant.quantization.roundings.mse import round_with_clipping
 from diffquant.quantization.roundings.nearest import round_to_nearest
 from diffquant.scheme import Scheme
-from studies.rounding_method import TIERS, Method, Quantize, Quantized, ReadRule, group_size
+from research.studies.rounding_method import TIERS, Method, Quantize, Quantized, ReadRule, group_size
 
 RULES = ("nearest", "mse", "gptq", "tuned")
 
