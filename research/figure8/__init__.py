@@ -4,4 +4,4 @@ import sys
 from pathlib import Path
 
 # The trainer is a program among the examples; its modules import one another by their bare names.
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "train"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "train"))

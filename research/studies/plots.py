@@ -102,7 +102,7 @@ def drawings(folder: Path) -> dict[str, Drawing]:
     }
     retrieved = tuple(sorted(folder.glob("*/retrieved.json")))
     if retrieved:
-        drawn["solved.png"] = Drawing(_draw_solved, retrieved, ("examples/train/solved_report.py",))
+        drawn["solved.png"] = Drawing(_draw_solved, retrieved, ("research/train/solved_report.py",))
     return drawn
 
 
@@ -132,7 +132,7 @@ def _statements(file: Path) -> str:
 
 def _draw_solved(picture: Path) -> None:
     """Have the trainer's program draw, whose modules import each other as a program's do."""
-    program = ROOT / "examples" / "train" / "solved_report.py"
+    program = ROOT / "research" / "train" / "solved_report.py"
     subprocess.run([sys.executable, str(program), str(picture.parent)], check=True, stdout=subprocess.DEVNULL)
 
 

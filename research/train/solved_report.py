@@ -1,6 +1,6 @@
 """Tell how long each kind of model took to retrieve: table and plot of the runs that `solved.py` left.
 
-    python examples/train/solved_report.py runs/solved
+    python research/train/solved_report.py runs/solved
 
 The table has medians and ranges, the plot every run.
 """

@@ -1,6 +1,6 @@
 """Train one model of a matched set from text.
 
-    python examples/train/train.py examples/train/needle.yaml --kind diff-v1 --text books.txt --output runs/needle-v1
+    python research/train/train.py research/train/needle.yaml --kind diff-v1 --text books.txt --output runs/needle-v1
 
 The same command again goes on from the last checkpoint. The output folder gets the checkpoint in 16 bits with
 its tokenizer, which every diffquant command takes, the settings, and a log with a line every few steps.

@@ -1,6 +1,6 @@
 """Count the steps until each kind of model retrieves, over several seeds and on equal data.
 
-    python examples/train/solved.py examples/train/solved.yaml --text books.txt --output runs/solved
+    python research/train/solved.py research/train/solved.yaml --text books.txt --output runs/solved
 
 Trains one model of each kind from each seed and asks it, every few steps, for the number of one city among N in
 contexts that it was not trained on, until it answers nearly all of them or the settings' steps are over. Every run has

@@ -1,7 +1,7 @@
 """Continue a Transformer, and the DIFF V1 and DIFF V2 made of it, on the same tokens.
 
-    python examples/train/pairs.py train --text books.txt --output runs/pairs --device cuda
-    python examples/train/pairs.py apply runs/pairs/diff-v1/delta.safetensors SmolLM2-135M.gguf smollm2-diff-v1
+    python research/train/pairs.py train --text books.txt --output runs/pairs --device cuda
+    python research/train/pairs.py apply runs/pairs/diff-v1/delta.safetensors SmolLM2-135M.gguf smollm2-diff-v1
 
 Attention alone trains, so that a file of a few bits a weight turns the base into the trained model: `apply` makes the
 checkpoint that every diffquant command takes. The same command again goes on from the last checkpoint.
