@@ -1,6 +1,6 @@
 """What rounding queries and keys costs beside rounding the logits that they make, from a sweep of both.
 
-The tables of docs/qk.md: `python -m research.studies.qk research/results/figure8-qk`.
+The tables of research/pages/qk.md: `python -m research.studies.qk research/results/figure8-qk`.
 """
 
 from pathlib import Path
@@ -60,7 +60,7 @@ class Measured:
 def main(
     folder: Annotated[Path, typer.Argument(help="Folder of a sweep of logits and of queries and keys.")],
 ) -> None:
-    """Print the tables of docs/qk.md: 4 bits, and then the others."""
+    """Print the tables of research/pages/qk.md: 4 bits, and then the others."""
     sweep = read_sweep(folder / "sweep.json")
     print("\n".join(markdown(["rounded", *MODELS], _rows(Measured(sweep)))))
     others = [[f"{bits} bits", *row] for bits in OTHER_BITS for row in _rows(Measured(sweep, bits))]

@@ -14,6 +14,7 @@ from tests.docs.page import ROOT
 from tests.docs.raw import raw
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES += sorted((ROOT / "research/pages").glob("*.md"))
 PAGES.append(ROOT / "diffquant/data/pocket/README.md")
 COMMANDS = typer.main.get_command(app).commands
 _BEGINNING = r"((?:diffquant|python -m (?:diffquant|research)[\w.]*|make) [^`\n]+)"

@@ -12,6 +12,7 @@ from tests.docs.pages import verify
 from tests.docs.raw import raw
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "diffquant/data/pocket/README.md"]
+PAGES += sorted((ROOT / "research/pages").glob("*.md"))
 SWEEPS = sorted(str(file.relative_to(RESULTS)) for file in RESULTS.rglob("sweep.json"))
 
 # Two commits measured them under one address, before the code was a part of it. To be measured again.
@@ -71,7 +72,7 @@ def test_the_faults_that_verify_is_said_to_refuse_are_planted():
 
 def test_the_claims_name_every_result():
     """What is measured and committed bears on some claim; what bears on none is to be deleted."""
-    claims = (ROOT / "docs/claims.md").read_text(encoding="utf-8")
+    claims = (ROOT / "research/pages/claims.md").read_text(encoding="utf-8")
     results = {
         file.name
         for folder in (RESULTS, BENCHED)
@@ -93,7 +94,7 @@ def named_in(text):
 
 
 def test_the_claims_name_what_uncommitted_trees_measured():
-    claims = (ROOT / "docs/claims.md").read_text(encoding="utf-8").partition("## Raw files and their code")[2]
+    claims = (ROOT / "research/pages/claims.md").read_text(encoding="utf-8").partition("## Raw files and their code")[2]
     files = [file for folder in (RESULTS, BENCHED) for file in folder.rglob("*.json")]
     changed = {str(file.relative_to(ROOT)) for file in files if "+changes" in file.read_text(encoding="utf-8")}
     assert {name for name in changed if f"`{name}`" in claims} == changed

@@ -26,5 +26,7 @@ def test_every_figure_of_a_page_is_that_of_its_raw_file(page):
 
 def test_every_page_is_declared():
     there = ["README.md", "CHANGELOG.md", "diffquant/data/pocket/README.md"]
-    there += [f"docs/{file.name}" for file in (ROOT / "docs").glob("*.md")]
+    there += [
+        str(file.relative_to(ROOT)) for folder in ("docs", "research/pages") for file in (ROOT / folder).glob("*.md")
+    ]
     assert sorted(page.name for page in DECLARED) == sorted(there)

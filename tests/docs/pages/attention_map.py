@@ -1,10 +1,10 @@
-"""The figures of docs/attention-map.md."""
+"""The figures of research/pages/attention-map.md."""
 
 from diffquant.calib.analysis.attention_map_outputs import attention_table
 from research.studies.results import read_attention_maps
 from tests.docs.page import RESULTS, Page, Unmeasured
 
-PAGE = Page("docs/attention-map.md", guides=("What is measured",))
+PAGE = Page("research/pages/attention-map.md", guides=("What is measured",))
 POCKET, SMOLLM2 = (
     read_attention_maps(RESULTS / folder / "attention-map.json")
     for folder in ("pocket-attention-map", "smollm2-attention-map")

@@ -1,11 +1,11 @@
-"""The figures of docs/claims.md, each computed as on the page that it is of."""
+"""The figures of research/pages/claims.md, each computed as on the page that it is of."""
 
 from tests.docs.page import RESULTS, Page, Unmeasured
 from tests.docs.pages import figure8, kv, rounding, search
 from tests.docs.pages.figure8_seeds import CERTAIN, HOLM
 from tests.docs.raw import raw
 
-PAGE = Page("docs/claims.md")
+PAGE = Page("research/pages/claims.md")
 for section in ("Quantized models", "When DIFF attention loses less by low bits", "Speed and memory"):
     heads = "claim | n, interval | raw file | made by | refuted by"
     PAGE.table(heads, lambda *_: Unmeasured("how much was measured"), section=section)

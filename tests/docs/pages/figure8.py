@@ -1,4 +1,4 @@
-"""The figures of docs/figure8.md."""
+"""The figures of research/pages/figure8.md."""
 
 import math
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from tests.docs.page import Page, Unmeasured
 from tests.docs.pages.pocket import accuracy
 from tests.docs.raw import measured, points, raw, values_of
 
-PAGE = Page("docs/figure8.md")
+PAGE = Page("research/pages/figure8.md")
 KINDS = ("transformer", "diff-v1", "diff-v2")
 PROSE, PASSAGES, PROSE1, NEEDLE, AT600, AT1200 = (
     {kind: raw(f"{place}{kind}{end}.json") for kind in KINDS}

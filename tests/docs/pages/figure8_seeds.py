@@ -1,4 +1,4 @@
-"""The figures of docs/figure8-seeds.md."""
+"""The figures of research/pages/figure8-seeds.md."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -10,7 +10,7 @@ from research.studies.figure8_seeds import bits_won, holm, predicted_bits, read_
 from tests.docs.numbers import Expected
 from tests.docs.page import RESULTS, Page
 
-PAGE = Page("docs/figure8-seeds.md")
+PAGE = Page("research/pages/figure8-seeds.md")
 SEEDS = {f"seed {seed}": read_seed(RESULTS / f"figure8-prose-kl-seed-{seed}") for seed in (0, 1, 2, 3)}
 PAGE.table(
     "perplexity at 16 bits, 16,384 characters | seed 0 | seed 1 | seed 2 | seed 3",

@@ -1,4 +1,4 @@
-"""What docs/figure8.md says in words: shares, counts and verdicts, each computed as its figures are."""
+"""What research/pages/figure8.md says in words: shares, counts and verdicts, each computed as its figures are."""
 
 import math
 from statistics import median

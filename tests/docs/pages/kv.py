@@ -1,4 +1,4 @@
-"""The figures of docs/kv.md."""
+"""The figures of research/pages/kv.md."""
 
 from collections.abc import Iterable, Mapping
 from functools import partial
@@ -11,7 +11,7 @@ from research.studies.kv_results import TEXTS
 from tests.docs.page import Page
 from tests.docs.raw import raw
 
-PAGE = Page("docs/kv.md")
+PAGE = Page("research/pages/kv.md")
 MODELS = {name: raw(f"kv/{name}.json") for name in ("prose-transformer", "prose-diff-v1", "prose-diff-v2")}
 
 

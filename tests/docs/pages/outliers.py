@@ -1,4 +1,4 @@
-"""The figures of docs/outliers.md."""
+"""The figures of research/pages/outliers.md."""
 
 import math
 import re
@@ -13,7 +13,7 @@ from tests.docs.numbers import Expected
 from tests.docs.page import RESULTS, Page, Unmeasured
 from tests.docs.raw import measured, raw, sweep
 
-PAGE = Page("docs/outliers.md")
+PAGE = Page("research/pages/outliers.md")
 OUTLIERS = read_outliers(RESULTS / "smollm2-outliers/outliers.json")
 KV = "smollm2-kv-scales"
 STATIC, CLIPPED = "smollm2-static-logits", "smollm2-static-logits/mse-4bit"

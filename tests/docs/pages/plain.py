@@ -6,8 +6,8 @@ _GUIDES = (
     *("many-shot", "differential-attention-op", "any-model", "schemes", "recipes", "cli", "glossary", "tutorial"),
     *("architecture", "faq", "genai", "gpu", "python", "serving"),
 )
-_TOLD = ("models", "results", "papers")
-PAGES = [*(Page(f"docs/{name}.md", is_guide=True) for name in _GUIDES), *(Page(f"docs/{name}.md") for name in _TOLD)]
+_TOLD = ("docs/models", "research/pages/results", "research/pages/papers")
+PAGES = [*(Page(f"docs/{name}.md", is_guide=True) for name in _GUIDES), *(Page(f"{name}.md") for name in _TOLD)]
 MANY_SHOT, OPERATOR, ANY_MODEL, SCHEMES, RECIPES, CLI, GLOSSARY, TUTORIAL, *_, SERVING, MODELS, RESULTS, PAPERS = PAGES
 MANY_SHOT.leaves("takes over 250 times as long", "arithmetic: each text runs once and again for each token")
 MANY_SHOT.table("suffix | what it holds", lambda *_: Unmeasured("formats"))

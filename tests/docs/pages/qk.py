@@ -1,4 +1,4 @@
-"""The figures of docs/qk.md."""
+"""The figures of research/pages/qk.md."""
 
 from collections.abc import Iterable
 
@@ -7,7 +7,7 @@ from research.studies.qk import BITS, MODELS, OTHER_BITS, ROWS, Measured
 from tests.docs.page import Page, Unmeasured
 from tests.docs.raw import sweep
 
-PAGE = Page("docs/qk.md")
+PAGE = Page("research/pages/qk.md")
 SWEEP = sweep("figure8-qk")
 MEASURED = Measured(SWEEP)
 OTHERS = {f"{bits} bits": Measured(SWEEP, bits) for bits in OTHER_BITS}

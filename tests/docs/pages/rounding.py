@@ -1,4 +1,4 @@
-"""The figures of docs/rounding.md."""
+"""The figures of research/pages/rounding.md."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +21,7 @@ from tests.docs.numbers import Expected
 from tests.docs.page import CellValues, Page, Unmeasured, Values
 from tests.docs.raw import raw
 
-PAGE = Page("docs/rounding.md")
+PAGE = Page("research/pages/rounding.md")
 SMOLLM2 = raw("rounding/smollm2-135m-windows.json")
 OLDER = raw("rounding/smollm2-135m.json")
 _FILES = {"Transformer": "prose-transformer", "DIFF V1": "prose-diff-v1", "DIFF V2": "prose-diff-v2"}
