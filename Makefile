@@ -20,7 +20,7 @@ LLAMA_CPP := tests/llama_cpp
 OLDEST := build/oldest
 OLDEST_TRANSFORMERS := $(shell sed -n 's/.*"transformers>=\(.*\)".*/\1/p' pyproject.toml)
 
-.PHONY: demo test test-eighth test-llama-cpp test-oldest test-quantizers test-thorough test-triton test-web test-webgpu lint docs docs-check dist plots mutants gpu gpu-bench gpu-test fuzz pairs sanitize clean
+.PHONY: demo test test-eighth test-llama-cpp test-oldest test-quantizers test-thorough test-triton test-web test-webgpu lint docs docs-check research-check dist plots mutants gpu gpu-bench gpu-test fuzz pairs sanitize clean
 
 demo: $(VENV)/.ready
 	$(BIN)/diffquant demo --output demo-output --overwrite
@@ -47,7 +47,8 @@ test-quantizers: $(VENV)/.ready
 	build/quantizers/bin/python -m pip install --quiet --constraint constraints.txt 'diffquant[quantizers]'
 	build/quantizers/bin/python -m pip install --quiet --no-deps llmcompressor==0.14.0.1
 	build/quantizers/bin/python -c 'import auto_round, bitsandbytes, hqq, llmcompressor, torchao'
-	build/quantizers/bin/python -m pytest tests/bench/test_rounding_bench.py tests/bench/test_rounding_text_methods.py \
+	build/quantizers/bin/python -m pytest research/tests/studies/test_rounding_bench.py \
+		research/tests/studies/test_rounding_text_methods.py \
 		-k 'stored_bits or nf4'
 
 # The oldest transformers that pyproject.toml allows, which vLLM and rented machines may have, with the huggingface_hub that
@@ -89,9 +90,14 @@ lint: $(VENV)/.ready
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
 
-# Every figure, transcript and command of the pages against the raw files. `make test` runs it too.
+# The commands and walkthroughs of the pages, and their figures, transcripts and statements against the raw files.
 docs-check: $(VENV)/.ready
-	$(BIN)/python -m pytest tests/docs
+	$(BIN)/python -m pytest tests/docs research/tests/pages
+
+# The papers' wing: every figure of every page against the raw files, the programs of the studies, the trainer. CI runs it
+# beside `make test`, which needs nothing of research/.
+research-check: $(NATIVE)
+	$(BIN)/python -m pytest -n 2 --dist worksteal research/tests
 
 # What a package index takes: a source distribution, and a wheel that says which Linux its kernel needs.
 dist: $(VENV)/.ready

@@ -1,6 +1,6 @@
 """The documentation site's menu, which `make docs` builds from."""
 
-from tests.docs.page import ROOT
+from tests.docs.commands import ROOT
 
 
 def test_every_page_has_a_place_in_the_menu():

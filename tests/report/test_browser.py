@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from diffquant.cli.runs import write_index
+from tests.support.recorded import FOLDER, write_recorded
 from tests.support.thorough import sampled
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="selenium drives the browser: pip install selenium")
@@ -59,8 +60,9 @@ return faint;
 def pages(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
     for name in RUNS:
-        wing = "bench" if name == "cpu" else "research"
-        shutil.copytree(ROOT / wing / "results" / name, folder / name, ignore=shutil.ignore_patterns("with-5-bits"))
+        for file in FOLDER.glob(f"{name}/*.xz"):
+            write_recorded(f"{name}/{file.stem}", folder / name / file.stem)
+    shutil.copytree(ROOT / "bench" / "results" / "cpu", folder / "cpu")
     write_index([folder], None)
     return folder
 

@@ -2,24 +2,19 @@
 
 import json
 import re
-import shutil
-from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from diffquant.cli import app
 from diffquant.errors import UsageError
-
-RESULTS = Path(__file__).parents[2] / "research" / "results"
+from tests.support.recorded import write_recorded
 
 
 @pytest.fixture
 def runs(tmp_path):
-    (tmp_path / "runs" / "a <b>").mkdir(parents=True)
-    (tmp_path / "runs" / "outliers").mkdir()
-    shutil.copy(RESULTS / "smollm2-logits-500" / "sweep.json", tmp_path / "runs" / "a <b>")
-    shutil.copy(RESULTS / "figure8-outliers" / "outliers.json", tmp_path / "runs" / "outliers")
+    write_recorded("smollm2-logits-500/sweep.json", tmp_path / "runs" / "a <b>" / "sweep.json")
+    write_recorded("figure8-outliers/outliers.json", tmp_path / "runs" / "outliers" / "outliers.json")
     return tmp_path / "runs"
 
 
