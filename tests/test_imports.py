@@ -42,6 +42,11 @@ def test_no_import_hides_its_module_in_a_string():
     assert not [file for file in files if re.search(r'import_module\(f?"diffquant', file.read_text())]
 
 
+def test_neither_the_package_nor_its_tests_import_the_research():
+    files = python_files("diffquant", "export", "calib", "bench", "examples", "tests")
+    assert not [file for file in files if re.search(r"^\s*(from|import) research\b", file.read_text(), re.MULTILINE)]
+
+
 def modules_after(code: str) -> set[str]:
     """Names of the modules that a fresh interpreter has loaded after running some code."""
     done = subprocess.run(
