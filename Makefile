@@ -152,7 +152,7 @@ fuzz: $(VENV)/.ready
 pairs:
 	$(HAS_TORCH) || $(MAKE) $(VENV)/.ready
 	python=$(BIN)/python; ! $(HAS_TORCH) || python=$(PYTHON); \
-	PYTHONPATH=. $$python research/train/pairs.py train --text $(TEXT) --output runs/pairs --minutes 24 --device cuda
+	PYTHONPATH=. $$python -m research.train.pairs train --text $(TEXT) --output runs/pairs --minutes 24 --device cuda
 
 # Installing builds the native kernel; this builds it again when a source changed. Without a compiler, which is status
 # 5, exported models run their function body and the kernel's tests are skipped.

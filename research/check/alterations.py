@@ -75,5 +75,6 @@ def audited() -> Iterator[Alteration]:
     for page, old, new in json.loads((Path(__file__).parent / "audited.json").read_text(encoding="utf-8")):
         text = (ROOT / page).read_text(encoding="utf-8")
         pattern = re.compile(r"\s+".join(map(re.escape, old.split())))
-        if pattern.search(text):
-            yield Alteration(page, pattern.sub(lambda _, new=new: new, text, count=1), f"{page}: {old!r} -> {new!r}")
+        if match := pattern.search(text):
+            altered = text[: match.start()] + new + text[match.end() :]
+            yield Alteration(page, altered, f"{page}: {old!r} -> {new!r}")

@@ -75,7 +75,8 @@ class Document:
 
 def read_document(file: Path, name: str) -> Document:
     """Parse a page."""
-    document, section, pending = Document(name), "", []
+    document, section = Document(name), ""
+    pending: list[tuple[int, str]] = []
     lines = file.read_text(encoding="utf-8").splitlines()
     at = 0
     while at < len(lines):

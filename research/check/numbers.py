@@ -56,7 +56,7 @@ def faults(written: Sequence[str], expected: Sequence[Expected]) -> str | None:
 def _gives(written: str, value: float) -> bool:
     """Whether a value, rounded to the last digit that is written, is what is written."""
     number = Decimal(_plain(written))
-    last_digit = Decimal(1).scaleb(number.as_tuple().exponent)
+    last_digit = Decimal(1).scaleb(int(number.as_tuple().exponent))
     # Both neighbours of a half are accepted, and a float's own error.
     return abs(Decimal(value) - number) <= last_digit / 2 + abs(Decimal(value)) * Decimal("1e-12")
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from diffquant.evals.stats import Difference, paired_difference
 from diffquant.evals.task_result import TaskResult
+from diffquant.support.xz import stored
 from diffquant.sweep.result import SweepResult, read_sweep
 from research.check.page import BENCHED, RESULTS
 from research.studies.results import read_json
@@ -16,7 +17,12 @@ from research.studies.results import read_json
 def raw(name: str) -> Any:
     """A JSON file of research/results, or of bench/results."""
     file = RESULTS / name
-    return read_json(file if file.exists() else BENCHED / name)
+    return read_json(file if stored(file).exists() else BENCHED / name)
+
+
+def committed(name: str) -> list[str]:
+    """Every raw file below research/results that has a name, by its path there, compressed or not."""
+    return sorted(str(file.relative_to(RESULTS)).removesuffix(".xz") for file in RESULTS.rglob(f"{name}*"))
 
 
 @cache

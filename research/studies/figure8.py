@@ -12,7 +12,6 @@ neighbouring windows are alike. A file a model; those that are there are not mea
 Source: arXiv 2410.05258, section 3.7.
 """
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,11 +31,13 @@ from diffquant.scheme import Scheme
 from diffquant.source.source import open_source
 from diffquant.support.files import write_json
 from diffquant.support.progress import Progress, progress_for, silent
+from diffquant.support.xz import stored
 from diffquant.text import corpus
 from diffquant.text import tokens as token_ids
 from diffquant.text.tokens import max_length
 from research.studies.figure8_model import figure8_summary
 from research.studies.logit_noise import NOISES, Reading, divergences, layers_of, predictions_of, sensitivity
+from research.studies.results import read_json
 
 GRANULARITIES = "tensor,map,head,pair,row,tensor:alike,head:alike,row:alike,tensor:shift,row:shift"
 WIDTHS = "8,6,4,3"
@@ -102,10 +103,10 @@ def main(
 
 def _result_of(model: Path, output: Path, settings: Settings) -> dict[str, Any]:
     file = output / f"{model.name}.json"
-    if not file.exists():
+    if not stored(file).exists():
         output.mkdir(parents=True, exist_ok=True)
         write_json(file, measure_model(model, settings, progress_for(model.name)))
-    result: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    result: dict[str, Any] = read_json(file)
     return result
 
 

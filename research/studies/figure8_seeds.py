@@ -8,7 +8,6 @@ interval: the trainings are the observations, so the interval is about another s
 of the first scheme are split into range and sensitivity, as the simple model predicts them.
 """
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,7 +18,9 @@ import typer
 from diffquant.errors import UsageError
 from diffquant.evals.stats import mean_interval
 from diffquant.report.tables import markdown
+from diffquant.support.xz import named
 from research.studies.figure8_model import advantage, mean_kl, parts
+from research.studies.results import read_json
 
 SCHEMES = "4:tensor,4:head,4:row,4:row:shift,4:tensor:alike,4:head:alike,4:row:alike"
 _PLAIN = "Transformer"
@@ -43,7 +44,7 @@ def read_seed(folder: Path) -> Seed:
     Raises:
         UsageError: there is no Transformer, or nothing to compare with it, or two models are of one generation.
     """
-    results = [json.loads(file.read_text(encoding="utf-8")) for file in sorted(folder.glob("*.json"))]
+    results = [read_json(file) for file in named(folder, "*.json")]
     generations = [result["generation"] for result in results]
     if _PLAIN not in generations or len(generations) < 2 or len(set(generations)) < len(generations):
         raise UsageError(

@@ -8,7 +8,6 @@ and of HellaSwag's contexts, and KL is that of the model's own predictions at 16
 the next is measured.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -27,6 +26,7 @@ from diffquant.source.source import open_source
 from diffquant.support.progress import Progress, progress_for, silent
 from diffquant.sweep.storage import kv_bytes_per_token
 from research.studies.kv_results import TEXTS, KVResults, settings_of, texts_of
+from research.studies.results import read_json
 
 # Schemes of keys and values at b bits: each rotated one stands behind the one that it is compared with.
 FORMS = (
@@ -50,7 +50,7 @@ def main(
 ) -> None:
     """Measure what a low-bit KV cache costs a model, rotated and not."""
     if show:
-        print(cost_table([json.loads(path.read_text()) for path in paths]))
+        print(cost_table([read_json(path) for path in paths]))
         return
     if len(paths) != 1 or file is None:
         raise UsageError("give one model and --json, or --show and results")

@@ -9,7 +9,6 @@ once they are full. KL is that of the model's own predictions at 16 bits. Each r
 measured.
 """
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -32,6 +31,7 @@ from diffquant.support.progress import Progress, progress_for, silent
 from diffquant.sweep.storage import kv_bytes_per_token
 from diffquant.text.tokens import encode_text
 from research.studies.kv_results import TEXTS, KVResults, settings_of, texts_of
+from research.studies.results import read_json
 
 # Length of a cache whose bytes are given beside those of the windows.
 LONG = 4096
@@ -118,7 +118,7 @@ def main(
 ) -> None:
     """Measure KL per stored byte of low-bit KV caches."""
     if show:
-        print(byte_table([json.loads(path.read_text()) for path in paths]))
+        print(byte_table([read_json(path) for path in paths]))
         return
     if len(paths) != 1 or file is None:
         raise UsageError("give one model and --json, or --show and results")

@@ -1,6 +1,5 @@
 """What the studies of KV caches read, and the file that their results are kept in."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,7 +10,9 @@ from diffquant.errors import UsageError
 from diffquant.evals.protocols import hellaswag
 from diffquant.source.source import Source
 from diffquant.support.files import write_json
+from diffquant.support.xz import stored
 from diffquant.text.corpus import load_text, text_digest
+from research.studies.results import read_json
 
 TEXTS = ("prose", "elsewhere")
 
@@ -54,9 +55,9 @@ class KVResults:
     rows: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if not self.file.exists():
+        if not stored(self.file).exists():
             return
-        former: dict[str, Any] = json.loads(self.file.read_text())
+        former: dict[str, Any] = read_json(self.file)
         if former["settings"] != self.settings:
             raise UsageError(f"{self.file} holds results of another model, text or window; name another with --json")
         self.rows = former["results"]

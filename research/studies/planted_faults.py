@@ -7,7 +7,6 @@ one of them weighs less, so four are planted in the export given, in copies whos
 verified beside them. Each result is on the disk before the next fault is planted.
 """
 
-import json
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +21,8 @@ from diffquant.export.manifest import read_manifest
 from diffquant.export.verification.report import Verification
 from diffquant.support.files import write_json
 from diffquant.support.progress import progress_for
+from diffquant.support.xz import stored
+from research.studies.results import read_json
 from tests.support.planted import PlantedExport, cache_emptied, pairs_swapped, row_overwritten, scales_larger
 
 SOUND = "none"
@@ -44,8 +45,8 @@ def main(
     """Verify an export as it is and with each fault."""
     model = {"export": export.name, "layer": layer, **read_manifest(export).files.to_dict()}
     results: dict[str, Any] = {}
-    if file.exists():
-        former = json.loads(file.read_text(encoding="utf-8"))
+    if stored(file).exists():
+        former = read_json(file)
         if former["model"] != model:
             raise UsageError(f"{file} is of another export or layer; name another file with --json")
         results = former["results"]

@@ -8,15 +8,16 @@ plot that no program here draws is named, and the command fails: a picture witho
 
 import ast
 import hashlib
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import Annotated, Any
+from unittest.mock import patch
 
 import typer
+from matplotlib.figure import Figure
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
@@ -29,11 +30,13 @@ from diffquant.calib.search.plots import heat_map, plot_pareto
 from diffquant.calib.search.result import read_search
 from diffquant.errors import UsageError
 from diffquant.evals.tasks import task_kinds
+from diffquant.support.xz import named, read_text
 from diffquant.sweep.outputs import plotted_cells
 from diffquant.sweep.plot import plot
 from diffquant.sweep.result import read_sweep
 from research.studies.figure8_plots import plot_against_prediction, plot_by_bits
 from research.studies.results import read_attention_maps, read_json
+from research.train.solved_report import write_plot
 
 ROOT = Path(__file__).parents[2]
 RESULTS = (ROOT / "research" / "results", ROOT / "bench" / "results")
@@ -41,6 +44,8 @@ RESULTS = (ROOT / "research" / "results", ROOT / "bench" / "results")
 # The name of the text inside a picture that says what it was drawn from.
 STAMP = "diffquant digest"
 COLOURS = 64
+# Bytes of a picture at most; one that would have more is drawn with fewer dots.
+LARGEST = 100_000
 
 _Draw = Callable[[Path], object]
 
@@ -63,7 +68,7 @@ class Drawing:
         """SHA-256 of the raw files and the code, the latter without comments and docstrings."""
         digest = hashlib.sha256()
         for file in self.raw:
-            digest.update(file.read_bytes())
+            digest.update(read_text(file).encode())
         for name in ("diffquant/report/plots.py", *self.code):
             digest.update(_statements(ROOT / name).encode())
         return digest.hexdigest()
@@ -79,8 +84,7 @@ def main(
         raise UsageError(f"nothing here draws {', '.join(map(str, unknown))}; add it to research/studies/plots.py")
     for picture in pictures:
         drawing = drawings(picture.parent)[picture.name]
-        drawing.draw(picture)
-        _stamp(picture, drawing.digest())
+        _draw(drawing, picture)
         typer.echo(f"drew {picture}")
 
 
@@ -95,24 +99,43 @@ def drawings(folder: Path) -> dict[str, Drawing]:
     """What can be drawn from the raw files of a folder, by the picture's name."""
     drawn = {
         name: drawing
-        for file in sorted(folder.glob("*.json"))
+        for file in named(folder, "*.json")
         for pattern, of_file in _DRAWN_FROM.items()
         if file.match(pattern)
         for name, drawing in of_file(file)
     }
     retrieved = tuple(sorted(folder.glob("*/retrieved.json")))
     if retrieved:
-        drawn["solved.png"] = Drawing(_draw_solved, retrieved, ("research/train/solved_report.py",))
+        runs = [read_json(file) for file in retrieved]
+        drawn["solved.png"] = Drawing(partial(write_plot, runs), retrieved, ("research/train/solved_report.py",))
     return drawn
 
 
-def _stamp(picture: Path, digest: str) -> None:
+def _draw(drawing: Drawing, picture: Path) -> None:
+    """Draw a picture with so many dots that it is small, in few colours, and with the digest of what it shows."""
     info = PngInfo()
-    info.add_text(STAMP, digest)
-    with Image.open(picture) as image:
-        # A palette takes a third of the bytes, and plots have few colours.
-        few = image.convert("RGB").quantize(COLOURS, dither=Image.Dither.NONE)
-        few.save(picture, pnginfo=info, dpi=image.info.get("dpi", (160, 160)), optimize=True)
+    info.add_text(STAMP, drawing.digest())
+    for share in (1.0, 0.85, 0.7, 0.6, 0.5):
+        with _resolution(share):
+            drawing.draw(picture)
+        with Image.open(picture) as image:
+            # A palette takes a third of the bytes.
+            few = image.convert("RGB").quantize(COLOURS, dither=Image.Dither.NONE)
+            few.save(picture, pnginfo=info, dpi=image.info.get("dpi", (160, 160)), optimize=True)
+        if picture.stat().st_size <= LARGEST:
+            return
+
+
+@contextmanager
+def _resolution(share: float) -> Iterator[None]:
+    """Have matplotlib save figures at a share of the resolution that the drawing functions ask for."""
+    save = Figure.savefig
+
+    def saved(figure: Figure, path: Any, dpi: float, **options: Any) -> None:
+        save(figure, path, dpi=share * dpi, **options)
+
+    with patch.object(Figure, "savefig", saved):
+        yield
 
 
 @cache
@@ -128,12 +151,6 @@ def _statements(file: Path) -> str:
         ):
             body[0].value.value = ""
     return ast.unparse(tree)
-
-
-def _draw_solved(picture: Path) -> None:
-    """Have the trainer's program draw, whose modules import each other as a program's do."""
-    program = ROOT / "research" / "train" / "solved_report.py"
-    subprocess.run([sys.executable, str(program), str(picture.parent)], check=True, stdout=subprocess.DEVNULL)
 
 
 def _of_sweep(file: Path) -> Iterator[tuple[str, Drawing]]:
@@ -163,7 +180,7 @@ def _of_attention(file: Path) -> Iterator[tuple[str, Drawing]]:
 def _of_search(file: Path) -> Iterator[tuple[str, Drawing]]:
     code = ("calib/search/plots.py",)
     yield f"{file.stem}.png", Drawing(lambda path: heat_map(read_search(file), path), (file,), code)
-    searches = tuple(sorted(file.parent.glob("search-*.json")))
+    searches = tuple(named(file.parent, "search-*.json"))
     yield (
         "pareto.png",
         Drawing(lambda path: plot_pareto([read_search(each) for each in searches], path), searches, code),
@@ -177,7 +194,7 @@ def _of_bench(file: Path) -> Iterator[tuple[str, Drawing]]:
 
 def _of_figure8(file: Path) -> Iterator[tuple[str, Drawing]]:
     """A file a model in one folder, a Transformer first, as the study takes them."""
-    files = tuple(each for each in sorted(file.parent.glob("*.json")) if "kl" in read_json(each))
+    files = tuple(each for each in named(file.parent, "*.json") if "kl" in read_json(each))
     if files:
         code = ("research/studies/figure8_plots.py", "research/studies/figure8_model.py")
         for name, figure in (("kl.png", plot_by_bits), ("prediction.png", plot_against_prediction)):

@@ -5,11 +5,12 @@ from pathlib import Path
 from typing import Any
 
 from diffquant.calib.analysis.attention_map import AttentionMaps, ModelAttention, Place
+from diffquant.support.xz import read_text
 
 
 def read_json(file: Path) -> Any:
-    """A result as plain data."""
-    return json.loads(file.read_text(encoding="utf-8"))
+    """A result as plain data, from FILE or FILE.xz."""
+    return json.loads(read_text(file))
 
 
 def read_attention_maps(file: Path) -> AttentionMaps:

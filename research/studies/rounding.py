@@ -10,7 +10,6 @@ contexts of HellaSwag. Each result is on the disk before the next is measured: s
 what is missing.
 """
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,7 +21,9 @@ from diffquant.errors import UsageError
 from diffquant.support.code import code_digest
 from diffquant.support.files import write_json
 from diffquant.support.progress import Progress, progress_for, silent
+from diffquant.support.xz import stored
 from research.studies.quantizers import METHODS, VARIANTS
+from research.studies.results import read_json
 from research.studies.rounded_model import RoundingOptions, Subject
 from research.studies.rounding_method import TIERS, Contestant
 from research.studies.rounding_tables import FULL, lead_table, method_table, option_table, size_table
@@ -112,7 +113,7 @@ def _begin(file: Path, settings: dict[str, Any]) -> dict[str, Any]:
         UsageError: the file holds something else.
     """
     fresh = {"format": FORMAT, "environment": environment(*_PACKAGES), "settings": settings, "results": {}}
-    if not file.exists():
+    if not stored(file).exists():
         file.parent.mkdir(parents=True, exist_ok=True)
         return fresh
     former = read_result(file)
@@ -128,7 +129,7 @@ def read_result(file: Path) -> dict[str, Any]:
         UsageError: the file cannot be read or holds no such result.
     """
     try:
-        result: dict[str, Any] = json.loads(file.read_text())
+        result: dict[str, Any] = read_json(file)
         known = result["format"] == FORMAT and {"settings", "results"} <= result.keys()
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UsageError(f"cannot read {file}: it is no result of this program ({error!r})") from error

@@ -9,7 +9,6 @@ HellaSwag's contexts, which are another kind of text; KL is that of the model's 
 each model; those that are there are not measured again.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -33,8 +32,10 @@ from diffquant.report.tables import markdown
 from diffquant.source.source import Source, open_source
 from diffquant.support.files import write_json
 from diffquant.support.progress import Progress, progress_for, silent
+from diffquant.support.xz import stored
 from diffquant.sweep.storage import weight_bytes
 from diffquant.text.corpus import load_text, text_digest
+from research.studies.results import read_json
 
 TEXTS = ("prose", "elsewhere")
 SEARCHED, UNIFORM = "searched", "uniform"
@@ -52,7 +53,7 @@ def main(
 ) -> None:
     """Compare searched widths with a uniform one that stores as much."""
     if show:
-        print(searched_table([json.loads(path.read_text()) for path in paths]))
+        print(searched_table([read_json(path) for path in paths]))
         return
     if output is None:
         raise UsageError("give --output, the folder of the results, or --show and results")
@@ -60,11 +61,11 @@ def main(
     results = []
     for path in paths:
         file = output / f"{path.name}.json"
-        if not file.exists():
+        if not stored(file).exists():
             output.mkdir(parents=True, exist_ok=True)
             measured = measure_searches(path, widths, characters, output, progress_for(path.name))
             write_json(file, measured)
-        results.append(json.loads(file.read_text(encoding="utf-8")))
+        results.append(read_json(file))
     print(searched_table(results))
 
 

@@ -8,7 +8,6 @@ is from the same model with a 16-bit cache, and a window of a passage is one obs
 measured again.
 """
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -35,8 +34,10 @@ from diffquant.report.tables import markdown
 from diffquant.source.source import open_source
 from diffquant.support.files import write_json
 from diffquant.support.progress import Progress, progress_for, silent
+from diffquant.support.xz import stored
 from diffquant.text.corpus import text_digest
 from diffquant.text.tokens import encode_text
+from research.studies.results import read_json
 
 PASSAGES, WINDOW = 16, 256
 # A (passage, window) pair names a window; a passage's first and last may reach into its neighbours.
@@ -82,9 +83,9 @@ def main(
     file: Annotated[Path, typer.Option("--json", help="Where the numbers are and go.")],
 ) -> None:
     """Measure what a KV cache with static scales costs, one factor at a time."""
-    if not file.exists():
+    if not stored(file).exists():
         write_json(file, measure_cache(model, progress_for(model.name)))
-    print(cache_table(json.loads(file.read_text())))
+    print(cache_table(read_json(file)))
 
 
 @torch.inference_mode()

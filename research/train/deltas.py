@@ -11,10 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from models import KINDS, place
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
-from starts import Level, attention_parameters, config_of, new_model
 from torch import Tensor
 
 from diffquant.errors import CheckpointError, GroupSizeError
@@ -25,6 +23,8 @@ from diffquant.model.config import DiffTransformerConfig
 from diffquant.model.modeling import DiffTransformer
 from diffquant.scheme import Scheme
 from diffquant.support.files import write_atomically
+from research.train.models import KINDS, place
+from research.train.starts import Level, attention_parameters, config_of, new_model
 
 _VERSION = "1"
 

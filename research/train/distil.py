@@ -4,13 +4,13 @@ import time
 from collections.abc import Callable
 
 import torch
-from loop import Batches, Trainer
-from settings import Schedule
 from torch import Tensor
 from torch.nn.functional import cross_entropy, linear
 
 from diffquant.evals.divergence import next_token_kl
 from diffquant.model.modeling import DiffTransformer
+from research.train.loop import Batches, Trainer
+from research.train.settings import Schedule
 
 # Tokens whose logits exist at once: 0.8 GB in float32 for a vocabulary of 49,152.
 _TOKENS = 4096

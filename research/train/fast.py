@@ -7,14 +7,14 @@ from ctypes import addressof
 from typing import Any
 
 import torch
-from equalized import normed
-from kernels import Layout, call, library, longs
 from torch import Tensor
 from torch.autograd import Function
 from torch.nn.functional import embedding, linear
 
 from diffquant.errors import UsageError
 from diffquant.model.modeling import DiffTransformer
+from research.train.equalized import normed
+from research.train.kernels import Layout, call, library, longs
 
 BF16 = torch.bfloat16
 # Rows of logits that exist at once.

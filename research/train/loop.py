@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from settings import Schedule
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from diffquant.errors import NonFiniteError, UsageError
 from diffquant.model.modeling import DiffTransformer
 from diffquant.support.progress import Progress, silent
+from research.train.settings import Schedule
 
 CHECKPOINT = "checkpoint.pt"
 LOG = "log.jsonl"

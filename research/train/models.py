@@ -1,12 +1,12 @@
 """Matched models: a Transformer and the DIFF models that equal it in parameters."""
 
 import torch
-from settings import Sizes
 
 from diffquant.errors import UsageError
 from diffquant.family.spec import DiffSpec
 from diffquant.model.config import DiffTransformerConfig
 from diffquant.model.modeling import DiffTransformer
+from research.train.settings import Sizes
 
 KINDS = ("transformer", "diff-v1", "diff-v2")
 # What V1's wide heads do without a second map: alone, and with V1's norm behind them.

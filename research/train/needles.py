@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
-from words import simple_sentences, split, word_tokenizer
 
 from diffquant.errors import UsageError
 from diffquant.evals.protocols.needle import CITIES, NUMBERS, statement
+from research.train.words import simple_sentences, split, word_tokenizer
 
 _FEWEST_SENTENCES = 100
 

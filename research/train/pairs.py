@@ -1,7 +1,7 @@
 """Continue a Transformer, and the DIFF V1 and DIFF V2 made of it, on the same tokens.
 
-    python research/train/pairs.py train --text books.txt --output runs/pairs --device cuda
-    python research/train/pairs.py apply runs/pairs/diff-v1/delta.safetensors SmolLM2-135M.gguf smollm2-diff-v1
+    python -m research.train.pairs train --text books.txt --output runs/pairs --device cuda
+    python -m research.train.pairs apply runs/pairs/diff-v1/delta.safetensors SmolLM2-135M.gguf smollm2-diff-v1
 
 Attention alone trains, so that a file of a few bits a weight turns the base into the trained model: `apply` makes the
 checkpoint that every diffquant command takes. The same command again goes on from the last checkpoint.
@@ -16,14 +16,6 @@ from typing import Annotated
 
 import torch
 import typer
-from deltas import applied, check_groups, read_delta
-from loop import Batches
-from models import KINDS
-from settings import PairsSettings
-from starts import levels_of
-from three import Exam, Limit, Results, Trio, continue_one, planned_steps
-from tokens import TokenWindows, check_length
-from train import claim, interruptible, read_text
 
 from diffquant.demo.smollm2 import gguf_file
 from diffquant.errors import CheckpointError, UsageError
@@ -36,6 +28,14 @@ from diffquant.source.source import Source, open_source
 from diffquant.support.devices import check_device
 from diffquant.support.files import write_atomically
 from diffquant.support.program import run_commands
+from research.train.deltas import applied, check_groups, read_delta
+from research.train.loop import Batches
+from research.train.models import KINDS
+from research.train.settings import PairsSettings
+from research.train.starts import levels_of
+from research.train.three import Exam, Limit, Results, Trio, continue_one, planned_steps
+from research.train.tokens import TokenWindows, check_length
+from research.train.train import claim, interruptible, read_text
 
 RESULTS = "results.json"
 SETTINGS = Path(__file__).with_name("pairs.yaml")
@@ -154,6 +154,7 @@ def load_original(base: Source) -> DiffTransformer:
 
 
 def results_table(results: Results) -> str:
+    """Perplexities of each kind at its stages, as a table."""
     head = ["model", "start", "trained", "kept", "KL of kept from trained", "delta"]
     lines = [
         [

@@ -166,7 +166,9 @@ class PairsSettings:
         entries = _entries(path)
         if not isinstance(entries, dict) or not isinstance(entries.get("schedule"), dict):
             raise UsageError(f"{path} must hold settings by name, a schedule among them")
-        return _build(cls, entries | {"schedule": _build(Schedule, {"steps": 0} | entries["schedule"], path)}, path)
+        schedule = _build(Schedule, {"steps": 0} | entries["schedule"], path)
+        settings: PairsSettings = _build(cls, entries | {"schedule": schedule}, path)
+        return settings
 
 
 def _entries(path: Path) -> Any:

@@ -1,6 +1,6 @@
 """Count the steps until each kind of model retrieves, over several seeds and on equal data.
 
-    python research/train/solved.py research/train/solved.yaml --text books.txt --output runs/solved
+    python -m research.train.solved research/train/solved.yaml --text books.txt --output runs/solved
 
 Trains one model of each kind from each seed and asks it, every few steps, for the number of one city among N in
 contexts that it was not trained on, until it answers nearly all of them or the settings' steps are over. Every run has
@@ -17,12 +17,6 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from loop import Trainer
-from models import CONTROLS, KINDS
-from needles import Needles
-from settings import Settings
-from solved_report import RETRIEVED, Run, last_step, report
-from train import claim, interruptible, new_model, read_text
 
 from diffquant.bench.environment import environment
 from diffquant.errors import UsageError
@@ -30,6 +24,12 @@ from diffquant.model.modeling import DiffTransformer
 from diffquant.support.files import write_atomically
 from diffquant.support.program import run_program
 from diffquant.support.progress import progress_for
+from research.train.loop import Trainer
+from research.train.models import CONTROLS, KINDS
+from research.train.needles import Needles
+from research.train.settings import Settings
+from research.train.solved_report import RETRIEVED, Run, last_step, report
+from research.train.train import claim, interruptible, new_model, read_text
 
 NEEDLES = (2, 4)
 # Share of the questions that a model answers which has solved the task.

@@ -1,6 +1,6 @@
 """Tell how long each kind of model took to retrieve: table and plot of the runs that `solved.py` left.
 
-    python research/train/solved_report.py runs/solved
+    python -m research.train.solved_report runs/solved
 
 The table has medians and ranges, the plot every run.
 """
@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from models import CONTROLS, KINDS
 
 from diffquant.errors import UsageError
 from diffquant.report.plots import look, new_figure, tidy
 from diffquant.report.tables import aligned
 from diffquant.support.program import run_program
+from research.train.models import CONTROLS, KINDS
 
 RETRIEVED = "retrieved.json"
 _KINDS = (*KINDS, *CONTROLS)

@@ -8,12 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from deltas import applied, difference, write_delta
-from distil import Continuation, Objective
-from loop import LOG, Batches
-from models import KINDS, place
-from settings import PairsSettings, Schedule
-from starts import Level, attention_parameters, new_model
 
 from diffquant.errors import UsageError
 from diffquant.evals.language_model import States
@@ -22,6 +16,12 @@ from diffquant.evals.torch_model import TorchModel
 from diffquant.model.modeling import DiffTransformer
 from diffquant.support.files import write_atomically
 from diffquant.support.progress import progress_for
+from research.train.deltas import applied, difference, write_delta
+from research.train.distil import Continuation, Objective
+from research.train.loop import LOG, Batches
+from research.train.models import KINDS, place
+from research.train.settings import PairsSettings, Schedule
+from research.train.starts import Level, attention_parameters, new_model
 
 PLAN, DELTA = "plan.json", "delta.safetensors"
 # Share of the time that checkpoints and the trained models' evaluation take.

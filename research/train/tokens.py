@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from prose import parts, shuffled_windows
 from torch import Tensor
 
 from diffquant.errors import UsageError
 from diffquant.text.tokens import prefix_token
+from research.train.prose import parts, shuffled_windows
 
 TOKENS = "tokens.bin"
 # Parts of a text that are encoded side by side.

@@ -1,6 +1,6 @@
 """Train one model of a matched set from text.
 
-    python research/train/train.py research/train/needle.yaml --kind diff-v1 --text books.txt --output runs/needle-v1
+    python -m research.train.train research/train/needle.yaml --kind diff-v1 --text books.txt --output runs/needle-v1
 
 The same command again goes on from the last checkpoint. The output folder gets the checkpoint in 16 bits with
 its tokenizer, which every diffquant command takes, the settings, and a log with a line every few steps.
@@ -17,12 +17,6 @@ from typing import Annotated
 
 import torch
 import typer
-from fast import FastLoss
-from loop import LOG, Batches, Trainer
-from models import CONTROLS, GATED, KINDS, look_back, matched, place
-from needles import Needles
-from prose import Prose
-from settings import Settings
 
 from diffquant.errors import OutputExistsError, UsageError
 from diffquant.model.modeling import DiffTransformer
@@ -30,6 +24,12 @@ from diffquant.support.devices import check_device
 from diffquant.support.files import write_atomically
 from diffquant.support.program import run_program
 from diffquant.support.progress import progress_for
+from research.train.fast import FastLoss
+from research.train.loop import LOG, Batches, Trainer
+from research.train.models import CONTROLS, GATED, KINDS, look_back, matched, place
+from research.train.needles import Needles
+from research.train.prose import Prose
+from research.train.settings import Settings
 
 DATA = {"needle": Needles, "prose": Prose}
 RUN = "training.json"

@@ -1,9 +1,9 @@
 """The figures of research/pages/claims.md, each computed as on the page that it is of."""
 
-from research.check.page import RESULTS, Page, Unmeasured
+from research.check.page import Page, Unmeasured
 from research.check.pages import figure8, kv, rounding, search
 from research.check.pages.figure8_seeds import CERTAIN, HOLM
-from research.check.raw import raw
+from research.check.raw import committed, raw
 
 PAGE = Page("research/pages/claims.md")
 for section in ("Quantized models", "When DIFF attention loses less by low bits", "Speed and memory"):
@@ -103,11 +103,11 @@ PAGE.says("of its decode rate ({} of a DiffLlama's)", raw("motif-decode.json")["
 
 # Raw files
 
-_SWEEPS = {file.parent.name: raw(str(file.relative_to(RESULTS))) for file in RESULTS.rglob("sweep.json")}
+_SWEEPS = {name.rpartition("/")[0]: raw(name) for name in committed("sweep.json")}
 _WITH_CODE = {name for name, sweep in _SWEEPS.items() if any(cell.get("code") for cell in sweep["cells"])}
 PAGE.says(
     "Of the {} committed sweeps {} name no commit",
-    len(list(RESULTS.rglob("sweep.json"))),
+    len(_SWEEPS),
     len(_SWEEPS) - len(_WITH_CODE),
 )
 PAGE.means(

@@ -9,12 +9,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from kernels import is_supported
 
 from diffquant import data
 from diffquant.errors import DiffQuantError, UsageError
 from research.figure8 import plan, run, scoring, text
 from research.figure8.plan import Run, results
+from research.train.kernels import is_supported
 
 SCHEMES = ["4:tensor", "3:row:shift"]
 

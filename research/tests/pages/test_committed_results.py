@@ -1,19 +1,21 @@
 """Raw files beside each other: one configuration has one result, and 16 bits are two bytes."""
 
 import json
+import math
 import re
 from collections import defaultdict
 
 import pytest
 
+from diffquant.support.xz import read_text
 from research.check.markdown import read_document
 from research.check.page import BENCHED, RESULTS, ROOT
 from research.check.pages import verify
-from research.check.raw import raw
+from research.check.raw import committed, raw
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "diffquant/data/pocket/README.md"]
 PAGES += sorted((ROOT / "research/pages").glob("*.md"))
-SWEEPS = sorted(str(file.relative_to(RESULTS)) for file in RESULTS.rglob("sweep.json"))
+SWEEPS = committed("sweep.json")
 
 # Two commits measured them under one address, before the code was a part of it. To be measured again.
 TWICE = {f"smollm2-{name}-500{end}/sweep.json" for name, end in (("logits", ""), ("logits", "-shift"), ("onnx", ""))}
@@ -43,8 +45,8 @@ def test_one_configuration_has_one_result():
 def test_16_bits_store_two_bytes_a_weight(name):
     parameters = {
         each["fingerprint"]: each["parameters"]
-        for file in RESULTS.glob("figure8-*/*.json")
-        if "parameters" in (each := raw(str(file.relative_to(RESULTS))))
+        for file in committed("*.json")
+        if file.startswith("figure8-") and "parameters" in (each := raw(file))
     }
     models = raw(name)["settings"]["models"]
     heavier = [
@@ -61,7 +63,7 @@ def test_every_raw_file_and_test_that_a_page_names_is_there(page):
     folders = "bench/results|tests|research|studies|examples"
     named = re.findall(rf"`((?:{folders})/[\w./*-]+)`", page.read_text(encoding="utf-8"))
     # "research/results/figure8-*/" stands for several.
-    assert not [name for name in named if not list(ROOT.glob(name.rstrip("/")))]
+    assert not [name for name in named if not [*ROOT.glob(name.rstrip("/")), *ROOT.glob(f"{name}.xz")]]
 
 
 def test_the_faults_that_verify_is_said_to_refuse_are_planted():
@@ -73,12 +75,8 @@ def test_the_faults_that_verify_is_said_to_refuse_are_planted():
 def test_the_claims_name_every_result():
     """What is measured and committed bears on some claim; what bears on none is to be deleted."""
     claims = (ROOT / "research/pages/claims.md").read_text(encoding="utf-8")
-    results = {
-        file.name
-        for folder in (RESULTS, BENCHED)
-        for file in folder.iterdir()
-        if file.is_dir() or file.suffix == ".json"
-    }
+    files = [file for folder in (RESULTS, BENCHED) for file in folder.iterdir()]
+    results = {file.name.removesuffix(".xz") for file in files if file.is_dir() or ".json" in file.name}
     assert not results - named_in(claims)
 
 
@@ -95,6 +93,14 @@ def named_in(text):
 
 def test_the_claims_name_what_uncommitted_trees_measured():
     claims = (ROOT / "research/pages/claims.md").read_text(encoding="utf-8").partition("## Raw files and their code")[2]
-    files = [file for folder in (RESULTS, BENCHED) for file in folder.rglob("*.json")]
-    changed = {str(file.relative_to(ROOT)) for file in files if "+changes" in file.read_text(encoding="utf-8")}
+    files = [file for folder in (RESULTS, BENCHED) for file in folder.rglob("*.json*")]
+    changed = {str(file.relative_to(ROOT)).removesuffix(".xz") for file in files if "+changes" in read_text(file)}
     assert {name for name in changed if f"`{name}`" in claims} == changed
+
+
+def test_raw_files_and_pictures_are_small():
+    folders = (RESULTS, BENCHED, ROOT / "research" / "figure8" / "results")
+    files = [file for folder in folders for file in folder.rglob("*") if file.is_file()]
+    most = {".png": 100_000, ".xz": math.inf}
+    large = [str(file) for file in files if file.stat().st_size > most.get(file.suffix, 50_000)]
+    assert not large, f"compress them (xz -9e FILE), or draw less: {', '.join(large)}"

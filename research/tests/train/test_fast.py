@@ -3,23 +3,23 @@
 import copy
 from dataclasses import replace
 
-import kernels
 import pytest
 import torch
-import train as program
-from equalized import equalize
-from fast import FastLoss, _AddNorm
-from kernels import is_supported
-from loop import Trainer
-from models import CONTROLS, GATED, KINDS, matched, place
-from prose import Prose
-from settings import Schedule, Settings, Sizes
 from torch.nn.functional import cross_entropy, rms_norm
 
 from diffquant import data
 from diffquant.errors import DiffQuantError, MissingDependencyError, UsageError
 from diffquant.model.modeling import DiffTransformer
 from research.studies.logit_noise import observed
+from research.train import kernels
+from research.train import train as program
+from research.train.equalized import equalize
+from research.train.fast import FastLoss, _AddNorm
+from research.train.kernels import is_supported
+from research.train.loop import Trainer
+from research.train.models import CONTROLS, GATED, KINDS, matched, place
+from research.train.prose import Prose
+from research.train.settings import Schedule, Settings, Sizes
 
 SMALL = Sizes(hidden=128, layers=2, heads=4, head_dim=32, inner=344, context=512, init=0.06, bias=False, theta=1e4)
 LARGE = replace(SMALL, hidden=256, heads=8, inner=688)

@@ -5,17 +5,8 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-import deltas
-import pairs as program
 import pytest
-import starts
 import torch
-from distil import Continuation, Objective
-from loop import CHECKPOINT, LOG
-from models import KINDS, matched, place
-from settings import PairsSettings, Schedule, Sizes
-from three import DELTA, Limit, Trio, planned_steps
-from tokens import TOKENS, TokenWindows
 from torch._dynamo.testing import CompileCounter
 
 import diffquant
@@ -25,6 +16,14 @@ from diffquant.errors import CheckpointError, GroupSizeError, OutputExistsError,
 from diffquant.evals.divergence import next_token_kl
 from diffquant.model.modeling import DiffTransformer
 from diffquant.support.program import run_commands
+from research.train import deltas, starts
+from research.train import pairs as program
+from research.train.distil import Continuation, Objective
+from research.train.loop import CHECKPOINT, LOG
+from research.train.models import KINDS, matched, place
+from research.train.settings import PairsSettings, Schedule, Sizes
+from research.train.three import DELTA, Limit, Trio, planned_steps
+from research.train.tokens import TOKENS, TokenWindows
 from tests.support import tiny_lm
 from tests.support.thorough import sampled
 
@@ -151,7 +150,7 @@ def test_as_much_is_compiled_however_many_layers_a_model_has(kind, monkeypatch):
 
 @pytest.mark.parametrize("distil", [False, True], ids=["text", "distil"])
 def test_gradients_are_those_of_whole_logits(original, ids, distil, monkeypatch):
-    monkeypatch.setattr("distil._TOKENS", 7)
+    monkeypatch.setattr("research.train.distil._TOKENS", 7)
     model = starts.new_model("diff-v2", original, [], 0.3)
     windows, weights = ids[:, :97].view(1, -1), torch.full((1, 96), 1 / 96)
     for parameter in starts.attention_parameters(model).values():

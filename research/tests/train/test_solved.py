@@ -6,16 +6,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import solved
 import torch
-from needles import Needles
 from scipy import stats
-from settings import Schedule, Settings, Sizes
-from solved_report import report, share_solved, solved_summary
-from train import new_model
 
 from diffquant import data
 from diffquant.errors import UsageError
+from research.train import solved
+from research.train.needles import Needles
+from research.train.settings import Schedule, Settings, Sizes
+from research.train.solved_report import report, share_solved, solved_summary
+from research.train.train import new_model
 
 DATA = {
     "frequent": 1500,

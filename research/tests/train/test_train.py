@@ -6,12 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import train as program
-from loop import CHECKPOINT, LOG, Trainer
-from models import CONTROLS, KINDS, matched
-from needles import Needles
-from prose import Prose
-from settings import Schedule, Settings, Sizes
 
 import diffquant
 from diffquant import data
@@ -19,6 +13,12 @@ from diffquant.errors import NonFiniteError, OutputExistsError, UsageError
 from diffquant.evals.protocols import needle
 from diffquant.model.attention import rotate
 from diffquant.support.program import run_program
+from research.train import train as program
+from research.train.loop import CHECKPOINT, LOG, Trainer
+from research.train.models import CONTROLS, KINDS, matched
+from research.train.needles import Needles
+from research.train.prose import Prose
+from research.train.settings import Schedule, Settings, Sizes
 
 RECIPES = Path(program.__file__).parent
 SIZES = Sizes(hidden=32, layers=2, heads=4, head_dim=8, inner=80, context=128, init=0.1, bias=True, theta=10000.0)
