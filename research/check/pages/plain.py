@@ -3,23 +3,39 @@
 from research.check.page import Page, Unmeasured
 
 _GUIDES = (
-    *("many-shot", "differential-attention-op", "any-model", "schemes", "recipes", "cli", "glossary", "tutorial"),
-    *("architecture", "faq", "genai", "gpu", "python", "serving"),
+    *("many-shot", "differential-attention-op", "any-model", "recipes", "cli", "glossary", "tutorial"),
+    *("architecture", "faq", "analysis", "genai", "gpu", "python", "serving"),
 )
 _TOLD = ("docs/models", "research/pages/results", "research/pages/papers")
 PAGES = [*(Page(f"docs/{name}.md", is_guide=True) for name in _GUIDES), *(Page(f"{name}.md") for name in _TOLD)]
-MANY_SHOT, OPERATOR, ANY_MODEL, SCHEMES, RECIPES, CLI, GLOSSARY, TUTORIAL, *_, SERVING, MODELS, RESULTS, PAPERS = PAGES
+(
+    MANY_SHOT,
+    OPERATOR,
+    ANY_MODEL,
+    RECIPES,
+    CLI,
+    GLOSSARY,
+    TUTORIAL,
+    *_,
+    ANALYSIS,
+    GENAI,
+    GPU,
+    PYTHON,
+    SERVING,
+    MODELS,
+    RESULTS,
+    PAPERS,
+) = PAGES
 MANY_SHOT.leaves("takes over 250 times as long", "arithmetic: each text runs once and again for each token")
 MANY_SHOT.table("suffix | what it holds", lambda *_: Unmeasured("formats"))
 GLOSSARY.table("word | meaning", lambda *_: Unmeasured("definitions"))
-SCHEMES.table("you want | options | what you get", lambda *_: Unmeasured("options, and what they mean"))
-SCHEMES.leaves("is 4.5 stored bits", "arithmetic: a scale of 16 bits for 32 codes of 4")
 RECIPES.table("key | takes | meaning", lambda *_: Unmeasured("a grammar"))
 SERVING.table(
     "where | folders | compared with `diffquant.load` in float32",
     lambda *_: Unmeasured("limits of tests, and versions"),
 )
 TUTORIAL.leaves("with a 95 % interval", "a level")
+ANALYSIS.table("`--observer` | the range is | take it", lambda *_: Unmeasured("choices"))
 CLI.table("exit code | meaning", lambda *_: Unmeasured("definitions"))
 PAPERS.table("of | what it shows | command | our results", lambda *_: Unmeasured("numbers of tables and sections"))
 for heads, sections in {
