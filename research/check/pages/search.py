@@ -1,4 +1,4 @@
-"""The figures of docs/search.md."""
+"""The figures of research/pages/search.md, and those of docs/search.md that say what a search gains."""
 
 import math
 from functools import partial
@@ -12,7 +12,9 @@ from research.check.raw import raw
 from research.studies.figure8_model import advantage
 from research.studies.searched import SEARCHED, TEXTS, UNIFORM, gain, searched_cells
 
-PAGE = Page("docs/search.md", guides=("Sensitivity and bit search", "What is measured", "How bits are chosen"))
+PAGE = Page("research/pages/search.md")
+GUIDE = Page("docs/search.md", guides=("Sensitivity and bit search", "What is measured", "How bits are chosen"))
+PAGES = [PAGE, GUIDE]
 W45, W55, C45, C55, C5 = (
     read_search(RESULTS / file)
     for file in (
@@ -275,7 +277,7 @@ PAGE.says(
     "cost {} times what 5 bits everywhere do",
     About(median((u.kl[4] + u.kl[6]) / 2 / u.kl[5] for u in C5.measurements), 0.05),
 )
-PAGE.says("4:g32 stores {} bits", 4 + 16 / 32)
+GUIDE.says("4:g32\nstores {} bits", 4 + 16 / 32)
 PAGE.says("`--budget 5` is {} here, and 6 is {}", 5 - 16 / 32, 6 - 16 / 32)
 PAGE.says("a budget of {} here is {} of K and V and {} of logits", 4.5, 4.5 + 16 / 64, 4.5)
 
@@ -286,4 +288,10 @@ PAGE.leaves(
 PAGE.leaves("4,096 characters of the second half", "a setting")
 PAGE.leaves("16,384 characters of the second half", "a setting")
 PAGE.leaves("compared on 8,192 characters", "a setting")
-PAGE.leaves("or evenly spread ones where 128 MB do not hold", "a limit of the code")
+GUIDE.leaves("or evenly spread ones where 128 MB do not hold", "a limit of the code")
+GUIDE.table(
+    "stored bits of | prose-transformer | prose-diff-v1 | prose-diff-v2",
+    lambda row, name: [GAINS[name, row[0], text] for text in TEXTS],
+)
+GUIDE.says("worth {} to {} bits of each weight", min(_BITS_WON), max(_BITS_WON))
+GUIDE.leaves("models of 1.25 M parameters", "a count")
