@@ -3,7 +3,7 @@
 import os
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from diffquant.errors import UsageError
@@ -125,7 +125,8 @@ def _outliers(folder: Path) -> Report:
     from diffquant.calib.analysis.outlier_outputs import outlier_report
     from diffquant.calib.analysis.outlier_result import read_outliers
 
-    return outlier_report(read_outliers(folder / "outliers.json"), folder.name)
+    report = outlier_report(read_outliers(folder / "outliers.json"), folder.name)
+    return replace(report, files=_beside(folder, "outliers.json"))
 
 
 def _bench(folder: Path) -> Report:

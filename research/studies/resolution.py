@@ -38,7 +38,7 @@ def main(
     rows = [row for point in measured.points if not point.is_baseline for row in _rows(measured, point)]
     if not rows:
         raise UsageError(f"{sweep} has no quantized configuration beside its 16 bits")
-    record = {"command": shlex.join(["python", "-m", "studies.resolution", *sys.argv[1:]]), "rows": rows}
+    record = {"command": shlex.join(["python", "-m", "research.studies.resolution", *sys.argv[1:]]), "rows": rows}
     write_json(output, record | provenance(__name__))
     heads = ["scheme", "measure", "items", "mean", "low", "high", "items needed", "low", "high"]
     typer.echo("\n".join(markdown(heads, [[str(value) for value in row.values()] for row in rows])))

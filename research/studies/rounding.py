@@ -32,9 +32,8 @@ from research.studies.text_quantizers import TEXT_METHODS
 FORMAT = 1
 CONTESTANTS: tuple[Contestant, ...] = (*METHODS, *TEXT_METHODS)
 _PACKAGES = tuple(sorted({method.package for method in CONTESTANTS if method.package}))
-_CODE = tuple(
-    f"studies.{name}" for name in ("rounded_model", "model_reading", "rounding_method", "quantizers", "text_quantizers")
-)
+_MODULES = ("rounded_model", "model_reading", "rounding_method", "quantizers", "text_quantizers")
+_CODE = tuple(f"research.studies.{name}" for name in _MODULES)
 
 
 def main(

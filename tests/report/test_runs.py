@@ -81,6 +81,7 @@ def test_compressed_results_are_read_as_they_were(runs):
         file.unlink()
     assert report(runs).exit_code == 0
     assert ("./sweep.json.xz", "sweep.json.xz") in links(plain.with_name("report.html"))
+    assert ("./outliers.json.xz", "outliers.json.xz") in links(runs / "outliers" / "outliers.html")
     assert diffquant.compare(*sides).summary() == compared
 
 
