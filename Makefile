@@ -21,7 +21,7 @@ SERVING := build/serving
 OLDEST := build/oldest
 OLDEST_TRANSFORMERS := $(shell sed -n 's/.*"transformers>=\(.*\)".*/\1/p' pyproject.toml)
 
-.PHONY: demo test test-eighth test-llama-cpp test-oldest test-quantizers test-serving test-thorough test-triton test-web test-webgpu lint docs docs-check dist plots mutants gpu gpu-bench gpu-test fuzz pairs sanitize clean
+.PHONY: demo test test-eighth test-llama-cpp test-oldest test-quantizers test-serving test-thorough test-triton test-web test-webgpu lint docs docs-check research-check dist plots mutants gpu gpu-bench gpu-test fuzz pairs sanitize clean
 
 demo: $(VENV)/.ready
 	$(BIN)/diffquant demo --output demo-output --overwrite
@@ -48,7 +48,8 @@ test-quantizers: $(VENV)/.ready
 	build/quantizers/bin/python -m pip install --quiet --constraint constraints.txt 'diffquant[quantizers]'
 	build/quantizers/bin/python -m pip install --quiet --no-deps llmcompressor==0.14.0.1
 	build/quantizers/bin/python -c 'import auto_round, bitsandbytes, hqq, llmcompressor, torchao'
-	build/quantizers/bin/python -m pytest tests/bench/test_rounding_bench.py tests/bench/test_rounding_text_methods.py \
+	build/quantizers/bin/python -m pytest research/tests/studies/test_rounding_bench.py \
+		research/tests/studies/test_rounding_text_methods.py \
 		-k 'stored_bits or nf4'
 
 # The oldest transformers that pyproject.toml allows, which vLLM and rented machines may have, with the huggingface_hub that
@@ -103,9 +104,14 @@ lint: $(VENV)/.ready
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
 
-# Every figure, transcript and command of the pages against the raw files. `make test` runs it too.
+# The commands and walkthroughs of the pages, and their figures, transcripts and statements against the raw files.
 docs-check: $(VENV)/.ready
-	$(BIN)/python -m pytest tests/docs
+	$(BIN)/python -m pytest tests/docs research/tests/pages
+
+# The papers' wing: every figure of every page against the raw files, the programs of the studies, the trainer. CI runs it
+# beside `make test`, which needs nothing of research/.
+research-check: $(NATIVE)
+	$(BIN)/python -m pytest -n 2 --dist worksteal research/tests
 
 # What a package index takes: a source distribution, and a wheel that says which Linux its kernel needs.
 dist: $(VENV)/.ready
@@ -121,14 +127,14 @@ docs: $(VENV)/.ready
 	$(PIP) 'diffquant[docs]'
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
 
-# Every plot in bench/results drawn again from the raw files beside it.
+# Every plot among the results drawn again from the raw files beside it.
 plots: $(VENV)/.ready
-	$(BIN)/python -m studies.plots
+	$(BIN)/python -m research.studies.plots
 
 # Faults planted in a sample of places; the tests should notice each of them. Takes an hour and more on two cores; of some
-# rooms: python -m tests.mutants report sweep --json bench/results/mutants.json
+# rooms: python -m tests.mutants report sweep --json research/results/mutants.json
 mutants: $(VENV)/.ready
-	$(BIN)/python -m tests.mutants --json bench/results/mutants.json
+	$(BIN)/python -m tests.mutants --json research/results/mutants.json
 
 # On a machine with a CUDA device: what only it can show. Both take the python at hand, which needs torch, triton and
 # numpy, for the tests pytest as well; nothing is installed. Each is made to end within six minutes on 16 cores.
@@ -160,7 +166,7 @@ fuzz: $(VENV)/.ready
 pairs:
 	$(HAS_TORCH) || $(MAKE) $(VENV)/.ready
 	python=$(BIN)/python; ! $(HAS_TORCH) || python=$(PYTHON); \
-	PYTHONPATH=. $$python examples/train/pairs.py train --text $(TEXT) --output runs/pairs --minutes 24 --device cuda
+	PYTHONPATH=. $$python -m research.train.pairs train --text $(TEXT) --output runs/pairs --minutes 24 --device cuda
 
 # Installing builds the native kernel; this builds it again when a source changed. Without a compiler, which is status
 # 5, exported models run their function body and the kernel's tests are skipped.

@@ -7,6 +7,7 @@ from typing import Any
 
 from diffquant.bench.timing import Spread, spread
 from diffquant.errors import UsageError
+from diffquant.support.xz import read_text
 
 FORMAT = 1
 
@@ -138,7 +139,7 @@ def read_result(path: Path) -> BenchResult:
         UsageError: the file cannot be read or holds no such result.
     """
     try:
-        data = json.loads(path.read_text())
+        data = json.loads(read_text(path))
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}") from error
     except ValueError as error:

@@ -28,7 +28,7 @@ DEFAULT_GRANULARITY = {"weights": "g32", "k": "row", "v": "row", "logits": "row"
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "int4": {"weights": "4:g32"},
     "int8": {"weights": "8:row", "kv": "8"},
-    # The least KL of the caches of docs/kv.md that take at most 0.3 of 16 bits in a long context.
+    # The least KL of the caches of research/pages/kv.md that take at most 0.3 of 16 bits in a long context.
     "kv-4bit-best": {"k": "4:c32", "v": "4:row:rotated", "residual": 64},
     "paper": {"logits": "4:tensor"},
 }

@@ -98,7 +98,7 @@ def test_a_source_distribution_holds_tests_pages_and_all_models(archives):
     with tarfile.open(archives[0]) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     wanted = ["CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "Makefile", "README.md", "SECURITY.md", "constraints.txt"]
-    folders = ("docs", "tests", "examples", "research", "studies", "diffquant/data")
+    folders = ("docs", "tests", "examples", "research", "diffquant/data")
     wanted += [str(f.relative_to(ROOT)) for folder in folders for f in (ROOT / folder).rglob("*") if f.is_file()]
     made = ("__pycache__", "results", "node_modules")
     missing = {name for name in wanted if not any(part in name for part in made)} - names

@@ -78,7 +78,7 @@ third() {
     sha256sum --check --quiet <(sed "s|-\$|$STATE/model.gguf|" "$STATE/model.sha256")
     unxz --keep --force "$STATE/books.txt.xz"
     export PYTHONPATH=.:$STATE
-    setsid nohup "$PYTHON" examples/train/pairs.py train --base "$STATE/model.gguf" --text "$STATE/books.txt" \
+    setsid nohup "$PYTHON" -m research.train.pairs train --base "$STATE/model.gguf" --text "$STATE/books.txt" \
         --output "$STATE/pairs" --minutes "$MINUTES" --device cuda >"$STATE/pairs.log" 2>&1 </dev/null &
     "$PYTHON" -m diffquant.cli convert "$STATE/model.gguf" "$STATE/diff-v2" --to diff-v2
     timeout 500 "$PYTHON" -m diffquant.cli sweep "$STATE/model.gguf" "$STATE/diff-v2" --output "$STATE/sweep" \

@@ -5,6 +5,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from diffquant.support.xz import read_text
+
 RANKS = (1, 2, 3, 10, 100)
 LOGITS, HIDDEN = "logits", "hidden"
 
@@ -64,7 +66,7 @@ class Outliers:
 
 def read_outliers(file: Path) -> Outliers:
     """The outliers in an outliers.json."""
-    data = json.loads(file.read_text(encoding="utf-8"))
+    data = json.loads(read_text(file))
     models = [
         ModelOutliers(
             **model

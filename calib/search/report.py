@@ -13,7 +13,9 @@ from diffquant.report.plots import Tips, as_svg, new_figure
 def search_report(folder: Path) -> Report:
     """The report of all searches whose search-*.json lie in a folder."""
     results = read_searches(folder)
-    files = sorted(file.name for pattern in ("recipe-*.yaml", "search-*.json") for file in folder.glob(pattern))
+    files = sorted(
+        file.name for pattern in ("recipe-*.yaml", "search-*.json", "search-*.json.xz") for file in folder.glob(pattern)
+    )
     sections = [
         Section("KL by size", [Charts([_pareto(group) for group in alike(results)])]),
         *(section for result in results for section in _sections(result)),

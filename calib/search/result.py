@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from diffquant.recipe import Recipe
+from diffquant.support.xz import named, read_text
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ class SearchResult:
 
 def read_search(file: Path) -> SearchResult:
     """The result in a search-*.json."""
-    data = json.loads(file.read_text(encoding="utf-8"))
+    data = json.loads(read_text(file))
     measurements = [
         Measurement(**unit | {name: {int(bits): cost for bits, cost in unit[name].items()} for name in _BY_WIDTH})
         for unit in data["measurements"]
@@ -96,7 +97,7 @@ def read_search(file: Path) -> SearchResult:
 
 def read_searches(folder: Path) -> list[SearchResult]:
     """The results in a folder, by their files' names."""
-    return [read_search(file) for file in sorted(folder.glob("search-*.json"))]
+    return [read_search(file) for file in named(folder, "search-*.json")]
 
 
 def alike(results: Sequence[SearchResult]) -> list[list[SearchResult]]:

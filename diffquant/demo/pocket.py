@@ -37,7 +37,7 @@ def show_figure_8(output: Path, say: Callable[[str], None]) -> None:
     say(f"These models are of one training, with seed {seed_of_the_models()}. Which loses most at 4 bits with one")
     say("scale per tensor is an accident of it on retrieval: in another training the Transformer lost most. On English")
     say("the DIFF models lost more in all four trainings. With row:shift 3 bits cost none of them much.")
-    say("docs/figure8.md has intervals and the other trainings.\n")
+    say("research/pages/figure8.md has intervals and the other trainings.\n")
 
 
 def seed_of_the_models() -> int:

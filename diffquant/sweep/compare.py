@@ -8,6 +8,7 @@ from typing import NamedTuple
 from diffquant.errors import UsageError
 from diffquant.evals.comparison import Outcome, compare_outcomes, left_out, outcome_of
 from diffquant.evals.samples import read_samples
+from diffquant.support.xz import stored
 from diffquant.sweep.comparison_report import ComparisonReport
 from diffquant.sweep.grid import Point
 from diffquant.sweep.result import SweepResult, model_names, read_sweep
@@ -70,7 +71,7 @@ def _outcomes(source: str) -> list[_Measured]:
     if path.suffix == ".jsonl":
         return [_Measured(path, "", read_samples(path))]
     file = path / "sweep.json" if path.is_dir() else path
-    if not file.is_file():
+    if not stored(file).is_file():
         raise UsageError(f"{path} has no sweep.json: give a sweep's folder, or a samples_*.jsonl of lm-eval")
     try:
         sweep = read_sweep(file)

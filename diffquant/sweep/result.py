@@ -8,6 +8,7 @@ from diffquant.errors import FailedCellsError
 from diffquant.evals.task_result import TaskResult
 from diffquant.recipe import Recipe
 from diffquant.support.plain_data import JsonObject
+from diffquant.support.xz import read_text
 from diffquant.sweep.grid import EXPORTED, Point
 from diffquant.sweep.measurement import Measurement
 
@@ -104,7 +105,7 @@ def read_sweep(file: Path, compared: dict[str, str] | None = None) -> SweepResul
     Args:
         compared: the checkpoint that each exported folder is compared with, where sweep.json is of before it said so.
     """
-    data = json.loads(file.read_text(encoding="utf-8"))
+    data = json.loads(read_text(file))
     points: dict[tuple[object, ...], Point] = {}
     cells = []
     for cell in data["cells"]:

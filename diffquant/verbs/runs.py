@@ -3,13 +3,14 @@
 import os
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from diffquant.errors import UsageError
 from diffquant.report.page import Link, Report, Section, Table, page
 from diffquant.support.files import write_atomically
 from diffquant.support.outputs import check_written_file
+from diffquant.support.xz import stored
 
 _INDEX = "runs"
 
@@ -70,7 +71,8 @@ def find_runs(folders: Sequence[Path]) -> list[Run]:
     """
     found: dict[Path, Run] = {}
     for pattern, (name, read) in _KINDS.items():
-        for place in sorted({file.parent.absolute() for folder in folders for file in folder.rglob(pattern)}):
+        files = (file for folder in folders for ending in ("", ".xz") for file in folder.rglob(pattern + ending))
+        for place in sorted({file.parent.absolute() for file in files}):
             try:
                 found[place / name] = Run(place / name, read(place))
             except (OSError, ValueError, LookupError, TypeError) as error:
@@ -101,7 +103,8 @@ def _relative(target: Path, page_file: Path) -> str:
 
 
 def _beside(folder: Path, *names: str) -> list[str]:
-    return [name for name in names if (folder / name).is_file()] + sorted(file.name for file in folder.glob("*.png"))
+    files = [stored(folder / name) for name in names]
+    return [file.name for file in files if file.is_file()] + sorted(file.name for file in folder.glob("*.png"))
 
 
 def _sweep(folder: Path) -> Report:
@@ -122,7 +125,8 @@ def _outliers(folder: Path) -> Report:
     from diffquant.calib.analysis.outlier_outputs import outlier_report
     from diffquant.calib.analysis.outlier_result import read_outliers
 
-    return outlier_report(read_outliers(folder / "outliers.json"), folder.name)
+    report = outlier_report(read_outliers(folder / "outliers.json"), folder.name)
+    return replace(report, files=_beside(folder, "outliers.json"))
 
 
 def _bench(folder: Path) -> Report:

@@ -21,7 +21,7 @@ from diffquant.report.tables import markdown
 from diffquant.support.code import CHANGED
 from research.figure8.plan import EDGES, EQUALIZED, GRID, KINDS, RESULTS, Result, best_rate, grid_name, results
 from research.figure8.scoring import SCHEMES
-from studies.figure8_model import advantage, parts
+from research.studies.figure8_model import advantage, parts
 
 DIFFS = KINDS[1:]
 SIX, THREE = range(101, 107), range(101, 104)
@@ -98,7 +98,7 @@ def bits_won(scheme: str, text: str = "books", among: str = "kl") -> Measure:
 
 
 def range_won(diff: Result, plain: Result) -> float:
-    """Bits that a smaller range wins at the primary scheme, as the simple model of studies.figure8_model says."""
+    """Bits that a smaller range wins at the primary scheme, as the simple model of `figure8_model` says."""
     return advantage(parts(diff["books"], PRIMARY)[0], parts(plain["books"], PRIMARY)[0])
 
 

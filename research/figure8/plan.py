@@ -3,8 +3,6 @@
 Source of every number here: protocol.md beside this file.
 """
 
-import json
-import lzma
 import math
 import re
 from collections.abc import Mapping
@@ -13,9 +11,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from settings import Schedule, Sizes
-
 from diffquant.errors import UsageError
+from research.studies.results import read_json
+from research.train.settings import Schedule, Sizes
 
 FOLDER = Path(__file__).parent
 RESULTS = FOLDER / "results"
@@ -108,7 +106,7 @@ def listed(file: Path = RUNS) -> tuple[Run, ...]:
 
 def results(folder: Path = RESULTS) -> dict[str, Result]:
     """Every raw result by its run's name."""
-    return {file.name.partition(".json")[0]: _read(file) for file in sorted(folder.glob("*.json*"))}
+    return {file.name.partition(".json")[0]: read_json(file) for file in sorted(folder.glob("*.json*"))}
 
 
 def upcoming(there: Mapping[str, Result]) -> list[Run]:
@@ -144,12 +142,6 @@ def best_rate(kind: str, there: Mapping[str, Result]) -> float | None:
 def grid_name(kind: str, rate: float) -> str:
     """Name of the run of a rate's choice."""
     return f"e1-{kind}-rate-{rate * 1000:g}e-3"
-
-
-def _read(file: Path) -> Result:
-    with lzma.open(file, "rt", encoding="utf-8") if file.suffix == ".xz" else file.open(encoding="utf-8") as stream:
-        result: Result = json.load(stream)
-    return result
 
 
 def _best_of_grid(kind: str, there: Mapping[str, Result]) -> float | None:

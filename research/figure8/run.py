@@ -20,12 +20,7 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from equalized import equalize
 from filelock import FileLock, Timeout
-from kernels import is_supported
-from loop import CHECKPOINT, LOG, Trainer
-from models import matched
-from train import claim, interruptible, objective_of, read_text
 
 from diffquant.bench.environment import environment
 from diffquant.errors import DiffQuantError, NonFiniteError, UsageError
@@ -48,6 +43,11 @@ from research.figure8.plan import (
 )
 from research.figure8.scoring import scores, validation
 from research.figure8.text import TrainingText
+from research.train.equalized import equalize
+from research.train.kernels import is_supported
+from research.train.loop import CHECKPOINT, LOG, Trainer
+from research.train.models import matched
+from research.train.train import claim, interruptible, objective_of, read_text
 
 BUILD = Path(__file__).parents[2] / "build" / "figure8"
 # Steps between checkpoints, and losses averaged in a line of the log.

@@ -16,9 +16,9 @@ from diffquant.recipe import Recipe
 from diffquant.scheme import Scheme
 from diffquant.support.progress import Progress, silent
 from diffquant.text.corpus import text_digest
-from studies.figure8 import Settings, analyse, prose_readings
-from studies.figure8_model import by_passage
-from studies.logit_noise import Reading, SeenAttention, difference, divergences, observed, predictions_of
+from research.studies.figure8 import Settings, analyse, prose_readings
+from research.studies.figure8_model import by_passage
+from research.studies.logit_noise import Reading, SeenAttention, difference, divergences, observed, predictions_of
 
 BITS = (8, 6, 4, 3)
 SHARED = ("tensor", "head", "pair", "row", "tensor:alike", "head:alike", "row:alike", "tensor:shift", "row:shift")

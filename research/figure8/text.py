@@ -6,12 +6,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from prose import bpe_tokenizer, parts, shuffled_windows
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from diffquant.errors import UsageError
 from diffquant.support.files import write_atomically
+from research.train.prose import bpe_tokenizer, parts, shuffled_windows
 
 VOCABULARY, SAMPLE, CONTEXT = 2048, 4_000_000, 512
 WINDOW = 256

@@ -12,7 +12,6 @@ from typer.testing import CliRunner
 
 from diffquant.bench.programs import generate
 from diffquant.errors import UsageError
-from studies import rounding
 from tests.support.thorough import thorough
 
 ROOT = Path(__file__).parents[2]
@@ -40,9 +39,6 @@ PROGRAMS = [
     "diffquant.bench.programs.quantize_peers",
     "diffquant.bench.programs.roundings",
     "diffquant.bench.synthetic",
-    "studies.figure8",
-    "studies.rounding",
-    "studies.rounding_layers",
 ]
 
 
@@ -78,9 +74,8 @@ print(run._export(run.BenchOptions(("export",)))[0].measure(silent)[0].missing)
     assert done.stdout.startswith("ONNX models need onnx, onnxruntime: pip install")
 
 
-@pytest.mark.parametrize("folder", ["bench", "studies"])
-def test_the_projects_modules_are_imported_by_name_and_not_by_string(folder):
-    for file in sorted((ROOT / folder).rglob("*.py")):
+def test_the_projects_modules_are_imported_by_name_and_not_by_string():
+    for file in sorted((ROOT / "bench").rglob("*.py")):
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
                 what = ast.unparse(node.args[0])
@@ -105,10 +100,3 @@ def test_contestants_are_chosen_by_name_in_their_own_order_beside_torch():
     assert generate.chosen(f"llama.cpp Q4_0; {generate.FLOAT}") == [generate.TORCH, generate.FLOAT, "llama.cpp Q4_0"]
     with pytest.raises(UsageError, match="no contestant is called 'vllm'; known are torch float32;"):
         generate.chosen("vllm")
-
-
-def test_a_rounding_contest_needs_one_model_and_a_file(tmp_path):
-    with pytest.raises(UsageError, match="one model and --json"):
-        rounding.main([tmp_path])
-    with pytest.raises(UsageError, match="one model and --json"):
-        rounding.main([tmp_path, tmp_path], file=tmp_path / "out.json")

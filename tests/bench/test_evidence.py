@@ -15,7 +15,7 @@ PYTHON = """#!/bin/bash
 echo "$*" >> "$STATE.log"
 case "$*" in
     *"import gguf"*) echo "$GGUF" ;;
-    *pairs.py*) mkdir -p "$STATE/pairs/diff-v1"
+    *train.pairs*) mkdir -p "$STATE/pairs/diff-v1"
         head -c 40000000 /dev/urandom > "$STATE/pairs/diff-v1/delta.safetensors"
         echo {} > "$STATE/pairs/results.json"; touch "$STATE/pairs/diff-v1/checkpoint.pt"; echo trained ;;
     *sweep*) mkdir -p "$STATE/sweep"; touch "$STATE/sweep/sweep.json" "$STATE/sweep/table.csv" ;;

@@ -1,7 +1,6 @@
 """The report of a folder of searches, and the chart of their candidates by size and KL."""
 
 import shutil
-from pathlib import Path
 
 import pytest
 
@@ -12,17 +11,15 @@ from diffquant.calib.search.result import alike, read_searches
 from diffquant.errors import OutputExistsError
 from diffquant.report.page import Fold, Table, page
 from diffquant.report.plots import Tips, new_figure
-
-RESULTS = Path(__file__).parents[2] / "bench" / "results"
+from tests.support.recorded import write_recorded
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs") / "searches"
-    folder.mkdir()
     for name in ("4.5", "5.5"):
-        shutil.copy(RESULTS / "smollm2-search" / f"search-{name}-bits.json", folder)
-    shutil.copy(RESULTS / "smollm2-search-cache" / "search-4.5-bits.json", folder / "search-4.5-bits-of-cache.json")
+        write_recorded(f"smollm2-search/search-{name}-bits.json", folder / f"search-{name}-bits.json")
+    write_recorded("smollm2-search-cache/search-4.5-bits.json", folder / "search-4.5-bits-of-cache.json")
     return folder
 
 

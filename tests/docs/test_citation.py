@@ -4,7 +4,7 @@ import tomllib
 
 import yaml
 
-from tests.docs.page import ROOT
+from tests.docs.commands import ROOT
 
 
 def test_the_citation_has_the_version_and_licence_of_the_package():

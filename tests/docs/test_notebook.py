@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.docs.page import ROOT
+from tests.docs.commands import ROOT
 from tests.support.thorough import thorough
 
 NOTEBOOK = ROOT / "examples" / "tour.ipynb"

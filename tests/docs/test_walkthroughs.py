@@ -17,7 +17,7 @@ from diffquant.data import pocket_models
 from diffquant.recipe import Recipe
 from diffquant.support.plain_data import parse_json
 from diffquant.support.yaml_text import parse_yaml
-from tests.docs.page import ROOT
+from tests.docs.commands import ROOT
 from tests.support.checkpoints import write_llama
 
 

@@ -1,7 +1,6 @@
 """Cells that exist are recognized: identities and results read as they were written when the first ones were made."""
 
 import json
-from pathlib import Path
 
 import pytest
 
@@ -9,9 +8,8 @@ from diffquant.errors import UsageError
 from diffquant.evals.columns import Compared
 from diffquant.evals.tasks import kind_of, make_tasks, task_options
 from diffquant.sweep.measurement import Measurement
+from tests.support.recorded import SWEEPS, recorded
 
-RESULTS = Path(__file__).parents[2] / "bench" / "results"
-SWEEPS = sorted(RESULTS.glob("*/sweep.json"))
 LABELLED = "numeric\tHow far is it?\nhuman\tWho was it?\nnumeric\tHow much?\nhuman\tWho came?\n"
 # Cells that people keep have these in their keys.
 HELLASWAG = {"name": "hellaswag", "shots": 0, "n": 3, "items": "81e59b7cd841015b", "batch_tokens": 4096}
@@ -72,9 +70,9 @@ def test_a_short_name_is_that_of_its_defaults(labelled):
     assert identity("many-shot:3", **labelled) == identity("many-shot:3:1", **labelled)
 
 
-@pytest.mark.parametrize("path", SWEEPS, ids=[path.parent.name for path in SWEEPS])
-def test_committed_cells_read_and_write_as_they_are(path):
-    cells = json.loads(path.read_text())["cells"]
+@pytest.mark.parametrize("name", SWEEPS)
+def test_recorded_cells_read_and_write_as_they_are(name):
+    cells = json.loads(recorded(name))["cells"]
     assert cells
     for cell in cells:
         result = Measurement.from_dict(cell["result"])
@@ -87,10 +85,10 @@ def test_committed_cells_read_and_write_as_they_are(path):
         assert drawn or cell["bits"] == 16
 
 
-@pytest.mark.parametrize("path", SWEEPS, ids=[path.parent.name for path in SWEEPS])
-def test_committed_identities_are_those_of_today(path):
+@pytest.mark.parametrize("name", SWEEPS)
+def test_recorded_identities_are_those_of_today(name):
     """Of the tasks whose data ship: the same options give the same identity."""
-    settings = json.loads(path.read_text())["settings"]
+    settings = json.loads(recorded(name))["settings"]
     options = {name: settings["options"][name] for name in ("limit", "characters", "window", "stride")}
     options["lengths"] = tuple(settings["options"].get("lengths", (256,)))
     if settings["options"]["items"] or settings["options"]["text"]:

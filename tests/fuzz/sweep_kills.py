@@ -4,7 +4,7 @@ A sweep of cells that sleep runs under an engine. After a random time a worker, 
 a Ray cluster's head is ended as `kill -9` does. What was started first is then started again until it ends well. Every
 cell has to hold what it holds in a sweep that nothing disturbs, and no claim may be left.
 
-    python -m tests.fuzz.sweep_kills --count 200 --json bench/results/sweep-kills.json
+    python -m tests.fuzz.sweep_kills --count 200 --json research/results/sweep-kills.json
 """
 
 import json

@@ -15,7 +15,7 @@ import coverage
 import pytest
 
 # Code of this repository is imported anew for each fault. All else is imported once, before the processes fork.
-_OURS = ("diffquant", "tests", "studies", "conftest", "test_")
+_OURS = ("diffquant", "tests", "research", "conftest", "test_")
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 
 from diffquant.verbs.runs import write_index
+from tests.support.recorded import FOLDER, write_recorded
 from tests.support.thorough import sampled
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="selenium drives the browser: pip install selenium")
 
-RESULTS = Path(__file__).parents[2] / "bench" / "results"
+ROOT = Path(__file__).parents[2]
 RUNS = {
     "smollm2-logits-500": "report.html",
     "smollm2-search-cache": "search.html",
@@ -59,7 +60,9 @@ return faint;
 def pages(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
     for name in RUNS:
-        shutil.copytree(RESULTS / name, folder / name, ignore=shutil.ignore_patterns("with-5-bits"))
+        for file in FOLDER.glob(f"{name}/*.xz"):
+            write_recorded(f"{name}/{file.stem}", folder / name / file.stem)
+    shutil.copytree(ROOT / "bench" / "results" / "cpu", folder / "cpu")
     write_index([folder], None)
     return folder
 

@@ -1,25 +1,22 @@
 """`diffquant report`: pages of runs written anew, and an index that leads to them."""
 
 import json
+import lzma
 import re
-import shutil
-from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
+import diffquant
 from diffquant.cli import app
 from diffquant.errors import UsageError
-
-RESULTS = Path(__file__).parents[2] / "bench" / "results"
+from tests.support.recorded import write_recorded
 
 
 @pytest.fixture
 def runs(tmp_path):
-    (tmp_path / "runs" / "a <b>").mkdir(parents=True)
-    (tmp_path / "runs" / "outliers").mkdir()
-    shutil.copy(RESULTS / "smollm2-logits-500" / "sweep.json", tmp_path / "runs" / "a <b>")
-    shutil.copy(RESULTS / "figure8-outliers" / "outliers.json", tmp_path / "runs" / "outliers")
+    write_recorded("smollm2-logits-500/sweep.json", tmp_path / "runs" / "a <b>" / "sweep.json")
+    write_recorded("figure8-outliers/outliers.json", tmp_path / "runs" / "outliers" / "outliers.json")
     return tmp_path / "runs"
 
 
@@ -72,3 +69,22 @@ def test_folders_without_runs_and_damaged_runs_are_named(runs, tmp_path):
     (runs / "outliers" / "outliers.json").write_text(json.dumps(data))
     done = report(runs)
     assert re.search(r"cannot read the outliers\.json of .*outliers: KeyError: 'models'", str(done.exception))
+
+
+def test_compressed_results_are_read_as_they_were(runs):
+    """NAME.json.xz in the place of NAME.json."""
+    plain = runs / "a <b>" / "sweep.json"
+    sides = [f"{plain.parent}@SmolLM2-135M-Instruct.Q4_1 {scheme}" for scheme in ("16", "6:tensor")]
+    compared = diffquant.compare(*sides).summary()
+    for file in runs.rglob("*.json"):
+        file.with_name(f"{file.name}.xz").write_bytes(lzma.compress(file.read_bytes()))
+        file.unlink()
+    assert report(runs).exit_code == 0
+    assert ("./sweep.json.xz", "sweep.json.xz") in links(plain.with_name("report.html"))
+    assert ("./outliers.json.xz", "outliers.json.xz") in links(runs / "outliers" / "outliers.html")
+    assert diffquant.compare(*sides).summary() == compared
+
+
+def test_a_damaged_compressed_result_is_an_error_of_one_line(runs):
+    (runs / "outliers" / "outliers.json").rename(runs / "outliers" / "outliers.json.xz")
+    assert "outliers.json.xz is damaged" in str(report(runs).exception)

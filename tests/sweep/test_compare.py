@@ -24,6 +24,7 @@ from diffquant.sweep.compare import compare
 from diffquant.sweep.result import model_names
 from diffquant.sweep.table import json_rows
 from tests.support import tiny_lm
+from tests.support.recorded import write_recorded
 
 OPTIONS_OF = {"hellaswag": {"limit": 12}, "perplexity": {"characters": 900, "window": 64, "stride": 32}}
 OPTIONS = SweepOptions(
@@ -33,7 +34,6 @@ OPTIONS = SweepOptions(
     task_options=OPTIONS_OF["hellaswag"] | OPTIONS_OF["perplexity"],
     dtype="float32",
 )
-COMMITTED = Path(__file__).parents[2] / "bench/results/smollm2-logits-500"
 SMOLLM2 = "SmolLM2-135M-Instruct.Q4_1"
 
 
@@ -143,8 +143,9 @@ def test_two_sweeps_are_compared_where_their_configurations_have_one_name(model,
     assert "A's logits 3:tensor hellaswag" in report.summary()
 
 
-def test_committed_results_are_compared_as_their_table_has_it():
-    report = diffquant.compare(f"{COMMITTED}@{SMOLLM2} 16", f"{COMMITTED}@{SMOLLM2} 6:tensor")
+def test_recorded_results_are_compared_as_their_table_has_it(tmp_path):
+    write_recorded("smollm2-logits-500/sweep.json", tmp_path / "sweep.json")
+    report = diffquant.compare(f"{tmp_path}@{SMOLLM2} 16", f"{tmp_path}@{SMOLLM2} 6:tensor")
     (comparison,) = report.comparisons
     assert (len(comparison.flips.gained), len(comparison.flips.lost)) == (7, 10)
     assert comparison.flips.p == pytest.approx(binomtest(7, 17, 0.5).pvalue)

@@ -22,8 +22,8 @@ from diffquant.sweep import SweepOptions, run_sweep, write_outputs
 from diffquant.sweep.outputs import plotted_cells
 from diffquant.sweep.table import json_rows, text_table
 from tests.support import tiny_lm
+from tests.support.recorded import recorded
 
-RESULTS = Path(__file__).parents[2] / "bench" / "results"
 PLAN = NeedlePlan(needles=4, asked=2, lengths=(160, 300), samples=3)
 
 
@@ -57,15 +57,15 @@ def test_no_two_cities_of_a_context_have_one_number():
 
 @pytest.mark.parametrize("model", ["needle-transformer", "needle-diff-v1", "needle-diff-v2"])
 def test_contexts_of_one_needle_are_those_of_the_recorded_cells(model):
-    recorded = [
+    asked = [
         cell["result"]["items"]
-        for cell in json.loads((RESULTS / "pocket-needle" / "sweep.json").read_text())["cells"]
+        for cell in json.loads(recorded("pocket-needle-lengths/sweep.json"))["cells"]
         if cell["task"] == "needle:1:1" and Path(cell["model"]).name == model
     ]
     (path,) = (path for path in data.pocket_models("needle") if path.name == model)
-    items = make_items(load_tokenizer(path), data.books_text(), NeedlePlan(lengths=(256,)))[:100]
-    assert recorded
-    assert set(recorded) == {needle.needle_digest(items)}
+    items = make_items(load_tokenizer(path), data.books_text(), NeedlePlan(lengths=(128, 256, 512)))[:300]
+    assert asked
+    assert set(asked) == {needle.needle_digest(items)}
 
 
 def test_needles_asked_for_stand_at_their_depth():

@@ -59,8 +59,8 @@ def checked_rounding(settings: RoundingSettings, schemes: Mapping[str, Scheme]) 
     uneven = sorted({scheme.format.name for scheme in schemes.values() if not scheme.format.is_even})
     if uneven and rounding.needs_even_levels:
         raise UsageError(
-            f"{spelled('rounding', rounding.name)} computes with codes, and the levels of {', '.join(uneven)} are unevenly "
-            f"far apart; use {spelled('rounding', 'nearest')}"
+            f"{spelled('rounding', rounding.name)} computes with codes, and the levels of {', '.join(uneven)} are "
+            f"unevenly far apart; use {spelled('rounding', 'nearest')}"
         )
     return rounding
 

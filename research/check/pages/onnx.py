@@ -1,0 +1,137 @@
+"""The figures of docs/onnx.md."""
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from research.check.page import Page
+from research.check.raw import raw
+
+GGUF, V2, V1 = "SmolLM2-135M-Instruct.Q4_1.gguf", "smollm2-135m-diff-v2", "diffllama-0.6gb"
+PAGE = Page("docs/onnx.md")
+
+# Generation in ONNX Runtime
+
+_ROWS = {
+    "torch float32 (DiffTransformer)": "torch float32",
+    "float32 export": "export float32",
+    "4:g32, KV 8, embedding 8": "export 4:g32 kv 8 embed 8",
+    "the same with KV 4": "export 4:g32 kv 4 embed 8",
+    "KV 8 by the function body": "function body, 4:g32 kv 8",
+    "onnxruntime-genai's int4": "onnxruntime-genai int4",
+    "transformers' own export": "transformers export",
+    "the same with its fused operators": "transformers export, fused",
+    "llama.cpp, Q4_0": "llama.cpp Q4_0",
+    "llama-bench, Q4_0": "llama-bench Q4_0",
+}
+_COLUMNS = {
+    "decode, tokens/s": ("decode_median", 1),
+    "× torch float32": ("decode_of_torch", 1),
+    "prefill of 1,024, tokens/s": ("prefill_median", 1),
+    "folder, share of float32's": ("folder_of_export", 1),
+    "peak memory, MB": ("peak_bytes", 1e6),
+}
+
+
+def _generation(models: Mapping[str, Any], row: str, head: str) -> list[float]:
+    """Values of the models that the row was measured for; one where all of them are 1."""
+    name, unit = _COLUMNS[head]
+    rows = [models[model].get(_ROWS[row], {}) for model in (GGUF, V2, V1) if model in models]
+    values = [each[name] / unit for each in rows if each.get(name) is not None]
+    return values[:1] if set(values) == {1.0} else values
+
+
+_ELSEWHERE = raw("generate-amd.json")["models"]
+PAGE.table(
+    f" | {' | '.join(_COLUMNS)}", partial(_generation, _ELSEWHERE), section="On another processor, with llama-bench"
+)
+PAGE.table(f" | {' | '.join(_COLUMNS)}", partial(_generation, raw("generate.json")["models"]))
+
+
+def _written(model: str) -> tuple[float, float]:
+    """Seconds and megabytes beyond mapped files of writing a model's 4-bit folder."""
+    row = raw("generate.json")["models"][model]["export 4:g32 kv 8 embed 8"]
+    return row["write_seconds"], row["write_anonymous_bytes"] / 1e6
+
+
+_MODELS = raw("generate.json")["models"]
+_FLOAT, _LOW = "export float32", "export 4:g32 kv 8 embed 8"
+
+
+def _prefill(model: str, row: str) -> float:
+    return float(_MODELS[model][row]["prefill_median"])
+
+
+PAGE.says("that makes the prefill {} times as fast", _prefill(GGUF, _LOW) / _prefill(GGUF, "function body, 4:g32 kv 8"))
+PAGE.says(
+    "It is {} times llama.cpp's and {} times that of the float32 export",
+    _prefill(GGUF, _LOW) / _prefill(GGUF, "llama.cpp Q4_0"),
+    _prefill(GGUF, _LOW) / _prefill(GGUF, _FLOAT),
+)
+PAGE.says(
+    "DIFF V2's 4-bit prefill is {} of its float32 export's, V1's {}",
+    *(_prefill(model, _LOW) / _prefill(model, _FLOAT) for model in (V2, V1)),
+)
+PAGE.says("a random DiffLlama V1 of {} B parameters", _MODELS[V1][_FLOAT]["folder_bytes"] / 4e9)
+PAGE.leaves("We aimed at 0.9", "an aim")
+_LLAMA_CPP = _MODELS[GGUF]["llama.cpp Q4_0"]["decode"]
+PAGE.says("llama.cpp's five turns were {} to {} tokens per second", min(_LLAMA_CPP), max(_LLAMA_CPP))
+PAGE.says(
+    "Writing the 4-bit folder took {} s and {} MB beyond mapped files for SmolLM2, {} s and {} MB for its V2, {} s "
+    "and {} MB for the random model",
+    *_written(GGUF),
+    *_written(V2),
+    *_written(V1),
+)
+_EARLIER = raw("generate-2026-11-20.json")["models"]
+PAGE.says(
+    "4-bit export of SmolLM2 decoded {} tokens per second, {} times as many as torch, and its V2 {}, {} times as many; "
+    "llama.cpp decoded {}",
+    *(_EARLIER[model][_LOW][name] for model in (GGUF, V2) for name in ("decode_median", "decode_of_torch")),
+    _EARLIER[GGUF]["llama.cpp Q4_0"]["decode_median"],
+)
+PAGE.says(
+    "its prefill was {} of the float32 export's",
+    _EARLIER[GGUF][_LOW]["prefill_median"] / _EARLIER[GGUF][_FLOAT]["prefill_median"],
+)
+PAGE.says(
+    "{} tokens per second, {} with its fused operators, and {} with NNCF's 4 bits",
+    *(_EARLIER[GGUF][f"transformers export{kind}"]["decode_median"] for kind in ("", ", fused", ", fused, 4 bits")),
+)
+PAGE.means(
+    "In decode, onnxruntime-genai is ahead",
+    all(
+        models[GGUF]["onnxruntime-genai int4"]["decode_of_torch"] > 1.1 * models[GGUF][_LOW]["decode_of_torch"]
+        for models in (_MODELS, _ELSEWHERE)
+    ),
+)
+PAGE.says(
+    "by its ratio to that torch it has {} times what diffquant's export has",
+    _MODELS[GGUF]["onnxruntime-genai int4"]["decode_of_torch"] / _MODELS[GGUF][_LOW]["decode_of_torch"],
+)
+PAGE.means(
+    "repeats the 4-bit row, and the two generated the same tokens",
+    all(
+        _ELSEWHERE[model][_LOW]["tokens"] == _ELSEWHERE[model]["function body, 4:g32 kv 8"]["tokens"]
+        for model in (GGUF, V2)
+    ),
+)
+PAGE.means(
+    "llama-bench runs with `-t 2 -r 1`", _ELSEWHERE[GGUF]["llama-bench Q4_0"]["about"]["flags"].startswith("-t 2 -r 1")
+)
+PAGE.leaves("calibrated on 64 random tokens", "a setting of the program")
+
+
+def _kernel(context: int, tokens: int, kv_bits: int) -> tuple[float, float]:
+    """Least and largest ratio of the native kernel to the body, in float32 over the layer shapes."""
+    ratios = [
+        each["ratio"]
+        for each in raw("native-op.json")["results"]
+        if (each["context"], each["tokens"], each["kv_bits"], each["dtype"]) == (context, tokens, kv_bits, "float32")
+    ]
+    return min(ratios), max(ratios)
+
+
+PAGE.says("the kernel is {} to {} times as fast in float32 decode at 4K context", *_kernel(4096, 1, 0))
+PAGE.says("{} to {} times in a prefill of 1K", *_kernel(1024, 1024, 0))
+PAGE.says("and {} to {} times in decode over an 8-bit cache", *_kernel(4096, 1, 8))

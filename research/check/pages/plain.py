@@ -1,0 +1,60 @@
+"""Pages that give no result: whatever looks like one on them is listed here with its reason."""
+
+from research.check.page import Page, Unmeasured
+
+_GUIDES = (
+    *("many-shot", "differential-attention-op", "any-model", "recipes", "cli", "glossary", "tutorial"),
+    *("architecture", "faq", "analysis", "genai", "gpu", "python", "serving"),
+)
+_TOLD = ("docs/models", "research/pages/results", "research/pages/papers")
+PAGES = [*(Page(f"docs/{name}.md", is_guide=True) for name in _GUIDES), *(Page(f"{name}.md") for name in _TOLD)]
+(
+    MANY_SHOT,
+    OPERATOR,
+    ANY_MODEL,
+    RECIPES,
+    CLI,
+    GLOSSARY,
+    TUTORIAL,
+    *_,
+    ANALYSIS,
+    GENAI,
+    GPU,
+    PYTHON,
+    SERVING,
+    MODELS,
+    RESULTS,
+    PAPERS,
+) = PAGES
+MANY_SHOT.leaves("takes over 250 times as long", "arithmetic: each text runs once and again for each token")
+MANY_SHOT.table("suffix | what it holds", lambda *_: Unmeasured("formats"))
+GLOSSARY.table("word | meaning", lambda *_: Unmeasured("definitions"))
+RECIPES.table("key | takes | meaning", lambda *_: Unmeasured("a grammar"))
+SERVING.table(
+    "where | folders | compared with `diffquant.load` in float32",
+    lambda *_: Unmeasured("limits of tests, and versions"),
+)
+SERVING.table(
+    "model | plugin, 16 bits | 8 bits", lambda *_: Unmeasured("tests/serve/test_table.py holds it to its file")
+)
+TUTORIAL.leaves("with a 95 % interval", "a level")
+ANALYSIS.table("`--observer` | the range is | take it", lambda *_: Unmeasured("choices"))
+CLI.table("exit code | meaning", lambda *_: Unmeasured("definitions"))
+PAPERS.table("of | what it shows | command | our results", lambda *_: Unmeasured("numbers of tables and sections"))
+for heads, sections in {
+    "member of the family | generation | `signals_per_noise` | `lambda` | gates": (None,),
+    "# | name | type | shape | ": ("Inputs", "Inputs of QuantizedAttention"),
+    "name | type | values": ("Attributes", "Attributes of QuantizedAttention"),
+    "b | type | c | layout": (None,),
+    "# | input | type | shape": (None,),
+}.items():
+    for section in sections:
+        OPERATOR.table(heads, lambda *_: Unmeasured("definitions"), section=section)
+MODELS.table(
+    "model | `model_type` | attention | what runs | checked against | weights | licence",
+    lambda *_: Unmeasured("names, and counts of published indexes, which test_motif.py and test_phi4flash.py have"),
+)
+RESULTS.table("number | raw result | made by", lambda *_: Unmeasured("names of files and commands"))
+ANY_MODEL.table("to change it | ", lambda *_: Unmeasured("options"))
+for stored in ("16        32.00", "4:g32         4.52", "16        16.00", "4:g32         4.50"):
+    ANY_MODEL.leaves(stored, "arithmetic, of a small checkpoint that the tests write")

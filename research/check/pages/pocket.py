@@ -1,0 +1,192 @@
+"""The figures of diffquant/data/pocket/README.md."""
+
+import random
+from collections.abc import Sequence
+from itertools import product
+from typing import Any
+
+from diffquant.evals.defaults import SAMPLES
+from diffquant.evals.protocols.needle import CITIES, DEPTHS, NUMBERS
+from research.check.numbers import Expected
+from research.check.page import RESULTS, CellValues, Page
+from research.check.raw import measured, raw
+from research.studies.results import read_json
+
+PAGE = Page("diffquant/data/pocket/README.md")
+KINDS = {"Transformer": "needle-transformer", "DIFF V1": "needle-diff-v1", "DIFF V2": "needle-diff-v2"}
+
+
+def accuracy(folder: str, model: str, scheme: str, needles: int, target: str | None = None) -> float:
+    score = measured(folder, model, scheme, f"needle:{needles}:1", target).score
+    if score is None:
+        raise LookupError(f"{folder}: no score")
+    return score
+
+
+def _by_length(folder: str) -> CellValues:
+    def values(row: str, column: str) -> list[Expected]:
+        kind, _, length = row.rpartition(", ")
+        places = measured(folder, KINDS[kind], "16", f"needle:{column[-1]}:1").details["by_place"]
+        accuracies = [place["accuracy"] for place in places if place["length"] == int(length)]
+        return [sum(accuracies) / len(accuracies)]
+
+    return values
+
+
+for section, folder in (
+    ("What they retrieve", "pocket-needle-lengths"),
+    ("Who learns to tell needles apart", "pocket-needle-first/lengths"),
+):
+    PAGE.table("model | tokens | N = 1 | N = 2 | N = 4 | N = 6", _by_length(folder), section=section, names=2)
+
+
+def _have_equal_numbers(needles: int, lengths: Sequence[int], limit: int) -> list[bool]:
+    """Of each context of items format 1, as the page's sweeps asked them, whether two of its cities had one number."""
+    flags = []
+    for sample, length, depth in product(range(SAMPLES), lengths, DEPTHS):
+        rng = random.Random(f"0 {needles} 1 {length} {depth} {sample}")
+        cities = rng.sample(CITIES, needles)
+        flags.append(len({rng.choice(NUMBERS) for _ in cities}) < needles)
+    return flags[:limit]
+
+
+def _largest_change() -> float:
+    """By how much a share of the page's sweeps differs at most without contexts in which two numbers were equal."""
+    changes = []
+    for folder in _SWEEPS:
+        sweep = read_json(RESULTS / folder / "sweep.json")
+        tasks = {task["name"]: task for task in sweep["settings"]["tasks"]}
+        for cell in sweep["cells"]:
+            task, values = tasks[cell["task"]], cell["result"]["values"]
+            flags = _have_equal_numbers(int(cell["task"].split(":")[1]), task["lengths"], task["limit"])
+            others = [value for value, has in zip(values, flags, strict=True) if not has]
+            changes.append(abs(sum(others) / len(others) - sum(values) / len(values)))
+    return max(changes)
+
+
+_SWEEPS = (
+    "pocket-needle",
+    "pocket-needle-first/lengths",
+    "pocket-needle-first/logits",
+    "pocket-needle-lengths",
+    "pocket-needle-seed-1",
+    "pocket-needle-weights-kv",
+)
+PAGE.says(
+    "at 256 tokens {} of 100 contexts at N = 2 had such a pair, {} at N = 4 and {} at N = 6",
+    *(sum(_have_equal_numbers(needles, [256], 100)) for needles in (2, 4, 6)),
+)
+PAGE.says("no share that these sweeps hold differs by more than {}", _largest_change())
+
+_HEADS = "Transformer, N = 1 | N = 4 | DIFF V1, N = 1 | N = 4 | DIFF V2, N = 1 | N = 4"
+_COLUMNS = [f"{kind}, N = {needles}" for kind in KINDS for needles in (1, 4)]
+
+
+def _retrieved(folder: str) -> CellValues:
+    def values(row: str, column: str) -> list[Expected]:
+        kind, _, needles = column.partition(", N = ")
+        target, _, scheme = row.rpartition(" ")
+        return [accuracy(folder, KINDS[kind], scheme, int(needles), target or None)]
+
+    return values
+
+
+PAGE.table(f"logits | {_HEADS}", _retrieved("pocket-needle"), columns=_COLUMNS)
+PAGE.table(f" | {_HEADS}", _retrieved("pocket-needle-weights-kv"), columns=_COLUMNS)
+
+
+def _of_seed(row: str, column: str) -> list[Expected]:
+    kind, _, seed = column.partition(", ")
+    return [accuracy("pocket-needle" if seed == "0" else "pocket-needle-seed-1", KINDS[kind], row, 4)]
+
+
+PAGE.table(
+    "logits | Transformer, 0 | 1 | DIFF V1, 0 | 1 | DIFF V2, 0 | 1",
+    _of_seed,
+    columns=[f"{kind}, {seed}" for kind in KINDS for seed in "01"],
+)
+
+
+def _largest(file: str) -> list[float]:
+    by_name = {model["generation"]: model["overall"]["logits"]["top"]["1"] for model in raw(file)["models"]}
+    return [by_name[kind] for kind in KINDS]
+
+
+PAGE.says(
+    "on prose they are {}, {} and {} (Transformer, V1, V2) with seed 0 and {}, {} and {} with seed 1",
+    *_largest("pocket-needle-outliers/outliers.json"),
+    *_largest("pocket-needle-seed-1/outliers.json"),
+)
+_ENGLISH = {"Transformer": "prose-transformer", "DIFF V1": "prose-diff-v1", "DIFF V2": "prose-diff-v2"}
+PAGE.table(
+    " | Transformer | DIFF V1 | DIFF V2",
+    lambda row, head: [raw(f"rounding/{_ENGLISH[head]}.json")["results"]["16 bits"]["perplexity"]],
+)
+_WIDE = [cell["result"]["score"] for cell in raw("pocket-needle/sweep.json")["cells"] if cell["bits"] in (16, 8, 6)]
+PAGE.says("At 16, 8 and 6 bits every model retrieves {} or more at every granularity", min(_WIDE))
+_STORED = [
+    cell["result"]["score"] for cell in raw("pocket-needle-weights-kv/sweep.json")["cells"] if cell["bits"] in (8, 6, 4)
+]
+PAGE.says("At 8, 6 and 4 bits every model retrieves {} or more", min(_STORED))
+PAGE.leaves("DIFF V2 of 0.15 M parameters (counts within 1 %)", "counts")
+PAGE.leaves("have 1.25 M parameters (counts within 1 %)", "counts")
+PAGE.leaves("6.7 M tokens", "how they were trained")
+PAGE.leaves("the same 7.4 M tokens", "how they were trained")
+PAGE.leaves(
+    "A 95 % interval is at most 10 points to either side, and of 100 in 100 it reaches down to 96 %", "binomial"
+)
+PAGE.leaves("byte-level BPE of 2,048 tokens", "a size")
+PAGE.leaves("It had 2,600 steps of 2,048 tokens", "how they were trained")
+PAGE.leaves("4,500 steps, then to cities that join one after another and 6,500 steps", "how they were trained")
+_FIRST = [
+    accuracy("pocket-needle-first/logits", KINDS[kind], "3:tensor", 1) for kind in ("DIFF V2", "Transformer", "DIFF V1")
+]
+PAGE.says("V2 kept {}, the Transformer {} and", *_FIRST[:2])
+PAGE.means("and V1 nothing", _FIRST[2] == 0)
+
+# Steps until they retrieve
+
+_RUNS = [read_json(file) for file in sorted((RESULTS / "steps-until-solved").glob("*/retrieved.json"))]
+_KINDS = {
+    "Transformer": "transformer",
+    "DIFF V1": "diff-v1",
+    "DIFF V2": "diff-v2",
+    "control: half the heads": "half-heads",
+    "control: half the heads, V1's norm": "half-heads-norm",
+}
+
+
+def _is_solved(run: dict[str, Any]) -> bool:
+    return None not in run["solved"].values()
+
+
+def _steps(row: str, column: str) -> list[Expected]:
+    runs = [run for run in _RUNS if run["kind"] == _KINDS[row]]
+    unsolved = [run for run in runs if not _is_solved(run)]
+    if column == "seeds":
+        return [len(runs)]
+    if column == "solved":
+        solved = [run for run in runs if _is_solved(run)]
+        return [len(solved), *(max(run["solved"].values()) for run in solved)]
+    if "followed" in column:
+        return sorted(run["evaluations"][-1]["step"] for run in unsolved)
+    named = [each["retrieved"][column[-1]] for run in unsolved for each in run["evaluations"] if each["step"] >= 100]
+    return [min(named), max(named)]
+
+
+PAGE.table("kind | seeds | solved | the others, unsolved, were followed for | and name, N = 2 | N = 4", _steps)
+PAGE.means("V1 with seed 0, the one of the table", [run["seed"] for run in _RUNS if _is_solved(run)] == [0])
+PAGE.leaves("until it names 95 %", "a setting")
+
+_KEPT = {
+    kind: accuracy("pocket-needle", f"needle-{kind}", "4:tensor", 4) for kind in ("transformer", "diff-v1", "diff-v2")
+}
+_AT_3_ROW = [accuracy("pocket-needle", f"needle-{kind}", "3:row", 4) for kind in ("transformer", "diff-v1", "diff-v2")]
+PAGE.means(
+    "the Transformer keeps all, V1 little more than half and V2 a third",
+    _KEPT["transformer"] > 0.98 and 0.5 < _KEPT["diff-v1"] < 0.6 and 0.28 < _KEPT["diff-v2"] < 0.36,
+)
+PAGE.means(
+    "at 3 bits a row the Transformer keeps nearly all and the DIFF models about a third or less",
+    _AT_3_ROW[0] > 0.9 and max(_AT_3_ROW[1:]) < 0.36,
+)

@@ -1,0 +1,727 @@
+"""The figures of research/pages/rounding.md."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from diffquant.evals.stats import Difference, estimate, mean_interval
+from diffquant.quantization.roundings.tuned.descent import _STEPS
+from diffquant.text.corpus import load_text
+from research.check.numbers import Expected
+from research.check.page import CellValues, Page, Unmeasured, Values
+from research.check.raw import raw
+from research.studies.rounding_tables import (
+    READERS,
+    kl_less,
+    lead,
+    lead_cells,
+    method_cells,
+    more_kl,
+    option_cells,
+    size_cells,
+)
+
+PAGE = Page("research/pages/rounding.md")
+SMOLLM2 = raw("rounding/smollm2-135m-windows.json")
+OLDER = raw("rounding/smollm2-135m.json")
+_FILES = {"Transformer": "prose-transformer", "DIFF V1": "prose-diff-v1", "DIFF V2": "prose-diff-v2"}
+TRAINED = {model: raw(f"rounding/unshipped-text/{file}.json") for model, file in _FILES.items()}
+SHIPPED = {model: raw(f"rounding/{file}.json") for model, file in _FILES.items()}
+LAYERS = raw("rounding/layers.json")["results"]
+OURS = ("nearest", "mse", "gptq")
+
+
+def _bits(row: dict[str, Any]) -> list[Expected]:
+    held = row.get("held_bits", row.get("bits", 16))
+    bits = row.get("bits", 16)
+    return [bits] if held == bits else [bits, held]
+
+
+def _cell(row: dict[str, Any], head: str) -> list[Expected]:
+    if head.endswith("bits"):
+        return _bits(row)
+    if head == "HellaSwag":
+        accuracy = estimate([float(digit) for digit in row["correct"]])
+        return [100 * accuracy.mean, 100 * (accuracy.se or 0)]
+    return [row["perplexity" if head.endswith("perplexity") else "kl"]]
+
+
+PAGE.table("method | bits | perplexity | KL, nats | HellaSwag", lambda row, head: _cell(OLDER["results"][row], head))
+
+
+def _windows_cell(result: dict[str, Any], columns: Sequence[str]) -> CellValues:
+    def cell(row: str, column: str) -> Values:
+        if column == "bits":
+            return _bits(result["results"][row])
+        return dict(zip(columns, method_cells(result, row), strict=True))[column]
+
+    return cell
+
+
+_SCORES = ("perplexity", "KL", "elsewhere: perplexity", "elsewhere: KL")
+_HEAD = "perplexity | KL, nats | elsewhere: perplexity | KL, nats"
+for _section, _result in ({"SmolLM2-135M": SMOLLM2} | SHIPPED).items():
+    PAGE.table(
+        f"method | bits | CPU seconds | {_HEAD}",
+        _windows_cell(_result, ("CPU seconds", *_SCORES)),
+        section=_section,
+        columns=["bits", "CPU seconds", *_SCORES],
+    )
+
+
+_SIZE_COLUMNS = ["bits", *(f"{model}: {text}" for model in SHIPPED for text in ("KL", "elsewhere"))]
+PAGE.table(
+    "method | bits | Transformer: KL, nats | elsewhere | DIFF V1: KL, nats | elsewhere | DIFF V2: KL, nats | elsewhere",
+    lambda row, column: dict(zip(_SIZE_COLUMNS, size_cells(list(SHIPPED.values()), row), strict=True))[column],
+    columns=_SIZE_COLUMNS,
+)
+
+_BY_FILE = {result["settings"]["model"]: result for result in (SMOLLM2, *SHIPPED.values())}
+
+
+def _lead_cell(row: str, column: str) -> str:
+    file, _, ours = row.split(", ")
+    return dict(zip(("best other", "prose", "elsewhere"), lead_cells(_BY_FILE[file], ours), strict=True))[column]
+
+
+PAGE.table(
+    "model | bits | ours | best other | KL less, nats | elsewhere",
+    _lead_cell,
+    names=3,
+    columns=["best other", "prose", "elsewhere"],
+)
+
+_HEADS = ["Transformer: perplexity", "KL, nats", "DIFF V1: perplexity", "KL, nats", "DIFF V2: perplexity", "KL, nats"]
+
+
+def _trained_cell(row: str, column: str) -> list[Expected]:
+    model = "Transformer" if column == "bits" else column.partition(":")[0]
+    return _cell(TRAINED[model]["results"][row], column)
+
+
+PAGE.table(
+    f"method | bits | {' | '.join(_HEADS)}",
+    _trained_cell,
+    columns=["bits", *(f"{model}: {what}" for model in TRAINED for what in ("perplexity", "KL"))],
+)
+PAGE.table(
+    "method | bits | the model's own | normal | Student's t, 5 | normal, large columns | normal, large rows",
+    lambda row, head: [LAYERS[row]["bits"] if head == "bits" else LAYERS[row]["decibels"][head]],
+)
+
+
+def _kl(name: str, result: dict[str, Any]) -> float:
+    return float(result["results"][name]["kl"])
+
+
+def _tier(size: str) -> list[str]:
+    """Names of a tier's methods among the older results, by the tier of ours."""
+    tier = OLDER["results"][f"mse {size}"]["tier"]
+    return [name for name, row in OLDER["results"].items() if row.get("tier") == tier]
+
+
+def _lead(name: str, rivals: list[str], take: Callable[[list[float]], float]) -> float:
+    kinds = LAYERS[name]["decibels"]
+    return take([kinds[kind] - max(LAYERS[rival]["decibels"][kind] for rival in rivals) for kind in kinds])
+
+
+_LEADS = [
+    take_lead
+    for size in ("4:g32", "4:g128", "6:g128")
+    for take_lead in (
+        _lead(f"gptq {size}", [n for n in _tier(size) if n != f"gptq {size}"], min),
+        _lead(f"gptq {size}", [n for n in _tier(size) if n != f"gptq {size}"], max),
+    )
+]
+PAGE.says(
+    "is {} to {} dB ahead of all others at 4.5 bits, {} to {} at 4.12 and {} to {} at 6.12",
+    *_LEADS,
+)
+PAGE.means("has the highest signal-to-noise ratio on all five kinds of weights", min(_LEADS) > 0)
+
+
+def _fall(rounding: str, result: dict[str, Any], size: str = "4:g32") -> float:
+    return 100 * (1 - _kl(f"{rounding} {size}", result) / _kl(f"nearest {size}", result))
+
+
+_FALLS = [_fall("mse", result) for result in (SMOLLM2, *SHIPPED.values())]
+PAGE.says("It lowers the KL of `nearest` by {} to {} % with groups of 32", min(_FALLS), max(_FALLS))
+PAGE.says(
+    "its KL at 4.5 bits falls by {} % from `nearest`, the Transformer's by {} % and DIFF V2's by {} %",
+    *(_fall("gptq", SHIPPED[model]) for model in ("DIFF V1", "Transformer", "DIFF V2")),
+)
+
+
+def _elsewhere(result: dict[str, Any]) -> dict[str, Any]:
+    """A result with what was scored on the other text in place of the prose."""
+    rows = {name: row | row["elsewhere"] for name, row in result["results"].items()}
+    return result | {"results": rows}
+
+
+def _below_the_best(ours: str, result: dict[str, Any], best: str) -> float:
+    return 100 * (1 - _kl(ours, result) / _kl(best, result))
+
+
+def _is_below_zero(difference: Difference | None) -> bool:
+    return difference is not None and difference.high < 0
+
+
+def _range_below(rivals: Mapping[str, str], ours: str = "gptq 4:g32") -> list[float]:
+    """Least and most percent of KL that ours has less than each model's rival on the prose, and elsewhere."""
+    here = [_below_the_best(ours, SHIPPED[model], rival) for model, rival in rivals.items()]
+    there = [_below_the_best(ours, _elsewhere(SHIPPED[model]), rival) for model, rival in rivals.items()]
+    return [min(here), max(here), min(there), max(there)]
+
+
+def _lowest(names: Sequence[str]) -> dict[str, str]:
+    """Which of some methods has the lowest KL on each model."""
+    return {model: min(names, key=lambda name: _kl(name, result)) for model, result in SHIPPED.items()}
+
+
+def _is_below_all(rivals: Mapping[str, str]) -> bool:
+    return all(_is_below_zero(each) for model, rival in rivals.items() for each in _less(model, rival))
+
+
+def _less(model: str, rival: str, ours: str = "gptq 4:g32") -> tuple[Difference | None, Difference | None]:
+    return kl_less(SHIPPED[model], ours, rival)
+
+
+def _blind(result: dict[str, Any], tier: str = "4.5 bits") -> list[str]:
+    """Methods of a tier that read no text."""
+    rows = result["results"]
+    return [name for name in rows if rows[name].get("tier") == tier and not name.startswith(READERS)]
+
+
+_TUNER = "AutoRound 4 bits, groups of 32"
+_SIZES = ("4:g32", "4:g128", "6:g128", "3:g32")
+# AutoRound at our sizes.
+TUNERS = {"4:g32": _TUNER, "4:g128": "AutoRound 4 bits, groups of 128", "3:g32": "AutoRound 3 bits, groups of 32"}
+
+
+def _tuner_less(ours: str) -> dict[str, tuple[float, float]]:
+    """Least and most percent of KL that one of ours has less than AutoRound on the prose, by size, over models."""
+    less = {
+        size: [_below_the_best(f"{ours} {size}", result, tuner) for result in SHIPPED.values()]
+        for size, tuner in TUNERS.items()
+    }
+    return {size: (min(each), max(each)) for size, each in less.items()}
+
+
+_TUNED_LESS, _GPTQ_LESS = _tuner_less("tuned"), _tuner_less("gptq")
+PAGE.says(
+    "less by {} to {} % of AutoRound's KL at 4.5 bits, {} to {} % at 4.12 and {} to {} % at 3.5",
+    *(end for size in TUNERS for end in _TUNED_LESS[size]),
+)
+AGAINST_TUNER = {
+    (model, size, text): difference
+    for model in SHIPPED
+    for size, tuner in TUNERS.items()
+    for text, difference in zip(("prose", "elsewhere"), _less(model, tuner, f"tuned {size}"), strict=True)
+    if difference is not None
+}
+PAGE.says(
+    "Of the {} intervals of these differences (three models, three sizes, two texts) {} lie below zero and one above",
+    len(AGAINST_TUNER),
+    sum(map(_is_below_zero, AGAINST_TUNER.values())),
+)
+PAGE.means(
+    "on the Transformer at 3.5 bits AutoRound's is lower elsewhere",
+    [place for place, each in AGAINST_TUNER.items() if each.low > 0] == [("Transformer", "3:g32", "elsewhere")],
+)
+
+# Chance in rounding: AutoRound measured again, with another order of the same sums.
+
+RERUNS = [
+    math.log(now["kl"] / before["kl"])
+    for file, former in raw("rounding/earlier-processors.json").items()
+    for name, row in former["results"].items()
+    if name.startswith("AutoRound")
+    for now_row in [raw(f"rounding/{file}.json")["results"][name]]
+    for now, before in ((now_row, row), (now_row["elsewhere"], row["elsewhere"]))
+]
+RERUN = math.sqrt(sum(change**2 for change in RERUNS) / len(RERUNS))
+# Shares of AutoRound's KL that another run of it does not explain.
+CHANCE = 1.96 * RERUN
+
+
+def _share(model: str, size: str, text: str) -> float:
+    """KL of `tuned` over AutoRound's, less one."""
+    result = SHIPPED[model] if text == "prose" else _elsewhere(SHIPPED[model])
+    return _kl(f"tuned {size}", result) / _kl(TUNERS[size], result) - 1
+
+
+SHARES = {place: _share(*place) for place in AGAINST_TUNER}
+_BY_CHANCE = {model: sum(abs(SHARES[place]) < CHANCE for place in SHARES if place[0] == model) for model in SHIPPED}
+_ON_V1 = [-100 * share for (model, *_), share in SHARES.items() if model == "DIFF V1"]
+PAGE.says(
+    "AutoRound's own KL changed by {} % (root mean square of the {} reruns [below](#what-it-does-not-show)), so a "
+    "difference under {} % may be chance. Of the {} differences {} are smaller than that",
+    100 * RERUN,
+    len(RERUNS),
+    100 * CHANCE,
+    len(SHARES),
+    sum(_BY_CHANCE.values()),
+)
+PAGE.means(
+    "five of six on the Transformer, three of six on DIFF V2, none on DIFF V1",
+    _BY_CHANCE == {"Transformer": 5, "DIFF V1": 0, "DIFF V2": 3},
+)
+PAGE.says("none on DIFF V1, where `tuned` has {} to {} % less", min(_ON_V1), max(_ON_V1))
+# The prose is scored from the ninth of sixteen passages on: four whole ones, in turn.
+_PASSAGE = len(load_text()) / 16
+
+
+def by_passage(model: str, size: str) -> Difference:
+    """KL of `tuned` less AutoRound's on the prose, with a passage as one observation."""
+    rows = SHIPPED[model]["results"]
+    ours, theirs = rows[f"tuned {size}"], rows[TUNERS[size]]
+    less: dict[int, list[tuple[float, int]]] = {}
+    for window, tokens in enumerate(ours["tokens_by_window"]):
+        middle = (window + 0.5) / len(ours["tokens_by_window"]) * SHIPPED[model]["settings"]["characters"]
+        change = ours["kl_by_window"][window] - theirs["kl_by_window"][window]
+        less.setdefault(min(3, int(middle / _PASSAGE)), []).append((change, tokens))
+    weights = [sum(tokens for _, tokens in windows) for windows in less.values()]
+    means = [
+        sum(change * tokens for change, tokens in windows) / weight
+        for windows, weight in zip(less.values(), weights, strict=True)
+    ]
+    return mean_interval(means, weights)
+
+
+PAGE.means(
+    "With a passage as one observation, four on the prose, the intervals on DIFF V1 lie below zero at all three sizes, "
+    "on DIFF V2 at 4.5 bits, and on the Transformer at none",
+    [place for model in SHIPPED for size in TUNERS if by_passage(*(place := (model, size))).high < 0]
+    == [*(("DIFF V1", size) for size in TUNERS), ("DIFF V2", "4:g32")],
+)
+PAGE.means(
+    "it is clearly ahead on DIFF V1, mostly on DIFF V2, and level on the Transformer",
+    all(SHARES[place] < -CHANCE for place in SHARES if place[0] == "DIFF V1")
+    and all(SHARES[place] < 0 for place in SHARES if place[0] == "DIFF V2")
+    and _BY_CHANCE["Transformer"] == 5,
+)
+PAGE.means(
+    "`tuned` has less KL than all others but AutoRound on the three models trained here, on both texts at every size",
+    all(
+        _kl(name, result) > _kl(f"tuned {size}", result)
+        for result in (*SHIPPED.values(), *map(_elsewhere, SHIPPED.values()))
+        for size in _SIZES
+        for name, row in result["results"].items()
+        if row.get("tier") == result["results"][f"tuned {size}"]["tier"]
+        if name not in (f"tuned {size}", TUNERS.get(size))
+    ),
+)
+_MORE_BITS = [
+    100 * (result["results"][tuner]["bits"] / result["results"][f"tuned {size}"]["bits"] - 1)
+    for size, tuner in TUNERS.items()
+    for result in SHIPPED.values()
+]
+PAGE.says("AutoRound has {} to {} % more bits", min(_MORE_BITS), max(_MORE_BITS))
+_TIMED = [
+    [result["results"][names[size]]["cpu_seconds"] for size in TUNERS for result in SHIPPED.values()]
+    for names in (TUNERS, {size: f"tuned {size}" for size in TUNERS}, {size: f"gptq {size}" for size in TUNERS})
+]
+PAGE.says(
+    "and took {} to {} seconds of CPU time a model, `tuned` {} to {} and `gptq` {} to {}",
+    *(end for seconds in _TIMED for end in (min(seconds), max(seconds))),
+)
+PAGE.means(
+    "were measured on one core each of an AMD EPYC with AVX-512",
+    {row["device"] for result in (SMOLLM2, *SHIPPED.values()) for row in result["results"].values() if "device" in row}
+    == {"AMD EPYC"},
+)
+_BY_Q4_K, _BY_MIX = (dict.fromkeys(SHIPPED, name) for name in ("llama.cpp Q4_K, imatrix", "llama.cpp Q4_K_M, imatrix"))
+_BY_GPTQ = _lowest([f"llm-compressor GPTQ, 4 bits, groups of 32, {observer}" for observer in ("minmax", "mse")])
+_BY_BLIND = {model: min(_blind(result), key=lambda name: _kl(name, result)) for model, result in SHIPPED.items()}
+PAGE.says(
+    "It has {} to {} % more KL than AutoRound at 4.5 bits on the prose, {} to {} % at 4.12 and {} to {} % at 3.5",
+    *(-end for size in TUNERS for end in reversed(_GPTQ_LESS[size])),
+)
+PAGE.means(
+    "at 4.5 and 4.12 bits on DIFF V1 the two are level elsewhere",
+    {
+        (model, size, text)
+        for model in SHIPPED
+        for size, tuner in TUNERS.items()
+        for text, each in zip(("prose", "elsewhere"), _less(model, tuner, f"gptq {size}"), strict=True)
+        if each is not None and each.low <= 0 <= each.high
+    }
+    == {("DIFF V1", "4:g32", "elsewhere"), ("DIFF V1", "4:g128", "elsewhere")},
+)
+PAGE.says("It has {} to {} % less KL than llama.cpp's Q4_K", *_range_below(_BY_Q4_K)[:2])
+PAGE.says(
+    "and {} to {} % less than Q4_K_M, which has {} to {} bits",
+    *_range_below(_BY_MIX)[:2],
+    *(take(result["results"][_BY_MIX[model]]["bits"] for model, result in SHIPPED.items()) for take in (min, max)),
+)
+PAGE.says("it has {} to {} % less than llm-compressor's GPTQ", *_range_below(_BY_GPTQ)[:2])
+AGAINST_BLIND = _range_below(_BY_BLIND)
+PAGE.says("it is {} to {} % on the prose and {} to {} % on HellaSwag's contexts", *AGAINST_BLIND)
+PAGE.means(
+    "No interval of these differences contains zero, on either text",
+    all(map(_is_below_all, (_BY_Q4_K, _BY_MIX, _BY_GPTQ, _BY_BLIND))),
+)
+PAGE.says("{} steps of Adam", _STEPS)
+PAGE.leaves("200 steps of eight windows, signed gradients", "AutoRound's own settings")
+PAGE.leaves("chosen among seven pairs of values", "trials that were not kept")
+PAGE.leaves("Q5_0 of 5.5 bits for Q4_K", "what llama.cpp's format takes")
+PAGE.leaves("this project's environment has 2.13.0", "a version")
+
+
+_PLAIN = "gptq 4:g32, unrounded inputs"
+_LESS = [_below_the_best("gptq 4:g32", result, _PLAIN) for result in SHIPPED.values()]
+_LESS_THERE = [_below_the_best("gptq 4:g32", _elsewhere(result), _PLAIN) for result in SHIPPED.values()]
+_SLOWER = [
+    result["results"]["gptq 4:g32"]["cpu_seconds"] / result["results"][_PLAIN]["cpu_seconds"]
+    for result in SHIPPED.values()
+]
+PAGE.says(
+    "lowers `gptq`'s KL by {} to {} % on the prose and {} to {} % elsewhere",
+    min(_LESS),
+    max(_LESS),
+    min(_LESS_THERE),
+    max(_LESS_THERE),
+)
+PAGE.says("It takes {} to {} times the CPU time", min(_SLOWER), max(_SLOWER))
+PAGE.means(
+    "no interval of the difference contains zero. It takes",
+    all(each and each.low > 0 for result in SHIPPED.values() for each in more_kl(result, _PLAIN)),
+)
+
+
+def _more(pairs: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> list[float]:
+    """Least and most percent of KL that the first of each two rows has more, on the prose and elsewhere."""
+    here = [100 * (row["kl"] / other["kl"] - 1) for row, other in pairs]
+    there = [100 * (row["elsewhere"]["kl"] / other["elsewhere"]["kl"] - 1) for row, other in pairs]
+    return [min(here), max(here), min(there), max(there)]
+
+
+_HALF = {model: raw(f"rounding/half-text/{file}.json") for model, file in _FILES.items()}
+_GPTQ_BY_HALF, _TUNED_BY_HALF = (
+    _more([(_HALF[model]["results"][rule], SHIPPED[model]["results"][rule]) for model in SHIPPED])
+    for rule in ("gptq 4:g32", "tuned 4:g32")
+)
+
+
+def _more_by_half(model: str, rule: str, than: str) -> tuple[Difference | None, Difference | None]:
+    """What a rule over half the text has of KL more than another over all of it, on the prose and elsewhere."""
+    both = {"half": _HALF[model]["results"][rule], "full": SHIPPED[model]["results"][than]}
+    return kl_less({"results": both}, "half", "full")
+
+
+PAGE.says(
+    "Over {} tokens instead of {}, `gptq` has {} to {} % more KL on the prose at 4.5 bits and `tuned` {} to {} %; "
+    "elsewhere it is {} to {} % and {} to {} %",
+    _HALF["DIFF V1"]["settings"]["tokens"],
+    SHIPPED["DIFF V1"]["settings"]["tokens"],
+    *_GPTQ_BY_HALF[:2],
+    *_TUNED_BY_HALF[:2],
+    *_GPTQ_BY_HALF[2:],
+    *_TUNED_BY_HALF[2:],
+)
+PAGE.means(
+    "and no interval of these differences contains zero (`research/results/rounding/half-text/`)",
+    all(
+        each is not None and each.low > 0
+        for model in SHIPPED
+        for rule in ("gptq 4:g32", "tuned 4:g32")
+        for each in _more_by_half(model, rule, rule)
+    ),
+)
+_HALF_OF_TUNED = {model: _more_by_half(model, "tuned 4:g32", "gptq 4:g32")[0] for model in SHIPPED}
+PAGE.means(
+    "level with `gptq` over all of it on the prose on the two DIFF models and behind it on the Transformer",
+    [model for model, each in _HALF_OF_TUNED.items() if each and each.low > 0] == ["Transformer"]
+    and not any(map(_is_below_zero, _HALF_OF_TUNED.values())),
+)
+
+_BY_OWN = {
+    option: [100 * (_kl(f"gptq 4:g32, {option}", r) / _kl("gptq 4:g32", r) - 1) for r in SHIPPED.values()]
+    for option in ("target layer", "order of activation")
+}
+PAGE.says(
+    "it has {} to {} % more on the prose, about as much as on the 16-bit model's inputs",
+    min(_BY_OWN["target layer"]),
+    max(_BY_OWN["target layer"]),
+)
+PAGE.means(
+    "None of `gptq`'s options helps",
+    not any(
+        map(
+            _is_below_zero, (each for r in SHIPPED.values() for o in _BY_OWN for each in more_kl(r, f"gptq 4:g32, {o}"))
+        )
+    ),
+)
+PAGE.says(
+    "`order: activation` has {} to {} % more",
+    min(_BY_OWN["order of activation"]),
+    max(_BY_OWN["order of activation"]),
+)
+PAGE.means(
+    "on DIFF V1 both intervals of that contain zero, on the others none does",
+    all(
+        each is not None and (each.low > 0) == (model != "DIFF V1") and each.high > 0
+        for model, result in SHIPPED.items()
+        for each in more_kl(result, "gptq 4:g32, order of activation")
+    ),
+)
+
+
+def _option_cell(row: str, column: str) -> str:
+    model, _, name = row.partition(", ")
+    return dict(zip(_OPTION_COLUMNS, option_cells(_BY_FILE[model], name), strict=True))[column]
+
+
+_OPTION_COLUMNS = ["bits", "KL", "more", "elsewhere: KL", "elsewhere: more"]
+PAGE.table(
+    "model | gptq | bits | KL, nats | more than by itself | elsewhere: KL, nats | more",
+    _option_cell,
+    names=2,
+    columns=_OPTION_COLUMNS,
+)
+PAGE.means(
+    "On the inputs of the 16-bit model `gptq` would be behind Q4_K_M on the Transformer and DIFF V2",
+    [model for model, result in SHIPPED.items() if _kl(_PLAIN, result) > _kl(_BY_MIX[model], result)]
+    == ["Transformer", "DIFF V2"],
+)
+PAGE.means(
+    "`mse` has less KL than the best of them on both texts, and no interval of the difference contains zero",
+    all(_is_below_zero(each) for result in SHIPPED.values() for each in lead(result, "mse 4:g32")[1:]),
+)
+
+
+# Whether ours have less KL than every method of another library that reads no text.
+FIRST = {
+    (model, size): {
+        rule: _kl(f"{rule} {size}", result)
+        < min(
+            _kl(name, result)
+            for name in _blind(result, result["results"][f"mse {size}"]["tier"])
+            if not name.startswith(OURS)
+        )
+        for rule in ("mse", "gptq")
+    }
+    for model, result in ({"SmolLM2": SMOLLM2} | SHIPPED).items()
+    for size in _SIZES
+}
+_MSE_LEADS = {place for place, first in FIRST.items() if first["mse"]}
+PAGE.says("in {} of the {} combinations of a model and a size", len(_MSE_LEADS), len(FIRST))
+PAGE.means(
+    "at 4.5 bits on the three models trained here, and at 3.5 bits on all four",
+    {*((model, "4:g32") for model in SHIPPED), *((model, "3:g32") for model in ("SmolLM2", *SHIPPED))} == _MSE_LEADS,
+)
+PAGE.means(
+    "`mse` has less KL than the best of them on both texts, and no interval of the difference contains zero",
+    all(
+        _is_below_zero(each)
+        for model, size in _MSE_LEADS
+        for each in lead(({"SmolLM2": SMOLLM2} | SHIPPED)[model], f"mse {size}")[1:]
+    ),
+)
+
+
+PAGE.means(
+    "In these tables it has the lowest KL of every size, of all four models",
+    all(
+        _kl(f"gptq {size}", result) == min(_kl(name, result) for name in _tier(size))
+        for result in (OLDER, *TRAINED.values())
+        for size in _SIZES[:3]
+    ),
+)
+
+
+def _smollm2_less(ours: str, rival: str) -> list[float]:
+    """Percent of KL that one of ours has less on SmolLM2, on the prose and elsewhere."""
+    return [_below_the_best(ours, result, rival) for result in (SMOLLM2, _elsewhere(SMOLLM2))]
+
+
+_SMOLLM2_HQQ = "HQQ 4 bits, groups of 64"
+_SMOLLM2_TUNED = {size: _smollm2_less(f"tuned {size}", tuner) for size, tuner in TUNERS.items()}
+PAGE.says(
+    "On the prose `tuned` has {} % less KL than AutoRound at 4.5 bits, {} % less at 4.12 and {} % less at 3.5, and "
+    "elsewhere {}, {} and {} % less",
+    *(_SMOLLM2_TUNED[size][text] for text in (0, 1) for size in TUNERS),
+)
+
+
+def _smollm2_places(ours: str, is_so: Callable[[Difference], bool]) -> set[tuple[str, str]]:
+    """Sizes and texts at which the difference of one of ours from AutoRound on SmolLM2 is so."""
+    return {
+        (size, text)
+        for size, tuner in TUNERS.items()
+        for text, each in zip(("prose", "elsewhere"), kl_less(SMOLLM2, f"{ours} {size}", tuner), strict=True)
+        if each is not None and is_so(each)
+    }
+
+
+PAGE.means(
+    "elsewhere at 4.12 and 3.5 bits the two are level, and none of the other intervals contains zero",
+    _smollm2_places("tuned", lambda each: each.high >= 0) == {("4:g128", "elsewhere"), ("3:g32", "elsewhere")}
+    and not _smollm2_places("tuned", lambda each: each.low > 0),
+)
+PAGE.means(
+    "`gptq` is level with AutoRound at 4.5 bits on both texts and behind it at the other two sizes",
+    _smollm2_places("gptq", lambda each: each.low <= 0 <= each.high) == {("4:g32", "prose"), ("4:g32", "elsewhere")}
+    and not _smollm2_places("gptq", _is_below_zero),
+)
+_TUNER_LESS_THAN_GPTQ = [
+    _smollm2_less(TUNERS[size], f"gptq {size}")[text] for text in (0, 1) for size in ("4:g128", "3:g32")
+]
+PAGE.says(
+    "AutoRound has {} and {} % less KL than `gptq` on the prose, and {} and {} % less elsewhere", *_TUNER_LESS_THAN_GPTQ
+)
+PAGE.says(
+    "`gptq` has {} % less KL than HQQ on the prose and {} % less elsewhere", *_smollm2_less("gptq 4:g32", _SMOLLM2_HQQ)
+)
+PAGE.means(
+    "llama.cpp's IQ4_NL and IQ4_XS, to which it tells only mean squares, are ahead of `gptq` there",
+    all(
+        _is_below_zero(kl_less(SMOLLM2, f"llama.cpp {kind}, imatrix", f"gptq {size}")[1])
+        for kind, size in (("IQ4_NL", "4:g32"), ("IQ4_XS", "4:g128"))
+    ),
+)
+PAGE.means(
+    "and IQ4_XS of `tuned`",
+    _is_below_zero(kl_less(SMOLLM2, "llama.cpp IQ4_XS, imatrix", "tuned 4:g128")[1]),
+)
+PAGE.says(
+    "With {} tokens `gptq` took {} seconds of CPU time, `tuned` {} and AutoRound {}",
+    SMOLLM2["settings"]["tokens"],
+    *(SMOLLM2["results"][name]["cpu_seconds"] for name in ("gptq 4:g32", "tuned 4:g32", _TUNER)),
+)
+
+
+def _changes(older: Mapping[str, Any], models: Sequence[str], method: str) -> list[float]:
+    """Least and most percent by which the KL of methods has changed since older rows, on the prose and elsewhere."""
+    return _more(
+        [
+            (_BY_NAME[model]["results"][name], old)
+            for model in models
+            for name, old in older[model]["results"].items()
+            if name.startswith(method)
+        ]
+    )
+
+
+_BY_NAME = {"smollm2-135m-windows": SMOLLM2} | {_FILES[model]: result for model, result in SHIPPED.items()}
+_BEFORE, _MORE_STEPS = raw("rounding/earlier-processors.json"), raw("rounding/tuned-200-steps.json")
+_AGAIN = _changes(_BEFORE, list(_BEFORE), "AutoRound")
+PAGE.says(
+    "in these {} rows its KL changed by −{} to {} % on the prose and −{} to {} % elsewhere",
+    sum(name.startswith("AutoRound") for each in _BEFORE.values() for name in each["results"]),
+    -_AGAIN[0],
+    _AGAIN[1],
+    -_AGAIN[2],
+    _AGAIN[3],
+)
+_GPTQ_AGAIN = _changes(_BEFORE, [*_FILES.values()], "gptq")
+PAGE.says(
+    "changed by −{} to {} % and −{} to {} % on the models trained here, but on SmolLM2",
+    -_GPTQ_AGAIN[0],
+    _GPTQ_AGAIN[1],
+    -_GPTQ_AGAIN[2],
+    _GPTQ_AGAIN[3],
+)
+PAGE.says(
+    "on SmolLM2 at 4.12 bits its KL was {} % lower on the prose",
+    100 * (1 - _kl("gptq 4:g128", _BEFORE["smollm2-135m-windows"]) / _kl("gptq 4:g128", SMOLLM2)),
+)
+_FEWER = _changes(_MORE_STEPS, [*_FILES.values()], "tuned")
+PAGE.says(
+    "KL changed by −{} to {} % on the prose and −{} to {} % elsewhere on the models trained here",
+    -_FEWER[0],
+    _FEWER[1],
+    -_FEWER[2],
+    _FEWER[3],
+)
+_FEWER_ON_SMOLLM2 = _changes(_MORE_STEPS, ["smollm2-135m-windows"], "tuned")
+PAGE.says(
+    "On SmolLM2 it became {} to {} % higher on the prose and {} to {} % lower elsewhere",
+    *_FEWER_ON_SMOLLM2[:2],
+    -_FEWER_ON_SMOLLM2[3],
+    -_FEWER_ON_SMOLLM2[2],
+)
+PAGE.leaves("`tuned` took 200 steps of 512 tokens when it was first measured. It now takes 150 of 256", "settings")
+_RISE = SHIPPED["DIFF V1"]["results"]
+PAGE.says(
+    "`nearest` has {} on DIFF V1 where 16 bits have {}, with {} nats",
+    _RISE["nearest 4:g32"]["elsewhere"]["perplexity"],
+    _RISE["16 bits"]["elsewhere"]["perplexity"],
+    _RISE["nearest 4:g32"]["elsewhere"]["kl"],
+)
+_SIX = {
+    model: [_kl(name, result) for name, row in result["results"].items() if row.get("tier") == "6.125 bits"]
+    for model, result in ({"SmolLM2": SMOLLM2} | SHIPPED).items()
+}
+PAGE.says(
+    "Six bits cost the models trained here {} to {} nats on the prose, and SmolLM2 {} to {}",
+    min(min(_SIX[model]) for model in SHIPPED),
+    max(max(_SIX[model]) for model in SHIPPED),
+    min(_SIX["SmolLM2"]),
+    max(_SIX["SmolLM2"]),
+)
+PAGE.says(
+    "nf4 at 4.5 bits has {} on DIFF V2 where `gptq` has {}, with {} against {} nats",
+    TRAINED["DIFF V2"]["results"]["bitsandbytes nf4, blocks of 64"]["perplexity"],
+    TRAINED["DIFF V2"]["results"]["gptq 4:g32"]["perplexity"],
+    _kl("bitsandbytes nf4, blocks of 64", TRAINED["DIFF V2"]),
+    _kl("gptq 4:g32", TRAINED["DIFF V2"]),
+)
+PAGE.says("from {} % contains", 100 * OLDER["results"]["16 bits"]["acc_norm"])
+_RANDOM = [kind for kind in LAYERS["mse 4:g32"]["decibels"] if kind != "the model's own"]
+_PEERS = [name for name in _tier("4:g32") if not name.startswith(OURS)]
+_AHEAD = [
+    LAYERS["mse 4:g32"]["decibels"][kind] - max(LAYERS[peer]["decibels"][kind] for peer in _PEERS) for kind in _RANDOM
+]
+PAGE.says("by {} dB (heavy tails, large rows: HQQ is as good) to {} dB", min(_AHEAD), max(_AHEAD))
+_BEHIND = [
+    LAYERS["bitsandbytes nf4, double quantization"]["decibels"][kind] - LAYERS["mse 4:g128"]["decibels"][kind]
+    for kind in LAYERS["mse 4:g128"]["decibels"]
+]
+PAGE.says("by up to {} dB where columns are large", max(_BEHIND))
+PAGE.says(
+    "its bits differ from the table's by at most {}",
+    max(
+        abs(row["bits"] - TRAINED["Transformer"]["results"][name]["bits"])
+        for name, row in TRAINED["DIFF V2"]["results"].items()
+        if "bits" in row
+    ),
+)
+PAGE.says(
+    "{} characters of either text in windows of {}; of the prose",
+    SMOLLM2["settings"]["characters"],
+    SMOLLM2["settings"]["window"],
+)
+PAGE.says("What reads a text reads {} tokens, a passage of Dracula", SMOLLM2["settings"]["tokens"])
+PAGE.says(
+    "{} characters of either text in windows of {} are scored",
+    *(SHIPPED["DIFF V1"]["settings"][name] for name in ("characters", "window")),
+)
+PAGE.says("`gptq` reads {} tokens, a passage of each", SHIPPED["DIFF V1"]["settings"]["tokens"])
+PAGE.says("{} characters, the last 92,000", TRAINED["DIFF V1"]["settings"]["characters"])
+PAGE.says("the first {} tokens of Dracula", TRAINED["DIFF V1"]["settings"]["tokens"])
+PAGE.leaves("the last 92,000 of the whole My Ántonia and the first 39,000 of", "lengths of a text")
+PAGE.leaves("all but the last 844 are from one passage", "a length of a text")
+PAGE.leaves("about 16,000 characters", "a length of a text")
+PAGE.leaves("three matched models of 1.25 M parameters", "a count")
+PAGE.leaves("**Intervals** are 95 %", "a level")
+PAGE.leaves("At 4.12 bits groups are", "a tier's name")
+PAGE.leaves("1,024 tokens; `gptq` reads 4,096 others", "settings")
+PAGE.leaves("(16,384 tokens by default)", "a default")
+PAGE.leaves("in windows of 256 tokens by default", "a default")
+PAGE.leaves("normal with 1 % of the columns or rows ten times as large", "how weights were made")
+PAGE.leaves("each 95 % interval", "a level")
+PAGE.leaves("on the Transformer at 3.5 bits AutoRound's is lower", "a tier's name")
+PAGE.leaves("on DIFF V2 at 4.5 bits, and on the Transformer at none", "a tier's name")
+PAGE.leaves("at 4.5 and 4.12 bits on DIFF V1 the two", "tiers' names")
+PAGE.leaves("elsewhere at 4.12 and 3.5 bits the two are level", "tiers' names")
+PAGE.leaves("is level with AutoRound at 4.5 bits on both texts", "a tier's name")
+PAGE.leaves("At 4.5 bits `gptq` has", "a tier's name")
+PAGE.leaves("4,096 characters, 2,048 tokens read", "settings")
+PAGE.leaves("At 4.12 bits nf4", "a tier's name")
+PAGE.leaves("and at 3.5 bits on all four", "a tier's name")
+PAGE.leaves("At 4.5 bits it is first", "a tier's name")
+PAGE.leaves("on DIFF V2 at 3.5 bits on both texts", "a tier's name")
+PAGE.leaves("a model and a size: at 4.5 bits", "a tier's name")
+PAGE.leaves("On SmolLM2 at 4.5 bits nf4", "a tier's name")
+PAGE.table(" | scales | codes | needs", lambda *_: Unmeasured("formulas"))

@@ -1,0 +1,235 @@
+"""The figures of docs/sweep.md."""
+
+import math
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from diffquant.evals.stats import mean_interval
+from diffquant.sweep.compare import compare
+from diffquant.sweep.table import text_table
+from research.check.page import RESULTS, Page, Unmeasured
+from research.check.raw import difference, measured, points, raw, sweep
+from research.studies.resolution import items_needed
+
+GGUF, V2 = "SmolLM2-135M-Instruct.Q4_1.gguf", "smollm2-135m-diff-v2"
+PAGE = Page("docs/sweep.md", guides=("A sweep of bit widths", "Comparing two results"))
+PAGE.shows(
+    "diffquant sweep SmolLM2-135M-Instruct.Q4_1.gguf smollm2-135m-diff-v2 -o logits",
+    lambda: text_table(sweep("smollm2-logits-500")).splitlines(),
+)
+PAGE.shows(
+    "diffquant sweep SmolLM2-135M-Instruct.Q4_1.gguf smollm2-135m-diff-v2 smollm2-onnx",
+    lambda: text_table(sweep("smollm2-onnx-500", (("smollm2-onnx", GGUF), ("smollm2-diff-v2-onnx", V2)))).splitlines(),
+)
+
+# Sweeps
+
+_AT_3_ROW, _AT_3_TENSOR = (difference("smollm2-logits-500", GGUF, f"3:{g}") for g in ("row", "tensor"))
+PAGE.says(
+    "At 3 bits, one scale per row loses {} points and one per tensor {} [{}, {}]",
+    *(-x for x in (points(_AT_3_ROW)[0], points(_AT_3_TENSOR)[0])),
+    *(-x for x in reversed(points(_AT_3_TENSOR)[1:])),
+)
+PAGE.says(
+    "3-bit logits with one scale per tensor lose {} points [{}, {}]; with `shift` there is no measurable "
+    "change, {} [{}, {}]",
+    -points(_AT_3_TENSOR)[0],
+    *(-x for x in reversed(points(_AT_3_TENSOR)[1:])),
+    *points(difference("smollm2-logits-500-shift", GGUF, "3:tensor:shift")),
+)
+_FIRST, _SECOND = (measured(f"smollm2-{name}-500", GGUF, "16").score for name in ("logits", "onnx"))
+PAGE.says("Its {} bits are {} % where the first sweep has {} %", 16, 100 * _SECOND, 100 * _FIRST)
+PAGE.leaves("Bonett and Price's 95 % interval", "the interval's level")
+PAGE.leaves("with its 95 % interval, paired over the items", "the interval's level")
+PAGE.table(
+    "logits | 8 bits | 6 bits | 4 bits | 3 bits",
+    lambda row, head: [measured("smollm2-logits-kl", GGUF, f"{head[0]}:{row}").details["kl"]],
+)
+PAGE.says(
+    "SmolLM2-135M on {} characters of prose (perplexity {} at 16 bits)",
+    sweep("smollm2-logits-kl").settings["options"]["characters"],
+    measured("smollm2-logits-kl", GGUF, "16").details["perplexity"],
+)
+BFLOAT16_EXCESS = max(
+    measured("smollm2-logits-kl-bfloat16", GGUF, f"8:{scheme}").details["kl"]
+    / measured("smollm2-logits-kl", GGUF, f"8:{scheme}").details["kl"]
+    for scheme in ("tensor", "row", "tensor:shift", "row:shift")
+)
+PAGE.says("the 8-bit column was up to {} times as large", BFLOAT16_EXCESS)
+PAGE.says(
+    "At 3 bits with one scale per row, perplexity is {} with plain absmax and {} with `shift`",
+    measured("smollm2-logits-kl", GGUF, "3:row").details["perplexity"],
+    measured("smollm2-logits-kl", GGUF, "3:row:shift").details["perplexity"],
+)
+PAGE.leaves("at most 0.30 of 16 bits at 4,096 tokens", "a bound that tests/model/test_cache.py asserts")
+
+# Loss by place
+
+PAGE.shows(
+    "diffquant sweep prose-transformer prose-diff-v1 prose-diff-v2 -o nll",
+    lambda: text_table(sweep("pocket-nll")).splitlines(),
+)
+_NLL = {
+    cell.point.model.name: cell.result.details
+    for cell in sweep("pocket-nll").cells
+    if cell.point.is_baseline and cell.result is not None
+}
+TRIO = ("prose-transformer", "prose-diff-v1", "prose-diff-v2")
+PAGE.says(
+    "Up to the sixteenth position the mean is {} (Transformer), {} (DIFF V1) and {} (DIFF V2), and over all {} it is "
+    "{}, {} and {}",
+    *(_NLL[model]["cumulative_nll"][_NLL[model]["positions"].index(16)] for model in TRIO),
+    _NLL[TRIO[0]]["positions"][-1],
+    *(_NLL[model]["cumulative_nll"][-1] for model in TRIO),
+)
+PAGE.says(
+    "One text, {} windows and {} AR-hits",
+    len(_NLL[TRIO[0]]["ar_hits_by_window"]),
+    sum(_NLL[TRIO[0]]["ar_hits_by_window"]),
+)
+PAGE.leaves("the English models of 1.25 M parameters", "a count")
+
+
+# Speeds of kinds of cells
+
+_CELLS = {"after": raw("sweep-cells-padded.json")["cells"], "before": raw("sweep-cells.json")["cells"]}
+
+
+def _speeds(when: str, dtype: str) -> dict[str, dict[str, Any]]:
+    return {cell["path"]: cell for cell in _CELLS[when] if f", {dtype}," in cell["workload"]}
+
+
+PAGE.table(
+    "kind of cell | items per second | × 16 bits | × 16 bits before",
+    lambda row, head: [
+        _speeds("before" if "before" in head else "after", "float32")[row]["median" if "items" in head else "ratio"]
+    ],
+)
+PAGE.says(
+    "differ by up to a factor of {}, and before by up to {}",
+    *(max(max(cell["values"]) / min(cell["values"]) for cell in cells) for cells in _CELLS.values()),
+)
+PAGE.means("medians of five turns", {len(cell["values"]) for cells in _CELLS.values() for cell in cells} == {5})
+PAGE.leaves("prose-diff-v1 in float32, 20 HellaSwag items", "a setting")
+
+# What resolves a change
+
+PAGE.shows(
+    "diffquant sweep SmolLM2-135M-Instruct.Q4_1.gguf -o margins",
+    lambda: text_table(sweep("smollm2-margins")).splitlines(),
+)
+
+
+def _compared() -> list[str]:
+    sides = (f"{RESULTS / 'smollm2-margins'}@{words}" for words in ("16", "6:tensor"))
+    return ["A is margins@16", "B is margins@6:tensor", *compare(*sides).summary().splitlines()[2:]]
+
+
+PAGE.shows("diffquant compare margins@16 margins@6:tensor", _compared)
+
+
+def _needed(measure: str) -> list[float]:
+    """Items that a measure needs at 6 bits per tensor, with its interval; or the lower end and the items there were."""
+    (row,) = (
+        each
+        for each in raw("smollm2-margins/items.json")["rows"]
+        if (each["scheme"], each["measure"]) == ("6:tensor", measure)
+    )
+    if row["items_needed"] is None:
+        return [row["items_needed_low"], row["n"]]
+    return [row[f"items_needed{end}"] for end in ("", "_low", "_high")]
+
+
+def _told_apart(wide: str, narrow: str) -> float:
+    """Items after which KL tells two widths apart, paired over items, each weighed by its tokens."""
+    cells = [measured("smollm2-margins", GGUF, scheme).details for scheme in (narrow, wide)]
+    tokens = np.array(cells[0]["tokens_by_item"])
+    less = np.subtract(*(np.array(cell["kl_by_item"]) for cell in cells))
+    return items_needed(less * tokens / tokens.mean())
+
+
+PAGE.says(
+    "{} of them tell 6 bits from 8 and {} tell 4 bits from 6",
+    math.ceil(_told_apart("8:tensor", "6:tensor")),
+    math.ceil(_told_apart("6:tensor", "4:tensor")),
+)
+_SHIFT_AGAINST_6 = [
+    measured("figure8-prose", f"prose-{kind}", "4:tensor:shift").details["kl"]
+    / measured("figure8-prose", f"prose-{kind}", "6:tensor").details["kl"]
+    for kind in ("transformer", "diff-v2", "diff-v1")
+]
+PAGE.says("4 bits of `tensor:shift` have {} and {} times the KL of 6 bits of `tensor`", *_SHIFT_AGAINST_6[:2])
+PAGE.means(
+    "it holds for DIFF V1, and for the Transformer and DIFF V2 4 bits",
+    _SHIFT_AGAINST_6[2] < 1 < min(_SHIFT_AGAINST_6[:2]),
+)
+PAGE.means(
+    "So 4 bits of `tensor:shift` lose less than 6 of `tensor` here",
+    measured("smollm2-logits-kl", GGUF, "4:tensor:shift").details["kl"]
+    < measured("smollm2-logits-kl", GGUF, "6:tensor").details["kl"],
+)
+PAGE.table("measure | items needed", lambda row, head: _needed({"accuracy": "acc_norm"}.get(row, row)))
+_LOWEST = {
+    scheme: mean_interval(cell.details["kl_by_item"], cell.details["tokens_by_item"])
+    for scheme in ("8:tensor", "6:tensor", "4:tensor")
+    if (cell := measured("smollm2-margins", GGUF, scheme))
+}
+PAGE.means(
+    "KL orders all three widths with intervals far apart",
+    all(_LOWEST[a].high < _LOWEST[b].low / 2 for a, b in (("8:tensor", "6:tensor"), ("6:tensor", "4:tensor"))),
+)
+PAGE.means(
+    "The margin and the accuracy tell none of them from 16 bits",
+    all(
+        change.low < 0 < change.high
+        for scheme in _LOWEST
+        for change in (
+            difference("smollm2-margins", GGUF, scheme),
+            mean_interval(
+                [
+                    now - before
+                    for now, before in zip(
+                        measured("smollm2-margins", GGUF, scheme).details["margins"],
+                        measured("smollm2-margins", GGUF, "16").details["margins"],
+                        strict=True,
+                    )
+                ]
+            ),
+        )
+    ),
+)
+
+# HellaSwag beside lm-eval
+
+
+def turns(name: str, dtype: str, batch: int | None = None) -> list[float]:
+    """Seconds of each turn."""
+    (timing,) = (
+        each
+        for each in raw("hellaswag-speed.json")["timings"]
+        if (each["name"], each["dtype"], each["batch_size"]) == (name, dtype, batch)
+    )
+    return list(timing["seconds"])
+
+
+def _times(dtype: str, batch: int, ours: str | None = None) -> float:
+    return median(turns("HFLM", dtype, batch)) / median(turns("diffquant", ours or dtype))
+
+
+PAGE.says(
+    "it scored {} times the items per second in float32 and {} times in bfloat16 with HFLM at batch 8, and {} and {} "
+    "times at its default batch of 1",
+    _times("float32", 8),
+    _times("bfloat16", 8),
+    _times("float32", 1),
+    _times("bfloat16", 1),
+)
+PAGE.says("HFLM's two in float32 at batch 1 were {} and {} s", *sorted(turns("HFLM", "float32", 1)))
+PAGE.says("With each one's defaults it was {} times", _times("float32", 1, ours="bfloat16"))
+
+PAGE.leaves("brackets are 95 % intervals", "the intervals' level")
+PAGE.table("task | what it measures", lambda *_: Unmeasured("names"))
+PAGE.table("granularity | one scale per", lambda *_: Unmeasured("definitions"))
+PAGE.leaves("its release 0.4.13 does not read yet", "a version")

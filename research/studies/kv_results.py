@@ -1,0 +1,73 @@
+"""What the studies of KV caches read, and the file that their results are kept in."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from diffquant.bench.environment import environment
+from diffquant.errors import UsageError
+from diffquant.evals.protocols import hellaswag
+from diffquant.source.source import Source
+from diffquant.support.files import write_json
+from diffquant.support.xz import stored
+from diffquant.text.corpus import load_text, text_digest
+from research.studies.results import read_json
+
+TEXTS = ("prose", "elsewhere")
+
+
+def texts_of(characters: int) -> dict[str, str]:
+    """What is read of each text, by the names in `TEXTS`."""
+    text = load_text()
+    return {
+        "prose": text[len(text) // 2 :][:characters],
+        "elsewhere": "\n".join(item.query for item in hellaswag.load_items())[:characters],
+    }
+
+
+def settings_of(source: Source, texts: Mapping[str, str], characters: int, **windows: int) -> dict[str, Any]:
+    """All that a study's results depend on but the cache: the model, the texts, and how windows are read."""
+    return {
+        "model": source.checkpoint.name,
+        "fingerprint": source.fingerprint,
+        "characters": characters,
+        **windows,
+        **{name: text_digest(text) for name, text in texts.items()},
+    }
+
+
+@dataclass
+class KVResults:
+    """Results of one model's caches by name, written to a file one after the other.
+
+    Attributes:
+        file: where they are and go.
+        settings: what they depend on.
+        rows: the results, those first that the file held already.
+
+    Raises:
+        UsageError: the file holds results of another model, text or window.
+    """
+
+    file: Path
+    settings: Mapping[str, Any]
+    rows: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not stored(self.file).exists():
+            return
+        former: dict[str, Any] = read_json(self.file)
+        if former["settings"] != self.settings:
+            raise UsageError(f"{self.file} holds results of another model, text or window; name another with --json")
+        self.rows = former["results"]
+
+    def add(self, name: str, row: Mapping[str, Any]) -> None:
+        """Take a cache's result, with the day and the commit that it is of, and write the file."""
+        here = environment()
+        self.rows[name] = {**row, "date": here["date"], "commit": here["commit"]}
+        write_json(self.file, {"environment": here, **self.to_dict()})
+
+    def to_dict(self) -> dict[str, Any]:
+        """Settings and results as the file has them, without the surroundings that measured them."""
+        return {"settings": self.settings, "results": self.rows}

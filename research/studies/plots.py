@@ -1,0 +1,223 @@
+"""Redraw every plot among the results from the raw files beside it.
+
+    python -m research.studies.plots [FOLDER...]
+
+Each picture holds a digest of those files and of the code that draws, by which `is_stale` knows it without drawing. A
+plot that no program here draws is named, and the command fails: a picture without its numbers proves nothing.
+"""
+
+import ast
+import hashlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+from typing import Annotated, Any
+from unittest.mock import patch
+
+import typer
+from matplotlib.figure import Figure
+from PIL import Image
+from PIL.PngImagePlugin import PngInfo
+
+from diffquant.bench.cells import read_result
+from diffquant.bench.plots import plots as bench_plots
+from diffquant.calib.analysis.attention_map_outputs import plot_attention
+from diffquant.calib.analysis.outlier_outputs import plot_outliers
+from diffquant.calib.analysis.outlier_result import read_outliers
+from diffquant.calib.search.plots import heat_map, plot_pareto
+from diffquant.calib.search.result import read_search
+from diffquant.errors import UsageError
+from diffquant.evals.tasks import task_kinds
+from diffquant.support.xz import named, read_text
+from diffquant.sweep.outputs import plotted_cells
+from diffquant.sweep.plot import plot
+from diffquant.sweep.result import read_sweep
+from research.studies.figure8_plots import plot_against_prediction, plot_by_bits
+from research.studies.results import read_attention_maps, read_json
+from research.train.solved_report import write_plot
+
+ROOT = Path(__file__).parents[2]
+RESULTS = (ROOT / "research" / "results", ROOT / "bench" / "results")
+
+# The name of the text inside a picture that says what it was drawn from.
+STAMP = "diffquant digest"
+COLOURS = 64
+# Bytes of a picture at most; one that would have more is drawn with fewer dots.
+LARGEST = 100_000
+
+_Draw = Callable[[Path], object]
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """A picture that can be drawn again.
+
+    Attributes:
+        draw: function that draws it into a file.
+        raw: files that its numbers come from.
+        code: files of the code that draws, from the root of the checkout.
+    """
+
+    draw: _Draw
+    raw: tuple[Path, ...]
+    code: tuple[str, ...]
+
+    def digest(self) -> str:
+        """SHA-256 of the raw files and the code, the latter without comments and docstrings."""
+        digest = hashlib.sha256()
+        for file in self.raw:
+            digest.update(read_text(file).encode())
+        for name in ("diffquant/report/plots.py", *self.code):
+            digest.update(_statements(ROOT / name).encode())
+        return digest.hexdigest()
+
+
+def main(
+    folders: Annotated[list[Path] | None, typer.Argument(help="Folders of results; all by default.")] = None,
+) -> None:
+    """Redraw every plot of a result from the raw files beside it."""
+    pictures = [picture for folder in folders or RESULTS for picture in sorted(folder.rglob("*.png"))]
+    unknown = [picture for picture in pictures if picture.name not in drawings(picture.parent)]
+    if unknown:
+        raise UsageError(f"nothing here draws {', '.join(map(str, unknown))}; add it to research/studies/plots.py")
+    for picture in pictures:
+        drawing = drawings(picture.parent)[picture.name]
+        _draw(drawing, picture)
+        typer.echo(f"drew {picture}")
+
+
+def is_stale(picture: Path) -> bool:
+    """Whether a picture was drawn from other numbers, or by other code, than there are now."""
+    with Image.open(picture) as image:
+        return image.info.get(STAMP) != drawings(picture.parent)[picture.name].digest()
+
+
+@cache
+def drawings(folder: Path) -> dict[str, Drawing]:
+    """What can be drawn from the raw files of a folder, by the picture's name."""
+    drawn = {
+        name: drawing
+        for file in named(folder, "*.json")
+        for pattern, of_file in _DRAWN_FROM.items()
+        if file.match(pattern)
+        for name, drawing in of_file(file)
+    }
+    retrieved = tuple(sorted(folder.glob("*/retrieved.json")))
+    if retrieved:
+        runs = [read_json(file) for file in retrieved]
+        drawn["solved.png"] = Drawing(partial(write_plot, runs), retrieved, ("research/train/solved_report.py",))
+    return drawn
+
+
+def _draw(drawing: Drawing, picture: Path) -> None:
+    """Draw a picture with so many dots that it is small, in few colours, and with the digest of what it shows."""
+    info = PngInfo()
+    info.add_text(STAMP, drawing.digest())
+    for share in (1.0, 0.85, 0.7, 0.6, 0.5):
+        with _resolution(share):
+            drawing.draw(picture)
+        with Image.open(picture) as image:
+            # A palette takes a third of the bytes.
+            few = image.convert("RGB").quantize(COLOURS, dither=Image.Dither.NONE)
+            few.save(picture, pnginfo=info, dpi=image.info.get("dpi", (160, 160)), optimize=True)
+        if picture.stat().st_size <= LARGEST:
+            return
+
+
+@contextmanager
+def _resolution(share: float) -> Iterator[None]:
+    """Have matplotlib save figures at a share of the resolution that the drawing functions ask for."""
+    save = Figure.savefig
+
+    def saved(figure: Figure, path: Any, dpi: float, **options: Any) -> None:
+        save(figure, path, dpi=share * dpi, **options)
+
+    with patch.object(Figure, "savefig", saved):
+        yield
+
+
+@cache
+def _statements(file: Path) -> str:
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    for node in ast.walk(tree):
+        body = getattr(node, "body", None)
+        if (
+            isinstance(body, list)
+            and body
+            and isinstance(body[0], ast.Expr)
+            and isinstance(body[0].value, ast.Constant)
+        ):
+            body[0].value.value = ""
+    return ast.unparse(tree)
+
+
+def _of_sweep(file: Path) -> Iterator[tuple[str, Drawing]]:
+    shown = ("columns", "margin_columns", "position_columns", "stats")
+    columns = tuple(f"diffquant/evals/{name}.py" for name in shown)
+    yield "plot.png", Drawing(lambda path: plot(read_sweep(file), path), (file,), ("diffquant/sweep/plot.py", *columns))
+    for kind in task_kinds():
+        for name, draw in kind.plots.items():
+            code = f"{draw.__module__.replace('.', '/')}.py"
+            yield name, Drawing(partial(_draw_task, draw, kind, file), (file,), (code, *columns))
+
+
+def _draw_task(draw: Any, kind: Any, file: Path, path: Path) -> None:
+    draw(plotted_cells(read_sweep(file), kind), path)
+
+
+def _of_outliers(file: Path) -> Iterator[tuple[str, Drawing]]:
+    code = ("calib/analysis/outlier_outputs.py",)
+    yield "outliers.png", Drawing(lambda path: plot_outliers(read_outliers(file), path), (file,), code)
+
+
+def _of_attention(file: Path) -> Iterator[tuple[str, Drawing]]:
+    code = ("calib/analysis/attention_map_outputs.py",)
+    yield "attention-map.png", Drawing(lambda path: plot_attention(read_attention_maps(file), path), (file,), code)
+
+
+def _of_search(file: Path) -> Iterator[tuple[str, Drawing]]:
+    code = ("calib/search/plots.py",)
+    yield f"{file.stem}.png", Drawing(lambda path: heat_map(read_search(file), path), (file,), code)
+    searches = tuple(named(file.parent, "search-*.json"))
+    yield (
+        "pareto.png",
+        Drawing(lambda path: plot_pareto([read_search(each) for each in searches], path), searches, code),
+    )
+
+
+def _of_bench(file: Path) -> Iterator[tuple[str, Drawing]]:
+    for drawn in bench_plots(read_result(file)):
+        yield f"{drawn.name}.png", Drawing(partial(drawn.figure.savefig, dpi=160), (file,), ("bench/plots.py",))
+
+
+def _of_figure8(file: Path) -> Iterator[tuple[str, Drawing]]:
+    """A file a model in one folder, a Transformer first, as the study takes them."""
+    files = tuple(each for each in named(file.parent, "*.json") if "kl" in read_json(each))
+    if files:
+        code = ("research/studies/figure8_plots.py", "research/studies/figure8_model.py")
+        for name, figure in (("kl.png", plot_by_bits), ("prediction.png", plot_against_prediction)):
+            yield name, Drawing(partial(_draw_figure8, figure, files), files, code)
+
+
+def _draw_figure8(figure: Callable[[list[Any]], Any], files: tuple[Path, ...], path: Path) -> None:
+    results = [read_json(file) for file in files]
+    results.sort(key=lambda result: (result["generation"] != "Transformer", result["generation"]))
+    figure(results).savefig(path, dpi=150)
+
+
+_DRAWN_FROM: dict[str, Callable[[Path], Iterator[tuple[str, Drawing]]]] = {
+    "sweep.json": _of_sweep,
+    "outliers.json": _of_outliers,
+    "attention-map.json": _of_attention,
+    "search-*.json": _of_search,
+    "bench.json": _of_bench,
+    "figure8-*/*.json": _of_figure8,
+}
+
+
+if __name__ == "__main__":
+    from diffquant.support.program import run_program
+
+    run_program(main)

@@ -1,0 +1,153 @@
+"""Weight quantizers at equal bits: ours, and what other libraries that read no text make of the same weight.
+
+Every library quantizes and dequantizes by itself; what it stores is counted from the tensors it holds.
+"""
+
+import math
+from collections.abc import Mapping
+from importlib import import_module
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from diffquant.formats.compressed_tensors import SCALE, packed_shapes
+from diffquant.quantization.rounded_weight import as_stored
+from diffquant.quantization.roundings import Rounder
+from diffquant.quantization.roundings.mse import round_with_clipping
+from diffquant.quantization.roundings.nearest import round_to_nearest
+from diffquant.scheme import Scheme
+from research.studies.rounding_method import TIERS, Method, Quantize, Quantized, ReadRule, group_size
+
+RULES = ("nearest", "mse", "gptq", "tuned")
+
+_SCALE = torch.float16
+
+
+def _ours(rule: str, bits: int, least: int, options: Mapping[str, str] = MappingProxyType({})) -> Quantize:
+    def scheme_of(width: int) -> Scheme:
+        return Scheme.parse(f"{bits}:g{group_size(width, least)}")
+
+    def quantize(name: str, weight: Tensor, read_rule: ReadRule) -> Quantized:
+        data_free = {"nearest": Rounder(round_to_nearest), "mse": Rounder(round_with_clipping)}
+        rounder = data_free.get(rule) or read_rule(rule, options, scheme_of)
+        scheme = scheme_of(weight.shape[1])
+        scales = math.prod(packed_shapes((weight.shape[0], weight.shape[1]), scheme)[SCALE])
+        stored = weight.numel() * bits + scales * 8 * _SCALE.itemsize
+        return Quantized(as_stored(rounder, name, weight.float(), scheme, _SCALE), stored, stored)
+
+    return quantize
+
+
+def _bitsandbytes(kind: str, nested: bool) -> Quantize:
+    def quantize(name: str, weight: Tensor, read_rule: ReadRule) -> Quantized:
+        functional = import_module("bitsandbytes.functional")
+        packed, state = functional.quantize_4bit(
+            weight.float(), blocksize=64, compress_statistics=nested, quant_type=kind
+        )
+        # Its two tables of levels are constants.
+        stored = _bits(packed, state.absmax) + (_bits(state.offset, state.state2.absmax) if nested else 0)
+        return Quantized(functional.dequantize_4bit(packed, state), stored, stored)
+
+    return quantize
+
+
+def _torchao_int4(least: int) -> Quantize:
+    """torchao's int4 with a bfloat16 scale and zero a group, as its tinygemm layouts have it."""
+
+    def quantize(name: str, weight: Tensor, read_rule: ReadRule) -> Quantized:
+        primitives = import_module("torchao.quantization.quant_primitives")
+        block = (1, group_size(weight.shape[1], least))
+        kind, values = torch.bfloat16, weight.float()
+        # The layouts themselves are made on accelerators alone; these are the functions they call.
+        scale, zero = primitives._choose_qparams_affine_tinygemm(
+            values, primitives.MappingType.ASYMMETRIC, block, torch.int32, 0, 15, 1e-6, kind, kind
+        )
+        codes = primitives._quantize_affine_tinygemm(values, block, scale, zero, torch.int32, 0, 15)
+        restored = primitives._dequantize_affine_tinygemm(
+            codes, block, scale, zero, torch.int32, 0, 15, output_dtype=torch.float32
+        )
+        stored = codes.numel() * 4 + _bits(scale, zero)
+        return Quantized(restored, stored, stored)
+
+    return quantize
+
+
+def _torchao_intx(bits: int, least: int) -> Quantize:
+    """torchao's weight-only integers of any width, asymmetric; codes lie in bytes."""
+
+    def quantize(name: str, weight: Tensor, read_rule: ReadRule) -> Quantized:
+        quantization = import_module("torchao.quantization")
+        granularity = import_module("torchao.quantization.granularity")
+        linear = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False)
+        linear.weight = torch.nn.Parameter(weight, requires_grad=False)
+        config = quantization.IntxWeightOnlyConfig(
+            weight_dtype=getattr(torch, f"int{bits}"),
+            granularity=granularity.PerGroup(group_size(weight.shape[1], least)),
+            mapping_type=quantization.MappingType.ASYMMETRIC,
+        )
+        quantization.quantize_(linear, config)
+        made: Any = linear.weight
+        beside = _bits(made.scale, made.zero_point)
+        return Quantized(made.dequantize().float(), made.qdata.numel() * bits + beside, _bits(made.qdata) + beside)
+
+    return quantize
+
+
+def _hqq(bits: int, group: int) -> Quantize:
+    """HQQ along the input axis, the one its fast kernels read; scale and zero in float16, as `HQQLinear` keeps them."""
+
+    def quantize(name: str, weight: Tensor, read_rule: ReadRule) -> Quantized:
+        quantizer = import_module("hqq.core.quantize").Quantizer
+        packed, meta = quantizer.quantize(
+            weight.float(), nbits=bits, group_size=group, axis=1, compute_dtype=_SCALE, device="cpu"
+        )
+        beside = {part: meta[part].to(_SCALE) for part in ("scale", "zero")}
+        restored = quantizer.dequantize(packed, meta | beside | {"compute_dtype": torch.float32})
+        scales = _bits(*beside.values())
+        return Quantized(restored.float(), weight.numel() * bits + scales, _bits(packed) + scales)
+
+    return quantize
+
+
+def _bits(*tensors: Tensor) -> int:
+    return 8 * sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def _of_ours(tier: str, bits: int, least: int) -> list[Method]:
+    return [Method(f"{rule} {bits}:g{least}", tier, _ours(rule, bits, least)) for rule in RULES]
+
+
+_FINE, _COARSE, _SIX, _LOW = TIERS
+METHODS = (
+    *_of_ours(_FINE, 4, 32),
+    Method("bitsandbytes nf4, blocks of 64", _FINE, _bitsandbytes("nf4", nested=False), "bitsandbytes"),
+    Method("bitsandbytes fp4, blocks of 64", _FINE, _bitsandbytes("fp4", nested=False), "bitsandbytes"),
+    Method("torchao int4, groups of 64", _FINE, _torchao_int4(64), "torchao"),
+    Method("HQQ 4 bits, groups of 64", _FINE, _hqq(4, 64), "hqq"),
+    *_of_ours(_COARSE, 4, 128),
+    Method("bitsandbytes nf4, double quantization", _COARSE, _bitsandbytes("nf4", nested=True), "bitsandbytes"),
+    Method("bitsandbytes fp4, double quantization", _COARSE, _bitsandbytes("fp4", nested=True), "bitsandbytes"),
+    Method("torchao int4, groups of 256", _COARSE, _torchao_int4(256), "torchao"),
+    Method("HQQ 4 bits, groups of 256", _COARSE, _hqq(4, 256), "hqq"),
+    *_of_ours(_SIX, 6, 128),
+    Method("torchao int6, groups of 192", _SIX, _torchao_intx(6, 192), "torchao"),
+    Method("HQQ 6 bits, groups of 256", _SIX, _hqq(6, 256), "hqq"),
+    *_of_ours(_LOW, 3, 32),
+    Method("torchao int3, groups of 48", _LOW, _torchao_intx(3, 48), "torchao"),
+    Method("HQQ 3 bits, groups of 64", _LOW, _hqq(3, 64), "hqq"),
+)
+
+_OPTIONS: Mapping[str, Mapping[str, str]] = {
+    "": {},
+    ", unrounded inputs": {"inputs": "unrounded"},
+    ", target layer": {"target": "layer"},
+    ", order of activation": {"order": "activation"},
+}
+# gptq as it may be told to work.
+VARIANTS = tuple(
+    Method(f"gptq {bits}:g{least}{name}", tier, _ours("gptq", bits, least, options))
+    for tier, bits, least in ((_FINE, 4, 32), (_COARSE, 4, 128), (_LOW, 3, 32))
+    for name, options in _OPTIONS.items()
+)

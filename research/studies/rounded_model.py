@@ -1,0 +1,172 @@
+"""A model whose weights a method quantizes, and what that costs its outputs on prose like gptq's and on other text."""
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from diffquant.errors import UsageError
+from diffquant.evals.language_model import States
+from diffquant.evals.protocols import hellaswag
+from diffquant.evals.protocols.perplexity import reference_of, score_text
+from diffquant.evals.torch_model import TorchModel
+from diffquant.loading import load
+from diffquant.recipe import Recipe
+from diffquant.source.source import open_source
+from diffquant.text.corpus import load_text, text_digest
+from research.studies.model_reading import ModelReading, ReadingOptions
+from research.studies.rounding_method import Contestant, reason
+
+
+@dataclass(frozen=True)
+class RoundingOptions:
+    """Options of a measurement.
+
+    Attributes:
+        text: file with a text of two halves; the prose that ships by default.
+        characters: number of characters that are scored of the second half, and of HellaSwag's contexts.
+        window: number of tokens the model sees at once, scored and read.
+        tokens: number of tokens of the first half that are read.
+        items: number of HellaSwag items; 0 for none.
+    """
+
+    text: Path | None = None
+    characters: int = 16384
+    window: int = 512
+    tokens: int = 16384
+    items: int = 200
+
+
+# Keys of a row that has been scored on both texts.
+_SCORES = ("perplexity", "kl", "tokens_by_window", "nll_by_window", "kl_by_window", "elsewhere")
+
+
+class Subject:
+    """A model, its weights in float16, and what its outputs are compared with."""
+
+    def __init__(self, path: Path, options: RoundingOptions) -> None:
+        self.path, self.options = path, options
+        text = load_text(options.text)
+        self._read, self._scored = text[: len(text) // 2], text[len(text) // 2 :][: options.characters]
+        self._elsewhere = "\n".join(item.query for item in hellaswag.load_items())[: options.characters]
+        self._spans = (options.window, options.window)
+        self._source = open_source(path)
+        self._tokenizer = self._source.tokenizer
+        available = len(self._tokenizer.encode(self._read, add_special_tokens=False))
+        if available < options.tokens:
+            raise UsageError(f"the first half of the text has {available} tokens, fewer than --tokens {options.tokens}")
+        self._model = load(self._source, Recipe(), torch.float32, "cpu")
+        adapter = self._source.adapter
+        self._weights = {
+            name: (adapter.source_name(name), self._model.get_parameter(name).data.half())
+            for name in adapter.architecture.linear_shapes()
+        }
+        for name, (_, weight) in self._weights.items():
+            self._model.get_parameter(name).data = weight.float()
+        self._reading = ModelReading(
+            self._source, self._weights, ReadingOptions(options.text, options.tokens, options.window)
+        )
+        self._items = hellaswag.load_items(limit=options.items) if options.items else []
+
+    def settings(self) -> dict[str, Any]:
+        """Settings that a result depends on: all but the number of items."""
+        return {
+            "model": self.path.name,
+            "fingerprint": self._source.fingerprint,
+            "text": text_digest(self._scored),
+            "elsewhere": text_digest(self._elsewhere),
+            "read": text_digest(self._read),
+            "characters": len(self._scored),
+            "window": self.options.window,
+            "tokens": self.options.tokens,
+        }
+
+    def lacking(self, former: Mapping[str, Any]) -> bool:
+        """Whether a former result lacks something that is asked for."""
+        return not _is_scored(former) or former.get("items", 0) < len(self._items)
+
+    def measured(self, method: Contestant | None, former: Mapping[str, Any]) -> dict[str, Any]:
+        """Numbers of a method, or why there are none; None is the model as it is."""
+        # Computed before a method changes the weights.
+        references = None if _is_scored(former) else self._references
+        if method is None:
+            return {"bits": 16.0} | self._scores(former, references)
+        try:
+            with self._quantized(method) as facts:
+                return facts | self._scores(former, references)
+        except Exception as error:  # a library's own failure is its row, and the others go on
+            if method.package is None:
+                raise
+            return {"missing": reason(error, method)}
+
+    @contextmanager
+    def _quantized(self, method: Contestant) -> Iterator[dict[str, Any]]:
+        """Give the model a method's weights while open; yields what they store and lose."""
+        bits = held = elements = 0
+        errors: list[float] = []
+        try:
+            started = time.process_time()
+            quantized = method.over(self._reading)
+            seconds = time.process_time() - started
+            for name, (source, weight) in self._weights.items():
+                exact, started = weight.float(), time.process_time()
+                made = quantized(source, weight)
+                seconds += time.process_time() - started
+                errors.append(float((made.values - exact).norm() / exact.norm()))
+                self._model.get_parameter(name).data = made.values
+                bits, held, elements = bits + made.bits, held + made.held, elements + weight.numel()
+            yield {
+                "tier": method.tier,
+                "bits": bits / elements,
+                "held_bits": held / elements,
+                "mean_relative_rms_error": sum(errors) / len(errors),
+                "cpu_seconds": seconds,
+            }
+        finally:
+            for name, (_, weight) in self._weights.items():
+                self._model.get_parameter(name).data = weight.float()
+
+    def _scores(self, former: Mapping[str, Any], references: tuple[States, States] | None) -> dict[str, Any]:
+        if references is None:
+            scores = {key: former[key] for key in _SCORES}
+        else:
+            prose, elsewhere = references
+            scores = self._of_text(self._scored, prose) | {"elsewhere": self._of_text(self._elsewhere, elsewhere)}
+        if former.get("items", 0) >= len(self._items):
+            return scores | {key: former[key] for key in ("items", "acc_norm", "correct") if key in former}
+        outcome = hellaswag.evaluate_hellaswag(TorchModel(self._model), self._tokenizer, self._items)
+        right = outcome.correct_norm
+        return scores | {
+            "items": len(right),
+            "acc_norm": sum(right) / len(right),
+            "correct": "".join("01"[int(item)] for item in right),
+        }
+
+    def _of_text(self, text: str, reference: States) -> dict[str, Any]:
+        """Perplexity and KL of a text, and what they are means over."""
+        score = score_text(TorchModel(self._model), self._tokenizer, text, *self._spans, reference=reference)
+        return {
+            "perplexity": score.perplexity,
+            "kl": score.kl,
+            "tokens_by_window": score.tokens_by_window,
+            "nll_by_window": score.nll_by_window,
+            "kl_by_window": score.kl_by_window,
+        }
+
+    @cached_property
+    def _references(self) -> tuple[States, States]:
+        """States of the 16-bit model on the prose and on HellaSwag's contexts."""
+        prose, elsewhere = (
+            reference_of(TorchModel(self._model), self._tokenizer, text, *self._spans)
+            for text in (self._scored, self._elsewhere)
+        )
+        return prose, elsewhere
+
+
+def _is_scored(row: Mapping[str, Any]) -> bool:
+    return all(key in row for key in _SCORES)

@@ -1,0 +1,166 @@
+"""KL of searched widths beside one width for all weights, at equal stored bits.
+
+    python -m research.studies.searched MODEL... -o FOLDER
+    python -m research.studies.searched --show FOLDER/*.json
+
+The budget of a search is what a uniform width stores, scales included, and any of the other widths may be chosen. The
+costs are measured on the first half of the prose that ships. Both recipes are then scored on its second half, and on
+HellaSwag's contexts, which are another kind of text; KL is that of the model's own predictions at 16 bits. A file for
+each model; those that are there are not measured again.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from diffquant.bench.environment import environment
+from diffquant.calib.search.allocation import Budget, average_bits
+from diffquant.calib.search.search import Search, SearchOptions
+from diffquant.calib.search.units import find_units, to_recipe
+from diffquant.errors import UsageError
+from diffquant.evals.language_model import States
+from diffquant.evals.protocols import hellaswag
+from diffquant.evals.protocols.perplexity import reference_of, score_text
+from diffquant.evals.stats import Difference, mean_interval
+from diffquant.evals.torch_model import TorchModel
+from diffquant.loading import load
+from diffquant.recipe import Recipe
+from diffquant.report.tables import markdown
+from diffquant.source.source import Source, open_source
+from diffquant.support.files import write_json
+from diffquant.support.progress import Progress, progress_for, silent
+from diffquant.support.xz import stored
+from diffquant.sweep.storage import weight_bytes
+from diffquant.text.corpus import load_text, text_digest
+from research.studies.results import read_json
+
+TEXTS = ("prose", "elsewhere")
+SEARCHED, UNIFORM = "searched", "uniform"
+# The widths of the pocket models' matrices have no common group but 8, so a row is what shares a scale.
+_OPTIONS = SearchOptions(widths=(8, 7, 6, 5, 4, 3), granularity="row")
+_WINDOW = 256
+
+
+def main(
+    paths: Annotated[list[Path], typer.Argument(help="Checkpoints; with --show, results.")],
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Folder of a file for each model.")] = None,
+    uniform: Annotated[str, typer.Option(help="Uniform widths whose size is the budget, with commas.")] = "4,5,6",
+    characters: Annotated[int, typer.Option(help="Characters that are scored of either text.")] = 24576,
+    show: Annotated[bool, typer.Option("--show", help="Only print results side by side.")] = False,
+) -> None:
+    """Compare searched widths with a uniform one that stores as much."""
+    if show:
+        print(searched_table([read_json(path) for path in paths]))
+        return
+    if output is None:
+        raise UsageError("give --output, the folder of the results, or --show and results")
+    widths = [int(width) for width in uniform.split(",")]
+    results = []
+    for path in paths:
+        file = output / f"{path.name}.json"
+        if not stored(file).exists():
+            output.mkdir(parents=True, exist_ok=True)
+            measured = measure_searches(path, widths, characters, output, progress_for(path.name))
+            write_json(file, measured)
+        results.append(read_json(file))
+    print(searched_table(results))
+
+
+def measure_searches(
+    path: Path, widths: Sequence[int], characters: int, folder: Path, progress: Progress = silent
+) -> dict[str, Any]:
+    """Content of a model's file: by uniform width, both recipes and what they cost.
+
+    Args:
+        widths: uniform widths whose stored bits are the budgets.
+        characters: number of characters of either text.
+        folder: where the searches keep their measurements.
+    """
+    source = open_source(path)
+    units = find_units(source, _OPTIONS.targets, _OPTIONS.granularity)
+    text = load_text()
+    texts = {
+        "prose": text[len(text) // 2 :][:characters],
+        "elsewhere": "\n".join(item.query for item in hellaswag.load_items())[:characters],
+    }
+    exact = TorchModel(load(source, Recipe(), torch.float32, "cpu"))
+    references = {name: reference_of(exact, source.tokenizer, part, _WINDOW, _WINDOW) for name, part in texts.items()}
+    results: dict[str, Any] = {}
+    for width in widths:
+        same_width = dict.fromkeys(units, width)
+        budget = Budget(bits=average_bits(same_width, "weights"))
+        search = Search(source, budget, _OPTIONS, folder).run(progress)
+        recipes = {UNIFORM: to_recipe(same_width), SEARCHED: search.recipe}
+        results[str(width)] = {
+            name: {"recipe": recipe.to_dict(), **_costs(source, recipe, texts, references)}
+            for name, recipe in recipes.items()
+        }
+    return {
+        "environment": environment(),
+        "settings": {
+            "model": path.name,
+            "fingerprint": source.fingerprint,
+            "widths": _OPTIONS.widths,
+            "granularity": _OPTIONS.granularity,
+            "characters": characters,
+            "window": _WINDOW,
+            **{name: text_digest(part) for name, part in texts.items()},
+        },
+        "results": results,
+    }
+
+
+def _costs(
+    source: Source, recipe: Recipe, texts: Mapping[str, str], references: Mapping[str, States]
+) -> dict[str, Any]:
+    """Bytes of the checkpoint and scores of the texts under a recipe."""
+    model = TorchModel(load(source, recipe, torch.float32, "cpu"))
+    row: dict[str, Any] = {"bytes": weight_bytes(source, recipe)}
+    for name, part in texts.items():
+        score = score_text(model, source.tokenizer, part, _WINDOW, _WINDOW, reference=references[name])
+        row[name] = {
+            "perplexity": score.perplexity,
+            "kl": score.kl,
+            "tokens_by_window": score.tokens_by_window,
+            "kl_by_window": score.kl_by_window,
+        }
+    return row
+
+
+def gain(result: Mapping[str, Any], width: str, text: str) -> Difference:
+    """What the search changes KL by against the uniform width, over the same windows."""
+    ours, plain = (result["results"][width][name][text] for name in (SEARCHED, UNIFORM))
+    changes = [a - b for a, b in zip(ours["kl_by_window"], plain["kl_by_window"], strict=True)]
+    return mean_interval(changes, ours["tokens_by_window"])
+
+
+def searched_table(results: Sequence[Mapping[str, Any]]) -> str:
+    """Markdown with a row for each model and uniform width: bytes of both, KL of both with the change's interval."""
+    heads = ["model", "uniform", "bytes", "searched, bytes", "KL, nats", "elsewhere: KL, nats"]
+    rows = [
+        [one["settings"]["model"], f"{width} bits", *searched_cells(one, width)]
+        for one in results
+        for width in one["results"]
+    ]
+    return "\n".join(markdown(heads, rows))
+
+
+def searched_cells(result: Mapping[str, Any], width: str) -> list[str]:
+    """Cells of a row after the width."""
+    sizes = [f"{result['results'][width][name]['bytes']:,}" for name in (UNIFORM, SEARCHED)]
+    return [*sizes, *(_change(result, width, text) for text in TEXTS)]
+
+
+def _change(result: Mapping[str, Any], width: str, text: str) -> str:
+    plain, ours = (result["results"][width][name][text]["kl"] for name in (UNIFORM, SEARCHED))
+    change = gain(result, width, text)
+    return f"{plain:.4f} → {ours:.4f} ({change.mean:+.4f} [{change.low:+.4f}, {change.high:+.4f}])"
+
+
+if __name__ == "__main__":
+    from diffquant.support.program import run_program
+
+    run_program(main)

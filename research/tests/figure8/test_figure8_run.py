@@ -1,0 +1,162 @@
+"""The program of Figure 8's runs: a raw file from a text, whether it was interrupted on the way or not."""
+
+import itertools
+import json
+import os
+import runpy
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from diffquant import data
+from diffquant.errors import DiffQuantError, UsageError
+from research.figure8 import plan, run, scoring, text
+from research.figure8.plan import Run, results
+from research.train.kernels import is_supported
+
+SCHEMES = ["4:tensor", "3:row:shift"]
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch, tmp_path):
+    """Runs of four steps, scored under two schemes on three short passages."""
+    monkeypatch.setattr(text, "HELD_OUT", 16)
+    monkeypatch.setattr(scoring, "SCHEMES", SCHEMES)
+    monkeypatch.setattr(scoring, "OPERANDS", ["4:row"])
+    monkeypatch.setattr(scoring, "STEPS", (2.0,))
+    monkeypatch.setattr(scoring, "BOOKS", scoring.Settings(passages=3, windows=2, window=32))
+    monkeypatch.setattr(scoring, "WEB", scoring.Settings(passages=3, windows=2, window=32))
+    monkeypatch.setattr(run, "EVERY", 2)
+    monkeypatch.setattr(plan, "TOKENS_PER_STEP", 512)
+    with torch.enable_grad():
+        yield
+
+
+@pytest.fixture(scope="module")
+def books(tmp_path_factory):
+    file = tmp_path_factory.mktemp("text") / "books.txt"
+    file.write_text(data.books_text(), encoding="utf-8")
+    return file
+
+
+def made(kind, books, folder, monkeypatch, times=(0.0,), minutes=1.0):
+    """Raw result of a run whose clock shows `times` and then stands still."""
+    ticks = itertools.chain(times, itertools.repeat(times[-1]))
+    monkeypatch.setattr(run, "time", SimpleNamespace(monotonic=lambda: next(ticks)))
+    monkeypatch.setattr(run, "BUILD", folder / "build")
+    monkeypatch.setattr(run, "scores", lambda *_: {"books": "scored"})
+    planned = Run(f"e1-{kind}-rate-4e-3", kind, "1.25M", 4, "4e-3", 100, "bf16")
+    run.train_and_score(planned, books, folder / "raw", 60 * minutes)
+    return results(folder / "raw")[planned.name]
+
+
+def test_an_interrupted_run_has_the_results_of_a_straight_one(books, tmp_path, monkeypatch):
+    kind = "diff-v1"
+    straight = made(kind, books, tmp_path / "straight", monkeypatch)
+    with pytest.raises(DiffQuantError, match="time is up at step 2; the same command goes on"):
+        made(kind, books, tmp_path / "parts", monkeypatch, times=(0.0, 61.0))
+    assert not (tmp_path / "parts" / "raw").exists()
+    resumed = made(kind, books, tmp_path / "parts", monkeypatch)
+    del resumed["environment"], straight["environment"]
+    assert resumed == straight
+    assert straight["books"] == "scored"
+    assert len(straight["weights"]) == 64
+    assert straight["losses"].keys() == {"2", "4"}
+
+
+def test_a_training_whose_loss_is_no_number_is_a_result(books, tmp_path, monkeypatch):
+    monkeypatch.setattr(run, "rate_of", lambda *_: 1e38)
+    result = made("transformer", books, tmp_path, monkeypatch)
+    assert "lower the learning rate" in result["diverged"]
+    assert result["validation"]["nll"] is None
+    assert "books" not in result
+
+
+def test_the_program_begins_again_with_the_allocator_that_training_needs(monkeypatch):
+    begun = []
+
+    def execve(program, arguments, environment):
+        begun.append((program, arguments, environment))
+        raise SystemExit
+
+    monkeypatch.setattr(os, "execve", execve)
+    monkeypatch.setattr(sys, "argv", ["run", "--next", "--text", "books.txt"])
+    monkeypatch.delenv("MALLOC_MMAP_THRESHOLD_", raising=False)
+    with pytest.raises(SystemExit):
+        runpy.run_path(run.__file__, run_name="__main__")
+    ((program, arguments, environment),) = begun
+    assert arguments == [program, "-m", "research.figure8.run", "--next", "--text", "books.txt"]
+    assert environment.items() >= run._ENVIRONMENT.items()
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"training_text": {"sha256": "f00d"}}, "another text, of SHA-256 f00d"),
+        ({"arithmetic": "another"}, "are of another, and this processor would train in"),
+    ],
+)
+def test_a_run_that_could_not_be_compared_is_refused_before_it_trains(changed, said, books, tmp_path, monkeypatch):
+    digest = text.TrainingText(data.books_text(), tmp_path / "build").digest
+    usual = {"training_text": {"sha256": digest}, "arithmetic": "bf16" if is_supported() else "float32"}
+    (tmp_path / "raw").mkdir()
+    (tmp_path / "raw" / "e1-diff-v2-rate-4e-3.json").write_text(json.dumps(usual | changed))
+    with pytest.raises(UsageError, match=said):
+        made("diff-v1", books, tmp_path, monkeypatch)
+    assert not (tmp_path / "build" / "e1-diff-v1-rate-4e-3").exists()
+
+
+def test_held_out_windows_are_never_trained_on(books, tmp_path):
+    made_of = text.TrainingText(data.books_text(), tmp_path)
+    held_out = {bytes(window) for window in made_of.held_out[:, 1:].to(torch.uint8)}
+    windows = 0
+    for step in range(60):
+        ids, _ = made_of.batch(0, step, 4, text.WINDOW)
+        windows += len(ids)
+        assert not held_out & {bytes(window) for window in ids[:, 1:].to(torch.uint8)}
+    assert windows * text.WINDOW > 0.7 * made_of.describe()["training_tokens"]
+
+
+def test_two_processes_never_take_one_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(run, "BUILD", tmp_path)
+    with run.claimed(None, tmp_path) as first, run.claimed(None, tmp_path) as second:
+        assert first != second
+        with pytest.raises(UsageError, match="another process"), run.claimed(first.name, tmp_path):
+            pass
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("e1-diff-v1-seed-101", "decide the rate of e1-diff-v1-seed-101"),
+        ("e1-diff-v1-rate-4e-3", "has a raw file"),
+        ("e1-diff-v3", "has no run 'e1-diff-v3'"),
+    ],
+)
+def test_a_run_that_cannot_begin_is_refused_by_name(name, said, tmp_path, monkeypatch):
+    monkeypatch.setattr(run, "BUILD", tmp_path)
+    (tmp_path / "e1-diff-v1-rate-4e-3.json").write_text("{}")
+    with pytest.raises(UsageError, match=said), run.claimed(name, tmp_path):
+        pass
+
+
+def test_a_text_too_short_to_hold_any_out_is_refused(tmp_path):
+    with pytest.raises(UsageError, match="tokens; give one of"):
+        text.TrainingText(data.books_text()[:20000], tmp_path)
+
+
+def test_every_passage_of_every_kind_is_scored(tmp_path):
+    tokenizer = text.TrainingText(data.books_text(), tmp_path).tokenizer
+    for kind in ("gated", "diff-v2-equalized"):
+        model = run.new_model(Run("x", kind, "1.25M", 4, "4e-3", 100, "bf16"), len(tokenizer))
+        found = scoring.scores(model, tokenizer)
+        for part in (
+            found["books"]["kl"],
+            found["books"]["kl_of_qk"],
+            found["books"]["kl_of_steps"],
+            found["web"]["kl"],
+        ):
+            assert all(len(values) == 3 and min(values) > 0 for values in part.values())
+        assert found["outliers"]["overall"]["logits"]["top"][1] > 0

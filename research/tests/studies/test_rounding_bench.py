@@ -1,0 +1,335 @@
+"""The comparison of weight quantizers: equal bits, the codes that `quantize` stores, resumption, missing libraries."""
+
+import json
+from importlib.util import find_spec
+
+import numpy as np
+import pytest
+import scipy.stats
+import torch
+
+from diffquant.errors import UsageError
+from diffquant.loading import load
+from diffquant.quantization.quantize import quantize
+from diffquant.recipe import Recipe
+from research.studies import quantizers, rounding, rounding_layers, rounding_tables
+from research.studies.quantizers import METHODS
+from research.studies.rounded_model import _SCORES, RoundingOptions, Subject
+from research.studies.rounding_method import TIERS, Method, Quantized, group_size
+from tests.support import tiny_lm
+from tests.support.thorough import thorough
+
+OPTIONS = RoundingOptions(characters=1500, window=64, tokens=512, items=4)
+NAMED = {method.name: method for method in METHODS}
+
+
+def installed(package):
+    return pytest.mark.skipif(find_spec(package) is None, reason=f"needs the extra quantizers: {package}")
+
+
+@pytest.mark.parametrize(
+    ("width", "least", "size"), [(576, 32, 32), (576, 128, 144), (1536, 128, 128), (344, 32, 43), (128, 256, 128)]
+)
+def test_groups_divide_the_width_and_are_no_smaller_than_asked(width, least, size):
+    assert group_size(width, least) == size
+
+
+@pytest.mark.parametrize(
+    ("name", "bits", "held"),
+    [
+        ("nearest 4:g32", 4.5, 4.5),
+        ("mse 4:g128", 4.125, 4.125),
+        ("nearest 6:g128", 6.125, 6.125),
+        pytest.param("bitsandbytes nf4, blocks of 64", 4.5, 4.5, marks=installed("bitsandbytes")),
+        # 8 bits a block, and float32 for the offset and each 256 blocks.
+        pytest.param(
+            "bitsandbytes nf4, double quantization",
+            4 + 8 / 64 + 32 * (2 + 1) / (64 * 512),
+            4 + 8 / 64 + 32 * (2 + 1) / (64 * 512),
+            marks=installed("bitsandbytes"),
+        ),
+        pytest.param("torchao int4, groups of 64", 4.5, 4.5, marks=installed("torchao")),
+        pytest.param("torchao int4, groups of 256", 4.125, 4.125, marks=installed("torchao")),
+        # A scale of 16 bits and a zero of 8.
+        pytest.param("torchao int6, groups of 192", 6 + 24 / 256, 8 + 24 / 256, marks=installed("torchao")),
+        pytest.param("HQQ 4 bits, groups of 64", 4.5, 4.5, marks=installed("hqq")),
+        pytest.param("HQQ 6 bits, groups of 256", 6.125, 8.125, marks=installed("hqq")),
+    ],
+)
+def test_stored_bits_count_codes_scales_and_zeros(name, bits, held):
+    torch.manual_seed(0)
+    weight = torch.randn(64, 512).half()
+    made = NAMED[name].quantize("w", weight, lambda: None)
+    assert (made.bits / weight.numel(), made.held / weight.numel()) == (bits, held)
+    assert made.values.dtype == torch.float32
+    assert (made.values - weight.float()).norm() < 0.2 * weight.float().norm()
+
+
+def test_every_tier_has_all_our_roundings_and_the_libraries_that_reach_it():
+    assert {method.tier for method in METHODS} == set(TIERS)
+    for tier in TIERS:
+        ours = [method for method in METHODS if method.tier == tier and method.package is None]
+        assert [method.name.split()[0] for method in ours] == ["nearest", "mse", "gptq", "tuned"]
+        assert {method.package for method in METHODS if method.tier == tier} > {"torchao", "hqq"}
+
+
+# Table of arXiv 2305.14314, appendix E.
+NF4 = [
+    -1.0,
+    -0.6961928009986877,
+    -0.5250730514526367,
+    -0.39491748809814453,
+    -0.28444138169288635,
+    -0.18477343022823334,
+    -0.09105003625154495,
+    0.0,
+    0.07958029955625534,
+    0.16093020141124725,
+    0.24611230194568634,
+    0.33791524171829224,
+    0.44070982933044434,
+    0.5626170039176941,
+    0.7229568362236023,
+    1.0,
+]
+
+
+@installed("bitsandbytes")
+def test_nf4_gives_back_the_papers_levels():
+    torch.manual_seed(0)
+    weight = torch.randn(4, 64).half()
+    made = NAMED["bitsandbytes nf4, blocks of 64"].quantize("w", weight, lambda: None).values
+    largest = weight.float().abs().amax(1, keepdim=True)
+    levels = torch.tensor(NF4)
+    nearest = levels[(weight.float() / largest).unsqueeze(-1).sub(levels).abs().argmin(-1)] * largest
+    torch.testing.assert_close(made, nearest)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return tiny_lm.write_llama(tmp_path_factory.mktemp("tiny") / "llama")
+
+
+@pytest.fixture(scope="module")
+def half(tmp_path_factory):
+    """The same model, stored in float16."""
+    folder = tmp_path_factory.mktemp("half") / "llama"
+    tiny_lm.llama().half().save_pretrained(folder)
+    tiny_lm.tokenizer().save_pretrained(folder)
+    return folder
+
+
+def test_the_weights_are_those_that_quantize_stores(half, tmp_path):
+    quantize(half, tmp_path / "out", Recipe.of(weights="4:g16", rounding="mse"))
+    stored = load(tmp_path / "out", dtype=torch.float32)
+    method = Method("mse", TIERS[0], quantizers._ours("mse", 4, 16))
+    subject = Subject(half, OPTIONS)
+    with subject._quantized(method) as facts:
+        for name, (_, weight) in subject._weights.items():
+            assert torch.equal(subject._model.get_parameter(name), stored.get_parameter(name))
+            assert not torch.equal(subject._model.get_parameter(name), weight.float())
+    assert facts["bits"] == 5.0
+    for name, (_, weight) in subject._weights.items():
+        assert torch.equal(subject._model.get_parameter(name), weight.float())
+
+
+def test_a_run_resumes_and_adds_what_is_asked_for(checkpoint, tmp_path, monkeypatch):
+    file, calls = tmp_path / "a" / "out.json", []
+    whole = Subject._quantized
+
+    def counted(self, method):
+        calls.append(method.name)
+        return whole(self, method)
+
+    monkeypatch.setattr(Subject, "_quantized", counted)
+    without = RoundingOptions(**{**vars(OPTIONS), "items": 0})
+    rounding.measure_methods(checkpoint, without, rounding.chosen("nearest 4:g32"), file)
+    first = json.loads(file.read_text())["results"]
+    assert list(first) == ["16 bits", "nearest 4:g32"]
+    assert first["16 bits"]["kl"] == pytest.approx(0, abs=1e-6)
+    assert first["nearest 4:g32"]["kl"] > 0
+    wanted = rounding.chosen("nearest 4:g32; gptq 4:g32")
+    second = rounding.measure_methods(checkpoint, without, wanted, file)["results"]
+    assert calls == ["nearest 4:g32", "gptq 4:g32"]
+    assert second["gptq 4:g32"]["kl"] < second["nearest 4:g32"]["kl"]
+    third = rounding.measure_methods(checkpoint, OPTIONS, wanted[:1], file)
+    row = third["results"]["nearest 4:g32"]
+    assert row["items"] == 4
+    assert all(row[key] == first["nearest 4:g32"][key] for key in _SCORES)
+    assert json.loads(file.read_text()) == third
+    lines = rounding_tables.method_table(third).splitlines()
+    assert [line.split(" | ")[0].strip("| ") for line in lines[2:]] == ["16 bits", "nearest 4:g32", "gptq 4:g32"]
+    assert f"| {row['kl']:.4f} ± " in lines[3]
+    assert [line.endswith("| - |") for line in lines[2:]] == [False, False, True]
+
+
+def test_both_texts_keep_the_windows_that_their_means_are_of(checkpoint, tmp_path):
+    options = RoundingOptions(**{**vars(OPTIONS), "items": 0})
+    result = rounding.measure_methods(checkpoint, options, rounding.chosen("nearest 4:g32"), tmp_path / "out.json")
+    row = result["results"]["nearest 4:g32"]
+    assert row["kl_by_window"] != row["elsewhere"]["kl_by_window"]
+    for scores in (row, row["elsewhere"]):
+        weights = scores["tokens_by_window"]
+        assert len(weights) == len(scores["kl_by_window"]) > 5
+        assert scores["kl"] == pytest.approx(np.average(scores["kl_by_window"], weights=weights))
+        assert scores["perplexity"] == pytest.approx(np.exp(np.average(scores["nll_by_window"], weights=weights)))
+
+
+def _row(kl, tier="4.5 bits"):
+    nll = [3 + each for each in kl]
+    scores = {"perplexity": float(np.exp(np.mean(nll))), "kl": float(np.mean(kl)), "tokens_by_window": [64] * len(kl)}
+    scores |= {"nll_by_window": nll, "kl_by_window": kl}
+    return scores | {"tier": tier, "bits": 4.5, "elsewhere": scores | {"kl_by_window": [2 * each for each in kl]}}
+
+
+def _result(kl_by_name, **old):
+    rows = {name: _row(kl) for name, kl in kl_by_name.items()} | old
+    full = {"bits": 16.0} | {key: _row([0.0] * 6)[key] for key in _SCORES}
+    return {"settings": {"model": "llama"}, "results": {"16 bits": full} | rows}
+
+
+KL = np.random.default_rng(0).gamma(2, 0.1, (2, 6))
+
+
+def test_intervals_of_a_table_are_scipys():
+    lines = rounding_tables.method_table(_result({"mse 4:g32": KL[0].tolist()})).splitlines()
+    mean, sem = KL[0].mean(), scipy.stats.sem(KL[0])
+    half = scipy.stats.t.interval(0.95, 5, mean, sem)[1] - mean
+    low, high = np.expm1(scipy.stats.t.interval(0.95, 5, mean, sem)) * 100
+    change = f"({100 * np.expm1(mean):+.2f} % [{low:+.2f}, {high:+.2f}])"
+    assert lines[3].startswith(f"| mse 4:g32 | 4.5 | {np.exp(3 + mean):.3f} {change} | {mean:.4f} ± {half:.4f} | ")
+    assert lines[2].startswith("| 16 bits | 16 | 20.086 | 0.0000 | ")
+
+
+def test_seconds_stand_beside_bits_where_one_kind_of_machine_took_them():
+    result = _result(dict(zip(("mse 4:g32", "gptq 4:g32"), KL.tolist(), strict=True)))
+    mse, gptq = (result["results"][name] for name in ("mse 4:g32", "gptq 4:g32"))
+    mse |= {"cpu_seconds": 7.6, "device": "a"}
+    gptq |= {"cpu_seconds": 1234.5, "device": "a"}
+    lines = rounding_tables.method_table(result).splitlines()
+    assert lines[0].startswith("| method | bits | CPU seconds | perplexity |")
+    starts = ["| 16 bits | 16 | - |", "| mse 4:g32 | 4.5 | 8 |", "| gptq 4:g32 | 4.5 | 1,234 |"]
+    assert all(map(str.startswith, lines[2:], starts))
+    gptq["device"] = "b"
+    assert "CPU seconds" not in rounding_tables.method_table(result)
+    del gptq["cpu_seconds"]
+    assert "CPU seconds" not in rounding_tables.method_table(result)
+
+
+def test_the_best_other_of_mse_reads_no_text_and_windows_are_paired():
+    names = ("mse 4:g32", "HQQ 4 bits, groups of 64")
+    readers = ("gptq 4:g32", "tuned 4:g32", "AutoRound 4 bits, groups of 32")
+    read = {name: (KL[0] / number).tolist() for number, name in enumerate(readers, 2)}
+    result = _result(dict(zip(names, KL.tolist(), strict=True)) | read)
+    result["results"]["HQQ 6 bits, groups of 256"] = _row((KL[0] / 9).tolist(), "6.125 bits")
+    best, prose, elsewhere = rounding_tables.lead(result, "mse 4:g32")
+    low, high = scipy.stats.ttest_rel(*KL).confidence_interval(0.95)
+    assert best == names[1]
+    assert (prose.low, prose.high) == pytest.approx((low, high))
+    assert (elsewhere.low, elsewhere.high) == pytest.approx((2 * low, 2 * high))
+    assert {rounding_tables.lead(result, name)[0] for name in readers[:2]} == {readers[2]}
+
+
+def test_a_row_without_windows_has_no_interval():
+    old = {"tier": "4.5 bits", "bits": 4.5, "perplexity": 20.5, "kl": 0.01}
+    result = _result({"mse 4:g32": KL[0].tolist()}, **{"HQQ 4 bits, groups of 64": old})
+    assert "| 4.5 | 20.500 | 0.0100 | - | - |" in rounding_tables.method_table(result)
+    assert rounding_tables.lead_table([result]).endswith("| mse 4:g32 | HQQ 4 bits, groups of 64 | - | - |")
+
+
+def test_a_size_stands_with_all_models_beside_each_other():
+    name = "torchao int3, groups of 48"
+    results = [_result({}, **{name: _row(kl.tolist(), "3.5 bits")}) for kl in KL]
+    results[0]["results"][name] |= {"bits": 3.354, "held_bits": 8.354}
+    results[1]["results"][name] |= {"bits": 3.395, "held_bits": 8.395}
+    results[0]["results"]["HQQ 3 bits, groups of 64"] = _row(KL[0].tolist(), "3.5 bits")
+    lines = rounding_tables.size_table(results, ["3.5 bits"]).splitlines()
+    cells = lines[2].strip("| ").split(" | ")
+    assert cells[:2] == [name, "3.354 to 3.395, held in 8.354 to 8.395"]
+    halves = [scipy.stats.t.interval(0.95, 5, 0, scipy.stats.sem(kl))[1] for kl in KL]
+    assert cells[2:] == [
+        f"{kl.mean():.4f} ± {n * half:.4f}" for kl, half in zip(KL, halves, strict=True) for n in (1, 2)
+    ]
+    assert len(lines) == 3  # what was not measured on every model is left out
+
+
+def test_another_runs_file_is_refused(checkpoint, tmp_path):
+    file = tmp_path / "out.json"
+    rounding.measure_methods(checkpoint, OPTIONS, [], file)
+    with pytest.raises(UsageError, match="another model, text or setting; name another file"):
+        rounding.measure_methods(checkpoint, RoundingOptions(**{**vars(OPTIONS), "characters": 1400}), [], file)
+    file.write_text("[]")
+    with pytest.raises(UsageError, match="is no result of this program"):
+        rounding.measure_methods(checkpoint, OPTIONS, [], file)
+
+
+def test_a_library_that_is_missing_or_fails_is_named_and_tried_again(checkpoint, tmp_path):
+    def absent(name, weight, compensated):
+        raise ModuleNotFoundError("No module named 'bitsandbytes'", name="bitsandbytes")
+
+    def failing(name, weight, compensated):
+        raise RuntimeError("no such kernel")
+
+    def working(name, weight, compensated):
+        return Quantized(weight.float(), weight.numel() * 16, weight.numel() * 16)
+
+    file, name = tmp_path / "out.json", "bitsandbytes nf4, blocks of 64"
+    absent, failing, working = (Method(name, TIERS[0], each, "bitsandbytes") for each in (absent, failing, working))
+    result = rounding.measure_methods(checkpoint, OPTIONS, [absent], file)
+    assert "not measured: bitsandbytes is not installed: pip install bitsandbytes" in rounding_tables.method_table(
+        result
+    )
+    assert "not measured: RuntimeError: no such kernel" in rounding_tables.method_table(
+        rounding.measure_methods(checkpoint, OPTIONS, [failing], file)
+    )
+    row = rounding.measure_methods(checkpoint, OPTIONS, [working], file)["results"][name]
+    assert row["kl"] == pytest.approx(0, abs=1e-6)
+    layers = rounding_layers.measure_layers(checkpoint, rounding_layers.LayerOptions((1,), 8, 128, 64), [absent])
+    assert "bitsandbytes is not installed" in rounding_layers.layer_table(layers)
+
+
+def test_an_error_of_our_own_is_not_a_row(checkpoint, tmp_path):
+    def failing(name, weight, compensated):
+        raise RuntimeError("a bug")
+
+    with pytest.raises(RuntimeError, match="a bug"):
+        rounding.measure_methods(checkpoint, OPTIONS, [Method("mse", TIERS[0], failing)], tmp_path / "out.json")
+
+
+def test_an_unknown_method_and_too_short_a_text_are_refused(checkpoint, tmp_path):
+    with pytest.raises(UsageError, match=r"no method is called 'awq'; known are nearest 4:g32; mse"):
+        rounding.chosen("nf4;awq")
+    (tmp_path / "short.txt").write_text("a short text")
+    with pytest.raises(UsageError, match=r"fewer than --tokens 512"):
+        Subject(checkpoint, RoundingOptions(text=tmp_path / "short.txt", tokens=512))
+
+
+@thorough
+def test_layers_rank_as_theory_says(checkpoint):
+    ours = [method for method in rounding_layers.LAYER_METHODS if method.package is None]
+    result = rounding_layers.measure_layers(checkpoint, rounding_layers.LayerOptions((0, 1), 16, 512, 256), ours)
+    decibels = {name: row["decibels"] for name, row in result["results"].items()}
+    for kind in rounding_layers.KINDS:
+        for scheme in ("4:g32", "6:g128"):
+            assert decibels[f"gptq {scheme}"][kind] > decibels[f"mse {scheme}"][kind]
+        # Two bits are a factor of four in the step: 12 dB.
+        assert 9 < decibels["mse 6:g128"][kind] - decibels["mse 4:g128"][kind] < 15
+    assert rounding_layers.layer_table(result).count("\n") == len(ours) + 1
+
+
+def test_a_converted_model_is_quantized_alike_in_both_maps(checkpoint, tmp_path):
+    converted = tiny_lm.write_diff_v2(tmp_path / "diff-v2")
+    options = RoundingOptions(characters=600, window=64, tokens=256, items=0)
+    plain, doubled = (Subject(path, options) for path in (checkpoint, converted))
+    for method in rounding.chosen("nearest 4:g32; mse 4:g32; gptq 4:g32"):
+        with plain._quantized(method), doubled._quantized(method):
+            one, two = (
+                each._model.get_parameter("model.layers.1.self_attn.q_proj.weight") for each in (plain, doubled)
+            )
+            maps = two.view(4, 2, 8, 32)
+            assert torch.equal(maps[:, 0], maps[:, 1])
+            if method.name != "gptq 4:g32":
+                assert torch.equal(maps[:, 0], one.view(4, 8, 32))
+    # Its inputs differ in their last bits.
+    first, second = (each.measured(method, {}) for each in (plain, doubled))
+    assert first["kl"] == pytest.approx(second["kl"], rel=1e-3)
