@@ -4,7 +4,7 @@
     diffquant.quantize("checkpoint", "checkpoint-4bit", {"weights": "4:g32", "kv": 8})
     model = diffquant.load("checkpoint-4bit")
 
-Make: `quantize`, `convert`, `search`, `calibrate`. Measure: `evaluate`, `sweep`, `compare`. Run: `load`,
+Make: `quantize`, `convert`, `search`, `calibrate`. Measure: `evaluate`, `sweep`, `compare`, `fidelity`. Run: `load`,
 `load_tokenizer`, `generate`, `export`. Recipes are `Recipe`s, or what `Recipe.parse` reads; every error is a
 `DiffQuantError`.
 
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from diffquant.verbs.calibrate import calibrate
     from diffquant.verbs.evaluate import evaluate
     from diffquant.verbs.export import export
+    from diffquant.verbs.fidelity import fidelity
     from diffquant.verbs.generate import generate
     from diffquant.verbs.search import search
     from diffquant.verbs.sweep import sweep
@@ -42,6 +43,7 @@ _HOMES = {
     "convert": "diffquant.conversion",
     "evaluate": "diffquant.verbs.evaluate",
     "export": "diffquant.verbs.export",
+    "fidelity": "diffquant.verbs.fidelity",
     "generate": "diffquant.verbs.generate",
     "load": "diffquant.loading",
     "load_tokenizer": "diffquant.source.tokenizer",
@@ -65,6 +67,7 @@ __all__ = [
     "convert",
     "evaluate",
     "export",
+    "fidelity",
     "generate",
     "load",
     "load_tokenizer",

@@ -233,3 +233,70 @@ def compare(
 
     report = compare_sources(before, after)
     typer.echo(json.dumps(report.to_dict()) if as_json else report.summary())
+
+
+_SIDE = (
+    "checkpoint folder, .gguf file, exported folder, llama.cpp's --kl-divergence-base file, or URL of a server that "
+    "tells prompt log-probabilities, as vLLM's does"
+)
+
+
+@verb("fidelity model model-4bit")
+def fidelity(
+    reference: Annotated[str, typer.Argument(metavar="A", help=f"The reference: a {_SIDE}.")],
+    candidate: Annotated[str | None, typer.Argument(metavar="B", help="The same, for what is compared with A.")] = None,
+    *,
+    text: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Text to read; the prose that ships by default.")
+    ] = None,
+    characters: Annotated[
+        int,
+        typer.Option(metavar="NUMBER", min=0, help="Number of characters to read, from the text's end; 0 reads all."),
+    ] = 65536,
+    context: Annotated[
+        int | None, typer.Option(metavar="TOKENS", min=4, help="Number of tokens of a chunk; 512 by default.")
+    ] = None,
+    top_k: Annotated[
+        int, typer.Option(metavar="NUMBER", min=1, help="Number of the likeliest tokens to ask a server for.")
+    ] = 20,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", metavar="FOLDER", help="Folder for the numbers and a table for the model card."),
+    ] = None,
+    dataset: Annotated[
+        str | None,
+        typer.Option(metavar="ORG/NAME", help="The text's dataset on the hub, for an entry in .eval_results."),
+    ] = None,
+    save_base: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write A's log-probabilities to this file of llama.cpp's, in place of B."),
+    ] = None,
+    dtype: EvalDtype = "auto",
+    device: Device = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """Measure how far one model's next-token distributions are from another's.
+
+    Shows the mean, median, 99 %, 99.9 % and largest KL divergence, and how often both have the same likeliest token,
+    with 95 % intervals.
+    """
+    from diffquant.verbs.fidelity import fidelity as measure
+
+    chosen_device(device)
+    result = measure(
+        reference,
+        candidate,
+        text=text,
+        characters=characters,
+        context=context,
+        top_k=top_k,
+        output=output,
+        dataset=dataset,
+        save_base=save_base,
+        dtype=dtype,
+        device=device,
+    )
+    if result is not None:
+        typer.echo(result.to_json() if as_json else result.summary())
+    if written := save_base or output:
+        typer.echo(f"wrote {written}", err=as_json)

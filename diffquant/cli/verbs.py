@@ -8,7 +8,7 @@ from typer.core import TyperArgument, TyperCommand, TyperGroup
 # Headings of the help with their verbs, in order; others stand under one more.
 GROUPS = {
     "Make": ("quantize", "convert", "search", "calibrate"),
-    "Measure": ("eval", "sweep", "compare", "report", "outliers", "attention-map", "bench"),
+    "Measure": ("eval", "sweep", "compare", "fidelity", "report", "outliers", "attention-map", "bench"),
     "Run": ("generate", "export", "verify", "run"),
     "Set up": ("inspect", "doctor", "demo"),
 }
