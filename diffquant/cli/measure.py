@@ -275,7 +275,7 @@ def fidelity(
     device: Device = "auto",
     as_json: AsJson = False,
 ) -> None:
-    """Measure how far one model's next-token distributions are from another's.
+    """Measure how far a model's predictions are from another's.
 
     Shows the mean, median, 99 %, 99.9 % and largest KL divergence, and how often both have the same likeliest token,
     with 95 % intervals.

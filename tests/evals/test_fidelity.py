@@ -267,9 +267,9 @@ def test_outputs_are_read_by_the_hubs_own_parser(reference, candidate, tmp_path)
 
 def test_a_strangers_files_stay(reference, candidate, tmp_path):
     (tmp_path / "fidelity.md").write_text("mine")
-    with pytest.raises(OutputExistsError, match="fidelity[.]md"):
+    with pytest.raises(OutputExistsError, match=r"fidelity\.md"):
         diffquant.fidelity(reference, candidate, output=tmp_path, **READING)
-    with pytest.raises(OutputExistsError, match="fidelity[.]md"):
+    with pytest.raises(OutputExistsError, match=r"fidelity\.md"):
         diffquant.fidelity(reference, save_base=tmp_path / "fidelity.md", **READING)
     assert (tmp_path / "fidelity.md").read_text() == "mine"
 
