@@ -4,11 +4,11 @@ from tests.docs.page import Page, Unmeasured
 
 _GUIDES = (
     *("many-shot", "differential-attention-op", "any-model", "schemes", "recipes", "cli", "glossary", "tutorial"),
-    *("architecture", "faq", "genai", "gpu", "python", "serving"),
+    *("architecture", "faq", "genai", "gpu", "python", "serving", "fidelity"),
 )
 _TOLD = ("models", "results", "papers")
 PAGES = [*(Page(f"docs/{name}.md", is_guide=True) for name in _GUIDES), *(Page(f"docs/{name}.md") for name in _TOLD)]
-MANY_SHOT, OPERATOR, ANY_MODEL, SCHEMES, RECIPES, CLI, GLOSSARY, TUTORIAL, *_, SERVING, MODELS, RESULTS, PAPERS = PAGES
+MANY_SHOT, OPERATOR, ANY_MODEL, SCHEMES, RECIPES, CLI, GLOSSARY, TUTORIAL, *_, SERVING, FIDELITY, MODELS, RESULTS, PAPERS = PAGES
 MANY_SHOT.leaves("takes over 250 times as long", "arithmetic: each text runs once and again for each token")
 MANY_SHOT.table("suffix | what it holds", lambda *_: Unmeasured("formats"))
 GLOSSARY.table("word | meaning", lambda *_: Unmeasured("definitions"))
@@ -19,6 +19,10 @@ SERVING.table(
     "where | folders | compared with `diffquant.load` in float32",
     lambda *_: Unmeasured("limits of tests, and versions"),
 )
+FIDELITY.table("A or B | how | what it tells", lambda *_: Unmeasured("what can be compared"))
+FIDELITY.leaves("the last 65,536 characters", "a default")
+FIDELITY.leaves("Intervals hold at 95 %", "a level")
+FIDELITY.leaves("2 bytes for each scored token", "a format")
 TUTORIAL.leaves("with a 95 % interval", "a level")
 CLI.table("exit code | meaning", lambda *_: Unmeasured("definitions"))
 PAPERS.table("of | what it shows | command | our results", lambda *_: Unmeasured("numbers of tables and sections"))
