@@ -8,7 +8,22 @@ _GUIDES = (
 )
 _TOLD = ("models", "results", "papers")
 PAGES = [*(Page(f"docs/{name}.md", is_guide=True) for name in _GUIDES), *(Page(f"docs/{name}.md") for name in _TOLD)]
-MANY_SHOT, OPERATOR, ANY_MODEL, SCHEMES, RECIPES, CLI, GLOSSARY, TUTORIAL, *_, SERVING, FIDELITY, MODELS, RESULTS, PAPERS = PAGES
+(
+    MANY_SHOT,
+    OPERATOR,
+    ANY_MODEL,
+    SCHEMES,
+    RECIPES,
+    CLI,
+    GLOSSARY,
+    TUTORIAL,
+    *_,
+    SERVING,
+    FIDELITY,
+    MODELS,
+    RESULTS,
+    PAPERS,
+) = PAGES
 MANY_SHOT.leaves("takes over 250 times as long", "arithmetic: each text runs once and again for each token")
 MANY_SHOT.table("suffix | what it holds", lambda *_: Unmeasured("formats"))
 GLOSSARY.table("word | meaning", lambda *_: Unmeasured("definitions"))
