@@ -173,6 +173,7 @@ SHOWN = {
     "bench": Shown(_bench),
     "generate": Shown(lambda *_: "", _continuation, say=_piece),
     "run": Shown(lambda *_: "", _continuation, say=_piece),
+    "fidelity": Shown(lambda result, _: result and result.summary()),
     "serve": Shown(lambda *_: None, data=None),
     "demo": Shown(lambda *_: None, data=None),
 }

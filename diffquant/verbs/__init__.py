@@ -12,6 +12,7 @@ from diffquant.verbs.demo import demo as demo
 from diffquant.verbs.doctor import doctor as doctor
 from diffquant.verbs.evaluate import evaluate as evaluate
 from diffquant.verbs.export import export as export
+from diffquant.verbs.fidelity import fidelity as fidelity
 from diffquant.verbs.generate import generate as generate
 from diffquant.verbs.inspect import inspect as inspect
 from diffquant.verbs.outliers import outliers as outliers
@@ -26,7 +27,7 @@ from diffquant.verbs.verify import verify as verify
 # Headings of the command line's help with their verbs, in order.
 GROUPS = {
     "Make": (quantize, convert, search, calibrate),
-    "Measure": (evaluate, sweep, compare, report, outliers, attention_map, bench),
+    "Measure": (evaluate, sweep, compare, fidelity, report, outliers, attention_map, bench),
     "Run": (generate, serve, export, verify, run),
     "Set up": (inspect, doctor, demo),
 }

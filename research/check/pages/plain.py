@@ -4,7 +4,7 @@ from research.check.page import Page, Unmeasured
 
 _GUIDES = (
     *("many-shot", "differential-attention-op", "any-model", "recipes", "cli", "glossary", "tutorial"),
-    *("architecture", "faq", "analysis", "genai", "gpu", "python", "serving"),
+    *("architecture", "faq", "analysis", "genai", "gpu", "python", "serving", "fidelity"),
 )
 _TOLD = ("docs/models", "research/pages/results", "research/pages/papers")
 PAGES = [*(Page(f"docs/{name}.md", is_guide=True) for name in _GUIDES), *(Page(f"{name}.md") for name in _TOLD)]
@@ -22,6 +22,7 @@ PAGES = [*(Page(f"docs/{name}.md", is_guide=True) for name in _GUIDES), *(Page(f
     GPU,
     PYTHON,
     SERVING,
+    FIDELITY,
     MODELS,
     RESULTS,
     PAPERS,
@@ -37,6 +38,10 @@ SERVING.table(
 SERVING.table(
     "model | plugin, 16 bits | 8 bits", lambda *_: Unmeasured("tests/serve/test_table.py holds it to its file")
 )
+FIDELITY.table("A or B | how | what it tells", lambda *_: Unmeasured("what can be compared"))
+FIDELITY.leaves("the last 65,536 characters", "a default")
+FIDELITY.leaves("Intervals hold at 95 %", "a level")
+FIDELITY.leaves("2 bytes for each scored token", "a format")
 TUTORIAL.leaves("with a 95 % interval", "a level")
 ANALYSIS.table("`--observer` | the range is | take it", lambda *_: Unmeasured("choices"))
 CLI.table("exit code | meaning", lambda *_: Unmeasured("definitions"))

@@ -1,0 +1,117 @@
+"""What is compared: checkpoints, exported folders, llama.cpp's files of log-probabilities, and served models."""
+
+from abc import ABC, abstractmethod
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from diffquant.errors import CheckpointError
+from diffquant.evals.fidelity.base_file import BaseFile
+from diffquant.evals.fidelity.distributions import Distributions, Whole
+from diffquant.support.plain_data import JsonObject
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from diffquant.evals.language_model import LanguageModel
+
+
+class Side(ABC):
+    """One of the two models whose distributions are compared."""
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """What people call it."""
+
+    @abstractmethod
+    def about(self) -> JsonObject:
+        """Plain data that tells what was compared."""
+
+    @property
+    def fixed_chunks(self) -> Tensor | None:
+        """Tokens [chunks, n] that it is known for, or None where it reads any text."""
+        return None
+
+    @abstractmethod
+    def tokens(self, text: str) -> list[int]:
+        """A text's tokens, behind the token that begins one where the model has that."""
+
+    @property
+    @abstractmethod
+    def first_token(self) -> int | None:
+        """The token that a model reads in place of a chunk's first one, or None."""
+
+    @abstractmethod
+    def predict(self, number: int, ids: Tensor, first: int) -> Distributions:
+        """Distributions of the tokens behind positions `first` to n - 2 of a chunk.
+
+        Args:
+            number: the chunk's number in the text.
+            ids: its tokens [n], the first one replaced where `first_token` says so.
+        """
+
+
+class Model(Side):
+    """A model that runs here."""
+
+    def __init__(
+        self, path: Path, model: "LanguageModel", tokenizer: "PreTrainedTokenizerBase", about: JsonObject
+    ) -> None:
+        self._path, self._model, self._tokenizer, self._about = path, model, tokenizer, about
+
+    @property
+    def name(self) -> str:
+        return str(self._path)
+
+    def about(self) -> JsonObject:
+        return self._about
+
+    def tokens(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False, verbose=False)
+        return ids if self.first_token is None else [self.first_token, *ids]
+
+    @cached_property
+    def first_token(self) -> int | None:
+        # The token is named by many tokenizers that do not put it before a text.
+        bos, ids = self._tokenizer.bos_token_id, self._tokenizer.encode("a")
+        return int(bos) if bos is not None and ids and ids[0] == bos else None
+
+    @torch.inference_mode()
+    def predict(self, number: int, ids: Tensor, first: int) -> Whole:
+        states = self._model.read(ids[None].to(self._model.device))[0][first:-1]
+        logits = states.exact_logits()
+        if not logits.isfinite().all():
+            raise CheckpointError(f"{self.name} computes NaN or infinity in chunk {number}; use --dtype float32")
+        return Whole(logits.log_softmax(-1).cpu())
+
+
+class Stored(Side):
+    """A model known by llama.cpp's file of its log-probabilities."""
+
+    def __init__(self, file: BaseFile) -> None:
+        self._file = file
+
+    @property
+    def name(self) -> str:
+        return str(self._file.path)
+
+    def about(self) -> JsonObject:
+        return {"kind": "llama.cpp base file", "path": self.name}
+
+    @property
+    def fixed_chunks(self) -> Tensor:
+        return self._file.tokens
+
+    def tokens(self, text: str) -> list[int]:  # noqa: ARG002
+        raise CheckpointError(f"{self.name} holds log-probabilities and no tokenizer")
+
+    @property
+    def first_token(self) -> int | None:
+        return None
+
+    def predict(self, number: int, ids: Tensor, first: int) -> Whole:  # noqa: ARG002
+        return self._file.read(number)

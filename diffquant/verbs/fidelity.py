@@ -1,0 +1,204 @@
+"""The verb `fidelity`: how far one model's next-token distributions are from another's."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from diffquant.errors import UsageError
+from diffquant.support.code import provenance
+from diffquant.support.outputs import check_written_file
+from diffquant.support.plain_data import JsonObject
+from diffquant.support.progress import Progress, progress_for
+from diffquant.support.spelling import spelled
+from diffquant.support.versions import versions
+from diffquant.verbs import kinds, notes
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from diffquant.evals.fidelity.result import Fidelity
+    from diffquant.evals.fidelity.sides import Side
+
+CONTEXT = 512
+
+
+Reference = Annotated[kinds.PathText, kinds.Kind(str, "A", by_place=True)]
+Candidate = Annotated[kinds.PathText, kinds.Kind(str, "B", by_place=True)]
+Characters = Annotated[int, kinds.Kind(int, "NUMBER", least=0)]
+Context = Annotated[int, kinds.Kind(int, "TOKENS", least=4)]
+Dataset = Annotated[str, kinds.Kind(str, "ORG/NAME")]
+
+
+def fidelity(
+    reference: Reference,
+    candidate: Candidate | None = None,
+    *,
+    text: kinds.File | None = None,
+    characters: Characters = 65536,
+    context: Context | None = None,
+    top_k: kinds.Count = 20,
+    output: kinds.NewFolder | None = None,
+    dataset: Dataset | None = None,
+    save_base: kinds.File | None = None,
+    dtype: kinds.Name = "auto",
+    device: kinds.Name = "auto",
+    progress: Progress | None = None,
+) -> "Fidelity | None":
+    """Measure how far a model's predictions are from another's.
+
+        diffquant fidelity model model-4bit
+        print(diffquant.fidelity("model", "model-4bit").summary())
+
+    Shows the mean, median, 99 %, 99.9 % and largest KL divergence of the next token, and how often both have the same
+    likeliest token, with 95 % intervals. Both read the same text in chunks that do not overlap, and the second half of
+    each chunk is scored, as by llama.cpp's llama-perplexity --kl-divergence.
+
+    Args:
+        reference: the reference: a checkpoint folder, .gguf file, exported folder, file of log-probabilities that
+            `save_base` or llama.cpp's --kl-divergence-base wrote, or URL of a server that tells prompt
+            log-probabilities, as vLLM's does. Of a server only the likeliest tokens are known, and the result is a
+            lower bound.
+        candidate: the same, for what is compared with A.
+        text: text to read; the prose that ships by default. A file of log-probabilities holds its own.
+        characters: number of characters to read, from the text's end, since roundings read it from its beginning; 0
+            reads all.
+        context: number of tokens of a chunk; 512 by default. A file of log-probabilities has its own.
+        top_k: number of the likeliest tokens to ask a server for.
+        output: folder for the numbers, and a table for the model card.
+        dataset: the text's dataset on the hub, for an entry in .eval_results of `output`, which the hub reads.
+        save_base: file to write A's log-probabilities to, in llama.cpp's format and in place of B: 2 bytes for each
+            scored token and entry of the vocabulary.
+        dtype: auto (bfloat16 where it is native), float32, bfloat16 or float16.
+        device: as `search` takes it.
+        progress: function called with the chunks done; by default a line on a terminal, one per minute in a log.
+
+    Returns:
+        The result, or None where `save_base` was written.
+
+    Raises:
+        UsageError: the two have not the same vocabulary or make other tokens of the text, or it fills no chunk.
+        OutputExistsError: an output would replace what diffquant did not write.
+        DiffQuantError: a checkpoint or file cannot be read, or a server does not answer.
+    """
+    device = notes.chosen_device(device)
+    if (candidate is None) == (save_base is None):
+        raise UsageError(f"give B, which is compared with A, or {spelled('save_base', 'FILE')} in its place")
+    if dataset is not None and output is None:
+        raise UsageError(f"{spelled('dataset')} is written into a folder: give {spelled('output')}, too")
+    progress = progress or progress_for("fidelity")
+    reading = _Reading(text, characters, context)
+    if candidate is None:
+        _save(_opened(str(reference), top_k, dtype, device), reading, Path(str(save_base)), progress)
+        notes.wrote([str(save_base)])
+        return None
+
+    from diffquant.evals.fidelity.outputs import FILES, write_fidelity
+
+    if output is not None:
+        FILES.check(Path(output))
+    result = _compared([_opened(str(side), top_k, dtype, device) for side in (reference, candidate)], reading, progress)
+    if output is not None:
+        notes.wrote(write_fidelity(result, Path(output), dataset))
+    return result
+
+
+@dataclass(frozen=True)
+class _Reading:
+    """What is read, as `fidelity` takes it."""
+
+    text: Path | str | None
+    characters: int
+    context: int | None
+
+
+def _save(side: "Side", reading: _Reading, output: Path, progress: Progress) -> None:
+    from diffquant.evals.fidelity.base_file import MAGIC
+    from diffquant.evals.fidelity.measure import save_base
+
+    check_written_file(output, is_own=_begins_with(output, MAGIC))
+    save_base(side, _chunks([side], reading)[0], output, progress)
+
+
+def _compared(sides: "list[Side]", reading: _Reading, progress: Progress) -> "Fidelity":
+    from diffquant.evals.fidelity.base_file import scored
+    from diffquant.evals.fidelity.calibration import calibration_note
+    from diffquant.evals.fidelity.measure import compare
+    from diffquant.evals.fidelity.result import Fidelity
+    from diffquant.source.source import open_source
+
+    chunks, about = _chunks(sides, reading)
+    comparison = compare(sides[0], sides[1], chunks, progress)
+    reference, candidate = ({"name": side.name, **side.about()} for side in sides)
+    if candidate["kind"] == "checkpoint":
+        targets = chunks[:, -scored(chunks.shape[1]) :].tolist()
+        about["calibration"] = calibration_note(open_source(candidate["name"]), targets)
+    return Fidelity.of(comparison, reference, candidate, about, {**provenance(__name__), "versions": versions()})
+
+
+def _opened(place: str, top_k: int, dtype: str, device: str) -> "Side":
+    from diffquant.evals.fidelity.base_file import MAGIC, BaseFile
+    from diffquant.evals.fidelity.server import Server
+    from diffquant.evals.fidelity.sides import Stored
+
+    if place.startswith(("http://", "https://")):
+        return Server(place, top_k)
+    if _begins_with(Path(place), MAGIC):
+        return Stored(BaseFile.open(Path(place)))
+    return _model(Path(place), dtype, device)
+
+
+def _begins_with(file: Path, magic: bytes) -> bool:
+    if not file.is_file():
+        return False
+    with file.open("rb") as stream:
+        return stream.read(len(magic)) == magic
+
+
+def _model(path: Path, dtype: str, device: str) -> "Side":
+    """A checkpoint or an exported folder, open."""
+    from diffquant.evals.fidelity.sides import Model
+    from diffquant.evals.torch_model import TorchModel
+    from diffquant.export.targets import runtime_of
+    from diffquant.loading import load
+    from diffquant.source.source import open_source
+
+    runtime = runtime_of(path)
+    if runtime is not None:
+        described = runtime.describe(path, device)
+        model, tokenizer = runtime.open(path, device)
+        return Model(path, model, tokenizer, {"kind": "export", "scheme": described.scheme, **described.identity})
+    source = open_source(path)
+    loaded = load(source, dtype=dtype, device=device)
+    about = {
+        "kind": "checkpoint",
+        "fingerprint": source.fingerprint,
+        "recipe": source.recipe.to_dict(),
+        "dtype": str(loaded.dtype).removeprefix("torch."),
+    }
+    return Model(path, TorchModel(loaded), source.tokenizer, about)
+
+
+def _chunks(sides: "list[Side]", reading: _Reading) -> "tuple[Tensor, JsonObject]":
+    """The tokens that are read, in chunks, and what they are."""
+    from diffquant.evals.fidelity.base_file import scored
+    from diffquant.evals.fidelity.measure import chunks_of
+    from diffquant.evals.fidelity.result import parts_of
+    from diffquant.text.corpus import load_text, text_digest
+
+    about: JsonObject
+    stored = next((side for side in sides if side.fixed_chunks is not None), None)
+    if stored is not None:
+        if (reading.text, reading.context) != (None, None):
+            raise UsageError(
+                f"{stored.name} holds its text's tokens in chunks: leave out {spelled('text')} and {spelled('context')}"
+            )
+        read, about = "", {"name": f"the text of {stored.name}"}
+    else:
+        whole = load_text(None if reading.text is None else Path(reading.text))
+        read = whole[-reading.characters :] if reading.characters else whole
+        name = "the prose that ships" if reading.text is None else Path(reading.text).name
+        about = {"name": name, "digest": text_digest(read), "characters": len(read)}
+    chunks = chunks_of(sides, read, reading.context or CONTEXT)
+    count, length = chunks.shape
+    about |= {"context": length, "chunks": count, "scored": count * scored(length), "parts": parts_of(count)}
+    return chunks, about
