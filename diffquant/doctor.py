@@ -15,14 +15,14 @@ _BUILD = "python -m diffquant.export.native builds it"
 # What each extra adds; those that only developers want are left out.
 ADDED_BY = {
     "onnx": "the export, verify and run commands, and eval of exported models",
-    "onnx-gpu": "exported models on --device cuda, in the place of onnxruntime",
+    "onnx-gpu": "exported models on CUDA, in the place of onnxruntime",
     "gpu": "the CUDA kernels",
     "flash": "the flash_attn attention backend, which no other part needs",
     "bnb": "a peer of the bench's linear layers on CUDA",
     "search": "the search command",
     "ray": "sweeps on a Ray cluster",
     "peers": "lm-eval's tasks, and quantized checkpoints in stock transformers",
-    "quantizers": "the libraries beside ours in studies.rounding",
+    "quantizers": "the other libraries of the rounding contest",
 }
 
 
