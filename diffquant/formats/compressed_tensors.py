@@ -246,10 +246,10 @@ def _group_problems(group: Any, layout: object) -> list[str]:
     if not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):
         problems.append("has no list of targets")
     own = group.get("format") or layout
-    if not _in_layout(own):
+    if not (formats := _in_layout(own)):
         problems += [f"has format {own!r}"] if own != layout else []
     elif _format_of(group, layout) is None:
-        problems += _unknown_codes(weights)
+        problems += _unknown_codes(weights, formats)
     if not isinstance(weights.get("strategy"), str) or weights["strategy"] not in _STRATEGIES:
         problems.append(f"has strategy {weights.get('strategy')!r}")
     size = weights.get("group_size")
@@ -262,14 +262,14 @@ def _group_problems(group: Any, layout: object) -> list[str]:
     return problems
 
 
-def _unknown_codes(weights: Mapping[str, Any]) -> list[str]:
-    """What of a group's weights no number format of its layout has."""
+def _unknown_codes(weights: Mapping[str, Any], formats: list[NumberFormat]) -> list[str]:
+    """What of a group's weights none of its layout's number formats has."""
     problems = []
-    if weights.get("type", "int") != "int":
-        problems.append(f"has {weights['type']} codes")
+    if weights.get("type", "int") not in [each.description["type"] for each in formats]:
+        problems.append(f"has {weights.get('type', 'int')} codes")
     if not weights.get("symmetric", True):
         problems.append("is asymmetric")
-    if not problems:
+    if weights.get("num_bits") not in [each.description.get("num_bits") for each in formats]:
         problems.append(f"has {weights.get('num_bits')!r} bits")
     return problems
 

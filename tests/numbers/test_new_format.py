@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from diffquant.attention.logits import round_logits
 from diffquant.data import pocket_models
 from diffquant.errors import CheckpointError, UsageError
-from diffquant.formats.compressed_tensors import pack_weight, unpack_weight
+from diffquant.formats.compressed_tensors import pack_weight, quantization_config, read_schemes, unpack_weight
 from diffquant.inspection import inspect_checkpoint
 from diffquant.kernels.cache.kv_store import store_refusal
 from diffquant.loading import load
@@ -153,6 +153,13 @@ def test_a_folder_in_a_format_that_is_not_there_is_refused_by_its_name(checkpoin
     del FORMATS["ternary"]
     with pytest.raises(CheckpointError, match="its format is 'diffquant-ternary'"):
         load(tmp_path / "low", Recipe())
+
+
+def test_a_group_of_the_toys_layout_with_other_codes_is_refused_by_name(ternary):
+    config = quantization_config({"model.layers.0.mlp.up_proj": Scheme.parse("ternary:g16")}, [])
+    config["config_groups"]["group_0"]["weights"] |= {"type": "int", "num_bits": 4}
+    with pytest.raises(CheckpointError, match="group_0 has int codes; group_0 has 4 bits"):
+        read_schemes({"quantization_config": config}, ["model.layers.0.mlp.up_proj"])
 
 
 @pytest.mark.parametrize("rounding", ["mse", {"name": "gptq", "tokens": 256, "window": 64}], ids=["mse", "gptq"])
