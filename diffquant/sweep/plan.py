@@ -90,8 +90,8 @@ def plan_sweep(models: Sequence[Path], options: SweepOptions, runtime_of: Runtim
         check_ranges_used(file, recipes[model])
     subjects = {model: CheckpointSubject(source, setup, scales.get(model)) for model, source in sources.items()}
     folders = exported_points({folder: subject.model for folder, subject in exported.items()}, sources)
-    origins = {point.model: subjects.get(point.compared_with) for point in folders if point.compared_with}
-    compared = {folder: replace(subject, compared_with=origins.get(folder)) for folder, subject in exported.items()}
+    origins = {point.model: subjects[point.compared_with] if point.compared_with else None for point in folders}
+    compared = {folder: replace(subject, compared_with=origins[folder]) for folder, subject in exported.items()}
     return SweepPlan(grid + folders, tasks, options, sources, {**subjects, **compared}, setup)
 
 
