@@ -71,15 +71,15 @@ def search(
 
     folder, wanted = Path(output), Budget.parse(str(budget))
     options = SearchOptions(
-        texts(targets),
-        numbers("bits", bits),
-        granularity,
-        path_or_none(text),
-        windows,
-        window,
-        characters,
-        dtype,
-        chosen_device(device),
+        targets=texts(targets),
+        widths=numbers("bits", bits),
+        granularity=granularity,
+        text=path_or_none(text),
+        windows=windows,
+        window=window,
+        check_characters=characters,
+        dtype=dtype,
+        device=chosen_device(device),
     )
     check_search_output(str(wanted), folder)
     run = Search(at_revision(model, revision), wanted, options, folder)
