@@ -2,8 +2,10 @@
 
 import inspect
 import json
+import pickle
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -14,8 +16,9 @@ from diffquant import verbs
 from diffquant.cli import app
 from diffquant.cli.command import command, former_names, name_of
 from diffquant.cli.show import SHOWN, Shown
-from diffquant.errors import UsageError
+from diffquant.errors import FailedCellsError, UsageError
 from diffquant.evals.tasks import task_options
+from diffquant.export import exporter
 from diffquant.recipe import PRESETS, Recipe
 from diffquant.verbs.kinds import Model
 from diffquant.verbs.recipes import chosen_recipe
@@ -176,6 +179,30 @@ def test_python_exports_what_only_the_command_did(tmp_path, model):
     assert "cuda" in (tmp_path / "out/genai_config.json").read_text()
     with pytest.raises(UsageError, match="web is float32: leave out dtype"):
         diffquant.export(model, tmp_path / "other", web=True, dtype="float16")
+
+
+def test_an_export_is_checked_and_planned_once(tmp_path, model, monkeypatch):
+    calls = Counter()
+
+    def counted(name):
+        work = getattr(exporter, name)
+
+        def call(*given):
+            calls[name] += 1
+            return work(*given)
+
+        monkeypatch.setattr(exporter, name, call)
+
+    for name in ("check_output", "check_runtime", "open_source", "plan_export"):
+        counted(name)
+    diffquant.export(model, tmp_path / "out")
+    assert set(calls.values()) == {1}
+    assert len(calls) == 4
+
+
+def test_an_error_keeps_its_result_from_one_process_to_another():
+    error = pickle.loads(pickle.dumps(FailedCellsError("2 of 3 cells failed", {"cells": 3})))
+    assert (str(error), error.result) == ("2 of 3 cells failed", {"cells": 3})
 
 
 def test_python_runs_and_proves_an_export_and_hears_each_piece(tmp_path, model):

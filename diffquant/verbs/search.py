@@ -44,7 +44,7 @@ def search(
 
     Args:
         model, revision: as `quantize` takes them.
-        output: folder for the recipe, measurements and plot. In Python too an interrupted search goes on there.
+        output: folder for the recipe, measurements and plot; an interrupted search goes on there.
         budget: average stored bits of each target, scales included, such as 4.5; or size of the weights, such as 90MB.
         targets: what to quantize, together: weights, k, v, logits.
         bits: widths to choose among.
