@@ -68,7 +68,10 @@ class Option:
             "max": self.kind.most,
         }
         short = [self.kind.short] if self.kind.short else []
-        info = typer.Argument(**look) if self.kind.by_place else typer.Option(self.spelling, *short, **look)
+        if self.kind.by_place:
+            info = typer.Argument(**look)
+        else:
+            info = typer.Option(self.spelling, *short, **look, rich_help_panel=self.kind.heading)
         annotation = Annotated[read, info]  # type: ignore[valid-type]
         return inspect.Parameter(self.name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation, default=default)
 
@@ -146,7 +149,7 @@ def _options(verb: Callable[..., Any]) -> Iterator[Option]:
 
 
 def _task_option(option: TaskOption[object]) -> Option:
-    given = Kind(option.kind, _TASK_WORDS.get(option.kind), least=option.minimum)
+    given = Kind(option.kind, _TASK_WORDS.get(option.kind), least=option.minimum, heading="Options of tasks")
     default = option.default if option.written is None else option.written
     return Option(option.name, given, default, _as_options(option.help, {other.name for other in task_options()}))
 
