@@ -79,7 +79,7 @@ class Option:
         """What the verb is given, of what typer read."""
         if self.kind.repeats:
             return tuple(read or ())
-        if self.name == "prompt" and read == "-":
+        if self.kind.or_stdin and read == "-":
             return sys.stdin.read()
         return not read if self.is_inverted else read
 
@@ -169,7 +169,7 @@ def _help(verb: Callable[..., Any], name: str, kind: Kind) -> str:
     text = _as_options(text, inspect.signature(verb).parameters)
     known = f": {', '.join(kind.known())}." if kind.known else "."
     repeated = " May be repeated." if kind.repeats and not kind.by_place else ""
-    return text[0].upper() + text[1:].removesuffix(".") + known + repeated
+    return text[:1].upper() + text[1:].removesuffix(".") + known + repeated
 
 
 def _as_options(text: str, names: Container[str]) -> str:
@@ -180,14 +180,17 @@ def _as_options(text: str, names: Container[str]) -> str:
 
 def _entry(verb: Callable[..., Any], name: str) -> str:
     """A parameter's entry in a docstring, which may say which other verb takes it alike."""
-    text = _documentation(verb).entries[name]
+    text = _documentation(verb).entries.get(name, "")
     alike = re.match(r"as `(\w+)` takes (?:it|them)\.", text)
     return _entry(getattr(verbs, alike[1]), name) if alike else text
 
 
 @dataclass(frozen=True)
 class _Documentation:
-    """A docstring's paragraphs, the command line that it shows, and its entries of parameters by name."""
+    """A docstring's paragraphs, the command line that it shows, and its entries of parameters by name.
+
+    Under python -OO there are none, and the help is bare.
+    """
 
     text: str
     example: str
@@ -205,4 +208,5 @@ def _documentation(verb: Callable[..., Any]) -> _Documentation:
         for name in names.split(", ")
     }
     text = "\n\n".join(each for each in paragraphs if not each.startswith("    "))
-    return _Documentation(text, next(line for line in examples if line.startswith("diffquant ")), entries)
+    example = next((line for line in examples if line.startswith("diffquant ")), "diffquant --help")
+    return _Documentation(text, example, entries)

@@ -24,7 +24,7 @@ Dtype = Annotated["torch.dtype | str", kinds.Kind(str, "NAME")]
 
 def generate(
     model: AnyModel,
-    prompt: kinds.Text,
+    prompt: kinds.Prompt,
     *,
     tokenizer: "PreTrainedTokenizerBase | None" = None,
     recipe: kinds.RecipeFile | None = None,

@@ -27,6 +27,7 @@ class Kind:
         least, most: bounds of a number.
         known: function that says which values there are, for the end of its help.
         heading: heading that it stands under in the help.
+        or_stdin: whether - stands for what standard input says.
     """
 
     type: Any
@@ -39,6 +40,7 @@ class Kind:
     most: float | None = None
     known: Callable[[], Iterable[str]] | None = None
     heading: str = "Options"
+    or_stdin: bool = False
 
 
 def _task_usages() -> list[str]:
@@ -59,7 +61,7 @@ File = Annotated[PathText, Kind(Path, "FILE")]
 Files = Annotated[PathText | Sequence[PathText], Kind(Path, "FILE", repeats=True)]
 
 Name = Annotated[str, Kind(str, "NAME")]
-Text = Annotated[str, Kind(str, "TEXT")]
+Prompt = Annotated[str, Kind(str, "TEXT", or_stdin=True)]
 Names = Annotated[str | Sequence[str], Kind(str, "LIST")]
 Numbers = Annotated[str | Sequence[int], Kind(str, "LIST")]
 Targets = Annotated[str | Sequence[str], Kind(str, "LIST", former="target")]
