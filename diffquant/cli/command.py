@@ -13,6 +13,7 @@ from typing import Annotated, Any, Union, get_args, get_origin
 import typer
 
 from diffquant import verbs
+from diffquant.cli.docstrings import documentation
 from diffquant.cli.show import SHOWN, Shown, notes, show_loading
 from diffquant.errors import DiffQuantError
 from diffquant.evals.task import TaskOption
@@ -119,13 +120,13 @@ def command(verb: Callable[..., Any]) -> Callable[..., None]:
     ]
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {each.name: each.annotation for each in parameters}
-    run.__doc__ = _documentation(verb).text
+    run.__doc__ = documentation(verb).text
     return run
 
 
 def example_of(verb: Callable[..., Any]) -> str:
     """The command line that a verb's docstring shows."""
-    return _documentation(verb).example
+    return documentation(verb).example
 
 
 def former_names(verb: Callable[..., Any]) -> dict[str, str]:
@@ -180,33 +181,6 @@ def _as_options(text: str, names: Container[str]) -> str:
 
 def _entry(verb: Callable[..., Any], name: str) -> str:
     """A parameter's entry in a docstring, which may say which other verb takes it alike."""
-    text = _documentation(verb).entries.get(name, "")
+    text = documentation(verb).entries.get(name, "")
     alike = re.match(r"as `(\w+)` takes (?:it|them)\.", text)
     return _entry(getattr(verbs, alike[1]), name) if alike else text
-
-
-@dataclass(frozen=True)
-class _Documentation:
-    """A docstring's paragraphs, the command line that it shows, and its entries of parameters by name.
-
-    Under python -OO there are none, and the help is bare.
-    """
-
-    text: str
-    example: str
-    entries: dict[str, str]
-
-
-@cache
-def _documentation(verb: Callable[..., Any]) -> _Documentation:
-    body, _, rest = (inspect.getdoc(verb) or "").partition("\nArgs:\n")
-    paragraphs = body.partition("\nRaises:\n")[0].strip().split("\n\n")
-    examples = [line.strip() for each in paragraphs if each.startswith("    ") for line in each.splitlines()]
-    entries = {
-        name: " ".join(text.split())
-        for names, text in re.findall(r"^ {4}(\w[\w, ]*): (.*(?:\n {5,}.*)*)", rest.partition("\n\n")[0], re.MULTILINE)
-        for name in names.split(", ")
-    }
-    text = "\n\n".join(each for each in paragraphs if not each.startswith("    "))
-    example = next((line for line in examples if line.startswith("diffquant ")), "diffquant --help")
-    return _Documentation(text, example, entries)
