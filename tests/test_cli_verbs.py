@@ -68,6 +68,15 @@ def test_verbs_stand_in_groups(run):
     assert len(COMMANDS) == sum(map(len, GROUPS.values()))
 
 
+def test_options_stand_under_headings(run):
+    shown = run("eval", "--help")[1]
+    sections = dict(re.findall(r"^(\w[\w ]*):\n((?:  .*\n|\n(?=  ))+)", shown, re.MULTILINE))
+    assert list(sections) == ["Arguments", "Options", "Options of what is quantized", "Options of tasks", "Example"]
+    assert "--kv SCHEME" in sections["Options of what is quantized"]
+    assert "--stride NUMBER" in sections["Options of tasks"]
+    assert "--help" in sections["Options"]
+
+
 def test_an_option_has_one_kind_of_value_in_all_verbs():
     words = {}
     for name, verb in COMMANDS.items():

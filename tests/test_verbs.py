@@ -2,22 +2,27 @@
 
 import inspect
 import json
+import pickle
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
 import typer
+from typer.testing import CliRunner
 
 import diffquant
 from diffquant import verbs
 from diffquant.cli import app
-from diffquant.cli.command import command, former_names, name_of
+from diffquant.cli.command import command, former_names, name_of, options_of
 from diffquant.cli.show import SHOWN, Shown
-from diffquant.errors import UsageError
+from diffquant.errors import FailedCellsError, UsageError
 from diffquant.evals.tasks import task_options
+from diffquant.export import exporter
 from diffquant.recipe import PRESETS, Recipe
-from diffquant.verbs.kinds import Model
+from diffquant.verbs.kinds import Model, Prompt
+from diffquant.verbs.notes import add, say, wrote
 from diffquant.verbs.recipes import chosen_recipe
 from tests.support import tiny_lm
 from tests.support.checkpoints import write_checkpoint
@@ -81,6 +86,13 @@ def test_importing_the_verbs_brings_neither_torch_nor_typer():
     assert (done.returncode, done.stdout.split()) == (0, []), done.stderr
 
 
+def test_every_entry_of_a_docstring_reaches_the_help_and_without_docstrings_the_command_line_still_parses():
+    assert not [(name_of(verb), each.name) for verb in VERBS for each in options_of(verb) if len(each.help) < 10]
+    command = [sys.executable, "-OO", "-m", "diffquant", "quantize", "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[1])
+    assert (done.returncode, "--weights SCHEME" in done.stdout) == (0, True), done.stderr
+
+
 @pytest.mark.parametrize(
     ("name", "words", "expected"),
     [
@@ -134,6 +146,28 @@ def test_a_flag_turns_off_what_is_on_and_what_only_the_terminal_has_stays_there(
     assert capsys.readouterr().out == "made {'half': 1}\n"
 
 
+def test_a_dash_reads_the_prompt_from_standard_input_and_notes_go_beside_the_result(monkeypatch):
+    def toy(prompt: Prompt) -> str:
+        """Be a toy.
+
+            diffquant toy
+
+        No more.
+        """
+        add("0.1 s", aside=True)
+        wrote(["a.txt", Path("b.txt")])
+        say("at once")
+        return prompt.upper()
+
+    monkeypatch.setitem(SHOWN, "toy", Shown(data=lambda text, _: json.dumps(text)))
+    program = typer.Typer()
+    program.command()(command(toy))
+    shown = CliRunner().invoke(program, ["--prompt", "-"], input="from stdin")
+    assert (shown.stdout, shown.stderr) == ("FROM STDIN\nwrote a.txt, b.txt\n", "at once\n0.1 s\n")
+    shown = CliRunner().invoke(program, ["--prompt", "-x", "--json"])
+    assert (json.loads(shown.stdout), shown.stderr) == ("-X", "at once\n0.1 s\nwrote a.txt, b.txt\n")
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -176,6 +210,30 @@ def test_python_exports_what_only_the_command_did(tmp_path, model):
     assert "cuda" in (tmp_path / "out/genai_config.json").read_text()
     with pytest.raises(UsageError, match="web is float32: leave out dtype"):
         diffquant.export(model, tmp_path / "other", web=True, dtype="float16")
+
+
+def test_an_export_is_checked_and_planned_once(tmp_path, model, monkeypatch):
+    calls = Counter()
+
+    def counted(name):
+        work = getattr(exporter, name)
+
+        def call(*given):
+            calls[name] += 1
+            return work(*given)
+
+        monkeypatch.setattr(exporter, name, call)
+
+    for name in ("check_output", "check_runtime", "open_source", "plan_export"):
+        counted(name)
+    diffquant.export(model, tmp_path / "out")
+    assert set(calls.values()) == {1}
+    assert len(calls) == 4
+
+
+def test_an_error_keeps_its_result_from_one_process_to_another():
+    error = pickle.loads(pickle.dumps(FailedCellsError("2 of 3 cells failed", {"cells": 3})))
+    assert (str(error), error.result) == ("2 of 3 cells failed", {"cells": 3})
 
 
 def test_python_runs_and_proves_an_export_and_hears_each_piece(tmp_path, model):

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Union, get_args, get_origin
 import typer
 
 from diffquant import verbs
+from diffquant.cli.docstrings import documentation
 from diffquant.cli.show import SHOWN, Shown, notes, show_loading
 from diffquant.errors import DiffQuantError
 from diffquant.evals.task import TaskOption
@@ -68,7 +69,10 @@ class Option:
             "max": self.kind.most,
         }
         short = [self.kind.short] if self.kind.short else []
-        info = typer.Argument(**look) if self.kind.by_place else typer.Option(self.spelling, *short, **look)
+        if self.kind.by_place:
+            info = typer.Argument(**look)
+        else:
+            info = typer.Option(self.spelling, *short, **look, rich_help_panel=self.kind.heading)
         annotation = Annotated[read, info]  # type: ignore[valid-type]
         return inspect.Parameter(self.name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation, default=default)
 
@@ -76,7 +80,7 @@ class Option:
         """What the verb is given, of what typer read."""
         if self.kind.repeats:
             return tuple(read or ())
-        if self.name == "prompt" and read == "-":
+        if self.kind.or_stdin and read == "-":
             return sys.stdin.read()
         return not read if self.is_inverted else read
 
@@ -116,13 +120,13 @@ def command(verb: Callable[..., Any]) -> Callable[..., None]:
     ]
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {each.name: each.annotation for each in parameters}
-    run.__doc__ = _documentation(verb).text
+    run.__doc__ = documentation(verb).text
     return run
 
 
 def example_of(verb: Callable[..., Any]) -> str:
     """The command line that a verb's docstring shows."""
-    return _documentation(verb).example
+    return documentation(verb).example
 
 
 def former_names(verb: Callable[..., Any]) -> dict[str, str]:
@@ -146,7 +150,7 @@ def _options(verb: Callable[..., Any]) -> Iterator[Option]:
 
 
 def _task_option(option: TaskOption[object]) -> Option:
-    given = Kind(option.kind, _TASK_WORDS.get(option.kind), least=option.minimum)
+    given = Kind(option.kind, _TASK_WORDS.get(option.kind), least=option.minimum, heading="Options of tasks")
     default = option.default if option.written is None else option.written
     return Option(option.name, given, default, _as_options(option.help, {other.name for other in task_options()}))
 
@@ -166,7 +170,7 @@ def _help(verb: Callable[..., Any], name: str, kind: Kind) -> str:
     text = _as_options(text, inspect.signature(verb).parameters)
     known = f": {', '.join(kind.known())}." if kind.known else "."
     repeated = " May be repeated." if kind.repeats and not kind.by_place else ""
-    return text[0].upper() + text[1:].removesuffix(".") + known + repeated
+    return text[:1].upper() + text[1:].removesuffix(".") + known + repeated
 
 
 def _as_options(text: str, names: Container[str]) -> str:
@@ -177,29 +181,6 @@ def _as_options(text: str, names: Container[str]) -> str:
 
 def _entry(verb: Callable[..., Any], name: str) -> str:
     """A parameter's entry in a docstring, which may say which other verb takes it alike."""
-    text = _documentation(verb).entries[name]
+    text = documentation(verb).entries.get(name, "")
     alike = re.match(r"as `(\w+)` takes (?:it|them)\.", text)
     return _entry(getattr(verbs, alike[1]), name) if alike else text
-
-
-@dataclass(frozen=True)
-class _Documentation:
-    """A docstring's paragraphs, the command line that it shows, and its entries of parameters by name."""
-
-    text: str
-    example: str
-    entries: dict[str, str]
-
-
-@cache
-def _documentation(verb: Callable[..., Any]) -> _Documentation:
-    body, _, rest = (inspect.getdoc(verb) or "").partition("\nArgs:\n")
-    paragraphs = body.partition("\nRaises:\n")[0].strip().split("\n\n")
-    examples = [line.strip() for each in paragraphs if each.startswith("    ") for line in each.splitlines()]
-    entries = {
-        name: " ".join(text.split())
-        for names, text in re.findall(r"^ {4}(\w[\w, ]*): (.*(?:\n {5,}.*)*)", rest.partition("\n\n")[0], re.MULTILINE)
-        for name in names.split(", ")
-    }
-    text = "\n\n".join(each for each in paragraphs if not each.startswith("    "))
-    return _Documentation(text, next(line for line in examples if line.startswith("diffquant ")), entries)

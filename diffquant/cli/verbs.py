@@ -9,7 +9,7 @@ from diffquant.verbs import GROUPS
 
 
 class Verb(TyperCommand):
-    """A command whose help has words for values."""
+    """A command whose help has its options under headings, and words for values."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -20,6 +20,18 @@ class Verb(TyperCommand):
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         return [piece.replace("{", "").replace("}", "") for piece in super().collect_usage_pieces(ctx)]
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        sections: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}
+        for parameter in self.get_params(ctx):
+            is_argument = isinstance(parameter, TyperArgument)
+            heading = "Arguments" if is_argument else getattr(parameter, "rich_help_panel", None) or "Options"
+            if record := parameter.get_help_record(ctx):
+                sections.setdefault(heading, []).append(record)
+        for heading, records in sections.items():
+            if records:
+                with formatter.section(heading):
+                    formatter.write_dl(records)
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:  # noqa: ARG002
         # In one line, however long, so that it can be copied.

@@ -4,7 +4,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from diffquant.quantization.card import quantized_card
 from diffquant.quantization.plan import PlannedTensor, QuantizationPlan, plan_quantization
 from diffquant.quantization.rounded_weight import RoundedWeight
 from diffquant.quantization.roundings import Rounder, rounding_named
-from diffquant.recipe import Recipe, RecipeLike, RoundingSettings
+from diffquant.recipe import Recipe, RecipeLike
 from diffquant.report.sizes import compared_size
 from diffquant.scheme import Scheme
 from diffquant.serve.folder import config_for_engines, write_modelling_file
@@ -102,7 +102,6 @@ def quantize(
     destination: Path | str,
     recipe: RecipeLike,
     *,
-    rounding: str | Mapping[str, Any] | None = None,
     dtype: torch.dtype | str | None = None,
     overwrite: bool = False,
     planned: Callable[[QuantizationPlan], None] | None = None,
@@ -116,8 +115,6 @@ def quantize(
         destination: the folder to make; it appears whole or not at all.
         recipe: recipe for the weights, as `Recipe.parse` takes it; its cache and logits are only recorded, in
             `diffquant_config`. What the source's own recipe has of them goes along where this one says nothing.
-        rounding: rounding in place of the recipe's, as `RoundingSettings.parse` takes it: "mse", or
-            {"name": "gptq", "tokens": 4096}.
         dtype: dtype in which matrices that are not packed are stored; the checkpoint's by default, bfloat16 where that
             is float32. The model runs in the checkpoint's all the same, unless `load` is told otherwise.
         overwrite: replace an existing checkpoint there, at the end.
@@ -132,8 +129,6 @@ def quantize(
     started = time.monotonic()
     destination, progress = Path(destination), progress or progress_for("quantize")
     recipe = Recipe.parse(recipe)
-    if rounding is not None:
-        recipe = replace(recipe, rounding=RoundingSettings.parse(rounding))
     path = source.path if isinstance(source, Source | WeightSource) else Path(source)
     check_output(path, destination, overwrite)
     opened = source if isinstance(source, WeightSource) else open_source(source)

@@ -68,10 +68,15 @@ def calibrate(
     from diffquant.source.ranges import check_ranges_output, write_ranges
 
     check_ranges_output(Path(output), overwrite)
-    rule = Observer(observer, percentile, bits)
-    places = Places.of(device, device_map, offload_folder, max_memory)
     options = CalibrationOptions(
-        texts(targets), rule, path_or_none(text), tokens, window, dtype, chosen_device(device), places
+        targets=texts(targets),
+        observer=Observer(observer, percentile, bits),
+        text=path_or_none(text),
+        tokens=tokens,
+        window=window,
+        dtype=dtype,
+        places=Places.of(device, device_map, offload_folder, max_memory),
+        device=chosen_device(device),
     )
     ranges, fits = observe(at_revision(model, revision), options, progress or progress_for("calibrate"))
     write_ranges(Path(output), ranges)

@@ -32,7 +32,7 @@ def convert(
         model, output, revision, push, overwrite: as `quantize` takes them.
         to: kind to make: diffllama of unilm's V1, diff-v2 of llama, llama of DEX.
         dtype: dtype of matrices: bfloat16, float16 or float32; by default the source's, or bfloat16 for a GGUF file's
-            codes. In Python too vectors (norms, biases, λ) keep theirs.
+            codes. Vectors (norms, biases, λ) keep theirs.
         progress: function called with output bytes; by default a line on a terminal, one per minute in a log.
 
     Returns:

@@ -24,7 +24,8 @@ def demo(
     That one is SmolLM2-135M, from PyPI; it is exported too, and runs in ONNX Runtime.
 
     Args:
-        output, overwrite: as `quantize` takes them.
+        output: folder to create.
+        overwrite: as `quantize` takes it.
         minutes: about how long it may take; this sets the number of items.
         pocket: use only the small trained models that come with diffquant.
         said: function called with each piece of output.

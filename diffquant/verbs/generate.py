@@ -24,7 +24,7 @@ Dtype = Annotated["torch.dtype | str", kinds.Kind(str, "NAME")]
 
 def generate(
     model: AnyModel,
-    prompt: kinds.Text,
+    prompt: kinds.Prompt,
     *,
     tokenizer: "PreTrainedTokenizerBase | None" = None,
     recipe: kinds.RecipeFile | None = None,
@@ -57,7 +57,7 @@ def generate(
 
     Args:
         model: as `quantize` takes it. In Python also a model that is loaded, with its tokenizer.
-        prompt: text to continue; - reads standard input. In Python - is a text like others.
+        prompt: text to continue; on the command line, - reads standard input.
         tokenizer: tokenizer of a model that is loaded, as `load_tokenizer` gives it; a checkpoint has its own.
         recipe, preset, weights, kv, k, v, logits, qk, residual, overrides, revision: as `quantize` takes them.
         scales: ranges that diffquant calibrate wrote, for static schemes such as 8:static.

@@ -26,6 +26,8 @@ class Kind:
         former: name that it had, and still goes by.
         least, most: bounds of a number.
         known: function that says which values there are, for the end of its help.
+        heading: heading that it stands under in the help.
+        or_stdin: whether - stands for what standard input says.
     """
 
     type: Any
@@ -37,6 +39,8 @@ class Kind:
     least: float | None = None
     most: float | None = None
     known: Callable[[], Iterable[str]] | None = None
+    heading: str = "Options"
+    or_stdin: bool = False
 
 
 def _task_usages() -> list[str]:
@@ -57,7 +61,7 @@ File = Annotated[PathText, Kind(Path, "FILE")]
 Files = Annotated[PathText | Sequence[PathText], Kind(Path, "FILE", repeats=True)]
 
 Name = Annotated[str, Kind(str, "NAME")]
-Text = Annotated[str, Kind(str, "TEXT")]
+Prompt = Annotated[str, Kind(str, "TEXT", or_stdin=True)]
 Names = Annotated[str | Sequence[str], Kind(str, "LIST")]
 Numbers = Annotated[str | Sequence[int], Kind(str, "LIST")]
 Targets = Annotated[str | Sequence[str], Kind(str, "LIST", former="target")]
@@ -68,11 +72,14 @@ Threads = Annotated[int, Kind(int, "NUMBER", least=0)]
 Seed = Annotated[int, Kind(int, "NUMBER", least=0, most=2**32 - 1)]
 Temperature = Annotated[float, Kind(float, "NUMBER", least=0.0)]
 
-Scheme = Annotated[str | int, Kind(str, "SCHEME")]
-RecipeFile = Annotated["RecipeLike", Kind(Path, "FILE")]
-Preset = Annotated[str, Kind(Literal["int4", "int8", "kv-4bit-best", "paper"])]
-Residual = Annotated[int, Kind(int, "TOKENS")]
-Overrides = Annotated[Mapping[str, str] | Sequence[str], Kind(str, "PATTERN=SCHEME", repeats=True, former="override")]
+_IN_RECIPE = "Options of what is quantized"
+Scheme = Annotated[str | int, Kind(str, "SCHEME", heading=_IN_RECIPE)]
+RecipeFile = Annotated["RecipeLike", Kind(Path, "FILE", heading=_IN_RECIPE)]
+Preset = Annotated[str, Kind(Literal["int4", "int8", "kv-4bit-best", "paper"], heading=_IN_RECIPE)]
+Residual = Annotated[int, Kind(int, "TOKENS", heading=_IN_RECIPE)]
+Overrides = Annotated[
+    Mapping[str, str] | Sequence[str], Kind(str, "PATTERN=SCHEME", repeats=True, former="override", heading=_IN_RECIPE)
+]
 StoredDtype = Annotated["torch.dtype | str", Kind(Literal["bfloat16", "float16", "float32"], "NAME")]
 DeviceMap = Annotated["AnyDeviceMap", Kind(Literal["auto"])]
 Push = Annotated[str, Kind(str, "ORG/NAME")]

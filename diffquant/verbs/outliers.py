@@ -50,8 +50,14 @@ def outliers(
 
     if output is not None:
         FILES.check(Path(output))
-    places = Places.of(device, device_map, offload_folder)
-    options = OutlierOptions(path_or_none(text), tokens, window, dtype, chosen_device(device), places)
+    options = OutlierOptions(
+        text=path_or_none(text),
+        tokens=tokens,
+        window=window,
+        dtype=dtype,
+        places=Places.of(device, device_map, offload_folder),
+        device=chosen_device(device),
+    )
     found = find_outliers(paths(models), options, progress or progress_for("outliers"))
     if output is not None:
         wrote(write_outliers(found, Path(output)))

@@ -63,7 +63,7 @@ def quantize(
     Args:
         model: a checkpoint folder (safetensors), .gguf file, or ORG/NAME[@REVISION] on the Hugging Face hub. In Python
             also an open `Source` or `WeightSource`.
-        output: folder to create. In Python too it appears whole or not at all.
+        output: folder to create; it appears whole or not at all.
         recipe: YAML file of a recipe, in place of the schemes. In Python also a scheme of the weights such as "4:g32",
             a mapping such as {"weights": "4:g32", "kv": 8}, or a `Recipe`.
         preset: name of a recipe. int4: weights 4:g32, known as w4a16. int8: weights 8:row and a KV cache of 8 bits.

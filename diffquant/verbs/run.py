@@ -10,7 +10,7 @@ from diffquant.verbs.notes import add, say
 
 def run(
     folder: kinds.Exported,
-    prompt: kinds.Text,
+    prompt: kinds.Prompt,
     *,
     max_new_tokens: kinds.Count = 64,
     temperature: kinds.Temperature = 0.0,

@@ -44,7 +44,7 @@ def search(
 
     Args:
         model, revision: as `quantize` takes them.
-        output: folder for the recipe, measurements and plot. In Python too an interrupted search goes on there.
+        output: folder for the recipe, measurements and plot; an interrupted search goes on there.
         budget: average stored bits of each target, scales included, such as 4.5; or size of the weights, such as 90MB.
         targets: what to quantize, together: weights, k, v, logits.
         bits: widths to choose among.
@@ -71,15 +71,15 @@ def search(
 
     folder, wanted = Path(output), Budget.parse(str(budget))
     options = SearchOptions(
-        texts(targets),
-        numbers("bits", bits),
-        granularity,
-        path_or_none(text),
-        windows,
-        window,
-        characters,
-        dtype,
-        chosen_device(device),
+        targets=texts(targets),
+        widths=numbers("bits", bits),
+        granularity=granularity,
+        text=path_or_none(text),
+        windows=windows,
+        window=window,
+        check_characters=characters,
+        dtype=dtype,
+        device=chosen_device(device),
     )
     check_search_output(str(wanted), folder)
     run = Search(at_revision(model, revision), wanted, options, folder)
