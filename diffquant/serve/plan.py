@@ -12,7 +12,7 @@ from typing import Any, Literal
 from diffquant.errors import CheckpointError, MissingDependencyError, UnknownModelTypeError, UsageError
 from diffquant.formats.opening import open_checkpoint
 from diffquant.formats.reader import Checkpoint
-from diffquant.model.adapters import Adapter, adapter_for
+from diffquant.model.adapters import READERS, Adapter, adapter_for
 from diffquant.model.transformer import TransformerArchitecture
 from diffquant.serve.folder import beyond_weights, carries_modelling_file, config_for_engines, modelling_file
 from diffquant.serve.room import ITEMSIZES, room_in
@@ -172,6 +172,9 @@ def _adapter(checkpoint: Checkpoint) -> Adapter | None:
     try:
         adapter = adapter_for(checkpoint.config)
     except UnknownModelTypeError:
+        # Of a name that is known, as Motif-3 has, the reader says what is missing.
+        if str(checkpoint.config.get("model_type")).lower() in READERS:
+            raise
         return None
     if not isinstance(adapter.architecture, TransformerArchitecture):
         raise UnknownModelTypeError(

@@ -20,7 +20,7 @@ from diffquant.serve.room import room_in
 from diffquant.serve.server import serve
 from diffquant.serve.vllm.ranks import heads_of_rank, row_orders
 from diffquant.serve.vllm.versions import TESTED, note_untested
-from tests.support.checkpoints import write_checkpoint
+from tests.support.checkpoints import edit_json, write_checkpoint
 
 ROOT = Path(__file__).parents[2]
 GIGABYTE = 1 << 30
@@ -137,6 +137,15 @@ def test_the_folders_code_is_run_only_where_it_is_ours(vllm, packed):
 def test_phi_4_mini_flash_is_refused_by_name(vllm, tmp_path):
     with pytest.raises(UnknownModelTypeError, match=r"phi4flash.*diffquant generate"):
         plan_server(write_checkpoint(tmp_path / "model", "phi4flash"), **ASKED)
+
+
+def test_motif_3_is_refused_by_name_and_what_vllm_may_know_is_left_to_it(vllm, tmp_path):
+    model = write_checkpoint(tmp_path / "model", "motif")
+    edit_json(model / "config.json", kv_lora_rank=8)
+    with pytest.raises(UnknownModelTypeError, match="this is Motif-3"):
+        plan_server(model, **ASKED)
+    edit_json(model / "config.json", model_type="somebodys")
+    assert option(plan_server(model, **ASKED), "--max-model-len") == "auto"
 
 
 def test_the_plugin_is_added_where_others_were_chosen(vllm, packed, monkeypatch):

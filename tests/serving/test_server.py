@@ -166,6 +166,8 @@ def test_lm_eval_over_http_gives_our_own_hellaswag(v2, model, tmp_path, monkeypa
             "base_url": f"{v2.lines[0]}/completions",
             "tokenizer": str(v2.folder),
             "num_concurrent": 8,
+            # As the tokenizer begins texts by itself, and `diffquant eval` with it.
+            "add_bos_token": True,
             "max_length": 512,
         },
         tasks=["items"],

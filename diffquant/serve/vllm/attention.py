@@ -30,7 +30,7 @@ class ServedAttention(DiffAttention):
     ) -> None:
         # The modelling file's layers are transformers'.
         nn.Module.__init__(self)
-        self.spec = spec = config.diff_model["attention"]
+        self.spec = spec = (config.diff_model or {})["attention"]
         self.heads = heads = heads_of_rank(spec, get_tensor_model_parallel_world_size())
         whole, width, bias = PlainHeads(spec), config.hidden_size, config.attention_bias
         noises = whole.pairs // whole.sharing if whole.has_noise else 0
@@ -98,7 +98,8 @@ class ServedAttention(DiffAttention):
         out = self._normed(self._difference(signal[0], noise, hidden_states)).flatten(-2)
         if self.spec["output_gate"]:
             out = out * self.output_gate_proj(hidden_states).sigmoid()
-        return getattr(self, self.spec["output"])(out)
+        projected: Tensor = getattr(self, self.spec["output"])(out)
+        return projected
 
 
 # Heads are turned as they come from the projection, before a map is read more than once.

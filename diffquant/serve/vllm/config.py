@@ -22,7 +22,8 @@ class ServedConfig(DiffConfig):
         """
         if "diff_model" not in config_dict:
             config_dict = config_for_engines(config_dict, adapter_for(config_dict))
-        return super().from_dict(config_dict, **kwargs)
+        config: ServedConfig = super().from_dict(config_dict, **kwargs)
+        return config
 
 
 # Processes of vLLM send them to one another, so that each has a name in this module.

@@ -57,7 +57,8 @@ class DiffMLP(nn.Module):
         self.act_fn = PolyNormAndMul(inner) if act == "poly_norm" else get_act_and_mul_fn(_ACTIVATIONS.get(act, act))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(self.act_fn(self.gate_up_proj(x)))
+        out: Tensor = self.down_proj(self.act_fn(self.gate_up_proj(x)))
+        return out
 
 
 class DiffDecoderLayer(LlamaDecoderLayer):
@@ -98,7 +99,8 @@ class DiffForCausalLM(LlamaForCausalLM):
             )
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        return super().load_weights(self._as_served(weights))
+        loaded: set[str] = super().load_weights(self._as_served(weights))
+        return loaded
 
     def _as_served(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """The checkpoint's tensors with rows in the order of the ranks, in the dtype that they are kept in."""
