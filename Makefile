@@ -33,10 +33,13 @@ test: lint $(NATIVE)
 # it tries a few of. Takes 12 minutes on two cores.
 test-thorough: $(NATIVE) test-triton
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m thorough
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m thorough research/tests
 
 # An eighth of the thorough tests, which takes a minute or two: another each day, or the one that DIFFQUANT_EIGHTH says.
+# The research has few of them, and in some eighths none, which is pytest's status 5.
 test-eighth: $(NATIVE)
 	DIFFQUANT_EIGHTH=$${DIFFQUANT_EIGHTH:-today} $(BIN)/python -m pytest -n 2 --dist worksteal -m thorough
+	DIFFQUANT_EIGHTH=$${DIFFQUANT_EIGHTH:-today} $(BIN)/python -m pytest -m thorough research/tests || test $$? -eq 5
 
 # The other libraries' quantizers in the rounding contest. They have an environment of their own, which sees the first
 # one's packages: transformers imports some of them wherever it finds them. llm-compressor asks for an older transformers,

@@ -1,7 +1,6 @@
 """Results that are kept compressed: NAME.xz stands in the place of NAME, and what reads the one reads the other."""
 
 import lzma
-from collections.abc import Iterator
 from pathlib import Path
 
 
@@ -26,7 +25,7 @@ def read_text(file: Path) -> str:
         raise ValueError(f"{there} is damaged: {error}") from error
 
 
-def named(folder: Path, pattern: str) -> Iterator[Path]:
+def named(folder: Path, pattern: str) -> list[Path]:
     """Files of a folder whose names match a pattern, in their order; a compressed one by the name it had before."""
     found = {file.with_suffix("") if file.suffix == ".xz" else file for file in folder.glob(f"{pattern}*")}
-    return iter(sorted(file for file in found if file.match(pattern)))
+    return sorted(file for file in found if file.match(pattern))

@@ -65,7 +65,7 @@ def points(change: Any) -> tuple[float, float, float]:
 
 
 def medians(entries: Sequence[dict[str, Any]], name: str) -> float:
-    return median(entry[name] for entry in entries)
+    return float(median(entry[name] for entry in entries))
 
 
 def recorded(command: str) -> list[str]:

@@ -11,7 +11,7 @@ from diffquant.calib.search.result import alike, read_searches
 from diffquant.errors import OutputExistsError
 from diffquant.report.page import Fold, Table, page
 from diffquant.report.plots import Tips, new_figure
-from tests.support.recorded import write_recorded
+from tests.support.earlier_results import write_recorded
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from diffquant.errors import UsageError
 from diffquant.evals.columns import Compared
 from diffquant.evals.tasks import kind_of, make_tasks, task_options
 from diffquant.sweep.measurement import Measurement
-from tests.support.recorded import SWEEPS, recorded
+from tests.support.earlier_results import SWEEPS, recorded
 
 LABELLED = "numeric\tHow far is it?\nhuman\tWho was it?\nnumeric\tHow much?\nhuman\tWho came?\n"
 # Cells that people keep have these in their keys.

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from diffquant.verbs.runs import write_index
-from tests.support.recorded import FOLDER, write_recorded
+from tests.support.earlier_results import FOLDER, write_recorded
 from tests.support.thorough import sampled
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="selenium drives the browser: pip install selenium")

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 import diffquant
 from diffquant.cli import app
 from diffquant.errors import UsageError
-from tests.support.recorded import write_recorded
+from tests.support.earlier_results import write_recorded
 
 
 @pytest.fixture

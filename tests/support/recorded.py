@@ -1,19 +1,96 @@
-"""Results of diffquant's own runs as some day wrote them, which reports, comparisons and readers have to take."""
+"""Recordings of tensor operations on a CPU, which stand in for CUDA graphs.
 
-import lzma
-from pathlib import Path
+As in a graph, what is recorded does not run, no Python runs when it is replayed, every address is the recorded one,
+and whatever would wait for the device is refused.
+"""
 
-FOLDER = Path(__file__).with_name("recorded")
-SWEEPS = sorted(str(file.relative_to(FOLDER).with_suffix("")) for file in FOLDER.rglob("sweep.json.xz"))
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from diffquant.kernels.cache import append, decode
+from diffquant.model.graphed_steps import Recording
+
+_UNKNOWN_BEFORE_IT_RAN = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
-def recorded(name: str) -> str:
-    """The text of a recorded file, such as pocket-nll/sweep.json."""
-    return lzma.decompress((FOLDER / f"{name}.xz").read_bytes()).decode()
+class HostRead(RuntimeError):
+    """An operation whose result the host would have to wait for, or that brings something from there."""
 
 
-def write_recorded(name: str, file: Path) -> Path:
-    """Write a recorded file where a command finds it."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(recorded(name), encoding="utf-8")
-    return file
+class NoHostReads(TorchDispatchMode):
+    """Refuses operations that no CUDA graph holds.
+
+    Attributes:
+        names: name of each operation that was let through.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = str(func)
+        by_mask = name.startswith("aten.index") and any(
+            isinstance(x, Tensor) and x.dtype == torch.bool for x in tree_leaves(args[1:])
+        )
+        has_unknown_result = _UNKNOWN_BEFORE_IT_RAN & set(func.tags) and not name.startswith("aten.index")
+        if by_mask or has_unknown_result or func is torch.ops.aten.lift_fresh.default:
+            raise HostRead(f"{name} cannot be recorded")
+        self.names.append(name)
+        return self.run(func, args, kwargs)
+
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        return func(*args, **kwargs)
+
+
+class _Recorder(NoHostReads):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, Any, Any, list[Any]]] = []
+
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if func._schema.is_mutable:
+            self.calls.append((func, args, kwargs, []))
+            return args[0] if func._schema.returns else None
+        # Only for what the result looks like: its values are those of another step.
+        out = func(*args, **kwargs)
+        is_view = any(returned.alias_info is not None for returned in func._schema.returns)
+        self.calls.append((func, args, kwargs, [] if is_view else tree_leaves(out)))
+        return out
+
+    def replay(self) -> None:
+        for func, args, kwargs, outs in self.calls:
+            for old, new in zip(outs, tree_leaves(func(*args, **kwargs)), strict=False):
+                old.copy_(new)
+
+
+@contextmanager
+def kernels_as_operators() -> Iterator[None]:
+    """Where a step launches its cache's kernels, it calls operators, which can be recorded and take empty tensors."""
+    launches = {module: module._launch for module in (append, decode)}
+    for module in launches:
+        vars(module)["_launch"] = module._op
+    try:
+        yield
+    finally:
+        for module, launch in launches.items():
+            vars(module)["_launch"] = launch
+
+
+def record(work: Callable[[], Tensor]) -> Recording:
+    """What `diffquant.model.graphed_steps.record` gives, without a device.
+
+    Raises:
+        HostRead: the work waits for the device.
+    """
+    recorder = _Recorder()
+    with kernels_as_operators(), recorder:
+        result = work()
+    return Recording(recorder.replay, result)

@@ -24,7 +24,7 @@ from diffquant.sweep.compare import compare
 from diffquant.sweep.result import model_names
 from diffquant.sweep.table import json_rows
 from tests.support import tiny_lm
-from tests.support.recorded import write_recorded
+from tests.support.earlier_results import write_recorded
 
 OPTIONS_OF = {"hellaswag": {"limit": 12}, "perplexity": {"characters": 900, "window": 64, "stride": 32}}
 OPTIONS = SweepOptions(

@@ -22,7 +22,7 @@ from diffquant.sweep import SweepOptions, run_sweep, write_outputs
 from diffquant.sweep.outputs import plotted_cells
 from diffquant.sweep.table import json_rows, text_table
 from tests.support import tiny_lm
-from tests.support.recorded import recorded
+from tests.support.earlier_results import recorded
 
 PLAN = NeedlePlan(needles=4, asked=2, lengths=(160, 300), samples=3)
 

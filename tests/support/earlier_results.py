@@ -1,0 +1,19 @@
+"""Results of diffquant's own runs as some day wrote them, which reports, comparisons and readers have to take."""
+
+import lzma
+from pathlib import Path
+
+FOLDER = Path(__file__).with_name("earlier_results")
+SWEEPS = sorted(str(file.relative_to(FOLDER).with_suffix("")) for file in FOLDER.rglob("sweep.json.xz"))
+
+
+def recorded(name: str) -> str:
+    """The text of a recorded file, such as pocket-nll/sweep.json."""
+    return lzma.decompress((FOLDER / f"{name}.xz").read_bytes()).decode()
+
+
+def write_recorded(name: str, file: Path) -> Path:
+    """Write a recorded file where a command finds it."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(recorded(name), encoding="utf-8")
+    return file
