@@ -2,10 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from diffquant.evals.task import TaskOption
-from diffquant.evals.tasks import task_options
 from diffquant.support.comma_lists import split_list, split_numbers
+
+if TYPE_CHECKING:
+    from diffquant.evals.task import TaskOption
 
 
 def texts(given: str | Sequence[str]) -> tuple[str, ...]:
@@ -34,11 +36,13 @@ def path_or_none(given: Path | str | None) -> Path | None:
 
 def task_values(given: Mapping[str, object]) -> dict[str, object]:
     """Tasks' options as tasks take them, of such that may be text: lengths="64,128", text="books.txt"."""
+    from diffquant.evals.tasks import task_options
+
     options = {option.name: option for option in task_options()}
     return {name: _read(options[name], value) if name in options else value for name, value in given.items()}
 
 
-def _read(option: TaskOption[object], value: object) -> object:
+def _read(option: "TaskOption[object]", value: object) -> object:
     if isinstance(value, str):
         value = option.kind(value)
     is_written = option.read is not None and isinstance(value, option.kind)
