@@ -15,13 +15,13 @@ def texts(given: str | Sequence[str]) -> tuple[str, ...]:
     return split_list(given) if isinstance(given, str) else tuple(given)
 
 
-def numbers(name: str, given: str | Sequence[int]) -> tuple[int, ...]:
+def numbers(name: str, given: str | Sequence[int], example: str = "16,8,6,4") -> tuple[int, ...]:
     """The numbers of "8,6,4" or of [8, 6, 4].
 
     Raises:
         UsageError: a part of the text is no number; `name` says of which argument.
     """
-    return split_numbers(name, given, "16,8,6,4") if isinstance(given, str) else tuple(given)
+    return split_numbers(name, given, example) if isinstance(given, str) else tuple(given)
 
 
 def paths(given: Path | str | Sequence[Path | str]) -> tuple[Path, ...]:
