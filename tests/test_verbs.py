@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import logging
 import pickle
 import subprocess
 import sys
@@ -210,6 +211,18 @@ def test_python_exports_what_only_the_command_did(tmp_path, model):
     assert "cuda" in (tmp_path / "out/genai_config.json").read_text()
     with pytest.raises(UsageError, match="web is float32: leave out dtype"):
         diffquant.export(model, tmp_path / "other", web=True, dtype="float16")
+
+
+def test_a_worker_leaves_without_a_result_where_others_measure_on(tmp_path, model, monkeypatch, caplog):
+    settings = {"bits": "16", "characters": 600, "window": 64, "stride": 64, "worker": True, "dtype": "float32"}
+    (cell,) = diffquant.sweep(model, tmp_path / "alone", "perplexity", **settings).cells
+    assert cell.measurement
+    monkeypatch.setattr("diffquant.sweep.run.join_sweep", lambda *given: None)
+    with caplog.at_level(logging.INFO, logger="diffquant.verbs"):
+        assert diffquant.sweep(model, tmp_path / "beside", "perplexity", **settings).cells == []
+    assert "nothing is left to claim" in caplog.text
+    with pytest.raises(UsageError, match="worker is one process: leave out workers, devices and ray"):
+        diffquant.sweep(model, tmp_path / "two", "perplexity", **settings, workers=2)
 
 
 def test_an_export_is_checked_and_planned_once(tmp_path, model, monkeypatch):

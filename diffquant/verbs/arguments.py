@@ -2,10 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from diffquant.evals.task import TaskOption
-from diffquant.evals.tasks import task_options
 from diffquant.support.comma_lists import split_list, split_numbers
+
+if TYPE_CHECKING:
+    from diffquant.evals.task import TaskOption
 
 
 def texts(given: str | Sequence[str]) -> tuple[str, ...]:
@@ -13,13 +15,13 @@ def texts(given: str | Sequence[str]) -> tuple[str, ...]:
     return split_list(given) if isinstance(given, str) else tuple(given)
 
 
-def numbers(name: str, given: str | Sequence[int]) -> tuple[int, ...]:
+def numbers(name: str, given: str | Sequence[int], example: str = "16,8,6,4") -> tuple[int, ...]:
     """The numbers of "8,6,4" or of [8, 6, 4].
 
     Raises:
         UsageError: a part of the text is no number; `name` says of which argument.
     """
-    return split_numbers(name, given, "16,8,6,4") if isinstance(given, str) else tuple(given)
+    return split_numbers(name, given, example) if isinstance(given, str) else tuple(given)
 
 
 def paths(given: Path | str | Sequence[Path | str]) -> tuple[Path, ...]:
@@ -34,11 +36,13 @@ def path_or_none(given: Path | str | None) -> Path | None:
 
 def task_values(given: Mapping[str, object]) -> dict[str, object]:
     """Tasks' options as tasks take them, of such that may be text: lengths="64,128", text="books.txt"."""
+    from diffquant.evals.tasks import task_options
+
     options = {option.name: option for option in task_options()}
     return {name: _read(options[name], value) if name in options else value for name, value in given.items()}
 
 
-def _read(option: TaskOption[object], value: object) -> object:
+def _read(option: "TaskOption[object]", value: object) -> object:
     if isinstance(value, str):
         value = option.kind(value)
     is_written = option.read is not None and isinstance(value, option.kind)

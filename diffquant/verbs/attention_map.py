@@ -56,7 +56,7 @@ def attention_map(
 
     if output is not None:
         FILES.check(Path(output))
-    plan = NeedlePlan(needles, 1, numbers("lengths", lengths), samples)
+    plan = NeedlePlan(needles, 1, numbers("lengths", lengths, "256,1K,4K"), samples)
     wanted = chosen_recipe(recipe, logits=logits)
     options = AttentionMapOptions(plan, path_or_none(text), wanted, dtype, chosen_device(device))
     found = map_attention(paths(models), options, progress or progress_for("attention"))

@@ -101,8 +101,10 @@ def sweep(
     folder, shown = Path(output), progress or progress_for("sweep")
     if worker:
         if workers is not None or devices or ray:
-            others = ", ".join(map(spelled, ("workers", "devices", "ray")))
-            raise UsageError(f"{spelled('worker')} is one process: leave out {others}, and start more of it")
+            raise UsageError(
+                f"{spelled('worker')} is one process: leave out {spelled('workers')}, {spelled('devices')} and "
+                f"{spelled('ray')}, and start more of it"
+            )
         joined = join_sweep(paths(models), options, folder, shown, runtime_of)
         if joined is None:
             say("nothing is left to claim; whoever finishes last writes the tables")

@@ -381,7 +381,7 @@ def test_an_export_of_a_quantized_checkpoint_is_compared_with_what_was_quantized
 
 
 def test_a_sweep_of_exports_alone_takes_no_options_for_checkpoints(plain, tmp_path):
-    with pytest.raises(diffquant.DiffQuantError, match="as it is: leave out the recipe options"):
+    with pytest.raises(diffquant.DiffQuantError, match="as it is: leave out the recipe"):
         run_sweep([plain], SweepOptions(dtype="float32"), tmp_path / "sweep", runtime_of=runtime_of)
 
 

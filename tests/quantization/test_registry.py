@@ -140,7 +140,7 @@ def test_scales_that_span_rows_are_refused_before_a_text_is_read(checkpoint, tmp
     for rounding in ("mse", "gptq"):
         recipe = Recipe.of(weights="4:g16", overrides={"*.o_proj": "8:tensor"}, rounding=rounding)
         for verb in (lambda r: quantize(checkpoint, tmp_path / "low", r), lambda r: load(checkpoint, r)):
-            with pytest.raises(UsageError, match=rf"{rounding} works row by row and .*layers\.0\.self_attn\.o_proj"):
+            with pytest.raises(UsageError, match=rf"{rounding}' works row by row and .*layers\.0\.self_attn\.o_proj"):
                 verb(recipe)
 
 
