@@ -82,6 +82,7 @@ def which_change(installed, file, change):
         ("cli/show.py", False, False),
         ("evals/plots/places.py", False, False),
         ("evals/columns.py", False, False),
+        ("evals/text_columns.py", False, False),
         ("evals/tasks/hellaswag.py", False, False),
         ("quantization/roundings/mse.py", False, False),
         ("sweep/plot.py", False, False),

@@ -15,7 +15,8 @@ _PACKAGE = Path(__file__).parents[1]
 # They show results and compute nothing of them.
 _SHOWING = (
     *("diffquant.cli", "diffquant.report"),
-    *(f"diffquant.evals.{name}" for name in ("columns", "margin_columns", "position_columns", "plots")),
+    *(f"diffquant.evals.{name}columns" for name in ("", "margin_", "order_", "position_", "text_")),
+    "diffquant.evals.plots",
 )
 
 # What a commit's name ends with where sources differ from it.

@@ -154,7 +154,7 @@ def _statements(file: Path) -> str:
 
 
 def _of_sweep(file: Path) -> Iterator[tuple[str, Drawing]]:
-    shown = ("columns", "margin_columns", "position_columns", "stats")
+    shown = ("columns", "margin_columns", "position_columns", "text_columns", "stats")
     columns = tuple(f"diffquant/evals/{name}.py" for name in shown)
     yield "plot.png", Drawing(lambda path: plot(read_sweep(file), path), (file,), ("diffquant/sweep/plot.py", *columns))
     for kind in task_kinds():

@@ -4,12 +4,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Self
 
-from diffquant.evals.columns import FAILED, MISSING, Column, Columns, Compared, Drawn, Metric, kl_text
 from diffquant.evals.defaults import STRIDE
-from diffquant.evals.stats import mean_interval
 from diffquant.evals.task import CHARACTERS, TEXT, WINDOW, Task, TaskOption, at_least_one
 from diffquant.evals.task_result import TaskResult
 from diffquant.evals.tasks import register
+from diffquant.evals.text_columns import TEXTS
 from diffquant.support.plain_data import JsonObject
 from diffquant.support.progress import Progress
 
@@ -18,53 +17,7 @@ if TYPE_CHECKING:
 
     from diffquant.evals.language_model import LanguageModel, States
 
-_NUMBERS = ("perplexity", "bits_per_byte", "kl", "kl_low", "kl_high")
-
-
 _STRIDE = TaskOption("stride", STRIDE, "Number of tokens from one window to the next.", int)
-
-
-def _numbers(compared: Compared) -> JsonObject:
-    details = compared.result.details if compared.result else {}
-    bounds = {}
-    # Results of earlier versions have no windows, and one window has no interval.
-    if len(details.get("kl_by_window", [])) > 1:
-        kl = mean_interval(details["kl_by_window"], details["tokens_by_window"])
-        bounds = {"kl_low": kl.low, "kl_high": kl.high}
-    return {name: (details | bounds).get(name) for name in _NUMBERS}
-
-
-def _kl(compared: Compared) -> Drawn | None:
-    """KL with its interval over windows; 16 bits have none."""
-    numbers = _numbers(compared)
-    kl = numbers["kl"]
-    if kl is None:
-        return None
-    return Drawn(kl, *(kl if numbers[end] is None else numbers[end] for end in ("kl_low", "kl_high")))
-
-
-def _perplexity_text(compared: Compared) -> str:
-    return FAILED if compared.result is None else f"{_numbers(compared)['perplexity']:.4g}"
-
-
-_NOTE = (
-    "KL is the mean of KL(16 bits || quantized) over next-token distributions, in nats; plots have its 95 % "
-    "interval over windows of the text."
-)
-
-# How well a text was predicted.
-TEXT_COLUMNS = Columns(
-    table=(
-        Column("ppl", _perplexity_text),
-        Column("KL", lambda compared: f"{kl.value:.2g}" if (kl := _kl(compared)) else MISSING),
-    ),
-    changes=(Metric("KL from 16 bits, nats", _kl, lambda change: f"KL {kl_text(change)}", is_log=True),),
-    score=None,
-    record=_numbers,
-    notes=lambda _: [_NOTE],
-    by_item=False,
-    has_own_names=False,
-)
 
 
 @register
@@ -80,7 +33,7 @@ class Perplexity(Task):
     kind: ClassVar = "perplexity"
     usage: ClassVar = "perplexity"
     options: ClassVar = (TEXT, CHARACTERS, WINDOW, _STRIDE)
-    columns: ClassVar = TEXT_COLUMNS
+    columns: ClassVar = TEXTS
     compares_with_16_bits: ClassVar = True
 
     text: str

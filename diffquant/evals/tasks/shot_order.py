@@ -1,16 +1,15 @@
 """Robustness of in-context classification to the order of its demonstrations, as a task."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Self
 
-from diffquant.evals.columns import ITEMS, MISSING, Column, Compared
+from diffquant.evals.order_columns import ORDERS
 from diffquant.evals.task import Draw
 from diffquant.evals.task_result import TaskResult
 from diffquant.evals.tasks import register
 from diffquant.evals.tasks.many_shot import ManyShot
-from diffquant.support.plain_data import JsonObject
 from diffquant.support.progress import Progress
 
 if TYPE_CHECKING:
@@ -24,24 +23,6 @@ _NAME = re.compile(r"shot-order:([0-9]{1,9})(?::([0-9]{1,9}))?(:alternate)?")
 _ORDERS = "10"
 
 
-def _spread_text(compared: Compared) -> str:
-    return MISSING if compared.result is None else f"{100 * compared.result.details['spread']:.1f}"
-
-
-def _record(compared: Compared) -> JsonObject:
-    details = compared.result.details if compared.result else {}
-    return ITEMS.record(compared) | {name: details.get(name) for name in ("best", "worst", "spread")}
-
-
-def _notes(results: Sequence[TaskResult]) -> list[str]:
-    told = "best - worst is between orders of the same demonstrations, in points of accuracy."
-    return [*ITEMS.notes(results), *([told] if results else [])]
-
-
-# Accuracy over all orders, and how far the best order is from the worst.
-_COLUMNS = replace(ITEMS, table=(*ITEMS.table, Column("best - worst", _spread_text)), record=_record, notes=_notes)
-
-
 @register
 @dataclass(frozen=True, kw_only=True)
 class ShotOrder(ManyShot):
@@ -52,7 +33,7 @@ class ShotOrder(ManyShot):
 
     kind: ClassVar = "shot-order"
     usage: ClassVar = "shot-order:SHOTS[:ORDERS][:alternate]"
-    columns: ClassVar = _COLUMNS
+    columns: ClassVar = ORDERS
     plots: ClassVar[Mapping[str, Draw]] = {}
 
     plan: "OrderPlan"
