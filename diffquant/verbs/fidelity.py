@@ -5,12 +5,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from diffquant.errors import UsageError
-from diffquant.support.code import provenance
-from diffquant.support.outputs import check_written_file
 from diffquant.support.plain_data import JsonObject
 from diffquant.support.progress import Progress, progress_for
 from diffquant.support.spelling import spelled
-from diffquant.support.versions import versions
 from diffquant.verbs import kinds, notes
 
 if TYPE_CHECKING:
@@ -114,6 +111,7 @@ class _Reading:
 def _save(side: "Side", reading: _Reading, output: Path, progress: Progress) -> None:
     from diffquant.evals.fidelity.base_file import MAGIC
     from diffquant.evals.fidelity.measure import save_base
+    from diffquant.support.outputs import check_written_file
 
     check_written_file(output, is_own=_begins_with(output, MAGIC))
     save_base(side, _chunks([side], reading)[0], output, progress)
@@ -125,6 +123,8 @@ def _compared(sides: "list[Side]", reading: _Reading, progress: Progress) -> "Fi
     from diffquant.evals.fidelity.measure import compare
     from diffquant.evals.fidelity.result import Fidelity
     from diffquant.source.source import open_source
+    from diffquant.support.code import provenance
+    from diffquant.support.versions import versions
 
     chunks, about = _chunks(sides, reading)
     comparison = compare(sides[0], sides[1], chunks, progress)
