@@ -28,6 +28,7 @@ FOLDERS = {
         "outliers": "outliers MODEL --tokens 128 --window 64",
         "attention-map": "attention-map POCKET --samples 1 --lengths 96",
         "bench": "bench attention",
+        "fidelity": "fidelity MODEL MODEL --characters 400 --context 16",
     }.items()
 }
 FILES = {

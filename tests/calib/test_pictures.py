@@ -21,14 +21,14 @@ COSTS = np.array([[0.001, 0.01, 0.1], [1.0, 0.0001, 0.02]])
 def search(costs=COSTS, budget="5 bits"):
     measurements = [
         Measurement(
-            f"model.layers.{layer}.{kind}",
-            "weights",
-            layer,
-            kind,
-            64,
-            {8: float(cost) / 100, 6: float(cost) / 10, 4: float(cost)},
-            {8: None, 6: None, 4: None},
-            6 if cost > 0.05 else 4,
+            name=f"model.layers.{layer}.{kind}",
+            target="weights",
+            layer=layer,
+            kind=kind,
+            elements=64,
+            kl={8: float(cost) / 100, 6: float(cost) / 10, 4: float(cost)},
+            attention={8: None, 6: None, 4: None},
+            chosen=6 if cost > 0.05 else 4,
         )
         for kind, row in zip(KINDS, costs, strict=True)
         for layer, cost in enumerate(row)

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -11,7 +12,7 @@ from diffquant.errors import DiffQuantError, OutputExistsError
 from diffquant.quantization.quantize import quantize
 from diffquant.quantization.roundings.base import Rounder
 from diffquant.quantization.roundings.nearest import Nearest, round_to_nearest
-from diffquant.recipe import Recipe
+from diffquant.recipe import Recipe, RoundingSettings
 from tests.support.checkpoints import contents, write_diffllama
 
 KILLED_AT = 0.6
@@ -77,10 +78,15 @@ def test_another_recipe_starts_over(killed, left):
     assert contents(left.parent / "out") == contents(left.parent / "fresh")
 
 
-@pytest.mark.parametrize("options", [{"dtype": "float16"}, {"rounding": "mse"}], ids=["dtype", "rounding"])
+@pytest.mark.parametrize(
+    "options",
+    [{"dtype": "float16"}, {"recipe": replace(RECIPE, rounding=RoundingSettings("mse"))}],
+    ids=["dtype", "rounding"],
+)
 def test_other_options_start_over(killed, left, options):
-    assert quantize(killed / "source", left.parent / "out", RECIPE, **options).resumed == 0
-    quantize(killed / "source", left.parent / "fresh", RECIPE, **options)
+    options = {"recipe": RECIPE} | options
+    assert quantize(killed / "source", left.parent / "out", **options).resumed == 0
+    quantize(killed / "source", left.parent / "fresh", **options)
     assert contents(left.parent / "out") == contents(left.parent / "fresh")
 
 

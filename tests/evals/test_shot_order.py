@@ -85,7 +85,7 @@ def test_names_are_read_and_what_they_cannot_be_is_said(files):
         ("shot-order", "expected shot-order:SHOTS"),
         ("shot-order:all", "expected shot-order:SHOTS"),
         ("shot-order:0", "both must be 1 or more"),
-        ("shot-order:31", "--train has 30; ask for fewer"),
+        ("shot-order:31", "train has 30; ask for fewer"),
     ):
         with pytest.raises(UsageError, match=message):
             make_tasks([name], files, 4096)

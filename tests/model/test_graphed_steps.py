@@ -263,7 +263,7 @@ def test_a_step_reads_no_tensor_and_has_no_shape_that_depends_on_its_place(gener
             mask = graphed_steps.Mask(valid)
             vars(mask)["_padded_ranges"] = valid.sum(1).int(), valid.sum(1).int()
             with recorded.NoHostReads() as reads:
-                y = model.model._run_layers(x, positions, mask, cache, None)
+                y = model.model.run_layers(x, mask, position, positions, cache, None)
             names.append(reads.names)
     assert (y.shape, y.device.type) == (x.shape, "meta")
     with pytest.raises(RuntimeError):

@@ -158,7 +158,11 @@ def test_the_example_of_contributing_runs(ungated, tmp_path):
     [
         ({"weights": "4:tensor"}, UsageError, r"span all experts of .*layers\.1\.mlp\.experts\.gate_up_proj"),
         ({"weights": "4:g64"}, GroupSizeError, "input width of 3 tensors.*their widths are 96: use g16, g32"),
-        ({"weights": "4:g32", "rounding": "gptq"}, UsageError, r"gptq reads the inputs of Linears.*experts\.down_proj"),
+        (
+            {"weights": "4:g32", "rounding": "gptq"},
+            UsageError,
+            r"rounding='gptq' reads the inputs of Linears.*experts\.down_proj",
+        ),
     ],
 )
 def test_what_experts_cannot_be_is_refused_by_name(checkpoint, recipe, error, message):

@@ -165,7 +165,7 @@ def test_a_group_of_the_toys_layout_with_other_codes_is_refused_by_name(ternary)
 @pytest.mark.parametrize("rounding", ["mse", {"name": "gptq", "tokens": 256, "window": 64}], ids=["mse", "gptq"])
 def test_even_levels_take_every_rounding_and_lose_less_by_it(ternary, checkpoint, tmp_path, rounding):
     near = quantize(checkpoint, tmp_path / "near", "ternary:g16")
-    fitted = quantize(checkpoint, tmp_path / "fitted", "ternary:g16", rounding=rounding)
+    fitted = quantize(checkpoint, tmp_path / "fitted", Recipe.of(weights="ternary:g16", rounding=rounding))
     assert load(tmp_path / "fitted").get_parameter(NAME).isfinite().all()
     if rounding == "mse":
         assert sum(e.error for e in fitted.errors) < 0.9 * sum(e.error for e in near.errors)
@@ -173,8 +173,8 @@ def test_even_levels_take_every_rounding_and_lose_less_by_it(ternary, checkpoint
 
 def test_uneven_levels_are_refused_by_a_rounding_that_computes_with_codes(e2m1, checkpoint, tmp_path):
     for rounding in ("mse", "gptq", "tuned"):
-        with pytest.raises(UsageError, match=f"{rounding} computes with codes, and the levels of e2m1 are unevenly"):
-            quantize(checkpoint, tmp_path / "low", "e2m1:g16", rounding=rounding)
+        with pytest.raises(UsageError, match=f"'{rounding}' computes with codes, and the levels of e2m1 are unevenly"):
+            quantize(checkpoint, tmp_path / "low", Recipe.of(weights="e2m1:g16", rounding=rounding))
 
 
 def test_uneven_levels_cannot_be_counted_from_a_rows_maximum(e2m1, ternary):
@@ -201,13 +201,13 @@ def test_the_example_of_contributing_rounds_as_ml_dtypes_casts_to_four_bit_float
 
 
 def test_who_reads_integers_alone_refuses_the_toy_by_name(ternary, checkpoint, tmp_path):
-    from diffquant.cli.options import cache_bits
+    import diffquant
     from diffquant.export import export
     from diffquant.export.options import ExportOptions
 
     assert "k is ternary:row" in store_refusal(Recipe.of(kv="ternary"), 64, 64, torch.float16)
     for ask in (
-        lambda: cache_bits("ternary"),
+        lambda: diffquant.export(checkpoint, tmp_path / "cache", kv="ternary"),
         lambda: ExportOptions.parse(weights="ternary:g16"),
         lambda: ExportOptions.parse(logits="ternary:row"),
         lambda: Scheme.parse("ternary:row").bits,

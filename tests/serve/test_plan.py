@@ -93,14 +93,14 @@ def test_the_context_is_what_the_memory_has_room_for():
     memory = 2 * GIGABYTE + weights + a_token * (256 + 40)
     assert room_in(memory, checkpoint, adapter, 4, "float32", None).context == 40
     assert room_in(memory, checkpoint, adapter, 2, "float32", None).context > 40
-    with pytest.raises(UsageError, match="a --context of 40 tokens fits"):
+    with pytest.raises(UsageError, match="context=40 fits"):
         room_in(memory, checkpoint, adapter, 4, "float32", 41)
     with pytest.raises(UsageError, match=r"0\.0 GB of memory are free"):
         room_in(GIGABYTE, checkpoint, adapter, 4, "float32", None)
 
 
 def test_a_context_beyond_what_the_model_knows_is_refused(vllm, packed):
-    with pytest.raises(UsageError, match="--context 100000 is more than the"):
+    with pytest.raises(UsageError, match="context=100000 is more than the"):
         plan_server(packed, **ASKED | {"context": 100_000})
 
 

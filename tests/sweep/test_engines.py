@@ -274,10 +274,10 @@ def test_more_workers_than_memory_holds_are_refused_before_a_cell(tmp_path, monk
 
 def test_options_that_exclude_each_other_are_refused():
     for options, values, said in (
-        (SweepOptions(device="cpu"), (None, ("cpu",), None), "--devices takes the place of --device"),
+        (SweepOptions(device="cpu"), (None, ("cpu",), None), "devices takes the place of device"),
         (SweepOptions(device_map="auto"), (2, (), None), "leave out workers"),
         (SweepOptions(), (None, ("cpu", "meta"), None), "not of one kind"),
-        (SweepOptions(), (None, ("cpu",), "auto"), "Ray gives each of its workers a GPU"),
+        (SweepOptions(), (None, ("cpu",), "auto"), "ray gives each of its workers a GPU"),
         (SweepOptions(), (0, (), None), "must be 1 or more"),
     ):
         with pytest.raises(UsageError, match=said):
