@@ -20,13 +20,17 @@ from typing import Any
 
 HOUSE = Path(__file__).resolve().parent.parent
 ROOMS = ("diffquant", "export", "calib", "bench", "research", "studies", "examples")
+# Parts of the research that check, as tests do.
+CHECKS = ("research/check", "research/tests")
 RECORDS = ("dataclass", "NamedTuple", "TypedDict", "attrs", "define", "frozen")
 
 
 def files(checkout: Path, room: str) -> list[Path]:
     """The Python files that git tracks in a room; none of a linked room, whose files are counted where they are."""
+    kinds = [f":(exclude){part}" for part in CHECKS] if room == "research" else CHECKS if room == "tests" else ()
+    places = [f"{place}/*.py" if not place.startswith(":") else place for place in (room, *kinds)]
     tracked = subprocess.run(
-        ["git", "ls-files", "-z", "--", f"{room}/*.py"], cwd=checkout, check=True, capture_output=True, text=True
+        ["git", "ls-files", "-z", "--", *places], cwd=checkout, check=True, capture_output=True, text=True
     )
     return [checkout / name for name in tracked.stdout.split("\0") if name and (checkout / name).is_file()]
 
