@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
+from shlex import quote
 from typing import Any, Literal
 
 from diffquant.errors import CheckpointError, MissingDependencyError, UnknownModelTypeError, UsageError
@@ -14,6 +15,7 @@ from diffquant.formats.opening import open_checkpoint
 from diffquant.formats.reader import Checkpoint
 from diffquant.model.adapters import READERS, Adapter, adapter_for
 from diffquant.model.transformer import TransformerArchitecture
+from diffquant.numbers.formats.integer import PACK_QUANTIZED
 from diffquant.serve.folder import beyond_weights, carries_modelling_file, config_for_engines, modelling_file
 from diffquant.serve.room import ITEMSIZES, room_in
 from diffquant.serve.vllm.versions import TESTED, cuda_builds, installed_vllm
@@ -46,7 +48,7 @@ class ServerPlan:
     def curl(self) -> str:
         """A command line that asks it for a few tokens."""
         asked = json.dumps({"model": self.name, "prompt": "The capital of France is", "max_tokens": 16})
-        return f"curl {self.url}/completions -H 'Content-Type: application/json' -d '{asked}'"
+        return f"curl {self.url}/completions -H 'Content-Type: application/json' -d {quote(asked)}"
 
 
 def plan_server(
@@ -78,6 +80,7 @@ def plan_server(
     if not checkpoint.path.is_dir():
         raise UsageError(f"{model} is no folder: vLLM serves folders, which `diffquant quantize` makes of it")
     config, adapter = checkpoint.config, _adapter(checkpoint)
+    _check_format(checkpoint)
     dtype = dtype or _dtype(config)
     if dtype not in ITEMSIZES:
         raise UsageError(f"dtype {dtype!r} is none of {', '.join(ITEMSIZES)}")
@@ -160,6 +163,20 @@ def check_ranks(config: Mapping[str, Any], adapter: Adapter, ranks: int, impleme
     if implementation == "folder" and DiffConfig(diff_model=built).base_model_tp_plan is None:
         raise UsageError(
             f"{config['model_type']} needs the plugin on {ranks} ranks: leave out {spelled('implementation', 'folder')}"
+        )
+
+
+def _check_format(checkpoint: Checkpoint) -> None:
+    """Check that packed weights, if there are some, lie in the layout that vLLM's compressed-tensors reads.
+
+    Raises:
+        UsageError: they lie in one of diffquant's own.
+    """
+    layout = checkpoint.config.get("quantization_config", {}).get("format", PACK_QUANTIZED)
+    if layout != PACK_QUANTIZED:
+        raise UsageError(
+            f"{checkpoint.path} has weights in the layout {layout}, which vLLM does not read; serve one with integers "
+            "of 2 to 8 bits, or run it by `diffquant generate`"
         )
 
 

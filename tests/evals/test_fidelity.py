@@ -17,8 +17,11 @@ from diffquant import data
 from diffquant.errors import CheckpointError, DiffQuantError, OutputExistsError, UsageError
 from diffquant.evals.fidelity.base_file import BaseFile, write_base
 from diffquant.evals.fidelity.distributions import Likeliest, Whole, divergence
-from diffquant.evals.fidelity.measure import Comparison
+from diffquant.evals.fidelity.measure import Comparison, compare
 from diffquant.evals.fidelity.result import Fidelity
+from diffquant.evals.fidelity.server import Server
+from diffquant.evals.fidelity.sides import Side
+from diffquant.support.progress import silent
 from tests.support import tiny_lm
 
 CONTEXT = 64
@@ -226,6 +229,37 @@ def test_a_server_gives_a_lower_bound_with_its_k(reference, candidate, result, s
     assert bound.agreement.mean == result.agreement.mean
     assert bound.perplexities == pytest.approx(result.perplexities, rel=1e-5)
     assert "lower bound" in bound.summary()
+
+
+def test_a_server_is_asked_once_how_it_begins_texts(reference, candidate, serve, monkeypatch):
+    asked, post = [], Server._post
+    monkeypatch.setattr(Server, "_post", lambda self, path, body: asked.append(path) or post(self, path, body))
+    found = diffquant.fidelity(reference, serve(candidate), top_k=5, **READING)
+    assert asked.count("/tokenize") == 3
+    assert asked.count("/v1/completions") == found.text["chunks"]
+
+
+def test_tokens_that_a_vocabulary_does_not_have_are_refused():
+    class Told(Side):
+        name, first_token = "", None
+
+        def __init__(self, name, told):
+            self.name, self._told = name, told
+
+        def about(self):
+            return {}
+
+        def tokens(self, text):
+            return []
+
+        def predict(self, number, ids, first):
+            return self._told
+
+    whole, more = random_logs(3, 7).float(), random_logs(3, 9).float()
+    chunk = torch.arange(8)[None] % 7
+    for other in (Whole(more), Likeliest(torch.full((3, 1), 8), torch.full((3, 1), -1.0), 1)):
+        with pytest.raises(UsageError, match="a has a vocabulary of 7 tokens, and b"):
+            compare(Told("a", Whole(whole)), Told("b", other), chunk, silent)
 
 
 def test_a_server_that_refuses_is_told_of(reference, candidate, serve):

@@ -21,6 +21,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -155,7 +156,9 @@ def _this_run() -> dict[str, Any]:
     # Not before the last fork: each trial imports this project's modules anew.
     from diffquant.bench.environment import environment
 
-    command = f"python -m tests.mutants {' '.join(sys.argv[1:])}".strip()
+    # The folder of what is reached is this machine's.
+    words = ["FOLDER" if before == "--reach" else word for before, word in pairwise(sys.argv)]
+    command = f"python -m tests.mutants {' '.join(words)}".strip()
     return {"command": command, "environment": environment("pytest")}
 
 

@@ -1,5 +1,8 @@
 """How a server is started for a folder, and what is refused before one is; none of it needs vLLM."""
 
+import json
+import shlex
+import shutil
 import socket
 import tomllib
 from importlib.metadata import EntryPoint
@@ -173,6 +176,21 @@ def test_builds_for_cuda_that_break_vllms_import_are_said(vllm, monkeypatch):
 def test_requests_name_a_folder_by_its_name_whatever_the_path_says(vllm, packed, monkeypatch):
     monkeypatch.chdir(packed)
     assert plan_server(Path("."), **ASKED).name == packed.name
+
+
+def test_a_shell_reads_the_command_line_of_any_name(vllm, packed, tmp_path):
+    folder = tmp_path / "the user's model"
+    shutil.copytree(packed, folder)
+    words = shlex.split(plan_server(folder, **ASKED).curl)
+    assert json.loads(words[-1])["model"] == "the user's model"
+
+
+def test_a_layout_of_diffquants_own_is_refused_by_name(vllm, packed, tmp_path):
+    folder = tmp_path / "own"
+    shutil.copytree(packed, folder)
+    edit_json(folder / "config.json", quantization_config={"format": "diffquant-ternary"})
+    with pytest.raises(UsageError, match="in the layout diffquant-ternary, which vLLM does not read"):
+        plan_server(folder, **ASKED)
 
 
 def test_a_plugin_that_vllm_does_not_find_is_said(monkeypatch):

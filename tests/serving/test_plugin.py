@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import diffquant
-from tests.serving.answers import check, expected
-from tests.serving.checkpoints import FAMILY, write_served
+from tests.serving.answers import check, check_low_bits, expected
+from tests.serving.checkpoints import FAMILY, KINDS, write_served
 
 # At 8 bits with a cache that vLLM does not have. 3 and 6 bits have rows whose words codes straddle.
 RECIPES = {"16": {"kv": "8:row"}, "8": {"weights": "8:row"}, "4": {"weights": "4:g32"}}
@@ -62,13 +62,20 @@ def test_weights_are_loaded_without_a_warning_for_each(by_plugin):
 
 
 @pytest.fixture(scope="module")
-def by_folder(engine, folders, prompts):
+def by_folder(engine, folders, prompts, low_attention, prose):
     """Answers of vLLM's transformers backend without the plugin, which has no float32 for packed weights, by source."""
     options = {"trust_remote_code": True, "model_impl": "transformers"}
     jobs = {source: {"folder": str(folders[source, "16"]), "prompts": prompts, "options": options} for source in FAMILY}
+    for kind, folder in low_attention.items():
+        jobs[kind] = {"folder": str(folder), "prompts": [prose], "options": options | {"dtype": "bfloat16"}}
     return dict(zip(jobs, engine(list(jobs.values()), VLLM_PLUGINS="none")[0], strict=True))
 
 
 @pytest.mark.parametrize("source", FAMILY)
 def test_the_folder_alone_computes_the_same(by_folder, folders, prompts, source):
     check("folder", source, "16", by_folder[source], expected(folders[source, "16"], prompts))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_folder_alone_loses_no_more_at_4_bits_than_our_own_bfloat16(by_folder, low_attention, prose, kind):
+    check_low_bits(low_attention[kind], by_folder[kind], prose)

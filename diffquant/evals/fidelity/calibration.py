@@ -1,10 +1,11 @@
 """What of a scored text a quantized checkpoint was calibrated on."""
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from diffquant.errors import UsageError
+from diffquant.formats.atomic_folder import RECORD
+from diffquant.formats.json_object import read_json
 from diffquant.source.source import Source
 from diffquant.text.corpus import load_text, text_digest
 from diffquant.text.tokens import encode_text
@@ -18,10 +19,10 @@ _RUN = 16
 
 def calibration_note(source: Source, scored: "Sequence[Sequence[int]]") -> str:
     """A clause on how many of the scored tokens of each chunk were read when a checkpoint was quantized."""
-    record = source.path / "diffquant.json"
+    record = source.path / RECORD
     if not source.packed or not record.is_file():
         return "the candidate's weights were not calibrated by diffquant"
-    rounding = json.loads(record.read_text(encoding="utf-8")).get("rounding") or {}
+    rounding = read_json(record).get("rounding") or {}
     digest, count = rounding.get("text"), int(rounding.get("tokens", 0))
     if digest is None:
         return f"the candidate was rounded by {rounding.get('name', 'nearest')}, which reads no text"

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from diffquant.errors import UsageError
 from diffquant.evals.fidelity.base_file import scored, write_base
-from diffquant.evals.fidelity.distributions import Likeliest, Whole, divergence
+from diffquant.evals.fidelity.distributions import Distributions, Likeliest, Whole, divergence
 from diffquant.evals.fidelity.sides import Side
 from diffquant.support.progress import Progress
 
@@ -83,10 +83,7 @@ def compare(reference: Side, candidate: Side, chunks: Tensor, progress: Progress
     k = None
     for number, chunk in enumerate(chunks):
         p, q = (side.predict(number, _as_read(chunk, side), first) for side in (reference, candidate))
-        if isinstance(p, Whole) and isinstance(q, Whole) and p.logs.shape != q.logs.shape:
-            raise UsageError(
-                f"{reference.name} has a vocabulary of {p.logs.shape[1]} tokens, {candidate.name} of {q.logs.shape[1]}"
-            )
+        _check_vocabularies((reference, p), (candidate, q))
         targets = chunk[first + 1 :]
         kl[number] = divergence(p, q)
         is_same[number] = p.top == q.top
@@ -94,6 +91,20 @@ def compare(reference: Side, candidate: Side, chunks: Tensor, progress: Progress
         k = min((side.k for side in (p, q) if isinstance(side, Likeliest)), default=None)
         progress(number + 1, count, "comparing")
     return Comparison(kl, is_same, reference_nll, candidate_nll, k)
+
+
+def _check_vocabularies(*predicted: tuple[Side, Distributions]) -> None:
+    """Check that both sides know the same tokens, as far as that is seen.
+
+    Raises:
+        UsageError: one has others.
+    """
+    sizes = {side.name: known.logs.shape[1] for side, known in predicted if isinstance(known, Whole)}
+    largest = {side.name: int(known.ids.max()) for side, known in predicted if isinstance(known, Likeliest)}
+    if len(set(sizes.values())) > 1 or any(token >= size for token in largest.values() for size in sizes.values()):
+        said = [f"{name} has a vocabulary of {size} tokens" for name, size in sizes.items()]
+        said += [f"{name} tells of token {token}" for name, token in largest.items()]
+        raise UsageError(f"{', and '.join(said)}: only models with one vocabulary can be compared")
 
 
 def save_base(side: Side, chunks: Tensor, path: Path, progress: Progress) -> None:

@@ -43,7 +43,7 @@ class Server(Side):
         tokens: list[int] = answer["tokens"]
         return tokens
 
-    @property
+    @cached_property
     def first_token(self) -> int | None:
         first = self.tokens("a")[0]
         return first if self.tokens("b")[0] == first else None
