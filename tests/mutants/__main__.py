@@ -4,6 +4,7 @@
     python -m tests.mutants [GROUP ...] --again FILE                  # those that survived, with the tests of now
     python -m tests.mutants GROUP --draw --json FILE                  # the sample alone: all of it counts as survivors
     python -m tests.mutants GROUP --again FILE --ask TEST ...         # survivors by these tests alone, at once
+    python -m tests.mutants GROUP --again FILE --in MODULE ...        # survivors in these files alone
 
 With --seconds, a run ends early, and the next one with --again begins with what is left.
 
@@ -79,7 +80,9 @@ def run_group(
     else:
         by_place = {(mutant.file, mutant.number): mutant for mutant in every}
         chosen = [by_place[survivor["file"], survivor["number"]] for survivor in earlier["survivors"]]
-    survivors = chosen if arguments.draw else _survivors(name, group, chosen, arguments)
+    asked = [mutant for mutant in chosen if not arguments.files or mutant.file in arguments.files]
+    rest = [mutant for mutant in chosen if mutant not in asked]
+    survivors = chosen if arguments.draw else _survivors(name, group, asked, arguments) + rest
     planted = earlier["planted"]
     killed = planted - len(survivors)
     print(f"{name}: {killed} of {planted} killed ({killed / planted:.1%})", flush=True)
@@ -173,12 +176,13 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--ask", nargs="+", metavar="TEST", help="tests of these survivors, in place of those that reach"
     )
+    parser.add_argument("--in", nargs="+", metavar="FILE", dest="files", help="plant survivors in these files alone")
     parser.add_argument("--draw", action="store_true", help="plant nothing: only say what the sample is")
     parser.add_argument("--seconds", type=float, default=math.inf, help="processor time after which nothing is planted")
     parser.add_argument("--reach", type=Path, help="folder that keeps what the tests reach")
     arguments = parser.parse_args()
-    if arguments.ask and not arguments.again:
-        parser.error("--ask is for --again")
+    if (arguments.ask or arguments.files) and not arguments.again:
+        parser.error("--ask and --in are for --again")
     if unknown := set(arguments.groups) - set(GROUPS):
         parser.error(f"no group is called {', '.join(sorted(unknown))}; known are {', '.join(GROUPS)}")
     return arguments
