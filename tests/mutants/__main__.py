@@ -31,8 +31,8 @@ import yaml
 from diffquant.support.files import write_json
 from tests.mutants.groups import GROUPS, Group
 from tests.mutants.planting import Mutant, mutants_of
-from tests.mutants.reach import Asked, Reach, measure
-from tests.mutants.trial import KILLED, SURVIVED, in_a_process, outcome, pass_without_fault
+from tests.mutants.reach import Asked, Reach, measure, others_since
+from tests.mutants.trial import KILLED, SURVIVED, in_a_process, outcome, status_of
 
 REASONS = Path(__file__).with_name("survivors.yaml")
 # Seconds of tests that one fault is given; those that reach it and do not fit are left out.
@@ -105,10 +105,11 @@ def run_group(
 def _survivors(name: str, group: Group, mutants: Sequence[Mutant], arguments: argparse.Namespace) -> list[Mutant]:
     """Faults that no test notices, those first that there was no time for."""
     with tempfile.TemporaryDirectory() as folder:
-        reach = Asked(arguments.ask) if arguments.ask else _reach(name, group, arguments.reach or Path(folder))
+        if arguments.ask:
+            reach: Reach | Asked = _asked(arguments.ask, Path(folder) / "packages.json")
+        else:
+            reach = _reach(name, group, arguments.reach or Path(folder))
     _import(reach.packages)
-    if arguments.ask and not pass_without_fault(arguments.ask, reach.seconds_of(arguments.ask)):
-        sys.exit(f"tests fail without any fault: {' '.join(arguments.ask)}")
     outcomes = _outcomes(mutants, () if arguments.ask else group.first, reach, arguments.jobs, arguments.seconds)
     return [mutant for kind in (LEFT, SURVIVED) for mutant, found in outcomes if found == kind]
 
@@ -145,6 +146,21 @@ def _reach(name: str, group: Group, folder: Path) -> Reach:
     if in_a_process(lambda: measure(group.files, group.tests, file), 600) != 0:
         sys.exit(f"the tests of {name} fail without any fault: {' '.join(group.tests)}")
     return Reach(**json.loads(file.read_text()))
+
+
+def _write_packages(tests: list[str], file: Path) -> int:
+    """Run tests and write which modules of other packages they import; the exit status of pytest."""
+    before = set(sys.modules)
+    status = status_of(tests)
+    write_json(file, others_since(before))
+    return status
+
+
+def _asked(tests: list[str], file: Path) -> Asked:
+    """Tests that are named, which pass without a fault: only then does their failing say that one was noticed."""
+    if in_a_process(lambda: _write_packages(tests, file), 60.0 * len(tests)) != 0:
+        sys.exit(f"tests fail without any fault: {' '.join(tests)}")
+    return Asked(tests, json.loads(file.read_text()))
 
 
 def _import(packages: Sequence[str]) -> None:
