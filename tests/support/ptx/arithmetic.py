@@ -141,7 +141,7 @@ def extreme(b: Block, i: Instruction, mask: Mask) -> None:
         signs = np.signbit(numbers[0]) ^ np.signbit(numbers[1]) if i.has("xorsign") else None
         given = [np.abs(each) for each in numbers] if i.has("abs") else list(numbers)
         if is_float and not i.has("NaN"):
-            pick = np.fmax if larger else np.fmin
+            pick: Callable[[Array, Array], Array] = np.fmax if larger else np.fmin
         else:
             pick = np.maximum if larger else np.minimum
         out = given[0]

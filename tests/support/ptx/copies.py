@@ -150,7 +150,7 @@ class Copies:
         offsets = copy.target + np.arange(height * width)
         offsets ^= (offsets >> 7 & swizzle) << 4
         if offsets.max() >= block.shared.size:
-            raise Fault(f"a box {fields} to {copy.target} is brought beyond shared memory of {block.shared.size} bytes: {copy.text}")
+            raise Fault(f"a box {fields} to {copy.target} is brought beyond shared memory: {copy.text}")
         accesses = block.shared.accesses
         units = accesses.units(offsets[:: accesses.unit], accesses.unit)
         accesses.store(np.full(len(units), clocks.copies), units, copy.text, by_copy=True)
@@ -168,8 +168,10 @@ class Copies:
         accesses.awaited[units] = True
         for warp in np.unique(self.block.warp[copy.threads]):
             those = self.block.warp[copy.threads] == warp
-            part = (x[those] for x in (copy.threads, copy.targets, copy.sources))
-            self.open[int(warp)].append(AsyncCopy(*part, copy.nbytes, copy.read[those], copy.text))
+            part = AsyncCopy(
+                copy.threads[those], copy.targets[those], copy.sources[those], copy.nbytes, copy.read[those], copy.text
+            )
+            self.open[int(warp)].append(part)
 
     def commit(self, warp: int) -> None:
         self.groups[warp].append(self.open.pop(warp, []))

@@ -34,13 +34,13 @@ def copy(b: Block, i: Instruction, mask: Mask) -> None:
             known = b.clocks.of(warp)
             b.clocks.tick(warp)
             place = tuple(int(each[thread]) for each in at)
-            words = (int(each[thread]) for each in (target, maps))
-            b.copies.bulk.append(BulkCopy(*words, place, int(barrier[thread]), warp, known, i.text))
+            places = int(target[thread]), int(maps[thread])
+            b.copies.bulk.append(BulkCopy(*places, place, int(barrier[thread]), warp, known, i.text))
     else:
         threads, nbytes = np.nonzero(mask)[0], int(i.operands[2], 0)
         read = b.raw(i.operands[3])[threads] if len(i.operands) > 3 else np.full(len(threads), nbytes)
-        places = (b.address(each)[threads] for each in i.operands[:2])
-        b.copies.ask(AsyncCopy(threads, *places, nbytes, read.astype(np.int64), i.text))
+        target, source = (b.address(each)[threads] for each in i.operands[:2])
+        b.copies.ask(AsyncCopy(threads, target, source, nbytes, read.astype(np.int64), i.text))
 
 
 @opcode(

@@ -125,7 +125,8 @@ class _Body:
         return tuple(instruction for instruction, _ in self.found)
 
     def _read(self) -> None:
-        at, opened, scope, last_label = 0, 0, (0,), ""
+        at, opened, last_label = 0, 0, ""
+        scope: tuple[int, ...] = (0,)
         while True:
             at += len(self.text[at:]) - len(self.text[at:].lstrip()) if self.text[at].isspace() else 0
             if self.text[at] == "{":
