@@ -16,7 +16,13 @@ import diffquant
 from diffquant.data import books_text, pocket_models
 from tests.serving.checkpoints import KINDS
 
-_PROBE = "import torch, vllm, vllm._C; from vllm.platforms import current_platform; print(current_platform.is_cpu())"
+# vLLM chooses among builds of its kernels by what the processor has.
+_PROBE = """
+import torch
+from vllm.platforms import current_platform
+current_platform.import_kernels()
+torch.ops._C.cpu_attention_with_kv_cache
+"""
 # The engine in the process that asks it, no statistics, and threads where the system puts them.
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",

@@ -10,7 +10,7 @@ from vllm.model_executor.kernels.linear import _POSSIBLE_KERNELS, MPLinearKernel
 from vllm.model_executor.layers.quantization.utils import replace_parameter
 from vllm.platforms import PlatformEnum
 
-from diffquant.numerics.packing import unpack
+from diffquant.numbers.packing import unpack
 
 
 class UnpackedLinearKernel(MPLinearKernel):
