@@ -146,7 +146,7 @@ class PlainHeads:
         """[B, K·c·u, T, w] of projected queries [B, T, rows]; rotary is cos and sin [B, T, d]."""
         heads = self._rotated(projected.unflatten(-1, (-1, self.key_width)), rotary)
         signal, noise = self._maps(heads, self.sharing if self.has_noise else 0)
-        if self.key_maps == 2:
+        if noise is not None and self.key_maps == 2:
             signal, noise = pad(signal, (0, self.key_width)), pad(noise, (self.key_width, 0))
         kv_pairs = signal.shape[-2] // self.signals
         groups = signal.unflatten(-2, (kv_pairs, self.signals))
@@ -159,7 +159,8 @@ class PlainHeads:
         """[B, K·c, S, w] of projected keys [B, S, rows]."""
         heads = self._rotated(projected.unflatten(-1, (-1, self.key_width)), rotary).repeat_interleave(self.repeats, -2)
         if self.key_maps == 2:
-            heads = torch.cat(self._maps(heads, 1), -1)
+            signal, noise = self._maps(heads, 1)
+            heads = torch.cat([signal, noise], -1)
         return heads.repeat_interleave(self.cuts, 2).transpose(1, 2)
 
     def values(self, projected: Tensor) -> Tensor:

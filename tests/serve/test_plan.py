@@ -20,7 +20,7 @@ from diffquant.family.spec import DiffSpec
 from diffquant.formats.opening import open_checkpoint
 from diffquant.model.adapters import adapter_for
 from diffquant.serve.folder import MODELLING_FILE
-from diffquant.serve.plan import plan_server
+from diffquant.serve.plan import check_processor, plan_server
 from diffquant.serve.room import room_in
 from diffquant.serve.server import serve
 from diffquant.serve.vllm.ranks import heads_of_rank, row_orders
@@ -284,3 +284,18 @@ def test_what_the_plugin_imports_of_diffquant_is_there(file):
             assert (ROOT / place).with_suffix(".py").is_file()
         else:
             assert all(hasattr(import_module(node.module), alias.name) for alias in node.names)
+
+
+@pytest.mark.parametrize("asked", [{"cache": "fp8"}, {"implementation": "folder"}], ids=str)
+def test_what_a_processor_has_no_instructions_for_is_refused(tmp_path, monkeypatch, asked):
+    folder = tmp_path / "packed"
+    diffquant.quantize(POCKET, folder, {"weights": "8:row"})
+    given = {"cache": "16", "implementation": "plugin"} | asked
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: "AVX512")
+    check_processor(folder, **given)
+    monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: "AVX2")
+    with pytest.raises(UsageError, match="AVX-512"):
+        check_processor(folder, **given)
+    check_processor(folder, "16", "plugin")
+    check_processor(POCKET, "16", "folder")

@@ -8,9 +8,11 @@ from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+from platform import machine
 from typing import Any
 
 import pytest
+import torch
 
 import diffquant
 from diffquant.data import books_text, pocket_models
@@ -49,6 +51,12 @@ def _vllm() -> None:
     if (reason := why_not()) is not None:
         pytest.skip(reason)
 
+
+# vLLM's build for other processors has no kernel for 4 bits, and no fp8 cache.
+needs_avx512 = pytest.mark.skipif(
+    machine() == "x86_64" and torch.backends.cpu.get_cpu_capability() != "AVX512",
+    reason="this processor has no AVX-512",
+)
 
 Engine = Callable[..., tuple[list[Any], str]]
 

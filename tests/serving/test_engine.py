@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.serving.answers import check, check_low_bits, expected
 from tests.serving.checkpoints import KINDS, write_served
+from tests.serving.conftest import needs_avx512
 from tests.support.checkpoints import write_checkpoint
 
 CHUNKED = {"max_num_batched_tokens": 64, "enable_chunked_prefill": True, "enable_prefix_caching": True}
@@ -94,6 +95,7 @@ def test_four_bits_lose_no_more_than_in_our_own_bfloat16(answers, trained, prose
     check_low_bits(trained[kind], answers[f"bfloat16 {kind}"], prose)
 
 
+@needs_avx512
 @pytest.mark.parametrize("kind", KINDS)
 def test_vllms_fp8_cache_is_close(answers, trained, prose, kind):
     """A float of 8 bits has 3 for the fraction: keys and values are off by up to a sixteenth."""
