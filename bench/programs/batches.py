@@ -41,8 +41,8 @@ class BatchSettings:
     dtype: str
     threads: int
     requests: tuple[int, ...] = (1, 8, 32)
-    prompt: int = 64
-    new: int = 32
+    prompt: int = 32
+    new: int = 16
     repeats: int = 3
 
     @property

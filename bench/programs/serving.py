@@ -11,6 +11,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -58,7 +59,7 @@ _SIZES: dict[str, Any] = {
     "vocab_size": 2048,
     "hidden_size": 512,
     "intermediate_size": 1408,
-    "num_hidden_layers": 8,
+    "num_hidden_layers": 4,
     "head_dim": 64,
     "max_position_embeddings": 256,
     "rms_norm_eps": 1e-5,
@@ -126,10 +127,19 @@ def measure_batches(
         models = [model for model, of in folders if of == bits]
         with ExitStack() as closing:
             opened: dict[tuple[str, str], Batch | str] = {}
-            for model in models:
-                for engine in engines:
-                    progress(done, len(widths), f"serve: {model}, {bits} bits, {engine}")
-                    opened[model, engine] = _opened(engine, folders[model, bits], settings, closing)
+            # Servers start in processes of their own, all at once.
+            with ThreadPoolExecutor() as starting:
+                served = {
+                    model: starting.submit(_opened, SERVED, folders[model, bits], settings, closing)
+                    for model in models
+                    if SERVED in engines
+                }
+                for model in models:
+                    for engine in engines:
+                        progress(done, len(widths), f"serve: {model}, {bits} bits, {engine}")
+                        if engine != SERVED:
+                            opened[model, engine] = _opened(engine, folders[model, bits], settings, closing)
+                opened |= {(model, SERVED): start.result() for model, start in served.items()}
             rows += _take_turns(bits, folders, opened, settings)
     return rows
 
