@@ -38,6 +38,7 @@ PROGRAMS = [
     "diffquant.bench.programs.quantize",
     "diffquant.bench.programs.quantize_peers",
     "diffquant.bench.programs.roundings",
+    "diffquant.bench.programs.serving",
     "diffquant.bench.synthetic",
 ]
 
