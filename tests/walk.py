@@ -197,26 +197,17 @@ def _output_of(command: str) -> str:
 
 def new_environment(folder: Path) -> dict[str, str]:
     """A virtual environment with the wheel of this checkout and its extra `onnx`, first on the path."""
-    build = [
-        sys.executable,
-        "-m",
-        "pip",
-        "wheel",
-        "--quiet",
-        "--no-deps",
-        "--wheel-dir",
-        str(folder / "wheel"),
-        str(ROOT),
-    ]
-    subprocess.run(build, check=True)
-    (wheel,) = (folder / "wheel").glob("*.whl")
-    venv.create(folder / "environment", with_pip=True)
-    python = folder / "environment/bin/python"
-    pip = [str(python), "-m", "pip", "install", "--quiet", "--constraint", str(ROOT / "constraints.txt")]
-    for wanted in (["torch"], [f"{wheel}[onnx]"]):
-        subprocess.run([*pip, *wanted], check=True)
     kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "COLUMNS", "LINES", "CI")}
-    return kept | {"PATH": f"{python.parent}:{os.environ['PATH']}", "TERM": "xterm-256color"}
+    wheels = folder / "wheel"
+    pip = [sys.executable, "-m", "pip"]
+    subprocess.run([*pip, "wheel", "--quiet", "--no-deps", "--wheel-dir", str(wheels), str(ROOT)], check=True, env=kept)
+    (wheel,) = wheels.glob("*.whl")
+    venv.create(folder / "environment", with_pip=True)
+    pip[0] = str(folder / "environment/bin/python")
+    for wanted in ("torch", f"{wheel}[onnx]"):
+        install = [*pip, "install", "--quiet", "--constraint", str(ROOT / "constraints.txt"), wanted]
+        subprocess.run(install, check=True, env=kept)
+    return kept | {"PATH": f"{folder}/environment/bin:{os.environ['PATH']}", "TERM": "xterm-256color"}
 
 
 def put_model(folder: Path, environment: dict[str, str]) -> None:
