@@ -28,9 +28,18 @@ import this  # 4 s
 DURATION = "  # 1 s"
 
 
+def program(tmp_path, body):
+    """Variables with which `diffquant` is a shell script."""
+    file = tmp_path / "bin/diffquant"
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(f"#!/bin/sh\n{body}\n")
+    file.chmod(0o755)
+    return os.environ | {"PATH": f"{file.parent}:{os.environ['PATH']}"}
+
+
 def walked(command, tmp_path, capsys, shown=""):
-    """What the walk says of a command on a page."""
-    faults = walk(f"```\n$ {command}\n{shown}```\n", tmp_path, dict(os.environ))
+    """What the walk says of a page's `diffquant` that does what a shell command does."""
+    faults = walk(f"```\n$ diffquant  {command}\n{shown}```\n", tmp_path, program(tmp_path, command))
     said = capsys.readouterr().out
     assert faults == said.count("      ! ")
     return said
@@ -85,11 +94,7 @@ def test_a_command_sees_a_terminal_of_80_columns(tmp_path):
 
 
 def test_a_result_that_is_larger_than_16_bits_is_a_fault(tmp_path, capsys):
-    (tmp_path / "bin").mkdir()
-    program = tmp_path / "bin/diffquant"
-    program.write_text('#!/bin/sh\nmkdir -p "$4" && head -c "$5" /dev/zero > "$4/model"\n')
-    program.chmod(0o755)
-    environment = os.environ | {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
+    environment = program(tmp_path, 'mkdir -p "$4" && head -c "$5" /dev/zero > "$4/model"')
     calls = ["convert a -o b 1000", "quantize b -o c 999", "export c -o d 1000"]
     page = "\n".join(["```sh", *(f"diffquant {call} # 1 s" for call in calls), "```"])
     assert walk(page, tmp_path, environment) == 1
