@@ -12,7 +12,7 @@ import sys
 from typing import Any
 
 from diffquant.errors import CheckpointError, UnknownModelTypeError
-from diffquant.model.adapters.base import READERS, WITH_WINDOWS, Adapter, register
+from diffquant.model.adapters.base import READERS, WITH_WINDOWS, Adapter, refuse_windows, register
 from diffquant.model.adapters.rotary import check_angles
 from diffquant.model.transformer import TransformerArchitecture
 from diffquant.support.discovery import import_all
@@ -41,23 +41,13 @@ def adapter_for(config: dict[str, Any]) -> Adapter:
             f"{spelled('weights_only', True)}, but nothing runs it"
         )
     if model_type not in WITH_WINDOWS:
-        _refuse_windows(config)
+        refuse_windows(config)
     _refuse_kinds_of_layers(config)
     _refuse_settings(config)
     adapter = READERS[model_type](config)
     if isinstance(adapter.architecture, TransformerArchitecture):
         check_angles(adapter.architecture)
     return adapter
-
-
-def _refuse_windows(config: dict[str, Any]) -> None:
-    """Refuse a sliding window: a model trained with one would compute something else, and say nothing."""
-    # Configurations may keep a window's size beside a switch that is off.
-    if config.get("sliding_window") is not None and config.get("use_sliding_window") is not False:
-        raise CheckpointError(
-            f"config.json: sliding_window is {config['sliding_window']}; attention over a window is not computed. If "
-            "the model was trained without one, set sliding_window to null"
-        )
 
 
 def _refuse_kinds_of_layers(config: dict[str, Any]) -> None:
