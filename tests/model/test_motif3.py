@@ -85,10 +85,9 @@ class Formulas:
                 maps = []
                 for head in range(5 * group, 5 * group + 5):
                     turned = turn(q[t, head, WIDTH - ROPE :], t, is_whole)
-                    logits = [
-                        q[t, head, : WIDTH - ROPE] @ k_nope[s, group] + turned @ turn(k_pe[s], s, is_whole)
-                        for s in seen
-                    ]
+                    plain = q[t, head, : WIDTH - ROPE]
+                    logits = [plain @ k_nope[s, group] + turned @ turn(k_pe[s], s, is_whole) for s in seen]
+                    self.largest[layer] = max(self.largest[layer], np.abs(logits).max() * scale)
                     weights = np.exp(np.array(logits) * scale - max(logits) * scale)
                     maps.append(weights / weights.sum() @ v[list(seen), group])
                 for j in range(SIGNALS):
