@@ -67,10 +67,9 @@ NATIVE: dict[str, dict[str, Any]] = {
     "gated": SIZES | {"model_type": "diff_transformer", "spec": _GATED | {"signals_per_noise": 2, "output_gate": True}},
 }
 # Both kinds of layers, dense ones and experts; no two sizes are alike, and texts of a few tokens reach beyond a window.
-MOTIF3: dict[str, Any] = {
+MOTIF3: dict[str, Any] = SIZES | {
     "model_type": "Motif",
     "architectures": ["MotifForCausalLM"],
-    "vocab_size": SIZES["vocab_size"],
     "hidden_size": 24,
     "intermediate_size": 20,
     "num_hidden_layers": 5,
@@ -126,14 +125,15 @@ SOURCES = ["diffllama", "llama", *UNILM, *MOTIF, *NATIVE]
 
 def write_checkpoint(folder: Path, source: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Path:
     """A checkpoint of two layers of one of `SOURCES`, without a token that ends a text."""
-    layers = PHI4FLASH[source]["num_hidden_layers"] if source in PHI4FLASH else 2
+    own = PHI4FLASH | {"motif3": MOTIF3}
+    layers = own[source]["num_hidden_layers"] if source in own else 2
     changes = {"num_hidden_layers": layers, "eos_token_id": None} | changes
     if source == "diffllama":
         write_diffllama(folder, dtype, **changes)
     elif source == "llama":
         write_llama(folder, dtype, **changes)
     else:
-        write_random(folder, (UNILM | MOTIF | NATIVE | PHI4FLASH)[source] | changes, dtype)
+        write_random(folder, (UNILM | MOTIF | NATIVE | own)[source] | changes, dtype)
     return folder
 
 

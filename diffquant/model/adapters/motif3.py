@@ -68,7 +68,7 @@ def read_motif3(config: dict[str, Any]) -> Adapter:
     Source: the configuration of MotifTechnologies' vLLM port; the headers of Motif-Technologies/Motif-3.
     """
     sizes = read_sizes(config, _DEFAULTS)
-    rope = sizes.pop("rope_parameters")
+    rope = sizes["rope_parameters"]
     for of_llama in ("attention_bias", "mlp_bias"):
         del sizes[of_llama]
     own, problems = _own_settings(config, sizes)
@@ -88,7 +88,6 @@ def read_motif3(config: dict[str, Any]) -> Adapter:
         signals_per_noise=sizes["num_attention_heads"] // noises - 1,
         output_gate=True,
     )
-    own |= {"rope_theta": rope["rope_theta"], "rope_scaling": rope if rope["rope_type"] == "yarn" else None}
     return Adapter(Motif3Architecture(**sizes, **own, diff_spec=spec))
 
 

@@ -22,7 +22,7 @@ from diffquant.model.motif3.rotary import plain_frequencies, yarn_factor, yarn_f
 class Motif3Architecture(Architecture):
     """A decoder of latent attention, whole or over windows, and experts between residual streams.
 
-    Attributes: by the names that config.json has for them.
+    Its settings have the names of config.json, rotary ones those of transformers.
     """
 
     model = "diffquant.model.motif3.modeling:Motif3"
@@ -51,9 +51,8 @@ class Motif3Architecture(Architecture):
     mhc_h_post_alpha_end: float
     sliding_window: int | None
     sliding_window_period: int
-    rope_theta: float
+    rope_parameters: Mapping[str, Any]
     swa_rope_theta: float
-    rope_scaling: Mapping[str, Any] | None
     original_seq_len: int
     rope_factor: float
     mscale: float
@@ -98,10 +97,11 @@ class Motif3Architecture(Architecture):
 
     def _attention(self, layer: int, window: int | None) -> LatentAttentionBlock:
         width, is_whole = self.qk_rope_head_dim, window is None
-        if is_whole and self.rope_scaling:
-            frequencies = yarn_frequencies(width, self.rope_theta, self.rope_scaling)
+        theta = self.rope_parameters["rope_theta"] if is_whole else self.swa_rope_theta
+        if is_whole and self.rope_parameters["rope_type"] == "yarn":
+            frequencies = yarn_frequencies(width, theta, self.rope_parameters)
         else:
-            frequencies = plain_frequencies(width, self.rope_theta if is_whole else self.swa_rope_theta)
+            frequencies = plain_frequencies(width, theta)
         is_stretched = is_whole and self.max_position_embeddings > self.original_seq_len
         return LatentAttentionBlock(
             layer,
