@@ -14,8 +14,9 @@ import typer
 
 from diffquant.errors import UsageError
 from diffquant.formats.atomic_folder import staged
-from diffquant.formats.row_stream import Block, Job, Shard, write_shards
-from diffquant.formats.writer import OutputTensor
+from diffquant.formats.reader import INDEX
+from diffquant.formats.row_stream import Block, Job, Shard, shard_names, write_shards
+from diffquant.formats.writer import OutputTensor, ShardFile
 from diffquant.model.adapters import adapter_for
 from diffquant.model.blocks import Shape
 from diffquant.support.files import write_atomically
@@ -153,6 +154,25 @@ def synthesize(folder: Path, config: dict[str, Any], shards: int = 4, progress: 
     with staged(folder, {"verb": "synthesize", "config": config, "shards": shards}, total, overwrite=False) as staging:
         write_shards(_spread(jobs, shards, total), staging, total, progress)
         write_atomically(staging.folder / "config.json", json.dumps(config, indent=2) + "\n")
+
+
+def write_holes(folder: Path, config: dict[str, Any], shards: int) -> None:
+    """Write a config's names and shapes, the tensors as holes of sparse files, which read as zeros and take no disk.
+
+    Raises:
+        DiffQuantError: no adapter reads the config.
+        FileExistsError: the folder is there already.
+    """
+    outputs = [OutputTensor(name, torch.bfloat16, shape) for name, shape in adapter_for(config).source_shapes().items()]
+    parts = _spread([random_job(output) for output in outputs], shards, sum(output.nbytes for output in outputs))
+    folder.mkdir()
+    names = shard_names(len(parts))
+    for name, part in zip(names, parts, strict=True):
+        with ShardFile(folder / name, part.outputs):
+            pass
+    weight_map = {output.name: name for name, part in zip(names, parts, strict=True) for output in part.outputs}
+    write_atomically(folder / INDEX, json.dumps({"weight_map": weight_map}))
+    write_atomically(folder / "config.json", json.dumps(config, indent=2) + "\n")
 
 
 def random_job(output: OutputTensor) -> Job:
