@@ -7,6 +7,7 @@ opened, inspected and planned. As many layers as are asked for, with embedding a
 with a kill in the middle and a second start.
 """
 
+import json
 import subprocess
 import sys
 import tempfile
@@ -26,7 +27,7 @@ _MODEL = "motif-3"
 # As many as the release has.
 _SHARDS = 155
 _PLANNER = """
-import sys, time
+import json, sys, time
 from diffquant.quantization.plan import plan_quantization
 from diffquant.recipe import Recipe
 from diffquant.source.source import open_source
@@ -34,8 +35,11 @@ started = time.monotonic()
 source = open_source(sys.argv[1])
 opened = time.monotonic()
 plan = plan_quantization(source, Recipe.of(weights=sys.argv[2]))
-print(opened - started, time.monotonic() - opened, len(source.checkpoint.tensors), source.weights, len(plan.schemes),
-      plan.bytes_before, plan.bytes_after, plan.packed_bits)
+print(json.dumps({
+    "open_seconds": opened - started, "plan_seconds": time.monotonic() - opened,
+    "tensors": len(source.checkpoint.tensors), "parameters": source.weights, "packed": len(plan.schemes),
+    "bytes_before": plan.bytes_before, "bytes_after": plan.bytes_after, "packed_bits": plan.packed_bits,
+}))
 """
 
 
@@ -67,7 +71,7 @@ def main(
         write_holes(index, preset(_MODEL), _SHARDS)
         write_holes(part, preset(_MODEL) | {"num_hidden_layers": layers}, 4)
         plan = plan_once(index, weights)
-        result = {
+        result: dict[str, Any] = {
             "environment": environment(),
             "model": _MODEL,
             "data": "holes of sparse files, which read as zeros",
@@ -94,11 +98,10 @@ def plan_once(source: Path, weights: str) -> PlanningRun:
     command = [sys.executable, "-c", _PLANNER, str(source), weights]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         peak, anonymous = watch(process)
-        said = process.communicate()[0].split()
+        said = process.communicate()[0]
     if process.returncode:
         raise DiffQuantError(f"the planning process ended with status {process.returncode}")
-    seconds, counts, bits = map(float, said[:2]), map(int, said[2:7]), float(said[7])
-    return PlanningRun(*seconds, *counts, bits, peak, anonymous)
+    return PlanningRun(**json.loads(said), peak_resident=peak, peak_anonymous=anonymous)
 
 
 def _require(result: dict[str, Any]) -> None:
