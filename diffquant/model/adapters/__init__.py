@@ -20,6 +20,12 @@ from diffquant.support.spelling import spelled
 
 import_all(sys.modules[__name__])
 _FULL = "full_attention"
+_DRAGON = (
+    "of Dragon and Olala the attention of layers V is computed (diffquant.model.dragon), and not Mamba-3, the geodesic "
+    "residual and experts behind a latent; the weights can be quantized, by `quantize` with {weights_only}, but not run"
+)
+# Types that are known and not run, and why.
+_NOT_RUN = {"dragon": _DRAGON, "olala": _DRAGON}
 # Settings that transformers or vLLM compute for any model, and the values at which they change nothing.
 _NEUTRAL = {"is_causal": (None, True), "logit_scale": (None, 1)}
 
@@ -33,6 +39,9 @@ def adapter_for(config: dict[str, Any]) -> Adapter:
     """
     # Motif's files say "Motif" or "motif".
     model_type = str(config.get("model_type")).lower()
+    if model_type in _NOT_RUN:
+        reason = _NOT_RUN[model_type].format(weights_only=spelled("weights_only", True))
+        raise UnknownModelTypeError(f"model_type {config['model_type']!r} is not read: {reason}")
     if model_type not in READERS:
         raise UnknownModelTypeError(
             f"model_type {config.get('model_type')!r} is not read; supported are {', '.join(READERS)}. A unilm "

@@ -5,9 +5,9 @@ from typing import Self
 
 from torch import Tensor
 
+from diffquant.model.packing import Packing
 from diffquant.model.reading import Reading
 from diffquant.model.sambay.cache import SambaYCache
-from diffquant.model.sambay.packing import Packing
 from diffquant.model.windowed_cache import WindowsCache
 
 
