@@ -16,7 +16,7 @@ class Gptq(Rounding):
     """Error compensation weighed by the inputs' products; a weight outside the layers is rounded as by mse."""
 
     name = "gptq"
-    needs_text = needs_even_levels = True
+    needs_text = True
     options = frozenset(ROUNDING_OPTIONS)
 
     def prepare(
