@@ -280,11 +280,11 @@ def test_a_half_type_leaves_gates_of_streams_router_and_activations_in_float32(c
 
 def test_a_saved_model_is_the_model(model, tmp_path):
     model.save_pretrained(tmp_path / "saved")
-    assert torch.equal(load(tmp_path / "saved")(random_ids(1, 9)).logits, model(random_ids(1, 9)).logits)
     again = type(model).from_pretrained(tmp_path / "saved").double()
     assert again.model.architecture == model.model.architecture
     ids = random_ids(1, 11)
-    torch.testing.assert_close(again(ids).logits, model(ids).logits, rtol=0, atol=TOLERANCE)
+    for each in (again, load(tmp_path / "saved")):
+        torch.testing.assert_close(each(ids).logits, model(ids).logits, rtol=0, atol=TOLERANCE)
 
 
 @pytest.mark.parametrize(
