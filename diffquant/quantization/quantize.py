@@ -12,13 +12,7 @@ import torch
 from torch import Tensor
 
 from diffquant.formats.atomic_folder import check_output, staged
-from diffquant.formats.compressed_tensors import (
-    PACKED,
-    SCALE,
-    SHAPE,
-    decode_codes,
-    quantization_config,
-)
+from diffquant.formats.compressed_tensors import SCALE, decode_codes, packed_once, packed_rows, quantization_config
 from diffquant.formats.reader import Checkpoint
 from diffquant.formats.row_stream import Block, Job, Shard, check_rows, checkpoint_stamp, copy_job, write_shards
 from diffquant.quantization.card import quantized_card
@@ -185,11 +179,13 @@ def pack_job(checkpoint: Checkpoint, tensor: PlannedTensor, rounder: Rounder) ->
         if not math.isfinite(total):
             check_rows(rows, tensor.name, first)
         codes, scale = rounded.rows(first, values)
-        pieces = {module + PACKED: (first, scheme.format.pack(codes))}
+        parts = packed_rows(codes, scale, rounded.scheme)
+        if first > 0 and scheme.sharing.spans_rows:
+            del parts[SCALE]
+        pieces = {module + suffix: (first, part) for suffix, part in parts.items()}
         if first == 0:
-            pieces[module + SHAPE] = (0, torch.tensor(tensor.info.shape, dtype=torch.int64))
-        if first == 0 or not scheme.sharing.spans_rows:
-            pieces[module + SCALE] = (first, scale)
+            once = packed_once(tensor.info.shape, rounded.scheme)
+            pieces |= {module + suffix: (0, part) for suffix, part in once.items()}
         # Of a float32 source, `values` are the mapped file itself: only what was decoded may be written to.
         error = _sum_of_squares(decode_codes(codes, scale, scheme).sub_(values))
         return Block(pieces, error, total)

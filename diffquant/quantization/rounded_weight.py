@@ -34,7 +34,8 @@ class RoundedWeight:
         self._rounder, self._name, self._read, self._shape = rounder, name, read, shape
         self._scheme, self._dtype = scheme, dtype
         self._guard = threading.Lock()
-        self._shared_scale: Tensor | None = None
+        self._magnitude: Tensor | None = None
+        self._bound: Scheme | None = None
 
     def rows(self, first: int, values: Tensor) -> tuple[Tensor, Tensor]:
         """Codes int8 [rows, in] and stored scale of the rows from `first` on, whose values are float32."""
@@ -42,22 +43,31 @@ class RoundedWeight:
             codes, scale = self._rounder.made[self._name]
             return codes[first : first + len(values)], scale[first : first + len(values)]
         if not self._scheme.sharing.spans_rows:
-            return self._rounder.round(self._name, values, self._scheme, self._dtype)
-        scale = self._tensor_scale()
+            return self._rounder.round(self._name, values, self.scheme, self._dtype)
+        scale = self._scheme.format.scale(self._largest(), 0, self._dtype)
         return weight_codes(values, scale, self._scheme), scale
 
-    def _tensor_scale(self) -> Tensor:
-        """The one scale [1] of the tensor, made by whichever thread needs it first."""
+    @property
+    def scheme(self) -> Scheme:
+        """The scheme, bound to the weight where its format's scales depend on all of it."""
+        if not self._scheme.format.spans_tensor:
+            return self._scheme
+        if self._bound is None:
+            self._bound = self._scheme.bound_to(self._largest())
+        return self._bound
+
+    def _largest(self) -> Tensor:
+        """The largest magnitude [1] of the weight, found by whichever thread needs it first."""
         with self._guard:
-            if self._shared_scale is None:
+            if self._magnitude is None:
                 # One number at a time: a small tensor kept for each block would lie where the block's memory was, and
                 # no later block would fit there.
                 largest = torch.zeros((), dtype=torch.float32)
                 for first, last in row_blocks(*self._shape):
                     block_largest = self._read(first, last).abs().amax()
                     largest = torch.maximum(largest.to(block_largest.dtype), block_largest)
-                self._shared_scale = self._scheme.format.scale(largest.reshape(1), 0, self._dtype)
-            return self._shared_scale
+                self._magnitude = largest.reshape(1)
+            return self._magnitude
 
 
 def as_stored(rounder: Rounder, name: str, weight: Tensor, scheme: Scheme, dtype: torch.dtype | None = None) -> Tensor:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import platform
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -149,6 +150,25 @@ def check_code(folder: Path, config: Mapping[str, Any]) -> None:
         )
     if not files:
         raise CheckpointError(f"{folder} holds no modelling file: leave out {spelled('implementation', 'folder')}")
+
+
+def check_processor(folder: Path, cache: Literal["16", "fp8"], implementation: Implementation) -> None:
+    """Check that this processor has the instructions that vLLM's kernels for low bits are built for, AVX-512 on x86.
+
+    Raises:
+        UsageError: it has not, and an fp8 cache is asked for, or packed weights without the plugin, which unpacks them.
+    """
+    import torch
+
+    if platform.machine() != "x86_64" or torch.backends.cpu.get_cpu_capability() == "AVX512":
+        return
+    if cache == "fp8":
+        raise UsageError(f"{spelled('cache', 'fp8')} needs AVX-512 on a processor, which this one does not have")
+    if implementation == "folder" and "quantization_config" in open_checkpoint(folder).config:
+        raise UsageError(
+            f"{folder} has packed weights, for which vLLM alone needs AVX-512: leave out "
+            f"{spelled('implementation', 'folder')}, as the plugin unpacks them here"
+        )
 
 
 def check_ranks(config: Mapping[str, Any], adapter: Adapter, ranks: int, implementation: Implementation) -> None:

@@ -171,14 +171,14 @@ class Comparison:
         """Every route of a session, compared."""
         with self._running(session, "prefill"):
             read = _states_of(prefill(model, self._passages, self._outputs))
+        if session.is_folder and self._reference.cache is not None:
+            self._cache = Measure(cache_excess(self._reference, self._passages, read), CACHE_LIMIT)
         # Sessions that compute alike share what rounding explains.
         if session.rounds not in self._expectations:
             self._expectations[session.rounds] = self._expected(session, read)
         whole, limit, noise = self._expectations[session.rounds]
         last = [states[-1] for states in read]
         self._tokens.append(SessionTokens(session.name, compare_tokens(zip(self._whole, last, strict=True))))
-        if session.is_folder and self._reference.cache is not None:
-            self._cache = Measure(cache_excess(self._reference, self._passages, read), CACHE_LIMIT)
 
         def logits_errors(runs: Sequence[Run]) -> tuple[Measure, Measure | None]:
             """Errors of the logits against the reference's and against prefill's."""

@@ -82,11 +82,13 @@ def stage_errors(
         readings: how each passage was read.
     """
     errors = []
-    for ids, outputs, reading in zip(passages, states, readings, strict=False):
+    for ids, outputs, first, reading in zip(passages, states, firsts, readings, strict=False):
         with reference.reading(reading):
-            wanted = _wanted(reference, ids, outputs)
-            errors.append(tuple(position_errors(got, *pair) for got, pair in zip(outputs, wanted, strict=True)))
-    return StageErrors(tuple(errors)).behind(firsts)
+            wanted = _wanted(reference, ids, outputs, first)
+            errors.append(
+                tuple(position_errors(got[:, first:], *pair) for got, pair in zip(outputs, wanted, strict=True))
+            )
+    return StageErrors(tuple(errors))
 
 
 def stage_noise(
@@ -135,23 +137,26 @@ def cache_excess(reference: Reference, passages: Sequence[np.ndarray], states: S
     given = reference.cache
     if given is None:
         raise DiffQuantError("there is no quantized cache to measure")
-    errors = []
-    for cache in (given, given.fitted()):
-        of_cache = []
-        for ids, outputs in zip(passages, states, strict=True):
-            with reference.cache_of(None):
-                wanted = list(_wanted(reference, ids, outputs))
+    caches = (given, given.fitted())
+    errors: list[list[tuple[Tensor, ...]]] = [[], []]
+    # Neither the embedding nor the head has a cache.
+    layers = range(1, reference.layers + 1)
+    for ids, outputs in zip(passages, states, strict=True):
+        with reference.cache_of(None):
+            wanted = list(_wanted(reference, ids, outputs, numbers=layers))
+        for of_cache, cache in zip(errors, caches, strict=True):
             with reference.cache_of(cache):
-                rounded = [output for output, _ in _wanted(reference, ids, outputs)]
+                rounded = [output for output, _ in _wanted(reference, ids, outputs, numbers=layers)]
             of_cache.append(tuple(position_errors(x, *pair) for x, pair in zip(rounded, wanted, strict=True)))
-        errors.append(StageErrors(tuple(of_cache)).quantile(0.5)[1:-1])
+    typical = (StageErrors(tuple(of_cache)).quantile(0.5) for of_cache in errors)
     # NumPy's maximum is NaN where some ratio is.
-    return float(np.max([rounded / max(fitted, 1e-30) for rounded, fitted in zip(*errors, strict=True)]))
+    return float(np.max([rounded / max(fitted, 1e-30) for rounded, fitted in zip(*typical, strict=True)]))
 
 
 def position_errors(got: Tensor, wanted: Tensor, before: Tensor) -> Tensor:
-    """RMS of the difference at each position [T], relative to the RMS of what the stage adds to the state before it."""
-    return _rms(got.double() - wanted.double()) / _rms(wanted.double() - before.double()).clamp(min=1e-30)
+    """RMS of the difference at each position [B·T], relative to the RMS of what the stage adds to the state before it."""
+    exact = wanted.double()
+    return _rms(got.double() - exact) / _rms(exact - before.double()).clamp(min=1e-30)
 
 
 def relative_rms(pairs: Iterable[tuple[Tensor, Tensor]]) -> float:
@@ -168,18 +173,29 @@ def relative_rms(pairs: Iterable[tuple[Tensor, Tensor]]) -> float:
     return math.sqrt(difference / max(spread, 1e-30))
 
 
-def _wanted(reference: Reference, ids: np.ndarray, outputs: Sequence[Tensor]) -> Iterable[tuple[Tensor, Tensor]]:
-    """Each stage's output as the reference has it, and what it is to be compared with to tell what the stage added."""
+def _wanted(
+    reference: Reference,
+    ids: np.ndarray,
+    outputs: Sequence[Tensor],
+    first: int = 0,
+    numbers: Iterable[int] | None = None,
+) -> Iterable[tuple[Tensor, Tensor]]:
+    """Each stage's output as the reference has it, and what it is to be compared with to tell what the stage added.
+
+    Args:
+        first: first position that is wanted.
+        numbers: stages that are wanted; all by default.
+    """
     last = len(outputs) - 1
-    for number in range(len(outputs)):
+    for number in range(len(outputs)) if numbers is None else numbers:
         given = outputs[number - 1] if number else torch.from_numpy(ids)
-        wanted = reference.stage(number, given)
+        wanted = reference.stage(number, given, first)
         if number == 0:
             yield wanted, torch.zeros_like(wanted)
         elif number == last:
             yield wanted, wanted.mean(-1, keepdim=True)
         else:
-            yield wanted, given
+            yield wanted, given[:, first:]
 
 
 def _rms(x: Tensor) -> Tensor:

@@ -39,6 +39,7 @@ PROGRAMS = [
     "diffquant.bench.programs.quantize_index",
     "diffquant.bench.programs.quantize_peers",
     "diffquant.bench.programs.roundings",
+    "diffquant.bench.programs.serving",
     "diffquant.bench.synthetic",
 ]
 
