@@ -67,7 +67,7 @@ def _printed_by(call: str, folder: Path) -> list[str]:
     """What a command prints on stdout, line by line."""
     typer.echo(f"$ {call}", err=True)
     done = subprocess.run(
-        [sys.executable, "-m", "diffquant.cli", *shlex.split(call)[1:]],
+        [sys.executable, "-m", "diffquant.cli", *shlex.split(call, comments=True)[1:]],
         cwd=folder,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         capture_output=True,

@@ -13,12 +13,14 @@ import torch
 from typer.testing import CliRunner
 
 from diffquant.cli import app
+from diffquant.conversion import convert
 from diffquant.data import pocket_models
 from diffquant.recipe import Recipe
 from diffquant.support.plain_data import parse_json
 from diffquant.support.yaml_text import parse_yaml
 from tests.docs.commands import ROOT
 from tests.support.checkpoints import write_llama
+from tests.walk import steps_of
 
 
 def blocks(page, language):
@@ -75,29 +77,26 @@ def test_the_tutorial_runs_as_written_and_shows_what_it_says(pocket, tmp_path):
 
 
 def test_the_readme_runs_as_written_from_top_to_bottom(tmp_path, monkeypatch):
-    """With a small Llama in the place of SmolLM2's file, and fewer items."""
+    """With a small Llama in the place of SmolLM2's file and of a reader's own model, and less text."""
     monkeypatch.chdir(tmp_path)
     prose = pocket_models("prose")[0]
     sizes = {"vocab_size": 2048, "hidden_size": 64, "intermediate_size": 96, "max_position_embeddings": 2048}
     llama = write_llama(tmp_path / "llama", torch.bfloat16, tie_word_embeddings=True, **sizes)
     for file in prose.glob("tokenizer*"):
         shutil.copy(file, llama)
-    (tmp_path / "diffquant").symlink_to(ROOT / "diffquant")
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    text = text.replace("SmolLM2-135M-Instruct.Q4_1.gguf", "llama")
-    lines = re.findall(r"^(?:\$ )?(diffquant (?!doctor|demo).*)$", "\n".join(text.split("```")[1::2]), re.MULTILINE)
-    verbs = ["convert", "quantize", "generate", "export", "run", "sweep", "sweep", "sweep"]
-    assert [line.split()[1] for line in lines] == verbs
-    for written in lines:
-        line = re.sub(r"--(characters|limit) \d+", "", written)
-        less = " --characters 2000" if "perplexity" in line else " --limit 2"
-        output_of(line + less if "diffquant sweep" in line else line)
-    assert len([*tmp_path.glob("*/report.html")]) == 3
+    convert(llama, tmp_path / "ORG/NAME", "diff-v2")
+    page = (ROOT / "README.md").read_text(encoding="utf-8").replace("SmolLM2-135M-Instruct.Q4_1.gguf", "llama")
+    steps = [step.command for step in steps_of(page) if step.command.startswith("diffquant ")]
+    flow = ["quantize", "fidelity", "export", "verify", "serve", "convert", "quantize", "generate", "export", "run"]
+    assert [step.split()[1] for step in steps] == ["inspect", *flow]
+    for step in steps:
+        if "serve" not in step:
+            less = " --tokens 256" if "--effort" in step.partition("#")[0] else ""
+            output_of(step.partition("#")[0].replace("8192", "4096") + less)
 
     (python,) = blocks("README.md", "python")
     exec(python.replace("characters=8192", "characters=2000"), {})
     assert (tmp_path / "results/report.html").is_file()
-    assert (tmp_path / "mse-onnx/model.onnx").is_file()
 
 
 def test_the_program_for_genai_runs_as_written(pocket):
