@@ -278,6 +278,12 @@ def test_a_config_that_is_not_computed_is_refused_naming_its_key(changes, messag
         adapter_for(CONFIG | changes)
 
 
+def test_a_window_whose_switch_is_not_stated_is_refused():
+    config = {key: value for key, value in CONFIG.items() if key != "use_sliding_window"}
+    with pytest.raises(CheckpointError, match="sliding_window is stated without use_sliding_window"):
+        adapter_for(config)
+
+
 def test_the_command_line_takes_it_by_its_adapter(checkpoint, tmp_path, capsys):
     assert run("quantize", checkpoint, "-o", tmp_path / "out", "--weights", "4:g32", "--dry-run") == 0
     shown = capsys.readouterr()

@@ -36,7 +36,8 @@ _NUMBERS: Mapping[str, float] = {
 }
 _OPTIONAL_NUMBERS = ("polynorm_bias_clamp", "load_balance_coeff")
 _SWITCHES: Mapping[str, bool] = {"route_norm": False, "polynorm_sigmoid_weight": True}
-# What the released models have, and nothing else computes. A default that differs has to be overridden.
+# What the released models have, and nothing else is computed. The vendor's defaults differ, so that a config has to say
+# so, unless it is one of our own.
 _FIXED: Mapping[str, Any] = {
     "attention_cls": "gdla",
     "diff_v2": True,
@@ -93,16 +94,22 @@ def read_motif3(config: dict[str, Any]) -> Adapter:
 
 def _own_settings(config: Mapping[str, Any], sizes: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """The settings that a Llama has none of, and what is wrong with them."""
+    is_ours = "spec" in config
     own: dict[str, Any] = {key: config.get(key) for key in _SIZES}
     own |= {key: config.get(key, default) for key, default in _DEFAULT_SIZES.items()}
     own |= {"qk_rope_head_dim": config.get("qk_rope_head_dim", sizes["head_dim"] // 2)}
     own |= {"v_head_dim": config.get("v_head_dim", sizes["head_dim"])}
     problems = [f"{key} is {size!r}, not a number from 1 on" for key, size in own.items() if not _counts(size, 1)]
     counts = {key: config.get(key, default) for key, default in _COUNTS.items()}
+    if is_ours:
+        # A model that was saved has no layers that it does not run.
+        counts["num_nextn_predict_layers"] = 0
     problems += [f"{key} is {n!r}, not a number from 0 on" for key, n in counts.items() if not _counts(n, 0)]
-    window = config.get("sliding_window") if config.get("use_sliding_window") else None
+    window = config.get("sliding_window") if config.get("use_sliding_window", is_ours) else None
     if window is not None and not _counts(window, 1):
         problems.append(f"sliding_window is {window!r}, not a number from 1 on")
+    if not is_ours and "use_sliding_window" not in config and config.get("sliding_window") is not None:
+        problems.append("sliding_window is stated without use_sliding_window")
     numbers = {key: config.get(key, default) for key, default in _NUMBERS.items()}
     optional = {key: config.get(key) for key in _OPTIONAL_NUMBERS}
     by_layer = config.get("polynorm_output_scale_per_layer") or {}
@@ -114,7 +121,8 @@ def _own_settings(config: Mapping[str, Any], sizes: Mapping[str, Any]) -> tuple[
     problems += [f"{key} is {x!r}, not a number" for key, x in stated.items() if not _is_finite(x)]
     switches = {key: config.get(key, default) for key, default in _SWITCHES.items()}
     problems += [f"{key} is {x!r}, neither true nor false" for key, x in switches.items() if not isinstance(x, bool)]
-    problems += [f"{key} is {config.get(key)!r}, not {x!r}" for key, x in _FIXED.items() if config.get(key) != x]
+    fixed = {key: config.get(key, x if is_ours else None) for key, x in _FIXED.items()}
+    problems += [f"{key} is {fixed[key]!r}, not {x!r}" for key, x in _FIXED.items() if fixed[key] != x]
     problems += [
         f"{key} is {config[key]!r}, not {known[0]!r}"
         for key, known in _NEUTRAL.items()
