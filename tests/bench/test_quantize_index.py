@@ -1,4 +1,4 @@
-"""The bench of an index that no disk holds: its files have names and shapes and take no room, and it is planned whole."""
+"""The bench of an index that no disk holds: names and shapes that take no room, and a plan of the whole."""
 
 import json
 
