@@ -15,7 +15,10 @@ if TYPE_CHECKING:
 _FLAGS = ("shift", "alike", "rotated", "smooth")
 # No scheme is as long; what is would only fill the screen.
 _LONGEST = 64
-_GRAMMAR = "FORMAT[:GRANULARITY][:shift, :alike, :rotated or :smooth], such as 4:g32, 6:row, 8:head, 4:tensor:shift, nvfp4 or 16"
+_GRAMMAR = (
+    "FORMAT[:GRANULARITY][:shift, :alike, :rotated or :smooth], such as 4:g32, 6:row, 8:head, 4:tensor:shift, nvfp4 or "
+    "16"
+)
 
 
 @dataclass(frozen=True)

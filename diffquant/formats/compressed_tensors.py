@@ -275,7 +275,8 @@ def _checked_groups(entry: Any) -> dict[str, Scheme]:
     if problems:
         raise CheckpointError(
             f"this checkpoint's quantization_config is not read: {'; '.join(problems)}; read is compressed-tensors "
-            f"{PACK_QUANTIZED} with symmetric integer weights of 2 to 8 bits per tensor, channel or group, and {_read_layouts()}"
+            f"{PACK_QUANTIZED} with symmetric integer weights of 2 to 8 bits per tensor, channel or group, and "
+            f"{_read_layouts()}"
         )
     return targets
 

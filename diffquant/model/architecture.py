@@ -141,6 +141,6 @@ class Architecture(ABC):
                 scheme: Scheme = getattr(at_layer, target)
                 if scheme.granularity == "group" and scheme.size and width % scheme.size:
                     raise UsageError(
-                        f"{target} at {scheme}: groups of {scheme.size} channels do not divide layer {layer}'s heads of "
-                        f"{width}; use another granularity or format, such as e4m3:token"
+                        f"{target} at {scheme}: groups of {scheme.size} channels do not divide layer {layer}'s heads "
+                        f"of {width}; use another granularity or format, such as e4m3:token"
                     )

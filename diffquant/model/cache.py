@@ -19,9 +19,9 @@ from diffquant.scheme import Scheme
 class PackedStates:
     """Keys or values of one layer: packed codes of the older tokens, 16-bit states of the newest.
 
-    Scales have the dtype of the states, or take the bytes that their format gives them. Per column, `scheme.size` tokens share the scales of their
-    channels and wait unquantized until their block is full; blocks are counted from the first
-    position, so left padding moves their borders.
+    Scales have the dtype of the states, or are the bytes that their format makes of them. Per column, `scheme.size`
+    tokens share the scales of their channels and wait unquantized until their block is full; blocks are counted from
+    the first position, so left padding moves their borders.
     """
 
     def __init__(self, scheme: Scheme, residual: int, ranges: Tensor | None = None) -> None:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from diffquant.formats.compressed_tensors import decode_codes, weight_codes
 from diffquant.formats.row_stream import in_order, row_blocks, workers
+from diffquant.quantization.magnitudes import Magnitudes
 from diffquant.quantization.roundings.base import Rounder
 from diffquant.scheme import Scheme
 
@@ -19,7 +20,14 @@ class RoundedWeight:
     """A weight [out, in] whose codes and scales are made as rows are asked for, by any number of threads."""
 
     def __init__(
-        self, rounder: Rounder, name: str, read: ReadRows, shape: tuple[int, ...], scheme: Scheme, dtype: torch.dtype
+        self,
+        rounder: Rounder,
+        name: str,
+        read: ReadRows,
+        shape: tuple[int, ...],
+        scheme: Scheme,
+        dtype: torch.dtype,
+        magnitudes: Magnitudes | None = None,
     ) -> None:
         """Prepare a weight whose rows are read when they are needed.
 
@@ -30,7 +38,10 @@ class RoundedWeight:
             shape: (out, in).
             scheme: granularity tensor, row or group.
             dtype: dtype of the stored scale.
+            magnitudes: largest magnitudes of the checkpoint's weights, where some share a scale of the tensor; those of
+                this weight by default.
         """
+        self._magnitudes = magnitudes
         self._rounder, self._name, self._read, self._shape = rounder, name, read, shape
         self._scheme, self._dtype = scheme, dtype
         self._guard = threading.Lock()
@@ -53,7 +64,8 @@ class RoundedWeight:
         if not self._scheme.format.spans_tensor:
             return self._scheme
         if self._bound is None:
-            self._bound = self._scheme.bound_to(self._largest())
+            known = self._magnitudes
+            self._bound = self._scheme.bound_to(self._largest() if known is None else known.of(self._name))
         return self._bound
 
     def _largest(self) -> Tensor:
@@ -70,7 +82,14 @@ class RoundedWeight:
             return self._magnitude
 
 
-def as_stored(rounder: Rounder, name: str, weight: Tensor, scheme: Scheme, dtype: torch.dtype | None = None) -> Tensor:
+def as_stored(
+    rounder: Rounder,
+    name: str,
+    weight: Tensor,
+    scheme: Scheme,
+    dtype: torch.dtype | None = None,
+    magnitudes: Magnitudes | None = None,
+) -> Tensor:
     """A weight as it is read back from the checkpoint that `quantize` writes, bit for bit.
 
     Args:
@@ -79,6 +98,7 @@ def as_stored(rounder: Rounder, name: str, weight: Tensor, scheme: Scheme, dtype
         weight: [out, in] or [experts, out, in] finite floats, with the checkpoint's own rows.
         scheme: granularity tensor, row or group.
         dtype: dtype of the stored scale; by default that in which a weight of this dtype has its scale stored.
+        magnitudes: as `RoundedWeight` takes them.
 
     Returns:
         codes * scale in the weight's shape and dtype.
@@ -90,7 +110,7 @@ def as_stored(rounder: Rounder, name: str, weight: Tensor, scheme: Scheme, dtype
         return rows[first:last]
 
     dtype = dtype or scheme.format.scale_dtype(weight.dtype)
-    rounded = RoundedWeight(rounder, name, read, tuple(rows.shape), scheme, dtype)
+    rounded = RoundedWeight(rounder, name, read, tuple(rows.shape), scheme, dtype, magnitudes)
 
     def read_back(first: int, last: int) -> Tensor:
         return decode_codes(*rounded.rows(first, rows[first:last].float()), scheme).to(weight.dtype)

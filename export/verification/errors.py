@@ -97,6 +97,7 @@ def stage_noise(
     states: Sequence[Sequence[Tensor]],
     rounds: bool,
     reading: Reading = WHOLE,
+    flips_alone: bool = False,
 ) -> StageNoise:
     """Errors that rounding explains: of the reference's stages disturbed, given the same states.
 
@@ -106,8 +107,10 @@ def stage_noise(
         states: outputs of all stages for each passage, as the runtime computed them.
         rounds: whether activations are rounded.
         reading: how every passage was read.
+        flips_alone: leave out `rounded`, which is `flipped` then.
     """
-    sizes = (0.0, FLIPPING, FLIPPING_LOGITS if reference.rounds_logits else FLIPPING)
+    many = FLIPPING_LOGITS if reference.rounds_logits else FLIPPING
+    sizes = (FLIPPING if flips_alone else 0.0, FLIPPING, many)
     disturbed: dict[float, list[tuple[Tensor, ...]]] = {size: [] for size in sizes}
     # Rounding by a rule unknown here may differ by as much as the rounding itself.
     rounds_anew = rounds and reference.knows_rounding
@@ -155,8 +158,7 @@ def cache_excess(reference: Reference, passages: Sequence[np.ndarray], states: S
 
 def position_errors(got: Tensor, wanted: Tensor, before: Tensor) -> Tensor:
     """RMS of the difference at each position [B·T], relative to the RMS of what the stage adds to the state before it."""
-    exact = wanted.double()
-    return _rms(got.double() - exact) / _rms(exact - before.double()).clamp(min=1e-30)
+    return _rms(got - wanted) / _rms(wanted - before).clamp(min=1e-30)
 
 
 def relative_rms(pairs: Iterable[tuple[Tensor, Tensor]]) -> float:
@@ -167,9 +169,8 @@ def relative_rms(pairs: Iterable[tuple[Tensor, Tensor]]) -> float:
     """
     difference = spread = 0.0
     for got, wanted in pairs:
-        exact = wanted.double()
-        difference += float((got.double() - exact).square().sum())
-        spread += float((exact - exact.mean(-1, keepdim=True)).square().sum())
+        difference += float(_norm(got - wanted).square().sum())
+        spread += float(_norm(wanted - wanted.mean(-1, keepdim=True)).square().sum())
     return math.sqrt(difference / max(spread, 1e-30))
 
 
@@ -199,4 +200,9 @@ def _wanted(
 
 
 def _rms(x: Tensor) -> Tensor:
-    return x.square().mean(-1).sqrt().flatten()
+    return (_norm(x) / math.sqrt(x.shape[-1])).flatten()
+
+
+def _norm(x: Tensor) -> Tensor:
+    """Length of x along its last axis in float64, without a copy in it."""
+    return torch.linalg.vector_norm(x, dim=-1, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""Floats of 4, 6 and 8 bits and their block scales, held to ml_dtypes, torch, compressed-tensors and torchao bit by bit."""
+"""Floats of 4, 6 and 8 bits and their block scales, bit by bit those of four other libraries."""
 
 import ml_dtypes
 import pytest
@@ -29,7 +29,7 @@ def every_16_bit_number():
 
 
 def blocks(width, scale=1.0, count=512):
-    """Blocks of normal numbers whose sizes differ by powers of ten, one of them of zeros and one of one number alone."""
+    """Blocks of normal numbers whose sizes differ by powers of ten; one is all zeros, one holds one number alone."""
     generator = torch.Generator().manual_seed(width)
     x = torch.randn(count, width, generator=generator) * 10.0 ** torch.linspace(-4, 2, count)[:, None] * scale
     x[3], x[5] = 0, 0

@@ -143,7 +143,7 @@ class NumberFormat(ABC):
 
     @property
     def tensor_scale(self) -> "Tensor | None":
-        """What a bound format stores beside a weight's scales, float32 [1]; None for a format with one kind of scale."""
+        """Number [1] that a bound format stores beside a weight's scales; None for a format with one kind of scale."""
         return None
 
     def pack_scale(self, scale: "Tensor") -> "Tensor":

@@ -1,8 +1,8 @@
 """Microscaled floats: 32 neighbours share a scale that is a power of two, stored as its exponent in a byte (E8M0).
 
 OCP takes the exponent of the largest magnitude less that of the largest level, so that a magnitude beyond the largest
-level is clipped to it: of 7, E2M1 keeps 6. Formats whose name ends in `_up` raise the exponent by one from a mantissa of
-1.75 on, as compressed-tensors does when it quantizes (1.9375 in its mxfp6); what they store is read alike.
+level is clipped to it: of 7, E2M1 keeps 6. Formats whose name ends in `_up` raise the exponent by one from a mantissa
+of 1.75 on, as compressed-tensors does when it quantizes (1.9375 in its mxfp6); what they store is read alike.
 
 Source: OCP Microscaling Formats 1.0, section 6.3; compressed-tensors 0.20, quantization/utils/mxfp_utils.py.
 """
@@ -116,8 +116,12 @@ def _power_of(biased: "Tensor", dtype: "torch.dtype") -> "Tensor":
     return biased.view(torch.float8_e8m0fnu).to(torch.float32).to(dtype)
 
 
-for _name, _bits, _raised in (("mxfp8", (4, 3, 448), 1.75), ("mxfp6", (2, 3, 7.5), 1.9375), ("mxfp4", (2, 1, 6), 1.75)):
-    register(Microscaled(_name, *_bits))
-    register(Microscaled(f"{_name}_up", *_bits, raised_from=_raised))
+for _name, _exponent, _mantissa, _largest, _raised in (
+    ("mxfp8", 4, 3, 448.0, 1.75),
+    ("mxfp6", 2, 3, 7.5, 1.9375),
+    ("mxfp4", 2, 1, 6.0, 1.75),
+):
+    register(Microscaled(_name, _exponent, _mantissa, _largest))
+    register(Microscaled(f"{_name}_up", _exponent, _mantissa, _largest, _raised))
 register(Microscaled("mxfp8_e5m2", 5, 2, 57344))
 register(Microscaled("mxfp6_e3m2", 3, 2, 28))

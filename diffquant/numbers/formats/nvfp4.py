@@ -30,6 +30,8 @@ class Nvfp4(Minifloat):
     block = 16
     spans_tensor = True
     stores_shape = False
+    # A larger one leaves the levels near 4 for the largest magnitude.
+    trials = (1.5, *(1 - n / 40 for n in range(20)))
     # Magnitude that the largest block scale of a weight has.
     _top_scale: ClassVar[float] = _LARGEST_SCALE
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from tests.support.ptx import arithmetic, copying, matrices, movement  # noqa: F401  # they declare opcodes
 from tests.support.ptx.block import PARAMETERS, Block
+from tests.support.ptx.graphs import captured
 from tests.support.ptx.memory import Buffer, GlobalMemory
 from tests.support.ptx.parsing import Fault, Program, parse
 
@@ -141,7 +142,12 @@ def launches_run_here(capability: int) -> Iterator[list[Launch]]:
         kernel = compiled(self, *args, grid=grid, **(options | {"warmup": True}))
         if not warmup:
             sizes = grid({**options}) if callable(grid) else grid
-            launched.append(_launch(self, kernel, sizes, args, options))
+
+            def work() -> None:
+                launched.append(_launch(self, kernel, sizes, args, options))
+
+            if not captured(work):
+                work()
         return kernel
 
     jit.JITFunction.run, CUDABackend.add_stages = launch, as_far_as_ptx
