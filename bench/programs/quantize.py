@@ -182,19 +182,19 @@ def allocated(folder: Path) -> int:
 
 def _watch(process: "subprocess.Popen[str]", folder: Path, kill_at: int | None) -> tuple[int, int]:
     """Largest resident and anonymous memory, in bytes, until the process ends."""
-    peak = anonymous = 0
+    largest = anonymous = 0
     while process.poll() is None:
         try:
-            now = resident(process.pid)
+            peak, now = resident(process.pid)
         except OSError:
             break
-        peak = max(peak, now.peak)
-        anonymous = max(anonymous, now.anonymous)
+        largest = max(largest, peak)
+        anonymous = max(anonymous, now)
         if kill_at is not None and allocated(folder) > kill_at:
             process.kill()
             process.wait()
         time.sleep(_POLL_SECONDS)
-    return peak, anonymous
+    return largest, anonymous
 
 
 def _children_cpu() -> float:
