@@ -14,10 +14,15 @@ from typing import Any, Literal
 from diffquant.errors import CheckpointError, MissingDependencyError, UnknownModelTypeError, UsageError
 from diffquant.formats.opening import open_checkpoint
 from diffquant.formats.reader import Checkpoint
-from diffquant.model.adapters import READERS, Adapter, adapter_for
-from diffquant.model.transformer import TransformerArchitecture
+from diffquant.model.adapters import Adapter, adapter_for
 from diffquant.numbers.formats.integer import PACK_QUANTIZED
-from diffquant.serve.folder import beyond_weights, carries_modelling_file, config_for_engines, modelling_file
+from diffquant.serve.folder import (
+    beyond_weights,
+    carries_modelling_file,
+    config_for_engines,
+    modelling_file,
+    require_served,
+)
 from diffquant.serve.room import ITEMSIZES, room_in
 from diffquant.serve.vllm.versions import TESTED, cuda_builds, installed_vllm
 from diffquant.support.installation import install_command
@@ -209,15 +214,8 @@ def _adapter(checkpoint: Checkpoint) -> Adapter | None:
     try:
         adapter = adapter_for(checkpoint.config)
     except UnknownModelTypeError:
-        # Of a name that is known, as Motif-3 has, the reader says what is missing.
-        if str(checkpoint.config.get("model_type")).lower() in READERS:
-            raise
         return None
-    if not isinstance(adapter.architecture, TransformerArchitecture):
-        raise UnknownModelTypeError(
-            f"{checkpoint.path}: vLLM does not serve {checkpoint.config['model_type']}, which has layers of other "
-            "kinds than attention; `diffquant generate` runs it"
-        )
+    require_served(checkpoint.config, adapter)
     return adapter
 
 

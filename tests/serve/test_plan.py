@@ -19,7 +19,7 @@ from diffquant.errors import CheckpointError, MissingDependencyError, UnknownMod
 from diffquant.family.spec import DiffSpec
 from diffquant.formats.opening import open_checkpoint
 from diffquant.model.adapters import adapter_for
-from diffquant.serve.folder import MODELLING_FILE
+from diffquant.serve.folder import MODELLING_FILE, require_served
 from diffquant.serve.plan import check_processor, plan_server
 from diffquant.serve.room import room_in
 from diffquant.serve.server import serve
@@ -139,16 +139,18 @@ def test_the_folders_code_is_run_only_where_it_is_ours(vllm, packed):
         plan_server(packed, **asked)
 
 
-def test_phi_4_mini_flash_is_refused_by_name(vllm, tmp_path):
-    with pytest.raises(UnknownModelTypeError, match=r"phi4flash.*diffquant generate"):
-        plan_server(write_checkpoint(tmp_path / "model", "phi4flash"), **ASKED)
-
-
-def test_motif_3_is_refused_by_name_and_what_vllm_may_know_is_left_to_it(vllm, tmp_path):
-    model = write_checkpoint(tmp_path / "model", "motif")
-    edit_json(model / "config.json", kv_lora_rank=8)
-    with pytest.raises(UnknownModelTypeError, match="this is Motif-3"):
+@pytest.mark.parametrize(("source", "kind"), [("phi4flash", "mamba"), ("motif3", "latent attention with experts")])
+def test_layers_that_the_plugin_has_none_of_are_refused_by_name(vllm, tmp_path, source, kind):
+    model = write_checkpoint(tmp_path / "model", source)
+    with pytest.raises(UnknownModelTypeError, match=rf"does not serve.*{kind}.*diffquant generate"):
         plan_server(model, **ASKED)
+    config = json.loads((model / "config.json").read_text())
+    with pytest.raises(UnknownModelTypeError, match=kind):
+        require_served(config, adapter_for(config))
+
+
+def test_what_vllm_may_know_is_left_to_it(vllm, tmp_path):
+    model = write_checkpoint(tmp_path / "model", "motif")
     edit_json(model / "config.json", model_type="somebodys")
     assert option(plan_server(model, **ASKED), "--max-model-len") == "auto"
 
