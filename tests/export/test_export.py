@@ -16,7 +16,7 @@ import diffquant
 from diffquant.export import ExportOptions, export, exporter, verify
 from diffquant.export.files import DATA_FILE, MODEL_FILE
 from diffquant.export.graph import plan, streaming
-from diffquant.export.graph.matrix import row_order
+from diffquant.export.graph.matrix import op_layout
 from diffquant.export.graph.op import schema
 from diffquant.export.manifest import read_manifest
 from diffquant.export.runtime.session import OnnxModel
@@ -146,7 +146,7 @@ def test_a_quantized_checkpoint_keeps_its_codes_and_scales(tmp_path, weights, dt
         packed = pack_weight(source.read(module + ".weight"), scheme)
         width = int(packed["weight_shape"][1])
         codes, scale = unpack(packed["weight_packed"], scheme.bits, width), packed["weight_scale"].float()
-        order = row_order(adapter, module + ".weight")
+        order = adapter.rows_as(op_layout(adapter.architecture.diff_spec), module + ".weight")
         rows = slice(None) if order is None else order
         stored = from_container(held[module + ".weight_codes"], 4 if scheme.bits <= 4 else 8)[:, :width]
         np.testing.assert_array_equal(stored, codes[rows].numpy())
