@@ -57,6 +57,11 @@ class Architecture(ABC):
         """Name and block of the norm behind the layers."""
 
     @property
+    def carried(self) -> Parameters:
+        """Parameters by full name that a checkpoint holds beside the model's, and that stay with it though none run."""
+        return {}
+
+    @property
     def settings(self) -> dict[str, Any]:
         """All of its fields but the attention's specification."""
         own = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "diff_spec"}

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from diffquant.numbers.formats.integer import PACK_QUANTIZED
-from diffquant.quantization.plan import QuantizationPlan
+from diffquant.quantization.plan import QuantizationPlan, rounded_again
 from diffquant.scheme import Scheme
 from diffquant.support.escaping import markdown_code, markdown_text
 
@@ -39,6 +39,7 @@ def quantized_card(plan: QuantizationPlan, errors: Mapping[str, float], carries_
         *(f"| {markdown_code(pattern)} | {scheme} |" for pattern, scheme in recipe.overrides.items()),
         "",
         f"Tensors take {plan.size}.",
+        *([f"\n{again[:1].upper()}{again[1:]}."] if plan.schemes and (again := rounded_again(plan.checkpoint)) else []),
     ]
     if plan.schemes:
         lines.append(_weights_paragraph(plan, errors, carries_code))

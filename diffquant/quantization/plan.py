@@ -161,6 +161,8 @@ def plan_quantization(
     if isinstance(source, Source):
         recipe, notes = with_stored(recipe, source.recipe)
     schemes = checked_schemes(source, recipe)
+    if schemes and (again := rounded_again(source.checkpoint)):
+        notes = (*notes, again)
     packed = {name: schemes[module] for module, name in targets_of(source).weights.items() if module in schemes}
     # A recipe of the cache alone copies the weights.
     unpacked = unpacked_dtypes(source, dtype) if packed or dtype else {}
@@ -174,6 +176,14 @@ def plan_quantization(
     is_rounded = bool(unpacked) or stored_dtype(source.checkpoint.config) is not None
     run_dtype = source.dtype if isinstance(source, Source) and is_rounded else None
     return QuantizationPlan(source.checkpoint, recipe, tensors, _linears(source), rules, run_dtype, notes)
+
+
+def rounded_again(checkpoint: Checkpoint) -> str:
+    """What people should know of weights that were rounded before they came here; "" where that is not known."""
+    kind = checkpoint.rounded_as
+    if not kind:
+        return ""
+    return f"the source's weights were rounded to {kind} before: rounding them again adds to that error"
 
 
 def unpacked_dtypes(source: Source | WeightSource, dtype: torch.dtype | None = None) -> dict[str, torch.dtype]:

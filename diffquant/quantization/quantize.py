@@ -62,6 +62,7 @@ class Quantization:
         seconds: seconds that this run took.
         resumed: number of shards taken over from an interrupted run.
         errors: error of every packed weight, the worst first.
+        rounding: name of the rule that made their codes.
         notes: sentences for people, about what the source's own recipe added or lost.
     """
 
@@ -73,6 +74,7 @@ class Quantization:
     seconds: float
     resumed: int
     errors: tuple[TensorError, ...]
+    rounding: str
     notes: tuple[str, ...] = ()
 
     def summary(self, worst: int = 3) -> str:
@@ -85,7 +87,7 @@ class Quantization:
         if self.errors:
             mean = sum(e.error for e in self.errors) / len(self.errors)
             lines.append(
-                f"{len(self.errors)} weights packed at {self.packed_bits:.2f} stored bits each, "
+                f"{len(self.errors)} weights packed at {self.packed_bits:.2f} stored bits each by {self.rounding}, "
                 f"relative RMS error {mean:.2%} on average; the largest:"
             )
             lines += [f"  {e.error:.2%}  {one_line(e.name)}  {e.scheme}" for e in self.errors[:worst]]
@@ -155,6 +157,7 @@ def quantize(
         time.monotonic() - started,
         staging.resumed,
         tuple(sorted(errors.values(), key=lambda e: -e.error)),
+        recipe.rounding.name,
         plan.notes,
     )
 

@@ -18,6 +18,8 @@ class Gptq(Rounding):
     name = "gptq"
     needs_text = True
     options = frozenset(ROUNDING_OPTIONS)
+    # 150 s of two cores for SmolLM2-135M and 16,384 tokens (bench/results/quantize-roundings.json).
+    work = 6.5
 
     def prepare(
         self,
