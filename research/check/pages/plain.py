@@ -51,6 +51,13 @@ MODELS.says(
 )
 MODELS.says("embedding and head, {} GB of holes, were quantized", _PART["source_bytes"] / 1e9)
 MODELS.means("resumed to the same bytes", _PART["byte_identical"])
+for size, what in {
+    "a latent of 1,024 channels": "a size of the model",
+    "in place of the 5,120 of keys": "arithmetic: 16 heads of 192 and 128",
+    "a token takes 576 bytes": "arithmetic: 512 and 64 codes of a byte",
+    "in place of\n  1,152": "arithmetic: two bytes each",
+}.items():
+    MODELS.leaves(size, what)
 MODELS.means("first three layers", _INDEX["layers"] == 3)
 MODELS.says(
     "with at most {} MB beside the mapped files",
