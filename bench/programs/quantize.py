@@ -187,19 +187,19 @@ def watch(process: "subprocess.Popen[str]", folder: Path | None = None, kill_at:
         folder: folder that it writes to.
         kill_at: bytes there at which it is killed; None to let it end.
     """
-    peak = anonymous = 0
+    largest = anonymous = 0
     while process.poll() is None:
         try:
-            now = resident(process.pid)
+            peak, now = resident(process.pid)
         except OSError:
             break
-        peak = max(peak, now.peak)
-        anonymous = max(anonymous, now.anonymous)
+        largest = max(largest, peak)
+        anonymous = max(anonymous, now)
         if folder is not None and kill_at is not None and allocated(folder) > kill_at:
             process.kill()
             process.wait()
         time.sleep(_POLL_SECONDS)
-    return peak, anonymous
+    return largest, anonymous
 
 
 def _children_cpu() -> float:

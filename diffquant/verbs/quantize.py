@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from diffquant.source.weight_source import WeightSource
 
 AnyModel = Annotated["Path | str | Source | WeightSource", kinds.Kind(Path, "MODEL", by_place=True)]
+# Seconds of work that nobody has to be told of before.
+WORTH_SAYING = 2
 # What each effort rounds by.
 EFFORTS = {"fast": "mse", "balanced": "gptq", "best": "tuned"}
 Effort = Annotated[str, kinds.Kind(Literal["fast", "balanced", "best"])]
@@ -134,8 +136,8 @@ def quantize(
     shown = progress or progress_for("quantize")
 
     def told(plan: "QuantizationPlan") -> None:
-        if plan.schemes:
-            seconds = estimated_seconds(source, plan)
+        seconds = estimated_seconds(source, plan) if plan.schemes else 0.0
+        if seconds >= WORTH_SAYING:
             say(f"quantize: {len(plan.schemes)} weights by {wanted.rounding.name}, about {spoken(seconds)}")
         if planned is not None:
             planned(plan)

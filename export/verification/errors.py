@@ -157,7 +157,7 @@ def cache_excess(reference: Reference, passages: Sequence[np.ndarray], states: S
 
 
 def position_errors(got: Tensor, wanted: Tensor, before: Tensor) -> Tensor:
-    """RMS of the difference at each position [B·T], relative to the RMS of what the stage adds to the state before it."""
+    """RMS of the difference at each position [B·T], relative to that of what the stage adds to the state before it."""
     return _rms(got - wanted) / _rms(wanted - before).clamp(min=1e-30)
 
 

@@ -202,10 +202,26 @@ def test_accuracy_level_1_keeps_float32_activations_at_every_width(checkpoint, t
     assert largest_error(exact) < 1e-5
 
 
-def test_widths_that_no_block_divides_are_padded(tmp_path):
-    source = write_checkpoint(tmp_path / "plain", "diffllama", intermediate_size=150)
-    folder = exported(source, tmp_path / "out", weights="4:row")
+@pytest.mark.parametrize(
+    ("weights", "sizes"),
+    [
+        ("4:row", {"intermediate_size": 150}),
+        # A group is three blocks of 32 columns there, and a row two groups.
+        ("4:g96", {"hidden_size": 192, "intermediate_size": 192, "head_dim": 48}),
+    ],
+    ids=["a padded block", "blocks in a group"],
+)
+def test_widths_that_no_kernels_block_has_are_computed(tmp_path, weights, sizes):
+    source = write_checkpoint(tmp_path / "plain", "diffllama", **sizes)
+    folder = exported(source, tmp_path / "out", weights=weights)
     assert largest_error(verify(folder, source)) < 1e-5
+
+
+def test_gates_that_a_recipe_names_are_read_from_their_codes(checkpoint, tmp_path):
+    recipe = diffquant.Recipe.of(weights="4:g32", overrides={"*.lambda_proj": "8:row", "*.output_gate_proj": "8:row"})
+    diffquant.quantize(checkpoint("gated"), tmp_path / "quantized", recipe)
+    source = tmp_path / "quantized"
+    assert verify(exported(source, tmp_path / "out"), source, threads=1).passed
 
 
 @pytest.mark.parametrize(("source", "kv_bits"), [("diffllama", 8), ("unilm-v2", 16)])

@@ -98,7 +98,7 @@ class Block:
                 raise Fault(f"{self.program.name} executed {_MOST_STEPS} instructions: it does not end")
             chosen = mask
             if instruction.predicate:
-                chosen = mask & (self.registers[instruction.predicate] != instruction.negated)
+                chosen = mask & (self.read(instruction.predicate, "pred") != instruction.negated)
             at[mask] = here + 1
             if not chosen.any():
                 continue
@@ -148,11 +148,11 @@ class Block:
     def raw(self, operand: str) -> Words:
         """Words of a register, a special register, an address or a number."""
         held = self.registers.get(operand)
-        if held is not None:
-            return held
-        if operand not in self.constants:
-            self.constants[operand] = self._constant(operand)
-        return self.constants[operand]
+        if held is None:
+            held = self.constants.get(operand)
+        if held is None:
+            held = self.constants[operand] = self._constant(operand)
+        return held
 
     def _constant(self, operand: str) -> Words:
         if operand.startswith("%"):
@@ -176,6 +176,9 @@ class Block:
         if name == "laneid":
             return self.lane.astype(np.uint64)
         known = {"ctaid": self.place, "nctaid": self.grid, "clusterid": self.place, "ntid": (self.threads, 1, 1)}
+        if self.program.declares(operand):
+            # Compilers leave a register unset where nothing comes of it.
+            return np.full(self.threads, 0xFFFFFFFFFFFFFFFF, np.uint64)
         if name not in known:
             raise Fault(f"register {operand} is read before it is written")
         return np.full(self.threads, known[name][axes[axis]], np.uint64)
@@ -184,8 +187,8 @@ class Block:
         """Numbers of a type; for "pred" truths, of a register that may be negated."""
         if kind == "pred":
             if operand.startswith("!"):
-                return ~self.registers[operand[1:]]
-            return self.registers[operand] if operand in self.registers else self.raw(operand) != 0
+                return ~self.read(operand[1:], kind)
+            return self.raw(operand) != 0
         return from_words(self.raw(operand), kind)
 
     def write(self, operand: str, numbers: Array, kind: str, mask: Mask) -> None:

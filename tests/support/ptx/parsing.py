@@ -57,6 +57,7 @@ class Program:
 
     Attributes:
         threads: number of threads of a block that it asks for, or 0.
+        ranges: number of registers of each range, by its name.
         finest_store: number of bytes of its narrowest store to shared memory.
     """
 
@@ -64,6 +65,12 @@ class Program:
     parameters: tuple[Parameter, ...]
     threads: int
     instructions: tuple[Instruction, ...]
+    ranges: dict[str, int] = field(default_factory=dict)
+
+    def declares(self, register: str) -> bool:
+        """Whether a range of registers that the entry declares holds one of this name."""
+        found = re.fullmatch(r"(%\D+)(\d+)", register)
+        return found is not None and int(found[2]) < self.ranges.get(found[1], 0)
 
     @property
     def finest_store(self) -> int:
@@ -102,7 +109,9 @@ def parse(ptx: str) -> Program:
         Parameter(name, SIZES[kind] * int(count or 1)) for kind, name, count in _PARAMETER.findall(head[2])
     )
     threads = re.search(r"\.reqntid\s+(\d+)", head[3])
-    return Program(head[1], parameters, int(threads[1]) if threads else 0, _Body(text[head.end() :]).instructions())
+    body = text[head.end() :]
+    ranges = {name: int(count) for name, count in re.findall(r"\.reg\s+\.\w+\s+(%\w+)<(\d+)>", body)}
+    return Program(head[1], parameters, int(threads[1]) if threads else 0, _Body(body).instructions(), ranges)
 
 
 class _Body:
