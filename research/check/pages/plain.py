@@ -1,6 +1,7 @@
 """Pages that give no result: whatever looks like one on them is listed here with its reason."""
 
 from research.check.page import Page, Unmeasured
+from research.check.raw import raw
 
 _GUIDES = (
     *("docs/differential-attention-op", "docs/any-model", "docs/cli", "docs/glossary", "docs/tutorial"),
@@ -25,6 +26,31 @@ for heads, sections in {
 }.items():
     for section in sections:
         OPERATOR.table(heads, lambda *_: Unmeasured("definitions"), section=section)
+MODELS.table(
+    "model | opens | float64 | stock | real weights | exported | served | on a GPU",
+    lambda *_: Unmeasured("links, which tests/docs/test_models.py follows"),
+)
+_INDEX = raw("quantize-motif-3.json")
+_PART = _INDEX["part"]
+MODELS.says(
+    "the whole index, {} GB in holes of sparse files, are opened and planned in {} MB of memory",
+    _INDEX["index"]["bytes_before"] / 1e9,
+    _INDEX["index"]["peak_anonymous"] / 1e6,
+)
+MODELS.says("embedding and head, {} GB of holes, were quantized", _PART["source_bytes"] / 1e9)
+MODELS.means("resumed to the same bytes", _PART["byte_identical"])
+for size, what in {
+    "a latent of 1,024 channels": "a size of the model",
+    "in place of the 5,120 of keys": "arithmetic: 16 heads of 192 and 128",
+    "a token takes 576 bytes": "arithmetic: 512 and 64 codes of a byte",
+    "in place of\n  1,152": "arithmetic: two bytes each",
+}.items():
+    MODELS.leaves(size, what)
+MODELS.means("first three layers", _INDEX["layers"] == 3)
+MODELS.says(
+    "with at most {} MB beside the mapped files",
+    max(_PART[run]["peak_anonymous"] for run in ("whole", "killed", "resumed")) / 1e6,
+)
 MODELS.table(
     "model | `model_type` | attention | what runs | checked against | weights | licence",
     lambda *_: Unmeasured("names, and counts of published indexes, which test_motif.py and test_phi4flash.py have"),
