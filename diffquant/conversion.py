@@ -138,6 +138,9 @@ def convert(
     config = {key: value for key, value in config.items() if key != "torch_dtype"} | {"dtype": dtype_name}
     if opened.recipe != Recipe():
         config["diffquant_config"] = opened.recipe.to_config()
+    if checkpoint.rounded_as:
+        # A verb that rounds these weights again can say so.
+        config["diffquant_config"] = config.get("diffquant_config", {}) | {"rounded_as": checkpoint.rounded_as}
     shards = _shards(checkpoint, target, origins, dtype)
     total = sum(output.nbytes for shard in shards for output in shard.outputs)
     key = {

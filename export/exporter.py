@@ -237,12 +237,13 @@ def _make_notes(plan: ExportPlan, streamed: Sequence[Streamed]) -> list[str]:
             notes[-1] += f" in {container}-bit containers, which hold them exactly"
     recipe = plan.source.recipe
     texts_by_target = {target: sorted(map(str, recipe.schemes_of(target))) for target in LAYER_TARGETS}
-    simulated = {target: texts for target, texts in texts_by_target.items() if texts != ["16"]}
+    kept = set() if options.kv_bits == 16 else {"k", "v"}
+    simulated = {target: texts for target, texts in texts_by_target.items() if texts != ["16"] and target not in kept}
     if simulated:
         schemes = ", ".join(f"{target} {' or '.join(texts)}" for target, texts in simulated.items())
         notes.append(
-            f"the checkpoint's recipe ({schemes}) is simulated by DiffTransformer; the exported cache and logits "
-            "follow the options of this export alone"
+            f"the checkpoint's recipe ({schemes}) is simulated by DiffTransformer, and no part of the export; give "
+            f"{spelled('kv')} or {spelled('logits')} to have it"
         )
     if options.kv_bits == 4:
         notes.append(

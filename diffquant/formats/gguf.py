@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections import Counter
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
@@ -88,6 +89,14 @@ class GgufCheckpoint(Checkpoint):
     @property
     def written_config(self) -> dict[str, Any]:
         return self.config | {"dtype": str(self._matrix_dtype).removeprefix("torch.")}
+
+    @property
+    def rounded_as(self) -> str | None:
+        matrices: Counter[str] = Counter()
+        for stored in self._stored.values():
+            if len(stored.shape) > 1 and stored.kind not in _PLAIN_TYPES:
+                matrices[stored.kind.name] += stored.nbytes
+        return matrices.most_common(1)[0][0] if matrices else None
 
     @property
     def stored_nbytes(self) -> int:

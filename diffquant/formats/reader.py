@@ -100,6 +100,13 @@ class Checkpoint(ABC):
         return self.config
 
     @property
+    def rounded_as(self) -> str | None:
+        """Kind of the codes that the matrices were rounded to before they came here, such as Q4_1; None if unknown."""
+        entry = self.config.get("diffquant_config")
+        kind = entry.get("rounded_as") if isinstance(entry, Mapping) else None
+        return kind if isinstance(kind, str) else None
+
+    @property
     def name(self) -> str:
         place = self.path.resolve()
         # Hugging Face's cache has models--ORG--NAME/snapshots/COMMIT.

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from diffquant.numbers.formats.integer import PACK_QUANTIZED
-from diffquant.quantization.plan import QuantizationPlan
+from diffquant.quantization.plan import QuantizationPlan, rounded_again
 from diffquant.scheme import Scheme
 from diffquant.support.escaping import markdown_code, markdown_text
 
@@ -39,6 +39,7 @@ def quantized_card(plan: QuantizationPlan, errors: Mapping[str, float], carries_
         *(f"| {markdown_code(pattern)} | {scheme} |" for pattern, scheme in recipe.overrides.items()),
         "",
         f"Tensors take {plan.size}.",
+        *([f"\n{again[:1].upper()}{again[1:]}."] if plan.schemes and (again := rounded_again(plan.checkpoint)) else []),
     ]
     if plan.schemes:
         lines.append(_weights_paragraph(plan, errors, carries_code))
@@ -98,7 +99,8 @@ def _loaded_by(plan: QuantizationPlan, carries_code: bool) -> str:
             f"The codes of {', '.join(own)} are packed in a layout of diffquant's own, which `diffquant.load` "
             "alone reads; transformers, vLLM and other readers of compressed-tensors refuse this folder.\n"
         )
-    standard = f"The format is compressed-tensors' {PACK_QUANTIZED}"
+    layouts = sorted({scheme.format.layout for scheme in plan.schemes.values()}) or [PACK_QUANTIZED]
+    standard = f"The format is compressed-tensors' {' and '.join(layouts)}"
     if plan.rules:
         return f"{standard}.\n"
     match plan.checkpoint.config.get("model_type"):

@@ -11,7 +11,7 @@ from fnmatch import fnmatchcase
 import torch
 
 from diffquant.errors import CheckpointError, GroupSizeError, UsageError
-from diffquant.formats.compressed_tensors import PACKED, SCALE, SHAPE, packed_shapes
+from diffquant.formats.compressed_tensors import packed_shapes, packed_types
 from diffquant.formats.reader import Checkpoint, TensorInfo
 from diffquant.formats.writer import OutputTensor
 from diffquant.quantization.roundings import checked_rounding, rounding_named
@@ -161,6 +161,8 @@ def plan_quantization(
     if isinstance(source, Source):
         recipe, notes = with_stored(recipe, source.recipe)
     schemes = checked_schemes(source, recipe)
+    if schemes and (again := rounded_again(source.checkpoint)):
+        notes = (*notes, again)
     packed = {name: schemes[module] for module, name in targets_of(source).weights.items() if module in schemes}
     # A recipe of the cache alone copies the weights.
     unpacked = unpacked_dtypes(source, dtype) if packed or dtype else {}
@@ -174,6 +176,14 @@ def plan_quantization(
     is_rounded = bool(unpacked) or stored_dtype(source.checkpoint.config) is not None
     run_dtype = source.dtype if isinstance(source, Source) and is_rounded else None
     return QuantizationPlan(source.checkpoint, recipe, tensors, _linears(source), rules, run_dtype, notes)
+
+
+def rounded_again(checkpoint: Checkpoint) -> str:
+    """What people should know of weights that were rounded before they came here; "" where that is not known."""
+    kind = checkpoint.rounded_as
+    if not kind:
+        return ""
+    return f"the source's weights were rounded to {kind} before: rounding them again adds to that error"
 
 
 def unpacked_dtypes(source: Source | WeightSource, dtype: torch.dtype | None = None) -> dict[str, torch.dtype]:
@@ -381,7 +391,6 @@ def _planned(
     if not scheme.quantizes:
         return PlannedTensor(name, info, scheme, (OutputTensor(name, unpacked or written, info.shape),))
     module = name.removesuffix(".weight")
-    types = {PACKED: scheme.format.stored_dtype, SCALE: scheme.format.scale_dtype(written), SHAPE: torch.int64}
-    shapes = packed_shapes(info.shape, scheme)
+    shapes, types = packed_shapes(info.shape, scheme), packed_types(scheme, written)
     outputs = tuple(OutputTensor(module + suffix, types[suffix], shape) for suffix, shape in shapes.items())
     return PlannedTensor(name, info, scheme, outputs)

@@ -11,11 +11,12 @@ from diffquant.support.spelling import spelled
 from diffquant.verbs import kinds
 from diffquant.verbs.arguments import path_or_none
 from diffquant.verbs.hub import at_revision, check_push, push_folder
-from diffquant.verbs.notes import note_if_transformer
+from diffquant.verbs.notes import note_if_transformer, say
 
 if TYPE_CHECKING:
     from diffquant.export.exporter import OnnxReport
     from diffquant.source.ranges import Ranges
+    from diffquant.source.source import Source
 
 Bits = Annotated[int, kinds.Kind(int, "BITS")]
 
@@ -25,7 +26,7 @@ def export(
     output: kinds.NewFolder,
     *,
     weights: kinds.Scheme = 16,
-    kv: kinds.Scheme = 16,
+    kv: kinds.Scheme | None = None,
     scales: kinds.File | None = None,
     logits: kinds.Scheme = 16,
     dtype: kinds.Name = "float32",
@@ -49,7 +50,8 @@ def export(
     Args:
         model, output, logits, revision, push, overwrite: as `quantize` takes them.
         weights: scheme of a plain checkpoint's weights: 4:g32, 6:row, 8 or 16.
-        kv: scheme of the KV cache: 16, 8:static, or 4:static (experimental).
+        kv: scheme of the KV cache: 16, 8:static, or 4:static (experimental); by default the checkpoint's bits, with
+            static scales.
         scales: ranges of the KV cache that diffquant calibrate wrote; a short run finds them otherwise.
         dtype: dtype of the activations: float32 or float16.
         embed: bits of embedding and head: 16 or 8.
@@ -74,11 +76,14 @@ def export(
     from diffquant.calib.calibration.kv_cache import calibrate_cache
     from diffquant.export.exporter import check_export, write_export
     from diffquant.export.options import ExportOptions
+    from diffquant.source.source import open_source
 
+    check_push(push)
+    source = open_source(at_revision(model, revision))
     options = ExportOptions.parse(
         str(weights),
         str(logits),
-        kv_bits=_cache_bits(kv),
+        kv_bits=(_own_bits(source) if cache and not web else 16) if kv is None else _cache_bits(kv),
         dtype=dtype,
         embed_bits=embed,
         cache=cache,
@@ -88,9 +93,8 @@ def export(
         genai_device=genai_device,
         web=web,
     )
-    check_push(push)
     folder, shown = Path(output), progress or progress_for("export")
-    plan = check_export(at_revision(model, revision), folder, options, overwrite)
+    plan = check_export(source, folder, options, overwrite)
     note_if_transformer(plan.source)
     ranges: Ranges | Path | None = path_or_none(scales)
     if options.kv_bits < 16 and ranges is None:
@@ -98,6 +102,19 @@ def export(
     report = write_export(plan, folder, ranges, overwrite, shown)
     push_folder(folder, push)
     return report
+
+
+def _own_bits(source: "Source") -> int:
+    """Bits of an exported model's cache that the checkpoint's recipe asks for; how they differ from it is said."""
+    k, v = source.recipe.k, source.recipe.v
+    if not (k.quantizes or v.quantizes):
+        return 16
+    schemes = f"k {k}, v {v}"
+    if k.bits != v.bits or k.bits not in (8, 4) or source.recipe.schemes_of("k") | source.recipe.schemes_of("v") > {k, v}:
+        say(f"note: no kernel of ONNX Runtime reads the checkpoint's cache ({schemes}): exported with 16 bits")
+        return 16
+    say(f"note: the cache becomes {k.bits}:static of the checkpoint's {schemes}, with calibrated scales per channel")
+    return k.bits
 
 
 def _cache_bits(scheme: str | int) -> int:

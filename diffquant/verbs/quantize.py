@@ -3,12 +3,14 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from diffquant.errors import UnknownModelTypeError, UsageError
 from diffquant.recipe import NEAREST, Recipe, RoundingSettings
+from diffquant.support.durations import spoken
 from diffquant.support.progress import Progress, progress_for
 from diffquant.support.spelling import spelled
+from diffquant.support.suggestion import did_you_mean
 from diffquant.verbs import kinds
 from diffquant.verbs.hub import at_revision, check_push, push_folder
 from diffquant.verbs.notes import note_if_transformer, say
@@ -21,6 +23,11 @@ if TYPE_CHECKING:
     from diffquant.source.weight_source import WeightSource
 
 AnyModel = Annotated["Path | str | Source | WeightSource", kinds.Kind(Path, "MODEL", by_place=True)]
+# Seconds of work that nobody has to be told of before.
+WORTH_SAYING = 2
+# What each effort rounds by.
+EFFORTS = {"fast": "mse", "balanced": "gptq", "best": "tuned"}
+Effort = Annotated[str, kinds.Kind(Literal["fast", "balanced", "best"])]
 Rounding = Annotated[str | Mapping[str, Any], kinds.Kind(str, "NAME")]
 Keep = Annotated[str | Sequence[str], kinds.Kind(str, "PATTERN", repeats=True)]
 
@@ -40,6 +47,7 @@ def quantize(
     residual: kinds.Residual | None = None,
     overrides: kinds.Overrides = (),
     rounding: Rounding | None = None,
+    effort: Effort | None = None,
     text: kinds.File | None = None,
     tokens: kinds.Tokens | None = None,
     weights_only: bool = False,
@@ -55,7 +63,7 @@ def quantize(
     """Quantize a checkpoint's weights, KV cache and logits.
 
         diffquant quantize model -o model-4bit --preset int4
-        diffquant.quantize("model", "model-4bit", {"weights": "4:g32", "kv": 8}, rounding="mse")
+        diffquant.quantize("model", "model-4bit", {"weights": "4:g32", "kv": 8}, effort="balanced")
 
     Tensors stream through memory, so a checkpoint may be larger than the memory. The folder has compressed-tensors'
     format. Its recipe records how cache and logits are to be rounded, which happens when the model runs.
@@ -78,10 +86,11 @@ def quantize(
         residual: number of newest tokens of the KV cache that stay 16-bit; none by default.
         overrides: scheme for some weights, or layers' .k, .v, .logits and .qk: '*.mlp.*=6:row', '*.layers.3.*.k=8'; the
             first match wins. In Python also a mapping from patterns to schemes.
-        rounding: rule from weights to codes. nearest, the default, takes each scale from the largest magnitude; mse
-            searches the scale of the least squared error; gptq also compensates errors over a text; tuned goes on from
-            there by gradients, for the least loss, and takes several times as long. In Python also a mapping, as a
-            recipe has it.
+        rounding: rule from weights to codes. mse, the default, searches each scale for the least squared error;
+            nearest takes it from the largest magnitude, as a recipe's file that names no rule has it, and wherever mse
+            cannot; gptq also compensates errors over a text; tuned goes on from there by gradients, for the least loss,
+            and takes several times as long. In Python also a mapping, as a recipe has it.
+        effort: rule by what it takes, in place of `rounding`: fast is mse, balanced gptq, best tuned.
         text: text for gptq and tuned; by default the prose that ships.
         tokens: number of tokens of the text to read; 16384 by default.
         weights_only: choose weights by their names, whatever the architecture; automatic where the model_type is
@@ -103,6 +112,7 @@ def quantize(
         DiffQuantError: anything wrong with the checkpoint, the recipe or the output; nothing is left then.
         KeyboardInterrupt: finished shards are kept, and the message says how to go on.
     """
+    from diffquant.quantization.estimate import estimated_seconds
     from diffquant.quantization.quantize import quantize as write
 
     wanted = chosen_recipe(
@@ -113,15 +123,61 @@ def quantize(
         raise UsageError(
             f"nothing to quantize: give {ways} or {spelled('recipe')}, such as {spelled('preset', 'int4')}"
         )
-    wanted = replace(wanted, rounding=_rounding(wanted.rounding, rounding, text, tokens))
+    rounding = _chosen_rule(rounding, effort)
+    # A file or a Recipe says all of itself: without a rule it is nearest, today as when it was written.
+    is_open = rounding is None and not isinstance(recipe, Path | Recipe) and "rounding" not in _entries(recipe)
+    wanted = replace(wanted, rounding=_rounding(wanted.rounding, "mse" if is_open else rounding, text, tokens))
     check_push(push)
     kept = (keep,) if isinstance(keep, str) else tuple(keep)
     source = _opened(at_revision(model, revision), weights_only, kept, weight_rules)
     note_if_transformer(source)
+    if is_open:
+        wanted = _with_a_rule_that_can(source, wanted)
     shown = progress or progress_for("quantize")
-    report = write(source, output, wanted, dtype=dtype, overwrite=overwrite, planned=planned, progress=shown)
+
+    def told(plan: "QuantizationPlan") -> None:
+        seconds = estimated_seconds(source, plan) if plan.schemes else 0.0
+        if seconds >= WORTH_SAYING:
+            say(f"quantize: {len(plan.schemes)} weights by {wanted.rounding.name}, about {spoken(seconds)}")
+        if planned is not None:
+            planned(plan)
+
+    report = write(source, output, wanted, dtype=dtype, overwrite=overwrite, planned=told, progress=shown)
     push_folder(output, push)
     return report
+
+
+def _chosen_rule(rounding: Rounding | None, effort: str | None) -> Rounding | None:
+    """The rule that is given, by itself or by its effort."""
+    if effort is None:
+        return rounding
+    if rounding is not None:
+        raise UsageError(f"{spelled('effort')} chooses the rule; leave out {spelled('rounding')}")
+    if effort not in EFFORTS:
+        raise UsageError(f"unknown effort {effort!r}{did_you_mean(effort, list(EFFORTS))}")
+    return EFFORTS[effort]
+
+
+def _entries(recipe: object) -> Mapping[str, Any]:
+    return recipe if isinstance(recipe, Mapping) else {}
+
+
+def _with_a_rule_that_can(source: "Source | WeightSource", recipe: Recipe) -> Recipe:
+    """A recipe by the default rule, or by nearest where that cannot do its schemes, which is said."""
+    from diffquant.quantization.roundings import checked_rounding
+    from diffquant.quantization.targets import targets_of
+
+    schemes = {} if source.packed else targets_of(source).schemes(recipe)
+    if not schemes:
+        return replace(recipe, rounding=NEAREST)
+    try:
+        checked_rounding(recipe.rounding, schemes)
+    except UsageError as error:
+        if recipe.rounding.reads:
+            raise
+        say(f"note: rounds by nearest, since {error}")
+        return replace(recipe, rounding=NEAREST)
+    return recipe
 
 
 def _opened(

@@ -39,6 +39,7 @@ class OnnxModel:
         accuracy_level: int | None = None,
         native: bool = True,
         device: str = "auto",
+        spins: bool = True,
     ) -> None:
         """Open a folder.
 
@@ -49,6 +50,7 @@ class OnnxModel:
             native: whether the op's native kernel computes it where it is built, and not the model's function body;
                 it is the processor's alone.
             device: "auto", "cpu", "cuda" or "cuda:N".
+            spins: whether threads wait for work in a loop, which saves microseconds and takes a core.
 
         Raises:
             CheckpointError: the folder is damaged, or the runtime refuses the model.
@@ -69,6 +71,8 @@ class OnnxModel:
         if accuracy_level is not None:
             _set_accuracy(graph, accuracy_level)
         options = session_options(threads, native and self.device.kind == "cpu")
+        if not spins:
+            options.add_session_config_entry("session.intra_op.allow_spinning", "0")
         self.device.prepare(options)
         self.session = _open(folder, options, self.device, graph if is_changed else None)
         self.device.check_taken(self.session)

@@ -49,7 +49,7 @@ class StaticCache(DynamicCache):
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:  # noqa: ARG002
         states = (key_states, value_states)
-        seen = [x.abs().amax(2, keepdim=True) for x in states]
+        seen = [x.abs().amax((0, 2), keepdim=True) for x in states]
         before = self.largest.get(layer_idx, tuple(torch.zeros_like(x) for x in seen))
         keys, values = (torch.maximum(a, b) for a, b in zip(before, seen, strict=True))
         self.largest[layer_idx] = keys, values
@@ -112,6 +112,11 @@ class Past:
         """Number P of rows."""
         return self.keys.shape[2]
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes that keys and values take."""
+        return self.keys.nbytes + self.values.nbytes
+
 
 class GrowingCache(DynamicCache):
     """A cache of one layer that is extended call by call.
@@ -119,21 +124,23 @@ class GrowingCache(DynamicCache):
     Attributes:
         static: what rounds keys and values; None where they stay as they are.
         past: rows before the first call; None for none.
+        held: keys and values as they are read, those of all calls so far.
     """
 
-    def __init__(self, static: StaticCache | None, past: Past | None) -> None:
+    def __init__(self, static: StaticCache | None, past: Past | None, held: tuple[Tensor, ...] = ()) -> None:
         super().__init__()
         self.static = static
         self.past = past
-        self._held: tuple[Tensor, ...] = ()
+        self.held = held
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:  # noqa: ARG002
         new = (key_states, value_states)
         if self.static is not None:
-            new = self.static.read_back(*new, layer_idx)
-        held = self._held or self._before(layer_idx)
-        self._held = tuple(torch.cat(parts, 2) for parts in zip(held, new, strict=True)) if held else new
-        return self._held
+            new = self.static.update(*new, layer_idx)
+        # Sequences of one batch are read behind the same rows.
+        held = self.held or tuple(rows.expand(len(key_states), -1, -1, -1) for rows in self._before(layer_idx))
+        self.held = tuple(torch.cat(parts, 2) for parts in zip(held, new, strict=True)) if held else new
+        return self.held
 
     def _before(self, layer: int) -> tuple[Tensor, ...]:
         if self.past is None:

@@ -98,6 +98,7 @@ class Comparison:
         self._outputs = (EMBEDDED, *(LAYER_OUTPUT.format(layer=i) for i in range(reference.layers)), "logits")
         self._whole = self._logits(rounds=False)
         self._expectations: dict[bool, tuple[list[Tensor], float, StageNoise]] = {}
+        self._far_noises: dict[bool, dict[int, StageNoise]] = {}
         self._tokens: list[SessionTokens] = []
         self._cache: Measure | None = None
         self._reached = 0
@@ -165,20 +166,20 @@ class Comparison:
 
     def _open(self, session: _Session) -> OnnxModel:
         seen, native = self._outputs[:-1], not session.runs_body
-        return OnnxModel(self._folder, self._threads, seen, session.accuracy_level, native, self._device)
+        return OnnxModel(self._folder, self._threads, seen, session.accuracy_level, native, self._device, spins=False)
 
     def _compared(self, session: _Session, model: OnnxModel) -> Iterator[Route]:
         """Every route of a session, compared."""
         with self._running(session, "prefill"):
             read = _states_of(prefill(model, self._passages, self._outputs))
+        if session.is_folder and self._reference.cache is not None:
+            self._cache = Measure(cache_excess(self._reference, self._passages, read), CACHE_LIMIT)
         # Sessions that compute alike share what rounding explains.
         if session.rounds not in self._expectations:
             self._expectations[session.rounds] = self._expected(session, read)
         whole, limit, noise = self._expectations[session.rounds]
         last = [states[-1] for states in read]
         self._tokens.append(SessionTokens(session.name, compare_tokens(zip(self._whole, last, strict=True))))
-        if session.is_folder and self._reference.cache is not None:
-            self._cache = Measure(cache_excess(self._reference, self._passages, read), CACHE_LIMIT)
 
         def logits_errors(runs: Sequence[Run]) -> tuple[Measure, Measure | None]:
             """Errors of the logits against the reference's and against prefill's."""
@@ -199,7 +200,11 @@ class Comparison:
         if model.cache is not None:
             with self._running(session, IN_PLACE):
                 # The folder itself is opened once more without a thing changed, as `diffquant run` uses it.
-                used = OnnxModel(self._folder, self._threads, device=self._device) if session.is_folder else model
+                used = (
+                    OnnxModel(self._folder, self._threads, device=self._device, spins=False)
+                    if session.is_folder
+                    else model
+                )
                 runs = [decoded_in_place(used, self._passages[0])]
             yield Route(session.name, IN_PLACE, (), (), *logits_errors(runs))
         yield self._long_context(session, model, noise)
@@ -209,13 +214,16 @@ class Comparison:
         found = []
         self._reached = reach(model, self._reference.model.config.max_position_embeddings)
         calls = far_calls(model, self._reference, self._passages, self._outputs)
+        # Sessions that compute alike share what rounding explains here, too.
+        noises = self._far_noises.setdefault(session.rounds, {})
         while far := self._next(calls, session):
             states = [[_float32(values) for values in each] for each in far.states]
             firsts, readings = [0] * len(states), [far.reading] * len(states)
             with self._reference.arithmetic(rounds=session.rounds):
                 errors = stage_errors(self._reference, far.sequences, states, firsts, readings)
-            noise = stage_noise(self._reference, far.sequences, states, session.rounds, far.reading)
-            found.append(far_measures(errors, noise, usual, MARGIN))
+            if (number := len(found)) not in noises:
+                noises[number] = stage_noise(self._reference, far.sequences, states, session.rounds, far.reading, True)
+            found.append(far_measures(errors, noises[number], usual, MARGIN))
         typical, largest = (nearest_limits(parts) for parts in zip(*found, strict=True))
         return Route(session.name, LONG_CONTEXT, typical, largest, None, None)
 

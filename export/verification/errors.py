@@ -82,11 +82,13 @@ def stage_errors(
         readings: how each passage was read.
     """
     errors = []
-    for ids, outputs, reading in zip(passages, states, readings, strict=False):
+    for ids, outputs, first, reading in zip(passages, states, firsts, readings, strict=False):
         with reference.reading(reading):
-            wanted = _wanted(reference, ids, outputs)
-            errors.append(tuple(position_errors(got, *pair) for got, pair in zip(outputs, wanted, strict=True)))
-    return StageErrors(tuple(errors)).behind(firsts)
+            wanted = _wanted(reference, ids, outputs, first)
+            errors.append(
+                tuple(position_errors(got[:, first:], *pair) for got, pair in zip(outputs, wanted, strict=True))
+            )
+    return StageErrors(tuple(errors))
 
 
 def stage_noise(
@@ -95,6 +97,7 @@ def stage_noise(
     states: Sequence[Sequence[Tensor]],
     rounds: bool,
     reading: Reading = WHOLE,
+    flips_alone: bool = False,
 ) -> StageNoise:
     """Errors that rounding explains: of the reference's stages disturbed, given the same states.
 
@@ -104,8 +107,10 @@ def stage_noise(
         states: outputs of all stages for each passage, as the runtime computed them.
         rounds: whether activations are rounded.
         reading: how every passage was read.
+        flips_alone: leave out `rounded`, which is `flipped` then.
     """
-    sizes = (0.0, FLIPPING, FLIPPING_LOGITS if reference.rounds_logits else FLIPPING)
+    many = FLIPPING_LOGITS if reference.rounds_logits else FLIPPING
+    sizes = (FLIPPING if flips_alone else 0.0, FLIPPING, many)
     disturbed: dict[float, list[tuple[Tensor, ...]]] = {size: [] for size in sizes}
     # Rounding by a rule unknown here may differ by as much as the rounding itself.
     rounds_anew = rounds and reference.knows_rounding
@@ -135,23 +140,25 @@ def cache_excess(reference: Reference, passages: Sequence[np.ndarray], states: S
     given = reference.cache
     if given is None:
         raise DiffQuantError("there is no quantized cache to measure")
-    errors = []
-    for cache in (given, given.fitted()):
-        of_cache = []
-        for ids, outputs in zip(passages, states, strict=True):
-            with reference.cache_of(None):
-                wanted = list(_wanted(reference, ids, outputs))
+    caches = (given, given.fitted())
+    errors: list[list[tuple[Tensor, ...]]] = [[], []]
+    # Neither the embedding nor the head has a cache.
+    layers = range(1, reference.layers + 1)
+    for ids, outputs in zip(passages, states, strict=True):
+        with reference.cache_of(None):
+            wanted = list(_wanted(reference, ids, outputs, numbers=layers))
+        for of_cache, cache in zip(errors, caches, strict=True):
             with reference.cache_of(cache):
-                rounded = [output for output, _ in _wanted(reference, ids, outputs)]
+                rounded = [output for output, _ in _wanted(reference, ids, outputs, numbers=layers)]
             of_cache.append(tuple(position_errors(x, *pair) for x, pair in zip(rounded, wanted, strict=True)))
-        errors.append(StageErrors(tuple(of_cache)).quantile(0.5)[1:-1])
+    typical = (StageErrors(tuple(of_cache)).quantile(0.5) for of_cache in errors)
     # NumPy's maximum is NaN where some ratio is.
-    return float(np.max([rounded / max(fitted, 1e-30) for rounded, fitted in zip(*errors, strict=True)]))
+    return float(np.max([rounded / max(fitted, 1e-30) for rounded, fitted in zip(*typical, strict=True)]))
 
 
 def position_errors(got: Tensor, wanted: Tensor, before: Tensor) -> Tensor:
-    """RMS of the difference at each position [T], relative to the RMS of what the stage adds to the state before it."""
-    return _rms(got.double() - wanted.double()) / _rms(wanted.double() - before.double()).clamp(min=1e-30)
+    """RMS of the difference at each position [B·T], relative to that of what the stage adds to the state before it."""
+    return _rms(got - wanted) / _rms(wanted - before).clamp(min=1e-30)
 
 
 def relative_rms(pairs: Iterable[tuple[Tensor, Tensor]]) -> float:
@@ -162,25 +169,40 @@ def relative_rms(pairs: Iterable[tuple[Tensor, Tensor]]) -> float:
     """
     difference = spread = 0.0
     for got, wanted in pairs:
-        exact = wanted.double()
-        difference += float((got.double() - exact).square().sum())
-        spread += float((exact - exact.mean(-1, keepdim=True)).square().sum())
+        difference += float(_norm(got - wanted).square().sum())
+        spread += float(_norm(wanted - wanted.mean(-1, keepdim=True)).square().sum())
     return math.sqrt(difference / max(spread, 1e-30))
 
 
-def _wanted(reference: Reference, ids: np.ndarray, outputs: Sequence[Tensor]) -> Iterable[tuple[Tensor, Tensor]]:
-    """Each stage's output as the reference has it, and what it is to be compared with to tell what the stage added."""
+def _wanted(
+    reference: Reference,
+    ids: np.ndarray,
+    outputs: Sequence[Tensor],
+    first: int = 0,
+    numbers: Iterable[int] | None = None,
+) -> Iterable[tuple[Tensor, Tensor]]:
+    """Each stage's output as the reference has it, and what it is to be compared with to tell what the stage added.
+
+    Args:
+        first: first position that is wanted.
+        numbers: stages that are wanted; all by default.
+    """
     last = len(outputs) - 1
-    for number in range(len(outputs)):
+    for number in range(len(outputs)) if numbers is None else numbers:
         given = outputs[number - 1] if number else torch.from_numpy(ids)
-        wanted = reference.stage(number, given)
+        wanted = reference.stage(number, given, first)
         if number == 0:
             yield wanted, torch.zeros_like(wanted)
         elif number == last:
             yield wanted, wanted.mean(-1, keepdim=True)
         else:
-            yield wanted, given
+            yield wanted, given[:, first:]
 
 
 def _rms(x: Tensor) -> Tensor:
-    return x.square().mean(-1).sqrt().flatten()
+    return (_norm(x) / math.sqrt(x.shape[-1])).flatten()
+
+
+def _norm(x: Tensor) -> Tensor:
+    """Length of x along its last axis in float64, without a copy in it."""
+    return torch.linalg.vector_norm(x, dim=-1, dtype=torch.float64)

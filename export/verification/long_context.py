@@ -27,8 +27,8 @@ class FarCalls:
 
     Attributes:
         reading: how the reference has to read them.
-        sequences: token ids [1, T].
-        states: values of the graph of each sequence, [1, T, ...] each.
+        sequences: token ids [B, T], which are compared together.
+        states: values of the graph of each of these, [B, T, ...] each.
     """
 
     reading: Reading
@@ -51,7 +51,7 @@ def far_calls(
     text = np.concatenate(passages, 1)
     end = reach(model, reference.model.config.max_position_embeddings)
     tokens = [text[:, [at]] for at in np.linspace(0, text.shape[1] - 1, TOKENS, dtype=int)]
-    yield FarCalls(WHOLE, tokens, [_read(model, token, outputs) for token in tokens])
+    yield _together(WHOLE, tokens, [_read(model, token, outputs) for token in tokens], TOKENS)
     if model.cache is None:
         whole = np.resize(text, (1, end))
         yield FarCalls(WHOLE, [whole], [_read(model, whole, outputs)])
@@ -61,7 +61,8 @@ def far_calls(
         rows = [_random_rows(model.cache, length, size, seed) for seed, size in enumerate(sizes)]
         states = _behind(model, rows, tokens, outputs)
         past = reference.past(*(part[:, :, :length] for part in rows))
-        yield FarCalls(Reading(past=past), tokens, states)
+        at_once = max(1, _MOST_BYTES // (past.nbytes + 1))
+        yield _together(Reading(past=past), tokens, states, at_once)
 
 
 def past_lengths(end: int) -> list[int]:
@@ -69,6 +70,15 @@ def past_lengths(end: int) -> list[int]:
     last = end - 1
     doubled = (2**power - 1 for power in range(10, last.bit_length() + 1))
     return sorted({length for length in (*_PASTS, *doubled, last) if 0 < length <= last})
+
+
+def _together(
+    reading: Reading, tokens: Sequence[np.ndarray], states: Sequence[Sequence[np.ndarray]], at_once: int
+) -> FarCalls:
+    """Tokens that were read one by one, in batches for the reference, which reads its weights once for a batch."""
+    batches = [slice(at, at + at_once) for at in range(0, len(tokens), at_once)]
+    together = [[np.concatenate(values) for values in zip(*states[batch], strict=True)] for batch in batches]
+    return FarCalls(reading, [np.concatenate(tokens[batch]) for batch in batches], together)
 
 
 def _most_rows(cache: CacheShape) -> int:

@@ -10,7 +10,7 @@ from diffquant.source.source import Source
 POSITIONS = 512
 LONGEST = 160
 # Passages differ in length, so that a padded batch has padding; the first is the longest.
-_SHARES = (1.0, 0.8, 0.65, 0.5, 0.9, 0.35)
+_SHARES = (1.0, 0.8, 0.65, 0.5, 0.35, 0.9)
 _SHORTEST = 2
 # No tokenizer makes a token of more characters on average.
 _CHARACTERS = 12

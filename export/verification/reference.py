@@ -50,6 +50,15 @@ class Reading:
 WHOLE = Reading()
 
 
+@dataclass(frozen=True)
+class _Kept:
+    """What a stage made of a whole sequence, for routes that give it the same states, or such a beginning of them."""
+
+    given: Tensor
+    output: Tensor
+    cached: tuple[Tensor, ...] = ()
+
+
 class Reference:
     """The torch twin of an exported folder, in float32.
 
@@ -74,6 +83,8 @@ class Reference:
         self._is_rounding = False
         self._noise: float | None = None
         self._reading = WHOLE
+        self._kept: dict[tuple[int, torch.Size], _Kept] = {}
+        self._kept_for: tuple[object, ...] = ()
         self._random = torch.Generator()
         self._take_weights()
         self._hook_products()
@@ -119,23 +130,52 @@ class Reference:
             self._reading = WHOLE
 
     @torch.no_grad()
-    def stage(self, number: int, x: Tensor) -> Tensor:
-        """A stage's output [1, T, D or V] of the output of the stage before, or of token ids [1, T]."""
+    def stage(self, number: int, x: Tensor, first: int = 0) -> Tensor:
+        """Output of a stage from a position on, [B, T - first, D or V].
+
+        A stage remembers the last whole sequences of each length. It computes nothing for the states that it was given
+        last, and where only the beginning is as it was, nothing before `first`.
+
+        Args:
+            number: number of the stage, in the order of `stages`.
+            x: output [B, T, D] of the stage before, or token ids [B, T].
+            first: first position that is wanted.
+        """
+        if self._noise is not None:
+            return self._computed(number, x, ())[0][:, first:]
+        context = (self._is_rounding, self._cache, self._reading)
+        if len(self._kept_for) != len(context) or any(a is not b for a, b in zip(context, self._kept_for, strict=True)):
+            self._kept, self._kept_for = {}, context
+        key = (number, x.shape[:2])
+        kept = self._kept.get(key)
+        if kept is not None and torch.equal(kept.given, x):
+            return kept.output[:, first:]
+        if first and self._reading is WHOLE:
+            if not 0 < number <= self.layers:
+                return self._computed(number, x[:, first:], ())[0]
+            if kept is not None and torch.equal(kept.given[:, :first], x[:, :first]):
+                return self._computed(number, x[:, first:], tuple(rows[:, :, :first] for rows in kept.cached))[0]
+        output, cached = self._computed(number, x, ())
+        if not first:
+            # Rows behind a long past would take the memory of a whole context in every layer.
+            self._kept[key] = _Kept(x, output, cached if self._reading is WHOLE else ())
+        return output[:, first:]
+
+    def _computed(self, number: int, x: Tensor, cached: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """A stage's output of states behind keys and values that it cached, and what is cached after it."""
         model = self.model.model
         if number == 0:
-            embedded: Tensor = model.embed_tokens(x)
-            return embedded
+            return model.embed_tokens(x), ()
         if number > self.layers:
-            logits: Tensor = self.model.lm_head(model.norm(x))
-            return logits
+            return self.model.lm_head(model.norm(x)), ()
         layer = cast(DiffLayer, model.layers[number - 1])
         calls, past = self._reading.calls, self._reading.past
-        cache = GrowingCache(self._cache, past) if calls or past else self._cache
-        first, parts = past.length if past else 0, []
+        cache = GrowingCache(self._cache, past, cached)
+        first, parts = past.length if past else cached[0].shape[2] if cached else 0, []
         for chunk in x.split(list(calls) or x.shape[1], 1):
             parts.append(layer(chunk, self._rotary(chunk, first), Mask(None), cache))
             first += chunk.shape[1]
-        return torch.cat(parts, 1)
+        return torch.cat(parts, 1), cache.held
 
     def past(self, keys: np.ndarray, values: np.ndarray) -> Past:
         """Rows of the exported model's caches [1, h_kv, P, entries], as `reading` takes them."""
@@ -144,8 +184,9 @@ class Reference:
     def run(self, ids: np.ndarray) -> Tensor:
         """Logits [1, T, V] of token ids [1, T]: all stages."""
         x = torch.from_numpy(ids)
-        for number in range(len(self.stages)):
-            x = self.stage(number, x)
+        with torch.no_grad():
+            for number in range(len(self.stages)):
+                x = self._computed(number, x, ())[0]
         return x
 
     @property

@@ -26,7 +26,7 @@ def recorded(folder):
 
 def test_the_recipe_is_read_as_it_was_recorded(quantized):
     assert recorded(quantized)["version"] == CONFIG_VERSION
-    assert open_source(quantized).recipe == diffquant.Recipe.of(weights="4:g16", kv="8")
+    assert open_source(quantized).recipe == diffquant.Recipe.of(weights="4:g16", kv="8", rounding="mse")
 
 
 @pytest.mark.parametrize("version", [CONFIG_VERSION + 1, CONFIG_VERSION + 10])

@@ -34,14 +34,17 @@ _SCHEMES = {
     "int5-row": "--preset paper",
     "int2-g16": "--weights 2:g16 --override *.layers.0.*=16",
 }
-_MADE = "quantize needle-diff-v1 -o made --weights 4:g32"
+_MADE = "quantize needle-diff-v1 -o made --weights 4:g32 --rounding nearest"
 _QUICK = "--device cpu --dtype float32"
 
 CASES = [
-    *(Case(f"quantize-{name}", f"quantize {name} -o out --weights 4:row", (name,)) for name in RANDOM),
-    Case("quantize-gguf", "quantize llama.gguf -o out --weights 8:row", ("llama.gguf",)),
     *(
-        Case(f"quantize-{name}", f"quantize needle-diff-v1 -o out {options}", ("needle-diff-v1",))
+        Case(f"quantize-{name}", f"quantize {name} -o out --weights 4:row --rounding nearest", (name,))
+        for name in RANDOM
+    ),
+    Case("quantize-gguf", "quantize llama.gguf -o out --weights 8:row --rounding nearest", ("llama.gguf",)),
+    *(
+        Case(f"quantize-{name}", f"quantize needle-diff-v1 -o out {options} --rounding nearest", ("needle-diff-v1",))
         for name, options in _SCHEMES.items()
     ),
     *(

@@ -1,4 +1,4 @@
-"""A random checkpoint with Motif-3's names at small sizes: an architecture that is quantized and not run."""
+"""A random checkpoint of an architecture that is quantized by its tensors' names and not run."""
 
 import json
 from pathlib import Path
@@ -10,8 +10,8 @@ from torch import Tensor
 
 HIDDEN, VOCAB, LATENT, EXPERTS, EXPERT_WIDTH, DENSE_WIDTH = 64, 70, 32, 5, 96, 160
 CONFIG: dict[str, Any] = {
-    "model_type": "Motif",
-    "architectures": ["MotifForCausalLM"],
+    "model_type": "latent-mixture",
+    "architectures": ["LatentMixtureForCausalLM"],
     "hidden_size": HIDDEN,
     "vocab_size": VOCAB,
     "num_hidden_layers": 3,
@@ -63,7 +63,7 @@ PACKED = [
 ]
 
 
-def motif3_shapes(tied: bool = False) -> dict[str, tuple[int, ...]]:
+def unknown_shapes(tied: bool = False) -> dict[str, tuple[int, ...]]:
     """Shape of each tensor: the first layer is dense, two have experts."""
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (VOCAB, HIDDEN)}
     for layer in range(3):
@@ -73,17 +73,17 @@ def motif3_shapes(tied: bool = False) -> dict[str, tuple[int, ...]]:
     return shapes | {"model.norm.weight": (HIDDEN,)} | ({} if tied else {"lm_head.weight": (VOCAB, HIDDEN)})
 
 
-def write_motif3(
+def write_unknown(
     folder: Path, dtype: torch.dtype = torch.bfloat16, shards: int = 1, tied: bool = False
 ) -> dict[str, Tensor]:
-    """Write a random one; λ projections, routers and activations are float32, as published. The tensors."""
+    """Write a random one; λ projections, routers and activations are float32. The tensors."""
     folder.mkdir()
     generator = torch.Generator().manual_seed(3)
     tensors = {
         name: (torch.randn(shape, generator=generator) * 0.1).to(
             torch.float32 if any(part in name for part in ("lambda", "router", "act_fn", "mhc")) else dtype
         )
-        for name, shape in motif3_shapes(tied).items()
+        for name, shape in unknown_shapes(tied).items()
     }
     names = list(tensors)
     parts = [names[i::shards] for i in range(shards)]
